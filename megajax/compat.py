@@ -1,0 +1,102 @@
+"""The only file that knows JAX versions: private or version-dependent API (jax 0.10.2, 0.11.x, 0.12.x)."""
+
+import functools
+import inspect
+
+import jax
+import jax.extend.random
+import jax.numpy as jnp
+from jax.sharding import AxisType
+
+
+def use_virtual_cpu_devices(count: int) -> None:
+    """Runs this process on `count` virtual CPU devices. Call before anything touches a device."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", count)
+
+
+def use_gloo() -> None:
+    """Collectives between CPU processes go through gloo. Call before jax.distributed.initialize."""
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+
+
+def is_auto(axis_type: AxisType) -> bool:
+    return axis_type == AxisType.Auto
+
+
+def varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Marks x as different on every device of the manual `axes` (no data moves); axes it already varies over are kept."""
+    missing = tuple(axis for axis in axes if axis not in jax.typeof(x).mat.varying)
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def varying_axes(x: jax.Array) -> tuple[str, ...]:
+    """Manual mesh axes over which x differs between devices."""
+    return tuple(jax.typeof(x).mat.varying)
+
+
+def counter_bits(key: jax.Array, high: jax.Array, low: jax.Array) -> jax.Array:
+    """uint32 random bits, one for each pair of uint32 counters: a pure function of (key, high, low), so of no layout.
+
+    Threefry-2x32 (Salmon et al. 2011) applied to the counters themselves; `high` and `low` broadcast together.
+    """
+    high, low = jnp.broadcast_arrays(high.astype(jnp.uint32), low.astype(jnp.uint32))
+    counts = jnp.stack([high.ravel(), low.ravel()]).ravel()
+    bits = jax.extend.random.threefry_2x32(jax.random.key_data(key).astype(jnp.uint32), counts)
+    return bits[: high.size].reshape(high.shape)
+
+
+# ----------------------------------------------------------------------------- cuDNN attention, private calls
+
+
+@functools.cache
+def _cudnn_module():
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    return fused_attention_stablehlo
+
+
+_BACKWARD_ARGUMENTS = [
+    "scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length",
+    "is_training", "return_residual", "res", "grad_output",
+]  # fmt: skip
+
+
+def cudnn_attention_problem() -> str:
+    """Empty if the private cuDNN attention calls have the form that we know, else what is different."""
+    try:
+        found = list(inspect.signature(_cudnn_module()._dot_product_attention_bwd_rule).parameters)
+    except (ImportError, AttributeError) as error:
+        return f"jax {jax.__version__} has no cuDNN attention where it is expected ({error})"
+    if found != _BACKWARD_ARGUMENTS:
+        return f"jax {jax.__version__} changed the private cuDNN attention backward call"
+    return ""
+
+
+def _cudnn_options(window: int | None):
+    module = _cudnn_module()
+    return module.MaskType.CAUSAL, module._normalize_layout("BTNH").value, window
+
+
+def cudnn_attention_forward(q_BTNH, k_BSKH, v_BSKH, *, scale: float, window: int | None):
+    """Causal attention by cuDNN -> (out [B,T,N,H] in q's dtype, log-sum-exp [B,N,T] float32)."""
+    return _cudnn_module().dot_product_attention(
+        q_BTNH,
+        k_BSKH,
+        v_BSKH,
+        scale=scale,
+        mask_type=_cudnn_module().MaskType.CAUSAL,
+        sliding_window_length=window,
+        return_residual=True,
+    )
+
+
+def cudnn_attention_backward(q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT, d_out_BTNH, *, scale: float, window: int | None):
+    """Gradients (dq, dk, dv) of cudnn_attention_forward, from its own (out, log-sum-exp)."""
+    mask_type, layout, window = _cudnn_options(window)
+    empty = jnp.zeros(0, q_BTNH.dtype)
+    residuals = (q_BTNH, k_BSKH, v_BSKH, *(empty,) * 7, lse_BNT, out_BTNH)
+    gradients = _cudnn_module()._dot_product_attention_bwd_rule(
+        scale, 42, 0.0, (False, False), mask_type, layout, window, True, False, residuals, d_out_BTNH
+    )
+    return gradients[:3]

@@ -1,0 +1,203 @@
+"""Megatron's indexed dataset: `PREFIX.bin` holds the tokens, `PREFIX.idx` says where each sequence lies.
+
+Layout of the .idx, little-endian, n sequences and m document boundaries (m = documents + 1):
+
+| bytes | content |
+|---|---|
+| 9, 8, 1 | `MMIDIDX\\0\\0`, version 1 (uint64), dtype code of the .bin (uint8) |
+| 8, 8 | n, m (uint64) |
+| 4 n | sequence lengths in tokens (int32) |
+| 8 n | byte offsets of the sequences in the .bin (int64) |
+| 8 m | document boundaries, in sequences, starting with 0 (int64) |
+| n, optional | modes of the sequences (int8), written by multimodal tools; ignored here |
+
+Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py.
+"""
+
+import os
+import shutil
+import struct
+import uuid
+from collections.abc import Iterable
+from typing import BinaryIO
+
+import numpy as np
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {
+    1: np.dtype(np.uint8),
+    2: np.dtype(np.int8),
+    3: np.dtype(np.int16),
+    4: np.dtype(np.int32),
+    5: np.dtype(np.int64),
+    6: np.dtype(np.float64),
+    7: np.dtype(np.float32),
+    8: np.dtype(np.uint16),
+}
+DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
+# The offsets are made from the lengths in blocks of this many sequences, to keep the writer's memory constant.
+WRITE_BLOCK = 1 << 20
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The type Megatron stores tokens in: uint16 for vocabularies below 65500, else int32."""
+    return np.dtype(np.uint16) if vocab_size < 65500 else np.dtype(np.int32)
+
+
+class IndexedDataset:
+    """Memory-mapped reader of `PREFIX.bin` and `PREFIX.idx`.
+
+    Attributes: `lengths` int32 [num_sequences], tokens per sequence; `document_indices` int64 [num_documents + 1],
+    boundaries in sequences; `dtype` of the stored tokens. Raises ValueError that names the file when one is
+    missing, is not such a file, or has a size that the index does not account for. Pickles as its prefix.
+    """
+
+    def __init__(self, prefix: str | os.PathLike):
+        self.prefix = os.fspath(prefix)
+        index_path, token_path = self.prefix + ".idx", self.prefix + ".bin"
+        for path in (index_path, token_path):
+            if not os.path.isfile(path):
+                raise ValueError(
+                    f"indexed dataset: file {path} does not exist; build it with python -m megajax.data.preprocess"
+                )
+        self.dtype, num_sequences, num_boundaries = _read_header(index_path)
+        index = np.memmap(index_path, np.uint8, "r")
+        ends = np.cumsum([HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_boundaries])
+        self.lengths = index[ends[0] : ends[1]].view(np.int32)
+        self._offsets = index[ends[1] : ends[2]].view(np.int64)
+        self.document_indices = index[ends[2] : ends[3]].view(np.int64)
+        self._check_token_file(token_path)
+        # numpy cannot map an empty file
+        self._tokens = np.memmap(token_path, np.uint8, "r") if num_sequences else np.zeros(0, np.uint8)
+
+    def _check_token_file(self, path: str) -> None:
+        size = os.path.getsize(path)
+        expected = int(self._offsets[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if len(self) else 0
+        if size != expected:
+            raise ValueError(
+                f"indexed dataset: {path} has {size} bytes, its index {self.prefix}.idx expects {expected}; "
+                "the two belong to different builds or a copy was cut short: build or copy them again"
+            )
+        if self.document_indices[-1] != len(self):
+            raise ValueError(
+                f"indexed dataset: {self.prefix}.idx has {len(self)} sequences but its last document boundary is "
+                f"{int(self.document_indices[-1])}; build it again"
+            )
+
+    def __len__(self) -> int:
+        """Number of sequences (equal to the number of documents unless documents were split into sentences)."""
+        return len(self.lengths)
+
+    def __reduce__(self):
+        return type(self), (self.prefix,)
+
+    def read(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Tokens [offset, offset + length) of one sequence, `dtype` [length]; a view, no copy. None: to the end."""
+        available = int(self.lengths[sequence]) - offset
+        length = available if length is None else length
+        if not 0 <= length <= available:
+            raise IndexError(
+                f"tokens [{offset}, {offset + length}) of sequence {sequence} in {self.prefix}.bin: "
+                f"it has {offset + available} tokens"
+            )
+        begin = int(self._offsets[sequence]) + offset * self.dtype.itemsize
+        return self._tokens[begin : begin + length * self.dtype.itemsize].view(self.dtype).view(np.ndarray)
+
+
+def _read_header(path: str) -> tuple[np.dtype, int, int]:
+    """(token dtype, number of sequences, number of document boundaries), after checking the size of the file."""
+    with open(path, "rb") as file:
+        header = file.read(HEADER.size)
+    if len(header) < HEADER.size or not header.startswith(MAGIC):
+        raise ValueError(f"indexed dataset: {path} is not a Megatron index (it does not start with MMIDIDX)")
+    _, version, code, num_sequences, num_boundaries = HEADER.unpack(header)
+    if version != VERSION:
+        raise ValueError(f"indexed dataset: {path} has version {version}; only version {VERSION} is known")
+    if code not in DTYPES:
+        raise ValueError(f"indexed dataset: {path} has dtype code {code}; known codes are {sorted(DTYPES)}")
+    expected = HEADER.size + 12 * num_sequences + 8 * num_boundaries
+    size = os.path.getsize(path)
+    if num_boundaries < 1 or size not in (expected, expected + num_sequences):
+        raise ValueError(
+            f"indexed dataset: {path} has {size} bytes, its header ({num_sequences} sequences, {num_boundaries} "
+            f"document boundaries) expects {expected}; a copy was cut short: copy or build it again"
+        )
+    return DTYPES[code], num_sequences, num_boundaries
+
+
+class IndexedDatasetWriter:
+    """Writes `PREFIX.bin` and `PREFIX.idx`, byte for byte as Megatron does, in constant memory.
+
+    A context manager: the two files appear, by rename, when the block ends without an exception. Lengths and
+    boundaries are streamed to temporary files beside the result (12 bytes a sequence), not kept in lists.
+    """
+
+    def __init__(self, prefix: str | os.PathLike, dtype: np.dtype | type):
+        self.prefix, self.dtype = os.fspath(prefix), np.dtype(dtype)
+        if self.dtype not in DTYPE_CODES:
+            raise ValueError(f"indexed dataset: dtype {self.dtype} cannot be stored; use one of {list(DTYPE_CODES)}")
+        self.num_sequences = self.num_documents = self.num_tokens = 0
+
+    def __enter__(self) -> "IndexedDatasetWriter":
+        os.makedirs(os.path.dirname(self.prefix) or ".", exist_ok=True)
+        suffix = f".{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp"
+        self._paths = {part: self.prefix + "." + part + suffix for part in ("bin", "idx", "lengths", "documents")}
+        self._files = {part: open(path, "w+b") for part, path in self._paths.items()}
+        self._files["documents"].write(struct.pack("<q", 0))
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        try:
+            if kind is None:
+                self._write_index(self._files["idx"])
+                for part in ("bin", "idx"):
+                    self._files[part].close()
+                    os.replace(self._paths[part], f"{self.prefix}.{part}")
+        finally:
+            for part, file in self._files.items():
+                file.close()
+                if os.path.exists(self._paths[part]):
+                    os.remove(self._paths[part])
+
+    def add_document(self, sequences: Iterable[np.ndarray]) -> None:
+        """Append one document of one or more sequences of tokens [length]; ids must fit the dtype."""
+        for sequence in sequences:
+            tokens = _cast(np.asarray(sequence), self.dtype)
+            self._files["bin"].write(tokens.tobytes())
+            self._files["lengths"].write(struct.pack("<i", len(tokens)))
+            self.num_sequences += 1
+            self.num_tokens += len(tokens)
+        self._files["documents"].write(struct.pack("<q", self.num_sequences))
+        self.num_documents += 1
+
+    def _write_index(self, out: BinaryIO) -> None:
+        lengths, documents = self._files["lengths"], self._files["documents"]
+        out.write(
+            HEADER.pack(MAGIC, VERSION, DTYPE_CODES[self.dtype], self.num_sequences, self.num_documents + 1)
+        )
+        lengths.seek(0)
+        shutil.copyfileobj(lengths, out)
+        lengths.seek(0)
+        begin = 0
+        while block := lengths.read(4 * WRITE_BLOCK):
+            sizes = np.frombuffer(block, np.int32).astype(np.int64) * self.dtype.itemsize
+            ends = begin + np.cumsum(sizes)
+            out.write((ends - sizes).tobytes())
+            begin = int(ends[-1])
+        documents.seek(0)
+        shutil.copyfileobj(documents, out)
+
+
+def _cast(tokens: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    if tokens.dtype == dtype or not tokens.size:
+        return tokens.astype(dtype)
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        if tokens.min() < limits.min or tokens.max() > limits.max:
+            raise ValueError(
+                f"indexed dataset: token ids {tokens.min()} to {tokens.max()} do not fit {dtype}; "
+                "use a wider dtype (token_dtype(vocab_size))"
+            )
+    return tokens.astype(dtype)

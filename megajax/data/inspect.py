@@ -1,0 +1,144 @@
+"""Look at indexed data: python -m megajax.data.inspect --prefix P [P ...]
+
+Prints documents, tokens, lengths and the recorded tokenizer. With --output FILE.npz it builds the samples of a run
+and saves their indices and first samples under the keys of tests/oracles/gpt_dataset.npz, so that the order can be
+compared with Megatron's: `single/SPLIT/...` for one prefix, `blend/SPLIT/...` for several.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+
+from megajax.data.blend import BlendedDataset, dataset_sizes, normalize_weights
+from megajax.data.gpt import GptDataset, SampleFormat, split_ranges
+from megajax.data.indexed_dataset import IndexedDataset
+from megajax.data.preprocess import read_meta
+
+SPLITS = "train", "valid", "test"
+# As many samples as the oracle file holds.
+SINGLE_SAMPLES, BLEND_SAMPLES = 40, 60
+
+
+def describe(dataset: IndexedDataset) -> str:
+    """Statistics as text."""
+    lengths, meta = np.asarray(dataset.lengths), read_meta(dataset.prefix)
+    num_tokens = int(lengths.sum(dtype=np.int64))
+    lines = [
+        dataset.prefix,
+        f"  documents {len(dataset.document_indices) - 1:,}, sequences {len(dataset):,}, tokens {num_tokens:,} "
+        f"({dataset.dtype}, {num_tokens * dataset.dtype.itemsize:,} bytes)",
+    ]
+    if len(dataset):
+        low, median, high = np.percentile(lengths, [5, 50, 95])
+        lines.append(
+            f"  tokens a sequence: min {lengths.min():,}, 5 % {low:,.0f}, median {median:,.0f}, "
+            f"mean {lengths.mean():,.1f}, 95 % {high:,.0f}, max {lengths.max():,}"
+        )
+    if meta is None:
+        lines.append("  no meta.json: the tokenizer is not recorded")
+    else:
+        ratio = f"{meta['num_bytes'] / meta['num_tokens']:.3f} bytes a token, " if meta["num_tokens"] else ""
+        lines.append(f"  tokenizer {meta['tokenizer']} ({meta['vocab_size']:,} ids), {ratio}sha256 {meta['sha256']}")
+    return "\n".join(lines)
+
+
+def sample_indices(
+    datasets: Sequence[IndexedDataset],
+    weights: Sequence[float] | None,
+    *,
+    sequence_length: int,
+    seed: int,
+    split: Sequence[float],
+    num_samples: Sequence[int],
+    pad_id: int | None,
+) -> dict[str, np.ndarray]:
+    """The oracle's arrays; splits without documents or samples are left out. weights None: by tokens."""
+    out = {}
+    for number, (name, size) in enumerate(zip(SPLITS, num_samples, strict=False)):
+        ranges = [split_ranges(split, len(dataset))[number] for dataset in datasets]
+        if not size or any(part is None or part[0] == part[1] for part in ranges):
+            continue
+
+        def gpt(dataset, part, count):
+            form = SampleFormat(pad_id=pad_id)
+            return GptDataset(dataset, part, count, sequence_length, seed, sample_format=form, cache_dir=None)
+
+        if len(datasets) == 1 and not weights:
+            found = _single(gpt(datasets[0], ranges[0], size))
+            kind = "single"
+        else:
+            tokens = [dataset.lengths[slice(*part)].sum() for dataset, part in zip(datasets, ranges, strict=True)]
+            shares = normalize_weights(weights or tokens)
+            taken, built = dataset_sizes(shares, size)
+            parts = [gpt(*arguments) for arguments in zip(datasets, ranges, built, strict=True)]
+            found = _blend(BlendedDataset(parts, shares, sum(taken), None))
+            kind = "blend"
+        out |= {f"{kind}/{name}/{key}": value for key, value in found.items()}
+    return out
+
+
+def _single(dataset: GptDataset) -> dict[str, np.ndarray]:
+    samples = [dataset[i] for i in range(min(len(dataset), SINGLE_SAMPLES))]
+    return {
+        "document_index": dataset.document_index,
+        "sample_index": dataset.sample_index,
+        "shuffle_index": dataset.shuffle_index,
+        "tokens": np.stack([sample["tokens"] for sample in samples]).astype(np.int64),
+        "labels": np.stack([sample["labels"] for sample in samples]).astype(np.int64),
+        "len": np.int64(len(dataset)),
+    }
+
+
+def _blend(dataset: BlendedDataset) -> dict[str, np.ndarray]:
+    samples = [dataset[i] for i in range(min(len(dataset), BLEND_SAMPLES))]
+    return {
+        "dataset_index": dataset.dataset_index,
+        "dataset_sample_index": dataset.dataset_sample_index,
+        "tokens": np.stack([sample["tokens"] for sample in samples]).astype(np.int64),
+        "len": np.int64(len(dataset)),
+    }
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    numbers = lambda text: tuple(float(part) for part in text.split(","))
+    counts = lambda text: tuple(int(part) for part in text.split(","))
+    parser = argparse.ArgumentParser(prog="python -m megajax.data.inspect", description=__doc__.partition("\n")[0])
+    parser.add_argument("--prefix", nargs="+", required=True, help="prefixes of .bin/.idx files")
+    parser.add_argument("--weights", nargs="+", type=float, help="one a prefix (default: by tokens)")
+    parser.add_argument("--sequence_length", type=int, default=1024)
+    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--split", type=numbers, default=(969, 30, 1), help="train,valid,test shares, e.g. 90,10,0")
+    parser.add_argument("--num_samples", type=counts, default=(100, 10, 0), help="samples of train,valid,test")
+    parser.add_argument("--pad_id", type=int, help="Megatron's pad token: it becomes 0 in the samples")
+    parser.add_argument("--output", help="FILE.npz to write")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    flags = _parse(arguments)
+    try:
+        datasets = [IndexedDataset(prefix) for prefix in flags.prefix]
+        if flags.weights and len(flags.weights) != len(datasets):
+            raise ValueError(f"--weights: {len(flags.weights)} weights for {len(datasets)} prefixes; give one each")
+        if flags.output is None:
+            print("\n".join(describe(dataset) for dataset in datasets))
+            return
+        arrays = sample_indices(
+            datasets,
+            flags.weights,
+            sequence_length=flags.sequence_length,
+            seed=flags.seed,
+            split=flags.split,
+            num_samples=flags.num_samples,
+            pad_id=flags.pad_id,
+        )
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    np.savez(flags.output, **arrays)
+    print(f"{flags.output}: " + ", ".join(f"{key} {value.shape}" for key, value in arrays.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""The stack of layers: parameters stored stacked by kind, run unrolled or scanned, recomputed as asked.
+
+A layer is described by a hashable config with `kind` and `build(rngs)`, and called as
+`layer(x, inputs, cache, key) -> (x, cache, auxiliary losses)`. Layers of one kind (same parameter shapes) are stored as
+one layer whose parameters have a leading dim [layers of that kind]; what else differs between them (window, rotary or
+not) is in the config and so in the program. The stored form does not depend on how the stack is run.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+from flax import nnx
+
+Recompute = Literal["none", "selective", "full"]
+
+_POLICIES = jax.checkpoint_policies
+# Selective keeps the results of the matmuls and of the attention and recomputes what lies between them.
+_SAVED = {
+    "selective": _POLICIES.save_from_both_policies(
+        _POLICIES.dots_with_no_batch_dims_saveable,
+        _POLICIES.save_only_these_names("attention_out", "attention_lse"),
+    ),
+    "full": _POLICIES.nothing_saveable,
+}
+
+
+class Stack(nnx.Module):
+    def __init__(self, layers: Sequence, *, scan: bool, recompute: Recompute, rngs: nnx.Rngs):
+        self.configs, self.scan, self.recompute = tuple(layers), scan, recompute
+        key = rngs.params()
+        for kind in dict.fromkeys(config.kind for config in self.configs):
+            numbers = [i for i, config in enumerate(self.configs) if config.kind == kind]
+            keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jax.numpy.array(numbers))
+            setattr(self, kind, _build_stacked(self.configs[numbers[0]], keys))
+
+    def __call__(self, x, inputs: dict, caches: Sequence | None = None, key: jax.Array | None = None):
+        """Runs all layers -> (x, caches, auxiliary losses summed over the layers).
+
+        caches: one a layer, or None (training). key: for dropout, folded with the layer's number; None: no dropout.
+        """
+        states = {kind: nnx.split(getattr(self, kind))[1] for kind in {config.kind for config in self.configs}}
+        if self.scan and caches is None:
+            x, auxiliary = self._scanned(x, inputs, states, key)
+            return x, None, auxiliary
+        new_caches, auxiliary = [], {}
+        caches = caches or (None,) * len(self.configs)
+        for number, (config, cache) in enumerate(zip(self.configs, caches, strict=True)):
+            place = sum(other.kind == config.kind for other in self.configs[:number])
+            state = jax.tree.map(lambda a, place=place: a[place], states[config.kind])
+            x, cache, losses = self._layer(config, prevent_cse=True)(state, x, inputs, cache, _fold(key, number))
+            new_caches.append(cache)
+            auxiliary = _add(auxiliary, losses)
+        return x, tuple(new_caches), auxiliary
+
+    def _scanned(self, x, inputs, states, key):
+        """One step of the scan is one period of the pattern of configs."""
+        period = _period(self.configs)
+        pattern, steps = self.configs[:period], len(self.configs) // period
+        states = jax.tree.map(lambda a: a.reshape(steps, a.shape[0] // steps, *a.shape[1:]), states)
+
+        def step(x, slices):
+            states, first = slices
+            auxiliary = {}
+            for number, config in enumerate(pattern):
+                place = sum(other.kind == config.kind for other in pattern[:number])
+                state = jax.tree.map(lambda a, place=place: a[place], states[config.kind])
+                layer = self._layer(config, prevent_cse=False)
+                x, _, losses = layer(state, x, inputs, None, _fold(key, first + number))
+                auxiliary = _add(auxiliary, losses)
+            return x, auxiliary
+
+        x, auxiliary = jax.lax.scan(step, x, (states, period * jax.numpy.arange(steps)))
+        return x, jax.tree.map(lambda a: a.sum(0), auxiliary)
+
+    def _layer(self, config, *, prevent_cse: bool):
+        def run(state, x, inputs, cache, key):
+            return nnx.merge(_graphdef(config), state)(x, inputs, cache, key)
+
+        if self.recompute == "none":
+            return run
+        return jax.checkpoint(run, policy=_SAVED[self.recompute], prevent_cse=prevent_cse)
+
+
+@functools.cache
+def _graphdef(config):
+    return nnx.split(nnx.eval_shape(lambda: config.build(nnx.Rngs(params=0))))[0]
+
+
+def _build_stacked(config, keys: jax.Array) -> nnx.Module:
+    """One layer whose parameters are [len(keys), ...], each slice drawn from its own key."""
+    state = jax.vmap(lambda key: nnx.split(config.build(nnx.Rngs(params=key)))[1])(keys)
+    add_axis = lambda p: p.replace(p.get_value(), axes=("layers", *p.get_metadata()["axes"]))
+    is_param = lambda leaf: isinstance(leaf, nnx.Variable)
+    return nnx.merge(_graphdef(config), jax.tree.map(add_axis, state, is_leaf=is_param))
+
+
+def _period(configs: tuple) -> int:
+    """Shortest pattern whose repetition is the whole stack."""
+    count = len(configs)
+    return next(p for p in range(1, count + 1) if count % p == 0 and configs == configs[:p] * (count // p))
+
+
+def _fold(key, number):
+    return None if key is None else jax.random.fold_in(key, number)
+
+
+def _add(left: dict, right: dict) -> dict:
+    return {name: left.get(name, 0.0) + right.get(name, 0.0) for name in {**left, **right}}

@@ -1,0 +1,112 @@
+"""The device mesh: six named axes over all devices of all processes, and how the processes find each other.
+
+The only file that reads environment variables.
+"""
+
+import dataclasses
+import logging
+import math
+import os
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from megajax import compat
+
+logger = logging.getLogger("megajax")
+
+# From the slowest network to the fastest: neighbours on the last axes sit in one host.
+AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    data: int = 1
+    """Replicas of the model; each takes its part of the batch. One axis may be -1: all devices that are left."""
+    fsdp: int = 1
+    """Devices that share one copy of parameters, gradients and optimizer state (ZeRO-3); also splits the batch."""
+    tensor: int = 1
+    """Devices that split heads, feed-forward width and vocabulary of each layer, and the sequence between those
+    (sequence parallelism, Korthikanti et al. 2022)."""
+    pipeline: int = 1
+    """Stages of layers. Only 1 for now."""
+    expert: int = 1
+    """Devices that split the experts of a mixture; splits the batch of everything else."""
+    context: int = 1
+    """Devices that split each sequence, attention included."""
+
+    def sizes(self) -> dict[str, int]:
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def batch_shards(self) -> int:
+        """Parts into which the batch dim is split."""
+        return self.data * self.fsdp * self.expert
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(self.sizes().values())
+
+    def check(self) -> None:
+        """Raises ValueError for sizes that no mesh can have."""
+        free = [axis for axis, size in self.sizes().items() if size == -1]
+        for axis, size in self.sizes().items():
+            if size < 1 and size != -1:
+                raise ValueError(f"mesh.{axis}={size} must be a positive number, or -1 for all devices that are left")
+        if len(free) > 1:
+            raise ValueError(f"mesh.{free[0]}=-1 and mesh.{free[1]}=-1: only one axis may take the devices left; fix one")
+        if self.pipeline != 1:
+            raise ValueError(
+                f"mesh.pipeline={self.pipeline}: pipeline parallelism is not there yet; use --mesh.pipeline=1 with "
+                "mesh.fsdp or mesh.tensor instead"
+            )
+
+    def resolve(self, num_devices: int) -> "MeshConfig":
+        """The same mesh with the axis -1 filled in. Raises ValueError if it does not cover the devices exactly."""
+        self.check()
+        sizes = self.sizes()
+        free = [axis for axis, size in sizes.items() if size == -1]
+        fixed = math.prod(size for size in sizes.values() if size != -1)
+        if free and num_devices % fixed == 0:
+            return dataclasses.replace(self, **{free[0]: num_devices // fixed})
+        if free or fixed != num_devices:
+            product = " * ".join(f"{axis}({size})" for axis, size in sizes.items() if size != 1) or "data(1)"
+            raise ValueError(
+                f"mesh: {product} does not match the {num_devices} device{'s' * (num_devices != 1)} there are; "
+                "set one axis to -1 (--mesh.data=-1), or start with that many devices"
+            )
+        return self
+
+
+def make_mesh(config: MeshConfig, devices=None) -> Mesh:
+    """Mesh with all six axes over `devices` (default: all). Raises ValueError if the sizes do not match."""
+    devices = jax.devices() if devices is None else devices
+    sizes = config.resolve(len(devices)).sizes()
+    return Mesh(np.array(devices).reshape(tuple(sizes.values())), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def initialize_processes() -> None:
+    """Connects the processes of a multi-process run; does nothing in a single process.
+
+    Slurm, Open MPI and Kubernetes are recognised by JAX; torchrun-style MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK by
+    us. With LOCAL_RANK each process takes that one GPU. Call before anything touches a device.
+    """
+    env = os.environ
+    if env.get("JAX_PLATFORMS") == "cpu":
+        compat.use_gloo()
+    if int(env.get("WORLD_SIZE", "1")) > 1 and "MASTER_ADDR" in env:
+        local = [int(env["LOCAL_RANK"])] if "LOCAL_RANK" in env and env.get("JAX_PLATFORMS") != "cpu" else None
+        jax.distributed.initialize(
+            f"{env['MASTER_ADDR']}:{env.get('MASTER_PORT', '29500')}",
+            num_processes=int(env["WORLD_SIZE"]),
+            process_id=int(env["RANK"]),
+            local_device_ids=local,
+        )
+    elif any(int(env.get(name, "1")) > 1 for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")) or (
+        "JAX_COORDINATOR_ADDRESS" in env or "KUBERNETES_SERVICE_HOST" in env and "JOB_COMPLETION_INDEX" in env
+    ):
+        jax.distributed.initialize()
+    else:
+        return
+    logger.info("process %d of %d, %d devices", jax.process_index(), jax.process_count(), jax.device_count())

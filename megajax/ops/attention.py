@@ -1,0 +1,214 @@
+"""Scaled dot-product attention: chooses cuDNN or the plain reference, owns its derivative and its sharding.
+
+Dimensions: B batch, T query time, S key time, N heads, K key-value heads, G = N / K, H head dim.
+Every device works on its own heads (`tensor`) and its own queries (`context`, which gathers keys and values first);
+forward and backward are each fully manual regions, so the same code runs alone and inside a pipeline stage.
+"""
+
+import dataclasses
+import functools
+import logging
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from megajax import compat
+from megajax.ops.matmul import dot_precision
+from megajax.sharding import activation_spec, free_axes, manual
+
+logger = logging.getLogger("megajax")
+
+NEVER = -0.7 * float(jnp.finfo(jnp.float32).max)  # a masked score; not -inf, so that a fully masked row is no NaN
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionMask:
+    """Which keys a query sees; hashable, part of the program."""
+
+    causal: bool
+    window: int | None = None
+    """A query sees itself and the window - 1 keys before it; None: all."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    mask: AttentionMask
+    scale: float
+    soft_cap: float | None
+    dropout: float
+    backend: Literal["cudnn", "reference"]
+    gather: bool  # keys and values are split over `context`: gather them first
+
+
+def attention(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    *,
+    mask: AttentionMask,
+    scale: float,
+    soft_cap: float | None = None,
+    segments: tuple[jax.Array, jax.Array] | None = None,
+    indices: tuple[jax.Array, jax.Array] | None = None,
+    dropout: tuple[float, jax.Array] | None = None,
+) -> jax.Array:
+    """softmax(scale * q k^T) v with masks -> [B, T, N, H] in q's dtype; scores and softmax are float32.
+
+    soft_cap: scores become soft_cap * tanh(scores / soft_cap) (Gemma 2).
+    segments: int32 ([B, T], [B, S]); a query sees keys of its own segment only (packed documents).
+    indices: int32 ([B, T], [B, S]), place of queries and keys in the sequence, where it is not 0, 1, 2, ... (a cache).
+    dropout: (rate, key); which probabilities are dropped depends on the key and the global place, not on the layout.
+    """
+    rate, key = dropout or (0.0, None)
+    gather = indices is None and free_axes().get("context", 1) > 1
+    backend = _backend(q_BTNH, soft_cap, segments, indices, rate, gather)
+    options = _Options(mask, scale, soft_cap, rate, backend, gather)
+    arrays = (segments, indices, jax.random.key_data(key) if key is not None else None)
+    return _attention(q_BTNH, k_BSKH, v_BSKH, arrays, options)
+
+
+def _backend(q_BTNH, soft_cap, segments, indices, dropout, gather) -> str:
+    reasons = {
+        "no NVIDIA GPU": jax.default_backend() not in ("gpu", "cuda"),
+        f"dtype {q_BTNH.dtype}": q_BTNH.dtype not in (jnp.bfloat16, jnp.float16),
+        f"head dim {q_BTNH.shape[-1]}": q_BTNH.shape[-1] > 128 or q_BTNH.shape[-1] % 8 != 0,
+        "soft cap": soft_cap is not None,
+        "packed documents": segments is not None,
+        "key-value cache": indices is not None,
+        "dropout": dropout > 0,
+        "context parallelism": gather,
+    }
+    reason = next((reason for reason, holds in reasons.items() if holds), "") or compat.cudnn_attention_problem()
+    _log_choice("cudnn" if not reason else "reference", reason)
+    return "reference" if reason else "cudnn"
+
+
+@functools.cache
+def _log_choice(backend: str, reason: str) -> None:
+    logger.info("attention: %s%s", backend, f" (not cuDNN: {reason})" if reason else "")
+
+
+# ----------------------------------------------------------------------------- derivative and sharding
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attention(q, k, v, arrays, options):
+    return _forward(q, k, v, arrays, options)[0]
+
+
+def _specs(q, k, arrays):
+    queries = activation_spec(q.shape, ("batch", "time", "heads", None))
+    keys = activation_spec(k.shape, ("batch", "time", "kv_heads", None))
+    segments, indices, key = arrays
+    pair = lambda given: None if given is None else (P(*queries[:2]), P(*keys[:2]))
+    return queries, keys, (pair(segments), pair(indices), None if key is None else P())
+
+
+def _forward(q, k, v, arrays, options):
+    queries, keys, others = _specs(q, k, arrays)
+    lse_spec = P(queries[0], queries[2], queries[1])
+    run = manual(
+        functools.partial(_forward_body, options=options), (queries, keys, keys, others), (queries, lse_spec)
+    )
+    out, lse = run(q, k, v, arrays)
+    out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
+    return out, (q, k, v, out, lse, arrays)
+
+
+def _backward(options, residuals, d_out):
+    q, k, v, out, lse, arrays = residuals
+    queries, keys, others = _specs(q, k, arrays)
+    lse_spec = P(queries[0], queries[2], queries[1])
+    body = functools.partial(_backward_body, options=options)
+    run = manual(body, (queries, keys, keys, queries, lse_spec, queries, others), (queries, keys, keys))
+    return *run(q, k, v, out, lse, d_out, arrays), None
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _forward_body(q, k, v, arrays, *, options):
+    if options.backend == "cudnn":
+        return compat.cudnn_attention_forward(q, k, v, scale=options.scale, window=options.mask.window)
+    return _gathered_reference(q, k, v, arrays, options)
+
+
+def _backward_body(q, k, v, out, lse, d_out, arrays, *, options):
+    if options.backend == "cudnn":
+        scale, window = options.scale, options.mask.window
+        return compat.cudnn_attention_backward(q, k, v, out, lse, d_out, scale=scale, window=window)
+    _, vjp = jax.vjp(lambda q, k, v: _gathered_reference(q, k, v, arrays, options)[0], q, k, v)
+    return vjp(d_out)
+
+
+def _gathered_reference(q, k, v, arrays, options):
+    """The reference on this device's queries and heads, with the places and segments that belong to them."""
+    segments, indices, key = arrays
+    batch, length = q.shape[:2]
+    if indices is None:
+        places = jnp.arange(length)[None] + (lax.axis_index("context") * length if options.gather else 0)
+        indices = (places, places)
+    if options.gather:
+        gather = functools.partial(lax.all_gather, axis_name="context", axis=1, tiled=True)
+        k, v = gather(k), gather(v)
+        indices = (indices[0], jnp.arange(k.shape[1])[None])
+        segments = segments and (segments[0], gather(segments[1]))
+    keep = None
+    if options.dropout > 0:
+        row = jnp.arange(batch) + _part_index(("data", "fsdp", "expert")) * batch
+        head = jnp.arange(q.shape[2]) + lax.axis_index("tensor") * q.shape[2]
+        keep = _dropout_mask(key, options.dropout, row, head, indices)
+    return reference_attention(q, k, v, options.mask, options.scale, options.soft_cap, segments, indices, keep)
+
+
+def _part_index(axes):
+    """Which part of a dim split over `axes` this device holds."""
+    index = 0
+    for axis in axes:
+        index = index * lax.axis_size(axis) + lax.axis_index(axis)
+    return index
+
+
+def _dropout_mask(key, rate, row_B, head_N, indices):
+    """float32 [B, N, T, S]: 0 or 1 / (1 - rate), from the global place of each probability."""
+    q_index_BT, k_index_BS = indices
+    high = (row_B[:, None] * 65536 + head_N[None])[:, :, None, None]
+    low = (q_index_BT[:, :, None] * 65536 + k_index_BS[:, None, :])[:, None]
+    bits = compat.counter_bits(jax.random.wrap_key_data(key), high, low)
+    keep = bits >= jnp.uint32(rate * 2**32)
+    return keep / (1.0 - rate)
+
+
+# ----------------------------------------------------------------------------- the truth
+
+
+def reference_attention(q_BTNH, k_BSKH, v_BSKH, mask, scale, soft_cap, segments, indices, keep_BNTS=None):
+    """Attention as its formula, with T x S scores in memory -> (out [B,T,N,H], log-sum-exp [B,N,T] float32).
+
+    indices: ([1 or B, T], [1 or B, S]); a fully masked row gives the mean of the values, and no NaN.
+    """
+    batch, length, num_heads, head_dim = q_BTNH.shape
+    q_BTKGH = q_BTNH.reshape(batch, length, k_BSKH.shape[2], -1, head_dim)
+    dot = functools.partial(
+        jnp.einsum, precision=dot_precision(q_BTNH.dtype), preferred_element_type=jnp.float32
+    )
+    scores_BKGTS = dot("btkgh,bskh->bkgts", q_BTKGH, k_BSKH) * scale
+    if soft_cap is not None:
+        scores_BKGTS = soft_cap * jnp.tanh(scores_BKGTS / soft_cap)
+    distance_BTS = indices[0][:, :, None] - indices[1][:, None, :]
+    visible_BTS = distance_BTS >= 0 if mask.causal else jnp.full_like(distance_BTS, True, bool)
+    if mask.window is not None:
+        visible_BTS &= distance_BTS < mask.window
+    if segments is not None:
+        visible_BTS &= segments[0][:, :, None] == segments[1][:, None, :]
+    scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS, NEVER)
+    lse_BKGT = jax.nn.logsumexp(scores_BKGTS, -1)
+    probs_BKGTS = jnp.exp(scores_BKGTS - lse_BKGT[..., None])
+    if keep_BNTS is not None:
+        probs_BKGTS *= keep_BNTS.reshape(probs_BKGTS.shape)
+    out_BTKGH = dot("bkgts,bskh->btkgh", probs_BKGTS.astype(v_BSKH.dtype), v_BSKH)
+    return out_BTKGH.astype(q_BTNH.dtype).reshape(q_BTNH.shape), lse_BKGT.reshape(batch, num_heads, length)

@@ -1,0 +1,1 @@
+"""Optimizer update, learning-rate schedule, and where the optimizer state lies."""

@@ -1,0 +1,31 @@
+"""Number formats: in what the parameters are kept, in what the layers compute."""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionConfig:
+    params: Literal["float32", "bfloat16"] = "float32"
+    """Format of the stored parameters (the master weights); optimizer moments and gradient sums are float32."""
+    compute: Literal["float32", "bfloat16"] = "bfloat16"
+    """Format of activations and of the weights that matmuls read; norms, softmax and loss are float32 inside."""
+
+    @property
+    def params_dtype(self) -> jnp.dtype:
+        return DTYPES[self.params]
+
+    @property
+    def compute_dtype(self) -> jnp.dtype:
+        return DTYPES[self.compute]
+
+
+def cast_floating(tree, dtype: jnp.dtype):
+    """Casts the floating-point leaves of a pytree to dtype; other leaves are kept."""
+    cast = lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    return jax.tree.map(cast, tree)

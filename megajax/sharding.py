@@ -1,0 +1,116 @@
+"""The one table: logical axis of an array -> mesh axes. Changing a layout is changing this table.
+
+A parameter is made by `weight`, which writes its logical axes beside it; an activation passes through `constrain`;
+an operation that XLA cannot partition well runs in `manual`, where every device sees its own part. All of them read the
+mesh that `jax.set_mesh` made current, and leave alone the axes over which the caller is already manual (a pipeline stage).
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from megajax import compat
+
+BATCH_AXES = ("data", "fsdp", "expert")
+
+WEIGHT_AXES: dict[str | None, tuple[str, ...]] = {
+    "layers": ("pipeline",),
+    "embed": ("fsdp",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+    "vocab": ("tensor",),
+    "experts": ("expert",),
+    "positions": ("tensor",),
+    "head_dim": (),
+    "norm": (),
+}
+
+ACTIVATION_AXES: dict[str | None, tuple[str, ...]] = {
+    "batch": BATCH_AXES,
+    "sequence": ("context", "tensor"),  # between blocks: sequence parallelism
+    "time": ("context",),  # inside a block, where `tensor` splits heads or width
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+    "vocab": ("tensor",),
+    None: (),
+}
+
+
+def weight(
+    shape: Sequence[int], axes: Sequence[str], init: Callable, rngs: nnx.Rngs, decay: bool | None = None
+) -> nnx.Param:
+    """A parameter of `shape`, drawn by `init(key, shape)`, that carries its logical axes as metadata `axes`.
+
+    decay: whether weight decay applies; by default to everything with more than one dim (Megatron's rule).
+    """
+    assert len(shape) == len(axes), (shape, axes)
+    decay = len(shape) > 1 if decay is None else decay
+    return nnx.Param(init(rngs.params(), tuple(shape)), axes=tuple(axes), decay=decay)
+
+
+def weight_spec(axes: Sequence[str]) -> P:
+    """PartitionSpec of a parameter with these logical axes."""
+    return P(*(_names(WEIGHT_AXES[axis]) for axis in axes))
+
+
+def weight_shardings(params_axes, mesh: Mesh):
+    """Pytree of logical axes (tuples) -> pytree of NamedSharding."""
+    is_axes = lambda x: isinstance(x, tuple)
+    return jax.tree.map(lambda axes: NamedSharding(mesh, weight_spec(axes)), params_axes, is_leaf=is_axes)
+
+
+def _names(axes: tuple[str, ...]):
+    return None if not axes else axes[0] if len(axes) == 1 else axes
+
+
+def free_axes() -> dict[str, int]:
+    """Axes of the current mesh that XLA partitions here, with their sizes; empty without a mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return {name: size for name, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+            if compat.is_auto(kind)}  # fmt: skip
+
+
+def activation_spec(shape: Sequence[int], axes: Sequence[str | None]) -> P:
+    """PartitionSpec of an activation on the current mesh.
+
+    A mesh axis that does not divide its dim is left out: one token of a decoding step cannot be split over `tensor`.
+    (Training never meets this: Config.check refuses such sizes.)
+    """
+    sizes = free_axes()
+    spec = []
+    for dim, axis in zip(shape, axes, strict=True):
+        kept: tuple[str, ...] = ()
+        for name in ACTIVATION_AXES[axis]:
+            if name in sizes and dim % (math.prod(sizes[k] for k in kept) * sizes[name]) == 0:
+                kept += (name,)
+        spec.append(_names(kept))
+    return P(*spec)
+
+
+def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
+    """Asks XLA to lay x out as the table says for these logical axes, one a dim."""
+    if not free_axes():
+        return x
+    return jax.lax.with_sharding_constraint(x, activation_spec(x.shape, axes))
+
+
+def manual(body: Callable, in_specs, out_specs) -> Callable:
+    """`body` on each device's own part of the arguments: a shard_map over every axis that is still free.
+
+    Differentiating through it fails inside a pipeline stage (a nested shard_map), so whoever calls it gives its own
+    derivative (jax.custom_vjp), whose backward pass is a `manual` again.
+    """
+    axes = free_axes()
+
+    @functools.wraps(body)
+    def call(*args):
+        return jax.shard_map(body, axis_names=set(axes), in_specs=in_specs, out_specs=out_specs)(*args)
+
+    return call

@@ -1,0 +1,91 @@
+"""Schedules are Megatron-LM's, number for number. tests/oracles/numbers.npz: made with Megatron Core 0.20.0."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megajax.optim.optimizer import OptimizerConfig
+
+ORACLE = np.load(Path(__file__).parents[1] / "oracles" / "numbers.npz")
+META = json.loads(str(ORACLE["lr/meta"]))
+STEPS = META["decay"]
+
+
+def make_schedule(**changes):
+    fields = dict(
+        learning_rate=META["max_lr"],
+        min_learning_rate=META["min_lr"],
+        initial_learning_rate=META["init_lr"],
+        warmup_steps=META["warmup"],
+        wsd_decay_steps=META["wsd_decay"],
+    )
+    return OptimizerConfig(**fields | changes).make_schedule(STEPS)
+
+
+@pytest.mark.parametrize(
+    "key, style, wsd_style",
+    [
+        ("constant", "constant", "exponential"),
+        ("linear", "linear", "exponential"),
+        ("cosine", "cosine", "exponential"),
+        ("inverse-square-root", "inverse_square_root", "exponential"),
+        ("WSD-exponential", "wsd", "exponential"),
+        ("WSD-linear", "wsd", "linear"),
+        ("WSD-cosine", "wsd", "cosine"),
+        ("WSD-minus_sqrt", "wsd", "minus_sqrt"),
+    ],
+)
+def test_schedule_equals_megatron(key, style, wsd_style):
+    schedule = make_schedule(schedule=style, wsd_style=wsd_style)
+    expected = ORACLE[f"lr/{key}"]
+    ours = [schedule(step) for step in range(len(expected))]
+    # Both sides are float64; 1e-12 leaves room for another order of the same few operations, nothing more.
+    np.testing.assert_allclose(ours, expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("style", ["constant", "linear", "cosine", "inverse_square_root", "wsd"])
+def test_fractional_steps_lie_between_their_neighbours(style):
+    schedule = make_schedule(schedule=style)
+    for step in range(0, STEPS, 7):
+        low, high = sorted((schedule(step), schedule(step + 1)))
+        assert low <= schedule(step + 0.37) <= high
+
+
+def test_no_warm_up_starts_at_the_peak():
+    assert make_schedule(warmup_steps=0, schedule="cosine")(0) == META["max_lr"]
+    assert make_schedule(warmup_steps=0, schedule="inverse_square_root")(0) == META["max_lr"]
+
+
+def test_decay_steps_default_to_the_length_of_the_run():
+    assert make_schedule()(STEPS) == pytest.approx(META["min_lr"], rel=1e-12)
+    assert make_schedule(decay_steps=2 * STEPS)(STEPS) > META["min_lr"]
+
+
+@pytest.mark.parametrize(
+    "changes, field",
+    [
+        (dict(learning_rate=0.0), "optimizer.learning_rate=0.0"),
+        (dict(learning_rate=math.nan), "optimizer.learning_rate=nan"),
+        (dict(learning_rate=1e-6), "optimizer.min_learning_rate"),
+        (dict(initial_learning_rate=1.0), "optimizer.initial_learning_rate=1.0"),
+        (dict(warmup_steps=-1), "optimizer.warmup_steps=-1"),
+        (dict(warmup_steps=STEPS), f"optimizer.warmup_steps={STEPS}"),
+        (dict(decay_steps=0), "optimizer.decay_steps=0"),
+        (dict(schedule="wsd", wsd_decay_steps=0), "optimizer.wsd_decay_steps=0"),
+        (dict(schedule="wsd", wsd_decay_steps=95), "optimizer.wsd_decay_steps=95"),
+        (dict(beta2=1.0), "optimizer.beta2=1.0"),
+        (dict(epsilon=0.0), "optimizer.epsilon=0.0"),
+        (dict(clip_norm=-1.0), "optimizer.clip_norm=-1.0"),
+    ],
+)
+def test_bad_numbers_are_refused_with_field_and_value(changes, field):
+    with pytest.raises(ValueError, match=field):
+        make_schedule(**changes)
+
+
+def test_constant_schedule_ignores_the_minimum_and_the_length():
+    schedule = make_schedule(schedule="constant", min_learning_rate=1.0, warmup_steps=STEPS)
+    assert schedule(10 * STEPS) == META["max_lr"]
