@@ -66,6 +66,11 @@ def weight_shardings(params_axes, mesh: Mesh):
     return jax.tree.map(lambda axes: NamedSharding(mesh, weight_spec(axes)), params_axes, is_leaf=is_axes)
 
 
+def batch_spec() -> P:
+    """PartitionSpec of the arrays of a batch, [microbatches, batch, time]."""
+    return P(None, *(_names(ACTIVATION_AXES[axis]) for axis in ("batch", "time")))
+
+
 def _names(axes: tuple[str, ...]):
     return None if not axes else axes[0] if len(axes) == 1 else axes
 

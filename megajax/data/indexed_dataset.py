@@ -63,14 +63,16 @@ class IndexedDataset:
                     f"indexed dataset: file {path} does not exist; build it with python -m megajax.data.preprocess"
                 )
         self.dtype, num_sequences, num_boundaries = _read_header(index_path)
-        index = np.memmap(index_path, np.uint8, "r")
+        # plain arrays over the map: indexing an np.memmap costs several times more
+        index = np.memmap(index_path, np.uint8, "r").view(np.ndarray)
         ends = np.cumsum([HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_boundaries])
         self.lengths = index[ends[0] : ends[1]].view(np.int32)
         self._offsets = index[ends[1] : ends[2]].view(np.int64)
         self.document_indices = index[ends[2] : ends[3]].view(np.int64)
         self._check_token_file(token_path)
         # numpy cannot map an empty file
-        self._tokens = np.memmap(token_path, np.uint8, "r") if num_sequences else np.zeros(0, np.uint8)
+        empty = os.path.getsize(token_path) == 0
+        self._tokens = np.zeros(0, np.uint8) if empty else np.memmap(token_path, np.uint8, "r").view(np.ndarray)
 
     def _check_token_file(self, path: str) -> None:
         size = os.path.getsize(path)
@@ -103,7 +105,7 @@ class IndexedDataset:
                 f"it has {offset + available} tokens"
             )
         begin = int(self._offsets[sequence]) + offset * self.dtype.itemsize
-        return self._tokens[begin : begin + length * self.dtype.itemsize].view(self.dtype).view(np.ndarray)
+        return self._tokens[begin : begin + length * self.dtype.itemsize].view(self.dtype)
 
 
 def _read_header(path: str) -> tuple[np.dtype, int, int]:
@@ -144,7 +146,7 @@ class IndexedDatasetWriter:
         os.makedirs(os.path.dirname(self.prefix) or ".", exist_ok=True)
         suffix = f".{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp"
         self._paths = {part: self.prefix + "." + part + suffix for part in ("bin", "idx", "lengths", "documents")}
-        self._files = {part: open(path, "w+b") for part, path in self._paths.items()}
+        self._files = {part: open(path, "w+b") for part, path in self._paths.items()}  # noqa: SIM115, __exit__ closes
         self._files["documents"].write(struct.pack("<q", 0))
         return self
 
@@ -174,9 +176,7 @@ class IndexedDatasetWriter:
 
     def _write_index(self, out: BinaryIO) -> None:
         lengths, documents = self._files["lengths"], self._files["documents"]
-        out.write(
-            HEADER.pack(MAGIC, VERSION, DTYPE_CODES[self.dtype], self.num_sequences, self.num_documents + 1)
-        )
+        out.write(HEADER.pack(MAGIC, VERSION, DTYPE_CODES[self.dtype], self.num_sequences, self.num_documents + 1))
         lengths.seek(0)
         shutil.copyfileobj(lengths, out)
         lengths.seek(0)

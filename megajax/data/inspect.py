@@ -7,7 +7,7 @@ compared with Megatron's: `single/SPLIT/...` for one prefix, `blend/SPLIT/...` f
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -101,16 +101,20 @@ def _blend(dataset: BlendedDataset) -> dict[str, np.ndarray]:
     }
 
 
+def _numbers(kind: type) -> Callable[[str], tuple]:
+    return lambda text: tuple(kind(part) for part in text.split(","))
+
+
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    numbers = lambda text: tuple(float(part) for part in text.split(","))
-    counts = lambda text: tuple(int(part) for part in text.split(","))
     parser = argparse.ArgumentParser(prog="python -m megajax.data.inspect", description=__doc__.partition("\n")[0])
     parser.add_argument("--prefix", nargs="+", required=True, help="prefixes of .bin/.idx files")
     parser.add_argument("--weights", nargs="+", type=float, help="one a prefix (default: by tokens)")
     parser.add_argument("--sequence_length", type=int, default=1024)
     parser.add_argument("--seed", type=int, default=1234)
-    parser.add_argument("--split", type=numbers, default=(969, 30, 1), help="train,valid,test shares, e.g. 90,10,0")
-    parser.add_argument("--num_samples", type=counts, default=(100, 10, 0), help="samples of train,valid,test")
+    parser.add_argument(
+        "--split", type=_numbers(float), default=(969, 30, 1), help="train,valid,test shares, e.g. 90,10,0"
+    )
+    parser.add_argument("--num_samples", type=_numbers(int), default=(100, 10, 0), help="samples of train,valid,test")
     parser.add_argument("--pad_id", type=int, help="Megatron's pad token: it becomes 0 in the samples")
     parser.add_argument("--output", help="FILE.npz to write")
     return parser.parse_args(arguments)

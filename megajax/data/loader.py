@@ -86,7 +86,9 @@ class DataConfig:
 
     def _check_paths(self) -> None:
         if self.weights and len(self.weights) != len(self.paths):
-            raise ValueError(f"data.weights has {len(self.weights)} entries, data.paths {len(self.paths)}; give one each")
+            raise ValueError(
+                f"data.weights has {len(self.weights)} entries, data.paths {len(self.paths)}; give one each"
+            )
         if self.weights and not all(0 < weight < float("inf") for weight in self.weights):
             raise ValueError(f"data.weights={self.weights} must all be positive")
         for field in ("paths", "eval_paths"):
@@ -164,9 +166,7 @@ def _open(prefixes: tuple[str, ...], tokenizer: Tokenizer) -> list[IndexedDatase
         meta = read_meta(prefix)
         null = tokenizer.identity.startswith("null:")
         if meta and (
-            meta["vocab_size"] > tokenizer.vocab_size
-            if null
-            else meta["tokenizer_identity"] != tokenizer.identity
+            meta["vocab_size"] > tokenizer.vocab_size if null else meta["tokenizer_identity"] != tokenizer.identity
         ):
             raise ValueError(
                 f"data.tokenizer: {prefix}.bin was written with {meta['tokenizer']} ({meta['tokenizer_identity']}, "
@@ -203,7 +203,9 @@ def _build(
     # As Megatron: one path without a weight is no blend, one with a weight is, and is then built 0.5 % larger.
     if len(sources) == 1 and not weights:
         return gpt(sources[0], ranges[0], num_samples)
-    tokens = [int(source.lengths[slice(*part)].sum(dtype=np.int64)) for source, part in zip(sources, ranges, strict=True)]
+    tokens = [
+        int(source.lengths[slice(*part)].sum(dtype=np.int64)) for source, part in zip(sources, ranges, strict=True)
+    ]
     shares = normalize_weights(weights or tokens)
     taken, built = dataset_sizes(shares, num_samples)
     datasets = [gpt(source, part, size) for source, part, size in zip(sources, ranges, built, strict=True)]

@@ -9,6 +9,7 @@ a few a worker are under way, so memory is constant.
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import glob
 import gzip
@@ -216,8 +217,11 @@ def preprocess(
     encoder = Encoder(tokenizer, json_key, append_eod)
     num_text_bytes = num_skipped = 0
     digest = hashlib.sha256()
-    with IndexedDatasetWriter(output_prefix, encoder.dtype) as writer:
-        for batch, encoded in _encode_in_order(_batches(files), encoder, num_workers):
+    with (
+        IndexedDatasetWriter(output_prefix, encoder.dtype) as writer,
+        contextlib.closing(_encode_in_order(_batches(files), encoder, num_workers)) as results,
+    ):
+        for batch, encoded in results:
             for message in encoded.skipped:
                 if on_error == "raise":
                     raise ValueError(f"{message}; repair it or pass --on_error=skip")
@@ -284,7 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         files = expand(flags.input)
         tokenizer = load_tokenizer(flags.tokenizer)
-        with _progress_bar(sum(os.path.getsize(path) for path in files)) as advance:
+        with ProgressBar(sum(os.path.getsize(path) for path in files)) as advance:
             meta = preprocess(
                 files,
                 flags.output_prefix,
@@ -304,7 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
 
 
-class _progress_bar:
+class ProgressBar:
     """Yields a function that takes bytes done; draws only on a terminal."""
 
     def __init__(self, total: int):

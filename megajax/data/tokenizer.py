@@ -6,6 +6,7 @@
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
@@ -227,3 +228,20 @@ def _head(lines: Iterable[str], num_characters: int) -> Iterator[str]:
         num_characters -= len(line)
         if num_characters <= 0:
             return
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike) -> None:
+    """Copies the file of a tokenizer that has one to folder/tokenizer.model or .json, so that a run stands alone."""
+    path = getattr(tokenizer, "path", None)
+    if path is not None:
+        target = os.path.join(folder, "tokenizer" + os.path.splitext(path)[1])
+        if not os.path.exists(target):
+            shutil.copyfile(path, target)
+
+
+def load_saved_tokenizer(folder: str | os.PathLike, spec: str) -> Tokenizer:
+    """The tokenizer that save_tokenizer left in `folder`, or the one of `spec` if that needs no file."""
+    for name in ("tokenizer.model", "tokenizer.json"):
+        if os.path.exists(os.path.join(folder, name)):
+            return load_tokenizer(os.path.join(folder, name))
+    return load_tokenizer(spec)

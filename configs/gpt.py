@@ -1,0 +1,148 @@
+"""GPT-2 and GPT-3 shaped models: LayerNorm, GELU, learned positions."""
+
+from megajax.checkpoint.checkpointer import CheckpointConfig
+from megajax.config import Config
+from megajax.data.loader import DataConfig
+from megajax.mesh import MeshConfig
+from megajax.models.decoder import DecoderConfig
+from megajax.optim.optimizer import OptimizerConfig
+from megajax.precision import PrecisionConfig
+from megajax.training.loop import TrainingConfig
+
+
+def gpt_tiny() -> Config:
+    """Two minutes on a laptop: a 1 M parameter GPT on the source code of Python's standard library.
+
+    Hardware: 2 CPU cores. Every mesh axis may be 2; data and fsdp also 8.
+    Command: python train.py --config=gpt_tiny
+    """
+    return Config(
+        model=DecoderConfig(
+            num_layers=4,
+            embed_dim=128,
+            num_heads=4,
+            vocab_size=2048,
+            max_positions=256,
+            position="rope",
+            norm="rmsnorm",
+            activation="swiglu",
+            mlp_dim=384,
+            bias=False,
+        ),
+        mesh=MeshConfig(data=-1),
+        precision=PrecisionConfig(compute="float32"),
+        data=DataConfig(source="text", text=("stdlib",), tokenizer="sentencepiece:2048"),
+        optimizer=OptimizerConfig(
+            learning_rate=3e-3, min_learning_rate=1e-4, warmup_steps=30, beta2=0.95, weight_decay=0.1
+        ),
+        training=TrainingConfig(
+            steps=400,
+            global_batch_size=16,
+            sequence_length=256,
+            log_every_steps=10,
+            eval_every_steps=100,
+            eval_steps=8,
+            sample_prompt="def ",
+        ),
+        checkpoint=CheckpointConfig(every_steps=100),
+    )
+
+
+def gpt2_124m() -> Config:
+    """GPT-2 small (Radford et al. 2019), 124 M parameters, at the batch of about half a million tokens.
+
+    Hardware: one GPU. Data: any; --data.source=text --data.text=stdlib for Python's own sources.
+    Command: python train.py --config=gpt2_124m --data.source=indexed --data.paths=PREFIX
+    """
+    return Config(
+        model=DecoderConfig(dropout=0.0, activation="gelu_tanh", vocab_size=50257, max_positions=1024),
+        mesh=MeshConfig(data=-1),
+        data=DataConfig(source="mock"),
+        optimizer=OptimizerConfig(learning_rate=6e-4, min_learning_rate=6e-5, warmup_steps=700),
+        training=TrainingConfig(
+            steps=19_000, global_batch_size=512, microbatch_size=32, sequence_length=1024, eval_every_steps=500
+        ),
+    )
+
+
+def gpt_1p3b() -> Config:
+    """GPT-3 XL (Brown et al. 2020, table 2.1) with untied embeddings, the one-GPU benchmark.
+
+    Hardware: one H100. Command: python train.py --config=gpt_1p3b
+    """
+    return Config(
+        model=_gpt3(num_layers=24, embed_dim=2048, num_heads=16, sequence_length=2048, recompute="selective"),
+        mesh=MeshConfig(fsdp=-1),
+        optimizer=OptimizerConfig(learning_rate=2e-4, min_learning_rate=2e-5, warmup_steps=200),
+        training=TrainingConfig(steps=10_000, global_batch_size=8, sequence_length=2048),
+    )
+
+
+def gpt3_7b() -> Config:
+    """Megatron-LM's own performance test gpt3_7b_tp4_pp1_memory_speed: 7 B, sequence 8192, vocabulary 131072.
+
+    Hardware: 8 GPUs of one host, tensor 4 x fsdp 2 as Megatron runs it (its golden value: 7,348 tokens/s/GPU on 8 H100).
+    Command: python train.py --config=gpt3_7b
+    """
+    return Config(
+        model=DecoderConfig(
+            num_layers=32,
+            embed_dim=4096,
+            num_heads=32,
+            num_kv_heads=8,
+            mlp_dim=16384,
+            vocab_size=131072,
+            max_positions=8192,
+            tied_embeddings=False,
+            bias=False,
+        ),
+        mesh=MeshConfig(fsdp=2, tensor=4),
+        data=DataConfig(source="mock", tokenizer="null:131072", cross_document_attention=True),
+        optimizer=OptimizerConfig(learning_rate=1.5e-4, min_learning_rate=1e-5, warmup_steps=100),
+        training=TrainingConfig(steps=5_000, global_batch_size=8, sequence_length=8192),
+    )
+
+
+def gpt_22b() -> Config:
+    """The 22 B model of Korthikanti et al. 2022 (table 3): 48 layers, width 6144, sequence 2048.
+
+    Hardware: 8 hosts of 8 H100, tensor 8 in the host, fsdp 8 between hosts.
+    Command: srun python train.py --config=gpt_22b
+    """
+    return Config(
+        model=_gpt3(num_layers=48, embed_dim=6144, num_heads=64, sequence_length=2048, recompute="selective"),
+        mesh=MeshConfig(fsdp=8, tensor=8),
+        data=DataConfig(source="mock", cross_document_attention=True),
+        optimizer=OptimizerConfig(learning_rate=1e-4, min_learning_rate=1e-5, warmup_steps=500),
+        training=TrainingConfig(steps=50_000, global_batch_size=256, microbatch_size=8, sequence_length=2048),
+    )
+
+
+def gpt_175b() -> Config:
+    """GPT-3 (Brown et al. 2020): 96 layers, width 12288, sequence 2048, batch 1536.
+
+    Hardware: 128 hosts of 8 H100, tensor 8 in the host, fsdp 128 between hosts.
+    Command: srun python train.py --config=gpt_175b
+    """
+    return Config(
+        model=_gpt3(num_layers=96, embed_dim=12288, num_heads=96, sequence_length=2048, recompute="full"),
+        mesh=MeshConfig(fsdp=128, tensor=8),
+        data=DataConfig(source="mock", cross_document_attention=True),
+        optimizer=OptimizerConfig(learning_rate=6e-5, min_learning_rate=6e-6, warmup_steps=2000),
+        training=TrainingConfig(steps=100_000, global_batch_size=1536, microbatch_size=4, sequence_length=2048),
+    )
+
+
+def _gpt3(num_layers: int, embed_dim: int, num_heads: int, sequence_length: int, recompute: str) -> DecoderConfig:
+    return DecoderConfig(
+        num_layers=num_layers,
+        embed_dim=embed_dim,
+        num_heads=num_heads,
+        vocab_size=50257,
+        vocab_multiple=1024,
+        max_positions=sequence_length,
+        activation="gelu_tanh",
+        bias=False,
+        tied_embeddings=False,
+        recompute=recompute,
+    )

@@ -1,0 +1,57 @@
+"""Llama 3 (Dubey et al. 2024): RMSNorm, SwiGLU, grouped-query attention, rotary embedding."""
+
+from megajax.config import Config
+from megajax.data.loader import DataConfig
+from megajax.layers.rope import RopeConfig
+from megajax.mesh import MeshConfig
+from megajax.models.decoder import DecoderConfig
+from megajax.optim.optimizer import OptimizerConfig
+from megajax.training.loop import TrainingConfig
+
+
+def llama3_8b() -> Config:
+    """Llama 3 8B, sequence 8192.
+
+    Hardware: 8 GPUs of one host with 80 GB or more, fsdp 8.
+    Command: python train.py --config=llama3_8b
+    """
+    return Config(
+        model=_llama3(num_layers=32, embed_dim=4096, num_heads=32, mlp_dim=14336),
+        mesh=MeshConfig(data=-1, fsdp=8),
+        data=DataConfig(source="mock", tokenizer="null:128256", cross_document_attention=True),
+        optimizer=OptimizerConfig(learning_rate=3e-4, min_learning_rate=3e-5, warmup_steps=2000),
+        training=TrainingConfig(steps=100_000, global_batch_size=8, sequence_length=8192),
+    )
+
+
+def llama3_70b() -> Config:
+    """Llama 3 70B, sequence 8192.
+
+    Hardware: 8 hosts of 8 H100, tensor 8 in the host, fsdp 8 between hosts.
+    Command: srun python train.py --config=llama3_70b
+    """
+    return Config(
+        model=_llama3(num_layers=80, embed_dim=8192, num_heads=64, mlp_dim=28672, recompute="full"),
+        mesh=MeshConfig(fsdp=8, tensor=8),
+        data=DataConfig(source="mock", tokenizer="null:128256", cross_document_attention=True),
+        optimizer=OptimizerConfig(learning_rate=1.5e-4, min_learning_rate=1.5e-5, warmup_steps=2000),
+        training=TrainingConfig(steps=100_000, global_batch_size=128, microbatch_size=1, sequence_length=8192),
+    )
+
+
+def _llama3(num_layers: int, embed_dim: int, num_heads: int, mlp_dim: int, recompute: str = "none") -> DecoderConfig:
+    return DecoderConfig(
+        num_layers=num_layers,
+        embed_dim=embed_dim,
+        num_heads=num_heads,
+        num_kv_heads=8,
+        mlp_dim=mlp_dim,
+        vocab_size=128256,
+        position="rope",
+        rope=RopeConfig(base=500_000.0),
+        norm="rmsnorm",
+        activation="swiglu",
+        bias=False,
+        tied_embeddings=False,
+        recompute=recompute,
+    )

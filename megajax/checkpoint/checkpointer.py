@@ -1,0 +1,88 @@
+"""Checkpoints of a run: parameters, optimizer, position and config of one step, written together by Orbax.
+
+A step is a directory `checkpoints/STEP/` with the items `params`, `optimizer` and `meta` (JSON). Arrays are global: any
+mesh restores what any other mesh saved, and serving restores `params` alone.
+"""
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+logger = logging.getLogger("megajax")
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    every_steps: int = 1000
+    """Save each time so many steps are done, and at the end; 0: only at the end."""
+    keep: int = 3
+    """Newest checkpoints that stay on disk; 0: all."""
+
+    def check(self) -> None:
+        for name in ("every_steps", "keep"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"checkpoint.{name}={getattr(self, name)} must not be negative")
+
+
+class Checkpointer:
+    """Saves in the background; use as a context manager, leaving it waits for the last save."""
+
+    def __init__(self, run_dir: str | Path, config: CheckpointConfig):
+        self.folder = Path(run_dir).resolve() / "checkpoints"
+        self._manager = ocp.CheckpointManager(
+            self.folder,
+            item_names=("params", "optimizer", "meta"),
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=config.keep or None,
+                enable_async_checkpointing=True,
+                cleanup_tmp_directories=True,
+                step_prefix=None,
+            ),
+        )
+
+    def latest_step(self) -> int | None:
+        return self._manager.latest_step()
+
+    def save(self, step: int, params, optimizer_state, meta: dict[str, Any]) -> None:
+        """Copies the arrays to the host, then writes them while training goes on. A step saved before is left alone."""
+        if step in self._manager.all_steps():
+            return
+        items = dict(
+            params=ocp.args.StandardSave(params),
+            optimizer=ocp.args.StandardSave(optimizer_state),
+            meta=ocp.args.JsonSave(meta),
+        )
+        self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+
+    def restore(self, step: int, abstract_params, abstract_optimizer_state) -> tuple[Any, Any, dict]:
+        """-> (params, optimizer state, meta), laid out as the shardings of the abstract trees say."""
+        items = dict(
+            params=ocp.args.StandardRestore(abstract_params),
+            optimizer=ocp.args.StandardRestore(abstract_optimizer_state),
+            meta=ocp.args.JsonRestore(),
+        )
+        restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+        return restored.params, restored.optimizer, restored.meta
+
+    def restore_params(self, step: int, abstract_params):
+        items = dict(params=ocp.args.StandardRestore(abstract_params))
+        return self._manager.restore(step, args=ocp.args.Composite(**items)).params
+
+    def wait(self) -> None:
+        """Until the save under way is on disk; raises what went wrong with it."""
+        self._manager.wait_until_finished()
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._manager.close()
+
+
+def with_shardings(abstract, shardings):
+    """Abstract arrays that restore lays out by `shardings` (both pytrees of the same structure)."""
+    return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings)

@@ -1,0 +1,201 @@
+"""The whole configuration of a run: its sections, the checks across them, the command line and the JSON form.
+
+Nothing below this file sees the whole Config; each part receives its own section.
+"""
+
+import dataclasses
+import difflib
+import json
+import types
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from megajax.checkpoint.checkpointer import CheckpointConfig
+from megajax.data.loader import DataConfig
+from megajax.mesh import MeshConfig
+from megajax.models.decoder import DecoderConfig
+from megajax.optim.optimizer import OptimizerConfig
+from megajax.precision import PrecisionConfig
+from megajax.training.loop import TrainingConfig
+from megajax.training.metrics import LoggingConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    model: DecoderConfig = DecoderConfig()
+    mesh: MeshConfig = MeshConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    training: TrainingConfig = TrainingConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
+    run_dir: str = ""
+    """Where everything of the run is written; empty: runs/NAME of the recipe."""
+
+    def check(self) -> None:
+        """Raises ValueError with one line: the field, its value, the rule, the way out. Touches no device."""
+        self.mesh.check()
+        self.data.check()
+        self.checkpoint.check()
+        self.logging.check()
+        self.training.check()
+        self.optimizer.check(self.training.steps)
+        self.model.check(self.mesh, self.training.sequence_length)
+
+    def check_on(self, num_devices: int) -> "Config":
+        """The config with its mesh resolved for that many devices. Raises ValueError for what does not divide."""
+        mesh = self.mesh.resolve(num_devices)
+        config = dataclasses.replace(self, mesh=mesh)
+        config.check()
+        config.training.check_on(mesh)
+        return config
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> "Config":
+        return _from_dict(Config, json.loads(text))
+
+    @staticmethod
+    def load(run_dir: str | Path) -> "Config":
+        """The config that a run was started with. Raises ValueError if the directory holds no run."""
+        path = Path(run_dir) / "config.json"
+        if not path.is_file():
+            raise ValueError(f"run={run_dir}: {path} does not exist; give the directory of a run (runs/NAME)")
+        return dataclasses.replace(Config.from_json(path.read_text()), run_dir=str(run_dir))
+
+
+def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
+    """Fields of two configs that are not equal, as 'section.field: old -> new'."""
+    lines = []
+    for field in dataclasses.fields(old):
+        a, b = getattr(old, field.name), getattr(new, field.name)
+        if dataclasses.is_dataclass(a) and type(a) is type(b):
+            lines += differences(a, b, f"{prefix}{field.name}.")
+        elif a != b:
+            lines.append(f"{prefix}{field.name}: {a} -> {b}")
+    return lines
+
+
+# ----------------------------------------------------------------------------- command line
+
+_TYRO = (tyro.conf.FlagConversionOff,)  # booleans take a value, like every other field
+
+
+def recipes() -> dict[str, Callable[[], Config]]:
+    """Name -> function of every recipe in configs/."""
+    import configs
+
+    return configs.recipes()
+
+
+def recipe(name: str) -> Config:
+    """The config of a recipe. Raises ValueError for an unknown name, with the nearest one."""
+    known = recipes()
+    if name not in known:
+        raise ValueError(f"--config={name} is unknown{_did_you_mean(name, known)}; --list_configs shows all")
+    config = known[name]()
+    return config if config.run_dir else dataclasses.replace(config, run_dir=f"runs/{name}")
+
+
+def override(config: Config, arguments: list[str]) -> Config:
+    """The config with `--section.field=value` arguments applied. Raises ValueError for the first one that is wrong."""
+    arguments = _normalised(arguments)
+    fields = dict(_leaves(config))
+    words = []
+    for argument in arguments:
+        name = argument[2:].split("=", 1)[0]
+        if name not in fields:
+            raise ValueError(f"--{name} is unknown{_did_you_mean(name, fields, '--')}; --help shows all fields")
+        words.append(_words(argument, fields[name]))
+    parse = lambda words: tyro.cli(Config, default=config, args=words, config=_TYRO, console_outputs=False)
+    for argument, one in zip(arguments, words, strict=True):
+        try:
+            parse(one)
+        except SystemExit:
+            name, _, value = argument[2:].partition("=")
+            raise ValueError(f"{name}={value!r} is not {_describe(fields[name])}") from None
+    return parse([word for one in words for word in one])
+
+
+def print_help(config: Config, program: str) -> None:
+    tyro.cli(Config, default=config, args=["--help"], prog=program, config=_TYRO)
+
+
+def _normalised(arguments: list[str]) -> list[str]:
+    """Every override as one '--section.field=value' with underscores; 'True' and 'None' as Python writes them."""
+    joined: list[str] = []
+    for argument in arguments:
+        if argument.startswith("--"):
+            name, equals, value = argument.partition("=")
+            joined.append(name.replace("-", "_").replace("__", "--", 1) + equals + value)
+        elif joined and joined[-1].startswith("--"):
+            joined[-1] += ("," if "=" in joined[-1] else "=") + argument
+        else:
+            raise ValueError(f"argument {argument!r} is not understood; write --section.field=value")
+    for argument in joined:
+        if "=" not in argument:
+            raise ValueError(f"{argument} has no value; write {argument}=VALUE")
+    return joined
+
+
+def _words(argument: str, kind: Any) -> list[str]:
+    """The words that tyro reads: --data.paths=a,b becomes --data.paths a b; true, false and none may be lower case."""
+    name, _, value = argument.partition("=")
+    if kind is str:
+        return [name, value]
+    parts = value.split(",") if "tuple" in str(kind) else [value]
+    return [name, *({"true": "True", "false": "False", "none": "None"}.get(part.lower(), part) for part in parts if part)]
+
+
+def _leaves(config: Any, prefix: str = ""):
+    """('section.field', type) of every field that is not a section."""
+    hints = typing.get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _leaves(value, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", hints[field.name]
+
+
+def _describe(kind: Any) -> str:
+    if typing.get_origin(kind) is typing.Literal:
+        return "one of " + ", ".join(map(str, typing.get_args(kind)))
+    if typing.get_origin(kind) is tuple:
+        return f"a list of {_describe(typing.get_args(kind)[0])}, separated by commas"
+    if typing.get_origin(kind) is types.UnionType:
+        return " or ".join(_describe(part) for part in typing.get_args(kind))
+    names = {int: "a whole number", float: "a number", bool: "True or False", type(None): "None", str: "text"}
+    return names.get(kind, str(kind))
+
+
+def _did_you_mean(name: str, known, prefix: str = "") -> str:
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {prefix}{near[0]}?" if near else ""
+
+
+# ----------------------------------------------------------------------------- JSON
+
+
+def _from_dict(kind: Any, value: Any) -> Any:
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        unknown = set(value) - set(hints)
+        if unknown:
+            raise ValueError(f"config.json has fields that this version does not know: {', '.join(sorted(unknown))}")
+        return kind(**{name: _from_dict(hints[name], value[name]) for name in value})
+    if typing.get_origin(kind) is types.UnionType:
+        if value is None:
+            return None
+        kind = next(part for part in typing.get_args(kind) if part is not type(None))
+        return _from_dict(kind, value)
+    if typing.get_origin(kind) is tuple:
+        return tuple(value)
+    return value

@@ -1,0 +1,60 @@
+"""Which samples make up the batch of a step: batch size, its ramp-up, and the split into microbatches."""
+
+import bisect
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    first_sample: int
+    """Index of the first sample of the step; the batch is the samples that follow it."""
+    num_microbatches: int
+    microbatch: int
+    """Sequences of one microbatch over all devices."""
+
+    @property
+    def size(self) -> int:
+        return self.num_microbatches * self.microbatch
+
+
+class BatchSchedule:
+    """step -> Batch, a pure function, so that data and learning rate need no state but the step.
+
+    rampup: (start, increment, samples): the batch begins at `start` and grows by `increment` in equal shares of
+    `samples` up to global_batch_size (Megatron's --rampup-batch-size). microbatch: sequences of a microbatch over all
+    devices, or None for no accumulation. Raises ValueError for sizes that do not divide.
+    """
+
+    def __init__(self, global_batch_size: int, microbatch: int | None, rampup: tuple[int, int, int] | None):
+        self._microbatch = microbatch
+        sizes, samples_each = [global_batch_size], 0.0
+        if rampup is not None:
+            start, increment, samples = rampup
+            if start < 1 or increment < 1 or start > global_batch_size or (global_batch_size - start) % increment:
+                raise ValueError(
+                    f"training.batch_size_rampup={rampup}: from {start} in steps of {increment} does not reach "
+                    f"training.global_batch_size={global_batch_size}; choose (start, increment, samples) that does"
+                )
+            sizes = list(range(start, global_batch_size + 1, increment))
+            samples_each = samples / max(len(sizes) - 1, 1)
+        # Stages of constant batch size, as (first step, first sample, size).
+        self._stages: list[tuple[int, int, int]] = []
+        step = sample = 0
+        for number, size in enumerate(sizes):
+            self._stages.append((step, sample, size))
+            while number < len(sizes) - 1 and sample < samples_each * (number + 1):
+                step, sample = step + 1, sample + size
+
+    @property
+    def sizes(self) -> list[int]:
+        return [size for _, _, size in self._stages]
+
+    def __call__(self, step: int) -> Batch:
+        stage = bisect.bisect_right(self._stages, step, key=lambda stage: stage[0]) - 1
+        first_step, first_sample, size = self._stages[stage]
+        microbatch = self._microbatch or size
+        return Batch(first_sample + (step - first_step) * size, size // microbatch, microbatch)
+
+    def num_samples(self, num_steps: int) -> int:
+        """Samples of the first num_steps steps."""
+        return self(num_steps).first_sample

@@ -1,0 +1,31 @@
+"""Model FLOPs utilisation: what a step does against what the devices could do."""
+
+import dataclasses
+
+# Dense bf16 matmul peak (FLOP/s), memory (bytes) and its bandwidth (bytes/s), GPU-to-GPU bandwidth inside a host
+# (bytes/s, one direction), from the vendor's datasheets of the SXM parts.
+@dataclasses.dataclass(frozen=True)
+class Device:
+    name: str
+    peak_flops: float
+    memory_bytes: float
+    memory_bandwidth: float
+    link_bandwidth: float
+
+
+DEVICES = (
+    Device("H100", 989e12, 80 * 2**30, 3.35e12, 450e9),
+    Device("H200", 989e12, 141e9, 4.8e12, 450e9),
+    Device("A100", 312e12, 80 * 2**30, 2.0e12, 300e9),
+    Device("B200", 2250e12, 180e9, 8.0e12, 900e9),
+)
+
+
+def find_device(kind: str) -> Device | None:
+    """The datasheet of a JAX device kind such as 'NVIDIA H100 80GB HBM3'; None if it is not known (a CPU)."""
+    return next((device for device in DEVICES if device.name.lower() in kind.lower()), None)
+
+
+def utilisation(flops_per_token: float, tokens_per_second_per_device: float, device: Device) -> float:
+    """MFU (Chowdhery et al. 2022, appendix B), between 0 and 1."""
+    return flops_per_token * tokens_per_second_per_device / device.peak_flops

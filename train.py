@@ -1,0 +1,174 @@
+"""Train a model: python train.py --config=NAME [--section.field=value ...]
+
+Run again, it resumes from its run directory. --list_configs shows the recipes, --help the fields, --plan what a run
+would need, without a GPU.
+"""
+
+import dataclasses
+import fcntl
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+
+from megajax import config as configuration
+from megajax.config import Config
+from megajax.mesh import initialize_processes
+
+
+def main(arguments: list[str]) -> None:
+    if "--list_configs" in arguments:
+        for name, recipe in configuration.recipes().items():
+            print(f"{name:<14} {recipe.__doc__.splitlines()[0]}")
+        return
+    name, plan_device, wants_help, overrides = _parse(arguments)
+    config = configuration.recipe(name)
+    if wants_help:
+        configuration.print_help(config, f"train.py --config={name}")
+    config = configuration.override(config, overrides)
+    if plan_device:
+        from megajax.training.plan import print_plan
+
+        print_plan(name, config, plan_device)
+        return
+    config.check()
+    initialize_processes()
+    with _locked(Path(config.run_dir)):
+        outcome = train(config)
+    if outcome != "interrupted" and config.training.sample_prompt:
+        _print_sample(config)
+
+
+def train(config: Config) -> str:
+    """Builds everything that the config describes and trains -> "finished", "interrupted" or "already finished"."""
+    from megajax.checkpoint.checkpointer import Checkpointer
+    from megajax.data.loader import build_datasets, check_vocab_size
+    from megajax.data.tokenizer import save_tokenizer
+    from megajax.mesh import make_mesh
+    from megajax.models.model import Model
+    from megajax.optim.optimizer import Optimizer
+    from megajax.training.card import startup_rows
+    from megajax.training.console import Console
+    from megajax.training.loop import Trainer
+    from megajax.training.metrics import MetricsWriter
+
+    config = config.check_on(jax.device_count())
+    run_dir, first_process = Path(config.run_dir), jax.process_index() == 0
+    _check_same_run(config, run_dir)
+    console = Console(enabled=first_process)
+
+    training = config.training
+    datasets = build_datasets(
+        config.data,
+        sequence_length=training.sequence_length,
+        seed=training.seed,
+        num_train_samples=training.schedule(config.mesh).num_samples(training.steps),
+        num_eval_samples=training.eval_steps * training.eval_batch_size(config.mesh) if training.eval_every_steps else 0,
+    )
+    check_vocab_size(datasets.tokenizer, config.model.vocab_size)
+    if first_process:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.json").write_text(config.to_json())
+        save_tokenizer(datasets.tokenizer, run_dir)
+
+    mesh = make_mesh(config.mesh)
+    model = Model(config.model, config.precision)
+    optimizer = Optimizer(config.optimizer, model.decay_mask)
+    shard_over_data = config.optimizer.shard_over_data
+    rows = startup_rows(model, optimizer, mesh, config.mesh, training, datasets, shard_over_data)
+    console.card(f"megajax: {run_dir}", rows)
+    writer = MetricsWriter(run_dir, config.logging, dataclasses.asdict(config)) if first_process else None
+    with Checkpointer(run_dir, config.checkpoint) as checkpointer:
+        outcome = Trainer(
+            config=training,
+            mesh_config=config.mesh,
+            mesh=mesh,
+            model=model,
+            optimizer=optimizer,
+            learning_rates=config.optimizer.make_schedule(training.steps),
+            shard_over_data=shard_over_data,
+            datasets=datasets,
+            data_config=config.data,
+            checkpointer=checkpointer,
+            checkpoint_every_steps=config.checkpoint.every_steps,
+            writer=writer,
+            console=console,
+            run_dir=run_dir,
+            meta={"config": dataclasses.asdict(config), "tokenizer": datasets.tokenizer.identity},
+        ).run()
+    if writer is not None:
+        writer.close()
+    console.note(f"{outcome}: {run_dir}, step {checkpointer.latest_step()} of {training.steps}")
+    return outcome
+
+
+def _parse(arguments: list[str]) -> tuple[str, str, bool, list[str]]:
+    """-> (recipe name, device to plan for or "", whether help is wanted, overrides)."""
+    name, plan_device, wants_help, overrides = "", "", False, []
+    waiting = iter(arguments)
+    for argument in waiting:
+        if argument.startswith("--config="):
+            name = argument.removeprefix("--config=")
+        elif argument == "--config":
+            name = next(waiting, "")
+        elif argument == "--plan" or argument.startswith("--plan="):
+            plan_device = argument.removeprefix("--plan").removeprefix("=") or "h100"
+        elif argument in ("--help", "-h"):
+            wants_help = True
+        else:
+            overrides.append(argument)
+    if not name and wants_help:
+        print(__doc__)
+        raise SystemExit(0)
+    if not name:
+        raise ValueError("which recipe? --config=NAME; --list_configs shows all (python train.py --config=gpt_tiny)")
+    return name, plan_device, wants_help, overrides
+
+
+def _check_same_run(config: Config, run_dir: Path) -> None:
+    """Raises ValueError if the directory holds a run whose parameters would not fit; nothing is overwritten."""
+    if not (run_dir / "config.json").is_file():
+        return
+    old = Config.load(run_dir)
+    free = ("model.scan_layers", "model.recompute", "model.dropout", "model.attention_dropout")
+    changed = [line for line in configuration.differences(old.model, config.model, "model.") if not line.startswith(free)]
+    if changed:
+        raise ValueError(
+            f"run_dir={run_dir} holds a run of another model ({'; '.join(changed)}); use another --run_dir"
+        )
+
+
+@contextmanager
+def _locked(run_dir: Path) -> Iterator[None]:
+    """Refuses a run directory that another process trains in; the lock ends with the process, however it ends."""
+    if jax.process_index() != 0:
+        yield
+        return
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"run_dir={run_dir} is in use by another process; wait for it or use another --run_dir") from None
+        yield
+
+
+def _print_sample(config: Config) -> None:
+    from megajax.inference.engine import Engine, Sampling
+
+    engine = Engine.from_run(config.run_dir)
+    (text,) = engine.generate([config.training.sample_prompt], Sampling(max_tokens=100, temperature=0.8, top_k=50))
+    print(f"\nsample of {config.run_dir}:\n{config.training.sample_prompt}{text}")
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    logging.getLogger("absl").setLevel(logging.WARNING)
+    try:
+        main(sys.argv[1:])
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
