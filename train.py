@@ -30,9 +30,7 @@ def main(arguments: list[str]) -> None:
         configuration.print_help(config, f"train.py --config={name}")
     config = configuration.override(config, overrides)
     if plan_device:
-        from megajax.training.plan import print_plan
-
-        print_plan(name, config, plan_device)
+        plan(name, config, plan_device)
         return
     config.check()
     initialize_processes()
@@ -103,6 +101,23 @@ def train(config: Config) -> str:
         writer.close()
     console.note(f"{outcome}: {run_dir}, step {checkpointer.latest_step()} of {training.steps}")
     return outcome
+
+
+def plan(name: str, config: Config, device_name: str) -> None:
+    """Prints what the run would need on its mesh; an axis of -1 counts as 1."""
+    from megajax.models.model import Model
+    from megajax.optim.optimizer import Optimizer
+    from megajax.training.console import Console
+    from megajax.training.plan import plan_device, plan_rows
+
+    device = plan_device(device_name)
+    sizes = {axis: max(size, 1) for axis, size in config.mesh.sizes().items()}
+    mesh = dataclasses.replace(config.mesh, **sizes)
+    config = dataclasses.replace(config, mesh=mesh).check_on(mesh.num_devices)
+    model = Model(config.model, config.precision)
+    optimizer = Optimizer(config.optimizer, model.decay_mask)
+    rows = plan_rows(model, optimizer, mesh, config.training, config.optimizer.shard_over_data, device)
+    Console().card(f"plan of {name}", rows)
 
 
 def _parse(arguments: list[str]) -> tuple[str, str, bool, list[str]]:

@@ -129,7 +129,7 @@ def gpt_175b() -> Config:
         mesh=MeshConfig(fsdp=128, tensor=8),
         data=DataConfig(source="mock", cross_document_attention=True),
         optimizer=OptimizerConfig(learning_rate=6e-5, min_learning_rate=6e-6, warmup_steps=2000),
-        training=TrainingConfig(steps=100_000, global_batch_size=1536, microbatch_size=4, sequence_length=2048),
+        training=TrainingConfig(steps=100_000, global_batch_size=1536, sequence_length=2048),
     )
 
 

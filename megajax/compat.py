@@ -1,9 +1,11 @@
 """The only file that knows JAX versions: private or version-dependent API (jax 0.10.2, 0.11.x, 0.12.x)."""
 
 import functools
+import importlib.util
 import inspect
 
 import jax
+import jax.experimental.topologies
 import jax.extend.random
 import jax.numpy as jnp
 from jax.sharding import AxisType
@@ -18,6 +20,29 @@ def use_virtual_cpu_devices(count: int) -> None:
 def use_gloo() -> None:
     """Collectives between CPU processes go through gloo. Call before jax.distributed.initialize."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+
+
+def mesh_platform() -> str:
+    """Platform of the devices of the current mesh ("cpu", "gpu", "cuda"), or the default one without a mesh.
+
+    Ahead-of-time compilation traces for devices that this machine does not have, so the default backend is no answer.
+    """
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return jax.default_backend() if device is None else device.platform
+
+
+def gpu_compiler_installed() -> bool:
+    """Whether the CUDA plugin of JAX is installed (it compiles for GPUs that are not there)."""
+    return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13, 14))
+
+
+def compile_only_devices(num_devices: int, target: str) -> list:
+    """Devices of hosts of 8 GPUs that exist only for the compiler. target: a GpuTargetConfigProto as text."""
+    hosts = max(num_devices // 8, 1)
+    topology = jax.experimental.topologies.get_topology_desc(
+        platform="cuda", topology=f"1x{hosts}x{num_devices // hosts}", target_config=target
+    )
+    return list(topology.devices)
 
 
 def is_auto(axis_type: AxisType) -> bool:

@@ -110,3 +110,10 @@ def initialize_processes() -> None:
     else:
         return
     logger.info("process %d of %d, %d devices", jax.process_index(), jax.process_count(), jax.device_count())
+
+
+def use_compiler_without_gpu() -> None:
+    """Lets this process compile for GPUs that it does not have. Call before anything touches a device."""
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0 " + os.environ.get("XLA_FLAGS", "")
+    jax.config.update("jax_platforms", "cuda,cpu")

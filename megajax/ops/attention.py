@@ -73,7 +73,7 @@ def attention(
 
 def _backend(q_BTNH, soft_cap, segments, indices, dropout, gather) -> str:
     reasons = {
-        "no NVIDIA GPU": jax.default_backend() not in ("gpu", "cuda"),
+        "no NVIDIA GPU": compat.mesh_platform() not in ("gpu", "cuda"),
         f"dtype {q_BTNH.dtype}": q_BTNH.dtype not in (jnp.bfloat16, jnp.float16),
         f"head dim {q_BTNH.shape[-1]}": q_BTNH.shape[-1] > 128 or q_BTNH.shape[-1] % 8 != 0,
         "soft cap": soft_cap is not None,
@@ -101,9 +101,10 @@ def _attention(q, k, v, arrays, options):
 
 
 def _specs(q, k, arrays):
-    queries = activation_spec(q.shape, ("batch", "time", "heads", None))
-    keys = activation_spec(k.shape, ("batch", "time", "kv_heads", None))
     segments, indices, key = arrays
+    queries = activation_spec(q.shape, ("batch", "time", "heads", None))
+    # With given places (a cache) nothing is gathered: every device of `context` reads all keys.
+    keys = activation_spec(k.shape, ("batch", "time" if indices is None else None, "kv_heads", None))
     pair = lambda given: None if given is None else (P(*queries[:2]), P(*keys[:2]))
     return queries, keys, (pair(segments), pair(indices), None if key is None else P())
 
@@ -180,7 +181,7 @@ def _dropout_mask(key, rate, row_B, head_N, indices):
     low = (q_index_BT[:, :, None] * 65536 + k_index_BS[:, None, :])[:, None]
     bits = compat.counter_bits(jax.random.wrap_key_data(key), high, low)
     keep = bits >= jnp.uint32(rate * 2**32)
-    return keep / (1.0 - rate)
+    return jnp.where(keep, 1.0 / (1.0 - rate), 0.0)
 
 
 # ----------------------------------------------------------------------------- the truth
@@ -207,7 +208,8 @@ def reference_attention(q_BTNH, k_BSKH, v_BSKH, mask, scale, soft_cap, segments,
         visible_BTS &= segments[0][:, :, None] == segments[1][:, None, :]
     scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS, NEVER)
     lse_BKGT = jax.nn.logsumexp(scores_BKGTS, -1)
-    probs_BKGTS = jnp.exp(scores_BKGTS - lse_BKGT[..., None])
+    # Not exp(scores - lse): log(S) is lost beside NEVER, and a fully masked row would give the sum of the values.
+    probs_BKGTS = jax.nn.softmax(scores_BKGTS, -1)
     if keep_BNTS is not None:
         probs_BKGTS *= keep_BNTS.reshape(probs_BKGTS.shape)
     out_BTKGH = dot("bkgts,bskh->btkgh", probs_BKGTS.astype(v_BSKH.dtype), v_BSKH)

@@ -48,19 +48,27 @@ def memory_per_device(
 def activation_bytes(
     config: DecoderConfig, mesh: MeshConfig, sequences: int, sequence_length: int, itemsize: int
 ) -> int:
-    """Estimate of what the backward pass of one microbatch keeps on a device.
+    """Estimate of what forward and backward of one microbatch need on a device beside the state.
 
-    Per token and layer, in elements: the residual stream of width D is kept once (full recompute); with the matmul
-    results (selective) also q, k, v, the attention output and the widths of the feed-forward layer; with nothing
-    recomputed the normalised inputs and the activation too. Beside the layers: one chunk of float32 logits with its
-    gradient. Attention keeps no T x T scores (cuDNN); the plain reference does, and is not counted.
+    Kept for the backward pass, per token and layer, in elements: the residual stream of width D (full recompute); with
+    the matmul results (selective) also q, k, v, the attention output and the widths of the feed-forward layer; with
+    nothing recomputed the normalised inputs and the activation too. Working space: one layer as if nothing were
+    recomputed, the gathered weights of two layers, and the output layer with its float32 gradient and one chunk of
+    logits. Attention keeps no T x T scores (cuDNN); the plain reference does, and is not counted.
     """
-    D, F, H = config.embed_dim, config.width_of_mlp, config.width_of_head
-    gated = config.layer_configs()[0].mlp.num_matrices - 1
-    heads = (config.num_heads + 2 * config.kv_heads + config.num_heads) * H
-    split_over_sequence = {"full": D, "selective": 3 * D, "none": 5 * D}[config.recompute]
-    split_over_width = {"full": 0, "selective": heads + gated * F, "none": heads + D + (gated + 1) * F}[config.recompute]
     tokens = sequences * sequence_length / mesh.context
-    layer = (split_over_sequence + split_over_width) / mesh.tensor * tokens * itemsize
+    kept = config.num_layers * _layer_elements(config, config.recompute) * tokens * itemsize
+    working = _layer_elements(config, "none") * tokens * itemsize if config.recompute != "none" else 0
+    output = config.padded_vocab_size * config.embed_dim
+    layer_weights = (config.num_parameters() - output) / config.num_layers
+    gathered = (2 * layer_weights + output) * itemsize if mesh.fsdp > 1 else 0
     logits = min(tokens * config.padded_vocab_size / mesh.tensor * 4, MAX_CHUNK_BYTES)
-    return int(config.num_layers * layer + 2 * logits)
+    return int((kept + working + gathered + 4 * output) / mesh.tensor + 2 * logits)
+
+
+def _layer_elements(config: DecoderConfig, recompute: str) -> int:
+    """Elements a token that one layer keeps, over all devices of `tensor`."""
+    D, F = config.embed_dim, config.width_of_mlp
+    gated = config.layer_configs()[0].mlp.num_matrices - 1
+    heads = 2 * (config.num_heads + config.kv_heads) * config.width_of_head
+    return {"full": D, "selective": 3 * D + heads + gated * F, "none": 6 * D + heads + (gated + 1) * F}[recompute]

@@ -1,0 +1,65 @@
+"""Keys and values of the tokens seen so far: contiguous, allocated once for a whole generation.
+
+Dimensions: B rows, T new tokens, S places in the cache, K key-value heads, H head dim.
+A layer knows only `append(k, v) -> (cache, keys, values, indices)`. A generation starts with an EmptyCache a layer;
+the prefill turns it into a LayerCache, which each decoding step fills further. Place s of a row holds its token number
+s, so causality alone hides what lies beyond a row's length: the padding of a short prompt, then zeros.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from megajax.sharding import activation_spec, constrain, manual
+
+_AXES = ("batch", None, "kv_heads", None)  # every device of `context` has all places: a new token may see any of them
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("keys", "values", "positions"), meta_fields=())
+@dataclasses.dataclass(frozen=True)
+class LayerCache:
+    keys: jax.Array
+    """[B, S, K, H] in the compute dtype, after the rotary embedding."""
+    values: jax.Array
+    """[B, S, K, H] in the compute dtype."""
+    positions: jax.Array | None = None
+    """int32 [B, T]: where each row's next T tokens go, all different in a row; S and beyond: nowhere. Set by `at`."""
+
+    def at(self, positions_BT: jax.Array) -> "LayerCache":
+        """The same cache, ready to append tokens at these places."""
+        return dataclasses.replace(self, positions=positions_BT)
+
+    def append(self, k_BTKH: jax.Array, v_BTKH: jax.Array):
+        """-> (cache with the tokens written, keys, values [B, S, K, H], (places of queries [B, T], of keys [B, S]))."""
+        keys = _write(self.keys, k_BTKH, self.positions)
+        values = _write(self.values, v_BTKH, self.positions)
+        places_BS = jnp.broadcast_to(jnp.arange(keys.shape[1], dtype=jnp.int32), keys.shape[:2])
+        return LayerCache(keys, values), keys, values, (self.positions, places_BS)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class EmptyCache:
+    """A cache of S = `length` places before the first token."""
+
+    length: int
+
+    def append(self, k_BTKH: jax.Array, v_BTKH: jax.Array):
+        """Stores the whole prompt, T <= S. Attention then runs over the prompt alone, as in training: no indices."""
+        room = ((0, 0), (0, self.length - k_BTKH.shape[1]), (0, 0), (0, 0))
+        keys, values = (constrain(jnp.pad(new, room), *_AXES) for new in (k_BTKH, v_BTKH))
+        return LayerCache(keys, values), k_BTKH, v_BTKH, None
+
+
+def _write(cache_BSKH: jax.Array, new_BTKH: jax.Array, positions_BT: jax.Array) -> jax.Array:
+    """In place if the cache is donated; every device writes its own rows and heads."""
+    spec = activation_spec(cache_BSKH.shape, _AXES)
+
+    @jax.vmap
+    def write(row_SKH, new_TKH, positions_T):
+        return row_SKH.at[positions_T].set(new_TKH, mode="drop", unique_indices=True)
+
+    return manual(write, (spec, spec, P(spec[0], None)), spec)(cache_BSKH, new_BTKH, positions_BT)

@@ -1,0 +1,201 @@
+"""--plan: what a run would need and how long a step would take, without a GPU.
+
+Weights and optimizer state are exact, from shapes and shardings. Where the CUDA wheels are installed the train step is
+compiled for the planned GPU and the compiler says what it allocates; otherwise activations are estimated. Times are
+estimates, and the assumptions are printed with them.
+"""
+
+import dataclasses
+import math
+import re
+import resource
+import string
+import time
+from collections import Counter
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from megajax import compat
+from megajax.checkpoint.checkpointer import with_shardings
+from megajax.mesh import AXES, MeshConfig, make_mesh, use_compiler_without_gpu
+from megajax.models.model import Model
+from megajax.optim.optimizer import Optimizer
+from megajax.sharding import batch_spec
+from megajax.training.console import format_bytes, format_count, format_seconds
+from megajax.training.flops import DEVICES, Device
+from megajax.training.loop import TrainingConfig
+from megajax.training.memory import memory_per_device
+from megajax.training.step import abstract_state, make_train_step, state_shardings
+
+GPUS_PER_HOST = 8
+NETWORK_BANDWIDTH = 50e9  # bytes/s a GPU, one direction: 400 Gb/s InfiniBand
+MATMUL_EFFICIENCY = 0.62  # of the bf16 peak, sustained by matmuls and attention of dense training on one H100
+USABLE_MEMORY = 0.92  # of the device; the rest is CUDA, cuDNN workspaces and fragmentation
+COMPILED_FOR = ("H100", "H200")
+
+
+def plan_device(name: str) -> Device:
+    """Raises ValueError for a device whose datasheet is not known."""
+    known = {device.name.lower(): device for device in DEVICES}
+    if name.lower() not in known:
+        raise ValueError(f"--plan={name} is unknown; use one of {', '.join(known)}")
+    return known[name.lower()]
+
+
+def plan_rows(
+    model: Model,
+    optimizer: Optimizer,
+    mesh_config: MeshConfig,
+    training: TrainingConfig,
+    shard_over_data: bool,
+    device: Device,
+) -> list[tuple[str, str]]:
+    """(name, value) rows for Console.card; mesh_config has no -1."""
+    compiles = device.name in COMPILED_FOR and compat.gpu_compiler_installed()
+    mesh, abstract_mesh = None, jax.sharding.AbstractMesh(tuple(mesh_config.sizes().values()), AXES)
+    if compiles:
+        mesh = make_mesh(mesh_config, _devices(mesh_config.num_devices, device))
+    memory = memory_per_device(model, optimizer, mesh or abstract_mesh, mesh_config, training, shard_over_data)
+    kinds = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory.items())
+    rows = _model_rows(model, mesh_config, training, device) + [("bytes per device", kinds)]
+    if compiles:
+        compiled, seconds = _compile(model, optimizer, mesh, mesh_config, training, shard_over_data)
+        analysis = compiled.memory_analysis()
+        total = analysis.peak_memory_in_bytes
+        rows += [
+            ("compiled", f"for {device.name} without a GPU, {format_seconds(seconds)}, jax {jax.__version__}: arguments "
+                         f"{format_bytes(analysis.argument_size_in_bytes)}, temporary "
+                         f"{format_bytes(analysis.temp_size_in_bytes)}, peak {format_bytes(total)} a device"),
+            ("collectives", _collectives(compiled.as_text())),
+        ]  # fmt: skip
+    else:
+        total = sum(memory.values())
+        why = "" if device.name in COMPILED_FOR else f" (the compiler is set up for {', '.join(COMPILED_FOR)} only)"
+        rows.append(("compiled", f"no, activations are estimated; pip install -e '.[cuda13]' compiles for H100{why}"))
+    rows += _time_rows(model, mesh_config, training, device)
+    usable = USABLE_MEMORY * device.memory_bytes
+    verdict = "fits" if total <= usable else "does not fit"
+    rows.append(("verdict", f"{verdict}: {format_bytes(total)} of {format_bytes(usable)} usable on a {device.name}"))
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return rows + [("planning took", f"{format_bytes(used)} of host memory")]
+
+
+def _model_rows(model: Model, mesh: MeshConfig, training: TrainingConfig, device: Device) -> list[tuple[str, str]]:
+    length, schedule = training.sequence_length, training.schedule(mesh)
+    batch = schedule(training.steps)
+    flops = [format_count(model.config.flops_per_token(length, causal=causal)) for causal in (False, True)]
+    axes = " x ".join(f"{axis} {size}" for axis, size in mesh.sizes().items() if size > 1)
+    return [
+        ("parameters", f"{format_count(model.num_parameters())} ({model.num_parameters():,})"),
+        ("FLOPs per token", f"{flops[0]} (attention counted in full), {flops[1]} (causal)"),
+        ("devices", f"{mesh.num_devices} x {device.name}: {axes or 'one device'}"),
+        ("batch", f"{batch.size} x {length} tokens in {batch.num_microbatches} microbatch(es) of "
+                  f"{batch.microbatch // mesh.batch_shards} sequence(s) a batch shard"),
+        ("pipeline bubble", "0 (one stage)"),
+    ]  # fmt: skip
+
+
+# ----------------------------------------------------------------------------- the compiler
+
+
+def _devices(count: int, device: Device) -> list:
+    template = string.Template((Path(__file__).parent / "gpu_target.pbtxt").read_text())
+    numbers = {"memory_bandwidth": int(device.memory_bandwidth), "memory_bytes": int(device.memory_bytes)}
+    use_compiler_without_gpu()
+    return compat.compile_only_devices(count, template.substitute(numbers, name=device.name))
+
+
+def _compile(model, optimizer, mesh: Mesh, mesh_config: MeshConfig, training: TrainingConfig, shard_over_data: bool):
+    """-> (compiled train step, seconds)."""
+    start = time.perf_counter()
+    shardings = state_shardings(model, optimizer, mesh, shard_over_data)
+    state = with_shardings(abstract_state(model, optimizer), shardings)
+    batch = training.schedule(mesh_config)(training.steps)
+    shape = (batch.num_microbatches, batch.microbatch, training.sequence_length)
+    array = lambda dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, batch_spec()))
+    arrays = {name: array(jnp.int32) for name in ("tokens", "labels", "positions")} | {"loss_mask": array(jnp.float32)}
+    step = make_train_step(
+        model, optimizer, loss_mean=training.loss_mean, group=training.microbatch_size, seed=training.seed
+    )
+    rate = jax.ShapeDtypeStruct((), jnp.float32)
+    with jax.set_mesh(mesh):
+        jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+        compiled = jitted.lower(state, arrays, rate).compile()
+    return compiled, time.perf_counter() - start
+
+
+def _collectives(program: str) -> str:
+    kinds = "all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute"
+    found = Counter(re.findall(rf" ({kinds})(?:-start)?\(", program))
+    counts = ", ".join(f"{count} {kind}" for kind, count in found.items())
+    return f"{counts} in the program (a loop body counts once)" if counts else "none"
+
+
+# ----------------------------------------------------------------------------- time
+
+
+@dataclasses.dataclass(frozen=True)
+class _Traffic:
+    """Bytes that a device sends in a step along one mesh axis, and how much of it hides under compute."""
+
+    axis: str
+    bytes: float
+    hidden: bool
+
+
+def _traffic(model: Model, mesh: MeshConfig, training: TrainingConfig) -> list[_Traffic]:
+    """Ring-collective volumes: (n - 1) / n of the gathered array to gather or reduce-scatter it."""
+    config, batch = model.config, training.schedule(mesh)(training.steps)
+    ring = lambda n: (n - 1) / n
+    itemsize = jnp.dtype(model.precision.compute_dtype).itemsize
+    weights = model.num_parameters() / mesh.tensor
+    gathers = 2 * batch.num_microbatches * weights * itemsize  # for the forward and again for the backward pass
+    tokens = batch.microbatch / mesh.batch_shards * training.sequence_length / mesh.context
+    passes = 3 if config.recompute == "full" else 2  # forward, backward, and the forward that is done again
+    activations = batch.num_microbatches * config.num_layers * 4 * passes * tokens * config.embed_dim * itemsize
+    keys_values = 2 * config.kv_heads * config.width_of_head / mesh.tensor
+    sequence = batch.num_microbatches * config.num_layers * 2 * tokens * mesh.context * keys_values * itemsize
+    return [
+        _Traffic("fsdp", ring(mesh.fsdp) * (gathers + batch.num_microbatches * weights * 4), hidden=True),
+        _Traffic("data", 2 * ring(mesh.data) * weights / mesh.fsdp * 4, hidden=True),
+        _Traffic("tensor", ring(mesh.tensor) * activations, hidden=False),
+        _Traffic("context", ring(mesh.context) * sequence, hidden=False),
+    ]
+
+
+def _time_rows(model: Model, mesh: MeshConfig, training: TrainingConfig, device: Device) -> list[tuple[str, str]]:
+    config, length = model.config, training.sequence_length
+    tokens = training.global_batch_size * length
+    flops = config.flops_per_token(length, causal=False) * tokens / mesh.num_devices
+    again = 4 / 3 if config.recompute == "full" else 1.0
+    compute = flops * again / (device.peak_flops * MATMUL_EFFICIENCY)
+    parameters = model.num_parameters() / (mesh.tensor * mesh.fsdp)
+    update = 28 * parameters / device.memory_bandwidth  # p, m, v read and written in float32, gradient read
+    times = {t.axis: (t.bytes / _bandwidth(t.axis, mesh, device), t) for t in _traffic(model, mesh, training) if t.bytes}
+    exposed = sum(max(0.0, seconds - compute) if t.hidden else seconds for seconds, t in times.values())
+    step = compute + update + exposed
+    network = ", ".join(f"{axis} {format_bytes(t.bytes)} in {format_seconds(s)}" for axis, (s, t) in times.items())
+    rate = tokens / step / mesh.num_devices
+    return [
+        ("network a step", network or "none"),
+        ("step time, estimate", f"{format_seconds(step)}: compute {format_seconds(compute)}, optimizer "
+                                f"{format_seconds(update)}, exposed communication {format_seconds(exposed)}"),
+        ("speed, estimate", f"{format_count(rate)} tokens/s a device, MFU "
+                            f"{100 * config.flops_per_token(length, causal=False) * rate / device.peak_flops:.1f} % "
+                            f"(full), {100 * config.flops_per_token(length, causal=True) * rate / device.peak_flops:.1f} % "
+                            "(causal)"),
+        ("assumptions", f"matmuls and attention at {MATMUL_EFFICIENCY:.0%} of {device.peak_flops / 1e12:.0f} TFLOP/s, "
+                        f"{device.link_bandwidth / 1e9:.0f} GB/s inside a host of {GPUS_PER_HOST}, "
+                        f"{NETWORK_BANDWIDTH / 1e9:.0f} GB/s a GPU between hosts; fsdp and data traffic hide under "
+                        "compute, tensor and context traffic does not"),
+    ]  # fmt: skip
+
+
+def _bandwidth(axis: str, mesh: MeshConfig, device: Device) -> float:
+    """Along an axis whose neighbours and ends lie in one host, the link; otherwise the network."""
+    sizes = list(mesh.sizes().items())
+    inner = math.prod(size for _, size in sizes[[name for name, _ in sizes].index(axis) :])
+    return device.link_bandwidth if inner <= GPUS_PER_HOST else NETWORK_BANDWIDTH

@@ -1,0 +1,242 @@
+"""Generation with a cache, against a full recomputation of the sequence for every token."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.checkpoint.checkpointer import Checkpointer
+from megajax.config import Config
+from megajax.data.tokenizer import BytesTokenizer, NullTokenizer
+from megajax.inference.engine import Engine
+from megajax.inference.sampling import Sampling
+from megajax.mesh import MeshConfig, make_mesh
+from megajax.models.decoder import DecoderConfig
+from megajax.models.model import Model
+from megajax.precision import PrecisionConfig
+
+# Weights far larger than at the start of a training: the most likely token depends strongly on all that came before.
+SMALL = DecoderConfig(
+    num_layers=2, embed_dim=32, num_heads=4, mlp_dim=64, vocab_size=100, vocab_multiple=32, max_positions=64,
+    tied_embeddings=False,
+)  # fmt: skip
+ROPE = dataclasses.replace(
+    SMALL, position="rope", num_kv_heads=2, window=6, full_attention_every=2, qk_norm=True, norm="rmsnorm",
+    activation="swiglu", bias=False, tied_embeddings=True,
+)  # fmt: skip
+MODELS = {
+    "learned": SMALL,
+    "rope": ROPE,
+    "cap": dataclasses.replace(SMALL, attention_soft_cap=5.0, recompute="selective", scan_layers=True),
+}
+FLOAT32 = PrecisionConfig(compute="float32")
+PROMPTS = [[5, 17, 3], [1], list(range(20, 50)), [9, 8, 7, 6, 5, 4, 3, 2], [99, 0, 99]]
+GREEDY = Sampling(max_tokens=12, temperature=0.0)
+SAMPLED = Sampling(max_tokens=12, temperature=1.3, top_k=40, top_p=0.95, seed=11)
+
+
+def random_params(model, seed=0):
+    """Drawn by numpy: nothing to compile; scales and biases differ from 1 and 0."""
+    generator = np.random.default_rng(seed)
+
+    def draw(path, a):
+        return generator.normal(float(path[-1].key == "scale"), 0.3, a.shape).astype(np.float32)
+
+    return jax.tree_util.tree_map_with_path(draw, model.abstract_params)
+
+
+def make_engine(config, mesh, tokenizer=None, precision=FLOAT32, seed=0):
+    model = Model(config, precision)
+    return Engine(model, jax.device_put(random_params(model, seed), model.shardings(mesh)), mesh, tokenizer)
+
+
+@pytest.fixture(scope="module")
+def engine_of():
+    """(name of a model, axes of a mesh) -> its engine, made once."""
+
+    @functools.cache
+    def make(name, **sizes):
+        config = MeshConfig(**sizes)
+        return make_engine(MODELS[name], make_mesh(config, jax.devices()[: config.num_devices]))
+
+    return make
+
+
+def recompute(engine, prompts, num_tokens):
+    """Greedy tokens from the whole sequences each time, without a cache; their padding is hidden by causality."""
+    model, length = engine.model, 48
+
+    @jax.jit
+    def logits(params, tokens_BT, last_B):
+        module = model.module(params)
+        positions_BT = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens_BT.shape)
+        batch = {"tokens": tokens_BT, "positions": positions_BT}
+        logits_BTV = module.logits(module.layers(module.embed(batch, None), module.block_inputs(batch))[0])
+        return jnp.take_along_axis(logits_BTV, last_B[:, None, None], 1)[:, 0]
+
+    rows = [list(prompt) for prompt in prompts]
+    with jax.set_mesh(engine.mesh):
+        for _ in range(num_tokens):
+            padded = np.array([tokens + [0] * (length - len(tokens)) for tokens in rows], np.int32)
+            last_B = np.array([len(tokens) - 1 for tokens in rows], np.int32)
+            for tokens, new in zip(rows, np.argmax(logits(engine.params, padded, last_B), -1).tolist(), strict=True):
+                tokens.append(new)
+    return [tokens[len(prompt) :] for tokens, prompt in zip(rows, prompts, strict=True)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_cached_generation_equals_full_recomputation(engine_of, name):
+    expected = recompute(engine_of(name), PROMPTS, 12)
+    assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS)  # the model does not just repeat itself
+    assert engine_of(name).generate_tokens(PROMPTS, GREEDY) == expected
+
+
+@pytest.mark.parametrize(
+    "name, sizes",
+    [("learned", dict(data=2, tensor=2)), ("rope", dict(data=2, tensor=2)), ("rope", dict(fsdp=2, context=2))],
+)
+def test_any_mesh_generates_the_same(engine_of, name, sizes):
+    one, many = engine_of(name), engine_of(name, **sizes)
+    for sampling in (GREEDY, SAMPLED):
+        assert many.generate_tokens(PROMPTS, sampling) == one.generate_tokens(PROMPTS, sampling)
+    assert many._decode._cache_size() == 1  # the caches keep their layout from step to step
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_batched_equals_alone(engine_of, sampling):
+    engine = engine_of("rope")
+    together = engine.generate_tokens(PROMPTS, sampling)
+    assert together == [engine.generate_tokens([prompt], sampling)[0] for prompt in PROMPTS]
+
+
+def test_seed_decides(engine_of):
+    settings = [dataclasses.replace(SAMPLED, seed=seed) for seed in (1, 1, 2)]
+    first, same, other = (engine_of("rope").generate_tokens(PROMPTS, sampling) for sampling in settings)
+    assert first == same != other
+
+
+def test_new_settings_need_no_new_program_and_caches_are_donated(engine_of):
+    engine = engine_of("learned")
+    engine.generate_tokens(PROMPTS, GREEDY)
+    sizes = engine._prefill._cache_size(), engine._decode._cache_size()
+    for sampling in (SAMPLED, dataclasses.replace(SAMPLED, temperature=0.7, top_k=0, seed=5)):
+        engine.generate_tokens(PROMPTS, sampling)
+        assert (engine._prefill._cache_size(), engine._decode._cache_size()) == sizes
+    state = engine.start(PROMPTS, [GREEDY] * len(PROMPTS), 12)
+    engine.step(state)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.caches))
+    assert not state.tokens_B.is_deleted()
+
+
+def test_bfloat16_keeps_matrices_and_cache_in_bfloat16_and_norms_in_float32(make_test_mesh):
+    engine = make_engine(SMALL, make_test_mesh(), precision=PrecisionConfig(compute="bfloat16"))
+    assert engine.params["layers"]["dense"]["attention"]["query"].dtype == jnp.bfloat16
+    assert engine.params["final_norm"]["scale"].dtype == jnp.float32
+    state = engine.start(PROMPTS, [GREEDY] * len(PROMPTS), 4)
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.caches)} == {jnp.dtype(jnp.bfloat16)}
+    assert all(len(tokens) == 12 for tokens in engine.generate_tokens(PROMPTS, GREEDY))
+
+
+# ----------------------------------------------------------------------------- where a text ends
+
+
+@pytest.fixture(scope="module")
+def bytes_engine():
+    """With more ids in the model than in the tokenizer."""
+    config = dataclasses.replace(SMALL, vocab_size=300)
+    return make_engine(config, make_mesh(MeshConfig(), jax.devices()[:1]), BytesTokenizer())
+
+
+@pytest.fixture(scope="module")
+def null_engine():
+    return make_engine(SMALL, make_mesh(MeshConfig(), jax.devices()[:1]), NullTokenizer(100))
+
+
+def test_generation_stops_at_the_end_of_the_document(engine_of, null_engine):
+    sampling, end = Sampling(max_tokens=30, temperature=20.0), 99
+    free = engine_of("learned").generate_tokens(PROMPTS, sampling)
+    assert any(0 < tokens.index(end) < 29 for tokens in free if end in tokens)
+    expected = [tokens[: tokens.index(end)] if end in tokens else tokens for tokens in free]
+    assert null_engine.generate_tokens(PROMPTS, sampling) == expected
+
+
+def test_an_empty_prompt_starts_a_document(null_engine):
+    assert null_engine.encode("") == [99]
+    empty, end, *_ = null_engine.generate(["", "99", "1 2", "3", " ".join(map(str, range(20)))], GREEDY)
+    assert empty == end
+
+
+def test_a_stop_text_ends_the_generation_and_is_cut_off(bytes_engine):
+    sampling, prompts = Sampling(max_tokens=40, temperature=3.0, seed=4), ["def ", "class"]
+    texts = bytes_engine.generate(prompts, sampling)
+    stop = texts[0][5:7]
+    with_stop = dataclasses.replace(sampling, stop=("never there", stop))
+    assert bytes_engine.generate(prompts, with_stop) == [text.split(stop)[0] for text in texts]
+    tokens = bytes_engine.generate_tokens([bytes_engine.encode(prompt) for prompt in prompts], with_stop)[0]
+    assert len(tokens) < 40 and bytes_engine.tokenizer.decode(tokens).endswith(stop)
+
+
+def test_ids_that_the_tokenizer_does_not_have_never_come(bytes_engine):
+    tokens = bytes_engine.generate_tokens([[1], [2, 3]], Sampling(max_tokens=40, temperature=100.0))
+    assert 200 < max(map(max, tokens)) < 257
+
+
+# ----------------------------------------------------------------------------- what is refused
+
+
+def test_what_does_not_fit_is_refused(engine_of):
+    engine = engine_of("learned")
+    with pytest.raises(ValueError, match="model.max_positions=64; use max_tokens=4 or less"):
+        engine.generate_tokens([[1] * 60], dataclasses.replace(GREEDY, max_tokens=5))
+    assert len(engine.generate_tokens([[1] * 60], dataclasses.replace(GREEDY, max_tokens=4))[0]) == 4
+    with pytest.raises(ValueError, match="prompt 1 has no tokens"):
+        engine.generate_tokens([[1], []], GREEDY)
+    with pytest.raises(ValueError, match="must be below model.vocab_size=100"):
+        engine.generate_tokens([[100]], GREEDY)
+    with pytest.raises(ValueError, match="no tokenizer"):
+        engine.generate(["text"], GREEDY)
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    """A run of a random model with two checkpoints."""
+    run_dir = tmp_path_factory.mktemp("run")
+    config = Config(model=SMALL, precision=FLOAT32)
+    config = dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, tokenizer="null:100"),
+        training=dataclasses.replace(config.training, sequence_length=64),
+    )
+    (run_dir / "config.json").write_text(config.to_json())
+    model, mesh = Model(SMALL, FLOAT32), make_mesh(MeshConfig(), jax.devices()[:1])
+    with Checkpointer(run_dir, config.checkpoint) as checkpointer:
+        for step in (1, 2):
+            params = jax.device_put(random_params(model, step), model.shardings(mesh))
+            checkpointer.save(step, params, {"count": jnp.int32(0)}, {})
+    return run_dir
+
+
+@pytest.mark.parametrize("step, mesh", [(None, None), (1, MeshConfig(tensor=2)), (None, MeshConfig(data=-1, tensor=2))])
+def test_a_run_is_restored_from_any_step_onto_any_mesh(run_dir, step, mesh):
+    engine = Engine.from_run(run_dir, mesh, step)
+    assert engine.mesh.size == {None: 1, 1: 2, -1: 8}[mesh and mesh.data]
+    assert engine.params["head"].sharding.shard_shape((32, 128)) == (32, 128 // (mesh.tensor if mesh else 1))
+    jax.tree.map(np.testing.assert_array_equal, engine.params, random_params(engine.model, step or 2))
+
+
+def test_runs_that_cannot_be_served_are_refused(run_dir, tmp_path):
+    with pytest.raises(ValueError, match="does not exist; give the directory of a run"):
+        Engine.from_run(tmp_path)
+    with pytest.raises(ValueError, match="step=7 is not in .*; there are 1, 2"):
+        Engine.from_run(run_dir, step=7)
+    with pytest.raises(ValueError, match="num_heads=4 is not divisible by mesh.tensor=3"):
+        Engine.from_run(run_dir, MeshConfig(tensor=3))
+    with pytest.raises(ValueError, match="does not match the 8 devices"):
+        Engine.from_run(run_dir, MeshConfig(data=16))
+    (tmp_path / "config.json").write_text((run_dir / "config.json").read_text())
+    with pytest.raises(ValueError, match="no checkpoint in"):
+        Engine.from_run(tmp_path)
+    assert not (tmp_path / "checkpoints").exists()

@@ -1,0 +1,40 @@
+"""What a layer reads back from its cache, on one device and on a mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.inference.kv_cache import EmptyCache
+
+B, S, K, H = 4, 8, 2, 3
+
+
+def new_tokens(seed, length):
+    keys = jax.random.normal(jax.random.key(seed), (B, length, K, H))
+    return keys, -keys
+
+
+@pytest.mark.parametrize("sizes", [dict(), dict(data=2, tensor=2), dict(fsdp=2, context=2)])
+def test_each_row_is_written_at_its_own_place(make_test_mesh, sizes):
+    prompt, one, two = new_tokens(0, 4), new_tokens(1, 1), new_tokens(2, 2)
+    first = np.array([[4], [1], [3], [2]], np.int32)
+    later = np.array([[5, 6], [2, 3], [7, 8], [3, 4]], np.int32)  # place 8 is outside
+
+    def run():
+        cache, k, v, indices = EmptyCache(S).append(*prompt)
+        assert indices is None and k is prompt[0] and v is prompt[1]
+        cache, *_ = cache.at(jnp.asarray(first)).append(*one)
+        return cache.at(jnp.asarray(later)).append(*two)[1:]
+
+    with jax.set_mesh(make_test_mesh(**sizes)):
+        keys, values, (q_index, k_index) = jax.jit(run)()
+    expected = np.zeros((B, S + 1, K, H), np.float32)
+    expected[:, :4] = prompt[0]
+    for row in range(B):
+        expected[row, first[row]] = one[0][row]
+        expected[row, later[row]] = two[0][row]
+    np.testing.assert_array_equal(keys, expected[:, :S])
+    np.testing.assert_array_equal(values, -expected[:, :S])
+    np.testing.assert_array_equal(q_index, later)
+    np.testing.assert_array_equal(k_index, np.tile(np.arange(S), (B, 1)))

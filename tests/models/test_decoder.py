@@ -1,0 +1,321 @@
+"""Each feature of the decoder changes what it should and nothing else; how a stack is run changes nothing."""
+
+import dataclasses
+import functools
+import math
+import random
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from megajax.config import recipes
+from megajax.layers.attention import Attention
+from megajax.layers.dropout import dropout
+from megajax.layers.mlp import Mlp
+from megajax.layers.norm import Norm
+from megajax.models.decoder import DecoderConfig, padded_vocab_size
+from megajax.models.model import Model
+from megajax.precision import PrecisionConfig
+
+FLOAT32 = PrecisionConfig(compute="float32")
+T = 16
+SMALL = DecoderConfig(
+    num_layers=1, embed_dim=16, num_heads=2, vocab_size=30, vocab_multiple=8, max_positions=T, position="rope",
+    norm="rmsnorm", activation="swiglu", bias=False, tied_embeddings=False, init_std=0.2,
+)  # fmt: skip
+
+
+def variant(**fields) -> DecoderConfig:
+    return dataclasses.replace(SMALL, **fields)
+
+
+def make_batch(seed=0, batch=2) -> dict:
+    rng = np.random.default_rng(seed)
+
+    def tokens():
+        return rng.integers(0, SMALL.vocab_size, (batch, T)).astype(np.int32)
+
+    return {
+        "tokens": tokens(),
+        "labels": tokens(),
+        "positions": np.broadcast_to(np.arange(T, dtype=np.int32), (batch, T)),
+        "loss_weights": np.full((batch, T), 1 / (batch * T), np.float32),
+    }
+
+
+def changed(batch: dict, place: int) -> dict:
+    """The batch with other tokens at one place."""
+    tokens = batch["tokens"].copy()
+    tokens[:, place] = (tokens[:, place] + 1) % SMALL.vocab_size
+    return batch | {"tokens": tokens}
+
+
+@pytest.fixture
+def one_device(make_test_mesh):
+    mesh = make_test_mesh()
+    with jax.set_mesh(mesh):
+        yield mesh
+
+
+def make_params(config: DecoderConfig) -> dict:
+    """Like Model.init, whose compilation takes longer than any test here."""
+    rng = np.random.default_rng(0)
+
+    def draw(path, leaf):
+        if path[-1].key == "scale":
+            return np.full(leaf.shape, 0.0 if config.norm_zero_centered else 1.0, np.float32)
+        return (config.init_std * rng.standard_normal(leaf.shape)).astype(np.float32)
+
+    return jax.tree.map_with_path(draw, Model(config, FLOAT32).abstract_params)
+
+
+@functools.cache
+def compiled(config: DecoderConfig, mesh):
+    """-> (model, params, jitted logits(params, batch, key))."""
+    model = Model(config, FLOAT32)
+
+    @jax.jit
+    def logits(params, batch, key):
+        module = model.module(params)
+        embed_key, layers_key = (None, None) if key is None else jax.random.split(key)
+        x, _, _ = module.layers(module.embed(batch, embed_key), module.block_inputs(batch), key=layers_key)
+        return module.logits(x)[..., : config.vocab_size]
+
+    return model, make_params(config), logits
+
+
+def logits_of(config: DecoderConfig, mesh, batch: dict, *, params=None, key=None) -> np.ndarray:
+    _, own_params, logits = compiled(config, mesh)
+    return np.asarray(logits(own_params if params is None else params, batch, key))
+
+
+def touched(config: DecoderConfig, mesh, place: int) -> np.ndarray:
+    """bool [T]: which logits a change of the token at `place` reaches."""
+    batch = make_batch()
+    before, after = (logits_of(config, mesh, b) for b in (batch, changed(batch, place)))
+    return np.any(before != after, axis=(0, 2))
+
+
+# ----------------------------------------------------------------------------- sizes
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_counted_parameters_equal_the_real_ones_of_every_recipe(name):
+    config = recipes()[name]()
+    assert config.model.num_parameters() == Model(config.model, config.precision).num_parameters()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_counted_parameters_equal_the_real_ones_of_random_features(seed):
+    rng = random.Random(seed)
+    config = variant(
+        num_layers=rng.randint(1, 3),
+        num_heads=4,
+        num_kv_heads=rng.choice([None, 1, 2]),
+        head_dim=rng.choice([None, 6]),
+        mlp_dim=rng.choice([None, 20]),
+        position=rng.choice(["learned", "rope", "none"]),
+        norm=rng.choice(["layernorm", "rmsnorm"]),
+        qk_norm=rng.choice([False, True]),
+        activation=rng.choice(["gelu", "swiglu", "geglu", "squared_relu"]),
+        bias=rng.choice([False, True]),
+        tied_embeddings=rng.choice([False, True]),
+        window=rng.choice([None, 4]),
+    )
+    assert config.num_parameters() == Model(config, FLOAT32).num_parameters(), config
+
+
+def test_padded_vocabulary_equals_megatrons():
+    oracle = np.load(Path(__file__).parent.parent / "oracles" / "numbers.npz")
+    for vocab_size, tensor, padded in oracle["padded_vocab"]:
+        assert padded_vocab_size(vocab_size, 128 * tensor) == padded
+
+
+def test_padding_is_never_predicted(one_device):
+    model, params, _ = compiled(SMALL, one_device)
+    logits = jax.jit(lambda params, x: model.module(params).logits(x))(params, jnp.ones((1, 2, 16)))
+    assert logits.shape == (1, 2, 32)
+    assert np.all(np.isneginf(logits[..., 30:])) and np.all(np.isfinite(logits[..., :30]))
+
+
+# ----------------------------------------------------------------------------- what a token sees
+
+
+def test_a_token_sees_itself_and_everything_before(one_device):
+    assert list(touched(SMALL, one_device, 5)) == [place >= 5 for place in range(T)]
+
+
+def test_window_hides_what_is_farther_back(one_device):
+    assert list(touched(variant(window=4), one_device, 5)) == [5 <= place < 9 for place in range(T)]
+    # Each further layer reaches window - 1 farther.
+    assert list(touched(variant(window=4, num_layers=2), one_device, 5)) == [5 <= place < 12 for place in range(T)]
+
+
+def test_every_nth_layer_sees_everything(one_device):
+    config = variant(window=4, num_layers=2, full_attention_every=2)
+    assert list(touched(config, one_device, 5)) == [place >= 5 for place in range(T)]
+    layers = dataclasses.replace(config, num_layers=6, full_attention_every=3).layer_configs()
+    assert [layer.attention.window for layer in layers] == [4, 4, None] * 2
+
+
+def test_every_nth_layer_has_no_rotary_embedding(one_device):
+    stretched = make_batch() | {"positions": 3 * make_batch()["positions"]}
+
+    def difference(config):
+        return np.abs(logits_of(config, one_device, make_batch()) - logits_of(config, one_device, stretched)).max()
+
+    assert difference(variant(no_rope_every=1)) == 0
+    assert difference(variant(no_rope_every=2, num_layers=2)) > 1e-3
+    layers = variant(no_rope_every=3, num_layers=6).layer_configs()
+    assert [layer.attention.use_rope for layer in layers] == [True, True, False] * 2
+
+
+def test_packed_documents_never_see_each_other(one_device):
+    places = np.concatenate([np.arange(6), np.arange(10)]).astype(np.int32)
+    segments = np.repeat(np.array([0, 1], np.int32), [6, 10])
+    packed = make_batch() | {name: np.broadcast_to(a, (2, T)) for name, a in
+                             (("positions", places), ("segment_ids", segments))}  # fmt: skip
+    config = variant(num_layers=2)
+    before = logits_of(config, one_device, packed)
+    after = logits_of(config, one_device, changed(packed, 2))
+    np.testing.assert_array_equal(before[:, 6:], after[:, 6:])
+    assert np.all(np.any(before[:, 2:6] != after[:, 2:6], axis=(0, 2)))
+    # And the second document is what it would be alone; sums run over other lengths, so to rounding only.
+    alone = {name: array[:, 6:] for name, array in packed.items()}
+    np.testing.assert_allclose(before[:, 6:], logits_of(config, one_device, alone), atol=1e-5)
+
+
+# ----------------------------------------------------------------------------- formulas
+
+
+@pytest.mark.parametrize("activation, gated, formula", [
+    ("squared_relu", False, lambda x: np.maximum(x, 0) ** 2),
+    ("geglu", True, lambda x: x * 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))),
+    ("swiglu", True, lambda x: x / (1 + np.exp(-x))),
+    ("gelu_tanh", False, lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))),
+])  # fmt: skip
+def test_activations_equal_their_formulas(one_device, activation, gated, formula):
+    config = variant(activation=activation, mlp_dim=8)
+    mlp = Mlp(config.layer_configs()[0].mlp, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(1), (1, 4, 16))
+    up, down = (np.asarray(w[...], np.float64) for w in (mlp.up, mlp.down))
+    hidden = formula(x @ np.asarray(mlp.gate[...], np.float64)) * (x @ up) if gated else formula(x @ up)
+    np.testing.assert_allclose(mlp(x), hidden @ down, atol=1e-5)
+
+
+def test_soft_cap_equals_its_formula(one_device):
+    config = variant(position="none", attention_soft_cap=0.5).layer_configs()[0].attention
+    layer = Attention(dataclasses.replace(config, init_std=1.0), rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(1), (1, 6, 16))
+
+    def project(w):
+        return np.einsum("btd,dnh->bnth", x, w[...])
+
+    query, key, value = (project(w) for w in (layer.query, layer.key, layer.value))
+    scores = np.einsum("bnth,bnsh->bnts", query, key) / math.sqrt(8)
+    scores = np.where(np.tri(6, dtype=bool), 0.5 * np.tanh(scores / 0.5), -np.inf)
+    probs = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+    wanted = np.einsum("bnts,bnsh,nhd->btd", probs, value, layer.out[...])
+    np.testing.assert_allclose(jax.jit(lambda x: layer(x, {})[0])(x), wanted, atol=1e-5)
+
+
+def test_tied_output_is_the_transposed_embedding(one_device):
+    untied, tied = SMALL, variant(tied_embeddings=True)
+    _, params, _ = compiled(tied, one_device)
+    assert "head" not in params
+    wanted = logits_of(untied, one_device, make_batch(), params=params | {"head": params["embedding"].T})
+    np.testing.assert_allclose(logits_of(tied, one_device, make_batch(), params=params), wanted, atol=1e-6)
+
+
+def test_zero_centered_norm_starts_as_the_plain_one(one_device):
+    plain, centered = variant(qk_norm=True), variant(qk_norm=True, norm_zero_centered=True)
+    for config, start in ((plain, 1), (centered, 0)):
+        assert np.all(Norm(config.layer_configs()[0].norm, 4, rngs=nnx.Rngs(0)).scale[...] == start)
+        assert np.all(make_params(config)["layers"]["dense"]["attention"]["key_norm"]["scale"] == start)
+    np.testing.assert_array_equal(
+        logits_of(plain, one_device, make_batch()), logits_of(centered, one_device, make_batch())
+    )
+
+
+def test_initial_weights_follow_megatrons_rule(one_device):
+    config = variant(num_layers=4, embed_dim=128, vocab_size=512, bias=True, init_std=0.02)
+    params = Model(config, FLOAT32).init(3, one_device)
+    layers = params["layers"]["dense"]
+    inner = [params["embedding"], params["head"], *(layers["attention"][name] for name in ("query", "key", "value"))]
+    inner += [layers["mlp"]["gate"], layers["mlp"]["up"]]
+    outer = [layers["attention"]["out"], layers["mlp"]["down"]]
+    for weights, std in ((inner, 0.02), (outer, 0.02 / math.sqrt(2 * 4))):
+        for w in weights:
+            # The smallest has 65536 entries: its std is known to 0.3 %, its mean to 0.4 % of the std.
+            assert float(w.std()) == pytest.approx(std, rel=0.02)
+            assert abs(float(w.mean())) < 0.02 * std
+    assert all(np.all(b == 0) for name, b in layers["attention"].items() if name.endswith("bias"))
+    for w in (layers["attention"]["query"], layers["mlp"]["down"]):
+        assert abs(np.corrcoef(w[0].ravel(), w[1].ravel())[0, 1]) < 0.03  # layers are drawn independently
+
+
+# ----------------------------------------------------------------------------- dropout
+
+
+def test_dropout_drops_its_rate_and_keeps_the_mean():
+    x = jnp.ones((200, 200))
+    dropped = dropout(x, 0.3, jax.random.key(0))
+    assert float((dropped == 0).mean()) == pytest.approx(0.3, abs=0.01)  # 4 sigma of 40,000 draws
+    np.testing.assert_allclose(dropped[dropped != 0], 1 / 0.7, rtol=1e-6)
+    assert dropout(x, 0.3, None) is x and dropout(x, 0.0, jax.random.key(0)) is x
+
+
+@pytest.mark.parametrize("kind", ["dropout", "attention_dropout"])
+def test_dropout_is_a_function_of_the_key(one_device, kind):
+    config = variant(**{kind: 0.5})
+
+    def run(key):
+        return logits_of(config, one_device, make_batch(), key=key)
+
+    first = run(jax.random.key(1))
+    np.testing.assert_array_equal(first, run(jax.random.key(1)))
+    assert np.abs(first - run(jax.random.key(2))).max() > 1e-2
+    np.testing.assert_array_equal(run(None), logits_of(SMALL, one_device, make_batch()))
+
+
+# ----------------------------------------------------------------------------- how a stack is run
+
+PATTERN = variant(num_layers=4, window=4, full_attention_every=2, attention_dropout=0.1)
+
+
+def loss_and_gradients(config):
+    model = Model(config, FLOAT32)
+
+    def loss(params):
+        return model.loss(params, make_batch(), key=jax.random.key(5), train=True)[0]
+
+    return jax.jit(jax.value_and_grad(loss))(make_params(config))
+
+
+@pytest.fixture(scope="module")
+def plain_run():
+    """A place for the result that the others are compared with."""
+    return {}
+
+
+@pytest.mark.parametrize("scan, recompute", [(True, "none"), (False, "selective"), (True, "full")])
+def test_scan_and_recompute_change_nothing(one_device, plain_run, scan, recompute):
+    """With a pattern of layers, and with dropout, whose masks depend on the number of the layer only."""
+    if not plain_run:
+        plain_run["result"] = loss_and_gradients(dataclasses.replace(PATTERN, scan_layers=False))
+    result = loss_and_gradients(dataclasses.replace(PATTERN, scan_layers=scan, recompute=recompute))
+    # The same operations, fused differently: float32 rounding.
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6, rtol=1e-5), result, plain_run["result"])
+
+
+def test_a_pattern_is_the_smallest_that_repeats():
+    from megajax.layers.block import _period
+
+    assert _period(PATTERN.layer_configs()) == 2
+    assert _period(dataclasses.replace(PATTERN, no_rope_every=4).layer_configs()) == 4
+    assert _period(variant(num_layers=5).layer_configs()) == 1
+    assert _period(variant(num_layers=5, window=4, full_attention_every=2).layer_configs()) == 5

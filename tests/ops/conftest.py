@@ -1,0 +1,45 @@
+"""Where an operation is run: on several meshes, and inside a stage of a pipeline."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from megajax import compat
+from megajax.mesh import AXES
+
+MESHES = {
+    "one device": {},
+    "data fsdp tensor": {"data": 2, "fsdp": 2, "tensor": 2},
+    "context expert tensor": {"context": 2, "expert": 2, "tensor": 2},
+    "context": {"context": 8},
+}
+
+
+@pytest.fixture(params=MESHES)
+def mesh(request, make_test_mesh):
+    mesh = make_test_mesh(**MESHES[request.param])
+    with jax.set_mesh(mesh):
+        yield mesh
+
+
+@pytest.fixture
+def on_stages():
+    """(f, *arguments) -> [f(*arguments)] of each stage of a pipeline: a region manual over `pipeline` only, where
+    fsdp 2 and tensor 2 are still XLA's."""
+    sizes = {"pipeline": 2, "fsdp": 2, "tensor": 2}
+    devices = np.array(jax.devices()).reshape([sizes.get(axis, 1) for axis in AXES])
+    mesh = Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+    def run(f, *arguments):
+        def stage(*arguments):
+            arguments = jax.tree.map(lambda a: compat.varying(a, ("pipeline",)), arguments)
+            return jax.tree.map(lambda a: a[None], f(*arguments))
+
+        stages = jax.shard_map(stage, axis_names={"pipeline"}, in_specs=P(), out_specs=P("pipeline"))
+        with jax.set_mesh(mesh):
+            both = jax.jit(stages)(*arguments)
+        return [jax.tree.map(lambda a, number=number: np.asarray(a[number]), both) for number in range(2)]
+
+    return run

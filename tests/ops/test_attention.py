@@ -1,0 +1,172 @@
+"""Attention equals its formula, value and gradients, on every mesh and inside a pipeline stage."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.mesh import MeshConfig, make_mesh
+from megajax.ops.attention import AttentionMask, attention, reference_attention
+
+B, T, N, K, H = 4, 16, 4, 2, 16
+SCALE = 1 / math.sqrt(H)
+CLOSE = functools.partial(np.testing.assert_allclose, atol=3e-6)  # float32 sums of order 1 in another order
+# [B, T]: documents of several lengths, cut at other places in each row.
+CUTS = [5], [3, 9], [], [1, 2, 15]
+SEGMENTS = np.stack([np.searchsorted(cuts, np.arange(T), "right") for cuts in CUTS]).astype(np.int32)
+VARIANTS = {
+    "causal": {},
+    "full": {"causal": False},
+    "window, soft cap": {"window": 5, "soft_cap": 0.7},
+    "packed": {"packed": True},
+    "packed, window": {"packed": True, "window": 3},
+}
+
+
+def arguments():
+    """q, k, v and the gradient of the output."""
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal((B, T, heads, H)).astype(np.float32) for heads in (N, K, K, N)]
+
+
+def ours(q, k, v, *, causal=True, window=None, soft_cap=None, packed=False, **rest):
+    segments = (SEGMENTS, SEGMENTS) if packed else None
+    mask = AttentionMask(causal, window)
+    return attention(q, k, v, mask=mask, scale=SCALE, soft_cap=soft_cap, segments=segments, **rest)
+
+
+def formula(q, k, v, *, causal=True, window=None, soft_cap=None, packed=False):
+    """Query head n reads key head n // (N / K)."""
+    k, v = (jnp.repeat(a, N // K, axis=2) for a in (k, v))
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") * SCALE
+    scores = scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
+    place = np.arange(T)
+    visible = (place[:, None] >= place) if causal else np.ones((T, T), bool)
+    if window:
+        visible = visible & (place[:, None] - place < window)
+    visible = np.broadcast_to(visible, (B, T, T))
+    if packed:
+        visible = visible & (SEGMENTS[:, :, None] == SEGMENTS[:, None])
+    probs = jax.nn.softmax(jnp.where(visible[:, None], scores, -jnp.inf), -1)
+    return jnp.einsum("bnts,bsnh->btnh", probs, v, precision="highest")
+
+
+def all_variants(op):
+    """(q, k, v, g) -> {variant: (out, gradients of sum(out * g))}, one program for all."""
+
+    def run(q, k, v, g):
+        results = {}
+        for name, options in VARIANTS.items():
+            out, vjp = jax.vjp(functools.partial(op, **options), q, k, v)
+            results[name] = out, vjp(g)
+        return results
+
+    return run
+
+
+@functools.cache
+def wanted():
+    return jax.tree.map(np.asarray, jax.jit(all_variants(formula))(*arguments()))
+
+
+def test_value_and_gradients_equal_the_formula(mesh):
+    jax.tree.map(CLOSE, jax.jit(all_variants(ours))(*arguments()), wanted())
+
+
+def test_value_and_gradients_equal_the_formula_in_a_pipeline_stage(on_stages):
+    for stage in on_stages(all_variants(ours), *arguments()):
+        jax.tree.map(CLOSE, stage, wanted())
+
+
+# ----------------------------------------------------------------------------- dropout
+
+
+RATE = 0.3
+
+
+def dropped(q, k, v, g):
+    """With the identity as values the output is the dropped probabilities [B, T, N, S]; and the gradient for q."""
+    identity = np.broadcast_to(np.eye(T, H, dtype=np.float32)[:, None], v.shape)
+    op = functools.partial(ours, dropout=(RATE, jax.random.key(7)))
+    probs = op(q, k, identity)
+    _, vjp = jax.vjp(lambda q: op(q, k, v), q)
+    return probs, vjp(g)[0]
+
+
+@functools.cache
+def dropped_on_one_device():
+    with jax.set_mesh(make_mesh(MeshConfig(), jax.devices()[:1])):
+        return jax.tree.map(np.asarray, jax.jit(dropped)(*arguments()))
+
+
+def test_dropout_mask_is_the_same_on_every_mesh(mesh):
+    probs, d_q = jax.jit(dropped)(*arguments())
+    np.testing.assert_array_equal(probs == 0, dropped_on_one_device()[0] == 0)
+    CLOSE(d_q, dropped_on_one_device()[1])
+
+
+def test_dropout_mask_is_the_same_in_a_pipeline_stage(on_stages):
+    for probs, d_q in on_stages(dropped, *arguments()):
+        np.testing.assert_array_equal(probs == 0, dropped_on_one_device()[0] == 0)
+        CLOSE(d_q, dropped_on_one_device()[1])
+
+
+def test_dropout_drops_its_rate_and_scales_the_rest():
+    q, k, v, _ = arguments()
+    plain = np.asarray(formula(q, k, np.broadcast_to(np.eye(T, H, dtype=np.float32)[:, None], v.shape)))
+    probs = dropped_on_one_device()[0]
+    visible = plain > 0
+    assert (probs == 0)[visible].mean() == pytest.approx(RATE, abs=0.04)  # 4 sigma of 2,176 draws
+    CLOSE(probs, np.where(probs == 0, 0, plain / (1 - RATE)))
+    keep = probs != 0
+    for other in (keep[::-1], keep[:, :, ::-1]):  # rows and heads draw independently
+        assert 0.5 < (keep == other)[visible & visible[::-1]].mean() < 0.7  # 0.58 if independent
+
+
+# ----------------------------------------------------------------------------- edges
+
+
+def test_a_row_that_sees_no_key_gives_no_nan(make_test_mesh):
+    q, k, v, g = arguments()
+    everyone = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
+    strangers = np.ones_like(everyone), (everyone < 3).astype(np.int32)
+    places = everyone - 4, everyone
+    run = functools.partial(attention, mask=AttentionMask(causal=True, window=2), scale=SCALE)
+
+    @jax.jit
+    def both(q, k, v):
+        results = []
+        for options in ({"segments": strangers}, {"indices": places}):
+            out, vjp = jax.vjp(functools.partial(run, **options), q, k, v)
+            results.append((out, vjp(g)))
+        return results
+
+    with jax.set_mesh(make_test_mesh()):
+        (out, gradients), others = both(q, k, v)
+    for array in jax.tree.leaves((out, gradients, others)):
+        assert np.all(np.isfinite(array))
+    # As documented: the mean of the values.
+    CLOSE(out[:, 5:], np.broadcast_to(np.repeat(v, N // K, axis=2).mean(1)[:, None], (B, T - 5, N, H)))
+
+
+def test_indices_place_queries_among_the_keys(make_test_mesh):
+    """The last queries against all keys: a step of decoding."""
+    q, k, v, _ = arguments()
+    everyone = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
+    places = everyone[:, -3:], everyone
+    run = functools.partial(attention, mask=AttentionMask(causal=True), scale=SCALE, indices=places)
+    for sizes in ({}, {"data": 2, "tensor": 2}):
+        with jax.set_mesh(make_test_mesh(**sizes)):
+            CLOSE(jax.jit(run)(q[:, -3:], k, v), wanted()["causal"][0][:, -3:])
+
+
+def test_reference_gives_the_log_sum_exp():
+    q, k, v, _ = arguments()
+    places = np.arange(T)[None]
+    out, lse = reference_attention(q, k, v, AttentionMask(causal=True), SCALE, None, None, (places, places))
+    scores = np.einsum("btnh,bsnh->bnts", q, np.repeat(k, N // K, axis=2)) * SCALE
+    CLOSE(lse, np.log(np.sum(np.exp(scores) * np.tri(T), -1)))
+    assert lse.shape == (B, N, T) and lse.dtype == jnp.float32 and out.dtype == q.dtype
