@@ -14,6 +14,7 @@ from pathlib import Path
 
 import jax
 
+import configs
 from megajax import config as configuration
 from megajax.config import Config
 from megajax.mesh import initialize_processes
@@ -21,11 +22,11 @@ from megajax.mesh import initialize_processes
 
 def main(arguments: list[str]) -> None:
     if "--list_configs" in arguments:
-        for name, recipe in configuration.recipes().items():
+        for name, recipe in configs.recipes().items():
             print(f"{name:<14} {recipe.__doc__.splitlines()[0]}")
         return
     name, plan_device, wants_help, overrides = _parse(arguments)
-    config = configuration.recipe(name)
+    config = configs.recipe(name)
     if wants_help:
         configuration.print_help(config, f"train.py --config={name}")
     config = configuration.override(config, overrides)
@@ -64,7 +65,9 @@ def train(config: Config) -> str:
         sequence_length=training.sequence_length,
         seed=training.seed,
         num_train_samples=training.schedule(config.mesh).num_samples(training.steps),
-        num_eval_samples=training.eval_steps * training.eval_batch_size(config.mesh) if training.eval_every_steps else 0,
+        num_eval_samples=training.eval_steps * training.eval_batch_size(config.mesh)
+        if training.eval_every_steps
+        else 0,
     )
     check_vocab_size(datasets.tokenizer, config.model.vocab_size)
     if first_process:
@@ -149,7 +152,9 @@ def _check_same_run(config: Config, run_dir: Path) -> None:
         return
     old = Config.load(run_dir)
     free = ("model.scan_layers", "model.recompute", "model.dropout", "model.attention_dropout")
-    changed = [line for line in configuration.differences(old.model, config.model, "model.") if not line.startswith(free)]
+    changed = [
+        line for line in configuration.differences(old.model, config.model, "model.") if not line.startswith(free)
+    ]
     if changed:
         raise ValueError(
             f"run_dir={run_dir} holds a run of another model ({'; '.join(changed)}); use another --run_dir"
@@ -167,7 +172,9 @@ def _locked(run_dir: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ValueError(f"run_dir={run_dir} is in use by another process; wait for it or use another --run_dir") from None
+            raise ValueError(
+                f"run_dir={run_dir} is in use by another process; wait for it or use another --run_dir"
+            ) from None
         yield
 
 

@@ -81,7 +81,8 @@ def gpt_1p3b() -> Config:
 def gpt3_7b() -> Config:
     """Megatron-LM's own performance test gpt3_7b_tp4_pp1_memory_speed: 7 B, sequence 8192, vocabulary 131072.
 
-    Hardware: 8 GPUs of one host, tensor 4 x fsdp 2 as Megatron runs it (its golden value: 7,348 tokens/s/GPU on 8 H100).
+    Hardware: 8 GPUs of one host, tensor 4 x fsdp 2 as Megatron runs it
+    (its golden value: 7,348 tokens/s/GPU on 8 H100).
     Command: python train.py --config=gpt3_7b
     """
     return Config(

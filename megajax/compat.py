@@ -61,7 +61,7 @@ def varying_axes(x: jax.Array) -> tuple[str, ...]:
 
 
 def counter_bits(key: jax.Array, high: jax.Array, low: jax.Array) -> jax.Array:
-    """uint32 random bits, one for each pair of uint32 counters: a pure function of (key, high, low), so of no layout.
+    """uint32 random bits, one for each pair of uint32 counters: a pure function of (key, high, low).
 
     Threefry-2x32 (Salmon et al. 2011) applied to the counters themselves; `high` and `low` broadcast together.
     """
@@ -116,7 +116,9 @@ def cudnn_attention_forward(q_BTNH, k_BSKH, v_BSKH, *, scale: float, window: int
     )
 
 
-def cudnn_attention_backward(q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT, d_out_BTNH, *, scale: float, window: int | None):
+def cudnn_attention_backward(
+    q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT, d_out_BTNH, *, scale: float, window: int | None
+):
     """Gradients (dq, dk, dv) of cudnn_attention_forward, from its own (out, log-sum-exp)."""
     mask_type, layout, window = _cudnn_options(window)
     empty = jnp.zeros(0, q_BTNH.dtype)

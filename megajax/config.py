@@ -8,7 +8,6 @@ import difflib
 import json
 import types
 import typing
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -88,22 +87,6 @@ def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
 _TYRO = (tyro.conf.FlagConversionOff,)  # booleans take a value, like every other field
 
 
-def recipes() -> dict[str, Callable[[], Config]]:
-    """Name -> function of every recipe in configs/."""
-    import configs
-
-    return configs.recipes()
-
-
-def recipe(name: str) -> Config:
-    """The config of a recipe. Raises ValueError for an unknown name, with the nearest one."""
-    known = recipes()
-    if name not in known:
-        raise ValueError(f"--config={name} is unknown{_did_you_mean(name, known)}; --list_configs shows all")
-    config = known[name]()
-    return config if config.run_dir else dataclasses.replace(config, run_dir=f"runs/{name}")
-
-
 def override(config: Config, arguments: list[str]) -> Config:
     """The config with `--section.field=value` arguments applied. Raises ValueError for the first one that is wrong."""
     arguments = _normalised(arguments)
@@ -112,7 +95,7 @@ def override(config: Config, arguments: list[str]) -> Config:
     for argument in arguments:
         name = argument[2:].split("=", 1)[0]
         if name not in fields:
-            raise ValueError(f"--{name} is unknown{_did_you_mean(name, fields, '--')}; --help shows all fields")
+            raise ValueError(f"--{name} is unknown{did_you_mean(name, fields, '--')}; --help shows all fields")
         words.append(_words(argument, fields[name]))
     parse = lambda words: tyro.cli(Config, default=config, args=words, config=_TYRO, console_outputs=False)
     for argument, one in zip(arguments, words, strict=True):
@@ -151,7 +134,10 @@ def _words(argument: str, kind: Any) -> list[str]:
     if kind is str:
         return [name, value]
     parts = value.split(",") if "tuple" in str(kind) else [value]
-    return [name, *({"true": "True", "false": "False", "none": "None"}.get(part.lower(), part) for part in parts if part)]
+    return [
+        name,
+        *({"true": "True", "false": "False", "none": "None"}.get(part.lower(), part) for part in parts if part),
+    ]
 
 
 def _leaves(config: Any, prefix: str = ""):
@@ -176,7 +162,8 @@ def _describe(kind: Any) -> str:
     return names.get(kind, str(kind))
 
 
-def _did_you_mean(name: str, known, prefix: str = "") -> str:
+def did_you_mean(name: str, known, prefix: str = "") -> str:
+    """A hint at the nearest known name, or an empty string."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {prefix}{near[0]}?" if near else ""
 

@@ -55,7 +55,9 @@ class MeshConfig:
             if size < 1 and size != -1:
                 raise ValueError(f"mesh.{axis}={size} must be a positive number, or -1 for all devices that are left")
         if len(free) > 1:
-            raise ValueError(f"mesh.{free[0]}=-1 and mesh.{free[1]}=-1: only one axis may take the devices left; fix one")
+            raise ValueError(
+                f"mesh.{free[0]}=-1 and mesh.{free[1]}=-1: only one axis may take the devices left; fix one"
+            )
         if self.pipeline != 1:
             raise ValueError(
                 f"mesh.pipeline={self.pipeline}: pipeline parallelism is not there yet; use --mesh.pipeline=1 with "
@@ -89,8 +91,8 @@ def make_mesh(config: MeshConfig, devices=None) -> Mesh:
 def initialize_processes() -> None:
     """Connects the processes of a multi-process run; does nothing in a single process.
 
-    Slurm, Open MPI and Kubernetes are recognised by JAX; torchrun-style MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK by
-    us. With LOCAL_RANK each process takes that one GPU. Call before anything touches a device.
+    Slurm, Open MPI and Kubernetes are recognised by JAX; torchrun-style MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK
+    by us. With LOCAL_RANK each process takes that one GPU. Call before anything touches a device.
     """
     env = os.environ
     if env.get("JAX_PLATFORMS") == "cpu":

@@ -2,7 +2,8 @@
 
 A parameter is made by `weight`, which writes its logical axes beside it; an activation passes through `constrain`;
 an operation that XLA cannot partition well runs in `manual`, where every device sees its own part. All of them read the
-mesh that `jax.set_mesh` made current, and leave alone the axes over which the caller is already manual (a pipeline stage).
+mesh that `jax.set_mesh` made current, and leave alone the axes over which the caller is already manual (a pipeline
+stage).
 """
 
 import functools

@@ -29,18 +29,23 @@ class CheckpointConfig:
 
 
 class Checkpointer:
-    """Saves in the background; use as a context manager, leaving it waits for the last save."""
+    """Saves in the background; use as a context manager, leaving it waits for the last save.
 
-    def __init__(self, run_dir: str | Path, config: CheckpointConfig):
+    config: None opens the checkpoints for reading only, and changes nothing in a run that may still be training.
+    """
+
+    def __init__(self, run_dir: str | Path, config: CheckpointConfig | None):
+        writes = config is not None
         self.folder = Path(run_dir).resolve() / "checkpoints"
         self._manager = ocp.CheckpointManager(
             self.folder,
             item_names=("params", "optimizer", "meta"),
             options=ocp.CheckpointManagerOptions(
-                max_to_keep=config.keep or None,
-                enable_async_checkpointing=True,
-                cleanup_tmp_directories=True,
-                step_prefix=None,
+                max_to_keep=(config.keep or None) if writes else None,
+                enable_async_checkpointing=writes,
+                cleanup_tmp_directories=writes,
+                create=writes,
+                read_only=not writes,
             ),
         )
 

@@ -73,7 +73,7 @@ class Engine:
             config.model.check(mesh_config, config.training.sequence_length)
         mesh = make_mesh(mesh_config, devices[: mesh_config.num_devices])
         model = Model(config.model, config.precision)
-        with Checkpointer(run_dir, config.checkpoint) as checkpointer:
+        with Checkpointer(run_dir, None) as checkpointer:
             params = checkpointer.restore_params(step, with_shardings(serving_params(model), model.shardings(mesh)))
         logger.info("parameters of %s, step %d", run_dir, step)
         return Engine(model, params, mesh, tokenizer)

@@ -154,7 +154,7 @@ class DecoderConfig:
         return total + (self.max_positions * D if self.position == "learned" else 0)
 
     def flops_per_token(self, sequence_length: int, *, causal: bool) -> float:
-        """Floating-point operations of forward and backward, a token; a multiply-add is two, the backward twice the forward.
+        """FLOPs of forward and backward, a token; a multiply-add is two, the backward is twice the forward.
 
         causal=False counts the attention as if every token saw every other (PaLM's and most tables' convention);
         causal=True only what a token sees, windows included (Megatron Core's current convention).

@@ -27,7 +27,9 @@ class Model:
         self._build = lambda key: build(nnx.Rngs(params=key))
         self._graphdef, state = nnx.split(nnx.eval_shape(lambda: self._build(jax.random.key(0))))
         self._state_structure = jax.tree.structure(state)
-        metadata = lambda name: nnx.to_pure_dict(jax.tree.map(lambda p: p.get_metadata()[name], state, is_leaf=_is_param))
+        metadata = lambda name: nnx.to_pure_dict(
+            jax.tree.map(lambda p: p.get_metadata()[name], state, is_leaf=_is_param)
+        )
         self.axes = metadata("axes")
         """Logical axes of each parameter: the pytree of parameters with tuples of names as leaves."""
         self.decay_mask = metadata("decay")

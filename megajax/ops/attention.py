@@ -112,9 +112,7 @@ def _specs(q, k, arrays):
 def _forward(q, k, v, arrays, options):
     queries, keys, others = _specs(q, k, arrays)
     lse_spec = P(queries[0], queries[2], queries[1])
-    run = manual(
-        functools.partial(_forward_body, options=options), (queries, keys, keys, others), (queries, lse_spec)
-    )
+    run = manual(functools.partial(_forward_body, options=options), (queries, keys, keys, others), (queries, lse_spec))
     out, lse = run(q, k, v, arrays)
     out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
     return out, (q, k, v, out, lse, arrays)
@@ -194,9 +192,7 @@ def reference_attention(q_BTNH, k_BSKH, v_BSKH, mask, scale, soft_cap, segments,
     """
     batch, length, num_heads, head_dim = q_BTNH.shape
     q_BTKGH = q_BTNH.reshape(batch, length, k_BSKH.shape[2], -1, head_dim)
-    dot = functools.partial(
-        jnp.einsum, precision=dot_precision(q_BTNH.dtype), preferred_element_type=jnp.float32
-    )
+    dot = functools.partial(jnp.einsum, precision=dot_precision(q_BTNH.dtype), preferred_element_type=jnp.float32)
     scores_BKGTS = dot("btkgh,bskh->bkgts", q_BTKGH, k_BSKH) * scale
     if soft_cap is not None:
         scores_BKGTS = soft_cap * jnp.tanh(scores_BKGTS / soft_cap)

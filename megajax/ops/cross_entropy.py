@@ -1,8 +1,8 @@
 """Vocabulary-parallel cross-entropy of the output layer, in chunks, with its gradients computed in the forward pass.
 
 Dimensions: B batch, T sequence, C part of the sequence, D model width, V vocabulary.
-The logits of one chunk at a time exist, [B, C, V / tensor] float32; each is turned at once into its part of the loss, of
-dx and of the gradient of the output matrix, so nothing is recomputed in the backward pass (Hsu et al. 2024, Liger
+The logits of one chunk at a time exist, [B, C, V / tensor] float32; each is turned at once into its part of the loss,
+of dx and of the gradient of the output matrix, so nothing is recomputed in the backward pass (Hsu et al. 2024, Liger
 Kernel, https://arxiv.org/abs/2410.10989). Over `tensor` three numbers a token are reduced (Shoeybi et al. 2019).
 """
 
@@ -84,7 +84,7 @@ def _run(x_BTD, head_DV, labels_BT, weights_BT, options, with_gradients):
 
 
 def _chunks(x_BTD, head_DV, labels_BT, weights_BT, options, with_gradients):
-    """Sum of the losses, dx (this device's part of the sum over `tensor`) and dhead (its part of the sum over the batch)."""
+    """-> (sum of the losses, dx, dhead): this device's parts of sums over `tensor` (dx) and over the batch (dhead)."""
     *loss_options, max_chunk_bytes = options
     batch, length, _ = x_BTD.shape
     fits = lambda n: length % n == 0 and batch * (length // n) * head_DV.shape[1] * 4 <= max_chunk_bytes

@@ -1,8 +1,8 @@
 """Vocabulary-parallel embedding lookup (Shoeybi et al. 2019, section 3).
 
 Dimensions: B batch, T sequence, V vocabulary, D model width.
-Each device of `tensor` holds V / tensor rows, looks up the tokens that are its own and the results are summed; with
-sequence parallelism the sum is a reduce-scatter over T. XLA's own gather on such a table aborts inside a pipeline stage.
+Each device of `tensor` holds V / tensor rows, looks up the tokens that are its own and the results are summed;
+with sequence parallelism the sum is a reduce-scatter over T. XLA's own gather on such a table aborts inside a pipeline stage.
 """
 
 import functools

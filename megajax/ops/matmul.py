@@ -18,5 +18,3 @@ def matmul(x: jax.Array, w: jax.Array, num_contracted: int = 1) -> jax.Array:
 
 def dot_precision(dtype: jnp.dtype) -> jax.lax.Precision:
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-
-

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+
 # Dense bf16 matmul peak (FLOP/s), memory (bytes) and its bandwidth (bytes/s), GPU-to-GPU bandwidth inside a host
 # (bytes/s, one direction), from the vendor's datasheets of the SXM parts.
 @dataclasses.dataclass(frozen=True)

@@ -91,8 +91,8 @@ class TrainingConfig:
         for size in self.schedule(mesh).sizes:
             if size % unit:
                 raise ValueError(
-                    f"training.global_batch_size={size} is not divisible by {unit} = mesh data({mesh.data}) * "
-                    f"fsdp({mesh.fsdp}) * expert({mesh.expert}) * training.microbatch_size({self.microbatch_size or 1}); "
+                    f"training.global_batch_size={size} is not divisible by {unit} = mesh data({mesh.data}) * fsdp("
+                    f"{mesh.fsdp}) * expert({mesh.expert}) * training.microbatch_size({self.microbatch_size or 1}); "
                     f"use --training.global_batch_size={-(-size // unit) * unit}"
                 )
         split = mesh.context * mesh.tensor
@@ -230,9 +230,7 @@ class Trainer:
             return {name: make(local[name]) for name in sorted(names)}
 
         triple = lambda step: dataclasses.astuple(schedule(step))
-        local = step_batches(
-            dataset, triple, rows_of, start_step=start, num_steps=stop, config=self.data_config
-        )
+        local = step_batches(dataset, triple, rows_of, start_step=start, num_steps=stop, config=self.data_config)
         ahead = None
         for step, arrays in enumerate(local, start=start):
             placed = place(step, arrays)
@@ -272,7 +270,7 @@ class Trainer:
 
 
 class _Reporter:
-    """Reads metrics one step late and turns them into lines, with times that leave out compiling, evaluating and saving."""
+    """Reads metrics one step late and turns them into lines, timed without compiling, evaluating, saving."""
 
     def __init__(self, trainer: Trainer, schedule: BatchSchedule, first: int):
         self._trainer, self._schedule = trainer, schedule

@@ -25,7 +25,7 @@ from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer
 from megajax.sharding import batch_spec
 from megajax.training.console import format_bytes, format_count, format_seconds
-from megajax.training.flops import DEVICES, Device
+from megajax.training.flops import DEVICES, Device, utilisation
 from megajax.training.loop import TrainingConfig
 from megajax.training.memory import memory_per_device
 from megajax.training.step import abstract_state, make_train_step, state_shardings
@@ -66,8 +66,8 @@ def plan_rows(
         analysis = compiled.memory_analysis()
         total = analysis.peak_memory_in_bytes
         rows += [
-            ("compiled", f"for {device.name} without a GPU, {format_seconds(seconds)}, jax {jax.__version__}: arguments "
-                         f"{format_bytes(analysis.argument_size_in_bytes)}, temporary "
+            ("compiled", f"for {device.name} without a GPU in {format_seconds(seconds)}, jax {jax.__version__}: "
+                         f"arguments {format_bytes(analysis.argument_size_in_bytes)}, temporary "
                          f"{format_bytes(analysis.temp_size_in_bytes)}, peak {format_bytes(total)} a device"),
             ("collectives", _collectives(compiled.as_text())),
         ]  # fmt: skip
@@ -174,19 +174,19 @@ def _time_rows(model: Model, mesh: MeshConfig, training: TrainingConfig, device:
     compute = flops * again / (device.peak_flops * MATMUL_EFFICIENCY)
     parameters = model.num_parameters() / (mesh.tensor * mesh.fsdp)
     update = 28 * parameters / device.memory_bandwidth  # p, m, v read and written in float32, gradient read
-    times = {t.axis: (t.bytes / _bandwidth(t.axis, mesh, device), t) for t in _traffic(model, mesh, training) if t.bytes}
+    times = {
+        t.axis: (t.bytes / _bandwidth(t.axis, mesh, device), t) for t in _traffic(model, mesh, training) if t.bytes
+    }
     exposed = sum(max(0.0, seconds - compute) if t.hidden else seconds for seconds, t in times.values())
     step = compute + update + exposed
     network = ", ".join(f"{axis} {format_bytes(t.bytes)} in {format_seconds(s)}" for axis, (s, t) in times.items())
     rate = tokens / step / mesh.num_devices
+    mfu = lambda causal: f"{utilisation(config.flops_per_token(length, causal=causal), rate, device):.1%}"
     return [
         ("network a step", network or "none"),
         ("step time, estimate", f"{format_seconds(step)}: compute {format_seconds(compute)}, optimizer "
                                 f"{format_seconds(update)}, exposed communication {format_seconds(exposed)}"),
-        ("speed, estimate", f"{format_count(rate)} tokens/s a device, MFU "
-                            f"{100 * config.flops_per_token(length, causal=False) * rate / device.peak_flops:.1f} % "
-                            f"(full), {100 * config.flops_per_token(length, causal=True) * rate / device.peak_flops:.1f} % "
-                            "(causal)"),
+        ("speed, estimate", f"{format_count(rate)} tokens/s a device, MFU {mfu(False)} (full), {mfu(True)} (causal)"),
         ("assumptions", f"matmuls and attention at {MATMUL_EFFICIENCY:.0%} of {device.peak_flops / 1e12:.0f} TFLOP/s, "
                         f"{device.link_bandwidth / 1e9:.0f} GB/s inside a host of {GPUS_PER_HOST}, "
                         f"{NETWORK_BANDWIDTH / 1e9:.0f} GB/s a GPU between hosts; fsdp and data traffic hide under "

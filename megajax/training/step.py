@@ -64,8 +64,8 @@ def loss_weights(loss_mask: jax.Array, mean: LossMean, group: int | None) -> jax
 def make_train_step(model: Model, optimizer: Optimizer, *, loss_mean: LossMean, group: int | None, seed: int):
     """-> (state, batch, learning rate float32) -> (state, metrics); to be jitted with the state donated.
 
-    batch: each array [microbatches, batch, T]. metrics: float32 scalars loss, grad_norm, and the auxiliary losses; int32
-    skipped. The dropout of a token depends on (seed, step, microbatch, layer, place) only.
+    batch: each array [microbatches, batch, T]. metrics: float32 scalars loss, grad_norm and the auxiliary losses;
+    int32 skipped, total_skipped. The dropout of a token depends on (seed, step, microbatch, layer, place) only.
     """
 
     def gradients(params, batch, key):
@@ -103,7 +103,7 @@ def make_train_step(model: Model, optimizer: Optimizer, *, loss_mean: LossMean, 
 
 
 def make_eval_step(model: Model):
-    """-> (params, batch [1, batch, T]) -> (sum of token losses, number of tokens), float32; no dropout, no auxiliary."""
+    """-> (params, batch [1, batch, T]) -> (sum of token losses, number of tokens), float32; no dropout."""
 
     def eval_step(params, batch: dict):
         batch = jax.tree.map(lambda a: a[0], batch)

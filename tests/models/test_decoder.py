@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from megajax.config import recipes
+from configs import recipes
 from megajax.layers.attention import Attention
 from megajax.layers.dropout import dropout
 from megajax.layers.mlp import Mlp
