@@ -50,7 +50,7 @@ def is_auto(axis_type: AxisType) -> bool:
 
 
 def varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Marks x as different on every device of the manual `axes` (no data moves); axes it already varies over are kept."""
+    """Marks x as different on every device of the manual `axes` (no data moves)."""
     missing = tuple(axis for axis in axes if axis not in jax.typeof(x).mat.varying)
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 

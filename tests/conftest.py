@@ -1,10 +1,14 @@
-"""Every test runs on CPU with 8 virtual devices, unless it is marked gpu; types are never promoted silently."""
+"""Every test runs on CPU with 8 virtual devices, unless pytest is called with `-m gpu`; no silent type promotion."""
 
 import os
+import sys
 
-if "gpu" not in os.environ.get("PYTEST_ADDOPTS", ""):
+if "gpu" not in sys.argv:
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    # Compiling is what tests spend their time on: the code need not be fast.
+    os.environ["XLA_FLAGS"] = (
+        "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    )
 
 import jax
 import pytest
@@ -14,7 +18,7 @@ from megajax.mesh import MeshConfig, make_mesh
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_test_mesh():
     """Sizes of the axes -> a mesh over the first devices."""
 

@@ -2,7 +2,8 @@
 
 Dimensions: B batch, T sequence, V vocabulary, D model width.
 Each device of `tensor` holds V / tensor rows, looks up the tokens that are its own and the results are summed;
-with sequence parallelism the sum is a reduce-scatter over T. XLA's own gather on such a table aborts inside a pipeline stage.
+with sequence parallelism the sum is a reduce-scatter over T. XLA's own gather on such a table aborts inside a
+pipeline stage.
 """
 
 import functools

@@ -1,0 +1,90 @@
+"""A run that was interrupted is, bit for bit, the run that was not."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import configs
+import train
+from megajax.checkpoint.checkpointer import Checkpointer, with_shardings
+from megajax.config import Config
+from megajax.data.loader import DataConfig
+from megajax.mesh import make_mesh
+from megajax.models.model import Model
+
+STEPS = 6
+
+
+def tiny(run_dir: Path, **training) -> Config:
+    """gpt_tiny made smaller still, with dropout and accumulation, on mock documents."""
+    config = configs.recipe("gpt_tiny")
+    model = dataclasses.replace(
+        config.model, num_layers=2, embed_dim=16, mlp_dim=32, vocab_size=64, dropout=0.1, tied_embeddings=False
+    )
+    length = dict(steps=STEPS, global_batch_size=16, microbatch_size=1, sequence_length=32, sample_prompt="")
+    every = dict(log_every_steps=1, eval_every_steps=3, eval_steps=2)
+    return dataclasses.replace(
+        config,
+        model=model,
+        mesh=dataclasses.replace(config.mesh, data=2, fsdp=2, tensor=2),
+        data=DataConfig(source="mock", tokenizer="null:64", split=(8, 1, 1), cache_dir=str(run_dir.parent / "cache")),
+        training=dataclasses.replace(config.training, **length, **every, **training),
+        optimizer=dataclasses.replace(config.optimizer, warmup_steps=2),
+        checkpoint=dataclasses.replace(config.checkpoint, every_steps=100),
+        run_dir=str(run_dir),
+    )
+
+
+def losses(run_dir: Path) -> list[tuple[int, str, str]]:
+    """(step, loss, evaluation loss) of each line, floats in hexadecimal."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    exact = lambda value: "" if value is None else float(value).hex()
+    return [(line["step"], exact(line.get("loss")), exact(line.get("eval_loss"))) for line in lines]
+
+
+def final_params(config: Config):
+    model = Model(config.model, config.precision)
+    with Checkpointer(config.run_dir, None) as checkpointer:
+        target = with_shardings(model.abstract_params, model.shardings(make_mesh(config.mesh)))
+        return jax.device_get(checkpointer.restore_params(STEPS, target))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    config = tiny(tmp_path_factory.mktemp("runs") / "uninterrupted")
+    assert train.train(config) == "finished"
+    return config
+
+
+def test_resume_gives_identical_losses_and_parameters(uninterrupted, tmp_path):
+    assert train.train(tiny(tmp_path / "run", exit_at_step=2)) == "interrupted"
+    resumed = tiny(tmp_path / "run")
+    assert train.train(resumed) == "finished"
+    assert losses(tmp_path / "run") == losses(Path(uninterrupted.run_dir))
+    for got, want in zip(jax.tree.leaves(final_params(resumed)), jax.tree.leaves(final_params(uninterrupted)), strict=True):
+        assert got.tobytes() == want.tobytes()
+    assert train.train(resumed) == "already finished"
+
+
+def test_same_seed_gives_identical_runs_and_another_seed_does_not(uninterrupted, tmp_path):
+    again = tiny(tmp_path / "again")
+    assert train.train(again) == "finished"
+    assert losses(tmp_path / "again") == losses(Path(uninterrupted.run_dir))
+    other = tiny(tmp_path / "other", seed=99, exit_at_step=1)
+    train.train(other)
+    assert losses(tmp_path / "other")[0] != losses(tmp_path / "again")[0]
+
+
+def test_resume_on_another_mesh_sees_the_same_data(uninterrupted, tmp_path):
+    train.train(tiny(tmp_path / "run", exit_at_step=2))
+    resumed = tiny(tmp_path / "run")
+    resumed = dataclasses.replace(resumed, mesh=dataclasses.replace(resumed.mesh, data=1, fsdp=4, tensor=1, context=2))
+    assert train.train(resumed) == "finished"
+    got, want = losses(tmp_path / "run"), losses(Path(uninterrupted.run_dir))
+    as_floats = lambda rows: [float.fromhex(loss or evaluation) for _, loss, evaluation in rows]
+    # Sums over other splits, in float32, through six optimizer steps.
+    np.testing.assert_allclose(as_floats(got), as_floats(want), rtol=1e-5)

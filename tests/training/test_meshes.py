@@ -1,0 +1,162 @@
+"""Any mesh is the same model: five training steps on every mesh equal one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from megajax.layers.rope import RopeConfig
+from megajax.mesh import MeshConfig, make_mesh
+from megajax.models.decoder import DecoderConfig
+from megajax.models.model import Model
+from megajax.optim.optimizer import Optimizer, OptimizerConfig
+from megajax.precision import PrecisionConfig
+from megajax.sharding import batch_spec
+from megajax.training.step import init_state, make_train_step, state_shardings
+
+STEPS, MICROBATCHES, BATCH, LENGTH = 5, 2, 8, 16
+# Losses are sums over differently split dims in float32; five AdamW steps amplify the rounding.
+LOSS_TOLERANCE = 1e-5
+
+MODEL = DecoderConfig(
+    num_layers=2,
+    embed_dim=16,
+    num_heads=8,
+    head_dim=4,
+    mlp_dim=32,
+    vocab_size=100,
+    max_positions=LENGTH,
+    dropout=0.1,
+    attention_dropout=0.1,
+    z_loss=1e-3,
+    label_smoothing=0.05,
+    scan_layers=True,
+)
+LLAMA = DecoderConfig(
+    num_layers=2,
+    embed_dim=16,
+    num_heads=4,
+    num_kv_heads=2,
+    mlp_dim=32,
+    vocab_size=100,
+    position="rope",
+    rope=RopeConfig(fraction=0.5),
+    norm="rmsnorm",
+    qk_norm=True,
+    activation="swiglu",
+    bias=False,
+    tied_embeddings=False,
+    window=6,
+    full_attention_every=2,
+    attention_soft_cap=20.0,
+    recompute="selective",
+)
+OPTIMIZER = OptimizerConfig(learning_rate=1e-2, min_learning_rate=0.0)
+
+
+def batches() -> list[dict[str, np.ndarray]]:
+    """Packed documents with a loss mask; the labels are the next tokens."""
+    rng = np.random.default_rng(0)
+    shape = (MICROBATCHES, BATCH, LENGTH)
+    made = []
+    for _ in range(STEPS):
+        tokens = rng.integers(0, 100, (*shape[:2], LENGTH + 1), dtype=np.int32)
+        segments = np.sort(rng.integers(1, 4, shape, dtype=np.int32), -1)
+        mask = (rng.random(shape) < 0.8).astype(np.float32)
+        positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), shape)
+        made.append(
+            dict(tokens=tokens[..., :-1], labels=tokens[..., 1:], positions=positions, loss_mask=mask, segment_ids=segments)
+        )
+    return made
+
+
+def train(config: DecoderConfig, sizes: dict[str, int], zero1: bool = False, loss_mean: str = "token"):
+    """-> (losses of STEPS steps, final parameters on the host)."""
+    mesh_config = MeshConfig(**sizes)
+    config.check(mesh_config, LENGTH)
+    mesh = make_mesh(mesh_config, jax.devices()[: mesh_config.num_devices])
+    model = Model(config, PrecisionConfig(compute="float32"))
+    optimizer = Optimizer(OPTIMIZER, model.decay_mask)
+    shardings = state_shardings(model, optimizer, mesh, zero1)
+    state = init_state(model, optimizer, 0, mesh, shardings)
+    step = make_train_step(model, optimizer, loss_mean=loss_mean, group=2, seed=0)
+    losses = []
+    with jax.set_mesh(mesh):
+        step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+        for batch in batches():
+            batch = jax.device_put(batch, NamedSharding(mesh, batch_spec()))
+            state, metrics = step(state, batch, np.float32(1e-2))
+            losses.append(float(metrics["loss"]))
+    return losses, jax.device_get(state.params)
+
+
+def assert_same(result, reference) -> None:
+    np.testing.assert_allclose(result[0], reference[0], rtol=LOSS_TOLERANCE)
+    # AdamW divides by the root of the second moment: where a gradient is rounding noise its update is too.
+    for got, want in zip(jax.tree.leaves(result[1]), jax.tree.leaves(reference[1]), strict=True):
+        assert np.mean(np.abs(got - want)) < 1e-4
+
+
+@pytest.fixture(scope="module")
+def gpt_on_one_device():
+    return train(MODEL, {})
+
+
+@pytest.fixture(scope="module")
+def llama_on_one_device():
+    return train(LLAMA, {})
+
+
+def test_loss_falls(gpt_on_one_device):
+    losses, params = gpt_on_one_device
+    assert len(losses) == STEPS and losses[-1] < losses[0]
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(data=8),
+        dict(fsdp=8),
+        dict(tensor=8),
+        dict(context=8),
+        dict(expert=8),
+        dict(data=2, fsdp=2, tensor=2),
+        dict(fsdp=2, context=2, tensor=2),
+        dict(data=2, expert=2, context=2),
+    ],
+    ids=lambda sizes: "-".join(f"{axis}{size}" for axis, size in sizes.items()),
+)
+def test_mesh_matches_one_device(sizes, gpt_on_one_device):
+    assert_same(train(MODEL, sizes), gpt_on_one_device)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [dict(tensor=2, fsdp=4), dict(context=2, tensor=2, data=2), dict(expert=2, fsdp=2, tensor=2)],
+    ids=lambda sizes: "-".join(f"{axis}{size}" for axis, size in sizes.items()),
+)
+def test_mesh_matches_one_device_llama(sizes, llama_on_one_device):
+    assert_same(train(LLAMA, sizes), llama_on_one_device)
+
+
+def test_zero1_matches_one_device(gpt_on_one_device):
+    assert_same(train(MODEL, dict(data=4, tensor=2), zero1=True), gpt_on_one_device)
+
+
+def test_microbatch_mean_does_not_depend_on_the_mesh():
+    one, many = (train(MODEL, sizes, loss_mean="microbatch") for sizes in ({}, dict(data=2, fsdp=2)))
+    assert_same(many, one)
+
+
+def test_loss_weights_are_the_means_they_promise():
+    from megajax.training.step import loss_weights
+
+    mask = (np.random.default_rng(1).random((3, 4, 5)) < 0.5).astype(np.float32)
+    losses = np.random.default_rng(2).random((3, 4, 5)).astype(np.float32)
+    whole = np.sum(losses * mask) / mask.sum()
+    np.testing.assert_allclose(np.sum(losses * loss_weights(jnp.asarray(mask), "token", None)), whole, rtol=1e-6)
+    pairs = (losses * mask).reshape(6, -1).sum(1) / mask.reshape(6, -1).sum(1)
+    grouped = np.sum(losses * loss_weights(jnp.asarray(mask), "microbatch", 2))
+    np.testing.assert_allclose(grouped, pairs.mean(), rtol=1e-6)
