@@ -5,11 +5,8 @@ would need, without a GPU.
 """
 
 import dataclasses
-import fcntl
 import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import jax
@@ -18,6 +15,7 @@ import configs
 from megajax import config as configuration
 from megajax.config import Config
 from megajax.mesh import initialize_processes
+from megajax.training.run_lock import locked
 
 
 def main(arguments: list[str]) -> None:
@@ -30,14 +28,16 @@ def main(arguments: list[str]) -> None:
     if wants_help:
         configuration.print_help(config, f"train.py --config={name}")
     config = configuration.override(config, overrides)
+    if not config.run_dir:
+        config = dataclasses.replace(config, run_dir=f"runs/{name}")
     if plan_device:
         plan(name, config, plan_device)
         return
     config.check()
     initialize_processes()
-    with _locked(Path(config.run_dir)):
+    with locked(Path(config.run_dir)):
         outcome = train(config)
-    if outcome != "interrupted" and config.training.sample_prompt:
+    if outcome != "interrupted" and config.training.sample_prompt and jax.process_count() == 1:
         _print_sample(config)
 
 
@@ -72,7 +72,7 @@ def train(config: Config) -> str:
     check_vocab_size(datasets.tokenizer, config.model.vocab_size)
     if first_process:
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.json").write_text(config.to_json())
+        _write_config(config, run_dir)
         save_tokenizer(datasets.tokenizer, run_dir)
 
     mesh = make_mesh(config.mesh)
@@ -161,21 +161,11 @@ def _check_same_run(config: Config, run_dir: Path) -> None:
         )
 
 
-@contextmanager
-def _locked(run_dir: Path) -> Iterator[None]:
-    """Refuses a run directory that another process trains in; the lock ends with the process, however it ends."""
-    if jax.process_index() != 0:
-        yield
-        return
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ValueError(
-                f"run_dir={run_dir} is in use by another process; wait for it or use another --run_dir"
-            ) from None
-        yield
+def _write_config(config: Config, run_dir: Path) -> None:
+    """Replaces config.json as a whole: other processes may be reading it."""
+    temporary = run_dir / "config.json.new"
+    temporary.write_text(config.to_json())
+    temporary.replace(run_dir / "config.json")
 
 
 def _print_sample(config: Config) -> None:

@@ -3,8 +3,10 @@
 Nothing below this file sees the whole Config; each part receives its own section.
 """
 
+import contextlib
 import dataclasses
 import difflib
+import io
 import json
 import types
 import typing
@@ -67,7 +69,11 @@ class Config:
         path = Path(run_dir) / "config.json"
         if not path.is_file():
             raise ValueError(f"run={run_dir}: {path} does not exist; give the directory of a run (runs/NAME)")
-        return dataclasses.replace(Config.from_json(path.read_text()), run_dir=str(run_dir))
+        try:
+            config = Config.from_json(path.read_text())
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"run={run_dir}: {path} cannot be read ({error}); use another run directory") from None
+        return dataclasses.replace(config, run_dir=str(run_dir))
 
 
 def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
@@ -97,14 +103,19 @@ def override(config: Config, arguments: list[str]) -> Config:
         if name not in fields:
             raise ValueError(f"--{name} is unknown{did_you_mean(name, fields, '--')}; --help shows all fields")
         words.append(_words(argument, fields[name]))
-    parse = lambda words: tyro.cli(Config, default=config, args=words, config=_TYRO, console_outputs=False)
     for argument, one in zip(arguments, words, strict=True):
         try:
-            parse(one)
+            _parse(config, one)
         except SystemExit:
             name, _, value = argument[2:].partition("=")
             raise ValueError(f"{name}={value!r} is not {_describe(fields[name])}") from None
-    return parse([word for one in words for word in one])
+    return _parse(config, [word for one in words for word in one])
+
+
+def _parse(config: Config, words: list[str]) -> Config:
+    """Raises SystemExit; tyro's boxes about wrong values are not shown, console_outputs=False leaves some."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        return tyro.cli(Config, default=config, args=words, config=_TYRO, console_outputs=False)
 
 
 def print_help(config: Config, program: str) -> None:
@@ -155,7 +166,10 @@ def _describe(kind: Any) -> str:
     if typing.get_origin(kind) is typing.Literal:
         return "one of " + ", ".join(map(str, typing.get_args(kind)))
     if typing.get_origin(kind) is tuple:
-        return f"a list of {_describe(typing.get_args(kind)[0])}, separated by commas"
+        first, *others = typing.get_args(kind)
+        plurals = {int: "whole numbers", float: "numbers", str: "texts"}
+        count = "a list of" if others == [...] else 1 + len(others)
+        return f"{count} {plurals[first]}, separated by commas"
     if typing.get_origin(kind) is types.UnionType:
         return " or ".join(_describe(part) for part in typing.get_args(kind))
     names = {int: "a whole number", float: "a number", bool: "True or False", type(None): "None", str: "text"}
@@ -176,7 +190,7 @@ def _from_dict(kind: Any, value: Any) -> Any:
         hints = typing.get_type_hints(kind)
         unknown = set(value) - set(hints)
         if unknown:
-            raise ValueError(f"config.json has fields that this version does not know: {', '.join(sorted(unknown))}")
+            raise ValueError(f"it has fields that this version does not know: {', '.join(sorted(unknown))}")
         return kind(**{name: _from_dict(hints[name], value[name]) for name in value})
     if typing.get_origin(kind) is types.UnionType:
         if value is None:

@@ -75,7 +75,7 @@ class MeshConfig:
         if free or fixed != num_devices:
             product = " * ".join(f"{axis}({size})" for axis, size in sizes.items() if size != 1) or "data(1)"
             raise ValueError(
-                f"mesh: {product} does not match the {num_devices} device{'s' * (num_devices != 1)} there are; "
+                f"mesh: {product} does not match the number of devices, {num_devices}; "
                 "set one axis to -1 (--mesh.data=-1), or start with that many devices"
             )
         return self

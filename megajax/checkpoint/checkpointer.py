@@ -28,6 +28,13 @@ class CheckpointConfig:
                 raise ValueError(f"checkpoint.{name}={getattr(self, name)} must not be negative")
 
 
+class _Manager(ocp.CheckpointManager):
+    def reached_preemption(self, step: int) -> bool:
+        """Never: the loop alone asks. Orbax would ask from its saving thread about a step that is long past, and JAX,
+        which keeps the step it was last asked about, could then agree on a step to stop at that has gone by."""
+        return False
+
+
 class Checkpointer:
     """Saves in the background; use as a context manager, leaving it waits for the last save.
 
@@ -37,7 +44,7 @@ class Checkpointer:
     def __init__(self, run_dir: str | Path, config: CheckpointConfig | None):
         writes = config is not None
         self.folder = Path(run_dir).resolve() / "checkpoints"
-        self._manager = ocp.CheckpointManager(
+        self._manager = _Manager(
             self.folder,
             item_names=("params", "optimizer", "meta"),
             options=ocp.CheckpointManagerOptions(

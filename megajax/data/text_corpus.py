@@ -117,7 +117,9 @@ def _build(files: list[tuple[str, str]], tokenizer_spec: str, folder: str) -> No
             spec = train_sentencepiece(training, os.path.join(temporary, "tokenizer"), size)
         tokenizer = load_tokenizer(spec)
         for part, paths in (("train", training), ("eval", held_out)):
-            preprocess(paths, os.path.join(temporary, part), tokenizer, os.path.basename(spec))
+            prefix, workers = os.path.join(temporary, part), _num_workers(paths)
+            # A pattern over a disk meets files that are not text: they are named in the log and left out.
+            preprocess(paths, prefix, tokenizer, os.path.basename(spec), num_workers=workers, on_error="skip")
         try:
             os.rename(temporary, folder)
         except OSError:
@@ -126,3 +128,9 @@ def _build(files: list[tuple[str, str]], tokenizer_spec: str, folder: str) -> No
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _num_workers(paths: list[str]) -> int:
+    """Starting a process costs about a second of tokenizing, some 5 MB."""
+    size = sum(os.path.getsize(path) for path in paths)
+    return min(os.cpu_count() or 1, 1 + size // 20_000_000)

@@ -24,6 +24,7 @@ from megajax.ops.embedding import embed
 from megajax.ops.matmul import matmul
 from megajax.sharding import constrain, weight
 
+MAX_DROPOUT_LENGTH = 65536  # attention numbers a query and a key in one 32-bit counter
 MAX_UNROLLED_LAYERS = 40  # beyond this, compile time grows more than the step shrinks
 
 
@@ -169,10 +170,7 @@ class DecoderConfig:
 
     def check(self, mesh: MeshConfig, sequence_length: int) -> None:
         """Raises ValueError for sizes that do not fit each other or the mesh."""
-        positive = ("num_layers", "embed_dim", "num_heads", "kv_heads", "width_of_head", "width_of_mlp", "vocab_size")
-        for name in positive:
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1")
+        self._check_ranges()
         if self.head_dim is None and self.embed_dim % self.num_heads:
             raise ValueError(
                 f"model.embed_dim={self.embed_dim} is not divisible by model.num_heads={self.num_heads}; "
@@ -190,14 +188,35 @@ class DecoderConfig:
             )
         if self.full_attention_every is not None and self.window is None:
             raise ValueError("model.full_attention_every needs a window: set --model.window, or leave it out")
+        if self.attention_dropout > 0 and sequence_length > MAX_DROPOUT_LENGTH:
+            raise ValueError(
+                f"model.attention_dropout={self.attention_dropout} draws no more than {MAX_DROPOUT_LENGTH} x "
+                f"{MAX_DROPOUT_LENGTH} numbers that differ, training.sequence_length={sequence_length} is longer; "
+                "use --model.attention_dropout=0"
+            )
         self.rope.check()
+        if self.padded_vocab_size % mesh.tensor:
+            raise ValueError(
+                f"model.vocab_size={self.vocab_size}, padded to {self.padded_vocab_size}, is not divisible by "
+                f"mesh.tensor={mesh.tensor}; use --model.vocab_multiple={math.lcm(self.vocab_multiple, mesh.tensor)}"
+            )
         self._check_divisible("tensor", mesh.tensor, {
             "num_heads": self.num_heads,
             "num_kv_heads": self.kv_heads,
             "mlp_dim": self.width_of_mlp,
-            "padded vocab_size": self.padded_vocab_size,
         } | ({"max_positions": self.max_positions} if self.position == "learned" else {}))  # fmt: skip
         self._check_divisible("fsdp", mesh.fsdp, {"embed_dim": self.embed_dim})
+
+    def _check_ranges(self) -> None:
+        counts = ("num_layers", "embed_dim", "num_heads", "vocab_size", "vocab_multiple", "max_positions")
+        optional = ("num_kv_heads", "head_dim", "mlp_dim", "window", "no_rope_every", "full_attention_every")
+        for name in (*counts, *optional):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"model.{name}={value} must be at least 1{', or None' if name in optional else ''}")
+        for name in ("dropout", "attention_dropout", "label_smoothing"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"model.{name}={getattr(self, name)} must be at least 0 and below 1")
 
     @staticmethod
     def _check_divisible(axis: str, size: int, fields: dict[str, int]) -> None:

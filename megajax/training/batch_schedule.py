@@ -27,7 +27,7 @@ class BatchSchedule:
 
     def __init__(self, global_batch_size: int, microbatch: int | None, rampup: tuple[int, int, int] | None):
         self._microbatch = microbatch
-        sizes, samples_each = [global_batch_size], 0.0
+        sizes, samples = [global_batch_size], 0
         if rampup is not None:
             start, increment, samples = rampup
             if start < 1 or increment < 1 or start > global_batch_size or (global_batch_size - start) % increment:
@@ -36,13 +36,13 @@ class BatchSchedule:
                     f"training.global_batch_size={global_batch_size}; choose (start, increment, samples) that does"
                 )
             sizes = list(range(start, global_batch_size + 1, increment))
-            samples_each = samples / max(len(sizes) - 1, 1)
         # Stages of constant batch size, as (first step, first sample, size).
         self._stages: list[tuple[int, int, int]] = []
         step = sample = 0
         for number, size in enumerate(sizes):
             self._stages.append((step, sample, size))
-            while number < len(sizes) - 1 and sample < samples_each * (number + 1):
+            # A size lasts samples / (number of sizes - 1); compared in whole numbers, as rounding could add a step.
+            while sample * (len(sizes) - 1) < samples * (number + 1) and number < len(sizes) - 1:
                 step, sample = step + 1, sample + size
 
     @property

@@ -137,12 +137,18 @@ class Trainer:
             return self._run()
 
     def _run(self) -> str:
-        config, schedule = self.config, self.config.schedule(self.mesh_config)
-        state = self._start()
+        config, state = self.config, self._start()
         first = int(state.step)
         if first >= config.steps:
             return "already finished"
-        stop = _StopRequest(config)
+        if config.exit_at_step is not None and first >= config.exit_at_step:
+            self.console.note(f"nothing to do: step {first} is done, training.exit_at_step={config.exit_at_step}")
+            return "interrupted"
+        with _StopRequest(config) as stop, _Profiler(config.profile_steps, self.run_dir, self.console) as profiler:
+            return self._train(state, first, stop, profiler)
+
+    def _train(self, state: TrainState, first: int, stop: "_StopRequest", profiler: "_Profiler") -> str:
+        config, schedule = self.config, self.config.schedule(self.mesh_config)
         batches = self._batches(self.datasets.train, schedule, first, config.steps)
         step_function = jax.jit(
             make_train_step(
@@ -159,12 +165,12 @@ class Trainer:
         evaluate = self._evaluator(schedule)
         done = first
         for step, batch in enumerate(batches, start=first):
-            self._profile(step + 1)
+            profiler.before(step + 1)
             rate = self.learning_rates(schedule(step).first_sample / config.global_batch_size)
             state, metrics = step_function(state, batch, np.float32(rate))
             done = step + 1
             reporter.dispatched(done, metrics, rate)
-            self._profile_end(done, metrics)
+            profiler.after(done, metrics)
             asked = stop.asked(done)
             if evaluate is not None and (done % config.eval_every_steps == 0 or done == config.steps):
                 reporter.flush()
@@ -258,16 +264,6 @@ class Trainer:
 
         return evaluate
 
-    def _profile(self, step: int) -> None:
-        if self.config.profile_steps is not None and step == self.config.profile_steps[0]:
-            jax.profiler.start_trace(str(self.run_dir / "profile"))
-
-    def _profile_end(self, step: int, metrics: dict) -> None:
-        if self.config.profile_steps is not None and step == self.config.profile_steps[1]:
-            jax.block_until_ready(metrics)
-            jax.profiler.stop_trace()
-            self.console.note(f"profile written to {self.run_dir / 'profile'}")
-
 
 class _Reporter:
     """Reads metrics one step late and turns them into lines, timed without compiling, evaluating, saving."""
@@ -349,8 +345,39 @@ class _Reporter:
             self._trainer.writer.write(line)
 
 
+class _Profiler:
+    """Traces the steps (first, last), or what this run does of them; None: nothing."""
+
+    def __init__(self, steps: tuple[int, int] | None, run_dir: Path, console: Console):
+        self._steps, self._folder, self._console = steps, run_dir / "profile", console
+        self._metrics: Any = None  # of the newest step of a trace under way
+
+    def before(self, step: int) -> None:
+        if self._steps is not None and self._steps[0] <= step <= self._steps[1] and self._metrics is None:
+            jax.profiler.start_trace(str(self._folder))
+
+    def after(self, step: int, metrics: dict) -> None:
+        if self._steps is not None and self._steps[0] <= step <= self._steps[1]:
+            self._metrics = metrics
+            if step == self._steps[1]:
+                self._stop()
+
+    def _stop(self) -> None:
+        jax.block_until_ready(self._metrics)
+        jax.profiler.stop_trace()
+        self._metrics = None
+        self._console.note(f"profile written to {self._folder}")
+
+    def __enter__(self) -> "_Profiler":
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._metrics is not None:
+            self._stop()
+
+
 class _StopRequest:
-    """Signals, exit_at_step and exit_after_minutes.
+    """Signals, exit_at_step and exit_after_minutes; a context manager that gives the signals back.
 
     With several processes JAX's preemption service sees the SIGTERM of any of them and names one step for all; whoever
     wants to stop for another reason sends itself that signal.
@@ -360,9 +387,15 @@ class _StopRequest:
         self._config, self._started = config, time.monotonic()
         self._reason = ""
         self._alone = jax.process_count() == 1
-        signal.signal(signal.SIGINT, self._received)
-        if self._alone:
-            signal.signal(signal.SIGTERM, self._received)
+        numbers = (signal.SIGINT, signal.SIGTERM) if self._alone else (signal.SIGINT,)
+        self._handlers = {number: signal.signal(number, self._received) for number in numbers}
+
+    def __enter__(self) -> "_StopRequest":
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
 
     def _received(self, number: int, _frame) -> None:
         if self._reason and number == signal.SIGINT:
@@ -384,4 +417,4 @@ class _StopRequest:
         if self._alone:
             return self._reason
         agreed = multihost_utils.reached_preemption_sync_point(step)
-        return (self._reason or "another process was asked to stop") if agreed else ""
+        return (self._reason or "a process received SIGTERM") if agreed else ""

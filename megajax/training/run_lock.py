@@ -1,0 +1,58 @@
+"""One run at a time in a run directory."""
+
+import contextlib
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+
+@contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Raises ValueError for a run directory that another run trains in, or that cannot be written.
+
+    Process 0 locks for all processes, and all hear of a refusal: none waits for one that has given up. The lock ends
+    with the process, however it ends.
+    """
+    refusal = None
+    with contextlib.ExitStack() as held:
+        if jax.process_index() == 0:
+            try:
+                held.enter_context(_locked_file(run_dir))
+            except ValueError as error:
+                refusal = error
+        if jax.process_count() > 1 and multihost_utils.broadcast_one_to_all(np.int32(refusal is not None)):
+            refusal = refusal or ValueError(f"run_dir={run_dir} was refused by process 0, which says why")
+        if refusal is not None:
+            raise refusal
+        yield
+
+
+@contextmanager
+def _locked_file(run_dir: Path) -> Iterator[None]:
+    """Holds run_dir/.lock. What was made for a run that is refused before it writes its config is removed again."""
+    path = run_dir / ".lock"
+    made = [file for file in (path, run_dir) if not file.exists()]
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        file = path.open("a")
+    except OSError as error:
+        raise ValueError(f"run_dir={run_dir} cannot be written ({error.strerror}); use another --run_dir") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(
+                f"run_dir={run_dir} is in use by another process; wait for it or use another --run_dir"
+            ) from None
+        try:
+            yield
+        except ValueError:
+            if not (run_dir / "config.json").exists():
+                for leftover in made:
+                    leftover.rmdir() if leftover == run_dir else leftover.unlink()
+            raise

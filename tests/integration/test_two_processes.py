@@ -1,0 +1,73 @@
+"""Two real CPU processes, connected by gloo, are one run: they train, stop, save and resume together."""
+
+import fcntl
+import signal
+
+import numpy as np
+import pytest
+
+from launch import losses, metrics, run, saved_steps, started
+
+STEPS = 12
+MESH = ["--mesh.data=2", "--mesh.fsdp=2", "--training.eval_every_steps=4", "--training.eval_steps=2"]
+LENGTH = [f"--training.steps={STEPS}"]
+TOLERANCE = 1e-5  # float32 sums of the same numbers, added across processes in another order
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Losses by step and evaluation lines of one process with the same four devices, uninterrupted."""
+    run_dir = tmp_path_factory.mktemp("alone") / "run"
+    run(run_dir, *MESH, *LENGTH, devices_each=4)
+    return losses(run_dir), evaluations(run_dir)
+
+
+def evaluations(run_dir) -> dict[int, float]:
+    return {line["step"]: line["eval_loss"] for line in metrics(run_dir) if "eval_loss" in line}
+
+
+def assert_equal_to(alone, run_dir):
+    for got, want in zip((losses(run_dir), evaluations(run_dir)), alone, strict=True):
+        assert list(got) == list(want)
+        np.testing.assert_allclose(list(got.values()), list(want.values()), rtol=TOLERANCE)
+
+
+def test_two_processes_train_save_and_resume_like_one(alone, tmp_path):
+    run_dir = tmp_path / "run"
+    output = run(run_dir, *MESH, *LENGTH, "--training.exit_at_step=5", num_processes=2, devices_each=2)
+    assert "2 process(es)" in output and "interrupted" in output
+    assert saved_steps(run_dir) == [5]
+    output = run(run_dir, *MESH, *LENGTH, num_processes=2, devices_each=2)
+    assert "resuming from step 5" in output and "finished" in output
+    assert saved_steps(run_dir) == [5, STEPS]
+    assert_equal_to(alone, run_dir)
+
+
+def test_sigterm_to_one_process_stops_both_after_the_same_step(tmp_path):
+    run_dir = tmp_path / "run"
+    # So long that it is never finished before the signal; the learning rate is the same whatever the length.
+    arguments = ["--mesh.data=2", "--mesh.fsdp=2", "--optimizer.schedule=constant", "--checkpoint.every_steps=10"]
+    endless = [*arguments, "--training.steps=100000"]
+    with started(run_dir, *endless, num_processes=2, devices_each=2) as (first, second):
+        first.wait_for_step(run_dir, 3)
+        second.popen.send_signal(signal.SIGTERM)
+        assert second.wait() == 0, second.output
+        assert first.wait() == 0, first.output
+    stopped = saved_steps(run_dir)[-1]
+    assert f"stopping after step {stopped}" in first.output and "SIGTERM" in first.output
+    assert sorted(losses(run_dir)) == list(range(1, stopped + 1))
+    output = run(run_dir, *endless, f"--training.exit_at_step={stopped + 2}", num_processes=2, devices_each=2)
+    assert f"resuming from step {stopped}" in output
+    assert saved_steps(run_dir)[-1] == stopped + 2
+    assert sorted(losses(run_dir)) == list(range(1, stopped + 3))
+
+
+def test_refusal_reaches_both_processes(tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    with (run_dir / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with started(run_dir, *MESH, *LENGTH, num_processes=2, devices_each=2) as (first, second):
+            assert (first.wait(), second.wait()) == (2, 2)
+    assert f"error: run_dir={run_dir} is in use by another process" in first.output
+    assert "refused by process 0" in second.output

@@ -1,0 +1,202 @@
+"""Bad input is one line that names the field and the way out, exit code 2, and nothing written or overwritten."""
+
+import fcntl
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import train
+from megajax.models.decoder import DecoderConfig
+from megajax.mesh import MeshConfig
+
+ROOT = Path(__file__).parents[1]
+MOCK = ["--data.source=mock", "--data.text=", "--data.tokenizer=null:2047", "--training.sample_prompt="]
+# (arguments after --config=gpt_tiny and a mock data set, what the line must hold: the field and a way out)
+CASES = {
+    "unknown field": (["--model.layers=3"], ["--model.layers is unknown", "did you mean --model."]),
+    "wrong type": (["--training.steps=many"], ["training.steps='many'", "a whole number"]),
+    "no value": (["--model.bias"], ["--model.bias=VALUE"]),
+    "heads and width": (["--model.num_heads=3"], ["model.embed_dim=128", "model.num_heads=3", "--model.head_dim"]),
+    "heads and kv heads": (["--model.num_kv_heads=3"], ["model.num_heads=4", "model.num_kv_heads=3"]),
+    "no kv heads": (["--model.num_kv_heads=0"], ["model.num_kv_heads=0", "at least 1, or None"]),
+    "heads over tensor": (["--mesh.data=1", "--mesh.tensor=8"], ["model.num_heads=4", "use --mesh.tensor=4"]),
+    "kv heads over tensor": (
+        ["--model.num_kv_heads=1", "--mesh.data=4", "--mesh.tensor=2"],
+        ["model.num_kv_heads=1", "mesh.tensor=2", "use --mesh.tensor=1"],
+    ),
+    "vocabulary over tensor": (
+        ["--model.vocab_size=2047", "--model.vocab_multiple=1", "--mesh.data=4", "--mesh.tensor=2"],
+        ["model.vocab_size=2047", "mesh.tensor=2", "use --model.vocab_multiple=2"],
+    ),
+    "vocabulary multiple": (["--model.vocab_multiple=0"], ["model.vocab_multiple=0", "at least 1"]),
+    "width over fsdp": (
+        ["--model.embed_dim=132", "--mesh.data=1", "--mesh.fsdp=8"],
+        ["model.embed_dim=132", "mesh.fsdp=8", "use --mesh.fsdp=4"],
+    ),
+    "batch": (["--training.global_batch_size=12"], ["training.global_batch_size=12", "=16"]),
+    "batch and microbatch": (
+        ["--training.microbatch_size=4"],
+        ["training.global_batch_size=16", "training.microbatch_size(4)", "=32"],
+    ),
+    "batch of the ramp-up": (
+        ["--training.batch_size_rampup=4,4,100"],
+        ["training.global_batch_size=4", "=8"],
+    ),
+    "ramp-up that misses the batch": (
+        ["--training.batch_size_rampup=4,5,100"],
+        ["training.batch_size_rampup=(4, 5, 100)", "training.global_batch_size=16", "choose"],
+    ),
+    "sequence": (
+        ["--mesh.data=4", "--mesh.context=2", "--training.sequence_length=255"],
+        ["training.sequence_length=255", "context(2)", "--training.sequence_length=256"],
+    ),
+    "sequence and learned positions": (
+        ["--model.position=learned", "--training.sequence_length=512"],
+        ["training.sequence_length=512", "model.max_positions=256", "--model.max_positions=512"],
+    ),
+    "sequence and attention dropout": (
+        ["--model.attention_dropout=0.1", "--training.sequence_length=131072"],
+        ["model.attention_dropout=0.1", "training.sequence_length=131072", "--model.attention_dropout=0"],
+    ),
+    "mesh too large": (["--mesh.data=16"], ["data(16)", "8", "--mesh.data=-1"]),
+    "mesh too small": (["--mesh.data=2", "--mesh.tensor=2"], ["data(2) * tensor(2)", "8", "one axis to -1"]),
+    "mesh that does not divide": (["--mesh.data=-1", "--mesh.fsdp=3", "--model.embed_dim=192"], ["fsdp(3)", "8"]),
+    "two free axes": (["--mesh.data=-1", "--mesh.fsdp=-1"], ["mesh.data=-1", "mesh.fsdp=-1", "fix one"]),
+    "no such size": (["--mesh.expert=0"], ["mesh.expert=0", "positive"]),
+    "pipeline": (["--mesh.pipeline=2"], ["mesh.pipeline=2", "--mesh.pipeline=1"]),
+    "missing data set": (
+        ["--data.source=indexed", "--data.paths=nowhere/corpus"],
+        ["data.paths", "nowhere/corpus.bin does not exist", "megajax.data.preprocess"],
+    ),
+    "missing text": (
+        ["--data.source=text", "--data.tokenizer=bytes", "--data.text=nowhere/*.txt"],
+        ["data.text", "nowhere/*.txt", "stdlib"],
+    ),
+    "missing tokenizer": (["--data.tokenizer=nowhere.model"], ["data.tokenizer=nowhere.model", "does not exist"]),
+    "vocabulary of the tokenizer": (
+        ["--data.tokenizer=null:4000"],
+        ["model.vocab_size=2048", "data.tokenizer", "--model.vocab_size="],
+    ),
+    "dropout": (["--model.dropout=1"], ["model.dropout=1.0", "below 1"]),
+    "warm-up": (["--optimizer.warmup_steps=400"], ["optimizer.warmup_steps=400", "400"]),
+}  # fmt: skip
+
+
+def refusal(arguments: list[str], run_dir: Path) -> str:
+    with pytest.raises(ValueError) as error:
+        train.main(["--config=gpt_tiny", f"--run_dir={run_dir}", f"--data.cache_dir={run_dir.parent}", *arguments])
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
+    return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input_is_one_line_with_the_way_out_and_no_run_directory(case, tmp_path):
+    arguments, words = CASES[case]
+    message = refusal([*MOCK, *arguments], tmp_path / "run")
+    for word in words:
+        assert word in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_recipe_and_unknown_recipe():
+    with pytest.raises(ValueError, match="--list_configs"):
+        train.main(["--model.num_layers=2"])
+    with pytest.raises(ValueError, match="did you mean gpt_tiny.*--list_configs"):
+        train.main(["--config=gpt_tinny"])
+
+
+def test_unknown_device_to_plan_for():
+    with pytest.raises(ValueError, match="--plan=h1000 is unknown; use one of h100"):
+        train.main(["--config=gpt_tiny", "--plan=h1000"])
+
+
+def test_empty_run_directory_is_that_of_the_recipe(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "train", lambda config: config.run_dir)
+    train.main(["--config=gpt_tiny", "--run_dir=", *MOCK])
+    assert [str(path) for path in Path().iterdir()] == ["runs"] and Path("runs/gpt_tiny").is_dir()
+
+
+def test_run_directory_of_another_model_is_left_as_it_is(tmp_path):
+    other = train.configs.recipe("gpt2_124m")
+    (tmp_path / "checkpoints" / "7").mkdir(parents=True)
+    (tmp_path / "config.json").write_text(other.to_json())
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
+    before = contents(tmp_path)
+    message = refusal(MOCK, tmp_path)
+    assert "holds a run of another model" in message and "model.num_layers: 12 -> 4" in message
+    assert "use another --run_dir" in message
+    after = contents(tmp_path)
+    after.pop(str(tmp_path / ".lock"), None)
+    assert after == before
+
+
+def test_run_directory_that_is_a_file(tmp_path):
+    (tmp_path / "run").write_text("precious")
+    assert "cannot be written" in refusal(MOCK, tmp_path / "run")
+    assert (tmp_path / "run").read_text() == "precious"
+
+
+def test_run_directory_is_free_again_after_a_refusal(tmp_path, monkeypatch):
+    run_dir = tmp_path / "run"
+    refusal([*MOCK, "--mesh.data=3"], run_dir)
+    monkeypatch.setattr(train, "train", lambda config: "interrupted")
+    train.main(["--config=gpt_tiny", f"--run_dir={run_dir}", *MOCK])
+
+
+def test_dropout_counters_of_a_long_sequence():
+    config = DecoderConfig(attention_dropout=0.1, position="rope")
+    config.check(MeshConfig(), 65536)
+    with pytest.raises(ValueError, match="attention_dropout"):
+        config.check(MeshConfig(), 65537)
+    DecoderConfig(attention_dropout=0.0, position="rope").check(MeshConfig(), 65537)
+
+
+# ----------------------------------------------------------------------------- as a person meets it
+
+
+def command_line(arguments: list[str]) -> tuple[int, str, str, float]:
+    """-> (exit code, stdout, stderr, seconds) of python train.py, with one CPU device."""
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, ROOT / "train.py", *arguments], env=environment, capture_output=True, text=True, timeout=60
+    )
+    return done.returncode, done.stdout, done.stderr, time.monotonic() - start
+
+
+def check_refused_on_the_command_line(arguments: list[str], tmp_path: Path, start: str) -> None:
+    before = contents(tmp_path)
+    code, out, err, seconds = command_line(["--config=gpt_tiny", f"--run_dir={tmp_path / 'run'}", *MOCK, *arguments])
+    assert (code, out) == (2, "")
+    assert err.startswith(start) and err.count("\n") == 1, err
+    assert contents(tmp_path) == before
+    assert seconds < 5
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "--config=gpt_tinny",
+        "--training.batch_size_rampup=4,4",
+        "--mesh.data=3",
+        "--data.text=nowhere",
+    ],
+)
+def test_command_prints_one_line_and_exits_with_2_within_5_seconds(argument, tmp_path):
+    check_refused_on_the_command_line([argument], tmp_path, "error: ")
+
+
+def test_run_directory_in_use_by_another_process(tmp_path):
+    (tmp_path / "run").mkdir()
+    with (tmp_path / "run" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        check_refused_on_the_command_line([], tmp_path, f"error: run_dir={tmp_path / 'run'} is in use by another")

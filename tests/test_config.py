@@ -1,0 +1,194 @@
+"""What a person types becomes the config they meant, or one line that says why not."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+import configs
+from megajax.config import Config, differences, override
+
+RECIPES = configs.recipes()
+MEGATRON_MAP = Path(__file__).parents[1] / "docs" / "from_megatron.md"
+
+
+def field_names(config, prefix: str = "") -> list[str]:
+    names = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            names += field_names(value, f"{prefix}{field.name}.")
+        else:
+            names.append(prefix + field.name)
+    return names
+
+
+def value_of(config: Config, name: str):
+    for part in name.split("."):
+        config = getattr(config, part)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "value"),
+    [
+        (["--model.num_layers=2"], "model.num_layers", 2),
+        (["--mesh.data=-1"], "mesh.data", -1),
+        (["--mesh.data", "-1"], "mesh.data", -1),
+        (["--optimizer.learning_rate=1e-3"], "optimizer.learning_rate", 1e-3),
+        (["--training.exit_after_minutes=0.5"], "training.exit_after_minutes", 0.5),
+        (["--training.exit_after_minutes=none"], "training.exit_after_minutes", None),
+        (["--model.bias=True"], "model.bias", True),
+        (["--model.bias=true"], "model.bias", True),
+        (["--model.bias", "false"], "model.bias", False),
+        (["--model.scan_layers=True"], "model.scan_layers", True),
+        (["--model.scan_layers=None"], "model.scan_layers", None),
+        (["--model.num_kv_heads=2"], "model.num_kv_heads", 2),
+        (["--model.mlp_dim=None"], "model.mlp_dim", None),
+        (["--model.rope.scaling=llama3"], "model.rope.scaling", "llama3"),
+        (["--model.rope.scaling", "yarn"], "model.rope.scaling", "yarn"),
+        (["--data.paths=a,b/c-d"], "data.paths", ("a", "b/c-d")),
+        (["--data.paths", "a", "b"], "data.paths", ("a", "b")),
+        (["--data.text="], "data.text", ()),
+        (["--data.weights=0.3,7"], "data.weights", (0.3, 7.0)),
+        (["--training.batch_size_rampup=4,4,64"], "training.batch_size_rampup", (4, 4, 64)),
+        (["--training.batch_size_rampup=None"], "training.batch_size_rampup", None),
+        (["--training.global-batch-size=32"], "training.global_batch_size", 32),
+        (["--run-dir=a folder/x=y"], "run_dir", "a folder/x=y"),
+        (["--run_dir=None"], "run_dir", "None"),
+        (["--model.num_layers=2", "--model.num_layers=3"], "model.num_layers", 3),
+    ],
+)
+def test_override_sets_the_field_and_no_other(arguments, field, value):
+    config = configs.recipe("gpt_tiny")
+    changed = override(config, arguments)
+    assert value_of(changed, field) == value and type(value_of(changed, field)) is type(value)
+    assert all(line.startswith(f"{field}: ") for line in differences(config, changed))
+
+
+def test_several_overrides_at_once():
+    changed = override(configs.recipe("llama3_8b"), ["--model.num_layers", "2", "--data.tokenizer=bytes", "--mesh.fsdp=1"])
+    assert (changed.model.num_layers, changed.data.tokenizer, changed.mesh.fsdp) == (2, "bytes", 1)
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("--training.steps=1.5", ["training.steps", "'1.5'", "a whole number"]),
+        ("--training.steps=1e3", ["training.steps", "a whole number"]),
+        ("--training.steps=", ["training.steps", "a whole number"]),
+        ("--optimizer.learning_rate=fast", ["optimizer.learning_rate", "'fast'", "a number"]),
+        ("--model.bias=1", ["model.bias", "True or False"]),
+        ("--model.num_kv_heads=few", ["model.num_kv_heads", "a whole number or None"]),
+        ("--model.rope.scaling=llama4", ["model.rope.scaling", "one of none, llama3, yarn"]),
+        ("--training.batch_size_rampup=4,4", ["training.batch_size_rampup", "3 whole numbers, separated by commas or None"]),
+        ("--data.weights=0.3,x", ["data.weights", "a list of numbers, separated by commas"]),
+        ("--data.split=1,2", ["data.split", "3 numbers, separated by commas"]),
+    ],
+)
+def test_wrong_type_names_the_field_and_what_is_expected_in_one_line(argument, words, capfd):
+    with pytest.raises(ValueError) as error:
+        override(configs.recipe("gpt_tiny"), [argument])
+    message = str(error.value)
+    assert "\n" not in message and all(word in message for word in words), message
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("argument", "nearest"),
+    [
+        ("--modle.num_layers=3", "--model.num_layers"),
+        ("--model.numlayers=3", "--model.num_layers"),
+        ("--num_layers=3", "--model.num_layers"),
+        ("--trainer.steps=3", "--training.steps"),
+        ("--model.rope.bass=3", "--model.rope.base"),
+        ("--rundir=x", "--run_dir"),
+    ],
+)
+def test_unknown_field_names_the_nearest(argument, nearest):
+    with pytest.raises(ValueError, match=f"did you mean {nearest}"):
+        override(configs.recipe("gpt_tiny"), [argument])
+
+
+@pytest.mark.parametrize("arguments", [["stray"], ["-x=3"], ["--model.bias"]])
+def test_what_is_no_override_is_refused(arguments):
+    with pytest.raises(ValueError, match=re.escape(arguments[0])) as error:
+        override(configs.recipe("gpt_tiny"), arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_unknown_recipe_names_the_nearest():
+    with pytest.raises(ValueError, match="--config=lama3_8b is unknown; did you mean llama3_8b"):
+        configs.recipe("lama3_8b")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_json_round_trip_is_equality(name):
+    config = configs.recipe(name)
+    assert Config.from_json(config.to_json()) == config
+    config = dataclasses.replace(
+        config,
+        training=dataclasses.replace(config.training, batch_size_rampup=(1, 1, 3), profile_steps=(2, 4)),
+        data=dataclasses.replace(config.data, paths=("a", "b"), weights=(0.5, 1.5)),
+    )
+    assert Config.from_json(config.to_json()) == config
+
+
+@pytest.mark.parametrize("text", ["{", '{"model": {"colour": 3}}', '{"model": 3}'])
+def test_damaged_config_of_a_run_is_one_line_with_its_path(text, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match="config.json cannot be read") as error:
+        Config.load(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_differences_name_each_changed_field_with_both_values():
+    config = configs.recipe("gpt_tiny")
+    assert differences(config, config) == []
+    changed = override(config, ["--model.rope.base=5", "--training.steps=7", "--run_dir=x"])
+    assert differences(config, changed) == [
+        "model.rope.base: 10000.0 -> 5.0",
+        "training.steps: 400 -> 7",
+        "run_dir: runs/gpt_tiny -> x",
+    ]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe_is_valid_on_its_mesh_and_says_how_to_run_it(name):
+    config = configs.recipe(name)
+    config.check()
+    sizes = [size for size in config.mesh.sizes().values() if size != -1]
+    num_devices = 1
+    for size in sizes:
+        num_devices *= size
+    config.check_on(num_devices)
+    assert config.run_dir == f"runs/{name}"
+    assert "Hardware:" in RECIPES[name].__doc__ and f"train.py --config={name}" in RECIPES[name].__doc__
+
+
+def test_number_of_fields_stays_readable():
+    assert len(field_names(Config())) <= 150
+
+
+def test_every_field_has_help():
+    def check(kind):
+        lines = Path(__import__(kind.__module__, fromlist=["_"]).__file__).read_text().split(f"class {kind.__name__}")[1]
+        for field in dataclasses.fields(kind):
+            if not dataclasses.is_dataclass(field.type):
+                assert re.search(rf'    {field.name}: .*\n    """', lines), f"{kind.__name__}.{field.name}"
+
+    for section in dataclasses.fields(Config):
+        if dataclasses.is_dataclass(section.type):
+            check(section.type)
+
+
+def test_fields_that_the_megatron_map_names_exist():
+    known = field_names(Config())
+    sections = "model|mesh|precision|data|optimizer|training|checkpoint|logging"
+    quoted = re.findall(r"`([^`]*)`", MEGATRON_MAP.read_text())
+    named = {
+        name for text in quoted for name in re.findall(rf"(?:(?<=^)|(?<=[\s-]))(?:{sections})(?:\.\w+)+", text)
+    }
+    assert len(named) > 50
+    assert sorted(named - set(known)) == []

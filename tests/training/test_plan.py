@@ -1,0 +1,120 @@
+"""--plan needs no GPU: exact bytes of the state, an estimate of the rest, and a verdict."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import configs
+import train
+from megajax import compat
+from megajax.config import Config, override
+from megajax.models.model import Model
+from megajax.optim.optimizer import Optimizer
+from megajax.training.plan import plan_device, plan_rows
+
+ROOT = Path(__file__).parents[2]
+UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+@pytest.fixture
+def without_cuda_wheels(monkeypatch):
+    monkeypatch.setattr(compat, "gpu_compiler_installed", lambda: False)
+
+
+def rows_of(config: Config, device: str = "h100") -> dict[str, str]:
+    model = Model(config.model, config.precision)
+    optimizer = Optimizer(config.optimizer, model.decay_mask)
+    shard_over_data = config.optimizer.shard_over_data
+    return dict(plan_rows(model, optimizer, config.mesh, config.training, shard_over_data, plan_device(device)))
+
+
+def num_bytes(text: str) -> float:
+    """'12.3 GiB' -> bytes."""
+    number, unit = re.search(r"([\d.]+) (\w+)", text).groups()
+    return float(number) * UNITS[unit]
+
+
+def bytes_by_kind(rows: dict[str, str]) -> dict[str, float]:
+    return {part.split()[0]: num_bytes(part) for part in rows["bytes per device"].split(", ")}
+
+
+@pytest.mark.usefixtures("without_cuda_wheels")
+def test_plan_of_175b_is_exact_about_the_state_and_fits_1024_gpus():
+    start = time.monotonic()
+    config = configs.recipe("gpt_175b")
+    rows = rows_of(config)
+    parameters = Model(config.model, config.precision).num_parameters()
+    assert f"{parameters:,}" in rows["parameters"] and 174e9 < parameters < 177e9
+    kinds = bytes_by_kind(rows)
+    # A float32 weight and two float32 moments a parameter; LayerNorm's scale and bias, two a layer and one at the end,
+    # are whole on each device.
+    norms = (2 * 96 + 1) * 2 * 12288
+    state = 12 * ((parameters - norms) / 1024 + norms)
+    assert kinds["weights"] + kinds["optimizer"] == pytest.approx(state, rel=0.01)  # what the card rounds away
+    assert kinds["gradients"] == kinds["weights"]
+    assert rows["devices"].startswith("1024 x H100")
+    assert rows["verdict"].startswith("fits: ") and "H100" in rows["verdict"]
+    assert rows["compiled"].startswith("no, activations are estimated")
+    assert rows["assumptions"] and "MFU" in rows["speed, estimate"]
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.usefixtures("without_cuda_wheels")
+@pytest.mark.parametrize("name", configs.recipes())
+def test_every_recipe_can_be_planned_from_the_command_line(name, capsys):
+    train.main([f"--config={name}", "--plan"])
+    card = capsys.readouterr().out
+    assert "verdict" in card and f"plan of {name}" in card
+
+
+@pytest.mark.usefixtures("without_cuda_wheels")
+def test_what_cannot_fit_is_said_not_to():
+    config = override(configs.recipe("gpt_175b"), ["--mesh.fsdp=4", "--training.microbatch_size=1"])
+    rows = rows_of(config)
+    assert rows["verdict"].startswith("does not fit: ")
+    assert num_bytes(rows["verdict"].split(": ")[1]) > 12 * 175e9 / 32
+    assert rows_of(config, "b200")["verdict"].startswith("fits: ")
+
+
+@pytest.mark.usefixtures("without_cuda_wheels")
+def test_larger_microbatch_costs_activations_only():
+    config = configs.recipe("gpt_22b")
+    small, large = (
+        bytes_by_kind(rows_of(override(config, [f"--training.microbatch_size={size}"]))) for size in (4, 8)
+    )
+    assert large.pop("activations") > small.pop("activations")
+    assert large == small
+
+
+def test_unknown_device_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="--plan=tpu is unknown; use one of h100, h200, a100, b200"):
+        plan_device("tpu")
+    assert plan_device("H100") is plan_device("h100")
+
+
+@pytest.mark.cuda_wheels
+@pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="needs the CUDA wheels: pip install -e '.[cuda13]'")
+def test_compiled_plan_of_175b_fits_80_gib_within_90_seconds_and_4_gb():
+    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, ROOT / "train.py", "--config=gpt_175b", "--plan"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    seconds = time.monotonic() - start
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = {line.strip().split("  ")[0]: line.strip().split("  ")[-1].strip() for line in done.stdout.splitlines()}
+    peak = num_bytes(lines["compiled"].split("peak ")[1])
+    # The state alone is 12 bytes a parameter on 1024 devices; the card has 80 GiB.
+    assert 12 * 175e9 / 1024 < peak < 80 * 2**30
+    assert lines["verdict"].startswith("fits")
+    assert num_bytes(lines["planning took"]) < 4e9
+    assert seconds < 90
