@@ -10,9 +10,10 @@
 
 import argparse
 import dataclasses
-import logging
 import sys
 from typing import NoReturn
+
+from megajax.training.console import log_to_stderr
 
 
 def main(arguments: list[str]) -> None:
@@ -144,8 +145,7 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
-    logging.getLogger("absl").setLevel(logging.WARNING)
+    log_to_stderr()
     try:
         main(sys.argv[1:])
     except ValueError as error:

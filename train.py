@@ -5,7 +5,6 @@ would need, without a GPU.
 """
 
 import dataclasses
-import logging
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import configs
 from megajax import config as configuration
 from megajax.config import Config
 from megajax.mesh import initialize_processes
+from megajax.training.console import log_to_stderr
 from megajax.training.run_lock import locked
 
 
@@ -177,8 +177,7 @@ def _print_sample(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
-    logging.getLogger("absl").setLevel(logging.WARNING)
+    log_to_stderr()
     try:
         main(sys.argv[1:])
     except ValueError as error:

@@ -36,15 +36,15 @@ def gpt_tiny() -> Config:
             learning_rate=3e-3, min_learning_rate=1e-4, warmup_steps=30, beta2=0.95, weight_decay=0.1
         ),
         training=TrainingConfig(
-            steps=400,
+            steps=320,
             global_batch_size=16,
             sequence_length=256,
             log_every_steps=10,
-            eval_every_steps=100,
+            eval_every_steps=80,
             eval_steps=8,
             sample_prompt="def ",
         ),
-        checkpoint=CheckpointConfig(every_steps=100),
+        checkpoint=CheckpointConfig(every_steps=80),
     )
 
 
@@ -66,13 +66,14 @@ def gpt2_124m() -> Config:
 
 
 def gpt_1p3b() -> Config:
-    """GPT-3 XL (Brown et al. 2020, table 2.1) with untied embeddings, the one-GPU benchmark.
+    """A GPT of 24 layers and width 2048 with 16 heads of 128 and untied embeddings, the one-GPU benchmark.
 
     Hardware: one H100. Command: python train.py --config=gpt_1p3b
     """
     return Config(
         model=_gpt3(num_layers=24, embed_dim=2048, num_heads=16, sequence_length=2048, recompute="selective"),
         mesh=MeshConfig(fsdp=-1),
+        data=DataConfig(source="mock", cross_document_attention=True),
         optimizer=OptimizerConfig(learning_rate=2e-4, min_learning_rate=2e-5, warmup_steps=200),
         training=TrainingConfig(steps=10_000, global_batch_size=8, sequence_length=2048),
     )

@@ -144,11 +144,11 @@ def _words(argument: str, kind: Any) -> list[str]:
     name, _, value = argument.partition("=")
     if kind is str:
         return [name, value]
-    parts = value.split(",") if "tuple" in str(kind) else [value]
-    return [
-        name,
-        *({"true": "True", "false": "False", "none": "None"}.get(part.lower(), part) for part in parts if part),
-    ]
+    parts = [part for part in value.split(",") if part] if "tuple" in str(kind) else [value]
+    alternatives = typing.get_args(kind) or (kind,)
+    spellings = {"true": "True", "false": "False"} if bool in alternatives else {}
+    spellings |= {"none": "None"} if type(None) in alternatives else {}
+    return [name, *(spellings.get(part.lower(), part) for part in parts)]
 
 
 def _leaves(config: Any, prefix: str = ""):

@@ -6,15 +6,21 @@ import sys
 if "gpu" not in sys.argv:
     os.environ["JAX_PLATFORMS"] = "cpu"
     # Compiling is what tests spend their time on: the code need not be fast.
-    os.environ["XLA_FLAGS"] = (
-        "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    os.environ["XLA_FLAGS"] = " ".join(
+        [
+            "--xla_force_host_platform_device_count=8",
+            "--xla_backend_optimization_level=0",
+            "--xla_llvm_disable_expensive_passes=true",
+        ]
     )
 
 import jax
 import pytest
 
 from megajax.mesh import MeshConfig, make_mesh
+from megajax.ops import matmul
 
+matmul.MIN_JOINED_ROWS = 64  # so that small training batches take the path of large ones
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 

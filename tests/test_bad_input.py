@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import train
-from megajax.models.decoder import DecoderConfig
 from megajax.mesh import MeshConfig
+from megajax.models.decoder import DecoderConfig
 
 ROOT = Path(__file__).parents[1]
 MOCK = ["--data.source=mock", "--data.text=", "--data.tokenizer=null:2047", "--training.sample_prompt="]

@@ -68,7 +68,9 @@ def test_override_sets_the_field_and_no_other(arguments, field, value):
 
 
 def test_several_overrides_at_once():
-    changed = override(configs.recipe("llama3_8b"), ["--model.num_layers", "2", "--data.tokenizer=bytes", "--mesh.fsdp=1"])
+    changed = override(
+        configs.recipe("llama3_8b"), ["--model.num_layers", "2", "--data.tokenizer=bytes", "--mesh.fsdp=1"]
+    )
     assert (changed.model.num_layers, changed.data.tokenizer, changed.mesh.fsdp) == (2, "bytes", 1)
 
 
@@ -82,7 +84,10 @@ def test_several_overrides_at_once():
         ("--model.bias=1", ["model.bias", "True or False"]),
         ("--model.num_kv_heads=few", ["model.num_kv_heads", "a whole number or None"]),
         ("--model.rope.scaling=llama4", ["model.rope.scaling", "one of none, llama3, yarn"]),
-        ("--training.batch_size_rampup=4,4", ["training.batch_size_rampup", "3 whole numbers, separated by commas or None"]),
+        (
+            "--training.batch_size_rampup=4,4",
+            ["training.batch_size_rampup", "3 whole numbers, separated by commas or None"],
+        ),
         ("--data.weights=0.3,x", ["data.weights", "a list of numbers, separated by commas"]),
         ("--data.split=1,2", ["data.split", "3 numbers, separated by commas"]),
     ],
@@ -173,7 +178,9 @@ def test_number_of_fields_stays_readable():
 
 def test_every_field_has_help():
     def check(kind):
-        lines = Path(__import__(kind.__module__, fromlist=["_"]).__file__).read_text().split(f"class {kind.__name__}")[1]
+        lines = (
+            Path(__import__(kind.__module__, fromlist=["_"]).__file__).read_text().split(f"class {kind.__name__}")[1]
+        )
         for field in dataclasses.fields(kind):
             if not dataclasses.is_dataclass(field.type):
                 assert re.search(rf'    {field.name}: .*\n    """', lines), f"{kind.__name__}.{field.name}"
@@ -187,8 +194,6 @@ def test_fields_that_the_megatron_map_names_exist():
     known = field_names(Config())
     sections = "model|mesh|precision|data|optimizer|training|checkpoint|logging"
     quoted = re.findall(r"`([^`]*)`", MEGATRON_MAP.read_text())
-    named = {
-        name for text in quoted for name in re.findall(rf"(?:(?<=^)|(?<=[\s-]))(?:{sections})(?:\.\w+)+", text)
-    }
+    named = {name for text in quoted for name in re.findall(rf"(?:(?<=^)|(?<=[\s-]))(?:{sections})(?:\.\w+)+", text)}
     assert len(named) > 50
     assert sorted(named - set(known)) == []

@@ -191,6 +191,7 @@ def train_sentencepiece(files: Sequence[str], model_prefix: str, vocab_size: int
                 byte_fallback=True,
                 normalization_rule_name="identity",
                 add_dummy_prefix=False,
+                treat_whitespace_as_suffix=True,
                 remove_extra_whitespaces=False,
                 allow_whitespace_only_pieces=True,
                 split_digits=True,

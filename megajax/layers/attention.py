@@ -13,7 +13,7 @@ from flax import nnx
 from megajax.layers.norm import Norm, NormConfig
 from megajax.layers.rope import apply_rope
 from megajax.ops.attention import AttentionMask, attention
-from megajax.ops.matmul import matmul
+from megajax.ops.matmul import matmul, matmul_side_by_side
 from megajax.sharding import constrain, weight
 
 
@@ -62,7 +62,7 @@ class Attention(nnx.Module):
         dropout_key: drops attention probabilities if given and the config says so.
         """
         config = self.config
-        q_BTNH, k_BTKH, v_BTKH = (self._project(x_BTD, name) for name in ("query", "key", "value"))
+        q_BTNH, k_BTKH, v_BTKH = self._project(x_BTD)
         if config.qk_norm is not None:
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
         if config.use_rope:
@@ -86,8 +86,16 @@ class Attention(nnx.Module):
         out_BTD = matmul(out_BTNH, self.out[...], num_contracted=2)
         return (out_BTD + self.out_bias[...].astype(out_BTD.dtype) if config.bias else out_BTD), cache
 
-    def _project(self, x_BTD: jax.Array, name: str) -> jax.Array:
-        y = matmul(x_BTD, getattr(self, name)[...])
-        if self.config.bias:
-            y += getattr(self, f"{name}_bias")[...].astype(y.dtype)
-        return constrain(y, "batch", "time", "heads" if name == "query" else "kv_heads", None)
+    def _project(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values; side by side within each key-value head, which is what `tensor` splits."""
+        config = self.config
+        D, K, H = config.embed_dim, config.num_kv_heads, config.head_dim
+        weights = [self.query[...].reshape(D, K, -1, H), self.key[...][:, :, None], self.value[...][:, :, None]]
+        q, k, v = matmul_side_by_side(x_BTD, weights, axis=2)
+        q, k, v = q.reshape(*x_BTD.shape[:2], config.num_heads, H), k[..., 0, :], v[..., 0, :]
+        if config.bias:
+            q += self.query_bias[...].astype(q.dtype)
+            k += self.key_bias[...].astype(k.dtype)
+            v += self.value_bias[...].astype(v.dtype)
+        place = lambda y, heads: constrain(y, "batch", "time", heads, None)
+        return place(q, "heads"), place(k, "kv_heads"), place(v, "kv_heads")

@@ -46,10 +46,10 @@ class Stack(nnx.Module):
             return x, None, auxiliary
         new_caches, auxiliary = [], {}
         caches = caches or (None,) * len(self.configs)
+        slices = {kind: iter(unstack(state)) for kind, state in states.items()}
         for number, (config, cache) in enumerate(zip(self.configs, caches, strict=True)):
-            place = sum(other.kind == config.kind for other in self.configs[:number])
-            state = jax.tree.map(lambda a, place=place: a[place], states[config.kind])
-            x, cache, losses = self._layer(config, prevent_cse=True)(state, x, inputs, cache, _fold(key, number))
+            layer, state = self._layer(config, prevent_cse=True), next(slices[config.kind])
+            x, cache, losses = layer(state, x, inputs, cache, _fold(key, number))
             new_caches.append(cache)
             auxiliary = _add(auxiliary, losses)
         return x, tuple(new_caches), auxiliary
@@ -81,6 +81,23 @@ class Stack(nnx.Module):
         if self.recompute == "none":
             return run
         return jax.checkpoint(run, policy=_SAVED[self.recompute], prevent_cse=prevent_cse)
+
+
+@jax.custom_vjp
+def unstack(tree) -> tuple:
+    """Pytree of arrays [n, ...] -> n pytrees of arrays [...].
+
+    The gradient is one concatenation of the layers' gradients. Indexing would make it a sum of n arrays padded with
+    zeros, and whatever XLA fuses with that sum evaluates n terms an element.
+    """
+    count = jax.tree.leaves(tree)[0].shape[0]
+    return tuple(jax.tree.map(lambda a, i=i: a[i], tree) for i in range(count))
+
+
+unstack.defvjp(
+    lambda tree: (unstack(tree), None),
+    lambda _, gradients: (jax.tree.map(lambda *layers: jax.numpy.stack(layers), *gradients),),
+)
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from megajax.ops.matmul import matmul
+from megajax.ops.matmul import matmul, matmul_side_by_side
 from megajax.sharding import constrain, weight
 
 Activation = Literal["gelu", "gelu_tanh", "swiglu", "geglu", "squared_relu"]
@@ -47,29 +47,25 @@ class Mlp(nnx.Module):
     def __init__(self, config: MlpConfig, *, rngs: nnx.Rngs):
         self.config = config
         wide, init = (config.embed_dim, config.mlp_dim), nnx.initializers.normal(config.init_std)
-        if config.activation in GATED:
-            self.gate = weight(wide, ("embed", "mlp"), init, rngs)
-        self.up = weight(wide, ("embed", "mlp"), init, rngs)
+        self._wide_names = ("gate", "up") if config.activation in GATED else ("up",)
+        for name in self._wide_names:
+            setattr(self, name, weight(wide, ("embed", "mlp"), init, rngs))
         self.down = weight(wide[::-1], ("mlp", "embed"), nnx.initializers.normal(config.out_init_std), rngs)
         if config.bias:
             zeros = nnx.initializers.zeros
-            if config.activation in GATED:
-                self.gate_bias = weight((config.mlp_dim,), ("mlp",), zeros, rngs)
-            self.up_bias = weight((config.mlp_dim,), ("mlp",), zeros, rngs)
+            for name in self._wide_names:
+                setattr(self, f"{name}_bias", weight((config.mlp_dim,), ("mlp",), zeros, rngs))
             self.down_bias = weight((config.embed_dim,), ("norm",), zeros, rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        activation = _ACTIVATIONS[self.config.activation]
-        up_BTF = self._wide(x_BTD, "up")
-        if self.config.activation in GATED:
-            hidden_BTF = activation(self._wide(x_BTD, "gate")) * up_BTF
-        else:
-            hidden_BTF = activation(up_BTF)
+        activation, names = _ACTIVATIONS[self.config.activation], self._wide_names
+        wide = matmul_side_by_side(x_BTD, [getattr(self, name)[...][:, None] for name in names], axis=1)
+        wide_BTF = [constrain(y[..., 0, :], "batch", "time", "mlp") for y in wide]
+        if self.config.bias:
+            biases = [getattr(self, f"{name}_bias")[...] for name in names]
+            wide_BTF = [y + bias.astype(y.dtype) for y, bias in zip(wide_BTF, biases, strict=True)]
+        hidden_BTF = activation(wide_BTF[0])
+        if len(wide_BTF) == 2:
+            hidden_BTF *= wide_BTF[1]
         out_BTD = matmul(hidden_BTF, self.down[...])
         return out_BTD + self.down_bias[...].astype(out_BTD.dtype) if self.config.bias else out_BTD
-
-    def _wide(self, x_BTD: jax.Array, name: str) -> jax.Array:
-        y_BTF = matmul(x_BTD, getattr(self, name)[...])
-        if self.config.bias:
-            y_BTF += getattr(self, f"{name}_bias")[...].astype(y_BTF.dtype)
-        return constrain(y_BTF, "batch", "time", "mlp")

@@ -64,8 +64,22 @@ class Model:
         x, _, auxiliary = module.layers(x, module.block_inputs(batch), key=layers_key)
         return module.loss(x, batch, train=train) + sum(auxiliary.values(), jnp.float32(0)), auxiliary
 
+    def gradient_pieces(self, gradients: dict) -> list[jax.Array]:
+        """The gradients as the backward pass makes them: layer by layer where the stack is unrolled.
+
+        What only reads them (a norm) then reads each where it lies, instead of through the concatenation of all layers.
+        """
+        if self.config.scanned:
+            return jax.tree.leaves(gradients)
+        leaves = zip(jax.tree.leaves(gradients), jax.tree.leaves(self.axes, is_leaf=_is_axes), strict=True)
+        return [piece for leaf, axes in leaves for piece in (leaf if axes[0] == "layers" else [leaf])]
+
     def num_parameters(self) -> int:
         return sum(leaf.size for leaf in jax.tree.leaves(self.abstract_params))
+
+
+def _is_axes(leaf) -> bool:
+    return isinstance(leaf, tuple)
 
 
 def _is_param(leaf) -> bool:

@@ -133,6 +133,7 @@ class Optimizer:
         params: PyTree,
         learning_rate: jax.Array,
         loss: jax.Array | None = None,
+        grad_norm: jax.Array | None = None,
     ) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
         """One step.
 
@@ -142,13 +143,14 @@ class Optimizer:
             params: nested dict of arrays; the result keeps their dtypes, the arithmetic is float32.
             learning_rate: float32 scalar, from the Schedule on the host.
             loss: optional scalar; if it is not finite the step is skipped even though the gradients are.
+            grad_norm: global_norm of the gradients, where the caller can compute it with fewer reads.
 
         Returns:
             new parameters, new state, and metrics: `grad_norm` (float32, before clipping) and `skipped`
             (int32, 1 when the step changed nothing).
         """
         grads = _float32(grads)
-        grad_norm = global_norm(grads)
+        grad_norm = global_norm(grads) if grad_norm is None else grad_norm
         finite = jnp.isfinite(grad_norm)
         if loss is not None:
             finite &= jnp.isfinite(loss)

@@ -3,6 +3,7 @@
 On a terminal the card is a table and the step a live bar; otherwise (a log file, a batch job) both are plain lines.
 """
 
+import logging
 import sys
 from typing import Any
 
@@ -150,3 +151,14 @@ def _escaped(text: str) -> str:
 
 def _print_plain(text: str) -> None:
     print(text, flush=True)
+
+
+def log_to_stderr() -> None:
+    """Our own messages one line each, those of the libraries only when something is wrong."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("megajax: %(message)s"))
+    logger = logging.getLogger("megajax")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    logging.getLogger("absl").setLevel(logging.ERROR)

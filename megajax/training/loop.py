@@ -417,4 +417,4 @@ class _StopRequest:
         if self._alone:
             return self._reason
         agreed = multihost_utils.reached_preemption_sync_point(step)
-        return (self._reason or "a process received SIGTERM") if agreed else ""
+        return (self._reason or "a process of the run was asked to stop") if agreed else ""

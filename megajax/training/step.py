@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.models.model import Model
 from megajax.optim.distributed import optimizer_shardings
-from megajax.optim.optimizer import Optimizer
+from megajax.optim.optimizer import Optimizer, global_norm
 
 LossMean = Literal["token", "microbatch"]
 
@@ -94,7 +94,12 @@ def make_train_step(model: Model, optimizer: Optimizer, *, loss_mean: LossMean, 
             zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
             (loss, auxiliary, grads), _ = jax.lax.scan(accumulate, zeros, (jnp.arange(num_microbatches), batch))
         params, optimizer_state, metrics = optimizer.update(
-            grads, state.optimizer, state.params, learning_rate, loss=loss
+            grads,
+            state.optimizer,
+            state.params,
+            learning_rate,
+            loss=loss,
+            grad_norm=global_norm(model.gradient_pieces(grads)),
         )
         new_state = TrainState(state.step + 1, state.skipped + metrics["skipped"], params, optimizer_state)
         return new_state, {"loss": loss, **auxiliary, **metrics, "total_skipped": new_state.skipped}

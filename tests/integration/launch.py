@@ -12,13 +12,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 120
-TINY = (
-    "--config=gpt_tiny --model.num_layers=2 --model.embed_dim=32 --model.num_heads=2 --model.mlp_dim=64 "
-    "--model.vocab_size=128 --data.source=mock --data.text= --data.tokenizer=null:127 --data.num_threads=1 "
-    "--training.sequence_length=32 --training.global_batch_size=8 --training.log_every_steps=1 "
-    "--training.eval_every_steps=0 --training.sample_prompt= --checkpoint.every_steps=0 --optimizer.warmup_steps=2 "
-    "--logging.tensorboard=False"
-).split()
+TINY = [
+    "--config=gpt_tiny", "--model.num_layers=2", "--model.embed_dim=32", "--model.num_heads=2", "--model.mlp_dim=64",
+    "--model.vocab_size=128", "--data.source=mock", "--data.text=", "--data.tokenizer=null:127",
+    "--data.num_threads=1", "--training.sequence_length=32", "--training.global_batch_size=8",
+    "--training.log_every_steps=1", "--training.eval_every_steps=0", "--training.sample_prompt=",
+    "--checkpoint.every_steps=0", "--optimizer.warmup_steps=2", "--logging.tensorboard=False",
+]  # fmt: skip
 
 
 class Process:
@@ -54,9 +54,7 @@ class Process:
 
 
 @contextmanager
-def started(
-    run_dir: Path, *arguments: str, num_processes: int = 1, devices_each: int = 1
-) -> Iterator[list[Process]]:
+def started(run_dir: Path, *arguments: str, num_processes: int = 1, devices_each: int = 1) -> Iterator[list[Process]]:
     """The processes of one run, as torchrun would start them; killed on the way out."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -65,7 +65,9 @@ def test_resume_gives_identical_losses_and_parameters(uninterrupted, tmp_path):
     resumed = tiny(tmp_path / "run")
     assert train.train(resumed) == "finished"
     assert losses(tmp_path / "run") == losses(Path(uninterrupted.run_dir))
-    for got, want in zip(jax.tree.leaves(final_params(resumed)), jax.tree.leaves(final_params(uninterrupted)), strict=True):
+    for got, want in zip(
+        jax.tree.leaves(final_params(resumed)), jax.tree.leaves(final_params(uninterrupted)), strict=True
+    ):
         assert got.tobytes() == want.tobytes()
     assert train.train(resumed) == "already finished"
 

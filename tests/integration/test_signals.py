@@ -1,9 +1,8 @@
-"""Whatever ends a run early leaves a checkpoint at a step boundary, exit code 0 and a command that goes on from there."""
+"""Whatever ends a run early leaves a checkpoint at a step boundary, exit code 0, and a run that can go on."""
 
 import signal
 
 import pytest
-
 from launch import losses, metrics, run, saved_steps, started
 
 ENDLESS = ["--training.steps=100000", "--optimizer.schedule=constant"]
@@ -50,8 +49,12 @@ def test_exit_at_step_profile_and_rampup_in_one_run(tmp_path):
     assert "already finished" in output and metrics(run_dir) == lines
 
 
-def test_exit_after_minutes(tmp_path):
+def test_exit_after_minutes_and_a_step_to_exit_at_that_is_done_already(tmp_path):
     run_dir = tmp_path / "run"
     output = run(run_dir, *ENDLESS, "--training.exit_after_minutes=0.01")
     (stopped,) = saved_steps(run_dir)
     assert f"stopping after step {stopped}: training.exit_after_minutes=0.01" in output
+    before = metrics(run_dir)
+    output = run(run_dir, *ENDLESS, f"--training.exit_at_step={stopped}")
+    assert f"nothing to do: step {stopped} is done" in output
+    assert saved_steps(run_dir) == [stopped] and metrics(run_dir) == before

@@ -5,7 +5,6 @@ import signal
 
 import numpy as np
 import pytest
-
 from launch import losses, metrics, run, saved_steps, started
 
 STEPS = 12
@@ -54,7 +53,7 @@ def test_sigterm_to_one_process_stops_both_after_the_same_step(tmp_path):
         assert second.wait() == 0, second.output
         assert first.wait() == 0, first.output
     stopped = saved_steps(run_dir)[-1]
-    assert f"stopping after step {stopped}" in first.output and "SIGTERM" in first.output
+    assert f"stopping after step {stopped}: a process of the run was asked to stop" in first.output
     assert sorted(losses(run_dir)) == list(range(1, stopped + 1))
     output = run(run_dir, *endless, f"--training.exit_at_step={stopped + 2}", num_processes=2, devices_each=2)
     assert f"resuming from step {stopped}" in output

@@ -66,7 +66,13 @@ def batches() -> list[dict[str, np.ndarray]]:
         mask = (rng.random(shape) < 0.8).astype(np.float32)
         positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), shape)
         made.append(
-            dict(tokens=tokens[..., :-1], labels=tokens[..., 1:], positions=positions, loss_mask=mask, segment_ids=segments)
+            dict(
+                tokens=tokens[..., :-1],
+                labels=tokens[..., 1:],
+                positions=positions,
+                loss_mask=mask,
+                segment_ids=segments,
+            )
         )
     return made
 

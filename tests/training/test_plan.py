@@ -84,9 +84,7 @@ def test_what_cannot_fit_is_said_not_to():
 @pytest.mark.usefixtures("without_cuda_wheels")
 def test_larger_microbatch_costs_activations_only():
     config = configs.recipe("gpt_22b")
-    small, large = (
-        bytes_by_kind(rows_of(override(config, [f"--training.microbatch_size={size}"]))) for size in (4, 8)
-    )
+    small, large = (bytes_by_kind(rows_of(override(config, [f"--training.microbatch_size={size}"]))) for size in (4, 8))
     assert large.pop("activations") > small.pop("activations")
     assert large == small
 

@@ -1,0 +1,38 @@
+"""The dense contraction, alone and side by side."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.ops import matmul as module
+from megajax.ops.matmul import matmul, matmul_side_by_side
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def test_matmul_contracts_several_dims():
+    x, w = normal(0, 2, 3, 4, 5), normal(1, 4, 5, 6)
+    np.testing.assert_allclose(matmul(x, w, num_contracted=2), np.einsum("abcd,cde->abe", x, w), rtol=1e-5, atol=1e-5)
+
+
+def test_result_has_the_dtype_of_x_and_weights_are_cast():
+    assert matmul(normal(0, 2, 4, dtype=jnp.bfloat16), normal(1, 4, 3)).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("min_rows", [1, 10**9], ids=["joined", "apart"])
+def test_side_by_side_equals_one_by_one(min_rows, monkeypatch):
+    monkeypatch.setattr(module, "MIN_JOINED_ROWS", min_rows)
+    x = normal(0, 2, 3, 8)
+    weights = [normal(1, 8, 2, 3, 4), normal(2, 8, 2, 1, 4), normal(3, 8, 2, 1, 4)]
+
+    def loss(together, x, weights):
+        many = matmul_side_by_side(x, weights, axis=2) if together else [matmul(x, w) for w in weights]
+        assert [y.shape for y in many] == [(2, 3, 2, 3, 4), (2, 3, 2, 1, 4), (2, 3, 2, 1, 4)]
+        return sum(jnp.sum(jnp.sin(y)) for y in many)
+
+    got, want = (jax.value_and_grad(loss, (1, 2))(together, x, weights) for together in (True, False))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
