@@ -1,5 +1,7 @@
 """GPT-2 and GPT-3 shaped models: LayerNorm, GELU, learned positions."""
 
+import dataclasses
+
 from megajax.checkpoint.checkpointer import CheckpointConfig
 from megajax.config import Config
 from megajax.data.loader import DataConfig
@@ -66,12 +68,13 @@ def gpt2_124m() -> Config:
 
 
 def gpt_1p3b() -> Config:
-    """A GPT of 24 layers and width 2048 with 16 heads of 128 and untied embeddings, the one-GPU benchmark.
+    """A GPT of 24 layers and width 2048, 16 heads of 128, RMSNorm, rotary, untied embeddings: the one-GPU benchmark.
 
     Hardware: one H100. Command: python train.py --config=gpt_1p3b
     """
+    gpt = _gpt3(num_layers=24, embed_dim=2048, num_heads=16, sequence_length=2048, recompute="none")
     return Config(
-        model=_gpt3(num_layers=24, embed_dim=2048, num_heads=16, sequence_length=2048, recompute="selective"),
+        model=dataclasses.replace(gpt, position="rope", norm="rmsnorm"),
         mesh=MeshConfig(fsdp=-1),
         data=DataConfig(source="mock", cross_document_attention=True),
         optimizer=OptimizerConfig(learning_rate=2e-4, min_learning_rate=2e-5, warmup_steps=200),
@@ -97,6 +100,7 @@ def gpt3_7b() -> Config:
             max_positions=8192,
             tied_embeddings=False,
             bias=False,
+            recompute="selective",
         ),
         mesh=MeshConfig(fsdp=2, tensor=4),
         data=DataConfig(source="mock", tokenizer="null:131072", cross_document_attention=True),

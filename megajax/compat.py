@@ -98,17 +98,16 @@ def cudnn_attention_problem() -> str:
     return ""
 
 
-def _cudnn_options(window: int | None):
-    module = _cudnn_module()
-    return module.MaskType.CAUSAL, module._normalize_layout("BTNH").value, window
+def cudnn_attention_forward(q_BTNH, k_BSKH, v_BSKH, bias_B1TS=None, *, scale: float, window: int | None):
+    """Causal attention by cuDNN -> (out [B,T,N,H] in q's dtype, log-sum-exp [B,N,T] float32).
 
-
-def cudnn_attention_forward(q_BTNH, k_BSKH, v_BSKH, *, scale: float, window: int | None):
-    """Causal attention by cuDNN -> (out [B,T,N,H] in q's dtype, log-sum-exp [B,N,T] float32)."""
+    bias: added to the scores, in q's dtype; it gets no gradient.
+    """
     return _cudnn_module().dot_product_attention(
         q_BTNH,
         k_BSKH,
         v_BSKH,
+        bias_B1TS,
         scale=scale,
         mask_type=_cudnn_module().MaskType.CAUSAL,
         sliding_window_length=window,
@@ -117,13 +116,14 @@ def cudnn_attention_forward(q_BTNH, k_BSKH, v_BSKH, *, scale: float, window: int
 
 
 def cudnn_attention_backward(
-    q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT, d_out_BTNH, *, scale: float, window: int | None
+    q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT, d_out_BTNH, bias_B1TS=None, *, scale: float, window: int | None
 ):
     """Gradients (dq, dk, dv) of cudnn_attention_forward, from its own (out, log-sum-exp)."""
-    mask_type, layout, window = _cudnn_options(window)
-    empty = jnp.zeros(0, q_BTNH.dtype)
-    residuals = (q_BTNH, k_BSKH, v_BSKH, *(empty,) * 7, lse_BNT, out_BTNH)
-    gradients = _cudnn_module()._dot_product_attention_bwd_rule(
-        scale, 42, 0.0, (False, False), mask_type, layout, window, True, False, residuals, d_out_BTNH
+    module, unused, has_bias = _cudnn_module(), jnp.zeros(0, q_BTNH.dtype), bias_B1TS is not None
+    residuals = (q_BTNH, k_BSKH, v_BSKH, bias_B1TS if has_bias else unused, *(unused,) * 6, lse_BNT, out_BTNH)
+    variadic_args = (has_bias, False)  # a bias, but no gradient for it
+    mask_type, layout = module.MaskType.CAUSAL, module._normalize_layout("BTNH").value
+    gradients = module._dot_product_attention_bwd_rule(
+        scale, 42, 0.0, variadic_args, mask_type, layout, window, True, False, residuals, d_out_BTNH
     )
     return gradients[:3]

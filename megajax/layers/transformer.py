@@ -56,8 +56,8 @@ def _gradient_barrier(x: jax.Array) -> jax.Array:
     """x; its gradient is computed as such, not inside whatever reads it.
 
     Everything on the residual stream is local to a row, so XLA would fuse the norm gradients of all layers into each
-    other: compile time grows with the square of the layers (7 B, 4 layers: 47 s instead of 5 s) and each fusion computes
-    the later layers again.
+    other: compile time grows with the square of the layers (7 B, 4 layers: 47 s instead of 5 s) and each fusion
+    computes the later layers again.
     """
     return x
 

@@ -195,16 +195,16 @@ class DecoderConfig:
                 "use --model.attention_dropout=0"
             )
         self.rope.check()
-        if self.padded_vocab_size % mesh.tensor:
-            raise ValueError(
-                f"model.vocab_size={self.vocab_size}, padded to {self.padded_vocab_size}, is not divisible by "
-                f"mesh.tensor={mesh.tensor}; use --model.vocab_multiple={math.lcm(self.vocab_multiple, mesh.tensor)}"
-            )
         self._check_divisible("tensor", mesh.tensor, {
             "num_heads": self.num_heads,
             "num_kv_heads": self.kv_heads,
             "mlp_dim": self.width_of_mlp,
         } | ({"max_positions": self.max_positions} if self.position == "learned" else {}))  # fmt: skip
+        if self.padded_vocab_size % mesh.tensor:
+            raise ValueError(
+                f"model.vocab_size={self.vocab_size}, padded to {self.padded_vocab_size}, is not divisible by "
+                f"mesh.tensor={mesh.tensor}; use --model.vocab_multiple={math.lcm(self.vocab_multiple, mesh.tensor)}"
+            )
         self._check_divisible("fsdp", mesh.fsdp, {"embed_dim": self.embed_dim})
 
     def _check_ranges(self) -> None:

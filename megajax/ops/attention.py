@@ -65,19 +65,18 @@ def attention(
     """
     rate, key = dropout or (0.0, None)
     gather = indices is None and free_axes().get("context", 1) > 1
-    backend = _backend(q_BTNH, soft_cap, segments, indices, rate, gather)
+    backend = _backend(q_BTNH, soft_cap, indices, rate, gather)
     options = _Options(mask, scale, soft_cap, rate, backend, gather)
     arrays = (segments, indices, jax.random.key_data(key) if key is not None else None)
     return _attention(q_BTNH, k_BSKH, v_BSKH, arrays, options)
 
 
-def _backend(q_BTNH, soft_cap, segments, indices, dropout, gather) -> str:
+def _backend(q_BTNH, soft_cap, indices, dropout, gather) -> str:
     reasons = {
         "no NVIDIA GPU": compat.mesh_platform() not in ("gpu", "cuda"),
         f"dtype {q_BTNH.dtype}": q_BTNH.dtype not in (jnp.bfloat16, jnp.float16),
         f"head dim {q_BTNH.shape[-1]}": q_BTNH.shape[-1] > 128 or q_BTNH.shape[-1] % 8 != 0,
         "soft cap": soft_cap is not None,
-        "packed documents": segments is not None,
         "key-value cache": indices is not None,
         "dropout": dropout > 0,
         "context parallelism": gather,
@@ -132,16 +131,25 @@ _attention.defvjp(_forward, _backward)
 
 def _forward_body(q, k, v, arrays, *, options):
     if options.backend == "cudnn":
-        return compat.cudnn_attention_forward(q, k, v, scale=options.scale, window=options.mask.window)
+        bias = _segment_bias(arrays[0], q.dtype)
+        return compat.cudnn_attention_forward(q, k, v, bias, scale=options.scale, window=options.mask.window)
     return _gathered_reference(q, k, v, arrays, options)
 
 
 def _backward_body(q, k, v, out, lse, d_out, arrays, *, options):
     if options.backend == "cudnn":
-        scale, window = options.scale, options.mask.window
-        return compat.cudnn_attention_backward(q, k, v, out, lse, d_out, scale=scale, window=window)
+        bias, scale, window = _segment_bias(arrays[0], q.dtype), options.scale, options.mask.window
+        return compat.cudnn_attention_backward(q, k, v, out, lse, d_out, bias, scale=scale, window=window)
     _, vjp = jax.vjp(lambda q, k, v: _gathered_reference(q, k, v, arrays, options)[0], q, k, v)
     return vjp(d_out)
+
+
+def _segment_bias(segments, dtype: jnp.dtype) -> jax.Array | None:
+    """[B, 1, T, S]: 0 within a document, hugely negative between documents; one for all heads and layers."""
+    if segments is None:
+        return None
+    same = segments[0][:, None, :, None] == segments[1][:, None, None, :]
+    return jnp.where(same, 0.0, NEVER).astype(dtype)
 
 
 def _gathered_reference(q, k, v, arrays, options):

@@ -26,8 +26,8 @@ def matmul_side_by_side(x: jax.Array, weights: Sequence[jax.Array], axis: int) -
     """[matmul(x, w) for w in weights] as one product, where x [..., D] has rows enough to be worth it.
 
     weights: [D, ...], equal but for their size along `axis` (counted with D as 0), which must not be a dim that the
-    mesh splits. One product makes x's gradient in one go too, instead of as a sum of several. With few rows (decoding) the
-    time is that of reading the weights, and joining them would read them twice.
+    mesh splits. One product makes x's gradient in one go too, instead of as a sum of several. With few rows
+    (decoding) the time is that of reading the weights, and joining them would read them twice.
     """
     if math.prod(x.shape[:-1]) < MIN_JOINED_ROWS:
         return [matmul(x, w) for w in weights]

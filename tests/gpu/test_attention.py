@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megajax.mesh import MeshConfig, make_mesh
-from megajax.ops.attention import AttentionMask, attention, reference_attention
+from megajax.ops.attention import AttentionMask, _backend, attention, reference_attention
 
 pytestmark = pytest.mark.gpu
 
@@ -18,22 +18,26 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_cudnn_matches_reference(case, caplog):
+def test_cudnn_matches_reference(case, packed):
     B, T, N, K, H, window = case
     mask = AttentionMask(causal=True, window=window)
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = ((B, T, N, H), (B, T, K, H), (B, T, K, H), (B, T, N, H))
     q, k, v, d_out = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True))
     scale = H**-0.5
+    segment_ids = jnp.sort(jax.random.randint(jax.random.key(1), (B, T), 1, 6), -1)
+    segments = (segment_ids, segment_ids) if packed else None
 
     def truth(q, k, v):
         places = (jnp.arange(T)[None], jnp.arange(T)[None])
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-        return reference_attention(q, k, v, mask, scale, None, None, places)[0]
+        return reference_attention(q, k, v, mask, scale, None, segments, places)[0]
 
-    fast = lambda q, k, v: attention(q, k, v, mask=mask, scale=scale)
-    with jax.set_mesh(make_mesh(MeshConfig(), jax.devices()[:1])), caplog.at_level("INFO", "megajax"):
+    assert _backend(q, soft_cap=None, indices=None, dropout=0.0, gather=False) == "cudnn"
+    fast = lambda q, k, v: attention(q, k, v, mask=mask, scale=scale, segments=segments)
+    with jax.set_mesh(make_mesh(MeshConfig(), jax.devices()[:1])):
         out, vjp = jax.vjp(jax.jit(fast), q, k, v)
         gradients = vjp(d_out)
     want, vjp = jax.vjp(jax.jit(truth), q, k, v)
