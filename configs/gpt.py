@@ -38,15 +38,15 @@ def gpt_tiny() -> Config:
             learning_rate=3e-3, min_learning_rate=1e-4, warmup_steps=30, beta2=0.95, weight_decay=0.1
         ),
         training=TrainingConfig(
-            steps=320,
+            steps=400,
             global_batch_size=16,
             sequence_length=256,
             log_every_steps=10,
-            eval_every_steps=80,
+            eval_every_steps=100,
             eval_steps=8,
             sample_prompt="def ",
         ),
-        checkpoint=CheckpointConfig(every_steps=80),
+        checkpoint=CheckpointConfig(every_steps=100),
     )
 
 

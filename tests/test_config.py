@@ -154,7 +154,7 @@ def test_differences_name_each_changed_field_with_both_values():
     changed = override(config, ["--model.rope.base=5", "--training.steps=7", "--run_dir=x"])
     assert differences(config, changed) == [
         "model.rope.base: 10000.0 -> 5.0",
-        "training.steps: 320 -> 7",
+        "training.steps: 400 -> 7",
         "run_dir: runs/gpt_tiny -> x",
     ]
 

@@ -1,0 +1,58 @@
+"""From samples on the host to global arrays on the mesh."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from megajax.data.loader import DataConfig, Dataset, step_batches
+from megajax.sharding import batch_spec
+from megajax.training.batch_schedule import Batch
+
+
+def device_batches(
+    dataset: Dataset,
+    schedule: Callable[[int], Batch],
+    *,
+    start: int,
+    stop: int,
+    sequence_length: int,
+    mesh: Mesh,
+    config: DataConfig,
+) -> Iterator[dict[str, jax.Array]]:
+    """The batches of steps start, ..., stop - 1: global arrays [microbatches, batch, T], one step ahead of the reader.
+
+    tokens, labels, positions int32, loss_mask float32, and segment_ids int32 where documents must not see each other.
+    """
+    sharding, length = NamedSharding(mesh, batch_spec()), sequence_length
+    names = {"tokens", "labels", "loss_mask", "positions", "segment_ids"}
+    if config.cross_document_attention:
+        names.remove("segment_ids")
+
+    def rows_of(batch: int) -> np.ndarray:
+        slices = sharding.addressable_devices_indices_map((1, batch, length)).values()
+        return np.unique(np.concatenate([np.arange(batch)[rows] for _, rows, _ in slices]))
+
+    def place(step: int, local: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        now = schedule(step)
+        rows, shape = rows_of(now.microbatch), (now.num_microbatches, now.microbatch, length)
+
+        def part(array, index):
+            wanted = np.arange(now.microbatch)[index[1]]
+            return array[index[0], np.searchsorted(rows, wanted)][..., index[2]]
+
+        make = lambda array: jax.make_array_from_callback(shape, sharding, lambda index: part(array, index))
+        return {name: make(local[name]) for name in sorted(names)}
+
+    triple = lambda step: dataclasses.astuple(schedule(step))
+    local = step_batches(dataset, triple, rows_of, start_step=start, num_steps=stop, config=config)
+    ahead = None
+    for step, arrays in enumerate(local, start=start):
+        placed = place(step, arrays)
+        if ahead is not None:
+            yield ahead
+        ahead = placed
+    if ahead is not None:
+        yield ahead

@@ -1,0 +1,106 @@
+"""What the loop reports of its steps, without ever making the device wait."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from megajax.training.batch_schedule import BatchSchedule
+from megajax.training.console import Console, format_seconds
+from megajax.training.flops import find_device, utilisation
+from megajax.training.metrics import MetricsWriter
+
+
+class Reporter:
+    """Reads metrics one step late and turns them into lines, timed without compiling, evaluating, saving."""
+
+    def __init__(
+        self,
+        first: int,
+        *,
+        num_steps: int,
+        every_steps: int,
+        sequence_length: int,
+        schedule: BatchSchedule,
+        flops_per_token: Callable[..., float],
+        num_devices: int,
+        console: Console,
+        writer: MetricsWriter | None,
+    ):
+        """first: steps done before; flops_per_token(sequence_length, causal=...), see DecoderConfig."""
+        self._num_steps, self._every_steps, self._sequence_length = num_steps, every_steps, sequence_length
+        self._schedule, self._flops_per_token, self._num_devices = schedule, flops_per_token, num_devices
+        self._console, self._writer = console, writer
+        self._waiting: tuple[int, dict, float] | None = None
+        self._finished = first
+        self._window: tuple[int, float] | None = None  # (last step before it, start time); None until compiled
+        self._skipped, self._started = 0, time.perf_counter()
+
+    def dispatched(self, step: int, metrics: dict, rate: float) -> None:
+        """The step is on its way; now is the time to look at the one before."""
+        self.flush()
+        self._waiting = (step, metrics, rate)
+        if self._window is None:  # the first step carries the compilation
+            self.flush()
+            seconds = time.perf_counter() - self._started
+            self._console.note(f"first step, with compilation: {format_seconds(seconds)}")
+            self.new_window()
+
+    def flush(self) -> None:
+        """Waits for the step before, and reports it if it is due."""
+        if self._waiting is None:
+            return
+        (step, metrics, rate), self._waiting = self._waiting, None
+        jax.block_until_ready(metrics["loss"])
+        self._finished = step
+        if self._window is None or step % self._every_steps == 0 or step == self._num_steps:
+            values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+            self._emit(self._line(step, values, rate))
+            self._note_skipped(int(values["total_skipped"]))
+            if self._window is not None:
+                self.new_window()
+
+    def evaluation(self, step: int, values: dict[str, float]) -> None:
+        self._emit({"step": step} | values)
+        self.new_window()
+
+    def new_window(self) -> None:
+        """Step times are measured from here on: what lay before was not training, or is reported."""
+        self._window = (self._finished, time.perf_counter())
+
+    def _line(self, step: int, values: dict[str, float], rate: float) -> dict[str, Any]:
+        length = self._sequence_length
+        names = [name for name in values if name not in ("skipped", "total_skipped")]
+        device = jax.local_devices()[0]
+        line = {
+            "step": step,
+            **{name: values[name] for name in names},
+            "skipped_updates": int(values["total_skipped"]),
+            "learning_rate": rate,
+            "consumed_tokens": self._schedule.num_samples(step) * length,
+            "peak_memory_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"),
+        }
+        if self._window is None or self._window[0] == step:
+            return line
+        seconds = (time.perf_counter() - self._window[1]) / (step - self._window[0])
+        per_device = self._schedule(step - 1).size * length / seconds / self._num_devices
+        known = find_device(device.device_kind)
+        mfu = lambda causal: utilisation(self._flops_per_token(length, causal=causal), per_device, known)
+        return line | {
+            "step_seconds": seconds,
+            "tokens_per_second": per_device * self._num_devices,
+            "tokens_per_second_per_device": per_device,
+            "mfu": mfu(False) if known else None,
+            "mfu_causal": mfu(True) if known else None,
+        }
+
+    def _note_skipped(self, total: int) -> None:
+        if total > self._skipped:
+            self._console.note(f"{total - self._skipped} updates skipped: gradient not finite ({total} in all)")
+        self._skipped = total
+
+    def _emit(self, line: dict[str, Any]) -> None:
+        self._console.step(line["step"], self._num_steps, line)
+        if self._writer is not None:
+            self._writer.write(line)

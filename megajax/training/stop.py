@@ -1,0 +1,52 @@
+"""When to stop a run before its last step, agreed by all processes."""
+
+import os
+import signal
+import time
+
+import jax
+from jax.experimental import multihost_utils
+
+
+class StopRequest:
+    """Signals, exit_at_step and exit_after_minutes; a context manager that gives the signals back.
+
+    With several processes JAX's preemption service sees the SIGTERM of any of them and names one step for all; whoever
+    wants to stop for another reason sends itself that signal.
+    """
+
+    def __init__(self, at_step: int | None, after_minutes: float | None):
+        self._at_step, self._after_minutes, self._started = at_step, after_minutes, time.monotonic()
+        self._reason = ""
+        self._alone = jax.process_count() == 1
+        numbers = (signal.SIGINT, signal.SIGTERM) if self._alone else (signal.SIGINT,)
+        self._handlers = {number: signal.signal(number, self._received) for number in numbers}
+
+    def __enter__(self) -> "StopRequest":
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _received(self, number: int, _frame) -> None:
+        if self._reason and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._ask(f"received {signal.Signals(number).name}")
+
+    def _ask(self, reason: str) -> None:
+        self._reason = reason
+        if not self._alone:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def asked(self, step: int) -> str:
+        """Why to stop after this step, or an empty string."""
+        limit = self._after_minutes
+        if limit is not None and not self._reason and time.monotonic() - self._started >= 60 * limit:
+            self._ask(f"training.exit_after_minutes={limit}")
+        if self._at_step is not None and step >= self._at_step:
+            return f"training.exit_at_step={self._at_step}"
+        if self._alone:
+            return self._reason
+        agreed = multihost_utils.reached_preemption_sync_point(step)
+        return (self._reason or "a process of the run was asked to stop") if agreed else ""
