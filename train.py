@@ -83,7 +83,7 @@ def train(config: Config) -> str:
     console.card(f"megajax: {run_dir}", rows)
     writer = MetricsWriter(run_dir, config.logging, dataclasses.asdict(config)) if first_process else None
     with Checkpointer(run_dir, config.checkpoint) as checkpointer:
-        outcome = Trainer(
+        trainer = Trainer(
             config=training,
             mesh_config=config.mesh,
             mesh=mesh,
@@ -99,7 +99,11 @@ def train(config: Config) -> str:
             console=console,
             run_dir=run_dir,
             meta={"config": dataclasses.asdict(config), "tokenizer": datasets.tokenizer.identity},
-        ).run()
+        )
+        try:
+            outcome = trainer.run()
+        except ValueError as error:  # no bad input any more: the traceback is worth keeping
+            raise RuntimeError("training stopped") from error
     if writer is not None:
         writer.close()
     console.note(f"{outcome}: {run_dir}, step {checkpointer.latest_step()} of {training.steps}")

@@ -27,7 +27,9 @@ class Process:
     def __init__(self, run_dir: Path, log: Path, num_devices: int, variables: dict[str, str], arguments: list[str]):
         environment = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "MASTER_ADDR")}
         environment |= variables | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
-        environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={num_devices}"
+        # Compiling is what these processes spend their time on: the code need not be fast.
+        devices = f"--xla_force_host_platform_device_count={num_devices}"
+        environment["XLA_FLAGS"] = f"{devices} --xla_backend_optimization_level=0"
         cache = f"--data.cache_dir={run_dir.parent / 'cache'}"
         command = [sys.executable, ROOT / "train.py", *TINY, f"--run_dir={run_dir}", cache, *arguments]
         self._log = log
