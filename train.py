@@ -123,7 +123,8 @@ def plan(name: str, config: Config, device_name: str) -> None:
     config = dataclasses.replace(config, mesh=mesh).check_on(mesh.num_devices)
     model = Model(config.model, config.precision)
     optimizer = Optimizer(config.optimizer, model.decay_mask)
-    rows = plan_rows(model, optimizer, mesh, config.training, config.optimizer.shard_over_data, device)
+    packed = not config.data.cross_document_attention
+    rows = plan_rows(model, optimizer, mesh, config.training, config.optimizer.shard_over_data, packed, device)
     Console().card(f"plan of {name}", rows)
 
 

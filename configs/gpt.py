@@ -16,6 +16,7 @@ def gpt_tiny() -> Config:
     """Two minutes on a laptop: a 1 M parameter GPT on the source code of Python's standard library.
 
     Hardware: 2 CPU cores. Every mesh axis may be 2; data and fsdp also 8.
+    Measured: 17.3k tokens/s, 1.651 bits per byte after 1 min 54 s (2 idle cores, jax 0.10.2, 2026-11-21).
     Command: python train.py --config=gpt_tiny
     """
     return Config(
@@ -53,7 +54,10 @@ def gpt_tiny() -> Config:
 def gpt2_124m() -> Config:
     """GPT-2 small (Radford et al. 2019), 124 M parameters, at the batch of about half a million tokens.
 
-    Hardware: one GPU. Data: any; --data.source=text --data.text=stdlib for Python's own sources.
+    Hardware: one GPU. Data: any; --data.source=text --data.text=stdlib --data.tokenizer=sentencepiece:16384 for Python's
+    own sources.
+    Measured: 425k tokens/s, MFU 36.7 % (34.3 % causal), loss 10.93 -> 2.99 in 400 steps of 64 x 1024 tokens of Python
+    sources (one H100 80GB, jax 0.11.2, 2026-11-21, commit 5e4a439).
     Command: python train.py --config=gpt2_124m --data.source=indexed --data.paths=PREFIX
     """
     return Config(
@@ -70,7 +74,9 @@ def gpt2_124m() -> Config:
 def gpt_1p3b() -> Config:
     """A GPT of 24 layers and width 2048, 16 heads of 128, RMSNorm, rotary, untied embeddings: the one-GPU benchmark.
 
-    Hardware: one H100. Command: python train.py --config=gpt_1p3b
+    Hardware: one H100. Measured: 61.1k tokens/s, MFU 56.2 % (52.4 % causal), 268.0 ms a step, 49.5 GiB (bare step; one
+    H100 80GB, jax 0.11.2, 2026-11-21, commit 5e4a439).
+    Command: python train.py --config=gpt_1p3b
     """
     gpt = _gpt3(num_layers=24, embed_dim=2048, num_heads=16, sequence_length=2048, recompute="none")
     return Config(

@@ -51,9 +51,10 @@ def plan_rows(
     mesh_config: MeshConfig,
     training: TrainingConfig,
     shard_over_data: bool,
+    packed: bool,
     device: Device,
 ) -> list[tuple[str, str]]:
-    """(name, value) rows for Console.card; mesh_config has no -1."""
+    """(name, value) rows for Console.card; mesh_config has no -1. packed: documents do not see each other."""
     compiles = device.name in COMPILED_FOR and compat.gpu_compiler_installed()
     mesh, abstract_mesh = None, jax.sharding.AbstractMesh(tuple(mesh_config.sizes().values()), AXES)
     if compiles:
@@ -62,7 +63,7 @@ def plan_rows(
     kinds = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory.items())
     rows = _model_rows(model, mesh_config, training, device) + [("bytes per device", kinds)]
     if compiles:
-        compiled, seconds = _compile(model, optimizer, mesh, mesh_config, training, shard_over_data)
+        compiled, seconds = _compile(model, optimizer, mesh, mesh_config, training, shard_over_data, packed)
         analysis = compiled.memory_analysis()
         total = analysis.peak_memory_in_bytes
         rows += [
@@ -108,7 +109,15 @@ def _devices(count: int, device: Device) -> list:
     return compat.compile_only_devices(count, template.substitute(numbers, name=device.name))
 
 
-def _compile(model, optimizer, mesh: Mesh, mesh_config: MeshConfig, training: TrainingConfig, shard_over_data: bool):
+def _compile(
+    model: Model,
+    optimizer: Optimizer,
+    mesh: Mesh,
+    mesh_config: MeshConfig,
+    training: TrainingConfig,
+    shard_over_data: bool,
+    packed: bool,
+):
     """-> (compiled train step, seconds)."""
     start = time.perf_counter()
     shardings = state_shardings(model, optimizer, mesh, shard_over_data)
@@ -116,7 +125,8 @@ def _compile(model, optimizer, mesh: Mesh, mesh_config: MeshConfig, training: Tr
     batch = training.schedule(mesh_config)(training.steps)
     shape = (batch.num_microbatches, batch.microbatch, training.sequence_length)
     array = lambda dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, batch_spec()))
-    arrays = {name: array(jnp.int32) for name in ("tokens", "labels", "positions")} | {"loss_mask": array(jnp.float32)}
+    names = ("tokens", "labels", "positions", *(("segment_ids",) if packed else ()))
+    arrays = {name: array(jnp.int32) for name in names} | {"loss_mask": array(jnp.float32)}
     step = make_train_step(
         model, optimizer, loss_mean=training.loss_mean, group=training.microbatch_size, seed=training.seed
     )

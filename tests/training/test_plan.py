@@ -30,7 +30,8 @@ def rows_of(config: Config, device: str = "h100") -> dict[str, str]:
     model = Model(config.model, config.precision)
     optimizer = Optimizer(config.optimizer, model.decay_mask)
     shard_over_data = config.optimizer.shard_over_data
-    return dict(plan_rows(model, optimizer, config.mesh, config.training, shard_over_data, plan_device(device)))
+    packed = not config.data.cross_document_attention
+    return dict(plan_rows(model, optimizer, config.mesh, config.training, shard_over_data, packed, plan_device(device)))
 
 
 def num_bytes(text: str) -> float:
