@@ -54,8 +54,8 @@ def gpt_tiny() -> Config:
 def gpt2_124m() -> Config:
     """GPT-2 small (Radford et al. 2019), 124 M parameters, at the batch of about half a million tokens.
 
-    Hardware: one GPU. Data: any; --data.source=text --data.text=stdlib --data.tokenizer=sentencepiece:16384 for Python's
-    own sources.
+    Hardware: one GPU. Data: any; --data.source=text --data.text=stdlib --data.tokenizer=sentencepiece:16384 for
+    the sources of Python itself.
     Measured: 425k tokens/s, MFU 36.7 % (34.3 % causal), loss 10.93 -> 2.99 in 400 steps of 64 x 1024 tokens of Python
     sources (one H100 80GB, jax 0.11.2, 2026-11-21, commit 5e4a439).
     Command: python train.py --config=gpt2_124m --data.source=indexed --data.paths=PREFIX

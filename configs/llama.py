@@ -35,7 +35,7 @@ def llama3_70b() -> Config:
         mesh=MeshConfig(fsdp=8, tensor=8),
         data=DataConfig(source="mock", tokenizer="null:128256", cross_document_attention=True),
         optimizer=OptimizerConfig(learning_rate=1.5e-4, min_learning_rate=1.5e-5, warmup_steps=2000),
-        training=TrainingConfig(steps=100_000, global_batch_size=128, microbatch_size=1, sequence_length=8192),
+        training=TrainingConfig(steps=100_000, global_batch_size=128, microbatch_size=2, sequence_length=8192),
     )
 
 
