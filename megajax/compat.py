@@ -8,6 +8,7 @@ import jax
 import jax.experimental.topologies
 import jax.extend.random
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType
 
 
@@ -47,6 +48,11 @@ def compile_only_devices(num_devices: int, target: str) -> list:
 
 def is_auto(axis_type: AxisType) -> bool:
     return axis_type == AxisType.Auto
+
+
+def row_major(x: jax.Array) -> jax.Array:
+    """x, stored with its last dim contiguous from here on."""
+    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
 
 def varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -83,6 +83,16 @@ def free_axes() -> dict[str, int]:
             if compat.is_auto(kind)}  # fmt: skip
 
 
+def row_major(params, params_axes):
+    """Arrays laid out like parameters, each part stored with its last dim contiguous.
+
+    Reducing a gradient over fsdp along its last dim makes XLA store it transposed; the optimizer would follow, and
+    transpose parameter and moments to and fro: six arrays instead of one.
+    """
+    place = lambda axes, x: manual(compat.row_major, (weight_spec(axes),), weight_spec(axes))(x)
+    return jax.tree.map(place, params_axes, params, is_leaf=lambda x: isinstance(x, tuple))
+
+
 def activation_spec(shape: Sequence[int], axes: Sequence[str | None]) -> P:
     """PartitionSpec of an activation on the current mesh.
 

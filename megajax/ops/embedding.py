@@ -1,6 +1,6 @@
 """Vocabulary-parallel embedding lookup (Shoeybi et al. 2019, section 3).
 
-Dimensions: B batch, T sequence, V vocabulary, D model width.
+Dimensions: B batch, T sequence, V vocabulary, D model width, P parts of D over fsdp.
 Each device of `tensor` holds V / tensor rows, looks up the tokens that are its own and the results are summed;
 with sequence parallelism the sum is a reduce-scatter over T. XLA's own gather on such a table aborts inside a
 pipeline stage.
@@ -55,9 +55,13 @@ def _backward(dtype, residuals, d_out_BTD):
         num_rows = table_VD.shape[0] // lax.axis_size("tensor")
         local, inside = _local_rows(tokens_BT, num_rows)
         rows = jnp.where(inside, local, num_rows)  # out of range: dropped
-        d_table_VD = jnp.zeros((num_rows, d_out_BTD.shape[-1]), jnp.float32)
-        d_table_VD = d_table_VD.at[rows].add(d_out_BTD.astype(jnp.float32), mode="drop")
-        d_table_VD = lax.psum_scatter(d_table_VD, "fsdp", scatter_dimension=1, tiled=True)
+        # Each device of fsdp gets its part of D. The parts are laid out one after another from the start: scattering
+        # along the last dim would transpose the whole table.
+        parts = lax.axis_size("fsdp")
+        d_out_PBTD = jnp.moveaxis(d_out_BTD.reshape(*rows.shape, parts, -1), 2, 0).astype(jnp.float32)
+        d_table_PVD = jnp.zeros((parts, num_rows, d_out_PBTD.shape[-1]), jnp.float32)
+        d_table_PVD = d_table_PVD.at[:, rows].add(d_out_PBTD, mode="drop")
+        d_table_VD = lax.psum_scatter(d_table_PVD, "fsdp", scatter_dimension=0)
         return lax.psum(d_table_VD, tuple(axis for axis in (*BATCH_AXES, "context") if axis != "fsdp"))
 
     gradient = manual(body, (tokens_spec, d_out_spec), P("tensor", "fsdp"))

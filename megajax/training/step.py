@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.models.model import Model
 from megajax.optim.distributed import optimizer_shardings
 from megajax.optim.optimizer import Optimizer, global_norm
+from megajax.sharding import row_major
 
 LossMean = Literal["token", "microbatch"]
 
@@ -73,7 +74,7 @@ def make_train_step(model: Model, optimizer: Optimizer, *, loss_mean: LossMean, 
             return model.loss(params, batch, key=key, train=True)
 
         (value, auxiliary), grads = jax.value_and_grad(loss, has_aux=True)(params)
-        return value, auxiliary, jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        return value, auxiliary, row_major(jax.tree.map(lambda g: g.astype(jnp.float32), grads), model.axes)
 
     def train_step(state: TrainState, batch: dict, learning_rate: jax.Array):
         weights = loss_weights(batch["loss_mask"], loss_mean, group)
