@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 import jax
 import numpy as np
 
-from megajax.layers.mlp import GATED
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
+from megajax.ops.activation import GATED
 from megajax.precision import PrecisionConfig
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")

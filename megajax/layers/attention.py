@@ -8,7 +8,9 @@ import dataclasses
 import math
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from megajax.layers.norm import Norm, NormConfig
 from megajax.layers.rope import apply_rope
@@ -62,7 +64,7 @@ class Attention(nnx.Module):
         dropout_key: drops attention probabilities if given and the config says so.
         """
         config = self.config
-        q_BTNH, k_BTKH, v_BTKH = self._project(x_BTD)
+        q_BTNH, k_BTKH, v_BTKH = (checkpoint_name(y, "qkv") for y in self._project(x_BTD))
         if config.qk_norm is not None:
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
         if config.use_rope:
@@ -91,7 +93,8 @@ class Attention(nnx.Module):
         config = self.config
         D, K, H = config.embed_dim, config.num_kv_heads, config.head_dim
         weights = [self.query[...].reshape(D, K, -1, H), self.key[...][:, :, None], self.value[...][:, :, None]]
-        q, k, v = matmul_side_by_side(x_BTD, weights, axis=2)
+        heads = config.num_heads // K
+        q, k, v = jnp.split(matmul_side_by_side(x_BTD, weights, axis=2), (heads, heads + 1), axis=3)
         q, k, v = q.reshape(*x_BTD.shape[:2], config.num_heads, H), k[..., 0, :], v[..., 0, :]
         if config.bias:
             q += self.query_bias[...].astype(q.dtype)

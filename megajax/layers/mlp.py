@@ -5,26 +5,15 @@ Tensor parallel: gate and up split F (Megatron's "column"), down splits F ("row"
 """
 
 import dataclasses
-import functools
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
+from megajax.ops.activation import GATED, Activation, activate
 from megajax.ops.matmul import matmul, matmul_side_by_side
 from megajax.sharding import constrain, weight
-
-Activation = Literal["gelu", "gelu_tanh", "swiglu", "geglu", "squared_relu"]
-
-_ACTIVATIONS = {
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
-    "swiglu": jax.nn.silu,
-    "geglu": functools.partial(jax.nn.gelu, approximate=False),
-    "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
-}
-GATED = ("swiglu", "geglu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,14 +47,11 @@ class Mlp(nnx.Module):
             self.down_bias = weight((config.embed_dim,), ("norm",), zeros, rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        activation, names = _ACTIVATIONS[self.config.activation], self._wide_names
-        wide = matmul_side_by_side(x_BTD, [getattr(self, name)[...][:, None] for name in names], axis=1)
-        wide_BTF = [constrain(y[..., 0, :], "batch", "time", "mlp") for y in wide]
+        weights = [getattr(self, name)[...][:, None] for name in self._wide_names]
+        wide_BTWF = constrain(matmul_side_by_side(x_BTD, weights, axis=1), "batch", "time", None, "mlp")
         if self.config.bias:
-            biases = [getattr(self, f"{name}_bias")[...] for name in names]
-            wide_BTF = [y + bias.astype(y.dtype) for y, bias in zip(wide_BTF, biases, strict=True)]
-        hidden_BTF = activation(wide_BTF[0])
-        if len(wide_BTF) == 2:
-            hidden_BTF *= wide_BTF[1]
-        out_BTD = matmul(hidden_BTF, self.down[...])
+            biases = [getattr(self, f"{name}_bias")[...] for name in self._wide_names]
+            wide_BTWF += jnp.stack(biases).astype(wide_BTWF.dtype)
+        hidden_BTF = activate(checkpoint_name(wide_BTWF, "mlp_wide"), self.config.activation)
+        out_BTD = matmul(checkpoint_name(hidden_BTF, "mlp_hidden"), self.down[...])
         return out_BTD + self.down_bias[...].astype(out_BTD.dtype) if self.config.bias else out_BTD

@@ -14,11 +14,12 @@ from flax import nnx
 from megajax.layers.attention import AttentionConfig
 from megajax.layers.block import Recompute, Stack
 from megajax.layers.dropout import dropout
-from megajax.layers.mlp import Activation, MlpConfig
+from megajax.layers.mlp import MlpConfig
 from megajax.layers.norm import Norm, NormConfig
 from megajax.layers.rope import RopeConfig, rope_tables
 from megajax.layers.transformer import TransformerLayerConfig
 from megajax.mesh import MeshConfig
+from megajax.ops.activation import Activation
 from megajax.ops.cross_entropy import cross_entropy
 from megajax.ops.embedding import embed
 from megajax.ops.matmul import matmul

@@ -1,7 +1,7 @@
 """Vocabulary-parallel cross-entropy of the output layer, in chunks, with its gradients computed in the forward pass.
 
-Dimensions: B batch, T sequence, C part of the sequence, D model width, V vocabulary.
-The logits of one chunk at a time exist, [B, C, V / tensor] float32; each is turned at once into its part of the loss,
+Dimensions: B batch, T sequence, C part of the tokens, D model width, V vocabulary.
+The logits of one chunk at a time exist, [C, V / tensor] float32; each is turned at once into its part of the loss,
 of dx and of the gradient of the output matrix, so nothing is recomputed in the backward pass (Hsu et al. 2024, Liger
 Kernel, https://arxiv.org/abs/2410.10989). Over `tensor` three numbers a token are reduced (Shoeybi et al. 2019).
 """
@@ -13,11 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from megajax import compat
 from megajax.ops.matmul import dot_precision
 from megajax.sharding import BATCH_AXES, activation_spec, manual
 
-MAX_CHUNK_BYTES = 512 * 2**20  # of float32 logits on a device
+MAX_CHUNK_BYTES = 2 * 2**30  # of float32 logits on a device; each chunk reads and writes the gradient of the head once
 
 
 def cross_entropy(
@@ -86,49 +85,46 @@ def _run(x_BTD, head_DV, labels_BT, weights_BT, options, with_gradients):
 def _chunks(x_BTD, head_DV, labels_BT, weights_BT, options, with_gradients):
     """-> (sum of the losses, dx, dhead): this device's parts of sums over `tensor` (dx) and over the batch (dhead)."""
     *loss_options, max_chunk_bytes = options
-    batch, length, _ = x_BTD.shape
-    fits = lambda n: length % n == 0 and batch * (length // n) * head_DV.shape[1] * 4 <= max_chunk_bytes
-    num_chunks = next((n for n in range(1, length) if fits(n)), length)
-    step = functools.partial(_chunk, head_DV=head_DV, options=loss_options, with_gradients=with_gradients)
-    if num_chunks == 1:
-        return step(x_BTD, labels_BT, weights_BT)
-
-    def scan_step(d_head_sum, chunk):
-        loss, d_x, d_head = step(*chunk)
-        return (d_head_sum + d_head if with_gradients else d_head_sum), (loss, d_x)
-
-    split = lambda a: jnp.moveaxis(a.reshape(batch, num_chunks, length // num_chunks, *a.shape[2:]), 1, 0)
+    num_tokens = labels_BT.size
+    fits = lambda n: num_tokens % n == 0 and num_tokens // n * head_DV.shape[1] * 4 <= max_chunk_bytes
+    num_chunks = next((n for n in range(1, num_tokens) if fits(n)), num_tokens)
+    split = lambda a: a.reshape(num_chunks, num_tokens // num_chunks, *a.shape[2:])
     chunks = tuple(split(a) for a in (x_BTD, labels_BT, weights_BT))
-    axes = tuple({axis for a in (x_BTD, head_DV, labels_BT, weights_BT) for axis in compat.varying_axes(a)})
-    start = compat.varying(jnp.zeros(head_DV.shape if with_gradients else (), jnp.float32), axes)
-    d_head, (losses, d_x) = lax.scan(scan_step, start, chunks)
-    if with_gradients:
-        d_x = jnp.moveaxis(d_x, 0, 1).reshape(x_BTD.shape)
-    return jnp.sum(losses), d_x, d_head
+    step = functools.partial(_chunk, head_DV=head_DV, options=loss_options, with_gradients=with_gradients)
+
+    def scan_step(sums, chunk):
+        loss, d_x, d_head = step(*chunk)
+        return jax.tree.map(jnp.add, sums, (loss, d_head)), d_x
+
+    loss, d_x, d_head = step(*(a[0] for a in chunks))
+    if num_chunks > 1:
+        (loss, d_head), others = lax.scan(scan_step, (loss, d_head), tuple(a[1:] for a in chunks))
+        d_x = jnp.concatenate([d_x[None], others]) if with_gradients else None
+    return loss, d_x.reshape(x_BTD.shape) if with_gradients else None, d_head
 
 
-def _chunk(x_BCD, labels_BC, weights_BC, *, head_DV, options, with_gradients):
+def _chunk(x_CD, labels_C, weights_C, *, head_DV, options, with_gradients):
     z_loss, label_smoothing = options
-    dot = functools.partial(jnp.einsum, precision=dot_precision(x_BCD.dtype), preferred_element_type=jnp.float32)
-    logits_BCV = dot("bcd,dv->bcv", x_BCD, head_DV)
+    dot = functools.partial(jnp.einsum, precision=dot_precision(x_CD.dtype), preferred_element_type=jnp.float32)
+    logits_CV = dot("cd,dv->cv", x_CD, head_DV)
     vocab = head_DV.shape[1] * lax.axis_size("tensor")
-    labels_BC = labels_BC - lax.axis_index("tensor") * head_DV.shape[1]
-    is_label_BCV = labels_BC[..., None] == jnp.arange(head_DV.shape[1])
+    labels_C = labels_C - lax.axis_index("tensor") * head_DV.shape[1]
+    is_label_CV = labels_C[:, None] == jnp.arange(head_DV.shape[1])
 
-    top_BC = lax.pmax(lax.stop_gradient(jnp.max(logits_BCV, -1)), "tensor")
-    exp_BCV = jnp.exp(logits_BCV - top_BC[..., None])
+    top_C = lax.pmax(lax.stop_gradient(jnp.max(logits_CV, -1)), "tensor")
+    exp_CV = jnp.exp(logits_CV - top_C[:, None])
     # log p of the label and, for smoothing, the mean of all log p: both linear in the logits, so one reduction.
     smoothing = label_smoothing * vocab / (vocab - 1)
-    target_BCV = jnp.where(is_label_BCV, 1.0 - smoothing, 0.0) + smoothing / vocab
-    sums = jnp.sum(exp_BCV, -1), jnp.sum(logits_BCV * target_BCV, -1)
-    total_BC, expected_BC = lax.psum(sums, "tensor")
-    lse_BC = top_BC + jnp.log(total_BC)
-    loss = jnp.sum(weights_BC * (lse_BC - expected_BC + z_loss * lse_BC**2))
+    target_CV = jnp.where(is_label_CV, 1.0 - smoothing, 0.0) + smoothing / vocab
+    sums = jnp.sum(exp_CV, -1), jnp.sum(logits_CV * target_CV, -1)
+    total_C, expected_C = lax.psum(sums, "tensor")
+    lse_C = top_C + jnp.log(total_C)
+    loss = jnp.sum(weights_C * (lse_C - expected_C + z_loss * lse_C**2))
     if not with_gradients:
         return loss, None, None
 
-    d_lse_BC = weights_BC * (1.0 + 2.0 * z_loss * lse_BC)
-    d_logits_BCV = exp_BCV * (d_lse_BC / total_BC)[..., None] - weights_BC[..., None] * target_BCV
-    d_logits_BCV = d_logits_BCV.astype(x_BCD.dtype)
-    d_x_BCD = dot("bcv,dv->bcd", d_logits_BCV, head_DV).astype(x_BCD.dtype)
-    return loss, d_x_BCD, dot("bcd,bcv->dv", x_BCD, d_logits_BCV)
+    d_lse_C = weights_C * (1.0 + 2.0 * z_loss * lse_C)
+    d_logits_CV = exp_CV * (d_lse_C / total_C)[:, None] - weights_C[:, None] * target_CV
+    d_logits_CV = d_logits_CV.astype(x_CD.dtype)
+    d_x_CD = dot("cv,dv->cd", d_logits_CV, head_DV).astype(x_CD.dtype)
+    return loss, d_x_CD, dot("cd,cv->dv", x_CD, d_logits_CV)

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 MIN_JOINED_ROWS = 512
 
@@ -22,18 +21,16 @@ def matmul(x: jax.Array, w: jax.Array, num_contracted: int = 1) -> jax.Array:
     return jax.lax.dot_general(x, w.astype(x.dtype), (dims, ((), ())), precision=dot_precision(x.dtype))
 
 
-def matmul_side_by_side(x: jax.Array, weights: Sequence[jax.Array], axis: int) -> list[jax.Array]:
-    """[matmul(x, w) for w in weights] as one product, where x [..., D] has rows enough to be worth it.
+def matmul_side_by_side(x: jax.Array, weights: Sequence[jax.Array], axis: int) -> jax.Array:
+    """[matmul(x, w) for w in weights] joined along `axis` of the weights, computed as one product.
 
     weights: [D, ...], equal but for their size along `axis` (counted with D as 0), which must not be a dim that the
     mesh splits. One product makes x's gradient in one go too, instead of as a sum of several. With few rows
     (decoding) the time is that of reading the weights, and joining them would read them twice.
     """
     if math.prod(x.shape[:-1]) < MIN_JOINED_ROWS:
-        return [matmul(x, w) for w in weights]
-    joined = jnp.concatenate([w.astype(x.dtype) for w in weights], axis)
-    ends = np.cumsum([w.shape[axis] for w in weights])[:-1]
-    return jnp.split(matmul(x, joined), ends.tolist(), axis=x.ndim - 2 + axis)
+        return jnp.concatenate([matmul(x, w) for w in weights], x.ndim - 2 + axis)
+    return matmul(x, jnp.concatenate([w.astype(x.dtype) for w in weights], axis))
 
 
 def dot_precision(dtype: jnp.dtype) -> jax.lax.Precision:

@@ -29,9 +29,10 @@ def test_side_by_side_equals_one_by_one(min_rows, monkeypatch):
     weights = [normal(1, 8, 2, 3, 4), normal(2, 8, 2, 1, 4), normal(3, 8, 2, 1, 4)]
 
     def loss(together, x, weights):
-        many = matmul_side_by_side(x, weights, axis=2) if together else [matmul(x, w) for w in weights]
-        assert [y.shape for y in many] == [(2, 3, 2, 3, 4), (2, 3, 2, 1, 4), (2, 3, 2, 1, 4)]
-        return sum(jnp.sum(jnp.sin(y)) for y in many)
+        apart = lambda: jnp.concatenate([matmul(x, w) for w in weights], axis=3)
+        many = matmul_side_by_side(x, weights, axis=2) if together else apart()
+        assert many.shape == (2, 3, 2, 5, 4)
+        return jnp.sum(jnp.sin(many) * jnp.arange(1.0, 6.0)[:, None])
 
     got, want = (jax.value_and_grad(loss, (1, 2))(together, x, weights) for together in (True, False))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):

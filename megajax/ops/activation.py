@@ -1,0 +1,47 @@
+"""Nonlinearities of feed-forward layers, plain and gated (Hendrycks and Gimpel 2016; Shazeer 2020; So et al. 2021).
+
+Dimensions: F feed-forward width, W products of a token that the nonlinearity reads: 2 (gate, up) if gated, else 1.
+The backward pass keeps the products alone and computes the rest again from them: what autodiff would keep (tanh, or the
+sigmoid) costs two passes over the widest array of a layer, 4.4 of 268 ms of gpt_1p3b on one H100.
+"""
+
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+Activation = Literal["gelu", "gelu_tanh", "swiglu", "geglu", "squared_relu"]
+
+_FUNCTIONS = {
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "swiglu": jax.nn.silu,
+    "geglu": functools.partial(jax.nn.gelu, approximate=False),
+    "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
+}
+GATED = ("swiglu", "geglu")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def activate(wide_WF: jax.Array, name: Activation) -> jax.Array:
+    """f(gate) * up of [..., 2, F] if gated, else f of [..., 1, F] -> [..., F], in the same dtype."""
+    return _formula(wide_WF, name)
+
+
+def _formula(wide_WF, name):
+    hidden_F = _FUNCTIONS[name](wide_WF[..., 0, :])
+    return hidden_F * wide_WF[..., 1, :] if name in GATED else hidden_F
+
+
+def _forward(wide_WF, name):
+    return _formula(wide_WF, name), wide_WF
+
+
+def _backward(name, wide_WF, d_hidden_F):
+    # The barrier keeps XLA from finding the forward's tanh again and storing it after all.
+    wide_WF = jax.lax.optimization_barrier(wide_WF)
+    return jax.vjp(functools.partial(_formula, name=name), wide_WF)[1](d_hidden_F)
+
+
+activate.defvjp(_forward, _backward)
