@@ -32,6 +32,13 @@ def mesh_platform() -> str:
     return jax.default_backend() if device is None else device.platform
 
 
+def mosaic_problem() -> str:
+    """Why Pallas Mosaic GPU kernels for Hopper cannot run on the current mesh, or an empty string."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    kind = jax.devices()[0].device_kind if device is None else device.device_kind
+    return "" if any(name in kind for name in ("H100", "H200", "H800", "H20")) else f"no kernels for {kind}"
+
+
 def gpu_compiler_installed() -> bool:
     """Whether the CUDA plugin of JAX is installed (it compiles for GPUs that are not there)."""
     return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13, 14))
@@ -53,6 +60,12 @@ def is_auto(axis_type: AxisType) -> bool:
 def row_major(x: jax.Array) -> jax.Array:
     """x, stored with its last dim contiguous from here on."""
     return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+
+
+def varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Marks x as different on every device of the manual `axes` (no data moves)."""
+    missing = tuple(axis for axis in axes if axis not in jax.typeof(x).mat.varying)
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def counter_bits(key: jax.Array, high: jax.Array, low: jax.Array) -> jax.Array:

@@ -6,7 +6,7 @@ from typing import Literal
 import jax
 from flax import nnx
 
-from megajax.ops.norm import layer_norm, rms_norm
+from megajax.ops.norm import layer_norm, residual_norm, rms_norm
 from megajax.sharding import weight
 
 
@@ -28,7 +28,15 @@ class Norm(nnx.Module):
             self.bias = weight((dim,), ("norm",), nnx.initializers.zeros, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        scale, bias = self._parameters()
+        return (
+            rms_norm(x, scale, self.config.epsilon) if bias is None else layer_norm(x, scale, bias, self.config.epsilon)
+        )
+
+    def residual(self, x_BTD: jax.Array, y_BTD: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        """(x + y, the same normalised), for what goes on and what is read of the residual stream."""
+        return residual_norm(x_BTD, y_BTD, *self._parameters(), self.config.epsilon)
+
+    def _parameters(self) -> tuple[jax.Array, jax.Array | None]:
         scale = self.scale[...] + 1 if self.config.zero_centered else self.scale[...]
-        if self.config.kind == "layernorm":
-            return layer_norm(x, scale, self.bias[...], self.config.epsilon)
-        return rms_norm(x, scale, self.config.epsilon)
+        return scale, self.bias[...] if self.config.kind == "layernorm" else None

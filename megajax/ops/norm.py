@@ -1,10 +1,23 @@
 """Layer normalisation (Ba et al. 2016) and RMS normalisation (Zhang and Sennrich 2019), over the last dim.
 
-XLA fuses each forward into one pass; the statistics are float32 whatever the dtype of x.
+Dimensions: B batch, T sequence, R rows, D model width.
+Statistics are float32 whatever the dtype of x. `residual_norm` is the one on the residual stream: it owns its
+derivative and its sharding, and takes a kernel of its own on Hopper (pallas_kernels/norm.py).
 """
+
+import functools
+import logging
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from megajax import compat
+from megajax.sharding import activation_spec, free_axes, manual
+from pallas_kernels import norm as kernel
+
+logger = logging.getLogger("megajax")
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
@@ -20,3 +33,93 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, epsilon: float) 
     centred = x32 - jnp.mean(x32, -1, keepdims=True)
     inverse_std = jax.lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + epsilon)
     return (centred * inverse_std * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
+
+
+def residual_norm(
+    x_BTD: jax.Array, y_BTD: jax.Array | None, scale_D: jax.Array, bias_D: jax.Array | None, epsilon: float
+) -> tuple[jax.Array, jax.Array]:
+    """(s = x + y, or x if there is no y; layer_norm of s, or rms_norm if no bias), laid out as batch, sequence.
+
+    The gradients of the two results meet in one pass over the rows. The gradient of x is computed as such, not inside
+    whatever reads it: everything on the residual stream is local to a row, so XLA would fuse the norm gradients of all
+    layers into each other: compile time grows with the square of the layers (7 B, 4 layers: 47 s instead of 5 s) and
+    each fusion computes the later layers again.
+    """
+    return _residual_norm(x_BTD, y_BTD, scale_D, bias_D, (epsilon, _backend(x_BTD)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _residual_norm(x_BTD, y_BTD, scale_D, bias_D, options):
+    epsilon, backend = options
+    if backend == "xla":
+        total_BTD = x_BTD if y_BTD is None else x_BTD + y_BTD
+        return total_BTD, _reference(total_BTD, scale_D, bias_D, epsilon)
+
+    def body(x_BTD, y_BTD, scale_D, bias_D):
+        total, normed = kernel.forward(_rows(x_BTD), _rows(y_BTD), scale_D, bias_D, epsilon=epsilon)
+        return total.reshape(x_BTD.shape), normed.reshape(x_BTD.shape)
+
+    spec = _spec(x_BTD)
+    return manual(body, (spec, spec, P(), P()), (spec, spec))(x_BTD, y_BTD, scale_D, bias_D)
+
+
+def _forward(x_BTD, y_BTD, scale_D, bias_D, options):
+    total_BTD, normed_BTD = _residual_norm(x_BTD, y_BTD, scale_D, bias_D, options)
+    return (total_BTD, normed_BTD), (total_BTD, scale_D, bias_D, y_BTD is None)
+
+
+def _backward(options, residuals, gradients):
+    epsilon, backend = options
+    total_BTD, scale_D, bias_D, alone = residuals
+    d_total_BTD, d_normed_BTD = gradients
+    if backend == "xla":
+        normalise = lambda total, scale, bias: _reference(total, scale, bias, epsilon)
+        through_BTD, d_scale_D, d_bias_D = jax.vjp(normalise, total_BTD, scale_D, bias_D)[1](d_normed_BTD)
+        d_x_BTD = lax.optimization_barrier(d_total_BTD + through_BTD)
+        return d_x_BTD, None if alone else d_x_BTD, d_scale_D, d_bias_D
+
+    spec = _spec(total_BTD)
+    split_over = tuple(axis for entry in spec if entry for axis in ((entry,) if isinstance(entry, str) else entry))
+
+    def body(total_BTD, d_normed_BTD, d_total_BTD, scale_D):
+        centred = bias_D is not None
+        rows = (_rows(a) for a in (total_BTD, d_normed_BTD, d_total_BTD))
+        d_x_RD, *parts = kernel.backward(*rows, scale_D, centred=centred, epsilon=epsilon)
+        sums = (None if part is None else lax.psum(jnp.sum(part, 0), split_over) for part in parts)
+        return d_x_RD.reshape(total_BTD.shape), *sums
+
+    run = manual(body, (spec, spec, spec, P()), (spec, P(), P()))
+    d_x_BTD, d_scale_D, d_bias_D = run(total_BTD, d_normed_BTD, d_total_BTD, scale_D)
+    return d_x_BTD, None if alone else d_x_BTD, d_scale_D, d_bias_D
+
+
+_residual_norm.defvjp(_forward, _backward)
+
+
+def _reference(x, scale, bias, epsilon):
+    return rms_norm(x, scale, epsilon) if bias is None else layer_norm(x, scale, bias, epsilon)
+
+
+def _rows(a_BTD):
+    return None if a_BTD is None else a_BTD.reshape(-1, a_BTD.shape[-1])
+
+
+def _spec(x_BTD) -> P:
+    return activation_spec(x_BTD.shape, ("batch", "sequence", None))
+
+
+def _backend(x_BTD) -> str:
+    sizes = free_axes()
+    parts = 1
+    for entry in _spec(x_BTD):
+        for axis in () if entry is None else (entry,) if isinstance(entry, str) else entry:
+            parts *= sizes[axis]
+    rows = x_BTD.size // x_BTD.shape[-1] // parts
+    reason = compat.mosaic_problem() or kernel.problem(rows, x_BTD.shape[-1], x_BTD.dtype)
+    _log_choice(reason)
+    return "xla" if reason else "kernel"
+
+
+@functools.cache
+def _log_choice(reason: str) -> None:
+    logger.info("norm: %s", f"XLA ({reason})" if reason else "fused with the residual (pallas_kernels/norm.py)")

@@ -1,0 +1,129 @@
+"""RMSNorm and LayerNorm with the residual addition before them, for Hopper (Pallas, Mosaic GPU).
+
+Forward: s = x + y; normed = (s - mean(s)) / sqrt(var(s) + epsilon) * scale + bias, the mean only where there is a bias
+(Ba et al. 2016; without: Zhang and Sennrich 2019). Backward, with h = (s - mean) * inverse and g = d_normed * scale:
+d_s = d_residual + inverse * (g - h * mean(g * h) - mean(g)), d_scale = sum over rows of d_normed * h, d_bias that of
+d_normed.
+
+Dimensions: R rows, D width. bfloat16 or float16 rows; statistics, scale and bias float32. Both directions read and
+write each row once, 128 threads a row, whose values stay in registers: D / 128 a thread and array, no shared memory but
+for the sum over four warps. A block walks over its rows with its part of the sums for scale and bias; the sum over
+blocks, [blocks, D], is left to XLA. Bytes: forward 8 R D (4 without y), backward 8 R D.
+Refused: D that is no multiple of 128 or above 8192 (registers), see `problem`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+MAX_BLOCKS = 132 * 8  # of the 132 multiprocessors of an H100, eight blocks each keep enough loads in flight
+MAX_WIDTH = 8192
+
+
+def problem(num_rows: int, width: int, dtype: jnp.dtype) -> str:
+    """Why these kernels cannot be used, or an empty string."""
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"dtype {dtype}"
+    if width % 128 or width > MAX_WIDTH:
+        return f"width {width}"
+    return "" if num_rows % 8 == 0 else f"{num_rows} rows"
+
+
+def forward(
+    x_RD: jax.Array, y_RD: jax.Array | None, scale_D: jax.Array, bias_D: jax.Array | None, *, epsilon: float, **options
+) -> tuple[jax.Array, jax.Array]:
+    """-> (x + y, or x without y; normed), both [R, D] in x's dtype. options: of plgpu.kernel (interpret)."""
+    rows, width = x_RD.shape
+    blocks, load = _blocks(rows), _loader(width)
+    given = {"x": x_RD, "y": y_RD, "scale": scale_D, "bias": bias_D}
+    names = [name for name, array in given.items() if array is not None]
+
+    def body(*refs):
+        inputs, (*sum_ref, normed_ref) = dict(zip(names, refs, strict=False)), refs[len(names) :]
+        scale = load(inputs["scale"])
+        bias = load(inputs["bias"]) if bias_D is not None else None
+
+        def one_row(number, _):
+            row = lax.axis_index("block") * (rows // blocks) + number
+            total = load(inputs["x"], row)
+            if y_RD is not None:
+                total = (total + load(inputs["y"], row)).astype(x_RD.dtype)
+                sum_ref[0][row] = total
+                total = total.astype(jnp.float32)
+            normed = _normalised(total, epsilon, centred=bias is not None)[0] * scale
+            normed_ref[row] = (normed if bias is None else normed + bias).astype(x_RD.dtype)
+
+        lax.fori_loop(0, rows // blocks, one_row, None)
+
+    out = jax.ShapeDtypeStruct(x_RD.shape, x_RD.dtype)
+    outputs = _call(body, [out] * (1 if y_RD is None else 2), blocks, options)(*(given[name] for name in names))
+    return (x_RD, *outputs) if y_RD is None else tuple(outputs)
+
+
+def backward(
+    s_RD: jax.Array, d_normed_RD: jax.Array, d_residual_RD: jax.Array, scale_D: jax.Array, *, centred: bool,
+    epsilon: float, **options
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """-> (d_s [R, D] in s's dtype, d_scale, d_bias or None), the latter float32 [blocks, D], to be summed over blocks.
+
+    s: what the forward normalised. centred: it was a LayerNorm, which has a bias.
+    """
+    rows, width = s_RD.shape
+    blocks, load = _blocks(rows), _loader(width)
+
+    def body(s_ref, d_normed_ref, d_residual_ref, scale_ref, d_s_ref, *sum_refs):
+        block, scale = lax.axis_index("block"), load(scale_ref)
+
+        def one_row(number, sums):
+            row = block * (rows // blocks) + number
+            normed, inverse = _normalised(load(s_ref, row), epsilon, centred)
+            d_normed = load(d_normed_ref, row)
+            sums = [total + new for total, new in zip(sums, (d_normed * normed, d_normed), strict=False)]
+            d_normed *= scale
+            d_s = d_normed - normed * (jnp.sum(d_normed * normed) / width)
+            if centred:
+                d_s -= jnp.sum(d_normed) / width
+            d_s_ref[row] = (load(d_residual_ref, row) + d_s * inverse).astype(s_RD.dtype)
+            return sums
+
+        zeros = plgpu.layout_cast(jnp.zeros((width,), jnp.float32), _layout(width))
+        sums = lax.fori_loop(0, rows // blocks, one_row, [zeros] * len(sum_refs))
+        for ref, total in zip(sum_refs, sums, strict=True):
+            ref[block] = total
+
+    part = jax.ShapeDtypeStruct((blocks, width), jnp.float32)
+    out = [jax.ShapeDtypeStruct(s_RD.shape, s_RD.dtype), part] + ([part] if centred else [])
+    outputs = _call(body, out, blocks, options)(s_RD, d_normed_RD, d_residual_RD, scale_D)
+    return tuple(outputs) if centred else (*outputs, None)
+
+
+def _normalised(s, epsilon, centred):
+    if centred:
+        s -= jnp.sum(s) / s.shape[-1]
+    inverse = lax.rsqrt(jnp.sum(s * s) / s.shape[-1] + epsilon)
+    return s * inverse, inverse
+
+
+def _blocks(rows: int) -> int:
+    """The largest number of blocks that splits the rows evenly."""
+    return max(n for n in range(1, min(rows, MAX_BLOCKS) + 1) if rows % n == 0)
+
+
+def _layout(width: int):
+    """Consecutive elements of a row go to a thread by up to 16 bytes, the 128 threads side by side."""
+    vector = next(v for v in (8, 4, 2, 1) if width % (128 * v) == 0)
+    return plgpu.Layout.WG_STRIDED((width,), vec_size=vector)
+
+
+def _loader(width: int):
+    return lambda ref, index=(): plgpu.load(ref, index, layout=_layout(width)).astype(jnp.float32)
+
+
+def _call(body, out, blocks, options):
+    # No memory is read and written by the same thread, so no barriers are needed between loads and stores.
+    params = plgpu.CompilerParams(unsafe_no_auto_barriers=True)
+    run = functools.partial(plgpu.kernel, out_type=out, compiler_params=params, **options)
+    return run(body, grid=(blocks,), grid_names=("block",))
