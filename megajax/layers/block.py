@@ -1,34 +1,35 @@
 """The stack of layers: parameters stored stacked by kind, run unrolled or scanned, recomputed as asked.
 
-A layer is described by a hashable config with `kind` and `build(rngs)`, and called as
+A layer is described by a hashable config with `kind`, `saved` and `build(rngs)`, and called as
 `layer(x, inputs, cache, key) -> (x, cache, auxiliary losses)`. Layers of one kind (same parameter shapes) are stored as
 one layer whose parameters have a leading dim [layers of that kind]; what else differs between them (window, rotary or
 not) is in the config and so in the program. The stored form does not depend on how the stack is run.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Literal
 
 import jax
 from flax import nnx
 
-Recompute = Literal["none", "selective", "full"]
 
-_POLICIES = jax.checkpoint_policies
-# Selective keeps the results of the matmuls and of the attention and recomputes what lies between them.
-_SAVED = {
-    "selective": _POLICIES.save_from_both_policies(
-        _POLICIES.dots_with_no_batch_dims_saveable,
-        _POLICIES.save_only_these_names("attention_out", "attention_lse"),
-    ),
-    "full": _POLICIES.nothing_saveable,
-}
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """What a layer's forward pass leaves for its backward pass beside its input; the rest is computed again.
+
+    Names are those that the layer gives to its activations with `checkpoint_name`. None instead of a Saved: plain
+    automatic differentiation, nothing is computed again.
+    """
+
+    on_device: tuple[str, ...]
+    on_host: tuple[str, ...]
+    """Copied to pinned host memory after the forward pass and back before the backward pass."""
 
 
 class Stack(nnx.Module):
-    def __init__(self, layers: Sequence, *, scan: bool, recompute: Recompute, rngs: nnx.Rngs):
-        self.configs, self.scan, self.recompute = tuple(layers), scan, recompute
+    def __init__(self, layers: Sequence, *, scan: bool, rngs: nnx.Rngs):
+        self.configs, self.scan = tuple(layers), scan
         key = rngs.params()
         for kind in dict.fromkeys(config.kind for config in self.configs):
             numbers = [i for i, config in enumerate(self.configs) if config.kind == kind]
@@ -44,15 +45,21 @@ class Stack(nnx.Module):
         if self.scan and caches is None:
             x, auxiliary = self._scanned(x, inputs, states, key)
             return x, None, auxiliary
-        new_caches, auxiliary = [], {}
+        new_caches, auxiliary, token = [], {}, None
         caches = caches or (None,) * len(self.configs)
         slices = {kind: iter(unstack(state)) for kind, state in states.items()}
         for number, (config, cache) in enumerate(zip(self.configs, caches, strict=True)):
-            layer, state = self._layer(config, prevent_cse=True), next(slices[config.kind])
-            x, cache, losses = layer(state, x, inputs, cache, _fold(key, number))
+            layer, state = _layer(config, prevent_cse=True), next(slices[config.kind])
+            others = (inputs, cache, _fold(key, number))
+            if config.saved is None or not config.saved.on_host:
+                x, cache, losses = layer(state, x, *others)
+            else:
+                token = jax.numpy.zeros((), x.dtype) if token is None else token
+                (x, cache, losses), token = _offload_in_turn(layer, state, x, others, token)
             new_caches.append(cache)
             auxiliary = _add(auxiliary, losses)
-        return x, tuple(new_caches), auxiliary
+        # Adding the last token, a zero, keeps XLA from dropping them all.
+        return x if token is None else x + token, tuple(new_caches), auxiliary
 
     def _scanned(self, x, inputs, states, key):
         """One step of the scan is one period of the pattern of configs."""
@@ -66,7 +73,7 @@ class Stack(nnx.Module):
             for number, config in enumerate(pattern):
                 place = sum(other.kind == config.kind for other in pattern[:number])
                 state = jax.tree.map(lambda a, place=place: a[place], states[config.kind])
-                layer = self._layer(config, prevent_cse=False)
+                layer = _layer(config, prevent_cse=False)
                 x, _, losses = layer(state, x, inputs, None, _fold(key, first + number))
                 auxiliary = _add(auxiliary, losses)
             return x, auxiliary
@@ -74,13 +81,34 @@ class Stack(nnx.Module):
         x, auxiliary = jax.lax.scan(step, x, (states, period * jax.numpy.arange(steps)))
         return x, jax.tree.map(lambda a: a.sum(0), auxiliary)
 
-    def _layer(self, config, *, prevent_cse: bool):
-        def run(state, x, inputs, cache, key):
-            return nnx.merge(_graphdef(config), state)(x, inputs, cache, key)
 
-        if self.recompute == "none":
-            return run
-        return jax.checkpoint(run, policy=_SAVED[self.recompute], prevent_cse=prevent_cse)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _offload_in_turn(layer, state, x, others: tuple, token: jax.Array):
+    """layer(state, x, *others) -> (its result, token for the next layer).
+
+    What the layer leaves on the host is there before the next layer is done: one layer passes its token when its copies
+    have arrived, and the next one waits for the token with its result. XLA by itself copies no earlier than the
+    backward pass wants it back, and saves nothing. In a scan each turn of the loop waits for its copies anyway.
+    """
+    return layer(state, x, *others), token
+
+
+def _offload_forward(layer, state, x, others, token):
+    (x, *rest), backward = jax.vjp(lambda state, x: layer(state, x, *others), state, x)
+    x, token = jax.lax.optimization_barrier((x, token))
+    residuals, structure = jax.tree.flatten(backward)
+    on_host = [number for number, a in enumerate(residuals) if jax.typeof(a).memory_space == jax.memory.Space.Host]
+    copies, token = jax.lax.optimization_barrier(([residuals[number] for number in on_host], token))
+    for number, copy in zip(on_host, copies, strict=True):
+        residuals[number] = copy
+    return ((x, *rest), token), jax.tree.unflatten(structure, residuals)
+
+
+def _offload_backward(layer, backward, cotangents):
+    return *backward(cotangents[0]), None, None
+
+
+_offload_in_turn.defvjp(_offload_forward, _offload_backward)
 
 
 @jax.custom_vjp
@@ -98,6 +126,21 @@ unstack.defvjp(
     lambda tree: (unstack(tree), None),
     lambda _, gradients: (jax.tree.map(lambda *layers: jax.numpy.stack(layers), *gradients),),
 )
+
+
+def _layer(config, *, prevent_cse: bool):
+    def run(state, x, inputs, cache, key):
+        return nnx.merge(_graphdef(config), state)(x, inputs, cache, key)
+
+    if config.saved is None:
+        return run
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=config.saved.on_device,
+        names_which_can_be_offloaded=config.saved.on_host,
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    return jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)
 
 
 @functools.cache

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from megajax.layers.attention import AttentionConfig
-from megajax.layers.block import Recompute, Stack
+from megajax.layers.block import Stack
 from megajax.layers.dropout import dropout
 from megajax.layers.mlp import MlpConfig
 from megajax.layers.norm import Norm, NormConfig
 from megajax.layers.rope import RopeConfig, rope_tables
-from megajax.layers.transformer import TransformerLayerConfig
+from megajax.layers.transformer import Recompute, TransformerLayerConfig, saved_activations
 from megajax.mesh import MeshConfig
 from megajax.ops.activation import Activation
 from megajax.ops.cross_entropy import cross_entropy
@@ -88,7 +88,14 @@ class DecoderConfig:
     scan_layers: bool | None = None
     """Compile one layer and loop (fast compile) or all layers (fast step); None = loop beyond 40 layers."""
     recompute: Recompute = "none"
-    """What the backward pass computes again: nothing, all but matmuls and attention (selective), or whole layers."""
+    """What the backward pass computes again: nothing, the modules of recompute_modules (selective), or whole layers."""
+    recompute_modules: tuple[str, ...] = ("norm", "activation")
+    """With recompute=selective: any of norm, core_attention, attention, activation, mlp; see docs/memory.md."""
+    recompute_every: int = 1
+    """Of each n consecutive layers the first is recomputed, the others are not."""
+    offload: tuple[str, ...] = ()
+    """Activations kept in host memory between forward and backward pass: any of residual, normed, qkv, attention_out,
+    residual_mid, mlp_wide, mlp_hidden."""
 
     # ------------------------------------------------------------------ derived sizes
 
@@ -134,7 +141,9 @@ class DecoderConfig:
             out_init_std=out_std,
         )
         mlp = MlpConfig(self.embed_dim, self.width_of_mlp, self.activation, self.bias, self.init_std, out_std)
-        return TransformerLayerConfig(attention, mlp, norm, self.dropout)
+        recompute = self.recompute if number % self.recompute_every == 0 else "none"
+        saved = saved_activations(recompute, self.recompute_modules, self.offload)
+        return TransformerLayerConfig(attention, mlp, norm, self.dropout, saved)
 
     # ------------------------------------------------------------------ what others ask of a model config
 
@@ -249,7 +258,7 @@ class Decoder(nnx.Module):
         self.embedding = weight((V, D), ("vocab", "embed"), init, rngs)
         if config.position == "learned":
             self.position_embedding = weight((config.max_positions, D), ("positions", "embed"), init, rngs)
-        self.layers = Stack(config.layer_configs(), scan=config.scanned, recompute=config.recompute, rngs=rngs)
+        self.layers = Stack(config.layer_configs(), scan=config.scanned, rngs=rngs)
         self.final_norm = Norm(NormConfig(config.norm, config.norm_epsilon, config.norm_zero_centered), D, rngs=rngs)
         if not config.tied_embeddings:
             self.head = weight((D, V), ("embed", "vocab"), init, rngs)
