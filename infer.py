@@ -70,10 +70,12 @@ def bench(options: argparse.Namespace) -> None:
 
 def _engine(options: argparse.Namespace):
     from megajax.inference.engine import Engine
-    from megajax.mesh import AXES, MeshConfig
+    from megajax.mesh import AXES, MeshConfig, use_compilation_cache
 
     mesh = MeshConfig(**{axis: getattr(options, f"mesh.{axis}") for axis in AXES})
-    return Engine.from_run(options.run, mesh, options.step)
+    engine = Engine.from_run(options.run, mesh, options.step)
+    use_compilation_cache()
+    return engine
 
 
 def _sampling(options: argparse.Namespace):

@@ -5,6 +5,7 @@ would need, without a GPU.
 """
 
 import dataclasses
+import json
 import sys
 from pathlib import Path
 
@@ -46,10 +47,11 @@ def train(config: Config) -> str:
     from megajax.checkpoint.checkpointer import Checkpointer
     from megajax.data.loader import build_datasets, check_vocab_size
     from megajax.data.tokenizer import save_tokenizer
-    from megajax.mesh import make_mesh
+    from megajax.mesh import COMPILATION_CACHE, make_mesh, use_compilation_cache
     from megajax.models.model import Model
     from megajax.optim.optimizer import Optimizer
-    from megajax.training.card import startup_rows
+    from megajax.training.card import start_record, startup_rows
+    from megajax.training.compiler_options import compiler_options
     from megajax.training.console import Console
     from megajax.training.loop import Trainer
     from megajax.training.metrics import MetricsWriter
@@ -59,7 +61,9 @@ def train(config: Config) -> str:
     _check_same_run(config, run_dir)
     console = Console(enabled=first_process)
 
-    training = config.training
+    training, mesh = config.training, make_mesh(config.mesh)
+    model = Model(config.model, config.precision)
+    options = compiler_options(training.compiler_options, model, mesh)
     datasets = build_datasets(
         config.data,
         sequence_length=training.sequence_length,
@@ -74,12 +78,14 @@ def train(config: Config) -> str:
         run_dir.mkdir(parents=True, exist_ok=True)
         _write_config(config, run_dir)
         save_tokenizer(datasets.tokenizer, run_dir)
+        with (run_dir / "starts.jsonl").open("a") as file:
+            print(json.dumps(start_record(mesh, options)), file=file)
 
-    mesh = make_mesh(config.mesh)
-    model = Model(config.model, config.precision)
+    # All processes must find the same programs: one that has to compile waits for the others to autotune with it.
+    use_compilation_cache(COMPILATION_CACHE if jax.process_count() == 1 else run_dir / "compilation")
     optimizer = Optimizer(config.optimizer, model.decay_mask)
     shard_over_data = config.optimizer.shard_over_data
-    rows = startup_rows(model, optimizer, mesh, config.mesh, training, datasets, shard_over_data)
+    rows = startup_rows(model, optimizer, mesh, config.mesh, training, datasets, shard_over_data, options)
     console.card(f"megajax: {run_dir}", rows)
     writer = MetricsWriter(run_dir, config.logging, dataclasses.asdict(config)) if first_process else None
     with Checkpointer(run_dir, config.checkpoint) as checkpointer:
@@ -98,6 +104,7 @@ def train(config: Config) -> str:
             writer=writer,
             console=console,
             run_dir=run_dir,
+            compiler_options=options,
             meta={"config": dataclasses.asdict(config), "tokenizer": datasets.tokenizer.identity},
         )
         try:

@@ -1,5 +1,7 @@
 """Llama 3 (Dubey et al. 2024): RMSNorm, SwiGLU, grouped-query attention, rotary embedding."""
 
+import dataclasses
+
 from megajax.config import Config
 from megajax.data.loader import DataConfig
 from megajax.layers.rope import RopeConfig
@@ -21,6 +23,22 @@ def llama3_8b() -> Config:
         data=DataConfig(source="mock", tokenizer="null:128256", cross_document_attention=True),
         optimizer=OptimizerConfig(learning_rate=3e-4, min_learning_rate=3e-5, warmup_steps=2000),
         training=TrainingConfig(steps=100_000, global_batch_size=8, sequence_length=8192),
+    )
+
+
+def llama3_8b_8layers() -> Config:
+    """8 of the 32 layers of Llama 3 8B and a quarter of its vocabulary, sequence 4096: the wide one-GPU benchmark.
+
+    Hardware: one H100. Nothing is padded: 32064 is 501 * 64.
+    Command: python train.py --config=llama3_8b_8layers
+    """
+    llama = _llama3(num_layers=8, embed_dim=4096, num_heads=32, mlp_dim=14336)
+    return Config(
+        model=dataclasses.replace(llama, vocab_size=128256 // 4, vocab_multiple=64),
+        mesh=MeshConfig(fsdp=-1),
+        data=DataConfig(source="mock", tokenizer="null:32064", cross_document_attention=True),
+        optimizer=OptimizerConfig(learning_rate=3e-4, min_learning_rate=3e-5, warmup_steps=200),
+        training=TrainingConfig(steps=10_000, global_batch_size=2, sequence_length=4096),
     )
 
 

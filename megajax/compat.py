@@ -53,6 +53,16 @@ def compile_only_devices(num_devices: int, target: str) -> list:
     return list(topology.devices)
 
 
+def cudnn_version() -> int | None:
+    """9.14.0 is 91400; None without cuDNN, or where JAX does not say."""
+    try:
+        from jax._src.lib import cuda_versions
+
+        return cuda_versions and cuda_versions.cudnn_get_version()
+    except (ImportError, AttributeError):
+        return None
+
+
 def is_auto(axis_type: AxisType) -> bool:
     return axis_type == AxisType.Auto
 

@@ -7,6 +7,8 @@ import dataclasses
 import logging
 import math
 import os
+import re
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -16,6 +18,7 @@ from megajax import compat
 
 logger = logging.getLogger("megajax")
 
+COMPILATION_CACHE = "~/.cache/megajax/compilation"
 # From the slowest network to the fastest: neighbours on the last axes sit in one host.
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 
@@ -119,3 +122,30 @@ def use_compiler_without_gpu() -> None:
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0 " + os.environ.get("XLA_FLAGS", "")
     jax.config.update("jax_platforms", "cuda,cpu")
+
+
+def xla_flags() -> dict[str, str]:
+    """{name: value} of the flags that the user set in XLA_FLAGS, or in the file that it names."""
+    text = os.environ.get("XLA_FLAGS", "").strip()
+    if text and not text.startswith("-"):
+        text = Path(text).read_text()
+    return dict(re.findall(r"--(\w+)(?:=(\S*))?", text))
+
+
+def use_compilation_cache(folder: str | Path = COMPILATION_CACHE) -> None:
+    """From here on, programs that take a second or more to compile for a GPU are kept in `folder`, and found there.
+
+    JAX's own settings count more: JAX_COMPILATION_CACHE_DIR, JAX_ENABLE_COMPILATION_CACHE=false. On CPU nothing is
+    kept: programs for one CPU are taken for another, with warnings of illegal instructions (jax#38445).
+    """
+    if jax.config.jax_compilation_cache_dir is not None or jax.default_backend() != "gpu":
+        return
+    try:
+        folder = Path(folder).expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError("permission denied")
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+        logger.warning("compiled programs are not kept: %s cannot be written (%s)", folder, error)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))

@@ -81,6 +81,14 @@ CASES = {
         ["--data.tokenizer=null:4000"],
         ["model.vocab_size=2048", "data.tokenizer", "--model.vocab_size="],
     ),
+    "compiler option without a value": (
+        ["--training.compiler_options=xla_gpu_enable_triton_gemm"],
+        ["training.compiler_options", "xla_gpu_enable_triton_gemm", "xla_NAME=VALUE"],
+    ),
+    "compiler option that jaxlib does not know": (
+        ["--mesh.data=8", "--training.compiler_options=xla_gpu_colour=3"],
+        ["training.compiler_options", "xla_gpu_colour=3", "leave it out"],
+    ),
     "dropout": (["--model.dropout=1"], ["model.dropout=1.0", "below 1"]),
     "warm-up": (["--optimizer.warmup_steps=400"], ["optimizer.warmup_steps=400", "400"]),
 }  # fmt: skip

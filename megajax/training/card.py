@@ -1,10 +1,15 @@
 """The start-up card: what will be trained, on what, and what it will need."""
 
+import time
+from typing import Any
+
 import jax
+import jaxlib
 from jax.sharding import Mesh
 
+from megajax import compat
 from megajax.data.loader import Datasets
-from megajax.mesh import MeshConfig
+from megajax.mesh import MeshConfig, xla_flags
 from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer
 from megajax.training.console import format_bytes, format_count
@@ -20,6 +25,7 @@ def startup_rows(
     training: TrainingConfig,
     datasets: Datasets,
     shard_over_data: bool,
+    compiler_options: dict[str, str],
 ) -> list[tuple[str, str]]:
     """(name, value) rows for Console.card."""
     length = training.sequence_length
@@ -38,4 +44,19 @@ def startup_rows(
         ("batch", f"{training.global_batch_size} x {length} = {format_count(tokens)} tokens a step"),
         ("data", f"{format_count(datasets.train_tokens_per_epoch)} tokens an epoch, {epochs:.2f} epochs in "
                  f"{training.steps} steps"),
+        ("compiler options", " ".join(f"{name}={value}" for name, value in compiler_options.items()) or "none"),
     ]  # fmt: skip
+
+
+def start_record(mesh: Mesh, compiler_options: dict[str, str]) -> dict[str, Any]:
+    """What a start of the run ran on, for whoever compares speeds later: a line of starts.jsonl."""
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "devices": f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
+        "processes": jax.process_count(),
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "cudnn": compat.cudnn_version(),
+        "compiler_options": compiler_options,
+        "xla_flags": xla_flags(),
+    }

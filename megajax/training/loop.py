@@ -23,6 +23,7 @@ from megajax.optim.optimizer import Optimizer
 from megajax.optim.schedule import Schedule
 from megajax.training.batch_schedule import BatchSchedule
 from megajax.training.batches import device_batches
+from megajax.training.compiler_options import parse
 from megajax.training.console import Console
 from megajax.training.metrics import MetricsWriter
 from megajax.training.profiling import Profiler
@@ -32,8 +33,8 @@ from megajax.training.step import (
     TrainState,
     abstract_state,
     init_state,
+    jit_train_step,
     make_eval_step,
-    make_train_step,
     state_shardings,
 )
 from megajax.training.stop import StopRequest
@@ -67,6 +68,8 @@ class TrainingConfig:
     """Save and exit cleanly after so much time."""
     profile_steps: tuple[int, int] | None = None
     """(first, last): write a profile of these steps to run_dir/profile."""
+    compiler_options: str = ""
+    """XLA options of the train step beside or instead of the chosen ones: "xla_gpu_a=1 xla_gpu_b=x,y"."""
     sample_prompt: str = ""
     """Generate a sample from this prompt when the run is finished; empty: none."""
 
@@ -80,6 +83,7 @@ class TrainingConfig:
             raise ValueError(f"training.microbatch_size={self.microbatch_size} must be at least 1, or None")
         if self.profile_steps is not None and not 0 < self.profile_steps[0] <= self.profile_steps[1]:
             raise ValueError(f"training.profile_steps={self.profile_steps} must be (first, last), counted from 1")
+        parse(self.compiler_options)
         self.schedule(MeshConfig())
 
     def check_on(self, mesh: MeshConfig) -> None:
@@ -127,6 +131,7 @@ class Trainer:
     writer: MetricsWriter | None
     console: Console
     run_dir: Path
+    compiler_options: dict[str, str]
     meta: dict[str, Any]
 
     def run(self) -> str:
@@ -149,16 +154,14 @@ class Trainer:
     def _train(self, state: TrainState, first: int, stop: StopRequest, profiler: Profiler) -> str:
         config, schedule = self.config, self.config.schedule(self.mesh_config)
         batches = self._batches(self.datasets.train, schedule, first, config.steps)
-        step_function = jax.jit(
-            make_train_step(
-                self.model,
-                self.optimizer,
-                loss_mean=config.loss_mean,
-                group=config.microbatch_size,
-                seed=config.seed,
-            ),
-            donate_argnums=0,
-            out_shardings=(state_shardings(self.model, self.optimizer, self.mesh, self.shard_over_data), None),
+        step_function = jit_train_step(
+            self.model,
+            self.optimizer,
+            state_shardings(self.model, self.optimizer, self.mesh, self.shard_over_data),
+            self.compiler_options,
+            loss_mean=config.loss_mean,
+            group=config.microbatch_size,
+            seed=config.seed,
         )
         reporter = Reporter(
             first,

@@ -24,11 +24,12 @@ from megajax.mesh import AXES, MeshConfig, make_mesh, use_compiler_without_gpu
 from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer
 from megajax.sharding import batch_spec
+from megajax.training.compiler_options import compiler_options
 from megajax.training.console import format_bytes, format_count, format_seconds
 from megajax.training.flops import DEVICES, Device, utilisation
 from megajax.training.loop import TrainingConfig
 from megajax.training.memory import memory_per_device
-from megajax.training.step import abstract_state, make_train_step, state_shardings
+from megajax.training.step import abstract_state, jit_train_step, state_shardings
 
 GPUS_PER_HOST = 8
 NETWORK_BANDWIDTH = 50e9  # bytes/s a GPU, one direction: 400 Gb/s InfiniBand
@@ -58,12 +59,12 @@ def plan_rows(
     compiles = device.name in COMPILED_FOR and compat.gpu_compiler_installed()
     mesh, abstract_mesh = None, jax.sharding.AbstractMesh(tuple(mesh_config.sizes().values()), AXES)
     if compiles:
-        mesh = make_mesh(mesh_config, _devices(mesh_config.num_devices, device))
+        mesh = make_mesh(mesh_config, devices_without_gpu(mesh_config.num_devices, device))
     memory = memory_per_device(model, optimizer, mesh or abstract_mesh, mesh_config, training, shard_over_data)
     kinds = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory.items())
     rows = _model_rows(model, mesh_config, training, device) + [("bytes per device", kinds)]
     if compiles:
-        compiled, seconds = _compile(model, optimizer, mesh, mesh_config, training, shard_over_data, packed)
+        compiled, seconds = compile_step(model, optimizer, mesh, mesh_config, training, shard_over_data, packed)
         analysis = compiled.memory_analysis()
         total = analysis.peak_memory_in_bytes
         rows += [
@@ -102,14 +103,15 @@ def _model_rows(model: Model, mesh: MeshConfig, training: TrainingConfig, device
 # ----------------------------------------------------------------------------- the compiler
 
 
-def _devices(count: int, device: Device) -> list:
+def devices_without_gpu(count: int, device: Device) -> list:
+    """Devices that exist for the compiler only; nothing may have touched a device before."""
     template = string.Template((Path(__file__).parent / "gpu_target.pbtxt").read_text())
     numbers = {"memory_bandwidth": int(device.memory_bandwidth), "memory_bytes": int(device.memory_bytes)}
     use_compiler_without_gpu()
     return compat.compile_only_devices(count, template.substitute(numbers, name=device.name))
 
 
-def _compile(
+def compile_step(
     model: Model,
     optimizer: Optimizer,
     mesh: Mesh,
@@ -127,13 +129,12 @@ def _compile(
     array = lambda dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, batch_spec()))
     names = ("tokens", "labels", "positions", *(("segment_ids",) if packed else ()))
     arrays = {name: array(jnp.int32) for name in names} | {"loss_mask": array(jnp.float32)}
-    step = make_train_step(
-        model, optimizer, loss_mean=training.loss_mean, group=training.microbatch_size, seed=training.seed
-    )
+    options = compiler_options(training.compiler_options, model, mesh)
+    means = dict(loss_mean=training.loss_mean, group=training.microbatch_size, seed=training.seed)
+    step = jit_train_step(model, optimizer, shardings, options, **means)
     rate = jax.ShapeDtypeStruct((), jnp.float32)
     with jax.set_mesh(mesh):
-        jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
-        compiled = jitted.lower(state, arrays, rate).compile()
+        compiled = step.lower(state, arrays, rate).compile()
     return compiled, time.perf_counter() - start
 
 

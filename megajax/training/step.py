@@ -108,6 +108,21 @@ def make_train_step(model: Model, optimizer: Optimizer, *, loss_mean: LossMean, 
     return train_step
 
 
+def jit_train_step(
+    model: Model,
+    optimizer: Optimizer,
+    shardings: TrainState,
+    compiler_options: dict[str, str],
+    *,
+    loss_mean: LossMean,
+    group: int | None,
+    seed: int,
+):
+    """make_train_step as every caller compiles it: the state is donated, and lies as it lay before."""
+    step = make_train_step(model, optimizer, loss_mean=loss_mean, group=group, seed=seed)
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=compiler_options)
+
+
 def make_eval_step(model: Model):
     """-> (params, batch [1, batch, T]) -> (sum of token losses, number of tokens), float32; no dropout."""
 

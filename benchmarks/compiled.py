@@ -1,0 +1,125 @@
+"""A guard of speed that needs no GPU: what XLA makes of the benchmark recipes, recorded and compared.
+
+    python -m benchmarks.compiled             compiles for H100, prints what differs from the record
+    python -m benchmarks.compiled --update    writes the record
+    ... --output=FOLDER                       keeps NAME.hlo and NAME.json of each recipe
+
+Needs the CUDA wheels, which compile for a GPU that is not there. Without one XLA cannot try kernels out (autotuning is
+off, matmuls are Triton's), so this says nothing about single kernels; memory, collectives, copies and transposes are
+what the program's layouts make them, on any machine. They depend on XLA, so a record belongs to one jaxlib.
+"""
+
+import dataclasses
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import jaxlib
+
+import configs
+from benchmarks.hlo import Program
+from megajax import compat
+from megajax.config import Config, override
+from megajax.mesh import make_mesh
+from megajax.models.model import Model
+from megajax.optim.optimizer import Optimizer
+from megajax.training.plan import compile_step, devices_without_gpu, plan_device
+
+RECORD = Path(__file__).parents[1] / "tests" / "compiled" / "recorded.json"
+RECIPES: dict[str, tuple[str, ...]] = {
+    "gpt_1p3b": (),
+    "llama3_8b_8layers": (),
+    "llama3_8b": (),
+    "gpt3_7b": ("--model.num_layers=8",),  # all 32 compile in 30 s and say the same
+}
+TOLERANCE = 0.02  # of bytes; a count must not grow at all
+MOVES = {"transpose": "transposes", "copy": "copies"}
+LARGE = 2**20  # bytes; copies and transposes below cost nothing but their launch
+
+
+def compile_recipe(config: Config):
+    """The compiled train step of a recipe on H100s; an axis of the mesh of -1 counts as 1."""
+    mesh_config = dataclasses.replace(config.mesh, **{a: max(size, 1) for a, size in config.mesh.sizes().items()})
+    config = dataclasses.replace(config, mesh=mesh_config).check_on(mesh_config.num_devices)
+    mesh = make_mesh(mesh_config, devices_without_gpu(mesh_config.num_devices, plan_device("h100")))
+    model = Model(config.model, config.precision)
+    optimizer = Optimizer(config.optimizer, model.decay_mask)
+    packed = not config.data.cross_document_attention
+    compiled, _ = compile_step(
+        model, optimizer, mesh, mesh_config, config.training, config.optimizer.shard_over_data, packed
+    )
+    return compiled
+
+
+def measure(program: Program) -> dict[str, int]:
+    """What the guard looks at. Names end in .number or .bytes; the body of a loop counts once.
+
+    .exposed: collectives with no matmul between their start and their end.
+    """
+    found = Counter()
+    for computation in program.run_computations():
+        for collective in program.collectives(computation):
+            found[f"{collective.kind}.number"] += 1
+            found[f"{collective.kind}.bytes"] += collective.bytes
+            found[f"{collective.kind}.exposed"] += not program.matmuls_under(computation, collective)
+    for instruction in program.instructions():
+        found["kernels.number"] += instruction.opcode in ("fusion", "custom-call")
+        kind = _moves(instruction.name, instruction.opcode)
+        if kind and instruction.bytes >= LARGE:
+            found[f"{kind}.number"] += 1
+            found[f"{kind}.bytes"] += instruction.bytes
+    return dict(sorted(found.items()))
+
+
+def _moves(name: str, opcode: str) -> str | None:
+    """The kind of an instruction that only moves data; XLA names a fusion after what it does."""
+    named = name if opcode == "fusion" else opcode
+    return next((kind for word, kind in MOVES.items() if word in named and not named.endswith("-start")), None)
+
+
+def differences(now: dict[str, int], recorded: dict[str, int]) -> list[str]:
+    """One line for each number that left the record: bytes either way, counts upwards."""
+    lines = []
+    for name in sorted(now.keys() | recorded.keys()):
+        new, old = now.get(name, 0), recorded.get(name, 0)
+        if abs(new - old) > TOLERANCE * old if name.endswith("bytes") else new > old:
+            lines.append(f"{name}: {new:,}, recorded {old:,}" + (f" ({new / old - 1:+.1%})" if old else ""))
+    return lines
+
+
+def main(arguments: list[str]) -> int:
+    """-> exit status: 1 if a number left the record."""
+    update = "--update" in arguments
+    output = next((Path(a.removeprefix("--output=")) for a in arguments if a.startswith("--output=")), None)
+    recorded = {"jaxlib": jaxlib.__version__, "recipes": {}} if update else json.loads(RECORD.read_text())
+    if recorded["jaxlib"] != jaxlib.__version__:
+        print(f"nothing to compare: the record is of jaxlib {recorded['jaxlib']}, this is {jaxlib.__version__}")
+    recipes, left = {}, []
+    for name, overrides in RECIPES.items():
+        compiled = compile_recipe(override(configs.recipe(name), list(overrides)))
+        text, memory = compiled.as_text(), compiled.memory_analysis()
+        numbers = {
+            "memory.peak.bytes": memory.peak_memory_in_bytes,
+            "memory.arguments.bytes": memory.argument_size_in_bytes,
+            "memory.temporary.bytes": memory.temp_size_in_bytes,
+            **measure(Program(text)),
+        }
+        print(f"{name} {' '.join(overrides)}", json.dumps(numbers), flush=True)
+        recipes[name] = {"overrides": list(overrides), "numbers": numbers}
+        if not update and recorded["jaxlib"] == jaxlib.__version__:
+            left += [f"{name} {line}" for line in differences(numbers, recorded["recipes"][name]["numbers"])]
+        if output:
+            output.mkdir(parents=True, exist_ok=True)
+            (output / f"{name}.hlo").write_text(text)
+            (output / f"{name}.json").write_text(json.dumps(numbers))
+    if update:
+        RECORD.write_text(json.dumps({"jaxlib": jaxlib.__version__, "recipes": recipes}, indent=1) + "\n")
+    print("\n".join(left))
+    return 1 if left else 0
+
+
+if __name__ == "__main__":
+    if not compat.gpu_compiler_installed():
+        raise SystemExit("needs the CUDA wheels: pip install -e '.[cuda13]'")
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,235 @@
+"""What XLA is told about the train step: a profile by chip, jaxlib, mesh and bytes of a layer.
+
+The options go to `jax.jit(compiler_options=...)`, not into XLA_FLAGS: they hold for the train step alone, and one that
+the installed jaxlib does not know can be caught and left out, where an unknown name in XLA_FLAGS aborts the process.
+What a person asks for counts more: `training.compiler_options`, then XLA_FLAGS, then the profile. What each option is
+worth here, `python -m benchmarks.ablation --config=NAME` measures; names and defaults are in xla/xla.proto.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from megajax.mesh import xla_flags
+from megajax.models.model import Model
+
+logger = logging.getLogger("megajax")
+
+DEFAULT_COMBINE_BYTES = 30 * 2**20  # XLA merges collectives up to this size, unless told otherwise
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What the profile may depend on."""
+
+    chip: str
+    """As JAX names it: "NVIDIA H100 80GB HBM3", "cpu"."""
+    jaxlib: tuple[int, ...]
+    num_devices: int
+    layer_bytes: int
+    """Weights of one layer in the compute dtype, as a device computes with them: split over `tensor` only."""
+    weight_shards: int
+    """Devices that share one copy of the weights (mesh.fsdp)."""
+    scanned: bool
+    """The layers are a loop of the program."""
+
+    @property
+    def layer_shard_bytes(self) -> int:
+        return self.layer_bytes // self.weight_shards
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    name: str
+    value: Callable[[Target], str | int | bool]
+    when: Callable[[Target], bool]
+    why: str
+
+
+def _shares_unrolled_layers(target: Target) -> bool:
+    """In a loop of layers no collective is merged with one of the next turn anyway."""
+    return target.weight_shards > 1 and not target.scanned
+
+
+PROFILE = (
+    Option(
+        "xla_gpu_reduce_scatter_combine_threshold_bytes",
+        value=lambda target: target.layer_shard_bytes,
+        when=lambda target: _shares_unrolled_layers(target) and target.layer_shard_bytes < DEFAULT_COMBINE_BYTES,
+        why="the threshold counts the shard that comes out: over 64 devices the default holds the gradients of 4.6 "
+        "layers of Llama 8B, and those of 6 layers left in 4 pieces at the end of the backward pass, not layer by "
+        "layer in 11 (compiled for H100, jaxlib 0.10.2)",
+    ),
+)
+
+CANDIDATES = (
+    Option(
+        "xla_gpu_all_gather_combine_threshold_bytes",
+        value=lambda target: target.layer_bytes,
+        when=lambda target: target.weight_shards > 1,
+        why="one gather a layer instead of one a matrix (NVIDIA's JAX guide)",
+    ),
+    Option(
+        "xla_gpu_reduce_scatter_combine_threshold_bytes",
+        value=lambda target: target.layer_shard_bytes,
+        when=lambda target: _shares_unrolled_layers(target) and target.layer_shard_bytes >= DEFAULT_COMBINE_BYTES,
+        why="one reduce-scatter a layer instead of one a matrix",
+    ),
+    Option(
+        "xla_gpu_all_reduce_combine_threshold_bytes",
+        value=lambda target: target.layer_shard_bytes,
+        when=lambda target: target.num_devices > target.weight_shards,
+        why="gradients over mesh.data leave layer by layer",
+    ),
+    Option(
+        "xla_gpu_enable_latency_hiding_scheduler",
+        value=lambda target: True,
+        when=lambda target: True,
+        why="set by NVIDIA's guide; jaxlib 0.10.2 and 0.11.2 schedule the same without it",
+    ),
+    Option(
+        "xla_gpu_experimental_parallel_collective_overlap_limit",
+        value=lambda target: 2,
+        when=lambda target: target.weight_shards > 1,
+        why="the gather of the next layer may run beside the reduce-scatter of the last",
+    ),
+    Option(
+        "xla_gpu_pipeline_all_gather",
+        value=lambda target: "on",
+        when=lambda target: target.scanned and target.weight_shards > 1 and target.jaxlib >= (0, 11),
+        why="gathers the weights of the next turn of the loop during this one",
+    ),
+    Option(
+        "xla_gpu_enable_pipelined_all_gather",
+        value=lambda target: True,
+        when=lambda target: target.scanned and target.weight_shards > 1 and target.jaxlib < (0, 11),
+        why="gathers the weights of the next turn of the loop during this one",
+    ),
+    Option(
+        "xla_gpu_enable_while_loop_double_buffering",
+        value=lambda target: True,
+        when=lambda target: target.scanned,
+        why="unrolls the loop twice, so that a turn need not copy its result",
+    ),
+    Option(
+        "xla_gpu_enable_nccl_user_buffers",
+        value=lambda target: True,
+        when=lambda target: target.num_devices > 1,
+        why="NCCL reads and writes our buffers, without copies through its own",
+    ),
+    Option(
+        "xla_gpu_experimental_enable_nccl_symmetric_buffers",
+        value=lambda target: True,
+        when=lambda target: target.num_devices > 1,
+        why="as above, with NCCL's faster kernels for buffers that have the same address everywhere",
+    ),
+    Option(
+        "xla_gpu_nccl_collective_max_nchannels",
+        value=lambda target: 16,
+        when=lambda target: target.num_devices > 1,
+        why="fewer multiprocessors for collectives, more for the matmuls that run beside them",
+    ),
+    Option(
+        "xla_gpu_enable_command_buffer",
+        value=lambda target: "",
+        when=lambda target: True,
+        why="no CUDA graphs: published recipes for H100 turn them off",
+    ),
+    Option(
+        "xla_gpu_enable_triton_gemm",
+        value=lambda target: False,
+        when=lambda target: True,
+        why="matmuls by cuBLAS alone: published recipes turn Triton off",
+    ),
+    Option(
+        "xla_gpu_cudnn_gemm_fusion_level",
+        value=lambda target: 1,
+        when=lambda target: True,
+        why="cuDNN matmuls with what follows them fused, where autotuning finds them faster",
+    ),
+    Option(
+        "xla_gpu_experimental_enable_fusion_autotuner",
+        value=lambda target: False,
+        when=lambda target: True,
+        why="compiles faster",
+    ),
+    Option(
+        "xla_disable_hlo_passes",
+        value=lambda target: "rematerialization",
+        when=lambda target: True,
+        why="XLA must not compute again on its own what we keep on purpose",
+    ),
+)
+
+
+def choose(options: tuple[Option, ...], target: Target) -> dict[str, str]:
+    """{name: value} of the options that apply; none on anything but an NVIDIA GPU."""
+    if "NVIDIA" not in target.chip:
+        return {}
+    return {option.name: str(option.value(target)) for option in options if option.when(target)}
+
+
+def target_of(model: Model, mesh: Mesh) -> Target:
+    sizes = [leaf.size for leaf, axes in zip(*_leaves(model), strict=True) if axes and axes[0] == "layers"]
+    itemsize = jnp.dtype(model.precision.compute_dtype).itemsize
+    return Target(
+        chip=mesh.devices.flat[0].device_kind,
+        jaxlib=tuple(int(part) for part in jaxlib.__version__.split(".")[:2]),
+        num_devices=mesh.size,
+        layer_bytes=sum(sizes) * itemsize // model.config.num_layers // mesh.shape["tensor"],
+        weight_shards=mesh.shape["fsdp"],
+        scanned=model.config.scanned,
+    )
+
+
+def compiler_options(requested: str, model: Model, mesh: Mesh) -> dict[str, str]:
+    """For jit_train_step on this mesh: the profile, as far as jaxlib knows it and XLA_FLAGS leaves it open, and
+    `requested` (training.compiler_options). Raises ValueError if jaxlib refuses something that was requested.
+    """
+    ours, theirs, in_environment = choose(PROFILE, target_of(model, mesh)), parse(requested), xla_flags()
+    for name, value in theirs.items():
+        if why := refusal(name, value, mesh):
+            raise ValueError(f"training.compiler_options: {name}={value} is refused by jaxlib {jaxlib.__version__} "
+                             f"({why}); correct it or leave it out")  # fmt: skip
+    for name, value in list(ours.items()):
+        if name in theirs or name in in_environment:
+            del ours[name]
+        elif why := refusal(name, value, mesh):
+            logger.info("compiler option %s=%s left out: jaxlib %s refuses it (%s)", name, value,
+                        jaxlib.__version__, why)  # fmt: skip
+            del ours[name]
+    return ours | theirs
+
+
+def parse(text: str) -> dict[str, str]:
+    """'xla_gpu_a=1 xla_gpu_b=x,y' -> {name: value}, as XLA reads them. Raises ValueError for what is not NAME=VALUE."""
+    options = {}
+    for entry in text.split():
+        name, equals, value = entry.partition("=")
+        if not equals or not name.startswith("xla_"):
+            raise ValueError(
+                f"training.compiler_options: {entry!r} is not xla_NAME=VALUE; separate several by spaces, as in "
+                "--training.compiler_options='xla_gpu_enable_triton_gemm=False xla_gpu_graph_min_graph_size=10'"
+            )
+        options[name] = {"true": "True", "false": "False"}.get(value, value)
+    return options
+
+
+def refusal(name: str, value: str, mesh: Mesh) -> str:
+    """Why the installed jaxlib does not take the option, or "". Compiles a program of one addition (20 ms)."""
+    scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(mesh.local_devices[0]))
+    try:
+        jax.jit(lambda x: x + 1, compiler_options={name: value}).lower(scalar).compile()
+    except jax.errors.JaxRuntimeError as error:
+        return str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
+    return ""
+
+
+def _leaves(model: Model) -> tuple[list, list]:
+    """-> (abstract parameters, their logical axes), in the same order."""
+    return jax.tree.leaves(model.abstract_params), jax.tree.leaves(model.axes, is_leaf=lambda x: isinstance(x, tuple))

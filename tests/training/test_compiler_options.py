@@ -1,0 +1,205 @@
+"""The profile of compiler options: what it says for which machine, who overrides it, and what it never does."""
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+
+import jax
+import pytest
+
+import configs
+import train
+from megajax import mesh as mesh_module
+from megajax.config import Config, override
+from megajax.mesh import use_compilation_cache, xla_flags
+from megajax.models.model import Model
+from megajax.optim.optimizer import Optimizer
+from megajax.training import compiler_options as module
+from megajax.training.compiler_options import (
+    CANDIDATES,
+    PROFILE,
+    Option,
+    Target,
+    choose,
+    compiler_options,
+    parse,
+    refusal,
+    target_of,
+)
+from megajax.training.step import abstract_state, jit_train_step, state_shardings
+
+REDUCE_SCATTER = "xla_gpu_reduce_scatter_combine_threshold_bytes"
+# Llama 8B on eight H100s: 436 MB a layer in bfloat16.
+LLAMA = Target("NVIDIA H100 80GB HBM3", (0, 10), num_devices=8, layer_bytes=436_224_000, weight_shards=8, scanned=False)
+TINY = ["--model.num_layers=2", "--model.embed_dim=32", "--model.num_heads=2", "--model.mlp_dim=64",
+        "--model.vocab_size=128", "--training.sequence_length=32", "--training.global_batch_size=8",
+        "--data.source=mock", "--data.text=", "--data.tokenizer=null:127", "--training.eval_every_steps=0",
+        "--training.sample_prompt=", "--optimizer.warmup_steps=0", "--logging.tensorboard=False"]  # fmt: skip
+
+
+def tiny(*arguments: str) -> Config:
+    return override(configs.recipe("gpt_tiny"), [*TINY, *arguments])
+
+
+@pytest.fixture
+def on_h100s(monkeypatch):
+    """The CPU takes xla_gpu options and ignores them; jaxlib checks their names and values all the same."""
+    monkeypatch.setattr(module, "target_of", lambda model, mesh: LLAMA)
+    monkeypatch.setattr(module, "PROFILE", (option("xla_gpu_enable_triton_gemm", False),))
+
+
+def option(name: str, value) -> Option:
+    return Option(name, value=lambda target: value, when=lambda target: True, why="a test")
+
+
+def chosen(requested: str, mesh) -> dict[str, str]:
+    return compiler_options(requested, Model(tiny().model, tiny().precision), mesh)
+
+
+# ----------------------------------------------------------------------------- the table
+
+
+def test_gradients_leave_layer_by_layer_over_many_devices():
+    over = lambda shards: choose(PROFILE, dataclasses.replace(LLAMA, weight_shards=shards)).get(REDUCE_SCATTER)
+    assert over(64) == str(436_224_000 // 64)
+    assert over(1) is None and over(8) is None, "a layer's shard exceeds XLA's default: nothing to correct"
+    assert REDUCE_SCATTER not in choose(PROFILE, dataclasses.replace(LLAMA, weight_shards=64, scanned=True))
+
+
+def test_options_are_for_nvidia_gpus_only():
+    assert choose(PROFILE + CANDIDATES, dataclasses.replace(LLAMA, chip="cpu")) == {}
+    assert choose(CANDIDATES, LLAMA)
+
+
+def test_an_option_goes_by_the_name_that_jaxlib_has_for_it():
+    scanned = [dataclasses.replace(LLAMA, scanned=True, jaxlib=version) for version in ((0, 10), (0, 11), (0, 12))]
+    old, *new = ({name for name in choose(CANDIDATES, target) if "pipeline" in name} for target in scanned)
+    assert old == {"xla_gpu_enable_pipelined_all_gather"}
+    assert new == [{"xla_gpu_pipeline_all_gather"}] * 2
+
+
+def test_this_jaxlib_takes_every_option_of_the_table(make_test_mesh):
+    """Names rot: one that is gone has to leave the table (or get a version)."""
+    mesh = make_test_mesh()
+    version = target_of(Model(tiny().model, tiny().precision), mesh).jaxlib
+    targets = [dataclasses.replace(LLAMA, jaxlib=version, scanned=s, weight_shards=n) for s in (0, 1) for n in (4, 64)]
+    options = {item for target in targets for item in choose(PROFILE + CANDIDATES, target).items()}
+    assert {name: why for name, value in options if (why := refusal(name, value, mesh))} == {}
+
+
+def test_bytes_of_a_layer_are_what_a_device_computes_with(make_test_mesh):
+    config = tiny("--precision.compute=bfloat16")
+    target = target_of(Model(config.model, config.precision), make_test_mesh(fsdp=2, tensor=2))
+    deeper = dataclasses.replace(config.model, num_layers=config.model.num_layers + 1)
+    parameters = deeper.num_parameters() - config.model.num_parameters()
+    assert target.layer_bytes == 2 * parameters // 2, "two bytes a parameter, over two devices of `tensor`"
+    assert (target.weight_shards, target.num_devices, target.chip) == (2, 4, "cpu")
+
+
+# ----------------------------------------------------------------------------- who decides
+
+
+@pytest.mark.usefixtures("on_h100s")
+def test_what_is_requested_overrides_xla_flags_and_those_override_the_profile(make_test_mesh, monkeypatch):
+    mesh = make_test_mesh()
+    assert chosen("", mesh) == {"xla_gpu_enable_triton_gemm": "False"}
+    assert chosen("xla_gpu_enable_triton_gemm=true", mesh) == {"xla_gpu_enable_triton_gemm": "True"}
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm")
+    assert chosen("", mesh) == {}
+    assert chosen("xla_gpu_enable_triton_gemm=true", mesh) == {"xla_gpu_enable_triton_gemm": "True"}
+
+
+def test_xla_flags_may_lie_in_a_file(monkeypatch, tmp_path):
+    monkeypatch.setenv("XLA_FLAGS", " --xla_a=1 --xla_b --xla_c=x,y")
+    assert xla_flags() == {"xla_a": "1", "xla_b": "", "xla_c": "x,y"}
+    (tmp_path / "flags").write_text("--xla_a=1\n--xla_b\n")
+    monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "flags"))
+    assert xla_flags() == {"xla_a": "1", "xla_b": ""}
+
+
+def test_option_that_jaxlib_does_not_know_is_left_out_with_one_line(make_test_mesh, monkeypatch, caplog):
+    options = (option("xla_gpu_colour", 3), option("xla_gpu_graph_min_graph_size", 7))
+    monkeypatch.setattr(module, "PROFILE", options)
+    monkeypatch.setattr(module, "target_of", lambda model, mesh: LLAMA)
+    monkeypatch.setattr(logging.getLogger("megajax"), "propagate", True)
+    with caplog.at_level(logging.INFO, "megajax"):
+        assert chosen("", make_test_mesh()) == {"xla_gpu_graph_min_graph_size": "7"}
+    (message,) = (record.getMessage() for record in caplog.records if "compiler option" in record.getMessage())
+    assert "xla_gpu_colour=3 left out" in message and "No such compile option" in message
+
+
+@pytest.mark.parametrize("entry", ["xla_gpu_colour=3", "xla_gpu_enable_triton_gemm=maybe"])
+def test_requested_option_that_jaxlib_refuses_is_an_error(entry, make_test_mesh):
+    with pytest.raises(ValueError, match=f"training.compiler_options: {entry} is refused") as error:
+        chosen(entry, make_test_mesh())
+    assert "\n" not in str(error.value)
+
+
+def test_requested_options_are_written_as_in_xla_flags():
+    assert parse("") == {}
+    assert parse("xla_a=1  xla_b=x,y xla_c= xla_d=true") == {"xla_a": "1", "xla_b": "x,y", "xla_c": "", "xla_d": "True"}
+    for text in ("xla_a", "colour=3", "xla_a=1, xla_b"):
+        with pytest.raises(ValueError, match="training.compiler_options: .* is not xla_NAME=VALUE"):
+            parse(text)
+
+
+def test_options_reach_the_compiler(make_test_mesh):
+    config, mesh = tiny(), make_test_mesh()
+    model = Model(config.model, config.precision)
+    optimizer = Optimizer(config.optimizer, model.decay_mask)
+    shardings = state_shardings(model, optimizer, mesh, False)
+    step = jit_train_step(model, optimizer, shardings, {"xla_gpu_colour": "3"}, loss_mean="token", group=None, seed=0)
+    arrays = {name: jax.ShapeDtypeStruct((1, 8, 32), "int32") for name in ("tokens", "labels", "positions")}
+    arrays["loss_mask"] = jax.ShapeDtypeStruct((1, 8, 32), "float32")
+    with jax.set_mesh(mesh):
+        lowered = step.lower(abstract_state(model, optimizer), arrays, jax.ShapeDtypeStruct((), "float32"))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_gpu_colour"):
+        lowered.compile()
+
+
+def test_run_records_its_options_and_resumes_with_others(tmp_path, capsys):
+    run = ["--config=gpt_tiny", *TINY, f"--run_dir={tmp_path / 'run'}", f"--data.cache_dir={tmp_path}", "--mesh.data=8"]
+    train.main([*run, "--training.steps=1", "--training.compiler_options=xla_gpu_graph_min_graph_size=7"])
+    train.main([*run, "--training.steps=2"])
+    first, second = (json.loads(line) for line in (tmp_path / "run" / "starts.jsonl").read_text().splitlines())
+    assert first["compiler_options"] == {"xla_gpu_graph_min_graph_size": "7"} and second["compiler_options"] == {}
+    assert first["jax"] == jax.__version__ and first["devices"] == "8 x cpu"
+    assert "compiler options  xla_gpu_graph_min_graph_size=7" in capsys.readouterr().out
+
+
+# ----------------------------------------------------------------------------- compilation cache
+
+
+@pytest.fixture
+def cache_dir(monkeypatch):
+    """-> what use_compilation_cache sets on a machine with a GPU; nothing is set in truth."""
+    settings = {}
+    monkeypatch.setattr(jax.config, "update", settings.__setitem__)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    return lambda: settings.get("jax_compilation_cache_dir")
+
+
+def test_compiled_programs_are_kept_at_home(cache_dir, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    use_compilation_cache()
+    assert cache_dir() == str(tmp_path / ".cache/megajax/compilation") and Path(cache_dir()).is_dir()
+
+
+def test_folder_that_cannot_be_written_stops_no_run(cache_dir, monkeypatch, tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(mesh_module.logger, "propagate", True)
+    use_compilation_cache(tmp_path / "file" / "cache")
+    assert cache_dir() is None and "compiled programs are not kept" in caplog.text
+
+
+def test_programs_for_a_cpu_are_not_kept(cache_dir, monkeypatch, tmp_path):
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    use_compilation_cache(tmp_path / "cache")
+    assert cache_dir() is None and not (tmp_path / "cache").exists()
+
+
+def test_setting_of_jax_counts_more(cache_dir, monkeypatch, tmp_path):
+    monkeypatch.setattr(type(jax.config), "jax_compilation_cache_dir", "elsewhere", raising=False)
+    use_compilation_cache(tmp_path / "cache")
+    assert cache_dir() is None and not (tmp_path / "cache").exists()
