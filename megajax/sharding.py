@@ -76,6 +76,11 @@ def _names(axes: tuple[str, ...]):
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
+def axes_of(entry) -> tuple[str, ...]:
+    """Mesh axes of one entry of a PartitionSpec."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
 def free_axes() -> dict[str, int]:
     """Axes of the current mesh that XLA partitions here, with their sizes; empty without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -87,9 +92,17 @@ def row_major(params, params_axes):
     """Arrays laid out like parameters, each part stored with its last dim contiguous.
 
     Reducing a gradient over fsdp along its last dim makes XLA store it transposed; the optimizer would follow, and
-    transpose parameter and moments to and fro: six arrays instead of one.
+    transpose parameter and moments to and fro: six arrays instead of one. Where no device splits the last dim there is
+    nothing to reduce along it, and XLA keeps its choice.
     """
-    place = lambda axes, x: manual(compat.row_major, (weight_spec(axes),), weight_spec(axes))(x)
+    sizes = free_axes()
+
+    def place(axes, x):
+        spec = weight_spec(axes)
+        if math.prod(sizes.get(name, 1) for name in WEIGHT_AXES[axes[-1]]) == 1:
+            return x
+        return manual(compat.row_major, (spec,), spec)(x)
+
     return jax.tree.map(place, params_axes, params, is_leaf=lambda x: isinstance(x, tuple))
 
 
@@ -99,8 +112,7 @@ def activation_spec(shape: Sequence[int], axes: Sequence[str | None]) -> P:
     A mesh axis that does not divide its dim is left out: one token of a decoding step cannot be split over `tensor`.
     (Training never meets this: Config.check refuses such sizes.)
     """
-    sizes = free_axes()
-    spec = []
+    sizes, spec = free_axes(), []
     for dim, axis in zip(shape, axes, strict=True):
         kept: tuple[str, ...] = ()
         for name in ACTIVATION_AXES[axis]:

@@ -63,6 +63,7 @@ def _run(x_BTD, head_DV, labels_BT, weights_BT, options, with_gradients):
     scatter = sequence[1] != tokens[1]
 
     def body(x_BTD, head_DV, labels_BT, weights_BT):
+        head_DV = lax.all_gather(head_DV, "fsdp", axis=0, tiled=True)
         losses, d_x, d_head = _chunks(x_BTD, head_DV, labels_BT, weights_BT, options, with_gradients)
         loss = lax.psum(losses, (*BATCH_AXES, "context"))
         if not with_gradients:
@@ -76,7 +77,7 @@ def _run(x_BTD, head_DV, labels_BT, weights_BT, options, with_gradients):
         return loss, d_x, d_head.astype(head_dtype)
 
     head_dtype = head_DV.dtype
-    in_specs = (P(*tokens, None), P(None, "tensor"), tokens, tokens)
+    in_specs = (P(*tokens, None), P("fsdp", "tensor"), tokens, tokens)
     out_specs = (P(), sequence, P("fsdp", "tensor")) if with_gradients else P()
     out = manual(body, in_specs, out_specs)(x_BTD, head_DV.astype(x_BTD.dtype), labels_BT, weights_BT)
     return (out[0], out[1:]) if with_gradients else (out, None)
@@ -93,8 +94,11 @@ def _chunks(x_BTD, head_DV, labels_BT, weights_BT, options, with_gradients):
     step = functools.partial(_chunk, head_DV=head_DV, options=loss_options, with_gradients=with_gradients)
 
     def scan_step(sums, chunk):
-        loss, d_x, d_head = step(*chunk)
-        return jax.tree.map(jnp.add, sums, (loss, d_head)), d_x
+        (loss_before, d_head_before), (x, *others) = sums, chunk
+        # One after the other: XLA, which unrolls short loops, would make the logits of all chunks at once.
+        d_head_before, x = lax.optimization_barrier((d_head_before, x))
+        loss, d_x, d_head = step(x, *others)
+        return jax.tree.map(jnp.add, (loss_before, d_head_before), (loss, d_head)), d_x
 
     loss, d_x, d_head = step(*(a[0] for a in chunks))
     if num_chunks > 1:

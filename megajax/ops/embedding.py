@@ -1,9 +1,10 @@
 """Vocabulary-parallel embedding lookup (Shoeybi et al. 2019, section 3).
 
-Dimensions: B batch, T sequence, V vocabulary, D model width, P parts of D over fsdp.
-Each device of `tensor` holds V / tensor rows, looks up the tokens that are its own and the results are summed;
-with sequence parallelism the sum is a reduce-scatter over T. XLA's own gather on such a table aborts inside a
-pipeline stage.
+Dimensions: B batch, T sequence, V vocabulary, D model width, d = D / fsdp, P devices of fsdp (1 where they do not
+split the batch). A device holds [V / tensor, d] of the table. Over `tensor` each looks up the tokens that are its own
+and the results are summed; with sequence parallelism the sum is a reduce-scatter. Over `fsdp` each looks up its
+part of D for the tokens of all, and an all-to-all brings the parts together: rows travel, where gathering the table and
+reducing its gradient would move V / T times as much. XLA's own gather on such a table aborts inside a pipeline stage.
 """
 
 import functools
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from megajax.sharding import BATCH_AXES, activation_spec, manual
+from megajax.sharding import BATCH_AXES, activation_spec, axes_of, manual
 
 
 def embed(table_VD: jax.Array, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -33,42 +34,58 @@ def _forward(table_VD, tokens_BT, dtype):
     shape = (*tokens_BT.shape, table_VD.shape[1])
     tokens_spec = activation_spec(tokens_BT.shape, ("batch", "time"))
     out_spec = activation_spec(shape, ("batch", "sequence", None))
-    scatter = out_spec[1] != tokens_spec[1]
+    shares_batch, scatter = "fsdp" in axes_of(tokens_spec[0]), out_spec[1] != tokens_spec[1]
 
-    def body(table_VD, tokens_BT):
-        local, inside = _local_rows(tokens_BT, table_VD.shape[0])
-        rows_BTD = jnp.where(inside[..., None], table_VD[jnp.where(inside, local, 0)], 0)
+    def body(table_Vd, tokens_BT):
+        tokens_PBT = _tokens_of_all(tokens_BT, shares_batch)
+        local, inside = _local_rows(tokens_PBT, table_Vd.shape[0])
+        rows_PBTd = jnp.where(inside[..., None], table_Vd[jnp.where(inside, local, 0)].astype(dtype), 0)
         if scatter:
-            return lax.psum_scatter(rows_BTD, "tensor", scatter_dimension=1, tiled=True)
-        return lax.psum(rows_BTD, "tensor")
+            rows_PBTd = lax.psum_scatter(rows_PBTd, "tensor", scatter_dimension=2, tiled=True)
+        else:
+            rows_PBTd = lax.psum(rows_PBTd, "tensor")
+        if shares_batch:
+            rows_PBTd = lax.all_to_all(rows_PBTd, "fsdp", 0, 0, tiled=True)
+        else:
+            rows_PBTd = lax.all_gather(rows_PBTd[0], "fsdp")
+        return jnp.moveaxis(rows_PBTd, 0, 2).reshape(*rows_PBTd.shape[1:3], -1)
 
-    lookup = manual(body, (P("tensor", None), tokens_spec), out_spec)
-    return lookup(table_VD.astype(dtype), tokens_BT), (table_VD, tokens_BT)
+    return manual(body, (P("tensor", "fsdp"), tokens_spec), out_spec)(table_VD, tokens_BT), (table_VD, tokens_BT)
 
 
 def _backward(dtype, residuals, d_out_BTD):
     table_VD, tokens_BT = residuals
     tokens_spec = activation_spec(tokens_BT.shape, ("batch", "time"))
-    d_out_spec = P(*tokens_spec, None)
+    d_out_spec = activation_spec(d_out_BTD.shape, ("batch", "sequence", None))
+    shares_batch, gather = "fsdp" in axes_of(tokens_spec[0]), d_out_spec[1] != tokens_spec[1]
 
     def body(tokens_BT, d_out_BTD):
+        tokens_PBT = _tokens_of_all(tokens_BT, shares_batch)
         num_rows = table_VD.shape[0] // lax.axis_size("tensor")
-        local, inside = _local_rows(tokens_BT, num_rows)
-        rows = jnp.where(inside, local, num_rows)  # out of range: dropped
-        # Each device of fsdp gets its part of D. The parts are laid out one after another from the start: scattering
-        # along the last dim would transpose the whole table.
+        local, inside = _local_rows(tokens_PBT, num_rows)
         parts = lax.axis_size("fsdp")
-        d_out_PBTD = jnp.moveaxis(d_out_BTD.reshape(*rows.shape, parts, -1), 2, 0).astype(jnp.float32)
-        d_table_PVD = jnp.zeros((parts, num_rows, d_out_PBTD.shape[-1]), jnp.float32)
-        d_table_PVD = d_table_PVD.at[:, rows].add(d_out_PBTD, mode="drop")
-        d_table_VD = lax.psum_scatter(d_table_PVD, "fsdp", scatter_dimension=0)
-        return lax.psum(d_table_VD, tuple(axis for axis in (*BATCH_AXES, "context") if axis != "fsdp"))
+        d_out_PBTd = jnp.moveaxis(d_out_BTD.reshape(*d_out_BTD.shape[:2], parts, -1), 2, 0)
+        if shares_batch:
+            d_out_PBTd = lax.all_to_all(d_out_PBTd, "fsdp", 0, 0, tiled=True)
+        else:
+            d_out_PBTd = lax.dynamic_index_in_dim(d_out_PBTd, lax.axis_index("fsdp"))
+        if gather:
+            d_out_PBTd = lax.all_gather(d_out_PBTd, "tensor", axis=2, tiled=True)
+        d_table_Vd = jnp.zeros((num_rows, d_out_PBTd.shape[-1]), jnp.float32)
+        rows = jnp.where(inside, local, num_rows)  # out of range: dropped
+        d_table_Vd = d_table_Vd.at[rows].add(d_out_PBTd.astype(jnp.float32), mode="drop")
+        return lax.psum(d_table_Vd, tuple(axis for axis in (*BATCH_AXES, "context") if axis != "fsdp"))
 
     gradient = manual(body, (tokens_spec, d_out_spec), P("tensor", "fsdp"))
     return gradient(tokens_BT, d_out_BTD).astype(table_VD.dtype), None
 
 
 _embed.defvjp(_forward, _backward)
+
+
+def _tokens_of_all(tokens_BT, shares_batch: bool):
+    """The tokens of every device of fsdp [P, B, T]; [1, B, T] where all have the same."""
+    return lax.all_gather(tokens_BT, "fsdp") if shares_batch else tokens_BT[None]
 
 
 def _local_rows(tokens, num_rows: int):

@@ -7,6 +7,7 @@ derivative and its sharding, and takes a kernel of its own on Hopper (pallas_ker
 
 import functools
 import logging
+import math
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from megajax import compat
-from megajax.sharding import activation_spec, free_axes, manual
+from megajax.sharding import activation_spec, axes_of, free_axes, manual
 from pallas_kernels import norm as kernel
 
 logger = logging.getLogger("megajax")
@@ -79,7 +80,7 @@ def _backward(options, residuals, gradients):
         return d_x_BTD, None if alone else d_x_BTD, d_scale_D, d_bias_D
 
     spec = _spec(total_BTD)
-    split_over = tuple(axis for entry in spec if entry for axis in ((entry,) if isinstance(entry, str) else entry))
+    split_over = tuple(axis for entry in spec for axis in axes_of(entry))
 
     def body(total_BTD, d_normed_BTD, d_total_BTD, scale_D):
         centred = bias_D is not None
@@ -110,10 +111,7 @@ def _spec(x_BTD) -> P:
 
 def _backend(x_BTD) -> str:
     sizes = free_axes()
-    parts = 1
-    for entry in _spec(x_BTD):
-        for axis in () if entry is None else (entry,) if isinstance(entry, str) else entry:
-            parts *= sizes[axis]
+    parts = math.prod(sizes[axis] for entry in _spec(x_BTD) for axis in axes_of(entry))
     rows = x_BTD.size // x_BTD.shape[-1] // parts
     reason = compat.mosaic_problem() or kernel.problem(rows, x_BTD.shape[-1], x_BTD.dtype)
     _log_choice(reason)
