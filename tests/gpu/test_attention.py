@@ -15,6 +15,9 @@ CASES = {
     "grouped-query": (2, 512, 8, 2, 128, None),
     "window": (1, 1024, 4, 4, 128, 200),
     "grouped-query window": (2, 1024, 8, 2, 64, 100),
+    "multi-query window": (2, 1024, 8, 1, 128, 300),
+    "grouped-query window, no whole tile": (2, 1000, 8, 2, 128, 130),
+    "grouped-query, window beyond the sequence": (2, 512, 8, 2, 64, 1000),
 }
 
 

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from megajax import compat
 from megajax.mesh import MeshConfig, make_mesh
+from megajax.ops import attention as module
 from megajax.ops.attention import AttentionMask, attention, reference_attention
 
 B, T, N, K, H = 4, 16, 4, 2, 16
@@ -79,6 +81,37 @@ def test_value_and_gradients_equal_the_formula(mesh):
 def test_value_and_gradients_equal_the_formula_in_a_pipeline_stage(on_stages):
     for stage in on_stages(all_variants(ours), *arguments()):
         jax.tree.map(CLOSE, stage, wanted())
+
+
+@pytest.mark.parametrize("name", ["causal", "packed", "packed, window"])
+def test_cudnn_gets_what_the_formula_says(name, make_test_mesh, monkeypatch):
+    """With grouped queries and documents kept apart by a bias: in the cuDNN call of jax 0.10.2, segment offsets take
+    keys for as many heads as queries. cuDNN needs a GPU: its meaning stands for it here, tests/gpu has the real one."""
+
+    def forward(q, k, v, bias=None, *, scale, window):
+        k, v = (jnp.repeat(a, q.shape[2] // a.shape[2], axis=2) for a in (k, v))
+        scores = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") * scale
+        distance = np.arange(T)[:, None] - np.arange(T)
+        visible = (distance >= 0) & (distance < (window or T))
+        scores = jnp.where(visible, scores if bias is None else scores + bias, -jnp.inf)
+        out = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, -1), v, precision="highest")
+        return out, jax.nn.logsumexp(scores, -1)
+
+    def backward(q, k, v, out, lse, d_out, bias=None, **options):
+        for got, want in zip((out, lse), forward(q, k, v, bias, **options), strict=True):
+            assert jax.typeof(got) == jax.typeof(want)
+        return jax.vjp(lambda q, k, v: forward(q, k, v, bias, **options)[0], q, k, v)[1](d_out)
+
+    monkeypatch.setattr(module, "_backend", lambda *_: "cudnn")
+    monkeypatch.setattr(compat, "cudnn_attention_forward", forward)
+    monkeypatch.setattr(compat, "cudnn_attention_backward", backward)
+
+    def run(q, k, v, g):
+        out, vjp = jax.vjp(functools.partial(ours, **VARIANTS[name]), q, k, v)
+        return out, vjp(g)
+
+    with jax.set_mesh(make_test_mesh(data=2, fsdp=2, tensor=2)):
+        jax.tree.map(CLOSE, jax.jit(run)(*arguments()), wanted()[name])
 
 
 # ----------------------------------------------------------------------------- dropout

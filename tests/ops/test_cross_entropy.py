@@ -1,6 +1,7 @@
 """Cross-entropy equals its formula, value and gradients, chunked or not, on every mesh and inside a pipeline stage."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,23 +11,28 @@ import pytest
 from megajax.ops.cross_entropy import cross_entropy
 
 B, T, D, V = 4, 16, 8, 32
-CLOSE = functools.partial(np.testing.assert_allclose, rtol=2e-6, atol=2e-6)  # float32 sums in another order
 VARIANTS = {
     "plain": {},
     "z-loss and label smoothing": {"z_loss": 1e-2, "label_smoothing": 0.1},
 }
-CHUNK = 4 * B * (V // 2) * 4  # bytes: 4 chunks on one device, each device's 1 or 2 on a mesh
+# Of a device's logits: all at once, 2 chunks on a mesh and 16 on one device, a token at a time.
+CHUNKS = {"whole": {}, "chunked": {"max_chunk_bytes": 512}, "token by token": {"max_chunk_bytes": 1}}
 
 
-def arguments():
+def close(got, want):
+    """float32 sums in another order: a few roundings of 2^-24, of the largest element."""
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-6 * np.abs(want).max())
+
+
+def arguments(batch=B, length=T):
     """x, head, labels, weights."""
     rng = np.random.default_rng(0)
-    x, head = (rng.standard_normal(shape).astype(np.float32) for shape in ((B, T, D), (D, V)))
-    labels = rng.integers(0, V, (B, T)).astype(np.int32)
-    weights = (rng.random((B, T)) / (B * T)).astype(np.float32)
+    x, head = (rng.standard_normal(shape).astype(np.float32) for shape in ((batch, length, D), (D, V)))
+    labels = rng.integers(0, V, (batch, length)).astype(np.int32)
+    weights = (rng.random((batch, length)) / (batch * length)).astype(np.float32)
     # Tokens that do not count may have any label.
-    labels[0, :3], labels[1, 4] = -100, V + 7
-    weights[0, :3] = weights[1, 4] = 0
+    labels.flat[:3], labels.flat[5] = -100, V + 7
+    weights.flat[:3] = weights.flat[5] = 0
     return x, head, labels, weights
 
 
@@ -59,33 +65,66 @@ def all_variants(op, factor=1.0):
 
 
 @functools.cache
-def wanted():
-    return jax.tree.map(np.asarray, jax.jit(all_variants(formula))(*arguments()))
+def wanted(batch=B, length=T):
+    x, head, labels, weights = arguments(batch, length)
+    with jax.enable_x64(True):
+        x, head, weights = (jnp.asarray(a, jnp.float64) for a in (x, head, weights))
+        return jax.tree.map(np.asarray, jax.jit(all_variants(formula))(x, head, labels, weights))
 
 
-@pytest.mark.parametrize("chunk", [{}, {"max_chunk_bytes": CHUNK}], ids=["whole", "chunked"])
+@pytest.mark.parametrize("chunk", CHUNKS.values(), ids=CHUNKS)
 def test_value_and_gradients_equal_the_formula(mesh, chunk):
-    jax.tree.map(CLOSE, jax.jit(all_variants(functools.partial(ours, **chunk)))(*arguments()), wanted())
+    jax.tree.map(close, jax.jit(all_variants(functools.partial(ours, **chunk)))(*arguments()), wanted())
 
 
-@pytest.mark.parametrize("chunk", [{}, {"max_chunk_bytes": 1}], ids=["whole", "chunked"])
+@pytest.mark.parametrize("chunk", CHUNKS.values(), ids=CHUNKS)
 def test_value_and_gradients_equal_the_formula_in_a_pipeline_stage(on_stages, chunk):
     for stage in on_stages(all_variants(functools.partial(ours, **chunk)), *arguments()):
-        jax.tree.map(CLOSE, stage, wanted())
+        jax.tree.map(close, stage, wanted())
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens_at_once", "num_chunks"),
+    [((2, 16), 16, 1), ((2, 16), 8, 2), ((2, 15), 14, 3), ((2, 15), 4, 5), ((2, 7), 7, 1), ((2, 7), 6, 7)],
+    ids=str,
+)
+def test_any_number_of_tokens_is_cut_into_the_fewest_equal_chunks(shape, tokens_at_once, num_chunks, make_test_mesh):
+    """15 and 7 tokens a device; nor can `tensor` then split the gradient of x along the sequence."""
+    run = all_variants(functools.partial(ours, max_chunk_bytes=tokens_at_once * V // 2 * 4))
+    with jax.set_mesh(make_test_mesh(data=2, tensor=2)):
+        found = set(re.findall(r"\blength=(\d+)", str(jax.make_jaxpr(run)(*arguments(*shape)))))
+        results = jax.jit(run)(*arguments(*shape))
+    assert found == ({str(num_chunks - 1)} if num_chunks > 1 else set())  # the first is outside the loop
+    jax.tree.map(close, results, wanted(*shape))
+
+
+@pytest.mark.parametrize("length", [64, 512])
+@pytest.mark.parametrize("op", [ours, jax.value_and_grad(ours, (0, 1))], ids=["loss", "gradients"])
+def test_memory_is_that_of_a_chunk_whatever_the_number_of_tokens(op, length, make_test_mesh):
+    vocab, chunk_bytes = 4096, 2**19
+    shapes = (B, length, D), (D, vocab), (B, length), (B, length)
+    dtypes = jnp.float32, jnp.float32, jnp.int32, jnp.float32
+    given = [jax.ShapeDtypeStruct(*of) for of in zip(shapes, dtypes, strict=True)]
+    op = functools.partial(op, max_chunk_bytes=chunk_bytes, **VARIANTS["z-loss and label smoothing"])
+    with jax.set_mesh(make_test_mesh()):
+        used = jax.jit(op).lower(*given).compile().memory_analysis().temp_size_in_bytes
+    gradients = 4 * (B * length * D + D * vocab)
+    # Logits and what comes of them; the gradients once as sums and once as results. All logits: 4 and 32 MiB.
+    assert used < 2.1 * chunk_bytes + 2 * gradients
 
 
 def test_chunks_change_nothing_without_gradients(make_test_mesh):
-    """The forward pass alone, as in evaluation; max_chunk_bytes=1 is a token of each sequence at a time."""
+    """The forward pass alone, as in evaluation."""
     with jax.set_mesh(make_test_mesh(tensor=2, context=2)):
-        for chunk in ({}, {"max_chunk_bytes": CHUNK}, {"max_chunk_bytes": 1}):
+        for chunk in CHUNKS.values():
             loss = jax.jit(functools.partial(ours, **VARIANTS["z-loss and label smoothing"], **chunk))(*arguments())
-            CLOSE(loss, wanted()["z-loss and label smoothing"][0])
+            close(loss, wanted()["z-loss and label smoothing"][0])
 
 
 def test_gradients_scale_with_the_loss(make_test_mesh):
     with jax.set_mesh(make_test_mesh(tensor=2, context=2)):
         scaled = jax.jit(all_variants(ours, factor=8.0))(*arguments())
-    jax.tree.map(CLOSE, jax.tree.map(lambda a: a / 8, scaled), wanted())
+    jax.tree.map(close, jax.tree.map(lambda a: a / 8, scaled), wanted())
 
 
 def test_bfloat16_keeps_its_dtype_and_a_float32_loss(make_test_mesh):

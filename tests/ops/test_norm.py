@@ -1,0 +1,224 @@
+"""The norm on the residual stream equals its formula, value and gradients, on every mesh and inside a pipeline stage,
+by XLA and by the kernel; and the kernel, interpreted, equals its formula."""
+
+import functools
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from megajax import compat
+from megajax.ops import norm
+from megajax.ops.norm import residual_norm
+from pallas_kernels import norm as kernel
+
+B, T, D = 4, 16, 8
+EPSILON = 1e-5
+CLOSE = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=3e-6)  # float32 sums in another order
+VARIANTS = {
+    "RMSNorm of a sum": ("x", "y", "scale"),
+    "RMSNorm": ("x", "scale"),
+    "LayerNorm of a sum": ("x", "y", "scale", "bias"),
+    "LayerNorm": ("x", "scale", "bias"),
+}
+
+
+def arguments(shape=(B, T, D), dtype=np.float32):
+    """{x, y, scale, bias} and the gradients of (sum, normed). The mean of a row is not 0."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+    rows = [(draw(*shape) + offset).astype(dtype) for offset in (0.5, 0.5, 0.0, 0.0)]
+    return {"x": rows[0], "y": rows[1], "scale": 1 + draw(shape[-1]) / 2, "bias": draw(shape[-1])}, tuple(rows[2:])
+
+
+def ours(x, scale, y=None, bias=None):
+    return residual_norm(x, y, scale, bias, EPSILON)
+
+
+def formula(x, scale, y=None, bias=None):
+    total = x if y is None else x + y
+    centred = total if bias is None else total - total.mean(-1, keepdims=True)
+    normed = centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + EPSILON) * scale
+    return total, normed if bias is None else normed + bias
+
+
+def all_variants(op):
+    """-> {variant: ((sum, normed), {argument: gradient})}, one program for all."""
+
+    def run(given, gradients):
+        results = {}
+        for name, names in VARIANTS.items():
+            out, vjp = jax.vjp(lambda given: op(**given), {name: given[name] for name in names})
+            results[name] = out, vjp(gradients)[0]
+        return results
+
+    return run
+
+
+def in_float64(given, gradients):
+    with jax.enable_x64(True):
+        given, gradients = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), (given, gradients))
+        return jax.tree.map(np.asarray, all_variants(formula)(given, gradients))
+
+
+@functools.cache
+def wanted():
+    return in_float64(*arguments())
+
+
+@pytest.fixture(params=["xla", "kernel"])
+def backend(request, monkeypatch):
+    """The kernel needs a Hopper GPU: here something with the same results stands for it, in parts as it gives them."""
+    if request.param == "xla":
+        return
+
+    def forward(x_RD, y_RD, scale_D, bias_D, *, epsilon):
+        assert epsilon == EPSILON
+        return formula(x_RD, scale_D, y_RD, bias_D)
+
+    def backward(s_RD, d_normed_RD, d_residual_RD, scale_D, *, centred, epsilon):
+        assert epsilon == EPSILON
+        normalise = lambda s, scale, bias: formula(s, scale, None, bias)
+        bias_D = jnp.zeros_like(scale_D) if centred else None
+        _, vjp = jax.vjp(normalise, s_RD, scale_D, bias_D)
+        d_s, *_ = vjp((d_residual_RD, d_normed_RD))
+        normed_RD = formula(s_RD, jnp.ones_like(scale_D), None, bias_D)[1]
+        return d_s, d_normed_RD * normed_RD, d_normed_RD if centred else None
+
+    monkeypatch.setattr(compat, "mosaic_problem", lambda: "")
+    monkeypatch.setattr(kernel, "problem", lambda *_: "")
+    monkeypatch.setattr(kernel, "forward", forward)
+    monkeypatch.setattr(kernel, "backward", backward)
+
+
+def test_value_and_gradients_equal_the_formula(mesh, backend):
+    jax.tree.map(CLOSE, jax.jit(all_variants(ours))(*arguments()), wanted())
+
+
+def test_value_and_gradients_equal_the_formula_in_a_pipeline_stage(on_stages, backend):
+    for stage in on_stages(all_variants(ours), *arguments()):
+        jax.tree.map(CLOSE, stage, wanted())
+
+
+def check_bfloat16(shape, mesh):
+    """Value and gradients of rows in bfloat16, against float64."""
+    given, gradients = arguments(shape, jnp.bfloat16)
+    with jax.set_mesh(mesh):
+        results = jax.jit(all_variants(ours))(given, gradients)
+
+    def check(path, got, want):
+        assert got.dtype == (jnp.float32 if getattr(path[-1], "key", "") in ("scale", "bias") else jnp.bfloat16)
+        error = np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want)
+        # A value rounded to 8 bits is off by 0.9 * 2^-9 in the mean square: the sum, and what is made of it.
+        assert error < 1.5 * 2**-9, path
+
+    jax.tree.map_with_path(check, results, in_float64(given, gradients))
+
+
+def test_bfloat16_is_rounded_only_where_it_is_stored(make_test_mesh):
+    check_bfloat16((B, T, 256), make_test_mesh())
+
+
+# ----------------------------------------------------------------------------- the choice
+
+
+def test_choice_is_logged_once_with_its_reason(make_test_mesh, monkeypatch, caplog):
+    x_BTD = jax.ShapeDtypeStruct((B, T, 128), jnp.bfloat16)
+    caplog.set_level(logging.INFO, "megajax")
+    norm._log_choice.cache_clear()
+    with jax.set_mesh(make_test_mesh(data=2, tensor=2)):
+        assert [norm._backend(x_BTD), norm._backend(x_BTD)] == ["xla", "xla"]
+        monkeypatch.setattr(compat, "mosaic_problem", lambda: "")
+        assert norm._backend(x_BTD) == "kernel"
+        assert norm._backend(jax.ShapeDtypeStruct((B, 4, 128), jnp.bfloat16)) == "xla"
+    norm._log_choice.cache_clear()
+    assert [record.getMessage() for record in caplog.records] == [
+        "norm: XLA (no kernels for cpu)",
+        "norm: fused with the residual (pallas_kernels/norm.py)",
+        "norm: XLA (4 rows)",  # of the 16, on each of 4 devices
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "width", "dtype", "reason"),
+    [
+        (64, 1024, jnp.bfloat16, ""),
+        (8, 8192, jnp.float16, ""),
+        (64, 1024, jnp.float32, "dtype float32"),
+        (64, 1000, jnp.bfloat16, "width 1000"),
+        (64, 8192 + 128, jnp.bfloat16, "width 8320"),
+        (63, 1024, jnp.bfloat16, "63 rows"),
+    ],
+)
+def test_kernel_says_why_it_refuses(num_rows, width, dtype, reason):
+    assert kernel.problem(num_rows, width, jnp.dtype(dtype)) == reason
+
+
+# ----------------------------------------------------------------------------- the kernel
+
+
+@pytest.fixture
+def interpreted_kernel(monkeypatch):
+    """The kernels run on CPU. JAX's interpreter knows no layouts of registers, and so neither plgpu.load nor
+    layout_cast: it gets what these are without one. Whether Hopper can do the layouts, compiling for it says."""
+    params = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params")
+    options = params.InterpretGPUParams(uninitialized_memory="nan", out_of_bounds_reads="raise")
+    monkeypatch.setattr(plgpu, "load", lambda ref, index, layout: ref[index])
+    monkeypatch.setattr(plgpu, "layout_cast", lambda x, layout: x)
+    monkeypatch.setattr(compat, "mosaic_problem", lambda: "")
+    monkeypatch.setattr(kernel, "problem", lambda *_: "")
+    monkeypatch.setattr(kernel, "forward", functools.partial(kernel.forward, interpret=options))
+    monkeypatch.setattr(kernel, "backward", functools.partial(kernel.backward, interpret=options))
+
+
+# 4 blocks of 2 rows, 4 of 6, and 7 of one.
+@pytest.mark.parametrize(("shape", "most_blocks"), [((1, 8, 128), 5), ((2, 12, 384), 5), ((1, 7, 2048), 1056)])
+def test_interpreted_kernel_equals_the_formula(shape, most_blocks, interpreted_kernel, make_test_mesh, monkeypatch):
+    monkeypatch.setattr(kernel, "MAX_BLOCKS", most_blocks)
+    check_bfloat16(shape, make_test_mesh())
+
+
+PROGRAM = """
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding
+from megajax.mesh import MeshConfig, make_mesh
+from megajax.ops.norm import residual_norm
+from megajax.sharding import activation_spec
+from megajax.training.plan import devices_without_gpu, plan_device
+
+config = MeshConfig(fsdp=2, tensor=2)
+mesh = make_mesh(config, devices_without_gpu(4, plan_device("h100")))
+
+def run(x, y, scale, bias, d_out):
+    out, vjp = jax.vjp(lambda *given: residual_norm(*given, 1e-5), x, y, scale, bias)
+    return out, vjp(d_out)
+
+for width in (128, 384, 5120, 8192):
+    for centred in (False, True):
+        for summed in (False, True):
+            with jax.set_mesh(mesh):
+                spec = activation_spec((4, 64, width), ("batch", "sequence", None))
+                rows = jax.ShapeDtypeStruct((4, 64, width), jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+                vector = jax.ShapeDtypeStruct((width,), jnp.float32)
+                given = rows, rows if summed else None, vector, vector if centred else None, (rows, rows)
+                text = jax.jit(run).lower(*given).compile().as_text()
+            print(width, centred, summed, text.count('custom_call_target="mosaic_gpu'))
+"""
+
+
+@pytest.mark.cuda_wheels
+@pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="needs the CUDA wheels: pip install -e '.[cuda13]'")
+def test_kernel_compiles_for_hopper_on_a_mesh():
+    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    command, root = [sys.executable, "-c", PROGRAM], Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert len(lines) == 16 and {line[-1] for line in lines} == {"2"}  # forward, backward
