@@ -1,56 +1,138 @@
-"""Where the time of a step goes: python -m benchmarks.profile FOLDER [--num_steps=N]
+"""Where the time of a step goes: python -m benchmarks.profile FOLDER [--num_steps=1]
 
-Reads a profile that jax.profiler (or --training.profile_steps) wrote and sums the GPU kernels by kind.
+Reads a profile that jax.profiler (or --training.profile_steps) wrote and sums the GPU kernels of the first GPU by kind
+and by name. `python -m benchmarks.train_step --profile` makes one, and knows the program besides: each kernel carries
+the name of its instruction, and the program says which line of megajax that comes from (benchmarks/places.py).
 """
 
+import dataclasses
 import re
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax
 
-KINDS = (
-    ("matmul", r"nvjet|gemm|cublas|cutlass"),
-    ("attention", r"sdpa|fmha|flash|dot_do_o|convert_dq"),
-    ("communication", r"nccl|all-|reduce-scatter|AllReduce|AllGather|ReduceScatter|SendRecv"),
-    ("copy", r"memcpy|memset|copy|slice|concatenate|transpose"),
+from benchmarks.places import Place, places
+
+COMMUNICATION = "communication"
+# The first pattern found in the names of kernel and instruction decides, and what is left is decided by its place.
+KINDS_BY_NAME = (
+    (COMMUNICATION, r"nccl|all-(gather|reduce|to-all)|reduce-scatter|collective-|AllReduce|ragged"),
+    ("attention", r"sdpa|fmha|flash|dot_product_attention|dot_do_o|convert_dq"),
+    ("matmul", r"nvjet|gemm|cublas|cutlass|xmma|splitK"),
+)
+KINDS_BY_PLACE = (
+    ("norm", r"/norm\.py"),
+    ("optimizer", r"^megajax/optim/"),
+    ("cross-entropy", r"/cross_entropy\.py"),
+    ("embedding", r"/embedding\.py"),
+)
+KINDS_OF_THE_REST = (
+    ("norm", r"mosaic|mpmd_map"),  # the only kernels of ours, where the program is unknown
+    ("copy", r"memcpy|memset|copy|slice|concatenate|transpose|broadcast"),
     ("reduction", r"reduce"),
 )
 
 
-def kernel_times(folder: str | Path) -> tuple[Counter, Counter, float]:
-    """-> (milliseconds, calls) by kernel name on the first GPU, and milliseconds from the first kernel to the last."""
-    path = next(Path(folder).rglob("*.xplane.pb"))
-    data = jax.profiler.ProfileData.from_file(str(path))
-    plane = next(plane for plane in data.planes if re.search(r"GPU:0", plane.name, re.IGNORECASE))
-    times, calls, first, last = Counter(), Counter(), float("inf"), 0.0
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    name: str
+    instruction: str
+    """Of the program, "" if the profile does not say."""
+    start: float
+    end: float
+    """Nanoseconds."""
+
+
+def read_kernels(folder: str | Path) -> list[Kernel]:
+    """All kernels and copies on the first GPU. Raises ValueError if the folder holds no profile of one."""
+    path = next(Path(folder).rglob("*.xplane.pb"), None)
+    data = jax.profiler.ProfileData.from_file(str(path)) if path else None
+    plane = next((p for p in data.planes if re.search(r"GPU:0$", p.name, re.IGNORECASE)), None) if data else None
+    if plane is None:
+        raise ValueError(f"{folder}: no profile of a GPU is there; write one with --training.profile_steps=10,12")
+    kernels = []
     for line in plane.lines:
-        if "stream" not in line.name.lower():
+        if "stream" not in line.name.lower():  # others sum up what streams did
             continue
         for event in line.events:
-            name = re.sub(r"[._]?\d+$", "", event.name)
-            times[name] += event.duration_ns / 1e6
-            calls[name] += 1
-            first, last = min(first, event.start_ns), max(last, event.start_ns + event.duration_ns)
-    return times, calls, (last - first) / 1e6
+            instruction = str(dict(event.stats).get("hlo_op", ""))
+            kernels.append(Kernel(event.name, instruction, event.start_ns, event.start_ns + event.duration_ns))
+    return kernels
 
 
-def breakdown(folder: str | Path, num_steps: int, most: int = 30) -> str:
-    """Table of milliseconds a step, by kind and by kernel."""
-    times, calls, span = kernel_times(folder)
-    kinds = Counter()
-    for name, time in times.items():
-        kinds[next((kind for kind, pattern in KINDS if re.search(pattern, name)), "element-wise")] += time
-    busy = sum(times.values())
-    lines = [f"one step: {span / num_steps:.1f} ms, kernels {busy / num_steps:.1f} ms (streams may overlap)"]
-    lines += [f"  {time / num_steps:8.2f} ms  {kind}" for kind, time in kinds.most_common()]
-    lines += ["by kernel:"]
-    for name, time in times.most_common(most):
-        lines.append(f"  {time / num_steps:8.2f} ms  x{calls[name] / num_steps:6.1f}  {name[:100]}")
+def kind_of(kernel: Kernel, place: Place | None) -> str:
+    names = f"{kernel.name} {kernel.instruction}"
+    file = place.file if place else ""
+    searches = ((KINDS_BY_NAME, names), (KINDS_BY_PLACE, file), (KINDS_OF_THE_REST, names))
+    found = (kind for table, text in searches for kind, pattern in table if re.search(pattern, text, re.IGNORECASE))
+    return next(found, "element-wise")
+
+
+def covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of intervals (start, end)."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def breakdown(kernels: list[Kernel], num_steps: int, program: str = "") -> dict:
+    """Milliseconds a step. program: text of the compiled step, for the places; "" if it is not known.
+
+    Kernels on several streams overlap, so kinds may add up to more than the step. Communication is exposed while
+    nothing else runs.
+    """
+    known = places(program) if program else {}
+    kinds, where, names = Counter(), Counter(), Counter()
+    calls, intervals = Counter(), {COMMUNICATION: [], "else": []}
+    per_step = lambda nanoseconds: nanoseconds / 1e6 / num_steps
+    for kernel in kernels:
+        place = known.get(kernel.instruction)
+        kind, name = kind_of(kernel, place), re.sub(r"[._]?\d+$", "", kernel.name)
+        time = per_step(kernel.end - kernel.start)
+        kinds[kind] += time
+        where[kind, str(place or "")] += time
+        names[name] += time
+        calls[name] += 1
+        intervals[kind if kind == COMMUNICATION else "else"].append((kernel.start, kernel.end))
+    both = [interval for some in intervals.values() for interval in some]
+    span = max(end for _, end in both) - min(start for start, _ in both) if both else 0.0
+    communicating, computing, busy = covered(intervals[COMMUNICATION]), covered(intervals["else"]), covered(both)
+    return {
+        "step": per_step(span),
+        "idle": per_step(span - busy),
+        "communication": {"exposed": per_step(busy - computing), "hidden": per_step(communicating + computing - busy)},
+        "kinds": dict(kinds.most_common()),
+        "places": [{"kind": kind, "place": place, "time": time} for (kind, place), time in where.most_common()],
+        "kernels": [{"name": name, "time": time, "calls": calls[name] / num_steps}
+                    for name, time in names.most_common()],
+        "with_place": sum(time for (_, place), time in where.items() if place) / (sum(where.values()) or 1.0),
+    }  # fmt: skip
+
+
+def as_text(found: dict, most: int = 25) -> str:
+    step, communication = found["step"], found["communication"]
+    lines = [f"one step: {step:.1f} ms, idle {found['idle']:.2f} ms (under the profiler; streams may overlap)"]
+    lines += [f"  {time:8.2f} ms  {time / step:6.1%}  {kind}" for kind, time in found["kinds"].items()]
+    if any(communication.values()):
+        lines.append(f"communication: {communication['exposed']:.2f} ms exposed, {communication['hidden']:.2f} hidden")
+    if found["with_place"]:
+        lines.append(f"by place ({found['with_place']:.0%} of the time has one):")
+        lines += [f"  {row['time']:8.2f} ms  {row['kind']:<13}  {row['place']}" for row in found["places"][:most]]
+    lines.append("by kernel:")
+    lines += [f"  {row['time']:8.2f} ms  x{row['calls']:6.1f}  {row['name'][:100]}" for row in found["kernels"][:most]]
     return "\n".join(lines)
 
 
+def main(arguments: list[str]) -> None:
+    steps = [argument.removeprefix("--num_steps=") for argument in arguments if argument.startswith("--num_steps=")]
+    (folder,) = [argument for argument in arguments if not argument.startswith("--")]
+    print(as_text(breakdown(read_kernels(folder), num_steps=int(steps[0]) if steps else 1)))
+
+
 if __name__ == "__main__":
-    steps = [argument.removeprefix("--num_steps=") for argument in sys.argv[2:] if argument.startswith("--num_steps=")]
-    print(breakdown(sys.argv[1], num_steps=int(steps[0]) if steps else 1))
+    main(sys.argv[1:])

@@ -1,36 +1,45 @@
 """Time of the bare train step of a recipe: python -m benchmarks.train_step --config=NAME [--section.field=value ...]
 
-The step is the one that train.py runs, on random tokens that lie on the devices already: eight batches in turn, so that
-the loss stays alive (a busy GPU is power-limited, and constant data would draw less power). Runs for `--seconds` (15),
-the second half counts. --profile prints where the time goes, by kind of kernel. A program found in the compilation
-cache compiles in no time; JAX_ENABLE_COMPILATION_CACHE=false measures that too.
+The step is the one that train.py runs, on random tokens that lie on the devices already: 64 batches in turn, with a
+learning rate that does not learn them by heart, so that the loss stays alive (benchmarks/sustained.py says why; the
+first and the last loss are printed). A program found in the compilation cache compiles in no time;
+JAX_ENABLE_COMPILATION_CACHE=false measures that too.
+
+    --seconds=10            of a window, after half as much to warm up
+    --windows=1             how many; the median counts
+    --profile[=FILE.json]   prints where the time goes (benchmarks/profile.py); also as data
 """
 
 import dataclasses
+import itertools
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
+import jaxlib
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.stages import Compiled
 
-import configs
-from benchmarks.profile import breakdown
-from megajax.config import Config, override
+from benchmarks import profile
+from benchmarks.command_line import read_config, run, split
+from benchmarks.sustained import LEARNING_RATE, record, windows
+from megajax.config import Config
 from megajax.mesh import make_mesh, use_compilation_cache
 from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer
 from megajax.sharding import batch_spec
 from megajax.training.compiler_options import compiler_options
-from megajax.training.console import format_bytes, log_to_stderr
+from megajax.training.console import format_bytes
 from megajax.training.flops import find_device, utilisation
 from megajax.training.step import TrainState, init_state, jit_train_step, state_shardings
 
-RATE = np.float32(1e-5)
+NUM_BATCHES = 64
+PROFILED_STEPS = 3
+RATE = np.float32(LEARNING_RATE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,87 +76,102 @@ def set_up(config: Config) -> Setup:
     batch = training.schedule(config.mesh)(training.steps)
     shape = (batch.num_microbatches, batch.microbatch, training.sequence_length)
     sharding = NamedSharding(mesh, batch_spec())
-    batches = [_random_batch(np.random.default_rng(i), shape, config, sharding) for i in range(8)]
-    return Setup(config, mesh, model, optimizer, shardings, batches)
+    return Setup(config, mesh, model, optimizer, shardings, _random_batches(shape, config, sharding))
 
 
-def _random_batch(rng: np.random.Generator, shape: tuple, config: Config, sharding: NamedSharding) -> dict:
-    tokens = rng.integers(0, config.model.vocab_size, (*shape[:2], shape[2] + 1), dtype=np.int32)
-    arrays = {
-        "tokens": tokens[..., :-1],
-        "labels": tokens[..., 1:],
-        "positions": np.broadcast_to(np.arange(shape[2], dtype=np.int32), shape),
-        "loss_mask": np.ones(shape, np.float32),
-    }
-    if not config.data.cross_document_attention:
-        ends = rng.random(shape) < 1 / 500  # documents of about 500 tokens
-        arrays["segment_ids"] = 1 + np.cumsum(ends, -1, dtype=np.int32)
-    return {name: jax.device_put(np.ascontiguousarray(array), sharding) for name, array in arrays.items()}
+def _random_batches(shape: tuple, config: Config, sharding: NamedSharding) -> list[dict]:
+    put = lambda array: jax.device_put(np.ascontiguousarray(array), sharding)
+    positions = put(np.broadcast_to(np.arange(shape[2], dtype=np.int32), shape))
+    same, batches = {"positions": positions, "loss_mask": put(np.ones(shape, np.float32))}, []
+    for number in range(NUM_BATCHES):
+        rng = np.random.default_rng(number)
+        tokens = rng.integers(0, config.model.vocab_size, (*shape[:2], shape[2] + 1), dtype=np.int32)
+        batch = {"tokens": put(tokens[..., :-1]), "labels": put(tokens[..., 1:])} | same
+        if not config.data.cross_document_attention:
+            ends = rng.random(shape) < 1 / 500  # documents of about 500 tokens
+            batch["segment_ids"] = put(1 + np.cumsum(ends, -1, dtype=np.int32))
+        batches.append(batch)
+    return batches
 
 
 def sustained(
     step: Callable, state: TrainState, batches: list[dict], seconds: float
 ) -> tuple[TrainState, dict[str, jax.Array], float]:
-    """Runs the step for so long -> (state, metrics, seconds of a step in the second half)."""
-    count, half, start = 0, None, time.perf_counter()
-    while half is None or count == half[0] or time.perf_counter() - start < seconds:
-        for batch in batches:
-            state, metrics = step(state, batch, RATE)
+    """-> (state, metrics, seconds of a step in one window)."""
+    state, metrics, (step_seconds,) = sustained_windows(step, state, batches, seconds, 1)
+    return state, metrics, step_seconds
+
+
+def sustained_windows(
+    step: Callable, state: TrainState, batches: list[dict], seconds: float, num_windows: int
+) -> tuple[TrainState, dict[str, jax.Array], list[float]]:
+    """-> (state, metrics, seconds of a step in each window)."""
+    source, metrics = itertools.cycle(batches), None
+
+    def run_steps(count: int) -> None:
+        nonlocal state, metrics
+        for _ in range(count):
+            waiting = metrics
+            state, metrics = step(state, next(source), RATE)
+            jax.block_until_ready(waiting)  # one step behind the device, as the training loop
         jax.block_until_ready(metrics)
-        count += len(batches)
-        if half is None and time.perf_counter() - start > seconds / 2:
-            half = (count, time.perf_counter())
-    return state, metrics, (time.perf_counter() - half[1]) / (count - half[0])
+
+    found = windows(run_steps, seconds=seconds, num_windows=num_windows)
+    return state, metrics, found
 
 
-def measure(config: Config, seconds: float, profile: bool) -> dict:
-    """Seconds of a step, sustained, with tokens/s and MFU a device; device memory in bytes."""
+def measure(config: Config, seconds: float, num_windows: int, profile_to: str) -> dict:
+    """Seconds of a step, sustained, with tokens/s and MFU a device; device memory in bytes.
+
+    profile_to: a file, "yes" to print only, "" for no profile.
+    """
     setup = set_up(config)
     config, mesh, batches = setup.config, setup.mesh, setup.batches
     options = compiler_options(config.training.compiler_options, setup.model, mesh)
     state = setup.new_state()
     step, compile_seconds = setup.compile(state, options)
-    state, metrics, step_seconds = sustained(step, state, batches, seconds)
-    if profile:
-        with tempfile.TemporaryDirectory() as folder:
-            with jax.profiler.trace(folder):
-                for batch in batches[:3]:
-                    state, metrics = step(state, batch, RATE)
-                jax.block_until_ready(metrics)
-            print(breakdown(folder, num_steps=3))
+    state, first = step(state, batches[-1], RATE)
+    state, metrics, found = sustained_windows(step, state, batches, seconds, num_windows)
+    if profile_to:
+        _profile(step, state, batches, profile_to)
     device, training = jax.local_devices()[0], config.training
-    per_device = training.global_batch_size * training.sequence_length / step_seconds / mesh.size
+    result = record(
+        "megajax",
+        found,
+        f"{mesh.size} x {device.device_kind}",
+        {"jax": jax.__version__, "jaxlib": jaxlib.__version__},
+        compile_seconds=compile_seconds,
+        peak_memory_bytes=(device.memory_stats() or {}).get("peak_bytes_in_use", 0),
+        first_loss=float(first["loss"]),
+        loss=float(metrics["loss"]),
+        compiler_options=options,
+    )
+    per_device = training.global_batch_size * training.sequence_length / result["step_seconds"] / mesh.size
     known = find_device(device.device_kind)
     flops = config.model.flops_per_token(training.sequence_length, causal=False)
-    return {
-        "step_seconds": step_seconds,
-        "tokens_per_second_per_device": per_device,
-        "mfu": utilisation(flops, per_device, known) if known else None,
-        "compile_seconds": compile_seconds,
-        "peak_memory_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use", 0),
-        "loss": float(metrics["loss"]),
-        "device": f"{mesh.size} x {device.device_kind}",
-        "jax": jax.__version__,
-        "compiler_options": options,
-    }
+    mfu = utilisation(flops, per_device, known) if known else None
+    return result | {"tokens_per_second_per_device": per_device, "mfu": mfu}
+
+
+def _profile(step: Compiled, state: TrainState, batches: list[dict], to: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for batch in batches[:PROFILED_STEPS]:
+                state, metrics = step(state, batch, RATE)
+            jax.block_until_ready(metrics)
+        found = profile.breakdown(profile.read_kernels(folder), PROFILED_STEPS, step.as_text())
+    print(profile.as_text(found))
+    if to != "yes":
+        Path(to).write_text(json.dumps(found, indent=1) + "\n")
 
 
 def main(arguments: list[str]) -> None:
-    seconds, profile, name, overrides = 15.0, False, "", []
-    for argument in arguments:
-        if argument.startswith("--config="):
-            name = argument.removeprefix("--config=")
-        elif argument.startswith("--seconds="):
-            seconds = float(argument.removeprefix("--seconds="))
-        elif argument == "--profile":
-            profile = True
-        else:
-            overrides.append(argument)
-    result = measure(override(configs.recipe(name), overrides), seconds, profile)
+    values, overrides = split(arguments, {"config": "", "seconds": "10", "windows": "1", "profile": ""})
+    config = read_config(values["config"], overrides)
+    result = measure(config, float(values["seconds"]), int(values["windows"]), values["profile"])
     shown = {**result, "peak_memory_bytes": format_bytes(result["peak_memory_bytes"])}
-    print(f"megajax {name} {' '.join(overrides)}: {json.dumps(shown)}", flush=True)
+    print(f"megajax {values['config']} {' '.join(overrides)}: {json.dumps(shown)}", flush=True)
 
 
 if __name__ == "__main__":
-    log_to_stderr()
-    main(sys.argv[1:])
+    run(main)

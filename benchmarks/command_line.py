@@ -1,0 +1,35 @@
+"""The arguments that the benchmarks share: --config=NAME, overrides of its fields, and what each adds."""
+
+import sys
+from collections.abc import Callable
+
+import configs
+from megajax.config import Config, override
+from megajax.training.console import log_to_stderr
+
+
+def split(arguments: list[str], known: dict[str, str]) -> tuple[dict[str, str], list[str]]:
+    """-> (values of the known names, by default those given; the rest). `--name` alone has the value "yes"."""
+    values, rest = dict(known), []
+    for argument in arguments:
+        name, equals, value = argument.removeprefix("--").partition("=")
+        if argument.startswith("--") and name in known:
+            values[name] = value if equals else "yes"
+        else:
+            rest.append(argument)
+    return values, rest
+
+
+def read_config(name: str, overrides: list[str]) -> Config:
+    """Raises ValueError for an unknown recipe or field."""
+    return override(configs.recipe(name), overrides)
+
+
+def run(main: Callable[[list[str]], int | None]) -> None:
+    """main(arguments) -> exit status; bad input is one line on stderr and status 2."""
+    log_to_stderr()
+    try:
+        raise SystemExit(main(sys.argv[1:]))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None

@@ -1,0 +1,137 @@
+"""megajax, the PyTorch peer and the limit, measured alternately in one run:
+
+    python -m benchmarks.compare --config=NAME [--section.field=value ...]
+        --rounds=3  --seconds=10      of each window; the median over the rounds counts
+        --peers=loop,torch,limit      what is measured beside the bare step
+        --output=FILE.json            keeps everything; written after each measurement
+        --commit=HASH                 where the files are no git checkout
+    python -m benchmarks.compare --table FILE.json ... [--plot=FILE.svg]
+                                      the table of several such runs, and bars
+
+Each contender is a process of its own, so that it has the GPU to itself; overrides go to all of them. The training loop
+runs in the first round only. On several GPUs the peer is torch_fsdp, and the limit is what one of them has to multiply.
+"""
+
+import datetime
+import importlib.util
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks import results
+from benchmarks.command_line import read_config, run, split
+from megajax.config import Config
+
+ROOT = Path(__file__).parents[1]
+KNOWN = {"config": "", "rounds": "3", "seconds": "10", "peers": "loop,torch,limit", "output": "", "commit": "",
+         "table": "", "plot": ""}  # fmt: skip
+
+
+def command(contender: str, arguments: list[str], num_devices: int) -> list[str]:
+    """Of a process that prints one record. arguments: --config, --seconds and overrides."""
+    start = [sys.executable]
+    if contender == "torch" and num_devices > 1:
+        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_devices}"]
+    peer = "benchmarks.peers.torch_gpt" if num_devices == 1 else "benchmarks.peers.torch_fsdp"
+    modules = {"megajax": "benchmarks.train_step", "loop": "benchmarks.loop", "limit": "benchmarks.peers.limit"}
+    return [*start, "-m", modules.get(contender, peer), *arguments]
+
+
+def parse(output: str) -> dict:
+    """The record in what a contender printed: the last line that holds one. Raises ValueError if there is none."""
+    for line in reversed(output.splitlines()):
+        if '"step_seconds"' in line:
+            return json.loads(line[line.index("{") :])
+    raise ValueError("it printed no result")
+
+
+def order(peers: list[str], num_rounds: int) -> list[str]:
+    """The contenders as they take turns; the loop once."""
+    once = ["megajax", *peers]
+    return once + [name for name in once if name != "loop"] * (num_rounds - 1)
+
+
+def describe(config: Config, values: dict[str, str], arguments: list[str]) -> dict:
+    """The result before anything is measured."""
+    training = config.training
+    measuring = [word for word in arguments if not word.startswith(("--output=", "--plot=", "--commit="))]
+    return {
+        "command": shlex.join(["python", "-m", "benchmarks.compare", *measuring]),
+        "config": values["config"],
+        "work": f"{training.global_batch_size} x {training.sequence_length}",
+        "tokens_per_step": training.global_batch_size * training.sequence_length,
+        "flops_per_token": config.model.flops_per_token(training.sequence_length, causal=False),
+        "date": datetime.date.today().isoformat(),
+        "commit": values["commit"] or _commit(),
+        "device": "",
+        "num_devices": 1,
+        "versions": {},
+        "measurements": {},
+        "problems": {},
+    }
+
+
+def compare(result: dict, turns: list[str], arguments: list[str], output: str) -> dict:
+    """Fills the result; a contender that fails is not tried again."""
+    for contender in turns:
+        if contender in result["problems"]:
+            continue
+        words = command(contender, arguments, result["num_devices"])
+        print(f"{contender}: {shlex.join(words[1:])}", file=sys.stderr, flush=True)
+        done = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        try:
+            measured = parse(done.stdout)
+        except ValueError as error:
+            result["problems"][contender] = f"exit status {done.returncode}, {error}"
+        else:
+            _add(result, contender, measured)
+            print(f"{contender}: {1000 * measured['step_seconds']:.2f} ms", file=sys.stderr, flush=True)
+        if output:
+            Path(output).write_text(json.dumps(result, indent=1) + "\n")
+        if "megajax" in result["problems"]:
+            break
+    return result
+
+
+def _add(result: dict, contender: str, measured: dict) -> None:
+    if contender == "megajax":
+        count, _, result["device"] = measured["device"].partition(" x ")
+        result["num_devices"], result["device"] = int(count), measured["device"]
+    result["versions"] |= measured["versions"]
+    result["measurements"].setdefault(contender, []).append(measured)
+
+
+def _commit() -> str:
+    git = lambda *words: subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    commit = git("rev-parse", "--short", "HEAD") or "unknown"
+    return commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def main(arguments: list[str]) -> int:
+    values, overrides = split(arguments, KNOWN)
+    if values["table"]:
+        files = [word for word in (values["table"], *overrides) if word != "yes"]
+        found = [json.loads(Path(file).read_text()) for file in files]
+    else:
+        config = read_config(values["config"], overrides)
+        peers = [name for name in values["peers"].split(",") if name]
+        if unknown := [name for name in peers if name not in ("torch", "limit", "loop")]:
+            raise ValueError(f"--peers={values['peers']}: {unknown[0]} is unknown; use any of loop,torch,limit")
+        if "torch" in peers and importlib.util.find_spec("torch") is None:
+            raise ValueError("--peers=torch needs PyTorch, which is not installed; use --peers=loop,limit")
+        given = [f"--config={values['config']}", f"--seconds={values['seconds']}", *overrides]
+        turns = order(peers, int(values["rounds"]))
+        found = [compare(describe(config, values, arguments), turns, given, values["output"])]
+    print(results.table(found))
+    if values["plot"]:
+        Path(values["plot"]).write_text(results.plot(found))
+    problems = {name: problem for result in found for name, problem in result["problems"].items()}
+    for name, problem in problems.items():
+        print(f"not measured: {name} ({problem})")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,144 @@
+"""The limit of a train step: its matmuls and its attention, nothing else, at the clocks that sustained work gets.
+
+    python -m benchmarks.peers.limit --config=NAME [--seconds=10] [--windows=1] [--section.field=value ...]
+
+Runs one step's worth of both, forward and backward, in order, again and again on one GPU: what one device of the mesh
+has to multiply, with no communication. Timed one by one they would be too good: a GPU that rests in between has higher
+clocks. Prints one line of JSON; `parts` has each operation by itself, right after the windows.
+"""
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+
+from benchmarks.command_line import read_config, run, split
+from benchmarks.sustained import record, windows
+from megajax.config import Config
+
+
+@dataclasses.dataclass(frozen=True)
+class Gemm:
+    """[m, k] @ [k, n] in the forward pass, with the two of its backward pass; so many times a step."""
+
+    name: str
+    m: int
+    k: int
+    n: int
+    times: int
+
+    @property
+    def flops(self) -> float:
+        """Of a step."""
+        return 3 * 2 * self.m * self.k * self.n * self.times
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionShape:
+    batch: int
+    length: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    times: int
+
+    @property
+    def flops(self) -> float:
+        """Of a step, counted in full as in DecoderConfig.flops_per_token."""
+        return 3 * 2 * 2 * self.batch * self.length**2 * self.num_heads * self.head_dim * self.times
+
+
+def work(config: Config) -> tuple[list[Gemm], AttentionShape]:
+    """What one device of the config's mesh, whose sizes are resolved, does in a step."""
+    model, mesh, training = config.model, config.mesh, config.training
+    if mesh.context > 1:
+        raise ValueError(f"mesh.context={mesh.context}: the limit of split sequences is unknown; use --peers=torch")
+    batch, length = training.global_batch_size // mesh.batch_shards, training.sequence_length
+    heads, kv_heads = model.num_heads // mesh.tensor, model.kv_heads // mesh.tensor
+    wide = model.width_of_mlp // mesh.tensor
+    tokens, width, layers = batch * length, model.embed_dim, model.num_layers
+    num_wide = model.layer_configs()[0].mlp.num_matrices - 1
+    gemms = [
+        Gemm("query, key, value", tokens, width, (heads + 2 * kv_heads) * model.width_of_head, layers),
+        Gemm("attention out", tokens, heads * model.width_of_head, width, layers),
+        Gemm("mlp up", tokens, width, wide, layers * num_wide),
+        Gemm("mlp down", tokens, wide, width, layers),
+        Gemm("output layer", tokens, width, model.padded_vocab_size // mesh.tensor, 1),
+    ]
+    return gemms, AttentionShape(batch, length, heads, kv_heads, model.width_of_head, layers)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    name: str
+    function: Callable
+    arguments: tuple[jax.Array, ...]
+    times: int
+
+    def run(self) -> jax.Array:
+        for _ in range(self.times):
+            out = self.function(*self.arguments)
+        return out
+
+
+def operations(gemms: list[Gemm], attention: AttentionShape) -> list[Operation]:
+    directions = {
+        "": jax.jit(lambda x, w, g: x @ w),
+        ", d input": jax.jit(lambda x, w, g: g @ w.T),
+        ", d weight": jax.jit(lambda x, w, g: x.T @ g),
+    }
+    found = []
+    for gemm in gemms:
+        arrays = _normal(gemm.m, gemm.k), _normal(gemm.k, gemm.n), _normal(gemm.m, gemm.n)
+        for direction, function in directions.items():
+            found.append(Operation(gemm.name + direction, function, arrays, gemm.times))
+    implementation = "cudnn" if jax.default_backend() == "gpu" else "xla"
+
+    def forward_and_backward(q, k, v, d_out):
+        attend = lambda *qkv: jax.nn.dot_product_attention(*qkv, is_causal=True, implementation=implementation)
+        return jax.vjp(attend, q, k, v)[1](d_out)
+
+    queries = (attention.batch, attention.length, attention.num_heads, attention.head_dim)
+    keys = (*queries[:2], attention.num_kv_heads, attention.head_dim)
+    arrays = tuple(_normal(*shape) for shape in (queries, keys, keys, queries))
+    return [*found, Operation("attention", jax.jit(forward_and_backward), arrays, attention.times)]
+
+
+def _normal(*shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(sum(shape)), shape, jnp.bfloat16)
+
+
+def measure(config: Config, seconds: float, num_windows: int) -> dict:
+    config = config.check_on(jax.device_count())
+    gemms, attention = work(config)
+    steps = operations(gemms, attention)
+
+    def run_steps(count: int) -> None:
+        for _ in range(count):
+            for operation in steps:
+                out = operation.run()
+            jax.block_until_ready(out)
+
+    found = windows(run_steps, seconds=seconds, num_windows=num_windows)
+    device, versions = jax.devices()[0].device_kind, {"jax": jax.__version__, "jaxlib": jaxlib.__version__}
+    return record("limit", found, f"1 x {device}", versions, parts={one.name: _seconds(one) for one in steps})
+
+
+def _seconds(operation: Operation) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(operation.run())
+    return time.perf_counter() - start
+
+
+def main(arguments: list[str]) -> None:
+    values, overrides = split(arguments, {"config": "", "seconds": "10", "windows": "1"})
+    config = read_config(values["config"], overrides)
+    print(json.dumps(measure(config, float(values["seconds"]), int(values["windows"]))), flush=True)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,101 @@
+"""Peer on several GPUs of a host: FSDP2, each block compiled, cuDNN SDPA, bf16 with float32 reduction, fused AdamW.
+
+    torchrun --standalone --nproc-per-node=N -m benchmarks.peers.torch_fsdp --config=NAME [--seconds=10] [--windows=1]
+
+The global batch of the recipe is split over all GPUs, whatever its mesh says. model.recompute=full recomputes each
+block, anything else nothing. Fresh random tokens each step, no clipping. The first process prints one line of JSON.
+"""
+
+import json
+import time
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.command_line import read_config, run, split
+from benchmarks.peers.torch_model import Gpt, check, cross_entropy, initialise, versions
+from benchmarks.sustained import LEARNING_RATE, record, windows
+from megajax.config import Config
+
+
+def sharded_model(config: Config, device: torch.device) -> Gpt:
+    """Built without memory, sharded, then filled: no GPU ever holds it whole."""
+    model = config.model
+    with torch.device("meta"):
+        gpt = Gpt(model, config.training.sequence_length, device, model.recompute == "full")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in gpt.blocks:
+        block.compile()
+        fully_shard(block, mp_policy=policy)
+    fully_shard(gpt, mp_policy=policy)
+    gpt.to_empty(device=device)
+    initialise(gpt, model.init_std)
+    return gpt
+
+
+def measure(config: Config, seconds: float, num_windows: int) -> dict:
+    check(config)
+    training, num_gpus = config.training, dist.get_world_size()
+    if training.global_batch_size % num_gpus:
+        raise ValueError(
+            f"training.global_batch_size={training.global_batch_size} is not divisible by {num_gpus} GPUs; "
+            f"use --training.global_batch_size={num_gpus}"
+        )
+    if config.model.tied_embeddings:
+        raise ValueError("model.tied_embeddings=True: the FSDP peer keeps two; use --model.tied_embeddings=False")
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.manual_seed(training.seed)
+    gpt = sharded_model(config, device)
+    optimizer = torch.optim.AdamW(gpt.parameters(), lr=LEARNING_RATE, fused=True)
+    loss_of = torch.compile(cross_entropy)
+    shape = (training.global_batch_size // num_gpus, training.sequence_length + 1)
+    generator = torch.Generator(device).manual_seed(dist.get_rank())
+
+    def step() -> torch.Tensor:
+        tokens = torch.randint(0, config.model.vocab_size, shape, device=device, generator=generator)
+        loss = loss_of(gpt(tokens[:, :-1]), tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def run_steps(count: int) -> None:
+        agreed = torch.tensor(count, device=device)  # the clocks of the processes differ, their steps must not
+        dist.broadcast(agreed, 0)
+        for _ in range(int(agreed)):
+            losses[1:] = [step()]
+        torch.cuda.synchronize()
+
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        start = time.perf_counter()
+        losses = [step()]
+        torch.cuda.synchronize()
+        compile_seconds = time.perf_counter() - start
+        found = windows(run_steps, seconds=seconds, num_windows=num_windows)
+    return record(
+        "torch",
+        found,
+        f"{num_gpus} x {torch.cuda.get_device_name()}",
+        versions(),
+        compile_seconds=compile_seconds,
+        peak_memory_bytes=torch.cuda.max_memory_allocated(),
+        first_loss=losses[0].item(),
+        loss=losses[-1].item(),
+    )
+
+
+def main(arguments: list[str]) -> None:
+    values, overrides = split(arguments, {"config": "", "seconds": "10", "windows": "1"})
+    config = read_config(values["config"], overrides)
+    torch.cuda.set_device(dist.get_node_local_rank())
+    dist.init_process_group("nccl")
+    result = measure(config, float(values["seconds"]), int(values["windows"]))
+    if dist.get_rank() == 0:
+        print(json.dumps(result), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run(main)

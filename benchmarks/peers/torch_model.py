@@ -1,0 +1,128 @@
+"""The model of a recipe in plain PyTorch, for the peers: fused projections, SDPA, nothing of megajax.
+
+Dimensions: B batch, T sequence, D model width, N heads, K key-value heads, H head dim, V vocabulary (padded).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megajax.config import Config
+from megajax.models.decoder import DecoderConfig
+
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "swiglu": F.silu,
+}
+
+
+def check(config: Config) -> None:
+    """Raises ValueError for what the peers cannot do."""
+    model, training = config.model, config.training
+    refused = {
+        f"model.activation={model.activation}": model.activation not in ACTIVATIONS,
+        f"model.window={model.window}": model.window is not None,
+        "model.qk_norm=True": model.qk_norm,
+        f"model.attention_soft_cap={model.attention_soft_cap}": model.attention_soft_cap is not None,
+        f"model.dropout={model.dropout}": model.dropout > 0 or model.attention_dropout > 0,
+        f"training.microbatch_size={training.microbatch_size}": training.microbatch_size is not None,
+        "data.cross_document_attention=False": not config.data.cross_document_attention,
+    }
+    for field, holds in refused.items():
+        if holds:
+            raise ValueError(f"{field}: the PyTorch peer does not do that; measure without it, or use --peers=limit")
+
+
+def rope_tables(model: DecoderConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin, float32 [T, H / 2]."""
+    frequencies = torch.tensor(model.rope.inverse_frequencies(model.width_of_head), dtype=torch.float32, device=device)
+    angles = torch.arange(length, dtype=torch.float32, device=device)[:, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+def rotate(x_BNTH: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    first, second = x_BNTH.float().chunk(2, -1)
+    cos, sin = rope
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x_BNTH.dtype)
+
+
+class Block(nn.Module):
+    def __init__(self, model: DecoderConfig, rope: tuple[Tensor, Tensor] | None, recompute: bool):
+        super().__init__()
+        self.heads, self.head_dim = (model.num_heads, model.kv_heads), model.width_of_head
+        self.activation, self.gated = ACTIVATIONS[model.activation], model.activation == "swiglu"
+        self.rope, self.recompute = rope, recompute
+        width, attended, wide = model.embed_dim, model.num_heads * model.width_of_head, model.width_of_mlp
+        linear = lambda inputs, outputs: nn.Linear(inputs, outputs, bias=model.bias)
+        self.attention_norm, self.mlp_norm = make_norm(model), make_norm(model)
+        self.qkv = linear(width, (model.num_heads + 2 * model.kv_heads) * model.width_of_head)
+        self.out = linear(attended, width)
+        self.gate = linear(width, wide) if self.gated else None
+        self.up, self.down = linear(width, wide), linear(wide, width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return checkpoint(self.compute, x_BTD, use_reentrant=False) if self.recompute else self.compute(x_BTD)
+
+    def compute(self, x_BTD: Tensor) -> Tensor:
+        batch, length, _ = x_BTD.shape
+        heads, kv_heads = self.heads
+        qkv = self.qkv(self.attention_norm(x_BTD)).view(batch, length, -1, self.head_dim).transpose(1, 2)
+        q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)
+        if self.rope is not None:
+            q, k = rotate(q, self.rope), rotate(k, self.rope)
+        o_BNTH = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
+        x_BTD = x_BTD + self.out(o_BNTH.transpose(1, 2).reshape(batch, length, -1))
+        y_BTD = self.mlp_norm(x_BTD)
+        if self.gated:
+            return x_BTD + self.down(self.activation(self.gate(y_BTD)) * self.up(y_BTD))
+        return x_BTD + self.down(self.activation(self.up(y_BTD)))
+
+
+class Gpt(nn.Module):
+    """tokens [B, T] -> logits [B, T, V]. Build it under `with torch.device(...)`; rope tables lie on rope_device."""
+
+    def __init__(self, model: DecoderConfig, length: int, rope_device: torch.device, recompute: bool):
+        super().__init__()
+        rope = rope_tables(model, length, rope_device) if model.position == "rope" else None
+        self.embedding = nn.Embedding(model.padded_vocab_size, model.embed_dim)
+        learned = model.position == "learned"
+        self.position_embedding = nn.Embedding(model.max_positions, model.embed_dim) if learned else None
+        self.blocks = nn.ModuleList([Block(model, rope, recompute) for _ in range(model.num_layers)])
+        self.final_norm = make_norm(model)
+        self.head = nn.Linear(model.embed_dim, model.padded_vocab_size, bias=False)
+        if model.tied_embeddings:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        x_BTD = self.embedding(tokens_BT)
+        if self.position_embedding is not None:
+            x_BTD = x_BTD + self.position_embedding.weight[: tokens_BT.shape[1]]
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        return self.head(self.final_norm(x_BTD))
+
+
+def make_norm(model: DecoderConfig) -> nn.Module:
+    kind = nn.RMSNorm if model.norm == "rmsnorm" else nn.LayerNorm
+    return kind(model.embed_dim, eps=model.norm_epsilon)
+
+
+@torch.no_grad()
+def initialise(module: nn.Module, std: float) -> None:
+    """Matrices normal, biases zero, norm scales one."""
+    for name, parameter in module.named_parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=std)
+        else:
+            nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
+
+
+def cross_entropy(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+    return F.cross_entropy(logits_BTV.view(-1, logits_BTV.shape[-1]).float(), labels_BT.reshape(-1))
+
+
+def versions() -> dict[str, str]:
+    cudnn = torch.backends.cudnn.version()
+    return {"torch": torch.__version__, "cuda": str(torch.version.cuda), "cudnn": str(cudnn)}

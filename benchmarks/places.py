@@ -1,0 +1,78 @@
+"""Which line of megajax each instruction of a compiled program comes from.
+
+XLA keeps a stack frame of each instruction (`stack_frame_id` in its metadata) and prints the tables of files,
+functions, locations and frames above the program. A fusion has the frame of its root.
+"""
+
+import dataclasses
+import re
+
+from benchmarks.hlo import Program
+
+_TABLE = re.compile(r"^(\d+) (?:\"(.*)\"|\{(.*)\})$")
+_OURS = re.compile(r".*/((?:megajax|pallas_kernels)/.*\.py)$")
+PASSED_THROUGH = ("megajax/ops/matmul.py", "megajax/sharding.py", "megajax/compat.py")  # their callers say more
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    file: str
+    """As megajax/layers/mlp.py."""
+    function: str
+    backward: bool
+
+    def __str__(self) -> str:
+        return f"{self.file} {self.function}{', backward' if self.backward else ''}"
+
+
+def places(text: str) -> dict[str, Place]:
+    """text: of `jax.stages.Compiled.as_text()` -> {name of an instruction that is launched: its innermost place}."""
+    frames, found = _frames(text), {}
+    for instruction in Program(text).instructions():
+        frame = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
+        name = re.search(r'op_name="([^"]*)"', instruction.attributes)
+        place = frame and _innermost(frames, frame[1])
+        if place:
+            found[instruction.name] = Place(*place, backward=name is not None and "transpose(" in name[1])
+    return found
+
+
+def _innermost(frames: dict[str, tuple[str, str, str]], number: str) -> tuple[str, str] | None:
+    """-> (file, function) of the deepest frame in megajax that is not passed through."""
+    seen = set()
+    while number in frames and number not in seen:
+        seen.add(number)
+        file, function, parent = frames[number]
+        ours = _OURS.match(file)
+        if ours and ours[1] not in PASSED_THROUGH:
+            return ours[1], function.split(".")[-1]
+        number = parent
+    return None
+
+
+def _frames(text: str) -> dict[str, tuple[str, str, str]]:
+    """{number of a frame: (file, function, number of the frame that called it)}; empty if the text has no tables."""
+    tables: dict[str, dict[str, str]] = {}
+    rows: dict[str, str] = {}
+    for line in text.splitlines():
+        if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
+            rows = tables[line] = {}
+        elif found := _TABLE.match(line):
+            rows[found[1]] = found[2] if found[2] is not None else found[3]
+        elif line.startswith(("%", "ENTRY")):
+            break
+    locations = {number: _fields(row) for number, row in tables.get("FileLocations", {}).items()}
+    rows = {number: _fields(row) for number, row in tables.get("StackFrames", {}).items()}
+    # jaxlib 0.10.2 prints the number of the caller plus one: the first frame, which none called, has caller 1, not 0.
+    too_large = int(rows["1"].get("parent_frame_id", 0)) if "1" in rows else 0
+    frames = {}
+    for number, frame in rows.items():
+        location = locations.get(frame.get("file_location_id", ""), {})
+        file = tables["FileNames"].get(location.get("file_name_id", ""), "")
+        function = tables["FunctionNames"].get(location.get("function_name_id", ""), "")
+        frames[number] = (file, function, str(int(frame.get("parent_frame_id", 0)) - too_large))
+    return frames
+
+
+def _fields(row: str) -> dict[str, str]:
+    return dict(re.findall(r"(\w+)=(\d+)", row))

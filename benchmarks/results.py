@@ -1,0 +1,102 @@
+"""What `benchmarks.compare` measured, as a table and as a plot. A result is the JSON that it writes, one a recipe."""
+
+import statistics
+
+from megajax.training.console import format_count
+from megajax.training.flops import find_device, utilisation
+
+NAMES = {"megajax": "megajax", "loop": "megajax, training loop", "torch": "PyTorch", "limit": "limit"}
+COLORS = {"megajax": "#1f6feb", "loop": "#79b0ff", "torch": "#e07b39", "limit": "#bbbbbb"}
+
+
+def windows(result: dict, contender: str) -> list[float]:
+    """Seconds of a step in every window of a contender, over all rounds."""
+    return [window for measured in result["measurements"].get(contender, []) for window in measured["windows"]]
+
+
+def step_seconds(result: dict, contender: str) -> float | None:
+    found = windows(result, contender)
+    return statistics.median(found) if found else None
+
+
+def tokens_per_second(result: dict, contender: str) -> float | None:
+    """Of a GPU."""
+    seconds = step_seconds(result, contender)
+    return result["tokens_per_step"] / seconds / result["num_devices"] if seconds else None
+
+
+def mfu(result: dict, contender: str) -> float | None:
+    """With attention counted in full; None if the peak of the device is not known."""
+    device, tokens = find_device(result["device"]), tokens_per_second(result, contender)
+    return utilisation(result["flops_per_token"], tokens, device) if device and tokens else None
+
+
+def table(results: list[dict]) -> str:
+    """Markdown, a row for each contender of each result, and where the numbers come from."""
+    lines = [
+        "| work | program | step | tokens/s a GPU | MFU | of the limit | against PyTorch |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for result in results:
+        work = f"`{result['config']}`, {result['work']}, {result['device']}"
+        for contender in (name for name in NAMES if windows(result, name)):
+            lines.append(f"| {work} | {' | '.join(_cells(result, contender))} |")
+            work = ""
+    return "\n".join([*lines, "", *map(source, results)])
+
+
+def _cells(result: dict, contender: str) -> list[str]:
+    seconds, used = step_seconds(result, contender), mfu(result, contender)
+    bare, peer, limit = (step_seconds(result, name) for name in ("megajax", "torch", "limit"))
+    name = NAMES[contender]
+    if contender == "loop" and bare:
+        name += f" ({seconds / bare - 1:+.1%} a step)"
+    return [
+        name,
+        f"{1000 * seconds:.1f} ms",
+        format_count(tokens_per_second(result, contender)),
+        f"{used:.1%}" if used else "-",
+        f"{limit / seconds:.0%}" if limit else "-",
+        f"{peer / seconds - 1:+.1%}" if peer and contender in ("megajax", "loop") else "-",
+    ]
+
+
+def source(result: dict) -> str:
+    """One line: command, device, versions, date, commit, and how far the windows of a contender lie apart."""
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    spreads = []
+    for name in (name for name in NAMES if windows(result, name)):
+        found = windows(result, name)
+        spreads.append(f"{name} {max(found) / min(found) - 1:.1%} of {len(found)}")
+    return (
+        f"- `{result['config']}`: `{result['command']}`; {result['device']}; {versions}; {result['date']}; "
+        f"commit {result['commit']}. Spread of the windows: {', '.join(spreads)}."
+    )
+
+
+def plot(results: list[dict]) -> str:
+    """SVG: bars of tokens/s a GPU in parts of the limit, or of the fastest where there is no limit."""
+    bar, gap, left, width = 22, 26, 190, 420
+    parts, y = [], 30
+    for result in results:
+        speeds = {name: speed for name in NAMES if (speed := tokens_per_second(result, name))}
+        full = speeds.get("limit") or max(speeds.values())
+        parts.append(_text(10, y, f"{result['config']}, {result['work']}, {result['device']}", "font-weight='bold'"))
+        y += 10
+        for name, speed in speeds.items():
+            length, used = width * speed / full, mfu(result, name)
+            label = f"{format_count(speed)} tokens/s" + (f", MFU {used:.1%}" if used else "")
+            parts.append(_text(left - 8, y + 15, NAMES[name], "text-anchor='end'"))
+            parts.append(f"<rect x='{left}' y='{y}' width='{length:.1f}' height='{bar - 4}' fill='{COLORS[name]}'/>")
+            parts.append(_text(left + 8 + length, y + 15, label))
+            y += bar
+        y += gap
+    size = f"width='{left + width + 220}' height='{y}'"
+    style = "font-family='sans-serif' font-size='13' fill='#222'"
+    background = "<rect width='100%' height='100%' fill='white'/>"
+    head = f"<svg xmlns='http://www.w3.org/2000/svg' {size} {style}>"
+    return "\n".join([head, background, *parts, "</svg>"]) + "\n"
+
+
+def _text(x: float, y: float, text: str, attributes: str = "") -> str:
+    return f"<text x='{x:.1f}' y='{y}' {attributes}>{text}</text>"

@@ -1,0 +1,68 @@
+"""The peers and the limit do the work that the model counts."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+
+import configs
+from benchmarks.peers import limit
+from megajax.config import override
+from megajax.mesh import MeshConfig
+
+MEASURED = {"gpt_1p3b": 1, "llama3_8b_8layers": 1, "llama3_8b": 8, "gpt3_7b": 8}
+TINY = ["--model.num_layers=2", "--model.embed_dim=32", "--model.num_heads=4", "--model.num_kv_heads=2",
+        "--model.mlp_dim=64", "--model.vocab_size=128", "--model.vocab_multiple=16", "--training.sequence_length=32",
+        "--training.global_batch_size=8"]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "num_devices"), MEASURED.items())
+def test_limit_multiplies_what_a_device_has_to(name, num_devices):
+    config = configs.recipe(name).check_on(num_devices)
+    gemms, attention = limit.work(config)
+    flops = (sum(gemm.flops for gemm in gemms) + attention.flops) * num_devices
+    length = config.training.sequence_length
+    tokens = config.training.global_batch_size * length
+    assert flops == config.model.flops_per_token(length, causal=False) * tokens
+
+
+def test_limit_of_a_split_sequence_is_refused():
+    config = dataclasses.replace(configs.recipe("llama3_8b"), mesh=MeshConfig(context=2))
+    with pytest.raises(ValueError, match="mesh.context=2"):
+        limit.work(config)
+
+
+def test_limit_runs(capsys):
+    with jax.numpy_dtype_promotion("standard"):  # JAX's own attention mixes dtypes
+        limit.main(["--config=llama3_8b_8layers", *TINY, "--seconds=0.01", "--windows=2"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["name"] == "limit" and len(found["windows"]) == 2 and min(found["windows"]) > 0
+    assert len(found["parts"]) == 5 * 3 + 1
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_pytorch_model_has_the_same_parameters_and_flops(name):
+    torch = pytest.importorskip("torch")
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from benchmarks.peers.torch_model import Gpt, check, cross_entropy
+
+    config = override(configs.recipe(name), [*TINY, "--training.global_batch_size=2"])
+    check(config)
+    gpt = Gpt(config.model, 32, torch.device("cpu"), recompute=False)
+    assert sum(parameter.numel() for parameter in gpt.parameters()) == config.model.num_parameters()
+    tokens = torch.randint(0, 128, (2, 33))
+    # The counter does not know the fused attention of CPUs.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        cross_entropy(gpt(tokens[:, :-1]), tokens[:, 1:]).backward()
+    assert counter.get_total_flops() == config.model.flops_per_token(32, causal=False) * 64
+
+
+def test_peer_refuses_what_it_does_not_do():
+    pytest.importorskip("torch")
+    from benchmarks.peers.torch_model import check
+
+    with pytest.raises(ValueError, match="training.microbatch_size=32: the PyTorch peer"):
+        check(configs.recipe("gpt2_124m"))
