@@ -63,7 +63,8 @@ def train(config: Config) -> str:
 
     training, mesh = config.training, make_mesh(config.mesh)
     model = Model(config.model, config.precision)
-    options = compiler_options(training.compiler_options, model, mesh)
+    offload_state = config.optimizer.offload_state
+    options = compiler_options(training.compiler_options, model, mesh, offload_state=offload_state)
     datasets = build_datasets(
         config.data,
         sequence_length=training.sequence_length,
@@ -163,7 +164,7 @@ def _check_same_run(config: Config, run_dir: Path) -> None:
     if not (run_dir / "config.json").is_file():
         return
     old = Config.load(run_dir)
-    free = ("model.scan_layers", "model.recompute", "model.dropout", "model.attention_dropout")
+    free = ("model.scan_layers", "model.recompute", "model.offload", "model.dropout", "model.attention_dropout")
     changed = [
         line for line in configuration.differences(old.model, config.model, "model.") if not line.startswith(free)
     ]

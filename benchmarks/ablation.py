@@ -20,7 +20,7 @@ import jaxlib
 import configs
 from benchmarks.train_step import Setup, set_up, sustained
 from megajax.config import Config, override
-from megajax.training.compiler_options import CANDIDATES, choose, compiler_options, parse, target_of
+from megajax.training.compiler_options import CANDIDATES, choose, parse, target_of
 from megajax.training.console import format_bytes, log_to_stderr
 from megajax.training.step import TrainState
 
@@ -50,7 +50,7 @@ def ablate(config: Config, requested: str, seconds: float) -> list[Row]:
     """A row for each variant. requested: options as in XLA_FLAGS, to try instead of the candidates; "": those."""
     candidates = parse(requested)
     setup = set_up(config)
-    options = compiler_options(setup.config.training.compiler_options, setup.model, setup.mesh)
+    options = setup.compiler_options()
     candidates = candidates or choose(CANDIDATES, target_of(setup.model, setup.mesh))
     rows, state = [], None
     for change, changed in variants(options, candidates).items():

@@ -5,7 +5,7 @@
     ... --output=FOLDER                       keeps NAME.hlo and NAME.json of each recipe
 
 Needs the CUDA wheels, which compile for a GPU that is not there. Without one XLA cannot try kernels out (autotuning is
-off, matmuls are Triton's), so this says nothing about single kernels; memory, collectives, copies and transposes are
+off), so this says nothing about single kernels; memory, collectives, copies and transposes are
 what the program's layouts make them, on any machine. They depend on XLA, so a record belongs to one jaxlib.
 """
 

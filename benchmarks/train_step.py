@@ -57,6 +57,11 @@ class Setup:
     def new_state(self) -> TrainState:
         return init_state(self.model, self.optimizer, self.config.training.seed, self.mesh, self.shardings)
 
+    def compiler_options(self) -> dict[str, str]:
+        """Those that a run of this recipe gets."""
+        requested, offload_state = self.config.training.compiler_options, self.config.optimizer.offload_state
+        return compiler_options(requested, self.model, self.mesh, offload_state=offload_state)
+
     def compile(self, state: TrainState, compiler_options: dict[str, str]) -> tuple[Compiled, float]:
         """-> (the step of this recipe, seconds it took)."""
         start, training = time.perf_counter(), self.config.training
@@ -127,7 +132,7 @@ def measure(config: Config, seconds: float, num_windows: int, profile_to: str) -
     """
     setup = set_up(config)
     config, mesh, batches = setup.config, setup.mesh, setup.batches
-    options = compiler_options(config.training.compiler_options, setup.model, mesh)
+    options = setup.compiler_options()
     state = setup.new_state()
     step, compile_seconds = setup.compile(state, options)
     state, first = step(state, batches[-1], RATE)

@@ -89,6 +89,23 @@ CASES = {
         ["--mesh.data=8", "--training.compiler_options=xla_gpu_colour=3"],
         ["training.compiler_options", "xla_gpu_colour=3", "leave it out"],
     ),
+    "module to recompute": (
+        ["--model.recompute=selective", "--model.recompute_modules=norm,mlp_act"],
+        ["model.recompute_modules: 'mlp_act'", "core_attention"],
+    ),
+    "no module to recompute": (
+        ["--model.recompute=selective", "--model.recompute_modules="],
+        ["model.recompute=selective", "model.recompute_modules", "--model.recompute=none"],
+    ),
+    "every zeroth layer": (
+        ["--model.recompute=full", "--model.recompute_every=0"],
+        ["model.recompute_every=0", "at least 1"],
+    ),
+    "every second layer of nothing": (
+        ["--model.recompute_every=2"],
+        ["model.recompute_every=2", "--model.recompute=full"],
+    ),
+    "activation to offload": (["--model.offload=residual,mlp"], ["model.offload: 'mlp'", "mlp_wide"]),
     "dropout": (["--model.dropout=1"], ["model.dropout=1.0", "below 1"]),
     "warm-up": (["--optimizer.warmup_steps=400"], ["optimizer.warmup_steps=400", "400"]),
 }  # fmt: skip

@@ -17,7 +17,7 @@ from megajax.layers.dropout import dropout
 from megajax.layers.mlp import MlpConfig
 from megajax.layers.norm import Norm, NormConfig
 from megajax.layers.rope import RopeConfig, rope_tables
-from megajax.layers.transformer import Recompute, TransformerLayerConfig, saved_activations
+from megajax.layers.transformer import ACTIVATIONS, MODULES, Recompute, TransformerLayerConfig, saved_activations
 from megajax.mesh import MeshConfig
 from megajax.ops.activation import Activation
 from megajax.ops.cross_entropy import cross_entropy
@@ -86,7 +86,8 @@ class DecoderConfig:
     label_smoothing: float = 0.0
     """Probability mass moved from the label to the whole vocabulary in the training loss."""
     scan_layers: bool | None = None
-    """Compile one layer and loop (fast compile) or all layers (fast step); None = loop beyond 40 layers."""
+    """Compile one layer and loop (fast compile) or all layers (fast step); None = loop beyond 40 layers, and
+    with offload."""
     recompute: Recompute = "none"
     """What the backward pass computes again: nothing, the modules of recompute_modules (selective), or whole layers."""
     recompute_modules: tuple[str, ...] = ("norm", "activation")
@@ -117,7 +118,9 @@ class DecoderConfig:
 
     @property
     def scanned(self) -> bool:
-        return self.num_layers > MAX_UNROLLED_LAYERS if self.scan_layers is None else self.scan_layers
+        if self.scan_layers is not None:
+            return self.scan_layers
+        return self.num_layers > MAX_UNROLLED_LAYERS or bool(self.offload)  # a loop waits for its copies, each turn
 
     def layer_configs(self) -> tuple[TransformerLayerConfig, ...]:
         return tuple(self._layer_config(number) for number in range(self.num_layers))
@@ -178,9 +181,26 @@ class DecoderConfig:
         matrices = self.num_layers * _layer_config_matrices(self) + self.padded_vocab_size * self.embed_dim
         return 3 * (2 * matrices + attention)
 
+    def activation_elements(self) -> dict[str, int]:
+        """Elements a token of each activation of a layer, by its name; a name that stands for several, all of them."""
+        D, heads = self.embed_dim, self.num_heads * self.width_of_head
+        wide = (self._layer_config(0).mlp.num_matrices - 1) * self.width_of_mlp
+        qkv = heads + 2 * self.kv_heads * self.width_of_head
+        sizes = (D, 2 * D, qkv, heads, D, wide, self.width_of_mlp)
+        return dict(zip(ACTIVATIONS, sizes, strict=True))
+
+    def recomputed_flops_per_token(self, sequence_length: int) -> float:
+        """FLOPs that the backward pass does again, a token, attention counted in full: the matmuls whose results a
+        layer does not keep. The last one, down, is never needed again."""
+        D, elements, T = self.embed_dim, self.activation_elements(), sequence_length
+        width = {"qkv": D, "attention_out": 2 * T, "residual_mid": elements["attention_out"], "mlp_wide": D}
+        kept = [layer.saved.kept if layer.saved else ACTIVATIONS for layer in self.layer_configs()]
+        return sum(2 * elements[name] * width[name] for names in kept for name in width if name not in names)
+
     def check(self, mesh: MeshConfig, sequence_length: int) -> None:
         """Raises ValueError for sizes that do not fit each other or the mesh."""
         self._check_ranges()
+        self._check_recompute()
         if self.head_dim is None and self.embed_dim % self.num_heads:
             raise ValueError(
                 f"model.embed_dim={self.embed_dim} is not divisible by model.num_heads={self.num_heads}; "
@@ -219,6 +239,7 @@ class DecoderConfig:
 
     def _check_ranges(self) -> None:
         counts = ("num_layers", "embed_dim", "num_heads", "vocab_size", "vocab_multiple", "max_positions")
+        counts += ("recompute_every",)
         optional = ("num_kv_heads", "head_dim", "mlp_dim", "window", "no_rope_every", "full_attention_every")
         for name in (*counts, *optional):
             value = getattr(self, name)
@@ -227,6 +248,22 @@ class DecoderConfig:
         for name in ("dropout", "attention_dropout", "label_smoothing"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"model.{name}={getattr(self, name)} must be at least 0 and below 1")
+
+    def _check_recompute(self) -> None:
+        for name, known in (("recompute_modules", tuple(MODULES)), ("offload", ACTIVATIONS)):
+            for word in getattr(self, name):
+                if word not in known:
+                    raise ValueError(f"model.{name}: {word!r} is unknown; use any of {', '.join(known)}")
+        if self.recompute == "selective" and not self.recompute_modules:
+            raise ValueError(
+                "model.recompute=selective with no model.recompute_modules computes nothing again; "
+                "name some, or use --model.recompute=none"
+            )
+        if self.recompute == "none" and self.recompute_every > 1:
+            raise ValueError(
+                f"model.recompute_every={self.recompute_every} needs something to recompute: set "
+                "--model.recompute=full or selective, or leave it out"
+            )
 
     @staticmethod
     def _check_divisible(axis: str, size: int, fields: dict[str, int]) -> None:

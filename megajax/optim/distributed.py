@@ -1,4 +1,4 @@
-"""Where the optimizer state lies: beside its parameter, or split over the mesh axis data as well (ZeRO-1).
+"""Where the optimizer state lies: beside its parameter, or split over the mesh axis data as well (ZeRO-1); on the host.
 
 ZeRO stage 1 (Rajbhandari et al. 2020, arXiv 1910.02054): the copies of a parameter along the axis data need only one
 copy of its moments between them. Each device updates its part, and the new parameters are gathered. The moments of
@@ -24,16 +24,19 @@ def optimizer_shardings(
     """NamedSharding for every leaf of `optimizer.init(params)`.
 
     Args:
-        optimizer: only its `init` is used, on shapes.
+        optimizer: only its `init` is used, on shapes, and optimizer.offload_state.
         abstract_params: nested dict of jax.ShapeDtypeStruct.
         param_shardings: NamedShardings, same structure.
         mesh: the mesh of those shardings.
         shard_over_data: optimizer.shard_over_data.
 
-    Trees of moments follow their parameter (see `moment_shardings`). Everything else is a scalar and is replicated
-    explicitly: a scalar without a sharding comes back from a checkpoint on one device and the next step fails.
+    Trees of moments follow their parameter (see `moment_shardings`), in pinned memory of the host if offloaded.
+    Everything else is a scalar and is replicated explicitly: a scalar without a sharding comes back from a checkpoint
+    on one device and the next step fails.
     """
     moments = moment_shardings(abstract_params, param_shardings, mesh=mesh, shard_over_data=shard_over_data)
+    if optimizer.config.offload_state:
+        moments = jax.tree.map(lambda sharding: sharding.with_memory_kind("pinned_host"), moments)
     structure = jax.tree.structure(abstract_params)
     replicated = NamedSharding(mesh, PartitionSpec())
 

@@ -65,6 +65,8 @@ class OptimizerConfig:
     """Gradients are scaled down to this global L2 norm; 0: no clipping."""
     shard_over_data: bool = False
     """Split the optimizer state over the mesh axis data too (ZeRO-1)."""
+    offload_state: bool = False
+    """Keep the moments in host memory between updates; slow where the host hangs on PCIe, see docs/memory.md."""
 
     def check(self, training_steps: int) -> None:
         """Raises ValueError on the first number that cannot work; `training_steps` is training.steps."""
@@ -119,7 +121,7 @@ class Optimizer:
     """
 
     def __init__(self, config: OptimizerConfig, decay_mask: PyTree):
-        self.config = config
+        self.config, self._decay_mask = config, decay_mask
         self._transform = _make_transform(config, decay_mask)
 
     def init(self, params: PyTree) -> PyTree:
@@ -158,23 +160,57 @@ class Optimizer:
             coefficient = jnp.minimum(1.0, self.config.clip_norm / (grad_norm + CLIP_EPSILON))
             grads = jax.tree.map(lambda grad: grad * coefficient, grads)
 
-        params32 = _float32(params)
-        # Optax multiplies Python floats with its int32 step count, which strict promotion would refuse.
-        with jax.numpy_dtype_promotion("standard"):
-            directions, proposed_state = self._transform.update(grads, state, params32)
-        proposed = jax.tree.map(
-            lambda old, direction, param: (old - learning_rate * direction).astype(param.dtype),
-            params32,
-            directions,
-            params,
-        )
-
-        def keep(new, old):
-            return jnp.where(finite, new, old)
-
-        new_params = jax.tree.map(keep, proposed, params)
-        new_state = jax.tree.map(keep, proposed_state, state)
+        step = self._step_in_turn if self.config.offload_state else self._step
+        new_params, new_state = step(grads, state, params, learning_rate, finite)
         return new_params, new_state, {"grad_norm": grad_norm, "skipped": (~finite).astype(jnp.int32)}
+
+    def _step(self, grads, state, params, learning_rate, finite):
+        return _step(self._transform, grads, state, params, learning_rate, finite)
+
+    def _step_in_turn(self, grads, state, params, learning_rate, finite):
+        """_step for one parameter after the other, with moments that lie on the host.
+
+        They come when all gradients are there and the moments of the parameter before the last have left again, so a
+        device holds those of two. XLA by itself would fetch all of them at the start of the program. What makes them
+        wait is the token, which is `finite` itself: XLA drops from a barrier what nobody uses.
+        """
+        structure = jax.tree.structure(params)
+        is_moments = lambda node: jax.tree.structure(node) == structure
+        trees, state_structure = jax.tree.flatten(state, is_leaf=is_moments)
+        new_params, new_leaves, tokens = [], [], [finite, finite]
+        everything = zip(*(jax.tree.leaves(tree) for tree in (grads, params, self._decay_mask)), strict=True)
+        for number, (grad, param, decays) in enumerate(everything):
+            leaves = [jax.tree.leaves(tree)[number] if is_moments(tree) else tree for tree in trees]
+            leaves, token = jax.lax.optimization_barrier((leaves, tokens[number % 2]))
+            one = jax.tree.unflatten(state_structure, jax.device_put(leaves, jax.memory.Space.Device))
+            param, one = _step(_make_transform(self.config, decays), grad, one, param, learning_rate, token)
+            leaves = [jax.device_put(leaf, jax.memory.Space.Host) if is_moments(tree) else leaf
+                      for leaf, tree in zip(jax.tree.leaves(one), trees, strict=True)]  # fmt: skip
+            leaves, tokens[number % 2] = jax.lax.optimization_barrier((leaves, token))
+            new_params.append(param)
+            new_leaves.append(leaves)
+        new_trees = [jax.tree.unflatten(structure, column) if is_moments(tree) else column[0]
+                     for column, tree in zip(zip(*new_leaves, strict=True), trees, strict=True)]  # fmt: skip
+        return jax.tree.unflatten(structure, new_params), jax.tree.unflatten(state_structure, new_trees)
+
+
+def _step(transform, grads, state, params, learning_rate, finite):
+    """-> (params, state) after the step, or as they were if it is not finite."""
+    params32 = _float32(params)
+    # Optax multiplies Python floats with its int32 step count, which strict promotion would refuse.
+    with jax.numpy_dtype_promotion("standard"):
+        directions, proposed_state = transform.update(grads, state, params32)
+    proposed = jax.tree.map(
+        lambda old, direction, param: (old - learning_rate * direction).astype(param.dtype),
+        params32,
+        directions,
+        params,
+    )
+
+    def keep(new, old):
+        return jnp.where(finite, new, old)
+
+    return jax.tree.map(keep, proposed, params), jax.tree.map(keep, proposed_state, state)
 
 
 def global_norm(tree: PyTree) -> jax.Array:

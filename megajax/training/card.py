@@ -12,9 +12,9 @@ from megajax.data.loader import Datasets
 from megajax.mesh import MeshConfig, xla_flags
 from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer
-from megajax.training.console import format_bytes, format_count
+from megajax.training.console import format_count
 from megajax.training.loop import TrainingConfig
-from megajax.training.memory import memory_per_device
+from megajax.training.memory import memory_per_device, memory_rows
 
 
 def startup_rows(
@@ -30,7 +30,7 @@ def startup_rows(
     """(name, value) rows for Console.card."""
     length = training.sequence_length
     tokens = training.global_batch_size * length
-    memory = memory_per_device(model, optimizer, mesh, mesh_config, training, shard_over_data)
+    memory, host = memory_per_device(model, optimizer, mesh, mesh_config, training, shard_over_data)
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh_config.sizes().items() if size > 1)
     flops = [format_count(model.config.flops_per_token(length, causal=causal)) for causal in (False, True)]
     epochs = training.schedule(mesh_config).num_samples(training.steps) * length / datasets.train_tokens_per_epoch
@@ -40,7 +40,7 @@ def startup_rows(
         ("devices", f"{mesh.size} x {mesh.devices.flat[0].device_kind}, {jax.process_count()} process(es)"),
         ("mesh", axes or "one device"),
         ("precision", f"parameters {model.precision.params}, compute {model.precision.compute}"),
-        ("bytes per device", ", ".join(f"{name} {format_bytes(size)}" for name, size in memory.items())),
+        *memory_rows(memory, host),
         ("batch", f"{training.global_batch_size} x {length} = {format_count(tokens)} tokens a step"),
         ("data", f"{format_count(datasets.train_tokens_per_epoch)} tokens an epoch, {epochs:.2f} epochs in "
                  f"{training.steps} steps"),

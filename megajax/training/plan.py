@@ -28,11 +28,12 @@ from megajax.training.compiler_options import compiler_options
 from megajax.training.console import format_bytes, format_count, format_seconds
 from megajax.training.flops import DEVICES, Device, utilisation
 from megajax.training.loop import TrainingConfig
-from megajax.training.memory import memory_per_device
+from megajax.training.memory import memory_per_device, memory_rows
 from megajax.training.step import abstract_state, jit_train_step, state_shardings
 
 GPUS_PER_HOST = 8
 NETWORK_BANDWIDTH = 50e9  # bytes/s a GPU, one direction: 400 Gb/s InfiniBand
+HOST_BANDWIDTH = 50e9  # bytes/s a GPU, one direction: what is left of PCIe 5 x16
 MATMUL_EFFICIENCY = 0.62  # of the bf16 peak, sustained by matmuls and attention of dense training on one H100
 USABLE_MEMORY = 0.92  # of the device; the rest is CUDA, cuDNN workspaces and fragmentation
 COMPILED_FOR = ("H100", "H200")
@@ -57,16 +58,14 @@ def plan_rows(
 ) -> list[tuple[str, str]]:
     """(name, value) rows for Console.card; mesh_config has no -1. packed: documents do not see each other."""
     compiles = device.name in COMPILED_FOR and compat.gpu_compiler_installed()
-    mesh, abstract_mesh = None, jax.sharding.AbstractMesh(tuple(mesh_config.sizes().values()), AXES)
+    abstract_mesh = jax.sharding.AbstractMesh(tuple(mesh_config.sizes().values()), AXES)
+    memory, host = memory_per_device(model, optimizer, abstract_mesh, mesh_config, training, shard_over_data)
+    rows = _model_rows(model, mesh_config, training, device) + memory_rows(memory, host)
     if compiles:
         mesh = make_mesh(mesh_config, devices_without_gpu(mesh_config.num_devices, device))
-    memory = memory_per_device(model, optimizer, mesh or abstract_mesh, mesh_config, training, shard_over_data)
-    kinds = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory.items())
-    rows = _model_rows(model, mesh_config, training, device) + [("bytes per device", kinds)]
-    if compiles:
         compiled, seconds = compile_step(model, optimizer, mesh, mesh_config, training, shard_over_data, packed)
         analysis = compiled.memory_analysis()
-        total = analysis.peak_memory_in_bytes
+        total = device_peak_bytes(analysis)
         rows += [
             ("compiled", f"for {device.name} without a GPU in {format_seconds(seconds)}, jax {jax.__version__}: "
                          f"arguments {format_bytes(analysis.argument_size_in_bytes)}, temporary "
@@ -77,7 +76,7 @@ def plan_rows(
         total = sum(memory.values())
         why = "" if device.name in COMPILED_FOR else f" (the compiler is set up for {', '.join(COMPILED_FOR)} only)"
         rows.append(("compiled", f"no, activations are estimated; pip install -e '.[cuda13]' compiles for H100{why}"))
-    rows += _time_rows(model, mesh_config, training, device)
+    rows += _time_rows(model, mesh_config, training, device, host)
     usable = USABLE_MEMORY * device.memory_bytes
     verdict = "fits" if total <= usable else "does not fit"
     rows.append(("verdict", f"{verdict}: {format_bytes(total)} of {format_bytes(usable)} usable on a {device.name}"))
@@ -122,20 +121,27 @@ def compile_step(
 ):
     """-> (compiled train step, seconds)."""
     start = time.perf_counter()
-    shardings = state_shardings(model, optimizer, mesh, shard_over_data)
+    # Devices without a GPU have no host memory, and a sharding over them forgets that it is there.
+    shardings = state_shardings(model, optimizer, mesh.abstract_mesh, shard_over_data)
     state = with_shardings(abstract_state(model, optimizer), shardings)
     batch = training.schedule(mesh_config)(training.steps)
     shape = (batch.num_microbatches, batch.microbatch, training.sequence_length)
     array = lambda dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, batch_spec()))
     names = ("tokens", "labels", "positions", *(("segment_ids",) if packed else ()))
     arrays = {name: array(jnp.int32) for name in names} | {"loss_mask": array(jnp.float32)}
-    options = compiler_options(training.compiler_options, model, mesh)
+    offload_state = optimizer.config.offload_state
+    options = compiler_options(training.compiler_options, model, mesh, offload_state=offload_state)
     means = dict(loss_mean=training.loss_mean, group=training.microbatch_size, seed=training.seed)
     step = jit_train_step(model, optimizer, shardings, options, **means)
     rate = jax.ShapeDtypeStruct((), jnp.float32)
     with jax.set_mesh(mesh):
         compiled = step.lower(state, arrays, rate).compile()
     return compiled, time.perf_counter() - start
+
+
+def device_peak_bytes(analysis) -> int:
+    """analysis: memory_analysis() of a compiled step, whose peak counts arguments that lie on the host too."""
+    return analysis.peak_memory_in_bytes - analysis.host_argument_size_in_bytes
 
 
 def _collectives(program: str) -> str:
@@ -165,7 +171,8 @@ def _traffic(model: Model, mesh: MeshConfig, training: TrainingConfig) -> list[_
     weights = model.num_parameters() / mesh.tensor
     gathers = 2 * batch.num_microbatches * weights * itemsize  # for the forward and again for the backward pass
     tokens = batch.microbatch / mesh.batch_shards * training.sequence_length / mesh.context
-    passes = 3 if config.recompute == "full" else 2  # forward, backward, and the forward that is done again
+    # Forward, backward, and the forward that is done again.
+    passes = 2 + (1 / config.recompute_every if config.recompute == "full" else 0)
     activations = batch.num_microbatches * config.num_layers * 4 * passes * tokens * config.embed_dim * itemsize
     keys_values = 2 * config.kv_heads * config.width_of_head / mesh.tensor
     sequence = batch.num_microbatches * config.num_layers * 2 * tokens * mesh.context * keys_values * itemsize
@@ -177,14 +184,18 @@ def _traffic(model: Model, mesh: MeshConfig, training: TrainingConfig) -> list[_
     ]
 
 
-def _time_rows(model: Model, mesh: MeshConfig, training: TrainingConfig, device: Device) -> list[tuple[str, str]]:
+def _time_rows(
+    model: Model, mesh: MeshConfig, training: TrainingConfig, device: Device, host: dict[str, int]
+) -> list[tuple[str, str]]:
+    """host: bytes a device keeps on its host; those of the optimizer come and go after the backward pass."""
     config, length = model.config, training.sequence_length
     tokens = training.global_batch_size * length
     flops = config.flops_per_token(length, causal=False) * tokens / mesh.num_devices
-    again = 4 / 3 if config.recompute == "full" else 1.0
-    compute = flops * again / (device.peak_flops * MATMUL_EFFICIENCY)
+    flops += config.recomputed_flops_per_token(length) * tokens / mesh.num_devices
+    compute = flops / (device.peak_flops * MATMUL_EFFICIENCY)
     parameters = model.num_parameters() / (mesh.tensor * mesh.fsdp)
     update = 28 * parameters / device.memory_bandwidth  # p, m, v read and written in float32, gradient read
+    update += host.get("optimizer", 0) / HOST_BANDWIDTH
     times = {
         t.axis: (t.bytes / _bandwidth(t.axis, mesh, device), t) for t in _traffic(model, mesh, training) if t.bytes
     }
@@ -201,7 +212,9 @@ def _time_rows(model: Model, mesh: MeshConfig, training: TrainingConfig, device:
         ("assumptions", f"matmuls and attention at {MATMUL_EFFICIENCY:.0%} of {device.peak_flops / 1e12:.0f} TFLOP/s, "
                         f"{device.link_bandwidth / 1e9:.0f} GB/s inside a host of {GPUS_PER_HOST}, "
                         f"{NETWORK_BANDWIDTH / 1e9:.0f} GB/s a GPU between hosts; fsdp and data traffic hide under "
-                        "compute, tensor and context traffic does not"),
+                        "compute, tensor and context traffic does not"
+                        + (f"; {HOST_BANDWIDTH / 1e9:.0f} GB/s to and from the host, activations hidden"
+                           if host else "")),
     ]  # fmt: skip
 
 

@@ -99,4 +99,5 @@ def test_train_step_reports_windows_and_a_loss_that_stays_alive(capsys):
                 "--training.global_batch_size=8", "--mesh.data=8", "--seconds=0.3", "--windows=2"])  # fmt: skip
     found = compare.parse(capsys.readouterr().out)
     assert len(found["windows"]) == 2 and found["device"] == "8 x cpu"
-    assert abs(found["loss"] - found["first_loss"]) < 0.02  # dozens of steps; ln 128 = 4.85 is what can be known
+    # Dozens of steps on batches that differ; ln 128 = 4.85 is what can be known of random tokens.
+    assert abs(found["loss"] - found["first_loss"]) < 0.1

@@ -37,9 +37,9 @@ def state_on(mesh, shard_over_data: bool):
     return state._replace(optimizer=jax.tree.unflatten(structure, leaves))
 
 
-def targets_on(mesh, shard_over_data: bool):
-    shardings = state_shardings(MODEL, OPTIMIZER, mesh, shard_over_data)
-    return with_shardings(abstract_state(MODEL, OPTIMIZER), shardings)
+def targets_on(mesh, shard_over_data: bool, optimizer=OPTIMIZER):
+    shardings = state_shardings(MODEL, optimizer, mesh, shard_over_data)
+    return with_shardings(abstract_state(MODEL, optimizer), shardings)
 
 
 def assert_same(got, want):
@@ -83,6 +83,23 @@ def test_restore_on_any_mesh_is_bit_equal_with_optimizer_state(saved, sizes, sha
     assert meta == {"step": 5, "note": "five"}
     for array, wanted in zip(jax.tree.leaves((params, optimizer)), jax.tree.leaves(target[2:]), strict=True):
         assert array.sharding.is_equivalent_to(wanted.sharding, array.ndim)
+
+
+def test_offloaded_moments_are_saved_and_restored_as_others_are(saved, tmp_path):
+    run_dir, state = saved
+    offloading = Optimizer(OptimizerConfig(offload_state=True), MODEL.decay_mask)
+    on_host = targets_on(mesh_of(data=2, fsdp=4), True, offloading)
+    on_device = targets_on(mesh_of(fsdp=2), False)
+    with Checkpointer(run_dir, None) as checkpointer:
+        params, optimizer, _ = checkpointer.restore(5, on_host.params, on_host.optimizer)
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(optimizer) if leaf.ndim}
+    assert kinds == {"pinned_host"}
+    assert_same(optimizer, state.optimizer)
+    with Checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
+        checkpointer.save(6, params, optimizer, {})
+        checkpointer.wait()
+        _, back, _ = checkpointer.restore(6, on_device.params, on_device.optimizer)
+    assert_same(back, state.optimizer)
 
 
 def test_parameters_alone_are_restored_read_only_and_nothing_changes_on_disk(saved):

@@ -57,10 +57,11 @@ def test_fsdp_gathers_weights_in_bfloat16(fsdp_program):
     assert {operand.shape[:5] for gather in gathers for operand in gather.operands} == {"bf16["}
 
 
-# Found with jaxlib 0.10.2: 123 of 130 and 59 of 61. Nothing can hide the first gather, nor the last reduce-scatter.
-@pytest.mark.parametrize(("kind", "share"), [("all-gather", 0.93), ("reduce-scatter", 0.95)])
+# Bytes. Found with jaxlib 0.10.2: 0.89 and 0.87. Nothing can hide the first gather; the gather for query, key and value
+# (50 of 436 MB a layer) runs under the norm and the addition before it; the gradient of the head leaves last.
+@pytest.mark.parametrize(("kind", "share"), [("all-gather", 0.85), ("reduce-scatter", 0.85)])
 def test_fsdp_communicates_while_it_multiplies(fsdp_program, kind, share):
     assert fsdp_program.scheduled  # so the order of the lines is the order of the work
     found = [c for c in fsdp_program.collectives(fsdp_program.entry) if c.kind == kind and c.bytes > LARGE]
-    hidden = [c for c in found if fsdp_program.matmuls_under(fsdp_program.entry, c)]
-    assert len(hidden) >= share * len(found)
+    hidden = sum(c.bytes for c in found if fsdp_program.matmuls_under(fsdp_program.entry, c))
+    assert hidden >= share * sum(c.bytes for c in found)

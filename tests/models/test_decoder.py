@@ -297,19 +297,73 @@ def loss_and_gradients(config):
 
 
 @pytest.fixture(scope="module")
-def plain_run():
-    """A place for the result that the others are compared with."""
-    return {}
+def plain_run(make_test_mesh):
+    """What the others are compared with: unrolled, nothing computed again."""
+    with jax.set_mesh(make_test_mesh()):
+        return loss_and_gradients(dataclasses.replace(PATTERN, scan_layers=False))
 
 
-@pytest.mark.parametrize("scan, recompute", [(True, "none"), (False, "selective"), (True, "full")])
-def test_scan_and_recompute_change_nothing(one_device, plain_run, scan, recompute):
+MLP_AGAIN = dict(recompute="selective", recompute_modules=("norm", "core_attention", "mlp"))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        dict(scan_layers=True),
+        dict(recompute="selective"),
+        dict(recompute="full", scan_layers=True),
+        dict(recompute="full", recompute_every=3),
+        dict(recompute="selective", recompute_modules=("attention", "activation"), recompute_every=2, scan_layers=True),
+        dict(MLP_AGAIN, offload=("residual", "mlp_wide"), scan_layers=False),
+        dict(recompute="full", offload=("residual", "attention_out")),
+    ],
+    ids=str,
+)
+def test_scan_recompute_and_offload_change_nothing(one_device, plain_run, how):
     """With a pattern of layers, and with dropout, whose masks depend on the number of the layer only."""
-    if not plain_run:
-        plain_run["result"] = loss_and_gradients(dataclasses.replace(PATTERN, scan_layers=False))
-    result = loss_and_gradients(dataclasses.replace(PATTERN, scan_layers=scan, recompute=recompute))
+    result = loss_and_gradients(dataclasses.replace(PATTERN, **how))
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(result))
     # The same operations, fused differently: float32 rounding.
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6, rtol=1e-5), result, plain_run["result"])
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6, rtol=1e-5), result, plain_run)
+
+
+def test_offload_on_a_mesh_changes_nothing(make_test_mesh, plain_run):
+    config = dataclasses.replace(PATTERN, recompute="full", offload=("residual",), scan_layers=False)
+    with jax.set_mesh(make_test_mesh(fsdp=2, tensor=2)):
+        result = loss_and_gradients(config)
+    # Sums over devices come in another order.
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5, rtol=1e-4), result, plain_run)
+
+
+def kept_by(**fields):
+    return [layer.saved and layer.saved.kept for layer in variant(num_layers=3, **fields).layer_configs()]
+
+
+def test_layers_keep_what_the_policy_says():
+    everything = ("residual", "normed", "qkv", "attention_out", "residual_mid", "mlp_wide", "mlp_hidden")
+    assert kept_by() == [None] * 3
+    assert kept_by(recompute="full") == [()] * 3
+    assert kept_by(recompute="full", recompute_every=2) == [(), None, ()]
+    without = tuple(name for name in everything if name not in ("normed", "mlp_hidden"))
+    assert kept_by(recompute="selective") == [(*without, "attention_lse")] * 3
+    # What is offloaded is kept, whatever the policy says.
+    assert kept_by(recompute="full", offload=("attention_out",)) == [("attention_lse", "attention_out")] * 3
+    assert set(kept_by(offload=("qkv",))[0]) == {*everything, "attention_lse"}
+
+
+def test_recomputed_flops_are_those_of_the_matmuls_that_are_not_kept():
+    config = variant(num_layers=2, num_kv_heads=1)
+    D, N, K, H, F, T = 16, 2, 1, 8, 64, 32
+    qkv, attention, out, wide = 2 * D * (N + 2 * K) * H, 4 * T * N * H, 2 * N * H * D, 2 * D * 2 * F
+
+    def again(**fields):
+        return dataclasses.replace(config, **fields).recomputed_flops_per_token(T)
+
+    assert again() == again(recompute="selective") == again(offload=("mlp_wide",)) == 0
+    assert again(recompute="full") == 2 * (qkv + attention + out + wide)
+    assert again(recompute="full", recompute_every=2) == qkv + attention + out + wide
+    assert again(recompute="full", offload=("mlp_wide",)) == 2 * (qkv + attention + out)
+    assert again(recompute="selective", recompute_modules=("attention", "mlp")) == 2 * (qkv + attention + wide)
 
 
 def test_a_pattern_is_the_smallest_that_repeats():

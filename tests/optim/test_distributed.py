@@ -93,10 +93,10 @@ def test_parameters_that_cannot_be_split_are_logged_in_one_line(mesh, caplog):
     assert "for a, b;" in caplog.text
 
 
-def run_two_steps(mesh, shard_over_data):
+def run_two_steps(mesh, shard_over_data, config=OptimizerConfig()):
     rng = np.random.default_rng(0)
     shardings = named(mesh, SPECS)
-    optimizer = Optimizer(OptimizerConfig(), DECAY_MASK)
+    optimizer = Optimizer(config, DECAY_MASK)
     state_shardings = optimizer_shardings(
         optimizer, abstract(SHAPES), shardings, mesh=mesh, shard_over_data=shard_over_data
     )
@@ -131,3 +131,16 @@ def test_moments_are_never_gathered(mesh):
         line for line in compiled.as_text().splitlines() if " all-gather(" in line or " all-gather-start(" in line
     ]
     assert len(gathers) <= len(SHAPES), gathers
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
+def test_offloaded_moments_stay_on_the_host_and_change_nothing(mesh, name):
+    params, state, metrics, _ = run_two_steps(mesh, True, OptimizerConfig(name=name))
+    off_params, off_state, off_metrics, _ = run_two_steps(mesh, True, OptimizerConfig(name=name, offload_state=True))
+    assert jax.tree.structure(off_state) == jax.tree.structure(state)
+    for leaf in jax.tree.leaves(off_state):
+        assert leaf.sharding.memory_kind == ("pinned_host" if leaf.ndim else "device")
+    assert {leaf.sharding.memory_kind for leaf in off_params.values()} == {"device"}
+    plain, offloaded = (params, state, metrics), (off_params, off_state, off_metrics)
+    # The same operations in another program: the last bit may differ.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), plain, offloaded)

@@ -67,6 +67,14 @@ def test_gradients_leave_layer_by_layer_over_many_devices():
     assert REDUCE_SCATTER not in choose(PROFILE, dataclasses.replace(LLAMA, weight_shards=64, scanned=True))
 
 
+def test_scheduler_does_not_hoard_beside_copies_to_the_host():
+    name = "xla_gpu_enable_analytical_sol_latency_estimator"
+    one = dataclasses.replace(LLAMA, num_devices=1, weight_shards=1, offloads=True)
+    assert choose(PROFILE, one)[name] == "False"
+    assert name not in choose(PROFILE, dataclasses.replace(one, offloads=False))
+    assert name not in choose(PROFILE, dataclasses.replace(LLAMA, offloads=True)), "it hides collectives there"
+
+
 def test_options_are_for_nvidia_gpus_only():
     assert choose(PROFILE + CANDIDATES, dataclasses.replace(LLAMA, chip="cpu")) == {}
     assert choose(CANDIDATES, LLAMA)
@@ -84,6 +92,7 @@ def test_this_jaxlib_takes_every_option_of_the_table(make_test_mesh):
     mesh = make_test_mesh()
     version = target_of(Model(tiny().model, tiny().precision), mesh).jaxlib
     targets = [dataclasses.replace(LLAMA, jaxlib=version, scanned=s, weight_shards=n) for s in (0, 1) for n in (4, 64)]
+    targets.append(dataclasses.replace(LLAMA, jaxlib=version, num_devices=1, offloads=True))
     options = {item for target in targets for item in choose(PROFILE + CANDIDATES, target).items()}
     assert {name: why for name, value in options if (why := refusal(name, value, mesh))} == {}
 
