@@ -29,7 +29,8 @@ def llama3_8b() -> Config:
 def llama3_8b_8layers() -> Config:
     """8 of the 32 layers of Llama 3 8B and a quarter of its vocabulary, sequence 4096: the wide one-GPU benchmark.
 
-    Hardware: one H100. Nothing is padded: 32064 is 501 * 64.
+    Hardware: one H100. Measured: 44.6k tokens/s, MFU 58.1 % (attention in full), 183.6 ms a step, 36.1 GiB (bare step;
+    one H100 80GB, jax 0.11.2, 2026-11-21, commit 9b4544b). Nothing is padded: 32064 is 501 * 64.
     Command: python train.py --config=llama3_8b_8layers
     """
     llama = _llama3(num_layers=8, embed_dim=4096, num_heads=32, mlp_dim=14336)

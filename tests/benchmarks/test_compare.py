@@ -2,6 +2,7 @@
 
 import json
 import xml.dom.minidom
+from pathlib import Path
 
 import pytest
 
@@ -101,3 +102,11 @@ def test_train_step_reports_windows_and_a_loss_that_stays_alive(capsys):
     assert len(found["windows"]) == 2 and found["device"] == "8 x cpu"
     # Dozens of steps on batches that differ; ln 128 = 4.85 is what can be known of random tokens.
     assert abs(found["loss"] - found["first_loss"]) < 0.1
+
+
+def test_readme_shows_what_was_measured():
+    root = Path(__file__).parents[2]
+    names = ("gpt_1p3b", "llama3_8b_8layers")
+    found = [json.loads((root / "benchmarks" / "measured" / f"{name}.json").read_text()) for name in names]
+    assert results.table(found) in (root / "README.md").read_text()
+    assert results.plot(found) == (root / "docs" / "speed.svg").read_text()
