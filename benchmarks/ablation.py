@@ -1,11 +1,11 @@
 """What each compiler option is worth: python -m benchmarks.ablation --config=NAME [--section.field=value ...]
 
 Measures the bare train step (benchmarks/train_step.py) with the options that a run would get, then without each of
-them, with each candidate of megajax/training/compiler_options.py added, and at last as at first, which shows the drift:
-a difference below it means nothing. One process, one table.
+them, with each candidate added or instead, and at last as at first, which shows the drift: a difference below it means
+nothing. One process, one table.
 
     --seconds=6                     of each measurement
-    --options="xla_a=1 xla_b=x,y"   these instead of the candidates
+    --options="xla_a=1 xla_b=x,y"   the candidates, instead of those below
     --output=FILE.json              keeps the numbers
 """
 
@@ -17,13 +17,20 @@ from pathlib import Path
 import jax
 import jaxlib
 
-import configs
+from benchmarks.command_line import read_config, run, split
 from benchmarks.train_step import Setup, set_up, sustained
-from megajax.config import Config, override
-from megajax.training.compiler_options import CANDIDATES, choose, parse, target_of
-from megajax.training.console import format_bytes, log_to_stderr
+from megajax.config import Config
+from megajax.training.compiler_options import parse
+from megajax.training.console import format_bytes
 from megajax.training.step import TrainState
 
+# What published recipes for H100 set, and what ought to help collectives beside matmuls.
+CANDIDATES = (
+    "xla_gpu_enable_triton_gemm=True xla_gpu_enable_command_buffer= xla_gpu_nccl_collective_max_nchannels=8 "
+    "xla_gpu_enable_nccl_user_buffers=True xla_gpu_experimental_enable_nccl_symmetric_buffers=True "
+    "xla_gpu_enable_highest_priority_async_stream=False xla_gpu_experimental_parallel_collective_overlap_limit=4 "
+    "xla_gpu_experimental_parallel_async_compute_limit=2"
+)
 BASELINE, AGAIN = "as a run has them", "the same again"
 
 
@@ -46,12 +53,10 @@ def variants(options: dict[str, str], candidates: dict[str, str]) -> dict[str, d
     return {BASELINE: options} | without | with_one | {AGAIN: options}
 
 
-def ablate(config: Config, requested: str, seconds: float) -> list[Row]:
-    """A row for each variant. requested: options as in XLA_FLAGS, to try instead of the candidates; "": those."""
-    candidates = parse(requested)
+def ablate(config: Config, candidates: dict[str, str], seconds: float) -> list[Row]:
+    """A row for each variant."""
     setup = set_up(config)
     options = setup.compiler_options()
-    candidates = candidates or choose(CANDIDATES, target_of(setup.model, setup.mesh))
     rows, state = [], None
     for change, changed in variants(options, candidates).items():
         row, state = _measure(setup, state or setup.new_state(), change, changed, seconds)
@@ -86,16 +91,9 @@ def _line(row: Row, baseline: Row) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    known = {"config": "", "seconds": "6", "options": "", "output": ""}
-    overrides = []
-    for argument in arguments:
-        name, _, value = argument.removeprefix("--").partition("=")
-        if name in known:
-            known[name] = value
-        else:
-            overrides.append(argument)
-    config = override(configs.recipe(known["config"]), overrides)
-    rows = ablate(config, known["options"], float(known["seconds"]))
+    known, overrides = split(arguments, {"config": "", "seconds": "6", "options": CANDIDATES, "output": ""})
+    config = read_config(known["config"], overrides)
+    rows = ablate(config, parse(known["options"]), float(known["seconds"]))
     devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
     print(f"{known['config']} {' '.join(overrides)} on {devices}, jaxlib {jaxlib.__version__}\n\n{table(rows)}")
     if known["output"]:
@@ -105,9 +103,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    log_to_stderr()
-    try:
-        main(sys.argv[1:])
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    run(main)

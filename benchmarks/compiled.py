@@ -89,12 +89,15 @@ def differences(now: dict[str, int], recorded: dict[str, int]) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """-> exit status: 1 if a number left the record."""
+    """-> exit status: 1 if a number left the record, 2 if there is none for this jaxlib."""
     update = "--update" in arguments
     output = next((Path(a.removeprefix("--output=")) for a in arguments if a.startswith("--output=")), None)
     recorded = {"jaxlib": jaxlib.__version__, "recipes": {}} if update else json.loads(RECORD.read_text())
     if recorded["jaxlib"] != jaxlib.__version__:
-        print(f"nothing to compare: the record is of jaxlib {recorded['jaxlib']}, this is {jaxlib.__version__}")
+        print(f"nothing to compare: the record is of jaxlib {recorded['jaxlib']}, this is {jaxlib.__version__}; "
+              "--update makes one for it")  # fmt: skip
+        if not output:
+            return 2
     recipes, left = {}, []
     for name, overrides in RECIPES.items():
         compiled = compile_recipe(override(configs.recipe(name), list(overrides)))

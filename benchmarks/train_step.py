@@ -2,7 +2,7 @@
 
 The step is the one that train.py runs, on random tokens that lie on the devices already: 64 batches in turn, with a
 learning rate that does not learn them by heart, so that the loss stays alive (benchmarks/sustained.py says why; the
-first and the last loss are printed). A program found in the compilation cache compiles in no time;
+first and the last loss are printed). A program found in the compilation cache is not compiled again;
 JAX_ENABLE_COMPILATION_CACHE=false measures that too.
 
     --seconds=10            of a window, after half as much to warm up
@@ -174,8 +174,8 @@ def main(arguments: list[str]) -> None:
     values, overrides = split(arguments, {"config": "", "seconds": "10", "windows": "1", "profile": ""})
     config = read_config(values["config"], overrides)
     result = measure(config, float(values["seconds"]), int(values["windows"]), values["profile"])
-    shown = {**result, "peak_memory_bytes": format_bytes(result["peak_memory_bytes"])}
-    print(f"megajax {values['config']} {' '.join(overrides)}: {json.dumps(shown)}", flush=True)
+    memory = format_bytes(result["peak_memory_bytes"])
+    print(f"megajax {values['config']} {' '.join(overrides)}, peak {memory}: {json.dumps(result)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def weight(
 
 def weight_spec(axes: Sequence[str]) -> P:
     """PartitionSpec of a parameter with these logical axes."""
-    return P(*(_names(WEIGHT_AXES[axis]) for axis in axes))
+    return P(*(entry_of(WEIGHT_AXES[axis]) for axis in axes))
 
 
 def weight_shardings(params_axes, mesh: Mesh):
@@ -69,10 +69,11 @@ def weight_shardings(params_axes, mesh: Mesh):
 
 def batch_spec() -> P:
     """PartitionSpec of the arrays of a batch, [microbatches, batch, time]."""
-    return P(None, *(_names(ACTIVATION_AXES[axis]) for axis in ("batch", "time")))
+    return P(None, *(entry_of(ACTIVATION_AXES[axis]) for axis in ("batch", "time")))
 
 
-def _names(axes: tuple[str, ...]):
+def entry_of(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
+    """The entry of a PartitionSpec for these mesh axes."""
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
@@ -118,7 +119,7 @@ def activation_spec(shape: Sequence[int], axes: Sequence[str | None]) -> P:
         for name in ACTIVATION_AXES[axis]:
             if name in sizes and dim % (math.prod(sizes[k] for k in kept) * sizes[name]) == 0:
                 kept += (name,)
-        spec.append(_names(kept))
+        spec.append(entry_of(kept))
     return P(*spec)
 
 

@@ -81,6 +81,10 @@ CASES = {
         ["--data.tokenizer=null:4000"],
         ["model.vocab_size=2048", "data.tokenizer", "--model.vocab_size="],
     ),
+    "offload without the loop": (
+        ["--model.offload=residual", "--model.scan_layers=False"],
+        ["model.offload=residual", "loop", "leave out --model.scan_layers=False"],
+    ),
     "compiler option without a value": (
         ["--training.compiler_options=xla_gpu_enable_triton_gemm"],
         ["training.compiler_options", "xla_gpu_enable_triton_gemm", "xla_NAME=VALUE"],

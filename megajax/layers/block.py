@@ -49,20 +49,15 @@ class Stack(nnx.Module):
         if self.scan and caches is None:
             x, auxiliary = self._scanned(x, inputs, states, key)
             return x, None, auxiliary
-        new_caches, auxiliary, token = [], {}, None
+        new_caches, auxiliary = [], {}
         caches = caches or (None,) * len(self.configs)
         slices = {kind: iter(unstack(state)) for kind, state in states.items()}
         for number, (config, cache) in enumerate(zip(self.configs, caches, strict=True)):
             layer, state = _layer(config, prevent_cse=True), next(slices[config.kind])
-            others = (inputs, cache, _fold(key, number))
-            if config.saved is None or not config.saved.on_host:
-                x, cache, losses = layer(state, x, *others)
-            else:
-                x, token = _begin(x) if token is None else (x, token)
-                (x, cache, losses), token = _offload_in_turn(layer, state, x, others, token)
+            x, cache, losses = layer(state, x, inputs, cache, _fold(key, number))
             new_caches.append(cache)
             auxiliary = _add(auxiliary, losses)
-        return x if token is None else _end(x, token), tuple(new_caches), auxiliary
+        return x, tuple(new_caches), auxiliary
 
     def _scanned(self, x, inputs, states, key):
         """One step of the scan is one period of the pattern of configs."""
@@ -83,67 +78,6 @@ class Stack(nnx.Module):
 
         x, auxiliary = jax.lax.scan(step, x, (states, period * jax.numpy.arange(steps)))
         return x, jax.tree.map(lambda a: a.sum(0), auxiliary)
-
-
-@jax.custom_vjp
-def _begin(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """-> (x, the first token: a zero that XLA does not know). The backward pass ends as the forward pass does."""
-    return jax.lax.optimization_barrier((x, jax.numpy.zeros((), x.dtype)))
-
-
-@jax.custom_vjp
-def _end(x: jax.Array, token: jax.Array) -> jax.Array:
-    """Adding the last token keeps XLA from dropping them all. The backward pass begins as the forward pass does."""
-    return x + token
-
-
-_begin.defvjp(lambda x: (_begin(x), None), lambda _, gradients: (_end(*gradients),))
-_end.defvjp(lambda x, token: (_end(x, token), None), lambda _, gradient: _begin(gradient))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _offload_in_turn(layer, state, x, others: tuple, token: jax.Array):
-    """layer(state, x, *others) -> (its result, token for the next layer).
-
-    What the layer leaves on the host is there before the next layer is done: one layer passes its token when its copies
-    have arrived, and the next one waits for the token with its result. In the backward pass the token comes when the
-    next layer starts, and this layer's copies come back beside that. XLA by itself copies to the host no earlier than
-    the backward pass wants it back, and back as early as it likes, and saves nothing. In a scan each turn of the loop
-    waits for its copies anyway.
-    """
-    return layer(state, x, *others), token
-
-
-def _offload_forward(layer, state, x, others, token):
-    (x, *rest), backward = jax.vjp(lambda state, x: layer(state, x, *others), state, x)
-    x, token = jax.lax.optimization_barrier((x, token))
-    residuals, structure = jax.tree.flatten(backward)
-    copies, token = jax.lax.optimization_barrier((_on_host(residuals), token))
-    return ((x, *rest), token), (copies, jax.tree.unflatten(structure, _replaced(residuals, copies)))
-
-
-def _offload_backward(layer, kept, cotangents):
-    copies, backward = kept
-    (d_x, *rest), token = cotangents
-    copies, token = jax.lax.optimization_barrier((copies, token))
-    copies = jax.device_put(copies, jax.memory.Space.Device)
-    copies, d_x = jax.lax.optimization_barrier((copies, d_x))
-    residuals, structure = jax.tree.flatten(backward)
-    backward = jax.tree.unflatten(structure, _replaced(residuals, copies))
-    d_x, token = jax.lax.optimization_barrier((d_x, token))
-    return *backward((d_x, *rest)), None, token
-
-
-def _on_host(residuals) -> list:
-    return [a for a in residuals if jax.typeof(a).memory_space == jax.memory.Space.Host]
-
-
-def _replaced(residuals, copies) -> list:
-    copies = iter(copies)
-    return [next(copies) if jax.typeof(a).memory_space == jax.memory.Space.Host else a for a in residuals]
-
-
-_offload_in_turn.defvjp(_offload_forward, _offload_backward)
 
 
 @jax.custom_vjp

@@ -87,7 +87,7 @@ class DecoderConfig:
     """Probability mass moved from the label to the whole vocabulary in the training loss."""
     scan_layers: bool | None = None
     """Compile one layer and loop (fast compile) or all layers (fast step); None = loop beyond 40 layers, and
-    with offload."""
+    with offload, which needs it."""
     recompute: Recompute = "none"
     """What the backward pass computes again: nothing, the modules of recompute_modules (selective), or whole layers."""
     recompute_modules: tuple[str, ...] = ("norm", "activation")
@@ -120,7 +120,7 @@ class DecoderConfig:
     def scanned(self) -> bool:
         if self.scan_layers is not None:
             return self.scan_layers
-        return self.num_layers > MAX_UNROLLED_LAYERS or bool(self.offload)  # a loop waits for its copies, each turn
+        return self.num_layers > MAX_UNROLLED_LAYERS or bool(self.offload)
 
     def layer_configs(self) -> tuple[TransformerLayerConfig, ...]:
         return tuple(self._layer_config(number) for number in range(self.num_layers))
@@ -254,6 +254,11 @@ class DecoderConfig:
             for word in getattr(self, name):
                 if word not in known:
                     raise ValueError(f"model.{name}: {word!r} is unknown; use any of {', '.join(known)}")
+        if self.offload and self.scan_layers is False:
+            raise ValueError(
+                f"model.offload={','.join(self.offload)} needs layers that run as a loop, whose turns wait for their "
+                "copies: leave out --model.scan_layers=False"
+            )
         if self.recompute == "selective" and not self.recompute_modules:
             raise ValueError(
                 "model.recompute=selective with no model.recompute_modules computes nothing again; "

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from megajax.ops.matmul import dot_precision
-from megajax.sharding import BATCH_AXES, activation_spec, manual
+from megajax.sharding import activation_spec, axes_of, manual
 
 MAX_CHUNK_BYTES = 2 * 2**30  # of float32 logits on a device; each chunk reads and writes the gradient of the head once
 
@@ -61,23 +61,29 @@ def _run(x_BTD, head_DV, labels_BT, weights_BT, options, with_gradients):
     tokens = activation_spec(labels_BT.shape, ("batch", "time"))
     sequence = activation_spec(x_BTD.shape, ("batch", "sequence", None))
     scatter = sequence[1] != tokens[1]
+    split_over = tuple(axis for entry in tokens for axis in axes_of(entry))
 
     def body(x_BTD, head_DV, labels_BT, weights_BT):
-        head_DV = lax.all_gather(head_DV, "fsdp", axis=0, tiled=True)
+        if shares_batch:
+            head_DV = lax.all_gather(head_DV, "fsdp", axis=0, tiled=True)
         losses, d_x, d_head = _chunks(x_BTD, head_DV, labels_BT, weights_BT, options, with_gradients)
-        loss = lax.psum(losses, (*BATCH_AXES, "context"))
+        loss = lax.psum(losses, split_over)
         if not with_gradients:
             return loss
         if scatter:
             d_x = lax.psum_scatter(d_x, "tensor", scatter_dimension=1, tiled=True)
         else:
             d_x = lax.psum(d_x, "tensor")
-        d_head = lax.psum_scatter(d_head, "fsdp", scatter_dimension=0, tiled=True)
-        d_head = lax.psum(d_head, tuple(axis for axis in (*BATCH_AXES, "context") if axis != "fsdp"))
+        if shares_batch:
+            d_head = lax.psum_scatter(d_head, "fsdp", scatter_dimension=0, tiled=True)
+        else:  # all devices of fsdp have the same sum, and each keeps its part
+            rows = d_head.shape[0] // lax.axis_size("fsdp")
+            d_head = lax.dynamic_slice_in_dim(d_head, lax.axis_index("fsdp") * rows, rows)
+        d_head = lax.psum(d_head, tuple(axis for axis in split_over if axis != "fsdp"))
         return loss, d_x, d_head.astype(head_dtype)
 
-    head_dtype = head_DV.dtype
-    in_specs = (P(*tokens, None), P("fsdp", "tensor"), tokens, tokens)
+    head_dtype, shares_batch = head_DV.dtype, "fsdp" in split_over
+    in_specs = (P(*tokens, None), P("fsdp" if shares_batch else None, "tensor"), tokens, tokens)
     out_specs = (P(), sequence, P("fsdp", "tensor")) if with_gradients else P()
     out = manual(body, in_specs, out_specs)(x_BTD, head_DV.astype(x_BTD.dtype), labels_BT, weights_BT)
     return (out[0], out[1:]) if with_gradients else (out, None)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from megajax.sharding import BATCH_AXES, activation_spec, axes_of, manual
+from megajax.sharding import activation_spec, axes_of, manual
 
 
 def embed(table_VD: jax.Array, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -47,7 +47,8 @@ def _forward(table_VD, tokens_BT, dtype):
         if shares_batch:
             rows_PBTd = lax.all_to_all(rows_PBTd, "fsdp", 0, 0, tiled=True)
         else:
-            rows_PBTd = lax.all_gather(rows_PBTd[0], "fsdp")
+            part = lax.axis_index("fsdp") == jnp.arange(lax.axis_size("fsdp"))[:, None, None, None]
+            rows_PBTd = lax.psum(jnp.where(part, rows_PBTd, 0), "fsdp")  # a gather whose result counts as the same
         return jnp.moveaxis(rows_PBTd, 0, 2).reshape(*rows_PBTd.shape[1:3], -1)
 
     return manual(body, (P("tensor", "fsdp"), tokens_spec), out_spec)(table_VD, tokens_BT), (table_VD, tokens_BT)
@@ -74,7 +75,7 @@ def _backward(dtype, residuals, d_out_BTD):
         d_table_Vd = jnp.zeros((num_rows, d_out_PBTd.shape[-1]), jnp.float32)
         rows = jnp.where(inside, local, num_rows)  # out of range: dropped
         d_table_Vd = d_table_Vd.at[rows].add(d_out_PBTd.astype(jnp.float32), mode="drop")
-        return lax.psum(d_table_Vd, tuple(axis for axis in (*BATCH_AXES, "context") if axis != "fsdp"))
+        return lax.psum(d_table_Vd, tuple(axis for entry in tokens_spec for axis in axes_of(entry) if axis != "fsdp"))
 
     gradient = manual(body, (tokens_spec, d_out_spec), P("tensor", "fsdp"))
     return gradient(tokens_BT, d_out_BTD).astype(table_VD.dtype), None

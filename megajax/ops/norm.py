@@ -90,7 +90,8 @@ def _backward(options, residuals, gradients):
         return d_x_RD.reshape(total_BTD.shape), *sums
 
     run = manual(body, (spec, spec, spec, P()), (spec, P(), P()))
-    d_x_BTD, d_scale_D, d_bias_D = run(total_BTD, d_normed_BTD, d_total_BTD, scale_D)
+    d_x_BTD, *sums = run(total_BTD, d_normed_BTD, d_total_BTD, scale_D)
+    d_scale_D, d_bias_D = (None if d is None else d.astype(scale_D.dtype) for d in sums)
     return d_x_BTD, None if alone else d_x_BTD, d_scale_D, d_bias_D
 
 

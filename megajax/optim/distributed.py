@@ -12,6 +12,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from megajax.optim.optimizer import Optimizer
+from megajax.sharding import axes_of, entry_of
 
 PyTree = Any
 
@@ -78,7 +79,7 @@ def moment_shardings(abstract_params: PyTree, param_shardings: PyTree, *, mesh: 
 
 def _split_over_data(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> PartitionSpec | None:
     """`spec` with the axis data added to one dim; None where none divides; `spec` itself where data is in it."""
-    axes_of_dim = [_axes(entry) for entry in spec] + [()] * (len(shape) - len(spec))
+    axes_of_dim = [axes_of(entry) for entry in spec] + [()] * (len(shape) - len(spec))
     if any("data" in axes for axes in axes_of_dim):
         return spec
     for dim in sorted(range(len(shape)), key=lambda dim: (dim == 0, not axes_of_dim[dim], dim)):
@@ -87,17 +88,5 @@ def _split_over_data(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) ->
             num_parts *= mesh.shape[axis]
         if shape[dim] % num_parts == 0:
             axes_of_dim[dim] = (*axes_of_dim[dim], "data")
-            return PartitionSpec(*(_entry(axes) for axes in axes_of_dim))
+            return PartitionSpec(*(entry_of(axes) for axes in axes_of_dim))
     return None
-
-
-def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    if entry is None:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
-    if not axes:
-        return None
-    return axes[0] if len(axes) == 1 else axes

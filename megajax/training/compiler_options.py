@@ -1,4 +1,4 @@
-"""What XLA is told about the train step: a profile by chip, jaxlib, mesh and bytes of a layer.
+"""What XLA is told about the train step: a profile by chip, mesh, bytes of a layer and offload.
 
 The options go to `jax.jit(compiler_options=...)`, not into XLA_FLAGS: they hold for the train step alone, and one that
 the installed jaxlib does not know can be caught and left out, where an unknown name in XLA_FLAGS aborts the process.
@@ -29,7 +29,6 @@ class Target:
 
     chip: str
     """As JAX names it: "NVIDIA H100 80GB HBM3", "cpu"."""
-    jaxlib: tuple[int, ...]
     num_devices: int
     layer_bytes: int
     """Weights of one layer in the compute dtype, as a device computes with them: split over `tensor` only."""
@@ -62,7 +61,7 @@ PROFILE = (
     Option(
         "xla_gpu_enable_triton_gemm",
         value=lambda target: False,
-        when=lambda target: True,
+        when=lambda target: any(name in target.chip for name in ("H100", "H200")),
         why="matmuls by cuBLAS alone, which then adds in place and applies the activation in its epilogue: 785 ms, not "
         "793, for llama3_8b on 4 H200; 183.2, not 185.2, for 8 layers of it on one H100 (jaxlib 0.11.2)",
     ),
@@ -84,99 +83,6 @@ PROFILE = (
     ),
 )
 
-CANDIDATES = (
-    Option(
-        "xla_gpu_all_gather_combine_threshold_bytes",
-        value=lambda target: target.layer_bytes,
-        when=lambda target: target.weight_shards > 1,
-        why="one gather a layer instead of one a matrix (NVIDIA's JAX guide)",
-    ),
-    Option(
-        "xla_gpu_reduce_scatter_combine_threshold_bytes",
-        value=lambda target: target.layer_shard_bytes,
-        when=lambda target: _shares_unrolled_layers(target) and target.layer_shard_bytes >= DEFAULT_COMBINE_BYTES,
-        why="one reduce-scatter a layer instead of one a matrix",
-    ),
-    Option(
-        "xla_gpu_all_reduce_combine_threshold_bytes",
-        value=lambda target: target.layer_shard_bytes,
-        when=lambda target: target.num_devices > target.weight_shards,
-        why="gradients over mesh.data leave layer by layer",
-    ),
-    Option(
-        "xla_gpu_enable_latency_hiding_scheduler",
-        value=lambda target: True,
-        when=lambda target: True,
-        why="set by NVIDIA's guide; jaxlib 0.10.2 and 0.11.2 schedule the same without it",
-    ),
-    Option(
-        "xla_gpu_experimental_parallel_collective_overlap_limit",
-        value=lambda target: 2,
-        when=lambda target: target.weight_shards > 1,
-        why="the gather of the next layer may run beside the reduce-scatter of the last",
-    ),
-    Option(
-        "xla_gpu_pipeline_all_gather",
-        value=lambda target: "on",
-        when=lambda target: target.scanned and target.weight_shards > 1 and target.jaxlib >= (0, 11),
-        why="gathers the weights of the next turn of the loop during this one",
-    ),
-    Option(
-        "xla_gpu_enable_pipelined_all_gather",
-        value=lambda target: True,
-        when=lambda target: target.scanned and target.weight_shards > 1 and target.jaxlib < (0, 11),
-        why="gathers the weights of the next turn of the loop during this one",
-    ),
-    Option(
-        "xla_gpu_enable_while_loop_double_buffering",
-        value=lambda target: True,
-        when=lambda target: target.scanned,
-        why="unrolls the loop twice, so that a turn need not copy its result",
-    ),
-    Option(
-        "xla_gpu_enable_nccl_user_buffers",
-        value=lambda target: True,
-        when=lambda target: target.num_devices > 1,
-        why="NCCL reads and writes our buffers, without copies through its own",
-    ),
-    Option(
-        "xla_gpu_experimental_enable_nccl_symmetric_buffers",
-        value=lambda target: True,
-        when=lambda target: target.num_devices > 1,
-        why="as above, with NCCL's faster kernels for buffers that have the same address everywhere",
-    ),
-    Option(
-        "xla_gpu_nccl_collective_max_nchannels",
-        value=lambda target: 16,
-        when=lambda target: target.num_devices > 1,
-        why="fewer multiprocessors for collectives, more for the matmuls that run beside them",
-    ),
-    Option(
-        "xla_gpu_enable_command_buffer",
-        value=lambda target: "",
-        when=lambda target: True,
-        why="no CUDA graphs: published recipes for H100 turn them off",
-    ),
-    Option(
-        "xla_gpu_cudnn_gemm_fusion_level",
-        value=lambda target: 1,
-        when=lambda target: True,
-        why="cuDNN matmuls with what follows them fused, where autotuning finds them faster",
-    ),
-    Option(
-        "xla_gpu_experimental_enable_fusion_autotuner",
-        value=lambda target: False,
-        when=lambda target: True,
-        why="compiles faster",
-    ),
-    Option(
-        "xla_disable_hlo_passes",
-        value=lambda target: "rematerialization",
-        when=lambda target: True,
-        why="XLA must not compute again on its own what we keep on purpose",
-    ),
-)
-
 
 def choose(options: tuple[Option, ...], target: Target) -> dict[str, str]:
     """{name: value} of the options that apply; none on anything but an NVIDIA GPU."""
@@ -190,7 +96,6 @@ def target_of(model: Model, mesh: Mesh) -> Target:
     itemsize = jnp.dtype(model.precision.compute_dtype).itemsize
     return Target(
         chip=mesh.devices.flat[0].device_kind,
-        jaxlib=tuple(int(part) for part in jaxlib.__version__.split(".")[:2]),
         num_devices=mesh.size,
         layer_bytes=sum(sizes) * itemsize // model.config.num_layers // mesh.shape["tensor"],
         weight_shards=mesh.shape["fsdp"],

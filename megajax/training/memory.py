@@ -76,7 +76,7 @@ def activation_bytes(
     kept = sum(count({*layer.on_device, "residual"} - set(layer.on_host)) for layer in saved)
     working = count(elements) if any(layer.kept != ACTIVATIONS for layer in saved) else 0
     output = config.padded_vocab_size * config.embed_dim
-    layer_weights = (config.num_parameters() - output) / config.num_layers
+    layer_weights = (config.num_parameters() - output * (1 if config.tied_embeddings else 2)) / config.num_layers
     gathered = (2 * layer_weights + output) * itemsize if mesh.fsdp > 1 else 0
     logits = min(tokens * config.padded_vocab_size / mesh.tensor * 4, MAX_CHUNK_BYTES)
     on_device = (kept + working + gathered + 4 * output) / mesh.tensor + 2 * logits

@@ -169,6 +169,8 @@ def _traffic(model: Model, mesh: MeshConfig, training: TrainingConfig) -> list[_
     ring = lambda n: (n - 1) / n
     itemsize = jnp.dtype(model.precision.compute_dtype).itemsize
     weights = model.num_parameters() / mesh.tensor
+    if not config.tied_embeddings:  # the rows of the table travel, not the table (ops/embedding.py)
+        weights -= config.padded_vocab_size * config.embed_dim / mesh.tensor
     gathers = 2 * batch.num_microbatches * weights * itemsize  # for the forward and again for the backward pass
     tokens = batch.microbatch / mesh.batch_shards * training.sequence_length / mesh.context
     # Forward, backward, and the forward that is done again.
@@ -187,7 +189,7 @@ def _traffic(model: Model, mesh: MeshConfig, training: TrainingConfig) -> list[_
 def _time_rows(
     model: Model, mesh: MeshConfig, training: TrainingConfig, device: Device, host: dict[str, int]
 ) -> list[tuple[str, str]]:
-    """host: bytes a device keeps on its host; those of the optimizer come and go after the backward pass."""
+    """host: bytes a device keeps on its host, as memory_per_device has them."""
     config, length = model.config, training.sequence_length
     tokens = training.global_batch_size * length
     flops = config.flops_per_token(length, causal=False) * tokens / mesh.num_devices
@@ -200,6 +202,9 @@ def _time_rows(
         t.axis: (t.bytes / _bandwidth(t.axis, mesh, device), t) for t in _traffic(model, mesh, training) if t.bytes
     }
     exposed = sum(max(0.0, seconds - compute) if t.hidden else seconds for seconds, t in times.values())
+    # Activations leave beside the forward pass, a third of the work, and come back beside the backward pass.
+    copies = host.get("activations", 0) * training.schedule(mesh)(training.steps).num_microbatches / HOST_BANDWIDTH
+    exposed += max(0.0, copies - compute / 3) + max(0.0, copies - 2 * compute / 3)
     step = compute + update + exposed
     network = ", ".join(f"{axis} {format_bytes(t.bytes)} in {format_seconds(s)}" for axis, (s, t) in times.items())
     rate = tokens / step / mesh.num_devices
@@ -213,7 +218,7 @@ def _time_rows(
                         f"{device.link_bandwidth / 1e9:.0f} GB/s inside a host of {GPUS_PER_HOST}, "
                         f"{NETWORK_BANDWIDTH / 1e9:.0f} GB/s a GPU between hosts; fsdp and data traffic hide under "
                         "compute, tensor and context traffic does not"
-                        + (f"; {HOST_BANDWIDTH / 1e9:.0f} GB/s to and from the host, activations hidden"
+                        + (f"; {HOST_BANDWIDTH / 1e9:.0f} GB/s to and from the host, activations beside compute"
                            if host else "")),
     ]  # fmt: skip
 

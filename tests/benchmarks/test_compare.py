@@ -99,7 +99,7 @@ def test_train_step_reports_windows_and_a_loss_that_stays_alive(capsys):
                 "--model.mlp_dim=64", "--model.vocab_size=128", "--training.sequence_length=32",
                 "--training.global_batch_size=8", "--mesh.data=8", "--seconds=0.3", "--windows=2"])  # fmt: skip
     found = compare.parse(capsys.readouterr().out)
-    assert len(found["windows"]) == 2 and found["device"] == "8 x cpu"
+    assert len(found["windows"]) == 2 and found["device"] == "8 x cpu" and isinstance(found["peak_memory_bytes"], int)
     # Dozens of steps on batches that differ; ln 128 = 4.85 is what can be known of random tokens.
     assert abs(found["loss"] - found["first_loss"]) < 0.1
 

@@ -94,6 +94,11 @@ def test_cached_generation_equals_full_recomputation(engine_of, name):
     assert engine_of(name).generate_tokens(PROMPTS, GREEDY) == expected
 
 
+def test_one_prompt_on_a_mesh_that_could_split_two(engine_of):
+    alone = engine_of("rope").generate_tokens(PROMPTS[:1], GREEDY)
+    assert engine_of("rope", fsdp=2).generate_tokens(PROMPTS[:1], GREEDY) == alone
+
+
 @pytest.mark.parametrize(
     "name, sizes",
     [("learned", dict(data=2, tensor=2)), ("rope", dict(data=2, tensor=2)), ("rope", dict(fsdp=2, context=2))],

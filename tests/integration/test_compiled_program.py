@@ -63,5 +63,6 @@ def test_fsdp_gathers_weights_in_bfloat16(fsdp_program):
 def test_fsdp_communicates_while_it_multiplies(fsdp_program, kind, share):
     assert fsdp_program.scheduled  # so the order of the lines is the order of the work
     found = [c for c in fsdp_program.collectives(fsdp_program.entry) if c.kind == kind and c.bytes > LARGE]
+    assert len(found) >= 32  # at least one a layer
     hidden = sum(c.bytes for c in found if fsdp_program.matmuls_under(fsdp_program.entry, c))
     assert hidden >= share * sum(c.bytes for c in found)

@@ -314,7 +314,7 @@ MLP_AGAIN = dict(recompute="selective", recompute_modules=("norm", "core_attenti
         dict(recompute="full", scan_layers=True),
         dict(recompute="full", recompute_every=3),
         dict(recompute="selective", recompute_modules=("attention", "activation"), recompute_every=2, scan_layers=True),
-        dict(MLP_AGAIN, offload=("residual", "mlp_wide"), scan_layers=False),
+        dict(MLP_AGAIN, offload=("residual", "mlp_wide")),
         dict(recompute="full", offload=("residual", "attention_out")),
     ],
     ids=str,
@@ -328,7 +328,7 @@ def test_scan_recompute_and_offload_change_nothing(one_device, plain_run, how):
 
 
 def test_offload_on_a_mesh_changes_nothing(make_test_mesh, plain_run):
-    config = dataclasses.replace(PATTERN, recompute="full", offload=("residual",), scan_layers=False)
+    config = dataclasses.replace(PATTERN, recompute="full", offload=("residual",))
     with jax.set_mesh(make_test_mesh(fsdp=2, tensor=2)):
         result = loss_and_gradients(config)
     # Sums over devices come in another order.

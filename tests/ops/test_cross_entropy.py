@@ -98,6 +98,13 @@ def test_any_number_of_tokens_is_cut_into_the_fewest_equal_chunks(shape, tokens_
     jax.tree.map(close, results, wanted(*shape))
 
 
+@pytest.mark.parametrize("sizes", [dict(fsdp=2), dict(data=2, fsdp=2), dict(data=2, tensor=2)], ids=str)
+def test_three_sequences_on_meshes_that_split_two(sizes, make_test_mesh):
+    with jax.set_mesh(make_test_mesh(**sizes)):
+        results = jax.jit(all_variants(ours))(*arguments(3, 5))
+    jax.tree.map(close, results, wanted(3, 5))
+
+
 @pytest.mark.parametrize("length", [64, 512])
 @pytest.mark.parametrize("op", [ours, jax.value_and_grad(ours, (0, 1))], ids=["loss", "gradients"])
 def test_memory_is_that_of_a_chunk_whatever_the_number_of_tokens(op, length, make_test_mesh):

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from megajax.ops.embedding import embed
 
@@ -45,6 +46,19 @@ def test_value_and_gradient_equal_indexing(mesh):
 def test_value_and_gradient_equal_indexing_in_a_pipeline_stage(on_stages):
     for stage in on_stages(run, *arguments()):
         check(*stage)
+
+
+@pytest.mark.parametrize("sizes", [dict(fsdp=2), dict(data=2, fsdp=2), dict(data=2, tensor=2)], ids=str)
+@pytest.mark.parametrize("batch, length", [(1, 16), (2, 16), (3, 15)])
+def test_any_number_of_sequences_on_any_mesh(sizes, batch, length, make_test_mesh):
+    """One prompt on a mesh that could split two, say."""
+    table, tokens, g = arguments()
+    tokens, g = tokens[:batch, :length], g[:batch, :length]
+    want = run(table, tokens, g, lookup=indexing)
+    with jax.set_mesh(make_test_mesh(**sizes)):
+        out, d_table = jax.jit(run)(table, tokens, g)
+    np.testing.assert_array_equal(out, want[0])
+    np.testing.assert_allclose(d_table, want[1], atol=2e-6)
 
 
 def test_tokens_outside_the_table_give_zeros_and_no_gradient(mesh):

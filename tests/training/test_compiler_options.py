@@ -10,6 +10,7 @@ import pytest
 
 import configs
 import train
+from benchmarks import ablation
 from megajax import mesh as mesh_module
 from megajax.config import Config, override
 from megajax.mesh import use_compilation_cache, xla_flags
@@ -17,7 +18,6 @@ from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer
 from megajax.training import compiler_options as module
 from megajax.training.compiler_options import (
-    CANDIDATES,
     PROFILE,
     Option,
     Target,
@@ -31,7 +31,7 @@ from megajax.training.step import abstract_state, jit_train_step, state_sharding
 
 REDUCE_SCATTER = "xla_gpu_reduce_scatter_combine_threshold_bytes"
 # Llama 8B on eight H100s: 436 MB a layer in bfloat16.
-LLAMA = Target("NVIDIA H100 80GB HBM3", (0, 10), num_devices=8, layer_bytes=436_224_000, weight_shards=8, scanned=False)
+LLAMA = Target("NVIDIA H100 80GB HBM3", num_devices=8, layer_bytes=436_224_000, weight_shards=8, scanned=False)
 TINY = ["--model.num_layers=2", "--model.embed_dim=32", "--model.num_heads=2", "--model.mlp_dim=64",
         "--model.vocab_size=128", "--training.sequence_length=32", "--training.global_batch_size=8",
         "--data.source=mock", "--data.text=", "--data.tokenizer=null:127", "--training.eval_every_steps=0",
@@ -75,25 +75,19 @@ def test_scheduler_does_not_hoard_beside_copies_to_the_host():
     assert name not in choose(PROFILE, dataclasses.replace(LLAMA, offloads=True)), "it hides collectives there"
 
 
-def test_options_are_for_nvidia_gpus_only():
-    assert choose(PROFILE + CANDIDATES, dataclasses.replace(LLAMA, chip="cpu")) == {}
-    assert choose(CANDIDATES, LLAMA)
-
-
-def test_an_option_goes_by_the_name_that_jaxlib_has_for_it():
-    scanned = [dataclasses.replace(LLAMA, scanned=True, jaxlib=version) for version in ((0, 10), (0, 11), (0, 12))]
-    old, *new = ({name for name in choose(CANDIDATES, target) if "pipeline" in name} for target in scanned)
-    assert old == {"xla_gpu_enable_pipelined_all_gather"}
-    assert new == [{"xla_gpu_pipeline_all_gather"}] * 2
+def test_options_are_for_the_gpus_they_were_measured_on():
+    assert choose(PROFILE, dataclasses.replace(LLAMA, chip="cpu")) == {}
+    triton = lambda chip: choose(PROFILE, dataclasses.replace(LLAMA, chip=chip)).get("xla_gpu_enable_triton_gemm")
+    assert triton("NVIDIA H200") == "False" and triton("NVIDIA A100-SXM4-80GB") is None
 
 
 def test_this_jaxlib_takes_every_option_of_the_table(make_test_mesh):
     """Names rot: one that is gone has to leave the table (or get a version)."""
     mesh = make_test_mesh()
-    version = target_of(Model(tiny().model, tiny().precision), mesh).jaxlib
-    targets = [dataclasses.replace(LLAMA, jaxlib=version, scanned=s, weight_shards=n) for s in (0, 1) for n in (4, 64)]
-    targets.append(dataclasses.replace(LLAMA, jaxlib=version, num_devices=1, offloads=True))
-    options = {item for target in targets for item in choose(PROFILE + CANDIDATES, target).items()}
+    targets = [dataclasses.replace(LLAMA, weight_shards=64), dataclasses.replace(LLAMA, num_devices=1, offloads=True)]
+    options = {item for target in targets for item in choose(PROFILE, target).items()}
+    assert {name for name, _ in options} == {option.name for option in PROFILE}
+    options |= set(parse(ablation.CANDIDATES).items())
     assert {name: why for name, value in options if (why := refusal(name, value, mesh))} == {}
 
 

@@ -74,6 +74,24 @@ def test_every_recipe_can_be_planned_from_the_command_line(name, capsys):
 
 
 @pytest.mark.usefixtures("without_cuda_wheels")
+def test_readme_shows_the_plan_of_today(without_cuda_wheels):
+    rows = rows_of(configs.recipe("gpt_175b"))
+    text = (ROOT / "README.md").read_text()
+    shown = re.search(r"```\nplan of gpt_175b\n(.*?)```", text, re.DOTALL)[1].splitlines()
+    names = [line[2:].split("  ")[0] for line in shown]
+    assert len(names) >= 8 and [f"  {name:<19}  {rows[name]}" for name in names] == shown
+
+
+def test_copies_to_the_host_that_outlast_the_compute_count(without_cuda_wheels):
+    def step(*overrides):
+        time = rows_of(override(configs.recipe("gpt_1p3b"), ["--mesh.fsdp=1", *overrides]))["step time, estimate"]
+        return float(re.match(r"([\d.]+) ms", time)[1])
+
+    assert step("--model.offload=residual") == step()  # 1.5 GiB there and back, beside 0.24 s
+    # 12 GiB at 50 GB/s are 258 ms each way, and about 240 ms in all have work beside them.
+    assert step("--model.offload=mlp_wide,mlp_hidden") == pytest.approx(step() + 2 * 258 - 240, rel=0.05)
+
+
 def test_what_cannot_fit_is_said_not_to():
     config = override(configs.recipe("gpt_175b"), ["--mesh.fsdp=4", "--training.microbatch_size=1"])
     rows = rows_of(config)
