@@ -7,13 +7,13 @@ the name of its instruction, and the program says which line of megajax that com
 
 import dataclasses
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
 import jax
 
+from benchmarks.command_line import run, split
 from benchmarks.places import Place, places
 
 COMMUNICATION = "communication"
@@ -129,10 +129,11 @@ def as_text(found: dict, most: int = 25) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    steps = [argument.removeprefix("--num_steps=") for argument in arguments if argument.startswith("--num_steps=")]
-    (folder,) = [argument for argument in arguments if not argument.startswith("--")]
-    print(as_text(breakdown(read_kernels(folder), num_steps=int(steps[0]) if steps else 1)))
+    values, folders = split(arguments, {"num_steps": "1"})
+    if len(folders) != 1:
+        raise ValueError("give one folder that holds a profile: python -m benchmarks.profile runs/NAME/profile")
+    print(as_text(breakdown(read_kernels(folders[0]), num_steps=int(values["num_steps"]))))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run(main)

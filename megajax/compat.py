@@ -72,12 +72,6 @@ def row_major(x: jax.Array) -> jax.Array:
     return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
 
-def varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Marks x as different on every device of the manual `axes` (no data moves)."""
-    missing = tuple(axis for axis in axes if axis not in jax.typeof(x).mat.varying)
-    return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-
 def counter_bits(key: jax.Array, high: jax.Array, low: jax.Array) -> jax.Array:
     """uint32 random bits, one for each pair of uint32 counters: a pure function of (key, high, low).
 

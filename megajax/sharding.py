@@ -63,8 +63,12 @@ def weight_spec(axes: Sequence[str]) -> P:
 
 def weight_shardings(params_axes, mesh: Mesh):
     """Pytree of logical axes (tuples) -> pytree of NamedSharding."""
-    is_axes = lambda x: isinstance(x, tuple)
     return jax.tree.map(lambda axes: NamedSharding(mesh, weight_spec(axes)), params_axes, is_leaf=is_axes)
+
+
+def is_axes(node) -> bool:
+    """Whether a node of a pytree of logical axes is a leaf: the axes of one parameter."""
+    return isinstance(node, tuple)
 
 
 def batch_spec() -> P:
@@ -104,7 +108,7 @@ def row_major(params, params_axes):
             return x
         return manual(compat.row_major, (spec,), spec)(x)
 
-    return jax.tree.map(place, params_axes, params, is_leaf=lambda x: isinstance(x, tuple))
+    return jax.tree.map(place, params_axes, params, is_leaf=is_axes)
 
 
 def activation_spec(shape: Sequence[int], axes: Sequence[str | None]) -> P:

@@ -24,7 +24,7 @@ from megajax.inference.kv_cache import EmptyCache
 from megajax.inference.sampling import RowSampling, Sampling
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.model import Model
-from megajax.sharding import constrain
+from megajax.sharding import constrain, is_axes
 
 logger = logging.getLogger("megajax")
 
@@ -207,7 +207,7 @@ def serving_params(model: Model):
     def choose(axes: tuple[str, ...], a):
         return jax.ShapeDtypeStruct(a.shape, a.dtype if "norm" in axes else dtype)
 
-    return jax.tree.map(choose, model.axes, model.abstract_params, is_leaf=lambda x: isinstance(x, tuple))
+    return jax.tree.map(choose, model.axes, model.abstract_params, is_leaf=is_axes)
 
 
 # ----------------------------------------------------------------------------- device side

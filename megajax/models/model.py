@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from megajax.precision import PrecisionConfig, cast_floating
-from megajax.sharding import weight_shardings
+from megajax.sharding import is_axes, weight_shardings
 
 logger = logging.getLogger("megajax")
 
@@ -71,15 +71,11 @@ class Model:
         """
         if self.config.scanned:
             return jax.tree.leaves(gradients)
-        leaves = zip(jax.tree.leaves(gradients), jax.tree.leaves(self.axes, is_leaf=_is_axes), strict=True)
+        leaves = zip(jax.tree.leaves(gradients), jax.tree.leaves(self.axes, is_leaf=is_axes), strict=True)
         return [piece for leaf, axes in leaves for piece in (leaf if axes[0] == "layers" else [leaf])]
 
     def num_parameters(self) -> int:
         return sum(leaf.size for leaf in jax.tree.leaves(self.abstract_params))
-
-
-def _is_axes(leaf) -> bool:
-    return isinstance(leaf, tuple)
 
 
 def _is_param(leaf) -> bool:

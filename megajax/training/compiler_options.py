@@ -17,6 +17,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from megajax.mesh import xla_flags
 from megajax.models.model import Model
+from megajax.sharding import is_axes
 
 logger = logging.getLogger("megajax")
 
@@ -153,4 +154,4 @@ def refusal(name: str, value: str, mesh: Mesh) -> str:
 
 def _leaves(model: Model) -> tuple[list, list]:
     """-> (abstract parameters, their logical axes), in the same order."""
-    return jax.tree.leaves(model.abstract_params), jax.tree.leaves(model.axes, is_leaf=lambda x: isinstance(x, tuple))
+    return jax.tree.leaves(model.abstract_params), jax.tree.leaves(model.axes, is_leaf=is_axes)

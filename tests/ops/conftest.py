@@ -6,7 +6,6 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from megajax import compat
 from megajax.mesh import AXES
 
 MESHES = {
@@ -34,7 +33,7 @@ def on_stages():
 
     def run(f, *arguments):
         def stage(*arguments):
-            arguments = jax.tree.map(lambda a: compat.varying(a, ("pipeline",)), arguments)
+            arguments = jax.tree.map(lambda a: jax.lax.pcast(a, ("pipeline",), to="varying"), arguments)
             return jax.tree.map(lambda a: a[None], f(*arguments))
 
         stages = jax.shard_map(stage, axis_names={"pipeline"}, in_specs=P(), out_specs=P("pipeline"))
