@@ -63,8 +63,9 @@ PROFILE = (
         "xla_gpu_enable_triton_gemm",
         value=lambda target: False,
         when=lambda target: any(name in target.chip for name in ("H100", "H200")),
-        why="matmuls by cuBLAS alone, which then adds in place and applies the activation in its epilogue: 785 ms, not "
-        "793, for llama3_8b on 4 H200; 183.2, not 185.2, for 8 layers of it on one H100 (jaxlib 0.11.2)",
+        why="matmuls by cuBLAS alone, which then adds in place and applies the activation in its epilogue: "
+        "185.2 -> 183.2 ms for 8 layers of Llama 8B on one H100, 793 -> 785 for all on 4 H200, on another machine "
+        "801.4 -> 800.3 (jaxlib 0.11.2; benchmarks/README.md)",
     ),
     Option(
         "xla_gpu_reduce_scatter_combine_threshold_bytes",
