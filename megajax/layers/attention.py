@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax.layers.norm import Norm, NormConfig
 from megajax.layers.rope import apply_rope
 from megajax.ops.attention import AttentionMask, attention
-from megajax.ops.matmul import matmul, matmul_side_by_side
+from megajax.ops.matmul import add_bias, matmul, matmul_side_by_side
 from megajax.sharding import constrain, weight
 
 
@@ -86,7 +86,7 @@ class Attention(nnx.Module):
             dropout=(config.dropout, dropout_key) if config.dropout and dropout_key is not None else None,
         )
         out_BTD = matmul(out_BTNH, self.out[...], num_contracted=2)
-        return (out_BTD + self.out_bias[...].astype(out_BTD.dtype) if config.bias else out_BTD), cache
+        return (add_bias(out_BTD, self.out_bias[...]) if config.bias else out_BTD), cache
 
     def _project(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values; side by side within each key-value head, which is what `tensor` splits."""
@@ -97,8 +97,8 @@ class Attention(nnx.Module):
         q, k, v = jnp.split(matmul_side_by_side(x_BTD, weights, axis=2), (heads, heads + 1), axis=3)
         q, k, v = q.reshape(*x_BTD.shape[:2], config.num_heads, H), k[..., 0, :], v[..., 0, :]
         if config.bias:
-            q += self.query_bias[...].astype(q.dtype)
-            k += self.key_bias[...].astype(k.dtype)
-            v += self.value_bias[...].astype(v.dtype)
+            q = add_bias(q, self.query_bias[...])
+            k = add_bias(k, self.key_bias[...])
+            v = add_bias(v, self.value_bias[...])
         place = lambda y, heads: constrain(y, "batch", "time", heads, None)
         return place(q, "heads"), place(k, "kv_heads"), place(v, "kv_heads")

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.ops.activation import GATED, Activation, activate
-from megajax.ops.matmul import matmul, matmul_side_by_side
+from megajax.ops.matmul import add_bias, matmul, matmul_side_by_side
 from megajax.sharding import constrain, weight
 
 
@@ -51,7 +51,7 @@ class Mlp(nnx.Module):
         wide_BTWF = constrain(matmul_side_by_side(x_BTD, weights, axis=1), "batch", "time", None, "mlp")
         if self.config.bias:
             biases = [getattr(self, f"{name}_bias")[...] for name in self._wide_names]
-            wide_BTWF += jnp.stack(biases).astype(wide_BTWF.dtype)
+            wide_BTWF = add_bias(wide_BTWF, jnp.stack(biases))
         hidden_BTF = activate(checkpoint_name(wide_BTWF, "mlp_wide"), self.config.activation)
         out_BTD = matmul(checkpoint_name(hidden_BTF, "mlp_hidden"), self.down[...])
-        return out_BTD + self.down_bias[...].astype(out_BTD.dtype) if self.config.bias else out_BTD
+        return add_bias(out_BTD, self.down_bias[...]) if self.config.bias else out_BTD

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -127,6 +128,33 @@ def test_counted_parameters_equal_the_real_ones_of_random_features(seed):
         window=rng.choice([None, 4]),
     )
     assert config.num_parameters() == Model(config, FLOAT32).num_parameters(), config
+
+
+def equations(jaxpr):
+    """Of a jaxpr and all within it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from equations(inner)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        variant(bias=True, norm="layernorm", position="learned", activation="gelu", tied_embeddings=True),
+        variant(bias=True, qk_norm=True, num_kv_heads=1, z_loss=1e-4, label_smoothing=0.1, recompute="selective"),
+    ],
+    ids=["gpt", "llama"],
+)
+def test_no_gradient_is_summed_in_bfloat16(one_device, config):
+    """A sum over tokens in bfloat16 stops growing when a token's part is smaller than its last bit."""
+    model = Model(config, PrecisionConfig(compute="bfloat16"))
+    params = model.init(0, one_device)
+    loss = lambda params: model.loss(params, make_batch(), key=None, train=True)[0]
+    sums = [equation for equation in equations(jax.make_jaxpr(jax.grad(loss))(params).jaxpr)
+            if equation.primitive.name in ("reduce_sum", "scatter-add", "cumsum")]  # fmt: skip
+    assert len(sums) > 10
+    assert not [one for one in sums if one.outvars[0].aval.dtype == jnp.bfloat16]
 
 
 def test_padded_vocabulary_equals_megatrons():
