@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from megajax.ops.matmul import dot_precision
-from megajax.sharding import activation_spec, axes_of, manual
+from megajax.sharding import activation_spec, axes_of, constrain, manual
 
 MAX_CHUNK_BYTES = 2 * 2**30  # of float32 logits on a device; each chunk reads and writes the gradient of the head once
 
@@ -85,6 +85,8 @@ def _run(x_BTD, head_DV, labels_BT, weights_BT, options, with_gradients):
     head_dtype, shares_batch = head_DV.dtype, "fsdp" in split_over
     in_specs = (P(*tokens, None), P("fsdp" if shares_batch else None, "tensor"), tokens, tokens)
     out_specs = (P(), sequence, P("fsdp", "tensor")) if with_gradients else P()
+    # Otherwise XLA gathers what x was before its last cast, twice the bytes.
+    x_BTD = constrain(x_BTD, "batch", "sequence", None)
     out = manual(body, in_specs, out_specs)(x_BTD, head_DV.astype(x_BTD.dtype), labels_BT, weights_BT)
     return (out[0], out[1:]) if with_gradients else (out, None)
 
