@@ -202,9 +202,9 @@ def _time_rows(
         t.axis: (t.bytes / _bandwidth(t.axis, mesh, device), t) for t in _traffic(model, mesh, training) if t.bytes
     }
     exposed = sum(max(0.0, seconds - compute) if t.hidden else seconds for seconds, t in times.values())
-    # Activations leave beside the forward pass, a third of the work, and come back beside the backward pass.
+    # There and back with nothing beside them: what was measured (docs/memory.md).
     copies = host.get("activations", 0) * training.schedule(mesh)(training.steps).num_microbatches / HOST_BANDWIDTH
-    exposed += max(0.0, copies - compute / 3) + max(0.0, copies - 2 * compute / 3)
+    exposed += 2 * copies
     step = compute + update + exposed
     network = ", ".join(f"{axis} {format_bytes(t.bytes)} in {format_seconds(s)}" for axis, (s, t) in times.items())
     rate = tokens / step / mesh.num_devices
@@ -218,7 +218,7 @@ def _time_rows(
                         f"{device.link_bandwidth / 1e9:.0f} GB/s inside a host of {GPUS_PER_HOST}, "
                         f"{NETWORK_BANDWIDTH / 1e9:.0f} GB/s a GPU between hosts; fsdp and data traffic hide under "
                         "compute, tensor and context traffic does not"
-                        + (f"; {HOST_BANDWIDTH / 1e9:.0f} GB/s to and from the host, activations beside compute"
+                        + (f"; {HOST_BANDWIDTH / 1e9:.0f} GB/s to and from the host, beside nothing"
                            if host else "")),
     ]  # fmt: skip
 

@@ -106,7 +106,7 @@ def test_train_step_reports_windows_and_a_loss_that_stays_alive(capsys):
 
 def test_readme_shows_what_was_measured():
     root = Path(__file__).parents[2]
-    names = ("gpt_1p3b", "llama3_8b_8layers")
+    names = ("gpt_1p3b", "llama3_8b_8layers", "llama3_8b")
     found = [json.loads((root / "benchmarks" / "measured" / f"{name}.json").read_text()) for name in names]
     assert results.table(found) in (root / "README.md").read_text()
     assert results.plot(found) == (root / "docs" / "speed.svg").read_text()

@@ -82,14 +82,13 @@ def test_readme_shows_the_plan_of_today(without_cuda_wheels):
     assert len(names) >= 8 and [f"  {name:<19}  {rows[name]}" for name in names] == shown
 
 
-def test_copies_to_the_host_that_outlast_the_compute_count(without_cuda_wheels):
+def test_copies_to_the_host_count_as_measured(without_cuda_wheels):
     def step(*overrides):
         time = rows_of(override(configs.recipe("gpt_1p3b"), ["--mesh.fsdp=1", *overrides]))["step time, estimate"]
         return float(re.match(r"([\d.]+) ms", time)[1])
 
-    assert step("--model.offload=residual") == step()  # 1.5 GiB there and back, beside 0.24 s
-    # 12 GiB at 50 GB/s are 258 ms each way, and about 240 ms in all have work beside them.
-    assert step("--model.offload=mlp_wide,mlp_hidden") == pytest.approx(step() + 2 * 258 - 240, rel=0.05)
+    # On an H100 470 ms more (docs/memory.md); 12 GiB at 50 GB/s are 258 ms each way.
+    assert step("--model.offload=mlp_wide,mlp_hidden") == pytest.approx(step() + 2 * 258, rel=0.01)
 
 
 def test_what_cannot_fit_is_said_not_to():

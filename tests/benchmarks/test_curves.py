@@ -1,0 +1,43 @@
+"""Loss curves side by side, and what the README shows of them."""
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks import curves
+
+ROOT = Path(__file__).parents[2]
+
+
+def write(folder: Path, losses: dict[int, float]) -> Path:
+    folder.mkdir()
+    rows = [{"step": step, "loss": loss} for step, loss in losses.items()] + [{"step": 9, "eval_loss": 1.0}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_table_says_how_far_runs_are_apart(tmp_path, capsys):
+    first, second = write(tmp_path / "a", {2: 4.0, 4: 3.0}), write(tmp_path / "b", {2: 4.5, 4: 2.75})
+    curves.main([f"one={first}", f"other={second}", f"--plot={tmp_path}/p.svg", f"--output={tmp_path}/o.json"])
+    assert "| other | 2.7500 | +0.1250 | 0.5000 |" in capsys.readouterr().out
+    assert len(ElementTree.parse(tmp_path / "p.svg").findall(".//{*}polyline")) == 4
+    assert json.loads((tmp_path / "o.json").read_text()) == {
+        "steps": [2, 4],
+        "losses": {"one": [4, 3], "other": [4.5, 2.75]},
+    }
+
+
+def test_runs_that_cannot_be_compared_are_refused(tmp_path):
+    first, second = write(tmp_path / "a", {2: 4.0}), write(tmp_path / "b", {3: 4.0})
+    with pytest.raises(ValueError, match="log_every_steps"):
+        curves.main([f"one={first}", f"other={second}"])
+    with pytest.raises(ValueError, match="metrics.jsonl is not there"):
+        curves.main([f"one={tmp_path}"])
+
+
+def test_readme_shows_the_measured_curves():
+    found = json.loads((ROOT / "benchmarks" / "measured" / "loss_curves.json").read_text())
+    assert curves.table(found) in (ROOT / "README.md").read_text()
+    assert curves.plot(found) == (ROOT / "docs" / "loss.svg").read_text()
