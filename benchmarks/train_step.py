@@ -138,6 +138,8 @@ def measure(config: Config, seconds: float, num_windows: int, profile_to: str) -
     state, first = step(state, batches[-1], RATE)
     state, metrics, found = sustained_windows(step, state, batches, seconds, num_windows)
     if profile_to:
+        # A profile says of a kernel in a CUDA graph which graph, not which instruction.
+        step, _ = setup.compile(state, options | {"xla_gpu_enable_command_buffer": ""})
         _profile(step, state, batches, profile_to)
     device, training = jax.local_devices()[0], config.training
     result = record(
@@ -159,6 +161,8 @@ def measure(config: Config, seconds: float, num_windows: int, profile_to: str) -
 
 
 def _profile(step: Compiled, state: TrainState, batches: list[dict], to: str) -> None:
+    state, metrics = step(state, batches[0], RATE)  # loads the program
+    jax.block_until_ready(metrics)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for batch in batches[:PROFILED_STEPS]:
