@@ -67,6 +67,17 @@ def is_auto(axis_type: AxisType) -> bool:
     return axis_type == AxisType.Auto
 
 
+def varies(x, axis: str) -> bool:
+    """Whether a value inside shard_map is marked as differing along a mesh axis."""
+    found = jax.typeof(x)
+    return axis in (found.mat.varying if hasattr(found, "mat") else found.vma)
+
+
+def vary(x: jax.Array, axis: str) -> jax.Array:
+    """x, marked as differing along a mesh axis."""
+    return x if varies(x, axis) else jax.lax.pcast(x, axis, to="varying")
+
+
 def row_major(x: jax.Array) -> jax.Array:
     """x, stored with its last dim contiguous from here on."""
     return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))

@@ -61,11 +61,6 @@ class MeshConfig:
             raise ValueError(
                 f"mesh.{free[0]}=-1 and mesh.{free[1]}=-1: only one axis may take the devices left; fix one"
             )
-        if self.pipeline != 1:
-            raise ValueError(
-                f"mesh.pipeline={self.pipeline}: pipeline parallelism is not there yet; use --mesh.pipeline=1 with "
-                "mesh.fsdp or mesh.tensor instead"
-            )
 
     def resolve(self, num_devices: int) -> "MeshConfig":
         """The same mesh with the axis -1 filled in. Raises ValueError if it does not cover the devices exactly."""

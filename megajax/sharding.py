@@ -20,14 +20,15 @@ from megajax import compat
 BATCH_AXES = ("data", "fsdp", "expert")
 
 WEIGHT_AXES: dict[str | None, tuple[str, ...]] = {
+    "chunks": (),  # virtual stages of a device, see parallel/schedule.py
     "layers": ("pipeline",),
     "embed": ("fsdp",),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
-    "vocab": ("tensor",),
+    "vocab": ("pipeline", "tensor"),  # all stages share the work of embedding and output layer
     "experts": ("expert",),
-    "positions": ("tensor",),
+    "positions": ("pipeline", "tensor"),
     "head_dim": (),
     "norm": (),
 }
@@ -39,7 +40,7 @@ ACTIVATION_AXES: dict[str | None, tuple[str, ...]] = {
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
-    "vocab": ("tensor",),
+    "vocab": ("pipeline", "tensor"),
     None: (),
 }
 
@@ -59,6 +60,11 @@ def weight(
 def weight_spec(axes: Sequence[str]) -> P:
     """PartitionSpec of a parameter with these logical axes."""
     return P(*(entry_of(WEIGHT_AXES[axis]) for axis in axes))
+
+
+def local_weight_spec(axes: Sequence[str], axis_names) -> P:
+    """weight_spec of these mesh axes alone: for a region that is manual over them, or over all others."""
+    return P(*(entry_of(tuple(name for name in WEIGHT_AXES[axis] if name in axis_names)) for axis in axes))
 
 
 def weight_shardings(params_axes, mesh: Mesh):
@@ -132,6 +138,15 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     if not free_axes():
         return x
     return jax.lax.with_sharding_constraint(x, activation_spec(x.shape, axes))
+
+
+def constrain_weights(tree, tree_axes):
+    """Asks XLA to lay arrays out like parameters with these logical axes."""
+    free = free_axes()
+    if not free:
+        return tree
+    lay = lambda axes, x: jax.lax.with_sharding_constraint(x, local_weight_spec(axes, free))
+    return jax.tree.map(lay, tree_axes, tree, is_leaf=is_axes)
 
 
 def manual(body: Callable, in_specs, out_specs) -> Callable:

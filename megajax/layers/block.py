@@ -3,7 +3,8 @@
 A layer is described by a hashable config with `kind`, `saved` and `build(rngs)`, and called as
 `layer(x, inputs, cache, key) -> (x, cache, auxiliary losses)`. Layers of one kind (same parameter shapes) are stored as
 one layer whose parameters have a leading dim [layers of that kind]; what else differs between them (window, rotary or
-not) is in the config and so in the program. The stored form does not depend on how the stack is run.
+not) is in the config and so in the program. The stored form does not depend on how the stack is run, but for a
+pipeline: there the dim is [chunks, layers of a chunk on all ranks], see parallel/schedule.py.
 """
 
 import dataclasses
@@ -11,7 +12,10 @@ import functools
 from collections.abc import Sequence
 
 import jax
+import numpy as np
 from flax import nnx
+
+from megajax.parallel.schedule import Stages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,13 +36,13 @@ class Saved:
 
 
 class Stack(nnx.Module):
-    def __init__(self, layers: Sequence, *, scan: bool, rngs: nnx.Rngs):
+    def __init__(self, layers: Sequence, *, scan: bool, rngs: nnx.Rngs, stages: Stages | None = None):
+        """stages: of the pipeline that runs the layers, with run_stage; None: they run here, by being called."""
         self.configs, self.scan = tuple(layers), scan
         key = rngs.params()
         for kind in dict.fromkeys(config.kind for config in self.configs):
-            numbers = [i for i, config in enumerate(self.configs) if config.kind == kind]
-            keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jax.numpy.array(numbers))
-            setattr(self, kind, _build_stacked(self.configs[numbers[0]], keys))
+            numbers = rows_of_kind(self.configs, kind, stages)
+            setattr(self, kind, _build_stacked(self.configs[numbers.max()], key, numbers))
 
     def __call__(self, x, inputs: dict, caches: Sequence | None = None, key: jax.Array | None = None):
         """Runs all layers -> (x, caches, auxiliary losses summed over the layers).
@@ -54,7 +58,7 @@ class Stack(nnx.Module):
         slices = {kind: iter(unstack(state)) for kind, state in states.items()}
         for number, (config, cache) in enumerate(zip(self.configs, caches, strict=True)):
             layer, state = _layer(config, prevent_cse=True), next(slices[config.kind])
-            x, cache, losses = layer(state, x, inputs, cache, _fold(key, number))
+            x, cache, losses = layer(state, x, inputs, cache, fold(key, number))
             new_caches.append(cache)
             auxiliary = _add(auxiliary, losses)
         return x, tuple(new_caches), auxiliary
@@ -72,7 +76,7 @@ class Stack(nnx.Module):
                 place = sum(other.kind == config.kind for other in pattern[:number])
                 state = jax.tree.map(lambda a, place=place: a[place], states[config.kind])
                 layer = _layer(config, prevent_cse=False)
-                x, _, losses = layer(state, x, inputs, None, _fold(key, first + number))
+                x, _, losses = layer(state, x, inputs, None, fold(key, first + number))
                 auxiliary = _add(auxiliary, losses)
             return x, auxiliary
 
@@ -117,12 +121,44 @@ def _graphdef(config):
     return nnx.split(nnx.eval_shape(lambda: config.build(nnx.Rngs(params=0))))[0]
 
 
-def _build_stacked(config, keys: jax.Array) -> nnx.Module:
-    """One layer whose parameters are [len(keys), ...], each slice drawn from its own key."""
-    state = jax.vmap(lambda key: nnx.split(config.build(nnx.Rngs(params=key)))[1])(keys)
-    add_axis = lambda p: p.replace(p.get_value(), axes=("layers", *p.get_metadata()["axes"]))
+@functools.cache
+def _state_structure(config):
+    return jax.tree.structure(nnx.split(nnx.eval_shape(lambda: config.build(nnx.Rngs(params=0))))[1])
+
+
+def rows_of_kind(configs: Sequence, kind: str, stages: Stages | None) -> np.ndarray:
+    """Number of the layer that each row of the stack of a kind holds, int32 [layers of it] or as Stages.rows."""
+    numbers = [number for number, config in enumerate(configs) if config.kind == kind]
+    return np.array(numbers, np.int32) if stages is None else stages.rows(set(numbers))
+
+
+def _build_stacked(config, key: jax.Array, numbers: np.ndarray) -> nnx.Module:
+    """One layer whose parameters are [*numbers.shape, ...], each row drawn from its own key; zeros where -1."""
+
+    def build(number):
+        state = nnx.split(config.build(nnx.Rngs(params=jax.random.fold_in(key, number))))[1]
+        return jax.tree.map(lambda a: jax.numpy.where(number >= 0, a, jax.numpy.zeros_like(a)), state)
+
+    state, lead = build, ("chunks", "layers")[-numbers.ndim :]
+    for _ in lead:
+        state = jax.vmap(state)
+    add_axes = lambda p: p.replace(p.get_value(), axes=(*lead, *p.get_metadata()["axes"]))
     is_param = lambda leaf: isinstance(leaf, nnx.Variable)
-    return nnx.merge(_graphdef(config), jax.tree.map(add_axis, state, is_leaf=is_param))
+    state = jax.tree.map(add_axes, state(jax.numpy.asarray(numbers)), is_leaf=is_param)
+    return nnx.merge(_graphdef(config), state)
+
+
+def run_stage(configs: Sequence, states: Sequence, x, inputs: Sequence):
+    """Some layers one after the other -> (x, auxiliary losses summed).
+
+    states: parameters of each layer, as nested dicts; inputs: (inputs, dropout key or None) of each.
+    """
+    auxiliary = {}
+    for config, state, (given, key) in zip(configs, states, inputs, strict=True):
+        state = jax.tree.unflatten(_state_structure(config), jax.tree.leaves(state))
+        x, _, losses = _layer(config, prevent_cse=True)(state, x, given, None, key)
+        auxiliary = _add(auxiliary, losses)
+    return x, auxiliary
 
 
 def _period(configs: tuple) -> int:
@@ -131,7 +167,7 @@ def _period(configs: tuple) -> int:
     return next(p for p in range(1, count + 1) if count % p == 0 and configs == configs[:p] * (count // p))
 
 
-def _fold(key, number):
+def fold(key: jax.Array | None, number) -> jax.Array | None:
     return None if key is None else jax.random.fold_in(key, number)
 
 

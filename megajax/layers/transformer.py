@@ -29,9 +29,12 @@ MODULES = {
 }
 
 
-def saved_activations(recompute: Recompute, modules: Sequence[str], offload: Sequence[str]) -> Saved | None:
-    """modules: of MODULES, what is computed again if selective. offload: of ACTIVATIONS, kept in any case."""
-    if recompute == "none" and not offload:
+def saved_activations(
+    recompute: Recompute, modules: Sequence[str], offload: Sequence[str], *, by_name: bool = False
+) -> Saved | None:
+    """modules: of MODULES, what is computed again if selective. offload: of ACTIVATIONS, kept in any case. by_name: all
+    names rather than None where nothing is computed again."""
+    if recompute == "none" and not offload and not by_name:
         return None
     again = {
         "none": (),

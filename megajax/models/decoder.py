@@ -23,6 +23,7 @@ from megajax.ops.activation import Activation
 from megajax.ops.cross_entropy import cross_entropy
 from megajax.ops.embedding import embed
 from megajax.ops.matmul import matmul
+from megajax.parallel.schedule import Stages
 from megajax.sharding import constrain, weight
 
 MAX_DROPOUT_LENGTH = 65536  # attention numbers a query and a key in one 32-bit counter
@@ -122,10 +123,11 @@ class DecoderConfig:
             return self.scan_layers
         return self.num_layers > MAX_UNROLLED_LAYERS or bool(self.offload)
 
-    def layer_configs(self) -> tuple[TransformerLayerConfig, ...]:
-        return tuple(self._layer_config(number) for number in range(self.num_layers))
+    def layer_configs(self, *, by_name: bool = False) -> tuple[TransformerLayerConfig, ...]:
+        """by_name: what a layer keeps for its backward pass is said in any case, and never left to differentiation."""
+        return tuple(self._layer_config(number, by_name) for number in range(self.num_layers))
 
-    def _layer_config(self, number: int) -> TransformerLayerConfig:
+    def _layer_config(self, number: int, by_name: bool = False) -> TransformerLayerConfig:
         norm = NormConfig(self.norm, self.norm_epsilon, self.norm_zero_centered)
         out_std = self.init_std / math.sqrt(2 * self.num_layers)
         is_nth = lambda every: every is not None and (number + 1) % every == 0
@@ -145,13 +147,13 @@ class DecoderConfig:
         )
         mlp = MlpConfig(self.embed_dim, self.width_of_mlp, self.activation, self.bias, self.init_std, out_std)
         recompute = self.recompute if number % self.recompute_every == 0 else "none"
-        saved = saved_activations(recompute, self.recompute_modules, self.offload)
+        saved = saved_activations(recompute, self.recompute_modules, self.offload, by_name=by_name)
         return TransformerLayerConfig(attention, mlp, norm, self.dropout, saved)
 
     # ------------------------------------------------------------------ what others ask of a model config
 
-    def build(self, rngs: nnx.Rngs, dtype: jnp.dtype) -> "Decoder":
-        return Decoder(self, dtype, rngs=rngs)
+    def build(self, rngs: nnx.Rngs, dtype: jnp.dtype, stages: Stages | None = None) -> "Decoder":
+        return Decoder(self, dtype, stages=stages, rngs=rngs)
 
     def num_parameters(self) -> int:
         """Counted from the sizes alone; equals the real count."""
@@ -293,14 +295,15 @@ def _layer_config_matrices(config: DecoderConfig) -> int:
 class Decoder(nnx.Module):
     """embed -> layers -> loss or logits; see Model for the batch."""
 
-    def __init__(self, config: DecoderConfig, dtype: jnp.dtype, *, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, dtype: jnp.dtype, *, stages: Stages | None = None, rngs: nnx.Rngs):
         self.config, self.dtype = config, dtype
         D, V = config.embed_dim, config.padded_vocab_size
         init = nnx.initializers.normal(config.init_std)
         self.embedding = weight((V, D), ("vocab", "embed"), init, rngs)
         if config.position == "learned":
             self.position_embedding = weight((config.max_positions, D), ("positions", "embed"), init, rngs)
-        self.layers = Stack(config.layer_configs(), scan=config.scanned, rngs=rngs)
+        layers = config.layer_configs(by_name=stages is not None)
+        self.layers = Stack(layers, scan=config.scanned, rngs=rngs, stages=stages)
         self.final_norm = Norm(NormConfig(config.norm, config.norm_epsilon, config.norm_zero_centered), D, rngs=rngs)
         if not config.tied_embeddings:
             self.head = weight((D, V), ("embed", "vocab"), init, rngs)

@@ -1,8 +1,8 @@
 """A model as pure functions of one pytree of parameters: embed -> stack of blocks -> loss.
 
 Whatever trains, saves, plans or converts a model sees only this: nested dicts of arrays, the logical axes of each, and
-the three parts. A model config has `build(rngs, dtype)`, which returns an nnx.Module with `embed`, `block_inputs`,
-`layers` and `loss`.
+the three parts. A model config has `build(rngs, dtype, stages)`, which returns an nnx.Module with `embed`,
+`block_inputs`, `layers` (a Stack) and `loss`.
 """
 
 import functools
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from megajax.parallel.schedule import Stages
 from megajax.precision import PrecisionConfig, cast_floating
 from megajax.sharding import is_axes, weight_shardings
 
@@ -20,10 +21,11 @@ logger = logging.getLogger("megajax")
 
 
 class Model:
-    def __init__(self, config, precision: PrecisionConfig):
-        """config: a model config, e.g. DecoderConfig. Allocates nothing."""
-        self.config, self.precision = config, precision
-        build = functools.partial(config.build, dtype=precision.compute_dtype)
+    def __init__(self, config, precision: PrecisionConfig, stages: Stages | None = None):
+        """config: a model config, e.g. DecoderConfig. stages: of the pipeline that its layers are stored for, and
+        models/pipelined.py then runs; None: no pipeline. Allocates nothing."""
+        self.config, self.precision, self.stages = config, precision, stages
+        build = functools.partial(config.build, dtype=precision.compute_dtype, stages=stages)
         self._build = lambda key: build(nnx.Rngs(params=key))
         self._graphdef, state = nnx.split(nnx.eval_shape(lambda: self._build(jax.random.key(0))))
         self._state_structure = jax.tree.structure(state)
@@ -69,7 +71,7 @@ class Model:
 
         What only reads them (a norm) then reads each where it lies, instead of through the concatenation of all layers.
         """
-        if self.config.scanned:
+        if self.config.scanned or self.stages is not None:
             return jax.tree.leaves(gradients)
         leaves = zip(jax.tree.leaves(gradients), jax.tree.leaves(self.axes, is_leaf=is_axes), strict=True)
         return [piece for leaf, axes in leaves for piece in (leaf if axes[0] == "layers" else [leaf])]

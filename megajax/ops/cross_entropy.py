@@ -1,9 +1,10 @@
 """Vocabulary-parallel cross-entropy of the output layer, in chunks, with its gradients computed in the forward pass.
 
 Dimensions: B batch, T sequence, C part of the tokens, D model width, V vocabulary.
-The logits of one chunk at a time exist, [C, V / tensor] float32; each is turned at once into its part of the loss,
+The logits of one chunk at a time exist, [C, V / (pipeline * tensor)] float32; each is turned at once into its part of the loss,
 of dx and of the gradient of the output matrix, so nothing is recomputed in the backward pass (Hsu et al. 2024, Liger
-Kernel, https://arxiv.org/abs/2410.10989). Over `tensor` three numbers a token are reduced (Shoeybi et al. 2019).
+Kernel, https://arxiv.org/abs/2410.10989). Over `tensor` three numbers a token are reduced (Shoeybi et al. 2019); stages
+of a pipeline share the vocabulary in the same way (Yeung et al. 2024, https://arxiv.org/abs/2411.05288).
 """
 
 import functools
@@ -14,7 +15,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from megajax.ops.matmul import dot_precision
-from megajax.sharding import activation_spec, axes_of, constrain, manual
+from megajax.sharding import WEIGHT_AXES, activation_spec, axes_of, constrain, free_axes, local_weight_spec, manual
+
+VOCAB_AXES = WEIGHT_AXES["vocab"]
 
 MAX_CHUNK_BYTES = 2 * 2**30  # of float32 logits on a device; each chunk reads and writes the gradient of the head once
 
@@ -72,8 +75,9 @@ def _run(x_BTD, head_DV, labels_BT, weights_BT, options, with_gradients):
             return loss
         if scatter:
             d_x = lax.psum_scatter(d_x, "tensor", scatter_dimension=1, tiled=True)
+            d_x = lax.psum(d_x, "pipeline")
         else:
-            d_x = lax.psum(d_x, "tensor")
+            d_x = lax.psum(d_x, VOCAB_AXES)
         if shares_batch:
             d_head = lax.psum_scatter(d_head, "fsdp", scatter_dimension=0, tiled=True)
         else:  # all devices of fsdp have the same sum, and each keeps its part
@@ -83,8 +87,9 @@ def _run(x_BTD, head_DV, labels_BT, weights_BT, options, with_gradients):
         return loss, d_x, d_head.astype(head_dtype)
 
     head_dtype, shares_batch = head_DV.dtype, "fsdp" in split_over
-    in_specs = (P(*tokens, None), P("fsdp" if shares_batch else None, "tensor"), tokens, tokens)
-    out_specs = (P(), sequence, P("fsdp", "tensor")) if with_gradients else P()
+    head_spec = local_weight_spec(("embed", "vocab"), free_axes())
+    in_specs = (P(*tokens, None), head_spec if shares_batch else P(None, head_spec[1]), tokens, tokens)
+    out_specs = (P(), sequence, head_spec) if with_gradients else P()
     # Otherwise XLA gathers what x was before its last cast, twice the bytes.
     x_BTD = constrain(x_BTD, "batch", "sequence", None)
     out = manual(body, in_specs, out_specs)(x_BTD, head_DV.astype(x_BTD.dtype), labels_BT, weights_BT)
@@ -92,7 +97,7 @@ def _run(x_BTD, head_DV, labels_BT, weights_BT, options, with_gradients):
 
 
 def _chunks(x_BTD, head_DV, labels_BT, weights_BT, options, with_gradients):
-    """-> (sum of the losses, dx, dhead): this device's parts of sums over `tensor` (dx) and over the batch (dhead)."""
+    """-> (sum of the losses, dx, dhead): this device's parts of sums over the vocabulary (dx) and over the batch (dhead)."""
     *loss_options, max_chunk_bytes = options
     num_tokens = labels_BT.size
     fits = lambda n: num_tokens % n == 0 and num_tokens // n * head_DV.shape[1] * 4 <= max_chunk_bytes
@@ -119,17 +124,17 @@ def _chunk(x_CD, labels_C, weights_C, *, head_DV, options, with_gradients):
     z_loss, label_smoothing = options
     dot = functools.partial(jnp.einsum, precision=dot_precision(x_CD.dtype), preferred_element_type=jnp.float32)
     logits_CV = dot("cd,dv->cv", x_CD, head_DV)
-    vocab = head_DV.shape[1] * lax.axis_size("tensor")
-    labels_C = labels_C - lax.axis_index("tensor") * head_DV.shape[1]
+    vocab = head_DV.shape[1] * lax.axis_size(VOCAB_AXES)
+    labels_C = labels_C - lax.axis_index(VOCAB_AXES) * head_DV.shape[1]
     is_label_CV = labels_C[:, None] == jnp.arange(head_DV.shape[1])
 
-    top_C = lax.pmax(lax.stop_gradient(jnp.max(logits_CV, -1)), "tensor")
+    top_C = lax.pmax(lax.stop_gradient(jnp.max(logits_CV, -1)), VOCAB_AXES)
     exp_CV = jnp.exp(logits_CV - top_C[:, None])
     # log p of the label and, for smoothing, the mean of all log p: both linear in the logits, so one reduction.
     smoothing = label_smoothing * vocab / (vocab - 1)
     target_CV = jnp.where(is_label_CV, 1.0 - smoothing, 0.0) + smoothing / vocab
     sums = jnp.sum(exp_CV, -1), jnp.sum(logits_CV * target_CV, -1)
-    total_C, expected_C = lax.psum(sums, "tensor")
+    total_C, expected_C = lax.psum(sums, VOCAB_AXES)
     lse_C = top_C + jnp.log(total_C)
     loss = jnp.sum(weights_C * (lse_C - expected_C + z_loss * lse_C**2))
     if not with_gradients:

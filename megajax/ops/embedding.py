@@ -1,20 +1,23 @@
 """Vocabulary-parallel embedding lookup (Shoeybi et al. 2019, section 3).
 
 Dimensions: B batch, T sequence, V vocabulary, D model width, d = D / fsdp, P devices of fsdp (1 where they do not
-split the batch). A device holds [V / tensor, d] of the table. Over `tensor` each looks up the tokens that are its own
-and the results are summed; with sequence parallelism the sum is a reduce-scatter. Over `fsdp` each looks up its
+split the batch). A device holds [V / (pipeline * tensor), d] of the table. Over these two each looks up the tokens that
+are its own and the results are summed; with sequence parallelism the sum over `tensor` is a reduce-scatter. Over `fsdp` each looks up its
 part of D for the tokens of all, and an all-to-all brings the parts together: rows travel, where gathering the table and
 reducing its gradient would move V / T times as much. XLA's own gather on such a table aborts inside a pipeline stage.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from megajax.sharding import activation_spec, axes_of, manual
+from megajax.sharding import WEIGHT_AXES, activation_spec, axes_of, free_axes, local_weight_spec, manual
+
+TABLE_AXES = WEIGHT_AXES["vocab"]
 
 
 def embed(table_VD: jax.Array, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -42,8 +45,9 @@ def _forward(table_VD, tokens_BT, dtype):
         rows_PBTd = jnp.where(inside[..., None], table_Vd[jnp.where(inside, local, 0)].astype(dtype), 0)
         if scatter:
             rows_PBTd = lax.psum_scatter(rows_PBTd, "tensor", scatter_dimension=2, tiled=True)
+            rows_PBTd = lax.psum(rows_PBTd, "pipeline")
         else:
-            rows_PBTd = lax.psum(rows_PBTd, "tensor")
+            rows_PBTd = lax.psum(rows_PBTd, TABLE_AXES)
         if shares_batch:
             rows_PBTd = lax.all_to_all(rows_PBTd, "fsdp", 0, 0, tiled=True)
         else:
@@ -51,7 +55,7 @@ def _forward(table_VD, tokens_BT, dtype):
             rows_PBTd = lax.psum(jnp.where(part, rows_PBTd, 0), "fsdp")  # a gather whose result counts as the same
         return jnp.moveaxis(rows_PBTd, 0, 2).reshape(*rows_PBTd.shape[1:3], -1)
 
-    return manual(body, (P("tensor", "fsdp"), tokens_spec), out_spec)(table_VD, tokens_BT), (table_VD, tokens_BT)
+    return manual(body, (_table_spec(), tokens_spec), out_spec)(table_VD, tokens_BT), (table_VD, tokens_BT)
 
 
 def _backward(dtype, residuals, d_out_BTD):
@@ -59,10 +63,11 @@ def _backward(dtype, residuals, d_out_BTD):
     tokens_spec = activation_spec(tokens_BT.shape, ("batch", "time"))
     d_out_spec = activation_spec(d_out_BTD.shape, ("batch", "sequence", None))
     shares_batch, gather = "fsdp" in axes_of(tokens_spec[0]), d_out_spec[1] != tokens_spec[1]
+    table_spec, sizes = _table_spec(), free_axes()
+    num_rows = table_VD.shape[0] // math.prod(sizes[name] for name in axes_of(table_spec[0]))
 
     def body(tokens_BT, d_out_BTD):
         tokens_PBT = _tokens_of_all(tokens_BT, shares_batch)
-        num_rows = table_VD.shape[0] // lax.axis_size("tensor")
         local, inside = _local_rows(tokens_PBT, num_rows)
         parts = lax.axis_size("fsdp")
         d_out_PBTd = jnp.moveaxis(d_out_BTD.reshape(*d_out_BTD.shape[:2], parts, -1), 2, 0)
@@ -77,11 +82,16 @@ def _backward(dtype, residuals, d_out_BTD):
         d_table_Vd = d_table_Vd.at[rows].add(d_out_PBTd.astype(jnp.float32), mode="drop")
         return lax.psum(d_table_Vd, tuple(axis for entry in tokens_spec for axis in axes_of(entry) if axis != "fsdp"))
 
-    gradient = manual(body, (tokens_spec, d_out_spec), P("tensor", "fsdp"))
+    gradient = manual(body, (tokens_spec, d_out_spec), table_spec)
     return gradient(tokens_BT, d_out_BTD).astype(table_VD.dtype), None
 
 
 _embed.defvjp(_forward, _backward)
+
+
+def _table_spec() -> P:
+    """Of the table as `manual` sees it; inside a pipeline stage it is the part of that stage already."""
+    return local_weight_spec(("vocab", "embed"), free_axes())
 
 
 def _tokens_of_all(tokens_BT, shares_batch: bool):
@@ -91,5 +101,5 @@ def _tokens_of_all(tokens_BT, shares_batch: bool):
 
 def _local_rows(tokens, num_rows: int):
     """Row of each token in this device's part of the table, and whether it is there."""
-    local = tokens - lax.axis_index("tensor") * num_rows
+    local = tokens - lax.axis_index(TABLE_AXES) * num_rows
     return local, (local >= 0) & (local < num_rows)

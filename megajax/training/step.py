@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from megajax.models import pipelined
 from megajax.models.model import Model
 from megajax.optim.distributed import optimizer_shardings
 from megajax.optim.optimizer import Optimizer, global_norm
@@ -81,7 +82,10 @@ def make_train_step(model: Model, optimizer: Optimizer, *, loss_mean: LossMean, 
         batch = {name: array for name, array in batch.items() if name != "loss_mask"} | {"loss_weights": weights}
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         num_microbatches = weights.shape[0]
-        if num_microbatches == 1:
+        if model.stages is not None:
+            loss, auxiliary, grads = pipelined.loss_and_gradients(model, state.params, batch, key, train=True)
+            grads = row_major(grads, model.axes)
+        elif num_microbatches == 1:
             first = jax.tree.map(lambda a: a[0], batch)
             loss, auxiliary, grads = gradients(state.params, first, jax.random.fold_in(key, 0))
         else:
@@ -124,12 +128,15 @@ def jit_train_step(
 
 
 def make_eval_step(model: Model):
-    """-> (params, batch [1, batch, T]) -> (sum of token losses, number of tokens), float32; no dropout."""
+    """-> (params, batch [1, batch, T]; with a pipeline any number of microbatches) -> (sum of token losses, number of tokens), float32; no dropout."""
 
     def eval_step(params, batch: dict):
-        batch = jax.tree.map(lambda a: a[0], batch)
-        weights = batch.pop("loss_mask").astype(jnp.float32)
-        loss, auxiliary = model.loss(params, batch | {"loss_weights": weights}, key=None, train=False)
+        weights = batch["loss_mask"].astype(jnp.float32)
+        batch = {name: array for name, array in batch.items() if name != "loss_mask"} | {"loss_weights": weights}
+        if model.stages is not None:
+            loss, auxiliary, _ = pipelined.loss_and_gradients(model, params, batch, None, train=False)
+        else:
+            loss, auxiliary = model.loss(params, jax.tree.map(lambda a: a[0], batch), key=None, train=False)
         return loss - sum(auxiliary.values(), jnp.float32(0)), jnp.sum(weights)
 
     return eval_step

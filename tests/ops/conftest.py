@@ -3,16 +3,14 @@
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
-
-from megajax.mesh import AXES
 
 MESHES = {
     "one device": {},
     "data fsdp tensor": {"data": 2, "fsdp": 2, "tensor": 2},
     "context expert tensor": {"context": 2, "expert": 2, "tensor": 2},
     "context": {"context": 8},
+    "pipeline fsdp tensor": {"pipeline": 2, "fsdp": 2, "tensor": 2},
 }
 
 
@@ -23,13 +21,13 @@ def mesh(request, make_test_mesh):
         yield mesh
 
 
+STAGES = {"pipeline": 2, "fsdp": 2, "tensor": 2}
+
+
 @pytest.fixture
-def on_stages():
+def on_stages(make_test_mesh):
     """(f, *arguments) -> [f(*arguments)] of each stage of a pipeline: a region manual over `pipeline` only, where
     fsdp 2 and tensor 2 are still XLA's."""
-    sizes = {"pipeline": 2, "fsdp": 2, "tensor": 2}
-    devices = np.array(jax.devices()).reshape([sizes.get(axis, 1) for axis in AXES])
-    mesh = Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
     def run(f, *arguments):
         def stage(*arguments):
@@ -37,8 +35,21 @@ def on_stages():
             return jax.tree.map(lambda a: a[None], f(*arguments))
 
         stages = jax.shard_map(stage, axis_names={"pipeline"}, in_specs=P(), out_specs=P("pipeline"))
-        with jax.set_mesh(mesh):
+        with jax.set_mesh(make_test_mesh(**STAGES)):
             both = jax.jit(stages)(*arguments)
         return [jax.tree.map(lambda a, number=number: np.asarray(a[number]), both) for number in range(2)]
+
+    return run
+
+
+@pytest.fixture
+def over_stages(make_test_mesh):
+    """(f, in_specs, out_specs, *arguments) -> f(*arguments), with what these split over `pipeline` split over the
+    stages of on_stages."""
+
+    def run(f, in_specs, out_specs, *arguments):
+        stages = jax.shard_map(f, axis_names={"pipeline"}, in_specs=in_specs, out_specs=out_specs)
+        with jax.set_mesh(make_test_mesh(**STAGES)):
+            return jax.jit(stages)(*arguments)
 
     return run

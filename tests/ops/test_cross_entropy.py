@@ -1,4 +1,4 @@
-"""Cross-entropy equals its formula, value and gradients, chunked or not, on every mesh and inside a pipeline stage."""
+"""Cross-entropy equals its formula, value and gradients, chunked or not, on every mesh and over pipeline stages."""
 
 import functools
 import re
@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from megajax.ops.cross_entropy import cross_entropy
 
@@ -78,9 +79,10 @@ def test_value_and_gradients_equal_the_formula(mesh, chunk):
 
 
 @pytest.mark.parametrize("chunk", CHUNKS.values(), ids=CHUNKS)
-def test_value_and_gradients_equal_the_formula_in_a_pipeline_stage(on_stages, chunk):
-    for stage in on_stages(all_variants(functools.partial(ours, **chunk)), *arguments()):
-        jax.tree.map(close, stage, wanted())
+def test_value_and_gradients_equal_the_formula_over_pipeline_stages(over_stages, chunk):
+    run, head = all_variants(functools.partial(ours, **chunk)), P(None, "pipeline")
+    specs = (P(), head, P(), P()), {name: (P(), (P(), head)) for name in VARIANTS}
+    jax.tree.map(close, over_stages(run, *specs, *arguments()), wanted())
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The embedding lookup equals indexing, value and gradient, on every mesh and inside a pipeline stage."""
+"""The embedding lookup equals indexing, value and gradient, on every mesh and over pipeline stages."""
 
 import functools
 
@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from megajax.ops.embedding import embed
 
@@ -43,9 +44,8 @@ def test_value_and_gradient_equal_indexing(mesh):
     check(*jax.jit(run)(*arguments()))
 
 
-def test_value_and_gradient_equal_indexing_in_a_pipeline_stage(on_stages):
-    for stage in on_stages(run, *arguments()):
-        check(*stage)
+def test_value_and_gradient_equal_indexing_over_pipeline_stages(over_stages):
+    check(*over_stages(run, (P("pipeline"), P(), P()), (P(), P("pipeline")), *arguments()))
 
 
 @pytest.mark.parametrize("sizes", [dict(fsdp=2), dict(data=2, fsdp=2), dict(data=2, tensor=2)], ids=str)

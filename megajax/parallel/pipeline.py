@@ -1,0 +1,316 @@
+"""A pipeline of any schedule in one SPMD program: the executor of the tables of parallel/schedule.py.
+
+A region manual over `pipeline` only, in which XLA partitions the other axes. Every tick each rank runs at most one
+forward and one backward pass of a stage, and all ranks together at most one embedding, loss and gradient of an
+embedding, of which each holds its part of the vocabulary. Nothing is differentiated through the schedule: a forward
+pass keeps what its own backward pass reads (`jax.vjp`) in a ring of buffers, and the gradients add up in the carry of
+the scan over ticks. Weights are not kept with it but read again where they lie.
+
+What a stage is made of (its layers, kinds, number) may differ between ranks: each different stage is a branch.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from megajax import compat
+from megajax.parallel.schedule import Table
+from megajax.sharding import constrain
+
+AXIS = "pipeline"
+tree_map = jax.tree.map
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """A model as the executor sees it. batch: arrays of one microbatch; key: its own, None without dropout."""
+
+    embed: Callable[[Any, dict, Any], jax.Array]
+    """(shared parameters, batch, key) -> x."""
+    inputs: Callable[[dict, Any], Any]
+    """(batch, key) -> what every layer reads beside x and its weights."""
+    stage: Callable[[Any, tuple, jax.Array, Any], tuple[jax.Array, dict]]
+    """(program, weights of its layers, x, inputs of each layer) -> (x, auxiliary losses)."""
+    layer_inputs: Callable[[Any, jax.Array], Any]
+    """(inputs, number of the layer) -> those of that layer."""
+    loss: Callable[[Any, jax.Array, dict], jax.Array]
+    """(shared parameters, x, batch) -> loss of the microbatch, weighted: the loss of a step is the sum."""
+    place: Callable[[str, Any], Any]
+    """(kind, gradients of the weights that a layer of a rank has, [V, ...] each) -> the same, laid out as they are."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """What the stages run. A layer is (kind, its place among the layers of that kind on the rank)."""
+
+    programs: tuple[tuple[Any, ...], ...]
+    """The different stages: for each of its layers (config, kind)."""
+    of_stage: np.ndarray
+    """int32 [V, P]: which of them chunk c of rank r is."""
+    numbers: np.ndarray
+    """int32 [V, P, most layers]: numbers of the layers of a stage."""
+
+
+def loss_and_gradients(
+    parts: Parts, programs: Programs, table: Table, layers, shared, shared_specs, batch: dict, key, *, train: bool
+):
+    """-> (loss, auxiliary losses summed over microbatches and layers, (gradients of layers, of shared) in float32).
+
+    layers: {kind: arrays [V, K of a rank times P, ...]}, in compute dtype what is to be computed with. shared: the
+    other parameters; shared_specs: how they are split over `pipeline`. batch: arrays [M, B, T]. train=False: no
+    gradients, None instead.
+    """
+    over_ranks = tree_map(lambda _: P(None, AXIS), layers)
+    body = _Body(parts, programs, table, train)
+    out_specs = (P(), P(), (over_ranks, shared_specs) if train else None)
+    # The tables of the ranks come as arguments, so that a rank holds its own column.
+    columns = {name: getattr(table, name) for name in _RANK_COLUMNS}
+    run = jax.shard_map(
+        body.run,
+        axis_names={AXIS},
+        in_specs=(over_ranks, shared_specs, P(), P(), P(None, AXIS)),
+        out_specs=out_specs,
+    )
+    return run(layers, shared, batch, key, columns)
+
+
+_RANK_COLUMNS = ("forward", "forward_chunk", "forward_slot", "backward", "backward_chunk", "backward_slot")
+_COMMON_COLUMNS = ("embed", "loss", "loss_slot", "loss_slot_read", "embed_backward")
+
+
+class _Body:
+    """One rank. Values that differ between ranks are marked as varying over `pipeline`, and stay so."""
+
+    def __init__(self, parts: Parts, programs: Programs, table: Table, train: bool):
+        self.parts, self.programs, self.table, self.train = parts, programs, table, train
+        self.num_chunks, self.num_ranks = programs.of_stage.shape
+
+    def run(self, layers, shared, batch, key, columns):
+        self.rank = lax.axis_index(AXIS)
+        self.shared, self.batch, self.key = shared, batch, key
+        # Per place, so that gradients are added to whole arrays: {kind: [tree of [V, ...]]}.
+        self.layers = {kind: self._split(tree) for kind, tree in layers.items()}
+        message = jax.eval_shape(lambda: self._embed(jnp.int32(0)))
+        self.nothing = constrain(jnp.zeros(message.shape, message.dtype), "batch", "sequence", None)
+        zero = _vary(self.nothing)
+        auxiliary = tree_map(lambda a: _vary(jnp.zeros(a.shape, a.dtype)), self._plan(zero))
+        carry = {"x": zero, "loss": jnp.float32(0), "auxiliary": auxiliary}
+        if self.train:
+            float32 = lambda tree: tree_map(lambda a: jnp.zeros(a.shape, jnp.float32), tree)
+            carry |= {
+                "d_y": zero,
+                "stash": [_vary(jnp.zeros((self.table.num_slots, *a.shape), a.dtype)) for a in self.stash],
+                "d_loss": jnp.zeros((self.table.num_loss_slots, *zero.shape), zero.dtype),
+                "d_layers": {kind: [self.parts.place(kind, _vary(float32(tree))) for tree in trees]
+                             for kind, trees in self.layers.items()},
+                "d_shared": tree_map(_as, float32(shared), shared),
+            }  # fmt: skip
+        rows = {name: a[:, 0] for name, a in columns.items()}
+        rows |= {name: jnp.asarray(getattr(self.table, name)) for name in _COMMON_COLUMNS}
+        carry = lax.scan(lambda carry, row: (self._tick(carry, row), None), carry, rows)[0]
+        auxiliary = lax.psum(carry["auxiliary"], AXIS)
+        if not self.train:
+            return carry["loss"], auxiliary, None
+        d_layers = {kind: tree_map(lambda *places: jnp.stack(places, 1), *trees)
+                    for kind, trees in carry["d_layers"].items()}  # fmt: skip
+        return carry["loss"], auxiliary, (d_layers, carry["d_shared"])
+
+    def _split(self, tree) -> list:
+        count = jax.tree.leaves(tree)[0].shape[1]
+        return [tree_map(lambda a, k=k: a[:, k], tree) for k in range(count)]
+
+    # ------------------------------------------------------------------ one tick
+
+    def _tick(self, carry, row):
+        carry = dict(carry)
+        first = (self.rank == 0) & (row["forward_chunk"] == 0)
+        fresh = lax.cond(row["embed"] >= 0, lambda: self._embed(row["embed"]), lambda: self.nothing)
+        x = jnp.where(first, fresh, carry["x"])
+        y, carry["auxiliary"], stash = self._forward(row, x, carry["auxiliary"], carry.pop("stash", []))
+        carry = lax.cond(row["loss"] >= 0, lambda carry: self._loss(row, y, carry), lambda carry: carry, carry)
+        carry["x"] = self._send(y, forward=True)
+        if not self.train:
+            return carry
+        carry["stash"] = stash
+        from_loss = lax.dynamic_index_in_dim(carry["d_loss"], jnp.maximum(row["loss_slot_read"], 0), 0, False)
+        last = (self.rank == self.num_ranks - 1) & (row["backward_chunk"] == self.num_chunks - 1)
+        d_y = jnp.where(last, from_loss, carry["d_y"])
+        d_x, carry["d_layers"] = self._backward(row, d_y, carry["stash"], carry["d_layers"])
+        embed_backward = lambda d_shared: self._embed_backward(row, d_x, d_shared)
+        carry["d_shared"] = lax.cond(row["embed_backward"] >= 0, embed_backward, lambda d: d, carry["d_shared"])
+        carry["d_y"] = self._send(d_x, forward=False)
+        return carry
+
+    def _send(self, x, *, forward: bool):
+        """To the next rank, or the one before; with several chunks the last and the first are neighbours."""
+        count = self.num_ranks
+        pairs = [(i, (i + 1) % count) for i in range(count if self.num_chunks > 1 else count - 1)]
+        return lax.ppermute(x, AXIS, pairs if forward else [(to, frm) for frm, to in pairs])
+
+    # ------------------------------------------------------------------ embedding and loss, by all ranks together
+
+    def _microbatch(self, number):
+        """-> (its arrays, its key)."""
+        arrays = tree_map(lambda a: lax.dynamic_index_in_dim(a, number, 0, False), self.batch)
+        return arrays, None if self.key is None else jax.random.fold_in(self.key, number)
+
+    def _embed(self, number):
+        return self.parts.embed(self.shared, *self._microbatch(number))
+
+    def _from_rank(self, x, rank: int):
+        """What one rank has, on all."""
+        return lax.psum(jnp.where(self.rank == rank, x, 0), AXIS)
+
+    def _loss(self, row, y, carry):
+        batch, _ = self._microbatch(row["loss"])
+        y = self._from_rank(y, self.num_ranks - 1)
+        if not self.train:
+            return carry | {"loss": carry["loss"] + self.parts.loss(self.shared, y, batch)}
+        loss, (d_shared, d_y) = jax.value_and_grad(self.parts.loss, (0, 1))(self.shared, y, batch)
+        kept = lax.dynamic_update_index_in_dim(carry["d_loss"], d_y, row["loss_slot"], 0)
+        d_shared = tree_map(_add, carry["d_shared"], d_shared)
+        return carry | {"loss": carry["loss"] + loss, "d_loss": kept, "d_shared": d_shared}
+
+    def _embed_backward(self, row, d_x, d_shared):
+        arrays, key = self._microbatch(row["embed_backward"])
+        _, vjp = jax.vjp(lambda shared: self.parts.embed(shared, arrays, key), self.shared)
+        return tree_map(_add, d_shared, vjp(self._from_rank(d_x, 0))[0])
+
+    # ------------------------------------------------------------------ a stage, each rank its own
+
+    def _plan(self, x):
+        """Traces every program once: what it keeps, and where. -> abstract auxiliary losses."""
+        self.kept, wanted, found = [], Counter(), {}
+        for number in range(len(self.programs.programs)):
+            kept = _Kept()
+            trace = lambda x, number=number, kept=kept: self._stage_vjp(number, 0, 0, x, kept)
+            (_, auxiliary), saved = jax.eval_shape(trace, x)
+            kept.auxiliary = tuple(auxiliary)
+            avals = [(a.shape, a.dtype) for a in saved]
+            kept.buffers, counts = [], Counter()
+            for aval in avals:
+                kept.buffers.append((aval, counts[aval]))
+                counts[aval] += 1
+            wanted |= counts  # the most of each shape that any program keeps
+            self.kept.append(kept)
+            found |= auxiliary
+        places = [(aval, number) for aval, count in wanted.items() for number in range(count)]
+        self.stash = [jax.ShapeDtypeStruct(*aval) for aval, _ in places]
+        for kept in self.kept:
+            kept.buffers = [places.index(buffer) for buffer in kept.buffers]
+        return found
+
+    def _live(self, program: int, chunk, microbatch):
+        """-> (weights, inputs) of the layers of a stage: what the backward pass reads again instead of keeping it."""
+        counts, weights, inputs = Counter(), [], []
+        common = self.parts.inputs(*self._microbatch(microbatch))
+        numbers = jnp.asarray(self.programs.numbers)[chunk, self.rank]
+        for place, (_, kind) in enumerate(self.programs.programs[program]):
+            tree = self.layers[kind][counts[kind]]
+            weights.append(tree_map(lambda a: _of_chunk(a, chunk), tree))
+            inputs.append(self.parts.layer_inputs(common, numbers[place]))
+            counts[kind] += 1
+        return tuple(weights), tuple(inputs)
+
+    def _stage(self, program: int, inputs):
+        configs = tuple(config for config, _ in self.programs.programs[program])
+        return lambda weights, x: self.parts.stage(configs, weights, x, inputs)
+
+    def _stage_vjp(self, program: int, chunk, microbatch, x, kept):
+        """-> ((y, auxiliary losses), what the backward pass needs and does not find again); kept learns what that is."""
+        live = _vary(self._live(program, chunk, microbatch))
+        weights, inputs = live
+        out, vjp = jax.vjp(self._stage(program, inputs), weights, x)
+        leaves, kept.structure = jax.tree.flatten(vjp)
+        live = jax.tree.leaves(live)
+        kept.live = [next((n for n, a in enumerate(live) if a is leaf), None) for leaf in leaves]
+        return out, [leaf for leaf, place in zip(leaves, kept.live, strict=True) if place is None]
+
+    def _branch(self, microbatch, chunk):
+        """0: nothing to do, else 1 + number of the program."""
+        program = jnp.asarray(self.programs.of_stage)[chunk, self.rank]
+        return jnp.where(microbatch >= 0, program + 1, 0)
+
+    def _forward(self, row, x, auxiliary, stash):
+        microbatch, chunk, slot = (row[name] for name in ("forward", "forward_chunk", "forward_slot"))
+
+        def run(program, x, auxiliary, stash):
+            if not self.train:
+                weights, inputs = _vary(self._live(program, chunk, microbatch))
+                y, new = self._stage(program, inputs)(weights, x)
+            else:
+                kept = _Kept()
+                (y, new), saved = self._stage_vjp(program, chunk, microbatch, x, kept)
+                stash = list(stash)
+                for place, leaf in zip(self.kept[program].buffers, saved, strict=True):
+                    stash[place] = lax.dynamic_update_index_in_dim(stash[place], _vary(leaf), slot, 0)
+            total = {name: _vary(a + new[name]) if name in new else a for name, a in auxiliary.items()}
+            return _vary(y), total, stash
+
+        branches = [lambda *operands: operands]
+        branches += [lambda *operands, p=p: run(p, *operands) for p in range(len(self.programs.programs))]
+        return lax.switch(self._branch(microbatch, chunk), branches, x, auxiliary, stash)
+
+    def _backward(self, row, d_y, stash, d_layers):
+        microbatch, chunk, slot = (row[name] for name in ("backward", "backward_chunk", "backward_slot"))
+
+        def run(program, d_y, d_layers):
+            kept = self.kept[program]
+            live = jax.tree.leaves(_vary(self._live(program, chunk, microbatch)))
+            saved = iter([lax.dynamic_index_in_dim(stash[place], slot, 0, False) for place in kept.buffers])
+            leaves = [next(saved) if place is None else live[place] for place in kept.live]
+            vjp = jax.tree.unflatten(kept.structure, leaves)
+            d_auxiliary = {name: _vary(jnp.float32(1)) for name in kept.auxiliary}
+            d_weights, d_x = vjp((d_y, d_auxiliary))
+            counts, new = Counter(), {kind: list(trees) for kind, trees in d_layers.items()}
+            for d_layer, (_, kind) in zip(d_weights, self.programs.programs[program], strict=True):
+                place = counts[kind]
+                add = lambda total, d: _add_to_chunk(total, d, chunk)
+                new[kind][place] = self.parts.place(kind, tree_map(add, new[kind][place], d_layer))
+                counts[kind] += 1
+            return _vary(d_x), new
+
+        branches = [lambda d_y, d_layers: (d_y, d_layers)]
+        branches += [lambda *operands, p=p: run(p, *operands) for p in range(len(self.programs.programs))]
+        return lax.switch(self._branch(microbatch, chunk), branches, d_y, d_layers)
+
+
+class _Kept:
+    """Between the forward and the backward pass of a program."""
+
+    structure: Any
+    """Of the vjp function as a pytree."""
+    live: list[int | None]
+    """For each leaf of it the number of the weight or input that it is, None if it has to be kept."""
+    buffers: list
+    """Of those that are kept: which of the stash."""
+    auxiliary: tuple[str, ...]
+
+
+def _vary(tree):
+    return tree_map(lambda a: compat.vary(a, AXIS), tree)
+
+
+def _as(a, other):
+    """a, marked as varying if `other` is."""
+    return compat.vary(a, AXIS) if compat.varies(other, AXIS) else a
+
+
+def _add(total, gradient):
+    return total + gradient.astype(jnp.float32)
+
+
+def _of_chunk(a, chunk):
+    return a[0] if a.shape[0] == 1 else lax.dynamic_index_in_dim(a, chunk, 0, False)
+
+
+def _add_to_chunk(total, gradient, chunk):
+    gradient = gradient.astype(jnp.float32)
+    return total + gradient[None] if total.shape[0] == 1 else total.at[chunk].add(gradient)

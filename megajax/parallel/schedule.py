@@ -1,0 +1,195 @@
+"""Who does what when in a pipeline, as data made on the host: where layers lie, and the table of a schedule.
+
+P devices of `pipeline` (ranks) hold V chunks of layers each (virtual stages, Narayanan et al. 2021): chunk c of rank r
+is the stage c P + r of the model. The vocabulary belongs to no stage: all ranks share embedding and loss.
+
+A row of a table is a tick: at most one forward and one backward pass on each rank, and what a rank sends is used by its
+neighbour exactly one tick later. For M microbatches, with F and B the time of a stage forward and backward:
+
+    gpipe   all forward passes, then all backward      2 (M + P - 1) ticks    M microbatches in flight
+            (Huang et al. 2019)
+    1f1b    one forward, one backward                  M V + V P + P - 2      at most V P + P - 1 chunks in flight
+            (Narayanan et al. 2019, 2021)
+
+1f1b takes (M V + P - 1) (F + B): ticks at the start run only F, those at the end only B. A part (P - 1) / (M V + P - 1)
+of its time is bubble. With V > 1 the order on each rank is Megatron-LM's, M a multiple of P.
+"""
+
+import dataclasses
+import re
+from typing import Literal
+
+import numpy as np
+
+Schedule = Literal["gpipe", "1f1b"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    layers: tuple[tuple[tuple[int, ...], ...], ...]
+    """[V][P]: numbers of the layers of chunk c on rank r."""
+    schedule: Schedule
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.layers)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.layers[0])
+
+    @property
+    def num_layers(self) -> int:
+        return sum(len(stage) for chunk in self.layers for stage in chunk)
+
+    def rows(self, wanted) -> np.ndarray:
+        """Where the layers of a kind lie in a stack of it -> int32 [V, P * K]: the number of a layer, -1 for padding.
+
+        wanted: set of layer numbers. K: as many as the fullest stage has of them.
+        """
+        stages = [[[number for number in stage if number in wanted] for stage in chunk] for chunk in self.layers]
+        most = max(len(stage) for chunk in stages for stage in chunk)
+        padded = [[stage + [-1] * (most - len(stage)) for stage in chunk] for chunk in stages]
+        return np.array(padded, np.int32).reshape(self.num_chunks, -1)
+
+
+def make_stages(num_layers: int, num_ranks: int, num_chunks: int, layout: str, schedule: Schedule) -> Stages:
+    """layout: see parse_layout; empty: as even as it gets, the first stages one layer smaller, as their activations wait
+    longest. Raises ValueError for what does not fit."""
+    count = num_ranks * num_chunks
+    if layout:
+        sizes = parse_layout(layout)
+        if len(sizes) != count or sum(sizes) != num_layers:
+            raise ValueError(
+                f"mesh.pipeline_layout={layout} has {sum(sizes)} layers in {len(sizes)} stages; it needs "
+                f"model.num_layers={num_layers} in {count} stages (mesh.pipeline={num_ranks} times "
+                f"mesh.virtual_stages={num_chunks})"
+            )
+    elif num_layers < count:
+        raise ValueError(
+            f"mesh.pipeline={num_ranks} times mesh.virtual_stages={num_chunks} are {count} stages for "
+            f"model.num_layers={num_layers}; use fewer, or say with --mesh.pipeline_layout which stages are empty"
+        )
+    else:
+        sizes = [num_layers // count] * count
+        for number in range(count - num_layers % count, count):
+            sizes[number] += 1
+    ends = np.cumsum(sizes)
+    stages = [tuple(range(end - size, end)) for size, end in zip(sizes, ends.tolist(), strict=True)]
+    return Stages(tuple(tuple(stages[c * num_ranks : (c + 1) * num_ranks]) for c in range(num_chunks)), schedule)
+
+
+def parse_layout(text: str) -> list[int]:
+    """Layers of each stage, from Megatron's --pipeline-model-parallel-layout: `tt|ttt|t*4|(tt|)*2t`.
+
+    `|` cuts, `t` is a layer, `X*n` repeats a letter or a group in brackets. E (embedding) and L (loss) may stand where
+    Megatron has them; here all stages share that work. Raises ValueError for anything else.
+    """
+    word = re.compile(r"(\(([^()]*)\)|[^()*])\*(\d+)")
+    plain = text.replace(" ", "").replace(",", "")
+    while match := word.search(plain):
+        body = match[2] if match[2] is not None else match[1]
+        plain = plain[: match.start()] + body * int(match[3]) + plain[match.end() :]
+    plain = plain.replace("(", "").replace(")", "")
+    if unknown := set(plain) - set("EtL|"):
+        raise ValueError(
+            f"mesh.pipeline_layout={text}: {min(unknown)!r} is unknown; use t for a layer, | between stages, *n to repeat"
+        )
+    return [stage.count("t") for stage in plain.split("|")]
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """int32 arrays; -1: nothing to do.
+
+    [ticks, P], of each rank: microbatch, its chunk and its place among what is kept for the backward pass.
+    [ticks], of all ranks together: the microbatch that is embedded, whose loss is computed, whose embedding gets its
+    gradient; the place of the loss's gradient until the last stage reads it.
+    """
+
+    forward: np.ndarray
+    forward_chunk: np.ndarray
+    forward_slot: np.ndarray
+    backward: np.ndarray
+    backward_chunk: np.ndarray
+    backward_slot: np.ndarray
+    embed: np.ndarray
+    loss: np.ndarray
+    loss_slot: np.ndarray
+    loss_slot_read: np.ndarray
+    embed_backward: np.ndarray
+    num_slots: int
+    num_loss_slots: int
+
+
+def make_table(
+    schedule: Schedule, num_ranks: int, num_microbatches: int, num_chunks: int = 1, *, backward: bool = True
+) -> Table:
+    """backward=False: the forward passes alone. Raises ValueError for sizes that a schedule does not have."""
+    P, M, V = num_ranks, num_microbatches, num_chunks
+    if V > 1 and schedule == "gpipe":
+        raise ValueError(f"mesh.virtual_stages={V} needs --mesh.pipeline_schedule=1f1b; gpipe has one stage a device")
+    if V > 1 and M % P:
+        raise ValueError(
+            f"{M} microbatches with mesh.virtual_stages={V}: their number must be divisible by mesh.pipeline={P}; "
+            "change training.global_batch_size or training.microbatch_size"
+        )
+    forward_at, backward_at = {}, {}  # (rank, microbatch, chunk) -> tick
+    for s, i, c in np.ndindex(P, M, V):
+        before = (i // P) * P * V + i % P if V > 1 else i
+        forward_at[s, i, c] = s + before + c * P
+        if schedule == "gpipe":
+            backward_at[s, i, c] = M + 2 * P - 2 - s + i
+        else:
+            backward_at[s, i, c] = V * P + P - 2 - s + before + (V - 1 - c) * P
+    backward_at = backward_at if backward else {}
+    ticks = max([*forward_at.values(), *backward_at.values()]) + 1
+    ranks = {name: np.full((ticks, P), -1, np.int32)
+             for name in ("forward", "forward_chunk", "forward_slot", "backward", "backward_chunk", "backward_slot")}  # fmt: skip
+    num_slots = 0
+    for s in range(P):
+        ops = [(tick, 0, i, c) for (rank, i, c), tick in forward_at.items() if rank == s]
+        ops += [(tick, 1, i, c) for (rank, i, c), tick in backward_at.items() if rank == s]
+        slots = _Slots()
+        for tick, is_backward, i, c in sorted(ops):
+            slot = slots.free(i, c) if is_backward else slots.take(i, c) if backward else 0
+            name = "backward" if is_backward else "forward"
+            assert ranks[name][tick, s] == -1, "two passes of one kind in a tick"
+            ranks[name][tick, s], ranks[f"{name}_chunk"][tick, s], ranks[f"{name}_slot"][tick, s] = i, c, slot
+        num_slots = max(num_slots, slots.count)
+    first = lambda name: np.where(ranks[f"{name}_chunk"][:, 0] == 0, ranks[name][:, 0], -1)
+    last = lambda name: np.where(ranks[f"{name}_chunk"][:, -1] == V - 1, ranks[name][:, -1], -1)
+    loss, read, losses = last("forward"), last("backward"), _Slots()
+    slots = np.full((2, ticks), -1, np.int32)
+    for tick in range(ticks):
+        if loss[tick] >= 0:
+            slots[0, tick] = losses.take(loss[tick])
+        if read[tick] >= 0:
+            slots[1, tick] = losses.free(read[tick])
+    return Table(
+        **ranks, embed=first("forward"), loss=loss, loss_slot=slots[0], loss_slot_read=slots[1],
+        embed_backward=first("backward"), num_slots=num_slots, num_loss_slots=losses.count,
+    )  # fmt: skip
+
+
+class _Slots:
+    """Places that are taken and given back; as few as suffice."""
+
+    def __init__(self):
+        self.count, self._unused, self._owner = 0, [], {}
+
+    def take(self, *owner) -> int:
+        slot = self._unused.pop() if self._unused else self.count
+        self.count = max(self.count, slot + 1)
+        self._owner[owner] = slot
+        return slot
+
+    def free(self, *owner) -> int:
+        slot = self._owner.pop(owner)
+        self._unused.append(slot)
+        return slot
+
+
+def bubble(num_ranks: int, num_microbatches: int, num_chunks: int) -> float:
+    """Part of a step's time in which a rank waits, whatever the schedule (Narayanan et al. 2021, section 2.2)."""
+    return (num_ranks - 1) / (num_microbatches * num_chunks + num_ranks - 1)
