@@ -50,6 +50,7 @@ def train(config: Config) -> str:
     from megajax.mesh import COMPILATION_CACHE, make_mesh, use_compilation_cache
     from megajax.models.model import Model
     from megajax.optim.optimizer import Optimizer
+    from megajax.parallel.schedule import make_stages
     from megajax.training.card import start_record, startup_rows
     from megajax.training.compiler_options import compiler_options
     from megajax.training.console import Console
@@ -62,7 +63,7 @@ def train(config: Config) -> str:
     console = Console(enabled=first_process)
 
     training, mesh = config.training, make_mesh(config.mesh)
-    model = Model(config.model, config.precision)
+    model = Model(config.model, config.precision, make_stages(config.mesh, config.model.num_layers))
     offload_state = config.optimizer.offload_state
     options = compiler_options(training.compiler_options, model, mesh, offload_state=offload_state)
     datasets = build_datasets(
@@ -122,6 +123,7 @@ def plan(name: str, config: Config, device_name: str) -> None:
     """Prints what the run would need on its mesh; an axis of -1 counts as 1."""
     from megajax.models.model import Model
     from megajax.optim.optimizer import Optimizer
+    from megajax.parallel.schedule import make_stages
     from megajax.training.console import Console
     from megajax.training.plan import plan_device, plan_rows
 
@@ -129,7 +131,7 @@ def plan(name: str, config: Config, device_name: str) -> None:
     sizes = {axis: max(size, 1) for axis, size in config.mesh.sizes().items()}
     mesh = dataclasses.replace(config.mesh, **sizes)
     config = dataclasses.replace(config, mesh=mesh).check_on(mesh.num_devices)
-    model = Model(config.model, config.precision)
+    model = Model(config.model, config.precision, make_stages(config.mesh, config.model.num_layers))
     optimizer = Optimizer(config.optimizer, model.decay_mask)
     packed = not config.data.cross_document_attention
     rows = plan_rows(model, optimizer, mesh, config.training, config.optimizer.shard_over_data, packed, device)

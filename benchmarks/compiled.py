@@ -24,6 +24,7 @@ from megajax.config import Config, override
 from megajax.mesh import make_mesh
 from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer
+from megajax.parallel.schedule import make_stages
 from megajax.training.plan import compile_step, devices_without_gpu, plan_device
 
 RECORD = Path(__file__).parents[1] / "tests" / "compiled" / "recorded.json"
@@ -43,7 +44,7 @@ def compile_recipe(config: Config):
     mesh_config = dataclasses.replace(config.mesh, **{a: max(size, 1) for a, size in config.mesh.sizes().items()})
     config = dataclasses.replace(config, mesh=mesh_config).check_on(mesh_config.num_devices)
     mesh = make_mesh(mesh_config, devices_without_gpu(mesh_config.num_devices, plan_device("h100")))
-    model = Model(config.model, config.precision)
+    model = Model(config.model, config.precision, make_stages(config.mesh, config.model.num_layers))
     optimizer = Optimizer(config.optimizer, model.decay_mask)
     packed = not config.data.cross_document_attention
     compiled, _ = compile_step(

@@ -31,6 +31,7 @@ from megajax.config import Config
 from megajax.mesh import make_mesh, use_compilation_cache
 from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer
+from megajax.parallel.schedule import make_stages
 from megajax.sharding import batch_spec
 from megajax.training.compiler_options import compiler_options
 from megajax.training.console import format_bytes
@@ -75,7 +76,7 @@ def set_up(config: Config) -> Setup:
     config = config.check_on(jax.device_count())
     use_compilation_cache()
     training, mesh = config.training, make_mesh(config.mesh)
-    model = Model(config.model, config.precision)
+    model = Model(config.model, config.precision, make_stages(config.mesh, config.model.num_layers))
     optimizer = Optimizer(config.optimizer, model.decay_mask)
     shardings = state_shardings(model, optimizer, mesh, config.optimizer.shard_over_data)
     batch = training.schedule(config.mesh)(training.steps)

@@ -9,6 +9,7 @@ import math
 import os
 import re
 from pathlib import Path
+from typing import Literal
 
 import jax
 import numpy as np
@@ -23,6 +24,9 @@ COMPILATION_CACHE = "~/.cache/megajax/compilation"
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 
 
+PipelineSchedule = Literal["gpipe", "1f1b"]
+
+
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
     data: int = 1
@@ -33,11 +37,17 @@ class MeshConfig:
     """Devices that split heads, feed-forward width and vocabulary of each layer, and the sequence between those
     (sequence parallelism, Korthikanti et al. 2022)."""
     pipeline: int = 1
-    """Stages of layers. Only 1 for now."""
+    """Devices that each hold some of the layers, as stages of a pipeline through which microbatches go."""
     expert: int = 1
     """Devices that split the experts of a mixture; splits the batch of everything else."""
     context: int = 1
     """Devices that split each sequence, attention included."""
+    pipeline_schedule: PipelineSchedule = "1f1b"
+    """Order of the microbatches: one forward, one backward (1f1b), or all forward first (gpipe)."""
+    virtual_stages: int = 1
+    """Chunks of layers a device of pipeline holds; more make interleaved 1F1B, with a smaller bubble."""
+    pipeline_layout: str = ""
+    """Which layers each stage has, as Megatron writes it: "tt|ttt|t*4|tt"; empty: evenly."""
 
     def sizes(self) -> dict[str, int]:
         return {axis: getattr(self, axis) for axis in AXES}
@@ -60,6 +70,18 @@ class MeshConfig:
         if len(free) > 1:
             raise ValueError(
                 f"mesh.{free[0]}=-1 and mesh.{free[1]}=-1: only one axis may take the devices left; fix one"
+            )
+        if self.virtual_stages < 1:
+            raise ValueError(f"mesh.virtual_stages={self.virtual_stages} must be at least 1")
+        if self.virtual_stages > 1 and self.pipeline_schedule == "gpipe":
+            raise ValueError(
+                f"mesh.virtual_stages={self.virtual_stages} needs --mesh.pipeline_schedule=1f1b; gpipe has one stage "
+                "a device"
+            )
+        if self.pipeline == 1 and (self.virtual_stages > 1 or self.pipeline_layout):
+            raise ValueError(
+                f"mesh.virtual_stages={self.virtual_stages}, mesh.pipeline_layout={self.pipeline_layout!r}: there is "
+                "no pipeline; set --mesh.pipeline, or leave them out"
             )
 
     def resolve(self, num_devices: int) -> "MeshConfig":

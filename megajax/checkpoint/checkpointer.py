@@ -1,7 +1,7 @@
 """Checkpoints of a run: parameters, optimizer, position and config of one step, written together by Orbax.
 
 A step is a directory `checkpoints/STEP/` with the items `params`, `optimizer` and `meta` (JSON). Arrays are global: any
-mesh restores what any other mesh saved, and serving restores `params` alone.
+mesh and any layout of a pipeline restores what any other saved, and serving restores `params` alone.
 """
 
 import dataclasses
@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+
+from megajax.checkpoint.layout import Rows, stored_form, wanted_form
 
 logger = logging.getLogger("megajax")
 
@@ -70,19 +73,25 @@ class Checkpointer:
         )
         self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
-    def restore(self, step: int, abstract_params, abstract_optimizer_state) -> tuple[Any, Any, dict]:
-        """-> (params, optimizer state, meta), laid out as the shardings of the abstract trees say."""
-        items = dict(
-            params=ocp.args.StandardRestore(abstract_params),
-            optimizer=ocp.args.StandardRestore(abstract_optimizer_state),
-            meta=ocp.args.JsonRestore(),
-        )
-        restored = self._manager.restore(step, args=ocp.args.Composite(**items))
-        return restored.params, restored.optimizer, restored.meta
+    def restore(self, step: int, abstract_params, abstract_optimizer_state, layer_rows: Rows) -> tuple[Any, Any, dict]:
+        """-> (params, optimizer state, meta), laid out as the shardings of the abstract trees say.
 
-    def restore_params(self, step: int, abstract_params):
-        items = dict(params=ocp.args.StandardRestore(abstract_params))
-        return self._manager.restore(step, args=ocp.args.Composite(**items)).params
+        layer_rows: which layer is in which row of these; the checkpoint says it of its own.
+        """
+        trees = dict(params=abstract_params, optimizer=abstract_optimizer_state)
+        restored, meta = self._restore(step, trees, layer_rows)
+        return restored["params"], restored["optimizer"], meta
+
+    def restore_params(self, step: int, abstract_params, layer_rows: Rows):
+        return self._restore(step, dict(params=abstract_params), layer_rows)[0]["params"]
+
+    def _restore(self, step: int, abstract: dict, wanted: Rows) -> tuple[dict, dict]:
+        meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
+        as_numbered = {kind: np.arange(rows.max() + 1) for kind, rows in wanted.items()}  # before pipelines were there
+        stored = {kind: np.array(rows) for kind, rows in meta.get("layer_rows", as_numbered).items()}
+        items = {name: ocp.args.StandardRestore(stored_form(tree, stored, wanted)) for name, tree in abstract.items()}
+        restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+        return {name: wanted_form(restored[name], tree, stored, wanted) for name, tree in abstract.items()}, meta
 
     def wait(self) -> None:
         """Until the save under way is on disk; raises what went wrong with it."""

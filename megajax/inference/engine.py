@@ -63,6 +63,10 @@ class Engine:
         directory holds no run, no checkpoint or not that step, or if the model does not divide over the mesh.
         """
         config, mesh_config = Config.load(run_dir), mesh or MeshConfig()
+        if mesh_config.pipeline > 1:
+            raise ValueError(
+                f"mesh.pipeline={mesh_config.pipeline}: generation has no pipeline; use --mesh.tensor or --mesh.fsdp"
+            )
         step = _find_step(Path(run_dir), step)
         mesh_config.check()
         config.model.check(mesh_config, config.training.sequence_length)
@@ -74,7 +78,8 @@ class Engine:
         mesh = make_mesh(mesh_config, devices[: mesh_config.num_devices])
         model = Model(config.model, config.precision)
         with Checkpointer(run_dir, None) as checkpointer:
-            params = checkpointer.restore_params(step, with_shardings(serving_params(model), model.shardings(mesh)))
+            target = with_shardings(serving_params(model), model.shardings(mesh))
+            params = checkpointer.restore_params(step, target, model.layer_rows)
         logger.info("parameters of %s, step %d", run_dir, step)
         return Engine(model, params, mesh, tokenizer)
 

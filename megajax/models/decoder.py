@@ -23,7 +23,7 @@ from megajax.ops.activation import Activation
 from megajax.ops.cross_entropy import cross_entropy
 from megajax.ops.embedding import embed
 from megajax.ops.matmul import matmul
-from megajax.parallel.schedule import Stages
+from megajax.parallel.schedule import Stages, make_stages
 from megajax.sharding import constrain, weight
 
 MAX_DROPOUT_LENGTH = 65536  # attention numbers a query and a key in one 32-bit counter
@@ -231,13 +231,23 @@ class DecoderConfig:
             "num_heads": self.num_heads,
             "num_kv_heads": self.kv_heads,
             "mlp_dim": self.width_of_mlp,
-        } | ({"max_positions": self.max_positions} if self.position == "learned" else {}))  # fmt: skip
-        if self.padded_vocab_size % mesh.tensor:
+        })  # fmt: skip
+        vocab_shards = mesh.tensor * mesh.pipeline
+        if self.padded_vocab_size % vocab_shards:
             raise ValueError(
                 f"model.vocab_size={self.vocab_size}, padded to {self.padded_vocab_size}, is not divisible by "
-                f"mesh.tensor={mesh.tensor}; use --model.vocab_multiple={math.lcm(self.vocab_multiple, mesh.tensor)}"
+                f"{vocab_shards} = mesh.tensor({mesh.tensor}) * mesh.pipeline({mesh.pipeline}); "
+                f"use --model.vocab_multiple={math.lcm(self.vocab_multiple, vocab_shards)}"
+            )
+        if self.position == "learned" and self.max_positions % vocab_shards:
+            raise ValueError(
+                f"model.max_positions={self.max_positions} is not divisible by {vocab_shards} = mesh.tensor("
+                f"{mesh.tensor}) * mesh.pipeline({mesh.pipeline}); "
+                f"use --model.max_positions={-(-self.max_positions // vocab_shards) * vocab_shards}"
             )
         self._check_divisible("fsdp", mesh.fsdp, {"embed_dim": self.embed_dim})
+        if make_stages(mesh, self.num_layers) is not None:
+            self._check_pipeline()
 
     def _check_ranges(self) -> None:
         counts = ("num_layers", "embed_dim", "num_heads", "vocab_size", "vocab_multiple", "max_positions")
@@ -270,6 +280,17 @@ class DecoderConfig:
             raise ValueError(
                 f"model.recompute_every={self.recompute_every} needs something to recompute: set "
                 "--model.recompute=full or selective, or leave it out"
+            )
+
+    def _check_pipeline(self) -> None:
+        if self.scan_layers:
+            raise ValueError(
+                "model.scan_layers=True: the layers of a stage of a pipeline run one after the other, the loop is over "
+                "microbatches; leave it out"
+            )
+        if self.offload:
+            raise ValueError(
+                f"model.offload={','.join(self.offload)} is not there for a pipeline; use --model.recompute=full"
             )
 
     @staticmethod

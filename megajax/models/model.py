@@ -10,9 +10,11 @@ import logging
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from megajax.layers.block import rows_of_kind
 from megajax.parallel.schedule import Stages
 from megajax.precision import PrecisionConfig, cast_floating
 from megajax.sharding import is_axes, weight_shardings
@@ -77,7 +79,13 @@ class Model:
         return [piece for leaf, axes in leaves for piece in (leaf if axes[0] == "layers" else [leaf])]
 
     def num_parameters(self) -> int:
-        return sum(leaf.size for leaf in jax.tree.leaves(self.abstract_params))
+        return self.config.num_parameters()
+
+    @property
+    def layer_rows(self) -> dict[str, np.ndarray]:
+        """{kind: number of the layer in each row of its stack}, -1 for a row that stands for none."""
+        configs = self.module(self.abstract_params).layers.configs
+        return {kind: rows_of_kind(configs, kind, self.stages) for kind in self.abstract_params["layers"]}
 
 
 def _is_param(leaf) -> bool:

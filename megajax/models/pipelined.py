@@ -20,8 +20,8 @@ def loss_and_gradients(model: Model, params: dict, batch: dict, key: jax.Array |
     num_microbatches = jax.tree.leaves(batch)[0].shape[0]
     table = make_table(stages.schedule, stages.num_ranks, num_microbatches, stages.num_chunks, backward=train)
     shared = {name: tree for name, tree in params.items() if name != "layers"}
-    specs = {name: jax.tree.map(lambda axes: local_weight_spec(axes, (pipeline.AXIS,)), model.axes[name], is_leaf=is_axes)
-             for name in shared}  # fmt: skip
+    over_ranks = lambda axes: local_weight_spec(axes, (pipeline.AXIS,))
+    specs = {name: jax.tree.map(over_ranks, model.axes[name], is_leaf=is_axes) for name in shared}
     # Matrices are cast once a step, not with each microbatch, and gathered over fsdp as they are then.
     dtype, mask = model.precision.compute_dtype, model.decay_mask["layers"]
     layers = jax.tree.map(lambda a, is_matrix: a.astype(dtype) if is_matrix else a, params["layers"], mask)
@@ -55,7 +55,10 @@ def _parts(model: Model, train: bool) -> pipeline.Parts:
 
 def _programs(model: Model) -> pipeline.Programs:
     stages, configs = model.stages, model.module(model.abstract_params).layers.configs
-    runs = [[tuple((configs[number], configs[number].kind) for number in stage) for stage in chunk] for chunk in stages.layers]
+    runs = [
+        [tuple((configs[number], configs[number].kind) for number in stage) for stage in chunk]
+        for chunk in stages.layers
+    ]
     programs = tuple(dict.fromkeys(run for chunk in runs for run in chunk))
     most = max(len(stage) for chunk in stages.layers for stage in chunk)
     numbers = [[[*stage, *[0] * (most - len(stage))] for stage in chunk] for chunk in stages.layers]

@@ -2,9 +2,10 @@
 
 Dimensions: B batch, T sequence, V vocabulary, D model width, d = D / fsdp, P devices of fsdp (1 where they do not
 split the batch). A device holds [V / (pipeline * tensor), d] of the table. Over these two each looks up the tokens that
-are its own and the results are summed; with sequence parallelism the sum over `tensor` is a reduce-scatter. Over `fsdp` each looks up its
-part of D for the tokens of all, and an all-to-all brings the parts together: rows travel, where gathering the table and
-reducing its gradient would move V / T times as much. XLA's own gather on such a table aborts inside a pipeline stage.
+are its own and the results are summed; with sequence parallelism the sum over `tensor` is a reduce-scatter. Over `fsdp`
+each looks up its part of D for the tokens of all, and an all-to-all brings the parts together: rows travel, where
+gathering the table and reducing its gradient would move V / T times as much. XLA's own gather on such a table aborts
+inside a pipeline stage.
 """
 
 import functools

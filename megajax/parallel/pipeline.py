@@ -224,7 +224,7 @@ class _Body:
         return lambda weights, x: self.parts.stage(configs, weights, x, inputs)
 
     def _stage_vjp(self, program: int, chunk, microbatch, x, kept):
-        """-> ((y, auxiliary losses), what the backward pass needs and does not find again); kept learns what that is."""
+        """-> ((y, auxiliary losses), what the backward pass needs and cannot read again); kept learns what that is."""
         live = _vary(self._live(program, chunk, microbatch))
         weights, inputs = live
         out, vjp = jax.vjp(self._stage(program, inputs), weights, x)

@@ -12,23 +12,23 @@ neighbour exactly one tick later. For M microbatches, with F and B the time of a
             (Narayanan et al. 2019, 2021)
 
 1f1b takes (M V + P - 1) (F + B): ticks at the start run only F, those at the end only B. A part (P - 1) / (M V + P - 1)
-of its time is bubble. With V > 1 the order on each rank is Megatron-LM's, M a multiple of P.
+of its time is bubble. With V > 1 the order on each rank is Megatron-LM's; M need not be a multiple of P, but then some
+ranks wait in between.
 """
 
 import dataclasses
 import re
-from typing import Literal
 
 import numpy as np
 
-Schedule = Literal["gpipe", "1f1b"]
+from megajax.mesh import MeshConfig, PipelineSchedule
 
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
     layers: tuple[tuple[tuple[int, ...], ...], ...]
     """[V][P]: numbers of the layers of chunk c on rank r."""
-    schedule: Schedule
+    schedule: PipelineSchedule
 
     @property
     def num_chunks(self) -> int:
@@ -53,9 +53,12 @@ class Stages:
         return np.array(padded, np.int32).reshape(self.num_chunks, -1)
 
 
-def make_stages(num_layers: int, num_ranks: int, num_chunks: int, layout: str, schedule: Schedule) -> Stages:
-    """layout: see parse_layout; empty: as even as it gets, the first stages one layer smaller, as their activations wait
-    longest. Raises ValueError for what does not fit."""
+def make_stages(mesh: MeshConfig, num_layers: int) -> Stages | None:
+    """None without a pipeline. Without a layout as even as it gets, the first stages one layer smaller, as their
+    activations wait longest. Raises ValueError for what does not fit."""
+    if mesh.pipeline == 1:
+        return None
+    num_ranks, num_chunks, layout = mesh.pipeline, mesh.virtual_stages, mesh.pipeline_layout
     count = num_ranks * num_chunks
     if layout:
         sizes = parse_layout(layout)
@@ -76,7 +79,9 @@ def make_stages(num_layers: int, num_ranks: int, num_chunks: int, layout: str, s
             sizes[number] += 1
     ends = np.cumsum(sizes)
     stages = [tuple(range(end - size, end)) for size, end in zip(sizes, ends.tolist(), strict=True)]
-    return Stages(tuple(tuple(stages[c * num_ranks : (c + 1) * num_ranks]) for c in range(num_chunks)), schedule)
+    return Stages(
+        tuple(tuple(stages[c * num_ranks : (c + 1) * num_ranks]) for c in range(num_chunks)), mesh.pipeline_schedule
+    )
 
 
 def parse_layout(text: str) -> list[int]:
@@ -93,7 +98,8 @@ def parse_layout(text: str) -> list[int]:
     plain = plain.replace("(", "").replace(")", "")
     if unknown := set(plain) - set("EtL|"):
         raise ValueError(
-            f"mesh.pipeline_layout={text}: {min(unknown)!r} is unknown; use t for a layer, | between stages, *n to repeat"
+            f"mesh.pipeline_layout={text}: {min(unknown)!r} is unknown; use t for a layer, | between "
+            "stages, *n to repeat"
         )
     return [stage.count("t") for stage in plain.split("|")]
 
@@ -123,17 +129,10 @@ class Table:
 
 
 def make_table(
-    schedule: Schedule, num_ranks: int, num_microbatches: int, num_chunks: int = 1, *, backward: bool = True
+    schedule: PipelineSchedule, num_ranks: int, num_microbatches: int, num_chunks: int = 1, *, backward: bool = True
 ) -> Table:
-    """backward=False: the forward passes alone. Raises ValueError for sizes that a schedule does not have."""
+    """backward=False: the forward passes alone."""
     P, M, V = num_ranks, num_microbatches, num_chunks
-    if V > 1 and schedule == "gpipe":
-        raise ValueError(f"mesh.virtual_stages={V} needs --mesh.pipeline_schedule=1f1b; gpipe has one stage a device")
-    if V > 1 and M % P:
-        raise ValueError(
-            f"{M} microbatches with mesh.virtual_stages={V}: their number must be divisible by mesh.pipeline={P}; "
-            "change training.global_batch_size or training.microbatch_size"
-        )
     forward_at, backward_at = {}, {}  # (rank, microbatch, chunk) -> tick
     for s, i, c in np.ndindex(P, M, V):
         before = (i // P) * P * V + i % P if V > 1 else i
@@ -144,8 +143,8 @@ def make_table(
             backward_at[s, i, c] = V * P + P - 2 - s + before + (V - 1 - c) * P
     backward_at = backward_at if backward else {}
     ticks = max([*forward_at.values(), *backward_at.values()]) + 1
-    ranks = {name: np.full((ticks, P), -1, np.int32)
-             for name in ("forward", "forward_chunk", "forward_slot", "backward", "backward_chunk", "backward_slot")}  # fmt: skip
+    names = [f"{name}{column}" for name in ("forward", "backward") for column in ("", "_chunk", "_slot")]
+    ranks = {name: np.full((ticks, P), -1, np.int32) for name in names}
     num_slots = 0
     for s in range(P):
         ops = [(tick, 0, i, c) for (rank, i, c), tick in forward_at.items() if rank == s]

@@ -36,7 +36,7 @@ class Target:
     weight_shards: int
     """Devices that share one copy of the weights (mesh.fsdp)."""
     scanned: bool
-    """The layers are a loop of the program."""
+    """The layers are a loop of the program, or lie in one over the microbatches of a pipeline."""
     offloads: bool = False
     """Activations or moments lie on the host between their uses."""
 
@@ -94,14 +94,14 @@ def choose(options: tuple[Option, ...], target: Target) -> dict[str, str]:
 
 
 def target_of(model: Model, mesh: Mesh) -> Target:
-    sizes = [leaf.size for leaf, axes in zip(*_leaves(model), strict=True) if axes and axes[0] == "layers"]
+    sizes = [leaf.size for leaf, axes in zip(*_leaves(model), strict=True) if "layers" in axes]
     itemsize = jnp.dtype(model.precision.compute_dtype).itemsize
     return Target(
         chip=mesh.devices.flat[0].device_kind,
         num_devices=mesh.size,
         layer_bytes=sum(sizes) * itemsize // model.config.num_layers // mesh.shape["tensor"],
         weight_shards=mesh.shape["fsdp"],
-        scanned=model.config.scanned,
+        scanned=model.config.scanned or model.stages is not None,
         offloads=bool(model.config.offload),
     )
 

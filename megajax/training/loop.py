@@ -97,6 +97,11 @@ class TrainingConfig:
                     f"{mesh.fsdp}) * expert({mesh.expert}) * training.microbatch_size({self.microbatch_size or 1}); "
                     f"use --training.global_batch_size={-(-size // unit) * unit}"
                 )
+        if mesh.pipeline > 1 and self.microbatch_size is None:
+            raise ValueError(
+                f"mesh.pipeline={mesh.pipeline} with training.microbatch_size=None is one microbatch, and all stages "
+                "but one would wait; use --training.microbatch_size=1"
+            )
         split = mesh.context * mesh.tensor
         if self.sequence_length % split:
             raise ValueError(
@@ -208,7 +213,8 @@ class Trainer:
         if latest is None:
             return init_state(self.model, self.optimizer, self.config.seed, self.mesh, shardings)
         target = with_shardings(abstract_state(self.model, self.optimizer), shardings)
-        params, optimizer, meta = self.checkpointer.restore(latest, target.params, target.optimizer)
+        layout = self.model.layer_rows
+        params, optimizer, meta = self.checkpointer.restore(latest, target.params, target.optimizer, layout)
         self.console.note(f"resuming from step {latest} of {self.config.steps}")
         if self.writer is not None:
             self.writer.rewind(latest)
@@ -218,6 +224,7 @@ class Trainer:
     def _save(self, state: TrainState, schedule: BatchSchedule) -> None:
         step = int(state.step)
         meta = self.meta | {
+            "layer_rows": {kind: rows.tolist() for kind, rows in self.model.layer_rows.items()},
             "step": step,
             "skipped": int(state.skipped),
             "consumed_samples": schedule.num_samples(step),
@@ -233,11 +240,13 @@ class Trainer:
         config, dataset = self.config, self.datasets.eval
         if not config.eval_every_steps or dataset is None:
             return None
-        size = config.eval_batch_size(self.mesh_config)
-        eval_step = jax.jit(make_eval_step(self.model))
+        size, eval_step = config.eval_batch_size(self.mesh_config), jax.jit(make_eval_step(self.model))
+        # Through a pipeline all of them go at once, as microbatches.
+        at_once = 1 if self.model.stages is None else config.eval_steps
 
         def evaluate(params) -> dict[str, float]:
-            batches = self._batches(dataset, BatchSchedule(size, None, None), 0, config.eval_steps)
+            schedule = BatchSchedule(size * at_once, size, None)
+            batches = self._batches(dataset, schedule, 0, config.eval_steps // at_once)
             sums = [eval_step(params, batch) for batch in batches]
             loss, tokens = np.sum(np.array(jax.device_get(sums), np.float64), 0)
             result = {"eval_loss": loss / tokens}

@@ -13,6 +13,7 @@ from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
 from megajax.ops.cross_entropy import MAX_CHUNK_BYTES
 from megajax.optim.optimizer import Optimizer
+from megajax.parallel.schedule import Stages, make_table
 from megajax.training.console import format_bytes
 from megajax.training.loop import TrainingConfig
 from megajax.training.step import abstract_state, state_shardings
@@ -37,9 +38,13 @@ def memory_per_device(
     shardings = state_shardings(model, optimizer, mesh, shard_over_data)
     state = abstract_state(model, optimizer)
     gradients = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, np.float32), state.params)
-    sequences = training.eval_batch_size(mesh_config) // mesh_config.batch_shards
+    batch = training.schedule(mesh_config)(training.steps)
+    sequences = batch.microbatch // mesh_config.batch_shards
     itemsize = np.dtype(model.precision.compute_dtype).itemsize
     device, host = activation_bytes(model.config, mesh_config, sequences, training.sequence_length, itemsize)
+    if model.stages is not None:
+        sizes = sequences, batch.num_microbatches, training.sequence_length, itemsize
+        device = pipeline_activation_bytes(model.config, mesh_config, model.stages, *sizes)
     moments = bytes_per_device(state.optimizer, shardings.optimizer)
     offloaded = optimizer.config.offload_state
     on_device = {
@@ -68,16 +73,55 @@ def activation_bytes(
     layer with its float32 gradient and one chunk of logits. Attention keeps no T x T scores (cuDNN); the plain
     reference does, and is not counted.
     """
-    tokens = sequences * sequence_length / mesh.context
+    kept, on_host = _kept_bytes(config, sequences * sequence_length / mesh.context * itemsize)
+    on_device = sum(kept) / mesh.tensor + _working_bytes(config, mesh, sequences, sequence_length, itemsize)
+    return int(on_device), int(sum(on_host) / mesh.tensor)
+
+
+def pipeline_activation_bytes(
+    config: DecoderConfig,
+    mesh: MeshConfig,
+    stages: Stages,
+    sequences: int,
+    num_microbatches: int,
+    sequence_length: int,
+    itemsize: int,
+) -> int:
+    """The same for a rank of a pipeline, an estimate: of the fullest stage what its layers keep, for as many
+    microbatches as the schedule has in flight; a copy of the weights of its layers in the compute dtype; six residuals,
+    those on their way and those of embedding and loss."""
+    bytes_an_element = sequences * sequence_length / mesh.context * itemsize
+    kept, _ = _kept_bytes(config, bytes_an_element)
+    table = make_table(stages.schedule, stages.num_ranks, num_microbatches, stages.num_chunks)
+    fullest = max(sum(kept[number] for number in stage) for chunk in stages.layers for stage in chunk)
+    residuals = (5 + table.num_loss_slots) * config.embed_dim * bytes_an_element
+    weights = _layer_weights(config) * max(map(len, sum(stages.layers, ()))) * stages.num_chunks / mesh.fsdp * itemsize
+    on_device = (fullest * table.num_slots + residuals + weights) / mesh.tensor
+    return int(on_device + _working_bytes(config, mesh, sequences, sequence_length, itemsize))
+
+
+def _kept_bytes(config: DecoderConfig, bytes_an_element: float) -> tuple[list[float], list[float]]:
+    """What each layer keeps for its backward pass, before `tensor` splits it -> (on the device, on the host)."""
     elements = config.activation_elements()
     saved = [layer.saved or Saved(on_device=ACTIVATIONS, on_host=()) for layer in config.layer_configs()]
-    count = lambda names: sum(elements[name] for name in names if name in elements) * tokens * itemsize
-    on_host = sum(count(layer.on_host) for layer in saved)
-    kept = sum(count({*layer.on_device, "residual"} - set(layer.on_host)) for layer in saved)
-    working = count(elements) if any(layer.kept != ACTIVATIONS for layer in saved) else 0
+    count = lambda names: sum(elements[name] for name in names if name in elements) * bytes_an_element
+    on_device = [count({*layer.on_device, "residual"} - set(layer.on_host)) for layer in saved]
+    return on_device, [count(layer.on_host) for layer in saved]
+
+
+def _working_bytes(
+    config: DecoderConfig, mesh: MeshConfig, sequences: int, sequence_length: int, itemsize: int
+) -> float:
+    tokens, elements = sequences * sequence_length / mesh.context, config.activation_elements()
+    recomputes = any(layer.saved and layer.saved.kept != ACTIVATIONS for layer in config.layer_configs())
+    working = sum(elements.values()) * tokens * itemsize if recomputes else 0
+    output = config.padded_vocab_size * config.embed_dim / mesh.pipeline
+    gathered = (2 * _layer_weights(config) + output) * itemsize if mesh.fsdp > 1 else 0
+    logits = min(tokens * config.padded_vocab_size / mesh.tensor / mesh.pipeline * 4, MAX_CHUNK_BYTES)
+    return (working + gathered + 4 * output) / mesh.tensor + 2 * logits
+
+
+def _layer_weights(config: DecoderConfig) -> float:
+    """Parameters of one layer."""
     output = config.padded_vocab_size * config.embed_dim
-    layer_weights = (config.num_parameters() - output * (1 if config.tied_embeddings else 2)) / config.num_layers
-    gathered = (2 * layer_weights + output) * itemsize if mesh.fsdp > 1 else 0
-    logits = min(tokens * config.padded_vocab_size / mesh.tensor * 4, MAX_CHUNK_BYTES)
-    on_device = (kept + working + gathered + 4 * output) / mesh.tensor + 2 * logits
-    return int(on_device), int(on_host / mesh.tensor)
+    return (config.num_parameters() - output * (1 if config.tied_embeddings else 2)) / config.num_layers

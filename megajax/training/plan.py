@@ -23,6 +23,7 @@ from megajax.checkpoint.checkpointer import with_shardings
 from megajax.mesh import AXES, MeshConfig, make_mesh, use_compiler_without_gpu
 from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer
+from megajax.parallel.schedule import bubble, make_table
 from megajax.sharding import batch_spec
 from megajax.training.compiler_options import compiler_options
 from megajax.training.console import format_bytes, format_count, format_seconds
@@ -95,8 +96,22 @@ def _model_rows(model: Model, mesh: MeshConfig, training: TrainingConfig, device
         ("devices", f"{mesh.num_devices} x {device.name}: {axes or 'one device'}"),
         ("batch", f"{batch.size} x {length} tokens in {batch.num_microbatches} microbatch(es) of "
                   f"{batch.microbatch // mesh.batch_shards} sequence(s) a batch shard"),
-        ("pipeline bubble", "0 (one stage)"),
+        ("pipeline bubble", _bubble(model, batch.num_microbatches)),
     ]  # fmt: skip
+
+
+def _bubble(model: Model, num_microbatches: int) -> str:
+    stages = model.stages
+    if stages is None:
+        return "0 (one stage)"
+    table = make_table(stages.schedule, stages.num_ranks, num_microbatches, stages.num_chunks)
+    part = bubble(stages.num_ranks, num_microbatches, stages.num_chunks)
+    chunks = f" in {stages.num_chunks} chunks" if stages.num_chunks > 1 else ""
+    sizes = sorted({len(stage) for chunk in stages.layers for stage in chunk})
+    return (
+        f"{part:.1%} of the step ({stages.schedule}, {stages.num_ranks} stages{chunks} of "
+        f"{' or '.join(map(str, sizes))} layers, {num_microbatches} microbatches, up to {table.num_slots} in flight)"
+    )
 
 
 # ----------------------------------------------------------------------------- the compiler
@@ -168,21 +183,26 @@ def _traffic(model: Model, mesh: MeshConfig, training: TrainingConfig) -> list[_
     config, batch = model.config, training.schedule(mesh)(training.steps)
     ring = lambda n: (n - 1) / n
     itemsize = jnp.dtype(model.precision.compute_dtype).itemsize
-    weights = model.num_parameters() / mesh.tensor
+    weights = model.num_parameters() / mesh.tensor / mesh.pipeline
     if not config.tied_embeddings:  # the rows of the table travel, not the table (ops/embedding.py)
-        weights -= config.padded_vocab_size * config.embed_dim / mesh.tensor
+        weights -= config.padded_vocab_size * config.embed_dim / mesh.tensor / mesh.pipeline
     gathers = 2 * batch.num_microbatches * weights * itemsize  # for the forward and again for the backward pass
     tokens = batch.microbatch / mesh.batch_shards * training.sequence_length / mesh.context
     # Forward, backward, and the forward that is done again.
     passes = 2 + (1 / config.recompute_every if config.recompute == "full" else 0)
-    activations = batch.num_microbatches * config.num_layers * 4 * passes * tokens * config.embed_dim * itemsize
+    layers = config.num_layers / mesh.pipeline
+    activations = batch.num_microbatches * layers * 4 * passes * tokens * config.embed_dim * itemsize
     keys_values = 2 * config.kv_heads * config.width_of_head / mesh.tensor
-    sequence = batch.num_microbatches * config.num_layers * 2 * tokens * mesh.context * keys_values * itemsize
+    sequence = batch.num_microbatches * layers * 2 * tokens * mesh.context * keys_values * itemsize
+    # One there, one back for each chunk; embedding, loss and their gradients are sums over all ranks.
+    residual = tokens * config.embed_dim * itemsize / mesh.tensor
+    messages = 2 * mesh.virtual_stages + 4 * 2 * ring(mesh.pipeline) if mesh.pipeline > 1 else 0
     return [
         _Traffic("fsdp", ring(mesh.fsdp) * (gathers + batch.num_microbatches * weights * 4), hidden=True),
         _Traffic("data", 2 * ring(mesh.data) * weights / mesh.fsdp * 4, hidden=True),
         _Traffic("tensor", ring(mesh.tensor) * activations, hidden=False),
         _Traffic("context", ring(mesh.context) * sequence, hidden=False),
+        _Traffic("pipeline", batch.num_microbatches * messages * residual, hidden=False),
     ]
 
 
@@ -195,7 +215,9 @@ def _time_rows(
     flops = config.flops_per_token(length, causal=False) * tokens / mesh.num_devices
     flops += config.recomputed_flops_per_token(length) * tokens / mesh.num_devices
     compute = flops / (device.peak_flops * MATMUL_EFFICIENCY)
-    parameters = model.num_parameters() / (mesh.tensor * mesh.fsdp)
+    batch = training.schedule(mesh)(training.steps)
+    waiting = bubble(mesh.pipeline, batch.num_microbatches, mesh.virtual_stages)
+    parameters = model.num_parameters() / (mesh.tensor * mesh.fsdp * mesh.pipeline)
     update = 28 * parameters / device.memory_bandwidth  # p, m, v read and written in float32, gradient read
     update += host.get("optimizer", 0) / HOST_BANDWIDTH
     times = {
@@ -203,21 +225,23 @@ def _time_rows(
     }
     exposed = sum(max(0.0, seconds - compute) if t.hidden else seconds for seconds, t in times.values())
     # There and back with nothing beside them: what was measured (docs/memory.md).
-    copies = host.get("activations", 0) * training.schedule(mesh)(training.steps).num_microbatches / HOST_BANDWIDTH
+    copies = host.get("activations", 0) * batch.num_microbatches / HOST_BANDWIDTH
     exposed += 2 * copies
-    step = compute + update + exposed
+    idle = compute * waiting / (1 - waiting)
+    step = compute + idle + update + exposed
     network = ", ".join(f"{axis} {format_bytes(t.bytes)} in {format_seconds(s)}" for axis, (s, t) in times.items())
     rate = tokens / step / mesh.num_devices
     mfu = lambda causal: f"{utilisation(config.flops_per_token(length, causal=causal), rate, device):.1%}"
     return [
         ("network a step", network or "none"),
         ("step time, estimate", f"{format_seconds(step)}: compute {format_seconds(compute)}, optimizer "
-                                f"{format_seconds(update)}, exposed communication {format_seconds(exposed)}"),
+                                f"{format_seconds(update)}, exposed communication {format_seconds(exposed)}"
+                                + (f", bubble {format_seconds(idle)}" if idle else "")),
         ("speed, estimate", f"{format_count(rate)} tokens/s a device, MFU {mfu(False)} (full), {mfu(True)} (causal)"),
         ("assumptions", f"matmuls and attention at {MATMUL_EFFICIENCY:.0%} of {device.peak_flops / 1e12:.0f} TFLOP/s, "
                         f"{device.link_bandwidth / 1e9:.0f} GB/s inside a host of {GPUS_PER_HOST}, "
                         f"{NETWORK_BANDWIDTH / 1e9:.0f} GB/s a GPU between hosts; fsdp and data traffic hide under "
-                        "compute, tensor and context traffic does not"
+                        "compute, that of tensor, context and pipeline does not"
                         + (f"; {HOST_BANDWIDTH / 1e9:.0f} GB/s to and from the host, beside nothing"
                            if host else "")),
     ]  # fmt: skip

@@ -128,7 +128,10 @@ def jit_train_step(
 
 
 def make_eval_step(model: Model):
-    """-> (params, batch [1, batch, T]; with a pipeline any number of microbatches) -> (sum of token losses, number of tokens), float32; no dropout."""
+    """-> (params, batch [1, batch, T]) -> (sum of token losses, number of tokens), float32; no dropout.
+
+    With a pipeline the batch may have any number of microbatches.
+    """
 
     def eval_step(params, batch: dict):
         weights = batch["loss_mask"].astype(jnp.float32)

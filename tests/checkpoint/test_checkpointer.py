@@ -77,7 +77,7 @@ def test_restore_on_any_mesh_is_bit_equal_with_optimizer_state(saved, sizes, sha
     target = targets_on(mesh_of(**sizes), shard_over_data)
     with Checkpointer(run_dir, CheckpointConfig()) as checkpointer:
         assert checkpointer.latest_step() == 5
-        params, optimizer, meta = checkpointer.restore(5, target.params, target.optimizer)
+        params, optimizer, meta = checkpointer.restore(5, target.params, target.optimizer, {})
     assert_same(params, state.params)
     assert_same(optimizer, state.optimizer)
     assert meta == {"step": 5, "note": "five"}
@@ -91,14 +91,14 @@ def test_offloaded_moments_are_saved_and_restored_as_others_are(saved, tmp_path)
     on_host = targets_on(mesh_of(data=2, fsdp=4), True, offloading)
     on_device = targets_on(mesh_of(fsdp=2), False)
     with Checkpointer(run_dir, None) as checkpointer:
-        params, optimizer, _ = checkpointer.restore(5, on_host.params, on_host.optimizer)
+        params, optimizer, _ = checkpointer.restore(5, on_host.params, on_host.optimizer, {})
     kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(optimizer) if leaf.ndim}
     assert kinds == {"pinned_host"}
     assert_same(optimizer, state.optimizer)
     with Checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
         checkpointer.save(6, params, optimizer, {})
         checkpointer.wait()
-        _, back, _ = checkpointer.restore(6, on_device.params, on_device.optimizer)
+        _, back, _ = checkpointer.restore(6, on_device.params, on_device.optimizer, {})
     assert_same(back, state.optimizer)
 
 
@@ -107,7 +107,7 @@ def test_parameters_alone_are_restored_read_only_and_nothing_changes_on_disk(sav
     before = snapshot(run_dir)
     with Checkpointer(run_dir, None) as checkpointer:
         assert checkpointer.latest_step() == 5
-        params = checkpointer.restore_params(5, targets_on(mesh_of(tensor=2), False).params)
+        params = checkpointer.restore_params(5, targets_on(mesh_of(tensor=2), False).params, {})
         old = checkpointer.restore_params(3, targets_on(mesh_of(), False).params)
     assert_same(params, state.params)
     assert all(not jnp.any(leaf) for leaf in jax.tree.leaves(old))

@@ -1,0 +1,65 @@
+"""Layers of a checkpoint in the rows in which another run keeps them.
+
+The layers of one kind are stacked in one array, layer after layer, or for a pipeline [chunks, rows of all ranks] with
+rows of padding (parallel/schedule.py). A checkpoint holds the arrays as the run that saved it had them, and says which
+row is which layer.
+"""
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+Rows = dict[str, np.ndarray]
+"""{kind: int32 number of the layer in each row of a stack, -1 for padding}."""
+
+
+def stored_form(abstract, stored: Rows, wanted: Rows):
+    """abstract: pytree of arrays with shardings, as they are wanted -> the same as they are stored."""
+
+    def form(a, kind):
+        if kind is None or np.array_equal(stored[kind], wanted[kind]):
+            return a
+        shape = (*stored[kind].shape, *a.shape[wanted[kind].ndim :])
+        mesh, spec = a.sharding.mesh, [*a.sharding.spec, *[None] * (a.ndim - len(a.sharding.spec))]
+        fits = stored[kind].shape[-1] % mesh.shape["pipeline"] == 0
+        lead = [*[None] * (stored[kind].ndim - 1), "pipeline" if fits else None]
+        sharding = NamedSharding(mesh, P(*lead, *spec[wanted[kind].ndim :]))
+        return jax.ShapeDtypeStruct(shape, a.dtype, sharding=sharding)
+
+    return _of_layers(form, abstract, wanted)
+
+
+def wanted_form(tree, abstract, stored: Rows, wanted: Rows):
+    """Arrays of stored_form -> arrays like `abstract`, one after the other, so that one of them is there twice."""
+
+    def form(target, kind, a):
+        if kind is None or np.array_equal(stored[kind], wanted[kind]):
+            return a
+        row_of = {number: row for row, number in enumerate(stored[kind].ravel().tolist()) if number >= 0}
+        rows = np.array([row_of.get(number, 0) for number in wanted[kind].ravel().tolist()])
+        is_layer = wanted[kind].ravel() >= 0
+
+        def move(a):
+            a = a.reshape(-1, *a.shape[stored[kind].ndim :])[rows]
+            a = jax.numpy.where(is_layer.reshape(-1, *[1] * (a.ndim - 1)), a, jax.numpy.zeros_like(a))
+            return a.reshape(target.shape)
+
+        moved = jax.block_until_ready(jax.jit(move, out_shardings=target.sharding)(a))
+        a.delete()
+        return moved
+
+    return _of_layers(form, abstract, wanted, tree)
+
+
+def _of_layers(form: Callable, tree, wanted: Rows, *others):
+    """form(leaf, kind of the layers that it stacks or None, *others) of each leaf."""
+
+    def apply(path, leaf, *others):
+        names = [getattr(entry, "key", None) for entry in path]
+        inside = "layers" in names and names[names.index("layers") + 1] in wanted
+        return form(leaf, names[names.index("layers") + 1] if inside else None, *others)
+
+    return jax.tree_util.tree_map_with_path(apply, tree, *others)
