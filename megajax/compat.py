@@ -67,15 +67,20 @@ def is_auto(axis_type: AxisType) -> bool:
     return axis_type == AxisType.Auto
 
 
-def varies(x, axis: str) -> bool:
-    """Whether a value inside shard_map is marked as differing along a mesh axis."""
+def varying_axes(x) -> frozenset[str]:
+    """Mesh axes along which a value inside shard_map is marked as differing."""
     found = jax.typeof(x)
-    return axis in (found.mat.varying if hasattr(found, "mat") else found.vma)
+    return found.mat.varying if hasattr(found, "mat") else found.vma
 
 
-def vary(x: jax.Array, axis: str) -> jax.Array:
-    """x, marked as differing along a mesh axis."""
-    return x if varies(x, axis) else jax.lax.pcast(x, axis, to="varying")
+def vary(tree, axes):
+    """Arrays, marked as differing along these mesh axes: the results of a kernel, which carry no mark."""
+
+    def mark(x):
+        missing = tuple(set(axes) - varying_axes(x))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(mark, tree)
 
 
 def row_major(x: jax.Array) -> jax.Array:

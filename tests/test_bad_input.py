@@ -30,7 +30,7 @@ CASES = {
     ),
     "vocabulary over tensor": (
         ["--model.vocab_size=2047", "--model.vocab_multiple=1", "--mesh.data=4", "--mesh.tensor=2"],
-        ["model.vocab_size=2047", "mesh.tensor=2", "use --model.vocab_multiple=2"],
+        ["model.vocab_size=2047", "mesh.tensor(2)", "use --model.vocab_multiple=2"],
     ),
     "vocabulary multiple": (["--model.vocab_multiple=0"], ["model.vocab_multiple=0", "at least 1"]),
     "width over fsdp": (
@@ -67,7 +67,38 @@ CASES = {
     "mesh that does not divide": (["--mesh.data=-1", "--mesh.fsdp=3", "--model.embed_dim=192"], ["fsdp(3)", "8"]),
     "two free axes": (["--mesh.data=-1", "--mesh.fsdp=-1"], ["mesh.data=-1", "mesh.fsdp=-1", "fix one"]),
     "no such size": (["--mesh.expert=0"], ["mesh.expert=0", "positive"]),
-    "pipeline": (["--mesh.pipeline=2"], ["mesh.pipeline=2", "--mesh.pipeline=1"]),
+    "pipeline of one microbatch": (
+        ["--mesh.data=4", "--mesh.pipeline=2"],
+        ["mesh.pipeline=2", "training.microbatch_size=None", "use --training.microbatch_size=1"],
+    ),
+    "stages without layers": (
+        ["--mesh.pipeline=8", "--training.microbatch_size=1"],
+        ["mesh.pipeline=8", "model.num_layers=4", "--mesh.pipeline_layout"],
+    ),
+    "pipeline layout": (
+        ["--mesh.data=4", "--mesh.pipeline=2", "--mesh.pipeline_layout=tt|t", "--training.microbatch_size=1"],
+        ["mesh.pipeline_layout=tt|t", "3 layers in 2 stages", "model.num_layers=4"],
+    ),
+    "letters of a pipeline layout": (
+        ["--mesh.data=4", "--mesh.pipeline=2", "--mesh.pipeline_layout=Ett|ttmL", "--training.microbatch_size=1"],
+        ["mesh.pipeline_layout=Ett|ttmL", "'m' is unknown"],
+    ),
+    "virtual stages without a pipeline": (
+        ["--mesh.virtual_stages=2"],
+        ["mesh.virtual_stages=2", "there is no pipeline", "set --mesh.pipeline"],
+    ),
+    "virtual stages with gpipe": (
+        ["--mesh.data=4", "--mesh.pipeline=2", "--mesh.virtual_stages=2", "--mesh.pipeline_schedule=gpipe"],
+        ["mesh.virtual_stages=2", "--mesh.pipeline_schedule=1f1b"],
+    ),
+    "loop of layers in a pipeline": (
+        ["--mesh.data=4", "--mesh.pipeline=2", "--model.scan_layers=True", "--training.microbatch_size=1"],
+        ["model.scan_layers=True", "leave it out"],
+    ),
+    "offload in a pipeline": (
+        ["--mesh.data=4", "--mesh.pipeline=2", "--model.offload=residual", "--training.microbatch_size=1"],
+        ["model.offload=residual", "--model.recompute=full"],
+    ),
     "missing data set": (
         ["--data.source=indexed", "--data.paths=nowhere/corpus"],
         ["data.paths", "nowhere/corpus.bin does not exist", "megajax.data.preprocess"],

@@ -132,14 +132,16 @@ _attention.defvjp(_forward, _backward)
 def _forward_body(q, k, v, arrays, *, options):
     if options.backend == "cudnn":
         bias = _segment_bias(arrays[0], q.dtype)
-        return compat.cudnn_attention_forward(q, k, v, bias, scale=options.scale, window=options.mask.window)
+        results = compat.cudnn_attention_forward(q, k, v, bias, scale=options.scale, window=options.mask.window)
+        return compat.vary(results, compat.varying_axes(q))
     return _gathered_reference(q, k, v, arrays, options)
 
 
 def _backward_body(q, k, v, out, lse, d_out, arrays, *, options):
     if options.backend == "cudnn":
         bias, scale, window = _segment_bias(arrays[0], q.dtype), options.scale, options.mask.window
-        return compat.cudnn_attention_backward(q, k, v, out, lse, d_out, bias, scale=scale, window=window)
+        results = compat.cudnn_attention_backward(q, k, v, out, lse, d_out, bias, scale=scale, window=window)
+        return compat.vary(results, compat.varying_axes(q))
     _, vjp = jax.vjp(lambda q, k, v: _gathered_reference(q, k, v, arrays, options)[0], q, k, v)
     return vjp(d_out)
 

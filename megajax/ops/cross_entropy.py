@@ -2,9 +2,9 @@
 
 Dimensions: B batch, T sequence, C part of the tokens, D model width, V vocabulary.
 The logits of one chunk at a time exist, [C, V / (pipeline * tensor)] float32; each is turned at once into its part of
-the loss, of dx and of the gradient of the output matrix, so nothing is recomputed in the backward pass (Hsu et al. 2024,
-Liger Kernel, https://arxiv.org/abs/2410.10989). Over `tensor` three numbers a token are reduced (Shoeybi et al. 2019); stages
-of a pipeline share the vocabulary in the same way (Yeung et al. 2024, https://arxiv.org/abs/2411.05288).
+the loss, of dx and of the gradient of the output matrix, so nothing is recomputed in the backward pass (Hsu et al.
+2024, Liger Kernel, https://arxiv.org/abs/2410.10989). Over `tensor` three numbers a token are reduced (Shoeybi et al.
+2019); stages of a pipeline share the vocabulary in the same way (Yeung et al. 2024, https://arxiv.org/abs/2411.05288).
 """
 
 import functools
@@ -97,7 +97,7 @@ def _run(x_BTD, head_DV, labels_BT, weights_BT, options, with_gradients):
 
 
 def _chunks(x_BTD, head_DV, labels_BT, weights_BT, options, with_gradients):
-    """-> (sum of the losses, dx, dhead): this device's parts of sums, over the vocabulary (dx) and the batch (dhead)."""
+    """-> (sum of the losses, dx, dhead): this device's parts of sums over vocabulary (dx) and batch (dhead)."""
     *loss_options, max_chunk_bytes = options
     num_tokens = labels_BT.size
     fits = lambda n: num_tokens % n == 0 and num_tokens // n * head_DV.shape[1] * 4 <= max_chunk_bytes

@@ -57,7 +57,8 @@ def _residual_norm(x_BTD, y_BTD, scale_D, bias_D, options):
         return total_BTD, _reference(total_BTD, scale_D, bias_D, epsilon)
 
     def body(x_BTD, y_BTD, scale_D, bias_D):
-        total, normed = kernel.forward(_rows(x_BTD), _rows(y_BTD), scale_D, bias_D, epsilon=epsilon)
+        results = kernel.forward(_rows(x_BTD), _rows(y_BTD), scale_D, bias_D, epsilon=epsilon)
+        total, normed = compat.vary(results, compat.varying_axes(x_BTD))
         return total.reshape(x_BTD.shape), normed.reshape(x_BTD.shape)
 
     spec = _spec(x_BTD)
@@ -85,7 +86,8 @@ def _backward(options, residuals, gradients):
     def body(total_BTD, d_normed_BTD, d_total_BTD, scale_D):
         centred = bias_D is not None
         rows = (_rows(a) for a in (total_BTD, d_normed_BTD, d_total_BTD))
-        d_x_RD, *parts = kernel.backward(*rows, scale_D, centred=centred, epsilon=epsilon)
+        results = kernel.backward(*rows, scale_D, centred=centred, epsilon=epsilon)
+        d_x_RD, *parts = compat.vary(results, compat.varying_axes(total_BTD))
         sums = (None if part is None else lax.psum(jnp.sum(part, 0), split_over) for part in parts)
         return d_x_RD.reshape(total_BTD.shape), *sums
 

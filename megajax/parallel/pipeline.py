@@ -295,12 +295,12 @@ class _Kept:
 
 
 def _vary(tree):
-    return tree_map(lambda a: compat.vary(a, AXIS), tree)
+    return compat.vary(tree, (AXIS,))
 
 
 def _as(a, other):
     """a, marked as varying if `other` is."""
-    return compat.vary(a, AXIS) if compat.varies(other, AXIS) else a
+    return compat.vary(a, compat.varying_axes(other))
 
 
 def _add(total, gradient):

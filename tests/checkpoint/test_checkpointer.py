@@ -108,7 +108,7 @@ def test_parameters_alone_are_restored_read_only_and_nothing_changes_on_disk(sav
     with Checkpointer(run_dir, None) as checkpointer:
         assert checkpointer.latest_step() == 5
         params = checkpointer.restore_params(5, targets_on(mesh_of(tensor=2), False).params, {})
-        old = checkpointer.restore_params(3, targets_on(mesh_of(), False).params)
+        old = checkpointer.restore_params(3, targets_on(mesh_of(), False).params, {})
     assert_same(params, state.params)
     assert all(not jnp.any(leaf) for leaf in jax.tree.leaves(old))
     assert snapshot(run_dir) == before
