@@ -13,7 +13,7 @@ import train
 from megajax.checkpoint.checkpointer import Checkpointer, with_shardings
 from megajax.config import Config
 from megajax.data.loader import DataConfig
-from megajax.mesh import make_mesh
+from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.model import Model
 
 STEPS = 6
@@ -50,7 +50,7 @@ def final_params(config: Config):
     model = Model(config.model, config.precision)
     with Checkpointer(config.run_dir, None) as checkpointer:
         target = with_shardings(model.abstract_params, model.shardings(make_mesh(config.mesh)))
-        return jax.device_get(checkpointer.restore_params(STEPS, target))
+        return jax.device_get(checkpointer.restore_params(STEPS, target, model.layer_rows))
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +81,12 @@ def test_same_seed_gives_identical_runs_and_another_seed_does_not(uninterrupted,
     assert losses(tmp_path / "other")[0] != losses(tmp_path / "again")[0]
 
 
-def test_resume_on_another_mesh_sees_the_same_data(uninterrupted, tmp_path):
+@pytest.mark.parametrize(
+    "sizes", [dict(fsdp=4, context=2), dict(pipeline=2, fsdp=4), dict(pipeline=2, data=2, fsdp=2)], ids=str
+)
+def test_resume_on_another_mesh_sees_the_same_data(uninterrupted, sizes, tmp_path):
     train.train(tiny(tmp_path / "run", exit_at_step=2))
-    resumed = tiny(tmp_path / "run")
-    resumed = dataclasses.replace(resumed, mesh=dataclasses.replace(resumed.mesh, data=1, fsdp=4, tensor=1, context=2))
+    resumed = dataclasses.replace(tiny(tmp_path / "run"), mesh=MeshConfig(**sizes))
     assert train.train(resumed) == "finished"
     got, want = losses(tmp_path / "run"), losses(Path(uninterrupted.run_dir))
     as_floats = lambda rows: [float.fromhex(loss or evaluation) for _, loss, evaluation in rows]

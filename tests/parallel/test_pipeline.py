@@ -1,0 +1,189 @@
+"""A pipeline is the same model: five training steps, evaluation and memory of each schedule and layout."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from megajax.checkpoint.layout import stored_form, wanted_form
+from megajax.layers.rope import RopeConfig
+from megajax.mesh import MeshConfig, make_mesh
+from megajax.models.decoder import DecoderConfig
+from megajax.models.model import Model
+from megajax.optim.optimizer import Optimizer, OptimizerConfig
+from megajax.parallel.schedule import make_stages
+from megajax.precision import PrecisionConfig
+from megajax.sharding import batch_spec
+from megajax.training.step import init_state, make_eval_step, make_train_step, state_shardings
+
+STEPS, BATCH, LENGTH = 5, 16, 16
+GPT = DecoderConfig(
+    num_layers=5, embed_dim=16, num_heads=4, mlp_dim=32, vocab_size=100, max_positions=LENGTH, dropout=0.1,
+    attention_dropout=0.1, z_loss=1e-3, label_smoothing=0.05,
+)  # fmt: skip
+LLAMA = DecoderConfig(
+    num_layers=8, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=32, vocab_size=100, position="rope",
+    rope=RopeConfig(fraction=0.5), norm="rmsnorm", qk_norm=True, activation="swiglu", bias=False, tied_embeddings=False,
+    window=6, full_attention_every=4, recompute="selective",
+)  # fmt: skip
+
+GPT_CASES = {
+    "pipeline 2": dict(pipeline=2),
+    "pipeline 4 x data 2, uneven": dict(pipeline=4, data=2),
+    "pipeline 2 x data 2 x tensor 2": dict(pipeline=2, data=2, tensor=2),
+    "pipeline 2 x fsdp 2 x context 2, interleaved": dict(pipeline=2, fsdp=2, context=2, virtual_stages=2),
+    "pipeline 2 x expert 2 x tensor 2, layout": dict(pipeline=2, expert=2, tensor=2, pipeline_layout="t|tttt"),
+    "pipeline 4 x fsdp 2, gpipe": dict(pipeline=4, fsdp=2, pipeline_schedule="gpipe"),
+    "pipeline 2 x context 2 x tensor 2, empty stage": dict(
+        pipeline=2, context=2, tensor=2, virtual_stages=2, pipeline_layout="Et||ttt|tL"
+    ),
+}
+LLAMA_CASES = {
+    "pipeline 8": (dict(pipeline=8), {}),
+    "pipeline 4 x tensor 2, interleaved": (dict(pipeline=4, tensor=2, virtual_stages=2), {}),
+    "pipeline 2 x fsdp 2 x tensor 2, interleaved": (dict(pipeline=2, fsdp=2, tensor=2, virtual_stages=4), {}),
+    "pipeline 4 x data 2, full recompute": (dict(pipeline=4, data=2), dict(recompute="full")),
+    "pipeline 2 x data 2 x context 2, gpipe, nothing recomputed": (
+        dict(pipeline=2, data=2, context=2, pipeline_schedule="gpipe"), dict(recompute="none"),
+    ),
+    "pipeline 2 x fsdp 4, every second layer recomputed": (
+        dict(pipeline=2, fsdp=4), dict(recompute="full", recompute_every=2),
+    ),
+}  # fmt: skip
+
+
+def batches(num_microbatches: int = 4) -> list[dict[str, np.ndarray]]:
+    """Packed documents with a loss mask."""
+    rng = np.random.default_rng(0)
+    shape, made = (num_microbatches, BATCH // num_microbatches, LENGTH), []
+    for _ in range(STEPS):
+        tokens = rng.integers(0, 100, (*shape[:2], LENGTH + 1), dtype=np.int32)
+        made.append({
+            "tokens": tokens[..., :-1],
+            "labels": tokens[..., 1:],
+            "positions": np.broadcast_to(np.arange(LENGTH, dtype=np.int32), shape),
+            "loss_mask": (rng.random(shape) < 0.8).astype(np.float32),
+            "segment_ids": np.sort(rng.integers(1, 4, shape, dtype=np.int32), -1),
+        })  # fmt: skip
+    return made
+
+
+def set_up(config: DecoderConfig, sizes: dict, zero1: bool = False):
+    mesh_config = MeshConfig(**sizes)
+    mesh_config.check()
+    config.check(mesh_config, LENGTH)
+    mesh = make_mesh(mesh_config, jax.devices()[: mesh_config.num_devices])
+    model = Model(config, PrecisionConfig(compute="float32"), make_stages(mesh_config, config.num_layers))
+    optimizer = Optimizer(OptimizerConfig(learning_rate=1e-2, min_learning_rate=0.0), model.decay_mask)
+    return mesh, model, optimizer, state_shardings(model, optimizer, mesh, zero1)
+
+
+def as_numbered(model: Model, params):
+    """Parameters with their layers one after the other, as without a pipeline."""
+    plain = Model(model.config, model.precision)
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    abstract = lambda m: jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), m.abstract_params, m.shardings(mesh)
+    )
+    rows = model.layer_rows, plain.layer_rows
+    form = stored_form(abstract(plain), *rows)
+    here = jax.tree.map(lambda a, like: jax.device_put(np.asarray(a), like.sharding), params, form)
+    return jax.device_get(wanted_form(here, abstract(plain), *rows))
+
+
+def train(config: DecoderConfig, sizes: dict, zero1: bool = False):
+    """-> (losses of STEPS steps, loss of an evaluation, final parameters on the host as without a pipeline)."""
+    mesh, model, optimizer, shardings = set_up(config, sizes, zero1)
+    state = init_state(model, optimizer, 0, mesh, shardings)
+    step = make_train_step(model, optimizer, loss_mean="token", group=4, seed=0)
+    put = lambda batch: jax.device_put(batch, NamedSharding(mesh, batch_spec()))
+    losses = []
+    with jax.set_mesh(mesh):
+        step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+        for batch in batches():
+            state, metrics = step(state, put(batch), np.float32(1e-2))
+            losses.append(float(metrics["loss"]))
+        # Without a pipeline an evaluation takes one microbatch at a time.
+        evaluate = jax.jit(make_eval_step(model))
+        batch = batches()[0]
+        parts = [batch] if model.stages else [{k: v[i : i + 1] for k, v in batch.items()} for i in range(4)]
+        sums = np.sum([jax.device_get(evaluate(state.params, put(part))) for part in parts], 0)
+    return losses, sums[0] / sums[1], as_numbered(model, state.params)
+
+
+def assert_same(result, reference) -> None:
+    np.testing.assert_allclose(result[0], reference[0], rtol=1e-5)
+    np.testing.assert_allclose(result[1], reference[1], rtol=1e-5)
+    # AdamW divides by the root of the second moment: where a gradient is rounding noise its update is too.
+    for got, want in zip(jax.tree.leaves(result[2]), jax.tree.leaves(reference[2]), strict=True):
+        assert np.mean(np.abs(got - want)) < 1e-4
+
+
+@pytest.fixture(scope="module")
+def gpt_on_one_device():
+    return train(GPT, {})
+
+
+@pytest.fixture(scope="module")
+def llama_on_one_device():
+    return train(LLAMA, {})
+
+
+@pytest.mark.parametrize("sizes", GPT_CASES.values(), ids=GPT_CASES)
+def test_pipeline_matches_one_device(sizes, gpt_on_one_device):
+    assert_same(train(GPT, sizes), gpt_on_one_device)
+
+
+@pytest.mark.parametrize(("sizes", "changes"), LLAMA_CASES.values(), ids=LLAMA_CASES)
+def test_pipeline_matches_one_device_llama(sizes, changes, llama_on_one_device):
+    assert_same(train(dataclasses.replace(LLAMA, **changes), sizes), llama_on_one_device)
+
+
+def test_pipeline_with_zero1_matches_one_device(gpt_on_one_device):
+    assert_same(train(GPT, dict(pipeline=2, data=4), zero1=True), gpt_on_one_device)
+
+
+def test_initial_parameters_do_not_depend_on_the_layout():
+    plain, laid_out = (
+        as_numbered(model, model.init(3, mesh))
+        for mesh, model, *_ in (set_up(GPT, {}), set_up(GPT, dict(pipeline=2, virtual_stages=2)))
+    )
+    jax.tree.map(np.testing.assert_array_equal, laid_out, plain)
+
+
+def test_rows_of_padding_are_and_stay_zero():
+    mesh, model, optimizer, shardings = set_up(GPT, dict(pipeline=4))
+    state = init_state(model, optimizer, 0, mesh, shardings)
+    step = make_train_step(model, optimizer, loss_mean="token", group=None, seed=0)
+    with jax.set_mesh(mesh):
+        batch = jax.device_put(batches()[0], NamedSharding(mesh, batch_spec()))
+        state, _ = jax.jit(step, out_shardings=(shardings, None))(state, batch, np.float32(1e-2))
+    padding = model.layer_rows["dense"] < 0
+    assert padding.sum() == 3  # 1, 1, 1 and 2 layers
+    for leaf in jax.tree.leaves(state.params["layers"]):
+        assert not np.any(np.asarray(leaf)[padding]) and np.any(np.asarray(leaf)[~padding])
+
+
+def temporary_bytes(schedule: str, num_microbatches: int) -> int:
+    config = dataclasses.replace(GPT, num_layers=4, dropout=0.0, attention_dropout=0.0)
+    sizes = dict(pipeline=4, pipeline_schedule=schedule)
+    mesh, model, optimizer, shardings = set_up(config, sizes)
+    step = make_train_step(model, optimizer, loss_mean="token", group=None, seed=0)
+    state = init_state(model, optimizer, 0, mesh, shardings)
+    shape = (num_microbatches, 4, LENGTH)
+    batch = {name: np.zeros(shape, np.int32) for name in ("tokens", "labels", "positions", "segment_ids")}
+    batch["loss_mask"] = np.ones(shape, np.float32)
+    with jax.set_mesh(mesh):
+        batch = jax.device_put(batch, NamedSharding(mesh, batch_spec()))
+        compiled = jax.jit(step, out_shardings=(shardings, None)).lower(state, batch, np.float32(0)).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def test_activation_memory_of_1f1b_does_not_grow_with_the_microbatches():
+    few, many = (temporary_bytes("1f1b", count) for count in (8, 32))
+    tokens = 24 * 4 * LENGTH * 4  # of what differs: the weights that each token of 24 more microbatches has
+    assert many - few <= 4 * tokens
+    # Seven microbatches keep what gpipe keeps of all.
+    assert temporary_bytes("gpipe", 32) - temporary_bytes("gpipe", 8) > 2 * few
