@@ -31,6 +31,7 @@ from megajax.config import Config
 from megajax.mesh import make_mesh, use_compilation_cache
 from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer
+from megajax.parallel.context import sequence_order
 from megajax.parallel.schedule import make_stages
 from megajax.sharding import batch_spec
 from megajax.training.compiler_options import compiler_options
@@ -87,7 +88,8 @@ def set_up(config: Config) -> Setup:
 
 def _random_batches(shape: tuple, config: Config, sharding: NamedSharding) -> list[dict]:
     put = lambda array: jax.device_put(np.ascontiguousarray(array), sharding)
-    positions = put(np.broadcast_to(np.arange(shape[2], dtype=np.int32), shape))
+    order = sequence_order(shape[2], config.mesh.context, config.model.context_attention)
+    positions = put(np.broadcast_to(order, shape))
     same, batches = {"positions": positions, "loss_mask": put(np.ones(shape, np.float32))}, []
     for number in range(NUM_BATCHES):
         rng = np.random.default_rng(number)
@@ -95,7 +97,7 @@ def _random_batches(shape: tuple, config: Config, sharding: NamedSharding) -> li
         batch = {"tokens": put(tokens[..., :-1]), "labels": put(tokens[..., 1:])} | same
         if not config.data.cross_document_attention:
             ends = rng.random(shape) < 1 / 500  # documents of about 500 tokens
-            batch["segment_ids"] = put(1 + np.cumsum(ends, -1, dtype=np.int32))
+            batch["segment_ids"] = put((1 + np.cumsum(ends, -1, dtype=np.int32))[..., order])
         batches.append(batch)
     return batches
 

@@ -109,6 +109,11 @@ def _cudnn_module():
     return fused_attention_stablehlo
 
 
+def _cudnn_mask(causal: bool):
+    kinds = _cudnn_module().MaskType
+    return kinds.CAUSAL if causal else kinds.NO_MASK
+
+
 _BACKWARD_ARGUMENTS = [
     "scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length",
     "is_training", "return_residual", "res", "grad_output",
@@ -126,10 +131,12 @@ def cudnn_attention_problem() -> str:
     return ""
 
 
-def cudnn_attention_forward(q_BTNH, k_BSKH, v_BSKH, bias_B1TS=None, *, scale: float, window: int | None):
-    """Causal attention by cuDNN -> (out [B,T,N,H] in q's dtype, log-sum-exp [B,N,T] float32).
+def cudnn_attention_forward(
+    q_BTNH, k_BSKH, v_BSKH, bias_B1TS=None, *, scale: float, window: int | None, causal: bool = True
+):
+    """Attention by cuDNN -> (out [B,T,N,H] in q's dtype, log-sum-exp [B,N,T] float32).
 
-    bias: added to the scores, in q's dtype; it gets no gradient.
+    bias: added to the scores, in q's dtype; it gets no gradient. window: with causal only.
     """
     return _cudnn_module().dot_product_attention(
         q_BTNH,
@@ -137,20 +144,22 @@ def cudnn_attention_forward(q_BTNH, k_BSKH, v_BSKH, bias_B1TS=None, *, scale: fl
         v_BSKH,
         bias_B1TS,
         scale=scale,
-        mask_type=_cudnn_module().MaskType.CAUSAL,
+        mask_type=_cudnn_mask(causal),
         sliding_window_length=window,
         return_residual=True,
     )
 
 
 def cudnn_attention_backward(
-    q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT, d_out_BTNH, bias_B1TS=None, *, scale: float, window: int | None
-):
-    """Gradients (dq, dk, dv) of cudnn_attention_forward, from its own (out, log-sum-exp)."""
+    q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT, d_out_BTNH, bias_B1TS=None, *, scale: float, window: int | None,
+    causal: bool = True,
+):  # fmt: skip
+    """Gradients (dq, dk, dv) of cudnn_attention_forward, from its own (out, log-sum-exp), or from those of attention to
+    more keys, of which these are some."""
     module, unused, has_bias = _cudnn_module(), jnp.zeros(0, q_BTNH.dtype), bias_B1TS is not None
     residuals = (q_BTNH, k_BSKH, v_BSKH, bias_B1TS if has_bias else unused, *(unused,) * 6, lse_BNT, out_BTNH)
     variadic_args = (has_bias, False)  # a bias, but no gradient for it
-    mask_type, layout = module.MaskType.CAUSAL, module._normalize_layout("BTNH").value
+    mask_type, layout = _cudnn_mask(causal), module._normalize_layout("BTNH").value
     gradients = module._dot_product_attention_bwd_rule(
         scale, 42, 0.0, variadic_args, mask_type, layout, window, True, False, residuals, d_out_BTNH
     )

@@ -14,8 +14,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.layers.norm import Norm, NormConfig
 from megajax.layers.rope import apply_rope
-from megajax.ops.attention import AttentionMask, attention
+from megajax.ops.attention import AttentionMask
 from megajax.ops.matmul import add_bias, matmul, matmul_side_by_side
+from megajax.parallel.context import ContextMethod, attention
 from megajax.sharding import constrain, weight
 
 
@@ -31,6 +32,7 @@ class AttentionConfig:
     window: int | None
     soft_cap: float | None
     dropout: float
+    context: ContextMethod
     init_std: float
     out_init_std: float
 
@@ -78,6 +80,7 @@ class Attention(nnx.Module):
             q_BTNH,
             k_BTKH,
             v_BTKH,
+            method=config.context,
             mask=AttentionMask(causal=True, window=config.window),
             scale=1.0 / math.sqrt(config.head_dim),
             soft_cap=config.soft_cap,

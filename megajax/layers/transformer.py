@@ -13,6 +13,7 @@ from megajax.layers.block import Saved
 from megajax.layers.dropout import dropout
 from megajax.layers.mlp import Mlp, MlpConfig
 from megajax.layers.norm import Norm, NormConfig
+from megajax.parallel.context import current_order
 from megajax.sharding import constrain
 
 Recompute = Literal["none", "selective", "full"]
@@ -68,7 +69,7 @@ class TransformerLayer(nnx.Module):
     """(x [B, T, D], inputs, cache, key) -> (x, cache, auxiliary losses); the stack's contract with every layer."""
 
     def __init__(self, config: TransformerLayerConfig, *, rngs: nnx.Rngs):
-        self.dropout, self.saved = config.dropout, config.saved
+        self.dropout, self.saved, self.context = config.dropout, config.saved, config.attention.context
         self.attention_norm = Norm(config.norm, config.attention.embed_dim, rngs=rngs)
         self.attention = Attention(config.attention, rngs=rngs)
         self.mlp_norm = Norm(config.norm, config.attention.embed_dim, rngs=rngs)
@@ -92,4 +93,4 @@ class TransformerLayer(nnx.Module):
     def _drop(self, y_BTD: jax.Array, key: jax.Array | None) -> jax.Array:
         # The barrier keeps XLA from adding x in place inside the matmul that makes y: x, needed again, would be copied.
         y_BTD = jax.lax.optimization_barrier(constrain(y_BTD, "batch", "sequence", None))
-        return dropout(y_BTD, self.dropout, key)
+        return dropout(y_BTD, self.dropout, key, current_order(y_BTD.shape[1], self.context))

@@ -23,6 +23,7 @@ from megajax.ops.activation import Activation
 from megajax.ops.cross_entropy import cross_entropy
 from megajax.ops.embedding import embed
 from megajax.ops.matmul import matmul
+from megajax.parallel.context import ContextMethod, current_order
 from megajax.parallel.schedule import Stages, make_stages
 from megajax.sharding import constrain, weight
 
@@ -80,6 +81,9 @@ class DecoderConfig:
     """Drop rate of embeddings and of what each half layer adds."""
     attention_dropout: float = 0.0
     """Drop rate of attention probabilities."""
+    context_attention: ContextMethod = "ring"
+    """Where mesh.context splits the sequence: keys and values in a ring, gathered (all_gather), or the heads split
+    instead (all_to_all)."""
     init_std: float = 0.02
     """Standard deviation of the initial weights; output projections get init_std / sqrt(2 * num_layers)."""
     z_loss: float = 0.0
@@ -142,6 +146,7 @@ class DecoderConfig:
             window=None if is_nth(self.full_attention_every) else self.window,
             soft_cap=self.attention_soft_cap,
             dropout=self.attention_dropout,
+            context=self.context_attention,
             init_std=self.init_std,
             out_init_std=out_std,
         )
@@ -246,6 +251,8 @@ class DecoderConfig:
                 f"use --model.max_positions={-(-self.max_positions // vocab_shards) * vocab_shards}"
             )
         self._check_divisible("fsdp", mesh.fsdp, {"embed_dim": self.embed_dim})
+        if mesh.context > 1:
+            self._check_context(mesh, sequence_length)
         if make_stages(mesh, self.num_layers) is not None:
             self._check_pipeline()
 
@@ -281,6 +288,23 @@ class DecoderConfig:
                 f"model.recompute_every={self.recompute_every} needs something to recompute: set "
                 "--model.recompute=full or selective, or leave it out"
             )
+
+    def _check_context(self, mesh: MeshConfig, sequence_length: int) -> None:
+        if self.context_attention != "all_to_all":
+            if sequence_length % (2 * mesh.context):
+                raise ValueError(
+                    f"training.sequence_length={sequence_length} is not divisible by {2 * mesh.context} = 2 * "
+                    f"mesh.context, the chunks of model.context_attention={self.context_attention}; use "
+                    f"--training.sequence_length={-(-sequence_length // (2 * mesh.context)) * 2 * mesh.context}"
+                )
+            return
+        for name, value in (("num_heads", self.num_heads), ("num_kv_heads", self.kv_heads)):
+            if value % (mesh.tensor * mesh.context):
+                raise ValueError(
+                    f"model.{name}={value} is not divisible by {mesh.tensor * mesh.context} = mesh.tensor("
+                    f"{mesh.tensor}) * mesh.context({mesh.context}), over which model.context_attention=all_to_all "
+                    "splits the heads; use --model.context_attention=ring"
+                )
 
     def _check_pipeline(self) -> None:
         if self.scan_layers:
@@ -334,7 +358,8 @@ class Decoder(nnx.Module):
         x_BTD = embed(self.embedding[...], batch["tokens"], self.dtype)
         if self.config.position == "learned":
             x_BTD += embed(self.position_embedding[...], batch["positions"], self.dtype)
-        return constrain(dropout(x_BTD, self.config.dropout, key), "batch", "sequence", None)
+        order = current_order(x_BTD.shape[1], self.config.context_attention)
+        return constrain(dropout(x_BTD, self.config.dropout, key, order), "batch", "sequence", None)
 
     def block_inputs(self, batch: dict) -> dict:
         """What every layer reads beside x."""

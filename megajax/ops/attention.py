@@ -1,8 +1,9 @@
 """Scaled dot-product attention: chooses cuDNN or the plain reference, owns its derivative and its sharding.
 
 Dimensions: B batch, T query time, S key time, N heads, K key-value heads, G = N / K, H head dim.
-Every device works on its own heads (`tensor`) and its own queries (`context`, which gathers keys and values first);
-forward and backward are each fully manual regions, so the same code runs alone and inside a pipeline stage.
+Every device works on its own heads (`tensor`) and on whole sequences; where `context` splits those, see
+parallel/context.py. Forward and backward are each fully manual regions, so the same code runs alone and inside a
+pipeline stage.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax import compat
 from megajax.ops.matmul import dot_precision
-from megajax.sharding import activation_spec, free_axes, manual
+from megajax.sharding import activation_spec, axes_of, manual
 
 logger = logging.getLogger("megajax")
 
@@ -41,7 +42,8 @@ class _Options:
     soft_cap: float | None
     dropout: float
     backend: Literal["cudnn", "reference"]
-    gather: bool  # keys and values are split over `context`: gather them first
+    over_heads: bool = False
+    """`context` splits the heads too, not the sequence: an all-to-all at both ends (Jacobs et al. 2023, Ulysses)."""
 
 
 def attention(
@@ -55,6 +57,7 @@ def attention(
     segments: tuple[jax.Array, jax.Array] | None = None,
     indices: tuple[jax.Array, jax.Array] | None = None,
     dropout: tuple[float, jax.Array] | None = None,
+    over_heads: bool = False,
 ) -> jax.Array:
     """softmax(scale * q k^T) v with masks -> [B, T, N, H] in q's dtype; scores and softmax are float32.
 
@@ -62,16 +65,17 @@ def attention(
     segments: int32 ([B, T], [B, S]); a query sees keys of its own segment only (packed documents).
     indices: int32 ([B, T], [B, S]), place of queries and keys in the sequence, where it is not 0, 1, 2, ... (a cache).
     dropout: (rate, key); which probabilities are dropped depends on the key and the global place, not on the layout.
+    over_heads: `context` splits q, k and v along the sequence in its order, and the heads of each device over it.
     """
     rate, key = dropout or (0.0, None)
-    gather = indices is None and free_axes().get("context", 1) > 1
-    backend = _backend(q_BTNH, soft_cap, indices, rate, gather)
-    options = _Options(mask, scale, soft_cap, rate, backend, gather)
+    backend = choose_backend(q_BTNH, soft_cap, indices, rate)
+    options = _Options(mask, scale, soft_cap, rate, backend, over_heads)
     arrays = (segments, indices, jax.random.key_data(key) if key is not None else None)
     return _attention(q_BTNH, k_BSKH, v_BSKH, arrays, options)
 
 
-def _backend(q_BTNH, soft_cap, indices, dropout, gather) -> str:
+def choose_backend(q_BTNH, soft_cap, indices, dropout) -> Literal["cudnn", "reference"]:
+    """And logs why."""
     reasons = {
         "no NVIDIA GPU": compat.mesh_platform() not in ("gpu", "cuda"),
         f"dtype {q_BTNH.dtype}": q_BTNH.dtype not in (jnp.bfloat16, jnp.float16),
@@ -79,7 +83,6 @@ def _backend(q_BTNH, soft_cap, indices, dropout, gather) -> str:
         "soft cap": soft_cap is not None,
         "key-value cache": indices is not None,
         "dropout": dropout > 0,
-        "context parallelism": gather,
     }
     reason = next((reason for reason, holds in reasons.items() if holds), "") or compat.cudnn_attention_problem()
     _log_choice("cudnn" if not reason else "reference", reason)
@@ -108,9 +111,16 @@ def _specs(q, k, arrays):
     return queries, keys, (pair(segments), pair(indices), None if key is None else P())
 
 
+def _lse_spec(queries, options) -> P:
+    """Of the log-sum-exp [B, N, T], next to the specs of the queries [B, T, N, H]."""
+    if options.over_heads:
+        return P(queries[0], (*axes_of(queries[2]), "context"), None)
+    return P(queries[0], queries[2], queries[1])
+
+
 def _forward(q, k, v, arrays, options):
     queries, keys, others = _specs(q, k, arrays)
-    lse_spec = P(queries[0], queries[2], queries[1])
+    lse_spec = _lse_spec(queries, options)
     run = manual(functools.partial(_forward_body, options=options), (queries, keys, keys, others), (queries, lse_spec))
     out, lse = run(q, k, v, arrays)
     out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
@@ -120,7 +130,7 @@ def _forward(q, k, v, arrays, options):
 def _backward(options, residuals, d_out):
     q, k, v, out, lse, arrays = residuals
     queries, keys, others = _specs(q, k, arrays)
-    lse_spec = P(queries[0], queries[2], queries[1])
+    lse_spec = _lse_spec(queries, options)
     body = functools.partial(_backward_body, options=options)
     run = manual(body, (queries, keys, keys, queries, lse_spec, queries, others), (queries, keys, keys))
     return *run(q, k, v, out, lse, d_out, arrays), None
@@ -130,20 +140,40 @@ _attention.defvjp(_forward, _backward)
 
 
 def _forward_body(q, k, v, arrays, *, options):
+    if options.over_heads:
+        q, k, v, arrays = _to_heads((q, k, v), arrays)
     if options.backend == "cudnn":
         bias = _segment_bias(arrays[0], q.dtype)
         results = compat.cudnn_attention_forward(q, k, v, bias, scale=options.scale, window=options.mask.window)
-        return compat.vary(results, compat.varying_axes(q))
-    return _gathered_reference(q, k, v, arrays, options)
+        out, lse = compat.vary(results, compat.varying_axes(q))
+    else:
+        out, lse = _local_reference(q, k, v, arrays, options)
+    return (_to_sequence(out), lse) if options.over_heads else (out, lse)
 
 
 def _backward_body(q, k, v, out, lse, d_out, arrays, *, options):
+    if options.over_heads:
+        q, k, v, out, d_out, arrays = _to_heads((q, k, v, out, d_out), arrays)
     if options.backend == "cudnn":
         bias, scale, window = _segment_bias(arrays[0], q.dtype), options.scale, options.mask.window
         results = compat.cudnn_attention_backward(q, k, v, out, lse, d_out, bias, scale=scale, window=window)
-        return compat.vary(results, compat.varying_axes(q))
-    _, vjp = jax.vjp(lambda q, k, v: _gathered_reference(q, k, v, arrays, options)[0], q, k, v)
-    return vjp(d_out)
+        gradients = compat.vary(results, compat.varying_axes(q))
+    else:
+        _, vjp = jax.vjp(lambda q, k, v: _local_reference(q, k, v, arrays, options)[0], q, k, v)
+        gradients = vjp(d_out)
+    return tuple(map(_to_sequence, gradients)) if options.over_heads else gradients
+
+
+def _to_heads(arrays, others):
+    """[B, T / context, N, H] -> [B, T, N / context, H], and segments [B, T]."""
+    segments, indices, key = others
+    gather = functools.partial(lax.all_gather, axis_name="context", axis=1, tiled=True)
+    turn = functools.partial(lax.all_to_all, axis_name="context", split_axis=2, concat_axis=1, tiled=True)
+    return *map(turn, arrays), (segments and tuple(map(gather, segments)), indices, key)
+
+
+def _to_sequence(a):
+    return lax.all_to_all(a, "context", split_axis=1, concat_axis=2, tiled=True)
 
 
 def _segment_bias(segments, dtype: jnp.dtype) -> jax.Array | None:
@@ -154,23 +184,13 @@ def _segment_bias(segments, dtype: jnp.dtype) -> jax.Array | None:
     return jnp.where(same, 0.0, NEVER).astype(dtype)
 
 
-def _gathered_reference(q, k, v, arrays, options):
-    """The reference on this device's queries and heads, with the places and segments that belong to them."""
+def _local_reference(q, k, v, arrays, options):
+    """The reference on this device's heads, with the places and segments that belong to them."""
     segments, indices, key = arrays
-    batch, length = q.shape[:2]
     if indices is None:
-        places = jnp.arange(length)[None] + (lax.axis_index("context") * length if options.gather else 0)
-        indices = (places, places)
-    if options.gather:
-        gather = functools.partial(lax.all_gather, axis_name="context", axis=1, tiled=True)
-        k, v = gather(k), gather(v)
-        indices = (indices[0], jnp.arange(k.shape[1])[None])
-        segments = segments and (segments[0], gather(segments[1]))
-    keep = None
-    if options.dropout > 0:
-        row = jnp.arange(batch) + _part_index(("data", "fsdp", "expert")) * batch
-        head = jnp.arange(q.shape[2]) + lax.axis_index("tensor") * q.shape[2]
-        keep = _dropout_mask(key, options.dropout, row, head, indices)
+        indices = (jnp.arange(q.shape[1])[None],) * 2
+    head_axes = ("tensor", "context") if options.over_heads else ("tensor",)
+    keep = dropout_mask(key, options.dropout, q, indices, head_axes) if options.dropout > 0 else None
     return reference_attention(q, k, v, options.mask, options.scale, options.soft_cap, segments, indices, keep)
 
 
@@ -182,8 +202,14 @@ def _part_index(axes):
     return index
 
 
-def _dropout_mask(key, rate, row_B, head_N, indices):
-    """float32 [B, N, T, S]: 0 or 1 / (1 - rate), from the global place of each probability."""
+def dropout_mask(key, rate, q_BTNH, indices, head_axes=("tensor",)):
+    """float32 [B, N, T, S]: 0 or 1 / (1 - rate), from the global place of each probability of this device.
+
+    indices: int32 ([1 or B, T], [1 or B, S]). head_axes: mesh axes that split the heads.
+    """
+    batch, _, heads = q_BTNH.shape[:3]
+    row_B = jnp.arange(batch) + _part_index(("data", "fsdp", "expert")) * batch
+    head_N = jnp.arange(heads) + _part_index(head_axes) * heads
     q_index_BT, k_index_BS = indices
     high = (row_B[:, None] * 65536 + head_N[None])[:, :, None, None]
     low = (q_index_BT[:, :, None] * 65536 + k_index_BS[:, None, :])[:, None]

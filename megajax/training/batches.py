@@ -21,10 +21,12 @@ def device_batches(
     sequence_length: int,
     mesh: Mesh,
     config: DataConfig,
+    order: np.ndarray,
 ) -> Iterator[dict[str, jax.Array]]:
     """The batches of steps start, ..., stop - 1: global arrays [microbatches, batch, T], one step ahead of the reader.
 
     tokens, labels, positions int32, loss_mask float32, and segment_ids int32 where documents must not see each other.
+    order: place in the sequence of what lies at each index of T (parallel/context.py).
     """
     sharding, length = NamedSharding(mesh, batch_spec()), sequence_length
     names = {"tokens", "labels", "loss_mask", "positions", "segment_ids"}
@@ -46,11 +48,16 @@ def device_batches(
         make = lambda array: jax.make_array_from_callback(shape, sharding, lambda index: part(array, index))
         return {name: make(local[name]) for name in sorted(names)}
 
+    def ordered(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        if np.array_equal(order, np.arange(length)):
+            return arrays
+        return {name: arrays[name][..., order] for name in names}
+
     triple = lambda step: dataclasses.astuple(schedule(step))
     local = step_batches(dataset, triple, rows_of, start_step=start, num_steps=stop, config=config)
     ahead = None
     for step, arrays in enumerate(local, start=start):
-        placed = place(step, arrays)
+        placed = place(step, ordered(arrays))
         if ahead is not None:
             yield ahead
         ahead = placed

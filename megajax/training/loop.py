@@ -21,6 +21,7 @@ from megajax.mesh import MeshConfig
 from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer
 from megajax.optim.schedule import Schedule
+from megajax.parallel.context import sequence_order
 from megajax.training.batch_schedule import BatchSchedule
 from megajax.training.batches import device_batches
 from megajax.training.compiler_options import parse
@@ -233,7 +234,8 @@ class Trainer:
 
     def _batches(self, dataset: Dataset, schedule: BatchSchedule, start: int, stop: int) -> Iterator[dict]:
         length = self.config.sequence_length
-        options = dict(sequence_length=length, mesh=self.mesh, config=self.data_config)
+        order = sequence_order(length, self.mesh_config.context, self.model.config.context_attention)
+        options = dict(sequence_length=length, mesh=self.mesh, config=self.data_config, order=order)
         return device_batches(dataset, schedule, start=start, stop=stop, **options)
 
     def _evaluator(self, schedule: BatchSchedule) -> Callable[[Any], dict[str, float]] | None:

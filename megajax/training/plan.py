@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from megajax import compat
 from megajax.checkpoint.checkpointer import with_shardings
 from megajax.mesh import AXES, MeshConfig, make_mesh, use_compiler_without_gpu
+from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer
 from megajax.parallel.schedule import bubble, make_table
@@ -192,8 +193,7 @@ def _traffic(model: Model, mesh: MeshConfig, training: TrainingConfig) -> list[_
     passes = 2 + (1 / config.recompute_every if config.recompute == "full" else 0)
     layers = config.num_layers / mesh.pipeline
     activations = batch.num_microbatches * layers * 4 * passes * tokens * config.embed_dim * itemsize
-    keys_values = 2 * config.kv_heads * config.width_of_head / mesh.tensor
-    sequence = batch.num_microbatches * layers * 2 * tokens * mesh.context * keys_values * itemsize
+    sequence = batch.num_microbatches * layers * tokens * _context_bytes(config, mesh, itemsize) / mesh.tensor
     # One there, one back for each chunk; embedding, loss and their gradients are sums over all ranks.
     residual = tokens * config.embed_dim * itemsize / mesh.tensor
     messages = 2 * mesh.virtual_stages + 4 * 2 * ring(mesh.pipeline) if mesh.pipeline > 1 else 0
@@ -201,9 +201,18 @@ def _traffic(model: Model, mesh: MeshConfig, training: TrainingConfig) -> list[_
         _Traffic("fsdp", ring(mesh.fsdp) * (gathers + batch.num_microbatches * weights * 4), hidden=True),
         _Traffic("data", 2 * ring(mesh.data) * weights / mesh.fsdp * 4, hidden=True),
         _Traffic("tensor", ring(mesh.tensor) * activations, hidden=False),
-        _Traffic("context", ring(mesh.context) * sequence, hidden=False),
+        _Traffic("context", ring(mesh.context) * sequence, hidden=config.context_attention == "ring"),
         _Traffic("pipeline", batch.num_microbatches * messages * residual, hidden=False),
     ]
+
+
+def _context_bytes(config: DecoderConfig, mesh: MeshConfig, itemsize: int) -> float:
+    """Of a token and layer, before `tensor` splits the heads; times (n - 1) / n it is what a device sends."""
+    heads = config.num_heads * config.width_of_head
+    keys_values = 2 * config.kv_heads * config.width_of_head
+    if config.context_attention == "all_to_all":  # q, k, v and out there and back, and what the backward pass adds
+        return (5 * heads + 3 * keys_values) * itemsize
+    return keys_values * mesh.context * (2 * itemsize + 4)  # in both passes, and their gradients in float32
 
 
 def _time_rows(
@@ -240,8 +249,8 @@ def _time_rows(
         ("speed, estimate", f"{format_count(rate)} tokens/s a device, MFU {mfu(False)} (full), {mfu(True)} (causal)"),
         ("assumptions", f"matmuls and attention at {MATMUL_EFFICIENCY:.0%} of {device.peak_flops / 1e12:.0f} TFLOP/s, "
                         f"{device.link_bandwidth / 1e9:.0f} GB/s inside a host of {GPUS_PER_HOST}, "
-                        f"{NETWORK_BANDWIDTH / 1e9:.0f} GB/s a GPU between hosts; fsdp and data traffic hide under "
-                        "compute, that of tensor, context and pipeline does not"
+                        f"{NETWORK_BANDWIDTH / 1e9:.0f} GB/s a GPU between hosts; fsdp, data and ring traffic hide "
+                        "under compute, that of tensor, pipeline, gathers and all-to-all over context does not"
                         + (f"; {HOST_BANDWIDTH / 1e9:.0f} GB/s to and from the host, beside nothing"
                            if host else "")),
     ]  # fmt: skip

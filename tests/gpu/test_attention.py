@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megajax.mesh import MeshConfig, make_mesh
-from megajax.ops.attention import AttentionMask, _backend, attention, reference_attention
+from megajax.ops.attention import AttentionMask, attention, choose_backend, reference_attention
 
 pytestmark = pytest.mark.gpu
 
@@ -38,7 +38,7 @@ def test_cudnn_matches_reference(case, packed):
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
         return reference_attention(q, k, v, mask, scale, None, segments, places)[0]
 
-    assert _backend(q, soft_cap=None, indices=None, dropout=0.0, gather=False) == "cudnn"
+    assert choose_backend(q, soft_cap=None, indices=None, dropout=0.0) == "cudnn"
     fast = lambda q, k, v: attention(q, k, v, mask=mask, scale=scale, segments=segments)
     with jax.set_mesh(make_mesh(MeshConfig(), jax.devices()[:1])):
         out, vjp = jax.vjp(jax.jit(fast), q, k, v)

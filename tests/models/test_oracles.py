@@ -12,6 +12,7 @@ import pytest
 from megajax.convert.megatron import from_megajax, to_megajax
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
+from megajax.parallel.context import sequence_order
 from megajax.precision import PrecisionConfig
 
 ORACLES = Path(__file__).parent.parent / "oracles"
@@ -79,6 +80,8 @@ def run(request, oracle, make_test_mesh):
     step = jax.jit(jax.value_and_grad(lambda params, batch: loss(params, batch)[0]))
 
     def run(batch):
+        order = sequence_order(batch["tokens"].shape[1], mesh.shape["context"], config.context_attention)
+        batch = {name: array[:, order] for name, array in batch.items()}
         with jax.set_mesh(mesh):
             value, gradients = step(params, batch)
         return float(value), from_megajax(gradients, config)

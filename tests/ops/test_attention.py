@@ -28,6 +28,13 @@ VARIANTS = {
 }
 
 
+@pytest.fixture(params=[dict(), dict(data=2, fsdp=2, tensor=2), dict(pipeline=2, expert=2, tensor=2)], ids=str)
+def mesh(request, make_test_mesh):
+    """None that splits the sequence: for those see tests/parallel/test_context.py."""
+    with jax.set_mesh(make_test_mesh(**request.param)) as mesh:
+        yield mesh
+
+
 def arguments():
     """q, k, v and the gradient of the output."""
     rng = np.random.default_rng(0)
@@ -102,7 +109,7 @@ def test_cudnn_gets_what_the_formula_says(name, make_test_mesh, monkeypatch):
             assert jax.typeof(got) == jax.typeof(want)
         return jax.vjp(lambda q, k, v: forward(q, k, v, bias, **options)[0], q, k, v)[1](d_out)
 
-    monkeypatch.setattr(module, "_backend", lambda *_: "cudnn")
+    monkeypatch.setattr(module, "choose_backend", lambda *_: "cudnn")
     monkeypatch.setattr(compat, "cudnn_attention_forward", forward)
     monkeypatch.setattr(compat, "cudnn_attention_backward", backward)
 

@@ -13,6 +13,7 @@ from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer, OptimizerConfig
+from megajax.parallel.context import sequence_order
 from megajax.parallel.schedule import make_stages
 from megajax.precision import PrecisionConfig
 from megajax.sharding import batch_spec
@@ -54,8 +55,8 @@ LLAMA_CASES = {
 }  # fmt: skip
 
 
-def batches(num_microbatches: int = 4) -> list[dict[str, np.ndarray]]:
-    """Packed documents with a loss mask."""
+def batches(order: np.ndarray, num_microbatches: int = 4) -> list[dict[str, np.ndarray]]:
+    """Packed documents with a loss mask. order: see parallel/context.py."""
     rng = np.random.default_rng(0)
     shape, made = (num_microbatches, BATCH // num_microbatches, LENGTH), []
     for _ in range(STEPS):
@@ -67,7 +68,7 @@ def batches(num_microbatches: int = 4) -> list[dict[str, np.ndarray]]:
             "loss_mask": (rng.random(shape) < 0.8).astype(np.float32),
             "segment_ids": np.sort(rng.integers(1, 4, shape, dtype=np.int32), -1),
         })  # fmt: skip
-    return made
+    return [{name: array[..., order] for name, array in batch.items()} for batch in made]
 
 
 def set_up(config: DecoderConfig, sizes: dict, zero1: bool = False):
@@ -99,15 +100,15 @@ def train(config: DecoderConfig, sizes: dict, zero1: bool = False):
     state = init_state(model, optimizer, 0, mesh, shardings)
     step = make_train_step(model, optimizer, loss_mean="token", group=4, seed=0)
     put = lambda batch: jax.device_put(batch, NamedSharding(mesh, batch_spec()))
-    losses = []
+    losses, order = [], sequence_order(LENGTH, mesh.shape["context"], config.context_attention)
     with jax.set_mesh(mesh):
         step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
-        for batch in batches():
+        for batch in batches(order):
             state, metrics = step(state, put(batch), np.float32(1e-2))
             losses.append(float(metrics["loss"]))
         # Without a pipeline an evaluation takes one microbatch at a time.
         evaluate = jax.jit(make_eval_step(model))
-        batch = batches()[0]
+        batch = batches(order)[0]
         parts = [batch] if model.stages else [{k: v[i : i + 1] for k, v in batch.items()} for i in range(4)]
         sums = np.sum([jax.device_get(evaluate(state.params, put(part))) for part in parts], 0)
     return losses, sums[0] / sums[1], as_numbered(model, state.params)
@@ -158,7 +159,7 @@ def test_rows_of_padding_are_and_stay_zero():
     state = init_state(model, optimizer, 0, mesh, shardings)
     step = make_train_step(model, optimizer, loss_mean="token", group=None, seed=0)
     with jax.set_mesh(mesh):
-        batch = jax.device_put(batches()[0], NamedSharding(mesh, batch_spec()))
+        batch = jax.device_put(batches(np.arange(LENGTH))[0], NamedSharding(mesh, batch_spec()))
         state, _ = jax.jit(step, out_shardings=(shardings, None))(state, batch, np.float32(1e-2))
     padding = model.layer_rows["dense"] < 0
     assert padding.sum() == 3  # 1, 1, 1 and 2 layers

@@ -1,5 +1,7 @@
 """Any mesh is the same model: five training steps on every mesh equal one device."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer, OptimizerConfig
+from megajax.parallel.context import sequence_order
 from megajax.precision import PrecisionConfig
 from megajax.sharding import batch_spec
 from megajax.training.step import init_state, make_train_step, state_shardings
@@ -55,8 +58,8 @@ LLAMA = DecoderConfig(
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, min_learning_rate=0.0)
 
 
-def batches() -> list[dict[str, np.ndarray]]:
-    """Packed documents with a loss mask; the labels are the next tokens."""
+def batches(order: np.ndarray) -> list[dict[str, np.ndarray]]:
+    """Packed documents with a loss mask; the labels are the next tokens. order: see parallel/context.py."""
     rng = np.random.default_rng(0)
     shape = (MICROBATCHES, BATCH, LENGTH)
     made = []
@@ -65,15 +68,10 @@ def batches() -> list[dict[str, np.ndarray]]:
         segments = np.sort(rng.integers(1, 4, shape, dtype=np.int32), -1)
         mask = (rng.random(shape) < 0.8).astype(np.float32)
         positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), shape)
-        made.append(
-            dict(
-                tokens=tokens[..., :-1],
-                labels=tokens[..., 1:],
-                positions=positions,
-                loss_mask=mask,
-                segment_ids=segments,
-            )
+        batch = dict(
+            tokens=tokens[..., :-1], labels=tokens[..., 1:], positions=positions, loss_mask=mask, segment_ids=segments
         )
+        made.append({name: array[..., order] for name, array in batch.items()})
     return made
 
 
@@ -87,10 +85,10 @@ def train(config: DecoderConfig, sizes: dict[str, int], zero1: bool = False, los
     shardings = state_shardings(model, optimizer, mesh, zero1)
     state = init_state(model, optimizer, 0, mesh, shardings)
     step = make_train_step(model, optimizer, loss_mean=loss_mean, group=2, seed=0)
-    losses = []
+    losses, order = [], sequence_order(LENGTH, mesh_config.context, config.context_attention)
     with jax.set_mesh(mesh):
         step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
-        for batch in batches():
+        for batch in batches(order):
             batch = jax.device_put(batch, NamedSharding(mesh, batch_spec()))
             state, metrics = step(state, batch, np.float32(1e-2))
             losses.append(float(metrics["loss"]))
@@ -145,6 +143,19 @@ def test_mesh_matches_one_device(sizes, gpt_on_one_device):
 )
 def test_mesh_matches_one_device_llama(sizes, llama_on_one_device):
     assert_same(train(LLAMA, sizes), llama_on_one_device)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes"),
+    [
+        (dict(context=4, data=2), dict(context_attention="all_gather")),
+        (dict(context=2, tensor=2, fsdp=2), dict(context_attention="all_to_all", num_kv_heads=4)),
+    ],
+    ids=["all_gather", "all_to_all"],
+)
+def test_other_context_methods_match_one_device(sizes, changes):
+    config = dataclasses.replace(LLAMA, dropout=0.1, **changes)
+    assert_same(train(config, sizes), train(config, {}))
 
 
 def test_zero1_matches_one_device(gpt_on_one_device):

@@ -1,0 +1,324 @@
+"""Attention where `context` splits the sequence: a ring, gathered keys and values, or an all-to-all over the heads.
+
+Dimensions: B batch, T queries and S keys of a block, N heads, K key-value heads, H head dim; C devices of `context`.
+
+The first two cut the sequence into 2 C chunks and give device i the chunks i and 2 C - 1 - i (zigzag), so that causal
+attention is the same work everywhere. Tokens, labels, positions and segments are put in this order once, by the loader
+(`sequence_order`). A device attends to its own keys, and then to those of every other device r in turn: with r < i all
+its queries see the first chunk of keys, with r > i its second chunk of queries sees all keys, and nothing that is
+masked is computed. The results are merged by their log-sum-exps (Liu et al. 2023, https://arxiv.org/abs/2310.01889;
+Brandon et al. 2023, https://arxiv.org/abs/2311.09431).
+
+    ring         keys and values travel around while the ones before are used; in the backward pass so do their gradients
+    all_gather   every device gathers them first: fewer, larger messages, all keys and values in memory
+    all_to_all   sequences whole, heads split (Jacobs et al. 2023, https://arxiv.org/abs/2309.14509), in ops/attention.py
+"""
+
+import dataclasses
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from megajax import compat
+from megajax.ops import attention as local
+from megajax.ops.attention import NEVER, AttentionMask
+from megajax.sharding import activation_spec, free_axes, manual
+
+AXIS = "context"
+ContextMethod = Literal["ring", "all_gather", "all_to_all"]
+
+
+def sequence_order(length: int, num_ranks: int, method: ContextMethod) -> np.ndarray:
+    """int32 [length]: place in the sequence of what is stored at each index. length: a multiple of 2 * num_ranks."""
+    if num_ranks == 1 or method == "all_to_all":
+        return np.arange(length, dtype=np.int32)
+    chunks = np.arange(length, dtype=np.int32).reshape(2 * num_ranks, -1)
+    return np.concatenate([chunks[[i, 2 * num_ranks - 1 - i]].ravel() for i in range(num_ranks)])
+
+
+def current_order(length: int, method: ContextMethod) -> np.ndarray:
+    """sequence_order on the current mesh."""
+    return sequence_order(length, jax.sharding.get_abstract_mesh().shape.get(AXIS, 1), method)
+
+
+def attention(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    *,
+    method: ContextMethod,
+    mask: AttentionMask,
+    scale: float,
+    soft_cap: float | None = None,
+    segments: tuple[jax.Array, jax.Array] | None = None,
+    indices: tuple[jax.Array, jax.Array] | None = None,
+    dropout: tuple[float, jax.Array] | None = None,
+) -> jax.Array:
+    """ops.attention.attention, also where `context` splits the sequence; q, k, v then lie in sequence_order.
+
+    indices: a cache holds all keys; nothing is split then.
+    """
+    given = dict(mask=mask, scale=scale, soft_cap=soft_cap, segments=segments, dropout=dropout)
+    if indices is not None or free_axes().get(AXIS, 1) == 1:
+        return local.attention(q_BTNH, k_BSKH, v_BSKH, indices=indices, **given)
+    if method == "all_to_all":
+        return local.attention(q_BTNH, k_BSKH, v_BSKH, over_heads=True, **given)
+    assert mask.causal, "zigzag is for causal attention"
+    rate, key = dropout or (0.0, None)
+    backend = local.choose_backend(q_BTNH, soft_cap, None, rate)
+    options = _Options(method, mask.window, scale, soft_cap, rate, backend)
+    arrays = (None if segments is None else segments[0], jax.random.key_data(key) if key is not None else None)
+    return _attention(q_BTNH, k_BSKH, v_BSKH, arrays, options)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    method: ContextMethod
+    window: int | None
+    scale: float
+    soft_cap: float | None
+    dropout: float
+    backend: Literal["cudnn", "reference"]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attention(q, k, v, arrays, options):
+    return _forward(q, k, v, arrays, options)[0]
+
+
+def _specs(q, k, arrays):
+    queries = activation_spec(q.shape, ("batch", "time", "heads", None))
+    keys = activation_spec(k.shape, ("batch", "time", "kv_heads", None))
+    segments, key = arrays
+    others = (None if segments is None else P(*queries[:2]), None if key is None else P())
+    return queries, keys, P(queries[0], queries[2], queries[1]), others
+
+
+def _forward(q, k, v, arrays, options):
+    queries, keys, lse_spec, others = _specs(q, k, arrays)
+    body = functools.partial(_forward_body, options=options)
+    out, lse = manual(body, (queries, keys, keys, others), (queries, lse_spec))(q, k, v, arrays)
+    out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
+    return out, (q, k, v, out, lse, arrays)
+
+
+def _backward(options, residuals, d_out):
+    q, k, v, out, lse, arrays = residuals
+    queries, keys, lse_spec, others = _specs(q, k, arrays)
+    body = functools.partial(_backward_body, options=options)
+    run = manual(body, (queries, keys, keys, queries, lse_spec, queries, others), (queries, keys, keys))
+    return *run(q, k, v, out, lse, d_out, arrays), None
+
+
+_attention.defvjp(_forward, _backward)
+
+
+# ----------------------------------------------------------------------------- one device
+
+
+def _forward_body(q, k, v, arrays, *, options):
+    blocks = _Blocks(q, arrays, options)
+    others = _Others((k, v, blocks.segments), options)
+    out, lse = blocks.forward(q, k, v, blocks.own, blocks.own)
+
+    def step(carry, j):
+        (out, lse), sent = carry
+        (k, v, segments), sent = others.receive(sent, j)
+        theirs = blocks.of_rank(others.source(j), segments)
+        half = k.shape[1] // 2
+
+        def earlier():
+            return blocks.forward(q, k[:, :half], v[:, :half], blocks.own, _first(theirs, half))
+
+        def later():
+            new, new_lse = blocks.forward(q[:, half:], k, v, _second(blocks.own, half), theirs)
+            return _pad_front(new, 0.0), _pad_front(new_lse, NEVER, axis=2)
+
+        def merged(block):
+            new, new_lse = block()
+            total = jnp.logaddexp(lse, new_lse)
+            weight = lambda part: jnp.exp(part - total).swapaxes(1, 2)[..., None]
+            return out * weight(lse) + new * weight(new_lse), total
+
+        branches = [lambda: (out, lse), lambda: merged(earlier), lambda: merged(later)]
+        return (lax.switch(blocks.branch(others.source(j)), branches), sent), None
+
+    (total, _), _ = lax.scan(step, ((out, lse), others.start()), jnp.arange(1, lax.axis_size(AXIS)))
+    return total[0].astype(q.dtype), total[1]
+
+
+def _backward_body(q, k, v, out, lse, d_out, arrays, *, options):
+    blocks = _Blocks(q, arrays, options)
+    others = _Others((k, v, blocks.segments), options)
+    half = k.shape[1] // 2
+    d_q, d_k, d_v = blocks.backward(q, k, v, out, lse, d_out, blocks.own, blocks.own)
+
+    def step(carry, j):
+        d_q, sums, sent = carry
+        (k, v, segments), sent = others.receive(sent, j)
+        d_k, d_v = others.receive_sums(sums, j)
+        theirs = blocks.of_rank(others.source(j), segments)
+
+        def earlier():
+            given = (out, lse, d_out, blocks.own, _first(theirs, half))
+            new_q, *new = blocks.backward(q, k[:, :half], v[:, :half], *given)
+            return d_q + new_q, *(d + _pad_back(a) for d, a in zip((d_k, d_v), new, strict=True))
+
+        def later():
+            given = (out[:, half:], lse[..., half:], d_out[:, half:], _second(blocks.own, half), theirs)
+            new_q, *new = blocks.backward(q[:, half:], k, v, *given)
+            return d_q + _pad_front(new_q, 0.0), *(d + a for d, a in zip((d_k, d_v), new, strict=True))
+
+        branches = [lambda: (d_q, d_k, d_v), earlier, later]
+        d_q, d_k, d_v = lax.switch(blocks.branch(others.source(j)), branches)
+        return (d_q, others.keep_sums(sums, (d_k, d_v), j), sent), None
+
+    start = (d_q, others.start_sums((d_k, d_v)), others.start())
+    (d_q, sums, _), _ = lax.scan(step, start, jnp.arange(1, lax.axis_size(AXIS)))
+    return d_q.astype(q.dtype), *(d.astype(k.dtype) for d in others.sums_home(sums))
+
+
+class _Others:
+    """Keys and values of the other devices one after the other, and the way back of their gradients.
+
+    Step j is about those of rank i - j. What a ring sends for step j + 1 leaves before step j is computed.
+    """
+
+    def __init__(self, own: tuple, options: _Options):
+        self.rings = options.method == "ring"
+        self.own = own
+
+    def source(self, j):
+        return (lax.axis_index(AXIS) - j) % lax.axis_size(AXIS)
+
+    def start(self):
+        if self.rings:
+            return _rotate(self.own)
+        return jax.tree.map(lambda a: lax.all_gather(a, AXIS), self.own)
+
+    def receive(self, sent, j):
+        """-> (keys, values and segments for step j, what the next step receives from)."""
+        if self.rings:
+            return sent, _rotate(sent)
+        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, self.source(j), 0, False), sent), sent
+
+    def start_sums(self, own):
+        """Gradients [B, S, K, H] float32 of the own keys and values, before the others add theirs."""
+        if self.rings:
+            return own
+        place = lambda a: jnp.zeros((lax.axis_size(AXIS), *a.shape), a.dtype).at[lax.axis_index(AXIS)].set(a)
+        return tuple(compat.vary(place(a), compat.varying_axes(a)) for a in own)
+
+    def receive_sums(self, sums, j):
+        if self.rings:
+            return _rotate(sums)
+        return tuple(lax.dynamic_index_in_dim(a, self.source(j), 0, False) for a in sums)
+
+    def keep_sums(self, sums, new, j):
+        if self.rings:
+            return new
+        put = lambda a, b: lax.dynamic_update_index_in_dim(a, b, self.source(j), 0)
+        return tuple(put(a, b) for a, b in zip(sums, new, strict=True))
+
+    def sums_home(self, sums):
+        if self.rings:
+            return _rotate(sums)
+        return tuple(lax.psum_scatter(a, AXIS, scatter_dimension=0) for a in sums)
+
+
+class _Blocks:
+    """Attention of some queries to some keys; "places" are (places in the sequence [T], segments [B, T] or None)."""
+
+    def __init__(self, q, arrays, options: _Options):
+        self.segments, self.key = arrays
+        self.options, self.chunk = options, q.shape[1] // 2
+        self.own = self.of_rank(lax.axis_index(AXIS), self.segments)
+
+    def of_rank(self, rank, segments):
+        chunks = jnp.stack([rank, 2 * lax.axis_size(AXIS) - 1 - rank])
+        return (chunks[:, None] * self.chunk + jnp.arange(self.chunk)).reshape(-1), segments
+
+    def branch(self, source):
+        """0: the window reaches none of these keys, 1: of an earlier rank, 2: of a later one."""
+        rank = lax.axis_index(AXIS)
+        nearest = (jnp.abs(rank - source) - 1) * self.chunk + 1
+        seen = True if self.options.window is None else nearest < self.options.window
+        return jnp.where(seen, jnp.where(source < rank, 1, 2), 0)
+
+    def forward(self, q, k, v, q_places, k_places):
+        """-> (out [B, T, N, H] float32, log-sum-exp [B, N, T] float32); a row that sees nothing has no weight."""
+        options = self.options
+        if options.backend == "cudnn":
+            bias, causal = self._bias(q, q_places, k_places)
+            results = compat.cudnn_attention_forward(q, k, v, bias, scale=options.scale, window=None, causal=causal)
+            out, lse = compat.vary(results, compat.varying_axes(q))
+        else:
+            out, lse = self._reference(q, k, v, q_places, k_places)
+        return out.astype(jnp.float32), lse
+
+    def backward(self, q, k, v, out, lse, d_out, q_places, k_places):
+        """-> gradients in float32, from the results of attention to all keys."""
+        options = self.options
+        if options.backend == "cudnn":
+            bias, causal = self._bias(q, q_places, k_places)
+            given = dict(scale=options.scale, window=None, causal=causal)
+            results = compat.cudnn_attention_backward(q, k, v, out, lse, d_out, bias, **given)
+            results = compat.vary(results, compat.varying_axes(q))
+        else:
+            # With its own log-sum-exp the derivative of a block knows nothing of the other keys: weigh it with what
+            # the block is of the whole, and give the log-sum-exp the gradient that the weight has.
+            (block, block_lse), vjp = jax.vjp(lambda *qkv: self._reference(*qkv, q_places, k_places), q, k, v)
+            weight = jnp.exp(block_lse - lse)
+            d_block = (d_out.astype(jnp.float32) * weight.swapaxes(1, 2)[..., None]).astype(block.dtype)
+            apart = (block.astype(jnp.float32) - out.astype(jnp.float32)) * d_out.astype(jnp.float32)
+            results = vjp((d_block, weight * apart.sum(-1).swapaxes(1, 2)))
+        return tuple(a.astype(jnp.float32) for a in results)
+
+    def _reference(self, q, k, v, q_places, k_places):
+        options, indices = self.options, (q_places[0][None], k_places[0][None])
+        keep = local.dropout_mask(self.key, options.dropout, q, indices) if options.dropout > 0 else None
+        mask, segments = AttentionMask(True, options.window), self._segments(q_places, k_places)
+        return local.reference_attention(q, k, v, mask, options.scale, options.soft_cap, segments, indices, keep)
+
+    def _segments(self, q_places, k_places):
+        return None if q_places[1] is None else (q_places[1], k_places[1])
+
+    def _bias(self, q, q_places, k_places):
+        """-> (what cuDNN adds to the scores or None, whether the block is causal by itself)."""
+        diagonal, segments = q_places is k_places, self._segments(q_places, k_places)
+        if segments is None and self.options.window is None:
+            return None, diagonal
+        distance = q_places[0][:, None] - k_places[0]
+        visible = (distance >= 0) & (distance < (self.options.window or 2**31 - 1))
+        if segments is not None:
+            visible = visible & (segments[0][:, :, None] == segments[1][:, None])
+        bias = jnp.where(visible, 0.0, NEVER).astype(q.dtype)
+        return bias.reshape(-1, 1, *bias.shape[-2:]), False
+
+
+def _first(places, half):
+    return tuple(a if a is None else a[..., :half] for a in places)
+
+
+def _second(places, half):
+    return tuple(a if a is None else a[..., half:] for a in places)
+
+
+def _rotate(tree):
+    """To the next rank."""
+    count = lax.axis_size(AXIS)
+    return lax.ppermute(tree, AXIS, [(i, (i + 1) % count) for i in range(count)])
+
+
+def _pad_front(a, value: float, axis: int = 1):
+    return jnp.concatenate([jnp.full_like(a, value), a], axis)
+
+
+def _pad_back(a):
+    return jnp.concatenate([a, jnp.zeros_like(a)], 1)

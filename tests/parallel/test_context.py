@@ -1,0 +1,168 @@
+"""Attention over a split sequence equals attention: each method, value and gradients, also inside a pipeline stage."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from megajax.ops.attention import AttentionMask
+from megajax.ops.attention import attention as attention_of_one
+from megajax.parallel.context import attention, sequence_order
+
+B, T, N, K, H = 4, 32, 4, 4, 8
+SCALE = 1 / math.sqrt(H)
+CLOSE = functools.partial(np.testing.assert_allclose, atol=3e-6)  # float32 sums of order 1 in another order
+CUTS = [5], [3, 19], [], [1, 2, 31]  # ends of documents in each row
+SEGMENTS = np.stack([np.searchsorted(cuts, np.arange(T), "right") for cuts in CUTS]).astype(np.int32)
+VARIANTS = {
+    "causal": {},
+    "window, soft cap": {"window": 7, "soft_cap": 0.7},
+    "packed": {"packed": True},
+    "packed, window, dropout": {"packed": True, "window": 11, "rate": 0.3},
+}
+METHODS = ("ring", "all_gather", "all_to_all")
+MESHES = {
+    "context 2": dict(context=2),
+    "context 4": dict(context=4),
+    "data 2 x context 2 x tensor 2": dict(data=2, context=2, tensor=2),
+}
+
+
+def arguments(kv_heads=K):
+    """q, k, v and the gradient of the output."""
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal((B, T, heads, H)).astype(np.float32) for heads in (N, kv_heads, kv_heads, N)]
+
+
+def all_variants(op, segments):
+    """(q, k, v, g) -> {variant: (out, gradients of sum(out * g))}, one program for all."""
+
+    def one(q, k, v, *, window=None, soft_cap=None, packed=False, rate=0.0):
+        return op(
+            q, k, v, mask=AttentionMask(True, window), scale=SCALE, soft_cap=soft_cap,
+            segments=(segments, segments) if packed else None,
+            dropout=(rate, jax.random.key(7)) if rate else None,
+        )  # fmt: skip
+
+    def run(q, k, v, g):
+        results = {}
+        for name, options in VARIANTS.items():
+            out, vjp = jax.vjp(functools.partial(one, **options), q, k, v)
+            results[name] = out, vjp(g)
+        return results
+
+    return run
+
+
+@functools.cache
+def wanted(make_test_mesh, kv_heads=K):
+    with jax.set_mesh(make_test_mesh()):
+        run = jax.jit(all_variants(attention_of_one, SEGMENTS))
+        return jax.tree.map(np.asarray, run(*arguments(kv_heads)))
+
+
+@pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize("method", METHODS)
+def test_value_and_gradients_equal_attention_on_one_device(method, sizes, make_test_mesh):
+    order = sequence_order(T, sizes["context"], method)
+    run = all_variants(functools.partial(attention, method=method), SEGMENTS[:, order])
+    with jax.set_mesh(make_test_mesh(**sizes)):
+        results = jax.jit(run)(*(a[:, order] for a in arguments()))
+    back = jax.tree.map(lambda a: np.asarray(a)[:, np.argsort(order)], results)
+    jax.tree.map(CLOSE, back, wanted(make_test_mesh))
+
+
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+def test_grouped_queries_over_eight_devices(method, make_test_mesh):
+    order = sequence_order(T, 8, method)
+    run = all_variants(functools.partial(attention, method=method), SEGMENTS[:, order])
+    with jax.set_mesh(make_test_mesh(context=8)):
+        results = jax.jit(run)(*(a[:, order] for a in arguments(2)))
+    back = jax.tree.map(lambda a: np.asarray(a)[:, np.argsort(order)], results)
+    jax.tree.map(CLOSE, back, wanted(make_test_mesh, 2))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_inside_a_pipeline_stage(method, make_test_mesh):
+    order = sequence_order(T, 2, method)
+    run = all_variants(functools.partial(attention, method=method), SEGMENTS[:, order])
+
+    def stage(*arguments):
+        arguments = jax.tree.map(lambda a: jax.lax.pcast(a, ("pipeline",), to="varying"), arguments)
+        return jax.tree.map(lambda a: a[None], run(*arguments))
+
+    stages = jax.shard_map(stage, axis_names={"pipeline"}, in_specs=P(), out_specs=P("pipeline"))
+    with jax.set_mesh(make_test_mesh(pipeline=2, context=2, tensor=2)):
+        both = jax.jit(stages)(*(a[:, order] for a in arguments()))
+    for number in range(2):
+        back = jax.tree.map(lambda a, number=number: np.asarray(a)[number][:, np.argsort(order)], both)
+        jax.tree.map(CLOSE, back, wanted(make_test_mesh))
+
+
+def cudnn_forward(q, k, v, bias=None, *, scale, window, causal):
+    """What the cuDNN calls mean; tests/gpu has the real ones."""
+    assert window is None
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") * scale
+    if causal:
+        scores = jnp.where(np.tri(*scores.shape[-2:], dtype=bool), scores, -jnp.inf)
+    scores = scores if bias is None else scores + bias
+    lse = jax.nn.logsumexp(scores, -1)
+    return jnp.einsum("bnts,bsnh->btnh", jnp.exp(scores - lse[..., None]), v, precision="highest"), lse
+
+
+def cudnn_backward(q, k, v, out, lse, d_out, bias=None, *, scale, window, causal):
+    """By the log-sum-exp that is given, of all keys."""
+    assert window is None
+    einsum = functools.partial(jnp.einsum, precision="highest")
+    scores = einsum("btnh,bsnh->bnts", q, k) * scale
+    if causal:
+        scores = jnp.where(np.tri(*scores.shape[-2:], dtype=bool), scores, -jnp.inf)
+    probs = jnp.exp((scores if bias is None else scores + bias) - lse[..., None])
+    delta = jnp.sum(out * d_out, -1).swapaxes(1, 2)
+    d_scores = probs * (einsum("btnh,bsnh->bnts", d_out, v) - delta[..., None]) * scale
+    d_k, d_v = einsum("bnts,btnh->bsnh", d_scores, q), einsum("bnts,btnh->bsnh", probs, d_out)
+    return einsum("bnts,bsnh->btnh", d_scores, k), d_k, d_v
+
+
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+@pytest.mark.parametrize("options", [{}, {"window": 7}, {"packed": True}, {"packed": True, "window": 11}], ids=str)
+def test_cudnn_gets_what_the_formula_says(options, method, make_test_mesh, monkeypatch):
+    def run(op, segments, order):
+        def loss(q, k, v, g):
+            given = dict(mask=AttentionMask(True, options.get("window")), scale=SCALE)
+            pair = (segments[:, order],) * 2 if options.get("packed") else None
+            out, vjp = jax.vjp(lambda *qkv: op(*qkv, segments=pair, **given), q, k, v)
+            return out, vjp(g)
+
+        results = jax.jit(loss)(*(a[:, order] for a in arguments()))
+        return jax.tree.map(lambda a: np.asarray(a)[:, np.argsort(order)], results)
+
+    with jax.set_mesh(make_test_mesh()):
+        want = run(attention_of_one, SEGMENTS, np.arange(T))
+    monkeypatch.setattr("megajax.ops.attention.choose_backend", lambda *_: "cudnn")
+    monkeypatch.setattr("megajax.compat.cudnn_attention_forward", cudnn_forward)
+    monkeypatch.setattr("megajax.compat.cudnn_attention_backward", cudnn_backward)
+    with jax.set_mesh(make_test_mesh(context=4, data=2)):
+        got = run(functools.partial(attention, method=method), SEGMENTS, sequence_order(T, 4, method))
+    jax.tree.map(CLOSE, got, want)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_device_whose_tokens_see_nothing_gives_no_nan(method, make_test_mesh):
+    """Each token of the second half is a document of its own, so that all blocks but the diagonal are masked for it."""
+    segments = np.where(np.arange(T) < T // 2, 0, np.arange(T)).astype(np.int32) * np.ones((B, 1), np.int32)
+    order = sequence_order(T, 4, method)
+    run = all_variants(functools.partial(attention, method=method), segments[:, order])
+    with jax.set_mesh(make_test_mesh(context=4)):
+        results = jax.jit(run)(*(a[:, order] for a in arguments()))
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(results))
+
+
+def test_order_gives_each_device_an_early_and_a_late_chunk():
+    np.testing.assert_array_equal(sequence_order(8, 2, "ring"), [0, 1, 6, 7, 2, 3, 4, 5])
+    np.testing.assert_array_equal(sequence_order(8, 2, "all_to_all"), np.arange(8))
+    np.testing.assert_array_equal(sequence_order(8, 1, "ring"), np.arange(8))
