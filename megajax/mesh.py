@@ -41,7 +41,7 @@ class MeshConfig:
     expert: int = 1
     """Devices that split the experts of a mixture; splits the batch of everything else."""
     context: int = 1
-    """Devices that split each sequence, attention included."""
+    """Devices that split each sequence, attention included; they share parameters and state as those of fsdp do."""
     pipeline_schedule: PipelineSchedule = "1f1b"
     """Order of the microbatches: one forward, one backward (1f1b), or all forward first (gpipe)."""
     virtual_stages: int = 1
@@ -56,6 +56,11 @@ class MeshConfig:
     def batch_shards(self) -> int:
         """Parts into which the batch dim is split."""
         return self.data * self.fsdp * self.expert
+
+    @property
+    def weight_shards(self) -> int:
+        """Devices that share one copy of the weights, beside those that split the layers or their matrices."""
+        return self.fsdp * self.context
 
     @property
     def num_devices(self) -> int:

@@ -22,7 +22,7 @@ BATCH_AXES = ("data", "fsdp", "expert")
 WEIGHT_AXES: dict[str | None, tuple[str, ...]] = {
     "chunks": (),  # virtual stages of a device, see parallel/schedule.py
     "layers": ("pipeline",),
-    "embed": ("fsdp",),
+    "embed": ("fsdp", "context"),  # what splits a sequence shares the weights too
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),

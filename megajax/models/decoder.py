@@ -250,7 +250,12 @@ class DecoderConfig:
                 f"{mesh.tensor}) * mesh.pipeline({mesh.pipeline}); "
                 f"use --model.max_positions={-(-self.max_positions // vocab_shards) * vocab_shards}"
             )
-        self._check_divisible("fsdp", mesh.fsdp, {"embed_dim": self.embed_dim})
+        if self.embed_dim % mesh.weight_shards:
+            raise ValueError(
+                f"model.embed_dim={self.embed_dim} is not divisible by {mesh.weight_shards} = mesh.fsdp({mesh.fsdp}) * "
+                f"mesh.context({mesh.context}), which share the weights; use --mesh.fsdp="
+                f"{math.gcd(self.embed_dim // math.gcd(self.embed_dim, mesh.context), mesh.fsdp)}"
+            )
         if mesh.context > 1:
             self._check_context(mesh, sequence_length)
         if make_stages(mesh, self.num_layers) is not None:

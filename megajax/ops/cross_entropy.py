@@ -15,7 +15,16 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from megajax.ops.matmul import dot_precision
-from megajax.sharding import WEIGHT_AXES, activation_spec, axes_of, constrain, free_axes, local_weight_spec, manual
+from megajax.sharding import (
+    WEIGHT_AXES,
+    activation_spec,
+    axes_of,
+    constrain,
+    entry_of,
+    free_axes,
+    local_weight_spec,
+    manual,
+)
 
 VOCAB_AXES = WEIGHT_AXES["vocab"]
 
@@ -66,9 +75,12 @@ def _run(x_BTD, head_DV, labels_BT, weights_BT, options, with_gradients):
     scatter = sequence[1] != tokens[1]
     split_over = tuple(axis for entry in tokens for axis in axes_of(entry))
 
+    # Of the devices that split D those with other tokens gather the head here, in its own dtype.
+    sharing = tuple(axis for axis in WEIGHT_AXES["embed"] if axis in split_over)
+
     def body(x_BTD, head_DV, labels_BT, weights_BT):
-        if shares_batch:
-            head_DV = lax.all_gather(head_DV, "fsdp", axis=0, tiled=True)
+        if sharing:
+            head_DV = lax.all_gather(head_DV, sharing, axis=0, tiled=True)
         losses, d_x, d_head = _chunks(x_BTD, head_DV, labels_BT, weights_BT, options, with_gradients)
         loss = lax.psum(losses, split_over)
         if not with_gradients:
@@ -78,17 +90,14 @@ def _run(x_BTD, head_DV, labels_BT, weights_BT, options, with_gradients):
             d_x = lax.psum(d_x, "pipeline")
         else:
             d_x = lax.psum(d_x, VOCAB_AXES)
-        if shares_batch:
-            d_head = lax.psum_scatter(d_head, "fsdp", scatter_dimension=0, tiled=True)
-        else:  # all devices of fsdp have the same sum, and each keeps its part
-            rows = d_head.shape[0] // lax.axis_size("fsdp")
-            d_head = lax.dynamic_slice_in_dim(d_head, lax.axis_index("fsdp") * rows, rows)
-        d_head = lax.psum(d_head, tuple(axis for axis in split_over if axis != "fsdp"))
+        if sharing:
+            d_head = lax.psum_scatter(d_head, sharing, scatter_dimension=0, tiled=True)
+        d_head = lax.psum(d_head, tuple(axis for axis in split_over if axis not in sharing))
         return loss, d_x, d_head.astype(head_dtype)
 
-    head_dtype, shares_batch = head_DV.dtype, "fsdp" in split_over
-    head_spec = local_weight_spec(("embed", "vocab"), free_axes())
-    in_specs = (P(*tokens, None), head_spec if shares_batch else P(None, head_spec[1]), tokens, tokens)
+    head_dtype = head_DV.dtype
+    head_spec = P(entry_of(sharing), local_weight_spec(("vocab",), free_axes())[0])
+    in_specs = (P(*tokens, None), head_spec, tokens, tokens)
     out_specs = (P(), sequence, head_spec) if with_gradients else P()
     # Otherwise XLA gathers what x was before its last cast, twice the bytes.
     x_BTD = constrain(x_BTD, "batch", "sequence", None)

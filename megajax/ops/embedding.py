@@ -1,11 +1,11 @@
 """Vocabulary-parallel embedding lookup (Shoeybi et al. 2019, section 3).
 
-Dimensions: B batch, T sequence, V vocabulary, D model width, d = D / fsdp, P devices of fsdp (1 where they do not
-split the batch). A device holds [V / (pipeline * tensor), d] of the table. Over these two each looks up the tokens that
-are its own and the results are summed; with sequence parallelism the sum over `tensor` is a reduce-scatter. Over `fsdp`
-each looks up its part of D for the tokens of all, and an all-to-all brings the parts together: rows travel, where
-gathering the table and reducing its gradient would move V / T times as much. XLA's own gather on such a table aborts
-inside a pipeline stage.
+Dimensions: B batch, T sequence, V vocabulary, D model width, P devices of `fsdp` and `context` that split the tokens,
+d = D / (fsdp * context). A device holds [V / (pipeline * tensor), d] of the table. Over these two each looks up the
+tokens that are its own and the results are summed; with sequence parallelism the sum over `tensor` is a reduce-scatter.
+Over `fsdp` and `context` each looks up its part of D for the tokens of all, and an all-to-all brings the parts
+together: rows travel, where gathering the table and reducing its gradient would move V / T times as much. XLA's own
+gather on such a table aborts inside a pipeline stage.
 """
 
 import functools
@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.sharding import WEIGHT_AXES, activation_spec, axes_of, free_axes, local_weight_spec, manual
 
 TABLE_AXES = WEIGHT_AXES["vocab"]
+WIDTH_AXES = WEIGHT_AXES["embed"]
 
 
 def embed(table_VD: jax.Array, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -38,10 +39,11 @@ def _forward(table_VD, tokens_BT, dtype):
     shape = (*tokens_BT.shape, table_VD.shape[1])
     tokens_spec = activation_spec(tokens_BT.shape, ("batch", "time"))
     out_spec = activation_spec(shape, ("batch", "sequence", None))
-    shares_batch, scatter = "fsdp" in axes_of(tokens_spec[0]), out_spec[1] != tokens_spec[1]
+    still, moving = _width_axes(tokens_spec)
+    scatter = out_spec[1] != tokens_spec[1]
 
     def body(table_Vd, tokens_BT):
-        tokens_PBT = _tokens_of_all(tokens_BT, shares_batch)
+        tokens_PBT = _tokens_of_all(tokens_BT, moving)
         local, inside = _local_rows(tokens_PBT, table_Vd.shape[0])
         rows_PBTd = jnp.where(inside[..., None], table_Vd[jnp.where(inside, local, 0)].astype(dtype), 0)
         if scatter:
@@ -49,12 +51,15 @@ def _forward(table_VD, tokens_BT, dtype):
             rows_PBTd = lax.psum(rows_PBTd, "pipeline")
         else:
             rows_PBTd = lax.psum(rows_PBTd, TABLE_AXES)
-        if shares_batch:
-            rows_PBTd = lax.all_to_all(rows_PBTd, "fsdp", 0, 0, tiled=True)
-        else:
-            part = lax.axis_index("fsdp") == jnp.arange(lax.axis_size("fsdp"))[:, None, None, None]
-            rows_PBTd = lax.psum(jnp.where(part, rows_PBTd, 0), "fsdp")  # a gather whose result counts as the same
-        return jnp.moveaxis(rows_PBTd, 0, 2).reshape(*rows_PBTd.shape[1:3], -1)
+        if moving:
+            rows_PBTd = lax.all_to_all(rows_PBTd, moving, 0, 0, tiled=True)
+        parts = rows_PBTd[None]
+        if still:  # a gather whose result counts as the same
+            own = lax.axis_index(still) == jnp.arange(lax.axis_size(still))
+            parts = lax.psum(jnp.where(own[:, None, None, None, None], parts, 0), still)
+        parts = parts if (*still, *moving) == WIDTH_AXES else parts.swapaxes(0, 1)
+        rows_BTD = jnp.moveaxis(parts, (0, 1), (2, 3))
+        return rows_BTD.reshape(*rows_BTD.shape[:2], -1)
 
     return manual(body, (_table_spec(), tokens_spec), out_spec)(table_VD, tokens_BT), (table_VD, tokens_BT)
 
@@ -63,25 +68,28 @@ def _backward(dtype, residuals, d_out_BTD):
     table_VD, tokens_BT = residuals
     tokens_spec = activation_spec(tokens_BT.shape, ("batch", "time"))
     d_out_spec = activation_spec(d_out_BTD.shape, ("batch", "sequence", None))
-    shares_batch, gather = "fsdp" in axes_of(tokens_spec[0]), d_out_spec[1] != tokens_spec[1]
+    still, moving = _width_axes(tokens_spec)
+    gather = d_out_spec[1] != tokens_spec[1]
     table_spec, sizes = _table_spec(), free_axes()
     num_rows = table_VD.shape[0] // math.prod(sizes[name] for name in axes_of(table_spec[0]))
 
     def body(tokens_BT, d_out_BTD):
-        tokens_PBT = _tokens_of_all(tokens_BT, shares_batch)
+        tokens_PBT = _tokens_of_all(tokens_BT, moving)
         local, inside = _local_rows(tokens_PBT, num_rows)
-        parts = lax.axis_size("fsdp")
-        d_out_PBTd = jnp.moveaxis(d_out_BTD.reshape(*d_out_BTD.shape[:2], parts, -1), 2, 0)
-        if shares_batch:
-            d_out_PBTd = lax.all_to_all(d_out_PBTd, "fsdp", 0, 0, tiled=True)
-        else:
-            d_out_PBTd = lax.dynamic_index_in_dim(d_out_PBTd, lax.axis_index("fsdp"))
+        outer, inner = (lax.axis_size(name) for name in WIDTH_AXES)
+        parts = jnp.moveaxis(d_out_BTD.reshape(*d_out_BTD.shape[:2], outer, inner, -1), (2, 3), (0, 1))
+        parts = parts if (*still, *moving) == WIDTH_AXES else parts.swapaxes(0, 1)
+        parts = parts.reshape(-1, lax.axis_size(moving) if moving else 1, *parts.shape[2:])
+        d_out_PBTd = lax.dynamic_index_in_dim(parts, lax.axis_index(still) if still else 0, keepdims=False)
+        if moving:
+            d_out_PBTd = lax.all_to_all(d_out_PBTd, moving, 0, 0, tiled=True)
         if gather:
             d_out_PBTd = lax.all_gather(d_out_PBTd, "tensor", axis=2, tiled=True)
         d_table_Vd = jnp.zeros((num_rows, d_out_PBTd.shape[-1]), jnp.float32)
         rows = jnp.where(inside, local, num_rows)  # out of range: dropped
         d_table_Vd = d_table_Vd.at[rows].add(d_out_PBTd.astype(jnp.float32), mode="drop")
-        return lax.psum(d_table_Vd, tuple(axis for entry in tokens_spec for axis in axes_of(entry) if axis != "fsdp"))
+        summed = tuple(axis for entry in tokens_spec for axis in axes_of(entry) if axis not in moving)
+        return lax.psum(d_table_Vd, summed)
 
     gradient = manual(body, (tokens_spec, d_out_spec), table_spec)
     return gradient(tokens_BT, d_out_BTD).astype(table_VD.dtype), None
@@ -95,9 +103,16 @@ def _table_spec() -> P:
     return local_weight_spec(("vocab", "embed"), free_axes())
 
 
-def _tokens_of_all(tokens_BT, shares_batch: bool):
-    """The tokens of every device of fsdp [P, B, T]; [1, B, T] where all have the same."""
-    return lax.all_gather(tokens_BT, "fsdp") if shares_batch else tokens_BT[None]
+def _width_axes(tokens_spec: P) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Of the mesh axes that split D -> (those over which the tokens are the same, those that split the tokens)."""
+    splits_tokens = [axis for entry in tokens_spec for axis in axes_of(entry)]
+    still = tuple(axis for axis in WIDTH_AXES if axis not in splits_tokens)
+    return still, tuple(axis for axis in WIDTH_AXES if axis in splits_tokens)
+
+
+def _tokens_of_all(tokens_BT, moving: tuple[str, ...]):
+    """The tokens of every device of these axes [P, B, T]; [1, B, T] without any."""
+    return lax.all_gather(tokens_BT, moving) if moving else tokens_BT[None]
 
 
 def _local_rows(tokens, num_rows: int):

@@ -9,9 +9,9 @@ its queries see the first chunk of keys, with r > i its second chunk of queries 
 masked is computed. The results are merged by their log-sum-exps (Liu et al. 2023, https://arxiv.org/abs/2310.01889;
 Brandon et al. 2023, https://arxiv.org/abs/2311.09431).
 
-    ring         keys and values travel around while the ones before are used; in the backward pass so do their gradients
+    ring         keys and values travel around while the ones before are used, and so do their gradients
     all_gather   every device gathers them first: fewer, larger messages, all keys and values in memory
-    all_to_all   sequences whole, heads split (Jacobs et al. 2023, https://arxiv.org/abs/2309.14509), in ops/attention.py
+    all_to_all   sequences whole, heads split (Jacobs et al. 2023, https://arxiv.org/abs/2309.14509): ops/attention.py
 """
 
 import dataclasses

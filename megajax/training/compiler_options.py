@@ -34,7 +34,7 @@ class Target:
     layer_bytes: int
     """Weights of one layer in the compute dtype, as a device computes with them: split over `tensor` only."""
     weight_shards: int
-    """Devices that share one copy of the weights (mesh.fsdp)."""
+    """Devices that share one copy of the weights (mesh.fsdp times mesh.context)."""
     scanned: bool
     """The layers are a loop of the program, or lie in one over the microbatches of a pipeline."""
     offloads: bool = False
@@ -100,7 +100,7 @@ def target_of(model: Model, mesh: Mesh) -> Target:
         chip=mesh.devices.flat[0].device_kind,
         num_devices=mesh.size,
         layer_bytes=sum(sizes) * itemsize // model.config.num_layers // mesh.shape["tensor"],
-        weight_shards=mesh.shape["fsdp"],
+        weight_shards=mesh.shape["fsdp"] * mesh.shape["context"],
         scanned=model.config.scanned or model.stages is not None,
         offloads=bool(model.config.offload),
     )

@@ -95,7 +95,13 @@ def pipeline_activation_bytes(
     table = make_table(stages.schedule, stages.num_ranks, num_microbatches, stages.num_chunks)
     fullest = max(sum(kept[number] for number in stage) for chunk in stages.layers for stage in chunk)
     residuals = (5 + table.num_loss_slots) * config.embed_dim * bytes_an_element
-    weights = _layer_weights(config) * max(map(len, sum(stages.layers, ()))) * stages.num_chunks / mesh.fsdp * itemsize
+    weights = (
+        _layer_weights(config)
+        * max(map(len, sum(stages.layers, ())))
+        * stages.num_chunks
+        / mesh.weight_shards
+        * itemsize
+    )
     on_device = (fullest * table.num_slots + residuals + weights) / mesh.tensor
     return int(on_device + _working_bytes(config, mesh, sequences, sequence_length, itemsize))
 
@@ -116,7 +122,7 @@ def _working_bytes(
     recomputes = any(layer.saved and layer.saved.kept != ACTIVATIONS for layer in config.layer_configs())
     working = sum(elements.values()) * tokens * itemsize if recomputes else 0
     output = config.padded_vocab_size * config.embed_dim / mesh.pipeline
-    gathered = (2 * _layer_weights(config) + output) * itemsize if mesh.fsdp > 1 else 0
+    gathered = (2 * _layer_weights(config) + output) * itemsize if mesh.weight_shards > 1 else 0
     logits = min(tokens * config.padded_vocab_size / mesh.tensor / mesh.pipeline * 4, MAX_CHUNK_BYTES)
     return (working + gathered + 4 * output) / mesh.tensor + 2 * logits
 

@@ -198,8 +198,8 @@ def _traffic(model: Model, mesh: MeshConfig, training: TrainingConfig) -> list[_
     residual = tokens * config.embed_dim * itemsize / mesh.tensor
     messages = 2 * mesh.virtual_stages + 4 * 2 * ring(mesh.pipeline) if mesh.pipeline > 1 else 0
     return [
-        _Traffic("fsdp", ring(mesh.fsdp) * (gathers + batch.num_microbatches * weights * 4), hidden=True),
-        _Traffic("data", 2 * ring(mesh.data) * weights / mesh.fsdp * 4, hidden=True),
+        _Traffic("fsdp", ring(mesh.weight_shards) * (gathers + batch.num_microbatches * weights * 4), hidden=True),
+        _Traffic("data", 2 * ring(mesh.data) * weights / mesh.weight_shards * 4, hidden=True),
         _Traffic("tensor", ring(mesh.tensor) * activations, hidden=False),
         _Traffic("context", ring(mesh.context) * sequence, hidden=config.context_attention == "ring"),
         _Traffic("pipeline", batch.num_microbatches * messages * residual, hidden=False),
@@ -226,7 +226,7 @@ def _time_rows(
     compute = flops / (device.peak_flops * MATMUL_EFFICIENCY)
     batch = training.schedule(mesh)(training.steps)
     waiting = bubble(mesh.pipeline, batch.num_microbatches, mesh.virtual_stages)
-    parameters = model.num_parameters() / (mesh.tensor * mesh.fsdp * mesh.pipeline)
+    parameters = model.num_parameters() / (mesh.tensor * mesh.weight_shards * mesh.pipeline)
     update = 28 * parameters / device.memory_bandwidth  # p, m, v read and written in float32, gradient read
     update += host.get("optimizer", 0) / HOST_BANDWIDTH
     times = {
