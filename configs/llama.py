@@ -43,6 +43,21 @@ def llama3_8b_8layers() -> Config:
     )
 
 
+def llama3_8b_128k() -> Config:
+    """Llama 3 8B with sequences of 131,072 tokens, one over the 8 GPUs of a host.
+
+    Hardware: 8 GPUs with 80 GB or more, context 8 (docs/context.md). Compiled for H100: 60.6 GiB; not yet run.
+    Command: python train.py --config=llama3_8b_128k
+    """
+    config = llama3_8b()
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, recompute="full"),
+        mesh=MeshConfig(data=-1, context=8),
+        training=dataclasses.replace(config.training, global_batch_size=1, sequence_length=131_072),
+    )
+
+
 def llama3_70b() -> Config:
     """Llama 3 70B, sequence 8192.
 

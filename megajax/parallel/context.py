@@ -162,22 +162,24 @@ def _backward_body(q, k, v, out, lse, d_out, arrays, *, options):
     def step(carry, j):
         d_q, sums, sent = carry
         (k, v, segments), sent = others.receive(sent, j)
-        d_k, d_v = others.receive_sums(sums, j)
+        received = others.receive_sums(sums, j)  # on its way while the block is computed
         theirs = blocks.of_rank(others.source(j), segments)
 
         def earlier():
             given = (out, lse, d_out, blocks.own, _first(theirs, half))
             new_q, *new = blocks.backward(q, k[:, :half], v[:, :half], *given)
-            return d_q + new_q, *(d + _pad_back(a) for d, a in zip((d_k, d_v), new, strict=True))
+            return d_q + new_q, *map(_pad_back, new)
 
         def later():
             given = (out[:, half:], lse[..., half:], d_out[:, half:], _second(blocks.own, half), theirs)
             new_q, *new = blocks.backward(q[:, half:], k, v, *given)
-            return d_q + _pad_front(new_q, 0.0), *(d + a for d, a in zip((d_k, d_v), new, strict=True))
+            return d_q + _pad_front(new_q, 0.0), *new
 
-        branches = [lambda: (d_q, d_k, d_v), earlier, later]
-        d_q, d_k, d_v = lax.switch(blocks.branch(others.source(j)), branches)
-        return (d_q, others.keep_sums(sums, (d_k, d_v), j), sent), None
+        nothing = tuple(map(jnp.zeros_like, received))
+        branches = [lambda: (d_q, *nothing), earlier, later]
+        d_q, *new = lax.switch(blocks.branch(others.source(j)), branches)
+        new = tuple(a + b for a, b in zip(received, new, strict=True))
+        return (d_q, others.keep_sums(sums, new, j), sent), None
 
     start = (d_q, others.start_sums((d_k, d_v)), others.start())
     (d_q, sums, _), _ = lax.scan(step, start, jnp.arange(1, lax.axis_size(AXIS)))

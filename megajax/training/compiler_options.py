@@ -37,6 +37,8 @@ class Target:
     """Devices that share one copy of the weights (mesh.fsdp times mesh.context)."""
     scanned: bool
     """The layers are a loop of the program, or lie in one over the microbatches of a pipeline."""
+    has_ring: bool = False
+    """Keys and values go around a ring beside the attention (mesh.context)."""
     offloads: bool = False
     """Activations or moments lie on the host between their uses."""
 
@@ -76,6 +78,13 @@ PROFILE = (
         "layer in 11 (compiled for H100, jaxlib 0.10.2)",
     ),
     Option(
+        "xla_gpu_experimental_parallel_collective_overlap_limit",
+        value=lambda target: 8,
+        when=lambda target: target.has_ring,
+        why="keys, values and their gradients travel in four messages at once; by default one is under way at a time, "
+        "and the attention of the step hides only the last (order of the compiled program for H100, jaxlib 0.10.2)",
+    ),
+    Option(
         "xla_gpu_enable_analytical_sol_latency_estimator",
         value=lambda target: False,
         when=lambda target: target.offloads and target.num_devices == 1,
@@ -102,6 +111,7 @@ def target_of(model: Model, mesh: Mesh) -> Target:
         layer_bytes=sum(sizes) * itemsize // model.config.num_layers // mesh.shape["tensor"],
         weight_shards=mesh.shape["fsdp"] * mesh.shape["context"],
         scanned=model.config.scanned or model.stages is not None,
+        has_ring=mesh.shape["context"] > 1 and model.config.context_attention == "ring",
         offloads=bool(model.config.offload),
     )
 

@@ -57,6 +57,19 @@ def test_fsdp_gathers_weights_in_bfloat16(fsdp_program):
     assert {operand.shape[:5] for gather in gathers for operand in gather.operands} == {"bf16["}
 
 
+def test_ring_sends_while_it_attends(compiled):
+    """In each turn all messages leave before the attention of the block (a conditional) and arrive after it."""
+    program = (compiled / "llama3_8b_128k.hlo").read_text()
+    bodies = [body for body in program.split("\n\n") if " conditional(" in body and "collective-permute-start(" in body]
+    assert bodies
+    for body in bodies:
+        lines = body.splitlines()
+        places = lambda word, lines=lines: [place for place, line in enumerate(lines) if f" {word}(" in line]
+        (block,) = places("conditional")
+        assert max(places("collective-permute-start")) < block < min(places("collective-permute-done"))
+        assert len(places("collective-permute-start")) in (2, 4)  # keys and values; with their gradients
+
+
 # Bytes. Found with jaxlib 0.10.2: 0.89 and 0.87. Nothing can hide the first gather; the gather for query, key and value
 # (50 of 436 MB a layer) runs under the norm and the addition before it; the gradient of the head leaves last.
 @pytest.mark.parametrize(("kind", "share"), [("all-gather", 0.85), ("reduce-scatter", 0.85)])

@@ -67,6 +67,12 @@ def test_gradients_leave_layer_by_layer_over_many_devices():
     assert REDUCE_SCATTER not in choose(PROFILE, dataclasses.replace(LLAMA, weight_shards=64, scanned=True))
 
 
+def test_messages_of_a_ring_are_under_way_together():
+    name = "xla_gpu_experimental_parallel_collective_overlap_limit"
+    assert choose(PROFILE, dataclasses.replace(LLAMA, has_ring=True))[name] == "8"
+    assert name not in choose(PROFILE, LLAMA)
+
+
 def test_scheduler_does_not_hoard_beside_copies_to_the_host():
     name = "xla_gpu_enable_analytical_sol_latency_estimator"
     one = dataclasses.replace(LLAMA, num_devices=1, weight_shards=1, offloads=True)
