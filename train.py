@@ -1,7 +1,7 @@
 """Train a model: python train.py --config=NAME [--section.field=value ...]
 
 Run again, it resumes from its run directory. --list_configs shows the recipes, --help the fields, --plan what a run
-would need, without a GPU.
+would need, without a GPU, --plan=search:64 the meshes of 64 GPUs by predicted speed.
 """
 
 import dataclasses
@@ -120,13 +120,21 @@ def train(config: Config) -> str:
 
 
 def plan(name: str, config: Config, device_name: str) -> None:
-    """Prints what the run would need on its mesh; an axis of -1 counts as 1."""
+    """Prints what the run would need on its mesh; an axis of -1 counts as 1. device_name: of a GPU, or
+    search:NUMBER[:GPU], which ranks the meshes of so many."""
     from megajax.models.model import Model
     from megajax.optim.optimizer import Optimizer
     from megajax.parallel.schedule import make_stages
+    from megajax.search import search_rows
     from megajax.training.console import Console
     from megajax.training.plan import plan_device, plan_rows
 
+    if device_name.split(":")[0] == "search":
+        _, number, kind = (device_name + "::").split(":")[:3]
+        if not number.isdecimal():
+            raise ValueError(f"--plan={device_name}: for how many GPUs? --plan=search:64, or search:64:h200")
+        Console().card(f"meshes for {name}", search_rows(config, int(number), plan_device(kind or "h100")))
+        return
     device = plan_device(device_name)
     sizes = {axis: max(size, 1) for axis, size in config.mesh.sizes().items()}
     mesh = dataclasses.replace(config.mesh, **sizes)

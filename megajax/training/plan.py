@@ -5,8 +5,6 @@ compiled for the planned GPU and the compiler says what it allocates; otherwise 
 estimates, and the assumptions are printed with them.
 """
 
-import dataclasses
-import math
 import re
 import resource
 import string
@@ -21,22 +19,24 @@ from jax.sharding import Mesh, NamedSharding
 from megajax import compat
 from megajax.checkpoint.checkpointer import with_shardings
 from megajax.mesh import AXES, MeshConfig, make_mesh, use_compiler_without_gpu
-from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer
 from megajax.parallel.schedule import bubble, make_table
 from megajax.sharding import batch_spec
 from megajax.training.compiler_options import compiler_options
 from megajax.training.console import format_bytes, format_count, format_seconds
+from megajax.training.estimate import (
+    GPUS_PER_HOST,
+    HOST_BANDWIDTH,
+    MATMUL_EFFICIENCY,
+    NETWORK_BANDWIDTH,
+    step_times,
+)
 from megajax.training.flops import DEVICES, Device, utilisation
 from megajax.training.loop import TrainingConfig
 from megajax.training.memory import memory_per_device, memory_rows
 from megajax.training.step import abstract_state, jit_train_step, state_shardings
 
-GPUS_PER_HOST = 8
-NETWORK_BANDWIDTH = 50e9  # bytes/s a GPU, one direction: 400 Gb/s InfiniBand
-HOST_BANDWIDTH = 50e9  # bytes/s a GPU, one direction: what is left of PCIe 5 x16
-MATMUL_EFFICIENCY = 0.62  # of the bf16 peak, sustained by matmuls and attention of dense training on one H100
 USABLE_MEMORY = 0.92  # of the device; the rest is CUDA, cuDNN workspaces and fragmentation
 COMPILED_FOR = ("H100", "H200")
 
@@ -170,82 +170,20 @@ def _collectives(program: str) -> str:
 # ----------------------------------------------------------------------------- time
 
 
-@dataclasses.dataclass(frozen=True)
-class _Traffic:
-    """Bytes that a device sends in a step along one mesh axis, and how much of it hides under compute."""
-
-    axis: str
-    bytes: float
-    hidden: bool
-
-
-def _traffic(model: Model, mesh: MeshConfig, training: TrainingConfig) -> list[_Traffic]:
-    """Ring-collective volumes: (n - 1) / n of the gathered array to gather or reduce-scatter it."""
-    config, batch = model.config, training.schedule(mesh)(training.steps)
-    ring = lambda n: (n - 1) / n
-    itemsize = jnp.dtype(model.precision.compute_dtype).itemsize
-    weights = model.num_parameters() / mesh.tensor / mesh.pipeline
-    if not config.tied_embeddings:  # the rows of the table travel, not the table (ops/embedding.py)
-        weights -= config.padded_vocab_size * config.embed_dim / mesh.tensor / mesh.pipeline
-    gathers = 2 * batch.num_microbatches * weights * itemsize  # for the forward and again for the backward pass
-    tokens = batch.microbatch / mesh.batch_shards * training.sequence_length / mesh.context
-    # Forward, backward, and the forward that is done again.
-    passes = 2 + (1 / config.recompute_every if config.recompute == "full" else 0)
-    layers = config.num_layers / mesh.pipeline
-    activations = batch.num_microbatches * layers * 4 * passes * tokens * config.embed_dim * itemsize
-    sequence = batch.num_microbatches * layers * tokens * _context_bytes(config, mesh, itemsize) / mesh.tensor
-    # One there, one back for each chunk; embedding, loss and their gradients are sums over all ranks.
-    residual = tokens * config.embed_dim * itemsize / mesh.tensor
-    messages = 2 * mesh.virtual_stages + 4 * 2 * ring(mesh.pipeline) if mesh.pipeline > 1 else 0
-    return [
-        _Traffic("fsdp", ring(mesh.weight_shards) * (gathers + batch.num_microbatches * weights * 4), hidden=True),
-        _Traffic("data", 2 * ring(mesh.data) * weights / mesh.weight_shards * 4, hidden=True),
-        _Traffic("tensor", ring(mesh.tensor) * activations, hidden=False),
-        _Traffic("context", ring(mesh.context) * sequence, hidden=config.context_attention == "ring"),
-        _Traffic("pipeline", batch.num_microbatches * messages * residual, hidden=False),
-    ]
-
-
-def _context_bytes(config: DecoderConfig, mesh: MeshConfig, itemsize: int) -> float:
-    """Of a token and layer, before `tensor` splits the heads; times (n - 1) / n it is what a device sends."""
-    heads = config.num_heads * config.width_of_head
-    keys_values = 2 * config.kv_heads * config.width_of_head
-    if config.context_attention == "all_to_all":  # q, k, v and out there and back, and what the backward pass adds
-        return (5 * heads + 3 * keys_values) * itemsize
-    return keys_values * mesh.context * (2 * itemsize + 4)  # in both passes, and their gradients in float32
-
-
 def _time_rows(
     model: Model, mesh: MeshConfig, training: TrainingConfig, device: Device, host: dict[str, int]
 ) -> list[tuple[str, str]]:
     """host: bytes a device keeps on its host, as memory_per_device has them."""
-    config, length = model.config, training.sequence_length
-    tokens = training.global_batch_size * length
-    flops = config.flops_per_token(length, causal=False) * tokens / mesh.num_devices
-    flops += config.recomputed_flops_per_token(length) * tokens / mesh.num_devices
-    compute = flops / (device.peak_flops * MATMUL_EFFICIENCY)
-    batch = training.schedule(mesh)(training.steps)
-    waiting = bubble(mesh.pipeline, batch.num_microbatches, mesh.virtual_stages)
-    parameters = model.num_parameters() / (mesh.tensor * mesh.weight_shards * mesh.pipeline)
-    update = 28 * parameters / device.memory_bandwidth  # p, m, v read and written in float32, gradient read
-    update += host.get("optimizer", 0) / HOST_BANDWIDTH
-    times = {
-        t.axis: (t.bytes / _bandwidth(t.axis, mesh, device), t) for t in _traffic(model, mesh, training) if t.bytes
-    }
-    exposed = sum(max(0.0, seconds - compute) if t.hidden else seconds for seconds, t in times.values())
-    # There and back with nothing beside them: what was measured (docs/memory.md).
-    copies = host.get("activations", 0) * batch.num_microbatches / HOST_BANDWIDTH
-    exposed += 2 * copies
-    idle = compute * waiting / (1 - waiting)
-    step = compute + idle + update + exposed
-    network = ", ".join(f"{axis} {format_bytes(t.bytes)} in {format_seconds(s)}" for axis, (s, t) in times.items())
-    rate = tokens / step / mesh.num_devices
+    config, length, times = model.config, training.sequence_length, step_times(model, mesh, training, device, host)
+    network = ", ".join(f"{t.axis} {format_bytes(t.bytes)} in {format_seconds(t.seconds)}" for t in times.traffic)
+    rate = training.global_batch_size * length / times.step / mesh.num_devices
     mfu = lambda causal: f"{utilisation(config.flops_per_token(length, causal=causal), rate, device):.1%}"
+    exposed = format_seconds(times.exposed)
     return [
         ("network a step", network or "none"),
-        ("step time, estimate", f"{format_seconds(step)}: compute {format_seconds(compute)}, optimizer "
-                                f"{format_seconds(update)}, exposed communication {format_seconds(exposed)}"
-                                + (f", bubble {format_seconds(idle)}" if idle else "")),
+        ("step time, estimate", f"{format_seconds(times.step)}: compute {format_seconds(times.compute)}, optimizer "
+                                f"{format_seconds(times.update)}, exposed communication {exposed}"
+                                + (f", bubble {format_seconds(times.idle)}" if times.idle else "")),
         ("speed, estimate", f"{format_count(rate)} tokens/s a device, MFU {mfu(False)} (full), {mfu(True)} (causal)"),
         ("assumptions", f"matmuls and attention at {MATMUL_EFFICIENCY:.0%} of {device.peak_flops / 1e12:.0f} TFLOP/s, "
                         f"{device.link_bandwidth / 1e9:.0f} GB/s inside a host of {GPUS_PER_HOST}, "
@@ -254,10 +192,3 @@ def _time_rows(
                         + (f"; {HOST_BANDWIDTH / 1e9:.0f} GB/s to and from the host, beside nothing"
                            if host else "")),
     ]  # fmt: skip
-
-
-def _bandwidth(axis: str, mesh: MeshConfig, device: Device) -> float:
-    """Along an axis whose neighbours and ends lie in one host, the link; otherwise the network."""
-    sizes = list(mesh.sizes().items())
-    inner = math.prod(size for _, size in sizes[[name for name, _ in sizes].index(axis) :])
-    return device.link_bandwidth if inner <= GPUS_PER_HOST else NETWORK_BANDWIDTH

@@ -1,0 +1,141 @@
+"""--plan=search:N: which meshes of N GPUs fit, ranked by the predicted time of a step.
+
+Memory and time are the estimates of a plan without a compiler, so the best few are worth planning or measuring.
+"""
+
+import copy
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+
+import jax
+
+from megajax.config import Config
+from megajax.mesh import AXES, MeshConfig
+from megajax.models.model import Model
+from megajax.optim.optimizer import Optimizer
+from megajax.parallel.schedule import bubble, make_stages
+from megajax.training.console import format_bytes, format_seconds
+from megajax.training.estimate import GPUS_PER_HOST, step_times
+from megajax.training.flops import Device, utilisation
+from megajax.training.memory import memory_per_device
+from megajax.training.plan import USABLE_MEMORY
+
+MIN_CONTEXT_TOKENS = 2048  # of a sequence on a device; shorter parts are not worth splitting
+MICROBATCHES = (1, 2, 4, 8)
+CHUNKS = (1, 2, 4, 8)
+RECOMPUTE = ("none", "selective", "full")
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    config: Config
+    step_seconds: float
+    bytes: int
+    """Of a device."""
+
+
+def search(config: Config, num_devices: int, device: Device) -> tuple[list[Candidate], int]:
+    """-> (the best of each mesh that fits, fastest first; how many were tried).
+
+    Of those that are equally fast to 1 %, which is less than an estimate knows, the plainest comes first.
+    Raises ValueError if num_devices is not positive.
+    """
+    if num_devices < 1:
+        raise ValueError(f"--plan=search:{num_devices}: the number of GPUs must be at least 1")
+    model = functools.cache(lambda stages: Model(config.model, config.precision, stages))
+    found, tried = [], 0
+    for candidate in _candidates(config, num_devices):
+        try:
+            candidate = candidate.check_on(num_devices)
+        except ValueError:
+            continue
+        tried += 1
+        stages = make_stages(candidate.mesh, candidate.model.num_layers)
+        # What is computed again changes no parameter, and so not what is slow to find out about a model.
+        its_model = copy.copy(model(stages))
+        its_model.config = candidate.model
+        optimizer = Optimizer(candidate.optimizer, its_model.decay_mask)
+        mesh = jax.sharding.AbstractMesh(tuple(candidate.mesh.sizes().values()), AXES)
+        parts = candidate.mesh, candidate.training, candidate.optimizer.shard_over_data
+        memory, host = memory_per_device(its_model, optimizer, mesh, *parts)
+        if sum(memory.values()) <= USABLE_MEMORY * device.memory_bytes:
+            times = step_times(its_model, candidate.mesh, candidate.training, device, host)
+            found.append(Candidate(candidate, times.step, sum(memory.values())))
+    return _best_of_each_mesh(found), tried
+
+
+def _best_of_each_mesh(found: list[Candidate]) -> list[Candidate]:
+    def order(one: Candidate):
+        mesh = one.config.mesh
+        axes = sum(size > 1 for size in mesh.sizes().values())
+        return (round(math.log(one.step_seconds) * 100), axes, mesh.virtual_stages,
+                RECOMPUTE.index(one.config.model.recompute), one.bytes)  # fmt: skip
+
+    best = {}
+    for one in sorted(found, key=order):
+        best.setdefault(one.config.mesh, one)
+    return list(best.values())
+
+
+def search_rows(config: Config, num_devices: int, device: Device, most: int = 10) -> list[tuple[str, str]]:
+    """(name, value) rows for Console.card."""
+    found, tried = search(config, num_devices, device)
+    rows = [("devices", f"{num_devices} x {device.name}"), ("tried", f"{tried} ways, {len(found)} meshes fit")]
+    length = config.training.sequence_length
+    flops = config.model.flops_per_token(length, causal=False)
+    for number, one in enumerate(found[:most], start=1):
+        mesh, training = one.config.mesh, one.config.training
+        rate = training.global_batch_size * length / one.step_seconds / num_devices
+        batch = training.schedule(mesh)(training.steps)
+        idle = bubble(mesh.pipeline, batch.num_microbatches, mesh.virtual_stages)
+        words = [f"{format_seconds(one.step_seconds)}, MFU {utilisation(flops, rate, device):.1%}",
+                 f"{format_bytes(one.bytes)} a device"]  # fmt: skip
+        words += [f"bubble {idle:.1%}"] if idle else []
+        rows.append((f"{number}.", f"{', '.join(words)}: {' '.join(_overrides(one.config))}"))
+    if not found:
+        rows.append(("verdict", "nothing fits: more GPUs, or --optimizer.offload_state=True"))
+    return rows
+
+
+def _candidates(config: Config, num_devices: int) -> Iterator[Config]:
+    """All splits in powers of two and what is left of them. Meshes with an expert axis keep the one they have."""
+    length = config.training.sequence_length
+    longest = max(length // MIN_CONTEXT_TOKENS, 1)
+    sizes = lambda most: [2**n for n in range(most.bit_length()) if 2**n <= most and num_devices % 2**n == 0]
+    axes = itertools.product(sizes(GPUS_PER_HOST), sizes(config.model.num_layers), sizes(longest))
+    for tensor, pipeline, context in axes:
+        rest, left = divmod(num_devices, tensor * pipeline * context)
+        if left or rest == 0:
+            continue
+        for fsdp in [size for size in range(1, rest + 1) if rest % size == 0]:
+            chunks = [n for n in CHUNKS if n == 1 or config.model.num_layers % (pipeline * n) == 0]
+            for virtual_stages in chunks if pipeline > 1 else (1,):
+                mesh = MeshConfig(
+                    data=rest // fsdp, fsdp=fsdp, tensor=tensor, pipeline=pipeline, context=context,
+                    virtual_stages=virtual_stages,
+                )  # fmt: skip
+                whole = () if pipeline > 1 else (None,)
+                for microbatch, recompute in itertools.product((*whole, *MICROBATCHES), RECOMPUTE):
+                    yield dataclasses.replace(
+                        config,
+                        mesh=mesh,
+                        model=dataclasses.replace(config.model, recompute=recompute, recompute_every=1),
+                        training=dataclasses.replace(config.training, microbatch_size=microbatch),
+                        optimizer=dataclasses.replace(config.optimizer, shard_over_data=rest > fsdp),
+                    )
+
+
+def _overrides(config: Config) -> list[str]:
+    """The fields that a search sets, as on the command line."""
+    mesh, words = config.mesh, []
+    for name in (*AXES, "virtual_stages"):
+        words.append(f"--mesh.{name}={getattr(mesh, name)}" if getattr(mesh, name) > 1 else "")
+    words += [
+        f"--training.microbatch_size={config.training.microbatch_size}",
+        f"--model.recompute={config.model.recompute}",
+        "--optimizer.shard_over_data=True" if config.optimizer.shard_over_data else "",
+    ]
+    return [word for word in words if word]
