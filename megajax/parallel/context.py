@@ -16,6 +16,7 @@ Brandon et al. 2023, https://arxiv.org/abs/2311.09431).
 
 import dataclasses
 import functools
+import logging
 from typing import Literal
 
 import jax
@@ -29,6 +30,8 @@ from megajax import compat
 from megajax.ops import attention as local
 from megajax.ops.attention import NEVER, AttentionMask
 from megajax.sharding import activation_spec, free_axes, manual
+
+logger = logging.getLogger("megajax")
 
 AXIS = "context"
 ContextMethod = Literal["ring", "all_gather", "all_to_all"]
@@ -62,6 +65,8 @@ def attention(
 ) -> jax.Array:
     """ops.attention.attention, also where `context` splits the sequence; q, k, v then lie in sequence_order.
 
+    In a pipeline keys and values are gathered where a ring is asked for.
+
     indices: a cache holds all keys; nothing is split then.
     """
     given = dict(mask=mask, scale=scale, soft_cap=soft_cap, segments=segments, dropout=dropout)
@@ -70,11 +75,25 @@ def attention(
     if method == "all_to_all":
         return local.attention(q_BTNH, k_BSKH, v_BSKH, over_heads=True, **given)
     assert mask.causal, "zigzag is for causal attention"
+    if method == "ring" and _inside_pipeline():
+        # A message is one operation of all devices of the mesh, and a stage whose turn it is not does not take part: on
+        # CPU the others wait for it for ever. A gather is an operation of each stage alone.
+        method = "all_gather"
+    _log_method(method)
     rate, key = dropout or (0.0, None)
     backend = local.choose_backend(q_BTNH, soft_cap, None, rate)
     options = _Options(method, mask.window, scale, soft_cap, rate, backend)
     arrays = (None if segments is None else segments[0], jax.random.key_data(key) if key is not None else None)
     return _attention(q_BTNH, k_BSKH, v_BSKH, arrays, options)
+
+
+def _inside_pipeline() -> bool:
+    return jax.sharding.get_abstract_mesh().shape.get("pipeline", 1) > 1
+
+
+@functools.cache
+def _log_method(method: str) -> None:
+    logger.info("attention over context: %s", method)
 
 
 @dataclasses.dataclass(frozen=True)
