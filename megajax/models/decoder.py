@@ -363,7 +363,7 @@ class Decoder(nnx.Module):
         x_BTD = embed(self.embedding[...], batch["tokens"], self.dtype)
         if self.config.position == "learned":
             x_BTD += embed(self.position_embedding[...], batch["positions"], self.dtype)
-        order = current_order(x_BTD.shape[1], self.config.context_attention)
+        order = None if key is None else current_order(x_BTD.shape[1], self.config.context_attention)
         return constrain(dropout(x_BTD, self.config.dropout, key, order), "batch", "sequence", None)
 
     def block_inputs(self, batch: dict) -> dict:
