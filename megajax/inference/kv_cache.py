@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from megajax.sharding import activation_spec, constrain, manual
+from megajax.sharding import activation_spec, constrain, free_axes, manual
 
 _AXES = ("batch", None, "kv_heads", None)  # every device of `context` has all places: a new token may see any of them
 
@@ -48,10 +48,13 @@ class EmptyCache:
     length: int
 
     def append(self, k_BTKH: jax.Array, v_BTKH: jax.Array):
-        """Stores the whole prompt, T <= S. Attention then runs over the prompt alone, as in training: no indices."""
+        """Stores the whole prompt, T <= S. Attention then runs over the prompt alone, as in training: no indices, but
+        where `context` splits it, as the prompt does not lie in the order of training."""
         room = ((0, 0), (0, self.length - k_BTKH.shape[1]), (0, 0), (0, 0))
         keys, values = (constrain(jnp.pad(new, room), *_AXES) for new in (k_BTKH, v_BTKH))
-        return LayerCache(keys, values), k_BTKH, v_BTKH, None
+        places_BT = jnp.broadcast_to(jnp.arange(k_BTKH.shape[1], dtype=jnp.int32), k_BTKH.shape[:2])
+        indices = (places_BT, places_BT) if free_axes().get("context", 1) > 1 else None
+        return LayerCache(keys, values), k_BTKH, v_BTKH, indices
 
 
 def _write(cache_BSKH: jax.Array, new_BTKH: jax.Array, positions_BT: jax.Array) -> jax.Array:
