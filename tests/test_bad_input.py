@@ -35,7 +35,7 @@ CASES = {
     "vocabulary multiple": (["--model.vocab_multiple=0"], ["model.vocab_multiple=0", "at least 1"]),
     "width over fsdp": (
         ["--model.embed_dim=132", "--mesh.data=1", "--mesh.fsdp=8"],
-        ["model.embed_dim=132", "mesh.fsdp=8", "use --mesh.fsdp=4"],
+        ["model.embed_dim=132", "mesh.fsdp(8)", "use --mesh.fsdp=4"],
     ),
     "batch": (["--training.global_batch_size=12"], ["training.global_batch_size=12", "=16"]),
     "batch and microbatch": (
@@ -52,7 +52,15 @@ CASES = {
     ),
     "sequence": (
         ["--mesh.data=4", "--mesh.context=2", "--training.sequence_length=255"],
-        ["training.sequence_length=255", "context(2)", "--training.sequence_length=256"],
+        ["training.sequence_length=255", "mesh.context", "--training.sequence_length=256"],
+    ),
+    "sequence over tensor": (
+        ["--mesh.data=4", "--mesh.tensor=2", "--training.sequence_length=255"],
+        ["training.sequence_length=255", "tensor(2)", "--training.sequence_length=256"],
+    ),
+    "heads over context": (
+        ["--mesh.data=1", "--mesh.context=8", "--model.context_attention=all_to_all"],
+        ["is not divisible by 8", "use --model.context_attention=ring"],
     ),
     "sequence and learned positions": (
         ["--model.position=learned", "--training.sequence_length=512"],

@@ -90,7 +90,8 @@ def test_options_are_for_the_gpus_they_were_measured_on():
 def test_this_jaxlib_takes_every_option_of_the_table(make_test_mesh):
     """Names rot: one that is gone has to leave the table (or get a version)."""
     mesh = make_test_mesh()
-    targets = [dataclasses.replace(LLAMA, weight_shards=64), dataclasses.replace(LLAMA, num_devices=1, offloads=True)]
+    changes = dict(weight_shards=64), dict(num_devices=1, offloads=True), dict(has_ring=True)
+    targets = [dataclasses.replace(LLAMA, **change) for change in changes]
     options = {item for target in targets for item in choose(PROFILE, target).items()}
     assert {name for name, _ in options} == {option.name for option in PROFILE}
     options |= set(parse(ablation.CANDIDATES).items())
