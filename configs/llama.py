@@ -46,7 +46,8 @@ def llama3_8b_8layers() -> Config:
 def llama3_8b_128k() -> Config:
     """Llama 3 8B with sequences of 131,072 tokens, one over the 8 GPUs of a host.
 
-    Hardware: 8 GPUs with 80 GB or more, context 8 (docs/context.md). Compiled for H100: 60.6 GiB; not yet run.
+    Hardware: 8 GPUs with 80 GB or more, context 8 (docs/context.md). Compiled for H100: 52.6 GiB
+    (jaxlib 0.10.2); not yet run.
     Command: python train.py --config=llama3_8b_128k
     """
     config = llama3_8b()

@@ -79,7 +79,12 @@ class Model:
         return [piece for leaf, axes in leaves for piece in (leaf if axes[0] == "layers" else [leaf])]
 
     def num_parameters(self) -> int:
-        return self.config.num_parameters()
+        """Counted from the arrays, without rows of padding."""
+        size_of = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))
+        padding = 0
+        for kind, rows in self.layer_rows.items():
+            padding += size_of(self.abstract_params["layers"][kind]) // rows.size * int((rows < 0).sum())
+        return size_of(self.abstract_params) - padding
 
     @property
     def layer_rows(self) -> dict[str, np.ndarray]:

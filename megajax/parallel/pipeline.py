@@ -48,10 +48,10 @@ class Parts:
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """What the stages run. A layer is (kind, its place among the layers of that kind on the rank)."""
+    """What the stages run."""
 
     programs: tuple[tuple[Any, ...], ...]
-    """The different stages: for each of its layers (config, kind)."""
+    """The different stages: (config, kind) of each layer; kinds as `layers` names them."""
     of_stage: np.ndarray
     """int32 [V, P]: which of them chunk c of rank r is."""
     numbers: np.ndarray

@@ -38,10 +38,6 @@ class Stages:
     def num_ranks(self) -> int:
         return len(self.layers[0])
 
-    @property
-    def num_layers(self) -> int:
-        return sum(len(stage) for chunk in self.layers for stage in chunk)
-
     def rows(self, wanted) -> np.ndarray:
         """Where the layers of a kind lie in a stack of it -> int32 [V, P * K]: the number of a layer, -1 for padding.
 

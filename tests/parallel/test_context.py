@@ -76,11 +76,11 @@ def test_value_and_gradients_equal_attention_on_one_device(method, sizes, make_t
     jax.tree.map(CLOSE, back, wanted(make_test_mesh))
 
 
-@pytest.mark.parametrize("method", ["ring", "all_gather"])
-def test_grouped_queries_over_eight_devices(method, make_test_mesh):
-    order = sequence_order(T, 8, method)
+@pytest.mark.parametrize(("method", "context"), [("ring", 8), ("all_gather", 8), ("all_to_all", 2)])
+def test_grouped_queries(method, context, make_test_mesh):
+    order = sequence_order(T, context, method)
     run = all_variants(functools.partial(attention, method=method), SEGMENTS[:, order])
-    with jax.set_mesh(make_test_mesh(context=8)):
+    with jax.set_mesh(make_test_mesh(context=context)):
         results = jax.jit(run)(*(a[:, order] for a in arguments(2)))
     back = jax.tree.map(lambda a: np.asarray(a)[:, np.argsort(order)], results)
     jax.tree.map(CLOSE, back, wanted(make_test_mesh, 2))

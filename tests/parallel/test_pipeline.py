@@ -161,6 +161,7 @@ def test_rows_of_padding_are_and_stay_zero():
     with jax.set_mesh(mesh):
         batch = jax.device_put(batches(np.arange(LENGTH))[0], NamedSharding(mesh, batch_spec()))
         state, _ = jax.jit(step, out_shardings=(shardings, None))(state, batch, np.float32(1e-2))
+    assert model.num_parameters() == Model(GPT, model.precision).num_parameters() == GPT.num_parameters()
     padding = model.layer_rows["dense"] < 0
     assert padding.sum() == 3  # 1, 1, 1 and 2 layers
     for leaf in jax.tree.leaves(state.params["layers"]):
