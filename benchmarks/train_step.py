@@ -7,6 +7,7 @@ JAX_ENABLE_COMPILATION_CACHE=false measures that too.
 
     --seconds=10            of a window, after half as much to warm up
     --windows=1             how many; the median counts
+    --steps=N               N steps instead, and the last counts: for steps that are windows of their own
     --profile[=FILE.json]   prints where the time goes (benchmarks/profile.py); also as data
 """
 
@@ -128,9 +129,10 @@ def sustained_windows(
     return state, metrics, found
 
 
-def measure(config: Config, seconds: float, num_windows: int, profile_to: str) -> dict:
-    """Seconds of a step, sustained, with tokens/s and MFU a device; device memory in bytes.
+def measure(config: Config, seconds: float, num_windows: int, num_steps: int, profile_to: str) -> dict:
+    """Seconds of a step, with tokens/s and MFU a device (attention counted in full, and causally); memory in bytes.
 
+    num_steps: so many, and the last is timed; 0 for windows of so many seconds.
     profile_to: a file, "yes" to print only, "" for no profile.
     """
     setup = set_up(config)
@@ -138,8 +140,15 @@ def measure(config: Config, seconds: float, num_windows: int, profile_to: str) -
     options = setup.compiler_options()
     state = setup.new_state()
     step, compile_seconds = setup.compile(state, options)
-    state, first = step(state, batches[-1], RATE)
-    state, metrics, found = sustained_windows(step, state, batches, seconds, num_windows)
+    start = time.perf_counter()
+    state, first = jax.block_until_ready(step(state, batches[-1], RATE))
+    found, metrics = [time.perf_counter() - start], first
+    for batch in batches[: num_steps - 1] if num_steps else ():
+        start = time.perf_counter()
+        state, metrics = jax.block_until_ready(step(state, batch, RATE))
+        found = [time.perf_counter() - start]
+    if not num_steps:
+        state, metrics, found = sustained_windows(step, state, batches, seconds, num_windows)
     if profile_to:
         # A profile says of a kernel in a CUDA graph which graph, not which instruction.
         step, _ = setup.compile(state, options | {"xla_gpu_enable_command_buffer": ""})
@@ -158,9 +167,12 @@ def measure(config: Config, seconds: float, num_windows: int, profile_to: str) -
     )
     per_device = training.global_batch_size * training.sequence_length / result["step_seconds"] / mesh.size
     known = find_device(device.device_kind)
-    flops = config.model.flops_per_token(training.sequence_length, causal=False)
-    mfu = utilisation(flops, per_device, known) if known else None
-    return result | {"tokens_per_second_per_device": per_device, "mfu": mfu}
+    mfu = {
+        name: known
+        and utilisation(config.model.flops_per_token(training.sequence_length, causal=causal), per_device, known)
+        for name, causal in (("mfu", False), ("mfu_causal", True))
+    }
+    return result | {"tokens_per_second_per_device": per_device} | mfu
 
 
 def _profile(step: Compiled, state: TrainState, batches: list[dict], to: str) -> None:
@@ -178,9 +190,9 @@ def _profile(step: Compiled, state: TrainState, batches: list[dict], to: str) ->
 
 
 def main(arguments: list[str]) -> None:
-    values, overrides = split(arguments, {"config": "", "seconds": "10", "windows": "1", "profile": ""})
+    values, overrides = split(arguments, {"config": "", "seconds": "10", "windows": "1", "steps": "0", "profile": ""})
     config = read_config(values["config"], overrides)
-    result = measure(config, float(values["seconds"]), int(values["windows"]), values["profile"])
+    result = measure(config, float(values["seconds"]), int(values["windows"]), int(values["steps"]), values["profile"])
     memory = format_bytes(result["peak_memory_bytes"])
     print(f"megajax {values['config']} {' '.join(overrides)}, peak {memory}: {json.dumps(result)}", flush=True)
 
