@@ -143,7 +143,7 @@ _attention.defvjp(_forward, _backward)
 
 def _forward_body(q, k, v, arrays, *, options):
     blocks = _Blocks(q, arrays, options)
-    others = _Others((k, v, blocks.segments), options)
+    others = _Others(blocks.rank, (k, v, blocks.segments), options)
     out, lse = blocks.forward(q, k, v, blocks.own, blocks.own)
 
     def step(carry, j):
@@ -168,13 +168,13 @@ def _forward_body(q, k, v, arrays, *, options):
         branches = [lambda: (out, lse), lambda: merged(earlier), lambda: merged(later)]
         return (lax.switch(blocks.branch(others.source(j)), branches), sent), None
 
-    (total, _), _ = lax.scan(step, ((out, lse), others.start()), jnp.arange(1, lax.axis_size(AXIS)))
+    (total, _), _ = lax.scan(step, ((out, lse), others.start()), blocks.turns)
     return total[0].astype(q.dtype), total[1]
 
 
 def _backward_body(q, k, v, out, lse, d_out, arrays, *, options):
     blocks = _Blocks(q, arrays, options)
-    others = _Others((k, v, blocks.segments), options)
+    others = _Others(blocks.rank, (k, v, blocks.segments), options)
     half = k.shape[1] // 2
     d_q, d_k, d_v = blocks.backward(q, k, v, out, lse, d_out, blocks.own, blocks.own)
 
@@ -201,7 +201,7 @@ def _backward_body(q, k, v, out, lse, d_out, arrays, *, options):
         return (d_q, others.keep_sums(sums, new, j), sent), None
 
     start = (d_q, others.start_sums((d_k, d_v)), others.start())
-    (d_q, sums, _), _ = lax.scan(step, start, jnp.arange(1, lax.axis_size(AXIS)))
+    (d_q, sums, _), _ = lax.scan(step, start, blocks.turns)
     return d_q.astype(q.dtype), *(d.astype(k.dtype) for d in others.sums_home(sums))
 
 
@@ -211,12 +211,12 @@ class _Others:
     Step j is about those of rank i - j. What a ring sends for step j + 1 leaves before step j is computed.
     """
 
-    def __init__(self, own: tuple, options: _Options):
+    def __init__(self, rank, own: tuple, options: _Options):
         self.rings = options.method == "ring"
-        self.own = own
+        self.rank, self.own = rank, own
 
     def source(self, j):
-        return (lax.axis_index(AXIS) - j) % lax.axis_size(AXIS)
+        return (self.rank - j) % lax.axis_size(AXIS)
 
     def start(self):
         if self.rings:
@@ -233,7 +233,7 @@ class _Others:
         """Gradients [B, S, K, H] float32 of the own keys and values, before the others add theirs."""
         if self.rings:
             return own
-        place = lambda a: jnp.zeros((lax.axis_size(AXIS), *a.shape), a.dtype).at[lax.axis_index(AXIS)].set(a)
+        place = lambda a: jnp.zeros((lax.axis_size(AXIS), *a.shape), a.dtype).at[self.rank].set(a)
         return tuple(compat.vary(place(a), compat.varying_axes(a)) for a in own)
 
     def receive_sums(self, sums, j):
@@ -257,9 +257,11 @@ class _Blocks:
     """Attention of some queries to some keys; "places" are (places in the sequence [T], segments [B, T] or None)."""
 
     def __init__(self, q, arrays, options: _Options):
-        self.segments, self.key = arrays
+        # What needs no q would be computed before a loop over layers, and kept: masks of all turns at once.
+        given = (lax.axis_index(AXIS), jnp.arange(1, lax.axis_size(AXIS)), arrays, q[:1, :1, :1, :1])
+        self.rank, self.turns, (self.segments, self.key), _ = lax.optimization_barrier(given)
         self.options, self.chunk = options, q.shape[1] // 2
-        self.own = self.of_rank(lax.axis_index(AXIS), self.segments)
+        self.own = self.of_rank(self.rank, self.segments)
 
     def of_rank(self, rank, segments):
         chunks = jnp.stack([rank, 2 * lax.axis_size(AXIS) - 1 - rank])
@@ -267,10 +269,9 @@ class _Blocks:
 
     def branch(self, source):
         """0: the window reaches none of these keys, 1: of an earlier rank, 2: of a later one."""
-        rank = lax.axis_index(AXIS)
-        nearest = (jnp.abs(rank - source) - 1) * self.chunk + 1
+        nearest = (jnp.abs(self.rank - source) - 1) * self.chunk + 1
         seen = True if self.options.window is None else nearest < self.options.window
-        return jnp.where(seen, jnp.where(source < rank, 1, 2), 0)
+        return jnp.where(seen, jnp.where(source < self.rank, 1, 2), 0)
 
     def forward(self, q, k, v, q_places, k_places):
         """-> (out [B, T, N, H] float32, log-sum-exp [B, N, T] float32); a row that sees nothing has no weight."""
@@ -319,7 +320,7 @@ class _Blocks:
         visible = (distance >= 0) & (distance < (self.options.window or 2**31 - 1))
         if segments is not None:
             visible = visible & (segments[0][:, :, None] == segments[1][:, None])
-        bias = jnp.where(visible, 0.0, NEVER).astype(q.dtype)
+        bias = (~visible).astype(q.dtype) * NEVER
         return bias.reshape(-1, 1, *bias.shape[-2:]), False
 
 
@@ -338,8 +339,10 @@ def _rotate(tree):
 
 
 def _pad_front(a, value: float, axis: int = 1):
-    return jnp.concatenate([jnp.full_like(a, value), a], axis)
+    """Twice as long along `axis`."""
+    low = [a.shape[axis] if i == axis else 0 for i in range(a.ndim)]
+    return lax.pad(a, jnp.array(value, a.dtype), [(n, 0, 0) for n in low])
 
 
 def _pad_back(a):
-    return jnp.concatenate([a, jnp.zeros_like(a)], 1)
+    return lax.pad(a, jnp.array(0, a.dtype), [(0, a.shape[1] if i == 1 else 0, 0) for i in range(a.ndim)])

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from megajax.ops.attention import AttentionMask
@@ -128,9 +129,16 @@ def cudnn_backward(q, k, v, out, lse, d_out, bias=None, *, scale, window, causal
     return einsum("bnts,bsnh->btnh", d_scores, k), d_k, d_v
 
 
+@pytest.fixture
+def cudnn_stand_ins(monkeypatch):
+    monkeypatch.setattr("megajax.ops.attention.choose_backend", lambda *_: "cudnn")
+    monkeypatch.setattr("megajax.compat.cudnn_attention_forward", cudnn_forward)
+    monkeypatch.setattr("megajax.compat.cudnn_attention_backward", cudnn_backward)
+
+
 @pytest.mark.parametrize("method", ["ring", "all_gather"])
 @pytest.mark.parametrize("options", [{}, {"window": 7}, {"packed": True}, {"packed": True, "window": 11}], ids=str)
-def test_cudnn_gets_what_the_formula_says(options, method, make_test_mesh, monkeypatch):
+def test_cudnn_gets_what_the_formula_says(options, method, make_test_mesh, request):
     def run(op, segments, order):
         def loss(q, k, v, g):
             given = dict(mask=AttentionMask(True, options.get("window")), scale=SCALE)
@@ -143,9 +151,7 @@ def test_cudnn_gets_what_the_formula_says(options, method, make_test_mesh, monke
 
     with jax.set_mesh(make_test_mesh()):
         want = run(attention_of_one, SEGMENTS, np.arange(T))
-    monkeypatch.setattr("megajax.ops.attention.choose_backend", lambda *_: "cudnn")
-    monkeypatch.setattr("megajax.compat.cudnn_attention_forward", cudnn_forward)
-    monkeypatch.setattr("megajax.compat.cudnn_attention_backward", cudnn_backward)
+    request.getfixturevalue("cudnn_stand_ins")
     with jax.set_mesh(make_test_mesh(context=4, data=2)):
         got = run(functools.partial(attention, method=method), SEGMENTS, sequence_order(T, 4, method))
     jax.tree.map(CLOSE, got, want)
@@ -166,3 +172,19 @@ def test_order_gives_each_device_an_early_and_a_late_chunk():
     np.testing.assert_array_equal(sequence_order(8, 2, "ring"), [0, 1, 6, 7, 2, 3, 4, 5])
     np.testing.assert_array_equal(sequence_order(8, 2, "all_to_all"), np.arange(8))
     np.testing.assert_array_equal(sequence_order(8, 1, "ring"), np.arange(8))
+
+
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+def test_a_loop_over_layers_keeps_no_masks_of_the_ring(method, make_test_mesh, cudnn_stand_ins):
+    """Partial evaluation of a scan computes what its carry does not touch once, before it, and keeps it."""
+    q, *_ = arguments()
+    segments = SEGMENTS[:, sequence_order(T, 4, method)]
+
+    def layers(q):
+        given = dict(method=method, mask=AttentionMask(True, 7), scale=SCALE, segments=(segments, segments))
+        return lax.scan(lambda x, _: (attention(x, x, x, **given), None), q, None, length=2)[0].sum()
+
+    with jax.set_mesh(make_test_mesh(context=4)):
+        jaxpr = jax.make_jaxpr(jax.grad(layers))(q).jaxpr
+    before = next(i for i, equation in enumerate(jaxpr.eqns) if equation.primitive.name == "scan")
+    assert all(0 < out.aval.size <= 4 for equation in jaxpr.eqns[:before] for out in equation.outvars)
