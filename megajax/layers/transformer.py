@@ -23,6 +23,7 @@ ACTIVATIONS = ("residual", "normed", "qkv", "attention_out", "residual_mid", "ml
 # Modules that the backward pass can compute again, and which of the activations need not be kept then.
 MODULES = {
     "norm": ("normed",),
+    "qkv": ("qkv",),
     "core_attention": ("attention_out",),
     "attention": ("qkv", "attention_out"),
     "activation": ("mlp_hidden",),

@@ -96,7 +96,7 @@ class DecoderConfig:
     recompute: Recompute = "none"
     """What the backward pass computes again: nothing, the modules of recompute_modules (selective), or whole layers."""
     recompute_modules: tuple[str, ...] = ("norm", "activation")
-    """With recompute=selective: any of norm, core_attention, attention, activation, mlp; see docs/memory.md."""
+    """With recompute=selective: any of norm, qkv, core_attention, attention, activation, mlp; see docs/memory.md."""
     recompute_every: int = 1
     """Of each n consecutive layers the first is recomputed, the others are not."""
     offload: tuple[str, ...] = ()
