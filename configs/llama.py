@@ -46,14 +46,16 @@ def llama3_8b_8layers() -> Config:
 def llama3_8b_128k() -> Config:
     """Llama 3 8B with sequences of 131,072 tokens, one over the 8 GPUs of a host.
 
-    Hardware: 8 GPUs with 80 GB or more, context 8 (docs/context.md). Compiled for H100: 52.6 GiB
-    (jaxlib 0.10.2); not yet run.
+    Hardware: 8 GPUs with 80 GB or more, context 8 (docs/context.md). Compiled for 8 H100: 42.9 GiB (jaxlib 0.11.2). On
+    4 H200 with context 4: 3.0k tokens/s/GPU, MFU 45 % counted causally (commit 7952425).
     Command: python train.py --config=llama3_8b_128k
     """
     config = llama3_8b()
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, recompute="full"),
+        model=dataclasses.replace(
+            config.model, recompute="selective", recompute_modules=("norm", "activation", "mlp"), scan_layers=True
+        ),
         mesh=MeshConfig(data=-1, context=8),
         training=dataclasses.replace(config.training, global_batch_size=1, sequence_length=131_072),
     )

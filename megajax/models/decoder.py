@@ -180,13 +180,17 @@ class DecoderConfig:
         causal=False counts the attention as if every token saw every other (PaLM's and most tables' convention);
         causal=True only what a token sees, windows included (Megatron Core's current convention).
         """
-        attention = 0.0
-        for layer in self.layer_configs():
-            window = min(layer.attention.window or sequence_length, sequence_length)
-            seen = window - window * (window - 1) / (2 * sequence_length) if causal else sequence_length
-            attention += 2 * 2 * seen * self.num_heads * self.width_of_head
         matrices = self.num_layers * _layer_config_matrices(self) + self.padded_vocab_size * self.embed_dim
-        return 3 * (2 * matrices + attention)
+        return 6 * matrices + self.attention_flops_per_token(sequence_length, causal=causal)
+
+    def attention_flops_per_token(self, sequence_length: int, *, causal: bool) -> float:
+        """Of these the attention itself."""
+        return 3 * sum(self._attention_forward_flops(layer, sequence_length, causal) for layer in self.layer_configs())
+
+    def _attention_forward_flops(self, layer: TransformerLayerConfig, length: int, causal: bool) -> float:
+        window = min(layer.attention.window or length, length)
+        seen = window - window * (window - 1) / (2 * length) if causal else length
+        return 2 * 2 * seen * self.num_heads * self.width_of_head
 
     def activation_elements(self) -> dict[str, int]:
         """Elements a token of each activation of a layer, by its name; a name that stands for several, all of them."""
@@ -196,13 +200,17 @@ class DecoderConfig:
         sizes = (D, 2 * D, qkv, heads, D, wide, self.width_of_mlp)
         return dict(zip(ACTIVATIONS, sizes, strict=True))
 
-    def recomputed_flops_per_token(self, sequence_length: int) -> float:
-        """FLOPs that the backward pass does again, a token, attention counted in full: the matmuls whose results a
-        layer does not keep. The last one, down, is never needed again."""
-        D, elements, T = self.embed_dim, self.activation_elements(), sequence_length
-        width = {"qkv": D, "attention_out": 2 * T, "residual_mid": elements["attention_out"], "mlp_wide": D}
-        kept = [layer.saved.kept if layer.saved else ACTIVATIONS for layer in self.layer_configs()]
-        return sum(2 * elements[name] * width[name] for names in kept for name in width if name not in names)
+    def recomputed_flops_per_token(self, sequence_length: int) -> tuple[float, float]:
+        """-> FLOPs that the backward pass does again, a token: (matmuls, attention, counted causally). Of the matmuls
+        those whose results a layer does not keep; the last one, down, is never needed again."""
+        D, elements, matmuls, attention = self.embed_dim, self.activation_elements(), 0.0, 0.0
+        width = {"qkv": D, "residual_mid": elements["attention_out"], "mlp_wide": D}
+        for layer in self.layer_configs():
+            kept = layer.saved.kept if layer.saved else ACTIVATIONS
+            matmuls += sum(2 * elements[name] * width[name] for name in width if name not in kept)
+            if "attention_out" not in kept:
+                attention += self._attention_forward_flops(layer, sequence_length, causal=True)
+        return matmuls, attention
 
     def check(self, mesh: MeshConfig, sequence_length: int) -> None:
         """Raises ValueError for sizes that do not fit each other or the mesh."""

@@ -12,7 +12,10 @@ from megajax.parallel.schedule import bubble
 from megajax.training.flops import Device
 from megajax.training.loop import TrainingConfig
 
-MATMUL_EFFICIENCY = 0.62  # of the bf16 peak, sustained by matmuls and attention of dense training on one H100
+# Of the bf16 peak, sustained on H100 and H200: matmuls, with the element-wise work between them, and attention (cuDNN,
+# 131,072 tokens; docs/context.md), of which the FLOPs that a causal mask leaves count.
+MATMUL_EFFICIENCY = 0.57
+ATTENTION_EFFICIENCY = 0.46
 NETWORK_BANDWIDTH = 50e9  # bytes/s a GPU, one direction: 400 Gb/s InfiniBand
 GPUS_PER_HOST = 8
 HOST_BANDWIDTH = 50e9  # bytes/s a GPU, one direction: what is left of PCIe 5 x16
@@ -48,10 +51,12 @@ class Times:
 def step_times(model: Model, mesh: MeshConfig, training: TrainingConfig, device: Device, host: dict[str, int]) -> Times:
     """host: bytes a device keeps on its host, as memory_per_device has them."""
     config, length = model.config, training.sequence_length
-    tokens = training.global_batch_size * length
-    flops = config.flops_per_token(length, causal=False) * tokens / mesh.num_devices
-    flops += config.recomputed_flops_per_token(length) * tokens / mesh.num_devices
-    compute = flops / (device.peak_flops * MATMUL_EFFICIENCY)
+    tokens = training.global_batch_size * length / mesh.num_devices
+    attention = config.attention_flops_per_token(length, causal=True)
+    matmuls = config.flops_per_token(length, causal=True) - attention
+    matmuls_again, attention_again = config.recomputed_flops_per_token(length)
+    work = (matmuls + matmuls_again) / MATMUL_EFFICIENCY + (attention + attention_again) / ATTENTION_EFFICIENCY
+    compute = tokens * work / device.peak_flops
     batch = training.schedule(mesh)(training.steps)
     waiting = bubble(mesh.pipeline, batch.num_microbatches, mesh.virtual_stages)
     parameters = model.num_parameters() / (mesh.tensor * mesh.weight_shards * mesh.pipeline)

@@ -26,6 +26,7 @@ from megajax.sharding import batch_spec
 from megajax.training.compiler_options import compiler_options
 from megajax.training.console import format_bytes, format_count, format_seconds
 from megajax.training.estimate import (
+    ATTENTION_EFFICIENCY,
     GPUS_PER_HOST,
     HOST_BANDWIDTH,
     MATMUL_EFFICIENCY,
@@ -185,7 +186,8 @@ def _time_rows(
                                 f"{format_seconds(times.update)}, exposed communication {exposed}"
                                 + (f", bubble {format_seconds(times.idle)}" if times.idle else "")),
         ("speed, estimate", f"{format_count(rate)} tokens/s a device, MFU {mfu(False)} (full), {mfu(True)} (causal)"),
-        ("assumptions", f"matmuls and attention at {MATMUL_EFFICIENCY:.0%} of {device.peak_flops / 1e12:.0f} TFLOP/s, "
+        ("assumptions", f"matmuls at {MATMUL_EFFICIENCY:.0%} and causal attention at {ATTENTION_EFFICIENCY:.0%} of "
+                        f"{device.peak_flops / 1e12:.0f} TFLOP/s, "
                         f"{device.link_bandwidth / 1e9:.0f} GB/s inside a host of {GPUS_PER_HOST}, "
                         f"{NETWORK_BANDWIDTH / 1e9:.0f} GB/s a GPU between hosts; fsdp, data and ring traffic hide "
                         "under compute, that of tensor, pipeline, gathers and all-to-all over context does not"
