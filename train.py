@@ -174,10 +174,9 @@ def _check_same_run(config: Config, run_dir: Path) -> None:
     if not (run_dir / "config.json").is_file():
         return
     old = Config.load(run_dir)
-    free = ("model.scan_layers", "model.recompute", "model.offload", "model.dropout", "model.attention_dropout")
-    changed = [
-        line for line in configuration.differences(old.model, config.model, "model.") if not line.startswith(free)
-    ]
+    free = ("scan_layers", "recompute", "offload", "dropout", "attention_dropout", "context_attention")
+    differences = configuration.differences(old.model, config.model, "model.")
+    changed = [line for line in differences if not line.removeprefix("model.").startswith(free)]
     if changed:
         raise ValueError(
             f"run_dir={run_dir} holds a run of another model ({'; '.join(changed)}); use another --run_dir"

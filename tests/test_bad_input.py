@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import train
+from megajax.config import override
 from megajax.mesh import MeshConfig
 from megajax.models.decoder import DecoderConfig
 
@@ -191,6 +192,15 @@ def test_empty_run_directory_is_that_of_the_recipe(monkeypatch, tmp_path):
     monkeypatch.setattr(train, "train", lambda config: config.run_dir)
     train.main(["--config=gpt_tiny", "--run_dir=", *MOCK])
     assert [str(path) for path in Path().iterdir()] == ["runs"] and Path("runs/gpt_tiny").is_dir()
+
+
+def test_a_run_may_go_on_with_another_way_to_compute_the_same(tmp_path):
+    config = train.configs.recipe("gpt_tiny")
+    (tmp_path / "config.json").write_text(config.to_json())
+    same = ["--model.context_attention=all_gather", "--model.recompute=full", "--model.scan_layers=True"]
+    train._check_same_run(override(config, same), tmp_path)
+    with pytest.raises(ValueError, match="another model"):
+        train._check_same_run(override(config, ["--model.window=8"]), tmp_path)
 
 
 def test_run_directory_of_another_model_is_left_as_it_is(tmp_path):

@@ -42,6 +42,16 @@ def test_two_processes_train_save_and_resume_like_one(alone, tmp_path):
     assert_equal_to(alone, run_dir)
 
 
+@pytest.mark.parametrize(
+    "mesh", ["--mesh.pipeline=2 --mesh.context=2 --training.microbatch_size=2", "--mesh.context=4"]
+)
+def test_a_pipeline_and_a_ring_between_processes_train_like_one_process(alone, mesh, tmp_path):
+    run(tmp_path / "run", "--mesh.data=1", *mesh.split(), *LENGTH, num_processes=2, devices_each=2)
+    got = losses(tmp_path / "run")
+    assert list(got) == list(alone[0])
+    np.testing.assert_allclose(list(got.values()), list(alone[0].values()), rtol=TOLERANCE)
+
+
 def test_sigterm_to_one_process_stops_both_after_the_same_step(tmp_path):
     run_dir = tmp_path / "run"
     # So long that it is never finished before the signal; the learning rate is the same whatever the length.
