@@ -71,14 +71,17 @@ def train(config: Config) -> str:
         sequence_length=training.sequence_length,
         seed=training.seed,
         num_train_samples=training.schedule(config.mesh).num_samples(training.steps),
+        first_sample=lambda step: training.schedule(config.mesh)(step).first_sample,
         num_eval_samples=training.eval_steps * training.eval_batch_size(config.mesh)
         if training.eval_every_steps
         else 0,
     )
     check_vocab_size(datasets.tokenizer, config.model.vocab_size)
+    _check_same_data(datasets.record, config.data.allow_change, run_dir)
     if first_process:
         run_dir.mkdir(parents=True, exist_ok=True)
-        _write_config(config, run_dir)
+        _replace(run_dir / "config.json", config.to_json())
+        _replace(run_dir / "data.json", json.dumps(datasets.record, indent=2) + "\n")
         save_tokenizer(datasets.tokenizer, run_dir)
         with (run_dir / "starts.jsonl").open("a") as file:
             print(json.dumps(start_record(mesh, options)), file=file)
@@ -183,11 +186,20 @@ def _check_same_run(config: Config, run_dir: Path) -> None:
         )
 
 
-def _write_config(config: Config, run_dir: Path) -> None:
-    """Replaces config.json as a whole: other processes may be reading it."""
-    temporary = run_dir / "config.json.new"
-    temporary.write_text(config.to_json())
-    temporary.replace(run_dir / "config.json")
+def _check_same_data(record: dict, allow_change: bool, run_dir: Path) -> None:
+    """Raises ValueError if the directory holds a run on other data, unless that is allowed."""
+    from megajax.data.loader import check_same_data
+
+    path = run_dir / "data.json"
+    if path.is_file() and not allow_change:
+        check_same_data(json.loads(path.read_text()), record)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file as a whole: other processes may be reading it."""
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_text(text)
+    temporary.replace(path)
 
 
 def _print_sample(config: Config) -> None:

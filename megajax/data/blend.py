@@ -4,6 +4,7 @@ Megatron's rule (megatron/core/datasets/helpers.cpp, build_blending_indices): wi
 comes from the d with the largest w_d * max(i, 1) - c_d in float64, the lowest d on ties.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -18,22 +19,31 @@ CHUNKS = 4096
 MIN_CHUNK = 64
 
 
-class BlendedDataset:
-    """Random access to `size` samples drawn from several datasets by weight.
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """A part of a blend in which the weights stay as they are."""
 
-    dataset_index int16 [size] and dataset_sample_index int64 [size] say where sample i comes from.
-    Raises ValueError if a dataset is shorter than its share.
+    weights: tuple[float, ...]
+    """One a dataset, normalised; 0 takes nothing from it."""
+    size: int
+    """Samples."""
+
+
+class BlendedDataset:
+    """Random access to samples drawn from several datasets by weight, in one phase or in several after each other.
+
+    dataset_index int16 [size] and dataset_sample_index int64 [size] say where sample i comes from. A phase goes on in
+    each dataset where the one before it stopped. Raises ValueError if a dataset is shorter than its share.
     """
 
-    def __init__(self, datasets: Sequence, weights: Sequence[float], size: int, cache_dir: str | None):
-        self._arguments = datasets, weights, size, cache_dir
-        self.datasets = list(datasets)
-        if len(datasets) != len(weights) or len(datasets) >= np.iinfo(np.int16).max:
-            raise ValueError(f"data.weights: {len(weights)} weights for {len(datasets)} datasets; give one each")
-        weights = normalize_weights(weights)
-        arrays = load_or_build(
-            cache_dir, "blend", {"weights": weights, "size": size}, lambda: _named(*blending_indices(weights, size))
-        )
+    def __init__(self, datasets: Sequence, phases: Sequence[Phase], cache_dir: str | None):
+        self._arguments = datasets, phases, cache_dir
+        self.datasets, self.phases = list(datasets), tuple(phases)
+        if len(datasets) >= np.iinfo(np.int16).max or any(len(one.weights) != len(datasets) for one in phases):
+            counts = [len(one.weights) for one in phases]
+            raise ValueError(f"data.weights: {counts} weights for {len(datasets)} datasets; give one each")
+        description = {"phases": [dataclasses.asdict(one) for one in phases]}
+        arrays = load_or_build(cache_dir, "blend", description, lambda: _indices(phases))
         self.dataset_index, self.dataset_sample_index = arrays["dataset_index"], arrays["dataset_sample_index"]
         needed = np.bincount(self.dataset_index, minlength=len(self.datasets))
         for number, dataset in enumerate(self.datasets):
@@ -62,13 +72,16 @@ def normalize_weights(weights: Sequence[float]) -> list[float]:
     return (array / array.sum()).tolist()
 
 
-def dataset_sizes(weights: Sequence[float], size: int) -> tuple[list[int], list[int]]:
-    """(samples the blend takes, samples to build) of each dataset; the blend's own size is the sum of the first.
+def plan_phases(weights: Sequence[Sequence[float]], sizes: Sequence[int]) -> tuple[list[Phase], list[int]]:
+    """(phases, samples to build of each dataset), for phases of normalised weights and at least those sizes.
 
-    weights: normalised. size: samples asked of the blend.
+    As Megatron a blend is as long as the shares of its datasets, each rounded up; phases but the last have their size.
     """
-    taken = [math.ceil(size * weight) for weight in weights]
-    return taken, [int(math.ceil(count * (1 + SURPLUS))) for count in taken]
+    shares = [[math.ceil(size * weight) for weight in one] for one, size in zip(weights, sizes, strict=True)]
+    sizes = [*sizes[:-1], sum(shares[-1])]
+    phases = [Phase(tuple(one), size) for one, size in zip(weights, sizes, strict=True)]
+    taken = [sum(counts) for counts in zip(*shares, strict=True)]
+    return phases, [int(math.ceil(count * (1 + SURPLUS))) for count in taken]
 
 
 def blending_indices(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -119,5 +132,15 @@ def _guess_counts(weights: np.ndarray, starts: np.ndarray) -> np.ndarray:
     return counts + (rank < (starts - counts.sum(axis=1))[:, None])
 
 
-def _named(dataset_index: np.ndarray, dataset_sample_index: np.ndarray) -> dict[str, np.ndarray]:
-    return {"dataset_index": dataset_index, "dataset_sample_index": dataset_sample_index}
+def _indices(phases: Sequence[Phase]) -> dict[str, np.ndarray]:
+    """Of all phases, one after the other."""
+    picks, samples, taken = [], [], np.zeros(len(phases[0].weights), np.int64)
+    for phase in phases:
+        # The rule would take from a weight of 0 where all others are ahead of theirs.
+        used = np.flatnonzero(phase.weights)
+        pick, sample = blending_indices([phase.weights[d] for d in used], phase.size)
+        pick = used.astype(np.int16)[pick]
+        picks.append(pick)
+        samples.append(sample + taken[pick])
+        taken += np.bincount(pick, minlength=len(taken))
+    return {"dataset_index": np.concatenate(picks), "dataset_sample_index": np.concatenate(samples)}

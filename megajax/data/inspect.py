@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from megajax.data.blend import BlendedDataset, dataset_sizes, normalize_weights
+from megajax.data.blend import BlendedDataset, normalize_weights, plan_phases
 from megajax.data.gpt import GptDataset, SampleFormat, split_ranges
 from megajax.data.indexed_dataset import IndexedDataset
 from megajax.data.preprocess import read_meta
@@ -71,9 +71,9 @@ def sample_indices(
         else:
             tokens = [dataset.lengths[slice(*part)].sum() for dataset, part in zip(datasets, ranges, strict=True)]
             shares = normalize_weights(weights or tokens)
-            taken, built = dataset_sizes(shares, size)
+            phases, built = plan_phases([shares], [size])
             parts = [gpt(*arguments) for arguments in zip(datasets, ranges, built, strict=True)]
-            found = _blend(BlendedDataset(parts, shares, sum(taken), None))
+            found = _blend(BlendedDataset(parts, phases, None))
             kind = "blend"
         out |= {f"{kind}/{name}/{key}": value for key, value in found.items()}
     return out

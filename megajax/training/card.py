@@ -16,6 +16,8 @@ from megajax.training.console import format_count
 from megajax.training.loop import TrainingConfig
 from megajax.training.memory import memory_per_device, memory_rows
 
+SHOWN_SOURCES = 8
+
 
 def startup_rows(
     model: Model,
@@ -33,7 +35,6 @@ def startup_rows(
     memory, host = memory_per_device(model, optimizer, mesh, mesh_config, training, shard_over_data)
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh_config.sizes().items() if size > 1)
     flops = [format_count(model.config.flops_per_token(length, causal=causal)) for causal in (False, True)]
-    epochs = training.schedule(mesh_config).num_samples(training.steps) * length / datasets.train_tokens_per_epoch
     return [
         ("parameters", format_count(model.num_parameters())),
         ("FLOPs per token", f"{flops[0]} (attention counted in full), {flops[1]} (causal)"),
@@ -42,10 +43,25 @@ def startup_rows(
         ("precision", f"parameters {model.precision.params}, compute {model.precision.compute}"),
         *memory_rows(memory, host),
         ("batch", f"{training.global_batch_size} x {length} = {format_count(tokens)} tokens a step"),
-        ("data", f"{format_count(datasets.train_tokens_per_epoch)} tokens an epoch, {epochs:.2f} epochs in "
-                 f"{training.steps} steps"),
+        *_data_rows(datasets, training.steps),
         ("compiler options", " ".join(f"{name}={value}" for name, value in compiler_options.items()) or "none"),
     ]  # fmt: skip
+
+
+def _data_rows(datasets: Datasets, steps: int) -> list[tuple[str, str]]:
+    """What a run reads, and how often; of many datasets those that are read most often."""
+    sources = sorted(datasets.sources, key=lambda source: -source.epochs)
+    total = sum(source.num_samples for source in sources)
+    if len(sources) == 1:
+        epochs = f"{sources[0].epochs:.2f} epochs in {steps} steps"
+        return [("data", f"{format_count(datasets.train_tokens_per_epoch)} tokens an epoch, {epochs}")]
+    rows = [
+        ("", f"{source.name}: {source.num_samples / total:.1%}, {source.epochs:.2f} epochs of "
+             f"{format_count(source.tokens_per_epoch)} tokens")
+        for source in sources[:SHOWN_SOURCES]
+    ]  # fmt: skip
+    more = f", {len(sources) - SHOWN_SOURCES} more read less often" if len(sources) > SHOWN_SOURCES else ""
+    return [("data", f"{len(sources)} datasets in {steps} steps{more}"), *rows]
 
 
 def start_record(mesh: Mesh, compiler_options: dict[str, str]) -> dict[str, Any]:

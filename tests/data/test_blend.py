@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megajax.data import blend
-from megajax.data.blend import BlendedDataset, blending_indices, dataset_sizes, normalize_weights
+from megajax.data.blend import BlendedDataset, Phase, blending_indices, normalize_weights, plan_phases
 from megajax.data.gpt import GptDataset, SampleFormat, split_ranges
 from megajax.data.indexed_dataset import IndexedDataset
 
@@ -22,7 +22,7 @@ def test_blend_equals_megatrons(split, tmp_path):
     meta = json.loads(str(oracle["meta"]))
     number = ["train", "valid"].index(split)
     weights = normalize_weights(meta["weights"])
-    taken, built = dataset_sizes(weights, meta["sizes"][number])
+    phases, built = plan_phases([weights], [meta["sizes"][number]])
     parts = []
     for name, size in zip(meta["names"], built, strict=True):
         source = IndexedDataset(ORACLES / "data" / name)
@@ -30,7 +30,7 @@ def test_blend_equals_megatrons(split, tmp_path):
         form = SampleFormat(pad_id=meta["pad"])
         parts.append(GptDataset(source, part, size, 64, meta["seed"], sample_format=form, cache_dir=None))
     for cache_dir in (None, str(tmp_path), str(tmp_path)):
-        dataset = BlendedDataset(parts, weights, sum(taken), cache_dir)
+        dataset = BlendedDataset(parts, phases, cache_dir)
         assert len(dataset) == oracle[f"blend/{split}/len"]
         for name in ("dataset_index", "dataset_sample_index"):
             want = oracle[f"blend/{split}/{name}"]
@@ -80,10 +80,35 @@ def test_every_prefix_is_within_two_samples_of_the_weights():
 
 def test_a_dataset_shorter_than_its_share_is_refused():
     with pytest.raises(ValueError, match="dataset 1 .* has 3 samples, the blend needs 5"):
-        BlendedDataset([range(10), range(3)], [1, 1], 10, None)
+        BlendedDataset([range(10), range(3)], [Phase((0.5, 0.5), 10)], None)
 
 
 def test_weights_that_are_not_positive_are_refused():
     for weights in ([1.0, 0.0], [1.0, -1.0], [1.0, float("nan")]):
         with pytest.raises(ValueError, match="data.weights"):
             normalize_weights(weights)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 5), min_size=3, max_size=3).filter(any), st.integers(1, 200)),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_phases_follow_their_weights_and_go_on_where_the_last_one_stopped(given_phases):
+    weights = [(np.array(one) / sum(one)).tolist() for one, _ in given_phases]
+    phases, built = plan_phases(weights, [size for _, size in given_phases])
+    dataset = BlendedDataset([range(size) for size in built], phases, None)
+    begin = 0
+    for phase, (_, size) in zip(phases, given_phases, strict=True):
+        picks = dataset.dataset_index[begin : begin + phase.size]
+        counts = np.bincount(picks, minlength=3)
+        assert phase.size == size or phase is phases[-1]
+        assert np.abs(counts - phase.size * np.array(phase.weights)).max() < 2
+        assert not counts[np.array(phase.weights) == 0].any()
+        begin += phase.size
+    for number in range(3):  # each dataset's own samples in their order, none twice
+        mine = dataset.dataset_sample_index[dataset.dataset_index == number]
+        assert mine.tolist() == list(range(len(mine)))

@@ -1,6 +1,9 @@
 """The cache of sample indices: never stale, never half written."""
 
+import logging
 import os
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -52,3 +55,30 @@ def test_rewritten_data_under_the_same_name_gets_new_indices(tmp_path):
 
     first, second = samples([10, 20, 30, 40]), samples([40, 30, 20, 10])
     assert not np.array_equal(first.sample_index, second.sample_index)
+
+
+def test_another_process_waits_for_the_builder_and_says_so(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "megajax")
+    building, results = threading.Event(), []
+
+    def slow():
+        building.set()
+        while "waiting for another process" not in caplog.text:
+            time.sleep(0.01)
+        return {"x": np.arange(3)}
+
+    def never():
+        raise AssertionError("built twice")
+
+    first = threading.Thread(target=lambda: results.append(load_or_build(str(tmp_path), "kind", {}, slow)["x"]))
+    first.start()
+    assert building.wait(10)
+    second = load_or_build(str(tmp_path), "kind", {}, never)["x"]  # a lock of its own: as another process would
+    first.join(10)
+    assert second.tolist() == results[0].tolist() == [0, 1, 2]
+
+
+def test_a_folder_that_cannot_be_written_keeps_the_arrays_in_memory(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    found = load_or_build(str(tmp_path / "file" / "cache"), "kind", {}, lambda: {"x": np.arange(3)})
+    assert found["x"].tolist() == [0, 1, 2] and "cannot be written" in caplog.text

@@ -3,10 +3,13 @@
 import pickle
 import shutil
 import struct
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megajax.data.indexed_dataset import DTYPES, IndexedDataset, IndexedDatasetWriter, token_dtype
 
@@ -115,3 +118,27 @@ def test_an_empty_dataset_can_be_written_and_read(tmp_path):
     with IndexedDatasetWriter(tmp_path / "x", np.uint16):
         pass
     assert len(IndexedDataset(tmp_path / "x")) == 0
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_any_damage_to_an_index_is_refused_or_harmless(data):
+    """No crash, and never a token from outside the file: what can still be opened reads as lengths and file say."""
+    content = bytearray((DATA / "b.idx").read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = data.draw(st.integers(0, 33) | st.integers(0, len(content) - 1))
+        content[place] = data.draw(st.integers(0, 255))
+    if data.draw(st.booleans()):
+        content = content[: data.draw(st.integers(0, len(content)))]
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "b.idx").write_bytes(content)
+        Path(folder, "b.bin").symlink_to(DATA / "b.bin")
+        try:
+            dataset = IndexedDataset(Path(folder, "b"))
+        except ValueError as error:
+            assert "b.idx" in str(error)
+            return
+        read = [dataset.read(i) for i in range(len(dataset))]
+        assert [len(tokens) for tokens in read] == dataset.lengths.tolist()
+        assert b"".join(tokens.tobytes() for tokens in read) == (DATA / "b.bin").read_bytes()
+        assert np.all(np.diff(dataset.document_indices) >= 0) and dataset.document_indices[-1] == len(dataset)

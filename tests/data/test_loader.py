@@ -1,18 +1,21 @@
 """Batches: one global order, whoever reads it, from whatever step."""
 
 import dataclasses
+import functools
+import hashlib
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megajax.data.indexed_dataset import IndexedDatasetWriter
-from megajax.data.loader import DataConfig, build_datasets, check_vocab_size, step_batches
+from megajax.data.loader import DataConfig, build_datasets, check_same_data, check_vocab_size, step_batches
 from megajax.data.preprocess import preprocess
 from megajax.data.tokenizer import load_tokenizer
 
 DATA = Path(__file__).parents[1] / "oracles" / "data"
-STEPS, MICROBATCHES, BATCH = 6, 2, 4
+STEPS, MICROBATCHES, BATCH = 6, 2, 8
 
 
 @pytest.fixture
@@ -23,7 +26,7 @@ def config(tmp_path) -> DataConfig:
 
 @pytest.fixture
 def dataset(config):
-    return build_datasets(config, sequence_length=16, seed=7, num_train_samples=60, num_eval_samples=0).train
+    return build_datasets(config, sequence_length=16, seed=7, num_train_samples=100, num_eval_samples=0).train
 
 
 def schedule(step):
@@ -51,23 +54,38 @@ def test_batches_hold_consecutive_samples_by_step_microbatch_and_row(dataset, co
                     assert np.array_equal(batch[key][m, b], value)
 
 
-@pytest.mark.parametrize("num_readers", [1, 2, 4])
+def stream_hash(dataset, config, num_readers, *, interleaved=False, start_step=0) -> str:
+    """Of the global batches that so many readers, each with its rows, have read together."""
+
+    def rows_of(batch_size, reader):
+        rows = np.arange(batch_size)
+        return rows[reader::num_readers] if interleaved else np.split(rows, num_readers)[reader]
+
+    readers = [batches(dataset, config, functools.partial(rows_of, reader=r), start_step) for r in range(num_readers)]
+    digest = hashlib.sha256()
+    for parts in zip(*readers, strict=True):
+        for key in sorted(parts[0]):
+            whole = np.empty((MICROBATCHES, BATCH, *parts[0][key].shape[2:]), parts[0][key].dtype)
+            for reader, part in enumerate(parts):
+                whole[:, rows_of(BATCH, reader)] = part[key]
+            digest.update(whole.tobytes())
+    return digest.hexdigest()
+
+
+@pytest.mark.parametrize("num_readers", [1, 2, 4, 8])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_any_number_of_readers_reads_the_same_global_batches(dataset, config, num_readers, interleaved):
-    want = batches(dataset, config, everything)
-    whole = [{key: np.full_like(value, -1) for key, value in batch.items()} for batch in want]
-    for reader in range(num_readers):
+def test_any_number_of_readers_reads_the_same_stream_also_when_resumed(dataset, config, num_readers, interleaved):
+    for start_step in (0, 4):
+        want = stream_hash(dataset, config, 1, start_step=start_step)
+        assert stream_hash(dataset, config, num_readers, interleaved=interleaved, start_step=start_step) == want
 
-        def rows_of(batch_size, reader=reader):
-            rows = np.arange(batch_size)
-            return rows[reader::num_readers] if interleaved else np.split(rows, num_readers)[reader]
 
-        for step, batch in enumerate(batches(dataset, config, rows_of)):
-            for key, value in batch.items():
-                whole[step][key][:, rows_of(BATCH)] = value
-    for got, batch in zip(whole, want, strict=True):
-        for key in batch:
-            assert np.array_equal(got[key], batch[key])
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_worker_processes_read_the_same_stream_also_when_resumed_with_another_number(dataset, config, num_workers):
+    workers = dataclasses.replace(config, num_workers=num_workers)
+    for num_readers, start_step in ((1, 0), (2, 3)):
+        want = stream_hash(dataset, config, 1, start_step=start_step)
+        assert stream_hash(dataset, workers, num_readers, start_step=start_step) == want
 
 
 @pytest.mark.parametrize("start_step", [1, 4, STEPS])
@@ -77,13 +95,6 @@ def test_resuming_at_a_step_continues_the_same_sequence(dataset, config, start_s
     want = batches(dataset, config, everything)[start_step:]
     got = batches(dataset, config, everything, start_step)
     assert len(got) == len(want)
-    for left, right in zip(got, want, strict=True):
-        assert all(np.array_equal(left[key], right[key]) for key in right)
-
-
-def test_worker_processes_give_the_same_batches_in_order(dataset, config):
-    want = batches(dataset, config, everything)
-    got = batches(dataset, dataclasses.replace(config, num_workers=2), everything)
     for left, right in zip(got, want, strict=True):
         assert all(np.array_equal(left[key], right[key]) for key in right)
 
@@ -138,6 +149,78 @@ def test_mock_data_needs_no_files(tmp_path):
 
 
 @pytest.fixture
+def late(tmp_path) -> str:
+    """A blend file of b and, new, c."""
+    entries = [{"path": str(DATA / "b"), "weight": 1}, {"path": str(DATA / "c"), "weight": 3}]
+    (tmp_path / "late.json").write_text(json.dumps({"blend": entries}))
+    return str(tmp_path / "late.json")
+
+
+def test_a_blend_may_change_at_a_step_and_goes_on_in_each_dataset(config, late):
+    changing = dataclasses.replace(config, blend_changes=(f"5:{late}",), split=(1, 0, 0))
+    sizes = dict(sequence_length=16, seed=7, num_train_samples=100, num_eval_samples=0)
+    data = build_datasets(changing, **sizes, first_sample=lambda step: 8 * step)
+    before, after = (np.bincount(part, minlength=3) for part in np.split(data.train.dataset_index[:100], [40]))
+    assert before.tolist() == [28, 12, 0]
+    assert after[0] == 0 and after.sum() == 60 and abs(after[2] - 45) <= 1
+    of_b = data.train.dataset_sample_index[data.train.dataset_index == 1]
+    assert of_b.tolist() == list(range(len(of_b)))
+    assert [source.num_samples for source in data.sources] == (before + after).tolist()
+    plain = build_datasets(dataclasses.replace(config, split=(1, 0, 0)), **sizes).train
+    assert np.array_equal(plain.dataset_index[:40], data.train.dataset_index[:40])
+    with pytest.raises(ValueError, match="the run ends before"):
+        build_datasets(changing, **sizes, first_sample=lambda step: 100 * step)
+
+
+def test_a_blend_file_is_the_blend_it_names(config, tmp_path):
+    entries = [{"path": path, "weight": weight} for path, weight in zip(config.paths, config.weights, strict=True)]
+    (tmp_path / "blend.json").write_text(json.dumps({"blend": entries}))
+    from_file = dataclasses.replace(config, paths=(str(tmp_path / "blend.json"),), weights=())
+    sizes = dict(sequence_length=16, seed=7, num_train_samples=60, num_eval_samples=4)
+    one, other = (build_datasets(c, **sizes) for c in (config, from_file))
+    for a, b in ((one.train, other.train), (one.eval, other.eval)):
+        assert np.array_equal(a.dataset_index, b.dataset_index) and len(a) == len(b)
+        assert np.array_equal(a[3]["tokens"], b[3]["tokens"])
+
+
+def test_evaluation_has_a_blend_of_its_own(config):
+    config = dataclasses.replace(config, eval_paths=(str(DATA / "c"), str(DATA / "b")), eval_weights=(3.0, 1.0))
+    data = build_datasets(config, sequence_length=16, seed=7, num_train_samples=10, num_eval_samples=20)
+    assert np.bincount(data.eval.dataset_index).tolist() == [15, 5]
+
+
+def test_sources_say_how_often_each_is_read(config):
+    data = build_datasets(config, sequence_length=16, seed=7, num_train_samples=100, num_eval_samples=0)
+    assert [source.num_samples for source in data.sources] == [70, 30]
+    for source, part in zip(data.sources, data.train.datasets, strict=True):
+        assert source.epochs == source.num_samples * 16 / part.tokens_per_epoch
+
+
+def test_a_run_goes_on_with_its_own_data_only(config, late, caplog):
+    def record(num_train_samples=60, sequence_length=16, **changes):
+        changed = dataclasses.replace(config, **changes)
+        sizes = dict(sequence_length=sequence_length, seed=7, num_train_samples=num_train_samples, num_eval_samples=0)
+        found = build_datasets(changed, **sizes, first_sample=lambda step: step).record
+        return json.loads(json.dumps(found))
+
+    check_same_data(record(), record(num_threads=1))
+    assert not caplog.records
+    check_same_data(record(), record(num_train_samples=61))
+    assert "laid out for 60 samples and is now for 61" in caplog.text
+    for changes, named in [
+        (dict(weights=(0.6, 0.4)), "weights"),
+        (dict(paths=(config.paths[0], str(DATA / "c"))), "files"),
+        (dict(split=(80, 20, 0)), "split"),
+        (dict(tokenizer="null:1001"), "tokenizer"),
+        (dict(reset_positions=True), "format"),
+        (dict(blend_changes=(f"5:{late}",)), "changes"),
+        (dict(sequence_length=17), "sequence_length"),
+    ]:
+        with pytest.raises(ValueError, match=f"other data .*{named}: .*--data.allow_change=True"):
+            check_same_data(record(), record(**changes))
+
+
+@pytest.fixture
 def written(tmp_path) -> str:
     (tmp_path / "a.txt").write_text("some text " * 100)
     preprocess([str(tmp_path / "a.txt")] * 50, str(tmp_path / "x"), load_tokenizer("bytes"), "bytes")
@@ -185,6 +268,11 @@ A = str(DATA / "a")
         (dict(tokenizer="gpt2"), "data.tokenizer=gpt2 is not known"),
         (dict(split=(0, 1, 0)), "data.split"),
         (dict(num_threads=-1), "data.num_threads=-1"),
+        (dict(eval_weights=(1.0,)), "data.eval_weights=.* is not read with data.source=mock"),
+        (dict(source="indexed", paths=(A,), eval_weights=(1.0,)), "data.eval_weights has 1 entries, data.eval_paths 0"),
+        (dict(source="indexed", paths=(A,), blend_changes=("late.json",)), "write STEP:FILE.json"),
+        (dict(source="indexed", paths=(A,), blend_changes=("9:a.json", "9:b.json")), "the steps must ascend"),
+        (dict(source="indexed", paths=(A,), blend_changes=("9:gone.json",)), "gone.json cannot be read"),
     ],
 )
 def test_wrong_settings_are_refused_with_the_way_out(fields, message):
