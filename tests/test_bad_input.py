@@ -203,6 +203,14 @@ def test_a_run_may_go_on_with_another_way_to_compute_the_same(tmp_path):
         train._check_same_run(override(config, ["--model.window=8"]), tmp_path)
 
 
+def test_a_run_on_other_data_is_refused_unless_it_is_allowed(tmp_path):
+    (tmp_path / "data.json").write_text('{"seed": 1, "num_samples": 8}')
+    train._check_same_data({"seed": 1, "num_samples": 8}, False, tmp_path)
+    with pytest.raises(ValueError, match="other data .seed: 1 -> 2.*allow_change"):
+        train._check_same_data({"seed": 2, "num_samples": 8}, False, tmp_path)
+    train._check_same_data({"seed": 2, "num_samples": 8}, True, tmp_path)
+
+
 def test_run_directory_of_another_model_is_left_as_it_is(tmp_path):
     other = train.configs.recipe("gpt2_124m")
     (tmp_path / "checkpoints" / "7").mkdir(parents=True)
