@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> None:
 def train(config: Config) -> str:
     """Builds everything that the config describes and trains -> "finished", "interrupted" or "already finished"."""
     from megajax.checkpoint.checkpointer import Checkpointer
-    from megajax.data.loader import build_datasets, check_vocab_size
+    from megajax.data.datasets import build_datasets, check_vocab_size
     from megajax.data.tokenizer import save_tokenizer
     from megajax.mesh import COMPILATION_CACHE, make_mesh, use_compilation_cache
     from megajax.models.model import Model
@@ -188,7 +188,7 @@ def _check_same_run(config: Config, run_dir: Path) -> None:
 
 def _check_same_data(record: dict, allow_change: bool, run_dir: Path) -> None:
     """Raises ValueError if the directory holds a run on other data, unless that is allowed."""
-    from megajax.data.loader import check_same_data
+    from megajax.data.datasets import check_same_data
 
     path = run_dir / "data.json"
     if path.is_file() and not allow_change:

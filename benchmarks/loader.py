@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.command_line import run, split
+from megajax.data.datasets import DataConfig, build_datasets
 from megajax.data.indexed_dataset import IndexedDatasetWriter
-from megajax.data.loader import DataConfig, build_datasets, step_batches
+from megajax.data.loader import step_batches
 
 NUM_DOCUMENTS, MEAN_TOKENS, VOCAB = 100_000, 500, 50_000
 BATCH, MOST_STEPS = 8, 20_000

@@ -4,7 +4,7 @@ import dataclasses
 
 from megajax.checkpoint.checkpointer import CheckpointConfig
 from megajax.config import Config
-from megajax.data.loader import DataConfig
+from megajax.data.datasets import DataConfig
 from megajax.mesh import MeshConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.optim.optimizer import OptimizerConfig

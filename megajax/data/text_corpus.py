@@ -20,7 +20,7 @@ from megajax.data.preprocess import preprocess
 from megajax.data.tokenizer import load_tokenizer, train_sentencepiece
 
 if TYPE_CHECKING:
-    from megajax.data.loader import DataConfig
+    from megajax.data.datasets import DataConfig
 
 logger = logging.getLogger("megajax")
 HELD_OUT_FRACTION = 0.05

@@ -7,7 +7,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from megajax.data.loader import DataConfig, Dataset, step_batches
+from megajax.data.datasets import DataConfig, Dataset
+from megajax.data.loader import step_batches
 from megajax.sharding import batch_spec
 from megajax.training.batch_schedule import Batch
 

@@ -8,7 +8,7 @@ import jaxlib
 from jax.sharding import Mesh
 
 from megajax import compat
-from megajax.data.loader import Datasets
+from megajax.data.datasets import Datasets
 from megajax.mesh import MeshConfig, xla_flags
 from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer

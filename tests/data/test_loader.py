@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megajax.data.datasets import DataConfig, build_datasets, check_same_data, check_vocab_size
 from megajax.data.indexed_dataset import IndexedDatasetWriter
-from megajax.data.loader import DataConfig, build_datasets, check_same_data, check_vocab_size, step_batches
+from megajax.data.loader import step_batches
 from megajax.data.preprocess import preprocess
 from megajax.data.tokenizer import load_tokenizer
 

@@ -1,0 +1,344 @@
+"""The datasets of a run: what the configuration names, opened, checked, blended, and how much of each is read."""
+
+import dataclasses
+import functools
+import logging
+import os
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from megajax.data.blend import BlendedDataset, plan_phases
+from megajax.data.blend_file import Entry, is_blend_file, phase_weights, prefixes, read_blend, shares
+from megajax.data.gpt import GptDataset, SampleFormat, split_ranges
+from megajax.data.indexed_dataset import IndexedDataset
+from megajax.data.mock import MockIndexedDataset
+from megajax.data.preprocess import read_meta
+from megajax.data.text_corpus import prepare_text
+from megajax.data.tokenizer import Tokenizer, check_tokenizer_spec, load_tokenizer
+
+logger = logging.getLogger("megajax")
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    source: Literal["indexed", "text", "mock"] = "mock"
+    """indexed: .bin/.idx files named by `paths`; text: text files named by `text`; mock: Megatron's mock documents."""
+    paths: tuple[str, ...] = ()
+    """Prefixes of Megatron .bin/.idx files, blended; or FILE.json with a (nested) blend (data/blend_file.py)."""
+    weights: tuple[float, ...] = ()
+    """One a path, any positive scale; empty blends by the number of tokens."""
+    blend_changes: tuple[str, ...] = ()
+    """STEP:FILE.json each: from that step on the training data is the blend of that file."""
+    eval_paths: tuple[str, ...] = ()
+    """Prefixes or blends to evaluate on; empty cuts the evaluation set from `paths`."""
+    eval_weights: tuple[float, ...] = ()
+    """One an evaluation path; empty blends by the number of tokens."""
+    split: tuple[float, float, float] = (969, 30, 1)
+    """Relative shares of training, evaluation and test documents in `paths` and in the mock documents."""
+    text: tuple[str, ...] = ()
+    """Patterns of text files; "stdlib" is the source code of Python's standard library."""
+    tokenizer: str = "null:50257"
+    """bytes | null:VOCAB | sentencepiece:VOCAB (trained on `text`) | PATH.model | PATH/tokenizer.json"""
+    cache_dir: str = ".cache/megajax"
+    """Where sample indices and tokenized text are kept."""
+    cross_document_attention: bool = False
+    """Documents packed into one sample attend across each other (Megatron's default)."""
+    reset_positions: bool = False
+    """Positions restart at 0 with each document."""
+    mask_document_end: bool = False
+    """No loss on predicting the end-of-document token."""
+    allow_change: bool = False
+    """A run may go on with other data than it began with."""
+    num_threads: int = 4
+    """Threads that read steps ahead; 0 reads when asked."""
+    num_workers: int = 0
+    """Processes that read steps ahead, for samples that cost much Python time; 0 uses threads only."""
+
+    def check(self) -> None:
+        """Raises ValueError with the way out; opens no file."""
+        check_tokenizer_spec(self.tokenizer)
+        for field in ("num_threads", "num_workers"):
+            if getattr(self, field) < 0:
+                raise ValueError(f"data.{field}={getattr(self, field)} must not be negative")
+        if len(self.split) != 3 or min(self.split) < 0 or self.split[0] <= 0:
+            raise ValueError(f"data.split={self.split} must be three shares, train evaluation test, none negative")
+        if self.tokenizer.endswith((".model", ".json")) and not os.path.isfile(self.tokenizer):
+            raise ValueError(f"data.tokenizer={self.tokenizer}: the file does not exist")
+        self._check_source()
+        self._check_paths()
+
+    def _check_source(self) -> None:
+        needed = {"indexed": "paths", "text": "text", "mock": None}[self.source]
+        for field in ("paths", "weights", "blend_changes", "eval_paths", "eval_weights", "text"):
+            used = field == needed or (self.source == "indexed" and field != "text")
+            if getattr(self, field) and not used:
+                raise ValueError(
+                    f"data.{field}={getattr(self, field)} is not read with data.source={self.source}; "
+                    f"use --data.source={'text' if field == 'text' else 'indexed'}"
+                )
+        if needed and not getattr(self, needed):
+            raise ValueError(f"data.source={self.source} needs --data.{needed}")
+        if self.source == "text" and self.tokenizer.startswith("null:"):
+            raise ValueError(
+                f"data.tokenizer={self.tokenizer} cannot read text; use --data.tokenizer=sentencepiece:2048 or bytes"
+            )
+        if self.source != "text" and self.tokenizer.startswith("sentencepiece:"):
+            raise ValueError(
+                f"data.tokenizer={self.tokenizer} is trained on data.text and needs --data.source=text; "
+                "name a trained model, PATH.model"
+            )
+
+    def _check_paths(self) -> None:
+        for weights, paths in (("weights", "paths"), ("eval_weights", "eval_paths")):
+            values, count = getattr(self, weights), len(getattr(self, paths))
+            if values and len(values) != count:
+                raise ValueError(f"data.{weights} has {len(values)} entries, data.{paths} {count}; give one each")
+            if values and not all(0 < weight < float("inf") for weight in values):
+                raise ValueError(f"data.{weights}={values} must all be positive")
+        changes = tuple(file for _, file in self.changes())
+        for field, entries in (("paths", self.paths), ("blend_changes", changes), ("eval_paths", self.eval_paths)):
+            for prefix in prefixes(read_blend(entries)):
+                for path in (prefix + ".bin", prefix + ".idx"):
+                    if not os.path.isfile(path):
+                        raise ValueError(
+                            f"data.{field}: file {path} does not exist; build it with "
+                            "python -m megajax.data.preprocess (give the prefix, without .bin)"
+                        )
+
+    def changes(self) -> list[tuple[int, str]]:
+        """(step, blend file) of `blend_changes`. Raises ValueError unless the steps ascend from 1."""
+        found = [(step, file) for step, _, file in (change.partition(":") for change in self.blend_changes)]
+        if any(not step.isdecimal() or not is_blend_file(file) for step, file in found):
+            raise ValueError(
+                f"data.blend_changes={self.blend_changes}: write STEP:FILE.json, for example 5000:late.json"
+            )
+        steps = [int(step) for step, _ in found]
+        if any(later <= earlier for earlier, later in zip([0, *steps], steps, strict=False)):
+            raise ValueError(f"data.blend_changes={self.blend_changes}: the steps must ascend, from 1 on")
+        return [(step, file) for step, (_, file) in zip(steps, found, strict=True)]
+
+
+class Dataset(Protocol):
+    """Random access to samples: dicts of arrays [sequence_length] (GptDataset says which)."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """How much of one dataset the training samples of a run are."""
+
+    name: str
+    tokens_per_epoch: int
+    num_samples: int
+    epochs: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Datasets:
+    """eval is None if no evaluation samples were asked for; eval_bytes_per_token is None where the text is unknown.
+
+    record: JSON values that decide which samples the run sees in which order, for a resume to compare.
+    """
+
+    train: Dataset
+    eval: Dataset | None
+    tokenizer: Tokenizer
+    train_tokens_per_epoch: int
+    eval_bytes_per_token: float | None
+    sources: tuple[Source, ...]
+    record: dict[str, Any]
+
+
+def build_datasets(
+    config: DataConfig,
+    *,
+    sequence_length: int,
+    seed: int,
+    num_train_samples: int,
+    num_eval_samples: int,
+    first_sample: Callable[[int], int] = int,
+) -> Datasets:
+    """Training and evaluation data of a run: at least the numbers of samples asked for, over as many epochs as needed.
+
+    first_sample: step -> its first sample, for `blend_changes`. Raises ValueError if files are missing or damaged, a
+    split is too small, or the tokenizer did not write the data.
+    """
+    config.check()
+    if config.source == "text":
+        train_prefix, eval_prefix, spec = prepare_text(config)
+        train_paths, eval_paths = (train_prefix,), (eval_prefix,)
+    else:
+        train_paths, eval_paths, spec = config.paths, config.eval_paths, config.tokenizer
+    tokenizer = load_tokenizer(spec)
+    form = SampleFormat(
+        cross_document_attention=config.cross_document_attention,
+        reset_positions=config.reset_positions,
+        mask_document_end=config.mask_document_end,
+        eod_id=tokenizer.eod_id,
+        vocab_size=tokenizer.vocab_size,
+    )
+    build = functools.partial(
+        _build, sequence_length=sequence_length, seed=seed, sample_format=form, cache_dir=config.cache_dir
+    )
+    if config.source == "mock":
+        mock = MockIndexedDataset(tokenizer.vocab_size, tokenizer.eod_id)
+        opened, blends, held_out = {mock.prefix: mock}, [Entry(mock.prefix)], Entry(mock.prefix)
+    else:
+        files = [(train_paths, config.weights), *(((file,), ()) for _, file in config.changes())]
+        blends = [read_blend(*one) for one in files]
+        held_out = read_blend(eval_paths, config.eval_weights) if eval_paths else blends[0]
+        names = [name for one in (*blends, held_out) for name in prefixes(one)]
+        opened = {name: _open(name, tokenizer) for name in dict.fromkeys(names)}
+    split = (1, 0, 0) if eval_paths else config.split
+    cuts = [*(first_sample(step) for step, _ in config.changes()), num_train_samples]
+    if any(size <= 0 for size in np.diff([0, *cuts])):
+        raise ValueError(f"data.blend_changes={config.blend_changes}: the run ends before; use more training.steps")
+    train = build(blends, opened, split, 0, np.diff([0, *cuts]).tolist())
+    evaluation = None
+    if num_eval_samples:
+        which = 0 if eval_paths else 1
+        evaluation = build([held_out], opened, split, which, [num_eval_samples])
+    return Datasets(
+        train=train,
+        eval=evaluation,
+        tokenizer=tokenizer,
+        train_tokens_per_epoch=sum(part.tokens_per_epoch for part in _parts(train)),
+        eval_bytes_per_token=_bytes_per_token([opened[name] for name in prefixes(held_out)]) if evaluation else None,
+        sources=_sources(train, sequence_length, cuts[-1]),
+        record=_record(train, tokenizer, form, split, sequence_length, seed, cuts),
+    )
+
+
+def _open(prefix: str, tokenizer: Tokenizer) -> IndexedDataset:
+    """The dataset, after checking that the tokenizer is the one that wrote it, where P.meta.json says so."""
+    meta = read_meta(prefix)
+    null = tokenizer.identity.startswith("null:")
+    if meta and (
+        meta["vocab_size"] > tokenizer.vocab_size if null else meta["tokenizer_identity"] != tokenizer.identity
+    ):
+        raise ValueError(
+            f"data.tokenizer: {prefix}.bin was written with {meta['tokenizer']} ({meta['tokenizer_identity']}, "
+            f"{meta['vocab_size']} ids), not with {tokenizer.identity}; name that tokenizer"
+        )
+    return IndexedDataset(prefix)
+
+
+def _range(source, split: tuple[float, ...], which: int) -> tuple[int, int]:
+    part = split_ranges(split, len(source))[which]
+    if part is None or part[0] == part[1]:
+        raise ValueError(
+            f"data.split={tuple(split)} leaves no {('training', 'evaluation', 'test')[which]} documents of the "
+            f"{len(source)} in {source.prefix}; give it a larger share, or name --data.eval_paths"
+        )
+    return part
+
+
+def _build(
+    blends: list[Entry],
+    opened: dict[str, Any],
+    split: tuple[float, ...],
+    which: int,
+    sizes: list[int],
+    *,
+    sequence_length: int,
+    seed: int,
+    sample_format: SampleFormat,
+    cache_dir: str,
+) -> Dataset:
+    """blends, sizes: of the phases."""
+    gpt = functools.partial(
+        GptDataset, sequence_length=sequence_length, seed=seed, sample_format=sample_format, cache_dir=cache_dir
+    )
+    ranges = {name: _range(opened[name], split, which) for one in blends for name in prefixes(one)}
+    # As Megatron: one path without a weight is no blend, one with a weight is, and is then built 0.5 % larger.
+    (alone, *others), weighted = ranges, blends[0].entries and blends[0].entries[0].weight is not None
+    if not others and not weighted and len(blends) == 1:
+        return gpt(opened[alone], ranges[alone], sizes[0])
+    num_tokens = lambda name: int(opened[name].lengths[slice(*ranges[name])].sum(dtype=np.int64))
+    names, weights = phase_weights(shares(one, num_tokens) for one in blends)
+    phases, built = plan_phases(weights, sizes)
+    datasets = [gpt(opened[name], ranges[name], size) for name, size in zip(names, built, strict=True)]
+    return BlendedDataset(datasets, phases, cache_dir)
+
+
+def _parts(dataset: GptDataset | BlendedDataset) -> list[GptDataset]:
+    return getattr(dataset, "datasets", [dataset])
+
+
+def _sources(dataset: GptDataset | BlendedDataset, length: int, num_samples: int) -> tuple[Source, ...]:
+    parts, picks = _parts(dataset), getattr(dataset, "dataset_index", np.zeros(num_samples, np.int16))
+    counts = np.bincount(picks[:num_samples], minlength=len(parts)).tolist()
+    return tuple(
+        Source(part.indexed.prefix, part.tokens_per_epoch, count, count * length / part.tokens_per_epoch)
+        for part, count in zip(parts, counts, strict=True)
+    )
+
+
+def _record(
+    dataset: GptDataset | BlendedDataset,
+    tokenizer: Tokenizer,
+    form: SampleFormat,
+    split: tuple[float, ...],
+    sequence_length: int,
+    seed: int,
+    cuts: list[int],
+) -> dict[str, Any]:
+    phases = getattr(dataset, "phases", ())
+    # Not their names: the same files may lie elsewhere when a run goes on.
+    files = [
+        {
+            "sequences": len(part.indexed),
+            "tokens": int(part.indexed.lengths.sum(dtype=np.int64)),
+            "sha256": (read_meta(part.indexed.prefix) or {}).get("sha256"),
+        }
+        for part in _parts(dataset)
+    ]
+    return {
+        "tokenizer": tokenizer.identity,
+        "sequence_length": sequence_length,
+        "seed": seed,
+        "format": dataclasses.asdict(form),
+        "files": files,
+        "split": list(split),
+        "weights": [list(phase.weights) for phase in phases],
+        "changes": cuts[:-1],
+        "num_samples": cuts[-1],
+    }
+
+
+def check_same_data(old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Raises ValueError if a run would go on with other samples than those of the record it began with."""
+    changed = [
+        f"{key}: {old.get(key)} -> {new[key]}" for key in new if key != "num_samples" and old.get(key) != new[key]
+    ]
+    if changed:
+        raise ValueError(
+            f"data: the run began with other data ({'; '.join(changed)}); use what it began with, another --run_dir, "
+            "or --data.allow_change=True"
+        )
+    if old["num_samples"] != new["num_samples"]:
+        logger.warning(
+            "data: the run was laid out for %d samples and is now for %d: epochs are shuffled together, so the samples "
+            "come in another order from here on",
+            old["num_samples"],
+            new["num_samples"],
+        )
+
+
+def _bytes_per_token(sources: list[IndexedDataset]) -> float | None:
+    """Text bytes a token of the whole files, end-of-document tokens counted; None unless one file with a meta.json."""
+    meta = read_meta(sources[0].prefix) if len(sources) == 1 else None
+    return meta["num_bytes"] / meta["num_tokens"] if meta and meta["num_tokens"] else None
+
+
+def check_vocab_size(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raises ValueError if the tokenizer makes ids that the model has no embedding for."""
+    if tokenizer.vocab_size > vocab_size:
+        raise ValueError(
+            f"model.vocab_size={vocab_size} is smaller than the {tokenizer.vocab_size} ids of data.tokenizer; "
+            f"use --model.vocab_size={-(-tokenizer.vocab_size // 128) * 128}"
+        )
