@@ -11,10 +11,12 @@ import numpy as np
 
 from megajax.data.blend import BlendedDataset, plan_phases
 from megajax.data.blend_file import Entry, is_blend_file, phase_weights, prefixes, read_blend, shares
+from megajax.data.fim import FillInTheMiddle
 from megajax.data.gpt import GptDataset, SampleFormat, split_ranges
 from megajax.data.indexed_dataset import IndexedDataset
 from megajax.data.mock import MockIndexedDataset
 from megajax.data.preprocess import read_meta
+from megajax.data.sft import SftDataset, SftFormat
 from megajax.data.text_corpus import prepare_text
 from megajax.data.tokenizer import Tokenizer, check_tokenizer_spec, load_tokenizer
 
@@ -35,6 +37,9 @@ class DataConfig:
     """Prefixes or blends to evaluate on; empty cuts the evaluation set from `paths`."""
     eval_weights: tuple[float, ...] = ()
     """One an evaluation path; empty blends by the number of tokens."""
+    kind: Literal["documents", "conversations"] = "documents"
+    """documents: text to go on with. conversations: supervised fine-tuning, with a loss on the answers only; of files
+    that preprocess --conversations wrote."""
     split: tuple[float, float, float] = (969, 30, 1)
     """Relative shares of training, evaluation and test documents in `paths` and in the mock documents."""
     text: tuple[str, ...] = ()
@@ -49,6 +54,14 @@ class DataConfig:
     """Positions restart at 0 with each document."""
     mask_document_end: bool = False
     """No loss on predicting the end-of-document token."""
+    fim_rate: float = 0.0
+    """Probability that a training document is put in another order, to learn to fill in the middle (data/fim.py)."""
+    fim_spm_rate: float = 0.5
+    """Probability that such a document has its suffix first."""
+    fim_tokens: tuple[str, str, str] = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
+    """The tokens before its three parts, as the tokenizer spells them."""
+    on_misfit: Literal["raise", "skip", "truncate"] = "raise"
+    """A conversation longer than a sample is refused, left out or cut; one without an answer: refused, or left out."""
     allow_change: bool = False
     """A run may go on with other data than it began with."""
     num_threads: int = 4
@@ -67,7 +80,21 @@ class DataConfig:
         if self.tokenizer.endswith((".model", ".json")) and not os.path.isfile(self.tokenizer):
             raise ValueError(f"data.tokenizer={self.tokenizer}: the file does not exist")
         self._check_source()
+        self._check_kind()
         self._check_paths()
+
+    def _check_kind(self) -> None:
+        for field in ("fim_rate", "fim_spm_rate"):
+            if not 0 <= getattr(self, field) <= 1:
+                raise ValueError(f"data.{field}={getattr(self, field)} must be between 0 and 1")
+        if self.kind == "conversations":
+            wrong = [
+                name for name in ("cross_document_attention", "mask_document_end", "fim_rate") if getattr(self, name)
+            ]
+            if self.source != "indexed":
+                raise ValueError(f"data.kind=conversations is read with data.source=indexed, not {self.source}")
+            if wrong:
+                raise ValueError(f"data.{wrong[0]}={getattr(self, wrong[0])} is not for data.kind=conversations")
 
     def _check_source(self) -> None:
         needed = {"indexed": "paths", "text": "text", "mock": None}[self.source]
@@ -174,16 +201,8 @@ def build_datasets(
     else:
         train_paths, eval_paths, spec = config.paths, config.eval_paths, config.tokenizer
     tokenizer = load_tokenizer(spec)
-    form = SampleFormat(
-        cross_document_attention=config.cross_document_attention,
-        reset_positions=config.reset_positions,
-        mask_document_end=config.mask_document_end,
-        eod_id=tokenizer.eod_id,
-        vocab_size=tokenizer.vocab_size,
-    )
-    build = functools.partial(
-        _build, sequence_length=sequence_length, seed=seed, sample_format=form, cache_dir=config.cache_dir
-    )
+    form = _sample_format(config, tokenizer)
+    build = functools.partial(_build, sequence_length=sequence_length, seed=seed, cache_dir=config.cache_dir)
     if config.source == "mock":
         mock = MockIndexedDataset(tokenizer.vocab_size, tokenizer.eod_id)
         opened, blends, held_out = {mock.prefix: mock}, [Entry(mock.prefix)], Entry(mock.prefix)
@@ -197,19 +216,42 @@ def build_datasets(
     cuts = [*(first_sample(step) for step, _ in config.changes()), num_train_samples]
     if any(size <= 0 for size in np.diff([0, *cuts])):
         raise ValueError(f"data.blend_changes={config.blend_changes}: the run ends before; use more training.steps")
-    train = build(blends, opened, split, 0, np.diff([0, *cuts]).tolist())
+    train = build(blends, opened, split, 0, np.diff([0, *cuts]).tolist(), sample_format=form)
     evaluation = None
     if num_eval_samples:
         which = 0 if eval_paths else 1
-        evaluation = build([held_out], opened, split, which, [num_eval_samples])
+        plain = _sample_format(dataclasses.replace(config, fim_rate=0.0), tokenizer)
+        evaluation = build([held_out], opened, split, which, [num_eval_samples], sample_format=plain)
     return Datasets(
         train=train,
         eval=evaluation,
         tokenizer=tokenizer,
         train_tokens_per_epoch=sum(part.tokens_per_epoch for part in _parts(train)),
-        eval_bytes_per_token=_bytes_per_token([opened[name] for name in prefixes(held_out)]) if evaluation else None,
+        eval_bytes_per_token=_bytes_per_token(evaluation, config.kind),
         sources=_sources(train, sequence_length, cuts[-1]),
         record=_record(train, tokenizer, form, split, sequence_length, seed, cuts),
+    )
+
+
+def _sample_format(config: DataConfig, tokenizer: Tokenizer) -> SampleFormat | SftFormat:
+    if config.kind == "conversations":
+        return SftFormat(on_misfit=config.on_misfit, vocab_size=tokenizer.vocab_size)
+    fill = None
+    if config.fim_rate:
+        ids = {name: tokenizer.token_id(name) for name in config.fim_tokens}
+        missing = [name for name, number in ids.items() if number is None]
+        if missing:
+            raise ValueError(
+                f"data.fim_tokens: {', '.join(missing)} are not tokens of {tokenizer.identity}; name its own"
+            )
+        fill = FillInTheMiddle(config.fim_rate, config.fim_spm_rate, *ids.values())
+    return SampleFormat(
+        cross_document_attention=config.cross_document_attention,
+        reset_positions=config.reset_positions,
+        mask_document_end=config.mask_document_end,
+        eod_id=tokenizer.eod_id,
+        vocab_size=tokenizer.vocab_size,
+        fill_in_the_middle=fill,
     )
 
 
@@ -227,12 +269,35 @@ def _open(prefix: str, tokenizer: Tokenizer) -> IndexedDataset:
     return IndexedDataset(prefix)
 
 
-def _range(source, split: tuple[float, ...], which: int) -> tuple[int, int]:
-    part = split_ranges(split, len(source))[which]
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    """What a kind of samples is cut from: sequences of an indexed dataset, or its documents."""
+
+    dataset: type
+    count: Callable[[Any], int]
+    num_tokens: Callable[[Any, tuple[int, int]], int]
+
+
+def _tokens(source, begin: int, end: int) -> int:
+    return int(source.lengths[begin:end].sum(dtype=np.int64))
+
+
+_KINDS = {
+    SampleFormat: _Kind(GptDataset, len, lambda source, part: _tokens(source, *part)),
+    SftFormat: _Kind(
+        SftDataset,
+        lambda source: len(source.document_indices) - 1,
+        lambda source, part: _tokens(source, *source.document_indices[list(part)].tolist()),
+    ),
+}
+
+
+def _range(source, count: int, split: tuple[float, ...], which: int) -> tuple[int, int]:
+    part = split_ranges(split, count)[which]
     if part is None or part[0] == part[1]:
         raise ValueError(
             f"data.split={tuple(split)} leaves no {('training', 'evaluation', 'test')[which]} documents of the "
-            f"{len(source)} in {source.prefix}; give it a larger share, or name --data.eval_paths"
+            f"{count} in {source.prefix}; give it a larger share, or name --data.eval_paths"
         )
     return part
 
@@ -246,30 +311,32 @@ def _build(
     *,
     sequence_length: int,
     seed: int,
-    sample_format: SampleFormat,
+    sample_format: SampleFormat | SftFormat,
     cache_dir: str,
 ) -> Dataset:
     """blends, sizes: of the phases."""
-    gpt = functools.partial(
-        GptDataset, sequence_length=sequence_length, seed=seed, sample_format=sample_format, cache_dir=cache_dir
+    kind = _KINDS[type(sample_format)]
+    build = functools.partial(
+        kind.dataset, sequence_length=sequence_length, seed=seed, sample_format=sample_format, cache_dir=cache_dir
     )
-    ranges = {name: _range(opened[name], split, which) for one in blends for name in prefixes(one)}
+    used = dict.fromkeys(name for one in blends for name in prefixes(one))
+    ranges = {name: _range(opened[name], kind.count(opened[name]), split, which) for name in used}
     # As Megatron: one path without a weight is no blend, one with a weight is, and is then built 0.5 % larger.
     (alone, *others), weighted = ranges, blends[0].entries and blends[0].entries[0].weight is not None
     if not others and not weighted and len(blends) == 1:
-        return gpt(opened[alone], ranges[alone], sizes[0])
-    num_tokens = lambda name: int(opened[name].lengths[slice(*ranges[name])].sum(dtype=np.int64))
+        return build(opened[alone], ranges[alone], sizes[0])
+    num_tokens = lambda name: kind.num_tokens(opened[name], ranges[name])
     names, weights = phase_weights(shares(one, num_tokens) for one in blends)
     phases, built = plan_phases(weights, sizes)
-    datasets = [gpt(opened[name], ranges[name], size) for name, size in zip(names, built, strict=True)]
+    datasets = [build(opened[name], ranges[name], size) for name, size in zip(names, built, strict=True)]
     return BlendedDataset(datasets, phases, cache_dir)
 
 
-def _parts(dataset: GptDataset | BlendedDataset) -> list[GptDataset]:
+def _parts(dataset: GptDataset | SftDataset | BlendedDataset) -> list[GptDataset | SftDataset]:
     return getattr(dataset, "datasets", [dataset])
 
 
-def _sources(dataset: GptDataset | BlendedDataset, length: int, num_samples: int) -> tuple[Source, ...]:
+def _sources(dataset: GptDataset | SftDataset | BlendedDataset, length: int, num_samples: int) -> tuple[Source, ...]:
     parts, picks = _parts(dataset), getattr(dataset, "dataset_index", np.zeros(num_samples, np.int16))
     counts = np.bincount(picks[:num_samples], minlength=len(parts)).tolist()
     return tuple(
@@ -279,9 +346,9 @@ def _sources(dataset: GptDataset | BlendedDataset, length: int, num_samples: int
 
 
 def _record(
-    dataset: GptDataset | BlendedDataset,
+    dataset: GptDataset | SftDataset | BlendedDataset,
     tokenizer: Tokenizer,
-    form: SampleFormat,
+    form: SampleFormat | SftFormat,
     split: tuple[float, ...],
     sequence_length: int,
     seed: int,
@@ -301,7 +368,7 @@ def _record(
         "tokenizer": tokenizer.identity,
         "sequence_length": sequence_length,
         "seed": seed,
-        "format": dataclasses.asdict(form),
+        "format": {"kind": type(form).__name__, **dataclasses.asdict(form)},
         "files": files,
         "split": list(split),
         "weights": [list(phase.weights) for phase in phases],
@@ -329,9 +396,10 @@ def check_same_data(old: dict[str, Any], new: dict[str, Any]) -> None:
         )
 
 
-def _bytes_per_token(sources: list[IndexedDataset]) -> float | None:
-    """Text bytes a token of the whole files, end-of-document tokens counted; None unless one file with a meta.json."""
-    meta = read_meta(sources[0].prefix) if len(sources) == 1 else None
+def _bytes_per_token(dataset: Dataset | None, kind: str) -> float | None:
+    """Text bytes a token of the whole file, end-of-document tokens counted; None unless it is one with a meta.json."""
+    parts = _parts(dataset) if dataset is not None and kind == "documents" else []
+    meta = read_meta(parts[0].indexed.prefix) if len(parts) == 1 else None
     return meta["num_bytes"] / meta["num_tokens"] if meta and meta["num_tokens"] else None
 
 

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
+from megajax.data.fim import FillInTheMiddle, rearrange
 from megajax.data.index_cache import content_hash, load_or_build
 
 # Megatron's rule: a last epoch of which less than this fraction is used is shuffled apart from the others.
@@ -49,6 +50,8 @@ class SampleFormat:
     """Megatron's pad: no loss where the label is pad, then pad becomes 0 in tokens and labels. None: no pad token."""
     vocab_size: int | None = None
     """Token ids must be below this; None: not checked."""
+    fill_in_the_middle: FillInTheMiddle | None = None
+    """Some documents are cut in three and put in another order; None: none are."""
 
 
 class GptDataset:
@@ -76,11 +79,14 @@ class GptDataset:
         cache_dir: str | None,
     ):
         self._arguments = (indexed, sequence_range, num_samples, sequence_length, seed), sample_format, cache_dir
-        self.indexed, self.sequence_length, self.sample_format = indexed, sequence_length, sample_format
+        self.indexed, self.sequence_length, self.seed = indexed, sequence_length, seed
+        self.sample_format = sample_format
         if indexed.dtype.kind not in "iu":
             raise ValueError(f"data.paths: {indexed.prefix}.bin holds {indexed.dtype}, not token ids")
         if sample_format.mask_document_end and sample_format.eod_id is None:
             raise ValueError("data.mask_document_end=True needs a tokenizer with an end-of-document token")
+        if sample_format.fill_in_the_middle is not None:
+            sample_format.fill_in_the_middle.check(sample_format.vocab_size)
         lengths = np.asarray(indexed.lengths[slice(*sequence_range)])
         self.tokens_per_epoch = int(lengths.sum(dtype=np.int64))
         if self.tokens_per_epoch <= sequence_length and (num_samples is None or self.tokens_per_epoch == 0):
@@ -112,9 +118,20 @@ class GptDataset:
         return len(self.shuffle_index)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        text, lengths = self._read(int(i))
-        tokens, labels, form = text[:-1], text[1:].copy(), self.sample_format
-        segments = np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths)[:-1]
+        form = self.sample_format
+        documents = self._read(int(i))
+        if form.fill_in_the_middle is not None:
+            documents = rearrange(documents, form.fill_in_the_middle, form.eod_id, (self.seed, int(i)))
+        lengths = np.array([len(document) for document in documents])
+        # What fill in the middle adds is cut off at the end.
+        text = np.concatenate(documents)[: self.sequence_length + 1].astype(np.int32)
+        if form.vocab_size is not None and (text.max() >= form.vocab_size or text.min() < 0):
+            raise ValueError(
+                f"data.paths: sample {i} of {self.indexed.prefix}.bin: token ids {text.min()} to {text.max()} do not "
+                f"fit data.tokenizer's {form.vocab_size} ids; name the tokenizer that wrote the file"
+            )
+        tokens, labels = text[:-1], text[1:].copy()
+        segments = np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths)[: len(tokens)]
         positions = np.arange(len(tokens), dtype=np.int32)
         if form.reset_positions:
             positions -= (np.cumsum(lengths) - lengths).astype(np.int32)[segments - 1]
@@ -135,8 +152,8 @@ class GptDataset:
             "segment_ids": segments,
         }
 
-    def _read(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-        """(text int32 [T + 1], lengths of its non-empty parts int64 [parts], summing to T + 1)."""
+    def _read(self, i: int) -> list[np.ndarray]:
+        """The non-empty parts of documents [length] that make up a sample, T + 1 tokens together."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of a dataset of {len(self)} samples")
         row = int(self.shuffle_index[i])
@@ -148,14 +165,7 @@ class GptDataset:
             part = self.indexed.read(sequence, begin, last_offset + 1 - begin if position == last else None)
             if len(part):
                 parts.append(part)
-        text = np.concatenate(parts).astype(np.int32)
-        limit = self.sample_format.vocab_size
-        if limit is not None and (text.max() >= limit or text.min() < 0):
-            raise ValueError(
-                f"data.paths: {self.indexed.prefix}.bin, sequences {sequences[:4]}...: token ids {text.min()} to "
-                f"{text.max()} do not fit data.tokenizer's {limit} ids; name the tokenizer that wrote the file"
-            )
-        return text, np.array([len(part) for part in parts])
+        return parts
 
 
 def _rebuild(positional: tuple, sample_format: SampleFormat, cache_dir: str | None) -> GptDataset:

@@ -224,7 +224,7 @@ def test_processes_that_build_at_once_agree_and_leave_no_temporary_files(tmp_pat
     for process in processes:
         process.join()
     assert all(np.array_equal(sample, samples[0]) for sample in samples)
-    assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == [".json", ".npy", ".npy", ".npy"]
+    assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == [".json", ".lock", ".npy", ".npy", ".npy"]
 
 
 def test_an_unwritable_cache_is_reported_and_survived(tmp_path, caplog):

@@ -184,6 +184,37 @@ def test_a_blend_file_is_the_blend_it_names(config, tmp_path):
         assert np.array_equal(a[3]["tokens"], b[3]["tokens"])
 
 
+def test_fill_in_the_middle_is_for_training_alone(config):
+    config = dataclasses.replace(config, weights=(), fim_rate=1.0, fim_tokens=("997", "998", "999"))
+    sizes = dict(sequence_length=16, seed=7, num_train_samples=20, num_eval_samples=4)
+    marks = lambda dataset: sum(np.isin(dataset[i]["tokens"], (997, 998, 999)).sum() for i in range(4))
+    plain = build_datasets(dataclasses.replace(config, fim_rate=0.0), **sizes)
+    data = build_datasets(config, **sizes)
+    assert marks(data.train) > marks(plain.train) + 4 and marks(data.eval) == marks(plain.eval)
+    assert data.record["format"]["fill_in_the_middle"]["rate"] == 1.0
+    with pytest.raises(ValueError, match="data.fim_tokens: 1000 are not tokens of null:1000"):
+        build_datasets(dataclasses.replace(config, fim_tokens=("1000", "1", "2")), **sizes)
+
+
+def test_conversations_are_blended_split_and_read_like_documents(config, tmp_path):
+    for name, count in (("x", 40), ("y", 20)):
+        with IndexedDatasetWriter(tmp_path / name, np.uint16) as writer:
+            for d in range(count):
+                writer.add_document([np.arange(1 + d % 3), np.full(2 + d % 4, 500 + d), np.arange(2), np.full(1, 900)])
+    paths = (str(tmp_path / "x"), str(tmp_path / "y"))
+    chat = dataclasses.replace(config, kind="conversations", paths=paths, weights=(1.0, 1.0), split=(80, 20, 0))
+    data = build_datasets(chat, sequence_length=16, seed=7, num_train_samples=30, num_eval_samples=4)
+    assert [len(part.indexed.document_indices) - 1 for part in data.train.datasets] == [40, 20]
+    assert [set(part.document_index) for part in data.train.datasets] == [set(range(32)), set(range(16))]
+    assert data.eval_bytes_per_token is None
+    batch = next(
+        iter(step_batches(data.train, lambda s: (8 * s, 1, 8), everything, start_step=0, num_steps=2, config=chat))
+    )
+    learnt = batch["labels"][batch["loss_mask"] == 1]
+    assert len(learnt) and learnt.min() >= 500
+    assert np.all(batch["segment_ids"][batch["loss_mask"] == 1] > 0)
+
+
 def test_evaluation_has_a_blend_of_its_own(config):
     config = dataclasses.replace(config, eval_paths=(str(DATA / "c"), str(DATA / "b")), eval_weights=(3.0, 1.0))
     data = build_datasets(config, sequence_length=16, seed=7, num_train_samples=10, num_eval_samples=20)
@@ -269,6 +300,9 @@ A = str(DATA / "a")
         (dict(tokenizer="gpt2"), "data.tokenizer=gpt2 is not known"),
         (dict(split=(0, 1, 0)), "data.split"),
         (dict(num_threads=-1), "data.num_threads=-1"),
+        (dict(kind="conversations"), "data.kind=conversations is read with data.source=indexed, not mock"),
+        (dict(source="indexed", paths=(A,), kind="conversations", fim_rate=0.5), "data.fim_rate=0.5 is not for"),
+        (dict(fim_rate=2.0), "data.fim_rate=2.0 must be between 0 and 1"),
         (dict(eval_weights=(1.0,)), "data.eval_weights=.* is not read with data.source=mock"),
         (dict(source="indexed", paths=(A,), eval_weights=(1.0,)), "data.eval_weights has 1 entries, data.eval_paths 0"),
         (dict(source="indexed", paths=(A,), blend_changes=("late.json",)), "write STEP:FILE.json"),

@@ -1,0 +1,92 @@
+"""Fill in the middle: documents put in another order, so that a left-to-right model learns to fill a gap.
+
+A document is cut at two random places into prefix P, middle M and suffix S, and becomes
+- PSM: `prefix_id` P `suffix_id` S `middle_id` M, or
+- SPM: `prefix_id` `suffix_id` S `middle_id` P M (the paper's second variant: one model learns both orders).
+
+Source: Bavarian et al. 2022, https://arxiv.org/abs/2207.14255; Megatron-LM, megatron/training/datasets/fim_dataset.py.
+As there, each part of a document that a sample holds counts as a document, its end token stays at its end, and the
+sample is cut back to its length after all: every document put in another order pushes three tokens off the end.
+Unlike there,
+- cuts fall between tokens. Megatron cuts the decoded text between characters and encodes the pieces again, which the
+  paper found better for gaps inside a word; samples here know no text.
+- the random numbers belong to the sample. Megatron's follow the order of reading, and change when a run resumes.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class FillInTheMiddle:
+    """How many documents are put in another order, and the tokens that mark their parts."""
+
+    rate: float
+    """Probability that a document is."""
+    spm_rate: float
+    """Probability that it becomes SPM and not PSM."""
+    prefix_id: int
+    middle_id: int
+    suffix_id: int
+    split_id: int | None = None
+    """Token between the fragments of a document (files of a repository), which are then each treated alone."""
+    fragment_rate: float = 1.0
+    """Probability of a fragment, in a document that is treated and that holds split_id."""
+
+    def check(self, vocab_size: int | None) -> None:
+        """Raises ValueError if a rate is no probability or an id is not below vocab_size."""
+        for field in ("rate", "spm_rate", "fragment_rate"):
+            if not 0 <= getattr(self, field) <= 1:
+                raise ValueError(f"data.fim_{field}={getattr(self, field)} must be between 0 and 1")
+        ids = {field: getattr(self, field) for field in ("prefix_id", "middle_id", "suffix_id")}
+        for field, value in ids.items():
+            if value < 0 or (vocab_size is not None and value >= vocab_size):
+                raise ValueError(
+                    f"data.fim_tokens: {field}={value} is not one of data.tokenizer's {vocab_size} ids; "
+                    "name a tokenizer that has the three tokens"
+                )
+        if len(set(ids.values())) < len(ids):
+            raise ValueError(f"data.fim_tokens: {ids} must be three different tokens")
+
+
+def rearrange(
+    documents: Sequence[np.ndarray], form: FillInTheMiddle, eod_id: int | None, key: tuple[int, int]
+) -> list[np.ndarray]:
+    """The documents [length] in the same sequence, each as it is or in another order and three tokens longer.
+
+    key: what decides the random numbers, (seed, sample). eod_id: stays last where it is a document's last token.
+    """
+    # A counter-based generator starts in a third of the time that np.random.default_rng needs.
+    rng = np.random.Generator(np.random.Philox(key=np.array(key, np.uint64)))
+    return [
+        _rearrange_document(document, form, eod_id, rng) if rng.random() < form.rate else document
+        for document in documents
+    ]
+
+
+def _rearrange_document(
+    document: np.ndarray, form: FillInTheMiddle, eod_id: int | None, rng: np.random.Generator
+) -> np.ndarray:
+    end = len(document) - (eod_id is not None and len(document) > 0 and document[-1] == eod_id)
+    body = document[:end]
+    # All fragments but the first begin with the split token.
+    fragments = [body] if form.split_id is None else np.split(body, np.flatnonzero(body == form.split_id))
+    rate = form.fragment_rate if len(fragments) > 1 else 1.0
+    pieces = []
+    for number, fragment in enumerate(fragments):
+        begin = min(number, 1)
+        pieces.append(fragment[:begin])
+        rest = fragment[begin:]
+        pieces += _reorder(rest, form, rng) if len(rest) and rng.random() < rate else [rest]
+    return np.concatenate([*pieces, document[end:]])
+
+
+def _reorder(tokens: np.ndarray, form: FillInTheMiddle, rng: np.random.Generator) -> list[np.ndarray]:
+    low, high = sorted(rng.integers(len(tokens) + 1, size=2).tolist())
+    prefix, middle, suffix = tokens[:low], tokens[low:high], tokens[high:]
+    marks = np.array([form.prefix_id, form.suffix_id, form.middle_id], np.int32)
+    if rng.random() < form.spm_rate:
+        return [marks[:2], suffix, marks[2:], prefix, middle]
+    return [marks[:1], prefix, marks[1:2], suffix, marks[2:], middle]

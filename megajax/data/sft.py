@@ -1,0 +1,256 @@
+"""Samples for supervised fine-tuning: whole conversations packed into T + 1 tokens, with a loss on the answers only.
+
+Each document of the indexed dataset is a conversation; its sequences are context, answer, context, answer, ...
+(empty ones keep the order), and only tokens of answers are learnt. T = sequence_length below.
+
+Two arrays decide the order:
+- document index int32 [C]: conversations as the samples hold them, every epoch each once;
+- sample index int64 [N + 1]: sample i holds document_index[sample_index[i] : sample_index[i + 1]].
+An epoch is shuffled, packed and its samples shuffled with random numbers of (seed, epoch): a longer run begins as a
+shorter one does.
+
+Packing is best fit, longest first (Johnson 1974, https://doi.org/10.1137/0203025), within windows of the shuffled
+order. Of lengths drawn from a lognormal distribution (sigma 1, T = 4096) it fills 99.7 % of the tokens of all samples
+at median 100, 99.9 % at median 400.
+"""
+
+import bisect
+import dataclasses
+import logging
+import multiprocessing
+from typing import Literal
+
+import numpy as np
+
+from megajax.data.index_cache import content_hash, load_or_build
+from megajax.data.indexed_dataset import IndexedDataset
+
+logger = logging.getLogger("megajax")
+# Conversations that are packed together: with 1,024 the two examples fill 98.8 % and 99.6 %.
+WINDOW = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class SftFormat:
+    """What stands in a sample beside its conversations, and what becomes of those that do not fit one."""
+
+    on_misfit: Literal["raise", "skip", "truncate"] = "raise"
+    """A conversation longer than T + 1 tokens is refused, left out, or cut at its end. One without a token of an
+    answer that could be learnt (after the cut) is refused by raise, and left out by skip and truncate."""
+    pad_id: int = 0
+    """Token and label where there is none."""
+    vocab_size: int | None = None
+    """Token ids must be below this; None: not checked."""
+
+
+class SftDataset:
+    """Random access: sample i is a pure function of (conversations, sequence_length, seed, i).
+
+    indexed: where the conversations are read from. document_range: (begin, end), those this split may use.
+    num_samples: at least so many samples, in whole epochs; None is one epoch.
+    cache_dir: where the two arrays are kept; None keeps them in memory.
+
+    `dataset[i]` is a dict of arrays [T]: tokens and labels int32; loss_mask float32, 1 where the label is a token of an
+    answer; positions int32, from 0 in each conversation; segment_ids int32, 1, 2, ... for conversations and 0 for
+    padding. The last token of a conversation has no label: pad_id stands there, without loss.
+    Attributes: tokens_per_epoch, of the conversations that are used, after cutting; num_conversations that are used,
+    num_long that are skipped or truncated, num_unanswered that are skipped.
+    Raises ValueError with document number and length for a misfit, and if no conversation is left.
+    """
+
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        document_range: tuple[int, int],
+        num_samples: int | None,
+        sequence_length: int,
+        seed: int,
+        *,
+        sample_format: SftFormat,
+        cache_dir: str | None,
+    ):
+        self._arguments = (indexed, document_range, num_samples, sequence_length, seed), sample_format, cache_dir
+        self.indexed, self.sequence_length, self.sample_format = indexed, sequence_length, sample_format
+        if indexed.dtype.kind not in "iu":
+            raise ValueError(f"data.paths: {indexed.prefix}.bin holds {indexed.dtype}, not token ids")
+        limit = sample_format.vocab_size
+        if sample_format.pad_id < 0 or (limit is not None and sample_format.pad_id >= limit):
+            raise ValueError(f"data.pad_id={sample_format.pad_id} is not one of data.tokenizer's {limit} ids")
+        begin, end = document_range
+        boundaries = indexed.document_indices[begin : end + 1]
+        lengths = indexed.lengths[boundaries[0] : boundaries[-1]]
+        arrays = load_or_build(
+            cache_dir,
+            "sft",
+            {
+                "lengths": content_hash(lengths),
+                "boundaries": content_hash(boundaries),
+                "range": [begin, end],
+                "num_samples": num_samples,
+                "sequence_length": sequence_length,
+                "seed": seed,
+                "on_misfit": sample_format.on_misfit,
+            },
+            self._build,
+        )
+        self.document_index, self.sample_index = arrays["document_index"], arrays["sample_index"]
+        self.num_conversations, self.tokens_per_epoch, self.num_long, self.num_unanswered = arrays["counts"].tolist()
+        # Worker processes build the dataset again: one line a run is enough.
+        if multiprocessing.parent_process() is None and self.num_long + self.num_unanswered:
+            logger.warning(
+                "%s: of %d conversations, %d are longer than %d tokens (%s), %d have no answer to learn (left out)",
+                indexed.prefix,
+                end - begin,
+                self.num_long,
+                sequence_length + 1,
+                "cut" if sample_format.on_misfit == "truncate" else "left out",
+                self.num_unanswered,
+            )
+
+    def __reduce__(self):
+        return _rebuild, self._arguments
+
+    def __len__(self) -> int:
+        return len(self.sample_index) - 1
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        text, answer, segments = self._read(int(i))
+        pad_id, length = self.sample_format.pad_id, len(text)
+        starts = np.flatnonzero(np.diff(segments, prepend=0))
+        missing = self.sequence_length + 1 - length
+        text = np.pad(text, (0, missing), constant_values=pad_id)
+        segments = np.pad(segments, (0, missing))
+        positions = np.arange(self.sequence_length + 1, dtype=np.int32)
+        positions[:length] -= starts.astype(np.int32)[segments[:length] - 1]
+        positions[length:] = 0
+        # where the label belongs to the conversation of its token
+        within = (segments[1:] == segments[:-1]) & (segments[1:] > 0)
+        return {
+            "tokens": text[:-1],
+            "labels": np.where(within, text[1:], np.int32(pad_id)),
+            "loss_mask": (within & np.pad(answer, (0, missing))[1:]).astype(np.float32),
+            "positions": positions[:-1],
+            "segment_ids": segments[:-1],
+        }
+
+    def _read(self, i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(text int32, whether a token is of an answer bool, conversation 1, 2, ... int32), each [at most T + 1]."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"sample {i} of a dataset of {len(self)} samples")
+        begin, end = self.sample_index[i : i + 2].tolist()
+        documents = self.document_index[begin:end]
+        first, last = (self.indexed.document_indices[documents + edge].tolist() for edge in (0, 1))
+        sequences, answers, numbers = [], [], []
+        for number, (low, high) in enumerate(zip(first, last, strict=True), 1):
+            sequences += range(low, high)
+            answers += [position % 2 == 1 for position in range(high - low)]
+            numbers += [number] * (high - low)
+        lengths = self.indexed.lengths[sequences]
+        # Only a conversation that is cut is longer, and it is alone.
+        kept = slice(self.sequence_length + 1)
+        text = np.concatenate([self.indexed.read(sequence) for sequence in sequences])[kept].astype(np.int32)
+        limit = self.sample_format.vocab_size
+        if limit is not None and (text.max() >= limit or text.min() < 0):
+            raise ValueError(
+                f"data.paths: {self.indexed.prefix}.bin, documents {documents[:4].tolist()}...: token ids "
+                f"{text.min()} to {text.max()} do not fit data.tokenizer's {limit} ids; name the tokenizer that wrote "
+                "the file"
+            )
+        return text, np.repeat(answers, lengths)[kept], np.repeat(np.array(numbers, np.int32), lengths)[kept]
+
+    def _build(self) -> dict[str, np.ndarray]:
+        (_, (begin, end), num_samples, sequence_length, seed), form, _ = self._arguments
+        boundaries = self.indexed.document_indices[begin : end + 1]
+        lengths = self.indexed.lengths[boundaries[0] : boundaries[-1]]
+        sizes, learnable = survey(lengths, boundaries - boundaries[0], sequence_length + 1)
+        long = sizes > sequence_length + 1
+        skip = form.on_misfit == "skip"
+        used = learnable & ~long if skip else learnable
+        if not used.any():
+            raise ValueError(
+                f"data.paths: of documents {begin} to {end} of {self.indexed.prefix} none is a conversation with an "
+                f"answer within {sequence_length + 1} tokens; was the file written for fine-tuning, with contexts and "
+                "answers as sequences?"
+            )
+        if form.on_misfit == "raise":
+            self._refuse(long, sizes, f"more than sequence_length + 1 = {sequence_length + 1}")
+            self._refuse(~learnable, sizes, "and no answer to learn")
+        sizes = np.minimum(sizes, sequence_length + 1)
+        document_index, sample_index = build_indices(
+            begin + np.flatnonzero(used), sizes[used], num_samples, sequence_length + 1, seed
+        )
+        # each counts once: as long where that left it out, else as unanswered
+        num_long = (long if skip else long & learnable).sum()
+        num_unanswered = (~learnable & ~long if skip else ~learnable).sum()
+        counts = np.array([used.sum(), sizes[used].sum(), num_long, num_unanswered], np.int64)
+        return {"document_index": document_index, "sample_index": sample_index, "counts": counts}
+
+    def _refuse(self, wrong: np.ndarray, sizes: np.ndarray, what: str) -> None:
+        if wrong.any():
+            first = int(wrong.argmax())
+            raise ValueError(
+                f"data.paths: document {self._arguments[0][1][0] + first} of {self.indexed.prefix} has {sizes[first]} "
+                f"tokens, {what} ({wrong.sum()} of {len(wrong)} documents); use data.on_misfit=skip or truncate"
+            )
+
+
+def _rebuild(positional: tuple, sample_format: SftFormat, cache_dir: str | None) -> SftDataset:
+    return SftDataset(*positional, sample_format=sample_format, cache_dir=cache_dir)
+
+
+def survey(lengths: np.ndarray, boundaries: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens int64 [C], whether there is a token of an answer to learn bool [C]) of conversations.
+
+    lengths: int32 [S], of the sequences; boundaries: int64 [C + 1], from 0, in sequences. Only the first `capacity`
+    tokens can be learnt, and the very first of a conversation cannot: there is nothing to predict it from.
+    """
+    edges = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    starts, sizes = edges[boundaries[:-1]], np.diff(edges[boundaries])
+    document = np.repeat(np.arange(len(sizes)), np.diff(boundaries))
+    is_answer = (np.arange(len(lengths)) - boundaries[document]) % 2 == 1
+    begins = np.maximum(edges[:-1] - starts[document], 1)
+    ends = np.minimum(edges[1:] - starts[document], capacity)
+    return sizes, np.bincount(document[is_answer & (begins < ends)], minlength=len(sizes)) > 0
+
+
+def build_indices(
+    documents: np.ndarray, sizes: np.ndarray, num_samples: int | None, capacity: int, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(document index, sample index) of conversations with `sizes` tokens, 1 to capacity each."""
+    index, counts, total, epoch = [], [np.zeros(1, np.int64)], 0, 0
+    while epoch == 0 or (num_samples is not None and total < num_samples):
+        rng = np.random.default_rng((seed, epoch))
+        order = rng.permutation(len(sizes))
+        packed = pack(sizes[order], capacity)
+        samples = rng.permutation(packed.max() + 1)[packed]
+        index.append(documents[order[np.argsort(samples, kind="stable")]].astype(np.int32))
+        counts.append(np.bincount(samples))
+        total, epoch = total + len(counts[-1]), epoch + 1
+    return np.concatenate(index), np.cumsum(np.concatenate(counts))
+
+
+def pack(sizes: np.ndarray, capacity: int) -> np.ndarray:
+    """Number of the bin that each item goes to, int64 [items]; bins 0, 1, ... hold at most `capacity` each.
+
+    Best fit, largest first, in windows: 1 million items take 0.3 s.
+    """
+    bins, count = np.empty(len(sizes), np.int64), 0
+    for begin in range(0, len(sizes), WINDOW):
+        window = sizes[begin : begin + WINDOW]
+        order = np.argsort(-window, kind="stable")
+        smallest = int(window.min())
+        # room that is left, ascending, and whose it is
+        rooms, owners, found = [], [], []
+        for size in window[order].tolist():
+            place = bisect.bisect_left(rooms, size)
+            if place < len(rooms):
+                room, owner = rooms.pop(place) - size, owners.pop(place)
+            else:
+                room, owner, count = capacity - size, count, count + 1
+            found.append(owner)
+            if room >= smallest:
+                place = bisect.bisect_left(rooms, room)
+                rooms.insert(place, room)
+                owners.insert(place, owner)
+        bins[begin + order] = found
+    return bins
