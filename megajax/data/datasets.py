@@ -18,7 +18,7 @@ from megajax.data.mock import MockIndexedDataset
 from megajax.data.preprocess import read_meta
 from megajax.data.sft import SftDataset, SftFormat
 from megajax.data.text_corpus import prepare_text
-from megajax.data.tokenizer import Tokenizer, check_tokenizer_spec, load_tokenizer
+from megajax.data.tokenizer import FILE_TOKENIZERS, Tokenizer, check_tokenizer_spec, load_tokenizer
 
 logger = logging.getLogger("megajax")
 
@@ -45,7 +45,7 @@ class DataConfig:
     text: tuple[str, ...] = ()
     """Patterns of text files; "stdlib" is the source code of Python's standard library."""
     tokenizer: str = "null:50257"
-    """bytes | null:VOCAB | sentencepiece:VOCAB (trained on `text`) | PATH.model | PATH/tokenizer.json"""
+    """bytes | null:VOCAB | sentencepiece:VOCAB (trained on `text`) | X.model | X/tokenizer.json | X.tiktoken"""
     cache_dir: str = ".cache/megajax"
     """Where sample indices and tokenized text are kept."""
     cross_document_attention: bool = False
@@ -77,7 +77,7 @@ class DataConfig:
                 raise ValueError(f"data.{field}={getattr(self, field)} must not be negative")
         if len(self.split) != 3 or min(self.split) < 0 or self.split[0] <= 0:
             raise ValueError(f"data.split={self.split} must be three shares, train evaluation test, none negative")
-        if self.tokenizer.endswith((".model", ".json")) and not os.path.isfile(self.tokenizer):
+        if self.tokenizer.endswith(tuple(FILE_TOKENIZERS)) and not os.path.isfile(self.tokenizer):
             raise ValueError(f"data.tokenizer={self.tokenizer}: the file does not exist")
         self._check_source()
         self._check_kind()
@@ -211,7 +211,7 @@ def build_datasets(
         blends = [read_blend(*one) for one in files]
         held_out = read_blend(eval_paths, config.eval_weights) if eval_paths else blends[0]
         names = [name for one in (*blends, held_out) for name in prefixes(one)]
-        opened = {name: _open(name, tokenizer) for name in dict.fromkeys(names)}
+        opened = {name: _open(name, tokenizer, config.kind) for name in dict.fromkeys(names)}
     split = (1, 0, 0) if eval_paths else config.split
     cuts = [*(first_sample(step) for step, _ in config.changes()), num_train_samples]
     if any(size <= 0 for size in np.diff([0, *cuts])):
@@ -255,7 +255,7 @@ def _sample_format(config: DataConfig, tokenizer: Tokenizer) -> SampleFormat | S
     )
 
 
-def _open(prefix: str, tokenizer: Tokenizer) -> IndexedDataset:
+def _open(prefix: str, tokenizer: Tokenizer, kind: str) -> IndexedDataset:
     """The dataset, after checking that the tokenizer is the one that wrote it, where P.meta.json says so."""
     meta = read_meta(prefix)
     null = tokenizer.identity.startswith("null:")

@@ -1,18 +1,23 @@
 """Text to tokens: python -m megajax.data.preprocess --input FILES --output_prefix P --tokenizer T
 
-Reads .jsonl (one document a line, field --json_key) and any other file as one document; either may be .gz.
-Writes P.bin and P.idx (Megatron's indexed dataset) and P.meta.json: tokenizer, counts, sha256 of P.bin.
+Reads .jsonl (a document a line, fields --json_keys), .parquet (a document a row, columns --json_keys) and any other
+file as one document; .jsonl and text may be .gz or .zst. Writes P.bin and P.idx (Megatron's indexed dataset) and
+P.meta.json: tokenizer, counts, sha256 of P.bin and of every input file as it lies on disk. Several keys make a dataset
+each, P_KEY. --tokenizer=sentencepiece:VOCAB trains on the input first and keeps the model as P.tokenizer.model.
 
-The output does not depend on --workers: batches of documents go out in order, come back in order, and at most
-a few a worker are under way, so memory is constant.
+--split_sentences: a document has one sequence a sentence (for BERT). --conversations: a document is a conversation
+(`messages`: [{"role", "content"}, ...]) whose sequences are by turns context (no loss) and answer (loss), a context
+first; one may be empty. --append_eod (the default) ends the last sequence of a document with the tokenizer's
+end-of-document token, unless the template has written it.
+
+The output does not depend on --workers: batches of documents go out in order, come back in order, and at most a few a
+worker are under way, so memory is constant. `merge`, `verify` and `inspect` in front of the arguments do that instead.
 """
 
 import argparse
 import collections
 import contextlib
 import dataclasses
-import glob
-import gzip
 import hashlib
 import json
 import logging
@@ -25,142 +30,108 @@ from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 
+from megajax.data.chat_template import ChatTemplate, load_chat_template
 from megajax.data.indexed_dataset import IndexedDatasetWriter, token_dtype
-from megajax.data.tokenizer import Tokenizer, load_tokenizer
+from megajax.data.read_input import Batch, Reader, expand, read_batches, read_file
+from megajax.data.tokenizer import (
+    TRAIN_BYTES,
+    BytesTokenizer,
+    Tokenizer,
+    check_tokenizer_spec,
+    load_tokenizer,
+    train_sentencepiece_on,
+)
 
 logger = logging.getLogger("megajax")
-# A batch is what one worker gets at once: this many bytes of lines, or of whole files.
-BATCH_BYTES = 1 << 20
 BATCHES_PER_WORKER = 4
+COUNTS = "num_documents", "num_sequences", "num_tokens", "num_bytes", "num_skipped"
 
 
 @dataclasses.dataclass(frozen=True)
-class Batch:
-    """Documents to encode: whole files, or lines of one .jsonl file."""
+class Block:
+    """Encoded documents of one key: tokens [sum(lengths)], lengths int32 of the sequences, sequences a document."""
 
-    files: tuple[str, ...]
-    lines: tuple[bytes, ...] | None = None
-    first_line: int = 0
-    num_bytes: int = 0
+    tokens: np.ndarray
+    lengths: np.ndarray
+    sequences: np.ndarray
+    num_text_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """tokens of all documents [sum(lengths)]; skipped: one message a document that could not be read."""
+    """What one batch gives of one file; a block a key. skipped: one message a document that could not be read."""
 
-    tokens: np.ndarray
-    lengths: list[int]
-    num_text_bytes: int
+    file: int
+    blocks: list[Block]
     skipped: list[str]
+    sha256: str | None = None
 
 
 class Encoder:
-    """Batch -> Encoded; what a worker process runs."""
+    """Batch -> Encoded, one a file; what a worker process runs."""
 
-    def __init__(self, tokenizer: Tokenizer, json_key: str, append_eod: bool):
+    def __init__(self, tokenizer: Tokenizer, reader: Reader, append_eod: bool):
         if append_eod and tokenizer.eod_id is None:
             raise ValueError("--append_eod: this tokenizer has no end-of-document token; use --no-append_eod")
-        self.tokenizer, self.json_key = tokenizer, json_key
+        self.tokenizer, self.reader = tokenizer, reader
         self.end = [tokenizer.eod_id] if append_eod else []
         self.dtype = token_dtype(tokenizer.vocab_size)
 
-    def __call__(self, batch: Batch) -> Encoded:
-        parts, lengths, skipped, num_text_bytes = [], [], [], 0
-        for read in self._documents(batch):
+    def __call__(self, batch: Batch) -> list[Encoded]:
+        if batch.records is None:
+            return [self._encode_file(number, path) for number, path in batch.files]
+        encoded, skipped = [], []
+        for read, where in self.reader.documents(batch):
             try:
-                text = read()
-                ids = self.tokenizer.encode(text)
-            except ValueError as error:  # of JSON, of UTF-8, of the tokenizer
+                encoded.append(self._encode(read(), where))
+            except ValueError as error:  # of JSON, of UTF-8, of the template, of the tokenizer
                 skipped.append(str(error))
-                continue
-            if ids:
-                parts.append(np.array(ids + self.end, self.dtype))
-                lengths.append(len(ids) + len(self.end))
-            num_text_bytes += len(text.encode())
-        return Encoded(np.concatenate(parts) if parts else np.zeros(0, self.dtype), lengths, num_text_bytes, skipped)
+        skipped += [batch.problem] if batch.problem else []
+        return [Encoded(batch.files[0][0], self._blocks(encoded), skipped)]
 
-    def _documents(self, batch: Batch) -> Iterator[Callable[[], str]]:
-        if batch.lines is None:
-            for path in batch.files:
-                yield lambda path=path: _decode(_read_file(path), path)
-            return
-        for number, line in enumerate(batch.lines, batch.first_line):
-            if line.strip():
-                yield lambda line=line, where=f"{batch.files[0]} line {number}": self._json_text(line, where)
-
-    def _json_text(self, line: bytes, where: str) -> str:
-        text = _decode(line, where)
+    def _encode_file(self, number: int, path: str) -> Encoded:
+        encoded, skipped, digest = [], [], None
         try:
-            record = json.loads(text)
+            content, digest = read_file(path)
+            encoded.append(self._encode(self.reader.file_texts(content, path), path))
         except ValueError as error:
-            raise ValueError(f"{where}: not JSON ({error})") from None
-        if not isinstance(record, dict) or not isinstance(record.get(self.json_key), str):
-            raise ValueError(f"{where}: no text field {self.json_key!r}; name it with --json_key")
-        # JSON can spell half of a surrogate pair, which no encoding can store
-        return _decode(record[self.json_key].encode("utf-8", "surrogatepass"), where)
+            skipped.append(str(error))
+        return Encoded(number, self._blocks(encoded), skipped, digest)
 
+    def _encode(self, texts: list[list[str]], where: str) -> list[tuple[list[list[int]], int]]:
+        """For each key the sequences of tokens, and the bytes of text."""
+        is_conversation = self.reader.form == "conversations"
+        encode = self.tokenizer.encode_template if is_conversation else self.tokenizer.encode
+        keys = []
+        for parts in texts:
+            try:
+                sequences = [encode(part) for part in parts]
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from None
+            if not is_conversation:
+                sequences = [ids for ids in sequences if ids]
+            # a template may have written the end itself
+            if sequences and not (is_conversation and sequences[-1][-1:] == self.end):
+                sequences[-1] = sequences[-1] + self.end
+            keys.append((sequences, sum(len(part.encode()) for part in parts)))
+        return keys
 
-def _decode(content: bytes, where: str) -> str:
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        place = where if " line " in where else f"{where} line {line}"
-        raise ValueError(f"{place}: not UTF-8 ({error.reason} at byte {error.start})") from None
+    def _blocks(self, documents: list[list[tuple[list[list[int]], int]]]) -> list[Block]:
+        # a record counts if one of its keys has text, so that document i of every key is of the same record
+        kept = [document for document in documents if any(sequences for sequences, _ in document)]
+        return [
+            self._block([document[key][0] for document in kept], sum(document[key][1] for document in documents))
+            for key in range(len(self.reader.json_keys))
+        ]
 
-
-def _open(path: str):
-    return gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb")
-
-
-def _read_file(path: str) -> bytes:
-    with _open(path) as file:
-        return file.read()
-
-
-def expand(patterns: Sequence[str]) -> list[str]:
-    """Files that the patterns name (`**` too), each pattern's sorted; ValueError if one matches none."""
-    files = []
-    for pattern in patterns:
-        found = sorted(path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path))
-        if not found:
-            raise ValueError(f"--input: no file matches {pattern}")
-        files += found
-    return files
-
-
-def _batches(files: Sequence[str]) -> Iterator[Batch]:
-    """Batches of about BATCH_BYTES in the order of the documents."""
-    pending, size = [], 0
-    for path in files:
-        if path.endswith((".jsonl", ".jsonl.gz")):
-            if pending:
-                yield Batch(tuple(pending), num_bytes=size)
-                pending, size = [], 0
-            yield from _line_batches(path)
-            continue
-        pending.append(path)
-        size += os.path.getsize(path)
-        if size >= BATCH_BYTES:
-            yield Batch(tuple(pending), num_bytes=size)
-            pending, size = [], 0
-    if pending:
-        yield Batch(tuple(pending), num_bytes=size)
-
-
-def _line_batches(path: str) -> Iterator[Batch]:
-    # progress counts bytes of the file as it lies on disk; the compressed position is not worth the trouble
-    scale = 0 if path.endswith(".gz") else 1
-    lines, size, first = [], 0, 1
-    with _open(path) as file:
-        for number, line in enumerate(file, 1):
-            lines.append(line)
-            size += len(line)
-            if size >= BATCH_BYTES:
-                yield Batch((path,), tuple(lines), first, size * scale)
-                lines, size, first = [], 0, number + 1
-    if lines:
-        yield Batch((path,), tuple(lines), first, size * scale)
+    def _block(self, documents: list[list[list[int]]], num_text_bytes: int) -> Block:
+        parts = [np.array(ids, self.dtype) for document in documents for ids in document]
+        return Block(
+            np.concatenate(parts) if parts else np.zeros(0, self.dtype),
+            np.array([len(part) for part in parts], np.int32),
+            np.array([len(document) for document in documents], np.int64),
+            num_text_bytes,
+        )
 
 
 _worker_encoder: Encoder | None = None
@@ -171,11 +142,13 @@ def _start_worker(encoder: Encoder) -> None:
     _worker_encoder = encoder
 
 
-def _run_worker(batch: Batch) -> Encoded:
+def _run_worker(batch: Batch) -> list[Encoded]:
     return _worker_encoder(batch)
 
 
-def _encode_in_order(batches: Iterable[Batch], encoder: Encoder, num_workers: int) -> Iterator[tuple[Batch, Encoded]]:
+def _encode_in_order(
+    batches: Iterable[Batch], encoder: Encoder, num_workers: int
+) -> Iterator[tuple[Batch, list[Encoded]]]:
     if num_workers <= 1:
         for batch in batches:
             yield batch, encoder(batch)
@@ -197,60 +170,117 @@ def _encode_in_order(batches: Iterable[Batch], encoder: Encoder, num_workers: in
             pool.shutdown(cancel_futures=True)
 
 
+class BlockWriter(IndexedDatasetWriter):
+    """An IndexedDatasetWriter that takes many documents at once, and the sha256 of the .bin so far."""
+
+    def __init__(self, prefix: str, dtype: np.dtype):
+        super().__init__(prefix, dtype)
+        self.digest, self._num_bounded = hashlib.sha256(), 0
+
+    def add_tokens(self, tokens: np.ndarray) -> None:
+        """Tokens of the file's dtype that follow in the .bin; `add_index` says of which sequences they are."""
+        self._files["bin"].write(tokens.data)
+        self.digest.update(tokens.data)
+        self.num_tokens += len(tokens)
+
+    def add_index(self, lengths: np.ndarray, sequences: np.ndarray) -> None:
+        """lengths: tokens of each sequence that follows; sequences: of each document that follows, in sequences.
+        The two need not be of the same documents, as long as all of them have come at the end."""
+        self._files["lengths"].write(lengths.astype(np.int32).tobytes())
+        self.num_sequences += len(lengths)
+        ends = self._num_bounded + np.cumsum(sequences, dtype=np.int64)
+        self._files["documents"].write(ends.tobytes())
+        self._num_bounded = int(ends[-1]) if len(ends) else self._num_bounded
+        self.num_documents += len(sequences)
+
+
 def preprocess(
     files: Sequence[str],
     output_prefix: str,
     tokenizer: Tokenizer,
     tokenizer_spec: str,
     *,
-    json_key: str = "text",
+    json_keys: Sequence[str] = ("text",),
+    form: str = "documents",
+    template: ChatTemplate | None = None,
     append_eod: bool = True,
     num_workers: int = 1,
     on_error: str = "raise",
     progress: Callable[[int], None] | None = None,
-) -> dict:
-    """Encodes `files` in the order given into an indexed dataset; returns what P.meta.json holds.
+) -> dict[str, dict]:
+    """Encodes `files` in the order given into an indexed dataset, or one a key; returns prefix -> its meta.json.
 
+    form: "documents", "sentences" or "conversations"; template: of conversations, by default the tokenizer's.
     on_error: "raise" stops at the first document that cannot be read (ValueError with file and line); "skip" leaves
-    such documents out, logs and counts them. Empty documents are left out. progress: called with bytes of input done.
+    such documents out, logs and counts them. Empty documents are left out; with several keys a record of which one
+    text is empty gives a document of no sequences there. progress: called with bytes of input done.
     """
-    encoder = Encoder(tokenizer, json_key, append_eod)
-    num_text_bytes = num_skipped = 0
-    digest = hashlib.sha256()
-    with (
-        IndexedDatasetWriter(output_prefix, encoder.dtype) as writer,
-        contextlib.closing(_encode_in_order(_batches(files), encoder, num_workers)) as results,
-    ):
+    if form == "conversations":
+        template = template or load_chat_template(tokenizer)
+    reader = Reader(tuple(json_keys), form, template)
+    reader.check(files)
+    encoder = Encoder(tokenizer, reader, append_eod)
+    prefixes = [output_prefix] if len(json_keys) == 1 else [f"{output_prefix}_{key}" for key in json_keys]
+    counts = [[collections.Counter() for _ in files] for _ in prefixes]
+    digests: dict[int, str] = {}
+    with contextlib.ExitStack() as stack:
+        writers = [stack.enter_context(BlockWriter(prefix, encoder.dtype)) for prefix in prefixes]
+        batches = read_batches(files, reader, digests)
+        results = stack.enter_context(contextlib.closing(_encode_in_order(batches, encoder, num_workers)))
         for batch, encoded in results:
-            for message in encoded.skipped:
-                if on_error == "raise":
-                    raise ValueError(f"{message}; repair it or pass --on_error=skip")
-                logger.warning("skipped: %s", message)
-            num_skipped += len(encoded.skipped)
-            num_text_bytes += encoded.num_text_bytes
-            digest.update(encoded.tokens.tobytes())
-            for tokens in np.split(encoded.tokens, np.cumsum(encoded.lengths)[:-1]) if encoded.lengths else ():
-                writer.add_document([tokens])
+            for part in encoded:
+                _report(part.skipped, on_error)
+                for writer, count, block in zip(writers, counts, part.blocks, strict=True):
+                    writer.add_tokens(block.tokens)
+                    writer.add_index(block.lengths, block.sequences)
+                    count[part.file].update(_count(block), num_skipped=len(part.skipped))
+                if part.sha256:
+                    digests[part.file] = part.sha256
             if progress is not None:
                 progress(batch.num_bytes)
-    meta = {
+    facts = {
         "tokenizer": tokenizer_spec,
         "tokenizer_identity": tokenizer.identity,
         "vocab_size": tokenizer.vocab_size,
         "eod_id": tokenizer.eod_id,
         "append_eod": append_eod,
-        "num_documents": writer.num_documents,
-        "num_tokens": writer.num_tokens,
-        "num_bytes": num_text_bytes,
-        "num_skipped": num_skipped,
-        "dtype": str(encoder.dtype),
-        "sha256": digest.hexdigest(),
+        "form": form,
+        "chat_template": template.identity if template else None,
     }
-    _write_meta(output_prefix, meta)
-    return meta
+    metas = {}
+    for prefix, key, writer, count in zip(prefixes, json_keys, writers, counts, strict=True):
+        inputs = [
+            {"path": path, "sha256": digests.get(number)} | {name: count[number][name] for name in COUNTS}
+            for number, path in enumerate(files)
+        ]
+        metas[prefix] = make_meta(facts | {"json_key": key}, inputs, str(encoder.dtype), writer.digest.hexdigest())
+        write_meta(prefix, metas[prefix])
+    return metas
 
 
-def _write_meta(prefix: str, meta: dict) -> None:
+def _count(block: Block) -> dict[str, int]:
+    return {
+        "num_documents": len(block.sequences),
+        "num_sequences": len(block.lengths),
+        "num_tokens": len(block.tokens),
+        "num_bytes": block.num_text_bytes,
+    }
+
+
+def _report(skipped: list[str], on_error: str) -> None:
+    for message in skipped:
+        if on_error == "raise":
+            raise ValueError(f"{message}; repair it or pass --on_error=skip")
+        logger.warning("skipped: %s", message)
+
+
+def make_meta(facts: dict, inputs: list[dict], dtype: str, sha256: str) -> dict:
+    """P.meta.json: facts of the tokenizer, sums of the counts of all input files, these one by one."""
+    sums = {name: sum(file[name] for file in inputs) for name in COUNTS}
+    return facts | sums | {"dtype": dtype, "sha256": sha256, "inputs": inputs}
+
+
+def write_meta(prefix: str, meta: dict) -> None:
     temporary = f"{prefix}.meta.json.{uuid.uuid4().hex[:8]}.tmp"
     with open(temporary, "w") as file:
         json.dump(meta, file, indent=1)
@@ -266,12 +296,64 @@ def read_meta(prefix: str) -> dict | None:
         return json.load(file)
 
 
+def train_tokenizer(files: Sequence[str], spec: str, output_prefix: str, reader: Reader, on_error: str) -> str:
+    """Trains the tokenizer `sentencepiece:VOCAB` on documents of the files; returns the path P.tokenizer.model.
+
+    Reads from the beginning of each file its share of TRAIN_BYTES. Raises ValueError if the text does not have so many
+    pieces, or, with on_error="raise", for a document that cannot be read.
+    """
+    check_tokenizer_spec(spec)
+    reader.check(files)
+    os.makedirs(os.path.dirname(output_prefix) or ".", exist_ok=True)
+    size = int(spec.removeprefix("sentencepiece:"))
+    return train_sentencepiece_on(_sample_lines(files, reader, on_error), f"{output_prefix}.tokenizer", size)
+
+
+def _sample_lines(files: Sequence[str], reader: Reader, on_error: str) -> Iterator[str]:
+    total = max(1, sum(os.path.getsize(path) for path in files))
+    for path in files:
+        left = max(1, TRAIN_BYTES * os.path.getsize(path) // total)
+        for text in _texts(path, reader, on_error):
+            lines = text[:left].splitlines()
+            yield from (line for line in lines if line.strip())
+            left -= len(text)
+            if left <= 0:
+                break
+
+
+def _texts(path: str, reader: Reader, on_error: str) -> Iterator[str]:
+    passed_over = () if on_error == "raise" else (ValueError,)  # `preprocess` reports them
+    with contextlib.closing(read_batches([path], reader, {})) as batches:
+        for batch in batches:
+            if batch.records is None:
+                with contextlib.suppress(*passed_over):
+                    yield "".join(reader.file_texts(read_file(path)[0], path)[0])
+                continue
+            for read, _ in reader.documents(batch):
+                with contextlib.suppress(*passed_over):
+                    yield "\n".join("".join(sequences) for sequences in read())
+
+
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m megajax.data.preprocess", description=__doc__.partition("\n")[0])
-    parser.add_argument("--input", nargs="+", required=True, help="files or patterns: .jsonl, or text files")
+    parser = argparse.ArgumentParser(
+        prog="python -m megajax.data.preprocess",
+        description=__doc__.partition("\n")[0],
+        epilog="Other commands: merge, verify, inspect; each has its --help.",
+    )
+    parser.add_argument("--input", nargs="+", required=True, help="files or patterns: .jsonl, .parquet or text files")
     parser.add_argument("--output_prefix", required=True, help="P of P.bin, P.idx, P.meta.json")
-    parser.add_argument("--tokenizer", required=True, help="bytes, null:VOCAB, PATH.model or PATH/tokenizer.json")
-    parser.add_argument("--json_key", default="text", help="field of a .jsonl line that holds the text")
+    parser.add_argument(
+        "--tokenizer",
+        required=True,
+        help="bytes, null:VOCAB, PATH.model, PATH/tokenizer.json, PATH.tiktoken, or sentencepiece:VOCAB to train one",
+    )
+    parser.add_argument(
+        "--json_keys", nargs="+", help="fields of .jsonl, columns of .parquet (default: text; messages); P_KEY each"
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--split_sentences", action="store_true", help="one sequence a sentence, for BERT")
+    form.add_argument("--conversations", action="store_true", help="chat messages, for supervised fine-tuning")
+    parser.add_argument("--chat_template", help="jinja file (default: the tokenizer's, else ChatML)")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: all cores)")
     parser.add_argument(
         "--append_eod",
@@ -284,28 +366,54 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments and arguments[0] in ("merge", "verify"):
+        from megajax.data import merge
+
+        return getattr(merge, f"main_{arguments[0]}")(arguments[1:])
+    if arguments and arguments[0] == "inspect":
+        from megajax.data import inspect
+
+        return inspect.main(arguments[1:])
     flags = _parse(arguments)
     try:
-        files = expand(flags.input)
-        tokenizer = load_tokenizer(flags.tokenizer)
-        with ProgressBar(sum(os.path.getsize(path) for path in files)) as advance:
-            meta = preprocess(
-                files,
-                flags.output_prefix,
-                tokenizer,
-                flags.tokenizer,
-                json_key=flags.json_key,
-                append_eod=flags.append_eod,
-                num_workers=flags.workers,
-                on_error=flags.on_error,
-                progress=advance,
-            )
-    except ValueError as error:
+        metas = _run(flags)
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
-    print(
-        f"{flags.output_prefix}: {meta['num_documents']:,} documents, {meta['num_tokens']:,} tokens ({meta['dtype']}), "
-        f"{meta['num_bytes']:,} bytes of text, {meta['num_skipped']} skipped"
-    )
+    for prefix, meta in metas.items():
+        print(
+            f"{prefix}: {meta['num_documents']:,} documents, {meta['num_tokens']:,} tokens ({meta['dtype']}), "
+            f"{meta['num_bytes']:,} bytes of text, {meta['num_skipped']} skipped"
+        )
+
+
+def _run(flags: argparse.Namespace) -> dict[str, dict]:
+    form = "conversations" if flags.conversations else "sentences" if flags.split_sentences else "documents"
+    if flags.chat_template and form != "conversations":
+        raise ValueError("--chat_template is read with --conversations only")
+    json_keys = tuple(flags.json_keys or (("messages",) if form == "conversations" else ("text",)))
+    files, spec, template = expand(flags.input), flags.tokenizer, None
+    if spec.startswith("sentencepiece:"):
+        if form == "conversations":
+            template = load_chat_template(BytesTokenizer(), flags.chat_template)
+        spec = train_tokenizer(files, spec, flags.output_prefix, Reader(json_keys, form, template), flags.on_error)
+    tokenizer = load_tokenizer(spec)
+    if form == "conversations":
+        template = load_chat_template(tokenizer, flags.chat_template)
+    with ProgressBar(sum(os.path.getsize(path) for path in files)) as advance:
+        return preprocess(
+            files,
+            flags.output_prefix,
+            tokenizer,
+            spec,
+            json_keys=json_keys,
+            form=form,
+            template=template,
+            append_eod=flags.append_eod,
+            num_workers=flags.workers,
+            on_error=flags.on_error,
+            progress=advance,
+        )
 
 
 class ProgressBar:

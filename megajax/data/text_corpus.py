@@ -17,7 +17,7 @@ import uuid
 from typing import TYPE_CHECKING
 
 from megajax.data.preprocess import preprocess
-from megajax.data.tokenizer import load_tokenizer, train_sentencepiece
+from megajax.data.tokenizer import FILE_TOKENIZERS, load_tokenizer, train_sentencepiece
 
 if TYPE_CHECKING:
     from megajax.data.datasets import DataConfig
@@ -80,7 +80,7 @@ def _fixed_folder(pattern: str) -> str:
 def _key(config: "DataConfig", files: list[tuple[str, str]]) -> str:
     stats = [(name, os.stat(path)) for name, path in files]
     facts = [FORMAT, config.text, config.tokenizer, [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]]
-    if config.tokenizer.endswith((".model", ".json")):
+    if config.tokenizer.endswith(tuple(FILE_TOKENIZERS)):
         facts.append(load_tokenizer(config.tokenizer).identity)
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 

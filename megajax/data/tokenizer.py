@@ -1,21 +1,31 @@
-"""Tokenizers behind one small interface: bytes, null, SentencePiece, Hugging Face tokenizer.json.
+"""Tokenizers behind one small interface: bytes, null, SentencePiece, Hugging Face tokenizer.json, tiktoken.
 
-`load_tokenizer(spec)` understands: `bytes`; `null:VOCAB`; `PATH.model` (SentencePiece); `PATH/tokenizer.json`.
+`load_tokenizer(spec)` understands: `bytes`; `null:VOCAB`; `PATH.model` (SentencePiece); `PATH/tokenizer.json`;
+`PATH.tiktoken`.
 """
 
+import base64
+import functools
 import hashlib
+import io
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 # SentencePiece writes a space as this character, so the character itself must go around it, as bytes.
 SPACE_MARK = "\u2581"
-# Names of the end-of-document token in tokenizer.json files that do not say it themselves.
+# Names of the end-of-document token in files that do not say it themselves.
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
 # Enough text for a few thousand pieces; more only costs time.
 TRAIN_BYTES = 4_000_000
+# How GPT-4 (cl100k_base) cuts text into words before it joins bytes; the pattern is part of the vocabulary.
+CL100K_PATTERN = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]"
+    r"|\s+(?!\S)|\s"
+)
 
 
 class Tokenizer(Protocol):
@@ -23,23 +33,36 @@ class Tokenizer(Protocol):
 
     eod_id: the end-of-document token, or None where the tokenizer has none.
     identity: a hash of everything that decides the ids; data and checkpoints record it.
+    special_tokens: name -> id of the tokens that `encode` never makes, whatever the text spells.
+
+    encode: for text that others wrote. encode_template: for text that a chat template made; the names of special
+    tokens in it become these tokens. token_id: the id of exactly this piece or special token, None if there is none.
     """
 
     vocab_size: int
     eod_id: int | None
     identity: str
+    special_tokens: Mapping[str, int]
 
     def encode(self, text: str) -> list[int]: ...
+    def encode_template(self, text: str) -> list[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
+    def token_id(self, text: str) -> int | None: ...
 
 
 class BytesTokenizer:
-    """One token a byte of UTF-8; id 256 ends a document. Bytes that are not UTF-8 decode to U+FFFD."""
+    """One token a byte of UTF-8; id 256 ends a document and has no name. Bytes that are not UTF-8 decode to U+FFFD."""
 
-    vocab_size, eod_id, identity = 257, 256, "bytes"
+    vocab_size, eod_id, identity, special_tokens = 257, 256, "bytes", {}
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
+
+    def encode_template(self, text: str) -> list[int]:
+        return self.encode(text)
+
+    def token_id(self, text: str) -> int | None:
+        return None
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
@@ -47,6 +70,8 @@ class BytesTokenizer:
 
 class NullTokenizer:
     """Text is token ids with spaces between them; the last id ends a document. For tokens made elsewhere."""
+
+    special_tokens: Mapping[str, int] = {}
 
     def __init__(self, vocab_size: int):
         if vocab_size < 1:
@@ -59,12 +84,22 @@ class NullTokenizer:
             raise ValueError(f"token ids {min(ids)} to {max(ids)} are not within data.tokenizer={self.identity}")
         return ids
 
+    def encode_template(self, text: str) -> list[int]:
+        return self.encode(text)
+
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(str(int(i)) for i in ids)
+
+    def token_id(self, text: str) -> int | None:
+        return int(text) if re.fullmatch("0|[1-9][0-9]*", text) and int(text) < self.vocab_size else None
 
 
 class SentencePieceTokenizer:
     """A SentencePiece model file. Exact for any text if the model was trained by `train_sentencepiece`.
+
+    Special are the model's control pieces. Pieces that its maker called user-defined are found in any text: the
+    library cannot be told otherwise. In `encode_template` the text after a special token is encoded as a text of
+    its own, with the space in front that some models add.
 
     Raises ValueError if the model cannot be read or has no end-of-sentence token.
     """
@@ -81,6 +116,8 @@ class SentencePieceTokenizer:
             raise ValueError(f"data.tokenizer: {path} is not a SentencePiece model ({error})") from None
         self.vocab_size = self._model.get_piece_size()
         self.eod_id = self._model.eos_id() if self._model.eos_id() >= 0 else None
+        control = (i for i in range(self.vocab_size) if self._model.is_control(i))
+        self.special_tokens = {self._model.id_to_piece(i): i for i in control}
         pieces = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
         self._space_mark = pieces if all(self._model.is_byte(piece) for piece in pieces) else None
 
@@ -93,13 +130,28 @@ class SentencePieceTokenizer:
         parts = [self._model.encode(part) for part in text.split(SPACE_MARK)]
         return parts[0] + [i for part in parts[1:] for i in self._space_mark + part]
 
+    def encode_template(self, text: str) -> list[int]:
+        # the longest name first: one may begin with another
+        names = sorted(self.special_tokens, key=len, reverse=True)
+        parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
+        ids = []
+        for number, part in enumerate(parts):
+            ids += [self.special_tokens[part]] if number % 2 else self.encode(part) if part else []
+        return ids
+
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode([int(i) for i in ids])
+
+    def token_id(self, text: str) -> int | None:
+        found = self._model.piece_to_id(text)  # the unknown piece where there is none
+        return found if self._model.id_to_piece(found) == text else None
 
 
 class HuggingFaceTokenizer:
     """A tokenizer.json, read by the `tokenizers` package; special tokens are neither added nor hidden.
 
+    Special are the added tokens that the file marks `special`; the other added tokens (tags such as `<tool_call>` in
+    some files, runs of spaces in others) are found in any text: the library cannot be told otherwise.
     The end-of-document token is `eos_token` of tokenizer_config.json beside the file, else the first name of
     END_NAMES that is in the vocabulary. How exact decoding is depends on the file.
     """
@@ -120,25 +172,140 @@ class HuggingFaceTokenizer:
             raise ValueError(f"data.tokenizer: {path} is not a tokenizer.json ({error})") from None
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
-        names = (self._configured_end(), *END_NAMES)
+        names = (configured_tokens(path).get("eos_token"), *END_NAMES)
         self.eod_id = next((vocabulary[name] for name in names if name in vocabulary), None)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_tokens = {token.content: i for i, token in added.items() if token.special}
+        self._tokenizer.encode_special_tokens = True  # as the text they are
 
-    def _configured_end(self) -> str | None:
-        path = os.path.join(os.path.dirname(self.path), "tokenizer_config.json")
-        if not os.path.exists(path):
-            return None
-        with open(path) as file:
-            token = json.load(file).get("eos_token")
-        return token["content"] if isinstance(token, dict) else token
+    def __reduce__(self):
+        return type(self), (self.path,)
+
+    @functools.cached_property
+    def _template_tokenizer(self):
+        # a second one, as the switch is a state of the object and threads share it; the file does not hold the switch
+        return type(self._tokenizer).from_str(self._tokenizer.to_str())
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_template(self, text: str) -> list[int]:
+        return self._template_tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def token_id(self, text: str) -> int | None:
+        return self._tokenizer.token_to_id(text)
+
+
+class TiktokenTokenizer:
+    """PATH.tiktoken: lines of a token in base64 and its rank, which is its id; the `tiktoken` package encodes.
+
+    PATH.tiktoken.json beside it may hold {"pattern": how text is cut into words, by default CL100K_PATTERN,
+    "special_tokens": {name: id}, by default none}; the end-of-document token is the first special token in END_NAMES.
+    Exact for any text; bytes that are not UTF-8 decode to U+FFFD, ids between the tokens to nothing.
+    Raises ValueError if a file cannot be read, a byte has no token, or two tokens have one id.
+    """
+
+    def __init__(self, path: str):
+        try:
+            import tiktoken
+        except ImportError:
+            raise ValueError(f"data.tokenizer={path} needs the package tiktoken; pip install 'megajax[data]'") from None
+        with open(path, "rb") as file:
+            content = file.read()
+        ranks, side = _read_ranks(content, path), read_json(path + ".json")
+        if unknown := sorted(side.keys() - {"pattern", "special_tokens"}):
+            raise ValueError(f"data.tokenizer: {path}.json has {unknown}; known are pattern and special_tokens")
+        pattern, special = side.get("pattern", CL100K_PATTERN), side.get("special_tokens", {})
+        if not isinstance(special, dict) or not all(type(i) is int and i >= 0 for i in special.values()):
+            raise ValueError(f"data.tokenizer: special_tokens in {path}.json must be names with their ids")
+        ids = [*ranks.values(), *special.values()]
+        if len(set(ids)) < len(ids):
+            raise ValueError(f"data.tokenizer: two tokens of {path} and {path}.json have one id")
+        facts = hashlib.sha256(content + json.dumps([pattern, special], sort_keys=True).encode())
+        self.path, self.identity, self.special_tokens = path, "tiktoken:" + facts.hexdigest(), special
+        self.vocab_size = max(ids) + 1
+        self.eod_id = next((special[name] for name in END_NAMES if name in special), None)
+        self._ranks, self._known = ranks, set(ids)
+        try:
+            self._encoding = tiktoken.Encoding(path, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"data.tokenizer: pattern of {path}.json cannot be used ({error})") from None
 
     def __reduce__(self):
         return type(self), (self.path,)
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._encode(self._encoding.encode_ordinary, text)
+
+    def encode_template(self, text: str) -> list[int]:
+        return self._encode(functools.partial(self._encoding.encode, allowed_special="all"), text)
+
+    def _encode(self, encode, text: str) -> list[int]:
+        try:
+            return encode(text)
+        except BaseException as error:  # a panic of the library is no Exception
+            if type(error).__name__ != "PanicException":
+                raise
+            raise ValueError(
+                f"tiktoken gives up on this text ({error}); a run of some 100,000 spaces or more is the usual reason"
+            ) from None
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+        return self._encoding.decode_bytes([int(i) for i in ids if int(i) in self._known]).decode(errors="replace")
+
+    def token_id(self, text: str) -> int | None:
+        return self.special_tokens.get(text, self._ranks.get(text.encode()))
+
+
+def _read_ranks(content: bytes, path: str) -> dict[bytes, int]:
+    ranks = {}
+    for number, line in enumerate(content.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except ValueError as error:
+            raise ValueError(
+                f"data.tokenizer: {path} line {number} is not a token in base64 and its rank ({error})"
+            ) from None
+    if not all(bytes([byte]) in ranks for byte in range(256)):
+        raise ValueError(f"data.tokenizer: {path} must have a token for each of the 256 bytes; is it whole?")
+    return ranks
+
+
+def read_json(path: str) -> dict:
+    """{} if there is no such file."""
+    if not os.path.exists(path):
+        return {}
+    with open(path, encoding="utf-8") as file:
+        try:
+            found = json.load(file)
+        except ValueError as error:
+            raise ValueError(f"data.tokenizer: {path} is not JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"data.tokenizer: {path} does not hold an object {{...}}")
+    return found
+
+
+def beside(path: str, name: str) -> str:
+    return os.path.join(os.path.dirname(path), name)
+
+
+def configured_tokens(path: str) -> dict[str, str]:
+    """{"bos_token": "<s>", ...} of tokenizer_config.json beside a tokenizer's file."""
+    found = {}
+    for name, token in read_json(beside(path, "tokenizer_config.json")).items():
+        token = token.get("content") if isinstance(token, dict) else token
+        if name.endswith("_token") and isinstance(token, str):
+            found[name] = token
+    return found
+
+
+FILE_TOKENIZERS = {".model": SentencePieceTokenizer, ".json": HuggingFaceTokenizer, ".tiktoken": TiktokenTokenizer}
 
 
 def check_tokenizer_spec(spec: str) -> None:
@@ -146,10 +313,10 @@ def check_tokenizer_spec(spec: str) -> None:
     name, _, size = spec.partition(":")
     if name in ("null", "sentencepiece") and not size.isdecimal():
         raise ValueError(f"data.tokenizer={spec}: write {name}:VOCAB, for example {name}:2048")
-    if name not in ("bytes", "null", "sentencepiece") and not spec.endswith((".model", ".json")):
+    if name not in ("bytes", "null", "sentencepiece") and not spec.endswith(tuple(FILE_TOKENIZERS)):
         raise ValueError(
             f"data.tokenizer={spec} is not known; use bytes, null:VOCAB, sentencepiece:VOCAB (with data.text), "
-            "PATH.model or PATH/tokenizer.json"
+            "PATH.model, PATH/tokenizer.json or PATH.tiktoken"
         )
 
 
@@ -167,50 +334,56 @@ def load_tokenizer(spec: str, folder: str = ".") -> Tokenizer:
     path = os.path.join(folder, spec)
     if not os.path.isfile(path):
         raise ValueError(f"data.tokenizer={spec}: file {path} does not exist")
-    return SentencePieceTokenizer(path) if spec.endswith(".model") else HuggingFaceTokenizer(path)
+    return FILE_TOKENIZERS[os.path.splitext(spec)[1]](path)
 
 
 def train_sentencepiece(files: Sequence[str], model_prefix: str, vocab_size: int) -> str:
-    """Trains a byte-pair SentencePiece model on UTF-8 text files; returns the path MODEL_PREFIX.model.
+    """`train_sentencepiece_on` the text of UTF-8 files: at most TRAIN_BYTES, taken evenly over the files."""
+    return train_sentencepiece_on(_sample_lines(files), model_prefix, vocab_size)
+
+
+def train_sentencepiece_on(lines: Iterable[str], model_prefix: str, vocab_size: int) -> str:
+    """Trains a byte-pair SentencePiece model on lines of text; returns the path MODEL_PREFIX.model.
 
     Lossless: bytes stand for characters outside the vocabulary, text is not normalised, spaces are kept one by one
-    and runs of them (indentation) become pieces; newline and tab are pieces of their own. Deterministic. Reads at
-    most TRAIN_BYTES, taken evenly over the files; 2,048 pieces take about 1 s.
+    and runs of them (indentation) become pieces; newline and tab are pieces of their own. Deterministic. 2,048
+    pieces of TRAIN_BYTES take about 1 s. Raises ValueError if the text has fewer pieces than asked for.
     """
     import sentencepiece
 
-    model_path = model_prefix + ".model"
-    with open(model_path, "wb") as out:
-        try:
-            sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=_sample_lines(files),
-                model_writer=out,
-                model_type="bpe",
-                vocab_size=vocab_size,
-                character_coverage=0.9995,
-                byte_fallback=True,
-                normalization_rule_name="identity",
-                add_dummy_prefix=False,
-                treat_whitespace_as_suffix=True,
-                remove_extra_whitespaces=False,
-                allow_whitespace_only_pieces=True,
-                split_digits=True,
-                max_sentencepiece_length=32,
-                max_sentence_length=1 << 16,
-                user_defined_symbols=["\n", "\t"],
-                unk_id=0,
-                eos_id=1,
-                bos_id=-1,
-                pad_id=-1,
-                num_threads=1,
-                minloglevel=2,
-            )
-        except RuntimeError as error:
-            raise ValueError(
-                f"data.tokenizer=sentencepiece:{vocab_size} cannot be trained on this text; "
-                f"try fewer pieces or more text ({error})"
-            ) from None
-    return model_path
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            character_coverage=0.9995,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            treat_whitespace_as_suffix=True,
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            split_digits=True,
+            max_sentencepiece_length=32,
+            max_sentence_length=1 << 16,
+            user_defined_symbols=["\n", "\t"],
+            unk_id=0,
+            eos_id=1,
+            bos_id=-1,
+            pad_id=-1,
+            num_threads=1,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise ValueError(
+            f"data.tokenizer=sentencepiece:{vocab_size} cannot be trained on this text; "
+            f"give more text, or fewer or more pieces as the trainer says ({error})"
+        ) from None
+    with open(model_prefix + ".model", "wb") as file:
+        file.write(model.getbuffer())
+    return model_prefix + ".model"
 
 
 def _sample_lines(files: Sequence[str]) -> Iterator[str]:
@@ -232,17 +405,23 @@ def _head(lines: Iterable[str], num_characters: int) -> Iterator[str]:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike) -> None:
-    """Copies the file of a tokenizer that has one to folder/tokenizer.model or .json, so that a run stands alone."""
+    """Copies the file of a tokenizer that has one to folder/tokenizer.model, .json or .tiktoken, and what lies beside
+    it and belongs to it (special tokens, chat template), so that a run stands alone."""
     path = getattr(tokenizer, "path", None)
-    if path is not None:
-        target = os.path.join(folder, "tokenizer" + os.path.splitext(path)[1])
-        if not os.path.exists(target):
-            shutil.copyfile(path, target)
+    if path is None:
+        return
+    suffix = os.path.splitext(path)[1]
+    copies = {"tokenizer" + suffix: path, f"tokenizer{suffix}.json": path + ".json"}
+    copies |= {name: beside(path, name) for name in ("tokenizer_config.json", "chat_template.jinja")}
+    for name, source in copies.items():
+        target = os.path.join(folder, name)
+        if os.path.exists(source) and not os.path.exists(target):
+            shutil.copyfile(source, target)
 
 
 def load_saved_tokenizer(folder: str | os.PathLike, spec: str) -> Tokenizer:
     """The tokenizer that save_tokenizer left in `folder`, or the one of `spec` if that needs no file."""
-    for name in ("tokenizer.model", "tokenizer.json"):
-        if os.path.exists(os.path.join(folder, name)):
-            return load_tokenizer(os.path.join(folder, name))
+    for suffix in FILE_TOKENIZERS:
+        if os.path.exists(os.path.join(folder, "tokenizer" + suffix)):
+            return load_tokenizer(os.path.join(folder, "tokenizer" + suffix))
     return load_tokenizer(spec)

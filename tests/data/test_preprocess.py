@@ -1,17 +1,23 @@
 """Preprocessing: the same bytes for any number of workers, and errors that name the line."""
 
+import base64
 import gzip
 import hashlib
 import json
+import random
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
 
-from megajax.data import preprocess as module
+from megajax.data import read_input
+from megajax.data.chat_template import CHATML, ChatTemplate
 from megajax.data.indexed_dataset import IndexedDataset
-from megajax.data.preprocess import expand, main, preprocess
+from megajax.data.preprocess import main, preprocess
+from megajax.data.read_input import expand
+from megajax.data.sentences import split_sentences
 from megajax.data.tokenizer import load_tokenizer
 
 
@@ -27,11 +33,32 @@ def corpus(tmp_path):
 
 
 def run(files, prefix, **options):
-    return preprocess(files, str(prefix), load_tokenizer("bytes"), "bytes", **options)
+    (meta,) = preprocess(files, str(prefix), load_tokenizer("bytes"), "bytes", **options).values()
+    return meta
+
+
+def documents(prefix) -> list[list[list[int]]]:
+    dataset = IndexedDataset(prefix)
+    bounds = dataset.document_indices.tolist()
+    return [
+        [dataset.read(i).tolist() for i in range(begin, end)] for begin, end in zip(bounds, bounds[1:], strict=False)
+    ]
+
+
+def texts(prefix) -> list[list[str]]:
+    return [[bytes(i for i in ids if i < 256).decode() for ids in document] for document in documents(prefix)]
+
+
+def pack(content: bytes, suffix: str) -> bytes:
+    if suffix == ".zst":
+        zstandard = pytest.importorskip("zstandard")
+        half = len(content) // 2  # two frames, as parallel compressors write
+        return b"".join(zstandard.ZstdCompressor().compress(part) for part in (content[:half], content[half:]))
+    return gzip.compress(content) if suffix == ".gz" else content
 
 
 def test_output_does_not_depend_on_the_number_of_workers(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "BATCH_BYTES", 50_000)  # some 30 batches
+    monkeypatch.setattr(read_input, "BATCH_BYTES", 50_000)  # some 30 batches
     files, _ = corpus
     metas = [run(files, tmp_path / f"w{workers}", num_workers=workers) for workers in (1, 3)]
     assert metas[0] == metas[1]
@@ -52,21 +79,214 @@ def test_documents_are_the_texts_in_order_with_an_end_token(corpus, tmp_path):
     assert meta["num_bytes"] == sum(len(text.encode()) for text in texts) == meta["num_tokens"] - len(texts)
     assert meta["sha256"] == hashlib.sha256((tmp_path / "x.bin").read_bytes()).hexdigest()
     assert meta == json.loads((tmp_path / "x.meta.json").read_text())
+    assert [file["path"] for file in meta["inputs"]] == files
+    for path, file in zip(files, meta["inputs"], strict=True):
+        with open(path, "rb") as content:
+            assert file["sha256"] == hashlib.file_digest(content, "sha256").hexdigest()
+    assert [file["num_documents"] for file in meta["inputs"]] == [300, 1, 1, 1, 1, 1]
+    assert sum(file["num_tokens"] for file in meta["inputs"]) == meta["num_tokens"]
     assert (meta["tokenizer"], meta["tokenizer_identity"], meta["dtype"]) == ("bytes", "bytes", "uint16")
 
 
 def test_no_end_token_on_request_and_empty_documents_are_left_out(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"body": "ab"}\n{"body": ""}\n\n{"body": "c"}\n')
-    run([str(tmp_path / "a.jsonl")], tmp_path / "x", json_key="body", append_eod=False)
+    run([str(tmp_path / "a.jsonl")], tmp_path / "x", json_keys=["body"], append_eod=False)
     dataset = IndexedDataset(tmp_path / "x")
     assert [dataset.read(i).tolist() for i in range(len(dataset))] == [[97, 98], [99]]
 
 
-def test_compressed_input_gives_the_same_tokens(corpus, tmp_path):
-    files, _ = corpus
-    packed = tmp_path / "a.jsonl.gz"
-    packed.write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
-    assert run([str(packed)], tmp_path / "x") == run(files[:1], tmp_path / "y")
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("name", ["a.jsonl", "b0.txt"])
+def test_compressed_input_gives_the_same_tokens(corpus, tmp_path, name, suffix):
+    packed = tmp_path / (name + suffix)
+    packed.write_bytes(pack((tmp_path / name).read_bytes(), suffix))
+    want, got = run([str(tmp_path / name)], tmp_path / "x"), run([str(packed)], tmp_path / "y")
+    assert got["sha256"] == want["sha256"]
+    assert (tmp_path / "x.idx").read_bytes() == (tmp_path / "y.idx").read_bytes()
+    assert got["inputs"][0]["sha256"] == hashlib.sha256(packed.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("name, num_documents", [("a.jsonl", 0), ("b.txt", 0)])
+def test_a_compressed_file_cut_short_is_refused_by_name(tmp_path, name, num_documents, suffix):
+    content = pack(b'{"text": "hello"}\n' * 1000, suffix)
+    (tmp_path / (name + suffix)).write_bytes(content[:-9])
+    with pytest.raises(ValueError, match=f"{name}{suffix}.*cannot be read, copy it again"):
+        run([str(tmp_path / (name + suffix))], tmp_path / "x")
+    assert run([str(tmp_path / (name + suffix))], tmp_path / "x", on_error="skip")["num_skipped"] == 1
+
+
+def write_parquet(path, columns: dict, **options) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.table(columns), path, **options)
+
+
+def test_parquet_gives_the_documents_of_the_same_jsonl(corpus, tmp_path):
+    _, records = corpus
+    columns = {key: [record[key] for record in records] for key in ("id", "text")}
+    write_parquet(tmp_path / "a.parquet", columns, row_group_size=70)
+    want = run([str(tmp_path / "a.jsonl")], tmp_path / "x")
+    got = run([str(tmp_path / "a.parquet")], tmp_path / "y")
+    assert (got["sha256"], got["num_documents"]) == (want["sha256"], 300)
+    with pytest.raises(ValueError, match="a.parquet: .*no column 'body'"):
+        run([str(tmp_path / "a.parquet")], tmp_path / "z", json_keys=["body"])
+    columns["text"][200] = None
+    write_parquet(tmp_path / "a.parquet", columns, row_group_size=70)
+    with pytest.raises(ValueError, match="a.parquet row 201: no text field 'text'"):
+        run([str(tmp_path / "a.parquet")], tmp_path / "z")
+
+
+def test_several_keys_make_datasets_whose_documents_belong_together(tmp_path):
+    records = [
+        dict(title="A", text="one"),
+        dict(title="", text="two"),
+        dict(title="", text=""),
+        dict(title="D", text=""),
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(record) for record in records))
+    metas = preprocess(
+        [str(tmp_path / "a.jsonl")], str(tmp_path / "x"), load_tokenizer("bytes"), "bytes", json_keys=["title", "text"]
+    )
+    assert list(metas) == [str(tmp_path / "x_title"), str(tmp_path / "x_text")]
+    assert texts(tmp_path / "x_title") == [["A"], [], ["D"]]
+    assert texts(tmp_path / "x_text") == [["one"], ["two"], []]
+    assert [meta["num_bytes"] for meta in metas.values()] == [2, 6]
+    (tmp_path / "b.txt").write_text("plain")
+    with pytest.raises(ValueError, match="b.txt is plain text"):
+        run([str(tmp_path / "b.txt")], tmp_path / "x", json_keys=["title", "text"])
+
+
+@pytest.mark.parametrize(
+    "sentences",
+    [
+        ["Dr. J. R. Smith paid $3.14 to Acme Inc. in Jan. 5 days later he left.", "He came back!"],
+        ['"Stop!" she cried.', '"Why?" he asked.', "Nobody knew."],
+        ['He said "No."', "Then he left.", "(It was late.)", "So what?"],
+        ["See Fig. 3, e.g. the U.S. Senate vs. the House.", "No. 5 is missing."],
+        ["He said no.", "It was I.", "Wait...", "What?!", "In 1999.", "Écoute-moi."],
+        ["1. Item one.", "2. Item two."],
+        ["これは文です。", "「はい。」", "次です！"],
+        ["A heading without a mark", "Text after a blank line"],
+        ["v1.2.3 and x.y are no ends, nor is 10.5 or a.b."],
+    ],
+)
+def test_sentences_end_where_a_reader_says(sentences):
+    glue = "\n\n" if "mark" in sentences[0] else "" if "。" in sentences[0] else " "
+    assert split_sentences(glue.join(sentences)) == sentences
+
+
+def test_splitting_takes_time_in_proportion_to_the_text():
+    hard = [
+        "." * 100_000,
+        ".'" * 50_000,
+        "\n" * 100_000,
+        " ." * 50_000,
+        "\n" + " " * 100_000,
+        "a" * 99_999 + ".",
+        "1. " * 30_000,
+    ]
+    hard += ["A. " * 30_000, "。" * 100_000, "." + '"' * 100_000]
+    begin = time.process_time()
+    for text in hard:
+        split_sentences(text)
+    assert time.process_time() - begin < 2  # a square would take minutes
+
+
+def test_sentences_are_the_sequences_of_a_document(tmp_path):
+    (tmp_path / "a.txt").write_text("One here.  Two here.\n\nThree")
+    (tmp_path / "b.txt").write_text(" \n ")
+    meta = run(expand([str(tmp_path / "*.txt")]), tmp_path / "x", form="sentences")
+    assert texts(tmp_path / "x") == [["One here.", "Two here.", "Three"]]
+    assert [ids[-1] for ids in documents(tmp_path / "x")[0]] == [ord("."), ord("."), 256]
+    assert (meta["num_documents"], meta["num_sequences"], meta["form"]) == (1, 3, "sentences")
+
+
+TURNS = [("system", "S"), ("user", "U1"), ("assistant", "A1"), ("user", "U2"), ("assistant", "A2")]
+
+
+def conversation(*turns) -> dict:
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_conversations_alternate_context_and_answer(tmp_path, kind):
+    records = [conversation(*TURNS), conversation(*TURNS[1:4]), conversation(("user", "U"), *[("assistant", "A")] * 2)]
+    path = tmp_path / f"a.{kind}"
+    if kind == "jsonl":
+        path.write_text("\n".join(map(json.dumps, records)))
+    else:
+        write_parquet(path, {"messages": [record["messages"] for record in records]})
+    run([str(path)], tmp_path / "x", form="conversations", json_keys=["messages"])
+    turn, ask = "<|im_start|>{}\n{}<|im_end|>\n", "<|im_start|>assistant\n"
+    first = turn.format("system", "S") + turn.format("user", "U1") + ask
+    assert texts(tmp_path / "x") == [
+        [first, "A1<|im_end|>\n", turn.format("user", "U2") + ask, "A2<|im_end|>\n"],
+        [turn.format("user", "U1") + ask, "A1<|im_end|>\n", turn.format("user", "U2")],
+        [turn.format("user", "U") + ask, "A<|im_end|>\n", ask, "A<|im_end|>\n"],
+    ]
+    assert [document[-1][-1] for document in documents(tmp_path / "x")] == [256] * 3
+
+
+def test_special_tokens_of_the_template_are_single_tokens_and_the_end_is_not_repeated(tmp_path):
+    pytest.importorskip("tiktoken")
+    ranks = b"".join(base64.b64encode(bytes([i])) + f" {i}\n".encode() for i in range(256))
+    (tmp_path / "t.tiktoken").write_bytes(ranks)
+    special = {"<|im_start|>": 256, "<|im_end|>": 257, "<|endoftext|>": 258}
+    (tmp_path / "t.tiktoken.json").write_text(json.dumps({"special_tokens": special}))
+    tokenizer = load_tokenizer(str(tmp_path / "t.tiktoken"))
+    (tmp_path / "a.jsonl").write_text(json.dumps(conversation(("user", "U"), ("assistant", "A"))))
+    options = dict(form="conversations", json_keys=["messages"])
+    want = [256, *b"user\nU", 257, 10, 256, *b"assistant\n"], [*b"A", 257, 10, 258]
+    preprocess([str(tmp_path / "a.jsonl")], str(tmp_path / "x"), tokenizer, "t", **options)
+    assert documents(tmp_path / "x") == [list(want)]
+    template = ChatTemplate(CHATML + "{% if not add_generation_prompt %}<|endoftext|>{% endif %}", {}, special)
+    preprocess([str(tmp_path / "a.jsonl")], str(tmp_path / "y"), tokenizer, "t", template=template, **options)
+    assert documents(tmp_path / "y") == [list(want)]
+
+
+def test_workers_render_conversations_as_one_process_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(read_input, "BATCH_BYTES", 500)
+    lines = [json.dumps(conversation(("user", "U" * i), ("assistant", "A" * i))) for i in range(20)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    options = dict(form="conversations", json_keys=["messages"])
+    metas = [run([str(tmp_path / "a.jsonl")], tmp_path / f"w{n}", num_workers=n, **options) for n in (1, 2)]
+    assert metas[0] == metas[1]
+    assert (metas[0]["num_documents"], metas[0]["num_sequences"]) == (20, 40)
+
+
+def test_an_empty_context_keeps_the_alternation(tmp_path):
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {}, ())
+    (tmp_path / "a.jsonl").write_text(json.dumps(conversation(("assistant", "A"), ("assistant", "B"), ("user", "U"))))
+    run([str(tmp_path / "a.jsonl")], tmp_path / "x", form="conversations", json_keys=["messages"], template=template)
+    assert texts(tmp_path / "x") == [["", "A", "", "B", "U"]]
+
+
+# Takes out earlier answers, as templates of models that think take out their thoughts.
+FORGETFUL = "{% for m in messages %}{{ m.role[0] }}{{ m.content if loop.last or m.role == 'user' }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "record, template, message",
+    [
+        (conversation(*TURNS), "{{ messages | length }}", "line 1: chat template: .*not rendered as the beginning"),
+        (conversation(*TURNS), FORGETFUL, "line 1: chat template: .*not rendered as the beginning"),
+        (conversation(*TURNS), "{{ raise_exception('no system') }}", "line 1: chat template: .*no system"),
+        (conversation(*TURNS), "{{ messages[0].nothing.more }}", "line 1: chat template: UndefinedError"),
+        (conversation(*TURNS), "{{ ''.__class__.__mro__ }}", "line 1: chat template: SecurityError"),
+        (conversation(*TURNS[:2]), None, "line 1: .*no message of the role assistant"),
+        ({"messages": "hello"}, None, "line 1: no list of messages 'messages'"),
+        ({"text": "hello"}, None, "line 1: no list of messages 'messages'"),
+        (conversation(("user", "<eos>"), ("assistant", "A")), None, "line 1: .*spells the special token <eos>"),
+    ],
+)
+def test_conversations_that_cannot_be_cut_are_refused_or_skipped(tmp_path, record, template, message):
+    source = template or "{% for m in messages %}{{ m.content }}{% endfor %}"
+    options = dict(form="conversations", json_keys=["messages"], template=ChatTemplate(source, {}, ["<eos>"]))
+    (tmp_path / "a.jsonl").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=message):
+        run([str(tmp_path / "a.jsonl")], tmp_path / "x", **options)
+    meta = run([str(tmp_path / "a.jsonl")], tmp_path / "x", on_error="skip", **options)
+    assert (meta["num_skipped"], meta["num_documents"]) == (1, 0)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +297,7 @@ def test_compressed_input_gives_the_same_tokens(corpus, tmp_path):
         ("a.jsonl", b'{"text": "ok"}\n["text"]\n', "a.jsonl line 2: no text field"),
         ("a.jsonl", b'{"text": "ok"}\n{"text": "\xff"}\n', "a.jsonl line 2: not UTF-8"),
         ("a.jsonl", b'{"text": "ok"}\n{"text": "\\ud800"}\n', "a.jsonl line 2: not UTF-8"),
+        ("a.jsonl", b'{"text": "ok"}\n' + b"[" * 100_000 + b"\n", "a.jsonl line 2: not JSON"),
         ("a.txt", b"ok\nok\n\xff\n", "a.txt line 3: not UTF-8"),
     ],
 )
@@ -88,6 +309,13 @@ def test_bad_documents_stop_with_file_and_line_or_are_counted(tmp_path, name, co
     meta = run([str(tmp_path / name)], tmp_path / "x", on_error="skip")
     assert meta["num_skipped"] == 1
     assert message in caplog.text
+
+
+def test_errors_name_the_line_in_any_batch(tmp_path, monkeypatch):
+    monkeypatch.setattr(read_input, "BATCH_BYTES", 100)
+    (tmp_path / "a.jsonl").write_text('{"text": "ok"}\n' * 30 + "\n[]\n")
+    with pytest.raises(ValueError, match="a.jsonl line 32: no text field"):
+        run([str(tmp_path / "a.jsonl")], tmp_path / "x")
 
 
 def test_an_error_in_a_worker_reaches_the_caller(tmp_path):
@@ -112,3 +340,57 @@ def test_command_line_builds_a_dataset_without_importing_jax(tmp_path):
 def test_command_line_errors_are_one_line(tmp_path):
     with pytest.raises(SystemExit, match="^error: --input: no file matches"):
         main(["--input", str(tmp_path / "none*"), "--output_prefix", "x", "--tokenizer", "bytes"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc; getrusage counts the parent's memory too")
+def test_memory_does_not_grow_with_the_input(tmp_path):
+    peaks = []
+    for megabytes in (4, 24):
+        line = json.dumps({"text": "word " * 2000}) + "\n"
+        (tmp_path / "a.jsonl").write_text(line * (megabytes * 1_000_000 // len(line)))
+        code = (
+            "import sys; from megajax.data.preprocess import main; main(sys.argv[1:]); "
+            "print(*[line for line in open('/proc/self/status') if 'VmHWM' in line])"
+        )
+        arguments = ["--input", str(tmp_path / "a.jsonl"), "--output_prefix", str(tmp_path / "x"), "--tokenizer=bytes"]
+        command = [sys.executable, "-c", code, *arguments, "--workers=1"]
+        peaks.append(int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-2]))
+    assert peaks[1] < peaks[0] + 8_000  # kB, of the 20,000 added
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet", "txt"])
+def test_a_sentencepiece_model_is_trained_on_the_documents_and_recorded(tmp_path, kind):
+    words = ["tokenizer", "preprocess", "sentence", "document", "language", "model"]
+    lines = [" ".join(random.Random(i).choices(words, k=20)) for i in range(200)]
+    path = tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        write_parquet(path, {"text": lines})
+    elif kind == "txt":
+        path.write_text("\n".join(lines))
+    else:
+        content = "\n".join(json.dumps({"text": line}) for line in lines).encode()
+        path.write_bytes(pack(content, path.suffix))
+    prefix = str(tmp_path / "out" / "x")
+    main(["--input", str(path), "--output_prefix", prefix, "--tokenizer=sentencepiece:320", "--workers=1"])
+    meta = json.loads((tmp_path / "out" / "x.meta.json").read_text())
+    assert meta["tokenizer"] == prefix + ".tokenizer.model"
+    tokenizer = load_tokenizer(meta["tokenizer"])
+    assert (tokenizer.vocab_size, tokenizer.identity) == (320, meta["tokenizer_identity"])
+    assert tokenizer.token_id("tokenizer") is not None  # learnt from this text
+    assert tokenizer.decode(IndexedDataset(prefix).read(0)[:-1].tolist()).startswith(lines[0])
+
+
+def test_training_on_text_that_is_not_there_is_refused_by_line_and_leaves_no_model(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"body": "hello"}\n')
+    arguments = ["--input", str(tmp_path / "a.jsonl"), "--output_prefix", str(tmp_path / "x")]
+    with pytest.raises(SystemExit, match="a.jsonl line 1: no text field 'text'"):
+        main([*arguments, "--tokenizer=sentencepiece:300", "--workers=1"])
+    with pytest.raises(SystemExit, match="data.tokenizer=sentencepiece:300 cannot be trained"):
+        main([*arguments, "--tokenizer=sentencepiece:300", "--workers=1", "--on_error=skip"])
+    assert not list(tmp_path.glob("x*"))
+
+
+def test_inspect_is_a_command_of_preprocess(corpus, tmp_path, capsys):
+    run(corpus[0], tmp_path / "x")
+    main(["inspect", "--prefix", str(tmp_path / "x")])
+    assert "documents 305" in capsys.readouterr().out
