@@ -1,7 +1,8 @@
 """Checkpoints of a run: parameters, optimizer, position and config of one step, written together by Orbax.
 
 A step is a directory `checkpoints/STEP/` with the items `params`, `optimizer` and `meta` (JSON). Arrays are global: any
-mesh and any layout of a pipeline restores what any other saved, and serving restores `params` alone.
+mesh and any layout of a pipeline restores what any other saved, and serving restores `params` alone. `meta` holds a
+digest of every array (checkpoint/verify.py): what does not match is not used.
 """
 
 import dataclasses
@@ -12,8 +13,10 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
 from megajax.checkpoint.layout import Rows, stored_form, wanted_form
+from megajax.checkpoint.verify import differing, digests
 
 logger = logging.getLogger("megajax")
 
@@ -24,9 +27,11 @@ class CheckpointConfig:
     """Save each time so many steps are done, and at the end; 0: only at the end."""
     keep: int = 3
     """Newest checkpoints that stay on disk; 0: all."""
+    keep_every_steps: int = 0
+    """Those of multiples of so many steps stay too; 0: none."""
 
     def check(self) -> None:
-        for name in ("every_steps", "keep"):
+        for name in ("every_steps", "keep", "keep_every_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"checkpoint.{name}={getattr(self, name)} must not be negative")
 
@@ -52,6 +57,7 @@ class Checkpointer:
             item_names=("params", "optimizer", "meta"),
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=(config.keep or None) if writes else None,
+                keep_period=(config.keep_every_steps or None) if writes else None,
                 enable_async_checkpointing=writes,
                 cleanup_tmp_directories=writes,
                 create=writes,
@@ -66,17 +72,50 @@ class Checkpointer:
         """Copies the arrays to the host, then writes them while training goes on. A step saved before is left alone."""
         if step in self._manager.all_steps():
             return
-        items = dict(
-            params=ocp.args.StandardSave(params),
-            optimizer=ocp.args.StandardSave(optimizer_state),
-            meta=ocp.args.JsonSave(meta),
-        )
+        trees = dict(params=params, optimizer=optimizer_state)
+        items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
+        items["meta"] = ocp.args.JsonSave(meta | {"digests": {name: digests(tree) for name, tree in trees.items()}})
         self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+
+    def restore_newest(
+        self, abstract_params, abstract_optimizer_state, layer_rows: Rows
+    ) -> tuple[int, Any, Any, dict] | None:
+        """-> (step, params, optimizer state, meta) of the newest step that is whole, or None if there is no step.
+
+        Steps after it, which cannot be read or in which an array is not what was saved, become STEP.damaged, with a
+        warning that says why. Raises ValueError if there are steps but none that is whole, and leaves all as they are.
+        """
+        problems: dict[int, str] = {}
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            try:
+                restored = self.restore(step, abstract_params, abstract_optimizer_state, layer_rows)
+            except Exception as error:  # Orbax has many
+                restored, problems[step] = None, _in_one_line(error)
+            if _on_all_processes(restored is not None):
+                for damaged, problem in problems.items():
+                    logger.warning("checkpoint %d is not used: %s", damaged, problem)
+                    self._set_aside(damaged)
+                return step, *restored
+            problems.setdefault(step, "another process could not read it")
+        if problems:
+            reasons = "; ".join(f"step {step}: {problem}" for step, problem in problems.items())
+            raise ValueError(
+                f"{self.folder}: no step can be used ({reasons}); copy a good one there, or use another --run_dir"
+            )
+        return None
+
+    def _set_aside(self, step: int) -> None:
+        if jax.process_index() == 0:
+            (self.folder / str(step)).rename(self.folder / f"{step}.damaged")
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices(f"checkpoint {step} set aside")
+        self._manager.reload()
 
     def restore(self, step: int, abstract_params, abstract_optimizer_state, layer_rows: Rows) -> tuple[Any, Any, dict]:
         """-> (params, optimizer state, meta), laid out as the shardings of the abstract trees say.
 
-        layer_rows: which layer is in which row of these; the checkpoint says it of its own.
+        layer_rows: which layer is in which row of these; the checkpoint says it of its own. Raises ValueError if an
+        array is not what was saved.
         """
         trees = dict(params=abstract_params, optimizer=abstract_optimizer_state)
         restored, meta = self._restore(step, trees, layer_rows)
@@ -91,6 +130,21 @@ class Checkpointer:
         stored = {kind: np.array(rows) for kind, rows in meta.get("layer_rows", as_numbered).items()}
         items = {name: ocp.args.StandardRestore(stored_form(tree, stored, wanted)) for name, tree in abstract.items()}
         restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+        if "digests" not in meta:
+            logger.warning(
+                "checkpoint %d has no digests: it was written before there were any, and is not verified", step
+            )
+        wrong = [
+            f"{name}{path}"
+            for name, found in meta.pop("digests", {}).items()
+            if name in abstract
+            for path in differing(found, restored[name])
+        ]
+        if wrong:
+            raise ValueError(
+                f"{self.folder / str(step)} is damaged: {', '.join(wrong[:4])}{' ...' if len(wrong) > 4 else ''} "
+                f"{'is' if len(wrong) == 1 else 'are'} not what was saved; use another step"
+            )
         return {name: wanted_form(restored[name], tree, stored, wanted) for name, tree in abstract.items()}, meta
 
     def wait(self) -> None:
@@ -102,6 +156,22 @@ class Checkpointer:
 
     def __exit__(self, *_) -> None:
         self._manager.close()
+
+
+def _on_all_processes(succeeded: bool) -> bool:
+    """Whether it did on every process of the run."""
+    if jax.process_count() == 1:
+        return succeeded
+    return bool(np.all(multihost_utils.process_allgather(np.array(succeeded))))
+
+
+def _in_one_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return (
+        lines[0]
+        if isinstance(error, ValueError) and "is damaged" in lines[0]
+        else f"{type(error).__name__}: {lines[0]}"
+    )
 
 
 def with_shardings(abstract, shardings):

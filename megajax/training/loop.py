@@ -210,12 +210,11 @@ class Trainer:
 
     def _start(self) -> TrainState:
         shardings = state_shardings(self.model, self.optimizer, self.mesh, self.shard_over_data)
-        latest = self.checkpointer.latest_step()
-        if latest is None:
-            return init_state(self.model, self.optimizer, self.config.seed, self.mesh, shardings)
         target = with_shardings(abstract_state(self.model, self.optimizer), shardings)
-        layout = self.model.layer_rows
-        params, optimizer, meta = self.checkpointer.restore(latest, target.params, target.optimizer, layout)
+        found = self.checkpointer.restore_newest(target.params, target.optimizer, self.model.layer_rows)
+        if found is None:
+            return init_state(self.model, self.optimizer, self.config.seed, self.mesh, shardings)
+        latest, params, optimizer, meta = found
         self.console.note(f"resuming from step {latest} of {self.config.steps}")
         if self.writer is not None:
             self.writer.rewind(latest)

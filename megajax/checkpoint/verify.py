@@ -1,0 +1,56 @@
+"""A digest of every array of a checkpoint, that finds what was damaged on disk.
+
+Orbax restores an array with a flipped bit without a word. So a run that saves keeps, for each array x with elements of
+bits b_i at position i of the whole array,
+
+    digest(x) = sum_i b_i (2 i + 1)   mod 2^32
+
+in the meta data of the step. Each factor is odd, so that any single flipped bit changes the sum; sums that wrap around
+are exact in any order, so that the digest is the same on every mesh. It detects errors, not attackers. Computed where
+the arrays are, one pass over their memory (10 ms for 20 GB on an H100 by its bandwidth).
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
+
+
+def digests(tree) -> dict[str, int]:
+    """{path of an array in the tree: its digest}. Every process of the run must call it."""
+    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    on_host = [name for name, leaf in leaves.items() if leaf.sharding.memory_kind != _default_memory(leaf)]
+    found = _digests({name: leaf for name, leaf in leaves.items() if name not in on_host})
+    for name in on_host:  # one after the other: together they may not fit on the device
+        leaf = leaves[name]
+        found |= _digests({name: jax.device_put(leaf, leaf.sharding.with_memory_kind(_default_memory(leaf)))})
+    found = jax.device_get(found)
+    return {name: int(found[name]) for name in leaves}
+
+
+def differing(stored: dict[str, int], tree) -> list[str]:
+    """Paths of the arrays in the tree whose digest is not the stored one, in their order."""
+    return [name for name, value in digests(tree).items() if stored.get(name) != value]
+
+
+def _default_memory(array: jax.Array) -> str:
+    return next(iter(array.sharding.device_set)).default_memory().kind
+
+
+@jax.jit
+def _digests(tree: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return jax.tree.map(_digest, tree)
+
+
+def _digest(x: jax.Array) -> jax.Array:
+    """uint32 [] of an array of any shape, of a number or bool dtype of 1 to 8 bytes."""
+    x = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
+    bits = lax.bitcast_convert_type(x, _UNSIGNED[x.dtype.itemsize]).astype(jnp.uint32)  # 8 bytes: a last axis of 2
+    strides = [math.prod(bits.shape[axis + 1 :]) % 2**32 for axis in range(bits.ndim)]
+    places = [lax.broadcasted_iota(jnp.uint32, bits.shape, axis) * np.uint32(s) for axis, s in enumerate(strides)]
+    index = sum(places, jnp.zeros(bits.shape, jnp.uint32))
+    return jnp.sum(bits * (2 * index + 1), dtype=jnp.uint32)

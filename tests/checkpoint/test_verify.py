@@ -1,0 +1,190 @@
+"""What was damaged on disk is found, named and not used; the newest whole step is."""
+
+import random
+import shutil
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from megajax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from megajax.checkpoint.verify import _digest, digests
+from megajax.mesh import MeshConfig, make_mesh
+
+ROWS = {}
+
+
+def test_every_single_bit_changes_the_digest():
+    for dtype in (np.float32, ml_dtypes.bfloat16, np.int8, np.uint32):
+        host = np.random.default_rng(0).standard_normal((3, 5)).astype(dtype)
+        raw = np.frombuffer(host.tobytes(), np.uint8)
+        flipped = [raw ^ np.eye(len(raw), dtype=np.uint8)[place] * np.uint8(1 << bit)
+                   for place in range(len(raw)) for bit in range(8)]  # fmt: skip
+        arrays = np.stack([raw, *flipped]).view(dtype).reshape(-1, 3, 5)
+        first, *others = np.asarray(jax.jit(jax.vmap(_digest))(arrays)).tolist()
+        assert first not in others and len(others) == 8 * host.nbytes
+
+
+def arrays_on(mesh, step=0):
+    rng = np.random.default_rng(step)
+    specs = {"w": ("fsdp", "tensor"), "b": (None,), "scale": ()}
+    shapes = {"w": (64, 128), "b": (640,), "scale": ()}
+    place = lambda name: jax.NamedSharding(mesh, jax.P(*specs[name]))
+    return {name: jax.device_put(np.float32(rng.standard_normal(shape)), place(name)) for name, shape in shapes.items()}
+
+
+def abstract(tree):
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
+
+
+def mesh_of(**sizes):
+    config = MeshConfig(**sizes)
+    return make_mesh(config, jax.devices()[: config.num_devices])
+
+
+def test_digests_are_the_same_on_every_mesh_and_in_host_memory():
+    want = digests(arrays_on(mesh_of()))
+    assert len(set(want.values())) == 3
+    for mesh in (mesh_of(fsdp=4, tensor=2), mesh_of(tensor=8)):
+        tree = arrays_on(mesh)
+        assert digests(tree) == want
+        assert (
+            digests(jax.device_put(tree, jax.tree.map(lambda a: a.sharding.with_memory_kind("pinned_host"), tree)))
+            == want
+        )
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    """A run directory with the steps 3 and 6."""
+    run_dir = tmp_path_factory.mktemp("run")
+    with Checkpointer(run_dir, CheckpointConfig(keep=0)) as checkpointer:
+        for step in (3, 6):
+            tree = arrays_on(mesh_of(fsdp=4, tensor=2), step)
+            checkpointer.save(step, tree, {"m": tree["w"]}, {"step": step})
+    return run_dir
+
+
+@pytest.fixture
+def run_dir(template, tmp_path):
+    shutil.copytree(template, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def restore(run_dir, mesh=None):
+    tree = abstract(arrays_on(mesh or mesh_of(fsdp=2)))
+    with Checkpointer(run_dir, CheckpointConfig(keep=0)) as checkpointer:
+        return checkpointer.restore_newest(tree, {"m": tree["w"]}, ROWS), sorted(checkpointer._manager.all_steps())
+
+
+def data_files(folder):
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 4096)
+
+
+def flip(path, place, bit=4):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1 << bit
+    path.write_bytes(content)
+
+
+@pytest.mark.fault
+def test_one_flipped_bit_in_any_large_file_is_never_trained_on(run_dir):
+    rng, found = random.Random(0), 0
+    want = jax.device_get(arrays_on(mesh_of(), 6))
+    files = data_files(run_dir / "checkpoints" / "6")
+    assert files
+    for file in files:
+        good = file.read_bytes()
+        for _ in range(4):
+            flip(file, rng.randrange(len(good)), rng.randrange(8))
+            with Checkpointer(run_dir, None) as checkpointer:
+                tree = abstract(arrays_on(mesh_of()))
+                try:
+                    params, optimizer, _ = checkpointer.restore(6, tree, {"m": tree["w"]}, ROWS)
+                except Exception:
+                    found += 1
+                else:  # the flip hit nothing that is read
+                    assert jax.tree.all(jax.tree.map(np.array_equal, jax.device_get(params), want))
+                    assert np.array_equal(optimizer["m"], want["w"])
+            file.write_bytes(good)
+    assert found >= 2
+
+
+@pytest.mark.fault
+def test_a_damaged_array_is_named_and_the_step_before_is_used(run_dir, caplog):
+    file = max(data_files(run_dir / "checkpoints" / "6" / "params"), key=lambda path: path.stat().st_size)
+    flip(file, file.stat().st_size // 2)
+    (step, params, _, meta), steps = restore(run_dir)
+    assert step == meta["step"] == 3 and steps == [3]
+    assert np.array_equal(params["w"], jax.device_get(arrays_on(mesh_of(), 3)["w"]))
+    assert "checkpoint 6 is not used" in caplog.text and "params['w'] is not what was saved" in caplog.text
+    assert (run_dir / "checkpoints" / "6.damaged").is_dir()
+    # The step can be saved again, and is then used.
+    tree = arrays_on(mesh_of(fsdp=2), 7)
+    with Checkpointer(run_dir, CheckpointConfig(keep=0)) as checkpointer:
+        checkpointer.save(6, tree, {"m": tree["w"]}, {"step": 6})
+    assert restore(run_dir)[0][0] == 6
+
+
+def _cut(folder):
+    file = data_files(folder / "params")[0]
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def _empty(folder):
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+DAMAGE = {
+    "cut": _cut,
+    "file gone": lambda folder: data_files(folder / "params")[0].unlink(),
+    "meta gone": lambda folder: shutil.rmtree(folder / "meta"),
+    "empty": _empty,
+}
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_an_incomplete_step_is_passed_over_with_a_line_that_says_why(run_dir, damage, caplog):
+    damage(run_dir / "checkpoints" / "6")
+    (step, *_), _ = restore(run_dir)
+    lines = [record.getMessage() for record in caplog.records if "is not used" in record.getMessage()]
+    assert step == 3 and len(lines) == 1 and "\n" not in lines[0]
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("name", ["params/_METADATA", "commit_success.txt", "_CHECKPOINT_METADATA"])
+def test_a_step_whose_arrays_are_all_there_is_used_whatever_else_is_gone(run_dir, name):
+    """The digests say that it is what was saved."""
+    (run_dir / "checkpoints" / "6" / name).unlink(missing_ok=True)
+    (step, params, _, _), _ = restore(run_dir)
+    assert step == 6 and np.array_equal(params["w"], jax.device_get(arrays_on(mesh_of(), 6)["w"]))
+
+
+@pytest.mark.fault
+def test_if_no_step_is_whole_nothing_is_touched_and_all_reasons_are_said(run_dir):
+    for step in ("3", "6"):
+        _empty(run_dir / "checkpoints" / step)
+    with pytest.raises(ValueError, match="no step can be used .step 6: .*; step 3: .*--run_dir"):
+        restore(run_dir)
+    assert {path.name for path in (run_dir / "checkpoints").iterdir()} == {"3", "6"}
+
+
+def test_a_checkpoint_for_another_optimizer_is_not_called_damaged(run_dir):
+    tree = abstract(arrays_on(mesh_of()))
+    with (
+        Checkpointer(run_dir, CheckpointConfig(keep=0)) as checkpointer,
+        pytest.raises(ValueError, match="no step can"),
+    ):
+        checkpointer.restore_newest(tree, {"m": tree["w"], "v": tree["w"]}, ROWS)
+    assert {path.name for path in (run_dir / "checkpoints").iterdir()} == {"3", "6"}
+
+
+def test_every_nth_checkpoint_stays_beside_the_newest(tmp_path):
+    tree = arrays_on(mesh_of())
+    with Checkpointer(tmp_path, CheckpointConfig(keep=1, keep_every_steps=2)) as checkpointer:
+        for step in range(1, 6):
+            checkpointer.save(step, tree, {"m": tree["w"]}, {})
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"2", "4", "5"}
