@@ -17,6 +17,7 @@ from megajax.config import Config
 from megajax.mesh import initialize_processes
 from megajax.training.console import log_to_stderr
 from megajax.training.run_lock import locked
+from megajax.training.supervisor import supervise
 
 
 def main(arguments: list[str]) -> None:
@@ -35,6 +36,10 @@ def main(arguments: list[str]) -> None:
         plan(name, config, plan_device)
         return
     config.check()
+    if config.training.max_restarts:
+        kept = [argument for argument in arguments if not argument.startswith("--training.max_restarts")]
+        command = [sys.executable, __file__, *kept, "--training.max_restarts=0"]
+        raise SystemExit(supervise(command, Path(config.run_dir), config.training.max_restarts))
     initialize_processes()
     with locked(Path(config.run_dir)):
         outcome = train(config)
@@ -59,8 +64,10 @@ def train(config: Config) -> str:
 
     config = config.check_on(jax.device_count())
     run_dir, first_process = Path(config.run_dir), jax.process_index() == 0
-    _check_same_run(config, run_dir)
+    changed = _check_same_run(config, run_dir)
     console = Console(enabled=first_process)
+    if changed:
+        console.note(f"changed since the run was last started: {'; '.join(changed)}")
 
     training, mesh = config.training, make_mesh(config.mesh)
     model = Model(config.model, config.precision, make_stages(config.mesh, config.model.num_layers))
@@ -172,18 +179,17 @@ def _parse(arguments: list[str]) -> tuple[str, str, bool, list[str]]:
     return name, plan_device, wants_help, overrides
 
 
-def _check_same_run(config: Config, run_dir: Path) -> None:
-    """Raises ValueError if the directory holds a run whose parameters would not fit; nothing is overwritten."""
+def _check_same_run(config: Config, run_dir: Path) -> list[str]:
+    """-> What is not as it was when the run was last started. Raises ValueError if the directory holds a run whose
+    parameters would not fit; nothing is overwritten."""
     if not (run_dir / "config.json").is_file():
-        return
-    old = Config.load(run_dir)
+        return []
+    changed = configuration.differences(Config.load(run_dir), dataclasses.replace(config, run_dir=str(run_dir)))
     free = ("scan_layers", "recompute", "offload", "dropout", "attention_dropout", "context_attention")
-    differences = configuration.differences(old.model, config.model, "model.")
-    changed = [line for line in differences if not line.removeprefix("model.").startswith(free)]
-    if changed:
-        raise ValueError(
-            f"run_dir={run_dir} holds a run of another model ({'; '.join(changed)}); use another --run_dir"
-        )
+    model = [line for line in changed if line.startswith("model.") and not line.removeprefix("model.").startswith(free)]
+    if model:
+        raise ValueError(f"run_dir={run_dir} holds a run of another model ({'; '.join(model)}); use another --run_dir")
+    return changed
 
 
 def _check_same_data(record: dict, allow_change: bool, run_dir: Path) -> None:

@@ -51,7 +51,7 @@ class Checkpointer:
 
     def __init__(self, run_dir: str | Path, config: CheckpointConfig | None):
         writes = config is not None
-        self.folder = Path(run_dir).resolve() / "checkpoints"
+        self.folder, self.failed_saves = Path(run_dir).resolve() / "checkpoints", 0
         self._manager = _Manager(
             self.folder,
             item_names=("params", "optimizer", "meta"),
@@ -69,7 +69,31 @@ class Checkpointer:
         return self._manager.latest_step()
 
     def save(self, step: int, params, optimizer_state, meta: dict[str, Any]) -> None:
-        """Copies the arrays to the host, then writes them while training goes on. A step saved before is left alone."""
+        """Copies the arrays to the host, then writes them while training goes on. A step saved before is left alone.
+
+        What goes wrong, at once or in the background, is logged and counted in `failed_saves`; the next one tries anew.
+        """
+        self.check()
+        try:
+            self._save(step, params, optimizer_state, meta)
+        except Exception as error:  # a disk that is full, gone or slow: training can go on
+            self._failed(error)
+
+    def check(self) -> None:
+        """Looks whether a save in the background has failed since; does not wait for one that is under way."""
+        try:
+            self._manager.check_for_errors()
+            # Not every failure shows there. Waiting is a matter of all processes, which need not have come as far.
+            if jax.process_count() == 1 and not self._manager.is_saving_in_progress():
+                self._manager.wait_until_finished()
+        except Exception as error:
+            self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        self.failed_saves += 1
+        logger.error("a checkpoint could not be saved (%d so far): %s", self.failed_saves, _in_one_line(error))
+
+    def _save(self, step: int, params, optimizer_state, meta: dict[str, Any]) -> None:
         if step in self._manager.all_steps():
             return
         trees = dict(params=params, optimizer=optimizer_state)

@@ -10,8 +10,9 @@ With g the gradient clipped to `clip_norm`, lr the learning rate, d the decay of
     SGD with momentum; the decay joins the gradient before the momentum, as in PyTorch and so in Megatron-LM
         m = momentum m + g + d p,  p = p - lr * m
 
-A step whose gradient norm (or loss) is not finite changes nothing: parameters, moments and the step count of the bias
-correction stay bit for bit what they were. It is a select inside the same program, so no host decision is waited for.
+A step whose gradient norm (or loss) is not finite, or whose norm is above `most_grad_norm`, changes nothing:
+parameters, moments and the step count of the bias correction stay bit for bit what they were. It is a select inside the
+same program, so no host decision is waited for.
 """
 
 import dataclasses
@@ -63,6 +64,8 @@ class OptimizerConfig:
     """Decay of weights and embeddings; biases and norm scales never decay."""
     clip_norm: float = 1.0
     """Gradients are scaled down to this global L2 norm; 0: no clipping."""
+    most_grad_norm: float = 0.0
+    """An update with a larger gradient norm, before clipping, is skipped; 0: whatever is finite is used."""
     shard_over_data: bool = False
     """Split the optimizer state over the mesh axis data too (ZeRO-1)."""
     offload_state: bool = False
@@ -72,7 +75,7 @@ class OptimizerConfig:
         """Raises ValueError on the first number that cannot work; `training_steps` is training.steps."""
         _check_range("learning_rate", self.learning_rate, above=0.0)
         _check_range("initial_learning_rate", self.initial_learning_rate, at_least=0.0, at_most=self.learning_rate)
-        for name in ("warmup_steps", "wsd_decay_steps", "weight_decay", "clip_norm"):
+        for name in ("warmup_steps", "wsd_decay_steps", "weight_decay", "clip_norm", "most_grad_norm"):
             _check_range(name, getattr(self, name), at_least=0)
         for name in ("beta1", "beta2", "momentum"):
             _check_range(name, getattr(self, name), at_least=0.0, below=1.0)
@@ -153,16 +156,18 @@ class Optimizer:
         """
         grads = _float32(grads)
         grad_norm = global_norm(grads) if grad_norm is None else grad_norm
-        finite = jnp.isfinite(grad_norm)
+        usable = jnp.isfinite(grad_norm)
+        if self.config.most_grad_norm > 0:
+            usable &= grad_norm <= self.config.most_grad_norm
         if loss is not None:
-            finite &= jnp.isfinite(loss)
+            usable &= jnp.isfinite(loss)
         if self.config.clip_norm > 0:
             coefficient = jnp.minimum(1.0, self.config.clip_norm / (grad_norm + CLIP_EPSILON))
             grads = jax.tree.map(lambda grad: grad * coefficient, grads)
 
         step = self._step_in_turn if self.config.offload_state else self._step
-        new_params, new_state = step(grads, state, params, learning_rate, finite)
-        return new_params, new_state, {"grad_norm": grad_norm, "skipped": (~finite).astype(jnp.int32)}
+        new_params, new_state = step(grads, state, params, learning_rate, usable)
+        return new_params, new_state, {"grad_norm": grad_norm, "skipped": (~usable).astype(jnp.int32)}
 
     def _step(self, grads, state, params, learning_rate, finite):
         return _step(self._transform, grads, state, params, learning_rate, finite)

@@ -39,6 +39,7 @@ from megajax.training.step import (
     state_shardings,
 )
 from megajax.training.stop import StopRequest
+from megajax.training.watchdog import Watchdog
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +68,12 @@ class TrainingConfig:
     """Save and exit cleanly at this step."""
     exit_after_minutes: float | None = None
     """Save and exit cleanly after so much time."""
+    hang_minutes: float = 30.0
+    """A step, evaluation or save that takes longer ends the run: all stacks on stderr, exit status 1; 0: never."""
+    most_skipped_in_a_row: int = 20
+    """So many updates in a row that were skipped (not finite, or optimizer.most_grad_norm) end the run; 0: never."""
+    max_restarts: int = 0
+    """A run that crashes or hangs is started again, so many times; not if it crashes twice without a step between."""
     profile_steps: tuple[int, int] | None = None
     """(first, last): write a profile of these steps to run_dir/profile."""
     compiler_options: str = ""
@@ -78,8 +85,9 @@ class TrainingConfig:
         for name in ("steps", "global_batch_size", "sequence_length", "log_every_steps", "eval_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"training.{name}={getattr(self, name)} must be at least 1")
-        if self.eval_every_steps < 0:
-            raise ValueError(f"training.eval_every_steps={self.eval_every_steps} must not be negative; 0 is never")
+        for name in ("eval_every_steps", "hang_minutes", "most_skipped_in_a_row", "max_restarts"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"training.{name}={getattr(self, name)} must not be negative; 0 is never")
         if self.microbatch_size is not None and self.microbatch_size < 1:
             raise ValueError(f"training.microbatch_size={self.microbatch_size} must be at least 1, or None")
         if self.profile_steps is not None and not 0 < self.profile_steps[0] <= self.profile_steps[1]:
@@ -154,10 +162,11 @@ class Trainer:
             self.console.note(f"nothing to do: step {first} is done, training.exit_at_step={config.exit_at_step}")
             return "interrupted"
         stop_request = StopRequest(config.exit_at_step, config.exit_after_minutes)
-        with stop_request as stop, Profiler(config.profile_steps, self.run_dir, self.console) as profiler:
-            return self._train(state, first, stop, profiler)
+        profiling, watching = Profiler(config.profile_steps, self.run_dir, self.console), Watchdog(config.hang_minutes)
+        with stop_request as stop, profiling as profiler, watching as watchdog:
+            return self._train(state, first, stop, profiler, watchdog)
 
-    def _train(self, state: TrainState, first: int, stop: StopRequest, profiler: Profiler) -> str:
+    def _train(self, state: TrainState, first: int, stop: StopRequest, profiler: Profiler, watchdog: Watchdog) -> str:
         config, schedule = self.config, self.config.schedule(self.mesh_config)
         batches = self._batches(self.datasets.train, schedule, first, config.steps)
         step_function = jit_train_step(
@@ -177,6 +186,7 @@ class Trainer:
             schedule=schedule,
             flops_per_token=self.model.config.flops_per_token,
             num_devices=self.mesh.size,
+            most_skipped=config.most_skipped_in_a_row,
             console=self.console,
             writer=self.writer,
         )
@@ -189,20 +199,27 @@ class Trainer:
             done = step + 1
             reporter.dispatched(done, metrics, rate)
             profiler.after(done, metrics)
+            watchdog.alive()
+            if done % config.log_every_steps == 0:
+                self.checkpointer.check()
             asked = stop.asked(done)
             if evaluate is not None and (done % config.eval_every_steps == 0 or done == config.steps):
                 reporter.flush()
                 reporter.evaluation(done, evaluate(state.params))
+                watchdog.alive()
             every = self.checkpoint_every_steps
             if asked or done == config.steps or (every and done % every == 0):
                 reporter.flush()
                 self._save(state, schedule)
+                watchdog.alive()
                 reporter.new_window()
             if asked:
                 self.console.note(f"stopping after step {done}: {asked}")
                 break
         reporter.flush()
         self.checkpointer.wait()
+        if self.checkpointer.latest_step() != done:
+            raise RuntimeError(f"the checkpoint of step {done} could not be saved: the log says why")
         self.console.close()
         return "finished" if done >= config.steps else "interrupted"
 

@@ -25,17 +25,22 @@ class Reporter:
         schedule: BatchSchedule,
         flops_per_token: Callable[..., float],
         num_devices: int,
+        most_skipped: int,
         console: Console,
         writer: MetricsWriter | None,
     ):
-        """first: steps done before; flops_per_token(sequence_length, causal=...), see DecoderConfig."""
+        """first: steps done before; flops_per_token(sequence_length, causal=...), see DecoderConfig.
+
+        most_skipped: updates in a row, 0: any number.
+        """
         self._num_steps, self._every_steps, self._sequence_length = num_steps, every_steps, sequence_length
         self._schedule, self._flops_per_token, self._num_devices = schedule, flops_per_token, num_devices
         self._console, self._writer = console, writer
         self._waiting: tuple[int, dict, float] | None = None
         self._finished = first
         self._window: tuple[int, float] | None = None  # (last step before it, start time); None until compiled
-        self._skipped, self._started = 0, time.perf_counter()
+        self._most_skipped, self._skipped_in_a_row = most_skipped, 0
+        self._started = time.perf_counter()
 
     def dispatched(self, step: int, metrics: dict, rate: float) -> None:
         """The step is on its way; now is the time to look at the one before."""
@@ -54,10 +59,10 @@ class Reporter:
         (step, metrics, rate), self._waiting = self._waiting, None
         jax.block_until_ready(metrics["loss"])
         self._finished = step
+        self._look_at_skipped(step, metrics)
         if self._window is None or step % self._every_steps == 0 or step == self._num_steps:
             values = {name: float(value) for name, value in jax.device_get(metrics).items()}
             self._emit(self._line(step, values, rate))
-            self._note_skipped(int(values["total_skipped"]))
             if self._window is not None:
                 self.new_window()
 
@@ -95,10 +100,23 @@ class Reporter:
             "mfu_causal": mfu(True) if known else None,
         }
 
-    def _note_skipped(self, total: int) -> None:
-        if total > self._skipped:
-            self._console.note(f"{total - self._skipped} updates skipped: gradient not finite ({total} in all)")
-        self._skipped = total
+    def _look_at_skipped(self, step: int, metrics: dict) -> None:
+        """Says which samples an update was skipped for. Raises RuntimeError after too many in a row."""
+        if not int(metrics["skipped"]):
+            self._skipped_in_a_row = 0
+            return
+        self._skipped_in_a_row += 1
+        batch = self._schedule(step - 1)
+        samples = f"samples {batch.first_sample} to {batch.first_sample + batch.size - 1}"
+        values = f"loss {float(metrics['loss']):.4g}, gradient norm {float(metrics['grad_norm']):.4g}"
+        total = int(metrics["total_skipped"])
+        self._console.note(f"step {step}: update skipped, {values}, {samples} ({total} skipped in all)")
+        if self._most_skipped and self._skipped_in_a_row >= self._most_skipped:
+            raise RuntimeError(
+                f"{self._skipped_in_a_row} updates in a row were skipped, up to step {step} ({values}); nothing was "
+                "saved since the last checkpoint: look at the data of these steps, lower the learning rate, or allow "
+                "more with --training.most_skipped_in_a_row"
+            )
 
     def _emit(self, line: dict[str, Any]) -> None:
         self._console.step(line["step"], self._num_steps, line)

@@ -19,7 +19,7 @@ class StopRequest:
         self._at_step, self._after_minutes, self._started = at_step, after_minutes, time.monotonic()
         self._reason = ""
         self._alone = jax.process_count() == 1
-        numbers = (signal.SIGINT, signal.SIGTERM) if self._alone else (signal.SIGINT,)
+        numbers = (signal.SIGINT, signal.SIGUSR1, *((signal.SIGTERM,) if self._alone else ()))
         self._handlers = {number: signal.signal(number, self._received) for number in numbers}
 
     def __enter__(self) -> "StopRequest":

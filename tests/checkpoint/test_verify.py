@@ -1,7 +1,9 @@
 """What was damaged on disk is found, named and not used; the newest whole step is."""
 
 import random
+import resource
 import shutil
+import time
 
 import jax
 import ml_dtypes
@@ -188,3 +190,27 @@ def test_every_nth_checkpoint_stays_beside_the_newest(tmp_path):
         for step in range(1, 6):
             checkpointer.save(step, tree, {"m": tree["w"]}, {})
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"2", "4", "5"}
+
+
+@pytest.mark.fault
+def test_a_save_that_fails_is_reported_and_counted_and_the_next_one_succeeds(tmp_path, caplog):
+    """No file may grow above 1 kB: what a full disk does, at the same place."""
+    tree = arrays_on(mesh_of())
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Checkpointer(tmp_path, CheckpointConfig(keep=0)) as checkpointer:
+        checkpointer.save(1, tree, {"m": tree["w"]}, {"step": 1})
+        checkpointer.wait()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+        try:
+            checkpointer.save(2, tree, {"m": tree["w"]}, {"step": 2})
+            for _ in range(200):
+                checkpointer.check()
+                if checkpointer.failed_saves:
+                    break
+                time.sleep(0.05)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert checkpointer.failed_saves == 1 and "could not be saved (1 so far)" in caplog.text
+        checkpointer.save(3, tree, {"m": tree["w"]}, {"step": 3})
+        checkpointer.wait()
+    assert restore(tmp_path)[0][0] == 3 and checkpointer.failed_saves == 1

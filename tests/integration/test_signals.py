@@ -8,7 +8,7 @@ from launch import losses, metrics, run, saved_steps, started
 ENDLESS = ["--training.steps=100000", "--optimizer.schedule=constant"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_signal_saves_and_the_same_command_goes_on(number, tmp_path):
     run_dir = tmp_path / "run"
     with started(run_dir, *ENDLESS) as (process,):

@@ -147,6 +147,19 @@ def test_step_with_non_finite_loss_is_skipped():
         assert (bits(new_state) == bits(state)) == bool(skipped)
 
 
+def test_a_spike_of_the_gradient_norm_is_skipped_and_changes_no_bit():
+    params, grads = to_device(random_tree(0)), to_device(random_tree(1))
+    norm = float(Optimizer(OptimizerConfig(), DECAY_MASK).update(
+        grads, Optimizer(OptimizerConfig(), DECAY_MASK).init(params), params, jnp.float32(LEARNING_RATE)
+    )[2]["grad_norm"])  # fmt: skip
+    for most, skipped in ((norm * 1.01, 0), (norm * 0.99, 1)):
+        optimizer = Optimizer(OptimizerConfig(most_grad_norm=most), DECAY_MASK)
+        state = optimizer.init(params)
+        new_params, new_state, metrics = optimizer.update(grads, state, params, jnp.float32(LEARNING_RATE))
+        assert metrics["skipped"] == skipped
+        assert (bits(new_params) == bits(params)) == (bits(new_state) == bits(state)) == bool(skipped)
+
+
 def test_bias_correction_does_not_count_a_skipped_step():
     optimizer = Optimizer(OptimizerConfig(), DECAY_MASK)
     update = jax.jit(optimizer.update)

@@ -1,0 +1,87 @@
+"""Starts a run again that crashed or hung: the parent of the process that trains.
+
+A scheduler that restarts jobs does the same; this is for machines without one. With several processes each has its own
+supervisor: where one dies the others fail too, and all start again.
+"""
+
+import contextlib
+import json
+import logging
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+logger = logging.getLogger("megajax")
+# Of train.py for input that no restart makes better.
+BAD_INPUT = 2
+# So many crashes in a row without a step that had not been reached before are a crash loop.
+MOST_WITHOUT_PROGRESS = 3
+FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 5.0, 300.0
+
+
+def supervise(
+    command: Sequence[str], run_dir: Path, max_restarts: int, *, sleep: Callable[[float], None] = time.sleep
+) -> int:
+    """Runs the command until it ends well, max_restarts are used up, or it crashes without progress -> exit status.
+
+    SIGTERM, SIGINT and SIGUSR1 go on to the child, and then there is no restart. Between two starts it waits, twice as
+    long after each crash without progress.
+    """
+    crashes, reached, wait = 0, _last_step(run_dir), FIRST_WAIT_SECONDS
+    for restarts in range(max_restarts + 1):
+        status, asked = _run(command)
+        if status in (0, BAD_INPUT) or asked:
+            return status
+        step = _last_step(run_dir)
+        crashes, wait = (1, FIRST_WAIT_SECONDS) if step > reached else (crashes + 1, wait)
+        reached = max(reached, step)
+        reason = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        logger.error("the run ended with %s after step %d", reason, step)
+        if crashes >= MOST_WITHOUT_PROGRESS:
+            logger.error("%d crashes without a new step: not started again", crashes)
+            return 1
+        if restarts < max_restarts:
+            logger.warning("start %d of %d in %.0f s", restarts + 1, max_restarts, wait)
+            sleep(wait)
+            wait = min(2 * wait, LONGEST_WAIT_SECONDS)
+    logger.error("training.max_restarts=%d are used up", max_restarts)
+    return 1
+
+
+def _run(command: Sequence[str]) -> tuple[int, bool]:
+    """-> (exit status, whether a signal asked it to stop)."""
+    asked = False
+    # A session of its own, or ctrl-C would reach it twice.
+    child = subprocess.Popen(command, start_new_session=True)
+
+    def forward(number: int, _frame) -> None:
+        nonlocal asked
+        asked = True
+        child.send_signal(number)
+
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    before = {number: signal.signal(number, forward) for number in numbers}
+    try:
+        while child.poll() is None:  # a signal that reaches another thread does not interrupt a wait
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(1)
+        return child.returncode, asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _last_step(run_dir: Path) -> int:
+    """The highest step in metrics.jsonl, 0 without one."""
+    path = run_dir / "metrics.jsonl"
+    if not path.is_file():
+        return 0
+    steps = []
+    for line in path.read_text().splitlines():
+        try:
+            steps.append(json.loads(line)["step"])
+        except ValueError:  # the line that was being written
+            continue
+    return max(steps, default=0)

@@ -1,0 +1,24 @@
+"""Ends a run that hangs: all Python stacks on stderr, exit status 1; a supervisor or scheduler starts it again."""
+
+import faulthandler
+
+
+class Watchdog:
+    """A context manager. Each `alive` allows so many minutes until the next, before the first any time; 0: always.
+
+    The timer is a thread of faulthandler's that needs no Python to run, so a collective that never returns is no
+    obstacle.
+    """
+
+    def __init__(self, minutes: float):
+        self._seconds = 60 * minutes
+
+    def alive(self) -> None:
+        if self._seconds:
+            faulthandler.dump_traceback_later(self._seconds, exit=True)
+
+    def __enter__(self) -> "Watchdog":
+        return self
+
+    def __exit__(self, *_) -> None:
+        faulthandler.cancel_dump_traceback_later()

@@ -1,0 +1,107 @@
+"""A run that dies is started again, until it does not get any further; a run that hangs ends with its stacks."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from megajax.training.supervisor import supervise
+
+
+def script(folder, statuses, *, steps):
+    """A command that at its nth start logs the nth step and ends with the nth status."""
+    counter = folder / "starts"
+    code = f"""
+import json, os, pathlib, sys
+counter = pathlib.Path({str(counter)!r})
+start = int(counter.read_text()) if counter.exists() else 0
+counter.write_text(str(start + 1))
+with open({str(folder / "metrics.jsonl")!r}, "a") as file:
+    file.write(json.dumps({{"step": {list(steps)}[start]}}) + "\\n")
+status = {list(statuses)}[start]
+if status < 0:
+    os.kill(os.getpid(), -status)
+sys.exit(status)
+"""
+    return [sys.executable, "-c", code], lambda: int(counter.read_text())
+
+
+@pytest.mark.fault
+def test_a_crashed_run_is_started_again_until_it_ends_well(tmp_path, caplog):
+    command, starts = script(tmp_path, [1, -9, 0], steps=[3, 5, 9])
+    waits = []
+    assert supervise(command, tmp_path, 5, sleep=waits.append) == 0
+    assert starts() == 3 and waits == [5.0, 5.0]
+    assert "exit status 1 after step 3" in caplog.text and "signal SIGKILL after step 5" in caplog.text
+
+
+@pytest.mark.fault
+def test_a_crash_loop_ends_after_waiting_longer_each_time(tmp_path, caplog):
+    command, starts = script(tmp_path, [1] * 9, steps=[4, 2, 4] + [4] * 6)
+    waits = []
+    assert supervise(command, tmp_path, 8, sleep=waits.append) == 1
+    assert starts() == 3 and waits == [5.0, 10.0]
+    assert "3 crashes without a new step" in caplog.text
+
+
+def test_restarts_are_counted_and_bad_input_is_not_tried_again(tmp_path, caplog):
+    command, starts = script(tmp_path, [1] * 9, steps=range(1, 10))
+    assert supervise(command, tmp_path, 2, sleep=lambda _: None) == 1
+    assert starts() == 3 and "training.max_restarts=2 are used up" in caplog.text
+    command, starts = script(tmp_path, [0] * 3 + [2], steps=range(10))
+    assert supervise(command, tmp_path, 5, sleep=lambda _: None) == 2 and starts() == 4
+
+
+def test_a_signal_goes_on_to_the_run_and_ends_the_supervision(tmp_path):
+    ready = tmp_path / "ready"
+    code = f"""
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+pathlib.Path({str(ready)!r}).touch()
+time.sleep(30)
+"""
+
+    def send():
+        while not ready.exists():
+            time.sleep(0.01)
+        signal.raise_signal(signal.SIGTERM)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    assert supervise([sys.executable, "-c", code], tmp_path, 5, sleep=lambda _: pytest.fail("started again")) == 7
+    thread.join()
+
+
+@pytest.mark.fault
+def test_a_hang_ends_the_process_with_all_stacks():
+    code = """
+import threading, time
+from megajax.training.watchdog import Watchdog
+def waits_for_ever():
+    threading.Event().wait()
+threading.Thread(target=waits_for_ever, daemon=True).start()
+with Watchdog(0.5 / 60) as watchdog:
+    for _ in range(3):
+        watchdog.alive()
+        time.sleep(0.3)
+    print("alive", flush=True)
+    waits_for_ever()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stdout == "alive\n"
+    assert done.stderr.count("waits_for_ever") == 2 and "Timeout" in done.stderr
+
+
+def test_no_watchdog_at_0_minutes_and_none_after_it():
+    code = """
+import time
+from megajax.training.watchdog import Watchdog
+with Watchdog(0) as never, Watchdog(0.2 / 60) as short:
+    never.alive()
+    short.alive()
+time.sleep(0.5)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
