@@ -15,7 +15,7 @@ class Watchdog:
 
     def alive(self) -> None:
         if self._seconds:
-            faulthandler.dump_traceback_later(self._seconds, exit=True)
+            faulthandler.dump_traceback_later(self._seconds, exit=True, file=2)  # sys.stderr may be no file, as in a notebook
 
     def __enter__(self) -> "Watchdog":
         return self
