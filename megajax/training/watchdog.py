@@ -15,7 +15,8 @@ class Watchdog:
 
     def alive(self) -> None:
         if self._seconds:
-            faulthandler.dump_traceback_later(self._seconds, exit=True, file=2)  # sys.stderr may be no file, as in a notebook
+            # 2 and not sys.stderr, which may be no file, as in a notebook
+            faulthandler.dump_traceback_later(self._seconds, exit=True, file=2)
 
     def __enter__(self) -> "Watchdog":
         return self
