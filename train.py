@@ -181,14 +181,15 @@ def _parse(arguments: list[str]) -> tuple[str, str, bool, list[str]]:
 
 def _check_same_run(config: Config, run_dir: Path) -> list[str]:
     """-> What is not as it was when the run was last started. Raises ValueError if the directory holds a run whose
-    parameters would not fit; nothing is overwritten."""
+    parameters or optimizer state would not fit; nothing is overwritten."""
     if not (run_dir / "config.json").is_file():
         return []
     changed = configuration.differences(Config.load(run_dir), dataclasses.replace(config, run_dir=str(run_dir)))
     free = ("scan_layers", "recompute", "offload", "dropout", "attention_dropout", "context_attention")
-    model = [line for line in changed if line.startswith("model.") and not line.removeprefix("model.").startswith(free)]
-    if model:
-        raise ValueError(f"run_dir={run_dir} holds a run of another model ({'; '.join(model)}); use another --run_dir")
+    other = [line for line in changed if line.startswith("model.") and not line.removeprefix("model.").startswith(free)]
+    other += [line for line in changed if line.startswith(("precision.params:", "optimizer.name:"))]
+    if other:
+        raise ValueError(f"run_dir={run_dir} holds a run of another model ({'; '.join(other)}); use another --run_dir")
     return changed
 
 

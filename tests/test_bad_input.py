@@ -198,9 +198,13 @@ def test_a_run_may_go_on_with_another_way_to_compute_the_same(tmp_path):
     config = train.configs.recipe("gpt_tiny")
     (tmp_path / "config.json").write_text(config.to_json())
     same = ["--model.context_attention=all_gather", "--model.recompute=full", "--model.scan_layers=True"]
-    train._check_same_run(override(config, same), tmp_path)
-    with pytest.raises(ValueError, match="another model"):
-        train._check_same_run(override(config, ["--model.window=8"]), tmp_path)
+    changed = train._check_same_run(override(config, same), tmp_path)
+    assert sorted(line.split(":")[0] for line in changed if "run_dir" not in line) == [
+        "model.context_attention", "model.recompute", "model.scan_layers"
+    ]  # fmt: skip
+    for other in ("--model.window=8", "--precision.params=bfloat16", "--optimizer.name=lion"):
+        with pytest.raises(ValueError, match=f"another model .{other[2:].split('=')[0]}: "):
+            train._check_same_run(override(config, [other]), tmp_path)
 
 
 def test_a_run_on_other_data_is_refused_unless_it_is_allowed(tmp_path):

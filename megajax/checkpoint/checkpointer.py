@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from megajax.checkpoint.layout import Rows, stored_form, wanted_form
-from megajax.checkpoint.verify import differing, digests
+from megajax.checkpoint.verify import as_stored, differing, digests
 
 logger = logging.getLogger("megajax")
 
@@ -152,24 +152,24 @@ class Checkpointer:
         meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
         as_numbered = {kind: np.arange(rows.max() + 1) for kind, rows in wanted.items()}  # before pipelines were there
         stored = {kind: np.array(rows) for kind, rows in meta.get("layer_rows", as_numbered).items()}
-        items = {name: ocp.args.StandardRestore(stored_form(tree, stored, wanted)) for name, tree in abstract.items()}
+        saved = meta.pop("digests", {})
+        forms = {
+            name: as_stored(saved.get(name, {}), stored_form(tree, stored, wanted)) for name, tree in abstract.items()
+        }
+        items = {name: ocp.args.StandardRestore(form) for name, form in forms.items()}
         restored = self._manager.restore(step, args=ocp.args.Composite(**items))
-        if "digests" not in meta:
-            logger.warning(
-                "checkpoint %d has no digests: it was written before there were any, and is not verified", step
-            )
+        if not saved:
+            logger.warning("checkpoint %d is not verified: it was written before there were digests", step)
         wrong = [
-            f"{name}{path}"
-            for name, found in meta.pop("digests", {}).items()
-            if name in abstract
-            for path in differing(found, restored[name])
+            f"{name}{path}" for name in abstract for path in differing(saved.get(name, {}), restored[name]) if saved
         ]
         if wrong:
             raise ValueError(
                 f"{self.folder / str(step)} is damaged: {', '.join(wrong[:4])}{' ...' if len(wrong) > 4 else ''} "
                 f"{'is' if len(wrong) == 1 else 'are'} not what was saved; use another step"
             )
-        return {name: wanted_form(restored[name], tree, stored, wanted) for name, tree in abstract.items()}, meta
+        moved = {name: wanted_form(restored[name], tree, stored, wanted) for name, tree in abstract.items()}
+        return {name: jax.tree.map(_cast, moved[name], tree) for name, tree in abstract.items()}, meta
 
     def wait(self) -> None:
         """Until the save under way is on disk; raises what went wrong with it."""
@@ -180,6 +180,15 @@ class Checkpointer:
 
     def __exit__(self, *_) -> None:
         self._manager.close()
+
+
+def _cast(array: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+    """One after the other, so that one of them is there twice."""
+    if array.dtype == wanted.dtype:
+        return array
+    cast = jax.block_until_ready(jax.jit(lambda a: a.astype(wanted.dtype), out_shardings=wanted.sharding)(array))
+    array.delete()
+    return cast
 
 
 def _on_all_processes(succeeded: bool) -> bool:

@@ -20,8 +20,8 @@ from jax import lax
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 
 
-def digests(tree) -> dict[str, int]:
-    """{path of an array in the tree: its digest}. Every process of the run must call it."""
+def digests(tree) -> dict[str, list]:
+    """{path of an array in the tree: [its dtype, its digest]}. Every process of the run must call it."""
     leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
     on_host = [name for name, leaf in leaves.items() if leaf.sharding.memory_kind != _default_memory(leaf)]
     found = _digests({name: leaf for name, leaf in leaves.items() if name not in on_host})
@@ -29,10 +29,20 @@ def digests(tree) -> dict[str, int]:
         leaf = leaves[name]
         found |= _digests({name: jax.device_put(leaf, leaf.sharding.with_memory_kind(_default_memory(leaf)))})
     found = jax.device_get(found)
-    return {name: int(found[name]) for name in leaves}
+    return {name: [str(leaf.dtype), int(found[name])] for name, leaf in leaves.items()}
 
 
-def differing(stored: dict[str, int], tree) -> list[str]:
+def as_stored(stored: dict[str, list], abstract):
+    """Abstract arrays with the dtypes that digests name: only as they were saved can arrays be compared."""
+
+    def choose(path, a):
+        dtype, _ = stored.get(jax.tree_util.keystr(path), (a.dtype, None))
+        return jax.ShapeDtypeStruct(a.shape, jnp.dtype(dtype), sharding=a.sharding)
+
+    return jax.tree_util.tree_map_with_path(choose, abstract)
+
+
+def differing(stored: dict[str, list], tree) -> list[str]:
     """Paths of the arrays in the tree whose digest is not the stored one, in their order."""
     return [name for name, value in digests(tree).items() if stored.get(name) != value]
 

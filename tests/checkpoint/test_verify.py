@@ -47,7 +47,7 @@ def mesh_of(**sizes):
 
 def test_digests_are_the_same_on_every_mesh_and_in_host_memory():
     want = digests(arrays_on(mesh_of()))
-    assert len(set(want.values())) == 3
+    assert len({digest for _, digest in want.values()}) == 3
     for mesh in (mesh_of(fsdp=4, tensor=2), mesh_of(tensor=8)):
         tree = arrays_on(mesh)
         assert digests(tree) == want
@@ -55,6 +55,21 @@ def test_digests_are_the_same_on_every_mesh_and_in_host_memory():
             digests(jax.device_put(tree, jax.tree.map(lambda a: a.sharding.with_memory_kind("pinned_host"), tree)))
             == want
         )
+
+
+def test_arrays_that_are_wanted_in_another_dtype_are_verified_as_they_were_saved(run_dir):
+    """As serving wants them: matrices in bfloat16."""
+    mesh, want = mesh_of(tensor=2), jax.device_get(arrays_on(mesh_of(), 6))
+    tree = abstract(arrays_on(mesh))
+    tree["w"] = jax.ShapeDtypeStruct(tree["w"].shape, ml_dtypes.bfloat16, sharding=tree["w"].sharding)
+    with Checkpointer(run_dir, None) as checkpointer:
+        params = checkpointer.restore_params(6, tree, ROWS)
+    assert params["w"].dtype == ml_dtypes.bfloat16 and params["w"].sharding.is_equivalent_to(tree["w"].sharding, 2)
+    assert np.array_equal(params["w"], want["w"].astype(ml_dtypes.bfloat16)) and np.array_equal(params["b"], want["b"])
+    file = max(data_files(run_dir / "checkpoints" / "6" / "params"), key=lambda path: path.stat().st_size)
+    flip(file, file.stat().st_size // 2)
+    with Checkpointer(run_dir, None) as checkpointer, pytest.raises(ValueError, match="params.*is not what was saved"):
+        checkpointer.restore_params(6, tree, ROWS)
 
 
 @pytest.fixture(scope="module")
