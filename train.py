@@ -37,8 +37,7 @@ def main(arguments: list[str]) -> None:
         return
     config.check()
     if config.training.max_restarts:
-        kept = [argument for argument in arguments if not argument.startswith("--training.max_restarts")]
-        command = [sys.executable, __file__, *kept, "--training.max_restarts=0"]
+        command = [sys.executable, __file__, *arguments, "--training.max_restarts=0"]
         raise SystemExit(supervise(command, Path(config.run_dir), config.training.max_restarts))
     initialize_processes()
     with locked(Path(config.run_dir)):
@@ -119,8 +118,9 @@ def train(config: Config) -> str:
             compiler_options=options,
             meta={"config": dataclasses.asdict(config), "tokenizer": datasets.tokenizer.identity},
         )
+        state = trainer.start()
         try:
-            outcome = trainer.run()
+            outcome = trainer.run(state)
         except ValueError as error:  # no bad input any more: the traceback is worth keeping
             raise RuntimeError("training stopped") from error
     if writer is not None:

@@ -6,7 +6,9 @@ digest of every array (checkpoint/verify.py): what does not match is not used.
 """
 
 import dataclasses
+import itertools
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +53,8 @@ class Checkpointer:
 
     def __init__(self, run_dir: str | Path, config: CheckpointConfig | None):
         writes = config is not None
-        self.folder, self.failed_saves = Path(run_dir).resolve() / "checkpoints", 0
+        self.folder = Path(run_dir).resolve() / "checkpoints"
+        self.failed_saves = self._cleared = 0
         self._manager = _Manager(
             self.folder,
             item_names=("params", "optimizer", "meta"),
@@ -75,6 +78,7 @@ class Checkpointer:
         """
         self.check()
         try:
+            self._clear_failed()
             self._save(step, params, optimizer_state, meta)
         except Exception as error:  # a disk that is full, gone or slow: training can go on
             self._failed(error)
@@ -82,12 +86,23 @@ class Checkpointer:
     def check(self) -> None:
         """Looks whether a save in the background has failed since; does not wait for one that is under way."""
         try:
-            self._manager.check_for_errors()
-            # Not every failure shows there. Waiting is a matter of all processes, which need not have come as far.
-            if jax.process_count() == 1 and not self._manager.is_saving_in_progress():
+            if jax.process_count() > 1:  # to wait is a matter of all of them, which need not have come as far
+                self._manager.check_for_errors()
+            elif not self._manager.is_saving_in_progress():
                 self._manager.wait_until_finished()
         except Exception as error:
             self._failed(error)
+
+    def _clear_failed(self) -> None:
+        """Removes what failed saves have left, which may be what fills the disk, and reads again which steps are there:
+        Orbax has crossed out the oldest one for each."""
+        if self.failed_saves == self._cleared:
+            return
+        if jax.process_index() == 0:
+            for unfinished in self.folder.glob("*.orbax-checkpoint-tmp"):
+                shutil.rmtree(unfinished, ignore_errors=True)
+        self._manager.reload()
+        self._cleared = self.failed_saves
 
     def _failed(self, error: Exception) -> None:
         self.failed_saves += 1
@@ -111,16 +126,20 @@ class Checkpointer:
         """
         problems: dict[int, str] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
-            try:
-                restored = self.restore(step, abstract_params, abstract_optimizer_state, layer_rows)
-            except Exception as error:  # Orbax has many
-                restored, problems[step] = None, _in_one_line(error)
-            if _on_all_processes(restored is not None):
+            for attempt in range(2):  # a disk may fail once
+                try:
+                    restored = self.restore(step, abstract_params, abstract_optimizer_state, layer_rows)
+                except (MemoryError, jax.errors.JaxRuntimeError):  # nothing that the checkpoint could be blamed for
+                    raise
+                except Exception as error:  # Orbax has many
+                    problems[step] = _in_one_line(error)
+                    logger.warning("checkpoint %d, attempt %d: %s", step, attempt + 1, problems[step])
+                    continue
+                problems.pop(step, None)
                 for damaged, problem in problems.items():
                     logger.warning("checkpoint %d is not used: %s", damaged, problem)
                     self._set_aside(damaged)
                 return step, *restored
-            problems.setdefault(step, "another process could not read it")
         if problems:
             reasons = "; ".join(f"step {step}: {problem}" for step, problem in problems.items())
             raise ValueError(
@@ -129,10 +148,16 @@ class Checkpointer:
         return None
 
     def _set_aside(self, step: int) -> None:
+        problem = None
         if jax.process_index() == 0:
-            (self.folder / str(step)).rename(self.folder / f"{step}.damaged")
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices(f"checkpoint {step} set aside")
+            names = (f"{step}.damaged{number or ''}" for number in itertools.count())
+            aside = next(name for name in names if not (self.folder / name).exists())
+            try:
+                (self.folder / str(step)).rename(self.folder / aside)
+            except OSError as error:
+                problem = error
+        if not _on_all_processes(problem is None):
+            raise ValueError(f"{self.folder / str(step)} is damaged and cannot be renamed ({problem}); move it away")
         self._manager.reload()
 
     def restore(self, step: int, abstract_params, abstract_optimizer_state, layer_rows: Rows) -> tuple[Any, Any, dict]:
@@ -149,15 +174,15 @@ class Checkpointer:
         return self._restore(step, dict(params=abstract_params), layer_rows)[0]["params"]
 
     def _restore(self, step: int, abstract: dict, wanted: Rows) -> tuple[dict, dict]:
-        meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
-        as_numbered = {kind: np.arange(rows.max() + 1) for kind, rows in wanted.items()}  # before pipelines were there
-        stored = {kind: np.array(rows) for kind, rows in meta.get("layer_rows", as_numbered).items()}
-        saved = meta.pop("digests", {})
-        forms = {
-            name: as_stored(saved.get(name, {}), stored_form(tree, stored, wanted)) for name, tree in abstract.items()
-        }
-        items = {name: ocp.args.StandardRestore(form) for name, form in forms.items()}
-        restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+        problem, read = None, None
+        try:
+            read = self._read(step, abstract, wanted)
+        except Exception as error:  # Orbax has many
+            problem = error
+        # All processes compute what follows together, or none does.
+        if not _on_all_processes(problem is None):
+            raise problem or ValueError(f"another process could not read {self.folder / str(step)}")
+        restored, saved, stored, meta = read
         if not saved:
             logger.warning("checkpoint %d is not verified: it was written before there were digests", step)
         wrong = [
@@ -170,6 +195,18 @@ class Checkpointer:
             )
         moved = {name: wanted_form(restored[name], tree, stored, wanted) for name, tree in abstract.items()}
         return {name: jax.tree.map(_cast, moved[name], tree) for name, tree in abstract.items()}, meta
+
+    def _read(self, step: int, abstract: dict, wanted: Rows) -> tuple[dict, dict, Rows, dict]:
+        """-> (trees as they are stored, digests, rows of the layers, meta data)."""
+        meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
+        as_numbered = {kind: np.arange(rows.max() + 1) for kind, rows in wanted.items()}  # before pipelines were there
+        stored = {kind: np.array(rows) for kind, rows in meta.get("layer_rows", as_numbered).items()}
+        saved = meta.pop("digests", {})
+        forms = {
+            name: as_stored(saved.get(name, {}), stored_form(tree, stored, wanted)) for name, tree in abstract.items()
+        }
+        items = {name: ocp.args.StandardRestore(form) for name, form in forms.items()}
+        return self._manager.restore(step, args=ocp.args.Composite(**items)), saved, stored, meta
 
     def wait(self) -> None:
         """Until the save under way is on disk; raises what went wrong with it."""

@@ -69,11 +69,12 @@ class TrainingConfig:
     exit_after_minutes: float | None = None
     """Save and exit cleanly after so much time."""
     hang_minutes: float = 30.0
-    """A step, evaluation or save that takes longer ends the run: all stacks on stderr, exit status 1; 0: never."""
+    """After the first step: one, an evaluation or a save that takes longer ends the run, all stacks on stderr, exit
+    status 1; 0: never."""
     most_skipped_in_a_row: int = 20
     """So many updates in a row that were skipped (not finite, or optimizer.most_grad_norm) end the run; 0: never."""
     max_restarts: int = 0
-    """A run that crashes or hangs is started again, so many times; not if it crashes twice without a step between."""
+    """A run that crashes or hangs is started again, so many times; not after three crashes without a new step."""
     profile_steps: tuple[int, int] | None = None
     """(first, last): write a profile of these steps to run_dir/profile."""
     compiler_options: str = ""
@@ -148,14 +149,22 @@ class Trainer:
     compiler_options: dict[str, str]
     meta: dict[str, Any]
 
-    def run(self) -> str:
-        """Trains until the last step, or until asked to stop -> "finished", "interrupted", or "already finished"."""
+    def start(self) -> TrainState:
+        """The state of the newest checkpoint that is whole, or a new one. Raises ValueError if there are checkpoints
+        and none can be used."""
         with jax.set_mesh(self.mesh):
-            return self._run()
+            return self._start()
 
-    def _run(self) -> str:
-        config, state = self.config, self._start()
-        first = int(state.step)
+    def run(self, state: TrainState) -> str:
+        """Trains until the last step, or until asked to stop -> "finished", "interrupted", or "already finished".
+
+        state: from `start`; it is used up.
+        """
+        with jax.set_mesh(self.mesh):
+            return self._run(state)
+
+    def _run(self, state: TrainState) -> str:
+        config, first = self.config, int(state.step)
         if first >= config.steps:
             return "already finished"
         if config.exit_at_step is not None and first >= config.exit_at_step:

@@ -226,6 +226,9 @@ def test_a_save_that_fails_is_reported_and_counted_and_the_next_one_succeeds(tmp
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         assert checkpointer.failed_saves == 1 and "could not be saved (1 so far)" in caplog.text
+        assert list((tmp_path / "checkpoints").glob("2.*tmp"))
         checkpointer.save(3, tree, {"m": tree["w"]}, {"step": 3})
         checkpointer.wait()
+        assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"1", "3"}
+        assert sorted(checkpointer._manager.all_steps()) == [1, 3]
     assert restore(tmp_path)[0][0] == 3 and checkpointer.failed_saves == 1

@@ -52,6 +52,21 @@ def test_a_pipeline_and_a_ring_between_processes_train_like_one_process(alone, m
     np.testing.assert_allclose(list(got.values()), list(alone[0].values()), rtol=TOLERANCE)
 
 
+@pytest.mark.fault
+def test_what_one_process_cannot_read_is_not_used_by_any(alone, tmp_path):
+    run_dir, often = tmp_path / "run", "--checkpoint.every_steps=3"
+    run(run_dir, *MESH, *LENGTH, often, "--training.exit_at_step=5", num_processes=2, devices_each=2)
+    assert saved_steps(run_dir) == [3, 5]
+    lost = list((run_dir / "checkpoints" / "5" / "params" / "ocdbt.process_1" / "d").iterdir())
+    assert lost
+    for path in lost:
+        path.unlink()
+    output = run(run_dir, *MESH, *LENGTH, often, num_processes=2, devices_each=2)
+    assert "checkpoint 5 is not used" in output and "resuming from step 3" in output
+    assert (run_dir / "checkpoints" / "5.damaged").is_dir()
+    assert_equal_to(alone, run_dir)
+
+
 def test_sigterm_to_one_process_stops_both_after_the_same_step(tmp_path):
     run_dir = tmp_path / "run"
     # So long that it is never finished before the signal; the learning rate is the same whatever the length.
