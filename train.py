@@ -1,13 +1,15 @@
 """Train a model: python train.py --config=NAME [--section.field=value ...]
 
 Run again, it resumes from its run directory. --list_configs shows the recipes, --help the fields, --plan what a run
-would need, without a GPU, --plan=search:64 the meshes of 64 GPUs by predicted speed.
+would need, without a GPU, --plan=search:64 the meshes of 64 GPUs by predicted speed, --replay_step=K does step K of the
+run again, changing nothing in its directory, and says which tensor went non-finite first.
 """
 
 import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -18,6 +20,7 @@ from megajax.mesh import initialize_processes
 from megajax.training.console import log_to_stderr
 from megajax.training.run_lock import locked
 from megajax.training.supervisor import supervise
+from megajax.training.watchdog import Watchdog
 
 
 def main(arguments: list[str]) -> None:
@@ -25,7 +28,7 @@ def main(arguments: list[str]) -> None:
         for name, recipe in configs.recipes().items():
             print(f"{name:<14} {recipe.__doc__.splitlines()[0]}")
         return
-    name, plan_device, wants_help, overrides = _parse(arguments)
+    name, plan_device, replay_step, wants_help, overrides = _parse(arguments)
     config = configs.recipe(name)
     if wants_help:
         configuration.print_help(config, f"train.py --config={name}")
@@ -36,37 +39,102 @@ def main(arguments: list[str]) -> None:
         plan(name, config, plan_device)
         return
     config.check()
+    if replay_step is not None:
+        initialize_processes()
+        replay(config, replay_step)
+        return
+    config.checkpoint.check_local_dir()
     if config.training.max_restarts:
         command = [sys.executable, __file__, *arguments, "--training.max_restarts=0"]
-        raise SystemExit(supervise(command, Path(config.run_dir), config.training.max_restarts))
-    initialize_processes()
-    with locked(Path(config.run_dir)):
-        outcome = train(config)
+        limits = config.training.max_restarts, config.training.hang_minutes
+        raise SystemExit(supervise(command, Path(config.run_dir), *limits))
+    with Watchdog(config.training.hang_minutes) as watchdog:
+        watchdog.alive()
+        initialize_processes()
+        watchdog.alive()
+        with locked(Path(config.run_dir)):
+            outcome = train(config)
     if outcome != "interrupted" and config.training.sample_prompt and jax.process_count() == 1:
         _print_sample(config)
 
 
 def train(config: Config) -> str:
     """Builds everything that the config describes and trains -> "finished", "interrupted" or "already finished"."""
+    with Watchdog(config.training.hang_minutes) as watchdog:
+        return _train(config, watchdog)
+
+
+def _train(config: Config, watchdog: Watchdog) -> str:
     from megajax.checkpoint.checkpointer import Checkpointer
-    from megajax.data.datasets import build_datasets, check_vocab_size
     from megajax.data.tokenizer import save_tokenizer
-    from megajax.mesh import COMPILATION_CACHE, make_mesh, use_compilation_cache
-    from megajax.models.model import Model
-    from megajax.optim.optimizer import Optimizer
-    from megajax.parallel.schedule import make_stages
-    from megajax.training.card import start_record, startup_rows
-    from megajax.training.compiler_options import compiler_options
+    from megajax.mesh import COMPILATION_CACHE, use_compilation_cache
+    from megajax.training.card import first_start, start_record, startup_rows
     from megajax.training.console import Console
+    from megajax.training.disk import check_room
     from megajax.training.loop import Trainer
     from megajax.training.metrics import MetricsWriter
+    from megajax.training.step import abstract_state
 
+    watchdog.alive()
     config = config.check_on(jax.device_count())
     run_dir, first_process = Path(config.run_dir), jax.process_index() == 0
     changed = _check_same_run(config, run_dir)
     console = Console(enabled=first_process)
     if changed:
         console.note(f"changed since the run was last started: {'; '.join(changed)}")
+
+    parts = _build(config)
+    mesh, model, optimizer, datasets, options = (
+        parts[name] for name in ("mesh", "model", "optimizer", "datasets", "compiler_options")
+    )
+    watchdog.alive()
+    if first_process:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        _replace(run_dir / "config.json", config.to_json())
+        _replace(run_dir / "data.json", json.dumps(datasets.record, indent=2) + "\n")
+        save_tokenizer(datasets.tokenizer, run_dir)
+        with (run_dir / "starts.jsonl").open("a") as file:
+            print(json.dumps(start_record(mesh, options)), file=file)
+
+    # All processes must find the same programs: one that has to compile waits for the others to autotune with it.
+    use_compilation_cache(COMPILATION_CACHE if jax.process_count() == 1 else run_dir / "compilation")
+    if not (run_dir / "checkpoints" / str(config.training.steps)).is_dir():
+        check_room(run_dir, abstract_state(model, optimizer))
+    shard_over_data = config.optimizer.shard_over_data
+    rows = startup_rows(model, optimizer, mesh, config.mesh, config.training, datasets, shard_over_data, options)
+    console.card(f"megajax: {run_dir}", rows)
+    writer = MetricsWriter(run_dir, config.logging, dataclasses.asdict(config)) if first_process else None
+    with Checkpointer(run_dir, config.checkpoint) as checkpointer:
+        trainer = Trainer(
+            **parts,
+            checkpointer=checkpointer,
+            checkpoint_every_steps=config.checkpoint.every_steps,
+            writer=writer,
+            console=console,
+            meta={"config": dataclasses.asdict(config), "tokenizer": datasets.tokenizer.identity},
+            watchdog=watchdog,
+            first_started=first_start(run_dir),
+        )
+        state = trainer.start()
+        watchdog.alive()
+        try:
+            outcome = trainer.run(state)
+        except ValueError as error:  # no bad input any more: the traceback is worth keeping
+            raise RuntimeError("training stopped") from error
+    if writer is not None:
+        writer.close()
+    console.note(f"{outcome}: {run_dir}, step {checkpointer.latest_step()} of {config.training.steps}")
+    return outcome
+
+
+def _build(config: Config) -> dict[str, Any]:
+    """What a Trainer takes of the config alone; writes nothing. Raises ValueError if the run began with other data."""
+    from megajax.data.datasets import build_datasets, check_vocab_size
+    from megajax.mesh import make_mesh
+    from megajax.models.model import Model
+    from megajax.optim.optimizer import Optimizer
+    from megajax.parallel.schedule import make_stages
+    from megajax.training.compiler_options import compiler_options
 
     training, mesh = config.training, make_mesh(config.mesh)
     model = Model(config.model, config.precision, make_stages(config.mesh, config.model.num_layers))
@@ -83,50 +151,48 @@ def train(config: Config) -> str:
         else 0,
     )
     check_vocab_size(datasets.tokenizer, config.model.vocab_size)
-    _check_same_data(datasets.record, config.data.allow_change, run_dir)
-    if first_process:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        _replace(run_dir / "config.json", config.to_json())
-        _replace(run_dir / "data.json", json.dumps(datasets.record, indent=2) + "\n")
-        save_tokenizer(datasets.tokenizer, run_dir)
-        with (run_dir / "starts.jsonl").open("a") as file:
-            print(json.dumps(start_record(mesh, options)), file=file)
+    _check_same_data(datasets.record, config.data.allow_change, Path(config.run_dir))
+    return dict(
+        config=training,
+        mesh_config=config.mesh,
+        mesh=mesh,
+        model=model,
+        optimizer=Optimizer(config.optimizer, model.decay_mask),
+        learning_rates=config.optimizer.make_schedule(training.steps),
+        shard_over_data=config.optimizer.shard_over_data,
+        datasets=datasets,
+        data_config=config.data,
+        run_dir=Path(config.run_dir),
+        compiler_options=options,
+    )
 
-    # All processes must find the same programs: one that has to compile waits for the others to autotune with it.
-    use_compilation_cache(COMPILATION_CACHE if jax.process_count() == 1 else run_dir / "compilation")
-    optimizer = Optimizer(config.optimizer, model.decay_mask)
-    shard_over_data = config.optimizer.shard_over_data
-    rows = startup_rows(model, optimizer, mesh, config.mesh, training, datasets, shard_over_data, options)
-    console.card(f"megajax: {run_dir}", rows)
-    writer = MetricsWriter(run_dir, config.logging, dataclasses.asdict(config)) if first_process else None
-    with Checkpointer(run_dir, config.checkpoint) as checkpointer:
+
+def replay(config: Config, step: int) -> None:
+    """Runs a step of the run again, in memory only; the run may be training."""
+    from megajax.checkpoint.checkpointer import Checkpointer
+    from megajax.mesh import use_compilation_cache
+    from megajax.training.console import Console
+    from megajax.training.loop import Trainer
+    from megajax.training.replay import run_again
+
+    config, run_dir = config.check_on(jax.device_count()), Path(config.run_dir)
+    if not (run_dir / "config.json").is_file():
+        raise ValueError(f"--replay_step={step}: run_dir={run_dir} holds no run; name the run with --run_dir")
+    changed = _check_same_run(config, run_dir)
+    if jax.process_count() == 1:  # that of several processes lies in the run directory
+        use_compilation_cache()
+    with Checkpointer(run_dir, None) as checkpointer:
         trainer = Trainer(
-            config=training,
-            mesh_config=config.mesh,
-            mesh=mesh,
-            model=model,
-            optimizer=optimizer,
-            learning_rates=config.optimizer.make_schedule(training.steps),
-            shard_over_data=shard_over_data,
-            datasets=datasets,
-            data_config=config.data,
+            **_build(config),
             checkpointer=checkpointer,
-            checkpoint_every_steps=config.checkpoint.every_steps,
-            writer=writer,
-            console=console,
-            run_dir=run_dir,
-            compiler_options=options,
-            meta={"config": dataclasses.asdict(config), "tokenizer": datasets.tokenizer.identity},
+            checkpoint_every_steps=0,
+            writer=None,
+            console=Console(enabled=jax.process_index() == 0),
+            meta={},
+            watchdog=Watchdog(0),
+            first_started=0.0,
         )
-        state = trainer.start()
-        try:
-            outcome = trainer.run(state)
-        except ValueError as error:  # no bad input any more: the traceback is worth keeping
-            raise RuntimeError("training stopped") from error
-    if writer is not None:
-        writer.close()
-    console.note(f"{outcome}: {run_dir}, step {checkpointer.latest_step()} of {training.steps}")
-    return outcome
+        run_again(trainer, step, changed)
 
 
 def plan(name: str, config: Config, device_name: str) -> None:
@@ -156,9 +222,9 @@ def plan(name: str, config: Config, device_name: str) -> None:
     Console().card(f"plan of {name}", rows)
 
 
-def _parse(arguments: list[str]) -> tuple[str, str, bool, list[str]]:
-    """-> (recipe name, device to plan for or "", whether help is wanted, overrides)."""
-    name, plan_device, wants_help, overrides = "", "", False, []
+def _parse(arguments: list[str]) -> tuple[str, str, int | None, bool, list[str]]:
+    """-> (recipe name, device to plan for or "", step to replay or None, whether help is wanted, overrides)."""
+    name, plan_device, replay_step, wants_help, overrides = "", "", None, False, []
     waiting = iter(arguments)
     for argument in waiting:
         if argument.startswith("--config="):
@@ -167,6 +233,11 @@ def _parse(arguments: list[str]) -> tuple[str, str, bool, list[str]]:
             name = next(waiting, "")
         elif argument == "--plan" or argument.startswith("--plan="):
             plan_device = argument.removeprefix("--plan").removeprefix("=") or "h100"
+        elif argument == "--replay_step" or argument.startswith("--replay_step="):
+            number = argument.removeprefix("--replay_step").removeprefix("=") or next(waiting, "")
+            if not number.isdecimal():
+                raise ValueError(f"--replay_step={number} is not the number of a step; --replay_step=1200")
+            replay_step = int(number)
         elif argument in ("--help", "-h"):
             wants_help = True
         else:
@@ -176,7 +247,7 @@ def _parse(arguments: list[str]) -> tuple[str, str, bool, list[str]]:
         raise SystemExit(0)
     if not name:
         raise ValueError("which recipe? --config=NAME; --list_configs shows all (python train.py --config=gpt_tiny)")
-    return name, plan_device, wants_help, overrides
+    return name, plan_device, replay_step, wants_help, overrides
 
 
 def _check_same_run(config: Config, run_dir: Path) -> list[str]:
@@ -184,8 +255,14 @@ def _check_same_run(config: Config, run_dir: Path) -> list[str]:
     parameters or optimizer state would not fit; nothing is overwritten."""
     if not (run_dir / "config.json").is_file():
         return []
+    if (run_dir / "exported.json").is_file():
+        raise ValueError(
+            f"run_dir={run_dir} holds parameters alone, for serving, and no optimizer; train in the run directory that "
+            "they came from, or use another --run_dir"
+        )
     changed = configuration.differences(Config.load(run_dir), dataclasses.replace(config, run_dir=str(run_dir)))
-    free = ("scan_layers", "recompute", "offload", "dropout", "attention_dropout", "context_attention")
+    free = ("scan_layers", "recompute", "offload", "dropout", "attention_dropout", "attention_backend")
+    free += ("context_attention",)
     other = [line for line in changed if line.startswith("model.") and not line.removeprefix("model.").startswith(free)]
     other += [line for line in changed if line.startswith(("precision.params:", "optimizer.name:"))]
     if other:

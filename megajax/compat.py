@@ -3,9 +3,12 @@
 import functools
 import importlib.util
 import inspect
+from collections.abc import Callable
 
 import jax
+import jax.api_util
 import jax.experimental.topologies
+import jax.extend.core
 import jax.extend.random
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
@@ -164,3 +167,51 @@ def cudnn_attention_backward(
         scale, 42, 0.0, variadic_args, mask_type, layout, window, True, False, residuals, d_out_BTNH
     )
     return gradients[:3]
+
+
+# ----------------------------------------------------------------------------- the equations of a jaxpr
+
+
+def closed(jaxpr):
+    """A jaxpr with its constants: those without (remat) have none."""
+    return jaxpr if hasattr(jaxpr, "consts") else jax.extend.core.ClosedJaxpr(jaxpr, ())
+
+
+def is_jaxpr(param) -> bool:
+    return isinstance(param, jax.extend.core.Jaxpr | jax.extend.core.ClosedJaxpr)
+
+
+def function_of_equation(equation) -> Callable:
+    """One equation of a jaxpr as a function of its inputs, literals included -> list of its outputs."""
+    variables = list(dict.fromkeys(atom for atom in equation.invars if not hasattr(atom, "val")))
+    nameless = dict(result_paths_thunk=lambda: ("",) * len(equation.outvars))
+    about = jax.api_util.debug_info(equation.primitive.name, lambda *inputs: None, variables, {}, **nameless)
+    jaxpr = jax.extend.core.Jaxpr((), variables, equation.outvars, [equation], equation.effects, about)
+    run = jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(jaxpr, ()))
+
+    def call(*inputs):
+        values = {atom: value for atom, value in zip(equation.invars, inputs, strict=True) if not hasattr(atom, "val")}
+        return run(*(values[variable] for variable in variables))
+
+    return call
+
+
+def name_stack_of(equation) -> str:
+    """Names of the transformations and scopes that it was traced in: "transpose(jvp(...))"."""
+    return str(equation.source_info.name_stack)
+
+
+def source_of(equation) -> list[tuple[str, int, str]]:
+    """(file, line, function) of the calls that traced it, innermost first, without those of JAX."""
+    from jax._src import source_info_util
+
+    frames = source_info_util.user_frames(equation.source_info.traceback)
+    return [(frame.file_name, frame.start_line, frame.function_name) for frame in frames]
+
+
+def scan_counts(params: dict) -> tuple[int, int]:
+    """(number of constants, number of carried values) that the equation of a scan has before what it scans."""
+    if "ft_in" not in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carried, _ = params["ft_in"].unpack()
+    return len(list(constants)), len(list(carried))

@@ -45,6 +45,7 @@ class Config:
         self.checkpoint.check()
         self.logging.check()
         self.training.check()
+        self.checkpoint.check_evaluated(self.training.steps, self.training.eval_every_steps)
         self.optimizer.check(self.training.steps)
         self.model.check(self.mesh, self.training.sequence_length)
 

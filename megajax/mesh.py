@@ -118,12 +118,16 @@ def initialize_processes() -> None:
 
     Slurm, Open MPI and Kubernetes are recognised by JAX; torchrun-style MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK
     by us. With LOCAL_RANK each process takes that one GPU. Call before anything touches a device.
+
+    JAX ends the process (SIGABRT) if the others are not there after 5 minutes, and later if one of them has not been
+    heard of for 100 s, or connects anew.
     """
     env = os.environ
     if env.get("JAX_PLATFORMS") == "cpu":
         compat.use_gloo()
     if int(env.get("WORLD_SIZE", "1")) > 1 and "MASTER_ADDR" in env:
         local = [int(env["LOCAL_RANK"])] if "LOCAL_RANK" in env and env.get("JAX_PLATFORMS") != "cpu" else None
+        logger.info("process %s waits for all %s to connect", env["RANK"], env["WORLD_SIZE"])
         jax.distributed.initialize(
             f"{env['MASTER_ADDR']}:{env.get('MASTER_PORT', '29500')}",
             num_processes=int(env["WORLD_SIZE"]),

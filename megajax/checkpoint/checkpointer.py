@@ -2,23 +2,28 @@
 
 A step is a directory `checkpoints/STEP/` with the items `params`, `optimizer` and `meta` (JSON). Arrays are global: any
 mesh and any layout of a pipeline restores what any other saved, and serving restores `params` alone. `meta` holds a
-digest of every array (checkpoint/verify.py): what does not match is not used.
+digest of every array (checkpoint/verify.py): what does not match is not used. `latest` beside `checkpoints` is a link
+to the newest step that is on disk.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import logging
+import math
+import os
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 
 from megajax.checkpoint.layout import Rows, stored_form, wanted_form
-from megajax.checkpoint.verify import as_stored, differing, digests
+from megajax.checkpoint.local import LocalSnapshots, run_folder
+from megajax.checkpoint.verify import as_stored, differing, digests, on_all_processes
 
 logger = logging.getLogger("megajax")
 
@@ -31,18 +36,89 @@ class CheckpointConfig:
     """Newest checkpoints that stay on disk; 0: all."""
     keep_every_steps: int = 0
     """Those of multiples of so many steps stay too; 0: none."""
+    keep_best: int = 0
+    """So many with the lowest eval_loss stay too, of those whose step was evaluated; 0: none."""
+    local_dir: str = ""
+    """A fast directory of each machine (/dev/shm, NVMe) for two snapshots beside the checkpoints; empty: none."""
+    local_every_steps: int = 0
+    """Steps between two local snapshots."""
 
     def check(self) -> None:
-        for name in ("every_steps", "keep", "keep_every_steps"):
+        for name in ("every_steps", "keep", "keep_every_steps", "keep_best", "local_every_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"checkpoint.{name}={getattr(self, name)} must not be negative")
+        if bool(self.local_dir) != bool(self.local_every_steps):
+            raise ValueError(
+                f"checkpoint.local_dir={self.local_dir!r} with checkpoint.local_every_steps={self.local_every_steps}: "
+                "local snapshots need both; give the other one too, or neither"
+            )
+
+    def check_evaluated(self, training_steps: int, eval_every_steps: int) -> None:
+        """Raises ValueError if the best checkpoints are wanted, but their steps are never evaluated."""
+        if not self.keep_best:
+            return
+        if not eval_every_steps:
+            raise ValueError(
+                f"checkpoint.keep_best={self.keep_best} needs evaluations, and training.eval_every_steps=0 is none; "
+                f"use --training.eval_every_steps={self.every_steps or training_steps}"
+            )
+        if 0 < self.every_steps < training_steps <= math.lcm(self.every_steps, eval_every_steps):
+            raise ValueError(
+                f"checkpoint.keep_best={self.keep_best}: no step before the last is both saved and evaluated with "
+                f"checkpoint.every_steps={self.every_steps} and training.eval_every_steps={eval_every_steps}; "
+                f"use --training.eval_every_steps={self.every_steps}"
+            )
+
+    def check_local_dir(self) -> None:
+        """Raises ValueError if this machine cannot write its snapshots."""
+        if not self.local_dir:
+            return
+        folder = Path(self.local_dir).absolute()
+        there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            raise ValueError(
+                f"checkpoint.local_dir={self.local_dir} cannot be written ({there} is not a directory that can be); "
+                "use another, such as --checkpoint.local_dir=/dev/shm"
+            )
+
+
+class _Kept:
+    """Which checkpoints stay, as Orbax asks for it (a preservation policy)."""
+
+    def __init__(self, config: CheckpointConfig):
+        self._config = config
+        self._eval_losses: dict[int, float] = {}
+
+    def evaluated(self, step: int, meta: dict[str, Any]) -> None:
+        """Takes note of the step's eval_loss, if its meta data have one."""
+        loss = meta.get("eval_loss")
+        if loss is not None and math.isfinite(loss):
+            self._eval_losses[step] = loss
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        steps, config = sorted(checkpoint.step for checkpoint in checkpoints), self._config
+        stay = set(steps[-config.keep :])  # all for 0
+        if config.keep_every_steps:
+            stay |= {step for step in steps if step % config.keep_every_steps == 0}
+        evaluated = [step for step in steps if step in self._eval_losses]
+        stay |= set(sorted(evaluated, key=lambda step: (self._eval_losses[step], -step))[: config.keep_best])
+        return [checkpoint.step in stay for checkpoint in checkpoints]
 
 
 class _Manager(ocp.CheckpointManager):
+    def __init__(self, *arguments, on_disk: Callable[[int], None], **others):
+        self._on_disk = on_disk
+        super().__init__(*arguments, **others)
+
     def reached_preemption(self, step: int) -> bool:
         """Never: the loop alone asks. Orbax would ask from its saving thread about a step that is long past, and JAX,
         which keeps the step it was last asked about, could then agree on a step to stop at that has gone by."""
         return False
+
+    def _finalize_checkpoint(self, step: int) -> None:
+        """Called by the thread that saves when the step is there, and the old ones are not yet removed."""
+        super()._finalize_checkpoint(step)
+        self._on_disk(step)
 
 
 class Checkpointer:
@@ -52,21 +128,31 @@ class Checkpointer:
     """
 
     def __init__(self, run_dir: str | Path, config: CheckpointConfig | None):
+        self.run_dir = Path(run_dir).resolve()
+        self.folder = self.run_dir / "checkpoints"
+        self.failed_saves = 0
+        self._config, self._left_unfinished = config, False
         writes = config is not None
-        self.folder = Path(run_dir).resolve() / "checkpoints"
-        self.failed_saves = self._cleared = 0
+        self._kept = _Kept(config or CheckpointConfig(keep=0))
         self._manager = _Manager(
             self.folder,
             item_names=("params", "optimizer", "meta"),
             options=ocp.CheckpointManagerOptions(
-                max_to_keep=(config.keep or None) if writes else None,
-                keep_period=(config.keep_every_steps or None) if writes else None,
+                preservation_policy=self._kept,
                 enable_async_checkpointing=writes,
                 cleanup_tmp_directories=writes,
                 create=writes,
                 read_only=not writes,
             ),
+            on_disk=self._point_latest,
         )
+        self._local = None
+        if writes and config.local_dir:
+            self._local = LocalSnapshots(run_folder(config.local_dir, self.run_dir))
+        if writes and config.keep_best:
+            for step in self._manager.all_steps():
+                with contextlib.suppress(Exception):  # restore_newest says what is damaged
+                    self._kept.evaluated(step, self.read_meta(step))
 
     def latest_step(self) -> int | None:
         return self._manager.latest_step()
@@ -74,47 +160,87 @@ class Checkpointer:
     def save(self, step: int, params, optimizer_state, meta: dict[str, Any]) -> None:
         """Copies the arrays to the host, then writes them while training goes on. A step saved before is left alone.
 
-        What goes wrong, at once or in the background, is logged and counted in `failed_saves`; the next one tries anew.
+        meta: JSON values; its eval_loss, if it has one, decides whether the step is one of checkpoint.keep_best. What
+        goes wrong, at once or in the background, is logged and counted in `failed_saves`; the next one tries anew.
         """
         self.check()
         try:
             self._clear_failed()
-            self._save(step, params, optimizer_state, meta)
+            self.write(step, {"params": params, "optimizer": optimizer_state}, meta)
         except Exception as error:  # a disk that is full, gone or slow: training can go on
             self._failed(error)
+
+    def is_saving(self) -> bool:
+        """Whether a save is under way in the background."""
+        return self._manager.is_saving_in_progress()
+
+    def local_is_due(self, step: int) -> bool:
+        return self._local is not None and step % self._config.local_every_steps == 0
+
+    def save_local(self, step: int, params, optimizer_state, meta: dict[str, Any]) -> None:
+        """As `save`, but on the fast disk of each machine."""
+        trees = {"params": params, "optimizer": optimizer_state}
+        self._wait_for_local()
+        try:
+            self._local.save(step, trees, meta | {"digests": {name: digests(tree) for name, tree in trees.items()}})
+        except Exception as error:
+            self._failed(error, local=True)
 
     def check(self) -> None:
         """Looks whether a save in the background has failed since; does not wait for one that is under way."""
         try:
             if jax.process_count() > 1:  # to wait is a matter of all of them, which need not have come as far
                 self._manager.check_for_errors()
-            elif not self._manager.is_saving_in_progress():
+            elif not self.is_saving():
                 self._manager.wait_until_finished()
         except Exception as error:
             self._failed(error)
+        try:
+            if self._local is not None:
+                self._local.check()
+        except Exception as error:
+            self._failed(error, local=True)
 
     def _clear_failed(self) -> None:
         """Removes what failed saves have left, which may be what fills the disk, and reads again which steps are there:
         Orbax has crossed out the oldest one for each."""
-        if self.failed_saves == self._cleared:
+        if not self._left_unfinished:
             return
         if jax.process_index() == 0:
             for unfinished in self.folder.glob("*.orbax-checkpoint-tmp"):
                 shutil.rmtree(unfinished, ignore_errors=True)
         self._manager.reload()
-        self._cleared = self.failed_saves
+        self._left_unfinished = False
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: Exception, local: bool = False) -> None:
         self.failed_saves += 1
-        logger.error("a checkpoint could not be saved (%d so far): %s", self.failed_saves, _in_one_line(error))
+        self._left_unfinished |= not local
+        what = "local snapshot" if local else "checkpoint"
+        logger.error("a %s could not be saved (%d so far): %s", what, self.failed_saves, _in_one_line(error))
 
-    def _save(self, step: int, params, optimizer_state, meta: dict[str, Any]) -> None:
+    def write(self, step: int, trees: dict[str, Any], meta: dict[str, Any]) -> None:
+        """Starts to save {item: tree of arrays}, as `save` does; raises what goes wrong, here or in `wait`."""
         if step in self._manager.all_steps():
             return
-        trees = dict(params=params, optimizer=optimizer_state)
+        self._kept.evaluated(step, meta)
         items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
         items["meta"] = ocp.args.JsonSave(meta | {"digests": {name: digests(tree) for name, tree in trees.items()}})
         self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+
+    def _point_latest(self, step: int) -> None:
+        """run_dir/latest -> checkpoints/STEP, at one stroke: another process may be reading it."""
+        link, new = self.run_dir / "latest", self.run_dir / "latest.new"
+        if jax.process_index() != 0 or not (self.folder / str(step)).is_dir():
+            return
+        try:
+            new.unlink(missing_ok=True)
+            new.symlink_to(Path(self.folder.name) / str(step))
+            new.replace(link)
+        except OSError as error:  # a file system without links, or a copy that followed them
+            logger.warning("%s does not point to step %d: %s", link, step, error)
+
+    def read_meta(self, step: int) -> dict[str, Any]:
+        return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
 
     def restore_newest(
         self, abstract_params, abstract_optimizer_state, layer_rows: Rows
@@ -123,7 +249,15 @@ class Checkpointer:
 
         Steps after it, which cannot be read or in which an array is not what was saved, become STEP.damaged, with a
         warning that says why. Raises ValueError if there are steps but none that is whole, and leaves all as they are.
+        A local snapshot that is newer and fits comes first, and is saved as a checkpoint at once.
         """
+        if self._local is not None:
+            trees = dict(params=abstract_params, optimizer=abstract_optimizer_state)
+            found = self._local.restore(self.latest_step() or 0, trees, layer_rows)
+            if found is not None:
+                step, trees, meta = found
+                self.save(step, *trees.values(), meta)
+                return step, trees["params"], trees["optimizer"], meta
         problems: dict[int, str] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
             for attempt in range(2):  # a disk may fail once
@@ -136,6 +270,7 @@ class Checkpointer:
                     logger.warning("checkpoint %d, attempt %d: %s", step, attempt + 1, problems[step])
                     continue
                 problems.pop(step, None)
+                self._point_latest(step)
                 for damaged, problem in problems.items():
                     logger.warning("checkpoint %d is not used: %s", damaged, problem)
                     self._set_aside(damaged)
@@ -156,7 +291,7 @@ class Checkpointer:
                 (self.folder / str(step)).rename(self.folder / aside)
             except OSError as error:
                 problem = error
-        if not _on_all_processes(problem is None):
+        if not on_all_processes(problem is None):
             raise ValueError(f"{self.folder / str(step)} is damaged and cannot be renamed ({problem}); move it away")
         self._manager.reload()
 
@@ -180,7 +315,7 @@ class Checkpointer:
         except Exception as error:  # Orbax has many
             problem = error
         # All processes compute what follows together, or none does.
-        if not _on_all_processes(problem is None):
+        if not on_all_processes(problem is None):
             raise problem or ValueError(f"another process could not read {self.folder / str(step)}")
         restored, saved, stored, meta = read
         if not saved:
@@ -198,7 +333,7 @@ class Checkpointer:
 
     def _read(self, step: int, abstract: dict, wanted: Rows) -> tuple[dict, dict, Rows, dict]:
         """-> (trees as they are stored, digests, rows of the layers, meta data)."""
-        meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
+        meta = self.read_meta(step)
         as_numbered = {kind: np.arange(rows.max() + 1) for kind, rows in wanted.items()}  # before pipelines were there
         stored = {kind: np.array(rows) for kind, rows in meta.get("layer_rows", as_numbered).items()}
         saved = meta.pop("digests", {})
@@ -212,11 +347,21 @@ class Checkpointer:
         """Until the save under way is on disk; raises what went wrong with it."""
         self._manager.wait_until_finished()
 
+    def _wait_for_local(self) -> None:
+        try:
+            self._local.wait()
+        except Exception as error:
+            self._failed(error, local=True)
+
     def __enter__(self) -> "Checkpointer":
         return self
 
     def __exit__(self, *_) -> None:
         self._manager.close()
+        if self._local is not None:
+            self._wait_for_local()
+            self._local.close()
+            self._local.remove_up_to(self.latest_step() or 0)
 
 
 def _cast(array: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
@@ -226,13 +371,6 @@ def _cast(array: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
     cast = jax.block_until_ready(jax.jit(lambda a: a.astype(wanted.dtype), out_shardings=wanted.sharding)(array))
     array.delete()
     return cast
-
-
-def _on_all_processes(succeeded: bool) -> bool:
-    """Whether it did on every process of the run."""
-    if jax.process_count() == 1:
-        return succeeded
-    return bool(np.all(multihost_utils.process_allgather(np.array(succeeded))))
 
 
 def _in_one_line(error: Exception) -> str:

@@ -29,7 +29,7 @@ def stored_form(abstract, stored: Rows, wanted: Rows):
         sharding = NamedSharding(mesh, P(*lead, *spec[wanted[kind].ndim :]))
         return jax.ShapeDtypeStruct(shape, a.dtype, sharding=sharding)
 
-    return _of_layers(form, abstract, wanted)
+    return of_layers(form, abstract, wanted)
 
 
 def wanted_form(tree, abstract, stored: Rows, wanted: Rows):
@@ -51,11 +51,11 @@ def wanted_form(tree, abstract, stored: Rows, wanted: Rows):
         a.delete()
         return moved
 
-    return _of_layers(form, abstract, wanted, tree)
+    return of_layers(form, abstract, wanted, tree)
 
 
-def _of_layers(form: Callable, tree, wanted: Rows, *others):
-    """form(leaf, kind of the layers that it stacks or None, *others) of each leaf."""
+def of_layers(form: Callable, tree, wanted: Rows, *others):
+    """form(leaf, kind of the layers that it stacks or None, *others) of each leaf; wanted: its keys are the kinds."""
 
     def apply(path, leaf, *others):
         names = [getattr(entry, "key", None) for entry in path]

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import multihost_utils
 
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 
@@ -47,16 +48,23 @@ def differing(stored: dict[str, list], tree) -> list[str]:
     return [name for name, value in digests(tree).items() if stored.get(name) != value]
 
 
+def on_all_processes(succeeded: bool) -> bool:
+    """Whether it did on every process of the run; every process must ask."""
+    if jax.process_count() == 1:
+        return succeeded
+    return bool(np.all(multihost_utils.process_allgather(np.array(succeeded))))
+
+
 def _default_memory(array: jax.Array) -> str:
     return next(iter(array.sharding.device_set)).default_memory().kind
 
 
 @jax.jit
 def _digests(tree: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    return jax.tree.map(_digest, tree)
+    return jax.tree.map(digest, tree)
 
 
-def _digest(x: jax.Array) -> jax.Array:
+def digest(x: jax.Array) -> jax.Array:
     """uint32 [] of an array of any shape, of a number or bool dtype of 1 to 8 bytes."""
     x = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
     bits = lax.bitcast_convert_type(x, _UNSIGNED[x.dtype.itemsize]).astype(jnp.uint32)  # 8 bytes: a last axis of 2

@@ -1,6 +1,8 @@
 """From samples on the host to global arrays on the mesh."""
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Iterator
 
 import jax
@@ -9,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from megajax.data.datasets import DataConfig, Dataset
 from megajax.data.loader import step_batches
-from megajax.sharding import batch_spec
+from megajax.sharding import axes_of, batch_spec
 from megajax.training.batch_schedule import Batch
 
 
@@ -34,9 +36,11 @@ def device_batches(
     if config.cross_document_attention:
         names.remove("segment_ids")
 
-    def rows_of(batch: int) -> np.ndarray:
-        slices = sharding.addressable_devices_indices_map((1, batch, length)).values()
-        return np.unique(np.concatenate([np.arange(batch)[rows] for _, rows, _ in slices]))
+    # Which parts of a batch the devices of this process hold: processes that read get them, but cannot get devices.
+    num_parts = math.prod(mesh.shape[axis] for axis in axes_of(batch_spec()[1]))
+    slices = sharding.addressable_devices_indices_map((1, num_parts, length)).values()
+    parts = np.unique(np.concatenate([np.arange(num_parts)[rows] for _, rows, _ in slices]))
+    rows_of = functools.partial(_rows_of, parts, num_parts)
 
     def place(step: int, local: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         now = schedule(step)
@@ -64,3 +68,8 @@ def device_batches(
         ahead = placed
     if ahead is not None:
         yield ahead
+
+
+def _rows_of(parts: np.ndarray, num_parts: int, batch: int) -> np.ndarray:
+    """Ascending rows of these parts, of `batch` rows in num_parts equal parts."""
+    return np.arange(batch).reshape(num_parts, -1)[parts].reshape(-1)

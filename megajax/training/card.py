@@ -1,6 +1,9 @@
 """The start-up card: what will be trained, on what, and what it will need."""
 
+import json
 import time
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -76,3 +79,12 @@ def start_record(mesh: Mesh, compiler_options: dict[str, str]) -> dict[str, Any]
         "compiler_options": compiler_options,
         "xla_flags": xla_flags(),
     }
+
+
+def first_start(run_dir: Path) -> float:
+    """When the run was started for the first time, in seconds since 1970; now, if nothing says when."""
+    try:
+        with (run_dir / "starts.jsonl").open() as file:
+            return datetime.fromisoformat(json.loads(file.readline())["time"]).timestamp()
+    except (OSError, ValueError, KeyError):
+        return time.time()

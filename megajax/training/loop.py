@@ -28,6 +28,7 @@ from megajax.training.compiler_options import parse
 from megajax.training.console import Console
 from megajax.training.metrics import MetricsWriter
 from megajax.training.profiling import Profiler
+from megajax.training.replicas import check_replicas, describe_replicas
 from megajax.training.reporter import Reporter
 from megajax.training.step import (
     LossMean,
@@ -69,10 +70,13 @@ class TrainingConfig:
     exit_after_minutes: float | None = None
     """Save and exit cleanly after so much time."""
     hang_minutes: float = 30.0
-    """After the first step: one, an evaluation or a save that takes longer ends the run, all stacks on stderr, exit
-    status 1; 0: never."""
+    """What takes longer ends the run, all stacks on stderr, exit status 1: connecting to the other processes, making
+    the data ready, restoring, a step (the first with its compilation), an evaluation, a save; 0: never."""
     most_skipped_in_a_row: int = 20
     """So many updates in a row that were skipped (not finite, or optimizer.most_grad_norm) end the run; 0: never."""
+    check_replicas_every_steps: int = 0
+    """Steps between two comparisons of what several devices hold copies of, and one before each save; a device that
+    differs is named and ends the run; 0: never."""
     max_restarts: int = 0
     """A run that crashes or hangs is started again, so many times; not after three crashes without a new step."""
     profile_steps: tuple[int, int] | None = None
@@ -86,7 +90,8 @@ class TrainingConfig:
         for name in ("steps", "global_batch_size", "sequence_length", "log_every_steps", "eval_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"training.{name}={getattr(self, name)} must be at least 1")
-        for name in ("eval_every_steps", "hang_minutes", "most_skipped_in_a_row", "max_restarts"):
+        numbers = ("hang_minutes", "most_skipped_in_a_row", "max_restarts")
+        for name in ("eval_every_steps", "check_replicas_every_steps", *numbers):
             if getattr(self, name) < 0:
                 raise ValueError(f"training.{name}={getattr(self, name)} must not be negative; 0 is never")
         if self.microbatch_size is not None and self.microbatch_size < 1:
@@ -148,6 +153,11 @@ class Trainer:
     run_dir: Path
     compiler_options: dict[str, str]
     meta: dict[str, Any]
+    watchdog: Watchdog
+    first_started: float
+    """Seconds since 1970."""
+    productive_seconds: float = dataclasses.field(default=0.0, init=False)
+    """Of the steps before the checkpoint that was restored (Reporter.goodput)."""
 
     def start(self) -> TrainState:
         """The state of the newest checkpoint that is whole, or a new one. Raises ValueError if there are checkpoints
@@ -171,22 +181,12 @@ class Trainer:
             self.console.note(f"nothing to do: step {first} is done, training.exit_at_step={config.exit_at_step}")
             return "interrupted"
         stop_request = StopRequest(config.exit_at_step, config.exit_after_minutes)
-        profiling, watching = Profiler(config.profile_steps, self.run_dir, self.console), Watchdog(config.hang_minutes)
-        with stop_request as stop, profiling as profiler, watching as watchdog:
-            return self._train(state, first, stop, profiler, watchdog)
+        with stop_request as stop, Profiler(config.profile_steps, self.run_dir, self.console) as profiler:
+            return self._train(state, first, stop, profiler)
 
-    def _train(self, state: TrainState, first: int, stop: StopRequest, profiler: Profiler, watchdog: Watchdog) -> str:
+    def _train(self, state: TrainState, first: int, stop: StopRequest, profiler: Profiler) -> str:
         config, schedule = self.config, self.config.schedule(self.mesh_config)
-        batches = self._batches(self.datasets.train, schedule, first, config.steps)
-        step_function = jit_train_step(
-            self.model,
-            self.optimizer,
-            state_shardings(self.model, self.optimizer, self.mesh, self.shard_over_data),
-            self.compiler_options,
-            loss_mean=config.loss_mean,
-            group=config.microbatch_size,
-            seed=config.seed,
-        )
+        batches, step_function = self.train_batches(first, config.steps), self.step_function()
         reporter = Reporter(
             first,
             num_steps=config.steps,
@@ -196,9 +196,13 @@ class Trainer:
             flops_per_token=self.model.config.flops_per_token,
             num_devices=self.mesh.size,
             most_skipped=config.most_skipped_in_a_row,
+            productive_seconds=self.productive_seconds,
+            first_started=self.first_started,
             console=self.console,
             writer=self.writer,
         )
+        if config.check_replicas_every_steps:
+            self.console.note(describe_replicas(state))
         evaluate = self._evaluator(schedule)
         done = first
         for step, batch in enumerate(batches, start=first):
@@ -208,19 +212,29 @@ class Trainer:
             done = step + 1
             reporter.dispatched(done, metrics, rate)
             profiler.after(done, metrics)
-            watchdog.alive()
+            self.watchdog.alive()
             if done % config.log_every_steps == 0:
                 self.checkpointer.check()
             asked = stop.asked(done)
+            evaluation: dict[str, float] = {}
             if evaluate is not None and (done % config.eval_every_steps == 0 or done == config.steps):
                 reporter.flush()
-                reporter.evaluation(done, evaluate(state.params))
-                watchdog.alive()
+                evaluation = evaluate(state.params)
+                reporter.evaluation(done, evaluation)
+                self.watchdog.alive()
             every = self.checkpoint_every_steps
-            if asked or done == config.steps or (every and done % every == 0):
+            is_due = asked or done == config.steps or bool(every and done % every == 0)
+            is_saved, compared = is_due or self.checkpointer.local_is_due(done), config.check_replicas_every_steps
+            if compared and (is_saved or done % compared == 0):
                 reporter.flush()
-                self._save(state, schedule)
-                watchdog.alive()
+                check_replicas(state, self.mesh, done, self.checkpointer.latest_step())
+                self.watchdog.alive()
+                reporter.new_window()
+            if is_saved:
+                reporter.flush()
+                save = self.checkpointer.save if is_due else self.checkpointer.save_local
+                self._save(save, state, schedule, reporter.productive_seconds, evaluation.get("eval_loss"))
+                self.watchdog.alive()
                 reporter.new_window()
             if asked:
                 self.console.note(f"stopping after step {done}: {asked}")
@@ -229,10 +243,28 @@ class Trainer:
         self.checkpointer.wait()
         if self.checkpointer.latest_step() != done:
             raise RuntimeError(f"the checkpoint of step {done} could not be saved: the log says why")
+        reporter.close()
         self.console.close()
         return "finished" if done >= config.steps else "interrupted"
 
     # ------------------------------------------------------------------ parts of the run
+
+    def step_function(self) -> Callable:
+        """The jitted train step, for the current mesh."""
+        config = self.config
+        return jit_train_step(
+            self.model,
+            self.optimizer,
+            state_shardings(self.model, self.optimizer, self.mesh, self.shard_over_data),
+            self.compiler_options,
+            loss_mean=config.loss_mean,
+            group=config.microbatch_size,
+            seed=config.seed,
+        )
+
+    def train_batches(self, start: int, stop: int) -> Iterator[dict]:
+        """Of the steps start + 1, ..., stop."""
+        return self._batches(self.datasets.train, self.config.schedule(self.mesh_config), start, stop)
 
     def _start(self) -> TrainState:
         shardings = state_shardings(self.model, self.optimizer, self.mesh, self.shard_over_data)
@@ -244,18 +276,29 @@ class Trainer:
         self.console.note(f"resuming from step {latest} of {self.config.steps}")
         if self.writer is not None:
             self.writer.rewind(latest)
+        self.productive_seconds = meta.get("productive_seconds", 0.0)
         scalar = lambda value: jax.device_put(jnp.int32(value), shardings.step)
         return TrainState(scalar(latest), scalar(meta["skipped"]), params, optimizer)
 
-    def _save(self, state: TrainState, schedule: BatchSchedule) -> None:
+    def _save(
+        self,
+        save: Callable,
+        state: TrainState,
+        schedule: BatchSchedule,
+        productive_seconds: float,
+        eval_loss: float | None,
+    ) -> None:
+        """save: of the checkpointer; eval_loss: of this step, None if it was not evaluated."""
         step = int(state.step)
         meta = self.meta | {
             "layer_rows": {kind: rows.tolist() for kind, rows in self.model.layer_rows.items()},
             "step": step,
             "skipped": int(state.skipped),
             "consumed_samples": schedule.num_samples(step),
+            "productive_seconds": productive_seconds,
+            "eval_loss": eval_loss,
         }
-        self.checkpointer.save(step, state.params, state.optimizer, meta)
+        save(step, state.params, state.optimizer, meta)
 
     def _batches(self, dataset: Dataset, schedule: BatchSchedule, start: int, stop: int) -> Iterator[dict]:
         length = self.config.sequence_length

@@ -26,12 +26,15 @@ class Reporter:
         flops_per_token: Callable[..., float],
         num_devices: int,
         most_skipped: int,
+        productive_seconds: float,
+        first_started: float,
         console: Console,
         writer: MetricsWriter | None,
     ):
         """first: steps done before; flops_per_token(sequence_length, causal=...), see DecoderConfig.
 
-        most_skipped: updates in a row, 0: any number.
+        most_skipped: updates in a row, 0: any number. productive_seconds: of the steps done before; first_started: when
+        the run was first started, seconds since 1970.
         """
         self._num_steps, self._every_steps, self._sequence_length = num_steps, every_steps, sequence_length
         self._schedule, self._flops_per_token, self._num_devices = schedule, flops_per_token, num_devices
@@ -40,6 +43,8 @@ class Reporter:
         self._finished = first
         self._window: tuple[int, float] | None = None  # (last step before it, start time); None until compiled
         self._most_skipped, self._skipped_in_a_row = most_skipped, 0
+        self.productive_seconds, self._first_started = productive_seconds, first_started
+        self._last_end = 0.0  # of a step, or of what came after it; used from the second step on
         self._started = time.perf_counter()
 
     def dispatched(self, step: int, metrics: dict, rate: float) -> None:
@@ -59,6 +64,9 @@ class Reporter:
         (step, metrics, rate), self._waiting = self._waiting, None
         jax.block_until_ready(metrics["loss"])
         self._finished = step
+        if self._window is not None:
+            now = time.perf_counter()
+            self.productive_seconds, self._last_end = self.productive_seconds + now - self._last_end, now
         self._look_at_skipped(step, metrics)
         if self._window is None or step % self._every_steps == 0 or step == self._num_steps:
             values = {name: float(value) for name, value in jax.device_get(metrics).items()}
@@ -72,7 +80,23 @@ class Reporter:
 
     def new_window(self) -> None:
         """Step times are measured from here on: what lay before was not training, or is reported."""
-        self._window = (self._finished, time.perf_counter())
+        self._last_end = time.perf_counter()
+        self._window = (self._finished, self._last_end)
+
+    def goodput(self) -> float:
+        """Seconds of steps that are part of the run, over all its starts, as a share of those since the first start.
+
+        Compiling, evaluating, saving, steps that a crash undid and any time in which the run was not running, a pause
+        that somebody wanted as well, are in the second number only. So is the first step after each start.
+        """
+        return min(self.productive_seconds / max(time.time() - self._first_started, 1e-9), 1.0)
+
+    def close(self) -> None:
+        wall = format_seconds(max(time.time() - self._first_started, 0.0))
+        self._console.note(
+            f"goodput {self.goodput():.1%}: {format_seconds(self.productive_seconds)} of steps in {wall} since the "
+            "first start"
+        )
 
     def _line(self, step: int, values: dict[str, float], rate: float) -> dict[str, Any]:
         length = self._sequence_length
@@ -85,6 +109,7 @@ class Reporter:
             "learning_rate": rate,
             "consumed_tokens": self._schedule.num_samples(step) * length,
             "peak_memory_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"),
+            "goodput": self.goodput(),
         }
         if self._window is None or self._window[0] == step:
             return line

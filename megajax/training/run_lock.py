@@ -15,8 +15,7 @@ from jax.experimental import multihost_utils
 def locked(run_dir: Path) -> Iterator[None]:
     """Raises ValueError for a run directory that another run trains in, or that cannot be written.
 
-    Process 0 locks for all processes, and all hear of a refusal: none waits for one that has given up. The lock ends
-    with the process, however it ends.
+    Process 0 locks for all processes. The lock ends with the process, however it ends.
     """
     refusal = None
     with contextlib.ExitStack() as held:
@@ -25,11 +24,19 @@ def locked(run_dir: Path) -> Iterator[None]:
                 held.enter_context(_locked_file(run_dir))
             except ValueError as error:
                 refusal = error
-        if jax.process_count() > 1 and multihost_utils.broadcast_one_to_all(np.int32(refusal is not None)):
-            refusal = refusal or ValueError(f"run_dir={run_dir} was refused by process 0, which says why")
-        if refusal is not None:
-            raise refusal
+        raise_together(run_dir, refusal)
         yield
+
+
+def raise_together(run_dir: Path, refusal: ValueError | None) -> None:
+    """Raises on all processes if process 0 has found a reason to refuse the run: none waits for one that has given up.
+
+    refusal: None on all processes but 0.
+    """
+    if jax.process_count() > 1 and multihost_utils.broadcast_one_to_all(np.int32(refusal is not None)):
+        refusal = refusal or ValueError(f"run_dir={run_dir} was refused by process 0, which says why")
+    if refusal is not None:
+        raise refusal
 
 
 @contextmanager

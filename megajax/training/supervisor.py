@@ -1,12 +1,16 @@
 """Starts a run again that crashed or hung: the parent of the process that trains.
 
 A scheduler that restarts jobs does the same; this is for machines without one. With several processes each has its own
-supervisor: where one dies the others fail too, and all start again.
+supervisor. Where one dies the others end too: all at once if it was process 0, which the others are connected to; else
+as soon as its supervisor starts it again and it connects anew, or JAX misses it (100 s), or their watchdogs do. Then
+all start again and wait for each other, up to 5 minutes; a supervisor whose run never meets the others gives up after
+three of these.
 """
 
 import contextlib
 import json
 import logging
+import os
 import signal
 import subprocess
 import time
@@ -22,16 +26,22 @@ FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 5.0, 300.0
 
 
 def supervise(
-    command: Sequence[str], run_dir: Path, max_restarts: int, *, sleep: Callable[[float], None] = time.sleep
+    command: Sequence[str],
+    run_dir: Path,
+    max_restarts: int,
+    hang_minutes: float,
+    *,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> int:
     """Runs the command until it ends well, max_restarts are used up, or it crashes without progress -> exit status.
 
     SIGTERM, SIGINT and SIGUSR1 go on to the child, and then there is no restart. Between two starts it waits, twice as
-    long after each crash without progress.
+    long after each crash without progress. A child that was stopped (SIGSTOP) for hang_minutes, in which its own
+    watchdog cannot run, is killed; 0: never.
     """
     crashes, reached, wait = 0, _last_step(run_dir), FIRST_WAIT_SECONDS
     for restarts in range(max_restarts + 1):
-        status, asked = _run(command)
+        status, asked = _run(command, 60 * hang_minutes)
         if status in (0, BAD_INPUT) or asked:
             return status
         step = _last_step(run_dir)
@@ -50,9 +60,9 @@ def supervise(
     return 1
 
 
-def _run(command: Sequence[str]) -> tuple[int, bool]:
+def _run(command: Sequence[str], longest_stop_seconds: float) -> tuple[int, bool]:
     """-> (exit status, whether a signal asked it to stop)."""
-    asked = False
+    asked, went_on = False, time.monotonic()
     # A session of its own, or ctrl-C would reach it twice.
     child = subprocess.Popen(command, start_new_session=True)
 
@@ -67,10 +77,33 @@ def _run(command: Sequence[str]) -> tuple[int, bool]:
         while child.poll() is None:  # a signal that reaches another thread does not interrupt a wait
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(1)
+            if not _is_stopped(child.pid):
+                went_on = time.monotonic()
+            elif longest_stop_seconds and time.monotonic() - went_on > longest_stop_seconds:
+                logger.error("the run was stopped (SIGSTOP) for %.0f s: killed", longest_stop_seconds)
+                child.kill()
+        if child.returncode:
+            _end_group(child.pid)
         return child.returncode, asked
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _end_group(leader: int) -> None:
+    """Ends what a dead child had started, as processes that read data; those that were stopped too. Not by SIGKILL:
+    the one that cleans up shared memory must live on for that, and ignores SIGTERM."""
+    for number in (signal.SIGTERM, signal.SIGCONT):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(leader, number)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether the process is in state T (proc(5)); never where there is no /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
 
 
 def _last_step(run_dir: Path) -> int:

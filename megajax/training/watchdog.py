@@ -6,8 +6,8 @@ import faulthandler
 class Watchdog:
     """A context manager. Each `alive` allows so many minutes until the next, before the first any time; 0: always.
 
-    The timer is a thread of faulthandler's that needs no Python to run, so a collective that never returns is no
-    obstacle.
+    There is one timer in a process: of two watchdogs, one inside the other, the last `alive` counts. It is a thread of
+    faulthandler's that needs no Python to run, so a collective that never returns is no obstacle.
     """
 
     def __init__(self, minutes: float):

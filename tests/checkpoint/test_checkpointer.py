@@ -1,9 +1,14 @@
 """What is saved on one mesh is restored on any other, bit for bit, and reading changes nothing."""
 
+import contextlib
+import json
+import os
+import threading
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from megajax.checkpoint.checkpointer import CheckpointConfig, Checkpointer, with_shardings
@@ -12,7 +17,7 @@ from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer, OptimizerConfig
 from megajax.precision import PrecisionConfig
-from megajax.training.step import abstract_state, init_state, state_shardings
+from megajax.training.step import abstract_state, state_shardings
 
 MODEL = Model(
     DecoderConfig(num_layers=2, embed_dim=16, num_heads=4, mlp_dim=32, vocab_size=64, max_positions=16),
@@ -26,15 +31,21 @@ def mesh_of(**sizes):
     return make_mesh(config, jax.devices()[: config.num_devices])
 
 
+MESHES = {
+    "one device": (dict(), False),
+    "data 8, ZeRO-1": (dict(data=8), True),
+    "fsdp 8": (dict(fsdp=8), False),
+    "data 2, fsdp 2, tensor 2, ZeRO-1": (dict(data=2, fsdp=2, tensor=2), True),
+    "data 2, tensor 4": (dict(data=2, tensor=4), False),
+    "fsdp 2, context 2, expert 2": (dict(fsdp=2, context=2, expert=2), False),
+}
+
+
 def state_on(mesh, shard_over_data: bool):
-    """Every number different from every other place, moments and counts included."""
-    shardings = state_shardings(MODEL, OPTIMIZER, mesh, shard_over_data)
-    state = init_state(MODEL, OPTIMIZER, 3, mesh, shardings)
-    leaves, structure = jax.tree.flatten(state.optimizer)
-    keys = jax.random.split(jax.random.key(7), len(leaves))
-    noise = lambda key, a: jax.random.normal(key, a.shape, a.dtype) if a.ndim else a + 5
-    leaves = [jax.device_put(noise(key, a), a.sharding) for key, a in zip(keys, leaves, strict=True)]
-    return state._replace(optimizer=jax.tree.unflatten(structure, leaves))
+    """The same on every mesh; every number different from every other place, moments and counts included."""
+    shardings, rng = state_shardings(MODEL, OPTIMIZER, mesh, shard_over_data), np.random.default_rng(3)
+    draw = lambda a: rng.standard_normal(a.shape).astype(a.dtype) if a.ndim else np.array(5, a.dtype)
+    return jax.device_put(jax.tree.map(draw, abstract_state(MODEL, OPTIMIZER)), shardings)
 
 
 def targets_on(mesh, shard_over_data: bool, optimizer=OPTIMIZER):
@@ -62,24 +73,28 @@ def saved(tmp_path_factory):
     return run_dir, state
 
 
-@pytest.mark.parametrize(
-    ("sizes", "shard_over_data"),
-    [
-        (dict(data=2, fsdp=2, tensor=2), True),
-        (dict(), False),
-        (dict(fsdp=8), False),
-        (dict(tensor=4, data=2), True),
-        (dict(context=2, expert=2), False),
-    ],
-)
-def test_restore_on_any_mesh_is_bit_equal_with_optimizer_state(saved, sizes, shard_over_data):
-    run_dir, state = saved
-    target = targets_on(mesh_of(**sizes), shard_over_data)
-    with Checkpointer(run_dir, CheckpointConfig()) as checkpointer:
+@pytest.fixture(scope="module")
+def saved_on(tmp_path_factory):
+    """{mesh: run directory with step 5}."""
+    folders = {}
+    for name, (sizes, shard_over_data) in MESHES.items():
+        folders[name], state = tmp_path_factory.mktemp("run"), state_on(mesh_of(**sizes), shard_over_data)
+        with Checkpointer(folders[name], CheckpointConfig()) as checkpointer:
+            checkpointer.save(5, state.params, state.optimizer, {"step": 5, "note": "five"})
+    return folders
+
+
+@pytest.mark.parametrize("goal", MESHES)
+@pytest.mark.parametrize("source", MESHES)
+def test_what_any_mesh_saved_any_other_restores_bit_for_bit_with_optimizer_state(source, goal, saved_on):
+    sizes, shard_over_data = MESHES[goal]
+    mesh = mesh_of(**sizes)
+    target = targets_on(mesh, shard_over_data)
+    with Checkpointer(saved_on[source], None) as checkpointer:
         assert checkpointer.latest_step() == 5
         params, optimizer, meta = checkpointer.restore(5, target.params, target.optimizer, {})
-    assert_same(params, state.params)
-    assert_same(optimizer, state.optimizer)
+    state = state_on(mesh, shard_over_data)
+    assert_same((params, optimizer), (state.params, state.optimizer))
     assert meta == {"step": 5, "note": "five"}
     for array, wanted in zip(jax.tree.leaves((params, optimizer)), jax.tree.leaves(target[2:]), strict=True):
         assert array.sharding.is_equivalent_to(wanted.sharding, array.ndim)
@@ -143,6 +158,60 @@ def test_keep_leaves_the_newest(keep, left, tmp_path):
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == left
 
 
+def saved_steps(run_dir) -> set[str]:
+    return {path.name for path in (run_dir / "checkpoints").iterdir()}
+
+
+def test_keep_best_leaves_those_of_the_lowest_evaluation_beside_the_newest_also_after_a_restart(tmp_path):
+    small, config = {"w": jnp.arange(4.0)}, CheckpointConfig(keep=1, keep_best=2)
+    losses = {1: 3.0, 2: 1.0, 3: None, 4: 2.0, 5: float("nan")}
+    with Checkpointer(tmp_path, config) as checkpointer:
+        for step, loss in losses.items():
+            checkpointer.save(step, small, small, {"eval_loss": loss})
+    assert saved_steps(tmp_path) == {"2", "4", "5"}
+    with Checkpointer(tmp_path, config) as checkpointer:
+        checkpointer.save(6, small, small, {"eval_loss": 2.5})
+        checkpointer.wait()
+        assert saved_steps(tmp_path) == {"2", "4", "6"}
+        checkpointer.save(7, small, small, {"eval_loss": 0.5})
+        checkpointer.wait()
+        assert saved_steps(tmp_path) == {"2", "7"}
+        assert sorted(checkpointer._manager.all_steps()) == [2, 7]
+        checkpointer.save(8, small, small, {"eval_loss": None})
+    with Checkpointer(tmp_path, CheckpointConfig(keep=1, keep_best=1)) as checkpointer:
+        checkpointer.save(9, small, small, {})
+        assert checkpointer.failed_saves == 0
+    assert saved_steps(tmp_path) == {"7", "9"}
+
+
+def test_latest_is_at_every_moment_a_step_that_can_be_read(tmp_path):
+    """By a reader that polls the link while steps come and go; one that is replaced just then is read again."""
+    small, seen, problems, finished = {"w": jnp.arange(4096.0)}, [], [], threading.Event()
+
+    def poll():
+        while not finished.is_set():
+            with contextlib.suppress(FileNotFoundError):
+                target = os.readlink(tmp_path / "latest")
+                try:
+                    meta = json.loads((tmp_path / target / "meta" / "metadata").read_text())
+                    assert target == f"checkpoints/{meta['step']}" and (tmp_path / target / "params").is_dir()
+                    seen.append(meta["step"])
+                except Exception as error:
+                    if os.readlink(tmp_path / "latest") == target:
+                        problems.append(error)
+
+    reader = threading.Thread(target=poll)
+    reader.start()
+    with Checkpointer(tmp_path, CheckpointConfig(keep=1)) as checkpointer:
+        for step in range(1, 9):
+            checkpointer.save(step, small, small, {"step": step})
+            checkpointer.check()
+    finished.set()
+    reader.join()
+    assert not problems and seen == sorted(seen) and len(set(seen)) > 3
+    assert os.readlink(tmp_path / "latest") == "checkpoints/8"
+
+
 def test_step_saved_before_is_left_alone(tmp_path):
     with Checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
         checkpointer.save(1, {"w": jnp.zeros(4)}, {"m": jnp.zeros(4)}, {})
@@ -154,6 +223,19 @@ def test_step_saved_before_is_left_alone(tmp_path):
 
 
 def test_negative_numbers_are_refused():
-    for name in ("every_steps", "keep"):
+    for name in ("every_steps", "keep", "keep_best", "local_every_steps"):
         with pytest.raises(ValueError, match=f"checkpoint.{name}=-1"):
             CheckpointConfig(**{name: -1}).check()
+
+
+@pytest.mark.parametrize(
+    ("config", "eval_every_steps", "message"),
+    [
+        (CheckpointConfig(keep_best=1, every_steps=10), 0, "training.eval_every_steps=0 is none.*steps=10"),
+        (CheckpointConfig(keep_best=1, every_steps=10), 7, "no step before the last.*--training.eval_every_steps=10"),
+    ],
+)
+def test_keep_best_without_an_evaluation_of_what_is_saved_is_refused(config, eval_every_steps, message):
+    with pytest.raises(ValueError, match=message):
+        config.check_evaluated(70, eval_every_steps)
+    config.check_evaluated(71, eval_every_steps or 5)

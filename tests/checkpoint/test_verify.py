@@ -1,5 +1,6 @@
 """What was damaged on disk is found, named and not used; the newest whole step is."""
 
+import os
 import random
 import resource
 import shutil
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from megajax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
-from megajax.checkpoint.verify import _digest, digests
+from megajax.checkpoint.verify import digest, digests
 from megajax.mesh import MeshConfig, make_mesh
 
 ROWS = {}
@@ -24,7 +25,7 @@ def test_every_single_bit_changes_the_digest():
         flipped = [raw ^ np.eye(len(raw), dtype=np.uint8)[place] * np.uint8(1 << bit)
                    for place in range(len(raw)) for bit in range(8)]  # fmt: skip
         arrays = np.stack([raw, *flipped]).view(dtype).reshape(-1, 3, 5)
-        first, *others = np.asarray(jax.jit(jax.vmap(_digest))(arrays)).tolist()
+        first, *others = np.asarray(jax.jit(jax.vmap(digest))(arrays)).tolist()
         assert first not in others and len(others) == 8 * host.nbytes
 
 
@@ -85,7 +86,7 @@ def template(tmp_path_factory):
 
 @pytest.fixture
 def run_dir(template, tmp_path):
-    shutil.copytree(template, tmp_path / "run")
+    shutil.copytree(template, tmp_path / "run", symlinks=True)
     return tmp_path / "run"
 
 
@@ -137,6 +138,7 @@ def test_a_damaged_array_is_named_and_the_step_before_is_used(run_dir, caplog):
     assert np.array_equal(params["w"], jax.device_get(arrays_on(mesh_of(), 3)["w"]))
     assert "checkpoint 6 is not used" in caplog.text and "params['w'] is not what was saved" in caplog.text
     assert (run_dir / "checkpoints" / "6.damaged").is_dir()
+    assert os.readlink(run_dir / "latest") == "checkpoints/3"
     # The step can be saved again, and is then used.
     tree = arrays_on(mesh_of(fsdp=2), 7)
     with Checkpointer(run_dir, CheckpointConfig(keep=0)) as checkpointer:

@@ -1,12 +1,13 @@
 """Kill -9 loses no more than what came after the last checkpoint, and not a bit of the rest."""
 
+import json
 import os
 import random
 import signal
 from pathlib import Path
 
 import pytest
-from launch import losses, run, saved_steps, started
+from launch import losses, metrics, run, saved_steps, started
 
 STEPS = 40
 LENGTH = [f"--training.steps={STEPS}", "--checkpoint.every_steps=3", "--optimizer.schedule=constant"]
@@ -32,10 +33,16 @@ def test_killed_at_random_moments_the_run_ends_with_the_same_losses(undisturbed,
             process.wait_for_step(run_dir, kill_after + rng.randrange(4))
             process.popen.kill()
             assert process.popen.wait() == -9
-    output = run(run_dir, *LENGTH)
+        assert exact(run_dir).items() <= undisturbed.items()  # another process, the same bits
+    output = run(run_dir, *LENGTH, "--data.num_workers=2")
     assert "resuming from step" in output
     assert exact(run_dir) == undisturbed
     assert saved_steps(run_dir)[-1] == STEPS  # and no temporary directories
+    # Of each step that is part of the run, whichever start did it; a start does not time its first one.
+    seconds = sum(line.get("step_seconds", 0) for line in metrics(run_dir))
+    meta = json.loads((run_dir / "checkpoints" / str(STEPS) / "meta" / "metadata").read_text())
+    assert meta["productive_seconds"] == pytest.approx(seconds, rel=0.3)
+    assert 0 < metrics(run_dir)[-1]["goodput"] < 0.5
 
 
 @pytest.mark.fault
@@ -49,3 +56,24 @@ def test_a_supervised_run_that_is_killed_ends_by_itself(undisturbed, tmp_path):
         assert process.wait() == 0, process.output
     assert "the run ended with signal SIGKILL" in process.output and "finished" in process.output
     assert exact(run_dir) == undisturbed
+
+
+@pytest.mark.fault
+def test_a_skipped_update_leaves_every_array_as_it_was_and_the_next_one_does_not(tmp_path):
+    """By the digests of the checkpoints of all steps. The gradient norm is above 0.8 in some of the first steps."""
+    run_dir = tmp_path / "run"
+    output = run(
+        run_dir, "--training.steps=8", "--checkpoint.every_steps=1", "--checkpoint.keep=0",
+        "--optimizer.most_grad_norm=0.8", "--optimizer.initial_learning_rate=1e-4",
+    )  # fmt: skip
+    meta = lambda step: json.loads((run_dir / "checkpoints" / str(step) / "meta" / "metadata").read_text())
+    digests = {step: meta(step)["digests"] for step in range(1, 9)}
+    total = {line["step"]: line["skipped_updates"] for line in metrics(run_dir)}
+    skipped = [step for step in range(2, 9) if total[step] > total[step - 1]]
+    assert 0 < len(skipped) < 7
+    for step in range(2, 9):
+        assert (digests[step]["params"] == digests[step - 1]["params"]) == (step in skipped)
+        assert (digests[step]["optimizer"] == digests[step - 1]["optimizer"]) == (step in skipped)
+    for step in skipped:
+        samples = f"samples {8 * (step - 1)} to {8 * step - 1}"
+        assert f"step {step}: update skipped" in output and samples in output

@@ -1,7 +1,9 @@
 """Two real CPU processes, connected by gloo, are one run: they train, stop, save and resume together."""
 
 import fcntl
+import os
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -95,3 +97,31 @@ def test_refusal_reaches_both_processes(tmp_path):
             assert (first.wait(), second.wait()) == (2, 2)
     assert f"error: run_dir={run_dir} is in use by another process" in first.output
     assert "refused by process 0" in second.output
+
+
+@pytest.mark.fault
+def test_two_supervised_runs_of_which_one_is_killed_and_later_one_is_stopped_end_like_undisturbed_ones(tmp_path):
+    """Each has its supervisor. The stopped one's own watchdog cannot run; that of the other one waits for it."""
+    run_dir, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
+    arguments = ["--mesh.data=2", "--mesh.fsdp=2", "--training.steps=60"]
+    faults = ["--checkpoint.every_steps=5", "--training.max_restarts=9", "--training.hang_minutes=0.2"]
+    with started(run_dir, *arguments, *faults, num_processes=2, devices_each=2) as (first, second):
+        first.wait_for_step(run_dir, 8)
+        os.kill(child_of(second), signal.SIGKILL)
+        first.wait_for_step(run_dir, max(losses(run_dir)) + 8)  # both have started again
+        os.kill(child_of(second), signal.SIGSTOP)
+        # Waiting takes no processor: the run to compare with needs one.
+        run(undisturbed, *arguments, num_processes=2, devices_each=2)
+        assert (first.wait(), second.wait()) == (0, 0), first.output + second.output
+    for message in ("the run ended with signal SIGABRT", "Timeout (0:00:12)", "in _train", "ended with exit status 1"):
+        assert message in first.output, first.output
+    assert "the run was stopped (SIGSTOP) for 12 s: killed" in second.output
+    assert second.output.count("the run ended with signal SIGKILL") == 2
+    assert losses(run_dir) == losses(undisturbed)
+    assert saved_steps(run_dir)[-1] == 60
+
+
+def child_of(supervisor) -> int:
+    pid = supervisor.popen.pid
+    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(child)

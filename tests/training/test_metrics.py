@@ -3,11 +3,13 @@
 import json
 import math
 import sys
+import time
 import types
 
 import numpy as np
 import pytest
 
+from megajax.training.card import first_start
 from megajax.training.metrics import LoggingConfig, MetricsWriter
 
 QUIET = LoggingConfig(tensorboard=False)
@@ -104,3 +106,13 @@ def test_wandb_run_is_continued_after_a_restart(monkeypatch, tmp_path):
         writer.close()
     assert logged == [(1, {"loss": 0.5}), (2, {"loss": 0.5})]
     assert started[0]["id"] == started[1]["id"] and started[0]["config"] == {"seed": 1}
+
+
+def test_the_first_of_all_starts_is_when_the_run_began(tmp_path):
+    assert time.time() - first_start(tmp_path) < 1
+    (tmp_path / "starts.jsonl").write_text(
+        '{"time": "2026-11-21T10:00:00+0100"}\n{"time": "2026-11-22T10:00:00+0100"}\n'
+    )
+    assert first_start(tmp_path) == 1795251600
+    (tmp_path / "starts.jsonl").write_text('{"devices": "8 x cpu"}\n')
+    assert time.time() - first_start(tmp_path) < 1

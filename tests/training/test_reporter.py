@@ -1,4 +1,6 @@
-"""Skipped updates are said with their samples, and too many in a row end the run."""
+"""Skipped updates are said with their samples, and too many in a row end the run; only steps are productive time."""
+
+import time
 
 import pytest
 
@@ -17,11 +19,24 @@ class Lines:
         pass
 
 
-def reporter(console, most_skipped):
+class Written:
+    def __init__(self):
+        self.lines = []
+
+    def write(self, line):
+        self.lines.append(line)
+
+
+def reporter(console, most_skipped, writer=None, every_steps=10, productive_seconds=0.0, first_started=0.0):
     return Reporter(
-        0, num_steps=100, every_steps=10, sequence_length=4, schedule=BatchSchedule(8, None, None),
-        flops_per_token=lambda *_, **__: 1.0, num_devices=1, most_skipped=most_skipped, console=console, writer=None,
+        0, num_steps=100, every_steps=every_steps, sequence_length=4, schedule=BatchSchedule(8, None, None),
+        flops_per_token=lambda *_, **__: 1.0, num_devices=1, most_skipped=most_skipped, console=console, writer=writer,
+        productive_seconds=productive_seconds, first_started=first_started,
     )  # fmt: skip
+
+
+def dispatch(it, step):
+    it.dispatched(step, {"loss": 1.0, "grad_norm": 1.0, "skipped": 0, "total_skipped": 0}, 0.1)
 
 
 def run(console, most_skipped, skipped):
@@ -47,3 +62,36 @@ def test_too_many_in_a_row_end_the_run():
     with pytest.raises(RuntimeError, match="3 updates in a row were skipped, up to step 7"):
         run(Lines(), 3, [0, 1, 1, 0, 1, 1, 1, 1])
     run(Lines(), 0, [1] * 50)
+
+
+def test_goodput_counts_steps_and_neither_the_first_nor_evaluation_nor_saving(monkeypatch):
+    """A clock that stands still but for the times given here: 100 s ago the run began, of which 40 were productive."""
+    clock = [1000.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(time, "time", lambda: clock[0])
+    console, writer = Lines(), Written()
+    it = reporter(console, 0, writer, every_steps=2, productive_seconds=40.0, first_started=900.0)
+
+    def pass_time(seconds):
+        clock[0] += seconds
+
+    pass_time(30)  # compilation
+    dispatch(it, 1)
+    for step in (2, 3, 4):
+        pass_time(4)
+        dispatch(it, step)
+    pass_time(4)
+    it.flush()
+    assert it.productive_seconds == 40 + 4 * 4
+    pass_time(50)
+    it.evaluation(4, {"eval_loss": 1.0})
+    pass_time(7)  # a save
+    it.new_window()
+    dispatch(it, 5)
+    pass_time(3)
+    it.flush()
+    assert it.productive_seconds == 40 + 4 * 4 + 3
+    found = {line["step"]: line["goodput"] for line in writer.lines if "goodput" in line}
+    assert found == {1: 40 / 130, 2: 48 / 138, 4: 56 / 146}
+    it.close()
+    assert console.notes[-1].startswith("goodput 28.6%: 59.0 s of steps in 3m 26s")

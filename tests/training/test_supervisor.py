@@ -1,10 +1,12 @@
 """A run that dies is started again, until it does not get any further; a run that hangs ends with its stacks."""
 
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -33,7 +35,7 @@ sys.exit(status)
 def test_a_crashed_run_is_started_again_until_it_ends_well(tmp_path, caplog):
     command, starts = script(tmp_path, [1, -9, 0], steps=[3, 5, 9])
     waits = []
-    assert supervise(command, tmp_path, 5, sleep=waits.append) == 0
+    assert supervise(command, tmp_path, 5, 0, sleep=waits.append) == 0
     assert starts() == 3 and waits == [5.0, 5.0]
     assert "exit status 1 after step 3" in caplog.text and "signal SIGKILL after step 5" in caplog.text
 
@@ -42,17 +44,17 @@ def test_a_crashed_run_is_started_again_until_it_ends_well(tmp_path, caplog):
 def test_a_crash_loop_ends_after_waiting_longer_each_time(tmp_path, caplog):
     command, starts = script(tmp_path, [1] * 9, steps=[4, 2, 4] + [4] * 6)
     waits = []
-    assert supervise(command, tmp_path, 8, sleep=waits.append) == 1
+    assert supervise(command, tmp_path, 8, 0, sleep=waits.append) == 1
     assert starts() == 3 and waits == [5.0, 10.0]
     assert "3 crashes without a new step" in caplog.text
 
 
 def test_restarts_are_counted_and_bad_input_is_not_tried_again(tmp_path, caplog):
     command, starts = script(tmp_path, [1] * 9, steps=range(1, 10))
-    assert supervise(command, tmp_path, 2, sleep=lambda _: None) == 1
+    assert supervise(command, tmp_path, 2, 0, sleep=lambda _: None) == 1
     assert starts() == 3 and "training.max_restarts=2 are used up" in caplog.text
     command, starts = script(tmp_path, [0] * 3 + [2], steps=range(10))
-    assert supervise(command, tmp_path, 5, sleep=lambda _: None) == 2 and starts() == 4
+    assert supervise(command, tmp_path, 5, 0, sleep=lambda _: None) == 2 and starts() == 4
 
 
 def test_a_signal_goes_on_to_the_run_and_ends_the_supervision(tmp_path):
@@ -71,8 +73,39 @@ time.sleep(30)
 
     thread = threading.Thread(target=send)
     thread.start()
-    assert supervise([sys.executable, "-c", code], tmp_path, 5, sleep=lambda _: pytest.fail("started again")) == 7
+    assert supervise([sys.executable, "-c", code], tmp_path, 5, 0, sleep=lambda _: pytest.fail("started again")) == 7
     thread.join()
+
+
+@pytest.mark.fault
+def test_a_run_that_was_stopped_for_too_long_is_killed_with_what_it_started(tmp_path, caplog):
+    """Its own watchdog cannot run. The second start ends well; the process that the first one started is gone."""
+    pid = tmp_path / "pid"
+    code = f"""
+import os, pathlib, signal, subprocess, sys
+pid = pathlib.Path({str(pid)!r})
+if pid.exists():
+    sys.exit(0)
+sleeper = subprocess.Popen(["sleep", "60"])
+sleeper.send_signal(signal.SIGSTOP)
+pid.write_text(str(sleeper.pid))
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+    assert supervise([sys.executable, "-c", code], tmp_path, 1, 0.5 / 60, sleep=lambda _: None) == 0
+    assert "was stopped (SIGSTOP) for" in caplog.text and "signal SIGKILL after step 0" in caplog.text
+    end = time.monotonic() + 10
+    while _is_running(int(pid.read_text())):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def _is_running(pid: int) -> bool:
+    """False for one that is dead and waits for its parent, process 1, to take notice."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 @pytest.mark.fault

@@ -1,0 +1,41 @@
+"""Whether a run directory has room for what a run writes, before anything is compiled."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import jax
+
+from megajax.training.console import format_bytes
+from megajax.training.run_lock import raise_together
+from megajax.training.step import TrainState
+
+
+def check_room(run_dir: Path, abstract: TrainState) -> None:
+    """Raises ValueError, on all processes, unless run_dir/checkpoints can be written and has room for one of them.
+
+    Counted are the bytes of parameters and optimizer state, of the whole run; what compression saves is a reserve.
+    """
+    refusal = None
+    if jax.process_index() == 0:
+        try:
+            _check_room(run_dir / "checkpoints", abstract)
+        except ValueError as error:
+            refusal = error
+    raise_together(run_dir, refusal)
+
+
+def _check_room(folder: Path, abstract: TrainState) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be written ({error.strerror}); use another --run_dir") from None
+    needed = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves((abstract.params, abstract.optimizer)))
+    if free < needed:
+        raise ValueError(
+            f"{folder}: a checkpoint needs {format_bytes(needed)}, and {format_bytes(free)} are free; make room, or "
+            "use another --run_dir"
+        )

@@ -1,0 +1,274 @@
+"""Runs one step of a run again, and says which tensor went non-finite first: python train.py ... --replay_step=K
+
+The run goes on from its newest whole checkpoint before the step, with the program that trained, and only in memory:
+nothing in the run directory changes, so that it may be training at the same time. The step itself is then done twice
+with that program, whose results must be bit-equal, and once operation by operation (training/nonfinite.py).
+"""
+
+import dataclasses
+import json
+import logging
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from megajax.checkpoint.checkpointer import with_shardings
+from megajax.checkpoint.verify import digests
+from megajax.models.model import Model
+from megajax.optim.optimizer import Optimizer
+from megajax.sharding import is_axes
+from megajax.training.card import start_record
+from megajax.training.loop import Trainer
+from megajax.training.nonfinite import Origin, find_origins
+from megajax.training.step import TrainState, abstract_state, init_state, make_train_step, state_shardings
+
+logger = logging.getLogger("megajax")
+# Of what is listed; the first is what matters.
+MOST_ORIGINS, MOST_GRADIENTS = 5, 8
+# What the loops of a step go through, by the function that has the loop.
+LOOPS = {"_scanned": "layer", "train_step": "microbatch"}
+# Fields that change no number of a step.
+OF_NO_NUMBER = ("run_dir", "checkpoint.", "logging.", "training.log_", "training.eval_", "training.exit_")
+# float32 sums in another order, some steps on.
+ROUNDING = 1e-3
+
+
+def run_again(trainer: Trainer, step: int, changed: list[str]) -> None:
+    """Runs the step again and prints what there is to say of it.
+
+    trainer: as the run has it, with a checkpointer that only reads. step: from 1, as in metrics.jsonl. changed: "name:
+    old -> new" of what of the config is not as when the run was last started. Raises ValueError for a step that the run
+    does not have, and for a pipeline.
+    """
+    config, mesh = trainer.config, trainer.mesh_config
+    if trainer.model.stages is not None:
+        raise ValueError(
+            f"--replay_step={step} with mesh.pipeline={mesh.pipeline}: a pipeline is one operation, which cannot be "
+            f"looked into; use --mesh.pipeline=1 --mesh.virtual_stages=1 --mesh.pipeline_layout= "
+            f"--mesh.fsdp={mesh.fsdp * mesh.pipeline}, as any mesh reads the checkpoint"
+        )
+    if not 1 <= step <= config.steps:
+        raise ValueError(f"--replay_step={step} must be from 1 to training.steps={config.steps}")
+    with jax.set_mesh(trainer.mesh):
+        _replay(trainer, step, changed)
+
+
+def _replay(trainer: Trainer, step: int, changed: list[str]) -> None:
+    note, config, schedule = trainer.console.note, trainer.config, trainer.config.schedule(trainer.mesh_config)
+    rate = lambda done: np.float32(trainer.learning_rates(schedule(done).first_sample / config.global_batch_size))
+    state, step_function = _state_before(trainer, step), trainer.step_function()
+    first, samples = int(state.step), schedule(step - 1)
+    note(f"replay of step {step}, from {f'the checkpoint of step {first}' if first else 'the initial parameters'}")
+    for done, batch in enumerate(trainer.train_batches(first, step), start=first):
+        if done < step - 1:
+            state, _ = step_function(state, batch, rate(done))
+    kept, shardings = _copy(state, _on_host(state)), jax.tree.map(lambda a: a.sharding, state)
+    del state
+
+    values, same = _run_twice(lambda: step_function(_copy(kept, shardings), batch, rate(step - 1)))
+    loss, grad_norm, skipped = (values[name] for name in ("loss", "grad_norm", "skipped"))
+    note(f"samples {samples.first_sample} to {samples.first_sample + samples.size - 1}")
+    note(f"loss {loss:.6g}, gradient norm {grad_norm:.6g}, update {'skipped' if skipped else 'applied'}")
+    changed = [*(line for line in changed if not line.startswith(OF_NO_NUMBER)), *_other_machine(trainer)]
+    note(verdict(values, same, _recorded(trainer, step), changed))
+
+    model, means = trainer.model, dict(loss_mean=config.loss_mean, group=config.microbatch_size)
+    # A loop over the layers says which layer it is in. Of each layer it keeps the input alone, as nothing is fused here
+    # to save memory; the arithmetic is the same.
+    looped = dataclasses.replace(model.config, scan_layers=True, recompute="full", recompute_every=1, offload=())
+    looped = Model(looped, model.precision)
+    function = make_train_step(looped, _ShowsGradients(trainer.optimizer), seed=config.seed, **means)
+    (_, metrics), origins = find_origins(function, _copy(kept, shardings), batch, rate(step - 1))
+    for line in describe(origins, model.config.num_layers, ok=bool(np.isfinite([loss, grad_norm]).all())):
+        note(line)
+    for line in describe_gradients(_gradient_norms(metrics["gradients"], model)):
+        note(line)
+
+
+class _ShowsGradients:
+    """An optimizer that returns the gradients among its metrics, and whose update is one operation to look into."""
+
+    def __init__(self, optimizer: Optimizer):
+        self._update = jax.jit(optimizer.update)
+
+    def update(self, grads, *arguments, **others):
+        params, state, metrics = self._update(grads, *arguments, **others)
+        return params, state, metrics | {"gradients": grads}
+
+
+def verdict(values: dict[str, float], same: bool, recorded: dict[str, float | None] | None, changed: list[str]) -> str:
+    """values: what both runs made; recorded: what metrics.jsonl has of it, None if not finite."""
+    if not same:
+        return "the two runs differ: this device or program is not deterministic"
+    if recorded is None:
+        return "both runs are the same bit for bit; metrics.jsonl has no line of this step to compare with"
+    pairs = [(values[name], recorded[name]) for name in ("loss", "grad_norm")]
+    if all(now == then if then is not None else not math.isfinite(now) for now, then in pairs):
+        return "reproduced: both runs and metrics.jsonl are the same bit for bit"
+    shown = ", ".join("not finite" if then is None else f"{then:.9g}" for _, then in pairs)
+    shown = f"metrics.jsonl has loss and gradient norm {shown}"
+    close = lambda now, then: not math.isfinite(now) if then is None else math.isclose(now, then, rel_tol=ROUNDING)
+    if changed and all(close(now, then) for now, then in pairs):
+        return f"reproduced but for rounding: {shown}, and this is changed: {'; '.join(changed)}"
+    if changed:
+        return f"not reproduced: {shown}; a fault of the hardware, or what is changed: {'; '.join(changed)}"
+    return f"not reproduced: {shown}; a transient fault of the hardware is likely"
+
+
+def describe(origins: list[Origin], num_layers: int, *, ok: bool) -> list[str]:
+    """Lines that say where the step went non-finite. ok: whether its loss and gradient norm are finite as compiled."""
+    if not origins and ok:
+        return ["every number that counts is finite"]
+    if not origins:
+        return ["operation by operation all is finite: it is the compiled program that is not (rounding, or a fault)"]
+    lines = ["not finite, in order of computation:"]
+    for number, origin in enumerate(origins[:MOST_ORIGINS], start=1):
+        out = origin.output
+        made = f"{_shape(out)}, {out.num_nan} NaN and {out.num_inf} infinite of {math.prod(out.shape)}"
+        if origin.primitive == "argument":
+            lines.append(f"  {number}. before the step already: {_argument(origin.places[0])}, {made}")
+            continue
+        where = "".join(f", {_loop(loop, num_layers)}" for loop in origin.loops)
+        part = ", backward pass" if origin.backward else ", forward pass" if "jvp" in origin.name_stack else ""
+        lines.append(f"  {number}. {origin.primitive}{part}{where}: {made}")
+        lines.append(f"     at {', called by '.join(origin.places[:4]) or 'a place that is not known'}")
+        if inputs := [f"{_shape(found)} up to {found.largest:.3g}" for found in origin.inputs]:
+            lines.append(f"     of {', '.join(inputs)}")
+        if origin.name_stack:
+            lines.append(f"     traced in {origin.name_stack}")
+    more = len(origins) - MOST_ORIGINS
+    return [*lines, f"  and {more} more"] if more > 0 else lines
+
+
+def describe_gradients(norms: dict[str, float]) -> list[str]:
+    bad = [f"{name} ({norm})" for name, norm in norms.items() if not math.isfinite(norm)]
+    if bad:
+        more = f" and {len(bad) - MOST_GRADIENTS} more" if len(bad) > MOST_GRADIENTS else ""
+        return [f"gradient norms that are not finite: {', '.join(bad[:MOST_GRADIENTS])}{more}"]
+    largest = sorted(norms.items(), key=lambda item: -item[1])[:5]
+    return [f"largest gradient norms: {', '.join(f'{name} {norm:.4g}' for name, norm in largest)}"]
+
+
+def _loop(loop, num_layers: int) -> str:
+    function = loop.place.split(" ")[-1]
+    if function not in LOOPS:
+        return f"iteration {loop.iteration} of {loop.length} at {loop.place}"
+    each = num_layers // loop.length if LOOPS[function] == "layer" else 1
+    first = each * loop.iteration
+    return f"{LOOPS[function]} {first}" if each == 1 else f"layers {first} to {first + each - 1}"
+
+
+def _argument(path: str) -> str:
+    """[0] is the state, [1] the batch."""
+    return path.removeprefix("[0].") if path.startswith("[0]") else path.replace("[1]", "batch", 1)
+
+
+def _shape(found) -> str:
+    return f"{found.dtype}[{','.join(map(str, found.shape))}]"
+
+
+# ------------------------------------------------------------------ the state, the runs, the record
+
+
+def _state_before(trainer: Trainer, step: int) -> TrainState:
+    """Of the newest whole checkpoint before the step, or the initial one."""
+    model, optimizer = trainer.model, trainer.optimizer
+    shardings = state_shardings(model, optimizer, trainer.mesh, trainer.shard_over_data)
+    target = with_shardings(abstract_state(model, optimizer), shardings)
+    for saved in _saved_steps(trainer, step):
+        try:
+            restore = trainer.checkpointer.restore
+            params, optimizer_state, meta = restore(saved, target.params, target.optimizer, model.layer_rows)
+        except (MemoryError, jax.errors.JaxRuntimeError):  # nothing that the checkpoint could be blamed for
+            raise
+        except Exception as error:  # Orbax has many; and a run that is training removes old ones
+            logger.warning("checkpoint %d is not used: %s", saved, (str(error).splitlines() or [repr(error)])[0])
+            continue
+        scalar = lambda value: jax.device_put(jnp.int32(value), shardings.step)
+        return TrainState(scalar(saved), scalar(meta["skipped"]), params, optimizer_state)
+    return init_state(model, optimizer, trainer.config.seed, trainer.mesh, shardings)
+
+
+def _saved_steps(trainer: Trainer, step: int) -> list[int]:
+    """Newest first, as process 0 sees them."""
+    found = [int(path.name) for path in trainer.checkpointer.folder.glob("*") if path.name.isdecimal()]
+    steps = sorted((saved for saved in found if saved < step), reverse=True)
+    if jax.process_count() > 1:
+        padded = np.array([*steps[:100], *[0] * 100][:100], np.int32)
+        steps = [saved for saved in multihost_utils.broadcast_one_to_all(padded).tolist() if saved]
+    return steps
+
+
+def _on_host(state: TrainState):
+    """Shardings of a copy that takes no memory of the device."""
+    return jax.tree.map(lambda a: a.sharding.with_memory_kind("pinned_host"), state)
+
+
+def _copy(state: TrainState, shardings) -> TrainState:
+    return jax.block_until_ready(jax.device_put(state, shardings, may_alias=False))
+
+
+def _run_twice(run) -> tuple[dict[str, float], bool]:
+    """-> (metrics, whether metrics and new state of both runs are the same bit for bit)."""
+    found = []
+    for _ in range(2):
+        state, metrics = run()
+        found.append((jax.device_get(metrics), digests(state)))
+        del state
+    (first, state), (second, other_state) = found
+    same = state == other_state and all(first[name].tobytes() == second[name].tobytes() for name in first)
+    return {name: float(value) for name, value in first.items()}, same
+
+
+def _recorded(trainer: Trainer, step: int) -> dict[str, float | None] | None:
+    """The line of metrics.jsonl with the loss of the step."""
+    path = trainer.run_dir / "metrics.jsonl"
+    for text in reversed(path.read_text().splitlines() if path.is_file() else []):
+        try:
+            line = json.loads(text)
+        except ValueError:  # the line that is being written
+            continue
+        if line.get("step") == step and "loss" in line:
+            return line
+    return None
+
+
+def _other_machine(trainer: Trainer) -> list[str]:
+    """What the run was last started on and with, where it is not this."""
+    path = trainer.run_dir / "starts.jsonl"
+    lines = path.read_text().splitlines() if path.is_file() else []
+    then, now = json.loads(lines[-1]) if lines else {}, start_record(trainer.mesh, trainer.compiler_options)
+    return [
+        f"{name}: {then[name]} -> {now[name]}"
+        for name in now
+        if name != "time" and then.get(name, now[name]) != now[name]
+    ]
+
+
+def _gradient_norms(gradients, model: Model) -> dict[str, float]:
+    """{name of a parameter, layer by layer where they are stacked: norm}; the sum of squares does not overflow."""
+    leaves = jax.tree_util.tree_leaves_with_path(gradients)
+    stacked = [axes[0] == "layers" for axes in jax.tree.leaves(model.axes, is_leaf=is_axes)]
+    rows = [leaf if is_stack else leaf[None] for (_, leaf), is_stack in zip(leaves, stacked, strict=True)]
+    norms = {}
+    for (path, _), is_stack, values in zip(leaves, stacked, jax.device_get(_row_norms(rows)), strict=True):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        labels = [f"{name} of layer {layer}" for layer in model.layer_rows[path[1].key]] if is_stack else [name]
+        norms |= dict(zip(labels, values.tolist(), strict=True))
+    return norms
+
+
+@jax.jit
+def _row_norms(gradients: list[jax.Array]) -> list[jax.Array]:
+    """[rows, ...] -> float32 [rows] of each."""
+
+    def norms(gradient):
+        rest = tuple(range(1, gradient.ndim))
+        largest = jnp.max(jnp.abs(gradient), rest, keepdims=True)
+        scaled = gradient / jnp.where(largest > 0, largest, 1.0)
+        return jnp.sqrt(jnp.sum(jnp.square(scaled), rest)) * jnp.squeeze(largest, rest)
+
+    return [norms(gradient) for gradient in gradients]

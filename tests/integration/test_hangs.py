@@ -1,0 +1,86 @@
+"""What waits for ever is ended: a start without the other process or the data, a process that reads."""
+
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from launch import ROOT, TIMEOUT_SECONDS, started
+
+MINUTES = "--training.hang_minutes=0.1"
+READER = """
+import multiprocessing, os, sys
+import numpy as np
+from megajax.data.datasets import DataConfig
+from megajax.data.loader import step_batches
+from megajax.training.watchdog import Watchdog
+
+class Numbers:
+    def __len__(self):
+        return 10**6
+
+    def __getitem__(self, i):
+        return {"tokens": np.full(4, i)}
+
+def schedule(step):
+    return 8 * step, 1, 8
+
+if __name__ == "__main__":
+    config = DataConfig(source="mock", num_workers=2)
+    batches = step_batches(Numbers(), schedule, np.arange, start_step=0, num_steps=10**5, config=config)
+    with Watchdog(0.05) as watchdog:
+        for step, _ in enumerate(batches):
+            watchdog.alive()
+            if step == 2:
+                victim, other = multiprocessing.active_children()
+                print(victim.pid, other.pid, flush=True)
+                os.kill(victim.pid, int(sys.argv[1]))
+"""
+
+
+@pytest.mark.fault
+def test_a_start_that_waits_for_a_process_or_for_data_ends_with_the_stacks(tmp_path):
+    """Both at once: process 1 of 2 dies before it connects; another process builds the index and never ends."""
+    with started(tmp_path / "first") as (first,):
+        while not (entries := list((tmp_path / "cache").glob("gpt-*.json"))):
+            assert first.popen.poll() is None, first.output
+            time.sleep(0.05)
+    with contextlib.ExitStack() as locks:
+        for entry in entries:
+            entry.unlink()
+            fcntl.flock(locks.enter_context(entry.with_suffix(".lock").open("w")), fcntl.LOCK_EX)
+        with (
+            started(tmp_path / "run", MINUTES) as (waits_for_data,),
+            started(tmp_path / "pair", MINUTES, num_processes=2) as (waits_for_process, dies),
+        ):
+            dies.popen.kill()
+            assert waits_for_data.wait() == waits_for_process.wait() == 1
+    assert "Timeout" in waits_for_data.output and "in build_datasets" in waits_for_data.output
+    assert "Timeout" in waits_for_process.output and "in initialize_processes" in waits_for_process.output
+    assert "process 0 waits for all 2 to connect" in waits_for_process.output
+
+
+@pytest.mark.fault
+def test_a_reading_process_that_dies_raises_and_one_that_stalls_ends_the_run(tmp_path):
+    script = tmp_path / "reader.py"
+    script.write_text(READER)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    processes = {}
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        command = [sys.executable, script, str(int(number))]
+        with (tmp_path / number.name).open("w") as file:
+            processes[number.name] = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
+    try:
+        for name, words in (("SIGKILL", "terminated unexpectedly with exit code -9"), ("SIGSTOP", "Timeout (0:00:03)")):
+            assert processes[name].wait(TIMEOUT_SECONDS) == 1
+            assert words in (tmp_path / name).read_text()
+    finally:
+        for name, process in processes.items():
+            process.kill()
+            for pid in (tmp_path / name).read_text().splitlines()[0].split():
+                with contextlib.suppress(ProcessLookupError):  # a supervisor would have ended those that are left
+                    os.kill(int(pid), signal.SIGKILL)

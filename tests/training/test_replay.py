@@ -1,0 +1,68 @@
+"""What a replay says of a step: whether it is what it was, and where it went non-finite."""
+
+import math
+import re
+
+import pytest
+
+from megajax.training.nonfinite import Found, Loop, Origin
+from megajax.training.replay import describe, describe_gradients, verdict
+
+NAN = math.nan
+
+
+@pytest.mark.parametrize(
+    "now, then, same, changed, want",
+    [
+        ((2.5, 1.5), (2.5, 1.5), True, [], "reproduced: both runs and metrics.jsonl are the same bit for bit"),
+        ((2.5, NAN), (2.5, None), True, [], "reproduced: both runs"),
+        ((2.5, 1.5), (2.5, None), True, [], "not reproduced: .* 2.5, not finite; a transient fault of the hardware"),
+        ((NAN, NAN), (2.5, 1.5), True, [], "not reproduced: .* a transient fault of the hardware is likely"),
+        ((2.5, 1.5), (2.5, 1.5000001), True, [], "not reproduced"),
+        ((2.5, 1.5), (2.5, 1.5000001), True, ["mesh.fsdp: 1 -> 2"], "reproduced but for rounding: .*mesh.fsdp: 1 -> 2"),
+        ((2.5, NAN), (2.5, 1.5), True, ["mesh.fsdp: 1 -> 2"], "not reproduced: .*or what is changed: mesh.fsdp"),
+        ((2.5, 1.5), (2.5, 1.5), False, [], "the two runs differ: this device or program is not deterministic"),
+        ((2.5, 1.5), None, True, [], "both runs are the same bit for bit; metrics.jsonl has no line of this step"),
+    ],
+)  # fmt: skip
+def test_the_verdict_follows_from_two_runs_and_the_record(now, then, same, changed, want):
+    names = ("loss", "grad_norm")
+    recorded = None if then is None else dict(zip(names, then, strict=True))
+    got = verdict(dict(zip(names, now, strict=True)), same, recorded, changed)
+    assert re.match(want, got), got
+
+
+def origin(primitive, name_stack, loops=(), places=("megajax/ops/matmul.py:40 matmul",)):
+    output, wide = Found("bfloat16", (8, 4), 1, 2, 3e38), Found("bfloat16", (8, 2), 0, 0, 2e38)
+    return Origin(primitive, places, name_stack, loops, output, (wide,))
+
+
+def test_an_origin_is_said_with_its_pass_layer_and_microbatch_place_and_numbers():
+    microbatch, layers = Loop("megajax/training/step.py:90 train_step", 1, 4), "megajax/layers/block.py:80 _scanned"
+    found = origin("dot_general", "jvp()", (microbatch, Loop(layers, 3, 12)))
+    _, first, place, inputs, _ = describe([found], 12, ok=False)
+    assert first == ("  1. dot_general, forward pass, microbatch 1, layer 3: bfloat16[8,4], 1 NaN and 2 infinite of 32")
+    assert place == "     at megajax/ops/matmul.py:40 matmul" and inputs == "     of bfloat16[8,2] up to 2e+38"
+    # Two layers an iteration, as of a model whose layers alternate.
+    lines = describe([origin("mul", "transpose(jvp())", (Loop(layers, 3, 6),))] * 7, 12, ok=False)
+    assert "mul, backward pass, layers 6 to 7:" in lines[1] and lines[-1] == "  and 2 more"
+
+
+def test_arguments_that_are_not_finite_are_said_by_their_names():
+    found = [origin("argument", "", places=(path,)) for path in ("[0].params['w']", "[1]['loss_mask']")]
+    lines = describe(found, 12, ok=False)
+    assert "before the step already: params['w'], bfloat16[8,4], 1 NaN" in lines[1]
+    assert "before the step already: batch['loss_mask']" in lines[2]
+
+
+def test_without_origins_the_compiled_program_is_what_is_left():
+    assert describe([], 12, ok=True) == ["every number that counts is finite"]
+    assert "it is the compiled program that is not" in describe([], 12, ok=False)[0]
+
+
+def test_gradients_are_listed_by_what_is_wrong_with_them():
+    norms = {f"layer {number}": float(number) for number in range(9)}
+    (line,) = describe_gradients(norms)
+    assert line == "largest gradient norms: layer 8 8, layer 7 7, layer 6 6, layer 5 5, layer 4 4"
+    (line,) = describe_gradients(norms | {"embedding": NAN})
+    assert line == "gradient norms that are not finite: embedding (nan)"
