@@ -1,0 +1,246 @@
+"""Attention of one new token a sequence to keys and values in pages, for Hopper (Pallas, Mosaic GPU).
+
+For the query q of a head: s_j = scale * q k_j (soft_cap * tanh(s_j / soft_cap) with a soft cap), j over the last
+`window` of the sequence's `length` tokens; out = sum_j exp(s_j) v_j / sum_j exp(s_j). Split over the sequence as
+Flash-Decoding (Dao et al. 2023, https://pytorch.org/blog/flash-decoding/): a block of 128 threads goes over one part of
+one sequence for one kv head, with a running maximum (Dao et al. 2022, https://arxiv.org/abs/2205.14135), and leaves an
+unnormalised sum; XLA joins the parts. Pages as Kwon et al. 2023 (https://arxiv.org/abs/2309.06180).
+
+Dimensions: B sequences, N heads, K kv heads, G = N / K, H head dim, Z pages, S places in a page, P pages
+a sequence; `block` tokens a step; R rows, G rounded up to 8.
+q bfloat16; keys and values [Z, K, S, H], so that a page of a kv head is in one piece: bfloat16, or int8 with a float32
+scale a token and kv head. Scores, sums and the parts' results float32; probabilities enter their product in bfloat16.
+
+The limit is memory: keys and values are read once for all G heads, 4 H bytes a token and kv head (int8: 2 H + 8). A
+ring of `stages` steps is in flight, copied page by page (TMA): 32 KB a step of 64 tokens for H 128, so 96 KB a block,
+two blocks a multiprocessor. The tensor cores take 64 rows of queries, of which G count: at full bandwidth a quarter of
+their time. int8 is converted in registers and goes through shared memory once more, another 32 KB.
+Pages without any of the last `window` tokens are not read, and what lies beside such tokens in a page has no influence,
+NaN included.
+Refused: see `problem`.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+NEVER = -1e30  # below every score; not -inf, so that a part without tokens gives 0 and no NaN
+LOG2E = math.log2(math.e)
+ROWS = 64  # of queries in a product of the tensor cores
+SLOTS = 132 * 2  # blocks that run at a time on an H100
+MOST_TOKENS = 4096  # of a part: the GPU does not wait long for one long sequence among short ones
+
+
+def problem(
+    num_heads: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: jnp.dtype, cache_dtype: jnp.dtype
+) -> str:
+    """Why this kernel cannot be used, or an empty string."""
+    if dtype != jnp.bfloat16:
+        return f"dtype {dtype}"
+    if cache_dtype not in (jnp.bfloat16, jnp.int8):
+        return f"cache of {cache_dtype}"
+    if head_dim not in (64, 128):
+        return f"head dim {head_dim}"
+    if num_heads // num_kv_heads > ROWS:
+        return f"{num_heads // num_kv_heads} heads a kv head"
+    smallest = 32 if cache_dtype == jnp.int8 else 8  # a copy of 32 scales has the 128 bytes that TMA aligns to
+    if page_size % smallest or 64 % page_size:
+        return f"{cache_dtype} pages of {page_size} tokens"
+    return ""
+
+
+def num_parts(num_sequences: int, num_kv_heads: int, most_tokens: int, block: int = 64) -> int:
+    """Into how many parts to split sequences of up to most_tokens: the blocks fill the GPU, a part costs 1 % itself."""
+    least = -(-most_tokens // MOST_TOKENS)
+    most = max(least, min(most_tokens // (2 * block), 64))
+    waves = lambda parts: -(-num_sequences * num_kv_heads * parts // SLOTS)
+    return min(range(max(least, 1), max(most, 1) + 1), key=lambda parts: waves(parts) * (1 / parts + 0.01))
+
+
+def decode(
+    q_BNH: jax.Array, keys_ZKSH: jax.Array, values_ZKSH: jax.Array, table_BP: jax.Array, lengths_B: jax.Array,
+    scales: tuple[jax.Array, jax.Array] | None = None, *, scale: float, window: int | None = None,
+    soft_cap: float | None = None, parts: int | None = None, block: int = 64, stages: int = 3, **options
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """-> (out [B, N, H] in q's dtype, natural log-sum-exp of the scores [B, N] float32; 0 and -inf for length 0).
+
+    table: int32, page of tokens 0..S-1, S..2S-1, ...; anything where a page is not read. lengths: int32, up to P S.
+    scales: of int8 keys and values, float32 [Z, K, S]. parts: None: as `num_parts` says. options: of plgpu.kernel.
+    """
+    batch, num_heads, head_dim = q_BNH.shape
+    kv_heads, page_size = keys_ZKSH.shape[1:3]
+    group = num_heads // kv_heads
+    rows = -(-group // 8) * 8
+    most_tokens = table_BP.shape[1] * page_size
+    parts = parts or num_parts(batch, kv_heads, min(most_tokens, window or most_tokens), block)
+    q_BKRH = jnp.pad(q_BNH.reshape(batch, kv_heads, group, head_dim), ((0, 0), (0, 0), (0, rows - group), (0, 0)))
+    body = functools.partial(
+        _body, page_size=page_size, scale=scale, window=window, soft_cap=soft_cap, parts=parts, block=block,
+        stages=stages, is_int8=scales is not None
+    )  # fmt: skip
+    copies = (4 if scales else 2) * (block // page_size)
+    results = plgpu.kernel(
+        body,
+        out_type=[
+            jax.ShapeDtypeStruct((batch, kv_heads, parts, rows, head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((batch, kv_heads, parts, 2, ROWS), jnp.float32),
+        ],
+        scratch_types=[plgpu.Barrier(), plgpu.Barrier(num_arrivals=copies, num_barriers=stages)],
+        grid=(kv_heads, parts, batch),
+        grid_names=("head", "part", "sequence"),
+        # tanh.approx is off by 2^-11. Barriers: commit_smem, after what threads leave each other in shared memory.
+        compiler_params=plgpu.CompilerParams(approx_math=soft_cap is None, unsafe_no_auto_barriers=True),
+        **options,
+    )(q_BKRH, keys_ZKSH, values_ZKSH, table_BP, lengths_B, *(scales or ()))
+    out, lse = _join(*results)
+    merge = lambda a: a[:, :, :group].reshape(batch, num_heads, *a.shape[3:])
+    return merge(out).astype(q_BNH.dtype), merge(lse)
+
+
+def _join(sums_BKpRH, stats_BKp2R):
+    """The parts (p) of each sequence -> out [B, K, R, H], log-sum-exp [B, K, R]."""
+    most_BKpR, total_BKpR = (stats_BKp2R[:, :, :, i, : sums_BKpRH.shape[3]] for i in range(2))
+    most_BKR = jnp.max(most_BKpR, 2)
+    weight_BKpR = jnp.exp2(most_BKpR - most_BKR[:, :, None])
+    total_BKR = jnp.sum(weight_BKpR * total_BKpR, 2)
+    out_BKRH = jnp.sum(weight_BKpR[..., None] * sums_BKpRH, 2)
+    out_BKRH = jnp.where(total_BKR[..., None] > 0, out_BKRH / total_BKR[..., None], 0)
+    return out_BKRH, (most_BKR + jnp.log2(total_BKR)) / LOG2E
+
+
+def _body(
+    q_ref, keys_ref, values_ref, table_ref, lengths_ref, *refs, page_size, scale, window, soft_cap, parts, block,
+    stages, is_int8
+):  # fmt: skip
+    *scales_refs, sums_ref, stats_ref, q_bar, full = refs
+    (rows, head_dim), dtype = q_ref.shape[2:], q_ref.dtype
+    sequence, head, part = (lax.axis_index(name) for name in ("sequence", "head", "part"))
+    length = lengths_ref[sequence]
+    start = jnp.maximum(length - window, 0) if window else 0
+    begin, end = lax.div(start, block), lax.div(length + block - 1, block)
+    first, last = (begin + lax.div((part + i) * (end - begin), parts) for i in range(2))
+    row_layout, column_layout = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+    pages = range(block // page_size)
+
+    def pages_of(step):
+        """A page without anything to see is not read: another one stands for it."""
+        number = lambda page: jnp.clip(step * len(pages) + page, lax.div(start, page_size),
+                                       lax.div(length - 1, page_size))  # fmt: skip
+        return tuple(table_ref[sequence, number(page)] for page in pages)
+
+    def is_seen(step, shape, dim):
+        place = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, dim), plgpu.Layout.WGMMA) + step * block
+        return (place >= start) & (place < length)
+
+    def read_queries(q_smem):
+        # The other rows hold whatever was there: no row has an influence on another one.
+        plgpu.copy_gmem_to_smem(q_ref.at[sequence, head], q_smem.at[pl.ds(0, rows)], q_bar)
+        plgpu.barrier_wait(q_bar)
+        q = plgpu.load(q_smem, (), layout=plgpu.Layout.WGMMA)
+        plgpu.commit_smem()
+        return q
+
+    def attend(q, numbers, keys_smem, values_smem, scales_smem=None, *converted):
+        def copy(step, numbers):
+            slot = lax.rem(step - first, stages)
+            for page, number in zip(pages, numbers, strict=True):
+                place = pl.ds(page * page_size, page_size)
+                for source, target in ((keys_ref, keys_smem), (values_ref, values_smem)):
+                    plgpu.copy_gmem_to_smem(source.at[number, head], target.at[slot, place], full.at[slot])
+                for i, source in enumerate(scales_refs):
+                    plgpu.copy_gmem_to_smem(source.at[number, head], scales_smem.at[slot, i, place], full.at[slot])
+
+        def one_step(step, carry):
+            sums, most, total, next_numbers = carry
+            slot = lax.rem(step - first, stages)
+            plgpu.barrier_wait(full.at[slot])
+            keys, values = keys_smem.at[slot], values_smem.at[slot]
+            if is_int8:
+                for source, target in zip((keys, values), converted, strict=True):
+                    target[...] = plgpu.load(source, (), layout=plgpu.Layout.WGMMA_UPCAST_2X).astype(dtype)
+                plgpu.commit_smem()
+                keys, values = converted
+            else:
+                # 0 * NaN is NaN, so values that are not seen must be none.
+                @pl.when((step * block < start) | ((step + 1) * block > length))
+                def _clear():
+                    loaded = plgpu.load(values, (), layout=plgpu.Layout.WGMMA)
+                    values[...] = jnp.where(is_seen(step, (block, head_dim), 0), loaded, jnp.zeros_like(loaded))
+                    plgpu.commit_smem()
+
+            scores = _product(q, keys, transposed=True)
+            wide = lambda a, dim=0, shape=scores.shape: lax.broadcast_in_dim(a, shape, [dim])
+            if is_int8:
+                scores *= wide(plgpu.load(scales_smem, (slot, 0), layout=column_layout), 1)
+            factor = LOG2E if soft_cap else scale * LOG2E
+            if soft_cap:
+                scores = soft_cap * jnp.tanh(scores * (scale / soft_cap))
+            seen = is_seen(step, scores.shape, 1)
+            scores = jnp.where(seen, scores * factor, -jnp.inf)
+            new_most = jnp.maximum(most, jnp.max(scores, 1))
+            probs = jnp.exp2(scores - wide(new_most))
+            alpha = jnp.exp2(most - new_most)
+            total = total * alpha + jnp.sum(probs, 1)
+            if is_int8:
+                probs *= wide(plgpu.load(scales_smem, (slot, 1), layout=column_layout), 1)
+                probs = jnp.where(seen, probs, 0.0)
+            sums = sums * wide(alpha, shape=sums.shape) + _product(probs.astype(dtype), values)
+            plgpu.commit_smem()  # all have read this slot
+
+            @pl.when(step + stages < last)
+            def _refill():
+                copy(step + stages, next_numbers)
+
+            return sums, new_most, total, pages_of(step + 1 + stages)
+
+        for i in range(stages):
+            pl.when(first + i < last)(lambda i=i: copy(first + i, numbers[i]))
+        carry = (
+            plgpu.layout_cast(jnp.zeros((ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA),
+            plgpu.layout_cast(jnp.full((ROWS,), NEVER, jnp.float32), row_layout),
+            plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), row_layout),
+            numbers[stages],
+        )
+        return lax.fori_loop(first, last, one_step, carry)[:3]
+
+    def write(sums, most, total, sums_smem, stats_smem):
+        sums_smem[...], stats_smem[0], stats_smem[1] = sums, most, total
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(sums_smem.at[pl.ds(0, rows)], sums_ref.at[sequence, head, part])
+        plgpu.copy_smem_to_gmem(stats_smem, stats_ref.at[sequence, head, part])
+        plgpu.wait_smem_to_gmem(0)
+
+    numbers = [pages_of(first + i) for i in range(stages + 1)]  # asked for before the wait for the queries
+    # One after the other in the same shared memory.
+    q = pl.run_scoped(read_queries, _tiled((ROWS, head_dim), dtype))
+    ring = [_tiled((stages, block, head_dim), keys_ref.dtype)] * 2
+    if is_int8:
+        ring += [plgpu.SMEM((stages, 2, block), jnp.float32), *[_tiled((block, head_dim), dtype)] * 2]
+    results = pl.run_scoped(functools.partial(attend, q, numbers), *ring)
+    pl.run_scoped(functools.partial(write, *results), _tiled((ROWS, head_dim), jnp.float32),
+                  plgpu.SMEM((2, ROWS), jnp.float32))  # fmt: skip
+
+
+def _product(a, b_ref, transposed=False):
+    """a [64, n] in registers times b [n, m], or the transpose of b [m, n], in shared memory -> float32 [64, m]."""
+    b_ref = b_ref.transpose((1, 0)) if transposed else b_ref
+
+    def run(sum_ref):
+        plgpu.wgmma(sum_ref, a, b_ref)
+        return sum_ref[...]
+
+    return pl.run_scoped(run, plgpu.ACC((ROWS, b_ref.shape[1]), jnp.float32))
+
+
+def _tiled(shape, dtype):
+    """Shared memory as the tensor cores and TMA want it: tiles of 8 rows and up to 128 bytes, swizzled."""
+    size = jnp.dtype(dtype).itemsize
+    width = min(128, shape[-1] * size)
+    return plgpu.SMEM(
+        shape, dtype, transforms=(plgpu.TilingTransform((8, width // size)), plgpu.SwizzleTransform(width))
+    )

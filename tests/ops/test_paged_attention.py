@@ -1,0 +1,211 @@
+"""Attention to keys and values in pages equals its formula on every mesh, by the reference and by the kernel; and the
+kernel, interpreted, equals the reference whatever lies where nothing may be read."""
+
+import functools
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from benchmarks.paged_attention import errors, random_case
+from megajax import compat
+from megajax.ops import paged_attention as op
+from pallas_kernels import paged_attention as kernel
+
+SCALE = 8**-0.5
+
+
+def formula(q_BNH, keys_ZKSH, values_ZKSH, table_BP, lengths_B, scales, *, window, soft_cap):
+    """In float64, one head and token of a sequence after the other."""
+    out_BNH, lse_BN = np.zeros(q_BNH.shape), np.full(q_BNH.shape[:2], -np.inf)
+    kv_heads, page_size = keys_ZKSH.shape[1:3]
+    for b, length in enumerate(lengths_B):
+        for n in range(q_BNH.shape[1]):
+            scores, values = [], []
+            for token in range(max(0, length - (window or length)), length):
+                place = table_BP[b, token // page_size], n * kv_heads // q_BNH.shape[1], token % page_size
+                key, value = (np.asarray(cache[place], np.float64) for cache in (keys_ZKSH, values_ZKSH))
+                if scales is not None:
+                    key, value = key * scales[0][place], value * scales[1][place]
+                score = SCALE * np.dot(np.asarray(q_BNH[b, n], np.float64), key)
+                scores.append(score if soft_cap is None else soft_cap * np.tanh(score / soft_cap))
+                values.append(value)
+            if scores:
+                lse_BN[b, n] = np.log(np.sum(np.exp(scores)))
+                out_BNH[b, n] = np.exp(scores - lse_BN[b, n]) @ np.array(values)
+    return out_BNH, lse_BN
+
+
+@pytest.fixture(params=["reference", "kernel"])
+def backend(request, monkeypatch):
+    """The kernel needs a Hopper GPU: here the reference stands for it."""
+    if request.param == "kernel":
+        monkeypatch.setattr(compat, "mosaic_problem", lambda: "")
+        monkeypatch.setattr(kernel, "problem", lambda *_: "")
+        monkeypatch.setattr(kernel, "decode", op.reference_paged_attention)
+        monkeypatch.setattr(op, "reference_paged_attention", None)
+
+
+@pytest.mark.parametrize("is_int8", [False, True], ids=["bfloat16", "int8"])
+def test_result_equals_the_formula(is_int8, mesh, backend):
+    options = dict(window=9, soft_cap=2.0) if is_int8 else dict(window=None, soft_cap=None)
+    sizes = dict(kv_heads=2, group=2, head_dim=8, page_size=4, is_int8=is_int8, window=options["window"])
+    case = random_case([0, 1, 7, 12], **sizes)
+    case = (case[0].astype(jnp.float32), *case[1:])
+    out, lse = jax.jit(functools.partial(op.paged_attention, scale=SCALE, **options))(*case)
+    wanted, wanted_lse = formula(*jax.tree.map(np.asarray, case), **options)
+    np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-6)  # float32 sums
+    np.testing.assert_allclose(lse, wanted_lse, rtol=1e-5, atol=1e-6)
+
+
+def test_heads_stay_split_over_tensor(make_test_mesh):
+    case = random_case([5, 6], kv_heads=4, group=2, head_dim=8, page_size=4)
+    with jax.set_mesh(make_test_mesh(data=2, tensor=4)):
+        compiled = jax.jit(functools.partial(op.paged_attention, scale=SCALE)).lower(*case).compile()
+        out, lse = compiled(*case)
+    assert out.sharding.shard_shape(out.shape) == (2, 2, 8)
+    assert not any(name in compiled.as_text() for name in ("all-gather", "all-reduce", "all-to-all"))
+
+
+def test_quantised_rows_are_off_by_at_most_half_a_step():
+    x = jax.random.normal(jax.random.key(0), (3, 4, 16)).at[1, 2].set(0)
+    rounded, scale = op.quantise(x)
+    assert (rounded.dtype, scale.dtype, scale.shape) == (jnp.int8, jnp.float32, (3, 4))
+    error = np.abs(rounded.astype(jnp.float32) * scale[..., None] - x)
+    assert (error <= 0.5001 * scale[..., None]).all()
+    np.testing.assert_array_equal(np.abs(rounded).max(-1), np.where(scale > 0, 127, 0))
+
+
+# ----------------------------------------------------------------------------- the choice
+
+
+def test_choice_is_logged_once_with_its_reason(monkeypatch, caplog):
+    q = jax.ShapeDtypeStruct((2, 8, 128), jnp.bfloat16)
+    keys = lambda page_size: jax.ShapeDtypeStruct((4, 2, page_size, 128), jnp.bfloat16)
+    caplog.set_level(logging.INFO, "megajax")
+    op._log_choice.cache_clear()
+    assert [op._backend(q, keys(16)), op._backend(q, keys(16))] == ["reference", "reference"]
+    monkeypatch.setattr(compat, "mosaic_problem", lambda: "")
+    assert [op._backend(q, keys(16)), op._backend(q, keys(24))] == ["kernel", "reference"]
+    op._log_choice.cache_clear()
+    assert [record.getMessage() for record in caplog.records] == [
+        "paged attention: reference (no kernels for cpu)",
+        "paged attention: split over the sequence (pallas_kernels/paged_attention.py)",
+        "paged attention: reference (bfloat16 pages of 24 tokens)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "page_size", "dtypes", "reason"),
+    [
+        ((32, 8), 128, 16, (jnp.bfloat16, jnp.bfloat16), ""),
+        ((64, 1), 64, 64, (jnp.bfloat16, jnp.int8), ""),
+        ((32, 8), 128, 16, (jnp.float32, jnp.float32), "dtype float32"),
+        ((32, 8), 128, 16, (jnp.bfloat16, jnp.float32), "cache of float32"),
+        ((32, 8), 256, 16, (jnp.bfloat16, jnp.bfloat16), "head dim 256"),
+        ((128, 1), 128, 16, (jnp.bfloat16, jnp.bfloat16), "128 heads a kv head"),
+        ((32, 8), 128, 128, (jnp.bfloat16, jnp.bfloat16), "bfloat16 pages of 128 tokens"),
+        ((32, 8), 128, 16, (jnp.bfloat16, jnp.int8), "int8 pages of 16 tokens"),
+    ],
+)
+def test_kernel_says_why_it_refuses(heads, head_dim, page_size, dtypes, reason):
+    assert kernel.problem(*heads, head_dim, page_size, *map(jnp.dtype, dtypes)) == reason
+
+
+@pytest.mark.parametrize("batch", [1, 2, 8, 32, 33, 40, 64, 300])
+def test_parts_fill_the_gpu(batch):
+    parts = kernel.num_parts(batch, 8, 4096)
+    blocks = batch * 8 * parts
+    assert blocks / (-(-blocks // kernel.SLOTS) * kernel.SLOTS) > 0.9
+    assert 4096 / parts >= 128
+
+
+def test_short_sequences_are_not_split_and_long_ones_are():
+    assert kernel.num_parts(1, 8, 100) == kernel.num_parts(128, 8, 4096) == 1
+    assert kernel.num_parts(300, 8, 32768) >= 8  # one of them may be far longer than the others
+
+
+# ----------------------------------------------------------------------------- the kernel
+
+
+@pytest.fixture
+def interpreted_kernel(monkeypatch):
+    """`decode` on CPU. JAX's interpreter knows no layouts of registers and no tensor core product of them: it gets what
+    these are without. Whether Hopper can do it, compiling for it says."""
+    params = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params")
+    options = params.InterpretGPUParams(uninitialized_memory="nan", out_of_bounds_reads="raise")
+
+    def product(a, b_ref, transposed=False):
+        a, b = (x.astype(jnp.float32) for x in (a, b_ref[...]))
+        return lax.dot_general(a, b, (((1,), (int(transposed),)), ((), ())))
+
+    monkeypatch.setattr(plgpu, "load", lambda ref, index, layout: ref[index])
+    monkeypatch.setattr(plgpu, "layout_cast", lambda x, layout: x)
+    monkeypatch.setattr(kernel, "_product", product)
+    return functools.partial(kernel.decode, interpret=options)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "page_size", "is_int8", "group", "given"),
+    [
+        # The second part of the first sequence and both of the last have no step. The ring goes round.
+        ([40, 330, 0], 16, False, 2, dict(parts=2, stages=2)),
+        # From the middle of a page in the middle of a step; rows of two groups of 8.
+        ([230, 75], 32, False, 9, dict(parts=1, window=70, soft_cap=5.0)),
+        ([100, 230], 32, True, 4, dict(parts=2, window=150)),
+    ],
+    ids=["bfloat16", "window", "int8"],
+)
+def test_interpreted_kernel_equals_the_reference(lengths, page_size, is_int8, group, given, interpreted_kernel):
+    sizes = dict(kv_heads=1, group=group, head_dim=64, page_size=page_size, is_int8=is_int8)
+    case = random_case(lengths, **sizes, window=given.get("window"))
+    options = {name: given[name] for name in ("window", "soft_cap") if name in given} | dict(scale=SCALE)
+    results = jax.jit(functools.partial(interpreted_kernel, **(given | options)))(*case)
+    error, lse_error = errors(results, case, lengths, **options)
+    # Rounded to bfloat16: the result (0.9 * 2^-9 in the mean square), the probabilities and, of int8, times the scale.
+    assert error < 2**-8 and lse_error < 1e-5
+
+
+PROGRAM = """
+import functools, jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+from megajax.mesh import MeshConfig, make_mesh
+from megajax.ops.paged_attention import paged_attention
+from megajax.training.plan import devices_without_gpu, plan_device
+
+mesh = make_mesh(MeshConfig(tensor=2), devices_without_gpu(2, plan_device("h100")))
+
+def array(shape, dtype, *spec):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+cases = [(jnp.bfloat16, 128, 16, 4, None, None), (jnp.bfloat16, 64, 8, 1, 100, 5.0)]
+cases += [(jnp.bfloat16, 128, 64, 64, 9, 1.0)]
+cases += [(jnp.int8, 128, 32, 4, None, None), (jnp.int8, 64, 64, 9, 100, 5.0)]
+for dtype, head_dim, page_size, group, window, soft_cap in cases:
+    pages = array((50, 4, page_size, head_dim), dtype, None, "tensor")
+    scales = (array((50, 4, page_size), jnp.float32, None, "tensor"),) * 2 if dtype == jnp.int8 else None
+    given = array((3, 4 * group, head_dim), jnp.bfloat16, None, "tensor"), pages, pages
+    given += array((3, 512 // page_size), jnp.int32), array((3,), jnp.int32), scales
+    with jax.set_mesh(mesh):
+        run = functools.partial(paged_attention, scale=0.1, window=window, soft_cap=soft_cap)
+        text = jax.jit(run).lower(*given).compile().as_text()
+    print(text.count('custom_call_target="mosaic_gpu'))
+"""
+
+
+@pytest.mark.cuda_wheels
+@pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="needs the CUDA wheels: pip install -e '.[cuda13]'")
+def test_kernel_compiles_for_hopper_on_a_mesh():
+    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    command, root = [sys.executable, "-c", PROGRAM], Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["1"] * 5
