@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.layers.norm import Norm, NormConfig
 from megajax.layers.rope import apply_rope
-from megajax.ops.attention import AttentionMask
+from megajax.ops.attention import AttentionMask, Backend
 from megajax.ops.matmul import add_bias, matmul, matmul_side_by_side
 from megajax.parallel.context import ContextMethod, attention
 from megajax.sharding import constrain, weight
@@ -33,6 +33,7 @@ class AttentionConfig:
     soft_cap: float | None
     dropout: float
     context: ContextMethod
+    backend: Backend
     init_std: float
     out_init_std: float
 
@@ -81,6 +82,7 @@ class Attention(nnx.Module):
             k_BTKH,
             v_BTKH,
             method=config.context,
+            backend=config.backend,
             mask=AttentionMask(causal=True, window=config.window),
             scale=1.0 / math.sqrt(config.head_dim),
             soft_cap=config.soft_cap,

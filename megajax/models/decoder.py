@@ -20,6 +20,7 @@ from megajax.layers.rope import RopeConfig, rope_tables
 from megajax.layers.transformer import ACTIVATIONS, MODULES, Recompute, TransformerLayerConfig, saved_activations
 from megajax.mesh import MeshConfig
 from megajax.ops.activation import Activation
+from megajax.ops.attention import Backend
 from megajax.ops.cross_entropy import cross_entropy
 from megajax.ops.embedding import embed
 from megajax.ops.matmul import matmul
@@ -81,6 +82,9 @@ class DecoderConfig:
     """Drop rate of embeddings and of what each half layer adds."""
     attention_dropout: float = 0.0
     """Drop rate of attention probabilities."""
+    attention_backend: Backend = "auto"
+    """cudnn, pallas (pallas_kernels/flash_attention.py) or reference, where it can do what is asked; auto: the fastest
+    that was measured. The log says which one it is."""
     context_attention: ContextMethod = "ring"
     """Where mesh.context splits the sequence: keys and values in a ring, gathered (all_gather), or the heads split
     instead (all_to_all)."""
@@ -147,6 +151,7 @@ class DecoderConfig:
             soft_cap=self.attention_soft_cap,
             dropout=self.attention_dropout,
             context=self.context_attention,
+            backend=self.attention_backend,
             init_std=self.init_std,
             out_init_std=out_std,
         )

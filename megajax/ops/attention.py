@@ -1,4 +1,4 @@
-"""Scaled dot-product attention: chooses cuDNN or the plain reference, owns its derivative and its sharding.
+"""Scaled dot-product attention: chooses cuDNN, our kernel or the plain reference, owns its derivative and sharding.
 
 Dimensions: B batch, T query time, S key time, N heads, K key-value heads, G = N / K, H head dim.
 Every device works on its own heads (`tensor`) and on whole sequences; where `context` splits those, see
@@ -20,10 +20,14 @@ from jax.sharding import PartitionSpec as P
 from megajax import compat
 from megajax.ops.matmul import dot_precision
 from megajax.sharding import activation_spec, axes_of, manual
+from pallas_kernels import flash_attention as kernel
 
 logger = logging.getLogger("megajax")
 
 NEVER = -0.7 * float(jnp.finfo(jnp.float32).max)  # a masked score; not -inf, so that a fully masked row is no NaN
+
+
+Backend = Literal["auto", "cudnn", "pallas", "reference"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +45,7 @@ class _Options:
     scale: float
     soft_cap: float | None
     dropout: float
-    backend: Literal["cudnn", "reference"]
+    backend: Backend
     over_heads: bool = False
     """`context` splits the heads too, not the sequence: an all-to-all at both ends (Jacobs et al. 2023, Ulysses)."""
 
@@ -58,6 +62,7 @@ def attention(
     indices: tuple[jax.Array, jax.Array] | None = None,
     dropout: tuple[float, jax.Array] | None = None,
     over_heads: bool = False,
+    backend: Backend = "auto",
 ) -> jax.Array:
     """softmax(scale * q k^T) v with masks -> [B, T, N, H] in q's dtype; scores and softmax are float32.
 
@@ -66,32 +71,65 @@ def attention(
     indices: int32 ([B, T], [B, S]), place of queries and keys in the sequence, where it is not 0, 1, 2, ... (a cache).
     dropout: (rate, key); which probabilities are dropped depends on the key and the global place, not on the layout.
     over_heads: `context` splits q, k and v along the sequence in its order, and the heads of each device over it.
+    backend: the one to use where it can be used; auto: the fastest that was measured.
     """
     rate, key = dropout or (0.0, None)
-    backend = choose_backend(q_BTNH, soft_cap, indices, rate)
-    options = _Options(mask, scale, soft_cap, rate, backend, over_heads)
+    order = _by_speed(q_BTNH.shape[-1], mask, segments is not None)
+    order = order if backend == "auto" else (backend, *(other for other in order if other != backend))
+    chosen = choose_backend(q_BTNH, soft_cap, indices, rate, order)
+    options = _Options(mask, scale, soft_cap, rate, chosen, over_heads)
     arrays = (segments, indices, jax.random.key_data(key) if key is not None else None)
     return _attention(q_BTNH, k_BSKH, v_BSKH, arrays, options)
 
 
-def choose_backend(q_BTNH, soft_cap, indices, dropout) -> Literal["cudnn", "reference"]:
-    """And logs why."""
-    reasons = {
+# (head dim, mask): time of forward and backward by our kernels over that by cuDNN's, on one H100, 2026-11-21
+# (benchmarks/attention.py; the table is in pallas_kernels/README.md). Packed: cuDNN reads a bias of T x T.
+MEASURED = {
+    (64, "causal"): 1.06,
+    (64, "window"): 1.08,
+    (64, "packed"): 0.45,
+    (128, "causal"): 1.14,
+    (128, "window"): 1.11,
+    (128, "packed"): 0.26,
+}
+
+
+def _by_speed(head_dim: int, mask: AttentionMask, packed: bool) -> tuple[Backend, ...]:
+    shape = "packed" if packed else "window" if mask.window is not None else "causal"
+    ours_first = MEASURED.get((head_dim, shape), 1.0) < 1
+    return ("pallas", "cudnn", "reference") if ours_first else ("cudnn", "pallas", "reference")
+
+
+def choose_backend(q_BTNH, soft_cap, indices, dropout, order: tuple[Backend, ...] = ("cudnn", "reference")) -> Backend:
+    """The first in the order that can do it; logs why not the ones before."""
+    dtype, head_dim = q_BTNH.dtype, q_BTNH.shape[-1]
+    both = {"key-value cache": indices is not None, "dropout": dropout > 0}
+    cudnn = {
         "no NVIDIA GPU": compat.mesh_platform() not in ("gpu", "cuda"),
-        f"dtype {q_BTNH.dtype}": q_BTNH.dtype not in (jnp.bfloat16, jnp.float16),
-        f"head dim {q_BTNH.shape[-1]}": q_BTNH.shape[-1] > 128 or q_BTNH.shape[-1] % 8 != 0,
+        f"dtype {dtype}": dtype not in (jnp.bfloat16, jnp.float16),
+        f"head dim {head_dim}": head_dim > 128 or head_dim % 8 != 0,
         "soft cap": soft_cap is not None,
-        "key-value cache": indices is not None,
-        "dropout": dropout > 0,
+        **both,
     }
-    reason = next((reason for reason, holds in reasons.items() if holds), "") or compat.cudnn_attention_problem()
-    _log_choice("cudnn" if not reason else "reference", reason)
-    return "reference" if reason else "cudnn"
+    first = lambda reasons: next((reason for reason, holds in reasons.items() if holds), "")
+    problems = {
+        "cudnn": lambda: first(cudnn) or compat.cudnn_attention_problem(),
+        "pallas": lambda: compat.mosaic_problem() or kernel.problem(head_dim, dtype, backward=True) or first(both),
+        "reference": lambda: "",
+    }
+    refused = []
+    for backend in order:
+        problem = problems[backend]()
+        if not problem:
+            _log_choice(backend, "; ".join(refused))
+            return backend
+        refused.append(f"not {backend}: {problem}")
+    raise AssertionError("the reference can do everything")
 
 
 @functools.cache
 def _log_choice(backend: str, reason: str) -> None:
-    logger.info("attention: %s%s", backend, f" (not cuDNN: {reason})" if reason else "")
+    logger.info("attention: %s%s", backend, f" ({reason})" if reason else "")
 
 
 # ----------------------------------------------------------------------------- derivative and sharding
@@ -146,6 +184,10 @@ def _forward_body(q, k, v, arrays, *, options):
         bias = _segment_bias(arrays[0], q.dtype)
         results = compat.cudnn_attention_forward(q, k, v, bias, scale=options.scale, window=options.mask.window)
         out, lse = compat.vary(results, compat.varying_axes(q))
+    elif options.backend == "pallas":
+        bounds = _key_bounds(q, k, arrays[0], options.mask)
+        results = kernel.forward(q, k, v, *bounds, scale=options.scale, soft_cap=options.soft_cap)
+        out, lse = compat.vary(results, compat.varying_axes(q))
     else:
         out, lse = _local_reference(q, k, v, arrays, options)
     return (_to_sequence(out), lse) if options.over_heads else (out, lse)
@@ -157,6 +199,10 @@ def _backward_body(q, k, v, out, lse, d_out, arrays, *, options):
     if options.backend == "cudnn":
         bias, scale, window = _segment_bias(arrays[0], q.dtype), options.scale, options.mask.window
         results = compat.cudnn_attention_backward(q, k, v, out, lse, d_out, bias, scale=scale, window=window)
+        gradients = compat.vary(results, compat.varying_axes(q))
+    elif options.backend == "pallas":
+        bounds = _key_bounds(q, k, arrays[0], options.mask)
+        results = kernel.backward(q, k, v, out, lse, d_out, *bounds, scale=options.scale, soft_cap=options.soft_cap)
         gradients = compat.vary(results, compat.varying_axes(q))
     else:
         _, vjp = jax.vjp(lambda q, k, v: _local_reference(q, k, v, arrays, options)[0], q, k, v)
@@ -174,6 +220,24 @@ def _to_heads(arrays, others):
 
 def _to_sequence(a):
     return lax.all_to_all(a, "context", split_axis=1, concat_axis=2, tiled=True)
+
+
+def _key_bounds(q, k, segments, mask) -> tuple[jax.Array, jax.Array]:
+    """int32 [B, T]: query i sees the keys lower <= j < upper. The tokens of a document lie side by side."""
+    (batch, length), num_keys = q.shape[:2], k.shape[1]
+    index = jnp.broadcast_to(jnp.arange(length), (batch, length))
+    lower = jnp.zeros_like(index)
+    upper = jnp.minimum(index + 1, num_keys) if mask.causal else jnp.full_like(index, num_keys)
+    if mask.window is not None:
+        lower = jnp.maximum(lower, index + 1 - mask.window)
+    if segments is not None:
+        ids = segments[0]
+        differs = ids[:, 1:] != ids[:, :-1]
+        starts = jnp.pad(differs, ((0, 0), (1, 0)), constant_values=True)
+        ends = jnp.pad(differs, ((0, 0), (0, 1)), constant_values=True)
+        lower = jnp.maximum(lower, lax.cummax(jnp.where(starts, index, 0), axis=1))
+        upper = jnp.minimum(upper, lax.cummin(jnp.where(ends, index + 1, length), axis=1, reverse=True))
+    return lower.astype(jnp.int32), upper.astype(jnp.int32)
 
 
 def _segment_bias(segments, dtype: jnp.dtype) -> jax.Array | None:

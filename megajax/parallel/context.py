@@ -62,6 +62,7 @@ def attention(
     segments: tuple[jax.Array, jax.Array] | None = None,
     indices: tuple[jax.Array, jax.Array] | None = None,
     dropout: tuple[float, jax.Array] | None = None,
+    backend: local.Backend = "auto",
 ) -> jax.Array:
     """ops.attention.attention, also where `context` splits the sequence; q, k, v then lie in sequence_order.
 
@@ -69,7 +70,7 @@ def attention(
 
     indices: a cache holds all keys; nothing is split then.
     """
-    given = dict(mask=mask, scale=scale, soft_cap=soft_cap, segments=segments, dropout=dropout)
+    given = dict(mask=mask, scale=scale, soft_cap=soft_cap, segments=segments, dropout=dropout, backend=backend)
     if indices is not None or free_axes().get(AXIS, 1) == 1:
         return local.attention(q_BTNH, k_BSKH, v_BSKH, indices=indices, **given)
     if method == "all_to_all":
@@ -81,8 +82,9 @@ def attention(
         method = "all_gather"
     _log_method(method)
     rate, key = dropout or (0.0, None)
-    backend = local.choose_backend(q_BTNH, soft_cap, None, rate)
-    options = _Options(method, mask.window, scale, soft_cap, rate, backend)
+    order = ("reference",) if backend == "reference" else ("cudnn", "reference")
+    chosen = local.choose_backend(q_BTNH, soft_cap, None, rate, order)
+    options = _Options(method, mask.window, scale, soft_cap, rate, chosen)
     arrays = (None if segments is None else segments[0], jax.random.key_data(key) if key is not None else None)
     return _attention(q_BTNH, k_BSKH, v_BSKH, arrays, options)
 

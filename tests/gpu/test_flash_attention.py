@@ -1,0 +1,123 @@
+"""The attention kernels for Hopper against float32, beside cuDNN on the same inputs; alone, and in a model."""
+
+import dataclasses
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.mesh import MeshConfig, make_mesh
+from megajax.models.decoder import DecoderConfig
+from megajax.models.model import Model
+from megajax.ops import attention as module
+from megajax.ops.attention import AttentionMask, attention, reference_attention
+from megajax.precision import PrecisionConfig
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def one_gpu(caplog):
+    module._log_choice.cache_clear()
+    caplog.set_level(logging.INFO, "megajax")
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        yield mesh
+    module._log_choice.cache_clear()
+
+
+def error(got, want) -> float:
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    return np.linalg.norm(got - want) / np.linalg.norm(want)
+
+
+def poison_memory():
+    """What is freed now is what the next outputs are given: a place that is not written shows as NaN."""
+    for array in [jnp.full((64 << 20,), jnp.nan, jnp.float32) for _ in range(4)]:
+        array.block_until_ready()
+        array.delete()
+
+
+# batch, length, heads, key-value heads, head dim, window, packed, soft cap, causal, dtype
+CASES = {
+    "causal": (2, 1024, 4, 4, 128, None, False, None, True, jnp.bfloat16),
+    "causal, 64": (2, 1024, 4, 4, 64, None, False, None, True, jnp.bfloat16),
+    "float16": (1, 512, 4, 2, 128, None, False, None, True, jnp.float16),
+    "no whole tile": (3, 777, 4, 2, 128, None, False, None, True, jnp.bfloat16),
+    "short": (2, 40, 4, 1, 64, None, False, None, True, jnp.bfloat16),
+    "window": (1, 1500, 4, 2, 128, 200, False, None, True, jnp.bfloat16),
+    "narrow window, 64": (2, 1000, 8, 2, 64, 33, False, None, True, jnp.bfloat16),
+    "packed": (3, 1024, 8, 2, 128, None, True, None, True, jnp.bfloat16),
+    "packed window, 64, no whole tile": (2, 1111, 4, 1, 64, 150, True, None, True, jnp.bfloat16),
+    "soft cap": (2, 640, 4, 2, 128, None, False, 5.0, True, jnp.bfloat16),
+    "packed, soft cap, 64": (1, 900, 4, 2, 64, None, True, 3.0, True, jnp.bfloat16),
+    "not causal": (2, 600, 4, 2, 128, None, False, None, False, jnp.bfloat16),
+    "packed, not causal": (2, 512, 4, 4, 64, None, True, None, False, jnp.bfloat16),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_no_less_exact_than_cudnn(case, caplog):
+    B, T, N, K, H, window, packed, soft_cap, causal, dtype = case
+    mask, scale = AttentionMask(causal, window), H**-0.5
+    keys = jax.random.split(jax.random.key(T), 5)
+    draw = lambda key, heads: jax.random.normal(key, (B, T, heads, H), dtype)
+    q, k, v, d_out = (draw(key, heads) for key, heads in zip(keys, (N, K, K, N), strict=False))
+    segments = None
+    if packed:
+        ids = jnp.sort(jax.random.randint(keys[4], (B, T), 0, 6), -1)
+        segments = ids, ids
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def value_and_gradients(op, q, k, v, d_out):
+        out, vjp = jax.vjp(op, q, k, v)
+        return out, *vjp(d_out)
+
+    def truth(q, k, v):
+        places = (jnp.arange(T)[None],) * 2
+        return reference_attention(q, k, v, mask, scale, soft_cap, segments, places)[0]
+
+    def by(backend):
+        op = functools.partial(attention, mask=mask, scale=scale, soft_cap=soft_cap, segments=segments, backend=backend)
+        poison_memory()
+        return value_and_gradients(op, q, k, v, d_out)
+
+    with jax.default_matmul_precision("highest"):
+        wanted = value_and_gradients(truth, *(a.astype(jnp.float32) for a in (q, k, v, d_out)))
+    errors = [error(got, want) for got, want in zip(by("pallas"), wanted, strict=True)]
+    assert [record.getMessage() for record in caplog.records] == ["attention: pallas"]
+    # Two roundings to 8 bits (probabilities, result) of 0.9 * 2^-9 each in the mean square, a little more backward.
+    assert max(errors) < 2**-8, errors
+    if soft_cap is None and causal:
+        cudnn = [error(got, want) for got, want in zip(by("cudnn"), wanted, strict=True)]
+        assert all(ours < 1.2 * theirs for ours, theirs in zip(errors, cudnn, strict=True)), (errors, cudnn)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_decoder_with_the_kernel_matches_cudnn(recompute, one_gpu, caplog):
+    config = DecoderConfig(
+        num_layers=2, embed_dim=256, num_heads=4, num_kv_heads=2, vocab_size=1000, position="rope", norm="rmsnorm",
+        recompute=recompute, bias=False, activation="swiglu",
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    batch = {
+        "tokens": rng.integers(0, 1000, (2, 512)).astype(np.int32),
+        "labels": rng.integers(0, 1000, (2, 512)).astype(np.int32),
+        "loss_weights": np.full((2, 512), 1 / 1024, np.float32),
+        "positions": np.tile(np.arange(512, dtype=np.int32), (2, 1)),
+        "segment_ids": np.sort(rng.integers(0, 4, (2, 512)), -1).astype(np.int32),
+    }
+    results = []
+    for backend in ("pallas", "cudnn"):
+        model = Model(dataclasses.replace(config, attention_backend=backend), PrecisionConfig())
+        params = model.init(0, one_gpu)
+        step = jax.jit(jax.value_and_grad(lambda p, model=model: model.loss(p, batch, key=None, train=True)[0]))
+        results.append(step(params))
+    (loss, gradients), (other_loss, others) = results
+    assert abs(float(loss) - float(other_loss)) < 1e-3
+    worst = max(jax.tree.leaves(jax.tree.map(error, gradients, others)))
+    assert worst < 2e-2, worst
+    assert "attention: pallas" in caplog.text and "attention: cudnn" in caplog.text

@@ -1,0 +1,256 @@
+"""The attention kernel sees what the mask says, the op gives it the bounds of each mesh, and it equals its formula."""
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from megajax import compat
+from megajax.ops import attention as module
+from megajax.ops.attention import AttentionMask, attention, choose_backend, reference_attention
+from pallas_kernels import flash_attention as kernel
+
+# ----------------------------------------------------------------------------- bounds and tiles
+
+
+def visible(lower, upper, num_keys):
+    key = np.arange(num_keys)
+    return (key >= np.asarray(lower)[..., None]) & (key < np.asarray(upper)[..., None])
+
+
+def bounds_of(length, mask, ids=None):
+    like = jax.ShapeDtypeStruct((1, length, 1, 1), jnp.float32)
+    segments = None if ids is None else (jnp.asarray(ids)[None],) * 2
+    return module._key_bounds(like, like, segments, mask)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("packed", [False, True])
+def test_bounds_say_what_the_mask_says(causal, window, packed):
+    length, ids = 40, np.repeat([3, 1, 7, 7, 2], [4, 1, 20, 3, 12])  # numbers of documents need not ascend
+    index = np.arange(length)
+    distance = index[:, None] - index
+    want = (distance >= 0) if causal else np.ones((length, length), bool)
+    want = want & (distance < (window or length))
+    want = want & (ids[:, None] == ids) if packed else want
+    got = visible(*bounds_of(length, AttentionMask(causal, window), ids if packed else None), length)[0]
+    assert np.array_equal(got, want)
+
+
+def test_tiles_hold_all_that_is_seen_and_those_in_the_middle_are_seen_wholly():
+    rng = np.random.default_rng(0)
+    for length in (64, 130, 517, 1000):
+        for _ in range(8):
+            ids = np.sort(rng.integers(0, rng.integers(1, 12), length))
+            window = None if rng.random() < 0.5 else int(rng.integers(1, length))
+            lower, upper = bounds_of(length, AttentionMask(True, window), ids)
+            sees = visible(lower, upper, length)[0]
+            for block_k in (64, 128):
+                check_ranges(np.asarray(kernel._ranges_of_keys(lower, upper, block_k))[0], sees, 128, block_k)
+            check_ranges(np.asarray(kernel._ranges_of_queries(lower, upper, 64, length))[0], sees.T, 128, 64)
+
+
+def check_ranges(ranges, sees, block, other):
+    """ranges: int [tiles, 4] of `other` columns, for tiles of `block` rows of sees."""
+    assert len(ranges) == -(-len(sees) // block)
+    for number, (first, full_first, full_last, last) in enumerate(ranges):
+        assert first <= full_first <= full_last <= last
+        rows = sees[number * block : (number + 1) * block]
+        assert not rows[:, : first * other].any() and not rows[:, last * other :].any()
+        assert rows[:, full_first * other : full_last * other].all()
+
+
+# ----------------------------------------------------------------------------- the op
+
+
+def stand_in_forward(q, k, v, lower, upper, *, scale, soft_cap):
+    """The formula with intervals."""
+    k, v = (jnp.repeat(a, q.shape[2] // a.shape[2], 2) for a in (k, v))
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") * scale
+    scores = scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
+    key = jnp.arange(k.shape[1])
+    sees = (key >= lower[..., None]) & (key < upper[..., None])
+    scores = jnp.where(sees[:, None], scores, -1e30)
+    out = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, -1), v, precision="highest")
+    return out, jax.nn.logsumexp(scores, -1)
+
+
+def stand_in_backward(q, k, v, out, lse, d_out, lower, upper, **options):
+    return jax.vjp(lambda q, k, v: stand_in_forward(q, k, v, lower, upper, **options)[0], q, k, v)[1](d_out)
+
+
+@pytest.mark.parametrize("sizes", [{}, dict(data=2, fsdp=2, tensor=2), dict(pipeline=2, expert=2, tensor=2)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"window": 3, "soft_cap": 0.7}], ids=str)
+def test_op_gives_the_kernel_its_part_of_packed_documents(sizes, options, make_test_mesh, monkeypatch):
+    monkeypatch.setattr(module, "choose_backend", lambda *_: "pallas")
+    monkeypatch.setattr(kernel, "forward", stand_in_forward)
+    monkeypatch.setattr(kernel, "backward", stand_in_backward)
+    B, T, N, K, H = 4, 16, 4, 2, 8
+    rng = np.random.default_rng(0)
+    q, k, v, d_out = (rng.standard_normal((B, T, heads, H)).astype(np.float32) for heads in (N, K, K, N))
+    ids = np.sort(rng.integers(0, 4, (B, T)), -1).astype(np.int32)
+    mask, soft_cap = AttentionMask(True, options.get("window")), options.get("soft_cap")
+
+    def truth(q, k, v):
+        places = (jnp.arange(T)[None],) * 2
+        return reference_attention(q, k, v, mask, 0.3, soft_cap, (ids, ids), places)[0]
+
+    def value_and_gradients(op, q, k, v, d_out):
+        out, vjp = jax.vjp(op, q, k, v)
+        return out, vjp(d_out)
+
+    op = functools.partial(attention, mask=mask, scale=0.3, soft_cap=soft_cap, segments=(ids, ids))
+    with jax.set_mesh(make_test_mesh(**sizes)):
+        got = jax.jit(functools.partial(value_and_gradients, op))(q, k, v, d_out)
+    want = value_and_gradients(truth, q, k, v, d_out)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=3e-6), got, want)
+
+
+def on_hopper(monkeypatch):
+    monkeypatch.setattr(compat, "mesh_platform", lambda: "gpu")
+    monkeypatch.setattr(compat, "mosaic_problem", lambda: "")
+    monkeypatch.setattr(compat, "cudnn_attention_problem", lambda: "")
+
+
+def test_packed_documents_and_soft_caps_get_our_kernel_and_the_rest_cudnn(monkeypatch):
+    on_hopper(monkeypatch)
+    q = lambda head_dim=128, dtype=jnp.bfloat16: jax.ShapeDtypeStruct((1, 64, 2, head_dim), dtype)
+    causal, window = AttentionMask(True), AttentionMask(True, 8)
+    chosen = lambda q, mask, packed=False, soft_cap=None, dropout=0.0: choose_backend(
+        q, soft_cap, None, dropout, module._by_speed(q.shape[-1], mask, packed)
+    )
+    assert [chosen(q(h), mask) for h in (64, 128) for mask in (causal, window)] == ["cudnn"] * 4
+    assert [chosen(q(h), causal, packed=True) for h in (64, 128)] == ["pallas"] * 2
+    assert chosen(q(), causal, soft_cap=5.0) == "pallas"
+    assert chosen(q(96), causal, packed=True) == "cudnn"
+    assert chosen(q(), causal, dropout=0.1) == chosen(q(dtype=jnp.float32), causal, packed=True) == "reference"
+
+
+def test_what_a_config_asks_for_is_taken_where_it_can_be_and_else_the_log_says_why(monkeypatch, caplog, make_test_mesh):
+    caplog.set_level("INFO", "megajax")
+    module._log_choice.cache_clear()
+    q = jnp.ones((1, 8, 2, 64), jnp.bfloat16)
+    run = lambda backend: attention(q, q, q, mask=AttentionMask(True), scale=1.0, backend=backend)
+    with jax.set_mesh(make_test_mesh()):
+        jax.eval_shape(lambda: run("pallas"))
+        assert "attention: reference (not pallas: no kernels for cpu; not cudnn: no NVIDIA GPU)" in caplog.text
+        on_hopper(monkeypatch)
+        taken = []
+        monkeypatch.setattr(kernel, "forward", lambda q, *_, **__: (taken.append("ours"), (q, jnp.ones((1, 2, 8))))[1])
+        jax.eval_shape(lambda: run("pallas"))
+        assert taken == ["ours"] and "attention: pallas" in caplog.text
+
+
+# ----------------------------------------------------------------------------- the kernel
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """The kernels run on CPU. JAX's interpreter knows neither layouts of registers nor transposed operands of wgmma,
+    accumulators that begin with a value, or TMA that adds: here these are plain reads, products and writes. It wants
+    every thread to see the end of every phase of a barrier; the last ones are of no use to the one that loads.
+    Compiling for Hopper says whether the chip can do it, tests/gpu whether it does."""
+    params = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params")
+    from jax._src.pallas.mosaic_gpu import primitives
+    from jax._src.pallas.mosaic_gpu.interpret import shared_memory
+    from jax._src.state import primitives as state
+    from jax._src.state.types import TransformedRef, TransposeTransform
+
+    def read(operand):
+        if isinstance(operand, TransformedRef) and isinstance(operand.transforms[-1], TransposeTransform):
+            return TransformedRef(operand.ref, operand.transforms[:-1])[...].T
+        return operand[...]
+
+    def wgmma(sum_ref, a, b):
+        product = jnp.dot(read(a), read(b), preferred_element_type=jnp.float32)
+        state.ref_set(sum_ref, None, state.ref_get(sum_ref, None) + product)
+
+    copy = plgpu.copy_smem_to_gmem
+
+    def copy_or_add(source, target, reduction_op=None):
+        if reduction_op is None:
+            copy(source, target)
+        else:
+            target[...] = target[...] + source[...]
+
+    def deallocate(barrier):
+        with barrier.cv:
+            barrier.ref_count -= 1
+
+    load = lambda ref, wait_n=0: state.ref_get(ref, None)
+    monkeypatch.setattr(shared_memory.Barrier, "deallocate", deallocate)
+    monkeypatch.setattr(plgpu, "copy_smem_to_gmem", copy_or_add)
+    monkeypatch.setattr(plgpu, "load", lambda ref, index, layout: ref[index])
+    monkeypatch.setattr(plgpu, "layout_cast", lambda x, layout: x)
+    iota = lambda dtype, shape, dim, layout: jax.lax.broadcasted_iota(dtype, shape, dim)
+    monkeypatch.setattr(plgpu, "broadcasted_iota", iota)
+    monkeypatch.setattr(plgpu, "wgmma", wgmma)
+    monkeypatch.setattr(plgpu, "wgmma_accumulator_load", load)
+    monkeypatch.setattr(primitives, "wgmma_accumulator_load", load)
+    monkeypatch.setattr(primitives, "wgmma_accumulator_store", lambda ref, value: state.ref_set(ref, None, value))
+    return params.InterpretGPUParams(uninitialized_memory="nan", out_of_bounds_reads="raise")
+
+
+def test_interpreted_kernel_equals_the_formula(interpreted):
+    """Packed documents with a window and a soft cap, grouped queries: tiles unseen, seen wholly and in part."""
+    B, T, N, K, H = 1, 256, 2, 1, 64
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v, d_out = (
+        jax.random.normal(key, (B, T, heads, H), jnp.bfloat16) for key, heads in zip(keys, (N, K, K, N), strict=True)
+    )
+    bounds = bounds_of(T, AttentionMask(True, 150), np.repeat([0, 1], [40, T - 40]))
+    options = dict(scale=0.3, soft_cap=4.0)
+
+    forward = jax.jit(functools.partial(kernel.forward, **options, interpret=interpreted))
+    backward = jax.jit(functools.partial(kernel.backward, **options, interpret=interpreted))
+    in_float32 = [a.astype(jnp.float32) for a in (q, k, v)]
+    out, lse = stand_in_forward(*in_float32, *bounds, **options)
+    wants = stand_in_backward(*in_float32, None, None, d_out.astype(jnp.float32), *bounds, **options)
+    got = *forward(q, k, v, *bounds), *backward(q, k, v, out.astype(q.dtype), lse, d_out, *bounds)
+    for mine, expected in zip(got, (out, lse, *wants), strict=True):
+        mine, expected = np.asarray(mine, np.float64), np.asarray(expected, np.float64)
+        assert np.linalg.norm(mine - expected) < 2**-8 * np.linalg.norm(expected)  # bfloat16: two roundings
+
+
+PROGRAM = """
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding
+from megajax.mesh import MeshConfig, make_mesh
+from megajax.ops.attention import AttentionMask, attention
+from megajax.sharding import activation_spec
+from megajax.training.plan import devices_without_gpu, plan_device
+
+mesh = make_mesh(MeshConfig(fsdp=2, tensor=2), devices_without_gpu(4, plan_device("h100")))
+
+def run(q, k, v, ids, d_out, soft_cap):
+    options = dict(mask=AttentionMask(True), scale=0.1, soft_cap=soft_cap, segments=(ids, ids), backend="pallas")
+    out, vjp = jax.vjp(lambda q, k, v: attention(q, k, v, **options), q, k, v)
+    return out, vjp(d_out)
+
+for length, head_dim, dtype, soft_cap in ((1000, 128, "bfloat16", None), (777, 64, "float16", None), (128, 128, "bfloat16", 5.0)):
+    with jax.set_mesh(mesh):
+        def array(heads):
+            spec = activation_spec((4, length, heads, head_dim), ("batch", "time", "heads", None))
+            return jax.ShapeDtypeStruct((4, length, heads, head_dim), dtype, sharding=NamedSharding(mesh, spec))
+        given = array(8), array(4), array(4), jax.ShapeDtypeStruct((4, length), jnp.int32), array(8)
+        text = jax.jit(run, static_argnums=5).lower(*given, soft_cap).compile().as_text()
+    print(length, text.count('custom_call_target="mosaic_gpu'))
+"""  # noqa: E501
+
+
+@pytest.mark.cuda_wheels
+@pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="needs the CUDA wheels: pip install -e '.[cuda13]'")
+def test_kernel_compiles_for_hopper_on_a_mesh():
+    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    command, root = [sys.executable, "-c", PROGRAM], Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [line.split()[-1] for line in done.stdout.splitlines()] == ["2"] * 3  # forward, backward
