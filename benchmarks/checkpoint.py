@@ -180,6 +180,8 @@ def main(arguments: list[str]) -> None:
     config, num_saves = read_config(values["config"], overrides), int(values["saves"])
     if num_saves < 1:
         raise ValueError(f"saves={num_saves} must be at least 1")
+    if values["folder"]:
+        Path(values["folder"]).mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=values["folder"] or None))
     try:
         options = dict(seconds=float(values["seconds"]), num_saves=num_saves, local_dir=values["local_dir"])

@@ -26,7 +26,9 @@ Refused: see `problem`.
 """
 
 import dataclasses
+import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +61,11 @@ def problem(head_dim: int, dtype: jnp.dtype, *, backward: bool) -> str:
     return "" if head_dim in TILES and head_dim <= widest else f"head dim {head_dim}"
 
 
+# Traced and compiled once for all layers of a model.
+_once = functools.partial(jax.jit, static_argnames=("scale", "soft_cap", "interpret"))
+
+
+@_once
 def forward(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
@@ -68,17 +75,17 @@ def forward(
     *,
     scale: float,
     soft_cap: float | None = None,
-    **options,
+    interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """-> (out [B, T, N, H] in q's dtype, log-sum-exp [B, N, T] float32).
 
-    lower, upper: int32, 0 <= lower, upper <= S. options: of plgpu.kernel (interpret).
+    lower, upper: int32, 0 <= lower, upper <= S. interpret: plgpu.InterpretGPUParams, to run on CPU.
     """
     batch, length, num_heads, head_dim = q_BTNH.shape
     if length % 8 or k_BSKH.shape[1] % 8:
         q, k, v = map(_to_eights, (q_BTNH, k_BSKH, v_BSKH))
         bounds = (_to_eights(a, mode="edge") for a in (lower_BT, upper_BT))
-        out_BTNH, lse_BNT = forward(q, k, v, *bounds, scale=scale, soft_cap=soft_cap, **options)
+        out_BTNH, lse_BNT = forward(q, k, v, *bounds, scale=scale, soft_cap=soft_cap, interpret=interpret)
         return out_BTNH[:, :length], lse_BNT[:, :, :length]
     group, dtype, block_k = num_heads // k_BSKH.shape[2], q_BTNH.dtype, TILES[head_dim].forward_keys
     ranges, bounds = _ranges_of_keys(lower_BT, upper_BT, block_k), _padded_bounds(lower_BT, upper_BT, BLOCK)
@@ -187,11 +194,12 @@ def forward(
         *[plgpu.Barrier(num_arrivals=2, num_barriers=stages)] * 2,
         plgpu.Barrier(num_arrivals=2),
     ]
-    run = _kernel(body, out_type, scratch, (num_heads, tiles, batch), options)
+    run = _kernel(body, out_type, scratch, (num_heads, tiles, batch), interpret)
     out_BTNH, lse_BNT = run(q_BTNH, k_BSKH, v_BSKH, bounds, ranges)
     return out_BTNH, lse_BNT[:, :, :length]
 
 
+@_once
 def backward(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
@@ -204,7 +212,7 @@ def backward(
     *,
     scale: float,
     soft_cap: float | None = None,
-    **options,
+    interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """-> (d_q, d_k, d_v) like q, k and v.
 
@@ -216,7 +224,7 @@ def backward(
         q, k, v, out, d_out = map(_to_eights, (q_BTNH, k_BSKH, v_BSKH, out_BTNH, d_out_BTNH))
         lse = _to_eights(lse_BNT, axis=2, constant_values=-NEVER)
         bounds = (_to_eights(a, mode="edge") for a in (lower_BT, upper_BT))
-        d_q, d_k, d_v = backward(q, k, v, out, lse, d_out, *bounds, scale=scale, soft_cap=soft_cap, **options)
+        d_q, d_k, d_v = backward(q, k, v, out, lse, d_out, *bounds, scale=scale, soft_cap=soft_cap, interpret=interpret)
         return d_q[:, :length], d_k[:, :num_keys], d_v[:, :num_keys]
     group, dtype, tiles = num_heads // kv_heads, q_BTNH.dtype, TILES[head_dim]
     block_q, stages, half = tiles.backward_queries, tiles.backward_stages, head_dim // 2
@@ -349,7 +357,7 @@ def backward(
     ]
     d_q = jax.new_ref(jnp.zeros(q_BTNH.shape, jnp.float32), memory_space=plgpu.GMEM)
     out_type = [jax.ShapeDtypeStruct(k_BSKH.shape, dtype)] * 2
-    run = _kernel(body, out_type, scratch, (kv_heads, ranges.shape[1], batch), options)
+    run = _kernel(body, out_type, scratch, (kv_heads, ranges.shape[1], batch), interpret)
     # .fun: without vmap, whose wrapper refuses an array that is changed in place (jax 0.10)
     d_k, d_v = run.fun(q_BTNH, k_BSKH, v_BSKH, d_out_BTNH, jnp.stack(statistics, 2), bounds, ranges, d_q)
     return (d_q[...] * scale).astype(dtype), d_k, d_v
@@ -413,7 +421,7 @@ def _swizzled(shape, dtype, swizzle=128):
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform(tile), plgpu.SwizzleTransform(swizzle)))
 
 
-def _kernel(body, out_type, scratch, grid, options):
+def _kernel(body, out_type, scratch, grid, interpret):
     return plgpu.kernel(
         body,
         out_type=out_type,
@@ -423,5 +431,5 @@ def _kernel(body, out_type, scratch, grid, options):
         num_threads=3,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        **options,
+        interpret=interpret,
     )
