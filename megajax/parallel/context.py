@@ -30,6 +30,7 @@ from megajax import compat
 from megajax.ops import attention as local
 from megajax.ops.attention import NEVER, AttentionMask
 from megajax.sharding import activation_spec, free_axes, manual
+from pallas_kernels import flash_attention as kernel
 
 logger = logging.getLogger("megajax")
 
@@ -82,7 +83,10 @@ def attention(
         method = "all_gather"
     _log_method(method)
     rate, key = dropout or (0.0, None)
-    order = ("reference",) if backend == "reference" else ("cudnn", "reference")
+    # Ours has not run in a ring on a GPU yet: only where it is asked for.
+    order = {"pallas": ("pallas", "cudnn", "reference"), "reference": ("reference",)}.get(
+        backend, ("cudnn", "reference")
+    )
     chosen = local.choose_backend(q_BTNH, soft_cap, None, rate, order)
     options = _Options(method, mask.window, scale, soft_cap, rate, chosen)
     arrays = (None if segments is None else segments[0], jax.random.key_data(key) if key is not None else None)
@@ -105,7 +109,7 @@ class _Options:
     scale: float
     soft_cap: float | None
     dropout: float
-    backend: Literal["cudnn", "reference"]
+    backend: local.Backend
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -282,6 +286,10 @@ class _Blocks:
             bias, causal = self._bias(q, q_places, k_places)
             results = compat.cudnn_attention_forward(q, k, v, bias, scale=options.scale, window=None, causal=causal)
             out, lse = compat.vary(results, compat.varying_axes(q))
+        elif options.backend == "pallas":
+            bounds = self._key_bounds(q_places, k_places, q.shape[0])
+            results = kernel.forward(q, k, v, *bounds, scale=options.scale, soft_cap=options.soft_cap)
+            out, lse = compat.vary(results, compat.varying_axes(q))
         else:
             out, lse = self._reference(q, k, v, q_places, k_places)
         return out.astype(jnp.float32), lse
@@ -293,6 +301,10 @@ class _Blocks:
             bias, causal = self._bias(q, q_places, k_places)
             given = dict(scale=options.scale, window=None, causal=causal)
             results = compat.cudnn_attention_backward(q, k, v, out, lse, d_out, bias, **given)
+            results = compat.vary(results, compat.varying_axes(q))
+        elif options.backend == "pallas":
+            given = (q, k, v, out, lse, d_out, *self._key_bounds(q_places, k_places, q.shape[0]))
+            results = kernel.backward(*given, scale=options.scale, soft_cap=options.soft_cap)
             results = compat.vary(results, compat.varying_axes(q))
         else:
             # With its own log-sum-exp the derivative of a block knows nothing of the other keys: weigh it with what
@@ -313,6 +325,21 @@ class _Blocks:
     def _segments(self, q_places, k_places):
         return None if q_places[1] is None else (q_places[1], k_places[1])
 
+    def _key_bounds(self, q_places, k_places, batch):
+        """int32 [B, T]: query i sees the keys lower <= j < upper of these, whose places ascend."""
+        (q_index_T, q_ids), (k_index_S, k_ids) = q_places, k_places
+        half = len(k_index_S) // 2 if len(k_index_S) > self.chunk else len(k_index_S)
+        runs = [k_index_S[:half], k_index_S[half:]]  # of places without a gap
+        before = lambda place: sum(jnp.clip(place - run[0], 0, len(run)) for run in runs if len(run))
+        upper = jnp.broadcast_to(before(q_index_T + 1), (batch, len(q_index_T)))
+        lower = jnp.zeros_like(upper)
+        if self.options.window is not None:
+            lower = jnp.broadcast_to(before(q_index_T + 1 - self.options.window), upper.shape)
+        if q_ids is not None:
+            first, end = _documents(q_ids, k_ids, num_ids=2 * lax.axis_size(AXIS) * self.chunk + 1)
+            lower, upper = jnp.maximum(lower, first), jnp.minimum(upper, end)
+        return lower.astype(jnp.int32), upper.astype(jnp.int32)
+
     def _bias(self, q, q_places, k_places):
         """-> (what cuDNN adds to the scores or None, whether the block is causal by itself)."""
         diagonal, segments = q_places is k_places, self._segments(q_places, k_places)
@@ -324,6 +351,20 @@ class _Blocks:
             visible = visible & (segments[0][:, :, None] == segments[1][:, None])
         bias = (~visible).astype(q.dtype) * NEVER
         return bias.reshape(-1, 1, *bias.shape[-2:]), False
+
+
+def _documents(q_ids, k_ids, num_ids):
+    """int32 [B, T]: first key of each query's document and the one after its last; nothing, and still in ascending
+    order, where the document has no key here. The tokens of a document lie side by side, ids are 0 to num_ids - 1."""
+    index = jnp.arange(k_ids.shape[1])
+
+    def of_row(q_ids, k_ids):
+        first = jnp.full((num_ids,), k_ids.shape[0]).at[k_ids].min(index)[q_ids]
+        end = jnp.zeros((num_ids,), int).at[k_ids].max(index + 1)[q_ids]
+        end = lax.cummax(end)
+        return jnp.minimum(first, end), end
+
+    return jax.vmap(of_row)(q_ids, k_ids)
 
 
 def _first(places, half):

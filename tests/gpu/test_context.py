@@ -1,4 +1,4 @@
-"""The ring and its relatives with cuDNN's blocks, against the plain reference in float32 on one GPU."""
+"""The ring and its relatives with cuDNN's blocks and with ours, against the plain reference in float32 on one GPU."""
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,10 @@ CASES = {"causal": {}, "window": {"window": 300}, "packed": {"packed": True}}
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize("backend", ["cudnn", "pallas"])
 @pytest.mark.parametrize("method", ["ring", "all_gather", "all_to_all"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_split_sequence_matches_reference(case, method):
+def test_split_sequence_matches_reference(case, method, backend):
     num_ranks, mask, scale = min(jax.device_count(), 4), AttentionMask(True, case.get("window")), H**-0.5
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = ((B, T, N, H), (B, T, K, H), (B, T, K, H), (B, T, N, H))
@@ -32,7 +33,7 @@ def test_split_sequence_matches_reference(case, method):
 
     def split(q, k, v):
         pair = (segment_ids[:, order],) * 2 if case.get("packed") else None
-        return attention(q, k, v, method=method, mask=mask, scale=scale, segments=pair)
+        return attention(q, k, v, method=method, mask=mask, scale=scale, segments=pair, backend=backend)
 
     def run(op, q, k, v, d_out):
         out, vjp = jax.vjp(op, q, k, v)

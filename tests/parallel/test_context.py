@@ -136,9 +136,40 @@ def cudnn_stand_ins(monkeypatch):
     monkeypatch.setattr("megajax.compat.cudnn_attention_backward", cudnn_backward)
 
 
+def intervals(k, lower, upper):
+    key = jnp.arange(k.shape[1], dtype=jnp.float32)
+    return jnp.where((key >= lower[..., None]) & (key < upper[..., None]), 0.0, -jnp.inf)[:, None]
+
+
+def pallas_forward(q, k, v, lower, upper, *, scale, soft_cap):
+    """What our kernel means: every query sees an interval, of which it asks that its bounds never descend."""
+    bias = intervals(k, *_ascending(lower, upper))
+    out, lse = cudnn_forward(q, k, v, bias, scale=scale, window=None, causal=False)
+    sees = jnp.isfinite(lse)
+    return jnp.where(sees.swapaxes(1, 2)[..., None], out, 0.0), jnp.where(sees, lse, -1e30)
+
+
+def pallas_backward(q, k, v, out, lse, d_out, lower, upper, *, scale, soft_cap):
+    bias = intervals(k, *_ascending(lower, upper))
+    return cudnn_backward(q, k, v, out, lse, d_out, bias, scale=scale, window=None, causal=False)
+
+
+def _ascending(lower, upper):
+    """NaN if they descend: then nothing is seen, and the results show it."""
+    return (jnp.where(jnp.all(jnp.diff(a) >= 0), a.astype(jnp.float32), jnp.nan) for a in (lower, upper))
+
+
+@pytest.fixture
+def pallas_stand_ins(monkeypatch):
+    monkeypatch.setattr("megajax.ops.attention.choose_backend", lambda *_: "pallas")
+    monkeypatch.setattr("pallas_kernels.flash_attention.forward", pallas_forward)
+    monkeypatch.setattr("pallas_kernels.flash_attention.backward", pallas_backward)
+
+
+@pytest.mark.parametrize("backend", ["cudnn", "pallas"])
 @pytest.mark.parametrize("method", ["ring", "all_gather"])
 @pytest.mark.parametrize("options", [{}, {"window": 7}, {"packed": True}, {"packed": True, "window": 11}], ids=str)
-def test_cudnn_gets_what_the_formula_says(options, method, make_test_mesh, request):
+def test_the_kernel_gets_what_the_formula_says(options, method, backend, make_test_mesh, request):
     def run(op, segments, order):
         def loss(q, k, v, g):
             given = dict(mask=AttentionMask(True, options.get("window")), scale=SCALE)
@@ -151,7 +182,7 @@ def test_cudnn_gets_what_the_formula_says(options, method, make_test_mesh, reque
 
     with jax.set_mesh(make_test_mesh()):
         want = run(attention_of_one, SEGMENTS, np.arange(T))
-    request.getfixturevalue("cudnn_stand_ins")
+    request.getfixturevalue(f"{backend}_stand_ins")
     with jax.set_mesh(make_test_mesh(context=4, data=2)):
         got = run(functools.partial(attention, method=method), SEGMENTS, sequence_order(T, 4, method))
     jax.tree.map(CLOSE, got, want)
