@@ -87,6 +87,7 @@ def _train(config: Config, watchdog: Watchdog) -> str:
     mesh, model, optimizer, datasets, options = (
         parts[name] for name in ("mesh", "model", "optimizer", "datasets", "compiler_options")
     )
+    check_room(run_dir, abstract_state(model, optimizer), config.training.steps)
     watchdog.alive()
     if first_process:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -98,8 +99,6 @@ def _train(config: Config, watchdog: Watchdog) -> str:
 
     # All processes must find the same programs: one that has to compile waits for the others to autotune with it.
     use_compilation_cache(COMPILATION_CACHE if jax.process_count() == 1 else run_dir / "compilation")
-    if not (run_dir / "checkpoints" / str(config.training.steps)).is_dir():
-        check_room(run_dir, abstract_state(model, optimizer))
     shard_over_data = config.optimizer.shard_over_data
     rows = startup_rows(model, optimizer, mesh, config.mesh, config.training, datasets, shard_over_data, options)
     console.card(f"megajax: {run_dir}", rows)

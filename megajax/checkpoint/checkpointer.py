@@ -23,7 +23,7 @@ import orbax.checkpoint as ocp
 
 from megajax.checkpoint.layout import Rows, stored_form, wanted_form
 from megajax.checkpoint.local import LocalSnapshots, run_folder
-from megajax.checkpoint.verify import as_stored, differing, digests, on_all_processes
+from megajax.checkpoint.verify import as_stored, differing, digests, on_all_processes, sealed, unsealed
 
 logger = logging.getLogger("megajax")
 
@@ -51,6 +51,11 @@ class CheckpointConfig:
             raise ValueError(
                 f"checkpoint.local_dir={self.local_dir!r} with checkpoint.local_every_steps={self.local_every_steps}: "
                 "local snapshots need both; give the other one too, or neither"
+            )
+        if self.local_every_steps and self.every_steps and self.local_every_steps % self.every_steps == 0:
+            raise ValueError(
+                f"checkpoint.local_every_steps={self.local_every_steps} is a multiple of checkpoint.every_steps="
+                f"{self.every_steps}, so that a checkpoint is saved at each; use a smaller number"
             )
 
     def check_evaluated(self, training_steps: int, eval_every_steps: int) -> None:
@@ -163,7 +168,10 @@ class Checkpointer:
         meta: JSON values; its eval_loss, if it has one, decides whether the step is one of checkpoint.keep_best. What
         goes wrong, at once or in the background, is logged and counted in `failed_saves`; the next one tries anew.
         """
-        self.check()
+        try:  # what went wrong with the one before is not the fault of this one
+            self.wait()
+        except Exception as error:
+            self._failed(error)
         try:
             self._clear_failed()
             self.write(step, {"params": params, "optimizer": optimizer_state}, meta)
@@ -182,17 +190,15 @@ class Checkpointer:
         trees = {"params": params, "optimizer": optimizer_state}
         self._wait_for_local()
         try:
-            self._local.save(step, trees, meta | {"digests": {name: digests(tree) for name, tree in trees.items()}})
+            self._local.save(step, trees, _sealed(trees, meta))
         except Exception as error:
             self._failed(error, local=True)
 
     def check(self) -> None:
         """Looks whether a save in the background has failed since; does not wait for one that is under way."""
         try:
-            if jax.process_count() > 1:  # to wait is a matter of all of them, which need not have come as far
-                self._manager.check_for_errors()
-            elif not self.is_saving():
-                self._manager.wait_until_finished()
+            if not self.is_saving():
+                self.wait()
         except Exception as error:
             self._failed(error)
         try:
@@ -204,7 +210,7 @@ class Checkpointer:
     def _clear_failed(self) -> None:
         """Removes what failed saves have left, which may be what fills the disk, and reads again which steps are there:
         Orbax has crossed out the oldest one for each."""
-        if not self._left_unfinished:
+        if on_all_processes(not self._left_unfinished):
             return
         if jax.process_index() == 0:
             for unfinished in self.folder.glob("*.orbax-checkpoint-tmp"):
@@ -224,7 +230,7 @@ class Checkpointer:
             return
         self._kept.evaluated(step, meta)
         items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
-        items["meta"] = ocp.args.JsonSave(meta | {"digests": {name: digests(tree) for name, tree in trees.items()}})
+        items["meta"] = ocp.args.JsonSave(_sealed(trees, meta))
         self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
     def _point_latest(self, step: int) -> None:
@@ -240,7 +246,9 @@ class Checkpointer:
             logger.warning("%s does not point to step %d: %s", link, step, error)
 
     def read_meta(self, step: int) -> dict[str, Any]:
-        return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
+        """Raises ValueError if they are not what was saved."""
+        meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
+        return unsealed(meta, self.folder / str(step))
 
     def restore_newest(
         self, abstract_params, abstract_optimizer_state, layer_rows: Rows
@@ -256,7 +264,7 @@ class Checkpointer:
             found = self._local.restore(self.latest_step() or 0, trees, layer_rows)
             if found is not None:
                 step, trees, meta = found
-                self.save(step, *trees.values(), meta)
+                self.save(step, trees["params"], trees["optimizer"], meta)
                 return step, trees["params"], trees["optimizer"], meta
         problems: dict[int, str] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
@@ -362,6 +370,10 @@ class Checkpointer:
             self._wait_for_local()
             self._local.close()
             self._local.remove_up_to(self.latest_step() or 0)
+
+
+def _sealed(trees: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
+    return sealed(meta | {"digests": {name: digests(tree) for name, tree in trees.items()}})
 
 
 def _cast(array: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:

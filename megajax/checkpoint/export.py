@@ -10,6 +10,7 @@ import json
 import logging
 import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -45,10 +46,10 @@ def export(run_dir: str | Path, output: str | Path, step: int | None = None, dty
         except Exception as error:  # Orbax has many
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ValueError(f"step={step} of run={run_dir} cannot be read ({reason}); use another --step") from error
-    new = output.with_name(output.name + ".new")
-    shutil.rmtree(new, ignore_errors=True)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    new = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
     try:
-        new.mkdir(parents=True)
+        new.chmod(0o755)
         with Checkpointer(new, CheckpointConfig(keep=0)) as checkpointer:
             checkpointer.write(step, {"params": params}, meta)
             checkpointer.wait()

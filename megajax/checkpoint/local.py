@@ -23,7 +23,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 
 from megajax.checkpoint.layout import Rows
-from megajax.checkpoint.verify import differing, on_all_processes
+from megajax.checkpoint.verify import differing, on_all_processes, unsealed
 
 logger = logging.getLogger("megajax")
 
@@ -167,14 +167,15 @@ class LocalSnapshots:
         if not (folder / "index.json").is_file():
             raise ValueError(f"{folder} does not exist")
         index = json.loads((folder / "index.json").read_text())
-        if index["meta"].get("layer_rows", {}) != {kind: rows.tolist() for kind, rows in layer_rows.items()}:
+        meta = unsealed(index["meta"], folder)
+        if meta.get("layer_rows", {}) != {kind: rows.tolist() for kind, rows in layer_rows.items()}:
             raise ValueError("it was saved with another layout of the pipeline")
         wanted = _leaves(abstract)
         if wanted.keys() != index["arrays"].keys():
             raise ValueError("it has other arrays")
         with (folder / "arrays").open("rb") as file:
             made = {path: _array(path, a, index["arrays"][path], file) for path, a in wanted.items()}
-        return jax.tree.unflatten(jax.tree.structure(abstract), list(made.values())), index["meta"]
+        return jax.tree.unflatten(jax.tree.structure(abstract), list(made.values())), meta
 
 
 def _remove(folder: Path) -> None:

@@ -10,13 +10,19 @@ are exact in any order, so that the digest is the same on every mesh. It detects
 the arrays are, in one pass over their memory.
 """
 
+import hashlib
+import json
+import logging
 import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
+
+logger = logging.getLogger("megajax")
 
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 
@@ -53,6 +59,26 @@ def on_all_processes(succeeded: bool) -> bool:
     if jax.process_count() == 1:
         return succeeded
     return bool(np.all(multihost_utils.process_allgather(np.array(succeeded))))
+
+
+def sealed(meta: dict) -> dict:
+    """JSON values with a digest of their own: `layer_rows`, say, decide what the arrays mean."""
+    return meta | {"sha256": _sha256(meta)}
+
+
+def unsealed(meta: dict, where: Path) -> dict:
+    """Raises ValueError if they are not what was sealed."""
+    meta = dict(meta)
+    found = meta.pop("sha256", None)
+    if found is None:
+        logger.warning("%s: its meta data are not verified: they were written before they had a digest", where)
+    elif found != _sha256(meta):
+        raise ValueError(f"{where} is damaged: its meta data are not what was saved; use another step")
+    return meta
+
+
+def _sha256(meta: dict) -> str:
+    return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
 
 
 def _default_memory(array: jax.Array) -> str:

@@ -213,8 +213,7 @@ class Trainer:
             reporter.dispatched(done, metrics, rate)
             profiler.after(done, metrics)
             self.watchdog.alive()
-            if done % config.log_every_steps == 0:
-                self.checkpointer.check()
+            self.checkpointer.check()
             asked = stop.asked(done)
             evaluation: dict[str, float] = {}
             if evaluate is not None and (done % config.eval_every_steps == 0 or done == config.steps):
@@ -241,6 +240,7 @@ class Trainer:
                 break
         reporter.flush()
         self.checkpointer.wait()
+        self.watchdog.alive()
         if self.checkpointer.latest_step() != done:
             raise RuntimeError(f"the checkpoint of step {done} could not be saved: the log says why")
         reporter.close()
@@ -270,15 +270,27 @@ class Trainer:
         shardings = state_shardings(self.model, self.optimizer, self.mesh, self.shard_over_data)
         target = with_shardings(abstract_state(self.model, self.optimizer), shardings)
         found = self.checkpointer.restore_newest(target.params, target.optimizer, self.model.layer_rows)
+        if self.writer is not None:
+            self.writer.rewind(0 if found is None else found[0])
         if found is None:
             return init_state(self.model, self.optimizer, self.config.seed, self.mesh, shardings)
         latest, params, optimizer, meta = found
         self.console.note(f"resuming from step {latest} of {self.config.steps}")
-        if self.writer is not None:
-            self.writer.rewind(latest)
+        self._check_samples(latest, meta)
         self.productive_seconds = meta.get("productive_seconds", 0.0)
         scalar = lambda value: jax.device_put(jnp.int32(value), shardings.step)
         return TrainState(scalar(latest), scalar(meta["skipped"]), params, optimizer)
+
+    def _check_samples(self, step: int, meta: dict[str, Any]) -> None:
+        """Raises ValueError if samples would be skipped or read twice, as with another batch size."""
+        here = self.config.schedule(self.mesh_config).num_samples(step)
+        read = meta.get("consumed_samples", here)
+        if read != here and not self.data_config.allow_change:
+            raise ValueError(
+                f"training.global_batch_size={self.config.global_batch_size}, batch_size_rampup="
+                f"{self.config.batch_size_rampup}: after step {step} the run has read {read} samples, and would go on "
+                f"at sample {here}; give them as they were, or allow it with --data.allow_change=True"
+            )
 
     def _save(
         self,

@@ -5,6 +5,7 @@ nothing in the run directory changes, so that it may be training at the same tim
 with that program, whose results must be bit-equal, and once operation by operation (training/nonfinite.py).
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -240,7 +241,10 @@ def _other_machine(trainer: Trainer) -> list[str]:
     """What the run was last started on and with, where it is not this."""
     path = trainer.run_dir / "starts.jsonl"
     lines = path.read_text().splitlines() if path.is_file() else []
-    then, now = json.loads(lines[-1]) if lines else {}, start_record(trainer.mesh, trainer.compiler_options)
+    then: dict = {}
+    with contextlib.suppress(ValueError):  # a line that a crash cut off
+        then = json.loads(lines[-1]) if lines else {}
+    now = start_record(trainer.mesh, trainer.compiler_options)
     return [
         f"{name}: {then[name]} -> {now[name]}"
         for name in now

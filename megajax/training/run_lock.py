@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+
+logger = logging.getLogger("megajax")
 
 
 @contextmanager
@@ -52,10 +55,12 @@ def _locked_file(run_dir: Path) -> Iterator[None]:
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise ValueError(
                 f"run_dir={run_dir} is in use by another process; wait for it or use another --run_dir"
             ) from None
+        except OSError as error:  # a file system without locks
+            logger.warning("%s cannot be locked (%s): see to it that one run at a time uses it", run_dir, error)
         try:
             yield
         except ValueError:

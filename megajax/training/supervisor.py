@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,63 +32,79 @@ def supervise(
     max_restarts: int,
     hang_minutes: float,
     *,
-    sleep: Callable[[float], None] = time.sleep,
+    sleep: Callable[[float], object] | None = None,
 ) -> int:
     """Runs the command until it ends well, max_restarts are used up, or it crashes without progress -> exit status.
 
     SIGTERM, SIGINT and SIGUSR1 go on to the child, and then there is no restart. Between two starts it waits, twice as
     long after each crash without progress. A child that was stopped (SIGSTOP) for hang_minutes, in which its own
-    watchdog cannot run, is killed; 0: never.
+    watchdog cannot run, is killed; 0: never. sleep: instead of the pause.
     """
-    crashes, reached, wait = 0, _last_step(run_dir), FIRST_WAIT_SECONDS
-    for restarts in range(max_restarts + 1):
-        status, asked = _run(command, 60 * hang_minutes)
-        if status in (0, BAD_INPUT) or asked:
-            return status
-        step = _last_step(run_dir)
-        crashes, wait = (1, FIRST_WAIT_SECONDS) if step > reached else (crashes + 1, wait)
-        reached = max(reached, step)
-        reason = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-        logger.error("the run ended with %s after step %d", reason, step)
-        if crashes >= MOST_WITHOUT_PROGRESS:
-            logger.error("%d crashes without a new step: not started again", crashes)
-            return 1
-        if restarts < max_restarts:
-            logger.warning("start %d of %d in %.0f s", restarts + 1, max_restarts, wait)
-            sleep(wait)
-            wait = min(2 * wait, LONGEST_WAIT_SECONDS)
-    logger.error("training.max_restarts=%d are used up", max_restarts)
-    return 1
+    with _Signals() as signals:
+        crashes, reached, wait = 0, _last_step(run_dir), FIRST_WAIT_SECONDS
+        for restarts in range(max_restarts + 1):
+            status = _run(command, 60 * hang_minutes, signals)
+            if status in (0, BAD_INPUT) or signals.asked.is_set():
+                return status
+            step = _last_step(run_dir)
+            crashes, wait = (1, FIRST_WAIT_SECONDS) if step > reached else (crashes + 1, wait)
+            reached = max(reached, step)
+            reason = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+            logger.error("the run ended with %s after step %d", reason, step)
+            if crashes >= MOST_WITHOUT_PROGRESS:
+                logger.error("%d crashes without a new step: not started again", crashes)
+                return 1
+            if restarts < max_restarts:
+                logger.warning("start %d of %d in %.0f s", restarts + 1, max_restarts, wait)
+                (sleep or signals.asked.wait)(wait)
+                if signals.asked.is_set():
+                    return status
+                wait = min(2 * wait, LONGEST_WAIT_SECONDS)
+        logger.error("training.max_restarts=%d are used up", max_restarts)
+        return 1
 
 
-def _run(command: Sequence[str], longest_stop_seconds: float) -> tuple[int, bool]:
-    """-> (exit status, whether a signal asked it to stop)."""
-    asked, went_on = False, time.monotonic()
+class _Signals:
+    """Passes them on to the child, if there is one; a context manager that gives them back."""
+
+    def __init__(self):
+        self.asked, self.child = threading.Event(), None
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+        self._before = {number: signal.signal(number, self._received) for number in numbers}
+
+    def _received(self, number: int, _frame) -> None:
+        self.asked.set()
+        if self.child is not None:
+            self.child.send_signal(number)
+
+    def __enter__(self) -> "_Signals":
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def _run(command: Sequence[str], longest_stop_seconds: float, signals: _Signals) -> int:
+    """-> exit status."""
+    went_on = time.monotonic()
     # A session of its own, or ctrl-C would reach it twice.
     child = subprocess.Popen(command, start_new_session=True)
-
-    def forward(number: int, _frame) -> None:
-        nonlocal asked
-        asked = True
-        child.send_signal(number)
-
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    before = {number: signal.signal(number, forward) for number in numbers}
-    try:
-        while child.poll() is None:  # a signal that reaches another thread does not interrupt a wait
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(1)
-            if not _is_stopped(child.pid):
-                went_on = time.monotonic()
-            elif longest_stop_seconds and time.monotonic() - went_on > longest_stop_seconds:
-                logger.error("the run was stopped (SIGSTOP) for %.0f s: killed", longest_stop_seconds)
-                child.kill()
-        if child.returncode:
-            _end_group(child.pid)
-        return child.returncode, asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    signals.child = child
+    if signals.asked.is_set():  # before there was a child
+        child.terminate()
+    while child.poll() is None:  # a signal that reaches another thread does not interrupt a wait
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(1)
+        if not _is_stopped(child.pid):
+            went_on = time.monotonic()
+        elif longest_stop_seconds and time.monotonic() - went_on > longest_stop_seconds:
+            logger.error("the run was stopped (SIGSTOP) for %.0f s: killed", longest_stop_seconds)
+            child.kill()
+    signals.child = None
+    if child.returncode:
+        _end_group(child.pid)
+    return child.returncode
 
 
 def _end_group(leader: int) -> None:
@@ -115,6 +132,6 @@ def _last_step(run_dir: Path) -> int:
     for line in path.read_text().splitlines():
         try:
             steps.append(json.loads(line)["step"])
-        except ValueError:  # the line that was being written
+        except (ValueError, KeyError, TypeError):  # the line that was being written
             continue
     return max(steps, default=0)

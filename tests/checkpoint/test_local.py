@@ -79,9 +79,13 @@ def test_a_snapshot_newer_than_the_checkpoint_is_restored_bit_for_bit_where_it_l
     with Checkpointer(tmp_path / "run", None) as checkpointer:  # so that serving and the next start find it there
         assert checkpointer.latest_step() == 8
     wanted = want | moments_of(want)
+    shutil.rmtree(tmp_path / "fast", ignore_errors=True)
+    again = resume(tmp_path)  # from the checkpoint that was saved at once
+    assert again[0] == 8
     for name, array in (params | optimizer).items():
         assert array.sharding == wanted[name].sharding and array.dtype == wanted[name].dtype
         assert jax.device_get(array).tobytes() == jax.device_get(wanted[name]).tobytes()
+        assert jax.device_get((again[1] | again[2])[name]).tobytes() == jax.device_get(wanted[name]).tobytes()
 
 
 def test_what_is_restored_can_be_given_away_to_a_step(tmp_path):

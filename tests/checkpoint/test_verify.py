@@ -80,7 +80,8 @@ def template(tmp_path_factory):
     with Checkpointer(run_dir, CheckpointConfig(keep=0)) as checkpointer:
         for step in (3, 6):
             tree = arrays_on(mesh_of(fsdp=4, tensor=2), step)
-            checkpointer.save(step, tree, {"m": tree["w"]}, {"step": step})
+            meta = {"step": step, "layer_rows": {"decoder": [0, 1, 2, 3]}}
+            checkpointer.save(step, tree, {"m": tree["w"]}, meta)
     return run_dir
 
 
@@ -107,11 +108,28 @@ def flip(path, place, bit=4):
 
 
 @pytest.mark.fault
+def test_one_flipped_bit_in_the_meta_data_is_found(run_dir):
+    """They say, among others, which row is which layer."""
+    file, tree = run_dir / "checkpoints" / "6" / "meta" / "metadata", abstract(arrays_on(mesh_of()))
+    good = file.read_bytes()
+    assert b'"layer_rows": {"decoder": [0, 1, 2, 3]}' in good and b'"sha256"' in good
+    for damaged in (good.replace(b"[0, 1, 2, 3]", b"[0, 1, 0, 3]"), good.replace(b'"step": 6', b'"step": 4'), good):
+        file.write_bytes(damaged)
+        with Checkpointer(run_dir, None) as checkpointer:
+            if damaged is good:
+                assert checkpointer.read_meta(6)["step"] == 6
+                continue
+            with pytest.raises(ValueError, match="damaged: its meta data are not what was saved"):
+                checkpointer.restore(6, tree, {"m": tree["w"]}, ROWS)
+
+
+@pytest.mark.fault
 def test_one_flipped_bit_in_any_large_file_is_never_trained_on(run_dir):
     rng, found = random.Random(0), 0
     want = jax.device_get(arrays_on(mesh_of(), 6))
     files = data_files(run_dir / "checkpoints" / "6")
     assert files
+    assert restore(run_dir)[0][0] == 6  # what is not damaged is used
     for file in files:
         good = file.read_bytes()
         for _ in range(4):

@@ -1,5 +1,6 @@
 """Starts train.py as real processes on a very small model, and ends them whatever happens."""
 
+import contextlib
 import json
 import os
 import socket
@@ -72,6 +73,10 @@ def started(run_dir: Path, *arguments: str, num_processes: int = 1, devices_each
         yield processes
     finally:
         for process in processes:
+            if any(argument.startswith("--training.max_restarts") for argument in arguments):
+                process.popen.terminate()  # a supervisor that is killed leaves the run behind
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.popen.wait(20)
             process.popen.kill()
             process.popen.wait()
 

@@ -32,7 +32,7 @@ def schedule(step):
 if __name__ == "__main__":
     config = DataConfig(source="mock", num_workers=2)
     batches = step_batches(Numbers(), schedule, np.arange, start_step=0, num_steps=10**5, config=config)
-    with Watchdog(0.05) as watchdog:
+    with Watchdog(float(sys.argv[2])) as watchdog:
         for step, _ in enumerate(batches):
             watchdog.alive()
             if step == 2:
@@ -71,7 +71,8 @@ def test_a_reading_process_that_dies_raises_and_one_that_stalls_ends_the_run(tmp
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     processes = {}
     for number in (signal.SIGKILL, signal.SIGSTOP):
-        command = [sys.executable, script, str(int(number))]
+        minutes = "0.05" if number == signal.SIGSTOP else "1"
+        command = [sys.executable, script, str(int(number)), minutes]
         with (tmp_path / number.name).open("w") as file:
             processes[number.name] = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
     try:

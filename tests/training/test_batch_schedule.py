@@ -1,14 +1,16 @@
 """The batch of a step is a pure function, continuous in samples, and ramps up as Megatron-LM's does."""
 
+import types
 from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megajax.data.datasets import DataConfig
 from megajax.mesh import MeshConfig
 from megajax.training.batch_schedule import BatchSchedule
-from megajax.training.loop import TrainingConfig
+from megajax.training.loop import Trainer, TrainingConfig
 
 
 def megatron_batch_size(consumed: int, start: int, increment: int, samples: int, final: int) -> int:
@@ -76,3 +78,16 @@ def test_config_that_passes_the_check_loses_no_sample(data, fsdp, microbatch_siz
         config.check_on(mesh)
         assert config.schedule(mesh)(0).size == size
         assert config.schedule(mesh)(0).microbatch % mesh.batch_shards == 0
+
+
+def test_a_resume_with_another_batch_size_is_refused_unless_it_is_allowed():
+    """It would skip samples, or read them twice."""
+    trainer = types.SimpleNamespace(
+        config=TrainingConfig(global_batch_size=16), mesh_config=MeshConfig(), data_config=DataConfig()
+    )
+    Trainer._check_samples(trainer, 100, {"consumed_samples": 1600})
+    Trainer._check_samples(trainer, 100, {})  # written before it was counted
+    with pytest.raises(ValueError, match="has read 800 samples, and would go on at sample 1600.*data.allow_change"):
+        Trainer._check_samples(trainer, 100, {"consumed_samples": 800})
+    trainer.data_config = DataConfig(allow_change=True)
+    Trainer._check_samples(trainer, 100, {"consumed_samples": 800})

@@ -29,16 +29,16 @@ def with_free(monkeypatch, free):
 
 def test_a_disk_without_room_for_a_checkpoint_is_refused_with_the_numbers(tmp_path, monkeypatch):
     with_free(monkeypatch, 6 * 2**20)
-    check_room(tmp_path, STATE)
+    check_room(tmp_path, STATE, 10)
     with_free(monkeypatch, 6 * 2**20 - 1)
     with pytest.raises(ValueError, match=r"checkpoint needs 6.00 MiB, and 6.00 MiB are free; make room.*--run_dir"):
-        check_room(tmp_path, STATE)
+        check_room(tmp_path, STATE, 10)
 
 
 def test_checkpoints_that_cannot_be_written_are_refused(tmp_path):
     (tmp_path / "checkpoints").write_text("not a directory")
     with pytest.raises(ValueError, match="checkpoints cannot be written.*use another --run_dir"):
-        check_room(tmp_path, STATE)
+        check_room(tmp_path, STATE, 10)
 
 
 @pytest.mark.fault

@@ -57,6 +57,25 @@ def test_restarts_are_counted_and_bad_input_is_not_tried_again(tmp_path, caplog)
     assert supervise(command, tmp_path, 5, 0, sleep=lambda _: None) == 2 and starts() == 4
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_pause_between_two_starts(number, tmp_path):
+    command, starts = script(tmp_path, [1, 0], steps=[3, 5])
+    threading.Thread(target=lambda: (wait_for(starts, 1), time.sleep(1), os.kill(os.getpid(), number))).start()
+    before, began = signal.getsignal(number), time.monotonic()
+    assert supervise(command, tmp_path, 5, 0) == 1
+    assert starts() == 1 and time.monotonic() - began < 4 and signal.getsignal(number) is before
+
+
+def wait_for(starts, number):
+    while True:
+        try:
+            if starts() == number:
+                return
+        except (FileNotFoundError, ValueError):
+            pass
+        time.sleep(0.05)
+
+
 def test_a_signal_goes_on_to_the_run_and_ends_the_supervision(tmp_path):
     ready = tmp_path / "ready"
     code = f"""
@@ -116,7 +135,7 @@ from megajax.training.watchdog import Watchdog
 def waits_for_ever():
     threading.Event().wait()
 threading.Thread(target=waits_for_ever, daemon=True).start()
-with Watchdog(0.5 / 60) as watchdog:
+with Watchdog(2 / 60) as watchdog:
     for _ in range(3):
         watchdog.alive()
         time.sleep(0.3)
