@@ -18,7 +18,8 @@ from megajax.mesh import MeshConfig, initialize_processes, make_mesh
 
 initialize_processes()
 mesh = make_mesh(MeshConfig(fsdp=2), jax.devices())
-tree = {"w": jax.jit(lambda: jax.random.normal(jax.random.key(0), (64, 128)), out_shardings=NamedSharding(mesh, P("fsdp")))()}
+draw = lambda: jax.random.normal(jax.random.key(0), (64, 128))
+tree = {"w": jax.jit(draw, out_shardings=NamedSharding(mesh, P("fsdp")))()}
 usual = resource.getrlimit(resource.RLIMIT_FSIZE)
 with Checkpointer(sys.argv[1], CheckpointConfig(keep=0)) as checkpointer:
     save = lambda step: checkpointer.save(step, tree, {"m": tree["w"]}, {"step": step})

@@ -48,7 +48,7 @@ def test_bounds_say_what_the_mask_says(causal, window, packed):
 def test_tiles_hold_all_that_is_seen_and_those_in_the_middle_are_seen_wholly():
     rng = np.random.default_rng(0)
     for length in (64, 130, 517, 1000):
-        for _ in range(8):
+        for _ in range(4):
             ids = np.sort(rng.integers(0, rng.integers(1, 12), length))
             window = None if rng.random() < 0.5 else int(rng.integers(1, length))
             lower, upper = bounds_of(length, AttentionMask(True, window), ids)
@@ -201,12 +201,12 @@ def interpreted(monkeypatch):
 
 def test_interpreted_kernel_equals_the_formula(interpreted):
     """Packed documents with a window and a soft cap, grouped queries: tiles unseen, seen wholly and in part."""
-    B, T, N, K, H = 1, 256, 2, 1, 64
+    B, T, N, K, H = 1, 192, 2, 1, 64
     keys = jax.random.split(jax.random.key(0), 4)
     q, k, v, d_out = (
         jax.random.normal(key, (B, T, heads, H), jnp.bfloat16) for key, heads in zip(keys, (N, K, K, N), strict=True)
     )
-    bounds = bounds_of(T, AttentionMask(True, 150), np.repeat([0, 1], [40, T - 40]))
+    bounds = bounds_of(T, AttentionMask(True, 120), np.repeat([0, 1], [40, T - 40]))
     options = dict(scale=0.3, soft_cap=4.0)
 
     forward = jax.jit(functools.partial(kernel.forward, **options, interpret=interpreted))
