@@ -199,6 +199,7 @@ def interpreted(monkeypatch):
     return params.InterpretGPUParams(uninitialized_memory="nan", out_of_bounds_reads="raise")
 
 
+@pytest.mark.interpreted
 def test_interpreted_kernel_equals_the_formula(interpreted):
     """Packed documents with a window and a soft cap, grouped queries: tiles unseen, seen wholly and in part."""
     B, T, N, K, H = 1, 192, 2, 1, 64
