@@ -16,7 +16,7 @@ bfloat16 or float16, sums and softmax float32. T and S need not be multiples of 
 zero, what it writes there is dropped; only where 8 does not divide them are the arrays copied first. A block has one
 warpgroup that loads and two that compute, each 64 rows:
 
-    forward     a block for 128 queries of a head; keys and values pass by in tiles of 128 (H = 256: 64), two in flight;
+    forward     a block for 128 queries of a head; keys and values pass by in tiles of 128, two in flight;
                 one warpgroup multiplies while the other does its softmax. Shared memory: 160 KB for H = 128.
     backward    a block for 128 keys of a key-value head; the queries of its G heads pass by, 64 at a time. d_k and d_v
                 stay in registers; d_q is added up in float32 by TMA, whose order is not fixed, so the last bits of d_q
@@ -50,15 +50,14 @@ class Tiles:
     backward_stages: int = 2
 
 
-TILES = {64: Tiles(128, backward_stages=3), 128: Tiles(128), 256: Tiles(64)}
+TILES = {64: Tiles(128, backward_stages=3), 128: Tiles(128)}
 
 
-def problem(head_dim: int, dtype: jnp.dtype, *, backward: bool) -> str:
+def problem(head_dim: int, dtype: jnp.dtype) -> str:
     """Why these kernels cannot be used, or an empty string."""
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {dtype}"
-    widest = 128 if backward else 256  # d_k and d_v of 256 do not fit into registers
-    return "" if head_dim in TILES and head_dim <= widest else f"head dim {head_dim}"
+    return "" if head_dim in TILES else f"head dim {head_dim}"  # d_k and d_v of 256 do not fit into registers
 
 
 # Traced and compiled once for all layers of a model.

@@ -114,7 +114,7 @@ def choose_backend(q_BTNH, soft_cap, indices, dropout, order: tuple[Backend, ...
     first = lambda reasons: next((reason for reason, holds in reasons.items() if holds), "")
     problems = {
         "cudnn": lambda: first(cudnn) or compat.cudnn_attention_problem(),
-        "pallas": lambda: compat.mosaic_problem() or kernel.problem(head_dim, dtype, backward=True) or first(both),
+        "pallas": lambda: compat.mosaic_problem() or kernel.problem(head_dim, dtype) or first(both),
         "reference": lambda: "",
     }
     refused = []
