@@ -261,7 +261,7 @@ def _check_same_run(config: Config, run_dir: Path) -> list[str]:
         )
     changed = configuration.differences(Config.load(run_dir), dataclasses.replace(config, run_dir=str(run_dir)))
     free = ("scan_layers", "recompute", "offload", "dropout", "attention_dropout", "attention_backend")
-    free += ("context_attention",)
+    free += ("context_attention", "deterministic")
     other = [line for line in changed if line.startswith("model.") and not line.removeprefix("model.").startswith(free)]
     other += [line for line in changed if line.startswith(("precision.params:", "optimizer.name:"))]
     if other:

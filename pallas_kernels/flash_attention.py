@@ -62,6 +62,7 @@ def problem(head_dim: int, dtype: jnp.dtype) -> str:
 
 # Traced and compiled once for all layers of a model.
 _once = functools.partial(jax.jit, static_argnames=("scale", "soft_cap", "interpret"))
+_once_backward = functools.partial(jax.jit, static_argnames=("scale", "soft_cap", "ordered", "interpret"))
 
 
 @_once
@@ -198,7 +199,7 @@ def forward(
     return out_BTNH, lse_BNT[:, :, :length]
 
 
-@_once
+@_once_backward
 def backward(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
@@ -211,11 +212,13 @@ def backward(
     *,
     scale: float,
     soft_cap: float | None = None,
+    ordered: bool = False,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """-> (d_q, d_k, d_v) like q, k and v.
 
     out, lse: of `forward`, or of attention to more keys, of which these are some.
+    ordered: d_q is added up in one order, from the last keys to the first: the same bits in every run.
     """
     batch, length, num_heads, head_dim = q_BTNH.shape
     num_keys, kv_heads = k_BSKH.shape[1:3]
@@ -223,28 +226,37 @@ def backward(
         q, k, v, out, d_out = map(_to_eights, (q_BTNH, k_BSKH, v_BSKH, out_BTNH, d_out_BTNH))
         lse = _to_eights(lse_BNT, axis=2, constant_values=-NEVER)
         bounds = (_to_eights(a, mode="edge") for a in (lower_BT, upper_BT))
-        d_q, d_k, d_v = backward(q, k, v, out, lse, d_out, *bounds, scale=scale, soft_cap=soft_cap, interpret=interpret)
+        options = dict(scale=scale, soft_cap=soft_cap, ordered=ordered, interpret=interpret)
+        d_q, d_k, d_v = backward(q, k, v, out, lse, d_out, *bounds, **options)
         return d_q[:, :length], d_k[:, :num_keys], d_v[:, :num_keys]
     group, dtype, tiles = num_heads // kv_heads, q_BTNH.dtype, TILES[head_dim]
     block_q, stages, half = tiles.backward_queries, tiles.backward_stages, head_dim // 2
     ranges = _ranges_of_queries(lower_BT, upper_BT, block_q, num_keys)
-    bounds = _padded_bounds(lower_BT, upper_BT, block_q)
+    bounds = _padded_bounds(lower_BT, upper_BT, block_q, mode="edge")
     delta_BNT = jnp.sum(out_BTNH.astype(jnp.float32) * d_out_BTNH.astype(jnp.float32), -1).transpose(0, 2, 1)
     pad = [(0, 0), (0, 0), (0, -length % block_q)]
     # A query beyond the end has p = exp2(0 - 1e30) = 0.
-    statistics = [jnp.pad(lse_BNT * LOG2E, pad, constant_values=-NEVER), jnp.pad(delta_BNT, pad)]
+    lse_BNT, delta_BNT = jnp.pad(lse_BNT * LOG2E, pad, constant_values=-NEVER), jnp.pad(delta_BNT, pad)
+    num_tiles, q_tiles = ranges.shape[1], bounds.shape[2] // block_q
     by_column, shape = plgpu.Layout.WGMMA.reduce(0), (64, block_q)
     wide = lambda a: lax.broadcast_in_dim(a, shape, [1])
     accumulator = lambda width: plgpu.ACC((64, width), jnp.float32)
 
     def body(
-        q_ref, k_ref, v_ref, d_out_ref, statistics_ref, bounds_ref, ranges_ref, d_q_ref, d_k_ref, d_v_ref,
-        q_smem, d_out_smem, k_smem, v_smem, d_s_smem, d_q_smem, statistics_smem, bounds_smem,
-        kv_there, q_there, d_out_there, q_free, d_out_free, both_there,
+        q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, bounds_ref, ranges_ref, d_q_ref, d_k_ref, d_v_ref,
+        q_smem, d_out_smem, k_smem, v_smem, d_s_smem, d_q_smem, lse_smem, delta_smem, bounds_smem,
+        kv_there, q_there, d_out_there, q_free, d_out_free, both_there, my_turn,
     ):  # fmt: skip
         wg, kv_head, b = lax.axis_index("wg"), lax.axis_index("head"), lax.axis_index("batch")
         number = lax.axis_index("tile")
+        if ordered:  # who adds first starts first: nobody waits for a block that is not there
+            number = num_tiles - 1 - number
+            added = pl.get_global(plgpu.SemaphoreType.REGULAR((batch, num_heads, q_tiles)))
         first, full_first, full_last, last = _four(ranges_ref.at[b, number])
+        places = (last - first) * group
+
+        def head_and_step(place):
+            return kv_head * group + lax.div(place, last - first), first + lax.rem(place, last - first)
 
         @pl.when(wg == 2)
         def _load():
@@ -255,23 +267,40 @@ def backward(
 
             def copy(place, _):
                 slot, free = lax.rem(place, stages), place >= stages
-                head = kv_head * group + lax.div(place, last - first)
-                rows = pl.ds((first + lax.rem(place, last - first)) * block_q, block_q)
+                head, step = head_and_step(place)
+                rows = pl.ds(step * block_q, block_q)
                 pl.when(free)(lambda: plgpu.barrier_wait(q_free.at[slot]))
                 plgpu.copy_gmem_to_smem(q_ref.at[b, rows, head], q_smem.at[slot], q_there.at[slot])
-                statistics = statistics_ref.at[b, head, :, rows]
-                plgpu.copy_gmem_to_smem(statistics, statistics_smem.at[slot], q_there.at[slot])
+                plgpu.copy_gmem_to_smem(lse_ref.at[b, head, rows], lse_smem.at[slot], q_there.at[slot])
+                plgpu.copy_gmem_to_smem(delta_ref.at[b, head, rows], delta_smem.at[slot], q_there.at[slot])
                 plgpu.copy_gmem_to_smem(bounds_ref.at[b, :, rows], bounds_smem.at[slot], q_there.at[slot])
                 pl.when(free)(lambda: plgpu.barrier_wait(d_out_free.at[slot]))
                 plgpu.copy_gmem_to_smem(d_out_ref.at[b, rows, head], d_out_smem.at[slot], d_out_there.at[slot])
+                if ordered:
+                    pl.when(place > 0)(lambda: wait_for_others(place - 1))
 
-            lax.fori_loop(0, (last - first) * group, copy, None)
+            def wait_for_others(place):
+                head, step = head_and_step(place)
+                before = (bounds_ref[b, 1, step * block_q + block_q - 1] - 1) // BLOCK - number  # tiles of keys
+                plgpu.semaphore_wait(added.at[b, head, step], 2 * before, decrement=False, memory_scope="gpu")
+                plgpu.barrier_arrive(my_turn.at[lax.rem(place, stages + 1)])
+
+            lax.fori_loop(0, places, copy, None)
+            if ordered:
+                pl.when(places > 0)(lambda: wait_for_others(places - 1))
 
         @pl.when(wg < 2)
         def _compute():
             plgpu.set_max_registers(240, action="increase")
             mine, my_half = pl.ds(wg * 64, 64), pl.ds(wg * half, half)
             plgpu.barrier_wait(kv_there)
+
+            def stored(place):
+                """The d_q before this place has left shared memory; in order: is added, and the next block may know."""
+                plgpu.wait_smem_to_gmem(0, wait_read_only=not ordered)
+                if ordered:
+                    tell = lambda: plgpu.semaphore_signal(added.at[b, *head_and_step(place - 1)], memory_scope="gpu")
+                    pl.when(place > 0)(tell)
 
             def one_tile(step, carry, in_group, masked):
                 """Keys are the rows and queries the columns of every tile, so that p and d_s are left operands."""
@@ -284,7 +313,7 @@ def backward(
                     plgpu.wgmma(s_ref, k_smem.at[mine], q_smem.at[slot].transpose((1, 0)))
                     plgpu.barrier_wait(d_out_there.at[slot])
                     plgpu.wgmma(d_p_ref, v_smem.at[mine], d_out_smem.at[slot].transpose((1, 0)))
-                    lse = plgpu.load(statistics_smem.at[slot, 0], (), layout=by_column)
+                    lse = plgpu.load(lse_smem.at[slot], (), layout=by_column)
                     s, factor, slope = _capped(plgpu.wgmma_accumulator_load(s_ref, wait_n=1), scale, soft_cap)
                     p = jnp.exp2(s * factor - wide(lse))
                     if masked:
@@ -292,7 +321,7 @@ def backward(
                         key += number * BLOCK + wg * 64
                         lower, upper = (plgpu.load(bounds_smem.at[slot, i], (), layout=by_column) for i in range(2))
                         p = jnp.where((key >= wide(lower)) & (key < wide(upper)), p, 0.0)
-                    delta = plgpu.load(statistics_smem.at[slot, 1], (), layout=by_column)
+                    delta = plgpu.load(delta_smem.at[slot], (), layout=by_column)
                     d_s = p * (plgpu.wgmma_accumulator_load(d_p_ref, wait_n=0) - wide(delta))
                     return p.astype(dtype), (d_s if slope is None else d_s * slope).astype(dtype)
 
@@ -311,12 +340,14 @@ def backward(
                     plgpu.barrier_arrive(d_out_free.at[slot])
                     new_d_k = plgpu.wgmma_accumulator_load(d_k_ref, wait_n=1)
                     plgpu.barrier_arrive(q_free.at[slot])
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    stored(place)
                     d_q_smem[wg] = plgpu.wgmma_accumulator_load(d_q_ref, wait_n=0)
                     return new_d_k, new_d_v
 
                 d_k, d_v = pl.run_scoped(gradients, accumulator(head_dim), accumulator(head_dim), accumulator(half))
                 plgpu.commit_smem()
+                if ordered:
+                    plgpu.barrier_wait(my_turn.at[lax.rem(place, stages + 1)])
                 part = d_q_ref.at[b, pl.ds(step * block_q, block_q), kv_head * group + in_group, my_half]
                 plgpu.copy_smem_to_gmem(d_q_smem.at[wg], part, reduction_op="add")
                 return d_k, d_v
@@ -328,6 +359,8 @@ def backward(
 
             zeros = plgpu.layout_cast(jnp.zeros((64, head_dim), jnp.float32), plgpu.Layout.WGMMA)
             d_k, d_v = lax.fori_loop(0, group, one_head, (zeros, zeros))
+            if ordered:
+                stored(places)
             plgpu.barrier_arrive(both_there)  # the other one reads all keys for its half of d_q
             plgpu.barrier_wait(both_there)
             k_smem[mine] = (d_k * scale).astype(dtype)
@@ -346,19 +379,20 @@ def backward(
         _swizzled((BLOCK, head_dim), dtype),
         _swizzled((2, BLOCK, block_q), dtype, swizzle),  # two, as one warpgroup may be a step ahead
         _swizzled((2, block_q, half), jnp.float32),
-        plgpu.SMEM((stages, 2, block_q), jnp.float32),
+        *[plgpu.SMEM((stages, block_q), jnp.float32)] * 2,
         plgpu.SMEM((stages, 2, block_q), jnp.int32),
         plgpu.Barrier(num_arrivals=2),
-        plgpu.Barrier(num_arrivals=3, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=4, num_barriers=stages),
         plgpu.Barrier(num_barriers=stages),
         *[plgpu.Barrier(num_arrivals=2, num_barriers=stages)] * 2,
         plgpu.Barrier(num_arrivals=2),
+        plgpu.Barrier(num_barriers=stages + 1),  # the turn of the last place may come while two are still to be taken
     ]
     d_q = jax.new_ref(jnp.zeros(q_BTNH.shape, jnp.float32), memory_space=plgpu.GMEM)
     out_type = [jax.ShapeDtypeStruct(k_BSKH.shape, dtype)] * 2
-    run = _kernel(body, out_type, scratch, (kv_heads, ranges.shape[1], batch), interpret)
+    run = _kernel(body, out_type, scratch, (kv_heads, num_tiles, batch), interpret)
     # .fun: without vmap, whose wrapper refuses an array that is changed in place (jax 0.10)
-    d_k, d_v = run.fun(q_BTNH, k_BSKH, v_BSKH, d_out_BTNH, jnp.stack(statistics, 2), bounds, ranges, d_q)
+    d_k, d_v = run.fun(q_BTNH, k_BSKH, v_BSKH, d_out_BTNH, lse_BNT, delta_BNT, bounds, ranges, d_q)
     return (d_q[...] * scale).astype(dtype), d_k, d_v
 
 
@@ -409,9 +443,9 @@ def _to_eights(a, axis=1, **options):
     return jnp.pad(a, [(0, -size % 8 if number == axis else 0) for number, size in enumerate(a.shape)], **options)
 
 
-def _padded_bounds(lower_BT, upper_BT, block):
-    """int32 [B, 2, T rounded up]; queries beyond the end see nothing."""
-    return jnp.pad(jnp.stack([lower_BT, upper_BT], 1), ((0, 0), (0, 0), (0, -lower_BT.shape[1] % block)))
+def _padded_bounds(lower_BT, upper_BT, block, mode="constant"):
+    """int32 [B, 2, T rounded up]; queries beyond the end see nothing, or with "edge" what the last one does."""
+    return jnp.pad(jnp.stack([lower_BT, upper_BT], 1), ((0, 0), (0, 0), (0, -lower_BT.shape[1] % block)), mode=mode)
 
 
 def _swizzled(shape, dtype, swizzle=128):

@@ -34,6 +34,7 @@ class AttentionConfig:
     dropout: float
     context: ContextMethod
     backend: Backend
+    deterministic: bool
     init_std: float
     out_init_std: float
 
@@ -83,6 +84,7 @@ class Attention(nnx.Module):
             v_BTKH,
             method=config.context,
             backend=config.backend,
+            deterministic=config.deterministic,
             mask=AttentionMask(causal=True, window=config.window),
             scale=1.0 / math.sqrt(config.head_dim),
             soft_cap=config.soft_cap,

@@ -85,6 +85,9 @@ class DecoderConfig:
     attention_backend: Backend = "auto"
     """cudnn, pallas (pallas_kernels/flash_attention.py) or reference, where it can do what is asked; auto: the fastest
     that was measured. The log says which one it is."""
+    deterministic: bool = False
+    """On GPUs too, a step gives the same bits each time, on the same mesh and kind of GPU, after a restart as well; it
+    takes longer (docs/reliability.md). On CPU this is always so."""
     context_attention: ContextMethod = "ring"
     """Where mesh.context splits the sequence: keys and values in a ring, gathered (all_gather), or the heads split
     instead (all_to_all)."""
@@ -152,6 +155,7 @@ class DecoderConfig:
             dropout=self.attention_dropout,
             context=self.context_attention,
             backend=self.attention_backend,
+            deterministic=self.deterministic,
             init_std=self.init_std,
             out_init_std=out_std,
         )

@@ -46,6 +46,7 @@ class _Options:
     soft_cap: float | None
     dropout: float
     backend: Backend
+    deterministic: bool = False
     over_heads: bool = False
     """`context` splits the heads too, not the sequence: an all-to-all at both ends (Jacobs et al. 2023, Ulysses)."""
 
@@ -63,6 +64,7 @@ def attention(
     dropout: tuple[float, jax.Array] | None = None,
     over_heads: bool = False,
     backend: Backend = "auto",
+    deterministic: bool = False,
 ) -> jax.Array:
     """softmax(scale * q k^T) v with masks -> [B, T, N, H] in q's dtype; scores and softmax are float32.
 
@@ -72,12 +74,12 @@ def attention(
     dropout: (rate, key); which probabilities are dropped depends on the key and the global place, not on the layout.
     over_heads: `context` splits q, k and v along the sequence in its order, and the heads of each device over it.
     backend: the one to use where it can be used; auto: the fastest that was measured.
+    deterministic: the gradients have the same bits each time, also on a GPU (not with cuDNN).
     """
     rate, key = dropout or (0.0, None)
-    order = _by_speed(q_BTNH.shape[-1], mask, segments is not None)
-    order = order if backend == "auto" else (backend, *(other for other in order if other != backend))
-    chosen = choose_backend(q_BTNH, soft_cap, indices, rate, order)
-    options = _Options(mask, scale, soft_cap, rate, chosen, over_heads)
+    order = backend_order(backend, q_BTNH.shape[-1], mask, packed=segments is not None)
+    chosen = choose_backend(q_BTNH, order, soft_cap, rate, indices, deterministic)
+    options = _Options(mask, scale, soft_cap, rate, chosen, deterministic, over_heads)
     arrays = (segments, indices, jax.random.key_data(key) if key is not None else None)
     return _attention(q_BTNH, k_BSKH, v_BSKH, arrays, options)
 
@@ -94,13 +96,17 @@ MEASURED = {
 }
 
 
-def _by_speed(head_dim: int, mask: AttentionMask, packed: bool) -> tuple[Backend, ...]:
+def backend_order(asked: Backend, head_dim: int, mask: AttentionMask, *, packed: bool) -> tuple[Backend, ...]:
+    """The one that is asked for, then by speed."""
     shape = "packed" if packed else "window" if mask.window is not None else "causal"
     ours_first = MEASURED.get((head_dim, shape), 1.0) < 1
-    return ("pallas", "cudnn", "reference") if ours_first else ("cudnn", "pallas", "reference")
+    order = ("pallas", "cudnn", "reference") if ours_first else ("cudnn", "pallas", "reference")
+    return order if asked == "auto" else (asked, *(backend for backend in order if backend != asked))
 
 
-def choose_backend(q_BTNH, soft_cap, indices, dropout, order: tuple[Backend, ...] = ("cudnn", "reference")) -> Backend:
+def choose_backend(
+    q_BTNH, order: tuple[Backend, ...], soft_cap: float | None, dropout: float, indices, deterministic: bool
+) -> Backend:
     """The first in the order that can do it; logs why not the ones before."""
     dtype, head_dim = q_BTNH.dtype, q_BTNH.shape[-1]
     both = {"key-value cache": indices is not None, "dropout": dropout > 0}
@@ -109,6 +115,7 @@ def choose_backend(q_BTNH, soft_cap, indices, dropout, order: tuple[Backend, ...
         f"dtype {dtype}": dtype not in (jnp.bfloat16, jnp.float16),
         f"head dim {head_dim}": head_dim > 128 or head_dim % 8 != 0,
         "soft cap": soft_cap is not None,
+        "deterministic": deterministic,  # with a bias jaxlib 0.11.2 ends in an IndexError
         **both,
     }
     first = lambda reasons: next((reason for reason, holds in reasons.items() if holds), "")
@@ -202,7 +209,8 @@ def _backward_body(q, k, v, out, lse, d_out, arrays, *, options):
         gradients = compat.vary(results, compat.varying_axes(q))
     elif options.backend == "pallas":
         bounds = _key_bounds(q, k, arrays[0], options.mask)
-        results = kernel.backward(q, k, v, out, lse, d_out, *bounds, scale=options.scale, soft_cap=options.soft_cap)
+        given = dict(scale=options.scale, soft_cap=options.soft_cap, ordered=options.deterministic)
+        results = kernel.backward(q, k, v, out, lse, d_out, *bounds, **given)
         gradients = compat.vary(results, compat.varying_axes(q))
     else:
         _, vjp = jax.vjp(lambda q, k, v: _local_reference(q, k, v, arrays, options)[0], q, k, v)

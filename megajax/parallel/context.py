@@ -64,6 +64,7 @@ def attention(
     indices: tuple[jax.Array, jax.Array] | None = None,
     dropout: tuple[float, jax.Array] | None = None,
     backend: local.Backend = "auto",
+    deterministic: bool = False,
 ) -> jax.Array:
     """ops.attention.attention, also where `context` splits the sequence; q, k, v then lie in sequence_order.
 
@@ -72,6 +73,7 @@ def attention(
     indices: a cache holds all keys; nothing is split then.
     """
     given = dict(mask=mask, scale=scale, soft_cap=soft_cap, segments=segments, dropout=dropout, backend=backend)
+    given["deterministic"] = deterministic
     if indices is not None or free_axes().get(AXIS, 1) == 1:
         return local.attention(q_BTNH, k_BSKH, v_BSKH, indices=indices, **given)
     if method == "all_to_all":
@@ -83,12 +85,9 @@ def attention(
         method = "all_gather"
     _log_method(method)
     rate, key = dropout or (0.0, None)
-    # Ours has not run in a ring on a GPU yet: only where it is asked for.
-    order = {"pallas": ("pallas", "cudnn", "reference"), "reference": ("reference",)}.get(
-        backend, ("cudnn", "reference")
-    )
-    chosen = local.choose_backend(q_BTNH, soft_cap, None, rate, order)
-    options = _Options(method, mask.window, scale, soft_cap, rate, chosen)
+    order = local.backend_order(backend, q_BTNH.shape[-1], mask, packed=segments is not None)
+    chosen = local.choose_backend(q_BTNH, order, soft_cap, rate, None, deterministic)
+    options = _Options(method, mask.window, scale, soft_cap, rate, chosen, deterministic)
     arrays = (None if segments is None else segments[0], jax.random.key_data(key) if key is not None else None)
     return _attention(q_BTNH, k_BSKH, v_BSKH, arrays, options)
 
@@ -110,6 +109,7 @@ class _Options:
     soft_cap: float | None
     dropout: float
     backend: local.Backend
+    deterministic: bool
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -304,7 +304,8 @@ class _Blocks:
             results = compat.vary(results, compat.varying_axes(q))
         elif options.backend == "pallas":
             given = (q, k, v, out, lse, d_out, *self._key_bounds(q_places, k_places, q.shape[0]))
-            results = kernel.backward(*given, scale=options.scale, soft_cap=options.soft_cap)
+            cap, ordered = options.soft_cap, options.deterministic
+            results = kernel.backward(*given, scale=options.scale, soft_cap=cap, ordered=ordered)
             results = compat.vary(results, compat.varying_axes(q))
         else:
             # With its own log-sum-exp the derivative of a block knows nothing of the other keys: weigh it with what

@@ -41,6 +41,8 @@ class Target:
     """Keys and values go around a ring beside the attention (mesh.context)."""
     offloads: bool = False
     """Activations or moments lie on the host between their uses."""
+    deterministic: bool = False
+    """The same bits in every run (model.deterministic)."""
 
     @property
     def layer_shard_bytes(self) -> int:
@@ -92,6 +94,13 @@ PROFILE = (
         "keeps their operands: 26.4 GiB of temporary memory, not 10.6 (gpt_1p3b, full recompute, optimizer offloaded; "
         "compiled for H100, jaxlib 0.10.2). On a mesh it also hides collectives, and has to stay",
     ),
+    Option(
+        "xla_gpu_deterministic_ops",
+        value=lambda target: True,
+        when=lambda target: target.deterministic,
+        why="scatters and cuDNN's attention add in one order, and which algorithm a matmul takes is not measured anew "
+        "by each process",
+    ),
 )
 
 
@@ -113,6 +122,7 @@ def target_of(model: Model, mesh: Mesh) -> Target:
         scanned=model.config.scanned or model.stages is not None,
         has_ring=mesh.shape["context"] > 1 and model.config.context_attention == "ring",
         offloads=bool(model.config.offload),
+        deterministic=model.config.deterministic,
     )
 
 

@@ -38,8 +38,8 @@ def test_cudnn_matches_reference(case, packed):
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
         return reference_attention(q, k, v, mask, scale, None, segments, places)[0]
 
-    assert choose_backend(q, soft_cap=None, indices=None, dropout=0.0) == "cudnn"
-    fast = lambda q, k, v: attention(q, k, v, mask=mask, scale=scale, segments=segments)
+    assert choose_backend(q, ("cudnn", "reference"), None, 0.0, None, deterministic=False) == "cudnn"
+    fast = lambda q, k, v: attention(q, k, v, mask=mask, scale=scale, segments=segments, backend="cudnn")
     with jax.set_mesh(make_mesh(MeshConfig(), jax.devices()[:1])):
         out, vjp = jax.vjp(jax.jit(fast), q, k, v)
         gradients = vjp(d_out)

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from megajax import compat
 from megajax.ops import attention as module
-from megajax.ops.attention import AttentionMask, attention, choose_backend, reference_attention
+from megajax.ops.attention import AttentionMask, attention, backend_order, choose_backend, reference_attention
 from pallas_kernels import flash_attention as kernel
 
 # ----------------------------------------------------------------------------- bounds and tiles
@@ -92,7 +92,13 @@ def stand_in_backward(q, k, v, out, lse, d_out, lower, upper, **options):
 def test_op_gives_the_kernel_its_part_of_packed_documents(sizes, options, make_test_mesh, monkeypatch):
     monkeypatch.setattr(module, "choose_backend", lambda *_: "pallas")
     monkeypatch.setattr(kernel, "forward", stand_in_forward)
-    monkeypatch.setattr(kernel, "backward", stand_in_backward)
+    ordered = []
+
+    def backward(*given, **options):
+        ordered.append(options.pop("ordered"))
+        return stand_in_backward(*given, **options)
+
+    monkeypatch.setattr(kernel, "backward", backward)
     B, T, N, K, H = 4, 16, 4, 2, 8
     rng = np.random.default_rng(0)
     q, k, v, d_out = (rng.standard_normal((B, T, heads, H)).astype(np.float32) for heads in (N, K, K, N))
@@ -108,10 +114,12 @@ def test_op_gives_the_kernel_its_part_of_packed_documents(sizes, options, make_t
         return out, vjp(d_out)
 
     op = functools.partial(attention, mask=mask, scale=0.3, soft_cap=soft_cap, segments=(ids, ids))
+    op = functools.partial(op, deterministic=bool(options))
     with jax.set_mesh(make_test_mesh(**sizes)):
         got = jax.jit(functools.partial(value_and_gradients, op))(q, k, v, d_out)
     want = value_and_gradients(truth, q, k, v, d_out)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=3e-6), got, want)
+    assert set(ordered) == {bool(options)}
 
 
 def on_hopper(monkeypatch):
@@ -124,13 +132,16 @@ def test_packed_documents_and_soft_caps_get_our_kernel_and_the_rest_cudnn(monkey
     on_hopper(monkeypatch)
     q = lambda head_dim=128, dtype=jnp.bfloat16: jax.ShapeDtypeStruct((1, 64, 2, head_dim), dtype)
     causal, window = AttentionMask(True), AttentionMask(True, 8)
-    chosen = lambda q, mask, packed=False, soft_cap=None, dropout=0.0: choose_backend(
-        q, soft_cap, None, dropout, module._by_speed(q.shape[-1], mask, packed)
+    by_speed = lambda q, mask, packed: backend_order("auto", q.shape[-1], mask, packed=packed)
+    chosen = lambda q, mask, packed=False, soft_cap=None, dropout=0.0, deterministic=False: choose_backend(
+        q, by_speed(q, mask, packed), soft_cap, dropout, None, deterministic
     )
     assert [chosen(q(h), mask) for h in (64, 128) for mask in (causal, window)] == ["cudnn"] * 4
     assert [chosen(q(h), causal, packed=True) for h in (64, 128)] == ["pallas"] * 2
     assert chosen(q(), causal, soft_cap=5.0) == "pallas"
     assert chosen(q(96), causal, packed=True) == "cudnn"
+    assert chosen(q(), causal, deterministic=True) == "pallas"
+    assert chosen(q(96), causal, deterministic=True) == "reference"
     assert chosen(q(), causal, dropout=0.1) == chosen(q(dtype=jnp.float32), causal, packed=True) == "reference"
 
 
@@ -233,6 +244,7 @@ mesh = make_mesh(MeshConfig(fsdp=2, tensor=2), devices_without_gpu(4, plan_devic
 
 def run(q, k, v, ids, d_out, soft_cap):
     options = dict(mask=AttentionMask(True), scale=0.1, soft_cap=soft_cap, segments=(ids, ids), backend="pallas")
+    options["deterministic"] = soft_cap is None
     out, vjp = jax.vjp(lambda q, k, v: attention(q, k, v, **options), q, k, v)
     return out, vjp(d_out)
 

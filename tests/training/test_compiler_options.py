@@ -81,6 +81,14 @@ def test_scheduler_does_not_hoard_beside_copies_to_the_host():
     assert name not in choose(PROFILE, dataclasses.replace(LLAMA, offloads=True)), "it hides collectives there"
 
 
+def test_deterministic_model_has_a_deterministic_program(make_test_mesh):
+    target = lambda *arguments: target_of(Model(tiny(*arguments).model, tiny().precision), make_test_mesh())
+    assert target("--model.deterministic=True").deterministic and not target().deterministic
+    name = "xla_gpu_deterministic_ops"
+    assert choose(PROFILE, dataclasses.replace(LLAMA, deterministic=True))[name] == "True"
+    assert name not in choose(PROFILE, LLAMA)
+
+
 def test_options_are_for_the_gpus_they_were_measured_on():
     assert choose(PROFILE, dataclasses.replace(LLAMA, chip="cpu")) == {}
     triton = lambda chip: choose(PROFILE, dataclasses.replace(LLAMA, chip=chip)).get("xla_gpu_enable_triton_gemm")
@@ -90,7 +98,7 @@ def test_options_are_for_the_gpus_they_were_measured_on():
 def test_this_jaxlib_takes_every_option_of_the_table(make_test_mesh):
     """Names rot: one that is gone has to leave the table (or get a version)."""
     mesh = make_test_mesh()
-    changes = dict(weight_shards=64), dict(num_devices=1, offloads=True), dict(has_ring=True)
+    changes = dict(weight_shards=64), dict(num_devices=1, offloads=True), dict(has_ring=True), dict(deterministic=True)
     targets = [dataclasses.replace(LLAMA, **change) for change in changes]
     options = {item for target in targets for item in choose(PROFILE, target).items()}
     assert {name for name, _ in options} == {option.name for option in PROFILE}
@@ -187,6 +195,7 @@ def cache_dir(monkeypatch):
     settings = {}
     monkeypatch.setattr(jax.config, "update", settings.__setitem__)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(type(jax.config), "jax_compilation_cache_dir", None, raising=False)  # tests/conftest.py sets it
     return lambda: settings.get("jax_compilation_cache_dir")
 
 
