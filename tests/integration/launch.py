@@ -1,15 +1,23 @@
 """Starts train.py as real processes on a very small model, and ends them whatever happens."""
 
 import contextlib
+import dataclasses
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import numpy as np
+
+import configs
+from megajax import config as configuration
+from megajax.config import Config
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 120
@@ -20,22 +28,52 @@ TINY = [
     "--training.log_every_steps=1", "--training.eval_every_steps=0", "--training.sample_prompt=",
     "--checkpoint.every_steps=0", "--optimizer.warmup_steps=2", "--logging.tensorboard=False",
 ]  # fmt: skip
+# So long that it is never finished before a signal; the learning rate is the same whatever the length.
+ENDLESS = ["--training.steps=100000", "--optimizer.schedule=constant"]
+# What runs of two processes and of one are compared by.
+STEPS = 12
+END = f"--training.exit_at_step={STEPS}"
+EVALUATE = ["--training.eval_every_steps=4", "--training.eval_steps=2"]
+MESH = ["--mesh.data=2", "--mesh.fsdp=2"]
+TWO = dict(num_processes=2, devices_each=2)
+# train.py whose supervisor pauses for half a second before it starts a run again.
+RESTARTS_AT_ONCE = """
+import sys
+import train
+from megajax.training import supervisor
+supervisor.FIRST_WAIT_SECONDS = 0.5
+train.log_to_stderr()
+train.main(sys.argv[1:])
+"""
+
+
+def tiny_config(run_dir: Path, *overrides: str) -> Config:
+    """What train.py makes of TINY and these arguments."""
+    config = configuration.override(configs.recipe("gpt_tiny"), [*TINY[1:], *overrides])
+    data = dataclasses.replace(config.data, cache_dir=str(run_dir.parent / "cache"))
+    return dataclasses.replace(config, run_dir=str(run_dir), data=data)
 
 
 class Process:
-    """One python train.py with 2 or 4 virtual CPU devices, its output in a file."""
+    """One python train.py with virtual CPU devices, its output in a file."""
 
     def __init__(self, run_dir: Path, log: Path, num_devices: int, variables: dict[str, str], arguments: list[str]):
         environment = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "MASTER_ADDR")}
         environment |= variables | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
-        # Compiling is what these processes spend their time on: the code need not be fast.
-        devices = f"--xla_force_host_platform_device_count={num_devices}"
-        environment["XLA_FLAGS"] = f"{devices} --xla_backend_optimization_level=0"
+        # The flags of tests/conftest.py.
+        environment["XLA_FLAGS"] = re.sub(r"(device_count)=\d+", rf"\1={num_devices}", os.environ["XLA_FLAGS"])
         cache = f"--data.cache_dir={run_dir.parent / 'cache'}"
-        command = [sys.executable, ROOT / "train.py", *TINY, f"--run_dir={run_dir}", cache, *arguments]
+        program = ["-c", RESTARTS_AT_ONCE] if supervised(arguments) and "RANK" not in variables else [ROOT / "train.py"]
+        command = [sys.executable, *program, *TINY, f"--run_dir={run_dir}", cache, *arguments]
         self._log = log
         with log.open("w") as file:
-            self.popen = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
+            self.popen = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
+
+    @property
+    def child(self) -> int:
+        """The process that a supervisor has started."""
+        (child,) = Path(f"/proc/{self.popen.pid}/task/{self.popen.pid}/children").read_text().split()
+        return int(child)
 
     @property
     def output(self) -> str:
@@ -56,6 +94,10 @@ class Process:
             time.sleep(0.05)
 
 
+def supervised(arguments: Iterable[str]) -> bool:
+    return any(argument.startswith("--training.max_restarts") for argument in arguments)
+
+
 @contextmanager
 def started(run_dir: Path, *arguments: str, num_processes: int = 1, devices_each: int = 1) -> Iterator[list[Process]]:
     """The processes of one run, as torchrun would start them; killed on the way out."""
@@ -73,7 +115,7 @@ def started(run_dir: Path, *arguments: str, num_processes: int = 1, devices_each
         yield processes
     finally:
         for process in processes:
-            if any(argument.startswith("--training.max_restarts") for argument in arguments):
+            if supervised(arguments):
                 process.popen.terminate()  # a supervisor that is killed leaves the run behind
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.popen.wait(20)
@@ -103,6 +145,17 @@ def losses(run_dir: Path) -> dict[int, float]:
     found = {line["step"]: line["loss"] for line in lines}
     assert len(found) == len(lines)
     return found
+
+
+def evaluations(run_dir: Path) -> dict[int, float]:
+    """Step -> loss of the evaluation."""
+    return {line["step"]: line["eval_loss"] for line in metrics(run_dir) if "eval_loss" in line}
+
+
+def assert_close(got: dict[int, float], want: dict[int, float]) -> None:
+    """The same steps, and their losses but for rounding: float32 sums of the same numbers in another order."""
+    assert list(got) == list(want)
+    np.testing.assert_allclose(list(got.values()), list(want.values()), rtol=1e-5)
 
 
 def saved_steps(run_dir: Path) -> list[int]:

@@ -6,10 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
-from launch import ROOT, TIMEOUT_SECONDS, started
+from launch import ROOT, TIMEOUT_SECONDS, started, tiny_config
+
+from megajax.data.datasets import build_datasets
 
 MINUTES = "--training.hang_minutes=0.1"
 READER = """
@@ -45,10 +46,12 @@ if __name__ == "__main__":
 @pytest.mark.fault
 def test_a_start_that_waits_for_a_process_or_for_data_ends_with_the_stacks(tmp_path):
     """Both at once: process 1 of 2 dies before it connects; another process builds the index and never ends."""
-    with started(tmp_path / "first") as (first,):
-        while not (entries := list((tmp_path / "cache").glob("gpt-*.json"))):
-            assert first.popen.poll() is None, first.output
-            time.sleep(0.05)
+    config = tiny_config(tmp_path / "run")
+    length, samples = config.training.sequence_length, config.training.steps * config.training.global_batch_size
+    given = dict(sequence_length=length, seed=config.training.seed, num_train_samples=samples, num_eval_samples=0)
+    build_datasets(config.data, **given)
+    entries = list((tmp_path / "cache").glob("gpt-*.json"))
+    assert entries
     with contextlib.ExitStack() as locks:
         for entry in entries:
             entry.unlink()

@@ -1,6 +1,5 @@
 """A step is run again from the run directory, which stays as it is; and a device with another copy ends a run."""
 
-import dataclasses
 import hashlib
 import os
 import socket
@@ -10,11 +9,9 @@ import sys
 import jax
 import numpy as np
 import pytest
-from launch import ROOT, TIMEOUT_SECONDS, TINY, metrics, run, saved_steps
+from launch import ROOT, TIMEOUT_SECONDS, metrics, run, saved_steps, tiny_config
 
-import configs
 import train
-from megajax import config as configuration
 from megajax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.model import Model
@@ -25,16 +22,9 @@ from megajax.training.step import init_state, state_shardings
 MESH = ["--mesh.fsdp=2", "--training.microbatch_size=2", "--training.steps=4", "--checkpoint.every_steps=1"]
 
 
-def config_of(run_dir, *overrides):
-    arguments = [argument for argument in TINY if not argument.startswith("--config")]
-    config = configuration.override(configs.recipe("gpt_tiny"), [*arguments, *overrides])
-    data = dataclasses.replace(config.data, cache_dir=str(run_dir.parent / "cache"))
-    return dataclasses.replace(config, run_dir=str(run_dir), data=data)
-
-
 def save_damaged(run_dir):
     """Step 2 of a run, as a device would save it that has written nonsense into layer 1."""
-    config, mesh = config_of(run_dir), make_mesh(MeshConfig(fsdp=8))
+    config, mesh = tiny_config(run_dir), make_mesh(MeshConfig(fsdp=8))
     model = Model(config.model, config.precision)
     optimizer = Optimizer(config.optimizer, model.decay_mask)
     state = init_state(model, optimizer, 0, mesh, state_shardings(model, optimizer, mesh, False))
@@ -86,7 +76,7 @@ def test_a_step_that_overflowed_is_reproduced_and_the_layer_and_place_are_named_
 )
 def test_what_cannot_be_replayed_is_refused(step, overrides, want, run_dir):
     with pytest.raises(ValueError, match=want):
-        train.replay(config_of(run_dir, *MESH, "--mesh.fsdp=8", "--training.microbatch_size=1", *overrides), step)
+        train.replay(tiny_config(run_dir, *MESH, "--mesh.fsdp=8", "--training.microbatch_size=1", *overrides), step)
 
 
 def test_a_step_that_is_no_number_is_refused():
@@ -96,7 +86,7 @@ def test_a_step_that_is_no_number_is_refused():
 
 def test_a_directory_without_a_run_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds no run; name the run with --run_dir"):
-        train.replay(config_of(tmp_path / "none"), 1)
+        train.replay(tiny_config(tmp_path / "none"), 1)
     assert not (tmp_path / "none").exists()
 
 
@@ -119,7 +109,7 @@ def test_a_device_with_another_copy_ends_the_run_before_anything_is_saved(tmp_pa
 
     monkeypatch.setattr(loop, "check_replicas", damaged)
     mesh = ["--mesh.data=8", "--training.steps=4", "--checkpoint.every_steps=2"]
-    config = config_of(run_dir, *mesh, "--training.check_replicas_every_steps=1")
+    config = tiny_config(run_dir, *mesh, "--training.check_replicas_every_steps=1")
     with pytest.raises(RuntimeError, match=r"after step 3 .*device 3 \(cpu\): .params\['embedding'\];.* of step 2"):
         train.train(config)
     assert saved_steps(run_dir) == [2]

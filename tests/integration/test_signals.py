@@ -2,27 +2,34 @@
 
 import signal
 
-import pytest
-from launch import losses, metrics, run, saved_steps, started
-
-ENDLESS = ["--training.steps=100000", "--optimizer.schedule=constant"]
+from launch import ENDLESS, losses, metrics, run, saved_steps, started
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_signal_saves_and_the_same_command_goes_on(number, tmp_path):
-    run_dir = tmp_path / "run"
-    with started(run_dir, *ENDLESS) as (process,):
-        process.wait_for_step(run_dir, 3)
-        process.popen.send_signal(number)
-        assert process.wait() == 0, process.output
-    (stopped,) = saved_steps(run_dir)
-    assert f"stopping after step {stopped}: received {number.name}" in process.output
-    assert f"interrupted: {run_dir}, step {stopped} of 100000" in process.output
-    assert "Traceback" not in process.output
-    output = run(run_dir, *ENDLESS, f"--training.exit_at_step={stopped + 3}")
-    assert f"resuming from step {stopped} of 100000" in output
-    assert saved_steps(run_dir) == [stopped, stopped + 3]
-    assert sorted(losses(run_dir)) == list(range(1, stopped + 4))
+def test_each_signal_and_the_end_of_the_time_save_and_the_same_command_goes_on(tmp_path):
+    run_dir, stops = tmp_path / "run", []
+
+    def check_stopped(output, reason):
+        assert output.count("resuming from step") == (1 if stops else 0)
+        assert not stops or f"resuming from step {stops[-1]} of 100000" in output
+        stops.append(saved_steps(run_dir)[-1])
+        assert saved_steps(run_dir) == stops[-3:]  # checkpoint.keep
+        assert f"stopping after step {stops[-1]}: {reason}" in output
+        assert f"interrupted: {run_dir}, step {stops[-1]} of 100000" in output
+        assert "Traceback" not in output
+        assert sorted(losses(run_dir)) == list(range(1, stops[-1] + 1))
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        with started(run_dir, *ENDLESS) as (process,):
+            process.wait_for_step(run_dir, 3 + (stops[-1] if stops else 0))
+            process.popen.send_signal(number)
+            assert process.wait() == 0, process.output
+        check_stopped(process.output, f"received {number.name}")
+    output = run(run_dir, *ENDLESS, "--training.exit_after_minutes=0.01")
+    check_stopped(output, "training.exit_after_minutes=0.01")
+    before = metrics(run_dir)
+    output = run(run_dir, *ENDLESS, f"--training.exit_at_step={stops[-1]}")
+    assert f"nothing to do: step {stops[-1]} is done" in output
+    assert saved_steps(run_dir) == stops[-3:] and metrics(run_dir) == before
 
 
 def test_exit_at_step_profile_and_rampup_in_one_run(tmp_path):
@@ -45,16 +52,3 @@ def test_exit_at_step_profile_and_rampup_in_one_run(tmp_path):
     assert [line["step"] for line in lines] == [1, 2, 4, 6, 8, 10, 12, 14]
     for line in lines:
         assert line["consumed_tokens"] == 32 * sum(sizes[: line["step"]])
-    output = run(run_dir, *arguments)
-    assert "already finished" in output and metrics(run_dir) == lines
-
-
-def test_exit_after_minutes_and_a_step_to_exit_at_that_is_done_already(tmp_path):
-    run_dir = tmp_path / "run"
-    output = run(run_dir, *ENDLESS, "--training.exit_after_minutes=0.01")
-    (stopped,) = saved_steps(run_dir)
-    assert f"stopping after step {stopped}: training.exit_after_minutes=0.01" in output
-    before = metrics(run_dir)
-    output = run(run_dir, *ENDLESS, f"--training.exit_at_step={stopped}")
-    assert f"nothing to do: step {stopped} is done" in output
-    assert saved_steps(run_dir) == [stopped] and metrics(run_dir) == before

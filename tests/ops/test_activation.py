@@ -41,8 +41,8 @@ def test_every_activation_has_a_formula():
     assert FORMULAS.keys() == set(Activation.__args__)
 
 
-# A few roundings of 2^-53 and of 2^-24; the gradient of tanh, 1 - tanh^2, loses a digit more.
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-15), ("float32", 2e-6)])
+# A few roundings of 2^-53 and of 2^-24, but XLA may compute tanh in float32 by a fraction that is off by 5e-6.
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-15), ("float32", 1e-5)])
 @pytest.mark.parametrize("name", FORMULAS)
 def test_value_and_gradient_equal_the_formula(name, dtype, tolerance):
     with jax.enable_x64(True):

@@ -210,10 +210,11 @@ def interpreted(monkeypatch):
     return params.InterpretGPUParams(uninitialized_memory="nan", out_of_bounds_reads="raise")
 
 
-@pytest.mark.interpreted
 def test_interpreted_kernel_equals_the_formula(interpreted):
-    """Packed documents with a window and a soft cap, grouped queries: tiles unseen, seen wholly and in part."""
-    B, T, N, K, H = 1, 192, 2, 1, 64
+    """Packed documents with a window and a soft cap, grouped queries: tiles unseen, seen wholly and in part. T is a
+    multiple of the tiles: TMA reads zeros beyond the end, the interpreter an error (that no thread is told of, so that
+    the others wait for ever)."""
+    B, T, N, K, H = 1, 256, 2, 1, 64
     keys = jax.random.split(jax.random.key(0), 4)
     q, k, v, d_out = (
         jax.random.normal(key, (B, T, heads, H), jnp.bfloat16) for key, heads in zip(keys, (N, K, K, N), strict=True)
