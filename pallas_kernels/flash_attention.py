@@ -20,7 +20,9 @@ warpgroup that loads and two that compute, each 64 rows:
                 one warpgroup multiplies while the other does its softmax. Shared memory: 160 KB for H = 128.
     backward    a block for 128 keys of a key-value head; the queries of its G heads pass by, 64 at a time. d_k and d_v
                 stay in registers; d_q is added up in float32 by TMA, whose order is not fixed, so the last bits of d_q
-                may differ from run to run. Shared memory: 194 KB for H = 128.
+                may differ from run to run, unless `ordered` asks for one order. Shared memory: 194 KB for H = 128.
+                Heads of 256: d_k and d_v of 64 keys are all registers of both warpgroups, so a block has 64 keys, each
+                warpgroup computes all p and d_s, and half of the columns of d_q, d_k and d_v: 1.4 times the products.
 
 Refused: see `problem`.
 """
@@ -38,7 +40,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 NEVER = -1e30  # log-sum-exp of a query that sees no key; its result is 0
 LOG2E = math.log2(math.e)
-BLOCK = 128  # queries of a block forward, keys of a block backward
+BLOCK = 128  # queries of a block forward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,18 +48,28 @@ class Tiles:
     """Measured on an H100, see README.md."""
 
     forward_keys: int
+    """Of a tile that passes by; a block has 128 queries."""
+    backward_keys: int = 128
+    """Of a block: 128, 64 for each of the two warpgroups; or 64 for both, and half of the columns for each."""
     backward_queries: int = 64
-    backward_stages: int = 2
+    """Of a tile that passes by."""
+    stages: int = 2
+    """Tiles of q on their way, backward."""
+    d_out_stages: int = 2
 
 
-TILES = {64: Tiles(128, backward_stages=3), 128: Tiles(128)}
+TILES = {
+    64: Tiles(128, stages=3, d_out_stages=3),
+    128: Tiles(128),
+    256: Tiles(64, backward_keys=64, d_out_stages=1),
+}
 
 
 def problem(head_dim: int, dtype: jnp.dtype) -> str:
     """Why these kernels cannot be used, or an empty string."""
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {dtype}"
-    return "" if head_dim in TILES else f"head dim {head_dim}"  # d_k and d_v of 256 do not fit into registers
+    return "" if head_dim in TILES else f"head dim {head_dim}"
 
 
 # Traced and compiled once for all layers of a model.
@@ -230,8 +242,11 @@ def backward(
         d_q, d_k, d_v = backward(q, k, v, out, lse, d_out, *bounds, **options)
         return d_q[:, :length], d_k[:, :num_keys], d_v[:, :num_keys]
     group, dtype, tiles = num_heads // kv_heads, q_BTNH.dtype, TILES[head_dim]
-    block_q, stages, half = tiles.backward_queries, tiles.backward_stages, head_dim // 2
-    ranges = _ranges_of_queries(lower_BT, upper_BT, block_q, num_keys)
+    block_q, block_k, half = tiles.backward_queries, tiles.backward_keys, head_dim // 2
+    stages, d_out_stages, piece = tiles.stages, tiles.d_out_stages, min(half, 64)
+    shared = block_k == 64  # both warpgroups have the same keys
+    width = half if shared else head_dim  # of their d_k and d_v
+    ranges = _ranges_of_queries(lower_BT, upper_BT, block_q, block_k, num_keys)
     bounds = _padded_bounds(lower_BT, upper_BT, block_q, mode="edge")
     delta_BNT = jnp.sum(out_BTNH.astype(jnp.float32) * d_out_BTNH.astype(jnp.float32), -1).transpose(0, 2, 1)
     pad = [(0, 0), (0, 0), (0, -length % block_q)]
@@ -243,8 +258,8 @@ def backward(
     accumulator = lambda width: plgpu.ACC((64, width), jnp.float32)
 
     def body(
-        q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, bounds_ref, ranges_ref, d_q_ref, d_k_ref, d_v_ref,
-        q_smem, d_out_smem, k_smem, v_smem, d_s_smem, d_q_smem, lse_smem, delta_smem, bounds_smem,
+        q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, bounds_ref, ranges_ref, d_q_gmem_ref, d_k_gmem_ref,
+        d_v_gmem_ref, q_smem, d_out_smem, k_smem, v_smem, d_s_smem, d_q_smem, lse_smem, delta_smem, bounds_smem,
         kv_there, q_there, d_out_there, q_free, d_out_free, both_there, my_turn,
     ):  # fmt: skip
         wg, kv_head, b = lax.axis_index("wg"), lax.axis_index("head"), lax.axis_index("batch")
@@ -261,27 +276,28 @@ def backward(
         @pl.when(wg == 2)
         def _load():
             plgpu.set_max_registers(24, action="decrease")
-            keys = (b, pl.ds(number * BLOCK, BLOCK), kv_head)
+            keys = (b, pl.ds(number * block_k, block_k), kv_head)
             plgpu.copy_gmem_to_smem(k_ref.at[keys], k_smem, kv_there)
             plgpu.copy_gmem_to_smem(v_ref.at[keys], v_smem, kv_there)
 
             def copy(place, _):
-                slot, free = lax.rem(place, stages), place >= stages
+                slot, d_out_slot = lax.rem(place, stages), lax.rem(place, d_out_stages)
                 head, step = head_and_step(place)
                 rows = pl.ds(step * block_q, block_q)
-                pl.when(free)(lambda: plgpu.barrier_wait(q_free.at[slot]))
+                pl.when(place >= stages)(lambda: plgpu.barrier_wait(q_free.at[slot]))
                 plgpu.copy_gmem_to_smem(q_ref.at[b, rows, head], q_smem.at[slot], q_there.at[slot])
                 plgpu.copy_gmem_to_smem(lse_ref.at[b, head, rows], lse_smem.at[slot], q_there.at[slot])
                 plgpu.copy_gmem_to_smem(delta_ref.at[b, head, rows], delta_smem.at[slot], q_there.at[slot])
                 plgpu.copy_gmem_to_smem(bounds_ref.at[b, :, rows], bounds_smem.at[slot], q_there.at[slot])
-                pl.when(free)(lambda: plgpu.barrier_wait(d_out_free.at[slot]))
-                plgpu.copy_gmem_to_smem(d_out_ref.at[b, rows, head], d_out_smem.at[slot], d_out_there.at[slot])
+                pl.when(place >= d_out_stages)(lambda: plgpu.barrier_wait(d_out_free.at[d_out_slot]))
+                there = d_out_there.at[d_out_slot]
+                plgpu.copy_gmem_to_smem(d_out_ref.at[b, rows, head], d_out_smem.at[d_out_slot], there)
                 if ordered:
                     pl.when(place > 0)(lambda: wait_for_others(place - 1))
 
             def wait_for_others(place):
                 head, step = head_and_step(place)
-                before = (bounds_ref[b, 1, step * block_q + block_q - 1] - 1) // BLOCK - number  # tiles of keys
+                before = (bounds_ref[b, 1, step * block_q + block_q - 1] - 1) // block_k - number  # tiles of keys
                 plgpu.semaphore_wait(added.at[b, head, step], 2 * before, decrement=False, memory_scope="gpu")
                 plgpu.barrier_arrive(my_turn.at[lax.rem(place, stages + 1)])
 
@@ -292,8 +308,13 @@ def backward(
         @pl.when(wg < 2)
         def _compute():
             plgpu.set_max_registers(240, action="increase")
-            mine, my_half = pl.ds(wg * 64, 64), pl.ds(wg * half, half)
+            first_row = 0 if shared else wg * 64
+            mine, columns = pl.ds(first_row, 64), pl.ds(wg * half if shared else 0, width)
             plgpu.barrier_wait(kv_there)
+
+            def together():
+                plgpu.barrier_arrive(both_there)
+                plgpu.barrier_wait(both_there)
 
             def stored(place):
                 """The d_q before this place has left shared memory; in order: is added, and the next block may know."""
@@ -306,19 +327,21 @@ def backward(
                 """Keys are the rows and queries the columns of every tile, so that p and d_s are left operands."""
                 d_k, d_v = carry
                 place = in_group * (last - first) + step - first
-                slot, side = lax.rem(place, stages), lax.rem(place, 2)
+                slot, d_out_slot = lax.rem(place, stages), lax.rem(place, d_out_stages)
+                side = wg if shared else lax.rem(place, 2)
+                rows, head = pl.ds(step * block_q, block_q), kv_head * group + in_group
                 plgpu.barrier_wait(q_there.at[slot])
 
                 def scores(s_ref, d_p_ref):
                     plgpu.wgmma(s_ref, k_smem.at[mine], q_smem.at[slot].transpose((1, 0)))
-                    plgpu.barrier_wait(d_out_there.at[slot])
-                    plgpu.wgmma(d_p_ref, v_smem.at[mine], d_out_smem.at[slot].transpose((1, 0)))
+                    plgpu.barrier_wait(d_out_there.at[d_out_slot])
+                    plgpu.wgmma(d_p_ref, v_smem.at[mine], d_out_smem.at[d_out_slot].transpose((1, 0)))
                     lse = plgpu.load(lse_smem.at[slot], (), layout=by_column)
                     s, factor, slope = _capped(plgpu.wgmma_accumulator_load(s_ref, wait_n=1), scale, soft_cap)
                     p = jnp.exp2(s * factor - wide(lse))
                     if masked:
                         key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
-                        key += number * BLOCK + wg * 64
+                        key += number * block_k + first_row
                         lower, upper = (plgpu.load(bounds_smem.at[slot, i], (), layout=by_column) for i in range(2))
                         p = jnp.where((key >= wide(lower)) & (key < wide(upper)), p, 0.0)
                     delta = plgpu.load(delta_smem.at[slot], (), layout=by_column)
@@ -327,29 +350,47 @@ def backward(
 
                 p, d_s = pl.run_scoped(scores, accumulator(block_q), accumulator(block_q))
 
+                def part_of_d_q(d_q_ref, part_number):
+                    part = pl.ds(wg * half + part_number * piece, piece)
+                    plgpu.wgmma(d_q_ref, d_s_smem.at[side].transpose((1, 0)), k_smem.at[:, part])
+
+                def add(part_number):
+                    plgpu.commit_smem()
+                    part = d_q_gmem_ref.at[b, rows, head, pl.ds(wg * half + part_number * piece, piece)]
+                    plgpu.copy_smem_to_gmem(d_q_smem.at[wg], part, reduction_op="add")
+
                 def gradients(d_k_ref, d_v_ref, d_q_ref):
                     d_k_ref[...], d_v_ref[...] = d_k, d_v
-                    plgpu.wgmma(d_v_ref, p, d_out_smem.at[slot])
+                    plgpu.wgmma(d_v_ref, p, d_out_smem.at[d_out_slot, :, columns])
                     d_s_smem[side, mine] = d_s
                     plgpu.commit_smem()
-                    plgpu.barrier_arrive(both_there)
-                    plgpu.wgmma(d_k_ref, d_s, q_smem.at[slot])
-                    plgpu.barrier_wait(both_there)
-                    plgpu.wgmma(d_q_ref, d_s_smem.at[side].transpose((1, 0)), k_smem.at[:, my_half])
+                    if not shared:
+                        plgpu.barrier_arrive(both_there)
+                    plgpu.wgmma(d_k_ref, d_s, q_smem.at[slot, :, columns])
+                    if not shared:
+                        plgpu.barrier_wait(both_there)
+                    part_of_d_q(d_q_ref, 0)
                     new_d_v = plgpu.wgmma_accumulator_load(d_v_ref, wait_n=2)
-                    plgpu.barrier_arrive(d_out_free.at[slot])
+                    plgpu.barrier_arrive(d_out_free.at[d_out_slot])
                     new_d_k = plgpu.wgmma_accumulator_load(d_k_ref, wait_n=1)
                     plgpu.barrier_arrive(q_free.at[slot])
                     stored(place)
                     d_q_smem[wg] = plgpu.wgmma_accumulator_load(d_q_ref, wait_n=0)
                     return new_d_k, new_d_v
 
-                d_k, d_v = pl.run_scoped(gradients, accumulator(head_dim), accumulator(head_dim), accumulator(half))
-                plgpu.commit_smem()
+                d_k, d_v = pl.run_scoped(gradients, accumulator(width), accumulator(width), accumulator(piece))
                 if ordered:
                     plgpu.barrier_wait(my_turn.at[lax.rem(place, stages + 1)])
-                part = d_q_ref.at[b, pl.ds(step * block_q, block_q), kv_head * group + in_group, my_half]
-                plgpu.copy_smem_to_gmem(d_q_smem.at[wg], part, reduction_op="add")
+                add(0)
+                for part_number in range(1, half // piece):
+
+                    def another(d_q_ref, part_number=part_number):
+                        part_of_d_q(d_q_ref, part_number)
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                        d_q_smem[wg] = plgpu.wgmma_accumulator_load(d_q_ref, wait_n=0)
+
+                    pl.run_scoped(another, accumulator(piece))
+                    add(part_number)
                 return d_k, d_v
 
             def one_head(in_group, carry):
@@ -357,34 +398,35 @@ def backward(
                 carry = lax.fori_loop(full_first, full_last, lambda i, c: one_tile(i, c, in_group, False), carry)
                 return lax.fori_loop(full_last, last, lambda i, c: one_tile(i, c, in_group, True), carry)
 
-            zeros = plgpu.layout_cast(jnp.zeros((64, head_dim), jnp.float32), plgpu.Layout.WGMMA)
+            zeros = plgpu.layout_cast(jnp.zeros((64, width), jnp.float32), plgpu.Layout.WGMMA)
             d_k, d_v = lax.fori_loop(0, group, one_head, (zeros, zeros))
             if ordered:
                 stored(places)
-            plgpu.barrier_arrive(both_there)  # the other one reads all keys for its half of d_q
-            plgpu.barrier_wait(both_there)
-            k_smem[mine] = (d_k * scale).astype(dtype)
-            v_smem[mine] = d_v.astype(dtype)
+            together()  # the other one reads all keys for its part of d_q
+            k_smem[mine, columns] = (d_k * scale).astype(dtype)
+            v_smem[mine, columns] = d_v.astype(dtype)
             plgpu.commit_smem()
-            keys = (b, pl.ds(number * BLOCK + wg * 64, 64), kv_head)
-            plgpu.copy_smem_to_gmem(k_smem.at[mine], d_k_ref.at[keys])
-            plgpu.copy_smem_to_gmem(v_smem.at[mine], d_v_ref.at[keys])
+            together()
+            keys = (b, pl.ds(number * block_k, block_k), kv_head)
+            pl.when(wg == 0)(lambda: plgpu.copy_smem_to_gmem(k_smem, d_k_gmem_ref.at[keys]))
+            pl.when(wg == 1)(lambda: plgpu.copy_smem_to_gmem(v_smem, d_v_gmem_ref.at[keys]))
             plgpu.wait_smem_to_gmem(0)
 
     swizzle = min(128, half * dtype.itemsize)  # half of the keys' columns is one tile
     scratch = [
         _swizzled((stages, block_q, head_dim), dtype, swizzle),
-        _swizzled((stages, block_q, head_dim), dtype),
-        _swizzled((BLOCK, head_dim), dtype, swizzle),
-        _swizzled((BLOCK, head_dim), dtype),
-        _swizzled((2, BLOCK, block_q), dtype, swizzle),  # two, as one warpgroup may be a step ahead
-        _swizzled((2, block_q, half), jnp.float32),
+        _swizzled((d_out_stages, block_q, head_dim), dtype),
+        _swizzled((block_k, head_dim), dtype, swizzle),
+        _swizzled((block_k, head_dim), dtype),
+        _swizzled((2, block_k, block_q), dtype, swizzle),  # two, as one warpgroup may be a step ahead
+        _swizzled((2, block_q, piece), jnp.float32),
         *[plgpu.SMEM((stages, block_q), jnp.float32)] * 2,
         plgpu.SMEM((stages, 2, block_q), jnp.int32),
         plgpu.Barrier(num_arrivals=2),
         plgpu.Barrier(num_arrivals=4, num_barriers=stages),
-        plgpu.Barrier(num_barriers=stages),
-        *[plgpu.Barrier(num_arrivals=2, num_barriers=stages)] * 2,
+        plgpu.Barrier(num_barriers=d_out_stages),
+        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=2, num_barriers=d_out_stages),
         plgpu.Barrier(num_arrivals=2),
         plgpu.Barrier(num_barriers=stages + 1),  # the turn of the last place may come while two are still to be taken
     ]
@@ -421,14 +463,14 @@ def _ranges_of_keys(lower_BT, upper_BT, block_k):
     return jnp.stack([first, full_first, full_last, last], -1)
 
 
-def _ranges_of_queries(lower_BT, upper_BT, block_q, num_keys):
+def _ranges_of_queries(lower_BT, upper_BT, block_q, block_k, num_keys):
     """The same for each tile of keys: int32 [B, tiles of keys, 4], tiles of queries."""
     (low, high_low), (low_high, high) = _extremes(lower_BT, block_q), _extremes(upper_BT, block_q)
-    start = jnp.arange(-(-num_keys // BLOCK)) * BLOCK
+    start = jnp.arange(-(-num_keys // block_k)) * block_k
     count = lambda holds: jnp.sum(holds, 1, dtype=jnp.int32)  # of tiles, which are in order
     first = count(high[:, :, None] <= start)
-    last = jnp.maximum(count(low[:, :, None] < start + BLOCK), first)
-    full_first = jnp.clip(count(low_high[:, :, None] < start + BLOCK), first, last)
+    last = jnp.maximum(count(low[:, :, None] < start + block_k), first)
+    full_first = jnp.clip(count(low_high[:, :, None] < start + block_k), first, last)
     full_last = jnp.clip(count(high_low[:, :, None] <= start), full_first, last)
     return jnp.stack([first, full_first, full_last, last], -1)
 

@@ -56,6 +56,9 @@ CASES = {
     "packed, soft cap, 64": (1, 900, 4, 2, 64, None, True, 3.0, True, jnp.bfloat16),
     "not causal": (2, 600, 4, 2, 128, None, False, None, False, jnp.bfloat16),
     "packed, not causal": (2, 512, 4, 4, 64, None, True, None, False, jnp.bfloat16),
+    "causal, 256": (2, 1024, 4, 2, 256, None, False, None, True, jnp.bfloat16),
+    "packed window, 256, no whole tile": (2, 777, 4, 1, 256, 150, True, None, True, jnp.bfloat16),
+    "packed, soft cap, 256": (1, 640, 8, 2, 256, None, True, 3.0, True, jnp.float16),
 }
 
 
@@ -91,12 +94,14 @@ def test_no_less_exact_than_cudnn(case, caplog):
     assert [record.getMessage() for record in caplog.records] == ["attention: pallas"]
     # Two roundings to 8 bits (probabilities, result) of 0.9 * 2^-9 each in the mean square, a little more backward.
     assert max(errors) < 2**-8, errors
-    if soft_cap is None and causal:
+    if soft_cap is None and causal and H <= 128:
         cudnn = [error(got, want) for got, want in zip(by("cudnn"), wanted, strict=True)]
         assert all(ours < 1.2 * theirs for ours, theirs in zip(errors, cudnn, strict=True)), (errors, cudnn)
 
 
-@pytest.mark.parametrize("name", ["causal", "no whole tile", "packed window, 64, no whole tile", "not causal"])
+@pytest.mark.parametrize(
+    "name", ["causal", "no whole tile", "packed window, 64, no whole tile", "not causal", "causal, 256"]
+)
 def test_ordered_sums_have_the_same_bits_each_time(name):
     _, T, N, K, H, window, packed, _, causal, dtype = CASES[name]
     B = 16  # many blocks that add to the same queries
