@@ -79,14 +79,15 @@ def backward(
 
         def one_row(number, sums):
             row = block * (rows // blocks) + number
-            normed, inverse = _normalised(load(s_ref, row), epsilon, centred)
-            d_normed = load(d_normed_ref, row)
+            # All that is read is on its way before the first sum, which waits for the other warps.
+            s, d_normed, d_residual = (load(ref, row) for ref in (s_ref, d_normed_ref, d_residual_ref))
+            normed, inverse = _normalised(s, epsilon, centred)
             sums = [total + new for total, new in zip(sums, (d_normed * normed, d_normed), strict=False)]
             d_normed *= scale
             d_s = d_normed - normed * (jnp.sum(d_normed * normed) / width)
             if centred:
                 d_s -= jnp.sum(d_normed) / width
-            d_s_ref[row] = (load(d_residual_ref, row) + d_s * inverse).astype(s_RD.dtype)
+            d_s_ref[row] = (d_residual + d_s * inverse).astype(s_RD.dtype)
             return sums
 
         zeros = plgpu.layout_cast(jnp.zeros((width,), jnp.float32), _layout(width))
