@@ -13,13 +13,17 @@ Refused: D that is no multiple of 128 or above 8192 (registers), see `problem`.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 MAX_BLOCKS = 132 * 8  # of the 132 multiprocessors of an H100, eight blocks each keep enough loads in flight
+BACKWARD_BLOCKS = 132 * 2  # their rows are fetched while others are worked on
+STAGE_BYTES = 96 << 10
 MAX_WIDTH = 8192
 
 
@@ -37,7 +41,7 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """-> (x + y, or x without y; normed), both [R, D] in x's dtype. options: of plgpu.kernel (interpret)."""
     rows, width = x_RD.shape
-    blocks, load = _blocks(rows), _loader(width)
+    blocks, load = _blocks(rows), _loader((width,))
     given = {"x": x_RD, "y": y_RD, "scale": scale_D, "bias": bias_D}
     names = [name for name, array in given.items() if array is not None]
 
@@ -72,15 +76,26 @@ def backward(
     s: what the forward normalised. centred: it was a LayerNorm, which has a bias.
     """
     rows, width = s_RD.shape
-    blocks, load = _blocks(rows), _loader(width)
+    in_pieces = (width // 128, 128)  # of a row: TMA copies at most 256 elements along a dim
+    blocks, load = _blocks(rows, BACKWARD_BLOCKS), _loader(in_pieces)
+    count, stages = rows // blocks, max(2, min(8, STAGE_BYTES // (3 * 2 * width)))
 
-    def body(s_ref, d_normed_ref, d_residual_ref, scale_ref, d_s_ref, *sum_refs):
+    def body(s_ref, d_normed_ref, d_residual_ref, scale_ref, d_s_ref, *others):
+        *sum_refs, s_smem, d_normed_smem, d_residual_smem, there = others
         block, scale = lax.axis_index("block"), load(scale_ref)
 
+        def fetch(number):
+            row, slot = block * count + number, lax.rem(number, stages)
+            plgpu.copy_gmem_to_smem(s_ref.at[row], s_smem.at[slot], there.at[slot])
+            plgpu.copy_gmem_to_smem(d_normed_ref.at[row], d_normed_smem.at[slot], there.at[slot])
+            plgpu.copy_gmem_to_smem(d_residual_ref.at[row], d_residual_smem.at[slot], there.at[slot])
+
         def one_row(number, sums):
-            row = block * (rows // blocks) + number
-            # All that is read is on its way before the first sum, which waits for the other warps.
-            s, d_normed, d_residual = (load(ref, row) for ref in (s_ref, d_normed_ref, d_residual_ref))
+            row, slot = block * count + number, lax.rem(number, stages)
+            plgpu.barrier_wait(there.at[slot])
+            s, d_normed, d_residual = (load(ref, slot) for ref in (s_smem, d_normed_smem, d_residual_smem))
+            plgpu.commit_smem()  # all have read: the next row may come
+            pl.when(number + stages < count)(lambda: fetch(number + stages))
             normed, inverse = _normalised(s, epsilon, centred)
             sums = [total + new for total, new in zip(sums, (d_normed * normed, d_normed), strict=False)]
             d_normed *= scale
@@ -90,37 +105,43 @@ def backward(
             d_s_ref[row] = (d_residual + d_s * inverse).astype(s_RD.dtype)
             return sums
 
-        zeros = plgpu.layout_cast(jnp.zeros((width,), jnp.float32), _layout(width))
-        sums = lax.fori_loop(0, rows // blocks, one_row, [zeros] * len(sum_refs))
+        for number in range(min(stages, count)):
+            fetch(jnp.int32(number))
+        zeros = plgpu.layout_cast(jnp.zeros(in_pieces, jnp.float32), _layout(in_pieces))
+        sums = lax.fori_loop(0, count, one_row, [zeros] * len(sum_refs))
         for ref, total in zip(sum_refs, sums, strict=True):
             ref[block] = total
 
-    part = jax.ShapeDtypeStruct((blocks, width), jnp.float32)
-    out = [jax.ShapeDtypeStruct(s_RD.shape, s_RD.dtype), part] + ([part] if centred else [])
-    outputs = _call(body, out, blocks, options)(s_RD, d_normed_RD, d_residual_RD, scale_D)
+    part = jax.ShapeDtypeStruct((blocks, *in_pieces), jnp.float32)
+    out = [jax.ShapeDtypeStruct((rows, *in_pieces), s_RD.dtype), part] + ([part] if centred else [])
+    scratch = [*[plgpu.SMEM((stages, *in_pieces), s_RD.dtype)] * 3, plgpu.Barrier(num_arrivals=3, num_barriers=stages)]
+    options = dict(scratch_types=scratch) | options
+    given = (a.reshape(rows, *in_pieces) for a in (s_RD, d_normed_RD, d_residual_RD))
+    outputs = _call(body, out, blocks, options)(*given, scale_D.reshape(in_pieces))
+    outputs = [a.reshape(-1, width) for a in outputs]
     return tuple(outputs) if centred else (*outputs, None)
 
 
 def _normalised(s, epsilon, centred):
     if centred:
-        s -= jnp.sum(s) / s.shape[-1]
-    inverse = lax.rsqrt(jnp.sum(s * s) / s.shape[-1] + epsilon)
+        s -= jnp.sum(s) / s.size
+    inverse = lax.rsqrt(jnp.sum(s * s) / s.size + epsilon)
     return s * inverse, inverse
 
 
-def _blocks(rows: int) -> int:
+def _blocks(rows: int, most: int = MAX_BLOCKS) -> int:
     """The largest number of blocks that splits the rows evenly."""
-    return max(n for n in range(1, min(rows, MAX_BLOCKS) + 1) if rows % n == 0)
+    return max(n for n in range(1, min(rows, most) + 1) if rows % n == 0)
 
 
-def _layout(width: int):
+def _layout(shape: tuple[int, ...]):
     """Consecutive elements of a row go to a thread by up to 16 bytes, the 128 threads side by side."""
-    vector = next(v for v in (8, 4, 2, 1) if width % (128 * v) == 0)
-    return plgpu.Layout.WG_STRIDED((width,), vec_size=vector)
+    vector = next(v for v in (8, 4, 2, 1) if math.prod(shape) % (128 * v) == 0)
+    return plgpu.Layout.WG_STRIDED(shape, vec_size=vector)
 
 
-def _loader(width: int):
-    return lambda ref, index=(): plgpu.load(ref, index, layout=_layout(width)).astype(jnp.float32)
+def _loader(shape: tuple[int, ...]):
+    return lambda ref, index=(): plgpu.load(ref, index, layout=_layout(shape)).astype(jnp.float32)
 
 
 def _call(body, out, blocks, options):
