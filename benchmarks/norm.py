@@ -1,7 +1,7 @@
 """Bandwidth of the fused norms on one Hopper GPU: python -m benchmarks.norm [--output=FILE]
 
-First both directions against the formula in float32. Then GB/s, by the bytes that pallas_kernels/norm.py names, read and
-written, beside a copy on the device in the same run.
+First both directions against the formula in float32. Then GB/s, by the bytes that pallas_kernels/norm.py names, beside
+a copy on the device in the same run.
 """
 
 import functools
