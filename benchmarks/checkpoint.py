@@ -27,7 +27,8 @@ import jaxlib
 from benchmarks.command_line import read_config, run, split
 from benchmarks.sustained import record
 from benchmarks.train_step import RATE, Setup, set_up, sustained
-from megajax.checkpoint.checkpointer import CheckpointConfig, Checkpointer, with_shardings
+from megajax.checkpoint.checkpointer import Checkpointer, with_shardings
+from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.local import LocalSnapshots
 from megajax.checkpoint.verify import digests
 from megajax.config import Config

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from megajax.checkpoint.checkpointer import CheckpointConfig
+from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import Config
 from megajax.data.datasets import DataConfig
 from megajax.mesh import MeshConfig

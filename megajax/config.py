@@ -15,7 +15,7 @@ from typing import Any
 
 import tyro
 
-from megajax.checkpoint.checkpointer import CheckpointConfig
+from megajax.checkpoint.config import CheckpointConfig
 from megajax.data.datasets import DataConfig
 from megajax.mesh import MeshConfig
 from megajax.models.decoder import DecoderConfig

@@ -7,13 +7,11 @@ to the newest step that is on disk.
 """
 
 import contextlib
-import dataclasses
 import itertools
 import logging
 import math
-import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,93 +19,12 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from megajax.checkpoint.config import CheckpointConfig, Kept
 from megajax.checkpoint.layout import Rows, stored_form, wanted_form
 from megajax.checkpoint.local import LocalSnapshots, run_folder
 from megajax.checkpoint.verify import as_stored, differing, digests, on_all_processes, sealed, unsealed
 
 logger = logging.getLogger("megajax")
-
-
-@dataclasses.dataclass(frozen=True)
-class CheckpointConfig:
-    every_steps: int = 1000
-    """Save each time so many steps are done, and at the end; 0: only at the end."""
-    keep: int = 3
-    """Newest checkpoints that stay on disk; 0: all."""
-    keep_every_steps: int = 0
-    """Those of multiples of so many steps stay too; 0: none."""
-    keep_best: int = 0
-    """So many with the lowest eval_loss stay too, of those whose step was evaluated; 0: none."""
-    local_dir: str = ""
-    """A fast directory of each machine (/dev/shm, NVMe) for two snapshots beside the checkpoints; empty: none."""
-    local_every_steps: int = 0
-    """Steps between two local snapshots."""
-
-    def check(self) -> None:
-        for name in ("every_steps", "keep", "keep_every_steps", "keep_best", "local_every_steps"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"checkpoint.{name}={getattr(self, name)} must not be negative")
-        if bool(self.local_dir) != bool(self.local_every_steps):
-            raise ValueError(
-                f"checkpoint.local_dir={self.local_dir!r} with checkpoint.local_every_steps={self.local_every_steps}: "
-                "local snapshots need both; give the other one too, or neither"
-            )
-        if self.local_every_steps and self.every_steps and self.local_every_steps % self.every_steps == 0:
-            raise ValueError(
-                f"checkpoint.local_every_steps={self.local_every_steps} is a multiple of checkpoint.every_steps="
-                f"{self.every_steps}, so that a checkpoint is saved at each; use a smaller number"
-            )
-
-    def check_evaluated(self, training_steps: int, eval_every_steps: int) -> None:
-        """Raises ValueError if the best checkpoints are wanted, but their steps are never evaluated."""
-        if not self.keep_best:
-            return
-        if not eval_every_steps:
-            raise ValueError(
-                f"checkpoint.keep_best={self.keep_best} needs evaluations, and training.eval_every_steps=0 is none; "
-                f"use --training.eval_every_steps={self.every_steps or training_steps}"
-            )
-        if 0 < self.every_steps < training_steps <= math.lcm(self.every_steps, eval_every_steps):
-            raise ValueError(
-                f"checkpoint.keep_best={self.keep_best}: no step before the last is both saved and evaluated with "
-                f"checkpoint.every_steps={self.every_steps} and training.eval_every_steps={eval_every_steps}; "
-                f"use --training.eval_every_steps={self.every_steps}"
-            )
-
-    def check_local_dir(self) -> None:
-        """Raises ValueError if this machine cannot write its snapshots."""
-        if not self.local_dir:
-            return
-        folder = Path(self.local_dir).absolute()
-        there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            raise ValueError(
-                f"checkpoint.local_dir={self.local_dir} cannot be written ({there} is not a directory that can be); "
-                "use another, such as --checkpoint.local_dir=/dev/shm"
-            )
-
-
-class _Kept:
-    """Which checkpoints stay, as Orbax asks for it (a preservation policy)."""
-
-    def __init__(self, config: CheckpointConfig):
-        self._config = config
-        self._eval_losses: dict[int, float] = {}
-
-    def evaluated(self, step: int, meta: dict[str, Any]) -> None:
-        """Takes note of the step's eval_loss, if its meta data have one."""
-        loss = meta.get("eval_loss")
-        if loss is not None and math.isfinite(loss):
-            self._eval_losses[step] = loss
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        steps, config = sorted(checkpoint.step for checkpoint in checkpoints), self._config
-        stay = set(steps[-config.keep :])  # all for 0
-        if config.keep_every_steps:
-            stay |= {step for step in steps if step % config.keep_every_steps == 0}
-        evaluated = [step for step in steps if step in self._eval_losses]
-        stay |= set(sorted(evaluated, key=lambda step: (self._eval_losses[step], -step))[: config.keep_best])
-        return [checkpoint.step in stay for checkpoint in checkpoints]
 
 
 class _Manager(ocp.CheckpointManager):
@@ -138,7 +55,7 @@ class Checkpointer:
         self.failed_saves = 0
         self._config, self._left_unfinished = config, False
         writes = config is not None
-        self._kept = _Kept(config or CheckpointConfig(keep=0))
+        self._kept = Kept(config or CheckpointConfig(keep=0))
         self._manager = _Manager(
             self.folder,
             item_names=("params", "optimizer", "meta"),
@@ -259,35 +176,48 @@ class Checkpointer:
         warning that says why. Raises ValueError if there are steps but none that is whole, and leaves all as they are.
         A local snapshot that is newer and fits comes first, and is saved as a checkpoint at once.
         """
-        if self._local is not None:
-            trees = dict(params=abstract_params, optimizer=abstract_optimizer_state)
-            found = self._local.restore(self.latest_step() or 0, trees, layer_rows)
+        trees = dict(params=abstract_params, optimizer=abstract_optimizer_state)
+        steps, problems = sorted(self._manager.all_steps(), reverse=True), {}
+        for step, one_before in zip((*steps, None), (math.inf, *steps), strict=True):
+            found = self._restore_local(step or 0, one_before, trees, layer_rows)
+            is_local = found is not None
+            if not is_local and step is not None:
+                found = self._restore_or_say_why(step, trees, layer_rows, problems)
             if found is not None:
-                step, trees, meta = found
-                self.save(step, trees["params"], trees["optimizer"], meta)
-                return step, trees["params"], trees["optimizer"], meta
-        problems: dict[int, str] = {}
-        for step in sorted(self._manager.all_steps(), reverse=True):
-            for attempt in range(2):  # a disk may fail once
-                try:
-                    restored = self.restore(step, abstract_params, abstract_optimizer_state, layer_rows)
-                except (MemoryError, jax.errors.JaxRuntimeError):  # nothing that the checkpoint could be blamed for
-                    raise
-                except Exception as error:  # Orbax has many
-                    problems[step] = _in_one_line(error)
-                    logger.warning("checkpoint %d, attempt %d: %s", step, attempt + 1, problems[step])
-                    continue
-                problems.pop(step, None)
-                self._point_latest(step)
                 for damaged, problem in problems.items():
                     logger.warning("checkpoint %d is not used: %s", damaged, problem)
                     self._set_aside(damaged)
-                return step, *restored
+                if is_local:
+                    self.save(*found)
+                return found
         if problems:
             reasons = "; ".join(f"step {step}: {problem}" for step, problem in problems.items())
             raise ValueError(
                 f"{self.folder}: no step can be used ({reasons}); copy a good one there, or use another --run_dir"
             )
+        return None
+
+    def _restore_local(self, after: int, up_to: float, trees: dict, layer_rows: Rows) -> tuple | None:
+        """A snapshot between these steps, as `restore_newest` gives it."""
+        found = self._local and self._local.restore(after, up_to, trees, layer_rows)
+        if not found:
+            return None
+        step, trees, meta = found
+        return step, trees["params"], trees["optimizer"], meta
+
+    def _restore_or_say_why(self, step: int, trees: dict, layer_rows: Rows, problems: dict[int, str]) -> tuple | None:
+        for attempt in range(2):  # a disk may fail once
+            try:
+                restored = self.restore(step, trees["params"], trees["optimizer"], layer_rows)
+            except (MemoryError, jax.errors.JaxRuntimeError):  # nothing that the checkpoint could be blamed for
+                raise
+            except Exception as error:  # Orbax has many
+                problems[step] = _in_one_line(error)
+                logger.warning("checkpoint %d, attempt %d: %s", step, attempt + 1, problems[step])
+                continue
+            problems.pop(step, None)
+            self._point_latest(step)
+            return step, *restored
         return None
 
     def _set_aside(self, step: int) -> None:

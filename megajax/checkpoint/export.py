@@ -21,7 +21,8 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from megajax.checkpoint.checkpointer import Checkpointer
+from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.layout import Rows, of_layers, stored_form
 from megajax.mesh import MeshConfig, make_mesh
 

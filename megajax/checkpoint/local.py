@@ -93,12 +93,14 @@ class LocalSnapshots:
         if writing is not None:
             writing.result()
 
-    def restore(self, newer_than: int, abstract: dict[str, Any], layer_rows: Rows) -> tuple[int, dict, dict] | None:
-        """-> (step, trees, meta) of the newest snapshot after that step, laid out as the abstract trees say.
+    def restore(
+        self, after: int, up_to: float, abstract: dict[str, Any], layer_rows: Rows
+    ) -> tuple[int, dict, dict] | None:
+        """-> (step, trees, meta) of the newest snapshot between those steps, laid out as the abstract trees say.
 
         None if there is none, or none that every process has whole and with the shards that it needs: the log says why.
         """
-        own = {step for step in self._steps() if step > newer_than}
+        own = {step for step in self._steps() if after < step <= up_to}
         for step in sorted(_on_any_process(own), reverse=True):
             found = self._read_verified(step, abstract, layer_rows)
             if not isinstance(found, str):

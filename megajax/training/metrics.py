@@ -89,7 +89,7 @@ class MetricsWriter:
         self._file.close()
         kept, dropped = [], 0
         for line in self._path.read_text(encoding="utf-8").splitlines():
-            if _step_of(line) <= step:
+            if step_of(line) <= step:
                 kept.append(line + "\n")
             else:
                 dropped += 1
@@ -149,7 +149,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _step_of(line: str) -> float:
+def step_of(line: str) -> float:
     """Step of a line of metrics.jsonl; infinite for a line that is cut off."""
     try:
         return json.loads(line)["step"]

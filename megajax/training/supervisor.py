@@ -8,8 +8,8 @@ three of these.
 """
 
 import contextlib
-import json
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -17,6 +17,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from megajax.training.metrics import step_of
 
 logger = logging.getLogger("megajax")
 # Of train.py for input that no restart makes better.
@@ -128,10 +130,5 @@ def _last_step(run_dir: Path) -> int:
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
         return 0
-    steps = []
-    for line in path.read_text().splitlines():
-        try:
-            steps.append(json.loads(line)["step"])
-        except (ValueError, KeyError, TypeError):  # the line that was being written
-            continue
-    return max(steps, default=0)
+    steps = map(step_of, path.read_text().splitlines())
+    return max((step for step in steps if step < math.inf), default=0)  # one line may be half written

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.checkpoint.checkpointer import CheckpointConfig, Checkpointer, with_shardings
+from megajax.checkpoint.checkpointer import Checkpointer, with_shardings
+from megajax.checkpoint.config import CheckpointConfig
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model

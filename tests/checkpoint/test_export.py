@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import train
-from megajax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from megajax.checkpoint.checkpointer import Checkpointer
+from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.export import export, main
 from megajax.config import Config
 from megajax.data.datasets import DataConfig

@@ -8,7 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from megajax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from megajax.checkpoint.checkpointer import Checkpointer
+from megajax.checkpoint.config import CheckpointConfig
 from megajax.mesh import MeshConfig, make_mesh
 
 ROWS = {"decoder": np.arange(4, dtype=np.int32)}
@@ -151,6 +152,15 @@ def test_a_snapshot_older_than_the_checkpoint_is_not_used_and_goes_at_the_end(tm
     train(tmp_path, checkpoints=(4, 12))
     assert resume(tmp_path)[0] == 12
     assert not any((tmp_path / "fast").iterdir())
+
+
+def test_a_snapshot_between_a_damaged_checkpoint_and_the_one_before_is_used(tmp_path, caplog):
+    train(tmp_path, checkpoints=(4, 12))
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "12" / "params")
+    assert resume(tmp_path)[0] == 8
+    assert "checkpoint 12 is not used" in caplog.text and (tmp_path / "run" / "checkpoints" / "12.damaged").is_dir()
+    with Checkpointer(tmp_path / "run", None) as checkpointer:
+        assert checkpointer.latest_step() == 8
 
 
 def test_a_new_run_in_the_same_place_and_a_copy_of_a_run_do_not_see_its_snapshots(tmp_path):

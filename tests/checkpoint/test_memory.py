@@ -8,7 +8,8 @@ from pathlib import Path
 PROGRAM = """
 import resource, sys
 import jax, jax.numpy as jnp
-from megajax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from megajax.checkpoint.checkpointer import Checkpointer
+from megajax.checkpoint.config import CheckpointConfig
 
 mib = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # the highest that it has been
 step, folder = sys.argv[1:]

@@ -13,7 +13,8 @@ PROGRAM = """
 import resource, sys, time
 import jax
 from jax.sharding import NamedSharding, PartitionSpec as P
-from megajax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from megajax.checkpoint.checkpointer import Checkpointer
+from megajax.checkpoint.config import CheckpointConfig
 from megajax.mesh import MeshConfig, initialize_processes, make_mesh
 
 initialize_processes()

@@ -11,7 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from megajax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from megajax.checkpoint.checkpointer import Checkpointer
+from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.verify import digest, digests
 from megajax.mesh import MeshConfig, make_mesh
 

@@ -12,7 +12,8 @@ import pytest
 from launch import ROOT, TIMEOUT_SECONDS, metrics, run, saved_steps, tiny_config
 
 import train
-from megajax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from megajax.checkpoint.checkpointer import Checkpointer
+from megajax.checkpoint.config import CheckpointConfig
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer

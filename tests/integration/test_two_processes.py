@@ -78,8 +78,8 @@ def test_refusal_reaches_both_processes(tmp_path):
 
 @pytest.mark.fault
 def test_two_supervised_runs_of_which_one_is_killed_and_later_one_is_stopped_end_like_undisturbed_ones(tmp_path):
-    """Each has its supervisor. The stopped one's own watchdog cannot run; that of the other one waits for it, less long
-    than the 30 s after which gloo gives up."""
+    """Each has its supervisor. The stopped one's own watchdog cannot run, but its supervisor kills it; the watchdog of
+    the other one waits for it, less long than the 30 s after which gloo gives up."""
     run_dir, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
     arguments = [*MESH, "--training.steps=60"]
     faults = ["--checkpoint.every_steps=5", "--training.max_restarts=9", "--training.hang_minutes=0.3"]
@@ -91,8 +91,9 @@ def test_two_supervised_runs_of_which_one_is_killed_and_later_one_is_stopped_end
         # Waiting takes no processor: the run to compare with needs one.
         run(undisturbed, *arguments, **TWO)
         assert (first.wait(), second.wait()) == (0, 0), first.output + second.output
-    for message in ("the run ended with signal SIGABRT", "Timeout (0:00:18)", "in _train", "ended with exit status 1"):
-        assert message in first.output, first.output
+    assert "the run ended with signal SIGABRT" in first.output and "start 2 of 9" in first.output, first.output
+    # Its watchdog was first, or the supervisor that kills the stopped one; both wait for the same time.
+    assert "Timeout (0:00:18)" in first.output or "Connection closed by peer" in first.output, first.output
     assert "the run was stopped (SIGSTOP) for 18 s: killed" in second.output
     assert second.output.count("the run ended with signal SIGKILL") == 2
     assert losses(run_dir) == losses(undisturbed)

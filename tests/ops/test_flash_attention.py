@@ -1,10 +1,6 @@
 """The attention kernel sees what the mask says, the op gives it the bounds of each mesh, and it equals its formula."""
 
 import functools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -264,10 +260,5 @@ for length, head_dim, dtype, soft_cap in ((1000, 128, "bfloat16", None), (500, 2
 
 
 @pytest.mark.cuda_wheels
-@pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="needs the CUDA wheels: pip install -e '.[cuda13]'")
-def test_kernel_compiles_for_hopper_on_a_mesh():
-    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    command, root = [sys.executable, "-c", PROGRAM], Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert [line.split()[-1] for line in done.stdout.splitlines()] == ["2"] * 4  # forward, backward
+def test_kernel_compiles_for_hopper_on_a_mesh(compile_for_hopper):
+    assert [line.split()[-1] for line in compile_for_hopper(PROGRAM)] == ["2"] * 4  # forward, backward

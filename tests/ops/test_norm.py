@@ -3,10 +3,6 @@ by XLA and by the kernel; and the kernel, interpreted, equals its formula."""
 
 import functools
 import logging
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -214,11 +210,6 @@ for width in (128, 384, 5120, 8192):
 
 
 @pytest.mark.cuda_wheels
-@pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="needs the CUDA wheels: pip install -e '.[cuda13]'")
-def test_kernel_compiles_for_hopper_on_a_mesh():
-    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    command, root = [sys.executable, "-c", PROGRAM], Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [line.split() for line in done.stdout.splitlines()]
+def test_kernel_compiles_for_hopper_on_a_mesh(compile_for_hopper):
+    lines = [line.split() for line in compile_for_hopper(PROGRAM)]
     assert len(lines) == 16 and {line[-1] for line in lines} == {"2"}  # forward, backward

@@ -1,0 +1,90 @@
+"""When checkpoints are saved, and which of them stay."""
+
+import dataclasses
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    every_steps: int = 1000
+    """Save each time so many steps are done, and at the end; 0: only at the end."""
+    keep: int = 3
+    """Newest checkpoints that stay on disk; 0: all."""
+    keep_every_steps: int = 0
+    """Those of multiples of so many steps stay too; 0: none."""
+    keep_best: int = 0
+    """So many with the lowest eval_loss stay too, of those whose step was evaluated; 0: none."""
+    local_dir: str = ""
+    """A fast directory of each machine (/dev/shm, NVMe) for two snapshots beside the checkpoints; empty: none."""
+    local_every_steps: int = 0
+    """Steps between two local snapshots."""
+
+    def check(self) -> None:
+        for name in ("every_steps", "keep", "keep_every_steps", "keep_best", "local_every_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"checkpoint.{name}={getattr(self, name)} must not be negative")
+        if bool(self.local_dir) != bool(self.local_every_steps):
+            raise ValueError(
+                f"checkpoint.local_dir={self.local_dir!r} with checkpoint.local_every_steps={self.local_every_steps}: "
+                "local snapshots need both; give the other one too, or neither"
+            )
+        if self.local_every_steps and self.every_steps and self.local_every_steps % self.every_steps == 0:
+            raise ValueError(
+                f"checkpoint.local_every_steps={self.local_every_steps} is a multiple of checkpoint.every_steps="
+                f"{self.every_steps}, so that a checkpoint is saved at each; use a smaller number"
+            )
+
+    def check_evaluated(self, training_steps: int, eval_every_steps: int) -> None:
+        """Raises ValueError if the best checkpoints are wanted, but their steps are never evaluated."""
+        if not self.keep_best:
+            return
+        if not eval_every_steps:
+            raise ValueError(
+                f"checkpoint.keep_best={self.keep_best} needs evaluations, and training.eval_every_steps=0 is none; "
+                f"use --training.eval_every_steps={self.every_steps or training_steps}"
+            )
+        if 0 < self.every_steps < training_steps <= math.lcm(self.every_steps, eval_every_steps):
+            raise ValueError(
+                f"checkpoint.keep_best={self.keep_best}: no step before the last is both saved and evaluated with "
+                f"checkpoint.every_steps={self.every_steps} and training.eval_every_steps={eval_every_steps}; "
+                f"use --training.eval_every_steps={self.every_steps}"
+            )
+
+    def check_local_dir(self) -> None:
+        """Raises ValueError if this machine cannot write its snapshots."""
+        if not self.local_dir:
+            return
+        folder = Path(self.local_dir).absolute()
+        there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            raise ValueError(
+                f"checkpoint.local_dir={self.local_dir} cannot be written ({there} is not a directory that can be); "
+                "use another, such as --checkpoint.local_dir=/dev/shm"
+            )
+
+
+class Kept:
+    """Which checkpoints stay, as Orbax asks for it (a preservation policy)."""
+
+    def __init__(self, config: CheckpointConfig):
+        self._config = config
+        self._eval_losses: dict[int, float] = {}
+
+    def evaluated(self, step: int, meta: dict[str, Any]) -> None:
+        """Takes note of the step's eval_loss, if its meta data have one."""
+        loss = meta.get("eval_loss")
+        if loss is not None and math.isfinite(loss):
+            self._eval_losses[step] = loss
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        steps, config = sorted(checkpoint.step for checkpoint in checkpoints), self._config
+        stay = set(steps[-config.keep :])  # all for 0
+        if config.keep_every_steps:
+            stay |= {step for step in steps if step % config.keep_every_steps == 0}
+        evaluated = [step for step in steps if step in self._eval_losses]
+        stay |= set(sorted(evaluated, key=lambda step: (self._eval_losses[step], -step))[: config.keep_best])
+        return [checkpoint.step in stay for checkpoint in checkpoints]
