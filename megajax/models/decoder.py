@@ -83,7 +83,7 @@ class DecoderConfig:
     attention_dropout: float = 0.0
     """Drop rate of attention probabilities."""
     attention_backend: Backend = "auto"
-    """cudnn, pallas (pallas_kernels/flash_attention.py) or reference, where it can do what is asked; auto: the fastest
+    """cudnn, pallas (pallas_kernels/flash_attention) or reference, where it can do what is asked; auto: the fastest
     that was measured. The log says which one it is."""
     deterministic: bool = False
     """On GPUs too, a step gives the same bits each time, on the same mesh and kind of GPU, after a restart as well; it

@@ -12,6 +12,7 @@ from megajax import compat
 from megajax.ops import attention as module
 from megajax.ops.attention import AttentionMask, attention, backend_order, choose_backend, reference_attention
 from pallas_kernels import flash_attention as kernel
+from pallas_kernels.flash_attention import tiles
 
 # ----------------------------------------------------------------------------- bounds and tiles
 
@@ -50,9 +51,9 @@ def test_tiles_hold_all_that_is_seen_and_those_in_the_middle_are_seen_wholly():
             lower, upper = bounds_of(length, AttentionMask(True, window), ids)
             sees = visible(lower, upper, length)[0]
             for block_k in (64, 128):
-                check_ranges(np.asarray(kernel._ranges_of_keys(lower, upper, block_k))[0], sees, 128, block_k)
+                check_ranges(np.asarray(tiles.ranges_of_keys(lower, upper, block_k))[0], sees, 128, block_k)
                 check_ranges(
-                    np.asarray(kernel._ranges_of_queries(lower, upper, 64, block_k, length))[0], sees.T, block_k, 64
+                    np.asarray(tiles.ranges_of_queries(lower, upper, 64, block_k, length))[0], sees.T, block_k, 64
                 )
 
 

@@ -1,0 +1,34 @@
+"""Attention without its matrix of scores, forward and backward, for Hopper (Pallas, Mosaic GPU).
+
+FlashAttention-2 (Dao 2023, arXiv 2307.08691) with the warp specialisation of FlashAttention-3 (Shah et al. 2024, arXiv
+2407.08608). With s_ij = scale q_i k_j, or cap tanh(scale q_i k_j / cap):
+
+    forward     lse_i = log sum_j exp(s_ij),  p_ij = exp(s_ij - lse_i),  o_i = sum_j p_ij v_j
+    backward    delta_i = d_o_i o_i,  d_s_ij = p_ij (d_o_i v_j - delta_i),
+                d_v_j = sum_i p_ij d_o_i,  d_q_i = scale sum_j d_s_ij k_j,  d_k_j = scale sum_i d_s_ij q_i
+
+Every mask is an interval: query i sees the keys lower_i <= j < upper_i, both bounds never decreasing along the
+sequence. Causal: [0, i + 1). A window of w: [i + 1 - w, i + 1). Packed documents: from the first token of the own one.
+Not causal: [0, S). Tiles that no query sees are not computed, and only those on an edge are masked.
+
+Dimensions: B batch, T query time, S key time, N heads, K key-value heads, G = N / K, H head dim.
+bfloat16 or float16, sums and softmax float32. T and S need not be multiples of a tile: what TMA reads beyond the end is
+zero, what it writes there is dropped; only where 8 does not divide them are the arrays copied first. A block has one
+warpgroup that loads and two that compute, each 64 rows:
+
+    forward     a block for 128 queries of a head; keys and values pass by in tiles of 128, two in flight;
+                one warpgroup multiplies while the other does its softmax. Shared memory: 160 KB for H = 128.
+    backward    a block for 128 keys of a key-value head; the queries of its G heads pass by, 64 at a time. d_k and d_v
+                stay in registers; d_q is added up in float32 by TMA, whose order is not fixed, so the last bits of d_q
+                may differ from run to run, unless `ordered` asks for one order. Shared memory: 194 KB for H = 128.
+                Heads of 256: d_k and d_v of 64 keys are all registers of both warpgroups, so a block has 64 keys, each
+                warpgroup computes all p and d_s, and half of the columns of d_q, d_k and d_v: 1.4 times the products.
+
+Refused: see `problem`.
+"""
+
+from pallas_kernels.flash_attention.backward import backward
+from pallas_kernels.flash_attention.forward import forward
+from pallas_kernels.flash_attention.tiles import problem
+
+__all__ = ["backward", "forward", "problem"]

@@ -1,0 +1,250 @@
+"""The backward pass."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.flash_attention.tiles import (
+    LOG2E,
+    NEVER,
+    TILES,
+    capped,
+    four,
+    kernel,
+    padded_bounds,
+    ranges_of_queries,
+    swizzled,
+    to_eights,
+)
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "soft_cap", "ordered", "interpret"))
+def backward(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    out_BTNH: jax.Array,
+    lse_BNT: jax.Array,
+    d_out_BTNH: jax.Array,
+    lower_BT: jax.Array,
+    upper_BT: jax.Array,
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+    ordered: bool = False,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """-> (d_q, d_k, d_v) like q, k and v.
+
+    out, lse: of `forward`, or of attention to more keys, of which these are some.
+    ordered: d_q is added up in one order, from the last keys to the first: the same bits in every run.
+    """
+    batch, length, num_heads, head_dim = q_BTNH.shape
+    num_keys, kv_heads = k_BSKH.shape[1:3]
+    if length % 8 or num_keys % 8:
+        q, k, v, out, d_out = map(to_eights, (q_BTNH, k_BSKH, v_BSKH, out_BTNH, d_out_BTNH))
+        lse = to_eights(lse_BNT, axis=2, constant_values=-NEVER)
+        bounds = (to_eights(a, mode="edge") for a in (lower_BT, upper_BT))
+        options = dict(scale=scale, soft_cap=soft_cap, ordered=ordered, interpret=interpret)
+        d_q, d_k, d_v = backward(q, k, v, out, lse, d_out, *bounds, **options)
+        return d_q[:, :length], d_k[:, :num_keys], d_v[:, :num_keys]
+    group, dtype, tiles = num_heads // kv_heads, q_BTNH.dtype, TILES[head_dim]
+    block_q, block_k, half = tiles.backward_queries, tiles.backward_keys, head_dim // 2
+    stages, d_out_stages, piece = tiles.stages, tiles.d_out_stages, min(half, 64)
+    shared = block_k == 64  # both warpgroups have the same keys
+    width = half if shared else head_dim  # of their d_k and d_v
+    ranges = ranges_of_queries(lower_BT, upper_BT, block_q, block_k, num_keys)
+    bounds = padded_bounds(lower_BT, upper_BT, block_q, mode="edge")
+    delta_BNT = jnp.sum(out_BTNH.astype(jnp.float32) * d_out_BTNH.astype(jnp.float32), -1).transpose(0, 2, 1)
+    pad = [(0, 0), (0, 0), (0, -length % block_q)]
+    # A query beyond the end has p = exp2(0 - 1e30) = 0.
+    lse_BNT, delta_BNT = jnp.pad(lse_BNT * LOG2E, pad, constant_values=-NEVER), jnp.pad(delta_BNT, pad)
+    num_tiles, q_tiles = ranges.shape[1], bounds.shape[2] // block_q
+    by_column, shape = plgpu.Layout.WGMMA.reduce(0), (64, block_q)
+    wide = lambda a: lax.broadcast_in_dim(a, shape, [1])
+    accumulator = lambda width: plgpu.ACC((64, width), jnp.float32)
+
+    def body(
+        q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, bounds_ref, ranges_ref, d_q_gmem_ref, d_k_gmem_ref,
+        d_v_gmem_ref, q_smem, d_out_smem, k_smem, v_smem, d_s_smem, d_q_smem, lse_smem, delta_smem, bounds_smem,
+        kv_there, q_there, d_out_there, q_free, d_out_free, both_there, my_turn,
+    ):  # fmt: skip
+        wg, kv_head, b = lax.axis_index("wg"), lax.axis_index("head"), lax.axis_index("batch")
+        number = lax.axis_index("tile")
+        if ordered:  # who adds first starts first: nobody waits for a block that is not there
+            number = num_tiles - 1 - number
+            added = pl.get_global(plgpu.SemaphoreType.REGULAR((batch, num_heads, q_tiles)))
+        first, full_first, full_last, last = four(ranges_ref.at[b, number])
+        places = (last - first) * group
+
+        def head_and_step(place):
+            return kv_head * group + lax.div(place, last - first), first + lax.rem(place, last - first)
+
+        @pl.when(wg == 2)
+        def _load():
+            plgpu.set_max_registers(24, action="decrease")
+            keys = (b, pl.ds(number * block_k, block_k), kv_head)
+            plgpu.copy_gmem_to_smem(k_ref.at[keys], k_smem, kv_there)
+            plgpu.copy_gmem_to_smem(v_ref.at[keys], v_smem, kv_there)
+
+            def copy(place, _):
+                slot, d_out_slot = lax.rem(place, stages), lax.rem(place, d_out_stages)
+                head, step = head_and_step(place)
+                rows = pl.ds(step * block_q, block_q)
+                pl.when(place >= stages)(lambda: plgpu.barrier_wait(q_free.at[slot]))
+                plgpu.copy_gmem_to_smem(q_ref.at[b, rows, head], q_smem.at[slot], q_there.at[slot])
+                plgpu.copy_gmem_to_smem(lse_ref.at[b, head, rows], lse_smem.at[slot], q_there.at[slot])
+                plgpu.copy_gmem_to_smem(delta_ref.at[b, head, rows], delta_smem.at[slot], q_there.at[slot])
+                plgpu.copy_gmem_to_smem(bounds_ref.at[b, :, rows], bounds_smem.at[slot], q_there.at[slot])
+                pl.when(place >= d_out_stages)(lambda: plgpu.barrier_wait(d_out_free.at[d_out_slot]))
+                there = d_out_there.at[d_out_slot]
+                plgpu.copy_gmem_to_smem(d_out_ref.at[b, rows, head], d_out_smem.at[d_out_slot], there)
+                if ordered:
+                    pl.when(place > 0)(lambda: wait_for_others(place - 1))
+
+            def wait_for_others(place):
+                head, step = head_and_step(place)
+                before = (bounds_ref[b, 1, step * block_q + block_q - 1] - 1) // block_k - number  # tiles of keys
+                plgpu.semaphore_wait(added.at[b, head, step], 2 * before, decrement=False, memory_scope="gpu")
+                plgpu.barrier_arrive(my_turn.at[lax.rem(place, stages + 1)])
+
+            lax.fori_loop(0, places, copy, None)
+            if ordered:
+                pl.when(places > 0)(lambda: wait_for_others(places - 1))
+
+        @pl.when(wg < 2)
+        def _compute():
+            plgpu.set_max_registers(240, action="increase")
+            first_row = 0 if shared else wg * 64
+            mine, columns = pl.ds(first_row, 64), pl.ds(wg * half if shared else 0, width)
+            plgpu.barrier_wait(kv_there)
+
+            def together():
+                plgpu.barrier_arrive(both_there)
+                plgpu.barrier_wait(both_there)
+
+            def stored(place):
+                """The d_q before this place has left shared memory; in order: is added, and the next block may know."""
+                plgpu.wait_smem_to_gmem(0, wait_read_only=not ordered)
+                if ordered:
+                    tell = lambda: plgpu.semaphore_signal(added.at[b, *head_and_step(place - 1)], memory_scope="gpu")
+                    pl.when(place > 0)(tell)
+
+            def one_tile(step, carry, in_group, masked):
+                """Keys are the rows and queries the columns of every tile, so that p and d_s are left operands."""
+                d_k, d_v = carry
+                place = in_group * (last - first) + step - first
+                slot, d_out_slot = lax.rem(place, stages), lax.rem(place, d_out_stages)
+                side = wg if shared else lax.rem(place, 2)
+                rows, head = pl.ds(step * block_q, block_q), kv_head * group + in_group
+                plgpu.barrier_wait(q_there.at[slot])
+
+                def scores(s_ref, d_p_ref):
+                    plgpu.wgmma(s_ref, k_smem.at[mine], q_smem.at[slot].transpose((1, 0)))
+                    plgpu.barrier_wait(d_out_there.at[d_out_slot])
+                    plgpu.wgmma(d_p_ref, v_smem.at[mine], d_out_smem.at[d_out_slot].transpose((1, 0)))
+                    lse = plgpu.load(lse_smem.at[slot], (), layout=by_column)
+                    s, factor, slope = capped(plgpu.wgmma_accumulator_load(s_ref, wait_n=1), scale, soft_cap)
+                    p = jnp.exp2(s * factor - wide(lse))
+                    if masked:
+                        key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
+                        key += number * block_k + first_row
+                        lower, upper = (plgpu.load(bounds_smem.at[slot, i], (), layout=by_column) for i in range(2))
+                        p = jnp.where((key >= wide(lower)) & (key < wide(upper)), p, 0.0)
+                    delta = plgpu.load(delta_smem.at[slot], (), layout=by_column)
+                    d_s = p * (plgpu.wgmma_accumulator_load(d_p_ref, wait_n=0) - wide(delta))
+                    return p.astype(dtype), (d_s if slope is None else d_s * slope).astype(dtype)
+
+                p, d_s = pl.run_scoped(scores, accumulator(block_q), accumulator(block_q))
+
+                def part_of_d_q(d_q_ref, part_number):
+                    part = pl.ds(wg * half + part_number * piece, piece)
+                    plgpu.wgmma(d_q_ref, d_s_smem.at[side].transpose((1, 0)), k_smem.at[:, part])
+
+                def add(part_number):
+                    plgpu.commit_smem()
+                    part = d_q_gmem_ref.at[b, rows, head, pl.ds(wg * half + part_number * piece, piece)]
+                    plgpu.copy_smem_to_gmem(d_q_smem.at[wg], part, reduction_op="add")
+
+                def gradients(d_k_ref, d_v_ref, d_q_ref):
+                    d_k_ref[...], d_v_ref[...] = d_k, d_v
+                    plgpu.wgmma(d_v_ref, p, d_out_smem.at[d_out_slot, :, columns])
+                    d_s_smem[side, mine] = d_s
+                    plgpu.commit_smem()
+                    if not shared:
+                        plgpu.barrier_arrive(both_there)
+                    plgpu.wgmma(d_k_ref, d_s, q_smem.at[slot, :, columns])
+                    if not shared:
+                        plgpu.barrier_wait(both_there)
+                    part_of_d_q(d_q_ref, 0)
+                    new_d_v = plgpu.wgmma_accumulator_load(d_v_ref, wait_n=2)
+                    plgpu.barrier_arrive(d_out_free.at[d_out_slot])
+                    new_d_k = plgpu.wgmma_accumulator_load(d_k_ref, wait_n=1)
+                    plgpu.barrier_arrive(q_free.at[slot])
+                    stored(place)
+                    d_q_smem[wg] = plgpu.wgmma_accumulator_load(d_q_ref, wait_n=0)
+                    return new_d_k, new_d_v
+
+                d_k, d_v = pl.run_scoped(gradients, accumulator(width), accumulator(width), accumulator(piece))
+                if ordered:
+                    plgpu.barrier_wait(my_turn.at[lax.rem(place, stages + 1)])
+                add(0)
+                for part_number in range(1, half // piece):
+
+                    def another(d_q_ref, part_number=part_number):
+                        part_of_d_q(d_q_ref, part_number)
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                        d_q_smem[wg] = plgpu.wgmma_accumulator_load(d_q_ref, wait_n=0)
+
+                    pl.run_scoped(another, accumulator(piece))
+                    add(part_number)
+                return d_k, d_v
+
+            def one_head(in_group, carry):
+                carry = lax.fori_loop(first, full_first, lambda i, c: one_tile(i, c, in_group, True), carry)
+                carry = lax.fori_loop(full_first, full_last, lambda i, c: one_tile(i, c, in_group, False), carry)
+                return lax.fori_loop(full_last, last, lambda i, c: one_tile(i, c, in_group, True), carry)
+
+            zeros = plgpu.layout_cast(jnp.zeros((64, width), jnp.float32), plgpu.Layout.WGMMA)
+            d_k, d_v = lax.fori_loop(0, group, one_head, (zeros, zeros))
+            if ordered:
+                stored(places)
+            together()  # the other one reads all keys for its part of d_q
+            k_smem[mine, columns] = (d_k * scale).astype(dtype)
+            v_smem[mine, columns] = d_v.astype(dtype)
+            plgpu.commit_smem()
+            together()
+            keys = (b, pl.ds(number * block_k, block_k), kv_head)
+            pl.when(wg == 0)(lambda: plgpu.copy_smem_to_gmem(k_smem, d_k_gmem_ref.at[keys]))
+            pl.when(wg == 1)(lambda: plgpu.copy_smem_to_gmem(v_smem, d_v_gmem_ref.at[keys]))
+            plgpu.wait_smem_to_gmem(0)
+
+    swizzle = min(128, half * dtype.itemsize)  # half of the keys' columns is one tile
+    scratch = [
+        swizzled((stages, block_q, head_dim), dtype, swizzle),
+        swizzled((d_out_stages, block_q, head_dim), dtype),
+        swizzled((block_k, head_dim), dtype, swizzle),
+        swizzled((block_k, head_dim), dtype),
+        swizzled((2, block_k, block_q), dtype, swizzle),  # two, as one warpgroup may be a step ahead
+        swizzled((2, block_q, piece), jnp.float32),
+        *[plgpu.SMEM((stages, block_q), jnp.float32)] * 2,
+        plgpu.SMEM((stages, 2, block_q), jnp.int32),
+        plgpu.Barrier(num_arrivals=2),
+        plgpu.Barrier(num_arrivals=4, num_barriers=stages),
+        plgpu.Barrier(num_barriers=d_out_stages),
+        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=2, num_barriers=d_out_stages),
+        plgpu.Barrier(num_arrivals=2),
+        plgpu.Barrier(num_barriers=stages + 1),  # the turn of the last place may come while two are still to be taken
+    ]
+    d_q = jax.new_ref(jnp.zeros(q_BTNH.shape, jnp.float32), memory_space=plgpu.GMEM)
+    out_type = [jax.ShapeDtypeStruct(k_BSKH.shape, dtype)] * 2
+    run = kernel(body, out_type, scratch, (kv_heads, num_tiles, batch), interpret)
+    # .fun: without vmap, whose wrapper refuses an array that is changed in place (jax 0.10)
+    d_k, d_v = run.fun(q_BTNH, k_BSKH, v_BSKH, d_out_BTNH, lse_BNT, delta_BNT, bounds, ranges, d_q)
+    return (d_q[...] * scale).astype(dtype), d_k, d_v

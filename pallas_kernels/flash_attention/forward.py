@@ -1,0 +1,158 @@
+"""The forward pass."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.flash_attention.tiles import (
+    BLOCK,
+    LOG2E,
+    NEVER,
+    TILES,
+    capped,
+    four,
+    kernel,
+    padded_bounds,
+    ranges_of_keys,
+    swizzled,
+    to_eights,
+)
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "soft_cap", "interpret"))  # traced once for all layers
+def forward(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    lower_BT: jax.Array,
+    upper_BT: jax.Array,
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """-> (out [B, T, N, H] in q's dtype, log-sum-exp [B, N, T] float32).
+
+    lower, upper: int32, 0 <= lower, upper <= S. interpret: plgpu.InterpretGPUParams, to run on CPU.
+    """
+    batch, length, num_heads, head_dim = q_BTNH.shape
+    if length % 8 or k_BSKH.shape[1] % 8:
+        q, k, v = map(to_eights, (q_BTNH, k_BSKH, v_BSKH))
+        bounds = (to_eights(a, mode="edge") for a in (lower_BT, upper_BT))
+        out_BTNH, lse_BNT = forward(q, k, v, *bounds, scale=scale, soft_cap=soft_cap, interpret=interpret)
+        return out_BTNH[:, :length], lse_BNT[:, :, :length]
+    group, dtype, block_k = num_heads // k_BSKH.shape[2], q_BTNH.dtype, TILES[head_dim].forward_keys
+    ranges, bounds = ranges_of_keys(lower_BT, upper_BT, block_k), padded_bounds(lower_BT, upper_BT, BLOCK)
+    tiles, stages = ranges.shape[1], 2
+    by_row, shape = plgpu.Layout.WGMMA.reduce(1), (64, block_k)
+    wide = lambda a, shape: lax.broadcast_in_dim(a, shape, [0])
+
+    def body(
+        q_ref, k_ref, v_ref, bounds_ref, ranges_ref, out_ref, lse_ref,
+        q_smem, k_smem, v_smem, bounds_smem, lse_smem, q_there, k_there, v_there, k_free, v_free, turn,
+    ):  # fmt: skip
+        wg, head, b = lax.axis_index("wg"), lax.axis_index("head"), lax.axis_index("batch")
+        number = tiles - 1 - lax.axis_index("tile")  # the last have most to do in a causal mask: first
+        first, full_first, full_last, last = four(ranges_ref.at[b, number])
+
+        @pl.when(wg == 2)
+        def _load():
+            plgpu.set_max_registers(40, action="decrease")
+
+            def copy(step, _):
+                slot, keys = lax.rem(step - first, stages), pl.ds(step * block_k, block_k)
+                for ref, smem, there, free in ((k_ref, k_smem, k_there, k_free), (v_ref, v_smem, v_there, v_free)):
+                    pl.when(step - first >= stages)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
+                    plgpu.copy_gmem_to_smem(ref.at[b, keys, lax.div(head, group)], smem.at[slot], there.at[slot])
+
+            lax.fori_loop(first, last, copy, None)
+
+        @pl.when(wg < 2)
+        def _compute():
+            plgpu.set_max_registers(232, action="increase")
+            rows, q = pl.ds(number * BLOCK + wg * 64, 64), q_smem.at[wg]
+            plgpu.copy_gmem_to_smem(q_ref.at[b, rows, head], q, q_there.at[wg])
+            plgpu.copy_gmem_to_smem(bounds_ref.at[b, :, rows], bounds_smem.at[wg], q_there.at[wg])
+            plgpu.barrier_wait(q_there.at[wg])
+
+            def take_turn():  # one multiplies, the other does what is no product
+                plgpu.barrier_arrive(turn)
+                plgpu.barrier_wait(turn)
+
+            def one_tile(step, carry, masked):
+                out, most, total = carry  # most and s are log2(e) times what they would be
+                slot = lax.rem(step - first, stages)
+                plgpu.barrier_wait(k_there.at[slot])
+
+                def scores(s_ref):
+                    plgpu.wgmma(s_ref, q, k_smem.at[slot].transpose((1, 0)))
+                    take_turn()
+                    return s_ref[...]
+
+                s = pl.run_scoped(scores, plgpu.ACC(shape, jnp.float32))
+                plgpu.barrier_arrive(k_free.at[slot])
+                s, factor, _ = capped(s, scale, soft_cap)
+                if masked:
+                    key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + step * block_k
+                    lower, upper = (plgpu.load(bounds_smem.at[wg, i], (), layout=by_row) for i in range(2))
+                    s = jnp.where((key >= wide(lower, shape)) & (key < wide(upper, shape)), s, -jnp.inf)
+                new_most = jnp.maximum(most, jnp.max(s, 1) * factor)
+                shrink = jnp.exp2(most - new_most)
+                p = jnp.exp2(s * factor - wide(new_most, shape))
+                total = total * shrink + jnp.sum(p, 1)
+                out *= wide(shrink, out.shape)
+                # What follows waits for the other warpgroup: all of the above is to be done before.
+                out, new_most, total, p = lax.optimization_barrier((out, new_most, total, p.astype(dtype)))
+                plgpu.barrier_arrive(turn)
+                plgpu.barrier_wait(v_there.at[slot])
+                plgpu.barrier_wait(turn)
+
+                def sums(out_ref):
+                    out_ref[...] = out
+                    plgpu.wgmma(out_ref, p, v_smem.at[slot])
+                    return out_ref[...]
+
+                out = pl.run_scoped(sums, plgpu.ACC(out.shape, jnp.float32))
+                plgpu.barrier_arrive(v_free.at[slot])
+                return out, new_most, total
+
+            carry = (
+                plgpu.layout_cast(jnp.zeros((64, head_dim), jnp.float32), plgpu.Layout.WGMMA),
+                plgpu.layout_cast(jnp.full((64,), NEVER, jnp.float32), by_row),
+                plgpu.layout_cast(jnp.zeros((64,), jnp.float32), by_row),
+            )
+            pl.when(wg == 1)(take_turn)
+            carry = lax.fori_loop(first, full_first, lambda i, c: one_tile(i, c, True), carry)
+            carry = lax.fori_loop(full_first, full_last, lambda i, c: one_tile(i, c, False), carry)
+            out, most, total = lax.fori_loop(full_last, last, lambda i, c: one_tile(i, c, True), carry)
+            pl.when(wg == 0)(take_turn)
+            sees = total > 0
+            q[...] = (out * wide(jnp.where(sees, 1 / total, 0.0), out.shape)).astype(dtype)
+            lse_smem[wg] = jnp.where(sees, (most + jnp.log2(total)) / LOG2E, NEVER)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(q, out_ref.at[b, rows, head])
+            plgpu.copy_smem_to_gmem(lse_smem.at[wg], lse_ref.at[b, head, rows])
+            plgpu.wait_smem_to_gmem(0)
+
+    out_type = [
+        jax.ShapeDtypeStruct(q_BTNH.shape, dtype),
+        jax.ShapeDtypeStruct((batch, num_heads, tiles * BLOCK), jnp.float32),
+    ]
+    scratch = [
+        swizzled((2, 64, head_dim), dtype),
+        *[swizzled((stages, block_k, head_dim), dtype)] * 2,
+        plgpu.SMEM((2, 2, 64), jnp.int32),
+        plgpu.SMEM((2, 64), jnp.float32),
+        plgpu.Barrier(num_arrivals=2, num_barriers=2),
+        *[plgpu.Barrier(num_barriers=stages)] * 2,
+        *[plgpu.Barrier(num_arrivals=2, num_barriers=stages)] * 2,
+        plgpu.Barrier(num_arrivals=2),
+    ]
+    run = kernel(body, out_type, scratch, (num_heads, tiles, batch), interpret)
+    out_BTNH, lse_BNT = run(q_BTNH, k_BSKH, v_BSKH, bounds, ranges)
+    return out_BTNH, lse_BNT[:, :, :length]

@@ -1,0 +1,112 @@
+"""What forward and backward share: sizes of tiles, which tiles see each other, masks, memory."""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+NEVER = -1e30  # log-sum-exp of a query that sees no key; its result is 0
+LOG2E = math.log2(math.e)
+BLOCK = 128  # queries of a block forward
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Measured on an H100, see README.md."""
+
+    forward_keys: int
+    """Of a tile that passes by; a block has 128 queries."""
+    backward_keys: int = 128
+    """Of a block: 128, 64 for each of the two warpgroups; or 64 for both, and half of the columns for each."""
+    backward_queries: int = 64
+    """Of a tile that passes by."""
+    stages: int = 2
+    """Tiles of q on their way, backward."""
+    d_out_stages: int = 2
+
+
+TILES = {
+    64: Tiles(128, stages=3, d_out_stages=3),
+    128: Tiles(128),
+    256: Tiles(64, backward_keys=64, d_out_stages=1),
+}
+
+
+def problem(head_dim: int, dtype: jnp.dtype) -> str:
+    """Why these kernels cannot be used, or an empty string."""
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"dtype {dtype}"
+    return "" if head_dim in TILES else f"head dim {head_dim}"
+
+
+def capped(products, scale, soft_cap):
+    """-> (s, what turns it into a power of two, its derivative after the scale or None)."""
+    if soft_cap is None:
+        return products, scale * LOG2E, None
+    tanh = jnp.tanh(products * (scale / soft_cap))
+    return soft_cap * tanh, LOG2E, 1 - tanh * tanh
+
+
+def extremes(bounds_BT, block):
+    """Least and greatest of each tile of queries, [B, tiles]."""
+    batch, length = bounds_BT.shape
+    tiles = jnp.pad(bounds_BT, ((0, 0), (0, -length % block)), mode="edge").reshape(batch, -1, block)
+    return tiles[:, :, 0], tiles[:, :, -1]
+
+
+def ranges_of_keys(lower_BT, upper_BT, block_k):
+    """int32 [B, tiles of queries, 4]: (first tile of keys, first and last that all see wholly, last), ends excluded."""
+    (low, high_low), (low_high, high) = extremes(lower_BT, BLOCK), extremes(upper_BT, BLOCK)
+    first = low // block_k
+    last = jnp.maximum(-(-high // block_k), first)
+    full_first = jnp.clip(-(-high_low // block_k), first, last)
+    full_last = jnp.clip(low_high // block_k, full_first, last)
+    return jnp.stack([first, full_first, full_last, last], -1)
+
+
+def ranges_of_queries(lower_BT, upper_BT, block_q, block_k, num_keys):
+    """The same for each tile of keys: int32 [B, tiles of keys, 4], tiles of queries."""
+    (low, high_low), (low_high, high) = extremes(lower_BT, block_q), extremes(upper_BT, block_q)
+    start = jnp.arange(-(-num_keys // block_k)) * block_k
+    count = lambda holds: jnp.sum(holds, 1, dtype=jnp.int32)  # of tiles, which are in order
+    first = count(high[:, :, None] <= start)
+    last = jnp.maximum(count(low[:, :, None] < start + block_k), first)
+    full_first = jnp.clip(count(low_high[:, :, None] < start + block_k), first, last)
+    full_last = jnp.clip(count(high_low[:, :, None] <= start), full_first, last)
+    return jnp.stack([first, full_first, full_last, last], -1)
+
+
+def four(ref):
+    """The sum drops the marks of jax.shard_map, which a loop does not keep in its carry."""
+    return (ref[i] + 0 for i in range(4))
+
+
+def to_eights(a, axis=1, **options):
+    """As TMA has it: rows of shared memory are swizzled by eights."""
+    return jnp.pad(a, [(0, -size % 8 if number == axis else 0) for number, size in enumerate(a.shape)], **options)
+
+
+def padded_bounds(lower_BT, upper_BT, block, mode="constant"):
+    """int32 [B, 2, T rounded up]; queries beyond the end see nothing, or with "edge" what the last one does."""
+    return jnp.pad(jnp.stack([lower_BT, upper_BT], 1), ((0, 0), (0, 0), (0, -lower_BT.shape[1] % block)), mode=mode)
+
+
+def swizzled(shape, dtype, swizzle=128):
+    """Shared memory as TMA writes it and wgmma reads it."""
+    tile = (8, swizzle // jnp.dtype(dtype).itemsize)
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform(tile), plgpu.SwizzleTransform(swizzle)))
+
+
+def kernel(body, out_type, scratch, grid, interpret):
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        scratch_types=scratch,
+        grid=grid,
+        grid_names=("head", "tile", "batch"),
+        num_threads=3,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )
