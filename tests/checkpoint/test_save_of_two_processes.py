@@ -1,4 +1,4 @@
-"""A save that fails on all processes of a run is seen before the next one, which succeeds."""
+"""A save that fails on all processes of a run is seen before the next one succeeds; of that each reads its part."""
 
 import os
 import socket
@@ -19,7 +19,7 @@ from megajax.mesh import MeshConfig, initialize_processes, make_mesh
 
 initialize_processes()
 mesh = make_mesh(MeshConfig(fsdp=2), jax.devices())
-draw = lambda: jax.random.normal(jax.random.key(0), (64, 128))
+draw = lambda: jax.random.normal(jax.random.key(0), (2048, 1024))
 tree = {"w": jax.jit(draw, out_shardings=NamedSharding(mesh, P("fsdp")))()}
 usual = resource.getrlimit(resource.RLIMIT_FSIZE)
 with Checkpointer(sys.argv[1], CheckpointConfig(keep=0)) as checkpointer:
@@ -37,11 +37,15 @@ with Checkpointer(sys.argv[1], CheckpointConfig(keep=0)) as checkpointer:
     save(3)
     checkpointer.wait()
     print("seen", seen, "failed", checkpointer.failed_saves, "steps", sorted(checkpointer._manager.all_steps()))
+    num_read = lambda: int(open("/proc/self/io").read().split()[1])  # rchar: bytes, from wherever they come
+    before, like = num_read(), jax.ShapeDtypeStruct(tree["w"].shape, "float32", sharding=tree["w"].sharding)
+    checkpointer.restore(3, {"w": like}, {"m": like}, {})
+    print("read", (num_read() - before) / (2 * tree["w"].nbytes))
 """
 
 
 @pytest.mark.fault
-def test_it_is_counted_while_training_goes_on_and_the_next_one_succeeds(tmp_path):
+def test_it_is_counted_while_training_goes_on_and_the_next_one_succeeds_of_which_each_reads_half(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -54,6 +58,7 @@ def test_it_is_counted_while_training_goes_on_and_the_next_one_succeeds(tmp_path
         for process in processes:
             out, err = process.communicate(timeout=120)
             assert "seen 1 failed 1 steps [1, 3]" in out, out + err[-3000:]
+            assert 0.4 < float(out.split("read")[1]) < 0.6  # of the arrays; the other half is for the other process
     finally:
         for process in processes:
             process.kill()
