@@ -107,6 +107,8 @@ def kernel(body, out_type, scratch, grid, interpret):
         grid_names=("head", "tile", "batch"),
         num_threads=3,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        # Where one thread reads what another one wrote, commit_smem or a barrier stands between them, and every thread
+        # arrives at a barrier itself: Pallas need not put barriers of its own around each load and store.
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )
