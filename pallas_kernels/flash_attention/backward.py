@@ -244,7 +244,7 @@ def backward(
     ]
     d_q = jax.new_ref(jnp.zeros(q_BTNH.shape, jnp.float32), memory_space=plgpu.GMEM)
     out_type = [jax.ShapeDtypeStruct(k_BSKH.shape, dtype)] * 2
-    run = kernel(body, out_type, scratch, (kv_heads, num_tiles, batch), interpret)
+    run = kernel(body, out_type, scratch, dict(head=kv_heads, tile=num_tiles, batch=batch), interpret)
     # .fun: without vmap, whose wrapper refuses an array that is changed in place (jax 0.10)
     d_k, d_v = run.fun(q_BTNH, k_BSKH, v_BSKH, d_out_BTNH, lse_BNT, delta_BNT, bounds, ranges, d_q)
     return (d_q[...] * scale).astype(dtype), d_k, d_v

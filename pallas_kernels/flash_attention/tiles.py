@@ -9,6 +9,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 NEVER = -1e30  # log-sum-exp of a query that sees no key; its result is 0
 LOG2E = math.log2(math.e)
 BLOCK = 128  # queries of a block forward
+NUM_SMS = 132  # of H100 SXM, H200 and GH200; on a chip with fewer some blocks wait
+L2_BYTES = 32 * 2**20  # of 50 MiB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,12 +26,14 @@ class Tiles:
     stages: int = 2
     """Tiles of q on their way, backward."""
     d_out_stages: int = 2
+    own_out: bool = True
+    """Forward: whether there is room for the next block's queries beside the output of this one."""
 
 
 TILES = {
     64: Tiles(128, stages=3, d_out_stages=3),
     128: Tiles(128),
-    256: Tiles(64, backward_keys=64, d_out_stages=1),
+    256: Tiles(64, backward_keys=64, d_out_stages=1, own_out=False),
 }
 
 
@@ -98,13 +102,20 @@ def swizzled(shape, dtype, swizzle=128):
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform(tile), plgpu.SwizzleTransform(swizzle)))
 
 
+def together_in_l2(k_BSKH):
+    """How many heads' keys and values fit into L2, of the divisors of their number."""
+    _, num_keys, kv_heads, head_dim = k_BSKH.shape
+    fit = L2_BYTES // (2 * num_keys * head_dim * k_BSKH.dtype.itemsize)
+    return max(n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and n <= max(fit, 1))
+
+
 def kernel(body, out_type, scratch, grid, interpret):
     return plgpu.kernel(
         body,
         out_type=out_type,
         scratch_types=scratch,
-        grid=grid,
-        grid_names=("head", "tile", "batch"),
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
         num_threads=3,
         thread_name="wg",
         # Where one thread reads what another one wrote, commit_smem or a barrier stands between them, and every thread
