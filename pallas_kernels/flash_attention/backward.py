@@ -12,14 +12,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.flash_attention.tiles import (
     LOG2E,
     NEVER,
+    NUM_SMS,
     TILES,
     capped,
-    four,
+    in_order,
     kernel,
+    load_tiles,
+    longest_first,
     padded_bounds,
     ranges_of_queries,
     swizzled,
+    tiles_of_block,
     to_eights,
+    together_in_l2,
 )
 
 
@@ -59,89 +64,101 @@ def backward(
     shared = block_k == 64  # both warpgroups have the same keys
     width = half if shared else head_dim  # of their d_k and d_v
     ranges = ranges_of_queries(lower_BT, upper_BT, block_q, block_k, num_keys)
+    num_tiles = ranges.shape[1]
+    count, bytes_of_head = batch * kv_heads * num_tiles, group * length * head_dim * (4 + 2 * dtype.itemsize)
+    if ordered:  # Who adds first starts first, and each has a block: nobody waits for one that is not there.
+        work = in_order(ranges, jnp.broadcast_to(jnp.arange(num_tiles)[::-1], ranges.shape[:2]))
+        blocks, together = count, kv_heads
+    else:
+        work, blocks, together = longest_first(ranges), min(NUM_SMS, count), together_in_l2(kv_heads, bytes_of_head)
     bounds = padded_bounds(lower_BT, upper_BT, block_q, mode="edge")
     delta_BNT = jnp.sum(out_BTNH.astype(jnp.float32) * d_out_BTNH.astype(jnp.float32), -1).transpose(0, 2, 1)
     pad = [(0, 0), (0, 0), (0, -length % block_q)]
     # A query beyond the end has p = exp2(0 - 1e30) = 0.
     lse_BNT, delta_BNT = jnp.pad(lse_BNT * LOG2E, pad, constant_values=-NEVER), jnp.pad(delta_BNT, pad)
-    num_tiles, q_tiles = ranges.shape[1], bounds.shape[2] // block_q
+    q_tiles = bounds.shape[2] // block_q
     by_column, shape = plgpu.Layout.WGMMA.reduce(0), (64, block_q)
     wide = lambda a: lax.broadcast_in_dim(a, shape, [1])
     accumulator = lambda width: plgpu.ACC((64, width), jnp.float32)
 
     def body(
-        q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, bounds_ref, ranges_ref, d_q_gmem_ref, d_k_gmem_ref,
-        d_v_gmem_ref, q_smem, d_out_smem, k_smem, v_smem, d_s_smem, d_q_smem, lse_smem, delta_smem, bounds_smem,
-        kv_there, q_there, d_out_there, q_free, d_out_free, both_there, my_turn,
+        q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, bounds_ref, work_ref, d_q_gmem_ref, d_k_gmem_ref,
+        d_v_gmem_ref, tile_smem, q_smem, d_out_smem, k_smem, v_smem, d_s_smem, results_smem, lse_smem, delta_smem,
+        bounds_smem, kv_there, kv_free, q_there, d_out_there, q_free, d_out_free, both_there, my_turn,
     ):  # fmt: skip
-        wg, kv_head, b = lax.axis_index("wg"), lax.axis_index("head"), lax.axis_index("batch")
-        number = lax.axis_index("tile")
-        if ordered:  # who adds first starts first: nobody waits for a block that is not there
-            number = num_tiles - 1 - number
+        wg = lax.axis_index("wg")
+        d_q_smem, d_kv_smem = results_smem
+        num_mine, tile_at = tiles_of_block(blocks, work_ref, kv_heads, together)
+        if ordered:
             added = pl.get_global(plgpu.SemaphoreType.REGULAR((batch, num_heads, q_tiles)))
-        first, full_first, full_last, last = four(ranges_ref.at[b, number])
-        places = (last - first) * group
-
-        def head_and_step(place):
-            return kv_head * group + lax.div(place, last - first), first + lax.rem(place, last - first)
 
         @pl.when(wg == 2)
         def _load():
             plgpu.set_max_registers(24, action="decrease")
-            keys = (b, pl.ds(number * block_k, block_k), kv_head)
-            plgpu.copy_gmem_to_smem(k_ref.at[keys], k_smem, kv_there)
-            plgpu.copy_gmem_to_smem(v_ref.at[keys], v_smem, kv_there)
 
-            def copy(place, _):
-                slot, d_out_slot = lax.rem(place, stages), lax.rem(place, d_out_stages)
-                head, step = head_and_step(place)
-                rows = pl.ds(step * block_q, block_q)
-                pl.when(place >= stages)(lambda: plgpu.barrier_wait(q_free.at[slot]))
-                plgpu.copy_gmem_to_smem(q_ref.at[b, rows, head], q_smem.at[slot], q_there.at[slot])
-                plgpu.copy_gmem_to_smem(lse_ref.at[b, head, rows], lse_smem.at[slot], q_there.at[slot])
-                plgpu.copy_gmem_to_smem(delta_ref.at[b, head, rows], delta_smem.at[slot], q_there.at[slot])
-                plgpu.copy_gmem_to_smem(bounds_ref.at[b, :, rows], bounds_smem.at[slot], q_there.at[slot])
-                pl.when(place >= d_out_stages)(lambda: plgpu.barrier_wait(d_out_free.at[d_out_slot]))
-                there = d_out_there.at[d_out_slot]
-                plgpu.copy_gmem_to_smem(d_out_ref.at[b, rows, head], d_out_smem.at[d_out_slot], there)
+            def load(i, passed, tile, kv_head, number, first, last):
+                b, keys, places = tile[0], pl.ds(number * block_k, block_k), (last - first) * group
+
+                def head_and_step(place):
+                    return kv_head * group + lax.div(place, last - first), first + lax.rem(place, last - first)
+
+                def copy(place, _):
+                    (head, step), place = head_and_step(place), passed * group + place
+                    slot, d_out_slot = lax.rem(place, stages), lax.rem(place, d_out_stages)
+                    rows = pl.ds(step * block_q, block_q)
+                    pl.when(place >= stages)(lambda: plgpu.barrier_wait(q_free.at[slot]))
+                    plgpu.copy_gmem_to_smem(q_ref.at[b, rows, head], q_smem.at[slot], q_there.at[slot])
+                    plgpu.copy_gmem_to_smem(lse_ref.at[b, head, rows], lse_smem.at[slot], q_there.at[slot])
+                    plgpu.copy_gmem_to_smem(delta_ref.at[b, head, rows], delta_smem.at[slot], q_there.at[slot])
+                    plgpu.copy_gmem_to_smem(bounds_ref.at[b, :, rows], bounds_smem.at[slot], q_there.at[slot])
+                    pl.when(place >= d_out_stages)(lambda: plgpu.barrier_wait(d_out_free.at[d_out_slot]))
+                    there = d_out_there.at[d_out_slot]
+                    plgpu.copy_gmem_to_smem(d_out_ref.at[b, rows, head], d_out_smem.at[d_out_slot], there)
+                    if ordered:
+                        pl.when(place > 0)(lambda: wait_for_others(place - 1))
+
+                def wait_for_others(place):
+                    head, step = head_and_step(place)
+                    before = (bounds_ref[b, 1, step * block_q + block_q - 1] - 1) // block_k - number  # tiles of keys
+                    plgpu.semaphore_wait(added.at[b, head, step], 2 * before, decrement=False, memory_scope="gpu")
+                    plgpu.barrier_arrive(my_turn.at[lax.rem(place, stages + 1)])
+
+                second = jnp.minimum(1, places)
+                lax.fori_loop(0, second, copy, None)
+                pl.when(i > 0)(lambda: plgpu.barrier_wait(kv_free))
+                plgpu.copy_gmem_to_smem(work_ref.at[tile], tile_smem, kv_there)
+                plgpu.copy_gmem_to_smem(k_ref.at[b, keys, kv_head], k_smem, kv_there)
+                plgpu.copy_gmem_to_smem(v_ref.at[b, keys, kv_head], v_smem, kv_there)
+                lax.fori_loop(second, places, copy, None)
                 if ordered:
-                    pl.when(place > 0)(lambda: wait_for_others(place - 1))
+                    pl.when(places > 0)(lambda: wait_for_others(places - 1))
 
-            def wait_for_others(place):
-                head, step = head_and_step(place)
-                before = (bounds_ref[b, 1, step * block_q + block_q - 1] - 1) // block_k - number  # tiles of keys
-                plgpu.semaphore_wait(added.at[b, head, step], 2 * before, decrement=False, memory_scope="gpu")
-                plgpu.barrier_arrive(my_turn.at[lax.rem(place, stages + 1)])
-
-            lax.fori_loop(0, places, copy, None)
-            if ordered:
-                pl.when(places > 0)(lambda: wait_for_others(places - 1))
+            load_tiles(num_mine, tile_at, work_ref, load)
 
         @pl.when(wg < 2)
         def _compute():
             plgpu.set_max_registers(240, action="increase")
             first_row = 0 if shared else wg * 64
             mine, columns = pl.ds(first_row, 64), pl.ds(wg * half if shared else 0, width)
-            plgpu.barrier_wait(kv_there)
 
-            def together():
-                plgpu.barrier_arrive(both_there)
-                plgpu.barrier_wait(both_there)
-
-            def stored(place):
+            def stored(place, b, kv_head):
                 """The d_q before this place has left shared memory; in order: is added, and the next block may know."""
                 plgpu.wait_smem_to_gmem(0, wait_read_only=not ordered)
+
+                def tell():
+                    first, length = tile_smem[0], tile_smem[3] - tile_smem[0]
+                    head, step = kv_head * group + lax.div(place - 1, length), first + lax.rem(place - 1, length)
+                    plgpu.semaphore_signal(added.at[b, head, step], memory_scope="gpu")
+
                 if ordered:
-                    tell = lambda: plgpu.semaphore_signal(added.at[b, *head_and_step(place - 1)], memory_scope="gpu")
                     pl.when(place > 0)(tell)
 
-            def one_tile(step, carry, in_group, masked):
+            def one_tile(step, carry, b, head, masked):
                 """Keys are the rows and queries the columns of every tile, so that p and d_s are left operands."""
-                d_k, d_v = carry
-                place = in_group * (last - first) + step - first
+                place, d_k, d_v = carry
                 slot, d_out_slot = lax.rem(place, stages), lax.rem(place, d_out_stages)
                 side = wg if shared else lax.rem(place, 2)
-                rows, head = pl.ds(step * block_q, block_q), kv_head * group + in_group
+                rows = pl.ds(step * block_q, block_q)
                 plgpu.barrier_wait(q_there.at[slot])
 
                 def scores(s_ref, d_p_ref):
@@ -153,7 +170,7 @@ def backward(
                     p = jnp.exp2(s * factor - wide(lse))
                     if masked:
                         key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
-                        key += number * block_k + first_row
+                        key += tile_smem[4] * block_k + first_row
                         lower, upper = (plgpu.load(bounds_smem.at[slot, i], (), layout=by_column) for i in range(2))
                         p = jnp.where((key >= wide(lower)) & (key < wide(upper)), p, 0.0)
                     delta = plgpu.load(delta_smem.at[slot], (), layout=by_column)
@@ -186,7 +203,7 @@ def backward(
                     plgpu.barrier_arrive(d_out_free.at[d_out_slot])
                     new_d_k = plgpu.wgmma_accumulator_load(d_k_ref, wait_n=1)
                     plgpu.barrier_arrive(q_free.at[slot])
-                    stored(place)
+                    stored(place, b, lax.div(head, group))
                     d_q_smem[wg] = plgpu.wgmma_accumulator_load(d_q_ref, wait_n=0)
                     return new_d_k, new_d_v
 
@@ -203,37 +220,47 @@ def backward(
 
                     pl.run_scoped(another, accumulator(piece))
                     add(part_number)
-                return d_k, d_v
+                return place + 1, d_k, d_v
 
-            def one_head(in_group, carry):
-                carry = lax.fori_loop(first, full_first, lambda i, c: one_tile(i, c, in_group, True), carry)
-                carry = lax.fori_loop(full_first, full_last, lambda i, c: one_tile(i, c, in_group, False), carry)
-                return lax.fori_loop(full_last, last, lambda i, c: one_tile(i, c, in_group, True), carry)
+            def one_tile_of_keys(i, place):
+                b, _, kv_head = tile_at(i)
+                plgpu.barrier_wait(kv_there)
 
-            zeros = plgpu.layout_cast(jnp.zeros((64, width), jnp.float32), plgpu.Layout.WGMMA)
-            d_k, d_v = lax.fori_loop(0, group, one_head, (zeros, zeros))
-            if ordered:
-                stored(places)
-            together()  # the other one reads all keys for its part of d_q
-            k_smem[mine, columns] = (d_k * scale).astype(dtype)
-            v_smem[mine, columns] = d_v.astype(dtype)
-            plgpu.commit_smem()
-            together()
-            keys = (b, pl.ds(number * block_k, block_k), kv_head)
-            pl.when(wg == 0)(lambda: plgpu.copy_smem_to_gmem(k_smem, d_k_gmem_ref.at[keys]))
-            pl.when(wg == 1)(lambda: plgpu.copy_smem_to_gmem(v_smem, d_v_gmem_ref.at[keys]))
+                def one_head(in_group, carry):
+                    for part, masked in enumerate((True, False, True)):
+                        a_tile = functools.partial(one_tile, b=b, head=kv_head * group + in_group, masked=masked)
+                        carry = lax.fori_loop(tile_smem[part], tile_smem[part + 1], a_tile, carry)
+                    return carry
+
+                zeros = plgpu.layout_cast(jnp.zeros((64, width), jnp.float32), plgpu.Layout.WGMMA)
+                place, d_k, d_v = lax.fori_loop(0, group, one_head, (place, zeros, zeros))
+                if ordered:
+                    stored(place, b, kv_head)
+                keys = pl.ds(tile_smem[4] * block_k + first_row, 64)
+                plgpu.barrier_arrive(kv_free)
+                for ref, result in ((d_k_gmem_ref, d_k * scale), (d_v_gmem_ref, d_v)):
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    d_kv_smem[wg] = result.astype(dtype)
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(d_kv_smem.at[wg], ref.at[b, keys, kv_head, columns])
+                return place
+
+            lax.fori_loop(0, num_mine, one_tile_of_keys, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0)
 
     swizzle = min(128, half * dtype.itemsize)  # half of the keys' columns is one tile
     scratch = [
+        plgpu.SMEM((8,), jnp.int32),
         swizzled((stages, block_q, head_dim), dtype, swizzle),
         swizzled((d_out_stages, block_q, head_dim), dtype),
         swizzled((block_k, head_dim), dtype, swizzle),
         swizzled((block_k, head_dim), dtype),
         swizzled((2, block_k, block_q), dtype, swizzle),  # two, as one warpgroup may be a step ahead
-        swizzled((2, block_q, piece), jnp.float32),
+        # d_q's piece, and when it has left, d_k and d_v of the same size.
+        plgpu.RefUnion(swizzled((2, block_q, piece), jnp.float32), swizzled((2, 64, width), dtype)),
         *[plgpu.SMEM((stages, block_q), jnp.float32)] * 2,
         plgpu.SMEM((stages, 2, block_q), jnp.int32),
+        plgpu.Barrier(num_arrivals=3),
         plgpu.Barrier(num_arrivals=2),
         plgpu.Barrier(num_arrivals=4, num_barriers=stages),
         plgpu.Barrier(num_barriers=d_out_stages),
@@ -244,7 +271,7 @@ def backward(
     ]
     d_q = jax.new_ref(jnp.zeros(q_BTNH.shape, jnp.float32), memory_space=plgpu.GMEM)
     out_type = [jax.ShapeDtypeStruct(k_BSKH.shape, dtype)] * 2
-    run = kernel(body, out_type, scratch, dict(head=kv_heads, tile=num_tiles, batch=batch), interpret)
+    run = kernel(body, out_type, scratch, blocks, interpret)
     # .fun: without vmap, whose wrapper refuses an array that is changed in place (jax 0.10)
-    d_k, d_v = run.fun(q_BTNH, k_BSKH, v_BSKH, d_out_BTNH, lse_BNT, delta_BNT, bounds, ranges, d_q)
+    d_k, d_v = run.fun(q_BTNH, k_BSKH, v_BSKH, d_out_BTNH, lse_BNT, delta_BNT, bounds, work, d_q)
     return (d_q[...] * scale).astype(dtype), d_k, d_v

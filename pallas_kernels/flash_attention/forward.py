@@ -17,9 +17,12 @@ from pallas_kernels.flash_attention.tiles import (
     TILES,
     capped,
     kernel,
+    load_tiles,
+    longest_first,
     padded_bounds,
     ranges_of_keys,
     swizzled,
+    tiles_of_block,
     to_eights,
     together_in_l2,
 )
@@ -50,44 +53,24 @@ def forward(
     group, dtype, block_k = num_heads // k_BSKH.shape[2], q_BTNH.dtype, TILES[head_dim].forward_keys
     ranges, bounds = ranges_of_keys(lower_BT, upper_BT, block_k), padded_bounds(lower_BT, upper_BT, BLOCK)
     tiles, stages, own_out = ranges.shape[1], 2, TILES[head_dim].own_out
-    # Those that begin together: of the same sequence and of heads whose keys and values fit into L2, the longest first.
-    order = jnp.argsort(ranges[:, :, 0] - ranges[:, :, 3], axis=1)
-    work = jnp.concatenate([jnp.take_along_axis(ranges, order[:, :, None], 1), order[:, :, None]], 2)
-    together = group * together_in_l2(k_BSKH)
-    count = batch * num_heads * tiles
-    blocks = min(NUM_SMS, count)
+    work, blocks = longest_first(ranges), min(NUM_SMS, batch * num_heads * tiles)
+    together = group * together_in_l2(k_BSKH.shape[2], 2 * k_BSKH.shape[1] * head_dim * dtype.itemsize)
     by_row, shape = plgpu.Layout.WGMMA.reduce(1), (64, block_k)
     wide = lambda a, shape: lax.broadcast_in_dim(a, shape, [0])
 
     def body(
-        q_ref, k_ref, v_ref, bounds_ref, work_ref, out_ref, lse_ref,
-        q_smem, k_smem, v_smem, bounds_smem, lse_smem, q_there, k_there, v_there, k_free, v_free, turn,
+        q_ref, k_ref, v_ref, bounds_ref, work_ref, out_ref, lse_ref, tile_smem, q_smem, k_smem, v_smem, bounds_smem,
+        lse_smem, q_there, q_free, k_there, v_there, k_free, v_free, turn,
     ):  # fmt: skip
-        wg, block = lax.axis_index("wg"), lax.axis_index("block")
-        there_and_back = lambda turn: turn * blocks + jnp.where(lax.rem(turn, 2) == 0, block, blocks - 1 - block)
-        last_turn = (count - 1) // blocks
-        num_turns = last_turn + (there_and_back(jnp.int32(last_turn)) < count).astype(jnp.int32)
-
-        def tile_of_queries(turn_number):
-            """-> (sequence, head, its number, four tiles of keys)."""
-            index = there_and_back(turn_number)
-            rank, heads = lax.rem(lax.div(index, together), tiles), lax.div(index, together * tiles)
-            b = lax.div(heads, num_heads // together)
-            head = lax.rem(heads, num_heads // together) * together + lax.rem(index, together)
-            # The sums drop the marks of jax.shard_map, which a loop does not keep in its carry.
-            first, full_first, full_last, last, number = (work_ref[b, rank, i] + 0 for i in range(5))
-            return b, head, number, first, full_first, full_last, last
-
-        def next_tile(turn_number):  # read long before it is needed
-            return tile_of_queries(jnp.minimum(turn_number + 1, num_turns - 1))
+        wg = lax.axis_index("wg")
+        count, tile_at = tiles_of_block(blocks, work_ref, num_heads, together)
 
         @pl.when(wg == 2)
         def _load():
             plgpu.set_max_registers(40, action="decrease")
 
-            def one_block(turn_number, carry):
-                passed, (b, head, _, first, _, _, last) = carry
-                after = next_tile(turn_number)
+            def load(i, passed, tile, head, number, first, last):
+                b, second = tile[0], jnp.minimum(first + 1, last)
 
                 def copy(step, _):
                     place, keys = passed + step - first, pl.ds(step * block_k, block_k)
@@ -96,27 +79,28 @@ def forward(
                         pl.when(place >= stages)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
                         plgpu.copy_gmem_to_smem(ref.at[b, keys, lax.div(head, group)], smem.at[slot], there.at[slot])
 
-                lax.fori_loop(first, last, copy, None)
-                return passed + last - first, after
+                lax.fori_loop(first, second, copy, None)
+                pl.when(i > 0)(lambda: plgpu.barrier_wait(q_free))
+                plgpu.copy_gmem_to_smem(work_ref.at[tile], tile_smem, q_there)
+                for part in range(2):
+                    rows = pl.ds(number * BLOCK + part * 64, 64)
+                    plgpu.copy_gmem_to_smem(q_ref.at[b, rows, head], q_smem.at[0, part], q_there)
+                    plgpu.copy_gmem_to_smem(bounds_ref.at[b, :, rows], bounds_smem.at[part], q_there)
+                lax.fori_loop(second, last, copy, None)
 
-            lax.fori_loop(0, num_turns, one_block, (jnp.int32(0), tile_of_queries(jnp.int32(0))))
+            load_tiles(count, tile_at, work_ref, load)
 
         @pl.when(wg < 2)
         def _compute():
             plgpu.set_max_registers(232, action="increase")
             q, out_part = q_smem.at[0, wg], q_smem.at[1 if own_out else 0, wg]
 
-            def load_queries(b, head, number, *_):
-                rows = pl.ds(number * BLOCK + wg * 64, 64)
-                plgpu.copy_gmem_to_smem(q_ref.at[b, rows, head], q, q_there.at[wg])
-                plgpu.copy_gmem_to_smem(bounds_ref.at[b, :, rows], bounds_smem.at[wg], q_there.at[wg])
-
             def take_turn():  # one multiplies, the other does what is no product
                 plgpu.barrier_arrive(turn)
                 plgpu.barrier_wait(turn)
 
-            def one_tile(place, step, carry, masked):
-                out, most, total = carry  # most and s are log2(e) times what they would be
+            def one_tile(step, carry, masked):
+                place, out, most, total = carry  # most and s are log2(e) times what they would be
                 slot = lax.rem(place, stages)
                 plgpu.barrier_wait(k_there.at[slot])
 
@@ -150,47 +134,39 @@ def forward(
 
                 out = pl.run_scoped(sums, plgpu.ACC(out.shape, jnp.float32))
                 plgpu.barrier_arrive(v_free.at[slot])
-                return out, new_most, total
+                return place + 1, out, new_most, total
 
-            def one_block(turn_number, carry):
-                passed, (b, head, number, first, full_first, full_last, last) = carry
-                after = next_tile(turn_number)
-                start_next = lambda: pl.when(turn_number + 1 < num_turns)(lambda: load_queries(*after))
-                plgpu.barrier_wait(q_there.at[wg])
-                sums = (
+            def one_tile_of_queries(i, place):
+                plgpu.barrier_wait(q_there)
+                carry = (
+                    place,
                     plgpu.layout_cast(jnp.zeros((64, head_dim), jnp.float32), plgpu.Layout.WGMMA),
                     plgpu.layout_cast(jnp.full((64,), NEVER, jnp.float32), by_row),
                     plgpu.layout_cast(jnp.zeros((64,), jnp.float32), by_row),
                 )
-                for start, end, masked in (
-                    (first, full_first, True),
-                    (full_first, full_last, False),
-                    (full_last, last, True),
-                ):
-                    a_tile = lambda i, c, masked=masked: one_tile(passed + i - first, i, c, masked)
-                    sums = lax.fori_loop(start, end, a_tile, sums)
-                out, most, total = sums
-                plgpu.barrier_arrive(turn)  # the end of this block is no product
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the block before; all threads have read q
+                for part, masked in enumerate((True, False, True)):
+                    a_tile = lambda step, carry, masked=masked: one_tile(step, carry, masked)
+                    carry = lax.fori_loop(tile_smem[part], tile_smem[part + 1], a_tile, carry)
+                place, out, most, total = carry
+                (b, _, head), rows = tile_at(i), pl.ds(tile_smem[4] * BLOCK + wg * 64, 64)
+                plgpu.barrier_arrive(turn)  # the end is no product
                 if own_out:
-                    start_next()
+                    plgpu.barrier_arrive(q_free)
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what the tile before has made
                 sees = total > 0
                 out_part[...] = (out * wide(jnp.where(sees, 1 / total, 0.0), out.shape)).astype(dtype)
                 lse_smem[wg] = jnp.where(sees, (most + jnp.log2(total)) / LOG2E, NEVER)
                 plgpu.commit_smem()
-                rows = pl.ds(number * BLOCK + wg * 64, 64)
                 plgpu.copy_smem_to_gmem(out_part, out_ref.at[b, rows, head])
                 plgpu.copy_smem_to_gmem(lse_smem.at[wg], lse_ref.at[b, head, rows])
                 if not own_out:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    start_next()
+                    plgpu.barrier_arrive(q_free)
                 plgpu.barrier_wait(turn)
-                return passed + last - first, after
+                return place
 
-            tile = tile_of_queries(jnp.int32(0))
-            load_queries(*tile)
             pl.when(wg == 1)(take_turn)
-            lax.fori_loop(0, num_turns, one_block, (jnp.int32(0), tile))
+            lax.fori_loop(0, count, one_tile_of_queries, jnp.int32(0))
             pl.when(wg == 0)(take_turn)
             plgpu.wait_smem_to_gmem(0)
 
@@ -199,15 +175,17 @@ def forward(
         jax.ShapeDtypeStruct((batch, num_heads, tiles * BLOCK), jnp.float32),
     ]
     scratch = [
+        plgpu.SMEM((8,), jnp.int32),
         swizzled((2 if own_out else 1, 2, 64, head_dim), dtype),
         *[swizzled((stages, block_k, head_dim), dtype)] * 2,
         plgpu.SMEM((2, 2, 64), jnp.int32),
         plgpu.SMEM((2, 64), jnp.float32),
-        plgpu.Barrier(num_arrivals=2, num_barriers=2),
+        plgpu.Barrier(num_arrivals=5),
+        plgpu.Barrier(num_arrivals=2),
         *[plgpu.Barrier(num_barriers=stages)] * 2,
         *[plgpu.Barrier(num_arrivals=2, num_barriers=stages)] * 2,
         plgpu.Barrier(num_arrivals=2),
     ]
-    run = kernel(body, out_type, scratch, dict(block=blocks), interpret)
+    run = kernel(body, out_type, scratch, blocks, interpret)
     out_BTNH, lse_BNT = run(q_BTNH, k_BSKH, v_BSKH, bounds, work)
     return out_BTNH, lse_BNT[:, :, :length]

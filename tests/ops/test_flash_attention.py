@@ -196,6 +196,7 @@ def interpreted(monkeypatch):
         with barrier.cv:
             barrier.ref_count -= 1
 
+    monkeypatch.setattr(plgpu, "RefUnion", lambda *refs: refs)
     load = lambda ref, wait_n=0: state.ref_get(ref, None)
     monkeypatch.setattr(shared_memory.Barrier, "deallocate", deallocate)
     monkeypatch.setattr(plgpu, "copy_smem_to_gmem", copy_or_add)
