@@ -161,7 +161,16 @@ def backward(
                 rows = pl.ds(step * block_q, block_q)
                 plgpu.barrier_wait(q_there.at[slot])
 
-                def scores(s_ref, d_p_ref):
+                def part_of_d_q(d_q_ref, part_number):
+                    part = pl.ds(wg * half + part_number * piece, piece)
+                    plgpu.wgmma(d_q_ref, d_s_smem.at[side].transpose((1, 0)), k_smem.at[:, part])
+
+                def add(part_number):
+                    plgpu.commit_smem()
+                    part = d_q_gmem_ref.at[b, rows, head, pl.ds(wg * half + part_number * piece, piece)]
+                    plgpu.copy_smem_to_gmem(d_q_smem.at[wg], part, reduction_op="add")
+
+                def gradients(s_ref, d_p_ref):
                     plgpu.wgmma(s_ref, k_smem.at[mine], q_smem.at[slot].transpose((1, 0)))
                     plgpu.barrier_wait(d_out_there.at[d_out_slot])
                     plgpu.wgmma(d_p_ref, v_smem.at[mine], d_out_smem.at[d_out_slot].transpose((1, 0)))
@@ -173,41 +182,37 @@ def backward(
                         key += tile_smem[4] * block_k + first_row
                         lower, upper = (plgpu.load(bounds_smem.at[slot, i], (), layout=by_column) for i in range(2))
                         p = jnp.where((key >= wide(lower)) & (key < wide(upper)), p, 0.0)
-                    delta = plgpu.load(delta_smem.at[slot], (), layout=by_column)
-                    d_s = p * (plgpu.wgmma_accumulator_load(d_p_ref, wait_n=0) - wide(delta))
-                    return p.astype(dtype), (d_s if slope is None else d_s * slope).astype(dtype)
 
-                p, d_s = pl.run_scoped(scores, accumulator(block_q), accumulator(block_q))
+                    def beside_d_v(d_v_ref):
+                        d_v_ref[...] = d_v
+                        plgpu.wgmma(d_v_ref, p.astype(dtype), d_out_smem.at[d_out_slot, :, columns])
+                        delta = plgpu.load(delta_smem.at[slot], (), layout=by_column)
+                        d_s = p * (plgpu.wgmma_accumulator_load(d_p_ref, wait_n=1) - wide(delta))
+                        d_s = (d_s if slope is None else d_s * slope).astype(dtype)
+                        d_s_smem[side, mine] = d_s
+                        plgpu.commit_smem()
+                        if not shared:
+                            plgpu.barrier_arrive(both_there)
 
-                def part_of_d_q(d_q_ref, part_number):
-                    part = pl.ds(wg * half + part_number * piece, piece)
-                    plgpu.wgmma(d_q_ref, d_s_smem.at[side].transpose((1, 0)), k_smem.at[:, part])
+                        def the_others(d_k_ref, d_q_ref):
+                            d_k_ref[...] = d_k
+                            plgpu.wgmma(d_k_ref, d_s, q_smem.at[slot, :, columns])
+                            if not shared:
+                                plgpu.barrier_wait(both_there)
+                            part_of_d_q(d_q_ref, 0)
+                            new_d_v = plgpu.wgmma_accumulator_load(d_v_ref, wait_n=2)
+                            plgpu.barrier_arrive(d_out_free.at[d_out_slot])
+                            new_d_k = plgpu.wgmma_accumulator_load(d_k_ref, wait_n=1)
+                            plgpu.barrier_arrive(q_free.at[slot])
+                            stored(place, b, lax.div(head, group))
+                            d_q_smem[wg] = plgpu.wgmma_accumulator_load(d_q_ref, wait_n=0)
+                            return new_d_k, new_d_v
 
-                def add(part_number):
-                    plgpu.commit_smem()
-                    part = d_q_gmem_ref.at[b, rows, head, pl.ds(wg * half + part_number * piece, piece)]
-                    plgpu.copy_smem_to_gmem(d_q_smem.at[wg], part, reduction_op="add")
+                        return pl.run_scoped(the_others, accumulator(width), accumulator(piece))
 
-                def gradients(d_k_ref, d_v_ref, d_q_ref):
-                    d_k_ref[...], d_v_ref[...] = d_k, d_v
-                    plgpu.wgmma(d_v_ref, p, d_out_smem.at[d_out_slot, :, columns])
-                    d_s_smem[side, mine] = d_s
-                    plgpu.commit_smem()
-                    if not shared:
-                        plgpu.barrier_arrive(both_there)
-                    plgpu.wgmma(d_k_ref, d_s, q_smem.at[slot, :, columns])
-                    if not shared:
-                        plgpu.barrier_wait(both_there)
-                    part_of_d_q(d_q_ref, 0)
-                    new_d_v = plgpu.wgmma_accumulator_load(d_v_ref, wait_n=2)
-                    plgpu.barrier_arrive(d_out_free.at[d_out_slot])
-                    new_d_k = plgpu.wgmma_accumulator_load(d_k_ref, wait_n=1)
-                    plgpu.barrier_arrive(q_free.at[slot])
-                    stored(place, b, lax.div(head, group))
-                    d_q_smem[wg] = plgpu.wgmma_accumulator_load(d_q_ref, wait_n=0)
-                    return new_d_k, new_d_v
+                    return pl.run_scoped(beside_d_v, accumulator(width))
 
-                d_k, d_v = pl.run_scoped(gradients, accumulator(width), accumulator(width), accumulator(piece))
+                d_k, d_v = pl.run_scoped(gradients, accumulator(block_q), accumulator(block_q))
                 if ordered:
                     plgpu.barrier_wait(my_turn.at[lax.rem(place, stages + 1)])
                 add(0)
