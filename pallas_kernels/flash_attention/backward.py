@@ -153,13 +153,16 @@ def backward(
                 if ordered:
                     pl.when(place > 0)(tell)
 
+            def products(s_ref, place):
+                plgpu.wgmma(s_ref, k_smem.at[mine], q_smem.at[lax.rem(place, stages)].transpose((1, 0)))
+
             def one_tile(step, carry, b, head, masked):
-                """Keys are the rows and queries the columns of every tile, so that p and d_s are left operands."""
-                place, d_k, d_v = carry
+                """Keys are the rows and queries the columns of every tile, so that p and d_s are left operands. The
+                products of the next queries with the keys are computed beside the end of this tile."""
+                place, last_place, d_k, d_v, s = carry
                 slot, d_out_slot = lax.rem(place, stages), lax.rem(place, d_out_stages)
                 side = wg if shared else lax.rem(place, 2)
                 rows = pl.ds(step * block_q, block_q)
-                plgpu.barrier_wait(q_there.at[slot])
 
                 def part_of_d_q(d_q_ref, part_number):
                     part = pl.ds(wg * half + part_number * piece, piece)
@@ -170,13 +173,12 @@ def backward(
                     part = d_q_gmem_ref.at[b, rows, head, pl.ds(wg * half + part_number * piece, piece)]
                     plgpu.copy_smem_to_gmem(d_q_smem.at[wg], part, reduction_op="add")
 
-                def gradients(s_ref, d_p_ref):
-                    plgpu.wgmma(s_ref, k_smem.at[mine], q_smem.at[slot].transpose((1, 0)))
+                def gradients(d_p_ref):
                     plgpu.barrier_wait(d_out_there.at[d_out_slot])
                     plgpu.wgmma(d_p_ref, v_smem.at[mine], d_out_smem.at[d_out_slot].transpose((1, 0)))
                     lse = plgpu.load(lse_smem.at[slot], (), layout=by_column)
-                    s, factor, slope = capped(plgpu.wgmma_accumulator_load(s_ref, wait_n=1), scale, soft_cap)
-                    p = jnp.exp2(s * factor - wide(lse))
+                    capped_s, factor, slope = capped(s, scale, soft_cap)
+                    p = jnp.exp2(capped_s * factor - wide(lse))
                     if masked:
                         key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
                         key += tile_smem[4] * block_k + first_row
@@ -204,18 +206,26 @@ def backward(
                             plgpu.barrier_arrive(d_out_free.at[d_out_slot])
                             new_d_k = plgpu.wgmma_accumulator_load(d_k_ref, wait_n=1)
                             plgpu.barrier_arrive(q_free.at[slot])
-                            stored(place, b, lax.div(head, group))
-                            d_q_smem[wg] = plgpu.wgmma_accumulator_load(d_q_ref, wait_n=0)
-                            return new_d_k, new_d_v
+                            next_there = q_there.at[lax.rem(place + 1, stages)]
+                            pl.when(place < last_place)(lambda: plgpu.barrier_wait(next_there))
+                            return new_d_k, new_d_v, plgpu.wgmma_accumulator_load(d_q_ref, wait_n=0)
 
                         return pl.run_scoped(the_others, accumulator(width), accumulator(piece))
 
                     return pl.run_scoped(beside_d_v, accumulator(width))
 
-                d_k, d_v = pl.run_scoped(gradients, accumulator(block_q), accumulator(block_q))
-                if ordered:
-                    plgpu.barrier_wait(my_turn.at[lax.rem(place, stages + 1)])
-                add(0)
+                d_k, d_v, d_q = pl.run_scoped(gradients, accumulator(block_q))
+
+                def next_products(s_ref):
+                    products(s_ref, place + 1)  # after the last place: of what lies there, for nobody
+                    stored(place, b, lax.div(head, group))
+                    d_q_smem[wg] = d_q
+                    if ordered:
+                        plgpu.barrier_wait(my_turn.at[lax.rem(place, stages + 1)])
+                    add(0)
+                    return plgpu.wgmma_accumulator_load(s_ref, wait_n=0)
+
+                s = pl.run_scoped(next_products, accumulator(block_q))
                 for part_number in range(1, half // piece):
 
                     def another(d_q_ref, part_number=part_number):
@@ -225,7 +235,7 @@ def backward(
 
                     pl.run_scoped(another, accumulator(piece))
                     add(part_number)
-                return place + 1, d_k, d_v
+                return place + 1, last_place, d_k, d_v, s
 
             def one_tile_of_keys(i, place):
                 b, _, kv_head = tile_at(i)
@@ -238,7 +248,15 @@ def backward(
                     return carry
 
                 zeros = plgpu.layout_cast(jnp.zeros((64, width), jnp.float32), plgpu.Layout.WGMMA)
-                place, d_k, d_v = lax.fori_loop(0, group, one_head, (place, zeros, zeros))
+                end = place + (tile_smem[3] - tile_smem[0]) * group
+
+                def first_products(s_ref):
+                    pl.when(place < end)(lambda: plgpu.barrier_wait(q_there.at[lax.rem(place, stages)]))
+                    products(s_ref, place)
+                    return plgpu.wgmma_accumulator_load(s_ref, wait_n=0)
+
+                s = pl.run_scoped(first_products, accumulator(block_q))
+                place, _, d_k, d_v, _ = lax.fori_loop(0, group, one_head, (place, end - 1, zeros, zeros, s))
                 if ordered:
                     stored(place, b, kv_head)
                 keys = pl.ds(tile_smem[4] * block_k + first_row, 64)
