@@ -140,6 +140,8 @@ def backward(
             plgpu.set_max_registers(240, action="increase")
             first_row = 0 if shared else wg * 64
             mine, columns = pl.ds(first_row, 64), pl.ds(wg * half if shared else 0, width)
+            zero = lambda: tile_smem[7]
+            my_rows = lambda: pl.ds((zero() if shared else wg + zero()) * 64, 64)
 
             def stored(place, b, kv_head):
                 """The d_q before this place has left shared memory; in order: is added, and the next block may know."""
@@ -154,7 +156,7 @@ def backward(
                     pl.when(place > 0)(tell)
 
             def products(s_ref, place):
-                plgpu.wgmma(s_ref, k_smem.at[mine], q_smem.at[lax.rem(place, stages)].transpose((1, 0)))
+                plgpu.wgmma(s_ref, k_smem.at[my_rows()], q_smem.at[lax.rem(place, stages)].transpose((1, 0)))
 
             def one_tile(step, carry, b, head, masked):
                 """Keys are the rows and queries the columns of every tile, so that p and d_s are left operands. The
@@ -165,7 +167,7 @@ def backward(
                 rows = pl.ds(step * block_q, block_q)
 
                 def part_of_d_q(d_q_ref, part_number):
-                    part = pl.ds(wg * half + part_number * piece, piece)
+                    part = pl.ds((wg + zero()) * half + part_number * piece, piece)
                     plgpu.wgmma(d_q_ref, d_s_smem.at[side].transpose((1, 0)), k_smem.at[:, part])
 
                 def add(part_number):
@@ -175,7 +177,7 @@ def backward(
 
                 def gradients(d_p_ref):
                     plgpu.barrier_wait(d_out_there.at[d_out_slot])
-                    plgpu.wgmma(d_p_ref, v_smem.at[mine], d_out_smem.at[d_out_slot].transpose((1, 0)))
+                    plgpu.wgmma(d_p_ref, v_smem.at[my_rows()], d_out_smem.at[d_out_slot].transpose((1, 0)))
                     lse = plgpu.load(lse_smem.at[slot], (), layout=by_column)
                     capped_s, factor, slope = capped(s, scale, soft_cap)
                     p = jnp.exp2(capped_s * factor - wide(lse))
