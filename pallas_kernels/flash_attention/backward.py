@@ -90,7 +90,7 @@ def backward(
         d_q_smem, d_kv_smem = results_smem
         num_mine, tile_at = tiles_of_block(blocks, work_ref, kv_heads, together)
         if ordered:
-            added = pl.get_global(plgpu.SemaphoreType.REGULAR((batch, num_heads, q_tiles)))
+            added = pl.get_global(plgpu.SemaphoreType.REGULAR((batch, num_heads, q_tiles + 1)))
 
         @pl.when(wg == 2)
         def _load():
@@ -146,14 +146,13 @@ def backward(
             def stored(place, b, kv_head):
                 """The d_q before this place has left shared memory; in order: is added, and the next block may know."""
                 plgpu.wait_smem_to_gmem(0, wait_read_only=not ordered)
-
-                def tell():
-                    first, length = tile_smem[0], tile_smem[3] - tile_smem[0]
-                    head, step = kv_head * group + lax.div(place - 1, length), first + lax.rem(place - 1, length)
+                if (
+                    ordered
+                ):  # Before the first place it tells nobody: a branch makes ptxas take one product after another.
+                    before, first, length = jnp.maximum(place - 1, 0), tile_smem[0], tile_smem[3] - tile_smem[0]
+                    head = kv_head * group + lax.div(before, jnp.maximum(length, 1))
+                    step = jnp.where(place > 0, first + lax.rem(before, jnp.maximum(length, 1)), q_tiles)
                     plgpu.semaphore_signal(added.at[b, head, step], memory_scope="gpu")
-
-                if ordered:
-                    pl.when(place > 0)(tell)
 
             def products(s_ref, place):
                 plgpu.wgmma(s_ref, k_smem.at[my_rows()], q_smem.at[lax.rem(place, stages)].transpose((1, 0)))
