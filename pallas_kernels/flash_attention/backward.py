@@ -274,7 +274,7 @@ def backward(
 
     swizzle = min(128, half * dtype.itemsize)  # half of the keys' columns is one tile
     scratch = [
-        plgpu.SMEM((8,), jnp.int32),
+        plgpu.SMEM((32,), jnp.int32),
         swizzled((stages, block_q, head_dim), dtype, swizzle),
         swizzled((d_out_stages, block_q, head_dim), dtype),
         swizzled((block_k, head_dim), dtype, swizzle),

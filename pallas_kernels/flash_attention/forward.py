@@ -175,7 +175,7 @@ def forward(
         jax.ShapeDtypeStruct((batch, num_heads, tiles * BLOCK), jnp.float32),
     ]
     scratch = [
-        plgpu.SMEM((8,), jnp.int32),
+        plgpu.SMEM((32,), jnp.int32),
         swizzled((2 if own_out else 1, 2, 64, head_dim), dtype),
         *[swizzled((stages, block_k, head_dim), dtype)] * 2,
         plgpu.SMEM((2, 2, 64), jnp.int32),

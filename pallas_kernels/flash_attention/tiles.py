@@ -87,10 +87,10 @@ def longest_first(ranges):
 
 
 def in_order(ranges, order):
-    """ranges, order: int32 [B, tiles, 4], [B, tiles] -> int32 [B, tiles, 8], as TMA has it: the ranges in this order,
+    """ranges, order: int32 [B, tiles, 4], [B, tiles] -> int32 [B, tiles, 32], as TMA has it: the ranges in this order,
     each with the number of its tile."""
     rows = jnp.concatenate([jnp.take_along_axis(ranges, order[:, :, None], 1), order[:, :, None]], 2)
-    return jnp.pad(rows, ((0, 0), (0, 0), (0, 3)))
+    return jnp.pad(rows, ((0, 0), (0, 0), (0, 27)))
 
 
 def tiles_of_block(blocks, work_ref, heads, heads_together):
