@@ -21,6 +21,7 @@ from pallas_kernels.flash_attention.tiles import (
     longest_first,
     padded_bounds,
     ranges_of_queries,
+    seen,
     swizzled,
     tiles_of_block,
     to_eights,
@@ -184,7 +185,7 @@ def backward(
                         key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
                         key += tile_smem[4] * block_k + first_row
                         lower, upper = (plgpu.load(bounds_smem.at[slot, i], (), layout=by_column) for i in range(2))
-                        p = jnp.where((key >= wide(lower)) & (key < wide(upper)), p, 0.0)
+                        p = jnp.where(seen(key, lower, upper, wide), p, 0.0)
 
                     def beside_d_v(d_v_ref):
                         d_v_ref[...] = d_v

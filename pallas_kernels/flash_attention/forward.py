@@ -21,6 +21,7 @@ from pallas_kernels.flash_attention.tiles import (
     longest_first,
     padded_bounds,
     ranges_of_keys,
+    seen,
     swizzled,
     tiles_of_block,
     to_eights,
@@ -115,7 +116,7 @@ def forward(
                 if masked:
                     key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + step * block_k
                     lower, upper = (plgpu.load(bounds_smem.at[wg, i], (), layout=by_row) for i in range(2))
-                    s = jnp.where((key >= wide(lower, shape)) & (key < wide(upper, shape)), s, -jnp.inf)
+                    s = jnp.where(seen(key, lower, upper, lambda a: wide(a, shape)), s, -jnp.inf)
                 new_most = jnp.maximum(most, jnp.max(s, 1) * factor)
                 shrink = jnp.exp2(most - new_most)
                 p = jnp.exp2(s * factor - wide(new_most, shape))

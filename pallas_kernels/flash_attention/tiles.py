@@ -53,6 +53,12 @@ def capped(products, scale, soft_cap):
     return soft_cap * tanh, LOG2E, 1 - tanh * tanh
 
 
+def seen(key, lower, upper, wide):
+    """lower <= key < upper with one comparison, as negative numbers are large without their sign."""
+    count = jnp.maximum(upper - lower, 0).astype(jnp.uint32)
+    return (key - wide(lower)).astype(jnp.uint32) < wide(count)
+
+
 def extremes(bounds_BT, block):
     """Least and greatest of each tile of queries, [B, tiles]."""
     batch, length = bounds_BT.shape
