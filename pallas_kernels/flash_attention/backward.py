@@ -9,23 +9,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.flash_attention.schedule import FIRST, HEAD, LAST, NUMBER, SEQUENCE, ZERO, Schedule
 from pallas_kernels.flash_attention.tiles import (
     LOG2E,
     NEVER,
-    NUM_SMS,
     TILES,
     capped,
-    in_order,
     kernel,
-    load_tiles,
-    longest_first,
     padded_bounds,
     ranges_of_queries,
     seen,
     swizzled,
-    tiles_of_block,
     to_eights,
-    together_in_l2,
 )
 
 
@@ -66,12 +61,9 @@ def backward(
     width = half if shared else head_dim  # of their d_k and d_v
     ranges = ranges_of_queries(lower_BT, upper_BT, block_q, block_k, num_keys)
     num_tiles = ranges.shape[1]
-    count, bytes_of_head = batch * kv_heads * num_tiles, group * length * head_dim * (4 + 2 * dtype.itemsize)
-    if ordered:  # Who adds first starts first, and each has a block: nobody waits for one that is not there.
-        work = in_order(ranges, jnp.broadcast_to(jnp.arange(num_tiles)[::-1], ranges.shape[:2]))
-        blocks, together = count, kv_heads
-    else:
-        work, blocks, together = longest_first(ranges), min(NUM_SMS, count), together_in_l2(kv_heads, bytes_of_head)
+    bytes_of_head = group * length * head_dim * (4 + 2 * dtype.itemsize)
+    # In order, who adds first is taken first: nobody waits for a tile that nobody has taken.
+    schedule = Schedule(batch, kv_heads, num_tiles, bytes_of_head, last_first=ordered, interpret=interpret)
     bounds = padded_bounds(lower_BT, upper_BT, block_q, mode="edge")
     delta_BNT = jnp.sum(out_BTNH.astype(jnp.float32) * d_out_BTNH.astype(jnp.float32), -1).transpose(0, 2, 1)
     pad = [(0, 0), (0, 0), (0, -length % block_q)]
@@ -83,13 +75,13 @@ def backward(
     accumulator = lambda width: plgpu.ACC((64, width), jnp.float32)
 
     def body(
-        q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, bounds_ref, work_ref, d_q_gmem_ref, d_k_gmem_ref,
-        d_v_gmem_ref, tile_smem, q_smem, d_out_smem, k_smem, v_smem, d_s_smem, results_smem, lse_smem, delta_smem,
-        bounds_smem, kv_there, kv_free, q_there, d_out_there, q_free, d_out_free, both_there, my_turn,
+        q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, bounds_ref, ranges_ref, d_q_gmem_ref, d_k_gmem_ref,
+        d_v_gmem_ref, tile, q_smem, d_out_smem, k_smem, v_smem, d_s_smem, results_smem, lse_smem, delta_smem,
+        bounds_smem, kv_there, q_there, d_out_there, q_free, d_out_free, both_there, my_turn,
     ):  # fmt: skip
         wg = lax.axis_index("wg")
         d_q_smem, d_kv_smem = results_smem
-        num_mine, tile_at = tiles_of_block(blocks, work_ref, kv_heads, together)
+        tile_smem, _, _, tile_free = tile
         if ordered:
             added = pl.get_global(plgpu.SemaphoreType.REGULAR((batch, num_heads, q_tiles + 1)))
 
@@ -97,14 +89,16 @@ def backward(
         def _load():
             plgpu.set_max_registers(24, action="decrease")
 
-            def load(i, passed, tile, kv_head, number, first, last):
-                b, keys, places = tile[0], pl.ds(number * block_k, block_k), (last - first) * group
+            def load(passed, now):
+                b, kv_head, number, first, last = (now[i] for i in (SEQUENCE, HEAD, NUMBER, FIRST, LAST))
+                keys, places, passed = pl.ds(number * block_k, block_k), (last - first) * group, passed * group
 
                 def head_and_step(place):
                     return kv_head * group + lax.div(place, last - first), first + lax.rem(place, last - first)
 
                 def copy(place, _):
-                    (head, step), place = head_and_step(place), passed * group + place
+                    head, step = head_and_step(place)
+                    here, place = place, passed + place
                     slot, d_out_slot = lax.rem(place, stages), lax.rem(place, d_out_stages)
                     rows = pl.ds(step * block_q, block_q)
                     pl.when(place >= stages)(lambda: plgpu.barrier_wait(q_free.at[slot]))
@@ -116,52 +110,54 @@ def backward(
                     there = d_out_there.at[d_out_slot]
                     plgpu.copy_gmem_to_smem(d_out_ref.at[b, rows, head], d_out_smem.at[d_out_slot], there)
                     if ordered:
-                        pl.when(place > 0)(lambda: wait_for_others(place - 1))
+                        pl.when(here > 0)(lambda: wait_for_others(here - 1))
 
                 def wait_for_others(place):
                     head, step = head_and_step(place)
                     before = (bounds_ref[b, 1, step * block_q + block_q - 1] - 1) // block_k - number  # tiles of keys
                     plgpu.semaphore_wait(added.at[b, head, step], 2 * before, decrement=False, memory_scope="gpu")
-                    plgpu.barrier_arrive(my_turn.at[lax.rem(place, stages + 1)])
+                    plgpu.barrier_arrive(my_turn.at[lax.rem(passed + place, stages + 1)])
 
                 second = jnp.minimum(1, places)
                 lax.fori_loop(0, second, copy, None)
-                pl.when(i > 0)(lambda: plgpu.barrier_wait(kv_free))
-                plgpu.copy_gmem_to_smem(work_ref.at[tile], tile_smem, kv_there)
+                yield
                 plgpu.copy_gmem_to_smem(k_ref.at[b, keys, kv_head], k_smem, kv_there)
                 plgpu.copy_gmem_to_smem(v_ref.at[b, keys, kv_head], v_smem, kv_there)
+                yield
                 lax.fori_loop(second, places, copy, None)
                 if ordered:
                     pl.when(places > 0)(lambda: wait_for_others(places - 1))
 
-            load_tiles(num_mine, tile_at, work_ref, load)
+            schedule.load(tile, ranges_ref, load)
 
         @pl.when(wg < 2)
         def _compute():
             plgpu.set_max_registers(240, action="increase")
             first_row = 0 if shared else wg * 64
             mine, columns = pl.ds(first_row, 64), pl.ds(wg * half if shared else 0, width)
-            zero = lambda: tile_smem[7]
+            # Zero, read anew for each tile: else ptxas has all addresses of operands in registers, and spills them.
+            zero = lambda: tile_smem[ZERO]
             my_rows = lambda: pl.ds((zero() if shared else wg + zero()) * 64, 64)
 
-            def stored(place, b, kv_head):
-                """The d_q before this place has left shared memory; in order: is added, and the next block may know."""
+            def stored(here):
+                """The d_q before this place has left shared memory; in order: is added, and the next block may know.
+                here: the place in this tile of keys."""
                 plgpu.wait_smem_to_gmem(0, wait_read_only=not ordered)
                 if (
                     ordered
-                ):  # Before the first place it tells nobody: a branch makes ptxas take one product after another.
-                    before, first, length = jnp.maximum(place - 1, 0), tile_smem[0], tile_smem[3] - tile_smem[0]
-                    head = kv_head * group + lax.div(before, jnp.maximum(length, 1))
-                    step = jnp.where(place > 0, first + lax.rem(before, jnp.maximum(length, 1)), q_tiles)
-                    plgpu.semaphore_signal(added.at[b, head, step], memory_scope="gpu")
+                ):  # before the first place nobody is told: a branch makes ptxas take one product after another
+                    before, length = jnp.maximum(here - 1, 0), jnp.maximum(tile_smem[LAST] - tile_smem[FIRST], 1)
+                    head = tile_smem[HEAD] * group + lax.div(before, length)
+                    step = jnp.where(here > 0, tile_smem[FIRST] + lax.rem(before, length), q_tiles)
+                    plgpu.semaphore_signal(added.at[tile_smem[SEQUENCE], head, step], memory_scope="gpu")
 
             def products(s_ref, place):
                 plgpu.wgmma(s_ref, k_smem.at[my_rows()], q_smem.at[lax.rem(place, stages)].transpose((1, 0)))
 
-            def one_tile(step, carry, b, head, masked):
+            def one_tile(step, carry, in_group, masked):
                 """Keys are the rows and queries the columns of every tile, so that p and d_s are left operands. The
                 products of the next queries with the keys are computed beside the end of this tile."""
-                place, last_place, d_k, d_v, s = carry
+                place, end, d_k, d_v, s = carry
                 slot, d_out_slot = lax.rem(place, stages), lax.rem(place, d_out_stages)
                 side = wg if shared else lax.rem(place, 2)
                 rows = pl.ds(step * block_q, block_q)
@@ -172,7 +168,12 @@ def backward(
 
                 def add(part_number):
                     plgpu.commit_smem()
-                    part = d_q_gmem_ref.at[b, rows, head, pl.ds(wg * half + part_number * piece, piece)]
+                    part = d_q_gmem_ref.at[
+                        tile_smem[SEQUENCE],
+                        rows,
+                        tile_smem[HEAD] * group + in_group,
+                        pl.ds(wg * half + part_number * piece, piece),
+                    ]
                     plgpu.copy_smem_to_gmem(d_q_smem.at[wg], part, reduction_op="add")
 
                 def gradients(d_p_ref):
@@ -183,7 +184,7 @@ def backward(
                     p = jnp.exp2(capped_s * factor - wide(lse))
                     if masked:
                         key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
-                        key += tile_smem[4] * block_k + first_row
+                        key += tile_smem[NUMBER] * block_k + first_row
                         lower, upper = (plgpu.load(bounds_smem.at[slot, i], (), layout=by_column) for i in range(2))
                         p = jnp.where(seen(key, lower, upper, wide), p, 0.0)
 
@@ -209,7 +210,7 @@ def backward(
                             new_d_k = plgpu.wgmma_accumulator_load(d_k_ref, wait_n=1)
                             plgpu.barrier_arrive(q_free.at[slot])
                             next_there = q_there.at[lax.rem(place + 1, stages)]
-                            pl.when(place < last_place)(lambda: plgpu.barrier_wait(next_there))
+                            pl.when(place + 1 < end)(lambda: plgpu.barrier_wait(next_there))
                             return new_d_k, new_d_v, plgpu.wgmma_accumulator_load(d_q_ref, wait_n=0)
 
                         return pl.run_scoped(the_others, accumulator(width), accumulator(piece))
@@ -220,7 +221,8 @@ def backward(
 
                 def next_products(s_ref):
                     products(s_ref, place + 1)  # after the last place: of what lies there, for nobody
-                    stored(place, b, lax.div(head, group))
+                    length = tile_smem[LAST] - tile_smem[FIRST]
+                    stored(place - end + length * group)
                     d_q_smem[wg] = d_q
                     if ordered:
                         plgpu.barrier_wait(my_turn.at[lax.rem(place, stages + 1)])
@@ -237,20 +239,19 @@ def backward(
 
                     pl.run_scoped(another, accumulator(piece))
                     add(part_number)
-                return place + 1, last_place, d_k, d_v, s
+                return place + 1, end, d_k, d_v, s
 
-            def one_tile_of_keys(i, place):
-                b, _, kv_head = tile_at(i)
+            def one_tile_of_keys(place):
                 plgpu.barrier_wait(kv_there)
 
                 def one_head(in_group, carry):
                     for part, masked in enumerate((True, False, True)):
-                        a_tile = functools.partial(one_tile, b=b, head=kv_head * group + in_group, masked=masked)
+                        a_tile = functools.partial(one_tile, in_group=in_group, masked=masked)
                         carry = lax.fori_loop(tile_smem[part], tile_smem[part + 1], a_tile, carry)
                     return carry
 
                 zeros = plgpu.layout_cast(jnp.zeros((64, width), jnp.float32), plgpu.Layout.WGMMA)
-                end = place + (tile_smem[3] - tile_smem[0]) * group
+                end = place + (tile_smem[LAST] - tile_smem[FIRST]) * group
 
                 def first_products(s_ref):
                     pl.when(place < end)(lambda: plgpu.barrier_wait(q_there.at[lax.rem(place, stages)]))
@@ -258,11 +259,15 @@ def backward(
                     return plgpu.wgmma_accumulator_load(s_ref, wait_n=0)
 
                 s = pl.run_scoped(first_products, accumulator(block_q))
-                place, _, d_k, d_v, _ = lax.fori_loop(0, group, one_head, (place, end - 1, zeros, zeros, s))
+                place, _, d_k, d_v, _ = lax.fori_loop(0, group, one_head, (place, end, zeros, zeros, s))
                 if ordered:
-                    stored(place, b, kv_head)
-                keys = pl.ds(tile_smem[4] * block_k + first_row, 64)
-                plgpu.barrier_arrive(kv_free)
+                    stored((tile_smem[LAST] - tile_smem[FIRST]) * group)
+                b, kv_head, keys = (
+                    tile_smem[SEQUENCE],
+                    tile_smem[HEAD],
+                    pl.ds(tile_smem[NUMBER] * block_k + first_row, 64),
+                )
+                plgpu.barrier_arrive(tile_free)
                 for ref, result in ((d_k_gmem_ref, d_k * scale), (d_v_gmem_ref, d_v)):
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     d_kv_smem[wg] = result.astype(dtype)
@@ -270,12 +275,12 @@ def backward(
                     plgpu.copy_smem_to_gmem(d_kv_smem.at[wg], ref.at[b, keys, kv_head, columns])
                 return place
 
-            lax.fori_loop(0, num_mine, one_tile_of_keys, jnp.int32(0))
+            schedule.compute(tile, one_tile_of_keys, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0)
 
     swizzle = min(128, half * dtype.itemsize)  # half of the keys' columns is one tile
     scratch = [
-        plgpu.SMEM((32,), jnp.int32),
+        schedule.scratch,
         swizzled((stages, block_q, head_dim), dtype, swizzle),
         swizzled((d_out_stages, block_q, head_dim), dtype),
         swizzled((block_k, head_dim), dtype, swizzle),
@@ -285,7 +290,6 @@ def backward(
         plgpu.RefUnion(swizzled((2, block_q, piece), jnp.float32), swizzled((2, 64, width), dtype)),
         *[plgpu.SMEM((stages, block_q), jnp.float32)] * 2,
         plgpu.SMEM((stages, 2, block_q), jnp.int32),
-        plgpu.Barrier(num_arrivals=3),
         plgpu.Barrier(num_arrivals=2),
         plgpu.Barrier(num_arrivals=4, num_barriers=stages),
         plgpu.Barrier(num_barriers=d_out_stages),
@@ -296,7 +300,7 @@ def backward(
     ]
     d_q = jax.new_ref(jnp.zeros(q_BTNH.shape, jnp.float32), memory_space=plgpu.GMEM)
     out_type = [jax.ShapeDtypeStruct(k_BSKH.shape, dtype)] * 2
-    run = kernel(body, out_type, scratch, blocks, interpret)
+    run = kernel(body, out_type, scratch, schedule.blocks, interpret)
     # .fun: without vmap, whose wrapper refuses an array that is changed in place (jax 0.10)
-    d_k, d_v = run.fun(q_BTNH, k_BSKH, v_BSKH, d_out_BTNH, lse_BNT, delta_BNT, bounds, work, d_q)
+    d_k, d_v = run.fun(q_BTNH, k_BSKH, v_BSKH, d_out_BTNH, lse_BNT, delta_BNT, bounds, ranges, d_q)
     return (d_q[...] * scale).astype(dtype), d_k, d_v

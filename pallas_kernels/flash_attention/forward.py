@@ -9,23 +9,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.flash_attention.schedule import FIRST, HEAD, LAST, NUMBER, SEQUENCE, Schedule
 from pallas_kernels.flash_attention.tiles import (
     BLOCK,
     LOG2E,
     NEVER,
-    NUM_SMS,
     TILES,
     capped,
     kernel,
-    load_tiles,
-    longest_first,
     padded_bounds,
     ranges_of_keys,
     seen,
     swizzled,
-    tiles_of_block,
     to_eights,
-    together_in_l2,
 )
 
 
@@ -54,24 +50,26 @@ def forward(
     group, dtype, block_k = num_heads // k_BSKH.shape[2], q_BTNH.dtype, TILES[head_dim].forward_keys
     ranges, bounds = ranges_of_keys(lower_BT, upper_BT, block_k), padded_bounds(lower_BT, upper_BT, BLOCK)
     tiles, stages, own_out = ranges.shape[1], 2, TILES[head_dim].own_out
-    work, blocks = longest_first(ranges), min(NUM_SMS, batch * num_heads * tiles)
-    together = group * together_in_l2(k_BSKH.shape[2], 2 * k_BSKH.shape[1] * head_dim * dtype.itemsize)
+    bytes_of_head = 2 * k_BSKH.shape[1] * head_dim * dtype.itemsize
+    # The last have most to do in a causal mask: first.
+    schedule = Schedule(batch, num_heads, tiles, bytes_of_head, group, last_first=True, interpret=interpret)
     by_row, shape = plgpu.Layout.WGMMA.reduce(1), (64, block_k)
     wide = lambda a, shape: lax.broadcast_in_dim(a, shape, [0])
 
     def body(
-        q_ref, k_ref, v_ref, bounds_ref, work_ref, out_ref, lse_ref, tile_smem, q_smem, k_smem, v_smem, bounds_smem,
-        lse_smem, q_there, q_free, k_there, v_there, k_free, v_free, turn,
+        q_ref, k_ref, v_ref, bounds_ref, ranges_ref, out_ref, lse_ref, tile, q_smem, k_smem, v_smem, bounds_smem,
+        lse_smem, q_there, k_there, v_there, k_free, v_free, turn,
     ):  # fmt: skip
         wg = lax.axis_index("wg")
-        count, tile_at = tiles_of_block(blocks, work_ref, num_heads, together)
+        tile_smem, _, _, tile_free = tile
 
         @pl.when(wg == 2)
         def _load():
             plgpu.set_max_registers(40, action="decrease")
 
-            def load(i, passed, tile, head, number, first, last):
-                b, second = tile[0], jnp.minimum(first + 1, last)
+            def load(passed, now):
+                b, head, first, last = now[SEQUENCE], now[HEAD], now[FIRST], now[LAST]
+                second = jnp.minimum(first + 1, last)
 
                 def copy(step, _):
                     place, keys = passed + step - first, pl.ds(step * block_k, block_k)
@@ -81,15 +79,15 @@ def forward(
                         plgpu.copy_gmem_to_smem(ref.at[b, keys, lax.div(head, group)], smem.at[slot], there.at[slot])
 
                 lax.fori_loop(first, second, copy, None)
-                pl.when(i > 0)(lambda: plgpu.barrier_wait(q_free))
-                plgpu.copy_gmem_to_smem(work_ref.at[tile], tile_smem, q_there)
+                yield
                 for part in range(2):
-                    rows = pl.ds(number * BLOCK + part * 64, 64)
+                    rows = pl.ds(now[NUMBER] * BLOCK + part * 64, 64)
                     plgpu.copy_gmem_to_smem(q_ref.at[b, rows, head], q_smem.at[0, part], q_there)
                     plgpu.copy_gmem_to_smem(bounds_ref.at[b, :, rows], bounds_smem.at[part], q_there)
+                yield
                 lax.fori_loop(second, last, copy, None)
 
-            load_tiles(count, tile_at, work_ref, load)
+            schedule.load(tile, ranges_ref, load)
 
         @pl.when(wg < 2)
         def _compute():
@@ -137,7 +135,7 @@ def forward(
                 plgpu.barrier_arrive(v_free.at[slot])
                 return place + 1, out, new_most, total
 
-            def one_tile_of_queries(i, place):
+            def one_tile_of_queries(place):
                 plgpu.barrier_wait(q_there)
                 carry = (
                     place,
@@ -149,10 +147,10 @@ def forward(
                     a_tile = lambda step, carry, masked=masked: one_tile(step, carry, masked)
                     carry = lax.fori_loop(tile_smem[part], tile_smem[part + 1], a_tile, carry)
                 place, out, most, total = carry
-                (b, _, head), rows = tile_at(i), pl.ds(tile_smem[4] * BLOCK + wg * 64, 64)
+                b, head, rows = tile_smem[SEQUENCE], tile_smem[HEAD], pl.ds(tile_smem[NUMBER] * BLOCK + wg * 64, 64)
                 plgpu.barrier_arrive(turn)  # the end is no product
                 if own_out:
-                    plgpu.barrier_arrive(q_free)
+                    plgpu.barrier_arrive(tile_free)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what the tile before has made
                 sees = total > 0
                 out_part[...] = (out * wide(jnp.where(sees, 1 / total, 0.0), out.shape)).astype(dtype)
@@ -162,12 +160,12 @@ def forward(
                 plgpu.copy_smem_to_gmem(lse_smem.at[wg], lse_ref.at[b, head, rows])
                 if not own_out:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    plgpu.barrier_arrive(q_free)
+                    plgpu.barrier_arrive(tile_free)
                 plgpu.barrier_wait(turn)
                 return place
 
             pl.when(wg == 1)(take_turn)
-            lax.fori_loop(0, count, one_tile_of_queries, jnp.int32(0))
+            schedule.compute(tile, one_tile_of_queries, jnp.int32(0))
             pl.when(wg == 0)(take_turn)
             plgpu.wait_smem_to_gmem(0)
 
@@ -176,17 +174,16 @@ def forward(
         jax.ShapeDtypeStruct((batch, num_heads, tiles * BLOCK), jnp.float32),
     ]
     scratch = [
-        plgpu.SMEM((32,), jnp.int32),
+        schedule.scratch,
         swizzled((2 if own_out else 1, 2, 64, head_dim), dtype),
         *[swizzled((stages, block_k, head_dim), dtype)] * 2,
         plgpu.SMEM((2, 2, 64), jnp.int32),
         plgpu.SMEM((2, 64), jnp.float32),
-        plgpu.Barrier(num_arrivals=5),
-        plgpu.Barrier(num_arrivals=2),
+        plgpu.Barrier(num_arrivals=4),
         *[plgpu.Barrier(num_barriers=stages)] * 2,
         *[plgpu.Barrier(num_arrivals=2, num_barriers=stages)] * 2,
         plgpu.Barrier(num_arrivals=2),
     ]
-    run = kernel(body, out_type, scratch, blocks, interpret)
-    out_BTNH, lse_BNT = run(q_BTNH, k_BSKH, v_BSKH, bounds, work)
+    run = kernel(body, out_type, scratch, schedule.blocks, interpret)
+    out_BTNH, lse_BNT = run(q_BTNH, k_BSKH, v_BSKH, bounds, ranges)
     return out_BTNH, lse_BNT[:, :, :length]

@@ -4,14 +4,11 @@ import dataclasses
 import math
 
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 NEVER = -1e30  # log-sum-exp of a query that sees no key; its result is 0
 LOG2E = math.log2(math.e)
 BLOCK = 128  # queries of a block forward
-NUM_SMS = 132  # of H100 SXM, H200 and GH200; on a chip with fewer some blocks wait
-L2_BYTES = 32 * 2**20  # of 50 MiB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,54 +85,6 @@ def ranges_of_queries(lower_BT, upper_BT, block_q, block_k, num_keys):
     return jnp.stack([first, full_first, full_last, last], -1)
 
 
-def longest_first(ranges):
-    return in_order(ranges, jnp.argsort(ranges[:, :, 0] - ranges[:, :, 3], axis=1))
-
-
-def in_order(ranges, order):
-    """ranges, order: int32 [B, tiles, 4], [B, tiles] -> int32 [B, tiles, 32], as TMA has it: the ranges in this order,
-    each with the number of its tile."""
-    rows = jnp.concatenate([jnp.take_along_axis(ranges, order[:, :, None], 1), order[:, :, None]], 2)
-    return jnp.pad(rows, ((0, 0), (0, 0), (0, 27)))
-
-
-def tiles_of_block(blocks, work_ref, heads, heads_together):
-    """What one of the blocks of a grid that stays does: sequence by sequence, heads_together by heads_together, tile by
-    tile in the order of the work, dealt out there and back so that all blocks get about as much.
-    -> (how many tiles, i -> (sequence, place in the order, head)).
-    """
-    block, (batch, tiles, _) = lax.axis_index("block"), work_ref.shape
-    count = batch * heads * tiles
-    index = lambda i: i * blocks + jnp.where(lax.rem(i, 2) == 0, block, blocks - 1 - block)
-    last = jnp.int32((count - 1) // blocks)
-
-    def tile_at(i):
-        group, within = lax.div(index(i), heads_together * tiles), lax.rem(index(i), heads_together * tiles)
-        groups = heads // heads_together
-        head = lax.rem(group, groups) * heads_together + lax.rem(within, heads_together)
-        return lax.div(group, groups), lax.div(within, heads_together), head
-
-    return last + (index(last) < count).astype(jnp.int32), tile_at
-
-
-def load_tiles(count, tile_at, work_ref, load):
-    """Calls load(i, passed, (b, place), head, number, first, last) for each tile i; passed: sum of last - first. What
-    it needs is read a tile before."""
-
-    def read(i):
-        # The sum drops the marks of jax.shard_map, which a loop does not keep in its carry.
-        b, place, head = tile_at(i)
-        return b, place, head, *(work_ref[b, place, column] + 0 for column in (4, 0, 3))
-
-    def one(i, carry):
-        passed, (b, place, head, number, first, last) = carry
-        after = read(jnp.minimum(i + 1, count - 1))
-        load(i, passed, (b, place), head, number, first, last)
-        return passed + last - first, after
-
-    lax.fori_loop(0, count, one, (jnp.int32(0), read(jnp.int32(0))))
-
-
 def to_eights(a, axis=1, **options):
     """As TMA has it: rows of shared memory are swizzled by eights."""
     return jnp.pad(a, [(0, -size % 8 if number == axis else 0) for number, size in enumerate(a.shape)], **options)
@@ -150,11 +99,6 @@ def swizzled(shape, dtype, swizzle=128):
     """Shared memory as TMA writes it and wgmma reads it."""
     tile = (8, swizzle // jnp.dtype(dtype).itemsize)
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform(tile), plgpu.SwizzleTransform(swizzle)))
-
-
-def together_in_l2(heads, bytes_of_head):
-    """How many heads fit into L2, of the divisors of their number."""
-    return max(n for n in range(1, heads + 1) if heads % n == 0 and n * bytes_of_head <= max(L2_BYTES, bytes_of_head))
 
 
 def kernel(body, out_type, scratch, blocks, interpret):

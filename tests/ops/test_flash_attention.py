@@ -1,7 +1,6 @@
 """The attention kernel sees what the mask says, the op gives it the bounds of each mesh, and it equals its formula."""
 
 import functools
-import importlib
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from megajax import compat
 from megajax.ops import attention as module
 from megajax.ops.attention import AttentionMask, attention, backend_order, choose_backend, reference_attention
 from pallas_kernels import flash_attention as kernel
-from pallas_kernels.flash_attention import tiles
+from pallas_kernels.flash_attention import schedule, tiles
 
 # ----------------------------------------------------------------------------- bounds and tiles
 
@@ -217,7 +216,7 @@ def test_interpreted_kernel_equals_the_formula(head_dim, interpreted, monkeypatc
     one block has more than one. T is a
     multiple of the tiles: TMA reads zeros beyond the end, the interpreter an error (that no thread is told of, so that
     the others wait for ever)."""
-    monkeypatch.setattr(importlib.import_module("pallas_kernels.flash_attention.forward"), "NUM_SMS", 3)
+    monkeypatch.setattr(schedule, "NUM_SMS", 3)
     B, T, N, K, H = 1, 256, 2, 1, head_dim
     keys = jax.random.split(jax.random.key(0), 4)
     q, k, v, d_out = (
