@@ -13,15 +13,16 @@ Not causal: [0, S). Tiles that no query sees are not computed, and only those on
 
 Dimensions: B batch, T query time, S key time, N heads, K key-value heads, G = N / K, H head dim.
 bfloat16 or float16, sums and softmax float32. T and S need not be multiples of a tile: what TMA reads beyond the end is
-zero, what it writes there is dropped; only where 8 does not divide them are the arrays copied first. A block has one
-warpgroup that loads and two that compute, each 64 rows:
+zero, what it writes there is dropped; only where 8 does not divide them are the arrays copied first. One block a
+multiprocessor takes tile after tile (schedule.py); it has one warpgroup that loads, the next tile too, and two that
+compute, each 64 rows:
 
-    forward     a block for 128 queries of a head; keys and values pass by in tiles of 128, two in flight;
-                one warpgroup multiplies while the other does its softmax. Shared memory: 160 KB for H = 128.
-    backward    a block for 128 keys of a key-value head; the queries of its G heads pass by, 64 at a time. d_k and d_v
+    forward     a tile is 128 queries of a head; keys and values pass by, 128 at a time, two in flight; one warpgroup
+                multiplies while the other does its softmax. Shared memory: 192 KB for H = 128.
+    backward    a tile is 128 keys of a key-value head; the queries of its G heads pass by, 64 at a time. d_k and d_v
                 stay in registers; d_q is added up in float32 by TMA, whose order is not fixed, so the last bits of d_q
                 may differ from run to run, unless `ordered` asks for one order. Shared memory: 194 KB for H = 128.
-                Heads of 256: d_k and d_v of 64 keys are all registers of both warpgroups, so a block has 64 keys, each
+                Heads of 256: d_k and d_v of 64 keys are all registers of both warpgroups, so a tile has 64 keys, each
                 warpgroup computes all p and d_s, and half of the columns of d_q, d_k and d_v: 1.4 times the products.
 
 Refused: see `problem`.

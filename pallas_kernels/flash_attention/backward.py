@@ -143,9 +143,8 @@ def backward(
                 """The d_q before this place has left shared memory; in order: is added, and the next block may know.
                 here: the place in this tile of keys."""
                 plgpu.wait_smem_to_gmem(0, wait_read_only=not ordered)
-                if (
-                    ordered
-                ):  # before the first place nobody is told: a branch makes ptxas take one product after another
+                if ordered:
+                    # Before the first place nobody is told; with a branch ptxas takes one product after the other.
                     before, length = jnp.maximum(here - 1, 0), jnp.maximum(tile_smem[LAST] - tile_smem[FIRST], 1)
                     head = tile_smem[HEAD] * group + lax.div(before, length)
                     step = jnp.where(here > 0, tile_smem[FIRST] + lax.rem(before, length), q_tiles)
@@ -168,12 +167,8 @@ def backward(
 
                 def add(part_number):
                     plgpu.commit_smem()
-                    part = d_q_gmem_ref.at[
-                        tile_smem[SEQUENCE],
-                        rows,
-                        tile_smem[HEAD] * group + in_group,
-                        pl.ds(wg * half + part_number * piece, piece),
-                    ]
+                    b, head = tile_smem[SEQUENCE], tile_smem[HEAD] * group + in_group
+                    part = d_q_gmem_ref.at[b, rows, head, pl.ds(wg * half + part_number * piece, piece)]
                     plgpu.copy_smem_to_gmem(d_q_smem.at[wg], part, reduction_op="add")
 
                 def gradients(d_p_ref):
@@ -262,11 +257,8 @@ def backward(
                 place, _, d_k, d_v, _ = lax.fori_loop(0, group, one_head, (place, end, zeros, zeros, s))
                 if ordered:
                     stored((tile_smem[LAST] - tile_smem[FIRST]) * group)
-                b, kv_head, keys = (
-                    tile_smem[SEQUENCE],
-                    tile_smem[HEAD],
-                    pl.ds(tile_smem[NUMBER] * block_k + first_row, 64),
-                )
+                b, kv_head = tile_smem[SEQUENCE], tile_smem[HEAD]
+                keys = pl.ds(tile_smem[NUMBER] * block_k + first_row, 64)
                 plgpu.barrier_arrive(tile_free)
                 for ref, result in ((d_k_gmem_ref, d_k * scale), (d_v_gmem_ref, d_v)):
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -65,13 +65,9 @@ class Schedule:
 
     def _tile(self, index, ranges_ref):
         """-> as tile_smem has it."""
-        shared = self.heads // self.group
-        fit = max(
-            n
-            for n in range(1, shared + 1)
-            if shared % n == 0 and n * self.bytes_of_head <= max(L2_BYTES, self.bytes_of_head)
-        )
-        together = fit * self.group
+        groups = self.heads // self.group
+        fit = lambda n: groups % n == 0 and n * self.bytes_of_head <= L2_BYTES
+        together = self.group * max(filter(fit, range(1, groups + 1)), default=1)
         index = jnp.minimum(index, self.count - 1)
         outer, inner = lax.div(index, together * self.tiles), lax.rem(index, together * self.tiles)
         b = lax.div(outer, self.heads // together)
@@ -93,14 +89,17 @@ class Schedule:
             _count(counter, before_smem)
             return before_smem[0]
 
+        def write(turn, numbers):
+            pl.when(turn > 0)(lambda: plgpu.barrier_wait(free))
+            for i, number in numbers:
+                tile_smem[i] = number
+            plgpu.barrier_arrive(there)
+
         def one(carry):
             turn, passed, index, tile = carry
             steps = load(passed, tile)
             next(steps)
-            pl.when(turn > 0)(lambda: plgpu.barrier_wait(free))
-            for i, value in enumerate((*tile, 0)):
-                tile_smem[i] = value
-            plgpu.barrier_arrive(there)
+            write(turn, enumerate((*tile, 0)))
             next(steps)
             index = take(index)
             after = self._tile(index, ranges_ref)
@@ -110,9 +109,7 @@ class Schedule:
         first = take(lax.axis_index("block") - self.blocks)
         zero = jnp.int32(0)
         turn, *_ = lax.while_loop(lambda c: c[2] < self.count, one, (zero, zero, first, self._tile(first, ranges_ref)))
-        pl.when(turn > 0)(lambda: plgpu.barrier_wait(free))
-        tile_smem[SEQUENCE] = -1
-        plgpu.barrier_arrive(there)
+        write(turn, [(SEQUENCE, -1)])
 
     def compute(self, refs, compute, carry):
         """For those that compute. compute(carry) -> carry arrives at `free` when it needs tile_smem no more."""
