@@ -212,7 +212,7 @@ def interpreted(monkeypatch):
 
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_interpreted_kernel_equals_the_formula(head_dim, interpreted, monkeypatch):
-    """Packed documents with a window and a soft cap, grouped queries: tiles unseen, seen wholly and in part, and a block
+    """Packed documents with a window and a soft cap, grouped queries: tiles unseen, seen wholly or in part, and a block
     that takes two of them. T is a multiple of the tiles: TMA reads zeros beyond the end, the interpreter an error (that
     no thread is told of, so that the others wait for ever)."""
     monkeypatch.setattr(schedule, "NUM_SMS", 3)
