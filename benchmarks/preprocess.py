@@ -15,7 +15,8 @@ from collections.abc import Callable
 
 from benchmarks.command_line import run, split
 from megajax.data.preprocess import preprocess
-from megajax.data.tokenizer import load_tokenizer, train_sentencepiece
+from megajax.data.tokenizer import load_tokenizer
+from megajax.data.train_tokenizer import train_sentencepiece
 
 
 def texts(num_bytes: int) -> list[tuple[str, str]]:

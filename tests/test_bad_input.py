@@ -167,6 +167,7 @@ def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.fault
 def test_bad_input_is_one_line_with_the_way_out_and_no_run_directory(case, tmp_path):
     arguments, words = CASES[case]
     message = refusal([*MOCK, *arguments], tmp_path / "run")
@@ -207,6 +208,7 @@ def test_a_run_may_go_on_with_another_way_to_compute_the_same(tmp_path):
             train._check_same_run(override(config, [other]), tmp_path)
 
 
+@pytest.mark.fault
 def test_a_run_on_other_data_is_refused_unless_it_is_allowed(tmp_path):
     (tmp_path / "data.json").write_text('{"seed": 1, "num_samples": 8}')
     train._check_same_data({"seed": 1, "num_samples": 8}, False, tmp_path)

@@ -33,14 +33,8 @@ import numpy as np
 from megajax.data.chat_template import ChatTemplate, load_chat_template
 from megajax.data.indexed_dataset import IndexedDatasetWriter, token_dtype
 from megajax.data.read_input import Batch, Reader, expand, read_batches, read_file
-from megajax.data.tokenizer import (
-    TRAIN_BYTES,
-    BytesTokenizer,
-    Tokenizer,
-    check_tokenizer_spec,
-    load_tokenizer,
-    train_sentencepiece_on,
-)
+from megajax.data.tokenizer import BytesTokenizer, Tokenizer, load_tokenizer
+from megajax.data.train_tokenizer import train_tokenizer
 
 logger = logging.getLogger("megajax")
 BATCHES_PER_WORKER = 4
@@ -294,44 +288,6 @@ def read_meta(prefix: str) -> dict | None:
         return None
     with open(prefix + ".meta.json") as file:
         return json.load(file)
-
-
-def train_tokenizer(files: Sequence[str], spec: str, output_prefix: str, reader: Reader, on_error: str) -> str:
-    """Trains the tokenizer `sentencepiece:VOCAB` on documents of the files; returns the path P.tokenizer.model.
-
-    Reads from the beginning of each file its share of TRAIN_BYTES. Raises ValueError if the text does not have so many
-    pieces, or, with on_error="raise", for a document that cannot be read.
-    """
-    check_tokenizer_spec(spec)
-    reader.check(files)
-    os.makedirs(os.path.dirname(output_prefix) or ".", exist_ok=True)
-    size = int(spec.removeprefix("sentencepiece:"))
-    return train_sentencepiece_on(_sample_lines(files, reader, on_error), f"{output_prefix}.tokenizer", size)
-
-
-def _sample_lines(files: Sequence[str], reader: Reader, on_error: str) -> Iterator[str]:
-    total = max(1, sum(os.path.getsize(path) for path in files))
-    for path in files:
-        left = max(1, TRAIN_BYTES * os.path.getsize(path) // total)
-        for text in _texts(path, reader, on_error):
-            lines = text[:left].splitlines()
-            yield from (line for line in lines if line.strip())
-            left -= len(text)
-            if left <= 0:
-                break
-
-
-def _texts(path: str, reader: Reader, on_error: str) -> Iterator[str]:
-    passed_over = () if on_error == "raise" else (ValueError,)  # `preprocess` reports them
-    with contextlib.closing(read_batches([path], reader, {})) as batches:
-        for batch in batches:
-            if batch.records is None:
-                with contextlib.suppress(*passed_over):
-                    yield "".join(reader.file_texts(read_file(path)[0], path)[0])
-                continue
-            for read, _ in reader.documents(batch):
-                with contextlib.suppress(*passed_over):
-                    yield "\n".join("".join(sequences) for sequences in read())
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -17,7 +17,8 @@ import uuid
 from typing import TYPE_CHECKING
 
 from megajax.data.preprocess import preprocess
-from megajax.data.tokenizer import FILE_TOKENIZERS, load_tokenizer, train_sentencepiece
+from megajax.data.tokenizer import FILE_TOKENIZERS, load_tokenizer
+from megajax.data.train_tokenizer import train_sentencepiece
 
 if TYPE_CHECKING:
     from megajax.data.datasets import DataConfig

@@ -86,8 +86,8 @@ class DecoderConfig:
     """cudnn, pallas (pallas_kernels/flash_attention) or reference, where it can do what is asked; auto: the fastest
     that was measured. The log says which one it is."""
     deterministic: bool = False
-    """On GPUs too, a step gives the same bits each time, on the same mesh and kind of GPU, after a restart as well; it
-    takes longer (docs/reliability.md). On CPU this is always so."""
+    """On a GPU too, a step gives the same bits each time, after a restart as well; it takes longer, and several GPUs
+    were not tried (docs/reliability.md). On CPU this is always so."""
     context_attention: ContextMethod = "ring"
     """Where mesh.context splits the sequence: keys and values in a ring, gathered (all_gather), or the heads split
     instead (all_to_all)."""

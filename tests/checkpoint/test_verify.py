@@ -185,6 +185,7 @@ DAMAGE = {
 
 @pytest.mark.fault
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+@pytest.mark.fault
 def test_an_incomplete_step_is_passed_over_with_a_line_that_says_why(run_dir, damage, caplog):
     damage(run_dir / "checkpoints" / "6")
     (step, *_), _ = restore(run_dir)

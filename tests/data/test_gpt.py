@@ -183,6 +183,7 @@ def test_samples_survive_pickling_and_the_pickle_is_small(tmp_path):
     assert np.array_equal(pickle.loads(blob)[17]["tokens"], dataset[17]["tokens"])
 
 
+@pytest.mark.fault
 def test_token_ids_beyond_the_tokenizer_are_refused_by_name():
     with pytest.raises(ValueError, match="data.tokenizer.*500"):
         gpt(IndexedDataset(ORACLES / "data" / "a"), 5, 64, vocab_size=500)[0]

@@ -88,6 +88,7 @@ def _overwrite(path: str, offset: int, content: bytes) -> None:
         (lambda path: Path(path).unlink(), ".bin", "does not exist"),
     ],
 )
+@pytest.mark.fault
 def test_damaged_files_are_refused_by_name(copy, damage, file, message):
     damage(copy + file)
     with pytest.raises(ValueError, match=message) as error:
@@ -122,6 +123,7 @@ def test_an_empty_dataset_can_be_written_and_read(tmp_path):
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
+@pytest.mark.fault
 def test_any_damage_to_an_index_is_refused_or_harmless(data):
     """No crash, and never a token from outside the file: what can still be opened reads as lengths and file say."""
     content = bytearray((DATA / "b.idx").read_bytes())

@@ -315,6 +315,7 @@ def test_wrong_settings_are_refused_with_the_way_out(fields, message):
         DataConfig(**fields).check()
 
 
+@pytest.mark.fault
 def test_a_cut_file_is_refused_by_name(tmp_path):
     with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
         writer.add_document([np.arange(100)])

@@ -108,6 +108,7 @@ def test_compressed_input_gives_the_same_tokens(corpus, tmp_path, name, suffix):
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 @pytest.mark.parametrize("name, num_documents", [("a.jsonl", 0), ("b.txt", 0)])
+@pytest.mark.fault
 def test_a_compressed_file_cut_short_is_refused_by_name(tmp_path, name, num_documents, suffix):
     content = pack(b'{"text": "hello"}\n' * 1000, suffix)
     (tmp_path / (name + suffix)).write_bytes(content[:-9])
@@ -301,6 +302,7 @@ def test_conversations_that_cannot_be_cut_are_refused_or_skipped(tmp_path, recor
         ("a.txt", b"ok\nok\n\xff\n", "a.txt line 3: not UTF-8"),
     ],
 )
+@pytest.mark.fault
 def test_bad_documents_stop_with_file_and_line_or_are_counted(tmp_path, name, content, message, caplog):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):

@@ -17,8 +17,8 @@ from megajax.data.tokenizer import (
     load_saved_tokenizer,
     load_tokenizer,
     save_tokenizer,
-    train_sentencepiece,
 )
+from megajax.data.train_tokenizer import train_sentencepiece
 
 STDLIB_FILES = [argparse.__file__, string.__file__, Path(argparse.__file__).with_name("decimal.py")]
 STDLIB_FILES += [Path(argparse.__file__).with_name(name) for name in ("ast.py", "pathlib.py", "typing.py")]

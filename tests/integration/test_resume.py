@@ -16,6 +16,8 @@ from megajax.data.datasets import DataConfig
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.model import Model
 
+pytestmark = pytest.mark.fault
+
 STEPS = 6
 
 

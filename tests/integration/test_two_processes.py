@@ -21,6 +21,7 @@ from launch import (
 )
 
 
+@pytest.mark.fault
 def test_two_processes_train_save_and_resume_like_one(alone, begun_run):
     output = run(begun_run, *MESH, *ENDLESS, *EVALUATE, END, **TWO)
     assert "resuming from step 5" in output and saved_steps(begun_run) == [3, 5, STEPS]
@@ -49,6 +50,7 @@ def test_what_one_process_cannot_read_is_not_used_by_any(alone, begun_run):
     assert_close(evaluations(begun_run), alone[1])
 
 
+@pytest.mark.fault
 def test_sigterm_to_one_process_stops_both_after_the_same_step(tmp_path):
     run_dir, arguments = tmp_path / "run", [*MESH, *ENDLESS, "--checkpoint.every_steps=10"]
     with started(run_dir, *arguments, **TWO) as (first, second):
@@ -65,6 +67,7 @@ def test_sigterm_to_one_process_stops_both_after_the_same_step(tmp_path):
     assert sorted(losses(run_dir)) == list(range(1, stopped + 3))
 
 
+@pytest.mark.fault
 def test_refusal_reaches_both_processes(tmp_path):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
@@ -92,8 +95,9 @@ def test_two_supervised_runs_of_which_one_is_killed_and_later_one_is_stopped_end
         run(undisturbed, *arguments, **TWO)
         assert (first.wait(), second.wait()) == (0, 0), first.output + second.output
     assert "the run ended with signal SIGABRT" in first.output and "start 2 of 9" in first.output, first.output
-    # Its watchdog was first, or the supervisor that kills the stopped one; both wait for the same time.
-    assert "Timeout (0:00:18)" in first.output or "Connection closed by peer" in first.output, first.output
+    # Its watchdog was first, or the supervisor that kills the stopped one ("closed by peer", or "reset by peer" where
+    # bytes were left unread); both wait for the same time.
+    assert "Timeout (0:00:18)" in first.output or " by peer" in first.output, first.output
     assert "the run was stopped (SIGSTOP) for 18 s: killed" in second.output
     assert second.output.count("the run ended with signal SIGKILL") == 2
     assert losses(run_dir) == losses(undisturbed)

@@ -120,6 +120,7 @@ def bits(tree):
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.fault
 def test_step_with_non_finite_gradient_changes_no_bit(name, bad):
     optimizer = Optimizer(OptimizerConfig(name=name), DECAY_MASK)
     update = jax.jit(optimizer.update)
@@ -134,6 +135,7 @@ def test_step_with_non_finite_gradient_changes_no_bit(name, bad):
     assert bits(new_state) == bits(state)
 
 
+@pytest.mark.fault
 def test_step_with_non_finite_loss_is_skipped():
     optimizer = Optimizer(OptimizerConfig(), DECAY_MASK)
     params = to_device(random_tree(0))
@@ -147,6 +149,7 @@ def test_step_with_non_finite_loss_is_skipped():
         assert (bits(new_state) == bits(state)) == bool(skipped)
 
 
+@pytest.mark.fault
 def test_a_spike_of_the_gradient_norm_is_skipped_and_changes_no_bit():
     params, grads = to_device(random_tree(0)), to_device(random_tree(1))
     norm = float(Optimizer(OptimizerConfig(), DECAY_MASK).update(
