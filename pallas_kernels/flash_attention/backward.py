@@ -15,6 +15,7 @@ from pallas_kernels.flash_attention.tiles import (
     NEVER,
     TILES,
     capped,
+    joins_batches,
     kernel,
     padded_bounds,
     ranges_of_queries,
@@ -24,6 +25,7 @@ from pallas_kernels.flash_attention.tiles import (
 )
 
 
+@joins_batches
 @functools.partial(jax.jit, static_argnames=("scale", "soft_cap", "ordered", "interpret"))
 def backward(
     q_BTNH: jax.Array,
@@ -290,9 +292,16 @@ def backward(
         plgpu.Barrier(num_arrivals=2),
         plgpu.Barrier(num_barriers=stages + 1),  # the turn of the last place may come while two are still to be taken
     ]
-    d_q = jax.new_ref(jnp.zeros(q_BTNH.shape, jnp.float32), memory_space=plgpu.GMEM)
     out_type = [jax.ShapeDtypeStruct(k_BSKH.shape, dtype)] * 2
     run = kernel(body, out_type, scratch, schedule.blocks, interpret)
-    # .fun: without vmap, whose wrapper refuses an array that is changed in place (jax 0.10)
-    d_k, d_v = run.fun(q_BTNH, k_BSKH, v_BSKH, d_out_BTNH, lse_BNT, delta_BNT, bounds, ranges, d_q)
-    return (d_q[...] * scale).astype(dtype), d_k, d_v
+
+    def add_up(refs):
+        d_q_ref, d_k_ref, d_v_ref = refs
+        # .fun: without vmap, whose wrapper refuses an array that is changed in place (jax 0.10)
+        given = q_BTNH, k_BSKH, v_BSKH, d_out_BTNH, lse_BNT, delta_BNT, bounds, ranges
+        d_k_ref[...], d_v_ref[...] = run.fun(*given, d_q_ref)
+
+    d_q, d_k, d_v = pl.run_state(add_up)(
+        (jnp.zeros(q_BTNH.shape, jnp.float32), jnp.zeros_like(k_BSKH), jnp.zeros_like(v_BSKH))
+    )
+    return (d_q * scale).astype(dtype), d_k, d_v

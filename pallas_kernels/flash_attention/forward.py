@@ -16,6 +16,7 @@ from pallas_kernels.flash_attention.tiles import (
     NEVER,
     TILES,
     capped,
+    joins_batches,
     kernel,
     padded_bounds,
     ranges_of_keys,
@@ -25,6 +26,7 @@ from pallas_kernels.flash_attention.tiles import (
 )
 
 
+@joins_batches
 @functools.partial(jax.jit, static_argnames=("scale", "soft_cap", "interpret"))  # traced once for all layers
 def forward(
     q_BTNH: jax.Array,

@@ -1,8 +1,10 @@
 """What forward and backward share: sizes of tiles, which tiles see each other, masks, memory."""
 
 import dataclasses
+import functools
 import math
 
+import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -83,6 +85,27 @@ def ranges_of_queries(lower_BT, upper_BT, block_q, block_k, num_keys):
     full_first = jnp.clip(count(low_high[:, :, None] < start + block_k), first, last)
     full_last = jnp.clip(count(high_low[:, :, None] <= start), full_first, last)
     return jnp.stack([first, full_first, full_last, last], -1)
+
+
+def joins_batches(function):
+    """Under vmap the mapped axis becomes part of the batch, the first axis of all arrays and results."""
+
+    @functools.wraps(function)
+    def call(*arrays, **options):
+        mapped = jax.custom_batching.custom_vmap(functools.partial(function, **options))
+
+        @mapped.def_vmap
+        def _rule(size, is_mapped, *arrays):
+            every = (
+                a if mapped else jnp.broadcast_to(a, (size, *a.shape))
+                for a, mapped in zip(arrays, is_mapped, strict=True)
+            )
+            results = call(*(a.reshape(-1, *a.shape[2:]) for a in every), **options)
+            return tuple(a.reshape(size, -1, *a.shape[1:]) for a in results), (True,) * len(results)
+
+        return mapped(*arrays)
+
+    return call
 
 
 def to_eights(a, axis=1, **options):
