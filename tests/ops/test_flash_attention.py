@@ -121,6 +121,35 @@ def test_op_gives_the_kernel_its_part_of_packed_documents(sizes, options, make_t
     assert set(ordered) == {bool(options)}
 
 
+def test_vmap_of_the_op_and_of_its_gradient_joins_the_batch(make_test_mesh, monkeypatch):
+    monkeypatch.setattr(module, "choose_backend", lambda *_: "pallas")
+    batches = []
+
+    def forward(q, *others, **options):
+        batches.append(len(q))
+        return stand_in_forward(q, *others, **options)
+
+    def backward(q, *others, **options):
+        batches.append(len(q))
+        return stand_in_backward(q, *others, **{k: v for k, v in options.items() if k != "ordered"})
+
+    monkeypatch.setattr(kernel, "forward", tiles.joins_batches(forward))
+    monkeypatch.setattr(kernel, "backward", tiles.joins_batches(backward))
+    shape = (3, 2, 8, 2, 4)  # of vmap, B, T, N, H
+    q, k, v = (np.random.default_rng(i).standard_normal(shape).astype(np.float32) for i in range(3))
+
+    def loss(q, k, v):
+        return jnp.sum(attention(q, k, v, mask=AttentionMask(True), scale=0.3) ** 2)
+
+    gradient = jax.value_and_grad(loss, argnums=(0, 1, 2))
+    with jax.set_mesh(make_test_mesh()):
+        got = jax.jit(jax.vmap(gradient, in_axes=(0, None, 0)))(q, k[0], v)
+        assert batches.count(6) == 2
+        wants = [gradient(q[i], k[0], v[i]) for i in range(3)]
+    for i, want in enumerate(wants):
+        jax.tree.map(lambda a, b, i=i: np.testing.assert_allclose(a[i], b, atol=1e-5), got, want)
+
+
 def on_hopper(monkeypatch):
     monkeypatch.setattr(compat, "mesh_platform", lambda: "gpu")
     monkeypatch.setattr(compat, "mosaic_problem", lambda: "")
