@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.command_line import run, split
-from megajax.data.datasets import DataConfig, build_datasets
+from megajax.data.config import DataConfig
+from megajax.data.datasets import build_datasets
 from megajax.data.indexed_dataset import IndexedDatasetWriter
 from megajax.data.loader import step_batches
 

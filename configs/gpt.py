@@ -4,7 +4,7 @@ import dataclasses
 
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import Config
-from megajax.data.datasets import DataConfig
+from megajax.data.config import DataConfig
 from megajax.mesh import MeshConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.optim.optimizer import OptimizerConfig

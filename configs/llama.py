@@ -3,7 +3,7 @@
 import dataclasses
 
 from megajax.config import Config
-from megajax.data.datasets import DataConfig
+from megajax.data.config import DataConfig
 from megajax.layers.rope import RopeConfig
 from megajax.mesh import MeshConfig
 from megajax.models.decoder import DecoderConfig

@@ -16,7 +16,7 @@ from typing import Any
 import tyro
 
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.data.datasets import DataConfig
+from megajax.data.config import DataConfig
 from megajax.mesh import MeshConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.optim.optimizer import OptimizerConfig

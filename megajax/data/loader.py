@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from megajax.data.datasets import DataConfig, Dataset
+from megajax.data.config import DataConfig
+from megajax.data.datasets import Dataset
 
 
 def step_batches(

@@ -14,14 +14,11 @@ import os
 import shutil
 import sysconfig
 import uuid
-from typing import TYPE_CHECKING
 
+from megajax.data.config import DataConfig
 from megajax.data.preprocess import preprocess
 from megajax.data.tokenizer import FILE_TOKENIZERS, load_tokenizer
 from megajax.data.train_tokenizer import train_sentencepiece
-
-if TYPE_CHECKING:
-    from megajax.data.datasets import DataConfig
 
 logger = logging.getLogger("megajax")
 HELD_OUT_FRACTION = 0.05
@@ -30,7 +27,7 @@ SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib",
 FORMAT = 1
 
 
-def prepare_text(config: "DataConfig") -> tuple[str, str, str]:
+def prepare_text(config: DataConfig) -> tuple[str, str, str]:
     """(prefix of the training data, prefix of the held-out data, tokenizer spec), built on the first call.
 
     Cached in `data.cache_dir/text-HASH/`; the hash covers names, sizes and times of the files and the tokenizer.
@@ -78,7 +75,7 @@ def _fixed_folder(pattern: str) -> str:
     return os.sep.join(parts) or (os.sep if os.path.isabs(pattern) else ".")
 
 
-def _key(config: "DataConfig", files: list[tuple[str, str]]) -> str:
+def _key(config: DataConfig, files: list[tuple[str, str]]) -> str:
     stats = [(name, os.stat(path)) for name, path in files]
     facts = [FORMAT, config.text, config.tokenizer, [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]]
     if config.tokenizer.endswith(tuple(FILE_TOKENIZERS)):

@@ -9,7 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from megajax.data.datasets import DataConfig, Dataset
+from megajax.data.config import DataConfig
+from megajax.data.datasets import Dataset
 from megajax.data.loader import step_batches
 from megajax.sharding import axes_of, batch_spec
 from megajax.training.batch_schedule import Batch

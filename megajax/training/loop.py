@@ -16,7 +16,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from megajax.checkpoint.checkpointer import Checkpointer, with_shardings
-from megajax.data.datasets import DataConfig, Dataset, Datasets
+from megajax.data.config import DataConfig
+from megajax.data.datasets import Dataset, Datasets
 from megajax.mesh import MeshConfig
 from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer

@@ -14,7 +14,7 @@ from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.export import export, main
 from megajax.config import Config
-from megajax.data.datasets import DataConfig
+from megajax.data.config import DataConfig
 from megajax.inference.engine import Engine
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megajax.data.datasets import DataConfig, build_datasets, check_same_data, check_vocab_size
+from megajax.data.config import DataConfig
+from megajax.data.datasets import build_datasets, check_same_data, check_vocab_size
 from megajax.data.indexed_dataset import IndexedDatasetWriter
 from megajax.data.loader import step_batches
 from megajax.data.preprocess import preprocess

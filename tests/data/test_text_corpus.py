@@ -6,7 +6,8 @@ import time
 import numpy as np
 import pytest
 
-from megajax.data.datasets import DataConfig, build_datasets
+from megajax.data.config import DataConfig
+from megajax.data.datasets import build_datasets
 from megajax.data.indexed_dataset import IndexedDataset
 from megajax.data.text_corpus import prepare_text
 from megajax.data.tokenizer import load_tokenizer

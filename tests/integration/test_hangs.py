@@ -16,7 +16,7 @@ MINUTES = "--training.hang_minutes=0.1"
 READER = """
 import multiprocessing, os, sys
 import numpy as np
-from megajax.data.datasets import DataConfig
+from megajax.data.config import DataConfig
 from megajax.data.loader import step_batches
 from megajax.training.watchdog import Watchdog
 

@@ -12,7 +12,7 @@ import configs
 import train
 from megajax.checkpoint.checkpointer import Checkpointer, with_shardings
 from megajax.config import Config
-from megajax.data.datasets import DataConfig
+from megajax.data.config import DataConfig
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.model import Model
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megajax.data.datasets import DataConfig
+from megajax.data.config import DataConfig
 from megajax.mesh import MeshConfig
 from megajax.training.batch_schedule import BatchSchedule
 from megajax.training.loop import Trainer, TrainingConfig

@@ -1,0 +1,132 @@
+"""What a configuration says of data, and what of it makes no sense."""
+
+import dataclasses
+import os
+from typing import Literal
+
+from megajax.data.blend_file import is_blend_file, prefixes, read_blend
+from megajax.data.tokenizer import FILE_TOKENIZERS, check_tokenizer_spec
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    source: Literal["indexed", "text", "mock"] = "mock"
+    """indexed: .bin/.idx files named by `paths`; text: text files named by `text`; mock: Megatron's mock documents."""
+    paths: tuple[str, ...] = ()
+    """Prefixes of Megatron .bin/.idx files, blended; or FILE.json with a (nested) blend (data/blend_file.py)."""
+    weights: tuple[float, ...] = ()
+    """One a path, any positive scale; empty blends by the number of tokens."""
+    blend_changes: tuple[str, ...] = ()
+    """STEP:FILE.json each: from that step on the training data is the blend of that file."""
+    eval_paths: tuple[str, ...] = ()
+    """Prefixes or blends to evaluate on; empty cuts the evaluation set from `paths`."""
+    eval_weights: tuple[float, ...] = ()
+    """One an evaluation path; empty blends by the number of tokens."""
+    kind: Literal["documents", "conversations"] = "documents"
+    """documents: text to go on with. conversations: supervised fine-tuning, with a loss on the answers only; of files
+    that preprocess --conversations wrote."""
+    split: tuple[float, float, float] = (969, 30, 1)
+    """Relative shares of training, evaluation and test documents in `paths` and in the mock documents."""
+    text: tuple[str, ...] = ()
+    """Patterns of text files; "stdlib" is the source code of Python's standard library."""
+    tokenizer: str = "null:50257"
+    """bytes | null:VOCAB | sentencepiece:VOCAB (trained on `text`) | X.model | X/tokenizer.json | X.tiktoken"""
+    cache_dir: str = ".cache/megajax"
+    """Where sample indices and tokenized text are kept."""
+    cross_document_attention: bool = False
+    """Documents packed into one sample attend across each other (Megatron's default)."""
+    reset_positions: bool = False
+    """Positions restart at 0 with each document."""
+    mask_document_end: bool = False
+    """No loss on predicting the end-of-document token."""
+    fim_rate: float = 0.0
+    """Probability that a training document is put in another order, to learn to fill in the middle (data/fim.py)."""
+    fim_spm_rate: float = 0.5
+    """Probability that such a document has its suffix first."""
+    fim_tokens: tuple[str, str, str] = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
+    """The tokens before its three parts, as the tokenizer spells them."""
+    on_misfit: Literal["raise", "skip", "truncate"] = "raise"
+    """A conversation longer than a sample is refused, left out or cut; one without an answer: refused, or left out."""
+    allow_change: bool = False
+    """A run may go on with other data than it began with."""
+    num_threads: int = 4
+    """Threads that read steps ahead; 0 reads when asked."""
+    num_workers: int = 0
+    """Processes that read steps ahead, for samples that cost much Python time; 0 uses threads only."""
+
+    def check(self) -> None:
+        """Raises ValueError with the way out; opens no file."""
+        check_tokenizer_spec(self.tokenizer)
+        for field in ("num_threads", "num_workers"):
+            if getattr(self, field) < 0:
+                raise ValueError(f"data.{field}={getattr(self, field)} must not be negative")
+        if len(self.split) != 3 or min(self.split) < 0 or self.split[0] <= 0:
+            raise ValueError(f"data.split={self.split} must be three shares, train evaluation test, none negative")
+        if self.tokenizer.endswith(tuple(FILE_TOKENIZERS)) and not os.path.isfile(self.tokenizer):
+            raise ValueError(f"data.tokenizer={self.tokenizer}: the file does not exist")
+        self._check_source()
+        self._check_kind()
+        self._check_paths()
+
+    def _check_kind(self) -> None:
+        for field in ("fim_rate", "fim_spm_rate"):
+            if not 0 <= getattr(self, field) <= 1:
+                raise ValueError(f"data.{field}={getattr(self, field)} must be between 0 and 1")
+        if self.kind == "conversations":
+            wrong = [
+                name for name in ("cross_document_attention", "mask_document_end", "fim_rate") if getattr(self, name)
+            ]
+            if self.source != "indexed":
+                raise ValueError(f"data.kind=conversations is read with data.source=indexed, not {self.source}")
+            if wrong:
+                raise ValueError(f"data.{wrong[0]}={getattr(self, wrong[0])} is not for data.kind=conversations")
+
+    def _check_source(self) -> None:
+        needed = {"indexed": "paths", "text": "text", "mock": None}[self.source]
+        for field in ("paths", "weights", "blend_changes", "eval_paths", "eval_weights", "text"):
+            used = field == needed or (self.source == "indexed" and field != "text")
+            if getattr(self, field) and not used:
+                raise ValueError(
+                    f"data.{field}={getattr(self, field)} is not read with data.source={self.source}; "
+                    f"use --data.source={'text' if field == 'text' else 'indexed'}"
+                )
+        if needed and not getattr(self, needed):
+            raise ValueError(f"data.source={self.source} needs --data.{needed}")
+        if self.source == "text" and self.tokenizer.startswith("null:"):
+            raise ValueError(
+                f"data.tokenizer={self.tokenizer} cannot read text; use --data.tokenizer=sentencepiece:2048 or bytes"
+            )
+        if self.source != "text" and self.tokenizer.startswith("sentencepiece:"):
+            raise ValueError(
+                f"data.tokenizer={self.tokenizer} is trained on data.text and needs --data.source=text; "
+                "name a trained model, PATH.model"
+            )
+
+    def _check_paths(self) -> None:
+        for weights, paths in (("weights", "paths"), ("eval_weights", "eval_paths")):
+            values, count = getattr(self, weights), len(getattr(self, paths))
+            if values and len(values) != count:
+                raise ValueError(f"data.{weights} has {len(values)} entries, data.{paths} {count}; give one each")
+            if values and not all(0 < weight < float("inf") for weight in values):
+                raise ValueError(f"data.{weights}={values} must all be positive")
+        changes = tuple(file for _, file in self.changes())
+        for field, entries in (("paths", self.paths), ("blend_changes", changes), ("eval_paths", self.eval_paths)):
+            for prefix in prefixes(read_blend(entries)):
+                for path in (prefix + ".bin", prefix + ".idx"):
+                    if not os.path.isfile(path):
+                        raise ValueError(
+                            f"data.{field}: file {path} does not exist; build it with "
+                            "python -m megajax.data.preprocess (give the prefix, without .bin)"
+                        )
+
+    def changes(self) -> list[tuple[int, str]]:
+        """(step, blend file) of `blend_changes`. Raises ValueError unless the steps ascend from 1."""
+        found = [(step, file) for step, _, file in (change.partition(":") for change in self.blend_changes)]
+        if any(not step.isdecimal() or not is_blend_file(file) for step, file in found):
+            raise ValueError(
+                f"data.blend_changes={self.blend_changes}: write STEP:FILE.json, for example 5000:late.json"
+            )
+        steps = [int(step) for step, _ in found]
+        if any(later <= earlier for earlier, later in zip([0, *steps], steps, strict=False)):
+            raise ValueError(f"data.blend_changes={self.blend_changes}: the steps must ascend, from 1 on")
+        return [(step, file) for step, (_, file) in zip(steps, found, strict=True)]
