@@ -18,8 +18,7 @@ from pallas_kernels.flash_attention.tiles import (
     capped,
     joins_batches,
     kernel,
-    padded_bounds,
-    ranges_of_keys,
+    range_of_keys,
     seen,
     swizzled,
     to_eights,
@@ -50,16 +49,14 @@ def forward(
         out_BTNH, lse_BNT = forward(q, k, v, *bounds, scale=scale, soft_cap=soft_cap, interpret=interpret)
         return out_BTNH[:, :length], lse_BNT[:, :, :length]
     group, dtype, block_k = num_heads // k_BSKH.shape[2], q_BTNH.dtype, TILES[head_dim].forward_keys
-    ranges, bounds = ranges_of_keys(lower_BT, upper_BT, block_k), padded_bounds(lower_BT, upper_BT, BLOCK)
-    tiles, stages, own_out = ranges.shape[1], 2, TILES[head_dim].own_out
-    bytes_of_head = 2 * k_BSKH.shape[1] * head_dim * dtype.itemsize
+    tiles, stages, slots = -(-length // BLOCK), 2, TILES[head_dim].forward_slots
     # The last have most to do in a causal mask: first.
-    schedule = Schedule(batch, num_heads, tiles, bytes_of_head, group, last_first=True, interpret=interpret)
+    schedule = Schedule(batch, num_heads, tiles, slots, last_first=True, interpret=interpret)
     by_row, shape = plgpu.Layout.WGMMA.reduce(1), (64, block_k)
     wide = lambda a, shape: lax.broadcast_in_dim(a, shape, [0])
 
     def body(
-        q_ref, k_ref, v_ref, bounds_ref, ranges_ref, out_ref, lse_ref, tile, q_smem, k_smem, v_smem, bounds_smem,
+        q_ref, k_ref, v_ref, lower_ref, upper_ref, out_ref, lse_ref, tile, q_smem, k_smem, v_smem, bounds_smem,
         lse_smem, q_there, k_there, v_there, k_free, v_free, turn,
     ):  # fmt: skip
         wg = lax.axis_index("wg")
@@ -69,53 +66,59 @@ def forward(
         def _load():
             plgpu.set_max_registers(40, action="decrease")
 
-            def load(passed, now):
-                b, head, first, last = now[SEQUENCE], now[HEAD], now[FIRST], now[LAST]
-                second = jnp.minimum(first + 1, last)
+            def ranges(b, number):
+                rows = number * BLOCK, jnp.minimum(number * BLOCK + BLOCK, length) - 1
+                return range_of_keys(*(ref[b, row] for ref in (lower_ref, upper_ref) for row in rows), block_k)
+
+            def load(slot, passed, now):
+                b, number, head, first, last = (now[i] for i in (SEQUENCE, NUMBER, HEAD, FIRST, LAST))
+                for i, ref in enumerate((lower_ref, upper_ref)):  # beyond the end: 0, sees nothing
+                    rows = pl.ds(number * BLOCK, BLOCK)
+                    plgpu.copy_gmem_to_smem(ref.at[b, rows], bounds_smem.at[slot, i], q_there.at[slot])
+                for part in range(2):
+                    rows = pl.ds(number * BLOCK + part * 64, 64)
+                    plgpu.copy_gmem_to_smem(q_ref.at[b, rows, head], q_smem.at[slot, part], q_there.at[slot])
 
                 def copy(step, _):
                     place, keys = passed + step - first, pl.ds(step * block_k, block_k)
-                    slot = lax.rem(place, stages)
+                    stage = lax.rem(place, stages)
                     for ref, smem, there, free in ((k_ref, k_smem, k_there, k_free), (v_ref, v_smem, v_there, v_free)):
-                        pl.when(place >= stages)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
-                        plgpu.copy_gmem_to_smem(ref.at[b, keys, lax.div(head, group)], smem.at[slot], there.at[slot])
+                        pl.when(place >= stages)(lambda free=free: plgpu.barrier_wait(free.at[stage]))
+                        here = ref.at[b, keys, lax.div(head, group)]
+                        plgpu.copy_gmem_to_smem(here, smem.at[stage], there.at[stage])
 
-                lax.fori_loop(first, second, copy, None)
+                soon = jnp.minimum(first + stages, last)
+                lax.fori_loop(first, soon, copy, None)
                 yield
-                for part in range(2):
-                    rows = pl.ds(now[NUMBER] * BLOCK + part * 64, 64)
-                    plgpu.copy_gmem_to_smem(q_ref.at[b, rows, head], q_smem.at[0, part], q_there)
-                    plgpu.copy_gmem_to_smem(bounds_ref.at[b, :, rows], bounds_smem.at[part], q_there)
-                yield
-                lax.fori_loop(second, last, copy, None)
+                lax.fori_loop(soon, last, copy, None)
 
-            schedule.load(tile, ranges_ref, load)
+            schedule.load(tile, ranges, load)
 
         @pl.when(wg < 2)
         def _compute():
             plgpu.set_max_registers(232, action="increase")
-            q, out_part = q_smem.at[0, wg], q_smem.at[1 if own_out else 0, wg]
+            mine = pl.ds(wg * 64, 64)
 
             def take_turn():  # one multiplies, the other does what is no product
                 plgpu.barrier_arrive(turn)
                 plgpu.barrier_wait(turn)
 
-            def one_tile(step, carry, masked):
+            def one_tile(step, carry, slot, masked):
                 place, out, most, total = carry  # most and s are log2(e) times what they would be
-                slot = lax.rem(place, stages)
-                plgpu.barrier_wait(k_there.at[slot])
+                stage = lax.rem(place, stages)
+                plgpu.barrier_wait(k_there.at[stage])
 
                 def scores(s_ref):
-                    plgpu.wgmma(s_ref, q, k_smem.at[slot].transpose((1, 0)))
+                    plgpu.wgmma(s_ref, q_smem.at[slot, wg], k_smem.at[stage].transpose((1, 0)))
                     take_turn()
                     return s_ref[...]
 
                 s = pl.run_scoped(scores, plgpu.ACC(shape, jnp.float32))
-                plgpu.barrier_arrive(k_free.at[slot])
+                plgpu.barrier_arrive(k_free.at[stage])
                 s, factor, _ = capped(s, scale, soft_cap)
                 if masked:
                     key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + step * block_k
-                    lower, upper = (plgpu.load(bounds_smem.at[wg, i], (), layout=by_row) for i in range(2))
+                    lower, upper = (plgpu.load(bounds_smem.at[slot, i, mine], (), layout=by_row) for i in range(2))
                     s = jnp.where(seen(key, lower, upper, lambda a: wide(a, shape)), s, -jnp.inf)
                 new_most = jnp.maximum(most, jnp.max(s, 1) * factor)
                 shrink = jnp.exp2(most - new_most)
@@ -125,20 +128,20 @@ def forward(
                 # What follows waits for the other warpgroup: all of the above is to be done before.
                 out, new_most, total, p = lax.optimization_barrier((out, new_most, total, p.astype(dtype)))
                 plgpu.barrier_arrive(turn)
-                plgpu.barrier_wait(v_there.at[slot])
+                plgpu.barrier_wait(v_there.at[stage])
                 plgpu.barrier_wait(turn)
 
                 def sums(out_ref):
                     out_ref[...] = out
-                    plgpu.wgmma(out_ref, p, v_smem.at[slot])
+                    plgpu.wgmma(out_ref, p, v_smem.at[stage])
                     return out_ref[...]
 
                 out = pl.run_scoped(sums, plgpu.ACC(out.shape, jnp.float32))
-                plgpu.barrier_arrive(v_free.at[slot])
+                plgpu.barrier_arrive(v_free.at[stage])
                 return place + 1, out, new_most, total
 
-            def one_tile_of_queries(place):
-                plgpu.barrier_wait(q_there)
+            def one_tile_of_queries(slot, place):
+                plgpu.barrier_wait(q_there.at[slot])
                 carry = (
                     place,
                     plgpu.layout_cast(jnp.zeros((64, head_dim), jnp.float32), plgpu.Layout.WGMMA),
@@ -146,23 +149,20 @@ def forward(
                     plgpu.layout_cast(jnp.zeros((64,), jnp.float32), by_row),
                 )
                 for part, masked in enumerate((True, False, True)):
-                    a_tile = lambda step, carry, masked=masked: one_tile(step, carry, masked)
-                    carry = lax.fori_loop(tile_smem[part], tile_smem[part + 1], a_tile, carry)
+                    a_tile = functools.partial(one_tile, slot=slot, masked=masked)
+                    carry = lax.fori_loop(tile_smem[slot, part], tile_smem[slot, part + 1], a_tile, carry)
                 place, out, most, total = carry
-                b, head, rows = tile_smem[SEQUENCE], tile_smem[HEAD], pl.ds(tile_smem[NUMBER] * BLOCK + wg * 64, 64)
+                b, number, head = (tile_smem[slot, i] for i in (SEQUENCE, NUMBER, HEAD))
+                rows, out_smem = pl.ds(number * BLOCK + wg * 64, 64), q_smem.at[slot, wg]
                 plgpu.barrier_arrive(turn)  # the end is no product
-                if own_out:
-                    plgpu.barrier_arrive(tile_free)
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what the tile before has made
                 sees = total > 0
-                out_part[...] = (out * wide(jnp.where(sees, 1 / total, 0.0), out.shape)).astype(dtype)
+                out_smem[...] = (out * wide(jnp.where(sees, 1 / total, 0.0), out.shape)).astype(dtype)
                 lse_smem[wg] = jnp.where(sees, (most + jnp.log2(total)) / LOG2E, NEVER)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(out_part, out_ref.at[b, rows, head])
+                plgpu.copy_smem_to_gmem(out_smem, out_ref.at[b, rows, head])
                 plgpu.copy_smem_to_gmem(lse_smem.at[wg], lse_ref.at[b, head, rows])
-                if not own_out:
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    plgpu.barrier_arrive(tile_free)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.barrier_arrive(tile_free.at[slot])
                 plgpu.barrier_wait(turn)
                 return place
 
@@ -177,15 +177,15 @@ def forward(
     ]
     scratch = [
         schedule.scratch,
-        swizzled((2 if own_out else 1, 2, 64, head_dim), dtype),
+        swizzled((slots, 2, 64, head_dim), dtype),  # the queries, then their results
         *[swizzled((stages, block_k, head_dim), dtype)] * 2,
-        plgpu.SMEM((2, 2, 64), jnp.int32),
+        plgpu.SMEM((slots, 2, BLOCK), jnp.int32),
         plgpu.SMEM((2, 64), jnp.float32),
-        plgpu.Barrier(num_arrivals=4),
+        plgpu.Barrier(num_arrivals=4, num_barriers=slots),
         *[plgpu.Barrier(num_barriers=stages)] * 2,
         *[plgpu.Barrier(num_arrivals=2, num_barriers=stages)] * 2,
         plgpu.Barrier(num_arrivals=2),
     ]
     run = kernel(body, out_type, scratch, schedule.blocks, interpret)
-    out_BTNH, lse_BNT = run(q_BTNH, k_BSKH, v_BSKH, bounds, ranges)
+    out_BTNH, lse_BNT = run(q_BTNH, k_BSKH, v_BSKH, lower_BT, upper_BT)
     return out_BTNH, lse_BNT[:, :, :length]

@@ -19,7 +19,6 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, memref
 
 NUM_SMS = 132  # of H100 SXM, H200 and GH200; on a chip with fewer some blocks find nothing left
-L2_BYTES = 32 * 2**20  # of 50 MiB
 FIRST, FULL_FIRST, FULL_LAST, LAST, NUMBER, SEQUENCE, HEAD, ZERO = range(8)  # of tile_smem
 
 
@@ -37,14 +36,14 @@ def _count(_, counter_ref, before_ref):
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Sequence by sequence, those heads together that fit into L2, tile by tile, head by head."""
+    """Sequence by sequence, tile by tile, head by head: those that read the same at about the same time."""
 
     batch: int
     heads: int
     tiles: int
-    bytes_of_head: int
-    group: int = 1
-    """Heads that share these bytes."""
+    slots: int = 2
+    """Tiles of which shared memory has the numbers, and what `load` puts beside them: two, and the next one is there
+    before this one ends."""
     last_first: bool = False
     """Of the tiles."""
     interpret: Any = None
@@ -59,27 +58,24 @@ class Schedule:
 
     @property
     def scratch(self) -> tuple:
-        """What this tile is, the number of the next one, whether the first is written, and read by both warpgroups."""
-        numbers = plgpu.SMEM((8,), jnp.int32), plgpu.SMEM((1,), jnp.int32)
-        return *numbers, plgpu.Barrier(), plgpu.Barrier(num_arrivals=2)
+        """Numbers of tiles, number of the next one, whether a slot is written, whether neither warpgroup needs it."""
+        numbers = plgpu.SMEM((self.slots, 8), jnp.int32), plgpu.SMEM((1,), jnp.int32)
+        there, free = plgpu.Barrier(num_barriers=self.slots), plgpu.Barrier(num_arrivals=2, num_barriers=self.slots)
+        return *numbers, there, free
 
-    def _tile(self, index, ranges_ref):
+    def _tile(self, index, ranges):
         """-> as tile_smem has it."""
-        groups = self.heads // self.group
-        fit = lambda n: groups % n == 0 and n * self.bytes_of_head <= L2_BYTES
-        together = self.group * max(filter(fit, range(1, groups + 1)), default=1)
         index = jnp.minimum(index, self.count - 1)
-        outer, inner = lax.div(index, together * self.tiles), lax.rem(index, together * self.tiles)
-        b = lax.div(outer, self.heads // together)
-        head = lax.rem(outer, self.heads // together) * together + lax.rem(inner, together)
-        number = lax.div(inner, together)
+        b, inner = lax.div(index, self.heads * self.tiles), lax.rem(index, self.heads * self.tiles)
+        number, head = lax.div(inner, self.heads), lax.rem(inner, self.heads)
         number = self.tiles - 1 - number if self.last_first else number
         # The sum drops the marks of jax.shard_map, which a loop does not keep in its carry.
-        return *(ranges_ref[b, number, i] + 0 for i in range(4)), number, b, head
+        return *(n + 0 for n in ranges(b, number)), number, b, head
 
-    def load(self, refs, ranges_ref, load):
-        """For the warpgroup that loads. load(passed, tile): yields when the tile may replace the one before, and again
-        where there is time to take the next one; passed: sum of LAST - FIRST of those before."""
+    def load(self, refs, ranges, load):
+        """For the warpgroup that loads. ranges(b, number): (first, first full, last full, last) of a tile.
+        load(slot, passed, tile): yields where there is time to take the next tile; passed: sum of LAST - FIRST of those
+        before."""
         tile_smem, before_smem, there, free = refs
         counter = None if self.interpret else pl.get_global(plgpu.SemaphoreType.REGULAR)
 
@@ -90,37 +86,40 @@ class Schedule:
             return before_smem[0]
 
         def write(turn, numbers):
-            pl.when(turn > 0)(lambda: plgpu.barrier_wait(free))
+            slot = lax.rem(turn, self.slots)
+            pl.when(turn >= self.slots)(lambda: plgpu.barrier_wait(free.at[slot]))
             for i, number in numbers:
-                tile_smem[i] = number
-            plgpu.barrier_arrive(there)
+                tile_smem[slot, i] = number
+            plgpu.barrier_arrive(there.at[slot])
+            return slot
 
         def one(carry):
             turn, passed, index, tile = carry
-            steps = load(passed, tile)
-            next(steps)
-            write(turn, enumerate((*tile, 0)))
+            steps = load(write(turn, enumerate((*tile, 0))), passed, tile)
             next(steps)
             index = take(index)
-            after = self._tile(index, ranges_ref)
+            after = self._tile(index, ranges)
             next(steps, None)
             return turn + 1, passed + tile[LAST] - tile[FIRST], index, after
 
         first = take(lax.axis_index("block") - self.blocks)
         zero = jnp.int32(0)
-        turn, *_ = lax.while_loop(lambda c: c[2] < self.count, one, (zero, zero, first, self._tile(first, ranges_ref)))
+        turn, *_ = lax.while_loop(lambda c: c[2] < self.count, one, (zero, zero, first, self._tile(first, ranges)))
         write(turn, [(SEQUENCE, -1)])
 
     def compute(self, refs, compute, carry):
-        """For those that compute. compute(carry) -> carry arrives at `free` when it needs tile_smem no more."""
+        """For those that compute. compute(slot, carry) -> carry arrives at `free` of the slot when it is needed no
+        more."""
         tile_smem, _, there, _ = refs
 
-        def next_tile():
-            plgpu.barrier_wait(there)
-            return tile_smem[SEQUENCE] + 0
+        def wait_for(turn):
+            slot = lax.rem(turn, self.slots)
+            plgpu.barrier_wait(there.at[slot])
+            return turn, tile_smem[slot, SEQUENCE] + 0
 
         def one(state):
-            carry = compute(state[1])
-            return next_tile(), carry
+            turn, _, carry = state
+            carry = compute(lax.rem(turn, self.slots), carry)
+            return *wait_for(turn + 1), carry
 
-        return lax.while_loop(lambda state: state[0] >= 0, one, (next_tile(), carry))[1]
+        return lax.while_loop(lambda state: state[1] >= 0, one, (*wait_for(jnp.int32(0)), carry))[2]

@@ -6,6 +6,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 NEVER = -1e30  # log-sum-exp of a query that sees no key; its result is 0
@@ -26,14 +27,14 @@ class Tiles:
     stages: int = 2
     """Tiles of q on their way, backward."""
     d_out_stages: int = 2
-    own_out: bool = True
-    """Forward: whether there is room for the next block's queries beside the output of this one."""
+    forward_slots: int = 2
+    """Forward: blocks of queries for which there is room."""
 
 
 TILES = {
     64: Tiles(128, stages=3, d_out_stages=3),
     128: Tiles(128),
-    256: Tiles(64, backward_keys=64, d_out_stages=1, own_out=False),
+    256: Tiles(64, backward_keys=64, d_out_stages=1, forward_slots=1),
 }
 
 
@@ -65,14 +66,14 @@ def extremes(bounds_BT, block):
     return tiles[:, :, 0], tiles[:, :, -1]
 
 
-def ranges_of_keys(lower_BT, upper_BT, block_k):
-    """int32 [B, tiles of queries, 4]: (first tile of keys, first and last that all see wholly, last), ends excluded."""
-    (low, high_low), (low_high, high) = extremes(lower_BT, BLOCK), extremes(upper_BT, BLOCK)
-    first = low // block_k
-    last = jnp.maximum(-(-high // block_k), first)
-    full_first = jnp.clip(-(-high_low // block_k), first, last)
-    full_last = jnp.clip(low_high // block_k, full_first, last)
-    return jnp.stack([first, full_first, full_last, last], -1)
+def range_of_keys(low, high_low, low_high, high, block_k):
+    """(first tile of keys, first and last that all queries see wholly, last), ends excluded. low, high_low: bound of
+    the first and last query below, low_high, high: above."""
+    down, up = lambda a: lax.div(a, block_k), lambda a: lax.div(a + block_k - 1, block_k)
+    first = down(low)
+    last = jnp.maximum(up(high), first)
+    full_first = jnp.clip(up(high_low), first, last)
+    return first, full_first, jnp.clip(down(low_high), full_first, last), last
 
 
 def ranges_of_queries(lower_BT, upper_BT, block_q, block_k, num_keys):

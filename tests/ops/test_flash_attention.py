@@ -51,7 +51,9 @@ def test_tiles_hold_all_that_is_seen_and_those_in_the_middle_are_seen_wholly():
             lower, upper = bounds_of(length, AttentionMask(True, window), ids)
             sees = visible(lower, upper, length)[0]
             for block_k in (64, 128):
-                check_ranges(np.asarray(tiles.ranges_of_keys(lower, upper, block_k))[0], sees, 128, block_k)
+                a, b = (tiles.extremes(bounds, 128) for bounds in (lower, upper))
+                ranges = np.stack(tiles.range_of_keys(*a, *b, block_k), -1)[0]
+                check_ranges(ranges, sees, 128, block_k)
                 check_ranges(
                     np.asarray(tiles.ranges_of_queries(lower, upper, 64, block_k, length))[0], sees.T, block_k, 64
                 )
@@ -194,12 +196,12 @@ def test_what_a_config_asks_for_is_taken_where_it_can_be_and_else_the_log_says_w
 @pytest.fixture
 def interpreted(monkeypatch):
     """The kernels run on CPU. JAX's interpreter knows neither layouts of registers nor transposed operands of wgmma,
-    accumulators that begin with a value, or TMA that adds: here these are plain reads, products and writes. It wants
+    accumulators that begin with a value, or TMA that adds, and not where an array lies that changes: here these are plain reads, products and writes. It wants
     every thread to see the end of every phase of a barrier; the last ones are of no use to the one that loads.
     Compiling for Hopper says whether the chip can do it, tests/gpu whether it does."""
     params = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params")
     from jax._src.pallas.mosaic_gpu import primitives
-    from jax._src.pallas.mosaic_gpu.interpret import shared_memory
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
     from jax._src.state import primitives as state
     from jax._src.state.types import TransformedRef, TransposeTransform
 
@@ -224,6 +226,8 @@ def interpreted(monkeypatch):
         with barrier.cv:
             barrier.ref_count -= 1
 
+    in_gmem = gpu_callbacks.is_gmem_memory_space
+    monkeypatch.setattr(gpu_callbacks, "is_gmem_memory_space", lambda space: space is None or in_gmem(space))
     monkeypatch.setattr(plgpu, "RefUnion", lambda *refs: refs)
     load = lambda ref, wait_n=0: state.ref_get(ref, None)
     monkeypatch.setattr(shared_memory.Barrier, "deallocate", deallocate)
