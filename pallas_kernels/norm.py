@@ -24,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 MAX_BLOCKS = 132 * 8  # of the 132 multiprocessors of an H100, eight blocks each keep enough loads in flight
 BACKWARD_BLOCKS = 132 * 2  # their rows are fetched while others are worked on
 STAGE_BYTES = 96 << 10
+LINE, PIECE = 128, 8  # elements, and lines that 128 threads take at once, 16 bytes each
 MAX_WIDTH = 8192
 
 
@@ -76,50 +77,76 @@ def backward(
     s: what the forward normalised. centred: it was a LayerNorm, which has a bias.
     """
     rows, width = s_RD.shape
-    in_pieces = (width // 128, 128)  # of a row: TMA copies at most 256 elements along a dim
-    blocks, load = _blocks(rows, BACKWARD_BLOCKS), _loader(in_pieces)
-    count, stages = rows // blocks, max(2, min(8, STAGE_BYTES // (3 * 2 * width)))
+    in_lines = (width // LINE, LINE)  # of a row: TMA copies at most 256 elements along a dim
+    blocks, stages = min(rows, BACKWARD_BLOCKS), max(2, min(8, STAGE_BYTES // (3 * 2 * width)))
+    pieces = [(start, min(PIECE, in_lines[0] - start)) for start in range(0, in_lines[0], PIECE)]
 
     def body(s_ref, d_normed_ref, d_residual_ref, scale_ref, d_s_ref, *others):
         *sum_refs, s_smem, d_normed_smem, d_residual_smem, there = others
-        block, scale = lax.axis_index("block"), load(scale_ref)
+        block = lax.axis_index("block")
+        count = lax.div(rows - block + blocks - 1, blocks)  # rows block, block + blocks, ...
 
         def fetch(number):
-            row, slot = block * count + number, lax.rem(number, stages)
+            row, slot = block + number * blocks, lax.rem(number, stages)
             plgpu.copy_gmem_to_smem(s_ref.at[row], s_smem.at[slot], there.at[slot])
             plgpu.copy_gmem_to_smem(d_normed_ref.at[row], d_normed_smem.at[slot], there.at[slot])
             plgpu.copy_gmem_to_smem(d_residual_ref.at[row], d_residual_smem.at[slot], there.at[slot])
 
         def one_row(number, sums):
-            row, slot = block * count + number, lax.rem(number, stages)
+            """A row stays in shared memory and is read piece by piece: registers have no room for all of it."""
+            row, slot = block + number * blocks, lax.rem(number, stages)
             plgpu.barrier_wait(there.at[slot])
-            s, d_normed, d_residual = (load(ref, slot) for ref in (s_smem, d_normed_smem, d_residual_smem))
+
+            def read(ref, piece, *index):
+                start, lines = piece
+                return _loader((lines, LINE))(ref, (*index, pl.ds(start, lines)))
+
+            mean = _mean([read(s_smem, piece, slot) for piece in pieces], width) if centred else 0.0
+
+            def centred_and_product(piece):
+                c = read(s_smem, piece, slot) - mean
+                return c, read(d_normed_smem, piece, slot) * read(scale_ref, piece)
+
+            both = [centred_and_product(piece) for piece in pieces]
+            inverse = lax.rsqrt(_mean([c * c for c, _ in both], width) + epsilon)
+            along = _mean([c * g for c, g in both], width) * inverse * inverse
+            mean_g = _mean([g for _, g in both], width) if centred else 0.0
+            new_sums = []
+            for piece, of_piece in zip(pieces, sums, strict=True):
+                c, g = centred_and_product(piece)
+                d_normed, (start, lines) = read(d_normed_smem, piece, slot), piece
+                more = d_normed * (c * inverse), d_normed
+                new_sums.append([total + new for total, new in zip(of_piece, more, strict=False)])
+                d_s = read(d_residual_smem, piece, slot) + (g - c * along - mean_g) * inverse
+                d_s_ref[row, pl.ds(start, lines)] = d_s.astype(s_RD.dtype)
             plgpu.commit_smem()  # all have read: the next row may come
             pl.when(number + stages < count)(lambda: fetch(number + stages))
-            normed, inverse = _normalised(s, epsilon, centred)
-            sums = [total + new for total, new in zip(sums, (d_normed * normed, d_normed), strict=False)]
-            d_normed *= scale
-            d_s = d_normed - normed * (jnp.sum(d_normed * normed) / width)
-            if centred:
-                d_s -= jnp.sum(d_normed) / width
-            d_s_ref[row] = (d_residual + d_s * inverse).astype(s_RD.dtype)
-            return sums
+            return new_sums
 
-        for number in range(min(stages, count)):
-            fetch(jnp.int32(number))
-        zeros = plgpu.layout_cast(jnp.zeros(in_pieces, jnp.float32), _layout(in_pieces))
-        sums = lax.fori_loop(0, count, one_row, [zeros] * len(sum_refs))
-        for ref, total in zip(sum_refs, sums, strict=True):
-            ref[block] = total
+        for number in range(stages):
+            pl.when(number < count)(lambda number=number: fetch(jnp.int32(number)))
+        zeros = lambda lines: plgpu.layout_cast(jnp.zeros((lines, LINE), jnp.float32), _layout((lines, LINE)))
+        sums = lax.fori_loop(0, count, one_row, [[zeros(lines)] * len(sum_refs) for _, lines in pieces])
+        for (start, lines), of_piece in zip(pieces, sums, strict=True):
+            for ref, total in zip(sum_refs, of_piece, strict=True):
+                ref[block, pl.ds(start, lines)] = total
 
-    part = jax.ShapeDtypeStruct((blocks, *in_pieces), jnp.float32)
-    out = [jax.ShapeDtypeStruct((rows, *in_pieces), s_RD.dtype), part] + ([part] if centred else [])
-    scratch = [*[plgpu.SMEM((stages, *in_pieces), s_RD.dtype)] * 3, plgpu.Barrier(num_arrivals=3, num_barriers=stages)]
+    part = jax.ShapeDtypeStruct((blocks, *in_lines), jnp.float32)
+    out = [jax.ShapeDtypeStruct((rows, *in_lines), s_RD.dtype), part] + ([part] if centred else [])
+    scratch = [*[plgpu.SMEM((stages, *in_lines), s_RD.dtype)] * 3, plgpu.Barrier(num_arrivals=3, num_barriers=stages)]
     options = dict(scratch_types=scratch) | options
-    given = (a.reshape(rows, *in_pieces) for a in (s_RD, d_normed_RD, d_residual_RD))
-    outputs = _call(body, out, blocks, options)(*given, scale_D.reshape(in_pieces))
+    given = (a.reshape(rows, *in_lines) for a in (s_RD, d_normed_RD, d_residual_RD))
+    outputs = _call(body, out, blocks, options)(*given, scale_D.reshape(in_lines))
     outputs = [a.reshape(-1, width) for a in outputs]
     return tuple(outputs) if centred else (*outputs, None)
+
+
+def _mean(pieces, width):
+    """Those of one shape are added up before threads are."""
+    totals = {}
+    for piece in pieces:
+        totals[piece.shape] = totals[piece.shape] + piece if piece.shape in totals else piece
+    return sum(jnp.sum(total) for total in totals.values()) / width
 
 
 def _normalised(s, epsilon, centred):

@@ -127,7 +127,6 @@ def backward(
                 plgpu.barrier_wait(kv_free)
                 plgpu.copy_gmem_to_smem(k_ref.at[b, keys, kv_head], k_smem, kv_there)
                 plgpu.copy_gmem_to_smem(v_ref.at[b, keys, kv_head], v_smem, kv_there)
-                yield
                 lax.fori_loop(soon, places, copy, None)
                 if ordered:
                     pl.when(places > 0)(lambda: wait_for_others(places - 1))

@@ -87,10 +87,7 @@ def forward(
                         here = ref.at[b, keys, lax.div(head, group)]
                         plgpu.copy_gmem_to_smem(here, smem.at[stage], there.at[stage])
 
-                soon = jnp.minimum(first + stages, last)
-                lax.fori_loop(first, soon, copy, None)
-                yield
-                lax.fori_loop(soon, last, copy, None)
+                lax.fori_loop(first, last, copy, None)
 
             schedule.load(tile, ranges, load)
 
