@@ -22,8 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 MAX_BLOCKS = 132 * 8  # of the 132 multiprocessors of an H100, eight blocks each keep enough loads in flight
-BACKWARD_BLOCKS = 132 * 2  # their rows are fetched while others are worked on
-STAGE_BYTES = 96 << 10
+SMEM_BYTES = 192 << 10  # of a multiprocessor, for rows that are fetched while others are worked on
 LINE, PIECE = 128, 8  # elements, and lines that 128 threads take at once, 16 bytes each
 MAX_WIDTH = 8192
 
@@ -78,7 +77,10 @@ def backward(
     """
     rows, width = s_RD.shape
     in_lines = (width // LINE, LINE)  # of a row: TMA copies at most 256 elements along a dim
-    blocks, stages = min(rows, BACKWARD_BLOCKS), max(2, min(8, STAGE_BYTES // (3 * 2 * width)))
+    row_bytes = 3 * 2 * width
+    # As many as registers have room for, with two rows each: they hide each other's sums over threads.
+    blocks_of_sm = min(4 if width <= 2048 else 3, SMEM_BYTES // (2 * row_bytes))
+    blocks, stages = min(rows, 132 * blocks_of_sm), min(8, SMEM_BYTES // blocks_of_sm // row_bytes)
     pieces = [(start, min(PIECE, in_lines[0] - start)) for start in range(0, in_lines[0], PIECE)]
 
     def body(s_ref, d_normed_ref, d_residual_ref, scale_ref, d_s_ref, *others):
@@ -101,16 +103,19 @@ def backward(
                 start, lines = piece
                 return _loader((lines, LINE))(ref, (*index, pl.ds(start, lines)))
 
-            mean = _mean([read(s_smem, piece, slot) for piece in pieces], width) if centred else 0.0
+            mean = _means(([read(s_smem, piece, slot)] for piece in pieces), width)[0] if centred else 0.0
 
             def centred_and_product(piece):
                 c = read(s_smem, piece, slot) - mean
                 return c, read(d_normed_smem, piece, slot) * read(scale_ref, piece)
 
-            both = [centred_and_product(piece) for piece in pieces]
-            inverse = lax.rsqrt(_mean([c * c for c, _ in both], width) + epsilon)
-            along = _mean([c * g for c, g in both], width) * inverse * inverse
-            mean_g = _mean([g for _, g in both], width) if centred else 0.0
+            def moments(piece):
+                c, g = centred_and_product(piece)
+                return [c * c, c * g, g] if centred else [c * c, c * g]
+
+            variance, product, *mean_g = _means(map(moments, pieces), width)
+            inverse, (mean_g,) = lax.rsqrt(variance + epsilon), mean_g or [0.0]
+            along = product * inverse * inverse
             new_sums = []
             for piece, of_piece in zip(pieces, sums, strict=True):
                 c, g = centred_and_product(piece)
@@ -141,12 +146,13 @@ def backward(
     return tuple(outputs) if centred else (*outputs, None)
 
 
-def _mean(pieces, width):
-    """Those of one shape are added up before threads are."""
+def _means(pieces, width):
+    """Of each value of [value, ...] for each piece. Pieces of one shape are added up before threads are."""
     totals = {}
-    for piece in pieces:
-        totals[piece.shape] = totals[piece.shape] + piece if piece.shape in totals else piece
-    return sum(jnp.sum(total) for total in totals.values()) / width
+    for values in pieces:
+        before = totals.get(values[0].shape)
+        totals[values[0].shape] = [a + b for a, b in zip(before, values, strict=True)] if before else values
+    return [sum(map(jnp.sum, parts)) / width for parts in zip(*totals.values(), strict=True)]
 
 
 def _normalised(s, epsilon, centred):

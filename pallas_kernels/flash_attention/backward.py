@@ -63,8 +63,9 @@ def backward(
     width = half if shared else head_dim  # of their d_k and d_v
     ranges = ranges_of_queries(lower_BT, upper_BT, block_q, block_k, num_keys)
     num_tiles = ranges.shape[1]
+    bytes_of_head = group * length * head_dim * (4 + 2 * dtype.itemsize)
     # In order, who adds first is taken first: nobody waits for a tile that nobody has taken.
-    schedule = Schedule(batch, kv_heads, num_tiles, last_first=ordered, interpret=interpret)
+    schedule = Schedule(batch, kv_heads, num_tiles, bytes_of_head, last_first=ordered, interpret=interpret)
     bounds = padded_bounds(lower_BT, upper_BT, block_q, mode="edge")
     delta_BNT = jnp.sum(out_BTNH.astype(jnp.float32) * d_out_BTNH.astype(jnp.float32), -1).transpose(0, 2, 1)
     pad = [(0, 0), (0, 0), (0, -length % block_q)]

@@ -51,7 +51,8 @@ def forward(
     group, dtype, block_k = num_heads // k_BSKH.shape[2], q_BTNH.dtype, TILES[head_dim].forward_keys
     tiles, stages, slots = -(-length // BLOCK), 2, TILES[head_dim].forward_slots
     # The last have most to do in a causal mask: first.
-    schedule = Schedule(batch, num_heads, tiles, slots, last_first=True, interpret=interpret)
+    bytes_of_head = 2 * k_BSKH.shape[1] * head_dim * dtype.itemsize // group
+    schedule = Schedule(batch, num_heads, tiles, bytes_of_head, slots, last_first=True, interpret=interpret)
     by_row, shape = plgpu.Layout.WGMMA.reduce(1), (64, block_k)
     wide = lambda a, shape: lax.broadcast_in_dim(a, shape, [0])
 

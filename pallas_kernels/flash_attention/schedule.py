@@ -19,6 +19,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, memref
 
 NUM_SMS = 132  # of H100 SXM, H200 and GH200; on a chip with fewer some blocks find nothing left
+L2_BYTES = 50 * 2**20
 FIRST, FULL_FIRST, FULL_LAST, LAST, NUMBER, SEQUENCE, HEAD, ZERO = range(8)  # of tile_smem
 
 
@@ -36,11 +37,14 @@ def _count(_, counter_ref, before_ref):
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Sequence by sequence, tile by tile, head by head: those that read the same at about the same time."""
+    """The order of tiles: sequence by sequence, and there heads one beside the other, as they have equally much to do;
+    where L2 cannot hold what they all read, head by head, and there sequences one beside the other (README.md)."""
 
     batch: int
     heads: int
     tiles: int
+    bytes_of_head: int
+    """What the tiles of a head all read, and add to."""
     slots: int = 2
     """Tiles of which shared memory has the numbers, and what `load` puts beside them: two, and the next one is there
     before this one ends."""
@@ -51,6 +55,10 @@ class Schedule:
     @property
     def count(self) -> int:
         return self.batch * self.heads * self.tiles
+
+    @property
+    def head_by_head(self) -> bool:
+        return self.heads * self.bytes_of_head > 2 * L2_BYTES
 
     @property
     def blocks(self) -> int:
@@ -66,8 +74,10 @@ class Schedule:
     def _tile(self, index, ranges):
         """-> as tile_smem has it."""
         index = jnp.minimum(index, self.count - 1)
-        b, inner = lax.div(index, self.heads * self.tiles), lax.rem(index, self.heads * self.tiles)
-        number, head = lax.div(inner, self.heads), lax.rem(inner, self.heads)
+        inside = self.batch if self.head_by_head else self.heads
+        outer, inner = lax.div(index, self.tiles * inside), lax.rem(index, inside)
+        number = lax.rem(lax.div(index, inside), self.tiles)
+        b, head = (inner, outer) if self.head_by_head else (outer, inner)
         number = self.tiles - 1 - number if self.last_first else number
         # The sum drops the marks of jax.shard_map, which a loop does not keep in its carry.
         return *(n + 0 for n in ranges(b, number)), number, b, head
