@@ -50,6 +50,7 @@ CASES = {
     "float16": (1, 512, 4, 2, 128, None, False, None, True, jnp.float16),
     "no whole tile": (3, 777, 4, 2, 128, None, False, None, True, jnp.bfloat16),
     "more tiles than multiprocessors": (9, 1024, 8, 2, 128, None, True, None, True, jnp.bfloat16),
+    "more than L2 holds": (1, 8192, 16, 4, 128, None, False, None, True, jnp.bfloat16),
     "short": (2, 40, 4, 1, 64, None, False, None, True, jnp.bfloat16),
     "window": (1, 1500, 4, 2, 128, 200, False, None, True, jnp.bfloat16),
     "narrow window, 64": (2, 1000, 8, 2, 64, 33, False, None, True, jnp.bfloat16),

@@ -59,6 +59,16 @@ def test_tiles_hold_all_that_is_seen_and_those_in_the_middle_are_seen_wholly():
                 )
 
 
+@pytest.mark.parametrize("bytes_of_head", [1, 1 << 30], ids=["tile by tile", "head by head"])
+def test_every_tile_is_taken_once_and_those_of_a_head_in_order(bytes_of_head):
+    given = schedule.Schedule(batch=3, heads=4, tiles=5, bytes_of_head=bytes_of_head, last_first=True)
+    taken = [tuple(map(int, given._tile(index, lambda b, number: (0, 0, 0, 0))[4:])) for index in range(given.count)]
+    assert sorted(taken) == [(number, b, head) for number in range(5) for b in range(3) for head in range(4)]
+    for b, head in {tuple(rest) for _, *rest in taken}:
+        assert [number for number, *rest in taken if rest == [b, head]] == [4, 3, 2, 1, 0]
+    assert given.head_by_head == (bytes_of_head > 1)
+
+
 def check_ranges(ranges, sees, block, other):
     """ranges: int [tiles, 4] of `other` columns, for tiles of `block` rows of sees."""
     assert len(ranges) == -(-len(sees) // block)
