@@ -32,7 +32,7 @@ CASES = {
     "packed": (4, 4096, 16, 16, 128, None, 600),
     "packed, 64": (8, 2048, 16, 16, 64, None, 300),
 }
-TURNS, CALLS = 4, 10
+TURNS, CALLS = 4, 40
 
 
 def segments_of(batch: int, length: int, mean: int) -> np.ndarray:

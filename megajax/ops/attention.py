@@ -84,8 +84,9 @@ def attention(
     return _attention(q_BTNH, k_BSKH, v_BSKH, arrays, options)
 
 
-# (head dim, mask): time of forward and backward by our kernels over that by cuDNN's, on one H100, 2026-11-21
-# (benchmarks/attention.py; the table is in pallas_kernels/README.md). Packed: cuDNN reads a bias of T x T.
+# (head dim, mask): time of forward and backward by our kernels over that by cuDNN's, on one H100, 2026-11-21, commit
+# 46a748b (benchmarks/attention.py). Packed: cuDNN reads a bias of T x T. Since then ours has become the faster one
+# alone (pallas_kernels/README.md); these stay until whole steps have been measured with it.
 MEASURED = {
     (64, "causal"): 1.06,
     (64, "window"): 1.10,
@@ -242,9 +243,10 @@ def _key_bounds(q, k, segments, mask) -> tuple[jax.Array, jax.Array]:
         ids = segments[0]
         differs = ids[:, 1:] != ids[:, :-1]
         starts = jnp.pad(differs, ((0, 0), (1, 0)), constant_values=True)
-        ends = jnp.pad(differs, ((0, 0), (0, 1)), constant_values=True)
         lower = jnp.maximum(lower, lax.cummax(jnp.where(starts, index, 0), axis=1))
-        upper = jnp.minimum(upper, lax.cummin(jnp.where(ends, index + 1, length), axis=1, reverse=True))
+        if not mask.causal:
+            ends = jnp.pad(differs, ((0, 0), (0, 1)), constant_values=True)
+            upper = jnp.minimum(upper, lax.cummin(jnp.where(ends, index + 1, length), axis=1, reverse=True))
     return lower.astype(jnp.int32), upper.astype(jnp.int32)
 
 

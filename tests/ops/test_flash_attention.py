@@ -206,9 +206,9 @@ def test_what_a_config_asks_for_is_taken_where_it_can_be_and_else_the_log_says_w
 @pytest.fixture
 def interpreted(monkeypatch):
     """The kernels run on CPU. JAX's interpreter knows neither layouts of registers nor transposed operands of wgmma,
-    accumulators that begin with a value, or TMA that adds, and not where an array lies that changes: here these are plain reads, products and writes. It wants
-    every thread to see the end of every phase of a barrier; the last ones are of no use to the one that loads.
-    Compiling for Hopper says whether the chip can do it, tests/gpu whether it does."""
+    accumulators that begin with a value, TMA that adds, or where an array lies that changes: here these are plain
+    reads, products and writes. It wants every thread to see the end of every phase of a barrier; the last ones are of
+    no use to the one that loads. Compiling for Hopper says whether the chip can do it, tests/gpu whether it does."""
     params = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params")
     from jax._src.pallas.mosaic_gpu import primitives
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
