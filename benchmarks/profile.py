@@ -24,13 +24,14 @@ KINDS_BY_NAME = (
     ("matmul", r"nvjet|gemm|cublas|cutlass|xmma|splitK"),
 )
 KINDS_BY_PLACE = (
+    ("attention", r"/flash_attention/|ops/attention\.py"),
     ("norm", r"/norm\.py"),
     ("optimizer", r"^megajax/optim/"),
     ("cross-entropy", r"/cross_entropy\.py"),
     ("embedding", r"/embedding\.py"),
 )
 KINDS_OF_THE_REST = (
-    ("norm", r"mosaic|mpmd_map"),  # the only kernels of ours, where the program is unknown
+    ("Pallas", r"mosaic|mpmd_map"),  # attention or norm; which, the program would say
     ("copy", r"memcpy|memset|copy|slice|concatenate|transpose|broadcast"),
     ("reduction", r"reduce"),
 )

@@ -6,9 +6,10 @@ d_s = d_residual + inverse * (g - h * mean(g * h) - mean(g)), d_scale = sum over
 d_normed.
 
 Dimensions: R rows, D width. bfloat16 or float16 rows; statistics, scale and bias float32. Both directions read and
-write each row once, 128 threads a row, whose values stay in registers: D / 128 a thread and array, no shared memory but
-for the sum over four warps. A block walks over its rows with its part of the sums for scale and bias; the sum over
-blocks, [blocks, D], is left to XLA. Bytes: forward 8 R D (4 without y), backward 8 R D.
+write each row once, 128 threads a row. Forward its values stay in registers, D / 128 a thread and array. Backward TMA
+fetches the next rows into shared memory, from where a row is read piece by piece; a block walks over its rows with its
+part of the sums for scale and bias in registers, and the sum over blocks, [blocks, D], is left to XLA. Bytes: forward
+8 R D (4 without y), backward 8 R D and 4 D a block for each sum.
 Refused: D that is no multiple of 128 or above 8192 (registers), see `problem`.
 """
 
@@ -21,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-MAX_BLOCKS = 132 * 8  # of the 132 multiprocessors of an H100, eight blocks each keep enough loads in flight
+NUM_SMS = 132  # of an H100
 SMEM_BYTES = 192 << 10  # of a multiprocessor, for rows that are fetched while others are worked on
 LINE, PIECE = 128, 8  # elements, and lines that 128 threads take at once, 16 bytes each
 MAX_WIDTH = 8192
@@ -57,7 +58,9 @@ def forward(
                 total = (total + load(inputs["y"], row)).astype(x_RD.dtype)
                 sum_ref[0][row] = total
                 total = total.astype(jnp.float32)
-            normed = _normalised(total, epsilon, centred=bias is not None)[0] * scale
+            if bias is not None:
+                total -= jnp.sum(total) / width
+            normed = total * lax.rsqrt(jnp.sum(total * total) / width + epsilon) * scale
             normed_ref[row] = (normed if bias is None else normed + bias).astype(x_RD.dtype)
 
         lax.fori_loop(0, rows // blocks, one_row, None)
@@ -80,7 +83,7 @@ def backward(
     row_bytes = 3 * 2 * width
     # As many as registers have room for, with two rows each: they hide each other's sums over threads.
     blocks_of_sm = min(4 if width <= 2048 else 3, SMEM_BYTES // (2 * row_bytes))
-    blocks, stages = min(rows, 132 * blocks_of_sm), min(8, SMEM_BYTES // blocks_of_sm // row_bytes)
+    blocks, stages = min(rows, NUM_SMS * blocks_of_sm), min(8, SMEM_BYTES // blocks_of_sm // row_bytes)
     pieces = [(start, min(PIECE, in_lines[0] - start)) for start in range(0, in_lines[0], PIECE)]
 
     def body(s_ref, d_normed_ref, d_residual_ref, scale_ref, d_s_ref, *others):
@@ -155,16 +158,9 @@ def _means(pieces, width):
     return [sum(map(jnp.sum, parts)) / width for parts in zip(*totals.values(), strict=True)]
 
 
-def _normalised(s, epsilon, centred):
-    if centred:
-        s -= jnp.sum(s) / s.size
-    inverse = lax.rsqrt(jnp.sum(s * s) / s.size + epsilon)
-    return s * inverse, inverse
-
-
-def _blocks(rows: int, most: int = MAX_BLOCKS) -> int:
-    """The largest number of blocks that splits the rows evenly."""
-    return max(n for n in range(1, min(rows, most) + 1) if rows % n == 0)
+def _blocks(rows: int) -> int:
+    """The largest number of blocks that splits the rows evenly; eight a multiprocessor keep enough loads in flight."""
+    return max(n for n in range(1, min(rows, 8 * NUM_SMS) + 1) if rows % n == 0)
 
 
 def _layout(shape: tuple[int, ...]):
@@ -178,7 +174,7 @@ def _loader(shape: tuple[int, ...]):
 
 
 def _call(body, out, blocks, options):
-    # No memory is read and written by the same thread, so no barriers are needed between loads and stores.
+    # What TMA writes into shared memory has its barriers; no other memory is read and written by the same kernel.
     params = plgpu.CompilerParams(unsafe_no_auto_barriers=True)
     run = functools.partial(plgpu.kernel, out_type=out, compiler_params=params, **options)
     return run(body, grid=(blocks,), grid_names=("block",))

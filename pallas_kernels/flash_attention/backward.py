@@ -17,7 +17,6 @@ from pallas_kernels.flash_attention.tiles import (
     capped,
     joins_batches,
     kernel,
-    padded_bounds,
     ranges_of_queries,
     seen,
     swizzled,
@@ -66,11 +65,12 @@ def backward(
     bytes_of_head = group * length * head_dim * (4 + 2 * dtype.itemsize)
     # In order, who adds first is taken first: nobody waits for a tile that nobody has taken.
     schedule = Schedule(batch, kv_heads, num_tiles, bytes_of_head, last_first=ordered, interpret=interpret)
-    bounds = padded_bounds(lower_BT, upper_BT, block_q, mode="edge")
+    beyond = (0, -length % block_q)
+    # Queries beyond the end see what the last one does, with p = exp2(0 - 1e30) = 0.
+    bounds = jnp.pad(jnp.stack([lower_BT, upper_BT], 1), [(0, 0), (0, 0), beyond], mode="edge")
     delta_BNT = jnp.sum(out_BTNH.astype(jnp.float32) * d_out_BTNH.astype(jnp.float32), -1).transpose(0, 2, 1)
-    pad = [(0, 0), (0, 0), (0, -length % block_q)]
-    # A query beyond the end has p = exp2(0 - 1e30) = 0.
-    lse_BNT, delta_BNT = jnp.pad(lse_BNT * LOG2E, pad, constant_values=-NEVER), jnp.pad(delta_BNT, pad)
+    lse_BNT = jnp.pad(lse_BNT * LOG2E, [(0, 0), (0, 0), beyond], constant_values=-NEVER)
+    delta_BNT = jnp.pad(delta_BNT, [(0, 0), (0, 0), beyond])
     q_tiles = bounds.shape[2] // block_q
     by_column, shape = plgpu.Layout.WGMMA.reduce(0), (64, block_q)
     wide = lambda a: lax.broadcast_in_dim(a, shape, [1])

@@ -114,11 +114,6 @@ def to_eights(a, axis=1, **options):
     return jnp.pad(a, [(0, -size % 8 if number == axis else 0) for number, size in enumerate(a.shape)], **options)
 
 
-def padded_bounds(lower_BT, upper_BT, block, mode="constant"):
-    """int32 [B, 2, T rounded up]; queries beyond the end see nothing, or with "edge" what the last one does."""
-    return jnp.pad(jnp.stack([lower_BT, upper_BT], 1), ((0, 0), (0, 0), (0, -lower_BT.shape[1] % block)), mode=mode)
-
-
 def swizzled(shape, dtype, swizzle=128):
     """Shared memory as TMA writes it and wgmma reads it."""
     tile = (8, swizzle // jnp.dtype(dtype).itemsize)

@@ -253,12 +253,12 @@ def interpreted(monkeypatch):
     return params.InterpretGPUParams(uninitialized_memory="nan", out_of_bounds_reads="raise")
 
 
-@pytest.mark.parametrize("head_dim", [64, 256])
-def test_interpreted_kernel_equals_the_formula(head_dim, interpreted, monkeypatch):
-    """Packed documents with a window and a soft cap, grouped queries: tiles unseen, seen wholly or in part, and a block
-    that takes two of them. T is a multiple of the tiles: TMA reads zeros beyond the end, the interpreter an error (that
-    no thread is told of, so that the others wait for ever)."""
-    monkeypatch.setattr(schedule, "NUM_SMS", 3)
+@pytest.mark.parametrize(("head_dim", "num_sms"), [(64, 1), (256, 3)])
+def test_interpreted_kernel_equals_the_formula(head_dim, num_sms, interpreted, monkeypatch):
+    """Packed documents with a window and a soft cap, grouped queries: tiles unseen, seen wholly or in part; one block
+    that takes all tiles, so that each slot is used again, and three for four. T is a multiple of the tiles: TMA reads
+    zeros beyond the end, the interpreter an error (that no thread is told of, so that the others wait for ever)."""
+    monkeypatch.setattr(schedule, "NUM_SMS", num_sms)
     B, T, N, K, H = 1, 256, 2, 1, head_dim
     keys = jax.random.split(jax.random.key(0), 4)
     q, k, v, d_out = (

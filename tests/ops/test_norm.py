@@ -174,10 +174,11 @@ def interpreted_kernel(monkeypatch):
     monkeypatch.setattr(kernel, "backward", functools.partial(kernel.backward, interpret=options))
 
 
-# 4 blocks of 2 rows, 4 of 6, and 7 of one.
-@pytest.mark.parametrize(("shape", "most_blocks"), [((1, 8, 128), 5), ((2, 12, 384), 5), ((1, 7, 2048), 1056)])
-def test_interpreted_kernel_equals_the_formula(shape, most_blocks, interpreted_kernel, make_test_mesh, monkeypatch):
-    monkeypatch.setattr(kernel, "MAX_BLOCKS", most_blocks)
+# Forward 8 blocks of 2 rows, 8 of 3, and 7 of one; backward 2 blocks of 8, of 12, and of 4 and 3, two fetched ahead.
+@pytest.mark.parametrize("shape", [(1, 16, 128), (2, 12, 384), (1, 7, 2048)])
+def test_interpreted_kernel_equals_the_formula(shape, interpreted_kernel, make_test_mesh, monkeypatch):
+    monkeypatch.setattr(kernel, "NUM_SMS", 1)
+    monkeypatch.setattr(kernel, "SMEM_BYTES", 2 * 2 * 3 * 2 * shape[-1])
     check_bfloat16(shape, make_test_mesh())
 
 
