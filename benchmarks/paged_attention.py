@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.command_line import run, split
 from megajax import compat
 from megajax.ops.paged_attention import quantise, reference_paged_attention
-from pallas_kernels.paged_attention import decode, num_parts
+from pallas_kernels.paged_attention import decode, num_parts, num_slots
 
 NUM_HEADS, KV_HEADS, HEAD_DIM, TOKENS, BATCH = 32, 8, 128, 4096, 32
 HEADER = (
@@ -55,7 +55,8 @@ SETTINGS = [
     Setting(1, 16),
     *(Setting(BATCH, page_size, is_int8=True) for page_size in (32, 64)),
     Setting(BATCH, 64, is_int8=True, parts=4),
-    Setting(BATCH, 64, is_int8=True, stages=4),
+    *(Setting(BATCH, 64, is_int8=True, stages=stages) for stages in (2, 4)),
+    *(Setting(BATCH, 64, is_int8=True, block=128, stages=stages) for stages in (2, 3)),
     Setting(1, 64, is_int8=True),
 ]
 
@@ -141,7 +142,8 @@ def measure(setting: Setting, caches: tuple, scales: tuple | None) -> dict:
 
     seconds = seconds_of(all_rounds, q, caches, tables, lengths, scales) / rounds
     num_bytes = 2 * setting.batch * TOKENS * KV_HEADS * (HEAD_DIM + 4 if setting.is_int8 else 2 * HEAD_DIM)
-    parts = setting.parts or num_parts(setting.batch, KV_HEADS, TOKENS, setting.block)
+    slots = num_slots(HEAD_DIM, NUM_HEADS // KV_HEADS, setting.is_int8, setting.block, setting.stages)
+    parts = setting.parts or num_parts(setting.batch, KV_HEADS, TOKENS, slots, setting.block)
     row = dataclasses.asdict(setting) | dict(parts=parts, microseconds=1e6 * seconds)
     return row | dict(gigabytes_per_second=num_bytes / seconds / 1e9)
 

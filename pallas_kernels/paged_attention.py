@@ -31,8 +31,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 NEVER = -1e30  # below every score; not -inf, so that a part without tokens gives 0 and no NaN
 LOG2E = math.log2(math.e)
-ROWS = 64  # of queries in a product of the tensor cores
-SLOTS = 132 * 2  # blocks that run at a time on an H100
+MOST_HEADS = 64  # on a kv head
+NUM_SMS, SMEM_BYTES = 132, 227 << 10  # of an H100, and of each of its multiprocessors
 MOST_TOKENS = 4096  # of a part: the GPU does not wait long for one long sequence among short ones
 
 
@@ -46,7 +46,7 @@ def problem(
         return f"cache of {cache_dtype}"
     if head_dim not in (64, 128):
         return f"head dim {head_dim}"
-    if num_heads // num_kv_heads > ROWS:
+    if num_heads // num_kv_heads > MOST_HEADS:
         return f"{num_heads // num_kv_heads} heads a kv head"
     smallest = 32 if cache_dtype == jnp.int8 else 8  # a copy of 32 scales has the 128 bytes that TMA aligns to
     if page_size % smallest or 64 % page_size:
@@ -54,11 +54,18 @@ def problem(
     return ""
 
 
-def num_parts(num_sequences: int, num_kv_heads: int, most_tokens: int, block: int = 64) -> int:
+def num_slots(head_dim: int, group: int, is_int8: bool, block: int = 64, stages: int = 3) -> int:
+    """Blocks that run at a time on an H100, by the shared memory that each takes."""
+    ring = 2 * stages * block * (head_dim + 4 if is_int8 else 2 * head_dim)
+    others = 2 * _rows(group) * (head_dim + block) + 2 * block * head_dim * is_int8 + (4 << 10)
+    return NUM_SMS * (SMEM_BYTES // (ring + others))
+
+
+def num_parts(num_sequences: int, num_kv_heads: int, most_tokens: int, slots: int, block: int = 64) -> int:
     """Into how many parts to split sequences of up to most_tokens: the blocks fill the GPU, a part costs 1 % itself."""
     least = -(-most_tokens // MOST_TOKENS)
     most = max(least, min(most_tokens // (2 * block), 64))
-    waves = lambda parts: -(-num_sequences * num_kv_heads * parts // SLOTS)
+    waves = lambda parts: -(-num_sequences * num_kv_heads * parts // slots)
     return min(range(max(least, 1), max(most, 1) + 1), key=lambda parts: waves(parts) * (1 / parts + 0.01))
 
 
@@ -74,23 +81,28 @@ def decode(
     """
     batch, num_heads, head_dim = q_BNH.shape
     kv_heads, page_size = keys_ZKSH.shape[1:3]
-    group = num_heads // kv_heads
-    rows = -(-group // 8) * 8
+    group, is_int8 = num_heads // kv_heads, scales is not None
+    rows = _rows(group)
+    ring = [_tiled((stages, block, head_dim), keys_ZKSH.dtype)] * 2
+    if is_int8:
+        ring += [plgpu.SMEM((stages, 2, block), jnp.float32), _tiled((block, head_dim), q_BNH.dtype)]
+    own = [_tiled((rows, head_dim), q_BNH.dtype), _tiled((rows, block), q_BNH.dtype)]
     most_tokens = table_BP.shape[1] * page_size
-    parts = parts or num_parts(batch, kv_heads, min(most_tokens, window or most_tokens), block)
+    slots = num_slots(head_dim, group, is_int8, block, stages)
+    parts = parts or num_parts(batch, kv_heads, min(most_tokens, window or most_tokens), slots, block)
     q_BKRH = jnp.pad(q_BNH.reshape(batch, kv_heads, group, head_dim), ((0, 0), (0, 0), (0, rows - group), (0, 0)))
     body = functools.partial(
         _body, page_size=page_size, scale=scale, window=window, soft_cap=soft_cap, parts=parts, block=block,
-        stages=stages, is_int8=scales is not None
+        stages=stages, is_int8=is_int8
     )  # fmt: skip
-    copies = (4 if scales else 2) * (block // page_size)
+    copies = (4 if is_int8 else 2) * (block // page_size)
     results = plgpu.kernel(
         body,
         out_type=[
-            jax.ShapeDtypeStruct((batch, kv_heads, parts, rows, head_dim), jnp.float32),
-            jax.ShapeDtypeStruct((batch, kv_heads, parts, 2, ROWS), jnp.float32),
+            jax.ShapeDtypeStruct((batch, kv_heads, parts, head_dim, rows), jnp.float32),
+            jax.ShapeDtypeStruct((batch, kv_heads, parts, 2, rows), jnp.float32),
         ],
-        scratch_types=[plgpu.Barrier(), plgpu.Barrier(num_arrivals=copies, num_barriers=stages)],
+        scratch_types=[plgpu.Barrier(), plgpu.Barrier(num_arrivals=copies, num_barriers=stages), *own, *ring],
         grid=(kv_heads, parts, batch),
         grid_names=("head", "part", "sequence"),
         # tanh.approx is off by 2^-11. Barriers: commit_smem, after what threads leave each other in shared memory.
@@ -102,29 +114,34 @@ def decode(
     return merge(out).astype(q_BNH.dtype), merge(lse)
 
 
-def _join(sums_BKpRH, stats_BKp2R):
+def _rows(group: int) -> int:
+    return -(-group // 8) * 8
+
+
+def _join(sums_BKpHR, stats_BKp2R):
     """The parts (p) of each sequence -> out [B, K, R, H], log-sum-exp [B, K, R]."""
-    most_BKpR, total_BKpR = (stats_BKp2R[:, :, :, i, : sums_BKpRH.shape[3]] for i in range(2))
+    most_BKpR, total_BKpR = stats_BKp2R[:, :, :, 0], stats_BKp2R[:, :, :, 1]
     most_BKR = jnp.max(most_BKpR, 2)
     weight_BKpR = jnp.exp2(most_BKpR - most_BKR[:, :, None])
     total_BKR = jnp.sum(weight_BKpR * total_BKpR, 2)
-    out_BKRH = jnp.sum(weight_BKpR[..., None] * sums_BKpRH, 2)
-    out_BKRH = jnp.where(total_BKR[..., None] > 0, out_BKRH / total_BKR[..., None], 0)
-    return out_BKRH, (most_BKR + jnp.log2(total_BKR)) / LOG2E
+    out_BKHR = jnp.sum(weight_BKpR[:, :, :, None] * sums_BKpHR, 2)
+    out_BKHR = jnp.where(total_BKR[:, :, None] > 0, out_BKHR / total_BKR[:, :, None], 0)
+    return out_BKHR.swapaxes(2, 3), (most_BKR + jnp.log2(total_BKR)) / LOG2E
 
 
 def _body(
     q_ref, keys_ref, values_ref, table_ref, lengths_ref, *refs, page_size, scale, window, soft_cap, parts, block,
     stages, is_int8
 ):  # fmt: skip
-    *scales_refs, sums_ref, stats_ref, q_bar, full = refs
+    scales_refs, refs = (refs[:2], refs[2:]) if is_int8 else ((), refs)
+    sums_ref, stats_ref, q_there, full, q_smem, probs_smem, keys_smem, values_smem, *for_int8 = refs
     (rows, head_dim), dtype = q_ref.shape[2:], q_ref.dtype
     sequence, head, part = (lax.axis_index(name) for name in ("sequence", "head", "part"))
     length = lengths_ref[sequence]
     start = jnp.maximum(length - window, 0) if window else 0
     begin, end = lax.div(start, block), lax.div(length + block - 1, block)
     first, last = (begin + lax.div((part + i) * (end - begin), parts) for i in range(2))
-    row_layout, column_layout = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+    by_token, by_query = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
     pages = range(block // page_size)
 
     def pages_of(step):
@@ -133,108 +150,93 @@ def _body(
                                        lax.div(length - 1, page_size))  # fmt: skip
         return tuple(table_ref[sequence, number(page)] for page in pages)
 
-    def is_seen(step, shape, dim):
-        place = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, dim), plgpu.Layout.WGMMA) + step * block
+    def is_seen(step, shape):
+        place = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 0), plgpu.Layout.WGMMA) + step * block
         return (place >= start) & (place < length)
 
-    def read_queries(q_smem):
-        # The other rows hold whatever was there: no row has an influence on another one.
-        plgpu.copy_gmem_to_smem(q_ref.at[sequence, head], q_smem.at[pl.ds(0, rows)], q_bar)
-        plgpu.barrier_wait(q_bar)
-        q = plgpu.load(q_smem, (), layout=plgpu.Layout.WGMMA)
+    def copy(step, numbers):
+        slot = lax.rem(step - first, stages)
+        for page, number in zip(pages, numbers, strict=True):
+            place = pl.ds(page * page_size, page_size)
+            for source, target in ((keys_ref, keys_smem), (values_ref, values_smem)):
+                plgpu.copy_gmem_to_smem(source.at[number, head], target.at[slot, place], full.at[slot])
+            for i, source in enumerate(scales_refs):
+                plgpu.copy_gmem_to_smem(source.at[number, head], for_int8[0].at[slot, i, place], full.at[slot])
+
+    def one_step(step, carry):
+        sums, most, total, next_numbers = carry
+        slot = lax.rem(step - first, stages)
+        plgpu.barrier_wait(full.at[slot])
+        keys, values = keys_smem.at[slot], values_smem.at[slot]
+        if is_int8:
+            scales_smem, converted = for_int8
+            convert = lambda ref: plgpu.load(ref, (), layout=plgpu.Layout.WGMMA_UPCAST_2X).astype(dtype)
+            scales = [plgpu.load(scales_smem, (slot, i), layout=by_token) for i in range(2)]
+            converted[...] = convert(values)
+            keys, values = plgpu.layout_cast(convert(keys), plgpu.Layout.WGMMA), converted
+        else:
+            # 0 * NaN is NaN, so values that are not seen must be none.
+            @pl.when((step * block < start) | ((step + 1) * block > length))
+            def _clear():
+                loaded = plgpu.load(values, (), layout=plgpu.Layout.WGMMA)
+                values[...] = jnp.where(is_seen(step, (block, head_dim)), loaded, jnp.zeros_like(loaded))
+
+        scores = _product(keys, q_smem)
+        wide = lambda a, dim, shape=scores.shape: lax.broadcast_in_dim(a, shape, [dim])
+        if is_int8:
+            scores *= wide(scales[0], 0)
+        factor = LOG2E if soft_cap else scale * LOG2E
+        if soft_cap:
+            scores = soft_cap * jnp.tanh(scores * (scale / soft_cap))
+        seen = is_seen(step, scores.shape)
+        scores = jnp.where(seen, scores * factor, -jnp.inf)
+        new_most = jnp.maximum(most, jnp.max(scores, 0))
+        probs, alpha = jnp.exp2(scores - wide(new_most, 1)), jnp.exp2(most - new_most)
+        total = total * wide(alpha, 1) + probs
+        if is_int8:
+            probs = jnp.where(seen, probs * wide(scales[1], 0), 0.0)
+        _store_transposed(probs_smem, probs.astype(dtype))
         plgpu.commit_smem()
-        return q
+        before = sums * wide(alpha, 1, sums.shape)
+        sums = _product(values, probs_smem, before, transposed=True)
+        plgpu.commit_smem()  # all have read this slot
 
-    def attend(q, numbers, keys_smem, values_smem, scales_smem=None, *converted):
-        def copy(step, numbers):
-            slot = lax.rem(step - first, stages)
-            for page, number in zip(pages, numbers, strict=True):
-                place = pl.ds(page * page_size, page_size)
-                for source, target in ((keys_ref, keys_smem), (values_ref, values_smem)):
-                    plgpu.copy_gmem_to_smem(source.at[number, head], target.at[slot, place], full.at[slot])
-                for i, source in enumerate(scales_refs):
-                    plgpu.copy_gmem_to_smem(source.at[number, head], scales_smem.at[slot, i, place], full.at[slot])
+        @pl.when(step + stages < last)
+        def _refill():
+            copy(step + stages, next_numbers)
 
-        def one_step(step, carry):
-            sums, most, total, next_numbers = carry
-            slot = lax.rem(step - first, stages)
-            plgpu.barrier_wait(full.at[slot])
-            keys, values = keys_smem.at[slot], values_smem.at[slot]
-            if is_int8:
-                for source, target in zip((keys, values), converted, strict=True):
-                    target[...] = plgpu.load(source, (), layout=plgpu.Layout.WGMMA_UPCAST_2X).astype(dtype)
-                plgpu.commit_smem()
-                keys, values = converted
-            else:
-                # 0 * NaN is NaN, so values that are not seen must be none.
-                @pl.when((step * block < start) | ((step + 1) * block > length))
-                def _clear():
-                    loaded = plgpu.load(values, (), layout=plgpu.Layout.WGMMA)
-                    values[...] = jnp.where(is_seen(step, (block, head_dim), 0), loaded, jnp.zeros_like(loaded))
-                    plgpu.commit_smem()
+        return sums, new_most, total, pages_of(step + 1 + stages)
 
-            scores = _product(q, keys, transposed=True)
-            wide = lambda a, dim=0, shape=scores.shape: lax.broadcast_in_dim(a, shape, [dim])
-            if is_int8:
-                scores *= wide(plgpu.load(scales_smem, (slot, 0), layout=column_layout), 1)
-            factor = LOG2E if soft_cap else scale * LOG2E
-            if soft_cap:
-                scores = soft_cap * jnp.tanh(scores * (scale / soft_cap))
-            seen = is_seen(step, scores.shape, 1)
-            scores = jnp.where(seen, scores * factor, -jnp.inf)
-            new_most = jnp.maximum(most, jnp.max(scores, 1))
-            probs = jnp.exp2(scores - wide(new_most))
-            alpha = jnp.exp2(most - new_most)
-            total = total * alpha + jnp.sum(probs, 1)
-            if is_int8:
-                probs *= wide(plgpu.load(scales_smem, (slot, 1), layout=column_layout), 1)
-                probs = jnp.where(seen, probs, 0.0)
-            sums = sums * wide(alpha, shape=sums.shape) + _product(probs.astype(dtype), values)
-            plgpu.commit_smem()  # all have read this slot
-
-            @pl.when(step + stages < last)
-            def _refill():
-                copy(step + stages, next_numbers)
-
-            return sums, new_most, total, pages_of(step + 1 + stages)
-
-        for i in range(stages):
-            pl.when(first + i < last)(lambda i=i: copy(first + i, numbers[i]))
-        carry = (
-            plgpu.layout_cast(jnp.zeros((ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA),
-            plgpu.layout_cast(jnp.full((ROWS,), NEVER, jnp.float32), row_layout),
-            plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), row_layout),
-            numbers[stages],
-        )
-        return lax.fori_loop(first, last, one_step, carry)[:3]
-
-    def write(sums, most, total, sums_smem, stats_smem):
-        sums_smem[...], stats_smem[0], stats_smem[1] = sums, most, total
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(sums_smem.at[pl.ds(0, rows)], sums_ref.at[sequence, head, part])
-        plgpu.copy_smem_to_gmem(stats_smem, stats_ref.at[sequence, head, part])
-        plgpu.wait_smem_to_gmem(0)
-
-    numbers = [pages_of(first + i) for i in range(stages + 1)]  # asked for before the wait for the queries
-    # One after the other in the same shared memory.
-    q = pl.run_scoped(read_queries, _tiled((ROWS, head_dim), dtype))
-    ring = [_tiled((stages, block, head_dim), keys_ref.dtype)] * 2
-    if is_int8:
-        ring += [plgpu.SMEM((stages, 2, block), jnp.float32), *[_tiled((block, head_dim), dtype)] * 2]
-    results = pl.run_scoped(functools.partial(attend, q, numbers), *ring)
-    pl.run_scoped(functools.partial(write, *results), _tiled((ROWS, head_dim), jnp.float32),
-                  plgpu.SMEM((2, ROWS), jnp.float32))  # fmt: skip
+    numbers = [pages_of(first + i) for i in range(stages + 1)]
+    plgpu.copy_gmem_to_smem(q_ref.at[sequence, head], q_smem, q_there)
+    for i in range(stages):
+        pl.when(first + i < last)(lambda i=i: copy(first + i, numbers[i]))
+    plgpu.barrier_wait(q_there)
+    zeros = lambda height: plgpu.layout_cast(jnp.zeros((height, rows), jnp.float32), plgpu.Layout.WGMMA)
+    most = plgpu.layout_cast(jnp.full((rows,), NEVER, jnp.float32), by_query)
+    carry = zeros(head_dim), most, zeros(block), numbers[stages]
+    sums, most, total, _ = lax.fori_loop(first, last, one_step, carry)
+    sums_ref[sequence, head, part] = sums
+    stats_ref[sequence, head, part, 0] = most
+    stats_ref[sequence, head, part, 1] = jnp.sum(total, 0)
 
 
-def _product(a, b_ref, transposed=False):
-    """a [64, n] in registers times b [n, m], or the transpose of b [m, n], in shared memory -> float32 [64, m]."""
-    b_ref = b_ref.transpose((1, 0)) if transposed else b_ref
+def _product(a, b_ref, before=None, transposed=False):
+    """before + a [m, n], in registers or shared memory, or the transpose of a reference [n, m], times the transpose of
+    b [rows, n] in shared memory -> float32 [m, rows]."""
+    a, b_ref = a.transpose((1, 0)) if transposed else a, b_ref.transpose((1, 0))
 
     def run(sum_ref):
+        if before is not None:
+            sum_ref[...] = before
         plgpu.wgmma(sum_ref, a, b_ref)
         return sum_ref[...]
 
-    return pl.run_scoped(run, plgpu.ACC((ROWS, b_ref.shape[1]), jnp.float32))
+    return pl.run_scoped(run, plgpu.ACC((a.shape[0], b_ref.shape[1]), jnp.float32))
+
+
+def _store_transposed(ref, value):
+    ref.transpose((1, 0))[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
 
 
 def _tiled(shape, dtype):

@@ -116,17 +116,19 @@ def test_kernel_says_why_it_refuses(heads, head_dim, page_size, dtypes, reason):
     assert kernel.problem(*heads, head_dim, page_size, *map(jnp.dtype, dtypes)) == reason
 
 
+@pytest.mark.parametrize("is_int8", [False, True], ids=["bfloat16", "int8"])
 @pytest.mark.parametrize("batch", [1, 2, 8, 32, 33, 40, 64, 300])
-def test_parts_fill_the_gpu(batch):
-    parts = kernel.num_parts(batch, 8, 4096)
+def test_parts_fill_the_gpu(batch, is_int8):
+    slots = kernel.num_slots(128, 4, is_int8)
+    parts = kernel.num_parts(batch, 8, 4096, slots)
     blocks = batch * 8 * parts
-    assert blocks / (-(-blocks // kernel.SLOTS) * kernel.SLOTS) > 0.9
+    assert blocks / (-(-blocks // slots) * slots) > 0.9 or 4096 / parts == 128  # two steps
     assert 4096 / parts >= 128
 
 
 def test_short_sequences_are_not_split_and_long_ones_are():
-    assert kernel.num_parts(1, 8, 100) == kernel.num_parts(128, 8, 4096) == 1
-    assert kernel.num_parts(300, 8, 32768) >= 8  # one of them may be far longer than the others
+    assert kernel.num_parts(1, 8, 100, 264) == kernel.num_parts(128, 8, 4096, 264) == 1
+    assert kernel.num_parts(300, 8, 32768, 264) >= 8  # one of them may be far longer than the others
 
 
 # ----------------------------------------------------------------------------- the kernel
@@ -139,13 +141,17 @@ def interpreted_kernel(monkeypatch):
     params = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params")
     options = params.InterpretGPUParams(uninitialized_memory="nan", out_of_bounds_reads="raise")
 
-    def product(a, b_ref, transposed=False):
-        a, b = (x.astype(jnp.float32) for x in (a, b_ref[...]))
-        return lax.dot_general(a, b, (((1,), (int(transposed),)), ((), ())))
+    def product(a, b_ref, before=0.0, transposed=False):
+        a, b = (x[...].astype(jnp.float32) for x in (a, b_ref))
+        return before + jnp.dot(a.T if transposed else a, b.T)
+
+    def store_transposed(ref, value):
+        ref[...] = value.T
 
     monkeypatch.setattr(plgpu, "load", lambda ref, index, layout: ref[index])
     monkeypatch.setattr(plgpu, "layout_cast", lambda x, layout: x)
     monkeypatch.setattr(kernel, "_product", product)
+    monkeypatch.setattr(kernel, "_store_transposed", store_transposed)
     return functools.partial(kernel.decode, interpret=options)
 
 
