@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.command_line import run, split
 from megajax import compat
 from megajax.ops.paged_attention import quantise, reference_paged_attention
-from pallas_kernels.paged_attention import decode, num_parts, num_slots
+from pallas_kernels.paged_attention import decode, num_parts
 
 NUM_HEADS, KV_HEADS, HEAD_DIM, TOKENS, BATCH = 32, 8, 128, 4096, 32
 HEADER = (
@@ -45,19 +45,20 @@ class Setting:
     stages: int = 3
 
 
+INT8 = dict(is_int8=True, stages=4)
 SETTINGS = [
-    *(Setting(BATCH, page_size) for page_size in (16, 32, 64)),
-    *(Setting(BATCH, 64, parts=parts) for parts in (2, 4, 8)),
+    *(Setting(BATCH, page_size) for page_size in (16, 64)),
+    *(Setting(BATCH, 64, parts=parts) for parts in (2, 8)),
     Setting(BATCH, 64, stages=2),
     Setting(BATCH, 64, block=128),
     *(Setting(8, 64, parts=parts) for parts in (None, 8)),
-    *(Setting(1, 64, parts=parts) for parts in (None, 8, 16)),
-    Setting(1, 16),
-    *(Setting(BATCH, page_size, is_int8=True) for page_size in (32, 64)),
-    Setting(BATCH, 64, is_int8=True, parts=4),
-    *(Setting(BATCH, 64, is_int8=True, stages=stages) for stages in (2, 4)),
-    *(Setting(BATCH, 64, is_int8=True, block=128, stages=stages) for stages in (2, 3)),
-    Setting(1, 64, is_int8=True),
+    *(Setting(1, 64, parts=parts) for parts in (None, 8)),
+    *(Setting(BATCH, page_size, **INT8) for page_size in (32, 64)),
+    Setting(BATCH, 64, parts=2, **INT8),
+    Setting(BATCH, 64, is_int8=True, stages=3),
+    Setting(BATCH, 64, is_int8=True, block=128, stages=2),
+    Setting(8, 64, **INT8),
+    Setting(1, 64, **INT8),
 ]
 
 
@@ -142,8 +143,7 @@ def measure(setting: Setting, caches: tuple, scales: tuple | None) -> dict:
 
     seconds = seconds_of(all_rounds, q, caches, tables, lengths, scales) / rounds
     num_bytes = 2 * setting.batch * TOKENS * KV_HEADS * (HEAD_DIM + 4 if setting.is_int8 else 2 * HEAD_DIM)
-    slots = num_slots(HEAD_DIM, NUM_HEADS // KV_HEADS, setting.is_int8, setting.block, setting.stages)
-    parts = setting.parts or num_parts(setting.batch, KV_HEADS, TOKENS, slots, setting.block)
+    parts = setting.parts or num_parts(setting.batch, KV_HEADS, TOKENS, setting.block)
     row = dataclasses.asdict(setting) | dict(parts=parts, microseconds=1e6 * seconds)
     return row | dict(gigabytes_per_second=num_bytes / seconds / 1e9)
 

@@ -12,9 +12,10 @@ q bfloat16; keys and values [Z, K, S, H], so that a page of a kv head is in one 
 scale a token and kv head. Scores, sums and the parts' results float32; probabilities enter their product in bfloat16.
 
 The limit is memory: keys and values are read once for all G heads, 4 H bytes a token and kv head (int8: 2 H + 8). A
-ring of `stages` steps is in flight, copied page by page (TMA): 32 KB a step of 64 tokens for H 128, so 96 KB a block,
-two blocks a multiprocessor. The tensor cores take 64 rows of queries, of which G count: at full bandwidth a quarter of
-their time. int8 is converted in registers and goes through shared memory once more, another 32 KB.
+ring of `stages` steps is in flight, copied page by page (TMA): about 100 KB a block, two blocks a multiprocessor. The
+tokens of a step are the rows of the products with the tensor cores (keys times queries, transposed values times
+probabilities) and the R heads their columns, so nothing is computed for heads that are not there. int8 is converted in
+registers: keys enter the product from there, values go through shared memory, where a product finds them transposed.
 Pages without any of the last `window` tokens are not read, and what lies beside such tokens in a page has no influence,
 NaN included.
 Refused: see `problem`.
@@ -32,7 +33,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 NEVER = -1e30  # below every score; not -inf, so that a part without tokens gives 0 and no NaN
 LOG2E = math.log2(math.e)
 MOST_HEADS = 64  # on a kv head
-NUM_SMS, SMEM_BYTES = 132, 227 << 10  # of an H100, and of each of its multiprocessors
+SLOTS = 132 * 2  # blocks that an H100 is to have at a time: two a multiprocessor keep its memory busy
 MOST_TOKENS = 4096  # of a part: the GPU does not wait long for one long sequence among short ones
 
 
@@ -54,42 +55,36 @@ def problem(
     return ""
 
 
-def num_slots(head_dim: int, group: int, is_int8: bool, block: int = 64, stages: int = 3) -> int:
-    """Blocks that run at a time on an H100, by the shared memory that each takes."""
-    ring = 2 * stages * block * (head_dim + 4 if is_int8 else 2 * head_dim)
-    others = 2 * _rows(group) * (head_dim + block) + 2 * block * head_dim * is_int8 + (4 << 10)
-    return NUM_SMS * (SMEM_BYTES // (ring + others))
-
-
-def num_parts(num_sequences: int, num_kv_heads: int, most_tokens: int, slots: int, block: int = 64) -> int:
+def num_parts(num_sequences: int, num_kv_heads: int, most_tokens: int, block: int = 64) -> int:
     """Into how many parts to split sequences of up to most_tokens: the blocks fill the GPU, a part costs 1 % itself."""
     least = -(-most_tokens // MOST_TOKENS)
     most = max(least, min(most_tokens // (2 * block), 64))
-    waves = lambda parts: -(-num_sequences * num_kv_heads * parts // slots)
+    waves = lambda parts: -(-num_sequences * num_kv_heads * parts // SLOTS)
     return min(range(max(least, 1), max(most, 1) + 1), key=lambda parts: waves(parts) * (1 / parts + 0.01))
 
 
 def decode(
     q_BNH: jax.Array, keys_ZKSH: jax.Array, values_ZKSH: jax.Array, table_BP: jax.Array, lengths_B: jax.Array,
     scales: tuple[jax.Array, jax.Array] | None = None, *, scale: float, window: int | None = None,
-    soft_cap: float | None = None, parts: int | None = None, block: int = 64, stages: int = 3, **options
+    soft_cap: float | None = None, parts: int | None = None, block: int = 64, stages: int | None = None, **options
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """-> (out [B, N, H] in q's dtype, natural log-sum-exp of the scores [B, N] float32; 0 and -inf for length 0).
 
     table: int32, page of tokens 0..S-1, S..2S-1, ...; anything where a page is not read. lengths: int32, up to P S.
-    scales: of int8 keys and values, float32 [Z, K, S]. parts: None: as `num_parts` says. options: of plgpu.kernel.
+    scales: of int8 keys and values, float32 [Z, K, S]. parts: None: as `num_parts` says. stages: None: as was fastest.
+    options: of plgpu.kernel.
     """
     batch, num_heads, head_dim = q_BNH.shape
     kv_heads, page_size = keys_ZKSH.shape[1:3]
     group, is_int8 = num_heads // kv_heads, scales is not None
-    rows = _rows(group)
+    rows = -(-group // 8) * 8
+    stages = stages or (4 if is_int8 else 3)
     ring = [_tiled((stages, block, head_dim), keys_ZKSH.dtype)] * 2
     if is_int8:
         ring += [plgpu.SMEM((stages, 2, block), jnp.float32), _tiled((block, head_dim), q_BNH.dtype)]
     own = [_tiled((rows, head_dim), q_BNH.dtype), _tiled((rows, block), q_BNH.dtype)]
     most_tokens = table_BP.shape[1] * page_size
-    slots = num_slots(head_dim, group, is_int8, block, stages)
-    parts = parts or num_parts(batch, kv_heads, min(most_tokens, window or most_tokens), slots, block)
+    parts = parts or num_parts(batch, kv_heads, min(most_tokens, window or most_tokens), block)
     q_BKRH = jnp.pad(q_BNH.reshape(batch, kv_heads, group, head_dim), ((0, 0), (0, 0), (0, rows - group), (0, 0)))
     body = functools.partial(
         _body, page_size=page_size, scale=scale, window=window, soft_cap=soft_cap, parts=parts, block=block,
@@ -112,10 +107,6 @@ def decode(
     out, lse = _join(*results)
     merge = lambda a: a[:, :, :group].reshape(batch, num_heads, *a.shape[3:])
     return merge(out).astype(q_BNH.dtype), merge(lse)
-
-
-def _rows(group: int) -> int:
-    return -(-group // 8) * 8
 
 
 def _join(sums_BKpHR, stats_BKp2R):

@@ -9,6 +9,7 @@ pipeline stage.
 import dataclasses
 import functools
 import logging
+import math
 from typing import Literal
 
 import jax
@@ -77,31 +78,32 @@ def attention(
     deterministic: the gradients have the same bits each time, also on a GPU (not with cuDNN).
     """
     rate, key = dropout or (0.0, None)
-    order = backend_order(backend, q_BTNH.shape[-1], mask, packed=segments is not None)
+    order = backend_order(backend, q_BTNH, mask, packed=segments is not None)
     chosen = choose_backend(q_BTNH, order, soft_cap, rate, indices, deterministic)
     options = _Options(mask, scale, soft_cap, rate, chosen, deterministic, over_heads)
     arrays = (segments, indices, jax.random.key_data(key) if key is not None else None)
     return _attention(q_BTNH, k_BSKH, v_BSKH, arrays, options)
 
 
-# (head dim, mask): time of forward and backward by our kernels over that by cuDNN's, on one H100, 2026-11-21, commit
-# 46a748b (benchmarks/attention.py). Packed: cuDNN reads a bias of T x T. Since then ours has become the faster one
-# alone (pallas_kernels/README.md); these stay until whole steps have been measured with it.
+# (head dim, mask): {length: time of forward and backward by our kernels over that by cuDNN's}, on one H100, 2026-11-22,
+# commit 53bd434 (benchmarks/attention.py). Packed: cuDNN reads a bias of T x T.
 MEASURED = {
-    (64, "causal"): 1.06,
-    (64, "window"): 1.10,
-    (64, "packed"): 0.45,
-    (128, "causal"): 1.15,
-    (128, "window"): 1.12,
-    (128, "packed"): 0.26,
+    (64, "causal"): {2048: 0.87},
+    (64, "window"): {2048: 0.78},
+    (64, "packed"): {2048: 0.31},
+    (128, "causal"): {4096: 0.91, 8192: 0.97, 16384: 1.02},
+    (128, "window"): {16384: 0.89},
+    (128, "packed"): {4096: 0.17},
 }
 
 
-def backend_order(asked: Backend, head_dim: int, mask: AttentionMask, *, packed: bool) -> tuple[Backend, ...]:
-    """The one that is asked for, then by speed."""
+def backend_order(asked: Backend, q_BTNH: jax.Array, mask: AttentionMask, *, packed: bool) -> tuple[Backend, ...]:
+    """The one that is asked for, then by speed at the nearest length that was measured."""
+    length, head_dim = q_BTNH.shape[1], q_BTNH.shape[3]
     shape = "packed" if packed else "window" if mask.window is not None else "causal"
-    ours_first = MEASURED.get((head_dim, shape), 1.0) < 1
-    order = ("pallas", "cudnn", "reference") if ours_first else ("cudnn", "pallas", "reference")
+    by_length = MEASURED.get((head_dim, shape), {length: 1.0})
+    nearest = min(by_length, key=lambda measured: abs(math.log(measured / length)))
+    order = ("pallas", "cudnn", "reference") if by_length[nearest] < 1 else ("cudnn", "pallas", "reference")
     return order if asked == "auto" else (asked, *(backend for backend in order if backend != asked))
 
 

@@ -168,19 +168,19 @@ def on_hopper(monkeypatch):
     monkeypatch.setattr(compat, "cudnn_attention_problem", lambda: "")
 
 
-def test_packed_documents_and_soft_caps_get_our_kernel_and_the_rest_cudnn(monkeypatch):
+def test_what_was_measured_to_be_faster_is_taken(monkeypatch):
     on_hopper(monkeypatch)
-    q = lambda head_dim=128, dtype=jnp.bfloat16: jax.ShapeDtypeStruct((1, 64, 2, head_dim), dtype)
+    q = lambda head_dim=128, dtype=jnp.bfloat16, length=4096: jax.ShapeDtypeStruct((1, length, 2, head_dim), dtype)
     causal, window = AttentionMask(True), AttentionMask(True, 8)
-    by_speed = lambda q, mask, packed: backend_order("auto", q.shape[-1], mask, packed=packed)
     chosen = lambda q, mask, packed=False, soft_cap=None, dropout=0.0, deterministic=False: choose_backend(
-        q, by_speed(q, mask, packed), soft_cap, dropout, None, deterministic
+        q, backend_order("auto", q, mask, packed=packed), soft_cap, dropout, None, deterministic
     )
-    assert [chosen(q(h), mask) for h in (64, 128) for mask in (causal, window)] == ["cudnn"] * 4
-    assert [chosen(q(h), causal, packed=True) for h in (64, 128)] == ["pallas"] * 2
-    assert chosen(q(), causal, soft_cap=5.0) == "pallas"
+    assert [chosen(q(h), mask) for h in (64, 128) for mask in (causal, window)] == ["pallas"] * 4
+    assert [chosen(q(length=n), causal) for n in (128, 10_000, 12_000, 2**17)] == ["pallas"] * 2 + ["cudnn"] * 2
+    assert [chosen(q(h, length=2**17), causal, packed=True) for h in (64, 128)] == ["pallas"] * 2
+    assert chosen(q(length=2**17), causal, soft_cap=5.0) == chosen(q(256, length=2**17), causal) == "pallas"
     assert chosen(q(96), causal, packed=True) == "cudnn"
-    assert chosen(q(), causal, deterministic=True) == "pallas"
+    assert chosen(q(length=2**17), causal, deterministic=True) == "pallas"
     assert chosen(q(96), causal, deterministic=True) == "reference"
     assert chosen(q(), causal, dropout=0.1) == chosen(q(dtype=jnp.float32), causal, packed=True) == "reference"
 

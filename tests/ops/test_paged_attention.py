@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from benchmarks.paged_attention import errors, random_case
@@ -116,19 +115,18 @@ def test_kernel_says_why_it_refuses(heads, head_dim, page_size, dtypes, reason):
     assert kernel.problem(*heads, head_dim, page_size, *map(jnp.dtype, dtypes)) == reason
 
 
-@pytest.mark.parametrize("is_int8", [False, True], ids=["bfloat16", "int8"])
+@pytest.mark.parametrize("block", [64, 128])
 @pytest.mark.parametrize("batch", [1, 2, 8, 32, 33, 40, 64, 300])
-def test_parts_fill_the_gpu(batch, is_int8):
-    slots = kernel.num_slots(128, 4, is_int8)
-    parts = kernel.num_parts(batch, 8, 4096, slots)
+def test_parts_fill_the_gpu(batch, block):
+    parts = kernel.num_parts(batch, 8, 4096, block)
     blocks = batch * 8 * parts
-    assert blocks / (-(-blocks // slots) * slots) > 0.9 or 4096 / parts == 128  # two steps
-    assert 4096 / parts >= 128
+    assert blocks / (-(-blocks // kernel.SLOTS) * kernel.SLOTS) > 0.9 or 4096 / parts == 2 * block
+    assert 4096 / parts >= 2 * block
 
 
 def test_short_sequences_are_not_split_and_long_ones_are():
-    assert kernel.num_parts(1, 8, 100, 264) == kernel.num_parts(128, 8, 4096, 264) == 1
-    assert kernel.num_parts(300, 8, 32768, 264) >= 8  # one of them may be far longer than the others
+    assert kernel.num_parts(1, 8, 100) == kernel.num_parts(128, 8, 4096) == 1
+    assert kernel.num_parts(300, 8, 32768) >= 8  # one of them may be far longer than the others
 
 
 # ----------------------------------------------------------------------------- the kernel
