@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import logging
 
 import jax
 import jax.numpy as jnp
@@ -11,24 +10,12 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
-from megajax.ops import attention as module
 from megajax.ops.attention import AttentionMask, attention, reference_attention
 from megajax.precision import PrecisionConfig
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def one_gpu(caplog):
-    module._log_choice.cache_clear()
-    caplog.set_level(logging.INFO, "megajax")
-    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    with jax.set_mesh(mesh):
-        yield mesh
-    module._log_choice.cache_clear()
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_gpu")]
 
 
 def error(got, want) -> float:
@@ -84,7 +71,7 @@ def cases(draw):
 
 
 @settings(
-    max_examples=12,
+    max_examples=8,
     deadline=None,
     database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
@@ -92,9 +79,7 @@ def cases(draw):
 )
 @given(cases())
 def test_no_less_exact_than_cudnn_whatever_the_shape(case):
-    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    with jax.set_mesh(mesh):
-        check(case)
+    check(case)
 
 
 def check(case):

@@ -1,33 +1,20 @@
 """The norm kernel for Hopper against the plain norm in float32, forward and backward; alone and in a model."""
 
 import functools
-import logging
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
 from megajax.ops import norm
 from megajax.precision import PrecisionConfig
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_gpu")]
 
 EPSILON = 1e-5
-
-
-@pytest.fixture(autouse=True)
-def one_gpu(caplog):
-    """Logs each choice of this test alone."""
-    norm._log_choice.cache_clear()
-    caplog.set_level(logging.INFO, "megajax")
-    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    with jax.set_mesh(mesh):
-        yield mesh
-    norm._log_choice.cache_clear()
 
 
 def relative_error(got, want) -> float:

@@ -1,0 +1,23 @@
+"""One GPU, and the choices that operations log."""
+
+import logging
+
+import jax
+import pytest
+
+from megajax.mesh import MeshConfig, make_mesh
+from megajax.ops import attention, norm, paged_attention
+
+
+@pytest.fixture
+def one_gpu(caplog):
+    """The mesh of one GPU, set; caplog has each choice of this test, as if it were the first."""
+    logged = [op._log_choice for op in (attention, norm, paged_attention)]
+    for log in logged:
+        log.cache_clear()
+    caplog.set_level(logging.INFO, "megajax")
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        yield mesh
+    for log in logged:
+        log.cache_clear()
