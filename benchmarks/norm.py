@@ -17,7 +17,7 @@ from megajax import compat
 from megajax.ops.norm import layer_norm, rms_norm
 from pallas_kernels import norm as kernel
 
-SHAPES = (16384, 2048), (8192, 4096), (8192, 5120), (8192, 8192)
+SHAPES = (16384, 2048), (8192, 4096), (8192, 5120), (8192, 8192), (8192, 12288)
 EPSILON = 1e-5
 
 

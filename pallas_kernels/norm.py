@@ -6,11 +6,12 @@ d_s = d_residual + inverse * (g - h * mean(g * h) - mean(g)), d_scale = sum over
 d_normed.
 
 Dimensions: R rows, D width. bfloat16 or float16 rows; statistics, scale and bias float32. Both directions read and
-write each row once, 128 threads a row. Forward its values stay in registers, D / 128 a thread and array. Backward TMA
-fetches the next rows into shared memory, from where a row is read piece by piece; a block walks over its rows with its
-part of the sums for scale and bias in registers, and the sum over blocks, [blocks, D], is left to XLA. Bytes: forward
-8 R D (4 without y), backward 8 R D and 4 D a block for each sum.
-Refused: D that is no multiple of 128 or above 8192 (registers), see `problem`.
+write each row once. The warpgroups of a block, 1, 2 or 4 of 128 threads, share a row; each has a part of its columns.
+Forward their values stay in registers. Backward TMA fetches the next rows into shared memory, from where a row is read
+piece by piece; a block walks over its rows with scale and its part of the sums for scale and bias in registers, and the
+sum over blocks, [blocks, D], is left to XLA. Bytes: forward 8 R D (4 without y), backward 8 R D and 4 D a block for
+each sum.
+Refused: D that is no multiple of 128, above 12288, or not split into at most 32 columns a thread, see `problem`.
 """
 
 import functools
@@ -20,19 +21,24 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, gpu, memref, vector
 
 NUM_SMS = 132  # of an H100
-SMEM_BYTES = 192 << 10  # of a multiprocessor, for rows that are fetched while others are worked on
+SMEM_BYTES = 216 << 10  # of a multiprocessor, for rows that are fetched while others are worked on
 LINE, PIECE = 128, 8  # elements, and lines that 128 threads take at once, 16 bytes each
-MAX_WIDTH = 8192
+MAX_WIDTH = 12288
+FORWARD, BACKWARD = 64, 16  # columns of a thread for which registers have room
 
 
 def problem(num_rows: int, width: int, dtype: jnp.dtype) -> str:
     """Why these kernels cannot be used, or an empty string."""
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {dtype}"
-    if width % 128 or width > MAX_WIDTH:
+    if width % LINE or width > min(MAX_WIDTH, 2 * BACKWARD * 128 * _warpgroups(width, BACKWARD)):
         return f"width {width}"
     return "" if num_rows % 8 == 0 else f"{num_rows} rows"
 
@@ -42,31 +48,36 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """-> (x + y, or x without y; normed), both [R, D] in x's dtype. options: of plgpu.kernel (interpret)."""
     rows, width = x_RD.shape
-    blocks, load = _blocks(rows), _loader((width,))
+    blocks, warpgroups = _blocks(rows), _warpgroups(width, FORWARD)
+    shape = (warpgroups, width // warpgroups)
+    load = _loader(shape[1:])
     given = {"x": x_RD, "y": y_RD, "scale": scale_D, "bias": bias_D}
-    names = [name for name, array in given.items() if array is not None]
+    given = {name: array.reshape(*array.shape[:-1], *shape) for name, array in given.items() if array is not None}
 
     def body(*refs):
-        inputs, (*sum_ref, normed_ref) = dict(zip(names, refs, strict=False)), refs[len(names) :]
-        scale = load(inputs["scale"])
-        bias = load(inputs["bias"]) if bias_D is not None else None
+        inputs, (*sum_ref, normed_ref, parts) = dict(zip(given, refs, strict=False)), refs[len(given) :]
+        group = lax.axis_index("warpgroup")
+        scale = load(inputs["scale"], group)
+        bias = load(inputs["bias"], group) if bias_D is not None else None
 
         def one_row(number, _):
             row = lax.axis_index("block") * (rows // blocks) + number
-            total = load(inputs["x"], row)
+            mean = lambda i, value: _means([[value]], width, parts, (lax.rem(number, 2), i), options)[0]
+            total = load(inputs["x"], (row, group))
             if y_RD is not None:
-                total = (total + load(inputs["y"], row)).astype(x_RD.dtype)
-                sum_ref[0][row] = total
+                total = (total + load(inputs["y"], (row, group))).astype(x_RD.dtype)
+                sum_ref[0][row, group] = total
                 total = total.astype(jnp.float32)
             if bias is not None:
-                total -= jnp.sum(total) / width
-            normed = total * lax.rsqrt(jnp.sum(total * total) / width + epsilon) * scale
-            normed_ref[row] = (normed if bias is None else normed + bias).astype(x_RD.dtype)
+                total -= mean(0, total)
+            normed = total * lax.rsqrt(mean(1, total * total) + epsilon) * scale
+            normed_ref[row, group] = (normed if bias is None else normed + bias).astype(x_RD.dtype)
 
         lax.fori_loop(0, rows // blocks, one_row, None)
 
-    out = jax.ShapeDtypeStruct(x_RD.shape, x_RD.dtype)
-    outputs = _call(body, [out] * (1 if y_RD is None else 2), blocks, options)(*(given[name] for name in names))
+    out = [jax.ShapeDtypeStruct((rows, *shape), x_RD.dtype)] * (1 if y_RD is None else 2)
+    outputs = _call(body, out, [], 1, blocks, warpgroups, options)(*given.values())
+    outputs = [a.reshape(x_RD.shape) for a in outputs]
     return (x_RD, *outputs) if y_RD is None else tuple(outputs)
 
 
@@ -79,83 +90,125 @@ def backward(
     s: what the forward normalised. centred: it was a LayerNorm, which has a bias.
     """
     rows, width = s_RD.shape
-    in_lines = (width // LINE, LINE)  # of a row: TMA copies at most 256 elements along a dim
-    row_bytes = 3 * 2 * width
-    # As many as registers have room for, with two rows each: they hide each other's sums over threads.
-    blocks_of_sm = min(4 if width <= 2048 else 3, SMEM_BYTES // (2 * row_bytes))
-    blocks, stages = min(rows, NUM_SMS * blocks_of_sm), min(8, SMEM_BYTES // blocks_of_sm // row_bytes)
-    pieces = [(start, min(PIECE, in_lines[0] - start)) for start in range(0, in_lines[0], PIECE)]
+    warpgroups = _warpgroups(width, BACKWARD)
+    lines = width // LINE // warpgroups
+    shape = (warpgroups, lines, LINE)  # of a row: TMA copies at most 256 elements along a dim
+    # As many as registers have room for, 512 threads: they hide each other's sums over threads.
+    blocks_of_sm = max(1, min(4 // warpgroups, 4 * BACKWARD * 128 // width))
+    blocks, stages = min(rows, NUM_SMS * blocks_of_sm), min(8, SMEM_BYTES // blocks_of_sm // (3 * 2 * width))
+    pieces = [(start, min(PIECE, lines - start)) for start in range(0, lines, PIECE)]
 
     def body(s_ref, d_normed_ref, d_residual_ref, scale_ref, d_s_ref, *others):
-        *sum_refs, s_smem, d_normed_smem, d_residual_smem, there = others
-        block = lax.axis_index("block")
+        *sum_refs, s_smem, d_normed_smem, d_residual_smem, there, parts = others
+        block, group = lax.axis_index("block"), lax.axis_index("warpgroup")
         count = lax.div(rows - block + blocks - 1, blocks)  # rows block, block + blocks, ...
 
         def fetch(number):
-            row, slot = block + number * blocks, lax.rem(number, stages)
-            plgpu.copy_gmem_to_smem(s_ref.at[row], s_smem.at[slot], there.at[slot])
-            plgpu.copy_gmem_to_smem(d_normed_ref.at[row], d_normed_smem.at[slot], there.at[slot])
-            plgpu.copy_gmem_to_smem(d_residual_ref.at[row], d_residual_smem.at[slot], there.at[slot])
+            """For all, by one warpgroup, as each of its threads arrives at the barrier."""
+
+            @pl.when(jnp.logical_and(group == 0, number < count))
+            def _():
+                row, slot = block + number * blocks, lax.rem(number, stages)
+                for ref, smem in ((s_ref, s_smem), (d_normed_ref, d_normed_smem), (d_residual_ref, d_residual_smem)):
+                    plgpu.copy_gmem_to_smem(ref.at[row], smem.at[slot], there.at[slot])
+
+        def read(ref, piece, *index):
+            start, lines = piece
+            return _loader((lines, LINE))(ref, (*index, group, pl.ds(start, lines)))
+
+        scale = {piece: read(scale_ref, piece) for piece in pieces}
 
         def one_row(number, sums):
             """A row stays in shared memory and is read piece by piece: registers have no room for all of it."""
             row, slot = block + number * blocks, lax.rem(number, stages)
+            means = lambda i, values: _means(map(values, pieces), width, parts, (lax.rem(number, 2), i), options)
             plgpu.barrier_wait(there.at[slot])
-
-            def read(ref, piece, *index):
-                start, lines = piece
-                return _loader((lines, LINE))(ref, (*index, pl.ds(start, lines)))
-
-            mean = _means(([read(s_smem, piece, slot)] for piece in pieces), width)[0] if centred else 0.0
-
-            def centred_and_product(piece):
-                c = read(s_smem, piece, slot) - mean
-                return c, read(d_normed_smem, piece, slot) * read(scale_ref, piece)
+            mean = means(0, lambda piece: [read(s_smem, piece, slot)])[0] if centred else 0.0
 
             def moments(piece):
-                c, g = centred_and_product(piece)
+                c, g = read(s_smem, piece, slot) - mean, read(d_normed_smem, piece, slot) * scale[piece]
                 return [c * c, c * g, g] if centred else [c * c, c * g]
 
-            variance, product, *mean_g = _means(map(moments, pieces), width)
+            variance, product, *mean_g = means(1, moments)
+            fetch(number + stages - 1)  # to where the row before was, which all have read
             inverse, (mean_g,) = lax.rsqrt(variance + epsilon), mean_g or [0.0]
             along = product * inverse * inverse
             new_sums = []
             for piece, of_piece in zip(pieces, sums, strict=True):
-                c, g = centred_and_product(piece)
-                d_normed, (start, lines) = read(d_normed_smem, piece, slot), piece
+                c, d_normed = read(s_smem, piece, slot) - mean, read(d_normed_smem, piece, slot)
                 more = d_normed * (c * inverse), d_normed
                 new_sums.append([total + new for total, new in zip(of_piece, more, strict=False)])
-                d_s = read(d_residual_smem, piece, slot) + (g - c * along - mean_g) * inverse
-                d_s_ref[row, pl.ds(start, lines)] = d_s.astype(s_RD.dtype)
-            plgpu.commit_smem()  # all have read: the next row may come
-            pl.when(number + stages < count)(lambda: fetch(number + stages))
+                d_s = read(d_residual_smem, piece, slot) + (d_normed * scale[piece] - c * along - mean_g) * inverse
+                d_s_ref[row, group, pl.ds(*piece)] = d_s.astype(s_RD.dtype)
             return new_sums
 
-        for number in range(stages):
-            pl.when(number < count)(lambda number=number: fetch(jnp.int32(number)))
+        for number in range(stages - 1):
+            fetch(jnp.int32(number))
         zeros = lambda lines: plgpu.layout_cast(jnp.zeros((lines, LINE), jnp.float32), _layout((lines, LINE)))
         sums = lax.fori_loop(0, count, one_row, [[zeros(lines)] * len(sum_refs) for _, lines in pieces])
-        for (start, lines), of_piece in zip(pieces, sums, strict=True):
+        for piece, of_piece in zip(pieces, sums, strict=True):
             for ref, total in zip(sum_refs, of_piece, strict=True):
-                ref[block, pl.ds(start, lines)] = total
+                ref[block, group, pl.ds(*piece)] = total
 
-    part = jax.ShapeDtypeStruct((blocks, *in_lines), jnp.float32)
-    out = [jax.ShapeDtypeStruct((rows, *in_lines), s_RD.dtype), part] + ([part] if centred else [])
-    scratch = [*[plgpu.SMEM((stages, *in_lines), s_RD.dtype)] * 3, plgpu.Barrier(num_arrivals=3, num_barriers=stages)]
-    options = dict(scratch_types=scratch) | options
-    given = (a.reshape(rows, *in_lines) for a in (s_RD, d_normed_RD, d_residual_RD))
-    outputs = _call(body, out, blocks, options)(*given, scale_D.reshape(in_lines))
+    part = jax.ShapeDtypeStruct((blocks, *shape), jnp.float32)
+    out = [jax.ShapeDtypeStruct((rows, *shape), s_RD.dtype), part] + ([part] if centred else [])
+    scratch = [*[plgpu.SMEM((stages, *shape), s_RD.dtype)] * 3, plgpu.Barrier(num_arrivals=3, num_barriers=stages)]
+    given = (a.reshape(rows, *shape) for a in (s_RD, d_normed_RD, d_residual_RD))
+    outputs = _call(body, out, scratch, 3, blocks, warpgroups, options)(*given, scale_D.reshape(shape))
     outputs = [a.reshape(-1, width) for a in outputs]
     return tuple(outputs) if centred else (*outputs, None)
 
 
-def _means(pieces, width):
-    """Of each value of [value, ...] for each piece. Pieces of one shape are added up before threads are."""
-    totals = {}
-    for values in pieces:
-        before = totals.get(values[0].shape)
-        totals[values[0].shape] = [a + b for a, b in zip(before, values, strict=True)] if before else values
-    return [sum(map(jnp.sum, parts)) / width for parts in zip(*totals.values(), strict=True)]
+def _means(pieces, width, parts, place, options):
+    """Of each value of [value, ...] for each piece, over the threads of all warpgroups."""
+    values = [list(value) for value in zip(*pieces, strict=True)]
+    parts_ref, met = parts[0].at[place], parts[1]
+    if "interpret" in options:  # knows no inline_mgpu
+        for i, value in enumerate(values):
+            parts_ref[i, lax.axis_index("warpgroup")] = sum(map(jnp.sum, value))
+        plgpu.barrier_arrive(met)
+        plgpu.barrier_wait(met)
+        groups = range(parts_ref.shape[-1] // 4)
+        return [sum(parts_ref[i, group] for group in groups) / width for i in range(len(values))]
+    scalar = plgpu.ShapeDtypeStruct((), jnp.float32, layout=plgpu.Layout.WG_SPLAT(()))
+    layouts = [[_layout(array.shape) for array in value] for value in values]
+    inline = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layouts), return_type=[scalar] * len(values))
+    return [total * (1 / width) for total in inline(_sums)(parts_ref, values)]
+
+
+def _sums(_, parts_ref, values):
+    """-> the sum of each value, a list of arrays, over the threads of all warpgroups. parts_ref: [values or more,
+    warps], which nobody may write before the next but one such sum: the one barrier is between writing and reading."""
+    add = functools.partial(arith.addf, fastmath=arith.FastMathFlags.contract)
+    index = lambda i: arith.index_cast(ir.IndexType.get(), i)
+    thread, warps = utils.thread_idx(), ir.MemRefType(parts_ref.type).shape[-1]
+    constant = lambda i: mgpu.c(i, thread.type)
+
+    def over_registers(array):
+        total = functools.reduce(add, array.registers.flat)
+        (size,) = ir.VectorType(total.type).shape
+        elements = (vector.extract(total, [], ir.DenseI64ArrayAttr.get([i])) for i in range(size))
+        return functools.reduce(add, elements)
+
+    def over_lanes(totals, lanes):
+        for bit in reversed(range(lanes.bit_length() - 1)):
+            totals = [add(total, utils.shfl_bfly(total, 1 << bit)) for total in totals]
+        return totals
+
+    totals = over_lanes([functools.reduce(add, map(over_registers, value)) for value in values], 32)
+    with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, arith.andi(thread, constant(31)), constant(0))):
+        for i, total in enumerate(totals):
+            memref.store(total, parts_ref, [index(constant(i)), index(arith.shrui(thread, constant(5)))])
+    gpu.barrier()
+    place = index(arith.andi(thread, constant(warps - 1)))
+    parts = [memref.load(parts_ref, [index(constant(i)), place]) for i in range(len(totals))]
+    return [mgpu.FragmentedArray.splat(total, ()) for total in over_lanes(parts, warps)]
+
+
+def _warpgroups(width: int, columns: int) -> int:
+    """The fewest whose threads have so many columns of a row or less; where none split it so, the most that can."""
+    fit = [n for n in (1, 2, 4) if width % (LINE * n) == 0]
+    return next((n for n in fit if width <= columns * 128 * n), fit[-1])
 
 
 def _blocks(rows: int) -> int:
@@ -173,8 +226,13 @@ def _loader(shape: tuple[int, ...]):
     return lambda ref, index=(): plgpu.load(ref, index, layout=_layout(shape)).astype(jnp.float32)
 
 
-def _call(body, out, blocks, options):
-    # What TMA writes into shared memory has its barriers; no other memory is read and written by the same kernel.
+def _call(body, out, scratch, values, blocks, warpgroups, options):
+    """values: of which `_means` makes the means at once, at most."""
+    # What TMA writes into shared memory has its barriers, as have sums; no other memory is read and written.
     params = plgpu.CompilerParams(unsafe_no_auto_barriers=True)
+    # Of two rows in turn, and of the sums of a row; and a barrier for the interpreter.
+    parts = plgpu.SMEM((2, 2, values, 4 * warpgroups), jnp.float32), plgpu.Barrier(num_arrivals=warpgroups)
+    options = dict(scratch_types=[*scratch, parts]) | options
     run = functools.partial(plgpu.kernel, out_type=out, compiler_params=params, **options)
-    return run(body, grid=(blocks,), grid_names=("block",))
+    grid = dict(grid=(blocks,), grid_names=("block",), num_threads=warpgroups, thread_name="warpgroup")
+    return run(body, **grid)

@@ -146,10 +146,12 @@ def test_choice_is_logged_once_with_its_reason(make_test_mesh, monkeypatch, capl
     ("num_rows", "width", "dtype", "reason"),
     [
         (64, 1024, jnp.bfloat16, ""),
-        (8, 8192, jnp.float16, ""),
+        (8, 12288, jnp.float16, ""),
+        (64, 25 * 128, jnp.bfloat16, ""),
         (64, 1024, jnp.float32, "dtype float32"),
         (64, 1000, jnp.bfloat16, "width 1000"),
-        (64, 8192 + 128, jnp.bfloat16, "width 8320"),
+        (64, 33 * 128, jnp.bfloat16, "width 4224"),
+        (64, 12288 + 512, jnp.bfloat16, "width 12800"),
         (63, 1024, jnp.bfloat16, "63 rows"),
     ],
 )
@@ -163,7 +165,8 @@ def test_kernel_says_why_it_refuses(num_rows, width, dtype, reason):
 @pytest.fixture
 def interpreted_kernel(monkeypatch):
     """The kernels run on CPU. JAX's interpreter knows no layouts of registers, and so neither plgpu.load nor
-    layout_cast: it gets what these are without one. Whether Hopper can do the layouts, compiling for it says."""
+    layout_cast: it gets what these are without one. Whether Hopper can do the layouts, compiling for it says. It knows
+    no inline_mgpu: warpgroups are summed by jnp.sum."""
     params = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params")
     options = params.InterpretGPUParams(uninitialized_memory="nan", out_of_bounds_reads="raise")
     monkeypatch.setattr(plgpu, "load", lambda ref, index, layout: ref[index])
@@ -174,11 +177,13 @@ def interpreted_kernel(monkeypatch):
     monkeypatch.setattr(kernel, "backward", functools.partial(kernel.backward, interpret=options))
 
 
-# Forward 8 blocks of 2 rows, 8 of 3, and 7 of one; backward 2 blocks of 8, of 12, and of 4 and 3, two fetched ahead.
-@pytest.mark.parametrize("shape", [(1, 16, 128), (2, 12, 384), (1, 7, 2048)])
-def test_interpreted_kernel_equals_the_formula(shape, interpreted_kernel, make_test_mesh, monkeypatch):
+# Forward 8 blocks of 2 rows, 6 of 2, and 6 of one; backward 4 blocks of 4, 2 of 6, and one of 6, two fetched ahead.
+@pytest.mark.parametrize(("shape", "warpgroups"), [((1, 16, 128), 1), ((2, 6, 2560), 2), ((1, 6, 1536), 4)], ids=str)
+def test_interpreted_kernel_equals_the_formula(shape, warpgroups, interpreted_kernel, make_test_mesh, monkeypatch):
     monkeypatch.setattr(kernel, "NUM_SMS", 1)
-    monkeypatch.setattr(kernel, "SMEM_BYTES", 2 * 2 * 3 * 2 * shape[-1])
+    monkeypatch.setattr(kernel, "FORWARD", shape[-1] // 128 // warpgroups)
+    monkeypatch.setattr(kernel, "BACKWARD", shape[-1] // 128 // warpgroups)
+    monkeypatch.setattr(kernel, "SMEM_BYTES", 4 // warpgroups * 2 * 3 * 2 * shape[-1])
     check_bfloat16(shape, make_test_mesh())
 
 
@@ -197,7 +202,7 @@ def run(x, y, scale, bias, d_out):
     out, vjp = jax.vjp(lambda *given: residual_norm(*given, 1e-5), x, y, scale, bias)
     return out, vjp(d_out)
 
-for width in (128, 384, 5120, 8192):
+for width in (128, 384, 2560, 12288):  # backward by one, one, two and four warpgroups, forward one, one, one, two
     for centred in (False, True):
         for summed in (False, True):
             with jax.set_mesh(mesh):
