@@ -308,7 +308,7 @@ def backward(
         given = q_BTNH, k_BSKH, v_BSKH, d_out_BTNH, lse_BNT, delta_BNT, bounds, ranges
         d_k_ref[...], d_v_ref[...] = run.fun(*given, d_q_ref)
 
-    d_q, d_k, d_v = pl.run_state(add_up)(
-        (jnp.zeros(q_BTNH.shape, jnp.float32), jnp.zeros_like(k_BSKH), jnp.zeros_like(v_BSKH))
-    )
+    # A zero that waits for d_out: else XLA makes the zeros of all layers at once, before the first needs them.
+    zero, _ = lax.optimization_barrier((jnp.float32(0), delta_BNT))
+    d_q, d_k, d_v = pl.run_state(add_up)((jnp.full(q_BTNH.shape, zero), jnp.zeros_like(k_BSKH), jnp.zeros_like(v_BSKH)))
     return (d_q * scale).astype(dtype), d_k, d_v

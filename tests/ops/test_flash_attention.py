@@ -302,9 +302,20 @@ for length, head_dim, dtype, soft_cap in ((1000, 128, "bfloat16", None), (500, 2
         given = array(8), array(4), array(4), jax.ShapeDtypeStruct((4, length), jnp.int32), array(8)
         text = jax.jit(run, static_argnums=5).lower(*given, soft_cap).compile().as_text()
     print(length, text.count('custom_call_target="mosaic_gpu'))
+
+def layers(q, k, v, d_out):
+    attend = lambda q, k, v: attention(q, k, v, mask=AttentionMask(True), scale=0.1, backend="pallas")
+    return jax.vjp(lambda q, k, v: attend(attend(q, k, v), k, v), q, k, v)[1](d_out)
+
+with jax.set_mesh(mesh):
+    text = jax.jit(layers).lower(*given[:3], given[4]).compile().as_text()
+zeros = [line for line in text.splitlines() if " = (f32[" in line and "broadcast" in line.split(" = ")[0]]
+print("zeros made at once:", len(zeros))
 """  # noqa: E501
 
 
 @pytest.mark.cuda_wheels
 def test_kernel_compiles_for_hopper_on_a_mesh(compile_for_hopper):
-    assert [line.split()[-1] for line in compile_for_hopper(PROGRAM)] == ["2"] * 4  # forward, backward
+    *kernels, zeros = [line.split()[-1] for line in compile_for_hopper(PROGRAM)]
+    assert kernels == ["2"] * 4  # forward, backward
+    assert zeros == "0"  # in one operation for both layers, which has the memory of both
