@@ -78,29 +78,33 @@ def attention(
     deterministic: the gradients have the same bits each time, also on a GPU (not with cuDNN).
     """
     rate, key = dropout or (0.0, None)
-    order = backend_order(backend, q_BTNH, mask, packed=segments is not None)
+    order = backend_order(backend, q_BTNH, k_BSKH, mask, packed=segments is not None)
     chosen = choose_backend(q_BTNH, order, soft_cap, rate, indices, deterministic)
     options = _Options(mask, scale, soft_cap, rate, chosen, deterministic, over_heads)
     arrays = (segments, indices, jax.random.key_data(key) if key is not None else None)
     return _attention(q_BTNH, k_BSKH, v_BSKH, arrays, options)
 
 
-# (head dim, mask): {length: time of forward and backward by our kernels over that by cuDNN's}, on one H100, 2026-11-22,
-# commit 53bd434 (benchmarks/attention.py). Packed: cuDNN reads a bias of T x T.
+# (head dim, mask): {length: time with our kernels over that with cuDNN's}, on an H100 (pallas_kernels/README.md): of a
+# whole step where one was measured. Packed: cuDNN reads a bias of T x T.
 MEASURED = {
-    (64, "causal"): {2048: 0.87},
-    (64, "window"): {2048: 0.78},
-    (64, "packed"): {2048: 0.31},
-    (128, "causal"): {4096: 0.91, 8192: 0.97, 16384: 1.02},
-    (128, "window"): {16384: 0.89},
-    (128, "packed"): {4096: 0.17},
+    (64, "causal"): {1024: 0.91},
+    (64, "window"): {2048: 0.78},  # alone
+    (64, "packed"): {2048: 0.31},  # alone
+    (128, "causal"): {2048: 0.99, 16384: 1.02},  # the long one alone
+    (128, "grouped"): {4096: 1.00},
+    (128, "window"): {8192: 0.99},
+    (128, "packed"): {2048: 0.90},
 }
 
 
-def backend_order(asked: Backend, q_BTNH: jax.Array, mask: AttentionMask, *, packed: bool) -> tuple[Backend, ...]:
+def backend_order(
+    asked: Backend, q_BTNH: jax.Array, k_BSKH: jax.Array, mask: AttentionMask, *, packed: bool
+) -> tuple[Backend, ...]:
     """The one that is asked for, then by speed at the nearest length that was measured."""
-    length, head_dim = q_BTNH.shape[1], q_BTNH.shape[3]
-    shape = "packed" if packed else "window" if mask.window is not None else "causal"
+    (length, heads, head_dim), kv_heads = q_BTNH.shape[1:], k_BSKH.shape[2]
+    without = "causal" if heads == kv_heads else "grouped"
+    shape = "packed" if packed else "window" if mask.window is not None else without
     by_length = MEASURED.get((head_dim, shape), {length: 1.0})
     nearest = min(by_length, key=lambda measured: abs(math.log(measured / length)))
     order = ("pallas", "cudnn", "reference") if by_length[nearest] < 1 else ("cudnn", "pallas", "reference")

@@ -85,7 +85,7 @@ def attention(
         method = "all_gather"
     _log_method(method)
     rate, key = dropout or (0.0, None)
-    order = local.backend_order(backend, q_BTNH, mask, packed=segments is not None)
+    order = local.backend_order(backend, q_BTNH, k_BSKH, mask, packed=segments is not None)
     chosen = local.choose_backend(q_BTNH, order, soft_cap, rate, None, deterministic)
     options = _Options(method, mask.window, scale, soft_cap, rate, chosen, deterministic)
     arrays = (None if segments is None else segments[0], jax.random.key_data(key) if key is not None else None)

@@ -172,11 +172,15 @@ def test_what_was_measured_to_be_faster_is_taken(monkeypatch):
     on_hopper(monkeypatch)
     q = lambda head_dim=128, dtype=jnp.bfloat16, length=4096: jax.ShapeDtypeStruct((1, length, 2, head_dim), dtype)
     causal, window = AttentionMask(True), AttentionMask(True, 8)
-    chosen = lambda q, mask, packed=False, soft_cap=None, dropout=0.0, deterministic=False: choose_backend(
-        q, backend_order("auto", q, mask, packed=packed), soft_cap, dropout, None, deterministic
-    )
+
+    def chosen(q, mask, kv_heads=2, packed=False, soft_cap=None, dropout=0.0, deterministic=False):
+        k = jax.ShapeDtypeStruct((*q.shape[:2], kv_heads, q.shape[3]), q.dtype)
+        order = backend_order("auto", q, k, mask, packed=packed)
+        return choose_backend(q, order, soft_cap, dropout, None, deterministic)
+
     assert [chosen(q(h), mask) for h in (64, 128) for mask in (causal, window)] == ["pallas"] * 4
-    assert [chosen(q(length=n), causal) for n in (128, 10_000, 12_000, 2**17)] == ["pallas"] * 2 + ["cudnn"] * 2
+    assert [chosen(q(length=n), causal) for n in (128, 5000, 6000, 2**17)] == ["pallas"] * 2 + ["cudnn"] * 2
+    assert [chosen(q(), mask, kv_heads=1) for mask in (causal, window)] == ["cudnn", "pallas"]
     assert [chosen(q(h, length=2**17), causal, packed=True) for h in (64, 128)] == ["pallas"] * 2
     assert chosen(q(length=2**17), causal, soft_cap=5.0) == chosen(q(256, length=2**17), causal) == "pallas"
     assert chosen(q(96), causal, packed=True) == "cudnn"
