@@ -45,7 +45,6 @@ class Setting:
     stages: int = 3
 
 
-INT8 = dict(is_int8=True, stages=4)
 SETTINGS = [
     *(Setting(BATCH, page_size) for page_size in (16, 64)),
     *(Setting(BATCH, 64, parts=parts) for parts in (2, 8)),
@@ -53,12 +52,12 @@ SETTINGS = [
     Setting(BATCH, 64, block=128),
     *(Setting(8, 64, parts=parts) for parts in (None, 8)),
     *(Setting(1, 64, parts=parts) for parts in (None, 8)),
-    *(Setting(BATCH, page_size, **INT8) for page_size in (32, 64)),
-    Setting(BATCH, 64, parts=2, **INT8),
-    Setting(BATCH, 64, is_int8=True, stages=3),
+    *(Setting(BATCH, page_size, is_int8=True) for page_size in (32, 64)),
+    Setting(BATCH, 64, is_int8=True, parts=2),
+    Setting(BATCH, 64, is_int8=True, stages=4),
     Setting(BATCH, 64, is_int8=True, block=128, stages=2),
-    Setting(8, 64, **INT8),
-    Setting(1, 64, **INT8),
+    Setting(8, 64, is_int8=True),
+    Setting(1, 64, is_int8=True),
 ]
 
 

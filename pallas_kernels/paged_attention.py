@@ -66,19 +66,18 @@ def num_parts(num_sequences: int, num_kv_heads: int, most_tokens: int, block: in
 def decode(
     q_BNH: jax.Array, keys_ZKSH: jax.Array, values_ZKSH: jax.Array, table_BP: jax.Array, lengths_B: jax.Array,
     scales: tuple[jax.Array, jax.Array] | None = None, *, scale: float, window: int | None = None,
-    soft_cap: float | None = None, parts: int | None = None, block: int = 64, stages: int | None = None, **options
+    soft_cap: float | None = None, parts: int | None = None, block: int = 64, stages: int = 3, **options
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """-> (out [B, N, H] in q's dtype, natural log-sum-exp of the scores [B, N] float32; 0 and -inf for length 0).
 
     table: int32, page of tokens 0..S-1, S..2S-1, ...; anything where a page is not read. lengths: int32, up to P S.
-    scales: of int8 keys and values, float32 [Z, K, S]. parts: None: as `num_parts` says. stages: None: as was fastest.
-    options: of plgpu.kernel.
+    scales: of int8 keys and values, float32 [Z, K, S]. parts: None: as `num_parts` says. options: of
+    plgpu.kernel.
     """
     batch, num_heads, head_dim = q_BNH.shape
     kv_heads, page_size = keys_ZKSH.shape[1:3]
     group, is_int8 = num_heads // kv_heads, scales is not None
     rows = -(-group // 8) * 8
-    stages = stages or (4 if is_int8 else 3)
     ring = [_tiled((stages, block, head_dim), keys_ZKSH.dtype)] * 2
     if is_int8:
         ring += [plgpu.SMEM((stages, 2, block), jnp.float32), _tiled((block, head_dim), q_BNH.dtype)]
