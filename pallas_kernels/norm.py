@@ -25,7 +25,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, memref, vector
+from jaxlib.mlir.dialects import arith, gpu, memref, nvvm, vector
 
 NUM_SMS = 132  # of an H100
 SMEM_BYTES = 216 << 10  # of a multiprocessor, for rows that are fetched while others are worked on
@@ -140,6 +140,7 @@ def backward(
                 new_sums.append([total + new for total, new in zip(of_piece, more, strict=False)])
                 d_s = read(d_residual_smem, piece, slot) + (d_normed * scale[piece] - c * along - mean_g) * inverse
                 d_s_ref[row, group, pl.ds(*piece)] = d_s.astype(s_RD.dtype)
+            _have_read(options)
             return new_sums
 
         for number in range(stages - 1):
@@ -174,6 +175,18 @@ def _means(pieces, width, parts, place, options):
     layouts = [[_layout(array.shape) for array in value] for value in values]
     inline = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layouts), return_type=[scalar] * len(values))
     return [total * (1 / width) for total in inline(_sums)(parts_ref, values)]
+
+
+def _have_read(options):
+    """What was read TMA may write, once another thread knows."""
+    if "interpret" in options:
+        plgpu.commit_smem()
+    else:
+        plgpu.inline_mgpu()(_fence)()
+
+
+def _fence(_):
+    nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
 
 
 def _sums(_, parts_ref, values):

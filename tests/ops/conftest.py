@@ -28,6 +28,15 @@ def mesh(request, make_test_mesh):
         yield mesh
 
 
+@pytest.fixture
+def interpreter(capfd):
+    """Of GPU kernels, on CPU: memory begins as NaN, reads out of bounds raise, and a race of warpgroups, or with TMA,
+    fails the test at its end."""
+    params = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params")
+    yield params.InterpretGPUParams(uninitialized_memory="nan", out_of_bounds_reads="raise", detect_races=True)
+    assert "RACE DETECTED" not in capfd.readouterr().out
+
+
 STAGES = {"pipeline": 2, "fsdp": 2, "tensor": 2}
 
 

@@ -163,18 +163,16 @@ def test_kernel_says_why_it_refuses(num_rows, width, dtype, reason):
 
 
 @pytest.fixture
-def interpreted_kernel(monkeypatch):
+def interpreted_kernel(monkeypatch, interpreter):
     """The kernels run on CPU. JAX's interpreter knows no layouts of registers, and so neither plgpu.load nor
     layout_cast: it gets what these are without one. Whether Hopper can do the layouts, compiling for it says. It knows
     no inline_mgpu: warpgroups are summed by jnp.sum."""
-    params = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params")
-    options = params.InterpretGPUParams(uninitialized_memory="nan", out_of_bounds_reads="raise")
     monkeypatch.setattr(plgpu, "load", lambda ref, index, layout: ref[index])
     monkeypatch.setattr(plgpu, "layout_cast", lambda x, layout: x)
     monkeypatch.setattr(compat, "mosaic_problem", lambda: "")
     monkeypatch.setattr(kernel, "problem", lambda *_: "")
-    monkeypatch.setattr(kernel, "forward", functools.partial(kernel.forward, interpret=options))
-    monkeypatch.setattr(kernel, "backward", functools.partial(kernel.backward, interpret=options))
+    monkeypatch.setattr(kernel, "forward", functools.partial(kernel.forward, interpret=interpreter))
+    monkeypatch.setattr(kernel, "backward", functools.partial(kernel.backward, interpret=interpreter))
 
 
 # Forward 8 blocks of 2 rows, 6 of 2, and 6 of one; backward 4 blocks of 4, 2 of 6, and one of 6, two fetched ahead.

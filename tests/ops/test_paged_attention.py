@@ -133,11 +133,9 @@ def test_short_sequences_are_not_split_and_long_ones_are():
 
 
 @pytest.fixture
-def interpreted_kernel(monkeypatch):
+def interpreted_kernel(monkeypatch, interpreter):
     """`decode` on CPU. JAX's interpreter knows no layouts of registers and no tensor core product of them: it gets what
     these are without. Whether Hopper can do it, compiling for it says."""
-    params = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params")
-    options = params.InterpretGPUParams(uninitialized_memory="nan", out_of_bounds_reads="raise")
 
     def product(a, b_ref, before=0.0, transposed=False):
         a, b = (x[...].astype(jnp.float32) for x in (a, b_ref))
@@ -150,7 +148,7 @@ def interpreted_kernel(monkeypatch):
     monkeypatch.setattr(plgpu, "layout_cast", lambda x, layout: x)
     monkeypatch.setattr(kernel, "_product", product)
     monkeypatch.setattr(kernel, "_store_transposed", store_transposed)
-    return functools.partial(kernel.decode, interpret=options)
+    return functools.partial(kernel.decode, interpret=interpreter)
 
 
 @pytest.mark.parametrize(
