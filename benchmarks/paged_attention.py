@@ -30,7 +30,9 @@ CHECKS = {
     "pages of 16": dict(page_size=16),
     "pages of 64, window, soft cap": dict(page_size=64, window=700, soft_cap=5.0, group=16, parts=5),
     "pages of 8, head dim 64, one head a kv head": dict(page_size=8, head_dim=64, group=1, parts=1),
+    "pages of 16, 64 heads a kv head": dict(page_size=16, group=64),
     "int8, pages of 32": dict(page_size=32, is_int8=True),
+    "int8, pages of 32, window, 33 heads a kv head": dict(page_size=32, is_int8=True, window=333, group=33),
     "int8, pages of 64, window, head dim 64": dict(page_size=64, is_int8=True, window=333, head_dim=64, parts=3),
 }
 

@@ -31,7 +31,7 @@ NUM_SMS = 132  # of an H100
 SMEM_BYTES = 216 << 10  # of a multiprocessor, for rows that are fetched while others are worked on
 LINE, PIECE = 128, 8  # elements, and lines that 128 threads take at once, 16 bytes each
 MAX_WIDTH = 12288
-FORWARD, BACKWARD = 64, 16  # columns of a thread for which registers have room
+FORWARD, BACKWARD = 64, 16  # columns of a thread to aim at; registers have room for twice as many backward
 
 
 def problem(num_rows: int, width: int, dtype: jnp.dtype) -> str:

@@ -12,10 +12,11 @@ q bfloat16; keys and values [Z, K, S, H], so that a page of a kv head is in one 
 scale a token and kv head. Scores, sums and the parts' results float32; probabilities enter their product in bfloat16.
 
 The limit is memory: keys and values are read once for all G heads, 4 H bytes a token and kv head (int8: 2 H + 8). A
-ring of `stages` steps is in flight, copied page by page (TMA): about 100 KB a block, two blocks a multiprocessor. The
-tokens of a step are the rows of the products with the tensor cores (keys times queries, transposed values times
-probabilities) and the R heads their columns, so nothing is computed for heads that are not there. int8 is converted in
-registers: keys enter the product from there, values go through shared memory, where a product finds them transposed.
+ring of `stages` steps is in flight, copied page by page (TMA): about 100 KB a block (bfloat16, H 128), two blocks a
+multiprocessor up to 32 heads a kv head. The tokens of a step are the rows of the products with the tensor cores (keys
+times queries, transposed values times probabilities) and the R heads their columns, so nothing is computed for heads
+that are not there. int8 is converted in registers: keys enter the product from there, values go through shared memory,
+where a product finds them transposed.
 Pages without any of the last `window` tokens are not read, and what lies beside such tokens in a page has no influence,
 NaN included.
 Refused: see `problem`.
@@ -71,8 +72,7 @@ def decode(
     """-> (out [B, N, H] in q's dtype, natural log-sum-exp of the scores [B, N] float32; 0 and -inf for length 0).
 
     table: int32, page of tokens 0..S-1, S..2S-1, ...; anything where a page is not read. lengths: int32, up to P S.
-    scales: of int8 keys and values, float32 [Z, K, S]. parts: None: as `num_parts` says. options: of
-    plgpu.kernel.
+    scales: of int8 keys and values, float32 [Z, K, S]. parts: None: as `num_parts` says. options: of plgpu.kernel.
     """
     batch, num_heads, head_dim = q_BNH.shape
     kv_heads, page_size = keys_ZKSH.shape[1:3]

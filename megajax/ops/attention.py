@@ -93,8 +93,8 @@ MEASURED = {
     (64, "packed"): {2048: 0.31},  # alone
     (128, "causal"): {2048: 0.99, 16384: 1.02},  # the long one alone
     (128, "grouped"): {4096: 1.00},
-    (128, "window"): {8192: 0.99},
-    (128, "packed"): {2048: 0.90},
+    (128, "window"): {8192: 0.99},  # grouped
+    (128, "packed"): {2048: 0.90},  # an earlier version, on two H200 side by side
 }
 
 
@@ -103,10 +103,16 @@ def backend_order(
 ) -> tuple[Backend, ...]:
     """The one that is asked for, then by speed at the nearest length that was measured."""
     (length, heads, head_dim), kv_heads = q_BTNH.shape[1:], k_BSKH.shape[2]
-    without = "causal" if heads == kv_heads else "grouped"
-    shape = "packed" if packed else "window" if mask.window is not None else without
+    features = {
+        "unmasked": not mask.causal,
+        "packed": packed,
+        "window": mask.window is not None,
+        "grouped": heads != kv_heads,
+        "causal": True,
+    }
+    shape = next(feature for feature, holds in features.items() if holds)
     by_length = MEASURED.get((head_dim, shape), {length: 1.0})
-    nearest = min(by_length, key=lambda measured: abs(math.log(measured / length)))
+    nearest = min(by_length, key=lambda measured: abs(math.log(measured / max(length, 1))))
     order = ("pallas", "cudnn", "reference") if by_length[nearest] < 1 else ("cudnn", "pallas", "reference")
     return order if asked == "auto" else (asked, *(backend for backend in order if backend != asked))
 

@@ -112,7 +112,7 @@ def check(case):
         wanted = value_and_gradients(truth, *(a.astype(jnp.float32) for a in (q, k, v, d_out)))
     errors = [error(got, want) for got, want in zip(by("pallas"), wanted, strict=True)]
     # Two roundings to 8 bits (probabilities, result) of 0.9 * 2^-9 each in the mean square, a little more backward.
-    assert max(errors) < 2**-8, errors
+    assert np.max(errors) < 2**-8, errors  # np.max, as max hides NaN
     if soft_cap is None and causal and H <= 128:
         cudnn = [error(got, want) for got, want in zip(by("cudnn"), wanted, strict=True)]
         assert all(ours < 1.2 * theirs for ours, theirs in zip(errors, cudnn, strict=True)), (errors, cudnn)
@@ -164,6 +164,6 @@ def test_decoder_with_the_kernel_matches_cudnn(recompute, one_gpu, caplog):
         results.append(step(params))
     (loss, gradients), (other_loss, others) = results
     assert abs(float(loss) - float(other_loss)) < 1e-3
-    worst = max(jax.tree.leaves(jax.tree.map(error, gradients, others)))
+    worst = np.max(jax.tree.leaves(jax.tree.map(error, gradients, others)))
     assert worst < 2e-2, worst
     assert "attention: pallas" in caplog.text and "attention: cudnn" in caplog.text

@@ -181,6 +181,7 @@ def test_what_was_measured_to_be_faster_is_taken(monkeypatch):
     assert [chosen(q(h), mask) for h in (64, 128) for mask in (causal, window)] == ["pallas"] * 4
     assert [chosen(q(length=n), causal) for n in (128, 5000, 6000, 2**17)] == ["pallas"] * 2 + ["cudnn"] * 2
     assert [chosen(q(), mask, kv_heads=1) for mask in (causal, window)] == ["cudnn", "pallas"]
+    assert chosen(q(), AttentionMask(False)) == "cudnn"
     assert [chosen(q(h, length=2**17), causal, packed=True) for h in (64, 128)] == ["pallas"] * 2
     assert chosen(q(length=2**17), causal, soft_cap=5.0) == chosen(q(256, length=2**17), causal) == "pallas"
     assert chosen(q(96), causal, packed=True) == "cudnn"

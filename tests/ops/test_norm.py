@@ -181,7 +181,7 @@ def test_interpreted_kernel_equals_the_formula(shape, warpgroups, interpreted_ke
     monkeypatch.setattr(kernel, "NUM_SMS", 1)
     monkeypatch.setattr(kernel, "FORWARD", shape[-1] // 128 // warpgroups)
     monkeypatch.setattr(kernel, "BACKWARD", shape[-1] // 128 // warpgroups)
-    monkeypatch.setattr(kernel, "SMEM_BYTES", 4 // warpgroups * 2 * 3 * 2 * shape[-1])
+    monkeypatch.setattr(kernel, "SMEM_BYTES", 4 // warpgroups * 3 * 3 * 2 * shape[-1])
     check_bfloat16(shape, make_test_mesh())
 
 
