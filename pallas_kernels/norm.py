@@ -164,7 +164,7 @@ def _means(pieces, width, parts, place, options):
     """Of each value of [value, ...] for each piece, over the threads of all warpgroups."""
     values = [list(value) for value in zip(*pieces, strict=True)]
     parts_ref, met = parts[0].at[place], parts[1]
-    if "interpret" in options:  # knows no inline_mgpu
+    if options.get("interpret"):  # knows no inline_mgpu
         for i, value in enumerate(values):
             parts_ref[i, lax.axis_index("warpgroup")] = sum(map(jnp.sum, value))
         plgpu.barrier_arrive(met)
@@ -179,7 +179,7 @@ def _means(pieces, width, parts, place, options):
 
 def _have_read(options):
     """What was read TMA may write, once another thread knows."""
-    if "interpret" in options:
+    if options.get("interpret"):
         plgpu.commit_smem()
     else:
         plgpu.inline_mgpu()(_fence)()
