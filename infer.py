@@ -13,7 +13,7 @@ import dataclasses
 import sys
 from typing import NoReturn
 
-from megajax.training.console import log_to_stderr
+from megajax.training.reporting.console import log_to_stderr
 
 
 def main(arguments: list[str]) -> None:

@@ -17,10 +17,10 @@ import configs
 from megajax import config as configuration
 from megajax.config import Config
 from megajax.mesh import initialize_processes
-from megajax.training.console import log_to_stderr
-from megajax.training.run_lock import locked
-from megajax.training.supervisor import supervise
-from megajax.training.watchdog import Watchdog
+from megajax.training.faults.run_lock import locked
+from megajax.training.faults.supervisor import supervise
+from megajax.training.faults.watchdog import Watchdog
+from megajax.training.reporting.console import log_to_stderr
 
 
 def main(arguments: list[str]) -> None:
@@ -68,12 +68,13 @@ def _train(config: Config, watchdog: Watchdog) -> str:
     from megajax.checkpoint.checkpointer import Checkpointer
     from megajax.data.tokenizer import save_tokenizer
     from megajax.mesh import COMPILATION_CACHE, use_compilation_cache
-    from megajax.training.card import first_start, start_record, startup_rows
-    from megajax.training.console import Console
-    from megajax.training.disk import check_room
+    from megajax.planning.card import startup_rows
+    from megajax.training.faults.disk import check_room
     from megajax.training.loop import Trainer
-    from megajax.training.metrics import MetricsWriter
-    from megajax.training.step import abstract_state
+    from megajax.training.reporting.console import Console
+    from megajax.training.reporting.metrics import MetricsWriter
+    from megajax.training.reporting.starts import first_start, start_record
+    from megajax.training.state import abstract_state
 
     watchdog.alive()
     config = config.check_on(jax.device_count())
@@ -170,9 +171,9 @@ def replay(config: Config, step: int) -> None:
     """Runs a step of the run again, in memory only; the run may be training."""
     from megajax.checkpoint.checkpointer import Checkpointer
     from megajax.mesh import use_compilation_cache
-    from megajax.training.console import Console
+    from megajax.training.faults.replay import run_again
     from megajax.training.loop import Trainer
-    from megajax.training.replay import run_again
+    from megajax.training.reporting.console import Console
 
     config, run_dir = config.check_on(jax.device_count()), Path(config.run_dir)
     if not (run_dir / "config.json").is_file():
@@ -200,9 +201,9 @@ def plan(name: str, config: Config, device_name: str) -> None:
     from megajax.models.model import Model
     from megajax.optim.optimizer import Optimizer
     from megajax.parallel.schedule import make_stages
-    from megajax.search import search_rows
-    from megajax.training.console import Console
-    from megajax.training.plan import plan_device, plan_rows
+    from megajax.planning.plan import plan_device, plan_rows
+    from megajax.planning.search import search_rows
+    from megajax.training.reporting.console import Console
 
     if device_name.split(":")[0] == "search":
         _, number, kind = (device_name + "::").split(":")[:3]

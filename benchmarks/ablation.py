@@ -21,8 +21,8 @@ from benchmarks.command_line import read_config, run, split
 from benchmarks.train_step import Setup, set_up, sustained
 from megajax.config import Config
 from megajax.training.compiler_options import parse
-from megajax.training.console import format_bytes
-from megajax.training.step import TrainState
+from megajax.training.reporting.console import format_bytes
+from megajax.training.state import TrainState
 
 # What published recipes for H100 set, and what ought to help collectives beside matmuls.
 CANDIDATES = (

@@ -19,7 +19,7 @@ from benchmarks.command_line import run, split
 from megajax import compat
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.ops.attention import AttentionMask, attention
-from megajax.training.card import start_record
+from megajax.training.reporting.starts import start_record
 
 # name: batch, length, heads, key-value heads, head dim, window, mean length of documents
 CASES = {

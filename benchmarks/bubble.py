@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.command_line import read_config, run, split
 from megajax.config import Config
 from megajax.parallel.schedule import bubble
-from megajax.training.console import format_bytes, format_count
+from megajax.training.reporting.console import format_bytes, format_count
 
 COLORS = ("#1f6feb", "#e07b39", "#2da44e")
 WIDTH, HEIGHT, LEFT, TOP = 560, 260, 60, 40

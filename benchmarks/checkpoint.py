@@ -32,8 +32,8 @@ from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.local import LocalSnapshots
 from megajax.checkpoint.verify import digests
 from megajax.config import Config
-from megajax.training.console import format_bytes
-from megajax.training.step import TrainState, abstract_state
+from megajax.training.reporting.console import format_bytes
+from megajax.training.state import TrainState, abstract_state
 
 INTERVAL_MINUTES = 10, 30
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import configs
 from megajax.config import Config, override
-from megajax.training.console import log_to_stderr
+from megajax.training.reporting.console import log_to_stderr
 
 
 def split(arguments: list[str], known: dict[str, str]) -> tuple[dict[str, str], list[str]]:

@@ -25,7 +25,7 @@ from megajax.mesh import make_mesh
 from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer
 from megajax.parallel.schedule import make_stages
-from megajax.training.plan import compile_step, devices_without_gpu, plan_device
+from megajax.planning.plan import compile_step, devices_without_gpu, plan_device
 
 RECORD = Path(__file__).parents[1] / "tests" / "compiled" / "recorded.json"
 RECIPES: dict[str, tuple[str, ...]] = {

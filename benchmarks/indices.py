@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.command_line import run, split
 from megajax.data.blend import blending_indices
 from megajax.data.gpt import build_indices
-from megajax.training.console import format_bytes
+from megajax.training.reporting.console import format_bytes
 
 SEQUENCE_LENGTH, SEED, MEAN_TOKENS = 4096, 0, 500
 BLEND_WEIGHTS = (0.5, 0.3, 0.15, 0.05)

@@ -2,8 +2,8 @@
 
 import statistics
 
-from megajax.training.console import format_count
-from megajax.training.flops import find_device, utilisation
+from megajax.devices import find_device, utilisation
+from megajax.training.reporting.console import format_count
 
 NAMES = {"megajax": "megajax", "loop": "megajax, training loop", "torch": "PyTorch", "limit": "limit"}
 COLORS = {"megajax": "#1f6feb", "loop": "#79b0ff", "torch": "#e07b39", "limit": "#bbbbbb"}

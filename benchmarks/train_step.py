@@ -29,6 +29,7 @@ from benchmarks import profile
 from benchmarks.command_line import read_config, run, split
 from benchmarks.sustained import LEARNING_RATE, record, windows
 from megajax.config import Config
+from megajax.devices import find_device, utilisation
 from megajax.mesh import make_mesh, use_compilation_cache
 from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer
@@ -36,9 +37,9 @@ from megajax.parallel.context import sequence_order
 from megajax.parallel.schedule import make_stages
 from megajax.sharding import batch_spec
 from megajax.training.compiler_options import compiler_options
-from megajax.training.console import format_bytes
-from megajax.training.flops import find_device, utilisation
-from megajax.training.step import TrainState, init_state, jit_train_step, state_shardings
+from megajax.training.reporting.console import format_bytes
+from megajax.training.state import TrainState, init_state, state_shardings
+from megajax.training.step import jit_train_step
 
 NUM_BATCHES = 64
 PROFILED_STEPS = 3

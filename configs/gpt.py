@@ -9,7 +9,7 @@ from megajax.mesh import MeshConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.optim.optimizer import OptimizerConfig
 from megajax.precision import PrecisionConfig
-from megajax.training.loop import TrainingConfig
+from megajax.training.config import TrainingConfig
 
 
 def gpt_tiny() -> Config:

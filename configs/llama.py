@@ -8,7 +8,7 @@ from megajax.layers.rope import RopeConfig
 from megajax.mesh import MeshConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.optim.optimizer import OptimizerConfig
-from megajax.training.loop import TrainingConfig
+from megajax.training.config import TrainingConfig
 
 
 def llama3_8b() -> Config:

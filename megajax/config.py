@@ -21,8 +21,8 @@ from megajax.mesh import MeshConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.optim.optimizer import OptimizerConfig
 from megajax.precision import PrecisionConfig
-from megajax.training.loop import TrainingConfig
-from megajax.training.metrics import LoggingConfig
+from megajax.training.config import TrainingConfig
+from megajax.training.reporting.metrics import LoggingConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer, OptimizerConfig
 from megajax.precision import PrecisionConfig
-from megajax.training.step import abstract_state, state_shardings
+from megajax.training.state import abstract_state, state_shardings
 
 MODEL = Model(
     DecoderConfig(num_layers=2, embed_dim=16, num_heads=4, mlp_dim=32, vocab_size=64, max_positions=16),

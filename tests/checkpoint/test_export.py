@@ -20,7 +20,7 @@ from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
 from megajax.parallel.schedule import make_stages
-from megajax.training.loop import TrainingConfig
+from megajax.training.config import TrainingConfig
 
 PIPELINE = MeshConfig(pipeline=2, virtual_stages=2, fsdp=2)
 CONFIG = Config(

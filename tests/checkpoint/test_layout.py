@@ -15,7 +15,7 @@ from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer, OptimizerConfig
 from megajax.parallel.schedule import make_stages
 from megajax.precision import PrecisionConfig
-from megajax.training.step import abstract_state, state_shardings
+from megajax.training.state import abstract_state, state_shardings
 
 CONFIG = DecoderConfig(
     num_layers=5, embed_dim=16, num_heads=4, mlp_dim=32, vocab_size=64, max_positions=16, bias=False

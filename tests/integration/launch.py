@@ -40,7 +40,7 @@ TWO = dict(num_processes=2, devices_each=2)
 RESTARTS_AT_ONCE = """
 import sys
 import train
-from megajax.training import supervisor
+from megajax.training.faults import supervisor
 supervisor.FIRST_WAIT_SECONDS = 0.5
 train.log_to_stderr()
 train.main(sys.argv[1:])

@@ -18,7 +18,7 @@ import multiprocessing, os, sys
 import numpy as np
 from megajax.data.config import DataConfig
 from megajax.data.loader import step_batches
-from megajax.training.watchdog import Watchdog
+from megajax.training.faults.watchdog import Watchdog
 
 class Numbers:
     def __len__(self):

@@ -18,7 +18,7 @@ from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer
 from megajax.training import loop
-from megajax.training.step import init_state, state_shardings
+from megajax.training.state import init_state, state_shardings
 
 MESH = ["--mesh.fsdp=2", "--training.microbatch_size=2", "--training.steps=4", "--checkpoint.every_steps=1"]
 
@@ -121,7 +121,7 @@ TWO_PROCESSES = """
 import os, sys
 import jax, numpy as np
 from megajax.mesh import MeshConfig, initialize_processes, make_mesh
-from megajax.training.replicas import check_replicas
+from megajax.training.faults.replicas import check_replicas
 initialize_processes()
 mesh = make_mesh(MeshConfig(data=4))
 value = np.full(3, float(jax.process_index() == 1), np.float32)

@@ -289,7 +289,7 @@ from jax.sharding import NamedSharding
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.ops.attention import AttentionMask, attention
 from megajax.sharding import activation_spec
-from megajax.training.plan import devices_without_gpu, plan_device
+from megajax.planning.plan import devices_without_gpu, plan_device
 
 mesh = make_mesh(MeshConfig(fsdp=2, tensor=2), devices_without_gpu(4, plan_device("h100")))
 

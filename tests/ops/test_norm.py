@@ -191,7 +191,7 @@ from jax.sharding import NamedSharding
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.ops.norm import residual_norm
 from megajax.sharding import activation_spec
-from megajax.training.plan import devices_without_gpu, plan_device
+from megajax.planning.plan import devices_without_gpu, plan_device
 
 config = MeshConfig(fsdp=2, tensor=2)
 mesh = make_mesh(config, devices_without_gpu(4, plan_device("h100")))

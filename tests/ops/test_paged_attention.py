@@ -178,7 +178,7 @@ import functools, jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.ops.paged_attention import paged_attention
-from megajax.training.plan import devices_without_gpu, plan_device
+from megajax.planning.plan import devices_without_gpu, plan_device
 
 mesh = make_mesh(MeshConfig(tensor=2), devices_without_gpu(2, plan_device("h100")))
 

@@ -17,7 +17,8 @@ from megajax.parallel.context import sequence_order
 from megajax.parallel.schedule import make_stages
 from megajax.precision import PrecisionConfig
 from megajax.sharding import batch_spec
-from megajax.training.step import init_state, make_eval_step, make_train_step, state_shardings
+from megajax.training.state import init_state, state_shardings
+from megajax.training.step import make_eval_step, make_train_step
 
 STEPS, BATCH, LENGTH = 5, 16, 16
 GPT = DecoderConfig(

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from megajax.data.config import DataConfig
 from megajax.mesh import MeshConfig
 from megajax.training.batch_schedule import BatchSchedule
-from megajax.training.loop import Trainer, TrainingConfig
+from megajax.training.config import TrainingConfig
+from megajax.training.loop import Trainer
 
 
 def megatron_batch_size(consumed: int, start: int, increment: int, samples: int, final: int) -> int:

@@ -27,7 +27,8 @@ from megajax.training.compiler_options import (
     refusal,
     target_of,
 )
-from megajax.training.step import abstract_state, jit_train_step, state_shardings
+from megajax.training.state import abstract_state, state_shardings
+from megajax.training.step import jit_train_step
 
 REDUCE_SCATTER = "xla_gpu_reduce_scatter_combine_threshold_bytes"
 # Llama 8B on eight H100s: 436 MB a layer in bfloat16.

@@ -16,7 +16,8 @@ from megajax.optim.optimizer import Optimizer, OptimizerConfig
 from megajax.parallel.context import sequence_order
 from megajax.precision import PrecisionConfig
 from megajax.sharding import batch_spec
-from megajax.training.step import init_state, make_train_step, state_shardings
+from megajax.training.state import init_state, state_shardings
+from megajax.training.step import make_train_step
 
 STEPS, MICROBATCHES, BATCH, LENGTH = 5, 2, 8, 16
 # Losses are sums over differently split dims in float32; five AdamW steps amplify the rounding.

@@ -9,9 +9,9 @@ from megajax.mesh import AXES, MeshConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer, OptimizerConfig
+from megajax.planning.memory import activation_bytes, memory_per_device
 from megajax.precision import PrecisionConfig
-from megajax.training.loop import TrainingConfig
-from megajax.training.memory import activation_bytes, memory_per_device
+from megajax.training.config import TrainingConfig
 
 D, F, LAYERS, TOKENS, BYTES = 64, 256, 4, 8 * 32, 2
 CONFIG = DecoderConfig(num_layers=LAYERS, embed_dim=D, num_heads=4, vocab_size=128, max_positions=32)

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from megajax.training.nonfinite import Found, Loop, Origin
-from megajax.training.replay import describe, describe_gradients, verdict
+from megajax.training.faults.nonfinite import Found, Loop, Origin
+from megajax.training.faults.replay import describe, describe_gradients, verdict
 
 NAN = math.nan
 

@@ -22,7 +22,7 @@ from jax import lax
 
 from megajax import compat
 
-PACKAGE = Path(__file__).parents[1]
+PACKAGE = Path(__file__).parents[2]
 # Those that call a jaxpr once, with what they are given; shard_map is none of them.
 CALLS = ("jit", "pjit", "closed_call", "checkpoint", "remat", "remat2", "custom_jvp_call", "custom_vjp_call", "cond")
 

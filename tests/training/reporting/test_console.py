@@ -2,7 +2,7 @@
 
 import pytest
 
-from megajax.training.console import Console, format_bytes, format_count, format_seconds
+from megajax.training.reporting.console import Console, format_bytes, format_count, format_seconds
 
 METRICS = {
     "loss": 5.1234,

@@ -14,9 +14,9 @@ from megajax.models.model import Model
 from megajax.ops.cross_entropy import MAX_CHUNK_BYTES
 from megajax.optim.optimizer import Optimizer
 from megajax.parallel.schedule import Stages, make_table
-from megajax.training.console import format_bytes
-from megajax.training.loop import TrainingConfig
-from megajax.training.step import abstract_state, state_shardings
+from megajax.training.config import TrainingConfig
+from megajax.training.reporting.console import format_bytes
+from megajax.training.state import abstract_state, state_shardings
 
 
 def bytes_per_device(abstract, shardings) -> int:

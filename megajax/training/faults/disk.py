@@ -6,9 +6,9 @@ from pathlib import Path
 
 import jax
 
-from megajax.training.console import format_bytes
-from megajax.training.run_lock import raise_together
-from megajax.training.step import TrainState
+from megajax.training.faults.run_lock import raise_together
+from megajax.training.reporting.console import format_bytes
+from megajax.training.state import TrainState
 
 
 def check_room(run_dir: Path, abstract: TrainState, last_step: int) -> None:

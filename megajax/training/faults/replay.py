@@ -2,7 +2,7 @@
 
 The run goes on from its newest whole checkpoint before the step, with the program that trained, and only in memory:
 nothing in the run directory changes, so that it may be training at the same time. The step itself is then done twice
-with that program, whose results must be bit-equal, and once operation by operation (training/nonfinite.py).
+with that program, whose results must be bit-equal, and once operation by operation (training/faults/nonfinite.py).
 """
 
 import contextlib
@@ -21,10 +21,11 @@ from megajax.checkpoint.verify import digests
 from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer
 from megajax.sharding import is_axes
-from megajax.training.card import start_record
+from megajax.training.faults.nonfinite import Origin, find_origins
 from megajax.training.loop import Trainer
-from megajax.training.nonfinite import Origin, find_origins
-from megajax.training.step import TrainState, abstract_state, init_state, make_train_step, state_shardings
+from megajax.training.reporting.starts import start_record
+from megajax.training.state import TrainState, abstract_state, init_state, state_shardings
+from megajax.training.step import make_train_step
 
 logger = logging.getLogger("megajax")
 # Of what is listed; the first is what matters.

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from megajax.training.console import Console
+from megajax.training.reporting.console import Console
 
 
 class Profiler:

@@ -15,7 +15,7 @@ from megajax import compat
 from megajax.config import Config, override
 from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer
-from megajax.training.plan import plan_device, plan_rows
+from megajax.planning.plan import plan_device, plan_rows
 
 ROOT = Path(__file__).parents[2]
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}

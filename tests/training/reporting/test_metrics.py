@@ -9,8 +9,8 @@ import types
 import numpy as np
 import pytest
 
-from megajax.training.card import first_start
-from megajax.training.metrics import LoggingConfig, MetricsWriter
+from megajax.training.reporting.metrics import LoggingConfig, MetricsWriter
+from megajax.training.reporting.starts import first_start
 
 QUIET = LoggingConfig(tensorboard=False)
 

@@ -1,23 +1,15 @@
 """The start-up card: what will be trained, on what, and what it will need."""
 
-import json
-import time
-from datetime import datetime
-from pathlib import Path
-from typing import Any
-
 import jax
-import jaxlib
 from jax.sharding import Mesh
 
-from megajax import compat
 from megajax.data.datasets import Datasets
-from megajax.mesh import MeshConfig, xla_flags
+from megajax.mesh import MeshConfig
 from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer
-from megajax.training.console import format_count
-from megajax.training.loop import TrainingConfig
-from megajax.training.memory import memory_per_device, memory_rows
+from megajax.planning.memory import memory_per_device, memory_rows
+from megajax.training.config import TrainingConfig
+from megajax.training.reporting.console import format_count
 
 SHOWN_SOURCES = 8
 
@@ -65,26 +57,3 @@ def _data_rows(datasets: Datasets, steps: int) -> list[tuple[str, str]]:
     ]  # fmt: skip
     more = f", {len(sources) - SHOWN_SOURCES} more read less often" if len(sources) > SHOWN_SOURCES else ""
     return [("data", f"{len(sources)} datasets in {steps} steps{more}"), *rows]
-
-
-def start_record(mesh: Mesh, compiler_options: dict[str, str]) -> dict[str, Any]:
-    """What a start of the run ran on, for whoever compares speeds later: a line of starts.jsonl."""
-    return {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "devices": f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
-        "processes": jax.process_count(),
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
-        "cudnn": compat.cudnn_version(),
-        "compiler_options": compiler_options,
-        "xla_flags": xla_flags(),
-    }
-
-
-def first_start(run_dir: Path) -> float:
-    """When the run was started for the first time, in seconds since 1970; now, if nothing says when."""
-    try:
-        with (run_dir / "starts.jsonl").open() as file:
-            return datetime.fromisoformat(json.loads(file.readline())["time"]).timestamp()
-    except (OSError, ValueError, KeyError):
-        return time.time()

@@ -8,8 +8,8 @@ from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer, OptimizerConfig
 from megajax.precision import PrecisionConfig
-from megajax.training.replicas import compared_share, differing_devices
-from megajax.training.step import init_state, state_shardings
+from megajax.training.faults.replicas import compared_share, differing_devices
+from megajax.training.state import init_state, state_shardings
 
 MODEL = DecoderConfig(
     num_layers=2, embed_dim=16, num_heads=4, mlp_dim=32, vocab_size=100, vocab_multiple=4, max_positions=16

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from megajax.training.nonfinite import find_origins
+from megajax.training.faults.nonfinite import find_origins
 
 LAYERS = 6
 

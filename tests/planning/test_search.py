@@ -7,8 +7,8 @@ import pytest
 import configs
 import train
 from megajax.config import override
-from megajax.search import search
-from megajax.training.plan import plan_device
+from megajax.planning.plan import plan_device
+from megajax.planning.search import search
 
 
 @pytest.fixture(scope="module")

@@ -18,14 +18,13 @@ from jax.sharding import Mesh, NamedSharding
 
 from megajax import compat
 from megajax.checkpoint.checkpointer import with_shardings
+from megajax.devices import DEVICES, Device, utilisation
 from megajax.mesh import AXES, MeshConfig, make_mesh, use_compiler_without_gpu
 from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer
 from megajax.parallel.schedule import bubble, make_table
-from megajax.sharding import batch_spec
-from megajax.training.compiler_options import compiler_options
-from megajax.training.console import format_bytes, format_count, format_seconds
-from megajax.training.estimate import (
+from megajax.planning.memory import memory_per_device, memory_rows
+from megajax.planning.step_time import (
     ATTENTION_EFFICIENCY,
     GPUS_PER_HOST,
     HOST_BANDWIDTH,
@@ -33,10 +32,12 @@ from megajax.training.estimate import (
     NETWORK_BANDWIDTH,
     step_times,
 )
-from megajax.training.flops import DEVICES, Device, utilisation
-from megajax.training.loop import TrainingConfig
-from megajax.training.memory import memory_per_device, memory_rows
-from megajax.training.step import abstract_state, jit_train_step, state_shardings
+from megajax.sharding import batch_spec
+from megajax.training.compiler_options import compiler_options
+from megajax.training.config import TrainingConfig
+from megajax.training.reporting.console import format_bytes, format_count, format_seconds
+from megajax.training.state import abstract_state, state_shardings
+from megajax.training.step import jit_train_step
 
 USABLE_MEMORY = 0.92  # of the device; the rest is CUDA, cuDNN workspaces and fragmentation
 COMPILED_FOR = ("H100", "H200")

@@ -9,9 +9,9 @@ import pytest
 from launch import TINY
 
 import train
-from megajax.training.disk import check_room
+from megajax.training.faults.disk import check_room
 from megajax.training.loop import Trainer
-from megajax.training.step import TrainState
+from megajax.training.state import TrainState
 
 SCALAR = jax.ShapeDtypeStruct((), jnp.int32)
 # 1024 * 1024 parameters in bfloat16, and as many moments in float32: 2 MiB + 4 MiB

@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 
+from megajax.devices import find_device, utilisation
 from megajax.training.batch_schedule import BatchSchedule
-from megajax.training.console import Console, format_seconds
-from megajax.training.flops import find_device, utilisation
-from megajax.training.metrics import MetricsWriter
+from megajax.training.reporting.console import Console, format_seconds
+from megajax.training.reporting.metrics import MetricsWriter
 
 
 class Reporter:

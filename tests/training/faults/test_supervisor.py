@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megajax.training.supervisor import supervise
+from megajax.training.faults.supervisor import supervise
 
 
 def script(folder, statuses, *, steps):
@@ -131,7 +131,7 @@ def _is_running(pid: int) -> bool:
 def test_a_hang_ends_the_process_with_all_stacks():
     code = """
 import threading, time
-from megajax.training.watchdog import Watchdog
+from megajax.training.faults.watchdog import Watchdog
 def waits_for_ever():
     threading.Event().wait()
 threading.Thread(target=waits_for_ever, daemon=True).start()
@@ -150,7 +150,7 @@ with Watchdog(2 / 60) as watchdog:
 def test_no_watchdog_at_0_minutes_and_none_after_it():
     code = """
 import time
-from megajax.training.watchdog import Watchdog
+from megajax.training.faults.watchdog import Watchdog
 with Watchdog(0) as never, Watchdog(0.2 / 60) as short:
     never.alive()
     short.alive()

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from megajax.training.batch_schedule import BatchSchedule
-from megajax.training.reporter import Reporter
+from megajax.training.reporting.reporter import Reporter
 
 
 class Lines:

@@ -9,19 +9,22 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import jax
 
-from megajax.config import Config
+from megajax.devices import Device, utilisation
 from megajax.mesh import AXES, MeshConfig
 from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer
 from megajax.parallel.schedule import bubble, make_stages
-from megajax.training.console import format_bytes, format_seconds
-from megajax.training.estimate import GPUS_PER_HOST, step_times
-from megajax.training.flops import Device, utilisation
-from megajax.training.memory import memory_per_device
-from megajax.training.plan import USABLE_MEMORY
+from megajax.planning.memory import memory_per_device
+from megajax.planning.plan import USABLE_MEMORY
+from megajax.planning.step_time import GPUS_PER_HOST, step_times
+from megajax.training.reporting.console import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from megajax.config import Config
 
 MIN_CONTEXT_TOKENS = 2048  # of a sequence on a device; shorter parts are not worth splitting
 MICROBATCHES = (1, 2, 4, 8)
@@ -31,13 +34,13 @@ RECOMPUTE = ("none", "selective", "full")
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    config: Config
+    config: "Config"
     step_seconds: float
     bytes: int
     """Of a device."""
 
 
-def search(config: Config, num_devices: int, device: Device) -> tuple[list[Candidate], int]:
+def search(config: "Config", num_devices: int, device: Device) -> tuple[list[Candidate], int]:
     """-> (the best of each mesh that fits, fastest first; how many were tried).
 
     Of those that are equally fast to 1 %, which is less than an estimate knows, the plainest comes first.
@@ -80,7 +83,7 @@ def _best_of_each_mesh(found: list[Candidate]) -> list[Candidate]:
     return list(best.values())
 
 
-def search_rows(config: Config, num_devices: int, device: Device, most: int = 10) -> list[tuple[str, str]]:
+def search_rows(config: "Config", num_devices: int, device: Device, most: int = 10) -> list[tuple[str, str]]:
     """(name, value) rows for Console.card."""
     found, tried = search(config, num_devices, device)
     rows = [("devices", f"{num_devices} x {device.name}"), ("tried", f"{tried} ways, {len(found)} meshes fit")]
@@ -100,7 +103,7 @@ def search_rows(config: Config, num_devices: int, device: Device, most: int = 10
     return rows
 
 
-def _candidates(config: Config, num_devices: int) -> Iterator[Config]:
+def _candidates(config: "Config", num_devices: int) -> Iterator["Config"]:
     """All splits in powers of two and what is left of them. Meshes with an expert axis keep the one they have."""
     length = config.training.sequence_length
     longest = max(length // MIN_CONTEXT_TOKENS, 1)
@@ -128,7 +131,7 @@ def _candidates(config: Config, num_devices: int) -> Iterator[Config]:
                     )
 
 
-def _overrides(config: Config) -> list[str]:
+def _overrides(config: "Config") -> list[str]:
     """The fields that a search sets, as on the command line."""
     mesh, words = config.mesh, []
     for name in (*AXES, "virtual_stages"):

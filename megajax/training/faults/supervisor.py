@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megajax.training.metrics import step_of
+from megajax.training.reporting.metrics import step_of
 
 logger = logging.getLogger("megajax")
 # Of train.py for input that no restart makes better.

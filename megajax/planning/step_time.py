@@ -5,12 +5,12 @@ import math
 
 import jax.numpy as jnp
 
+from megajax.devices import Device
 from megajax.mesh import MeshConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
 from megajax.parallel.schedule import bubble
-from megajax.training.flops import Device
-from megajax.training.loop import TrainingConfig
+from megajax.training.config import TrainingConfig
 
 # Of the bf16 peak, sustained on H100 and H200: matmuls, with the element-wise work between them, and attention (cuDNN,
 # 131,072 tokens; docs/context.md), of which the FLOPs that a causal mask leaves count.

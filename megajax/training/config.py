@@ -1,0 +1,100 @@
+"""What a configuration says of the training itself: steps, batch, sequence, evaluation."""
+
+import dataclasses
+from typing import Literal
+
+from megajax.mesh import MeshConfig
+from megajax.training.batch_schedule import BatchSchedule
+from megajax.training.compiler_options import parse
+
+LossMean = Literal["token", "microbatch"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingConfig:
+    steps: int = 1000
+    """Optimizer steps of the whole run."""
+    global_batch_size: int = 8
+    """Sequences of one step over all devices."""
+    microbatch_size: int | None = None
+    """Sequences that one batch shard (data x fsdp x expert) computes at a time; None: all, no accumulation."""
+    sequence_length: int = 1024
+    """Tokens of a sequence."""
+    seed: int = 1234
+    """Of initial weights, data order and dropout."""
+    log_every_steps: int = 10
+    """Steps between two lines of metrics."""
+    eval_every_steps: int = 0
+    """Steps between two evaluations; 0: none."""
+    eval_steps: int = 10
+    """Batches of one evaluation."""
+    loss_mean: LossMean = "token"
+    """token: mean over all tokens of the global batch; microbatch: mean of the means of the microbatches (Megatron)."""
+    batch_size_rampup: tuple[int, int, int] | None = None
+    """(start, increment, samples): grow the batch to global_batch_size over so many samples."""
+    exit_at_step: int | None = None
+    """Save and exit cleanly at this step."""
+    exit_after_minutes: float | None = None
+    """Save and exit cleanly after so much time."""
+    hang_minutes: float = 30.0
+    """What takes longer ends the run, all stacks on stderr, exit status 1: connecting to the other processes, making
+    the data ready, restoring, a step (the first with its compilation), an evaluation, a save; 0: never."""
+    most_skipped_in_a_row: int = 20
+    """So many updates in a row that were skipped (not finite, or optimizer.most_grad_norm) end the run; 0: never."""
+    check_replicas_every_steps: int = 0
+    """Steps between two comparisons of what several devices hold copies of, and one before each save; a device that
+    differs is named and ends the run; 0: never."""
+    max_restarts: int = 0
+    """A run that crashes or hangs is started again, so many times; not after three crashes without a new step."""
+    profile_steps: tuple[int, int] | None = None
+    """(first, last): write a profile of these steps to run_dir/profile."""
+    compiler_options: str = ""
+    """XLA options of the train step beside or instead of the chosen ones: "xla_gpu_a=1 xla_gpu_b=x,y"."""
+    sample_prompt: str = ""
+    """Generate a sample from this prompt when the run is finished; empty: none."""
+
+    def check(self) -> None:
+        for name in ("steps", "global_batch_size", "sequence_length", "log_every_steps", "eval_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"training.{name}={getattr(self, name)} must be at least 1")
+        numbers = ("hang_minutes", "most_skipped_in_a_row", "max_restarts")
+        for name in ("eval_every_steps", "check_replicas_every_steps", *numbers):
+            if getattr(self, name) < 0:
+                raise ValueError(f"training.{name}={getattr(self, name)} must not be negative; 0 is never")
+        if self.microbatch_size is not None and self.microbatch_size < 1:
+            raise ValueError(f"training.microbatch_size={self.microbatch_size} must be at least 1, or None")
+        if self.profile_steps is not None and not 0 < self.profile_steps[0] <= self.profile_steps[1]:
+            raise ValueError(f"training.profile_steps={self.profile_steps} must be (first, last), counted from 1")
+        parse(self.compiler_options)
+        self.schedule(MeshConfig())
+
+    def check_on(self, mesh: MeshConfig) -> None:
+        """Raises ValueError if batch or sequence cannot be split over the mesh."""
+        shards = mesh.batch_shards
+        unit = shards * (self.microbatch_size or 1)
+        for size in self.schedule(mesh).sizes:
+            if size % unit:
+                raise ValueError(
+                    f"training.global_batch_size={size} is not divisible by {unit} = mesh data({mesh.data}) * fsdp("
+                    f"{mesh.fsdp}) * expert({mesh.expert}) * training.microbatch_size({self.microbatch_size or 1}); "
+                    f"use --training.global_batch_size={-(-size // unit) * unit}"
+                )
+        if mesh.pipeline > 1 and self.microbatch_size is None:
+            raise ValueError(
+                f"mesh.pipeline={mesh.pipeline} with training.microbatch_size=None is one microbatch, and all stages "
+                "but one would wait; use --training.microbatch_size=1"
+            )
+        split = mesh.context * mesh.tensor
+        if self.sequence_length % split:
+            raise ValueError(
+                f"training.sequence_length={self.sequence_length} is not divisible by {split} = mesh "
+                f"context({mesh.context}) * tensor({mesh.tensor}); "
+                f"use --training.sequence_length={-(-self.sequence_length // split) * split}"
+            )
+
+    def schedule(self, mesh: MeshConfig) -> BatchSchedule:
+        microbatch = self.microbatch_size and self.microbatch_size * mesh.batch_shards
+        return BatchSchedule(self.global_batch_size, microbatch, self.batch_size_rampup)
+
+    def eval_batch_size(self, mesh: MeshConfig) -> int:
+        return self.schedule(mesh)(self.steps).microbatch
