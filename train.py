@@ -44,11 +44,11 @@ def main(arguments: list[str]) -> None:
         replay(config, replay_step)
         return
     config.checkpoint.check_local_dir()
-    if config.training.max_restarts:
-        command = [sys.executable, __file__, *arguments, "--training.max_restarts=0"]
-        limits = config.training.max_restarts, config.training.hang_minutes
+    if config.launch.max_restarts:
+        command = [sys.executable, __file__, *arguments, "--launch.max_restarts=0"]
+        limits = config.launch.max_restarts, config.launch.hang_minutes
         raise SystemExit(supervise(command, Path(config.run_dir), *limits))
-    with Watchdog(config.training.hang_minutes) as watchdog:
+    with Watchdog(config.launch.hang_minutes) as watchdog:
         watchdog.alive()
         initialize_processes()
         watchdog.alive()
@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> None:
 
 def train(config: Config) -> str:
     """Builds everything that the config describes and trains -> "finished", "interrupted" or "already finished"."""
-    with Watchdog(config.training.hang_minutes) as watchdog:
+    with Watchdog(config.launch.hang_minutes) as watchdog:
         return _train(config, watchdog)
 
 
@@ -131,15 +131,10 @@ def _build(config: Config) -> dict[str, Any]:
     """What a Trainer takes of the config alone; writes nothing. Raises ValueError if the run began with other data."""
     from megajax.data.datasets import build_datasets, check_vocab_size
     from megajax.mesh import make_mesh
-    from megajax.models.model import Model
-    from megajax.optim.optimizer import Optimizer
-    from megajax.parallel.schedule import make_stages
     from megajax.training.compiler_options import compiler_options
 
-    training, mesh = config.training, make_mesh(config.mesh)
-    model = Model(config.model, config.precision, make_stages(config.mesh, config.model.num_layers))
-    offload_state = config.optimizer.offload_state
-    options = compiler_options(training.compiler_options, model, mesh, offload_state=offload_state)
+    training, mesh, model = config.training, make_mesh(config.mesh), config.make_model()
+    options = compiler_options(model, mesh, offload_state=config.optimizer.offload_state)
     datasets = build_datasets(
         config.data,
         sequence_length=training.sequence_length,
@@ -154,10 +149,11 @@ def _build(config: Config) -> dict[str, Any]:
     _check_same_data(datasets.record, config.data.allow_change, Path(config.run_dir))
     return dict(
         config=training,
+        launch=config.launch,
         mesh_config=config.mesh,
         mesh=mesh,
         model=model,
-        optimizer=Optimizer(config.optimizer, model.decay_mask),
+        optimizer=config.make_optimizer(model),
         learning_rates=config.optimizer.make_schedule(training.steps),
         shard_over_data=config.optimizer.shard_over_data,
         datasets=datasets,
@@ -198,9 +194,6 @@ def replay(config: Config, step: int) -> None:
 def plan(name: str, config: Config, device_name: str) -> None:
     """Prints what the run would need on its mesh; an axis of -1 counts as 1. device_name: of a GPU, or
     search:NUMBER[:GPU], which ranks the meshes of so many."""
-    from megajax.models.model import Model
-    from megajax.optim.optimizer import Optimizer
-    from megajax.parallel.schedule import make_stages
     from megajax.planning.plan import plan_device, plan_rows
     from megajax.planning.search import search_rows
     from megajax.training.reporting.console import Console
@@ -215,8 +208,8 @@ def plan(name: str, config: Config, device_name: str) -> None:
     sizes = {axis: max(size, 1) for axis, size in config.mesh.sizes().items()}
     mesh = dataclasses.replace(config.mesh, **sizes)
     config = dataclasses.replace(config, mesh=mesh).check_on(mesh.num_devices)
-    model = Model(config.model, config.precision, make_stages(config.mesh, config.model.num_layers))
-    optimizer = Optimizer(config.optimizer, model.decay_mask)
+    model = config.make_model()
+    optimizer = config.make_optimizer(model)
     packed = not config.data.cross_document_attention
     rows = plan_rows(model, optimizer, mesh, config.training, config.optimizer.shard_over_data, packed, device)
     Console().card(f"plan of {name}", rows)
@@ -260,14 +253,10 @@ def _check_same_run(config: Config, run_dir: Path) -> list[str]:
             f"run_dir={run_dir} holds parameters alone, for serving, and no optimizer; train in the run directory that "
             "they came from, or use another --run_dir"
         )
-    changed = configuration.differences(Config.load(run_dir), dataclasses.replace(config, run_dir=str(run_dir)))
-    free = ("scan_layers", "recompute", "offload", "dropout", "attention_dropout", "attention_backend")
-    free += ("context_attention", "deterministic")
-    other = [line for line in changed if line.startswith("model.") and not line.removeprefix("model.").startswith(free)]
-    other += [line for line in changed if line.startswith(("precision.params:", "optimizer.name:"))]
-    if other:
+    before, now = Config.load(run_dir), dataclasses.replace(config, run_dir=str(run_dir))
+    if other := configuration.incompatibilities(before, now):
         raise ValueError(f"run_dir={run_dir} holds a run of another model ({'; '.join(other)}); use another --run_dir")
-    return changed
+    return [line for line in configuration.differences(before, now) if not line.startswith("launch.")]
 
 
 def _check_same_data(record: dict, allow_change: bool, run_dir: Path) -> None:

@@ -22,9 +22,6 @@ from benchmarks.hlo import Program
 from megajax import compat
 from megajax.config import Config, override
 from megajax.mesh import make_mesh
-from megajax.models.model import Model
-from megajax.optim.optimizer import Optimizer
-from megajax.parallel.schedule import make_stages
 from megajax.planning.plan import compile_step, devices_without_gpu, plan_device
 
 RECORD = Path(__file__).parents[1] / "tests" / "compiled" / "recorded.json"
@@ -46,8 +43,8 @@ def compile_recipe(config: Config):
     mesh_config = dataclasses.replace(config.mesh, **{a: max(size, 1) for a, size in config.mesh.sizes().items()})
     config = dataclasses.replace(config, mesh=mesh_config).check_on(mesh_config.num_devices)
     mesh = make_mesh(mesh_config, devices_without_gpu(mesh_config.num_devices, plan_device("h100")))
-    model = Model(config.model, config.precision, make_stages(config.mesh, config.model.num_layers))
-    optimizer = Optimizer(config.optimizer, model.decay_mask)
+    model = config.make_model()
+    optimizer = config.make_optimizer(model)
     packed = not config.data.cross_document_attention
     compiled, _ = compile_step(
         model, optimizer, mesh, mesh_config, config.training, config.optimizer.shard_over_data, packed

@@ -1,6 +1,6 @@
 """Where the time of a step goes: python -m benchmarks.profile FOLDER [--num_steps=1]
 
-Reads a profile that jax.profiler (or --training.profile_steps) wrote and sums the GPU kernels of the first GPU by kind
+Reads a profile that jax.profiler (or --launch.profile_steps) wrote and sums the GPU kernels of the first GPU by kind
 and by name. `python -m benchmarks.train_step --profile` makes one, and knows the program besides: each kernel carries
 the name of its instruction, and the program says which line of megajax that comes from (benchmarks/places.py).
 """
@@ -53,7 +53,7 @@ def read_kernels(folder: str | Path) -> list[Kernel]:
     data = jax.profiler.ProfileData.from_file(str(path)) if path else None
     plane = next((p for p in data.planes if re.search(r"GPU:0$", p.name, re.IGNORECASE)), None) if data else None
     if plane is None:
-        raise ValueError(f"{folder}: no profile of a GPU is there; write one with --training.profile_steps=10,12")
+        raise ValueError(f"{folder}: no profile of a GPU is there; write one with --launch.profile_steps=10,12")
     kernels = []
     for line in plane.lines:
         if "stream" not in line.name.lower():  # others sum up what streams did

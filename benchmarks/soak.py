@@ -1,6 +1,6 @@
 """A run that is killed again and again, and one that is not: python -m benchmarks.soak [--minutes=20] [--output=FILE]
 
-Trains a very small model on the CPU under the supervisor (training.max_restarts) and kills the process that trains,
+Trains a very small model on the CPU under the supervisor (launch.max_restarts) and kills the process that trains,
 with SIGKILL, 20 to 60 s after it has begun to, until so many minutes are over; then trains the same undisturbed. Every
 loss and every digest of the last checkpoint must be the same, bit for bit: exit status 1 if one is not. Also recorded:
 kills, and how many of them hit a save; steps done again; goodput; resident memory and open files of the processes.
@@ -95,7 +95,7 @@ def disturb(run_dir: Path, steps: int, seconds: float, rng: random.Random) -> di
     """Trains under the supervisor with kills for so long -> what happened."""
     log, sampler, kills = run_dir.with_suffix(".log"), Sampler(), []
     begin, highest = time.monotonic(), 0
-    supervisor = start(command(run_dir, steps, "--training.max_restarts=100000"), log)
+    supervisor = start(command(run_dir, steps, "--launch.max_restarts=100000"), log)
     try:
         while supervisor.poll() is None and time.monotonic() - begin < seconds:
             child = _until_it_trains(supervisor, run_dir, highest)

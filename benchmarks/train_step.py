@@ -22,7 +22,7 @@ from pathlib import Path
 import jax
 import jaxlib
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.stages import Compiled
 
 from benchmarks import profile
@@ -34,8 +34,7 @@ from megajax.mesh import make_mesh, use_compilation_cache
 from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer
 from megajax.parallel.context import sequence_order
-from megajax.parallel.schedule import make_stages
-from megajax.sharding import batch_spec
+from megajax.training.batches import abstract_batch
 from megajax.training.compiler_options import compiler_options
 from megajax.training.reporting.console import format_bytes
 from megajax.training.state import TrainState, init_state, state_shardings
@@ -63,14 +62,12 @@ class Setup:
 
     def compiler_options(self) -> dict[str, str]:
         """Those that a run of this recipe gets."""
-        requested, offload_state = self.config.training.compiler_options, self.config.optimizer.offload_state
-        return compiler_options(requested, self.model, self.mesh, offload_state=offload_state)
+        return compiler_options(self.model, self.mesh, offload_state=self.config.optimizer.offload_state)
 
     def compile(self, state: TrainState, compiler_options: dict[str, str]) -> tuple[Compiled, float]:
         """-> (the step of this recipe, seconds it took)."""
-        start, training = time.perf_counter(), self.config.training
-        means = dict(loss_mean=training.loss_mean, group=training.microbatch_size, seed=training.seed)
-        step = jit_train_step(self.model, self.optimizer, self.shardings, compiler_options, **means)
+        start = time.perf_counter()
+        step = jit_train_step(self.model, self.optimizer, self.config.training, self.shardings, compiler_options)
         with jax.set_mesh(self.mesh):
             return step.lower(state, self.batches[0], RATE).compile(), time.perf_counter() - start
 
@@ -78,30 +75,35 @@ class Setup:
 def set_up(config: Config) -> Setup:
     config = config.check_on(jax.device_count())
     use_compilation_cache()
-    training, mesh = config.training, make_mesh(config.mesh)
-    model = Model(config.model, config.precision, make_stages(config.mesh, config.model.num_layers))
-    optimizer = Optimizer(config.optimizer, model.decay_mask)
+    training, mesh, model = config.training, make_mesh(config.mesh), config.make_model()
+    optimizer = config.make_optimizer(model)
     shardings = state_shardings(model, optimizer, mesh, config.optimizer.shard_over_data)
-    batch = training.schedule(config.mesh)(training.steps)
-    shape = (batch.num_microbatches, batch.microbatch, training.sequence_length)
-    sharding = NamedSharding(mesh, batch_spec())
-    return Setup(config, mesh, model, optimizer, shardings, _random_batches(shape, config, sharding))
+    batch, packed = training.schedule(config.mesh)(training.steps), not config.data.cross_document_attention
+    arrays = abstract_batch(model, batch, training.sequence_length, mesh, packed=packed)
+    order = sequence_order(training.sequence_length, config.mesh.context, config.execution.context_attention)
+    batches = [_random_batch(number, arrays, order, config.model.vocab_size) for number in range(NUM_BATCHES)]
+    return Setup(config, mesh, model, optimizer, shardings, batches)
 
 
-def _random_batches(shape: tuple, config: Config, sharding: NamedSharding) -> list[dict]:
-    put = lambda array: jax.device_put(np.ascontiguousarray(array), sharding)
-    order = sequence_order(shape[2], config.mesh.context, config.model.context_attention)
-    positions = put(np.broadcast_to(order, shape))
-    same, batches = {"positions": positions, "loss_mask": put(np.ones(shape, np.float32))}, []
-    for number in range(NUM_BATCHES):
-        rng = np.random.default_rng(number)
-        tokens = rng.integers(0, config.model.vocab_size, (*shape[:2], shape[2] + 1), dtype=np.int32)
-        batch = {"tokens": put(tokens[..., :-1]), "labels": put(tokens[..., 1:])} | same
-        if not config.data.cross_document_attention:
-            ends = rng.random(shape) < 1 / 500  # documents of about 500 tokens
-            batch["segment_ids"] = put((1 + np.cumsum(ends, -1, dtype=np.int32))[..., order])
-        batches.append(batch)
-    return batches
+def _random_batch(number: int, arrays: dict[str, jax.ShapeDtypeStruct], order: np.ndarray, vocab_size: int) -> dict:
+    """Random tokens and what belongs to them; labels are the tokens that follow."""
+    rng = np.random.default_rng(number)
+    shape = arrays["tokens"].shape
+    tokens = rng.integers(0, vocab_size, (*shape[:-1], shape[-1] + 1), dtype=np.int32)
+    ends = rng.random(shape) < 1 / 500  # documents of about 500 tokens
+    made = {
+        "tokens": tokens[..., :-1],
+        "labels": tokens[..., 1:],
+        "positions": np.broadcast_to(order, shape),
+        "loss_mask": np.ones(shape, np.float32),
+        "segment_ids": (1 + np.cumsum(ends, -1, dtype=np.int32))[..., order],
+    }
+
+    def array(name: str, like: jax.ShapeDtypeStruct):
+        values = made[name] if name in made else rng.integers(0, vocab_size, like.shape)
+        return jax.device_put(np.ascontiguousarray(values, like.dtype), like.sharding)
+
+    return {name: array(name, like) for name, like in arrays.items()}
 
 
 def sustained(

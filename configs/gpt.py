@@ -7,6 +7,7 @@ from megajax.config import Config
 from megajax.data.config import DataConfig
 from megajax.mesh import MeshConfig
 from megajax.models.decoder import DecoderConfig
+from megajax.models.execution import ExecutionConfig
 from megajax.optim.optimizer import OptimizerConfig
 from megajax.precision import PrecisionConfig
 from megajax.training.config import TrainingConfig
@@ -78,7 +79,7 @@ def gpt_1p3b() -> Config:
     and training loop; one H100 80GB, jax 0.11.2, 2026-11-21, commit 9b4544b).
     Command: python train.py --config=gpt_1p3b
     """
-    gpt = _gpt3(num_layers=24, embed_dim=2048, num_heads=16, sequence_length=2048, recompute="none")
+    gpt = _gpt3(num_layers=24, embed_dim=2048, num_heads=16, sequence_length=2048)
     return Config(
         model=dataclasses.replace(gpt, position="rope", norm="rmsnorm"),
         mesh=MeshConfig(fsdp=-1),
@@ -106,8 +107,8 @@ def gpt3_7b() -> Config:
             max_positions=8192,
             tied_embeddings=False,
             bias=False,
-            recompute="selective",
         ),
+        execution=ExecutionConfig(recompute="selective"),
         mesh=MeshConfig(fsdp=2, tensor=4),
         data=DataConfig(source="mock", tokenizer="null:131072", cross_document_attention=True),
         optimizer=OptimizerConfig(learning_rate=1.5e-4, min_learning_rate=1e-5, warmup_steps=100),
@@ -125,7 +126,7 @@ def gpt3_7b_pipeline() -> Config:
     config = gpt3_7b()
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, recompute="none"),
+        execution=ExecutionConfig(),
         mesh=MeshConfig(data=2, pipeline=4, virtual_stages=8),
         training=dataclasses.replace(config.training, microbatch_size=1),
     )
@@ -138,7 +139,8 @@ def gpt_22b() -> Config:
     Command: srun python train.py --config=gpt_22b
     """
     return Config(
-        model=_gpt3(num_layers=48, embed_dim=6144, num_heads=64, sequence_length=2048, recompute="selective"),
+        model=_gpt3(num_layers=48, embed_dim=6144, num_heads=64, sequence_length=2048),
+        execution=ExecutionConfig(recompute="selective"),
         mesh=MeshConfig(fsdp=8, tensor=8),
         data=DataConfig(source="mock", cross_document_attention=True),
         optimizer=OptimizerConfig(learning_rate=1e-4, min_learning_rate=1e-5, warmup_steps=500),
@@ -153,7 +155,8 @@ def gpt_175b() -> Config:
     Command: srun python train.py --config=gpt_175b
     """
     return Config(
-        model=_gpt3(num_layers=96, embed_dim=12288, num_heads=96, sequence_length=2048, recompute="full"),
+        model=_gpt3(num_layers=96, embed_dim=12288, num_heads=96, sequence_length=2048),
+        execution=ExecutionConfig(recompute="full"),
         mesh=MeshConfig(fsdp=128, tensor=8),
         data=DataConfig(source="mock", cross_document_attention=True),
         optimizer=OptimizerConfig(learning_rate=6e-5, min_learning_rate=6e-6, warmup_steps=2000),
@@ -161,7 +164,7 @@ def gpt_175b() -> Config:
     )
 
 
-def _gpt3(num_layers: int, embed_dim: int, num_heads: int, sequence_length: int, recompute: str) -> DecoderConfig:
+def _gpt3(num_layers: int, embed_dim: int, num_heads: int, sequence_length: int) -> DecoderConfig:
     return DecoderConfig(
         num_layers=num_layers,
         embed_dim=embed_dim,
@@ -172,5 +175,4 @@ def _gpt3(num_layers: int, embed_dim: int, num_heads: int, sequence_length: int,
         activation="gelu_tanh",
         bias=False,
         tied_embeddings=False,
-        recompute=recompute,
     )

@@ -7,6 +7,7 @@ from megajax.data.config import DataConfig
 from megajax.layers.rope import RopeConfig
 from megajax.mesh import MeshConfig
 from megajax.models.decoder import DecoderConfig
+from megajax.models.execution import ExecutionConfig
 from megajax.optim.optimizer import OptimizerConfig
 from megajax.training.config import TrainingConfig
 
@@ -53,8 +54,8 @@ def llama3_8b_128k() -> Config:
     config = llama3_8b()
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(
-            config.model, recompute="selective", recompute_modules=("norm", "activation", "mlp"), scan_layers=True
+        execution=ExecutionConfig(
+            recompute="selective", recompute_modules=("norm", "activation", "mlp"), scan_layers=True
         ),
         mesh=MeshConfig(data=-1, context=8),
         training=dataclasses.replace(config.training, global_batch_size=1, sequence_length=131_072),
@@ -68,7 +69,8 @@ def llama3_70b() -> Config:
     Command: srun python train.py --config=llama3_70b
     """
     return Config(
-        model=_llama3(num_layers=80, embed_dim=8192, num_heads=64, mlp_dim=28672, recompute="full"),
+        model=_llama3(num_layers=80, embed_dim=8192, num_heads=64, mlp_dim=28672),
+        execution=ExecutionConfig(recompute="full"),
         mesh=MeshConfig(fsdp=8, tensor=8),
         data=DataConfig(source="mock", tokenizer="null:128256", cross_document_attention=True),
         optimizer=OptimizerConfig(learning_rate=1.5e-4, min_learning_rate=1.5e-5, warmup_steps=2000),
@@ -76,7 +78,7 @@ def llama3_70b() -> Config:
     )
 
 
-def _llama3(num_layers: int, embed_dim: int, num_heads: int, mlp_dim: int, recompute: str = "none") -> DecoderConfig:
+def _llama3(num_layers: int, embed_dim: int, num_heads: int, mlp_dim: int) -> DecoderConfig:
     return DecoderConfig(
         num_layers=num_layers,
         embed_dim=embed_dim,
@@ -90,5 +92,4 @@ def _llama3(num_layers: int, embed_dim: int, num_heads: int, mlp_dim: int, recom
         activation="swiglu",
         bias=False,
         tied_embeddings=False,
-        recompute=recompute,
     )

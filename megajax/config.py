@@ -19,15 +19,21 @@ from megajax.checkpoint.config import CheckpointConfig
 from megajax.data.config import DataConfig
 from megajax.mesh import MeshConfig
 from megajax.models.decoder import DecoderConfig
-from megajax.optim.optimizer import OptimizerConfig
+from megajax.models.execution import ExecutionConfig
+from megajax.models.interface import ModelConfig, family
+from megajax.models.model import Model
+from megajax.optim.optimizer import Optimizer, OptimizerConfig
+from megajax.parallel.schedule import make_stages
 from megajax.precision import PrecisionConfig
-from megajax.training.config import TrainingConfig
+from megajax.training.compiler_options import parse
+from megajax.training.config import LaunchConfig, TrainingConfig
 from megajax.training.reporting.metrics import LoggingConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    model: DecoderConfig = DecoderConfig()
+    model: ModelConfig = DecoderConfig()
+    execution: ExecutionConfig = ExecutionConfig()
     mesh: MeshConfig = MeshConfig()
     precision: PrecisionConfig = PrecisionConfig()
     data: DataConfig = DataConfig()
@@ -35,6 +41,7 @@ class Config:
     training: TrainingConfig = TrainingConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+    launch: LaunchConfig = LaunchConfig()
     run_dir: str = ""
     """Where everything of the run is written; empty: runs/NAME of the recipe."""
 
@@ -45,9 +52,12 @@ class Config:
         self.checkpoint.check()
         self.logging.check()
         self.training.check()
+        self.launch.check()
+        self.execution.check(self.mesh)
+        parse(self.execution.compiler_options)
         self.checkpoint.check_evaluated(self.training.steps, self.training.eval_every_steps)
         self.optimizer.check(self.training.steps)
-        self.model.check(self.mesh, self.training.sequence_length)
+        self.model.check(self.mesh, self.training.sequence_length, self.execution)
 
     def check_on(self, num_devices: int) -> "Config":
         """The config with its mesh resolved for that many devices. Raises ValueError for what does not divide."""
@@ -57,12 +67,20 @@ class Config:
         config.training.check_on(mesh)
         return config
 
+    def make_model(self) -> Model:
+        """Without its weights; the mesh is resolved. Raises ValueError for parameters to freeze that are not there."""
+        stages = make_stages(self.mesh, self.model.num_layers_in_all)
+        return Model(self.model, self.precision, self.execution, stages, self.training.frozen)
+
+    def make_optimizer(self, model: Model) -> Optimizer:
+        return Optimizer(self.optimizer, model.trained)
+
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
     @staticmethod
     def from_json(text: str) -> "Config":
-        return _from_dict(Config, json.loads(text))
+        return _from_dict(Config, _moved(json.loads(text)))
 
     @staticmethod
     def load(run_dir: str | Path) -> "Config":
@@ -75,6 +93,22 @@ class Config:
         except (ValueError, TypeError) as error:
             raise ValueError(f"run={run_dir}: {path} cannot be read ({error}); use another run directory") from None
         return dataclasses.replace(config, run_dir=str(run_dir))
+
+
+def incompatibilities(old: Config, new: Config) -> list[str]:
+    """What keeps a run that began with `old` from going on as `new`: differences in what the weights and the state of
+    the optimizer mean."""
+    if type(old.model) is not type(new.model):
+        return [f"model.kind: {old.model.kind} -> {new.model.kind}"]
+    lines = differences(_fixed(old.model), _fixed(new.model), "model.")
+    other = differences(old, new)
+    return lines + [line for line in other if line.startswith(("precision.params:", "optimizer.name:"))]
+
+
+def _fixed(model: ModelConfig) -> ModelConfig:
+    """The config with those fields at their defaults that may change when a run resumes."""
+    changing = [field for field in dataclasses.fields(model) if field.metadata.get("may_change")]
+    return dataclasses.replace(model, **{field.name: field.default for field in changing})
 
 
 def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
@@ -97,10 +131,13 @@ _TYRO = (tyro.conf.FlagConversionOff,)  # booleans take a value, like every othe
 def override(config: Config, arguments: list[str]) -> Config:
     """The config with `--section.field=value` arguments applied. Raises ValueError for the first one that is wrong."""
     arguments = _normalised(arguments)
+    config, arguments = _with_kind(config, arguments)
     fields = dict(_leaves(config))
     words = []
     for argument in arguments:
         name = argument[2:].split("=", 1)[0]
+        if name in MOVED:
+            raise ValueError(f"--{name} is now --{MOVED[name]}")
         if name not in fields:
             raise ValueError(f"--{name} is unknown{did_you_mean(name, fields, '--')}; --help shows all fields")
         words.append(_words(argument, fields[name]))
@@ -111,6 +148,18 @@ def override(config: Config, arguments: list[str]) -> Config:
             name, _, value = argument[2:].partition("=")
             raise ValueError(f"{name}={value!r} is not {_describe(fields[name])}") from None
     return _parse(config, [word for one in words for word in one])
+
+
+def _with_kind(config: Config, arguments: list[str]) -> tuple[Config, list[str]]:
+    """--model.kind=NAME takes the family's own defaults, but for what the recipe says of both: sizes, a vocabulary."""
+    for argument in arguments:
+        name, _, kind = argument.partition("=")
+        if name == "--model.kind" and kind != config.model.kind:
+            chosen = family(kind)
+            names = {field.name for field in dataclasses.fields(chosen)} - {"kind"}
+            common = {field.name for field in dataclasses.fields(config.model)} & names
+            config = dataclasses.replace(config, model=chosen(**{name: getattr(config.model, name) for name in common}))
+    return config, [argument for argument in arguments if not argument.startswith("--model.kind=")]
 
 
 def _parse(config: Config, words: list[str]) -> Config:
@@ -186,7 +235,36 @@ def did_you_mean(name: str, known, prefix: str = "") -> str:
 # ----------------------------------------------------------------------------- JSON
 
 
+# Fields that have moved, by their old names: config.json of older runs still loads.
+MOVED = {
+    f"model.{name}": f"execution.{name}"
+    for name in (
+        "scan_layers", "recompute", "recompute_modules", "recompute_every", "offload", "attention_backend",
+        "context_attention", "deterministic",
+    )
+} | {
+    "model.z_loss": "training.z_loss",
+    "model.label_smoothing": "training.label_smoothing",
+    "training.compiler_options": "execution.compiler_options",
+} | {
+    f"training.{name}": f"launch.{name}"
+    for name in ("exit_at_step", "exit_after_minutes", "hang_minutes", "max_restarts", "profile_steps")
+}  # fmt: skip
+
+
+def _moved(sections: dict) -> dict:
+    """The sections of an older config.json, its fields where they are now."""
+    sections = {name: dict(part) if isinstance(part, dict) else part for name, part in sections.items()}
+    for old, new in MOVED.items():
+        (old_section, name), (new_section, new_name) = old.split("."), new.split(".")
+        if name in sections.get(old_section, {}):
+            sections.setdefault(new_section, {})[new_name] = sections[old_section].pop(name)
+    return sections
+
+
 def _from_dict(kind: Any, value: Any) -> Any:
+    if kind is ModelConfig:
+        kind = family(value.get("kind", "decoder"))  # runs from before there were others do not say
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
         unknown = set(value) - set(hints)

@@ -60,8 +60,8 @@ CASES = {
         ["training.sequence_length=255", "tensor(2)", "--training.sequence_length=256"],
     ),
     "heads over context": (
-        ["--mesh.data=1", "--mesh.context=8", "--model.context_attention=all_to_all"],
-        ["is not divisible by 8", "use --model.context_attention=ring"],
+        ["--mesh.data=1", "--mesh.context=8", "--execution.context_attention=all_to_all"],
+        ["is not divisible by 8", "use --execution.context_attention=ring"],
     ),
     "sequence and learned positions": (
         ["--model.position=learned", "--training.sequence_length=512"],
@@ -101,12 +101,12 @@ CASES = {
         ["mesh.virtual_stages=2", "--mesh.pipeline_schedule=1f1b"],
     ),
     "loop of layers in a pipeline": (
-        ["--mesh.data=4", "--mesh.pipeline=2", "--model.scan_layers=True", "--training.microbatch_size=1"],
-        ["model.scan_layers=True", "leave it out"],
+        ["--mesh.data=4", "--mesh.pipeline=2", "--execution.scan_layers=True", "--training.microbatch_size=1"],
+        ["execution.scan_layers=True", "leave it out"],
     ),
     "offload in a pipeline": (
-        ["--mesh.data=4", "--mesh.pipeline=2", "--model.offload=residual", "--training.microbatch_size=1"],
-        ["model.offload=residual", "--model.recompute=full"],
+        ["--mesh.data=4", "--mesh.pipeline=2", "--execution.offload=residual", "--training.microbatch_size=1"],
+        ["execution.offload=residual", "--execution.recompute=full"],
     ),
     "missing data set": (
         ["--data.source=indexed", "--data.paths=nowhere/corpus"],
@@ -122,34 +122,34 @@ CASES = {
         ["model.vocab_size=2048", "data.tokenizer", "--model.vocab_size="],
     ),
     "offload without the loop": (
-        ["--model.offload=residual", "--model.scan_layers=False"],
-        ["model.offload=residual", "loop", "leave out --model.scan_layers=False"],
+        ["--execution.offload=residual", "--execution.scan_layers=False"],
+        ["execution.offload=residual", "loop", "leave out --execution.scan_layers=False"],
     ),
     "compiler option without a value": (
-        ["--training.compiler_options=xla_gpu_enable_triton_gemm"],
-        ["training.compiler_options", "xla_gpu_enable_triton_gemm", "xla_NAME=VALUE"],
+        ["--execution.compiler_options=xla_gpu_enable_triton_gemm"],
+        ["execution.compiler_options", "xla_gpu_enable_triton_gemm", "xla_NAME=VALUE"],
     ),
     "compiler option that jaxlib does not know": (
-        ["--mesh.data=8", "--training.compiler_options=xla_gpu_colour=3"],
-        ["training.compiler_options", "xla_gpu_colour=3", "leave it out"],
+        ["--mesh.data=8", "--execution.compiler_options=xla_gpu_colour=3"],
+        ["execution.compiler_options", "xla_gpu_colour=3", "leave it out"],
     ),
     "module to recompute": (
-        ["--model.recompute=selective", "--model.recompute_modules=norm,mlp_act"],
-        ["model.recompute_modules: 'mlp_act'", "core_attention"],
+        ["--execution.recompute=selective", "--execution.recompute_modules=norm,mlp_act"],
+        ["execution.recompute_modules: 'mlp_act'", "core_attention"],
     ),
     "no module to recompute": (
-        ["--model.recompute=selective", "--model.recompute_modules="],
-        ["model.recompute=selective", "model.recompute_modules", "--model.recompute=none"],
+        ["--execution.recompute=selective", "--execution.recompute_modules="],
+        ["execution.recompute=selective", "execution.recompute_modules", "--execution.recompute=none"],
     ),
     "every zeroth layer": (
-        ["--model.recompute=full", "--model.recompute_every=0"],
-        ["model.recompute_every=0", "at least 1"],
+        ["--execution.recompute=full", "--execution.recompute_every=0"],
+        ["execution.recompute_every=0", "at least 1"],
     ),
     "every second layer of nothing": (
-        ["--model.recompute_every=2"],
-        ["model.recompute_every=2", "--model.recompute=full"],
+        ["--execution.recompute_every=2"],
+        ["execution.recompute_every=2", "--execution.recompute=full"],
     ),
-    "activation to offload": (["--model.offload=residual,mlp"], ["model.offload: 'mlp'", "mlp_wide"]),
+    "activation to offload": (["--execution.offload=residual,mlp"], ["execution.offload: 'mlp'", "mlp_wide"]),
     "dropout": (["--model.dropout=1"], ["model.dropout=1.0", "below 1"]),
     "warm-up": (["--optimizer.warmup_steps=400"], ["optimizer.warmup_steps=400", "400"]),
 }  # fmt: skip
@@ -198,10 +198,10 @@ def test_empty_run_directory_is_that_of_the_recipe(monkeypatch, tmp_path):
 def test_a_run_may_go_on_with_another_way_to_compute_the_same(tmp_path):
     config = train.configs.recipe("gpt_tiny")
     (tmp_path / "config.json").write_text(config.to_json())
-    same = ["--model.context_attention=all_gather", "--model.recompute=full", "--model.scan_layers=True"]
+    same = ["--execution.context_attention=all_gather", "--execution.recompute=full", "--execution.scan_layers=True"]
     changed = train._check_same_run(override(config, same), tmp_path)
     assert sorted(line.split(":")[0] for line in changed if "run_dir" not in line) == [
-        "model.context_attention", "model.recompute", "model.scan_layers"
+        "execution.context_attention", "execution.recompute", "execution.scan_layers"
     ]  # fmt: skip
     for other in ("--model.window=8", "--precision.params=bfloat16", "--optimizer.name=lion"):
         with pytest.raises(ValueError, match=f"another model .{other[2:].split('=')[0]}: "):

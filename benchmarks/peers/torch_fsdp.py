@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node=N -m benchmarks.peers.torch_fsdp --config=NAME [--seconds=10] [--windows=1]
 
-The global batch of the recipe is split over all GPUs, whatever its mesh says. model.recompute=full recomputes each
+The global batch of the recipe is split over all GPUs, whatever its mesh says. execution.recompute=full recomputes each
 block, anything else nothing. Fresh random tokens each step, no clipping. The first process prints one line of JSON.
 """
 
@@ -24,7 +24,7 @@ def sharded_model(config: Config, device: torch.device) -> Gpt:
     """Built without memory, sharded, then filled: no GPU ever holds it whole."""
     model = config.model
     with torch.device("meta"):
-        gpt = Gpt(model, config.training.sequence_length, device, model.recompute == "full")
+        gpt = Gpt(model, config.training.sequence_length, device, execution.recompute == "full")
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in gpt.blocks:
         block.compile()

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 
 from megajax.checkpoint.config import CheckpointConfig, Kept
-from megajax.checkpoint.layout import Rows, stored_form, wanted_form
+from megajax.checkpoint.layout import Rows, saved_rows, stored_form, wanted_form
 from megajax.checkpoint.local import LocalSnapshots, run_folder
 from megajax.checkpoint.verify import as_stored, differing, digests, on_all_processes, sealed, unsealed
 
@@ -272,8 +271,7 @@ class Checkpointer:
     def _read(self, step: int, abstract: dict, wanted: Rows) -> tuple[dict, dict, Rows, dict]:
         """-> (trees as they are stored, digests, rows of the layers, meta data)."""
         meta = self.read_meta(step)
-        as_numbered = {kind: np.arange(rows.max() + 1) for kind, rows in wanted.items()}  # before pipelines were there
-        stored = {kind: np.array(rows) for kind, rows in meta.get("layer_rows", as_numbered).items()}
+        stored = saved_rows(meta, wanted)
         saved = meta.pop("digests", {})
         forms = {
             name: as_stored(saved.get(name, {}), stored_form(tree, stored, wanted)) for name, tree in abstract.items()

@@ -5,6 +5,7 @@ rows of padding (parallel/schedule.py). A checkpoint holds the arrays as the run
 row is which layer.
 """
 
+import itertools
 from collections.abc import Callable
 
 import jax
@@ -13,7 +14,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 Rows = dict[str, np.ndarray]
-"""{kind: int32 number of the layer in each row of a stack, -1 for padding}."""
+"""{"stack.kind": int32 number of the layer in each row of its arrays, -1 for padding}."""
+
+
+def saved_rows(meta: dict, wanted: Rows) -> Rows:
+    """Of the arrays of a checkpoint, from its meta data; those of before there were several stacks name the kind alone,
+    and before there were pipelines, nothing."""
+    if "layer_rows" not in meta:
+        return {place: np.arange(rows.max() + 1) for place, rows in wanted.items()}
+    return {place if "." in place else f"layers.{place}": np.array(rows) for place, rows in meta["layer_rows"].items()}
 
 
 def stored_form(abstract, stored: Rows, wanted: Rows):
@@ -55,11 +64,11 @@ def wanted_form(tree, abstract, stored: Rows, wanted: Rows):
 
 
 def of_layers(form: Callable, tree, wanted: Rows, *others):
-    """form(leaf, kind of the layers that it stacks or None, *others) of each leaf; wanted: its keys are the kinds."""
+    """form(leaf, place, *others) of each leaf; place: the "stack.kind" that it belongs to, a key of wanted, or None."""
 
     def apply(path, leaf, *others):
-        names = [getattr(entry, "key", None) for entry in path]
-        inside = "layers" in names and names[names.index("layers") + 1] in wanted
-        return form(leaf, names[names.index("layers") + 1] if inside else None, *others)
+        names = [str(getattr(entry, "key", "")) for entry in path]
+        places = [".".join(pair) for pair in itertools.pairwise(names)]
+        return form(leaf, next((place for place in places if place in wanted), None), *others)
 
     return jax.tree_util.tree_map_with_path(apply, tree, *others)

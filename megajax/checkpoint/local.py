@@ -22,7 +22,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 
-from megajax.checkpoint.layout import Rows
+from megajax.checkpoint.layout import Rows, saved_rows
 from megajax.checkpoint.verify import differing, on_all_processes, unsealed
 
 logger = logging.getLogger("megajax")
@@ -170,7 +170,8 @@ class LocalSnapshots:
             raise ValueError(f"{folder} does not exist")
         index = json.loads((folder / "index.json").read_text())
         meta = unsealed(index["meta"], folder)
-        if meta.get("layer_rows", {}) != {kind: rows.tolist() for kind, rows in layer_rows.items()}:
+        saved = {place: rows.tolist() for place, rows in saved_rows(meta, layer_rows).items()}
+        if saved != {place: rows.tolist() for place, rows in layer_rows.items()}:
             raise ValueError("it was saved with another layout of the pipeline")
         wanted = _leaves(abstract)
         if wanted.keys() != index["arrays"].keys():

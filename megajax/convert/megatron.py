@@ -16,7 +16,6 @@ import numpy as np
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
 from megajax.ops.activation import GATED
-from megajax.precision import PrecisionConfig
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 LAYER = "decoder.layers.{}."  # prefix of the names of one layer
@@ -46,7 +45,7 @@ class Entry:
 
 
 def to_megajax(named: Mapping[str, np.ndarray], config: DecoderConfig) -> dict:
-    """Megatron's parameters, whole (not split over tensor parallel ranks) -> nested dict like Model.abstract_params.
+    """Megatron's parameters, whole (not split over tensor parallel ranks) -> nested dict like Model.abstract_weights.
 
     dtypes are kept. Norms may have the names of Megatron's own or of Transformer Engine's layers. A vocabulary with
     fewer rows than ours is padded with zeros, one with more is cut; both only touch rows that are no token.
@@ -72,7 +71,7 @@ def from_megajax(params: dict, config: DecoderConfig) -> dict[str, np.ndarray]:
     Raises ValueError for a parameter that is missing, unexpected or of the wrong shape.
     """
     flat = _flat(params)
-    expected = _flat(Model(config, PrecisionConfig()).abstract_params)
+    expected = _flat(Model(config).abstract_weights)
 
     def shapes(arrays):
         return {path: array.shape for path, array in arrays.items()}

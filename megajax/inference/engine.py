@@ -20,11 +20,10 @@ from jax.sharding import PartitionSpec as P
 from megajax.checkpoint.checkpointer import Checkpointer, with_shardings
 from megajax.config import Config
 from megajax.data.tokenizer import Tokenizer, load_saved_tokenizer
-from megajax.inference.kv_cache import EmptyCache
 from megajax.inference.sampling import RowSampling, Sampling
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.model import Model
-from megajax.sharding import constrain, is_axes
+from megajax.sharding import constrain
 
 logger = logging.getLogger("megajax")
 
@@ -50,7 +49,7 @@ class Engine:
         self.params = jax.tree.map(lambda a, like: a.astype(like.dtype), params, serving_params(model))
         config = model.config
         self._vocab_size = min(config.vocab_size, tokenizer.vocab_size) if tokenizer else config.vocab_size
-        self._max_positions = config.max_positions if config.position == "learned" else None
+        self._max_length = config.max_length
         self._end = tokenizer.eod_id if tokenizer else None
         self._prefill = jax.jit(functools.partial(_prefill, model, self._vocab_size), static_argnames="cache_length")
         self._decode = jax.jit(functools.partial(_decode, model, self._vocab_size), donate_argnames="caches")
@@ -69,14 +68,14 @@ class Engine:
             )
         step = _find_step(Path(run_dir), step)
         mesh_config.check()
-        config.model.check(mesh_config, config.training.sequence_length)
+        config.model.check(mesh_config, config.training.sequence_length, config.execution)
         tokenizer = load_saved_tokenizer(run_dir, config.data.tokenizer)
         devices = jax.devices()
         if -1 in mesh_config.sizes().values() or mesh_config.num_devices > len(devices):
             mesh_config = mesh_config.resolve(len(devices))
-            config.model.check(mesh_config, config.training.sequence_length)
+            config.model.check(mesh_config, config.training.sequence_length, config.execution)
         mesh = make_mesh(mesh_config, devices[: mesh_config.num_devices])
-        model = Model(config.model, config.precision)
+        model = Model(config.model, config.precision, config.execution)
         with Checkpointer(run_dir, None) as checkpointer:
             target = with_shardings(serving_params(model), model.shardings(mesh))
             params = checkpointer.restore_params(step, target, model.layer_rows)
@@ -125,7 +124,7 @@ class Engine:
 
     def room_for_prompt(self, max_tokens: int) -> int | None:
         """Most prompt tokens that leave room for max_tokens; None: the model sets no limit."""
-        return None if self._max_positions is None else self._max_positions - max_tokens
+        return None if self._max_length is None else self._max_length - max_tokens
 
     # ------------------------------------------------------------------ one device call each
 
@@ -140,9 +139,8 @@ class Engine:
         rows = RowSampling.of([*sampling, *[Sampling(temperature=0.0)] * (num_rows - len(prompts))])
         cache_length = max(_bucket(longest + max_tokens, MIN_CACHE), tokens_BT.shape[1])
         with jax.set_mesh(self.mesh):
-            caches, tokens_B = self._prefill(self.params, tokens_BT, lengths_B, rows, cache_length=cache_length)
-            replicated = jax.NamedSharding(self.mesh, P())
-            return DecodeState(caches, tokens_B, *jax.device_put((lengths_B, rows), replicated))
+            prefilled = self._prefill(self.params, tokens_BT, lengths_B, rows, cache_length=cache_length)
+            return DecodeState(*prefilled, jax.device_put(rows, jax.NamedSharding(self.mesh, P())))
 
     def step(self, state: DecodeState) -> DecodeState:
         """One more token for every row; returns before the device has it."""
@@ -168,12 +166,12 @@ class Engine:
                     f"they must be below model.vocab_size={self.model.config.vocab_size}"
                 )
             if room is not None and len(prompt) > room:
-                way_out = f"use max_tokens={self._max_positions - len(prompt)} or less"
-                if len(prompt) >= self._max_positions:
+                way_out = f"use max_tokens={self._max_length - len(prompt)} or less"
+                if len(prompt) >= self._max_length:
                     way_out = "give a shorter prompt"
                 raise ValueError(
                     f"prompt {number} has {len(prompt)} tokens, with max_tokens={sampling.max_tokens} that is beyond "
-                    f"model.max_positions={self._max_positions}; {way_out}"
+                    f"the {self._max_length} tokens that the model can read; {way_out}"
                 )
 
     def _add(self, row: "_Row", token: int, stop: tuple[str, ...]) -> None:
@@ -203,39 +201,38 @@ class _Row:
 
 
 def serving_params(model: Model):
-    """Abstract parameters as inference reads them: norms as stored, all else in the compute dtype.
+    """Abstract weights as inference reads them: matrices in the compute dtype, all else as stored.
 
     Every layer casts its matrices to it anyway, so results are the same, and a token reads half the memory.
     """
-    dtype = model.precision.compute_dtype
-
-    def choose(axes: tuple[str, ...], a):
-        return jax.ShapeDtypeStruct(a.shape, a.dtype if "norm" in axes else dtype)
-
-    return jax.tree.map(choose, model.axes, model.abstract_params, is_leaf=is_axes)
+    return model.cast_weights(model.precision.compute_dtype)
 
 
 # ----------------------------------------------------------------------------- device side
 
 
-def _prefill(model: Model, vocab_size: int, params, tokens_BT, lengths_B, sampling: RowSampling, *, cache_length: int):
-    """-> (caches, first new token of each row), from prompts padded on the right."""
-    module = model.module(params)
+def _prefill(model: Model, vocab_size: int, weights, tokens_BT, lengths_B, sampling: RowSampling, *, cache_length: int):
+    """-> (caches, first new token of each row, its place), from prompts padded on the right."""
+    module = model.module(weights)
     positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape)
     batch = {"tokens": tokens_BT, "positions": positions_BT}
-    caches = (EmptyCache(cache_length),) * len(model.config.layer_configs())
-    x_BTD, caches, _ = module.layers(module.embed(batch, None), module.block_inputs(batch), caches)
-    last_B1D = jnp.take_along_axis(constrain(x_BTD, "batch", None, None), (lengths_B - 1)[:, None, None], 1)
-    return caches, _next_tokens(module, last_B1D, vocab_size, lengths_B, sampling)
+    places_BT = jnp.where(positions_BT < lengths_B[:, None], positions_BT, cache_length)
+    caches = _at(model.config.new_caches(cache_length, model.execution), places_BT)
+    last_B1D, caches, positions_B = module.prefill(batch, lengths_B, caches)
+    positions_B = jax.lax.with_sharding_constraint(positions_B, P())
+    return caches, _next_tokens(module, last_B1D, vocab_size, positions_B, sampling), positions_B
 
 
-def _decode(model: Model, vocab_size: int, params, caches, tokens_B, positions_B, sampling: RowSampling):
+def _decode(model: Model, vocab_size: int, weights, caches, tokens_B, positions_B, sampling: RowSampling):
     """-> (caches with tokens_B in place, next token of each row, its place)."""
-    module = model.module(params)
+    module = model.module(weights)
     batch = {"tokens": tokens_B[:, None], "positions": positions_B[:, None]}
-    caches = tuple(cache.at(batch["positions"]) for cache in caches)
-    x_B1D, caches, _ = module.layers(module.embed(batch, None), module.block_inputs(batch), caches)
+    x_B1D, caches = module.extend(batch, _at(caches, batch["positions"]))
     return caches, _next_tokens(module, x_B1D, vocab_size, positions_B + 1, sampling), positions_B + 1
+
+
+def _at(caches: dict[str, tuple], places_BT) -> dict[str, tuple]:
+    return {name: tuple(cache.at(places_BT) for cache in of_stack) for name, of_stack in caches.items()}
 
 
 def _next_tokens(module, x_B1D, vocab_size: int, positions_B, sampling: RowSampling) -> jax.Array:

@@ -12,12 +12,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from megajax.layers.layer import Activation, Flops, check_divisible
+from megajax.layers.linear import Linear, side_by_side
 from megajax.layers.norm import Norm, NormConfig
 from megajax.layers.rope import apply_rope
+from megajax.mesh import MeshConfig
 from megajax.ops.attention import AttentionMask, Backend
-from megajax.ops.matmul import add_bias, matmul, matmul_side_by_side
 from megajax.parallel.context import ContextMethod, attention
-from megajax.sharding import constrain, weight
+from megajax.sharding import constrain
+
+MAX_DROPOUT_LENGTH = 65536  # dropout numbers a query and a key in one 32-bit counter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +42,69 @@ class AttentionConfig:
     init_std: float
     out_init_std: float
 
+    @property
+    def heads_dim(self) -> int:
+        """Of all heads together."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_dim(self) -> int:
+        """Of keys and values together."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+    @property
+    def out_flops(self) -> float:
+        """Of the output projection, a token."""
+        return 2 * self.embed_dim * self.heads_dim
+
+    def check(self, mesh: MeshConfig, sequence_length: int) -> None:
+        check_divisible("tensor", mesh.tensor, {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads})
+        if self.dropout > 0 and sequence_length > MAX_DROPOUT_LENGTH:
+            raise ValueError(
+                f"model.attention_dropout={self.dropout} draws no more than {MAX_DROPOUT_LENGTH} x "
+                f"{MAX_DROPOUT_LENGTH} numbers that differ, training.sequence_length={sequence_length} is longer; "
+                "use --model.attention_dropout=0"
+            )
+        if mesh.context > 1:
+            self._check_context(mesh, sequence_length)
+
+    def _check_context(self, mesh: MeshConfig, sequence_length: int) -> None:
+        if self.context != "all_to_all":
+            if sequence_length % (2 * mesh.context):
+                raise ValueError(
+                    f"training.sequence_length={sequence_length} is not divisible by {2 * mesh.context} = 2 * "
+                    f"mesh.context, the chunks of execution.context_attention={self.context}; use "
+                    f"--training.sequence_length={-(-sequence_length // (2 * mesh.context)) * 2 * mesh.context}"
+                )
+            return
+        for name, value in (("num_heads", self.num_heads), ("num_kv_heads", self.num_kv_heads)):
+            if value % (mesh.tensor * mesh.context):
+                raise ValueError(
+                    f"model.{name}={value} is not divisible by {mesh.tensor * mesh.context} = mesh.tensor("
+                    f"{mesh.tensor}) * mesh.context({mesh.context}), over which execution.context_attention=all_to_all "
+                    "splits the heads; use --execution.context_attention=ring"
+                )
+
+    def flops(self, sequence_length: int) -> Flops:
+        projections = 2 * self.embed_dim * (self.heads_dim + self.kv_dim) + self.out_flops
+        window = min(self.window or sequence_length, sequence_length)
+        seen = window - window * (window - 1) / (2 * sequence_length)
+        pair = 2 * 2 * self.heads_dim  # of a query and a key: the score, and its part of the output
+        return Flops(projections, mixing=pair * sequence_length, mixing_causal=pair * seen)
+
+    def activations(self, sequence_length: int) -> dict[str, Activation]:
+        qkv, whole = self.heads_dim + self.kv_dim, self.flops(sequence_length)
+        return {
+            "qkv": Activation(qkv, Flops(2 * self.embed_dim * qkv)),
+            "attention_out": Activation(self.heads_dim, whole._replace(matmuls=0.0)),
+        }
+
+    def sent(self, mesh: MeshConfig, itemsize: int) -> float:
+        """Bytes of a token over `context`."""
+        if self.context == "all_to_all":  # q, k, v and out there and back, and what the backward pass adds
+            return (5 * self.heads_dim + 3 * self.kv_dim) * itemsize
+        return self.kv_dim * mesh.context * (2 * itemsize + 4)  # in both passes, and their gradients in float32
+
 
 class Attention(nnx.Module):
     """x [B, T, D] -> [B, T, D]."""
@@ -45,17 +112,13 @@ class Attention(nnx.Module):
     def __init__(self, config: AttentionConfig, *, rngs: nnx.Rngs):
         self.config = config
         D, N, K, H = config.embed_dim, config.num_heads, config.num_kv_heads, config.head_dim
-        init, zeros = nnx.initializers.normal(config.init_std), nnx.initializers.zeros
-        self.query = weight((D, N, H), ("embed", "heads", "head_dim"), init, rngs)
-        self.key = weight((D, K, H), ("embed", "kv_heads", "head_dim"), init, rngs)
-        self.value = weight((D, K, H), ("embed", "kv_heads", "head_dim"), init, rngs)
-        out_init = nnx.initializers.normal(config.out_init_std)
-        self.out = weight((N, H, D), ("heads", "head_dim", "embed"), out_init, rngs)
+        self.query = Linear((D,), (N, H), ("embed", "heads", "head_dim"), config.init_std, rngs=rngs)
+        self.key = Linear((D,), (K, H), ("embed", "kv_heads", "head_dim"), config.init_std, rngs=rngs)
+        self.value = Linear((D,), (K, H), ("embed", "kv_heads", "head_dim"), config.init_std, rngs=rngs)
+        self.out = Linear((N, H), (D,), ("heads", "head_dim", "embed"), config.out_init_std, rngs=rngs)
         if config.bias:
-            self.query_bias = weight((N, H), ("heads", "head_dim"), zeros, rngs, decay=False)
-            self.key_bias = weight((K, H), ("kv_heads", "head_dim"), zeros, rngs, decay=False)
-            self.value_bias = weight((K, H), ("kv_heads", "head_dim"), zeros, rngs, decay=False)
-            self.out_bias = weight((D,), ("norm",), zeros, rngs)
+            for linear in (self.query, self.key, self.value, self.out):
+                linear.add_bias_parameter(rngs)
         if config.qk_norm is not None:
             self.query_norm = Norm(config.qk_norm, H, rngs=rngs)
             self.key_norm = Norm(config.qk_norm, H, rngs=rngs)
@@ -64,7 +127,7 @@ class Attention(nnx.Module):
         """-> (out, cache).
 
         inputs: `cos`, `sin` (if rotary), `segment_ids` int32 [B, T] (optional).
-        cache: has `append(k, v) -> (cache, k, v, (query index, key index))`, see inference; None in training.
+        cache: has `attend(q, k, v, ...) -> (out, cache)`, see layers/kv_cache.py; None in training.
         dropout_key: drops attention probabilities if given and the config says so.
         """
         config = self.config
@@ -74,38 +137,32 @@ class Attention(nnx.Module):
         if config.use_rope:
             q_BTNH = apply_rope(q_BTNH, inputs["cos"], inputs["sin"])
             k_BTKH = apply_rope(k_BTKH, inputs["cos"], inputs["sin"])
-        segment_ids = inputs.get("segment_ids")
-        segments, indices = None if segment_ids is None else (segment_ids, segment_ids), None
-        if cache is not None:
-            cache, k_BTKH, v_BTKH, indices = cache.append(k_BTKH, v_BTKH)
-        out_BTNH = attention(
-            q_BTNH,
-            k_BTKH,
-            v_BTKH,
+        how = dict(
             method=config.context,
             backend=config.backend,
             deterministic=config.deterministic,
             mask=AttentionMask(causal=True, window=config.window),
             scale=1.0 / math.sqrt(config.head_dim),
             soft_cap=config.soft_cap,
-            segments=segments,
-            indices=indices,
-            dropout=(config.dropout, dropout_key) if config.dropout and dropout_key is not None else None,
         )
-        out_BTD = matmul(out_BTNH, self.out[...], num_contracted=2)
-        return (add_bias(out_BTD, self.out_bias[...]) if config.bias else out_BTD), cache
+        if cache is not None:
+            out_BTNH, cache = cache.attend(q_BTNH, k_BTKH, v_BTKH, **how)
+        else:
+            segment_ids = inputs.get("segment_ids")
+            segments = None if segment_ids is None else (segment_ids, segment_ids)
+            dropout = (config.dropout, dropout_key) if config.dropout and dropout_key is not None else None
+            out_BTNH = attention(q_BTNH, k_BTKH, v_BTKH, segments=segments, dropout=dropout, **how)
+        return self.out(out_BTNH), cache
 
     def _project(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values; side by side within each key-value head, which is what `tensor` splits."""
         config = self.config
-        D, K, H = config.embed_dim, config.num_kv_heads, config.head_dim
-        weights = [self.query[...].reshape(D, K, -1, H), self.key[...][:, :, None], self.value[...][:, :, None]]
+        K, H = config.num_kv_heads, config.head_dim
         heads = config.num_heads // K
-        q, k, v = jnp.split(matmul_side_by_side(x_BTD, weights, axis=2), (heads, heads + 1), axis=3)
-        q, k, v = q.reshape(*x_BTD.shape[:2], config.num_heads, H), k[..., 0, :], v[..., 0, :]
-        if config.bias:
-            q = add_bias(q, self.query_bias[...])
-            k = add_bias(k, self.key_bias[...])
-            v = add_bias(v, self.value_bias[...])
+        joined = side_by_side(x_BTD, (self.query, self.key, self.value), (config.embed_dim, K, -1, H), axis=2)
+        q, k, v = jnp.split(joined, (heads, heads + 1), axis=3)
+        q = self.query.add_bias(q.reshape(*x_BTD.shape[:2], config.num_heads, H))
+        k = self.key.add_bias(k[..., 0, :])
+        v = self.value.add_bias(v[..., 0, :])
         place = lambda y, heads: constrain(y, "batch", "time", heads, None)
         return place(q, "heads"), place(k, "kv_heads"), place(v, "kv_heads")

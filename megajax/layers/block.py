@@ -1,13 +1,10 @@
 """The stack of layers: parameters stored stacked by kind, run unrolled or scanned, recomputed as asked.
 
-A layer is described by a hashable config with `kind`, `saved` and `build(rngs)`, and called as
-`layer(x, inputs, cache, key) -> (x, cache, auxiliary losses)`. Layers of one kind (same parameter shapes) are stored as
-one layer whose parameters have a leading dim [layers of that kind]; what else differs between them (window, rotary or
-not) is in the config and so in the program. The stored form does not depend on how the stack is run, but for a
-pipeline: there the dim is [chunks, layers of a chunk on all ranks], see parallel/schedule.py.
+Layers (layers/layer.py) of one kind are stored as one layer whose parameters have a leading dim [layers of that kind].
+The stored form does not depend on how the stack is run, but for a pipeline: there the dim is
+[chunks, layers of a chunk on all ranks], see parallel/schedule.py.
 """
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -15,53 +12,39 @@ import jax
 import numpy as np
 from flax import nnx
 
+from megajax.layers.layer import LayerConfig, Terms
 from megajax.parallel.schedule import Stages
-
-
-@dataclasses.dataclass(frozen=True)
-class Saved:
-    """What a layer's forward pass leaves for its backward pass beside its input; the rest is computed again.
-
-    Names are those that the layer gives to its activations with `checkpoint_name`. None instead of a Saved: plain
-    automatic differentiation, nothing is computed again.
-    """
-
-    on_device: tuple[str, ...]
-    on_host: tuple[str, ...]
-    """Copied to pinned host memory after the forward pass and back before the backward pass."""
-
-    @property
-    def kept(self) -> tuple[str, ...]:
-        return self.on_device + self.on_host
+from megajax.parameters import Structure, is_variable
 
 
 class Stack(nnx.Module):
-    def __init__(self, layers: Sequence, *, scan: bool, rngs: nnx.Rngs, stages: Stages | None = None):
+    def __init__(self, layers: Sequence[LayerConfig], *, scan: bool, rngs: nnx.Rngs, stages: Stages | None = None):
         """stages: of the pipeline that runs the layers, with run_stage; None: they run here, by being called."""
-        self.configs, self.scan = tuple(layers), scan
+        self.configs = tuple(layers) if stages is None else tuple(layer.saving_by_name() for layer in layers)
+        self.scan = scan
         key = rngs.params()
         for kind in dict.fromkeys(config.kind for config in self.configs):
             numbers = rows_of_kind(self.configs, kind, stages)
             setattr(self, kind, _build_stacked(self.configs[numbers.max()], key, numbers))
 
     def __call__(self, x, inputs: dict, caches: Sequence | None = None, key: jax.Array | None = None):
-        """Runs all layers -> (x, caches, auxiliary losses summed over the layers).
+        """Runs all layers -> (x, caches, their Terms as `total` gives them).
 
         caches: one a layer, or None (training). key: for dropout, folded with the layer's number; None: no dropout.
         """
         states = {kind: nnx.split(getattr(self, kind))[1] for kind in {config.kind for config in self.configs}}
         if self.scan and caches is None:
-            x, auxiliary = self._scanned(x, inputs, states, key)
-            return x, None, auxiliary
-        new_caches, auxiliary = [], {}
+            x, terms = self._scanned(x, inputs, states, key)
+            return x, None, terms
+        new_caches, found = [], []
         caches = caches or (None,) * len(self.configs)
         slices = {kind: iter(unstack(state)) for kind, state in states.items()}
         for number, (config, cache) in enumerate(zip(self.configs, caches, strict=True)):
             layer, state = _layer(config, prevent_cse=True), next(slices[config.kind])
-            x, cache, losses = layer(state, x, inputs, cache, fold(key, number))
+            x, cache, terms = layer(state, x, inputs, cache, fold(key, number))
             new_caches.append(cache)
-            auxiliary = _add(auxiliary, losses)
-        return x, tuple(new_caches), auxiliary
+            found.append(terms)
+        return x, tuple(new_caches), total(self.configs, found)
 
     def _scanned(self, x, inputs, states, key):
         """One step of the scan is one period of the pattern of configs."""
@@ -71,17 +54,31 @@ class Stack(nnx.Module):
 
         def step(x, slices):
             states, first = slices
-            auxiliary = {}
+            found = []
             for number, config in enumerate(pattern):
                 place = sum(other.kind == config.kind for other in pattern[:number])
                 state = jax.tree.map(lambda a, place=place: a[place], states[config.kind])
                 layer = _layer(config, prevent_cse=False)
-                x, _, losses = layer(state, x, inputs, None, fold(key, first + number))
-                auxiliary = _add(auxiliary, losses)
-            return x, auxiliary
+                x, _, terms = layer(state, x, inputs, None, fold(key, first + number))
+                found.append(terms)
+            return x, total(pattern, found)
 
-        x, auxiliary = jax.lax.scan(step, x, (states, period * jax.numpy.arange(steps)))
-        return x, jax.tree.map(lambda a: a.sum(0), auxiliary)
+        x, terms = jax.lax.scan(step, x, (states, period * jax.numpy.arange(steps)))
+        auxiliary, metrics = jax.tree.map(lambda a: a.sum(0), (terms.auxiliary, terms.metrics))
+        return x, Terms(auxiliary, metrics, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), terms.observed))
+
+
+def total(configs: Sequence[LayerConfig], found: Sequence[Terms]) -> Terms:
+    """Terms of several layers as one: auxiliary {name: sum}, metrics {name: (sum, number of layers)}, observed
+    {kind: {name: [layers of that kind, ...]}}."""
+    auxiliary, metrics, observed = {}, {}, {}
+    for config, terms in zip(configs, found, strict=True):
+        auxiliary = add_by_name(auxiliary, terms.auxiliary)
+        metrics = add_by_name(metrics, {name: (value, jax.numpy.float32(1)) for name, value in terms.metrics.items()})
+        for name, value in terms.observed.items():
+            observed.setdefault(config.kind, {}).setdefault(name, []).append(value)
+    stack = lambda values: jax.numpy.stack(values)
+    return Terms(auxiliary, metrics, jax.tree.map(stack, observed, is_leaf=lambda node: isinstance(node, list)))
 
 
 @jax.custom_vjp
@@ -122,8 +119,8 @@ def _graphdef(config):
 
 
 @functools.cache
-def _state_structure(config):
-    return jax.tree.structure(nnx.split(nnx.eval_shape(lambda: config.build(nnx.Rngs(params=0))))[1])
+def _structure(config) -> Structure:
+    return Structure.of(nnx.split(nnx.eval_shape(lambda: config.build(nnx.Rngs(params=0))))[1])
 
 
 def rows_of_kind(configs: Sequence, kind: str, stages: Stages | None) -> np.ndarray:
@@ -142,23 +139,21 @@ def _build_stacked(config, key: jax.Array, numbers: np.ndarray) -> nnx.Module:
     state, lead = build, ("chunks", "layers")[-numbers.ndim :]
     for _ in lead:
         state = jax.vmap(state)
-    add_axes = lambda p: p.replace(p.get_value(), axes=(*lead, *p.get_metadata()["axes"]))
-    is_param = lambda leaf: isinstance(leaf, nnx.Variable)
-    state = jax.tree.map(add_axes, state(jax.numpy.asarray(numbers)), is_leaf=is_param)
+    stacked = lambda p: p.replace(p.get_value(), record=p.get_metadata()["record"].stacked(lead))
+    state = jax.tree.map(stacked, state(jax.numpy.asarray(numbers)), is_leaf=is_variable)
     return nnx.merge(_graphdef(config), state)
 
 
-def run_stage(configs: Sequence, states: Sequence, x, inputs: Sequence):
-    """Some layers one after the other -> (x, auxiliary losses summed).
+def run_stage(configs: Sequence[LayerConfig], weights: Sequence[dict], x, inputs: Sequence):
+    """Some layers one after the other -> (x, their Terms as `total` gives them).
 
-    states: parameters of each layer, as nested dicts; inputs: (inputs, dropout key or None) of each.
+    weights: of each layer, as nested dicts; inputs: (inputs, dropout key or None) of each.
     """
-    auxiliary = {}
-    for config, state, (given, key) in zip(configs, states, inputs, strict=True):
-        state = jax.tree.unflatten(_state_structure(config), jax.tree.leaves(state))
-        x, _, losses = _layer(config, prevent_cse=True)(state, x, given, None, key)
-        auxiliary = _add(auxiliary, losses)
-    return x, auxiliary
+    found = []
+    for config, tree, (given, key) in zip(configs, weights, inputs, strict=True):
+        x, _, terms = _layer(config, prevent_cse=True)(_structure(config).to_state(tree), x, given, None, key)
+        found.append(terms)
+    return x, total(configs, found)
 
 
 def _period(configs: tuple) -> int:
@@ -171,5 +166,6 @@ def fold(key: jax.Array | None, number) -> jax.Array | None:
     return None if key is None else jax.random.fold_in(key, number)
 
 
-def _add(left: dict, right: dict) -> dict:
-    return {name: left.get(name, 0.0) + right.get(name, 0.0) for name in {**left, **right}}
+def add_by_name(left: dict, right: dict) -> dict:
+    both = [name for name in left if name in right]
+    return left | right | {name: jax.tree.map(jax.numpy.add, left[name], right[name]) for name in both}

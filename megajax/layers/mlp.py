@@ -7,27 +7,42 @@ Tensor parallel: gate and up split F (Megatron's "column"), down splits F ("row"
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.ops.activation import GATED, Activation, activate
-from megajax.ops.matmul import add_bias, matmul, matmul_side_by_side
-from megajax.sharding import constrain, weight
+from megajax.layers.layer import Activation, Flops, check_divisible
+from megajax.layers.linear import Linear, add_stacked_biases, side_by_side
+from megajax.mesh import MeshConfig
+from megajax.ops import activation as nonlinearity
+from megajax.ops.activation import GATED, activate
+from megajax.sharding import constrain
 
 
 @dataclasses.dataclass(frozen=True)
 class MlpConfig:
     embed_dim: int
     mlp_dim: int
-    activation: Activation
+    activation: nonlinearity.Activation
     bias: bool
     init_std: float
     out_init_std: float
 
     @property
-    def num_matrices(self) -> int:
-        return 3 if self.activation in GATED else 2
+    def wide_dim(self) -> int:
+        """Of what the activation reads: gate and up, or up alone."""
+        return self.mlp_dim * (2 if self.activation in GATED else 1)
+
+    def check(self, mesh: MeshConfig) -> None:
+        check_divisible("tensor", mesh.tensor, {"mlp_dim": self.mlp_dim})
+
+    def flops(self) -> Flops:
+        return Flops(2 * self.embed_dim * (self.wide_dim + self.mlp_dim))
+
+    def activations(self) -> dict[str, Activation]:
+        return {
+            "mlp_wide": Activation(self.wide_dim, Flops(2 * self.embed_dim * self.wide_dim)),
+            "mlp_hidden": Activation(self.mlp_dim),
+        }
 
 
 class Mlp(nnx.Module):
@@ -35,23 +50,21 @@ class Mlp(nnx.Module):
 
     def __init__(self, config: MlpConfig, *, rngs: nnx.Rngs):
         self.config = config
-        wide, init = (config.embed_dim, config.mlp_dim), nnx.initializers.normal(config.init_std)
-        self._wide_names = ("gate", "up") if config.activation in GATED else ("up",)
-        for name in self._wide_names:
-            setattr(self, name, weight(wide, ("embed", "mlp"), init, rngs))
-        self.down = weight(wide[::-1], ("mlp", "embed"), nnx.initializers.normal(config.out_init_std), rngs)
+        D, F = config.embed_dim, config.mlp_dim
+        if config.activation in GATED:
+            self.gate = Linear((D,), (F,), ("embed", "mlp"), config.init_std, rngs=rngs)
+        self.up = Linear((D,), (F,), ("embed", "mlp"), config.init_std, rngs=rngs)
+        self.down = Linear((F,), (D,), ("mlp", "embed"), config.out_init_std, rngs=rngs)
         if config.bias:
-            zeros = nnx.initializers.zeros
-            for name in self._wide_names:
-                setattr(self, f"{name}_bias", weight((config.mlp_dim,), ("mlp",), zeros, rngs))
-            self.down_bias = weight((config.embed_dim,), ("norm",), zeros, rngs)
+            for linear in (*self._wide(), self.down):
+                linear.add_bias_parameter(rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        weights = [getattr(self, name)[...][:, None] for name in self._wide_names]
-        wide_BTWF = constrain(matmul_side_by_side(x_BTD, weights, axis=1), "batch", "time", None, "mlp")
-        if self.config.bias:
-            biases = [getattr(self, f"{name}_bias")[...] for name in self._wide_names]
-            wide_BTWF = add_bias(wide_BTWF, jnp.stack(biases))
-        hidden_BTF = activate(checkpoint_name(wide_BTWF, "mlp_wide"), self.config.activation)
-        out_BTD = matmul(checkpoint_name(hidden_BTF, "mlp_hidden"), self.down[...])
-        return add_bias(out_BTD, self.down_bias[...]) if self.config.bias else out_BTD
+        config, wide = self.config, self._wide()
+        joined_BTWF = side_by_side(x_BTD, wide, (config.embed_dim, 1, config.mlp_dim), axis=1)
+        wide_BTWF = add_stacked_biases(constrain(joined_BTWF, "batch", "time", None, "mlp"), wide)
+        hidden_BTF = activate(checkpoint_name(wide_BTWF, "mlp_wide"), config.activation)
+        return self.down(checkpoint_name(hidden_BTF, "mlp_hidden"))
+
+    def _wide(self) -> tuple[Linear, ...]:
+        return (self.gate, self.up) if self.config.activation in GATED else (self.up,)

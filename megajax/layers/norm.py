@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 
 from megajax.ops.norm import layer_norm, residual_norm, rms_norm
-from megajax.sharding import weight
+from megajax.parameters import weight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Norm(nnx.Module):
     def __init__(self, config: NormConfig, dim: int, *, rngs: nnx.Rngs):
         self.config = config
         start = nnx.initializers.zeros if config.zero_centered else nnx.initializers.ones
-        self.scale = weight((dim,), ("norm",), start, rngs)
+        self.scale = weight((dim,), ("norm",), start, rngs, "vector")
         if config.kind == "layernorm":
-            self.bias = weight((dim,), ("norm",), nnx.initializers.zeros, rngs)
+            self.bias = weight((dim,), ("norm",), nnx.initializers.zeros, rngs, "vector")
 
     def __call__(self, x: jax.Array) -> jax.Array:
         scale, bias = self._parameters()

@@ -9,14 +9,14 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.layers.attention import Attention, AttentionConfig
-from megajax.layers.block import Saved
 from megajax.layers.dropout import dropout
+from megajax.layers.kv_cache import EmptyCache
+from megajax.layers.layer import Activation, Flops, Saved, Terms
 from megajax.layers.mlp import Mlp, MlpConfig
 from megajax.layers.norm import Norm, NormConfig
+from megajax.mesh import MeshConfig
 from megajax.parallel.context import current_order
 from megajax.sharding import constrain
-
-Recompute = Literal["none", "selective", "full"]
 
 # What the backward pass of a layer reads, by the names that the forward pass gives, in its order.
 ACTIVATIONS = ("residual", "normed", "qkv", "attention_out", "residual_mid", "mlp_wide", "mlp_hidden")
@@ -32,21 +32,24 @@ MODULES = {
 
 
 def saved_activations(
-    recompute: Recompute, modules: Sequence[str], offload: Sequence[str], *, by_name: bool = False
+    recompute: Literal["none", "selective", "full"], modules: Sequence[str], offload: Sequence[str]
 ) -> Saved | None:
-    """modules: of MODULES, what is computed again if selective. offload: of ACTIVATIONS, kept in any case. by_name: all
-    names rather than None where nothing is computed again."""
-    if recompute == "none" and not offload and not by_name:
+    """modules: of MODULES, what is computed again if selective. offload: of ACTIVATIONS, kept in any case. None if
+    nothing is computed again."""
+    if recompute == "none" and not offload:
         return None
     again = {
         "none": (),
         "selective": {name for module in modules for name in MODULES[module]},
         "full": ACTIVATIONS,
     }[recompute]
-    on_device = tuple(name for name in ACTIVATIONS if name not in again and name not in offload)
-    if "attention_out" in (*on_device, *offload):
-        on_device += ("attention_lse",)  # without it the attention runs again; 4 bytes a head and token
-    return Saved(on_device, tuple(offload))
+    return _saved([name for name in ACTIVATIONS if name not in again and name not in offload], offload)
+
+
+def _saved(on_device: Sequence[str], on_host: Sequence[str] = ()) -> Saved:
+    if "attention_out" in (*on_device, *on_host):
+        on_device = (*on_device, "attention_lse")  # without it the attention runs again; 4 bytes a head and token
+    return Saved(tuple(on_device), tuple(on_host))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,23 +60,57 @@ class TransformerLayerConfig:
     dropout: float
     saved: Saved | None
 
+    kind = "dense"
+
     @property
-    def kind(self) -> str:
-        """Layers of one kind have parameters of the same shapes and are stored stacked under this name."""
-        return "dense"
+    def embed_dim(self) -> int:
+        return self.attention.embed_dim
 
     def build(self, rngs: nnx.Rngs) -> "TransformerLayer":
         return TransformerLayer(self, rngs=rngs)
 
+    def saving_by_name(self) -> "TransformerLayerConfig":
+        return self if self.saved else dataclasses.replace(self, saved=_saved(ACTIVATIONS))
+
+    def check(self, mesh: MeshConfig, sequence_length: int) -> None:
+        self.attention.check(mesh, sequence_length)
+        self.mlp.check(mesh)
+
+    def flops(self, sequence_length: int) -> Flops:
+        return self.attention.flops(sequence_length) + self.mlp.flops()
+
+    def activations(self, sequence_length: int) -> dict[str, Activation]:
+        D, out = self.embed_dim, Flops(matmuls=self.attention.out_flops)
+        # Its second half, which nothing makes again: the sum with the MLP is the next layer's input.
+        return {
+            "residual": Activation(D),
+            "normed": Activation(2 * D),
+            **self.attention.activations(sequence_length),
+            "residual_mid": Activation(D, out),
+            **self.mlp.activations(),
+        }
+
+    def sent(self, mesh: MeshConfig, itemsize: int) -> dict[str, float]:
+        # Each half gathers its input over `tensor` and scatters its result, forward and backward; a forward pass that
+        # is done again does so again.
+        passes = 2 if self.saved is None or {"qkv", "mlp_wide"} & set(self.saved.kept) else 3
+        return {"tensor": 4 * passes * self.embed_dim * itemsize, "context": self.attention.sent(mesh, itemsize)}
+
+    def new_cache(self, length: int) -> EmptyCache:
+        return EmptyCache(length)
+
+    def updated(self, variables: dict, observed: dict) -> dict:
+        return variables
+
 
 class TransformerLayer(nnx.Module):
-    """(x [B, T, D], inputs, cache, key) -> (x, cache, auxiliary losses); the stack's contract with every layer."""
+    """(x [B, T, D], inputs, cache, key) -> (x, cache, Terms)."""
 
     def __init__(self, config: TransformerLayerConfig, *, rngs: nnx.Rngs):
         self.dropout, self.saved, self.context = config.dropout, config.saved, config.attention.context
-        self.attention_norm = Norm(config.norm, config.attention.embed_dim, rngs=rngs)
+        self.attention_norm = Norm(config.norm, config.embed_dim, rngs=rngs)
         self.attention = Attention(config.attention, rngs=rngs)
-        self.mlp_norm = Norm(config.norm, config.attention.embed_dim, rngs=rngs)
+        self.mlp_norm = Norm(config.norm, config.embed_dim, rngs=rngs)
         self.mlp = Mlp(config.mlp, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array, inputs: dict, cache, key: jax.Array | None):
@@ -81,7 +118,7 @@ class TransformerLayer(nnx.Module):
         x_BTD, y_BTD = self._residual(self.attention_norm, "residual", x_BTD, None)
         y_BTD, cache = self.attention(y_BTD, inputs, cache, keys[0])
         x_BTD, y_BTD = self._residual(self.mlp_norm, "residual_mid", x_BTD, self._drop(y_BTD, keys[1]))
-        return x_BTD + self._drop(self.mlp(y_BTD), keys[2]), cache, {}
+        return x_BTD + self._drop(self.mlp(y_BTD), keys[2]), cache, Terms()
 
     def _residual(self, norm: Norm, name: str, x_BTD: jax.Array, y_BTD: jax.Array | None):
         """(x + y under this name, the same normalised for attention or MLP)."""

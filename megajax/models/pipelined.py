@@ -1,60 +1,84 @@
-"""A model over the stages of a pipeline: loss and gradients of all microbatches of a step."""
+"""A model of one stack over the stages of a pipeline: loss and gradients of all microbatches of a step."""
+
+import dataclasses
 
 import jax
 import numpy as np
 
 from megajax.layers.block import fold, run_stage
+from megajax.layers.layer import Terms
+from megajax.models.interface import LossOptions, LossTerms, loss_terms, split_key
 from megajax.models.model import Model
 from megajax.parallel import pipeline
 from megajax.parallel.schedule import make_table
-from megajax.sharding import constrain_weights, is_axes, local_weight_spec
+from megajax.parameters import merge
+from megajax.sharding import constrain_weights, local_weight_spec
+
+STACK = "layers"  # the attribute of models/interface.py OneStack
 
 
-def loss_and_gradients(model: Model, params: dict, batch: dict, key: jax.Array | None, *, train: bool):
-    """-> (loss with its auxiliary terms, {name: auxiliary term}, float32 gradients or None).
+def loss_and_gradients(
+    model: Model, weights: dict, batch: dict, key: jax.Array | None, options: LossOptions, *, train: bool
+) -> tuple[LossTerms, dict | None]:
+    """-> (the terms of the step, float32 gradients of what is trained, or None).
 
-    params: as model.stages lays them out. batch: arrays [M, B, T] as Model.loss takes them, M microbatches. key: of the
-    step, folded with the number of the microbatch. train=False: no gradients, no regularising terms.
+    weights: as model.stages lays them out. batch: arrays [M, B, ...] as Model.loss takes them, M microbatches. key: of
+    the step, folded with the number of the microbatch. train=False: no gradients.
     """
     stages = model.stages
     num_microbatches = jax.tree.leaves(batch)[0].shape[0]
     table = make_table(stages.schedule, stages.num_ranks, num_microbatches, stages.num_chunks, backward=train)
-    shared = {name: tree for name, tree in params.items() if name != "layers"}
-    over_ranks = lambda axes: local_weight_spec(axes, (pipeline.AXIS,))
-    specs = {name: jax.tree.map(over_ranks, model.axes[name], is_leaf=is_axes) for name in shared}
-    # Matrices are cast once a step, not with each microbatch, and gathered over fsdp as they are then.
-    dtype, mask = model.precision.compute_dtype, model.decay_mask["layers"]
-    layers = jax.tree.map(lambda a, is_matrix: a.astype(dtype) if is_matrix else a, params["layers"], mask)
-    loss, auxiliary, gradients = pipeline.loss_and_gradients(
-        _parts(model, train), _programs(model), table, layers, shared, specs, batch, key, train=train
+    trained, *others = model.split(weights)
+    of_trained, *of_others = model.split(model.records)
+    held = merge(*others)
+    main, terms, gradients = pipeline.loss_and_gradients(
+        _parts(model, options),
+        _programs(model),
+        table,
+        _placed(model, trained, of_trained),
+        _placed(model, held, merge(*of_others)),
+        batch,
+        key,
+        train=train,
     )
-    loss += sum(auxiliary.values(), jax.numpy.float32(0))
     if not train:
-        return loss, auxiliary, None
+        return loss_terms(main, **{STACK: Terms(*terms)}), None
     d_layers, d_shared = gradients
-    return loss, auxiliary, {name: d_layers if name == "layers" else d_shared[name] for name in params}
+    return loss_terms(main, **{STACK: Terms(*terms)}), {
+        name: d_layers if name == STACK else d_shared[name] for name in trained
+    }
 
 
-def _parts(model: Model, train: bool) -> pipeline.Parts:
-    no_layers = {"layers": model.abstract_params["layers"]}  # embedding and loss do not read them
-    module = lambda shared: model.module(shared | no_layers)
-    any_module = model.module(model.abstract_params)
-    keys = lambda key: (None, None) if key is None else jax.random.split(key)
-    # The axes of what a layer of a rank has: without the dim that the ranks split.
-    axes = {kind: jax.tree.map(lambda names: (names[0], *names[2:]), tree, is_leaf=is_axes)
-            for kind, tree in model.axes["layers"].items()}  # fmt: skip
+def _placed(model: Model, weights: dict, records: dict) -> pipeline.Placed:
+    """Matrices of the layers are cast once a step, not with each microbatch; so fsdp gathers the smaller copies."""
+    dtype = model.precision.compute_dtype
+    cast = lambda a, record: a.astype(dtype) if record.is_cast else a
+    layers = jax.tree.map(cast, weights.get(STACK, {}), records.get(STACK, {}))
+    shared = {name: tree for name, tree in weights.items() if name != STACK}
+    over_ranks = lambda record: local_weight_spec(record.axes, (pipeline.AXIS,))
+    specs = {name: jax.tree.map(over_ranks, records[name]) for name in shared}
+    return pipeline.Placed(layers, shared, specs)
+
+
+def _parts(model: Model, options: LossOptions) -> pipeline.Parts:
+    no_layers = {STACK: model.abstract_weights[STACK]}  # embedding and loss do not read them
+    module = lambda trained, held: model.module(merge(trained, held, no_layers))
+    any_module = model.module(model.abstract_weights)
+    # The records of what a layer of a rank has: without the dim that the ranks split.
+    of_a_rank = lambda record: dataclasses.replace(record, axes=(record.axes[0], *record.axes[2:]))
+    records = jax.tree.map(of_a_rank, model.trained[STACK])
     return pipeline.Parts(
-        embed=lambda shared, batch, key: module(shared).embed(batch, keys(key)[0]),
-        inputs=lambda batch, key: (any_module.block_inputs(batch), keys(key)[1]),
+        embed=lambda trained, held, batch, key: module(trained, held).embed(batch, split_key(key)[0]),
+        inputs=lambda batch, key: (any_module.block_inputs(batch), split_key(key)[1]),
         layer_inputs=lambda inputs, number: (inputs[0], fold(inputs[1], number)),
-        stage=run_stage,
-        loss=lambda shared, x, batch: module(shared).loss(x, batch, train=train),
-        place=lambda kind, gradients: constrain_weights(gradients, axes[kind]),
+        stage=lambda configs, trained, held, x, inputs: run_stage(configs, list(map(merge, trained, held)), x, inputs),
+        loss=lambda trained, held, x, batch: module(trained, held).loss(x, batch, options),
+        place=lambda kind, gradients: constrain_weights(gradients, records[kind]),
     )
 
 
 def _programs(model: Model) -> pipeline.Programs:
-    stages, configs = model.stages, model.module(model.abstract_params).layers.configs
+    stages, configs = model.stages, model.module(model.abstract_weights).layers.configs
     runs = [
         [tuple((configs[number], configs[number].kind) for number in stage) for stage in chunk]
         for chunk in stages.layers

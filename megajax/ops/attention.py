@@ -19,8 +19,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from megajax import compat
+from megajax.current_mesh import manual
 from megajax.ops.matmul import dot_precision
-from megajax.sharding import activation_spec, axes_of, manual
+from megajax.sharding import BATCH_AXES, HEAD_AXES, TIME_AXES, activation_spec, axes_of
 from pallas_kernels import flash_attention as kernel
 
 logger = logging.getLogger("megajax")
@@ -172,7 +173,7 @@ def _specs(q, k, arrays):
 def _lse_spec(queries, options) -> P:
     """Of the log-sum-exp [B, N, T], next to the specs of the queries [B, T, N, H]."""
     if options.over_heads:
-        return P(queries[0], (*axes_of(queries[2]), "context"), None)
+        return P(queries[0], (*axes_of(queries[2]), *TIME_AXES), None)
     return P(queries[0], queries[2], queries[1])
 
 
@@ -234,13 +235,13 @@ def _backward_body(q, k, v, out, lse, d_out, arrays, *, options):
 def _to_heads(arrays, others):
     """[B, T / context, N, H] -> [B, T, N / context, H], and segments [B, T]."""
     segments, indices, key = others
-    gather = functools.partial(lax.all_gather, axis_name="context", axis=1, tiled=True)
-    turn = functools.partial(lax.all_to_all, axis_name="context", split_axis=2, concat_axis=1, tiled=True)
+    gather = functools.partial(lax.all_gather, axis_name=TIME_AXES, axis=1, tiled=True)
+    turn = functools.partial(lax.all_to_all, axis_name=TIME_AXES, split_axis=2, concat_axis=1, tiled=True)
     return *map(turn, arrays), (segments and tuple(map(gather, segments)), indices, key)
 
 
 def _to_sequence(a):
-    return lax.all_to_all(a, "context", split_axis=1, concat_axis=2, tiled=True)
+    return lax.all_to_all(a, TIME_AXES, split_axis=1, concat_axis=2, tiled=True)
 
 
 def _key_bounds(q, k, segments, mask) -> tuple[jax.Array, jax.Array]:
@@ -275,7 +276,7 @@ def _local_reference(q, k, v, arrays, options):
     segments, indices, key = arrays
     if indices is None:
         indices = (jnp.arange(q.shape[1])[None],) * 2
-    head_axes = ("tensor", "context") if options.over_heads else ("tensor",)
+    head_axes = (*HEAD_AXES, *TIME_AXES) if options.over_heads else HEAD_AXES
     keep = dropout_mask(key, options.dropout, q, indices, head_axes) if options.dropout > 0 else None
     return reference_attention(q, k, v, options.mask, options.scale, options.soft_cap, segments, indices, keep)
 
@@ -288,13 +289,13 @@ def _part_index(axes):
     return index
 
 
-def dropout_mask(key, rate, q_BTNH, indices, head_axes=("tensor",)):
+def dropout_mask(key, rate, q_BTNH, indices, head_axes=HEAD_AXES):
     """float32 [B, N, T, S]: 0 or 1 / (1 - rate), from the global place of each probability of this device.
 
     indices: int32 ([1 or B, T], [1 or B, S]). head_axes: mesh axes that split the heads.
     """
     batch, _, heads = q_BTNH.shape[:3]
-    row_B = jnp.arange(batch) + _part_index(("data", "fsdp", "expert")) * batch
+    row_B = jnp.arange(batch) + _part_index(BATCH_AXES) * batch
     head_N = jnp.arange(heads) + _part_index(head_axes) * heads
     q_index_BT, k_index_BS = indices
     high = (row_B[:, None] * 65536 + head_N[None])[:, :, None, None]

@@ -14,19 +14,20 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from megajax.current_mesh import free_axes, manual
 from megajax.ops.matmul import dot_precision
 from megajax.sharding import (
+    SEQUENCE_AXES,
     WEIGHT_AXES,
     activation_spec,
     axes_of,
     constrain,
     entry_of,
-    free_axes,
     local_weight_spec,
-    manual,
 )
 
 VOCAB_AXES = WEIGHT_AXES["vocab"]
+SUMMED_WHOLE = tuple(axis for axis in VOCAB_AXES if axis not in SEQUENCE_AXES)
 
 MAX_CHUNK_BYTES = 2 * 2**30  # of float32 logits on a device; each chunk reads and writes the gradient of the head once
 
@@ -86,8 +87,8 @@ def _run(x_BTD, head_DV, labels_BT, weights_BT, options, with_gradients):
         if not with_gradients:
             return loss
         if scatter:
-            d_x = lax.psum_scatter(d_x, "tensor", scatter_dimension=1, tiled=True)
-            d_x = lax.psum(d_x, "pipeline")
+            d_x = lax.psum_scatter(d_x, SEQUENCE_AXES, scatter_dimension=1, tiled=True)
+            d_x = lax.psum(d_x, SUMMED_WHOLE)
         else:
             d_x = lax.psum(d_x, VOCAB_AXES)
         if sharing:

@@ -16,10 +16,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from megajax.sharding import WEIGHT_AXES, activation_spec, axes_of, free_axes, local_weight_spec, manual
+from megajax.current_mesh import free_axes, manual
+from megajax.sharding import SEQUENCE_AXES, WEIGHT_AXES, activation_spec, axes_of, local_weight_spec
 
 TABLE_AXES = WEIGHT_AXES["vocab"]
 WIDTH_AXES = WEIGHT_AXES["embed"]
+SUMMED_WHOLE = tuple(axis for axis in TABLE_AXES if axis not in SEQUENCE_AXES)
 
 
 def embed(table_VD: jax.Array, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -47,8 +49,8 @@ def _forward(table_VD, tokens_BT, dtype):
         local, inside = _local_rows(tokens_PBT, table_Vd.shape[0])
         rows_PBTd = jnp.where(inside[..., None], table_Vd[jnp.where(inside, local, 0)].astype(dtype), 0)
         if scatter:
-            rows_PBTd = lax.psum_scatter(rows_PBTd, "tensor", scatter_dimension=2, tiled=True)
-            rows_PBTd = lax.psum(rows_PBTd, "pipeline")
+            rows_PBTd = lax.psum_scatter(rows_PBTd, SEQUENCE_AXES, scatter_dimension=2, tiled=True)
+            rows_PBTd = lax.psum(rows_PBTd, SUMMED_WHOLE)
         else:
             rows_PBTd = lax.psum(rows_PBTd, TABLE_AXES)
         if moving:
@@ -84,7 +86,7 @@ def _backward(dtype, residuals, d_out_BTD):
         if moving:
             d_out_PBTd = lax.all_to_all(d_out_PBTd, moving, 0, 0, tiled=True)
         if gather:
-            d_out_PBTd = lax.all_gather(d_out_PBTd, "tensor", axis=2, tiled=True)
+            d_out_PBTd = lax.all_gather(d_out_PBTd, SEQUENCE_AXES, axis=2, tiled=True)
         d_table_Vd = jnp.zeros((num_rows, d_out_PBTd.shape[-1]), jnp.float32)
         rows = jnp.where(inside, local, num_rows)  # out of range: dropped
         d_table_Vd = d_table_Vd.at[rows].add(d_out_PBTd.astype(jnp.float32), mode="drop")

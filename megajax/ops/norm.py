@@ -15,7 +15,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from megajax import compat
-from megajax.sharding import activation_spec, axes_of, free_axes, manual
+from megajax.current_mesh import free_axes, manual
+from megajax.sharding import activation_spec, axes_of
 from pallas_kernels import norm as kernel
 
 logger = logging.getLogger("megajax")

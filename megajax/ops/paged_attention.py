@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from megajax import compat
+from megajax.current_mesh import manual
 from megajax.ops.attention import NEVER
 from megajax.ops.matmul import dot_precision
-from megajax.sharding import activation_spec, manual
+from megajax.sharding import activation_spec
 from pallas_kernels import paged_attention as kernel
 
 logger = logging.getLogger("megajax")

@@ -119,13 +119,12 @@ class Optimizer:
 
     Args:
         config: the optimizer section.
-        decay_mask: pytree of bools with the structure of the parameters, True where weight decay applies. Layers are
-            stored stacked, so a bias is a matrix here and the mask cannot be read from the number of dims.
+        records: pytree of megajax.parameters.Parameter with the structure of the parameters.
     """
 
-    def __init__(self, config: OptimizerConfig, decay_mask: PyTree):
-        self.config, self._decay_mask = config, decay_mask
-        self._transform = _make_transform(config, decay_mask)
+    def __init__(self, config: OptimizerConfig, records: PyTree):
+        self.config, self._decay_mask = config, jax.tree.map(lambda record: record.decays, records)
+        self._transform = _make_transform(config, self._decay_mask)
 
     def init(self, params: PyTree) -> PyTree:
         """State before the first step: zero moments in float32, whatever the dtype of the parameters."""

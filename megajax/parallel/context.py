@@ -27,14 +27,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from megajax import compat
+from megajax.current_mesh import axis_size, free_axes, is_inside_pipeline, manual
 from megajax.ops import attention as local
 from megajax.ops.attention import NEVER, AttentionMask
-from megajax.sharding import activation_spec, free_axes, manual
+from megajax.sharding import TIME_AXES, activation_spec
 from pallas_kernels import flash_attention as kernel
 
 logger = logging.getLogger("megajax")
 
-AXIS = "context"
+(AXIS,) = TIME_AXES
 ContextMethod = Literal["ring", "all_gather", "all_to_all"]
 
 
@@ -48,7 +49,7 @@ def sequence_order(length: int, num_ranks: int, method: ContextMethod) -> np.nda
 
 def current_order(length: int, method: ContextMethod) -> np.ndarray:
     """sequence_order on the current mesh."""
-    return sequence_order(length, jax.sharding.get_abstract_mesh().shape.get(AXIS, 1), method)
+    return sequence_order(length, axis_size(AXIS), method)
 
 
 def attention(
@@ -79,7 +80,7 @@ def attention(
     if method == "all_to_all":
         return local.attention(q_BTNH, k_BSKH, v_BSKH, over_heads=True, **given)
     assert mask.causal, "zigzag is for causal attention"
-    if method == "ring" and _inside_pipeline():
+    if method == "ring" and is_inside_pipeline():
         # A message is one operation of all devices of the mesh, and a stage whose turn it is not does not take part: on
         # CPU the others wait for it for ever. A gather is an operation of each stage alone.
         method = "all_gather"
@@ -90,10 +91,6 @@ def attention(
     options = _Options(method, mask.window, scale, soft_cap, rate, chosen, deterministic)
     arrays = (None if segments is None else segments[0], jax.random.key_data(key) if key is not None else None)
     return _attention(q_BTNH, k_BSKH, v_BSKH, arrays, options)
-
-
-def _inside_pipeline() -> bool:
-    return jax.sharding.get_abstract_mesh().shape.get("pipeline", 1) > 1
 
 
 @functools.cache

@@ -12,7 +12,7 @@ What a stage is made of (its layers, kinds, number) may differ between ranks: ea
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,18 +30,22 @@ tree_map = jax.tree.map
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """A model as the executor sees it. batch: arrays of one microbatch; key: its own, None without dropout."""
+    """A model as the executor sees it. batch: arrays of one microbatch; key: its own, None without dropout.
 
-    embed: Callable[[Any, dict, Any], jax.Array]
-    """(shared parameters, batch, key) -> x."""
+    Weights come in two trees, those that are differentiated and those that are held.
+    """
+
+    embed: Callable[[Any, Any, dict, Any], jax.Array]
+    """(shared trained, shared held, batch, key) -> x."""
     inputs: Callable[[dict, Any], Any]
     """(batch, key) -> what every layer reads beside x and its weights."""
-    stage: Callable[[Any, tuple, jax.Array, Any], tuple[jax.Array, dict]]
-    """(program, weights of its layers, x, inputs of each layer) -> (x, auxiliary losses)."""
+    stage: Callable[[Any, tuple, tuple, jax.Array, Any], tuple[jax.Array, Any]]
+    """(program, trained and held weights of its layers, x, inputs of each layer) -> (x, (auxiliary losses {name: sum},
+    metrics {name: (sum, number)}, observed {kind: {name: [layers of it, ...]}}))."""
     layer_inputs: Callable[[Any, jax.Array], Any]
     """(inputs, number of the layer) -> those of that layer."""
-    loss: Callable[[Any, jax.Array, dict], jax.Array]
-    """(shared parameters, x, batch) -> loss of the microbatch, weighted: the loss of a step is the sum."""
+    loss: Callable[[Any, Any, jax.Array, dict], jax.Array]
+    """(shared trained, shared held, x, batch) -> loss of the microbatch, weighted: the loss of a step is the sum."""
     place: Callable[[str, Any], Any]
     """(kind, gradients of the weights that a layer of a rank has, [V, ...] each) -> the same, laid out as they are."""
 
@@ -58,27 +62,38 @@ class Programs:
     """int32 [V, P, most layers]: numbers of the layers of a stage."""
 
 
-def loss_and_gradients(
-    parts: Parts, programs: Programs, table: Table, layers, shared, shared_specs, batch: dict, key, *, train: bool
-):
-    """-> (loss, auxiliary losses summed over microbatches and layers, (gradients of layers, of shared) in float32).
+class Placed(NamedTuple):
+    """Weights as the executor takes them."""
 
-    layers: {kind: arrays [V, K of a rank times P, ...]}, in compute dtype what is to be computed with. shared: the
-    other parameters; shared_specs: how they are split over `pipeline`. batch: arrays [M, B, T]. train=False: no
-    gradients, None instead.
+    layers: dict
+    """{kind: arrays [V, K of a rank times P, ...]}, in the dtype that is to be computed with."""
+    shared: dict
+    """All others."""
+    shared_specs: dict
+    """How these are split over `pipeline`."""
+
+    def specs(self):
+        return tree_map(lambda _: P(None, AXIS), self.layers), self.shared_specs
+
+
+def loss_and_gradients(
+    parts: Parts, programs: Programs, table: Table, trained: Placed, held: Placed, batch: dict, key, *, train: bool
+):
+    """-> (loss, (auxiliary, metrics, observed), (gradients of trained layers, of trained shared weights) in float32).
+
+    auxiliary: mean over microbatches of the sum over layers; metrics: {name: (sum, number)}; observed: {kind: {name:
+    [V, K of a rank times P, ...]}}, mean over microbatches. batch: arrays [M, B, ...]. train=False: no gradients, None.
     """
-    over_ranks = tree_map(lambda _: P(None, AXIS), layers)
-    body = _Body(parts, programs, table, train)
-    out_specs = (P(), P(), (over_ranks, shared_specs) if train else None)
+    body = _Body(parts, programs, table, train, num_microbatches=jax.tree.leaves(batch)[0].shape[0])
     # The tables of the ranks come as arguments, so that a rank holds its own column.
     columns = {name: getattr(table, name) for name in _RANK_COLUMNS}
     run = jax.shard_map(
         body.run,
         axis_names={AXIS},
-        in_specs=(over_ranks, shared_specs, P(), P(), P(None, AXIS)),
-        out_specs=out_specs,
+        in_specs=(trained.specs(), held.specs(), P(), P(), P(None, AXIS)),
+        out_specs=(P(), (P(), P(), P(None, AXIS)), trained.specs() if train else None),
     )
-    return run(layers, shared, batch, key, columns)
+    return run(trained[:2], held[:2], batch, key, columns)
 
 
 _RANK_COLUMNS = ("forward", "forward_chunk", "forward_slot", "backward", "backward_chunk", "backward_slot")
@@ -88,20 +103,23 @@ _COMMON_COLUMNS = ("embed", "loss", "loss_slot", "loss_slot_read", "embed_backwa
 class _Body:
     """One rank. Values that differ between ranks are marked as varying over `pipeline`, and stay so."""
 
-    def __init__(self, parts: Parts, programs: Programs, table: Table, train: bool):
+    def __init__(self, parts: Parts, programs: Programs, table: Table, train: bool, num_microbatches: int):
         self.parts, self.programs, self.table, self.train = parts, programs, table, train
         self.num_chunks, self.num_ranks = programs.of_stage.shape
+        self.num_microbatches = num_microbatches
 
-    def run(self, layers, shared, batch, key, columns):
+    def run(self, trained, held, batch, key, columns):
         self.rank = lax.axis_index(AXIS)
-        self.shared, self.batch, self.key = shared, batch, key
+        (layers, self.shared), (held_layers, self.held_shared) = trained, held
+        self.batch, self.key = batch, key
         # Per place, so that gradients are added to whole arrays: {kind: [tree of [V, ...]]}.
         self.layers = {kind: self._split(tree) for kind, tree in layers.items()}
+        self.held_layers = {kind: self._split(tree) for kind, tree in held_layers.items()}
         message = jax.eval_shape(lambda: self._embed(jnp.int32(0)))
         self.nothing = constrain(jnp.zeros(message.shape, message.dtype), "batch", "sequence", None)
         zero = _vary(self.nothing)
-        auxiliary = tree_map(lambda a: _vary(jnp.zeros(a.shape, a.dtype)), self._plan(zero))
-        carry = {"x": zero, "loss": jnp.float32(0), "auxiliary": auxiliary}
+        zeros = lambda a: _vary(jnp.zeros(a.shape, a.dtype))
+        carry = {"x": zero, "loss": jnp.float32(0), "terms": tree_map(zeros, self._plan(zero))}
         if self.train:
             float32 = lambda tree: tree_map(lambda a: jnp.zeros(a.shape, jnp.float32), tree)
             carry |= {
@@ -110,17 +128,19 @@ class _Body:
                 "d_loss": jnp.zeros((self.table.num_loss_slots, *zero.shape), zero.dtype),
                 "d_layers": {kind: [self.parts.place(kind, _vary(float32(tree))) for tree in trees]
                              for kind, trees in self.layers.items()},
-                "d_shared": tree_map(_as, float32(shared), shared),
+                "d_shared": tree_map(_as, float32(self.shared), self.shared),
             }  # fmt: skip
         rows = {name: a[:, 0] for name, a in columns.items()}
         rows |= {name: jnp.asarray(getattr(self.table, name)) for name in _COMMON_COLUMNS}
         carry = lax.scan(lambda carry, row: (self._tick(carry, row), None), carry, rows)[0]
-        auxiliary = lax.psum(carry["auxiliary"], AXIS)
+        auxiliary, metrics, observed = carry["terms"]
+        mean = lambda tree: tree_map(lambda a: a / self.num_microbatches, tree)
+        terms = mean(lax.psum(auxiliary, AXIS)), lax.psum(metrics, AXIS), mean(observed)
         if not self.train:
-            return carry["loss"], auxiliary, None
+            return carry["loss"], terms, None
         d_layers = {kind: tree_map(lambda *places: jnp.stack(places, 1), *trees)
                     for kind, trees in carry["d_layers"].items()}  # fmt: skip
-        return carry["loss"], auxiliary, (d_layers, carry["d_shared"])
+        return carry["loss"], terms, (d_layers, carry["d_shared"])
 
     def _split(self, tree) -> list:
         count = jax.tree.leaves(tree)[0].shape[1]
@@ -133,7 +153,7 @@ class _Body:
         first = (self.rank == 0) & (row["forward_chunk"] == 0)
         fresh = lax.cond(row["embed"] >= 0, lambda: self._embed(row["embed"]), lambda: self.nothing)
         x = jnp.where(first, fresh, carry["x"])
-        y, carry["auxiliary"], stash = self._forward(row, x, carry["auxiliary"], carry.pop("stash", []))
+        y, carry["terms"], stash = self._forward(row, x, carry["terms"], carry.pop("stash", []))
         carry = lax.cond(row["loss"] >= 0, lambda carry: self._loss(row, y, carry), lambda carry: carry, carry)
         carry["x"] = self._send(y, forward=True)
         if not self.train:
@@ -162,7 +182,7 @@ class _Body:
         return arrays, None if self.key is None else jax.random.fold_in(self.key, number)
 
     def _embed(self, number):
-        return self.parts.embed(self.shared, *self._microbatch(number))
+        return self.parts.embed(self.shared, self.held_shared, *self._microbatch(number))
 
     def _from_rank(self, x, rank: int):
         """What one rank has, on all."""
@@ -172,27 +192,28 @@ class _Body:
         batch, _ = self._microbatch(row["loss"])
         y = self._from_rank(y, self.num_ranks - 1)
         if not self.train:
-            return carry | {"loss": carry["loss"] + self.parts.loss(self.shared, y, batch)}
-        loss, (d_shared, d_y) = jax.value_and_grad(self.parts.loss, (0, 1))(self.shared, y, batch)
+            return carry | {"loss": carry["loss"] + self.parts.loss(self.shared, self.held_shared, y, batch)}
+        differentiated = jax.value_and_grad(self.parts.loss, (0, 2))
+        loss, (d_shared, d_y) = differentiated(self.shared, self.held_shared, y, batch)
         kept = lax.dynamic_update_index_in_dim(carry["d_loss"], d_y, row["loss_slot"], 0)
         d_shared = tree_map(_add, carry["d_shared"], d_shared)
         return carry | {"loss": carry["loss"] + loss, "d_loss": kept, "d_shared": d_shared}
 
     def _embed_backward(self, row, d_x, d_shared):
         arrays, key = self._microbatch(row["embed_backward"])
-        _, vjp = jax.vjp(lambda shared: self.parts.embed(shared, arrays, key), self.shared)
+        _, vjp = jax.vjp(lambda shared: self.parts.embed(shared, self.held_shared, arrays, key), self.shared)
         return tree_map(_add, d_shared, vjp(self._from_rank(d_x, 0))[0])
 
     # ------------------------------------------------------------------ a stage, each rank its own
 
     def _plan(self, x):
-        """Traces every program once: what it keeps, and where. -> abstract auxiliary losses."""
-        self.kept, wanted, found = [], Counter(), {}
+        """Traces every program once: what it keeps, and where. -> abstract terms of a step."""
+        self.kept, wanted, found = [], Counter(), ({}, {}, {})
         for number in range(len(self.programs.programs)):
             kept = _Kept()
             trace = lambda x, number=number, kept=kept: self._stage_vjp(number, 0, 0, x, kept)
-            (_, auxiliary), saved = jax.eval_shape(trace, x)
-            kept.auxiliary = tuple(auxiliary)
+            _, terms, saved = jax.eval_shape(trace, x)
+            kept.auxiliary = tuple(terms[0])
             avals = [(a.shape, a.dtype) for a in saved]
             kept.buffers, counts = [], Counter()
             for aval in avals:
@@ -200,63 +221,91 @@ class _Body:
                 counts[aval] += 1
             wanted |= counts  # the most of each shape that any program keeps
             self.kept.append(kept)
-            found |= auxiliary
+            auxiliary, metrics, observed = terms
+            found = (found[0] | auxiliary, found[1] | metrics, found[2] | tree_map(lambda a: a.shape[1:], observed))
         places = [(aval, number) for aval, count in wanted.items() for number in range(count)]
         self.stash = [jax.ShapeDtypeStruct(*aval) for aval, _ in places]
         for kept in self.kept:
             kept.buffers = [places.index(buffer) for buffer in kept.buffers]
-        return found
+        rows = lambda kind, shape: jax.ShapeDtypeStruct((self.num_chunks, self._count(kind), *shape), jnp.float32)
+        observed = {kind: {name: rows(kind, shape) for name, shape in seen.items()} for kind, seen in found[2].items()}
+        return found[0], found[1], observed
+
+    def _count(self, kind: str) -> int:
+        """Layers of a kind that a chunk of a rank has room for."""
+        return max(len(trees.get(kind, ())) for trees in (self.layers, self.held_layers))
 
     def _live(self, program: int, chunk, microbatch):
-        """-> (weights, inputs) of the layers of a stage: what the backward pass reads again instead of keeping it."""
-        counts, weights, inputs = Counter(), [], []
+        """-> (trained weights, held weights, inputs) of the layers of a stage: what the backward pass reads again
+        instead of keeping it."""
+        counts, trained, held, inputs = Counter(), [], [], []
         common = self.parts.inputs(*self._microbatch(microbatch))
         numbers = jnp.asarray(self.programs.numbers)[chunk, self.rank]
         for place, (_, kind) in enumerate(self.programs.programs[program]):
-            tree = self.layers[kind][counts[kind]]
-            weights.append(tree_map(lambda a: _of_chunk(a, chunk), tree))
+            for trees, found in ((self.layers, trained), (self.held_layers, held)):
+                tree = trees[kind][counts[kind]] if kind in trees else {}
+                found.append(tree_map(lambda a: _of_chunk(a, chunk), tree))
             inputs.append(self.parts.layer_inputs(common, numbers[place]))
             counts[kind] += 1
-        return tuple(weights), tuple(inputs)
+        return tuple(trained), tuple(held), tuple(inputs)
 
-    def _stage(self, program: int, inputs):
+    def _stage(self, program: int, held, inputs):
+        """-> function of (trained weights, x) -> ((y, auxiliary losses), (metrics, observed))."""
         configs = tuple(config for config, _ in self.programs.programs[program])
-        return lambda weights, x: self.parts.stage(configs, weights, x, inputs)
+
+        def run(trained, x):
+            y, (auxiliary, metrics, observed) = self.parts.stage(configs, trained, held, x, inputs)
+            return (y, auxiliary), (metrics, observed)
+
+        return run
 
     def _stage_vjp(self, program: int, chunk, microbatch, x, kept):
-        """-> ((y, auxiliary losses), what the backward pass needs and cannot read again); kept learns what that is."""
+        """-> (y, terms, what the backward pass needs and cannot read again); kept learns what that is."""
         live = _vary(self._live(program, chunk, microbatch))
-        weights, inputs = live
-        out, vjp = jax.vjp(self._stage(program, inputs), weights, x)
+        trained, held, inputs = live
+        (y, auxiliary), vjp, others = jax.vjp(self._stage(program, held, inputs), trained, x, has_aux=True)
         leaves, kept.structure = jax.tree.flatten(vjp)
         live = jax.tree.leaves(live)
         kept.live = [next((n for n, a in enumerate(live) if a is leaf), None) for leaf in leaves]
-        return out, [leaf for leaf, place in zip(leaves, kept.live, strict=True) if place is None]
+        saved = [leaf for leaf, place in zip(leaves, kept.live, strict=True) if place is None]
+        return y, (auxiliary, *others), saved
 
     def _branch(self, microbatch, chunk):
         """0: nothing to do, else 1 + number of the program."""
         program = jnp.asarray(self.programs.of_stage)[chunk, self.rank]
         return jnp.where(microbatch >= 0, program + 1, 0)
 
-    def _forward(self, row, x, auxiliary, stash):
+    def _forward(self, row, x, terms, stash):
         microbatch, chunk, slot = (row[name] for name in ("forward", "forward_chunk", "forward_slot"))
 
-        def run(program, x, auxiliary, stash):
+        def run(program, x, terms, stash):
             if not self.train:
-                weights, inputs = _vary(self._live(program, chunk, microbatch))
-                y, new = self._stage(program, inputs)(weights, x)
+                trained, held, inputs = _vary(self._live(program, chunk, microbatch))
+                (y, auxiliary), others = self._stage(program, held, inputs)(trained, x)
+                new = (auxiliary, *others)
             else:
                 kept = _Kept()
-                (y, new), saved = self._stage_vjp(program, chunk, microbatch, x, kept)
+                y, new, saved = self._stage_vjp(program, chunk, microbatch, x, kept)
                 stash = list(stash)
                 for place, leaf in zip(self.kept[program].buffers, saved, strict=True):
                     stash[place] = lax.dynamic_update_index_in_dim(stash[place], _vary(leaf), slot, 0)
-            total = {name: _vary(a + new[name]) if name in new else a for name, a in auxiliary.items()}
-            return _vary(y), total, stash
+            return _vary(y), self._added(terms, new, chunk), stash
 
         branches = [lambda *operands: operands]
         branches += [lambda *operands, p=p: run(p, *operands) for p in range(len(self.programs.programs))]
-        return lax.switch(self._branch(microbatch, chunk), branches, x, auxiliary, stash)
+        return lax.switch(self._branch(microbatch, chunk), branches, x, terms, stash)
+
+    def _added(self, terms, new, chunk):
+        """The terms of a step so far, with those of a stage for one microbatch."""
+        (auxiliary, metrics, observed), (new_auxiliary, new_metrics, new_observed) = terms, new
+        add = lambda total, more: tree_map(lambda a, b: _vary(a + b), total, more)
+        present = lambda total, more: {name: add(a, more[name]) if name in more else a for name, a in total.items()}
+        place = lambda a, b: _vary(a.at[chunk, : b.shape[0]].add(b))
+        observed = {
+            kind: tree_map(place, seen, new_observed[kind]) if kind in new_observed else seen
+            for kind, seen in observed.items()
+        }
+        return present(auxiliary, new_auxiliary), present(metrics, new_metrics), observed
 
     def _backward(self, row, d_y, stash, d_layers):
         microbatch, chunk, slot = (row[name] for name in ("backward", "backward_chunk", "backward_slot"))
@@ -267,7 +316,7 @@ class _Body:
             saved = iter([lax.dynamic_index_in_dim(stash[place], slot, 0, False) for place in kept.buffers])
             leaves = [next(saved) if place is None else live[place] for place in kept.live]
             vjp = jax.tree.unflatten(kept.structure, leaves)
-            d_auxiliary = {name: _vary(jnp.float32(1)) for name in kept.auxiliary}
+            d_auxiliary = {name: _vary(jnp.float32(1 / self.num_microbatches)) for name in kept.auxiliary}
             d_weights, d_x = vjp((d_y, d_auxiliary))
             counts, new = Counter(), {kind: list(trees) for kind, trees in d_layers.items()}
             for d_layer, (_, kind) in zip(d_weights, self.programs.programs[program], strict=True):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from megajax import compat
 from megajax.checkpoint.checkpointer import with_shardings
@@ -32,7 +32,7 @@ from megajax.planning.step_time import (
     NETWORK_BANDWIDTH,
     step_times,
 )
-from megajax.sharding import batch_spec
+from megajax.training.batches import abstract_batch
 from megajax.training.compiler_options import compiler_options
 from megajax.training.config import TrainingConfig
 from megajax.training.reporting.console import format_bytes, format_count, format_seconds
@@ -143,14 +143,9 @@ def compile_step(
     shardings = state_shardings(model, optimizer, mesh.abstract_mesh, shard_over_data)
     state = with_shardings(abstract_state(model, optimizer), shardings)
     batch = training.schedule(mesh_config)(training.steps)
-    shape = (batch.num_microbatches, batch.microbatch, training.sequence_length)
-    array = lambda dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, batch_spec()))
-    names = ("tokens", "labels", "positions", *(("segment_ids",) if packed else ()))
-    arrays = {name: array(jnp.int32) for name in names} | {"loss_mask": array(jnp.float32)}
-    offload_state = optimizer.config.offload_state
-    options = compiler_options(training.compiler_options, model, mesh, offload_state=offload_state)
-    means = dict(loss_mean=training.loss_mean, group=training.microbatch_size, seed=training.seed)
-    step = jit_train_step(model, optimizer, shardings, options, **means)
+    arrays = abstract_batch(model, batch, training.sequence_length, mesh, packed=packed)
+    options = compiler_options(model, mesh, offload_state=optimizer.config.offload_state)
+    step = jit_train_step(model, optimizer, training, shardings, options)
     rate = jax.ShapeDtypeStruct((), jnp.float32)
     with jax.set_mesh(mesh):
         compiled = step.lower(state, arrays, rate).compile()

@@ -16,7 +16,6 @@ import jax
 from megajax.devices import Device, utilisation
 from megajax.mesh import AXES, MeshConfig
 from megajax.models.model import Model
-from megajax.optim.optimizer import Optimizer
 from megajax.parallel.schedule import bubble, make_stages
 from megajax.planning.memory import memory_per_device
 from megajax.planning.plan import USABLE_MEMORY
@@ -48,7 +47,7 @@ def search(config: "Config", num_devices: int, device: Device) -> tuple[list[Can
     """
     if num_devices < 1:
         raise ValueError(f"--plan=search:{num_devices}: the number of GPUs must be at least 1")
-    model = functools.cache(lambda stages: Model(config.model, config.precision, stages))
+    model = functools.cache(lambda stages: Model(config.model, config.precision, stages=stages))
     found, tried = [], 0
     for candidate in _candidates(config, num_devices):
         try:
@@ -56,11 +55,11 @@ def search(config: "Config", num_devices: int, device: Device) -> tuple[list[Can
         except ValueError:
             continue
         tried += 1
-        stages = make_stages(candidate.mesh, candidate.model.num_layers)
+        stages = make_stages(candidate.mesh, candidate.model.num_layers_in_all)
         # What is computed again changes no parameter, and so not what is slow to find out about a model.
         its_model = copy.copy(model(stages))
-        its_model.config = candidate.model
-        optimizer = Optimizer(candidate.optimizer, its_model.decay_mask)
+        its_model.execution = candidate.execution
+        optimizer = candidate.make_optimizer(its_model)
         mesh = jax.sharding.AbstractMesh(tuple(candidate.mesh.sizes().values()), AXES)
         parts = candidate.mesh, candidate.training, candidate.optimizer.shard_over_data
         memory, host = memory_per_device(its_model, optimizer, mesh, *parts)
@@ -75,7 +74,7 @@ def _best_of_each_mesh(found: list[Candidate]) -> list[Candidate]:
         mesh = one.config.mesh
         axes = sum(size > 1 for size in mesh.sizes().values())
         return (round(math.log(one.step_seconds) * 100), axes, mesh.virtual_stages,
-                RECOMPUTE.index(one.config.model.recompute), one.bytes)  # fmt: skip
+                RECOMPUTE.index(one.config.execution.recompute), one.bytes)  # fmt: skip
 
     best = {}
     for one in sorted(found, key=order):
@@ -105,16 +104,16 @@ def search_rows(config: "Config", num_devices: int, device: Device, most: int = 
 
 def _candidates(config: "Config", num_devices: int) -> Iterator["Config"]:
     """All splits in powers of two and what is left of them. Meshes with an expert axis keep the one they have."""
-    length = config.training.sequence_length
+    length, num_layers = config.training.sequence_length, config.model.num_layers_in_all
     longest = max(length // MIN_CONTEXT_TOKENS, 1)
     sizes = lambda most: [2**n for n in range(most.bit_length()) if 2**n <= most and num_devices % 2**n == 0]
-    axes = itertools.product(sizes(GPUS_PER_HOST), sizes(config.model.num_layers), sizes(longest))
+    axes = itertools.product(sizes(GPUS_PER_HOST), sizes(num_layers), sizes(longest))
     for tensor, pipeline, context in axes:
         rest, left = divmod(num_devices, tensor * pipeline * context)
         if left or rest == 0:
             continue
         for fsdp in [size for size in range(1, rest + 1) if rest % size == 0]:
-            chunks = [n for n in CHUNKS if n == 1 or config.model.num_layers % (pipeline * n) == 0]
+            chunks = [n for n in CHUNKS if n == 1 or num_layers % (pipeline * n) == 0]
             for virtual_stages in chunks if pipeline > 1 else (1,):
                 mesh = MeshConfig(
                     data=rest // fsdp, fsdp=fsdp, tensor=tensor, pipeline=pipeline, context=context,
@@ -125,7 +124,7 @@ def _candidates(config: "Config", num_devices: int) -> Iterator["Config"]:
                     yield dataclasses.replace(
                         config,
                         mesh=mesh,
-                        model=dataclasses.replace(config.model, recompute=recompute, recompute_every=1),
+                        execution=dataclasses.replace(config.execution, recompute=recompute, recompute_every=1),
                         training=dataclasses.replace(config.training, microbatch_size=microbatch),
                         optimizer=dataclasses.replace(config.optimizer, shard_over_data=rest > fsdp),
                     )
@@ -138,7 +137,7 @@ def _overrides(config: "Config") -> list[str]:
         words.append(f"--mesh.{name}={getattr(mesh, name)}" if getattr(mesh, name) > 1 else "")
     words += [
         f"--training.microbatch_size={config.training.microbatch_size}",
-        f"--model.recompute={config.model.recompute}",
+        f"--execution.recompute={config.execution.recompute}",
         "--optimizer.shard_over_data=True" if config.optimizer.shard_over_data else "",
     ]
     return [word for word in words if word]

@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
+from collections import Counter
 
 import jax.numpy as jnp
 
 from megajax.devices import Device
+from megajax.layers.layer import Flops
 from megajax.mesh import MeshConfig
-from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
 from megajax.parallel.schedule import bubble
 from megajax.training.config import TrainingConfig
@@ -50,12 +51,10 @@ class Times:
 
 def step_times(model: Model, mesh: MeshConfig, training: TrainingConfig, device: Device, host: dict[str, int]) -> Times:
     """host: bytes a device keeps on its host, as memory_per_device has them."""
-    config, length = model.config, training.sequence_length
+    length = training.sequence_length
     tokens = training.global_batch_size * length / mesh.num_devices
-    attention = config.attention_flops_per_token(length, causal=True)
-    matmuls = config.flops_per_token(length, causal=True) - attention
-    matmuls_again, attention_again = config.recomputed_flops_per_token(length)
-    work = (matmuls + matmuls_again) / MATMUL_EFFICIENCY + (attention + attention_again) / ATTENTION_EFFICIENCY
+    flops = model.config.training_flops(length) + recomputed_flops(model, length)
+    work = flops.matmuls / MATMUL_EFFICIENCY + flops.mixing_causal / ATTENTION_EFFICIENCY
     compute = tokens * work / device.peak_flops
     batch = training.schedule(mesh)(training.steps)
     waiting = bubble(mesh.pipeline, batch.num_microbatches, mesh.virtual_stages)
@@ -73,40 +72,40 @@ def step_times(model: Model, mesh: MeshConfig, training: TrainingConfig, device:
     return Times(compute, compute * waiting / (1 - waiting), update, exposed, traffic)
 
 
+def recomputed_flops(model: Model, sequence_length: int) -> Flops:
+    """Of a token: what the backward pass does again, because a layer does not keep it."""
+    again = Flops()
+    for layer in model.config.layers(model.execution):
+        for name, activation in layer.activations(sequence_length).items():
+            if layer.saved and name not in layer.saved.kept:
+                again += activation.flops
+    return again
+
+
 def _traffic(model: Model, mesh: MeshConfig, training: TrainingConfig) -> list[Traffic]:
     """Ring-collective volumes: (n - 1) / n of the gathered array to gather or reduce-scatter it."""
-    config, batch = model.config, training.schedule(mesh)(training.steps)
+    batch, layers = training.schedule(mesh)(training.steps), model.config.layers(model.execution)
     ring = lambda n: (n - 1) / n
     itemsize = jnp.dtype(model.precision.compute_dtype).itemsize
-    weights = model.num_parameters() / mesh.tensor / mesh.pipeline
-    if not config.tied_embeddings:  # the rows of the table travel, not the table (ops/embedding.py)
-        weights -= config.padded_vocab_size * config.embed_dim / mesh.tensor / mesh.pipeline
+    # Of a table whose rows are looked up the rows travel, not the table (ops/embedding.py).
+    weights = (model.num_parameters() - model.looked_up_size) / mesh.tensor / mesh.pipeline
     gathers = 2 * batch.num_microbatches * weights * itemsize  # for the forward and again for the backward pass
     tokens = batch.microbatch / mesh.batch_shards * training.sequence_length / mesh.context
-    # Forward, backward, and the forward that is done again.
-    passes = 2 + (1 / config.recompute_every if config.recompute == "full" else 0)
-    layers = config.num_layers / mesh.pipeline
-    activations = batch.num_microbatches * layers * 4 * passes * tokens * config.embed_dim * itemsize
-    sequence = batch.num_microbatches * layers * tokens * _context_bytes(config, mesh, itemsize) / mesh.tensor
+    sent: Counter[str] = Counter()
+    for layer in layers:
+        sent.update(layer.sent(mesh, itemsize))
+    of_layers = {axis: batch.num_microbatches * tokens * count / mesh.pipeline for axis, count in sent.items()}
     # One there, one back for each chunk; embedding, loss and their gradients are sums over all ranks.
-    residual = tokens * config.embed_dim * itemsize / mesh.tensor
+    residual = tokens * layers[0].embed_dim * itemsize / mesh.tensor
     messages = 2 * mesh.virtual_stages + 4 * 2 * ring(mesh.pipeline) if mesh.pipeline > 1 else 0
+    hides = model.execution.context_attention == "ring"
     return [
         Traffic("fsdp", ring(mesh.weight_shards) * (gathers + batch.num_microbatches * weights * 4), hidden=True),
         Traffic("data", 2 * ring(mesh.data) * weights / mesh.weight_shards * 4, hidden=True),
-        Traffic("tensor", ring(mesh.tensor) * activations, hidden=False),
-        Traffic("context", ring(mesh.context) * sequence, hidden=config.context_attention == "ring"),
+        Traffic("tensor", ring(mesh.tensor) * of_layers["tensor"], hidden=False),
+        Traffic("context", ring(mesh.context) * of_layers["context"] / mesh.tensor, hidden=hides),
         Traffic("pipeline", batch.num_microbatches * messages * residual, hidden=False),
     ]
-
-
-def _context_bytes(config: DecoderConfig, mesh: MeshConfig, itemsize: int) -> float:
-    """Of a token and layer, before `tensor` splits the heads; times (n - 1) / n it is what a device sends."""
-    heads = config.num_heads * config.width_of_head
-    keys_values = 2 * config.kv_heads * config.width_of_head
-    if config.context_attention == "all_to_all":  # q, k, v and out there and back, and what the backward pass adds
-        return (5 * heads + 3 * keys_values) * itemsize
-    return keys_values * mesh.context * (2 * itemsize + 4)  # in both passes, and their gradients in float32
 
 
 def _bandwidth(axis: str, mesh: MeshConfig, device: Device) -> float:

@@ -12,8 +12,26 @@ from jax.sharding import Mesh, NamedSharding
 from megajax.data.config import DataConfig
 from megajax.data.datasets import Dataset
 from megajax.data.loader import step_batches
+from megajax.models.interface import BatchArray
+from megajax.models.model import Model
+from megajax.parallel.context import sequence_order
 from megajax.sharding import axes_of, batch_spec
 from megajax.training.batch_schedule import Batch
+
+
+def abstract_batch(
+    model: Model, batch: Batch, sequence_length: int, mesh: Mesh, *, packed: bool
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """The arrays of a step, [microbatches, batch, ...] with their shardings. packed: see ModelConfig.batch."""
+
+    def array(one: BatchArray) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, batch_spec(one.dims))
+        return jax.ShapeDtypeStruct(
+            (batch.num_microbatches, batch.microbatch, *one.shape), one.dtype, sharding=sharding
+        )
+
+    arrays = model.config.batch(sequence_length, packed=packed)
+    return {name: array(one) for name, one in sorted(arrays.items())}
 
 
 def device_batches(
@@ -22,48 +40,56 @@ def device_batches(
     *,
     start: int,
     stop: int,
+    model: Model,
     sequence_length: int,
     mesh: Mesh,
     config: DataConfig,
-    order: np.ndarray,
 ) -> Iterator[dict[str, jax.Array]]:
-    """The batches of steps start, ..., stop - 1: global arrays [microbatches, batch, T], one step ahead of the reader.
+    """The batches of steps start, ..., stop - 1: global arrays as `abstract_batch` has them, one step ahead of the
+    reader. Where `context` splits a sequence its tokens are put in the order in which attention wants them.
 
-    tokens, labels, positions int32, loss_mask float32, and segment_ids int32 where documents must not see each other.
-    order: place in the sequence of what lies at each index of T (parallel/context.py).
+    Raises ValueError if the dataset has no array that the model reads.
     """
-    sharding, length = NamedSharding(mesh, batch_spec()), sequence_length
-    names = {"tokens", "labels", "loss_mask", "positions", "segment_ids"}
-    if config.cross_document_attention:
-        names.remove("segment_ids")
+    packed = not config.cross_document_attention
+    arrays = model.config.batch(sequence_length, packed=packed)
+    order = sequence_order(sequence_length, mesh.shape["context"], model.execution.context_attention)
 
     # Which parts of a batch the devices of this process hold: processes that read get them, but cannot get devices.
     num_parts = math.prod(mesh.shape[axis] for axis in axes_of(batch_spec()[1]))
-    slices = sharding.addressable_devices_indices_map((1, num_parts, length)).values()
-    parts = np.unique(np.concatenate([np.arange(num_parts)[rows] for _, rows, _ in slices]))
+    slices = NamedSharding(mesh, batch_spec(())).addressable_devices_indices_map((1, num_parts)).values()
+    parts = np.unique(np.concatenate([np.arange(num_parts)[rows] for _, rows in slices]))
     rows_of = functools.partial(_rows_of, parts, num_parts)
 
     def place(step: int, local: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         now = schedule(step)
-        rows, shape = rows_of(now.microbatch), (now.num_microbatches, now.microbatch, length)
+        rows = rows_of(now.microbatch)
 
         def part(array, index):
             wanted = np.arange(now.microbatch)[index[1]]
-            return array[index[0], np.searchsorted(rows, wanted)][..., index[2]]
+            return array[index[0], np.searchsorted(rows, wanted)][..., *index[2:]]
 
-        make = lambda array: jax.make_array_from_callback(shape, sharding, lambda index: part(array, index))
-        return {name: make(local[name]) for name in sorted(names)}
+        def make(array: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
+            return jax.make_array_from_callback(like.shape, like.sharding, lambda index: part(array, index))
 
-    def ordered(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        if np.array_equal(order, np.arange(length)):
-            return arrays
-        return {name: arrays[name][..., order] for name in names}
+        wanted = abstract_batch(model, now, sequence_length, mesh, packed=packed)
+        return {name: make(local[name], like) for name, like in wanted.items()}
+
+    def ordered(local: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        if missing := sorted(arrays.keys() - local.keys()):
+            raise ValueError(
+                f"model.kind={model.config.kind} reads {', '.join(missing)}, which data.kind={config.kind} does not "
+                "have; use another --data.kind"
+            )
+        if np.array_equal(order, np.arange(sequence_length)):
+            return local
+        along_time = lambda name: np.take(local[name], order, axis=2 + arrays[name].dims.index("time"))
+        return {name: along_time(name) if "time" in arrays[name].dims else local[name] for name in arrays}
 
     triple = lambda step: dataclasses.astuple(schedule(step))
     local = step_batches(dataset, triple, rows_of, start_step=start, num_steps=stop, config=config)
     ahead = None
-    for step, arrays in enumerate(local, start=start):
-        placed = place(step, ordered(arrays))
+    for step, one in enumerate(local, start=start):
+        placed = place(step, ordered(one))
         if ahead is not None:
             yield ahead
         ahead = placed

@@ -2,7 +2,7 @@
 
 The options go to `jax.jit(compiler_options=...)`, not into XLA_FLAGS: they hold for the train step alone, and one that
 the installed jaxlib does not know can be caught and left out, where an unknown name in XLA_FLAGS aborts the process.
-What a person asks for counts more: `training.compiler_options`, then XLA_FLAGS, then the profile. What each option is
+What a person asks for counts more: `execution.compiler_options`, then XLA_FLAGS, then the profile. What each option is
 worth here, `python -m benchmarks.ablation --config=NAME` measures; names and defaults are in xla/xla.proto.
 """
 
@@ -17,7 +17,6 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from megajax.mesh import xla_flags
 from megajax.models.model import Model
-from megajax.sharding import is_axes
 
 logger = logging.getLogger("megajax")
 
@@ -42,7 +41,7 @@ class Target:
     offloads: bool = False
     """Activations or moments lie on the host between their uses."""
     deterministic: bool = False
-    """The same bits in every run (model.deterministic)."""
+    """The same bits in every run (execution.deterministic)."""
 
     @property
     def layer_shard_bytes(self) -> int:
@@ -112,32 +111,34 @@ def choose(options: tuple[Option, ...], target: Target) -> dict[str, str]:
 
 
 def target_of(model: Model, mesh: Mesh) -> Target:
-    sizes = [leaf.size for leaf, axes in zip(*_leaves(model), strict=True) if "layers" in axes]
+    stacked = jax.tree.map(lambda a, record: a.size if "layers" in record.axes else 0,
+                           model.abstract_weights, model.records)  # fmt: skip
     itemsize = jnp.dtype(model.precision.compute_dtype).itemsize
+    execution = model.execution
     return Target(
         chip=mesh.devices.flat[0].device_kind,
         num_devices=mesh.size,
-        layer_bytes=sum(sizes) * itemsize // model.config.num_layers // mesh.shape["tensor"],
+        layer_bytes=sum(jax.tree.leaves(stacked)) * itemsize // model.num_layers // mesh.shape["tensor"],
         weight_shards=mesh.shape["fsdp"] * mesh.shape["context"],
-        scanned=model.config.scanned or model.stages is not None,
-        has_ring=mesh.shape["context"] > 1 and model.config.context_attention == "ring",
-        offloads=bool(model.config.offload),
-        deterministic=model.config.deterministic,
+        scanned=model.scans,
+        has_ring=mesh.shape["context"] > 1 and execution.context_attention == "ring",
+        offloads=bool(execution.offload),
+        deterministic=execution.deterministic,
     )
 
 
-def compiler_options(requested: str, model: Model, mesh: Mesh, *, offload_state: bool = False) -> dict[str, str]:
+def compiler_options(model: Model, mesh: Mesh, *, offload_state: bool = False) -> dict[str, str]:
     """For jit_train_step on this mesh: the profile, as far as jaxlib knows it and XLA_FLAGS leaves it open, and
-    `requested` (training.compiler_options). Raises ValueError if jaxlib refuses something that was requested.
+    execution.compiler_options. Raises ValueError if jaxlib refuses something that was requested.
 
     offload_state: optimizer.offload_state.
     """
     target = target_of(model, mesh)
     target = dataclasses.replace(target, offloads=target.offloads or offload_state)
-    ours, theirs, in_environment = choose(PROFILE, target), parse(requested), xla_flags()
+    ours, theirs, in_environment = choose(PROFILE, target), parse(model.execution.compiler_options), xla_flags()
     for name, value in theirs.items():
         if why := refusal(name, value, mesh):
-            raise ValueError(f"training.compiler_options: {name}={value} is refused by jaxlib {jaxlib.__version__} "
+            raise ValueError(f"execution.compiler_options: {name}={value} is refused by jaxlib {jaxlib.__version__} "
                              f"({why}); correct it or leave it out")  # fmt: skip
     for name, value in list(ours.items()):
         if name in theirs or name in in_environment:
@@ -156,8 +157,8 @@ def parse(text: str) -> dict[str, str]:
         name, equals, value = entry.partition("=")
         if not equals or not name.startswith("xla_"):
             raise ValueError(
-                f"training.compiler_options: {entry!r} is not xla_NAME=VALUE; separate several by spaces, as in "
-                "--training.compiler_options='xla_gpu_enable_triton_gemm=False xla_gpu_graph_min_graph_size=10'"
+                f"execution.compiler_options: {entry!r} is not xla_NAME=VALUE; separate several by spaces, as in "
+                "--execution.compiler_options='xla_gpu_enable_triton_gemm=False xla_gpu_graph_min_graph_size=10'"
             )
         options[name] = {"true": "True", "false": "False"}.get(value, value)
     return options
@@ -171,8 +172,3 @@ def refusal(name: str, value: str, mesh: Mesh) -> str:
     except jax.errors.JaxRuntimeError as error:
         return str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
     return ""
-
-
-def _leaves(model: Model) -> tuple[list, list]:
-    """-> (abstract parameters, their logical axes), in the same order."""
-    return jax.tree.leaves(model.abstract_params), jax.tree.leaves(model.axes, is_leaf=is_axes)

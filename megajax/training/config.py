@@ -1,11 +1,11 @@
-"""What a configuration says of the training itself: steps, batch, sequence, evaluation."""
+"""What a configuration says of the training itself, and of one launch of it."""
 
 import dataclasses
 from typing import Literal
 
 from megajax.mesh import MeshConfig
+from megajax.models.interface import LossOptions
 from megajax.training.batch_schedule import BatchSchedule
-from megajax.training.compiler_options import parse
 
 LossMean = Literal["token", "microbatch"]
 
@@ -32,24 +32,17 @@ class TrainingConfig:
     """token: mean over all tokens of the global batch; microbatch: mean of the means of the microbatches (Megatron)."""
     batch_size_rampup: tuple[int, int, int] | None = None
     """(start, increment, samples): grow the batch to global_batch_size over so many samples."""
-    exit_at_step: int | None = None
-    """Save and exit cleanly at this step."""
-    exit_after_minutes: float | None = None
-    """Save and exit cleanly after so much time."""
-    hang_minutes: float = 30.0
-    """What takes longer ends the run, all stacks on stderr, exit status 1: connecting to the other processes, making
-    the data ready, restoring, a step (the first with its compilation), an evaluation, a save; 0: never."""
+    z_loss: float = 0.0
+    """Weight of logsumexp^2 of the logits in the training loss."""
+    label_smoothing: float = 0.0
+    """Probability mass moved from the label to the whole vocabulary in the training loss."""
+    frozen: tuple[str, ...] = ()
+    """Parameters that are not trained, by shell patterns of their names: layers.*.attention.*, embedding."""
     most_skipped_in_a_row: int = 20
     """So many updates in a row that were skipped (not finite, or optimizer.most_grad_norm) end the run; 0: never."""
     check_replicas_every_steps: int = 0
     """Steps between two comparisons of what several devices hold copies of, and one before each save; a device that
     differs is named and ends the run; 0: never."""
-    max_restarts: int = 0
-    """A run that crashes or hangs is started again, so many times; not after three crashes without a new step."""
-    profile_steps: tuple[int, int] | None = None
-    """(first, last): write a profile of these steps to run_dir/profile."""
-    compiler_options: str = ""
-    """XLA options of the train step beside or instead of the chosen ones: "xla_gpu_a=1 xla_gpu_b=x,y"."""
     sample_prompt: str = ""
     """Generate a sample from this prompt when the run is finished; empty: none."""
 
@@ -57,15 +50,13 @@ class TrainingConfig:
         for name in ("steps", "global_batch_size", "sequence_length", "log_every_steps", "eval_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"training.{name}={getattr(self, name)} must be at least 1")
-        numbers = ("hang_minutes", "most_skipped_in_a_row", "max_restarts")
-        for name in ("eval_every_steps", "check_replicas_every_steps", *numbers):
+        for name in ("eval_every_steps", "check_replicas_every_steps", "most_skipped_in_a_row"):
             if getattr(self, name) < 0:
                 raise ValueError(f"training.{name}={getattr(self, name)} must not be negative; 0 is never")
         if self.microbatch_size is not None and self.microbatch_size < 1:
             raise ValueError(f"training.microbatch_size={self.microbatch_size} must be at least 1, or None")
-        if self.profile_steps is not None and not 0 < self.profile_steps[0] <= self.profile_steps[1]:
-            raise ValueError(f"training.profile_steps={self.profile_steps} must be (first, last), counted from 1")
-        parse(self.compiler_options)
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(f"training.label_smoothing={self.label_smoothing} must be at least 0 and below 1")
         self.schedule(MeshConfig())
 
     def check_on(self, mesh: MeshConfig) -> None:
@@ -92,9 +83,37 @@ class TrainingConfig:
                 f"use --training.sequence_length={-(-self.sequence_length // split) * split}"
             )
 
+    @property
+    def loss_options(self) -> LossOptions:
+        return LossOptions(self.z_loss, self.label_smoothing)
+
     def schedule(self, mesh: MeshConfig) -> BatchSchedule:
         microbatch = self.microbatch_size and self.microbatch_size * mesh.batch_shards
         return BatchSchedule(self.global_batch_size, microbatch, self.batch_size_rampup)
 
     def eval_batch_size(self, mesh: MeshConfig) -> int:
         return self.schedule(mesh)(self.steps).microbatch
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchConfig:
+    """What concerns one start of a run and not the run: it may differ each time, and is compared with nothing."""
+
+    exit_at_step: int | None = None
+    """Save and exit cleanly at this step."""
+    exit_after_minutes: float | None = None
+    """Save and exit cleanly after so much time."""
+    hang_minutes: float = 30.0
+    """What takes longer ends the run, all stacks on stderr, exit status 1: connecting to the other processes, making
+    the data ready, restoring, a step (the first with its compilation), an evaluation, a save; 0: never."""
+    max_restarts: int = 0
+    """How often a run that crashes or hangs is started again; not after three crashes without a new step."""
+    profile_steps: tuple[int, int] | None = None
+    """(first, last): write a profile of these steps to run_dir/profile."""
+
+    def check(self) -> None:
+        for name in ("hang_minutes", "max_restarts"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"launch.{name}={getattr(self, name)} must not be negative; 0 is never")
+        if self.profile_steps is not None and not 0 < self.profile_steps[0] <= self.profile_steps[1]:
+            raise ValueError(f"launch.profile_steps={self.profile_steps} must be (first, last), counted from 1")

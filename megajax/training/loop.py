@@ -22,10 +22,9 @@ from megajax.mesh import MeshConfig
 from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer
 from megajax.optim.schedule import Schedule
-from megajax.parallel.context import sequence_order
 from megajax.training.batch_schedule import BatchSchedule
 from megajax.training.batches import device_batches
-from megajax.training.config import TrainingConfig
+from megajax.training.config import LaunchConfig, TrainingConfig
 from megajax.training.faults.replicas import check_replicas, describe_replicas
 from megajax.training.faults.stop import StopRequest
 from megajax.training.faults.watchdog import Watchdog
@@ -42,6 +41,7 @@ class Trainer:
     """One run. All fields are what train.py built; `run` does the work."""
 
     config: TrainingConfig
+    launch: LaunchConfig
     mesh_config: MeshConfig
     mesh: Mesh
     model: Model
@@ -81,11 +81,11 @@ class Trainer:
         config, first = self.config, int(state.step)
         if first >= config.steps:
             return "already finished"
-        if config.exit_at_step is not None and first >= config.exit_at_step:
-            self.console.note(f"nothing to do: step {first} is done, training.exit_at_step={config.exit_at_step}")
+        if self.launch.exit_at_step is not None and first >= self.launch.exit_at_step:
+            self.console.note(f"nothing to do: step {first} is done, launch.exit_at_step={self.launch.exit_at_step}")
             return "interrupted"
-        stop_request = StopRequest(config.exit_at_step, config.exit_after_minutes)
-        with stop_request as stop, Profiler(config.profile_steps, self.run_dir, self.console) as profiler:
+        stop_request = StopRequest(self.launch.exit_at_step, self.launch.exit_after_minutes)
+        with stop_request as stop, Profiler(self.launch.profile_steps, self.run_dir, self.console) as profiler:
             return self._train(state, first, stop, profiler)
 
     def _train(self, state: TrainState, first: int, stop: StopRequest, profiler: Profiler) -> str:
@@ -122,7 +122,7 @@ class Trainer:
             evaluation: dict[str, float] = {}
             if evaluate is not None and (done % config.eval_every_steps == 0 or done == config.steps):
                 reporter.flush()
-                evaluation = evaluate(state.params)
+                evaluation = evaluate(state.weights)
                 reporter.evaluation(done, evaluation)
                 self.watchdog.alive()
             every = self.checkpoint_every_steps
@@ -155,15 +155,12 @@ class Trainer:
 
     def step_function(self) -> Callable:
         """The jitted train step, for the current mesh."""
-        config = self.config
         return jit_train_step(
             self.model,
             self.optimizer,
+            self.config,
             state_shardings(self.model, self.optimizer, self.mesh, self.shard_over_data),
             self.compiler_options,
-            loss_mean=config.loss_mean,
-            group=config.microbatch_size,
-            seed=config.seed,
         )
 
     def train_batches(self, start: int, stop: int) -> Iterator[dict]:
@@ -173,17 +170,17 @@ class Trainer:
     def _start(self) -> TrainState:
         shardings = state_shardings(self.model, self.optimizer, self.mesh, self.shard_over_data)
         target = with_shardings(abstract_state(self.model, self.optimizer), shardings)
-        found = self.checkpointer.restore_newest(target.params, target.optimizer, self.model.layer_rows)
+        found = self.checkpointer.restore_newest(target.weights, target.optimizer, self.model.layer_rows)
         if self.writer is not None:
             self.writer.rewind(0 if found is None else found[0])
         if found is None:
             return init_state(self.model, self.optimizer, self.config.seed, self.mesh, shardings)
-        latest, params, optimizer, meta = found
+        latest, weights, optimizer, meta = found
         self.console.note(f"resuming from step {latest} of {self.config.steps}")
         self._check_samples(latest, meta)
         self.productive_seconds = meta.get("productive_seconds", 0.0)
         scalar = lambda value: jax.device_put(jnp.int32(value), shardings.step)
-        return TrainState(scalar(latest), scalar(meta["skipped"]), params, optimizer)
+        return TrainState(scalar(latest), scalar(meta["skipped"]), *self.model.split(weights), optimizer)
 
     def _check_samples(self, step: int, meta: dict[str, Any]) -> None:
         """Raises ValueError if samples would be skipped or read twice, as with another batch size."""
@@ -214,13 +211,19 @@ class Trainer:
             "productive_seconds": productive_seconds,
             "eval_loss": eval_loss,
         }
-        save(step, state.params, state.optimizer, meta)
+        save(step, state.weights, state.optimizer, meta)
 
     def _batches(self, dataset: Dataset, schedule: BatchSchedule, start: int, stop: int) -> Iterator[dict]:
-        length = self.config.sequence_length
-        order = sequence_order(length, self.mesh_config.context, self.model.config.context_attention)
-        options = dict(sequence_length=length, mesh=self.mesh, config=self.data_config, order=order)
-        return device_batches(dataset, schedule, start=start, stop=stop, **options)
+        return device_batches(
+            dataset,
+            schedule,
+            start=start,
+            stop=stop,
+            model=self.model,
+            sequence_length=self.config.sequence_length,
+            mesh=self.mesh,
+            config=self.data_config,
+        )
 
     def _evaluator(self, schedule: BatchSchedule) -> Callable[[Any], dict[str, float]] | None:
         config, dataset = self.config, self.datasets.eval
@@ -230,10 +233,10 @@ class Trainer:
         # Through a pipeline all of them go at once, as microbatches.
         at_once = 1 if self.model.stages is None else config.eval_steps
 
-        def evaluate(params) -> dict[str, float]:
+        def evaluate(weights) -> dict[str, float]:
             schedule = BatchSchedule(size * at_once, size, None)
             batches = self._batches(dataset, schedule, 0, config.eval_steps // at_once)
-            sums = [eval_step(params, batch) for batch in batches]
+            sums = [eval_step(weights, batch) for batch in batches]
             loss, tokens = np.sum(np.array(jax.device_get(sums), np.float64), 0)
             result = {"eval_loss": loss / tokens}
             if self.datasets.eval_bytes_per_token is not None:

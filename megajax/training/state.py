@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.models.model import Model
 from megajax.optim.distributed import optimizer_shardings
 from megajax.optim.optimizer import Optimizer
+from megajax.parameters import merge
 
 
 class TrainState(NamedTuple):
@@ -18,27 +19,44 @@ class TrainState(NamedTuple):
     skipped: jax.Array
     """int32: steps whose update was left out because a gradient was not finite."""
     params: Any
+    """The weights that are trained, float32 or as precision.params says."""
+    frozen: Any
+    """Those that are not (training.frozen)."""
+    variables: Any
+    """What the step updates without a gradient."""
     optimizer: Any
+    """Of the params alone."""
+
+    @property
+    def weights(self) -> dict:
+        """All that the model computes with: what a checkpoint calls params, as it holds them together."""
+        return merge(self.params, self.frozen, self.variables)
 
 
 def state_shardings(model: Model, optimizer: Optimizer, mesh: Mesh, shard_over_data: bool) -> TrainState:
-    replicated, params = NamedSharding(mesh, P()), model.shardings(mesh)
-    state = optimizer_shardings(optimizer, model.abstract_params, params, mesh=mesh, shard_over_data=shard_over_data)
-    return TrainState(replicated, replicated, params, state)
+    replicated, weights = NamedSharding(mesh, P()), model.split(model.shardings(mesh))
+    abstract = model.split(model.abstract_weights).params
+    state = optimizer_shardings(optimizer, abstract, weights.params, mesh=mesh, shard_over_data=shard_over_data)
+    return TrainState(replicated, replicated, *weights, state)
 
 
 def abstract_state(model: Model, optimizer: Optimizer) -> TrainState:
-    scalar = jax.ShapeDtypeStruct((), jnp.int32)
-    return TrainState(scalar, scalar, model.abstract_params, jax.eval_shape(optimizer.init, model.abstract_params))
+    scalar, weights = jax.ShapeDtypeStruct((), jnp.int32), model.split(model.abstract_weights)
+    return TrainState(scalar, scalar, *weights, jax.eval_shape(optimizer.init, weights.params))
 
 
 def init_state(model: Model, optimizer: Optimizer, seed: int, mesh: Mesh, shardings: TrainState) -> TrainState:
     """The state before the first step, made in place on all devices."""
-    params = model.init(seed, mesh)
+    return new_state(model, optimizer, model.init(seed, mesh), mesh, shardings)
+
+
+def new_state(model: Model, optimizer: Optimizer, weights: dict, mesh: Mesh, shardings: TrainState) -> TrainState:
+    """The state before the first step with these weights, laid out as the shardings say."""
+    split = model.split(weights)
     with jax.set_mesh(mesh):
         return TrainState(
             jax.device_put(jnp.int32(0), shardings.step),
             jax.device_put(jnp.int32(0), shardings.skipped),
-            params,
-            jax.jit(optimizer.init, out_shardings=shardings.optimizer)(params),
+            *split,
+            jax.jit(optimizer.init, out_shardings=shardings.optimizer)(split.params),
         )

@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 
 from megajax.models import pipelined
-from megajax.models.model import Model
+from megajax.models.interface import NO_REGULARISERS
+from megajax.models.model import Model, Weights
 from megajax.optim.optimizer import Optimizer, global_norm
 from megajax.sharding import row_major
-from megajax.training.config import LossMean
+from megajax.training.config import LossMean, TrainingConfig
 from megajax.training.state import TrainState
 
 
@@ -26,41 +27,48 @@ def loss_weights(loss_mask: jax.Array, mean: LossMean, group: int | None) -> jax
     return (grouped / tokens / grouped.shape[0]).reshape(mask.shape)
 
 
-def make_train_step(model: Model, optimizer: Optimizer, *, loss_mean: LossMean, group: int | None, seed: int):
+def make_train_step(model: Model, optimizer: Optimizer, training: TrainingConfig):
     """-> (state, batch, learning rate float32) -> (state, metrics); to be jitted with the state donated.
 
-    batch: each array [microbatches, batch, T]. metrics: float32 scalars loss, grad_norm and the auxiliary losses;
-    int32 skipped, total_skipped. The dropout of a token depends on (seed, step, microbatch, layer, place) only.
+    batch: each array [microbatches, batch, ...]. metrics: loss, grad_norm, the auxiliary terms of the loss and the
+    model's metrics, float32; int32 skipped, total_skipped. The loss is the main term plus the mean of the auxiliary
+    terms over microbatches. The dropout of a token depends on (seed, step, microbatch, layer, place) only.
     """
+    options = training.loss_options
 
-    def gradients(params, batch, key):
+    def gradients(weights: Weights, batch, key, num_microbatches: int):
         def loss(params):
-            return model.loss(params, batch, key=key, train=True)
+            terms = model.loss(weights._replace(params=params).merged(), batch, key=key, options=options)
+            terms = terms.share(num_microbatches)
+            return terms.total(), terms
 
-        (value, auxiliary), grads = jax.value_and_grad(loss, has_aux=True)(params)
-        return value, auxiliary, row_major(jax.tree.map(lambda g: g.astype(jnp.float32), grads), model.axes)
+        grads, terms = jax.grad(loss, has_aux=True)(weights.params)
+        return terms, row_major(jax.tree.map(lambda g: g.astype(jnp.float32), grads), model.trained)
 
     def train_step(state: TrainState, batch: dict, learning_rate: jax.Array):
-        weights = loss_weights(batch["loss_mask"], loss_mean, group)
-        batch = {name: array for name, array in batch.items() if name != "loss_mask"} | {"loss_weights": weights}
-        key = jax.random.fold_in(jax.random.key(seed), state.step)
-        num_microbatches = weights.shape[0]
+        counts = loss_weights(batch["loss_mask"], training.loss_mean, training.microbatch_size)
+        batch = {name: array for name, array in batch.items() if name != "loss_mask"} | {"loss_weights": counts}
+        key = jax.random.fold_in(jax.random.key(training.seed), state.step)
+        num_microbatches = counts.shape[0]
+        weights = Weights(state.params, state.frozen, state.variables)
         if model.stages is not None:
-            loss, auxiliary, grads = pipelined.loss_and_gradients(model, state.params, batch, key, train=True)
-            grads = row_major(grads, model.axes)
+            terms, grads = pipelined.loss_and_gradients(model, state.weights, batch, key, options, train=True)
+            grads = row_major(grads, model.trained)
         elif num_microbatches == 1:
             first = jax.tree.map(lambda a: a[0], batch)
-            loss, auxiliary, grads = gradients(state.params, first, jax.random.fold_in(key, 0))
+            terms, grads = gradients(weights, first, jax.random.fold_in(key, 0), 1)
         else:
 
             def accumulate(total, microbatch):
                 number, microbatch = microbatch
-                new = gradients(state.params, microbatch, jax.random.fold_in(key, number))
+                new = gradients(weights, microbatch, jax.random.fold_in(key, number), num_microbatches)
                 return jax.tree.map(jnp.add, total, new), None
 
-            shapes = jax.eval_shape(gradients, state.params, jax.tree.map(lambda a: a[0], batch), key)
+            one = jax.tree.map(lambda a: a[0], batch)
+            shapes = jax.eval_shape(lambda key: gradients(weights, one, key, num_microbatches), key)
             zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
-            (loss, auxiliary, grads), _ = jax.lax.scan(accumulate, zeros, (jnp.arange(num_microbatches), batch))
+            (terms, grads), _ = jax.lax.scan(accumulate, zeros, (jnp.arange(num_microbatches), batch))
+        loss = terms.total()
         params, optimizer_state, metrics = optimizer.update(
             grads,
             state.optimizer,
@@ -69,8 +77,12 @@ def make_train_step(model: Model, optimizer: Optimizer, *, loss_mean: LossMean, 
             loss=loss,
             grad_norm=global_norm(model.gradient_pieces(grads)),
         )
-        new_state = TrainState(state.step + 1, state.skipped + metrics["skipped"], params, optimizer_state)
-        return new_state, {"loss": loss, **auxiliary, **metrics, "total_skipped": new_state.skipped}
+        variables = model.updated(state.variables, terms.observed)
+        kept = jax.tree.map(lambda new, old: jnp.where(metrics["skipped"], old, new), variables, state.variables)
+        skipped = state.skipped + metrics["skipped"]
+        new_state = TrainState(state.step + 1, skipped, params, state.frozen, kept, optimizer_state)
+        reported = {"loss": loss, **terms.auxiliary, **terms.metrics, **metrics, "total_skipped": skipped}
+        return new_state, reported
 
     return train_step
 
@@ -78,31 +90,29 @@ def make_train_step(model: Model, optimizer: Optimizer, *, loss_mean: LossMean, 
 def jit_train_step(
     model: Model,
     optimizer: Optimizer,
+    training: TrainingConfig,
     shardings: TrainState,
     compiler_options: dict[str, str],
-    *,
-    loss_mean: LossMean,
-    group: int | None,
-    seed: int,
 ):
-    """make_train_step as every caller compiles it: the state is donated, and lies as it lay before."""
-    step = make_train_step(model, optimizer, loss_mean=loss_mean, group=group, seed=seed)
+    """make_train_step as every caller compiles it: the state is donated, and keeps its layout."""
+    step = make_train_step(model, optimizer, training)
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=compiler_options)
 
 
 def make_eval_step(model: Model):
-    """-> (params, batch [1, batch, T]) -> (sum of token losses, number of tokens), float32; no dropout.
+    """-> (weights, batch [1, batch, ...]) -> (sum of token losses, number of tokens), float32: the main term, without
+    regularisers or dropout.
 
     With a pipeline the batch may have any number of microbatches.
     """
 
-    def eval_step(params, batch: dict):
-        weights = batch["loss_mask"].astype(jnp.float32)
-        batch = {name: array for name, array in batch.items() if name != "loss_mask"} | {"loss_weights": weights}
+    def eval_step(weights, batch: dict):
+        counts = batch["loss_mask"].astype(jnp.float32)
+        batch = {name: array for name, array in batch.items() if name != "loss_mask"} | {"loss_weights": counts}
         if model.stages is not None:
-            loss, auxiliary, _ = pipelined.loss_and_gradients(model, params, batch, None, train=False)
+            terms, _ = pipelined.loss_and_gradients(model, weights, batch, None, NO_REGULARISERS, train=False)
         else:
-            loss, auxiliary = model.loss(params, jax.tree.map(lambda a: a[0], batch), key=None, train=False)
-        return loss - sum(auxiliary.values(), jnp.float32(0)), jnp.sum(weights)
+            terms = model.loss(weights, jax.tree.map(lambda a: a[0], batch))
+        return terms.main, jnp.sum(counts)
 
     return eval_step

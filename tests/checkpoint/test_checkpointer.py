@@ -24,7 +24,7 @@ MODEL = Model(
     DecoderConfig(num_layers=2, embed_dim=16, num_heads=4, mlp_dim=32, vocab_size=64, max_positions=16),
     PrecisionConfig(),
 )
-OPTIMIZER = Optimizer(OptimizerConfig(), MODEL.decay_mask)
+OPTIMIZER = Optimizer(OptimizerConfig(), MODEL.trained)
 
 
 def mesh_of(**sizes):
@@ -103,7 +103,7 @@ def test_what_any_mesh_saved_any_other_restores_bit_for_bit_with_optimizer_state
 
 def test_offloaded_moments_are_saved_and_restored_as_others_are(saved, tmp_path):
     run_dir, state = saved
-    offloading = Optimizer(OptimizerConfig(offload_state=True), MODEL.decay_mask)
+    offloading = Optimizer(OptimizerConfig(offload_state=True), MODEL.trained)
     on_host = targets_on(mesh_of(data=2, fsdp=4), True, offloading)
     on_device = targets_on(mesh_of(fsdp=2), False)
     with Checkpointer(run_dir, None) as checkpointer:

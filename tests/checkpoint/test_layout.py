@@ -35,7 +35,7 @@ def target_on(sizes: dict, offload_state: bool = False):
     mesh_config = MeshConfig(**sizes)
     mesh = make_mesh(mesh_config, jax.devices()[: mesh_config.num_devices])
     model = Model(CONFIG, PrecisionConfig(), make_stages(mesh_config, CONFIG.num_layers))
-    optimizer = Optimizer(OptimizerConfig(offload_state=offload_state), model.decay_mask)
+    optimizer = Optimizer(OptimizerConfig(offload_state=offload_state), model.trained)
     shardings = state_shardings(model, optimizer, mesh, shard_over_data=True)
     return model, with_shardings(abstract_state(model, optimizer), shardings)
 
@@ -45,7 +45,7 @@ def params_of(layout: str | None = None):
     """On the host, the same numbers for each layer; without a layout they stand one after the other."""
     if layout is None:
         rng = np.random.default_rng(3)
-        abstract = Model(CONFIG, PrecisionConfig()).abstract_params
+        abstract = Model(CONFIG, PrecisionConfig()).abstract_weights
         return jax.tree.map(lambda a: rng.standard_normal(a.shape).astype(a.dtype), abstract)
     plain, rows = params_of(), target_on(LAYOUTS[layout])[0].layer_rows
     arrange = lambda a, rows: np.where(rows.reshape(*rows.shape, *[1] * (a.ndim - 1)) < 0, 0, a[rows])

@@ -29,7 +29,7 @@ LLAMA = CONFIGS["llama"]
 
 def random_params(config):
     rng = np.random.default_rng(0)
-    abstract = Model(config, PrecisionConfig()).abstract_params
+    abstract = Model(config, PrecisionConfig()).abstract_weights
     return jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape).astype(np.float32), abstract)
 
 

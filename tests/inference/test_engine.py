@@ -45,7 +45,7 @@ def random_params(model, seed=0):
     def draw(path, a):
         return generator.normal(float(path[-1].key == "scale"), 0.3, a.shape).astype(np.float32)
 
-    return jax.tree_util.tree_map_with_path(draw, model.abstract_params)
+    return jax.tree_util.tree_map_with_path(draw, model.abstract_weights)
 
 
 def make_engine(config, mesh, tokenizer=None, precision=FLOAT32, seed=0):

@@ -19,7 +19,7 @@ def alone(tmp_path_factory) -> tuple[dict[int, float], dict[int, float]]:
 def begun(tmp_path_factory) -> Path:
     """The same run by two processes with two devices each: it has stopped after step 5 and has the checkpoints 3, 5."""
     run_dir = tmp_path_factory.mktemp("begun") / "run"
-    saving = ["--checkpoint.every_steps=3", "--training.exit_at_step=5"]
+    saving = ["--checkpoint.every_steps=3", "--launch.exit_at_step=5"]
     output = run(run_dir, *MESH, *ENDLESS, *EVALUATE, *saving, **TWO)
     assert "2 process(es)" in output and "interrupted" in output
     assert saved_steps(run_dir) == [3, 5]

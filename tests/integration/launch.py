@@ -32,7 +32,7 @@ TINY = [
 ENDLESS = ["--training.steps=100000", "--optimizer.schedule=constant"]
 # What runs of two processes and of one are compared by.
 STEPS = 12
-END = f"--training.exit_at_step={STEPS}"
+END = f"--launch.exit_at_step={STEPS}"
 EVALUATE = ["--training.eval_every_steps=4", "--training.eval_steps=2"]
 MESH = ["--mesh.data=2", "--mesh.fsdp=2"]
 TWO = dict(num_processes=2, devices_each=2)
@@ -95,7 +95,7 @@ class Process:
 
 
 def supervised(arguments: Iterable[str]) -> bool:
-    return any(argument.startswith("--training.max_restarts") for argument in arguments)
+    return any(argument.startswith("--launch.max_restarts") for argument in arguments)
 
 
 @contextmanager

@@ -35,7 +35,7 @@ def test_killed_at_random_moments_the_run_ends_with_the_same_losses_the_supervis
         process.popen.kill()
         assert process.popen.wait() == -9
     assert exact(run_dir).items() <= undisturbed.items()  # another process, the same bits
-    with started(run_dir, *LENGTH, "--training.max_restarts=3") as (supervisor,):
+    with started(run_dir, *LENGTH, "--launch.max_restarts=3") as (supervisor,):
         for _ in range(2):
             supervisor.wait_for_step(run_dir, max(losses(run_dir)) + 5 + rng.randrange(4))
             os.kill(supervisor.child, signal.SIGKILL)

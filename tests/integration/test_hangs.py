@@ -12,7 +12,7 @@ from launch import ROOT, TIMEOUT_SECONDS, started, tiny_config
 
 from megajax.data.datasets import build_datasets
 
-MINUTES = "--training.hang_minutes=0.1"
+MINUTES = "--launch.hang_minutes=0.1"
 READER = """
 import multiprocessing, os, sys
 import numpy as np

@@ -24,7 +24,7 @@ from launch import (
 @pytest.mark.fault
 def test_two_processes_and_one_take_turns_on_other_meshes(alone, begun_run):
     """The digests, which every restore verifies, say that parameters and optimizer are what was saved."""
-    best = ["--checkpoint.keep=1", "--checkpoint.keep_best=1", "--training.exit_at_step=8"]
+    best = ["--checkpoint.keep=1", "--checkpoint.keep_best=1", "--launch.exit_at_step=8"]
     one = run(begun_run, *ENDLESS, *EVALUATE, "--mesh.tensor=2", "--mesh.data=1", *best, devices_each=2)
     other = ["--mesh.fsdp=4", "--mesh.data=1", "--optimizer.shard_over_data=False"]
     both = run(begun_run, *ENDLESS, *EVALUATE, END, *other, **TWO)
@@ -50,7 +50,7 @@ def test_killed_processes_go_on_from_the_newest_snapshot_that_all_of_them_have_b
     newest = max(int(path.parent.name) for path in fast.glob("*/*/process_0"))
     for lost in fast.glob(f"*/{newest}/process_1"):
         shutil.rmtree(lost)
-    output = run(begun_run, *arguments, f"--training.exit_at_step={max(before) + 3}", **TWO)
+    output = run(begun_run, *arguments, f"--launch.exit_at_step={max(before) + 3}", **TWO)
     start = newest - 10
     assert f"the local snapshot {newest} is not used: another process says why" in output
     assert f"step {start} is taken from the local snapshot" in output and f"resuming from step {start} " in output

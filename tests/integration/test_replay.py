@@ -27,7 +27,7 @@ def save_damaged(run_dir):
     """Step 2 of a run, as a device would save it that has written nonsense into layer 1."""
     config, mesh = tiny_config(run_dir), make_mesh(MeshConfig(fsdp=8))
     model = Model(config.model, config.precision)
-    optimizer = Optimizer(config.optimizer, model.decay_mask)
+    optimizer = Optimizer(config.optimizer, model.trained)
     state = init_state(model, optimizer, 0, mesh, state_shardings(model, optimizer, mesh, False))
     mlp = state.params["layers"]["dense"]["mlp"]
     values = np.array(mlp["up"])

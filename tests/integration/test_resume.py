@@ -51,7 +51,7 @@ def losses(run_dir: Path) -> list[tuple[int, str, str]]:
 def final_params(config: Config):
     model = Model(config.model, config.precision)
     with Checkpointer(config.run_dir, None) as checkpointer:
-        target = with_shardings(model.abstract_params, model.shardings(make_mesh(config.mesh)))
+        target = with_shardings(model.abstract_weights, model.shardings(make_mesh(config.mesh)))
         return jax.device_get(checkpointer.restore_params(STEPS, target, model.layer_rows))
 
 

@@ -27,10 +27,10 @@ def test_each_signal_and_the_end_of_the_time_save_and_the_same_command_goes_on(t
             process.popen.send_signal(number)
             assert process.wait() == 0, process.output
         check_stopped(process.output, f"received {number.name}")
-    output = run(run_dir, *ENDLESS, "--training.exit_after_minutes=0.01")
-    check_stopped(output, "training.exit_after_minutes=0.01")
+    output = run(run_dir, *ENDLESS, "--launch.exit_after_minutes=0.01")
+    check_stopped(output, "launch.exit_after_minutes=0.01")
     before = metrics(run_dir)
-    output = run(run_dir, *ENDLESS, f"--training.exit_at_step={stops[-1]}")
+    output = run(run_dir, *ENDLESS, f"--launch.exit_at_step={stops[-1]}")
     assert f"nothing to do: step {stops[-1]} is done" in output
     assert saved_steps(run_dir) == stops[-3:] and metrics(run_dir) == before
 
@@ -39,9 +39,9 @@ def test_exit_at_step_profile_and_rampup_in_one_run(tmp_path):
     """Batches of 2, 4, 6 for 6 samples each, then 8: 2 2 2 4 4 6 8 8 ..."""
     run_dir = tmp_path / "run"
     arguments = ["--training.steps=14", "--training.batch_size_rampup=2,2,18", "--training.log_every_steps=2"]
-    profile = "--training.profile_steps=6,9"
-    output = run(run_dir, *arguments, profile, "--training.exit_at_step=7")
-    assert "stopping after step 7: training.exit_at_step=7" in output and saved_steps(run_dir) == [7]
+    profile = "--launch.profile_steps=6,9"
+    output = run(run_dir, *arguments, profile, "--launch.exit_at_step=7")
+    assert "stopping after step 7: launch.exit_at_step=7" in output and saved_steps(run_dir) == [7]
     # The run ends in the middle of the profile: what there is of it is written, and the next run does the rest.
     assert "profile written" in output
     traces = lambda: {path for path in (run_dir / "profile").rglob("*.xplane.pb") if path.stat().st_size > 0}

@@ -61,7 +61,7 @@ def test_sigterm_to_one_process_stops_both_after_the_same_step(tmp_path):
     stopped = saved_steps(run_dir)[-1]
     assert f"stopping after step {stopped}: a process of the run was asked to stop" in first.output
     assert sorted(losses(run_dir)) == list(range(1, stopped + 1))
-    output = run(run_dir, *arguments, f"--training.exit_at_step={stopped + 2}", devices_each=4)
+    output = run(run_dir, *arguments, f"--launch.exit_at_step={stopped + 2}", devices_each=4)
     assert f"resuming from step {stopped}" in output
     assert saved_steps(run_dir)[-1] == stopped + 2
     assert sorted(losses(run_dir)) == list(range(1, stopped + 3))
@@ -85,7 +85,7 @@ def test_two_supervised_runs_of_which_one_is_killed_and_later_one_is_stopped_end
     the other one waits for it, less long than the 30 s after which gloo gives up."""
     run_dir, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
     arguments = [*MESH, "--training.steps=60"]
-    faults = ["--checkpoint.every_steps=5", "--training.max_restarts=9", "--training.hang_minutes=0.3"]
+    faults = ["--checkpoint.every_steps=5", "--launch.max_restarts=9", "--launch.hang_minutes=0.3"]
     with started(run_dir, *arguments, *faults, **TWO) as (first, second):
         first.wait_for_step(run_dir, 8)
         os.kill(second.child, signal.SIGKILL)

@@ -71,7 +71,7 @@ def make_params(config: DecoderConfig) -> dict:
             return np.full(leaf.shape, 0.0 if config.norm_zero_centered else 1.0, np.float32)
         return (config.init_std * rng.standard_normal(leaf.shape)).astype(np.float32)
 
-    return jax.tree.map_with_path(draw, Model(config, FLOAT32).abstract_params)
+    return jax.tree.map_with_path(draw, Model(config, FLOAT32).abstract_weights)
 
 
 @functools.cache

@@ -75,7 +75,7 @@ def set_up(config: DecoderConfig, sizes: dict, zero1: bool = False):
     config.check(mesh_config, LENGTH)
     mesh = make_mesh(mesh_config, jax.devices()[: mesh_config.num_devices])
     model = Model(config, PrecisionConfig(compute="float32"), make_stages(mesh_config, config.num_layers))
-    optimizer = Optimizer(OptimizerConfig(learning_rate=1e-2, min_learning_rate=0.0), model.decay_mask)
+    optimizer = Optimizer(OptimizerConfig(learning_rate=1e-2, min_learning_rate=0.0), model.trained)
     return mesh, model, optimizer, state_shardings(model, optimizer, mesh, zero1)
 
 
@@ -84,7 +84,7 @@ def as_numbered(model: Model, params):
     plain = Model(model.config, model.precision)
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     abstract = lambda m: jax.tree.map(
-        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), m.abstract_params, m.shardings(mesh)
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), m.abstract_weights, m.shardings(mesh)
     )
     rows = model.layer_rows, plain.layer_rows
     form = stored_form(abstract(plain), *rows)

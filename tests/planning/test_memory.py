@@ -49,7 +49,7 @@ def test_offloaded_moments_are_the_hosts():
     model, mesh = Model(CONFIG, PrecisionConfig()), jax.sharding.AbstractMesh((1,) * len(AXES), AXES)
 
     def memory(offload_state):
-        optimizer = Optimizer(OptimizerConfig(offload_state=offload_state), model.decay_mask)
+        optimizer = Optimizer(OptimizerConfig(offload_state=offload_state), model.trained)
         training = TrainingConfig(global_batch_size=8, sequence_length=32)
         return memory_per_device(model, optimizer, mesh, MeshConfig(), training, False)
 

@@ -28,7 +28,7 @@ def without_cuda_wheels(monkeypatch):
 
 def rows_of(config: Config, device: str = "h100") -> dict[str, str]:
     model = Model(config.model, config.precision)
-    optimizer = Optimizer(config.optimizer, model.decay_mask)
+    optimizer = Optimizer(config.optimizer, model.trained)
     shard_over_data = config.optimizer.shard_over_data
     packed = not config.data.cross_document_attention
     return dict(plan_rows(model, optimizer, config.mesh, config.training, shard_over_data, packed, plan_device(device)))
@@ -88,7 +88,7 @@ def test_copies_to_the_host_count_as_measured(without_cuda_wheels):
         return float(re.match(r"([\d.]+) ms", time)[1])
 
     # On an H100 470 ms more (docs/memory.md); 12 GiB at 50 GB/s are 258 ms each way.
-    assert step("--model.offload=mlp_wide,mlp_hidden") == pytest.approx(step() + 2 * 258, rel=0.01)
+    assert step("--execution.offload=mlp_wide,mlp_hidden") == pytest.approx(step() + 2 * 258, rel=0.01)
 
 
 def test_what_cannot_fit_is_said_not_to():

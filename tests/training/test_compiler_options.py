@@ -84,7 +84,7 @@ def test_scheduler_does_not_hoard_beside_copies_to_the_host():
 
 def test_deterministic_model_has_a_deterministic_program(make_test_mesh):
     target = lambda *arguments: target_of(Model(tiny(*arguments).model, tiny().precision), make_test_mesh())
-    assert target("--model.deterministic=True").deterministic and not target().deterministic
+    assert target("--execution.deterministic=True").deterministic and not target().deterministic
     name = "xla_gpu_deterministic_ops"
     assert choose(PROFILE, dataclasses.replace(LLAMA, deterministic=True))[name] == "True"
     assert name not in choose(PROFILE, LLAMA)
@@ -150,7 +150,7 @@ def test_option_that_jaxlib_does_not_know_is_left_out_with_one_line(make_test_me
 
 @pytest.mark.parametrize("entry", ["xla_gpu_colour=3", "xla_gpu_enable_triton_gemm=maybe"])
 def test_requested_option_that_jaxlib_refuses_is_an_error(entry, make_test_mesh):
-    with pytest.raises(ValueError, match=f"training.compiler_options: {entry} is refused") as error:
+    with pytest.raises(ValueError, match=f"execution.compiler_options: {entry} is refused") as error:
         chosen(entry, make_test_mesh())
     assert "\n" not in str(error.value)
 
@@ -159,14 +159,14 @@ def test_requested_options_are_written_as_in_xla_flags():
     assert parse("") == {}
     assert parse("xla_a=1  xla_b=x,y xla_c= xla_d=true") == {"xla_a": "1", "xla_b": "x,y", "xla_c": "", "xla_d": "True"}
     for text in ("xla_a", "colour=3", "xla_a=1, xla_b"):
-        with pytest.raises(ValueError, match="training.compiler_options: .* is not xla_NAME=VALUE"):
+        with pytest.raises(ValueError, match="execution.compiler_options: .* is not xla_NAME=VALUE"):
             parse(text)
 
 
 def test_options_reach_the_compiler(make_test_mesh):
     config, mesh = tiny(), make_test_mesh()
     model = Model(config.model, config.precision)
-    optimizer = Optimizer(config.optimizer, model.decay_mask)
+    optimizer = Optimizer(config.optimizer, model.trained)
     shardings = state_shardings(model, optimizer, mesh, False)
     step = jit_train_step(model, optimizer, shardings, {"xla_gpu_colour": "3"}, loss_mean="token", group=None, seed=0)
     arrays = {name: jax.ShapeDtypeStruct((1, 8, 32), "int32") for name in ("tokens", "labels", "positions")}
@@ -179,7 +179,7 @@ def test_options_reach_the_compiler(make_test_mesh):
 
 def test_run_records_its_options_and_resumes_with_others(tmp_path, capsys):
     run = ["--config=gpt_tiny", *TINY, f"--run_dir={tmp_path / 'run'}", f"--data.cache_dir={tmp_path}", "--mesh.data=8"]
-    train.main([*run, "--training.steps=1", "--training.compiler_options=xla_gpu_graph_min_graph_size=7"])
+    train.main([*run, "--training.steps=1", "--execution.compiler_options=xla_gpu_graph_min_graph_size=7"])
     train.main([*run, "--training.steps=2"])
     first, second = (json.loads(line) for line in (tmp_path / "run" / "starts.jsonl").read_text().splitlines())
     assert first["compiler_options"] == {"xla_gpu_graph_min_graph_size": "7"} and second["compiler_options"] == {}

@@ -82,7 +82,7 @@ def train(config: DecoderConfig, sizes: dict[str, int], zero1: bool = False, los
     config.check(mesh_config, LENGTH)
     mesh = make_mesh(mesh_config, jax.devices()[: mesh_config.num_devices])
     model = Model(config, PrecisionConfig(compute="float32"))
-    optimizer = Optimizer(OPTIMIZER, model.decay_mask)
+    optimizer = Optimizer(OPTIMIZER, model.trained)
     shardings = state_shardings(model, optimizer, mesh, zero1)
     state = init_state(model, optimizer, 0, mesh, shardings)
     step = make_train_step(model, optimizer, loss_mean=loss_mean, group=2, seed=0)

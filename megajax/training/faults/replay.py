@@ -20,7 +20,6 @@ from megajax.checkpoint.checkpointer import with_shardings
 from megajax.checkpoint.verify import digests
 from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer
-from megajax.sharding import is_axes
 from megajax.training.faults.nonfinite import Origin, find_origins
 from megajax.training.loop import Trainer
 from megajax.training.reporting.starts import start_record
@@ -33,7 +32,7 @@ MOST_ORIGINS, MOST_GRADIENTS = 5, 8
 # What the loops of a step go through, by the function that has the loop.
 LOOPS = {"_scanned": "layer", "train_step": "microbatch"}
 # Fields that change no number of a step.
-OF_NO_NUMBER = ("run_dir", "checkpoint.", "logging.", "training.log_", "training.eval_", "training.exit_")
+OF_NO_NUMBER = ("run_dir", "checkpoint.", "logging.", "launch.", "training.log_", "training.eval_")
 # float32 sums in another order, some steps on.
 ROUNDING = 1e-3
 
@@ -77,14 +76,14 @@ def _replay(trainer: Trainer, step: int, changed: list[str]) -> None:
     changed = [*(line for line in changed if not line.startswith(OF_NO_NUMBER)), *_other_machine(trainer)]
     note(verdict(values, same, _recorded(trainer, step), changed))
 
-    model, means = trainer.model, dict(loss_mean=config.loss_mean, group=config.microbatch_size)
+    model = trainer.model
     # A loop over the layers says which layer it is in. Of each layer it keeps the input alone, as nothing is fused here
     # to save memory; the arithmetic is the same.
-    looped = dataclasses.replace(model.config, scan_layers=True, recompute="full", recompute_every=1, offload=())
-    looped = Model(looped, model.precision)
-    function = make_train_step(looped, _ShowsGradients(trainer.optimizer), seed=config.seed, **means)
+    loop = dataclasses.replace(model.execution, scan_layers=True, recompute="full", recompute_every=1, offload=())
+    looped = Model(model.config, model.precision, loop, frozen=config.frozen)
+    function = make_train_step(looped, _ShowsGradients(trainer.optimizer), config)
     (_, metrics), origins = find_origins(function, _copy(kept, shardings), batch, rate(step - 1))
-    for line in describe(origins, model.config.num_layers, ok=bool(np.isfinite([loss, grad_norm]).all())):
+    for line in describe(origins, model.num_layers, ok=bool(np.isfinite([loss, grad_norm]).all())):
         note(line)
     for line in describe_gradients(_gradient_norms(metrics["gradients"], model)):
         note(line)
@@ -183,14 +182,14 @@ def _state_before(trainer: Trainer, step: int) -> TrainState:
     for saved in _saved_steps(trainer, step):
         try:
             restore = trainer.checkpointer.restore
-            params, optimizer_state, meta = restore(saved, target.params, target.optimizer, model.layer_rows)
+            weights, optimizer_state, meta = restore(saved, target.weights, target.optimizer, model.layer_rows)
         except (MemoryError, jax.errors.JaxRuntimeError):  # nothing that the checkpoint could be blamed for
             raise
         except Exception as error:  # Orbax has many; and a run that is training removes old ones
             logger.warning("checkpoint %d is not used: %s", saved, (str(error).splitlines() or [repr(error)])[0])
             continue
         scalar = lambda value: jax.device_put(jnp.int32(value), shardings.step)
-        return TrainState(scalar(saved), scalar(meta["skipped"]), params, optimizer_state)
+        return TrainState(scalar(saved), scalar(meta["skipped"]), *model.split(weights), optimizer_state)
     return init_state(model, optimizer, trainer.config.seed, trainer.mesh, shardings)
 
 
@@ -256,12 +255,14 @@ def _other_machine(trainer: Trainer) -> list[str]:
 def _gradient_norms(gradients, model: Model) -> dict[str, float]:
     """{name of a parameter, layer by layer where they are stacked: norm}; the sum of squares does not overflow."""
     leaves = jax.tree_util.tree_leaves_with_path(gradients)
-    stacked = [axes[0] == "layers" for axes in jax.tree.leaves(model.axes, is_leaf=is_axes)]
+    stacked = [record.axes[0] == "layers" for record in jax.tree.leaves(model.trained)]
     rows = [leaf if is_stack else leaf[None] for (_, leaf), is_stack in zip(leaves, stacked, strict=True)]
     norms = {}
     for (path, _), is_stack, values in zip(leaves, stacked, jax.device_get(_row_norms(rows)), strict=True):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        labels = [f"{name} of layer {layer}" for layer in model.layer_rows[path[1].key]] if is_stack else [name]
+        labels = [name]
+        if is_stack:
+            labels = [f"{name} of layer {layer}" for layer in model.layer_rows[f"{path[0].key}.{path[1].key}"]]
         norms |= dict(zip(labels, values.tolist(), strict=True))
     return norms
 

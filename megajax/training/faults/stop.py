@@ -43,9 +43,9 @@ class StopRequest:
         """Why to stop after this step, or an empty string."""
         limit = self._after_minutes
         if limit is not None and not self._reason and time.monotonic() - self._started >= 60 * limit:
-            self._ask(f"training.exit_after_minutes={limit}")
+            self._ask(f"launch.exit_after_minutes={limit}")
         if self._at_step is not None and step >= self._at_step:
-            return f"training.exit_at_step={self._at_step}"
+            return f"launch.exit_at_step={self._at_step}"
         if self._alone:
             return self._reason
         agreed = multihost_utils.reached_preemption_sync_point(step)

@@ -62,7 +62,7 @@ def supervise(
                 if signals.asked.is_set():
                     return status
                 wait = min(2 * wait, LONGEST_WAIT_SECONDS)
-        logger.error("training.max_restarts=%d are used up", max_restarts)
+        logger.error("launch.max_restarts=%d are used up", max_restarts)
         return 1
 
 

@@ -18,7 +18,7 @@ MODEL = DecoderConfig(
 
 def make_state(mesh, shard_over_data):
     model = Model(MODEL, PrecisionConfig(compute="float32"))
-    optimizer = Optimizer(OptimizerConfig(), model.decay_mask)
+    optimizer = Optimizer(OptimizerConfig(), model.trained)
     shardings = state_shardings(model, optimizer, mesh, shard_over_data)
     return init_state(model, optimizer, 0, mesh, shardings)
 

@@ -52,7 +52,7 @@ def test_a_crash_loop_ends_after_waiting_longer_each_time(tmp_path, caplog):
 def test_restarts_are_counted_and_bad_input_is_not_tried_again(tmp_path, caplog):
     command, starts = script(tmp_path, [1] * 9, steps=range(1, 10))
     assert supervise(command, tmp_path, 2, 0, sleep=lambda _: None) == 1
-    assert starts() == 3 and "training.max_restarts=2 are used up" in caplog.text
+    assert starts() == 3 and "launch.max_restarts=2 are used up" in caplog.text
     command, starts = script(tmp_path, [0] * 3 + [2], steps=range(10))
     assert supervise(command, tmp_path, 5, 0, sleep=lambda _: None) == 2 and starts() == 4
 

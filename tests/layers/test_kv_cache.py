@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.inference.kv_cache import EmptyCache
+from megajax.layers.kv_cache import EmptyCache
 
 B, S, K, H = 4, 8, 2, 3
 

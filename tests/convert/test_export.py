@@ -12,8 +12,8 @@ import pytest
 import train
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.checkpoint.export import export, main
 from megajax.config import Config
+from megajax.convert.export import export, main
 from megajax.data.config import DataConfig
 from megajax.inference.engine import Engine
 from megajax.mesh import MeshConfig, make_mesh
@@ -45,7 +45,7 @@ def run_dir(tmp_path_factory):
     with Checkpointer(run_dir, CheckpointConfig()) as checkpointer:
         for step in (1, 2):
             draw = functools.partial(_draw, np.random.default_rng(step))
-            params = jax.device_put(jax.tree.map(draw, model.abstract_params), model.shardings(mesh))
+            params = jax.device_put(jax.tree.map(draw, model.abstract_weights), model.shardings(mesh))
             checkpointer.save(step, params, {"m": params["embedding"]}, {"step": step, "layer_rows": rows})
     return run_dir
 
@@ -107,6 +107,6 @@ def test_the_command_says_what_it_wrote(run_dir, tmp_path, capsys):
         model = Model(CONFIG.model, CONFIG.precision)
         alone = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         target = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=alone), model.abstract_params
+            lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=alone), model.abstract_weights
         )
         assert checkpointer.restore_params(1, target, model.layer_rows)["embedding"].dtype == jnp.float32

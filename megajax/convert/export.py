@@ -1,4 +1,4 @@
-"""Parameters alone, for serving: python -m megajax.checkpoint.export --run=DIR --output=DIR [--step=N --dtype=bfloat16]
+"""Parameters alone, for serving: python -m megajax.convert.export --run=DIR --output=DIR [--step=N --dtype=bfloat16]
 
 The output is a run directory with config, tokenizer and one step without an optimizer, which infer.py reads as it is on
 any mesh and train.py refuses. The layers lie in their plain order, whatever pipeline the run had. With --dtype matrices
@@ -16,15 +16,15 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.checkpoint.layout import Rows, of_layers, stored_form
+from megajax.config import Config
 from megajax.mesh import MeshConfig, make_mesh
+from megajax.models.model import Model
+from megajax.parameters import Parameter
 
 
 def export(run_dir: str | Path, output: str | Path, step: int | None = None, dtype: str | None = None) -> int:
@@ -36,12 +36,12 @@ def export(run_dir: str | Path, output: str | Path, step: int | None = None, dty
     run_dir, output = Path(run_dir), Path(output)
     if output.exists() or output.is_symlink():
         raise ValueError(f"output={output} exists; use another, or remove it")
-    if not (run_dir / "config.json").is_file():
-        raise ValueError(f"run={run_dir}: {run_dir / 'config.json'} does not exist; give the directory of a run")
+    config = Config.load(run_dir)
+    model = Model(config.model, config.precision, config.execution)
     with Checkpointer(run_dir, None) as checkpointer:
         step = _find_step(checkpointer, step)
         try:
-            params, meta = _read(checkpointer, step, dtype)
+            weights, meta = _read(checkpointer, step, model, dtype)
         except (MemoryError, jax.errors.JaxRuntimeError):  # nothing that the checkpoint could be blamed for
             raise
         except Exception as error:  # Orbax has many
@@ -52,7 +52,7 @@ def export(run_dir: str | Path, output: str | Path, step: int | None = None, dty
     try:
         new.chmod(0o755)
         with Checkpointer(new, CheckpointConfig(keep=0)) as checkpointer:
-            checkpointer.write(step, {"params": params}, meta)
+            checkpointer.write(step, {"params": weights}, meta)
             checkpointer.wait()
         for file in (run_dir / "config.json", *run_dir.glob("tokenizer*"), *run_dir.glob("chat_template.jinja")):
             shutil.copyfile(file, new / file.name)
@@ -65,19 +65,15 @@ def export(run_dir: str | Path, output: str | Path, step: int | None = None, dty
     return step
 
 
-def _read(checkpointer: Checkpointer, step: int, dtype: str | None):
-    """-> (params, meta), the layers in their plain order."""
+def _read(checkpointer: Checkpointer, step: int, model: Model, dtype: str | None):
+    """-> (weights, meta), the layers in their plain order."""
     meta = checkpointer.read_meta(step)
     meta.pop("digests", None)
-    rows = {kind: np.array(numbers) for kind, numbers in meta.get("layer_rows", {}).items()}
-    plain = {kind: np.arange(numbers.max() + 1) for kind, numbers in rows.items()}
-    with ocp.StandardCheckpointer() as reader:
-        on_disk = reader.metadata(checkpointer.folder / str(step) / "params").item_metadata
-    if on_disk is None:
-        raise ValueError("params is damaged")
-    target = _target(on_disk.tree, rows, make_mesh(MeshConfig(fsdp=jax.device_count())), dtype)
-    params = checkpointer.restore_params(step, stored_form(target, plain, rows), plain)
-    return params, meta | {"layer_rows": {kind: numbers.tolist() for kind, numbers in plain.items()}}
+    mesh = make_mesh(MeshConfig(fsdp=jax.device_count()))
+    abstract = model.abstract_weights if dtype is None else model.cast_weights(jnp.dtype(dtype))
+    target = jax.tree.map(lambda a, record: _spread(a, record, mesh), abstract, model.records)
+    weights = checkpointer.restore_params(step, target, model.layer_rows)
+    return weights, meta | {"layer_rows": {place: numbers.tolist() for place, numbers in model.layer_rows.items()}}
 
 
 def _find_step(checkpointer: Checkpointer, step: int | None) -> int:
@@ -89,21 +85,15 @@ def _find_step(checkpointer: Checkpointer, step: int | None) -> int:
     return steps[-1] if step is None else step
 
 
-def _target(on_disk, rows: Rows, mesh: Mesh, dtype: str | None):
-    """Abstract arrays of the shapes on disk, in the dtypes that are wanted, matrices split where they can be."""
-
-    def choose(a, kind):
-        is_matrix = len(a.shape) - (rows[kind].ndim if kind else 0) >= 2
-        cast = dtype is not None and is_matrix and jnp.issubdtype(a.dtype, jnp.floating)
-        is_split = is_matrix and a.shape[-1] % mesh.size == 0
-        spec = P(*[None] * (len(a.shape) - 1), "fsdp") if is_split else P()
-        return jax.ShapeDtypeStruct(a.shape, jnp.dtype(dtype if cast else a.dtype), sharding=NamedSharding(mesh, spec))
-
-    return of_layers(choose, on_disk, rows)
+def _spread(a: jax.ShapeDtypeStruct, record: Parameter, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """Matrices are split over all devices where that divides."""
+    splits = record.is_cast and a.shape[-1] % mesh.size == 0
+    spec = P(*[None] * (len(a.shape) - 1), "fsdp") if splits else P()
+    return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m megajax.checkpoint.export", description=__doc__.partition(":")[0])
+    parser = argparse.ArgumentParser(prog="python -m megajax.convert.export", description=__doc__.partition(":")[0])
     parser.add_argument("--run", required=True, help="directory of a run (runs/NAME)")
     parser.add_argument("--output", required=True, help="directory to write")
     parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")

@@ -1,0 +1,87 @@
+"""How a model runs: loops, recomputation, which attention. None of it changes what the model is, so that a run may
+resume with other values, and every family takes the same ones."""
+
+import dataclasses
+from typing import Literal
+
+from megajax.mesh import MeshConfig
+from megajax.ops.attention import Backend
+from megajax.parallel.context import ContextMethod
+
+MAX_UNROLLED_LAYERS = 40  # beyond this, compile time grows more than the step shrinks
+
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ExecutionConfig:
+    scan_layers: bool | None = None
+    """Compile one layer and loop (fast compile) or all layers (fast step); None = loop beyond 40 layers, and
+    with offload, which needs it."""
+    recompute: Recompute = "none"
+    """What the backward pass computes again: nothing, the modules of recompute_modules (selective), or whole layers."""
+    recompute_modules: tuple[str, ...] = ("norm", "activation")
+    """With recompute=selective: any of norm, qkv, core_attention, attention, activation, mlp; see docs/memory.md."""
+    recompute_every: int = 1
+    """Of each n consecutive layers the first is recomputed, the others are not."""
+    offload: tuple[str, ...] = ()
+    """Activations kept in host memory between forward and backward pass: any of residual, normed, qkv, attention_out,
+    residual_mid, mlp_wide, mlp_hidden."""
+    attention_backend: Backend = "auto"
+    """cudnn, pallas (pallas_kernels/flash_attention) or reference, where it can do what is asked; auto: the fastest
+    that was measured. The log says which one it is."""
+    context_attention: ContextMethod = "ring"
+    """Where mesh.context splits the sequence: keys and values in a ring, gathered (all_gather), or the heads split
+    instead (all_to_all)."""
+    deterministic: bool = False
+    """On a GPU too, a step gives the same bits each time, after a restart as well; it takes longer, and several GPUs
+    were not tried (docs/reliability.md). On CPU this is always so."""
+    compiler_options: str = ""
+    """XLA options of the train step beside or instead of the chosen ones: "xla_gpu_a=1 xla_gpu_b=x,y"."""
+
+    def scans(self, num_layers: int) -> bool:
+        """Whether a stack of so many layers runs as a loop."""
+        if self.scan_layers is not None:
+            return self.scan_layers
+        return num_layers > MAX_UNROLLED_LAYERS or bool(self.offload)
+
+    def recompute_of(self, number: int) -> Recompute:
+        """Of the layer with this number."""
+        return self.recompute if number % self.recompute_every == 0 else "none"
+
+    def check(self, mesh: MeshConfig) -> None:
+        """Raises ValueError for what contradicts itself or the mesh."""
+        if self.recompute_every < 1:
+            raise ValueError(f"execution.recompute_every={self.recompute_every} must be at least 1")
+        if self.offload and self.scan_layers is False:
+            raise ValueError(
+                f"execution.offload={','.join(self.offload)} needs layers that run as a loop, whose turns wait for "
+                "their copies: leave out --execution.scan_layers=False"
+            )
+        if self.recompute == "selective" and not self.recompute_modules:
+            raise ValueError(
+                "execution.recompute=selective with no execution.recompute_modules computes nothing again; "
+                "name some, or use --execution.recompute=none"
+            )
+        if self.recompute == "none" and self.recompute_every > 1:
+            raise ValueError(
+                f"execution.recompute_every={self.recompute_every} needs something to recompute: set "
+                "--execution.recompute=full or selective, or leave it out"
+            )
+        if mesh.pipeline > 1 and self.scan_layers:
+            raise ValueError(
+                "execution.scan_layers=True: the layers of a stage of a pipeline run one after the other, the loop is "
+                "over microbatches; leave it out"
+            )
+        if mesh.pipeline > 1 and self.offload:
+            raise ValueError(
+                f"execution.offload={','.join(self.offload)} is not there for a pipeline; use "
+                "--execution.recompute=full"
+            )
+
+    def check_names(self, modules: tuple[str, ...], activations: tuple[str, ...]) -> None:
+        """Raises ValueError for names that the layers of a model do not have."""
+        for name, known in (("recompute_modules", modules), ("offload", activations)):
+            for word in getattr(self, name):
+                if word not in known:
+                    raise ValueError(f"execution.{name}: {word!r} is unknown; use any of {', '.join(known)}")

@@ -1,0 +1,206 @@
+"""What a model is: the contract between a family of models and everything that trains, plans, saves or serves it.
+
+A family is one file: a config that derives from ModelConfig, and the nnx.Module that it builds. The class registers
+itself by its `kind`, which is also the tag in config.json; no other file learns its name. What the layers can say
+themselves (layers/layer.py) nobody asks the model.
+"""
+
+import dataclasses
+import importlib
+import pkgutil
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from megajax.layers.block import add_by_name
+from megajax.layers.layer import Flops, LayerConfig
+from megajax.mesh import MeshConfig
+from megajax.models.execution import ExecutionConfig
+from megajax.parallel.schedule import Stages
+from megajax.sharding import constrain
+
+
+class LossTerms(NamedTuple):
+    main: jax.Array
+    """float32 scalar: the weighted sum of the token losses. Summed over microbatches; what an evaluation reports."""
+    auxiliary: dict[str, jax.Array] = {}
+    """float32 scalars that are added to the training loss; their mean over microbatches counts."""
+    metrics: dict[str, jax.Array] = {}
+    """float32; never part of the loss, mean over microbatches."""
+    observed: dict[str, dict] = {}
+    """{stack: {kind of layer: {name: [layers of that kind, ...]}}} for the variables; mean over microbatches."""
+
+    def share(self, num_microbatches: int) -> "LossTerms":
+        """What one of so many microbatches contributes: these add up to the terms of a step."""
+        return LossTerms(self.main, *jax.tree.map(lambda a: a / num_microbatches, tuple(self[1:])))
+
+    def total(self) -> jax.Array:
+        """The training loss."""
+        return sum(self.auxiliary.values(), self.main)
+
+
+class BatchArray(NamedTuple):
+    """An array of a batch, behind the dims [microbatches, batch] that all of them have."""
+
+    dims: tuple[str, ...]
+    """Logical axes: "time" is laid out, and put in order, as a sequence."""
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @staticmethod
+    def sequence(length: int, dtype=jnp.int32) -> "BatchArray":
+        return BatchArray(("time",), (length,), dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class LossOptions:
+    """Regularisers of the training loss; an evaluation has none."""
+
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
+
+
+NO_REGULARISERS = LossOptions()
+
+# Metadata of a field that may have another value when a run resumes, because the weights mean the same with it.
+MAY_CHANGE = {"may_change": True}
+
+
+class ModelConfig:
+    """Base of the config of a family: a frozen dataclass with a field `kind: Literal[NAME] = NAME`.
+
+    Its fields say what the model is, and a run cannot resume with others but those marked with MAY_CHANGE. Every check
+    raises ValueError before a device is touched.
+    """
+
+    families: ClassVar[dict[str, type["ModelConfig"]]] = {}
+    kind: str
+    vocab_size: int
+    """Token ids that the model knows."""
+
+    def __init_subclass__(cls, **options):
+        super().__init_subclass__(**options)
+        ModelConfig.families[cls.kind] = cls
+
+    def build(self, rngs: nnx.Rngs, dtype: jnp.dtype, execution: ExecutionConfig, stages: Stages | None) -> nnx.Module:
+        """An AnyModule that computes in `dtype`. stages: of the pipeline that its layers are stored for, or None."""
+        raise NotImplementedError
+
+    def check(self, mesh: MeshConfig, sequence_length: int, execution: ExecutionConfig) -> None:
+        """Raises ValueError for sizes that do not fit each other or the mesh."""
+        raise NotImplementedError
+
+    def stacks(self, execution: ExecutionConfig) -> dict[str, tuple[LayerConfig, ...]]:
+        """The layers of each stack, by the name of the module's attribute."""
+        raise NotImplementedError
+
+    def batch(self, sequence_length: int, *, packed: bool) -> dict[str, BatchArray]:
+        """The arrays that a training batch has. packed: documents in one sequence do not see each other."""
+        raise NotImplementedError
+
+    def flops_outside(self, sequence_length: int) -> Flops:
+        """A token's forward pass outside the stacks: the output layer."""
+        raise NotImplementedError
+
+    @property
+    def max_length(self) -> int | None:
+        """Most tokens of a sequence; None: any number."""
+        return None
+
+    # ------------------------------------------------------------------ what follows from these
+
+    def layers(self, execution: ExecutionConfig) -> tuple[LayerConfig, ...]:
+        """Of all stacks."""
+        return sum(self.stacks(execution).values(), ())
+
+    @property
+    def num_layers_in_all(self) -> int:
+        return len(self.layers(ExecutionConfig()))
+
+    def flops_per_token(self, sequence_length: int, *, causal: bool) -> float:
+        """FLOPs of forward and backward pass, a token; the backward pass is twice the forward pass.
+
+        causal: whether attention counts only what a token sees (layers/layer.py).
+        """
+        return self.training_flops(sequence_length).total(causal=causal)
+
+    def training_flops(self, sequence_length: int) -> Flops:
+        forward = [layer.flops(sequence_length) for layer in self.layers(ExecutionConfig())]
+        return sum(forward, self.flops_outside(sequence_length)) * 3
+
+    def new_caches(self, length: int, execution: ExecutionConfig) -> dict[str, tuple]:
+        """An empty cache for each layer of each stack, with room for `length` tokens a row."""
+        stacks = self.stacks(execution)
+        return {name: tuple(layer.new_cache(length) for layer in layers) for name, layers in stacks.items()}
+
+
+def family(kind: str) -> type[ModelConfig]:
+    """The config class of a kind of model. Raises ValueError for an unknown one."""
+    package = importlib.import_module(__package__)
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{__package__}.{module.name}")
+    if kind not in ModelConfig.families:
+        raise ValueError(f"model.kind={kind} is unknown; use one of {', '.join(sorted(ModelConfig.families))}")
+    return ModelConfig.families[kind]
+
+
+class AnyModule(Protocol):
+    """The nnx.Module of a model: a Stack under each name in `stacks`, and
+
+    Training is one call, `terms`. Generating is `prefill`, then `extend` for each new token, and `logits`.
+    """
+
+    def terms(self, batch: dict, key: jax.Array | None, options: LossOptions) -> LossTerms:
+        """batch: arrays [B, ...] as `batch` names them, with loss_weights float32 [B, T], what each token counts,
+        instead of loss_mask. key: for dropout; None: no dropout."""
+
+    def prefill(self, batch: dict, lengths_B: jax.Array, caches: dict) -> tuple[jax.Array, dict, jax.Array]:
+        """Reads prompts, padded on the right -> (hidden state from which the first new token is drawn [B, 1, D],
+        caches, place of that token in what `extend` continues, int32 [B])."""
+
+    def extend(self, batch: dict, caches: dict) -> tuple[jax.Array, dict]:
+        """Reads one more token of each row -> (its hidden state [B, 1, D], caches)."""
+
+    def logits(self, x_BTD: jax.Array) -> jax.Array:
+        """float32 [B, T, V]; minus infinity where no token is."""
+
+
+class OneStack(nnx.Module):
+    """A model that is embed -> one stack, `layers` -> loss: what a pipeline can cut into stages.
+
+    A family derives from it and has `embed(batch, key)`, `block_inputs(batch)`, `loss(x, batch, options)` and `logits`.
+    """
+
+    def terms(self, batch: dict, key: jax.Array | None, options: LossOptions) -> LossTerms:
+        embed_key, layers_key = split_key(key)
+        x = self.embed(batch, embed_key)
+        x, _, terms = self.layers(x, self.block_inputs(batch), key=layers_key)
+        return loss_terms(self.loss(x, batch, options), layers=terms)
+
+    def prefill(self, batch: dict, lengths_B: jax.Array, caches: dict) -> tuple[jax.Array, dict, jax.Array]:
+        x_BTD, caches = self.extend(batch, caches)
+        last_B1D = jnp.take_along_axis(constrain(x_BTD, "batch", None, None), (lengths_B - 1)[:, None, None], 1)
+        return last_B1D, caches, lengths_B
+
+    def extend(self, batch: dict, caches: dict) -> tuple[jax.Array, dict]:
+        x_BTD, layers, _ = self.layers(self.embed(batch, None), self.block_inputs(batch), caches["layers"])
+        return x_BTD, {"layers": layers}
+
+
+def split_key(key: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
+    """-> (key of the embedding, key of the layers)."""
+    return (None, None) if key is None else tuple(jax.random.split(key))
+
+
+def loss_terms(main: jax.Array, **stacks) -> LossTerms:
+    """main with what the stacks, by their names, have to say (layers/block.py `total`)."""
+    auxiliary: dict[str, jax.Array] = {}
+    metrics: dict[str, tuple] = {}
+    for terms in stacks.values():
+        auxiliary = add_by_name(auxiliary, terms.auxiliary)
+        metrics = add_by_name(metrics, terms.metrics)
+    observed = {name: terms.observed for name, terms in stacks.items() if terms.observed}
+    means = {name: value / count for name, (value, count) in metrics.items()}
+    return LossTerms(main, auxiliary, means, observed)

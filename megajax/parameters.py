@@ -1,0 +1,158 @@
+"""What is known of a parameter beside its numbers: one record each, which everything else reads.
+
+A module makes its parameters with `weight`, and what a step updates without a gradient with `variable`. `to_tree` turns
+the state of a module into the nested dict that is trained, saved and converted; its keys are the paths in a checkpoint.
+"""
+
+import dataclasses
+import fnmatch
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import jax
+from flax import nnx
+
+Role = Literal["matrix", "embedding", "head", "router", "vector", "variable"]
+
+DECAYING = ("matrix", "embedding", "head", "router")  # Megatron's rule: all but biases and norm scales
+CAST = ("matrix", "embedding", "head")  # what layers read in the compute dtype anyway; a router computes in float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    axes: tuple[str, ...]
+    """Logical axes, one a dim: megajax/sharding.py has where they lie."""
+    role: Role
+    """What it is for: matrix (of a layer), embedding (rows are looked up), head (of the output), router, vector (bias,
+    scale); variable: not trained, updated by the step."""
+    num_inputs: int = 1
+    """Of a matrix: how many dims, after those of the stack, a matmul contracts."""
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay applies, unless a parameter group says otherwise."""
+        return self.role in DECAYING
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether a copy in the compute dtype gives the same results: for serving, or once a step in a pipeline."""
+        return self.role in CAST
+
+    def stacked(self, lead: Sequence[str]) -> "Parameter":
+        """The record of several of them in one array with these leading axes."""
+        return dataclasses.replace(self, axes=(*lead, *self.axes))
+
+
+class Variable(nnx.Variable):
+    """A value that a step updates without a gradient: a router's bias, a history of largest magnitudes."""
+
+
+def weight(
+    shape: Sequence[int], axes: Sequence[str], init: Callable, rngs: nnx.Rngs, role: Role, num_inputs: int = 1
+) -> nnx.Param:
+    """A parameter of `shape`, drawn by `init(key, shape)`, with its record."""
+    assert len(shape) == len(axes), (shape, axes)
+    return nnx.Param(init(rngs.params(), tuple(shape)), record=Parameter(tuple(axes), role, num_inputs))
+
+
+def variable(shape: Sequence[int], axes: Sequence[str], init: Callable, rngs: nnx.Rngs) -> Variable:
+    """As `weight`, for what has no gradient."""
+    assert len(shape) == len(axes), (shape, axes)
+    return Variable(init(rngs.params(), tuple(shape)), record=Parameter(tuple(axes), "variable"))
+
+
+# ----------------------------------------------------------------------------- module state <-> nested dict
+
+
+@dataclasses.dataclass(frozen=True)
+class Structure:
+    """Of the state of a module, and the path of each leaf in the nested dict."""
+
+    treedef: Any
+    paths: tuple[tuple[str, ...], ...]
+
+    @staticmethod
+    def of(state) -> "Structure":
+        leaves, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_variable)
+        attributes = [tuple(str(getattr(entry, "key", entry)) for entry in path) for path, _ in leaves]
+        return Structure(jax.tree.structure(state), tuple(_checkpoint_paths(attributes)))
+
+    def to_tree(self, state) -> dict:
+        """The leaves of a state as a nested dict."""
+        return _nested(zip(self.paths, jax.tree.leaves(state), strict=True))
+
+    def to_state(self, tree: dict):
+        """The state with the leaves of a nested dict."""
+        return jax.tree.unflatten(self.treedef, [_at(tree, path) for path in self.paths])
+
+
+def records(state) -> dict:
+    """The record of each parameter, as a nested dict."""
+    variables = jax.tree.leaves(state, is_leaf=is_variable)
+    return _nested(zip(Structure.of(state).paths, [v.get_metadata()["record"] for v in variables], strict=True))
+
+
+def is_variable(node) -> bool:
+    return isinstance(node, nnx.Variable)
+
+
+def is_record(node) -> bool:
+    """Whether a node of a tree of records is a leaf."""
+    return isinstance(node, Parameter)
+
+
+def _checkpoint_paths(paths: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Of a Linear, `query.weight` is `query` in a checkpoint, and what it has beside it, `query.bias`, `query_bias`."""
+    linears = {path[:-1] for path in paths if path[-1] == "weight"}
+
+    def shortened(path: tuple[str, ...]) -> tuple[str, ...]:
+        if path[:-1] not in linears:
+            return path
+        *above, name, part = path
+        return (*above, name if part == "weight" else f"{name}_{part}")
+
+    return [shortened(path) for path in paths]
+
+
+# ----------------------------------------------------------------------------- nested dicts
+
+
+def name_of(path) -> str:
+    """ "layers.dense.attention.query" of a path as jax.tree_util gives it: what patterns in a config match."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a shell pattern (* and ?) is the whole name of a parameter."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def select(tree: dict, keep: Callable[[str], bool]) -> dict:
+    """The leaves whose name is kept, as a nested dict without empty parts. None is no leaf here."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: not isinstance(node, dict))
+    return _nested((tuple(key.key for key in path), leaf) for path, leaf in leaves if keep(name_of(path)))
+
+
+def merge(*trees: dict) -> dict:
+    """Nested dicts that share no leaf, as one."""
+    merged: dict = {}
+    for tree in trees:
+        for name, node in tree.items():
+            merged[name] = merge(merged.get(name, {}), node) if isinstance(node, dict) else node
+    return merged
+
+
+def _nested(leaves: Iterable[tuple[tuple[str, ...], Any]]) -> dict:
+    tree: dict = {}
+    for path, leaf in leaves:
+        node = tree
+        for name in path[:-1]:
+            node = node.setdefault(name, {})
+        node[path[-1]] = leaf
+    return tree
+
+
+def _at(tree: dict, path: tuple[str, ...]):
+    for name in path:
+        tree = tree[name]
+    return tree
