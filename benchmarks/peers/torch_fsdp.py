@@ -24,7 +24,7 @@ def sharded_model(config: Config, device: torch.device) -> Gpt:
     """Built without memory, sharded, then filled: no GPU ever holds it whole."""
     model = config.model
     with torch.device("meta"):
-        gpt = Gpt(model, config.training.sequence_length, device, execution.recompute == "full")
+        gpt = Gpt(model, config.training.sequence_length, device, config.execution.recompute == "full")
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in gpt.blocks:
         block.compile()

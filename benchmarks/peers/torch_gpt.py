@@ -24,7 +24,7 @@ def measure(config: Config, seconds: float, num_windows: int) -> dict:
     torch.set_float32_matmul_precision("high")
     device, model = torch.device("cuda"), config.model
     with device:
-        gpt = Gpt(model, config.training.sequence_length, device, execution.recompute == "full")
+        gpt = Gpt(model, config.training.sequence_length, device, config.execution.recompute == "full")
     initialise(gpt, model.init_std)
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=LEARNING_RATE, fused=True)
     loss_of = torch.compile(lambda tokens: cross_entropy(gpt(tokens[:, :-1]), tokens[:, 1:]))
