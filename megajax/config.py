@@ -22,6 +22,7 @@ from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.models.interface import ModelConfig, family
 from megajax.models.model import Model
+from megajax.models.pipelined import STACK
 from megajax.optim.optimizer import Optimizer, OptimizerConfig
 from megajax.parallel.schedule import make_stages
 from megajax.precision import PrecisionConfig
@@ -58,6 +59,16 @@ class Config:
         self.checkpoint.check_evaluated(self.training.steps, self.training.eval_every_steps)
         self.optimizer.check(self.training.steps)
         self.model.check(self.mesh, self.training.sequence_length, self.execution)
+        self._check_pipeline()
+
+    def _check_pipeline(self) -> None:
+        stacks = self.model.stacks(self.execution)
+        if self.mesh.pipeline > 1 and list(stacks) != [STACK]:
+            raise ValueError(
+                f"mesh.pipeline={self.mesh.pipeline}: a pipeline cuts one stack of layers, and "
+                f"model.kind={self.model.kind} has {', '.join(stacks)}; use --mesh.pipeline=1"
+            )
+        make_stages(self.mesh, self.model.num_layers_in_all)
 
     def check_on(self, num_devices: int) -> "Config":
         """The config with its mesh resolved for that many devices. Raises ValueError for what does not divide."""
@@ -70,7 +81,7 @@ class Config:
     def make_model(self) -> Model:
         """Without its weights; the mesh is resolved. Raises ValueError for parameters to freeze that are not there."""
         stages = make_stages(self.mesh, self.model.num_layers_in_all)
-        return Model(self.model, self.precision, self.execution, stages, self.training.frozen)
+        return Model(self.model, self.precision, self.execution, stages=stages, frozen=self.training.frozen)
 
     def make_optimizer(self, model: Model) -> Optimizer:
         return Optimizer(self.optimizer, model.trained)

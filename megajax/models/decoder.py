@@ -28,7 +28,7 @@ from megajax.ops.cross_entropy import cross_entropy
 from megajax.ops.embedding import embed
 from megajax.ops.matmul import matmul
 from megajax.parallel.context import current_order
-from megajax.parallel.schedule import Stages, make_stages
+from megajax.parallel.schedule import Stages
 from megajax.parameters import weight
 from megajax.sharding import constrain
 
@@ -160,7 +160,6 @@ class DecoderConfig(ModelConfig):
         for layer in self.layers(execution):
             layer.check(mesh, sequence_length)
         self._check_divides(mesh)
-        make_stages(mesh, self.num_layers)
 
     def _check_ranges(self) -> None:
         counts = ("num_layers", "embed_dim", "num_heads", "vocab_size", "vocab_multiple", "max_positions")

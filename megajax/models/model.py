@@ -42,6 +42,7 @@ class Model:
         config: ModelConfig,
         precision: PrecisionConfig = PrecisionConfig(),
         execution: ExecutionConfig = ExecutionConfig(),
+        *,
         stages: Stages | None = None,
         frozen: tuple[str, ...] = (),
     ):

@@ -52,7 +52,7 @@ def test_pytorch_model_has_the_same_parameters_and_flops(name):
     config = override(configs.recipe(name), [*TINY, "--training.global_batch_size=2"])
     check(config)
     gpt = Gpt(config.model, 32, torch.device("cpu"), recompute=False)
-    assert sum(parameter.numel() for parameter in gpt.parameters()) == config.model.num_parameters()
+    assert sum(parameter.numel() for parameter in gpt.parameters()) == config.make_model().num_parameters()
     tokens = torch.randint(0, 128, (2, 33))
     # The counter does not know the fused attention of CPUs.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:

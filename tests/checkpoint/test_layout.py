@@ -34,7 +34,7 @@ def target_on(sizes: dict, offload_state: bool = False):
     """-> (model, its state as abstract arrays with shardings)."""
     mesh_config = MeshConfig(**sizes)
     mesh = make_mesh(mesh_config, jax.devices()[: mesh_config.num_devices])
-    model = Model(CONFIG, PrecisionConfig(), make_stages(mesh_config, CONFIG.num_layers))
+    model = Model(CONFIG, stages=make_stages(mesh_config, CONFIG.num_layers))
     optimizer = Optimizer(OptimizerConfig(offload_state=offload_state), model.trained)
     shardings = state_shardings(model, optimizer, mesh, shard_over_data=True)
     return model, with_shardings(abstract_state(model, optimizer), shardings)
@@ -49,7 +49,10 @@ def params_of(layout: str | None = None):
         return jax.tree.map(lambda a: rng.standard_normal(a.shape).astype(a.dtype), abstract)
     plain, rows = params_of(), target_on(LAYOUTS[layout])[0].layer_rows
     arrange = lambda a, rows: np.where(rows.reshape(*rows.shape, *[1] * (a.ndim - 1)) < 0, 0, a[rows])
-    layers = {kind: jax.tree.map(lambda a, k=kind: arrange(a, rows[k]), tree) for kind, tree in plain["layers"].items()}
+    layers = {
+        kind: jax.tree.map(lambda a, k=kind: arrange(a, rows[f"layers.{k}"]), tree)
+        for kind, tree in plain["layers"].items()
+    }
     return plain | {"layers": layers}
 
 

@@ -40,7 +40,7 @@ def run_dir(tmp_path_factory):
     run_dir, mesh = tmp_path_factory.mktemp("run"), make_mesh(PIPELINE, jax.devices()[: PIPELINE.num_devices])
     (run_dir / "config.json").write_text(CONFIG.to_json())
     (run_dir / "tokenizer_config.json").write_text("{}")
-    model = Model(CONFIG.model, CONFIG.precision, make_stages(PIPELINE, CONFIG.model.num_layers))
+    model = Model(CONFIG.model, CONFIG.precision, stages=make_stages(PIPELINE, CONFIG.model.num_layers))
     rows = {kind: rows.tolist() for kind, rows in model.layer_rows.items()}
     with Checkpointer(run_dir, CheckpointConfig()) as checkpointer:
         for step in (1, 2):

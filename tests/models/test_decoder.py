@@ -19,7 +19,10 @@ from megajax.layers.dropout import dropout
 from megajax.layers.mlp import Mlp
 from megajax.layers.norm import Norm
 from megajax.models.decoder import DecoderConfig, padded_vocab_size
+from megajax.models.execution import ExecutionConfig
+from megajax.models.interface import LossOptions
 from megajax.models.model import Model
+from megajax.planning.step_time import recomputed_flops
 from megajax.precision import PrecisionConfig
 
 FLOAT32 = PrecisionConfig(compute="float32")
@@ -32,6 +35,10 @@ SMALL = DecoderConfig(
 
 def variant(**fields) -> DecoderConfig:
     return dataclasses.replace(SMALL, **fields)
+
+
+def layers_of(config: DecoderConfig, execution: ExecutionConfig = ExecutionConfig()):
+    return config.stacks(execution)["layers"]
 
 
 def make_batch(seed=0, batch=2) -> dict:
@@ -104,10 +111,23 @@ def touched(config: DecoderConfig, mesh, place: int) -> np.ndarray:
 # ----------------------------------------------------------------------------- sizes
 
 
+def counted(config: DecoderConfig) -> int:
+    """Parameters by the formula, from the sizes alone."""
+    D, N, K, H, F = config.embed_dim, config.num_heads, config.kv_heads, config.width_of_head, config.width_of_mlp
+    wide = 2 if config.activation in ("swiglu", "geglu") else 1
+    of_a_norm = 2 if config.norm == "layernorm" else 1
+    layer = 2 * D * (N + K) * H + (wide + 1) * D * F + 2 * of_a_norm * D
+    layer += 2 * of_a_norm * H if config.qk_norm else 0
+    layer += (N + 2 * K) * H + D + wide * F + D if config.bias else 0
+    tables = config.padded_vocab_size * D * (1 if config.tied_embeddings else 2)
+    tables += config.max_positions * D if config.position == "learned" else 0
+    return config.num_layers * layer + of_a_norm * D + tables
+
+
 @pytest.mark.parametrize("name", recipes())
 def test_counted_parameters_equal_the_real_ones_of_every_recipe(name):
     config = recipes()[name]()
-    assert config.model.num_parameters() == Model(config.model, config.precision).num_parameters()
+    assert counted(config.model) == Model(config.model, config.precision).num_parameters()
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -127,7 +147,7 @@ def test_counted_parameters_equal_the_real_ones_of_random_features(seed):
         tied_embeddings=rng.choice([False, True]),
         window=rng.choice([None, 4]),
     )
-    assert config.num_parameters() == Model(config, FLOAT32).num_parameters(), config
+    assert counted(config) == Model(config, FLOAT32).num_parameters(), config
 
 
 def equations(jaxpr):
@@ -139,18 +159,26 @@ def equations(jaxpr):
 
 
 @pytest.mark.parametrize(
-    "config",
+    "config, options, execution",
     [
-        variant(bias=True, norm="layernorm", position="learned", activation="gelu", tied_embeddings=True),
-        variant(bias=True, qk_norm=True, num_kv_heads=1, z_loss=1e-4, label_smoothing=0.1, recompute="selective"),
+        (
+            variant(bias=True, norm="layernorm", position="learned", activation="gelu", tied_embeddings=True),
+            LossOptions(),
+            ExecutionConfig(),
+        ),
+        (
+            variant(bias=True, qk_norm=True, num_kv_heads=1),
+            LossOptions(z_loss=1e-4, label_smoothing=0.1),
+            ExecutionConfig(recompute="selective"),
+        ),
     ],
     ids=["gpt", "llama"],
 )
-def test_no_gradient_is_summed_in_bfloat16(one_device, config):
+def test_no_gradient_is_summed_in_bfloat16(one_device, config, options, execution):
     """A sum over tokens in bfloat16 stops growing when a token's part is smaller than its last bit."""
-    model = Model(config, PrecisionConfig(compute="bfloat16"))
+    model = Model(config, PrecisionConfig(compute="bfloat16"), execution)
     params = model.init(0, one_device)
-    loss = lambda params: model.loss(params, make_batch(), key=None, train=True)[0]
+    loss = lambda params: model.loss(params, make_batch(), options=options).total()
     sums = [equation for equation in equations(jax.make_jaxpr(jax.grad(loss))(params).jaxpr)
             if equation.primitive.name in ("reduce_sum", "scatter-add", "cumsum")]  # fmt: skip
     assert len(sums) > 10
@@ -186,7 +214,7 @@ def test_window_hides_what_is_farther_back(one_device):
 def test_every_nth_layer_sees_everything(one_device):
     config = variant(window=4, num_layers=2, full_attention_every=2)
     assert list(touched(config, one_device, 5)) == [place >= 5 for place in range(T)]
-    layers = dataclasses.replace(config, num_layers=6, full_attention_every=3).layer_configs()
+    layers = layers_of(dataclasses.replace(config, num_layers=6, full_attention_every=3))
     assert [layer.attention.window for layer in layers] == [4, 4, None] * 2
 
 
@@ -198,7 +226,7 @@ def test_every_nth_layer_has_no_rotary_embedding(one_device):
 
     assert difference(variant(no_rope_every=1)) == 0
     assert difference(variant(no_rope_every=2, num_layers=2)) > 1e-3
-    layers = variant(no_rope_every=3, num_layers=6).layer_configs()
+    layers = layers_of(variant(no_rope_every=3, num_layers=6))
     assert [layer.attention.use_rope for layer in layers] == [True, True, False] * 2
 
 
@@ -228,26 +256,26 @@ def test_packed_documents_never_see_each_other(one_device):
 ])  # fmt: skip
 def test_activations_equal_their_formulas(one_device, activation, gated, formula):
     config = variant(activation=activation, mlp_dim=8)
-    mlp = Mlp(config.layer_configs()[0].mlp, rngs=nnx.Rngs(0))
+    mlp = Mlp(layers_of(config)[0].mlp, rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(1), (1, 4, 16))
-    up, down = (np.asarray(w[...], np.float64) for w in (mlp.up, mlp.down))
-    hidden = formula(x @ np.asarray(mlp.gate[...], np.float64)) * (x @ up) if gated else formula(x @ up)
+    up, down = (np.asarray(linear.weight[...], np.float64) for linear in (mlp.up, mlp.down))
+    hidden = formula(x @ np.asarray(mlp.gate.weight[...], np.float64)) * (x @ up) if gated else formula(x @ up)
     np.testing.assert_allclose(mlp(x), hidden @ down, atol=1e-5)
 
 
 def test_soft_cap_equals_its_formula(one_device):
-    config = variant(position="none", attention_soft_cap=0.5).layer_configs()[0].attention
+    config = layers_of(variant(position="none", attention_soft_cap=0.5))[0].attention
     layer = Attention(dataclasses.replace(config, init_std=1.0), rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(1), (1, 6, 16))
 
-    def project(w):
-        return np.einsum("btd,dnh->bnth", x, w[...])
+    def project(linear):
+        return np.einsum("btd,dnh->bnth", x, linear.weight[...])
 
-    query, key, value = (project(w) for w in (layer.query, layer.key, layer.value))
+    query, key, value = (project(linear) for linear in (layer.query, layer.key, layer.value))
     scores = np.einsum("bnth,bnsh->bnts", query, key) / math.sqrt(8)
     scores = np.where(np.tri(6, dtype=bool), 0.5 * np.tanh(scores / 0.5), -np.inf)
     probs = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
-    wanted = np.einsum("bnts,bnsh,nhd->btd", probs, value, layer.out[...])
+    wanted = np.einsum("bnts,bnsh,nhd->btd", probs, value, layer.out.weight[...])
     np.testing.assert_allclose(jax.jit(lambda x: layer(x, {})[0])(x), wanted, atol=1e-5)
 
 
@@ -262,7 +290,7 @@ def test_tied_output_is_the_transposed_embedding(one_device):
 def test_zero_centered_norm_starts_as_the_plain_one(one_device):
     plain, centered = variant(qk_norm=True), variant(qk_norm=True, norm_zero_centered=True)
     for config, start in ((plain, 1), (centered, 0)):
-        assert np.all(Norm(config.layer_configs()[0].norm, 4, rngs=nnx.Rngs(0)).scale[...] == start)
+        assert np.all(Norm(layers_of(config)[0].norm, 4, rngs=nnx.Rngs(0)).scale[...] == start)
         assert np.all(make_params(config)["layers"]["dense"]["attention"]["key_norm"]["scale"] == start)
     np.testing.assert_array_equal(
         logits_of(plain, one_device, make_batch()), logits_of(centered, one_device, make_batch())
@@ -315,20 +343,20 @@ def test_dropout_is_a_function_of_the_key(one_device, kind):
 PATTERN = variant(num_layers=4, window=4, full_attention_every=2, attention_dropout=0.1)
 
 
-def loss_and_gradients(config):
-    model = Model(config, FLOAT32)
+def loss_and_gradients(**how):
+    model = Model(PATTERN, FLOAT32, ExecutionConfig(**how))
 
     def loss(params):
-        return model.loss(params, make_batch(), key=jax.random.key(5), train=True)[0]
+        return model.loss(params, make_batch(), key=jax.random.key(5)).total()
 
-    return jax.jit(jax.value_and_grad(loss))(make_params(config))
+    return jax.jit(jax.value_and_grad(loss))(make_params(PATTERN))
 
 
 @pytest.fixture(scope="module")
 def plain_run(make_test_mesh):
     """What the others are compared with: unrolled, nothing computed again."""
     with jax.set_mesh(make_test_mesh()):
-        return loss_and_gradients(dataclasses.replace(PATTERN, scan_layers=False))
+        return loss_and_gradients(scan_layers=False)
 
 
 MLP_AGAIN = dict(recompute="selective", recompute_modules=("norm", "core_attention", "mlp"))
@@ -349,22 +377,22 @@ MLP_AGAIN = dict(recompute="selective", recompute_modules=("norm", "core_attenti
 )
 def test_scan_recompute_and_offload_change_nothing(one_device, plain_run, how):
     """With a pattern of layers, and with dropout, whose masks depend on the number of the layer only."""
-    result = loss_and_gradients(dataclasses.replace(PATTERN, **how))
+    result = loss_and_gradients(**how)
     assert all(np.any(leaf) for leaf in jax.tree.leaves(result))
     # The same operations, fused differently: float32 rounding.
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6, rtol=1e-5), result, plain_run)
 
 
 def test_offload_on_a_mesh_changes_nothing(make_test_mesh, plain_run):
-    config = dataclasses.replace(PATTERN, recompute="full", offload=("residual",))
     with jax.set_mesh(make_test_mesh(fsdp=2, tensor=2)):
-        result = loss_and_gradients(config)
+        result = loss_and_gradients(recompute="full", offload=("residual",))
     # Sums over devices come in another order.
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5, rtol=1e-4), result, plain_run)
 
 
 def kept_by(**fields):
-    return [layer.saved and layer.saved.kept for layer in variant(num_layers=3, **fields).layer_configs()]
+    layers = layers_of(variant(num_layers=3), ExecutionConfig(**fields))
+    return [layer.saved and layer.saved.kept for layer in layers]
 
 
 def test_layers_keep_what_the_policy_says():
@@ -385,7 +413,8 @@ def test_recomputed_flops_are_those_of_the_matmuls_that_are_not_kept():
     qkv, attention, out, wide = 2 * D * (N + 2 * K) * H, 4 * (T + 1) / 2 * N * H, 2 * N * H * D, 2 * D * 2 * F
 
     def again(**fields):
-        return dataclasses.replace(config, **fields).recomputed_flops_per_token(T)
+        flops = recomputed_flops(Model(config, FLOAT32, ExecutionConfig(**fields)), T)
+        return flops.matmuls, flops.mixing_causal
 
     assert again() == again(recompute="selective") == again(offload=("mlp_wide",)) == (0, 0)
     assert again(recompute="full") == (2 * (qkv + out + wide), 2 * attention)
@@ -398,7 +427,7 @@ def test_recomputed_flops_are_those_of_the_matmuls_that_are_not_kept():
 def test_a_pattern_is_the_smallest_that_repeats():
     from megajax.layers.block import _period
 
-    assert _period(PATTERN.layer_configs()) == 2
-    assert _period(dataclasses.replace(PATTERN, no_rope_every=4).layer_configs()) == 4
-    assert _period(variant(num_layers=5).layer_configs()) == 1
-    assert _period(variant(num_layers=5, window=4, full_attention_every=2).layer_configs()) == 5
+    assert _period(layers_of(PATTERN)) == 2
+    assert _period(layers_of(dataclasses.replace(PATTERN, no_rope_every=4))) == 4
+    assert _period(layers_of(variant(num_layers=5))) == 1
+    assert _period(layers_of(variant(num_layers=5, window=4, full_attention_every=2))) == 5

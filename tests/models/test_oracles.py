@@ -1,7 +1,5 @@
 """Loss and every gradient equal Megatron Core's (tests/oracles), on one device and on a mesh."""
 
-import dataclasses
-import functools
 import json
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import pytest
 
 from megajax.convert.megatron import from_megajax, to_megajax
 from megajax.models.decoder import DecoderConfig
+from megajax.models.execution import ExecutionConfig
 from megajax.models.model import Model
 from megajax.parallel.context import sequence_order
 from megajax.precision import PrecisionConfig
@@ -73,14 +72,13 @@ def oracle(request):
 def run(request, oracle, make_test_mesh):
     """batch -> (loss, gradients by Megatron's names)."""
     sizes, scan = LAYOUTS[request.param]
-    mesh, config = make_test_mesh(**sizes), dataclasses.replace(oracle.config, scan_layers=scan)
-    model = Model(config, PrecisionConfig(compute="float32"))
+    mesh, config, execution = make_test_mesh(**sizes), oracle.config, ExecutionConfig(scan_layers=scan)
+    model = Model(config, PrecisionConfig(compute="float32"), execution)
     params = jax.device_put(to_megajax(oracle.params, config), model.shardings(mesh))
-    loss = functools.partial(model.loss, key=None, train=True)
-    step = jax.jit(jax.value_and_grad(lambda params, batch: loss(params, batch)[0]))
+    step = jax.jit(jax.value_and_grad(lambda params, batch: model.loss(params, batch).total()))
 
     def run(batch):
-        order = sequence_order(batch["tokens"].shape[1], mesh.shape["context"], config.context_attention)
+        order = sequence_order(batch["tokens"].shape[1], mesh.shape["context"], execution.context_attention)
         batch = {name: array[:, order] for name, array in batch.items()}
         with jax.set_mesh(mesh):
             value, gradients = step(params, batch)

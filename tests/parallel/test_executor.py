@@ -1,4 +1,4 @@
-"""The executor alone, on a toy: layers of several kinds in patterns that differ between stages, auxiliary losses."""
+"""The executor alone, on a toy: layers of several kinds in patterns that differ between stages, held weights, terms."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from megajax.mesh import MeshConfig
-from megajax.parallel.pipeline import Parts, Programs, loss_and_gradients
+from megajax.parallel.pipeline import Parts, Placed, Programs, loss_and_gradients
 from megajax.parallel.schedule import make_stages, make_table
 
 B, T, D = 2, 4, 8
@@ -47,20 +47,23 @@ def add(left, right):
     return {name: left.get(name, 0.0) + right.get(name, 0.0) for name in {**left, **right}}
 
 
-def run_layers(configs, weights, x, inputs):
-    auxiliary = {}
-    for config, w, noise in zip(configs, weights, inputs, strict=True):
-        x, new = config(w, x, noise)
+def run_layers(configs, weights, held, x, inputs):
+    """held: a shift of each layer, which has no gradient; what is observed is the mean of each layer's output."""
+    auxiliary, metrics, observed = {}, {}, {}
+    for config, w, shift, noise in zip(configs, weights, held, inputs, strict=True):
+        x, new = config(w, x + shift, noise)
         auxiliary = add(auxiliary, new)
-    return x, auxiliary
+        metrics = add(metrics, {f"{name}_again": jnp.stack([value, 1.0]) for name, value in new.items()})
+        observed.setdefault(config.kind, {}).setdefault("mean", []).append(jnp.mean(x))
+    return x, (auxiliary, metrics, {kind: {"mean": jnp.stack(seen["mean"])} for kind, seen in observed.items()})
 
 
 PARTS = Parts(
-    embed=lambda shared, batch, key: batch["x"] * shared["into"],
+    embed=lambda shared, held, batch, key: batch["x"] * shared["into"] + held["offset"],
     inputs=lambda batch, key: key,
     stage=run_layers,
     layer_inputs=lambda key, number: 0.1 * jax.random.normal(jax.random.fold_in(key, number), (D,)),
-    loss=lambda shared, x, batch: jnp.sum(batch["weights"] * (x @ shared["out"]) ** 2),
+    loss=lambda shared, held, x, batch: jnp.sum(batch["weights"] * (x @ shared["out"] + held["offset"][0]) ** 2),
     place=lambda kind, tree: tree,
 )
 PATTERNS = {
@@ -76,51 +79,68 @@ PATTERNS = {
     ids=str,
 )
 @pytest.mark.parametrize("train", [True, False], ids=["train", "evaluate"])
-def test_loss_auxiliary_losses_and_gradients_equal_plain_differentiation(pattern, fields, train, make_test_mesh):
+def test_terms_and_gradients_equal_plain_differentiation(pattern, fields, train, make_test_mesh):
     num_microbatches, key = 5, jax.random.key(3)
     stages = make_stages(MeshConfig(**fields), len(pattern))
     draw = lambda number, shape: 0.3 * jax.random.normal(jax.random.key(number), shape)
     weights = [draw(number, config.shape()) for number, config in enumerate(pattern)]
-    shared = {"into": 1 + draw(100, (D,)), "out": draw(101, (D, 3))}
+    shifts = [draw(200 + number, (D,)) for number in range(len(pattern))]
+    shared, shared_held = {"into": 1 + draw(100, (D,)), "out": draw(101, (D, 3))}, {"offset": draw(103, (D,))}
     batch = {
         "x": draw(102, (num_microbatches, B, T, D)),
         "weights": jax.random.uniform(key, (num_microbatches, B, T, 1)),
     }
 
     def plain(weights, shared):
-        loss, auxiliary = 0.0, {}
+        loss, terms = 0.0, []
         for number in range(num_microbatches):
             one, its_key = jax.tree.map(lambda a, n=number: a[n], batch), jax.random.fold_in(key, number)
-            x = PARTS.embed(shared, one, its_key)
+            x = PARTS.embed(shared, shared_held, one, its_key)
             inputs = [PARTS.layer_inputs(its_key, layer) for layer in range(len(pattern))]
-            x, new = run_layers(pattern, weights, x, inputs)
-            loss, auxiliary = loss + PARTS.loss(shared, x, one), add(auxiliary, new)
-        return loss + sum(auxiliary.values()), (loss, auxiliary)
+            x, new = run_layers(pattern, weights, shifts, x, inputs)
+            loss = loss + PARTS.loss(shared, shared_held, x, one)
+            terms.append(new)
+        auxiliary, metrics, observed = jax.tree.map(lambda *parts: sum(parts), *terms)
+        mean = lambda tree: jax.tree.map(lambda a: a / num_microbatches, tree)
+        return loss + sum(mean(auxiliary).values()), (loss, mean(auxiliary), metrics, mean(observed))
 
     rows = {
         kind: stages.rows({n for n, config in enumerate(pattern) if config.kind == kind}) for kind in ("mix", "scale")
     }
-    stack = lambda kind, row: jnp.stack([weights[n] if n >= 0 else jnp.zeros(config_of[kind].shape()) for n in row])
     config_of = {config.kind: config for config in pattern}
-    layers = {kind: jnp.stack([stack(kind, row) for row in rows[kind]]) for kind in rows}
+
+    def stacked(trees, shape_of):
+        stack = lambda kind, row: jnp.stack([trees[n] if n >= 0 else jnp.zeros(shape_of(kind)) for n in row])
+        return {kind: jnp.stack([stack(kind, row) for row in rows[kind]]) for kind in rows}
+
     runs = [[tuple((pattern[n], pattern[n].kind) for n in stage) for stage in chunk] for chunk in stages.layers]
     programs = tuple(dict.fromkeys(run for chunk in runs for run in chunk))
     most = max(len(stage) for chunk in stages.layers for stage in chunk)
     numbers = [[[*stage, *[0] * (most - len(stage))] for stage in chunk] for chunk in stages.layers]
     of_stage = [[programs.index(run) for run in chunk] for chunk in runs]
     table = make_table(stages.schedule, stages.num_ranks, num_microbatches, stages.num_chunks, backward=train)
+    whole = lambda tree: jax.tree.map(lambda _: P(), tree)
     with jax.set_mesh(make_test_mesh(**fields)):
         run = jax.jit(
-            lambda layers, shared, batch: loss_and_gradients(
-                PARTS, Programs(programs, np.array(of_stage), np.array(numbers)), table, layers, shared,
-                jax.tree.map(lambda _: P(), shared), batch, key, train=train,
+            lambda layers, shared, held, shared_held, batch: loss_and_gradients(
+                PARTS, Programs(programs, np.array(of_stage), np.array(numbers)), table,
+                Placed(layers, shared, whole(shared)), Placed(held, shared_held, whole(shared_held)), batch, key,
+                train=train,
             )
         )  # fmt: skip
-        loss, auxiliary, gradients = run(layers, shared, batch)
-    (_, (want, want_auxiliary)), wanted = jax.value_and_grad(plain, (0, 1), has_aux=True)(weights, shared)
+        layers = stacked(weights, lambda kind: config_of[kind].shape())
+        held = stacked(shifts, lambda kind: (D,))
+        loss, (auxiliary, metrics, observed), gradients = run(layers, shared, held, shared_held, batch)
+    wanted_terms, wanted = jax.value_and_grad(plain, (0, 1), has_aux=True)(weights, shared)
+    _, (want, want_auxiliary, want_metrics, want_observed) = wanted_terms
     close = lambda got, want: np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
     close(loss, want)
     jax.tree.map(close, auxiliary, want_auxiliary)
+    jax.tree.map(close, metrics, want_metrics)
+    for kind, seen in observed.items():
+        is_layer = rows[kind] >= 0
+        in_order = np.argsort(rows[kind][is_layer])
+        close(np.asarray(seen["mean"])[is_layer][in_order], want_observed[kind]["mean"])
     if not train:
         assert gradients is None
         return

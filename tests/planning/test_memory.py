@@ -1,12 +1,11 @@
 """The estimate of --plan follows the policy: what is kept, what lies on the host."""
 
-import dataclasses
-
 import jax
 import pytest
 
 from megajax.mesh import AXES, MeshConfig
 from megajax.models.decoder import DecoderConfig
+from megajax.models.execution import ExecutionConfig
 from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer, OptimizerConfig
 from megajax.planning.memory import activation_bytes, memory_per_device
@@ -18,7 +17,8 @@ CONFIG = DecoderConfig(num_layers=LAYERS, embed_dim=D, num_heads=4, vocab_size=1
 
 
 def estimate(**fields) -> tuple[int, int]:
-    return activation_bytes(dataclasses.replace(CONFIG, **fields), MeshConfig(), 8, 32, BYTES)
+    training = TrainingConfig(global_batch_size=8, sequence_length=32)
+    return activation_bytes(Model(CONFIG, PrecisionConfig(), ExecutionConfig(**fields)), MeshConfig(), training)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ import train
 from megajax import compat
 from megajax.config import Config, override
 from megajax.models.model import Model
-from megajax.optim.optimizer import Optimizer
 from megajax.planning.plan import plan_device, plan_rows
 
 ROOT = Path(__file__).parents[2]
@@ -27,8 +26,8 @@ def without_cuda_wheels(monkeypatch):
 
 
 def rows_of(config: Config, device: str = "h100") -> dict[str, str]:
-    model = Model(config.model, config.precision)
-    optimizer = Optimizer(config.optimizer, model.trained)
+    model = config.make_model()
+    optimizer = config.make_optimizer(model)
     shard_over_data = config.optimizer.shard_over_data
     packed = not config.data.cross_document_attention
     return dict(plan_rows(model, optimizer, config.mesh, config.training, shard_over_data, packed, plan_device(device)))

@@ -15,7 +15,6 @@ from megajax import mesh as mesh_module
 from megajax.config import Config, override
 from megajax.mesh import use_compilation_cache, xla_flags
 from megajax.models.model import Model
-from megajax.optim.optimizer import Optimizer
 from megajax.training import compiler_options as module
 from megajax.training.compiler_options import (
     PROFILE,
@@ -55,7 +54,7 @@ def option(name: str, value) -> Option:
 
 
 def chosen(requested: str, mesh) -> dict[str, str]:
-    return compiler_options(requested, Model(tiny().model, tiny().precision), mesh)
+    return compiler_options(tiny(f"--execution.compiler_options={requested}").make_model(), mesh)
 
 
 # ----------------------------------------------------------------------------- the table
@@ -83,7 +82,7 @@ def test_scheduler_does_not_hoard_beside_copies_to_the_host():
 
 
 def test_deterministic_model_has_a_deterministic_program(make_test_mesh):
-    target = lambda *arguments: target_of(Model(tiny(*arguments).model, tiny().precision), make_test_mesh())
+    target = lambda *arguments: target_of(tiny(*arguments).make_model(), make_test_mesh())
     assert target("--execution.deterministic=True").deterministic and not target().deterministic
     name = "xla_gpu_deterministic_ops"
     assert choose(PROFILE, dataclasses.replace(LLAMA, deterministic=True))[name] == "True"
@@ -109,9 +108,9 @@ def test_this_jaxlib_takes_every_option_of_the_table(make_test_mesh):
 
 def test_bytes_of_a_layer_are_what_a_device_computes_with(make_test_mesh):
     config = tiny("--precision.compute=bfloat16")
-    target = target_of(Model(config.model, config.precision), make_test_mesh(fsdp=2, tensor=2))
+    target = target_of(config.make_model(), make_test_mesh(fsdp=2, tensor=2))
     deeper = dataclasses.replace(config.model, num_layers=config.model.num_layers + 1)
-    parameters = deeper.num_parameters() - config.model.num_parameters()
+    parameters = Model(deeper).num_parameters() - Model(config.model).num_parameters()
     assert target.layer_bytes == 2 * parameters // 2, "two bytes a parameter, over two devices of `tensor`"
     assert (target.weight_shards, target.num_devices, target.chip) == (2, 4, "cpu")
 
@@ -165,10 +164,10 @@ def test_requested_options_are_written_as_in_xla_flags():
 
 def test_options_reach_the_compiler(make_test_mesh):
     config, mesh = tiny(), make_test_mesh()
-    model = Model(config.model, config.precision)
-    optimizer = Optimizer(config.optimizer, model.trained)
+    model = config.make_model()
+    optimizer = config.make_optimizer(model)
     shardings = state_shardings(model, optimizer, mesh, False)
-    step = jit_train_step(model, optimizer, shardings, {"xla_gpu_colour": "3"}, loss_mean="token", group=None, seed=0)
+    step = jit_train_step(model, optimizer, config.training, shardings, {"xla_gpu_colour": "3"})
     arrays = {name: jax.ShapeDtypeStruct((1, 8, 32), "int32") for name in ("tokens", "labels", "positions")}
     arrays["loss_mask"] = jax.ShapeDtypeStruct((1, 8, 32), "float32")
     with jax.set_mesh(mesh):

@@ -11,11 +11,13 @@ from jax.sharding import NamedSharding
 from megajax.layers.rope import RopeConfig
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig
+from megajax.models.execution import ExecutionConfig
 from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer, OptimizerConfig
 from megajax.parallel.context import sequence_order
 from megajax.precision import PrecisionConfig
 from megajax.sharding import batch_spec
+from megajax.training.config import TrainingConfig
 from megajax.training.state import init_state, state_shardings
 from megajax.training.step import make_train_step
 
@@ -33,10 +35,8 @@ MODEL = DecoderConfig(
     max_positions=LENGTH,
     dropout=0.1,
     attention_dropout=0.1,
-    z_loss=1e-3,
-    label_smoothing=0.05,
-    scan_layers=True,
 )
+SCANNED = ExecutionConfig(scan_layers=True)
 LLAMA = DecoderConfig(
     num_layers=2,
     embed_dim=16,
@@ -54,8 +54,8 @@ LLAMA = DecoderConfig(
     window=6,
     full_attention_every=2,
     attention_soft_cap=20.0,
-    recompute="selective",
 )
+RECOMPUTED = ExecutionConfig(recompute="selective")
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, min_learning_rate=0.0)
 
 
@@ -76,17 +76,22 @@ def batches(order: np.ndarray) -> list[dict[str, np.ndarray]]:
     return made
 
 
-def train(config: DecoderConfig, sizes: dict[str, int], zero1: bool = False, loss_mean: str = "token"):
+def train(
+    config: DecoderConfig, execution: ExecutionConfig, sizes: dict[str, int], zero1: bool = False,
+    loss_mean: str = "token"
+):  # fmt: skip
     """-> (losses of STEPS steps, final parameters on the host)."""
     mesh_config = MeshConfig(**sizes)
-    config.check(mesh_config, LENGTH)
+    config.check(mesh_config, LENGTH, execution)
     mesh = make_mesh(mesh_config, jax.devices()[: mesh_config.num_devices])
-    model = Model(config, PrecisionConfig(compute="float32"))
+    model = Model(config, PrecisionConfig(compute="float32"), execution)
     optimizer = Optimizer(OPTIMIZER, model.trained)
     shardings = state_shardings(model, optimizer, mesh, zero1)
     state = init_state(model, optimizer, 0, mesh, shardings)
-    step = make_train_step(model, optimizer, loss_mean=loss_mean, group=2, seed=0)
-    losses, order = [], sequence_order(LENGTH, mesh_config.context, config.context_attention)
+    # The regularisers are those of one of the two models, so that both ways are tried.
+    terms = dict(z_loss=1e-3, label_smoothing=0.05) if config is MODEL else {}
+    step = make_train_step(model, optimizer, TrainingConfig(loss_mean=loss_mean, microbatch_size=2, seed=0, **terms))
+    losses, order = [], sequence_order(LENGTH, mesh_config.context, execution.context_attention)
     with jax.set_mesh(mesh):
         step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
         for batch in batches(order):
@@ -105,12 +110,12 @@ def assert_same(result, reference) -> None:
 
 @pytest.fixture(scope="module")
 def gpt_on_one_device():
-    return train(MODEL, {})
+    return train(MODEL, SCANNED, {})
 
 
 @pytest.fixture(scope="module")
 def llama_on_one_device():
-    return train(LLAMA, {})
+    return train(LLAMA, RECOMPUTED, {})
 
 
 def test_loss_falls(gpt_on_one_device):
@@ -134,7 +139,7 @@ def test_loss_falls(gpt_on_one_device):
     ids=lambda sizes: "-".join(f"{axis}{size}" for axis, size in sizes.items()),
 )
 def test_mesh_matches_one_device(sizes, gpt_on_one_device):
-    assert_same(train(MODEL, sizes), gpt_on_one_device)
+    assert_same(train(MODEL, SCANNED, sizes), gpt_on_one_device)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +148,7 @@ def test_mesh_matches_one_device(sizes, gpt_on_one_device):
     ids=lambda sizes: "-".join(f"{axis}{size}" for axis, size in sizes.items()),
 )
 def test_mesh_matches_one_device_llama(sizes, llama_on_one_device):
-    assert_same(train(LLAMA, sizes), llama_on_one_device)
+    assert_same(train(LLAMA, RECOMPUTED, sizes), llama_on_one_device)
 
 
 @pytest.mark.parametrize(
@@ -155,16 +160,17 @@ def test_mesh_matches_one_device_llama(sizes, llama_on_one_device):
     ids=["all_gather", "all_to_all"],
 )
 def test_other_context_methods_match_one_device(sizes, method):
-    config = dataclasses.replace(LLAMA, dropout=0.1, num_kv_heads=4, context_attention=method)
-    assert_same(train(config, sizes), train(config, {}))
+    config = dataclasses.replace(LLAMA, dropout=0.1, num_kv_heads=4)
+    execution = dataclasses.replace(RECOMPUTED, context_attention=method)
+    assert_same(train(config, execution, sizes), train(config, execution, {}))
 
 
 def test_zero1_matches_one_device(gpt_on_one_device):
-    assert_same(train(MODEL, dict(data=4, tensor=2), zero1=True), gpt_on_one_device)
+    assert_same(train(MODEL, SCANNED, dict(data=4, tensor=2), zero1=True), gpt_on_one_device)
 
 
 def test_microbatch_mean_does_not_depend_on_the_mesh():
-    one, many = (train(MODEL, sizes, loss_mean="microbatch") for sizes in ({}, dict(data=2, fsdp=2)))
+    one, many = (train(MODEL, SCANNED, sizes, loss_mean="microbatch") for sizes in ({}, dict(data=2, fsdp=2)))
     assert_same(many, one)
 
 

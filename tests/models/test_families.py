@@ -1,0 +1,384 @@
+"""A family of models, or a kind of layer, arrives in a file of its own: two toys train, plan, resume and generate.
+
+Both are defined here alone. One has a recurrent layer, with a state instead of keys and values, a variable that no
+gradient reaches, a term of the loss and a metric; the other has two stacks.
+"""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+import train
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.config import Config, override
+from megajax.data.config import DataConfig
+from megajax.inference.engine import Engine, Sampling
+from megajax.layers.attention import AttentionConfig
+from megajax.layers.block import Stack
+from megajax.layers.layer import Activation, Flops, Saved, Terms
+from megajax.layers.linear import Linear
+from megajax.layers.mlp import MlpConfig
+from megajax.layers.norm import Norm, NormConfig
+from megajax.layers.transformer import TransformerLayerConfig
+from megajax.mesh import MeshConfig
+from megajax.models.decoder import DecoderConfig
+from megajax.models.interface import BatchArray, ModelConfig, loss_terms, split_key
+from megajax.ops.cross_entropy import cross_entropy
+from megajax.ops.embedding import embed
+from megajax.optim.optimizer import OptimizerConfig
+from megajax.parameters import variable, weight
+from megajax.planning.plan import plan_device, plan_rows
+from megajax.precision import PrecisionConfig
+from megajax.sharding import constrain
+from megajax.training.config import LaunchConfig, TrainingConfig
+from megajax.training.reporting.console import Console
+
+T, STEPS = 16, 4
+
+# ----------------------------------------------------------------------------- a recurrent layer among others
+
+
+@dataclasses.dataclass(frozen=True)
+class RecurrentConfig:
+    """h_t = a_t h_(t-1) + (1 - a_t) v_t, with a_t and v_t from x_t; x + out(h)."""
+
+    embed_dim: int
+    saved: Saved | None = None
+    kind = "recurrent"
+
+    def build(self, rngs):
+        return Recurrent(self.embed_dim, rngs=rngs)
+
+    def saving_by_name(self):
+        return dataclasses.replace(self, saved=self.saved or Saved(("input", "gates"), ()))
+
+    def check(self, mesh, sequence_length):
+        if mesh.context > 1:
+            raise ValueError(f"mesh.context={mesh.context}: this layer reads a sequence whole; use --mesh.context=1")
+
+    def flops(self, sequence_length):
+        return Flops(2 * 3 * self.embed_dim**2)
+
+    def activations(self, sequence_length):
+        return {
+            "input": Activation(self.embed_dim),
+            "gates": Activation(2 * self.embed_dim, Flops(4 * self.embed_dim**2)),
+        }
+
+    def sent(self, mesh, itemsize):
+        return {"tensor": 4 * self.embed_dim * itemsize}
+
+    def new_cache(self, length):
+        return State(length)
+
+    def updated(self, variables, observed):
+        return {"mean_square": 0.5 * variables["mean_square"] + 0.5 * observed["mean_square"]}
+
+
+class Recurrent(nnx.Module):
+    def __init__(self, embed_dim, *, rngs):
+        D = embed_dim
+        self.gate = Linear((D,), (D,), ("embed", "mlp"), 0.2, rngs=rngs)
+        self.value = Linear((D,), (D,), ("embed", "mlp"), 0.2, rngs=rngs)
+        self.out = Linear((D,), (D,), ("mlp", "embed"), 0.2, rngs=rngs)
+        self.mean_square = variable((), (), nnx.initializers.ones, rngs)
+
+    def __call__(self, x_BTD, inputs, cache, key):
+        x_BTD = checkpoint_name(x_BTD, "input")
+        keep, value = (checkpoint_name(linear(x_BTD), "gates") for linear in (self.gate, self.value))
+        keep = jax.nn.sigmoid(keep.astype(jnp.float32))
+        added = (1 - keep) * value.astype(jnp.float32)
+        if cache is not None:
+            keep, added = cache.only_tokens(keep, added)
+        combine = lambda left, right: (left[0] * right[0], left[1] * right[0] + right[1])
+        _, states = jax.lax.associative_scan(combine, (keep, added), axis=1)
+        cache = None if cache is None else State(cache.length, states[:, -1])
+        mean_square = jnp.mean(states**2)
+        scaled = (states / jax.lax.rsqrt(self.mean_square[...])).astype(x_BTD.dtype)
+        y_BTD = constrain(x_BTD + self.out(scaled), "batch", "sequence", None)
+        return y_BTD, cache, Terms({"small_states": 0.01 * mean_square}, {"state": mean_square},
+                                   {"mean_square": mean_square})  # fmt: skip
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("state", "is_token"), meta_fields=("length",))
+@dataclasses.dataclass(frozen=True)
+class State:
+    """What a recurrent layer remembers of a row; None before the first token."""
+
+    length: int
+    state: jax.Array | None = None
+    is_token: jax.Array | None = None
+
+    def at(self, places_BT):
+        return dataclasses.replace(self, is_token=places_BT < self.length)
+
+    def only_tokens(self, keep, added):
+        """The gates, without the padding, and with the state before in the first of them."""
+        keep, added = jnp.where(self.is_token[..., None], keep, 1.0), jnp.where(self.is_token[..., None], added, 0.0)
+        return keep, added if self.state is None else added.at[:, 0].add(keep[:, 0] * self.state)
+
+
+@dataclasses.dataclass(frozen=True)
+class HybridConfig(DecoderConfig):
+    """A decoder whose every second layer is recurrent."""
+
+    kind: Literal["toy_hybrid"] = "toy_hybrid"
+
+    def stacks(self, execution):
+        (layers,) = super().stacks(execution).values()
+        saved = Saved((), ()) if execution.recompute == "full" else None
+        recurrent = RecurrentConfig(self.embed_dim, saved)
+        return {"layers": tuple(recurrent if number % 2 else layer for number, layer in enumerate(layers))}
+
+
+# ----------------------------------------------------------------------------- two stacks
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoStacksConfig(ModelConfig):
+    """Tokens go through `encoder`; `decoder` reads them again beside what it made."""
+
+    kind: Literal["toy_two_stacks"] = "toy_two_stacks"
+    embed_dim: int = 16
+    vocab_size: int = 64
+
+    def build(self, rngs, dtype, execution, stages):
+        return TwoStacks(self, dtype, execution, rngs=rngs)
+
+    def stacks(self, execution):
+        layer = functools.partial(self._layer, execution=execution)
+        return {"encoder": (layer(window=4),), "decoder": (layer(window=None), layer(window=None))}
+
+    def _layer(self, window, execution):
+        norm = NormConfig("rmsnorm", 1e-5, False)
+        attention = AttentionConfig(
+            embed_dim=self.embed_dim, num_heads=4, num_kv_heads=2, head_dim=4, bias=False, qk_norm=None,
+            use_rope=False, window=window, soft_cap=None, dropout=0.0, context=execution.context_attention,
+            backend=execution.attention_backend, deterministic=False, init_std=0.2, out_init_std=0.2,
+        )  # fmt: skip
+        return TransformerLayerConfig(
+            attention, MlpConfig(self.embed_dim, 32, "swiglu", False, 0.2, 0.2), norm, 0.0, None
+        )
+
+    def check(self, mesh, sequence_length, execution):
+        for layer in self.layers(execution):
+            layer.check(mesh, sequence_length)
+
+    def batch(self, sequence_length, *, packed):
+        return {
+            "tokens": BatchArray.sequence(sequence_length),
+            "labels": BatchArray.sequence(sequence_length),
+            "loss_mask": BatchArray.sequence(sequence_length, jnp.float32),
+        }
+
+    def flops_outside(self, sequence_length):
+        return Flops(2 * self.embed_dim * self.vocab_size)
+
+
+class TwoStacks(nnx.Module):
+    def __init__(self, config, dtype, execution, *, rngs):
+        self.config, self.dtype = config, dtype
+        D, V = config.embed_dim, config.vocab_size
+        self.embedding = weight((V, D), ("vocab", "embed"), nnx.initializers.normal(0.2), rngs, "embedding")
+        stacks = config.stacks(execution)
+        self.encoder = Stack(stacks["encoder"], scan=False, rngs=rngs)
+        self.decoder = Stack(stacks["decoder"], scan=execution.scans(2), rngs=rngs)
+        self.norm = Norm(NormConfig("rmsnorm", 1e-5, False), D, rngs=rngs)
+        self.head = Linear((D,), (V,), ("embed", "vocab"), 0.2, rngs=rngs, role="head")
+
+    def _run(self, batch, caches, key):
+        encoder_key, decoder_key = split_key(key)
+        tokens = embed(self.embedding[...], batch["tokens"], self.dtype)
+        read, encoder, first = self.encoder(tokens, {}, caches.get("encoder"), encoder_key)
+        x, decoder, second = self.decoder(tokens + read, {}, caches.get("decoder"), decoder_key)
+        return x, {"encoder": encoder, "decoder": decoder}, {"encoder": first, "decoder": second}
+
+    def terms(self, batch, key, options):
+        x, _, terms = self._run(batch, {}, key)
+        weights = dict(z_loss=options.z_loss, label_smoothing=options.label_smoothing)
+        main = cross_entropy(self.norm(x), self.head.weight[...], batch["labels"], batch["loss_weights"], **weights)
+        return loss_terms(main, **terms)
+
+    def extend(self, batch, caches):
+        x, caches, _ = self._run(batch, caches, None)
+        return x, caches
+
+    def prefill(self, batch, lengths_B, caches):
+        x, caches = self.extend(batch, caches)
+        return jnp.take_along_axis(x, lengths_B[:, None, None] - 1, 1), caches, lengths_B
+
+    def logits(self, x_BTD):
+        return self.head(self.norm(x_BTD)).astype(jnp.float32)
+
+
+# ----------------------------------------------------------------------------- what both must do
+
+HYBRID = HybridConfig(
+    num_layers=4, embed_dim=16, num_heads=4, mlp_dim=32, vocab_size=64, position="rope", norm="rmsnorm", bias=False,
+    activation="swiglu", init_std=0.2,
+)  # fmt: skip
+FAMILIES = {"hybrid": HYBRID, "two stacks": TwoStacksConfig()}
+
+
+def config_of(family: str, run_dir, mesh=MeshConfig(), **training) -> Config:
+    return Config(
+        model=FAMILIES[family],
+        mesh=mesh,
+        precision=PrecisionConfig(compute="float32"),
+        data=DataConfig(source="mock", tokenizer="null:63", num_threads=0, cache_dir=str(run_dir.parent / "cache")),
+        optimizer=OptimizerConfig(learning_rate=1e-2, min_learning_rate=1e-3),
+        training=TrainingConfig(**dict(
+            steps=STEPS, global_batch_size=8, sequence_length=T, log_every_steps=1, eval_every_steps=2, eval_steps=1,
+        ) | training),
+        checkpoint=CheckpointConfig(every_steps=2),
+        run_dir=str(run_dir),
+    )  # fmt: skip
+
+
+def run_of(config: Config, monkeypatch) -> list[dict]:
+    """-> lines of metrics.jsonl of the run on the devices that its mesh needs."""
+    devices = jax.devices()[: config.mesh.num_devices]
+    monkeypatch.setattr(jax, "devices", lambda *_: devices)
+    monkeypatch.setattr(jax, "device_count", lambda *_: len(devices))
+    assert train.train(config) in ("finished", "interrupted")
+    text = (Path(config.run_dir) / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def losses(lines: list[dict]) -> list[float]:
+    return [line.get("loss", line.get("eval_loss")) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """{family: (config, lines of metrics)} of a run on one device."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        configs = {family: config_of(family, tmp_path_factory.mktemp("runs") / "run") for family in FAMILIES}
+        return {family: (config, run_of(config, monkeypatch)) for family, config in configs.items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_trains_and_evaluates(family, trained):
+    config, lines = trained[family]
+    found = losses(lines)
+    assert len(found) == STEPS + 2 and found[-1] < found[0]
+    assert Config.load(config.run_dir) == config
+    described = json.loads((Path(config.run_dir) / "config.json").read_text())
+    assert described["model"]["kind"] == FAMILIES[family].kind
+
+
+@pytest.mark.parametrize("family, mesh", [
+    ("hybrid", dict(fsdp=2, tensor=2)),
+    ("hybrid", dict(pipeline=2, virtual_stages=2)),
+    ("two stacks", dict(data=2, context=2)),
+], ids=str)  # fmt: skip
+def test_family_is_the_same_on_a_mesh(family, mesh, trained, tmp_path, monkeypatch):
+    mesh = MeshConfig(**mesh)
+    microbatches = dict(microbatch_size=2) if mesh.pipeline > 1 else {}
+    lines = run_of(config_of(family, tmp_path / "run", mesh, **microbatches), monkeypatch)
+    # A pipeline evaluates on other samples, as its batches are microbatches.
+    steps = lambda lines: [line["loss"] for line in lines if "loss" in line]
+    np.testing.assert_allclose(steps(lines), steps(trained[family][1]), rtol=1e-5)
+
+
+def test_layers_are_the_same_scanned_and_recomputed(trained, tmp_path, monkeypatch):
+    for how in ("--execution.scan_layers=True", "--execution.recompute=full"):
+        config = override(config_of("hybrid", tmp_path / how[-4:]), [how])
+        np.testing.assert_allclose(losses(run_of(config, monkeypatch)), losses(trained["hybrid"][1]), rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_resumes_bit_for_bit(family, trained, tmp_path, monkeypatch):
+    config = config_of(family, tmp_path / "run")
+    run_of(dataclasses.replace(config, launch=LaunchConfig(exit_at_step=2)), monkeypatch)
+    assert losses(run_of(config, monkeypatch)) == losses(trained[family][1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_generates_what_it_predicts_without_a_cache(family, trained):
+    config, _ = trained[family]
+    engine = Engine.from_run(config.run_dir)
+    prompts = [[5, 17, 3], [1], list(range(20, 31))]
+    found = engine.generate_tokens(prompts, Sampling(max_tokens=5, temperature=0.0))
+    model = engine.model
+
+    @jax.jit
+    def logits(weights, tokens_BT):
+        batch = {"tokens": tokens_BT, "positions": jnp.arange(tokens_BT.shape[1])[None]}
+        module = model.module(weights)
+        if family == "hybrid":
+            return module.logits(module.layers(module.embed(batch, None), module.block_inputs(batch))[0])
+        return module.logits(module._run(batch, {}, None)[0])
+
+    for prompt, new in zip(prompts, found, strict=True):
+        tokens = [*prompt, *new]
+        padded = np.zeros((1, 16), np.int32)
+        padded[0, : len(tokens)] = tokens
+        predicted = np.argmax(logits(engine.params, padded)[0, :, :63], -1)
+        assert new == predicted[len(prompt) - 1 : len(tokens) - 1].tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_is_planned(family, tmp_path):
+    config = config_of(family, tmp_path / "run", MeshConfig(fsdp=2))
+    model = config.make_model()
+    rows = dict(plan_rows(model, config.make_optimizer(model), config.mesh, config.training, False, False,
+                          plan_device("a100")))  # fmt: skip
+    Console().card("plan", list(rows.items()))
+    assert f"({model.num_parameters():,})" in rows["parameters"] and rows["verdict"].startswith("fits")
+    matrices = {"hybrid": 2 * (16 * 16 * 4 + 3 * 16 * 32) + 2 * 3 * 16 * 16 + 128 * 16,
+                "two stacks": 3 * (16 * 16 * 3 + 3 * 16 * 32) + 64 * 16}  # fmt: skip
+    assert config.model.training_flops(T).matmuls == 6 * matrices[family]
+
+
+def test_two_stacks_are_refused_in_a_pipeline(tmp_path):
+    config = config_of("two stacks", tmp_path / "run", MeshConfig(pipeline=2), microbatch_size=1)
+    with pytest.raises(ValueError, match="mesh.pipeline=2.*toy_two_stacks.*encoder, decoder.*use --mesh.pipeline=1"):
+        config.check()
+
+
+# ----------------------------------------------------------------------------- terms and variables
+
+
+def test_terms_are_means_over_microbatches_and_metrics_stay_out_of_the_loss(trained, tmp_path, monkeypatch):
+    """The mean of four microbatches is that of the whole, as each has as many sequences."""
+    whole = trained["hybrid"][1][0]
+    split = run_of(config_of("hybrid", tmp_path / "run", microbatch_size=2, steps=2, eval_every_steps=0), monkeypatch)
+    for name in ("loss", "small_states", "state"):
+        np.testing.assert_allclose(split[0][name], whole[name], rtol=1e-5)
+    assert whole["small_states"] == pytest.approx(2 * 0.01 * whole["state"], rel=1e-5)  # a sum of two layers, a mean
+
+
+def test_variables_follow_what_was_observed_and_have_no_gradient(trained):
+    config, lines = trained["hybrid"]
+    engine = Engine.from_run(config.run_dir)
+    value, metrics = np.ones(2), [line["state"] for line in lines if "state" in line]
+    found = np.asarray(engine.params["layers"]["recurrent"]["mean_square"])
+    for mean in metrics:
+        value = 0.5 * value + 0.5 * mean
+    np.testing.assert_allclose(found.mean(), value.mean(), rtol=1e-5)
+    assert found[0] != found[1]
+
+
+def test_frozen_parameters_keep_their_values_and_have_no_moments(trained, tmp_path, monkeypatch):
+    config = override(config_of("hybrid", tmp_path / "run"), ["--training.frozen=embedding,layers.dense.*"])
+    model = config.make_model()
+    optimizer = config.make_optimizer(model)
+    assert set(model.trained["layers"]) == {"recurrent"} and "embedding" not in model.trained
+    moments = jax.eval_shape(optimizer.init, model.split(model.abstract_weights).params)
+    assert not any("dense" in jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(moments))
+    run_of(config, monkeypatch)
+    first, last = (Engine.from_run(config.run_dir, step=step).params for step in (2, STEPS))
+    same = jax.tree.map(np.array_equal, first["layers"], last["layers"])
+    assert all(jax.tree.leaves(same["dense"])) and not any(jax.tree.leaves(same["recurrent"]))
+    with pytest.raises(ValueError, match="training.frozen: 'layers.dens.*' matches no parameter"):
+        override(config, ["--training.frozen=layers.dens.*"]).make_model()
