@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.command_line import run, split
 from megajax.data.blend import blending_indices
-from megajax.data.gpt import build_indices
+from megajax.data.samples.gpt import build_indices
 from megajax.training.reporting.console import format_bytes
 
 SEQUENCE_LENGTH, SEED, MEAN_TOKENS = 4096, 0, 500

@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable
 
 from benchmarks.command_line import run, split
-from megajax.data.preprocess import preprocess
-from megajax.data.tokenizer import load_tokenizer
-from megajax.data.train_tokenizer import train_sentencepiece
+from megajax.data.prepare.write_tokens import preprocess
+from megajax.data.tokenizers.tokenizer import load_tokenizer
+from megajax.data.tokenizers.train_sentencepiece import train_sentencepiece
 
 
 def texts(num_bytes: int) -> list[tuple[str, str]]:

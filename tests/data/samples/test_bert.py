@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megajax.data.bert import BertDataset, BertFormat
 from megajax.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megajax.data.masking import Masking, choose_spans, continuation_pieces
+from megajax.data.samples.bert import BertDataset, BertFormat
+from megajax.data.samples.masking import Masking, choose_spans, continuation_pieces
 
 CLS, SEP, MASK, PAD, FIRST = 0, 1, 2, 3, 4
 PLACES = 10_000  # token p of document d is FIRST + d * PLACES + p

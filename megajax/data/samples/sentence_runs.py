@@ -10,8 +10,8 @@ from typing import Protocol
 
 import numpy as np
 
-from megajax.data.gpt import TokenSource
 from megajax.data.index_cache import content_hash, load_or_build
+from megajax.data.samples.gpt import TokenSource
 
 # The walk from run to run reads Python integers; a block of them is 40 MB.
 WALK_BLOCK = 1 << 20

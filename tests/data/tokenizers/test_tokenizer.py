@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megajax.data.chat_template import CHATML, load_chat_template
-from megajax.data.tokenizer import (
+from megajax.data.tokenizers.chat_template import CHATML, load_chat_template
+from megajax.data.tokenizers.tokenizer import (
     check_tokenizer_spec,
     load_saved_tokenizer,
     load_tokenizer,
     save_tokenizer,
 )
-from megajax.data.train_tokenizer import train_sentencepiece
+from megajax.data.tokenizers.train_sentencepiece import train_sentencepiece
 
 STDLIB_FILES = [argparse.__file__, string.__file__, Path(argparse.__file__).with_name("decimal.py")]
 STDLIB_FILES += [Path(argparse.__file__).with_name(name) for name in ("ast.py", "pathlib.py", "typing.py")]

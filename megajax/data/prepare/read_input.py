@@ -16,8 +16,8 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
-from megajax.data.chat_template import ChatTemplate
-from megajax.data.sentences import split_sentences
+from megajax.data.prepare.sentences import split_sentences
+from megajax.data.tokenizers.chat_template import ChatTemplate
 
 # A batch is what one worker gets at once: this many bytes of lines, or of whole files.
 BATCH_BYTES = 1 << 20

@@ -17,8 +17,8 @@ from typing import Literal
 
 import numpy as np
 
-from megajax.data.masking import Masking, choose_spans, pad, span_mask, trim
-from megajax.data.sentence_runs import SentenceRuns, SentenceSource, check_token_ids
+from megajax.data.samples.masking import Masking, choose_spans, pad, span_mask, trim
+from megajax.data.samples.sentence_runs import SentenceRuns, SentenceSource, check_token_ids
 
 MASKED_SHARE, RANDOM_SHARE = 0.8, 0.1
 

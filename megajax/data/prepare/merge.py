@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from megajax.data.indexed_dataset import HEADER, WRITE_BLOCK, IndexedDataset
-from megajax.data.preprocess import COUNTS, BlockWriter, make_meta, read_meta, write_meta
+from megajax.data.meta import COUNTS, make_meta, read_meta, write_meta
+from megajax.data.prepare.write_tokens import BlockWriter
 
 BLOCK_BYTES = 1 << 24
 

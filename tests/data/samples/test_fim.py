@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megajax.data.fim import FillInTheMiddle, rearrange
-from megajax.data.gpt import GptDataset, SampleFormat
+from megajax.data.samples.fim import FillInTheMiddle, rearrange
+from megajax.data.samples.gpt import GptDataset, SampleFormat
 
 PREFIX, MIDDLE, SUFFIX, EOD, SPLIT = 90_001, 90_002, 90_003, 90_004, 90_005
 

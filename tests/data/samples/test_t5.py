@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megajax.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megajax.data.masking import Masking
-from megajax.data.t5 import T5Dataset, T5Format
+from megajax.data.samples.masking import Masking
+from megajax.data.samples.t5 import T5Dataset, T5Format
 
 PAD, EOS, BOS, SENTINELS = 0, 1, 2, tuple(range(99, 19, -1))
 FIRST, PLACES = 100, 10_000  # token p of document d is FIRST + d * PLACES + p

@@ -14,8 +14,8 @@ import dataclasses
 
 import numpy as np
 
-from megajax.data.masking import Masking, choose_spans, pad, span_mask, trim
-from megajax.data.sentence_runs import SentenceRuns, SentenceSource, check_token_ids
+from megajax.data.samples.masking import Masking, choose_spans, pad, span_mask, trim
+from megajax.data.samples.sentence_runs import SentenceRuns, SentenceSource, check_token_ids
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

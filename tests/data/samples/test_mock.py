@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from megajax.data.gpt import GptDataset, SampleFormat
-from megajax.data.mock import MockIndexedDataset
+from megajax.data.samples.gpt import GptDataset, SampleFormat
+from megajax.data.samples.mock import MockIndexedDataset
 
 
 def test_documents_count_up_modulo_the_vocabulary_and_end_in_eod():

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megajax.data.gpt import GptDataset, SampleFormat, build_indices, split_ranges
 from megajax.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megajax.data.samples.gpt import GptDataset, SampleFormat, build_indices, split_ranges
 
-ORACLES = Path(__file__).parents[1] / "oracles"
+ORACLES = Path(__file__).parents[2] / "oracles"
 
 
 class Documents:

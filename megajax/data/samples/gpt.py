@@ -15,8 +15,8 @@ from typing import Protocol
 
 import numpy as np
 
-from megajax.data.fim import FillInTheMiddle, rearrange
 from megajax.data.index_cache import content_hash, load_or_build
+from megajax.data.samples.fim import FillInTheMiddle, rearrange
 
 # Megatron's rule: a last epoch of which less than this fraction is used is shuffled apart from the others.
 SEPARATE_EPOCH_BELOW = 0.80

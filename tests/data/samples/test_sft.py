@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megajax.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megajax.data.sft import SftDataset, SftFormat, pack
+from megajax.data.samples.sft import SftDataset, SftFormat, pack
 
 PAD = 60_000
 

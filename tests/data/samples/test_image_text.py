@@ -9,8 +9,8 @@ import tarfile
 import numpy as np
 import pytest
 
-from megajax.data.image_text import ImageTextDataset, ImageTextFormat, index_lines
-from megajax.data.tokenizer import BytesTokenizer
+from megajax.data.samples.image_text import ImageTextDataset, ImageTextFormat, index_lines
+from megajax.data.tokenizers.tokenizer import BytesTokenizer
 
 Image = pytest.importorskip("PIL.Image")
 IMAGE, PAD = 300, 301

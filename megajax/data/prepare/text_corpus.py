@@ -16,9 +16,9 @@ import sysconfig
 import uuid
 
 from megajax.data.config import DataConfig
-from megajax.data.preprocess import preprocess
-from megajax.data.tokenizer import FILE_TOKENIZERS, load_tokenizer
-from megajax.data.train_tokenizer import train_sentencepiece
+from megajax.data.prepare.write_tokens import preprocess
+from megajax.data.tokenizers.tokenizer import FILE_TOKENIZERS, load_tokenizer
+from megajax.data.tokenizers.train_sentencepiece import train_sentencepiece
 
 logger = logging.getLogger("megajax")
 HELD_OUT_FRACTION = 0.05

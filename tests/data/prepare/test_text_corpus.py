@@ -9,8 +9,8 @@ import pytest
 from megajax.data.config import DataConfig
 from megajax.data.datasets import build_datasets
 from megajax.data.indexed_dataset import IndexedDataset
-from megajax.data.text_corpus import prepare_text
-from megajax.data.tokenizer import load_tokenizer
+from megajax.data.prepare.text_corpus import prepare_text
+from megajax.data.tokenizers.tokenizer import load_tokenizer
 
 
 @pytest.fixture

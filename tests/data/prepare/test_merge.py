@@ -5,11 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from megajax.data import merge as module
 from megajax.data.indexed_dataset import IndexedDatasetWriter
-from megajax.data.merge import merge, verify
-from megajax.data.preprocess import main, preprocess
-from megajax.data.tokenizer import load_tokenizer
+from megajax.data.prepare import merge as module
+from megajax.data.prepare.merge import merge, verify
+from megajax.data.prepare.write_tokens import preprocess
+from megajax.data.preprocess import main
+from megajax.data.tokenizers.tokenizer import load_tokenizer
 
 
 def build(files, prefix, spec="bytes", **options) -> str:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from megajax.data.tokenizer import Tokenizer, beside, configured_tokens, read_json
+from megajax.data.tokenizers.tokenizer import Tokenizer, beside, configured_tokens, read_json
 
 # The template of a tokenizer without one. https://github.com/openai/openai-python/blob/release-v0.28.0/chatml.md
 CHATML = (

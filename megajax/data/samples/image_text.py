@@ -20,7 +20,7 @@ from typing import Literal
 import numpy as np
 
 from megajax.data.index_cache import load_or_build
-from megajax.data.tokenizer import Tokenizer
+from megajax.data.tokenizers.tokenizer import Tokenizer
 
 logger = logging.getLogger("megajax")
 
