@@ -2,8 +2,8 @@
 
 import json
 
-from benchmarks import ablation
-from benchmarks.ablation import AGAIN, BASELINE, variants
+from benchmarks.settings import ablation
+from benchmarks.settings.ablation import AGAIN, BASELINE, variants
 
 TINY = ["--config=gpt_tiny", "--model.num_layers=1", "--model.embed_dim=32", "--model.num_heads=2",
         "--model.mlp_dim=64", "--model.vocab_size=128", "--training.sequence_length=32",

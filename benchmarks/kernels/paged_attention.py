@@ -1,4 +1,6 @@
-"""Bandwidth of the paged decode attention on one Hopper GPU: python -m benchmarks.paged_attention [--output=FILE]
+"""Bandwidth of the paged decode attention on one Hopper GPU:
+
+    python -m benchmarks.kernels.paged_attention [--output=FILE]
 
 First the kernel against the reference in float32: random tables, lengths that fill no page and no step, NaN in every
 page and place that must not be read. Then GB/s of keys and values read, 4,096 tokens a sequence, 32 query heads, 8 kv

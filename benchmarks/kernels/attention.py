@@ -1,4 +1,4 @@
-"""Our attention kernels beside cuDNN's, on one GPU: python -m benchmarks.attention [--output=FILE.json]
+"""Our attention kernels beside cuDNN's, on one GPU: python -m benchmarks.kernels.attention [--output=FILE.json]
 
 Milliseconds and TFLOP/s of forward, and of forward and backward, counted over the pairs of query and key that see each
 other: 4 H FLOPs a pair and head forward, 10 H backward. Both run in turns, in the same process; the median of all turns

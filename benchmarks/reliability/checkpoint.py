@@ -1,4 +1,4 @@
-"""What checkpoints cost a run: python -m benchmarks.checkpoint --config=NAME [--section.field=value ...]
+"""What checkpoints cost a run: python -m benchmarks.reliability.checkpoint --config=NAME [--section.field=value ...]
 
 Saves the state of a recipe in the background while its train step goes on, several times, then restores it. What a save
 costs is the time that it holds the loop (with the digests) and the time that steps lose while it is being written; the

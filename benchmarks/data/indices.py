@@ -1,4 +1,4 @@
-"""Building the indices of a run: python -m benchmarks.indices [--documents=10000000] [--epochs=1]
+"""Building the indices of a run: python -m benchmarks.data.indices [--documents=10000000] [--epochs=1]
 
 megajax (numpy) beside the algorithm that Megatron-LM publishes (megatron/core/datasets/helpers.cpp: one pass over the
 documents, one over the samples of a blend), which this file states again in C++ and compiles with g++ -O3. Both start

@@ -1,4 +1,4 @@
-"""Speed of tokenizing: python -m benchmarks.preprocess [--megabytes=8] [--vocab=8192]
+"""Speed of tokenizing: python -m benchmarks.data.preprocess [--megabytes=8] [--vocab=8192]
 
 MB of text a second of CPU time, so other work on the machine counts little: `preprocess` with one worker (reading
 .jsonl, tokenizing, writing, hashing), beside the tokenizer alone on the same documents. The text is the source code of
@@ -65,7 +65,7 @@ def cpu_seconds(work: Callable[[], object]) -> float:
 def main(arguments: list[str]) -> None:
     values, rest = split(arguments, {"megabytes": "8", "vocab": "8192"})
     if rest:
-        raise ValueError(f"{rest[0]} is not known; see python -m benchmarks.preprocess, --megabytes and --vocab")
+        raise ValueError(f"{rest[0]} is not known; see python -m benchmarks.data.preprocess, --megabytes and --vocab")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     files = texts(int(float(values["megabytes"]) * 1e6))
     documents = [text for _, text in files]

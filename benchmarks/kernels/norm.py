@@ -1,4 +1,4 @@
-"""Bandwidth of the fused norms on one Hopper GPU: python -m benchmarks.norm [--output=FILE]
+"""Bandwidth of the fused norms on one Hopper GPU: python -m benchmarks.kernels.norm [--output=FILE]
 
 First both directions against the formula in float32. Then GB/s, by the bytes that pallas_kernels/norm.py names, beside
 a copy on the device in the same run.
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.command_line import run, split
-from benchmarks.paged_attention import copy_bandwidth, seconds_of
+from benchmarks.kernels.paged_attention import copy_bandwidth, seconds_of
 from megajax import compat
 from megajax.ops.norm import layer_norm, rms_norm
 from pallas_kernels import norm as kernel

@@ -1,4 +1,4 @@
-"""The bubble of a pipeline against the formula: python -m benchmarks.bubble RECORD.json [--plot=FILE.svg]
+"""The bubble of a pipeline against the formula: python -m benchmarks.settings.bubble RECORD.json [--plot=FILE.svg]
 
 RECORD.json: {"date", "commit", "rows": what `benchmarks.train_step` printed, each with its "command"}. Rows that differ
 in nothing but the number M of microbatches are a series. The slope of the line through its steps is the time t that one
@@ -106,7 +106,7 @@ def _line(x: float, y: float, to_x: float, to_y: float, color: str) -> str:
 def main(arguments: list[str]) -> None:
     values, files = split(arguments, {"plot": ""})
     if len(files) != 1:
-        raise ValueError("name one record: python -m benchmarks.bubble benchmarks/measured/pipeline.json")
+        raise ValueError("name one record: python -m benchmarks.settings.bubble benchmarks/measured/pipeline.json")
     rows = json.loads(Path(files[0]).read_text())["rows"]
     print(table(rows))
     if values["plot"]:

@@ -2,7 +2,7 @@
 
 import json
 
-from benchmarks.soak import compare, resumptions
+from benchmarks.reliability.soak import compare, resumptions
 
 LOG = """
 megajax: the run ended with signal SIGKILL after step 823

@@ -1,4 +1,4 @@
-"""Tokens/s a core that the loader reads: python -m benchmarks.loader [--sequence_length=4096] [--seconds=5]
+"""Tokens/s a core that the loader reads: python -m benchmarks.data.loader [--sequence_length=4096] [--seconds=5]
 
 GPT samples of a made-up indexed dataset (documents of 500 tokens on average, uint16) in batches of 8, one thread that
 reads when asked, so that all work is that of one core: with documents apart (segment_ids), as one document, and with

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from benchmarks import indices, loader
+from benchmarks.data import indices, loader
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")

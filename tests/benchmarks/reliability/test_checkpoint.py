@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from benchmarks import checkpoint
-from benchmarks.checkpoint import Save, _summary
+from benchmarks.reliability import checkpoint
+from benchmarks.reliability.checkpoint import Save, _summary
 
 TINY = ["--config=gpt_tiny", "--model.num_layers=1", "--model.embed_dim=32", "--model.num_heads=2",
         "--model.mlp_dim=64", "--model.vocab_size=128", "--training.sequence_length=32",

@@ -1,4 +1,6 @@
-"""A run that is killed again and again, and one that is not: python -m benchmarks.soak [--minutes=20] [--output=FILE]
+"""A run that is killed again and again, and one that is not:
+
+    python -m benchmarks.reliability.soak [--minutes=20] [--output=FILE]
 
 Trains a very small model on the CPU under the supervisor (training.max_restarts) and kills the process that trains,
 with SIGKILL, 20 to 60 s after it has begun to, until so many minutes are over; then trains the same undisturbed. Every
@@ -23,7 +25,7 @@ from pathlib import Path
 
 from benchmarks.command_line import run, split
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MODEL = (
     "--config=gpt_tiny", "--data.source=mock", "--data.text=", "--data.tokenizer=null:511", "--data.num_threads=1",
     "--model.num_layers=4", "--model.embed_dim=64", "--model.num_heads=4", "--model.mlp_dim=256",
@@ -215,7 +217,7 @@ def measure(minutes: float, seed: int, commit: str, tell: Callable[[str], None],
         steps = max(int(TRAINING_SHARE * seconds / step_seconds), SPEED_STEPS)
         tell(f"{1000 * step_seconds:.1f} ms a step: {steps} steps")
         result = {
-            "command": shlex.join(["python", "-m", "benchmarks.soak", *sys.argv[1:]]),
+            "command": shlex.join(["python", "-m", "benchmarks.reliability.soak", *sys.argv[1:]]),
             "arguments": list(MODEL),
             "device": "cpu",
             "versions": {"jax": jax.__version__},
@@ -242,7 +244,7 @@ def main(arguments: list[str]) -> int:
     values, rest = split(arguments, {"minutes": "20", "seed": "0", "output": "", "commit": ""})
     if rest:
         raise ValueError(
-            f"{rest[0]} is not known; see python -m benchmarks.soak, --minutes, --seed, --output, --commit"
+            f"{rest[0]} is not known; see python -m benchmarks.reliability.soak, --minutes, --seed, --output, --commit"
         )
     save = lambda result: values["output"] and Path(values["output"]).write_text(json.dumps(result, indent=1) + "\n")
     tell = lambda text: print(text, flush=True)

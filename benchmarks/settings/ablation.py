@@ -1,4 +1,4 @@
-"""What each compiler option is worth: python -m benchmarks.ablation --config=NAME [--section.field=value ...]
+"""What each compiler option is worth: python -m benchmarks.settings.ablation --config=NAME [--section.field=value ...]
 
 Measures the bare train step (benchmarks/train_step.py) with the options that a run would get, then without each of
 them, with each candidate added or instead, and at last as at first, which shows the drift: a difference below it means

@@ -1,13 +1,13 @@
-"""The bubble that `benchmarks.bubble` reads from steps, and that docs/pipeline.md shows what was measured."""
+"""The bubble that `benchmarks.settings.bubble` reads from steps, and that docs/pipeline.md shows what was measured."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks import bubble
+from benchmarks.settings import bubble
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 COMMAND = "python -m benchmarks.train_step --config=gpt3_7b_pipeline --mesh.virtual_stages={} --steps=3 "
 
 
