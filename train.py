@@ -66,7 +66,7 @@ def train(config: Config) -> str:
 
 def _train(config: Config, watchdog: Watchdog) -> str:
     from megajax.checkpoint.checkpointer import Checkpointer
-    from megajax.data.tokenizer import save_tokenizer
+    from megajax.data.tokenizers.tokenizer import save_tokenizer
     from megajax.mesh import COMPILATION_CACHE, use_compilation_cache
     from megajax.planning.card import startup_rows
     from megajax.training.faults.disk import check_room

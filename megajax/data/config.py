@@ -5,7 +5,7 @@ import os
 from typing import Literal
 
 from megajax.data.blend_file import is_blend_file, prefixes, read_blend
-from megajax.data.tokenizer import FILE_TOKENIZERS, check_tokenizer_spec
+from megajax.data.tokenizers.tokenizer import FILE_TOKENIZERS, check_tokenizer_spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,8 @@ class DataConfig:
     mask_document_end: bool = False
     """No loss on predicting the end-of-document token."""
     fim_rate: float = 0.0
-    """Probability that a training document is put in another order, to learn to fill in the middle (data/fim.py)."""
+    """Probability that a training document is put in another order, to learn to fill in the middle
+    (data/samples/fim.py)."""
     fim_spm_rate: float = 0.5
     """Probability that such a document has its suffix first."""
     fim_tokens: tuple[str, str, str] = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")

@@ -11,14 +11,14 @@ import numpy as np
 from megajax.data.blend import BlendedDataset, plan_phases
 from megajax.data.blend_file import Entry, phase_weights, prefixes, read_blend, shares
 from megajax.data.config import DataConfig
-from megajax.data.fim import FillInTheMiddle
-from megajax.data.gpt import GptDataset, SampleFormat, split_ranges
 from megajax.data.indexed_dataset import IndexedDataset
-from megajax.data.mock import MockIndexedDataset
-from megajax.data.preprocess import read_meta
-from megajax.data.sft import SftDataset, SftFormat
-from megajax.data.text_corpus import prepare_text
-from megajax.data.tokenizer import Tokenizer, load_tokenizer
+from megajax.data.meta import read_meta
+from megajax.data.prepare.text_corpus import prepare_text
+from megajax.data.samples.fim import FillInTheMiddle
+from megajax.data.samples.gpt import GptDataset, SampleFormat, split_ranges
+from megajax.data.samples.mock import MockIndexedDataset
+from megajax.data.samples.sft import SftDataset, SftFormat
+from megajax.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger("megajax")
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from megajax.data.blend import BlendedDataset, normalize_weights, plan_phases
-from megajax.data.gpt import GptDataset, SampleFormat, split_ranges
 from megajax.data.indexed_dataset import IndexedDataset
-from megajax.data.preprocess import read_meta
+from megajax.data.meta import read_meta
+from megajax.data.samples.gpt import GptDataset, SampleFormat, split_ranges
 
 SPLITS = "train", "valid", "test"
 # As many samples as the oracle file holds.

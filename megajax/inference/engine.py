@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.checkpoint.checkpointer import Checkpointer, with_shardings
 from megajax.config import Config
-from megajax.data.tokenizer import Tokenizer, load_saved_tokenizer
+from megajax.data.tokenizers.tokenizer import Tokenizer, load_saved_tokenizer
 from megajax.inference.sampling import RowSampling, Sampling
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.model import Model

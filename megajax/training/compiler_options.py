@@ -3,7 +3,7 @@
 The options go to `jax.jit(compiler_options=...)`, not into XLA_FLAGS: they hold for the train step alone, and one that
 the installed jaxlib does not know can be caught and left out, where an unknown name in XLA_FLAGS aborts the process.
 What a person asks for counts more: `execution.compiler_options`, then XLA_FLAGS, then the profile. What each option is
-worth here, `python -m benchmarks.ablation --config=NAME` measures; names and defaults are in xla/xla.proto.
+worth here, `python -m benchmarks.settings.ablation --config=NAME` measures; names and defaults are in xla/xla.proto.
 """
 
 import dataclasses

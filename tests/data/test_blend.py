@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from megajax.data import blend
 from megajax.data.blend import BlendedDataset, Phase, blending_indices, normalize_weights, plan_phases
-from megajax.data.gpt import GptDataset, SampleFormat, split_ranges
 from megajax.data.indexed_dataset import IndexedDataset
+from megajax.data.samples.gpt import GptDataset, SampleFormat, split_ranges
 
 ORACLES = Path(__file__).parents[1] / "oracles"
 

@@ -8,9 +8,9 @@ import time
 import numpy as np
 import pytest
 
-from megajax.data.gpt import GptDataset, SampleFormat
 from megajax.data.index_cache import load_or_build
 from megajax.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megajax.data.samples.gpt import GptDataset, SampleFormat
 
 
 def test_second_call_maps_the_files_and_does_not_build(tmp_path):

@@ -13,8 +13,8 @@ from megajax.data.config import DataConfig
 from megajax.data.datasets import build_datasets, check_same_data, check_vocab_size
 from megajax.data.indexed_dataset import IndexedDatasetWriter
 from megajax.data.loader import step_batches
-from megajax.data.preprocess import preprocess
-from megajax.data.tokenizer import load_tokenizer
+from megajax.data.prepare.write_tokens import preprocess
+from megajax.data.tokenizers.tokenizer import load_tokenizer
 
 DATA = Path(__file__).parents[1] / "oracles" / "data"
 STEPS, MICROBATCHES, BATCH = 6, 2, 8

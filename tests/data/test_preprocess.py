@@ -7,18 +7,17 @@ import json
 import random
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
 
-from megajax.data import read_input
-from megajax.data.chat_template import CHATML, ChatTemplate
 from megajax.data.indexed_dataset import IndexedDataset
-from megajax.data.preprocess import main, preprocess
-from megajax.data.read_input import expand
-from megajax.data.sentences import split_sentences
-from megajax.data.tokenizer import load_tokenizer
+from megajax.data.prepare import read_input
+from megajax.data.prepare.read_input import expand
+from megajax.data.prepare.write_tokens import preprocess
+from megajax.data.preprocess import main
+from megajax.data.tokenizers.chat_template import CHATML, ChatTemplate
+from megajax.data.tokenizers.tokenizer import load_tokenizer
 
 
 @pytest.fixture
@@ -155,42 +154,6 @@ def test_several_keys_make_datasets_whose_documents_belong_together(tmp_path):
     (tmp_path / "b.txt").write_text("plain")
     with pytest.raises(ValueError, match="b.txt is plain text"):
         run([str(tmp_path / "b.txt")], tmp_path / "x", json_keys=["title", "text"])
-
-
-@pytest.mark.parametrize(
-    "sentences",
-    [
-        ["Dr. J. R. Smith paid $3.14 to Acme Inc. in Jan. 5 days later he left.", "He came back!"],
-        ['"Stop!" she cried.', '"Why?" he asked.', "Nobody knew."],
-        ['He said "No."', "Then he left.", "(It was late.)", "So what?"],
-        ["See Fig. 3, e.g. the U.S. Senate vs. the House.", "No. 5 is missing."],
-        ["He said no.", "It was I.", "Wait...", "What?!", "In 1999.", "Écoute-moi."],
-        ["1. Item one.", "2. Item two."],
-        ["これは文です。", "「はい。」", "次です！"],
-        ["A heading without a mark", "Text after a blank line"],
-        ["v1.2.3 and x.y are no ends, nor is 10.5 or a.b."],
-    ],
-)
-def test_sentences_end_where_a_reader_says(sentences):
-    glue = "\n\n" if "mark" in sentences[0] else "" if "。" in sentences[0] else " "
-    assert split_sentences(glue.join(sentences)) == sentences
-
-
-def test_splitting_takes_time_in_proportion_to_the_text():
-    hard = [
-        "." * 100_000,
-        ".'" * 50_000,
-        "\n" * 100_000,
-        " ." * 50_000,
-        "\n" + " " * 100_000,
-        "a" * 99_999 + ".",
-        "1. " * 30_000,
-    ]
-    hard += ["A. " * 30_000, "。" * 100_000, "." + '"' * 100_000]
-    begin = time.process_time()
-    for text in hard:
-        split_sentences(text)
-    assert time.process_time() - begin < 2  # a square would take minutes
 
 
 def test_sentences_are_the_sequences_of_a_document(tmp_path):

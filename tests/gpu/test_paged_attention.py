@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.paged_attention import CHECKS, check, errors, random_case
+from benchmarks.kernels.paged_attention import CHECKS, check, errors, random_case
 from megajax.ops import paged_attention as op
 from pallas_kernels.paged_attention import decode
 

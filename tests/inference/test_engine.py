@@ -10,7 +10,7 @@ import pytest
 
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.config import Config
-from megajax.data.tokenizer import BytesTokenizer, NullTokenizer
+from megajax.data.tokenizers.tokenizer import BytesTokenizer, NullTokenizer
 from megajax.inference.engine import Engine
 from megajax.inference.sampling import Sampling
 from megajax.mesh import MeshConfig, make_mesh

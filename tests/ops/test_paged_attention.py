@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from benchmarks.paged_attention import errors, random_case
+from benchmarks.kernels.paged_attention import errors, random_case
 from megajax import compat
 from megajax.ops import paged_attention as op
 from pallas_kernels import paged_attention as kernel

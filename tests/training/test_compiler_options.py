@@ -10,7 +10,7 @@ import pytest
 
 import configs
 import train
-from benchmarks import ablation
+from benchmarks.settings import ablation
 from megajax import mesh as mesh_module
 from megajax.config import Config, override
 from megajax.mesh import use_compilation_cache, xla_flags

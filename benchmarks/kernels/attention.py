@@ -1,0 +1,126 @@
+"""Our attention kernels beside cuDNN's, on one GPU: python -m benchmarks.kernels.attention [--output=FILE.json]
+
+Milliseconds and TFLOP/s of forward, and of forward and backward, counted over the pairs of query and key that see each
+other: 4 H FLOPs a pair and head forward, 10 H backward. Both run in turns, in the same process; the median of all turns
+counts. Packed documents: cuDNN gets them as a bias [B, 1, T, T], ours as intervals.
+"""
+
+import functools
+import json
+import statistics
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.command_line import run, split
+from megajax import compat
+from megajax.mesh import MeshConfig, make_mesh
+from megajax.ops.attention import AttentionMask, attention
+from megajax.training.reporting.starts import start_record
+
+# name: batch, length, heads, key-value heads, head dim, window, mean length of documents
+CASES = {
+    "causal": (4, 4096, 16, 16, 128, None, None),
+    "causal, long": (1, 16384, 16, 16, 128, None, None),
+    "causal, 64": (8, 2048, 16, 16, 64, None, None),
+    "causal, grouped": (2, 8192, 32, 8, 128, None, None),
+    "window 1024": (1, 16384, 16, 16, 128, 1024, None),
+    "window 256, 64": (8, 2048, 16, 16, 64, 256, None),
+    "packed": (4, 4096, 16, 16, 128, None, 600),
+    "packed, 64": (8, 2048, 16, 16, 64, None, 300),
+}
+TURNS, CALLS = 4, 40
+
+
+def segments_of(batch: int, length: int, mean: int) -> np.ndarray:
+    """int32 [batch, length]: documents whose lengths are spread as an exponential distribution."""
+    rng, rows = np.random.default_rng(0), []
+    for _ in range(batch):
+        ends = np.cumsum(1 + rng.exponential(mean, 2 * length // mean + 8).astype(int))
+        rows.append(np.searchsorted(ends, np.arange(length), "right"))
+    return np.array(rows, np.int32)
+
+
+def num_pairs(batch: int, length: int, window: int | None, segments: np.ndarray | None) -> int:
+    index = np.arange(length)
+    seen = np.minimum(index + 1, window or length) * np.ones((batch, 1), int)
+    if segments is not None:
+        starts = np.stack([np.searchsorted(row, row, "left") for row in segments])
+        seen = np.minimum(seen, index + 1 - starts)
+    return int(seen.sum())
+
+
+def measure(case: tuple) -> dict:
+    """{backend: {"forward": seconds, "both": seconds}}, and FLOPs forward."""
+    batch, length, heads, kv_heads, head_dim, window, mean = case
+    keys = jax.random.split(jax.random.key(0), 4)
+    shape = lambda n: (batch, length, n, head_dim)
+    draw = lambda key, n: jax.random.normal(key, shape(n), jnp.bfloat16)
+    given = [draw(key, n) for key, n in zip(keys, (heads, kv_heads, kv_heads, heads), strict=True)]
+    segments = None if mean is None else segments_of(batch, length, mean)
+    programs = {}
+    for backend in ("cudnn", "pallas"):
+        op = functools.partial(
+            attention,
+            mask=AttentionMask(causal=True, window=window),
+            scale=head_dim**-0.5,
+            segments=None if segments is None else (jnp.asarray(segments),) * 2,
+            backend=backend,
+        )
+        both = lambda q, k, v, d_out, op=op: jax.vjp(op, q, k, v)[1](d_out)
+        forward = lambda q, k, v, _, op=op: op(q, k, v)
+        programs |= {(backend, "forward"): jax.jit(forward), (backend, "both"): jax.jit(both)}
+    found = {name: [] for name in programs}
+    for program in programs.values():
+        jax.block_until_ready(program(*given))
+    for _ in range(TURNS):
+        for name, program in programs.items():
+            start = time.perf_counter()
+            results = [program(*given) for _ in range(CALLS)]
+            jax.block_until_ready(results)
+            found[name].append((time.perf_counter() - start) / CALLS)
+            del results
+    flops = 4 * head_dim * heads * num_pairs(batch, length, window, segments)
+    seconds = {f"{backend} {what}": statistics.median(times) for (backend, what), times in found.items()}
+    return {"shape": list(case), "forward_flops": flops, "seconds": seconds}
+
+
+def table(results: dict[str, dict]) -> str:
+    """Markdown."""
+    lines = [
+        "| | B, T, N, K, H | forward: cuDNN | ours | | forward and backward: cuDNN | ours | |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, found in results.items():
+        cells = []
+        for what, factor in (("forward", 1.0), ("both", 3.5)):
+            cudnn, ours = (found["seconds"][f"{backend} {what}"] for backend in ("cudnn", "pallas"))
+            flops = factor * found["forward_flops"]
+            cells += [f"{1e3 * t:.3f} ms, {flops / t / 1e12:.0f}" for t in (cudnn, ours)] + [f"{cudnn / ours:.2f}"]
+        lines.append(f"| {name} | {', '.join(map(str, found['shape'][:5]))} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str]) -> int:
+    values, rest = split(arguments, {"output": "", "cases": ""})
+    chosen = values["cases"].split(";") if values["cases"] else list(CASES)
+    unknown = [name for name in chosen if name not in CASES]
+    if rest or unknown:
+        raise ValueError(f"not understood: {' '.join(rest + unknown)}; --output=FILE.json, --cases={';'.join(CASES)}")
+    if problem := compat.mosaic_problem():
+        raise ValueError(f"{problem}: these kernels are for H100 and H200")
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        results = {name: measure(CASES[name]) for name in chosen}
+    print(table(results))
+    if values["output"]:
+        record = {"start": start_record(mesh, {}), "results": results}
+        Path(values["output"]).write_text(json.dumps(record, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    run(main)

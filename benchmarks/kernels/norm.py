@@ -1,0 +1,77 @@
+"""Bandwidth of the fused norms on one Hopper GPU: python -m benchmarks.kernels.norm [--output=FILE]
+
+First both directions against the formula in float32. Then GB/s, by the bytes that pallas_kernels/norm.py names, beside
+a copy on the device in the same run.
+"""
+
+import functools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.command_line import run, split
+from benchmarks.kernels.paged_attention import copy_bandwidth, seconds_of
+from megajax import compat
+from megajax.ops.norm import layer_norm, rms_norm
+from pallas_kernels import norm as kernel
+
+SHAPES = (16384, 2048), (8192, 4096), (8192, 5120), (8192, 8192), (8192, 12288)
+EPSILON = 1e-5
+
+
+def measure(rows: int, width: int, kind: str) -> dict:
+    keys, centred = jax.random.split(jax.random.key(0), 6), kind == "LayerNorm"
+    x, y, d_normed, d_residual = (jax.random.normal(key, (rows, width), jnp.bfloat16) for key in keys[:4])
+    scale, bias = 1 + 0.1 * jax.random.normal(keys[4], (width,)), 0.1 * jax.random.normal(keys[5], (width,))
+    forward = jax.jit(functools.partial(kernel.forward, epsilon=EPSILON))
+    backward = jax.jit(functools.partial(kernel.backward, centred=centred, epsilon=EPSILON))
+    given = x, y, scale, bias if centred else None
+    total, normed = forward(*given)
+
+    @jax.jit
+    def formula(total, scale, bias, d_normed, d_residual):
+        total = total.astype(jnp.float32)
+        norm = lambda s, scale, bias: layer_norm(s, scale, bias, EPSILON) if centred else rms_norm(s, scale, EPSILON)
+        normed, vjp = jax.vjp(norm, total, scale, bias)
+        d_s, *others = vjp(d_normed.astype(jnp.float32))
+        return normed, d_s + d_residual, *others[: 1 + centred]
+
+    d_s, *sums = (a for a in backward(total, d_normed, d_residual, scale) if a is not None)
+    got = normed, d_s, *(jnp.sum(a, 0) for a in sums)
+    errors = [
+        float(jnp.linalg.norm((mine - right).ravel()) / jnp.linalg.norm(right.ravel()))
+        for mine, right in zip(got, formula(total, scale, bias, d_normed, d_residual), strict=True)
+    ]
+    if not np.max(errors) < 2**-8:
+        raise AssertionError(f"{kind} {rows} x {width}: relative errors {errors}")
+    speeds = {
+        "forward": 8 * rows * width / seconds_of(forward, *given) / 1e9,
+        "backward": 8 * rows * width / seconds_of(backward, total, d_normed, d_residual, scale) / 1e9,
+    }
+    return {"kind": kind, "rows": rows, "width": width, "errors": errors, "gigabytes_per_second": speeds}
+
+
+def main(arguments: list[str]) -> None:
+    values, rest = split(arguments, {"output": ""})
+    if rest:
+        raise ValueError(f"{rest[0]} is unknown; there is --output=FILE")
+    if reason := compat.mosaic_problem():
+        raise ValueError(f"{reason}; this needs a Hopper GPU")
+    copy, found = copy_bandwidth(), []
+    print(f"copy on the device: {copy:,.0f} GB/s\n")
+    print("| norm | rows, width | forward | | backward | |\n|---|---|---|---|---|---|")
+    for rows, width in SHAPES:
+        for kind in ("RMSNorm", "LayerNorm"):
+            found.append(measure(rows, width, kind))
+            cells = [f"{s:,.0f} | {s / copy:.2f}" for s in found[-1]["gigabytes_per_second"].values()]
+            print(f"| {kind} | {rows}, {width} | {' | '.join(cells)} |", flush=True)
+    if values["output"]:
+        record = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "copy": copy, "rows": found}
+        Path(values["output"]).write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,199 @@
+"""Bandwidth of the paged decode attention on one Hopper GPU:
+
+    python -m benchmarks.kernels.paged_attention [--output=FILE]
+
+First the kernel against the reference in float32: random tables, lengths that fill no page and no step, NaN in every
+page and place that must not be read. Then GB/s of keys and values read, 4,096 tokens a sequence, 32 query heads, 8 kv
+heads, head dim 128, over several batches, page sizes and splits; beside a copy on the device in the same run. A call is
+the whole operation, with padding and joining; small batches go round all pages, so that none stay in the L2 cache.
+"""
+
+import dataclasses
+import functools
+import json
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.command_line import run, split
+from megajax import compat
+from megajax.ops.paged_attention import quantise, reference_paged_attention
+from pallas_kernels.paged_attention import decode, num_parts
+
+NUM_HEADS, KV_HEADS, HEAD_DIM, TOKENS, BATCH = 32, 8, 128, 4096, 32
+HEADER = (
+    "| cache | batch | page | parts | block | stages | us | GB/s | of a copy |\n|---|---|---|---|---|---|---|---|---|"
+)
+NOWHERE = 2**30  # the number of a page that must not be read
+CHECKS = {
+    "pages of 16": dict(page_size=16),
+    "pages of 64, window, soft cap": dict(page_size=64, window=700, soft_cap=5.0, group=16, parts=5),
+    "pages of 8, head dim 64, one head a kv head": dict(page_size=8, head_dim=64, group=1, parts=1),
+    "pages of 16, 64 heads a kv head": dict(page_size=16, group=64),
+    "int8, pages of 32": dict(page_size=32, is_int8=True),
+    "int8, pages of 32, window, 33 heads a kv head": dict(page_size=32, is_int8=True, window=333, group=33),
+    "int8, pages of 64, window, head dim 64": dict(page_size=64, is_int8=True, window=333, head_dim=64, parts=3),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    batch: int
+    page_size: int
+    is_int8: bool = False
+    parts: int | None = None
+    block: int = 64
+    stages: int = 3
+
+
+SETTINGS = [
+    *(Setting(BATCH, page_size) for page_size in (16, 64)),
+    *(Setting(BATCH, 64, parts=parts) for parts in (2, 8)),
+    Setting(BATCH, 64, stages=2),
+    Setting(BATCH, 64, block=128),
+    *(Setting(8, 64, parts=parts) for parts in (None, 8)),
+    *(Setting(1, 64, parts=parts) for parts in (None, 8)),
+    *(Setting(BATCH, page_size, is_int8=True) for page_size in (32, 64)),
+    Setting(BATCH, 64, is_int8=True, parts=2),
+    Setting(BATCH, 64, is_int8=True, stages=4),
+    Setting(BATCH, 64, is_int8=True, block=128, stages=2),
+    Setting(8, 64, is_int8=True),
+    Setting(1, 64, is_int8=True),
+]
+
+
+def random_case(
+    lengths: list[int], *, kv_heads: int, group: int, head_dim: int, page_size: int, is_int8: bool = False,
+    window: int | None = None
+) -> tuple:  # fmt: skip
+    """Arguments of `decode`, up to the scales: NaN, or a number far out of range, wherever nothing may be read."""
+    rng, num_pages = np.random.default_rng(0), -(-max(lengths) // page_size) + 1
+    shape = (len(lengths) * num_pages, kv_heads, page_size, head_dim)
+    q = jnp.asarray(rng.standard_normal((len(lengths), kv_heads * group, head_dim)), jnp.bfloat16)
+    caches = [jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for _ in range(2)]
+    table = rng.permutation(shape[0]).astype(np.int32).reshape(len(lengths), num_pages)
+    is_read = np.zeros((shape[0], page_size), bool)
+    for pages, length in zip(table, lengths, strict=True):
+        places = np.arange(num_pages * page_size).reshape(num_pages, page_size)
+        is_read[pages] = (places < length) & (places >= length - (window or length))
+    is_known = is_read[table].any(-1)
+    table = jnp.asarray(np.where(is_known, table, NOWHERE))
+    is_read, scales = jnp.asarray(is_read)[:, None], None
+    if is_int8:
+        caches, scales = zip(*map(quantise, caches), strict=True)
+        scales = tuple(jnp.where(is_read, scale, jnp.nan) for scale in scales)
+    else:
+        caches = [jnp.where(is_read[..., None], cache, jnp.nan) for cache in caches]
+    return q, *caches, table, jnp.asarray(lengths, jnp.int32), scales
+
+
+def errors(results, case, lengths: list[int], **options) -> tuple[float, float]:
+    """Of `decode` against the reference in float32: the largest relative one of a sequence, that of the log-sum-exp."""
+    reference = jax.jit(functools.partial(reference_paged_attention, **options))
+    wanted, wanted_lse = map(np.asarray, reference(case[0].astype(jnp.float32), *case[1:]))
+    out, lse = np.asarray(results[0], np.float64), np.asarray(results[1], np.float64)
+    full = np.asarray(lengths) > 0
+    if out[~full].any() or not np.isneginf(lse[~full]).all():
+        raise AssertionError("a sequence without tokens gives 0 and a log-sum-exp of -inf")
+    out, lse, wanted, wanted_lse = (a[full] for a in (out, lse, wanted, wanted_lse))
+    norm = lambda a: np.linalg.norm(a.reshape(len(a), -1), axis=-1)
+    return float((norm(out - wanted) / norm(wanted)).max()), float(np.abs(lse - wanted_lse).max())
+
+
+def check(*, page_size, head_dim=128, group=4, is_int8=False, parts=None, **options) -> tuple[float, float]:
+    lengths = [1, 0, 63, 64, 65, 500, 1029, 2047]
+    sizes = dict(kv_heads=2, group=group, head_dim=head_dim, page_size=page_size, is_int8=is_int8)
+    case = random_case(lengths, **sizes, window=options.get("window"))
+    options |= dict(scale=head_dim**-0.5)
+    found = errors(jax.jit(functools.partial(decode, parts=parts, **options))(*case), case, lengths, **options)
+    # Rounded to bfloat16: the result (0.9 * 2^-9 in the mean square), the probabilities and, of int8, times the scale.
+    if not (found[0] < 2**-8 and found[1] < 1e-4):
+        raise AssertionError(f"relative error {found[0]:.2g}, of the log-sum-exp {found[1]:.2g}")
+    return found
+
+
+def seconds_of(call, *arguments, seconds: float = 0.1) -> float:
+    """Of a call, from the best of three windows. Calls wait in the device's queue."""
+    jax.block_until_ready(call(*arguments))
+
+    def window(count: int) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            result = call(*arguments)
+        jax.block_until_ready(result)
+        return (time.perf_counter() - start) / count
+
+    count = max(3, round(seconds / window(3)))
+    return min(window(count) for _ in range(3))
+
+
+def measure(setting: Setting, caches: tuple, scales: tuple | None) -> dict:
+    """caches: keys and values [BATCH * TOKENS / page_size, K, page_size, H]."""
+    rounds, pages = BATCH // setting.batch, TOKENS // setting.page_size
+    order = np.random.default_rng(0).permutation(BATCH * pages).astype(np.int32)
+    tables = jnp.asarray(order.reshape(rounds, setting.batch, pages))
+    lengths = jnp.full((setting.batch,), TOKENS, jnp.int32)
+    q = jax.random.normal(jax.random.key(0), (setting.batch, NUM_HEADS, HEAD_DIM), jnp.bfloat16)
+    given = dict(parts=setting.parts, block=setting.block, stages=setting.stages, scale=HEAD_DIM**-0.5)
+
+    @jax.jit
+    def all_rounds(q, caches, tables, lengths, scales):
+        step = lambda q, table: (decode(q, *caches, table, lengths, scales, **given)[0], None)
+        return jax.lax.scan(step, q, tables)[0]
+
+    seconds = seconds_of(all_rounds, q, caches, tables, lengths, scales) / rounds
+    num_bytes = 2 * setting.batch * TOKENS * KV_HEADS * (HEAD_DIM + 4 if setting.is_int8 else 2 * HEAD_DIM)
+    parts = setting.parts or num_parts(setting.batch, KV_HEADS, TOKENS, setting.block)
+    row = dataclasses.asdict(setting) | dict(parts=parts, microseconds=1e6 * seconds)
+    return row | dict(gigabytes_per_second=num_bytes / seconds / 1e9)
+
+
+def copy_bandwidth() -> float:
+    """GB/s, read and written, of the fastest of: adding to an array of 512 MiB, copying it."""
+    x = jnp.zeros(2**27, jnp.float32)
+    calls = jax.jit(lambda x: x + 1), jax.jit(jnp.copy)
+    return 2 * x.nbytes / min(seconds_of(call, x) for call in calls) / 1e9
+
+
+def main(arguments: list[str]) -> None:
+    values, rest = split(arguments, {"output": ""})
+    if rest:
+        raise ValueError(f"{rest[0]} is unknown; there is --output=FILE")
+    if reason := compat.mosaic_problem():
+        raise ValueError(f"{reason}; this needs a Hopper GPU")
+    found = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "checks": {}, "rows": []}
+    for name, options in CHECKS.items():
+        found["checks"][name] = error, lse_error = check(**options)
+        print(f"{name:<45} relative error {error:.2g}, of the log-sum-exp {lse_error:.2g}", flush=True)
+    found["copy"] = copy_bandwidth()
+    print(f"copy on the device: {found['copy']:,.0f} GB/s\n\n{HEADER}", flush=True)
+    for setting in sorted(SETTINGS, key=lambda setting: (setting.is_int8, setting.page_size)):
+        found["rows"].append(measure(setting, *_caches(setting.page_size, setting.is_int8)))
+        print(line(found["rows"][-1], found["copy"]), flush=True)
+        if values["output"]:
+            Path(values["output"]).write_text(json.dumps(found, indent=1))
+
+
+def line(row: dict, copy: float) -> str:
+    """Of the table, below HEADER."""
+    speed = row["gigabytes_per_second"]
+    cells = ["int8" if row["is_int8"] else "bfloat16"]
+    cells += [str(row[name]) for name in ("batch", "page_size", "parts", "block", "stages")]
+    cells += [f"{row['microseconds']:.1f}", f"{speed:,.0f}", f"{speed / copy:.0%}"]
+    return f"| {' | '.join(cells)} |"
+
+
+@functools.lru_cache(maxsize=1)
+def _caches(page_size: int, is_int8: bool) -> tuple:
+    """(keys and values, their scales or None)."""
+    shape = (BATCH * TOKENS // page_size, KV_HEADS, page_size, HEAD_DIM)
+    draw = jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16))
+    caches = tuple(draw(jax.random.key(number)) for number in (1, 2))
+    return tuple(zip(*map(jax.jit(quantise), caches), strict=True)) if is_int8 else (caches, None)
+
+
+if __name__ == "__main__":
+    run(main)

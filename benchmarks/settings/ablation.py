@@ -1,0 +1,106 @@
+"""What each compiler option is worth: python -m benchmarks.settings.ablation --config=NAME [--section.field=value ...]
+
+Measures the bare train step (benchmarks/train_step.py) with the options that a run would get, then without each of
+them, with each candidate added or instead, and at last as at first, which shows the drift: a difference below it means
+nothing. One process, one table.
+
+    --seconds=6                     of each measurement
+    --options="xla_a=1 xla_b=x,y"   the candidates, instead of those below
+    --output=FILE.json              keeps the numbers
+"""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jaxlib
+
+from benchmarks.command_line import read_config, run, split
+from benchmarks.train_step import Setup, set_up, sustained
+from megajax.config import Config
+from megajax.training.compiler_options import parse
+from megajax.training.reporting.console import format_bytes
+from megajax.training.state import TrainState
+
+# What published recipes for H100 set, and what ought to help collectives beside matmuls.
+CANDIDATES = (
+    "xla_gpu_enable_triton_gemm=True xla_gpu_enable_command_buffer= xla_gpu_nccl_collective_max_nchannels=8 "
+    "xla_gpu_enable_nccl_user_buffers=True xla_gpu_experimental_enable_nccl_symmetric_buffers=True "
+    "xla_gpu_enable_highest_priority_async_stream=False xla_gpu_experimental_parallel_collective_overlap_limit=4 "
+    "xla_gpu_experimental_parallel_async_compute_limit=2"
+)
+BASELINE, AGAIN = "as a run has them", "the same again"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    change: str
+    step_seconds: float | None
+    """None: it did not compile, or did not run."""
+    peak_memory_bytes: int | None
+    """As the compiler plans it, a device."""
+    compile_seconds: float | None
+    problem: str = ""
+
+
+def variants(options: dict[str, str], candidates: dict[str, str]) -> dict[str, dict[str, str]]:
+    """{what is changed: all options}, the unchanged ones first and last."""
+    without = {f"without {name}": {n: v for n, v in options.items() if n != name} for name in options}
+    added = {name: value for name, value in candidates.items() if options.get(name) != value}
+    with_one = {f"{name}={value}": options | {name: value} for name, value in added.items()}
+    return {BASELINE: options} | without | with_one | {AGAIN: options}
+
+
+def ablate(config: Config, candidates: dict[str, str], seconds: float) -> list[Row]:
+    """A row for each variant."""
+    setup = set_up(config)
+    options = setup.compiler_options()
+    rows, state = [], None
+    for change, changed in variants(options, candidates).items():
+        row, state = _measure(setup, state or setup.new_state(), change, changed, seconds)
+        rows.append(row)
+        print(_line(rows[-1], rows[0]), file=sys.stderr, flush=True)
+    return rows
+
+
+def table(rows: list[Row]) -> str:
+    lines = ["| compiler options | step | difference | memory |", "|---|---|---|---|"]
+    return "\n".join(lines + [_line(row, rows[0]) for row in rows])
+
+
+def _measure(
+    setup: Setup, state: TrainState, change: str, options: dict[str, str], seconds: float
+) -> tuple[Row, TrainState | None]:
+    """-> (row, state to go on with; None if it is lost)."""
+    try:
+        step, compile_seconds = setup.compile(state, options)
+        state, _, step_seconds = sustained(step, state, setup.batches, seconds)
+    except jax.errors.JaxRuntimeError as error:  # the compiler refuses the option, or memory is too small for it
+        return Row(change, None, None, None, problem=str(error).splitlines()[0][:200]), None
+    return Row(change, step_seconds, step.memory_analysis().peak_memory_in_bytes, compile_seconds), state
+
+
+def _line(row: Row, baseline: Row) -> str:
+    if row.step_seconds is None:
+        return f"| `{row.change}` | - | {row.problem} | - |"
+    change = row.change if row.change in (BASELINE, AGAIN) else f"`{row.change}`"
+    difference = f"{row.step_seconds / baseline.step_seconds - 1:+.2%}" if baseline.step_seconds else "-"
+    return f"| {change} | {1000 * row.step_seconds:.2f} ms | {difference} | {format_bytes(row.peak_memory_bytes)} |"
+
+
+def main(arguments: list[str]) -> None:
+    known, overrides = split(arguments, {"config": "", "seconds": "6", "options": CANDIDATES, "output": ""})
+    config = read_config(known["config"], overrides)
+    rows = ablate(config, parse(known["options"]), float(known["seconds"]))
+    devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+    print(f"{known['config']} {' '.join(overrides)} on {devices}, jaxlib {jaxlib.__version__}\n\n{table(rows)}")
+    if known["output"]:
+        record = known | {"overrides": overrides, "devices": devices, "jaxlib": jaxlib.__version__}
+        record["rows"] = [dataclasses.asdict(row) for row in rows]
+        Path(known["output"]).write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,157 @@
+"""Indexed datasets of `preprocess`, joined and checked: `python -m megajax.data.preprocess merge` and `verify`.
+
+    merge --input P1 P2 ... --output_prefix P     the documents of P1, then those of P2, ...
+    verify --prefix P [P ...]                     P.bin against P.meta.json; exit status 1 if anything is wrong
+
+Both read in blocks: memory does not grow with the data.
+"""
+
+import argparse
+import hashlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from megajax.data.indexed_dataset import HEADER, WRITE_BLOCK, IndexedDataset
+from megajax.data.meta import COUNTS, make_meta, read_meta, write_meta
+from megajax.data.prepare.write_tokens import BlockWriter
+
+BLOCK_BYTES = 1 << 24
+
+
+def merge(prefixes: Sequence[str], output_prefix: str) -> dict | None:
+    """Writes the datasets one after the other as `output_prefix`; returns its meta.json, None if they have none.
+
+    The files are those that `preprocess` makes of all inputs in this order. Raises ValueError if the datasets differ
+    in dtype, tokenizer, form of the documents or end-of-document token, if only some have a meta.json, or if one is
+    damaged.
+    """
+    datasets = [IndexedDataset(prefix) for prefix in prefixes]
+    metas = [read_meta(prefix) for prefix in prefixes]
+    _check(datasets, metas, output_prefix)
+    with BlockWriter(output_prefix, datasets[0].dtype) as writer:
+        for dataset in datasets:
+            for tokens in _token_blocks(dataset):
+                writer.add_tokens(tokens)
+            lengths, boundaries = dataset.lengths, dataset.document_indices
+            for begin in range(0, len(lengths), WRITE_BLOCK):
+                writer.add_index(lengths[begin : begin + WRITE_BLOCK], np.zeros(0, np.int64))
+            for begin in range(0, len(boundaries) - 1, WRITE_BLOCK):
+                sequences = np.diff(boundaries[begin : begin + WRITE_BLOCK + 1])
+                writer.add_index(np.zeros(0, np.int32), sequences)
+    if metas[0] is None:
+        return None
+    inputs = [file for meta in metas for file in meta["inputs"]]
+    facts = {key: value for key, value in metas[0].items() if key not in (*COUNTS, "dtype", "sha256", "inputs")}
+    meta = make_meta(facts, inputs, str(writer.dtype), writer.digest.hexdigest())
+    write_meta(output_prefix, meta)
+    return meta
+
+
+def _check(datasets: Sequence[IndexedDataset], metas: Sequence[dict | None], output_prefix: str) -> None:
+    first = datasets[0]
+    for dataset, meta in zip(datasets, metas, strict=True):
+        if os.path.abspath(dataset.prefix) == os.path.abspath(output_prefix):
+            raise ValueError(f"merge: --output_prefix={output_prefix} is one of the inputs; choose another")
+        if dataset.dtype != first.dtype:
+            raise ValueError(
+                f"merge: {dataset.prefix}.bin holds {dataset.dtype}, {first.prefix}.bin {first.dtype}; "
+                "preprocess one of them again"
+            )
+        index_size = HEADER.size + 12 * len(dataset) + 8 * len(dataset.document_indices)
+        if os.path.getsize(dataset.prefix + ".idx") != index_size:
+            raise ValueError(f"merge: {dataset.prefix}.idx has modes of sequences (multimodal), which are not merged")
+        num_bytes = int(dataset.lengths.sum(dtype=np.int64)) * dataset.dtype.itemsize
+        if num_bytes != os.path.getsize(dataset.prefix + ".bin"):
+            raise ValueError(f"merge: sequences of {dataset.prefix}.bin do not lie one after the other; build it again")
+        if (meta is None) != (metas[0] is None):
+            without = dataset.prefix if meta is None else first.prefix
+            raise ValueError(f"merge: {without}.meta.json does not exist, so nothing says which tokenizer wrote it; "
+                             "merge datasets that all have one, or none")  # fmt: skip
+        for key in ("tokenizer_identity", "vocab_size", "eod_id", "append_eod", "form", "chat_template", "json_key"):
+            if meta is not None and meta.get(key) != metas[0].get(key):
+                raise ValueError(
+                    f"merge: {key} is {meta.get(key)} in {dataset.prefix}.meta.json and {metas[0].get(key)} in "
+                    f"{first.prefix}.meta.json; preprocess one of them again with the settings of the other"
+                )
+        if meta is not None and "inputs" not in meta:
+            raise ValueError(f"merge: {dataset.prefix}.meta.json does not name its input files; preprocess it again")
+
+
+def _token_blocks(dataset: IndexedDataset) -> Iterator[np.ndarray]:
+    with open(dataset.prefix + ".bin", "rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            yield np.frombuffer(block, dataset.dtype)
+
+
+def verify(prefix: str) -> str:
+    """A line that says what was found good; ValueError, naming the file, if anything is wrong.
+
+    Checks that .bin and .idx belong together, that every token id is one of the tokenizer, the counts, and the sha256.
+    """
+    dataset, meta = IndexedDataset(prefix), read_meta(prefix)
+    if meta is None:
+        raise ValueError(f"{prefix}.meta.json does not exist: there is nothing to check the tokens against")
+    digest, num_tokens = hashlib.sha256(), 0
+    for tokens in _token_blocks(dataset):
+        digest.update(tokens.data)
+        bad = (tokens < 0) | (tokens >= meta["vocab_size"])
+        if bad.any():
+            found = int(bad.argmax())
+            raise ValueError(_describe_bad_token(dataset, num_tokens + found, int(tokens[found]), meta["vocab_size"]))
+        num_tokens += len(tokens)
+    counts = {"num_tokens": num_tokens, "num_documents": len(dataset.document_indices) - 1}
+    for name, count in counts.items():
+        if count != meta[name]:
+            raise ValueError(f"{prefix}.bin: {name} is {count}, {prefix}.meta.json says {meta[name]}; the two are of "
+                             "different builds: build it again")  # fmt: skip
+    if digest.hexdigest() != meta["sha256"]:
+        raise ValueError(
+            f"{prefix}.bin: its sha256 is {digest.hexdigest()}, {prefix}.meta.json says {meta['sha256']}; the tokens "
+            "were changed or damaged since: copy or build it again"
+        )
+    return f"{prefix}: good, {num_tokens:,} tokens of {counts['num_documents']:,} documents, sha256 {meta['sha256']}"
+
+
+def _describe_bad_token(dataset: IndexedDataset, place: int, token: int, vocab_size: int) -> str:
+    begin = 0
+    for first in range(0, len(dataset), WRITE_BLOCK):
+        ends = begin + np.cumsum(dataset.lengths[first : first + WRITE_BLOCK], dtype=np.int64)
+        if place < ends[-1]:
+            number = int(np.searchsorted(ends, place, side="right"))
+            position = place - int(ends[number] - dataset.lengths[first + number])
+            return (
+                f"{dataset.prefix}.bin: token {token} at position {position} of sequence {first + number} is none of "
+                f"the {vocab_size} ids of the tokenizer; the file is damaged: copy or build it again"
+            )
+        begin = int(ends[-1])
+    raise AssertionError("IndexedDataset checks that the sequences cover the file")
+
+
+def main_merge(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m megajax.data.preprocess merge", description="Joins datasets.")
+    parser.add_argument("--input", nargs="+", required=True, help="prefixes of .bin/.idx files, in order")
+    parser.add_argument("--output_prefix", required=True, help="P of P.bin, P.idx, P.meta.json")
+    flags = parser.parse_args(arguments)
+    try:
+        merge(flags.input, flags.output_prefix)
+        dataset = IndexedDataset(flags.output_prefix)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    num_documents, num_tokens = len(dataset.document_indices) - 1, int(dataset.lengths.sum(dtype=np.int64))
+    print(f"{flags.output_prefix}: {num_documents:,} documents, {num_tokens:,} tokens ({dataset.dtype})")
+
+
+def main_verify(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m megajax.data.preprocess verify", description="Checks datasets.")
+    parser.add_argument("--prefix", nargs="+", required=True, help="prefixes of .bin/.idx/.meta.json files")
+    wrong = 0
+    for prefix in parser.parse_args(arguments).prefix:
+        try:
+            print(verify(prefix))
+        except (ValueError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            wrong += 1
+    sys.exit(1 if wrong else 0)

@@ -1,0 +1,282 @@
+"""What preprocess reads: files of text and of records, packed or not, cut into batches of documents.
+
+A batch is read by one process and encoded by another. Every file is hashed as it is read, and none is held whole but a
+document that is a file.
+"""
+
+import contextlib
+import dataclasses
+import glob
+import gzip
+import hashlib
+import importlib.util
+import io
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, BinaryIO
+
+from megajax.data.prepare.sentences import split_sentences
+from megajax.data.tokenizers.chat_template import ChatTemplate
+
+# A batch is what one worker gets at once: this many bytes of lines, or of whole files.
+BATCH_BYTES = 1 << 20
+FORMS = "documents", "sentences", "conversations"
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Documents to encode: lines (bytes) or rows (dict) of one file, or whole files. `files`: (number, path)."""
+
+    files: tuple[tuple[int, str], ...]
+    records: tuple[bytes | dict, ...] | None = None
+    first: int = 1
+    num_bytes: int = 0
+    """Of the input as it lies on disk, for the progress bar."""
+    problem: str | None = None
+    """Why the rest of the file could not be read."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """Batch -> texts of its documents. `texts` of one document: a list of sequences for each key."""
+
+    json_keys: tuple[str, ...] = ("text",)
+    form: str = "documents"
+    template: ChatTemplate | None = None
+
+    def check(self, files: Sequence[str]) -> None:
+        """Raises ValueError if a file is of a kind that this form cannot come from."""
+        if self.form not in FORMS:
+            raise ValueError(f"form={self.form} is not known; use one of {FORMS}")
+        if len(set(self.json_keys)) != len(self.json_keys) or not self.json_keys:
+            raise ValueError(f"--json_keys={list(self.json_keys)} must be different names, at least one")
+        if self.form == "conversations" and len(self.json_keys) > 1:
+            raise ValueError(f"--json_keys={list(self.json_keys)}: --conversations reads one key; name one")
+        plain = [path for path in files if kind_of(path) == "text"]
+        if plain and (self.form == "conversations" or len(self.json_keys) > 1):
+            what = "--conversations" if self.form == "conversations" else "--json_keys with several names"
+            raise ValueError(f"{what} needs records, and {plain[0]} is plain text; name .jsonl or .parquet files")
+        for suffix, package in ((".zst", "zstandard"), (".parquet", "pyarrow")):
+            named = [path for path in files if path.endswith(suffix)]
+            if named and importlib.util.find_spec(package) is None:
+                raise ValueError(f"{named[0]} needs the package {package}; pip install 'megajax[data]'")
+
+    def documents(self, batch: Batch) -> Iterator[tuple[Callable[[], list[list[str]]], str]]:
+        """(function that returns the texts or raises ValueError, place) of each document of a batch of records."""
+        ((_, path),) = batch.files
+        word = "row" if kind_of(path) == "parquet" else "line"
+        for i, record in enumerate(batch.records, batch.first):
+            if not isinstance(record, bytes) or record.strip():
+                where = f"{path} {word} {i}"
+                yield lambda record=record, where=where: self._record_texts(record, where), where
+
+    def file_texts(self, content: bytes, path: str) -> list[list[str]]:
+        return [self._sequences(_decode(content, path))]
+
+    def _record_texts(self, record: bytes | dict, where: str) -> list[list[str]]:
+        if isinstance(record, bytes):
+            text = _decode(record, where)
+            try:
+                record = json.loads(text)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{where}: not JSON ({error})") from None
+        if self.form == "conversations":
+            return [self._spans(record, where)]
+        texts = []
+        for key in self.json_keys:
+            if not isinstance(record, dict) or not isinstance(record.get(key), str):
+                raise ValueError(f"{where}: no text field {key!r}; name it with --json_keys")
+            texts.append(self._sequences(_checked(record[key], where)))
+        return texts
+
+    def _sequences(self, text: str) -> list[str]:
+        return split_sentences(text) if self.form == "sentences" else [text]
+
+    def _spans(self, record: Any, where: str) -> list[str]:
+        messages = record.get(self.json_keys[0]) if isinstance(record, dict) else None
+        if not isinstance(messages, list) or not all(
+            isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
+        ):
+            raise ValueError(f"{where}: no list of messages {self.json_keys[0]!r} with a role each; name it with "
+                             "--json_keys")  # fmt: skip
+        # a column has every field in every row, and null where a message has none
+        messages = [
+            {key: value for key, value in message.items() if value is not None or key == "content"}
+            for message in messages
+        ]
+        try:
+            spans = self.template.spans(messages, record.get("tools"))
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        return [_checked(span, where) for span in spans]
+
+
+def _decode(content: bytes, where: str) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        place = where if " line " in where or " row " in where else f"{where} line {line}"
+        raise ValueError(f"{place}: not UTF-8 ({error.reason} at byte {error.start})") from None
+
+
+def _checked(text: str, where: str) -> str:
+    # JSON can spell half of a surrogate pair, which no encoding can store
+    return _decode(text.encode("utf-8", "surrogatepass"), where)
+
+
+class HashedFile(io.RawIOBase):
+    """A file read from front to back that counts and hashes its bytes."""
+
+    def __init__(self, path: str):
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115, close() closes
+        self.digest, self.num_bytes = hashlib.sha256(), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        count = self._file.readinto(buffer)
+        self.digest.update(memoryview(buffer)[:count])
+        self.num_bytes += count
+        return count
+
+    def finish(self) -> str:
+        """The sha256 of the whole file, after reading what is left of it."""
+        while self.read(BATCH_BYTES):
+            pass
+        return self.digest.hexdigest()
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+class ZstdFile(io.RawIOBase):
+    """The content of a .zst file. zstandard's own reader takes a file that was cut short for a whole one."""
+
+    def __init__(self, file: BinaryIO):
+        import zstandard
+
+        self._file, self._new_frame = file, zstandard.ZstdDecompressor().decompressobj
+        self._frame, self._rest, self._ready = None, b"", b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not self._ready:
+            packed = self._rest or self._file.read(1 << 16)
+            if not packed:
+                if self._frame is not None:
+                    raise EOFError("the file ends within a frame")
+                return 0
+            self._frame = self._frame or self._new_frame()
+            self._ready, self._rest = self._frame.decompress(packed), b""
+            if self._frame.eof:
+                self._rest, self._frame = self._frame.unused_data, None
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
+
+
+def _unpacked(path: str, raw: HashedFile) -> BinaryIO:
+    file = io.BufferedReader(raw, BATCH_BYTES)
+    if path.endswith(".gz"):
+        return gzip.GzipFile(fileobj=file)
+    return io.BufferedReader(ZstdFile(file), BATCH_BYTES) if path.endswith(".zst") else file
+
+
+def _damaged(path: str, error: Exception, line: int | None = None) -> str:
+    place = path if line is None else f"{path} after line {line}"
+    return f"{place}: cannot be read, copy it again ({type(error).__name__}: {error})"
+
+
+def read_file(path: str) -> tuple[bytes, str]:
+    """(content, sha256 of the file as it lies on disk)."""
+    with contextlib.closing(HashedFile(path)) as raw:
+        file = _unpacked(path, raw)
+        try:
+            return file.read(), raw.finish()
+        except Exception as error:  # every kind of file has its own errors
+            raise ValueError(_damaged(path, error)) from None
+
+
+def kind_of(path: str) -> str:
+    """jsonl, parquet or text."""
+    name = path.removesuffix(".gz").removesuffix(".zst")
+    return "jsonl" if name.endswith(".jsonl") else "parquet" if path.endswith(".parquet") else "text"
+
+
+def expand(patterns: Sequence[str]) -> list[str]:
+    """Files that the patterns name (`**` too), each pattern's sorted; ValueError if one matches none."""
+    files = []
+    for pattern in patterns:
+        found = sorted(path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path))
+        if not found:
+            raise ValueError(f"--input: no file matches {pattern}")
+        files += found
+    return files
+
+
+def read_batches(files: Sequence[str], reader: Reader, digests: dict[int, str]) -> Iterator[Batch]:
+    """Batches of about BATCH_BYTES in the order of the documents. digests: gets the sha256 of files of records."""
+    pending, size = [], 0
+    for number, path in enumerate(files):
+        kind = kind_of(path)
+        if pending and (kind != "text" or size >= BATCH_BYTES):
+            yield Batch(tuple(pending), num_bytes=size)
+            pending, size = [], 0
+        if kind == "text":
+            pending.append((number, path))
+            size += os.path.getsize(path)
+        else:
+            yield from (_line_batches if kind == "jsonl" else _row_batches)(number, path, reader, digests)
+    if pending:
+        yield Batch(tuple(pending), num_bytes=size)
+
+
+def _line_batches(number: int, path: str, reader: Reader, digests: dict[int, str]) -> Iterator[Batch]:
+    files, problem = ((number, path),), None
+    lines, size, first, seen = [], 0, 1, 0
+    with contextlib.closing(HashedFile(path)) as raw:
+        iterator = iter(_unpacked(path, raw))
+        while True:
+            try:
+                line = next(iterator, None)
+            except Exception as error:  # every kind of file has its own errors
+                line, problem = None, _damaged(path, error, first + len(lines) - 1)
+            if line is None or size >= BATCH_BYTES:
+                yield Batch(files, tuple(lines), first, raw.num_bytes - seen, problem)
+                lines, size, first, seen = [], 0, first + len(lines), raw.num_bytes
+            if line is None:
+                break
+            lines.append(line)
+            size += len(line)
+        digests[number] = raw.finish()
+
+
+def _row_batches(number: int, path: str, reader: Reader, digests: dict[int, str]) -> Iterator[Batch]:
+    import pyarrow.parquet
+
+    files, first, size = ((number, path),), 1, os.path.getsize(path)
+    try:
+        # so that a column of a row group, which can be all of the file, is read in pieces and not ahead as a whole
+        with pyarrow.parquet.ParquetFile(path, buffer_size=BATCH_BYTES, pre_buffer=False) as file:
+            wanted = (*reader.json_keys, *(("tools",) if reader.form == "conversations" else ()))
+            columns = [name for name in wanted if name in file.schema_arrow.names]
+            if missing := [key for key in reader.json_keys if key not in columns]:
+                raise ValueError(f"it has no column {missing[0]!r} but {file.schema_arrow.names}; use --json_keys")
+            for group in range(file.num_row_groups):
+                facts = file.metadata.row_group(group)
+                rows = max(1, min(1 << 16, facts.num_rows * BATCH_BYTES // max(1, facts.total_byte_size)))
+                for block in file.iter_batches(rows, row_groups=[group], columns=columns, use_threads=False):
+                    share = size * block.num_rows // file.metadata.num_rows
+                    yield Batch(files, tuple(block.to_pylist()), first, share)
+                    first += block.num_rows
+    except Exception as error:  # pyarrow has many
+        place = path if first == 1 else f"{path} after row {first - 1}"
+        yield Batch(files, (), first, problem=f"{place}: cannot be read ({error})")
+    with contextlib.closing(HashedFile(path)) as raw:
+        digests[number] = raw.finish()

@@ -1,0 +1,134 @@
+"""The small real-text corpus for laptops: text files on this machine, tokenized once and cached.
+
+`data.text=("stdlib",)` is the source code of Python's own standard library: about 11 MB of real text that every
+machine has. About 5 % of the bytes (whole files, chosen by a hash of their names) are held out for evaluation.
+"""
+
+import fcntl
+import glob
+import hashlib
+import itertools
+import json
+import logging
+import os
+import shutil
+import sysconfig
+import uuid
+
+from megajax.data.config import DataConfig
+from megajax.data.prepare.write_tokens import preprocess
+from megajax.data.tokenizers.tokenizer import FILE_TOKENIZERS, load_tokenizer
+from megajax.data.tokenizers.train_sentencepiece import train_sentencepiece
+
+logger = logging.getLogger("megajax")
+HELD_OUT_FRACTION = 0.05
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+# Raise when the same files would give other tokens.
+FORMAT = 1
+
+
+def prepare_text(config: DataConfig) -> tuple[str, str, str]:
+    """(prefix of the training data, prefix of the held-out data, tokenizer spec), built on the first call.
+
+    Cached in `data.cache_dir/text-HASH/`; the hash covers names, sizes and times of the files and the tokenizer.
+    Built in a temporary folder and renamed; a second process on the machine waits for the first. Raises ValueError
+    if no file is found or one is not UTF-8.
+    """
+    files = _find_files(config.text)
+    folder = os.path.join(config.cache_dir, "text-" + _key(config, files))
+    if not os.path.isdir(folder):
+        os.makedirs(config.cache_dir, exist_ok=True)
+        with open(folder + ".lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # freed by the system if this process dies
+            if not os.path.isdir(folder):
+                _build(files, config.tokenizer, folder)
+    spec = config.tokenizer
+    if spec.startswith("sentencepiece:"):
+        spec = os.path.join(folder, "tokenizer.model")
+    return os.path.join(folder, "train"), os.path.join(folder, "eval"), spec
+
+
+def _find_files(entries: tuple[str, ...]) -> list[tuple[str, str]]:
+    """(name, path) of every file, in a fixed order. The names say which are held out: no machine paths in them."""
+    files = []
+    for entry in entries:
+        root = sysconfig.get_path("stdlib") if entry == "stdlib" else _fixed_folder(entry)
+        found = _standard_library(root) if entry == "stdlib" else glob.glob(entry, recursive=True)
+        found = sorted((os.path.relpath(path, root), path) for path in found if os.path.isfile(path))
+        if not found:
+            raise ValueError(f"data.text: no file matches {entry}; use stdlib or a pattern such as 'docs/**/*.txt'")
+        files += found
+    return files
+
+
+def _standard_library(root: str) -> list[str]:
+    paths = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]
+        paths += [os.path.join(folder, name) for name in names if name.endswith(".py")]
+    return paths
+
+
+def _fixed_folder(pattern: str) -> str:
+    """The folders of a pattern before its first wildcard."""
+    parts = itertools.takewhile(lambda part: not glob.has_magic(part), os.path.dirname(pattern).split(os.sep))
+    return os.sep.join(parts) or (os.sep if os.path.isabs(pattern) else ".")
+
+
+def _key(config: DataConfig, files: list[tuple[str, str]]) -> str:
+    stats = [(name, os.stat(path)) for name, path in files]
+    facts = [FORMAT, config.text, config.tokenizer, [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]]
+    if config.tokenizer.endswith(tuple(FILE_TOKENIZERS)):
+        facts.append(load_tokenizer(config.tokenizer).identity)
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+def _held_out(files: list[tuple[str, str]]) -> set[str]:
+    """Paths of the held-out files: taken in the order of the hashes of their names, up to HELD_OUT_FRACTION."""
+    budget = HELD_OUT_FRACTION * sum(os.path.getsize(path) for _, path in files)
+    chosen, size = set(), 0
+    for _, path in sorted(files, key=lambda file: hashlib.sha256(file[0].encode()).digest()):
+        # a large file that would overshoot by far is passed over
+        if size + os.path.getsize(path) <= 1.2 * budget:
+            chosen.add(path)
+            size += os.path.getsize(path)
+        if size >= budget:
+            break
+    return chosen or {min(files, key=lambda file: (os.path.getsize(file[1]), file[0]))[1]}
+
+
+def _build(files: list[tuple[str, str]], tokenizer_spec: str, folder: str) -> None:
+    if len(files) < 2:
+        raise ValueError(
+            f"data.text: {files[0][1]} alone cannot be cut into training and evaluation text; name at least two files"
+        )
+    chosen = _held_out(files)
+    held_out = [path for _, path in files if path in chosen]
+    training = [path for _, path in files if path not in chosen]
+    logger.info("preparing %d text files in %s (once)", len(files), folder)
+    temporary = f"{folder}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp"
+    os.makedirs(temporary)
+    try:
+        spec = tokenizer_spec
+        if spec.startswith("sentencepiece:"):
+            size = int(spec.removeprefix("sentencepiece:"))
+            spec = train_sentencepiece(training, os.path.join(temporary, "tokenizer"), size)
+        tokenizer = load_tokenizer(spec)
+        for part, paths in (("train", training), ("eval", held_out)):
+            prefix, workers = os.path.join(temporary, part), _num_workers(paths)
+            # A pattern over a disk meets files that are not text: they are named in the log and left out.
+            preprocess(paths, prefix, tokenizer, os.path.basename(spec), num_workers=workers, on_error="skip")
+        try:
+            os.rename(temporary, folder)
+        except OSError:
+            # another machine on the same file system was faster
+            if not os.path.isdir(folder):
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _num_workers(paths: list[str]) -> int:
+    """Starting a process costs about a second of tokenizing, some 5 MB."""
+    size = sum(os.path.getsize(path) for path in paths)
+    return min(os.cpu_count() or 1, 1 + size // 20_000_000)

@@ -1,0 +1,47 @@
+"""Trains a tokenizer on the documents of a dataset that is to be made."""
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+
+from megajax.data.prepare.read_input import Reader, read_batches, read_file
+from megajax.data.tokenizers.tokenizer import check_tokenizer_spec
+from megajax.data.tokenizers.train_sentencepiece import TRAIN_BYTES, train_on_lines
+
+
+def train_tokenizer(files: Sequence[str], spec: str, output_prefix: str, reader: Reader, on_error: str) -> str:
+    """Trains the tokenizer `sentencepiece:VOCAB` on documents of the files; returns the path P.tokenizer.model.
+
+    Reads from the beginning of each file its share of TRAIN_BYTES. Raises ValueError if the text does not have so many
+    pieces, or, with on_error="raise", for a document that cannot be read.
+    """
+    check_tokenizer_spec(spec)
+    reader.check(files)
+    os.makedirs(os.path.dirname(output_prefix) or ".", exist_ok=True)
+    size = int(spec.removeprefix("sentencepiece:"))
+    return train_on_lines(_lines_of_documents(files, reader, on_error), f"{output_prefix}.tokenizer", size)
+
+
+def _lines_of_documents(files: Sequence[str], reader: Reader, on_error: str) -> Iterator[str]:
+    total = max(1, sum(os.path.getsize(path) for path in files))
+    for path in files:
+        left = max(1, TRAIN_BYTES * os.path.getsize(path) // total)
+        for text in _texts(path, reader, on_error):
+            lines = text[:left].splitlines()
+            yield from (line for line in lines if line.strip())
+            left -= len(text)
+            if left <= 0:
+                break
+
+
+def _texts(path: str, reader: Reader, on_error: str) -> Iterator[str]:
+    passed_over = () if on_error == "raise" else (ValueError,)  # `preprocess` reports them
+    with contextlib.closing(read_batches([path], reader, {})) as batches:
+        for batch in batches:
+            if batch.records is None:
+                with contextlib.suppress(*passed_over):
+                    yield "".join(reader.file_texts(read_file(path)[0], path)[0])
+                continue
+            for read, _ in reader.documents(batch):
+                with contextlib.suppress(*passed_over):
+                    yield "\n".join("".join(sequences) for sequences in read())

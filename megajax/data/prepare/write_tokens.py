@@ -1,0 +1,122 @@
+"""Input files to indexed datasets with their meta.json: what `python -m megajax.data.preprocess` and data.text run."""
+
+import collections
+import contextlib
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from megajax.data.indexed_dataset import IndexedDatasetWriter
+from megajax.data.meta import COUNTS, make_meta, write_meta
+from megajax.data.prepare.encode import Block, Encoder, encode_in_order
+from megajax.data.prepare.read_input import Reader, read_batches
+from megajax.data.tokenizers.chat_template import ChatTemplate, load_chat_template
+from megajax.data.tokenizers.tokenizer import Tokenizer
+
+logger = logging.getLogger("megajax")
+
+
+class BlockWriter(IndexedDatasetWriter):
+    """An IndexedDatasetWriter that takes many documents at once, and the sha256 of the .bin so far."""
+
+    def __init__(self, prefix: str, dtype: np.dtype):
+        super().__init__(prefix, dtype)
+        self.digest, self._num_bounded = hashlib.sha256(), 0
+
+    def add_tokens(self, tokens: np.ndarray) -> None:
+        """Tokens of the file's dtype that follow in the .bin; `add_index` says of which sequences they are."""
+        self._files["bin"].write(tokens.data)
+        self.digest.update(tokens.data)
+        self.num_tokens += len(tokens)
+
+    def add_index(self, lengths: np.ndarray, sequences: np.ndarray) -> None:
+        """lengths: tokens of each sequence that follows; sequences: of each document that follows, in sequences.
+        The two need not be of the same documents, as long as all of them have come at the end."""
+        self._files["lengths"].write(lengths.astype(np.int32).tobytes())
+        self.num_sequences += len(lengths)
+        ends = self._num_bounded + np.cumsum(sequences, dtype=np.int64)
+        self._files["documents"].write(ends.tobytes())
+        self._num_bounded = int(ends[-1]) if len(ends) else self._num_bounded
+        self.num_documents += len(sequences)
+
+
+def preprocess(
+    files: Sequence[str],
+    output_prefix: str,
+    tokenizer: Tokenizer,
+    tokenizer_spec: str,
+    *,
+    json_keys: Sequence[str] = ("text",),
+    form: str = "documents",
+    template: ChatTemplate | None = None,
+    append_eod: bool = True,
+    num_workers: int = 1,
+    on_error: str = "raise",
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, dict]:
+    """Encodes `files` in the order given into an indexed dataset, or one a key; returns prefix -> its meta.json.
+
+    form: "documents", "sentences" or "conversations"; template: of conversations, by default the tokenizer's.
+    on_error: "raise" stops at the first document that cannot be read (ValueError with file and line); "skip" leaves
+    such documents out, logs and counts them. Empty documents are left out; with several keys a record of which one
+    text is empty gives a document of no sequences there. progress: called with bytes of input done.
+    """
+    if form == "conversations":
+        template = template or load_chat_template(tokenizer)
+    reader = Reader(tuple(json_keys), form, template)
+    reader.check(files)
+    encoder = Encoder(tokenizer, reader, append_eod)
+    prefixes = [output_prefix] if len(json_keys) == 1 else [f"{output_prefix}_{key}" for key in json_keys]
+    counts = [[collections.Counter() for _ in files] for _ in prefixes]
+    digests: dict[int, str] = {}
+    with contextlib.ExitStack() as stack:
+        writers = [stack.enter_context(BlockWriter(prefix, encoder.dtype)) for prefix in prefixes]
+        batches = read_batches(files, reader, digests)
+        results = stack.enter_context(contextlib.closing(encode_in_order(batches, encoder, num_workers)))
+        for batch, encoded in results:
+            for part in encoded:
+                _report(part.skipped, on_error)
+                for writer, count, block in zip(writers, counts, part.blocks, strict=True):
+                    writer.add_tokens(block.tokens)
+                    writer.add_index(block.lengths, block.sequences)
+                    count[part.file].update(_count(block), num_skipped=len(part.skipped))
+                if part.sha256:
+                    digests[part.file] = part.sha256
+            if progress is not None:
+                progress(batch.num_bytes)
+    facts = {
+        "tokenizer": tokenizer_spec,
+        "tokenizer_identity": tokenizer.identity,
+        "vocab_size": tokenizer.vocab_size,
+        "eod_id": tokenizer.eod_id,
+        "append_eod": append_eod,
+        "form": form,
+        "chat_template": template.identity if template else None,
+    }
+    metas = {}
+    for prefix, key, writer, count in zip(prefixes, json_keys, writers, counts, strict=True):
+        inputs = [
+            {"path": path, "sha256": digests.get(number)} | {name: count[number][name] for name in COUNTS}
+            for number, path in enumerate(files)
+        ]
+        metas[prefix] = make_meta(facts | {"json_key": key}, inputs, str(encoder.dtype), writer.digest.hexdigest())
+        write_meta(prefix, metas[prefix])
+    return metas
+
+
+def _count(block: Block) -> dict[str, int]:
+    return {
+        "num_documents": len(block.sequences),
+        "num_sequences": len(block.lengths),
+        "num_tokens": len(block.tokens),
+        "num_bytes": block.num_text_bytes,
+    }
+
+
+def _report(skipped: list[str], on_error: str) -> None:
+    for message in skipped:
+        if on_error == "raise":
+            raise ValueError(f"{message}; repair it or pass --on_error=skip")
+        logger.warning("skipped: %s", message)

@@ -1,0 +1,211 @@
+"""Which sentences make a sample of BERT or T5: runs of consecutive sentences of one document.
+
+Runs are made greedily, as Megatron's build_mapping does: sentences are taken until the target length is reached; the
+target is the longest text a sample holds or, with probability `short_probability`, a random shorter one.
+
+Source: Megatron-LM, megatron/core/datasets/helpers.cpp; the order of the samples is our own.
+"""
+
+from typing import Protocol
+
+import numpy as np
+
+from megajax.data.index_cache import content_hash, load_or_build
+from megajax.data.samples.gpt import TokenSource
+
+# The walk from run to run reads Python integers; a block of them is 40 MB.
+WALK_BLOCK = 1 << 20
+
+
+class SentenceSource(TokenSource, Protocol):
+    """A TokenSource that knows its documents: IndexedDataset.
+
+    Sequences are sentences (preprocess --split_sentences) or whole documents; `document_indices` int64
+    [documents + 1] are the boundaries of the documents, in sequences.
+    """
+
+    document_indices: np.ndarray
+
+
+class SentenceRuns:
+    """The text of every sample, before trimming: a run of sentences of one document.
+
+    max_tokens: the longest text a sample holds. min_sentences: 1, or 2 where a text has two segments. Documents of
+    fewer sentences are left out, and a run that would leave fewer behind takes them too. With min_sentences = 1 a
+    sequence longer than max_tokens is cut into pieces of max_tokens, so that documents of one sequence are used whole.
+    num_samples: at least so many, in whole epochs; None is one epoch. Each epoch uses every sentence once, in an order
+    of its own.
+
+    Attributes: `rows` int [N, 4] (first sequence, first token in it, last sequence, end token in it), `documents`
+    int64 [used documents], ascending, `tokens_per_epoch`, tokens of these documents.
+    Raises ValueError if no document has enough sentences.
+    """
+
+    def __init__(
+        self,
+        indexed: SentenceSource,
+        document_range: tuple[int, int],
+        num_samples: int | None,
+        seed: int,
+        *,
+        max_tokens: int,
+        min_sentences: int,
+        short_probability: float,
+        cache_dir: str | None,
+    ):
+        self.indexed = indexed
+        if indexed.dtype.kind not in "iu":
+            raise ValueError(f"data.paths: {indexed.prefix}.bin holds {indexed.dtype}, not token ids")
+        boundaries = np.asarray(indexed.document_indices[document_range[0] : document_range[1] + 1])
+        lengths = np.asarray(indexed.lengths[boundaries[0] : boundaries[-1]])
+        arrays = load_or_build(
+            cache_dir,
+            "sentences",
+            {
+                "lengths": content_hash(lengths),
+                "boundaries": content_hash(boundaries),
+                "range": list(document_range),
+                "num_samples": num_samples,
+                "seed": seed,
+                "max_tokens": max_tokens,
+                "min_sentences": min_sentences,
+                "short_probability": short_probability,
+            },
+            lambda: build_runs(
+                lengths,
+                boundaries,
+                document_range[0],
+                num_samples,
+                seed,
+                max_tokens=max_tokens,
+                min_sentences=min_sentences,
+                short_probability=short_probability,
+            ),
+        )
+        # plain arrays over the maps: indexing an np.memmap costs several times more
+        self.rows, self.documents = np.asarray(arrays["rows"]), np.asarray(arrays["documents"])
+        if not len(self.documents):
+            raise ValueError(
+                f"data.split: none of the documents {document_range[0]} to {document_range[1]} of {indexed.prefix} has "
+                f"{min_sentences} non-empty sentences, which a sample needs; "
+                + ("write it with --split_sentences or use next_sentence=none, " if min_sentences > 1 else "")
+                + "give the split a larger share, or more data"
+            )
+        self.tokens_per_epoch = int(arrays["tokens_per_epoch"])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def read(self, i: int) -> list[np.ndarray]:
+        """Tokens of the non-empty sentences of run i, as stored."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"sample {i} of a dataset of {len(self)} samples")
+        first, offset, last, end = self.rows[i].tolist()
+        if first == last:
+            return [self.indexed.read(first, offset, end - offset)]
+        middle = [self.indexed.read(sequence) for sequence in range(first + 1, last)]
+        sentences = [self.indexed.read(first, offset), *middle, self.indexed.read(last, 0, end)]
+        return [sentence for sentence in sentences if len(sentence)]
+
+    def read_elsewhere(self, i: int, num_tokens: int, rng: np.random.Generator) -> list[np.ndarray]:
+        """Consecutive sentences of a random other document than that of run i, until they reach `num_tokens`.
+
+        They start at a random sentence and are fewer where the document ends. Needs two documents.
+        """
+        own = np.searchsorted(self.indexed.document_indices, self.rows[i, 0], side="right") - 1
+        other = int(rng.integers(len(self.documents) - 1))
+        other += other >= np.searchsorted(self.documents, own)
+        begin, end = self.indexed.document_indices[self.documents[other] :][:2].tolist()
+        sentences = begin + np.flatnonzero(self.indexed.lengths[begin:end])
+        sentences = sentences[int(rng.integers(len(sentences))) :][:num_tokens]
+        count = np.searchsorted(np.cumsum(self.indexed.lengths[sentences]), num_tokens) + 1
+        return [self.indexed.read(sentence) for sentence in sentences[:count].tolist()]
+
+
+def check_token_ids(tokens: np.ndarray, vocab_size: int, prefix: str) -> None:
+    """Raises ValueError if a token of a text is not an id of the vocabulary."""
+    if tokens.max() >= vocab_size or tokens.min() < 0:
+        raise ValueError(
+            f"data.paths: {prefix}.bin: token ids {tokens.min()} to {tokens.max()} do not fit data.tokenizer's "
+            f"{vocab_size} ids; name the tokenizer that wrote the file"
+        )
+
+
+def build_runs(
+    lengths: np.ndarray,
+    boundaries: np.ndarray,
+    first_document: int,
+    num_samples: int | None,
+    seed: int,
+    *,
+    max_tokens: int,
+    min_sentences: int,
+    short_probability: float,
+) -> dict[str, np.ndarray]:
+    """`rows`, `documents` and `tokens_per_epoch` of SentenceRuns.
+
+    lengths int32 [sequences] of the split; boundaries int64 [documents + 1], sequence numbers in the whole file;
+    first_document: number of the split's first document in the whole file.
+    10 million sentences take 1 to 3 s an epoch and 1 to 2 GB; only the walk over the runs is a loop in Python.
+    """
+    num_documents = len(boundaries) - 1
+    owners = np.repeat(np.arange(num_documents), np.diff(boundaries))
+    enough = np.bincount(owners[lengths > 0], minlength=num_documents) >= min_sentences
+    sentences = np.flatnonzero((lengths > 0) & enough[owners])
+    sizes = lengths[sentences].astype(np.int64)
+    tokens_per_epoch = np.array(sizes.sum())
+    documents = first_document + np.flatnonzero(enough)
+
+    # A unit is a sentence or, where sentences may be cut, a piece of one.
+    offsets = np.zeros(len(sentences), np.int64)
+    if min_sentences == 1:
+        pieces = -(-sizes // max_tokens)
+        firsts = np.repeat(np.cumsum(pieces) - pieces, pieces)
+        sentences, sizes = np.repeat(sentences, pieces), np.repeat(sizes, pieces)
+        offsets = (np.arange(len(firsts)) - firsts) * max_tokens
+        sizes = np.minimum(sizes - offsets, max_tokens)
+    units_per_document = np.bincount(owners[sentences], minlength=num_documents)
+    document_ends = np.repeat(np.cumsum(units_per_document), units_per_document)
+    sequences = boundaries[0] + sentences
+    wide = boundaries[-1] > np.iinfo(np.int32).max
+
+    blocks, total, epoch = [], 0, 0
+    while epoch == 0 or (num_samples is not None and 0 < total < num_samples):
+        # [seed, i] is the stream of sample i
+        rng = np.random.default_rng([seed, epoch, 1])
+        if epoch == 0 or short_probability > 0:
+            firsts, ends = _group(sizes, document_ends, max_tokens, min_sentences, short_probability, rng)
+            lasts = ends - 1
+            rows = [sequences[firsts], offsets[firsts], sequences[lasts], offsets[lasts] + sizes[lasts]]
+            rows = np.stack(rows, axis=1).astype(np.int64 if wide else np.int32)
+        blocks.append(rows[rng.permutation(len(rows))])
+        total, epoch = total + len(rows), epoch + 1
+    return {"rows": np.concatenate(blocks), "documents": documents, "tokens_per_epoch": tokens_per_epoch}
+
+
+def _group(
+    sizes: np.ndarray,
+    document_ends: np.ndarray,
+    max_tokens: int,
+    min_units: int,
+    short_probability: float,
+    rng: np.random.Generator,
+) -> tuple[np.ndarray, np.ndarray]:
+    """(first units, end units) int64 [runs] of one epoch; sizes and document_ends int64 [units]."""
+    targets = np.full(len(sizes), max_tokens)
+    short = np.flatnonzero(rng.random(len(sizes)) < short_probability)
+    targets[short] = rng.integers(min(2, max_tokens), max_tokens + 1, len(short))
+    # Where a run would end, for every unit it could start at: the target belongs to the unit.
+    ends = np.cumsum(sizes)
+    stops = np.searchsorted(ends, ends - sizes + targets) + 1
+    stops = np.maximum(stops, np.arange(min_units, min_units + len(sizes)))
+    stops = np.where(document_ends - stops < min_units, document_ends, stops)
+    firsts, unit = [], 0
+    for block in range(0, len(stops), WALK_BLOCK):
+        following = stops[block : block + WALK_BLOCK].tolist()
+        block_end = block + len(following)
+        while unit < block_end:
+            firsts.append(unit)
+            unit = following[unit - block]
+    firsts = np.array(firsts, np.int64)
+    return firsts, stops[firsts]

@@ -1,0 +1,165 @@
+"""T5 samples: the encoder reads a text with spans cut out, the decoder writes the spans (Raffel et al. 2019, 3.1.4).
+
+| text | Thank you **for inviting** me to your party **last** week |
+|---|---|
+| encoder_tokens | Thank you `<0>` me to your party `<1>` week |
+| tokens | `bos` `<0>` for inviting `<1>` last |
+| labels | `<0>` for inviting `<1>` last `eos` |
+
+`<0>`, `<1>`, ... are sentinels: ids that stand for nothing else. Between two spans lies at least one token.
+Source: Megatron-LM, megatron/core/datasets/t5_dataset.py. Te = sequence_length, Td = decoder_length below.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from megajax.data.samples.masking import Masking, choose_spans, pad, span_mask, trim
+from megajax.data.samples.sentence_runs import SentenceRuns, SentenceSource, check_token_ids
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class T5Format:
+    """The special tokens, and what stands in a sample."""
+
+    bos_id: int
+    """First token of the decoder; T5 itself uses pad."""
+    eos_id: int
+    pad_id: int
+    sentinel_ids: tuple[int, ...]
+    """In the order in which the spans of a text use them; T5's count down from the end of the vocabulary."""
+    vocab_size: int
+    decoder_length: int
+    """Td. Spans that find no room are left in the encoder's text: 0.15 * Te tokens and the sentinels, about 0.2 * Te
+    in all, should fit."""
+    masking: Masking = Masking(max_ngram=10)
+    short_sequence_probability: float = 0.0
+    """Share of the samples that are cut short at a random length."""
+
+    def check(self, sequence_length: int) -> None:
+        """Raises ValueError with the way out."""
+        named = {"bos_id": self.bos_id, "eos_id": self.eos_id, "pad_id": self.pad_id}
+        for name, token in [*named.items(), *(("sentinel_ids", token) for token in self.sentinel_ids)]:
+            if not 0 <= token < self.vocab_size:
+                raise ValueError(f"T5Format.{name}: {token} is not one of the {self.vocab_size} ids of the vocabulary")
+        if not self.sentinel_ids:
+            raise ValueError("T5Format.sentinel_ids is empty; add ids for sentinels to the vocabulary, T5 uses 100")
+        if len(set(self.sentinel_ids)) < len(self.sentinel_ids) or set(self.sentinel_ids) & set(named.values()):
+            raise ValueError(
+                "T5Format.sentinel_ids must differ from each other and from bos_id, eos_id and pad_id; "
+                "add ids of their own to the vocabulary"
+            )
+        if self.eos_id in (self.bos_id, self.pad_id):
+            raise ValueError(f"T5Format.eos_id={self.eos_id} is bos_id or pad_id too; give it an id of its own")
+        if sequence_length < 2 or self.decoder_length < 3:
+            raise ValueError(
+                f"sequence_length={sequence_length}, T5Format.decoder_length={self.decoder_length}: use at least 2 and "
+                "3, a span of one token"
+            )
+        if not 0 <= self.short_sequence_probability <= 1:
+            raise ValueError(
+                f"T5Format.short_sequence_probability={self.short_sequence_probability} must lie between 0 and 1"
+            )
+        self.masking.check(self.vocab_size)
+
+
+class T5Dataset:
+    """Random access: sample i is a pure function of (sequences, num_samples, sequence_length, seed, i).
+
+    indexed: where the sentences are read from; documents may be split into sentences or not.
+    document_range: (begin, end), the documents this split may use.
+    num_samples: at least so many samples, in whole epochs; None is one epoch.
+    sequence_length: Te, the longest text and the length of the encoder; the decoder's is in the format.
+    cache_dir: where the list of the samples is kept; None keeps it in memory.
+
+    `dataset[i]` is a dict of arrays. [Te]: encoder_tokens int32, encoder_segment_ids int32 (1, and 0 where padded),
+    encoder_positions int32. [Td]: tokens int32, labels int32, loss_mask float32 (1, and 0 where padded), positions
+    int32, segment_ids int32 (as loss_mask). Spans end where sentinels or decoder_length end: less is masked then.
+    `tokens_per_epoch`: text tokens of the documents. Pickles as its arguments.
+    """
+
+    def __init__(
+        self,
+        indexed: SentenceSource,
+        document_range: tuple[int, int],
+        num_samples: int | None,
+        sequence_length: int,
+        seed: int,
+        *,
+        sample_format: T5Format,
+        cache_dir: str | None,
+    ):
+        self._arguments = (indexed, document_range, num_samples, sequence_length, seed), sample_format, cache_dir
+        sample_format.check(sequence_length)
+        self.sequence_length, self.seed, self.sample_format = sequence_length, seed, sample_format
+        self.runs = SentenceRuns(
+            indexed,
+            document_range,
+            num_samples,
+            seed,
+            max_tokens=sequence_length,
+            min_sentences=1,
+            short_probability=sample_format.short_sequence_probability,
+            cache_dir=cache_dir,
+        )
+        self.tokens_per_epoch = self.runs.tokens_per_epoch
+        ids, form = np.arange(sample_format.vocab_size), sample_format
+        self._is_special = np.isin(ids, (form.bos_id, form.eos_id, form.pad_id))
+        self._is_sentinel = np.isin(ids, form.sentinel_ids)
+        self._sentinels = np.array(form.sentinel_ids, np.int32)
+
+    def __reduce__(self):
+        return _rebuild, self._arguments
+
+    def __len__(self) -> int:
+        return len(self.runs)
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        i, form = int(i), self.sample_format
+        sentences = self.runs.read(i)
+        rng = np.random.default_rng([self.seed, i])
+        text = self._text(sentences, rng)
+        spans = self._spans(text, rng)
+        chosen, begins, sizes = span_mask(spans, len(text)), spans[:, 0], spans[:, 1] - spans[:, 0]
+        sentinels = self._sentinels[: len(spans)]
+        # a sentinel stands in the place of the first token of its span
+        encoder, kept = text.copy(), ~chosen
+        encoder[begins], kept[begins] = sentinels, True
+        encoder = encoder[kept]
+        target = np.insert(text[chosen], np.cumsum(sizes) - sizes, sentinels)
+        encoder_positions = np.arange(self.sequence_length, dtype=np.int32)
+        positions = np.arange(form.decoder_length, dtype=np.int32)
+        real = positions <= len(target)
+        return {
+            "encoder_tokens": pad(encoder, self.sequence_length, form.pad_id),
+            "encoder_segment_ids": (encoder_positions < len(encoder)).astype(np.int32),
+            "encoder_positions": encoder_positions,
+            "tokens": pad(np.append(np.int32(form.bos_id), target), form.decoder_length, form.pad_id),
+            "labels": pad(np.append(target, np.int32(form.eos_id)), form.decoder_length, form.pad_id),
+            "loss_mask": real.astype(np.float32),
+            "positions": positions,
+            "segment_ids": real.astype(np.int32),
+        }
+
+    def _text(self, sentences: list[np.ndarray], rng: np.random.Generator) -> np.ndarray:
+        """int32, at most Te tokens, trimmed at both ends."""
+        text = trim(np.concatenate(sentences).astype(np.int32), self.sequence_length, rng)
+        prefix = self.runs.indexed.prefix
+        check_token_ids(text, self.sample_format.vocab_size, prefix)
+        if self._is_sentinel[text].any():
+            raise ValueError(
+                f"data.paths: {prefix}.bin holds the id {text[self._is_sentinel[text]][0]}, which is one of "
+                "T5Format.sentinel_ids; use ids that no text is encoded to"
+            )
+        return text
+
+    def _spans(self, text: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """Spans [spans, 2] in the order of the text; each has a sentinel, and all fit the decoder."""
+        spans = choose_spans(text, self._is_special[text], self.sample_format.masking, rng, apart=True)
+        decoder_lengths = 1 + np.cumsum(spans[:, 1] - spans[:, 0] + 1)
+        fitting = np.searchsorted(decoder_lengths, self.sample_format.decoder_length, side="right")
+        return np.sort(spans[: min(fitting, len(self._sentinels))], axis=0)
+
+
+def _rebuild(positional: tuple, sample_format: T5Format, cache_dir: str | None) -> T5Dataset:
+    return T5Dataset(*positional, sample_format=sample_format, cache_dir=cache_dir)

@@ -1,0 +1,363 @@
+"""A block of the backward pass: `Plan` has its sizes and shared memory, `Load` and `Compute` what its warpgroups do.
+
+gmem: refs of arrays in global memory. smem: refs in shared memory, barriers among them. A place counts tiles of queries
+as they pass by, of all heads of the group; a slot holds the numbers of a tile of keys (schedule.py).
+"""
+
+import collections
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.flash_attention.schedule import FIRST, HEAD, LAST, NUMBER, SEQUENCE, ZERO, Schedule
+from pallas_kernels.flash_attention.tiles import Tiles, capped, seen, swizzled
+
+# What the kernel reads (lse: log2(e) times the log-sum-exp); d_q, to which it adds; d_k and d_v, which it writes.
+Global = collections.namedtuple("Global", "q k v d_out lse delta bounds ranges d_q d_k d_v")
+# Shared memory and barriers of a block: types in `Plan.shared_memory`, refs in the kernel.
+Shared = collections.namedtuple(
+    "Shared",
+    "tile q d_out k v d_s results lse delta bounds "
+    "kv_there q_there d_out_there kv_free q_free d_out_free both_there my_turn",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is known before the kernel runs."""
+
+    schedule: Schedule
+    tiles: Tiles
+    num_heads: int
+    head_dim: int
+    q_tiles: int
+    dtype: jnp.dtype
+    scale: float
+    soft_cap: float | None
+    ordered: bool
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.schedule.heads
+
+    @property
+    def block_q(self) -> int:
+        return self.tiles.backward_queries
+
+    @property
+    def block_k(self) -> int:
+        return self.tiles.backward_keys
+
+    @property
+    def same_keys(self) -> bool:
+        """Both warpgroups have the same keys, and half of the columns of d_k and d_v each."""
+        return self.block_k == 64
+
+    @property
+    def half(self) -> int:
+        return self.head_dim // 2
+
+    @property
+    def width(self) -> int:
+        """Of a warpgroup's d_k and d_v."""
+        return self.half if self.same_keys else self.head_dim
+
+    @property
+    def piece(self) -> int:
+        """Columns of d_q that a warpgroup adds at once."""
+        return min(self.half, 64)
+
+    def shared_memory(self) -> Shared:
+        stages, d_out_stages, dtype = self.tiles.stages, self.tiles.d_out_stages, self.dtype
+        swizzle = min(128, self.half * dtype.itemsize)  # half of the keys' columns is one tile
+        return Shared(
+            tile=self.schedule.scratch,
+            q=swizzled((stages, self.block_q, self.head_dim), dtype, swizzle),
+            d_out=swizzled((d_out_stages, self.block_q, self.head_dim), dtype),
+            k=swizzled((self.block_k, self.head_dim), dtype, swizzle),
+            v=swizzled((self.block_k, self.head_dim), dtype),
+            # two, as one warpgroup may be a step ahead
+            d_s=swizzled((2, self.block_k, self.block_q), dtype, swizzle),
+            # d_q's piece, and when it has left, d_k and d_v of the same size.
+            results=plgpu.RefUnion(
+                swizzled((2, self.block_q, self.piece), jnp.float32), swizzled((2, 64, self.width), dtype)
+            ),
+            lse=plgpu.SMEM((stages, self.block_q), jnp.float32),
+            delta=plgpu.SMEM((stages, self.block_q), jnp.float32),
+            bounds=plgpu.SMEM((stages, 2, self.block_q), jnp.int32),
+            kv_there=plgpu.Barrier(num_arrivals=2),
+            q_there=plgpu.Barrier(num_arrivals=4, num_barriers=stages),
+            d_out_there=plgpu.Barrier(num_barriers=d_out_stages),
+            kv_free=plgpu.Barrier(num_arrivals=2),
+            q_free=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            d_out_free=plgpu.Barrier(num_arrivals=2, num_barriers=d_out_stages),
+            both_there=plgpu.Barrier(num_arrivals=2),
+            # the turn of the last place may come while two are still to be taken
+            my_turn=plgpu.Barrier(num_barriers=stages + 1),
+        )
+
+
+def run_block(plan: Plan, gmem: Global, smem: Shared):
+    wg, added = lax.axis_index("wg"), None
+    if plan.ordered:
+        shape = (plan.schedule.batch, plan.num_heads, plan.q_tiles + 1)
+        added = pl.get_global(plgpu.SemaphoreType.REGULAR(shape))
+
+    @pl.when(wg == 2)
+    def _load():
+        plgpu.set_max_registers(24, action="decrease")
+        Load(plan, gmem, smem, added).run()
+
+    @pl.when(wg < 2)
+    def _compute():
+        plgpu.set_max_registers(240, action="increase")
+        Compute(plan, gmem, smem, added, wg).run()
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """The warpgroup that loads. added: how many have added to each tile of d_q, where they add in order."""
+
+    plan: Plan
+    gmem: Global
+    smem: Shared
+    added: Any
+
+    def run(self):
+        self.plan.schedule.load(self.smem.tile, self.ranges, self.tile_of_keys)
+
+    def ranges(self, b, number):
+        return [self.gmem.ranges[b, number, i] for i in range(4)]
+
+    def tile_of_keys(self, slot, passed, now):
+        """Keys and values, and the queries that pass by."""
+        gmem, smem, tiles = self.gmem, self.smem, self.plan.tiles
+        group, block_q, block_k = self.plan.group, self.plan.block_q, self.plan.block_k
+        stages, d_out_stages = tiles.stages, tiles.d_out_stages
+        b, kv_head, number, first, last = (now[i] for i in (SEQUENCE, HEAD, NUMBER, FIRST, LAST))
+        keys, places, passed = pl.ds(number * block_k, block_k), (last - first) * group, passed * group
+
+        def head_and_step(place):
+            return kv_head * group + lax.div(place, last - first), first + lax.rem(place, last - first)
+
+        def copy(place, _):
+            head, step = head_and_step(place)
+            here, place = place, passed + place
+            stage, d_out_stage = lax.rem(place, stages), lax.rem(place, d_out_stages)
+            rows = pl.ds(step * block_q, block_q)
+            pl.when(place >= stages)(lambda: plgpu.barrier_wait(smem.q_free.at[stage]))
+            there = smem.q_there.at[stage]
+            plgpu.copy_gmem_to_smem(gmem.q.at[b, rows, head], smem.q.at[stage], there)
+            plgpu.copy_gmem_to_smem(gmem.lse.at[b, head, rows], smem.lse.at[stage], there)
+            plgpu.copy_gmem_to_smem(gmem.delta.at[b, head, rows], smem.delta.at[stage], there)
+            plgpu.copy_gmem_to_smem(gmem.bounds.at[b, :, rows], smem.bounds.at[stage], there)
+            pl.when(place >= d_out_stages)(lambda: plgpu.barrier_wait(smem.d_out_free.at[d_out_stage]))
+            there = smem.d_out_there.at[d_out_stage]
+            plgpu.copy_gmem_to_smem(gmem.d_out.at[b, rows, head], smem.d_out.at[d_out_stage], there)
+            if self.plan.ordered:
+                pl.when(here > 0)(lambda: wait_for_others(here - 1))
+
+        def wait_for_others(place):
+            head, step = head_and_step(place)
+            before = (gmem.bounds[b, 1, step * block_q + block_q - 1] - 1) // block_k - number  # tiles of keys
+            plgpu.semaphore_wait(self.added.at[b, head, step], 2 * before, decrement=False, memory_scope="gpu")
+            plgpu.barrier_arrive(smem.my_turn.at[lax.rem(passed + place, stages + 1)])
+
+        soon = jnp.minimum(min(stages, d_out_stages), places)  # more may wait for what follows
+        lax.fori_loop(0, soon, copy, None)
+        plgpu.barrier_wait(smem.kv_free)
+        plgpu.copy_gmem_to_smem(gmem.k.at[b, keys, kv_head], smem.k, smem.kv_there)
+        plgpu.copy_gmem_to_smem(gmem.v.at[b, keys, kv_head], smem.v, smem.kv_there)
+        lax.fori_loop(soon, places, copy, None)
+        if self.plan.ordered:
+            pl.when(places > 0)(lambda: wait_for_others(places - 1))
+
+
+class Compute:
+    """A warpgroup that computes, number wg. Keys are the rows and queries the columns of every tile, so that p and d_s
+    are left operands."""
+
+    def __init__(self, plan: Plan, gmem: Global, smem: Shared, added: Any, wg: jax.Array):
+        self.plan, self.gmem, self.smem, self.added, self.wg = plan, gmem, smem, added, wg
+        self.tile, _, _, self.tile_free = smem.tile
+        self.d_q_smem, self.d_kv_smem = smem.results
+        self.first_row = 0 if plan.same_keys else wg * 64
+        self.mine = pl.ds(self.first_row, 64)
+        self.columns = pl.ds(wg * plan.half if plan.same_keys else 0, plan.width)
+
+    def run(self):
+        plgpu.barrier_arrive(self.smem.kv_free)
+        self.plan.schedule.compute(self.smem.tile, self.tile_of_keys, jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)
+
+    def tile_of_keys(self, slot, place):
+        """place: the first one of this tile; -> that of the next tile."""
+        plan, smem, tile = self.plan, self.smem, self.tile
+        plgpu.barrier_wait(smem.kv_there)
+
+        def one_head(in_group, carry):
+            for part, masked in enumerate((True, False, True)):
+                step = functools.partial(self.tile_of_queries, slot=slot, in_group=in_group, masked=masked)
+                carry = lax.fori_loop(tile[slot, part], tile[slot, part + 1], step, carry)
+            return carry
+
+        zeros = plgpu.layout_cast(jnp.zeros((64, plan.width), jnp.float32), plgpu.Layout.WGMMA)
+        places = (tile[slot, LAST] - tile[slot, FIRST]) * plan.group
+        end = place + places
+
+        def first_products(s_ref):
+            pl.when(place < end)(lambda: plgpu.barrier_wait(smem.q_there.at[lax.rem(place, plan.tiles.stages)]))
+            self.products(s_ref, place)
+            return plgpu.wgmma_accumulator_load(s_ref, wait_n=0)
+
+        s = pl.run_scoped(first_products, accumulator(plan.block_q))
+        place, _, d_k, d_v, _ = lax.fori_loop(0, plan.group, one_head, (place, end, zeros, zeros, s))
+        plgpu.barrier_arrive(smem.kv_free)
+        if plan.ordered:
+            self.stored(slot, places)
+        b, kv_head = tile[slot, SEQUENCE], tile[slot, HEAD]
+        keys = pl.ds(tile[slot, NUMBER] * plan.block_k + self.first_row, 64)
+        plgpu.barrier_arrive(self.tile_free.at[slot])
+        for ref, result in ((self.gmem.d_k, d_k * plan.scale), (self.gmem.d_v, d_v)):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            self.d_kv_smem[self.wg] = result.astype(plan.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(self.d_kv_smem.at[self.wg], ref.at[b, keys, kv_head, self.columns])
+        return place
+
+    def tile_of_queries(self, step, carry, *, slot, in_group, masked):
+        """The products of the next queries with the keys are computed beside the end of this tile."""
+        place, end, d_k, d_v, s = carry
+        plan, smem = self.plan, self.smem
+        stages, block_q = plan.tiles.stages, plan.block_q
+        stage, d_out_stage = lax.rem(place, stages), lax.rem(place, plan.tiles.d_out_stages)
+        side = self.wg if plan.same_keys else lax.rem(place, 2)
+        rows = pl.ds(step * block_q, block_q)
+
+        def gradients(d_p_ref):
+            plgpu.barrier_wait(smem.d_out_there.at[d_out_stage])
+            plgpu.wgmma(d_p_ref, smem.v.at[self.my_rows()], smem.d_out.at[d_out_stage].transpose((1, 0)))
+            p, slope = self.probabilities(s, stage, slot, masked)
+
+            def beside_d_v(d_v_ref):
+                d_v_ref[...] = d_v
+                plgpu.wgmma(d_v_ref, p.astype(plan.dtype), smem.d_out.at[d_out_stage, :, self.columns])
+                delta = of_queries(smem.delta.at[stage])
+                d_s = p * (plgpu.wgmma_accumulator_load(d_p_ref, wait_n=1) - self.wide(delta))
+                d_s = (d_s if slope is None else d_s * slope).astype(plan.dtype)
+                smem.d_s[side, self.mine] = d_s
+                plgpu.commit_smem()
+                if not plan.same_keys:
+                    plgpu.barrier_arrive(smem.both_there)
+
+                def the_others(d_k_ref, d_q_ref):
+                    d_k_ref[...] = d_k
+                    plgpu.wgmma(d_k_ref, d_s, smem.q.at[stage, :, self.columns])
+                    if not plan.same_keys:
+                        plgpu.barrier_wait(smem.both_there)
+                    self.part_of_d_q(d_q_ref, side, 0)
+                    new_d_v = plgpu.wgmma_accumulator_load(d_v_ref, wait_n=2)
+                    plgpu.barrier_arrive(smem.d_out_free.at[d_out_stage])
+                    new_d_k = plgpu.wgmma_accumulator_load(d_k_ref, wait_n=1)
+                    plgpu.barrier_arrive(smem.q_free.at[stage])
+                    next_there = smem.q_there.at[lax.rem(place + 1, stages)]
+                    pl.when(place + 1 < end)(lambda: plgpu.barrier_wait(next_there))
+                    return new_d_k, new_d_v, plgpu.wgmma_accumulator_load(d_q_ref, wait_n=0)
+
+                return pl.run_scoped(the_others, accumulator(plan.width), accumulator(plan.piece))
+
+            return pl.run_scoped(beside_d_v, accumulator(plan.width))
+
+        d_k, d_v, d_q = pl.run_scoped(gradients, accumulator(block_q))
+
+        def next_products(s_ref):
+            self.products(s_ref, place + 1)  # after the last place: of what lies there, for nobody
+            length = self.tile[slot, LAST] - self.tile[slot, FIRST]
+            self.stored(slot, place - end + length * plan.group)
+            self.d_q_smem[self.wg] = d_q
+            if plan.ordered:
+                plgpu.barrier_wait(smem.my_turn.at[lax.rem(place, stages + 1)])
+            self.add(slot, in_group, rows, 0)
+            return plgpu.wgmma_accumulator_load(s_ref, wait_n=0)
+
+        s = pl.run_scoped(next_products, accumulator(block_q))
+        for number in range(1, plan.half // plan.piece):
+
+            def another(d_q_ref, number=number):
+                self.part_of_d_q(d_q_ref, side, number)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                self.d_q_smem[self.wg] = plgpu.wgmma_accumulator_load(d_q_ref, wait_n=0)
+
+            pl.run_scoped(another, accumulator(plan.piece))
+            self.add(slot, in_group, rows, number)
+        return place + 1, end, d_k, d_v, s
+
+    def products(self, s_ref, place):
+        k = self.smem.k.at[self.my_rows()]
+        q = self.smem.q.at[lax.rem(place, self.plan.tiles.stages)]
+        plgpu.wgmma(s_ref, k, q.transpose((1, 0)))
+
+    def probabilities(self, s, stage, slot, masked):
+        """-> (p, derivative of the cap or None)."""
+        plan, smem = self.plan, self.smem
+        lse = of_queries(smem.lse.at[stage])
+        capped_s, factor, slope = capped(s, plan.scale, plan.soft_cap)
+        p = jnp.exp2(capped_s * factor - self.wide(lse))
+        if masked:
+            key = plgpu.broadcasted_iota(jnp.int32, (64, plan.block_q), 0, layout=plgpu.Layout.WGMMA)
+            key += self.tile[slot, NUMBER] * plan.block_k + self.first_row
+            lower, upper = (of_queries(smem.bounds.at[stage, i]) for i in range(2))
+            p = jnp.where(seen(key, lower, upper, self.wide), p, 0.0)
+        return p, slope
+
+    def part_of_d_q(self, d_q_ref, side, number):
+        plan, smem = self.plan, self.smem
+        columns = pl.ds((self.wg + self.zero()) * plan.half + number * plan.piece, plan.piece)
+        plgpu.wgmma(d_q_ref, smem.d_s.at[side].transpose((1, 0)), smem.k.at[:, columns])
+
+    def add(self, slot, in_group, rows, number):
+        """What lies in d_q_smem to part `number` of the warpgroup's columns of d_q."""
+        plan, tile = self.plan, self.tile
+        plgpu.commit_smem()
+        b, head = tile[slot, SEQUENCE], tile[slot, HEAD] * plan.group + in_group
+        columns = pl.ds(self.wg * plan.half + number * plan.piece, plan.piece)
+        part = self.gmem.d_q.at[b, rows, head, columns]
+        plgpu.copy_smem_to_gmem(self.d_q_smem.at[self.wg], part, reduction_op="add")
+
+    def stored(self, slot, here):
+        """The d_q before this place has left shared memory; in order: is added, and the next block may know.
+        here: the place in this tile of keys."""
+        plan, tile = self.plan, self.tile
+        plgpu.wait_smem_to_gmem(0, wait_read_only=not plan.ordered)
+        if plan.ordered:
+            # Before the first place nobody is told; with a branch ptxas takes one product after the other.
+            first, last, b, kv_head = (tile[slot, i] for i in (FIRST, LAST, SEQUENCE, HEAD))
+            before, length = jnp.maximum(here - 1, 0), jnp.maximum(last - first, 1)
+            head = kv_head * plan.group + lax.div(before, length)
+            step = jnp.where(here > 0, first + lax.rem(before, length), plan.q_tiles)
+            plgpu.semaphore_signal(self.added.at[b, head, step], memory_scope="gpu")
+
+    def zero(self):
+        """Read anew for each tile: else ptxas has all addresses of operands in registers, and spills them."""
+        return self.tile[0, ZERO]
+
+    def my_rows(self):
+        return pl.ds((self.zero() if self.plan.same_keys else self.wg + self.zero()) * 64, 64)
+
+    def wide(self, a):
+        return lax.broadcast_in_dim(a, (64, self.plan.block_q), [1])
+
+
+def of_queries(ref):
+    """A number a query, as the columns of a tile."""
+    return plgpu.load(ref, (), layout=plgpu.Layout.WGMMA.reduce(0))
+
+
+def accumulator(columns):
+    return plgpu.ACC((64, columns), jnp.float32)
