@@ -13,6 +13,7 @@ import train
 from megajax.config import override
 from megajax.mesh import MeshConfig
 from megajax.models.decoder import DecoderConfig
+from megajax.models.execution import ExecutionConfig
 
 ROOT = Path(__file__).parents[1]
 MOCK = ["--data.source=mock", "--data.text=", "--data.tokenizer=null:2047", "--training.sample_prompt="]
@@ -246,10 +247,10 @@ def test_run_directory_is_free_again_after_a_refusal(tmp_path, monkeypatch):
 
 def test_dropout_counters_of_a_long_sequence():
     config = DecoderConfig(attention_dropout=0.1, position="rope")
-    config.check(MeshConfig(), 65536)
+    config.check(MeshConfig(), 65536, ExecutionConfig())
     with pytest.raises(ValueError, match="attention_dropout"):
-        config.check(MeshConfig(), 65537)
-    DecoderConfig(attention_dropout=0.0, position="rope").check(MeshConfig(), 65537)
+        config.check(MeshConfig(), 65537, ExecutionConfig())
+    DecoderConfig(attention_dropout=0.0, position="rope").check(MeshConfig(), 65537, ExecutionConfig())
 
 
 # ----------------------------------------------------------------------------- as a person meets it

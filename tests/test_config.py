@@ -1,13 +1,17 @@
 """What a person types becomes the config they meant, or one line that says why not."""
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 import configs
-from megajax.config import Config, differences, override
+from megajax.config import MOVED, Config, differences, incompatibilities, override
+from megajax.models.decoder import DecoderConfig
+from megajax.models.execution import ExecutionConfig
+from megajax.training.config import LaunchConfig
 
 RECIPES = configs.recipes()
 MEGATRON_MAP = Path(__file__).parents[1] / "docs" / "from_megatron.md"
@@ -134,7 +138,8 @@ def test_json_round_trip_is_equality(name):
     assert Config.from_json(config.to_json()) == config
     config = dataclasses.replace(
         config,
-        training=dataclasses.replace(config.training, batch_size_rampup=(1, 1, 3), profile_steps=(2, 4)),
+        training=dataclasses.replace(config.training, batch_size_rampup=(1, 1, 3)),
+        launch=LaunchConfig(profile_steps=(2, 4)),
         data=dataclasses.replace(config.data, paths=("a", "b"), weights=(0.5, 1.5)),
     )
     assert Config.from_json(config.to_json()) == config
@@ -185,15 +190,59 @@ def test_every_field_has_help():
             if not dataclasses.is_dataclass(field.type):
                 assert re.search(rf'    {field.name}: .*\n    """', lines), f"{kind.__name__}.{field.name}"
 
-    for section in dataclasses.fields(Config):
-        if dataclasses.is_dataclass(section.type):
-            check(section.type)
+    sections = [value for value in vars(Config()).values() if dataclasses.is_dataclass(value)]
+    assert len(sections) == 10
+    for section in sections:
+        check(type(section))
 
 
 def test_fields_that_the_megatron_map_names_exist():
     known = field_names(Config())
-    sections = "model|mesh|precision|data|optimizer|training|checkpoint|logging"
+    sections = "model|execution|mesh|precision|data|optimizer|training|checkpoint|logging|launch"
     quoted = re.findall(r"`([^`]*)`", MEGATRON_MAP.read_text())
     named = {name for text in quoted for name in re.findall(rf"(?:(?<=^)|(?<=[\s-]))(?:{sections})(?:\.\w+)+", text)}
     assert len(named) > 50
     assert sorted(named - set(known)) == []
+
+
+OLD = {
+    "model": {"num_layers": 3, "recompute": "full", "scan_layers": True, "z_loss": 1e-3, "context_attention": "ring"},
+    "training": {"steps": 7, "max_restarts": 2, "exit_at_step": 5, "compiler_options": "xla_gpu_a=1"},
+}
+
+
+def test_config_of_a_run_from_before_the_sections_changed_still_loads():
+    config = Config.from_json(json.dumps(OLD))
+    assert config.model == DecoderConfig(num_layers=3)
+    assert config.execution == ExecutionConfig(recompute="full", scan_layers=True, compiler_options="xla_gpu_a=1")
+    assert (config.training.z_loss, config.training.steps) == (1e-3, 7)
+    assert config.launch == LaunchConfig(max_restarts=2, exit_at_step=5)
+
+
+def test_a_field_that_has_moved_is_refused_with_its_new_name():
+    with pytest.raises(ValueError, match="--model.recompute is now --execution.recompute"):
+        override(configs.recipe("gpt_tiny"), ["--model.recompute=full"])
+
+
+def test_every_field_that_has_moved_is_where_it_is_said_to_be():
+    config = configs.recipe("gpt_tiny")
+    for old, new in MOVED.items():
+        (old_section, name), (new_section, new_name) = old.split("."), new.split(".")
+        assert hasattr(getattr(config, new_section), new_name) and not hasattr(getattr(config, old_section), name)
+
+
+def test_a_resume_compares_what_the_model_is_and_lets_the_rest_change():
+    config = configs.recipe("gpt_tiny")
+    change = lambda *words: incompatibilities(config, override(config, list(words)))
+    assert not change("--execution.recompute=full", "--model.dropout=0.1", "--training.z_loss=1", "--mesh.tensor=2")
+    assert not change("--launch.exit_at_step=3", "--optimizer.learning_rate=1", "--precision.compute=bfloat16")
+    assert change("--model.num_layers=5", "--precision.params=bfloat16") == [
+        "model.num_layers: 4 -> 5", "precision.params: float32 -> bfloat16",
+    ]  # fmt: skip
+
+
+def test_unknown_kind_of_model_is_refused_with_those_there_are():
+    with pytest.raises(ValueError, match="model.kind=perceiver is unknown; use one of decoder"):
+        override(configs.recipe("gpt_tiny"), ["--model.kind=perceiver"])
+    with pytest.raises(ValueError, match="model.kind=perceiver is unknown"):
+        Config.from_json('{"model": {"kind": "perceiver"}}')

@@ -12,7 +12,7 @@ from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.mesh import MeshConfig, make_mesh
 
-ROWS = {"decoder": np.arange(4, dtype=np.int32)}
+ROWS = {"layers.decoder": np.arange(4, dtype=np.int32)}
 SPECS = {"w": ("fsdp", "tensor"), "b": (None,), "half": (None, "data"), "scale": ()}
 SHAPES = {"w": (64, 128), "b": (640,), "half": (4, 8), "scale": ()}
 MESH = dict(data=2, fsdp=2, tensor=2)
@@ -139,7 +139,7 @@ def test_a_damaged_snapshot_is_not_used_and_the_log_says_why(damage, reason, tmp
     ("others", "reason"),
     [
         (dict(fsdp=4, data=2), "on another mesh"),
-        (dict(rows={"decoder": ROWS["decoder"].reshape(2, 2)}), "with another layout of the pipeline"),
+        (dict(rows={"layers.decoder": ROWS["layers.decoder"].reshape(2, 2)}), "with another layout of the pipeline"),
     ],
 )
 def test_another_mesh_takes_the_checkpoint_and_says_why(others, reason, tmp_path, caplog):

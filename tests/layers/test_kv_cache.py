@@ -1,10 +1,11 @@
-"""What a layer reads back from its cache, on one device and on a mesh."""
+"""What attention reads of a cache, on one device and on a mesh."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from megajax.layers import kv_cache
 from megajax.layers.kv_cache import EmptyCache
 
 B, S, K, H = 4, 8, 2, 3
@@ -16,17 +17,22 @@ def new_tokens(seed, length):
 
 
 @pytest.mark.parametrize("sizes", [dict(), dict(data=2, tensor=2), dict(fsdp=2, context=2)])
-def test_each_row_is_written_at_its_own_place(make_test_mesh, sizes):
+def test_each_row_is_written_at_its_own_place(make_test_mesh, sizes, monkeypatch):
     prompt, one, two = new_tokens(0, 4), new_tokens(1, 1), new_tokens(2, 2)
     first = np.array([[4], [1], [3], [2]], np.int32)
     later = np.array([[5, 6], [2, 3], [7, 8], [3, 4]], np.int32)  # place 8 is outside
 
-    def run():
-        cache, k, v, indices = EmptyCache(S).append(*prompt)
-        assert (indices is None) == ("context" not in sizes) and k is prompt[0] and v is prompt[1]
-        cache, *_ = cache.at(jnp.asarray(first)).append(*one)
-        return cache.at(jnp.asarray(later)).append(*two)[1:]
+    def attention(q, k, v, *, indices, **how):
+        """Stands for the attention of the layer: what it would read."""
+        return k, v, indices
 
+    def run():
+        (k, v, indices), cache = EmptyCache(S).attend(None, *prompt)
+        assert (indices is None) == ("context" not in sizes) and k is prompt[0] and v is prompt[1]
+        _, cache = cache.at(jnp.asarray(first)).attend(None, *one)
+        return cache.at(jnp.asarray(later)).attend(None, *two)[0]
+
+    monkeypatch.setattr(kv_cache, "attention", attention)
     with jax.set_mesh(make_test_mesh(**sizes)):
         keys, values, (q_index, k_index) = jax.jit(run)()
     expected = np.zeros((B, S + 1, K, H), np.float32)

@@ -19,6 +19,8 @@ STATE = TrainState(
     SCALAR,
     SCALAR,
     {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)},
+    {},
+    {},
     {"m": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)},
 )
 
