@@ -43,12 +43,8 @@ def compile_recipe(config: Config):
     mesh_config = dataclasses.replace(config.mesh, **{a: max(size, 1) for a, size in config.mesh.sizes().items()})
     config = dataclasses.replace(config, mesh=mesh_config).check_on(mesh_config.num_devices)
     mesh = make_mesh(mesh_config, devices_without_gpu(mesh_config.num_devices, plan_device("h100")))
-    model = config.make_model()
-    optimizer = config.make_optimizer(model)
-    packed = not config.data.cross_document_attention
-    compiled, _ = compile_step(
-        model, optimizer, mesh, mesh_config, config.training, config.optimizer.shard_over_data, packed
-    )
+    program = dataclasses.replace(config.make_program(), mesh=mesh)
+    compiled, _ = compile_step(program, config.training, packed=not config.data.cross_document_attention)
     return compiled
 
 

@@ -22,7 +22,6 @@ from pathlib import Path
 import jax
 import jaxlib
 import numpy as np
-from jax.sharding import Mesh
 from jax.stages import Compiled
 
 from benchmarks import profile
@@ -31,14 +30,11 @@ from benchmarks.sustained import LEARNING_RATE, record, windows
 from megajax.config import Config
 from megajax.devices import find_device, utilisation
 from megajax.mesh import make_mesh, use_compilation_cache
-from megajax.models.model import Model
-from megajax.optim.optimizer import Optimizer
 from megajax.parallel.context import sequence_order
 from megajax.training.batches import abstract_batch
-from megajax.training.compiler_options import compiler_options
+from megajax.training.program import Program
 from megajax.training.reporting.console import format_bytes
-from megajax.training.state import TrainState, init_state, state_shardings
-from megajax.training.step import jit_train_step
+from megajax.training.state import TrainState
 
 NUM_BATCHES = 64
 PROFILED_STEPS = 3
@@ -50,39 +46,32 @@ class Setup:
     """All that a measurement needs but the compiled step and its state."""
 
     config: Config
-    mesh: Mesh
-    model: Model
-    optimizer: Optimizer
-    shardings: TrainState
+    program: Program
+    """With the compiler options that a run of this recipe gets."""
     batches: list[dict]
     """On the devices."""
 
     def new_state(self) -> TrainState:
-        return init_state(self.model, self.optimizer, self.config.training.seed, self.mesh, self.shardings)
-
-    def compiler_options(self) -> dict[str, str]:
-        """Those that a run of this recipe gets."""
-        return compiler_options(self.model, self.mesh, offload_state=self.config.optimizer.offload_state)
+        return self.program.first_state(self.config.training.seed)
 
     def compile(self, state: TrainState, compiler_options: dict[str, str]) -> tuple[Compiled, float]:
         """-> (the step of this recipe, seconds it took)."""
         start = time.perf_counter()
-        step = jit_train_step(self.model, self.optimizer, self.config.training, self.shardings, compiler_options)
-        with jax.set_mesh(self.mesh):
+        program = dataclasses.replace(self.program, compiler_options=compiler_options)
+        step = program.train_step(self.config.training)
+        with jax.set_mesh(program.mesh):
             return step.lower(state, self.batches[0], RATE).compile(), time.perf_counter() - start
 
 
 def set_up(config: Config) -> Setup:
     config = config.check_on(jax.device_count())
     use_compilation_cache()
-    training, mesh, model = config.training, make_mesh(config.mesh), config.make_model()
-    optimizer = config.make_optimizer(model)
-    shardings = state_shardings(model, optimizer, mesh, config.optimizer.shard_over_data)
+    training, program = config.training, config.make_program(make_mesh(config.mesh))
     batch, packed = training.schedule(config.mesh)(training.steps), not config.data.cross_document_attention
-    arrays = abstract_batch(model, batch, training.sequence_length, mesh, packed=packed)
+    arrays = abstract_batch(program.model, batch, training.sequence_length, program.mesh, packed=packed)
     order = sequence_order(training.sequence_length, config.mesh.context, config.execution.context_attention)
     batches = [_random_batch(number, arrays, order, config.model.vocab_size) for number in range(NUM_BATCHES)]
-    return Setup(config, mesh, model, optimizer, shardings, batches)
+    return Setup(config, program, batches)
 
 
 def _random_batch(number: int, arrays: dict[str, jax.ShapeDtypeStruct], order: np.ndarray, vocab_size: int) -> dict:
@@ -139,8 +128,8 @@ def measure(config: Config, seconds: float, num_windows: int, num_steps: int, pr
     profile_to: a file, "yes" to print only, "" for no profile.
     """
     setup = set_up(config)
-    config, mesh, batches = setup.config, setup.mesh, setup.batches
-    options = setup.compiler_options()
+    config, mesh, batches = setup.config, setup.program.mesh, setup.batches
+    options = setup.program.compiler_options
     state = setup.new_state()
     step, compile_seconds = setup.compile(state, options)
     start = time.perf_counter()

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import tyro
+from jax.sharding import AbstractMesh, Mesh
 
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.data.config import DataConfig
-from megajax.mesh import MeshConfig
+from megajax.mesh import AXES, MeshConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.models.interface import ModelConfig, family
@@ -26,8 +27,9 @@ from megajax.models.pipelined import STACK
 from megajax.optim.optimizer import Optimizer, OptimizerConfig
 from megajax.parallel.schedule import make_stages
 from megajax.precision import PrecisionConfig
-from megajax.training.compiler_options import parse
+from megajax.training.compiler_options import compiler_options, parse
 from megajax.training.config import LaunchConfig, TrainingConfig
+from megajax.training.program import Program
 from megajax.training.reporting.metrics import LoggingConfig
 
 
@@ -83,8 +85,17 @@ class Config:
         stages = make_stages(self.mesh, self.model.num_layers_in_all)
         return Model(self.model, self.precision, self.execution, stages=stages, frozen=self.training.frozen)
 
-    def make_optimizer(self, model: Model) -> Optimizer:
-        return Optimizer(self.optimizer, model.trained)
+    def make_program(self, mesh: Mesh | None = None, model: Model | None = None) -> Program:
+        """What the run computes with, on devices (a resolved mesh of them) or, for a plan, without any.
+
+        Raises ValueError for compiler options that jaxlib refuses.
+        """
+        model = model or self.make_model()
+        options = {}
+        if mesh is not None:
+            options = compiler_options(model, mesh, offload_state=self.optimizer.offload_state)
+        mesh = mesh or AbstractMesh(tuple(self.mesh.sizes().values()), AXES)
+        return Program(model, Optimizer(self.optimizer, model.trained), mesh, self.mesh, options)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"

@@ -76,6 +76,11 @@ def axes_of(entry) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
+def with_shardings(abstract, shardings):
+    """Abstract arrays with these shardings (both pytrees of the same structure)."""
+    return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings)
+
+
 def row_major(params, records):
     """Arrays laid out like parameters with these records, each part stored with its last dim contiguous.
 

@@ -1,6 +1,7 @@
 """Bad input is one line that names the field and the way out, exit code 2, and nothing written or overwritten."""
 
 import fcntl
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import train
+from megajax import run
 from megajax.config import override
 from megajax.mesh import MeshConfig
 from megajax.models.decoder import DecoderConfig
@@ -200,22 +202,25 @@ def test_a_run_may_go_on_with_another_way_to_compute_the_same(tmp_path):
     config = train.configs.recipe("gpt_tiny")
     (tmp_path / "config.json").write_text(config.to_json())
     same = ["--execution.context_attention=all_gather", "--execution.recompute=full", "--execution.scan_layers=True"]
-    changed = train._check_same_run(override(config, same), tmp_path)
+    changed = run.check(override(config, [*same, f"--run_dir={tmp_path}"]))
     assert sorted(line.split(":")[0] for line in changed if "run_dir" not in line) == [
         "execution.context_attention", "execution.recompute", "execution.scan_layers"
     ]  # fmt: skip
     for other in ("--model.window=8", "--precision.params=bfloat16", "--optimizer.name=lion"):
         with pytest.raises(ValueError, match=f"another model .{other[2:].split('=')[0]}: "):
-            train._check_same_run(override(config, [other]), tmp_path)
+            run.check(override(config, [other, f"--run_dir={tmp_path}"]))
 
 
 @pytest.mark.fault
 def test_a_run_on_other_data_is_refused_unless_it_is_allowed(tmp_path):
-    (tmp_path / "data.json").write_text('{"seed": 1, "num_samples": 8}')
-    train._check_same_data({"seed": 1, "num_samples": 8}, False, tmp_path)
-    with pytest.raises(ValueError, match="other data .seed: 1 -> 2.*allow_change"):
-        train._check_same_data({"seed": 2, "num_samples": 8}, False, tmp_path)
-    train._check_same_data({"seed": 2, "num_samples": 8}, True, tmp_path)
+    config = override(train.configs.recipe("gpt_tiny"), [*MOCK, f"--run_dir={tmp_path}", "--mesh.data=1"])
+    record = run.load_data(config).record
+    (tmp_path / "data.json").write_text(json.dumps(record))
+    run.load_data(config)
+    (tmp_path / "data.json").write_text(json.dumps(record | {"seed": 1}))
+    with pytest.raises(ValueError, match="other data .seed: 1 -> 1234.*allow_change"):
+        run.load_data(config)
+    run.load_data(override(config, ["--data.allow_change=True"]))
 
 
 def test_run_directory_of_another_model_is_left_as_it_is(tmp_path):

@@ -27,11 +27,12 @@ import jaxlib
 from benchmarks.command_line import read_config, run, split
 from benchmarks.sustained import record
 from benchmarks.train_step import RATE, Setup, set_up, sustained
-from megajax.checkpoint.checkpointer import Checkpointer, with_shardings
+from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.local import LocalSnapshots
 from megajax.checkpoint.verify import digests
 from megajax.config import Config
+from megajax.sharding import with_shardings
 from megajax.training.reporting.console import format_bytes
 from megajax.training.state import TrainState, abstract_state
 

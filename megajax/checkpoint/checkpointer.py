@@ -94,6 +94,32 @@ class Checkpointer:
         except Exception as error:  # a disk that is full, gone or slow: training can go on
             self._failed(error)
 
+    @property
+    def start_from(self) -> str:
+        """checkpoint.start_from, or an empty string."""
+        return self._config.start_from if self._config else ""
+
+    def weights_to_start_from(self, abstract_weights, layer_rows: Rows):
+        """The weights of checkpoint.start_from, laid out as the shardings of the abstract ones say; None without one.
+
+        Raises ValueError if that run has no such step, or if it is damaged.
+        """
+        if not self.start_from:
+            return None
+        run_dir, step = self._config.source()
+        with Checkpointer(run_dir, None) as other:
+            step = other.latest_step() if step is None else step
+            if step not in other._manager.all_steps():
+                raise ValueError(
+                    f"checkpoint.start_from={self.start_from}: there is no step {step or ''} in {other.folder}"
+                )
+            return other.restore_params(step, abstract_weights, layer_rows)
+
+    def is_due(self, step: int) -> bool:
+        """Whether checkpoint.every_steps asks for a checkpoint of this step."""
+        every = self._config.every_steps if self._config else 0
+        return bool(every) and step % every == 0
+
     def is_saving(self) -> bool:
         """Whether a save is under way in the background."""
         return self._manager.is_saving_in_progress()
@@ -320,8 +346,3 @@ def _in_one_line(error: Exception) -> str:
         if isinstance(error, ValueError) and "is damaged" in lines[0]
         else f"{type(error).__name__}: {lines[0]}"
     )
-
-
-def with_shardings(abstract, shardings):
-    """Abstract arrays that restore lays out by `shardings` (both pytrees of the same structure)."""
-    return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings)

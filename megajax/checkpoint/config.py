@@ -23,6 +23,17 @@ class CheckpointConfig:
     local_every_steps: int = 0
     """Steps between two local snapshots."""
 
+    start_from: str = ""
+    """A new run begins with the weights of this run (its newest step, or RUN/checkpoints/STEP), a new optimizer and
+    step 0; empty: with drawn ones."""
+
+    def source(self) -> tuple[Path, int | None]:
+        """Of start_from -> (run directory, step or None for the newest)."""
+        path = Path(self.start_from).resolve()
+        if path.parent.name == "checkpoints" and path.name.isdecimal():
+            return path.parents[1], int(path.name)
+        return path, None
+
     def check(self) -> None:
         for name in ("every_steps", "keep", "keep_every_steps", "keep_best", "local_every_steps"):
             if getattr(self, name) < 0:

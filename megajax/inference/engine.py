@@ -17,13 +17,13 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from megajax.checkpoint.checkpointer import Checkpointer, with_shardings
+from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.config import Config
 from megajax.data.tokenizers.tokenizer import Tokenizer, load_saved_tokenizer
 from megajax.inference.sampling import RowSampling, Sampling
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.model import Model
-from megajax.sharding import constrain
+from megajax.sharding import constrain, with_shardings
 
 logger = logging.getLogger("megajax")
 

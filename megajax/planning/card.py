@@ -1,34 +1,23 @@
 """The start-up card: what will be trained, on what, and what it will need."""
 
 import jax
-from jax.sharding import Mesh
 
 from megajax.data.datasets import Datasets
-from megajax.mesh import MeshConfig
-from megajax.models.model import Model
-from megajax.optim.optimizer import Optimizer
 from megajax.planning.memory import memory_per_device, memory_rows
 from megajax.training.config import TrainingConfig
+from megajax.training.program import Program
 from megajax.training.reporting.console import format_count
 
 SHOWN_SOURCES = 8
 
 
-def startup_rows(
-    model: Model,
-    optimizer: Optimizer,
-    mesh: Mesh,
-    mesh_config: MeshConfig,
-    training: TrainingConfig,
-    datasets: Datasets,
-    shard_over_data: bool,
-    compiler_options: dict[str, str],
-) -> list[tuple[str, str]]:
+def startup_rows(program: Program, training: TrainingConfig, datasets: Datasets) -> list[tuple[str, str]]:
     """(name, value) rows for Console.card."""
+    model, mesh = program.model, program.mesh
     length = training.sequence_length
     tokens = training.global_batch_size * length
-    memory, host = memory_per_device(model, optimizer, mesh, mesh_config, training, shard_over_data)
-    axes = " x ".join(f"{axis} {size}" for axis, size in mesh_config.sizes().items() if size > 1)
+    memory, host = memory_per_device(program, training)
+    axes = " x ".join(f"{axis} {size}" for axis, size in program.mesh_config.sizes().items() if size > 1)
     flops = [format_count(model.config.flops_per_token(length, causal=causal)) for causal in (False, True)]
     return [
         ("parameters", format_count(model.num_parameters())),
@@ -39,7 +28,7 @@ def startup_rows(
         *memory_rows(memory, host),
         ("batch", f"{training.global_batch_size} x {length} = {format_count(tokens)} tokens a step"),
         *_data_rows(datasets, training.steps),
-        ("compiler options", " ".join(f"{name}={value}" for name, value in compiler_options.items()) or "none"),
+        ("compiler options", " ".join(f"{name}={value}" for name, value in program.compiler_options.items()) or "none"),
     ]  # fmt: skip
 
 

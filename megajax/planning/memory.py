@@ -4,17 +4,15 @@ import math
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from megajax.layers.layer import LayerConfig, Saved
 from megajax.mesh import MeshConfig
 from megajax.models.model import Model
 from megajax.ops.cross_entropy import MAX_CHUNK_BYTES
-from megajax.optim.optimizer import Optimizer
 from megajax.parallel.schedule import make_table
 from megajax.training.config import TrainingConfig
+from megajax.training.program import Program
 from megajax.training.reporting.console import format_bytes
-from megajax.training.state import abstract_state, state_shardings
 
 
 def bytes_per_device(abstract, shardings) -> int:
@@ -23,23 +21,15 @@ def bytes_per_device(abstract, shardings) -> int:
     return sum(jax.tree.leaves(jax.tree.map(size, abstract, shardings)))
 
 
-def memory_per_device(
-    model: Model,
-    optimizer: Optimizer,
-    mesh: Mesh,
-    mesh_config: MeshConfig,
-    training: TrainingConfig,
-    shard_over_data: bool,
-) -> tuple[dict[str, int], dict[str, int]]:
+def memory_per_device(program: Program, training: TrainingConfig) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes a device by kind, in its memory and on its host: weights and optimizer exactly, gradients (float32) and
     activations as estimates."""
-    shardings = state_shardings(model, optimizer, mesh, shard_over_data)
-    state = abstract_state(model, optimizer)
+    shardings, state = program.shardings, program.abstract_state
     held = bytes_per_device((state.frozen, state.variables), (shardings.frozen, shardings.variables))
     gradients = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, np.float32), state.params)
-    device, host = activation_bytes(model, mesh_config, training)
+    device, host = activation_bytes(program.model, program.mesh_config, training)
     moments = bytes_per_device(state.optimizer, shardings.optimizer)
-    offloaded = optimizer.config.offload_state
+    offloaded = program.optimizer.config.offload_state
     on_device = {
         "weights": bytes_per_device(state.params, shardings.params) + held,
         "optimizer": 0 if offloaded else moments,

@@ -5,6 +5,7 @@ compiled for the planned GPU and the compiler says what it allocates; otherwise 
 estimates, and the assumptions are printed with them.
 """
 
+import dataclasses
 import re
 import resource
 import string
@@ -14,14 +15,11 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from megajax import compat
-from megajax.checkpoint.checkpointer import with_shardings
 from megajax.devices import DEVICES, Device, utilisation
-from megajax.mesh import AXES, MeshConfig, make_mesh, use_compiler_without_gpu
+from megajax.mesh import MeshConfig, make_mesh, use_compiler_without_gpu
 from megajax.models.model import Model
-from megajax.optim.optimizer import Optimizer
 from megajax.parallel.schedule import bubble, make_table
 from megajax.planning.memory import memory_per_device, memory_rows
 from megajax.planning.step_time import (
@@ -35,9 +33,8 @@ from megajax.planning.step_time import (
 from megajax.training.batches import abstract_batch
 from megajax.training.compiler_options import compiler_options
 from megajax.training.config import TrainingConfig
+from megajax.training.program import Program
 from megajax.training.reporting.console import format_bytes, format_count, format_seconds
-from megajax.training.state import abstract_state, state_shardings
-from megajax.training.step import jit_train_step
 
 USABLE_MEMORY = 0.92  # of the device; the rest is CUDA, cuDNN workspaces and fragmentation
 COMPILED_FOR = ("H100", "H200")
@@ -51,23 +48,15 @@ def plan_device(name: str) -> Device:
     return known[name.lower()]
 
 
-def plan_rows(
-    model: Model,
-    optimizer: Optimizer,
-    mesh_config: MeshConfig,
-    training: TrainingConfig,
-    shard_over_data: bool,
-    packed: bool,
-    device: Device,
-) -> list[tuple[str, str]]:
-    """(name, value) rows for Console.card; mesh_config has no -1. packed: documents do not see each other."""
+def plan_rows(program: Program, training: TrainingConfig, packed: bool, device: Device) -> list[tuple[str, str]]:
+    """(name, value) rows for Console.card. packed: documents do not see each other."""
+    model, mesh_config = program.model, program.mesh_config
     compiles = device.name in COMPILED_FOR and compat.gpu_compiler_installed()
-    abstract_mesh = jax.sharding.AbstractMesh(tuple(mesh_config.sizes().values()), AXES)
-    memory, host = memory_per_device(model, optimizer, abstract_mesh, mesh_config, training, shard_over_data)
+    memory, host = memory_per_device(program, training)
     rows = _model_rows(model, mesh_config, training, device) + memory_rows(memory, host)
     if compiles:
         mesh = make_mesh(mesh_config, devices_without_gpu(mesh_config.num_devices, device))
-        compiled, seconds = compile_step(model, optimizer, mesh, mesh_config, training, shard_over_data, packed)
+        compiled, seconds = compile_step(dataclasses.replace(program, mesh=mesh), training, packed)
         analysis = compiled.memory_analysis()
         total = device_peak_bytes(analysis)
         rows += [
@@ -128,24 +117,16 @@ def devices_without_gpu(count: int, device: Device) -> list:
     return compat.compile_only_devices(count, template.substitute(numbers, name=device.name))
 
 
-def compile_step(
-    model: Model,
-    optimizer: Optimizer,
-    mesh: Mesh,
-    mesh_config: MeshConfig,
-    training: TrainingConfig,
-    shard_over_data: bool,
-    packed: bool,
-):
-    """-> (compiled train step, seconds)."""
-    start = time.perf_counter()
+def compile_step(program: Program, training: TrainingConfig, packed: bool):
+    """-> (compiled train step, seconds). The mesh is of real devices, or of those of devices_without_gpu."""
+    start, mesh, model = time.perf_counter(), program.mesh, program.model
+    offload_state = program.optimizer.config.offload_state
+    program = dataclasses.replace(program, compiler_options=compiler_options(model, mesh, offload_state=offload_state))
     # Devices without a GPU have no host memory, and a sharding over them forgets that it is there.
-    shardings = state_shardings(model, optimizer, mesh.abstract_mesh, shard_over_data)
-    state = with_shardings(abstract_state(model, optimizer), shardings)
-    batch = training.schedule(mesh_config)(training.steps)
+    state = dataclasses.replace(program, mesh=mesh.abstract_mesh).abstract_state
+    batch = training.schedule(program.mesh_config)(training.steps)
     arrays = abstract_batch(model, batch, training.sequence_length, mesh, packed=packed)
-    options = compiler_options(model, mesh, offload_state=optimizer.config.offload_state)
-    step = jit_train_step(model, optimizer, training, shardings, options)
+    step = dataclasses.replace(program, mesh=mesh.abstract_mesh).train_step(training)
     rate = jax.ShapeDtypeStruct((), jnp.float32)
     with jax.set_mesh(mesh):
         compiled = step.lower(state, arrays, rate).compile()

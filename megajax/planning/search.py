@@ -11,8 +11,6 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import jax
-
 from megajax.devices import Device, utilisation
 from megajax.mesh import AXES, MeshConfig
 from megajax.models.model import Model
@@ -59,10 +57,7 @@ def search(config: "Config", num_devices: int, device: Device) -> tuple[list[Can
         # What is computed again changes no parameter, and so not what is slow to find out about a model.
         its_model = copy.copy(model(stages))
         its_model.execution = candidate.execution
-        optimizer = candidate.make_optimizer(its_model)
-        mesh = jax.sharding.AbstractMesh(tuple(candidate.mesh.sizes().values()), AXES)
-        parts = candidate.mesh, candidate.training, candidate.optimizer.shard_over_data
-        memory, host = memory_per_device(its_model, optimizer, mesh, *parts)
+        memory, host = memory_per_device(candidate.make_program(model=its_model), candidate.training)
         if sum(memory.values()) <= USABLE_MEMORY * device.memory_bytes:
             times = step_times(its_model, candidate.mesh, candidate.training, device, host)
             found.append(Candidate(candidate, times.step, sum(memory.values())))

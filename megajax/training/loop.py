@@ -5,6 +5,7 @@ read one step late.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,14 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
-from megajax.checkpoint.checkpointer import Checkpointer, with_shardings
+from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.data.config import DataConfig
 from megajax.data.datasets import Dataset, Datasets
-from megajax.mesh import MeshConfig
-from megajax.models.model import Model
-from megajax.optim.optimizer import Optimizer
 from megajax.optim.schedule import Schedule
 from megajax.training.batch_schedule import BatchSchedule
 from megajax.training.batches import device_batches
@@ -28,45 +25,48 @@ from megajax.training.config import LaunchConfig, TrainingConfig
 from megajax.training.faults.replicas import check_replicas, describe_replicas
 from megajax.training.faults.stop import StopRequest
 from megajax.training.faults.watchdog import Watchdog
+from megajax.training.program import Program
 from megajax.training.reporting.console import Console
 from megajax.training.reporting.metrics import MetricsWriter
 from megajax.training.reporting.profiling import Profiler
 from megajax.training.reporting.reporter import Reporter
-from megajax.training.state import TrainState, abstract_state, init_state, state_shardings
-from megajax.training.step import jit_train_step, make_eval_step
+from megajax.training.state import TrainState
+from megajax.training.step import make_eval_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """Where a run writes, and what it says of itself there."""
+
+    run_dir: Path
+    console: Console
+    writer: MetricsWriter | None
+    """Of the first process; None elsewhere, and where nothing is written."""
+    meta: dict[str, Any]
+    """Goes into every checkpoint: the config, which tokenizer."""
+    first_started: float
+    """Seconds since 1970."""
 
 
 @dataclasses.dataclass
 class Trainer:
-    """One run. All fields are what train.py built; `run` does the work."""
+    """One run, from its parts (megajax/run.py builds them): `start` gives the state, `run` trains."""
 
     config: TrainingConfig
     launch: LaunchConfig
-    mesh_config: MeshConfig
-    mesh: Mesh
-    model: Model
-    optimizer: Optimizer
-    learning_rates: Schedule
-    shard_over_data: bool
+    program: Program
     datasets: Datasets
     data_config: DataConfig
     checkpointer: Checkpointer
-    checkpoint_every_steps: int
-    writer: MetricsWriter | None
-    console: Console
-    run_dir: Path
-    compiler_options: dict[str, str]
-    meta: dict[str, Any]
+    output: Output
     watchdog: Watchdog
-    first_started: float
-    """Seconds since 1970."""
     productive_seconds: float = dataclasses.field(default=0.0, init=False)
     """Of the steps before the checkpoint that was restored (Reporter.goodput)."""
 
     def start(self) -> TrainState:
         """The state of the newest checkpoint that is whole, or a new one. Raises ValueError if there are checkpoints
         and none can be used."""
-        with jax.set_mesh(self.mesh):
+        with jax.set_mesh(self.program.mesh):
             return self._start()
 
     def run(self, state: TrainState) -> str:
@@ -74,44 +74,45 @@ class Trainer:
 
         state: from `start`; it is used up.
         """
-        with jax.set_mesh(self.mesh):
+        with jax.set_mesh(self.program.mesh):
             return self._run(state)
 
     def _run(self, state: TrainState) -> str:
-        config, first = self.config, int(state.step)
+        config, launch, first = self.config, self.launch, int(state.step)
         if first >= config.steps:
             return "already finished"
-        if self.launch.exit_at_step is not None and first >= self.launch.exit_at_step:
-            self.console.note(f"nothing to do: step {first} is done, launch.exit_at_step={self.launch.exit_at_step}")
+        console = self.output.console
+        if launch.exit_at_step is not None and first >= launch.exit_at_step:
+            console.note(f"nothing to do: step {first} is done, launch.exit_at_step={launch.exit_at_step}")
             return "interrupted"
-        stop_request = StopRequest(self.launch.exit_at_step, self.launch.exit_after_minutes)
-        with stop_request as stop, Profiler(self.launch.profile_steps, self.run_dir, self.console) as profiler:
+        stop_request = StopRequest(launch.exit_at_step, launch.exit_after_minutes)
+        with stop_request as stop, Profiler(launch.profile_steps, self.output.run_dir, console) as profiler:
             return self._train(state, first, stop, profiler)
 
     def _train(self, state: TrainState, first: int, stop: StopRequest, profiler: Profiler) -> str:
-        config, schedule = self.config, self.config.schedule(self.mesh_config)
-        batches, step_function = self.train_batches(first, config.steps), self.step_function()
+        config, schedule = self.config, self.config.schedule(self.program.mesh_config)
+        batches, step_function = self.train_batches(first, config.steps), self.program.train_step(config)
         reporter = Reporter(
             first,
             num_steps=config.steps,
             every_steps=config.log_every_steps,
             sequence_length=config.sequence_length,
             schedule=schedule,
-            flops_per_token=self.model.config.flops_per_token,
-            num_devices=self.mesh.size,
+            flops_per_token=self.program.model.config.flops_per_token,
+            num_devices=self.program.mesh.size,
             most_skipped=config.most_skipped_in_a_row,
             productive_seconds=self.productive_seconds,
-            first_started=self.first_started,
-            console=self.console,
-            writer=self.writer,
+            first_started=self.output.first_started,
+            console=self.output.console,
+            writer=self.output.writer,
         )
         if config.check_replicas_every_steps:
-            self.console.note(describe_replicas(state))
+            self.output.console.note(describe_replicas(state))
         evaluate = self._evaluator(schedule)
         done = first
         for step, batch in enumerate(batches, start=first):
             profiler.before(step + 1)
-            rate = self.learning_rates(schedule(step).first_sample / config.global_batch_size)
+            rate = self.learning_rate(step)
             state, metrics = step_function(state, batch, np.float32(rate))
             done = step + 1
             reporter.dispatched(done, metrics, rate)
@@ -125,12 +126,11 @@ class Trainer:
                 evaluation = evaluate(state.weights)
                 reporter.evaluation(done, evaluation)
                 self.watchdog.alive()
-            every = self.checkpoint_every_steps
-            is_due = asked or done == config.steps or bool(every and done % every == 0)
+            is_due = asked or done == config.steps or self.checkpointer.is_due(done)
             is_saved, compared = is_due or self.checkpointer.local_is_due(done), config.check_replicas_every_steps
             if compared and (is_saved or done % compared == 0):
                 reporter.flush()
-                check_replicas(state, self.mesh, done, self.checkpointer.latest_step())
+                check_replicas(state, self.program.mesh, done, self.checkpointer.latest_step())
                 self.watchdog.alive()
                 reporter.new_window()
             if is_saved:
@@ -140,7 +140,7 @@ class Trainer:
                 self.watchdog.alive()
                 reporter.new_window()
             if asked:
-                self.console.note(f"stopping after step {done}: {asked}")
+                self.output.console.note(f"stopping after step {done}: {asked}")
                 break
         reporter.flush()
         self.checkpointer.wait()
@@ -148,43 +148,44 @@ class Trainer:
         if self.checkpointer.latest_step() != done:
             raise RuntimeError(f"the checkpoint of step {done} could not be saved: the log says why")
         reporter.close()
-        self.console.close()
+        self.output.console.close()
         return "finished" if done >= config.steps else "interrupted"
 
     # ------------------------------------------------------------------ parts of the run
 
-    def step_function(self) -> Callable:
-        """The jitted train step, for the current mesh."""
-        return jit_train_step(
-            self.model,
-            self.optimizer,
-            self.config,
-            state_shardings(self.model, self.optimizer, self.mesh, self.shard_over_data),
-            self.compiler_options,
-        )
+    def learning_rate(self, step: int) -> float:
+        """Of the update after `step` finished ones; while the batch ramps up, by the samples that were read."""
+        read = self.config.schedule(self.program.mesh_config)(step).first_sample
+        return self._learning_rates(read / self.config.global_batch_size)
+
+    @functools.cached_property
+    def _learning_rates(self) -> Schedule:
+        return self.program.optimizer.config.make_schedule(self.config.steps)
 
     def train_batches(self, start: int, stop: int) -> Iterator[dict]:
         """Of the steps start + 1, ..., stop."""
-        return self._batches(self.datasets.train, self.config.schedule(self.mesh_config), start, stop)
+        return self._batches(self.datasets.train, self.config.schedule(self.program.mesh_config), start, stop)
 
     def _start(self) -> TrainState:
-        shardings = state_shardings(self.model, self.optimizer, self.mesh, self.shard_over_data)
-        target = with_shardings(abstract_state(self.model, self.optimizer), shardings)
-        found = self.checkpointer.restore_newest(target.weights, target.optimizer, self.model.layer_rows)
-        if self.writer is not None:
-            self.writer.rewind(0 if found is None else found[0])
+        model, target = self.program.model, self.program.abstract_state
+        found = self.checkpointer.restore_newest(target.weights, target.optimizer, model.layer_rows)
+        if self.output.writer is not None:
+            self.output.writer.rewind(0 if found is None else found[0])
         if found is None:
-            return init_state(self.model, self.optimizer, self.config.seed, self.mesh, shardings)
+            weights = self.checkpointer.weights_to_start_from(target.weights, model.layer_rows)
+            if weights is not None:
+                self.output.console.note(f"starting from the weights of {self.checkpointer.start_from}")
+            return self.program.first_state(self.config.seed, weights)
         latest, weights, optimizer, meta = found
-        self.console.note(f"resuming from step {latest} of {self.config.steps}")
+        self.output.console.note(f"resuming from step {latest} of {self.config.steps}")
         self._check_samples(latest, meta)
         self.productive_seconds = meta.get("productive_seconds", 0.0)
-        scalar = lambda value: jax.device_put(jnp.int32(value), shardings.step)
-        return TrainState(scalar(latest), scalar(meta["skipped"]), *self.model.split(weights), optimizer)
+        scalar = lambda value: jax.device_put(jnp.int32(value), self.program.shardings.step)
+        return TrainState(scalar(latest), scalar(meta["skipped"]), *model.split(weights), optimizer)
 
     def _check_samples(self, step: int, meta: dict[str, Any]) -> None:
         """Raises ValueError if samples would be skipped or read twice, as with another batch size."""
-        here = self.config.schedule(self.mesh_config).num_samples(step)
+        here = self.config.schedule(self.program.mesh_config).num_samples(step)
         read = meta.get("consumed_samples", here)
         if read != here and not self.data_config.allow_change:
             raise ValueError(
@@ -203,8 +204,8 @@ class Trainer:
     ) -> None:
         """save: of the checkpointer; eval_loss: of this step, None if it was not evaluated."""
         step = int(state.step)
-        meta = self.meta | {
-            "layer_rows": {kind: rows.tolist() for kind, rows in self.model.layer_rows.items()},
+        meta = self.output.meta | {
+            "layer_rows": {kind: rows.tolist() for kind, rows in self.program.model.layer_rows.items()},
             "step": step,
             "skipped": int(state.skipped),
             "consumed_samples": schedule.num_samples(step),
@@ -219,9 +220,9 @@ class Trainer:
             schedule,
             start=start,
             stop=stop,
-            model=self.model,
+            model=self.program.model,
             sequence_length=self.config.sequence_length,
-            mesh=self.mesh,
+            mesh=self.program.mesh,
             config=self.data_config,
         )
 
@@ -229,9 +230,9 @@ class Trainer:
         config, dataset = self.config, self.datasets.eval
         if not config.eval_every_steps or dataset is None:
             return None
-        size, eval_step = config.eval_batch_size(self.mesh_config), jax.jit(make_eval_step(self.model))
+        size, eval_step = config.eval_batch_size(self.program.mesh_config), jax.jit(make_eval_step(self.program.model))
         # Through a pipeline all of them go at once, as microbatches.
-        at_once = 1 if self.model.stages is None else config.eval_steps
+        at_once = 1 if self.program.model.stages is None else config.eval_steps
 
         def evaluate(weights) -> dict[str, float]:
             schedule = BatchSchedule(size * at_once, size, None)

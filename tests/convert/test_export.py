@@ -1,5 +1,6 @@
 """An exported run is served as the run that it came from, from the same numbers, and cannot be trained."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import train
+from megajax import run
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import Config
@@ -84,8 +85,8 @@ def _flip_bits(run_dir):
 
 def test_an_exported_run_cannot_be_trained(run_dir, tmp_path):
     export(run_dir, tmp_path / "out", dtype="bfloat16")
-    with pytest.raises(ValueError, match="holds parameters alone.*use another --run_dir"):
-        train._check_same_run(CONFIG, tmp_path / "out")
+    with pytest.raises(ValueError, match="holds parameters alone.*--checkpoint.start_from"):
+        run.check(dataclasses.replace(CONFIG, run_dir=str(tmp_path / "out")))
 
 
 def test_what_cannot_be_exported_is_refused_and_nothing_is_left(run_dir, tmp_path, capsys):

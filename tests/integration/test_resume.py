@@ -10,11 +10,12 @@ import pytest
 
 import configs
 import train
-from megajax.checkpoint.checkpointer import Checkpointer, with_shardings
+from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.config import Config
 from megajax.data.config import DataConfig
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.model import Model
+from megajax.sharding import with_shardings
 
 pytestmark = pytest.mark.fault
 

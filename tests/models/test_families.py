@@ -34,7 +34,7 @@ from megajax.models.decoder import DecoderConfig
 from megajax.models.interface import BatchArray, ModelConfig, loss_terms, split_key
 from megajax.ops.cross_entropy import cross_entropy
 from megajax.ops.embedding import embed
-from megajax.optim.optimizer import OptimizerConfig
+from megajax.optim.optimizer import Optimizer, OptimizerConfig
 from megajax.parameters import variable, weight
 from megajax.planning.plan import plan_device, plan_rows
 from megajax.precision import PrecisionConfig
@@ -331,8 +331,7 @@ def test_family_generates_what_it_predicts_without_a_cache(family, trained):
 def test_family_is_planned(family, tmp_path):
     config = config_of(family, tmp_path / "run", MeshConfig(fsdp=2))
     model = config.make_model()
-    rows = dict(plan_rows(model, config.make_optimizer(model), config.mesh, config.training, False, False,
-                          plan_device("a100")))  # fmt: skip
+    rows = dict(plan_rows(config.make_program(), config.training, False, plan_device("a100")))
     Console().card("plan", list(rows.items()))
     assert f"({model.num_parameters():,})" in rows["parameters"] and rows["verdict"].startswith("fits")
     matrices = {"hybrid": 2 * (16 * 16 * 4 + 3 * 16 * 32) + 2 * 3 * 16 * 16 + 128 * 16,
@@ -372,7 +371,7 @@ def test_variables_follow_what_was_observed_and_have_no_gradient(trained):
 def test_frozen_parameters_keep_their_values_and_have_no_moments(trained, tmp_path, monkeypatch):
     config = override(config_of("hybrid", tmp_path / "run"), ["--training.frozen=embedding,layers.dense.*"])
     model = config.make_model()
-    optimizer = config.make_optimizer(model)
+    optimizer = Optimizer(config.optimizer, model.trained)
     assert set(model.trained["layers"]) == {"recurrent"} and "embedding" not in model.trained
     moments = jax.eval_shape(optimizer.init, model.split(model.abstract_weights).params)
     assert not any("dense" in jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(moments))

@@ -1,13 +1,15 @@
 """The estimate of --plan follows the policy: what is kept, what lies on the host."""
 
-import jax
+import dataclasses
+
 import pytest
 
-from megajax.mesh import AXES, MeshConfig
+from megajax.config import Config
+from megajax.mesh import MeshConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.models.model import Model
-from megajax.optim.optimizer import Optimizer, OptimizerConfig
+from megajax.optim.optimizer import OptimizerConfig
 from megajax.planning.memory import activation_bytes, memory_per_device
 from megajax.precision import PrecisionConfig
 from megajax.training.config import TrainingConfig
@@ -46,12 +48,12 @@ def test_offloaded_activations_leave_the_device_for_the_host():
 
 
 def test_offloaded_moments_are_the_hosts():
-    model, mesh = Model(CONFIG, PrecisionConfig()), jax.sharding.AbstractMesh((1,) * len(AXES), AXES)
+    config = Config(model=CONFIG, training=TrainingConfig(global_batch_size=8, sequence_length=32))
+    model = config.make_model()
 
     def memory(offload_state):
-        optimizer = Optimizer(OptimizerConfig(offload_state=offload_state), model.trained)
-        training = TrainingConfig(global_batch_size=8, sequence_length=32)
-        return memory_per_device(model, optimizer, mesh, MeshConfig(), training, False)
+        program = dataclasses.replace(config, optimizer=OptimizerConfig(offload_state=offload_state)).make_program()
+        return memory_per_device(program, config.training)
 
     device, host = memory(True)
     plain_device, plain_host = memory(False)

@@ -26,11 +26,8 @@ def without_cuda_wheels(monkeypatch):
 
 
 def rows_of(config: Config, device: str = "h100") -> dict[str, str]:
-    model = config.make_model()
-    optimizer = config.make_optimizer(model)
-    shard_over_data = config.optimizer.shard_over_data
     packed = not config.data.cross_document_attention
-    return dict(plan_rows(model, optimizer, config.mesh, config.training, shard_over_data, packed, plan_device(device)))
+    return dict(plan_rows(config.make_program(), config.training, packed, plan_device(device)))
 
 
 def num_bytes(text: str) -> float:

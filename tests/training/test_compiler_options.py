@@ -26,8 +26,6 @@ from megajax.training.compiler_options import (
     refusal,
     target_of,
 )
-from megajax.training.state import abstract_state, state_shardings
-from megajax.training.step import jit_train_step
 
 REDUCE_SCATTER = "xla_gpu_reduce_scatter_combine_threshold_bytes"
 # Llama 8B on eight H100s: 436 MB a layer in bfloat16.
@@ -164,14 +162,12 @@ def test_requested_options_are_written_as_in_xla_flags():
 
 def test_options_reach_the_compiler(make_test_mesh):
     config, mesh = tiny(), make_test_mesh()
-    model = config.make_model()
-    optimizer = config.make_optimizer(model)
-    shardings = state_shardings(model, optimizer, mesh, False)
-    step = jit_train_step(model, optimizer, config.training, shardings, {"xla_gpu_colour": "3"})
+    program = dataclasses.replace(config.make_program(mesh), compiler_options={"xla_gpu_colour": "3"})
+    step = program.train_step(config.training)
     arrays = {name: jax.ShapeDtypeStruct((1, 8, 32), "int32") for name in ("tokens", "labels", "positions")}
     arrays["loss_mask"] = jax.ShapeDtypeStruct((1, 8, 32), "float32")
     with jax.set_mesh(mesh):
-        lowered = step.lower(abstract_state(model, optimizer), arrays, jax.ShapeDtypeStruct((), "float32"))
+        lowered = step.lower(program.abstract_state, arrays, jax.ShapeDtypeStruct((), "float32"))
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_gpu_colour"):
         lowered.compile()
 

@@ -16,14 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from megajax.checkpoint.checkpointer import with_shardings
 from megajax.checkpoint.verify import digests
 from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer
 from megajax.training.faults.nonfinite import Origin, find_origins
 from megajax.training.loop import Trainer
 from megajax.training.reporting.starts import start_record
-from megajax.training.state import TrainState, abstract_state, init_state, state_shardings
+from megajax.training.state import TrainState
 from megajax.training.step import make_train_step
 
 logger = logging.getLogger("megajax")
@@ -44,8 +43,8 @@ def run_again(trainer: Trainer, step: int, changed: list[str]) -> None:
     old -> new" of what of the config is not as when the run was last started. Raises ValueError for a step that the run
     does not have, and for a pipeline.
     """
-    config, mesh = trainer.config, trainer.mesh_config
-    if trainer.model.stages is not None:
+    config, mesh = trainer.config, trainer.program.mesh_config
+    if trainer.program.model.stages is not None:
         raise ValueError(
             f"--replay_step={step} with mesh.pipeline={mesh.pipeline}: a pipeline is one operation, which cannot be "
             f"looked into; use --mesh.pipeline=1 --mesh.virtual_stages=1 --mesh.pipeline_layout= "
@@ -53,14 +52,15 @@ def run_again(trainer: Trainer, step: int, changed: list[str]) -> None:
         )
     if not 1 <= step <= config.steps:
         raise ValueError(f"--replay_step={step} must be from 1 to training.steps={config.steps}")
-    with jax.set_mesh(trainer.mesh):
+    with jax.set_mesh(trainer.program.mesh):
         _replay(trainer, step, changed)
 
 
 def _replay(trainer: Trainer, step: int, changed: list[str]) -> None:
-    note, config, schedule = trainer.console.note, trainer.config, trainer.config.schedule(trainer.mesh_config)
-    rate = lambda done: np.float32(trainer.learning_rates(schedule(done).first_sample / config.global_batch_size))
-    state, step_function = _state_before(trainer, step), trainer.step_function()
+    note, config, program = trainer.output.console.note, trainer.config, trainer.program
+    schedule = config.schedule(program.mesh_config)
+    rate = lambda done: np.float32(trainer.learning_rate(done))
+    state, step_function = _state_before(trainer, step), program.train_step(config)
     first, samples = int(state.step), schedule(step - 1)
     note(f"replay of step {step}, from {f'the checkpoint of step {first}' if first else 'the initial parameters'}")
     for done, batch in enumerate(trainer.train_batches(first, step), start=first):
@@ -76,12 +76,12 @@ def _replay(trainer: Trainer, step: int, changed: list[str]) -> None:
     changed = [*(line for line in changed if not line.startswith(OF_NO_NUMBER)), *_other_machine(trainer)]
     note(verdict(values, same, _recorded(trainer, step), changed))
 
-    model = trainer.model
+    model = program.model
     # A loop over the layers says which layer it is in. Of each layer it keeps the input alone, as nothing is fused here
     # to save memory; the arithmetic is the same.
     loop = dataclasses.replace(model.execution, scan_layers=True, recompute="full", recompute_every=1, offload=())
     looped = Model(model.config, model.precision, loop, frozen=config.frozen)
-    function = make_train_step(looped, _ShowsGradients(trainer.optimizer), config)
+    function = make_train_step(looped, _ShowsGradients(program.optimizer), config)
     (_, metrics), origins = find_origins(function, _copy(kept, shardings), batch, rate(step - 1))
     for line in describe(origins, model.num_layers, ok=bool(np.isfinite([loss, grad_norm]).all())):
         note(line)
@@ -176,9 +176,7 @@ def _shape(found) -> str:
 
 def _state_before(trainer: Trainer, step: int) -> TrainState:
     """Of the newest whole checkpoint before the step, or the initial one."""
-    model, optimizer = trainer.model, trainer.optimizer
-    shardings = state_shardings(model, optimizer, trainer.mesh, trainer.shard_over_data)
-    target = with_shardings(abstract_state(model, optimizer), shardings)
+    model, target = trainer.program.model, trainer.program.abstract_state
     for saved in _saved_steps(trainer, step):
         try:
             restore = trainer.checkpointer.restore
@@ -188,9 +186,9 @@ def _state_before(trainer: Trainer, step: int) -> TrainState:
         except Exception as error:  # Orbax has many; and a run that is training removes old ones
             logger.warning("checkpoint %d is not used: %s", saved, (str(error).splitlines() or [repr(error)])[0])
             continue
-        scalar = lambda value: jax.device_put(jnp.int32(value), shardings.step)
+        scalar = lambda value: jax.device_put(jnp.int32(value), trainer.program.shardings.step)
         return TrainState(scalar(saved), scalar(meta["skipped"]), *model.split(weights), optimizer_state)
-    return init_state(model, optimizer, trainer.config.seed, trainer.mesh, shardings)
+    return trainer.program.first_state(trainer.config.seed)
 
 
 def _saved_steps(trainer: Trainer, step: int) -> list[int]:
@@ -226,7 +224,7 @@ def _run_twice(run) -> tuple[dict[str, float], bool]:
 
 def _recorded(trainer: Trainer, step: int) -> dict[str, float | None] | None:
     """The line of metrics.jsonl with the loss of the step."""
-    path = trainer.run_dir / "metrics.jsonl"
+    path = trainer.output.run_dir / "metrics.jsonl"
     for text in reversed(path.read_text().splitlines() if path.is_file() else []):
         try:
             line = json.loads(text)
@@ -239,12 +237,12 @@ def _recorded(trainer: Trainer, step: int) -> dict[str, float | None] | None:
 
 def _other_machine(trainer: Trainer) -> list[str]:
     """What the run was last started on and with, where it is not this."""
-    path = trainer.run_dir / "starts.jsonl"
+    path = trainer.output.run_dir / "starts.jsonl"
     lines = path.read_text().splitlines() if path.is_file() else []
     then: dict = {}
     with contextlib.suppress(ValueError):  # a line that a crash cut off
         then = json.loads(lines[-1]) if lines else {}
-    now = start_record(trainer.mesh, trainer.compiler_options)
+    now = start_record(trainer.program.mesh, trainer.program.compiler_options)
     return [
         f"{name}: {then[name]} -> {now[name]}"
         for name in now

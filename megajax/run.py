@@ -1,0 +1,127 @@
+"""A run, put together from its config: what train.py, a replay and a notebook start from.
+
+`check` compares with what the run directory holds and changes nothing, `record` writes what the directory says of the
+run, `make_trainer` builds the parts.
+"""
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+from megajax.checkpoint.checkpointer import Checkpointer
+from megajax.config import Config, differences, incompatibilities
+from megajax.data.datasets import Datasets, build_datasets, check_same_data, check_vocab_size
+from megajax.data.tokenizers.tokenizer import save_tokenizer
+from megajax.mesh import make_mesh
+from megajax.training.faults.watchdog import Watchdog
+from megajax.training.loop import Output, Trainer
+from megajax.training.program import Program
+from megajax.training.reporting.console import Console
+from megajax.training.reporting.metrics import MetricsWriter
+from megajax.training.reporting.starts import first_start, start_record
+
+
+def check(config: Config) -> list[str]:
+    """-> What is not as it was when the run was last started. Raises ValueError if the directory holds a run that
+    cannot go on as this one, or if the weights to start from are of another model; nothing is written."""
+    run_dir = Path(config.run_dir)
+    if not (run_dir / "config.json").is_file():
+        _check_source(config)
+        return []
+    if (run_dir / "exported.json").is_file():
+        raise ValueError(
+            f"run_dir={run_dir} holds parameters alone, for serving, and no optimizer; train in the run directory that "
+            "they came from, or begin another run with --checkpoint.start_from"
+        )
+    before, now = Config.load(run_dir), dataclasses.replace(config, run_dir=str(run_dir))
+    if other := incompatibilities(before, now):
+        raise ValueError(f"run_dir={run_dir} holds a run of another model ({'; '.join(other)}); use another --run_dir")
+    return [line for line in differences(before, now) if not line.startswith("launch.")]
+
+
+def _check_source(config: Config) -> None:
+    if not config.checkpoint.start_from:
+        return
+    source, _ = config.checkpoint.source()
+    other = [line for line in incompatibilities(Config.load(source), config) if line.startswith("model.")]
+    if other:
+        raise ValueError(
+            f"checkpoint.start_from={config.checkpoint.start_from} has the weights of another model "
+            f"({'; '.join(other)}); describe the model as it is there"
+        )
+
+
+def load_data(config: Config) -> Datasets:
+    """Raises ValueError if the run began with other data, unless data.allow_change, or for token ids that the model
+    does not know."""
+    training = config.training
+    schedule = training.schedule(config.mesh)
+    evaluated = training.eval_steps * training.eval_batch_size(config.mesh) if training.eval_every_steps else 0
+    datasets = build_datasets(
+        config.data,
+        sequence_length=training.sequence_length,
+        seed=training.seed,
+        num_train_samples=schedule.num_samples(training.steps),
+        first_sample=lambda step: schedule(step).first_sample,
+        num_eval_samples=evaluated,
+    )
+    check_vocab_size(datasets.tokenizer, config.model.vocab_size)
+    path = Path(config.run_dir) / "data.json"
+    if path.is_file() and not config.data.allow_change:
+        check_same_data(json.loads(path.read_text()), datasets.record)
+    return datasets
+
+
+def record(config: Config, program: Program, datasets: Datasets) -> None:
+    """Writes config.json, data.json, the tokenizer and a line of starts.jsonl; the first process calls it."""
+    run_dir = Path(config.run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    _replace(run_dir / "config.json", config.to_json())
+    _replace(run_dir / "data.json", json.dumps(datasets.record, indent=2) + "\n")
+    save_tokenizer(datasets.tokenizer, run_dir)
+    with (run_dir / "starts.jsonl").open("a") as file:
+        print(json.dumps(start_record(program.mesh, program.compiler_options)), file=file)
+
+
+@contextlib.contextmanager
+def make_trainer(
+    config: Config, program: Program, datasets: Datasets, watchdog: Watchdog, *, read_only: bool = False
+) -> Iterator[Trainer]:
+    """The Trainer of a run whose config has its mesh resolved, on all devices. read_only: it writes nothing."""
+    run_dir, writes = Path(config.run_dir), jax.process_index() == 0 and not read_only
+    writer = MetricsWriter(run_dir, config.logging, dataclasses.asdict(config)) if writes else None
+    with Checkpointer(run_dir, None if read_only else config.checkpoint) as checkpointer:
+        yield Trainer(
+            config=config.training,
+            launch=config.launch,
+            program=program,
+            datasets=datasets,
+            data_config=config.data,
+            checkpointer=checkpointer,
+            output=Output(
+                run_dir=run_dir,
+                console=Console(enabled=jax.process_index() == 0),
+                writer=writer,
+                meta={"config": dataclasses.asdict(config), "tokenizer": datasets.tokenizer.identity},
+                first_started=first_start(run_dir),
+            ),
+            watchdog=watchdog,
+        )
+    if writer is not None:
+        writer.close()
+
+
+def make_program(config: Config) -> Program:
+    """On all devices of all processes; the mesh of the config is resolved."""
+    return config.make_program(make_mesh(config.mesh))
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file as a whole: other processes may be reading it."""
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_text(text)
+    temporary.replace(path)

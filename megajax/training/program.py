@@ -1,0 +1,46 @@
+"""What a run computes with: the model, its optimizer, and the mesh that they are laid out on."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+from jax.sharding import AbstractMesh, Mesh
+
+from megajax.mesh import MeshConfig
+from megajax.models.model import Model
+from megajax.optim.optimizer import Optimizer
+from megajax.sharding import with_shardings
+from megajax.training.config import TrainingConfig
+from megajax.training.state import TrainState, abstract_state, new_state, state_shardings
+from megajax.training.step import jit_train_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    model: Model
+    optimizer: Optimizer
+    mesh: Mesh | AbstractMesh
+    """Abstract for a plan, which needs no devices."""
+    mesh_config: MeshConfig
+    """Of that mesh, without -1."""
+    compiler_options: dict[str, str]
+    """Of the train step (training/compiler_options.py)."""
+
+    @functools.cached_property
+    def shardings(self) -> TrainState:
+        shard_over_data = self.optimizer.config.shard_over_data
+        return state_shardings(self.model, self.optimizer, self.mesh, shard_over_data)
+
+    @property
+    def abstract_state(self) -> TrainState:
+        """With shardings."""
+        return with_shardings(abstract_state(self.model, self.optimizer), self.shardings)
+
+    def first_state(self, seed: int, weights: dict | None = None) -> TrainState:
+        """Before the first step, with these weights, laid out as the shardings say, or with new ones."""
+        weights = self.model.init(seed, self.mesh) if weights is None else weights
+        return new_state(self.model, self.optimizer, weights, self.mesh, self.shardings)
+
+    def train_step(self, training: TrainingConfig) -> Callable:
+        """Jitted, for the current mesh: (state, batch, learning rate) -> (state, metrics)."""
+        return jit_train_step(self.model, self.optimizer, training, self.shardings, self.compiler_options)
