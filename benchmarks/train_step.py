@@ -70,29 +70,30 @@ def set_up(config: Config) -> Setup:
     batch, packed = training.schedule(config.mesh)(training.steps), not config.data.cross_document_attention
     arrays = abstract_batch(program.model, batch, training.sequence_length, program.mesh, packed=packed)
     order = sequence_order(training.sequence_length, config.mesh.context, config.execution.context_attention)
-    batches = [_random_batch(number, arrays, order, config.model.vocab_size) for number in range(NUM_BATCHES)]
+    batches = _random_batches(arrays, order, config.model.vocab_size)
     return Setup(config, program, batches)
 
 
-def _random_batch(number: int, arrays: dict[str, jax.ShapeDtypeStruct], order: np.ndarray, vocab_size: int) -> dict:
+def _random_batches(arrays: dict[str, jax.ShapeDtypeStruct], order: np.ndarray, vocab_size: int) -> list[dict]:
     """Random tokens and what belongs to them; labels are the tokens that follow."""
-    rng = np.random.default_rng(number)
     shape = arrays["tokens"].shape
-    tokens = rng.integers(0, vocab_size, (*shape[:-1], shape[-1] + 1), dtype=np.int32)
-    ends = rng.random(shape) < 1 / 500  # documents of about 500 tokens
-    made = {
-        "tokens": tokens[..., :-1],
-        "labels": tokens[..., 1:],
-        "positions": np.broadcast_to(order, shape),
-        "loss_mask": np.ones(shape, np.float32),
-        "segment_ids": (1 + np.cumsum(ends, -1, dtype=np.int32))[..., order],
-    }
 
-    def array(name: str, like: jax.ShapeDtypeStruct):
-        values = made[name] if name in made else rng.integers(0, vocab_size, like.shape)
-        return jax.device_put(np.ascontiguousarray(values, like.dtype), like.sharding)
+    def placed(made: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        likes = {name: arrays[name] for name in made if name in arrays}
+        put = lambda name, like: jax.device_put(np.ascontiguousarray(made[name], like.dtype), like.sharding)
+        return {name: put(name, like) for name, like in likes.items()}
 
-    return {name: array(name, like) for name, like in arrays.items()}
+    same = placed({"positions": np.broadcast_to(order, shape), "loss_mask": np.ones(shape, np.float32)})
+
+    def drawn(number: int) -> dict[str, np.ndarray]:
+        rng = np.random.default_rng(number)
+        tokens = rng.integers(0, vocab_size, (*shape[:-1], shape[-1] + 1), dtype=np.int32)
+        ends = rng.random(shape) < 1 / 500  # documents of about 500 tokens
+        segments = (1 + np.cumsum(ends, -1, dtype=np.int32))[..., order]
+        others = {name: rng.integers(0, vocab_size, like.shape) for name, like in arrays.items() if name not in same}
+        return others | {"tokens": tokens[..., :-1], "labels": tokens[..., 1:], "segment_ids": segments}
+
+    return [placed(drawn(number)) | same for number in range(NUM_BATCHES)]
 
 
 def sustained(

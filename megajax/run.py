@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 
 from megajax.checkpoint.checkpointer import Checkpointer
+from megajax.checkpoint.steps import find_step
 from megajax.config import Config, differences, incompatibilities
 from megajax.data.datasets import Datasets, build_datasets, check_same_data, check_vocab_size
 from megajax.data.tokenizers.tokenizer import save_tokenizer
@@ -46,8 +47,9 @@ def check(config: Config) -> list[str]:
 def _check_source(config: Config) -> None:
     if not config.checkpoint.start_from:
         return
-    source, _ = config.checkpoint.source()
+    source, step = config.checkpoint.source()
     other = [line for line in incompatibilities(Config.load(source), config) if line.startswith("model.")]
+    find_step(source, step)
     if other:
         raise ValueError(
             f"checkpoint.start_from={config.checkpoint.start_from} has the weights of another model "

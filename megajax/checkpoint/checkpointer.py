@@ -21,6 +21,7 @@ import orbax.checkpoint as ocp
 from megajax.checkpoint.config import CheckpointConfig, Kept
 from megajax.checkpoint.layout import Rows, saved_rows, stored_form, wanted_form
 from megajax.checkpoint.local import LocalSnapshots, run_folder
+from megajax.checkpoint.steps import find_step
 from megajax.checkpoint.verify import as_stored, differing, digests, on_all_processes, sealed, unsealed
 
 logger = logging.getLogger("megajax")
@@ -108,12 +109,7 @@ class Checkpointer:
             return None
         run_dir, step = self._config.source()
         with Checkpointer(run_dir, None) as other:
-            step = other.latest_step() if step is None else step
-            if step not in other._manager.all_steps():
-                raise ValueError(
-                    f"checkpoint.start_from={self.start_from}: there is no step {step or ''} in {other.folder}"
-                )
-            return other.restore_params(step, abstract_weights, layer_rows)
+            return other.restore_params(find_step(run_dir, step), abstract_weights, layer_rows)
 
     def is_due(self, step: int) -> bool:
         """Whether checkpoint.every_steps asks for a checkpoint of this step."""

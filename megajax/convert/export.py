@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.config import CheckpointConfig
+from megajax.checkpoint.steps import find_step
 from megajax.config import Config
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.model import Model
@@ -39,7 +40,7 @@ def export(run_dir: str | Path, output: str | Path, step: int | None = None, dty
     config = Config.load(run_dir)
     model = Model(config.model, config.precision, config.execution)
     with Checkpointer(run_dir, None) as checkpointer:
-        step = _find_step(checkpointer, step)
+        step = find_step(run_dir, step)
         try:
             weights, meta = _read(checkpointer, step, model, dtype)
         except (MemoryError, jax.errors.JaxRuntimeError):  # nothing that the checkpoint could be blamed for
@@ -74,15 +75,6 @@ def _read(checkpointer: Checkpointer, step: int, model: Model, dtype: str | None
     target = jax.tree.map(lambda a, record: _spread(a, record, mesh), abstract, model.records)
     weights = checkpointer.restore_params(step, target, model.layer_rows)
     return weights, meta | {"layer_rows": {place: numbers.tolist() for place, numbers in model.layer_rows.items()}}
-
-
-def _find_step(checkpointer: Checkpointer, step: int | None) -> int:
-    steps = sorted(int(path.name) for path in checkpointer.folder.glob("*") if path.name.isdecimal())
-    if not steps:
-        raise ValueError(f"run={checkpointer.run_dir}: no checkpoint in {checkpointer.folder}; train it first")
-    if step is not None and step not in steps:
-        raise ValueError(f"step={step} is not in {checkpointer.folder}; there are {', '.join(map(str, steps))}")
-    return steps[-1] if step is None else step
 
 
 def _spread(a: jax.ShapeDtypeStruct, record: Parameter, mesh: Mesh) -> jax.ShapeDtypeStruct:

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from megajax.checkpoint.checkpointer import Checkpointer
+from megajax.checkpoint.steps import find_step
 from megajax.config import Config
 from megajax.data.tokenizers.tokenizer import Tokenizer, load_saved_tokenizer
 from megajax.inference.sampling import RowSampling, Sampling
@@ -66,7 +67,7 @@ class Engine:
             raise ValueError(
                 f"mesh.pipeline={mesh_config.pipeline}: generation has no pipeline; use --mesh.tensor or --mesh.fsdp"
             )
-        step = _find_step(Path(run_dir), step)
+        step = find_step(run_dir, step)
         mesh_config.check()
         config.model.check(mesh_config, config.training.sequence_length, config.execution)
         tokenizer = load_saved_tokenizer(run_dir, config.data.tokenizer)
@@ -258,13 +259,3 @@ def _find(text: str, stop: tuple[str, ...]) -> int | None:
 
 def _cut(text: str, stop: tuple[str, ...]) -> str:
     return text[: _find(text, stop)]
-
-
-def _find_step(run_dir: Path, step: int | None) -> int:
-    folder = run_dir / "checkpoints"
-    steps = sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal())
-    if not steps:
-        raise ValueError(f"run={run_dir}: no checkpoint in {folder}; train it first with --run_dir={run_dir}")
-    if step is not None and step not in steps:
-        raise ValueError(f"step={step} is not in {folder}; there are {', '.join(map(str, steps))}")
-    return steps[-1] if step is None else step

@@ -383,6 +383,25 @@ def test_scan_recompute_and_offload_change_nothing(one_device, plain_run, how):
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6, rtol=1e-5), result, plain_run)
 
 
+def test_a_model_works_without_a_mesh(make_test_mesh):
+    """As in a notebook: eager, jitted, differentiated, on any one device, and reading a prompt."""
+    model = Model(variant(tied_embeddings=True), FLOAT32)
+    weights = make_params(model.config)
+    loss = lambda weights: model.loss(weights, make_batch()).total()
+    with jax.set_mesh(make_test_mesh()):
+        wanted = jax.jit(jax.value_and_grad(loss))(weights)
+    there = jax.device_put(weights, jax.devices()[1])
+    found = jax.jit(jax.value_and_grad(loss))(there)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6, rtol=1e-5), found, wanted)
+    np.testing.assert_allclose(loss(weights), wanted[0], rtol=1e-5)
+    tokens = np.arange(6, dtype=np.int32)[None]
+    caches = model.config.new_caches(8, model.execution)
+    batch = {"tokens": tokens, "positions": tokens}
+    x, caches, next_places = model.module(weights).prefill(batch, jnp.array([6]), caches)
+    assert x.shape == (1, 1, 16) and next_places == 6
+    assert caches["layers"][0].keys.shape == (1, 8, 2, 8)
+
+
 def test_offload_on_a_mesh_changes_nothing(make_test_mesh, plain_run):
     with jax.set_mesh(make_test_mesh(fsdp=2, tensor=2)):
         result = loss_and_gradients(recompute="full", offload=("residual",))

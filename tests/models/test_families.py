@@ -18,6 +18,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import train
+from megajax import run
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import Config, override
 from megajax.data.config import DataConfig
@@ -381,3 +382,29 @@ def test_frozen_parameters_keep_their_values_and_have_no_moments(trained, tmp_pa
     assert all(jax.tree.leaves(same["dense"])) and not any(jax.tree.leaves(same["recurrent"]))
     with pytest.raises(ValueError, match="training.frozen: 'layers.dens.*' matches no parameter"):
         override(config, ["--training.frozen=layers.dens.*"]).make_model()
+
+
+# ----------------------------------------------------------------------------- beginning from another run
+
+
+def test_a_run_starts_from_the_weights_of_another_with_a_new_optimizer(trained, tmp_path, monkeypatch):
+    source, lines = trained["hybrid"]
+    config = override(config_of("hybrid", tmp_path / "run", eval_every_steps=0), ["--launch.exit_at_step=1"])
+    config = dataclasses.replace(config, checkpoint=CheckpointConfig(start_from=f"{source.run_dir}/checkpoints/2"))
+    first, *_ = run_of(config, monkeypatch)
+    # The same samples as the first step of the other run, with the weights that it had after two.
+    assert first["step"] == 1 and first["loss"] < lines[0]["loss"] - 0.1
+    with pytest.raises(ValueError, match="checkpoint.start_from=.*another model .model.num_layers: 4 -> 2"):
+        run.check(override(config, ["--model.num_layers=2", f"--run_dir={tmp_path / 'other'}"]))
+    # A run that has begun goes on from its own weights.
+    assert losses(run_of(override(config, ["--launch.exit_at_step=2"]), monkeypatch))[0] == first["loss"]
+
+
+def test_a_run_cannot_start_from_what_is_not_there(trained, tmp_path):
+    source, _ = trained["hybrid"]
+    config = config_of("hybrid", tmp_path / "run")
+    start = lambda path: dataclasses.replace(config, checkpoint=CheckpointConfig(start_from=str(path)))
+    with pytest.raises(ValueError, match="nowhere/config.json does not exist; give the directory of a run"):
+        run.check(start(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match="step=7 is not in .*; there are 2, 4"):
+        run.check(start(f"{source.run_dir}/checkpoints/7"))
