@@ -61,7 +61,8 @@ def work(config: Config) -> tuple[list[Gemm], AttentionShape]:
     heads, kv_heads = model.num_heads // mesh.tensor, model.kv_heads // mesh.tensor
     wide = model.width_of_mlp // mesh.tensor
     tokens, width, layers = batch * length, model.embed_dim, model.num_layers
-    num_wide = model.layer_configs()[0].mlp.num_matrices - 1
+    mlp = model.layers(config.execution)[0].mlp
+    num_wide = mlp.wide_dim // mlp.mlp_dim
     gemms = [
         Gemm("query, key, value", tokens, width, (heads + 2 * kv_heads) * model.width_of_head, layers),
         Gemm("attention out", tokens, heads * model.width_of_head, width, layers),

@@ -32,9 +32,8 @@ from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.local import LocalSnapshots
 from megajax.checkpoint.verify import digests
 from megajax.config import Config
-from megajax.sharding import with_shardings
 from megajax.training.reporting.console import format_bytes
-from megajax.training.state import TrainState, abstract_state
+from megajax.training.state import TrainState
 
 INTERVAL_MINUTES = 10, 30
 
@@ -58,9 +57,9 @@ class Save:
 def measure(config: Config, *, seconds: float, num_saves: int, folder: Path, local_dir: str) -> dict:
     setup = set_up(config)
     state = setup.new_state()
-    step, _ = setup.compile(state, setup.compiler_options())
+    step, _ = setup.compile(state, setup.program.compiler_options)
     state, _, plain = sustained(step, state, setup.batches, seconds)
-    trees = {"params": state.params, "optimizer": state.optimizer}
+    trees = {"params": state.weights, "optimizer": state.optimizer}
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(trees))
     _digests(trees)  # compiles
     digest_seconds = _seconds(lambda: _digests(trees))
@@ -78,10 +77,10 @@ def measure(config: Config, *, seconds: float, num_saves: int, folder: Path, loc
         state, saves = _saves(checkpointer.write, checkpointer.is_saving, num_saves, setup, step, state)
         checkpointer.wait()
     host_bytes["saves"] = _peak_host_bytes()
-    target = with_shardings(abstract_state(setup.model, setup.optimizer), setup.shardings)
+    target = setup.program.abstract_state
     del state, trees
     with Checkpointer(folder, None) as checkpointer:
-        trees, rows = (target.params, target.optimizer), setup.model.layer_rows
+        trees, rows = (target.weights, target.optimizer), setup.program.model.layer_rows
         restore = lambda: jax.block_until_ready(checkpointer.restore(num_saves, *trees, rows)[:2])
         restore_seconds = _seconds(restore)
     host_bytes["restore"] = _peak_host_bytes()
@@ -89,7 +88,7 @@ def measure(config: Config, *, seconds: float, num_saves: int, folder: Path, loc
     return record(
         "checkpoint",
         [plain],
-        f"{setup.mesh.size} x {jax.local_devices()[0].device_kind}",
+        f"{setup.program.mesh.size} x {jax.local_devices()[0].device_kind}",
         {"jax": jax.__version__, "jaxlib": jaxlib.__version__},
         num_bytes=num_bytes,
         digest_seconds=digest_seconds,
@@ -107,11 +106,11 @@ def _saves(
 ) -> tuple[TrainState, list[Save]]:
     """write(number, trees, meta) starts one save; steps go on until it is on disk."""
     saves, batches = [], setup.batches
-    meta = {"layer_rows": {kind: rows.tolist() for kind, rows in setup.model.layer_rows.items()}}
+    meta = {"layer_rows": {kind: rows.tolist() for kind, rows in setup.program.model.layer_rows.items()}}
     for number in range(1, num_saves + 1):
         jax.block_until_ready(state)
         start = time.perf_counter()
-        write(number, {"params": state.params, "optimizer": state.optimizer}, meta)
+        write(number, {"params": state.weights, "optimizer": state.optimizer}, meta)
         held = time.perf_counter()
         count, waiting = 0, None
         while is_writing():

@@ -56,7 +56,7 @@ def variants(options: dict[str, str], candidates: dict[str, str]) -> dict[str, d
 def ablate(config: Config, candidates: dict[str, str], seconds: float) -> list[Row]:
     """A row for each variant."""
     setup = set_up(config)
-    options = setup.compiler_options()
+    options = setup.program.compiler_options
     rows, state = [], None
     for change, changed in variants(options, candidates).items():
         row, state = _measure(setup, state or setup.new_state(), change, changed, seconds)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.command_line import read_config, run, split
-from megajax.config import Config
+from megajax.config import MOVED, Config
 from megajax.parallel.schedule import bubble
 from megajax.training.reporting.console import format_bytes, format_count
 
@@ -25,7 +25,13 @@ WIDTH, HEIGHT, LEFT, TOP = 560, 260, 60, 40
 def config_of(row: dict) -> Config:
     """What a row was measured with, from its command."""
     values, rest = split(shlex.split(row["command"])[3:], {"config": "", "seconds": "", "steps": ""})
-    return read_config(values["config"], rest)
+    moved = {f"--{old}=": f"--{new}=" for old, new in MOVED.items()}  # since the record was made
+    return read_config(values["config"], [_renamed(argument, moved) for argument in rest])
+
+
+def _renamed(argument: str, names: dict[str, str]) -> str:
+    old = next((old for old in names if argument.startswith(old)), None)
+    return argument if old is None else names[old] + argument.removeprefix(old)
 
 
 def points(rows: list[dict]) -> list[dict]:

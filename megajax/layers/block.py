@@ -32,7 +32,9 @@ class Stack(nnx.Module):
 
         caches: one a layer, or None (training). key: for dropout, folded with the layer's number; None: no dropout.
         """
-        states = {kind: nnx.split(getattr(self, kind))[1] for kind in {config.kind for config in self.configs}}
+        # In the order of the layers, the same in every process: all must trace the same program.
+        kinds = dict.fromkeys(config.kind for config in self.configs)
+        states = {kind: nnx.split(getattr(self, kind))[1] for kind in kinds}
         if self.scan and caches is None:
             x, terms = self._scanned(x, inputs, states, key)
             return x, None, terms

@@ -16,13 +16,14 @@ from megajax.data.config import DataConfig
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.model import Model
 from megajax.sharding import with_shardings
+from megajax.training.config import LaunchConfig
 
 pytestmark = pytest.mark.fault
 
 STEPS = 6
 
 
-def tiny(run_dir: Path, **training) -> Config:
+def tiny(run_dir: Path, exit_at_step: int | None = None, **training) -> Config:
     """gpt_tiny made smaller still, with dropout and accumulation, on mock documents."""
     config = configs.recipe("gpt_tiny")
     model = dataclasses.replace(
@@ -36,6 +37,7 @@ def tiny(run_dir: Path, **training) -> Config:
         mesh=dataclasses.replace(config.mesh, data=2, fsdp=2, tensor=2),
         data=DataConfig(source="mock", tokenizer="null:64", split=(8, 1, 1), cache_dir=str(run_dir.parent / "cache")),
         training=dataclasses.replace(config.training, **length, **every, **training),
+        launch=LaunchConfig(exit_at_step=exit_at_step),
         optimizer=dataclasses.replace(config.optimizer, warmup_steps=2),
         checkpoint=dataclasses.replace(config.checkpoint, every_steps=100),
         run_dir=str(run_dir),

@@ -84,7 +84,9 @@ def test_config_that_passes_the_check_loses_no_sample(data, fsdp, microbatch_siz
 def test_a_resume_with_another_batch_size_is_refused_unless_it_is_allowed():
     """It would skip samples, or read them twice."""
     trainer = types.SimpleNamespace(
-        config=TrainingConfig(global_batch_size=16), mesh_config=MeshConfig(), data_config=DataConfig()
+        config=TrainingConfig(global_batch_size=16),
+        program=types.SimpleNamespace(mesh_config=MeshConfig()),
+        data_config=DataConfig(),
     )
     Trainer._check_samples(trainer, 100, {"consumed_samples": 1600})
     Trainer._check_samples(trainer, 100, {})  # written before it was counted

@@ -28,6 +28,7 @@ from megajax.training.step import make_train_step
 logger = logging.getLogger("megajax")
 # Of what is listed; the first is what matters.
 MOST_ORIGINS, MOST_GRADIENTS = 5, 8
+MOST_PLACES = 6  # from the operation up to the layer that asked for it
 # What the loops of a step go through, by the function that has the loop.
 LOOPS = {"_scanned": "layer", "train_step": "microbatch"}
 # Fields that change no number of a step.
@@ -135,7 +136,7 @@ def describe(origins: list[Origin], num_layers: int, *, ok: bool) -> list[str]:
         where = "".join(f", {_loop(loop, num_layers)}" for loop in origin.loops)
         part = ", backward pass" if origin.backward else ", forward pass" if "jvp" in origin.name_stack else ""
         lines.append(f"  {number}. {origin.primitive}{part}{where}: {made}")
-        lines.append(f"     at {', called by '.join(origin.places[:4]) or 'a place that is not known'}")
+        lines.append(f"     at {', called by '.join(origin.places[:MOST_PLACES]) or 'a place that is not known'}")
         if inputs := [f"{_shape(found)} up to {found.largest:.3g}" for found in origin.inputs]:
             lines.append(f"     of {', '.join(inputs)}")
         if origin.name_stack:
