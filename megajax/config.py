@@ -23,7 +23,8 @@ from megajax.models.execution import ExecutionConfig
 from megajax.models.interface import ModelConfig, family
 from megajax.models.model import Model
 from megajax.models.pipelined import STACK
-from megajax.optim.optimizer import Optimizer, OptimizerConfig
+from megajax.optim.config import OptimizerConfig
+from megajax.optim.optimizer import Optimizer
 from megajax.parallel.schedule import make_stages
 from megajax.precision import PrecisionConfig
 from megajax.training.compiler_options import parse
