@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from megajax.optim.distributed import moment_shardings, optimizer_shardings
 from megajax.optim.optimizer import Optimizer, OptimizerConfig
+from megajax.parameters import Parameter
 
 P = PartitionSpec
 SPECS = {
@@ -25,7 +26,12 @@ WITH_DATA = {
     "embedding": P("tensor", ("fsdp", "data")),
     "bias": P(None, "data"),
 }
-DECAY_MASK = {"kernel": True, "scale": False, "embedding": True, "bias": False}
+RECORDS = {
+    "kernel": Parameter(("layers", "embed", "mlp"), "matrix"),
+    "scale": Parameter(("layers", "embed"), "vector"),
+    "embedding": Parameter(("vocab", "embed"), "embedding"),
+    "bias": Parameter(("layers", "norm"), "vector"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +56,7 @@ def specs_of(shardings):
 @pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
 @pytest.mark.parametrize("shard_over_data, expected", [(False, SPECS), (True, WITH_DATA)])
 def test_every_leaf_of_the_state_has_a_sharding(mesh, name, shard_over_data, expected):
-    optimizer = Optimizer(OptimizerConfig(name=name), DECAY_MASK)
+    optimizer = Optimizer(OptimizerConfig(name=name), RECORDS)
     shardings = optimizer_shardings(
         optimizer, abstract(SHAPES), named(mesh, SPECS), mesh=mesh, shard_over_data=shard_over_data
     )
@@ -96,7 +102,7 @@ def test_parameters_that_cannot_be_split_are_logged_in_one_line(mesh, caplog):
 def run_two_steps(mesh, shard_over_data, config=OptimizerConfig()):
     rng = np.random.default_rng(0)
     shardings = named(mesh, SPECS)
-    optimizer = Optimizer(config, DECAY_MASK)
+    optimizer = Optimizer(config, RECORDS)
     state_shardings = optimizer_shardings(
         optimizer, abstract(SHAPES), shardings, mesh=mesh, shard_over_data=shard_over_data
     )
