@@ -6,7 +6,7 @@ the state of a module into the nested dict that is trained, saved and converted;
 
 import dataclasses
 import fnmatch
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -125,6 +125,13 @@ def name_of(path) -> str:
 def matches(name: str, patterns: Iterable[str]) -> bool:
     """Whether a shell pattern (* and ?) is the whole name of a parameter."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def parameter_of(place: tuple, paths: Collection[tuple]) -> tuple | None:
+    """The parameter that a leaf at `place` of a larger tree (the state of an optimizer) belongs to: the longest of
+    `paths` that its path ends with. None for what belongs to no single one, like a count of steps."""
+    ends = (place[start:] for start in range(len(place)))
+    return next((end for end in ends if end in paths), None)
 
 
 def select(tree: dict, keep: Callable[[str], bool]) -> dict:

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import optax
 
 from megajax.optim.config import OptimizerConfig
+from megajax.parameters import name_of, parameter_of, select
 
 PyTree = Any
 
@@ -34,16 +35,34 @@ class Optimizer:
 
     Args:
         config: the optimizer section.
-        records: pytree of megajax.parameters.Parameter with the structure of the parameters.
+        records: nested dict of megajax.parameters.Parameter with the structure of the parameters.
     """
 
     def __init__(self, config: OptimizerConfig, records: PyTree):
-        self.config, self._decay_mask = config, jax.tree.map(lambda record: record.decays, records)
-        self._transform = _make_transform(config, self._decay_mask)
+        self.config = config
+        self.decays = jax.tree.map(lambda record: record.decays, records)
+        """Nested dict: whether each parameter decays."""
+
+    def transform(self, decays: PyTree) -> optax.GradientTransformation:
+        """Gradients to directions: p = p - lr * direction. A subclass may return any transformation of Optax instead.
+
+        Args:
+            decays: self.decays, or the part of it for one parameter: with optimizer.offload_state each parameter is
+                updated by itself, with the leaves of the state that its own transformation would have.
+        """
+        config = self.config
+        decay = optax.add_decayed_weights(config.weight_decay, mask=decays)
+        if config.name == "adamw":
+            return optax.chain(optax.scale_by_adam(config.beta1, config.beta2, config.epsilon), decay)
+        if config.name == "lion":
+            return optax.chain(optax.scale_by_lion(config.beta1, config.beta2), decay)
+        if config.name == "sgd":
+            return optax.chain(decay, optax.trace(config.momentum))
+        raise ValueError(f"optimizer.name={config.name!r} is unknown; use adamw, sgd or lion")
 
     def init(self, params: PyTree) -> PyTree:
         """State before the first step: zero moments in float32, whatever the dtype of the parameters."""
-        return self._transform.init(_float32(params))
+        return self.transform(self.decays).init(_float32(params))
 
     def update(
         self,
@@ -79,12 +98,27 @@ class Optimizer:
             coefficient = jnp.minimum(1.0, self.config.clip_norm / (grad_norm + CLIP_EPSILON))
             grads = jax.tree.map(lambda grad: grad * coefficient, grads)
 
-        step = self._step_in_turn if self.config.offload_state else self._step
-        new_params, new_state = step(grads, state, params, learning_rate, usable)
+        if self.config.offload_state:
+            new_params, new_state = self._step_in_turn(grads, state, params, learning_rate, usable)
+        else:
+            new_params, new_state = self._step(self.decays, grads, state, params, learning_rate, usable)
         return new_params, new_state, {"grad_norm": grad_norm, "skipped": (~usable).astype(jnp.int32)}
 
-    def _step(self, grads, state, params, learning_rate, finite):
-        return _step(self._transform, grads, state, params, learning_rate, finite)
+    def _step(self, decays, grads, state, params, learning_rate, finite):
+        """-> (params, state) after the step, or as they were if it is not finite."""
+        params32 = _float32(params)
+        # Optax multiplies Python floats with its int32 step count, which strict promotion would refuse.
+        with jax.numpy_dtype_promotion("standard"):
+            directions, proposed_state = self.transform(decays).update(grads, state, params32)
+
+        def moved(old, direction, param):
+            return (old - learning_rate * direction).astype(param.dtype)
+
+        def keep(new, old):
+            return jnp.where(finite, new, old)
+
+        proposed = jax.tree.map(moved, params32, directions, params)
+        return jax.tree.map(keep, proposed, params), jax.tree.map(keep, proposed_state, state)
 
     def _step_in_turn(self, grads, state, params, learning_rate, finite):
         """_step for one parameter after the other, with moments that lie on the host.
@@ -92,44 +126,30 @@ class Optimizer:
         They come when all gradients are there and the moments of the parameter before the last have left again, so a
         device holds those of two. XLA by itself would fetch all of them at the start of the program. What makes them
         wait is the token, which is `finite` itself: XLA drops from a barrier what nobody uses.
+
+        The state of one parameter is what the same transformation makes of it alone: leaves of the whole state, at the
+        same paths. Those that belong to all of them, like a count of steps, come out the same each time.
         """
-        structure = jax.tree.structure(params)
-        is_moments = lambda node: jax.tree.structure(node) == structure
-        trees, state_structure = jax.tree.flatten(state, is_leaf=is_moments)
-        new_params, new_leaves, tokens = [], [], [finite, finite]
-        everything = zip(*(jax.tree.leaves(tree) for tree in (grads, params, self._decay_mask)), strict=True)
-        for number, (grad, param, decays) in enumerate(everything):
-            leaves = [jax.tree.leaves(tree)[number] if is_moments(tree) else tree for tree in trees]
+        leaf_at = dict(jax.tree_util.tree_leaves_with_path(state))
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+        new_params, new_leaf_at, tokens = [], {}, [finite, finite]
+        for number, path in enumerate(paths):
+            name = name_of(path)
+            decays, grad, param = (_only(name, tree) for tree in (self.decays, grads, params))
+            like = jax.eval_shape(self.transform(decays).init, _float32(param))
+            places = [place for place, _ in jax.tree_util.tree_leaves_with_path(like)]
+            leaves = [leaf_at[place] for place in places]
             leaves, token = jax.lax.optimization_barrier((leaves, tokens[number % 2]))
-            one = jax.tree.unflatten(state_structure, jax.device_put(leaves, jax.memory.Space.Device))
-            param, one = _step(_make_transform(self.config, decays), grad, one, param, learning_rate, token)
-            leaves = [jax.device_put(leaf, jax.memory.Space.Host) if is_moments(tree) else leaf
-                      for leaf, tree in zip(jax.tree.leaves(one), trees, strict=True)]  # fmt: skip
+            one = jax.tree.unflatten(jax.tree.structure(like), jax.device_put(leaves, jax.memory.Space.Device))
+            param, one = self._step(decays, grad, one, param, learning_rate, token)
+            leaves = [jax.device_put(leaf, jax.memory.Space.Host) if parameter_of(place, paths) else leaf
+                      for place, leaf in zip(places, jax.tree.leaves(one), strict=True)]  # fmt: skip
             leaves, tokens[number % 2] = jax.lax.optimization_barrier((leaves, token))
-            new_params.append(param)
-            new_leaves.append(leaves)
-        new_trees = [jax.tree.unflatten(structure, column) if is_moments(tree) else column[0]
-                     for column, tree in zip(zip(*new_leaves, strict=True), trees, strict=True)]  # fmt: skip
-        return jax.tree.unflatten(structure, new_params), jax.tree.unflatten(state_structure, new_trees)
-
-
-def _step(transform, grads, state, params, learning_rate, finite):
-    """-> (params, state) after the step, or as they were if it is not finite."""
-    params32 = _float32(params)
-    # Optax multiplies Python floats with its int32 step count, which strict promotion would refuse.
-    with jax.numpy_dtype_promotion("standard"):
-        directions, proposed_state = transform.update(grads, state, params32)
-    proposed = jax.tree.map(
-        lambda old, direction, param: (old - learning_rate * direction).astype(param.dtype),
-        params32,
-        directions,
-        params,
-    )
-
-    def keep(new, old):
-        return jnp.where(finite, new, old)
-
-    return jax.tree.map(keep, proposed, params), jax.tree.map(keep, proposed_state, state)
+            new_params += jax.tree.leaves(param)
+            new_leaf_at = dict(zip(places, leaves, strict=True)) | new_leaf_at
+        new_leaves = [new_leaf_at[place] for place in leaf_at]
+        structure = jax.tree.structure
+        return jax.tree.unflatten(structure(params), new_params), jax.tree.unflatten(structure(state), new_leaves)
 
 
 def global_norm(tree: PyTree) -> jax.Array:
@@ -138,15 +158,9 @@ def global_norm(tree: PyTree) -> jax.Array:
     return jnp.sqrt(jnp.sum(jnp.stack(squares)))
 
 
-def _make_transform(config: OptimizerConfig, decay_mask: PyTree) -> optax.GradientTransformation:
-    decay = optax.add_decayed_weights(config.weight_decay, mask=decay_mask)
-    if config.name == "adamw":
-        return optax.chain(optax.scale_by_adam(config.beta1, config.beta2, config.epsilon), decay)
-    if config.name == "lion":
-        return optax.chain(optax.scale_by_lion(config.beta1, config.beta2), decay)
-    if config.name == "sgd":
-        return optax.chain(decay, optax.trace(config.momentum))
-    raise ValueError(f"optimizer.name={config.name!r} is unknown; use adamw, sgd or lion")
+def _only(name: str, tree: PyTree) -> PyTree:
+    """The nested dict with this leaf alone."""
+    return select(tree, lambda other: other == name)
 
 
 def _float32(tree: PyTree) -> PyTree:
