@@ -1,8 +1,8 @@
-"""What a configuration says of the optimizer: the update rule and its constants, and the learning-rate schedule."""
+"""What a configuration says of the optimizer: update rules and their constants, groups, learning-rate schedule."""
 
 import dataclasses
-from typing import Literal
 
+from megajax.optim.groups import UpdateRule, parse_group
 from megajax.optim.schedule import Schedule, ScheduleStyle, WsdStyle
 
 
@@ -10,7 +10,7 @@ from megajax.optim.schedule import Schedule, ScheduleStyle, WsdStyle
 class OptimizerConfig:
     """Which optimizer, its constants, and the learning-rate schedule."""
 
-    name: Literal["adamw", "sgd", "lion"] = "adamw"
+    name: UpdateRule = "adamw"
     """Update rule."""
     learning_rate: float = 3e-4
     """Learning rate after the warm-up, the peak of the schedule."""
@@ -37,7 +37,10 @@ class OptimizerConfig:
     momentum: float = 0.9
     """SGD: decay of the momentum."""
     weight_decay: float = 0.1
-    """Decay of weights and embeddings; biases and norm scales never decay."""
+    """Decay of weights and embeddings; biases and norm scales decay only if a group says so."""
+    groups: tuple[str, ...] = ()
+    """Parameters with another learning rate, decay or update rule, the first match wins: 'PATTERN field=value ...' with
+    learning_rate_scale, weight_decay, optimizer."""
     clip_norm: float = 1.0
     """Gradients are scaled down to this global L2 norm; 0: no clipping."""
     most_grad_norm: float = 0.0
@@ -58,6 +61,8 @@ class OptimizerConfig:
         _check_range("epsilon", self.epsilon, above=0.0)
         if self.decay_steps is not None:
             _check_range("decay_steps", self.decay_steps, above=0)
+        for text in self.groups:
+            parse_group(text)
         if self.schedule == "constant":
             return
         _check_range("min_learning_rate", self.min_learning_rate, at_least=0.0, at_most=self.learning_rate)

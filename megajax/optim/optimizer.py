@@ -1,6 +1,7 @@
 """The optimizer update: clip, AdamW / SGD / Lion, decoupled weight decay, and the step that is skipped.
 
-With g the gradient clipped to `clip_norm`, lr the learning rate, d the decay of a parameter (0 where the mask says so):
+With g the gradient clipped to `clip_norm`, lr the learning rate, d the decay of a parameter (0 for biases and norm
+scales; parameter groups may change lr and d, see megajax/optim/groups.py):
 
     AdamW (Loshchilov, Hutter 2019, arXiv 1711.05101)
         m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 import optax
 
 from megajax.optim.config import OptimizerConfig
+from megajax.optim.groups import rules_of
 from megajax.parameters import name_of, parameter_of, select
 
 PyTree = Any
@@ -36,33 +38,31 @@ class Optimizer:
     Args:
         config: the optimizer section.
         records: nested dict of megajax.parameters.Parameter with the structure of the parameters.
+
+    Raises ValueError for a group of parameters that the records do not have.
     """
 
     def __init__(self, config: OptimizerConfig, records: PyTree):
         self.config = config
-        self.decays = jax.tree.map(lambda record: record.decays, records)
-        """Nested dict: whether each parameter decays."""
+        self.rules = rules_of(records, config.groups, config.name, config.weight_decay)
+        """Nested dict of the Rule of each parameter."""
 
-    def transform(self, decays: PyTree) -> optax.GradientTransformation:
+    def transform(self, rules: PyTree) -> optax.GradientTransformation:
         """Gradients to directions: p = p - lr * direction. A subclass may return any transformation of Optax instead.
 
         Args:
-            decays: self.decays, or the part of it for one parameter: with optimizer.offload_state each parameter is
+            rules: self.rules, or the part of them for one parameter: with optimizer.offload_state each parameter is
                 updated by itself, with the leaves of the state that its own transformation would have.
         """
-        config = self.config
-        decay = optax.add_decayed_weights(config.weight_decay, mask=decays)
-        if config.name == "adamw":
-            return optax.chain(optax.scale_by_adam(config.beta1, config.beta2, config.epsilon), decay)
-        if config.name == "lion":
-            return optax.chain(optax.scale_by_lion(config.beta1, config.beta2), decay)
-        if config.name == "sgd":
-            return optax.chain(decay, optax.trace(config.momentum))
-        raise ValueError(f"optimizer.name={config.name!r} is unknown; use adamw, sgd or lion")
+        names = {rule.optimizer for rule in jax.tree.leaves(self.rules)}
+        coupled, decoupled = names & {"sgd"}, names - {"sgd"}
+        before = [_add_decay(rules, coupled)] if coupled else []
+        after = [_add_decay(rules, decoupled)] if decoupled else []
+        return optax.chain(*before, _update_rule(self.config, names, rules), *after)
 
     def init(self, params: PyTree) -> PyTree:
         """State before the first step: zero moments in float32, whatever the dtype of the parameters."""
-        return self.transform(self.decays).init(_float32(params))
+        return self.transform(self.rules).init(_float32(params))
 
     def update(
         self,
@@ -101,23 +101,24 @@ class Optimizer:
         if self.config.offload_state:
             new_params, new_state = self._step_in_turn(grads, state, params, learning_rate, usable)
         else:
-            new_params, new_state = self._step(self.decays, grads, state, params, learning_rate, usable)
+            new_params, new_state = self._step(self.rules, grads, state, params, learning_rate, usable)
         return new_params, new_state, {"grad_norm": grad_norm, "skipped": (~usable).astype(jnp.int32)}
 
-    def _step(self, decays, grads, state, params, learning_rate, finite):
+    def _step(self, rules, grads, state, params, learning_rate, finite):
         """-> (params, state) after the step, or as they were if it is not finite."""
         params32 = _float32(params)
         # Optax multiplies Python floats with its int32 step count, which strict promotion would refuse.
         with jax.numpy_dtype_promotion("standard"):
-            directions, proposed_state = self.transform(decays).update(grads, state, params32)
+            directions, proposed_state = self.transform(rules).update(grads, state, params32)
 
-        def moved(old, direction, param):
-            return (old - learning_rate * direction).astype(param.dtype)
+        def moved(old, direction, param, rule):
+            rate = learning_rate if rule.learning_rate_scale == 1 else rule.learning_rate_scale * learning_rate
+            return (old - rate * direction).astype(param.dtype)
 
         def keep(new, old):
             return jnp.where(finite, new, old)
 
-        proposed = jax.tree.map(moved, params32, directions, params)
+        proposed = jax.tree.map(moved, params32, directions, params, rules)
         return jax.tree.map(keep, proposed, params), jax.tree.map(keep, proposed_state, state)
 
     def _step_in_turn(self, grads, state, params, learning_rate, finite):
@@ -135,13 +136,13 @@ class Optimizer:
         new_params, new_leaf_at, tokens = [], {}, [finite, finite]
         for number, path in enumerate(paths):
             name = name_of(path)
-            decays, grad, param = (_only(name, tree) for tree in (self.decays, grads, params))
-            like = jax.eval_shape(self.transform(decays).init, _float32(param))
+            rules, grad, param = (_only(name, tree) for tree in (self.rules, grads, params))
+            like = jax.eval_shape(self.transform(rules).init, _float32(param))
             places = [place for place, _ in jax.tree_util.tree_leaves_with_path(like)]
             leaves = [leaf_at[place] for place in places]
             leaves, token = jax.lax.optimization_barrier((leaves, tokens[number % 2]))
             one = jax.tree.unflatten(jax.tree.structure(like), jax.device_put(leaves, jax.memory.Space.Device))
-            param, one = self._step(decays, grad, one, param, learning_rate, token)
+            param, one = self._step(rules, grad, one, param, learning_rate, token)
             leaves = [jax.device_put(leaf, jax.memory.Space.Host) if parameter_of(place, paths) else leaf
                       for place, leaf in zip(places, jax.tree.leaves(one), strict=True)]  # fmt: skip
             leaves, tokens[number % 2] = jax.lax.optimization_barrier((leaves, token))
@@ -156,6 +157,27 @@ def global_norm(tree: PyTree) -> jax.Array:
     """L2 norm over all leaves together; float32 scalar."""
     squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)]
     return jnp.sqrt(jnp.sum(jnp.stack(squares)))
+
+
+def _update_rule(config: OptimizerConfig, names: set[str], rules: PyTree) -> optax.GradientTransformation:
+    """These update rules, each for its own parameters: it has no moments for others."""
+    every = {
+        "adamw": optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),
+        "lion": optax.scale_by_lion(config.beta1, config.beta2),
+        "sgd": optax.trace(config.momentum),
+    }
+    if len(names) == 1:
+        return every[next(iter(names))]
+    return optax.partition({name: every[name] for name in names}, jax.tree.map(lambda rule: rule.optimizer, rules))
+
+
+def _add_decay(rules: PyTree, names: set[str]) -> optax.GradientTransformation:
+    """Adds decay * parameter for parameters with one of these update rules; others keep what they have."""
+    decays = jax.tree.map(lambda rule: rule.weight_decay if rule.optimizer in names else 0.0, rules)
+    of_decaying = jax.tree.map(lambda decay: decay or optax.MaskedNode(), decays)
+    add = lambda update, param, decay: update + decay * param
+    adding = optax.stateless(lambda updates, params: jax.tree.map(add, updates, params, of_decaying))
+    return optax.masked(adding, jax.tree.map(bool, decays))
 
 
 def _only(name: str, tree: PyTree) -> PyTree:

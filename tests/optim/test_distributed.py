@@ -39,17 +39,19 @@ CONFIGS = {
     "adamw": OptimizerConfig(),
     "lion": OptimizerConfig(name="lion"),
     "sgd": OptimizerConfig(name="sgd"),
+    "groups": OptimizerConfig(groups=("scale optimizer=lion", "kernel learning_rate_scale=0.5", "bias optimizer=sgd")),
 }
-NUM_MOMENTS = {"adamw": 8, "lion": 4, "sgd": 4}
+NUM_MOMENTS = {"adamw": 8, "lion": 4, "sgd": 4, "groups": 1 + 2 + 1 + 2}
 
 
 class OptaxChain(Optimizer):
     """Another optimizer than megajax has: a second moment of all, a first one of some, a factored one."""
 
-    def transform(self, decays):
+    def transform(self, rules):
+        some = jax.tree.map(lambda rule: rule.record.role != "vector", rules)
         return optax.chain(
             optax.scale_by_rms(),
-            optax.masked(optax.trace(0.9), decays),
+            optax.masked(optax.trace(0.9), some),
             optax.scale_by_factored_rms(min_dim_size_to_factor=8),
         )
 
@@ -158,7 +160,7 @@ def bytes_of_moments(state):
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state) if leaf.ndim)
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion"])
+@pytest.mark.parametrize("name", ["adamw", "groups"])
 def test_splitting_the_state_over_data_changes_no_parameter(mesh, name):
     whole_params, whole_state, whole_metrics, _ = run_two_steps(mesh, False, CONFIGS[name])
     split_params, split_state, split_metrics, _ = run_two_steps(mesh, True, CONFIGS[name])

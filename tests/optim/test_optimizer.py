@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from megajax.optim.optimizer import CLIP_EPSILON, Optimizer, OptimizerConfig
@@ -182,8 +183,9 @@ def test_bias_correction_does_not_count_a_skipped_step():
     assert bits(direct) == bits(later)
 
 
-def test_bfloat16_parameters_keep_their_dtype_and_float32_moments():
-    optimizer = Optimizer(OptimizerConfig(), RECORDS)
+@pytest.mark.parametrize("name", ["adamw", "lion"])
+def test_bfloat16_parameters_keep_their_dtype_and_float32_moments(name):
+    optimizer = Optimizer(OptimizerConfig(name=name), RECORDS)
     params = to_device(random_tree(0), jnp.bfloat16)
     state = optimizer.init(params)
     new_params, new_state, _ = optimizer.update(to_device(random_tree(1)), state, params, jnp.float32(LEARNING_RATE))
@@ -194,8 +196,23 @@ def test_bfloat16_parameters_keep_their_dtype_and_float32_moments():
     )
 
 
-def test_update_works_under_strict_dtype_promotion():
-    optimizer = Optimizer(OptimizerConfig(), RECORDS)
+@pytest.mark.parametrize("name", ["adamw", "lion"])
+def test_update_works_under_strict_dtype_promotion(name):
+    optimizer = Optimizer(OptimizerConfig(name=name), RECORDS)
     params = to_device(random_tree(0))
     with jax.numpy_dtype_promotion("strict"):
         optimizer.update(to_device(random_tree(1)), optimizer.init(params), params, jnp.float32(LEARNING_RATE))
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
+def test_the_state_without_groups_is_one_chain_of_optax(name):
+    """Its paths and its structure are those of checkpoints from before there were groups."""
+    decay = optax.add_decayed_weights(0.1, mask=jax.tree.map(lambda record: record.decays, RECORDS))
+    chains = {
+        "adamw": optax.chain(optax.scale_by_adam(), decay),
+        "lion": optax.chain(optax.scale_by_lion(), decay),
+        "sgd": optax.chain(decay, optax.trace(0.9)),
+    }
+    params = to_device(random_tree(0))
+    state = Optimizer(OptimizerConfig(name=name), RECORDS).init(params)
+    assert jax.tree.structure(state) == jax.tree.structure(chains[name].init(params))
