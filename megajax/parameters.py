@@ -6,6 +6,7 @@ the state of a module into the nested dict that is trained, saved and converted;
 
 import dataclasses
 import fnmatch
+import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ Role = Literal["matrix", "embedding", "head", "router", "vector", "variable"]
 
 DECAYING = ("matrix", "embedding", "head", "router")  # Megatron's rule: all but biases and norm scales
 CAST = ("matrix", "embedding", "head")  # what layers read in the compute dtype anyway; a router computes in float32
+STACK_AXES = ("chunks", "layers", "experts")  # axes along which one array holds several matrices; they come first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +39,11 @@ class Parameter:
     def is_cast(self) -> bool:
         """Whether a copy in the compute dtype gives the same results: for serving, or once a step in a pipeline."""
         return self.role in CAST
+
+    @property
+    def num_stacked(self) -> int:
+        """How many dims come before those of one matrix."""
+        return len(list(itertools.takewhile(lambda axis: axis in STACK_AXES, self.axes)))
 
     def stacked(self, lead: Sequence[str]) -> "Parameter":
         """The record of several of them in one array with these leading axes."""

@@ -11,7 +11,7 @@ class OptimizerConfig:
     """Which optimizer, its constants, and the learning-rate schedule."""
 
     name: UpdateRule = "adamw"
-    """Update rule."""
+    """Update rule; muon: of the matrices of layers, and AdamW for all other parameters."""
     learning_rate: float = 3e-4
     """Learning rate after the warm-up, the peak of the schedule."""
     min_learning_rate: float = 3e-5
@@ -35,7 +35,7 @@ class OptimizerConfig:
     epsilon: float = 1e-8
     """AdamW: added to the root of the second moment."""
     momentum: float = 0.9
-    """SGD: decay of the momentum."""
+    """SGD, Muon: decay of the momentum (0.95 is usual for Muon)."""
     weight_decay: float = 0.1
     """Decay of weights and embeddings; biases and norm scales decay only if a group says so."""
     groups: tuple[str, ...] = ()

@@ -20,7 +20,7 @@ from megajax.parameters import Parameter, matches, name_of
 
 PyTree = Any
 
-UpdateRule = Literal["adamw", "sgd", "lion"]
+UpdateRule = Literal["adamw", "sgd", "lion", "muon"]
 
 EXAMPLE = "for example '*router* learning_rate_scale=0.1 weight_decay=0'"
 
@@ -43,7 +43,7 @@ class Rule:
     """How one parameter is updated: p = p - learning_rate_scale * lr * (direction + weight_decay * p)."""
 
     optimizer: UpdateRule
-    """Makes the direction of the gradient."""
+    """Makes the direction of the gradient; muon of matrices only."""
     weight_decay: float
     learning_rate_scale: float
     record: Parameter
@@ -97,7 +97,8 @@ def rules_of(records: PyTree, groups: tuple[str, ...], optimizer: UpdateRule, we
         groups: optimizer.groups.
         optimizer, weight_decay: optimizer.name and optimizer.weight_decay, what holds without a group.
 
-    Raises ValueError for an unknown update rule, and for a group that decides for no parameter.
+    Raises ValueError for an unknown update rule, for a group that decides for no parameter, and for one that wants Muon
+    for no matrix.
     """
     if optimizer not in typing.get_args(UpdateRule):
         raise ValueError(f"optimizer.name={optimizer} is unknown; use {', '.join(typing.get_args(UpdateRule))}")
@@ -110,9 +111,10 @@ def rules_of(records: PyTree, groups: tuple[str, ...], optimizer: UpdateRule, we
         _check_use(text, group, group_of, records)
 
     def rule(record: Parameter, group: Group) -> Rule:
+        chosen = group.optimizer or optimizer
         decay = weight_decay if record.decays else 0.0
         return Rule(
-            optimizer=group.optimizer or optimizer,
+            optimizer="adamw" if chosen == "muon" and record.role != "matrix" else chosen,
             weight_decay=decay if group.weight_decay is None else group.weight_decay,
             learning_rate_scale=group.learning_rate_scale,
             record=record,
@@ -129,10 +131,17 @@ def _check_use(text: str, group: Group, group_of: PyTree, records: PyTree) -> No
             f"optimizer.groups={text!r} matches no trained parameter; they are called like {names[0]}, and * stands "
             "for any part of a name"
         )
-    if not any(chosen is group for chosen in jax.tree.leaves(group_of)):
+    decides = [chosen is group for chosen in jax.tree.leaves(group_of)]
+    if not any(decides):
         raise ValueError(
             f"optimizer.groups={text!r} decides for no parameter: all that it matches are matched by groups before it, "
             "and the first match wins; put it before them"
+        )
+    roles = {record.role for record, mine in zip(jax.tree.leaves(records), decides, strict=True) if mine}
+    if group.optimizer == "muon" and "matrix" not in roles:
+        raise ValueError(
+            f"optimizer.groups={text!r} has no matrix of a layer ({', '.join(sorted(roles))}), and Muon updates only "
+            "those; use optimizer=adamw"
         )
 
 

@@ -1,4 +1,4 @@
-"""The optimizer update: clip, AdamW / SGD / Lion, decoupled weight decay, and the step that is skipped.
+"""The optimizer update: clip, AdamW / SGD / Lion / Muon, decoupled weight decay, and the step that is skipped.
 
 With g the gradient clipped to `clip_norm`, lr the learning rate, d the decay of a parameter (0 for biases and norm
 scales; parameter groups may change lr and d, see megajax/optim/groups.py):
@@ -10,6 +10,7 @@ scales; parameter groups may change lr and d, see megajax/optim/groups.py):
         p = p - lr * (sign(b1 m + (1 - b1) g) + d p),  m = b2 m + (1 - b2) g
     SGD with momentum; the decay joins the gradient before the momentum, as in PyTorch and so in Megatron-LM
         m = momentum m + g + d p,  p = p - lr * m
+    Muon, for the matrices of layers, AdamW for everything else: megajax/optim/muon.py
 
 A step whose gradient norm (or loss) is not finite, or whose norm is above `most_grad_norm`, changes nothing:
 parameters, moments and the step count of the bias correction stay bit for bit what they were. It is a select inside the
@@ -24,6 +25,7 @@ import optax
 
 from megajax.optim.config import OptimizerConfig
 from megajax.optim.groups import rules_of
+from megajax.optim.muon import muon_flops, scale_by_muon
 from megajax.parameters import name_of, parameter_of, select
 
 PyTree = Any
@@ -63,6 +65,11 @@ class Optimizer:
     def init(self, params: PyTree) -> PyTree:
         """State before the first step: zero moments in float32, whatever the dtype of the parameters."""
         return self.transform(self.rules).init(_float32(params))
+
+    def flops(self, abstract_params: PyTree) -> int:
+        """Floating-point operations of the matmuls in one update; only Muon has any."""
+        of_one = lambda param, rule: muon_flops(param.shape, rule.record) if rule.optimizer == "muon" else 0
+        return sum(jax.tree.leaves(jax.tree.map(of_one, abstract_params, self.rules)))
 
     def update(
         self,
@@ -161,10 +168,12 @@ def global_norm(tree: PyTree) -> jax.Array:
 
 def _update_rule(config: OptimizerConfig, names: set[str], rules: PyTree) -> optax.GradientTransformation:
     """These update rules, each for its own parameters: it has no moments for others."""
+    matrices = jax.tree.map(lambda rule: rule.record if rule.optimizer == "muon" else optax.MaskedNode(), rules)
     every = {
         "adamw": optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),
         "lion": optax.scale_by_lion(config.beta1, config.beta2),
         "sgd": optax.trace(config.momentum),
+        "muon": scale_by_muon(config.momentum, matrices),
     }
     if len(names) == 1:
         return every[next(iter(names))]

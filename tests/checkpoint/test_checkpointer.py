@@ -103,7 +103,7 @@ def test_what_any_mesh_saved_any_other_restores_bit_for_bit_with_optimizer_state
 
 def test_the_state_of_several_update_rules_is_restored_on_another_mesh(tmp_path):
     groups = ("embedding optimizer=lion learning_rate_scale=0.5", "*out optimizer=sgd")
-    optimizer = Optimizer(OptimizerConfig(groups=groups), MODEL.trained)
+    optimizer = Optimizer(OptimizerConfig(name="muon", groups=groups), MODEL.trained)
     state = state_on(mesh_of(data=2, fsdp=2, tensor=2), True, optimizer)
     target = targets_on(mesh_of(fsdp=4), False, optimizer)
     with Checkpointer(tmp_path, CheckpointConfig()) as checkpointer:

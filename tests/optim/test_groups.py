@@ -80,7 +80,23 @@ def test_the_first_match_wins():
     }
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_muon_means_adamw_for_what_is_no_matrix():
+    of_group = rules("layers.* optimizer=muon", optimizer="lion")
+    assert {name: rule[0] for name, rule in of_group.items()} == {
+        "query": "muon",
+        "query_bias": "adamw",
+        "router": "adamw",
+        "embedding": "lion",
+    }
+    assert {name: rule[0] for name, rule in rules(optimizer="muon").items()} == {
+        "query": "muon",
+        "query_bias": "adamw",
+        "router": "adamw",
+        "embedding": "adamw",
+    }
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
 def test_a_group_scales_the_learning_rate_of_its_parameters_alone(name):
     plain, scaled = moved(name=name), moved(name=name, groups=("*.query learning_rate_scale=0.25",))
     # Differences of float32 numbers near 1: 6e-8 each.
@@ -103,8 +119,8 @@ def test_a_group_replaces_the_decay_also_where_there_is_none_by_default(name):
 
 
 def test_a_group_replaces_the_update_rule_of_its_parameters():
-    mixed = moved(groups=("embedding optimizer=lion", "*.router optimizer=sgd"))
-    of = {"embedding": "lion", "router": "sgd", "query": "adamw", "query_bias": "adamw"}
+    mixed = moved(groups=("embedding optimizer=lion", "*.router optimizer=sgd", "*.query optimizer=muon"))
+    of = {"embedding": "lion", "router": "sgd", "query": "muon", "query_bias": "adamw"}
     for parameter, name in of.items():
         np.testing.assert_allclose(mixed[parameter], moved(name=name)[parameter], rtol=0, atol=3e-7)
 
@@ -122,7 +138,7 @@ def test_a_group_replaces_the_update_rule_of_its_parameters():
         ("embedding weight_decay=nan", ["weight_decay=nan must be at least 0"]),
         ("embedding learning_rate_scale=0", ["learning_rate_scale=0 must be greater than 0", "--training.frozen"]),
         ("embedding learning_rate_scale=inf", ["learning_rate_scale=inf must be greater than 0 and finite"]),
-        ("embedding optimizer=adam", ["optimizer=adam is unknown", "use adamw, sgd, lion"]),
+        ("embedding optimizer=adam", ["optimizer=adam is unknown", "use adamw, sgd, lion, muon"]),
         ("embedding weight_decay=0 weight_decay=1", ["sets weight_decay twice", "leave one"]),
     ],
 )
@@ -143,6 +159,7 @@ def test_what_is_no_group_is_refused_in_one_line(text, parts):
             ("layers.* weight_decay=0", "*.query weight_decay=1"),
             ["'*.query weight_decay=1' decides for no parameter", "first match wins", "put it before"],
         ),
+        (("embedding optimizer=muon",), ["has no matrix of a layer (embedding)", "use optimizer=adamw"]),
     ],
 )
 def test_a_group_that_decides_for_nothing_is_refused_in_one_line(groups, parts):
@@ -154,7 +171,7 @@ def test_a_group_that_decides_for_nothing_is_refused_in_one_line(groups, parts):
 
 
 def test_an_unknown_update_rule_is_refused():
-    with pytest.raises(ValueError, match="optimizer.name=adam is unknown; use adamw, sgd, lion"):
+    with pytest.raises(ValueError, match="optimizer.name=adam is unknown; use adamw, sgd, lion, muon"):
         Optimizer(OptimizerConfig(name="adam"), RECORDS)
 
 

@@ -126,7 +126,7 @@ def bits(tree):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "muon"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.fault
 def test_step_with_non_finite_gradient_changes_no_bit(name, bad):
@@ -183,7 +183,7 @@ def test_bias_correction_does_not_count_a_skipped_step():
     assert bits(direct) == bits(later)
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion"])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_bfloat16_parameters_keep_their_dtype_and_float32_moments(name):
     optimizer = Optimizer(OptimizerConfig(name=name), RECORDS)
     params = to_device(random_tree(0), jnp.bfloat16)
@@ -196,7 +196,7 @@ def test_bfloat16_parameters_keep_their_dtype_and_float32_moments(name):
     )
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion"])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_update_works_under_strict_dtype_promotion(name):
     optimizer = Optimizer(OptimizerConfig(name=name), RECORDS)
     params = to_device(random_tree(0))
