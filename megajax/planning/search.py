@@ -64,7 +64,7 @@ def search(config: "Config", num_devices: int, device: Device) -> tuple[list[Can
         parts = candidate.mesh, candidate.training, candidate.optimizer.shard_over_data
         memory, host = memory_per_device(its_model, optimizer, mesh, *parts)
         if sum(memory.values()) <= USABLE_MEMORY * device.memory_bytes:
-            times = step_times(its_model, candidate.mesh, candidate.training, device, host)
+            times = step_times(its_model, optimizer, candidate.mesh, candidate.training, device, host)
             found.append(Candidate(candidate, times.step, sum(memory.values())))
     return _best_of_each_mesh(found), tried
 
