@@ -8,7 +8,7 @@ from megajax.data.config import DataConfig
 from megajax.mesh import MeshConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
-from megajax.optim.optimizer import OptimizerConfig
+from megajax.optim.config import OptimizerConfig
 from megajax.precision import PrecisionConfig
 from megajax.training.config import TrainingConfig
 

@@ -8,7 +8,7 @@ from megajax.layers.rope import RopeConfig
 from megajax.mesh import MeshConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
-from megajax.optim.optimizer import OptimizerConfig
+from megajax.optim.config import OptimizerConfig
 from megajax.training.config import TrainingConfig
 
 

@@ -24,7 +24,9 @@ from megajax.models.execution import ExecutionConfig
 from megajax.models.interface import ModelConfig, family
 from megajax.models.model import Model
 from megajax.models.pipelined import STACK
-from megajax.optim.optimizer import Optimizer, OptimizerConfig
+from megajax.optim.config import OptimizerConfig
+from megajax.optim.groups import assigned_optimizers
+from megajax.optim.optimizer import Optimizer
 from megajax.parallel.schedule import make_stages
 from megajax.precision import PrecisionConfig
 from megajax.training.compiler_options import compiler_options, parse
@@ -123,8 +125,10 @@ def incompatibilities(old: Config, new: Config) -> list[str]:
     if type(old.model) is not type(new.model):
         return [f"model.kind: {old.model.kind} -> {new.model.kind}"]
     lines = differences(_fixed(old.model), _fixed(new.model), "model.")
-    other = differences(old, new)
-    return lines + [line for line in other if line.startswith(("precision.params:", "optimizer.name:"))]
+    fixed = ["precision.params:", "optimizer.name:"]
+    if assigned_optimizers(old.optimizer.groups) != assigned_optimizers(new.optimizer.groups):
+        fixed.append("optimizer.groups:")
+    return lines + [line for line in differences(old, new) if line.startswith(tuple(fixed))]
 
 
 def _fixed(model: ModelConfig) -> ModelConfig:

@@ -6,7 +6,8 @@ the state of a module into the nested dict that is trained, saved and converted;
 
 import dataclasses
 import fnmatch
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -16,6 +17,7 @@ Role = Literal["matrix", "embedding", "head", "router", "vector", "variable"]
 
 DECAYING = ("matrix", "embedding", "head", "router")  # Megatron's rule: all but biases and norm scales
 CAST = ("matrix", "embedding", "head")  # what layers read in the compute dtype anyway; a router computes in float32
+STACK_AXES = ("chunks", "layers", "experts")  # axes along which one array holds several matrices; they come first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +39,11 @@ class Parameter:
     def is_cast(self) -> bool:
         """Whether a copy in the compute dtype gives the same results: for serving, or once a step in a pipeline."""
         return self.role in CAST
+
+    @property
+    def num_stacked(self) -> int:
+        """How many dims come before those of one matrix."""
+        return len(list(itertools.takewhile(lambda axis: axis in STACK_AXES, self.axes)))
 
     def stacked(self, lead: Sequence[str]) -> "Parameter":
         """The record of several of them in one array with these leading axes."""
@@ -125,6 +132,13 @@ def name_of(path) -> str:
 def matches(name: str, patterns: Iterable[str]) -> bool:
     """Whether a shell pattern (* and ?) is the whole name of a parameter."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def parameter_of(place: tuple, paths: Collection[tuple]) -> tuple | None:
+    """The parameter that a leaf at `place` of a larger tree (the state of an optimizer) belongs to: the longest of
+    `paths` that its path ends with. None for what belongs to no single one, like a count of steps."""
+    ends = (place[start:] for start in range(len(place)))
+    return next((end for end in ends if end in paths), None)
 
 
 def select(tree: dict, keep: Callable[[str], bool]) -> dict:

@@ -12,6 +12,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from megajax.optim.optimizer import Optimizer
+from megajax.parameters import name_of, parameter_of
 from megajax.sharding import axes_of, entry_of
 
 PyTree = Any
@@ -31,21 +32,34 @@ def optimizer_shardings(
         mesh: the mesh of those shardings.
         shard_over_data: optimizer.shard_over_data.
 
-    Trees of moments follow their parameter (see `moment_shardings`), in pinned memory of the host if offloaded.
-    Everything else is a scalar and is replicated explicitly: a scalar without a sharding comes back from a checkpoint
-    on one device and the next step fails.
+    A leaf whose path ends with that of a parameter, and which has its shape, lies like the parameter (see
+    `moment_shardings`). Every other one is on all devices, explicitly: a scalar without a sharding comes back from a
+    checkpoint on one device and the next step fails. A log line names those that are no scalars. What belongs to a
+    parameter lies in pinned memory of the host if the state is offloaded.
     """
     moments = moment_shardings(abstract_params, param_shardings, mesh=mesh, shard_over_data=shard_over_data)
-    if optimizer.config.offload_state:
-        moments = jax.tree.map(lambda sharding: sharding.with_memory_kind("pinned_host"), moments)
-    structure = jax.tree.structure(abstract_params)
-    replicated = NamedSharding(mesh, PartitionSpec())
+    shapes = {path: param.shape for path, param in jax.tree_util.tree_leaves_with_path(abstract_params)}
+    sharding_of = dict(jax.tree_util.tree_leaves_with_path(moments))
+    copied = []
 
-    def is_moments(node: PyTree) -> bool:
-        return jax.tree.structure(node) == structure
+    def place(path, leaf) -> NamedSharding:
+        parameter = parameter_of(path, shapes)
+        if parameter is not None and shapes[parameter] == leaf.shape:
+            sharding = sharding_of[parameter]
+        else:
+            sharding = NamedSharding(mesh, PartitionSpec())
+            if leaf.size > 1:
+                copied.append(f"{name_of(path)} {leaf.shape}")
+        is_offloaded = optimizer.config.offload_state and parameter is not None
+        return sharding.with_memory_kind("pinned_host") if is_offloaded else sharding
 
-    state = jax.eval_shape(optimizer.init, abstract_params)
-    return jax.tree.map(lambda node: moments if is_moments(node) else replicated, state, is_leaf=is_moments)
+    shardings = jax.tree_util.tree_map_with_path(place, jax.eval_shape(optimizer.init, abstract_params))
+    if copied:
+        logger.warning(
+            "optimizer state: every device holds the whole of %s: it does not have the shape of a parameter",
+            ", ".join(copied),
+        )
+    return shardings
 
 
 def moment_shardings(abstract_params: PyTree, param_shardings: PyTree, *, mesh: Mesh, shard_over_data: bool) -> PyTree:
@@ -63,7 +77,7 @@ def moment_shardings(abstract_params: PyTree, param_shardings: PyTree, *, mesh: 
     def add_data(path, param, sharding: NamedSharding) -> NamedSharding:
         spec = _split_over_data(param.shape, sharding.spec, mesh)
         if spec is None:
-            kept.append(jax.tree_util.keystr(path, simple=True, separator="."))
+            kept.append(name_of(path))
             return sharding
         return NamedSharding(mesh, spec)
 

@@ -10,6 +10,7 @@ from megajax.devices import Device
 from megajax.layers.layer import Flops
 from megajax.mesh import MeshConfig
 from megajax.models.model import Model
+from megajax.optim.optimizer import Optimizer
 from megajax.parallel.schedule import bubble
 from megajax.training.config import TrainingConfig
 
@@ -49,7 +50,9 @@ class Times:
         return self.compute + self.idle + self.update + self.exposed
 
 
-def step_times(model: Model, mesh: MeshConfig, training: TrainingConfig, device: Device, host: dict[str, int]) -> Times:
+def step_times(
+    model: Model, optimizer: Optimizer, mesh: MeshConfig, training: TrainingConfig, device: Device, host: dict[str, int]
+) -> Times:
     """host: bytes a device keeps on its host, as memory_per_device has them."""
     length = training.sequence_length
     tokens = training.global_batch_size * length / mesh.num_devices
@@ -61,6 +64,8 @@ def step_times(model: Model, mesh: MeshConfig, training: TrainingConfig, device:
     parameters = model.num_parameters() / (mesh.tensor * mesh.weight_shards * mesh.pipeline)
     update = 28 * parameters / device.memory_bandwidth  # p, m, v read and written in float32, gradient read
     update += host.get("optimizer", 0) / HOST_BANDWIDTH
+    tf32_flops = MATMUL_EFFICIENCY * device.peak_flops / 2
+    update += optimizer.flops(model.split(model.abstract_weights).params) / mesh.num_devices / tf32_flops
     traffic = tuple(
         dataclasses.replace(t, seconds=t.bytes / _bandwidth(t.axis, mesh, device))
         for t in _traffic(model, mesh, training)

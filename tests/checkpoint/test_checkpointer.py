@@ -43,11 +43,11 @@ MESHES = {
 }
 
 
-def state_on(mesh, shard_over_data: bool):
+def state_on(mesh, shard_over_data: bool, optimizer=OPTIMIZER):
     """The same on every mesh; every number different from every other place, moments and counts included."""
-    shardings, rng = state_shardings(MODEL, OPTIMIZER, mesh, shard_over_data), np.random.default_rng(3)
+    shardings, rng = state_shardings(MODEL, optimizer, mesh, shard_over_data), np.random.default_rng(3)
     draw = lambda a: rng.standard_normal(a.shape).astype(a.dtype) if a.ndim else np.array(5, a.dtype)
-    return jax.device_put(jax.tree.map(draw, abstract_state(MODEL, OPTIMIZER)), shardings)
+    return jax.device_put(jax.tree.map(draw, abstract_state(MODEL, optimizer)), shardings)
 
 
 def targets_on(mesh, shard_over_data: bool, optimizer=OPTIMIZER):
@@ -99,6 +99,21 @@ def test_what_any_mesh_saved_any_other_restores_bit_for_bit_with_optimizer_state
     assert_same((params, optimizer), (state.params, state.optimizer))
     assert meta == {"step": 5, "note": "five"}
     for array, wanted in zip(jax.tree.leaves((params, optimizer)), jax.tree.leaves(target[2:]), strict=True):
+        assert array.sharding.is_equivalent_to(wanted.sharding, array.ndim)
+
+
+def test_the_state_of_several_update_rules_is_restored_on_another_mesh(tmp_path):
+    groups = ("embedding optimizer=lion learning_rate_scale=0.5", "*out optimizer=sgd")
+    optimizer = Optimizer(OptimizerConfig(name="muon", groups=groups), MODEL.trained)
+    state = state_on(mesh_of(data=2, fsdp=2, tensor=2), True, optimizer)
+    target = targets_on(mesh_of(fsdp=4), False, optimizer)
+    with Checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
+        checkpointer.save(5, state.params, state.optimizer, {})
+        checkpointer.wait()
+        _, restored, _ = checkpointer.restore(5, target.params, target.optimizer, {})
+    assert jax.tree.structure(restored) == jax.tree.structure(state.optimizer)
+    assert_same(restored, state.optimizer)
+    for array, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(target.optimizer), strict=True):
         assert array.sharding.is_equivalent_to(wanted.sharding, array.ndim)
 
 

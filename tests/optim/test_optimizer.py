@@ -1,15 +1,23 @@
-"""The update rules against plain float64 loops, the decay mask, clipping, and the step that is skipped."""
+"""The update rules against plain float64 loops, which parameters decay, clipping, and the step that is skipped."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from megajax.optim.optimizer import CLIP_EPSILON, Optimizer, OptimizerConfig
+from megajax.parameters import Parameter
 
 NUM_STEPS = 5
 LEARNING_RATE = 1e-2
-DECAY_MASK = {"block": {"kernel": True, "bias": False}, "embedding": True}
+RECORDS = {
+    "block": {
+        "kernel": Parameter(("layers", "embed", "mlp"), "matrix"),
+        "bias": Parameter(("layers", "mlp"), "vector"),
+    },
+    "embedding": Parameter(("vocab", "embed"), "embedding"),
+}
 SHAPES = {"block": {"kernel": (3, 4, 5), "bias": (3, 5)}, "embedding": (7, 4)}
 
 
@@ -50,7 +58,7 @@ def numpy_sgd(config, grad, param, decays, memory):
 def numpy_run(rule, config, params, all_grads):
     """Float64 loop over the steps; clips by the global norm as the Optimizer does."""
     leaves = [leaf.astype(np.float64) for leaf in jax.tree.leaves(params)]
-    decays = jax.tree.leaves(DECAY_MASK)
+    decays = [record.decays for record in jax.tree.leaves(RECORDS)]
     memories = [{} for _ in leaves]
     for grads in all_grads:
         grad_leaves = [leaf.astype(np.float64) for leaf in jax.tree.leaves(grads)]
@@ -69,7 +77,7 @@ def numpy_run(rule, config, params, all_grads):
 def test_update_matches_float64_loop(name, rule, clip_norm):
     config = OptimizerConfig(name=name, clip_norm=clip_norm)
     all_grads = [random_tree(seed) for seed in range(1, NUM_STEPS + 1)]
-    optimizer = Optimizer(config, DECAY_MASK)
+    optimizer = Optimizer(config, RECORDS)
     update = jax.jit(optimizer.update)
     params = to_device(random_tree(0))
     state = optimizer.init(params)
@@ -82,8 +90,8 @@ def test_update_matches_float64_loop(name, rule, clip_norm):
         np.testing.assert_allclose(ours, wanted, rtol=2e-6, atol=1e-6)
 
 
-def test_decay_reaches_masked_in_parameters_only():
-    optimizer = Optimizer(OptimizerConfig(weight_decay=0.5), DECAY_MASK)
+def test_decay_reaches_weights_and_embeddings_only():
+    optimizer = Optimizer(OptimizerConfig(weight_decay=0.5), RECORDS)
     params = to_device(random_tree(0))
     zeros = jax.tree.map(jnp.zeros_like, params)
     new_params, _, _ = optimizer.update(zeros, optimizer.init(params), params, jnp.float32(0.1))
@@ -95,7 +103,7 @@ def test_decay_reaches_masked_in_parameters_only():
 def test_grad_norm_is_measured_before_clipping():
     grads = random_tree(1)
     norm = np.sqrt(sum(np.sum(leaf.astype(np.float64) ** 2) for leaf in jax.tree.leaves(grads)))
-    optimizer = Optimizer(OptimizerConfig(name="sgd", clip_norm=0.25, weight_decay=0.0, momentum=0.0), DECAY_MASK)
+    optimizer = Optimizer(OptimizerConfig(name="sgd", clip_norm=0.25, weight_decay=0.0, momentum=0.0), RECORDS)
     params = to_device(random_tree(0))
     new_params, _, metrics = optimizer.update(to_device(grads), optimizer.init(params), params, jnp.float32(1.0))
     assert metrics["grad_norm"].dtype == jnp.float32 and metrics["skipped"].dtype == jnp.int32
@@ -107,7 +115,7 @@ def test_grad_norm_is_measured_before_clipping():
 
 def test_small_gradients_are_not_scaled_up():
     config = OptimizerConfig(name="sgd", clip_norm=1e6, weight_decay=0.0, momentum=0.0)
-    optimizer = Optimizer(config, DECAY_MASK)
+    optimizer = Optimizer(config, RECORDS)
     params = jax.tree.map(jnp.zeros_like, to_device(random_tree(0)))
     grads = to_device(random_tree(1))
     new_params, _, _ = optimizer.update(grads, optimizer.init(params), params, jnp.float32(1.0))
@@ -118,11 +126,11 @@ def bits(tree):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "muon"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.fault
 def test_step_with_non_finite_gradient_changes_no_bit(name, bad):
-    optimizer = Optimizer(OptimizerConfig(name=name), DECAY_MASK)
+    optimizer = Optimizer(OptimizerConfig(name=name), RECORDS)
     update = jax.jit(optimizer.update)
     params = to_device(random_tree(0))
     params, state, _ = update(to_device(random_tree(1)), optimizer.init(params), params, jnp.float32(LEARNING_RATE))
@@ -137,7 +145,7 @@ def test_step_with_non_finite_gradient_changes_no_bit(name, bad):
 
 @pytest.mark.fault
 def test_step_with_non_finite_loss_is_skipped():
-    optimizer = Optimizer(OptimizerConfig(), DECAY_MASK)
+    optimizer = Optimizer(OptimizerConfig(), RECORDS)
     params = to_device(random_tree(0))
     state = optimizer.init(params)
     for loss, skipped in [(2.5, 0), (np.nan, 1), (np.inf, 1)]:
@@ -152,11 +160,11 @@ def test_step_with_non_finite_loss_is_skipped():
 @pytest.mark.fault
 def test_a_spike_of_the_gradient_norm_is_skipped_and_changes_no_bit():
     params, grads = to_device(random_tree(0)), to_device(random_tree(1))
-    norm = float(Optimizer(OptimizerConfig(), DECAY_MASK).update(
-        grads, Optimizer(OptimizerConfig(), DECAY_MASK).init(params), params, jnp.float32(LEARNING_RATE)
+    norm = float(Optimizer(OptimizerConfig(), RECORDS).update(
+        grads, Optimizer(OptimizerConfig(), RECORDS).init(params), params, jnp.float32(LEARNING_RATE)
     )[2]["grad_norm"])  # fmt: skip
     for most, skipped in ((norm * 1.01, 0), (norm * 0.99, 1)):
-        optimizer = Optimizer(OptimizerConfig(most_grad_norm=most), DECAY_MASK)
+        optimizer = Optimizer(OptimizerConfig(most_grad_norm=most), RECORDS)
         state = optimizer.init(params)
         new_params, new_state, metrics = optimizer.update(grads, state, params, jnp.float32(LEARNING_RATE))
         assert metrics["skipped"] == skipped
@@ -164,7 +172,7 @@ def test_a_spike_of_the_gradient_norm_is_skipped_and_changes_no_bit():
 
 
 def test_bias_correction_does_not_count_a_skipped_step():
-    optimizer = Optimizer(OptimizerConfig(), DECAY_MASK)
+    optimizer = Optimizer(OptimizerConfig(), RECORDS)
     update = jax.jit(optimizer.update)
     params = to_device(random_tree(0))
     start = optimizer.init(params)
@@ -175,8 +183,9 @@ def test_bias_correction_does_not_count_a_skipped_step():
     assert bits(direct) == bits(later)
 
 
-def test_bfloat16_parameters_keep_their_dtype_and_float32_moments():
-    optimizer = Optimizer(OptimizerConfig(), DECAY_MASK)
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_bfloat16_parameters_keep_their_dtype_and_float32_moments(name):
+    optimizer = Optimizer(OptimizerConfig(name=name), RECORDS)
     params = to_device(random_tree(0), jnp.bfloat16)
     state = optimizer.init(params)
     new_params, new_state, _ = optimizer.update(to_device(random_tree(1)), state, params, jnp.float32(LEARNING_RATE))
@@ -187,8 +196,23 @@ def test_bfloat16_parameters_keep_their_dtype_and_float32_moments():
     )
 
 
-def test_update_works_under_strict_dtype_promotion():
-    optimizer = Optimizer(OptimizerConfig(), DECAY_MASK)
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_update_works_under_strict_dtype_promotion(name):
+    optimizer = Optimizer(OptimizerConfig(name=name), RECORDS)
     params = to_device(random_tree(0))
     with jax.numpy_dtype_promotion("strict"):
         optimizer.update(to_device(random_tree(1)), optimizer.init(params), params, jnp.float32(LEARNING_RATE))
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
+def test_the_state_without_groups_is_one_chain_of_optax(name):
+    """Its paths and its structure are those of checkpoints from before there were groups."""
+    decay = optax.add_decayed_weights(0.1, mask=jax.tree.map(lambda record: record.decays, RECORDS))
+    chains = {
+        "adamw": optax.chain(optax.scale_by_adam(), decay),
+        "lion": optax.chain(optax.scale_by_lion(), decay),
+        "sgd": optax.chain(decay, optax.trace(0.9)),
+    }
+    params = to_device(random_tree(0))
+    state = Optimizer(OptimizerConfig(name=name), RECORDS).init(params)
+    assert jax.tree.structure(state) == jax.tree.structure(chains[name].init(params))

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megajax.optim.optimizer import OptimizerConfig
+from megajax.optim.config import OptimizerConfig
 
 ORACLE = np.load(Path(__file__).parents[1] / "oracles" / "numbers.npz")
 META = json.loads(str(ORACLE["lr/meta"]))

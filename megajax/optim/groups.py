@@ -1,0 +1,152 @@
+"""Parameter groups: the update rule, the learning rate and the weight decay of each parameter, by its name.
+
+A group is a text "PATTERN field=value field=value". The pattern is a shell pattern (* and ?) for whole names, like
+layers.dense.attention.query; spaces separate the fields, because commas separate groups on the command line:
+
+    --optimizer.groups='*router* learning_rate_scale=0.1 weight_decay=0,embedding optimizer=adamw'
+
+The first group that matches a parameter decides. What it does not name, and a parameter that no group matches, follows
+the section `optimizer` and the parameter's own record: biases and norm scales do not decay.
+"""
+
+import dataclasses
+import math
+import typing
+from typing import Any, Literal
+
+import jax
+
+from megajax.parameters import Parameter, matches, name_of
+
+PyTree = Any
+
+UpdateRule = Literal["adamw", "sgd", "lion", "muon"]
+
+EXAMPLE = "for example '*router* learning_rate_scale=0.1 weight_decay=0'"
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """The fields of one entry of optimizer.groups."""
+
+    pattern: str
+    learning_rate_scale: float = 1.0
+    """The scheduled learning rate is multiplied by it."""
+    weight_decay: float | None = None
+    """Replaces optimizer.weight_decay, and decays biases and norm scales too; None: the default."""
+    optimizer: UpdateRule | None = None
+    """Replaces optimizer.name; None: the default."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """How one parameter is updated: p = p - learning_rate_scale * lr * (direction + weight_decay * p)."""
+
+    optimizer: UpdateRule
+    """Makes the direction of the gradient; muon of matrices only."""
+    weight_decay: float
+    learning_rate_scale: float
+    record: Parameter
+
+
+def parse_group(text: str) -> Group:
+    """Raises ValueError if the text is not a group."""
+    pattern, *settings = text.split() or [""]
+    if "=" in pattern or not settings:
+        raise ValueError(
+            f"optimizer.groups={text!r} must be a pattern of parameter names and at least one field=value; {EXAMPLE}"
+        )
+    values: dict[str, Any] = {}
+    for setting in settings:
+        name, _, value = setting.partition("=")
+        if name in values:
+            raise ValueError(f"optimizer.groups={text!r} sets {name} twice; leave one of them")
+        values[name] = _parse_value(text, name, value)
+    return Group(pattern, **values)
+
+
+def _parse_value(text: str, name: str, value: str) -> float | str:
+    names = [field.name for field in dataclasses.fields(Group)][1:]
+    if name not in names:
+        raise ValueError(f"optimizer.groups={text!r}: {name!r} is no field; use {', '.join(names)}; {EXAMPLE}")
+    if name == "optimizer":
+        if value not in typing.get_args(UpdateRule):
+            raise ValueError(
+                f"optimizer.groups={text!r}: optimizer={value} is unknown; use {', '.join(typing.get_args(UpdateRule))}"
+            )
+        return value
+    try:
+        number = float(value)
+    except ValueError:
+        raise ValueError(f"optimizer.groups={text!r}: {name}={value} must be a number; {EXAMPLE}") from None
+    if name == "learning_rate_scale" and not 0 < number < math.inf:
+        raise ValueError(
+            f"optimizer.groups={text!r}: {name}={value} must be greater than 0 and finite; "
+            "use --training.frozen for what is not trained"
+        )
+    if not 0 <= number < math.inf:
+        raise ValueError(f"optimizer.groups={text!r}: {name}={value} must be at least 0 and finite; 0 is no decay")
+    return number
+
+
+def rules_of(records: PyTree, groups: tuple[str, ...], optimizer: UpdateRule, weight_decay: float) -> PyTree:
+    """The Rule of each parameter, in a tree like that of its records.
+
+    Args:
+        records: nested dict of megajax.parameters.Parameter.
+        groups: optimizer.groups.
+        optimizer, weight_decay: optimizer.name and optimizer.weight_decay, what holds without a group.
+
+    Raises ValueError for an unknown update rule, for a group that decides for no parameter, and for one that wants Muon
+    for no matrix.
+    """
+    if optimizer not in typing.get_args(UpdateRule):
+        raise ValueError(f"optimizer.name={optimizer} is unknown; use {', '.join(typing.get_args(UpdateRule))}")
+    parsed = [parse_group(text) for text in groups]
+    default = Group("*")
+    group_of = jax.tree_util.tree_map_with_path(
+        lambda path, _: next((group for group in parsed if matches(name_of(path), [group.pattern])), default), records
+    )
+    for text, group in zip(groups, parsed, strict=True):
+        _check_use(text, group, group_of, records)
+
+    def rule(record: Parameter, group: Group) -> Rule:
+        chosen = group.optimizer or optimizer
+        decay = weight_decay if record.decays else 0.0
+        return Rule(
+            optimizer="adamw" if chosen == "muon" and record.role != "matrix" else chosen,
+            weight_decay=decay if group.weight_decay is None else group.weight_decay,
+            learning_rate_scale=group.learning_rate_scale,
+            record=record,
+        )
+
+    return jax.tree.map(rule, records, group_of)
+
+
+def _check_use(text: str, group: Group, group_of: PyTree, records: PyTree) -> None:
+    """Raises ValueError if the group decides for nothing."""
+    names = [name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(records)]
+    if not any(matches(name, [group.pattern]) for name in names):
+        raise ValueError(
+            f"optimizer.groups={text!r} matches no trained parameter; they are called like {names[0]}, and * stands "
+            "for any part of a name"
+        )
+    decides = [chosen is group for chosen in jax.tree.leaves(group_of)]
+    if not any(decides):
+        raise ValueError(
+            f"optimizer.groups={text!r} decides for no parameter: all that it matches are matched by groups before it, "
+            "and the first match wins; put it before them"
+        )
+    roles = {record.role for record, mine in zip(jax.tree.leaves(records), decides, strict=True) if mine}
+    if group.optimizer == "muon" and "matrix" not in roles:
+        raise ValueError(
+            f"optimizer.groups={text!r} has no matrix of a layer ({', '.join(sorted(roles))}), and Muon updates only "
+            "those; use optimizer=adamw"
+        )
+
+
+def assigned_optimizers(groups: tuple[str, ...]) -> list[tuple[str, str | None]]:
+    """Which update rules the groups assign: the part of them that the optimizer state depends on."""
+    parsed = [parse_group(text) for text in groups]
+    assigned = [(group.pattern, group.optimizer) for group in parsed]
+    return assigned if any(optimizer for _, optimizer in assigned) else []

@@ -1,0 +1,122 @@
+"""Muon: momentum whose matrices are orthogonalised (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
+
+With g the gradient of one matrix [K, N] of one layer, K inputs and N outputs, lr the learning rate, d the decay:
+
+    m = momentum m + g
+    u = g + momentum m                                  Nesterov
+    x = u / (|u| + 1e-7)                                Frobenius norm
+    x = a x + (b s + c s s) x,  s = x x^T               five times (Newton-Schulz): a, b, c = 3.4445, -4.7750, 2.0315
+    p = p - lr * (0.2 sqrt(max(K, N)) x + d p)
+
+The iteration moves every singular value of u near 1: with u = U S V^T, x is about U V^T, whose root mean square is
+1 / sqrt(max(K, N)). The factor in the last line makes it about 0.2, that of AdamW's updates, so one learning rate and
+one decay serve both (Liu et al. 2025, arXiv 2502.16982, section 2.2).
+
+A weight holds many matrices, [*stack, *inputs, *outputs]: each is orthogonalised by itself, its inputs and its outputs
+flattened to K and N. Zeros, as in a pipeline's rows of padding, stay zeros. Arrays are float32; on NVIDIA GPUs XLA
+multiplies them in TF32, which has more bits than the bfloat16 that Jordan et al. iterate in.
+
+optax.contrib.muon (0.2.8) computes each layer by itself too, but divides both terms of the Nesterov sum by bias
+corrections that the papers do not have, keeps a, b and c in the state, decays all or none of what AdamW updates, and
+leaves the layout on a mesh to XLA, see `_layouts`.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+from megajax.current_mesh import free_axes, has_mesh
+from megajax.parameters import Parameter
+from megajax.sharding import WEIGHT_AXES, entry_of
+
+PyTree = Any
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+NUM_ITERATIONS = 5
+NORM_EPSILON = 1e-7  # Jordan's; keeps a matrix of zeros finite
+UPDATE_RMS = 0.2  # of AdamW's updates, as Liu et al. measured it
+
+
+def scale_by_muon(momentum: float, records: PyTree) -> optax.GradientTransformation:
+    """Gradients to 0.2 sqrt(max(K, N)) x, as above; the state is the momentum, float32 like the gradients.
+
+    Args:
+        momentum: its decay.
+        records: megajax.parameters.Parameter of each gradient, in a tree of the same structure.
+    """
+    orthogonalise = optax.stateless(lambda updates, _: jax.tree.map(muon_direction, updates, records))
+    return optax.chain(optax.trace(momentum, nesterov=True), orthogonalise)
+
+
+def muon_direction(u: jax.Array, record: Parameter) -> jax.Array:
+    """u -> 0.2 sqrt(max(K, N)) x, for every matrix of a weight; float32, same shape."""
+    stack, num_inputs, num_outputs = _matrix_shape(u.shape, record)
+    x = u.reshape(*stack, num_inputs, num_outputs)
+    is_tall = num_inputs > num_outputs  # then x^T, with the same result, so that s is the smaller product
+    x = x.mT if is_tall else x
+    layouts = _layouts(x.shape, record, is_tall)
+    for layout in layouts[1:]:
+        x = jax.lax.with_sharding_constraint(x, layout)
+    x = orthogonalised(x)
+    for layout in reversed(layouts):
+        x = jax.lax.with_sharding_constraint(x, layout)
+    x = UPDATE_RMS * math.sqrt(max(num_inputs, num_outputs)) * x
+    return (x.mT if is_tall else x).reshape(u.shape)
+
+
+def muon_flops(shape: tuple[int, ...], record: Parameter) -> int:
+    """Floating-point operations of the iteration for a weight of this shape."""
+    stack, *matrix = _matrix_shape(shape, record)
+    k, n = sorted(matrix)
+    return NUM_ITERATIONS * math.prod(stack) * (4 * k * k * n + 2 * k**3)
+
+
+def _matrix_shape(shape: tuple[int, ...], record: Parameter) -> tuple[tuple[int, ...], int, int]:
+    """-> (dims of the stack, number of inputs, number of outputs)."""
+    first_output = record.num_stacked + record.num_inputs
+    inputs, outputs = shape[record.num_stacked : first_output], shape[first_output:]
+    return shape[: record.num_stacked], math.prod(inputs), math.prod(outputs)
+
+
+def orthogonalised(x: jax.Array) -> jax.Array:
+    """[..., K, N], K <= N, with other singular values: those above 0.002 of the norm of their [K, N] end between 0.68
+    and 1.21, smaller ones between 0 and that."""
+    a, b, c = COEFFICIENTS
+    x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + NORM_EPSILON)
+    for _ in range(NUM_ITERATIONS):
+        s = x @ x.mT
+        x = a * x + (b * s + c * (s @ s)) @ x
+    return x
+
+
+def _layouts(shape: tuple[int, ...], record: Parameter, is_tall: bool) -> list[PartitionSpec]:
+    """Layouts of [*stack, K, N], K <= N: from that of the weight to that in which the matrices are orthogonalised.
+
+    In the last one each mesh axis splits the stack, or N if it does not divide what is left of the stack. A matrix that
+    lies whole on a device needs no communication, one split along N a sum for each s. Laid out like the weight, XLA
+    would gather x and s of all layers in every iteration. From one layout to the next one mesh axis moves, which is an
+    all-to-all; if several move at once XLA may gather the array. Without a mesh there are none.
+    """
+    if not has_mesh():
+        return []
+    sizes = free_axes()
+    num_stacked = record.num_stacked
+    first_output = num_stacked + record.num_inputs
+    axes_of_dim = [WEIGHT_AXES[axis] for axis in record.axes]
+    of_inputs = sum(axes_of_dim[num_stacked:first_output], ())
+    of_outputs = sum(axes_of_dim[first_output:], ())
+    small, large = (of_outputs, of_inputs) if is_tall else (of_inputs, of_outputs)
+    layouts = [[*axes_of_dim[:num_stacked], small, large]]
+    unused = [axis for axis in sizes if not any(axis in axes for axes in layouts[0])]
+    for axis in (*unused, *reversed(small), *reversed(large)):
+        moved = [tuple(other for other in axes if other != axis) for axes in layouts[-1]]
+        for dim in (*range(num_stacked), len(shape) - 1):
+            if shape[dim] % (sizes[axis] * math.prod(sizes[other] for other in moved[dim])) == 0:
+                moved[dim] += (axis,)
+                layouts.append(moved)
+                break
+    return [PartitionSpec(*(entry_of(axes) for axes in layout)) for layout in layouts]
