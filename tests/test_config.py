@@ -220,8 +220,8 @@ def test_config_of_a_run_from_before_the_sections_changed_still_loads():
 
 
 def test_a_field_that_has_moved_is_refused_with_its_new_name():
-    with pytest.raises(ValueError, match="--execution.recompute is now --execution.recompute"):
-        override(configs.recipe("gpt_tiny"), ["--execution.recompute=full"])
+    with pytest.raises(ValueError, match="--model.recompute is now --execution.recompute"):
+        override(configs.recipe("gpt_tiny"), ["--model.recompute=full"])
 
 
 def test_every_field_that_has_moved_is_where_it_is_said_to_be():

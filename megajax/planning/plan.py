@@ -69,7 +69,7 @@ def plan_rows(program: Program, training: TrainingConfig, packed: bool, device: 
         total = sum(memory.values())
         why = "" if device.name in COMPILED_FOR else f" (the compiler is set up for {', '.join(COMPILED_FOR)} only)"
         rows.append(("compiled", f"no, activations are estimated; pip install -e '.[cuda13]' compiles for H100{why}"))
-    rows += _time_rows(model, optimizer, mesh_config, training, device, host)
+    rows += _time_rows(program, training, device, host)
     usable = USABLE_MEMORY * device.memory_bytes
     verdict = "fits" if total <= usable else "does not fit"
     rows.append(("verdict", f"{verdict}: {format_bytes(total)} of {format_bytes(usable)} usable on a {device.name}"))
@@ -149,11 +149,11 @@ def _collectives(program: str) -> str:
 
 
 def _time_rows(
-    model: Model, optimizer: Optimizer, mesh: MeshConfig, training: TrainingConfig, device: Device, host: dict[str, int]
+    program: Program, training: TrainingConfig, device: Device, host: dict[str, int]
 ) -> list[tuple[str, str]]:
     """host: bytes a device keeps on its host, as memory_per_device has them."""
-    config, length = model.config, training.sequence_length
-    times = step_times(model, optimizer, mesh, training, device, host)
+    config, mesh, length = program.model.config, program.mesh_config, training.sequence_length
+    times = step_times(program, training, device, host)
     network = ", ".join(f"{t.axis} {format_bytes(t.bytes)} in {format_seconds(t.seconds)}" for t in times.traffic)
     rate = training.global_batch_size * length / times.step / mesh.num_devices
     mfu = lambda causal: f"{utilisation(config.flops_per_token(length, causal=causal), rate, device):.1%}"

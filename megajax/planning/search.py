@@ -57,9 +57,10 @@ def search(config: "Config", num_devices: int, device: Device) -> tuple[list[Can
         # What is computed again changes no parameter, and so not what is slow to find out about a model.
         its_model = copy.copy(model(stages))
         its_model.execution = candidate.execution
-        memory, host = memory_per_device(candidate.make_program(model=its_model), candidate.training)
+        program = candidate.make_program(model=its_model)
+        memory, host = memory_per_device(program, candidate.training)
         if sum(memory.values()) <= USABLE_MEMORY * device.memory_bytes:
-            times = step_times(its_model, optimizer, candidate.mesh, candidate.training, device, host)
+            times = step_times(program, candidate.training, device, host)
             found.append(Candidate(candidate, times.step, sum(memory.values())))
     return _best_of_each_mesh(found), tried
 

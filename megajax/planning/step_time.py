@@ -10,9 +10,9 @@ from megajax.devices import Device
 from megajax.layers.layer import Flops
 from megajax.mesh import MeshConfig
 from megajax.models.model import Model
-from megajax.optim.optimizer import Optimizer
 from megajax.parallel.schedule import bubble
 from megajax.training.config import TrainingConfig
+from megajax.training.program import Program
 
 # Of the bf16 peak, sustained on H100 and H200: matmuls, with the element-wise work between them, and attention (cuDNN,
 # 131,072 tokens; docs/context.md), of which the FLOPs that a causal mask leaves count.
@@ -50,11 +50,9 @@ class Times:
         return self.compute + self.idle + self.update + self.exposed
 
 
-def step_times(
-    model: Model, optimizer: Optimizer, mesh: MeshConfig, training: TrainingConfig, device: Device, host: dict[str, int]
-) -> Times:
+def step_times(program: Program, training: TrainingConfig, device: Device, host: dict[str, int]) -> Times:
     """host: bytes a device keeps on its host, as memory_per_device has them."""
-    length = training.sequence_length
+    model, mesh, length = program.model, program.mesh_config, training.sequence_length
     tokens = training.global_batch_size * length / mesh.num_devices
     flops = model.config.training_flops(length) + recomputed_flops(model, length)
     work = flops.matmuls / MATMUL_EFFICIENCY + flops.mixing_causal / ATTENTION_EFFICIENCY
@@ -65,7 +63,7 @@ def step_times(
     update = 28 * parameters / device.memory_bandwidth  # p, m, v read and written in float32, gradient read
     update += host.get("optimizer", 0) / HOST_BANDWIDTH
     tf32_flops = MATMUL_EFFICIENCY * device.peak_flops / 2
-    update += optimizer.flops(model.split(model.abstract_weights).params) / mesh.num_devices / tf32_flops
+    update += program.optimizer.flops(program.abstract_state.params) / mesh.num_devices / tf32_flops
     traffic = tuple(
         dataclasses.replace(t, seconds=t.bytes / _bandwidth(t.axis, mesh, device))
         for t in _traffic(model, mesh, training)
