@@ -177,7 +177,9 @@ def _update_rule(config: OptimizerConfig, names: set[str], rules: PyTree) -> opt
     }
     if len(names) == 1:
         return every[next(iter(names))]
-    return optax.partition({name: every[name] for name in names}, jax.tree.map(lambda rule: rule.optimizer, rules))
+    return optax.partition(
+        {name: every[name] for name in sorted(names)}, jax.tree.map(lambda rule: rule.optimizer, rules)
+    )
 
 
 def _add_decay(rules: PyTree, names: set[str]) -> optax.GradientTransformation:
