@@ -13,8 +13,8 @@ The iteration moves every singular value of u near 1: with u = U S V^T, x is abo
 one decay serve both (Liu et al. 2025, arXiv 2502.16982, section 2.2).
 
 A weight holds many matrices, [*stack, *inputs, *outputs]: each is orthogonalised by itself, its inputs and its outputs
-flattened to K and N. Zeros, as in a pipeline's rows of padding, stay zeros. Arrays are float32; on NVIDIA GPUs XLA
-multiplies them in TF32, which has more bits than the bfloat16 that Jordan et al. iterate in.
+flattened to K and N. Zeros, as in a pipeline's rows of padding, stay zeros. The iteration is bfloat16 on GPUs, as that
+of Jordan et al., and float32 elsewhere; momentum and update are float32.
 
 optax.contrib.muon (0.2.8) computes each layer by itself too, but divides both terms of the Nesterov sum by bias
 corrections that the papers do not have, keeps a, b and c in the state, decays all or none of what AdamW updates, and
@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
+from megajax import compat
 from megajax.current_mesh import free_axes, has_mesh
 from megajax.parameters import Parameter
 from megajax.sharding import WEIGHT_AXES, entry_of
@@ -57,14 +58,14 @@ def muon_direction(u: jax.Array, record: Parameter) -> jax.Array:
     stack, num_inputs, num_outputs = _matrix_shape(u.shape, record)
     x = u.reshape(*stack, num_inputs, num_outputs)
     is_tall = num_inputs > num_outputs  # then x^T, with the same result, so that s is the smaller product
-    x = x.mT if is_tall else x
+    x = (x.mT if is_tall else x).astype(_iteration_dtype())
     layouts = _layouts(x.shape, record, is_tall)
     for layout in layouts[1:]:
         x = jax.lax.with_sharding_constraint(x, layout)
     x = orthogonalised(x)
     for layout in reversed(layouts):
         x = jax.lax.with_sharding_constraint(x, layout)
-    x = UPDATE_RMS * math.sqrt(max(num_inputs, num_outputs)) * x
+    x = UPDATE_RMS * math.sqrt(max(num_inputs, num_outputs)) * x.astype(u.dtype)
     return (x.mT if is_tall else x).reshape(u.shape)
 
 
@@ -86,11 +87,16 @@ def orthogonalised(x: jax.Array) -> jax.Array:
     """[..., K, N], K <= N, with other singular values: those above 0.002 of the norm of their [K, N] end between 0.68
     and 1.21, smaller ones between 0 and that."""
     a, b, c = COEFFICIENTS
-    x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + NORM_EPSILON)
+    x32 = x.astype(jnp.float32)
+    x = (x32 / (jnp.linalg.norm(x32, axis=(-2, -1), keepdims=True) + NORM_EPSILON)).astype(x.dtype)
     for _ in range(NUM_ITERATIONS):
         s = x @ x.mT
         x = a * x + (b * s + c * (s @ s)) @ x
     return x
+
+
+def _iteration_dtype() -> jnp.dtype:
+    return jnp.bfloat16 if compat.mesh_platform() in ("gpu", "cuda") else jnp.float32
 
 
 def _layouts(shape: tuple[int, ...], record: Parameter, is_tall: bool) -> list[PartitionSpec]:

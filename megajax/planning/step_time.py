@@ -62,8 +62,8 @@ def step_times(program: Program, training: TrainingConfig, device: Device, host:
     parameters = model.num_parameters() / (mesh.tensor * mesh.weight_shards * mesh.pipeline)
     update = 28 * parameters / device.memory_bandwidth  # p, m, v read and written in float32, gradient read
     update += host.get("optimizer", 0) / HOST_BANDWIDTH
-    tf32_flops = MATMUL_EFFICIENCY * device.peak_flops / 2
-    update += program.optimizer.flops(program.abstract_state.params) / mesh.num_devices / tf32_flops
+    flops_of_update = program.optimizer.flops(program.abstract_state.params) / mesh.num_devices
+    update += flops_of_update / MATMUL_EFFICIENCY / device.peak_flops
     traffic = tuple(
         dataclasses.replace(t, seconds=t.bytes / _bandwidth(t.axis, mesh, device))
         for t in _traffic(model, mesh, training)

@@ -86,7 +86,7 @@ def test_matrices_follow_the_formulas_in_float64(name):
     np.testing.assert_allclose(run(MUON)[0][name], numpy_muon(name), rtol=2e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", SHAPES.keys() - MATRICES.keys())
+@pytest.mark.parametrize("name", [name for name in SHAPES if name not in MATRICES])
 def test_what_is_no_matrix_of_a_layer_is_updated_by_adamw(name):
     # The same operations in another program.
     np.testing.assert_allclose(run(MUON)[0][name], run(OptimizerConfig())[0][name], rtol=1e-6, atol=1e-7)
@@ -97,15 +97,17 @@ def test_a_matrix_has_one_moment_and_everything_else_two():
     assert {name: leaves.count(name) for name in SHAPES} == {name: 1 if name in MATRICES else 2 for name in SHAPES}
 
 
+@pytest.mark.parametrize("dtype, margin", [(jnp.float32, 0.0), (jnp.bfloat16, 0.1)], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", [(64, 64), (32, 256), (1, 8)])
-def test_singular_values_come_near_one(shape):
+def test_singular_values_come_near_one(shape, dtype, margin):
     rng = np.random.default_rng(0)
     u, _, v = np.linalg.svd(rng.normal(size=shape), full_matrices=False)
     values = np.geomspace(1, 0.01, shape[0])
-    x = orthogonalised(jnp.asarray((u * values) @ v, jnp.float32))
-    result = np.linalg.svd(x, compute_uv=False)
+    x = orthogonalised(jnp.asarray((u * values) @ v, dtype))
+    result = np.linalg.svd(x.astype(jnp.float32), compute_uv=False)
     # What the iteration does with numbers from 0.002 to 1, evaluated on a fine grid: 0.6818 to 1.2024.
-    assert result.min() > 0.68 and result.max() < 1.21
+    # bfloat16 rounds the entries of x to 0.4 %, which moves the singular values of 64 x 64 by up to 0.1.
+    assert result.min() > 0.68 - margin and result.max() < 1.21 + margin
 
 
 def test_every_matrix_of_a_stack_is_orthogonalised_by_itself():
