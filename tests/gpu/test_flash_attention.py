@@ -1,6 +1,5 @@
 """The attention kernels for Hopper against float32, beside cuDNN on the same inputs; alone, and in a model."""
 
-import dataclasses
 import functools
 
 import jax
@@ -11,6 +10,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from megajax.models.decoder import DecoderConfig
+from megajax.models.execution import ExecutionConfig
 from megajax.models.model import Model
 from megajax.ops.attention import AttentionMask, attention, reference_attention
 from megajax.precision import PrecisionConfig
@@ -146,7 +146,7 @@ def test_ordered_sums_have_the_same_bits_each_time(name):
 def test_decoder_with_the_kernel_matches_cudnn(recompute, one_gpu, caplog):
     config = DecoderConfig(
         num_layers=2, embed_dim=256, num_heads=4, num_kv_heads=2, vocab_size=1000, position="rope", norm="rmsnorm",
-        recompute=recompute, bias=False, activation="swiglu",
+        bias=False, activation="swiglu",
     )  # fmt: skip
     rng = np.random.default_rng(0)
     batch = {
@@ -158,7 +158,8 @@ def test_decoder_with_the_kernel_matches_cudnn(recompute, one_gpu, caplog):
     }
     results = []
     for backend in ("pallas", "cudnn"):
-        model = Model(dataclasses.replace(config, attention_backend=backend), PrecisionConfig())
+        execution = ExecutionConfig(attention_backend=backend, recompute=recompute)
+        model = Model(config, PrecisionConfig(), execution)
         params = model.init(0, one_gpu)
         step = jax.jit(jax.value_and_grad(lambda p, model=model: model.loss(p, batch).total()))
         results.append(step(params))
