@@ -1,7 +1,8 @@
 """The mesh of the moment: the only implicit context that layers and operations read.
 
-`jax.set_mesh` makes a mesh current. Inside a region that is manual over some of its axes (a stage of a pipeline) XLA
-partitions the others alone: the free axes. Without a mesh the program runs on one device, and every axis has size 1.
+`jax.set_mesh` makes a mesh current (compat.py reads from it what kind of device it has). Inside a region that is manual
+over some of its axes (a stage of a pipeline) XLA partitions the others alone: the free axes. Without a mesh the program
+runs on one device, and every axis has size 1.
 """
 
 import functools

@@ -103,11 +103,6 @@ def is_variable(node) -> bool:
     return isinstance(node, nnx.Variable)
 
 
-def is_record(node) -> bool:
-    """Whether a node of a tree of records is a leaf."""
-    return isinstance(node, Parameter)
-
-
 def _checkpoint_paths(paths: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Of a Linear, `query.weight` is `query` in a checkpoint, and what it has beside it, `query.bias`, `query_bias`."""
     linears = {path[:-1] for path in paths if path[-1] == "weight"}

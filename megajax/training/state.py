@@ -45,11 +45,6 @@ def abstract_state(model: Model, optimizer: Optimizer) -> TrainState:
     return TrainState(scalar, scalar, *weights, jax.eval_shape(optimizer.init, weights.params))
 
 
-def init_state(model: Model, optimizer: Optimizer, seed: int, mesh: Mesh, shardings: TrainState) -> TrainState:
-    """The state before the first step, made in place on all devices."""
-    return new_state(model, optimizer, model.init(seed, mesh), mesh, shardings)
-
-
 def new_state(model: Model, optimizer: Optimizer, weights: dict, mesh: Mesh, shardings: TrainState) -> TrainState:
     """The state before the first step with these weights, laid out as the shardings say."""
     split = model.split(weights)

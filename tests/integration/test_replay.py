@@ -18,7 +18,7 @@ from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer
 from megajax.training import loop
-from megajax.training.state import init_state, state_shardings
+from megajax.training.state import new_state, state_shardings
 
 MESH = ["--mesh.fsdp=2", "--training.microbatch_size=2", "--training.steps=4", "--checkpoint.every_steps=1"]
 
@@ -28,7 +28,7 @@ def save_damaged(run_dir):
     config, mesh = tiny_config(run_dir), make_mesh(MeshConfig(fsdp=8))
     model = Model(config.model, config.precision)
     optimizer = Optimizer(config.optimizer, model.trained)
-    state = init_state(model, optimizer, 0, mesh, state_shardings(model, optimizer, mesh, False))
+    state = new_state(model, optimizer, model.init(0, mesh), mesh, state_shardings(model, optimizer, mesh, False))
     mlp = state.params["layers"]["dense"]["mlp"]
     values = np.array(mlp["up"])
     values[1, 0] = 3e38

@@ -17,6 +17,7 @@ import pytest
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+import configs
 import train
 from megajax import run
 from megajax.checkpoint.config import CheckpointConfig
@@ -344,6 +345,16 @@ def test_two_stacks_are_refused_in_a_pipeline(tmp_path):
     config = config_of("two stacks", tmp_path / "run", MeshConfig(pipeline=2), microbatch_size=1)
     with pytest.raises(ValueError, match="mesh.pipeline=2.*toy_two_stacks.*encoder, decoder.*use --mesh.pipeline=1"):
         config.check()
+
+
+def test_the_kind_of_model_can_be_named_on_the_command_line():
+    recipe = configs.recipe("gpt_tiny")
+    config = override(recipe, ["--model.kind=toy_hybrid", "--model.num_layers=2"])
+    assert type(config.model) is HybridConfig and config.model.num_layers == 2
+    assert config.model.embed_dim == recipe.model.embed_dim  # what both have stays as the recipe says it
+    assert override(config, ["--model.kind=toy_hybrid"]) == config
+    assert Config.from_json(config.to_json()) == config
+    assert run.incompatibilities(recipe, config) == ["model.kind: decoder -> toy_hybrid"]
 
 
 # ----------------------------------------------------------------------------- terms and variables

@@ -19,7 +19,7 @@ from megajax.parallel.schedule import make_stages
 from megajax.precision import PrecisionConfig
 from megajax.sharding import batch_spec
 from megajax.training.config import TrainingConfig
-from megajax.training.state import init_state, state_shardings
+from megajax.training.state import new_state, state_shardings
 from megajax.training.step import make_eval_step, make_train_step
 
 STEPS, BATCH, LENGTH = 5, 16, 16
@@ -99,7 +99,7 @@ def as_numbered(model: Model, params):
 def train(config: DecoderConfig, sizes: dict, zero1: bool = False, **how):
     """-> (losses of STEPS steps, loss of an evaluation, final parameters as without a pipeline, and as they are)."""
     mesh, model, optimizer, shardings = set_up(config, sizes, zero1, **how)
-    state = init_state(model, optimizer, 0, mesh, shardings)
+    state = new_state(model, optimizer, model.init(0, mesh), mesh, shardings)
     terms = dict(z_loss=1e-3, label_smoothing=0.05) if config is GPT else {}
     step = make_train_step(model, optimizer, TrainingConfig(microbatch_size=4, seed=0, **terms))
     put = lambda batch: jax.device_put(batch, NamedSharding(mesh, batch_spec()))
@@ -169,7 +169,7 @@ def temporary_bytes(schedule: str, num_microbatches: int) -> int:
     sizes = dict(pipeline=4, pipeline_schedule=schedule)
     mesh, model, optimizer, shardings = set_up(config, sizes)
     step = make_train_step(model, optimizer, TrainingConfig(seed=0))
-    state = init_state(model, optimizer, 0, mesh, shardings)
+    state = new_state(model, optimizer, model.init(0, mesh), mesh, shardings)
     shape = (num_microbatches, 4, LENGTH)
     batch = {name: np.zeros(shape, np.int32) for name in ("tokens", "labels", "positions", "segment_ids")}
     batch["loss_mask"] = np.ones(shape, np.float32)

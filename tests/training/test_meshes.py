@@ -18,7 +18,7 @@ from megajax.parallel.context import sequence_order
 from megajax.precision import PrecisionConfig
 from megajax.sharding import batch_spec
 from megajax.training.config import TrainingConfig
-from megajax.training.state import init_state, state_shardings
+from megajax.training.state import new_state, state_shardings
 from megajax.training.step import make_train_step
 
 STEPS, MICROBATCHES, BATCH, LENGTH = 5, 2, 8, 16
@@ -87,7 +87,7 @@ def train(
     model = Model(config, PrecisionConfig(compute="float32"), execution)
     optimizer = Optimizer(OPTIMIZER, model.trained)
     shardings = state_shardings(model, optimizer, mesh, zero1)
-    state = init_state(model, optimizer, 0, mesh, shardings)
+    state = new_state(model, optimizer, model.init(0, mesh), mesh, shardings)
     # The regularisers are those of one of the two models, so that both ways are tried.
     terms = dict(z_loss=1e-3, label_smoothing=0.05) if config is MODEL else {}
     step = make_train_step(model, optimizer, TrainingConfig(loss_mean=loss_mean, microbatch_size=2, seed=0, **terms))

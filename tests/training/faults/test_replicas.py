@@ -9,7 +9,7 @@ from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer, OptimizerConfig
 from megajax.precision import PrecisionConfig
 from megajax.training.faults.replicas import compared_share, differing_devices
-from megajax.training.state import init_state, state_shardings
+from megajax.training.state import new_state, state_shardings
 
 MODEL = DecoderConfig(
     num_layers=2, embed_dim=16, num_heads=4, mlp_dim=32, vocab_size=100, vocab_multiple=4, max_positions=16
@@ -20,7 +20,7 @@ def make_state(mesh, shard_over_data):
     model = Model(MODEL, PrecisionConfig(compute="float32"))
     optimizer = Optimizer(OptimizerConfig(), model.trained)
     shardings = state_shardings(model, optimizer, mesh, shard_over_data)
-    return init_state(model, optimizer, 0, mesh, shardings)
+    return new_state(model, optimizer, model.init(0, mesh), mesh, shardings)
 
 
 @pytest.fixture(scope="module")
