@@ -125,7 +125,7 @@ def incompatibilities(old: Config, new: Config) -> list[str]:
     if type(old.model) is not type(new.model):
         return [f"model.kind: {old.model.kind} -> {new.model.kind}"]
     lines = differences(_fixed(old.model), _fixed(new.model), "model.")
-    fixed = ["precision.params:", "optimizer.name:"]
+    fixed = ["precision.params:", "optimizer.name:", "training.frozen:"]
     if assigned_optimizers(old.optimizer.groups) != assigned_optimizers(new.optimizer.groups):
         fixed.append("optimizer.groups:")
     return lines + [line for line in differences(old, new) if line.startswith(tuple(fixed))]

@@ -239,6 +239,7 @@ def test_a_resume_compares_what_the_model_is_and_lets_the_rest_change():
     assert change("--model.num_layers=5", "--precision.params=bfloat16") == [
         "model.num_layers: 4 -> 5", "precision.params: float32 -> bfloat16",
     ]  # fmt: skip
+    assert change("--training.frozen=embedding") == ["training.frozen: () -> ('embedding',)"]
 
 
 def test_unknown_kind_of_model_is_refused_with_those_there_are():

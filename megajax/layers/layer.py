@@ -67,7 +67,7 @@ class Terms(NamedTuple):
     auxiliary: dict[str, jax.Array] = {}
     """Terms of the loss, float32 scalars: summed over layers, mean over microbatches (a router's load balance)."""
     metrics: dict[str, jax.Array] = {}
-    """Never part of the loss, float32: mean over the layers that have them and over microbatches."""
+    """Never part of the loss, float32 scalars: mean over the layers that have them and over microbatches."""
     observed: dict[str, jax.Array] = {}
     """What `LayerConfig.updated` reads, float32: of each layer by itself, mean over microbatches."""
 

@@ -28,7 +28,7 @@ class LossTerms(NamedTuple):
     auxiliary: dict[str, jax.Array] = {}
     """float32 scalars that are added to the training loss; their mean over microbatches counts."""
     metrics: dict[str, jax.Array] = {}
-    """float32; never part of the loss, mean over microbatches."""
+    """float32 scalars; never part of the loss, mean over microbatches."""
     observed: dict[str, dict] = {}
     """{stack: {kind of layer: {name: [layers of that kind, ...]}}} for the variables; mean over microbatches."""
 
@@ -147,9 +147,9 @@ def family(kind: str) -> type[ModelConfig]:
 
 
 class AnyModule(Protocol):
-    """The nnx.Module of a model: a Stack under each name in `stacks`, and
+    """The nnx.Module of a model, with a Stack under each name in `stacks`.
 
-    Training is one call, `terms`. Generating is `prefill`, then `extend` for each new token, and `logits`.
+    Training is one call, `terms`. Generating is `prefill`, then `extend` for each new token, each with `logits`.
     """
 
     def terms(self, batch: dict, key: jax.Array | None, options: LossOptions) -> LossTerms:

@@ -83,8 +83,11 @@ class Model:
     def shardings(self, mesh: Mesh) -> dict:
         return weight_shardings(self.records, mesh)
 
-    def init(self, seed: int, mesh: Mesh) -> dict:
-        """Weights drawn from `seed`, each device making its own part only; the same numbers on every mesh."""
+    def init(self, seed: int, mesh: Mesh | None = None) -> dict:
+        """Weights drawn from `seed`, each device making its own part only; the same numbers on every mesh, and without
+        one, on the default device."""
+        if mesh is None:
+            return jax.jit(self._init)(jax.random.key(seed))
         with jax.set_mesh(mesh):
             return jax.jit(self._init, out_shardings=self.shardings(mesh))(jax.random.key(seed))
 
