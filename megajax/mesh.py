@@ -41,7 +41,7 @@ class MeshConfig:
     expert: int = 1
     """Devices that split the experts of a mixture; splits the batch of everything else."""
     context: int = 1
-    """Devices that split each sequence, attention included; they share parameters and state as those of fsdp do."""
+    """Devices that split each sequence, attention included; also shards parameters and optimizer state, like fsdp."""
     pipeline_schedule: PipelineSchedule = "1f1b"
     """Order of the microbatches: one forward, one backward (1f1b), or all forward first (gpipe)."""
     virtual_stages: int = 1

@@ -1,4 +1,4 @@
-"""What is known of a parameter beside its numbers: one record each, which everything else reads.
+"""Metadata of each parameter, kept in one record: its axes, its role, and what follows from them.
 
 A module makes its parameters with `weight`, and what a step updates without a gradient with `variable`. `to_tree` turns
 the state of a module into the nested dict that is trained, saved and converted; its keys are the paths in a checkpoint.
@@ -108,12 +108,18 @@ def _checkpoint_paths(paths: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     linears = {path[:-1] for path in paths if path[-1] == "weight"}
 
     def shortened(path: tuple[str, ...]) -> tuple[str, ...]:
-        if path[:-1] not in linears:
+        length = next((n for n in range(1, len(path)) if path[:n] in linears), None)
+        if length is None:
             return path
-        *above, name, part = path
-        return (*above, name if part == "weight" else f"{name}_{part}")
+        *above, name = path[:length]
+        parts = path[length:]
+        return (*above, name if parts == ("weight",) else "_".join((name, *parts)))
 
-    return [shortened(path) for path in paths]
+    found = [shortened(path) for path in paths]
+    if len(set(found)) < len(found):
+        twice = sorted({".".join(path) for path in found if found.count(path) > 1})
+        raise ValueError(f"two parameters are called {', '.join(twice)}: rename one of the attributes")
+    return found
 
 
 # ----------------------------------------------------------------------------- nested dicts

@@ -27,7 +27,7 @@ from megajax.training.reporting.starts import first_start, start_record
 
 
 def check(config: Config) -> list[str]:
-    """-> What is not as it was when the run was last started. Raises ValueError if the directory holds a run that
+    """-> Fields that differ from the last start of the run. Raises ValueError if the directory holds a run that
     cannot go on as this one, or if the weights to start from are of another model; nothing is written."""
     run_dir = Path(config.run_dir)
     if not (run_dir / "config.json").is_file():
@@ -41,8 +41,8 @@ def check(config: Config) -> list[str]:
     before, now = Config.load(run_dir), dataclasses.replace(config, run_dir=str(run_dir))
     if other := incompatibilities(before, now):
         raise ValueError(
-            f"run_dir={run_dir} holds a run of another model ({'; '.join(other)}); use another --run_dir, with "
-            "--checkpoint.start_from if it is to begin with these weights"
+            f"run_dir={run_dir} holds a run that cannot go on as another model ({'; '.join(other)}); use another "
+            "--run_dir, with --checkpoint.start_from to begin with these weights"
         )
     return [line for line in differences(before, now) if not line.startswith("launch.")]
 
@@ -51,8 +51,12 @@ def _check_source(config: Config) -> None:
     if not config.checkpoint.start_from:
         return
     source, step = config.checkpoint.source()
-    other = [line for line in incompatibilities(Config.load(source), config) if line.startswith("model.")]
-    find_step(source, step)
+    try:
+        before = Config.load(source)
+        find_step(source, step)
+    except ValueError as error:
+        raise ValueError(f"checkpoint.start_from={config.checkpoint.start_from}: {error}") from None
+    other = [line for line in incompatibilities(before, config) if line.startswith("model.")]
     if other:
         raise ValueError(
             f"checkpoint.start_from={config.checkpoint.start_from} has the weights of another model "
@@ -107,6 +111,7 @@ def make_trainer(
             datasets=datasets,
             data_config=config.data,
             checkpointer=checkpointer,
+            checkpoint_config=config.checkpoint,
             output=Output(
                 run_dir=run_dir,
                 console=Console(enabled=jax.process_index() == 0),

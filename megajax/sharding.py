@@ -92,7 +92,7 @@ def row_major(params, records):
 
     def place(record, x):
         spec = weight_spec(record.axes)
-        if math.prod(sizes.get(name, 1) for name in WEIGHT_AXES[record.axes[-1]]) == 1:
+        if not record.axes or math.prod(sizes.get(name, 1) for name in WEIGHT_AXES[record.axes[-1]]) == 1:
             return x
         return manual(compat.row_major, (spec,), spec)(x)
 

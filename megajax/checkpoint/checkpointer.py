@@ -21,7 +21,6 @@ import orbax.checkpoint as ocp
 from megajax.checkpoint.config import CheckpointConfig, Kept
 from megajax.checkpoint.layout import Rows, saved_rows, stored_form, wanted_form
 from megajax.checkpoint.local import LocalSnapshots, run_folder
-from megajax.checkpoint.steps import find_step
 from megajax.checkpoint.verify import as_stored, differing, digests, on_all_processes, sealed, unsealed
 
 logger = logging.getLogger("megajax")
@@ -94,22 +93,6 @@ class Checkpointer:
             self.write(step, {"params": params, "optimizer": optimizer_state}, meta)
         except Exception as error:  # a disk that is full, gone or slow: training can go on
             self._failed(error)
-
-    @property
-    def start_from(self) -> str:
-        """checkpoint.start_from, or an empty string."""
-        return self._config.start_from if self._config else ""
-
-    def weights_to_start_from(self, abstract_weights, layer_rows: Rows):
-        """The weights of checkpoint.start_from, laid out as the shardings of the abstract ones say; None without one.
-
-        Raises ValueError if that run has no such step, or if it is damaged.
-        """
-        if not self.start_from:
-            return None
-        run_dir, step = self._config.source()
-        with Checkpointer(run_dir, None) as other:
-            return other.restore_params(find_step(run_dir, step), abstract_weights, layer_rows)
 
     def is_due(self, step: int) -> bool:
         """Whether checkpoint.every_steps asks for a checkpoint of this step."""

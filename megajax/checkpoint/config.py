@@ -11,7 +11,7 @@ from typing import Any
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
     every_steps: int = 1000
-    """Save each time so many steps are done, and at the end; 0: only at the end."""
+    """Steps between checkpoints; the last step is always saved; 0: only the last."""
     keep: int = 3
     """Newest checkpoints that stay on disk; 0: all."""
     keep_every_steps: int = 0

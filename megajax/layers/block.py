@@ -6,6 +6,7 @@ The stored form does not depend on how the stack is run, but for a pipeline: the
 """
 
 import functools
+import logging
 from collections.abc import Sequence
 
 import jax
@@ -15,6 +16,8 @@ from flax import nnx
 from megajax.layers.layer import LayerConfig, Terms
 from megajax.parallel.schedule import Stages
 from megajax.parameters import Structure, is_variable
+
+logger = logging.getLogger("megajax")
 
 
 class Stack(nnx.Module):
@@ -52,6 +55,8 @@ class Stack(nnx.Module):
         """One step of the scan is one period of the pattern of configs."""
         period = _period(self.configs)
         pattern, steps = self.configs[:period], len(self.configs) // period
+        if steps == 1 and period > 1:
+            logger.warning("no pattern of the %d layers repeats: they are unrolled, not a loop", period)
         states = jax.tree.map(lambda a: a.reshape(steps, a.shape[0] // steps, *a.shape[1:]), states)
 
         def step(x, slices):

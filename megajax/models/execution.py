@@ -75,7 +75,7 @@ class ExecutionConfig:
             )
         if mesh.pipeline > 1 and self.offload:
             raise ValueError(
-                f"execution.offload={','.join(self.offload)} is not there for a pipeline; use "
+                f"execution.offload={','.join(self.offload)} is not supported with a pipeline; use "
                 "--execution.recompute=full"
             )
 

@@ -82,7 +82,11 @@ class ModelConfig:
 
     def __init_subclass__(cls, **options):
         super().__init_subclass__(**options)
-        ModelConfig.families[cls.kind] = cls
+        kind = cls.__dict__.get("kind")
+        known = ModelConfig.families.get(kind)
+        if kind is None or (known and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__)):
+            raise TypeError(f"{cls.__qualname__} needs a kind of its own: `kind: Literal[NAME] = NAME`, not {kind!r}")
+        ModelConfig.families[kind] = cls
 
     def build(self, rngs: nnx.Rngs, dtype: jnp.dtype, execution: ExecutionConfig, stages: Stages | None) -> nnx.Module:
         """An AnyModule that computes in `dtype`. stages: of the pipeline that its layers are stored for, or None."""
@@ -171,6 +175,7 @@ class OneStack(nnx.Module):
     """A model that is embed -> one stack, `layers` -> loss: what a pipeline can cut into stages.
 
     A family derives from it and has `embed(batch, key)`, `block_inputs(batch)`, `loss(x, batch, options)` and `logits`.
+    `block_inputs` reads no weights: in a pipeline each stage computes them for itself.
     """
 
     def terms(self, batch: dict, key: jax.Array | None, options: LossOptions) -> LossTerms:

@@ -62,21 +62,21 @@ class Model:
         self._frozen = self._names_of(frozen)
 
     def _names_of(self, patterns: tuple[str, ...]) -> frozenset[str]:
-        trained = [(name_of(path), record.role != "variable")
-                   for path, record in jax.tree_util.tree_leaves_with_path(self.records)]  # fmt: skip
+        everything = jax.tree_util.tree_leaves_with_path(self.records)
+        names = [name_of(path) for path, record in everything if record.role != "variable"]
         for pattern in patterns:
-            if not any(matches(name, [pattern]) for name, _ in trained):
-                raise ValueError(
-                    f"training.frozen: {pattern!r} matches no parameter; they are called like {trained[0][0]}"
-                )
-        frozen = frozenset(name for name, is_trained in trained if is_trained and matches(name, patterns))
-        if len(frozen) == sum(is_trained for _, is_trained in trained):
+            if not any(matches(name, [pattern]) for name in names):
+                raise ValueError(f"training.frozen: {pattern!r} matches no parameter; they are called like {names[0]}")
+        frozen = frozenset(name for name in names if matches(name, patterns))
+        if len(frozen) == len(names):
             raise ValueError(f"training.frozen={','.join(patterns)} leaves no parameter to train; freeze fewer")
         return frozen
 
     def _init(self, key: jax.Array) -> dict:
-        weights = self._structure.to_tree(nnx.split(self._build(key))[1])
-        return cast_floating(weights, self.precision.params_dtype)
+        weights, dtype = self._structure.to_tree(nnx.split(self._build(key))[1]), self.precision.params_dtype
+        # A variable has small updates, which a narrow format would lose.
+        cast = lambda a, record: a if record.role == "variable" else cast_floating(a, dtype)
+        return jax.tree.map(cast, weights, self.records)
 
     # ------------------------------------------------------------------ the weights
 
@@ -116,6 +116,10 @@ class Model:
         inside = tuple(f"{place}." for place in self.layer_rows)
         outside = select(self._parameters(), lambda name: not name.startswith(inside))
         return size_of(outside) + self.num_layer_parameters()
+
+    def num_trained_parameters(self) -> int:
+        """Of these those that are not frozen, with rows of padding where some are."""
+        return size_of(self.split(self.abstract_weights).params) if self._frozen else self.num_parameters()
 
     def num_layer_parameters(self) -> int:
         """Of these those of the stacks."""
@@ -199,7 +203,7 @@ class Model:
         if self.scans:
             return jax.tree.leaves(gradients)
         leaves = zip(jax.tree.leaves(gradients), jax.tree.leaves(self.trained), strict=True)
-        return [piece for leaf, record in leaves for piece in (leaf if record.axes[0] == "layers" else [leaf])]
+        return [piece for leaf, record in leaves for piece in (leaf if record.axes[:1] == ("layers",) else [leaf])]
 
 
 def size_of(tree) -> int:

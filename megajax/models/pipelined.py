@@ -66,7 +66,7 @@ def _parts(model: Model, options: LossOptions) -> pipeline.Parts:
     any_module = model.module(model.abstract_weights)
     # The records of what a layer of a rank has: without the dim that the ranks split.
     of_a_rank = lambda record: dataclasses.replace(record, axes=(record.axes[0], *record.axes[2:]))
-    records = jax.tree.map(of_a_rank, model.trained[STACK])
+    records = jax.tree.map(of_a_rank, model.trained.get(STACK, {}))
     return pipeline.Parts(
         embed=lambda trained, held, batch, key: module(trained, held).embed(batch, split_key(key)[0]),
         inputs=lambda batch, key: (any_module.block_inputs(batch), split_key(key)[1]),

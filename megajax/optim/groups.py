@@ -68,7 +68,7 @@ def parse_group(text: str) -> Group:
 def _parse_value(text: str, name: str, value: str) -> float | str:
     names = [field.name for field in dataclasses.fields(Group)][1:]
     if name not in names:
-        raise ValueError(f"optimizer.groups={text!r}: {name!r} is no field; use {', '.join(names)}; {EXAMPLE}")
+        raise ValueError(f"optimizer.groups={text!r}: {name!r} is not a field; use {', '.join(names)}; {EXAMPLE}")
     if name == "optimizer":
         if value not in typing.get_args(UpdateRule):
             raise ValueError(

@@ -320,6 +320,8 @@ class _Body:
             d_weights, d_x = vjp((d_y, d_auxiliary))
             counts, new = Counter(), {kind: list(trees) for kind, trees in d_layers.items()}
             for d_layer, (_, kind) in zip(d_weights, self.programs.programs[program], strict=True):
+                if kind not in new:  # nothing of it is trained
+                    continue
                 place = counts[kind]
                 add = lambda total, d: _add_to_chunk(total, d, chunk)
                 new[kind][place] = self.parts.place(kind, tree_map(add, new[kind][place], d_layer))

@@ -45,7 +45,9 @@ def search(config: "Config", num_devices: int, device: Device) -> tuple[list[Can
     """
     if num_devices < 1:
         raise ValueError(f"--plan=search:{num_devices}: the number of GPUs must be at least 1")
-    model = functools.cache(lambda stages: Model(config.model, config.precision, stages=stages))
+    model = functools.cache(
+        lambda stages: Model(config.model, config.precision, stages=stages, frozen=config.training.frozen)
+    )
     found, tried = [], 0
     for candidate in _candidates(config, num_devices):
         try:

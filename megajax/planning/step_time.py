@@ -59,7 +59,7 @@ def step_times(program: Program, training: TrainingConfig, device: Device, host:
     compute = tokens * work / device.peak_flops
     batch = training.schedule(mesh)(training.steps)
     waiting = bubble(mesh.pipeline, batch.num_microbatches, mesh.virtual_stages)
-    parameters = model.num_parameters() / (mesh.tensor * mesh.weight_shards * mesh.pipeline)
+    parameters = model.num_trained_parameters() / (mesh.tensor * mesh.weight_shards * mesh.pipeline)
     update = 28 * parameters / device.memory_bandwidth  # p, m, v read and written in float32, gradient read
     update += host.get("optimizer", 0) / HOST_BANDWIDTH
     flops_of_update = program.optimizer.flops(program.abstract_state.params) / mesh.num_devices
@@ -91,22 +91,29 @@ def _traffic(model: Model, mesh: MeshConfig, training: TrainingConfig) -> list[T
     ring = lambda n: (n - 1) / n
     itemsize = jnp.dtype(model.precision.compute_dtype).itemsize
     # Of a table whose rows are looked up the rows travel, not the table (ops/embedding.py).
-    weights = (model.num_parameters() - model.looked_up_size) / mesh.tensor / mesh.pipeline
+    looked_up = model.looked_up_size
+    weights = (model.num_parameters() - looked_up) / mesh.tensor / mesh.pipeline
+    trained = max(model.num_trained_parameters(), looked_up)
     gathers = 2 * batch.num_microbatches * weights * itemsize  # for the forward and again for the backward pass
     tokens = batch.microbatch / mesh.batch_shards * training.sequence_length / mesh.context
     sent: Counter[str] = Counter()
     for layer in layers:
         sent.update(layer.sent(mesh, itemsize))
-    of_layers = {axis: batch.num_microbatches * tokens * count / mesh.pipeline for axis, count in sent.items()}
+    share = batch.num_microbatches * tokens / mesh.pipeline / mesh.tensor
+    # `tensor` splits what travels over the other axes.
+    of_layers = {
+        axis: ring(mesh.sizes()[axis]) * share * count * (mesh.tensor if axis == "tensor" else 1)
+        for axis, count in sent.items()
+    }
     # One there, one back for each chunk; embedding, loss and their gradients are sums over all ranks.
     residual = tokens * layers[0].embed_dim * itemsize / mesh.tensor
     messages = 2 * mesh.virtual_stages + 4 * 2 * ring(mesh.pipeline) if mesh.pipeline > 1 else 0
-    hides = model.execution.context_attention == "ring"
+    hidden = {"context": model.execution.context_attention == "ring"}  # keys travel beside the attention
+    reduced = (trained - looked_up) / mesh.tensor / mesh.pipeline * 4  # gradients, float32
     return [
-        Traffic("fsdp", ring(mesh.weight_shards) * (gathers + batch.num_microbatches * weights * 4), hidden=True),
-        Traffic("data", 2 * ring(mesh.data) * weights / mesh.weight_shards * 4, hidden=True),
-        Traffic("tensor", ring(mesh.tensor) * of_layers["tensor"], hidden=False),
-        Traffic("context", ring(mesh.context) * of_layers["context"] / mesh.tensor, hidden=hides),
+        Traffic("fsdp", ring(mesh.weight_shards) * (gathers + batch.num_microbatches * reduced), hidden=True),
+        Traffic("data", 2 * ring(mesh.data) * reduced / mesh.weight_shards, hidden=True),
+        *(Traffic(axis, count, hidden.get(axis, False)) for axis, count in of_layers.items()),
         Traffic("pipeline", batch.num_microbatches * messages * residual, hidden=False),
     ]
 

@@ -52,7 +52,9 @@ def device_batches(
     """
     packed = not config.cross_document_attention
     arrays = model.config.batch(sequence_length, packed=packed)
-    order = sequence_order(sequence_length, mesh.shape["context"], model.execution.context_attention)
+    order_of = functools.cache(
+        lambda length: sequence_order(length, mesh.shape["context"], model.execution.context_attention)
+    )
 
     # Which parts of a batch the devices of this process hold: processes that read get them, but cannot get devices.
     num_parts = math.prod(mesh.shape[axis] for axis in axes_of(batch_spec()[1]))
@@ -80,10 +82,15 @@ def device_batches(
                 f"model.kind={model.config.kind} reads {', '.join(missing)}, which data.kind={config.kind} does not "
                 "have; use another --data.kind"
             )
-        if np.array_equal(order, np.arange(sequence_length)):
-            return local
-        along_time = lambda name: np.take(local[name], order, axis=2 + arrays[name].dims.index("time"))
-        return {name: along_time(name) if "time" in arrays[name].dims else local[name] for name in arrays}
+        return {name: in_order(local[name], one) for name, one in arrays.items()}
+
+    def in_order(array: np.ndarray, one: BatchArray) -> np.ndarray:
+        if "time" not in one.dims:
+            return array
+        dim = one.dims.index("time")
+        order = order_of(one.shape[dim])
+        is_sorted = np.array_equal(order, np.arange(len(order)))
+        return array if is_sorted else np.take(array, order, axis=2 + dim)
 
     triple = lambda step: dataclasses.astuple(schedule(step))
     local = step_batches(dataset, triple, rows_of, start_step=start, num_steps=stop, config=config)

@@ -39,7 +39,7 @@ class TrainingConfig:
     frozen: tuple[str, ...] = ()
     """Parameters that are not trained, by shell patterns of their names: layers.*.attention.*, embedding."""
     most_skipped_in_a_row: int = 20
-    """So many updates in a row that were skipped (not finite, or optimizer.most_grad_norm) end the run; 0: never."""
+    """Stop after N consecutive skipped updates (not finite, or beyond optimizer.most_grad_norm); 0: never."""
     check_replicas_every_steps: int = 0
     """Steps between two comparisons of what several devices hold copies of, and one before each save; a device that
     differs is named and ends the run; 0: never."""

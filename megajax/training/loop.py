@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from megajax.checkpoint.checkpointer import Checkpointer
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.checkpoint.steps import find_step
 from megajax.data.config import DataConfig
 from megajax.data.datasets import Dataset, Datasets
 from megajax.optim.schedule import Schedule
@@ -58,6 +59,7 @@ class Trainer:
     datasets: Datasets
     data_config: DataConfig
     checkpointer: Checkpointer
+    checkpoint_config: CheckpointConfig
     output: Output
     watchdog: Watchdog
     productive_seconds: float = dataclasses.field(default=0.0, init=False)
@@ -172,16 +174,23 @@ class Trainer:
         if self.output.writer is not None:
             self.output.writer.rewind(0 if found is None else found[0])
         if found is None:
-            weights = self.checkpointer.weights_to_start_from(target.weights, model.layer_rows)
-            if weights is not None:
-                self.output.console.note(f"starting from the weights of {self.checkpointer.start_from}")
-            return self.program.first_state(self.config.seed, weights)
+            return self.initial_state()
         latest, weights, optimizer, meta = found
         self.output.console.note(f"resuming from step {latest} of {self.config.steps}")
         self._check_samples(latest, meta)
         self.productive_seconds = meta.get("productive_seconds", 0.0)
-        scalar = lambda value: jax.device_put(jnp.int32(value), self.program.shardings.step)
-        return TrainState(scalar(latest), scalar(meta["skipped"]), *model.split(weights), optimizer)
+        return self.program.restored_state(latest, meta["skipped"], weights, optimizer)
+
+    def initial_state(self) -> TrainState:
+        """Before the first step: with drawn weights, or those of checkpoint.start_from."""
+        weights, source = None, self.checkpoint_config.start_from
+        if source:
+            self.output.console.note(f"starting from the weights of {source}")
+            run_dir, step = self.checkpoint_config.source()
+            with Checkpointer(run_dir, None) as other:
+                target = self.program.abstract_state.weights
+                weights = other.restore_params(find_step(run_dir, step), target, self.program.model.layer_rows)
+        return self.program.first_state(self.config.seed, weights)
 
     def _check_samples(self, step: int, meta: dict[str, Any]) -> None:
         """Raises ValueError if samples would be skipped or read twice, as with another batch size."""

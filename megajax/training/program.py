@@ -4,6 +4,8 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from megajax.mesh import MeshConfig
@@ -40,6 +42,11 @@ class Program:
         """Before the first step, with these weights, laid out as the shardings say, or with new ones."""
         weights = self.model.init(seed, self.mesh) if weights is None else weights
         return new_state(self.model, self.optimizer, weights, self.mesh, self.shardings)
+
+    def restored_state(self, step: int, skipped: int, weights: dict, optimizer_state) -> TrainState:
+        """After `step` steps, from what a checkpoint holds."""
+        scalar = lambda value: jax.device_put(jnp.int32(value), self.shardings.step)
+        return TrainState(scalar(step), scalar(skipped), *self.model.split(weights), optimizer_state)
 
     def train_step(self, training: TrainingConfig) -> Callable:
         """Jitted, for the current mesh: (state, batch, learning rate) -> (state, metrics)."""

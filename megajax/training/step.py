@@ -81,8 +81,11 @@ def make_train_step(model: Model, optimizer: Optimizer, training: TrainingConfig
         kept = jax.tree.map(lambda new, old: jnp.where(metrics["skipped"], old, new), variables, state.variables)
         skipped = state.skipped + metrics["skipped"]
         new_state = TrainState(state.step + 1, skipped, params, state.frozen, kept, optimizer_state)
-        reported = {"loss": loss, **terms.auxiliary, **terms.metrics, **metrics, "total_skipped": skipped}
-        return new_state, reported
+        parts = ({"loss": loss}, terms.auxiliary, terms.metrics, metrics, {"total_skipped": skipped})
+        names = [name for part in parts for name in part]
+        if len(set(names)) < len(names):
+            raise ValueError(f"two terms or metrics of the model have one name: {', '.join(sorted(names))}")
+        return new_state, {name: value for part in parts for name, value in part.items()}
 
     return train_step
 

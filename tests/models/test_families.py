@@ -33,11 +33,12 @@ from megajax.layers.norm import Norm, NormConfig
 from megajax.layers.transformer import TransformerLayerConfig
 from megajax.mesh import MeshConfig
 from megajax.models.decoder import DecoderConfig
-from megajax.models.interface import BatchArray, ModelConfig, loss_terms, split_key
+from megajax.models.interface import BatchArray, ModelConfig, family, loss_terms, split_key
+from megajax.models.model import Model
 from megajax.ops.cross_entropy import cross_entropy
 from megajax.ops.embedding import embed
 from megajax.optim.optimizer import Optimizer, OptimizerConfig
-from megajax.parameters import variable, weight
+from megajax.parameters import Structure, variable, weight
 from megajax.planning.plan import plan_device, plan_rows
 from megajax.precision import PrecisionConfig
 from megajax.sharding import constrain
@@ -393,6 +394,51 @@ def test_frozen_parameters_keep_their_values_and_have_no_moments(trained, tmp_pa
     assert all(jax.tree.leaves(same["dense"])) and not any(jax.tree.leaves(same["recurrent"]))
     with pytest.raises(ValueError, match="training.frozen: 'layers.dens.*' matches no parameter"):
         override(config, ["--training.frozen=layers.dens.*"]).make_model()
+
+
+def test_frozen_kinds_train_in_a_pipeline_as_on_one_device(tmp_path, monkeypatch):
+    found = []
+    for name, mesh in (("one", MeshConfig()), ("two", MeshConfig(pipeline=2))):
+        config = config_of("hybrid", tmp_path / name, mesh, microbatch_size=2, steps=2, eval_every_steps=0)
+        config = override(config, ["--training.frozen=layers.dense.*"])
+        found.append(losses(run_of(config, monkeypatch)))
+    np.testing.assert_allclose(*found, rtol=1e-5)
+
+
+def test_variables_keep_float32_beside_parameters_in_bfloat16():
+    model = Model(HYBRID, PrecisionConfig(params="bfloat16"))
+    dtypes = jax.tree.map(lambda a: a.dtype, model.split(model.abstract_weights))
+    assert set(jax.tree.leaves(dtypes.params)) == {jnp.dtype("bfloat16")}
+    assert set(jax.tree.leaves(dtypes.variables)) == {jnp.dtype("float32")}
+
+
+def test_a_family_needs_a_kind_of_its_own():
+    with pytest.raises(TypeError, match="needs a kind of its own"):
+        type("Nameless", (DecoderConfig,), {})
+    assert family("decoder") is DecoderConfig
+
+
+def test_two_parameters_of_one_name_are_refused():
+    class Router(nnx.Module):
+        def __init__(self, rngs):
+            self.router = Linear((2,), (3,), ("embed", "experts"), 0.1, rngs=rngs, role="router")
+            self.router.add_bias_parameter(rngs)
+            self.router_bias = variable((3,), ("experts",), nnx.initializers.zeros, rngs)
+
+    with pytest.raises(ValueError, match="two parameters are called router_bias"):
+        Structure.of(nnx.split(Router(nnx.Rngs(0)))[1])
+
+
+def test_what_belongs_to_a_linear_is_called_after_it():
+    class Layer(nnx.Module):
+        def __init__(self, rngs):
+            self.query = Linear((2,), (3,), ("embed", "mlp"), 0.1, rngs=rngs)
+            self.query.adapter = Linear((2,), (1,), ("embed", "mlp"), 0.1, rngs=rngs)
+
+    state = nnx.split(Layer(nnx.Rngs(0)))[1]
+    tree = Structure.of(state).to_tree(state)
+    assert {name: a.shape for name, a in tree.items()} == {"query": (2, 3), "query_adapter_weight": (2, 1)}
+    assert jax.tree.map(np.array_equal, Structure.of(state).to_state(tree), state)
 
 
 # ----------------------------------------------------------------------------- beginning from another run

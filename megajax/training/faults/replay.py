@@ -187,9 +187,8 @@ def _state_before(trainer: Trainer, step: int) -> TrainState:
         except Exception as error:  # Orbax has many; and a run that is training removes old ones
             logger.warning("checkpoint %d is not used: %s", saved, (str(error).splitlines() or [repr(error)])[0])
             continue
-        scalar = lambda value: jax.device_put(jnp.int32(value), trainer.program.shardings.step)
-        return TrainState(scalar(saved), scalar(meta["skipped"]), *model.split(weights), optimizer_state)
-    return trainer.program.first_state(trainer.config.seed)
+        return trainer.program.restored_state(saved, meta["skipped"], weights, optimizer_state)
+    return trainer.initial_state()
 
 
 def _saved_steps(trainer: Trainer, step: int) -> list[int]:
@@ -254,7 +253,7 @@ def _other_machine(trainer: Trainer) -> list[str]:
 def _gradient_norms(gradients, model: Model) -> dict[str, float]:
     """{name of a parameter, layer by layer where they are stacked: norm}; the sum of squares does not overflow."""
     leaves = jax.tree_util.tree_leaves_with_path(gradients)
-    stacked = [record.axes[0] == "layers" for record in jax.tree.leaves(model.trained)]
+    stacked = [record.axes[:1] == ("layers",) for record in jax.tree.leaves(model.trained)]
     rows = [leaf if is_stack else leaf[None] for (_, leaf), is_stack in zip(leaves, stacked, strict=True)]
     norms = {}
     for (path, _), is_stack, values in zip(leaves, stacked, jax.device_get(_row_norms(rows)), strict=True):
