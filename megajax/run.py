@@ -41,7 +41,7 @@ def check(config: Config) -> list[str]:
     before, now = Config.load(run_dir), dataclasses.replace(config, run_dir=str(run_dir))
     if other := incompatibilities(before, now):
         raise ValueError(
-            f"run_dir={run_dir} holds a run that cannot go on as another model ({'; '.join(other)}); use another "
+            f"run_dir={run_dir} holds a run that cannot go on with other settings ({'; '.join(other)}); use another "
             "--run_dir, with --checkpoint.start_from to begin with these weights"
         )
     return [line for line in differences(before, now) if not line.startswith("launch.")]

@@ -250,9 +250,10 @@ def config_of(family: str, run_dir, mesh=MeshConfig(), **training) -> Config:
 def run_of(config: Config, monkeypatch) -> list[dict]:
     """-> lines of metrics.jsonl of the run on the devices that its mesh needs."""
     devices = jax.devices()[: config.mesh.num_devices]
-    monkeypatch.setattr(jax, "devices", lambda *_: devices)
-    monkeypatch.setattr(jax, "device_count", lambda *_: len(devices))
-    assert train.train(config) in ("finished", "interrupted")
+    with monkeypatch.context() as patched:
+        patched.setattr(jax, "devices", lambda *_: devices)
+        patched.setattr(jax, "device_count", lambda *_: len(devices))
+        assert train.train(config) in ("finished", "interrupted")
     text = (Path(config.run_dir) / "metrics.jsonl").read_text()
     return [json.loads(line) for line in text.splitlines()]
 

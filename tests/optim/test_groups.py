@@ -131,7 +131,7 @@ def test_a_group_replaces_the_update_rule_of_its_parameters():
         ("", ["must be a pattern", "field=value", "for example"]),
         ("embedding", ["must be a pattern", "field=value", "for example"]),
         ("weight_decay=0", ["must be a pattern", "for example"]),
-        ("embedding learning_rate=0.1", ["'learning_rate' is no field", "learning_rate_scale, weight_decay"]),
+        ("embedding learning_rate=0.1", ["'learning_rate' is not a field", "learning_rate_scale, weight_decay"]),
         ("embedding weight_decay", ["weight_decay= must be a number", "for example"]),
         ("embedding weight_decay=big", ["weight_decay=big must be a number", "for example"]),
         ("embedding weight_decay=-1", ["weight_decay=-1 must be at least 0", "0 is no decay"]),
