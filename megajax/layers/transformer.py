@@ -81,7 +81,6 @@ class TransformerLayerConfig:
 
     def activations(self, sequence_length: int) -> dict[str, Activation]:
         D, out = self.embed_dim, Flops(matmuls=self.attention.out_flops)
-        # Its second half, which nothing makes again: the sum with the MLP is the next layer's input.
         return {
             "residual": Activation(D),
             "normed": Activation(2 * D),
