@@ -49,7 +49,7 @@ class Stack(nnx.Module):
             x, cache, terms = layer(state, x, inputs, cache, fold(key, number))
             new_caches.append(cache)
             found.append(terms)
-        return x, tuple(new_caches), total(self.configs, found)
+        return x, tuple(new_caches), total(found)
 
     def _scanned(self, x, inputs, states, key):
         """One step of the scan is one period of the pattern of configs."""
@@ -68,24 +68,19 @@ class Stack(nnx.Module):
                 layer = _layer(config, prevent_cse=False)
                 x, _, terms = layer(state, x, inputs, None, fold(key, first + number))
                 found.append(terms)
-            return x, total(pattern, found)
+            return x, total(found)
 
         x, terms = jax.lax.scan(step, x, (states, period * jax.numpy.arange(steps)))
-        auxiliary, metrics = jax.tree.map(lambda a: a.sum(0), (terms.auxiliary, terms.metrics))
-        return x, Terms(auxiliary, metrics, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), terms.observed))
+        return x, jax.tree.map(lambda a: a.sum(0), terms)
 
 
-def total(configs: Sequence[LayerConfig], found: Sequence[Terms]) -> Terms:
-    """Terms of several layers as one: auxiliary {name: sum}, metrics {name: (sum, number of layers)}, observed
-    {kind: {name: [layers of that kind, ...]}}."""
-    auxiliary, metrics, observed = {}, {}, {}
-    for config, terms in zip(configs, found, strict=True):
+def total(found: Sequence[Terms]) -> Terms:
+    """Terms of several layers as one: auxiliary {name: sum}, metrics {name: (sum, number of layers)}."""
+    auxiliary, metrics = {}, {}
+    for terms in found:
         auxiliary = add_by_name(auxiliary, terms.auxiliary)
         metrics = add_by_name(metrics, {name: (value, jax.numpy.float32(1)) for name, value in terms.metrics.items()})
-        for name, value in terms.observed.items():
-            observed.setdefault(config.kind, {}).setdefault(name, []).append(value)
-    stack = lambda values: jax.numpy.stack(values)
-    return Terms(auxiliary, metrics, jax.tree.map(stack, observed, is_leaf=lambda node: isinstance(node, list)))
+    return Terms(auxiliary, metrics)
 
 
 @jax.custom_vjp
@@ -160,7 +155,7 @@ def run_stage(configs: Sequence[LayerConfig], weights: Sequence[dict], x, inputs
     for config, tree, (given, key) in zip(configs, weights, inputs, strict=True):
         x, _, terms = _layer(config, prevent_cse=True)(_structure(config).to_state(tree), x, given, None, key)
         found.append(terms)
-    return x, total(configs, found)
+    return x, total(found)
 
 
 def _period(configs: tuple) -> int:

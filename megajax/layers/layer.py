@@ -68,8 +68,6 @@ class Terms(NamedTuple):
     """Terms of the loss, float32 scalars: summed over layers, mean over microbatches (a router's load balance)."""
     metrics: dict[str, jax.Array] = {}
     """Never part of the loss, float32 scalars: mean over the layers that have them and over microbatches."""
-    observed: dict[str, jax.Array] = {}
-    """What `LayerConfig.updated` reads, float32: of each layer by itself, mean over microbatches."""
 
 
 class Cache(Protocol):
@@ -113,9 +111,6 @@ class LayerConfig(Protocol):
 
     def new_cache(self, length: int) -> Any:
         """An empty Cache with room for `length` tokens a row."""
-
-    def updated(self, variables: dict, observed: dict) -> dict:
-        """The layer's variables after a step, from what was observed in it; without variables this is never called."""
 
 
 def check_divisible(axis: str, size: int, fields: dict[str, int]) -> None:

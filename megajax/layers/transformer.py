@@ -98,9 +98,6 @@ class TransformerLayerConfig:
     def new_cache(self, length: int) -> EmptyCache:
         return EmptyCache(length)
 
-    def updated(self, variables: dict, observed: dict) -> dict:
-        return variables
-
 
 class TransformerLayer(nnx.Module):
     """(x [B, T, D], inputs, cache, key) -> (x, cache, Terms)."""

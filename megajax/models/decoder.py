@@ -22,7 +22,7 @@ from megajax.layers.rope import RopeConfig, rope_tables
 from megajax.layers.transformer import ACTIVATIONS, MODULES, TransformerLayerConfig, saved_activations
 from megajax.mesh import MeshConfig
 from megajax.models.execution import ExecutionConfig
-from megajax.models.interface import MAY_CHANGE, BatchArray, LossOptions, ModelConfig, OneStack
+from megajax.models.interface import MAY_CHANGE, BatchArray, LossOptions, LossTerms, ModelConfig, OneStack
 from megajax.ops.activation import Activation
 from megajax.ops.cross_entropy import cross_entropy
 from megajax.ops.embedding import embed
@@ -254,9 +254,8 @@ class Decoder(OneStack):
             inputs["cos"], inputs["sin"] = tables
         return inputs
 
-    def loss(self, x_BTD: jax.Array, batch: dict, options: LossOptions) -> jax.Array:
-        """Sum of the weighted token losses."""
-        return cross_entropy(
+    def loss(self, x_BTD: jax.Array, batch: dict, options: LossOptions) -> LossTerms:
+        main = cross_entropy(
             self.final_norm(x_BTD),
             self._head(),
             batch["labels"],
@@ -264,6 +263,7 @@ class Decoder(OneStack):
             z_loss=options.z_loss,
             label_smoothing=options.label_smoothing,
         )
+        return LossTerms(main)
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """float32 [B, T, V]; entries of the padding are minus infinity."""
@@ -272,4 +272,5 @@ class Decoder(OneStack):
         return constrain(jnp.where(real, logits_BTV, -jnp.inf), "batch", "time", "vocab")
 
     def _head(self) -> jax.Array:
-        return self.embedding[...].T if self.config.tied_embeddings else self.head.weight[...]
+        """[D, V]."""
+        return self.embedding[...].T if self.config.tied_embeddings else self.head.matrix()

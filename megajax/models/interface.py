@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from megajax.layers.block import add_by_name
-from megajax.layers.layer import Flops, LayerConfig
+from megajax.layers.layer import Flops, LayerConfig, Terms
 from megajax.mesh import MeshConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.parallel.schedule import Stages
@@ -29,8 +29,16 @@ class LossTerms(NamedTuple):
     """float32 scalars that are added to the training loss; their mean over microbatches counts."""
     metrics: dict[str, jax.Array] = {}
     """float32 scalars; never part of the loss, mean over microbatches."""
-    observed: dict[str, dict] = {}
-    """{stack: {kind of layer: {name: [layers of that kind, ...]}}} for the variables; mean over microbatches."""
+
+    def with_layers(self, *stacks: Terms) -> "LossTerms":
+        """The same with what the layers of each stack have to say (layers/block.py `total`)."""
+        auxiliary = self.auxiliary
+        metrics: dict[str, tuple] = {}
+        for terms in stacks:
+            auxiliary = add_by_name(auxiliary, terms.auxiliary)
+            metrics = add_by_name(metrics, terms.metrics)
+        means = {name: value / count for name, (value, count) in metrics.items()}
+        return LossTerms(self.main, auxiliary, self.metrics | means)
 
     def share(self, num_microbatches: int) -> "LossTerms":
         """What one of so many microbatches contributes: these add up to the terms of a step."""
@@ -174,15 +182,15 @@ class AnyModule(Protocol):
 class OneStack(nnx.Module):
     """A model that is embed -> one stack, `layers` -> loss: what a pipeline can cut into stages.
 
-    A family derives from it and has `embed(batch, key)`, `block_inputs(batch)`, `loss(x, batch, options)` and `logits`.
-    `block_inputs` reads no weights: in a pipeline each stage computes them for itself.
+    A family derives from it and has `embed(batch, key) -> x`, `block_inputs(batch) -> dict`, `loss(x, batch, options)
+    -> LossTerms` and `logits`. `block_inputs` reads no weights: in a pipeline each stage computes them for itself.
     """
 
     def terms(self, batch: dict, key: jax.Array | None, options: LossOptions) -> LossTerms:
         embed_key, layers_key = split_key(key)
         x = self.embed(batch, embed_key)
         x, _, terms = self.layers(x, self.block_inputs(batch), key=layers_key)
-        return loss_terms(self.loss(x, batch, options), layers=terms)
+        return self.loss(x, batch, options).with_layers(terms)
 
     def prefill(self, batch: dict, lengths_B: jax.Array, caches: dict) -> tuple[jax.Array, dict, jax.Array]:
         x_BTD, caches = self.extend(batch, caches)
@@ -197,15 +205,3 @@ class OneStack(nnx.Module):
 def split_key(key: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
     """-> (key of the embedding, key of the layers)."""
     return (None, None) if key is None else tuple(jax.random.split(key))
-
-
-def loss_terms(main: jax.Array, **stacks) -> LossTerms:
-    """main with what the stacks, by their names, have to say (layers/block.py `total`)."""
-    auxiliary: dict[str, jax.Array] = {}
-    metrics: dict[str, tuple] = {}
-    for terms in stacks.values():
-        auxiliary = add_by_name(auxiliary, terms.auxiliary)
-        metrics = add_by_name(metrics, terms.metrics)
-    observed = {name: terms.observed for name, terms in stacks.items() if terms.observed}
-    means = {name: value / count for name, (value, count) in metrics.items()}
-    return LossTerms(main, auxiliary, means, observed)

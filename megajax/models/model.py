@@ -19,7 +19,7 @@ from megajax.layers.block import rows_of_kind
 from megajax.models.execution import ExecutionConfig
 from megajax.models.interface import NO_REGULARISERS, LossOptions, LossTerms, ModelConfig
 from megajax.parallel.schedule import Stages
-from megajax.parameters import Role, Structure, matches, merge, name_of, records, select
+from megajax.parameters import Role, Structure, matches, merge, name_of, records, select, updated
 from megajax.precision import PrecisionConfig, cast_floating
 from megajax.sharding import weight_shardings
 
@@ -184,16 +184,8 @@ class Model:
         return self.module(weights).terms(batch, key, options)
 
     def updated(self, variables: dict, observed: dict) -> dict:
-        """The variables after a step, from what was observed in it (LossTerms.observed)."""
-        new = {}
-        for stack, layers in self.config.stacks(self.execution).items():
-            for kind, seen in observed.get(stack, {}).items():
-                config = next(layer for layer in layers if layer.kind == kind)
-                update = config.updated
-                for _ in range(self.layer_rows[f"{stack}.{kind}"].ndim):
-                    update = jax.vmap(update)
-                new = merge(new, {stack: {kind: update(variables[stack][kind], seen)}})
-        return merge(variables, new)
+        """The variables after a step, from what was observed in it (parameters.py)."""
+        return updated(variables, observed, self.split(self.records).variables)
 
     def gradient_pieces(self, gradients: dict) -> list[jax.Array]:
         """The gradients as the backward pass makes them: layer by layer where the stack is unrolled.

@@ -33,12 +33,12 @@ from megajax.layers.norm import Norm, NormConfig
 from megajax.layers.transformer import TransformerLayerConfig
 from megajax.mesh import MeshConfig
 from megajax.models.decoder import DecoderConfig
-from megajax.models.interface import BatchArray, ModelConfig, family, loss_terms, split_key
+from megajax.models.interface import BatchArray, LossTerms, ModelConfig, family, split_key
 from megajax.models.model import Model
 from megajax.ops.cross_entropy import cross_entropy
 from megajax.ops.embedding import embed
 from megajax.optim.optimizer import Optimizer, OptimizerConfig
-from megajax.parameters import Structure, variable, weight
+from megajax.parameters import Structure, observe, variable, weight
 from megajax.planning.plan import plan_device, plan_rows
 from megajax.precision import PrecisionConfig
 from megajax.sharding import constrain
@@ -83,8 +83,9 @@ class RecurrentConfig:
     def new_cache(self, length):
         return State(length)
 
-    def updated(self, variables, observed):
-        return {"mean_square": 0.5 * variables["mean_square"] + 0.5 * observed["mean_square"]}
+
+def half_way(value, observed):
+    return 0.5 * value + 0.5 * observed
 
 
 class Recurrent(nnx.Module):
@@ -93,7 +94,7 @@ class Recurrent(nnx.Module):
         self.gate = Linear((D,), (D,), ("embed", "mlp"), 0.2, rngs=rngs)
         self.value = Linear((D,), (D,), ("embed", "mlp"), 0.2, rngs=rngs)
         self.out = Linear((D,), (D,), ("mlp", "embed"), 0.2, rngs=rngs)
-        self.mean_square = variable((), (), nnx.initializers.ones, rngs)
+        self.mean_square = variable((), (), nnx.initializers.ones, rngs, half_way)
 
     def __call__(self, x_BTD, inputs, cache, key):
         x_BTD = checkpoint_name(x_BTD, "input")
@@ -107,9 +108,9 @@ class Recurrent(nnx.Module):
         cache = None if cache is None else State(cache.length, states[:, -1])
         mean_square = jnp.mean(states**2)
         scaled = (states / jax.lax.rsqrt(self.mean_square[...])).astype(x_BTD.dtype)
+        scaled = observe(scaled, self.mean_square, mean_square)
         y_BTD = constrain(x_BTD + self.out(scaled), "batch", "sequence", None)
-        return y_BTD, cache, Terms({"small_states": 0.01 * mean_square}, {"state": mean_square},
-                                   {"mean_square": mean_square})  # fmt: skip
+        return y_BTD, cache, Terms({"small_states": 0.01 * mean_square}, {"state": mean_square})
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("state", "is_token"), meta_fields=("length",))
@@ -203,13 +204,13 @@ class TwoStacks(nnx.Module):
         tokens = embed(self.embedding[...], batch["tokens"], self.dtype)
         read, encoder, first = self.encoder(tokens, {}, caches.get("encoder"), encoder_key)
         x, decoder, second = self.decoder(tokens + read, {}, caches.get("decoder"), decoder_key)
-        return x, {"encoder": encoder, "decoder": decoder}, {"encoder": first, "decoder": second}
+        return x, {"encoder": encoder, "decoder": decoder}, (first, second)
 
     def terms(self, batch, key, options):
         x, _, terms = self._run(batch, {}, key)
         weights = dict(z_loss=options.z_loss, label_smoothing=options.label_smoothing)
         main = cross_entropy(self.norm(x), self.head.weight[...], batch["labels"], batch["loss_weights"], **weights)
-        return loss_terms(main, **terms)
+        return LossTerms(main).with_layers(*terms)
 
     def extend(self, batch, caches):
         x, caches, _ = self._run(batch, caches, None)
@@ -424,7 +425,7 @@ def test_two_parameters_of_one_name_are_refused():
         def __init__(self, rngs):
             self.router = Linear((2,), (3,), ("embed", "experts"), 0.1, rngs=rngs, role="router")
             self.router.add_bias_parameter(rngs)
-            self.router_bias = variable((3,), ("experts",), nnx.initializers.zeros, rngs)
+            self.router_bias = variable((3,), ("experts",), nnx.initializers.zeros, rngs, half_way)
 
     with pytest.raises(ValueError, match="two parameters are called router_bias"):
         Structure.of(nnx.split(Router(nnx.Rngs(0)))[1])
