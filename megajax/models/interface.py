@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from megajax.layers.block import add_by_name
+from megajax.layers.block import add_by_name, add_totals
 from megajax.layers.layer import Flops, LayerConfig, Terms
 from megajax.mesh import MeshConfig
 from megajax.models.execution import ExecutionConfig
@@ -32,13 +32,9 @@ class LossTerms(NamedTuple):
 
     def with_layers(self, *stacks: Terms) -> "LossTerms":
         """The same with what the layers of each stack have to say (layers/block.py `total`)."""
-        auxiliary = self.auxiliary
-        metrics: dict[str, tuple] = {}
-        for terms in stacks:
-            auxiliary = add_by_name(auxiliary, terms.auxiliary)
-            metrics = add_by_name(metrics, terms.metrics)
-        means = {name: value / count for name, (value, count) in metrics.items()}
-        return LossTerms(self.main, auxiliary, self.metrics | means)
+        terms = add_totals(stacks)
+        means = {name: value / count for name, (value, count) in terms.metrics.items()}
+        return LossTerms(self.main, add_by_name(self.auxiliary, terms.auxiliary), self.metrics | means)
 
     def share(self, num_microbatches: int) -> "LossTerms":
         """What one of so many microbatches contributes: these add up to the terms of a step."""
