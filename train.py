@@ -115,7 +115,7 @@ def plan(name: str, config: Config, device_name: str) -> None:
     """Prints what the run would need on its mesh; an axis of -1 counts as 1. device_name: of a GPU, or
     search:NUMBER[:GPU], which ranks the meshes of so many."""
     from megajax.planning.plan import plan_device, plan_rows
-    from megajax.planning.search import search_rows
+    from megajax.search import search_rows
     from megajax.training.reporting.console import Console
 
     if device_name.split(":")[0] == "search":

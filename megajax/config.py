@@ -90,9 +90,10 @@ class Config:
     def make_program(self, mesh: Mesh | None = None, model: Model | None = None) -> Program:
         """What the run computes with, on devices (a resolved mesh of them) or, for a plan, without any.
 
-        Raises ValueError for compiler options that jaxlib refuses.
+        Raises ValueError for parameters that the mesh does not divide, and for compiler options that jaxlib refuses.
         """
         model = model or self.make_model()
+        model.check_divides(self.mesh.sizes())
         options = {}
         if mesh is not None:
             options = compiler_options(model, mesh, offload_state=self.optimizer.offload_state)

@@ -46,6 +46,11 @@ class Parameter:
         return self.role in CAST
 
     @property
+    def is_multiplied(self) -> bool:
+        """Whether it is a factor of matmuls, whose FLOPs a layer counts."""
+        return self.role in ("matrix", "head", "router") or (self.role == "embedding" and "vocab" in self.axes)
+
+    @property
     def num_stacked(self) -> int:
         """How many dims come before those of one matrix."""
         return len(list(itertools.takewhile(lambda axis: axis in STACK_AXES, self.axes)))

@@ -7,7 +7,8 @@ program. Whoever plans, counts or generates asks each config and sums; nobody re
 
 import dataclasses
 import math
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 from flax import nnx
@@ -30,6 +31,29 @@ class Saved:
     @property
     def kept(self) -> tuple[str, ...]:
         return self.on_device + self.on_host
+
+    @staticmethod
+    def choose(
+        recompute: Literal["none", "selective", "full"],
+        recomputed: Sequence[str],
+        offload: Sequence[str],
+        activations: Sequence[str],
+        modules: Mapping[str, Sequence[str]],
+    ) -> "Saved | None":
+        """What a layer with these activations and modules (LayerConfig) keeps.
+
+        recomputed: modules that selective recomputation computes again. offload: activations that are kept on the host
+        in any case. Names that belong to other kinds of layers are passed over. None if nothing is computed again.
+        """
+        on_host = tuple(name for name in offload if name in activations)
+        if recompute == "none" and not on_host:
+            return None
+        again = {
+            "none": set(),
+            "selective": {name for module in recomputed for name in modules.get(module, ())},
+            "full": set(activations),
+        }[recompute]
+        return Saved(tuple(name for name in activations if name not in again and name not in on_host), on_host)
 
 
 class Flops(NamedTuple):
@@ -90,6 +114,8 @@ class LayerConfig(Protocol):
     saved: Saved | None
     embed_dim: int
     """Width of the residual stream."""
+    modules: Mapping[str, Sequence[str]]
+    """What execution.recompute_modules can name: the activations that need not be kept if the module runs again."""
 
     def build(self, rngs: nnx.Rngs) -> nnx.Module: ...
 

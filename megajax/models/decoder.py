@@ -19,7 +19,7 @@ from megajax.layers.linear import Linear
 from megajax.layers.mlp import MlpConfig
 from megajax.layers.norm import Norm, NormConfig
 from megajax.layers.rope import RopeConfig, rope_tables
-from megajax.layers.transformer import ACTIVATIONS, MODULES, TransformerLayerConfig, saved_activations
+from megajax.layers.transformer import TransformerLayerConfig, saved_activations
 from megajax.mesh import MeshConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.models.interface import MAY_CHANGE, BatchArray, LossOptions, LossTerms, ModelConfig, OneStack
@@ -153,12 +153,9 @@ class DecoderConfig(ModelConfig):
         return TransformerLayerConfig(attention, mlp, norm, self.dropout, saved)
 
     def check(self, mesh: MeshConfig, sequence_length: int, execution: ExecutionConfig) -> None:
-        """Raises ValueError for sizes that do not fit each other or the mesh."""
         self._check_ranges()
-        execution.check_names(tuple(MODULES), ACTIVATIONS)
         self._check_sizes(sequence_length)
-        for layer in self.layers(execution):
-            layer.check(mesh, sequence_length)
+        super().check(mesh, sequence_length, execution)
         self._check_divides(mesh)
 
     def _check_ranges(self) -> None:

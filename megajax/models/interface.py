@@ -97,8 +97,14 @@ class ModelConfig:
         raise NotImplementedError
 
     def check(self, mesh: MeshConfig, sequence_length: int, execution: ExecutionConfig) -> None:
-        """Raises ValueError for sizes that do not fit each other or the mesh."""
-        raise NotImplementedError
+        """Raises ValueError for sizes that do not fit each other or the mesh, and for names in `execution` that no
+        layer has. A family adds its own checks to these, of its layers."""
+        layers = dict.fromkeys(self.layers(execution))
+        modules = {name: None for layer in layers for name in layer.modules}
+        activations = {name: None for layer in layers for name in layer.activations(sequence_length)}
+        execution.check_names(tuple(modules), tuple(activations))
+        for layer in layers:
+            layer.check(mesh, sequence_length)
 
     def stacks(self, execution: ExecutionConfig) -> dict[str, tuple[LayerConfig, ...]]:
         """The layers of each stack, by the name of the module's attribute."""
@@ -127,16 +133,10 @@ class ModelConfig:
     def num_layers_in_all(self) -> int:
         return len(self.layers(ExecutionConfig()))
 
-    def flops_per_token(self, sequence_length: int, *, causal: bool) -> float:
-        """FLOPs of forward and backward pass, a token; the backward pass is twice the forward pass.
-
-        causal: whether attention counts only what a token sees (layers/layer.py).
-        """
-        return self.training_flops(sequence_length).total(causal=causal)
-
-    def training_flops(self, sequence_length: int) -> Flops:
-        forward = [layer.flops(sequence_length) for layer in self.layers(ExecutionConfig())]
-        return sum(forward, self.flops_outside(sequence_length)) * 3
+    def forward_flops(self, sequence_length: int) -> Flops:
+        """Of a token."""
+        layers = [layer.flops(sequence_length) for layer in self.layers(ExecutionConfig())]
+        return sum(layers, self.flops_outside(sequence_length))
 
     def new_caches(self, length: int, execution: ExecutionConfig) -> dict[str, tuple]:
         """An empty cache for each layer of each stack, with room for `length` tokens a row."""

@@ -7,6 +7,7 @@ that are frozen, and the variables that a step updates without a gradient; `spli
 
 import functools
 import logging
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import jax
@@ -16,12 +17,13 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from megajax.layers.block import rows_of_kind
+from megajax.layers.layer import Flops
 from megajax.models.execution import ExecutionConfig
 from megajax.models.interface import NO_REGULARISERS, LossOptions, LossTerms, ModelConfig
 from megajax.parallel.schedule import Stages
-from megajax.parameters import Role, Structure, matches, merge, name_of, records, select, updated
+from megajax.parameters import Parameter, Structure, matches, merge, name_of, records, select, updated
 from megajax.precision import PrecisionConfig, cast_floating
-from megajax.sharding import weight_shardings
+from megajax.sharding import SHARING_AXES, WEIGHT_AXES, num_parts, weight_shardings
 
 logger = logging.getLogger("megajax")
 
@@ -34,6 +36,27 @@ class Weights(NamedTuple):
 
     def merged(self) -> dict:
         return merge(*self)
+
+
+class CountedParameter(NamedTuple):
+    size: int
+    """Elements, without rows of padding."""
+    record: Parameter
+    is_trained: bool
+    is_in_a_layer: bool
+    is_output: bool
+    """The matrix of the output layer: the head, or the embedding of the vocabulary that it shares."""
+    is_looked_up: bool
+    """The embedding of the vocabulary, where only its rows are read."""
+
+    def split(self, sizes: Mapping[str, int], *, but: Collection[str] = ()) -> float:
+        """Elements on a device of a mesh with axes of these sizes, as if the axes in `but` were 1."""
+        return self.size / num_parts(self.record.axes, sizes, but=but)
+
+    def computed(self, sizes: Mapping[str, int]) -> float:
+        """Elements that a device computes with: gathered along what shares copies of the weights. Of a layer, all rows
+        of it."""
+        return self.split(sizes, but=(*SHARING_AXES, "pipeline") if self.is_in_a_layer else SHARING_AXES)
 
 
 class Model:
@@ -83,6 +106,18 @@ class Model:
     def shardings(self, mesh: Mesh) -> dict:
         return weight_shardings(self.records, mesh)
 
+    def check_divides(self, sizes: Mapping[str, int]) -> None:
+        """Raises ValueError for a parameter that the axes of a mesh, by their sizes, do not divide."""
+        leaves = jax.tree_util.tree_leaves_with_path(self.abstract_weights)
+        for (path, leaf), record in zip(leaves, jax.tree.leaves(self.records), strict=True):
+            for dim, axis in zip(leaf.shape, record.axes, strict=True):
+                if dim % num_parts((axis,), sizes):
+                    product = " * ".join(f"mesh.{name}({sizes[name]})" for name in WEIGHT_AXES[axis])
+                    raise ValueError(
+                        f"{product} does not divide {dim}, the size of {name_of(path)} along {axis!r}; use a mesh that "
+                        "divides it"
+                    )
+
     def init(self, seed: int, mesh: Mesh | None = None) -> dict:
         """Weights drawn from `seed`, each device making its own part only; the same numbers on every mesh, and without
         one, on the default device."""
@@ -113,39 +148,46 @@ class Model:
 
     def num_parameters(self) -> int:
         """Counted from the arrays, without rows of padding, and without variables."""
-        inside = tuple(f"{place}." for place in self.layer_rows)
-        outside = select(self._parameters(), lambda name: not name.startswith(inside))
-        return size_of(outside) + self.num_layer_parameters()
+        return sum(parameter.size for parameter in self.parameters)
 
-    def num_trained_parameters(self) -> int:
-        """Of these those that are not frozen, with rows of padding where some are."""
-        return size_of(self.split(self.abstract_weights).params) if self._frozen else self.num_parameters()
+    @functools.cached_property
+    def parameters(self) -> list["CountedParameter"]:
+        """For whoever counts bytes or FLOPs."""
+        rows_of, found = self.layer_rows, []
+        has_head = any(record.role == "head" for record in jax.tree.leaves(self.records))
+        leaves = jax.tree_util.tree_leaves_with_path(self.abstract_weights)
+        for (path, leaf), record in zip(leaves, jax.tree.leaves(self.records), strict=True):
+            name = name_of(path)
+            if record.role == "variable":
+                continue
+            rows = next((rows for place, rows in rows_of.items() if name.startswith(f"{place}.")), None)
+            is_vocabulary = record.role == "embedding" and "vocab" in record.axes
+            found.append(
+                CountedParameter(
+                    size=leaf.size if rows is None else leaf.size // rows.size * int((rows >= 0).sum()),
+                    record=record,
+                    is_trained=name not in self._frozen,
+                    is_in_a_layer=rows is not None,
+                    is_output=record.role == "head" or (is_vocabulary and not has_head),
+                    is_looked_up=is_vocabulary and has_head,
+                )
+            )
+        return found
 
-    def num_layer_parameters(self) -> int:
-        """Of these those of the stacks."""
-        tree, total = self._parameters(), 0
-        for place, rows in self.layer_rows.items():
-            stack, kind = place.split(".")
-            total += size_of(tree[stack][kind]) // rows.size * int((rows >= 0).sum())
-        return total
+    def training_flops(self, sequence_length: int) -> Flops:
+        """Of forward and backward pass, a token. The backward pass is twice the forward pass, but without the gradient
+        of frozen matrices, for which the share of trained ones among all counts."""
+        forward = self.config.forward_flops(sequence_length)
+        matrices = [p for p in self.parameters if p.record.is_multiplied and not p.is_looked_up]
+        trained = sum(p.size for p in matrices if p.is_trained) / sum(p.size for p in matrices)
+        return forward * 2 + forward._replace(matmuls=forward.matmuls * trained)
 
-    def _parameters(self) -> dict:
-        return merge(*self.split(self.abstract_weights)[:2])
+    def flops_per_token(self, sequence_length: int, *, causal: bool) -> float:
+        """FLOPs of forward and backward pass, a token.
 
-    @property
-    def output_size(self) -> int:
-        """Entries of the matrix of the output layer: the head, or the embedding of the vocabulary that it shares."""
-        return self._size_of("head") or self._size_of("embedding", "vocab")
-
-    @property
-    def looked_up_size(self) -> int:
-        """Entries of the embedding of the vocabulary, if only its rows are read."""
-        return self._size_of("embedding", "vocab") if self._size_of("head") else 0
-
-    def _size_of(self, role: Role, axis: str = "") -> int:
-        """Entries of the parameters with this role, and with this axis if one is given."""
-        pairs = zip(jax.tree.leaves(self.abstract_weights), jax.tree.leaves(self.records), strict=True)
-        return sum(leaf.size for leaf, record in pairs if record.role == role and (not axis or axis in record.axes))
+        causal: whether attention counts only what a token sees (layers/layer.py).
+        """
+        return self.training_flops(sequence_length).total(causal=causal)
 
     @property
     def num_layers(self) -> int:
@@ -196,8 +238,3 @@ class Model:
             return jax.tree.leaves(gradients)
         leaves = zip(jax.tree.leaves(gradients), jax.tree.leaves(self.trained), strict=True)
         return [piece for leaf, record in leaves for piece in (leaf if record.axes[:1] == ("layers",) else [leaf])]
-
-
-def size_of(tree) -> int:
-    """Elements of all arrays of a tree."""
-    return sum(leaf.size for leaf in jax.tree.leaves(tree))

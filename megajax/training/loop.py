@@ -100,7 +100,7 @@ class Trainer:
             every_steps=config.log_every_steps,
             sequence_length=config.sequence_length,
             schedule=schedule,
-            flops_per_token=self.program.model.config.flops_per_token,
+            flops_per_token=self.program.model.flops_per_token,
             num_devices=self.program.mesh.size,
             most_skipped=config.most_skipped_in_a_row,
             productive_seconds=self.productive_seconds,
