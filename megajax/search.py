@@ -45,7 +45,9 @@ def search(config: Config, num_devices: int, device: Device) -> tuple[list[Candi
 
     @functools.cache
     def model_of(stages: Stages | None, execution: ExecutionConfig) -> Model:
-        return Model(config.model, config.precision, execution, stages=stages, frozen=config.training.frozen)
+        training = config.training
+        patterns = dict(trained=training.trained, frozen=training.frozen)
+        return Model(config.model, config.precision, execution, stages=stages, **patterns)
 
     found, tried = [], 0
     for candidate in _candidates(config, num_devices):

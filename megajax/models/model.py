@@ -67,10 +67,12 @@ class Model:
         execution: ExecutionConfig = ExecutionConfig(),
         *,
         stages: Stages | None = None,
+        trained: tuple[str, ...] = (),
         frozen: tuple[str, ...] = (),
     ):
         """stages: of the pipeline that its layers are stored for, and models/pipelined.py then runs; None: no pipeline.
-        frozen: shell patterns of the parameters that are not trained. Allocates nothing.
+        trained, frozen: shell patterns of the parameters that are and are not trained; frozen counts more, and no
+        pattern in trained means all. Allocates nothing.
 
         Raises ValueError for a pattern that matches nothing, and if everything is frozen.
         """
@@ -82,18 +84,21 @@ class Model:
         self.records = records(state)
         """Nested dict of the record of each weight: axes, role."""
         self.abstract_weights = jax.eval_shape(lambda: self._init(jax.random.key(0)))
-        self._frozen = self._names_of(frozen)
+        self._frozen = self._frozen_names(trained, frozen)
 
-    def _names_of(self, patterns: tuple[str, ...]) -> frozenset[str]:
+    def _frozen_names(self, trained: tuple[str, ...], frozen: tuple[str, ...]) -> frozenset[str]:
         everything = jax.tree_util.tree_leaves_with_path(self.records)
         names = [name_of(path) for path, record in everything if record.role != "variable"]
-        for pattern in patterns:
-            if not any(matches(name, [pattern]) for name in names):
-                raise ValueError(f"training.frozen: {pattern!r} matches no parameter; they are called like {names[0]}")
-        frozen = frozenset(name for name in names if matches(name, patterns))
-        if len(frozen) == len(names):
-            raise ValueError(f"training.frozen={','.join(patterns)} leaves no parameter to train; freeze fewer")
-        return frozen
+        for field, patterns in (("trained", trained), ("frozen", frozen)):
+            for pattern in patterns:
+                if not any(matches(name, [pattern]) for name in names):
+                    raise ValueError(
+                        f"training.{field}: {pattern!r} matches no parameter; they are called like {names[0]}"
+                    )
+        found = frozenset(name for name in names if matches(name, frozen) or not matches(name, trained or ("*",)))
+        if len(found) == len(names):
+            raise ValueError(f"training.frozen={','.join(frozen)} leaves no parameter to train; freeze fewer")
+        return found
 
     def _init(self, key: jax.Array) -> dict:
         weights, dtype = self._structure.to_tree(nnx.split(self._build(key))[1]), self.precision.params_dtype
@@ -118,13 +123,20 @@ class Model:
                         "divides it"
                     )
 
-    def init(self, seed: int, mesh: Mesh | None = None) -> dict:
+    def init(self, seed: int, mesh: Mesh | None = None, *, only: Collection[str] | None = None) -> dict:
         """Weights drawn from `seed`, each device making its own part only; the same numbers on every mesh, and without
-        one, on the default device."""
+        one, on the default device. only: names of those that are wanted; None: all."""
+
+        def wanted(tree: dict) -> dict:
+            return tree if only is None else select(tree, lambda name: name in only)
+
+        def draw(key: jax.Array) -> dict:
+            return wanted(self._init(key))
+
         if mesh is None:
-            return jax.jit(self._init)(jax.random.key(seed))
+            return jax.jit(draw)(jax.random.key(seed))
         with jax.set_mesh(mesh):
-            return jax.jit(self._init, out_shardings=self.shardings(mesh))(jax.random.key(seed))
+            return jax.jit(draw, out_shardings=wanted(self.shardings(mesh)))(jax.random.key(seed))
 
     def split(self, tree: dict) -> Weights:
         """A tree of the structure of the weights (arrays, records, shardings), by how they are updated."""
@@ -221,7 +233,8 @@ class Model:
         """The loss of a batch and what belongs to it; `loss(...).total()` is what is differentiated.
 
         batch: as config.batch names its arrays, each [B, ...], but loss_weights float32 [B, T], what each token counts,
-        in place of loss_mask. key: for dropout; None: no dropout. Works without a mesh, on one device.
+        in place of loss_mask. key: for dropout; None: no dropout. Works without a mesh, on one device; several calls
+        are worth a jax.jit.
         """
         return self.module(weights).terms(batch, key, options)
 

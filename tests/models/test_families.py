@@ -7,6 +7,8 @@ gradient reaches, a term of the loss and a metric; the other has two stacks.
 import dataclasses
 import functools
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import configs
 import train
-from megajax import run
+from megajax import run, start_from
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import Config, override
 from megajax.data.config import DataConfig
@@ -347,6 +349,25 @@ def test_family_is_planned(family, tmp_path):
     assert config.make_model().training_flops(T).matmuls == 6 * matrices[family]
 
 
+@dataclasses.dataclass(frozen=True)
+class OtherBatchConfig(HybridConfig):
+    kind: Literal["toy_other_batch"] = "toy_other_batch"
+
+    def batch(self, sequence_length, *, packed):
+        planes = BatchArray(("time", None), (sequence_length, 2), jnp.int32)
+        return super().batch(sequence_length, packed=packed) | {"positions": planes}
+
+
+def test_data_of_another_shape_than_the_model_reads_is_refused(tmp_path, monkeypatch):
+    config = override(config_of("hybrid", tmp_path / "run"), ["--model.kind=toy_other_batch"])
+    with pytest.raises(RuntimeError) as stopped:
+        run_of(config, monkeypatch)
+    wanted = (
+        r"data.kind=gpt gives positions as int32\[16\] a sample, and model.kind=toy_other_batch reads int32\[16, 2\]"
+    )
+    assert re.match(wanted, str(stopped.value.__cause__))
+
+
 def test_two_stacks_are_refused_in_a_pipeline(tmp_path):
     config = config_of("two stacks", tmp_path / "run", MeshConfig(pipeline=2), microbatch_size=1)
     with pytest.raises(ValueError, match="mesh.pipeline=2.*toy_two_stacks.*encoder, decoder.*use --mesh.pipeline=1"):
@@ -456,17 +477,67 @@ def test_a_run_starts_from_the_weights_of_another_with_a_new_optimizer(trained, 
     first, *_ = run_of(config, monkeypatch)
     # The same samples as the first step of the other run, with the weights that it had after two.
     assert first["step"] == 1 and first["loss"] < lines[0]["loss"] - 0.1
-    with pytest.raises(ValueError, match="checkpoint.start_from=.*another model .model.num_layers: 4 -> 2"):
-        run.check(override(config, ["--model.num_layers=2", f"--run_dir={tmp_path / 'other'}"]))
-    # A run that has begun goes on from its own weights.
-    assert losses(run_of(override(config, ["--launch.exit_at_step=2"]), monkeypatch))[0] == first["loss"]
+    # A run that has begun goes on from its own weights, and remembers where they came from.
+    again = override(config, ["--launch.exit_at_step=2", "--checkpoint.start_from="])
+    assert losses(run_of(again, monkeypatch))[0] == first["loss"]
+    assert Config.load(config.run_dir).checkpoint.start_from == f"{source.run_dir}/checkpoints/2"
+    with pytest.raises(ValueError, match="cannot go on.*checkpoint.start_from: .*/2 -> .*/4"):
+        run.check(override(again, [f"--checkpoint.start_from={source.run_dir}/checkpoints/4"]))
+
+
+def test_the_newest_step_is_looked_up_once(trained, tmp_path):
+    source = shutil.copytree(trained["hybrid"][0].run_dir, tmp_path / "source")
+    config = dataclasses.replace(
+        config_of("hybrid", tmp_path / "run"), checkpoint=CheckpointConfig(start_from=str(source))
+    )
+    first = start_from.pinned(config)
+    assert first.checkpoint.start_from == f"{source}/checkpoints/4"
+    Path(config.run_dir).mkdir()
+    (Path(config.run_dir) / "config.json").write_text(first.to_json())
+    (source / "checkpoints" / "4").rename(source / "checkpoints" / "9")
+    assert start_from.pinned(config) == first == start_from.pinned(first)
+    assert start_from.pinned(override(config, ["--checkpoint.start_from="])) == first
+
+
+def test_a_run_starts_with_new_parameters_where_it_says_so(trained, tmp_path, monkeypatch, caplog):
+    """A head of another size, and biases that the other run does not have."""
+    source, lines = trained["hybrid"]
+    config = override(config_of("hybrid", tmp_path / "run", steps=1, eval_every_steps=0), [
+        f"--checkpoint.start_from={source.run_dir}/checkpoints/4", "--model.bias=True", "--model.tied_embeddings=False",
+        "--model.rope.base=500000",
+    ])  # fmt: skip
+    with pytest.raises(ValueError, match="start_from=.*another model .head is not there; layers.dense.atten"):
+        run.check(config)
+    with pytest.raises(ValueError, match="checkpoint.start_fresh: '.*_scale' matches no parameter"):
+        run.check(override(config, ["--checkpoint.start_fresh=*_scale"]))
+    config = override(config, ["--checkpoint.start_fresh=head,*_bias", "--training.trained=head"])
+    with caplog.at_level("INFO", "megajax"):
+        (line,) = run_of(config, monkeypatch)
+    assert "drawn, not taken from there: head, layers.dense.attention.key_bias" in caplog.text
+    assert "model.rope.base: 10000.0 -> 500000" in caplog.text
+    weights, before = Engine.from_run(config.run_dir).params, Engine.from_run(source.run_dir).params
+    frozen = jax.tree.map(np.array_equal, weights["layers"]["recurrent"], before["layers"]["recurrent"])
+    assert all(frozen[name] for name in ("gate", "value", "out"))  # a variable goes on
+    assert line["loss"] < lines[0]["loss"] + 1
+
+
+@pytest.mark.parametrize("change, message", [
+    ("--model.num_layers=2", r"layers.dense.attention.key is \[2, 16, 4, 4\] there and \[1, 16, 4, 4\] here"),
+    ("--model.embed_dim=32", r"embedding is \[128, 16\] there and \[128, 32\] here"),
+    ("--model.kind=decoder", "layers.recurrent.gate is there only"),
+])  # fmt: skip
+def test_a_run_cannot_start_from_another_model(change, message, trained, tmp_path):
+    config = override(config_of("hybrid", tmp_path / "run"), [change])
+    source = f"{trained['hybrid'][0].run_dir}/checkpoints/4"
+    with pytest.raises(ValueError, match=f"checkpoint.start_from=.*another model .*{message}"):
+        run.check(override(config, [f"--checkpoint.start_from={source}"]))
 
 
 def test_a_run_cannot_start_from_what_is_not_there(trained, tmp_path):
     source, _ = trained["hybrid"]
     config = config_of("hybrid", tmp_path / "run")
     start = lambda path: dataclasses.replace(config, checkpoint=CheckpointConfig(start_from=str(path)))
-    with pytest.raises(ValueError, match="nowhere/config.json does not exist; give the directory of a run"):
-        run.check(start(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match="start_from=.*nowhere: .* no checkpoint in .*nowhere/checkpoints"):
+        start_from.pinned(start(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match="step=7 is not in .*; there are 2, 4"):
         run.check(start(f"{source.run_dir}/checkpoints/7"))
