@@ -87,8 +87,8 @@ def device_batches(
     def in_order(name: str, array: np.ndarray, one: BatchArray) -> np.ndarray:
         if array.dtype != one.dtype or array.shape[2:] != one.shape:
             raise ValueError(
-                f"data.kind={config.kind} gives {name} as {array.dtype}{list(array.shape[2:])} a sample, and model.kind="
-                f"{model.config.kind} reads {np.dtype(one.dtype)}{list(one.shape)}; use another --data.kind"
+                f"data.kind={config.kind} gives {name} as {array.dtype}{list(array.shape[2:])} a sample, and "
+                f"model.kind={model.config.kind} reads {np.dtype(one.dtype)}{list(one.shape)}; use another --data.kind"
             )
         if "time" not in one.dims:
             return array
