@@ -9,7 +9,6 @@ three of these.
 
 import contextlib
 import logging
-import math
 import os
 import signal
 import subprocess
@@ -18,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megajax.training.reporting.metrics import step_of
+from megajax.training.reporting.metrics import read_metrics
 
 logger = logging.getLogger("megajax")
 # Of train.py for input that no restart makes better.
@@ -126,9 +125,9 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _last_step(run_dir: Path) -> int:
-    """The highest step in metrics.jsonl, 0 without one."""
-    path = run_dir / "metrics.jsonl"
-    if not path.is_file():
+    """The highest step in metrics.jsonl, 0 without one; one line may be half written."""
+    try:
+        return max((record["step"] for _, record in read_metrics(run_dir / "metrics.jsonl") if record), default=0)
+    except OSError as error:
+        logger.warning("nothing says how far the run is: %s", error)
         return 0
-    steps = map(step_of, path.read_text().splitlines())
-    return max((step for step in steps if step < math.inf), default=0)  # one line may be half written
