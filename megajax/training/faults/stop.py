@@ -1,25 +1,62 @@
 """When to stop a run before its last step, agreed by all processes."""
 
+import contextlib
 import os
 import signal
 import time
+from collections.abc import Iterator
 
 import jax
 from jax.experimental import multihost_utils
+
+# A terminal and the launcher under it may both send the SIGINT of one ctrl-C: two sooner than this are one.
+SAME_SIGINT_SECONDS = 2.0
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Those that ask a run to stop; SIGHUP, of a terminal that is lost, unless it is ignored, as under nohup."""
+    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return numbers if is_ignored else [*numbers, signal.SIGHUP]
+
+
+@contextlib.contextmanager
+def leave_when_asked() -> Iterator[None]:
+    """Within it a stop signal ends the program with exit status 0: around what comes before and after the steps, where
+    nothing is lost. While steps are done a StopRequest takes the signals.
+
+    With several processes it is passed on to JAX's preemption service, so that all of them stop after the first step.
+    """
+    handlers = {number: signal.signal(number, _leave) for number in stop_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _leave(number: int, _frame) -> None:
+    if jax.distributed.is_initialized() and number != signal.SIGTERM:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return
+    with contextlib.suppress(OSError):  # not by the logger, which this may have interrupted
+        os.write(2, f"megajax: received {signal.Signals(number).name} while no step was under way\n".encode())
+    raise SystemExit(0)
 
 
 class StopRequest:
     """Signals, exit_at_step and exit_after_minutes; a context manager that gives the signals back.
 
+    A second SIGINT, SAME_SIGINT_SECONDS or more after the request to stop, ends the run at once, without saving.
     With several processes JAX's preemption service sees the SIGTERM of any of them and names one step for all; whoever
     wants to stop for another reason sends itself that signal.
     """
 
     def __init__(self, at_step: int | None, after_minutes: float | None):
         self._at_step, self._after_minutes, self._started = at_step, after_minutes, time.monotonic()
-        self._reason = ""
+        self._reason, self._asked_at = "", self._started
         self._alone = jax.process_count() == 1
-        numbers = (signal.SIGINT, signal.SIGUSR1, *((signal.SIGTERM,) if self._alone else ()))
+        numbers = [number for number in stop_signals() if self._alone or number != signal.SIGTERM]
         self._handlers = {number: signal.signal(number, self._received) for number in numbers}
 
     def __enter__(self) -> "StopRequest":
@@ -30,12 +67,14 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _received(self, number: int, _frame) -> None:
-        if self._reason and number == signal.SIGINT:
+        since_asked = time.monotonic() - self._asked_at
+        if self._reason and number == signal.SIGINT and since_asked >= SAME_SIGINT_SECONDS:
             raise KeyboardInterrupt
         self._ask(f"received {signal.Signals(number).name}")
 
     def _ask(self, reason: str) -> None:
-        self._reason = reason
+        if not self._reason:
+            self._reason, self._asked_at = reason, time.monotonic()
         if not self._alone:
             os.kill(os.getpid(), signal.SIGTERM)
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from megajax.training.faults.stop import stop_signals
 from megajax.training.reporting.metrics import read_metrics
 
 logger = logging.getLogger("megajax")
@@ -37,9 +38,9 @@ def supervise(
 ) -> int:
     """Runs the command until it ends well, max_restarts are used up, or it crashes without progress -> exit status.
 
-    SIGTERM, SIGINT and SIGUSR1 go on to the child, and then there is no restart. Between two starts it waits, twice as
-    long after each crash without progress. A child that was stopped (SIGSTOP) for hang_minutes, in which its own
-    watchdog cannot run, is killed; 0: never. sleep: instead of the pause.
+    SIGTERM, SIGINT, SIGUSR1 and SIGHUP go on to the child, and then there is no restart. Between two starts it waits,
+    twice as long after each crash without progress. A child that was stopped (SIGSTOP) for hang_minutes, in which its
+    own watchdog cannot run, is killed; 0: never. sleep: instead of the pause.
     """
     with _Signals() as signals:
         crashes, reached, wait = 0, _last_step(run_dir), FIRST_WAIT_SECONDS
@@ -70,8 +71,7 @@ class _Signals:
 
     def __init__(self):
         self.asked, self.child = threading.Event(), None
-        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-        self._before = {number: signal.signal(number, self._received) for number in numbers}
+        self._before = {number: signal.signal(number, self._received) for number in stop_signals()}
 
     def _received(self, number: int, _frame) -> None:
         self.asked.set()
