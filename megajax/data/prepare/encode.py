@@ -61,7 +61,7 @@ class Encoder:
     def _encode_file(self, number: int, path: str) -> Encoded:
         encoded, skipped, digest = [], [], None
         try:
-            content, digest = read_file(path)
+            content, digest = read_file(path, self.reader)
             encoded.append(self._encode(self.reader.file_texts(content, path), path))
         except ValueError as error:
             skipped.append(str(error))
