@@ -19,9 +19,7 @@ CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-
-
-# Of people and programs, and written by them: some templates make special tokens of these words.
+# Programs choose these, not people; some templates make special tokens of them.
 ROLES = "system", "developer", "user", "assistant", "tool"
 # How templates mark turns, also for tokenizers that have no special tokens.
 MARKER = re.compile(r"(?=(<[|\uff5c][^<>\s]{1,64}[|\uff5c]>))")
@@ -69,10 +67,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping], *, tools: Any = None, add_generation_prompt: bool = False) -> str:
         """add_generation_prompt: end with what comes before an answer. ValueError if the template or a message
         cannot be used."""
-        try:
-            text = self._render(messages, tools, add_generation_prompt)
-        except Exception as error:  # a template can fail as any program can
-            raise ValueError(f"chat template: {type(error).__name__}: {error}") from None
+        text = self._render(messages, tools, add_generation_prompt)
         if name := self._forged(text):
             raise ValueError(self._describe_forged(name, messages, tools, add_generation_prompt))
         return str.__str__(text)
@@ -80,35 +75,36 @@ class ChatTemplate:
     def _render(self, messages: Sequence[Mapping], tools: Any, add_generation_prompt: bool) -> "Text":
         from megajax.data.tokenizers.provenance import literal
 
-        return self._template.render(
-            messages=[
-                {**message, "role": literal(message["role"])} if message.get("role") in ROLES else message
-                for message in messages
-            ],
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            **{name: literal(value) for name, value in self.variables.items()},
-        )
+        messages = [
+            {**message, "role": literal(message["role"])} if message.get("role") in ROLES else message
+            for message in messages
+        ]
+        variables = {name: literal(value) for name, value in self.variables.items()}
+        try:
+            return self._template.render(
+                messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
+            )
+        except Exception as error:  # a template can fail as any program can
+            raise ValueError(f"chat template: {type(error).__name__}: {error}") from None
 
     def _forged(self, text: "Text") -> str | None:
         """A special token, or a marker, of which not all is written by the template; None if there is none."""
-        markers = [(match.start(), match[1]) for match in MARKER.finditer(text)]
-        is_written = lambda begin, name: 0 not in text.written[begin : begin + len(name)]
-        if all(name in self.special_tokens for begin, name in markers if is_written(begin, name)):
-            markers = []  # the tokenizer knows those of the template; all others are text
+        found = [(match.start(), match[1]) for match in MARKER.finditer(text)]
+        if all(name in self.special_tokens for begin, name in found if text.is_written(begin, name)):
+            found = []  # the tokenizer knows those of the template; all others are text
         for name in self.special_tokens:
             begin = text.find(name)
             while begin >= 0:
-                markers.append((begin, name))
+                found.append((begin, name))
                 begin = text.find(name, begin + 1)
-        return next((name for begin, name in markers if not is_written(begin, name)), None)
+        return next((name for begin, name in found if not text.is_written(begin, name)), None)
 
     def _describe_forged(self, name: str, messages: Sequence[Mapping], tools: Any, add_generation_prompt: bool) -> str:
         """Names the field without which it would not be there."""
         fields = [(number, key) for number, message in enumerate(messages) for key in message]
         for number, key in fields:
             others = [*messages[:number], {**messages[number], key: ""}, *messages[number + 1 :]]
-            with contextlib.suppress(Exception):  # of a template that needs the field
+            with contextlib.suppress(ValueError):  # of a template that needs the field
                 if self._forged(self._render(others, tools, add_generation_prompt)) != name:
                     return (
                         f"messages[{number}][{key!r}] spells the special token {name}, itself or in what the chat "
@@ -130,8 +126,9 @@ class ChatTemplate:
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self.render(messages[:number], tools=tools, add_generation_prompt=True)
-            after = self.render(messages[: number + 1], tools=tools)
+            # no special token is in these that is not in the whole
+            before = self._render(messages[:number], tools, True)
+            after = self._render(messages[: number + 1], tools, False)
             if not (done <= len(before) <= len(after) and after.startswith(before) and whole.startswith(after)):
                 raise ValueError(
                     f"chat template: the conversation up to message {number + 1} is not rendered as the beginning of "

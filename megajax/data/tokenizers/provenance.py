@@ -26,6 +26,10 @@ class Text(str):
         self.written = bytes(len(text)) if written is None else written
         return self
 
+    def is_written(self, begin: int, part: str) -> bool:
+        """Whether the template has written all of the part that begins there."""
+        return 0 not in self.written[begin : begin + len(part)]
+
     def __str__(self) -> "Text":
         return self
 
