@@ -12,13 +12,16 @@ import sys
 import time
 import types
 
+import jax
 import numpy as np
 import pytest
 from tensorboardX.proto import event_pb2
 from tensorboardX.record_writer import masked_crc32c
 
 from megajax.training.reporting import best_effort
+from megajax.training.reporting.console import Console
 from megajax.training.reporting.metrics import LoggingConfig, MetricsWriter
+from megajax.training.reporting.profiling import Profiler
 from megajax.training.reporting.starts import first_start
 
 QUIET = LoggingConfig(tensorboard=False)
@@ -233,6 +236,28 @@ def test_wandb_run_is_continued_after_a_restart(monkeypatch, tmp_path):
         writer.close()
     assert logged == [(1, {"loss": 0.5}), (2, {"loss": 0.5})]
     assert started[0]["id"] == started[1]["id"] and started[0]["config"] == {"seed": 1}
+
+
+@pytest.mark.fault
+def test_weights_and_biases_and_a_profile_that_fail_end_no_run(monkeypatch, tmp_path, caplog):
+    def fail(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    fake = types.ModuleType("wandb")
+    fake.init = lambda **_: types.SimpleNamespace(log=fail, finish=fail)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    writer = MetricsWriter(tmp_path, LoggingConfig(tensorboard=False, wandb_project="p"), {})
+    for step in (1, 2):
+        writer.write({"step": step, "loss": 0.5})
+    writer.close()
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda _: None)
+    monkeypatch.setattr(jax.profiler, "stop_trace", fail)
+    with Profiler((1, 1), tmp_path, Console(enabled=False)) as profiler:
+        profiler.before(1)
+        profiler.after(1, {})
+    assert len(read_lines(tmp_path)) == 2
+    assert caplog.text.count("Weights & Biases: cannot be written") == caplog.text.count("profile: cannot be") == 1
 
 
 def test_the_first_of_all_starts_is_when_the_run_began(tmp_path):
