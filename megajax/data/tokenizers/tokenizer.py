@@ -5,6 +5,7 @@
 """
 
 import base64
+import contextlib
 import functools
 import hashlib
 import json
@@ -174,14 +175,18 @@ class HuggingFaceTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_tokens = {token.content: i for i, token in added.items() if token.special}
         self._tokenizer.encode_special_tokens = True  # as the text they are
-        # These are looked for in normalised text, which may have their names where the text has not.
-        is_normalized = self._tokenizer.normalizer is not None
-        unknown = set(self.encode("\U0010fffd"))
-        self._found_normalized = {
-            i: token.content
-            for i, token in added.items()
-            if token.special and token.normalized and is_normalized and i not in unknown
-        }
+        self._found_normalized = self._find_normalized(added)
+
+    def _find_normalized(self, added: dict) -> dict[int, str]:
+        """Special tokens that are looked for in normalised text, which may have their names where the text has not;
+        but for the one that stands for unknown text."""
+        if self._tokenizer.normalizer is None:
+            return {}
+        found = {i: token.content for i, token in added.items() if token.special and token.normalized}
+        with contextlib.suppress(Exception):  # of a vocabulary that has no token for unknown text
+            for unknown in self.encode("\U0010fffd") if found else []:
+                found.pop(unknown, None)
+        return found
 
     def __reduce__(self):
         return type(self), (self.path,)
