@@ -9,6 +9,11 @@ import dataclasses
 import sys
 from pathlib import Path
 
+from megajax.training.faults.signals import leave_when_asked
+
+if __name__ == "__main__":
+    leave_when_asked()  # while the rest is imported too, which takes seconds
+
 import jax
 
 import configs
@@ -16,7 +21,6 @@ from megajax import config as configuration
 from megajax.config import Config
 from megajax.mesh import initialize_processes
 from megajax.training.faults.run_lock import locked
-from megajax.training.faults.stop import leave_when_asked
 from megajax.training.faults.supervisor import supervise
 from megajax.training.faults.watchdog import Watchdog
 from megajax.training.reporting.best_effort import print_what_can_be_printed
@@ -48,15 +52,14 @@ def main(arguments: list[str]) -> None:
         command = [sys.executable, __file__, *arguments, "--launch.max_restarts=0"]
         limits = config.launch.max_restarts, config.launch.hang_minutes
         raise SystemExit(supervise(command, Path(config.run_dir), *limits))
-    with leave_when_asked():
-        with Watchdog(config.launch.hang_minutes) as watchdog:
-            watchdog.alive()
-            initialize_processes()
-            watchdog.alive()
-            with locked(Path(config.run_dir)):
-                outcome = train(config)
-        if outcome != "interrupted" and config.training.sample_prompt and jax.process_count() == 1:
-            _print_sample(config)
+    with Watchdog(config.launch.hang_minutes) as watchdog:
+        watchdog.alive()
+        initialize_processes()
+        watchdog.alive()
+        with locked(Path(config.run_dir)):
+            outcome = train(config)
+    if outcome != "interrupted" and config.training.sample_prompt and jax.process_count() == 1:
+        _print_sample(config)
 
 
 def train(config: Config) -> str:

@@ -1,47 +1,16 @@
 """When to stop a run before its last step, agreed by all processes."""
 
-import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
 
 import jax
 from jax.experimental import multihost_utils
 
+from megajax.training.faults.signals import stop_signals
+
 # A terminal and the launcher under it may both send the SIGINT of one ctrl-C: two sooner than this are one.
 SAME_SIGINT_SECONDS = 2.0
-
-
-def stop_signals() -> list[signal.Signals]:
-    """Those that ask a run to stop; SIGHUP, of a terminal that is lost, unless it is ignored, as under nohup."""
-    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
-    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return numbers if is_ignored else [*numbers, signal.SIGHUP]
-
-
-@contextlib.contextmanager
-def leave_when_asked() -> Iterator[None]:
-    """Within it a stop signal ends the program with exit status 0: around what comes before and after the steps, where
-    nothing is lost. While steps are done a StopRequest takes the signals.
-
-    With several processes it is passed on to JAX's preemption service, so that all of them stop after the first step.
-    """
-    handlers = {number: signal.signal(number, _leave) for number in stop_signals()}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
-def _leave(number: int, _frame) -> None:
-    if jax.distributed.is_initialized() and number != signal.SIGTERM:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return
-    with contextlib.suppress(OSError):  # not by the logger, which this may have interrupted
-        os.write(2, f"megajax: received {signal.Signals(number).name} while no step was under way\n".encode())
-    raise SystemExit(0)
 
 
 class StopRequest:

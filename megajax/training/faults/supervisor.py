@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megajax.training.faults.stop import stop_signals
+from megajax.training.faults.signals import stop_signals
 from megajax.training.reporting.metrics import read_metrics
 
 logger = logging.getLogger("megajax")

@@ -1,15 +1,17 @@
-"""What a signal means, before, while and after steps are done; in this process."""
+"""What a signal means, before, while and after steps are done."""
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
-from launch import TINY
+from launch import ROOT
 
-import train
 from megajax.training.faults import stop
-from megajax.training.faults.stop import StopRequest, leave_when_asked, stop_signals
+from megajax.training.faults.signals import leave_when_asked, stop_signals
+from megajax.training.faults.stop import StopRequest
 
 pytestmark = pytest.mark.fault
 ALL = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
@@ -50,7 +52,7 @@ def test_a_run_under_nohup_outlives_its_terminal():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         assert signal.SIGHUP not in stop_signals()
-        with leave_when_asked(), StopRequest(None, None) as request:
+        with StopRequest(None, None) as request:
             send(signal.SIGHUP)
             assert request.asked(1) == ""
     finally:
@@ -58,14 +60,34 @@ def test_a_run_under_nohup_outlives_its_terminal():
 
 
 @pytest.mark.parametrize("number", ALL)
-def test_a_signal_while_no_step_is_under_way_leaves_with_exit_status_0(number, capfd):
-    with pytest.raises(SystemExit) as left, leave_when_asked():
+def test_where_there_is_nothing_to_save_a_signal_ends_the_program_with_exit_status_0(number, monkeypatch, capfd):
+    left = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    before = {number: signal.getsignal(number) for number in ALL}
+    leave_when_asked()
+    with StopRequest(None, None):
         send(number)
-    assert left.value.code == 0 and f"received {number.name} while no step" in capfd.readouterr().err
+    assert not left
+    send(number)
+    for other, handler in before.items():
+        signal.signal(other, handler)
+    assert left == [0] and f"received {number.name}: there is nothing to save" in capfd.readouterr().err
 
 
-def test_train_py_leaves_like_that_before_the_first_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "_train", lambda *_: send(signal.SIGTERM))
-    with pytest.raises(SystemExit) as left:
-        train.main([*TINY, f"--run_dir={tmp_path / 'run'}"])
-    assert left.value.code == 0
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_train_py_leaves_like_that_from_its_first_imports_on():
+    command = [sys.executable, ROOT / "train.py", "--config=gpt_tiny"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 20
+    while not takes(process.pid, signal.SIGHUP):
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    process.terminate()
+    assert process.wait() == 0 and "received SIGTERM" in process.stderr.read()
+
+
+def takes(pid: int, number: signal.Signals) -> bool:
+    """Whether the process has a handler for the signal."""
+    with open(f"/proc/{pid}/status") as file:
+        (mask,) = (line.split()[1] for line in file if line.startswith("SigCgt"))
+    return bool(int(mask, 16) >> number - 1 & 1)
