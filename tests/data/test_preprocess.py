@@ -121,8 +121,8 @@ def test_a_compressed_file_cut_short_is_refused_by_name(tmp_path, name, num_docu
 )
 @pytest.mark.fault
 def test_a_document_beyond_the_bound_is_refused_or_left_out_by_name(tmp_path, name, caplog):
-    path, longest = tmp_path / name, 900_000
-    records = [{"text": "one"}, {"text": "a" * 3_000_000}, {"text": "b" * (longest - 100)}]
+    path, longest = tmp_path / name, 300_000
+    records = [{"text": "one"}, {"text": "a" * 1_000_000}, {"text": "b" * (longest - 100)}]
     if "parquet" in name:
         write_parquet(path, {"text": [record["text"] for record in records]})
     else:
@@ -130,14 +130,14 @@ def test_a_document_beyond_the_bound_is_refused_or_left_out_by_name(tmp_path, na
         path.write_bytes(pack(plain.encode(), path.suffix))
     where = {"jsonl": f"{name} line 2", "parq": f"{name} row 2", "txt": name}[name.split(".")[1].removesuffix("uet")]
     message = (
-        f"{where}: a document of more than 900,000 bytes; cut it into several, or allow it with --max_document_bytes"
+        f"{where}: a document of more than 300,000 bytes; cut it into several, or allow it with --max_document_bytes"
     )
     with pytest.raises(ValueError, match=message):
         run([str(path)], tmp_path / "x", max_document_bytes=longest)
     meta = run([str(path)], tmp_path / "x", max_document_bytes=longest, on_error="skip")
     assert meta["num_skipped"] == 1 and message in caplog.text
     assert texts(tmp_path / "x") == ([] if "txt" in name else [["one"], ["b" * (longest - 100)]])
-    assert run([str(path)], tmp_path / "x", max_document_bytes=3_100_000)["num_skipped"] == 0
+    assert run([str(path)], tmp_path / "x", max_document_bytes=1_100_000)["num_skipped"] == 0
 
 
 @pytest.mark.fault
