@@ -15,6 +15,14 @@ class PrecisionConfig:
     """Format of the stored parameters (the master weights); optimizer moments and gradient sums are float32."""
     compute: Literal["float32", "bfloat16"] = "bfloat16"
     """Format of activations and of the weights that matmuls read; norms, softmax and loss are float32 inside."""
+    gradient_reduce: Literal["compute", "float32"] = "compute"
+    """In what the gradients of the layers' matrices are summed over devices: in `compute`, or in float32, as Megatron
+    does by default, for more time and memory (docs/design.md). Over microbatches they are always summed in float32."""
+
+    @property
+    def has_float32_gradients(self) -> bool:
+        """Whether gradients of matrices are more than the compute dtype has."""
+        return self.gradient_reduce == "float32" and self.compute != "float32"
 
     @property
     def params_dtype(self) -> jnp.dtype:

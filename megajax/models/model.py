@@ -21,6 +21,7 @@ from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import Flops
 from megajax.models.execution import ExecutionConfig
 from megajax.models.interface import NO_REGULARISERS, LossOptions, LossTerms, ModelConfig
+from megajax.ops.matmul import Float32Gradient
 from megajax.parallel.schedule import Stages
 from megajax.parameters import Parameter, Structure, matches, merge, name_of, records, select, updated
 from megajax.precision import PrecisionConfig, cast_floating
@@ -226,7 +227,17 @@ class Model:
 
     def module(self, weights: dict) -> nnx.Module:
         """The nnx.Module with these weights (arrays or tracers)."""
-        return nnx.merge(self._graphdef, self._structure.to_state(weights))
+        return nnx.merge(self._graphdef, self._structure.to_state(self.for_matmuls(weights, self.records)))
+
+    def for_matmuls(self, weights: dict, records: dict) -> dict:
+        """Weights with these records as layers hand them to ops/matmul.py, which is told of their gradients."""
+        if not self.precision.has_float32_gradients:
+            return weights
+
+        def wrap(array: jax.Array, record: Parameter):
+            return Float32Gradient(array) if record.role == "matrix" else array
+
+        return jax.tree.map(wrap, weights, records)
 
     def loss(
         self,

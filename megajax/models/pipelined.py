@@ -57,10 +57,16 @@ def _run(model: Model, weights: Weights, batch: dict, key: jax.Array | None, opt
 
 
 def _placed(model: Model, weights: dict, records: dict) -> pipeline.Placed:
-    """Matrices of the layers are cast once a step, not with each microbatch; so fsdp gathers the smaller copies."""
-    dtype = model.precision.compute_dtype
-    cast = lambda a, record: a.astype(dtype) if record.is_cast else a
-    layers = jax.tree.map(cast, weights.get(STACK, {}), records.get(STACK, {}))
+    """Matrices of the layers are cast once a step, not with each microbatch, so that fsdp gathers the smaller copies;
+    unless their gradients are to have more bits than the copies."""
+    precision = model.precision
+
+    def cast(array, record):
+        return array.astype(precision.compute_dtype) if record.is_cast else array
+
+    layers = weights.get(STACK, {})
+    if not precision.has_float32_gradients:
+        layers = jax.tree.map(cast, layers, records.get(STACK, {}))
     shared = {name: tree for name, tree in weights.items() if name != STACK}
     over_ranks = lambda record: local_weight_spec(record.axes, (pipeline.AXIS,))
     specs = {name: jax.tree.map(over_ranks, records[name]) for name in shared}
@@ -80,12 +86,19 @@ def _parts(model: Model, options: LossOptions, num_microbatches: int, microbatch
         terms = module(trained, held).loss(x, batch, options).share(num_microbatches)
         return terms.total(), terms
 
+    def stage(configs, trained, held, x, inputs):
+        layers = [
+            model.for_matmuls(merge(*weights), model.records[STACK][config.kind])
+            for config, *weights in zip(configs, trained, held, strict=True)
+        ]
+        return run_stage(configs, layers, x, inputs)
+
     return pipeline.Parts(
         embed=lambda trained, held, batch, key: module(trained, held).embed(batch, split_key(key)[0]),
         key_of=lambda key, number: DropoutKey(key, number * microbatch),
         inputs=lambda batch, key: (any_module.block_inputs(batch), split_key(key)[1]),
         layer_inputs=lambda inputs, number: (inputs[0], fold(inputs[1], number)),
-        stage=lambda configs, trained, held, x, inputs: run_stage(configs, list(map(merge, trained, held)), x, inputs),
+        stage=stage,
         loss=loss,
         place=lambda kind, gradients: constrain_weights(gradients, records[kind]),
     )

@@ -1,7 +1,10 @@
 """The one dense contraction of every layer: number format, accumulation and, later, quantisation are decided here."""
 
+import dataclasses
+import functools
 import math
 from collections.abc import Sequence
+from types import EllipsisType
 
 import jax
 import jax.numpy as jnp
@@ -9,19 +12,42 @@ import jax.numpy as jnp
 MIN_JOINED_ROWS = 512
 
 
-def matmul(x: jax.Array, w: jax.Array, num_contracted: int = 1) -> jax.Array:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Float32Gradient:
+    """A weight whose gradient leaves its matmul in float32, and is summed over devices so (precision.gradient_reduce).
+
+    A layer hands it on to this file as it would an array.
+    """
+
+    array: jax.Array
+
+    def __getitem__(self, key: EllipsisType) -> "Float32Gradient":
+        return self
+
+    def reshape(self, shape: Sequence[int]) -> "Float32Gradient":
+        return Float32Gradient(self.array.reshape(shape))
+
+
+Weight = jax.Array | Float32Gradient
+
+
+def matmul(x: jax.Array, w: Weight, num_contracted: int = 1) -> jax.Array:
     """Contracts the last `num_contracted` dims of x [..., *K] with the first of w [*K, *N] -> [..., *N].
 
     Computes in x's dtype (w is cast to it, before any gather that XLA inserts) and accumulates in float32; the result
-    has x's dtype. Float32 inputs are multiplied in full float32, never TF32.
+    has x's dtype, and so has the gradient of w, unless it is a Float32Gradient. Float32 inputs are multiplied in full
+    float32, never TF32.
     """
+    if isinstance(w, Float32Gradient):
+        return _with_float32_gradient(x, (w.array,), 0, num_contracted)
     contracted = w.shape[:num_contracted]
     assert x.shape[x.ndim - num_contracted :] == contracted, (x.shape, w.shape)
     dims = tuple(range(x.ndim - num_contracted, x.ndim)), tuple(range(num_contracted))
     return jax.lax.dot_general(x, w.astype(x.dtype), (dims, ((), ())), precision=dot_precision(x.dtype))
 
 
-def matmul_side_by_side(x: jax.Array, weights: Sequence[jax.Array], axis: int) -> jax.Array:
+def matmul_side_by_side(x: jax.Array, weights: Sequence[Weight], axis: int) -> jax.Array:
     """[matmul(x, w) for w in weights] joined along `axis` of the weights, computed as one product.
 
     weights: [D, ...], equal but for their size along `axis` (counted with D as 0), which must not be a dim that the
@@ -30,7 +56,37 @@ def matmul_side_by_side(x: jax.Array, weights: Sequence[jax.Array], axis: int) -
     """
     if math.prod(x.shape[:-1]) < MIN_JOINED_ROWS:
         return jnp.concatenate([matmul(x, w) for w in weights], x.ndim - 2 + axis)
+    if isinstance(weights[0], Float32Gradient):
+        return _with_float32_gradient(x, tuple(w.array for w in weights), axis, 1)
     return matmul(x, jnp.concatenate([w.astype(x.dtype) for w in weights], axis))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _with_float32_gradient(x: jax.Array, weights: tuple[jax.Array, ...], axis: int, num_contracted: int) -> jax.Array:
+    """matmul of x with the weights joined along `axis`; of the gradients that of x has its dtype."""
+    return matmul(x, _joined(x, weights, axis), num_contracted)
+
+
+def _forward(x, weights, axis, num_contracted):
+    return _with_float32_gradient(x, weights, axis, num_contracted), (x, weights)
+
+
+def _backward(axis, num_contracted, residuals, d_out):
+    x, weights = residuals
+    _, of_x = jax.vjp(lambda x: matmul(x, _joined(x, weights, axis), num_contracted), x)
+    rows = tuple(range(x.ndim - num_contracted))
+    d_weight = jax.lax.dot_general(
+        x, d_out, ((rows, rows), ((), ())), precision=dot_precision(x.dtype), preferred_element_type=jnp.float32
+    )
+    ends = [sum(w.shape[axis] for w in weights[: n + 1]) for n in range(len(weights) - 1)]
+    return *of_x(d_out), tuple(jnp.split(d_weight, ends, axis))
+
+
+_with_float32_gradient.defvjp(_forward, _backward)
+
+
+def _joined(x, weights, axis):
+    return jnp.concatenate([w.astype(x.dtype) for w in weights], axis) if len(weights) > 1 else weights[0]
 
 
 @jax.custom_vjp

@@ -185,6 +185,27 @@ def test_no_gradient_is_summed_in_bfloat16(one_device, config, options, executio
     assert not [one for one in sums if one.outvars[0].aval.dtype == jnp.bfloat16]
 
 
+@pytest.mark.parametrize("mesh", [{}, dict(data=2, fsdp=2, tensor=2)], ids=["one device", "mesh"])
+def test_gradients_of_matrices_are_reduced_as_asked(mesh, make_test_mesh):
+    """In bfloat16 they have no more bits than that; asked for float32 they are nearer to those of a float32 model."""
+    config = variant(num_heads=4, head_dim=8, bias=True)
+
+    def gradients(precision):
+        model = Model(config, precision)
+        placed = jax.device_put(make_params(config), model.shardings(make_test_mesh(**mesh)))
+        found = jax.jit(jax.grad(lambda params: model.loss(params, make_batch(batch=4)).total()))(placed)
+        return [np.asarray(found["layers"]["dense"][part][name]) for part, name in
+                (("attention", "query"), ("attention", "out"), ("mlp", "gate"), ("mlp", "down"))]  # fmt: skip
+
+    with jax.set_mesh(make_test_mesh(**mesh)):
+        exact = gradients(FLOAT32)
+        narrow, wide = (gradients(PrecisionConfig(gradient_reduce=how)) for how in ("compute", "float32"))
+    for a, b, wanted in zip(narrow, wide, exact, strict=True):
+        assert np.array_equal(a, a.astype(jnp.bfloat16).astype(np.float32)) and a.dtype == b.dtype == np.float32
+        assert np.mean(b != b.astype(jnp.bfloat16).astype(np.float32)) > 0.9
+        np.testing.assert_allclose(b, wanted, atol=0.05 * np.abs(wanted).max())
+
+
 def test_padded_vocabulary_equals_megatrons():
     oracle = np.load(Path(__file__).parent.parent / "oracles" / "numbers.npz")
     for vocab_size, tensor, padded in oracle["padded_vocab"]:
