@@ -1,7 +1,6 @@
 """Schedules are Megatron-LM's, number for number. tests/oracles/numbers.npz: made with Megatron Core 0.20.0."""
 
 import json
-import math
 from pathlib import Path
 
 import numpy as np
@@ -67,21 +66,14 @@ def test_decay_steps_default_to_the_length_of_the_run():
 @pytest.mark.parametrize(
     "changes, field",
     [
-        (dict(learning_rate=0.0), "optimizer.learning_rate=0.0"),
-        (dict(learning_rate=math.nan), "optimizer.learning_rate=nan"),
         (dict(learning_rate=1e-6), "optimizer.min_learning_rate"),
         (dict(initial_learning_rate=1.0), "optimizer.initial_learning_rate=1.0"),
-        (dict(warmup_steps=-1), "optimizer.warmup_steps=-1"),
         (dict(warmup_steps=STEPS), f"optimizer.warmup_steps={STEPS}"),
-        (dict(decay_steps=0), "optimizer.decay_steps=0"),
         (dict(schedule="wsd", wsd_decay_steps=0), "optimizer.wsd_decay_steps=0"),
         (dict(schedule="wsd", wsd_decay_steps=95), "optimizer.wsd_decay_steps=95"),
-        (dict(beta2=1.0), "optimizer.beta2=1.0"),
-        (dict(epsilon=0.0), "optimizer.epsilon=0.0"),
-        (dict(clip_norm=-1.0), "optimizer.clip_norm=-1.0"),
     ],
 )
-def test_bad_numbers_are_refused_with_field_and_value(changes, field):
+def test_numbers_that_contradict_each_other_are_refused_with_field_and_value(changes, field):
     with pytest.raises(ValueError, match=field):
         make_schedule(**changes)
 
