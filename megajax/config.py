@@ -62,7 +62,7 @@ class Config:
         self.execution.check(self.mesh)
         parse(self.execution.compiler_options)
         self.checkpoint.check_evaluated(self.training.steps, self.training.eval_every_steps)
-        self.optimizer.check(self.training.steps)
+        self.optimizer.check(self.training.full_batch_steps)
         self.model.check(self.mesh, self.training.sequence_length, self.execution)
         self._check_pipeline()
 

@@ -99,7 +99,7 @@ def plan(config: Config) -> None:
     assert 0 < step_times(program, config.training, plan_device("h100"), host).step < math.inf
     length = config.training.sequence_length
     assert 0 < config.model.flops_per_token(length, causal=True) < math.inf
-    schedule = config.optimizer.make_schedule(config.training.steps)
+    schedule = config.optimizer.make_schedule(config.training.full_batch_steps)
     assert all(0 <= schedule(step) < math.inf for step in (0, 1, config.training.steps))
     assert Config.from_json(config.to_json()) == config
 

@@ -25,9 +25,10 @@ class OptimizerConfig:
     schedule: ScheduleStyle = "cosine"
     """Shape of the decay after the warm-up; formulas in megajax/optim/schedule.py."""
     warmup_steps: NonNegativeInt = 0
-    """Steps of linear warm-up; 0 starts at learning_rate."""
+    """Steps of linear warm-up; 0 starts at learning_rate. In these fields a step whose batch is still ramping up counts
+    as the part of global_batch_size that it reads."""
     decay_steps: PositiveInt | None = None
-    """Step at which min_learning_rate is reached, warm-up included; None: training.steps."""
+    """Step at which min_learning_rate is reached, warm-up included; None: the end of the run."""
     wsd_decay_steps: NonNegativeInt = 0
     """Schedule wsd: how many of the last steps before decay_steps anneal."""
     wsd_style: WsdStyle = "exponential"
@@ -54,26 +55,27 @@ class OptimizerConfig:
     offload_state: bool = False
     """Keep the moments in host memory between updates; slow where the host hangs on PCIe, see docs/memory.md."""
 
-    def check(self, training_steps: int) -> None:
-        """Raises ValueError for numbers that contradict each other; `training_steps` is training.steps."""
+    def check(self, run_steps: float) -> None:
+        """Raises ValueError for numbers that contradict each other. run_steps: TrainingConfig.full_batch_steps."""
         self._check_below_peak("initial_learning_rate")
         for text in self.groups:
             parse_group(text)
         if self.schedule == "constant":
             return
         self._check_below_peak("min_learning_rate")
-        decay_steps = training_steps if self.decay_steps is None else self.decay_steps
+        decay_steps = run_steps if self.decay_steps is None else self.decay_steps
         if self.warmup_steps >= decay_steps:
             raise ValueError(
-                f"optimizer.warmup_steps={self.warmup_steps} must be less than the decay steps ({decay_steps}: "
-                "optimizer.decay_steps, or training.steps where that is None); "
+                f"optimizer.warmup_steps={self.warmup_steps} must be less than the decay steps ({decay_steps:.10g}: "
+                "optimizer.decay_steps, or where that is None training.steps, in steps of the whole batch); "
                 "warm up for fewer steps or use --optimizer.schedule=constant"
             )
-        if self.schedule == "wsd" and not 0 < self.wsd_decay_steps <= decay_steps - self.warmup_steps:
+        most = decay_steps - self.warmup_steps
+        if self.schedule == "wsd" and not 0 < self.wsd_decay_steps <= most:
             raise ValueError(
-                f"optimizer.wsd_decay_steps={self.wsd_decay_steps} must lie in 1..{decay_steps - self.warmup_steps} "
-                f"(decay steps {decay_steps} less warm-up {self.warmup_steps}); "
-                f"for example --optimizer.wsd_decay_steps={max(1, (decay_steps - self.warmup_steps) // 5)}"
+                f"optimizer.wsd_decay_steps={self.wsd_decay_steps} must lie in 1..{most:.10g} (decay steps "
+                f"{decay_steps:.10g} less warm-up {self.warmup_steps}); for example "
+                f"--optimizer.wsd_decay_steps={max(1, int(most / 5))}"
             )
 
     def _check_below_peak(self, name: str) -> None:
@@ -83,16 +85,17 @@ class OptimizerConfig:
                 f"use --optimizer.{name}={self.learning_rate / 10:g}"
             )
 
-    def make_schedule(self, training_steps: int) -> Schedule:
-        """The learning-rate schedule of a run of `training_steps` steps; checks the config first."""
-        self.check(training_steps)
+    def make_schedule(self, run_steps: float) -> Schedule:
+        """The learning-rate schedule of a run of so many steps (TrainingConfig.full_batch_steps); checks the config
+        first."""
+        self.check(run_steps)
         return Schedule(
             style=self.schedule,
             peak=self.learning_rate,
             minimum=self.min_learning_rate,
             initial=self.initial_learning_rate,
             warmup_steps=self.warmup_steps,
-            decay_steps=training_steps if self.decay_steps is None else self.decay_steps,
+            decay_steps=run_steps if self.decay_steps is None else self.decay_steps,
             wsd_decay_steps=self.wsd_decay_steps,
             wsd_style=self.wsd_style,
         )

@@ -84,6 +84,11 @@ class TrainingConfig:
             )
 
     @property
+    def full_batch_steps(self) -> float:
+        """Length of the run in steps of global_batch_size: `steps`, or less where the batch ramps up."""
+        return self.schedule(MeshConfig()).num_samples(self.steps) / self.global_batch_size
+
+    @property
     def loss_options(self) -> LossOptions:
         return LossOptions(self.z_loss, self.label_smoothing)
 

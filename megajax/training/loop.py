@@ -162,7 +162,7 @@ class Trainer:
 
     @functools.cached_property
     def _learning_rates(self) -> Schedule:
-        return self.program.optimizer.config.make_schedule(self.config.steps)
+        return self.program.optimizer.config.make_schedule(self.config.full_batch_steps)
 
     def train_batches(self, start: int, stop: int) -> Iterator[dict]:
         """Of the steps start + 1, ..., stop."""
