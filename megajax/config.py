@@ -87,14 +87,22 @@ class Config:
     def make_model(self) -> Model:
         """Without its weights; the mesh is resolved. Raises ValueError for parameters to freeze that are not there."""
         stages = make_stages(self.mesh, self.model.num_layers_in_all)
-        return Model(self.model, self.precision, self.execution, stages=stages, frozen=self.training.frozen)
+        return Model(
+            self.model,
+            self.precision,
+            self.execution,
+            stages=stages,
+            trained=self.training.trained,
+            frozen=self.training.frozen,
+        )
 
     def make_program(self, mesh: Mesh | None = None, model: Model | None = None) -> Program:
         """What the run computes with, on devices (a resolved mesh of them) or, for a plan, without any.
 
-        Raises ValueError for compiler options that jaxlib refuses.
+        Raises ValueError for parameters that the mesh does not divide, and for compiler options that jaxlib refuses.
         """
         model = model or self.make_model()
+        model.check_divides(self.mesh.sizes())
         options = {}
         if mesh is not None:
             options = compiler_options(model, mesh, offload_state=self.optimizer.offload_state)
@@ -127,7 +135,8 @@ def incompatibilities(old: Config, new: Config) -> list[str]:
     if type(old.model) is not type(new.model):
         return [f"model.kind: {old.model.kind} -> {new.model.kind}"]
     lines = differences(_fixed(old.model), _fixed(new.model), "model.")
-    fixed = ["precision.params:", "optimizer.name:", "training.frozen:"]
+    fixed = ["precision.params:", "optimizer.name:", "training.trained:", "training.frozen:"]
+    fixed += ["checkpoint.start_from:", "checkpoint.start_fresh:"]
     if assigned_optimizers(old.optimizer.groups) != assigned_optimizers(new.optimizer.groups):
         fixed.append("optimizer.groups:")
     return lines + [line for line in differences(old, new) if line.startswith(tuple(fixed))]

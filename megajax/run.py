@@ -6,14 +6,15 @@ run, `make_trainer` builds the parts.
 
 import contextlib
 import dataclasses
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 
+from megajax import start_from
 from megajax.checkpoint.checkpointer import Checkpointer
-from megajax.checkpoint.steps import find_step
 from megajax.config import Config, differences, incompatibilities
 from megajax.data.datasets import Datasets, build_datasets, check_same_data, check_vocab_size
 from megajax.data.tokenizers.tokenizer import save_tokenizer
@@ -31,7 +32,8 @@ def check(config: Config) -> list[str]:
     cannot go on as this one, or if the weights to start from are of another model; nothing is written."""
     run_dir = Path(config.run_dir)
     if not (run_dir / "config.json").is_file():
-        _check_source(config)
+        if config.checkpoint.start_from:
+            start_from.check(config)
         return []
     if (run_dir / "exported.json").is_file():
         raise ValueError(
@@ -45,23 +47,6 @@ def check(config: Config) -> list[str]:
             "--run_dir, with --checkpoint.start_from to begin with these weights"
         )
     return [line for line in differences(before, now) if not line.startswith("launch.")]
-
-
-def _check_source(config: Config) -> None:
-    if not config.checkpoint.start_from:
-        return
-    source, step = config.checkpoint.source()
-    try:
-        before = Config.load(source)
-        find_step(source, step)
-    except ValueError as error:
-        raise ValueError(f"checkpoint.start_from={config.checkpoint.start_from}: {error}") from None
-    other = [line for line in incompatibilities(before, config) if line.startswith("model.")]
-    if other:
-        raise ValueError(
-            f"checkpoint.start_from={config.checkpoint.start_from} has the weights of another model "
-            f"({'; '.join(other)}); describe the model as it is there"
-        )
 
 
 def load_data(config: Config) -> Datasets:
@@ -111,7 +96,9 @@ def make_trainer(
             datasets=datasets,
             data_config=config.data,
             checkpointer=checkpointer,
-            checkpoint_config=config.checkpoint,
+            starting_weights=functools.partial(start_from.weights, config, program)
+            if config.checkpoint.start_from
+            else None,
             output=Output(
                 run_dir=run_dir,
                 console=Console(enabled=jax.process_index() == 0),

@@ -85,20 +85,20 @@ def at_most(seconds: int):
 
 
 @functools.cache
-def model_of(model, precision, execution, stages, frozen) -> Model:
+def model_of(model, precision, execution, stages, trained, frozen) -> Model:
     """As Config.make_model; making one takes 0.1 s, and most values change nothing about it."""
-    return Model(model, precision, execution, stages=stages, frozen=frozen)
+    return Model(model, precision, execution, stages=stages, trained=trained, frozen=frozen)
 
 
 def plan(config: Config) -> None:
     stages = make_stages(config.mesh, config.model.num_layers_in_all)
-    model = model_of(config.model, config.precision, config.execution, stages, config.training.frozen)
+    patterns = config.training.trained, config.training.frozen
+    model = model_of(config.model, config.precision, config.execution, stages, *patterns)
     program = config.make_program(model=model)
     memory, host = memory_per_device(program, config.training)
     assert sum(memory.values()) > 0
     assert 0 < step_times(program, config.training, plan_device("h100"), host).step < math.inf
-    length = config.training.sequence_length
-    assert 0 < config.model.flops_per_token(length, causal=True) < math.inf
+    assert 0 < model.flops_per_token(config.training.sequence_length, causal=True) < math.inf
     schedule = config.optimizer.make_schedule(config.training.full_batch_steps)
     assert all(0 <= schedule(step) < math.inf for step in (0, 1, config.training.steps))
     assert Config.from_json(config.to_json()) == config
@@ -133,7 +133,7 @@ def check_field(base: Config, name: str) -> None:
         try:
             plan(config.check_on(num_devices(config.mesh)))
         except ValueError as refusal:  # the model knows the names of parameters
-            assert name in ("training.frozen", "optimizer.groups") and name in str(refusal), (name, value)
+            assert name in ("training.trained", "training.frozen", "optimizer.groups") and name in str(refusal), (name, value)
 
 
 @pytest.mark.parametrize("kind, pipeline", [*((kind, 1) for kind in families()), ("decoder", 2)])
