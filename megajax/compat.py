@@ -86,6 +86,16 @@ def vary(tree, axes):
     return jax.tree.map(mark, tree)
 
 
+def psum_within_auto(x: jax.Array, axis: str) -> jax.Array:
+    """lax.psum in a region that XLA partitions along other axes.
+
+    On CPU in float32: XLA there sums 16-bit numbers in 32 bits, and its pass for that (all-reduce-promotion) aborts the
+    process at the reduction of such a region (jaxlib 0.10.2).
+    """
+    is_wide = x.dtype.itemsize >= 4 or mesh_platform() != "cpu"
+    return jax.lax.psum(x, axis) if is_wide else jax.lax.psum(x.astype(jnp.float32), axis).astype(x.dtype)
+
+
 def row_major(x: jax.Array) -> jax.Array:
     """x, stored with its last dim contiguous from here on."""
     return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
@@ -94,12 +104,13 @@ def row_major(x: jax.Array) -> jax.Array:
 def counter_bits(key: jax.Array, high: jax.Array, low: jax.Array) -> jax.Array:
     """uint32 random bits, one for each pair of uint32 counters: a pure function of (key, high, low).
 
-    Threefry-2x32 (Salmon et al. 2011) applied to the counters themselves; `high` and `low` broadcast together.
+    Threefry-2x32 (Salmon et al. 2011) applied to the counters themselves; `high` and `low` broadcast together. Element
+    by element, so that XLA can partition it.
     """
-    high, low = jnp.broadcast_arrays(high.astype(jnp.uint32), low.astype(jnp.uint32))
-    counts = jnp.stack([high.ravel(), low.ravel()]).ravel()
-    bits = jax.extend.random.threefry_2x32(jax.random.key_data(key).astype(jnp.uint32), counts)
-    return bits[: high.size].reshape(high.shape)
+    words = jax.random.key_data(key).astype(jnp.uint32)
+    operands = jnp.broadcast_arrays(words[0], words[1], high.astype(jnp.uint32), low.astype(jnp.uint32))
+    varying = frozenset().union(*(varying_axes(operand) for operand in operands))
+    return jax.extend.random.threefry2x32_p.bind(*vary(operands, tuple(varying)))[0]
 
 
 # ----------------------------------------------------------------------------- cuDNN attention, private calls

@@ -12,10 +12,11 @@ import hashlib
 import json
 import logging
 import os
-import uuid
 from collections.abc import Callable, Iterator
 
 import numpy as np
+
+from megajax.data.temporary import open_temporary, rename
 
 logger = logging.getLogger("megajax")
 # Raise when the meaning of a cached array changes.
@@ -83,7 +84,6 @@ def _store(arrays: dict[str, np.ndarray], stem: str, description: dict) -> None:
 
 
 def _write(path: str, write: Callable) -> None:
-    temporary = f"{path}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp"
-    with open(temporary, "xb") as file:
+    with open_temporary(path) as file:
         write(file)
-    os.replace(temporary, path)
+        rename(file, path)

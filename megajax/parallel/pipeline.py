@@ -37,6 +37,8 @@ class Parts:
 
     embed: Callable[[Any, Any, dict, Any], jax.Array]
     """(shared trained, shared held, batch, key) -> x."""
+    key_of: Callable[[Any, jax.Array], Any]
+    """(key of the step, number of a microbatch) -> its key."""
     inputs: Callable[[dict, Any], Any]
     """(batch, key) -> what every layer reads beside x and its weights."""
     stage: Callable[[Any, tuple, tuple, jax.Array, Any], tuple[jax.Array, Any]]
@@ -185,14 +187,14 @@ class _Body:
     def _microbatch(self, number):
         """-> (its arrays, its key)."""
         arrays = tree_map(lambda a: lax.dynamic_index_in_dim(a, number, 0, False), self.batch)
-        return arrays, None if self.key is None else jax.random.fold_in(self.key, number)
+        return arrays, None if self.key is None else self.parts.key_of(self.key, number)
 
     def _embed(self, number):
         return self.parts.embed(self.shared, self.held_shared, *self._microbatch(number))
 
     def _from_rank(self, x, rank: int):
         """What one rank has, on all."""
-        return lax.psum(jnp.where(self.rank == rank, x, 0), AXIS)
+        return compat.psum_within_auto(jnp.where(self.rank == rank, x, 0), AXIS)
 
     def _loss(self, row, y, carry):
         y = self._from_rank(y, self.num_ranks - 1)
