@@ -8,7 +8,6 @@ import dataclasses
 import difflib
 import io
 import json
-import types
 import typing
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from megajax.optim.groups import assigned_optimizers
 from megajax.optim.optimizer import Optimizer
 from megajax.parallel.schedule import make_stages
 from megajax.precision import PrecisionConfig
+from megajax.ranges import check_fields, describe, is_union
 from megajax.training.compiler_options import compiler_options, parse
 from megajax.training.config import LaunchConfig, TrainingConfig
 from megajax.training.program import Program
@@ -52,6 +52,7 @@ class Config:
 
     def check(self) -> None:
         """Raises ValueError with one line: the field, its value, the rule, the way out. Touches no device."""
+        check_fields(self, "--")
         self.mesh.check()
         self.data.check()
         self.checkpoint.check()
@@ -61,7 +62,7 @@ class Config:
         self.execution.check(self.mesh)
         parse(self.execution.compiler_options)
         self.checkpoint.check_evaluated(self.training.steps, self.training.eval_every_steps)
-        self.optimizer.check(self.training.steps)
+        self.optimizer.check(self.training.full_batch_steps)
         self.model.check(self.mesh, self.training.sequence_length, self.execution)
         self._check_pipeline()
 
@@ -76,6 +77,7 @@ class Config:
 
     def check_on(self, num_devices: int) -> "Config":
         """The config with its mesh resolved for that many devices. Raises ValueError for what does not divide."""
+        check_fields(self, "--")
         mesh = self.mesh.resolve(num_devices)
         config = dataclasses.replace(self, mesh=mesh)
         config.check()
@@ -181,7 +183,7 @@ def override(config: Config, arguments: list[str]) -> Config:
             _parse(config, one)
         except SystemExit:
             name, _, value = argument[2:].partition("=")
-            raise ValueError(f"{name}={value!r} is not {_describe(fields[name])}") from None
+            raise ValueError(f"{name}={value!r} is not {describe(fields[name])}") from None
     return _parse(config, [word for one in words for word in one])
 
 
@@ -238,27 +240,13 @@ def _words(argument: str, kind: Any) -> list[str]:
 
 def _leaves(config: Any, prefix: str = ""):
     """('section.field', type) of every field that is not a section."""
-    hints = typing.get_type_hints(type(config))
+    hints = typing.get_type_hints(type(config), include_extras=True)
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
             yield from _leaves(value, f"{prefix}{field.name}.")
         else:
             yield f"{prefix}{field.name}", hints[field.name]
-
-
-def _describe(kind: Any) -> str:
-    if typing.get_origin(kind) is typing.Literal:
-        return "one of " + ", ".join(map(str, typing.get_args(kind)))
-    if typing.get_origin(kind) is tuple:
-        first, *others = typing.get_args(kind)
-        plurals = {int: "whole numbers", float: "numbers", str: "texts"}
-        count = "a list of" if others == [...] else 1 + len(others)
-        return f"{count} {plurals[first]}, separated by commas"
-    if typing.get_origin(kind) is types.UnionType:
-        return " or ".join(_describe(part) for part in typing.get_args(kind))
-    names = {int: "a whole number", float: "a number", bool: "True or False", type(None): "None", str: "text"}
-    return names.get(kind, str(kind))
 
 
 def did_you_mean(name: str, known, prefix: str = "") -> str:
@@ -306,7 +294,7 @@ def _from_dict(kind: Any, value: Any) -> Any:
         if unknown:
             raise ValueError(f"it has fields that this version does not know: {', '.join(sorted(unknown))}")
         return kind(**{name: _from_dict(hints[name], value[name]) for name in value})
-    if typing.get_origin(kind) is types.UnionType:
+    if is_union(kind):
         if value is None:
             return None
         kind = next(part for part in typing.get_args(kind) if part is not type(None))

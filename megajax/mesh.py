@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from megajax import compat
+from megajax.ranges import PositiveInt
 
 logger = logging.getLogger("megajax")
 
@@ -44,7 +45,7 @@ class MeshConfig:
     """Devices that split each sequence, attention included; also shards parameters and optimizer state, like fsdp."""
     pipeline_schedule: PipelineSchedule = "1f1b"
     """Order of the microbatches: one forward, one backward (1f1b), or all forward first (gpipe)."""
-    virtual_stages: int = 1
+    virtual_stages: PositiveInt = 1
     """Chunks of layers a device of pipeline holds; more make interleaved 1F1B, with a smaller bubble."""
     pipeline_layout: str = ""
     """Which layers each stage has, as Megatron writes it: "tt|ttt|t*4|tt"; empty: evenly."""
@@ -76,8 +77,6 @@ class MeshConfig:
             raise ValueError(
                 f"mesh.{free[0]}=-1 and mesh.{free[1]}=-1: only one axis may take the devices left; fix one"
             )
-        if self.virtual_stages < 1:
-            raise ValueError(f"mesh.virtual_stages={self.virtual_stages} must be at least 1")
         if self.virtual_stages > 1 and self.pipeline_schedule == "gpipe":
             raise ValueError(
                 f"mesh.virtual_stages={self.virtual_stages} needs --mesh.pipeline_schedule=1f1b; gpipe has one stage "

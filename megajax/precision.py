@@ -12,7 +12,8 @@ DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 @dataclasses.dataclass(frozen=True)
 class PrecisionConfig:
     params: Literal["float32", "bfloat16"] = "float32"
-    """Format of the stored parameters (the master weights); optimizer moments and gradient sums are float32."""
+    """Format of the stored matrices and embeddings. bfloat16 keeps no float32 copy: an update below 1/512 of a weight
+    is lost. Norm scales, biases, routers, optimizer moments and gradient sums are float32."""
     compute: Literal["float32", "bfloat16"] = "bfloat16"
     """Format of activations and of the weights that matmuls read; norms, softmax and loss are float32 inside."""
     gradient_reduce: Literal["compute", "float32"] = "compute"

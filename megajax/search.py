@@ -20,6 +20,7 @@ from megajax.planning.plan import USABLE_MEMORY
 from megajax.planning.step_time import GPUS_PER_HOST, step_times
 from megajax.training.reporting.console import format_bytes, format_seconds
 
+MAX_DEVICES = 1_000_000
 MIN_CONTEXT_TOKENS = 2048  # of a sequence on a device; shorter parts are not worth splitting
 MICROBATCHES = (1, 2, 4, 8)
 CHUNKS = (1, 2, 4, 8)
@@ -38,10 +39,11 @@ def search(config: Config, num_devices: int, device: Device) -> tuple[list[Candi
     """-> (the best of each mesh that fits, fastest first; how many were tried).
 
     Of those that are equally fast to 1 %, which is less than an estimate knows, the plainest comes first.
-    Raises ValueError if num_devices is not positive.
+    Raises ValueError for a config that no mesh makes valid, and if none of these meshes can run it.
     """
-    if num_devices < 1:
-        raise ValueError(f"--plan=search:{num_devices}: the number of GPUs must be at least 1")
+    if not 1 <= num_devices <= MAX_DEVICES:
+        raise ValueError(f"--plan=search:{num_devices}: the number of GPUs must be from 1 to {MAX_DEVICES}")
+    dataclasses.replace(config, mesh=MeshConfig()).check()
 
     @functools.cache
     def model_of(stages: Stages | None, execution: ExecutionConfig) -> Model:
@@ -50,10 +52,12 @@ def search(config: Config, num_devices: int, device: Device) -> tuple[list[Candi
         return Model(config.model, config.precision, execution, stages=stages, **patterns)
 
     found, tried = [], 0
+    refusal: object = f"no mesh of them divides training.global_batch_size={config.training.global_batch_size}"
     for candidate in _candidates(config, num_devices):
         try:
             candidate = candidate.check_on(num_devices)
-        except ValueError:
+        except ValueError as error:
+            refusal = error
             continue
         tried += 1
         stages = make_stages(candidate.mesh, candidate.model.num_layers_in_all)
@@ -62,6 +66,8 @@ def search(config: Config, num_devices: int, device: Device) -> tuple[list[Candi
         if sum(memory.values()) <= USABLE_MEMORY * device.memory_bytes:
             times = step_times(program, candidate.training, device, host)
             found.append(Candidate(candidate, times.step, sum(memory.values())))
+    if not tried:
+        raise ValueError(f"--plan=search:{num_devices}: no mesh of so many GPUs works ({refusal}); use another number")
     return _best_of_each_mesh(found), tried
 
 
@@ -106,7 +112,7 @@ def _candidates(config: Config, num_devices: int) -> Iterator[Config]:
     axes = itertools.product(sizes(GPUS_PER_HOST), sizes(num_layers), sizes(longest))
     for tensor, pipeline, context in axes:
         rest, left = divmod(num_devices, tensor * pipeline * context)
-        if left or rest == 0:
+        if left or rest == 0 or config.training.global_batch_size % rest:  # those are the batch shards
             continue
         for fsdp in [size for size in range(1, rest + 1) if rest % size == 0]:
             chunks = [n for n in CHUNKS if n == 1 or num_layers % (pipeline * n) == 0]

@@ -84,16 +84,16 @@ def test_several_overrides_at_once():
         ("--training.steps=1.5", ["training.steps", "'1.5'", "a whole number"]),
         ("--training.steps=1e3", ["training.steps", "a whole number"]),
         ("--training.steps=", ["training.steps", "a whole number"]),
-        ("--optimizer.learning_rate=fast", ["optimizer.learning_rate", "'fast'", "a number"]),
+        ("--optimizer.learning_rate=fast", ["optimizer.learning_rate", "'fast'", "a finite number"]),
         ("--model.bias=1", ["model.bias", "True or False"]),
-        ("--model.num_kv_heads=few", ["model.num_kv_heads", "a whole number or None"]),
+        ("--model.num_kv_heads=few", ["model.num_kv_heads", "a whole number (int32), at least 1, or None"]),
         ("--model.rope.scaling=llama4", ["model.rope.scaling", "one of none, llama3, yarn"]),
         (
             "--training.batch_size_rampup=4,4",
-            ["training.batch_size_rampup", "3 whole numbers, separated by commas or None"],
+            ["training.batch_size_rampup", "3 whole numbers (int32), separated by commas, at least 1, or None"],
         ),
-        ("--data.weights=0.3,x", ["data.weights", "a list of numbers, separated by commas"]),
-        ("--data.split=1,2", ["data.split", "3 numbers, separated by commas"]),
+        ("--data.weights=0.3,x", ["data.weights", "a list of finite numbers (float32), separated by commas, above 0"]),
+        ("--data.split=1,2", ["data.split", "3 finite numbers (float32), separated by commas, at least 0"]),
     ],
 )
 def test_wrong_type_names_the_field_and_what_is_expected_in_one_line(argument, words, capfd):

@@ -48,6 +48,17 @@ def test_what_fits_nowhere_is_said(capsys):
     assert "nothing fits" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("words, message", [
+    (["--plan=search:4", "--model.num_heads=7"], "model.embed_dim=128 is not divisible by model.num_heads=7"),
+    (["--plan=search:4", "--model.norm_epsilon=0"], "model.norm_epsilon=0.0 must be"),
+    (["--plan=search:3"], "--plan=search:3: no mesh of so many GPUs works .* training.global_batch_size=16"),
+    (["--plan=search:1000000007"], "--plan=search:1000000007: the number of GPUs must be from 1 to"),
+])  # fmt: skip
+def test_what_no_mesh_can_run_is_refused_with_the_reason(words, message):
+    with pytest.raises(ValueError, match=message):
+        train.main(["--config=gpt_tiny", *words])
+
+
 @pytest.mark.parametrize("device", ["search", "search:x", "search:0"])
 def test_number_of_gpus_has_to_be_said(device):
     with pytest.raises(ValueError, match="--plan=search"):

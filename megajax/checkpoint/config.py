@@ -7,20 +7,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megajax.ranges import NonNegativeInt
+
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-    every_steps: int = 1000
+    every_steps: NonNegativeInt = 1000
     """Steps between checkpoints; the last step is always saved; 0: only the last."""
-    keep: int = 3
+    keep: NonNegativeInt = 3
     """Newest checkpoints that stay on disk; 0: all."""
-    keep_every_steps: int = 0
+    keep_every_steps: NonNegativeInt = 0
     """Those of multiples of so many steps stay too; 0: none."""
-    keep_best: int = 0
+    keep_best: NonNegativeInt = 0
     """So many with the lowest eval_loss stay too, of those whose step was evaluated; 0: none."""
     local_dir: str = ""
     """A fast directory of each machine (/dev/shm, NVMe) for two snapshots beside the checkpoints; empty: none."""
-    local_every_steps: int = 0
+    local_every_steps: NonNegativeInt = 0
     """Steps between two local snapshots."""
 
     start_from: str = ""
@@ -38,9 +40,6 @@ class CheckpointConfig:
         return path, None
 
     def check(self) -> None:
-        for name in ("every_steps", "keep", "keep_every_steps", "keep_best", "local_every_steps"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"checkpoint.{name}={getattr(self, name)} must not be negative")
         if bool(self.local_dir) != bool(self.local_every_steps):
             raise ValueError(
                 f"checkpoint.local_dir={self.local_dir!r} with checkpoint.local_every_steps={self.local_every_steps}: "

@@ -2,10 +2,13 @@
 
 import dataclasses
 import os
-from typing import Literal
+from typing import Annotated, Literal
 
 from megajax.data.blend_file import is_blend_file, prefixes, read_blend
 from megajax.data.tokenizers.tokenizer import FILE_TOKENIZERS, check_tokenizer_spec
+from megajax.ranges import NonNegativeFloat, PositiveFloat, Probability, Range
+
+NumReaders = Annotated[int, Range(at_least=0, at_most=1024)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,18 +17,18 @@ class DataConfig:
     """indexed: .bin/.idx files named by `paths`; text: text files named by `text`; mock: Megatron's mock documents."""
     paths: tuple[str, ...] = ()
     """Prefixes of Megatron .bin/.idx files, blended; or FILE.json with a (nested) blend (data/blend_file.py)."""
-    weights: tuple[float, ...] = ()
+    weights: tuple[PositiveFloat, ...] = ()
     """One a path, any positive scale; empty blends by the number of tokens."""
     blend_changes: tuple[str, ...] = ()
     """STEP:FILE.json each: from that step on the training data is the blend of that file."""
     eval_paths: tuple[str, ...] = ()
     """Prefixes or blends to evaluate on; empty cuts the evaluation set from `paths`."""
-    eval_weights: tuple[float, ...] = ()
+    eval_weights: tuple[PositiveFloat, ...] = ()
     """One an evaluation path; empty blends by the number of tokens."""
     kind: Literal["documents", "conversations"] = "documents"
     """documents: text to go on with. conversations: supervised fine-tuning, with a loss on the answers only; of files
     that preprocess --conversations wrote."""
-    split: tuple[float, float, float] = (969, 30, 1)
+    split: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat] = (969, 30, 1)
     """Relative shares of training, evaluation and test documents in `paths` and in the mock documents."""
     text: tuple[str, ...] = ()
     """Patterns of text files; "stdlib" is the source code of Python's standard library."""
@@ -39,10 +42,10 @@ class DataConfig:
     """Positions restart at 0 with each document."""
     mask_document_end: bool = False
     """No loss on predicting the end-of-document token."""
-    fim_rate: float = 0.0
+    fim_rate: Probability = 0.0
     """Probability that a training document is put in another order, to learn to fill in the middle
     (data/samples/fim.py)."""
-    fim_spm_rate: float = 0.5
+    fim_spm_rate: Probability = 0.5
     """Probability that such a document has its suffix first."""
     fim_tokens: tuple[str, str, str] = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
     """The tokens before its three parts, as the tokenizer spells them."""
@@ -50,19 +53,16 @@ class DataConfig:
     """A conversation longer than a sample is refused, left out or cut; one without an answer: refused, or left out."""
     allow_change: bool = False
     """A run may go on with other data than it began with."""
-    num_threads: int = 4
+    num_threads: NumReaders = 4
     """Threads that read steps ahead; 0 reads when asked."""
-    num_workers: int = 0
+    num_workers: NumReaders = 0
     """Processes that read steps ahead, for samples that cost much Python time; 0 uses threads only."""
 
     def check(self) -> None:
         """Raises ValueError with the way out; opens no file."""
         check_tokenizer_spec(self.tokenizer)
-        for field in ("num_threads", "num_workers"):
-            if getattr(self, field) < 0:
-                raise ValueError(f"data.{field}={getattr(self, field)} must not be negative")
-        if len(self.split) != 3 or min(self.split) < 0 or self.split[0] <= 0:
-            raise ValueError(f"data.split={self.split} must be three shares, train evaluation test, none negative")
+        if self.split[0] == 0:
+            raise ValueError(f"data.split={self.split} leaves nothing to train on; use --data.split=969,30,1")
         if self.tokenizer.endswith(tuple(FILE_TOKENIZERS)) and not os.path.isfile(self.tokenizer):
             raise ValueError(f"data.tokenizer={self.tokenizer}: the file does not exist")
         self._check_source()
@@ -70,9 +70,6 @@ class DataConfig:
         self._check_paths()
 
     def _check_kind(self) -> None:
-        for field in ("fim_rate", "fim_spm_rate"):
-            if not 0 <= getattr(self, field) <= 1:
-                raise ValueError(f"data.{field}={getattr(self, field)} must be between 0 and 1")
         if self.kind == "conversations":
             wrong = [
                 name for name in ("cross_document_attention", "mask_document_end", "fim_rate") if getattr(self, name)
@@ -108,8 +105,6 @@ class DataConfig:
             values, count = getattr(self, weights), len(getattr(self, paths))
             if values and len(values) != count:
                 raise ValueError(f"data.{weights} has {len(values)} entries, data.{paths} {count}; give one each")
-            if values and not all(0 < weight < float("inf") for weight in values):
-                raise ValueError(f"data.{weights}={values} must all be positive")
         changes = tuple(file for _, file in self.changes())
         for field, entries in (("paths", self.paths), ("blend_changes", changes), ("eval_paths", self.eval_paths)):
             for prefix in prefixes(read_blend(entries)):

@@ -6,37 +6,47 @@ Dimensions: B batch, T sequence, N heads, H head dim, R rotated part of H. Halve
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from megajax.ranges import PositiveFloat, PositiveInt, Range
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    base: float = 10000.0
+    base: Annotated[float, Range(above=1)] = 10000.0
     """Wavelengths run from 2 pi to 2 pi * base."""
-    fraction: float = 1.0
+    fraction: Annotated[float, Range(above=0, at_most=1)] = 1.0
     """Part of the head dim that is rotated."""
     scaling: Literal["none", "llama3", "yarn"] = "none"
     """How wavelengths are stretched for sequences beyond original_length."""
-    factor: float = 8.0
+    factor: Annotated[float, Range(at_least=1)] = 8.0
     """Stretch: how many times longer than original_length."""
-    original_length: int = 8192
+    original_length: PositiveInt = 8192
     """Sequence length of the first training (Llama 3: 8192, YaRN: 4096)."""
-    low_frequency: float = 1.0
+    low_frequency: PositiveFloat = 1.0
     """Llama 3: wavelengths above original_length / low_frequency are stretched fully."""
-    high_frequency: float = 4.0
+    high_frequency: PositiveFloat = 4.0
     """Llama 3: wavelengths below original_length / high_frequency stay."""
-    beta_fast: float = 32.0
+    beta_fast: PositiveFloat = 32.0
     """YaRN: dims that turn more often than this within original_length stay."""
-    beta_slow: float = 1.0
+    beta_slow: PositiveFloat = 1.0
     """YaRN: dims that turn less often than this are stretched fully."""
 
     def check(self) -> None:
-        if not 0 < self.fraction <= 1:
-            raise ValueError(f"model.rope.fraction={self.fraction} must be above 0 and at most 1")
+        """Raises ValueError if the two ends of the scaling are not in order."""
+        self._check_order("llama3", "low_frequency", "high_frequency")
+        self._check_order("yarn", "beta_slow", "beta_fast")
+
+    def _check_order(self, scaling: str, low: str, high: str) -> None:
+        if self.scaling == scaling and getattr(self, low) >= getattr(self, high):
+            raise ValueError(
+                f"model.rope.{low}={getattr(self, low)} must be below model.rope.{high}={getattr(self, high)}; "
+                f"{getattr(RopeConfig, low)} and {getattr(RopeConfig, high)} are usual"
+            )
 
     def inverse_frequencies(self, head_dim: int) -> np.ndarray:
         """float64 [R / 2], radians a position."""

@@ -5,7 +5,7 @@ Dimensions: B batch, T sequence, D model width, V vocabulary (padded).
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from megajax.ops.matmul import matmul
 from megajax.parallel.context import current_order
 from megajax.parallel.schedule import Stages
 from megajax.parameters import weight
+from megajax.ranges import DropRate, PositiveFloat, PositiveInt, Range
 from megajax.sharding import constrain
 
 
@@ -37,33 +38,33 @@ from megajax.sharding import constrain
 class DecoderConfig(ModelConfig):
     kind: Literal["decoder"] = "decoder"
     """The family of the model."""
-    num_layers: int = 12
+    num_layers: Annotated[int, Range(at_least=1, at_most=10_000)] = 12
     """Transformer layers."""
-    embed_dim: int = 768
+    embed_dim: PositiveInt = 768
     """Width of the residual stream."""
-    num_heads: int = 12
+    num_heads: PositiveInt = 12
     """Query heads."""
-    num_kv_heads: int | None = None
+    num_kv_heads: PositiveInt | None = None
     """Key-value heads: None = num_heads (multi-head), fewer = grouped-query, 1 = multi-query."""
-    head_dim: int | None = None
+    head_dim: PositiveInt | None = None
     """Width of a head; None = embed_dim / num_heads."""
-    mlp_dim: int | None = None
+    mlp_dim: PositiveInt | None = None
     """Feed-forward width; None = 4 * embed_dim."""
-    vocab_size: int = 50257
+    vocab_size: PositiveInt = 50257
     """Token ids of the tokenizer."""
-    vocab_multiple: int = 128
+    vocab_multiple: PositiveInt = 128
     """The stored vocabulary is padded to a multiple of this, the same on every mesh."""
     position: Literal["learned", "rope", "none"] = "learned"
     """How tokens know their place."""
-    max_positions: int = 1024
+    max_positions: PositiveInt = 1024
     """Rows of the learned position table."""
     rope: RopeConfig = RopeConfig()
     """Rotary embedding, where position is rope."""
-    no_rope_every: int | None = None
+    no_rope_every: PositiveInt | None = None
     """Every n-th layer has no rotary embedding (NoPE)."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Kind of normalisation."""
-    norm_epsilon: float = 1e-5
+    norm_epsilon: PositiveFloat = 1e-5
     """Added to the variance."""
     norm_zero_centered: bool = False
     """Store the norm's scale minus one (Megatron's layernorm-1p)."""
@@ -75,17 +76,17 @@ class DecoderConfig(ModelConfig):
     """Biases in the linear layers."""
     tied_embeddings: bool = True
     """The output layer is the transposed embedding."""
-    window: int | None = None
+    window: PositiveInt | None = None
     """Sliding-window attention: a token sees this many tokens, itself included."""
-    full_attention_every: int | None = None
+    full_attention_every: PositiveInt | None = None
     """With a window: every n-th layer sees everything."""
-    attention_soft_cap: float | None = None
+    attention_soft_cap: PositiveFloat | None = None
     """Scores become cap * tanh(scores / cap)."""
-    dropout: float = dataclasses.field(default=0.0, metadata=MAY_CHANGE)
+    dropout: DropRate = dataclasses.field(default=0.0, metadata=MAY_CHANGE)
     """Drop rate of embeddings and of what each half layer adds."""
-    attention_dropout: float = dataclasses.field(default=0.0, metadata=MAY_CHANGE)
+    attention_dropout: DropRate = dataclasses.field(default=0.0, metadata=MAY_CHANGE)
     """Drop rate of attention probabilities."""
-    init_std: float = 0.02
+    init_std: PositiveFloat = 0.02
     """Standard deviation of the initial weights; output projections get init_std / sqrt(2 * num_layers)."""
 
     # ------------------------------------------------------------------ derived sizes
@@ -153,21 +154,9 @@ class DecoderConfig(ModelConfig):
         return TransformerLayerConfig(attention, mlp, norm, self.dropout, saved)
 
     def check(self, mesh: MeshConfig, sequence_length: int, execution: ExecutionConfig) -> None:
-        self._check_ranges()
         self._check_sizes(sequence_length)
         super().check(mesh, sequence_length, execution)
         self._check_divides(mesh)
-
-    def _check_ranges(self) -> None:
-        counts = ("num_layers", "embed_dim", "num_heads", "vocab_size", "vocab_multiple", "max_positions")
-        optional = ("num_kv_heads", "head_dim", "mlp_dim", "window", "no_rope_every", "full_attention_every")
-        for name in (*counts, *optional):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"model.{name}={value} must be at least 1{', or None' if name in optional else ''}")
-        for name in ("dropout", "attention_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"model.{name}={getattr(self, name)} must be at least 0 and below 1")
 
     def _check_sizes(self, sequence_length: int) -> None:
         if self.head_dim is None and self.embed_dim % self.num_heads:

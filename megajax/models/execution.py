@@ -7,6 +7,7 @@ from typing import Literal
 from megajax.mesh import MeshConfig
 from megajax.ops.attention import Backend
 from megajax.parallel.context import ContextMethod
+from megajax.ranges import PositiveInt
 
 MAX_UNROLLED_LAYERS = 40  # beyond this, compile time grows more than the step shrinks
 
@@ -23,7 +24,7 @@ class ExecutionConfig:
     recompute_modules: tuple[str, ...] = ("norm", "activation")
     """With recompute=selective: modules of the layers; those of a transformer layer are norm, qkv, core_attention,
     attention, activation and mlp (docs/memory.md)."""
-    recompute_every: int = 1
+    recompute_every: PositiveInt = 1
     """Of each n consecutive layers the first is recomputed, the others are not."""
     offload: tuple[str, ...] = ()
     """Activations of the layers kept in host memory between forward and backward pass; those of a transformer layer
@@ -52,8 +53,6 @@ class ExecutionConfig:
 
     def check(self, mesh: MeshConfig) -> None:
         """Raises ValueError for what contradicts itself or the mesh."""
-        if self.recompute_every < 1:
-            raise ValueError(f"execution.recompute_every={self.recompute_every} must be at least 1")
         if self.offload and self.scan_layers is False:
             raise ValueError(
                 f"execution.offload={','.join(self.offload)} needs layers that run as a loop, whose turns wait for "

@@ -104,8 +104,9 @@ class Model:
 
     def _init(self, key: jax.Array) -> dict:
         weights, dtype = self._structure.to_tree(nnx.split(self._build(key))[1]), self.precision.params_dtype
-        # A variable has small updates, which a narrow format would lose.
-        cast = lambda a, record: a if record.role == "variable" else cast_floating(a, dtype)
+        # The others take little memory, and bfloat16 would lose their updates: those of a norm scale, which is near 1,
+        # are below half a unit in its last place, 2^-9.
+        cast = lambda a, record: cast_floating(a, dtype) if record.is_cast else a
         return jax.tree.map(cast, weights, self.records)
 
     # ------------------------------------------------------------------ the weights

@@ -1,9 +1,13 @@
 """What a configuration says of the optimizer: update rules and their constants, groups, learning-rate schedule."""
 
 import dataclasses
+from typing import Annotated
 
 from megajax.optim.groups import UpdateRule, parse_group
 from megajax.optim.schedule import Schedule, ScheduleStyle, WsdStyle
+from megajax.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range
+
+Momentum = Annotated[float, Range(at_least=0, below=1)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,106 +16,86 @@ class OptimizerConfig:
 
     name: UpdateRule = "adamw"
     """Update rule; muon: of the matrices of layers, and AdamW for all other parameters."""
-    learning_rate: float = 3e-4
+    learning_rate: PositiveFloat = 3e-4
     """Learning rate after the warm-up, the peak of the schedule."""
-    min_learning_rate: float = 3e-5
+    min_learning_rate: NonNegativeFloat = 3e-5
     """Learning rate at the end of the decay and after it (schedule constant: not used)."""
-    initial_learning_rate: float = 0.0
+    initial_learning_rate: NonNegativeFloat = 0.0
     """Where the warm-up starts."""
     schedule: ScheduleStyle = "cosine"
     """Shape of the decay after the warm-up; formulas in megajax/optim/schedule.py."""
-    warmup_steps: int = 0
-    """Steps of linear warm-up; 0 starts at learning_rate."""
-    decay_steps: int | None = None
-    """Step at which min_learning_rate is reached, warm-up included; None: training.steps."""
-    wsd_decay_steps: int = 0
+    warmup_steps: NonNegativeInt = 0
+    """Steps of linear warm-up; 0 starts at learning_rate. In these fields a step whose batch is still ramping up counts
+    as the part of global_batch_size that it reads."""
+    decay_steps: PositiveInt | None = None
+    """Step at which min_learning_rate is reached, warm-up included; None: the end of the run."""
+    wsd_decay_steps: NonNegativeInt = 0
     """Schedule wsd: how many of the last steps before decay_steps anneal."""
     wsd_style: WsdStyle = "exponential"
     """Schedule wsd: curve of the annealing."""
-    beta1: float = 0.9
+    beta1: Momentum = 0.9
     """AdamW, Lion: decay of the first moment (Lion: of the interpolation that gives the sign)."""
-    beta2: float = 0.95
+    beta2: Momentum = 0.95
     """AdamW: decay of the second moment. Lion: decay of its only moment (0.98 or 0.99 are usual there)."""
-    epsilon: float = 1e-8
+    epsilon: PositiveFloat = 1e-8
     """AdamW: added to the root of the second moment."""
-    momentum: float = 0.9
+    momentum: Momentum = 0.9
     """SGD, Muon: decay of the momentum (0.95 is usual for Muon)."""
-    weight_decay: float = 0.1
+    weight_decay: NonNegativeFloat = 0.1
     """Decay of weights and embeddings; biases and norm scales decay only if a group says so."""
     groups: tuple[str, ...] = ()
     """Parameters with another learning rate, decay or update rule, the first match wins: 'PATTERN field=value ...' with
     learning_rate_scale, weight_decay, optimizer."""
-    clip_norm: float = 1.0
+    clip_norm: NonNegativeFloat = 1.0
     """Gradients are scaled down to this global L2 norm; 0: no clipping."""
-    most_grad_norm: float = 0.0
+    most_grad_norm: NonNegativeFloat = 0.0
     """An update with a larger gradient norm, before clipping, is skipped; 0: whatever is finite is used."""
     shard_over_data: bool = False
     """Split the optimizer state over the mesh axis data too (ZeRO-1)."""
     offload_state: bool = False
     """Keep the moments in host memory between updates; slow where the host hangs on PCIe, see docs/memory.md."""
 
-    def check(self, training_steps: int) -> None:
-        """Raises ValueError on the first number that cannot work; `training_steps` is training.steps."""
-        _check_range("learning_rate", self.learning_rate, above=0.0)
-        _check_range("initial_learning_rate", self.initial_learning_rate, at_least=0.0, at_most=self.learning_rate)
-        for name in ("warmup_steps", "wsd_decay_steps", "weight_decay", "clip_norm", "most_grad_norm"):
-            _check_range(name, getattr(self, name), at_least=0)
-        for name in ("beta1", "beta2", "momentum"):
-            _check_range(name, getattr(self, name), at_least=0.0, below=1.0)
-        _check_range("epsilon", self.epsilon, above=0.0)
-        if self.decay_steps is not None:
-            _check_range("decay_steps", self.decay_steps, above=0)
+    def check(self, run_steps: float) -> None:
+        """Raises ValueError for numbers that contradict each other. run_steps: TrainingConfig.full_batch_steps."""
+        self._check_below_peak("initial_learning_rate")
         for text in self.groups:
             parse_group(text)
         if self.schedule == "constant":
             return
-        _check_range("min_learning_rate", self.min_learning_rate, at_least=0.0, at_most=self.learning_rate)
-        decay_steps = training_steps if self.decay_steps is None else self.decay_steps
+        self._check_below_peak("min_learning_rate")
+        decay_steps = run_steps if self.decay_steps is None else self.decay_steps
         if self.warmup_steps >= decay_steps:
             raise ValueError(
-                f"optimizer.warmup_steps={self.warmup_steps} must be less than the decay steps ({decay_steps}: "
-                "optimizer.decay_steps, or training.steps where that is None); "
+                f"optimizer.warmup_steps={self.warmup_steps} must be less than the decay steps ({decay_steps:.10g}: "
+                "optimizer.decay_steps, or where that is None training.steps, in steps of the whole batch); "
                 "warm up for fewer steps or use --optimizer.schedule=constant"
             )
-        if self.schedule == "wsd" and not 0 < self.wsd_decay_steps <= decay_steps - self.warmup_steps:
+        most = decay_steps - self.warmup_steps
+        if self.schedule == "wsd" and not 0 < self.wsd_decay_steps <= most:
             raise ValueError(
-                f"optimizer.wsd_decay_steps={self.wsd_decay_steps} must lie in 1..{decay_steps - self.warmup_steps} "
-                f"(decay steps {decay_steps} less warm-up {self.warmup_steps}); "
-                f"for example --optimizer.wsd_decay_steps={max(1, (decay_steps - self.warmup_steps) // 5)}"
+                f"optimizer.wsd_decay_steps={self.wsd_decay_steps} must lie in 1..{most:.10g} (decay steps "
+                f"{decay_steps:.10g} less warm-up {self.warmup_steps}); for example "
+                f"--optimizer.wsd_decay_steps={max(1, int(most / 5))}"
             )
 
-    def make_schedule(self, training_steps: int) -> Schedule:
-        """The learning-rate schedule of a run of `training_steps` steps; checks the config first."""
-        self.check(training_steps)
+    def _check_below_peak(self, name: str) -> None:
+        if getattr(self, name) > self.learning_rate:
+            raise ValueError(
+                f"optimizer.{name}={getattr(self, name)} must be at most optimizer.learning_rate={self.learning_rate}; "
+                f"use --optimizer.{name}={self.learning_rate / 10:g}"
+            )
+
+    def make_schedule(self, run_steps: float) -> Schedule:
+        """The learning-rate schedule of a run of so many steps (TrainingConfig.full_batch_steps); checks the config
+        first."""
+        self.check(run_steps)
         return Schedule(
             style=self.schedule,
             peak=self.learning_rate,
             minimum=self.min_learning_rate,
             initial=self.initial_learning_rate,
             warmup_steps=self.warmup_steps,
-            decay_steps=training_steps if self.decay_steps is None else self.decay_steps,
+            decay_steps=run_steps if self.decay_steps is None else self.decay_steps,
             wsd_decay_steps=self.wsd_decay_steps,
             wsd_style=self.wsd_style,
         )
-
-
-def _check_range(
-    name: str,
-    value: float,
-    *,
-    above: float | None = None,
-    at_least: float | None = None,
-    below: float | None = None,
-    at_most: float | None = None,
-) -> None:
-    """Raises unless `value` keeps every given bound (NaN keeps none)."""
-    rules = [
-        (above, "greater than", lambda bound: value > bound),
-        (at_least, "at least", lambda bound: value >= bound),
-        (below, "less than", lambda bound: value < bound),
-        (at_most, "at most", lambda bound: value <= bound),
-    ]
-    given = [(words, bound, holds) for bound, words, holds in rules if bound is not None]
-    if not all(holds(bound) for _, bound, holds in given):
-        wanted = " and ".join(f"{words} {bound:g}" for words, bound, _ in given)
-        raise ValueError(f"optimizer.{name}={value} must be {wanted}; set --optimizer.{name} to such a value")

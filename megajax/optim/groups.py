@@ -10,13 +10,13 @@ the section `optimizer` and the parameter's own record: biases and norm scales d
 """
 
 import dataclasses
-import math
 import typing
 from typing import Any, Literal
 
 import jax
 
 from megajax.parameters import Parameter, matches, name_of
+from megajax.ranges import NonNegativeFloat, PositiveFloat, check_fields
 
 PyTree = Any
 
@@ -30,9 +30,9 @@ class Group:
     """The fields of one entry of optimizer.groups."""
 
     pattern: str
-    learning_rate_scale: float = 1.0
-    """The scheduled learning rate is multiplied by it."""
-    weight_decay: float | None = None
+    learning_rate_scale: PositiveFloat = 1.0
+    """The scheduled learning rate is multiplied by it; training.frozen is for what is not trained."""
+    weight_decay: NonNegativeFloat | None = None
     """Replaces optimizer.weight_decay, and decays biases and norm scales too; None: the default."""
     optimizer: UpdateRule | None = None
     """Replaces optimizer.name; None: the default."""
@@ -62,7 +62,12 @@ def parse_group(text: str) -> Group:
         if name in values:
             raise ValueError(f"optimizer.groups={text!r} sets {name} twice; leave one of them")
         values[name] = _parse_value(text, name, value)
-    return Group(pattern, **values)
+    group = Group(pattern, **values)
+    try:
+        check_fields(group)
+    except ValueError as error:
+        raise ValueError(f"optimizer.groups={text!r}: {error}") from None
+    return group
 
 
 def _parse_value(text: str, name: str, value: str) -> float | str:
@@ -70,23 +75,11 @@ def _parse_value(text: str, name: str, value: str) -> float | str:
     if name not in names:
         raise ValueError(f"optimizer.groups={text!r}: {name!r} is not a field; use {', '.join(names)}; {EXAMPLE}")
     if name == "optimizer":
-        if value not in typing.get_args(UpdateRule):
-            raise ValueError(
-                f"optimizer.groups={text!r}: optimizer={value} is unknown; use {', '.join(typing.get_args(UpdateRule))}"
-            )
         return value
     try:
-        number = float(value)
+        return float(value)
     except ValueError:
         raise ValueError(f"optimizer.groups={text!r}: {name}={value} must be a number; {EXAMPLE}") from None
-    if name == "learning_rate_scale" and not 0 < number < math.inf:
-        raise ValueError(
-            f"optimizer.groups={text!r}: {name}={value} must be greater than 0 and finite; "
-            "use --training.frozen for what is not trained"
-        )
-    if not 0 <= number < math.inf:
-        raise ValueError(f"optimizer.groups={text!r}: {name}={value} must be at least 0 and finite; 0 is no decay")
-    return number
 
 
 def rules_of(records: PyTree, groups: tuple[str, ...], optimizer: UpdateRule, weight_decay: float) -> PyTree:

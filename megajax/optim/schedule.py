@@ -14,7 +14,8 @@ With n the step, w the warm-up, N the decay steps, `peak` and `minimum` the two 
                          cosine       (1 + cos(pi q)) / 2   minus_sqrt  1 - sqrt(q)
 
 These are the formulas of Megatron-LM's OptimizerParamScheduler. Step 0 is the first update: with a warm-up it uses
-`initial`.
+`initial`. As there, n counts samples, here in units of the global batch size: while the batch ramps up, a step counts
+less than 1, and so w, N and D are steps of the whole batch.
 """
 
 import dataclasses
@@ -34,7 +35,7 @@ class Schedule:
     minimum: float
     initial: float
     warmup_steps: int
-    decay_steps: int
+    decay_steps: float
     wsd_decay_steps: int
     wsd_style: WsdStyle
 

@@ -23,6 +23,8 @@ import numpy as np
 
 from megajax.mesh import MeshConfig, PipelineSchedule
 
+MAX_LAYOUT = 100_000  # letters of a layout when all is repeated
+
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
@@ -86,11 +88,13 @@ def parse_layout(text: str) -> list[int]:
     `|` cuts, `t` is a layer, `X*n` repeats a letter or a group in brackets. E (embedding) and L (loss) may stand where
     Megatron has them; here all stages share that work. Raises ValueError for anything else.
     """
-    word = re.compile(r"(\(([^()]*)\)|[^()*])\*(\d+)")
+    word = re.compile(r"(\(([^()]*)\)|[^()*])\*(\d{1,5})")
     plain = text.replace(" ", "").replace(",", "")
     while match := word.search(plain):
         body = match[2] if match[2] is not None else match[1]
         plain = plain[: match.start()] + body * int(match[3]) + plain[match.end() :]
+        if len(plain) > MAX_LAYOUT:
+            raise ValueError(f"mesh.pipeline_layout={text} is longer than {MAX_LAYOUT} letters; repeat fewer")
     plain = plain.replace("(", "").replace(")", "")
     if unknown := set(plain) - set("EtL|"):
         raise ValueError(

@@ -3,6 +3,7 @@
 import jax
 
 from megajax.data.datasets import Datasets
+from megajax.models.model import Model
 from megajax.planning.memory import memory_per_device, memory_rows
 from megajax.training.config import TrainingConfig
 from megajax.training.program import Program
@@ -24,12 +25,18 @@ def startup_rows(program: Program, training: TrainingConfig, datasets: Datasets)
         ("FLOPs per token", f"{flops[0]} (attention counted in full), {flops[1]} (causal)"),
         ("devices", f"{mesh.size} x {mesh.devices.flat[0].device_kind}, {jax.process_count()} process(es)"),
         ("mesh", axes or "one device"),
-        ("precision", f"parameters {model.precision.params}, compute {model.precision.compute}"),
+        ("precision", f"{_parameters(model)}, compute {model.precision.compute}"),
         *memory_rows(memory, host),
         ("batch", f"{training.global_batch_size} x {length} = {format_count(tokens)} tokens a step"),
         *_data_rows(datasets, training.steps),
         ("compiler options", " ".join(f"{name}={value}" for name, value in program.compiler_options.items()) or "none"),
     ]  # fmt: skip
+
+
+def _parameters(model: Model) -> str:
+    if model.precision.params == "float32":
+        return "parameters float32"
+    return f"matrices {model.precision.params} (updates below 1/512 of a weight are lost), other parameters float32"
 
 
 def _data_rows(datasets: Datasets, steps: int) -> list[tuple[str, str]]:

@@ -3,6 +3,8 @@
 import bisect
 import dataclasses
 
+MAX_SIZES = 1000  # of a ramp-up: each is compiled for itself
+
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
@@ -30,20 +32,29 @@ class BatchSchedule:
         sizes, samples = [global_batch_size], 0
         if rampup is not None:
             start, increment, samples = rampup
-            if start < 1 or increment < 1 or start > global_batch_size or (global_batch_size - start) % increment:
+            if start > global_batch_size or (global_batch_size - start) % increment:
                 raise ValueError(
                     f"training.batch_size_rampup={rampup}: from {start} in steps of {increment} does not reach "
                     f"training.global_batch_size={global_batch_size}; choose (start, increment, samples) that does"
                 )
-            sizes = list(range(start, global_batch_size + 1, increment))
+            sizes = range(start, global_batch_size + 1, increment)
+            if len(sizes) > MAX_SIZES:
+                raise ValueError(
+                    f"training.batch_size_rampup={rampup} has {len(sizes)} batch sizes, each compiled for itself, and "
+                    f"{MAX_SIZES} at most; use an increment of at least {global_batch_size // (MAX_SIZES - 1) + 1}"
+                )
         # Stages of constant batch size, as (first step, first sample, size).
         self._stages: list[tuple[int, int, int]] = []
         step = sample = 0
+        increments = len(sizes) - 1
         for number, size in enumerate(sizes):
             self._stages.append((step, sample, size))
-            # A size lasts samples / (number of sizes - 1); compared in whole numbers, as rounding could add a step.
-            while sample * (len(sizes) - 1) < samples * (number + 1) and number < len(sizes) - 1:
-                step, sample = step + 1, sample + size
+            if number < increments:
+                # A size lasts samples / increments, rounded up to whole steps; in whole numbers, which are exact.
+                missing = samples * (number + 1) - sample * increments
+                num_steps = max(-(-missing // (size * increments)), 0)
+                step += num_steps
+                sample += num_steps * size
 
     @property
     def sizes(self) -> list[int]:

@@ -1,64 +1,57 @@
 """What a configuration says of the training itself, and of one launch of it."""
 
 import dataclasses
-from typing import Literal
+from typing import Annotated, Literal
 
 from megajax.mesh import MeshConfig
 from megajax.models.interface import LossOptions
+from megajax.ranges import DropRate, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range
 from megajax.training.batch_schedule import BatchSchedule
 
 LossMean = Literal["token", "microbatch"]
 
+MAX_PASSES = 1_000_000  # of microbatches through stages in a step: their order is a table (parallel/schedule.py)
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainingConfig:
-    steps: int = 1000
+    steps: PositiveInt = 1000
     """Optimizer steps of the whole run."""
-    global_batch_size: int = 8
+    global_batch_size: PositiveInt = 8
     """Sequences of one step over all devices."""
-    microbatch_size: int | None = None
+    microbatch_size: PositiveInt | None = None
     """Sequences that one batch shard (data x fsdp x expert) computes at a time; None: all, no accumulation."""
-    sequence_length: int = 1024
+    sequence_length: PositiveInt = 1024
     """Tokens of a sequence."""
-    seed: int = 1234
+    seed: NonNegativeInt = 1234
     """Of initial weights, data order and dropout."""
-    log_every_steps: int = 10
+    log_every_steps: PositiveInt = 10
     """Steps between two lines of metrics."""
-    eval_every_steps: int = 0
+    eval_every_steps: NonNegativeInt = 0
     """Steps between two evaluations; 0: none."""
-    eval_steps: int = 10
+    eval_steps: PositiveInt = 10
     """Batches of one evaluation, of global_batch_size sequences each."""
     loss_mean: LossMean = "token"
     """token: mean over all tokens of the global batch; microbatch: mean of the means of the microbatches (Megatron)."""
-    batch_size_rampup: tuple[int, int, int] | None = None
+    batch_size_rampup: tuple[PositiveInt, PositiveInt, NonNegativeInt] | None = None
     """(start, increment, samples): grow the batch to global_batch_size over so many samples."""
-    z_loss: float = 0.0
+    z_loss: NonNegativeFloat = 0.0
     """Weight of logsumexp^2 of the logits in the training loss."""
-    label_smoothing: float = 0.0
+    label_smoothing: DropRate = 0.0
     """Probability mass moved from the label to the whole vocabulary in the training loss."""
     trained: tuple[str, ...] = ()
     """Parameters that are trained, by shell patterns of their names, such as *adapter*; empty: all."""
     frozen: tuple[str, ...] = ()
     """Parameters that are not trained, of those in `trained`: layers.*.attention.*, embedding."""
-    most_skipped_in_a_row: int = 20
+    most_skipped_in_a_row: NonNegativeInt = 20
     """Stop after N consecutive skipped updates (not finite, or beyond optimizer.most_grad_norm); 0: never."""
-    check_replicas_every_steps: int = 0
+    check_replicas_every_steps: NonNegativeInt = 0
     """Steps between two comparisons of what several devices hold copies of, and one before each save; a device that
     differs is named and ends the run; 0: never."""
     sample_prompt: str = ""
     """Generate a sample from this prompt when the run is finished; empty: none."""
 
     def check(self) -> None:
-        for name in ("steps", "global_batch_size", "sequence_length", "log_every_steps", "eval_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"training.{name}={getattr(self, name)} must be at least 1")
-        for name in ("eval_every_steps", "check_replicas_every_steps", "most_skipped_in_a_row"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"training.{name}={getattr(self, name)} must not be negative; 0 is never")
-        if self.microbatch_size is not None and self.microbatch_size < 1:
-            raise ValueError(f"training.microbatch_size={self.microbatch_size} must be at least 1, or None")
-        if not 0 <= self.label_smoothing < 1:
-            raise ValueError(f"training.label_smoothing={self.label_smoothing} must be at least 0 and below 1")
         self.schedule(MeshConfig())
 
     def check_on(self, mesh: MeshConfig) -> None:
@@ -77,6 +70,13 @@ class TrainingConfig:
                 f"mesh.pipeline={mesh.pipeline} with training.microbatch_size=None is one microbatch, and all stages "
                 "but one would wait; use --training.microbatch_size=1"
             )
+        passes = self.schedule(mesh)(self.steps).num_microbatches * mesh.pipeline * mesh.virtual_stages
+        if mesh.pipeline > 1 and passes > MAX_PASSES:
+            raise ValueError(
+                f"training.microbatch_size={self.microbatch_size} with training.global_batch_size="
+                f"{self.global_batch_size} and mesh.pipeline={mesh.pipeline} makes a schedule of {passes} passes, and "
+                f"{MAX_PASSES} at most; use a larger --training.microbatch_size"
+            )
         split = mesh.context * mesh.tensor
         if self.sequence_length % split:
             raise ValueError(
@@ -84,6 +84,11 @@ class TrainingConfig:
                 f"context({mesh.context}) * tensor({mesh.tensor}); "
                 f"use --training.sequence_length={-(-self.sequence_length // split) * split}"
             )
+
+    @property
+    def full_batch_steps(self) -> float:
+        """Length of the run in steps of global_batch_size: `steps`, or less where the batch ramps up."""
+        return self.schedule(MeshConfig()).num_samples(self.steps) / self.global_batch_size
 
     @property
     def loss_options(self) -> LossOptions:
@@ -98,21 +103,21 @@ class TrainingConfig:
 class LaunchConfig:
     """What concerns one start of a run and not the run: it may differ each time, and is compared with nothing."""
 
-    exit_at_step: int | None = None
+    exit_at_step: NonNegativeInt | None = None
     """Save and exit cleanly at this step."""
-    exit_after_minutes: float | None = None
+    exit_after_minutes: PositiveFloat | None = None
     """Save and exit cleanly after so much time."""
-    hang_minutes: float = 30.0
+    hang_minutes: Annotated[float, Range(at_least=0, at_most=1_000_000)] = 30.0
     """What takes longer ends the run, all stacks on stderr, exit status 1: connecting to the other processes, making
     the data ready, restoring, a step (the first with its compilation), an evaluation, a save; 0: never."""
-    max_restarts: int = 0
+    max_restarts: NonNegativeInt = 0
     """How often a run that crashes or hangs is started again; not after three crashes without a new step."""
-    profile_steps: tuple[int, int] | None = None
+    profile_steps: tuple[PositiveInt, PositiveInt] | None = None
     """(first, last): write a profile of these steps to run_dir/profile."""
 
     def check(self) -> None:
-        for name in ("hang_minutes", "max_restarts"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"launch.{name}={getattr(self, name)} must not be negative; 0 is never")
-        if self.profile_steps is not None and not 0 < self.profile_steps[0] <= self.profile_steps[1]:
-            raise ValueError(f"launch.profile_steps={self.profile_steps} must be (first, last), counted from 1")
+        if self.profile_steps is not None and self.profile_steps[0] > self.profile_steps[1]:
+            raise ValueError(
+                f"launch.profile_steps={self.profile_steps} must be the first and the last step of the profile; "
+                f"use --launch.profile_steps={self.profile_steps[1]},{self.profile_steps[0]}"
+            )

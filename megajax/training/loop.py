@@ -114,6 +114,7 @@ class Trainer:
         for step, batch in enumerate(batches, start=first):
             profiler.before(step + 1)
             rate = self.learning_rate(step)
+            reporter.starting(step + 1)
             state, metrics = step_function(state, batch, np.float32(rate))
             done = step + 1
             reporter.dispatched(done, metrics, rate)
@@ -133,13 +134,13 @@ class Trainer:
                 reporter.flush()
                 check_replicas(state, self.program.mesh, done, self.checkpointer.latest_step())
                 self.watchdog.alive()
-                reporter.new_window()
+                reporter.restart_clock()
             if is_saved:
                 reporter.flush()
                 save = self.checkpointer.save if is_due else self.checkpointer.save_local
                 self._save(save, state, schedule, reporter.productive_seconds, evaluation.get("eval_loss"))
                 self.watchdog.alive()
-                reporter.new_window()
+                reporter.restart_clock()
             if asked:
                 self.output.console.note(f"stopping after step {done}: {asked}")
                 break
@@ -161,7 +162,7 @@ class Trainer:
 
     @functools.cached_property
     def _learning_rates(self) -> Schedule:
-        return self.program.optimizer.config.make_schedule(self.config.steps)
+        return self.program.optimizer.config.make_schedule(self.config.full_batch_steps)
 
     def train_batches(self, start: int, stop: int) -> Iterator[dict]:
         """Of the steps start + 1, ..., stop."""

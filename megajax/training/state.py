@@ -19,7 +19,7 @@ class TrainState(NamedTuple):
     skipped: jax.Array
     """int32: steps whose update was left out because a gradient was not finite."""
     params: Any
-    """The weights that are trained, float32 or as precision.params says."""
+    """The weights that are trained: matrices and embeddings as precision.params says, others float32."""
     frozen: Any
     """Those that are not (training.frozen)."""
     variables: Any

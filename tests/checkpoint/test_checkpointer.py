@@ -239,12 +239,6 @@ def test_step_saved_before_is_left_alone(tmp_path):
     assert snapshot(tmp_path) == before
 
 
-def test_negative_numbers_are_refused():
-    for name in ("every_steps", "keep", "keep_best", "local_every_steps"):
-        with pytest.raises(ValueError, match=f"checkpoint.{name}=-1"):
-            CheckpointConfig(**{name: -1}).check()
-
-
 @pytest.mark.parametrize(
     ("config", "eval_every_steps", "message"),
     [

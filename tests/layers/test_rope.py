@@ -94,7 +94,9 @@ def test_tables_follow_the_positions_and_keep_the_dtype():
     assert apply_rope(heads(5, 8).astype(jnp.bfloat16), cos, sin).dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("fraction", [0.0, -1.0, 1.5])
-def test_wrong_fraction_is_refused(fraction):
-    with pytest.raises(ValueError, match="model.rope.fraction"):
-        RopeConfig(fraction=fraction).check()
+def test_ends_of_a_scaling_that_are_not_in_order_are_refused():
+    with pytest.raises(ValueError, match="model.rope.low_frequency=4.0 must be below .*high_frequency=4.0; 1.0"):
+        RopeConfig(scaling="llama3", low_frequency=4.0).check()
+    RopeConfig(scaling="yarn", low_frequency=4.0).check()
+    with pytest.raises(ValueError, match="model.rope.beta_slow=1.0 must be below model.rope.beta_fast=0.5"):
+        RopeConfig(scaling="yarn", beta_fast=0.5).check()

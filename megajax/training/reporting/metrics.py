@@ -5,10 +5,13 @@ step has step, loss, grad_norm, learning_rate, consumed_tokens, step_seconds, to
 tokens_per_second_per_device, mfu, mfu_causal, peak_memory_bytes, goodput; an evaluation has step, eval_loss and, where
 the data is text, eval_bits_per_byte. A number that is not finite is null.
 
+step_seconds is the mean of the steps since the line before, and the speeds are the tokens of those steps over their
+time. A step that was compiled is none of them: the first after a start, and the first with each batch size.
+
 goodput is the seconds of the steps that are part of the run (step_seconds of each, over all starts) divided by the
 seconds since the run was first started (the first line of starts.jsonl). What counts in the second number only:
-compiling, the first step after a start, evaluating, saving, steps that were lost to a crash and done again, and all
-time in which the run was not running, be it a crash or a pause that somebody wanted.
+compiling, the first step after a start and the first with each batch size, evaluating, saving, steps that were lost to
+a crash and done again, and all time in which the run was not running, be it a crash or a pause that somebody wanted.
 """
 
 import dataclasses

@@ -40,22 +40,35 @@ class Reporter:
         self._schedule, self._flops_per_token, self._num_devices = schedule, flops_per_token, num_devices
         self._console, self._writer = console, writer
         self._waiting: tuple[int, dict, float] | None = None
-        self._finished = first
-        self._window: tuple[int, float] | None = None  # (last step before it, start time); None until compiled
+        self._first = first
+        self._compiled: set[tuple[int, int]] = set()  # shapes of batches
+        self._is_compiling = False  # the step that is waiting, or the next one
+        self._steps, self._samples, self._seconds = 0, 0, 0.0  # since the last line, without what was compiled
         self._most_skipped, self._skipped_in_a_row = most_skipped, 0
         self.productive_seconds, self._first_started = productive_seconds, first_started
-        self._last_end = 0.0  # of a step, or of what came after it; used from the second step on
-        self._started = time.perf_counter()
+        self._last_end = time.perf_counter()  # of a step, or of what came after it
+
+    def starting(self, step: int) -> None:
+        """The step will be dispatched now. With the first batch of its shape that means to compile it, while the step
+        before must not be waiting for its time to be taken."""
+        batch = self._schedule(step - 1)
+        shape = batch.num_microbatches, batch.microbatch
+        if shape not in self._compiled:
+            self.flush()
+            self._compiled.add(shape)
+            self._is_compiling = True
 
     def dispatched(self, step: int, metrics: dict, rate: float) -> None:
         """The step is on its way; now is the time to look at the one before."""
         self.flush()
         self._waiting = (step, metrics, rate)
-        if self._window is None:  # the first step carries the compilation
+        if self._is_compiling:
+            started = self._last_end
             self.flush()
-            seconds = time.perf_counter() - self._started
-            self._console.note(f"first step, with compilation: {format_seconds(seconds)}")
-            self.new_window()
+            name = "first step" if step == self._first + 1 else f"step {step}, the first of its batch size"
+            self._console.note(f"{name}, with compilation: {format_seconds(time.perf_counter() - started)}")
+            self._is_compiling = False
+            self.restart_clock()
 
     def flush(self) -> None:
         """Waits for the step before, and reports it if it is due."""
@@ -63,31 +76,34 @@ class Reporter:
             return
         (step, metrics, rate), self._waiting = self._waiting, None
         jax.block_until_ready(metrics["loss"])
-        self._finished = step
-        if self._window is not None:
-            now = time.perf_counter()
-            self.productive_seconds, self._last_end = self.productive_seconds + now - self._last_end, now
+        started = self._last_end
+        self.restart_clock()
+        if not self._is_compiling:
+            self.productive_seconds += self._last_end - started
+            self._seconds += self._last_end - started
+            self._steps += 1
+            self._samples += self._schedule(step - 1).size
         self._look_at_skipped(step, metrics)
-        if self._window is None or step % self._every_steps == 0 or step == self._num_steps:
+        if step == self._first + 1 or step % self._every_steps == 0 or step == self._num_steps:
             values = {name: float(value) for name, value in jax.device_get(metrics).items()}
             self._emit(self._line(step, values, rate))
-            if self._window is not None:
-                self.new_window()
+            self._steps, self._samples, self._seconds = 0, 0, 0.0
+            self.restart_clock()
 
     def evaluation(self, step: int, values: dict[str, float]) -> None:
         self._emit({"step": step} | values)
-        self.new_window()
+        self.restart_clock()
 
-    def new_window(self) -> None:
-        """Step times are measured from here on: what lay before was not training, or is reported."""
+    def restart_clock(self) -> None:
+        """The time of the next step begins here: what lay before was not training, or has been counted."""
         self._last_end = time.perf_counter()
-        self._window = (self._finished, self._last_end)
 
     def goodput(self) -> float:
         """Seconds of steps that are part of the run, over all its starts, as a share of those since the first start.
 
         Compiling, evaluating, saving, steps that a crash undid and any time in which the run was not running, a pause
-        that somebody wanted as well, are in the second number only. So is the first step after each start.
+        that somebody wanted as well, are in the second number only. So is the first step after each start, and the
+        first with each batch size.
         """
         return min(self.productive_seconds / max(time.time() - self._first_started, 1e-9), 1.0)
 
@@ -111,14 +127,13 @@ class Reporter:
             "peak_memory_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"),
             "goodput": self.goodput(),
         }
-        if self._window is None or self._window[0] == step:
+        if not self._steps:
             return line
-        seconds = (time.perf_counter() - self._window[1]) / (step - self._window[0])
-        per_device = self._schedule(step - 1).size * length / seconds / self._num_devices
+        per_device = self._samples * length / self._seconds / self._num_devices
         known = find_device(device.device_kind)
         mfu = lambda causal: utilisation(self._flops_per_token(length, causal=causal), per_device, known)
         return line | {
-            "step_seconds": seconds,
+            "step_seconds": self._seconds / self._steps,
             "tokens_per_second": per_device * self._num_devices,
             "tokens_per_second_per_device": per_device,
             "mfu": mfu(False) if known else None,

@@ -2,6 +2,7 @@
 
 import time
 
+import jax
 import pytest
 
 from megajax.training.batch_schedule import BatchSchedule
@@ -27,15 +28,19 @@ class Written:
         self.lines.append(line)
 
 
-def reporter(console, most_skipped, writer=None, every_steps=10, productive_seconds=0.0, first_started=0.0):
+def reporter(
+    console, most_skipped, writer=None, every_steps=10, productive_seconds=0.0, first_started=0.0, rampup=None
+):
     return Reporter(
-        0, num_steps=100, every_steps=every_steps, sequence_length=4, schedule=BatchSchedule(8, None, None),
+        0, num_steps=100, every_steps=every_steps, sequence_length=4, schedule=BatchSchedule(8, None, rampup),
         flops_per_token=lambda *_, **__: 1.0, num_devices=1, most_skipped=most_skipped, console=console, writer=writer,
         productive_seconds=productive_seconds, first_started=first_started,
     )  # fmt: skip
 
 
 def dispatch(it, step):
+    it.starting(step)
+    it.starting(step)
     it.dispatched(step, {"loss": 1.0, "grad_norm": 1.0, "skipped": 0, "total_skipped": 0}, 0.1)
 
 
@@ -44,6 +49,8 @@ def run(console, most_skipped, skipped):
     for step, one in enumerate(skipped, start=1):
         total += one
         loss = float("nan") if one else 1.0
+        it.starting(step)
+        it.starting(step)
         it.dispatched(step, {"loss": loss, "grad_norm": loss, "skipped": one, "total_skipped": total}, 0.1)
     it.flush()
 
@@ -86,7 +93,7 @@ def test_goodput_counts_steps_and_neither_the_first_nor_evaluation_nor_saving(mo
     pass_time(50)
     it.evaluation(4, {"eval_loss": 1.0})
     pass_time(7)  # a save
-    it.new_window()
+    it.restart_clock()
     dispatch(it, 5)
     pass_time(3)
     it.flush()
@@ -95,3 +102,28 @@ def test_goodput_counts_steps_and_neither_the_first_nor_evaluation_nor_saving(mo
     assert found == {1: 40 / 130, 2: 48 / 138, 4: 56 / 146}
     it.close()
     assert console.notes[-1].startswith("goodput 28.6%: 59.0 s of steps in 3m 26s")
+
+
+def test_speeds_are_those_of_the_batches_that_were_read_and_what_is_compiled_counts_in_none(monkeypatch):
+    """Batches of 2, 2, 2, 5, 5, 8, 8: 1 s a sequence, and 100 s to compile each size before its first step."""
+    clock = [1000.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(time, "time", lambda: clock[0])
+    console, writer = Lines(), Written()
+    it = reporter(console, 0, writer, every_steps=3, first_started=1000.0, rampup=(2, 3, 12))
+
+    def wait(loss):  # of a step: its batch size
+        clock[0] += loss
+
+    monkeypatch.setattr(jax, "block_until_ready", wait)
+    sizes = [2, 2, 2, 5, 5, 8, 8]
+    for step, size in enumerate(sizes, start=1):
+        it.starting(step)
+        if step in (1, 4, 6):
+            clock[0] += 100
+        it.dispatched(step, {"loss": size, "grad_norm": 1.0, "skipped": 0, "total_skipped": 0}, 0.1)
+    it.flush()
+    assert it.productive_seconds == 2 + 2 + 5 + 8
+    found = {line["step"]: (line.get("step_seconds"), line.get("tokens_per_second")) for line in writer.lines}
+    assert found == {1: (None, None), 3: (2.0, 4.0), 6: (5.0, 4.0)}
+    assert [note.split(",")[0] for note in console.notes] == ["first step", "step 4", "step 6"]

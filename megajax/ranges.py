@@ -1,0 +1,142 @@
+"""Which values a field of a configuration may have: its annotation says it, with a Range where the type is not enough.
+
+    steps: PositiveInt = 1000
+    beta1: Annotated[float, Range(at_least=0, below=1)] = 0.9
+
+`check_fields` compares every field of a config, and of the configs in it, with its annotation. Without a Range a whole
+number must be an int32, as counters and token ids on the devices are, and any other number a finite float32.
+"""
+
+import dataclasses
+import functools
+import types
+import typing
+from typing import Annotated, Any, Literal
+
+import numpy as np
+
+MAX_INT32 = 2**31 - 1
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
+
+WORDS = {
+    int: "a whole number (int32)",
+    float: "a finite number (float32)",
+    bool: "True or False",
+    str: "text",
+    type(None): "None",
+}
+PLURALS = {int: "whole numbers (int32)", float: "finite numbers (float32)", str: "texts"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """Bounds of a number, for Annotated; None: no bound."""
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+
+    def holds(self, value: float) -> bool:
+        """Whether an int, or what float32 makes of a float, is inside: 1e-50 is not above 0."""
+        number = float(np.float32(value)) if isinstance(value, float) else value
+        return (
+            (self.at_least is None or number >= self.at_least)
+            and (self.above is None or number > self.above)
+            and (self.at_most is None or number <= self.at_most)
+            and (self.below is None or number < self.below)
+        )
+
+    def __str__(self) -> str:
+        words = {"at least": self.at_least, "above": self.above, "at most": self.at_most, "below": self.below}
+        return " and ".join(f"{word} {bound}" for word, bound in words.items() if bound is not None)
+
+
+PositiveInt = Annotated[int, Range(at_least=1)]
+NonNegativeInt = Annotated[int, Range(at_least=0)]
+PositiveFloat = Annotated[float, Range(above=0)]
+NonNegativeFloat = Annotated[float, Range(at_least=0)]
+Probability = Annotated[float, Range(at_least=0, at_most=1)]
+DropRate = Annotated[float, Range(at_least=0, below=1)]
+
+
+def check_fields(config: Any, prefix: str = "") -> None:
+    """Raises ValueError for the first field of a dataclass, or of one in it, whose value its annotation does not allow.
+
+    prefix: what precedes the name of a field on the command line, "--" or "--model.".
+    """
+    hints = _hints(type(config))
+    for field in dataclasses.fields(config):
+        value, option, hint = getattr(config, field.name), prefix + field.name, hints[field.name]
+        if not _allows(hint, value):
+            raise ValueError(f"{option.removeprefix('--')}={value!r} must be {describe(hint)}{_way_out(option, field)}")
+        if dataclasses.is_dataclass(value):
+            check_fields(value, f"{option}.")
+
+
+def describe(hint: Any) -> str:
+    """The values that an annotation allows, in words."""
+    kind, ranges = _split(hint)
+    parts = typing.get_args(kind)
+    if typing.get_origin(kind) is Literal:
+        words = "one of " + ", ".join(map(str, parts))
+    elif typing.get_origin(kind) is tuple:
+        element, ranges = _split(parts[0])
+        count = "a list of" if parts[1:] == (...,) else len(parts)
+        words = f"{count} {PLURALS[element]}, separated by commas"
+    elif is_union(kind):
+        choices = [describe(part) for part in parts]
+        words = (", or " if any("," in choice for choice in choices) else " or ").join(choices)
+    else:
+        words = WORDS.get(kind, kind.__name__)
+    return ", ".join([words, *map(str, ranges)])
+
+
+def is_union(hint: Any) -> bool:
+    """`int | None` has one type, `PositiveInt | None` another."""
+    return typing.get_origin(hint) in (types.UnionType, typing.Union)
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind, include_extras=True)
+
+
+def _split(hint: Any) -> tuple[Any, list[Range]]:
+    """-> (the annotation without metadata, its ranges)."""
+    if typing.get_origin(hint) is not Annotated:
+        return hint, []
+    kind, *metadata = typing.get_args(hint)
+    return kind, [one for one in metadata if isinstance(one, Range)]
+
+
+def _allows(hint: Any, value: Any) -> bool:
+    kind, ranges = _split(hint)
+    return _is_a(kind, value) and all(one.holds(value) for one in ranges)
+
+
+def _is_a(kind: Any, value: Any) -> bool:
+    parts = typing.get_args(kind)
+    if typing.get_origin(kind) is Literal:
+        return value in parts
+    if is_union(kind):
+        return any(_allows(part, value) for part in parts)
+    if typing.get_origin(kind) is tuple:
+        if not isinstance(value, tuple):
+            return False
+        each = parts[:1] * len(value) if parts[1:] == (...,) else parts
+        return len(each) == len(value) and all(map(_allows, each, value))
+    if kind not in (int, float):
+        return isinstance(value, kind)
+    if isinstance(value, bool):  # an int to Python
+        return False
+    if kind is int:
+        return isinstance(value, int) and abs(value) <= MAX_INT32
+    return isinstance(value, int | float) and abs(value) <= MAX_FLOAT32
+
+
+def _way_out(option: str, field: dataclasses.Field) -> str:
+    default = field.default
+    if default is None or default is dataclasses.MISSING or dataclasses.is_dataclass(default):
+        return ""
+    return f"; use {option}={','.join(map(str, default)) if isinstance(default, tuple) else default}"
