@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import io
 import json
+import logging
 import types
 import typing
 from pathlib import Path
@@ -17,6 +18,7 @@ import tyro
 from jax.sharding import AbstractMesh, Mesh
 
 from megajax.checkpoint.config import CheckpointConfig
+from megajax.checkpoint.steps import newest_meta, read_meta
 from megajax.data.config import DataConfig
 from megajax.mesh import AXES, MeshConfig
 from megajax.models.decoder import DecoderConfig
@@ -33,6 +35,8 @@ from megajax.training.compiler_options import compiler_options, parse
 from megajax.training.config import LaunchConfig, TrainingConfig
 from megajax.training.program import Program
 from megajax.training.reporting.metrics import LoggingConfig
+
+logger = logging.getLogger("megajax")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,19 +108,42 @@ class Config:
 
     @staticmethod
     def from_json(text: str) -> "Config":
-        return _from_dict(Config, _moved(json.loads(text)))
+        """Raises ValueError for what is not a config."""
+        return Config.from_dict(json.loads(text))
 
     @staticmethod
-    def load(run_dir: str | Path) -> "Config":
-        """The config that a run was started with. Raises ValueError if the directory holds no run."""
+    def from_dict(sections: Any) -> "Config":
+        """Raises ValueError with the field, for one that is not known and for a value of another type."""
+        return _from_dict(Config, _moved(sections), "")
+
+    @staticmethod
+    def load(run_dir: str | Path, step: int | None = None) -> "Config":
+        """The config that a run was started with: config.json, or that of a step where the file is missing or damaged.
+
+        step: default the newest whose meta data are whole. Raises ValueError if the directory holds no run, or if
+        config.json is of another model than the step.
+        """
         path = Path(run_dir) / "config.json"
-        if not path.is_file():
+        found = newest_meta(run_dir) if step is None else (step, read_meta(run_dir, step))
+        saved = None
+        if found is not None and "config" in found[1]:
+            step, meta = found
+            saved = dataclasses.replace(Config.from_dict(meta["config"]), run_dir=str(run_dir))
+        if not path.is_file() and saved is None:
             raise ValueError(f"run={run_dir}: {path} does not exist; give the directory of a run (runs/NAME)")
         try:
-            config = Config.from_json(path.read_text())
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"run={run_dir}: {path} cannot be read ({error}); use another run directory") from None
-        return dataclasses.replace(config, run_dir=str(run_dir))
+            config = dataclasses.replace(Config.from_json(path.read_text()), run_dir=str(run_dir))
+        except (OSError, ValueError) as error:
+            if saved is None:
+                raise ValueError(f"run={run_dir}: {path} cannot be read ({error}); use another run directory") from None
+            logger.warning("run=%s: %s cannot be read (%s): the config of step %d is used", run_dir, path, error, step)
+            return saved
+        if saved is not None and (other := incompatibilities(saved, config)):
+            raise ValueError(
+                f"run={run_dir}: {path} is not what step {step} was saved with ({'; '.join(other)}); correct it, or "
+                "remove it to use the config of the step"
+            )
+        return config
 
 
 def incompatibilities(old: Config, new: Config) -> list[str]:
@@ -249,7 +276,7 @@ def _describe(kind: Any) -> str:
     if typing.get_origin(kind) is types.UnionType:
         return " or ".join(_describe(part) for part in typing.get_args(kind))
     names = {int: "a whole number", float: "a number", bool: "True or False", type(None): "None", str: "text"}
-    return names.get(kind, str(kind))
+    return names.get(kind, "a section of fields" if isinstance(kind, type) else str(kind))
 
 
 def did_you_mean(name: str, known, prefix: str = "") -> str:
@@ -278,8 +305,10 @@ MOVED = {
 }  # fmt: skip
 
 
-def _moved(sections: dict) -> dict:
+def _moved(sections: Any) -> Any:
     """The sections of an older config.json, its fields where they are now."""
+    if not isinstance(sections, dict) or not all(isinstance(part, dict | str) for part in sections.values()):
+        raise ValueError("it does not hold the sections of a config")
     sections = {name: dict(part) if isinstance(part, dict) else part for name, part in sections.items()}
     for old, new in MOVED.items():
         (old_section, name), (new_section, new_name) = old.split("."), new.split(".")
@@ -288,20 +317,35 @@ def _moved(sections: dict) -> dict:
     return sections
 
 
-def _from_dict(kind: Any, value: Any) -> Any:
-    if kind is ModelConfig:
-        kind = family(value.get("kind", "decoder"))  # runs from before there were others do not say
+def _from_dict(kind: Any, value: Any, name: str) -> Any:
+    """The value of a field from its JSON form. name: "section.field"."""
+    wrong = ValueError(f"{name}={value!r} is not {_describe(kind)}")
+    if kind is ModelConfig and isinstance(value, dict):
+        kind = family(str(value.get("kind", "decoder")))  # runs from before there were others do not say
     if dataclasses.is_dataclass(kind):
+        if not isinstance(value, dict):
+            raise wrong
         hints = typing.get_type_hints(kind)
         unknown = set(value) - set(hints)
         if unknown:
             raise ValueError(f"it has fields that this version does not know: {', '.join(sorted(unknown))}")
-        return kind(**{name: _from_dict(hints[name], value[name]) for name in value})
-    if typing.get_origin(kind) is types.UnionType:
-        if value is None:
+        prefix = f"{name}." if name else ""
+        return kind(**{field: _from_dict(hints[field], value[field], prefix + field) for field in value})
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin is types.UnionType:
+        if value is None and type(None) in parts:
             return None
-        kind = next(part for part in typing.get_args(kind) if part is not type(None))
-        return _from_dict(kind, value)
-    if typing.get_origin(kind) is tuple:
-        return tuple(value)
+        kind = next(part for part in parts if part is not type(None))
+        return _from_dict(kind, value, name)
+    if origin is tuple:
+        parts = parts[:1] * len(value) if isinstance(value, list) and parts[1:] == (...,) else parts
+        if not isinstance(value, list) or len(value) != len(parts):
+            raise wrong
+        return tuple(_from_dict(part, one, name) for part, one in zip(parts, value, strict=True))
+    if origin is typing.Literal:
+        is_right = value in parts
+    else:
+        is_right = type(value) is kind or (kind is float and type(value) is int)
+    if not is_right:
+        raise wrong
     return value
