@@ -144,6 +144,7 @@ def make_trainer(
                 meta={
                     "config": dataclasses.asdict(config),
                     "tokenizer": datasets.tokenizer.identity,
+                    "eod_id": datasets.tokenizer.eod_id,
                     "data": datasets.record,
                 },
                 first_started=first_start(run_dir),

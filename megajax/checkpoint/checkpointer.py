@@ -55,27 +55,34 @@ class Checkpointer:
         self.folder = self.run_dir / "checkpoints"
         self.failed_saves = 0
         self._config, self._left_unfinished = config, False
-        writes = config is not None
         self._kept = Kept(config or CheckpointConfig(keep=0))
-        self._manager = _Manager(
-            self.folder,
-            item_names=("params", "optimizer", "meta"),
-            options=ocp.CheckpointManagerOptions(
-                preservation_policy=self._kept,
-                enable_async_checkpointing=writes,
-                cleanup_tmp_directories=writes,
-                create=writes,
-                read_only=not writes,
-            ),
-            on_disk=self._point_latest,
-        )
+        self._manager = self._open()
         self._local = None
-        if writes and config.local_dir:
+        if config is not None and config.local_dir:
             self._local = LocalSnapshots(run_folder(config.local_dir, self.run_dir))
-        if writes and config.keep_best:
+        if config is not None and config.keep_best:
             for step in self._manager.all_steps():
                 with contextlib.suppress(Exception):  # restore_newest says what is damaged
                     self._kept.evaluated(step, self.read_meta(step))
+
+    def _open(self) -> _Manager:
+        writes = self._config is not None
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=self._kept,
+            enable_async_checkpointing=writes,
+            cleanup_tmp_directories=writes,
+            create=writes,
+            read_only=not writes,
+        )
+        try:
+            return _Manager(
+                self.folder, item_names=("params", "optimizer", "meta"), options=options, on_disk=self._point_latest
+            )
+        except (ValueError, TypeError) as error:  # it reads when each step was saved
+            raise ValueError(
+                f"{self.folder}: _CHECKPOINT_METADATA of a step is damaged ({_in_one_line(error)}); remove that file, "
+                "the step can be read without"
+            ) from error
 
     def latest_step(self) -> int | None:
         return self._manager.latest_step()

@@ -71,7 +71,7 @@ class Engine:
             )
         mesh_config.check()
         config.model.check(mesh_config, config.training.sequence_length, config.execution)
-        tokenizer = _tokenizer_of(run_dir, step, config.data.tokenizer)
+        tokenizer = tokenizer_of(run_dir, step, config.data.tokenizer)
         devices = jax.devices()
         if -1 in mesh_config.sizes().values() or mesh_config.num_devices > len(devices):
             mesh_config = mesh_config.resolve(len(devices))
@@ -247,13 +247,15 @@ def _next_tokens(module, x_B1D, vocab_size: int, positions_B, sampling: RowSampl
 # ----------------------------------------------------------------------------- small rules
 
 
-def _tokenizer_of(run_dir: str | Path, step: int, spec: str) -> Tokenizer:
+def tokenizer_of(run_dir: str | Path, step: int, spec: str) -> Tokenizer:
     """Raises ValueError if it is not the one that the step was trained with."""
-    tokenizer, trained_with = load_saved_tokenizer(run_dir, spec), read_meta(run_dir, step).get("tokenizer")
-    if trained_with not in (None, tokenizer.identity):
+    tokenizer, meta = load_saved_tokenizer(run_dir, spec), read_meta(run_dir, step)
+    found = {"tokenizer": tokenizer.identity, "eod_id": tokenizer.eod_id}
+    other = [f"{name}: {meta[name]} -> {value}" for name, value in found.items() if meta.get(name, value) != value]
+    if other:
         raise ValueError(
-            f"run={run_dir}: step {step} was trained with the tokenizer {trained_with}, and {tokenizer.identity} is "
-            "there; put the file tokenizer.* back into the run directory"
+            f"run={run_dir}: step {step} was trained with another tokenizer ({'; '.join(other)}); put the files "
+            "tokenizer* of the run back"
         )
     return tokenizer
 
