@@ -63,13 +63,14 @@ def train(config: Config) -> str:
 
 
 def _train(config: Config, watchdog: Watchdog) -> str:
-    from megajax import run
+    from megajax import run, start_from
     from megajax.mesh import COMPILATION_CACHE, use_compilation_cache
     from megajax.planning.card import startup_rows
     from megajax.training.faults.disk import check_room
 
     watchdog.alive()
     config = config.check_on(jax.device_count())
+    config = start_from.pinned(config)
     run_dir, changed = Path(config.run_dir), run.check(config)
     program = run.make_program(config)
     datasets = run.load_data(config)
@@ -96,13 +97,14 @@ def _train(config: Config, watchdog: Watchdog) -> str:
 
 def replay(config: Config, step: int) -> None:
     """Runs a step of the run again, in memory only; the run may be training."""
-    from megajax import run
+    from megajax import run, start_from
     from megajax.mesh import use_compilation_cache
     from megajax.training.faults.replay import run_again
 
     config = config.check_on(jax.device_count())
-    if not (Path(config.run_dir) / "config.json").is_file():
+    if not configuration.holds_run(config.run_dir):
         raise ValueError(f"--replay_step={step}: run_dir={config.run_dir} holds no run; name the run with --run_dir")
+    config = start_from.pinned(config)
     changed = run.check(config)
     if jax.process_count() == 1:  # that of several processes lies in the run directory
         use_compilation_cache()
@@ -115,7 +117,7 @@ def plan(name: str, config: Config, device_name: str) -> None:
     """Prints what the run would need on its mesh; an axis of -1 counts as 1. device_name: of a GPU, or
     search:NUMBER[:GPU], which ranks the meshes of so many."""
     from megajax.planning.plan import plan_device, plan_rows
-    from megajax.planning.search import search_rows
+    from megajax.search import search_rows
     from megajax.training.reporting.console import Console
 
     if device_name.split(":")[0] == "search":

@@ -62,7 +62,7 @@ def describe(config: Config, values: dict[str, str], arguments: list[str]) -> di
         "config": values["config"],
         "work": f"{training.global_batch_size} x {training.sequence_length}",
         "tokens_per_step": training.global_batch_size * training.sequence_length,
-        "flops_per_token": config.model.flops_per_token(training.sequence_length, causal=False),
+        "flops_per_token": config.make_model().flops_per_token(training.sequence_length, causal=False),
         "date": datetime.date.today().isoformat(),
         "commit": values["commit"] or _commit(),
         "device": "",

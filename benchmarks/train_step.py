@@ -162,7 +162,7 @@ def measure(config: Config, seconds: float, num_windows: int, num_steps: int, pr
     known = find_device(device.device_kind)
     mfu = {
         name: known
-        and utilisation(config.model.flops_per_token(training.sequence_length, causal=causal), per_device, known)
+        and utilisation(setup.program.model.flops_per_token(training.sequence_length, causal=causal), per_device, known)
         for name, causal in (("mfu", False), ("mfu_causal", True))
     }
     return result | {"tokens_per_second_per_device": per_device} | mfu

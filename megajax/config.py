@@ -18,7 +18,7 @@ import tyro
 from jax.sharding import AbstractMesh, Mesh
 
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.checkpoint.steps import newest_meta, read_meta
+from megajax.checkpoint.steps import newest_meta, read_meta, saved_steps
 from megajax.data.config import DataConfig
 from megajax.mesh import AXES, MeshConfig
 from megajax.models.decoder import DecoderConfig
@@ -89,14 +89,22 @@ class Config:
     def make_model(self) -> Model:
         """Without its weights; the mesh is resolved. Raises ValueError for parameters to freeze that are not there."""
         stages = make_stages(self.mesh, self.model.num_layers_in_all)
-        return Model(self.model, self.precision, self.execution, stages=stages, frozen=self.training.frozen)
+        return Model(
+            self.model,
+            self.precision,
+            self.execution,
+            stages=stages,
+            trained=self.training.trained,
+            frozen=self.training.frozen,
+        )
 
     def make_program(self, mesh: Mesh | None = None, model: Model | None = None) -> Program:
         """What the run computes with, on devices (a resolved mesh of them) or, for a plan, without any.
 
-        Raises ValueError for compiler options that jaxlib refuses.
+        Raises ValueError for parameters that the mesh does not divide, and for compiler options that jaxlib refuses.
         """
         model = model or self.make_model()
+        model.check_divides(self.mesh.sizes())
         options = {}
         if mesh is not None:
             options = compiler_options(model, mesh, offload_state=self.optimizer.offload_state)
@@ -146,13 +154,19 @@ class Config:
         return config
 
 
+def holds_run(run_dir: str | Path) -> bool:
+    """Whether `Config.load` has something to read there."""
+    return (Path(run_dir) / "config.json").is_file() or bool(saved_steps(run_dir))
+
+
 def incompatibilities(old: Config, new: Config) -> list[str]:
     """What keeps a run that began with `old` from going on as `new`: differences in what the weights and the state of
     the optimizer mean."""
     if type(old.model) is not type(new.model):
         return [f"model.kind: {old.model.kind} -> {new.model.kind}"]
     lines = differences(_fixed(old.model), _fixed(new.model), "model.")
-    fixed = ["precision.params:", "optimizer.name:", "training.frozen:"]
+    fixed = ["precision.params:", "optimizer.name:", "training.trained:", "training.frozen:"]
+    fixed += ["checkpoint.start_from:", "checkpoint.start_fresh:"]
     if assigned_optimizers(old.optimizer.groups) != assigned_optimizers(new.optimizer.groups):
         fixed.append("optimizer.groups:")
     return lines + [line for line in differences(old, new) if line.startswith(tuple(fixed))]

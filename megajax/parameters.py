@@ -11,13 +11,15 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 Role = Literal["matrix", "embedding", "head", "router", "vector", "variable"]
 
 DECAYING = ("matrix", "embedding", "head", "router")  # Megatron's rule: all but biases and norm scales
 CAST = ("matrix", "embedding", "head")  # what layers read in the compute dtype anyway; a router computes in float32
-STACK_AXES = ("chunks", "layers", "experts")  # axes along which one array holds several matrices; they come first
+LAYER_AXES = ("chunks", "layers")  # axes along which one array holds several layers; they come first
+STACK_AXES = (*LAYER_AXES, "experts")  # those along which it holds several matrices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +31,9 @@ class Parameter:
     scale); variable: not trained, updated by the step."""
     num_inputs: int = 1
     """Of a matrix: how many dims, after those of the stack, a matmul contracts."""
+    update: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+    """Of a variable: (value, what was observed) -> value after a step; a function of a module, so that records can be
+    compared."""
 
     @property
     def decays(self) -> bool:
@@ -41,6 +46,11 @@ class Parameter:
         return self.role in CAST
 
     @property
+    def is_multiplied(self) -> bool:
+        """Whether it is a factor of matmuls, whose FLOPs a layer counts."""
+        return self.role in ("matrix", "head", "router") or (self.role == "embedding" and "vocab" in self.axes)
+
+    @property
     def num_stacked(self) -> int:
         """How many dims come before those of one matrix."""
         return len(list(itertools.takewhile(lambda axis: axis in STACK_AXES, self.axes)))
@@ -51,7 +61,13 @@ class Parameter:
 
 
 class Variable(nnx.Variable):
-    """A value that a step updates without a gradient: a router's bias, a history of largest magnitudes."""
+    """A value that a step updates without a gradient: a router's bias, a history of largest magnitudes.
+
+    Read as `variable[...]` it is a constant to differentiation, whose place for its gradient is free for `observe`.
+    """
+
+    def __getitem__(self, key):
+        return jax.lax.stop_gradient(super().__getitem__(key))
 
 
 def weight(
@@ -62,10 +78,45 @@ def weight(
     return nnx.Param(init(rngs.params(), tuple(shape)), record=Parameter(tuple(axes), role, num_inputs))
 
 
-def variable(shape: Sequence[int], axes: Sequence[str], init: Callable, rngs: nnx.Rngs) -> Variable:
-    """As `weight`, for what has no gradient."""
+def variable(shape: Sequence[int], axes: Sequence[str], init: Callable, rngs: nnx.Rngs, update: Callable) -> Variable:
+    """As `weight`, for what a step updates with what the forward or backward pass has observed: see `observe` and
+    Parameter.update."""
     assert len(shape) == len(axes), (shape, axes)
-    return Variable(init(rngs.params(), tuple(shape)), record=Parameter(tuple(axes), "variable"))
+    return Variable(init(rngs.params(), tuple(shape)), record=Parameter(tuple(axes), "variable", update=update))
+
+
+def observe(x: jax.Array, variable: Variable, value: jax.Array) -> jax.Array:
+    """x, having observed `value`, of the shape and dtype of the variable.
+
+    The observation takes the place of the variable's gradient, and so reaches the step from anywhere in a model: any
+    module, a recomputed layer, a stage of a pipeline. A custom_vjp of an operation can give what only its backward pass
+    sees in the same way. A step hands the mean over its microbatches to the variable's update.
+    """
+    return _observe(x, variable.get_value(), value)
+
+
+@jax.custom_vjp
+def _observe(x: jax.Array, variable: jax.Array, value: jax.Array) -> jax.Array:
+    return x
+
+
+def _observe_backward(value: jax.Array, d_x: jax.Array):
+    return d_x, value, jnp.zeros_like(value)
+
+
+_observe.defvjp(lambda x, variable, value: (x, value), _observe_backward)
+
+
+def updated(variables: dict, observed: dict, records: dict) -> dict:
+    """The variables after a step. Arrays of several layers are updated layer by layer."""
+
+    def update(value: jax.Array, seen: jax.Array, record: Parameter) -> jax.Array:
+        function = record.update
+        for _ in itertools.takewhile(lambda axis: axis in LAYER_AXES, record.axes):
+            function = jax.vmap(function)
+        return function(value, seen)
+
+    return jax.tree.map(update, variables, observed, records)
 
 
 # ----------------------------------------------------------------------------- module state <-> nested dict

@@ -6,6 +6,7 @@ run, `make_trainer` builds the parts.
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 from collections.abc import Iterator
@@ -13,9 +14,10 @@ from pathlib import Path
 
 import jax
 
+from megajax import start_from
 from megajax.checkpoint.checkpointer import Checkpointer
-from megajax.checkpoint.steps import find_step, newest_meta, saved_steps
-from megajax.config import Config, differences, incompatibilities
+from megajax.checkpoint.steps import newest_meta
+from megajax.config import Config, differences, holds_run, incompatibilities
 from megajax.data.datasets import Datasets, build_datasets, check_same_data, check_vocab_size
 from megajax.data.tokenizers.tokenizer import save_tokenizer
 from megajax.mesh import make_mesh
@@ -33,8 +35,9 @@ def check(config: Config) -> list[str]:
     """-> Fields that differ from the last start of the run. Raises ValueError if the directory holds a run that
     cannot go on as this one, or if the weights to start from are of another model; nothing is written."""
     run_dir = Path(config.run_dir)
-    if not (run_dir / "config.json").is_file() and not saved_steps(run_dir):
-        _check_source(config)
+    if not holds_run(run_dir):
+        if config.checkpoint.start_from:
+            start_from.check(config)
         return []
     if (run_dir / "exported.json").is_file():
         raise ValueError(
@@ -48,23 +51,6 @@ def check(config: Config) -> list[str]:
             "--run_dir, with --checkpoint.start_from to begin with these weights"
         )
     return [line for line in differences(before, now) if not line.startswith("launch.")]
-
-
-def _check_source(config: Config) -> None:
-    if not config.checkpoint.start_from:
-        return
-    source, step = config.checkpoint.source()
-    try:
-        before = Config.load(source)
-        find_step(source, step)
-    except ValueError as error:
-        raise ValueError(f"checkpoint.start_from={config.checkpoint.start_from}: {error}") from None
-    other = [line for line in incompatibilities(before, config) if line.startswith("model.")]
-    if other:
-        raise ValueError(
-            f"checkpoint.start_from={config.checkpoint.start_from} has the weights of another model "
-            f"({'; '.join(other)}); describe the model as it is there"
-        )
 
 
 def load_data(config: Config) -> Datasets:
@@ -136,7 +122,9 @@ def make_trainer(
             datasets=datasets,
             data_config=config.data,
             checkpointer=checkpointer,
-            checkpoint_config=config.checkpoint,
+            starting_weights=functools.partial(start_from.weights, config, program)
+            if config.checkpoint.start_from
+            else None,
             output=Output(
                 run_dir=run_dir,
                 console=Console(enabled=jax.process_index() == 0),

@@ -6,7 +6,7 @@ the current mesh, and leave alone the axes over which the caller is already manu
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -44,6 +44,14 @@ ACTIVATION_AXES: dict[str | None, tuple[str, ...]] = {
     "vocab": ("pipeline", "tensor"),
     None: (),
 }
+
+
+SHARING_AXES = WEIGHT_AXES["embed"]  # share one copy of the weights, gathered where they are computed with
+
+
+def num_parts(axes: Sequence[str], sizes: Mapping[str, int], *, but: Collection[str] = ()) -> int:
+    """Parts into which a mesh with axes of these sizes splits a parameter, as if the axes in `but` were 1."""
+    return math.prod(sizes[name] for axis in axes for name in WEIGHT_AXES[axis] if name not in but)
 
 
 def weight_spec(axes: Sequence[str]) -> P:

@@ -48,7 +48,7 @@ class AttentionShape:
 
     @property
     def flops(self) -> float:
-        """Of a step, counted in full as in DecoderConfig.flops_per_token."""
+        """Of a step, counted in full as in Model.flops_per_token."""
         return 3 * 2 * 2 * self.batch * self.length**2 * self.num_heads * self.head_dim * self.times
 
 

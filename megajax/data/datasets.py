@@ -24,7 +24,8 @@ logger = logging.getLogger("megajax")
 
 
 class Dataset(Protocol):
-    """Random access to samples: dicts of arrays [sequence_length] (GptDataset says which)."""
+    """Random access to samples: dicts of arrays, all of a dataset with the same names, shapes and dtypes. A model takes
+    those that it names (ModelConfig.batch); GptDataset says which there are for a decoder."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, i: int) -> dict[str, np.ndarray]: ...

@@ -7,7 +7,8 @@ program. Whoever plans, counts or generates asks each config and sums; nobody re
 
 import dataclasses
 import math
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 from flax import nnx
@@ -30,6 +31,29 @@ class Saved:
     @property
     def kept(self) -> tuple[str, ...]:
         return self.on_device + self.on_host
+
+    @staticmethod
+    def choose(
+        recompute: Literal["none", "selective", "full"],
+        recomputed: Sequence[str],
+        offload: Sequence[str],
+        activations: Sequence[str],
+        modules: Mapping[str, Sequence[str]],
+    ) -> "Saved | None":
+        """What a layer with these activations and modules (LayerConfig) keeps.
+
+        recomputed: modules that selective recomputation computes again. offload: activations that are kept on the host
+        in any case. Names that belong to other kinds of layers are passed over. None if nothing is computed again.
+        """
+        on_host = tuple(name for name in offload if name in activations)
+        if recompute == "none" and not on_host:
+            return None
+        again = {
+            "none": set(),
+            "selective": {name for module in recomputed for name in modules.get(module, ())},
+            "full": set(activations),
+        }[recompute]
+        return Saved(tuple(name for name in activations if name not in again and name not in on_host), on_host)
 
 
 class Flops(NamedTuple):
@@ -68,8 +92,6 @@ class Terms(NamedTuple):
     """Terms of the loss, float32 scalars: summed over layers, mean over microbatches (a router's load balance)."""
     metrics: dict[str, jax.Array] = {}
     """Never part of the loss, float32 scalars: mean over the layers that have them and over microbatches."""
-    observed: dict[str, jax.Array] = {}
-    """What `LayerConfig.updated` reads, float32: of each layer by itself, mean over microbatches."""
 
 
 class Cache(Protocol):
@@ -92,6 +114,8 @@ class LayerConfig(Protocol):
     saved: Saved | None
     embed_dim: int
     """Width of the residual stream."""
+    modules: Mapping[str, Sequence[str]]
+    """What execution.recompute_modules can name: the activations that need not be kept if the module runs again."""
 
     def build(self, rngs: nnx.Rngs) -> nnx.Module: ...
 
@@ -113,9 +137,6 @@ class LayerConfig(Protocol):
 
     def new_cache(self, length: int) -> Any:
         """An empty Cache with room for `length` tokens a row."""
-
-    def updated(self, variables: dict, observed: dict) -> dict:
-        """The layer's variables after a step, from what was observed in it; without variables this is never called."""
 
 
 def check_divisible(axis: str, size: int, fields: dict[str, int]) -> None:

@@ -38,6 +38,10 @@ class Linear(nnx.Module):
         axes = ["norm" if axis == "embed" else axis for axis in axes]
         self.bias = weight(value.shape[self.num_inputs :], axes, nnx.initializers.zeros, rngs, "vector")
 
+    def matrix(self) -> jax.Array:
+        """w with everything that belongs to it, for an operation that multiplies by itself: the chunked loss."""
+        return self.weight[...]
+
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.add_bias(ops.matmul(x, self.weight[...], self.num_inputs))
 

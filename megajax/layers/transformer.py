@@ -32,24 +32,18 @@ MODULES = {
 
 
 def saved_activations(
-    recompute: Literal["none", "selective", "full"], modules: Sequence[str], offload: Sequence[str]
+    recompute: Literal["none", "selective", "full"], recomputed: Sequence[str], offload: Sequence[str]
 ) -> Saved | None:
-    """modules: of MODULES, what is computed again if selective. offload: of ACTIVATIONS, kept in any case. None if
-    nothing is computed again."""
-    if recompute == "none" and not offload:
-        return None
-    again = {
-        "none": (),
-        "selective": {name for module in modules for name in MODULES[module]},
-        "full": ACTIVATIONS,
-    }[recompute]
-    return _saved([name for name in ACTIVATIONS if name not in again and name not in offload], offload)
+    """Of a transformer layer: see Saved.choose."""
+    saved = Saved.choose(recompute, recomputed, offload, ACTIVATIONS, MODULES)
+    return saved and _with_attention(saved)
 
 
-def _saved(on_device: Sequence[str], on_host: Sequence[str] = ()) -> Saved:
-    if "attention_out" in (*on_device, *on_host):
-        on_device = (*on_device, "attention_lse")  # without it the attention runs again; 4 bytes a head and token
-    return Saved(tuple(on_device), tuple(on_host))
+def _with_attention(saved: Saved) -> Saved:
+    if "attention_out" not in saved.kept:
+        return saved
+    # Without it the attention runs again; 4 bytes a head and token.
+    return dataclasses.replace(saved, on_device=(*saved.on_device, "attention_lse"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +55,7 @@ class TransformerLayerConfig:
     saved: Saved | None
 
     kind = "dense"
+    modules = MODULES
 
     @property
     def embed_dim(self) -> int:
@@ -70,7 +65,7 @@ class TransformerLayerConfig:
         return TransformerLayer(self, rngs=rngs)
 
     def saving_by_name(self) -> "TransformerLayerConfig":
-        return self if self.saved else dataclasses.replace(self, saved=_saved(ACTIVATIONS))
+        return self if self.saved else dataclasses.replace(self, saved=_with_attention(Saved(ACTIVATIONS, ())))
 
     def check(self, mesh: MeshConfig, sequence_length: int) -> None:
         self.attention.check(mesh, sequence_length)
@@ -97,9 +92,6 @@ class TransformerLayerConfig:
 
     def new_cache(self, length: int) -> EmptyCache:
         return EmptyCache(length)
-
-    def updated(self, variables: dict, observed: dict) -> dict:
-        return variables
 
 
 class TransformerLayer(nnx.Module):

@@ -19,10 +19,10 @@ from megajax.layers.linear import Linear
 from megajax.layers.mlp import MlpConfig
 from megajax.layers.norm import Norm, NormConfig
 from megajax.layers.rope import RopeConfig, rope_tables
-from megajax.layers.transformer import ACTIVATIONS, MODULES, TransformerLayerConfig, saved_activations
+from megajax.layers.transformer import TransformerLayerConfig, saved_activations
 from megajax.mesh import MeshConfig
 from megajax.models.execution import ExecutionConfig
-from megajax.models.interface import MAY_CHANGE, BatchArray, LossOptions, ModelConfig, OneStack
+from megajax.models.interface import MAY_CHANGE, BatchArray, LossOptions, LossTerms, ModelConfig, OneStack
 from megajax.ops.activation import Activation
 from megajax.ops.cross_entropy import cross_entropy
 from megajax.ops.embedding import embed
@@ -153,12 +153,9 @@ class DecoderConfig(ModelConfig):
         return TransformerLayerConfig(attention, mlp, norm, self.dropout, saved)
 
     def check(self, mesh: MeshConfig, sequence_length: int, execution: ExecutionConfig) -> None:
-        """Raises ValueError for sizes that do not fit each other or the mesh."""
         self._check_ranges()
-        execution.check_names(tuple(MODULES), ACTIVATIONS)
         self._check_sizes(sequence_length)
-        for layer in self.layers(execution):
-            layer.check(mesh, sequence_length)
+        super().check(mesh, sequence_length, execution)
         self._check_divides(mesh)
 
     def _check_ranges(self) -> None:
@@ -254,9 +251,8 @@ class Decoder(OneStack):
             inputs["cos"], inputs["sin"] = tables
         return inputs
 
-    def loss(self, x_BTD: jax.Array, batch: dict, options: LossOptions) -> jax.Array:
-        """Sum of the weighted token losses."""
-        return cross_entropy(
+    def loss(self, x_BTD: jax.Array, batch: dict, options: LossOptions) -> LossTerms:
+        main = cross_entropy(
             self.final_norm(x_BTD),
             self._head(),
             batch["labels"],
@@ -264,6 +260,7 @@ class Decoder(OneStack):
             z_loss=options.z_loss,
             label_smoothing=options.label_smoothing,
         )
+        return LossTerms(main)
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """float32 [B, T, V]; entries of the padding are minus infinity."""
@@ -272,4 +269,5 @@ class Decoder(OneStack):
         return constrain(jnp.where(real, logits_BTV, -jnp.inf), "batch", "time", "vocab")
 
     def _head(self) -> jax.Array:
-        return self.embedding[...].T if self.config.tied_embeddings else self.head.weight[...]
+        """[D, V]."""
+        return self.embedding[...].T if self.config.tied_embeddings else self.head.matrix()

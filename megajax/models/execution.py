@@ -21,12 +21,13 @@ class ExecutionConfig:
     recompute: Recompute = "none"
     """What the backward pass computes again: nothing, the modules of recompute_modules (selective), or whole layers."""
     recompute_modules: tuple[str, ...] = ("norm", "activation")
-    """With recompute=selective: any of norm, qkv, core_attention, attention, activation, mlp; see docs/memory.md."""
+    """With recompute=selective: modules of the layers; those of a transformer layer are norm, qkv, core_attention,
+    attention, activation and mlp (docs/memory.md)."""
     recompute_every: int = 1
     """Of each n consecutive layers the first is recomputed, the others are not."""
     offload: tuple[str, ...] = ()
-    """Activations kept in host memory between forward and backward pass: any of residual, normed, qkv, attention_out,
-    residual_mid, mlp_wide, mlp_hidden."""
+    """Activations of the layers kept in host memory between forward and backward pass; those of a transformer layer
+    are residual, normed, qkv, attention_out, residual_mid, mlp_wide and mlp_hidden."""
     attention_backend: Backend = "auto"
     """cudnn, pallas (pallas_kernels/flash_attention) or reference, where it can do what is asked; auto: the fastest
     that was measured. The log says which one it is."""
@@ -81,7 +82,11 @@ class ExecutionConfig:
 
     def check_names(self, modules: tuple[str, ...], activations: tuple[str, ...]) -> None:
         """Raises ValueError for names that the layers of a model do not have."""
-        for name, known in (("recompute_modules", modules), ("offload", activations)):
-            for word in getattr(self, name):
+        recomputed = self.recompute_modules if self.recompute == "selective" else ()
+        for name, words, known in (("recompute_modules", recomputed, modules), ("offload", self.offload, activations)):
+            for word in words:
                 if word not in known:
-                    raise ValueError(f"execution.{name}: {word!r} is unknown; use any of {', '.join(known)}")
+                    raise ValueError(
+                        f"execution.{name}: {word!r} is unknown; the layers of this model have "
+                        f"{', '.join(known) or 'none'}"
+                    )

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from megajax.layers.block import add_by_name
-from megajax.layers.layer import Flops, LayerConfig
+from megajax.layers.block import add_by_name, add_totals
+from megajax.layers.layer import Flops, LayerConfig, Terms
 from megajax.mesh import MeshConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.parallel.schedule import Stages
@@ -29,8 +29,12 @@ class LossTerms(NamedTuple):
     """float32 scalars that are added to the training loss; their mean over microbatches counts."""
     metrics: dict[str, jax.Array] = {}
     """float32 scalars; never part of the loss, mean over microbatches."""
-    observed: dict[str, dict] = {}
-    """{stack: {kind of layer: {name: [layers of that kind, ...]}}} for the variables; mean over microbatches."""
+
+    def with_layers(self, *stacks: Terms) -> "LossTerms":
+        """The same with what the layers of each stack have to say (layers/block.py `total`)."""
+        terms = add_totals(stacks)
+        means = {name: value / count for name, (value, count) in terms.metrics.items()}
+        return LossTerms(self.main, add_by_name(self.auxiliary, terms.auxiliary), self.metrics | means)
 
     def share(self, num_microbatches: int) -> "LossTerms":
         """What one of so many microbatches contributes: these add up to the terms of a step."""
@@ -93,8 +97,14 @@ class ModelConfig:
         raise NotImplementedError
 
     def check(self, mesh: MeshConfig, sequence_length: int, execution: ExecutionConfig) -> None:
-        """Raises ValueError for sizes that do not fit each other or the mesh."""
-        raise NotImplementedError
+        """Raises ValueError for sizes that do not fit each other or the mesh, and for names in `execution` that no
+        layer has. A family adds its own checks to these, of its layers."""
+        layers = dict.fromkeys(self.layers(execution))
+        modules = {name: None for layer in layers for name in layer.modules}
+        activations = {name: None for layer in layers for name in layer.activations(sequence_length)}
+        execution.check_names(tuple(modules), tuple(activations))
+        for layer in layers:
+            layer.check(mesh, sequence_length)
 
     def stacks(self, execution: ExecutionConfig) -> dict[str, tuple[LayerConfig, ...]]:
         """The layers of each stack, by the name of the module's attribute."""
@@ -123,16 +133,10 @@ class ModelConfig:
     def num_layers_in_all(self) -> int:
         return len(self.layers(ExecutionConfig()))
 
-    def flops_per_token(self, sequence_length: int, *, causal: bool) -> float:
-        """FLOPs of forward and backward pass, a token; the backward pass is twice the forward pass.
-
-        causal: whether attention counts only what a token sees (layers/layer.py).
-        """
-        return self.training_flops(sequence_length).total(causal=causal)
-
-    def training_flops(self, sequence_length: int) -> Flops:
-        forward = [layer.flops(sequence_length) for layer in self.layers(ExecutionConfig())]
-        return sum(forward, self.flops_outside(sequence_length)) * 3
+    def forward_flops(self, sequence_length: int) -> Flops:
+        """Of a token."""
+        layers = [layer.flops(sequence_length) for layer in self.layers(ExecutionConfig())]
+        return sum(layers, self.flops_outside(sequence_length))
 
     def new_caches(self, length: int, execution: ExecutionConfig) -> dict[str, tuple]:
         """An empty cache for each layer of each stack, with room for `length` tokens a row."""
@@ -174,15 +178,15 @@ class AnyModule(Protocol):
 class OneStack(nnx.Module):
     """A model that is embed -> one stack, `layers` -> loss: what a pipeline can cut into stages.
 
-    A family derives from it and has `embed(batch, key)`, `block_inputs(batch)`, `loss(x, batch, options)` and `logits`.
-    `block_inputs` reads no weights: in a pipeline each stage computes them for itself.
+    A family derives from it and has `embed(batch, key) -> x`, `block_inputs(batch) -> dict`, `loss(x, batch, options)
+    -> LossTerms` and `logits`. `block_inputs` reads no weights: in a pipeline each stage computes them for itself.
     """
 
     def terms(self, batch: dict, key: jax.Array | None, options: LossOptions) -> LossTerms:
         embed_key, layers_key = split_key(key)
         x = self.embed(batch, embed_key)
         x, _, terms = self.layers(x, self.block_inputs(batch), key=layers_key)
-        return loss_terms(self.loss(x, batch, options), layers=terms)
+        return self.loss(x, batch, options).with_layers(terms)
 
     def prefill(self, batch: dict, lengths_B: jax.Array, caches: dict) -> tuple[jax.Array, dict, jax.Array]:
         x_BTD, caches = self.extend(batch, caches)
@@ -197,15 +201,3 @@ class OneStack(nnx.Module):
 def split_key(key: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
     """-> (key of the embedding, key of the layers)."""
     return (None, None) if key is None else tuple(jax.random.split(key))
-
-
-def loss_terms(main: jax.Array, **stacks) -> LossTerms:
-    """main with what the stacks, by their names, have to say (layers/block.py `total`)."""
-    auxiliary: dict[str, jax.Array] = {}
-    metrics: dict[str, tuple] = {}
-    for terms in stacks.values():
-        auxiliary = add_by_name(auxiliary, terms.auxiliary)
-        metrics = add_by_name(metrics, terms.metrics)
-    observed = {name: terms.observed for name, terms in stacks.items() if terms.observed}
-    means = {name: value / count for name, (value, count) in metrics.items()}
-    return LossTerms(main, auxiliary, means, observed)

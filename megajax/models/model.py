@@ -7,6 +7,7 @@ that are frozen, and the variables that a step updates without a gradient; `spli
 
 import functools
 import logging
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import jax
@@ -16,12 +17,13 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from megajax.layers.block import rows_of_kind
+from megajax.layers.layer import Flops
 from megajax.models.execution import ExecutionConfig
 from megajax.models.interface import NO_REGULARISERS, LossOptions, LossTerms, ModelConfig
 from megajax.parallel.schedule import Stages
-from megajax.parameters import Role, Structure, matches, merge, name_of, records, select
+from megajax.parameters import Parameter, Structure, matches, merge, name_of, records, select, updated
 from megajax.precision import PrecisionConfig, cast_floating
-from megajax.sharding import weight_shardings
+from megajax.sharding import SHARING_AXES, WEIGHT_AXES, num_parts, weight_shardings
 
 logger = logging.getLogger("megajax")
 
@@ -36,6 +38,27 @@ class Weights(NamedTuple):
         return merge(*self)
 
 
+class CountedParameter(NamedTuple):
+    size: int
+    """Elements, without rows of padding."""
+    record: Parameter
+    is_trained: bool
+    is_in_a_layer: bool
+    is_output: bool
+    """The matrix of the output layer: the head, or the embedding of the vocabulary that it shares."""
+    is_looked_up: bool
+    """The embedding of the vocabulary, where only its rows are read."""
+
+    def split(self, sizes: Mapping[str, int], *, but: Collection[str] = ()) -> float:
+        """Elements on a device of a mesh with axes of these sizes, as if the axes in `but` were 1."""
+        return self.size / num_parts(self.record.axes, sizes, but=but)
+
+    def computed(self, sizes: Mapping[str, int]) -> float:
+        """Elements that a device computes with: gathered along what shares copies of the weights. Of a layer, all rows
+        of it."""
+        return self.split(sizes, but=(*SHARING_AXES, "pipeline") if self.is_in_a_layer else SHARING_AXES)
+
+
 class Model:
     def __init__(
         self,
@@ -44,10 +67,12 @@ class Model:
         execution: ExecutionConfig = ExecutionConfig(),
         *,
         stages: Stages | None = None,
+        trained: tuple[str, ...] = (),
         frozen: tuple[str, ...] = (),
     ):
         """stages: of the pipeline that its layers are stored for, and models/pipelined.py then runs; None: no pipeline.
-        frozen: shell patterns of the parameters that are not trained. Allocates nothing.
+        trained, frozen: shell patterns of the parameters that are and are not trained; frozen counts more, and no
+        pattern in trained means all. Allocates nothing.
 
         Raises ValueError for a pattern that matches nothing, and if everything is frozen.
         """
@@ -59,18 +84,21 @@ class Model:
         self.records = records(state)
         """Nested dict of the record of each weight: axes, role."""
         self.abstract_weights = jax.eval_shape(lambda: self._init(jax.random.key(0)))
-        self._frozen = self._names_of(frozen)
+        self._frozen = self._frozen_names(trained, frozen)
 
-    def _names_of(self, patterns: tuple[str, ...]) -> frozenset[str]:
+    def _frozen_names(self, trained: tuple[str, ...], frozen: tuple[str, ...]) -> frozenset[str]:
         everything = jax.tree_util.tree_leaves_with_path(self.records)
         names = [name_of(path) for path, record in everything if record.role != "variable"]
-        for pattern in patterns:
-            if not any(matches(name, [pattern]) for name in names):
-                raise ValueError(f"training.frozen: {pattern!r} matches no parameter; they are called like {names[0]}")
-        frozen = frozenset(name for name in names if matches(name, patterns))
-        if len(frozen) == len(names):
-            raise ValueError(f"training.frozen={','.join(patterns)} leaves no parameter to train; freeze fewer")
-        return frozen
+        for field, patterns in (("trained", trained), ("frozen", frozen)):
+            for pattern in patterns:
+                if not any(matches(name, [pattern]) for name in names):
+                    raise ValueError(
+                        f"training.{field}: {pattern!r} matches no parameter; they are called like {names[0]}"
+                    )
+        found = frozenset(name for name in names if matches(name, frozen) or not matches(name, trained or ("*",)))
+        if len(found) == len(names):
+            raise ValueError(f"training.frozen={','.join(frozen)} leaves no parameter to train; freeze fewer")
+        return found
 
     def _init(self, key: jax.Array) -> dict:
         weights, dtype = self._structure.to_tree(nnx.split(self._build(key))[1]), self.precision.params_dtype
@@ -83,13 +111,32 @@ class Model:
     def shardings(self, mesh: Mesh) -> dict:
         return weight_shardings(self.records, mesh)
 
-    def init(self, seed: int, mesh: Mesh | None = None) -> dict:
+    def check_divides(self, sizes: Mapping[str, int]) -> None:
+        """Raises ValueError for a parameter that the axes of a mesh, by their sizes, do not divide."""
+        leaves = jax.tree_util.tree_leaves_with_path(self.abstract_weights)
+        for (path, leaf), record in zip(leaves, jax.tree.leaves(self.records), strict=True):
+            for dim, axis in zip(leaf.shape, record.axes, strict=True):
+                if dim % num_parts((axis,), sizes):
+                    product = " * ".join(f"mesh.{name}({sizes[name]})" for name in WEIGHT_AXES[axis])
+                    raise ValueError(
+                        f"{product} does not divide {dim}, the size of {name_of(path)} along {axis!r}; use a mesh that "
+                        "divides it"
+                    )
+
+    def init(self, seed: int, mesh: Mesh | None = None, *, only: Collection[str] | None = None) -> dict:
         """Weights drawn from `seed`, each device making its own part only; the same numbers on every mesh, and without
-        one, on the default device."""
+        one, on the default device. only: names of those that are wanted; None: all."""
+
+        def wanted(tree: dict) -> dict:
+            return tree if only is None else select(tree, lambda name: name in only)
+
+        def draw(key: jax.Array) -> dict:
+            return wanted(self._init(key))
+
         if mesh is None:
-            return jax.jit(self._init)(jax.random.key(seed))
+            return jax.jit(draw)(jax.random.key(seed))
         with jax.set_mesh(mesh):
-            return jax.jit(self._init, out_shardings=self.shardings(mesh))(jax.random.key(seed))
+            return jax.jit(draw, out_shardings=wanted(self.shardings(mesh)))(jax.random.key(seed))
 
     def split(self, tree: dict) -> Weights:
         """A tree of the structure of the weights (arrays, records, shardings), by how they are updated."""
@@ -113,39 +160,46 @@ class Model:
 
     def num_parameters(self) -> int:
         """Counted from the arrays, without rows of padding, and without variables."""
-        inside = tuple(f"{place}." for place in self.layer_rows)
-        outside = select(self._parameters(), lambda name: not name.startswith(inside))
-        return size_of(outside) + self.num_layer_parameters()
+        return sum(parameter.size for parameter in self.parameters)
 
-    def num_trained_parameters(self) -> int:
-        """Of these those that are not frozen, with rows of padding where some are."""
-        return size_of(self.split(self.abstract_weights).params) if self._frozen else self.num_parameters()
+    @functools.cached_property
+    def parameters(self) -> list["CountedParameter"]:
+        """For whoever counts bytes or FLOPs."""
+        rows_of, found = self.layer_rows, []
+        has_head = any(record.role == "head" for record in jax.tree.leaves(self.records))
+        leaves = jax.tree_util.tree_leaves_with_path(self.abstract_weights)
+        for (path, leaf), record in zip(leaves, jax.tree.leaves(self.records), strict=True):
+            name = name_of(path)
+            if record.role == "variable":
+                continue
+            rows = next((rows for place, rows in rows_of.items() if name.startswith(f"{place}.")), None)
+            is_vocabulary = record.role == "embedding" and "vocab" in record.axes
+            found.append(
+                CountedParameter(
+                    size=leaf.size if rows is None else leaf.size // rows.size * int((rows >= 0).sum()),
+                    record=record,
+                    is_trained=name not in self._frozen,
+                    is_in_a_layer=rows is not None,
+                    is_output=record.role == "head" or (is_vocabulary and not has_head),
+                    is_looked_up=is_vocabulary and has_head,
+                )
+            )
+        return found
 
-    def num_layer_parameters(self) -> int:
-        """Of these those of the stacks."""
-        tree, total = self._parameters(), 0
-        for place, rows in self.layer_rows.items():
-            stack, kind = place.split(".")
-            total += size_of(tree[stack][kind]) // rows.size * int((rows >= 0).sum())
-        return total
+    def training_flops(self, sequence_length: int) -> Flops:
+        """Of forward and backward pass, a token. The backward pass is twice the forward pass, but without the gradient
+        of frozen matrices, for which the share of trained ones among all counts."""
+        forward = self.config.forward_flops(sequence_length)
+        matrices = [p for p in self.parameters if p.record.is_multiplied and not p.is_looked_up]
+        trained = sum(p.size for p in matrices if p.is_trained) / sum(p.size for p in matrices)
+        return forward * 2 + forward._replace(matmuls=forward.matmuls * trained)
 
-    def _parameters(self) -> dict:
-        return merge(*self.split(self.abstract_weights)[:2])
+    def flops_per_token(self, sequence_length: int, *, causal: bool) -> float:
+        """FLOPs of forward and backward pass, a token.
 
-    @property
-    def output_size(self) -> int:
-        """Entries of the matrix of the output layer: the head, or the embedding of the vocabulary that it shares."""
-        return self._size_of("head") or self._size_of("embedding", "vocab")
-
-    @property
-    def looked_up_size(self) -> int:
-        """Entries of the embedding of the vocabulary, if only its rows are read."""
-        return self._size_of("embedding", "vocab") if self._size_of("head") else 0
-
-    def _size_of(self, role: Role, axis: str = "") -> int:
-        """Entries of the parameters with this role, and with this axis if one is given."""
-        pairs = zip(jax.tree.leaves(self.abstract_weights), jax.tree.leaves(self.records), strict=True)
-        return sum(leaf.size for leaf, record in pairs if record.role == role and (not axis or axis in record.axes))
+        causal: whether attention counts only what a token sees (layers/layer.py).
+        """
+        return self.training_flops(sequence_length).total(causal=causal)
 
     @property
     def num_layers(self) -> int:
@@ -179,21 +233,14 @@ class Model:
         """The loss of a batch and what belongs to it; `loss(...).total()` is what is differentiated.
 
         batch: as config.batch names its arrays, each [B, ...], but loss_weights float32 [B, T], what each token counts,
-        in place of loss_mask. key: for dropout; None: no dropout. Works without a mesh, on one device.
+        in place of loss_mask. key: for dropout; None: no dropout. Works without a mesh, on one device; several calls
+        are worth a jax.jit.
         """
         return self.module(weights).terms(batch, key, options)
 
     def updated(self, variables: dict, observed: dict) -> dict:
-        """The variables after a step, from what was observed in it (LossTerms.observed)."""
-        new = {}
-        for stack, layers in self.config.stacks(self.execution).items():
-            for kind, seen in observed.get(stack, {}).items():
-                config = next(layer for layer in layers if layer.kind == kind)
-                update = config.updated
-                for _ in range(self.layer_rows[f"{stack}.{kind}"].ndim):
-                    update = jax.vmap(update)
-                new = merge(new, {stack: {kind: update(variables[stack][kind], seen)}})
-        return merge(variables, new)
+        """The variables after a step, from what was observed in it (parameters.py)."""
+        return updated(variables, observed, self.split(self.records).variables)
 
     def gradient_pieces(self, gradients: dict) -> list[jax.Array]:
         """The gradients as the backward pass makes them: layer by layer where the stack is unrolled.
@@ -204,8 +251,3 @@ class Model:
             return jax.tree.leaves(gradients)
         leaves = zip(jax.tree.leaves(gradients), jax.tree.leaves(self.trained), strict=True)
         return [piece for leaf, record in leaves for piece in (leaf if record.axes[:1] == ("layers",) else [leaf])]
-
-
-def size_of(tree) -> int:
-    """Elements of all arrays of a tree."""
-    return sum(leaf.size for leaf in jax.tree.leaves(tree))

@@ -7,8 +7,8 @@ import numpy as np
 
 from megajax.layers.block import fold, run_stage
 from megajax.layers.layer import Terms
-from megajax.models.interface import LossOptions, LossTerms, loss_terms, split_key
-from megajax.models.model import Model
+from megajax.models.interface import NO_REGULARISERS, LossOptions, LossTerms, split_key
+from megajax.models.model import Model, Weights
 from megajax.parallel import pipeline
 from megajax.parallel.schedule import make_table
 from megajax.parameters import merge
@@ -18,35 +18,41 @@ STACK = "layers"  # the attribute of models/interface.py OneStack
 
 
 def loss_and_gradients(
-    model: Model, weights: dict, batch: dict, key: jax.Array | None, options: LossOptions, *, train: bool
-) -> tuple[LossTerms, dict | None]:
-    """-> (the terms of the step, float32 gradients of what is trained, or None).
+    model: Model, weights: Weights, batch: dict, key: jax.Array | None, options: LossOptions
+) -> tuple[LossTerms, dict, dict]:
+    """-> (the terms of the step, float32 gradients of what is trained, what was observed for the variables).
 
     weights: as model.stages lays them out. batch: arrays [M, B, ...] as Model.loss takes them, M microbatches. key: of
-    the step, folded with the number of the microbatch. train=False: no gradients.
+    the step, folded with the number of the microbatch.
     """
+    terms, (d_layers, d_shared) = _run(model, weights, batch, key, options, train=True)
+    names = dict.fromkeys((*weights.params, *weights.variables))
+    found = model.split({name: d_layers if name == STACK else d_shared[name] for name in names})
+    num_microbatches = jax.tree.leaves(batch)[0].shape[0]
+    return terms, found.params, jax.tree.map(lambda a: a / num_microbatches, found.variables)
+
+
+def loss(model: Model, weights: Weights, batch: dict) -> LossTerms:
+    """Without gradients, regularisers or dropout."""
+    return _run(model, weights, batch, None, NO_REGULARISERS, train=False)[0]
+
+
+def _run(model: Model, weights: Weights, batch: dict, key: jax.Array | None, options: LossOptions, *, train: bool):
     stages = model.stages
     num_microbatches = jax.tree.leaves(batch)[0].shape[0]
     table = make_table(stages.schedule, stages.num_ranks, num_microbatches, stages.num_chunks, backward=train)
-    trained, *others = model.split(weights)
-    of_trained, *of_others = model.split(model.records)
-    held = merge(*others)
-    main, terms, gradients = pipeline.loss_and_gradients(
-        _parts(model, options),
+    records = model.split(model.records)
+    of_loss, of_layers, gradients = pipeline.loss_and_gradients(
+        _parts(model, options, num_microbatches),
         _programs(model),
         table,
-        _placed(model, trained, of_trained),
-        _placed(model, held, merge(*of_others)),
+        _placed(model, merge(weights.params, weights.variables), merge(records.params, records.variables)),
+        _placed(model, weights.frozen, records.frozen),
         batch,
         key,
         train=train,
     )
-    if not train:
-        return loss_terms(main, **{STACK: Terms(*terms)}), None
-    d_layers, d_shared = gradients
-    return loss_terms(main, **{STACK: Terms(*terms)}), {
-        name: d_layers if name == STACK else d_shared[name] for name in trained
-    }
+    return of_loss.with_layers(Terms(*of_layers)), gradients
 
 
 def _placed(model: Model, weights: dict, records: dict) -> pipeline.Placed:
@@ -60,19 +66,25 @@ def _placed(model: Model, weights: dict, records: dict) -> pipeline.Placed:
     return pipeline.Placed(layers, shared, specs)
 
 
-def _parts(model: Model, options: LossOptions) -> pipeline.Parts:
+def _parts(model: Model, options: LossOptions, num_microbatches: int) -> pipeline.Parts:
     no_layers = {STACK: model.abstract_weights[STACK]}  # embedding and loss do not read them
     module = lambda trained, held: model.module(merge(trained, held, no_layers))
     any_module = model.module(model.abstract_weights)
     # The records of what a layer of a rank has: without the dim that the ranks split.
     of_a_rank = lambda record: dataclasses.replace(record, axes=(record.axes[0], *record.axes[2:]))
-    records = jax.tree.map(of_a_rank, model.trained.get(STACK, {}))
+    differentiated = model.split(model.records)._replace(frozen={}).merged()
+    records = jax.tree.map(of_a_rank, differentiated.get(STACK, {}))
+
+    def loss(trained, held, x, batch):
+        terms = module(trained, held).loss(x, batch, options).share(num_microbatches)
+        return terms.total(), terms
+
     return pipeline.Parts(
         embed=lambda trained, held, batch, key: module(trained, held).embed(batch, split_key(key)[0]),
         inputs=lambda batch, key: (any_module.block_inputs(batch), split_key(key)[1]),
         layer_inputs=lambda inputs, number: (inputs[0], fold(inputs[1], number)),
         stage=lambda configs, trained, held, x, inputs: run_stage(configs, list(map(merge, trained, held)), x, inputs),
-        loss=lambda trained, held, x, batch: module(trained, held).loss(x, batch, options),
+        loss=loss,
         place=lambda kind, gradients: constrain_weights(gradients, records[kind]),
     )
 

@@ -41,11 +41,12 @@ class Parts:
     """(batch, key) -> what every layer reads beside x and its weights."""
     stage: Callable[[Any, tuple, tuple, jax.Array, Any], tuple[jax.Array, Any]]
     """(program, trained and held weights of its layers, x, inputs of each layer) -> (x, (auxiliary losses {name: sum},
-    metrics {name: (sum, number)}, observed {kind: {name: [layers of it, ...]}}))."""
+    metrics {name: (sum, number)}))."""
     layer_inputs: Callable[[Any, jax.Array], Any]
     """(inputs, number of the layer) -> those of that layer."""
-    loss: Callable[[Any, Any, jax.Array, dict], jax.Array]
-    """(shared trained, shared held, x, batch) -> loss of the microbatch, weighted: the loss of a step is the sum."""
+    loss: Callable[[Any, Any, jax.Array, dict], tuple[jax.Array, Any]]
+    """(shared trained, shared held, x, batch) -> (loss of the microbatch, pytree of float32 arrays to report), both
+    weighted: those of a step are the sums."""
     place: Callable[[str, Any], Any]
     """(kind, gradients of the weights that a layer of a rank has, [V, ...] each) -> the same, laid out as they are."""
 
@@ -79,10 +80,11 @@ class Placed(NamedTuple):
 def loss_and_gradients(
     parts: Parts, programs: Programs, table: Table, trained: Placed, held: Placed, batch: dict, key, *, train: bool
 ):
-    """-> (loss, (auxiliary, metrics, observed), (gradients of trained layers, of trained shared weights) in float32).
+    """-> (what the loss reports, (auxiliary, metrics), (gradients of trained layers, of trained shared weights) in
+    float32).
 
-    auxiliary: mean over microbatches of the sum over layers; metrics: {name: (sum, number)}; observed: {kind: {name:
-    [V, K of a rank times P, ...]}}, mean over microbatches. batch: arrays [M, B, ...]. train=False: no gradients, None.
+    auxiliary: mean over microbatches of the sum over layers; metrics: {name: (sum, number)}. batch: arrays [M, B, ...].
+    train=False: no gradients, None.
     """
     body = _Body(parts, programs, table, train, num_microbatches=jax.tree.leaves(batch)[0].shape[0])
     # The tables of the ranks come as arguments, so that a rank holds its own column.
@@ -91,7 +93,7 @@ def loss_and_gradients(
         body.run,
         axis_names={AXIS},
         in_specs=(trained.specs(), held.specs(), P(), P(), P(None, AXIS)),
-        out_specs=(P(), (P(), P(), P(None, AXIS)), trained.specs() if train else None),
+        out_specs=(P(), P(), trained.specs() if train else None),
     )
     return run(trained[:2], held[:2], batch, key, columns)
 
@@ -119,7 +121,12 @@ class _Body:
         self.nothing = constrain(jnp.zeros(message.shape, message.dtype), "batch", "sequence", None)
         zero = _vary(self.nothing)
         zeros = lambda a: _vary(jnp.zeros(a.shape, a.dtype))
-        carry = {"x": zero, "loss": jnp.float32(0), "terms": tree_map(zeros, self._plan(zero))}
+        reported = jax.eval_shape(lambda: self._report(self.nothing, jnp.int32(0)))
+        carry = {
+            "x": zero,
+            "loss": tree_map(lambda a: jnp.zeros(a.shape, a.dtype), reported),
+            "terms": tree_map(zeros, self._plan(zero)),
+        }
         if self.train:
             float32 = lambda tree: tree_map(lambda a: jnp.zeros(a.shape, jnp.float32), tree)
             carry |= {
@@ -133,9 +140,8 @@ class _Body:
         rows = {name: a[:, 0] for name, a in columns.items()}
         rows |= {name: jnp.asarray(getattr(self.table, name)) for name in _COMMON_COLUMNS}
         carry = lax.scan(lambda carry, row: (self._tick(carry, row), None), carry, rows)[0]
-        auxiliary, metrics, observed = carry["terms"]
-        mean = lambda tree: tree_map(lambda a: a / self.num_microbatches, tree)
-        terms = mean(lax.psum(auxiliary, AXIS)), lax.psum(metrics, AXIS), mean(observed)
+        auxiliary, metrics = lax.psum(carry["terms"], AXIS)
+        terms = tree_map(lambda a: a / self.num_microbatches, auxiliary), metrics
         if not self.train:
             return carry["loss"], terms, None
         d_layers = {kind: tree_map(lambda *places: jnp.stack(places, 1), *trees)
@@ -189,15 +195,20 @@ class _Body:
         return lax.psum(jnp.where(self.rank == rank, x, 0), AXIS)
 
     def _loss(self, row, y, carry):
-        batch, _ = self._microbatch(row["loss"])
         y = self._from_rank(y, self.num_ranks - 1)
         if not self.train:
-            return carry | {"loss": carry["loss"] + self.parts.loss(self.shared, self.held_shared, y, batch)}
-        differentiated = jax.value_and_grad(self.parts.loss, (0, 2))
-        loss, (d_shared, d_y) = differentiated(self.shared, self.held_shared, y, batch)
+            return carry | {"loss": tree_map(jnp.add, carry["loss"], self._report(y, row["loss"]))}
+        batch, _ = self._microbatch(row["loss"])
+        differentiated = jax.grad(self.parts.loss, (0, 2), has_aux=True)
+        (d_shared, d_y), reported = differentiated(self.shared, self.held_shared, y, batch)
         kept = lax.dynamic_update_index_in_dim(carry["d_loss"], d_y, row["loss_slot"], 0)
         d_shared = tree_map(_add, carry["d_shared"], d_shared)
-        return carry | {"loss": carry["loss"] + loss, "d_loss": kept, "d_shared": d_shared}
+        return carry | {"loss": tree_map(jnp.add, carry["loss"], reported), "d_loss": kept, "d_shared": d_shared}
+
+    def _report(self, y, number):
+        """What the loss of a microbatch reports."""
+        batch, _ = self._microbatch(number)
+        return self.parts.loss(self.shared, self.held_shared, y, batch)[1]
 
     def _embed_backward(self, row, d_x, d_shared):
         arrays, key = self._microbatch(row["embed_backward"])
@@ -208,7 +219,7 @@ class _Body:
 
     def _plan(self, x):
         """Traces every program once: what it keeps, and where. -> abstract terms of a step."""
-        self.kept, wanted, found = [], Counter(), ({}, {}, {})
+        self.kept, wanted, found = [], Counter(), ({}, {})
         for number in range(len(self.programs.programs)):
             kept = _Kept()
             trace = lambda x, number=number, kept=kept: self._stage_vjp(number, 0, 0, x, kept)
@@ -221,19 +232,13 @@ class _Body:
                 counts[aval] += 1
             wanted |= counts  # the most of each shape that any program keeps
             self.kept.append(kept)
-            auxiliary, metrics, observed = terms
-            found = (found[0] | auxiliary, found[1] | metrics, found[2] | tree_map(lambda a: a.shape[1:], observed))
+            auxiliary, metrics = terms
+            found = (found[0] | auxiliary, found[1] | metrics)
         places = [(aval, number) for aval, count in wanted.items() for number in range(count)]
         self.stash = [jax.ShapeDtypeStruct(*aval) for aval, _ in places]
         for kept in self.kept:
             kept.buffers = [places.index(buffer) for buffer in kept.buffers]
-        rows = lambda kind, shape: jax.ShapeDtypeStruct((self.num_chunks, self._count(kind), *shape), jnp.float32)
-        observed = {kind: {name: rows(kind, shape) for name, shape in seen.items()} for kind, seen in found[2].items()}
-        return found[0], found[1], observed
-
-    def _count(self, kind: str) -> int:
-        """Layers of a kind that a chunk of a rank has room for."""
-        return max(len(trees.get(kind, ())) for trees in (self.layers, self.held_layers))
+        return found
 
     def _live(self, program: int, chunk, microbatch):
         """-> (trained weights, held weights, inputs) of the layers of a stage: what the backward pass reads again
@@ -250,12 +255,12 @@ class _Body:
         return tuple(trained), tuple(held), tuple(inputs)
 
     def _stage(self, program: int, held, inputs):
-        """-> function of (trained weights, x) -> ((y, auxiliary losses), (metrics, observed))."""
+        """-> function of (trained weights, x) -> ((y, auxiliary losses), metrics)."""
         configs = tuple(config for config, _ in self.programs.programs[program])
 
         def run(trained, x):
-            y, (auxiliary, metrics, observed) = self.parts.stage(configs, trained, held, x, inputs)
-            return (y, auxiliary), (metrics, observed)
+            y, (auxiliary, metrics) = self.parts.stage(configs, trained, held, x, inputs)
+            return (y, auxiliary), metrics
 
         return run
 
@@ -263,12 +268,12 @@ class _Body:
         """-> (y, terms, what the backward pass needs and cannot read again); kept learns what that is."""
         live = _vary(self._live(program, chunk, microbatch))
         trained, held, inputs = live
-        (y, auxiliary), vjp, others = jax.vjp(self._stage(program, held, inputs), trained, x, has_aux=True)
+        (y, auxiliary), vjp, metrics = jax.vjp(self._stage(program, held, inputs), trained, x, has_aux=True)
         leaves, kept.structure = jax.tree.flatten(vjp)
         live = jax.tree.leaves(live)
         kept.live = [next((n for n, a in enumerate(live) if a is leaf), None) for leaf in leaves]
         saved = [leaf for leaf, place in zip(leaves, kept.live, strict=True) if place is None]
-        return y, (auxiliary, *others), saved
+        return y, (auxiliary, metrics), saved
 
     def _branch(self, microbatch, chunk):
         """0: nothing to do, else 1 + number of the program."""
@@ -281,31 +286,30 @@ class _Body:
         def run(program, x, terms, stash):
             if not self.train:
                 trained, held, inputs = _vary(self._live(program, chunk, microbatch))
-                (y, auxiliary), others = self._stage(program, held, inputs)(trained, x)
-                new = (auxiliary, *others)
+                (y, auxiliary), metrics = self._stage(program, held, inputs)(trained, x)
+                new = (auxiliary, metrics)
             else:
                 kept = _Kept()
                 y, new, saved = self._stage_vjp(program, chunk, microbatch, x, kept)
                 stash = list(stash)
                 for place, leaf in zip(self.kept[program].buffers, saved, strict=True):
                     stash[place] = lax.dynamic_update_index_in_dim(stash[place], _vary(leaf), slot, 0)
-            return _vary(y), self._added(terms, new, chunk), stash
+            return _vary(y), self._added(terms, new), stash
 
         branches = [lambda *operands: operands]
         branches += [lambda *operands, p=p: run(p, *operands) for p in range(len(self.programs.programs))]
         return lax.switch(self._branch(microbatch, chunk), branches, x, terms, stash)
 
-    def _added(self, terms, new, chunk):
-        """The terms of a step so far, with those of a stage for one microbatch."""
-        (auxiliary, metrics, observed), (new_auxiliary, new_metrics, new_observed) = terms, new
-        add = lambda total, more: tree_map(lambda a, b: _vary(a + b), total, more)
-        present = lambda total, more: {name: add(a, more[name]) if name in more else a for name, a in total.items()}
-        place = lambda a, b: _vary(a.at[chunk, : b.shape[0]].add(b))
-        observed = {
-            kind: tree_map(place, seen, new_observed[kind]) if kind in new_observed else seen
-            for kind, seen in observed.items()
-        }
-        return present(auxiliary, new_auxiliary), present(metrics, new_metrics), observed
+    def _added(self, terms, new):
+        """The terms of a step so far, with those of a stage for one microbatch, which may lack some."""
+
+        def add(total, more):
+            return {
+                name: tree_map(lambda a, b: _vary(a + b), a, more[name]) if name in more else a
+                for name, a in total.items()
+            }
+
+        return tuple(add(*pair) for pair in zip(terms, new, strict=True))
 
     def _backward(self, row, d_y, stash, d_layers):
         microbatch, chunk, slot = (row[name] for name in ("backward", "backward_chunk", "backward_slot"))

@@ -18,7 +18,7 @@ def startup_rows(program: Program, training: TrainingConfig, datasets: Datasets)
     tokens = training.global_batch_size * length
     memory, host = memory_per_device(program, training)
     axes = " x ".join(f"{axis} {size}" for axis, size in program.mesh_config.sizes().items() if size > 1)
-    flops = [format_count(model.config.flops_per_token(length, causal=causal)) for causal in (False, True)]
+    flops = [format_count(model.flops_per_token(length, causal=causal)) for causal in (False, True)]
     return [
         ("parameters", format_count(model.num_parameters())),
         ("FLOPs per token", f"{flops[0]} (attention counted in full), {flops[1]} (causal)"),

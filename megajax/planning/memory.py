@@ -71,8 +71,8 @@ def activation_bytes(model: Model, mesh: MeshConfig, training: TrainingConfig) -
     fullest = max(sum(on_device[number] for number in stage) for chunk in stages.layers for stage in chunk)
     residuals = (5 + table.num_loss_slots) * layers[0].embed_dim * tokens * itemsize
     most = max(len(stage) for chunk in stages.layers for stage in chunk)
-    weights = _layer_weights(model) * most * stages.num_chunks / mesh.weight_shards * itemsize
-    return int((fullest * table.num_slots + residuals + weights) / mesh.tensor + working), 0
+    weights = _layer_weights(model, mesh) * most * stages.num_chunks / mesh.weight_shards * itemsize
+    return int((fullest * table.num_slots + residuals) / mesh.tensor + weights + working), 0
 
 
 def _kept_elements(layer: LayerConfig, sequence_length: int) -> tuple[float, float]:
@@ -91,12 +91,12 @@ def _working_bytes(
 ) -> float:  # fmt: skip
     all_of_one = lambda layer: sum(each.elements for each in layer.activations(training.sequence_length).values())
     working = max((all_of_one(layer) for layer in layers if layer.saved), default=0) * tokens * itemsize
-    output = model.output_size / mesh.pipeline
-    gathered = (2 * _layer_weights(model) + output) * itemsize if mesh.weight_shards > 1 else 0
-    logits = min(tokens * model.output_size / layers[-1].embed_dim / mesh.tensor / mesh.pipeline * 4, MAX_CHUNK_BYTES)
-    return (working + gathered + 4 * output) / mesh.tensor + 2 * logits
+    output = sum(parameter.computed(mesh.sizes()) for parameter in model.parameters if parameter.is_output)
+    gathered = (2 * _layer_weights(model, mesh) + output) * itemsize if mesh.weight_shards > 1 else 0
+    logits = min(tokens * output / layers[-1].embed_dim * 4, MAX_CHUNK_BYTES)
+    return working / mesh.tensor + gathered + 4 * output + 2 * logits
 
 
-def _layer_weights(model: Model) -> float:
-    """Parameters of one layer, on average."""
-    return model.num_layer_parameters() / model.num_layers
+def _layer_weights(model: Model, mesh: MeshConfig) -> float:
+    """Parameters of one layer, on average, that a device computes with."""
+    return sum(p.computed(mesh.sizes()) for p in model.parameters if p.is_in_a_layer) / model.num_layers

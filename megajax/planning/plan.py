@@ -80,7 +80,7 @@ def plan_rows(program: Program, training: TrainingConfig, packed: bool, device: 
 def _model_rows(model: Model, mesh: MeshConfig, training: TrainingConfig, device: Device) -> list[tuple[str, str]]:
     length, schedule = training.sequence_length, training.schedule(mesh)
     batch = schedule(training.steps)
-    flops = [format_count(model.config.flops_per_token(length, causal=causal)) for causal in (False, True)]
+    flops = [format_count(model.flops_per_token(length, causal=causal)) for causal in (False, True)]
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.sizes().items() if size > 1)
     return [
         ("parameters", f"{format_count(model.num_parameters())} ({model.num_parameters():,})"),
@@ -152,11 +152,11 @@ def _time_rows(
     program: Program, training: TrainingConfig, device: Device, host: dict[str, int]
 ) -> list[tuple[str, str]]:
     """host: bytes a device keeps on its host, as memory_per_device has them."""
-    config, mesh, length = program.model.config, program.mesh_config, training.sequence_length
+    model, mesh, length = program.model, program.mesh_config, training.sequence_length
     times = step_times(program, training, device, host)
     network = ", ".join(f"{t.axis} {format_bytes(t.bytes)} in {format_seconds(t.seconds)}" for t in times.traffic)
     rate = training.global_batch_size * length / times.step / mesh.num_devices
-    mfu = lambda causal: f"{utilisation(config.flops_per_token(length, causal=causal), rate, device):.1%}"
+    mfu = lambda causal: f"{utilisation(model.flops_per_token(length, causal=causal), rate, device):.1%}"
     exposed = format_seconds(times.exposed)
     return [
         ("network a step", network or "none"),

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections import Counter
 
+import jax
 import jax.numpy as jnp
 
 from megajax.devices import Device
@@ -11,6 +12,8 @@ from megajax.layers.layer import Flops
 from megajax.mesh import MeshConfig
 from megajax.models.model import Model
 from megajax.parallel.schedule import bubble
+from megajax.planning.memory import bytes_per_device
+from megajax.sharding import SHARING_AXES, WEIGHT_AXES
 from megajax.training.config import TrainingConfig
 from megajax.training.program import Program
 
@@ -54,13 +57,12 @@ def step_times(program: Program, training: TrainingConfig, device: Device, host:
     """host: bytes a device keeps on its host, as memory_per_device has them."""
     model, mesh, length = program.model, program.mesh_config, training.sequence_length
     tokens = training.global_batch_size * length / mesh.num_devices
-    flops = model.config.training_flops(length) + recomputed_flops(model, length)
+    flops = model.training_flops(length) + recomputed_flops(model, length)
     work = flops.matmuls / MATMUL_EFFICIENCY + flops.mixing_causal / ATTENTION_EFFICIENCY
     compute = tokens * work / device.peak_flops
     batch = training.schedule(mesh)(training.steps)
     waiting = bubble(mesh.pipeline, batch.num_microbatches, mesh.virtual_stages)
-    parameters = model.num_trained_parameters() / (mesh.tensor * mesh.weight_shards * mesh.pipeline)
-    update = 28 * parameters / device.memory_bandwidth  # p, m, v read and written in float32, gradient read
+    update = _update_bytes(program) / device.memory_bandwidth
     update += host.get("optimizer", 0) / HOST_BANDWIDTH
     flops_of_update = program.optimizer.flops(program.abstract_state.params) / mesh.num_devices
     update += flops_of_update / MATMUL_EFFICIENCY / device.peak_flops
@@ -73,6 +75,14 @@ def step_times(program: Program, training: TrainingConfig, device: Device, host:
     # There and back with nothing beside them: what was measured (docs/memory.md).
     exposed += 2 * host.get("activations", 0) * batch.num_microbatches / HOST_BANDWIDTH
     return Times(compute, compute * waiting / (1 - waiting), update, exposed, traffic)
+
+
+def _update_bytes(program: Program) -> int:
+    """That a device reads and writes for an update: parameters and state read and written, float32 gradients read."""
+    state, shardings = program.abstract_state, program.shardings
+    gradients = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), state.params)
+    changed = bytes_per_device((state.params, state.optimizer), (shardings.params, shardings.optimizer))
+    return 2 * changed + bytes_per_device(gradients, shardings.params)
 
 
 def recomputed_flops(model: Model, sequence_length: int) -> Flops:
@@ -90,11 +100,7 @@ def _traffic(model: Model, mesh: MeshConfig, training: TrainingConfig) -> list[T
     batch, layers = training.schedule(mesh)(training.steps), model.config.layers(model.execution)
     ring = lambda n: (n - 1) / n
     itemsize = jnp.dtype(model.precision.compute_dtype).itemsize
-    # Of a table whose rows are looked up the rows travel, not the table (ops/embedding.py).
-    looked_up = model.looked_up_size
-    weights = (model.num_parameters() - looked_up) / mesh.tensor / mesh.pipeline
-    trained = max(model.num_trained_parameters(), looked_up)
-    gathers = 2 * batch.num_microbatches * weights * itemsize  # for the forward and again for the backward pass
+    weights = _weight_traffic(model, mesh, batch.num_microbatches, itemsize)
     tokens = batch.microbatch / mesh.batch_shards * training.sequence_length / mesh.context
     sent: Counter[str] = Counter()
     for layer in layers:
@@ -109,13 +115,28 @@ def _traffic(model: Model, mesh: MeshConfig, training: TrainingConfig) -> list[T
     residual = tokens * layers[0].embed_dim * itemsize / mesh.tensor
     messages = 2 * mesh.virtual_stages + 4 * 2 * ring(mesh.pipeline) if mesh.pipeline > 1 else 0
     hidden = {"context": model.execution.context_attention == "ring"}  # keys travel beside the attention
-    reduced = (trained - looked_up) / mesh.tensor / mesh.pipeline * 4  # gradients, float32
     return [
-        Traffic("fsdp", ring(mesh.weight_shards) * (gathers + batch.num_microbatches * reduced), hidden=True),
-        Traffic("data", 2 * ring(mesh.data) * reduced / mesh.weight_shards, hidden=True),
+        *(Traffic(axis, count, hidden=True) for axis, count in weights.items()),
         *(Traffic(axis, count, hidden.get(axis, False)) for axis, count in of_layers.items()),
         Traffic("pipeline", batch.num_microbatches * messages * residual, hidden=False),
     ]
+
+
+def _weight_traffic(model: Model, mesh: MeshConfig, num_microbatches: int, itemsize: int) -> Counter[str]:
+    """{mesh axis: bytes} of gathering weights and reducing their gradients, in float32."""
+    sizes, sent = mesh.sizes(), Counter({"fsdp": 0.0, "data": 0.0})
+    for parameter in model.parameters:
+        if parameter.is_looked_up:  # its rows travel, not the table (ops/embedding.py)
+            continue
+        held, gathered = parameter.split(sizes), parameter.split(sizes, but=SHARING_AXES)
+        gradient = 4 if parameter.is_trained else 0
+        # Gathered for the forward and again for the backward pass.
+        sent["fsdp"] += num_microbatches * (gathered - held) * (2 * itemsize + gradient)
+        axes = {name for axis in parameter.record.axes for name in WEIGHT_AXES[axis]}
+        for name in ("data", "expert"):
+            if name not in axes:
+                sent[name] += 2 * (sizes[name] - 1) / sizes[name] * held * gradient
+    return sent
 
 
 def _bandwidth(axis: str, mesh: MeshConfig, device: Device) -> float:

@@ -48,7 +48,7 @@ def device_batches(
     """The batches of steps start, ..., stop - 1: global arrays as `abstract_batch` has them, one step ahead of the
     reader. Where `context` splits a sequence its tokens are put in the order in which attention wants them.
 
-    Raises ValueError if the dataset has no array that the model reads.
+    Raises ValueError if the dataset lacks an array that the model reads, or has it in another shape or dtype.
     """
     packed = not config.cross_document_attention
     arrays = model.config.batch(sequence_length, packed=packed)
@@ -82,9 +82,14 @@ def device_batches(
                 f"model.kind={model.config.kind} reads {', '.join(missing)}, which data.kind={config.kind} does not "
                 "have; use another --data.kind"
             )
-        return {name: in_order(local[name], one) for name, one in arrays.items()}
+        return {name: in_order(name, local[name], one) for name, one in arrays.items()}
 
-    def in_order(array: np.ndarray, one: BatchArray) -> np.ndarray:
+    def in_order(name: str, array: np.ndarray, one: BatchArray) -> np.ndarray:
+        if array.dtype != one.dtype or array.shape[2:] != one.shape:
+            raise ValueError(
+                f"data.kind={config.kind} gives {name} as {array.dtype}{list(array.shape[2:])} a sample, and "
+                f"model.kind={model.config.kind} reads {np.dtype(one.dtype)}{list(one.shape)}; use another --data.kind"
+            )
         if "time" not in one.dims:
             return array
         dim = one.dims.index("time")

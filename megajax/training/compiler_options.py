@@ -31,7 +31,7 @@ class Target:
     """As JAX names it: "NVIDIA H100 80GB HBM3", "cpu"."""
     num_devices: int
     layer_bytes: int
-    """Weights of one layer in the compute dtype, as a device computes with them: split over `tensor` only."""
+    """Weights of one layer in the compute dtype, as a device computes with them."""
     weight_shards: int
     """Devices that share one copy of the weights (mesh.fsdp times mesh.context)."""
     scanned: bool
@@ -111,14 +111,13 @@ def choose(options: tuple[Option, ...], target: Target) -> dict[str, str]:
 
 
 def target_of(model: Model, mesh: Mesh) -> Target:
-    stacked = jax.tree.map(lambda a, record: a.size if "layers" in record.axes else 0,
-                           model.abstract_weights, model.records)  # fmt: skip
+    in_layers = sum(parameter.computed(mesh.shape) for parameter in model.parameters if parameter.is_in_a_layer)
     itemsize = jnp.dtype(model.precision.compute_dtype).itemsize
     execution = model.execution
     return Target(
         chip=mesh.devices.flat[0].device_kind,
         num_devices=mesh.size,
-        layer_bytes=sum(jax.tree.leaves(stacked)) * itemsize // model.num_layers // mesh.shape["tensor"],
+        layer_bytes=int(in_layers * itemsize / model.num_layers),
         weight_shards=mesh.shape["fsdp"] * mesh.shape["context"],
         scanned=model.scans,
         has_ring=mesh.shape["context"] > 1 and execution.context_attention == "ring",

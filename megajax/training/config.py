@@ -36,8 +36,10 @@ class TrainingConfig:
     """Weight of logsumexp^2 of the logits in the training loss."""
     label_smoothing: float = 0.0
     """Probability mass moved from the label to the whole vocabulary in the training loss."""
+    trained: tuple[str, ...] = ()
+    """Parameters that are trained, by shell patterns of their names, such as *adapter*; empty: all."""
     frozen: tuple[str, ...] = ()
-    """Parameters that are not trained, by shell patterns of their names: layers.*.attention.*, embedding."""
+    """Parameters that are not trained, of those in `trained`: layers.*.attention.*, embedding."""
     most_skipped_in_a_row: int = 20
     """Stop after N consecutive skipped updates (not finite, or beyond optimizer.most_grad_norm); 0: never."""
     check_replicas_every_steps: int = 0

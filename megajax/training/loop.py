@@ -15,8 +15,6 @@ import jax
 import numpy as np
 
 from megajax.checkpoint.checkpointer import Checkpointer
-from megajax.checkpoint.config import CheckpointConfig
-from megajax.checkpoint.steps import find_step
 from megajax.data.config import DataConfig
 from megajax.data.datasets import Dataset, Datasets
 from megajax.optim.schedule import Schedule
@@ -59,7 +57,8 @@ class Trainer:
     datasets: Datasets
     data_config: DataConfig
     checkpointer: Checkpointer
-    checkpoint_config: CheckpointConfig
+    starting_weights: Callable[[], dict] | None
+    """Makes those that a new run begins with; None: they are drawn."""
     output: Output
     watchdog: Watchdog
     productive_seconds: float = dataclasses.field(default=0.0, init=False)
@@ -100,7 +99,7 @@ class Trainer:
             every_steps=config.log_every_steps,
             sequence_length=config.sequence_length,
             schedule=schedule,
-            flops_per_token=self.program.model.config.flops_per_token,
+            flops_per_token=self.program.model.flops_per_token,
             num_devices=self.program.mesh.size,
             most_skipped=config.most_skipped_in_a_row,
             productive_seconds=self.productive_seconds,
@@ -182,14 +181,8 @@ class Trainer:
         return self.program.restored_state(latest, meta["skipped"], weights, optimizer)
 
     def initial_state(self) -> TrainState:
-        """Before the first step: with drawn weights, or those of checkpoint.start_from."""
-        weights, source = None, self.checkpoint_config.start_from
-        if source:
-            self.output.console.note(f"starting from the weights of {source}")
-            run_dir, step = self.checkpoint_config.source()
-            with Checkpointer(run_dir, None) as other:
-                target = self.program.abstract_state.weights
-                weights = other.restore_params(find_step(run_dir, step), target, self.program.model.layer_rows)
+        """Before the first step."""
+        weights = self.starting_weights() if self.starting_weights else None
         return self.program.first_state(self.config.seed, weights)
 
     def _check_samples(self, step: int, meta: dict[str, Any]) -> None:

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 
 from megajax.models import pipelined
-from megajax.models.interface import NO_REGULARISERS
 from megajax.models.model import Model, Weights
 from megajax.optim.optimizer import Optimizer, global_norm
 from megajax.sharding import row_major
@@ -37,13 +36,14 @@ def make_train_step(model: Model, optimizer: Optimizer, training: TrainingConfig
     options = training.loss_options
 
     def gradients(weights: Weights, batch, key, num_microbatches: int):
-        def loss(params):
-            terms = model.loss(weights._replace(params=params).merged(), batch, key=key, options=options)
-            terms = terms.share(num_microbatches)
+        def loss(params, variables):
+            given = weights._replace(params=params, variables=variables)
+            terms = model.loss(given.merged(), batch, key=key, options=options).share(num_microbatches)
             return terms.total(), terms
 
-        grads, terms = jax.grad(loss, has_aux=True)(weights.params)
-        return terms, row_major(jax.tree.map(lambda g: g.astype(jnp.float32), grads), model.trained)
+        (grads, observed), terms = jax.grad(loss, (0, 1), has_aux=True)(weights.params, weights.variables)
+        grads = row_major(jax.tree.map(lambda g: g.astype(jnp.float32), grads), model.trained)
+        return terms, grads, jax.tree.map(lambda a: a / num_microbatches, observed)
 
     def train_step(state: TrainState, batch: dict, learning_rate: jax.Array):
         counts = loss_weights(batch["loss_mask"], training.loss_mean, training.microbatch_size)
@@ -52,11 +52,11 @@ def make_train_step(model: Model, optimizer: Optimizer, training: TrainingConfig
         num_microbatches = counts.shape[0]
         weights = Weights(state.params, state.frozen, state.variables)
         if model.stages is not None:
-            terms, grads = pipelined.loss_and_gradients(model, state.weights, batch, key, options, train=True)
+            terms, grads, observed = pipelined.loss_and_gradients(model, weights, batch, key, options)
             grads = row_major(grads, model.trained)
         elif num_microbatches == 1:
             first = jax.tree.map(lambda a: a[0], batch)
-            terms, grads = gradients(weights, first, jax.random.fold_in(key, 0), 1)
+            terms, grads, observed = gradients(weights, first, jax.random.fold_in(key, 0), 1)
         else:
 
             def accumulate(total, microbatch):
@@ -67,7 +67,7 @@ def make_train_step(model: Model, optimizer: Optimizer, training: TrainingConfig
             one = jax.tree.map(lambda a: a[0], batch)
             shapes = jax.eval_shape(lambda key: gradients(weights, one, key, num_microbatches), key)
             zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
-            (terms, grads), _ = jax.lax.scan(accumulate, zeros, (jnp.arange(num_microbatches), batch))
+            (terms, grads, observed), _ = jax.lax.scan(accumulate, zeros, (jnp.arange(num_microbatches), batch))
         loss = terms.total()
         params, optimizer_state, metrics = optimizer.update(
             grads,
@@ -77,7 +77,7 @@ def make_train_step(model: Model, optimizer: Optimizer, training: TrainingConfig
             loss=loss,
             grad_norm=global_norm(model.gradient_pieces(grads)),
         )
-        variables = model.updated(state.variables, terms.observed)
+        variables = model.updated(state.variables, observed)
         kept = jax.tree.map(lambda new, old: jnp.where(metrics["skipped"], old, new), variables, state.variables)
         skipped = state.skipped + metrics["skipped"]
         new_state = TrainState(state.step + 1, skipped, params, state.frozen, kept, optimizer_state)
@@ -113,7 +113,7 @@ def make_eval_step(model: Model):
         counts = batch["loss_mask"].astype(jnp.float32)
         batch = {name: array for name, array in batch.items() if name != "loss_mask"} | {"loss_weights": counts}
         if model.stages is not None:
-            terms, _ = pipelined.loss_and_gradients(model, weights, batch, None, NO_REGULARISERS, train=False)
+            terms = pipelined.loss(model, model.split(weights), batch)
         else:
             terms = model.loss(weights, jax.tree.map(lambda a: a[0], batch))
         return terms.main, jnp.sum(counts)

@@ -24,7 +24,7 @@ def test_limit_multiplies_what_a_device_has_to(name, num_devices):
     flops = (sum(gemm.flops for gemm in gemms) + attention.flops) * num_devices
     length = config.training.sequence_length
     tokens = config.training.global_batch_size * length
-    assert flops == config.model.flops_per_token(length, causal=False) * tokens
+    assert flops == config.make_model().flops_per_token(length, causal=False) * tokens
 
 
 def test_limit_of_a_split_sequence_is_refused():
@@ -57,7 +57,7 @@ def test_pytorch_model_has_the_same_parameters_and_flops(name):
     # The counter does not know the fused attention of CPUs.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         cross_entropy(gpt(tokens[:, :-1]), tokens[:, 1:]).backward()
-    assert counter.get_total_flops() == config.model.flops_per_token(32, causal=False) * 64
+    assert counter.get_total_flops() == config.make_model().flops_per_token(32, causal=False) * 64
 
 
 def test_peer_refuses_what_it_does_not_do():

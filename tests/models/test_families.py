@@ -7,6 +7,8 @@ gradient reaches, a term of the loss and a metric; the other has two stacks.
 import dataclasses
 import functools
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import configs
 import train
-from megajax import run
+from megajax import run, start_from
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import Config, override
 from megajax.data.config import DataConfig
@@ -33,12 +35,12 @@ from megajax.layers.norm import Norm, NormConfig
 from megajax.layers.transformer import TransformerLayerConfig
 from megajax.mesh import MeshConfig
 from megajax.models.decoder import DecoderConfig
-from megajax.models.interface import BatchArray, ModelConfig, family, loss_terms, split_key
+from megajax.models.interface import BatchArray, LossTerms, ModelConfig, family, split_key
 from megajax.models.model import Model
 from megajax.ops.cross_entropy import cross_entropy
 from megajax.ops.embedding import embed
 from megajax.optim.optimizer import Optimizer, OptimizerConfig
-from megajax.parameters import Structure, variable, weight
+from megajax.parameters import Structure, observe, variable, weight
 from megajax.planning.plan import plan_device, plan_rows
 from megajax.precision import PrecisionConfig
 from megajax.sharding import constrain
@@ -57,6 +59,7 @@ class RecurrentConfig:
     embed_dim: int
     saved: Saved | None = None
     kind = "recurrent"
+    modules = {"gates": ("gates",)}
 
     def build(self, rngs):
         return Recurrent(self.embed_dim, rngs=rngs)
@@ -83,8 +86,9 @@ class RecurrentConfig:
     def new_cache(self, length):
         return State(length)
 
-    def updated(self, variables, observed):
-        return {"mean_square": 0.5 * variables["mean_square"] + 0.5 * observed["mean_square"]}
+
+def half_way(value, observed):
+    return 0.5 * value + 0.5 * observed
 
 
 class Recurrent(nnx.Module):
@@ -93,7 +97,7 @@ class Recurrent(nnx.Module):
         self.gate = Linear((D,), (D,), ("embed", "mlp"), 0.2, rngs=rngs)
         self.value = Linear((D,), (D,), ("embed", "mlp"), 0.2, rngs=rngs)
         self.out = Linear((D,), (D,), ("mlp", "embed"), 0.2, rngs=rngs)
-        self.mean_square = variable((), (), nnx.initializers.ones, rngs)
+        self.mean_square = variable((), (), nnx.initializers.ones, rngs, half_way)
 
     def __call__(self, x_BTD, inputs, cache, key):
         x_BTD = checkpoint_name(x_BTD, "input")
@@ -107,9 +111,9 @@ class Recurrent(nnx.Module):
         cache = None if cache is None else State(cache.length, states[:, -1])
         mean_square = jnp.mean(states**2)
         scaled = (states / jax.lax.rsqrt(self.mean_square[...])).astype(x_BTD.dtype)
+        scaled = observe(scaled, self.mean_square, mean_square)
         y_BTD = constrain(x_BTD + self.out(scaled), "batch", "sequence", None)
-        return y_BTD, cache, Terms({"small_states": 0.01 * mean_square}, {"state": mean_square},
-                                   {"mean_square": mean_square})  # fmt: skip
+        return y_BTD, cache, Terms({"small_states": 0.01 * mean_square}, {"state": mean_square})
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("state", "is_token"), meta_fields=("length",))
@@ -138,7 +142,13 @@ class HybridConfig(DecoderConfig):
 
     def stacks(self, execution):
         (layers,) = super().stacks(execution).values()
-        saved = Saved((), ()) if execution.recompute == "full" else None
+        saved = Saved.choose(
+            execution.recompute,
+            execution.recompute_modules,
+            execution.offload,
+            ("input", "gates"),
+            RecurrentConfig.modules,
+        )
         recurrent = RecurrentConfig(self.embed_dim, saved)
         return {"layers": tuple(recurrent if number % 2 else layer for number, layer in enumerate(layers))}
 
@@ -172,10 +182,6 @@ class TwoStacksConfig(ModelConfig):
             attention, MlpConfig(self.embed_dim, 32, "swiglu", False, 0.2, 0.2), norm, 0.0, None
         )
 
-    def check(self, mesh, sequence_length, execution):
-        for layer in self.layers(execution):
-            layer.check(mesh, sequence_length)
-
     def batch(self, sequence_length, *, packed):
         return {
             "tokens": BatchArray.sequence(sequence_length),
@@ -203,13 +209,13 @@ class TwoStacks(nnx.Module):
         tokens = embed(self.embedding[...], batch["tokens"], self.dtype)
         read, encoder, first = self.encoder(tokens, {}, caches.get("encoder"), encoder_key)
         x, decoder, second = self.decoder(tokens + read, {}, caches.get("decoder"), decoder_key)
-        return x, {"encoder": encoder, "decoder": decoder}, {"encoder": first, "decoder": second}
+        return x, {"encoder": encoder, "decoder": decoder}, (first, second)
 
     def terms(self, batch, key, options):
         x, _, terms = self._run(batch, {}, key)
         weights = dict(z_loss=options.z_loss, label_smoothing=options.label_smoothing)
         main = cross_entropy(self.norm(x), self.head.weight[...], batch["labels"], batch["loss_weights"], **weights)
-        return loss_terms(main, **terms)
+        return LossTerms(main).with_layers(*terms)
 
     def extend(self, batch, caches):
         x, caches, _ = self._run(batch, caches, None)
@@ -340,7 +346,24 @@ def test_family_is_planned(family, tmp_path):
     assert f"({model.num_parameters():,})" in rows["parameters"] and rows["verdict"].startswith("fits")
     matrices = {"hybrid": 2 * (16 * 16 * 4 + 3 * 16 * 32) + 2 * 3 * 16 * 16 + 128 * 16,
                 "two stacks": 3 * (16 * 16 * 3 + 3 * 16 * 32) + 64 * 16}  # fmt: skip
-    assert config.model.training_flops(T).matmuls == 6 * matrices[family]
+    assert config.make_model().training_flops(T).matmuls == 6 * matrices[family]
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherBatchConfig(HybridConfig):
+    kind: Literal["toy_other_batch"] = "toy_other_batch"
+
+    def batch(self, sequence_length, *, packed):
+        planes = BatchArray(("time", None), (sequence_length, 2), jnp.int32)
+        return super().batch(sequence_length, packed=packed) | {"positions": planes}
+
+
+def test_data_of_another_shape_than_the_model_reads_is_refused(tmp_path, monkeypatch):
+    config = override(config_of("hybrid", tmp_path / "run"), ["--model.kind=toy_other_batch"])
+    with pytest.raises(RuntimeError) as stopped:
+        run_of(config, monkeypatch)
+    wanted = r"data.kind=documents gives positions as int32\[16\] a sample, and .*=toy_other_batch reads int32\[16, 2\]"
+    assert re.match(wanted, str(stopped.value.__cause__))
 
 
 def test_two_stacks_are_refused_in_a_pipeline(tmp_path):
@@ -424,7 +447,7 @@ def test_two_parameters_of_one_name_are_refused():
         def __init__(self, rngs):
             self.router = Linear((2,), (3,), ("embed", "experts"), 0.1, rngs=rngs, role="router")
             self.router.add_bias_parameter(rngs)
-            self.router_bias = variable((3,), ("experts",), nnx.initializers.zeros, rngs)
+            self.router_bias = variable((3,), ("experts",), nnx.initializers.zeros, rngs, half_way)
 
     with pytest.raises(ValueError, match="two parameters are called router_bias"):
         Structure.of(nnx.split(Router(nnx.Rngs(0)))[1])
@@ -452,17 +475,67 @@ def test_a_run_starts_from_the_weights_of_another_with_a_new_optimizer(trained, 
     first, *_ = run_of(config, monkeypatch)
     # The same samples as the first step of the other run, with the weights that it had after two.
     assert first["step"] == 1 and first["loss"] < lines[0]["loss"] - 0.1
-    with pytest.raises(ValueError, match="checkpoint.start_from=.*another model .model.num_layers: 4 -> 2"):
-        run.check(override(config, ["--model.num_layers=2", f"--run_dir={tmp_path / 'other'}"]))
-    # A run that has begun goes on from its own weights.
-    assert losses(run_of(override(config, ["--launch.exit_at_step=2"]), monkeypatch))[0] == first["loss"]
+    # A run that has begun goes on from its own weights, and remembers where they came from.
+    again = override(config, ["--launch.exit_at_step=2", "--checkpoint.start_from="])
+    assert losses(run_of(again, monkeypatch))[0] == first["loss"]
+    assert Config.load(config.run_dir).checkpoint.start_from == f"{source.run_dir}/checkpoints/2"
+    with pytest.raises(ValueError, match="cannot go on.*checkpoint.start_from: .*/2 -> .*/4"):
+        run.check(override(again, [f"--checkpoint.start_from={source.run_dir}/checkpoints/4"]))
+
+
+def test_the_newest_step_is_looked_up_once(trained, tmp_path):
+    source = shutil.copytree(trained["hybrid"][0].run_dir, tmp_path / "source")
+    config = dataclasses.replace(
+        config_of("hybrid", tmp_path / "run"), checkpoint=CheckpointConfig(start_from=str(source))
+    )
+    first = start_from.pinned(config)
+    assert first.checkpoint.start_from == f"{source}/checkpoints/4"
+    Path(config.run_dir).mkdir()
+    (Path(config.run_dir) / "config.json").write_text(first.to_json())
+    (source / "checkpoints" / "4").rename(source / "checkpoints" / "9")
+    assert start_from.pinned(config) == first == start_from.pinned(first)
+    assert start_from.pinned(override(config, ["--checkpoint.start_from="])) == first
+
+
+def test_a_run_starts_with_new_parameters_where_it_says_so(trained, tmp_path, monkeypatch, caplog):
+    """A head of another size, and biases that the other run does not have."""
+    source, lines = trained["hybrid"]
+    config = override(config_of("hybrid", tmp_path / "run", steps=1, eval_every_steps=0), [
+        f"--checkpoint.start_from={source.run_dir}/checkpoints/4", "--model.bias=True", "--model.tied_embeddings=False",
+        "--model.rope.base=500000",
+    ])  # fmt: skip
+    with pytest.raises(ValueError, match="start_from=.*another model .head is not there; layers.dense.atten"):
+        run.check(config)
+    with pytest.raises(ValueError, match="checkpoint.start_fresh: '.*_scale' matches no parameter"):
+        run.check(override(config, ["--checkpoint.start_fresh=*_scale"]))
+    config = override(config, ["--checkpoint.start_fresh=head,*_bias", "--training.trained=head"])
+    with caplog.at_level("INFO", "megajax"):
+        (line,) = run_of(config, monkeypatch)
+    assert "drawn, not taken from there: head, layers.dense.attention.key_bias" in caplog.text
+    assert "model.rope.base: 10000.0 -> 500000" in caplog.text
+    weights, before = Engine.from_run(config.run_dir).params, Engine.from_run(source.run_dir).params
+    frozen = jax.tree.map(np.array_equal, weights["layers"]["recurrent"], before["layers"]["recurrent"])
+    assert all(frozen[name] for name in ("gate", "value", "out"))  # a variable goes on
+    assert line["loss"] < lines[0]["loss"] + 1
+
+
+@pytest.mark.parametrize("change, message", [
+    ("--model.num_layers=2", r"layers.dense.attention.key is \[2, 16, 4, 4\] there and \[1, 16, 4, 4\] here"),
+    ("--model.embed_dim=32", r"embedding is \[128, 16\] there and \[128, 32\] here"),
+    ("--model.kind=decoder", "layers.recurrent.gate is there only"),
+])  # fmt: skip
+def test_a_run_cannot_start_from_another_model(change, message, trained, tmp_path):
+    config = override(config_of("hybrid", tmp_path / "run"), [change])
+    source = f"{trained['hybrid'][0].run_dir}/checkpoints/4"
+    with pytest.raises(ValueError, match=f"checkpoint.start_from=.*another model .*{message}"):
+        run.check(override(config, [f"--checkpoint.start_from={source}"]))
 
 
 def test_a_run_cannot_start_from_what_is_not_there(trained, tmp_path):
     source, _ = trained["hybrid"]
     config = config_of("hybrid", tmp_path / "run")
     start = lambda path: dataclasses.replace(config, checkpoint=CheckpointConfig(start_from=str(path)))
-    with pytest.raises(ValueError, match="nowhere/config.json does not exist; give the directory of a run"):
-        run.check(start(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match="start_from=.*nowhere: .* no checkpoint in .*nowhere/checkpoints"):
+        start_from.pinned(start(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match="step=7 is not in .*; there are 2, 4"):
         run.check(start(f"{source.run_dir}/checkpoints/7"))

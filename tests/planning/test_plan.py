@@ -75,7 +75,8 @@ def test_plan_of_muon_has_one_moment_of_matrices_and_the_time_of_its_iteration()
     ]
     # Four matrices [D, D] and two [D, 4 D] a layer, 6 D^3 and 18 D^3 an iteration, at 57 % of the peak.
     flops = 24 * 5 * (4 * 6 + 2 * 18) * 2048**3
-    assert seconds[1] - seconds[0] == pytest.approx(flops / (0.57 * 989e12), rel=0.02)
+    second_moments = 2 * 4 * matrices / 3.35e12  # are neither read nor written
+    assert seconds[1] - seconds[0] == pytest.approx(flops / (0.57 * 989e12) - second_moments, rel=0.02)
 
 
 @pytest.mark.usefixtures("without_cuda_wheels")

@@ -81,7 +81,7 @@ def _replay(trainer: Trainer, step: int, changed: list[str]) -> None:
     # A loop over the layers says which layer it is in. Of each layer it keeps the input alone, as nothing is fused here
     # to save memory; the arithmetic is the same.
     loop = dataclasses.replace(model.execution, scan_layers=True, recompute="full", recompute_every=1, offload=())
-    looped = Model(model.config, model.precision, loop, frozen=config.frozen)
+    looped = Model(model.config, model.precision, loop, trained=config.trained, frozen=config.frozen)
     function = make_train_step(looped, _ShowsGradients(program.optimizer), config)
     (_, metrics), origins = find_origins(function, _copy(kept, shardings), batch, rate(step - 1))
     for line in describe(origins, model.num_layers, ok=bool(np.isfinite([loss, grad_norm]).all())):

@@ -31,7 +31,7 @@ class Reporter:
         console: Console,
         writer: MetricsWriter | None,
     ):
-        """first: steps done before; flops_per_token(sequence_length, causal=...), see DecoderConfig.
+        """first: steps done before; flops_per_token(sequence_length, causal=...), see Model.
 
         most_skipped: updates in a row, 0: any number. productive_seconds: of the steps done before; first_started: when
         the run was first started, seconds since 1970.

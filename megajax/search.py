@@ -3,25 +3,22 @@
 Memory and time are the estimates of a plan without a compiler, so the best few are worth planning or measuring.
 """
 
-import copy
 import dataclasses
 import functools
 import itertools
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from megajax.config import Config
 from megajax.devices import Device, utilisation
 from megajax.mesh import AXES, MeshConfig
+from megajax.models.execution import ExecutionConfig
 from megajax.models.model import Model
-from megajax.parallel.schedule import bubble, make_stages
+from megajax.parallel.schedule import Stages, bubble, make_stages
 from megajax.planning.memory import memory_per_device
 from megajax.planning.plan import USABLE_MEMORY
 from megajax.planning.step_time import GPUS_PER_HOST, step_times
 from megajax.training.reporting.console import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from megajax.config import Config
 
 MIN_CONTEXT_TOKENS = 2048  # of a sequence on a device; shorter parts are not worth splitting
 MICROBATCHES = (1, 2, 4, 8)
@@ -31,13 +28,13 @@ RECOMPUTE = ("none", "selective", "full")
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    config: "Config"
+    config: Config
     step_seconds: float
     bytes: int
     """Of a device."""
 
 
-def search(config: "Config", num_devices: int, device: Device) -> tuple[list[Candidate], int]:
+def search(config: Config, num_devices: int, device: Device) -> tuple[list[Candidate], int]:
     """-> (the best of each mesh that fits, fastest first; how many were tried).
 
     Of those that are equally fast to 1 %, which is less than an estimate knows, the plainest comes first.
@@ -45,9 +42,13 @@ def search(config: "Config", num_devices: int, device: Device) -> tuple[list[Can
     """
     if num_devices < 1:
         raise ValueError(f"--plan=search:{num_devices}: the number of GPUs must be at least 1")
-    model = functools.cache(
-        lambda stages: Model(config.model, config.precision, stages=stages, frozen=config.training.frozen)
-    )
+
+    @functools.cache
+    def model_of(stages: Stages | None, execution: ExecutionConfig) -> Model:
+        training = config.training
+        patterns = dict(trained=training.trained, frozen=training.frozen)
+        return Model(config.model, config.precision, execution, stages=stages, **patterns)
+
     found, tried = [], 0
     for candidate in _candidates(config, num_devices):
         try:
@@ -56,10 +57,7 @@ def search(config: "Config", num_devices: int, device: Device) -> tuple[list[Can
             continue
         tried += 1
         stages = make_stages(candidate.mesh, candidate.model.num_layers_in_all)
-        # What is computed again changes no parameter, and so not what is slow to find out about a model.
-        its_model = copy.copy(model(stages))
-        its_model.execution = candidate.execution
-        program = candidate.make_program(model=its_model)
+        program = candidate.make_program(model=model_of(stages, candidate.execution))
         memory, host = memory_per_device(program, candidate.training)
         if sum(memory.values()) <= USABLE_MEMORY * device.memory_bytes:
             times = step_times(program, candidate.training, device, host)
@@ -80,12 +78,12 @@ def _best_of_each_mesh(found: list[Candidate]) -> list[Candidate]:
     return list(best.values())
 
 
-def search_rows(config: "Config", num_devices: int, device: Device, most: int = 10) -> list[tuple[str, str]]:
+def search_rows(config: Config, num_devices: int, device: Device, most: int = 10) -> list[tuple[str, str]]:
     """(name, value) rows for Console.card."""
     found, tried = search(config, num_devices, device)
     rows = [("devices", f"{num_devices} x {device.name}"), ("tried", f"{tried} ways, {len(found)} meshes fit")]
     length = config.training.sequence_length
-    flops = config.model.flops_per_token(length, causal=False)
+    flops = config.make_model().flops_per_token(length, causal=False)
     for number, one in enumerate(found[:most], start=1):
         mesh, training = one.config.mesh, one.config.training
         rate = training.global_batch_size * length / one.step_seconds / num_devices
@@ -100,7 +98,7 @@ def search_rows(config: "Config", num_devices: int, device: Device, most: int = 
     return rows
 
 
-def _candidates(config: "Config", num_devices: int) -> Iterator["Config"]:
+def _candidates(config: Config, num_devices: int) -> Iterator[Config]:
     """All splits in powers of two and what is left of them. Meshes with an expert axis keep the one they have."""
     length, num_layers = config.training.sequence_length, config.model.num_layers_in_all
     longest = max(length // MIN_CONTEXT_TOKENS, 1)
@@ -128,7 +126,7 @@ def _candidates(config: "Config", num_devices: int) -> Iterator["Config"]:
                     )
 
 
-def _overrides(config: "Config") -> list[str]:
+def _overrides(config: Config) -> list[str]:
     """The fields that a search sets, as on the command line."""
     mesh, words = config.mesh, []
     for name in (*AXES, "virtual_stages"):

@@ -8,7 +8,7 @@ import configs
 import train
 from megajax.config import override
 from megajax.planning.plan import plan_device
-from megajax.planning.search import search
+from megajax.search import search
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,136 @@
+"""checkpoint.start_from: a new run begins with the weights of another, but for those that are to be new.
+
+What decides is the parameters, their names, shapes and layers: models that compute something else with the same ones (a
+longer context, another dropout) may follow each other, and the log says what differs.
+"""
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from megajax.checkpoint.checkpointer import Checkpointer
+from megajax.checkpoint.steps import find_step
+from megajax.config import Config, differences, holds_run
+from megajax.models.model import Model
+from megajax.parameters import matches, merge, name_of, select
+from megajax.sharding import with_shardings
+from megajax.training.program import Program
+
+logger = logging.getLogger("megajax")
+
+
+def pinned(config: Config) -> Config:
+    """The config with the step that start_from means, which stays the same as long as the run does; all processes call
+    it. Without start_from it is that of the run directory, if it has one.
+
+    Raises ValueError if there is no such step.
+    """
+    recorded = ""
+    if holds_run(config.run_dir):
+        recorded = Config.load(config.run_dir).checkpoint.start_from
+    given = config.checkpoint.start_from or recorded
+    if not given:
+        return config
+    checkpoint = dataclasses.replace(config.checkpoint, start_from=given)
+    source, step = checkpoint.source()
+    if step is None and recorded:
+        before, its_step = dataclasses.replace(checkpoint, start_from=recorded).source()
+        step = its_step if before == source else None
+    if step is None:
+        step = _newest_step(given, source)
+    pinned_to = source / "checkpoints" / str(step)
+    return dataclasses.replace(config, checkpoint=dataclasses.replace(checkpoint, start_from=str(pinned_to)))
+
+
+def _newest_step(given: str, source: Path) -> int:
+    """The first process looks, because the other run may be saving."""
+    step, problem = -1, ""
+    if jax.process_index() == 0:
+        try:
+            step = find_step(source)
+        except ValueError as error:
+            problem = str(error)
+    if jax.process_count() > 1:
+        step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
+    if step < 0:
+        raise ValueError(f"checkpoint.start_from={given}: {problem or 'the first process found no step there'}")
+    return step
+
+
+def check(config: Config) -> None:
+    """Raises ValueError if the weights of the other run are not those that this one needs; start_from is pinned."""
+    given = config.checkpoint.start_from
+    try:
+        source, step = config.checkpoint.source()
+        find_step(source, step)
+        theirs, ours = _its_model(config), config.make_model()
+    except ValueError as error:
+        raise ValueError(f"checkpoint.start_from={given}: {error}") from None
+    names = _shapes(ours).keys() | _shapes(theirs).keys()
+    for pattern in config.checkpoint.start_fresh:
+        if not any(matches(name, [pattern]) for name in names):
+            raise ValueError(
+                f"checkpoint.start_fresh: {pattern!r} matches no parameter; they are called like {min(names)}"
+            )
+    if problems := _problems(ours, theirs, config.checkpoint.start_fresh):
+        more = f" and {len(problems) - 4} more" if len(problems) > 4 else ""
+        raise ValueError(
+            f"checkpoint.start_from={given} has the weights of another model ({'; '.join(problems[:4])}{more}); "
+            "describe the model as it is there, or name what is to be drawn or left out with --checkpoint.start_fresh"
+        )
+
+
+def weights(config: Config, program: Program) -> dict:
+    """Those to begin with, laid out on the mesh of the program."""
+    source, step = config.checkpoint.source()
+    patterns, model = config.checkpoint.start_fresh, program.model
+    logger.info("starting from the weights of %s, step %d", source, step)
+    changed = differences(Config.load(source, step).model, config.model, "model.")
+    if changed:
+        logger.info("the model is not described as it is there: %s", "; ".join(changed))
+    theirs, ours = _its_model(config), _shapes(model)
+    drawn = sorted(name for name in ours if matches(name, patterns))
+    if drawn:
+        logger.info("drawn, not taken from there: %s", ", ".join(drawn))
+    if left_out := sorted(name for name in _shapes(theirs) if name not in ours):
+        logger.info("left out: %s", ", ".join(left_out))
+    target = with_shardings(theirs.abstract_weights, theirs.shardings(program.mesh))
+    with Checkpointer(source, None) as checkpointer:
+        found = checkpointer.restore_params(step, target, theirs.layer_rows)
+    taken = select(found, lambda name: name in ours and name not in drawn)
+    return merge(taken, model.init(config.training.seed, program.mesh, only=drawn)) if drawn else taken
+
+
+def _its_model(config: Config) -> Model:
+    """The model of the other run, laid out in the pipeline of this one."""
+    before = Config.load(*config.checkpoint.source())
+    training = dataclasses.replace(before.training, frozen=(), trained=())
+    return dataclasses.replace(before, mesh=config.mesh, precision=config.precision, training=training).make_model()
+
+
+def _problems(ours: Model, theirs: Model, fresh: tuple[str, ...]) -> list[str]:
+    """What keeps the parameters that are not fresh from being the same."""
+    wanted = {name: shape for name, shape in _shapes(ours).items() if not matches(name, fresh)}
+    there = {name: shape for name, shape in _shapes(theirs).items() if not matches(name, fresh)}
+    problems = [f"{name} is not there" for name in wanted if name not in there]
+    problems += [f"{name} is there only" for name in there if name not in wanted]
+    problems += [
+        f"{name} is {list(there[name])} there and {list(wanted[name])} here"
+        for name in wanted
+        if name in there and there[name] != wanted[name]
+    ]
+    for place, rows in ours.layer_rows.items():
+        is_taken = any(name.startswith(f"{place}.") for name in wanted)
+        other = theirs.layer_rows.get(place)
+        if is_taken and other is not None and rows.shape == other.shape and not np.array_equal(rows, other):
+            problems.append(f"{place} has layers {other.ravel().tolist()} there and {rows.ravel().tolist()} here")
+    return problems
+
+
+def _shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    """Of each weight, by its name."""
+    return {name_of(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(model.abstract_weights)}

@@ -1,0 +1,129 @@
+"""A plan counts what the records of the parameters say: experts, frozen weights, and what a mesh does not divide."""
+
+import dataclasses
+import functools
+from typing import Literal
+
+import pytest
+from flax import nnx
+
+from megajax.config import Config
+from megajax.layers.layer import Activation, Flops
+from megajax.layers.linear import Linear
+from megajax.mesh import MeshConfig
+from megajax.models.decoder import Decoder, DecoderConfig
+from megajax.models.model import Model
+from megajax.optim.config import OptimizerConfig
+from megajax.planning.memory import memory_per_device
+from megajax.planning.plan import plan_device
+from megajax.planning.step_time import step_times
+from megajax.training.config import TrainingConfig
+
+NUM_EXPERTS, D, F, NUM_LAYERS, VOCAB = 4, 64, 256, 2, 128
+EXPERTS = NUM_LAYERS * NUM_EXPERTS * D * F
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsConfig:
+    """Holds experts, and counts two of them a token; it is planned only."""
+
+    embed_dim: int = D
+    saved = None
+    kind = "experts"
+    modules = {}
+
+    def build(self, rngs):
+        return Experts(rngs)
+
+    def check(self, mesh, sequence_length):
+        pass
+
+    def flops(self, sequence_length):
+        return Flops(2 * 2 * D * F)
+
+    def activations(self, sequence_length):
+        return {"input": Activation(D)}
+
+    def sent(self, mesh, itemsize):
+        return {"expert": 4 * D * itemsize}
+
+
+class Experts(nnx.Module):
+    def __init__(self, rngs):
+        self.up = Linear((NUM_EXPERTS, D), (F,), ("experts", "embed", "mlp"), 0.02, rngs=rngs)
+
+
+@dataclasses.dataclass(frozen=True)
+class MixtureConfig(DecoderConfig):
+    kind: Literal["planned_mixture"] = "planned_mixture"
+
+    def build(self, rngs, dtype, execution, stages):
+        return Decoder(self, dtype, execution, stages, rngs=rngs)
+
+    def stacks(self, execution):
+        return {"layers": (ExpertsConfig(),) * self.num_layers}
+
+
+MIXTURE = MixtureConfig(
+    num_layers=NUM_LAYERS, embed_dim=D, vocab_size=VOCAB, position="none", bias=False, norm="rmsnorm",
+    tied_embeddings=False,
+)  # fmt: skip
+
+
+@functools.cache
+def planned(frozen=(), **mesh) -> tuple:
+    """-> (program, training)."""
+    training = TrainingConfig(global_batch_size=8, sequence_length=32, frozen=frozen)
+    program = Config(model=MIXTURE, mesh=MeshConfig(**mesh), training=training).make_program()
+    return program, training
+
+
+def times_of(**mesh):
+    program, training = planned(**mesh)
+    return step_times(program, training, plan_device("h100"), {})
+
+
+def test_experts_are_split_over_their_axis():
+    weights = {mesh: memory_per_device(*planned(**dict(mesh)))[0]["weights"] for mesh in ((), (("expert", 4),))}
+    assert weights[()] - weights[(("expert", 4),)] == 4 * EXPERTS * 3 // 4
+    whole, split = times_of().update, times_of(expert=4).update
+    others = 28 * (2 * VOCAB * D + D) / plan_device("h100").memory_bandwidth
+    assert split - others == pytest.approx((whole - others) / 4, rel=1e-4)  # and a count of steps
+
+
+def test_gradients_of_experts_do_not_travel_over_their_axis():
+    def sent(axis, **mesh):
+        return sum(traffic.bytes for traffic in times_of(**mesh).traffic if traffic.axis == axis)
+
+    head = VOCAB * D + D  # and the last norm; the embedding is looked up
+    over = (4 - 1) / 4
+    tokens = 8 / 4 * 32
+    assert sent("data", data=4) == pytest.approx(2 * over * 4 * (EXPERTS + head))
+    assert sent("expert", expert=4) == pytest.approx(2 * over * 4 * head + over * tokens * NUM_LAYERS * 4 * D * 2)
+    # Gathered in two bytes for both passes, and their gradients scattered in four.
+    assert sent("fsdp", fsdp=4) == pytest.approx(over * (2 * 2 + 4) * (EXPERTS + head - D))
+
+
+def test_frozen_matrices_have_no_gradient_to_compute():
+    trained, frozen = (planned(frozen=patterns)[0].model.training_flops(32).matmuls for patterns in ((), ("layers.*",)))
+    forward = MIXTURE.forward_flops(32).matmuls
+    assert trained == 3 * forward
+    share = VOCAB * D / (VOCAB * D + EXPERTS)
+    assert frozen == pytest.approx((2 + share) * forward)
+
+
+def test_a_mesh_that_does_not_divide_a_parameter_is_refused():
+    config = Config(model=dataclasses.replace(MIXTURE, num_layers=1), mesh=MeshConfig(expert=8))
+    with pytest.raises(ValueError, match=r"mesh.expert\(8\) does not divide 4, the size of layers.experts.up along"):
+        config.make_program()
+
+
+def test_state_of_the_optimizer_is_read_and_written_as_it_is():
+    seconds = {}
+    for name in ("adamw", "lion"):
+        config = Config(model=MIXTURE, optimizer=OptimizerConfig(name=name))
+        training = TrainingConfig(global_batch_size=8, sequence_length=32)
+        seconds[name] = step_times(config.make_program(), training, plan_device("h100"), {}).update
+    a_parameter = Model(MIXTURE).num_parameters() / plan_device("h100").memory_bandwidth
+    found = {name: round(value / a_parameter) for name, value in seconds.items()}
+    assert found == {"adamw": 28, "lion": 20}
