@@ -164,7 +164,7 @@ class LocalSnapshots:
         if not on_all_processes(found is not None):
             return problem or "another process says why"
         trees, meta = found
-        saved = meta.pop("digests")
+        saved = meta.pop("digests", {})
         wrong = [f"{name}{path}" for name in trees for path in differing(saved.get(name, {}), trees[name])]
         if not on_all_processes(not wrong):
             return f"{', '.join(wrong[:4])} {'is' if len(wrong) == 1 else 'are'} not what was saved"
@@ -177,6 +177,8 @@ class LocalSnapshots:
             raise ValueError(f"{folder} does not exist")
         index = json.loads((folder / "index.json").read_text())
         meta = unsealed(index["meta"], folder)
+        if meta.get("step", step) != step:
+            raise ValueError(f"{folder} is of step {meta['step']}")
         saved = {place: rows.tolist() for place, rows in saved_rows(meta, layer_rows).items()}
         if saved != {place: rows.tolist() for place, rows in layer_rows.items()}:
             raise ValueError("it was saved with another layout of the pipeline")
