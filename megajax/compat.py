@@ -94,12 +94,13 @@ def row_major(x: jax.Array) -> jax.Array:
 def counter_bits(key: jax.Array, high: jax.Array, low: jax.Array) -> jax.Array:
     """uint32 random bits, one for each pair of uint32 counters: a pure function of (key, high, low).
 
-    Threefry-2x32 (Salmon et al. 2011) applied to the counters themselves; `high` and `low` broadcast together.
+    Threefry-2x32 (Salmon et al. 2011) applied to the counters themselves; `high` and `low` broadcast together. Element
+    by element, so that XLA can partition it.
     """
-    high, low = jnp.broadcast_arrays(high.astype(jnp.uint32), low.astype(jnp.uint32))
-    counts = jnp.stack([high.ravel(), low.ravel()]).ravel()
-    bits = jax.extend.random.threefry_2x32(jax.random.key_data(key).astype(jnp.uint32), counts)
-    return bits[: high.size].reshape(high.shape)
+    words = jax.random.key_data(key).astype(jnp.uint32)
+    operands = jnp.broadcast_arrays(words[0], words[1], high.astype(jnp.uint32), low.astype(jnp.uint32))
+    varying = frozenset().union(*(varying_axes(operand) for operand in operands))
+    return jax.extend.random.threefry2x32_p.bind(*vary(operands, tuple(varying)))[0]
 
 
 # ----------------------------------------------------------------------------- cuDNN attention, private calls

@@ -58,7 +58,7 @@ def load_data(config: Config) -> Datasets:
     does not know."""
     training = config.training
     schedule = training.schedule(config.mesh)
-    evaluated = training.eval_steps * training.eval_batch_size(config.mesh) if training.eval_every_steps else 0
+    evaluated = training.eval_steps * training.global_batch_size if training.eval_every_steps else 0
     datasets = build_datasets(
         config.data,
         sequence_length=training.sequence_length,

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import Activation, Flops, check_divisible
 from megajax.layers.linear import Linear, side_by_side
 from megajax.layers.norm import Norm, NormConfig
@@ -123,7 +124,7 @@ class Attention(nnx.Module):
             self.query_norm = Norm(config.qk_norm, H, rngs=rngs)
             self.key_norm = Norm(config.qk_norm, H, rngs=rngs)
 
-    def __call__(self, x_BTD: jax.Array, inputs: dict, cache=None, dropout_key: jax.Array | None = None):
+    def __call__(self, x_BTD: jax.Array, inputs: dict, cache=None, dropout_key: DropoutKey | None = None):
         """-> (out, cache).
 
         inputs: `cos`, `sin` (if rotary), `segment_ids` int32 [B, T] (optional).

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import LayerConfig, Terms
 from megajax.parallel.schedule import Stages
 from megajax.parameters import LAYER_AXES, Structure, is_variable
@@ -28,7 +29,7 @@ class Stack(nnx.Module):
         for kind in dict.fromkeys(config.kind for config in self.configs):
             setattr(self, kind, _build_stacked(self.configs, key, rows_of_kind(self.configs, kind, stages)))
 
-    def __call__(self, x, inputs: dict, caches: Sequence | None = None, key: jax.Array | None = None):
+    def __call__(self, x, inputs: dict, caches: Sequence | None = None, key: DropoutKey | None = None):
         """Runs all layers -> (x, caches, their Terms as `total` gives them).
 
         caches: one a layer, or None (training). key: for dropout, folded with the layer's number; None: no dropout.
@@ -275,8 +276,8 @@ def run_stage(configs: Sequence[LayerConfig], weights: Sequence[dict], x, inputs
     return x, total(found)
 
 
-def fold(key: jax.Array | None, number) -> jax.Array | None:
-    return None if key is None else jax.random.fold_in(key, number)
+def fold(key: DropoutKey | None, number) -> DropoutKey | None:
+    return None if key is None else key.fold(number)
 
 
 def add_by_name(left: dict, right: dict) -> dict:

@@ -1,18 +1,38 @@
-"""Dropout (Srivastava et al. 2014) whose mask depends on the key and the global shape only, never on the layout."""
+"""Dropout (Srivastava et al. 2014): what is dropped depends on key, sample and place, not on layout or microbatches."""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from megajax import compat
 
-def dropout(x: jax.Array, rate: float, key: jax.Array | None, order_T: np.ndarray | None = None) -> jax.Array:
+
+class DropoutKey(NamedTuple):
+    """Of the rows of a batch, which are consecutive samples of a step."""
+
+    key: jax.Array
+    """Of the step; folded, of a layer."""
+    first_sample: jax.Array
+    """int32: number within the step of the sample in row 0."""
+
+    def fold(self, number) -> "DropoutKey":
+        return self._replace(key=jax.random.fold_in(self.key, number))
+
+    def split(self, count: int) -> list["DropoutKey"]:
+        return [self._replace(key=key) for key in jax.random.split(self.key, count)]
+
+
+def dropout(x_BTD: jax.Array, rate: float, key: DropoutKey | None, order_T: np.ndarray) -> jax.Array:
     """Zeroes entries with probability `rate` and scales the others by 1 / (1 - rate); no key or rate 0: x itself.
 
-    order: place in the sequence of each index of dim 1, where it is not 0, 1, 2, ... (parallel/context.py).
+    order: place in the sequence of each index of dim 1 (parallel/context.py).
     """
     if key is None or rate == 0.0:
-        return x
-    keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
-    if order_T is not None and not np.array_equal(order_T, np.arange(len(order_T))):
-        keep = keep[:, order_T]
-    return jnp.where(keep, x / (1.0 - rate), 0.0).astype(x.dtype)
+        return x_BTD
+    batch, _, width = x_BTD.shape
+    samples_B = key.first_sample + jnp.arange(batch, dtype=jnp.int32)
+    places_TD = jnp.asarray(order_T, jnp.uint32)[:, None] * np.uint32(width) + jnp.arange(width, dtype=jnp.uint32)
+    keep = compat.counter_bits(key.key, samples_B[:, None, None], places_TD) >= np.uint32(rate * 2**32)
+    return jnp.where(keep, x_BTD / (1.0 - rate), 0.0).astype(x_BTD.dtype)

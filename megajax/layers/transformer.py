@@ -9,7 +9,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.layers.attention import Attention, AttentionConfig
-from megajax.layers.dropout import dropout
+from megajax.layers.dropout import DropoutKey, dropout
 from megajax.layers.kv_cache import EmptyCache
 from megajax.layers.layer import Activation, Flops, Saved, Terms
 from megajax.layers.mlp import Mlp, MlpConfig
@@ -104,8 +104,8 @@ class TransformerLayer(nnx.Module):
         self.mlp_norm = Norm(config.norm, config.embed_dim, rngs=rngs)
         self.mlp = Mlp(config.mlp, rngs=rngs)
 
-    def __call__(self, x_BTD: jax.Array, inputs: dict, cache, key: jax.Array | None):
-        keys = [None] * 3 if key is None else jax.random.split(key, 3)
+    def __call__(self, x_BTD: jax.Array, inputs: dict, cache, key: DropoutKey | None):
+        keys = [None] * 3 if key is None else key.split(3)
         x_BTD, y_BTD = self._residual(self.attention_norm, "residual", x_BTD, None)
         y_BTD, cache = self.attention(y_BTD, inputs, cache, keys[0])
         x_BTD, y_BTD = self._residual(self.mlp_norm, "residual_mid", x_BTD, self._drop(y_BTD, keys[1]))
@@ -119,8 +119,7 @@ class TransformerLayer(nnx.Module):
         x_BTD, y_BTD = norm.residual(x_BTD, y_BTD)
         return x_BTD, checkpoint_name(constrain(y_BTD, "batch", "time", None), "normed")
 
-    def _drop(self, y_BTD: jax.Array, key: jax.Array | None) -> jax.Array:
+    def _drop(self, y_BTD: jax.Array, key: DropoutKey | None) -> jax.Array:
         # The barrier keeps XLA from adding x in place inside the matmul that makes y: x, needed again, would be copied.
         y_BTD = jax.lax.optimization_barrier(constrain(y_BTD, "batch", "sequence", None))
-        order = None if key is None else current_order(y_BTD.shape[1], self.context)
-        return dropout(y_BTD, self.dropout, key, order)
+        return dropout(y_BTD, self.dropout, key, current_order(y_BTD.shape[1], self.context))

@@ -13,7 +13,7 @@ from flax import nnx
 
 from megajax.layers.attention import AttentionConfig
 from megajax.layers.block import Stack
-from megajax.layers.dropout import dropout
+from megajax.layers.dropout import DropoutKey, dropout
 from megajax.layers.layer import Flops
 from megajax.layers.linear import Linear
 from megajax.layers.mlp import MlpConfig
@@ -235,13 +235,13 @@ class Decoder(OneStack):
         if not config.tied_embeddings:
             self.head = Linear((D,), (V,), ("embed", "vocab"), config.init_std, rngs=rngs, role="head")
 
-    def embed(self, batch: dict, key: jax.Array | None) -> jax.Array:
+    def embed(self, batch: dict, key: DropoutKey | None) -> jax.Array:
         """tokens, positions int32 [B, T] -> [B, T, D] in the compute dtype."""
         x_BTD = embed(self.embedding[...], batch["tokens"], self.dtype)
         if self.config.position == "learned":
             x_BTD += embed(self.position_embedding[...], batch["positions"], self.dtype)
-        order = None if key is None else current_order(x_BTD.shape[1], self.context)
-        return constrain(dropout(x_BTD, self.config.dropout, key, order), "batch", "sequence", None)
+        x_BTD = dropout(x_BTD, self.config.dropout, key, current_order(x_BTD.shape[1], self.context))
+        return constrain(x_BTD, "batch", "sequence", None)
 
     def block_inputs(self, batch: dict) -> dict:
         """What every layer reads beside x."""
@@ -257,6 +257,7 @@ class Decoder(OneStack):
             self._head(),
             batch["labels"],
             batch["loss_weights"],
+            vocab_size=self.config.vocab_size,
             z_loss=options.z_loss,
             label_smoothing=options.label_smoothing,
         )

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from megajax.layers.block import add_by_name, add_totals
+from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import Flops, LayerConfig, Terms
 from megajax.mesh import MeshConfig
 from megajax.models.execution import ExecutionConfig
@@ -160,7 +161,7 @@ class AnyModule(Protocol):
     Training is one call, `terms`. Generating is `prefill`, then `extend` for each new token, each with `logits`.
     """
 
-    def terms(self, batch: dict, key: jax.Array | None, options: LossOptions) -> LossTerms:
+    def terms(self, batch: dict, key: DropoutKey | None, options: LossOptions) -> LossTerms:
         """batch: arrays [B, ...] as `batch` names them, with loss_weights float32 [B, T], what each token counts,
         instead of loss_mask. key: for dropout; None: no dropout."""
 
@@ -182,7 +183,7 @@ class OneStack(nnx.Module):
     -> LossTerms` and `logits`. `block_inputs` reads no weights: in a pipeline each stage computes them for itself.
     """
 
-    def terms(self, batch: dict, key: jax.Array | None, options: LossOptions) -> LossTerms:
+    def terms(self, batch: dict, key: DropoutKey | None, options: LossOptions) -> LossTerms:
         embed_key, layers_key = split_key(key)
         x = self.embed(batch, embed_key)
         x, _, terms = self.layers(x, self.block_inputs(batch), key=layers_key)
@@ -198,6 +199,6 @@ class OneStack(nnx.Module):
         return x_BTD, {"layers": layers}
 
 
-def split_key(key: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
+def split_key(key: DropoutKey | None) -> tuple[DropoutKey | None, DropoutKey | None]:
     """-> (key of the embedding, key of the layers)."""
-    return (None, None) if key is None else tuple(jax.random.split(key))
+    return (None, None) if key is None else tuple(key.split(2))

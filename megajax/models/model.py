@@ -17,6 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from megajax.layers.block import rows_of_kind
+from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import Flops
 from megajax.models.execution import ExecutionConfig
 from megajax.models.interface import NO_REGULARISERS, LossOptions, LossTerms, ModelConfig
@@ -228,15 +229,24 @@ class Model:
         return nnx.merge(self._graphdef, self._structure.to_state(weights))
 
     def loss(
-        self, weights: dict, batch: dict, *, key: jax.Array | None = None, options: LossOptions = NO_REGULARISERS
+        self,
+        weights: dict,
+        batch: dict,
+        *,
+        key: jax.Array | None = None,
+        first_sample: int | jax.Array = 0,
+        options: LossOptions = NO_REGULARISERS,
     ) -> LossTerms:
         """The loss of a batch and what belongs to it; `loss(...).total()` is what is differentiated.
 
         batch: as config.batch names its arrays, each [B, ...], but loss_weights float32 [B, T], what each token counts,
-        in place of loss_mask. key: for dropout; None: no dropout. Works without a mesh, on one device; several calls
-        are worth a jax.jit.
+        in place of loss_mask. key: for dropout; None: no dropout. first_sample: number of the first row in
+        its step, because the dropout of a sample does not depend on how a step is cut into batches.
+
+        Works without a mesh, on one device; several calls are worth a jax.jit.
         """
-        return self.module(weights).terms(batch, key, options)
+        dropout = None if key is None else DropoutKey(key, jnp.int32(first_sample))
+        return self.module(weights).terms(batch, dropout, options)
 
     def updated(self, variables: dict, observed: dict) -> dict:
         """The variables after a step, from what was observed in it (parameters.py)."""

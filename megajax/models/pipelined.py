@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from megajax.layers.block import fold, run_stage
+from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import Terms
 from megajax.models.interface import NO_REGULARISERS, LossOptions, LossTerms, split_key
 from megajax.models.model import Model, Weights
@@ -23,7 +24,7 @@ def loss_and_gradients(
     """-> (the terms of the step, float32 gradients of what is trained, what was observed for the variables).
 
     weights: as model.stages lays them out. batch: arrays [M, B, ...] as Model.loss takes them, M microbatches. key: of
-    the step, folded with the number of the microbatch.
+    the step, for dropout.
     """
     terms, (d_layers, d_shared) = _run(model, weights, batch, key, options, train=True)
     names = dict.fromkeys((*weights.params, *weights.variables))
@@ -43,7 +44,7 @@ def _run(model: Model, weights: Weights, batch: dict, key: jax.Array | None, opt
     table = make_table(stages.schedule, stages.num_ranks, num_microbatches, stages.num_chunks, backward=train)
     records = model.split(model.records)
     of_loss, of_layers, gradients = pipeline.loss_and_gradients(
-        _parts(model, options, num_microbatches),
+        _parts(model, options, *jax.tree.leaves(batch)[0].shape[:2]),
         _programs(model),
         table,
         _placed(model, merge(weights.params, weights.variables), merge(records.params, records.variables)),
@@ -66,7 +67,7 @@ def _placed(model: Model, weights: dict, records: dict) -> pipeline.Placed:
     return pipeline.Placed(layers, shared, specs)
 
 
-def _parts(model: Model, options: LossOptions, num_microbatches: int) -> pipeline.Parts:
+def _parts(model: Model, options: LossOptions, num_microbatches: int, microbatch: int) -> pipeline.Parts:
     no_layers = {STACK: model.abstract_weights[STACK]}  # embedding and loss do not read them
     module = lambda trained, held: model.module(merge(trained, held, no_layers))
     any_module = model.module(model.abstract_weights)
@@ -81,6 +82,7 @@ def _parts(model: Model, options: LossOptions, num_microbatches: int) -> pipelin
 
     return pipeline.Parts(
         embed=lambda trained, held, batch, key: module(trained, held).embed(batch, split_key(key)[0]),
+        key_of=lambda key, number: DropoutKey(key, number * microbatch),
         inputs=lambda batch, key: (any_module.block_inputs(batch), split_key(key)[1]),
         layer_inputs=lambda inputs, number: (inputs[0], fold(inputs[1], number)),
         stage=lambda configs, trained, held, x, inputs: run_stage(configs, list(map(merge, trained, held)), x, inputs),

@@ -63,7 +63,7 @@ def attention(
     soft_cap: float | None = None,
     segments: tuple[jax.Array, jax.Array] | None = None,
     indices: tuple[jax.Array, jax.Array] | None = None,
-    dropout: tuple[float, jax.Array] | None = None,
+    dropout: tuple[float, tuple[jax.Array, jax.Array]] | None = None,
     over_heads: bool = False,
     backend: Backend = "auto",
     deterministic: bool = False,
@@ -73,7 +73,8 @@ def attention(
     soft_cap: scores become soft_cap * tanh(scores / soft_cap) (Gemma 2).
     segments: int32 ([B, T], [B, S]); a query sees keys of its own segment only (packed documents).
     indices: int32 ([B, T], [B, S]), place of queries and keys in the sequence, where it is not 0, 1, 2, ... (a cache).
-    dropout: (rate, key); which probabilities are dropped depends on the key and the global place, not on the layout.
+    dropout: (rate, (key, number of the sample in row 0)); which probabilities are dropped depends on the key, the
+        sample and the place, not on the layout.
     over_heads: `context` splits q, k and v along the sequence in its order, and the heads of each device over it.
     backend: the one to use where it can be used; auto: the fastest that was measured.
     deterministic: the gradients have the same bits each time, also on a GPU (not with cuDNN).
@@ -82,7 +83,7 @@ def attention(
     order = backend_order(backend, q_BTNH, k_BSKH, mask, packed=segments is not None)
     chosen = choose_backend(q_BTNH, order, soft_cap, rate, indices, deterministic)
     options = _Options(mask, scale, soft_cap, rate, chosen, deterministic, over_heads)
-    arrays = (segments, indices, jax.random.key_data(key) if key is not None else None)
+    arrays = (segments, indices, None if key is None else (jax.random.key_data(key[0]), key[1]))
     return _attention(q_BTNH, k_BSKH, v_BSKH, arrays, options)
 
 
@@ -292,15 +293,17 @@ def _part_index(axes):
 def dropout_mask(key, rate, q_BTNH, indices, head_axes=HEAD_AXES):
     """float32 [B, N, T, S]: 0 or 1 / (1 - rate), from the global place of each probability of this device.
 
-    indices: int32 ([1 or B, T], [1 or B, S]). head_axes: mesh axes that split the heads.
+    key: (data of a key, number of the first sample of all devices). indices: int32 ([1 or B, T], [1 or B, S]).
+    head_axes: mesh axes that split the heads.
     """
     batch, _, heads = q_BTNH.shape[:3]
-    row_B = jnp.arange(batch) + _part_index(BATCH_AXES) * batch
+    key_data, first_sample = key
+    sample_B = first_sample + jnp.arange(batch) + _part_index(BATCH_AXES) * batch
     head_N = jnp.arange(heads) + _part_index(head_axes) * heads
     q_index_BT, k_index_BS = indices
-    high = (row_B[:, None] * 65536 + head_N[None])[:, :, None, None]
+    high = (sample_B[:, None] * 65536 + head_N[None])[:, :, None, None]
     low = (q_index_BT[:, :, None] * 65536 + k_index_BS[:, None, :])[:, None]
-    bits = compat.counter_bits(jax.random.wrap_key_data(key), high, low)
+    bits = compat.counter_bits(jax.random.wrap_key_data(key_data), high, low)
     keep = bits >= jnp.uint32(rate * 2**32)
     return jnp.where(keep, 1.0 / (1.0 - rate), 0.0)
 

@@ -38,17 +38,21 @@ def cross_entropy(
     labels_BT: jax.Array,
     weights_BT: jax.Array,
     *,
+    vocab_size: int,
     z_loss: float,
     label_smoothing: float,
     max_chunk_bytes: int = MAX_CHUNK_BYTES,
 ) -> jax.Array:
     """Sum over all tokens of weight * loss, a float32 scalar; head is cast to x's dtype, logits are float32.
 
+    vocab_size: tokens that there are; the columns of the head from there on are padding, which has no probability and
+    no gradient. V below is this number.
+
     The loss of a token is -log p[label], plus z_loss * logsumexp^2 (Chowdhery et al. 2022, section 5); with label
     smoothing s (Megatron's definition), with r = s * V / (V - 1): (1 - r) * -log p[label] - r * mean(log p).
     A token of weight 0 may have any label. Gradients flow to x and head only.
     """
-    options = (float(z_loss), float(label_smoothing), max_chunk_bytes)
+    options = (vocab_size, float(z_loss), float(label_smoothing), max_chunk_bytes)
     return _cross_entropy(x_BTD, head_DV, labels_BT, weights_BT, options)
 
 
@@ -131,18 +135,21 @@ def _chunks(x_BTD, head_DV, labels_BT, weights_BT, options, with_gradients):
 
 
 def _chunk(x_CD, labels_C, weights_C, *, head_DV, options, with_gradients):
-    z_loss, label_smoothing = options
+    vocab, z_loss, label_smoothing = options
     dot = functools.partial(jnp.einsum, precision=dot_precision(x_CD.dtype), preferred_element_type=jnp.float32)
     logits_CV = dot("cd,dv->cv", x_CD, head_DV)
-    vocab = head_DV.shape[1] * lax.axis_size(VOCAB_AXES)
-    labels_C = labels_C - lax.axis_index(VOCAB_AXES) * head_DV.shape[1]
-    is_label_CV = labels_C[:, None] == jnp.arange(head_DV.shape[1])
+    token_V = lax.axis_index(VOCAB_AXES) * head_DV.shape[1] + jnp.arange(head_DV.shape[1])
+    is_label_CV = labels_C[:, None] == token_V
+    is_padded = head_DV.shape[1] * lax.axis_size(VOCAB_AXES) > vocab
 
-    top_C = lax.pmax(lax.stop_gradient(jnp.max(logits_CV, -1)), VOCAB_AXES)
-    exp_CV = jnp.exp(logits_CV - top_C[:, None])
+    def of_tokens(array_CV, otherwise):
+        return jnp.where(token_V < vocab, array_CV, otherwise) if is_padded else array_CV
+
+    top_C = lax.pmax(lax.stop_gradient(jnp.max(of_tokens(logits_CV, -jnp.inf), -1)), VOCAB_AXES)
+    exp_CV = of_tokens(jnp.exp(logits_CV - top_C[:, None]), 0.0)
     # log p of the label and, for smoothing, the mean of all log p: both linear in the logits, so one reduction.
     smoothing = label_smoothing * vocab / (vocab - 1)
-    target_CV = jnp.where(is_label_CV, 1.0 - smoothing, 0.0) + smoothing / vocab
+    target_CV = of_tokens(jnp.where(is_label_CV, 1.0 - smoothing, 0.0) + smoothing / vocab, 0.0)
     sums = jnp.sum(exp_CV, -1), jnp.sum(logits_CV * target_CV, -1)
     total_C, expected_C = lax.psum(sums, VOCAB_AXES)
     lse_C = top_C + jnp.log(total_C)

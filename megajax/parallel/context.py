@@ -63,7 +63,7 @@ def attention(
     soft_cap: float | None = None,
     segments: tuple[jax.Array, jax.Array] | None = None,
     indices: tuple[jax.Array, jax.Array] | None = None,
-    dropout: tuple[float, jax.Array] | None = None,
+    dropout: tuple[float, tuple[jax.Array, jax.Array]] | None = None,
     backend: local.Backend = "auto",
     deterministic: bool = False,
 ) -> jax.Array:
@@ -89,7 +89,8 @@ def attention(
     order = local.backend_order(backend, q_BTNH, k_BSKH, mask, packed=segments is not None)
     chosen = local.choose_backend(q_BTNH, order, soft_cap, rate, None, deterministic)
     options = _Options(method, mask.window, scale, soft_cap, rate, chosen, deterministic)
-    arrays = (None if segments is None else segments[0], jax.random.key_data(key) if key is not None else None)
+    key = None if key is None else (jax.random.key_data(key[0]), key[1])
+    arrays = (None if segments is None else segments[0], key)
     return _attention(q_BTNH, k_BSKH, v_BSKH, arrays, options)
 
 

@@ -37,6 +37,8 @@ class Parts:
 
     embed: Callable[[Any, Any, dict, Any], jax.Array]
     """(shared trained, shared held, batch, key) -> x."""
+    key_of: Callable[[Any, jax.Array], Any]
+    """(key of the step, number of a microbatch) -> its key."""
     inputs: Callable[[dict, Any], Any]
     """(batch, key) -> what every layer reads beside x and its weights."""
     stage: Callable[[Any, tuple, tuple, jax.Array, Any], tuple[jax.Array, Any]]
@@ -185,7 +187,7 @@ class _Body:
     def _microbatch(self, number):
         """-> (its arrays, its key)."""
         arrays = tree_map(lambda a: lax.dynamic_index_in_dim(a, number, 0, False), self.batch)
-        return arrays, None if self.key is None else jax.random.fold_in(self.key, number)
+        return arrays, None if self.key is None else self.parts.key_of(self.key, number)
 
     def _embed(self, number):
         return self.parts.embed(self.shared, self.held_shared, *self._microbatch(number))

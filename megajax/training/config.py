@@ -27,7 +27,7 @@ class TrainingConfig:
     eval_every_steps: int = 0
     """Steps between two evaluations; 0: none."""
     eval_steps: int = 10
-    """Batches of one evaluation."""
+    """Batches of one evaluation, of global_batch_size sequences each."""
     loss_mean: LossMean = "token"
     """token: mean over all tokens of the global batch; microbatch: mean of the means of the microbatches (Megatron)."""
     batch_size_rampup: tuple[int, int, int] | None = None
@@ -92,9 +92,6 @@ class TrainingConfig:
     def schedule(self, mesh: MeshConfig) -> BatchSchedule:
         microbatch = self.microbatch_size and self.microbatch_size * mesh.batch_shards
         return BatchSchedule(self.global_batch_size, microbatch, self.batch_size_rampup)
-
-    def eval_batch_size(self, mesh: MeshConfig) -> int:
-        return self.schedule(mesh)(self.steps).microbatch
 
 
 @dataclasses.dataclass(frozen=True)

@@ -232,13 +232,14 @@ class Trainer:
         config, dataset = self.config, self.datasets.eval
         if not config.eval_every_steps or dataset is None:
             return None
-        size, eval_step = config.eval_batch_size(self.program.mesh_config), jax.jit(make_eval_step(self.program.model))
-        # Through a pipeline all of them go at once, as microbatches.
-        at_once = 1 if self.program.model.stages is None else config.eval_steps
+        eval_step = jax.jit(make_eval_step(self.program.model))
+        last = schedule(config.steps)
+        # One microbatch after the other; through a pipeline a whole batch, as in training.
+        at_once = last.microbatch if self.program.model.stages is None else last.size
 
         def evaluate(weights) -> dict[str, float]:
-            schedule = BatchSchedule(size * at_once, size, None)
-            batches = self._batches(dataset, schedule, 0, config.eval_steps // at_once)
+            schedule = BatchSchedule(at_once, last.microbatch, None)
+            batches = self._batches(dataset, schedule, 0, config.eval_steps * last.size // at_once)
             sums = [eval_step(weights, batch) for batch in batches]
             loss, tokens = np.sum(np.array(jax.device_get(sums), np.float64), 0)
             result = {"eval_loss": loss / tokens}

@@ -31,14 +31,17 @@ def make_train_step(model: Model, optimizer: Optimizer, training: TrainingConfig
 
     batch: each array [microbatches, batch, ...]. metrics: loss, grad_norm, the auxiliary terms of the loss and the
     model's metrics, float32; int32 skipped, total_skipped. The loss is the main term plus the mean of the auxiliary
-    terms over microbatches. The dropout of a token depends on (seed, step, microbatch, layer, place) only.
+    terms over microbatches. The dropout of a token depends on (seed, step, sample, layer, place) only.
     """
     options = training.loss_options
 
-    def gradients(weights: Weights, batch, key, num_microbatches: int):
+    def gradients(weights: Weights, batch, key, number, num_microbatches: int):
+        first_sample = number * batch["loss_weights"].shape[0]
+
         def loss(params, variables):
             given = weights._replace(params=params, variables=variables)
-            terms = model.loss(given.merged(), batch, key=key, options=options).share(num_microbatches)
+            terms = model.loss(given.merged(), batch, key=key, first_sample=first_sample, options=options)
+            terms = terms.share(num_microbatches)
             return terms.total(), terms
 
         (grads, observed), terms = jax.grad(loss, (0, 1), has_aux=True)(weights.params, weights.variables)
@@ -56,16 +59,16 @@ def make_train_step(model: Model, optimizer: Optimizer, training: TrainingConfig
             grads = row_major(grads, model.trained)
         elif num_microbatches == 1:
             first = jax.tree.map(lambda a: a[0], batch)
-            terms, grads, observed = gradients(weights, first, jax.random.fold_in(key, 0), 1)
+            terms, grads, observed = gradients(weights, first, key, 0, 1)
         else:
 
             def accumulate(total, microbatch):
                 number, microbatch = microbatch
-                new = gradients(weights, microbatch, jax.random.fold_in(key, number), num_microbatches)
+                new = gradients(weights, microbatch, key, number, num_microbatches)
                 return jax.tree.map(jnp.add, total, new), None
 
             one = jax.tree.map(lambda a: a[0], batch)
-            shapes = jax.eval_shape(lambda key: gradients(weights, one, key, num_microbatches), key)
+            shapes = jax.eval_shape(lambda: gradients(weights, one, key, 0, num_microbatches))
             zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
             (terms, grads, observed), _ = jax.lax.scan(accumulate, zeros, (jnp.arange(num_microbatches), batch))
         loss = terms.total()

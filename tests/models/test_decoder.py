@@ -15,12 +15,12 @@ from flax import nnx
 
 from configs import recipes
 from megajax.layers.attention import Attention
-from megajax.layers.dropout import dropout
+from megajax.layers.dropout import DropoutKey, dropout
 from megajax.layers.mlp import Mlp
 from megajax.layers.norm import Norm
 from megajax.models.decoder import DecoderConfig, padded_vocab_size
 from megajax.models.execution import ExecutionConfig
-from megajax.models.interface import LossOptions
+from megajax.models.interface import LossOptions, split_key
 from megajax.models.model import Model
 from megajax.planning.step_time import recomputed_flops
 from megajax.precision import PrecisionConfig
@@ -89,7 +89,7 @@ def compiled(config: DecoderConfig, mesh):
     @jax.jit
     def logits(params, batch, key):
         module = model.module(params)
-        embed_key, layers_key = (None, None) if key is None else jax.random.split(key)
+        embed_key, layers_key = split_key(key)
         x, _, _ = module.layers(module.embed(batch, embed_key), module.block_inputs(batch), key=layers_key)
         return module.logits(x)[..., : config.vocab_size]
 
@@ -318,24 +318,31 @@ def test_initial_weights_follow_megatrons_rule(one_device):
 
 
 def test_dropout_drops_its_rate_and_keeps_the_mean():
-    x = jnp.ones((200, 200))
-    dropped = dropout(x, 0.3, jax.random.key(0))
+    x = jnp.ones((10, 20, 200))
+    key, order = DropoutKey(jax.random.key(0), jnp.int32(0)), np.arange(20)
+    dropped = dropout(x, 0.3, key, order)
     assert float((dropped == 0).mean()) == pytest.approx(0.3, abs=0.01)  # 4 sigma of 40,000 draws
     np.testing.assert_allclose(dropped[dropped != 0], 1 / 0.7, rtol=1e-6)
-    assert dropout(x, 0.3, None) is x and dropout(x, 0.0, jax.random.key(0)) is x
+    assert dropout(x, 0.3, None, order) is x and dropout(x, 0.0, key, order) is x
 
 
 @pytest.mark.parametrize("kind", ["dropout", "attention_dropout"])
 def test_dropout_is_a_function_of_the_key(one_device, kind):
     config = variant(**{kind: 0.5})
 
-    def run(key):
-        return logits_of(config, one_device, make_batch(), key=key)
+    def run(seed, first_sample=0, batch=None):
+        key = DropoutKey(jax.random.key(seed), jnp.int32(first_sample))
+        return logits_of(config, one_device, batch or make_batch(), key=key)
 
-    first = run(jax.random.key(1))
-    np.testing.assert_array_equal(first, run(jax.random.key(1)))
-    assert np.abs(first - run(jax.random.key(2))).max() > 1e-2
-    np.testing.assert_array_equal(run(None), logits_of(SMALL, one_device, make_batch()))
+    first = run(1)
+    np.testing.assert_array_equal(first, run(1))
+    assert np.abs(first - run(2)).max() > 1e-2
+    plain = logits_of(SMALL, one_device, make_batch())
+    np.testing.assert_array_equal(logits_of(config, one_device, make_batch()), plain)
+    # A sample's dropout does not depend on its microbatch: the same rows, one later in theirs.
+    shifted = run(1, first_sample=1, batch={name: np.roll(array, -1, 0) for name, array in make_batch().items()})
+    np.testing.assert_array_equal(shifted[0], first[1])
+    assert np.abs(shifted[1] - first[0]).max() > 1e-2
 
 
 # ----------------------------------------------------------------------------- how a stack is run

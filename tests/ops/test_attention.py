@@ -130,7 +130,7 @@ RATE = 0.3
 def dropped(q, k, v, g):
     """With the identity as values the output is the dropped probabilities [B, T, N, S]; and the gradient for q."""
     identity = np.broadcast_to(np.eye(T, H, dtype=np.float32)[:, None], v.shape)
-    op = functools.partial(ours, dropout=(RATE, jax.random.key(7)))
+    op = functools.partial(ours, dropout=(RATE, (jax.random.key(7), jnp.int32(0))))
     probs = op(q, k, identity)
     _, vjp = jax.vjp(lambda q: op(q, k, v), q)
     return probs, vjp(g)[0]

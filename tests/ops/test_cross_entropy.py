@@ -11,10 +11,11 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.ops.cross_entropy import cross_entropy
 
-B, T, D, V = 4, 16, 8, 32
+B, T, D, V, TOKENS = 4, 16, 8, 32, 27  # V columns of the head, of which some may be padding
 VARIANTS = {
     "plain": {},
     "z-loss and label smoothing": {"z_loss": 1e-2, "label_smoothing": 0.1},
+    "padding": {"z_loss": 1e-2, "label_smoothing": 0.1, "vocab_size": TOKENS},
 }
 # Of a device's logits: all at once, 2 chunks on a mesh and 16 on one device, a token at a time.
 CHUNKS = {"whole": {}, "chunked": {"max_chunk_bytes": 512}, "token by token": {"max_chunk_bytes": 1}}
@@ -29,7 +30,7 @@ def arguments(batch=B, length=T):
     """x, head, labels, weights."""
     rng = np.random.default_rng(0)
     x, head = (rng.standard_normal(shape).astype(np.float32) for shape in ((batch, length, D), (D, V)))
-    labels = rng.integers(0, V, (batch, length)).astype(np.int32)
+    labels = rng.integers(0, TOKENS, (batch, length)).astype(np.int32)
     weights = (rng.random((batch, length)) / (batch * length)).astype(np.float32)
     # Tokens that do not count may have any label.
     labels.flat[:3], labels.flat[5] = -100, V + 7
@@ -37,16 +38,17 @@ def arguments(batch=B, length=T):
     return x, head, labels, weights
 
 
-def ours(x, head, labels, weights, *, z_loss=0.0, label_smoothing=0.0, **chunk):
-    return cross_entropy(x, head, labels, weights, z_loss=z_loss, label_smoothing=label_smoothing, **chunk)
+def ours(x, head, labels, weights, *, vocab_size=V, z_loss=0.0, label_smoothing=0.0, **chunk):
+    options = dict(vocab_size=vocab_size, z_loss=z_loss, label_smoothing=label_smoothing)
+    return cross_entropy(x, head, labels, weights, **options, **chunk)
 
 
-def formula(x, head, labels, weights, *, z_loss=0.0, label_smoothing=0.0):
-    logits = jnp.einsum("btd,dv->btv", x, head, precision="highest")
+def formula(x, head, labels, weights, *, vocab_size=V, z_loss=0.0, label_smoothing=0.0):
+    logits = jnp.einsum("btd,dv->btv", x, head[:, :vocab_size], precision="highest")
     lse = jax.nn.logsumexp(logits, -1)
     log_probs = logits - lse[..., None]
-    of_label = jnp.take_along_axis(log_probs, jnp.clip(labels, 0, V - 1)[..., None], -1)[..., 0]
-    r = label_smoothing * V / (V - 1)
+    of_label = jnp.take_along_axis(log_probs, jnp.clip(labels, 0, vocab_size - 1)[..., None], -1)[..., 0]
+    r = label_smoothing * vocab_size / (vocab_size - 1)
     return jnp.sum(weights * (-(1 - r) * of_label - r * log_probs.mean(-1) + z_loss * lse**2))
 
 
@@ -114,7 +116,7 @@ def test_memory_is_that_of_a_chunk_whatever_the_number_of_tokens(op, length, mak
     shapes = (B, length, D), (D, vocab), (B, length), (B, length)
     dtypes = jnp.float32, jnp.float32, jnp.int32, jnp.float32
     given = [jax.ShapeDtypeStruct(*of) for of in zip(shapes, dtypes, strict=True)]
-    op = functools.partial(op, max_chunk_bytes=chunk_bytes, **VARIANTS["z-loss and label smoothing"])
+    op = functools.partial(op, max_chunk_bytes=chunk_bytes, vocab_size=vocab, **VARIANTS["z-loss and label smoothing"])
     with jax.set_mesh(make_test_mesh()):
         used = jax.jit(op).lower(*given).compile().memory_analysis().temp_size_in_bytes
     gradients = 4 * (B * length * D + D * vocab)

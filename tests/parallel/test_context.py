@@ -49,7 +49,7 @@ def all_variants(op, segments):
         return op(
             q, k, v, mask=AttentionMask(True, window), scale=SCALE, soft_cap=soft_cap,
             segments=(segments, segments) if packed else None,
-            dropout=(rate, jax.random.key(7)) if rate else None,
+            dropout=(rate, (jax.random.key(7), jnp.int32(0))) if rate else None,
         )  # fmt: skip
 
     def run(q, k, v, g):

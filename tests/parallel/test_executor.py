@@ -64,6 +64,7 @@ def loss_of(shared, held, x, batch):
 
 PARTS = Parts(
     embed=lambda shared, held, batch, key: batch["x"] * shared["into"] + held["offset"],
+    key_of=jax.random.fold_in,
     inputs=lambda batch, key: key,
     stage=run_layers,
     layer_inputs=lambda key, number: 0.1 * jax.random.normal(jax.random.fold_in(key, number), (D,)),
