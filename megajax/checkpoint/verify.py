@@ -62,12 +62,15 @@ def differing(stored: dict[str, list], tree) -> list[str]:
 
 
 def _by_path(tree, formula: Callable[[jax.Array], jax.Array]) -> dict[str, list]:
-    found = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        there = jax.device_put(leaf, leaf.sharding.with_memory_kind(_default_memory(leaf)))  # if it is in host memory
-        # One after the other: arrays of host memory may not fit on the device together.
-        found[jax.tree_util.keystr(path)] = [str(leaf.dtype), np.asarray(_one(there, formula)).tolist()]
-    return found
+    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    on_host = [name for name, leaf in leaves.items() if leaf.sharding.memory_kind != _default_memory(leaf)]
+    found = _all({name: leaf for name, leaf in leaves.items() if name not in on_host}, formula)
+    for name in on_host:  # one after the other: together they may not fit on the device
+        leaf = leaves[name]
+        there = jax.device_put(leaf, leaf.sharding.with_memory_kind(_default_memory(leaf)))
+        found |= _all({name: there}, formula)
+    found = jax.device_get(found)
+    return {name: [str(leaf.dtype), found[name].tolist()] for name, leaf in leaves.items()}
 
 
 def on_all_processes(succeeded: bool) -> bool:
@@ -102,9 +105,8 @@ def _default_memory(array: jax.Array) -> str:
 
 
 @functools.partial(jax.jit, static_argnames="formula")
-def _one(x: jax.Array, formula: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """A program an array, as weights and their moments, and layers of several kinds, share theirs."""
-    return formula(x)
+def _all(tree: dict[str, jax.Array], formula: Callable[[jax.Array], jax.Array]) -> dict[str, jax.Array]:
+    return jax.tree.map(jax.jit(formula), tree)  # traced once for each shape
 
 
 def digest(x: jax.Array) -> jax.Array:
