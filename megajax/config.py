@@ -136,9 +136,15 @@ class Config:
         saved = None
         if found is not None and "config" in found[1]:
             step, meta = found
-            saved = dataclasses.replace(Config.from_dict(meta["config"]), run_dir=str(run_dir))
+            try:
+                saved = dataclasses.replace(Config.from_dict(meta["config"]), run_dir=str(run_dir))
+            except ValueError as error:
+                raise ValueError(
+                    f"run={run_dir}: the config in step {step} cannot be read ({error}); use the version that saved it"
+                ) from None
         if not path.is_file() and saved is None:
-            raise ValueError(f"run={run_dir}: {path} does not exist; give the directory of a run (runs/NAME)")
+            damaged = ", and the meta data of no step can be read" if saved_steps(run_dir) else ""
+            raise ValueError(f"run={run_dir}: {path} does not exist{damaged}; give the directory of a run (runs/NAME)")
         try:
             config = dataclasses.replace(Config.from_json(path.read_text()), run_dir=str(run_dir))
         except (OSError, ValueError) as error:

@@ -177,7 +177,7 @@ def test_with_damaged_files_beside_the_steps_the_run_goes_on_and_is_served_as_be
         cut(file)
     with pytest.raises(ValueError, match="checkpoints/3/meta/metadata cannot be read"):
         here.serve(3)
-    with pytest.raises(ValueError, match="config.json does not exist"):
+    with pytest.raises(ValueError, match="config.json does not exist, and the meta data of no step can be read"):
         run.check(here.config)
 
 
