@@ -9,6 +9,11 @@ import dataclasses
 import sys
 from pathlib import Path
 
+from megajax.training.faults.signals import leave_when_asked
+
+if __name__ == "__main__":
+    leave_when_asked()  # while the rest is imported too, which takes seconds
+
 import jax
 
 import configs
@@ -18,6 +23,7 @@ from megajax.mesh import initialize_processes
 from megajax.training.faults.run_lock import locked
 from megajax.training.faults.supervisor import supervise
 from megajax.training.faults.watchdog import Watchdog
+from megajax.training.reporting.best_effort import print_what_can_be_printed
 from megajax.training.reporting.console import log_to_stderr
 
 
@@ -172,6 +178,7 @@ def _print_sample(config: Config) -> None:
 
 
 if __name__ == "__main__":
+    print_what_can_be_printed()
     log_to_stderr()
     try:
         main(sys.argv[1:])

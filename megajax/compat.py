@@ -86,6 +86,16 @@ def vary(tree, axes):
     return jax.tree.map(mark, tree)
 
 
+def psum_within_auto(x: jax.Array, axis: str) -> jax.Array:
+    """lax.psum in a region that XLA partitions along other axes.
+
+    On CPU in float32: XLA there sums 16-bit numbers in 32 bits, and its pass for that (all-reduce-promotion) aborts the
+    process at the reduction of such a region (jaxlib 0.10.2).
+    """
+    is_wide = x.dtype.itemsize >= 4 or mesh_platform() != "cpu"
+    return jax.lax.psum(x, axis) if is_wide else jax.lax.psum(x.astype(jnp.float32), axis).astype(x.dtype)
+
+
 def row_major(x: jax.Array) -> jax.Array:
     """x, stored with its last dim contiguous from here on."""
     return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))

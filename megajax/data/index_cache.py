@@ -15,11 +15,12 @@ import hashlib
 import json
 import logging
 import os
-import uuid
 from collections.abc import Callable, Iterable, Iterator
 from typing import BinaryIO
 
 import numpy as np
+
+from megajax.data.temporary import open_temporary, rename
 
 logger = logging.getLogger("megajax")
 # Raise when the meaning of a cached array or its description changes.
@@ -112,12 +113,9 @@ def _store(arrays: dict[str, np.ndarray], stem: str, text: str) -> None:
 
 def _write(path: str, write: Callable[[BinaryIO], object]) -> str:
     """-> SHA-256 of the file."""
-    temporary = f"{path}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp"
-    with open(temporary, "x+b") as file:
+    with open_temporary(path) as file:
         write(file)
-        file.flush()
-        os.fsync(file.fileno())
         file.seek(0)
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    os.replace(temporary, path)
+        rename(file, path)
     return sha256

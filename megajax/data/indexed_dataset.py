@@ -18,11 +18,12 @@ import hashlib
 import os
 import shutil
 import struct
-import uuid
 from collections.abc import Iterable
 from typing import BinaryIO
 
 import numpy as np
+
+from megajax.data.temporary import open_temporary, rename
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -186,9 +187,7 @@ class IndexedDatasetWriter:
 
     def __enter__(self) -> "IndexedDatasetWriter":
         os.makedirs(os.path.dirname(self.prefix) or ".", exist_ok=True)
-        suffix = f".{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp"
-        self._paths = {part: self.prefix + "." + part + suffix for part in ("bin", "idx", "lengths", "documents")}
-        self._files = {part: open(path, "w+b") for part, path in self._paths.items()}  # noqa: SIM115, __exit__ closes
+        self._files = {part: open_temporary(f"{self.prefix}.{part}") for part in ("bin", "idx", "lengths", "documents")}
         self._files["documents"].write(struct.pack("<q", 0))
         return self
 
@@ -197,13 +196,12 @@ class IndexedDatasetWriter:
             if kind is None:
                 self._write_index(self._files["idx"])
                 for part in ("bin", "idx"):
-                    self._files[part].close()
-                    os.replace(self._paths[part], f"{self.prefix}.{part}")
+                    rename(self._files[part], f"{self.prefix}.{part}")
         finally:
-            for part, file in self._files.items():
+            for file in self._files.values():
+                if os.path.exists(file.name):
+                    os.remove(file.name)
                 file.close()
-                if os.path.exists(self._paths[part]):
-                    os.remove(self._paths[part])
 
     def add_document(self, sequences: Iterable[np.ndarray]) -> None:
         """Append one document of one or more sequences of tokens [length]; ids must fit the dtype."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from megajax.data.config import DataConfig
 from megajax.data.datasets import Dataset
+from megajax.data.worker_process import end_with_parent
 
 
 def step_batches(
@@ -46,7 +47,7 @@ def step_batches(
     steps = steps.to_iter_dataset(grain.ReadOptions(config.num_threads, prefetch_buffer_size=2 * config.num_threads))
     if config.num_workers:
         _let_grain_start_processes()
-        steps = steps.mp_prefetch(grain.MultiprocessingOptions(num_workers=config.num_workers))
+        steps = steps.mp_prefetch(grain.MultiprocessingOptions(num_workers=config.num_workers), end_with_parent)
     return iter(steps)
 
 

@@ -2,7 +2,8 @@
 
 import json
 import os
-import uuid
+
+from megajax.data.temporary import open_temporary, rename
 
 COUNTS = "num_documents", "num_sequences", "num_tokens", "num_bytes", "num_skipped"
 # What other files read, and its type.
@@ -18,11 +19,9 @@ def make_meta(facts: dict, inputs: list[dict], dtype: str, sha256: str) -> dict:
 
 
 def write_meta(prefix: str, meta: dict) -> None:
-    temporary = f"{prefix}.meta.json.{uuid.uuid4().hex[:8]}.tmp"
-    with open(temporary, "w") as file:
-        json.dump(meta, file, indent=1)
-        file.write("\n")
-    os.replace(temporary, prefix + ".meta.json")
+    with open_temporary(prefix + ".meta.json") as file:
+        file.write((json.dumps(meta, indent=1) + "\n").encode())
+        rename(file, prefix + ".meta.json")
 
 
 def read_meta(prefix: str) -> dict | None:

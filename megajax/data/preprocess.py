@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from megajax.data import inspect
-from megajax.data.prepare.read_input import Reader, expand
+from megajax.data.prepare.read_input import MAX_DOCUMENT_BYTES, Reader, expand
 from megajax.data.prepare.train_tokenizer import train_tokenizer
 from megajax.data.prepare.write_tokens import preprocess
 from megajax.data.tokenizers.chat_template import load_chat_template
@@ -55,6 +55,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="end every document with the end-of-document token (default: yes)",
     )
     parser.add_argument("--on_error", choices=("raise", "skip"), default="raise", help="documents that are unreadable")
+    parser.add_argument(
+        "--max_document_bytes",
+        type=int,
+        default=MAX_DOCUMENT_BYTES,
+        help="longer lines and files of text, unpacked, count as unreadable (default: %(default)s)",
+    )
     return parser.parse_args(arguments)
 
 
@@ -87,7 +93,8 @@ def _run(flags: argparse.Namespace) -> dict[str, dict]:
     if spec.startswith("sentencepiece:"):
         if form == "conversations":
             template = load_chat_template(BytesTokenizer(), flags.chat_template)
-        spec = train_tokenizer(files, spec, flags.output_prefix, Reader(json_keys, form, template), flags.on_error)
+        reader = Reader(json_keys, form, template, flags.max_document_bytes)
+        spec = train_tokenizer(files, spec, flags.output_prefix, reader, flags.on_error)
     tokenizer = load_tokenizer(spec)
     if form == "conversations":
         template = load_chat_template(tokenizer, flags.chat_template)
@@ -103,6 +110,7 @@ def _run(flags: argparse.Namespace) -> dict[str, dict]:
             append_eod=flags.append_eod,
             num_workers=flags.workers,
             on_error=flags.on_error,
+            max_document_bytes=flags.max_document_bytes,
             progress=advance,
         )
 

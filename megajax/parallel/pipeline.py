@@ -194,7 +194,7 @@ class _Body:
 
     def _from_rank(self, x, rank: int):
         """What one rank has, on all."""
-        return lax.psum(jnp.where(self.rank == rank, x, 0), AXIS)
+        return compat.psum_within_auto(jnp.where(self.rank == rank, x, 0), AXIS)
 
     def _loss(self, row, y, carry):
         y = self._from_rank(y, self.num_ranks - 1)

@@ -116,6 +116,55 @@ def test_a_compressed_file_cut_short_is_refused_by_name(tmp_path, name, num_docu
     assert run([str(tmp_path / (name + suffix))], tmp_path / "x", on_error="skip")["num_skipped"] == 1
 
 
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.txt", "a.txt.gz", "a.txt.zst"]
+)
+@pytest.mark.fault
+def test_a_document_beyond_the_bound_is_refused_or_left_out_by_name(tmp_path, name, caplog):
+    path, longest = tmp_path / name, 300_000
+    records = [{"text": "one"}, {"text": "a" * 1_000_000}, {"text": "b" * (longest - 100)}]
+    if "parquet" in name:
+        write_parquet(path, {"text": [record["text"] for record in records]})
+    else:
+        plain = records[1]["text"] if "txt" in name else "\n".join(map(json.dumps, records))
+        path.write_bytes(pack(plain.encode(), path.suffix))
+    where = {"jsonl": f"{name} line 2", "parq": f"{name} row 2", "txt": name}[name.split(".")[1].removesuffix("uet")]
+    message = (
+        f"{where}: a document of more than 300,000 bytes; cut it into several, or allow it with --max_document_bytes"
+    )
+    with pytest.raises(ValueError, match=message):
+        run([str(path)], tmp_path / "x", max_document_bytes=longest)
+    meta = run([str(path)], tmp_path / "x", max_document_bytes=longest, on_error="skip")
+    assert meta["num_skipped"] == 1 and message in caplog.text
+    assert texts(tmp_path / "x") == ([] if "txt" in name else [["one"], ["b" * (longest - 100)]])
+    assert run([str(path)], tmp_path / "x", max_document_bytes=1_100_000)["num_skipped"] == 0
+
+
+@pytest.mark.fault
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc; getrusage counts the parent's memory too")
+def test_a_small_file_that_unpacks_to_gigabytes_takes_little_memory(tmp_path):
+    """A line of 600 MB in 20 kB, a file of 200 MB in 900 kB."""
+    zstandard = pytest.importorskip("zstandard")
+    piece = b"a" * 100_000_000
+    with open(tmp_path / "a.jsonl.zst", "wb") as file, zstandard.ZstdCompressor().stream_writer(file) as packed:
+        for part in (b'{"text": "', *[piece] * 6, b'"}\n{"text": "last"}\n'):
+            packed.write(part)
+    with gzip.open(tmp_path / "b.txt.gz", "wb", compresslevel=1) as packed:
+        packed.write(piece)
+        packed.write(piece)
+    code = (
+        "import sys; from megajax.data.preprocess import main; main(sys.argv[1:]); "
+        "print(*[line for line in open('/proc/self/status') if 'VmHWM' in line])"
+    )
+    files = [str(tmp_path / name) for name in ("a.jsonl.zst", "b.txt.gz")]
+    arguments = ["--input", *files, "--output_prefix", str(tmp_path / "x"), "--tokenizer=bytes", "--workers=1"]
+    bound = ["--on_error=skip", "--max_document_bytes=10000000"]
+    command = [sys.executable, "-c", code, *arguments, *bound]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert "1 documents" in done.stdout and "2 skipped" in done.stdout
+    assert int(done.stdout.split()[-2]) < 150_000  # kB; 60,000 for a few lines
+
+
 def write_parquet(path, columns: dict, **options) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     pytest.importorskip("pyarrow.parquet").write_table(pyarrow.table(columns), path, **options)

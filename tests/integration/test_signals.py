@@ -1,6 +1,7 @@
 """Whatever ends a run early leaves a checkpoint at a step boundary, exit code 0, and a run that can go on."""
 
 import signal
+import time
 
 import pytest
 from launch import ENDLESS, losses, metrics, run, saved_steps, started
@@ -21,10 +22,13 @@ def test_each_signal_and_the_end_of_the_time_save_and_the_same_command_goes_on(t
         assert "Traceback" not in output
         assert sorted(losses(run_dir)) == list(range(1, stops[-1] + 1))
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         with started(run_dir, *ENDLESS) as (process,):
             process.wait_for_step(run_dir, 3 + (stops[-1] if stops else 0))
             process.popen.send_signal(number)
+            if number == signal.SIGINT:  # a launcher sends what the terminal has sent already
+                time.sleep(0.01)
+                process.popen.send_signal(number)
             assert process.wait() == 0, process.output
         check_stopped(process.output, f"received {number.name}")
     output = run(run_dir, *ENDLESS, "--launch.exit_after_minutes=0.01")

@@ -433,6 +433,13 @@ def test_frozen_kinds_train_in_a_pipeline_as_on_one_device(tmp_path, monkeypatch
     np.testing.assert_allclose(*found, rtol=1e-5)
 
 
+def test_a_pipeline_trains_in_bfloat16(trained, tmp_path, monkeypatch):
+    """On CPU a sum of 16-bit numbers over its stages once ended the process."""
+    config = config_of("hybrid", tmp_path / "run", MeshConfig(pipeline=2), microbatch_size=2)
+    found = losses(run_of(dataclasses.replace(config, precision=PrecisionConfig()), monkeypatch))
+    np.testing.assert_allclose(found, losses(trained["hybrid"][1]), rtol=1e-2)
+
+
 def test_variables_keep_float32_beside_parameters_in_bfloat16():
     model = Model(HYBRID, PrecisionConfig(params="bfloat16"))
     dtypes = jax.tree.map(lambda a: a.dtype, model.split(model.abstract_weights))

@@ -11,6 +11,7 @@ import numpy as np
 from megajax.data.indexed_dataset import token_dtype
 from megajax.data.prepare.read_input import Batch, Reader, read_file
 from megajax.data.tokenizers.tokenizer import Tokenizer
+from megajax.data.worker_process import end_with_parent
 
 BATCHES_PER_WORKER = 4
 
@@ -60,7 +61,7 @@ class Encoder:
     def _encode_file(self, number: int, path: str) -> Encoded:
         encoded, skipped, digest = [], [], None
         try:
-            content, digest = read_file(path)
+            content, digest = read_file(path, self.reader)
             encoded.append(self._encode(self.reader.file_texts(content, path), path))
         except ValueError as error:
             skipped.append(str(error))
@@ -107,6 +108,7 @@ _worker_encoder: Encoder | None = None
 
 def _start_worker(encoder: Encoder) -> None:
     global _worker_encoder
+    end_with_parent()
     _worker_encoder = encoder
 
 

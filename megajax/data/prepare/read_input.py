@@ -1,7 +1,8 @@
 """What preprocess reads: files of text and of records, packed or not, cut into batches of documents.
 
 A batch is read by one process and encoded by another. Every file is hashed as it is read, and none is held whole but a
-document that is a file.
+document that is a file. No document is longer than a bound, and packed files are unpacked in pieces: a small file that
+unpacks to gigabytes takes no more memory than others.
 """
 
 import contextlib
@@ -22,6 +23,10 @@ from megajax.data.tokenizers.chat_template import ChatTemplate
 # A batch is what one worker gets at once: this many bytes of lines, or of whole files.
 BATCH_BYTES = 1 << 20
 FORMS = "documents", "sentences", "conversations"
+# Of a document: a line of .jsonl, or a file of text, unpacked. Encoding one takes some ten times as much memory.
+MAX_DOCUMENT_BYTES = 1 << 27
+# What is unpacked at a time: zstd makes at most 32,768 times as much of it.
+PACKED_BYTES = 1 << 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +34,8 @@ class Batch:
     """Documents to encode: lines (bytes) or rows (dict) of one file, or whole files. `files`: (number, path)."""
 
     files: tuple[tuple[int, str], ...]
-    records: tuple[bytes | dict, ...] | None = None
+    records: tuple[bytes | dict | None, ...] | None = None
+    """None in place of a line that is too long."""
     first: int = 1
     num_bytes: int = 0
     """Of the input as it lies on disk, for the progress bar."""
@@ -44,11 +50,14 @@ class Reader:
     json_keys: tuple[str, ...] = ("text",)
     form: str = "documents"
     template: ChatTemplate | None = None
+    max_document_bytes: int = MAX_DOCUMENT_BYTES
 
     def check(self, files: Sequence[str]) -> None:
         """Raises ValueError if a file is of a kind that this form cannot come from."""
         if self.form not in FORMS:
             raise ValueError(f"form={self.form} is not known; use one of {FORMS}")
+        if self.max_document_bytes < 1:
+            raise ValueError(f"--max_document_bytes={self.max_document_bytes} must be at least 1")
         if len(set(self.json_keys)) != len(self.json_keys) or not self.json_keys:
             raise ValueError(f"--json_keys={list(self.json_keys)} must be different names, at least one")
         if self.form == "conversations" and len(self.json_keys) > 1:
@@ -71,10 +80,18 @@ class Reader:
                 where = f"{path} {word} {i}"
                 yield lambda record=record, where=where: self._record_texts(record, where), where
 
-    def file_texts(self, content: bytes, path: str) -> list[list[str]]:
+    def file_texts(self, content: bytearray, path: str) -> list[list[str]]:
         return [self._sequences(_decode(content, path))]
 
-    def _record_texts(self, record: bytes | dict, where: str) -> list[list[str]]:
+    def too_long(self, where: str) -> ValueError:
+        return ValueError(
+            f"{where}: a document of more than {self.max_document_bytes:,} bytes; cut it into several, or allow it "
+            "with --max_document_bytes"
+        )
+
+    def _record_texts(self, record: bytes | dict | None, where: str) -> list[list[str]]:
+        if record is None:
+            raise self.too_long(where)
         if isinstance(record, bytes):
             text = _decode(record, where)
             try:
@@ -87,7 +104,10 @@ class Reader:
         for key in self.json_keys:
             if not isinstance(record, dict) or not isinstance(record.get(key), str):
                 raise ValueError(f"{where}: no text field {key!r}; name it with --json_keys")
-            texts.append(self._sequences(_checked(record[key], where)))
+            text = _checked(record[key], where)
+            if len(text) > self.max_document_bytes:  # of a row; a line is never so long
+                raise self.too_long(where)
+            texts.append(self._sequences(text))
         return texts
 
     def _sequences(self, text: str) -> list[str]:
@@ -112,7 +132,7 @@ class Reader:
         return [_checked(span, where) for span in spans]
 
 
-def _decode(content: bytes, where: str) -> str:
+def _decode(content: bytes | bytearray, where: str) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -160,20 +180,20 @@ class ZstdFile(io.RawIOBase):
         import zstandard
 
         self._file, self._new_frame = file, zstandard.ZstdDecompressor().decompressobj
-        self._frame, self._rest, self._ready = None, b"", b""
+        self._frame, self._rest, self._ready = None, b"", memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer) -> int:
         while not self._ready:
-            packed = self._rest or self._file.read(1 << 16)
+            packed = self._rest or self._file.read(PACKED_BYTES)
             if not packed:
                 if self._frame is not None:
                     raise EOFError("the file ends within a frame")
                 return 0
             self._frame = self._frame or self._new_frame()
-            self._ready, self._rest = self._frame.decompress(packed), b""
+            self._ready, self._rest = memoryview(self._frame.decompress(packed)), b""
             if self._frame.eof:
                 self._rest, self._frame = self._frame.unused_data, None
         count = min(len(buffer), len(self._ready))
@@ -193,14 +213,20 @@ def _damaged(path: str, error: Exception, line: int | None = None) -> str:
     return f"{place}: cannot be read, copy it again ({type(error).__name__}: {error})"
 
 
-def read_file(path: str) -> tuple[bytes, str]:
+def read_file(path: str, reader: Reader) -> tuple[bytearray, str]:
     """(content, sha256 of the file as it lies on disk)."""
+    content = bytearray()
     with contextlib.closing(HashedFile(path)) as raw:
         file = _unpacked(path, raw)
         try:
-            return file.read(), raw.finish()
+            while len(content) <= reader.max_document_bytes and (piece := file.read(BATCH_BYTES)):
+                content += piece
+            digest = raw.finish()
         except Exception as error:  # every kind of file has its own errors
             raise ValueError(_damaged(path, error)) from None
+    if len(content) > reader.max_document_bytes:
+        raise reader.too_long(path)
+    return content, digest
 
 
 def kind_of(path: str) -> str:
@@ -241,20 +267,32 @@ def _line_batches(number: int, path: str, reader: Reader, digests: dict[int, str
     files, problem = ((number, path),), None
     lines, size, first, seen = [], 0, 1, 0
     with contextlib.closing(HashedFile(path)) as raw:
-        iterator = iter(_unpacked(path, raw))
+        file = _unpacked(path, raw)
         while True:
             try:
-                line = next(iterator, None)
+                line, is_whole = _read_line(file, reader.max_document_bytes)
             except Exception as error:  # every kind of file has its own errors
-                line, problem = None, _damaged(path, error, first + len(lines) - 1)
-            if line is None or size >= BATCH_BYTES:
+                line, problem = b"", _damaged(path, error, first + len(lines) - 1)
+            if not line or size >= BATCH_BYTES:
                 yield Batch(files, tuple(lines), first, raw.num_bytes - seen, problem)
                 lines, size, first, seen = [], 0, first + len(lines), raw.num_bytes
-            if line is None:
+            if not line:
                 break
-            lines.append(line)
+            lines.append(line if is_whole else None)
             size += len(line)
         digests[number] = raw.finish()
+
+
+def _read_line(file: BinaryIO, max_bytes: int) -> tuple[bytes, bool]:
+    """(line, True); b"" at the end of the file. Of a line that is longer: (its beginning, False), and the rest of it is
+    passed over."""
+    line = file.readline(max_bytes + 1)
+    if len(line) <= max_bytes:
+        return line, True
+    rest = line
+    while rest and not rest.endswith(b"\n"):
+        rest = file.readline(BATCH_BYTES)
+    return line[:1], False
 
 
 def _row_batches(number: int, path: str, reader: Reader, digests: dict[int, str]) -> Iterator[Batch]:

@@ -11,12 +11,11 @@ import itertools
 import json
 import logging
 import os
-import shutil
 import sysconfig
-import uuid
 
 from megajax.data.config import DataConfig
 from megajax.data.prepare.write_tokens import preprocess
+from megajax.data.temporary import temporary_folder
 from megajax.data.tokenizers.tokenizer import FILE_TOKENIZERS, load_tokenizer
 from megajax.data.tokenizers.train_sentencepiece import train_sentencepiece
 
@@ -106,9 +105,7 @@ def _build(files: list[tuple[str, str]], tokenizer_spec: str, folder: str) -> No
     held_out = [path for _, path in files if path in chosen]
     training = [path for _, path in files if path not in chosen]
     logger.info("preparing %d text files in %s (once)", len(files), folder)
-    temporary = f"{folder}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp"
-    os.makedirs(temporary)
-    try:
+    with temporary_folder(folder) as temporary:
         spec = tokenizer_spec
         if spec.startswith("sentencepiece:"):
             size = int(spec.removeprefix("sentencepiece:"))
@@ -124,8 +121,6 @@ def _build(files: list[tuple[str, str]], tokenizer_spec: str, folder: str) -> No
             # another machine on the same file system was faster
             if not os.path.isdir(folder):
                 raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _num_workers(paths: list[str]) -> int:

@@ -40,7 +40,7 @@ def _texts(path: str, reader: Reader, on_error: str) -> Iterator[str]:
         for batch in batches:
             if batch.records is None:
                 with contextlib.suppress(*passed_over):
-                    yield "".join(reader.file_texts(read_file(path)[0], path)[0])
+                    yield "".join(reader.file_texts(read_file(path, reader)[0], path)[0])
                 continue
             for read, _ in reader.documents(batch):
                 with contextlib.suppress(*passed_over):

@@ -11,7 +11,7 @@ import numpy as np
 from megajax.data.indexed_dataset import IndexedDatasetWriter
 from megajax.data.meta import COUNTS, make_meta, write_meta
 from megajax.data.prepare.encode import Block, Encoder, encode_in_order
-from megajax.data.prepare.read_input import Reader, read_batches
+from megajax.data.prepare.read_input import MAX_DOCUMENT_BYTES, Reader, read_batches
 from megajax.data.tokenizers.chat_template import ChatTemplate, load_chat_template
 from megajax.data.tokenizers.tokenizer import Tokenizer
 
@@ -54,18 +54,20 @@ def preprocess(
     append_eod: bool = True,
     num_workers: int = 1,
     on_error: str = "raise",
+    max_document_bytes: int = MAX_DOCUMENT_BYTES,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, dict]:
     """Encodes `files` in the order given into an indexed dataset, or one a key; returns prefix -> its meta.json.
 
     form: "documents", "sentences" or "conversations"; template: of conversations, by default the tokenizer's.
     on_error: "raise" stops at the first document that cannot be read (ValueError with file and line); "skip" leaves
-    such documents out, logs and counts them. Empty documents are left out; with several keys a record of which one
-    text is empty gives a document of no sequences there. progress: called with bytes of input done.
+    such documents out, logs and counts them; one of more than max_document_bytes is one of them. Empty documents are
+    left out; with several keys a record of which one text is empty gives a document of no sequences there. progress:
+    called with bytes of input done.
     """
     if form == "conversations":
         template = template or load_chat_template(tokenizer)
-    reader = Reader(tuple(json_keys), form, template)
+    reader = Reader(tuple(json_keys), form, template, max_document_bytes)
     reader.check(files)
     encoder = Encoder(tokenizer, reader, append_eod)
     prefixes = [output_prefix] if len(json_keys) == 1 else [f"{output_prefix}_{key}" for key in json_keys]

@@ -1,41 +1,54 @@
 """Text of a conversation by a chat template, and which of it are the answers."""
 
+import contextlib
 import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from megajax.data.tokenizers.tokenizer import Tokenizer, beside, configured_tokens, read_json
+
+if TYPE_CHECKING:
+    from megajax.data.tokenizers.provenance import Text
 
 # The template of a tokenizer without one. https://github.com/openai/openai-python/blob/release-v0.28.0/chatml.md
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+# Programs choose these, not people; some templates make special tokens of them.
+ROLES = "system", "developer", "user", "assistant", "tool"
+# How templates mark turns, also for tokenizers that have no special tokens.
+MARKER = re.compile(r"(?=(<[|\uff5c][^<>\s]{1,64}[|\uff5c]>))")
 
 
 class ChatTemplate:
     """Text of a conversation by a jinja2 template, as Hugging Face calls it (names, settings, raise_exception).
 
     The template runs in a sandbox and sees no clock: the same messages are always the same text. variables: what it
-    may name besides messages, tools and add_generation_prompt, such as bos_token. Messages that spell one of
-    `special_tokens` are refused: what somebody wrote must not become a token that steers the model.
+    may name besides messages, tools and add_generation_prompt, such as bos_token.
+
+    Every one of `special_tokens` in the text must be written by the template alone (megajax/data/tokenizers/
+    provenance.py), of its own text, the variables and ROLES: what somebody wrote must not become a token that steers
+    the model, whatever the template makes of it. Where the template writes `<|name|>` and that is no special token, no
+    text of this form may come from a message; of plain text in other forms, as `User:`, nothing can tell who wrote it.
     Pickles as its arguments. Raises ValueError if the template cannot be compiled.
     """
 
     def __init__(self, source: str, variables: Mapping[str, str], special_tokens: Iterable[str]):
         try:
-            import jinja2.sandbox
+            import jinja2
+
+            from megajax.data.tokenizers.provenance import Environment
         except ImportError:
             raise ValueError("chat templates need the package jinja2; pip install 'megajax[data]'") from None
         self.source, self.variables, self.special_tokens = source, dict(variables), tuple(special_tokens)
         text = json.dumps([source, self.variables], sort_keys=True)
         self.identity = hashlib.sha256(text.encode()).hexdigest()
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
+        environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
 
         def raise_exception(message: str):
             raise jinja2.TemplateError(message)
@@ -54,15 +67,53 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping], *, tools: Any = None, add_generation_prompt: bool = False) -> str:
         """add_generation_prompt: end with what comes before an answer. ValueError if the template or a message
         cannot be used."""
-        for text in _strings([messages, tools]):
-            if found := next((name for name in self.special_tokens if name in text), None):
-                raise ValueError(f"a message spells the special token {found}; take it out")
+        text = self._render(messages, tools, add_generation_prompt)
+        if name := self._forged(text):
+            raise ValueError(self._describe_forged(name, messages, tools, add_generation_prompt))
+        return str.__str__(text)
+
+    def _render(self, messages: Sequence[Mapping], tools: Any, add_generation_prompt: bool) -> "Text":
+        from megajax.data.tokenizers.provenance import literal
+
+        messages = [
+            {**message, "role": literal(message["role"])} if message.get("role") in ROLES else message
+            for message in messages
+        ]
+        variables = {name: literal(value) for name, value in self.variables.items()}
         try:
             return self._template.render(
-                messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **self.variables
+                messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
             )
         except Exception as error:  # a template can fail as any program can
             raise ValueError(f"chat template: {type(error).__name__}: {error}") from None
+
+    def _forged(self, text: "Text") -> str | None:
+        """A special token, or a marker, of which not all is written by the template; None if there is none."""
+        found = [(match.start(), match[1]) for match in MARKER.finditer(text)]
+        if all(name in self.special_tokens for begin, name in found if text.is_written(begin, name)):
+            found = []  # the tokenizer knows those of the template; all others are text
+        for name in self.special_tokens:
+            begin = text.find(name)
+            while begin >= 0:
+                found.append((begin, name))
+                begin = text.find(name, begin + 1)
+        return next((name for begin, name in found if not text.is_written(begin, name)), None)
+
+    def _describe_forged(self, name: str, messages: Sequence[Mapping], tools: Any, add_generation_prompt: bool) -> str:
+        """Names the field without which it would not be there."""
+        fields = [(number, key) for number, message in enumerate(messages) for key in message]
+        for number, key in fields:
+            others = [*messages[:number], {**messages[number], key: ""}, *messages[number + 1 :]]
+            with contextlib.suppress(ValueError):  # of a template that needs the field
+                if self._forged(self._render(others, tools, add_generation_prompt)) != name:
+                    return (
+                        f"messages[{number}][{key!r}] spells the special token {name}, itself or in what the chat "
+                        "template makes of it; take it out"
+                    )
+        return (
+            f"chat template: nothing tells whether the special token {name} is its own or spells itself in a message "
+            "or in tools; let it write special tokens with {{ }}, + or ~, and not change them afterwards"
+        )
 
     def spans(self, messages: Sequence[Mapping], tools: Any = None) -> list[str]:
         """The rendered conversation cut into context, answer, context, answer, ...; joined it is the rendering.
@@ -75,8 +126,9 @@ class ChatTemplate:
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self.render(messages[:number], tools=tools, add_generation_prompt=True)
-            after = self.render(messages[: number + 1], tools=tools)
+            # no special token is in these that is not in the whole
+            before = self._render(messages[:number], tools, True)
+            after = self._render(messages[: number + 1], tools, False)
             if not (done <= len(before) <= len(after) and after.startswith(before) and whole.startswith(after)):
                 raise ValueError(
                     f"chat template: the conversation up to message {number + 1} is not rendered as the beginning of "
@@ -107,14 +159,3 @@ def load_chat_template(tokenizer: Tokenizer, path: str | None = None) -> ChatTem
         with open(path, encoding="utf-8") as template:
             source = template.read()
     return ChatTemplate(source or CHATML, variables, tokenizer.special_tokens)
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """All texts within a JSON value."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _strings([*value.keys(), *value.values()])
-    elif isinstance(value, Sequence):
-        for part in value:
-            yield from _strings(part)

@@ -5,6 +5,7 @@
 """
 
 import base64
+import contextlib
 import functools
 import hashlib
 import json
@@ -174,6 +175,18 @@ class HuggingFaceTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_tokens = {token.content: i for i, token in added.items() if token.special}
         self._tokenizer.encode_special_tokens = True  # as the text they are
+        self._found_normalized = self._find_normalized(added)
+
+    def _find_normalized(self, added: dict) -> dict[int, str]:
+        """Special tokens that are looked for in normalised text, which may have their names where the text has not;
+        but for the one that stands for unknown text."""
+        if self._tokenizer.normalizer is None:
+            return {}
+        found = {i: token.content for i, token in added.items() if token.special and token.normalized}
+        with contextlib.suppress(Exception):  # of a vocabulary that has no token for unknown text
+            for unknown in self.encode("\U0010fffd") if found else []:
+                found.pop(unknown, None)
+        return found
 
     def __reduce__(self):
         return type(self), (self.path,)
@@ -187,7 +200,15 @@ class HuggingFaceTokenizer:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_template(self, text: str) -> list[int]:
-        return self._template_tokenizer.encode(text, add_special_tokens=False).ids
+        encoding = self._template_tokenizer.encode(text, add_special_tokens=False)
+        if self._found_normalized:
+            for i, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
+                if i in self._found_normalized and text[begin:end].strip() != self._found_normalized[i]:
+                    raise ValueError(
+                        f"{text[begin:end]!r} becomes the special token {self._found_normalized[i]} when {self.path} "
+                        "normalises it; take it out"
+                    )
+        return encoding.ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import logging
 import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer
 from megajax.training.faults.nonfinite import Origin, find_origins
 from megajax.training.loop import Trainer
+from megajax.training.reporting.metrics import read_metrics
 from megajax.training.reporting.starts import start_record
 from megajax.training.state import TrainState
 from megajax.training.step import make_train_step
@@ -75,7 +77,7 @@ def _replay(trainer: Trainer, step: int, changed: list[str]) -> None:
     note(f"samples {samples.first_sample} to {samples.first_sample + samples.size - 1}")
     note(f"loss {loss:.6g}, gradient norm {grad_norm:.6g}, update {'skipped' if skipped else 'applied'}")
     changed = [*(line for line in changed if not line.startswith(OF_NO_NUMBER)), *_other_machine(trainer)]
-    note(verdict(values, same, _recorded(trainer, step), changed))
+    note(verdict(values, same, recorded_metrics(trainer.output.run_dir, step), changed))
 
     model = program.model
     # A loop over the layers says which layer it is in. Of each layer it keeps the input alone, as nothing is fused here
@@ -222,17 +224,17 @@ def _run_twice(run) -> tuple[dict[str, float], bool]:
     return {name: float(value) for name, value in first.items()}, same
 
 
-def _recorded(trainer: Trainer, step: int) -> dict[str, float | None] | None:
-    """The line of metrics.jsonl with the loss of the step."""
-    path = trainer.output.run_dir / "metrics.jsonl"
-    for text in reversed(path.read_text().splitlines() if path.is_file() else []):
-        try:
-            line = json.loads(text)
-        except ValueError:  # the line that is being written
-            continue
-        if line.get("step") == step and "loss" in line:
-            return line
-    return None
+def recorded_metrics(run_dir: Path, step: int) -> dict[str, float | None] | None:
+    """Loss and gradient norm of the step, if metrics.jsonl has them."""
+    found = None
+    try:
+        for _, record in read_metrics(run_dir / "metrics.jsonl"):
+            if record is not None and record["step"] == step and {"loss", "grad_norm"} <= record.keys():
+                found = {name: record[name] for name in ("loss", "grad_norm")}
+    except OSError as error:
+        logger.warning("nothing to compare with: %s", error)
+    is_number = found is not None and all(value is None or type(value) in (int, float) for value in found.values())
+    return found if is_number else None
 
 
 def _other_machine(trainer: Trainer) -> list[str]:

@@ -7,19 +7,25 @@ import time
 import jax
 from jax.experimental import multihost_utils
 
+from megajax.training.faults.signals import stop_signals
+
+# A terminal and the launcher under it may both send the SIGINT of one ctrl-C: two sooner than this are one.
+SAME_SIGINT_SECONDS = 2.0
+
 
 class StopRequest:
     """Signals, exit_at_step and exit_after_minutes; a context manager that gives the signals back.
 
+    A second SIGINT, SAME_SIGINT_SECONDS or more after the request to stop, ends the run at once, without saving.
     With several processes JAX's preemption service sees the SIGTERM of any of them and names one step for all; whoever
     wants to stop for another reason sends itself that signal.
     """
 
     def __init__(self, at_step: int | None, after_minutes: float | None):
         self._at_step, self._after_minutes, self._started = at_step, after_minutes, time.monotonic()
-        self._reason = ""
+        self._reason, self._asked_at = "", self._started
         self._alone = jax.process_count() == 1
-        numbers = (signal.SIGINT, signal.SIGUSR1, *((signal.SIGTERM,) if self._alone else ()))
+        numbers = [number for number in stop_signals() if self._alone or number != signal.SIGTERM]
         self._handlers = {number: signal.signal(number, self._received) for number in numbers}
 
     def __enter__(self) -> "StopRequest":
@@ -30,12 +36,14 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _received(self, number: int, _frame) -> None:
-        if self._reason and number == signal.SIGINT:
+        since_asked = time.monotonic() - self._asked_at
+        if self._reason and number == signal.SIGINT and since_asked >= SAME_SIGINT_SECONDS:
             raise KeyboardInterrupt
         self._ask(f"received {signal.Signals(number).name}")
 
     def _ask(self, reason: str) -> None:
-        self._reason = reason
+        if not self._reason:
+            self._reason, self._asked_at = reason, time.monotonic()
         if not self._alone:
             os.kill(os.getpid(), signal.SIGTERM)
 

@@ -9,7 +9,6 @@ three of these.
 
 import contextlib
 import logging
-import math
 import os
 import signal
 import subprocess
@@ -18,7 +17,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megajax.training.reporting.metrics import step_of
+from megajax.training.faults.signals import stop_signals
+from megajax.training.reporting.metrics import read_metrics
 
 logger = logging.getLogger("megajax")
 # Of train.py for input that no restart makes better.
@@ -38,9 +38,9 @@ def supervise(
 ) -> int:
     """Runs the command until it ends well, max_restarts are used up, or it crashes without progress -> exit status.
 
-    SIGTERM, SIGINT and SIGUSR1 go on to the child, and then there is no restart. Between two starts it waits, twice as
-    long after each crash without progress. A child that was stopped (SIGSTOP) for hang_minutes, in which its own
-    watchdog cannot run, is killed; 0: never. sleep: instead of the pause.
+    SIGTERM, SIGINT, SIGUSR1 and SIGHUP go on to the child, and then there is no restart. Between two starts it waits,
+    twice as long after each crash without progress. A child that was stopped (SIGSTOP) for hang_minutes, in which its
+    own watchdog cannot run, is killed; 0: never. sleep: instead of the pause.
     """
     with _Signals() as signals:
         crashes, reached, wait = 0, _last_step(run_dir), FIRST_WAIT_SECONDS
@@ -71,8 +71,7 @@ class _Signals:
 
     def __init__(self):
         self.asked, self.child = threading.Event(), None
-        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-        self._before = {number: signal.signal(number, self._received) for number in numbers}
+        self._before = {number: signal.signal(number, self._received) for number in stop_signals()}
 
     def _received(self, number: int, _frame) -> None:
         self.asked.set()
@@ -126,9 +125,9 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _last_step(run_dir: Path) -> int:
-    """The highest step in metrics.jsonl, 0 without one."""
-    path = run_dir / "metrics.jsonl"
-    if not path.is_file():
+    """The highest step in metrics.jsonl, 0 without one; one line may be half written."""
+    try:
+        return max((record["step"] for _, record in read_metrics(run_dir / "metrics.jsonl") if record), default=0)
+    except OSError as error:
+        logger.warning("nothing says how far the run is: %s", error)
         return 0
-    steps = map(step_of, path.read_text().splitlines())
-    return max((step for step in steps if step < math.inf), default=0)  # one line may be half written

@@ -17,9 +17,15 @@ import json
 import logging
 import math
 import os
+import socket
+import struct
+import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
+
+from megajax.training.reporting.best_effort import Appender, BestEffort
 
 logger = logging.getLogger("megajax")
 
@@ -47,6 +53,9 @@ class LoggingConfig:
 class MetricsWriter:
     """Writes the metrics of one run; only process 0 makes one.
 
+    Nothing here ends a run: what cannot be written, on a full disk for example, is reported once and tried again with
+    the next line.
+
     Args:
         run_dir: the run directory; made if it is not there.
         config: the logging section.
@@ -59,67 +68,113 @@ class MetricsWriter:
         self._run_dir.mkdir(parents=True, exist_ok=True)
         self._config = config
         self._path = self._run_dir / "metrics.jsonl"
-        self._file = self._path.open("a", encoding="utf-8")
-        self._tensorboard = None
+        self._file = Appender(self._path)
+        self._tensorboard: _TensorBoard | None = None
         self._first_new_step: int | None = None
         self._wandb = _start_wandb(self._run_dir, config, run_config) if config.wandb_project else None
+        self._writes_metrics = BestEffort(str(self._path))
+        self._writes_tensorboard = BestEffort(f"TensorBoard, {self._run_dir / 'tensorboard'}")
+        self._writes_wandb = BestEffort("Weights & Biases")
 
     def write(self, metrics: dict[str, Any]) -> None:
         """Appends one line; `metrics` holds `step` and numbers (Python, NumPy or JAX scalars)."""
         if "step" not in metrics:
             raise ValueError(f"metrics {sorted(metrics)} lack step; every line of metrics.jsonl carries its step")
         record = {name: _plain(value) for name, value in metrics.items()}
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        with self._writes_metrics:
+            self._file.append(json.dumps(record, allow_nan=False).encode() + b"\n")
         step = record.pop("step")
         scalars = {name: value for name, value in record.items() if isinstance(value, int | float)}
         if self._config.tensorboard:
-            self._open_tensorboard()
-            for name, value in scalars.items():
-                self._tensorboard.add_scalar(name, value, step)
+            with self._writes_tensorboard:
+                if self._tensorboard is None:
+                    self._tensorboard = _TensorBoard(self._run_dir / "tensorboard", self._first_new_step)
+                self._tensorboard.write(scalars, step)
         if self._wandb is not None:
-            self._wandb.log(scalars, step=step)
+            with self._writes_wandb:
+                self._wandb.log(scalars, step=step)
 
     def rewind(self, step: int) -> None:
         """Drops what lies after `step`, so that a run resumed there has one line a step.
 
         Replaces metrics.jsonl as a whole: a crash leaves the old file or the new one. A last line that a crash cut off
-        goes too. TensorBoard hides the later points; Weights & Biases keeps the first value it saw for a step.
+        goes too; other lines that cannot be read are moved to metrics.jsonl.damaged, and so is a file that cannot be
+        read at all. TensorBoard hides the later points; Weights & Biases keeps the first value it saw for a step.
         """
-        self._file.close()
-        kept, dropped = [], 0
-        for line in self._path.read_text(encoding="utf-8").splitlines():
-            if step_of(line) <= step:
-                kept.append(line + "\n")
-            else:
-                dropped += 1
-        if dropped:
-            temporary = self._path.with_suffix(".jsonl.new")
-            with temporary.open("w", encoding="utf-8") as file:
-                file.writelines(kept)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self._path)
-            logger.info("metrics.jsonl: dropped %d lines after step %d", dropped, step)
-        self._file = self._path.open("a", encoding="utf-8")
         self._first_new_step = step + 1
+        with self._writes_metrics:
+            try:
+                lines = list(read_metrics(self._path))
+            except OSError as error:
+                logger.warning("%s cannot be read (%s): moved to %s", self._path, error, self._damaged_path.name)
+                self._path.replace(self._damaged_path)
+                return
+            self._keep_up_to(step, lines)
+
+    def _keep_up_to(self, step: int, lines: list[tuple[bytes, dict[str, Any] | None]]) -> None:
+        damaged = [line for line, record in lines if record is None and line.endswith(b"\n")]
+        kept = [line.rstrip(b"\n") + b"\n" for line, record in lines if record is not None and record["step"] <= step]
+        if kept == [line for line, _ in lines]:
+            return
+        if damaged:
+            logger.warning("%s: %d damaged lines, moved to %s", self._path, len(damaged), self._damaged_path.name)
+            with self._damaged_path.open("ab") as file:
+                file.writelines(damaged)
+        temporary = self._path.with_suffix(".jsonl.new")
+        with temporary.open("wb") as file:
+            file.writelines(kept)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self._path)
+        dropped = len(lines) - len(kept) - len(damaged)
+        if dropped:
+            logger.info("metrics.jsonl: dropped %d lines after step %d", dropped, step)
+
+    @property
+    def _damaged_path(self) -> Path:
+        return self._path.with_suffix(".jsonl.damaged")
 
     def close(self) -> None:
-        """Flushes and closes every writer."""
-        self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        """Ends the run of Weights & Biases; files need no end."""
         if self._wandb is not None:
-            self._wandb.finish()
+            with self._writes_wandb:
+                self._wandb.finish()
 
-    def _open_tensorboard(self) -> None:
-        if self._tensorboard is None:
-            # tensorboardX costs half a second to import, which `--help` and `--plan` need not pay.
-            from tensorboardX import SummaryWriter
 
-            self._tensorboard = SummaryWriter(
-                str(self._run_dir / "tensorboard"), purge_step=self._first_new_step, flush_secs=30
-            )
+class _TensorBoard:
+    """One event file with scalars, in the format of tensorboardX.
+
+    Its own writer hands events to a thread that dies of the first error, after which the run waits for it for ever.
+    """
+
+    def __init__(self, folder: Path, first_new_step: int | None):
+        # tensorboardX costs half a second to import, which `--help` and `--plan` need not pay.
+        from tensorboardX.proto import event_pb2
+        from tensorboardX.summary import scalar
+
+        self._new_event = event_pb2.Event
+        self._new_scalar = scalar
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+        first = _tensorboard_record(event_pb2.Event(file_version="brain.Event:2"))
+        if first_new_step is not None:  # what other files have from this step on is hidden
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            first += _tensorboard_record(event_pb2.Event(step=first_new_step, session_log=start))
+        self._file = Appender(folder / name, first)
+
+    def write(self, scalars: dict[str, float], step: int) -> None:
+        values = [value for name, number in scalars.items() for value in self._new_scalar(name, number).value]
+        self._file.append(_tensorboard_record(self._new_event(step=step, summary={"value": values})))
+
+
+def _tensorboard_record(event: Any) -> bytes:
+    """A TFRecord: length, its CRC, data, their CRC. Sets the time of the event."""
+    from tensorboardX.record_writer import masked_crc32c
+
+    event.wall_time = time.time()
+    data = event.SerializeToString()
+    length = struct.pack("<Q", len(data))
+    crcs = [struct.pack("<I", masked_crc32c(part)) for part in (length, data)]
+    return length + crcs[0] + data + crcs[1]
 
 
 def _start_wandb(run_dir: Path, config: LoggingConfig, run_config: dict):
@@ -149,9 +204,15 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def step_of(line: str) -> float:
-    """Step of a line of metrics.jsonl; infinite for a line that is cut off."""
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return math.inf
+def read_metrics(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Each line of metrics.jsonl with its object; None for a line that is no JSON object with a whole number as `step`:
+    cut off by a crash, or damaged. A missing file has no lines. Raises OSError if the file cannot be read."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                record = None
+            yield line, record if isinstance(record, dict) and type(record.get("step")) is int else None

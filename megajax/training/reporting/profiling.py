@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from megajax.training.reporting.best_effort import BestEffort
 from megajax.training.reporting.console import Console
 
 
@@ -14,10 +15,12 @@ class Profiler:
     def __init__(self, steps: tuple[int, int] | None, run_dir: Path, console: Console):
         self._steps, self._folder, self._console = steps, run_dir / "profile", console
         self._metrics: Any = None  # of the newest step of a trace under way
+        self._writes = BestEffort(str(self._folder))
 
     def before(self, step: int) -> None:
         if self._steps is not None and self._steps[0] <= step <= self._steps[1] and self._metrics is None:
-            jax.profiler.start_trace(str(self._folder))
+            with self._writes:
+                jax.profiler.start_trace(str(self._folder))
 
     def after(self, step: int, metrics: dict) -> None:
         if self._steps is not None and self._steps[0] <= step <= self._steps[1]:
@@ -27,9 +30,10 @@ class Profiler:
 
     def _stop(self) -> None:
         jax.block_until_ready(self._metrics)
-        jax.profiler.stop_trace()
         self._metrics = None
-        self._console.note(f"profile written to {self._folder}")
+        with self._writes:
+            jax.profiler.stop_trace()
+            self._console.note(f"profile written to {self._folder}")
 
     def __enter__(self) -> "Profiler":
         return self

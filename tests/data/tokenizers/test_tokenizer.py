@@ -139,6 +139,22 @@ def test_null_reads_integers():
         tokenizer.encode("100")
 
 
+def test_text_that_becomes_a_special_token_when_normalised_is_refused_in_a_template(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
+    made.normalizer = tokenizers.normalizers.NFKC()
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    for name in ("<unk>", "<s>"):
+        made.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=True)])
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.encode_template("a <s> other") == [0, 2, 1]
+    wide = "\uff1cs\uff1e"
+    assert 2 not in tokenizer.encode(wide)
+    with pytest.raises(ValueError, match=f"'{wide}' becomes the special token <s> when .* normalises it"):
+        tokenizer.encode_template(f"a {wide}")
+
+
 def test_hugging_face_file_finds_the_end_token(tmp_path):
     make_tokenizer_json(tmp_path)
     tokenizer = load_tokenizer("tokenizer.json", str(tmp_path))

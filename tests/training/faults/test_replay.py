@@ -6,7 +6,7 @@ import re
 import pytest
 
 from megajax.training.faults.nonfinite import Found, Loop, Origin
-from megajax.training.faults.replay import describe, describe_gradients, verdict
+from megajax.training.faults.replay import describe, describe_gradients, recorded_metrics, verdict
 
 NAN = math.nan
 
@@ -66,3 +66,19 @@ def test_gradients_are_listed_by_what_is_wrong_with_them():
     assert line == "largest gradient norms: layer 8 8, layer 7 7, layer 6 6, layer 5 5, layer 4 4"
     (line,) = describe_gradients(norms | {"embedding": NAN})
     assert line == "gradient norms that are not finite: embedding (nan)"
+
+
+@pytest.mark.fault
+def test_damage_in_the_record_is_passed_over(tmp_path):
+    assert recorded_metrics(tmp_path, 3) is None
+    lines = [
+        b'{"step": 3, "loss": \xff}',
+        b"[]",
+        b"null",
+        b'{"step": 3, "loss": 2.5, "grad_norm": null, "x": 1}',
+        b'{"st',
+    ]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines))
+    assert recorded_metrics(tmp_path, 3) == {"loss": 2.5, "grad_norm": None}
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3, "loss": "2.5", "grad_norm": [1]}\n')
+    assert recorded_metrics(tmp_path, 3) is None

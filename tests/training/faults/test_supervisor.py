@@ -41,6 +41,18 @@ def test_a_crashed_run_is_started_again_until_it_ends_well(tmp_path, caplog):
 
 
 @pytest.mark.fault
+def test_damage_in_metrics_is_passed_over(tmp_path, caplog):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 2, "loss": \xff}\n[1]\nnull\n{"step": "8"}\n')
+    command, starts = script(tmp_path, [1, 0], steps=[3, 5])
+    assert supervise(command, tmp_path, 5, 0, sleep=lambda _: None) == 0
+    assert starts() == 2 and "exit status 1 after step 3" in caplog.text
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").mkdir()
+    assert supervise([sys.executable, "-c", ""], tmp_path, 5, 0) == 0
+    assert "nothing says how far the run is" in caplog.text
+
+
+@pytest.mark.fault
 def test_a_crash_loop_ends_after_waiting_longer_each_time(tmp_path, caplog):
     command, starts = script(tmp_path, [1] * 9, steps=[4, 2, 4] + [4] * 6)
     waits = []
@@ -57,7 +69,7 @@ def test_restarts_are_counted_and_bad_input_is_not_tried_again(tmp_path, caplog)
     assert supervise(command, tmp_path, 5, 0, sleep=lambda _: None) == 2 and starts() == 4
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_the_pause_between_two_starts(number, tmp_path):
     command, starts = script(tmp_path, [1, 0], steps=[3, 5])
     threading.Thread(target=lambda: (wait_for(starts, 1), time.sleep(1), os.kill(os.getpid(), number))).start()

@@ -1,15 +1,27 @@
 """metrics.jsonl is valid, complete and has one line a step; the console formats numbers and stays quiet when told."""
 
+import contextlib
 import json
+import logging
 import math
+import resource
+import shlex
+import struct
+import subprocess
 import sys
 import time
 import types
 
+import jax
 import numpy as np
 import pytest
+from tensorboardX.proto import event_pb2
+from tensorboardX.record_writer import masked_crc32c
 
+from megajax.training.reporting import best_effort
+from megajax.training.reporting.console import Console
 from megajax.training.reporting.metrics import LoggingConfig, MetricsWriter
+from megajax.training.reporting.profiling import Profiler
 from megajax.training.reporting.starts import first_start
 
 QUIET = LoggingConfig(tensorboard=False)
@@ -77,7 +89,7 @@ def test_rewind_removes_a_line_that_a_crash_cut_off(tmp_path):
 def test_rewind_on_a_new_run_does_nothing(tmp_path):
     writer = MetricsWriter(tmp_path, QUIET, {})
     writer.rewind(0)
-    assert read_lines(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_tensorboard_files_lie_in_the_run_directory(tmp_path):
@@ -85,6 +97,124 @@ def test_tensorboard_files_lie_in_the_run_directory(tmp_path):
     writer.write({"step": 1, "loss": 2.5, "mfu": None})
     writer.close()
     assert list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
+
+
+DAMAGED = [b'{"step": 2, "loss": \xff.0}', b"[1, 2]", b"null", b'{"step": "3", "loss": 1.0}', b"[" * 100_000, b""]
+
+
+@pytest.mark.fault
+def test_damaged_lines_are_set_aside_and_the_rest_is_kept(tmp_path, caplog):
+    whole = [b'{"step": 1, "loss": 2.0}', b'{"step": 4, "loss": 1.0}']
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([whole[0], *DAMAGED, whole[1], b'{"step": 5}', b'{"st']))
+    writer = MetricsWriter(tmp_path, QUIET, {})
+    writer.rewind(4)
+    writer.write({"step": 5, "loss": 0.5})
+    assert [line["step"] for line in read_lines(tmp_path)] == [1, 4, 5]
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes().splitlines() == DAMAGED
+    assert "metrics.jsonl: 6 damaged lines, moved to metrics.jsonl.damaged" in caplog.text
+
+
+@pytest.mark.fault
+def test_a_record_that_cannot_be_read_at_all_is_set_aside(tmp_path, caplog):
+    (tmp_path / "metrics.jsonl").mkdir()
+    writer = MetricsWriter(tmp_path, QUIET, {})
+    writer.rewind(0)
+    writer.write({"step": 1, "loss": 0.5})
+    assert read_lines(tmp_path) == [{"step": 1, "loss": 0.5}]
+    assert "cannot be read" in caplog.text and (tmp_path / "metrics.jsonl.damaged").is_dir()
+
+
+@contextlib.contextmanager
+def full_disk(num_bytes):
+    """No file can grow beyond so many bytes: as on a full disk, the write that reaches the end is cut short and the
+    next one fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.fault
+def test_a_full_disk_is_reported_once_and_nothing_is_lost_when_there_is_room_again(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "megajax")
+    writer = MetricsWriter(tmp_path, LoggingConfig(), {})
+    with full_disk(130):
+        for step in range(1, 31):  # tensorboardX's own writer waits for ever from the 11th
+            writer.write({"step": step, "loss": 1.0})
+    assert caplog.text.count("metrics.jsonl: cannot be written ([Errno 27]") == 1
+    assert caplog.text.count("TensorBoard") == 1
+    writer.write({"step": 31, "loss": 1.0})
+    writer.close()
+    assert [line["step"] for line in read_lines(tmp_path)] == list(range(1, 32))
+    assert [event.step for event in tensorboard_events(tmp_path) if event.summary.value] == list(range(1, 32))
+    assert caplog.text.count("metrics.jsonl: can be written again") == 1
+
+
+def test_what_waits_for_room_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(best_effort, "MOST_WAITING_BYTES", 100)
+    file = best_effort.Appender(tmp_path / "file")
+    with full_disk(0):
+        for number in range(100):
+            with pytest.raises(OSError):
+                file.append(b"%06d\n" % number)
+    file.append(b"new\n")
+    file.append(b"newer\n")
+    assert (tmp_path / "file").read_text().split() == [f"{number:06d}" for number in range(15)] + ["newer"]
+
+
+def tensorboard_events(run_dir):
+    """Checked by the lengths and CRCs of the format, as TensorBoard does."""
+    (path,) = (run_dir / "tensorboard").iterdir()
+    content = path.read_bytes()
+    while content:
+        (length,) = struct.unpack("<Q", content[:8])
+        data = content[12 : 12 + length]
+        assert struct.unpack("<I", content[8:12])[0] == masked_crc32c(content[:8])
+        assert struct.unpack("<I", content[12 + length : 16 + length])[0] == masked_crc32c(data)
+        yield event_pb2.Event.FromString(data)
+        content = content[16 + length :]
+
+
+def test_tensorboard_has_every_number_and_hides_what_a_resumed_run_does_again(tmp_path):
+    writer = MetricsWriter(tmp_path, LoggingConfig(), {})
+    writer.rewind(2)
+    writer.write({"step": 3, "loss": 2.5, "mfu": None})
+    writer.close()
+    version, start, event = tensorboard_events(tmp_path)
+    assert version.file_version == "brain.Event:2"
+    assert (start.step, start.session_log.status) == (3, event_pb2.SessionLog.START)
+    assert event.step == 3 and [(value.tag, value.simple_value) for value in event.summary.value] == [("loss", 2.5)]
+
+
+PRINTS = """
+import sys
+from megajax.training.reporting.best_effort import print_what_can_be_printed
+from megajax.training.reporting.console import Console, log_to_stderr
+print_what_can_be_printed()
+log_to_stderr()
+console = Console()
+for step in range(1, 4):
+    console.step(step, 3, {"loss": 1.0})
+console.close()
+print("as train.py prints a sample", flush=True)
+"""
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("kind", ["full", "pipe", "closed", "both"])
+def test_a_stdout_that_cannot_be_written_changes_no_exit_status(kind):
+    command = f"exec {shlex.quote(sys.executable)} -c {shlex.quote(PRINTS)}"
+    command = {
+        "full": f"{command} > /dev/full",
+        "pipe": f"set -o pipefail; ({command}) | true",
+        "closed": f"{command} >&-",
+        "both": f"{command} > /dev/full 2>&1",
+    }[kind]
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.returncode == 0 and "Error" not in done.stderr.replace("[Errno", "")
+    assert done.stderr.count("stdout cannot be written") == (1 if kind == "full" else 0) or kind == "pipe"
 
 
 def test_missing_wandb_is_named_with_the_way_out(monkeypatch, tmp_path):
@@ -106,6 +236,28 @@ def test_wandb_run_is_continued_after_a_restart(monkeypatch, tmp_path):
         writer.close()
     assert logged == [(1, {"loss": 0.5}), (2, {"loss": 0.5})]
     assert started[0]["id"] == started[1]["id"] and started[0]["config"] == {"seed": 1}
+
+
+@pytest.mark.fault
+def test_weights_and_biases_and_a_profile_that_fail_end_no_run(monkeypatch, tmp_path, caplog):
+    def fail(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    fake = types.ModuleType("wandb")
+    fake.init = lambda **_: types.SimpleNamespace(log=fail, finish=fail)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    writer = MetricsWriter(tmp_path, LoggingConfig(tensorboard=False, wandb_project="p"), {})
+    for step in (1, 2):
+        writer.write({"step": step, "loss": 0.5})
+    writer.close()
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda _: None)
+    monkeypatch.setattr(jax.profiler, "stop_trace", fail)
+    with Profiler((1, 1), tmp_path, Console(enabled=False)) as profiler:
+        profiler.before(1)
+        profiler.after(1, {})
+    assert len(read_lines(tmp_path)) == 2
+    assert caplog.text.count("Weights & Biases: cannot be written") == caplog.text.count("profile: cannot be") == 1
 
 
 def test_the_first_of_all_starts_is_when_the_run_began(tmp_path):

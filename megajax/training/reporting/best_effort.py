@@ -1,0 +1,86 @@
+"""Writing what a run says of itself, without ever ending or holding up the run."""
+
+import io
+import logging
+import os
+import sys
+from pathlib import Path
+
+logger = logging.getLogger("megajax")
+# What waits for room is at most so much and one line; later lines are lost.
+MOST_WAITING_BYTES = 1 << 20
+
+
+class BestEffort:
+    """A context manager around a write: an error is reported once until a write succeeds again, and goes no further."""
+
+    def __init__(self, what: str):
+        self._what, self._failing = what, False
+
+    def __enter__(self) -> "BestEffort":
+        return self
+
+    def __exit__(self, _, error: BaseException | None, __) -> bool:
+        if error is None:
+            if self._failing:
+                logger.info("%s: can be written again", self._what)
+            self._failing = False
+            return False
+        if not isinstance(error, Exception):
+            return False
+        if not self._failing:
+            logger.warning("%s: cannot be written (%s); the run goes on and tries again", self._what, error)
+        self._failing = True
+        return True
+
+
+class Appender:
+    """Appends to a file; what finds no room waits for the next call, so that no piece is cut in two.
+
+    path: opened for each call, so that nothing has to be closed and a file that was replaced is no obstacle; its folder
+    is made if it is not there. first: what the file begins with.
+    """
+
+    def __init__(self, path: Path, first: bytes = b""):
+        self._path, self._waiting = path, first
+
+    def append(self, piece: bytes) -> None:
+        """Raises OSError if the file cannot be written; the piece is kept, up to MOST_WAITING_BYTES of them."""
+        if len(self._waiting) < MOST_WAITING_BYTES:
+            self._waiting += piece
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self._path, "ab", buffering=0) as file:
+            while self._waiting:
+                self._waiting = self._waiting[file.write(self._waiting) :]
+
+
+class _LossyStream(io.FileIO):
+    """A file descriptor that never fails a write. report: whether a failure is logged."""
+
+    def __init__(self, descriptor: int, name: str, report: bool):
+        super().__init__(descriptor, "w", closefd=False)
+        self._name, self._report, self._failing = name, report, False
+
+    def write(self, data) -> int:
+        try:
+            written = super().write(data)
+            self._failing = False
+            return written
+        except OSError as error:
+            is_new, self._failing = not self._failing, True
+            if is_new and self._report:
+                logger.warning("%s cannot be written (%s): what is printed is lost, the run goes on", self._name, error)
+            return len(data)
+
+
+def print_what_can_be_printed() -> None:
+    """From here on neither a full disk nor a closed pipe or terminal behind stdout or stderr ends the program, or gives
+    it another exit status. A failing stdout is reported on stderr; what is printed meanwhile is lost."""
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        old = getattr(sys, name)
+        if old is None:  # it was closed before the program started
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, it lives as long as the program
+            continue
+        buffer = io.BufferedWriter(_LossyStream(descriptor, name, report=name == "stdout"))
+        options = {"encoding": old.encoding, "errors": old.errors, "line_buffering": old.line_buffering}
+        setattr(sys, name, io.TextIOWrapper(buffer, **options))

@@ -1,0 +1,93 @@
+"""What a signal means, before, while and after steps are done."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from launch import ROOT
+
+from megajax.training.faults import stop
+from megajax.training.faults.signals import leave_when_asked, stop_signals
+from megajax.training.faults.stop import StopRequest
+
+pytestmark = pytest.mark.fault
+ALL = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+    """Fails a test that does not give the signals back."""
+    before = [signal.getsignal(number) for number in ALL]
+    yield
+    assert [signal.getsignal(number) for number in ALL] == before
+
+
+def send(number):
+    os.kill(os.getpid(), number)
+    time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", ALL)
+def test_each_signal_asks_a_run_to_stop_after_the_step(number):
+    with StopRequest(None, None) as request:
+        assert request.asked(1) == ""
+        send(number)
+        assert request.asked(2) == f"received {number.name}"
+
+
+def test_the_sigint_of_a_terminal_and_of_its_launcher_are_one_and_a_later_one_ends_the_run_at_once(monkeypatch):
+    with StopRequest(None, None) as request:
+        send(signal.SIGINT)
+        send(signal.SIGINT)
+        assert request.asked(1) == "received SIGINT"
+        monkeypatch.setattr(stop, "SAME_SIGINT_SECONDS", 0.01)
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+
+
+def test_a_run_under_nohup_outlives_its_terminal():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert signal.SIGHUP not in stop_signals()
+        with StopRequest(None, None) as request:
+            send(signal.SIGHUP)
+            assert request.asked(1) == ""
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", ALL)
+def test_where_there_is_nothing_to_save_a_signal_ends_the_program_with_exit_status_0(number, monkeypatch, capfd):
+    left = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    before = {number: signal.getsignal(number) for number in ALL}
+    leave_when_asked()
+    with StopRequest(None, None):
+        send(number)
+    assert not left
+    send(number)
+    for other, handler in before.items():
+        signal.signal(other, handler)
+    assert left == [0] and f"received {number.name}: there is nothing to save" in capfd.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_train_py_leaves_like_that_from_its_first_imports_on():
+    command = [sys.executable, ROOT / "train.py", "--config=gpt_tiny"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 20
+    while not takes(process.pid, signal.SIGHUP):
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    process.terminate()
+    assert process.wait() == 0 and "received SIGTERM" in process.stderr.read()
+
+
+def takes(pid: int, number: signal.Signals) -> bool:
+    """Whether the process has a handler for the signal."""
+    with open(f"/proc/{pid}/status") as file:
+        (mask,) = (line.split()[1] for line in file if line.startswith("SigCgt"))
+    return bool(int(mask, 16) >> number - 1 & 1)
