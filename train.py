@@ -108,7 +108,7 @@ def replay(config: Config, step: int) -> None:
     from megajax.training.faults.replay import run_again
 
     config = config.check_on(jax.device_count())
-    if not (Path(config.run_dir) / "config.json").is_file():
+    if not configuration.holds_run(config.run_dir):
         raise ValueError(f"--replay_step={step}: run_dir={config.run_dir} holds no run; name the run with --run_dir")
     config = start_from.pinned(config)
     changed = run.check(config)

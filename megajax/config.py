@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import io
 import json
+import logging
 import typing
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import tyro
 from jax.sharding import AbstractMesh, Mesh
 
 from megajax.checkpoint.config import CheckpointConfig
+from megajax.checkpoint.steps import newest_meta, read_meta, saved_steps
 from megajax.data.config import DataConfig
 from megajax.mesh import AXES, MeshConfig
 from megajax.models.decoder import DecoderConfig
@@ -28,11 +30,13 @@ from megajax.optim.groups import assigned_optimizers
 from megajax.optim.optimizer import Optimizer
 from megajax.parallel.schedule import make_stages
 from megajax.precision import PrecisionConfig
-from megajax.ranges import check_fields, describe, is_union
+from megajax.ranges import check_fields, describe
 from megajax.training.compiler_options import compiler_options, parse
 from megajax.training.config import LaunchConfig, TrainingConfig
 from megajax.training.program import Program
 from megajax.training.reporting.metrics import LoggingConfig
+
+logger = logging.getLogger("megajax")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,19 +118,55 @@ class Config:
 
     @staticmethod
     def from_json(text: str) -> "Config":
-        return _from_dict(Config, _moved(json.loads(text)))
+        """Raises ValueError for what is not a config."""
+        return Config.from_dict(json.loads(text))
 
     @staticmethod
-    def load(run_dir: str | Path) -> "Config":
-        """The config that a run was started with. Raises ValueError if the directory holds no run."""
+    def from_dict(sections: Any) -> "Config":
+        """Raises ValueError with the field, for one that is not known and for a value of another type."""
+        config = _from_dict(Config, _moved(sections))
+        check_fields(config, "--")
+        return config
+
+    @staticmethod
+    def load(run_dir: str | Path, step: int | None = None) -> "Config":
+        """The config that a run was started with: config.json, or that of a step where the file is missing or damaged.
+
+        step: default the newest whose meta data are whole. Raises ValueError if the directory holds no run, or if
+        config.json is of another model than the step.
+        """
         path = Path(run_dir) / "config.json"
-        if not path.is_file():
-            raise ValueError(f"run={run_dir}: {path} does not exist; give the directory of a run (runs/NAME)")
+        found = newest_meta(run_dir) if step is None else (step, read_meta(run_dir, step))
+        saved = None
+        if found is not None and "config" in found[1]:
+            step, meta = found
+            try:
+                saved = dataclasses.replace(Config.from_dict(meta["config"]), run_dir=str(run_dir))
+            except ValueError as error:
+                raise ValueError(
+                    f"run={run_dir}: the config in step {step} cannot be read ({error}); use the version that saved it"
+                ) from None
+        if not path.is_file() and saved is None:
+            damaged = ", and the meta data of no step can be read" if saved_steps(run_dir) else ""
+            raise ValueError(f"run={run_dir}: {path} does not exist{damaged}; give the directory of a run (runs/NAME)")
         try:
-            config = Config.from_json(path.read_text())
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"run={run_dir}: {path} cannot be read ({error}); use another run directory") from None
-        return dataclasses.replace(config, run_dir=str(run_dir))
+            config = dataclasses.replace(Config.from_json(path.read_text()), run_dir=str(run_dir))
+        except (OSError, ValueError) as error:
+            if saved is None:
+                raise ValueError(f"run={run_dir}: {path} cannot be read ({error}); use another run directory") from None
+            logger.warning("run=%s: %s cannot be read (%s): the config of step %d is used", run_dir, path, error, step)
+            return saved
+        if saved is not None and (other := incompatibilities(saved, config)):
+            raise ValueError(
+                f"run={run_dir}: {path} is not what step {step} was saved with ({'; '.join(other)}); correct it, or "
+                "remove it to use the config of the step"
+            )
+        return config
+
+
+def holds_run(run_dir: str | Path) -> bool:
+    """Whether `Config.load` has something to read there."""
+    return (Path(run_dir) / "config.json").is_file() or bool(saved_steps(run_dir))
 
 
 def incompatibilities(old: Config, new: Config) -> list[str]:
@@ -275,8 +315,10 @@ MOVED = {
 }  # fmt: skip
 
 
-def _moved(sections: dict) -> dict:
+def _moved(sections: Any) -> Any:
     """The sections of an older config.json, its fields where they are now."""
+    if not isinstance(sections, dict) or not all(isinstance(part, dict | str) for part in sections.values()):
+        raise ValueError("it does not hold the sections of a config")
     sections = {name: dict(part) if isinstance(part, dict) else part for name, part in sections.items()}
     for old, new in MOVED.items():
         (old_section, name), (new_section, new_name) = old.split("."), new.split(".")
@@ -286,19 +328,13 @@ def _moved(sections: dict) -> dict:
 
 
 def _from_dict(kind: Any, value: Any) -> Any:
-    if kind is ModelConfig:
-        kind = family(value.get("kind", "decoder"))  # runs from before there were others do not say
-    if dataclasses.is_dataclass(kind):
+    """The value of a field from its JSON form; check_fields looks whether it is one."""
+    if kind is ModelConfig and isinstance(value, dict):
+        kind = family(str(value.get("kind", "decoder")))  # runs from before there were others do not say
+    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         hints = typing.get_type_hints(kind)
         unknown = set(value) - set(hints)
         if unknown:
             raise ValueError(f"it has fields that this version does not know: {', '.join(sorted(unknown))}")
-        return kind(**{name: _from_dict(hints[name], value[name]) for name in value})
-    if is_union(kind):
-        if value is None:
-            return None
-        kind = next(part for part in typing.get_args(kind) if part is not type(None))
-        return _from_dict(kind, value)
-    if typing.get_origin(kind) is tuple:
-        return tuple(value)
-    return value
+        return kind(**{field: _from_dict(hints[field], value[field]) for field in value})
+    return tuple(value) if isinstance(value, list) else value

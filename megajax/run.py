@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,8 @@ import jax
 
 from megajax import start_from
 from megajax.checkpoint.checkpointer import Checkpointer
-from megajax.config import Config, differences, incompatibilities
+from megajax.checkpoint.steps import newest_meta
+from megajax.config import Config, differences, holds_run, incompatibilities
 from megajax.data.datasets import Datasets, build_datasets, check_same_data, check_vocab_size
 from megajax.data.tokenizers.tokenizer import save_tokenizer
 from megajax.mesh import make_mesh
@@ -26,12 +28,14 @@ from megajax.training.reporting.console import Console
 from megajax.training.reporting.metrics import MetricsWriter
 from megajax.training.reporting.starts import first_start, start_record
 
+logger = logging.getLogger("megajax")
+
 
 def check(config: Config) -> list[str]:
     """-> Fields that differ from the last start of the run. Raises ValueError if the directory holds a run that
     cannot go on as this one, or if the weights to start from are of another model; nothing is written."""
     run_dir = Path(config.run_dir)
-    if not (run_dir / "config.json").is_file():
+    if not holds_run(run_dir):
         if config.checkpoint.start_from:
             start_from.check(config)
         return []
@@ -64,10 +68,32 @@ def load_data(config: Config) -> Datasets:
         num_eval_samples=evaluated,
     )
     check_vocab_size(datasets.tokenizer, config.model.vocab_size)
-    path = Path(config.run_dir) / "data.json"
-    if path.is_file() and not config.data.allow_change:
-        check_same_data(json.loads(path.read_text()), datasets.record)
+    if not config.data.allow_change:
+        _check_data(datasets, Path(config.run_dir))
     return datasets
+
+
+def _check_data(datasets: Datasets, run_dir: Path) -> None:
+    """Compares with what the newest step was trained on, or, before there is one that says it, with data.json."""
+    found, path = newest_meta(run_dir), run_dir / "data.json"
+    if found is not None and "data" in found[1]:
+        step, meta = found
+        check_same_data(meta["data"], datasets.record, f"step {step} in {run_dir}")
+        return
+    if not path.is_file():
+        if found is not None:
+            logger.warning("data: %s does not exist: what the run was trained on so far is not compared", path)
+        return
+    try:
+        before = json.loads(path.read_text())
+        if not isinstance(before, dict):
+            raise ValueError("it does not hold an object {...}")
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"data: {path} cannot be read ({error}), so nothing says what the run began with; copy it again, or go on "
+            "with --data.allow_change=True"
+        ) from None
+    check_same_data(before, datasets.record, str(path))
 
 
 def record(config: Config, program: Program, datasets: Datasets) -> None:
@@ -103,7 +129,12 @@ def make_trainer(
                 run_dir=run_dir,
                 console=Console(enabled=jax.process_index() == 0),
                 writer=writer,
-                meta={"config": dataclasses.asdict(config), "tokenizer": datasets.tokenizer.identity},
+                meta={
+                    "config": dataclasses.asdict(config),
+                    "tokenizer": datasets.tokenizer.identity,
+                    "eod_id": datasets.tokenizer.eod_id,
+                    "data": datasets.record,
+                },
                 first_started=first_start(run_dir),
             ),
             watchdog=watchdog,

@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.steps import find_step
-from megajax.config import Config, differences
+from megajax.config import Config, differences, holds_run
 from megajax.models.model import Model
 from megajax.parameters import matches, merge, name_of, select
 from megajax.sharding import with_shardings
@@ -30,16 +30,15 @@ def pinned(config: Config) -> Config:
     Raises ValueError if there is no such step.
     """
     recorded = ""
-    if (Path(config.run_dir) / "config.json").is_file():
+    if holds_run(config.run_dir):
         recorded = Config.load(config.run_dir).checkpoint.start_from
     given = config.checkpoint.start_from or recorded
     if not given:
         return config
     checkpoint = dataclasses.replace(config.checkpoint, start_from=given)
     source, step = checkpoint.source()
-    if step is None and recorded:
-        before, its_step = dataclasses.replace(checkpoint, start_from=recorded).source()
-        step = its_step if before == source else None
+    if step is None and recorded and dataclasses.replace(checkpoint, start_from=recorded).source()[0] == source:
+        return dataclasses.replace(config, checkpoint=dataclasses.replace(checkpoint, start_from=recorded))
     if step is None:
         step = _newest_step(given, source)
     pinned_to = source / "checkpoints" / str(step)
@@ -87,9 +86,10 @@ def check(config: Config) -> None:
 def weights(config: Config, program: Program) -> dict:
     """Those to begin with, laid out on the mesh of the program."""
     source, step = config.checkpoint.source()
+    step = find_step(source, step)
     patterns, model = config.checkpoint.start_fresh, program.model
     logger.info("starting from the weights of %s, step %d", source, step)
-    changed = differences(Config.load(source).model, config.model, "model.")
+    changed = differences(Config.load(source, step).model, config.model, "model.")
     if changed:
         logger.info("the model is not described as it is there: %s", "; ".join(changed))
     theirs, ours = _its_model(config), _shapes(model)
@@ -107,7 +107,7 @@ def weights(config: Config, program: Program) -> dict:
 
 def _its_model(config: Config) -> Model:
     """The model of the other run, laid out in the pipeline of this one."""
-    before = Config.load(config.checkpoint.source()[0])
+    before = Config.load(*config.checkpoint.source())
     training = dataclasses.replace(before.training, frozen=(), trained=())
     return dataclasses.replace(before, mesh=config.mesh, precision=config.precision, training=training).make_model()
 

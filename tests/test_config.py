@@ -145,9 +145,33 @@ def test_json_round_trip_is_equality(name):
     assert Config.from_json(config.to_json()) == config
 
 
-@pytest.mark.parametrize("text", ["{", '{"model": {"colour": 3}}', '{"model": 3}'])
+DAMAGED = {
+    "cut": "{",
+    "empty": "",
+    "not text": "\udcff",
+    "a list": "[]",
+    "no sections": '{"model": 3}',
+    "unknown field": '{"model": {"colour": 3}}',
+    "unknown section": '{"models": {}}',
+    "text for a number": '{"model": {"num_layers": "2"}}',
+    "a fraction for a whole number": '{"model": {"num_layers": 2.5}}',
+    "a truth value for a number": '{"model": {"num_layers": true}}',
+    "a number for a truth value": '{"model": {"bias": 1}}',
+    "a number for a list": '{"data": {"paths": 3}}',
+    "text for a list": '{"data": {"paths": "ab"}}',
+    "a list of others": '{"data": {"weights": ["a"]}}',
+    "too short a list": '{"data": {"split": [1.0]}}',
+    "not one of these": '{"precision": {"compute": "float17"}}',
+    "unknown kind": '{"model": {"kind": "perceiver"}}',
+    "kind of another type": '{"model": {"kind": []}}',
+    "a section within": '{"model": {"rope": 3}}',
+    "None": '{"training": {"steps": null}}',
+}
+
+
+@pytest.mark.parametrize("text", DAMAGED.values(), ids=DAMAGED)
 def test_damaged_config_of_a_run_is_one_line_with_its_path(text, tmp_path):
-    (tmp_path / "config.json").write_text(text)
+    (tmp_path / "config.json").write_text(text, errors="surrogateescape")
     with pytest.raises(ValueError, match="config.json cannot be read") as error:
         Config.load(tmp_path)
     assert "\n" not in str(error.value)

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import logging
 import math
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,8 @@ import orbax.checkpoint as ocp
 from megajax.checkpoint.config import CheckpointConfig, Kept
 from megajax.checkpoint.layout import Rows, saved_rows, stored_form, wanted_form
 from megajax.checkpoint.local import LocalSnapshots, run_folder
-from megajax.checkpoint.verify import as_stored, differing, digests, on_all_processes, sealed, unsealed
+from megajax.checkpoint.steps import read_meta
+from megajax.checkpoint.verify import as_stored, differing, digests, on_all_processes, sealed
 
 logger = logging.getLogger("megajax")
 
@@ -53,27 +55,34 @@ class Checkpointer:
         self.folder = self.run_dir / "checkpoints"
         self.failed_saves = 0
         self._config, self._left_unfinished = config, False
-        writes = config is not None
         self._kept = Kept(config or CheckpointConfig(keep=0))
-        self._manager = _Manager(
-            self.folder,
-            item_names=("params", "optimizer", "meta"),
-            options=ocp.CheckpointManagerOptions(
-                preservation_policy=self._kept,
-                enable_async_checkpointing=writes,
-                cleanup_tmp_directories=writes,
-                create=writes,
-                read_only=not writes,
-            ),
-            on_disk=self._point_latest,
-        )
+        self._manager = self._open()
         self._local = None
-        if writes and config.local_dir:
+        if config is not None and config.local_dir:
             self._local = LocalSnapshots(run_folder(config.local_dir, self.run_dir))
-        if writes and config.keep_best:
+        if config is not None and config.keep_best:
             for step in self._manager.all_steps():
                 with contextlib.suppress(Exception):  # restore_newest says what is damaged
                     self._kept.evaluated(step, self.read_meta(step))
+
+    def _open(self) -> _Manager:
+        writes = self._config is not None
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=self._kept,
+            enable_async_checkpointing=writes,
+            cleanup_tmp_directories=writes,
+            create=writes,
+            read_only=not writes,
+        )
+        try:
+            return _Manager(
+                self.folder, item_names=("params", "optimizer", "meta"), options=options, on_disk=self._point_latest
+            )
+        except (ValueError, TypeError) as error:  # it reads when each step was saved
+            raise ValueError(
+                f"{self.folder}: _CHECKPOINT_METADATA of a step is damaged ({_in_one_line(error)}); remove that file, "
+                "the step can be read without"
+            ) from error
 
     def latest_step(self) -> int | None:
         return self._manager.latest_step()
@@ -168,8 +177,7 @@ class Checkpointer:
 
     def read_meta(self, step: int) -> dict[str, Any]:
         """Raises ValueError if they are not what was saved."""
-        meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
-        return unsealed(meta, self.folder / str(step))
+        return read_meta(self.run_dir, step)
 
     def restore_newest(
         self, abstract_params, abstract_optimizer_state, layer_rows: Rows
@@ -215,13 +223,18 @@ class Checkpointer:
                 restored = self.restore(step, trees["params"], trees["optimizer"], layer_rows)
             except (MemoryError, jax.errors.JaxRuntimeError):  # nothing that the checkpoint could be blamed for
                 raise
-            except Exception as error:  # Orbax has many
-                problems[step] = _in_one_line(error)
+            except ValueError as error:
+                problems[step] = str(error)
                 logger.warning("checkpoint %d, attempt %d: %s", step, attempt + 1, problems[step])
                 continue
             problems.pop(step, None)
             self._point_latest(step)
             return step, *restored
+        folder = self.folder / str(step)
+        if not on_all_processes(_is_permitted(folder)):
+            raise ValueError(
+                f"{folder}: this user may not read all of it ({problems[step]}); give the permission, or move it away"
+            )
         return None
 
     def _set_aside(self, step: int) -> None:
@@ -240,21 +253,22 @@ class Checkpointer:
     def restore(self, step: int, abstract_params, abstract_optimizer_state, layer_rows: Rows) -> tuple[Any, Any, dict]:
         """-> (params, optimizer state, meta), laid out as the shardings of the abstract trees say.
 
-        layer_rows: which layer is in which row of these; the checkpoint says it of its own. Raises ValueError if an
-        array is not what was saved.
+        layer_rows: which layer is in which row of these; the checkpoint says it of its own. Raises ValueError with the
+        step if it cannot be read, or if an array is not what was saved.
         """
         trees = dict(params=abstract_params, optimizer=abstract_optimizer_state)
         restored, meta = self._restore(step, trees, layer_rows)
         return restored["params"], restored["optimizer"], meta
 
     def restore_params(self, step: int, abstract_params, layer_rows: Rows):
+        """As `restore`, of the parameters alone."""
         return self._restore(step, dict(params=abstract_params), layer_rows)[0]["params"]
 
     def _restore(self, step: int, abstract: dict, wanted: Rows) -> tuple[dict, dict]:
         problem, read = None, None
         try:
             read = self._read(step, abstract, wanted)
-        except Exception as error:  # Orbax has many
+        except Exception as error:
             problem = error
         # All processes compute what follows together, or none does.
         if not on_all_processes(problem is None):
@@ -276,13 +290,20 @@ class Checkpointer:
     def _read(self, step: int, abstract: dict, wanted: Rows) -> tuple[dict, dict, Rows, dict]:
         """-> (trees as they are stored, digests, rows of the layers, meta data)."""
         meta = self.read_meta(step)
-        stored = saved_rows(meta, wanted)
-        saved = meta.pop("digests", {})
-        forms = {
-            name: as_stored(saved.get(name, {}), stored_form(tree, stored, wanted)) for name, tree in abstract.items()
-        }
-        items = {name: ocp.args.StandardRestore(form) for name, form in forms.items()}
-        return self._manager.restore(step, args=ocp.args.Composite(**items)), saved, stored, meta
+        try:
+            stored = saved_rows(meta, wanted)
+            saved = meta.pop("digests", {})
+            forms = {
+                name: as_stored(saved.get(name, {}), stored_form(tree, stored, wanted))
+                for name, tree in abstract.items()
+            }
+            items = {name: ocp.args.StandardRestore(form) for name, form in forms.items()}
+            return self._manager.restore(step, args=ocp.args.Composite(**items)), saved, stored, meta
+        except (MemoryError, jax.errors.JaxRuntimeError):  # nothing that the checkpoint could be blamed for
+            raise
+        except Exception as error:  # Orbax has many
+            folder = self.folder / str(step)
+            raise ValueError(f"{folder} cannot be read ({_in_one_line(error)}); use another step") from error
 
     def wait(self) -> None:
         """Until the save under way is on disk; raises what went wrong with it."""
@@ -320,8 +341,9 @@ def _cast(array: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
 
 def _in_one_line(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
-    return (
-        lines[0]
-        if isinstance(error, ValueError) and "is damaged" in lines[0]
-        else f"{type(error).__name__}: {lines[0]}"
-    )
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+def _is_permitted(folder: Path) -> bool:
+    """Whether this user may read everything in it."""
+    return all(os.access(path, os.R_OK) for path in (folder, *folder.rglob("*")))

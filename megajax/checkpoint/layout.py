@@ -19,10 +19,20 @@ Rows = dict[str, np.ndarray]
 
 def saved_rows(meta: dict, wanted: Rows) -> Rows:
     """Of the arrays of a checkpoint, from its meta data; those of before there were several stacks name the kind alone,
-    and before there were pipelines, nothing."""
+    and before there were pipelines, nothing. Raises ValueError if it has not the layers that are wanted."""
     if "layer_rows" not in meta:
         return {place: np.arange(rows.max() + 1) for place, rows in wanted.items()}
-    return {place if "." in place else f"layers.{place}": np.array(rows) for place, rows in meta["layer_rows"].items()}
+    stored = {
+        place if "." in place else f"layers.{place}": np.array(rows) for place, rows in meta["layer_rows"].items()
+    }
+    for place, rows in wanted.items():
+        here, there = np.unique(rows), np.unique(stored.get(place, []))
+        if not np.array_equal(here[here >= 0], there[there >= 0]):
+            raise ValueError(
+                f"{place} has {np.sum(there >= 0)} layers there and {np.sum(here >= 0)} here, or others; describe the "
+                "model as it was saved"
+            )
+    return stored
 
 
 def stored_form(abstract, stored: Rows, wanted: Rows):
@@ -47,9 +57,10 @@ def wanted_form(tree, abstract, stored: Rows, wanted: Rows):
     def form(target, kind, a):
         if kind is None or np.array_equal(stored[kind], wanted[kind]):
             return a
-        row_of = {number: row for row, number in enumerate(stored[kind].ravel().tolist()) if number >= 0}
-        rows = np.array([row_of.get(number, 0) for number in wanted[kind].ravel().tolist()])
+        row_of = {number: row for row, number in enumerate(stored[kind].ravel().tolist())}
         is_layer = wanted[kind].ravel() >= 0
+        # Padding is zeros, from whichever row.
+        rows = np.array([row_of[number] if number >= 0 else 0 for number in wanted[kind].ravel().tolist()])
 
         def move(a):
             a = a.reshape(-1, *a.shape[stored[kind].ndim :])[rows]

@@ -35,18 +35,25 @@ def run_folder(local_dir: str | Path, run_dir: Path) -> Path:
 
     Every process of the run must call it.
     """
-    run_id = uuid.uuid4()
-    if jax.process_index() == 0:
-        path = run_dir / "run_id"
-        if not path.is_file():
-            run_dir.mkdir(parents=True, exist_ok=True)
-            path.with_name("run_id.new").write_text(run_id.hex)
-            path.with_name("run_id.new").replace(path)
-        run_id = uuid.UUID(path.read_text())
+    run_id = _run_id(run_dir) if jax.process_index() == 0 else uuid.uuid4()
     numbers = np.frombuffer(run_id.bytes, np.uint32)
     if jax.process_count() > 1:
         numbers = multihost_utils.broadcast_one_to_all(numbers)
     return Path(local_dir) / hashlib.sha256(f"{numbers.tolist()} {run_dir}".encode()).hexdigest()[:16]
+
+
+def _run_id(run_dir: Path) -> uuid.UUID:
+    """What run_id holds; a new one where there is none."""
+    path, run_id = run_dir / "run_id", uuid.uuid4()
+    if path.exists():
+        try:
+            return uuid.UUID(path.read_text())
+        except (OSError, ValueError) as error:
+            logger.warning("%s cannot be read (%s): the run has no local snapshots from before", path, error)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    path.with_name("run_id.new").write_text(run_id.hex)
+    path.with_name("run_id.new").replace(path)
+    return run_id
 
 
 class LocalSnapshots:
@@ -157,7 +164,7 @@ class LocalSnapshots:
         if not on_all_processes(found is not None):
             return problem or "another process says why"
         trees, meta = found
-        saved = meta.pop("digests")
+        saved = meta.pop("digests", {})
         wrong = [f"{name}{path}" for name in trees for path in differing(saved.get(name, {}), trees[name])]
         if not on_all_processes(not wrong):
             return f"{', '.join(wrong[:4])} {'is' if len(wrong) == 1 else 'are'} not what was saved"
@@ -170,6 +177,8 @@ class LocalSnapshots:
             raise ValueError(f"{folder} does not exist")
         index = json.loads((folder / "index.json").read_text())
         meta = unsealed(index["meta"], folder)
+        if meta.get("step", step) != step:
+            raise ValueError(f"{folder} is of step {meta['step']}")
         saved = {place: rows.tolist() for place, rows in saved_rows(meta, layer_rows).items()}
         if saved != {place: rows.tolist() for place, rows in layer_rows.items()}:
             raise ValueError("it was saved with another layout of the pipeline")

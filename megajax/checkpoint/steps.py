@@ -1,14 +1,54 @@
-"""Which steps a run has saved, without opening any of them."""
+"""Which steps a run has saved, and what their meta data say, without reading an array of them."""
 
+import json
+import logging
 from pathlib import Path
+from typing import Any
+
+from megajax.checkpoint.verify import unsealed
+
+logger = logging.getLogger("megajax")
+
+
+def saved_steps(run_dir: str | Path) -> list[int]:
+    """In ascending order."""
+    folder = Path(run_dir) / "checkpoints"
+    return sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal())
 
 
 def find_step(run_dir: str | Path, step: int | None = None) -> int:
     """A step that is on disk, by default the newest. Raises ValueError if it is not there."""
-    folder = Path(run_dir) / "checkpoints"
-    steps = sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal())
+    folder, steps = Path(run_dir) / "checkpoints", saved_steps(run_dir)
     if not steps:
-        raise ValueError(f"run={run_dir}: no checkpoint in {folder}; train it first with --run_dir={run_dir}")
+        raise ValueError(
+            f"run={run_dir}: no checkpoint in {folder}; give the directory of a run, or train it first with "
+            f"--run_dir={run_dir}"
+        )
     if step is not None and step not in steps:
         raise ValueError(f"step={step} is not in {folder}; there are {', '.join(map(str, steps))}")
     return steps[-1] if step is None else step
+
+
+def read_meta(run_dir: str | Path, step: int) -> dict[str, Any]:
+    """The meta data of a step. Raises ValueError with the file if they are not what was saved, or of another step."""
+    path = Path(run_dir) / "checkpoints" / str(step) / "meta" / "metadata"
+    try:
+        meta = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); use another step") from None
+    if not isinstance(meta, dict):
+        raise ValueError(f"{path} is damaged: it does not hold an object {{...}}; use another step")
+    meta = unsealed(meta, path)
+    if meta.get("step", step) != step:
+        raise ValueError(f"{path} is damaged: it is of step {meta['step']}, not {step}; use another step")
+    return meta
+
+
+def newest_meta(run_dir: str | Path) -> tuple[int, dict[str, Any]] | None:
+    """(step, meta data) of the newest step whose meta data are whole; the log says which are not."""
+    for step in reversed(saved_steps(run_dir)):
+        try:
+            return step, read_meta(run_dir, step)
+        except ValueError as error:
+            logger.warning("%s", error)
+    return None

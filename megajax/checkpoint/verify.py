@@ -1,19 +1,26 @@
 """A digest of every array of a checkpoint, that finds what was damaged on disk.
 
 Orbax restores an array with a flipped bit without a word. So a run that saves keeps, for each array x with elements of
-bits b_i at position i of the whole array,
+bits b_i at position i of the whole array, two numbers in the meta data of the step:
 
-    digest(x) = sum_i b_i (2 i + 1)   mod 2^32
+    digest_k(x) = sum_i mix_k(b_i xor (a_k i + c_k))   mod 2^32,   k = 0, 1
 
-in the meta data of the step. Each factor is odd, so that any single flipped bit changes the sum; sums that wrap around
-are exact in any order, so that the digest is the same on every mesh. It detects errors, not attackers. Computed where
-the arrays are, in one pass over their memory.
+mix_k is a bijection of 32 bits in which every bit of the input changes each bit of the output with a probability of
+about a half. So a single damaged element always changes the digest, and any other damage (pairs of signs, elements that
+changed places) goes unnoticed with a probability of about 2^-64. Sums that wrap around are exact in any order, so that
+the digest is the same on every mesh. It detects errors, not attackers. Computed where the arrays are, in one pass over
+their memory.
+
+Source of mix_k: the finalizer of MurmurHash3 (Appleby, github.com/aappleby/smhasher) and lowbias32 (Wellons,
+nullprogram.com/blog/2018/07/31).
 """
 
+import functools
 import hashlib
 import json
 import logging
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -25,18 +32,16 @@ from jax.experimental import multihost_utils
 logger = logging.getLogger("megajax")
 
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
+# For each of the two numbers: a, c, and the shifts and factors of mix. Both a are odd.
+_LANES = (
+    (np.uint32(0x9E3779B1), np.uint32(0x85157AF5), ((16, 0x85EBCA6B), (13, 0xC2B2AE35), 16)),
+    (np.uint32(0x85EBCA77), np.uint32(0x27D4EB2F), ((16, 0x7FEB352D), (15, 0x846CA68B), 16)),
+)
 
 
 def digests(tree) -> dict[str, list]:
-    """{path of an array in the tree: [its dtype, its digest]}. Every process of the run must call it."""
-    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-    on_host = [name for name, leaf in leaves.items() if leaf.sharding.memory_kind != _default_memory(leaf)]
-    found = _digests({name: leaf for name, leaf in leaves.items() if name not in on_host})
-    for name in on_host:  # one after the other: together they may not fit on the device
-        leaf = leaves[name]
-        found |= _digests({name: jax.device_put(leaf, leaf.sharding.with_memory_kind(_default_memory(leaf)))})
-    found = jax.device_get(found)
-    return {name: [str(leaf.dtype), int(found[name])] for name, leaf in leaves.items()}
+    """{path of an array in the tree: [its dtype, its digest]}, JSON values. Every process of the run must call it."""
+    return _by_path(tree, digest)
 
 
 def as_stored(stored: dict[str, list], abstract):
@@ -51,7 +56,21 @@ def as_stored(stored: dict[str, list], abstract):
 
 def differing(stored: dict[str, list], tree) -> list[str]:
     """Paths of the arrays in the tree whose digest is not the stored one, in their order."""
-    return [name for name, value in digests(tree).items() if stored.get(name) != value]
+    is_older = any(isinstance(value, int) for _, value in stored.values())
+    found = _by_path(tree, weighted_sum if is_older else digest)
+    return [name for name, value in found.items() if stored.get(name) != value]
+
+
+def _by_path(tree, formula: Callable[[jax.Array], jax.Array]) -> dict[str, list]:
+    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    on_host = [name for name, leaf in leaves.items() if leaf.sharding.memory_kind != _default_memory(leaf)]
+    found = _all({name: leaf for name, leaf in leaves.items() if name not in on_host}, formula)
+    for name in on_host:  # one after the other: together they may not fit on the device
+        leaf = leaves[name]
+        there = jax.device_put(leaf, leaf.sharding.with_memory_kind(_default_memory(leaf)))
+        found |= _all({name: there}, formula)
+    found = jax.device_get(found)
+    return {name: [str(leaf.dtype), found[name].tolist()] for name, leaf in leaves.items()}
 
 
 def on_all_processes(succeeded: bool) -> bool:
@@ -85,16 +104,37 @@ def _default_memory(array: jax.Array) -> str:
     return next(iter(array.sharding.device_set)).default_memory().kind
 
 
-@jax.jit
-def _digests(tree: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    return jax.tree.map(digest, tree)
+@functools.partial(jax.jit, static_argnames="formula")
+def _all(tree: dict[str, jax.Array], formula: Callable[[jax.Array], jax.Array]) -> dict[str, jax.Array]:
+    return jax.tree.map(jax.jit(formula), tree)  # traced once for each shape
 
 
 def digest(x: jax.Array) -> jax.Array:
-    """uint32 [] of an array of any shape, of a number or bool dtype of 1 to 8 bytes."""
+    """uint32 [2] of an array of any shape, of a number or bool dtype of 1 to 8 bytes."""
+    bits, index = _words(x)
+    mixed = tuple(_mix(bits ^ (index * scale + offset), *constants) for scale, offset, constants in _LANES)
+    zeros = (np.uint32(0),) * len(mixed)
+    # One reduction of both: two would each read the array.
+    sums = lax.reduce(mixed, zeros, lambda a, b: tuple(map(jnp.add, a, b)), tuple(range(bits.ndim)))
+    return jnp.stack(sums)
+
+
+def weighted_sum(x: jax.Array) -> jax.Array:
+    """uint32 []: the digest of steps written before 2026-11-22, sum_i b_i (2 i + 1). A flip of two signs escapes it."""
+    bits, index = _words(x)
+    return jnp.sum(bits * (2 * index + 1), dtype=jnp.uint32)
+
+
+def _mix(h: jax.Array, first: tuple[int, int], second: tuple[int, int], last: int) -> jax.Array:
+    for shift, factor in (first, second):
+        h = (h ^ (h >> np.uint32(shift))) * np.uint32(factor)
+    return h ^ (h >> np.uint32(last))
+
+
+def _words(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """-> (the bits of each element, its position in the array), uint32; elements of 8 bytes are two of 4."""
     x = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
     bits = lax.bitcast_convert_type(x, _UNSIGNED[x.dtype.itemsize]).astype(jnp.uint32)  # 8 bytes: a last axis of 2
     strides = [math.prod(bits.shape[axis + 1 :]) % 2**32 for axis in range(bits.ndim)]
     places = [lax.broadcasted_iota(jnp.uint32, bits.shape, axis) * np.uint32(s) for axis, s in enumerate(strides)]
-    index = sum(places, jnp.zeros(bits.shape, jnp.uint32))
-    return jnp.sum(bits * (2 * index + 1), dtype=jnp.uint32)
+    return bits, sum(places, jnp.zeros(bits.shape, jnp.uint32))

@@ -37,17 +37,11 @@ def export(run_dir: str | Path, output: str | Path, step: int | None = None, dty
     run_dir, output = Path(run_dir), Path(output)
     if output.exists() or output.is_symlink():
         raise ValueError(f"output={output} exists; use another, or remove it")
-    config = Config.load(run_dir)
+    step = find_step(run_dir, step)
+    config = Config.load(run_dir, step)
     model = Model(config.model, config.precision, config.execution)
     with Checkpointer(run_dir, None) as checkpointer:
-        step = find_step(run_dir, step)
-        try:
-            weights, meta = _read(checkpointer, step, model, dtype)
-        except (MemoryError, jax.errors.JaxRuntimeError):  # nothing that the checkpoint could be blamed for
-            raise
-        except Exception as error:  # Orbax has many
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ValueError(f"step={step} of run={run_dir} cannot be read ({reason}); use another --step") from error
+        weights, meta = _read(checkpointer, step, model, dtype)
     output.parent.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
     try:
@@ -55,7 +49,8 @@ def export(run_dir: str | Path, output: str | Path, step: int | None = None, dty
         with Checkpointer(new, CheckpointConfig(keep=0)) as checkpointer:
             checkpointer.write(step, {"params": weights}, meta)
             checkpointer.wait()
-        for file in (run_dir / "config.json", *run_dir.glob("tokenizer*"), *run_dir.glob("chat_template.jinja")):
+        (new / "config.json").write_text(config.to_json())
+        for file in (*run_dir.glob("tokenizer*"), *run_dir.glob("chat_template.jinja")):
             shutil.copyfile(file, new / file.name)
         record = {"run": str(run_dir.resolve()), "step": step, "dtype": dtype}
         (new / "exported.json").write_text(json.dumps(record, indent=2) + "\n")

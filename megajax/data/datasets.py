@@ -232,12 +232,13 @@ def _record(
     cuts: list[int],
 ) -> dict[str, Any]:
     phases = getattr(dataset, "phases", ())
-    # Not their names: the same files may lie elsewhere when a run goes on.
     files = [
         {
+            "prefix": part.indexed.prefix,
             "sequences": len(part.indexed),
             "tokens": int(part.indexed.lengths.sum(dtype=np.int64)),
             "sha256": (read_meta(part.indexed.prefix) or {}).get("sha256"),
+            "fingerprint": part.indexed.fingerprint(),
         }
         for part in _parts(dataset)
     ]
@@ -254,23 +255,41 @@ def _record(
     }
 
 
-def check_same_data(old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Raises ValueError if a run would go on with other samples than those of the record it began with."""
-    changed = [
-        f"{key}: {old.get(key)} -> {new[key]}" for key in new if key != "num_samples" and old.get(key) != new[key]
-    ]
+def check_same_data(old: dict[str, Any], new: dict[str, Any], where: str) -> None:
+    """Raises ValueError if a run would go on with other samples than those of the record it began with.
+
+    old: JSON values as `Datasets.record` has them, or what is left of them; where: what they were read from.
+    """
+    plain = [key for key in new if key not in ("num_samples", "files")]
+    changed = [f"{key}: {old.get(key)} -> {new[key]}" for key in plain if old.get(key) != new[key]]
+    changed += _changed_files(old.get("files"), new["files"])
     if changed:
         raise ValueError(
-            f"data: the run began with other data ({'; '.join(changed)}); use what it began with, another --run_dir, "
-            "or --data.allow_change=True"
+            f"data: the run began with other data, as {where} says ({'; '.join(changed)}); use what it began with, "
+            "another --run_dir, or --data.allow_change=True"
         )
-    if old["num_samples"] != new["num_samples"]:
+    if old.get("num_samples") != new["num_samples"]:
         logger.warning(
-            "data: the run was laid out for %d samples and is now for %d: epochs are shuffled together, so the samples "
+            "data: the run was laid out for %s samples and is now for %d: epochs are shuffled together, so the samples "
             "come in another order from here on",
-            old["num_samples"],
+            old.get("num_samples"),
             new["num_samples"],
         )
+
+
+def _changed_files(old: Any, new: list[dict[str, Any]]) -> list[str]:
+    """Their prefixes are not compared: the same files may lie elsewhere when a run goes on."""
+    if not isinstance(old, list) or len(old) != len(new) or not all(isinstance(file, dict) for file in old):
+        return [f"files: {old} -> {new}"]
+    changed = []
+    for before, now in zip(old, new, strict=True):
+        compared = ["sequences", "tokens", "sha256", "fingerprint"]
+        if "fingerprint" not in before:  # a run from before there were any
+            logger.warning("data: %s: nothing says what its bytes were, they are not compared", now["prefix"])
+            compared.remove("fingerprint")
+        different = [key for key in compared if before.get(key) != now[key]]
+        changed += [f"{key} of {now['prefix']}: {before.get(key)} -> {now[key]}" for key in different]
+    return changed
 
 
 def _bytes_per_token(dataset: Dataset | None, kind: str) -> float | None:

@@ -14,6 +14,7 @@ Layout of the .idx, little-endian, n sequences and m document boundaries (m = do
 Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py.
 """
 
+import hashlib
 import os
 import shutil
 import struct
@@ -42,6 +43,9 @@ DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 WRITE_BLOCK = 1 << 20
 # So many sequences are checked at a time when an index is opened: 10 million take 0.03 s.
 CHECK_BLOCK = 1 << 20
+# What a fingerprint reads of a .bin: so many blocks of so many bytes, 16 MiB in all.
+FINGERPRINT_BLOCKS = 256
+FINGERPRINT_BYTES = 1 << 16
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -67,7 +71,7 @@ class IndexedDataset:
                 )
         self.dtype, num_sequences, num_boundaries = _read_header(index_path)
         # plain arrays over the map: indexing an np.memmap costs several times more
-        index = np.memmap(index_path, np.uint8, "r").view(np.ndarray)
+        self._index = index = np.memmap(index_path, np.uint8, "r").view(np.ndarray)
         ends = np.cumsum([HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_boundaries])
         self.lengths = index[ends[0] : ends[1]].view(np.int32)
         self._offsets = index[ends[1] : ends[2]].view(np.int64)
@@ -114,6 +118,25 @@ class IndexedDataset:
 
     def __reduce__(self):
         return type(self), (self.prefix,)
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the whole .idx and of FINGERPRINT_BLOCKS blocks of the .bin, evenly spaced from its first byte to
+        its last; of a .bin of 16 MiB or less that is all of it.
+
+        In a larger one it sees a change that is in a block: any region of 1/255 of the file and more, and documents in
+        another order, but hardly one document that was rewritten (`megajax.data.preprocess verify` reads everything).
+        0.02 s for the blocks, where they are in memory, and 0.15 s for the .idx of 10 million documents.
+        """
+        size = len(self._tokens)
+        last = max(size - FINGERPRINT_BYTES, 0)
+        starts = [last * number // (FINGERPRINT_BLOCKS - 1) for number in range(FINGERPRINT_BLOCKS)]
+        found = hashlib.sha256(self._index)
+        end = 0
+        for start in starts:
+            block = self._tokens[max(start, end) : start + FINGERPRINT_BYTES]  # those of a small file overlap
+            found.update(block)
+            end = start + FINGERPRINT_BYTES
+        return found.hexdigest()
 
     def read(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Tokens [offset, offset + length) of one sequence, `dtype` [length]; a view, no copy. None: to the end."""

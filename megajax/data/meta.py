@@ -6,6 +6,10 @@ import os
 from megajax.data.temporary import open_temporary, rename
 
 COUNTS = "num_documents", "num_sequences", "num_tokens", "num_bytes", "num_skipped"
+# What other files read, and its type.
+READ = {"tokenizer": str, "tokenizer_identity": str, "vocab_size": int, "sha256": str} | {
+    name: int for name in ("num_documents", "num_tokens", "num_bytes")
+}
 
 
 def make_meta(facts: dict, inputs: list[dict], dtype: str, sha256: str) -> dict:
@@ -21,8 +25,19 @@ def write_meta(prefix: str, meta: dict) -> None:
 
 
 def read_meta(prefix: str) -> dict | None:
-    """P.meta.json, or None for data of other tools."""
-    if not os.path.exists(prefix + ".meta.json"):
+    """P.meta.json, or None for data of other tools. Raises ValueError with the file if it is damaged."""
+    path = prefix + ".meta.json"
+    if not os.path.exists(path):
         return None
-    with open(prefix + ".meta.json") as file:
-        return json.load(file)
+    way_out = "copy it again, preprocess the data again, or remove it to use the data without"
+    try:
+        with open(path) as file:
+            meta = json.load(file)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"data: {path} cannot be read ({error}); {way_out}") from None
+    if not isinstance(meta, dict):
+        raise ValueError(f"data: {path} does not hold an object {{...}}; {way_out}")
+    for name, kind in READ.items():
+        if type(meta.get(name)) is not kind:
+            raise ValueError(f"data: {path}: {name}={meta.get(name)!r} must be of type {kind.__name__}; {way_out}")
+    return meta

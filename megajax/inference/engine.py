@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from megajax.checkpoint.checkpointer import Checkpointer
-from megajax.checkpoint.steps import find_step
+from megajax.checkpoint.steps import find_step, read_meta
 from megajax.config import Config
 from megajax.data.tokenizers.tokenizer import Tokenizer, load_saved_tokenizer
 from megajax.inference.sampling import RowSampling, Sampling
@@ -60,17 +60,18 @@ class Engine:
         """The model of a run directory, with the parameters of one step (default: the newest), on any mesh.
 
         mesh: default one device; a mesh smaller than the machine takes its first devices. Raises ValueError if the
-        directory holds no run, no checkpoint or not that step, or if the model does not divide over the mesh.
+        directory holds no run, no checkpoint or not that step, if the step or the tokenizer is not what was trained, or
+        if the model does not divide over the mesh.
         """
-        config, mesh_config = Config.load(run_dir), mesh or MeshConfig()
+        step, mesh_config = find_step(run_dir, step), mesh or MeshConfig()
+        config = Config.load(run_dir, step)
         if mesh_config.pipeline > 1:
             raise ValueError(
                 f"mesh.pipeline={mesh_config.pipeline}: generation has no pipeline; use --mesh.tensor or --mesh.fsdp"
             )
-        step = find_step(run_dir, step)
         mesh_config.check()
         config.model.check(mesh_config, config.training.sequence_length, config.execution)
-        tokenizer = load_saved_tokenizer(run_dir, config.data.tokenizer)
+        tokenizer = tokenizer_of(run_dir, step, config.data.tokenizer)
         devices = jax.devices()
         if -1 in mesh_config.sizes().values() or mesh_config.num_devices > len(devices):
             mesh_config = mesh_config.resolve(len(devices))
@@ -244,6 +245,19 @@ def _next_tokens(module, x_B1D, vocab_size: int, positions_B, sampling: RowSampl
 
 
 # ----------------------------------------------------------------------------- small rules
+
+
+def tokenizer_of(run_dir: str | Path, step: int, spec: str) -> Tokenizer:
+    """Raises ValueError if it is not the one that the step was trained with."""
+    tokenizer, meta = load_saved_tokenizer(run_dir, spec), read_meta(run_dir, step)
+    found = {"tokenizer": tokenizer.identity, "eod_id": tokenizer.eod_id}
+    other = [f"{name}: {meta[name]} -> {value}" for name, value in found.items() if meta.get(name, value) != value]
+    if other:
+        raise ValueError(
+            f"run={run_dir}: step {step} was trained with another tokenizer ({'; '.join(other)}); put the files "
+            "tokenizer* of the run back"
+        )
+    return tokenizer
 
 
 def _bucket(count: int, smallest: int) -> int:

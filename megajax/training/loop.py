@@ -42,7 +42,7 @@ class Output:
     writer: MetricsWriter | None
     """Of the first process; None elsewhere, and where nothing is written."""
     meta: dict[str, Any]
-    """Goes into every checkpoint: the config, which tokenizer."""
+    """Goes into every checkpoint: the config, the tokenizer, which data."""
     first_started: float
     """Seconds since 1970."""
 

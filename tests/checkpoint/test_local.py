@@ -10,6 +10,7 @@ import pytest
 
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.config import CheckpointConfig
+from megajax.checkpoint.local import run_folder
 from megajax.mesh import MeshConfig, make_mesh
 
 ROWS = {"layers.decoder": np.arange(4, dtype=np.int32)}
@@ -211,3 +212,14 @@ def test_half_a_setting_and_a_directory_that_cannot_be_are_refused(tmp_path):
     with pytest.raises(ValueError, match="file is not a directory.*--checkpoint.local_dir"):
         CheckpointConfig(local_dir=str(tmp_path / "file" / "x"), local_every_steps=5).check_local_dir()
     CheckpointConfig(local_dir=str(tmp_path / "new"), local_every_steps=5).check_local_dir()
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("content", [b"", b"[3]", b"\xff", b"0123"])
+def test_a_damaged_run_id_is_replaced_and_the_log_says_that_snapshots_are_lost(content, tmp_path, caplog):
+    before = run_folder(tmp_path / "local", tmp_path)
+    assert run_folder(tmp_path / "local", tmp_path) == before and not caplog.records
+    (tmp_path / "run_id").write_bytes(content)
+    after = run_folder(tmp_path / "local", tmp_path)
+    assert after != before and "run_id cannot be read" in caplog.text
+    assert run_folder(tmp_path / "local", tmp_path) == after

@@ -1,5 +1,6 @@
 """What was damaged on disk is found, named and not used; the newest whole step is."""
 
+import json
 import os
 import random
 import resource
@@ -7,27 +8,84 @@ import shutil
 import time
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.checkpoint.verify import digest, digests
+from megajax.checkpoint.verify import digest, digests, sealed, weighted_sum
 from megajax.mesh import MeshConfig, make_mesh
 
 ROWS = {}
 
 
-def test_every_single_bit_changes_the_digest():
-    for dtype in (np.float32, ml_dtypes.bfloat16, np.int8, np.uint32):
-        host = np.random.default_rng(0).standard_normal((3, 5)).astype(dtype)
-        raw = np.frombuffer(host.tobytes(), np.uint8)
-        flipped = [raw ^ np.eye(len(raw), dtype=np.uint8)[place] * np.uint8(1 << bit)
-                   for place in range(len(raw)) for bit in range(8)]  # fmt: skip
-        arrays = np.stack([raw, *flipped]).view(dtype).reshape(-1, 3, 5)
-        first, *others = np.asarray(jax.jit(jax.vmap(digest))(arrays)).tolist()
-        assert first not in others and len(others) == 8 * host.nbytes
+DTYPES = (np.float32, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.int8, np.uint32)
+by_row = jax.jit(jax.vmap(digest))  # of the arrays of a stack
+
+
+def flips(raw, places, bits):
+    """uint8 [n, bytes]: the bytes, in row k with the bits[k, :] of the bytes places[k, :] flipped."""
+    flipped = np.tile(raw, (len(places), 1))
+    for place, bit in zip(places.T, bits.T, strict=True):
+        flipped[np.arange(len(places)), place] ^= np.uint8(1) << bit.astype(np.uint8)
+    return flipped
+
+
+def num_unseen(host, changed):
+    """How many of the changed bytes, uint8 [n, bytes], have the digest of the array; those that are it left out."""
+    changed = changed[(changed != np.frombuffer(host.tobytes(), np.uint8)).any(1)]
+    stack = np.concatenate([host[None], changed.view(host.dtype).reshape(-1, *host.shape)])
+    first, *others = np.asarray(by_row(stack)).tolist()
+    assert len(others) == len(changed) > 0
+    return others.count(first)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_single_bit_and_pairs_of_bits_change_the_digest(dtype):
+    rng = np.random.default_rng(0)
+    host = rng.standard_normal((3, 5)).astype(dtype)
+    raw = np.frombuffer(host.tobytes(), np.uint8)
+    place, bit = np.divmod(np.arange(8 * len(raw)), 8)
+    assert num_unseen(host, flips(raw, place[:, None], bit[:, None])) == 0
+    pairs = rng.integers(0, [[[len(raw)]], [[8]]], (2, 4000, 2))
+    assert num_unseen(host, flips(raw, *pairs)) == 0
+
+
+@pytest.mark.parametrize("dtype", (np.float32, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn))
+def test_signs_of_any_number_of_elements_and_elements_that_change_places_are_seen(dtype):
+    """A weighted sum of the bits misses every even number of flipped signs."""
+    rng = np.random.default_rng(0)
+    for host in (np.ones((4, 6), dtype), rng.standard_normal((4, 6)).astype(dtype)):
+        signs = np.where(rng.integers(0, 2, (2000, *host.shape)), host, -host)
+        assert num_unseen(host, np.concatenate([signs, -host[None]]).reshape(2001, -1).view(np.uint8)) == 0
+    moved = np.stack([host, *(rng.permutation(host.reshape(-1)).reshape(host.shape) for _ in range(500))])
+    assert num_unseen(host, moved.reshape(501, -1).view(np.uint8)) == 0
+
+
+def test_each_bit_of_an_element_changes_each_bit_of_the_digest_about_half_of_the_time():
+    values = np.random.default_rng(0).integers(0, 2**32, 4000, np.uint32)
+    base = by_row(values[:, None])
+    for bit in range(32):
+        changed = np.asarray(by_row(values[:, None] ^ np.uint32(1 << bit)) ^ base)
+        share = (changed[:, :, None] >> np.arange(32, dtype=np.uint32) & 1).mean(0)
+        assert share.min() > 0.45 and share.max() < 0.55  # six standard deviations are 0.047
+
+
+def test_booleans_and_elements_of_8_bytes_have_a_digest():
+    assert digest(jnp.array([True, False])).tolist() != digest(jnp.array([False, True])).tolist()
+    with jax.enable_x64(True):
+        wide = np.arange(6.0).reshape(2, 3)
+        seen = {tuple(digest(jnp.asarray(array)).tolist()) for array in (wide, -wide, wide.T.copy(), wide + 2**-40)}
+    assert len(seen) == 4
+
+
+@pytest.mark.parametrize("dtype", (jnp.float32, jnp.bfloat16))
+def test_the_digest_is_one_pass_over_the_array(dtype):
+    """One reduction makes both numbers, of what is fused into it."""
+    array = jax.ShapeDtypeStruct((64, 128), dtype)
+    assert jax.jit(digest).lower(array).as_text().count("stablehlo.reduce(") == 1
 
 
 def arrays_on(mesh, step=0):
@@ -49,7 +107,7 @@ def mesh_of(**sizes):
 
 def test_digests_are_the_same_on_every_mesh_and_in_host_memory():
     want = digests(arrays_on(mesh_of()))
-    assert len({digest for _, digest in want.values()}) == 3
+    assert len({str(digest) for _, digest in want.values()}) == 3
     for mesh in (mesh_of(fsdp=4, tensor=2), mesh_of(tensor=8)):
         tree = arrays_on(mesh)
         assert digests(tree) == want
@@ -163,6 +221,42 @@ def test_a_damaged_array_is_named_and_the_step_before_is_used(run_dir, caplog):
     with Checkpointer(run_dir, CheckpointConfig(keep=0)) as checkpointer:
         checkpointer.save(6, tree, {"m": tree["w"]}, {"step": 6})
     assert restore(run_dir)[0][0] == 6
+
+
+@pytest.mark.fault
+def test_a_step_whose_arrays_have_all_signs_flipped_on_disk_is_not_used(run_dir, tmp_path, caplog):
+    tree = arrays_on(mesh_of(fsdp=4, tensor=2), 6)
+    negated = {name: array if name == "scale" else -array for name, array in tree.items()}
+    with Checkpointer(tmp_path / "negated", CheckpointConfig(keep=0)) as checkpointer:
+        checkpointer.save(6, negated, {"m": tree["w"]}, {"step": 6})
+    shutil.rmtree(run_dir / "checkpoints" / "6" / "params")
+    shutil.copytree(tmp_path / "negated" / "checkpoints" / "6" / "params", run_dir / "checkpoints" / "6" / "params")
+    (step, *_), _ = restore(run_dir)
+    assert step == 3 and "params['b'], params['w'] are not what was saved" in caplog.text
+
+
+@pytest.mark.fault
+def test_steps_with_the_older_digest_are_verified_with_it(run_dir, caplog):
+    tree = arrays_on(mesh_of(), 6)
+    saved = {"params": tree, "optimizer": {"m": tree["w"]}}
+    older = {
+        item: {jax.tree_util.keystr(path): [str(a.dtype), int(weighted_sum(a))] for path, a in leaves}
+        for item, leaves in ((item, jax.tree_util.tree_leaves_with_path(part)) for item, part in saved.items())
+    }
+    file = run_dir / "checkpoints" / "6" / "meta" / "metadata"
+    meta = json.loads(file.read_text())
+    del meta["sha256"]
+    for value, is_found in ((older["params"]["['w']"][1], False), (older["params"]["['w']"][1] ^ 1, True)):
+        older["params"]["['w']"][1] = value
+        file.write_text(json.dumps(sealed(meta | {"digests": older})))
+        with Checkpointer(run_dir, None) as checkpointer:
+            restored = lambda: checkpointer.restore(6, abstract(tree), {"m": abstract(tree["w"])}, ROWS)
+            if is_found:
+                with pytest.raises(ValueError, match=r"params\['w'\] is not what was saved"):
+                    restored()
+            else:
+                restored()
+    assert "not verified" not in caplog.text
 
 
 def _cut(folder):

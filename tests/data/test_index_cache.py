@@ -44,6 +44,47 @@ def test_an_interrupted_write_is_not_taken_for_an_entry(tmp_path, monkeypatch):
     assert load_or_build(str(tmp_path), "kind", {}, lambda: {"x": np.ones(3)})["x"].tolist() == [1, 1, 1]
 
 
+def _flip(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def _swap(first, second):
+    """The contents of two files, as when a copy of a folder went wrong."""
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+
+
+DAMAGE = {
+    "a bit flipped": lambda arrays, records: _flip(arrays[0]),
+    "cut": lambda arrays, records: arrays[0].write_bytes(arrays[0].read_bytes()[:-8]),
+    "emptied": lambda arrays, records: arrays[0].write_bytes(b""),
+    "removed": lambda arrays, records: arrays[0].unlink(),
+    "arrays swapped": lambda arrays, records: _swap(*arrays),
+    "entries swapped": lambda arrays, records: (_swap(*arrays), _swap(*records)),
+    "description emptied": lambda arrays, records: records[0].write_bytes(b""),
+    "description of another type": lambda arrays, records: records[0].write_text('{"description": 3, "arrays": []}'),
+    "not an object": lambda arrays, records: records[0].write_text("[]"),
+}
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_an_entry_that_is_not_what_was_written_is_built_again_and_the_log_says_so(tmp_path, damage, caplog):
+    get = lambda seed: load_or_build(str(tmp_path), "kind", {"seed": seed}, lambda: {"x": np.arange(5) + seed})["x"]
+    for seed in (1, 2):
+        get(seed)
+    records = sorted(tmp_path.glob("*.json"))
+    damage([path.with_name(path.stem + "-x.npy") for path in records], records)
+    for _ in range(2):
+        for seed in (1, 2):
+            assert get(seed).tolist() == list(range(seed, seed + 5))
+    rebuilt = [record.getMessage() for record in caplog.records if "built again" in record.getMessage()]
+    assert 1 <= len(rebuilt) <= 2 and str(tmp_path) in rebuilt[0]
+
+
 def test_rewritten_data_under_the_same_name_gets_new_indices(tmp_path):
     def samples(lengths):
         with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:

@@ -236,21 +236,94 @@ def test_a_run_goes_on_with_its_own_data_only(config, late, caplog):
         found = build_datasets(changed, **sizes, first_sample=lambda step: step).record
         return json.loads(json.dumps(found))
 
-    check_same_data(record(), record(num_threads=1))
+    check_same_data(record(), record(num_threads=1), "data.json")
     assert not caplog.records
-    check_same_data(record(), record(num_train_samples=61))
+    check_same_data(record(), record(num_train_samples=61), "data.json")
     assert "laid out for 60 samples and is now for 61" in caplog.text
     for changes, named in [
         (dict(weights=(0.6, 0.4)), "weights"),
-        (dict(paths=(config.paths[0], str(DATA / "c"))), "files"),
+        (dict(paths=(config.paths[0], str(DATA / "c"))), f"fingerprint of {DATA / 'c'}"),
+        (dict(paths=(config.paths[1], str(DATA / "c"), config.paths[0]), weights=(0.4, 0.3, 0.3)), "files"),
         (dict(split=(80, 20, 0)), "split"),
         (dict(tokenizer="null:1001"), "tokenizer"),
         (dict(reset_positions=True), "format"),
         (dict(blend_changes=(f"5:{late}",)), "changes"),
         (dict(sequence_length=17), "sequence_length"),
     ]:
-        with pytest.raises(ValueError, match=f"other data .*{named}: .*--data.allow_change=True"):
-            check_same_data(record(), record(**changes))
+        with pytest.raises(ValueError, match=f"other data, as data.json says .*{named}: .*--data.allow_change=True"):
+            check_same_data(record(), record(**changes), "data.json")
+
+
+def _write(prefix, documents) -> None:
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for tokens in documents:
+            writer.add_document([tokens])
+
+
+@pytest.fixture
+def rewritten(tmp_path):
+    """(a function that writes documents as data that a run has begun with, the check of its resume)."""
+
+    def record():
+        config = DataConfig("indexed", (str(tmp_path / "x"),), tokenizer="null:1000", cache_dir=str(tmp_path / "cache"))
+        sizes = dict(sequence_length=16, seed=7, num_train_samples=10, num_eval_samples=0)
+        return build_datasets(config, **sizes).record
+
+    return lambda documents: _write(tmp_path / "x", documents), record
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("shape", [(40, 30), (400, 30_000)], ids=["read whole", "sampled"])
+def test_tokens_rewritten_in_place_and_documents_in_another_order_are_found(shape, rewritten, tmp_path):
+    """Of 24 MB, which are more than is read, a whole hundredth is rewritten."""
+    write, record = rewritten
+    tokens = np.random.default_rng(0).integers(0, 999, shape, np.uint16)
+    write(tokens)
+    began = record()
+    assert record() == began
+    index, size = (tmp_path / "x.idx").read_bytes(), (tmp_path / "x.bin").stat().st_size
+    changed = tokens.copy()
+    changed[13 : 13 + max(len(tokens) // 100, 1)] += 1
+    for documents in (changed, tokens[::-1], np.roll(tokens, 1, axis=0)):
+        write(documents)
+        assert (tmp_path / "x.idx").read_bytes() == index and (tmp_path / "x.bin").stat().st_size == size
+        with pytest.raises(ValueError, match="other data, as data.json says .fingerprint of .*x: "):
+            check_same_data(began, record(), "data.json")
+    write(tokens)
+    check_same_data(began, record(), "data.json")
+
+
+@pytest.mark.fault
+def test_documents_of_other_lengths_are_found_by_the_index_also_if_their_number_is_the_same(rewritten):
+    write, record = rewritten
+    write([np.arange(30), np.arange(50)])
+    began = record()
+    write([np.arange(50), np.arange(30)])
+    with pytest.raises(ValueError, match="fingerprint of"):
+        check_same_data(began, record(), "data.json")
+
+
+def test_a_record_of_before_there_were_fingerprints_is_compared_by_what_it_has(rewritten, caplog):
+    write, record = rewritten
+    write([np.arange(30), np.arange(50)])
+    began = record()
+    for file in began["files"]:
+        del file["fingerprint"], file["prefix"]
+    check_same_data(began, record(), "data.json")
+    assert "nothing says what its bytes were" in caplog.text
+    began["files"][0]["tokens"] += 1
+    with pytest.raises(ValueError, match="tokens of .*: 81 -> 80"):
+        check_same_data(began, record(), "data.json")
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("damage", [{}, {"files": 3}, {"files": [3]}, {"seed": "7"}, {"files": [{"tokens": []}]}])
+def test_a_record_of_wrong_types_is_other_data(damage, rewritten):
+    write, record = rewritten
+    write([np.arange(30), np.arange(50)])
+    with pytest.raises(ValueError, match="other data, as data.json says") as error:
+        check_same_data(record() | damage if damage else {}, record(), "data.json")
+    assert "\n" not in str(error.value)
 
 
 @pytest.fixture
@@ -322,3 +395,15 @@ def test_a_cut_file_is_refused_by_name(tmp_path):
     config = DataConfig("indexed", (str(tmp_path / "x"),), cache_dir=str(tmp_path))
     with pytest.raises(ValueError, match="x.bin has 150 bytes.*expects 200"):
         build_datasets(config, sequence_length=16, seed=7, num_train_samples=10, num_eval_samples=0)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{", "{}", '{"vocab_size": "257"}', b"\xff\xfe", '"text"', '{"tokenizer": null}']
+)
+def test_a_damaged_meta_json_is_refused_by_name(content, written, tmp_path):
+    Path(written + ".meta.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    config = DataConfig("indexed", (written,), tokenizer="bytes", cache_dir=str(tmp_path))
+    with pytest.raises(ValueError, match="x.meta.json.*remove it") as error:
+        build_datasets(config, sequence_length=32, seed=1, num_train_samples=10, num_eval_samples=0)
+    assert "\n" not in str(error.value)

@@ -239,7 +239,7 @@ def test_a_run_is_restored_from_any_step_onto_any_mesh(run_dir, step, mesh):
 
 
 def test_runs_that_cannot_be_served_are_refused(run_dir, tmp_path):
-    with pytest.raises(ValueError, match="does not exist; give the directory of a run"):
+    with pytest.raises(ValueError, match="no checkpoint in .*; give the directory of a run"):
         Engine.from_run(tmp_path)
     with pytest.raises(ValueError, match="step=7 is not in .*; there are 1, 2"):
         Engine.from_run(run_dir, step=7)

@@ -76,7 +76,7 @@ def _check(datasets: Sequence[IndexedDataset], metas: Sequence[dict | None], out
                     f"merge: {key} is {meta.get(key)} in {dataset.prefix}.meta.json and {metas[0].get(key)} in "
                     f"{first.prefix}.meta.json; preprocess one of them again with the settings of the other"
                 )
-        if meta is not None and "inputs" not in meta:
+        if meta is not None and not isinstance(meta.get("inputs"), list):
             raise ValueError(f"merge: {dataset.prefix}.meta.json does not name its input files; preprocess it again")
 
 

@@ -29,6 +29,10 @@ class MockIndexedDataset:
     def __reduce__(self):
         return type(self), (self.vocab_size, self.eod_id)
 
+    def fingerprint(self) -> str:
+        """As of an IndexedDataset: what decides the tokens."""
+        return f"{self.prefix} of {self.vocab_size} ids, {self.eod_id} at the end of a document"
+
     def read(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Tokens [offset, offset + length) of one document, int64 [length]; None: to the end."""
         total = int(self.lengths[sequence])

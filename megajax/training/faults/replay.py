@@ -241,9 +241,10 @@ def _other_machine(trainer: Trainer) -> list[str]:
     """What the run was last started on and with, where it is not this."""
     path = trainer.output.run_dir / "starts.jsonl"
     lines = path.read_text().splitlines() if path.is_file() else []
-    then: dict = {}
+    then = {}
     with contextlib.suppress(ValueError):  # a line that a crash cut off
         then = json.loads(lines[-1]) if lines else {}
+    then = then if isinstance(then, dict) else {}
     now = start_record(trainer.program.mesh, trainer.program.compiler_options)
     return [
         f"{name}: {then[name]} -> {now[name]}"

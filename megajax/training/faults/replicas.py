@@ -1,8 +1,8 @@
 """Compares the copies that devices hold of the same part of an array, so that a device that computes wrongly is found.
 
 Each device makes a digest (checkpoint/verify.py) of its own copy of each part of parameters and optimizer state: one
-pass over its memory, and four bytes an array to the host. Copies of one part must have one digest. What no other device
-holds cannot be compared.
+pass over its memory, and eight bytes an array to the host. Copies of one part must have one digest. What no other
+device holds cannot be compared.
 """
 
 import functools
@@ -60,7 +60,7 @@ def differing_devices(tree, mesh: Mesh) -> list[str]:
     wrong: dict[Any, list[str]] = defaultdict(list)
     for column, (name, leaf) in enumerate(named):
         for devices in _holders(leaf):
-            values = {device: int(found[row_of[device], column]) for device in devices}
+            values = {device: tuple(found[row_of[device], column].tolist()) for device in devices}
             (most, count), *others = Counter(values.values()).most_common()
             if others:
                 suspects = [device for device in devices if values[device] != most or 2 * count <= len(devices)]
@@ -89,11 +89,11 @@ def _holders_of(sharding, shape: tuple[int, ...]) -> list[tuple]:
 
 
 def _digests_by_device(leaves: list[jax.Array], mesh: Mesh) -> np.ndarray:
-    """uint32 [devices of the mesh, arrays]."""
+    """uint32 [devices of the mesh, arrays, 2]."""
     on_device = [leaf.sharding.with_memory_kind(_memory(mesh)) == leaf.sharding for leaf in leaves]
     columns = {}
     here = [number for number, there in enumerate(on_device) if there]
-    columns |= dict(zip(here, _digests([leaves[number] for number in here], mesh).T, strict=True))
+    columns |= dict(zip(here, _digests([leaves[number] for number in here], mesh).swapaxes(0, 1), strict=True))
     for number, there in enumerate(on_device):
         if not there:  # offloaded: one after the other, as together they may not fit
             leaf = jax.device_put(leaves[number], leaves[number].sharding.with_memory_kind(_memory(mesh)))
@@ -119,5 +119,5 @@ def _program(mesh: Mesh, specs: tuple[P, ...]):
     def on_one_device(leaves: list[jax.Array]) -> jax.Array:
         return jnp.stack([digest(leaf) for leaf in leaves])[None]
 
-    each = P(mesh.axis_names, None)
+    each = P(mesh.axis_names)
     return jax.jit(jax.shard_map(on_one_device, mesh=mesh, in_specs=(list(specs),), out_specs=each, check_vma=False))

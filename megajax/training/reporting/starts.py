@@ -1,6 +1,7 @@
 """starts.jsonl of a run: one line each time it starts, with what it ran on."""
 
 import json
+import logging
 import time
 from datetime import datetime
 from pathlib import Path
@@ -12,6 +13,8 @@ from jax.sharding import Mesh
 
 from megajax import compat
 from megajax.mesh import xla_flags
+
+logger = logging.getLogger("megajax")
 
 
 def start_record(mesh: Mesh, compiler_options: dict[str, str]) -> dict[str, Any]:
@@ -30,8 +33,12 @@ def start_record(mesh: Mesh, compiler_options: dict[str, str]) -> dict[str, Any]
 
 def first_start(run_dir: Path) -> float:
     """When the run was started for the first time, in seconds since 1970; now, if nothing says when."""
+    path = run_dir / "starts.jsonl"
     try:
-        with (run_dir / "starts.jsonl").open() as file:
+        with path.open() as file:
             return datetime.fromisoformat(json.loads(file.readline())["time"]).timestamp()
-    except (OSError, ValueError, KeyError):
+    except FileNotFoundError:
+        return time.time()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.warning("%s cannot be read (%s): goodput counts from this start on", path, error)
         return time.time()

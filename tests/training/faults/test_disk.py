@@ -6,7 +6,7 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
-from launch import TINY
+from launch import TINY, tiny_config
 
 import train
 from megajax.training.faults.disk import check_room
@@ -51,5 +51,6 @@ def test_a_full_disk_ends_a_run_before_anything_is_compiled_but_not_one_that_is_
     with pytest.raises(ValueError, match="1000 B are free"):
         train.main(arguments)
     (tmp_path / "run" / "checkpoints" / "7").mkdir(parents=True)
+    (tmp_path / "run" / "config.json").write_text(tiny_config(tmp_path / "run", "--training.steps=7").to_json())
     with pytest.raises(pytest.fail.Exception, match="training has begun"):
         train.main(arguments)

@@ -36,19 +36,28 @@ def state(mesh):
 def flipped(tree, path, devices, bit=0):
     """The tree with one bit of the array at the path flipped, in the copies of these devices."""
 
-    def flip(where, leaf):
+    def flip(part):
+        raw = part.reshape(-1)[:1].view(np.uint8)
+        raw ^= np.uint8(1 << bit)
+
+    return changed(tree, path, devices, flip)
+
+
+def changed(tree, path, devices, change):
+    """The tree with the array at the path changed in place, in the copies of these devices."""
+
+    def copied(where, leaf):
         if jax.tree_util.keystr(where) != path:
             return leaf
         parts = []
         for shard in leaf.addressable_shards:
             part = np.array(shard.data)
             if shard.device.id in devices:
-                raw = part.reshape(-1)[:1].view(np.uint8)
-                raw ^= np.uint8(1 << bit)
+                change(part)
             parts.append(jax.device_put(part, shard.device))
         return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
 
-    return jax.tree_util.tree_map_with_path(flip, tree)
+    return jax.tree_util.tree_map_with_path(copied, tree)
 
 
 def test_copies_that_are_equal_pass(state, mesh):
@@ -68,6 +77,13 @@ MATRIX, BIAS = "['layers']['dense']['mlp']['up']", "['final_norm']['bias']"
 def test_one_flipped_bit_in_one_copy_names_its_device_and_the_array(path, state, mesh):
     """Each part has four copies, or eight."""
     assert differing_devices(flipped(state, path, {5}, bit=3), mesh) == [f"process 0, device 5 (cpu): {path}"]
+
+
+@pytest.mark.fault
+def test_a_copy_with_an_even_number_of_signs_flipped_is_found(state, mesh):
+    path = f".params{MATRIX}"
+    negated = changed(state, path, {5}, lambda part: np.negative(part, out=part))
+    assert differing_devices(negated, mesh) == [f"process 0, device 5 (cpu): {path}"]
 
 
 @pytest.mark.fault
