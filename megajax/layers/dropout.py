@@ -24,10 +24,10 @@ class DropoutKey(NamedTuple):
         return [self._replace(key=key) for key in jax.random.split(self.key, count)]
 
 
-def dropout(x_BTD: jax.Array, rate: float, key: DropoutKey | None, order_T: np.ndarray) -> jax.Array:
+def dropout(x_BTD: jax.Array, rate: float, key: DropoutKey | None, order_T: np.ndarray | None) -> jax.Array:
     """Zeroes entries with probability `rate` and scales the others by 1 / (1 - rate); no key or rate 0: x itself.
 
-    order: place in the sequence of each index of dim 1 (parallel/context.py).
+    order: place in the sequence of each index of dim 1 (parallel/context.py); not read without a key.
     """
     if key is None or rate == 0.0:
         return x_BTD

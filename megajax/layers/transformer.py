@@ -122,4 +122,5 @@ class TransformerLayer(nnx.Module):
     def _drop(self, y_BTD: jax.Array, key: DropoutKey | None) -> jax.Array:
         # The barrier keeps XLA from adding x in place inside the matmul that makes y: x, needed again, would be copied.
         y_BTD = jax.lax.optimization_barrier(constrain(y_BTD, "batch", "sequence", None))
-        return dropout(y_BTD, self.dropout, key, current_order(y_BTD.shape[1], self.context))
+        order = None if key is None else current_order(y_BTD.shape[1], self.context)
+        return dropout(y_BTD, self.dropout, key, order)

@@ -229,8 +229,8 @@ class Decoder(OneStack):
         x_BTD = embed(self.embedding[...], batch["tokens"], self.dtype)
         if self.config.position == "learned":
             x_BTD += embed(self.position_embedding[...], batch["positions"], self.dtype)
-        x_BTD = dropout(x_BTD, self.config.dropout, key, current_order(x_BTD.shape[1], self.context))
-        return constrain(x_BTD, "batch", "sequence", None)
+        order = None if key is None else current_order(x_BTD.shape[1], self.context)
+        return constrain(dropout(x_BTD, self.config.dropout, key, order), "batch", "sequence", None)
 
     def block_inputs(self, batch: dict) -> dict:
         """What every layer reads beside x."""

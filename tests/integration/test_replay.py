@@ -1,5 +1,6 @@
 """A step is run again from the run directory, which stays as it is; and a device with another copy ends a run."""
 
+import dataclasses
 import hashlib
 import os
 import socket
@@ -35,7 +36,8 @@ def save_damaged(run_dir):
     mlp["up"] = jax.device_put(values, mlp["up"].sharding)
     rows = {kind: rows.tolist() for kind, rows in model.layer_rows.items()}
     with Checkpointer(run_dir, CheckpointConfig()) as checkpointer:
-        checkpointer.save(2, state.params, state.optimizer, {"step": 2, "skipped": 0, "layer_rows": rows})
+        meta = {"step": 2, "skipped": 0, "layer_rows": rows, "config": dataclasses.asdict(config)}
+        checkpointer.save(2, state.params, state.optimizer, meta)
 
 
 @pytest.fixture(scope="module")

@@ -433,7 +433,7 @@ def test_frozen_kinds_train_in_a_pipeline_as_on_one_device(tmp_path, monkeypatch
     np.testing.assert_allclose(*found, rtol=1e-5)
 
 
-@pytest.mark.parametrize("reduce", ["compute", "float32"])
+@pytest.mark.parametrize("reduce", ["compute", pytest.param("float32", marks=pytest.mark.slow)])
 def test_a_pipeline_trains_in_bfloat16(reduce, trained, tmp_path, monkeypatch):
     """On CPU a sum of 16-bit numbers over its stages once ended the process."""
     config = config_of("hybrid", tmp_path / "run", MeshConfig(pipeline=2), microbatch_size=2)

@@ -135,7 +135,20 @@ def llama_on_one_device():
     return train(LLAMA, {}, **SELECTIVE)
 
 
-@pytest.mark.parametrize("sizes", GPT_CASES.values(), ids=GPT_CASES)
+SLOW = (
+    "pipeline 2 x fsdp 2 x context 2, interleaved",
+    "pipeline 4 x expert 2, gpipe",
+    "pipeline 2 x fsdp 2 x tensor 2, interleaved",
+    "pipeline 4 x data 2, full recompute",
+    "pipeline 2 x data 2 x context 2, gpipe, nothing recomputed",
+)
+
+
+def cases(of: dict) -> list:
+    return [pytest.param(case, id=name, marks=pytest.mark.slow if name in SLOW else ()) for name, case in of.items()]
+
+
+@pytest.mark.parametrize("sizes", cases(GPT_CASES))
 def test_pipeline_matches_one_device_and_rows_of_padding_stay_zero(sizes, gpt_on_one_device):
     result = train(GPT, sizes)
     assert_same(result, gpt_on_one_device)
@@ -147,8 +160,9 @@ def test_pipeline_matches_one_device_and_rows_of_padding_stay_zero(sizes, gpt_on
         assert not np.any(leaf[padding]) and all(np.any(layer) for layer in leaf[~padding])
 
 
-@pytest.mark.parametrize(("sizes", "how"), LLAMA_CASES.values(), ids=LLAMA_CASES)
-def test_pipeline_matches_one_device_llama(sizes, how, llama_on_one_device):
+@pytest.mark.parametrize("case", cases(LLAMA_CASES))
+def test_pipeline_matches_one_device_llama(case, llama_on_one_device):
+    sizes, how = case
     assert_same(train(LLAMA, sizes, **how), llama_on_one_device)
 
 
