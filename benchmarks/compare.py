@@ -98,7 +98,8 @@ def compare(result: dict, turns: list[str], arguments: list[str], output: str) -
 def _add(result: dict, contender: str, measured: dict) -> None:
     if contender == "megajax":
         count, _, result["device"] = measured["device"].partition(" x ")
-        result["num_devices"], result["device"] = int(count), measured["device"]
+        result["num_devices"] = int(count)
+        result["device"] = measured["device"]
     result["versions"] |= measured["versions"]
     result["measurements"].setdefault(contender, []).append(measured)
 

@@ -12,7 +12,9 @@ from pathlib import Path
 from benchmarks.command_line import run, split
 
 COLORS = ("#222222", "#1f6feb", "#e07b39", "#2da44e", "#8250df")
-WIDTH, HEIGHT, LEFT = 640, 260, 60
+WIDTH = 640
+HEIGHT = 260
+LEFT = 60
 
 
 def read(folder: str) -> dict[int, float]:

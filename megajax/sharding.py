@@ -113,7 +113,8 @@ def activation_spec(shape: Sequence[int], axes: Sequence[str | None]) -> P:
     A mesh axis that does not divide its dim is left out: one token of a decoding step cannot be split over `tensor`.
     (Training never meets this: Config.check refuses such sizes.)
     """
-    sizes, spec = free_axes(), []
+    sizes = free_axes()
+    spec = []
     for dim, axis in zip(shape, axes, strict=True):
         kept: tuple[str, ...] = ()
         for name in ACTIVATION_AXES[axis]:

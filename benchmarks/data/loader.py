@@ -17,8 +17,11 @@ from megajax.data.datasets import build_datasets
 from megajax.data.indexed_dataset import IndexedDatasetWriter
 from megajax.data.loader import step_batches
 
-NUM_DOCUMENTS, MEAN_TOKENS, VOCAB = 100_000, 500, 50_000
-BATCH, MOST_STEPS = 8, 20_000
+NUM_DOCUMENTS = 100_000
+MEAN_TOKENS = 500
+VOCAB = 50_000
+BATCH = 8
+MOST_STEPS = 20_000
 FORMATS = {
     "segment ids": {},
     "one document": dict(cross_document_attention=True),
@@ -40,7 +43,8 @@ def tokens_per_second(config: DataConfig, sequence_length: int, seconds: float) 
     batches = step_batches(dataset, schedule, np.arange, start_step=0, num_steps=MOST_STEPS, config=config)
     for _ in range(20):
         next(batches)
-    steps, start = 0, time.perf_counter()
+    steps = 0
+    start = time.perf_counter()
     for _ in batches:
         steps += 1
         if time.perf_counter() - start > seconds:

@@ -32,12 +32,14 @@ CASES = {
     "packed": (4, 4096, 16, 16, 128, None, 600),
     "packed, 64": (8, 2048, 16, 16, 64, None, 300),
 }
-TURNS, CALLS = 4, 40
+TURNS = 4
+CALLS = 40
 
 
 def segments_of(batch: int, length: int, mean: int) -> np.ndarray:
     """int32 [batch, length]: documents whose lengths are spread as an exponential distribution."""
-    rng, rows = np.random.default_rng(0), []
+    rng = np.random.default_rng(0)
+    rows = []
     for _ in range(batch):
         ends = np.cumsum(1 + rng.exponential(mean, 2 * length // mean + 8).astype(int))
         rows.append(np.searchsorted(ends, np.arange(length), "right"))

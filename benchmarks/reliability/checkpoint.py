@@ -80,11 +80,13 @@ def measure(config: Config, *, seconds: float, num_saves: int, folder: Path, loc
     target = setup.program.abstract_state
     del state, trees
     with Checkpointer(folder, None) as checkpointer:
-        trees, rows = (target.weights, target.optimizer), setup.program.model.layer_rows
+        trees = (target.weights, target.optimizer)
+        rows = setup.program.model.layer_rows
         restore = lambda: jax.block_until_ready(checkpointer.restore(num_saves, *trees, rows)[:2])
         restore_seconds = _seconds(restore)
     host_bytes["restore"] = _peak_host_bytes()
-    found, found_local = _summary(saves, plain), _summary(local, plain) if local else None
+    found = _summary(saves, plain)
+    found_local = _summary(local, plain) if local else None
     return record(
         "checkpoint",
         [plain],
@@ -105,18 +107,21 @@ def _saves(
     write: Callable, is_writing: Callable[[], bool], num_saves: int, setup: Setup, step: Callable, state: TrainState
 ) -> tuple[TrainState, list[Save]]:
     """write(number, trees, meta) starts one save; steps go on until it is on disk."""
-    saves, batches = [], setup.batches
+    saves = []
+    batches = setup.batches
     meta = {"layer_rows": {kind: rows.tolist() for kind, rows in setup.program.model.layer_rows.items()}}
     for number in range(1, num_saves + 1):
         jax.block_until_ready(state)
         start = time.perf_counter()
         write(number, {"params": state.weights, "optimizer": state.optimizer}, meta)
         held = time.perf_counter()
-        count, waiting = 0, None
+        count = 0
+        waiting = None
         while is_writing():
             state, metrics = step(state, batches[count % len(batches)], RATE)
             jax.block_until_ready(waiting)  # one step behind the device, as the training loop
-            count, waiting = count + 1, metrics
+            count += 1
+            waiting = metrics
         written = time.perf_counter()
         jax.block_until_ready(state)
         step_seconds = (time.perf_counter() - held) / count if count else None
@@ -178,7 +183,8 @@ def table(result: dict) -> str:
 def main(arguments: list[str]) -> None:
     known = {"config": "", "seconds": "10", "saves": "3", "folder": "", "local_dir": "", "output": ""}
     values, overrides = split(arguments, known)
-    config, num_saves = read_config(values["config"], overrides), int(values["saves"])
+    config = read_config(values["config"], overrides)
+    num_saves = int(values["saves"])
     if num_saves < 1:
         raise ValueError(f"saves={num_saves} must be at least 1")
     if values["folder"]:

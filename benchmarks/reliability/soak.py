@@ -95,8 +95,11 @@ class Sampler:
 
 def disturb(run_dir: Path, steps: int, seconds: float, rng: random.Random) -> dict:
     """Trains under the supervisor with kills for so long -> what happened."""
-    log, sampler, kills = run_dir.with_suffix(".log"), Sampler(), []
-    begin, highest = time.monotonic(), 0
+    log = run_dir.with_suffix(".log")
+    sampler = Sampler()
+    kills = []
+    begin = time.monotonic()
+    highest = 0
     supervisor = start(command(run_dir, steps, "--launch.max_restarts=100000"), log)
     try:
         while supervisor.poll() is None and time.monotonic() - begin < seconds:
@@ -165,7 +168,9 @@ def _wait_for_save(run_dir: Path, seconds: float) -> bool:
 
 
 def train_undisturbed(run_dir: Path, steps: int) -> dict:
-    sampler, begin, log = Sampler(), time.monotonic(), run_dir.with_suffix(".log")
+    sampler = Sampler()
+    begin = time.monotonic()
+    log = run_dir.with_suffix(".log")
     process = start(command(run_dir, steps), log)
     try:
         while not metrics(run_dir) and process.poll() is None:
@@ -191,7 +196,8 @@ def last_digests(run_dir: Path, steps: int) -> dict:
 
 
 def compare(disturbed: Path, undisturbed: Path, steps: int) -> dict:
-    got, want = losses(disturbed), losses(undisturbed)
+    got = losses(disturbed)
+    want = losses(undisturbed)
     return {
         "steps": steps,
         "equal_losses": sum(got.get(step) == loss for step, loss in want.items()),

@@ -98,7 +98,8 @@ def _entry(content, file: str, above: tuple[str, ...], where: str) -> Entry:
     for name in ("weight", "epochs"):
         if name in content and not _positive(content[name]):
             raise say(f"has {name} {content[name]!r}; use a number above 0")
-    weight, epochs = content.get("weight"), content.get("epochs", 1.0)
+    weight = content.get("weight")
+    epochs = content.get("epochs", 1.0)
     if "blend" in content:
         return Entry(entries=_entries(content["blend"], file, above, f"{where}.blend"), weight=weight, epochs=epochs)
     name = content.get("path", content.get("file"))

@@ -116,7 +116,8 @@ class DecoderConfig(ModelConfig):
         return {"layers": tuple(self._layer_config(number, execution) for number in range(self.num_layers))}
 
     def batch(self, sequence_length: int, *, packed: bool) -> dict[str, BatchArray]:
-        whole, weights = BatchArray.sequence(sequence_length), BatchArray.sequence(sequence_length, jnp.float32)
+        whole = BatchArray.sequence(sequence_length)
+        weights = BatchArray.sequence(sequence_length, jnp.float32)
         batch = {"tokens": whole, "labels": whole, "positions": whole, "loss_mask": weights}
         return batch | ({"segment_ids": whole} if packed else {})
 
@@ -211,8 +212,11 @@ class Decoder(OneStack):
         self, config: DecoderConfig, dtype: jnp.dtype, execution: ExecutionConfig, stages: Stages | None, *,
         rngs: nnx.Rngs
     ):  # fmt: skip
-        self.config, self.dtype, self.context = config, dtype, execution.context_attention
-        D, V = config.embed_dim, config.padded_vocab_size
+        self.config = config
+        self.dtype = dtype
+        self.context = execution.context_attention
+        D = config.embed_dim
+        V = config.padded_vocab_size
         init = nnx.initializers.normal(config.init_std)
         self.embedding = weight((V, D), ("vocab", "embed"), init, rngs, "embedding")
         if config.position == "learned":

@@ -78,7 +78,10 @@ class Model:
 
         Raises ValueError for a pattern that matches nothing, and if everything is frozen.
         """
-        self.config, self.precision, self.execution, self.stages = config, precision, execution, stages
+        self.config = config
+        self.precision = precision
+        self.execution = execution
+        self.stages = stages
         build = functools.partial(config.build, dtype=precision.compute_dtype, execution=execution, stages=stages)
         self._build = lambda key: build(nnx.Rngs(params=key))
         self._graphdef, state = nnx.split(nnx.eval_shape(lambda: self._build(jax.random.key(0))))
@@ -103,7 +106,8 @@ class Model:
         return found
 
     def _init(self, key: jax.Array) -> dict:
-        weights, dtype = self._structure.to_tree(nnx.split(self._build(key))[1]), self.precision.params_dtype
+        weights = self._structure.to_tree(nnx.split(self._build(key))[1])
+        dtype = self.precision.params_dtype
         # The others take little memory, and bfloat16 would lose their updates: those of a norm scale, which is near 1,
         # are below half a unit in its last place, 2^-9.
         cast = lambda a, record: cast_floating(a, dtype) if record.is_cast else a
@@ -168,7 +172,8 @@ class Model:
     @functools.cached_property
     def parameters(self) -> list["CountedParameter"]:
         """For whoever counts bytes or FLOPs."""
-        rows_of, found = self.layer_rows, []
+        rows_of = self.layer_rows
+        found = []
         has_head = any(record.role == "head" for record in jax.tree.leaves(self.records))
         leaves = jax.tree_util.tree_leaves_with_path(self.abstract_weights)
         for (path, leaf), record in zip(leaves, jax.tree.leaves(self.records), strict=True):

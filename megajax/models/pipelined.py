@@ -105,7 +105,8 @@ def _parts(model: Model, options: LossOptions, num_microbatches: int, microbatch
 
 
 def _programs(model: Model) -> pipeline.Programs:
-    stages, configs = model.stages, model.module(model.abstract_weights).layers.configs
+    stages = model.stages
+    configs = model.module(model.abstract_weights).layers.configs
     runs = [
         [tuple((configs[number], configs[number].kind) for number in stage) for stage in chunk]
         for chunk in stages.layers

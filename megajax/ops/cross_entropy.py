@@ -121,7 +121,8 @@ def _chunks(x_BTD, head_DV, labels_BT, weights_BT, options, with_gradients):
     step = functools.partial(_chunk, head_DV=head_DV, options=loss_options, with_gradients=with_gradients)
 
     def scan_step(sums, chunk):
-        (loss_before, d_head_before), (x, *others) = sums, chunk
+        loss_before, d_head_before = sums
+        x, *others = chunk
         # One after the other: XLA, which unrolls short loops, would make the logits of all chunks at once.
         d_head_before, x = lax.optimization_barrier((d_head_before, x))
         loss, d_x, d_head = step(x, *others)

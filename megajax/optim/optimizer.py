@@ -57,7 +57,8 @@ class Optimizer:
                 updated by itself, with the leaves of the state that its own transformation would have.
         """
         names = {rule.optimizer for rule in jax.tree.leaves(self.rules)}
-        coupled, decoupled = names & {"sgd"}, names - {"sgd"}
+        coupled = names & {"sgd"}
+        decoupled = names - {"sgd"}
         before = [_add_decay(rules, coupled)] if coupled else []
         after = [_add_decay(rules, decoupled)] if decoupled else []
         return optax.chain(*before, _update_rule(self.config, names, rules), *after)
@@ -140,7 +141,9 @@ class Optimizer:
         """
         leaf_at = dict(jax.tree_util.tree_leaves_with_path(state))
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-        new_params, new_leaf_at, tokens = [], {}, [finite, finite]
+        new_params = []
+        new_leaf_at = {}
+        tokens = [finite, finite]
         for number, path in enumerate(paths):
             name = name_of(path)
             rules, grad, param = (_only(name, tree) for tree in (self.rules, grads, params))

@@ -108,14 +108,19 @@ class _Body:
     """One rank. Values that differ between ranks are marked as varying over `pipeline`, and stay so."""
 
     def __init__(self, parts: Parts, programs: Programs, table: Table, train: bool, num_microbatches: int):
-        self.parts, self.programs, self.table, self.train = parts, programs, table, train
+        self.parts = parts
+        self.programs = programs
+        self.table = table
+        self.train = train
         self.num_chunks, self.num_ranks = programs.of_stage.shape
         self.num_microbatches = num_microbatches
 
     def run(self, trained, held, batch, key, columns):
         self.rank = lax.axis_index(AXIS)
-        (layers, self.shared), (held_layers, self.held_shared) = trained, held
-        self.batch, self.key = batch, key
+        layers, self.shared = trained
+        held_layers, self.held_shared = held
+        self.batch = batch
+        self.key = key
         # Per place, so that gradients are added to whole arrays: {kind: [tree of [V, ...]]}.
         self.layers = {kind: self._split(tree) for kind, tree in layers.items()}
         self.held_layers = {kind: self._split(tree) for kind, tree in held_layers.items()}
@@ -221,14 +226,17 @@ class _Body:
 
     def _plan(self, x):
         """Traces every program once: what it keeps, and where. -> abstract terms of a step."""
-        self.kept, wanted, found = [], Counter(), ({}, {})
+        self.kept = []
+        wanted = Counter()
+        found = ({}, {})
         for number in range(len(self.programs.programs)):
             kept = _Kept()
             trace = lambda x, number=number, kept=kept: self._stage_vjp(number, 0, 0, x, kept)
             _, terms, saved = jax.eval_shape(trace, x)
             kept.auxiliary = tuple(terms[0])
             avals = [(a.shape, a.dtype) for a in saved]
-            kept.buffers, counts = [], Counter()
+            kept.buffers = []
+            counts = Counter()
             for aval in avals:
                 kept.buffers.append((aval, counts[aval]))
                 counts[aval] += 1
@@ -245,7 +253,10 @@ class _Body:
     def _live(self, program: int, chunk, microbatch):
         """-> (trained weights, held weights, inputs) of the layers of a stage: what the backward pass reads again
         instead of keeping it."""
-        counts, trained, held, inputs = Counter(), [], [], []
+        counts = Counter()
+        trained = []
+        held = []
+        inputs = []
         common = self.parts.inputs(*self._microbatch(microbatch))
         numbers = jnp.asarray(self.programs.numbers)[chunk, self.rank]
         for place, (_, kind) in enumerate(self.programs.programs[program]):
@@ -324,7 +335,8 @@ class _Body:
             vjp = jax.tree.unflatten(kept.structure, leaves)
             d_auxiliary = {name: _vary(jnp.float32(1 / self.num_microbatches)) for name in kept.auxiliary}
             d_weights, d_x = vjp((d_y, d_auxiliary))
-            counts, new = Counter(), {kind: list(trees) for kind, trees in d_layers.items()}
+            counts = Counter()
+            new = {kind: list(trees) for kind, trees in d_layers.items()}
             for d_layer, (_, kind) in zip(d_weights, self.programs.programs[program], strict=True):
                 if kind not in new:  # nothing of it is trained
                     continue

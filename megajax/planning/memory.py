@@ -24,7 +24,8 @@ def bytes_per_device(abstract, shardings) -> int:
 def memory_per_device(program: Program, training: TrainingConfig) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes a device by kind, in its memory and on its host: weights and optimizer exactly, gradients (float32) and
     activations as estimates."""
-    shardings, state = program.shardings, program.abstract_state
+    shardings = program.shardings
+    state = program.abstract_state
     held = bytes_per_device((state.frozen, state.variables), (shardings.frozen, shardings.variables))
     gradients = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, np.float32), state.params)
     device, host = activation_bytes(program.model, program.mesh_config, training)

@@ -69,7 +69,8 @@ def extremes(bounds_BT, block):
 def range_of_keys(low, high_low, low_high, high, block_k):
     """(first tile of keys, first and last that all queries see wholly, last), ends excluded. low, high_low: bound of
     the first and last query below, low_high, high: above."""
-    down, up = lambda a: lax.div(a, block_k), lambda a: lax.div(a + block_k - 1, block_k)
+    down = lambda a: lax.div(a, block_k)
+    up = lambda a: lax.div(a + block_k - 1, block_k)
     first = down(low)
     last = jnp.maximum(up(high), first)
     full_first = jnp.clip(up(high_low), first, last)
@@ -78,7 +79,8 @@ def range_of_keys(low, high_low, low_high, high, block_k):
 
 def ranges_of_queries(lower_BT, upper_BT, block_q, block_k, num_keys):
     """The same for each tile of keys: int32 [B, tiles of keys, 4], tiles of queries."""
-    (low, high_low), (low_high, high) = extremes(lower_BT, block_q), extremes(upper_BT, block_q)
+    low, high_low = extremes(lower_BT, block_q)
+    low_high, high = extremes(upper_BT, block_q)
     start = jnp.arange(-(-num_keys // block_k)) * block_k
     count = lambda holds: jnp.sum(holds, 1, dtype=jnp.int32)  # of tiles, which are in order
     first = count(high[:, :, None] <= start)
