@@ -105,7 +105,9 @@ def _add(result: dict, contender: str, measured: dict) -> None:
 
 
 def _commit() -> str:
-    git = lambda *words: subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
     commit = git("rev-parse", "--short", "HEAD") or "unknown"
     return commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
 

@@ -94,7 +94,11 @@ def breakdown(kernels: list[Kernel], num_steps: int, program: str = "") -> dict:
     names = Counter()
     calls = Counter()
     intervals = {COMMUNICATION: [], "else": []}
-    per_step = lambda nanoseconds: nanoseconds / 1e6 / num_steps
+
+    def per_step(nanoseconds: float) -> float:
+        """In ms."""
+        return nanoseconds / 1e6 / num_steps
+
     for kernel in kernels:
         place = known.get(kernel.instruction)
         kind = kind_of(kernel, place)

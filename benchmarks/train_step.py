@@ -82,8 +82,10 @@ def _random_batches(arrays: dict[str, jax.ShapeDtypeStruct], order: np.ndarray, 
 
     def placed(made: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         likes = {name: arrays[name] for name in made if name in arrays}
-        put = lambda name, like: jax.device_put(np.ascontiguousarray(made[name], like.dtype), like.sharding)
-        return {name: put(name, like) for name, like in likes.items()}
+        return {
+            name: jax.device_put(np.ascontiguousarray(made[name], like.dtype), like.sharding)
+            for name, like in likes.items()
+        }
 
     same = placed({"positions": np.broadcast_to(order, shape), "loss_mask": np.ones(shape, np.float32)})
 

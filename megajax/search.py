@@ -111,7 +111,10 @@ def _candidates(config: Config, num_devices: int) -> Iterator[Config]:
     length = config.training.sequence_length
     num_layers = config.model.num_layers_in_all
     longest = max(length // MIN_CONTEXT_TOKENS, 1)
-    sizes = lambda most: [2**n for n in range(most.bit_length()) if 2**n <= most and num_devices % 2**n == 0]
+
+    def sizes(most: int) -> list[int]:
+        return [2**n for n in range(most.bit_length()) if 2**n <= most and num_devices % 2**n == 0]
+
     axes = itertools.product(sizes(GPUS_PER_HOST), sizes(num_layers), sizes(longest))
     for tensor, pipeline, context in axes:
         rest, left = divmod(num_devices, tensor * pipeline * context)

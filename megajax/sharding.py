@@ -136,5 +136,8 @@ def constrain_weights(tree, records):
     if not has_mesh():
         return tree
     free = free_axes()
-    lay = lambda record, x: jax.lax.with_sharding_constraint(x, local_weight_spec(record.axes, free))
-    return jax.tree.map(lay, records, tree)
+
+    def lay_out(record, x):
+        return jax.lax.with_sharding_constraint(x, local_weight_spec(record.axes, free))
+
+    return jax.tree.map(lay_out, records, tree)

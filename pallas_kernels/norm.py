@@ -67,7 +67,10 @@ def forward(
 
         def one_row(number, _):
             row = lax.axis_index("block") * (rows // blocks) + number
-            mean = lambda i, value: _means([[value]], width, parts, (lax.rem(number, 2), i), options)[0]
+
+            def mean(i, value):
+                return _means([[value]], width, parts, (lax.rem(number, 2), i), options)[0]
+
             total = load(inputs["x"], (row, group))
             if y_RD is not None:
                 total = (total + load(inputs["y"], (row, group))).astype(x_RD.dtype)
@@ -130,7 +133,10 @@ def backward(
             """A row stays in shared memory and is read piece by piece: registers have no room for all of it."""
             row = block + number * blocks
             slot = lax.rem(number, stages)
-            means = lambda i, values: _means(map(values, pieces), width, parts, (lax.rem(number, 2), i), options)
+
+            def means(i, values):
+                return _means(map(values, pieces), width, parts, (lax.rem(number, 2), i), options)
+
             plgpu.barrier_wait(there.at[slot])
             mean = means(0, lambda piece: [read(s_smem, piece, slot)])[0] if centred else 0.0
 
@@ -157,7 +163,10 @@ def backward(
 
         for number in range(stages - 1):
             fetch(jnp.int32(number))
-        zeros = lambda lines: plgpu.layout_cast(jnp.zeros((lines, LINE), jnp.float32), _layout((lines, LINE)))
+
+        def zeros(lines):
+            return plgpu.layout_cast(jnp.zeros((lines, LINE), jnp.float32), _layout((lines, LINE)))
+
         sums = lax.fori_loop(0, count, one_row, [[zeros(lines)] * len(sum_refs) for _, lines in pieces])
         for piece, of_piece in zip(pieces, sums, strict=True):
             for ref, total in zip(sum_refs, of_piece, strict=True):
@@ -206,10 +215,14 @@ def _sums(_, parts_ref, values):
     """-> the sum of each value, a list of arrays, over the threads of all warpgroups. parts_ref: [values or more,
     warps], which nobody may write before the next but one such sum: the one barrier is between writing and reading."""
     add = functools.partial(arith.addf, fastmath=arith.FastMathFlags.contract)
-    index = lambda i: arith.index_cast(ir.IndexType.get(), i)
     thread = utils.thread_idx()
     warps = ir.MemRefType(parts_ref.type).shape[-1]
-    constant = lambda i: mgpu.c(i, thread.type)
+
+    def index(i):
+        return arith.index_cast(ir.IndexType.get(), i)
+
+    def constant(i):
+        return mgpu.c(i, thread.type)
 
     def over_registers(array):
         total = functools.reduce(add, array.registers.flat)

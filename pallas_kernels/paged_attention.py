@@ -60,8 +60,12 @@ def num_parts(num_sequences: int, num_kv_heads: int, most_tokens: int, block: in
     """Into how many parts to split sequences of up to most_tokens: the blocks fill the GPU, a part costs 1 % itself."""
     least = -(-most_tokens // MOST_TOKENS)
     most = max(least, min(most_tokens // (2 * block), 64))
-    waves = lambda parts: -(-num_sequences * num_kv_heads * parts // SLOTS)
-    return min(range(max(least, 1), max(most, 1) + 1), key=lambda parts: waves(parts) * (1 / parts + 0.01))
+
+    def cost(parts: int) -> float:
+        waves = -(-num_sequences * num_kv_heads * parts // SLOTS)
+        return waves * (1 / parts + 0.01)
+
+    return min(range(max(least, 1), max(most, 1) + 1), key=cost)
 
 
 def decode(
@@ -105,7 +109,10 @@ def decode(
         **options,
     )(q_BKRH, keys_ZKSH, values_ZKSH, table_BP, lengths_B, *(scales or ()))
     out, lse = _join(*results)
-    merge = lambda a: a[:, :, :group].reshape(batch, num_heads, *a.shape[3:])
+
+    def merge(a):
+        return a[:, :, :group].reshape(batch, num_heads, *a.shape[3:])
+
     return merge(out).astype(q_BNH.dtype), merge(lse)
 
 
@@ -141,8 +148,10 @@ def _body(
 
     def pages_of(step):
         """A page without anything to see is not read: another one stands for it."""
-        number = lambda page: jnp.clip(step * len(pages) + page, lax.div(start, page_size),
-                                       lax.div(length - 1, page_size))  # fmt: skip
+
+        def number(page):
+            return jnp.clip(step * len(pages) + page, lax.div(start, page_size), lax.div(length - 1, page_size))
+
         return tuple(table_ref[sequence, number(page)] for page in pages)
 
     def is_seen(step, shape):
@@ -166,7 +175,10 @@ def _body(
         values = values_smem.at[slot]
         if is_int8:
             scales_smem, converted = for_int8
-            convert = lambda ref: plgpu.load(ref, (), layout=plgpu.Layout.WGMMA_UPCAST_2X).astype(dtype)
+
+            def convert(ref):
+                return plgpu.load(ref, (), layout=plgpu.Layout.WGMMA_UPCAST_2X).astype(dtype)
+
             scales = [plgpu.load(scales_smem, (slot, i), layout=by_token) for i in range(2)]
             converted[...] = convert(values)
             keys = plgpu.layout_cast(convert(keys), plgpu.Layout.WGMMA)
@@ -179,7 +191,10 @@ def _body(
                 values[...] = jnp.where(is_seen(step, (block, head_dim)), loaded, jnp.zeros_like(loaded))
 
         scores = _product(keys, q_smem)
-        wide = lambda a, dim, shape=scores.shape: lax.broadcast_in_dim(a, shape, [dim])
+
+        def wide(a, dim, shape=scores.shape):
+            return lax.broadcast_in_dim(a, shape, [dim])
+
         if is_int8:
             scores *= wide(scales[0], 0)
         factor = LOG2E if soft_cap else scale * LOG2E
@@ -210,7 +225,10 @@ def _body(
     for i in range(stages):
         pl.when(first + i < last)(lambda i=i: copy(first + i, numbers[i]))
     plgpu.barrier_wait(q_there)
-    zeros = lambda height: plgpu.layout_cast(jnp.zeros((height, rows), jnp.float32), plgpu.Layout.WGMMA)
+
+    def zeros(height):
+        return plgpu.layout_cast(jnp.zeros((height, rows), jnp.float32), plgpu.Layout.WGMMA)
+
     most = plgpu.layout_cast(jnp.full((rows,), NEVER, jnp.float32), by_query)
     carry = zeros(head_dim), most, zeros(block), numbers[stages]
     sums, most, total, _ = lax.fori_loop(first, last, one_step, carry)

@@ -76,7 +76,9 @@ def published(number: int, epochs: int) -> dict:
     library = _compile()
     lengths = document_lengths(number)
     num_samples = (int(lengths.sum(dtype=np.int64)) * epochs - 1) // SEQUENCE_LENGTH
-    pointer = lambda array: array.ctypes.data_as(ctypes.c_void_p)
+
+    def pointer(array: np.ndarray) -> ctypes.c_void_p:
+        return array.ctypes.data_as(ctypes.c_void_p)
 
     def build():
         rng = np.random.RandomState(SEED)

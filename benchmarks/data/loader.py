@@ -39,7 +39,11 @@ def write(prefix: Path) -> None:
 def tokens_per_second(config: DataConfig, sequence_length: int, seconds: float) -> float:
     sizes = dict(num_train_samples=BATCH * MOST_STEPS, num_eval_samples=0)
     dataset = build_datasets(config, sequence_length=sequence_length, seed=0, **sizes).train
-    schedule = lambda step: (step * BATCH, 1, BATCH)
+
+    def schedule(step: int) -> tuple[int, int, int]:
+        """(first sample, number of microbatches, samples)."""
+        return step * BATCH, 1, BATCH
+
     batches = step_batches(dataset, schedule, np.arange, start_step=0, num_steps=MOST_STEPS, config=config)
     for _ in range(20):
         next(batches)

@@ -36,7 +36,10 @@ def measure(rows: int, width: int, kind: str) -> dict:
     @jax.jit
     def formula(total, scale, bias, d_normed, d_residual):
         total = total.astype(jnp.float32)
-        norm = lambda s, scale, bias: layer_norm(s, scale, bias, EPSILON) if centred else rms_norm(s, scale, EPSILON)
+
+        def norm(s, scale, bias):
+            return layer_norm(s, scale, bias, EPSILON) if centred else rms_norm(s, scale, EPSILON)
+
         normed, vjp = jax.vjp(norm, total, scale, bias)
         d_s, *others = vjp(d_normed.astype(jnp.float32))
         return normed, d_s + d_residual, *others[: 1 + centred]

@@ -106,7 +106,10 @@ def errors(results, case, lengths: list[int], **options) -> tuple[float, float]:
     if out[~full].any() or not np.isneginf(lse[~full]).all():
         raise AssertionError("a sequence without tokens gives 0 and a log-sum-exp of -inf")
     out, lse, wanted, wanted_lse = (a[full] for a in (out, lse, wanted, wanted_lse))
-    norm = lambda a: np.linalg.norm(a.reshape(len(a), -1), axis=-1)
+
+    def norm(a: np.ndarray) -> np.ndarray:
+        return np.linalg.norm(a.reshape(len(a), -1), axis=-1)
+
     return float((norm(out - wanted) / norm(wanted)).max()), float(np.abs(lse - wanted_lse).max())
 
 
@@ -149,7 +152,9 @@ def measure(setting: Setting, caches: tuple, scales: tuple | None) -> dict:
 
     @jax.jit
     def all_rounds(q, caches, tables, lengths, scales):
-        step = lambda q, table: (decode(q, *caches, table, lengths, scales, **given)[0], None)
+        def step(q, table):
+            return decode(q, *caches, table, lengths, scales, **given)[0], None
+
         return jax.lax.scan(step, q, tables)[0]
 
     seconds = seconds_of(all_rounds, q, caches, tables, lengths, scales) / rounds

@@ -8,6 +8,7 @@ clocks. Prints one line of JSON; `parts` has each operation by itself, right aft
 """
 
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Callable
@@ -106,7 +107,7 @@ def operations(gemms: list[Gemm], attention: AttentionShape) -> list[Operation]:
     implementation = "cudnn" if jax.default_backend() == "gpu" else "xla"
 
     def forward_and_backward(q, k, v, d_out):
-        attend = lambda *qkv: jax.nn.dot_product_attention(*qkv, is_causal=True, implementation=implementation)
+        attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=implementation)
         return jax.vjp(attend, q, k, v)[1](d_out)
 
     queries = (attention.batch, attention.length, attention.num_heads, attention.head_dim)

@@ -3,6 +3,8 @@
 Dimensions: B batch, T sequence, D model width, N heads, K key-value heads, H head dim, V vocabulary (padded).
 """
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -61,7 +63,7 @@ class Block(nn.Module):
         width = model.embed_dim
         attended = model.num_heads * model.width_of_head
         wide = model.width_of_mlp
-        linear = lambda inputs, outputs: nn.Linear(inputs, outputs, bias=model.bias)
+        linear = functools.partial(nn.Linear, bias=model.bias)
         self.attention_norm = make_norm(model)
         self.mlp_norm = make_norm(model)
         self.qkv = linear(width, (model.num_heads + 2 * model.kv_heads) * model.width_of_head)

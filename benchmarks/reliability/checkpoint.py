@@ -67,7 +67,10 @@ def measure(config: Config, *, seconds: float, num_saves: int, folder: Path, loc
     local = []
     if local_dir:
         snapshots = LocalSnapshots(Path(local_dir) / "megajax_benchmark")
-        write = lambda number, trees, meta: snapshots.save(number, trees, meta | {"digests": _digests(trees)})
+
+        def write(number: int, trees: dict, meta: dict) -> None:
+            snapshots.save(number, trees, meta | {"digests": _digests(trees)})
+
         state, local = _saves(write, snapshots.is_writing, num_saves, setup, step, state)
         snapshots.wait()
         snapshots.close()
@@ -82,8 +85,7 @@ def measure(config: Config, *, seconds: float, num_saves: int, folder: Path, loc
     with Checkpointer(folder, None) as checkpointer:
         trees = (target.weights, target.optimizer)
         rows = setup.program.model.layer_rows
-        restore = lambda: jax.block_until_ready(checkpointer.restore(num_saves, *trees, rows)[:2])
-        restore_seconds = _seconds(restore)
+        restore_seconds = _seconds(lambda: jax.block_until_ready(checkpointer.restore(num_saves, *trees, rows)[:2]))
     host_bytes["restore"] = _peak_host_bytes()
     found = _summary(saves, plain)
     found_local = _summary(local, plain) if local else None
@@ -131,7 +133,10 @@ def _saves(
 
 def _summary(saves: list[Save], plain: float) -> dict:
     saves = saves[1:] or saves
-    median = lambda values: statistics.median(values) if values else None
+
+    def median(values: list[float]) -> float | None:
+        return statistics.median(values) if values else None
+
     lost = median([save.lost_seconds(plain) for save in saves])
     return {
         "holding_seconds": median([save.holding_seconds for save in saves]),

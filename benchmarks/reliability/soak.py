@@ -9,6 +9,7 @@ kills, and how many of them hit a save; steps done again; goodput; resident memo
 """
 
 import datetime
+import functools
 import json
 import os
 import random
@@ -241,7 +242,9 @@ def measure(minutes: float, seed: int, commit: str, tell: Callable[[str], None],
 
 
 def _commit() -> str:
-    git = lambda *words: subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
     commit = git("rev-parse", "--short", "HEAD") or "unknown"
     return commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
 
@@ -252,8 +255,12 @@ def main(arguments: list[str]) -> int:
         raise ValueError(
             f"{rest[0]} is not known; see python -m benchmarks.reliability.soak, --minutes, --seed, --output, --commit"
         )
-    save = lambda result: values["output"] and Path(values["output"]).write_text(json.dumps(result, indent=1) + "\n")
-    tell = lambda text: print(text, flush=True)
+
+    def save(result: dict) -> None:
+        if values["output"]:
+            Path(values["output"]).write_text(json.dumps(result, indent=1) + "\n")
+
+    tell = functools.partial(print, flush=True)
     result = measure(float(values["minutes"]), int(values["seed"]), values["commit"], tell, save)
     found = result["comparison"]
     equal = found["equal_losses"] == found["steps"] and found["equal_digests"]

@@ -82,8 +82,13 @@ def plot(rows: list[dict]) -> str:
     found = [row for row in points(rows) if "bubble" in row]
     most = max(row["microbatches"] for row in found)
     top = math.ceil(10 * max(row[name] for row in found for name in ("formula", "bubble"))) / 10
-    x = lambda number: LEFT + WIDTH * math.log2(number) / math.log2(most)
-    y = lambda part: TOP + HEIGHT * (1 - part / top)
+
+    def x(number: int) -> float:
+        return LEFT + WIDTH * math.log2(number) / math.log2(most)
+
+    def y(part: float) -> float:
+        return TOP + HEIGHT * (1 - part / top)
+
     parts = [_text(LEFT, 20, "bubble, part of the step; lines: formula, dots: measured", "font-weight='bold'")]
     for tenth in range(round(10 * top) + 1):
         parts += [_line(LEFT, y(tenth / 10), LEFT + WIDTH, y(tenth / 10), "#ddd")]

@@ -208,7 +208,10 @@ def _build(
     weighted = blends[0].entries and blends[0].entries[0].weight is not None
     if not others and not weighted and len(blends) == 1:
         return build(opened[alone], ranges[alone], sizes[0])
-    num_tokens = lambda name: kind.num_tokens(opened[name], ranges[name])
+
+    def num_tokens(name: str) -> int:
+        return kind.num_tokens(opened[name], ranges[name])
+
     names, weights = phase_weights(shares(one, num_tokens) for one in blends)
     phases, built = plan_phases(weights, sizes)
     datasets = [build(opened[name], ranges[name], size) for name, size in zip(names, built, strict=True)]

@@ -171,5 +171,7 @@ class Attention(nnx.Module):
         q = self.query.add_bias(q.reshape(*x_BTD.shape[:2], config.num_heads, H))
         k = self.key.add_bias(k[..., 0, :])
         v = self.value.add_bias(v[..., 0, :])
-        place = lambda y, heads: constrain(y, "batch", "time", heads, None)
-        return place(q, "heads"), place(k, "kv_heads"), place(v, "kv_heads")
+        q = constrain(q, "batch", "time", "heads", None)
+        k = constrain(k, "batch", "time", "kv_heads", None)
+        v = constrain(v, "batch", "time", "kv_heads", None)
+        return q, k, v

@@ -131,7 +131,10 @@ class DecoderConfig(ModelConfig):
     def _layer_config(self, number: int, execution: ExecutionConfig) -> TransformerLayerConfig:
         norm = NormConfig(self.norm, self.norm_epsilon, self.norm_zero_centered)
         out_std = self.init_std / math.sqrt(2 * self.num_layers)
-        is_nth = lambda every: every is not None and (number + 1) % every == 0
+
+        def is_nth(every: int | None) -> bool:
+            return every is not None and (number + 1) % every == 0
+
         attention = AttentionConfig(
             embed_dim=self.embed_dim,
             num_heads=self.num_heads,

@@ -135,7 +135,10 @@ def choose_backend(
         "deterministic": deterministic,  # with a bias jaxlib 0.11.2 ends in an IndexError
         **both,
     }
-    first = lambda reasons: next((reason for reason, holds in reasons.items() if holds), "")
+
+    def first(reasons: dict[str, bool]) -> str:
+        return next((reason for reason, holds in reasons.items() if holds), "")
+
     problems = {
         "cudnn": lambda: first(cudnn) or compat.cudnn_attention_problem(),
         "pallas": lambda: compat.mosaic_problem() or kernel.problem(head_dim, dtype) or first(both),
@@ -169,7 +172,10 @@ def _specs(q, k, arrays):
     queries = activation_spec(q.shape, ("batch", "time", "heads", None))
     # With given places (a cache) nothing is gathered: every device of `context` reads all keys.
     keys = activation_spec(k.shape, ("batch", "time" if indices is None else None, "kv_heads", None))
-    pair = lambda given: None if given is None else (P(*queries[:2]), P(*keys[:2]))
+
+    def pair(given):
+        return None if given is None else (P(*queries[:2]), P(*keys[:2]))
+
     return queries, keys, (pair(segments), pair(indices), None if key is None else P())
 
 

@@ -69,7 +69,10 @@ class Optimizer:
 
     def flops(self, abstract_params: PyTree) -> int:
         """Floating-point operations of the matmuls in one update; only Muon has any."""
-        of_one = lambda param, rule: muon_flops(param.shape, rule.record) if rule.optimizer == "muon" else 0
+
+        def of_one(param, rule) -> int:
+            return muon_flops(param.shape, rule.record) if rule.optimizer == "muon" else 0
+
         return sum(jax.tree.leaves(jax.tree.map(of_one, abstract_params, self.rules)))
 
     def update(
@@ -189,9 +192,11 @@ def _add_decay(rules: PyTree, names: set[str]) -> optax.GradientTransformation:
     """Adds decay * parameter for parameters with one of these update rules; others keep what they have."""
     decays = jax.tree.map(lambda rule: rule.weight_decay if rule.optimizer in names else 0.0, rules)
     of_decaying = jax.tree.map(lambda decay: decay or optax.MaskedNode(), decays)
-    add = lambda update, param, decay: update + decay * param
-    adding = optax.stateless(lambda updates, params: jax.tree.map(add, updates, params, of_decaying))
-    return optax.masked(adding, jax.tree.map(bool, decays))
+
+    def add(updates: PyTree, params: PyTree) -> PyTree:
+        return jax.tree.map(lambda update, param, decay: update + decay * param, updates, params, of_decaying)
+
+    return optax.masked(optax.stateless(add), jax.tree.map(bool, decays))
 
 
 def _only(name: str, tree: PyTree) -> PyTree:

@@ -167,7 +167,10 @@ def _forward_body(q, k, v, arrays, *, options):
         def merged(block):
             new, new_lse = block()
             total = jnp.logaddexp(lse, new_lse)
-            weight = lambda part: jnp.exp(part - total).swapaxes(1, 2)[..., None]
+
+            def weight(part):
+                return jnp.exp(part - total).swapaxes(1, 2)[..., None]
+
             return out * weight(lse) + new * weight(new_lse), total
 
         branches = [lambda: (out, lse), lambda: merged(earlier), lambda: merged(later)]
@@ -239,7 +242,10 @@ class _Others:
         """Gradients [B, S, K, H] float32 of the own keys and values, before the others add theirs."""
         if self.rings:
             return own
-        place = lambda a: jnp.zeros((lax.axis_size(AXIS), *a.shape), a.dtype).at[self.rank].set(a)
+
+        def place(a):
+            return jnp.zeros((lax.axis_size(AXIS), *a.shape), a.dtype).at[self.rank].set(a)
+
         return tuple(compat.vary(place(a), compat.varying_axes(a)) for a in own)
 
     def receive_sums(self, sums, j):
@@ -250,8 +256,7 @@ class _Others:
     def keep_sums(self, sums, new, j):
         if self.rings:
             return new
-        put = lambda a, b: lax.dynamic_update_index_in_dim(a, b, self.source(j), 0)
-        return tuple(put(a, b) for a, b in zip(sums, new, strict=True))
+        return tuple(lax.dynamic_update_index_in_dim(a, b, self.source(j), 0) for a, b in zip(sums, new, strict=True))
 
     def sums_home(self, sums):
         if self.rings:
@@ -336,7 +341,11 @@ class _Blocks:
         k_index_S, k_ids = k_places
         half = len(k_index_S) // 2 if len(k_index_S) > self.chunk else len(k_index_S)
         runs = [k_index_S[:half], k_index_S[half:]]  # of places without a gap
-        before = lambda place: sum(jnp.clip(place - run[0], 0, len(run)) for run in runs if len(run))
+
+        def before(place):
+            """How many keys have a lower place."""
+            return sum(jnp.clip(place - run[0], 0, len(run)) for run in runs if len(run))
+
         upper = jnp.broadcast_to(before(q_index_T + 1), (batch, len(q_index_T)))
         lower = jnp.zeros_like(upper)
         if self.options.window is not None:

@@ -10,6 +10,7 @@ What a stage is made of (its layers, kinds, number) may differ between ranks: ea
 """
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -127,7 +128,13 @@ class _Body:
         message = jax.eval_shape(lambda: self._embed(jnp.int32(0)))
         self.nothing = constrain(jnp.zeros(message.shape, message.dtype), "batch", "sequence", None)
         zero = _vary(self.nothing)
-        zeros = lambda a: _vary(jnp.zeros(a.shape, a.dtype))
+
+        def zeros(a):
+            return _vary(jnp.zeros(a.shape, a.dtype))
+
+        def float32_zeros(tree):
+            return tree_map(lambda a: jnp.zeros(a.shape, jnp.float32), tree)
+
         reported = jax.eval_shape(lambda: self._report(self.nothing, jnp.int32(0)))
         carry = {
             "x": zero,
@@ -135,14 +142,13 @@ class _Body:
             "terms": tree_map(zeros, self._plan(zero)),
         }
         if self.train:
-            float32 = lambda tree: tree_map(lambda a: jnp.zeros(a.shape, jnp.float32), tree)
             carry |= {
                 "d_y": zero,
                 "stash": [_vary(jnp.zeros((self.table.num_slots, *a.shape), a.dtype)) for a in self.stash],
                 "d_loss": jnp.zeros((self.table.num_loss_slots, *zero.shape), zero.dtype),
-                "d_layers": {kind: [self.parts.place(kind, _vary(float32(tree))) for tree in trees]
+                "d_layers": {kind: [self.parts.place(kind, _vary(float32_zeros(tree))) for tree in trees]
                              for kind, trees in self.layers.items()},
-                "d_shared": tree_map(_as, float32(self.shared), self.shared),
+                "d_shared": tree_map(_as, float32_zeros(self.shared), self.shared),
             }  # fmt: skip
         rows = {name: a[:, 0] for name, a in columns.items()}
         rows |= {name: jnp.asarray(getattr(self.table, name)) for name in _COMMON_COLUMNS}
@@ -176,7 +182,7 @@ class _Body:
         last = (self.rank == self.num_ranks - 1) & (row["backward_chunk"] == self.num_chunks - 1)
         d_y = jnp.where(last, from_loss, carry["d_y"])
         d_x, carry["d_layers"] = self._backward(row, d_y, carry["stash"], carry["d_layers"])
-        embed_backward = lambda d_shared: self._embed_backward(row, d_x, d_shared)
+        embed_backward = functools.partial(self._embed_backward, row, d_x)
         carry["d_shared"] = lax.cond(row["embed_backward"] >= 0, embed_backward, lambda d: d, carry["d_shared"])
         carry["d_y"] = self._send(d_x, forward=False)
         return carry
@@ -231,8 +237,7 @@ class _Body:
         found = ({}, {})
         for number in range(len(self.programs.programs)):
             kept = _Kept()
-            trace = lambda x, number=number, kept=kept: self._stage_vjp(number, 0, 0, x, kept)
-            _, terms, saved = jax.eval_shape(trace, x)
+            _, terms, saved = jax.eval_shape(functools.partial(self._stage_vjp, number, 0, 0, kept=kept), x)
             kept.auxiliary = tuple(terms[0])
             avals = [(a.shape, a.dtype) for a in saved]
             kept.buffers = []
@@ -341,7 +346,7 @@ class _Body:
                 if kind not in new:  # nothing of it is trained
                     continue
                 place = counts[kind]
-                add = lambda total, d: _add_to_chunk(total, d, chunk)
+                add = functools.partial(_add_to_chunk, chunk=chunk)
                 new[kind][place] = self.parts.place(kind, tree_map(add, new[kind][place], d_layer))
                 counts[kind] += 1
             return _vary(d_x), new

@@ -163,8 +163,15 @@ def make_table(
             ranks[f"{name}_chunk"][tick, s] = c
             ranks[f"{name}_slot"][tick, s] = slot
         num_slots = max(num_slots, slots.count)
-    first = lambda name: np.where(ranks[f"{name}_chunk"][:, 0] == 0, ranks[name][:, 0], -1)
-    last = lambda name: np.where(ranks[f"{name}_chunk"][:, -1] == V - 1, ranks[name][:, -1], -1)
+
+    def first(name: str) -> np.ndarray:
+        """[ticks]: the microbatch of such a pass of the first stage, or -1."""
+        return np.where(ranks[f"{name}_chunk"][:, 0] == 0, ranks[name][:, 0], -1)
+
+    def last(name: str) -> np.ndarray:
+        """[ticks]: the same of the last stage."""
+        return np.where(ranks[f"{name}_chunk"][:, -1] == V - 1, ranks[name][:, -1], -1)
+
     loss = last("forward")
     read = last("backward")
     losses = _Slots()

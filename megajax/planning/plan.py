@@ -162,7 +162,10 @@ def _time_rows(
     times = step_times(program, training, device, host)
     network = ", ".join(f"{t.axis} {format_bytes(t.bytes)} in {format_seconds(t.seconds)}" for t in times.traffic)
     rate = training.global_batch_size * length / times.step / mesh.num_devices
-    mfu = lambda causal: f"{utilisation(model.flops_per_token(length, causal=causal), rate, device):.1%}"
+
+    def mfu(causal: bool) -> str:
+        return f"{utilisation(model.flops_per_token(length, causal=causal), rate, device):.1%}"
+
     exposed = format_seconds(times.exposed)
     return [
         ("network a step", network or "none"),

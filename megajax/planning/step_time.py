@@ -102,7 +102,10 @@ def _traffic(model: Model, mesh: MeshConfig, training: TrainingConfig) -> list[T
     """Ring-collective volumes: (n - 1) / n of the gathered array to gather or reduce-scatter it."""
     batch = training.schedule(mesh)(training.steps)
     layers = model.config.layers(model.execution)
-    ring = lambda n: (n - 1) / n
+
+    def ring(n: int) -> float:
+        return (n - 1) / n
+
     itemsize = jnp.dtype(model.precision.compute_dtype).itemsize
     weights = _weight_traffic(model, mesh, batch.num_microbatches, itemsize)
     tokens = batch.microbatch / mesh.batch_shards * training.sequence_length / mesh.context

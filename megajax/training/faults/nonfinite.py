@@ -10,6 +10,7 @@ are always whole. Each array goes after its last use.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,8 +108,13 @@ class _Search:
         environment = dict(zip(jaxpr.constvars, _look(closed_jaxpr.consts), strict=True))
         environment |= zip(jaxpr.invars, values, strict=True)
         values.clear()
-        read = lambda atom: _look([atom.val])[0] if hasattr(atom, "val") else environment[atom]
-        variables = lambda atoms: [atom for atom in atoms if not hasattr(atom, "val")]
+
+        def read(atom) -> _Value:
+            return _look([atom.val])[0] if hasattr(atom, "val") else environment[atom]
+
+        def variables(atoms) -> list:
+            return [atom for atom in atoms if not hasattr(atom, "val")]
+
         last_use = {v: number for number, equation in enumerate(jaxpr.eqns) for v in variables(equation.invars)}
         last_use |= dict.fromkeys(variables(jaxpr.outvars), len(jaxpr.eqns))
         for number, equation in enumerate(jaxpr.eqns):
@@ -137,7 +143,7 @@ class _Search:
             arguments = inputs[1:]
         inside = None
         if name in CALLS and len(compat.closed(part).jaxpr.invars) == len(arguments):
-            inside = lambda: self.evaluate(compat.closed(part), list(arguments), where)
+            inside = functools.partial(self.evaluate, compat.closed(part), list(arguments), where)
         return self._outputs(name, jax.jit(run), inside, inputs, where)
 
     def _scan(self, params: dict, inputs: list[_Value], where: _Where) -> list[_Value]:
@@ -154,7 +160,7 @@ class _Search:
             arguments = [*constants, *carried, *_rows_of(scanned, number)]
             loops = (*where.loops, Loop(where.places[0] if where.places else "", number, length))
             at = dataclasses.replace(where, loops=loops)
-            inside = lambda arguments=arguments, at=at: self.evaluate(body, list(arguments), at)
+            inside = functools.partial(self.evaluate, body, list(arguments), at)
             outputs = self._outputs("scan", run, inside, arguments, at)
             carried = outputs[:num_carried]
             collected[number] = outputs[num_carried:]
@@ -178,7 +184,10 @@ class _Search:
         # Without an input of a float dtype an infinity is a constant.
         explained = any(not value.finite for value in inputs) or not any(_is_float(value.array) for value in inputs)
         explained_nan = any(value.nan for value in inputs)
-        is_origin = lambda value: not value.finite and not (explained_nan if value.nan else explained)
+
+        def is_origin(value: _Value) -> bool:
+            return not value.finite and not (explained_nan if value.nan else explained)
+
         return [self._new_origin(name, value, inputs, where) if is_origin(value) else value for value in outputs]
 
     def _new_origin(self, primitive: str, value: _Value, inputs: list[_Value], where: _Where) -> _Value:

@@ -66,7 +66,10 @@ def _replay(trainer: Trainer, step: int, changed: list[str]) -> None:
     config = trainer.config
     program = trainer.program
     schedule = config.schedule(program.mesh_config)
-    rate = lambda done: np.float32(trainer.learning_rate(done))
+
+    def rate(done: int) -> np.float32:
+        return np.float32(trainer.learning_rate(done))
+
     state = _state_before(trainer, step)
     step_function = program.train_step(config)
     first = int(state.step)
@@ -121,7 +124,10 @@ def verdict(values: dict[str, float], same: bool, recorded: dict[str, float | No
         return "reproduced: both runs and metrics.jsonl are the same bit for bit"
     shown = ", ".join("not finite" if then is None else f"{then:.9g}" for _, then in pairs)
     shown = f"metrics.jsonl has loss and gradient norm {shown}"
-    close = lambda now, then: not math.isfinite(now) if then is None else math.isclose(now, then, rel_tol=ROUNDING)
+
+    def close(now: float, then: float | None) -> bool:
+        return not math.isfinite(now) if then is None else math.isclose(now, then, rel_tol=ROUNDING)
+
     if changed and all(close(now, then) for now, then in pairs):
         return f"reproduced but for rounding: {shown}, and this is changed: {'; '.join(changed)}"
     if changed:

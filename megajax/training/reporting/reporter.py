@@ -144,7 +144,10 @@ class Reporter:
             return line
         per_device = self._samples * length / self._seconds / self._num_devices
         known = find_device(device.device_kind)
-        mfu = lambda causal: utilisation(self._flops_per_token(length, causal=causal), per_device, known)
+
+        def mfu(causal: bool) -> float | None:
+            return utilisation(self._flops_per_token(length, causal=causal), per_device, known)
+
         return line | {
             "step_seconds": self._seconds / self._steps,
             "tokens_per_second": per_device * self._num_devices,
