@@ -77,7 +77,8 @@ def _train(config: Config, watchdog: Watchdog) -> str:
     watchdog.alive()
     config = config.check_on(jax.device_count())
     config = start_from.pinned(config)
-    run_dir, changed = Path(config.run_dir), run.check(config)
+    run_dir = Path(config.run_dir)
+    changed = run.check(config)
     program = run.make_program(config)
     datasets = run.load_data(config)
     check_room(run_dir, program.abstract_state, config.training.steps)
@@ -114,7 +115,8 @@ def replay(config: Config, step: int) -> None:
     changed = run.check(config)
     if jax.process_count() == 1:  # that of several processes lies in the run directory
         use_compilation_cache()
-    program, datasets = run.make_program(config), run.load_data(config)
+    program = run.make_program(config)
+    datasets = run.load_data(config)
     with run.make_trainer(config, program, datasets, Watchdog(0), read_only=True) as trainer:
         run_again(trainer, step, changed)
 
@@ -143,7 +145,11 @@ def plan(name: str, config: Config, device_name: str) -> None:
 
 def _parse(arguments: list[str]) -> tuple[str, str, int | None, bool, list[str]]:
     """-> (recipe name, device to plan for or "", step to replay or None, whether help is wanted, overrides)."""
-    name, plan_device, replay_step, wants_help, overrides = "", "", None, False, []
+    name = ""
+    plan_device = ""
+    replay_step = None
+    wants_help = False
+    overrides = []
     waiting = iter(arguments)
     for argument in waiting:
         if argument.startswith("--config="):

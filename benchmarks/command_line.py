@@ -10,7 +10,8 @@ from megajax.training.reporting.console import log_to_stderr
 
 def split(arguments: list[str], known: dict[str, str]) -> tuple[dict[str, str], list[str]]:
     """-> (values of the known names, by default those given; the rest). `--name` alone has the value "yes"."""
-    values, rest = dict(known), []
+    values = dict(known)
+    rest = []
     for argument in arguments:
         name, equals, value = argument.removeprefix("--").partition("=")
         if argument.startswith("--") and name in known:

@@ -98,13 +98,16 @@ def compare(result: dict, turns: list[str], arguments: list[str], output: str) -
 def _add(result: dict, contender: str, measured: dict) -> None:
     if contender == "megajax":
         count, _, result["device"] = measured["device"].partition(" x ")
-        result["num_devices"], result["device"] = int(count), measured["device"]
+        result["num_devices"] = int(count)
+        result["device"] = measured["device"]
     result["versions"] |= measured["versions"]
     result["measurements"].setdefault(contender, []).append(measured)
 
 
 def _commit() -> str:
-    git = lambda *words: subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
     commit = git("rev-parse", "--short", "HEAD") or "unknown"
     return commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
 

@@ -78,7 +78,8 @@ def differences(now: dict[str, int], recorded: dict[str, int]) -> list[str]:
     """One line for each number that left the record: bytes either way, counts upwards."""
     lines = []
     for name in sorted(now.keys() | recorded.keys()):
-        new, old = now.get(name, 0), recorded.get(name, 0)
+        new = now.get(name, 0)
+        old = recorded.get(name, 0)
         if abs(new - old) > TOLERANCE * old if name.endswith("bytes") else new > old:
             lines.append(f"{name}: {new:,}, recorded {old:,}" + (f" ({new / old - 1:+.1%})" if old else ""))
     return lines
@@ -94,10 +95,12 @@ def main(arguments: list[str]) -> int:
               "--update makes one for it")  # fmt: skip
         if not output:
             return 2
-    recipes, left = {}, []
+    recipes = {}
+    left = []
     for name, overrides in RECIPES.items():
         compiled = compile_recipe(override(configs.recipe(name), list(overrides)))
-        text, memory = compiled.as_text(), compiled.memory_analysis()
+        text = compiled.as_text()
+        memory = compiled.memory_analysis()
         numbers = {
             "memory.peak.bytes": memory.peak_memory_in_bytes,
             "memory.arguments.bytes": memory.argument_size_in_bytes,

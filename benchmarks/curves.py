@@ -12,7 +12,9 @@ from pathlib import Path
 from benchmarks.command_line import run, split
 
 COLORS = ("#222222", "#1f6feb", "#e07b39", "#2da44e", "#8250df")
-WIDTH, HEIGHT, LEFT = 640, 260, 60
+WIDTH = 640
+HEIGHT = 260
+LEFT = 60
 
 
 def read(folder: str) -> dict[int, float]:
@@ -65,8 +67,13 @@ def plot(found: dict) -> str:
 def _panel(steps: list[int], lines: dict[str, list[float]], top: int, height: int, title: str) -> list[str]:
     low = min(map(min, lines.values()))
     high = max(max(map(max, lines.values())), low + 1e-9)
-    x_of = lambda step: LEFT + WIDTH * (step - steps[0]) / max(steps[-1] - steps[0], 1)
-    y_of = lambda value: top + height * (high - value) / (high - low)
+
+    def x_of(step: float) -> float:
+        return LEFT + WIDTH * (step - steps[0]) / max(steps[-1] - steps[0], 1)
+
+    def y_of(value: float) -> float:
+        return top + height * (high - value) / (high - low)
+
     parts = [f"<rect x='{LEFT}' y='{top}' width='{WIDTH}' height='{height}' fill='none' stroke='#ccc'/>"]
     for value in (low, (low + high) / 2, high):
         parts.append(f"<text x='{LEFT - 6}' y='{y_of(value) + 4:.1f}' text-anchor='end'>{value:.2f}</text>")

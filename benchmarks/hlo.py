@@ -66,7 +66,8 @@ class Program:
 
     def run_computations(self) -> list[str]:
         """Those whose instructions are launched one by one: the entry, bodies of loops, and what these call."""
-        found, waiting = [], [self.entry]
+        found = []
+        waiting = [self.entry]
         while waiting:
             name = waiting.pop()
             if name in found:

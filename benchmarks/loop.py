@@ -28,7 +28,10 @@ SETTINGS = (
 
 def counted(lines: list[dict], seconds: float) -> list[dict]:
     """The lines of metrics after a warm-up of half of `seconds`, or nothing yet if they do not last `seconds`."""
-    warm, found, lasted, last_step = 0.0, [], 0.0, 0
+    warm = 0.0
+    found = []
+    lasted = 0.0
+    last_step = 0
     for line in lines:
         took = line.get("step_seconds", 0.0) * (line["step"] - last_step)
         last_step = line["step"]

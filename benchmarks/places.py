@@ -27,7 +27,8 @@ class Place:
 
 def places(text: str) -> dict[str, Place]:
     """text: of `jax.stages.Compiled.as_text()` -> {name of an instruction that is launched: its innermost place}."""
-    frames, found = _frames(text), {}
+    frames = _frames(text)
+    found = {}
     for instruction in Program(text).instructions():
         frame = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
         name = re.search(r'op_name="([^"]*)"', instruction.attributes)

@@ -74,7 +74,8 @@ def kind_of(kernel: Kernel, place: Place | None) -> str:
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
     """Length of the union of intervals (start, end)."""
-    total, reached = 0.0, float("-inf")
+    total = 0.0
+    reached = float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))
         reached = max(reached, end)
@@ -88,12 +89,20 @@ def breakdown(kernels: list[Kernel], num_steps: int, program: str = "") -> dict:
     nothing else runs.
     """
     known = places(program) if program else {}
-    kinds, where, names = Counter(), Counter(), Counter()
-    calls, intervals = Counter(), {COMMUNICATION: [], "else": []}
-    per_step = lambda nanoseconds: nanoseconds / 1e6 / num_steps
+    kinds = Counter()
+    where = Counter()
+    names = Counter()
+    calls = Counter()
+    intervals = {COMMUNICATION: [], "else": []}
+
+    def per_step(nanoseconds: float) -> float:
+        """In ms."""
+        return nanoseconds / 1e6 / num_steps
+
     for kernel in kernels:
         place = known.get(kernel.instruction)
-        kind, name = kind_of(kernel, place), re.sub(r"[._]?\d+$", "", kernel.name)
+        kind = kind_of(kernel, place)
+        name = re.sub(r"[._]?\d+$", "", kernel.name)
         time = per_step(kernel.end - kernel.start)
         kinds[kind] += time
         where[kind, str(place or "")] += time
@@ -102,7 +111,9 @@ def breakdown(kernels: list[Kernel], num_steps: int, program: str = "") -> dict:
         intervals[kind if kind == COMMUNICATION else "else"].append((kernel.start, kernel.end))
     both = [interval for some in intervals.values() for interval in some]
     span = max(end for _, end in both) - min(start for start, _ in both) if both else 0.0
-    communicating, computing, busy = covered(intervals[COMMUNICATION]), covered(intervals["else"]), covered(both)
+    communicating = covered(intervals[COMMUNICATION])
+    computing = covered(intervals["else"])
+    busy = covered(both)
     return {
         "step": per_step(span),
         "idle": per_step(span - busy),
@@ -116,7 +127,8 @@ def breakdown(kernels: list[Kernel], num_steps: int, program: str = "") -> dict:
 
 
 def as_text(found: dict, most: int = 25) -> str:
-    step, communication = found["step"], found["communication"]
+    step = found["step"]
+    communication = found["communication"]
     lines = [f"one step: {step:.1f} ms, idle {found['idle']:.2f} ms (under the profiler; streams may overlap)"]
     lines += [f"  {time:8.2f} ms  {time / step:6.1%}  {kind}" for kind, time in found["kinds"].items()]
     if any(communication.values()):

@@ -27,7 +27,8 @@ def tokens_per_second(result: dict, contender: str) -> float | None:
 
 def mfu(result: dict, contender: str) -> float | None:
     """With attention counted in full; None if the peak of the device is not known."""
-    device, tokens = find_device(result["device"]), tokens_per_second(result, contender)
+    device = find_device(result["device"])
+    tokens = tokens_per_second(result, contender)
     return utilisation(result["flops_per_token"], tokens, device) if device and tokens else None
 
 
@@ -46,7 +47,8 @@ def table(results: list[dict]) -> str:
 
 
 def _cells(result: dict, contender: str) -> list[str]:
-    seconds, used = step_seconds(result, contender), mfu(result, contender)
+    seconds = step_seconds(result, contender)
+    used = mfu(result, contender)
     bare, peer, limit = (step_seconds(result, name) for name in ("megajax", "torch", "limit"))
     name = NAMES[contender]
     if contender == "loop" and bare:
@@ -76,15 +78,20 @@ def source(result: dict) -> str:
 
 def plot(results: list[dict]) -> str:
     """SVG: bars of tokens/s a GPU in parts of the limit, or of the fastest where there is no limit."""
-    bar, gap, left, width = 22, 26, 190, 420
-    parts, y = [], 30
+    bar = 22
+    gap = 26
+    left = 190
+    width = 420
+    parts = []
+    y = 30
     for result in results:
         speeds = {name: speed for name in NAMES if (speed := tokens_per_second(result, name))}
         full = speeds.get("limit") or max(speeds.values())
         parts.append(_text(10, y, f"{result['config']}, {result['work']}, {result['device']}", "font-weight='bold'"))
         y += 10
         for name, speed in speeds.items():
-            length, used = width * speed / full, mfu(result, name)
+            length = width * speed / full
+            used = mfu(result, name)
             label = f"{format_count(speed)} tokens/s" + (f", MFU {used:.1%}" if used else "")
             parts.append(_text(left - 8, y + 15, NAMES[name], "text-anchor='end'"))
             parts.append(f"<rect x='{left}' y='{y}' width='{length:.1f}' height='{bar - 4}' fill='{COLORS[name]}'/>")

@@ -19,7 +19,8 @@ def windows(run: Callable[[int], None], *, seconds: float, num_windows: int) -> 
     run(n) does n steps and returns when the last is done; nothing waits for the device inside a window.
     """
     run(1)  # may compile
-    step_seconds, found = _timed(run, 3), []
+    step_seconds = _timed(run, 3)
+    found = []
     for window in (seconds / 2, *[seconds] * num_windows):
         step_seconds = _timed(run, math.ceil(window / step_seconds))
         found.append(step_seconds)

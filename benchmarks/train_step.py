@@ -66,8 +66,10 @@ class Setup:
 def set_up(config: Config) -> Setup:
     config = config.check_on(jax.device_count())
     use_compilation_cache()
-    training, program = config.training, config.make_program(make_mesh(config.mesh))
-    batch, packed = training.schedule(config.mesh)(training.steps), not config.data.cross_document_attention
+    training = config.training
+    program = config.make_program(make_mesh(config.mesh))
+    batch = training.schedule(config.mesh)(training.steps)
+    packed = not config.data.cross_document_attention
     arrays = abstract_batch(program.model, batch, training.sequence_length, program.mesh, packed=packed)
     order = sequence_order(training.sequence_length, config.mesh.context, config.execution.context_attention)
     batches = _random_batches(arrays, order, config.model.vocab_size)
@@ -80,8 +82,10 @@ def _random_batches(arrays: dict[str, jax.ShapeDtypeStruct], order: np.ndarray, 
 
     def placed(made: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         likes = {name: arrays[name] for name in made if name in arrays}
-        put = lambda name, like: jax.device_put(np.ascontiguousarray(made[name], like.dtype), like.sharding)
-        return {name: put(name, like) for name, like in likes.items()}
+        return {
+            name: jax.device_put(np.ascontiguousarray(made[name], like.dtype), like.sharding)
+            for name, like in likes.items()
+        }
 
     same = placed({"positions": np.broadcast_to(order, shape), "loss_mask": np.ones(shape, np.float32)})
 
@@ -108,7 +112,8 @@ def sustained_windows(
     step: Callable, state: TrainState, batches: list[dict], seconds: float, num_windows: int
 ) -> tuple[TrainState, dict[str, jax.Array], list[float]]:
     """-> (state, metrics, seconds of a step in each window)."""
-    source, metrics = itertools.cycle(batches), None
+    source = itertools.cycle(batches)
+    metrics = None
 
     def run_steps(count: int) -> None:
         nonlocal state, metrics
@@ -129,13 +134,16 @@ def measure(config: Config, seconds: float, num_windows: int, num_steps: int, pr
     profile_to: a file, "yes" to print only, "" for no profile.
     """
     setup = set_up(config)
-    config, mesh, batches = setup.config, setup.program.mesh, setup.batches
+    config = setup.config
+    mesh = setup.program.mesh
+    batches = setup.batches
     options = setup.program.compiler_options
     state = setup.new_state()
     step, compile_seconds = setup.compile(state, options)
     start = time.perf_counter()
     state, first = jax.block_until_ready(step(state, batches[-1], RATE))
-    found, metrics = [time.perf_counter() - start], first
+    found = [time.perf_counter() - start]
+    metrics = first
     for batch in batches[: num_steps - 1] if num_steps else ():
         start = time.perf_counter()
         state, metrics = jax.block_until_ready(step(state, batch, RATE))
@@ -146,7 +154,8 @@ def measure(config: Config, seconds: float, num_windows: int, num_steps: int, pr
         # A profile says of a kernel in a CUDA graph which graph, not which instruction.
         step, _ = setup.compile(state, options | {"xla_gpu_enable_command_buffer": ""})
         _profile(step, state, batches, profile_to)
-    device, training = jax.local_devices()[0], config.training
+    device = jax.local_devices()[0]
+    training = config.training
     result = record(
         "megajax",
         found,

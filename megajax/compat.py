@@ -170,10 +170,13 @@ def cudnn_attention_backward(
 ):  # fmt: skip
     """Gradients (dq, dk, dv) of cudnn_attention_forward, from its own (out, log-sum-exp), or from those of attention to
     more keys, of which these are some."""
-    module, unused, has_bias = _cudnn_module(), jnp.zeros(0, q_BTNH.dtype), bias_B1TS is not None
+    module = _cudnn_module()
+    unused = jnp.zeros(0, q_BTNH.dtype)
+    has_bias = bias_B1TS is not None
     residuals = (q_BTNH, k_BSKH, v_BSKH, bias_B1TS if has_bias else unused, *(unused,) * 6, lse_BNT, out_BTNH)
     variadic_args = (has_bias, False)  # a bias, but no gradient for it
-    mask_type, layout = _cudnn_mask(causal), module._normalize_layout("BTNH").value
+    mask_type = _cudnn_mask(causal)
+    layout = module._normalize_layout("BTNH").value
     gradients = module._dot_product_attention_bwd_rule(
         scale, 42, 0.0, variadic_args, mask_type, layout, window, True, False, residuals, d_out_BTNH
     )

@@ -192,7 +192,8 @@ def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
     """Fields of two configs that are not equal, as 'section.field: old -> new'."""
     lines = []
     for field in dataclasses.fields(old):
-        a, b = getattr(old, field.name), getattr(new, field.name)
+        a = getattr(old, field.name)
+        b = getattr(new, field.name)
         if dataclasses.is_dataclass(a) and type(a) is type(b):
             lines += differences(a, b, f"{prefix}{field.name}.")
         elif a != b:
@@ -321,7 +322,8 @@ def _moved(sections: Any) -> Any:
         raise ValueError("it does not hold the sections of a config")
     sections = {name: dict(part) if isinstance(part, dict) else part for name, part in sections.items()}
     for old, new in MOVED.items():
-        (old_section, name), (new_section, new_name) = old.split("."), new.split(".")
+        old_section, name = old.split(".")
+        new_section, new_name = new.split(".")
         if name in sections.get(old_section, {}):
             sections.setdefault(new_section, {})[new_name] = sections[old_section].pop(name)
     return sections

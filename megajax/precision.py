@@ -36,5 +36,8 @@ class PrecisionConfig:
 
 def cast_floating(tree, dtype: jnp.dtype):
     """Casts the floating-point leaves of a pytree to dtype; other leaves are kept."""
-    cast = lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    def cast(x):
+        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
     return jax.tree.map(cast, tree)

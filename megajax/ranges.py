@@ -67,7 +67,9 @@ def check_fields(config: Any, prefix: str = "") -> None:
     """
     hints = _hints(type(config))
     for field in dataclasses.fields(config):
-        value, option, hint = getattr(config, field.name), prefix + field.name, hints[field.name]
+        value = getattr(config, field.name)
+        option = prefix + field.name
+        hint = hints[field.name]
         if not _allows(hint, value):
             raise ValueError(f"{option.removeprefix('--')}={value!r} must be {describe(hint)}{_way_out(option, field)}")
         if dataclasses.is_dataclass(value):

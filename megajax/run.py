@@ -44,7 +44,8 @@ def check(config: Config) -> list[str]:
             f"run_dir={run_dir} holds parameters alone, for serving, and no optimizer; train in the run directory that "
             "they came from, or begin another run with --checkpoint.start_from"
         )
-    before, now = Config.load(run_dir), dataclasses.replace(config, run_dir=str(run_dir))
+    before = Config.load(run_dir)
+    now = dataclasses.replace(config, run_dir=str(run_dir))
     if other := incompatibilities(before, now):
         raise ValueError(
             f"run_dir={run_dir} holds a run that cannot go on with other settings ({'; '.join(other)}); use another "
@@ -75,7 +76,8 @@ def load_data(config: Config) -> Datasets:
 
 def _check_data(datasets: Datasets, run_dir: Path) -> None:
     """Compares with what the newest step was trained on, or, before there is one that says it, with data.json."""
-    found, path = newest_meta(run_dir), run_dir / "data.json"
+    found = newest_meta(run_dir)
+    path = run_dir / "data.json"
     if found is not None and "data" in found[1]:
         step, meta = found
         check_same_data(meta["data"], datasets.record, f"step {step} in {run_dir}")
@@ -112,7 +114,8 @@ def make_trainer(
     config: Config, program: Program, datasets: Datasets, watchdog: Watchdog, *, read_only: bool = False
 ) -> Iterator[Trainer]:
     """The Trainer of a run whose config has its mesh resolved, on all devices. read_only: it writes nothing."""
-    run_dir, writes = Path(config.run_dir), jax.process_index() == 0 and not read_only
+    run_dir = Path(config.run_dir)
+    writes = jax.process_index() == 0 and not read_only
     writer = MetricsWriter(run_dir, config.logging, dataclasses.asdict(config)) if writes else None
     with Checkpointer(run_dir, None if read_only else config.checkpoint) as checkpointer:
         yield Trainer(

@@ -51,7 +51,8 @@ def search(config: Config, num_devices: int, device: Device) -> tuple[list[Candi
         patterns = dict(trained=training.trained, frozen=training.frozen)
         return Model(config.model, config.precision, execution, stages=stages, **patterns)
 
-    found, tried = [], 0
+    found = []
+    tried = 0
     refusal: object = f"no mesh of them divides training.global_batch_size={config.training.global_batch_size}"
     for candidate in _candidates(config, num_devices):
         try:
@@ -91,7 +92,8 @@ def search_rows(config: Config, num_devices: int, device: Device, most: int = 10
     length = config.training.sequence_length
     flops = config.make_model().flops_per_token(length, causal=False)
     for number, one in enumerate(found[:most], start=1):
-        mesh, training = one.config.mesh, one.config.training
+        mesh = one.config.mesh
+        training = one.config.training
         rate = training.global_batch_size * length / one.step_seconds / num_devices
         batch = training.schedule(mesh)(training.steps)
         idle = bubble(mesh.pipeline, batch.num_microbatches, mesh.virtual_stages)
@@ -106,9 +108,13 @@ def search_rows(config: Config, num_devices: int, device: Device, most: int = 10
 
 def _candidates(config: Config, num_devices: int) -> Iterator[Config]:
     """All splits in powers of two and what is left of them. Meshes with an expert axis keep the one they have."""
-    length, num_layers = config.training.sequence_length, config.model.num_layers_in_all
+    length = config.training.sequence_length
+    num_layers = config.model.num_layers_in_all
     longest = max(length // MIN_CONTEXT_TOKENS, 1)
-    sizes = lambda most: [2**n for n in range(most.bit_length()) if 2**n <= most and num_devices % 2**n == 0]
+
+    def sizes(most: int) -> list[int]:
+        return [2**n for n in range(most.bit_length()) if 2**n <= most and num_devices % 2**n == 0]
+
     axes = itertools.product(sizes(GPUS_PER_HOST), sizes(num_layers), sizes(longest))
     for tensor, pipeline, context in axes:
         rest, left = divmod(num_devices, tensor * pipeline * context)
@@ -134,7 +140,8 @@ def _candidates(config: Config, num_devices: int) -> Iterator[Config]:
 
 def _overrides(config: Config) -> list[str]:
     """The fields that a search sets, as on the command line."""
-    mesh, words = config.mesh, []
+    mesh = config.mesh
+    words = []
     for name in (*AXES, "virtual_stages"):
         words.append(f"--mesh.{name}={getattr(mesh, name)}" if getattr(mesh, name) > 1 else "")
     words += [

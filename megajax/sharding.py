@@ -113,7 +113,8 @@ def activation_spec(shape: Sequence[int], axes: Sequence[str | None]) -> P:
     A mesh axis that does not divide its dim is left out: one token of a decoding step cannot be split over `tensor`.
     (Training never meets this: Config.check refuses such sizes.)
     """
-    sizes, spec = free_axes(), []
+    sizes = free_axes()
+    spec = []
     for dim, axis in zip(shape, axes, strict=True):
         kept: tuple[str, ...] = ()
         for name in ACTIVATION_AXES[axis]:
@@ -135,5 +136,8 @@ def constrain_weights(tree, records):
     if not has_mesh():
         return tree
     free = free_axes()
-    lay = lambda record, x: jax.lax.with_sharding_constraint(x, local_weight_spec(record.axes, free))
-    return jax.tree.map(lay, records, tree)
+
+    def lay_out(record, x):
+        return jax.lax.with_sharding_constraint(x, local_weight_spec(record.axes, free))
+
+    return jax.tree.map(lay_out, records, tree)

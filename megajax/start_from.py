@@ -47,7 +47,8 @@ def pinned(config: Config) -> Config:
 
 def _newest_step(given: str, source: Path) -> int:
     """The first process looks, because the other run may be saving."""
-    step, problem = -1, ""
+    step = -1
+    problem = ""
     if jax.process_index() == 0:
         try:
             step = find_step(source)
@@ -66,7 +67,8 @@ def check(config: Config) -> None:
     try:
         source, step = config.checkpoint.source()
         find_step(source, step)
-        theirs, ours = _its_model(config), config.make_model()
+        theirs = _its_model(config)
+        ours = config.make_model()
     except ValueError as error:
         raise ValueError(f"checkpoint.start_from={given}: {error}") from None
     names = _shapes(ours).keys() | _shapes(theirs).keys()
@@ -87,12 +89,14 @@ def weights(config: Config, program: Program) -> dict:
     """Those to begin with, laid out on the mesh of the program."""
     source, step = config.checkpoint.source()
     step = find_step(source, step)
-    patterns, model = config.checkpoint.start_fresh, program.model
+    patterns = config.checkpoint.start_fresh
+    model = program.model
     logger.info("starting from the weights of %s, step %d", source, step)
     changed = differences(Config.load(source, step).model, config.model, "model.")
     if changed:
         logger.info("the model is not described as it is there: %s", "; ".join(changed))
-    theirs, ours = _its_model(config), _shapes(model)
+    theirs = _its_model(config)
+    ours = _shapes(model)
     drawn = sorted(name for name in ours if matches(name, patterns))
     if drawn:
         logger.info("drawn, not taken from there: %s", ", ".join(drawn))

@@ -29,9 +29,12 @@ from jaxlib.mlir.dialects import arith, gpu, memref, nvvm, vector
 
 NUM_SMS = 132  # of an H100
 SMEM_BYTES = 216 << 10  # of a multiprocessor, for rows that are fetched while others are worked on
-LINE, PIECE = 128, 8  # elements, and lines that 128 threads take at once, 16 bytes each
+LINE = 128  # elements
+PIECE = 8  # lines that 128 threads take at once, 16 bytes each
 MAX_WIDTH = 12288
-FORWARD, BACKWARD = 64, 16  # columns of a thread to aim at; registers have room for twice as many backward
+# Columns of a thread to aim at; registers have room for twice as many backward.
+FORWARD = 64
+BACKWARD = 16
 
 
 def problem(num_rows: int, width: int, dtype: jnp.dtype) -> str:
@@ -48,21 +51,26 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """-> (x + y, or x without y; normed), both [R, D] in x's dtype. options: of plgpu.kernel (interpret)."""
     rows, width = x_RD.shape
-    blocks, warpgroups = _blocks(rows), _warpgroups(width, FORWARD)
+    blocks = _blocks(rows)
+    warpgroups = _warpgroups(width, FORWARD)
     shape = (warpgroups, width // warpgroups)
     load = _loader(shape[1:])
     given = {"x": x_RD, "y": y_RD, "scale": scale_D, "bias": bias_D}
     given = {name: array.reshape(*array.shape[:-1], *shape) for name, array in given.items() if array is not None}
 
     def body(*refs):
-        inputs, (*sum_ref, normed_ref, parts) = dict(zip(given, refs, strict=False)), refs[len(given) :]
+        inputs = dict(zip(given, refs, strict=False))
+        *sum_ref, normed_ref, parts = refs[len(given) :]
         group = lax.axis_index("warpgroup")
         scale = load(inputs["scale"], group)
         bias = load(inputs["bias"], group) if bias_D is not None else None
 
         def one_row(number, _):
             row = lax.axis_index("block") * (rows // blocks) + number
-            mean = lambda i, value: _means([[value]], width, parts, (lax.rem(number, 2), i), options)[0]
+
+            def mean(i, value):
+                return _means([[value]], width, parts, (lax.rem(number, 2), i), options)[0]
+
             total = load(inputs["x"], (row, group))
             if y_RD is not None:
                 total = (total + load(inputs["y"], (row, group))).astype(x_RD.dtype)
@@ -95,12 +103,14 @@ def backward(
     shape = (warpgroups, lines, LINE)  # of a row: TMA copies at most 256 elements along a dim
     # As many as registers have room for, 512 threads: they hide each other's sums over threads.
     blocks_of_sm = max(1, min(4 // warpgroups, 4 * BACKWARD * 128 // width))
-    blocks, stages = min(rows, NUM_SMS * blocks_of_sm), min(8, SMEM_BYTES // blocks_of_sm // (3 * 2 * width))
+    blocks = min(rows, NUM_SMS * blocks_of_sm)
+    stages = min(8, SMEM_BYTES // blocks_of_sm // (3 * 2 * width))
     pieces = [(start, min(PIECE, lines - start)) for start in range(0, lines, PIECE)]
 
     def body(s_ref, d_normed_ref, d_residual_ref, scale_ref, d_s_ref, *others):
         *sum_refs, s_smem, d_normed_smem, d_residual_smem, there, parts = others
-        block, group = lax.axis_index("block"), lax.axis_index("warpgroup")
+        block = lax.axis_index("block")
+        group = lax.axis_index("warpgroup")
         count = lax.div(rows - block + blocks - 1, blocks)  # rows block, block + blocks, ...
 
         def fetch(number):
@@ -108,7 +118,8 @@ def backward(
 
             @pl.when(jnp.logical_and(group == 0, number < count))
             def _():
-                row, slot = block + number * blocks, lax.rem(number, stages)
+                row = block + number * blocks
+                slot = lax.rem(number, stages)
                 for ref, smem in ((s_ref, s_smem), (d_normed_ref, d_normed_smem), (d_residual_ref, d_residual_smem)):
                     plgpu.copy_gmem_to_smem(ref.at[row], smem.at[slot], there.at[slot])
 
@@ -120,22 +131,29 @@ def backward(
 
         def one_row(number, sums):
             """A row stays in shared memory and is read piece by piece: registers have no room for all of it."""
-            row, slot = block + number * blocks, lax.rem(number, stages)
-            means = lambda i, values: _means(map(values, pieces), width, parts, (lax.rem(number, 2), i), options)
+            row = block + number * blocks
+            slot = lax.rem(number, stages)
+
+            def means(i, values):
+                return _means(map(values, pieces), width, parts, (lax.rem(number, 2), i), options)
+
             plgpu.barrier_wait(there.at[slot])
             mean = means(0, lambda piece: [read(s_smem, piece, slot)])[0] if centred else 0.0
 
             def moments(piece):
-                c, g = read(s_smem, piece, slot) - mean, read(d_normed_smem, piece, slot) * scale[piece]
+                c = read(s_smem, piece, slot) - mean
+                g = read(d_normed_smem, piece, slot) * scale[piece]
                 return [c * c, c * g, g] if centred else [c * c, c * g]
 
             variance, product, *mean_g = means(1, moments)
             fetch(number + stages - 1)  # to where the row before was, which all have read
-            inverse, (mean_g,) = lax.rsqrt(variance + epsilon), mean_g or [0.0]
+            inverse = lax.rsqrt(variance + epsilon)
+            (mean_g,) = mean_g or [0.0]
             along = product * inverse * inverse
             new_sums = []
             for piece, of_piece in zip(pieces, sums, strict=True):
-                c, d_normed = read(s_smem, piece, slot) - mean, read(d_normed_smem, piece, slot)
+                c = read(s_smem, piece, slot) - mean
+                d_normed = read(d_normed_smem, piece, slot)
                 more = d_normed * (c * inverse), d_normed
                 new_sums.append([total + new for total, new in zip(of_piece, more, strict=False)])
                 d_s = read(d_residual_smem, piece, slot) + (d_normed * scale[piece] - c * along - mean_g) * inverse
@@ -145,7 +163,10 @@ def backward(
 
         for number in range(stages - 1):
             fetch(jnp.int32(number))
-        zeros = lambda lines: plgpu.layout_cast(jnp.zeros((lines, LINE), jnp.float32), _layout((lines, LINE)))
+
+        def zeros(lines):
+            return plgpu.layout_cast(jnp.zeros((lines, LINE), jnp.float32), _layout((lines, LINE)))
+
         sums = lax.fori_loop(0, count, one_row, [[zeros(lines)] * len(sum_refs) for _, lines in pieces])
         for piece, of_piece in zip(pieces, sums, strict=True):
             for ref, total in zip(sum_refs, of_piece, strict=True):
@@ -163,7 +184,8 @@ def backward(
 def _means(pieces, width, parts, place, options):
     """Of each value of [value, ...] for each piece, over the threads of all warpgroups."""
     values = [list(value) for value in zip(*pieces, strict=True)]
-    parts_ref, met = parts[0].at[place], parts[1]
+    parts_ref = parts[0].at[place]
+    met = parts[1]
     if options.get("interpret"):  # knows no inline_mgpu
         for i, value in enumerate(values):
             parts_ref[i, lax.axis_index("warpgroup")] = sum(map(jnp.sum, value))
@@ -193,9 +215,14 @@ def _sums(_, parts_ref, values):
     """-> the sum of each value, a list of arrays, over the threads of all warpgroups. parts_ref: [values or more,
     warps], which nobody may write before the next but one such sum: the one barrier is between writing and reading."""
     add = functools.partial(arith.addf, fastmath=arith.FastMathFlags.contract)
-    index = lambda i: arith.index_cast(ir.IndexType.get(), i)
-    thread, warps = utils.thread_idx(), ir.MemRefType(parts_ref.type).shape[-1]
-    constant = lambda i: mgpu.c(i, thread.type)
+    thread = utils.thread_idx()
+    warps = ir.MemRefType(parts_ref.type).shape[-1]
+
+    def index(i):
+        return arith.index_cast(ir.IndexType.get(), i)
+
+    def constant(i):
+        return mgpu.c(i, thread.type)
 
     def over_registers(array):
         total = functools.reduce(add, array.registers.flat)

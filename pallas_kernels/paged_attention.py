@@ -60,8 +60,12 @@ def num_parts(num_sequences: int, num_kv_heads: int, most_tokens: int, block: in
     """Into how many parts to split sequences of up to most_tokens: the blocks fill the GPU, a part costs 1 % itself."""
     least = -(-most_tokens // MOST_TOKENS)
     most = max(least, min(most_tokens // (2 * block), 64))
-    waves = lambda parts: -(-num_sequences * num_kv_heads * parts // SLOTS)
-    return min(range(max(least, 1), max(most, 1) + 1), key=lambda parts: waves(parts) * (1 / parts + 0.01))
+
+    def cost(parts: int) -> float:
+        waves = -(-num_sequences * num_kv_heads * parts // SLOTS)
+        return waves * (1 / parts + 0.01)
+
+    return min(range(max(least, 1), max(most, 1) + 1), key=cost)
 
 
 def decode(
@@ -76,7 +80,8 @@ def decode(
     """
     batch, num_heads, head_dim = q_BNH.shape
     kv_heads, page_size = keys_ZKSH.shape[1:3]
-    group, is_int8 = num_heads // kv_heads, scales is not None
+    group = num_heads // kv_heads
+    is_int8 = scales is not None
     rows = -(-group // 8) * 8
     ring = [_tiled((stages, block, head_dim), keys_ZKSH.dtype)] * 2
     if is_int8:
@@ -104,13 +109,17 @@ def decode(
         **options,
     )(q_BKRH, keys_ZKSH, values_ZKSH, table_BP, lengths_B, *(scales or ()))
     out, lse = _join(*results)
-    merge = lambda a: a[:, :, :group].reshape(batch, num_heads, *a.shape[3:])
+
+    def merge(a):
+        return a[:, :, :group].reshape(batch, num_heads, *a.shape[3:])
+
     return merge(out).astype(q_BNH.dtype), merge(lse)
 
 
 def _join(sums_BKpHR, stats_BKp2R):
     """The parts (p) of each sequence -> out [B, K, R, H], log-sum-exp [B, K, R]."""
-    most_BKpR, total_BKpR = stats_BKp2R[:, :, :, 0], stats_BKp2R[:, :, :, 1]
+    most_BKpR = stats_BKp2R[:, :, :, 0]
+    total_BKpR = stats_BKp2R[:, :, :, 1]
     most_BKR = jnp.max(most_BKpR, 2)
     weight_BKpR = jnp.exp2(most_BKpR - most_BKR[:, :, None])
     total_BKR = jnp.sum(weight_BKpR * total_BKpR, 2)
@@ -125,19 +134,24 @@ def _body(
 ):  # fmt: skip
     scales_refs, refs = (refs[:2], refs[2:]) if is_int8 else ((), refs)
     sums_ref, stats_ref, q_there, full, q_smem, probs_smem, keys_smem, values_smem, *for_int8 = refs
-    (rows, head_dim), dtype = q_ref.shape[2:], q_ref.dtype
+    rows, head_dim = q_ref.shape[2:]
+    dtype = q_ref.dtype
     sequence, head, part = (lax.axis_index(name) for name in ("sequence", "head", "part"))
     length = lengths_ref[sequence]
     start = jnp.maximum(length - window, 0) if window else 0
-    begin, end = lax.div(start, block), lax.div(length + block - 1, block)
+    begin = lax.div(start, block)
+    end = lax.div(length + block - 1, block)
     first, last = (begin + lax.div((part + i) * (end - begin), parts) for i in range(2))
-    by_token, by_query = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+    by_token = plgpu.Layout.WGMMA.reduce(1)
+    by_query = plgpu.Layout.WGMMA.reduce(0)
     pages = range(block // page_size)
 
     def pages_of(step):
         """A page without anything to see is not read: another one stands for it."""
-        number = lambda page: jnp.clip(step * len(pages) + page, lax.div(start, page_size),
-                                       lax.div(length - 1, page_size))  # fmt: skip
+
+        def number(page):
+            return jnp.clip(step * len(pages) + page, lax.div(start, page_size), lax.div(length - 1, page_size))
+
         return tuple(table_ref[sequence, number(page)] for page in pages)
 
     def is_seen(step, shape):
@@ -157,13 +171,18 @@ def _body(
         sums, most, total, next_numbers = carry
         slot = lax.rem(step - first, stages)
         plgpu.barrier_wait(full.at[slot])
-        keys, values = keys_smem.at[slot], values_smem.at[slot]
+        keys = keys_smem.at[slot]
+        values = values_smem.at[slot]
         if is_int8:
             scales_smem, converted = for_int8
-            convert = lambda ref: plgpu.load(ref, (), layout=plgpu.Layout.WGMMA_UPCAST_2X).astype(dtype)
+
+            def convert(ref):
+                return plgpu.load(ref, (), layout=plgpu.Layout.WGMMA_UPCAST_2X).astype(dtype)
+
             scales = [plgpu.load(scales_smem, (slot, i), layout=by_token) for i in range(2)]
             converted[...] = convert(values)
-            keys, values = plgpu.layout_cast(convert(keys), plgpu.Layout.WGMMA), converted
+            keys = plgpu.layout_cast(convert(keys), plgpu.Layout.WGMMA)
+            values = converted
         else:
             # 0 * NaN is NaN, so values that are not seen must be none.
             @pl.when((step * block < start) | ((step + 1) * block > length))
@@ -172,7 +191,10 @@ def _body(
                 values[...] = jnp.where(is_seen(step, (block, head_dim)), loaded, jnp.zeros_like(loaded))
 
         scores = _product(keys, q_smem)
-        wide = lambda a, dim, shape=scores.shape: lax.broadcast_in_dim(a, shape, [dim])
+
+        def wide(a, dim, shape=scores.shape):
+            return lax.broadcast_in_dim(a, shape, [dim])
+
         if is_int8:
             scores *= wide(scales[0], 0)
         factor = LOG2E if soft_cap else scale * LOG2E
@@ -181,7 +203,8 @@ def _body(
         seen = is_seen(step, scores.shape)
         scores = jnp.where(seen, scores * factor, -jnp.inf)
         new_most = jnp.maximum(most, jnp.max(scores, 0))
-        probs, alpha = jnp.exp2(scores - wide(new_most, 1)), jnp.exp2(most - new_most)
+        probs = jnp.exp2(scores - wide(new_most, 1))
+        alpha = jnp.exp2(most - new_most)
         total = total * wide(alpha, 1) + probs
         if is_int8:
             probs = jnp.where(seen, probs * wide(scales[1], 0), 0.0)
@@ -202,7 +225,10 @@ def _body(
     for i in range(stages):
         pl.when(first + i < last)(lambda i=i: copy(first + i, numbers[i]))
     plgpu.barrier_wait(q_there)
-    zeros = lambda height: plgpu.layout_cast(jnp.zeros((height, rows), jnp.float32), plgpu.Layout.WGMMA)
+
+    def zeros(height):
+        return plgpu.layout_cast(jnp.zeros((height, rows), jnp.float32), plgpu.Layout.WGMMA)
+
     most = plgpu.layout_cast(jnp.full((rows,), NEVER, jnp.float32), by_query)
     carry = zeros(head_dim), most, zeros(block), numbers[stages]
     sums, most, total, _ = lax.fori_loop(first, last, one_step, carry)
@@ -214,7 +240,8 @@ def _body(
 def _product(a, b_ref, before=None, transposed=False):
     """before + a [m, n], in registers or shared memory, or the transpose of a reference [n, m], times the transpose of
     b [rows, n] in shared memory -> float32 [m, rows]."""
-    a, b_ref = a.transpose((1, 0)) if transposed else a, b_ref.transpose((1, 0))
+    a = a.transpose((1, 0)) if transposed else a
+    b_ref = b_ref.transpose((1, 0))
 
     def run(sum_ref):
         if before is not None:

@@ -20,7 +20,9 @@ from megajax.data.blend import blending_indices
 from megajax.data.samples.gpt import build_indices
 from megajax.training.reporting.console import format_bytes
 
-SEQUENCE_LENGTH, SEED, MEAN_TOKENS = 4096, 0, 500
+SEQUENCE_LENGTH = 4096
+SEED = 0
+MEAN_TOKENS = 500
 BLEND_WEIGHTS = (0.5, 0.3, 0.15, 0.05)
 SOURCE = r"""
 #include <cstdint>
@@ -74,14 +76,17 @@ def published(number: int, epochs: int) -> dict:
     library = _compile()
     lengths = document_lengths(number)
     num_samples = (int(lengths.sum(dtype=np.int64)) * epochs - 1) // SEQUENCE_LENGTH
-    pointer = lambda array: array.ctypes.data_as(ctypes.c_void_p)
+
+    def pointer(array: np.ndarray) -> ctypes.c_void_p:
+        return array.ctypes.data_as(ctypes.c_void_p)
 
     def build():
         rng = np.random.RandomState(SEED)
         order = np.tile(np.arange(number, dtype=np.int32), epochs)
         rng.shuffle(order)
         index = np.empty((num_samples + 1, 2), np.int64)
-        size, length = ctypes.c_int64(num_samples), ctypes.c_int32(SEQUENCE_LENGTH)
+        size = ctypes.c_int64(num_samples)
+        length = ctypes.c_int32(SEQUENCE_LENGTH)
         library.sample_index(pointer(lengths), pointer(order), size, length, pointer(index))
         shuffled = np.arange(num_samples, dtype=np.uint32)
         rng.shuffle(shuffled)
@@ -89,8 +94,10 @@ def published(number: int, epochs: int) -> dict:
 
     def blend():
         weights = np.array(BLEND_WEIGHTS)
-        dataset, sample = np.empty(number, np.int16), np.empty(number, np.int64)
-        sets, size = ctypes.c_int32(len(weights)), ctypes.c_int64(number)
+        dataset = np.empty(number, np.int16)
+        sample = np.empty(number, np.int64)
+        sets = ctypes.c_int32(len(weights))
+        size = ctypes.c_int64(number)
         library.blend(pointer(weights), sets, size, pointer(dataset), pointer(sample))
         return sample
 
@@ -101,7 +108,8 @@ def published(number: int, epochs: int) -> dict:
 
 def _compile() -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
-        source, library = Path(folder) / "indices.cpp", Path(folder) / "indices.so"
+        source = Path(folder) / "indices.cpp"
+        library = Path(folder) / "indices.so"
         source.write_text(SOURCE)
         subprocess.run(["g++", "-O3", "-shared", "-fPIC", source, "-o", library], check=True)
         return ctypes.CDLL(str(library))
@@ -123,7 +131,9 @@ def main(arguments: list[str]) -> None:
     values, rest = split(arguments, {"documents": "10000000", "epochs": "1"})
     if rest:
         raise ValueError(f"{rest[0]} is unknown; there are --documents and --epochs")
-    number, epochs, checks = int(values["documents"]), int(values["epochs"]), []
+    number = int(values["documents"])
+    epochs = int(values["epochs"])
+    checks = []
     for name, measure in (("megajax", ours), ("published algorithm, C++", published)):
         found = measure(number, epochs)
         checks.append(found["check"])

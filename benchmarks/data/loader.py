@@ -17,8 +17,11 @@ from megajax.data.datasets import build_datasets
 from megajax.data.indexed_dataset import IndexedDatasetWriter
 from megajax.data.loader import step_batches
 
-NUM_DOCUMENTS, MEAN_TOKENS, VOCAB = 100_000, 500, 50_000
-BATCH, MOST_STEPS = 8, 20_000
+NUM_DOCUMENTS = 100_000
+MEAN_TOKENS = 500
+VOCAB = 50_000
+BATCH = 8
+MOST_STEPS = 20_000
 FORMATS = {
     "segment ids": {},
     "one document": dict(cross_document_attention=True),
@@ -36,11 +39,16 @@ def write(prefix: Path) -> None:
 def tokens_per_second(config: DataConfig, sequence_length: int, seconds: float) -> float:
     sizes = dict(num_train_samples=BATCH * MOST_STEPS, num_eval_samples=0)
     dataset = build_datasets(config, sequence_length=sequence_length, seed=0, **sizes).train
-    schedule = lambda step: (step * BATCH, 1, BATCH)
+
+    def schedule(step: int) -> tuple[int, int, int]:
+        """(first sample, number of microbatches, samples)."""
+        return step * BATCH, 1, BATCH
+
     batches = step_batches(dataset, schedule, np.arange, start_step=0, num_steps=MOST_STEPS, config=config)
     for _ in range(20):
         next(batches)
-    steps, start = 0, time.perf_counter()
+    steps = 0
+    start = time.perf_counter()
     for _ in batches:
         steps += 1
         if time.perf_counter() - start > seconds:

@@ -21,7 +21,9 @@ from megajax.data.tokenizers.train_sentencepiece import train_sentencepiece
 
 def texts(num_bytes: int) -> list[tuple[str, str]]:
     """(path, text) of files of the standard library, about num_bytes."""
-    found, size, root = [], 0, sysconfig.get_path("stdlib")
+    found = []
+    size = 0
+    root = sysconfig.get_path("stdlib")
     for path in sorted(glob.glob(os.path.join(root, "**", "*.py"), recursive=True)):
         if {"site-packages", "dist-packages", "test", "tests"} & set(os.path.relpath(path, root).split(os.sep)):
             continue

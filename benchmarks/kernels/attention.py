@@ -9,6 +9,7 @@ import functools
 import json
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -32,12 +33,14 @@ CASES = {
     "packed": (4, 4096, 16, 16, 128, None, 600),
     "packed, 64": (8, 2048, 16, 16, 64, None, 300),
 }
-TURNS, CALLS = 4, 40
+TURNS = 4
+CALLS = 40
 
 
 def segments_of(batch: int, length: int, mean: int) -> np.ndarray:
     """int32 [batch, length]: documents whose lengths are spread as an exponential distribution."""
-    rng, rows = np.random.default_rng(0), []
+    rng = np.random.default_rng(0)
+    rows = []
     for _ in range(batch):
         ends = np.cumsum(1 + rng.exponential(mean, 2 * length // mean + 8).astype(int))
         rows.append(np.searchsorted(ends, np.arange(length), "right"))
@@ -57,9 +60,10 @@ def measure(case: tuple) -> dict:
     """{backend: {"forward": seconds, "both": seconds}}, and FLOPs forward."""
     batch, length, heads, kv_heads, head_dim, window, mean = case
     keys = jax.random.split(jax.random.key(0), 4)
-    shape = lambda n: (batch, length, n, head_dim)
-    draw = lambda key, n: jax.random.normal(key, shape(n), jnp.bfloat16)
-    given = [draw(key, n) for key, n in zip(keys, (heads, kv_heads, kv_heads, heads), strict=True)]
+    given = [
+        jax.random.normal(key, (batch, length, n, head_dim), jnp.bfloat16)
+        for key, n in zip(keys, (heads, kv_heads, kv_heads, heads), strict=True)
+    ]
     segments = None if mean is None else segments_of(batch, length, mean)
     programs = {}
     for backend in ("cudnn", "pallas"):
@@ -70,9 +74,8 @@ def measure(case: tuple) -> dict:
             segments=None if segments is None else (jnp.asarray(segments),) * 2,
             backend=backend,
         )
-        both = lambda q, k, v, d_out, op=op: jax.vjp(op, q, k, v)[1](d_out)
-        forward = lambda q, k, v, _, op=op: op(q, k, v)
-        programs |= {(backend, "forward"): jax.jit(forward), (backend, "both"): jax.jit(both)}
+        programs[backend, "forward"] = jax.jit(functools.partial(_forward, op))
+        programs[backend, "both"] = jax.jit(functools.partial(_both, op))
     found = {name: [] for name in programs}
     for program in programs.values():
         jax.block_until_ready(program(*given))
@@ -86,6 +89,15 @@ def measure(case: tuple) -> dict:
     flops = 4 * head_dim * heads * num_pairs(batch, length, window, segments)
     seconds = {f"{backend} {what}": statistics.median(times) for (backend, what), times in found.items()}
     return {"shape": list(case), "forward_flops": flops, "seconds": seconds}
+
+
+def _forward(op: Callable, q, k, v, _):
+    return op(q, k, v)
+
+
+def _both(op: Callable, q, k, v, d_out):
+    """Gradients of the forward pass, and so both passes."""
+    return jax.vjp(op, q, k, v)[1](d_out)
 
 
 def table(results: dict[str, dict]) -> str:

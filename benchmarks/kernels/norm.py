@@ -23,9 +23,11 @@ EPSILON = 1e-5
 
 
 def measure(rows: int, width: int, kind: str) -> dict:
-    keys, centred = jax.random.split(jax.random.key(0), 6), kind == "LayerNorm"
+    keys = jax.random.split(jax.random.key(0), 6)
+    centred = kind == "LayerNorm"
     x, y, d_normed, d_residual = (jax.random.normal(key, (rows, width), jnp.bfloat16) for key in keys[:4])
-    scale, bias = 1 + 0.1 * jax.random.normal(keys[4], (width,)), 0.1 * jax.random.normal(keys[5], (width,))
+    scale = 1 + 0.1 * jax.random.normal(keys[4], (width,))
+    bias = 0.1 * jax.random.normal(keys[5], (width,))
     forward = jax.jit(functools.partial(kernel.forward, epsilon=EPSILON))
     backward = jax.jit(functools.partial(kernel.backward, centred=centred, epsilon=EPSILON))
     given = x, y, scale, bias if centred else None
@@ -34,7 +36,10 @@ def measure(rows: int, width: int, kind: str) -> dict:
     @jax.jit
     def formula(total, scale, bias, d_normed, d_residual):
         total = total.astype(jnp.float32)
-        norm = lambda s, scale, bias: layer_norm(s, scale, bias, EPSILON) if centred else rms_norm(s, scale, EPSILON)
+
+        def norm(s, scale, bias):
+            return layer_norm(s, scale, bias, EPSILON) if centred else rms_norm(s, scale, EPSILON)
+
         normed, vjp = jax.vjp(norm, total, scale, bias)
         d_s, *others = vjp(d_normed.astype(jnp.float32))
         return normed, d_s + d_residual, *others[: 1 + centred]
@@ -60,7 +65,8 @@ def main(arguments: list[str]) -> None:
         raise ValueError(f"{rest[0]} is unknown; there is --output=FILE")
     if reason := compat.mosaic_problem():
         raise ValueError(f"{reason}; this needs a Hopper GPU")
-    copy, found = copy_bandwidth(), []
+    copy = copy_bandwidth()
+    found = []
     print(f"copy on the device: {copy:,.0f} GB/s\n")
     print("| norm | rows, width | forward | | backward | |\n|---|---|---|---|---|---|")
     for rows, width in SHAPES:

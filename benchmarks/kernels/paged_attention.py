@@ -23,7 +23,11 @@ from megajax import compat
 from megajax.ops.paged_attention import quantise, reference_paged_attention
 from pallas_kernels.paged_attention import decode, num_parts
 
-NUM_HEADS, KV_HEADS, HEAD_DIM, TOKENS, BATCH = 32, 8, 128, 4096, 32
+NUM_HEADS = 32
+KV_HEADS = 8
+HEAD_DIM = 128
+TOKENS = 4096
+BATCH = 32
 HEADER = (
     "| cache | batch | page | parts | block | stages | us | GB/s | of a copy |\n|---|---|---|---|---|---|---|---|---|"
 )
@@ -70,7 +74,8 @@ def random_case(
     window: int | None = None
 ) -> tuple:  # fmt: skip
     """Arguments of `decode`, up to the scales: NaN, or a number far out of range, wherever nothing may be read."""
-    rng, num_pages = np.random.default_rng(0), -(-max(lengths) // page_size) + 1
+    rng = np.random.default_rng(0)
+    num_pages = -(-max(lengths) // page_size) + 1
     shape = (len(lengths) * num_pages, kv_heads, page_size, head_dim)
     q = jnp.asarray(rng.standard_normal((len(lengths), kv_heads * group, head_dim)), jnp.bfloat16)
     caches = [jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for _ in range(2)]
@@ -81,7 +86,8 @@ def random_case(
         is_read[pages] = (places < length) & (places >= length - (window or length))
     is_known = is_read[table].any(-1)
     table = jnp.asarray(np.where(is_known, table, NOWHERE))
-    is_read, scales = jnp.asarray(is_read)[:, None], None
+    is_read = jnp.asarray(is_read)[:, None]
+    scales = None
     if is_int8:
         caches, scales = zip(*map(quantise, caches), strict=True)
         scales = tuple(jnp.where(is_read, scale, jnp.nan) for scale in scales)
@@ -94,12 +100,16 @@ def errors(results, case, lengths: list[int], **options) -> tuple[float, float]:
     """Of `decode` against the reference in float32: the largest relative one of a sequence, that of the log-sum-exp."""
     reference = jax.jit(functools.partial(reference_paged_attention, **options))
     wanted, wanted_lse = map(np.asarray, reference(case[0].astype(jnp.float32), *case[1:]))
-    out, lse = np.asarray(results[0], np.float64), np.asarray(results[1], np.float64)
+    out = np.asarray(results[0], np.float64)
+    lse = np.asarray(results[1], np.float64)
     full = np.asarray(lengths) > 0
     if out[~full].any() or not np.isneginf(lse[~full]).all():
         raise AssertionError("a sequence without tokens gives 0 and a log-sum-exp of -inf")
     out, lse, wanted, wanted_lse = (a[full] for a in (out, lse, wanted, wanted_lse))
-    norm = lambda a: np.linalg.norm(a.reshape(len(a), -1), axis=-1)
+
+    def norm(a: np.ndarray) -> np.ndarray:
+        return np.linalg.norm(a.reshape(len(a), -1), axis=-1)
+
     return float((norm(out - wanted) / norm(wanted)).max()), float(np.abs(lse - wanted_lse).max())
 
 
@@ -132,7 +142,8 @@ def seconds_of(call, *arguments, seconds: float = 0.1) -> float:
 
 def measure(setting: Setting, caches: tuple, scales: tuple | None) -> dict:
     """caches: keys and values [BATCH * TOKENS / page_size, K, page_size, H]."""
-    rounds, pages = BATCH // setting.batch, TOKENS // setting.page_size
+    rounds = BATCH // setting.batch
+    pages = TOKENS // setting.page_size
     order = np.random.default_rng(0).permutation(BATCH * pages).astype(np.int32)
     tables = jnp.asarray(order.reshape(rounds, setting.batch, pages))
     lengths = jnp.full((setting.batch,), TOKENS, jnp.int32)
@@ -141,7 +152,9 @@ def measure(setting: Setting, caches: tuple, scales: tuple | None) -> dict:
 
     @jax.jit
     def all_rounds(q, caches, tables, lengths, scales):
-        step = lambda q, table: (decode(q, *caches, table, lengths, scales, **given)[0], None)
+        def step(q, table):
+            return decode(q, *caches, table, lengths, scales, **given)[0], None
+
         return jax.lax.scan(step, q, tables)[0]
 
     seconds = seconds_of(all_rounds, q, caches, tables, lengths, scales) / rounds

@@ -8,6 +8,7 @@ clocks. Prints one line of JSON; `parts` has each operation by itself, right aft
 """
 
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Callable
@@ -54,13 +55,19 @@ class AttentionShape:
 
 def work(config: Config) -> tuple[list[Gemm], AttentionShape]:
     """What one device of the config's mesh, whose sizes are resolved, does in a step."""
-    model, mesh, training = config.model, config.mesh, config.training
+    model = config.model
+    mesh = config.mesh
+    training = config.training
     if mesh.context > 1:
         raise ValueError(f"mesh.context={mesh.context}: the limit of split sequences is unknown; use --peers=torch")
-    batch, length = training.global_batch_size // mesh.batch_shards, training.sequence_length
-    heads, kv_heads = model.num_heads // mesh.tensor, model.kv_heads // mesh.tensor
+    batch = training.global_batch_size // mesh.batch_shards
+    length = training.sequence_length
+    heads = model.num_heads // mesh.tensor
+    kv_heads = model.kv_heads // mesh.tensor
     wide = model.width_of_mlp // mesh.tensor
-    tokens, width, layers = batch * length, model.embed_dim, model.num_layers
+    tokens = batch * length
+    width = model.embed_dim
+    layers = model.num_layers
     mlp = model.layers(config.execution)[0].mlp
     num_wide = mlp.wide_dim // mlp.mlp_dim
     gemms = [
@@ -100,7 +107,7 @@ def operations(gemms: list[Gemm], attention: AttentionShape) -> list[Operation]:
     implementation = "cudnn" if jax.default_backend() == "gpu" else "xla"
 
     def forward_and_backward(q, k, v, d_out):
-        attend = lambda *qkv: jax.nn.dot_product_attention(*qkv, is_causal=True, implementation=implementation)
+        attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=implementation)
         return jax.vjp(attend, q, k, v)[1](d_out)
 
     queries = (attention.batch, attention.length, attention.num_heads, attention.head_dim)
@@ -125,7 +132,8 @@ def measure(config: Config, seconds: float, num_windows: int) -> dict:
             jax.block_until_ready(out)
 
     found = windows(run_steps, seconds=seconds, num_windows=num_windows)
-    device, versions = jax.devices()[0].device_kind, {"jax": jax.__version__, "jaxlib": jaxlib.__version__}
+    device = jax.devices()[0].device_kind
+    versions = {"jax": jax.__version__, "jaxlib": jaxlib.__version__}
     return record("limit", found, f"1 x {device}", versions, parts={one.name: _seconds(one) for one in steps})
 
 

@@ -37,7 +37,8 @@ def sharded_model(config: Config, device: torch.device) -> Gpt:
 
 def measure(config: Config, seconds: float, num_windows: int) -> dict:
     check(config)
-    training, num_gpus = config.training, dist.get_world_size()
+    training = config.training
+    num_gpus = dist.get_world_size()
     if training.global_batch_size % num_gpus:
         raise ValueError(
             f"training.global_batch_size={training.global_batch_size} is not divisible by {num_gpus} GPUs; "

@@ -22,7 +22,8 @@ def measure(config: Config, seconds: float, num_windows: int) -> dict:
     check(config)
     torch.manual_seed(config.training.seed)
     torch.set_float32_matmul_precision("high")
-    device, model = torch.device("cuda"), config.model
+    device = torch.device("cuda")
+    model = config.model
     with device:
         gpt = Gpt(model, config.training.sequence_length, device, config.execution.recompute == "full")
     initialise(gpt, model.init_std)

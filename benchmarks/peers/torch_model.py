@@ -3,6 +3,8 @@
 Dimensions: B batch, T sequence, D model width, N heads, K key-value heads, H head dim, V vocabulary (padded).
 """
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,7 +22,8 @@ ACTIVATIONS = {
 
 def check(config: Config) -> None:
     """Raises ValueError for what the peers cannot do."""
-    model, training = config.model, config.training
+    model = config.model
+    training = config.training
     refused = {
         f"model.activation={model.activation}": model.activation not in ACTIVATIONS,
         f"model.window={model.window}": model.window is not None,
@@ -51,16 +54,23 @@ def rotate(x_BNTH: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 class Block(nn.Module):
     def __init__(self, model: DecoderConfig, rope: tuple[Tensor, Tensor] | None, recompute: bool):
         super().__init__()
-        self.heads, self.head_dim = (model.num_heads, model.kv_heads), model.width_of_head
-        self.activation, self.gated = ACTIVATIONS[model.activation], model.activation == "swiglu"
-        self.rope, self.recompute = rope, recompute
-        width, attended, wide = model.embed_dim, model.num_heads * model.width_of_head, model.width_of_mlp
-        linear = lambda inputs, outputs: nn.Linear(inputs, outputs, bias=model.bias)
-        self.attention_norm, self.mlp_norm = make_norm(model), make_norm(model)
+        self.heads = (model.num_heads, model.kv_heads)
+        self.head_dim = model.width_of_head
+        self.activation = ACTIVATIONS[model.activation]
+        self.gated = model.activation == "swiglu"
+        self.rope = rope
+        self.recompute = recompute
+        width = model.embed_dim
+        attended = model.num_heads * model.width_of_head
+        wide = model.width_of_mlp
+        linear = functools.partial(nn.Linear, bias=model.bias)
+        self.attention_norm = make_norm(model)
+        self.mlp_norm = make_norm(model)
         self.qkv = linear(width, (model.num_heads + 2 * model.kv_heads) * model.width_of_head)
         self.out = linear(attended, width)
         self.gate = linear(width, wide) if self.gated else None
-        self.up, self.down = linear(width, wide), linear(wide, width)
+        self.up = linear(width, wide)
+        self.down = linear(wide, width)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         return checkpoint(self.compute, x_BTD, use_reentrant=False) if self.recompute else self.compute(x_BTD)
@@ -71,7 +81,8 @@ class Block(nn.Module):
         qkv = self.qkv(self.attention_norm(x_BTD)).view(batch, length, -1, self.head_dim).transpose(1, 2)
         q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)
         if self.rope is not None:
-            q, k = rotate(q, self.rope), rotate(k, self.rope)
+            q = rotate(q, self.rope)
+            k = rotate(k, self.rope)
         o_BNTH = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
         x_BTD = x_BTD + self.out(o_BNTH.transpose(1, 2).reshape(batch, length, -1))
         y_BTD = self.mlp_norm(x_BTD)

@@ -67,7 +67,10 @@ def measure(config: Config, *, seconds: float, num_saves: int, folder: Path, loc
     local = []
     if local_dir:
         snapshots = LocalSnapshots(Path(local_dir) / "megajax_benchmark")
-        write = lambda number, trees, meta: snapshots.save(number, trees, meta | {"digests": _digests(trees)})
+
+        def write(number: int, trees: dict, meta: dict) -> None:
+            snapshots.save(number, trees, meta | {"digests": _digests(trees)})
+
         state, local = _saves(write, snapshots.is_writing, num_saves, setup, step, state)
         snapshots.wait()
         snapshots.close()
@@ -80,11 +83,12 @@ def measure(config: Config, *, seconds: float, num_saves: int, folder: Path, loc
     target = setup.program.abstract_state
     del state, trees
     with Checkpointer(folder, None) as checkpointer:
-        trees, rows = (target.weights, target.optimizer), setup.program.model.layer_rows
-        restore = lambda: jax.block_until_ready(checkpointer.restore(num_saves, *trees, rows)[:2])
-        restore_seconds = _seconds(restore)
+        trees = (target.weights, target.optimizer)
+        rows = setup.program.model.layer_rows
+        restore_seconds = _seconds(lambda: jax.block_until_ready(checkpointer.restore(num_saves, *trees, rows)[:2]))
     host_bytes["restore"] = _peak_host_bytes()
-    found, found_local = _summary(saves, plain), _summary(local, plain) if local else None
+    found = _summary(saves, plain)
+    found_local = _summary(local, plain) if local else None
     return record(
         "checkpoint",
         [plain],
@@ -105,18 +109,21 @@ def _saves(
     write: Callable, is_writing: Callable[[], bool], num_saves: int, setup: Setup, step: Callable, state: TrainState
 ) -> tuple[TrainState, list[Save]]:
     """write(number, trees, meta) starts one save; steps go on until it is on disk."""
-    saves, batches = [], setup.batches
+    saves = []
+    batches = setup.batches
     meta = {"layer_rows": {kind: rows.tolist() for kind, rows in setup.program.model.layer_rows.items()}}
     for number in range(1, num_saves + 1):
         jax.block_until_ready(state)
         start = time.perf_counter()
         write(number, {"params": state.weights, "optimizer": state.optimizer}, meta)
         held = time.perf_counter()
-        count, waiting = 0, None
+        count = 0
+        waiting = None
         while is_writing():
             state, metrics = step(state, batches[count % len(batches)], RATE)
             jax.block_until_ready(waiting)  # one step behind the device, as the training loop
-            count, waiting = count + 1, metrics
+            count += 1
+            waiting = metrics
         written = time.perf_counter()
         jax.block_until_ready(state)
         step_seconds = (time.perf_counter() - held) / count if count else None
@@ -126,7 +133,10 @@ def _saves(
 
 def _summary(saves: list[Save], plain: float) -> dict:
     saves = saves[1:] or saves
-    median = lambda values: statistics.median(values) if values else None
+
+    def median(values: list[float]) -> float | None:
+        return statistics.median(values) if values else None
+
     lost = median([save.lost_seconds(plain) for save in saves])
     return {
         "holding_seconds": median([save.holding_seconds for save in saves]),
@@ -178,7 +188,8 @@ def table(result: dict) -> str:
 def main(arguments: list[str]) -> None:
     known = {"config": "", "seconds": "10", "saves": "3", "folder": "", "local_dir": "", "output": ""}
     values, overrides = split(arguments, known)
-    config, num_saves = read_config(values["config"], overrides), int(values["saves"])
+    config = read_config(values["config"], overrides)
+    num_saves = int(values["saves"])
     if num_saves < 1:
         raise ValueError(f"saves={num_saves} must be at least 1")
     if values["folder"]:

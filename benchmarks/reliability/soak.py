@@ -9,6 +9,7 @@ kills, and how many of them hit a save; steps done again; goodput; resident memo
 """
 
 import datetime
+import functools
 import json
 import os
 import random
@@ -95,8 +96,11 @@ class Sampler:
 
 def disturb(run_dir: Path, steps: int, seconds: float, rng: random.Random) -> dict:
     """Trains under the supervisor with kills for so long -> what happened."""
-    log, sampler, kills = run_dir.with_suffix(".log"), Sampler(), []
-    begin, highest = time.monotonic(), 0
+    log = run_dir.with_suffix(".log")
+    sampler = Sampler()
+    kills = []
+    begin = time.monotonic()
+    highest = 0
     supervisor = start(command(run_dir, steps, "--launch.max_restarts=100000"), log)
     try:
         while supervisor.poll() is None and time.monotonic() - begin < seconds:
@@ -165,7 +169,9 @@ def _wait_for_save(run_dir: Path, seconds: float) -> bool:
 
 
 def train_undisturbed(run_dir: Path, steps: int) -> dict:
-    sampler, begin, log = Sampler(), time.monotonic(), run_dir.with_suffix(".log")
+    sampler = Sampler()
+    begin = time.monotonic()
+    log = run_dir.with_suffix(".log")
     process = start(command(run_dir, steps), log)
     try:
         while not metrics(run_dir) and process.poll() is None:
@@ -191,7 +197,8 @@ def last_digests(run_dir: Path, steps: int) -> dict:
 
 
 def compare(disturbed: Path, undisturbed: Path, steps: int) -> dict:
-    got, want = losses(disturbed), losses(undisturbed)
+    got = losses(disturbed)
+    want = losses(undisturbed)
     return {
         "steps": steps,
         "equal_losses": sum(got.get(step) == loss for step, loss in want.items()),
@@ -235,7 +242,9 @@ def measure(minutes: float, seed: int, commit: str, tell: Callable[[str], None],
 
 
 def _commit() -> str:
-    git = lambda *words: subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
     commit = git("rev-parse", "--short", "HEAD") or "unknown"
     return commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
 
@@ -246,8 +255,12 @@ def main(arguments: list[str]) -> int:
         raise ValueError(
             f"{rest[0]} is not known; see python -m benchmarks.reliability.soak, --minutes, --seed, --output, --commit"
         )
-    save = lambda result: values["output"] and Path(values["output"]).write_text(json.dumps(result, indent=1) + "\n")
-    tell = lambda text: print(text, flush=True)
+
+    def save(result: dict) -> None:
+        if values["output"]:
+            Path(values["output"]).write_text(json.dumps(result, indent=1) + "\n")
+
+    tell = functools.partial(print, flush=True)
     result = measure(float(values["minutes"]), int(values["seed"]), values["commit"], tell, save)
     found = result["comparison"]
     equal = found["equal_losses"] == found["steps"] and found["equal_digests"]

@@ -31,7 +31,8 @@ CANDIDATES = (
     "xla_gpu_enable_highest_priority_async_stream=False xla_gpu_experimental_parallel_collective_overlap_limit=4 "
     "xla_gpu_experimental_parallel_async_compute_limit=2"
 )
-BASELINE, AGAIN = "as a run has them", "the same again"
+BASELINE = "as a run has them"
+AGAIN = "the same again"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +58,8 @@ def ablate(config: Config, candidates: dict[str, str], seconds: float) -> list[R
     """A row for each variant."""
     setup = set_up(config)
     options = setup.program.compiler_options
-    rows, state = [], None
+    rows = []
+    state = None
     for change, changed in variants(options, candidates).items():
         row, state = _measure(setup, state or setup.new_state(), change, changed, seconds)
         rows.append(row)

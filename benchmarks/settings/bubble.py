@@ -19,7 +19,10 @@ from megajax.parallel.schedule import bubble
 from megajax.training.reporting.console import format_bytes, format_count
 
 COLORS = ("#1f6feb", "#e07b39", "#2da44e")
-WIDTH, HEIGHT, LEFT, TOP = 560, 260, 60, 40
+WIDTH = 560
+HEIGHT = 260
+LEFT = 60
+TOP = 40
 
 
 def config_of(row: dict) -> Config:
@@ -36,10 +39,12 @@ def _renamed(argument: str, names: dict[str, str]) -> str:
 
 def points(rows: list[dict]) -> list[dict]:
     """-> rows with "ranks", "chunks", "microbatches", "formula" and, of a series, "bubble"; sorted."""
-    found, series = [], defaultdict(list)
+    found = []
+    series = defaultdict(list)
     for row in rows:
         config = config_of(row)
-        mesh, training = config.mesh, config.training
+        mesh = config.mesh
+        training = config.training
         number = training.schedule(mesh)(training.steps).num_microbatches
         sizes = {"ranks": mesh.pipeline, "chunks": mesh.virtual_stages, "microbatches": number}
         found.append(row | sizes | {"formula": bubble(mesh.pipeline, number, mesh.virtual_stages)})
@@ -77,8 +82,13 @@ def plot(rows: list[dict]) -> str:
     found = [row for row in points(rows) if "bubble" in row]
     most = max(row["microbatches"] for row in found)
     top = math.ceil(10 * max(row[name] for row in found for name in ("formula", "bubble"))) / 10
-    x = lambda number: LEFT + WIDTH * math.log2(number) / math.log2(most)
-    y = lambda part: TOP + HEIGHT * (1 - part / top)
+
+    def x(number: int) -> float:
+        return LEFT + WIDTH * math.log2(number) / math.log2(most)
+
+    def y(part: float) -> float:
+        return TOP + HEIGHT * (1 - part / top)
+
     parts = [_text(LEFT, 20, "bubble, part of the step; lines: formula, dots: measured", "font-weight='bold'")]
     for tenth in range(round(10 * top) + 1):
         parts += [_line(LEFT, y(tenth / 10), LEFT + WIDTH, y(tenth / 10), "#ddd")]

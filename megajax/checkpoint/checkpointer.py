@@ -54,7 +54,8 @@ class Checkpointer:
         self.run_dir = Path(run_dir).resolve()
         self.folder = self.run_dir / "checkpoints"
         self.failed_saves = 0
-        self._config, self._left_unfinished = config, False
+        self._config = config
+        self._left_unfinished = False
         self._kept = Kept(config or CheckpointConfig(keep=0))
         self._manager = self._open()
         self._local = None
@@ -165,7 +166,8 @@ class Checkpointer:
 
     def _point_latest(self, step: int) -> None:
         """run_dir/latest -> checkpoints/STEP, at one stroke: another process may be reading it."""
-        link, new = self.run_dir / "latest", self.run_dir / "latest.new"
+        link = self.run_dir / "latest"
+        new = self.run_dir / "latest.new"
         if jax.process_index() != 0 or not (self.folder / str(step)).is_dir():
             return
         try:
@@ -189,7 +191,8 @@ class Checkpointer:
         A local snapshot that is newer and fits comes first, and is saved as a checkpoint at once.
         """
         trees = dict(params=abstract_params, optimizer=abstract_optimizer_state)
-        steps, problems = sorted(self._manager.all_steps(), reverse=True), {}
+        steps = sorted(self._manager.all_steps(), reverse=True)
+        problems = {}
         for step, one_before in zip((*steps, None), (math.inf, *steps), strict=True):
             found = self._restore_local(step or 0, one_before, trees, layer_rows)
             is_local = found is not None
@@ -265,7 +268,8 @@ class Checkpointer:
         return self._restore(step, dict(params=abstract_params), layer_rows)[0]["params"]
 
     def _restore(self, step: int, abstract: dict, wanted: Rows) -> tuple[dict, dict]:
-        problem, read = None, None
+        problem = None
+        read = None
         try:
             read = self._read(step, abstract, wanted)
         except Exception as error:

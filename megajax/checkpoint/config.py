@@ -94,7 +94,8 @@ class Kept:
             self._eval_losses[step] = loss
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        steps, config = sorted(checkpoint.step for checkpoint in checkpoints), self._config
+        steps = sorted(checkpoint.step for checkpoint in checkpoints)
+        config = self._config
         stay = set(steps[-config.keep :])  # all for 0
         if config.keep_every_steps:
             stay |= {step for step in steps if step % config.keep_every_steps == 0}

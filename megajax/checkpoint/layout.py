@@ -26,7 +26,8 @@ def saved_rows(meta: dict, wanted: Rows) -> Rows:
         place if "." in place else f"layers.{place}": np.array(rows) for place, rows in meta["layer_rows"].items()
     }
     for place, rows in wanted.items():
-        here, there = np.unique(rows), np.unique(stored.get(place, []))
+        here = np.unique(rows)
+        there = np.unique(stored.get(place, []))
         if not np.array_equal(here[here >= 0], there[there >= 0]):
             raise ValueError(
                 f"{place} has {np.sum(there >= 0)} layers there and {np.sum(here >= 0)} here, or others; describe the "
@@ -42,7 +43,8 @@ def stored_form(abstract, stored: Rows, wanted: Rows):
         if kind is None or np.array_equal(stored[kind], wanted[kind]):
             return a
         shape = (*stored[kind].shape, *a.shape[wanted[kind].ndim :])
-        mesh, spec = a.sharding.mesh, [*a.sharding.spec, *[None] * (a.ndim - len(a.sharding.spec))]
+        mesh = a.sharding.mesh
+        spec = [*a.sharding.spec, *[None] * (a.ndim - len(a.sharding.spec))]
         fits = stored[kind].shape[-1] % mesh.shape["pipeline"] == 0
         lead = [*[None] * (stored[kind].ndim - 1), "pipeline" if fits else None]
         sharding = NamedSharding(mesh, P(*lead, *spec[wanted[kind].ndim :]))

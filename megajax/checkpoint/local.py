@@ -44,7 +44,8 @@ def run_folder(local_dir: str | Path, run_dir: Path) -> Path:
 
 def _run_id(run_dir: Path) -> uuid.UUID:
     """What run_id holds; a new one where there is none."""
-    path, run_id = run_dir / "run_id", uuid.uuid4()
+    path = run_dir / "run_id"
+    run_id = uuid.uuid4()
     if path.exists():
         try:
             return uuid.UUID(path.read_text())
@@ -61,8 +62,10 @@ class LocalSnapshots:
 
     def __init__(self, folder: Path):
         """folder: from `run_folder`. What a process that was killed left unfinished is removed."""
-        self._folder, self._name = folder, f"process_{jax.process_index()}"
-        self._pool, self._writing = ThreadPoolExecutor(1), None
+        self._folder = folder
+        self._name = f"process_{jax.process_index()}"
+        self._pool = ThreadPoolExecutor(1)
+        self._writing = None
         for unfinished in folder.glob(f"*/{self._name}.new"):
             _remove(unfinished)
 
@@ -72,7 +75,9 @@ class LocalSnapshots:
         meta: with the digests of the trees. Waits for the snapshot before, and raises what went wrong with it.
         """
         self.wait()
-        arrays, blocks, offset = {}, [], 0
+        arrays = {}
+        blocks = []
+        offset = 0
         shards = {path: _distinct_shards(leaf) for path, leaf in _leaves(trees).items()}
         for of_one in shards.values():
             for shard in of_one.values():
@@ -96,7 +101,8 @@ class LocalSnapshots:
 
     def wait(self) -> None:
         """Until the last snapshot is written; raises what went wrong with it, once."""
-        writing, self._writing = self._writing, None
+        writing = self._writing
+        self._writing = None
         if writing is not None:
             writing.result()
 
@@ -156,7 +162,8 @@ class LocalSnapshots:
 
     def _read_verified(self, step: int, abstract: dict[str, Any], layer_rows: Rows) -> tuple[dict, dict] | str:
         """-> (trees, meta), or why not; all processes come to the same."""
-        problem, found = "", None
+        problem = ""
+        found = None
         try:
             found = self._read(step, abstract, layer_rows)
         except Exception as error:  # whatever it is, the shared checkpoint is there
@@ -222,7 +229,8 @@ def _array(path: str, wanted: jax.ShapeDtypeStruct, stored: dict, file) -> jax.A
     if (tuple(stored["shape"]), stored["dtype"]) != (wanted.shape, str(wanted.dtype)):
         raise ValueError(f"{path} is {stored['dtype']}{stored['shape']} there, not {wanted.dtype}{list(wanted.shape)}")
     offsets = {tuple(map(tuple, bounds)): offset for bounds, offset in stored["shards"]}
-    pieces, blocks = [], {}
+    pieces = []
+    blocks = {}
     for device, place in wanted.sharding.addressable_devices_indices_map(wanted.shape).items():
         bounds = _bounds(place, wanted.shape)
         if bounds not in offsets:

@@ -18,7 +18,8 @@ def saved_steps(run_dir: str | Path) -> list[int]:
 
 def find_step(run_dir: str | Path, step: int | None = None) -> int:
     """A step that is on disk, by default the newest. Raises ValueError if it is not there."""
-    folder, steps = Path(run_dir) / "checkpoints", saved_steps(run_dir)
+    folder = Path(run_dir) / "checkpoints"
+    steps = saved_steps(run_dir)
     if not steps:
         raise ValueError(
             f"run={run_dir}: no checkpoint in {folder}; give the directory of a run, or train it first with "

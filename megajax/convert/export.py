@@ -34,7 +34,8 @@ def export(run_dir: str | Path, output: str | Path, step: int | None = None, dty
     The arrays are spread over all devices of this process, verified as they were saved, then cast. Raises ValueError
     if the output exists, or if the step is not there or damaged; then nothing is left.
     """
-    run_dir, output = Path(run_dir), Path(output)
+    run_dir = Path(run_dir)
+    output = Path(output)
     if output.exists() or output.is_symlink():
         raise ValueError(f"output={output} exists; use another, or remove it")
     step = find_step(run_dir, step)

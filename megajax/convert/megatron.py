@@ -92,7 +92,8 @@ def from_megajax(params: dict, config: DecoderConfig) -> dict[str, np.ndarray]:
 
 
 def _table(config: DecoderConfig) -> list[Entry]:
-    D, V = config.embed_dim, config.vocab_size
+    D = config.embed_dim
+    V = config.vocab_size
 
     def rows(w_VD):
         return (_with_rows(w_VD, config.padded_vocab_size),)
@@ -123,8 +124,12 @@ def _norm(config: DecoderConfig, ours: str, theirs: str, dim: int) -> list[Entry
 
 
 def _attention(config: DecoderConfig) -> list[Entry]:
-    D, N, K, H = config.embed_dim, config.num_heads, config.kv_heads, config.width_of_head
-    ours, theirs = "layers/dense/attention/", LAYER + "self_attention."
+    D = config.embed_dim
+    N = config.num_heads
+    K = config.kv_heads
+    H = config.width_of_head
+    ours = "layers/dense/attention/"
+    theirs = LAYER + "self_attention."
 
     # Both serve the weight and the bias: the transpose of a vector is itself, and the last dims are the same.
     def split_qkv(rows):
@@ -143,8 +148,10 @@ def _attention(config: DecoderConfig) -> list[Entry]:
     def join_out(out_NHD):
         return out_NHD.reshape(N * H, D).T
 
-    projections, num_rows = ("query", "key", "value"), (N + 2 * K) * H
-    weights, biases = tuple(ours + name for name in projections), tuple(f"{ours}{name}_bias" for name in projections)
+    projections = ("query", "key", "value")
+    num_rows = (N + 2 * K) * H
+    weights = tuple(ours + name for name in projections)
+    biases = tuple(f"{ours}{name}_bias" for name in projections)
     table = [
         Entry(weights, theirs + "linear_qkv.weight", (num_rows, D), split_qkv, join_qkv),
         Entry((ours + "out",), theirs + "linear_proj.weight", (D, N * H), split_out, join_out),
@@ -159,10 +166,13 @@ def _attention(config: DecoderConfig) -> list[Entry]:
 
 
 def _mlp(config: DecoderConfig) -> list[Entry]:
-    D, F = config.embed_dim, config.width_of_mlp
-    ours, theirs = "layers/dense/mlp/", LAYER + "mlp."
+    D = config.embed_dim
+    F = config.width_of_mlp
+    ours = "layers/dense/mlp/"
+    theirs = LAYER + "mlp."
     wide = ("gate", "up") if config.activation in GATED else ("up",)
-    weights, biases = tuple(ours + name for name in wide), tuple(f"{ours}{name}_bias" for name in wide)
+    weights = tuple(ours + name for name in wide)
+    biases = tuple(f"{ours}{name}_bias" for name in wide)
 
     def split_wide(rows):
         return tuple(np.split(rows.T, len(wide), -1))

@@ -38,13 +38,15 @@ class BlendedDataset:
 
     def __init__(self, datasets: Sequence, phases: Sequence[Phase], cache_dir: str | None):
         self._arguments = datasets, phases, cache_dir
-        self.datasets, self.phases = list(datasets), tuple(phases)
+        self.datasets = list(datasets)
+        self.phases = tuple(phases)
         if len(datasets) >= np.iinfo(np.int16).max or any(len(one.weights) != len(datasets) for one in phases):
             counts = [len(one.weights) for one in phases]
             raise ValueError(f"data.weights: {counts} weights for {len(datasets)} datasets; give one each")
         description = {"phases": [dataclasses.asdict(one) for one in phases]}
         arrays = load_or_build(cache_dir, "blend", description, lambda: _indices(phases))
-        self.dataset_index, self.dataset_sample_index = arrays["dataset_index"], arrays["dataset_sample_index"]
+        self.dataset_index = arrays["dataset_index"]
+        self.dataset_sample_index = arrays["dataset_sample_index"]
         needed = np.bincount(self.dataset_index, minlength=len(self.datasets))
         for number, dataset in enumerate(self.datasets):
             if len(dataset) < needed[number]:
@@ -114,11 +116,13 @@ def _run_chunks(
     """`length` steps of the rule for C chunks at once: picks and samples [C, length], counts after them [C, D]."""
     counts = counts.astype(np.float64)  # exact up to 2**53
     rows = np.arange(len(starts))
-    picks, samples = np.empty((length, len(starts)), np.int16), np.empty((length, len(starts)), np.int64)
+    picks = np.empty((length, len(starts)), np.int16)
+    samples = np.empty((length, len(starts)), np.int64)
     for step in range(length):
         behind = weights * np.maximum(starts + step, 1).astype(np.float64)[:, None] - counts
         pick = behind.argmax(axis=1)
-        picks[step], samples[step] = pick, counts[rows, pick]
+        picks[step] = pick
+        samples[step] = counts[rows, pick]
         counts[rows, pick] += 1
     return picks.T, samples.T, counts.astype(np.int64)
 
@@ -134,7 +138,9 @@ def _guess_counts(weights: np.ndarray, starts: np.ndarray) -> np.ndarray:
 
 def _indices(phases: Sequence[Phase]) -> dict[str, np.ndarray]:
     """Of all phases, one after the other."""
-    picks, samples, taken = [], [], np.zeros(len(phases[0].weights), np.int64)
+    picks = []
+    samples = []
+    taken = np.zeros(len(phases[0].weights), np.int64)
     for phase in phases:
         # The rule would take from a weight of 0 where all others are ahead of theirs.
         used = np.flatnonzero(phase.weights)

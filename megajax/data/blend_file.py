@@ -90,20 +90,23 @@ def _entries(content, file: str, above: tuple[str, ...], where: str) -> tuple[En
 
 
 def _entry(content, file: str, above: tuple[str, ...], where: str) -> Entry:
-    say = lambda what: ValueError(f"data.paths: {file}, {where} {what}")
+    def refusal(what: str) -> ValueError:
+        return ValueError(f"data.paths: {file}, {where} {what}")
+
     kinds = ("path", "blend", "file")
     known = isinstance(content, dict) and set(content) <= {*kinds, "weight", "epochs"}
     if not known or sum(kind in content for kind in kinds) != 1 or {"weight", "epochs"} <= set(content):
-        raise say('must have one of "path", "blend" and "file", and may have "weight" or "epochs"')
+        raise refusal('must have one of "path", "blend" and "file", and may have "weight" or "epochs"')
     for name in ("weight", "epochs"):
         if name in content and not _positive(content[name]):
-            raise say(f"has {name} {content[name]!r}; use a number above 0")
-    weight, epochs = content.get("weight"), content.get("epochs", 1.0)
+            raise refusal(f"has {name} {content[name]!r}; use a number above 0")
+    weight = content.get("weight")
+    epochs = content.get("epochs", 1.0)
     if "blend" in content:
         return Entry(entries=_entries(content["blend"], file, above, f"{where}.blend"), weight=weight, epochs=epochs)
     name = content.get("path", content.get("file"))
     if not isinstance(name, str) or is_blend_file(name) != ("file" in content):
-        raise say(f'names {name!r}; "path" is a prefix without .bin, "file" a blend file that ends in .json')
+        raise refusal(f'names {name!r}; "path" is a prefix without .bin, "file" a blend file that ends in .json')
     return _of_path(os.path.join(os.path.dirname(file), name), weight, above, epochs)
 
 

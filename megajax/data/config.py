@@ -102,7 +102,8 @@ class DataConfig:
 
     def _check_paths(self) -> None:
         for weights, paths in (("weights", "paths"), ("eval_weights", "eval_paths")):
-            values, count = getattr(self, weights), len(getattr(self, paths))
+            values = getattr(self, weights)
+            count = len(getattr(self, paths))
             if values and len(values) != count:
                 raise ValueError(f"data.{weights} has {len(values)} entries, data.{paths} {count}; give one each")
         changes = tuple(file for _, file in self.changes())

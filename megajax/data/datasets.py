@@ -74,15 +74,20 @@ def build_datasets(
     config.check()
     if config.source == "text":
         train_prefix, eval_prefix, spec = prepare_text(config)
-        train_paths, eval_paths = (train_prefix,), (eval_prefix,)
+        train_paths = (train_prefix,)
+        eval_paths = (eval_prefix,)
     else:
-        train_paths, eval_paths, spec = config.paths, config.eval_paths, config.tokenizer
+        train_paths = config.paths
+        eval_paths = config.eval_paths
+        spec = config.tokenizer
     tokenizer = load_tokenizer(spec)
     form = _sample_format(config, tokenizer)
     build = functools.partial(_build, sequence_length=sequence_length, seed=seed, cache_dir=config.cache_dir)
     if config.source == "mock":
         mock = MockIndexedDataset(tokenizer.vocab_size, tokenizer.eod_id)
-        opened, blends, held_out = {mock.prefix: mock}, [Entry(mock.prefix)], Entry(mock.prefix)
+        opened = {mock.prefix: mock}
+        blends = [Entry(mock.prefix)]
+        held_out = Entry(mock.prefix)
     else:
         files = [(train_paths, config.weights), *(((file,), ()) for _, file in config.changes())]
         blends = [read_blend(*one) for one in files]
@@ -199,10 +204,14 @@ def _build(
     used = dict.fromkeys(name for one in blends for name in prefixes(one))
     ranges = {name: _range(opened[name], kind.count(opened[name]), split, which) for name in used}
     # As Megatron: one path without a weight is no blend, one with a weight is, and is then built 0.5 % larger.
-    (alone, *others), weighted = ranges, blends[0].entries and blends[0].entries[0].weight is not None
+    alone, *others = ranges
+    weighted = blends[0].entries and blends[0].entries[0].weight is not None
     if not others and not weighted and len(blends) == 1:
         return build(opened[alone], ranges[alone], sizes[0])
-    num_tokens = lambda name: kind.num_tokens(opened[name], ranges[name])
+
+    def num_tokens(name: str) -> int:
+        return kind.num_tokens(opened[name], ranges[name])
+
     names, weights = phase_weights(shares(one, num_tokens) for one in blends)
     phases, built = plan_phases(weights, sizes)
     datasets = [build(opened[name], ranges[name], size) for name, size in zip(names, built, strict=True)]
@@ -214,7 +223,8 @@ def _parts(dataset: GptDataset | SftDataset | BlendedDataset) -> list[GptDataset
 
 
 def _sources(dataset: GptDataset | SftDataset | BlendedDataset, length: int, num_samples: int) -> tuple[Source, ...]:
-    parts, picks = _parts(dataset), getattr(dataset, "dataset_index", np.zeros(num_samples, np.int16))
+    parts = _parts(dataset)
+    picks = getattr(dataset, "dataset_index", np.zeros(num_samples, np.int16))
     counts = np.bincount(picks[:num_samples], minlength=len(parts)).tolist()
     return tuple(
         Source(part.indexed.prefix, part.tokens_per_epoch, count, count * length / part.tokens_per_epoch)

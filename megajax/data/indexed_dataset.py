@@ -63,7 +63,8 @@ class IndexedDataset:
 
     def __init__(self, prefix: str | os.PathLike):
         self.prefix = os.fspath(prefix)
-        index_path, token_path = self.prefix + ".idx", self.prefix + ".bin"
+        index_path = self.prefix + ".idx"
+        token_path = self.prefix + ".bin"
         for path in (index_path, token_path):
             if not os.path.isfile(path):
                 raise ValueError(
@@ -86,7 +87,8 @@ class IndexedDataset:
         """Every sequence and document lies where the ones before it end, so that no read can leave the file."""
         begin = boundary = 0
         for start in range(0, len(self), CHECK_BLOCK):
-            lengths, offsets = self.lengths[start : start + CHECK_BLOCK], self._offsets[start : start + CHECK_BLOCK]
+            lengths = self.lengths[start : start + CHECK_BLOCK]
+            offsets = self._offsets[start : start + CHECK_BLOCK]
             ends = begin + np.cumsum(lengths.astype(np.int64) * self.dtype.itemsize)
             wrong = np.flatnonzero((lengths < 0) | (offsets != np.concatenate([[begin], ends[:-1]])))
             if len(wrong):
@@ -180,7 +182,8 @@ class IndexedDatasetWriter:
     """
 
     def __init__(self, prefix: str | os.PathLike, dtype: np.dtype | type):
-        self.prefix, self.dtype = os.fspath(prefix), np.dtype(dtype)
+        self.prefix = os.fspath(prefix)
+        self.dtype = np.dtype(dtype)
         if self.dtype not in DTYPE_CODES:
             raise ValueError(f"indexed dataset: dtype {self.dtype} cannot be stored; use one of {list(DTYPE_CODES)}")
         self.num_sequences = self.num_documents = self.num_tokens = 0
@@ -215,7 +218,8 @@ class IndexedDatasetWriter:
         self.num_documents += 1
 
     def _write_index(self, out: BinaryIO) -> None:
-        lengths, documents = self._files["lengths"], self._files["documents"]
+        lengths = self._files["lengths"]
+        documents = self._files["documents"]
         out.write(HEADER.pack(MAGIC, VERSION, DTYPE_CODES[self.dtype], self.num_sequences, self.num_documents + 1))
         lengths.seek(0)
         shutil.copyfileobj(lengths, out)

@@ -18,12 +18,14 @@ from megajax.data.samples.gpt import GptDataset, SampleFormat, split_ranges
 
 SPLITS = "train", "valid", "test"
 # As many samples as the oracle file holds.
-SINGLE_SAMPLES, BLEND_SAMPLES = 40, 60
+SINGLE_SAMPLES = 40
+BLEND_SAMPLES = 60
 
 
 def describe(dataset: IndexedDataset) -> str:
     """Statistics as text."""
-    lengths, meta = np.asarray(dataset.lengths), read_meta(dataset.prefix)
+    lengths = np.asarray(dataset.lengths)
+    meta = read_meta(dataset.prefix)
     num_tokens = int(lengths.sum(dtype=np.int64))
     lines = [
         dataset.prefix,

@@ -89,7 +89,9 @@ def _run(flags: argparse.Namespace) -> dict[str, dict]:
     if flags.chat_template and form != "conversations":
         raise ValueError("--chat_template is read with --conversations only")
     json_keys = tuple(flags.json_keys or (("messages",) if form == "conversations" else ("text",)))
-    files, spec, template = expand(flags.input), flags.tokenizer, None
+    files = expand(flags.input)
+    spec = flags.tokenizer
+    template = None
     if spec.startswith("sentencepiece:"):
         if form == "conversations":
             template = load_chat_template(BytesTokenizer(), flags.chat_template)
@@ -119,7 +121,8 @@ class ProgressBar:
     """Yields a function that takes bytes done; draws only on a terminal."""
 
     def __init__(self, total: int):
-        self.total, self.bar = total, None
+        self.total = total
+        self.bar = None
 
     def __enter__(self) -> Callable[[int], None] | None:
         if not sys.stderr.isatty():

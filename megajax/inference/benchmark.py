@@ -39,7 +39,8 @@ def measure(engine: Engine, batch_size: int, prompt_tokens: int, max_tokens: int
         state = jax.block_until_ready(engine.start(prompts, [sampling] * batch_size, max_tokens))
         middle = time.perf_counter()
         for _ in range(max_tokens):
-            before, state = state.tokens_B, engine.step(state)
+            before = state.tokens_B
+            state = engine.step(state)
             np.asarray(before)  # read one step late, as in a generation
         jax.block_until_ready(state.tokens_B)
         return middle - start, (time.perf_counter() - middle) / max_tokens, state

@@ -28,7 +28,8 @@ from megajax.sharding import constrain, with_shardings
 
 logger = logging.getLogger("megajax")
 
-MIN_PROMPT, MIN_CACHE = 16, 64  # smallest T and S
+MIN_PROMPT = 16  # smallest T
+MIN_CACHE = 64  # smallest S
 
 
 class DecodeState(NamedTuple):
@@ -46,7 +47,9 @@ class Engine:
     def __init__(self, model: Model, params: dict, mesh: Mesh, tokenizer: Tokenizer | None):
         """params: laid out on `mesh`; matrices are kept in the compute dtype from here on. tokenizer: None for
         `generate_tokens` alone, which then does not know a token that ends a text."""
-        self.model, self.mesh, self.tokenizer = model, mesh, tokenizer
+        self.model = model
+        self.mesh = mesh
+        self.tokenizer = tokenizer
         self.params = jax.tree.map(lambda a, like: a.astype(like.dtype), params, serving_params(model))
         config = model.config
         self._vocab_size = min(config.vocab_size, tokenizer.vocab_size) if tokenizer else config.vocab_size
@@ -63,7 +66,8 @@ class Engine:
         directory holds no run, no checkpoint or not that step, if the step or the tokenizer is not what was trained, or
         if the model does not divide over the mesh.
         """
-        step, mesh_config = find_step(run_dir, step), mesh or MeshConfig()
+        step = find_step(run_dir, step)
+        mesh_config = mesh or MeshConfig()
         config = Config.load(run_dir, step)
         if mesh_config.pipeline > 1:
             raise ValueError(
@@ -137,7 +141,8 @@ class Engine:
         tokens_BT = np.zeros((num_rows, _bucket(longest, MIN_PROMPT)), np.int32)
         lengths_B = np.ones(num_rows, np.int32)
         for row, prompt in enumerate(prompts):
-            tokens_BT[row, : len(prompt)], lengths_B[row] = prompt, len(prompt)
+            tokens_BT[row, : len(prompt)] = prompt
+            lengths_B[row] = len(prompt)
         rows = RowSampling.of([*sampling, *[Sampling(temperature=0.0)] * (num_rows - len(prompts))])
         cache_length = max(_bucket(longest + max_tokens, MIN_CACHE), tokens_BT.shape[1])
         with jax.set_mesh(self.mesh):
@@ -191,7 +196,8 @@ class Engine:
 
     def _text(self, prompt: list[int], new: list[int]) -> str:
         """Text of the new tokens as it continues the prompt: some tokenizers drop a leading space."""
-        before, whole = self.tokenizer.decode(prompt), self.tokenizer.decode([*prompt, *new])
+        before = self.tokenizer.decode(prompt)
+        whole = self.tokenizer.decode([*prompt, *new])
         return whole[len(before) :] if whole.startswith(before) else self.tokenizer.decode(new)
 
 
@@ -249,7 +255,8 @@ def _next_tokens(module, x_B1D, vocab_size: int, positions_B, sampling: RowSampl
 
 def tokenizer_of(run_dir: str | Path, step: int, spec: str) -> Tokenizer:
     """Raises ValueError if it is not the one that the step was trained with."""
-    tokenizer, meta = load_saved_tokenizer(run_dir, spec), read_meta(run_dir, step)
+    tokenizer = load_saved_tokenizer(run_dir, spec)
+    meta = read_meta(run_dir, step)
     found = {"tokenizer": tokenizer.identity, "eod_id": tokenizer.eod_id}
     other = [f"{name}: {meta[name]} -> {value}" for name, value in found.items() if meta.get(name, value) != value]
     if other:

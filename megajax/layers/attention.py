@@ -94,7 +94,8 @@ class AttentionConfig:
         return Flops(projections, mixing=pair * sequence_length, mixing_causal=pair * seen)
 
     def activations(self, sequence_length: int) -> dict[str, Activation]:
-        qkv, whole = self.heads_dim + self.kv_dim, self.flops(sequence_length)
+        qkv = self.heads_dim + self.kv_dim
+        whole = self.flops(sequence_length)
         return {
             "qkv": Activation(qkv, Flops(2 * self.embed_dim * qkv)),
             "attention_out": Activation(self.heads_dim, whole._replace(matmuls=0.0)),
@@ -112,7 +113,10 @@ class Attention(nnx.Module):
 
     def __init__(self, config: AttentionConfig, *, rngs: nnx.Rngs):
         self.config = config
-        D, N, K, H = config.embed_dim, config.num_heads, config.num_kv_heads, config.head_dim
+        D = config.embed_dim
+        N = config.num_heads
+        K = config.num_kv_heads
+        H = config.head_dim
         self.query = Linear((D,), (N, H), ("embed", "heads", "head_dim"), config.init_std, rngs=rngs)
         self.key = Linear((D,), (K, H), ("embed", "kv_heads", "head_dim"), config.init_std, rngs=rngs)
         self.value = Linear((D,), (K, H), ("embed", "kv_heads", "head_dim"), config.init_std, rngs=rngs)
@@ -134,7 +138,8 @@ class Attention(nnx.Module):
         config = self.config
         q_BTNH, k_BTKH, v_BTKH = (checkpoint_name(y, "qkv") for y in self._project(x_BTD))
         if config.qk_norm is not None:
-            q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
+            q_BTNH = self.query_norm(q_BTNH)
+            k_BTKH = self.key_norm(k_BTKH)
         if config.use_rope:
             q_BTNH = apply_rope(q_BTNH, inputs["cos"], inputs["sin"])
             k_BTKH = apply_rope(k_BTKH, inputs["cos"], inputs["sin"])
@@ -158,12 +163,15 @@ class Attention(nnx.Module):
     def _project(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values; side by side within each key-value head, which is what `tensor` splits."""
         config = self.config
-        K, H = config.num_kv_heads, config.head_dim
+        K = config.num_kv_heads
+        H = config.head_dim
         heads = config.num_heads // K
         joined = side_by_side(x_BTD, (self.query, self.key, self.value), (config.embed_dim, K, -1, H), axis=2)
         q, k, v = jnp.split(joined, (heads, heads + 1), axis=3)
         q = self.query.add_bias(q.reshape(*x_BTD.shape[:2], config.num_heads, H))
         k = self.key.add_bias(k[..., 0, :])
         v = self.value.add_bias(v[..., 0, :])
-        place = lambda y, heads: constrain(y, "batch", "time", heads, None)
-        return place(q, "heads"), place(k, "kv_heads"), place(v, "kv_heads")
+        q = constrain(q, "batch", "time", "heads", None)
+        k = constrain(k, "batch", "time", "kv_heads", None)
+        v = constrain(v, "batch", "time", "kv_heads", None)
+        return q, k, v

@@ -40,11 +40,13 @@ class Stack(nnx.Module):
         if self.scan and caches is None:
             x, terms = self._looped(x, inputs, states, key)
             return x, None, terms
-        new_caches, found = [], []
+        new_caches = []
+        found = []
         caches = caches or (None,) * len(self.configs)
         slices = {kind: iter(unstack(state)) for kind, state in states.items()}
         for number, (config, cache) in enumerate(zip(self.configs, caches, strict=True)):
-            layer, state = _layer(config, prevent_cse=True), next(slices[config.kind])
+            layer = _layer(config, prevent_cse=True)
+            state = next(slices[config.kind])
             x, cache, terms = layer(state, x, inputs, cache, fold(key, number))
             new_caches.append(cache)
             found.append(terms)
@@ -130,7 +132,8 @@ def total(found: Sequence[Terms]) -> Terms:
 
 def add_totals(totals: Sequence[Terms]) -> Terms:
     """Several results of `total` as one."""
-    auxiliary, metrics = {}, {}
+    auxiliary = {}
+    metrics = {}
     for terms in totals:
         auxiliary = add_by_name(auxiliary, terms.auxiliary)
         metrics = add_by_name(metrics, terms.metrics)

@@ -34,7 +34,8 @@ class Linear(nnx.Module):
 
     def add_bias_parameter(self, rngs: nnx.Rngs) -> None:
         """A bias of zeros. On the residual stream it is whole on every device, as the scales of norms are."""
-        value, axes = self.weight.get_value(), self.weight.get_metadata()["record"].axes[self.num_inputs :]
+        value = self.weight.get_value()
+        axes = self.weight.get_metadata()["record"].axes[self.num_inputs :]
         axes = ["norm" if axis == "embed" else axis for axis in axes]
         self.bias = weight(value.shape[self.num_inputs :], axes, nnx.initializers.zeros, rngs, "vector")
 

@@ -50,7 +50,8 @@ class Mlp(nnx.Module):
 
     def __init__(self, config: MlpConfig, *, rngs: nnx.Rngs):
         self.config = config
-        D, F = config.embed_dim, config.mlp_dim
+        D = config.embed_dim
+        F = config.mlp_dim
         if config.activation in GATED:
             self.gate = Linear((D,), (F,), ("embed", "mlp"), config.init_std, rngs=rngs)
         self.up = Linear((D,), (F,), ("embed", "mlp"), config.init_std, rngs=rngs)
@@ -60,7 +61,8 @@ class Mlp(nnx.Module):
                 linear.add_bias_parameter(rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        config, wide = self.config, self._wide()
+        config = self.config
+        wide = self._wide()
         joined_BTWF = side_by_side(x_BTD, wide, (config.embed_dim, 1, config.mlp_dim), axis=1)
         wide_BTWF = add_stacked_biases(constrain(joined_BTWF, "batch", "time", None, "mlp"), wide)
         hidden_BTF = activate(checkpoint_name(wide_BTWF, "mlp_wide"), config.activation)

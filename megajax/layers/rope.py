@@ -89,7 +89,10 @@ def apply_rope(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotates the first R entries of each head by the tables of rope_tables, in float32 -> x's dtype."""
     half = cos.shape[-1]
     x32 = x_BTNH.astype(jnp.float32)
-    first, second, rest = x32[..., :half], x32[..., half : 2 * half], x_BTNH[..., 2 * half :]
-    cos, sin = cos[:, :, None], sin[:, :, None]
+    first = x32[..., :half]
+    second = x32[..., half : 2 * half]
+    rest = x_BTNH[..., 2 * half :]
+    cos = cos[:, :, None]
+    sin = sin[:, :, None]
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x_BTNH.dtype)
     return jnp.concatenate([turned, rest], -1) if rest.shape[-1] else turned

@@ -75,7 +75,8 @@ class TransformerLayerConfig:
         return self.attention.flops(sequence_length) + self.mlp.flops()
 
     def activations(self, sequence_length: int) -> dict[str, Activation]:
-        D, out = self.embed_dim, Flops(matmuls=self.attention.out_flops)
+        D = self.embed_dim
+        out = Flops(matmuls=self.attention.out_flops)
         return {
             "residual": Activation(D),
             "normed": Activation(2 * D),
@@ -98,7 +99,9 @@ class TransformerLayer(nnx.Module):
     """(x [B, T, D], inputs, cache, key) -> (x, cache, Terms)."""
 
     def __init__(self, config: TransformerLayerConfig, *, rngs: nnx.Rngs):
-        self.dropout, self.saved, self.context = config.dropout, config.saved, config.attention.context
+        self.dropout = config.dropout
+        self.saved = config.saved
+        self.context = config.attention.context
         self.attention_norm = Norm(config.norm, config.embed_dim, rngs=rngs)
         self.attention = Attention(config.attention, rngs=rngs)
         self.mlp_norm = Norm(config.norm, config.embed_dim, rngs=rngs)
@@ -115,7 +118,8 @@ class TransformerLayer(nnx.Module):
         """(x + y under this name, the same normalised for attention or MLP)."""
         if self.saved is not None:
             # The sum stands alone, so that normalising it again needs no y, which would be a matmul again.
-            x_BTD, y_BTD = checkpoint_name(x_BTD if y_BTD is None else x_BTD + y_BTD, name), None
+            x_BTD = checkpoint_name(x_BTD if y_BTD is None else x_BTD + y_BTD, name)
+            y_BTD = None
         x_BTD, y_BTD = norm.residual(x_BTD, y_BTD)
         return x_BTD, checkpoint_name(constrain(y_BTD, "batch", "time", None), "normed")
 

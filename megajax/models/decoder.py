@@ -116,7 +116,8 @@ class DecoderConfig(ModelConfig):
         return {"layers": tuple(self._layer_config(number, execution) for number in range(self.num_layers))}
 
     def batch(self, sequence_length: int, *, packed: bool) -> dict[str, BatchArray]:
-        whole, weights = BatchArray.sequence(sequence_length), BatchArray.sequence(sequence_length, jnp.float32)
+        whole = BatchArray.sequence(sequence_length)
+        weights = BatchArray.sequence(sequence_length, jnp.float32)
         batch = {"tokens": whole, "labels": whole, "positions": whole, "loss_mask": weights}
         return batch | ({"segment_ids": whole} if packed else {})
 
@@ -130,7 +131,10 @@ class DecoderConfig(ModelConfig):
     def _layer_config(self, number: int, execution: ExecutionConfig) -> TransformerLayerConfig:
         norm = NormConfig(self.norm, self.norm_epsilon, self.norm_zero_centered)
         out_std = self.init_std / math.sqrt(2 * self.num_layers)
-        is_nth = lambda every: every is not None and (number + 1) % every == 0
+
+        def is_nth(every: int | None) -> bool:
+            return every is not None and (number + 1) % every == 0
+
         attention = AttentionConfig(
             embed_dim=self.embed_dim,
             num_heads=self.num_heads,
@@ -211,8 +215,11 @@ class Decoder(OneStack):
         self, config: DecoderConfig, dtype: jnp.dtype, execution: ExecutionConfig, stages: Stages | None, *,
         rngs: nnx.Rngs
     ):  # fmt: skip
-        self.config, self.dtype, self.context = config, dtype, execution.context_attention
-        D, V = config.embed_dim, config.padded_vocab_size
+        self.config = config
+        self.dtype = dtype
+        self.context = execution.context_attention
+        D = config.embed_dim
+        V = config.padded_vocab_size
         init = nnx.initializers.normal(config.init_std)
         self.embedding = weight((V, D), ("vocab", "embed"), init, rngs, "embedding")
         if config.position == "learned":

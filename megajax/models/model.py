@@ -78,9 +78,10 @@ class Model:
 
         Raises ValueError for a pattern that matches nothing, and if everything is frozen.
         """
-        self.config, self.precision, self.execution, self.stages = config, precision, execution, stages
-        build = functools.partial(config.build, dtype=precision.compute_dtype, execution=execution, stages=stages)
-        self._build = lambda key: build(nnx.Rngs(params=key))
+        self.config = config
+        self.precision = precision
+        self.execution = execution
+        self.stages = stages
         self._graphdef, state = nnx.split(nnx.eval_shape(lambda: self._build(jax.random.key(0))))
         self._structure = Structure.of(state)
         self.records = records(state)
@@ -102,11 +103,20 @@ class Model:
             raise ValueError(f"training.frozen={','.join(frozen)} leaves no parameter to train; freeze fewer")
         return found
 
+    def _build(self, key: jax.Array) -> nnx.Module:
+        """The module with weights drawn from `key`."""
+        options = dict(dtype=self.precision.compute_dtype, execution=self.execution, stages=self.stages)
+        return self.config.build(nnx.Rngs(params=key), **options)
+
     def _init(self, key: jax.Array) -> dict:
-        weights, dtype = self._structure.to_tree(nnx.split(self._build(key))[1]), self.precision.params_dtype
-        # The others take little memory, and bfloat16 would lose their updates: those of a norm scale, which is near 1,
-        # are below half a unit in its last place, 2^-9.
-        cast = lambda a, record: cast_floating(a, dtype) if record.is_cast else a
+        weights = self._structure.to_tree(nnx.split(self._build(key))[1])
+        dtype = self.precision.params_dtype
+
+        def cast(a: jax.Array, record: Parameter) -> jax.Array:
+            # The others take little memory, and bfloat16 would lose their updates: those of a norm scale, which is
+            # near 1, are below half a unit in its last place, 2^-9.
+            return cast_floating(a, dtype) if record.is_cast else a
+
         return jax.tree.map(cast, weights, self.records)
 
     # ------------------------------------------------------------------ the weights
@@ -144,16 +154,22 @@ class Model:
     def split(self, tree: dict) -> Weights:
         """A tree of the structure of the weights (arrays, records, shardings), by how they are updated."""
         roles = {name_of(path): record.role for path, record in jax.tree_util.tree_leaves_with_path(self.records)}
-        variable = lambda name: roles[name] == "variable"
+
+        def is_variable(name: str) -> bool:
+            return roles[name] == "variable"
+
         return Weights(
-            select(tree, lambda name: not variable(name) and name not in self._frozen),
+            select(tree, lambda name: not is_variable(name) and name not in self._frozen),
             select(tree, lambda name: name in self._frozen),
-            select(tree, variable),
+            select(tree, is_variable),
         )
 
     def cast_weights(self, dtype: jnp.dtype) -> dict:
         """Abstract weights with those in `dtype` that layers cast to it anyway, the others as they are stored."""
-        cast = lambda a, record: jax.ShapeDtypeStruct(a.shape, dtype if record.is_cast else a.dtype)
+
+        def cast(a: jax.ShapeDtypeStruct, record: Parameter) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(a.shape, dtype if record.is_cast else a.dtype)
+
         return jax.tree.map(cast, self.abstract_weights, self.records)
 
     @property
@@ -168,7 +184,8 @@ class Model:
     @functools.cached_property
     def parameters(self) -> list["CountedParameter"]:
         """For whoever counts bytes or FLOPs."""
-        rows_of, found = self.layer_rows, []
+        rows_of = self.layer_rows
+        found = []
         has_head = any(record.role == "head" for record in jax.tree.leaves(self.records))
         leaves = jax.tree_util.tree_leaves_with_path(self.abstract_weights)
         for (path, leaf), record in zip(leaves, jax.tree.leaves(self.records), strict=True):

@@ -68,17 +68,25 @@ def _placed(model: Model, weights: dict, records: dict) -> pipeline.Placed:
     if not precision.has_float32_gradients:
         layers = jax.tree.map(cast, layers, records.get(STACK, {}))
     shared = {name: tree for name, tree in weights.items() if name != STACK}
-    over_ranks = lambda record: local_weight_spec(record.axes, (pipeline.AXIS,))
+
+    def over_ranks(record):
+        return local_weight_spec(record.axes, (pipeline.AXIS,))
+
     specs = {name: jax.tree.map(over_ranks, records[name]) for name in shared}
     return pipeline.Placed(layers, shared, specs)
 
 
 def _parts(model: Model, options: LossOptions, num_microbatches: int, microbatch: int) -> pipeline.Parts:
     no_layers = {STACK: model.abstract_weights[STACK]}  # embedding and loss do not read them
-    module = lambda trained, held: model.module(merge(trained, held, no_layers))
     any_module = model.module(model.abstract_weights)
-    # The records of what a layer of a rank has: without the dim that the ranks split.
-    of_a_rank = lambda record: dataclasses.replace(record, axes=(record.axes[0], *record.axes[2:]))
+
+    def module(trained, held):
+        return model.module(merge(trained, held, no_layers))
+
+    def of_a_rank(record):
+        """The record of what a layer of a rank has: without the dim that the ranks split."""
+        return dataclasses.replace(record, axes=(record.axes[0], *record.axes[2:]))
+
     differentiated = model.split(model.records)._replace(frozen={}).merged()
     records = jax.tree.map(of_a_rank, differentiated.get(STACK, {}))
 
@@ -105,7 +113,8 @@ def _parts(model: Model, options: LossOptions, num_microbatches: int, microbatch
 
 
 def _programs(model: Model) -> pipeline.Programs:
-    stages, configs = model.stages, model.module(model.abstract_weights).layers.configs
+    stages = model.stages
+    configs = model.module(model.abstract_weights).layers.configs
     runs = [
         [tuple((configs[number], configs[number].kind) for number in stage) for stage in chunk]
         for chunk in stages.layers

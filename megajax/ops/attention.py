@@ -104,7 +104,8 @@ def backend_order(
     asked: Backend, q_BTNH: jax.Array, k_BSKH: jax.Array, mask: AttentionMask, *, packed: bool
 ) -> tuple[Backend, ...]:
     """The one that is asked for, then by speed at the nearest length that was measured."""
-    (length, heads, head_dim), kv_heads = q_BTNH.shape[1:], k_BSKH.shape[2]
+    length, heads, head_dim = q_BTNH.shape[1:]
+    kv_heads = k_BSKH.shape[2]
     features = {
         "unmasked": not mask.causal,
         "packed": packed,
@@ -123,7 +124,8 @@ def choose_backend(
     q_BTNH, order: tuple[Backend, ...], soft_cap: float | None, dropout: float, indices, deterministic: bool
 ) -> Backend:
     """The first in the order that can do it; logs why not the ones before."""
-    dtype, head_dim = q_BTNH.dtype, q_BTNH.shape[-1]
+    dtype = q_BTNH.dtype
+    head_dim = q_BTNH.shape[-1]
     both = {"key-value cache": indices is not None, "dropout": dropout > 0}
     cudnn = {
         "no NVIDIA GPU": compat.mesh_platform() not in ("gpu", "cuda"),
@@ -133,7 +135,10 @@ def choose_backend(
         "deterministic": deterministic,  # with a bias jaxlib 0.11.2 ends in an IndexError
         **both,
     }
-    first = lambda reasons: next((reason for reason, holds in reasons.items() if holds), "")
+
+    def first(reasons: dict[str, bool]) -> str:
+        return next((reason for reason, holds in reasons.items() if holds), "")
+
     problems = {
         "cudnn": lambda: first(cudnn) or compat.cudnn_attention_problem(),
         "pallas": lambda: compat.mosaic_problem() or kernel.problem(head_dim, dtype) or first(both),
@@ -167,7 +172,10 @@ def _specs(q, k, arrays):
     queries = activation_spec(q.shape, ("batch", "time", "heads", None))
     # With given places (a cache) nothing is gathered: every device of `context` reads all keys.
     keys = activation_spec(k.shape, ("batch", "time" if indices is None else None, "kv_heads", None))
-    pair = lambda given: None if given is None else (P(*queries[:2]), P(*keys[:2]))
+
+    def pair(given):
+        return None if given is None else (P(*queries[:2]), P(*keys[:2]))
+
     return queries, keys, (pair(segments), pair(indices), None if key is None else P())
 
 
@@ -183,7 +191,8 @@ def _forward(q, k, v, arrays, options):
     lse_spec = _lse_spec(queries, options)
     run = manual(functools.partial(_forward_body, options=options), (queries, keys, keys, others), (queries, lse_spec))
     out, lse = run(q, k, v, arrays)
-    out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
+    out = checkpoint_name(out, "attention_out")
+    lse = checkpoint_name(lse, "attention_lse")
     return out, (q, k, v, out, lse, arrays)
 
 
@@ -219,7 +228,9 @@ def _backward_body(q, k, v, out, lse, d_out, arrays, *, options):
     if options.over_heads:
         q, k, v, out, d_out, arrays = _to_heads((q, k, v, out, d_out), arrays)
     if options.backend == "cudnn":
-        bias, scale, window = _segment_bias(arrays[0], q.dtype), options.scale, options.mask.window
+        bias = _segment_bias(arrays[0], q.dtype)
+        scale = options.scale
+        window = options.mask.window
         results = compat.cudnn_attention_backward(q, k, v, out, lse, d_out, bias, scale=scale, window=window)
         gradients = compat.vary(results, compat.varying_axes(q))
     elif options.backend == "pallas":
@@ -247,7 +258,8 @@ def _to_sequence(a):
 
 def _key_bounds(q, k, segments, mask) -> tuple[jax.Array, jax.Array]:
     """int32 [B, T]: query i sees the keys lower <= j < upper. The tokens of a document lie side by side."""
-    (batch, length), num_keys = q.shape[:2], k.shape[1]
+    batch, length = q.shape[:2]
+    num_keys = k.shape[1]
     index = jnp.broadcast_to(jnp.arange(length), (batch, length))
     lower = jnp.zeros_like(index)
     upper = jnp.minimum(index + 1, num_keys) if mask.causal else jnp.full_like(index, num_keys)

@@ -114,14 +114,18 @@ def _chunks(x_BTD, head_DV, labels_BT, weights_BT, options, with_gradients):
     """-> (sum of the losses, dx, dhead): this device's parts of sums over vocabulary (dx) and batch (dhead)."""
     *loss_options, max_chunk_bytes = options
     num_tokens = labels_BT.size
-    fits = lambda n: num_tokens % n == 0 and num_tokens // n * head_DV.shape[1] * 4 <= max_chunk_bytes
+
+    def fits(n: int) -> bool:
+        return num_tokens % n == 0 and num_tokens // n * head_DV.shape[1] * 4 <= max_chunk_bytes
+
     num_chunks = next((n for n in range(1, num_tokens) if fits(n)), num_tokens)
-    split = lambda a: a.reshape(num_chunks, num_tokens // num_chunks, *a.shape[2:])
-    chunks = tuple(split(a) for a in (x_BTD, labels_BT, weights_BT))
+    chunk_shape = (num_chunks, num_tokens // num_chunks)
+    chunks = tuple(a.reshape(*chunk_shape, *a.shape[2:]) for a in (x_BTD, labels_BT, weights_BT))
     step = functools.partial(_chunk, head_DV=head_DV, options=loss_options, with_gradients=with_gradients)
 
     def scan_step(sums, chunk):
-        (loss_before, d_head_before), (x, *others) = sums, chunk
+        loss_before, d_head_before = sums
+        x, *others = chunk
         # One after the other: XLA, which unrolls short loops, would make the logits of all chunks at once.
         d_head_before, x = lax.optimization_barrier((d_head_before, x))
         loss, d_x, d_head = step(x, *others)

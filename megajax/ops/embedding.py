@@ -72,7 +72,8 @@ def _backward(dtype, residuals, d_out_BTD):
     d_out_spec = activation_spec(d_out_BTD.shape, ("batch", "sequence", None))
     still, moving = _width_axes(tokens_spec)
     gather = d_out_spec[1] != tokens_spec[1]
-    table_spec, sizes = _table_spec(), free_axes()
+    table_spec = _table_spec()
+    sizes = free_axes()
     num_rows = table_VD.shape[0] // math.prod(sizes[name] for name in axes_of(table_spec[0]))
 
     def body(tokens_BT, d_out_BTD):

@@ -76,7 +76,7 @@ def _backward(options, residuals, gradients):
     total_BTD, scale_D, bias_D, alone = residuals
     d_total_BTD, d_normed_BTD = gradients
     if backend == "xla":
-        normalise = lambda total, scale, bias: _reference(total, scale, bias, epsilon)
+        normalise = functools.partial(_reference, epsilon=epsilon)
         through_BTD, d_scale_D, d_bias_D = jax.vjp(normalise, total_BTD, scale_D, bias_D)[1](d_normed_BTD)
         d_x_BTD = lax.optimization_barrier(d_total_BTD + through_BTD)
         return d_x_BTD, None if alone else d_x_BTD, d_scale_D, d_bias_D

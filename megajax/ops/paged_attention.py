@@ -63,7 +63,8 @@ def reference_paged_attention(
     """As its formula, in float32, with all keys and values of the sequences gathered."""
     batch, num_heads, head_dim = q_BNH.shape
     num_places = table_BP.shape[1] * keys_ZKSH.shape[2]
-    place_T, length_B1 = jnp.arange(num_places), lengths_B[:, None]
+    place_T = jnp.arange(num_places)
+    length_B1 = lengths_B[:, None]
     seen_BT = place_T < length_B1
     if window is not None:
         seen_BT &= place_T >= length_B1 - window
@@ -76,7 +77,8 @@ def reference_paged_attention(
         return jnp.where(seen_BT[:, None, :, None], gathered_BKTH, 0)  # 0 * NaN is NaN
 
     key_scales, value_scales = scales or (None, None)
-    keys_BKTH, values_BKTH = gather(keys_ZKSH, key_scales), gather(values_ZKSH, value_scales)
+    keys_BKTH = gather(keys_ZKSH, key_scales)
+    values_BKTH = gather(values_ZKSH, value_scales)
     q_BKGH = q_BNH.reshape(batch, keys_BKTH.shape[1], -1, head_dim).astype(jnp.float32)
     dot = functools.partial(jnp.einsum, precision=dot_precision(jnp.float32))
     scores_BKGT = dot("bkgh,bkth->bkgt", q_BKGH, keys_BKTH) * scale
@@ -90,7 +92,8 @@ def reference_paged_attention(
 
 
 def _backend(q_BNH, keys_ZKSH) -> str:
-    num_heads, (kv_heads, page_size) = q_BNH.shape[1], keys_ZKSH.shape[1:3]
+    num_heads = q_BNH.shape[1]
+    kv_heads, page_size = keys_ZKSH.shape[1:3]
     reason = compat.mosaic_problem() or kernel.problem(
         num_heads, kv_heads, q_BNH.shape[-1], page_size, q_BNH.dtype, keys_ZKSH.dtype
     )

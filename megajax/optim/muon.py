@@ -79,7 +79,8 @@ def muon_flops(shape: tuple[int, ...], record: Parameter) -> int:
 def _matrix_shape(shape: tuple[int, ...], record: Parameter) -> tuple[tuple[int, ...], int, int]:
     """-> (dims of the stack, number of inputs, number of outputs)."""
     first_output = record.num_stacked + record.num_inputs
-    inputs, outputs = shape[record.num_stacked : first_output], shape[first_output:]
+    inputs = shape[record.num_stacked : first_output]
+    outputs = shape[first_output:]
     return shape[: record.num_stacked], math.prod(inputs), math.prod(outputs)
 
 

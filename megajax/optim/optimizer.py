@@ -57,7 +57,8 @@ class Optimizer:
                 updated by itself, with the leaves of the state that its own transformation would have.
         """
         names = {rule.optimizer for rule in jax.tree.leaves(self.rules)}
-        coupled, decoupled = names & {"sgd"}, names - {"sgd"}
+        coupled = names & {"sgd"}
+        decoupled = names - {"sgd"}
         before = [_add_decay(rules, coupled)] if coupled else []
         after = [_add_decay(rules, decoupled)] if decoupled else []
         return optax.chain(*before, _update_rule(self.config, names, rules), *after)
@@ -68,7 +69,10 @@ class Optimizer:
 
     def flops(self, abstract_params: PyTree) -> int:
         """Floating-point operations of the matmuls in one update; only Muon has any."""
-        of_one = lambda param, rule: muon_flops(param.shape, rule.record) if rule.optimizer == "muon" else 0
+
+        def of_one(param, rule) -> int:
+            return muon_flops(param.shape, rule.record) if rule.optimizer == "muon" else 0
+
         return sum(jax.tree.leaves(jax.tree.map(of_one, abstract_params, self.rules)))
 
     def update(
@@ -140,7 +144,9 @@ class Optimizer:
         """
         leaf_at = dict(jax.tree_util.tree_leaves_with_path(state))
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-        new_params, new_leaf_at, tokens = [], {}, [finite, finite]
+        new_params = []
+        new_leaf_at = {}
+        tokens = [finite, finite]
         for number, path in enumerate(paths):
             name = name_of(path)
             rules, grad, param = (_only(name, tree) for tree in (self.rules, grads, params))
@@ -186,9 +192,11 @@ def _add_decay(rules: PyTree, names: set[str]) -> optax.GradientTransformation:
     """Adds decay * parameter for parameters with one of these update rules; others keep what they have."""
     decays = jax.tree.map(lambda rule: rule.weight_decay if rule.optimizer in names else 0.0, rules)
     of_decaying = jax.tree.map(lambda decay: decay or optax.MaskedNode(), decays)
-    add = lambda update, param, decay: update + decay * param
-    adding = optax.stateless(lambda updates, params: jax.tree.map(add, updates, params, of_decaying))
-    return optax.masked(adding, jax.tree.map(bool, decays))
+
+    def add(updates: PyTree, params: PyTree) -> PyTree:
+        return jax.tree.map(lambda update, param, decay: update + decay * param, updates, params, of_decaying)
+
+    return optax.masked(optax.stateless(add), jax.tree.map(bool, decays))
 
 
 def _only(name: str, tree: PyTree) -> PyTree:

@@ -127,7 +127,8 @@ def _forward(q, k, v, arrays, options):
     queries, keys, lse_spec, others = _specs(q, k, arrays)
     body = functools.partial(_forward_body, options=options)
     out, lse = manual(body, (queries, keys, keys, others), (queries, lse_spec))(q, k, v, arrays)
-    out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
+    out = checkpoint_name(out, "attention_out")
+    lse = checkpoint_name(lse, "attention_lse")
     return out, (q, k, v, out, lse, arrays)
 
 
@@ -166,7 +167,10 @@ def _forward_body(q, k, v, arrays, *, options):
         def merged(block):
             new, new_lse = block()
             total = jnp.logaddexp(lse, new_lse)
-            weight = lambda part: jnp.exp(part - total).swapaxes(1, 2)[..., None]
+
+            def weight(part):
+                return jnp.exp(part - total).swapaxes(1, 2)[..., None]
+
             return out * weight(lse) + new * weight(new_lse), total
 
         branches = [lambda: (out, lse), lambda: merged(earlier), lambda: merged(later)]
@@ -217,7 +221,8 @@ class _Others:
 
     def __init__(self, rank, own: tuple, options: _Options):
         self.rings = options.method == "ring"
-        self.rank, self.own = rank, own
+        self.rank = rank
+        self.own = own
 
     def source(self, j):
         return (self.rank - j) % lax.axis_size(AXIS)
@@ -237,7 +242,10 @@ class _Others:
         """Gradients [B, S, K, H] float32 of the own keys and values, before the others add theirs."""
         if self.rings:
             return own
-        place = lambda a: jnp.zeros((lax.axis_size(AXIS), *a.shape), a.dtype).at[self.rank].set(a)
+
+        def place(a):
+            return jnp.zeros((lax.axis_size(AXIS), *a.shape), a.dtype).at[self.rank].set(a)
+
         return tuple(compat.vary(place(a), compat.varying_axes(a)) for a in own)
 
     def receive_sums(self, sums, j):
@@ -248,8 +256,7 @@ class _Others:
     def keep_sums(self, sums, new, j):
         if self.rings:
             return new
-        put = lambda a, b: lax.dynamic_update_index_in_dim(a, b, self.source(j), 0)
-        return tuple(put(a, b) for a, b in zip(sums, new, strict=True))
+        return tuple(lax.dynamic_update_index_in_dim(a, b, self.source(j), 0) for a, b in zip(sums, new, strict=True))
 
     def sums_home(self, sums):
         if self.rings:
@@ -264,7 +271,8 @@ class _Blocks:
         # What needs no q would be computed before a loop over layers, and kept: masks of all turns at once.
         given = (lax.axis_index(AXIS), jnp.arange(1, lax.axis_size(AXIS)), arrays, q[:1, :1, :1, :1])
         self.rank, self.turns, (self.segments, self.key), _ = lax.optimization_barrier(given)
-        self.options, self.chunk = options, q.shape[1] // 2
+        self.options = options
+        self.chunk = q.shape[1] // 2
         self.own = self.of_rank(self.rank, self.segments)
 
     def of_rank(self, rank, segments):
@@ -302,7 +310,8 @@ class _Blocks:
             results = compat.vary(results, compat.varying_axes(q))
         elif options.backend == "pallas":
             given = (q, k, v, out, lse, d_out, *self._key_bounds(q_places, k_places, q.shape[0]))
-            cap, ordered = options.soft_cap, options.deterministic
+            cap = options.soft_cap
+            ordered = options.deterministic
             results = kernel.backward(*given, scale=options.scale, soft_cap=cap, ordered=ordered)
             results = compat.vary(results, compat.varying_axes(q))
         else:
@@ -316,9 +325,11 @@ class _Blocks:
         return tuple(a.astype(jnp.float32) for a in results)
 
     def _reference(self, q, k, v, q_places, k_places):
-        options, indices = self.options, (q_places[0][None], k_places[0][None])
+        options = self.options
+        indices = (q_places[0][None], k_places[0][None])
         keep = local.dropout_mask(self.key, options.dropout, q, indices) if options.dropout > 0 else None
-        mask, segments = AttentionMask(True, options.window), self._segments(q_places, k_places)
+        mask = AttentionMask(True, options.window)
+        segments = self._segments(q_places, k_places)
         return local.reference_attention(q, k, v, mask, options.scale, options.soft_cap, segments, indices, keep)
 
     def _segments(self, q_places, k_places):
@@ -326,22 +337,29 @@ class _Blocks:
 
     def _key_bounds(self, q_places, k_places, batch):
         """int32 [B, T]: query i sees the keys lower <= j < upper of these, whose places ascend."""
-        (q_index_T, q_ids), (k_index_S, k_ids) = q_places, k_places
+        q_index_T, q_ids = q_places
+        k_index_S, k_ids = k_places
         half = len(k_index_S) // 2 if len(k_index_S) > self.chunk else len(k_index_S)
         runs = [k_index_S[:half], k_index_S[half:]]  # of places without a gap
-        before = lambda place: sum(jnp.clip(place - run[0], 0, len(run)) for run in runs if len(run))
+
+        def before(place):
+            """How many keys have a lower place."""
+            return sum(jnp.clip(place - run[0], 0, len(run)) for run in runs if len(run))
+
         upper = jnp.broadcast_to(before(q_index_T + 1), (batch, len(q_index_T)))
         lower = jnp.zeros_like(upper)
         if self.options.window is not None:
             lower = jnp.broadcast_to(before(q_index_T + 1 - self.options.window), upper.shape)
         if q_ids is not None:
             first, end = _documents(q_ids, k_ids, num_ids=2 * lax.axis_size(AXIS) * self.chunk + 1)
-            lower, upper = jnp.maximum(lower, first), jnp.minimum(upper, end)
+            lower = jnp.maximum(lower, first)
+            upper = jnp.minimum(upper, end)
         return lower.astype(jnp.int32), upper.astype(jnp.int32)
 
     def _bias(self, q, q_places, k_places):
         """-> (what cuDNN adds to the scores or None, whether the block is causal by itself)."""
-        diagonal, segments = q_places is k_places, self._segments(q_places, k_places)
+        diagonal = q_places is k_places
+        segments = self._segments(q_places, k_places)
         if segments is None and self.options.window is None:
             return None, diagonal
         distance = q_places[0][:, None] - k_places[0]

@@ -10,6 +10,7 @@ What a stage is made of (its layers, kinds, number) may differ between ranks: ea
 """
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -108,21 +109,32 @@ class _Body:
     """One rank. Values that differ between ranks are marked as varying over `pipeline`, and stay so."""
 
     def __init__(self, parts: Parts, programs: Programs, table: Table, train: bool, num_microbatches: int):
-        self.parts, self.programs, self.table, self.train = parts, programs, table, train
+        self.parts = parts
+        self.programs = programs
+        self.table = table
+        self.train = train
         self.num_chunks, self.num_ranks = programs.of_stage.shape
         self.num_microbatches = num_microbatches
 
     def run(self, trained, held, batch, key, columns):
         self.rank = lax.axis_index(AXIS)
-        (layers, self.shared), (held_layers, self.held_shared) = trained, held
-        self.batch, self.key = batch, key
+        layers, self.shared = trained
+        held_layers, self.held_shared = held
+        self.batch = batch
+        self.key = key
         # Per place, so that gradients are added to whole arrays: {kind: [tree of [V, ...]]}.
         self.layers = {kind: self._split(tree) for kind, tree in layers.items()}
         self.held_layers = {kind: self._split(tree) for kind, tree in held_layers.items()}
         message = jax.eval_shape(lambda: self._embed(jnp.int32(0)))
         self.nothing = constrain(jnp.zeros(message.shape, message.dtype), "batch", "sequence", None)
         zero = _vary(self.nothing)
-        zeros = lambda a: _vary(jnp.zeros(a.shape, a.dtype))
+
+        def zeros(a):
+            return _vary(jnp.zeros(a.shape, a.dtype))
+
+        def float32_zeros(tree):
+            return tree_map(lambda a: jnp.zeros(a.shape, jnp.float32), tree)
+
         reported = jax.eval_shape(lambda: self._report(self.nothing, jnp.int32(0)))
         carry = {
             "x": zero,
@@ -130,14 +142,13 @@ class _Body:
             "terms": tree_map(zeros, self._plan(zero)),
         }
         if self.train:
-            float32 = lambda tree: tree_map(lambda a: jnp.zeros(a.shape, jnp.float32), tree)
             carry |= {
                 "d_y": zero,
                 "stash": [_vary(jnp.zeros((self.table.num_slots, *a.shape), a.dtype)) for a in self.stash],
                 "d_loss": jnp.zeros((self.table.num_loss_slots, *zero.shape), zero.dtype),
-                "d_layers": {kind: [self.parts.place(kind, _vary(float32(tree))) for tree in trees]
+                "d_layers": {kind: [self.parts.place(kind, _vary(float32_zeros(tree))) for tree in trees]
                              for kind, trees in self.layers.items()},
-                "d_shared": tree_map(_as, float32(self.shared), self.shared),
+                "d_shared": tree_map(_as, float32_zeros(self.shared), self.shared),
             }  # fmt: skip
         rows = {name: a[:, 0] for name, a in columns.items()}
         rows |= {name: jnp.asarray(getattr(self.table, name)) for name in _COMMON_COLUMNS}
@@ -171,7 +182,7 @@ class _Body:
         last = (self.rank == self.num_ranks - 1) & (row["backward_chunk"] == self.num_chunks - 1)
         d_y = jnp.where(last, from_loss, carry["d_y"])
         d_x, carry["d_layers"] = self._backward(row, d_y, carry["stash"], carry["d_layers"])
-        embed_backward = lambda d_shared: self._embed_backward(row, d_x, d_shared)
+        embed_backward = functools.partial(self._embed_backward, row, d_x)
         carry["d_shared"] = lax.cond(row["embed_backward"] >= 0, embed_backward, lambda d: d, carry["d_shared"])
         carry["d_y"] = self._send(d_x, forward=False)
         return carry
@@ -221,14 +232,16 @@ class _Body:
 
     def _plan(self, x):
         """Traces every program once: what it keeps, and where. -> abstract terms of a step."""
-        self.kept, wanted, found = [], Counter(), ({}, {})
+        self.kept = []
+        wanted = Counter()
+        found = ({}, {})
         for number in range(len(self.programs.programs)):
             kept = _Kept()
-            trace = lambda x, number=number, kept=kept: self._stage_vjp(number, 0, 0, x, kept)
-            _, terms, saved = jax.eval_shape(trace, x)
+            _, terms, saved = jax.eval_shape(functools.partial(self._stage_vjp, number, 0, 0, kept=kept), x)
             kept.auxiliary = tuple(terms[0])
             avals = [(a.shape, a.dtype) for a in saved]
-            kept.buffers, counts = [], Counter()
+            kept.buffers = []
+            counts = Counter()
             for aval in avals:
                 kept.buffers.append((aval, counts[aval]))
                 counts[aval] += 1
@@ -245,7 +258,10 @@ class _Body:
     def _live(self, program: int, chunk, microbatch):
         """-> (trained weights, held weights, inputs) of the layers of a stage: what the backward pass reads again
         instead of keeping it."""
-        counts, trained, held, inputs = Counter(), [], [], []
+        counts = Counter()
+        trained = []
+        held = []
+        inputs = []
         common = self.parts.inputs(*self._microbatch(microbatch))
         numbers = jnp.asarray(self.programs.numbers)[chunk, self.rank]
         for place, (_, kind) in enumerate(self.programs.programs[program]):
@@ -324,12 +340,13 @@ class _Body:
             vjp = jax.tree.unflatten(kept.structure, leaves)
             d_auxiliary = {name: _vary(jnp.float32(1 / self.num_microbatches)) for name in kept.auxiliary}
             d_weights, d_x = vjp((d_y, d_auxiliary))
-            counts, new = Counter(), {kind: list(trees) for kind, trees in d_layers.items()}
+            counts = Counter()
+            new = {kind: list(trees) for kind, trees in d_layers.items()}
             for d_layer, (_, kind) in zip(d_weights, self.programs.programs[program], strict=True):
                 if kind not in new:  # nothing of it is trained
                     continue
                 place = counts[kind]
-                add = lambda total, d: _add_to_chunk(total, d, chunk)
+                add = functools.partial(_add_to_chunk, chunk=chunk)
                 new[kind][place] = self.parts.place(kind, tree_map(add, new[kind][place], d_layer))
                 counts[kind] += 1
             return _vary(d_x), new

@@ -56,7 +56,9 @@ def make_stages(mesh: MeshConfig, num_layers: int) -> Stages | None:
     activations wait longest. Raises ValueError for what does not fit."""
     if mesh.pipeline == 1:
         return None
-    num_ranks, num_chunks, layout = mesh.pipeline, mesh.virtual_stages, mesh.pipeline_layout
+    num_ranks = mesh.pipeline
+    num_chunks = mesh.virtual_stages
+    layout = mesh.pipeline_layout
     count = num_ranks * num_chunks
     if layout:
         sizes = parse_layout(layout)
@@ -132,8 +134,11 @@ def make_table(
     schedule: PipelineSchedule, num_ranks: int, num_microbatches: int, num_chunks: int = 1, *, backward: bool = True
 ) -> Table:
     """backward=False: the forward passes alone."""
-    P, M, V = num_ranks, num_microbatches, num_chunks
-    forward_at, backward_at = {}, {}  # (rank, microbatch, chunk) -> tick
+    P = num_ranks
+    M = num_microbatches
+    V = num_chunks
+    forward_at = {}  # (rank, microbatch, chunk) -> tick
+    backward_at = {}
     for s, i, c in np.ndindex(P, M, V):
         before = (i // P) * P * V + i % P if V > 1 else i
         forward_at[s, i, c] = s + before + c * P
@@ -154,11 +159,22 @@ def make_table(
             slot = slots.free(i, c) if is_backward else slots.take(i, c) if backward else 0
             name = "backward" if is_backward else "forward"
             assert ranks[name][tick, s] == -1, "two passes of one kind in a tick"
-            ranks[name][tick, s], ranks[f"{name}_chunk"][tick, s], ranks[f"{name}_slot"][tick, s] = i, c, slot
+            ranks[name][tick, s] = i
+            ranks[f"{name}_chunk"][tick, s] = c
+            ranks[f"{name}_slot"][tick, s] = slot
         num_slots = max(num_slots, slots.count)
-    first = lambda name: np.where(ranks[f"{name}_chunk"][:, 0] == 0, ranks[name][:, 0], -1)
-    last = lambda name: np.where(ranks[f"{name}_chunk"][:, -1] == V - 1, ranks[name][:, -1], -1)
-    loss, read, losses = last("forward"), last("backward"), _Slots()
+
+    def first(name: str) -> np.ndarray:
+        """[ticks]: the microbatch of such a pass of the first stage, or -1."""
+        return np.where(ranks[f"{name}_chunk"][:, 0] == 0, ranks[name][:, 0], -1)
+
+    def last(name: str) -> np.ndarray:
+        """[ticks]: the same of the last stage."""
+        return np.where(ranks[f"{name}_chunk"][:, -1] == V - 1, ranks[name][:, -1], -1)
+
+    loss = last("forward")
+    read = last("backward")
+    losses = _Slots()
     slots = np.full((2, ticks), -1, np.int32)
     for tick in range(ticks):
         if loss[tick] >= 0:
@@ -175,7 +191,9 @@ class _Slots:
     """Places that are taken and given back; as few as suffice."""
 
     def __init__(self):
-        self.count, self._unused, self._owner = 0, [], {}
+        self.count = 0
+        self._unused = []
+        self._owner = {}
 
     def take(self, *owner) -> int:
         slot = self._unused.pop() if self._unused else self.count

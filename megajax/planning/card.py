@@ -14,7 +14,8 @@ SHOWN_SOURCES = 8
 
 def startup_rows(program: Program, training: TrainingConfig, datasets: Datasets) -> list[tuple[str, str]]:
     """(name, value) rows for Console.card."""
-    model, mesh = program.model, program.mesh
+    model = program.model
+    mesh = program.mesh
     length = training.sequence_length
     tokens = training.global_batch_size * length
     memory, host = memory_per_device(program, training)

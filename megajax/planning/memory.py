@@ -1,6 +1,7 @@
 """Bytes a device needs for a run, from shapes and shardings alone."""
 
 import math
+from collections.abc import Iterable
 
 import jax
 import numpy as np
@@ -17,14 +18,18 @@ from megajax.training.reporting.console import format_bytes
 
 def bytes_per_device(abstract, shardings) -> int:
     """Bytes of a pytree of abstract arrays on one device, laid out by a pytree of shardings."""
-    size = lambda a, s: math.prod(s.shard_shape(a.shape)) * np.dtype(a.dtype).itemsize
+
+    def size(a, sharding) -> int:
+        return math.prod(sharding.shard_shape(a.shape)) * np.dtype(a.dtype).itemsize
+
     return sum(jax.tree.leaves(jax.tree.map(size, abstract, shardings)))
 
 
 def memory_per_device(program: Program, training: TrainingConfig) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes a device by kind, in its memory and on its host: weights and optimizer exactly, gradients (float32) and
     activations as estimates."""
-    shardings, state = program.shardings, program.abstract_state
+    shardings = program.shardings
+    state = program.abstract_state
     held = bytes_per_device((state.frozen, state.variables), (shardings.frozen, shardings.variables))
     gradients = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, np.float32), state.params)
     device, host = activation_bytes(program.model, program.mesh_config, training)
@@ -42,7 +47,10 @@ def memory_per_device(program: Program, training: TrainingConfig) -> tuple[dict[
 
 def memory_rows(device: dict[str, int], host: dict[str, int]) -> list[tuple[str, str]]:
     """(name, value) rows for Console.card of what memory_per_device returned."""
-    kinds = lambda sizes: ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
+
+    def kinds(sizes: dict[str, int]) -> str:
+        return ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
+
     return [("bytes per device", kinds(device))] + ([("bytes on its host", kinds(host))] if host else [])
 
 
@@ -81,7 +89,10 @@ def _kept_elements(layer: LayerConfig, sequence_length: int) -> tuple[float, flo
     activations = layer.activations(sequence_length)
     first = next(iter(activations))  # the input
     saved = layer.saved or Saved(on_device=tuple(activations), on_host=())
-    count = lambda names: sum(activations[name].elements for name in names if name in activations)
+
+    def count(names: Iterable[str]) -> int:
+        return sum(activations[name].elements for name in names if name in activations)
+
     return count({*saved.on_device, first} - set(saved.on_host)), count(saved.on_host)
 
 
@@ -89,8 +100,9 @@ def _working_bytes(
     model: Model, layers: tuple[LayerConfig, ...], mesh: MeshConfig, training: TrainingConfig, tokens: float,
     itemsize: int
 ) -> float:  # fmt: skip
-    all_of_one = lambda layer: sum(each.elements for each in layer.activations(training.sequence_length).values())
-    working = max((all_of_one(layer) for layer in layers if layer.saved), default=0) * tokens * itemsize
+    activations = [layer.activations(training.sequence_length).values() for layer in layers if layer.saved]
+    elements = max((sum(each.elements for each in of_one) for of_one in activations), default=0)
+    working = elements * tokens * itemsize
     output = sum(parameter.computed(mesh.sizes()) for parameter in model.parameters if parameter.is_output)
     gathered = (2 * _layer_weights(model, mesh) + output) * itemsize if mesh.weight_shards > 1 else 0
     logits = min(tokens * output / layers[-1].embed_dim * 4, MAX_CHUNK_BYTES)

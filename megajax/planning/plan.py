@@ -50,7 +50,8 @@ def plan_device(name: str) -> Device:
 
 def plan_rows(program: Program, training: TrainingConfig, packed: bool, device: Device) -> list[tuple[str, str]]:
     """(name, value) rows for Console.card. packed: documents do not see each other."""
-    model, mesh_config = program.model, program.mesh_config
+    model = program.model
+    mesh_config = program.mesh_config
     compiles = device.name in COMPILED_FOR and compat.gpu_compiler_installed()
     memory, host = memory_per_device(program, training)
     rows = _model_rows(model, mesh_config, training, device) + memory_rows(memory, host)
@@ -78,7 +79,8 @@ def plan_rows(program: Program, training: TrainingConfig, packed: bool, device: 
 
 
 def _model_rows(model: Model, mesh: MeshConfig, training: TrainingConfig, device: Device) -> list[tuple[str, str]]:
-    length, schedule = training.sequence_length, training.schedule(mesh)
+    length = training.sequence_length
+    schedule = training.schedule(mesh)
     batch = schedule(training.steps)
     flops = [format_count(model.flops_per_token(length, causal=causal)) for causal in (False, True)]
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.sizes().items() if size > 1)
@@ -119,7 +121,9 @@ def devices_without_gpu(count: int, device: Device) -> list:
 
 def compile_step(program: Program, training: TrainingConfig, packed: bool):
     """-> (compiled train step, seconds). The mesh is of real devices, or of those of devices_without_gpu."""
-    start, mesh, model = time.perf_counter(), program.mesh, program.model
+    start = time.perf_counter()
+    mesh = program.mesh
+    model = program.model
     offload_state = program.optimizer.config.offload_state
     program = dataclasses.replace(program, compiler_options=compiler_options(model, mesh, offload_state=offload_state))
     # Devices without a GPU have no host memory, and a sharding over them forgets that it is there.
@@ -152,11 +156,16 @@ def _time_rows(
     program: Program, training: TrainingConfig, device: Device, host: dict[str, int]
 ) -> list[tuple[str, str]]:
     """host: bytes a device keeps on its host, as memory_per_device has them."""
-    model, mesh, length = program.model, program.mesh_config, training.sequence_length
+    model = program.model
+    mesh = program.mesh_config
+    length = training.sequence_length
     times = step_times(program, training, device, host)
     network = ", ".join(f"{t.axis} {format_bytes(t.bytes)} in {format_seconds(t.seconds)}" for t in times.traffic)
     rate = training.global_batch_size * length / times.step / mesh.num_devices
-    mfu = lambda causal: f"{utilisation(model.flops_per_token(length, causal=causal), rate, device):.1%}"
+
+    def mfu(causal: bool) -> str:
+        return f"{utilisation(model.flops_per_token(length, causal=causal), rate, device):.1%}"
+
     exposed = format_seconds(times.exposed)
     return [
         ("network a step", network or "none"),

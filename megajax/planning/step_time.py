@@ -55,7 +55,9 @@ class Times:
 
 def step_times(program: Program, training: TrainingConfig, device: Device, host: dict[str, int]) -> Times:
     """host: bytes a device keeps on its host, as memory_per_device has them."""
-    model, mesh, length = program.model, program.mesh_config, training.sequence_length
+    model = program.model
+    mesh = program.mesh_config
+    length = training.sequence_length
     tokens = training.global_batch_size * length / mesh.num_devices
     flops = model.training_flops(length) + recomputed_flops(model, length)
     work = flops.matmuls / MATMUL_EFFICIENCY + flops.mixing_causal / ATTENTION_EFFICIENCY
@@ -79,7 +81,8 @@ def step_times(program: Program, training: TrainingConfig, device: Device, host:
 
 def _update_bytes(program: Program) -> int:
     """That a device reads and writes for an update: parameters and state read and written, float32 gradients read."""
-    state, shardings = program.abstract_state, program.shardings
+    state = program.abstract_state
+    shardings = program.shardings
     gradients = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), state.params)
     changed = bytes_per_device((state.params, state.optimizer), (shardings.params, shardings.optimizer))
     return 2 * changed + bytes_per_device(gradients, shardings.params)
@@ -97,8 +100,12 @@ def recomputed_flops(model: Model, sequence_length: int) -> Flops:
 
 def _traffic(model: Model, mesh: MeshConfig, training: TrainingConfig) -> list[Traffic]:
     """Ring-collective volumes: (n - 1) / n of the gathered array to gather or reduce-scatter it."""
-    batch, layers = training.schedule(mesh)(training.steps), model.config.layers(model.execution)
-    ring = lambda n: (n - 1) / n
+    batch = training.schedule(mesh)(training.steps)
+    layers = model.config.layers(model.execution)
+
+    def ring(n: int) -> float:
+        return (n - 1) / n
+
     itemsize = jnp.dtype(model.precision.compute_dtype).itemsize
     weights = _weight_traffic(model, mesh, batch.num_microbatches, itemsize)
     tokens = batch.microbatch / mesh.batch_shards * training.sequence_length / mesh.context
@@ -124,11 +131,13 @@ def _traffic(model: Model, mesh: MeshConfig, training: TrainingConfig) -> list[T
 
 def _weight_traffic(model: Model, mesh: MeshConfig, num_microbatches: int, itemsize: int) -> Counter[str]:
     """{mesh axis: bytes} of gathering weights and reducing their gradients, in float32."""
-    sizes, sent = mesh.sizes(), Counter({"fsdp": 0.0, "data": 0.0})
+    sizes = mesh.sizes()
+    sent = Counter({"fsdp": 0.0, "data": 0.0})
     for parameter in model.parameters:
         if parameter.is_looked_up:  # its rows travel, not the table (ops/embedding.py)
             continue
-        held, gathered = parameter.split(sizes), parameter.split(sizes, but=SHARING_AXES)
+        held = parameter.split(sizes)
+        gathered = parameter.split(sizes, but=SHARING_AXES)
         gradient = 4 if parameter.is_trained else 0
         # Gathered for the forward and again for the backward pass.
         sent["fsdp"] += num_microbatches * (gathered - held) * (2 * itemsize + gradient)

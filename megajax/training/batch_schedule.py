@@ -29,7 +29,8 @@ class BatchSchedule:
 
     def __init__(self, global_batch_size: int, microbatch: int | None, rampup: tuple[int, int, int] | None):
         self._microbatch = microbatch
-        sizes, samples = [global_batch_size], 0
+        sizes = [global_batch_size]
+        samples = 0
         if rampup is not None:
             start, increment, samples = rampup
             if start > global_batch_size or (global_batch_size - start) % increment:

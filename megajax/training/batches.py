@@ -97,8 +97,10 @@ def device_batches(
         is_sorted = np.array_equal(order, np.arange(len(order)))
         return array if is_sorted else np.take(array, order, axis=2 + dim)
 
-    triple = lambda step: dataclasses.astuple(schedule(step))
-    local = step_batches(dataset, triple, rows_of, start_step=start, num_steps=stop, config=config)
+    def as_tuple(step: int) -> tuple[int, int, int]:
+        return dataclasses.astuple(schedule(step))
+
+    local = step_batches(dataset, as_tuple, rows_of, start_step=start, num_steps=stop, config=config)
     ahead = None
     for step, one in enumerate(local, start=start):
         placed = place(step, ordered(one))

@@ -134,7 +134,9 @@ def compiler_options(model: Model, mesh: Mesh, *, offload_state: bool = False) -
     """
     target = target_of(model, mesh)
     target = dataclasses.replace(target, offloads=target.offloads or offload_state)
-    ours, theirs, in_environment = choose(PROFILE, target), parse(model.execution.compiler_options), xla_flags()
+    ours = choose(PROFILE, target)
+    theirs = parse(model.execution.compiler_options)
+    in_environment = xla_flags()
     for name, value in theirs.items():
         if why := refusal(name, value, mesh):
             raise ValueError(f"execution.compiler_options: {name}={value} is refused by jaxlib {jaxlib.__version__} "

@@ -79,7 +79,9 @@ class Trainer:
             return self._run(state)
 
     def _run(self, state: TrainState) -> str:
-        config, launch, first = self.config, self.launch, int(state.step)
+        config = self.config
+        launch = self.launch
+        first = int(state.step)
         if first >= config.steps:
             return "already finished"
         console = self.output.console
@@ -91,8 +93,10 @@ class Trainer:
             return self._train(state, first, stop, profiler)
 
     def _train(self, state: TrainState, first: int, stop: StopRequest, profiler: Profiler) -> str:
-        config, schedule = self.config, self.config.schedule(self.program.mesh_config)
-        batches, step_function = self.train_batches(first, config.steps), self.program.train_step(config)
+        config = self.config
+        schedule = self.config.schedule(self.program.mesh_config)
+        batches = self.train_batches(first, config.steps)
+        step_function = self.program.train_step(config)
         reporter = Reporter(
             first,
             num_steps=config.steps,
@@ -129,7 +133,8 @@ class Trainer:
                 reporter.evaluation(done, evaluation)
                 self.watchdog.alive()
             is_due = asked or done == config.steps or self.checkpointer.is_due(done)
-            is_saved, compared = is_due or self.checkpointer.local_is_due(done), config.check_replicas_every_steps
+            is_saved = is_due or self.checkpointer.local_is_due(done)
+            compared = config.check_replicas_every_steps
             if compared and (is_saved or done % compared == 0):
                 reporter.flush()
                 check_replicas(state, self.program.mesh, done, self.checkpointer.latest_step())
@@ -169,7 +174,8 @@ class Trainer:
         return self._batches(self.datasets.train, self.config.schedule(self.program.mesh_config), start, stop)
 
     def _start(self) -> TrainState:
-        model, target = self.program.model, self.program.abstract_state
+        model = self.program.model
+        target = self.program.abstract_state
         found = self.checkpointer.restore_newest(target.weights, target.optimizer, model.layer_rows)
         if self.output.writer is not None:
             self.output.writer.rewind(0 if found is None else found[0])
@@ -230,7 +236,8 @@ class Trainer:
         )
 
     def _evaluator(self, schedule: BatchSchedule) -> Callable[[Any], dict[str, float]] | None:
-        config, dataset = self.config, self.datasets.eval
+        config = self.config
+        dataset = self.datasets.eval
         if not config.eval_every_steps or dataset is None:
             return None
         eval_step = jax.jit(make_eval_step(self.program.model))

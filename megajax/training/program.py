@@ -45,7 +45,10 @@ class Program:
 
     def restored_state(self, step: int, skipped: int, weights: dict, optimizer_state) -> TrainState:
         """After `step` steps, from what a checkpoint holds."""
-        scalar = lambda value: jax.device_put(jnp.int32(value), self.shardings.step)
+
+        def scalar(value: int) -> jax.Array:
+            return jax.device_put(jnp.int32(value), self.shardings.step)
+
         return TrainState(scalar(step), scalar(skipped), *self.model.split(weights), optimizer_state)
 
     def train_step(self, training: TrainingConfig) -> Callable:

@@ -34,14 +34,16 @@ class TrainState(NamedTuple):
 
 
 def state_shardings(model: Model, optimizer: Optimizer, mesh: Mesh, shard_over_data: bool) -> TrainState:
-    replicated, weights = NamedSharding(mesh, P()), model.split(model.shardings(mesh))
+    replicated = NamedSharding(mesh, P())
+    weights = model.split(model.shardings(mesh))
     abstract = model.split(model.abstract_weights).params
     state = optimizer_shardings(optimizer, abstract, weights.params, mesh=mesh, shard_over_data=shard_over_data)
     return TrainState(replicated, replicated, *weights, state)
 
 
 def abstract_state(model: Model, optimizer: Optimizer) -> TrainState:
-    scalar, weights = jax.ShapeDtypeStruct((), jnp.int32), model.split(model.abstract_weights)
+    scalar = jax.ShapeDtypeStruct((), jnp.int32)
+    weights = model.split(model.abstract_weights)
     return TrainState(scalar, scalar, *weights, jax.eval_shape(optimizer.init, weights.params))
 
 

@@ -52,7 +52,8 @@ def backward(
         options = dict(scale=scale, soft_cap=soft_cap, ordered=ordered, interpret=interpret)
         d_q, d_k, d_v = backward(q, k, v, out, lse, d_out, *bounds, **options)
         return d_q[:, :length], d_k[:, :num_keys], d_v[:, :num_keys]
-    dtype, tiles = q_BTNH.dtype, TILES[head_dim]
+    dtype = q_BTNH.dtype
+    tiles = TILES[head_dim]
     block_q = tiles.backward_queries
     ranges = ranges_of_queries(lower_BT, upper_BT, block_q, tiles.backward_keys, num_keys)
     bytes_of_head = num_heads // kv_heads * length * head_dim * (4 + 2 * dtype.itemsize)

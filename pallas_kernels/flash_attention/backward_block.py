@@ -74,7 +74,9 @@ class Plan:
         return min(self.half, 64)
 
     def shared_memory(self) -> Shared:
-        stages, d_out_stages, dtype = self.tiles.stages, self.tiles.d_out_stages, self.dtype
+        stages = self.tiles.stages
+        d_out_stages = self.tiles.d_out_stages
+        dtype = self.dtype
         swizzle = min(128, self.half * dtype.itemsize)  # half of the keys' columns is one tile
         return Shared(
             tile=self.schedule.scratch,
@@ -104,7 +106,8 @@ class Plan:
 
 
 def run_block(plan: Plan, gmem: Global, smem: Shared):
-    wg, added = lax.axis_index("wg"), None
+    wg = lax.axis_index("wg")
+    added = None
     if plan.ordered:
         shape = (plan.schedule.batch, plan.num_heads, plan.q_tiles + 1)
         added = pl.get_global(plgpu.SemaphoreType.REGULAR(shape))
@@ -137,19 +140,28 @@ class Load:
 
     def tile_of_keys(self, slot, passed, now):
         """Keys and values, and the queries that pass by."""
-        gmem, smem, tiles = self.gmem, self.smem, self.plan.tiles
-        group, block_q, block_k = self.plan.group, self.plan.block_q, self.plan.block_k
-        stages, d_out_stages = tiles.stages, tiles.d_out_stages
+        gmem = self.gmem
+        smem = self.smem
+        tiles = self.plan.tiles
+        group = self.plan.group
+        block_q = self.plan.block_q
+        block_k = self.plan.block_k
+        stages = tiles.stages
+        d_out_stages = tiles.d_out_stages
         b, kv_head, number, first, last = (now[i] for i in (SEQUENCE, HEAD, NUMBER, FIRST, LAST))
-        keys, places, passed = pl.ds(number * block_k, block_k), (last - first) * group, passed * group
+        keys = pl.ds(number * block_k, block_k)
+        places = (last - first) * group
+        passed = passed * group
 
         def head_and_step(place):
             return kv_head * group + lax.div(place, last - first), first + lax.rem(place, last - first)
 
         def copy(place, _):
             head, step = head_and_step(place)
-            here, place = place, passed + place
-            stage, d_out_stage = lax.rem(place, stages), lax.rem(place, d_out_stages)
+            here = place
+            place = passed + place
+            stage = lax.rem(place, stages)
+            d_out_stage = lax.rem(place, d_out_stages)
             rows = pl.ds(step * block_q, block_q)
             pl.when(place >= stages)(lambda: plgpu.barrier_wait(smem.q_free.at[stage]))
             there = smem.q_there.at[stage]
@@ -184,7 +196,11 @@ class Compute:
     are left operands."""
 
     def __init__(self, plan: Plan, gmem: Global, smem: Shared, added: Any, wg: jax.Array):
-        self.plan, self.gmem, self.smem, self.added, self.wg = plan, gmem, smem, added, wg
+        self.plan = plan
+        self.gmem = gmem
+        self.smem = smem
+        self.added = added
+        self.wg = wg
         self.tile, _, _, self.tile_free = smem.tile
         self.d_q_smem, self.d_kv_smem = smem.results
         self.first_row = 0 if plan.same_keys else wg * 64
@@ -198,7 +214,9 @@ class Compute:
 
     def tile_of_keys(self, slot, place):
         """place: the first one of this tile; -> that of the next tile."""
-        plan, smem, tile = self.plan, self.smem, self.tile
+        plan = self.plan
+        smem = self.smem
+        tile = self.tile
         plgpu.barrier_wait(smem.kv_there)
 
         def one_head(in_group, carry):
@@ -221,7 +239,8 @@ class Compute:
         plgpu.barrier_arrive(smem.kv_free)
         if plan.ordered:
             self.stored(slot, places)
-        b, kv_head = tile[slot, SEQUENCE], tile[slot, HEAD]
+        b = tile[slot, SEQUENCE]
+        kv_head = tile[slot, HEAD]
         keys = pl.ds(tile[slot, NUMBER] * plan.block_k + self.first_row, 64)
         plgpu.barrier_arrive(self.tile_free.at[slot])
         for ref, result in ((self.gmem.d_k, d_k * plan.scale), (self.gmem.d_v, d_v)):
@@ -234,9 +253,12 @@ class Compute:
     def tile_of_queries(self, step, carry, *, slot, in_group, masked):
         """The products of the next queries with the keys are computed beside the end of this tile."""
         place, end, d_k, d_v, s = carry
-        plan, smem = self.plan, self.smem
-        stages, block_q = plan.tiles.stages, plan.block_q
-        stage, d_out_stage = lax.rem(place, stages), lax.rem(place, plan.tiles.d_out_stages)
+        plan = self.plan
+        smem = self.smem
+        stages = plan.tiles.stages
+        block_q = plan.block_q
+        stage = lax.rem(place, stages)
+        d_out_stage = lax.rem(place, plan.tiles.d_out_stages)
         side = self.wg if plan.same_keys else lax.rem(place, 2)
         rows = pl.ds(step * block_q, block_q)
 
@@ -305,7 +327,8 @@ class Compute:
 
     def probabilities(self, s, stage, slot, masked):
         """-> (p, derivative of the cap or None)."""
-        plan, smem = self.plan, self.smem
+        plan = self.plan
+        smem = self.smem
         lse = of_queries(smem.lse.at[stage])
         capped_s, factor, slope = capped(s, plan.scale, plan.soft_cap)
         p = jnp.exp2(capped_s * factor - self.wide(lse))
@@ -317,15 +340,18 @@ class Compute:
         return p, slope
 
     def part_of_d_q(self, d_q_ref, side, number):
-        plan, smem = self.plan, self.smem
+        plan = self.plan
+        smem = self.smem
         columns = pl.ds((self.wg + self.zero()) * plan.half + number * plan.piece, plan.piece)
         plgpu.wgmma(d_q_ref, smem.d_s.at[side].transpose((1, 0)), smem.k.at[:, columns])
 
     def add(self, slot, in_group, rows, number):
         """What lies in d_q_smem to part `number` of the warpgroup's columns of d_q."""
-        plan, tile = self.plan, self.tile
+        plan = self.plan
+        tile = self.tile
         plgpu.commit_smem()
-        b, head = tile[slot, SEQUENCE], tile[slot, HEAD] * plan.group + in_group
+        b = tile[slot, SEQUENCE]
+        head = tile[slot, HEAD] * plan.group + in_group
         columns = pl.ds(self.wg * plan.half + number * plan.piece, plan.piece)
         part = self.gmem.d_q.at[b, rows, head, columns]
         plgpu.copy_smem_to_gmem(self.d_q_smem.at[self.wg], part, reduction_op="add")
@@ -333,12 +359,14 @@ class Compute:
     def stored(self, slot, here):
         """The d_q before this place has left shared memory; in order: is added, and the next block may know.
         here: the place in this tile of keys."""
-        plan, tile = self.plan, self.tile
+        plan = self.plan
+        tile = self.tile
         plgpu.wait_smem_to_gmem(0, wait_read_only=not plan.ordered)
         if plan.ordered:
             # Before the first place nobody is told; with a branch ptxas takes one product after the other.
             first, last, b, kv_head = (tile[slot, i] for i in (FIRST, LAST, SEQUENCE, HEAD))
-            before, length = jnp.maximum(here - 1, 0), jnp.maximum(last - first, 1)
+            before = jnp.maximum(here - 1, 0)
+            length = jnp.maximum(last - first, 1)
             head = kv_head * plan.group + lax.div(before, length)
             step = jnp.where(here > 0, first + lax.rem(before, length), plan.q_tiles)
             plgpu.semaphore_signal(self.added.at[b, head, step], memory_scope="gpu")

@@ -59,7 +59,9 @@ def forward(
         bounds = (to_eights(a, mode="edge") for a in (lower_BT, upper_BT))
         out_BTNH, lse_BNT = forward(q, k, v, *bounds, scale=scale, soft_cap=soft_cap, interpret=interpret)
         return out_BTNH[:, :length], lse_BNT[:, :, :length]
-    group, dtype, sizes = num_heads // kv_heads, q_BTNH.dtype, TILES[head_dim]
+    group = num_heads // kv_heads
+    dtype = q_BTNH.dtype
+    sizes = TILES[head_dim]
     tiles = -(-length // BLOCK)
     # The last have most to do in a causal mask: first.
     bytes_of_head = 2 * num_keys * head_dim * dtype.itemsize // group
@@ -100,7 +102,8 @@ class Plan:
     soft_cap: float | None
 
     def shared_memory(self) -> Shared:
-        slots, keys = self.schedule.slots, swizzled((STAGES, self.block_k, self.head_dim), self.dtype)
+        slots = self.schedule.slots
+        keys = swizzled((STAGES, self.block_k, self.head_dim), self.dtype)
         return Shared(
             tile=self.schedule.scratch,
             q=swizzled((slots, 2, 64, self.head_dim), self.dtype),  # the queries, then their results
@@ -143,13 +146,16 @@ class Load:
         self.plan.schedule.load(self.smem.tile, self.ranges, self.tile_of_queries)
 
     def ranges(self, b, number):
-        gmem, plan = self.gmem, self.plan
+        gmem = self.gmem
+        plan = self.plan
         rows = number * BLOCK, jnp.minimum(number * BLOCK + BLOCK, plan.length) - 1
         return range_of_keys(*(ref[b, row] for ref in (gmem.lower, gmem.upper) for row in rows), plan.block_k)
 
     def tile_of_queries(self, slot, passed, now):
         """Queries and their bounds, and the keys and values that pass by."""
-        gmem, smem, plan = self.gmem, self.smem, self.plan
+        gmem = self.gmem
+        smem = self.smem
+        plan = self.plan
         b, number, head, first, last = (now[i] for i in (SEQUENCE, NUMBER, HEAD, FIRST, LAST))
         for i, ref in enumerate((gmem.lower, gmem.upper)):  # beyond the end: 0, sees nothing
             rows = pl.ds(number * BLOCK, BLOCK)
@@ -159,7 +165,8 @@ class Load:
             plgpu.copy_gmem_to_smem(gmem.q.at[b, rows, head], smem.q.at[slot, part], smem.q_there.at[slot])
 
         def copy(step, _):
-            place, keys = passed + step - first, pl.ds(step * plan.block_k, plan.block_k)
+            place = passed + step - first
+            keys = pl.ds(step * plan.block_k, plan.block_k)
             stage = lax.rem(place, STAGES)
             for ref, target, there, free in (
                 (gmem.k, smem.k, smem.k_there, smem.k_free),
@@ -176,7 +183,10 @@ class Compute:
     """A warpgroup that computes, number wg: 64 queries of each tile are the rows, keys the columns."""
 
     def __init__(self, plan: Plan, gmem: Global, smem: Shared, wg: jax.Array):
-        self.plan, self.gmem, self.smem, self.wg = plan, gmem, smem, wg
+        self.plan = plan
+        self.gmem = gmem
+        self.smem = smem
+        self.wg = wg
         self.tile, _, _, self.tile_free = smem.tile
         self.mine = pl.ds(wg * 64, 64)
 
@@ -193,7 +203,11 @@ class Compute:
 
     def tile_of_queries(self, slot, place):
         """place: the first one of this tile; -> that of the next tile."""
-        plan, gmem, smem, tile, wg = self.plan, self.gmem, self.smem, self.tile, self.wg
+        plan = self.plan
+        gmem = self.gmem
+        smem = self.smem
+        tile = self.tile
+        wg = self.wg
         plgpu.barrier_wait(smem.q_there.at[slot])
         carry = (
             place,
@@ -206,7 +220,8 @@ class Compute:
             carry = lax.fori_loop(tile[slot, part], tile[slot, part + 1], step, carry)
         place, out, most, total = carry
         b, number, head = (tile[slot, i] for i in (SEQUENCE, NUMBER, HEAD))
-        rows, out_smem = pl.ds(number * BLOCK + wg * 64, 64), smem.q.at[slot, wg]
+        rows = pl.ds(number * BLOCK + wg * 64, 64)
+        out_smem = smem.q.at[slot, wg]
         plgpu.barrier_arrive(smem.turn)  # the end is no product
         sees = total > 0
         out_smem[...] = (out * wide(jnp.where(sees, 1 / total, 0.0), out.shape)).astype(plan.dtype)
@@ -221,7 +236,9 @@ class Compute:
 
     def tile_of_keys(self, step, carry, *, slot, masked):
         place, out, most, total = carry  # most and s are log2(e) times what they would be
-        plan, smem, shape = self.plan, self.smem, (64, self.plan.block_k)
+        plan = self.plan
+        smem = self.smem
+        shape = (64, self.plan.block_k)
         stage = lax.rem(place, STAGES)
         plgpu.barrier_wait(smem.k_there.at[stage])
 

@@ -29,7 +29,8 @@ def _count(_, counter_ref, before_ref):
     mgpu.warpgroup_barrier()  # all have read the one before
     with mgpu.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
         add = "atom.relaxed.gpu.global.add.u32 $0, [$1], 1;"
-        integer, pointer = ir.IntegerType.get_signless(32), utils.memref_ptr(counter_ref)
+        integer = ir.IntegerType.get_signless(32)
+        pointer = utils.memref_ptr(counter_ref)
         before = llvm.inline_asm(integer, [pointer], add, "=r,l", has_side_effects=True)
         memref.store(before, before_ref, [mgpu.c(0, ir.IndexType.get())])
     mgpu.warpgroup_barrier()
@@ -68,14 +69,16 @@ class Schedule:
     def scratch(self) -> tuple:
         """Numbers of tiles, number of the next one, whether a slot is written, whether neither warpgroup needs it."""
         numbers = plgpu.SMEM((self.slots, 8), jnp.int32), plgpu.SMEM((1,), jnp.int32)
-        there, free = plgpu.Barrier(num_barriers=self.slots), plgpu.Barrier(num_arrivals=2, num_barriers=self.slots)
+        there = plgpu.Barrier(num_barriers=self.slots)
+        free = plgpu.Barrier(num_arrivals=2, num_barriers=self.slots)
         return *numbers, there, free
 
     def _tile(self, index, ranges):
         """-> as tile_smem has it."""
         index = jnp.minimum(index, self.count - 1)
         inside = self.batch if self.head_by_head else self.heads
-        outer, inner = lax.div(index, self.tiles * inside), lax.rem(index, inside)
+        outer = lax.div(index, self.tiles * inside)
+        inner = lax.rem(index, inside)
         number = lax.rem(lax.div(index, inside), self.tiles)
         b, head = (inner, outer) if self.head_by_head else (outer, inner)
         number = self.tiles - 1 - number if self.last_first else number

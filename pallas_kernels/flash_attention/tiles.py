@@ -69,7 +69,13 @@ def extremes(bounds_BT, block):
 def range_of_keys(low, high_low, low_high, high, block_k):
     """(first tile of keys, first and last that all queries see wholly, last), ends excluded. low, high_low: bound of
     the first and last query below, low_high, high: above."""
-    down, up = lambda a: lax.div(a, block_k), lambda a: lax.div(a + block_k - 1, block_k)
+
+    def down(a):
+        return lax.div(a, block_k)
+
+    def up(a):
+        return lax.div(a + block_k - 1, block_k)
+
     first = down(low)
     last = jnp.maximum(up(high), first)
     full_first = jnp.clip(up(high_low), first, last)
@@ -78,9 +84,14 @@ def range_of_keys(low, high_low, low_high, high, block_k):
 
 def ranges_of_queries(lower_BT, upper_BT, block_q, block_k, num_keys):
     """The same for each tile of keys: int32 [B, tiles of keys, 4], tiles of queries."""
-    (low, high_low), (low_high, high) = extremes(lower_BT, block_q), extremes(upper_BT, block_q)
+    low, high_low = extremes(lower_BT, block_q)
+    low_high, high = extremes(upper_BT, block_q)
     start = jnp.arange(-(-num_keys // block_k)) * block_k
-    count = lambda holds: jnp.sum(holds, 1, dtype=jnp.int32)  # of tiles, which are in order
+
+    def count(holds):
+        """Of how many tiles it holds; they are in order."""
+        return jnp.sum(holds, 1, dtype=jnp.int32)
+
     first = count(high[:, :, None] <= start)
     last = jnp.maximum(count(low[:, :, None] < start + block_k), first)
     full_first = jnp.clip(count(low_high[:, :, None] < start + block_k), first, last)

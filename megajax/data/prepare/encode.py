@@ -42,14 +42,16 @@ class Encoder:
     def __init__(self, tokenizer: Tokenizer, reader: Reader, append_eod: bool):
         if append_eod and tokenizer.eod_id is None:
             raise ValueError("--append_eod: this tokenizer has no end-of-document token; use --no-append_eod")
-        self.tokenizer, self.reader = tokenizer, reader
+        self.tokenizer = tokenizer
+        self.reader = reader
         self.end = [tokenizer.eod_id] if append_eod else []
         self.dtype = token_dtype(tokenizer.vocab_size)
 
     def __call__(self, batch: Batch) -> list[Encoded]:
         if batch.records is None:
             return [self._encode_file(number, path) for number, path in batch.files]
-        encoded, skipped = [], []
+        encoded = []
+        skipped = []
         for read, where in self.reader.documents(batch):
             try:
                 encoded.append(self._encode(read(), where))
@@ -59,7 +61,9 @@ class Encoder:
         return [Encoded(batch.files[0][0], self._blocks(encoded), skipped)]
 
     def _encode_file(self, number: int, path: str) -> Encoded:
-        encoded, skipped, digest = [], [], None
+        encoded = []
+        skipped = []
+        digest = None
         try:
             content, digest = read_file(path, self.reader)
             encoded.append(self._encode(self.reader.file_texts(content, path), path))

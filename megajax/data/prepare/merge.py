@@ -35,7 +35,8 @@ def merge(prefixes: Sequence[str], output_prefix: str) -> dict | None:
         for dataset in datasets:
             for tokens in _token_blocks(dataset):
                 writer.add_tokens(tokens)
-            lengths, boundaries = dataset.lengths, dataset.document_indices
+            lengths = dataset.lengths
+            boundaries = dataset.document_indices
             for begin in range(0, len(lengths), WRITE_BLOCK):
                 writer.add_index(lengths[begin : begin + WRITE_BLOCK], np.zeros(0, np.int64))
             for begin in range(0, len(boundaries) - 1, WRITE_BLOCK):
@@ -91,10 +92,12 @@ def verify(prefix: str) -> str:
 
     Checks that .bin and .idx belong together, that every token id is one of the tokenizer, the counts, and the sha256.
     """
-    dataset, meta = IndexedDataset(prefix), read_meta(prefix)
+    dataset = IndexedDataset(prefix)
+    meta = read_meta(prefix)
     if meta is None:
         raise ValueError(f"{prefix}.meta.json does not exist: there is nothing to check the tokens against")
-    digest, num_tokens = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    num_tokens = 0
     for tokens in _token_blocks(dataset):
         digest.update(tokens.data)
         bad = (tokens < 0) | (tokens >= meta["vocab_size"])
@@ -140,7 +143,8 @@ def main_merge(arguments: Sequence[str]) -> None:
         dataset = IndexedDataset(flags.output_prefix)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
-    num_documents, num_tokens = len(dataset.document_indices) - 1, int(dataset.lengths.sum(dtype=np.int64))
+    num_documents = len(dataset.document_indices) - 1
+    num_tokens = int(dataset.lengths.sum(dtype=np.int64))
     print(f"{flags.output_prefix}: {num_documents:,} documents, {num_tokens:,} tokens ({dataset.dtype})")
 
 

@@ -151,7 +151,8 @@ class HashedFile(io.RawIOBase):
 
     def __init__(self, path: str):
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115, close() closes
-        self.digest, self.num_bytes = hashlib.sha256(), 0
+        self.digest = hashlib.sha256()
+        self.num_bytes = 0
 
     def readable(self) -> bool:
         return True
@@ -179,8 +180,11 @@ class ZstdFile(io.RawIOBase):
     def __init__(self, file: BinaryIO):
         import zstandard
 
-        self._file, self._new_frame = file, zstandard.ZstdDecompressor().decompressobj
-        self._frame, self._rest, self._ready = None, b"", memoryview(b"")
+        self._file = file
+        self._new_frame = zstandard.ZstdDecompressor().decompressobj
+        self._frame = None
+        self._rest = b""
+        self._ready = memoryview(b"")
 
     def readable(self) -> bool:
         return True
@@ -193,11 +197,14 @@ class ZstdFile(io.RawIOBase):
                     raise EOFError("the file ends within a frame")
                 return 0
             self._frame = self._frame or self._new_frame()
-            self._ready, self._rest = memoryview(self._frame.decompress(packed)), b""
+            self._ready = memoryview(self._frame.decompress(packed))
+            self._rest = b""
             if self._frame.eof:
-                self._rest, self._frame = self._frame.unused_data, None
+                self._rest = self._frame.unused_data
+                self._frame = None
         count = min(len(buffer), len(self._ready))
-        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
         return count
 
 
@@ -248,12 +255,14 @@ def expand(patterns: Sequence[str]) -> list[str]:
 
 def read_batches(files: Sequence[str], reader: Reader, digests: dict[int, str]) -> Iterator[Batch]:
     """Batches of about BATCH_BYTES in the order of the documents. digests: gets the sha256 of files of records."""
-    pending, size = [], 0
+    pending = []
+    size = 0
     for number, path in enumerate(files):
         kind = kind_of(path)
         if pending and (kind != "text" or size >= BATCH_BYTES):
             yield Batch(tuple(pending), num_bytes=size)
-            pending, size = [], 0
+            pending = []
+            size = 0
         if kind == "text":
             pending.append((number, path))
             size += os.path.getsize(path)
@@ -264,18 +273,26 @@ def read_batches(files: Sequence[str], reader: Reader, digests: dict[int, str]) 
 
 
 def _line_batches(number: int, path: str, reader: Reader, digests: dict[int, str]) -> Iterator[Batch]:
-    files, problem = ((number, path),), None
-    lines, size, first, seen = [], 0, 1, 0
+    files = ((number, path),)
+    problem = None
+    lines = []
+    size = 0
+    first = 1
+    seen = 0
     with contextlib.closing(HashedFile(path)) as raw:
         file = _unpacked(path, raw)
         while True:
             try:
                 line, is_whole = _read_line(file, reader.max_document_bytes)
             except Exception as error:  # every kind of file has its own errors
-                line, problem = b"", _damaged(path, error, first + len(lines) - 1)
+                line = b""
+                problem = _damaged(path, error, first + len(lines) - 1)
             if not line or size >= BATCH_BYTES:
                 yield Batch(files, tuple(lines), first, raw.num_bytes - seen, problem)
-                lines, size, first, seen = [], 0, first + len(lines), raw.num_bytes
+                first += len(lines)
+                lines = []
+                size = 0
+                seen = raw.num_bytes
             if not line:
                 break
             lines.append(line if is_whole else None)
@@ -298,7 +315,9 @@ def _read_line(file: BinaryIO, max_bytes: int) -> tuple[bytes, bool]:
 def _row_batches(number: int, path: str, reader: Reader, digests: dict[int, str]) -> Iterator[Batch]:
     import pyarrow.parquet
 
-    files, first, size = ((number, path),), 1, os.path.getsize(path)
+    files = ((number, path),)
+    first = 1
+    size = os.path.getsize(path)
     try:
         # so that a column of a row group, which can be all of the file, is read in pieces and not ahead as a whole
         with pyarrow.parquet.ParquetFile(path, buffer_size=BATCH_BYTES, pre_buffer=False) as file:

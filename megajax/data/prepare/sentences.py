@@ -26,7 +26,8 @@ def split_sentences(text: str) -> list[str]:
     What that gets wrong: a sentence that ends in "U.S." or "Inc." is joined with the next one, and so is one before a
     small letter (iPhone); an unknown abbreviation before a capital ends one; lines without marks are not cut.
     """
-    sentences, begin = [], 0
+    sentences = []
+    begin = 0
     for match in ENDS.finditer(text):
         if match[1] is None or match[0].count("\n") > 1 or _ends(text, begin, match):
             sentences.append(text[begin : match.end()].strip())

@@ -85,7 +85,8 @@ def _key(config: DataConfig, files: list[tuple[str, str]]) -> str:
 def _held_out(files: list[tuple[str, str]]) -> set[str]:
     """Paths of the held-out files: taken in the order of the hashes of their names, up to HELD_OUT_FRACTION."""
     budget = HELD_OUT_FRACTION * sum(os.path.getsize(path) for _, path in files)
-    chosen, size = set(), 0
+    chosen = set()
+    size = 0
     for _, path in sorted(files, key=lambda file: hashlib.sha256(file[0].encode()).digest()):
         # a large file that would overshoot by far is passed over
         if size + os.path.getsize(path) <= 1.2 * budget:
@@ -112,7 +113,8 @@ def _build(files: list[tuple[str, str]], tokenizer_spec: str, folder: str) -> No
             spec = train_sentencepiece(training, os.path.join(temporary, "tokenizer"), size)
         tokenizer = load_tokenizer(spec)
         for part, paths in (("train", training), ("eval", held_out)):
-            prefix, workers = os.path.join(temporary, part), _num_workers(paths)
+            prefix = os.path.join(temporary, part)
+            workers = _num_workers(paths)
             # A pattern over a disk meets files that are not text: they are named in the log and left out.
             preprocess(paths, prefix, tokenizer, os.path.basename(spec), num_workers=workers, on_error="skip")
         try:

@@ -23,7 +23,8 @@ class BlockWriter(IndexedDatasetWriter):
 
     def __init__(self, prefix: str, dtype: np.dtype):
         super().__init__(prefix, dtype)
-        self.digest, self._num_bounded = hashlib.sha256(), 0
+        self.digest = hashlib.sha256()
+        self._num_bounded = 0
 
     def add_tokens(self, tokens: np.ndarray) -> None:
         """Tokens of the file's dtype that follow in the .bin; `add_index` says of which sequences they are."""

@@ -20,7 +20,8 @@ import numpy as np
 from megajax.data.samples.masking import Masking, choose_spans, pad, span_mask, trim
 from megajax.data.samples.sentence_runs import SentenceRuns, SentenceSource, check_token_ids
 
-MASKED_SHARE, RANDOM_SHARE = 0.8, 0.1
+MASKED_SHARE = 0.8
+RANDOM_SHARE = 0.1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -99,7 +100,9 @@ class BertDataset:
     ):
         self._arguments = (indexed, document_range, num_samples, sequence_length, seed), sample_format, cache_dir
         sample_format.check(sequence_length)
-        self.sequence_length, self.seed, self.sample_format = sequence_length, seed, sample_format
+        self.sequence_length = sequence_length
+        self.seed = seed
+        self.sample_format = sample_format
         two_segments = sample_format.next_sentence != "none"
         self.text_length = sequence_length - (3 if two_segments else 2)
         self.runs = SentenceRuns(
@@ -128,7 +131,9 @@ class BertDataset:
         return len(self.runs)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        i, form, length = int(i), self.sample_format, self.sequence_length
+        i = int(i)
+        form = self.sample_format
+        length = self.sequence_length
         sentences = self.runs.read(i)
         rng = np.random.default_rng([self.seed, i])
         first, second, label = self._segments(i, sentences, rng)
@@ -156,7 +161,8 @@ class BertDataset:
         if self.sample_format.next_sentence == "none":
             return trim(np.concatenate(sentences), self.text_length, rng), None, None
         pivot = int(rng.integers(1, len(sentences)))
-        first, second = np.concatenate(sentences[:pivot]), np.concatenate(sentences[pivot:])
+        first = np.concatenate(sentences[:pivot])
+        second = np.concatenate(sentences[pivot:])
         label = int(rng.random() < 0.5)
         if label and self.sample_format.next_sentence == "sop":
             first, second = second, first

@@ -85,7 +85,9 @@ def _rearrange_document(
 
 def _reorder(tokens: np.ndarray, form: FillInTheMiddle, rng: np.random.Generator) -> list[np.ndarray]:
     low, high = sorted(rng.integers(len(tokens) + 1, size=2).tolist())
-    prefix, middle, suffix = tokens[:low], tokens[low:high], tokens[high:]
+    prefix = tokens[:low]
+    middle = tokens[low:high]
+    suffix = tokens[high:]
     marks = np.array([form.prefix_id, form.suffix_id, form.middle_id], np.int32)
     if rng.random() < form.spm_rate:
         return [marks[:2], suffix, marks[2:], prefix, middle]

@@ -80,7 +80,9 @@ class GptDataset:
         cache_dir: str | None,
     ):
         self._arguments = (indexed, sequence_range, num_samples, sequence_length, seed), sample_format, cache_dir
-        self.indexed, self.sequence_length, self.seed = indexed, sequence_length, seed
+        self.indexed = indexed
+        self.sequence_length = sequence_length
+        self.seed = seed
         self.sample_format = sample_format
         if indexed.dtype.kind not in "iu":
             raise ValueError(f"data.paths: {indexed.prefix}.bin holds {indexed.dtype}, not token ids")
@@ -131,7 +133,8 @@ class GptDataset:
                 f"data.paths: sample {i} of {self.indexed.prefix}.bin: token ids {text.min()} to {text.max()} do not "
                 f"fit data.tokenizer's {form.vocab_size} ids; name the tokenizer that wrote the file"
             )
-        tokens, labels = text[:-1], text[1:].copy()
+        tokens = text[:-1]
+        labels = text[1:].copy()
         segments = np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths)[: len(tokens)]
         positions = np.arange(len(tokens), dtype=np.int32)
         if form.reset_positions:

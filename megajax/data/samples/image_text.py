@@ -71,8 +71,12 @@ class ImageTextDataset:
         cache_dir: str | None,
     ):
         self._arguments = (path, tokenizer, line_range, num_samples, sequence_length, seed), sample_format, cache_dir
-        self.path, self.tokenizer, self.line_range = os.fspath(path), tokenizer, line_range
-        self.sequence_length, self.sample_format, self.cache_dir = sequence_length, sample_format, cache_dir
+        self.path = os.fspath(path)
+        self.tokenizer = tokenizer
+        self.line_range = line_range
+        self.sequence_length = sequence_length
+        self.sample_format = sample_format
+        self.cache_dir = cache_dir
         _import_pillow()
         if tokenizer.eod_id is None:
             raise ValueError("data.tokenizer has no end-of-document token, which ends the text of an image")
@@ -105,7 +109,8 @@ class ImageTextDataset:
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of a dataset of {len(self)} samples")
-        first, (begin, end) = int(self.order[i]), self.line_range
+        first = int(self.order[i])
+        begin, end = self.line_range
         for pair in itertools.chain(range(first, end), range(begin, first)):
             try:
                 return self._sample(pair)
@@ -127,7 +132,8 @@ class ImageTextDataset:
             file.seek(int(self._starts[pair]))
             record = _parse(file.readline(), where)
         prompt, text = (self._encode(record, field, where) for field in ("prompt", "text"))
-        form, length = self.sample_format, self.sequence_length + 1
+        form = self.sample_format
+        length = self.sequence_length + 1
         context = [form.image_id] * form.num_image_tokens + prompt
         if len(context) >= length:
             raise ValueError(f"{where}: image and prompt have {len(context)} tokens, no text fits into {length}")
@@ -159,7 +165,8 @@ class ImageTextDataset:
 
     def _pixels(self, name: str, where: str) -> np.ndarray:
         """The square in the middle of an image, uint8 [S, S, 3]."""
-        pillow, size = _import_pillow(), self.sample_format.image_size
+        pillow = _import_pillow()
+        size = self.sample_format.image_size
         content = self._read(name, where)
         try:
             with pillow.open(io.BytesIO(content)) as image:
@@ -191,7 +198,8 @@ class ImageTextDataset:
     def _read_member(self, shard: str, member: str) -> bytes:
         if shard not in self._members:
             self._members[shard] = index_members(shard, self.cache_dir)
-        index, key = self._members[shard], member.encode()
+        index = self._members[shard]
+        key = member.encode()
         place = int(np.searchsorted(index["names"], key))
         if place == len(index["names"]) or index["names"][place] != key:
             raise ValueError(f"{shard} has no such member")
@@ -242,7 +250,9 @@ def index_lines(path: str, cache_dir: str | None) -> tuple[np.ndarray, np.ndarra
 
 
 def _find_lines(path: str) -> dict[str, np.ndarray]:
-    starts, numbers, start = array.array("q"), array.array("q"), 0
+    starts = array.array("q")
+    numbers = array.array("q")
+    start = 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():

@@ -82,7 +82,9 @@ def choose_spans(
     # a product can round up to the last weight itself
     sizes = np.minimum(np.searchsorted(weights, draws, side="right") + 1, longest)
 
-    bounds, blocked, spans = bounds.tolist(), bytearray(blocked.tobytes()), []
+    bounds = bounds.tolist()
+    blocked = bytearray(blocked.tobytes())
+    spans = []
     for word, size in zip(candidates.tolist(), sizes.tolist(), strict=True):
         begin = bounds[word]
         while size and bounds[word + size] - begin > left:

@@ -18,7 +18,8 @@ class MockIndexedDataset:
     dtype = np.dtype(np.int64)
 
     def __init__(self, vocab_size: int, eod_id: int):
-        self.vocab_size, self.eod_id = vocab_size, eod_id
+        self.vocab_size = vocab_size
+        self.eod_id = eod_id
         rng = np.random.default_rng(SEED)
         self.lengths = rng.integers(low=1, high=MAX_LENGTH, size=NUM_DOCUMENTS, dtype=np.int32)
         self.document_indices = np.arange(NUM_DOCUMENTS + 1, dtype=np.int64)

@@ -83,7 +83,8 @@ class SentenceRuns:
             ),
         )
         # plain arrays over the maps: indexing an np.memmap costs several times more
-        self.rows, self.documents = np.asarray(arrays["rows"]), np.asarray(arrays["documents"])
+        self.rows = np.asarray(arrays["rows"])
+        self.documents = np.asarray(arrays["documents"])
         if not len(self.documents):
             raise ValueError(
                 f"data.split: none of the documents {document_range[0]} to {document_range[1]} of {indexed.prefix} has "
@@ -161,7 +162,8 @@ def build_runs(
     if min_sentences == 1:
         pieces = -(-sizes // max_tokens)
         firsts = np.repeat(np.cumsum(pieces) - pieces, pieces)
-        sentences, sizes = np.repeat(sentences, pieces), np.repeat(sizes, pieces)
+        sentences = np.repeat(sentences, pieces)
+        sizes = np.repeat(sizes, pieces)
         offsets = (np.arange(len(firsts)) - firsts) * max_tokens
         sizes = np.minimum(sizes - offsets, max_tokens)
     units_per_document = np.bincount(owners[sentences], minlength=num_documents)
@@ -169,7 +171,9 @@ def build_runs(
     sequences = boundaries[0] + sentences
     wide = boundaries[-1] > np.iinfo(np.int32).max
 
-    blocks, total, epoch = [], 0, 0
+    blocks = []
+    total = 0
+    epoch = 0
     while epoch == 0 or (num_samples is not None and 0 < total < num_samples):
         # [seed, i] is the stream of sample i
         rng = np.random.default_rng([seed, epoch, 1])
@@ -179,7 +183,8 @@ def build_runs(
             rows = [sequences[firsts], offsets[firsts], sequences[lasts], offsets[lasts] + sizes[lasts]]
             rows = np.stack(rows, axis=1).astype(np.int64 if wide else np.int32)
         blocks.append(rows[rng.permutation(len(rows))])
-        total, epoch = total + len(rows), epoch + 1
+        total += len(rows)
+        epoch += 1
     return {"rows": np.concatenate(blocks), "documents": documents, "tokens_per_epoch": tokens_per_epoch}
 
 
@@ -200,7 +205,8 @@ def _group(
     stops = np.searchsorted(ends, ends - sizes + targets) + 1
     stops = np.maximum(stops, np.arange(min_units, min_units + len(sizes)))
     stops = np.where(document_ends - stops < min_units, document_ends, stops)
-    firsts, unit = [], 0
+    firsts = []
+    unit = 0
     for block in range(0, len(stops), WALK_BLOCK):
         following = stops[block : block + WALK_BLOCK].tolist()
         block_end = block + len(following)

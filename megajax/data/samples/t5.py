@@ -91,7 +91,9 @@ class T5Dataset:
     ):
         self._arguments = (indexed, document_range, num_samples, sequence_length, seed), sample_format, cache_dir
         sample_format.check(sequence_length)
-        self.sequence_length, self.seed, self.sample_format = sequence_length, seed, sample_format
+        self.sequence_length = sequence_length
+        self.seed = seed
+        self.sample_format = sample_format
         self.runs = SentenceRuns(
             indexed,
             document_range,
@@ -103,7 +105,8 @@ class T5Dataset:
             cache_dir=cache_dir,
         )
         self.tokens_per_epoch = self.runs.tokens_per_epoch
-        ids, form = np.arange(sample_format.vocab_size), sample_format
+        ids = np.arange(sample_format.vocab_size)
+        form = sample_format
         self._is_special = np.isin(ids, (form.bos_id, form.eos_id, form.pad_id))
         self._is_sentinel = np.isin(ids, form.sentinel_ids)
         self._sentinels = np.array(form.sentinel_ids, np.int32)
@@ -115,16 +118,21 @@ class T5Dataset:
         return len(self.runs)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        i, form = int(i), self.sample_format
+        i = int(i)
+        form = self.sample_format
         sentences = self.runs.read(i)
         rng = np.random.default_rng([self.seed, i])
         text = self._text(sentences, rng)
         spans = self._spans(text, rng)
-        chosen, begins, sizes = span_mask(spans, len(text)), spans[:, 0], spans[:, 1] - spans[:, 0]
+        chosen = span_mask(spans, len(text))
+        begins = spans[:, 0]
+        sizes = spans[:, 1] - spans[:, 0]
         sentinels = self._sentinels[: len(spans)]
         # a sentinel stands in the place of the first token of its span
-        encoder, kept = text.copy(), ~chosen
-        encoder[begins], kept[begins] = sentinels, True
+        encoder = text.copy()
+        kept = ~chosen
+        encoder[begins] = sentinels
+        kept[begins] = True
         encoder = encoder[kept]
         target = np.insert(text[chosen], np.cumsum(sizes) - sizes, sentinels)
         encoder_positions = np.arange(self.sequence_length, dtype=np.int32)

@@ -45,7 +45,9 @@ class ChatTemplate:
             from megajax.data.tokenizers.provenance import Environment
         except ImportError:
             raise ValueError("chat templates need the package jinja2; pip install 'megajax[data]'") from None
-        self.source, self.variables, self.special_tokens = source, dict(variables), tuple(special_tokens)
+        self.source = source
+        self.variables = dict(variables)
+        self.special_tokens = tuple(special_tokens)
         text = json.dumps([source, self.variables], sort_keys=True)
         self.identity = hashlib.sha256(text.encode()).hexdigest()
         environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
@@ -122,7 +124,9 @@ class ChatTemplate:
         to the end of the turn. Raises ValueError if there is none, or if the template writes a conversation so far
         differently from the beginning of the whole: then nothing says which of its text is the answer.
         """
-        whole, spans, done = self.render(messages, tools=tools), [], 0
+        whole = self.render(messages, tools=tools)
+        spans = []
+        done = 0
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue

@@ -8,7 +8,8 @@ import jinja2.sandbox
 import jinja2.visitor
 
 # Names that no template can spell.
-LITERAL, JOIN = "<literal>", "<join>"
+LITERAL = "<literal>"
+JOIN = "<join>"
 
 
 class Text(str):

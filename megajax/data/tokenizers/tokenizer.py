@@ -51,7 +51,10 @@ class Tokenizer(Protocol):
 class BytesTokenizer:
     """One token a byte of UTF-8; id 256 ends a document and has no name. Bytes that are not UTF-8 decode to U+FFFD."""
 
-    vocab_size, eod_id, identity, special_tokens = 257, 256, "bytes", {}
+    vocab_size = 257
+    eod_id = 256
+    identity = "bytes"
+    special_tokens = {}
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -74,7 +77,9 @@ class NullTokenizer:
     def __init__(self, vocab_size: int):
         if vocab_size < 1:
             raise ValueError(f"data.tokenizer=null:{vocab_size}: the vocabulary must have at least one id")
-        self.vocab_size, self.eod_id, self.identity = vocab_size, vocab_size - 1, f"null:{vocab_size}"
+        self.vocab_size = vocab_size
+        self.eod_id = vocab_size - 1
+        self.identity = f"null:{vocab_size}"
 
     def encode(self, text: str) -> list[int]:
         ids = [int(word) for word in text.split()]
@@ -107,7 +112,8 @@ class SentencePieceTokenizer:
 
         with open(path, "rb") as file:
             proto = file.read()
-        self.path, self.identity = path, "sentencepiece:" + hashlib.sha256(proto).hexdigest()
+        self.path = path
+        self.identity = "sentencepiece:" + hashlib.sha256(proto).hexdigest()
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=proto)
         except RuntimeError as error:
@@ -163,7 +169,8 @@ class HuggingFaceTokenizer:
             ) from None
         with open(path, "rb") as file:
             content = file.read()
-        self.path, self.identity = path, "tokenizer.json:" + hashlib.sha256(content).hexdigest()
+        self.path = path
+        self.identity = "tokenizer.json:" + hashlib.sha256(content).hexdigest()
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # the package raises plain Exception
@@ -233,20 +240,25 @@ class TiktokenTokenizer:
             raise ValueError(f"data.tokenizer={path} needs the package tiktoken; pip install 'megajax[data]'") from None
         with open(path, "rb") as file:
             content = file.read()
-        ranks, side = _read_ranks(content, path), read_json(path + ".json")
+        ranks = _read_ranks(content, path)
+        side = read_json(path + ".json")
         if unknown := sorted(side.keys() - {"pattern", "special_tokens"}):
             raise ValueError(f"data.tokenizer: {path}.json has {unknown}; known are pattern and special_tokens")
-        pattern, special = side.get("pattern", CL100K_PATTERN), side.get("special_tokens", {})
+        pattern = side.get("pattern", CL100K_PATTERN)
+        special = side.get("special_tokens", {})
         if not isinstance(special, dict) or not all(type(i) is int and i >= 0 for i in special.values()):
             raise ValueError(f"data.tokenizer: special_tokens in {path}.json must be names with their ids")
         ids = [*ranks.values(), *special.values()]
         if len(set(ids)) < len(ids):
             raise ValueError(f"data.tokenizer: two tokens of {path} and {path}.json have one id")
         facts = hashlib.sha256(content + json.dumps([pattern, special], sort_keys=True).encode())
-        self.path, self.identity, self.special_tokens = path, "tiktoken:" + facts.hexdigest(), special
+        self.path = path
+        self.identity = "tiktoken:" + facts.hexdigest()
+        self.special_tokens = special
         self.vocab_size = max(ids) + 1
         self.eod_id = next((special[name] for name in END_NAMES if name in special), None)
-        self._ranks, self._known = ranks, set(ids)
+        self._ranks = ranks
+        self._known = set(ids)
         try:
             self._encoding = tiktoken.Encoding(path, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
         except (ValueError, TypeError) as error:

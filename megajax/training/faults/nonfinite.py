@@ -10,6 +10,7 @@ are always whole. Each array goes after its last use.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,8 +108,13 @@ class _Search:
         environment = dict(zip(jaxpr.constvars, _look(closed_jaxpr.consts), strict=True))
         environment |= zip(jaxpr.invars, values, strict=True)
         values.clear()
-        read = lambda atom: _look([atom.val])[0] if hasattr(atom, "val") else environment[atom]
-        variables = lambda atoms: [atom for atom in atoms if not hasattr(atom, "val")]
+
+        def read(atom) -> _Value:
+            return _look([atom.val])[0] if hasattr(atom, "val") else environment[atom]
+
+        def variables(atoms) -> list:
+            return [atom for atom in atoms if not hasattr(atom, "val")]
+
         last_use = {v: number for number, equation in enumerate(jaxpr.eqns) for v in variables(equation.invars)}
         last_use |= dict.fromkeys(variables(jaxpr.outvars), len(jaxpr.eqns))
         for number, equation in enumerate(jaxpr.eqns):
@@ -123,34 +129,41 @@ class _Search:
     def _equation(self, equation, inputs: list[_Value], where: _Where) -> list[_Value]:
         name_stack = "/".join(name for name in (where.name_stack, compat.name_stack_of(equation)) if name)
         where = dataclasses.replace(where, name_stack=name_stack, places=_places(equation) or where.places)
-        name, params = equation.primitive.name, equation.params
+        name = equation.primitive.name
+        params = equation.params
         if name == "scan" and params["length"]:
             return self._scan(params, inputs, where)
         run = compat.function_of_equation(equation)
         if not any(compat.is_jaxpr(param) for param in jax.tree.leaves(params, is_leaf=compat.is_jaxpr)):
             return self._outputs(name, run, None, inputs, where)
-        part, arguments = params.get("jaxpr", params.get("call_jaxpr")), inputs
+        part = params.get("jaxpr", params.get("call_jaxpr"))
+        arguments = inputs
         if name == "cond":
-            part, arguments = params["branches"][int(inputs[0].array)], inputs[1:]
+            part = params["branches"][int(inputs[0].array)]
+            arguments = inputs[1:]
         inside = None
         if name in CALLS and len(compat.closed(part).jaxpr.invars) == len(arguments):
-            inside = lambda: self.evaluate(compat.closed(part), list(arguments), where)
+            inside = functools.partial(self.evaluate, compat.closed(part), list(arguments), where)
         return self._outputs(name, jax.jit(run), inside, inputs, where)
 
     def _scan(self, params: dict, inputs: list[_Value], where: _Where) -> list[_Value]:
-        body, length = params["jaxpr"], params["length"]
+        body = params["jaxpr"]
+        length = params["length"]
         num_constants, num_carried = compat.scan_counts(params)
-        constants, carried = inputs[:num_constants], inputs[num_constants:][:num_carried]
-        scanned, collected = inputs[num_constants + num_carried :], [None] * length
+        constants = inputs[:num_constants]
+        carried = inputs[num_constants:][:num_carried]
+        scanned = inputs[num_constants + num_carried :]
+        collected = [None] * length
         inputs.clear()
         run = jax.jit(jax.extend.core.jaxpr_as_fun(body))
         for number in reversed(range(length)) if params["reverse"] else range(length):
             arguments = [*constants, *carried, *_rows_of(scanned, number)]
             loops = (*where.loops, Loop(where.places[0] if where.places else "", number, length))
             at = dataclasses.replace(where, loops=loops)
-            inside = lambda arguments=arguments, at=at: self.evaluate(body, list(arguments), at)
+            inside = functools.partial(self.evaluate, body, list(arguments), at)
             outputs = self._outputs("scan", run, inside, arguments, at)
-            carried, collected[number] = outputs[:num_carried], outputs[num_carried:]
+            carried = outputs[:num_carried]
+            collected[number] = outputs[num_carried:]
         columns = list(zip(*collected, strict=True))
         arrays = _stack([[value.array for value in values] for values in columns])
         return [*carried, *(_joined(array, values) for array, values in zip(arrays, columns, strict=True))]
@@ -171,7 +184,10 @@ class _Search:
         # Without an input of a float dtype an infinity is a constant.
         explained = any(not value.finite for value in inputs) or not any(_is_float(value.array) for value in inputs)
         explained_nan = any(value.nan for value in inputs)
-        is_origin = lambda value: not value.finite and not (explained_nan if value.nan else explained)
+
+        def is_origin(value: _Value) -> bool:
+            return not value.finite and not (explained_nan if value.nan else explained)
+
         return [self._new_origin(name, value, inputs, where) if is_origin(value) else value for value in outputs]
 
     def _new_origin(self, primitive: str, value: _Value, inputs: list[_Value], where: _Where) -> _Value:
@@ -252,7 +268,8 @@ def _places(equation) -> tuple[str, ...]:
     """Where the source has it: in this package or in what calls it, without libraries."""
     places = []
     for file, line, function in compat.source_of(equation):
-        path, function = Path(file), function.split(".")[-1]
+        path = Path(file)
+        function = function.split(".")[-1]
         if path.is_relative_to(PACKAGE):
             places.append(f"{path.relative_to(PACKAGE.parent)}:{line} {function}")
         elif "site-packages" not in path.parts:

@@ -29,7 +29,8 @@ from megajax.training.step import make_train_step
 
 logger = logging.getLogger("megajax")
 # Of what is listed; the first is what matters.
-MOST_ORIGINS, MOST_GRADIENTS = 5, 8
+MOST_ORIGINS = 5
+MOST_GRADIENTS = 8
 MOST_PLACES = 6  # from the operation up to the layer that asked for it
 # What the loops of a step go through, by the function that has the loop.
 LOOPS = {"_scanned": "layer", "train_step": "microbatch"}
@@ -46,7 +47,8 @@ def run_again(trainer: Trainer, step: int, changed: list[str]) -> None:
     old -> new" of what of the config is not as when the run was last started. Raises ValueError for a step that the run
     does not have, and for a pipeline.
     """
-    config, mesh = trainer.config, trainer.program.mesh_config
+    config = trainer.config
+    mesh = trainer.program.mesh_config
     if trainer.program.model.stages is not None:
         raise ValueError(
             f"--replay_step={step} with mesh.pipeline={mesh.pipeline}: a pipeline is one operation, which cannot be "
@@ -60,16 +62,24 @@ def run_again(trainer: Trainer, step: int, changed: list[str]) -> None:
 
 
 def _replay(trainer: Trainer, step: int, changed: list[str]) -> None:
-    note, config, program = trainer.output.console.note, trainer.config, trainer.program
+    note = trainer.output.console.note
+    config = trainer.config
+    program = trainer.program
     schedule = config.schedule(program.mesh_config)
-    rate = lambda done: np.float32(trainer.learning_rate(done))
-    state, step_function = _state_before(trainer, step), program.train_step(config)
-    first, samples = int(state.step), schedule(step - 1)
+
+    def rate(done: int) -> np.float32:
+        return np.float32(trainer.learning_rate(done))
+
+    state = _state_before(trainer, step)
+    step_function = program.train_step(config)
+    first = int(state.step)
+    samples = schedule(step - 1)
     note(f"replay of step {step}, from {f'the checkpoint of step {first}' if first else 'the initial parameters'}")
     for done, batch in enumerate(trainer.train_batches(first, step), start=first):
         if done < step - 1:
             state, _ = step_function(state, batch, rate(done))
-    kept, shardings = _copy(state, _on_host(state)), jax.tree.map(lambda a: a.sharding, state)
+    kept = _copy(state, _on_host(state))
+    shardings = jax.tree.map(lambda a: a.sharding, state)
     del state
 
     values, same = _run_twice(lambda: step_function(_copy(kept, shardings), batch, rate(step - 1)))
@@ -114,7 +124,10 @@ def verdict(values: dict[str, float], same: bool, recorded: dict[str, float | No
         return "reproduced: both runs and metrics.jsonl are the same bit for bit"
     shown = ", ".join("not finite" if then is None else f"{then:.9g}" for _, then in pairs)
     shown = f"metrics.jsonl has loss and gradient norm {shown}"
-    close = lambda now, then: not math.isfinite(now) if then is None else math.isclose(now, then, rel_tol=ROUNDING)
+
+    def close(now: float, then: float | None) -> bool:
+        return not math.isfinite(now) if then is None else math.isclose(now, then, rel_tol=ROUNDING)
+
     if changed and all(close(now, then) for now, then in pairs):
         return f"reproduced but for rounding: {shown}, and this is changed: {'; '.join(changed)}"
     if changed:
@@ -179,7 +192,8 @@ def _shape(found) -> str:
 
 def _state_before(trainer: Trainer, step: int) -> TrainState:
     """Of the newest whole checkpoint before the step, or the initial one."""
-    model, target = trainer.program.model, trainer.program.abstract_state
+    model = trainer.program.model
+    target = trainer.program.abstract_state
     for saved in _saved_steps(trainer, step):
         try:
             restore = trainer.checkpointer.restore

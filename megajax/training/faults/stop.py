@@ -22,8 +22,11 @@ class StopRequest:
     """
 
     def __init__(self, at_step: int | None, after_minutes: float | None):
-        self._at_step, self._after_minutes, self._started = at_step, after_minutes, time.monotonic()
-        self._reason, self._asked_at = "", self._started
+        self._at_step = at_step
+        self._after_minutes = after_minutes
+        self._started = time.monotonic()
+        self._reason = ""
+        self._asked_at = self._started
         self._alone = jax.process_count() == 1
         numbers = [number for number in stop_signals() if self._alone or number != signal.SIGTERM]
         self._handlers = {number: signal.signal(number, self._received) for number in numbers}
@@ -43,7 +46,8 @@ class StopRequest:
 
     def _ask(self, reason: str) -> None:
         if not self._reason:
-            self._reason, self._asked_at = reason, time.monotonic()
+            self._reason = reason
+            self._asked_at = time.monotonic()
         if not self._alone:
             os.kill(os.getpid(), signal.SIGTERM)
 

@@ -25,7 +25,8 @@ logger = logging.getLogger("megajax")
 BAD_INPUT = 2
 # So many crashes in a row without a step that had not been reached before are a crash loop.
 MOST_WITHOUT_PROGRESS = 3
-FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 5.0, 300.0
+FIRST_WAIT_SECONDS = 5.0
+LONGEST_WAIT_SECONDS = 300.0
 
 
 def supervise(
@@ -43,7 +44,9 @@ def supervise(
     own watchdog cannot run, is killed; 0: never. sleep: instead of the pause.
     """
     with _Signals() as signals:
-        crashes, reached, wait = 0, _last_step(run_dir), FIRST_WAIT_SECONDS
+        crashes = 0
+        reached = _last_step(run_dir)
+        wait = FIRST_WAIT_SECONDS
         for restarts in range(max_restarts + 1):
             status = _run(command, 60 * hang_minutes, signals)
             if status in (0, BAD_INPUT) or signals.asked.is_set():
@@ -70,7 +73,8 @@ class _Signals:
     """Passes them on to the child, if there is one; a context manager that gives them back."""
 
     def __init__(self):
-        self.asked, self.child = threading.Event(), None
+        self.asked = threading.Event()
+        self.child = None
         self._before = {number: signal.signal(number, self._received) for number in stop_signals()}
 
     def _received(self, number: int, _frame) -> None:

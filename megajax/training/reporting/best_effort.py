@@ -15,7 +15,8 @@ class BestEffort:
     """A context manager around a write: an error is reported once until a write succeeds again, and goes no further."""
 
     def __init__(self, what: str):
-        self._what, self._failing = what, False
+        self._what = what
+        self._failing = False
 
     def __enter__(self) -> "BestEffort":
         return self
@@ -42,7 +43,8 @@ class Appender:
     """
 
     def __init__(self, path: Path, first: bytes = b""):
-        self._path, self._waiting = path, first
+        self._path = path
+        self._waiting = first
 
     def append(self, piece: bytes) -> None:
         """Raises OSError if the file cannot be written; the piece is kept, up to MOST_WAITING_BYTES of them."""
@@ -59,7 +61,9 @@ class _LossyStream(io.FileIO):
 
     def __init__(self, descriptor: int, name: str, report: bool):
         super().__init__(descriptor, "w", closefd=False)
-        self._name, self._report, self._failing = name, report, False
+        self._name = name
+        self._report = report
+        self._failing = False
 
     def write(self, data) -> int:
         try:
@@ -67,7 +71,8 @@ class _LossyStream(io.FileIO):
             self._failing = False
             return written
         except OSError as error:
-            is_new, self._failing = not self._failing, True
+            is_new = not self._failing
+            self._failing = True
             if is_new and self._report:
                 logger.warning("%s cannot be written (%s): what is printed is lost, the run goes on", self._name, error)
             return len(data)

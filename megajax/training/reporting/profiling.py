@@ -13,7 +13,9 @@ class Profiler:
     """Traces the steps (first, last), or what this run does of them; None: nothing."""
 
     def __init__(self, steps: tuple[int, int] | None, run_dir: Path, console: Console):
-        self._steps, self._folder, self._console = steps, run_dir / "profile", console
+        self._steps = steps
+        self._folder = run_dir / "profile"
+        self._console = console
         self._metrics: Any = None  # of the newest step of a trace under way
         self._writes = BestEffort(str(self._folder))
 

@@ -36,16 +36,26 @@ class Reporter:
         most_skipped: updates in a row, 0: any number. productive_seconds: of the steps done before; first_started: when
         the run was first started, seconds since 1970.
         """
-        self._num_steps, self._every_steps, self._sequence_length = num_steps, every_steps, sequence_length
-        self._schedule, self._flops_per_token, self._num_devices = schedule, flops_per_token, num_devices
-        self._console, self._writer = console, writer
+        self._num_steps = num_steps
+        self._every_steps = every_steps
+        self._sequence_length = sequence_length
+        self._schedule = schedule
+        self._flops_per_token = flops_per_token
+        self._num_devices = num_devices
+        self._console = console
+        self._writer = writer
         self._waiting: tuple[int, dict, float] | None = None
         self._first = first
         self._compiled: set[tuple[int, int]] = set()  # shapes of batches
         self._is_compiling = False  # the step that is waiting, or the next one
-        self._steps, self._samples, self._seconds = 0, 0, 0.0  # since the last line, without what was compiled
-        self._most_skipped, self._skipped_in_a_row = most_skipped, 0
-        self.productive_seconds, self._first_started = productive_seconds, first_started
+        # Since the last line, without what was compiled.
+        self._steps = 0
+        self._samples = 0
+        self._seconds = 0.0
+        self._most_skipped = most_skipped
+        self._skipped_in_a_row = 0
+        self.productive_seconds = productive_seconds
+        self._first_started = first_started
         self._last_end = time.perf_counter()  # of a step, or of what came after it
 
     def starting(self, step: int) -> None:
@@ -74,7 +84,8 @@ class Reporter:
         """Waits for the step before, and reports it if it is due."""
         if self._waiting is None:
             return
-        (step, metrics, rate), self._waiting = self._waiting, None
+        step, metrics, rate = self._waiting
+        self._waiting = None
         jax.block_until_ready(metrics["loss"])
         started = self._last_end
         self.restart_clock()
@@ -87,7 +98,9 @@ class Reporter:
         if step == self._first + 1 or step % self._every_steps == 0 or step == self._num_steps:
             values = {name: float(value) for name, value in jax.device_get(metrics).items()}
             self._emit(self._line(step, values, rate))
-            self._steps, self._samples, self._seconds = 0, 0, 0.0
+            self._steps = 0
+            self._samples = 0
+            self._seconds = 0.0
             self.restart_clock()
 
     def evaluation(self, step: int, values: dict[str, float]) -> None:
@@ -131,7 +144,10 @@ class Reporter:
             return line
         per_device = self._samples * length / self._seconds / self._num_devices
         known = find_device(device.device_kind)
-        mfu = lambda causal: utilisation(self._flops_per_token(length, causal=causal), per_device, known)
+
+        def mfu(causal: bool) -> float | None:
+            return utilisation(self._flops_per_token(length, causal=causal), per_device, known)
+
         return line | {
             "step_seconds": self._seconds / self._steps,
             "tokens_per_second": per_device * self._num_devices,
