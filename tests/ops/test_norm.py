@@ -176,7 +176,11 @@ def interpreted_kernel(monkeypatch, interpreter):
 
 
 # Forward 8 blocks of 2 rows, 6 of 2, and 6 of one; backward 4 blocks of 4, 2 of 6, and one of 6, two fetched ahead.
-@pytest.mark.parametrize(("shape", "warpgroups"), [((1, 16, 128), 1), ((2, 6, 2560), 2), ((1, 6, 1536), 4)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "warpgroups"),
+    [((1, 16, 128), 1), pytest.param((2, 6, 2560), 2, marks=pytest.mark.slow), ((1, 6, 1536), 4)],
+    ids=str,
+)
 def test_interpreted_kernel_equals_the_formula(shape, warpgroups, interpreted_kernel, make_test_mesh, monkeypatch):
     monkeypatch.setattr(kernel, "NUM_SMS", 1)
     monkeypatch.setattr(kernel, "FORWARD", shape[-1] // 128 // warpgroups)
