@@ -125,7 +125,7 @@ class Config:
     def from_dict(sections: Any) -> "Config":
         """Raises ValueError with the field, for one that is not known and for a value of another type."""
         config = _from_dict(Config, _moved(sections))
-        check_fields(config, "--")
+        check_fields(config, "--", types_only=True)
         return config
 
     @staticmethod
@@ -176,7 +176,6 @@ def incompatibilities(old: Config, new: Config) -> list[str]:
         return [f"model.kind: {old.model.kind} -> {new.model.kind}"]
     lines = differences(_fixed(old.model), _fixed(new.model), "model.")
     fixed = ["precision.params:", "optimizer.name:", "training.trained:", "training.frozen:"]
-    fixed += ["checkpoint.start_from:", "checkpoint.start_fresh:"]
     if assigned_optimizers(old.optimizer.groups) != assigned_optimizers(new.optimizer.groups):
         fixed.append("optimizer.groups:")
     return lines + [line for line in differences(old, new) if line.startswith(tuple(fixed))]

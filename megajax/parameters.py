@@ -80,9 +80,11 @@ def weight(
 
 def variable(shape: Sequence[int], axes: Sequence[str], init: Callable, rngs: nnx.Rngs, update: Callable) -> Variable:
     """As `weight`, for what a step updates with what the forward or backward pass has observed: see `observe` and
-    Parameter.update."""
+    Parameter.update. A floating-point number, because observations take the way of gradients."""
     assert len(shape) == len(axes), (shape, axes)
-    return Variable(init(rngs.params(), tuple(shape)), record=Parameter(tuple(axes), "variable", update=update))
+    value = init(rngs.params(), tuple(shape))
+    assert jnp.issubdtype(value.dtype, jnp.floating), value.dtype
+    return Variable(value, record=Parameter(tuple(axes), "variable", update=update))
 
 
 def observe(x: jax.Array, variable: Variable, value: jax.Array) -> jax.Array:
@@ -92,7 +94,9 @@ def observe(x: jax.Array, variable: Variable, value: jax.Array) -> jax.Array:
     module, a recomputed layer, a stage of a pipeline. A custom_vjp of an operation can give what only its backward pass
     sees in the same way. A step hands the mean over its microbatches to the variable's update.
     """
-    return _observe(x, variable.get_value(), value)
+    wanted = variable.get_value()
+    assert (value.shape, value.dtype) == (wanted.shape, wanted.dtype), (value, wanted)
+    return _observe(x, wanted, value)
 
 
 @jax.custom_vjp

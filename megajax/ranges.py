@@ -60,12 +60,13 @@ Probability = Annotated[float, Range(at_least=0, at_most=1)]
 DropRate = Annotated[float, Range(at_least=0, below=1)]
 
 
-def check_fields(config: Any, prefix: str = "") -> None:
+def check_fields(config: Any, prefix: str = "", *, types_only: bool = False) -> None:
     """Raises ValueError for the first field of a dataclass, or of one in it, whose value its annotation does not allow.
 
-    prefix: what precedes the name of a field on the command line, "--" or "--model.".
+    prefix: what precedes the name of a field on the command line, "--" or "--model.". types_only: without the Ranges,
+    as a run from before there were some may still be served.
     """
-    hints = _hints(type(config))
+    hints = _hints(type(config), not types_only)
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         option = prefix + field.name
@@ -73,7 +74,7 @@ def check_fields(config: Any, prefix: str = "") -> None:
         if not _allows(hint, value):
             raise ValueError(f"{option.removeprefix('--')}={value!r} must be {describe(hint)}{_way_out(option, field)}")
         if dataclasses.is_dataclass(value):
-            check_fields(value, f"{option}.")
+            check_fields(value, f"{option}.", types_only=types_only)
 
 
 def describe(hint: Any) -> str:
@@ -100,8 +101,8 @@ def is_union(hint: Any) -> bool:
 
 
 @functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind, include_extras=True)
+def _hints(kind: type, with_ranges: bool) -> dict[str, Any]:
+    return typing.get_type_hints(kind, include_extras=with_ranges)
 
 
 def _split(hint: Any) -> tuple[Any, list[Range]]:

@@ -107,7 +107,7 @@ def search_rows(config: Config, num_devices: int, device: Device, most: int = 10
 
 
 def _candidates(config: Config, num_devices: int) -> Iterator[Config]:
-    """All splits in powers of two and what is left of them. Meshes with an expert axis keep the one they have."""
+    """All splits in powers of two and what is left of them; no expert axis, and the default schedule and layout."""
     length = config.training.sequence_length
     num_layers = config.model.num_layers_in_all
     longest = max(length // MIN_CONTEXT_TOKENS, 1)

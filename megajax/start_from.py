@@ -1,4 +1,4 @@
-"""checkpoint.start_from: a new run begins with the weights of another, but for those that are to be new.
+"""checkpoint.start_from: a new run begins with the weights of another, except those that are to be drawn afresh.
 
 What decides is the parameters, their names, shapes and layers: models that compute something else with the same ones (a
 longer context, another dropout) may follow each other, and the log says what differs.
@@ -13,7 +13,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from megajax.checkpoint.checkpointer import Checkpointer
-from megajax.checkpoint.steps import find_step
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.checkpoint.steps import find_step, saved_steps
 from megajax.config import Config, differences, holds_run
 from megajax.models.model import Model
 from megajax.parameters import matches, merge, name_of, select
@@ -25,24 +26,29 @@ logger = logging.getLogger("megajax")
 
 def pinned(config: Config) -> Config:
     """The config with the step that start_from means, which stays the same as long as the run does; all processes call
-    it. Without start_from it is that of the run directory, if it has one.
+    it. What the run directory says counts where start_from is not given, or the run has a checkpoint.
 
     Raises ValueError if there is no such step.
     """
-    recorded = ""
-    if holds_run(config.run_dir):
-        recorded = Config.load(config.run_dir).checkpoint.start_from
-    given = config.checkpoint.start_from or recorded
-    if not given:
-        return config
-    checkpoint = dataclasses.replace(config.checkpoint, start_from=given)
-    source, step = checkpoint.source()
-    if step is None and recorded and dataclasses.replace(checkpoint, start_from=recorded).source()[0] == source:
-        return dataclasses.replace(config, checkpoint=dataclasses.replace(checkpoint, start_from=recorded))
+    given = config.checkpoint
+    recorded = Config.load(config.run_dir).checkpoint if holds_run(config.run_dir) else CheckpointConfig()
+    if saved_steps(config.run_dir):
+        if given.start_from and given.source() != recorded.source():
+            logger.info("checkpoint.start_from=%s has no effect: the run has begun", given.start_from)
+        return _replaced(config, recorded.start_from, recorded.start_fresh)
+    if not given.start_from:
+        return _replaced(config, recorded.start_from, given.start_fresh) if recorded.start_from else config
+    source, step = given.source()
+    if step is None and recorded.start_from and recorded.source()[0] == source:
+        return _replaced(config, recorded.start_from, given.start_fresh)
     if step is None:
-        step = _newest_step(given, source)
-    pinned_to = source / "checkpoints" / str(step)
-    return dataclasses.replace(config, checkpoint=dataclasses.replace(checkpoint, start_from=str(pinned_to)))
+        step = _newest_step(given.start_from, source)
+    return _replaced(config, str(source / "checkpoints" / str(step)), given.start_fresh)
+
+
+def _replaced(config: Config, start_from: str, start_fresh: tuple[str, ...]) -> Config:
+    checkpoint = dataclasses.replace(config.checkpoint, start_from=start_from, start_fresh=start_fresh)
+    return dataclasses.replace(config, checkpoint=checkpoint)
 
 
 def _newest_step(given: str, source: Path) -> int:
@@ -68,6 +74,7 @@ def check(config: Config) -> None:
         source, step = config.checkpoint.source()
         find_step(source, step)
         theirs = _its_model(config)
+        theirs.check_divides(config.mesh.sizes())
         ours = config.make_model()
     except ValueError as error:
         raise ValueError(f"checkpoint.start_from={given}: {error}") from None
@@ -86,7 +93,7 @@ def check(config: Config) -> None:
 
 
 def weights(config: Config, program: Program) -> dict:
-    """Those to begin with, laid out on the mesh of the program."""
+    """The weights that the run begins with, laid out on the mesh of the program."""
     source, step = config.checkpoint.source()
     step = find_step(source, step)
     patterns = config.checkpoint.start_fresh

@@ -8,6 +8,7 @@ to the newest step that is on disk.
 
 import contextlib
 import itertools
+import json
 import logging
 import math
 import os
@@ -26,6 +27,8 @@ from megajax.checkpoint.steps import read_meta
 from megajax.checkpoint.verify import as_stored, differing, digests, on_all_processes, sealed
 
 logger = logging.getLogger("megajax")
+
+TIMES = "_CHECKPOINT_METADATA"  # a file of Orbax in each step
 
 
 class _Manager(ocp.CheckpointManager):
@@ -75,15 +78,19 @@ class Checkpointer:
             create=writes,
             read_only=not writes,
         )
+        damaged = [path for path in self.folder.glob(f"*/{TIMES}") if not _has_times(path)]
+        if writes and jax.process_index() == 0:
+            for path in damaged:
+                logger.warning("%s is damaged: renamed, the step can be read without it", path)
+                path.rename(path.with_name(f"{TIMES}.damaged"))
         try:
             return _Manager(
                 self.folder, item_names=("params", "optimizer", "meta"), options=options, on_disk=self._point_latest
             )
-        except (ValueError, TypeError) as error:  # it reads when each step was saved
-            raise ValueError(
-                f"{self.folder}: _CHECKPOINT_METADATA of a step is damaged ({_in_one_line(error)}); remove that file, "
-                "the step can be read without"
-            ) from error
+        except (ValueError, TypeError) as error:
+            if not damaged:
+                raise
+            raise ValueError(f"{damaged[0]} is damaged; remove it, the step can be read without it") from error
 
     def latest_step(self) -> int | None:
         return self._manager.latest_step()
@@ -328,6 +335,17 @@ class Checkpointer:
             self._wait_for_local()
             self._local.close()
             self._local.remove_up_to(self.latest_step() or 0)
+
+
+def _has_times(path: Path) -> bool:
+    """Whether Orbax can read when a step was saved, which it does of all steps before anything else."""
+    try:
+        found = json.loads(path.read_text())
+        return all(
+            isinstance(found.get(name), int | None) for name in ("init_timestamp_nsecs", "commit_timestamp_nsecs")
+        )
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def _sealed(trees: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ The stored form does not depend on how the stack is run, but for a pipeline: the
 import dataclasses
 import functools
 import itertools
+import logging
 from collections.abc import Sequence
 
 import jax
@@ -18,6 +19,8 @@ from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import LayerConfig, Terms
 from megajax.parallel.schedule import Stages
 from megajax.parameters import LAYER_AXES, Structure, is_variable
+
+logger = logging.getLogger("megajax")
 
 
 class Stack(nnx.Module):
@@ -55,16 +58,17 @@ class Stack(nnx.Module):
     def _looped(self, x, inputs, states, key):
         """Each repeated pattern of layers is a loop; one step of it is one period of the pattern."""
         loops = loops_of(self.configs)
+        _log_unrolled(sum(loop.steps == 1 for loop in loops), len(self.configs))
         kinds = {kind: [loop.layers_of(self.configs, kind) for loop in loops] for kind in states}
         parts = {kind: split_rows(state, tuple(kinds[kind])) for kind, state in states.items()}
         found = []
         for place, loop in enumerate(loops):
             of_loop = {kind: parts[kind][place] for kind in states if kinds[kind][place]}
-            x, terms = self._loop(loop, x, inputs, of_loop, key)
+            x, terms = self._scan(loop, x, inputs, of_loop, key)
             found.append(terms)
         return x, add_totals(found)
 
-    def _loop(self, loop: "Loop", x, inputs, states, key):
+    def _scan(self, loop: "Loop", x, inputs, states, key):
         pattern = self.configs[loop.first : loop.first + loop.period]
         states = jax.tree.map(lambda a: a.reshape(loop.steps, a.shape[0] // loop.steps, *a.shape[1:]), states)
 
@@ -84,6 +88,12 @@ class Stack(nnx.Module):
         firsts = loop.first + loop.period * jax.numpy.arange(loop.steps)
         x, terms = jax.lax.scan(step, x, (states, firsts))
         return x, jax.tree.map(lambda a: a.sum(0), terms)
+
+
+@functools.cache
+def _log_unrolled(count: int, num_layers: int) -> None:
+    if count:
+        logger.warning("%d of %d layers run unrolled: they are in no pattern that repeats", count, num_layers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,7 +220,7 @@ def rows_of_kind(configs: Sequence, kind: str, stages: Stages | None) -> np.ndar
 
 def _build_stacked(configs: Sequence[LayerConfig], key: jax.Array, numbers: np.ndarray) -> nnx.Module:
     """One layer whose parameters are [*numbers.shape, ...], each row drawn as its own config says and from its own
-    key; zeros where -1."""
+    key; zeros where -1. Where n of the configs draw differently, each row is drawn n times."""
     _check_same_parameters(configs, numbers)
     drawings = {_drawing(configs[number]): configs[number] for number in numbers.ravel().tolist() if number >= 0}
     branches = [functools.partial(_drawn, config) for config in drawings.values()]

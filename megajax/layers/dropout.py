@@ -31,8 +31,9 @@ def dropout(x_BTD: jax.Array, rate: float, key: DropoutKey | None, order_T: np.n
     """
     if key is None or rate == 0.0:
         return x_BTD
-    batch, _, width = x_BTD.shape
-    samples_B = key.first_sample + jnp.arange(batch, dtype=jnp.int32)
-    places_TD = jnp.asarray(order_T, jnp.uint32)[:, None] * np.uint32(width) + jnp.arange(width, dtype=jnp.uint32)
-    keep = compat.counter_bits(key.key, samples_B[:, None, None], places_TD) >= np.uint32(rate * 2**32)
+    batch, length, width = x_BTD.shape
+    samples_B = (key.first_sample + jnp.arange(batch, dtype=jnp.int32)).astype(jnp.uint32)
+    tokens_BT = samples_B[:, None] * np.uint32(length) + jnp.asarray(order_T, jnp.uint32)  # below 2^32 in a step
+    channels_D = jnp.arange(width, dtype=jnp.uint32)
+    keep = compat.counter_bits(key.key, tokens_BT[..., None], channels_D) >= np.uint32(rate * 2**32)
     return jnp.where(keep, x_BTD / (1.0 - rate), 0.0).astype(x_BTD.dtype)

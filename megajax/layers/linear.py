@@ -40,7 +40,7 @@ class Linear(nnx.Module):
         self.bias = weight(value.shape[self.num_inputs :], axes, nnx.initializers.zeros, rngs, "vector")
 
     def matrix(self) -> jax.Array:
-        """w with everything that belongs to it, for an operation that multiplies by itself: the chunked loss."""
+        """The weight with all that belongs to it, for operations with a matmul of their own (the chunked loss)."""
         return self.weight[...]
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -50,7 +50,7 @@ class DecoderConfig(ModelConfig):
     """Width of a head; None = embed_dim / num_heads."""
     mlp_dim: PositiveInt | None = None
     """Feed-forward width; None = 4 * embed_dim."""
-    vocab_size: PositiveInt = 50257
+    vocab_size: Annotated[int, Range(at_least=2)] = 50257
     """Token ids of the tokenizer."""
     vocab_multiple: PositiveInt = 128
     """The stored vocabulary is padded to a multiple of this, the same on every mesh."""

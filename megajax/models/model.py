@@ -73,7 +73,7 @@ class Model:
         frozen: tuple[str, ...] = (),
     ):
         """stages: of the pipeline that its layers are stored for, and models/pipelined.py then runs; None: no pipeline.
-        trained, frozen: shell patterns of the parameters that are and are not trained; frozen counts more, and no
+        trained, frozen: shell patterns of the parameters that are and are not trained; frozen takes precedence, and no
         pattern in trained means all. Allocates nothing.
 
         Raises ValueError for a pattern that matches nothing, and if everything is frozen.
@@ -211,7 +211,7 @@ class Model:
         of frozen matrices, for which the share of trained ones among all counts."""
         forward = self.config.forward_flops(sequence_length)
         matrices = [p for p in self.parameters if p.record.is_multiplied and not p.is_looked_up]
-        trained = sum(p.size for p in matrices if p.is_trained) / sum(p.size for p in matrices)
+        trained = sum(p.size for p in matrices if p.is_trained) / max(sum(p.size for p in matrices), 1)
         return forward * 2 + forward._replace(matmuls=forward.matmuls * trained)
 
     def flops_per_token(self, sequence_length: int, *, causal: bool) -> float:

@@ -23,6 +23,7 @@ class Float32Gradient:
     array: jax.Array
 
     def __getitem__(self, key: EllipsisType) -> "Float32Gradient":
+        assert key is Ellipsis, key
         return self
 
     def reshape(self, shape: Sequence[int]) -> "Float32Gradient":

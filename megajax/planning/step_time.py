@@ -130,7 +130,7 @@ def _traffic(model: Model, mesh: MeshConfig, training: TrainingConfig) -> list[T
 
 
 def _weight_traffic(model: Model, mesh: MeshConfig, num_microbatches: int, itemsize: int) -> Counter[str]:
-    """{mesh axis: bytes} of gathering weights and reducing their gradients, in float32."""
+    """{mesh axis: bytes} of gathering weights and reducing their gradients (precision.gradient_reduce)."""
     sizes = mesh.sizes()
     sent = Counter({"fsdp": 0.0, "data": 0.0})
     for parameter in model.parameters:
@@ -138,7 +138,8 @@ def _weight_traffic(model: Model, mesh: MeshConfig, num_microbatches: int, items
             continue
         held = parameter.split(sizes)
         gathered = parameter.split(sizes, but=SHARING_AXES)
-        gradient = 4 if parameter.is_trained else 0
+        is_narrow = parameter.record.role == "matrix" and not model.precision.has_float32_gradients
+        gradient = (itemsize if is_narrow else 4) * parameter.is_trained
         # Gathered for the forward and again for the backward pass.
         sent["fsdp"] += num_microbatches * (gathered - held) * (2 * itemsize + gradient)
         axes = {name for axis in parameter.record.axes for name in WEIGHT_AXES[axis]}

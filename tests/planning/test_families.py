@@ -98,10 +98,10 @@ def test_gradients_of_experts_do_not_travel_over_their_axis():
     head = VOCAB * D + D  # and the last norm; the embedding is looked up
     over = (4 - 1) / 4
     tokens = 8 / 4 * 32
-    assert sent("data", data=4) == pytest.approx(2 * over * 4 * (EXPERTS + head))
+    assert sent("data", data=4) == pytest.approx(2 * over * (2 * EXPERTS + 4 * head))
     assert sent("expert", expert=4) == pytest.approx(2 * over * 4 * head + over * tokens * NUM_LAYERS * 4 * D * 2)
-    # Gathered in two bytes for both passes, and their gradients scattered in four.
-    assert sent("fsdp", fsdp=4) == pytest.approx(over * (2 * 2 + 4) * (EXPERTS + head - D))
+    # Gathered in two bytes for both passes; gradients of layers are scattered in two, those of the head in four.
+    assert sent("fsdp", fsdp=4) == pytest.approx(over * ((2 * 2 + 2) * EXPERTS + (2 * 2 + 4) * (head - D)))
 
 
 def test_frozen_matrices_have_no_gradient_to_compute():

@@ -33,7 +33,7 @@ MOST_ORIGINS = 5
 MOST_GRADIENTS = 8
 MOST_PLACES = 6  # from the operation up to the layer that asked for it
 # What the loops of a step go through, by the function that has the loop.
-LOOPS = {"_scanned": "layer", "train_step": "microbatch"}
+LOOPS = {"_scan": "layer", "train_step": "microbatch"}
 # Fields that change no number of a step.
 OF_NO_NUMBER = ("run_dir", "checkpoint.", "logging.", "launch.", "training.log_", "training.eval_")
 # float32 sums in another order, some steps on.
@@ -173,7 +173,10 @@ def _loop(loop, num_layers: int) -> str:
     function = loop.place.split(" ")[-1]
     if function not in LOOPS:
         return f"iteration {loop.iteration} of {loop.length} at {loop.place}"
-    each = num_layers // loop.length if LOOPS[function] == "layer" else 1
+    is_layer = LOOPS[function] == "layer"
+    if is_layer and num_layers % loop.length:  # one of several loops over layers
+        return f"iteration {loop.iteration} of {loop.length} of a loop over layers"
+    each = num_layers // loop.length if is_layer else 1
     first = each * loop.iteration
     return f"{LOOPS[function]} {first}" if each == 1 else f"layers {first} to {first + each - 1}"
 

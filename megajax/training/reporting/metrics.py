@@ -16,6 +16,7 @@ a crash and done again, and all time in which the run was not running, be it a c
 
 import dataclasses
 import importlib.util
+import itertools
 import json
 import logging
 import math
@@ -109,8 +110,10 @@ class MetricsWriter:
             try:
                 lines = list(read_metrics(self._path))
             except OSError as error:
-                logger.warning("%s cannot be read (%s): moved to %s", self._path, error, self._damaged_path.name)
-                self._path.replace(self._damaged_path)
+                names = (self._damaged_path.with_suffix(f".damaged{number or ''}") for number in itertools.count())
+                aside = next(path for path in names if not path.exists())
+                logger.warning("%s cannot be read (%s): moved to %s", self._path, error, aside.name)
+                self._path.replace(aside)
                 return
             self._keep_up_to(step, lines)
 

@@ -38,7 +38,7 @@ def origin(primitive, name_stack, loops=(), places=("megajax/ops/matmul.py:40 ma
 
 
 def test_an_origin_is_said_with_its_pass_layer_and_microbatch_place_and_numbers():
-    microbatch, layers = Loop("megajax/training/step.py:90 train_step", 1, 4), "megajax/layers/block.py:80 _scanned"
+    microbatch, layers = Loop("megajax/training/step.py:90 train_step", 1, 4), "megajax/layers/block.py:80 _scan"
     found = origin("dot_general", "jvp()", (microbatch, Loop(layers, 3, 12)))
     _, first, place, inputs, _ = describe([found], 12, ok=False)
     assert first == ("  1. dot_general, forward pass, microbatch 1, layer 3: bfloat16[8,4], 1 NaN and 2 infinite of 32")
