@@ -92,7 +92,7 @@ def _check_data(datasets: Datasets, run_dir: Path) -> None:
             raise ValueError("it does not hold an object {...}")
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"data: {path} cannot be read ({error}), so nothing says what the run began with; copy it again, or go on "
+            f"data: {path} cannot be read ({error}), so nothing says what the run began with; restore it, or go on "
             "with --data.allow_change=True"
         ) from None
     check_same_data(before, datasets.record, str(path))

@@ -68,7 +68,9 @@ def search(config: Config, num_devices: int, device: Device) -> tuple[list[Candi
             times = step_times(program, candidate.training, device, host)
             found.append(Candidate(candidate, times.step, sum(memory.values())))
     if not tried:
-        raise ValueError(f"--plan=search:{num_devices}: no mesh of so many GPUs works ({refusal}); use another number")
+        raise ValueError(
+            f"--plan=search:{num_devices}: no mesh of {num_devices} GPUs works ({refusal}); use another number"
+        )
     return _best_of_each_mesh(found), tried
 
 

@@ -1,4 +1,4 @@
-"""A search tries the meshes of so many GPUs, leaves out what does not fit, and predicts what a plan predicts."""
+"""A search tries the meshes of a number of GPUs, leaves out what does not fit, and predicts what a plan predicts."""
 
 import re
 
@@ -51,7 +51,7 @@ def test_what_fits_nowhere_is_said(capsys):
 @pytest.mark.parametrize("words, message", [
     (["--plan=search:4", "--model.num_heads=7"], "model.embed_dim=128 is not divisible by model.num_heads=7"),
     (["--plan=search:4", "--model.norm_epsilon=0"], "model.norm_epsilon=0.0 must be"),
-    (["--plan=search:3"], "--plan=search:3: no mesh of so many GPUs works .* training.global_batch_size=16"),
+    (["--plan=search:3"], "--plan=search:3: no mesh of 3 GPUs works .* training.global_batch_size=16"),
     (["--plan=search:1000000007"], "--plan=search:1000000007: the number of GPUs must be from 1 to"),
 ])  # fmt: skip
 def test_what_no_mesh_can_run_is_refused_with_the_reason(words, message):

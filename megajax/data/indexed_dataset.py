@@ -43,7 +43,7 @@ DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 WRITE_BLOCK = 1 << 20
 # So many sequences are checked at a time when an index is opened: 10 million take 0.03 s.
 CHECK_BLOCK = 1 << 20
-# What a fingerprint reads of a .bin: so many blocks of so many bytes, 16 MiB in all.
+# What a fingerprint reads of a .bin: this number of blocks of this size, 16 MiB in all.
 FINGERPRINT_BLOCKS = 256
 FINGERPRINT_BYTES = 1 << 16
 

@@ -29,7 +29,7 @@ def read_meta(prefix: str) -> dict | None:
     path = prefix + ".meta.json"
     if not os.path.exists(path):
         return None
-    way_out = "copy it again, preprocess the data again, or remove it to use the data without"
+    way_out = "restore it, preprocess the data again, or remove it to use the data without"
     try:
         with open(path) as file:
             meta = json.load(file)

@@ -10,7 +10,7 @@ def end_with_parent(*_) -> None:
     """Called first in a worker process: it ends when its parent has, however that ended (SIGKILL).
 
     A worker that waits for work would not notice: other workers hold the pipes of the dead parent open. SIGINT and
-    SIGHUP reach all processes of a terminal; what they mean is for the parent to say, which needs its data until it has
+    SIGHUP reach all processes of a terminal; the parent decides what they mean, and needs its data until it has
     saved. Takes and ignores the arguments of worker_init_fn of Grain.
     """
     for number in (signal.SIGINT, signal.SIGHUP):

@@ -86,7 +86,7 @@ class OptimizerConfig:
             )
 
     def make_schedule(self, run_steps: float) -> Schedule:
-        """The learning-rate schedule of a run of so many steps (TrainingConfig.full_batch_steps); checks the config
+        """The learning-rate schedule of a run with this number of steps (TrainingConfig.full_batch_steps); checks the config
         first."""
         self.check(run_steps)
         return Schedule(

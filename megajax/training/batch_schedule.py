@@ -3,7 +3,7 @@
 import bisect
 import dataclasses
 
-MAX_SIZES = 1000  # of a ramp-up: each is compiled for itself
+MAX_SIZES = 1000  # of a ramp-up: each size is compiled separately
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class BatchSchedule:
             sizes = range(start, global_batch_size + 1, increment)
             if len(sizes) > MAX_SIZES:
                 raise ValueError(
-                    f"training.batch_size_rampup={rampup} has {len(sizes)} batch sizes, each compiled for itself, and "
+                    f"training.batch_size_rampup={rampup} has {len(sizes)} batch sizes, each compiled separately, and "
                     f"{MAX_SIZES} at most; use an increment of at least {global_batch_size // (MAX_SIZES - 1) + 1}"
                 )
         # Stages of constant batch size, as (first step, first sample, size).

@@ -16,7 +16,7 @@ class Text(str):
     """Text with, for each character, whether the template has written it: `written`, 1 or 0, a byte each.
 
     Adding, joining, slicing and stripping keep this. All other operations of str give a plain str, which counts as not
-    written by the template: what is lost is lost to the safe side.
+    written by the template: losing the mark errs on the safe side.
     """
 
     written: bytes

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 logger = logging.getLogger("megajax")
-# What waits for room is at most so much and one line; later lines are lost.
+# Limit of what is buffered while there is no room; one line may exceed it, and later lines are lost.
 MOST_WAITING_BYTES = 1 << 20
 
 
