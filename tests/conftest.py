@@ -1,6 +1,7 @@
 """Every test runs on CPU with 8 virtual devices, unless pytest is called with `-m gpu`; no silent type promotion."""
 
 import os
+import signal
 import sys
 import tempfile
 from importlib.metadata import version
@@ -42,3 +43,11 @@ def make_test_mesh():
         return make_mesh(config, jax.devices()[: config.num_devices])
 
     return make
+
+
+@pytest.fixture
+def terminal():
+    """SIGHUP is not ignored, here and in processes that are started, although the tests may run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)

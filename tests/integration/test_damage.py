@@ -200,7 +200,9 @@ def test_layers_that_a_checkpoint_does_not_have_are_not_invented(saved):
     wanted = other.make_program(make_mesh(other.mesh))
     with (
         Checkpointer(saved.config.run_dir, None) as checkpointer,
-        pytest.raises(ValueError, match="checkpoints/6 cannot be read .*layers.dense has 2 layers in the checkpoint and 3 here"),
+        pytest.raises(
+            ValueError, match="checkpoints/6 cannot be read .*layers.dense has 2 layers in the checkpoint and 3 here"
+        ),
     ):
         checkpointer.restore_params(6, wanted.abstract_state.weights, wanted.model.layer_rows)
 

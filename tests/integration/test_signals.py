@@ -9,6 +9,7 @@ from launch import ENDLESS, losses, metrics, run, saved_steps, started
 pytestmark = pytest.mark.fault
 
 
+@pytest.mark.usefixtures("terminal")
 def test_each_signal_and_the_end_of_the_time_save_and_the_same_command_goes_on(tmp_path):
     run_dir, stops = tmp_path / "run", []
 

@@ -18,7 +18,7 @@ ALL = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
 
 
 @pytest.fixture(autouse=True)
-def handlers():
+def handlers(terminal):
     """Fails a test that does not give the signals back."""
     before = [signal.getsignal(number) for number in ALL]
     yield

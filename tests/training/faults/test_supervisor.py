@@ -69,6 +69,7 @@ def test_restarts_are_counted_and_bad_input_is_not_tried_again(tmp_path, caplog)
     assert supervise(command, tmp_path, 5, 0, sleep=lambda _: None) == 2 and starts() == 4
 
 
+@pytest.mark.usefixtures("terminal")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_the_pause_between_two_starts(number, tmp_path):
     command, starts = script(tmp_path, [1, 0], steps=[3, 5])
