@@ -137,7 +137,9 @@ def check_field(base: Config, name: str) -> None:
             assert name in known_by_name and name in str(refusal), (name, value)
 
 
-@pytest.mark.parametrize("kind, pipeline", [*((kind, 1) for kind in families()), ("decoder", 2)])
+@pytest.mark.parametrize("kind, pipeline", [
+    *((kind, 1) for kind in families()), pytest.param("decoder", 2, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_any_value_is_planned_or_refused_by_name_in_one_line(kind, pipeline):
     base = base_config(kind, pipeline)
     plan(base.check_on(pipeline))

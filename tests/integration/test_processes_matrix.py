@@ -22,6 +22,7 @@ from launch import (
 
 
 @pytest.mark.fault
+@pytest.mark.slow
 def test_two_processes_and_one_take_turns_on_other_meshes(alone, begun_run):
     """The digests, which every restore verifies, say that parameters and optimizer are what was saved."""
     best = ["--checkpoint.keep=1", "--checkpoint.keep_best=1", "--launch.exit_at_step=8"]

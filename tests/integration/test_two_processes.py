@@ -30,7 +30,11 @@ def test_two_processes_train_save_and_resume_like_one(alone, begun_run):
 
 
 @pytest.mark.parametrize(
-    "mesh", ["--mesh.pipeline=2 --mesh.context=2 --training.microbatch_size=2", "--mesh.context=4"]
+    "mesh",
+    [
+        "--mesh.pipeline=2 --mesh.context=2 --training.microbatch_size=2",
+        pytest.param("--mesh.context=4", marks=pytest.mark.slow),
+    ],
 )
 def test_a_pipeline_and_a_ring_between_processes_train_like_one_process(alone, mesh, tmp_path):
     run(tmp_path / "run", "--mesh.data=1", *mesh.split(), *ENDLESS, END, **TWO)
@@ -80,6 +84,7 @@ def test_refusal_reaches_both_processes(tmp_path):
 
 
 @pytest.mark.fault
+@pytest.mark.slow
 def test_two_supervised_runs_of_which_one_is_killed_and_later_one_is_stopped_end_like_undisturbed_ones(tmp_path):
     """Each has its supervisor. The stopped one's own watchdog cannot run, but its supervisor kills it; the watchdog of
     the other one waits for it, less long than the 30 s after which gloo gives up."""

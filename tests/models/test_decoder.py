@@ -395,12 +395,12 @@ MLP_AGAIN = dict(recompute="selective", recompute_modules=("norm", "core_attenti
     "how",
     [
         dict(scan_layers=True),
-        dict(recompute="selective"),
+        pytest.param(dict(recompute="selective"), marks=pytest.mark.slow),
         dict(recompute="full", scan_layers=True),
-        dict(recompute="full", recompute_every=3),
+        pytest.param(dict(recompute="full", recompute_every=3), marks=pytest.mark.slow),
         dict(recompute="selective", recompute_modules=("attention", "activation"), recompute_every=2, scan_layers=True),
         dict(MLP_AGAIN, offload=("residual", "mlp_wide")),
-        dict(recompute="full", offload=("residual", "attention_out")),
+        pytest.param(dict(recompute="full", offload=("residual", "attention_out")), marks=pytest.mark.slow),
     ],
     ids=str,
 )

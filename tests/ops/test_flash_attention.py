@@ -258,7 +258,7 @@ def interpreted(monkeypatch):
     return params.InterpretGPUParams(uninitialized_memory="nan", out_of_bounds_reads="raise")
 
 
-@pytest.mark.parametrize(("head_dim", "num_sms"), [(64, 1), (256, 3)])
+@pytest.mark.parametrize(("head_dim", "num_sms"), [(64, 1), pytest.param(256, 3, marks=pytest.mark.slow)])
 def test_interpreted_kernel_equals_the_formula(head_dim, num_sms, interpreted, monkeypatch):
     """Packed documents with a window and a soft cap, grouped queries: tiles unseen, seen wholly or in part; one block
     that takes all tiles, so that each slot is used again, and three for four. T is a multiple of the tiles: TMA reads

@@ -178,7 +178,11 @@ def interpreted_kernel(monkeypatch, interpreter):
 # Forward 8 blocks of 2 rows, 6 of 2, and 6 of one; backward 4 blocks of 4, 2 of 6, and one of 6, two fetched ahead.
 @pytest.mark.parametrize(
     ("shape", "warpgroups"),
-    [((1, 16, 128), 1), pytest.param((2, 6, 2560), 2, marks=pytest.mark.slow), ((1, 6, 1536), 4)],
+    [
+        ((1, 16, 128), 1),
+        pytest.param((2, 6, 2560), 2, marks=pytest.mark.slow),
+        pytest.param((1, 6, 1536), 4, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_interpreted_kernel_equals_the_formula(shape, warpgroups, interpreted_kernel, make_test_mesh, monkeypatch):

@@ -138,6 +138,8 @@ def llama_on_one_device():
 SLOW = (
     "pipeline 2 x fsdp 2 x context 2, interleaved",
     "pipeline 4 x expert 2, gpipe",
+    "pipeline 2 x context 2 x tensor 2, empty stage",
+    "pipeline 2 x fsdp 4, every second layer recomputed",
     "pipeline 2 x fsdp 2 x tensor 2, interleaved",
     "pipeline 4 x data 2, full recompute",
     "pipeline 2 x data 2 x context 2, gpipe, nothing recomputed",
@@ -166,6 +168,7 @@ def test_pipeline_matches_one_device_llama(case, llama_on_one_device):
     assert_same(train(LLAMA, sizes, **how), llama_on_one_device)
 
 
+@pytest.mark.slow
 def test_pipeline_with_zero1_matches_one_device(llama_on_one_device):
     assert_same(train(LLAMA, dict(pipeline=2, data=4), zero1=True, **SELECTIVE), llama_on_one_device)
 
@@ -193,6 +196,7 @@ def temporary_bytes(schedule: str, num_microbatches: int) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_activation_memory_of_1f1b_does_not_grow_with_the_microbatches():
     few, many = (temporary_bytes("1f1b", count) for count in (8, 32))
     tokens = 24 * 4 * LENGTH * 4  # of what differs: the weights that each token of 24 more microbatches has

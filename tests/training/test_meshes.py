@@ -118,9 +118,11 @@ def llama_on_one_device():
     return train(LLAMA, RECOMPUTED, {})
 
 
-def test_loss_falls(gpt_on_one_device):
+def test_losses_are_those_of_tokens_that_cannot_be_predicted(gpt_on_one_device):
+    """100 tokens at random; the rows that pad the vocabulary to 128 count for nothing."""
     losses, params = gpt_on_one_device
-    assert len(losses) == STEPS and losses[-1] < losses[0]
+    assert len(losses) == STEPS
+    np.testing.assert_allclose(losses, np.log(100), atol=0.05)
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(params))
 
 

@@ -25,6 +25,7 @@ def test_steps_by_the_formula_have_the_bubble_of_the_formula():
     assert "bubble" not in found[-1]  # one step is no series
 
 
+@pytest.mark.slow
 def test_docs_show_what_was_measured():
     rows = json.loads((ROOT / "benchmarks" / "measured" / "pipeline.json").read_text())["rows"]
     assert bubble.table(rows) in (ROOT / "docs" / "pipeline.md").read_text()
