@@ -7,31 +7,16 @@ import sys
 import time
 
 import pytest
-from launch import ROOT
+from launch import READER, ROOT
 
-READS = """
-import multiprocessing
-import numpy as np
-from megajax.data.config import DataConfig
-from megajax.data.loader import step_batches
-
-class Numbers:
-    def __len__(self):
-        return 10**6
-
-    def __getitem__(self, i):
-        return {"tokens": np.full(4, i)}
-
-def schedule(step):
-    return 8 * step, 1, 8
-
-if __name__ == "__main__":
-    config = DataConfig(source="mock", num_workers=2)
-    batches = step_batches(Numbers(), schedule, np.arange, start_step=0, num_steps=10**5, config=config)
+READS = (
+    READER
+    + """\
     next(batches)
     print(*[child.pid for child in multiprocessing.active_children()], flush=True)
     next(iter(multiprocessing.active_children())).join()
 """
+)
 ENCODES = """
 import itertools, multiprocessing, time
 from megajax.data.prepare.encode import Encoder, encode_in_order

@@ -21,6 +21,27 @@ from megajax.config import Config
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 120
+# A script that has begun to read with two worker processes; a test goes on in its main block.
+READER = """
+import multiprocessing
+import numpy as np
+from megajax.data.config import DataConfig
+from megajax.data.loader import step_batches
+
+class Numbers:
+    def __len__(self):
+        return 10**6
+
+    def __getitem__(self, i):
+        return {"tokens": np.full(4, i)}
+
+def schedule(step):
+    return 8 * step, 1, 8
+
+if __name__ == "__main__":
+    config = DataConfig(source="mock", num_workers=2)
+    batches = step_batches(Numbers(), schedule, np.arange, start_step=0, num_steps=10**5, config=config)
+"""
 TINY = [
     "--config=gpt_tiny", "--model.num_layers=2", "--model.embed_dim=32", "--model.num_heads=2", "--model.mlp_dim=64",
     "--model.vocab_size=128", "--data.source=mock", "--data.text=", "--data.tokenizer=null:127",

@@ -8,31 +8,17 @@ import subprocess
 import sys
 
 import pytest
-from launch import ROOT, TIMEOUT_SECONDS, started, tiny_config
+from launch import READER, ROOT, TIMEOUT_SECONDS, started, tiny_config
 
 from megajax.data.datasets import build_datasets
 
 MINUTES = "--launch.hang_minutes=0.1"
-READER = """
-import multiprocessing, os, sys
-import numpy as np
-from megajax.data.config import DataConfig
-from megajax.data.loader import step_batches
-from megajax.training.faults.watchdog import Watchdog
+STOPS = (
+    READER
+    + """\
+    import os, sys
+    from megajax.training.faults.watchdog import Watchdog
 
-class Numbers:
-    def __len__(self):
-        return 10**6
-
-    def __getitem__(self, i):
-        return {"tokens": np.full(4, i)}
-
-def schedule(step):
-    return 8 * step, 1, 8
-
-if __name__ == "__main__":
-    config = DataConfig(source="mock", num_workers=2)
-    batches = step_batches(Numbers(), schedule, np.arange, start_step=0, num_steps=10**5, config=config)
     with Watchdog(float(sys.argv[2])) as watchdog:
         for step, _ in enumerate(batches):
             watchdog.alive()
@@ -41,6 +27,7 @@ if __name__ == "__main__":
                 print(victim.pid, other.pid, flush=True)
                 os.kill(victim.pid, int(sys.argv[1]))
 """
+)
 
 
 @pytest.mark.fault
@@ -70,7 +57,7 @@ def test_a_start_that_waits_for_a_process_or_for_data_ends_with_the_stacks(tmp_p
 @pytest.mark.fault
 def test_a_reading_process_that_dies_raises_and_one_that_stalls_ends_the_run(tmp_path):
     script = tmp_path / "reader.py"
-    script.write_text(READER)
+    script.write_text(STOPS)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     processes = {}
     for number in (signal.SIGKILL, signal.SIGSTOP):

@@ -126,7 +126,7 @@ def test_a_record_that_cannot_be_read_at_all_is_set_aside(tmp_path, caplog):
 
 @contextlib.contextmanager
 def full_disk(num_bytes):
-    """No file can grow beyond so many bytes: as on a full disk, the write that reaches the end is cut short and the
+    """No file can grow beyond num_bytes: as on a full disk, the write that reaches the limit is cut short and the
     next one fails."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
