@@ -30,8 +30,8 @@ def saved_rows(meta: dict, wanted: Rows) -> Rows:
         there = np.unique(stored.get(place, []))
         if not np.array_equal(here[here >= 0], there[there >= 0]):
             raise ValueError(
-                f"{place} has {np.sum(there >= 0)} layers in the checkpoint and {np.sum(here >= 0)} here, or other ones; describe the "
-                "model as it was saved"
+                f"{place} has {np.sum(there >= 0)} layers in the checkpoint and {np.sum(here >= 0)} here, or others: "
+                "describe the model as it was saved"
             )
     return stored
 

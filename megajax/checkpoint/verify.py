@@ -120,7 +120,7 @@ def digest(x: jax.Array) -> jax.Array:
 
 
 def weighted_sum(x: jax.Array) -> jax.Array:
-    """uint32 []: the digest of steps written before digests were pairs, sum_i b_i (2 i + 1). A flip of two signs escapes it."""
+    """uint32 []: sum_i b_i (2 i + 1), the digest of steps saved before digests were pairs. Misses two flipped signs."""
     bits, index = _words(x)
     return jnp.sum(bits * (2 * index + 1), dtype=jnp.uint32)
 

@@ -86,8 +86,7 @@ class OptimizerConfig:
             )
 
     def make_schedule(self, run_steps: float) -> Schedule:
-        """The learning-rate schedule of a run with this number of steps (TrainingConfig.full_batch_steps); checks the config
-        first."""
+        """The schedule of learning rates of a run of run_steps (TrainingConfig.full_batch_steps), checked first."""
         self.check(run_steps)
         return Schedule(
             style=self.schedule,

@@ -13,8 +13,11 @@ def stop_signals() -> list[signal.Signals]:
 
 
 def leave_when_asked() -> None:
-    """From here on a stop signal ends the program at once with exit status 0, unless another handler replaces this one: a
-    StopRequest while steps are done, a supervisor, and JAX, which takes SIGTERM where there are several processes."""
+    """From here on a stop signal ends the program at once with exit status 0, unless another handler replaces this one.
+
+    Other handlers: a StopRequest while steps are done, a supervisor, and JAX, which takes SIGTERM where there are
+    several processes.
+    """
     for number in stop_signals():
         signal.signal(number, _leave)
 

@@ -33,8 +33,8 @@ class Reporter:
     ):
         """first: steps done before; flops_per_token(sequence_length, causal=...), see Model.
 
-        most_skipped: consecutive skipped updates that end the run, 0: no limit. productive_seconds: of the steps done before; first_started: when
-        the run was first started, seconds since 1970.
+        most_skipped: consecutive skipped updates that end the run, 0: no limit. productive_seconds: of the steps done
+        before; first_started: when the run was first started, seconds since 1970.
         """
         self._num_steps = num_steps
         self._every_steps = every_steps
