@@ -309,6 +309,8 @@ MOVED = {
     "model.z_loss": "training.z_loss",
     "model.label_smoothing": "training.label_smoothing",
     "training.compiler_options": "execution.compiler_options",
+    "training.most_skipped_in_a_row": "training.max_consecutive_skips",
+    "optimizer.most_grad_norm": "optimizer.skip_grad_norm_above",
 } | {
     f"training.{name}": f"launch.{name}"
     for name in ("exit_at_step", "exit_after_minutes", "hang_minutes", "max_restarts", "profile_steps")

@@ -48,7 +48,7 @@ class OptimizerConfig:
     learning_rate_scale, weight_decay, optimizer."""
     clip_norm: NonNegativeFloat = 1.0
     """Gradients are scaled down to this global L2 norm; 0: no clipping."""
-    most_grad_norm: NonNegativeFloat = 0.0
+    skip_grad_norm_above: NonNegativeFloat = 0.0
     """An update with a larger gradient norm, before clipping, is skipped; 0: whatever is finite is used."""
     shard_over_data: bool = False
     """Split the optimizer state over the mesh axis data too (ZeRO-1)."""

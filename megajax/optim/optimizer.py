@@ -12,7 +12,7 @@ scales; parameter groups may change lr and d, see megajax/optim/groups.py):
         m = momentum m + g + d p,  p = p - lr * m
     Muon, for the matrices of layers, AdamW for everything else: megajax/optim/muon.py
 
-A step whose gradient norm (or loss) is not finite, or whose norm is above `most_grad_norm`, changes nothing:
+A step whose gradient norm (or loss) is not finite, or whose norm is above `skip_grad_norm_above`, changes nothing:
 parameters, moments and the step count of the bias correction stay bit for bit what they were. It is a select inside the
 same program, so no host decision is waited for.
 """
@@ -101,8 +101,8 @@ class Optimizer:
         grads = _float32(grads)
         grad_norm = global_norm(grads) if grad_norm is None else grad_norm
         usable = jnp.isfinite(grad_norm)
-        if self.config.most_grad_norm > 0:
-            usable &= grad_norm <= self.config.most_grad_norm
+        if self.config.skip_grad_norm_above > 0:
+            usable &= grad_norm <= self.config.skip_grad_norm_above
         if loss is not None:
             usable &= jnp.isfinite(loss)
         if self.config.clip_norm > 0:

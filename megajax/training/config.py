@@ -43,8 +43,8 @@ class TrainingConfig:
     """Parameters that are trained, by shell patterns of their names, such as *adapter*; empty: all."""
     frozen: tuple[str, ...] = ()
     """Parameters that are not trained, of those in `trained`: layers.*.attention.*, embedding."""
-    most_skipped_in_a_row: NonNegativeInt = 20
-    """Stop after N consecutive skipped updates (not finite, or beyond optimizer.most_grad_norm); 0: never."""
+    max_consecutive_skips: NonNegativeInt = 20
+    """Stop after N consecutive skipped updates (not finite, or beyond optimizer.skip_grad_norm_above); 0: never."""
     check_replicas_every_steps: NonNegativeInt = 0
     """Steps between two comparisons of what several devices hold copies of, and one before each save; a device that
     differs is named and ends the run; 0: never."""

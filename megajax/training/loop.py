@@ -105,7 +105,7 @@ class Trainer:
             schedule=schedule,
             flops_per_token=self.program.model.flops_per_token,
             num_devices=self.program.mesh.size,
-            most_skipped=config.most_skipped_in_a_row,
+            max_consecutive_skips=config.max_consecutive_skips,
             productive_seconds=self.productive_seconds,
             first_started=self.output.first_started,
             console=self.output.console,

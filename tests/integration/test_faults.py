@@ -57,7 +57,7 @@ def test_a_skipped_update_leaves_every_array_as_it_was_and_the_next_one_does_not
     run_dir = tmp_path / "run"
     output = run(
         run_dir, "--training.steps=8", "--checkpoint.every_steps=1", "--checkpoint.keep=0",
-        "--optimizer.most_grad_norm=0.8", "--optimizer.initial_learning_rate=1e-4",
+        "--optimizer.skip_grad_norm_above=0.8", "--optimizer.initial_learning_rate=1e-4",
     )  # fmt: skip
     meta = lambda step: json.loads((run_dir / "checkpoints" / str(step) / "meta" / "metadata").read_text())
     digests = {step: meta(step)["digests"] for step in range(1, 9)}

@@ -164,7 +164,7 @@ def test_a_spike_of_the_gradient_norm_is_skipped_and_changes_no_bit():
         grads, Optimizer(OptimizerConfig(), RECORDS).init(params), params, jnp.float32(LEARNING_RATE)
     )[2]["grad_norm"])  # fmt: skip
     for most, skipped in ((norm * 1.01, 0), (norm * 0.99, 1)):
-        optimizer = Optimizer(OptimizerConfig(most_grad_norm=most), RECORDS)
+        optimizer = Optimizer(OptimizerConfig(skip_grad_norm_above=most), RECORDS)
         state = optimizer.init(params)
         new_params, new_state, metrics = optimizer.update(grads, state, params, jnp.float32(LEARNING_RATE))
         assert metrics["skipped"] == skipped

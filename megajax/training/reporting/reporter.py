@@ -25,7 +25,7 @@ class Reporter:
         schedule: BatchSchedule,
         flops_per_token: Callable[..., float],
         num_devices: int,
-        most_skipped: int,
+        max_consecutive_skips: int,
         productive_seconds: float,
         first_started: float,
         console: Console,
@@ -33,8 +33,8 @@ class Reporter:
     ):
         """first: steps done before; flops_per_token(sequence_length, causal=...), see Model.
 
-        most_skipped: consecutive skipped updates that end the run, 0: no limit. productive_seconds: of the steps done
-        before; first_started: when the run was first started, seconds since 1970.
+        max_consecutive_skips: skipped updates that end the run, 0: no limit. productive_seconds: of the steps done
+        before. first_started: when the run was first started, seconds since 1970.
         """
         self._num_steps = num_steps
         self._every_steps = every_steps
@@ -52,8 +52,8 @@ class Reporter:
         self._steps = 0
         self._samples = 0
         self._seconds = 0.0
-        self._most_skipped = most_skipped
-        self._skipped_in_a_row = 0
+        self._max_consecutive_skips = max_consecutive_skips
+        self._consecutive_skips = 0
         self.productive_seconds = productive_seconds
         self._first_started = first_started
         self._last_end = time.perf_counter()  # of a step, or of what came after it
@@ -159,19 +159,19 @@ class Reporter:
     def _look_at_skipped(self, step: int, metrics: dict) -> None:
         """Says which samples an update was skipped for. Raises RuntimeError after too many in a row."""
         if not int(metrics["skipped"]):
-            self._skipped_in_a_row = 0
+            self._consecutive_skips = 0
             return
-        self._skipped_in_a_row += 1
+        self._consecutive_skips += 1
         batch = self._schedule(step - 1)
         samples = f"samples {batch.first_sample} to {batch.first_sample + batch.size - 1}"
         values = f"loss {float(metrics['loss']):.4g}, gradient norm {float(metrics['grad_norm']):.4g}"
         total = int(metrics["total_skipped"])
         self._console.note(f"step {step}: update skipped, {values}, {samples} ({total} skipped in all)")
-        if self._most_skipped and self._skipped_in_a_row >= self._most_skipped:
+        if self._max_consecutive_skips and self._consecutive_skips >= self._max_consecutive_skips:
             raise RuntimeError(
-                f"{self._skipped_in_a_row} updates in a row were skipped, up to step {step} ({values}); nothing was "
+                f"{self._consecutive_skips} updates in a row were skipped, up to step {step} ({values}); nothing was "
                 "saved since the last checkpoint: look at the data of these steps, lower the learning rate, or allow "
-                "more with --training.most_skipped_in_a_row"
+                "more with --training.max_consecutive_skips"
             )
 
     def _emit(self, line: dict[str, Any]) -> None:

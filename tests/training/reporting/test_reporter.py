@@ -29,11 +29,12 @@ class Written:
 
 
 def reporter(
-    console, most_skipped, writer=None, every_steps=10, productive_seconds=0.0, first_started=0.0, rampup=None
+    console, max_consecutive_skips, writer=None, every_steps=10, productive_seconds=0.0, first_started=0.0, rampup=None
 ):
     return Reporter(
         0, num_steps=100, every_steps=every_steps, sequence_length=4, schedule=BatchSchedule(8, None, rampup),
-        flops_per_token=lambda *_, **__: 1.0, num_devices=1, most_skipped=most_skipped, console=console, writer=writer,
+        flops_per_token=lambda *_, **__: 1.0, num_devices=1, max_consecutive_skips=max_consecutive_skips,
+        console=console, writer=writer,
         productive_seconds=productive_seconds, first_started=first_started,
     )  # fmt: skip
 
@@ -44,8 +45,8 @@ def dispatch(it, step):
     it.dispatched(step, {"loss": 1.0, "grad_norm": 1.0, "skipped": 0, "total_skipped": 0}, 0.1)
 
 
-def run(console, most_skipped, skipped):
-    it, total = reporter(console, most_skipped), 0
+def run(console, max_consecutive_skips, skipped):
+    it, total = reporter(console, max_consecutive_skips), 0
     for step, one in enumerate(skipped, start=1):
         total += one
         loss = float("nan") if one else 1.0
