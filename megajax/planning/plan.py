@@ -80,7 +80,7 @@ def plan_rows(
     rows += _run_rows(training, mesh_config, times.step, price)
     usable = USABLE_MEMORY * device.memory_bytes
     verdict = "fits" if total <= usable else "does not fit"
-    rows.append(("verdict", f"{verdict}: {format_bytes(total)} of {format_bytes(usable)} usable on a {device.name}"))
+    rows.append(("verdict", f"{verdict}: {format_bytes(total)} of {format_bytes(usable)} usable per {device.name}"))
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return rows + [("host memory used by planning", format_bytes(used))]
 
