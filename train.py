@@ -98,7 +98,8 @@ def _train(config: Config, watchdog: Watchdog) -> str:
             outcome = trainer.run(state)
         except ValueError as error:  # no bad input any more: the traceback is worth keeping
             raise RuntimeError("training stopped") from error
-    console.note(f"{outcome}: {run_dir}, step {trainer.checkpointer.latest_step()} of {config.training.steps}")
+    if outcome != "already finished":
+        console.note(f"{outcome}: {run_dir}, step {trainer.checkpointer.latest_step()} of {config.training.steps}")
     return outcome
 
 

@@ -55,6 +55,7 @@ class Datasets:
     eval_bytes_per_token: float | None
     sources: tuple[Source, ...]
     record: dict[str, Any]
+    is_mock: bool
 
 
 def build_datasets(
@@ -112,6 +113,7 @@ def build_datasets(
         eval_bytes_per_token=_bytes_per_token(evaluation, config.kind),
         sources=_sources(train, sequence_length, cuts[-1]),
         record=_record(train, tokenizer, form, split, sequence_length, seed, cuts),
+        is_mock=config.source == "mock",
     )
 
 
