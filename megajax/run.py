@@ -24,11 +24,13 @@ from megajax.mesh import make_mesh
 from megajax.training.faults.watchdog import Watchdog
 from megajax.training.loop import Output, Trainer
 from megajax.training.program import Program
-from megajax.training.reporting.console import Console
+from megajax.training.reporting.console import Console, format_count
 from megajax.training.reporting.metrics import MetricsWriter
 from megajax.training.reporting.starts import first_start, start_record
 
 logger = logging.getLogger("megajax")
+# Up to four epochs are about as good as new text (Muennighoff et al. 2023, https://arxiv.org/abs/2305.16264).
+MANY_EPOCHS = 4
 
 
 def check(config: Config) -> list[str]:
@@ -69,9 +71,24 @@ def load_data(config: Config) -> Datasets:
         num_eval_samples=evaluated,
     )
     check_vocab_size(datasets.tokenizer, config.model.vocab_size)
+    if config.data.kind == "documents" and not datasets.is_mock and jax.process_index() == 0:
+        _warn_of_repetition(datasets)
     if not config.data.allow_change:
         _check_data(datasets, Path(config.run_dir))
     return datasets
+
+
+def _warn_of_repetition(datasets: Datasets) -> None:
+    for source in datasets.sources:
+        if source.epochs > MANY_EPOCHS:
+            logger.warning(
+                "data: %s, %s tokens, is read %s times: beyond %d epochs repeated text teaches a model less and less; "
+                "use more text, fewer --training.steps or a smaller --training.global_batch_size",
+                source.name,
+                format_count(source.tokens_per_epoch),
+                f"{source.epochs:,.0f}",
+                MANY_EPOCHS,
+            )
 
 
 def _check_data(datasets: Datasets, run_dir: Path) -> None:
