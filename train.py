@@ -18,6 +18,7 @@ import jax
 
 import configs
 from megajax import config as configuration
+from megajax.announce import announced
 from megajax.config import Config
 from megajax.mesh import initialize_processes
 from megajax.training.faults.run_lock import locked
@@ -75,7 +76,9 @@ def _train(config: Config, watchdog: Watchdog) -> str:
     from megajax.training.faults.disk import check_room
 
     watchdog.alive()
-    config = config.check_on(jax.device_count())
+    with announced("starting the devices"):
+        num_devices = jax.device_count()
+    config = config.check_on(num_devices)
     config = start_from.pinned(config)
     run_dir = Path(config.run_dir)
     changed = run.check(config)
@@ -179,8 +182,9 @@ def _parse(arguments: list[str]) -> tuple[str, str, int | None, bool, list[str]]
 def _print_sample(config: Config) -> None:
     from megajax.inference.engine import Engine, Sampling
 
-    engine = Engine.from_run(config.run_dir)
-    (text,) = engine.generate([config.training.sample_prompt], Sampling(max_tokens=100, temperature=0.8, top_k=50))
+    with announced("generating a sample"):
+        engine = Engine.from_run(config.run_dir)
+        (text,) = engine.generate([config.training.sample_prompt], Sampling(max_tokens=100, temperature=0.8, top_k=50))
     print(f"\nsample of {config.run_dir}:\n{config.training.sample_prompt}{text}")
 
 

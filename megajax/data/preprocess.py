@@ -19,6 +19,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from megajax.announce import announced
 from megajax.data import inspect
 from megajax.data.prepare.read_input import MAX_DOCUMENT_BYTES, Reader, expand
 from megajax.data.prepare.train_tokenizer import train_tokenizer
@@ -100,7 +101,8 @@ def _run(flags: argparse.Namespace) -> dict[str, dict]:
         if form == "conversations":
             template = load_chat_template(BytesTokenizer(), flags.chat_template)
         reader = Reader(json_keys, form, template, flags.max_document_bytes)
-        spec = train_tokenizer(files, spec, flags.output_prefix, reader, flags.on_error)
+        with announced("training the tokenizer"):
+            spec = train_tokenizer(files, spec, flags.output_prefix, reader, flags.on_error)
     tokenizer = load_tokenizer(spec)
     if form == "conversations":
         template = load_chat_template(tokenizer, flags.chat_template)

@@ -73,7 +73,7 @@ class StopRequest:
             if self._is_program:
                 leave(
                     130,
-                    "received SIGINT again: stopped without saving; the last checkpoint counts",
+                    "received SIGINT again: stopped without saving",
                 )
             if not self._is_interrupted:
                 self._is_interrupted = True

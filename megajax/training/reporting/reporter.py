@@ -80,8 +80,9 @@ class Reporter:
         self._waiting = (step, metrics, rate)
         if self._is_compiling:
             started = self._last_end
-            self.flush()
-            name = "first step" if step == self._first + 1 else f"step {step}, the first of its batch size"
+            name = "the first step" if step == self._first + 1 else f"step {step}, the first of its batch size"
+            with self._console.announced(f"running {name}"):
+                self.flush()
             self._console.note(f"{name}, compilation included: {format_seconds(time.perf_counter() - started)}")
             self._is_compiling = False
             self.restart_clock()

@@ -135,8 +135,12 @@ def test_speeds_are_those_of_the_batches_that_were_read_and_what_is_compiled_cou
     assert it.productive_seconds == 2 + 2 + 5 + 8
     found = {line["step"]: (line.get("step_seconds"), line.get("tokens_per_second")) for line in writer.lines}
     assert found == {1: (None, None), 3: (2.0, 4.0), 6: (5.0, 4.0)}
-    assert [note.split(",")[0] for note in console.notes] == ["first step", "step 4", "step 6"]
-    assert console.announcements == 3 * ["compiling the train step"]
+    assert [note.split(",")[0] for note in console.notes] == ["the first step", "step 4", "step 6"]
+    assert console.announcements[:3] == [
+        "compiling the train step",
+        "running the first step",
+        "compiling the train step",
+    ]
 
 
 def test_the_mean_loss_is_of_the_steps_since_the_line_before_without_skipped_ones():
