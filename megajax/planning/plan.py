@@ -37,7 +37,7 @@ from megajax.training.batches import abstract_batch
 from megajax.training.compiler_options import compiler_options
 from megajax.training.config import TrainingConfig
 from megajax.training.program import Program
-from megajax.training.reporting.console import format_bytes, format_count, format_seconds
+from megajax.training.reporting.console import format_bytes, format_count, format_flops, format_seconds
 
 USABLE_MEMORY = 0.92  # of the device; the rest is CUDA, cuDNN workspaces and fragmentation
 MAX_VIRTUAL_DEVICES = 8  # that a plan compares with the memory of this machine
@@ -91,7 +91,7 @@ def _model_rows(model: Model, mesh: MeshConfig, training: TrainingConfig, device
     length = training.sequence_length
     schedule = training.schedule(mesh)
     batch = schedule(training.steps)
-    flops = [format_count(model.flops_per_token(length, causal=causal)) for causal in (False, True)]
+    flops = [format_flops(model.flops_per_token(length, causal=causal)) for causal in (False, True)]
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.sizes().items() if size > 1)
     return [
         ("parameters", f"{format_count(model.num_parameters())} ({model.num_parameters():,})"),
