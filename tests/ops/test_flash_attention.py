@@ -173,10 +173,10 @@ def test_what_was_measured_to_be_faster_is_taken(monkeypatch):
     q = lambda head_dim=128, dtype=jnp.bfloat16, length=4096: jax.ShapeDtypeStruct((1, length, 2, head_dim), dtype)
     causal, window = AttentionMask(True), AttentionMask(True, 8)
 
-    def chosen(q, mask, kv_heads=2, packed=False, soft_cap=None, dropout=0.0, deterministic=False):
+    def chosen(q, mask, kv_heads=2, packed=False, soft_cap=None, dropout=0.0, deterministic=False, alibi=False):
         k = jax.ShapeDtypeStruct((*q.shape[:2], kv_heads, q.shape[3]), q.dtype)
         order = backend_order("auto", q, k, mask, packed=packed)
-        return choose_backend(q, order, soft_cap, dropout, None, deterministic)
+        return choose_backend(q, order, soft_cap, dropout, None, deterministic, alibi)
 
     assert [chosen(q(h), mask) for h in (64, 128) for mask in (causal, window)] == ["pallas"] * 4
     assert [chosen(q(length=n), causal) for n in (128, 5000, 6000, 2**17)] == ["pallas"] * 2 + ["cudnn"] * 2
@@ -188,6 +188,7 @@ def test_what_was_measured_to_be_faster_is_taken(monkeypatch):
     assert chosen(q(length=2**17), causal, deterministic=True) == "pallas"
     assert chosen(q(96), causal, deterministic=True) == "reference"
     assert chosen(q(), causal, dropout=0.1) == chosen(q(dtype=jnp.float32), causal, packed=True) == "reference"
+    assert chosen(q(), causal, alibi=True) == "reference"
 
 
 def test_what_a_config_asks_for_is_taken_where_it_can_be_and_else_the_log_says_why(monkeypatch, caplog, make_test_mesh):
