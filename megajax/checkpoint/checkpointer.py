@@ -160,7 +160,7 @@ class Checkpointer:
         self.failed_saves += 1
         self._left_unfinished |= not local
         what = "local snapshot" if local else "checkpoint"
-        logger.error("a %s could not be saved (%d so far): %s", what, self.failed_saves, _in_one_line(error))
+        logger.error("a %s could not be saved (failure %d): %s", what, self.failed_saves, _in_one_line(error))
 
     def write(self, step: int, trees: dict[str, Any], meta: dict[str, Any]) -> None:
         """Starts to save {item: tree of arrays}, as `save` does; raises what goes wrong, here or in `wait`."""

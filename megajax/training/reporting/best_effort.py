@@ -24,13 +24,13 @@ class BestEffort:
     def __exit__(self, _, error: BaseException | None, __) -> bool:
         if error is None:
             if self._failing:
-                logger.info("%s: can be written again", self._what)
+                logger.info("%s can be written again", self._what)
             self._failing = False
             return False
         if not isinstance(error, Exception):
             return False
         if not self._failing:
-            logger.warning("%s: cannot be written (%s); the run goes on and tries again", self._what, error)
+            logger.warning("%s cannot be written (%s); the run goes on and retries", self._what, error)
         self._failing = True
         return True
 
