@@ -86,7 +86,7 @@ def _warn_of_repetition(datasets: Datasets) -> None:
                 "use more text, fewer --training.steps or a smaller --training.global_batch_size",
                 source.name,
                 format_count(source.tokens_per_epoch),
-                f"{source.epochs:,.0f}",
+                f"{source.epochs:,.1f}",
                 MANY_EPOCHS,
             )
 

@@ -34,7 +34,7 @@ MOST_GRADIENTS = 8
 MOST_PLACES = 6  # from the operation up to the layer that asked for it
 # What the loops of a step go through, by the function that has the loop.
 LOOPS = {"_scan": "layer", "train_step": "microbatch"}
-# Fields that change no number of a step.
+# Fields that do not change the numbers of a step.
 OF_NO_NUMBER = ("run_dir", "checkpoint.", "logging.", "launch.", "training.log_", "training.eval_")
 # float32 sums in another order, some steps on.
 ROUNDING = 1e-3

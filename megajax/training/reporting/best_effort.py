@@ -36,7 +36,7 @@ class BestEffort:
 
 
 class Appender:
-    """Appends to a file; what finds no room waits for the next call, so that no piece is cut in two.
+    """Appends to a file; what cannot be written now is kept for the next call, so that no line is cut in two.
 
     path: opened for each call, so that nothing has to be closed and a file that was replaced is no obstacle; its folder
     is made if it is not there. first: what the file begins with.

@@ -124,7 +124,7 @@ class MetricsWriter:
                 file.write(values, step)
 
     def rewind(self, step: int) -> None:
-        """Drops what lies after `step`, so that a run resumed there has one line a step.
+        """Drops what lies after `step`, so that a resumed run has one line per step.
 
         Replaces metrics.jsonl as a whole: a crash leaves the old file or the new one. A last line that a crash cut off
         goes too; other lines that cannot be read are moved to metrics.jsonl.damaged, and so is a file that cannot be
