@@ -5,11 +5,11 @@ Nothing below this file sees the whole Config; each part receives its own sectio
 
 import contextlib
 import dataclasses
-import difflib
 import io
 import json
 import logging
 import typing
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from megajax.optim.optimizer import Optimizer
 from megajax.parallel.schedule import make_stages
 from megajax.precision import PrecisionConfig
 from megajax.ranges import check_fields, describe
+from megajax.suggestions import did_you_mean
 from megajax.training.compiler_options import compiler_options, parse
 from megajax.training.config import LaunchConfig, TrainingConfig
 from megajax.training.program import Program
@@ -207,9 +208,14 @@ def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
 _TYRO = (tyro.conf.FlagConversionOff,)  # booleans take a value, like every other field
 
 
-def override(config: Config, arguments: list[str]) -> Config:
-    """The config with `--section.field=value` arguments applied. Raises ValueError for the first one that is wrong."""
-    arguments = _normalised(arguments)
+def override(config: Config, overrides: Iterable[str] | Mapping[str, Any]) -> Config:
+    """The config with overrides applied: `--section.field=value` arguments, or {"section.field": value}.
+
+    Raises ValueError for the first one that is wrong.
+    """
+    if isinstance(overrides, Mapping):
+        overrides = [f"--{name}={_as_typed(value)}" for name, value in overrides.items()]
+    arguments = normalised(overrides)
     recipe = config
     config, arguments = _with_kind(config, arguments)
     config = _with_source(config, arguments)
@@ -222,14 +228,25 @@ def override(config: Config, arguments: list[str]) -> Config:
         if name not in fields:
             raise ValueError(f"--{name} is unknown{did_you_mean(name, fields, '--')}; --help shows all fields")
         words.append(_words(argument, fields[name]))
+    if not words:
+        return config
+    try:
+        config = _parse(config, [word for one in words for word in one])
+    except SystemExit:
+        name, value = _first_wrong(config, arguments, words)
+        raise ValueError(f"{name}={value!r} is not {describe(fields[name])}") from None
+    return _fitted(recipe, config, {argument[2:].split("=", 1)[0] for argument in arguments})
+
+
+def _first_wrong(config: Config, arguments: list[str], words: list[list[str]]) -> tuple[str, str]:
+    """-> (name, value) of the first argument that is refused alone; the last one if none is."""
     for argument, one in zip(arguments, words, strict=True):
+        name, _, value = argument[2:].partition("=")
         try:
             _parse(config, one)
         except SystemExit:
-            name, _, value = argument[2:].partition("=")
-            raise ValueError(f"{name}={value!r} is not {describe(fields[name])}") from None
-    config = _parse(config, [word for one in words for word in one])
-    return _fitted(recipe, config, {argument[2:].split("=", 1)[0] for argument in arguments})
+            break
+    return name, value
 
 
 def _with_kind(config: Config, arguments: list[str]) -> tuple[Config, list[str]]:
@@ -287,11 +304,12 @@ def _parse(config: Config, words: list[str]) -> Config:
         return tyro.cli(Config, default=config, args=words, config=_TYRO, console_outputs=False)
 
 
-def print_help(config: Config, program: str) -> None:
-    tyro.cli(Config, default=config, args=["--help"], prog=program, config=_TYRO)
+def _as_typed(value: Any) -> str:
+    """What one types for a value."""
+    return ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 
-def _normalised(arguments: list[str]) -> list[str]:
+def normalised(arguments: Iterable[str]) -> list[str]:
     """Every override as one '--section.field=value' with underscores; 'True' and 'None' as Python writes them."""
     joined: list[str] = []
     for argument in arguments:
@@ -329,12 +347,6 @@ def _leaves(config: Any, prefix: str = ""):
             yield from _leaves(value, f"{prefix}{field.name}.")
         else:
             yield f"{prefix}{field.name}", hints[field.name]
-
-
-def did_you_mean(name: str, known, prefix: str = "") -> str:
-    """A hint at the nearest known name, or an empty string."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {prefix}{near[0]}?" if near else ""
 
 
 # ----------------------------------------------------------------------------- JSON

@@ -106,6 +106,7 @@ class Trainer:
             sequence_length=config.sequence_length,
             schedule=schedule,
             flops_per_token=self.program.model.flops_per_token,
+            compute_dtype=self.program.model.precision.compute,
             num_devices=self.program.mesh.size,
             max_consecutive_skips=config.max_consecutive_skips,
             productive_seconds=self.productive_seconds,

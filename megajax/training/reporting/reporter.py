@@ -4,7 +4,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -26,6 +26,7 @@ class Reporter:
         sequence_length: int,
         schedule: BatchSchedule,
         flops_per_token: Callable[..., float],
+        compute_dtype: Literal["float32", "bfloat16"],
         num_devices: int,
         max_consecutive_skips: int,
         productive_seconds: float,
@@ -33,7 +34,8 @@ class Reporter:
         console: Console,
         writer: MetricsWriter | None,
     ):
-        """first: steps done before; flops_per_token(sequence_length, causal=...), see Model.
+        """first: steps done before; flops_per_token(sequence_length, causal=...), see Model. compute_dtype: whose peak
+        MFU is measured against.
 
         max_consecutive_skips: that many end the run; 0: no limit. productive_seconds: of the steps done
         before. first_started: when the run was first started, seconds since 1970.
@@ -43,6 +45,7 @@ class Reporter:
         self._sequence_length = sequence_length
         self._schedule = schedule
         self._flops_per_token = flops_per_token
+        self._compute_dtype = compute_dtype
         self._num_devices = num_devices
         self._console = console
         self._writer = writer
@@ -158,6 +161,7 @@ class Reporter:
             return line
         per_device = self._samples * length / self._seconds / self._num_devices
         known = find_device(device.device_kind)
+        known = known and known.computing_in(self._compute_dtype)
 
         def mfu(causal: bool) -> float | None:
             return utilisation(self._flops_per_token(length, causal=causal), per_device, known)

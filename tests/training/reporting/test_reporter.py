@@ -42,7 +42,8 @@ def reporter(
 ):
     return Reporter(
         0, num_steps=100, every_steps=every_steps, sequence_length=4, schedule=BatchSchedule(8, None, rampup),
-        flops_per_token=lambda *_, **__: 1.0, num_devices=1, max_consecutive_skips=max_consecutive_skips,
+        flops_per_token=lambda *_, **__: 1.0, compute_dtype="bfloat16", num_devices=1,
+        max_consecutive_skips=max_consecutive_skips,
         console=console, writer=writer,
         productive_seconds=productive_seconds, first_started=first_started,
     )  # fmt: skip
