@@ -85,7 +85,8 @@ class Reporter:
             started = self._last_end
             name = "the first step" if step == self._first + 1 else f"step {step}, the first of its batch size"
             with self._console.announced(f"running {name}"):
-                self.flush()
+                jax.block_until_ready(metrics["loss"])
+            self.flush()
             self._console.note(f"{name}, compilation included: {format_seconds(time.perf_counter() - started)}")
             self._is_compiling = False
             self.restart_clock()
