@@ -1,6 +1,7 @@
 """What a configuration says of data, and what of it makes no sense."""
 
 import dataclasses
+import functools
 import logging
 import os
 from typing import Annotated, Literal
@@ -143,12 +144,7 @@ class DataConfig:
             prefix = prefixes(read_blend(self.paths))[0]
             meta = read_meta(prefix)
             if meta is None:
-                logger.warning(
-                    "data.tokenizer: %s.meta.json does not exist, so nothing says which tokenizer wrote the tokens; "
-                    "any id below model.vocab_size=%d is taken, and nothing can be decoded",
-                    prefix,
-                    vocab_size,
-                )
+                _warn_of_unknown_tokenizer(prefix, vocab_size)
             else:
                 spec = _found_tokenizer(meta["tokenizer"], prefix)
         return dataclasses.replace(self, tokenizer=spec)
@@ -171,6 +167,16 @@ class DataConfig:
         if any(later <= earlier for earlier, later in zip([0, *steps], steps, strict=False)):
             raise ValueError(f"data.blend_changes={self.blend_changes}: the steps must ascend, from 1 on")
         return [(step, file) for step, (_, file) in zip(steps, found, strict=True)]
+
+
+@functools.cache  # once a process, however often the config is looked at
+def _warn_of_unknown_tokenizer(prefix: str, vocab_size: int) -> None:
+    logger.warning(
+        "data.tokenizer: %s.meta.json does not exist, so the tokenizer that wrote the tokens is not known; any id "
+        "below model.vocab_size=%d is accepted, and nothing can be decoded",
+        prefix,
+        vocab_size,
+    )
 
 
 def _found_tokenizer(spec: str, prefix: str) -> str:
