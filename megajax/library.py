@@ -21,7 +21,7 @@ from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.steps import find_step
 from megajax.config import Config, override
 from megajax.data.datasets import Datasets
-from megajax.inference.engine import Engine, serving_params
+from megajax.inference.engine import Engine, serving_params, tokenizer_of
 from megajax.inference.sampling import Sampling
 from megajax.mesh import make_mesh
 from megajax.models.model import Model
@@ -173,9 +173,15 @@ class Run:
         settings.check()
         if self.model.stages is not None:
             raise ValueError(f"mesh.pipeline={self.config.mesh.pipeline}: generation has no pipeline; use another mesh")
-        weights = self._saved_weights() if state is None else state.weights
+        if state is None:
+            step = find_step(self.config.run_dir)
+            tokenizer = tokenizer_of(self.config.run_dir, step, self.config.data.tokenizer)
+            weights = self._saved_weights(step)
+        else:
+            tokenizer = self.datasets.tokenizer
+            weights = state.weights
         if self._engine is None:
-            self._engine = Engine(self.model, weights, self.mesh, self.datasets.tokenizer)
+            self._engine = Engine(self.model, weights, self.mesh, tokenizer)
         self._engine.use(weights)  # its programs are compiled once for all weights
         return self._engine.generate([prompts] if isinstance(prompts, str) else prompts, settings)
 
@@ -231,8 +237,7 @@ class Run:
             )
         return BatchSchedule(size, microbatch and unit, None)(0)
 
-    def _saved_weights(self) -> dict:
-        step = find_step(self.config.run_dir)
+    def _saved_weights(self, step: int) -> dict:
         with Checkpointer(self.config.run_dir, None) as checkpointer:
             target = with_shardings(serving_params(self.model), self.model.shardings(self.mesh))
             return checkpointer.restore_params(step, target, self.model.layer_rows)

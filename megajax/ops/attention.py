@@ -126,9 +126,11 @@ def choose_backend(
     """The first in the order that can do it; logs why not the ones before."""
     dtype = q_BTNH.dtype
     head_dim = q_BTNH.shape[-1]
+    capability = compat.compute_capability()
     both = {"key-value cache": indices is not None, "dropout": dropout > 0}
     cudnn = {
         "no NVIDIA GPU": compat.mesh_platform() not in ("gpu", "cuda"),
+        f"compute capability {capability}": capability is not None and capability < 8.0,  # older than Ampere
         f"dtype {dtype}": dtype not in (jnp.bfloat16, jnp.float16),
         f"head dim {head_dim}": head_dim > 128 or head_dim % 8 != 0,
         "soft cap": soft_cap is not None,
