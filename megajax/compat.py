@@ -36,8 +36,8 @@ def mesh_platform() -> str:
 
 
 def compute_capability() -> float | None:
-    """Of the GPUs of the current mesh: 9.0 for Hopper, 7.5 for a T4. None for other devices, and for those of a compiler
-    that this machine does not have."""
+    """Of the GPUs of the current mesh: 9.0 for Hopper, 7.5 for a T4. None for other devices, and for GPUs that exist
+    for the compiler only."""
     abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     device = jax.devices()[0]
     if abstract is not None and abstract.device_kind != device.device_kind:
