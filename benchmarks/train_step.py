@@ -128,7 +128,7 @@ def sustained_windows(
 
 
 def measure(config: Config, seconds: float, num_windows: int, num_steps: int, profile_to: str) -> dict:
-    """Seconds of a step, with tokens/s and MFU a device (attention counted in full, and causally); memory in bytes.
+    """Seconds of a step, with tokens/s and MFU per device (attention counted in full, and causally); memory in bytes.
 
     num_steps: so many, and the last is timed; 0 for windows of so many seconds.
     profile_to: a file, "yes" to print only, "" for no profile.
@@ -169,6 +169,7 @@ def measure(config: Config, seconds: float, num_windows: int, num_steps: int, pr
     )
     per_device = training.global_batch_size * training.sequence_length / result["step_seconds"] / mesh.size
     known = find_device(device.device_kind)
+    known = known and known.computing_in(setup.config.precision.compute)
     mfu = {
         name: known
         and utilisation(setup.program.model.flops_per_token(training.sequence_length, causal=causal), per_device, known)

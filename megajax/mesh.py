@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from megajax import compat
+from megajax.announce import announced
 from megajax.ranges import PositiveInt
 
 logger = logging.getLogger("megajax")
@@ -128,7 +129,7 @@ def initialize_processes() -> None:
         compat.use_gloo()
     if int(env.get("WORLD_SIZE", "1")) > 1 and "MASTER_ADDR" in env:
         local = [int(env["LOCAL_RANK"])] if "LOCAL_RANK" in env and not is_cpu else None
-        logger.info("process %s waits for all %s to connect", env["RANK"], env["WORLD_SIZE"])
+        logger.info("process %s of %s waits for the others to connect", env["RANK"], env["WORLD_SIZE"])
         jax.distributed.initialize(
             f"{env['MASTER_ADDR']}:{env.get('MASTER_PORT', '29500')}",
             num_processes=int(env["WORLD_SIZE"]),
@@ -138,7 +139,8 @@ def initialize_processes() -> None:
     elif any(int(env.get(name, "1")) > 1 for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")) or (
         "JAX_COORDINATOR_ADDRESS" in env or "KUBERNETES_SERVICE_HOST" in env and "JOB_COMPLETION_INDEX" in env
     ):
-        jax.distributed.initialize()
+        with announced("waiting for the other processes to connect"):
+            jax.distributed.initialize()
     else:
         return
     logger.info("process %d of %d, %d devices", jax.process_index(), jax.process_count(), jax.device_count())

@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 
 from megajax import start_from
+from megajax.announce import announced
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.steps import newest_meta
 from megajax.config import Config, differences, holds_run, incompatibilities
@@ -27,11 +28,13 @@ from megajax.training.faults.replay import run_again
 from megajax.training.faults.watchdog import Watchdog
 from megajax.training.loop import Output, Trainer
 from megajax.training.program import Program
-from megajax.training.reporting.console import Console
+from megajax.training.reporting.console import Console, format_count
 from megajax.training.reporting.metrics import MetricsWriter
 from megajax.training.reporting.starts import first_start, start_record
 
 logger = logging.getLogger("megajax")
+# Up to four epochs are about as good as new text (Muennighoff et al. 2023, https://arxiv.org/abs/2305.16264).
+MANY_EPOCHS = 4
 
 
 def train(config: Config) -> str:
@@ -42,7 +45,9 @@ def train(config: Config) -> str:
 
 def _train(config: Config, watchdog: Watchdog) -> str:
     watchdog.alive()
-    config = config.check_on(jax.device_count())
+    with announced("starting the devices"):
+        num_devices = jax.device_count()
+    config = config.check_on(num_devices)
     config = start_from.pinned(config)
     run_dir = Path(config.run_dir)
     changed = check(config)
@@ -65,7 +70,8 @@ def _train(config: Config, watchdog: Watchdog) -> str:
             outcome = trainer.run(state)
         except ValueError as error:  # no bad input any more: the traceback is worth keeping
             raise RuntimeError("training stopped") from error
-    console.note(f"{outcome}: {run_dir}, step {trainer.checkpointer.latest_step()} of {config.training.steps}")
+    if outcome != "already finished":
+        console.note(f"{outcome}: {run_dir}, step {trainer.checkpointer.latest_step()} of {config.training.steps}")
     return outcome
 
 
@@ -122,9 +128,24 @@ def load_data(config: Config) -> Datasets:
         num_eval_samples=evaluated,
     )
     check_vocab_size(datasets.tokenizer, config.model.vocab_size)
+    if config.data.kind == "documents" and not datasets.is_mock and jax.process_index() == 0:
+        _warn_of_repetition(datasets)
     if not config.data.allow_change:
         _check_data(datasets, Path(config.run_dir))
     return datasets
+
+
+def _warn_of_repetition(datasets: Datasets) -> None:
+    for source in datasets.sources:
+        if source.epochs > MANY_EPOCHS:
+            logger.warning(
+                "data: %s, %s tokens, is read %s times: beyond %d epochs repeated text teaches a model less and less; "
+                "use more text, fewer --training.steps or a smaller --training.global_batch_size",
+                source.name,
+                format_count(source.tokens_per_epoch),
+                f"{source.epochs:,.0f}",
+                MANY_EPOCHS,
+            )
 
 
 def _check_data(datasets: Datasets, run_dir: Path) -> None:

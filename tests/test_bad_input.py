@@ -122,7 +122,7 @@ CASES = {
     ),
     "missing tokenizer": (["--data.tokenizer=nowhere.model"], ["data.tokenizer=nowhere.model", "does not exist"]),
     "vocabulary of the tokenizer": (
-        ["--data.tokenizer=null:4000"],
+        ["--data.tokenizer=null:4000", "--model.vocab_size=2048"],
         ["model.vocab_size=2048", "data.tokenizer", "--model.vocab_size="],
     ),
     "offload without the loop": (

@@ -130,10 +130,12 @@ def plan(name: str, config: "Config", device_name: str) -> None:
 
 
 def _print_sample(config: "Config") -> None:
+    from megajax.announce import announced
     from megajax.inference.engine import Engine, Sampling
 
-    engine = Engine.from_run(config.run_dir)
-    (text,) = engine.generate([config.training.sample_prompt], Sampling(max_tokens=100, temperature=0.8, top_k=50))
+    with announced("generating a sample"):
+        engine = Engine.from_run(config.run_dir)
+        (text,) = engine.generate([config.training.sample_prompt], Sampling(max_tokens=100, temperature=0.8, top_k=50))
     print(f"\nsample of {config.run_dir}:\n{config.training.sample_prompt}{text}")
 
 

@@ -6,6 +6,7 @@ themselves (layers/layer.py) nobody asks the model.
 """
 
 import dataclasses
+import functools
 import importlib
 import pkgutil
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -73,6 +74,12 @@ NO_REGULARISERS = LossOptions()
 MAY_CHANGE = {"may_change": True}
 
 
+@functools.lru_cache(maxsize=64)
+def _layers(config: "ModelConfig", execution: ExecutionConfig) -> tuple[LayerConfig, ...]:
+    """A search asks for those of a few models thousands of times."""
+    return sum(config.stacks(execution).values(), ())
+
+
 class ModelConfig:
     """Base of the config of a family: a frozen dataclass with a field `kind: Literal[NAME] = NAME`.
 
@@ -128,7 +135,7 @@ class ModelConfig:
 
     def layers(self, execution: ExecutionConfig) -> tuple[LayerConfig, ...]:
         """Of all stacks."""
-        return sum(self.stacks(execution).values(), ())
+        return _layers(self, execution)
 
     @property
     def num_layers_in_all(self) -> int:
@@ -145,14 +152,20 @@ class ModelConfig:
         return {name: tuple(layer.new_cache(length) for layer in layers) for name, layers in stacks.items()}
 
 
-def family(kind: str) -> type[ModelConfig]:
-    """The config class of a kind of model. Raises ValueError for an unknown one."""
+def families() -> dict[str, type[ModelConfig]]:
+    """The config classes of all kinds of models, by kind."""
     package = importlib.import_module(__package__)
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{__package__}.{module.name}")
-    if kind not in ModelConfig.families:
-        raise ValueError(f"model.kind={kind} is unknown; use one of {', '.join(sorted(ModelConfig.families))}")
-    return ModelConfig.families[kind]
+    return ModelConfig.families
+
+
+def family(kind: str) -> type[ModelConfig]:
+    """The config class of a kind of model. Raises ValueError for an unknown one."""
+    known = families()
+    if kind not in known:
+        raise ValueError(f"model.kind={kind} is unknown; use one of {', '.join(sorted(known))}")
+    return known[kind]
 
 
 class AnyModule(Protocol):
