@@ -128,9 +128,7 @@ def plan(name: str, config: "Config", options: Options) -> None:
         print_search(name, config, options.plan)
         return
     device = plan_device(options.plan)
-    sizes = {axis: max(size, 1) for axis, size in config.mesh.sizes().items()}
-    mesh = dataclasses.replace(config.mesh, **sizes)
-    config = dataclasses.replace(config, mesh=mesh).check_on(mesh.num_devices)
+    config = config.for_plan()
     packed = not config.data.cross_document_attention
     program = config.make_program()
     if options.plan_figure:
