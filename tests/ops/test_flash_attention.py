@@ -1,6 +1,7 @@
 """The attention kernel sees what the mask says, the op gives it the bounds of each mesh, and it equals its formula."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from megajax import compat
 from megajax.ops import attention as module
+from megajax.ops import norm
 from megajax.ops.attention import AttentionMask, attention, backend_order, choose_backend, reference_attention
 from pallas_kernels import flash_attention as kernel
 from pallas_kernels.flash_attention import schedule, tiles
@@ -325,3 +327,22 @@ def test_kernel_compiles_for_hopper_on_a_mesh(compile_for_hopper):
     *kernels, zeros = [line.split()[-1] for line in compile_for_hopper(PROGRAM)]
     assert kernels == ["2"] * 4  # forward, backward
     assert zeros == "0"  # in one operation for both layers, which has the memory of both
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "attention_backend", "norm_backend"),
+    [
+        ("Tesla T4", "7.5", "reference", "xla"),
+        ("NVIDIA A100-SXM4-80GB", "8.0", "cudnn", "xla"),
+        ("NVIDIA H100 80GB HBM3", "9.0", "pallas", "kernel"),
+    ],
+)
+def test_gpus_before_hopper_take_what_they_can_do(kind, capability, attention_backend, norm_backend, monkeypatch):
+    device = SimpleNamespace(device_kind=kind, compute_capability=capability, platform="gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(compat, "cudnn_attention_problem", lambda: "")
+    q = jax.ShapeDtypeStruct((2, 1024, 8, 64), jnp.bfloat16)
+    order = backend_order("auto", q, q, AttentionMask(causal=True), packed=False)
+    assert choose_backend(q, order, None, 0.0, None, deterministic=False) == attention_backend
+    assert norm._backend(jax.ShapeDtypeStruct((2, 1024, 512), jnp.bfloat16)) == norm_backend
