@@ -7,6 +7,7 @@ import pkgutil
 from collections.abc import Callable
 
 from megajax.config import Config, did_you_mean
+from megajax.hugging_face.recipe import fine_tuning
 
 
 def recipes() -> dict[str, Callable[[], Config]]:
@@ -21,7 +22,10 @@ def recipes() -> dict[str, Callable[[], Config]]:
 
 
 def recipe(name: str) -> Config:
-    """The config of a recipe. Raises ValueError for an unknown name, with the nearest one."""
+    """The config of a recipe, or of hugging_face:DIR. Raises ValueError for an unknown name, with the nearest one."""
+    kind, _, folder = name.partition(":")
+    if kind == "hugging_face":
+        return fine_tuning(folder)
     known = recipes()
     if name not in known:
         raise ValueError(f"--config={name} is unknown{did_you_mean(name, known)}; --list_configs shows all")

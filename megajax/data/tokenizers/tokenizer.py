@@ -335,6 +335,8 @@ def configured_tokens(path: str) -> dict[str, str]:
     return found
 
 
+# What lies beside the file of a tokenizer and belongs to it: its special tokens, how it is used in chats and generation.
+BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
 FILE_TOKENIZERS = {".model": SentencePieceTokenizer, ".json": HuggingFaceTokenizer, ".tiktoken": TiktokenTokenizer}
 
 
@@ -368,14 +370,14 @@ def load_tokenizer(spec: str, folder: str = ".") -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike) -> None:
-    """Copies the file of a tokenizer that has one to folder/tokenizer.model, .json or .tiktoken, and what lies beside
-    it and belongs to it (special tokens, chat template), so that a run stands alone."""
+    """Copies the file of a tokenizer that has one to folder/tokenizer.model, .json or .tiktoken, and BESIDE_TOKENIZER,
+    so that a run stands alone."""
     path = getattr(tokenizer, "path", None)
     if path is None:
         return
     suffix = os.path.splitext(path)[1]
     copies = {"tokenizer" + suffix: path, f"tokenizer{suffix}.json": path + ".json"}
-    copies |= {name: beside(path, name) for name in ("tokenizer_config.json", "chat_template.jinja")}
+    copies |= {name: beside(path, name) for name in BESIDE_TOKENIZER}
     for name, source in copies.items():
         target = os.path.join(folder, name)
         if os.path.exists(source) and not os.path.exists(target):
