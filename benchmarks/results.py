@@ -35,7 +35,7 @@ def mfu(result: dict, contender: str) -> float | None:
 def table(results: list[dict]) -> str:
     """Markdown, a row for each contender of each result, and where the numbers come from."""
     lines = [
-        "| work | program | step | tokens/s a GPU | MFU | of the limit | against PyTorch |",
+        "| work | program | step | tokens/s per GPU | MFU | of the limit | against PyTorch |",
         "|---|---|---|---|---|---|---|",
     ]
     for result in results:
@@ -46,13 +46,29 @@ def table(results: list[dict]) -> str:
     return "\n".join([*lines, "", *map(source, results)])
 
 
+def summary(results: list[dict]) -> str:
+    """Markdown, a row for each result: megajax beside PyTorch and the limit."""
+    lines = ["| work | megajax | PyTorch | against PyTorch | limit |", "|---|---|---|---|---|"]
+    for result in results:
+        ours, peer, limit = (step_seconds(result, name) for name in ("megajax", "torch", "limit"))
+        shown = (
+            f"{1000 * ours:.1f} ms, {format_count(tokens_per_second(result, 'megajax'))} tokens/s per GPU, "
+            f"MFU {mfu(result, 'megajax'):.1%}"
+        )
+        lines.append(
+            f"| `{result['config']}`, {result['work']}, {result['device']} | {shown} | {1000 * peer:.1f} ms | "
+            f"{peer / ours - 1:+.1%} | {1000 * limit:.1f} ms |"
+        )
+    return "\n".join(lines)
+
+
 def _cells(result: dict, contender: str) -> list[str]:
     seconds = step_seconds(result, contender)
     used = mfu(result, contender)
     bare, peer, limit = (step_seconds(result, name) for name in ("megajax", "torch", "limit"))
     name = NAMES[contender]
     if contender == "loop" and bare:
-        name += f" ({seconds / bare - 1:+.1%} a step)"
+        name += f" ({seconds / bare - 1:+.1%} per step)"
     return [
         name,
         f"{1000 * seconds:.1f} ms",
@@ -77,7 +93,7 @@ def source(result: dict) -> str:
 
 
 def plot(results: list[dict]) -> str:
-    """SVG: bars of tokens/s a GPU in parts of the limit, or of the fastest where there is no limit."""
+    """SVG: bars of tokens/s per GPU in parts of the limit, or of the fastest where there is no limit."""
     bar = 22
     gap = 26
     left = 190

@@ -128,7 +128,7 @@ def sustained_windows(
 
 
 def measure(config: Config, seconds: float, num_windows: int, num_steps: int, profile_to: str) -> dict:
-    """Seconds of a step, with tokens/s and MFU a device (attention counted in full, and causally); memory in bytes.
+    """Seconds of a step, with tokens/s and MFU per device (attention counted in full, and causally); memory in bytes.
 
     num_steps: so many, and the last is timed; 0 for windows of so many seconds.
     profile_to: a file, "yes" to print only, "" for no profile.

@@ -59,7 +59,7 @@ def points(rows: list[dict]) -> list[dict]:
 
 def table(rows: list[dict]) -> str:
     lines = [
-        "| virtual stages | microbatches | step | tokens/s a GPU | bubble, formula | measured | peak memory |",
+        "| virtual stages | microbatches | step | tokens/s per GPU | bubble, formula | measured | peak memory |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in points(rows):

@@ -145,14 +145,20 @@ class ModelConfig:
         return {name: tuple(layer.new_cache(length) for layer in layers) for name, layers in stacks.items()}
 
 
-def family(kind: str) -> type[ModelConfig]:
-    """The config class of a kind of model. Raises ValueError for an unknown one."""
+def families() -> dict[str, type[ModelConfig]]:
+    """The config classes of all kinds of models, by kind."""
     package = importlib.import_module(__package__)
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{__package__}.{module.name}")
-    if kind not in ModelConfig.families:
-        raise ValueError(f"model.kind={kind} is unknown; use one of {', '.join(sorted(ModelConfig.families))}")
-    return ModelConfig.families[kind]
+    return ModelConfig.families
+
+
+def family(kind: str) -> type[ModelConfig]:
+    """The config class of a kind of model. Raises ValueError for an unknown one."""
+    known = families()
+    if kind not in known:
+        raise ValueError(f"model.kind={kind} is unknown; use one of {', '.join(sorted(known))}")
+    return known[kind]
 
 
 class AnyModule(Protocol):

@@ -37,7 +37,7 @@ def test_table_has_the_medians_and_the_ratios():
     assert rows[0] == [
         "`gpt_1p3b`, 8 x 2048, 1 x NVIDIA H100 80GB HBM3", "megajax", "260.0 ms", "63.0k", "58.0%", "80%", "+5.0%"
     ]  # fmt: skip
-    assert rows[1][1:3] == ["megajax, training loop (+0.5% a step)", "261.3 ms"]
+    assert rows[1][1:3] == ["megajax, training loop (+0.5% per step)", "261.3 ms"]
     assert rows[2][1:] == ["PyTorch", "273.0 ms", "60.0k", "55.2%", "76%", "-"]
     assert rows[3][1:] == ["limit", "208.0 ms", "78.8k", "72.5%", "100%", "-"]
 
@@ -108,5 +108,6 @@ def test_readme_shows_what_was_measured():
     root = Path(__file__).parents[2]
     names = ("gpt_1p3b", "llama3_8b_8layers", "llama3_8b")
     found = [json.loads((root / "benchmarks" / "measured" / f"{name}.json").read_text()) for name in names]
-    assert results.table(found) in (root / "README.md").read_text()
-    assert results.plot(found) == (root / "docs" / "speed.svg").read_text()
+    assert results.summary(found) in (root / "README.md").read_text()
+    assert results.table(found) in (root / "docs" / "speed.md").read_text()
+    assert results.plot(found) == (root / "docs" / "figures" / "speed.svg").read_text()

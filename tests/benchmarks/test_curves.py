@@ -39,5 +39,5 @@ def test_runs_that_cannot_be_compared_are_refused(tmp_path):
 
 def test_readme_shows_the_measured_curves():
     found = json.loads((ROOT / "benchmarks" / "measured" / "loss_curves.json").read_text())
-    assert curves.table(found) in (ROOT / "README.md").read_text()
-    assert curves.plot(found) == (ROOT / "docs" / "loss.svg").read_text()
+    assert curves.table(found) in (ROOT / "docs" / "speed.md").read_text()
+    assert curves.plot(found) == (ROOT / "docs" / "figures" / "loss.svg").read_text()

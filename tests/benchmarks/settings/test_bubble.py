@@ -29,4 +29,4 @@ def test_steps_by_the_formula_have_the_bubble_of_the_formula():
 def test_docs_show_what_was_measured():
     rows = json.loads((ROOT / "benchmarks" / "measured" / "pipeline.json").read_text())["rows"]
     assert bubble.table(rows) in (ROOT / "docs" / "pipeline.md").read_text()
-    assert bubble.plot(rows) == (ROOT / "docs" / "bubble.svg").read_text()
+    assert bubble.plot(rows) == (ROOT / "docs" / "figures" / "bubble.svg").read_text()
