@@ -26,8 +26,8 @@ class CheckpointConfig:
     """Steps between two local snapshots."""
 
     start_from: str = ""
-    """A new run begins with the weights of this run (its newest step, or RUN/checkpoints/STEP) or Hugging Face folder, a
-    new optimizer and step 0; empty: with drawn ones."""
+    """A new run begins with the weights of this run (its newest step, or RUN/checkpoints/STEP) or Hugging Face folder,
+    a new optimizer and step 0; empty: with drawn ones."""
     start_fresh: tuple[str, ...] = ()
     """Parameters that start_from does not concern, by shell patterns of their names: they are drawn (an adapter, a head
     of another size) or, if this model has none, left out."""

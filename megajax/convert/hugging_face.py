@@ -1,11 +1,11 @@
 """Hugging Face folders in and out, without torch.
 
 python -m megajax.convert.hugging_face import --from=DIR --run_dir=RUN [--dry_run]
-python -m megajax.convert.hugging_face export --run=RUN --to=DIR [--step=N --dtype=bfloat16 --architecture=NAME --dry_run]
+python -m megajax.convert.hugging_face export --run=RUN --to=DIR [--step=N --dtype=bfloat16 --dry_run]
 
-import writes a run directory as python -m megajax.convert.export does: infer.py reads it, --checkpoint.start_from begins
-a run with it. export writes config.json, weights, tokenizer and generation config as transformers and vLLM read them.
-Both hold one array of the model in memory at a time.
+import writes a run directory as python -m megajax.convert.export does: infer.py reads it, and --checkpoint.start_from
+begins a run with it. export writes config.json, weights, tokenizer and generation config as transformers and vLLM read
+them. Neither holds the model in memory: import has one array at a time, export those that make up one tensor of theirs.
 """
 
 import argparse
@@ -33,11 +33,8 @@ from megajax.checkpoint.deferred import DeferredArray
 from megajax.checkpoint.steps import find_step
 from megajax.config import Config
 from megajax.data.tokenizers.tokenizer import (
-    BESIDE_TOKENIZER,
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
-    Tokenizer,
-    beside,
     configured_tokens,
     load_saved_tokenizer,
     read_json,
@@ -122,7 +119,9 @@ class Export:
         self.step = find_step(run_dir, step)
         config = Config.load(run_dir, self.step)
         if config.model.kind != "decoder":
-            raise ValueError(f"run={run_dir}: model.kind={config.model.kind} has no Hugging Face folder; only decoder has")
+            raise ValueError(
+                f"run={run_dir}: model.kind={config.model.kind} has no Hugging Face folder; only decoder has"
+            )
         if config.model.position != "learned":  # what the model was trained for, of which the weights say nothing
             longest = max(config.model.max_positions, config.training.sequence_length)
             config = dataclasses.replace(config, model=dataclasses.replace(config.model, max_positions=longest))
@@ -136,7 +135,7 @@ class Export:
         self.forms = {tensor.name: self._form(tensor, dtype) for tensor in self.map.tensors}
         self.generation = self._generation_config()
         (first, *_) = self.forms.values()
-        ids = {name: self.generation[name] for name in TOKEN_IDS if name in self.generation}
+        ids = {name: self.generation.get(name) for name in TOKEN_IDS}  # null where transformers would take another
         self.options = write_options(self.family, config.model) | ids
         self.options |= {"dtype": str(first.dtype), "torch_dtype": str(first.dtype)}
 
@@ -148,8 +147,9 @@ class Export:
                 for row in self.map.rows:
                     self._write_row(checkpointer, row, writer, advance)
             _write_json(new / "config.json", self.options)
-            _write_json(new / "generation_config.json", self.generation)
             self._write_tokenizer(new)
+            if not (new / "generation_config.json").is_file():
+                _write_json(new / "generation_config.json", self.generation)
 
     def _write_row(self, checkpointer: Checkpointer, row: list[Tensor], writer: ShardWriter, advance) -> None:
         """The tensors that are made of the same arrays; these alone are read."""
@@ -247,9 +247,7 @@ def _architecture(place: Path) -> str | None:
 def _dtypes(model: Model, digests: dict[str, list]) -> dict[str, np.dtype]:
     """In which the step has each parameter."""
     leaves = jax.tree_util.tree_leaves_with_path(model.abstract_weights)
-    return {
-        name_of(path): np.dtype(digests.get(jax.tree_util.keystr(path), [leaf.dtype])[0]) for path, leaf in leaves
-    }
+    return {name_of(path): np.dtype(digests.get(jax.tree_util.keystr(path), [leaf.dtype])[0]) for path, leaf in leaves}
 
 
 # ----------------------------------------------------------------------------- files and progress
@@ -337,7 +335,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     out.add_argument("--to", help="folder to write")
     out.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
     out.add_argument("--dtype", choices=tuple(DTYPES), help="of all tensors; default: as they are stored")
-    out.add_argument("--architecture", help="such as LlamaForCausalLM; default: where the weights came from, or fitting")
+    out.add_argument(
+        "--architecture", help="such as LlamaForCausalLM; default: where the weights came from, or fitting"
+    )
     out.set_defaults(command=_export)
     for command in (into, out):
         command.add_argument("--dry_run", action="store_true", help="say what maps to what, and write nothing")

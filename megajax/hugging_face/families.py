@@ -40,7 +40,7 @@ class Row:
     """Fields of our config for which the row applies."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Family:
     architecture: str
     model_type: str
@@ -461,7 +461,7 @@ FAMILIES: tuple[Family, ...] = (
         "granite",
         _RMS,
         (
-            *_LLAMA.options,
+            *(option for option in _LLAMA.options if getattr(option, "theirs", "") != "head_dim"),
             Option("embedding_multiplier", "embedding_multiplier", 1.0),
             Option("attention_multiplier", "attention_multiplier", 1.0),
             Option("residual_multiplier", "residual_multiplier", 1.0),

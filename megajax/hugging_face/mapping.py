@@ -48,38 +48,45 @@ def write_options(family: Family, config: DecoderConfig) -> dict[str, Any]:
 
     Raises ValueError with the fields of the config that the family does not have.
     """
-    config = _with_sizes(config)
-    theirs = {"architectures": [family.architecture], "model_type": family.model_type}
-    for option in family.options:
-        theirs |= option.write(_fields(config))
-    wanted = _fields(_canonical(config))
-    again = _fields(_canonical(read_options(family, theirs)))
-    wrong = [f"model.{name}={value}" for name, value in wanted.items() if again[name] != value]
-    if wrong:
-        raise ValueError(", ".join(wrong))
+    theirs, lacking = _written(family, config)
+    if lacking:
+        raise ValueError(f"{family.architecture} does not have {', '.join(lacking)}")
     return theirs
 
 
 def family_for(config: DecoderConfig, architecture: str | None = None) -> Family:
     """The family to write a model as: the named one, or the first that has all of its options.
 
-    Raises ValueError with what no family has.
+    Raises ValueError with what is lacking, in the nearest family if none was named.
     """
     known = [family for family in FAMILIES if architecture in (None, family.architecture)]
     if not known:
         names = ", ".join(family.architecture for family in FAMILIES)
         raise ValueError(f"architecture={architecture} is not supported; supported are {names}")
-    problems = {}
-    for family in known:
+    lacking = {family: _written(family, config)[1] for family in known}
+    nearest = min(known, key=lambda family: len(lacking[family]))
+    if lacking[nearest]:
+        found = "" if architecture else "no supported architecture has all options of this model; "
+        raise ValueError(f"{found}{nearest.architecture} does not have {', '.join(lacking[nearest])}")
+    return nearest
+
+
+def _written(family: Family, config: DecoderConfig) -> tuple[dict[str, Any], list[str]]:
+    """-> (keys of config.json, what of the config they do not say)."""
+    config = _with_sizes(config)
+    theirs = {"architectures": [family.architecture], "model_type": family.model_type}
+    wanted = _fields(_canonical(config))
+    always = {name: value for name, value in family.always.items() if name != "bias"}  # which follows from the others
+    lacking = {name: f"model.{name}={wanted[name]}" for name, value in always.items() if wanted[name] != value}
+    for option in family.options:
         try:
-            write_options(family, config)
+            theirs |= option.write(_fields(config))
         except ValueError as error:
-            problems[family.architecture] = str(error)
-            continue
-        return family
-    nearest = min(problems, key=lambda name: problems[name].count("="))
-    which = f"{architecture} does" if architecture else "no supported architecture does"
-    raise ValueError(f"{which} not have all options of this model; {nearest} lacks {problems[nearest]}")
+            lacking[str(error)] = str(error)
+    if not lacking:
+        again = _fields(_canonical(read_options(family, theirs)))
+        lacking = {name: f"model.{name}={value}" for name, value in wanted.items() if again[name] != value}
+    return theirs, list(lacking.values())
 
 
 def _config(fields: Mapping[str, Any]) -> DecoderConfig:
@@ -173,9 +180,7 @@ class Tensor:
             return arrays[0]
         if self.layout == "by_head":
             return _join_heads(arrays, self.parts).T
-        flat = [
-            array.reshape(*_inputs(part), part_width(part)) for array, part in zip(arrays, self.parts, strict=True)
-        ]
+        flat = [array.reshape(*_inputs(part), part_width(part)) for array, part in zip(arrays, self.parts, strict=True)]
         rows = flat[0] if len(flat) == 1 else np.concatenate(flat, -1)
         return rows if self.layout == "conv1d" else rows.T
 

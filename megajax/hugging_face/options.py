@@ -68,6 +68,7 @@ class Option:
         elif self.power != 1 and value is not None:
             # the nearest number of 12 digits: 1 / (1 / 49) is not 49
             value = float(f"{value ** (1 / self.power):.12g}")
+            value = int(value) if isinstance(self.default, int) and value.is_integer() else value
         return {self.theirs: value}
 
     @property
@@ -113,8 +114,7 @@ class Follows:
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """rope_parameters of version 5; rope_theta, rope_scaling and partial_rotary_factor of version 4. Both are written.
-    """
+    """rope_parameters, or rope_theta, rope_scaling and partial_rotary_factor before version 5. Both are written."""
 
     base: float = 10_000.0
     fraction: float = 1.0
@@ -312,7 +312,7 @@ class Window:
         kinds = {"layer_types": ["full_attention" if is_full else "sliding_attention" for is_full in full]}
         if self.kind == "switched":
             switch = {"use_sliding_window": window is not None, "sliding_window": window}
-            return kinds | switch | {"max_window_layers": number if window is None else 0}
+            return kinds | switch | ({} if window is None else {"max_window_layers": 0})
         pattern = {"sliding_window_pattern": every} if every else {}
         return kinds | {"sliding_window": self.default if window is None else window} | pattern
 
@@ -338,8 +338,8 @@ class FalconOptions:
         is_new = ours["parallel_residual"] == "two_norms"
         return {
             "new_decoder_architecture": is_new,
-            "multi_query": not is_new and ours["num_kv_heads"] == 1,
-            "num_kv_heads": ours["num_kv_heads"],
+            "multi_query": is_new or ours["num_kv_heads"] == 1,  # read by the old architecture alone, as
+            "num_kv_heads": ours["num_kv_heads"] if is_new else ours["num_heads"],  # this is by the new one
             "parallel_attn": ours["parallel_residual"] != "none",
             "num_ln_in_parallel_attn": 2 if is_new else None,
         }

@@ -1,7 +1,6 @@
 """The config of a run that goes on training the model of a Hugging Face folder: --config=hugging_face:DIR."""
 
 import dataclasses
-from pathlib import Path
 
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import Config

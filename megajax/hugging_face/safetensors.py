@@ -78,8 +78,8 @@ def _files(folder: Path) -> list[Path]:
         return [folder / SINGLE]
     if any(folder.glob("pytorch_model*.bin")):
         raise ValueError(
-            f"{folder} has pytorch_model.bin alone, which runs code when it is read; load it with transformers once and "
-            "save_pretrained(DIR), which writes safetensors"
+            f"{folder} has pytorch_model.bin alone, which runs code when it is read; load it with transformers once "
+            "and save_pretrained(DIR), which writes safetensors"
         )
     raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}; give a folder with the weights")
 
@@ -88,9 +88,7 @@ def _check(path: Path) -> None:
     try:
         import safetensors
     except ImportError:
-        raise ValueError(
-            f"{path} needs the package safetensors; pip install 'megajax[hugging_face]'"
-        ) from None
+        raise ValueError(f"{path} needs the package safetensors; pip install 'megajax[hugging_face]'") from None
     try:
         with safetensors.safe_open(path, framework="numpy"):
             pass

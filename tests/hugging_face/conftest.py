@@ -1,11 +1,17 @@
 """Folders written by hand: what transformers would write, without torch."""
 
 import json
+import zlib
 
+import jax
 import numpy as np
 import pytest
 import safetensors.numpy
 import tokenizers
+
+from megajax.hugging_face.folder import Folder
+from megajax.models.model import Model
+from megajax.precision import PrecisionConfig
 
 LLAMA = dict(
     architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=300, hidden_size=32, intermediate_size=48,
@@ -44,6 +50,42 @@ def write_folder(folder, options: dict, tensors: dict[str, np.ndarray]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(options))
     safetensors.numpy.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def write_described(folder, entry: dict) -> None:
+    """entry: {"options": config.json, "tensors": {name: [shape, mean]}}; the weights are drawn by their names."""
+    tensors = {}
+    for name, (shape, mean) in entry["tensors"].items():
+        rng = np.random.default_rng(zlib.crc32(name.encode()))
+        tensors[name] = (mean + 0.15 * rng.standard_normal(shape)).astype(np.float32)
+    write_folder(folder, entry["options"], tensors)
+
+
+@pytest.fixture(scope="session")
+def write_drawn():
+    return write_described
+
+
+@pytest.fixture(scope="session")
+def our_logits():
+    """(folder, token ids [B, T]) -> logits float32 [B, T, V] of a model computed in float32."""
+
+    def logits(folder: Folder, ids: np.ndarray) -> np.ndarray:
+        model = Model(folder.model, PrecisionConfig(compute="float32"))
+        one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        form = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=one), model.abstract_weights)
+        batch = {"tokens": ids, "positions": np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)}
+
+        @jax.jit
+        def run(weights, batch):
+            module = model.module(weights)
+            x, _, _ = module.layers(module.embed(batch, None), module.block_inputs(batch))
+            return module.logits(x)[..., : folder.model.vocab_size]
+
+        with jax.default_matmul_precision("highest"):
+            return np.asarray(run(folder.restore_params(form, model.layer_rows), batch))
+
+    return logits
 
 
 def write_tokenizer(folder) -> None:

@@ -335,7 +335,7 @@ def configured_tokens(path: str) -> dict[str, str]:
     return found
 
 
-# What lies beside the file of a tokenizer and belongs to it: its special tokens, how it is used in chats and generation.
+# What lies beside the file of a tokenizer and belongs to it: special tokens, the format of chats, how to generate.
 BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
 FILE_TOKENIZERS = {".model": SentencePieceTokenizer, ".json": HuggingFaceTokenizer, ".tiktoken": TiktokenTokenizer}
 
