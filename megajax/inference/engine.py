@@ -83,7 +83,7 @@ class Engine:
         model = Model(config.model, config.precision, config.execution)
         target = with_shardings(serving_params(model), model.shardings(mesh))
         params = source.restore_params(target, model.layer_rows)
-        logger.info("parameters of %s", source)
+        logger.info("loaded %s", source)
         return Engine(model, params, mesh, tokenizer)
 
     # ------------------------------------------------------------------ whole generations

@@ -20,7 +20,6 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import configs
-import train
 from megajax import run, start_from
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import Config, override
@@ -267,7 +266,7 @@ def run_of(config: Config, monkeypatch) -> list[dict]:
     with monkeypatch.context() as patched:
         patched.setattr(jax, "devices", lambda *_: devices)
         patched.setattr(jax, "device_count", lambda *_: len(devices))
-        assert train.train(config) in ("finished", "interrupted")
+        assert run.train(config) in ("finished", "interrupted")
     text = (Path(config.run_dir) / "metrics.jsonl").read_text()
     return [json.loads(line) for line in text.splitlines()]
 
