@@ -7,7 +7,7 @@ from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.layout import Rows
 from megajax.checkpoint.steps import find_step, read_meta
 from megajax.config import Config
-from megajax.data.tokenizers.tokenizer import Tokenizer, load_saved_tokenizer
+from megajax.data.tokenizers.tokenizer import Tokenizer, load_saved_tokenizer, read_json
 from megajax.hugging_face.folder import Folder, is_folder
 
 
@@ -23,6 +23,10 @@ class Source(Protocol):
     def tokenizer(self) -> Tokenizer:
         """Raises ValueError if it is not the one that the weights were trained with."""
 
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the weights were trained by others, who put Tokenizer.start_ids before each text."""
+
 
 class SavedStep:
     def __init__(self, run_dir: str | Path, step: int | None = None):
@@ -37,6 +41,10 @@ class SavedStep:
     def restore_params(self, abstract: dict, layer_rows: Rows) -> dict:
         with Checkpointer(self.run_dir, None) as checkpointer:
             return checkpointer.restore_params(self.step, abstract, layer_rows)
+
+    @property
+    def is_foreign(self) -> bool:
+        return "folder" in read_json(str(Path(self.run_dir) / "exported.json"))
 
     def tokenizer(self) -> Tokenizer:
         return tokenizer_of(self.run_dir, self.step, self.config.data.tokenizer)

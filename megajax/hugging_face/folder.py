@@ -68,6 +68,8 @@ class Folder:
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.tokenizer_spec)
 
+    is_foreign = True
+
     @property
     def forms(self) -> dict[str, TensorForm]:
         """Of the tensors that the model is made of, by their names in the table."""

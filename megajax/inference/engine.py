@@ -42,9 +42,12 @@ class DecodeState(NamedTuple):
 
 
 class Engine:
-    def __init__(self, model: Model, params: dict, mesh: Mesh, tokenizer: Tokenizer | None):
+    def __init__(
+        self, model: Model, params: dict, mesh: Mesh, tokenizer: Tokenizer | None, *, start_ids: Sequence[int] = ()
+    ):
         """params: laid out on `mesh`; matrices are kept in the compute dtype from here on. tokenizer: None for
-        `generate_tokens` alone, which then does not know a token that ends a text."""
+        `generate_tokens` alone, which then does not know a token that ends a text. start_ids: tokens before each
+        prompt of text."""
         self.model = model
         self.mesh = mesh
         self.tokenizer = tokenizer
@@ -53,6 +56,7 @@ class Engine:
         self._vocab_size = min(config.vocab_size, tokenizer.vocab_size) if tokenizer else config.vocab_size
         self._max_length = config.max_length
         self._end = tokenizer.eod_id if tokenizer else None
+        self._start = list(start_ids)
         self._prefill = jax.jit(functools.partial(_prefill, model, self._vocab_size), static_argnames="cache_length")
         self._decode = jax.jit(functools.partial(_decode, model, self._vocab_size), donate_argnames="caches")
 
@@ -84,7 +88,8 @@ class Engine:
         target = with_shardings(serving_params(model), model.shardings(mesh))
         params = source.restore_params(target, model.layer_rows)
         logger.info("loaded %s", source)
-        return Engine(model, params, mesh, tokenizer)
+        start_ids = getattr(tokenizer, "start_ids", ()) if source.is_foreign else ()
+        return Engine(model, params, mesh, tokenizer, start_ids=start_ids)
 
     # ------------------------------------------------------------------ whole generations
 
@@ -120,7 +125,7 @@ class Engine:
         """The tokens of a prompt; an empty one is the end of the document before it."""
         if self.tokenizer is None:
             raise ValueError("the engine has no tokenizer for a prompt of text; use generate_tokens")
-        ids = self.tokenizer.encode(prompt)
+        ids = self._start + self.tokenizer.encode(prompt)
         if not ids and self._end is None:
             raise ValueError("prompt='' has no tokens and the tokenizer has no end-of-document token to start from; "
                              "give a prompt")  # fmt: skip

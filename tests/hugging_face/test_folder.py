@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+import tokenizers
 
 import train  # isort: skip
 
@@ -19,10 +20,12 @@ from megajax.convert.hugging_face import export_run, import_folder, main
 from megajax.data.tokenizers.chat_template import load_chat_template
 from megajax.data.tokenizers.tokenizer import load_saved_tokenizer
 from megajax.hugging_face.folder import Folder, is_folder
+from megajax.inference.engine import Engine
 from megajax.mesh import MeshConfig
 from megajax.models.model import Model
 from megajax.parallel.schedule import make_stages
 from megajax.sharding import with_shardings
+from megajax.sources import open_source
 
 
 def tensors_of(folder) -> dict[str, np.ndarray]:
@@ -224,6 +227,18 @@ def test_a_folder_generates_as_the_run_that_was_imported_from_it(llama_folder, r
     assert capsys.readouterr().out == first and first.startswith("hello")
     with pytest.raises(ValueError, match="step=3: .*Hugging Face folder, which has no steps"):
         infer.main(["generate", f"--run={llama_folder}", "--step=3", *arguments])
+
+
+def test_prompts_begin_as_the_tokenizer_of_the_folder_says(llama_folder, run_dir, tmp_path):
+    folder = changed(llama_folder, tmp_path)
+    tokenizer = tokenizers.Tokenizer.from_file(str(llama_folder / "tokenizer.json"))
+    special = [("<s>", 0), ("</s>", 1)]
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing("<s> $A </s>", None, special)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    engine = Engine.from_run(folder)
+    text = engine.tokenizer.encode("hello")
+    assert text[0] != 0 and engine.encode("hello") == [0, *text]
+    assert open_source(run_dir).is_foreign
 
 
 def test_fine_tuning_on_conversations_from_a_folder_and_back(llama_folder, tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import base64
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -222,6 +223,13 @@ class HuggingFaceTokenizer:
 
     def token_id(self, text: str) -> int | None:
         return self._tokenizer.token_to_id(text)
+
+    @property
+    def start_ids(self) -> list[int]:
+        """What the file puts before a text (<s>), and `encode` leaves out."""
+        encoding = self._tokenizer.encode("a", add_special_tokens=True)
+        marks = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
+        return [i for i, _ in itertools.takewhile(lambda mark: mark[1], marks)]
 
 
 class TiktokenTokenizer:
