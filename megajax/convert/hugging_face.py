@@ -43,7 +43,7 @@ from megajax.data.tokenizers.tokenizer import (
 from megajax.hugging_face.families import Family
 from megajax.hugging_face.folder import Folder, is_folder
 from megajax.hugging_face.mapping import Tensor, WeightMap, family_for, family_of, write_options
-from megajax.hugging_face.safetensors import SHARD_BYTES, ShardWriter, TensorForm
+from megajax.hugging_face.tensor_files import SHARD_BYTES, ShardWriter, TensorForm
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.model import Model
 from megajax.parameters import name_of, select

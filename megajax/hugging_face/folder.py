@@ -14,7 +14,7 @@ from megajax.config import Config
 from megajax.data.config import DataConfig
 from megajax.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megajax.hugging_face.mapping import WeightMap, family_of, read_options
-from megajax.hugging_face.safetensors import TensorFiles, TensorForm
+from megajax.hugging_face.tensor_files import TensorFiles, TensorForm
 from megajax.parameters import name_of
 from megajax.training.config import TrainingConfig
 

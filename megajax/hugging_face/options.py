@@ -235,6 +235,8 @@ def write_scaling(ours: Mapping[str, Any]) -> dict[str, Any] | None:
     found = {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
     if found.get("truncate", False) is True:
         del found["truncate"]
+    if kind == "dynamic":  # there it is max_position_embeddings, and another key is a warning
+        del found["original_max_position_embeddings"]
     return {"rope_type": kind, **{name: value for name, value in found.items() if value is not None}}
 
 

@@ -19,7 +19,7 @@ from megajax.config import Config
 from megajax.convert.hugging_face import export_run, import_folder
 from megajax.data.config import DataConfig
 from megajax.hugging_face.folder import Folder
-from megajax.hugging_face.safetensors import TensorFiles
+from megajax.hugging_face.tensor_files import TensorFiles
 from megajax.inference.engine import Engine
 from megajax.inference.sampling import Sampling
 from megajax.layers.rope import RopeConfig
