@@ -100,15 +100,15 @@ def check(config: Config) -> list[str]:
         return []
     if (run_dir / "exported.json").is_file():
         raise ValueError(
-            f"run_dir={run_dir} holds parameters alone, for serving, and no optimizer; train in the run directory that "
-            "they came from, or begin another run with --checkpoint.start_from"
+            f"run_dir={run_dir} holds exported parameters without optimizer state; train in the run directory that "
+            "they came from, or begin a new run with --checkpoint.start_from"
         )
     before = Config.load(run_dir)
     now = dataclasses.replace(config, run_dir=str(run_dir))
     if other := incompatibilities(before, now):
         raise ValueError(
-            f"run_dir={run_dir} holds a run that cannot go on with other settings ({'; '.join(other)}); use another "
-            "--run_dir, with --checkpoint.start_from to begin with these weights"
+            f"run_dir={run_dir} holds a run that cannot resume with other settings ({'; '.join(other)}); use another "
+            "--run_dir, and --checkpoint.start_from to begin with these weights"
         )
     return [line for line in differences(before, now) if not line.startswith("launch.")]
 
@@ -143,7 +143,7 @@ def _warn_of_repetition(datasets: Datasets) -> None:
                 "use more text, fewer --training.steps or a smaller --training.global_batch_size",
                 source.name,
                 format_count(source.tokens_per_epoch),
-                f"{source.epochs:,.0f}",
+                f"{source.epochs:,.1f}",
                 MANY_EPOCHS,
             )
 
@@ -158,7 +158,7 @@ def _check_data(datasets: Datasets, run_dir: Path) -> None:
         return
     if not path.is_file():
         if found is not None:
-            logger.warning("data: %s does not exist: what the run was trained on so far is not compared", path)
+            logger.warning("data: %s does not exist: whether the data are those of the run so far is not checked", path)
         return
     try:
         before = json.loads(path.read_text())

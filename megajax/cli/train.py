@@ -123,9 +123,7 @@ def plan(name: str, config: "Config", device_name: str) -> None:
         Console().card(f"meshes for {name}", search_rows(config, int(number), plan_device(kind or "h100")))
         return
     device = plan_device(device_name)
-    sizes = {axis: max(size, 1) for axis, size in config.mesh.sizes().items()}
-    mesh = dataclasses.replace(config.mesh, **sizes)
-    config = dataclasses.replace(config, mesh=mesh).check_on(mesh.num_devices)
+    config = config.for_plan()
     packed = not config.data.cross_document_attention
     rows = plan_rows(config.make_program(), config.training, packed, device)
     Console().card(f"plan of {name}", rows)

@@ -52,12 +52,19 @@ def plan_device(name: str) -> Device:
 
 
 def plan_rows(
-    program: Program, training: TrainingConfig, packed: bool, device: Device, price: float | None = None
+    program: Program,
+    training: TrainingConfig,
+    packed: bool,
+    device: Device,
+    price: float | None = None,
+    *,
+    compiles: bool = True,
 ) -> list[tuple[str, str]]:
-    """(name, value) rows for Console.card. packed: documents do not see each other. price: of an hour of one GPU."""
+    """(name, value) rows for Console.card. packed: documents do not see each other. price: of an hour of one GPU.
+    compiles: for the device, where the CUDA wheels are installed; this process must not have used a device before."""
     model = program.model
     mesh_config = program.mesh_config
-    compiles = device.name in COMPILED_FOR and compat.gpu_compiler_installed()
+    compiles = compiles and device.name in COMPILED_FOR and compat.gpu_compiler_installed()
     memory, host = memory_per_device(program, training)
     rows = _model_rows(model, mesh_config, training, device) + memory_rows(memory, host)
     if compiles:

@@ -11,7 +11,7 @@ from megajax.hugging_face.folder import Folder
 from megajax.hugging_face.mapping import WeightMap, family_of, read_options, write_options
 
 # Written by test_transformers.py from transformers 5.23.
-RECORDED = np.load(Path(__file__).parent.parent / "oracles" / "hugging_face.npz")
+RECORDED = np.load(Path(__file__).parent.parent / "oracles" / "hugging_face_folders.npz")
 ENTRIES = json.loads(str(RECORDED["families"]))
 # Both sides are float32 and add up in another order.
 TOLERANCE = 1e-5

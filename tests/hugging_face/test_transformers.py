@@ -256,4 +256,4 @@ def record(path: Path) -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
-    record(Path(__file__).parent.parent / "oracles" / "hugging_face.npz")
+    record(Path(__file__).parent.parent / "oracles" / "hugging_face_folders.npz")
