@@ -5,7 +5,8 @@ python -m megajax.convert.hugging_face export --run=RUN --to=DIR [--step=N --dty
 
 import writes a run directory as python -m megajax.convert.export does: infer.py reads it, and --checkpoint.start_from
 begins a run with it. export writes config.json, weights, tokenizer and generation config as transformers and vLLM read
-them. Neither holds the model in memory: import has one array at a time, export those that make up one tensor of theirs.
+them. Neither holds the model in memory: import reads one array at a time (all layers of a matrix), export those that
+make up one tensor of theirs.
 """
 
 import argparse
