@@ -26,8 +26,8 @@ class CheckpointConfig:
     """Steps between two local snapshots."""
 
     start_from: str = ""
-    """Begin a new run with the weights of this run (its newest step, or RUN/checkpoints/STEP), new optimizer state and
-    step 0; empty: with random weights."""
+    """Begin a new run with the weights of this run (its newest step, or RUN/checkpoints/STEP) or Hugging Face folder,
+    new optimizer state and step 0; empty: with random weights."""
     start_fresh: tuple[str, ...] = ()
     """Parameters not taken from start_from, by shell patterns of their names: they are initialised (an adapter, a head
     of another size) or, if this model does not have them, left out."""
