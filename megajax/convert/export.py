@@ -11,7 +11,7 @@ import logging
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -35,14 +35,37 @@ def export(run_dir: str | Path, output: str | Path, step: int | None = None, dty
     if the output exists, or if the step is not there or damaged; then nothing is left.
     """
     run_dir = Path(run_dir)
-    output = Path(output)
-    if output.exists() or output.is_symlink():
-        raise ValueError(f"output={output} exists; use another, or remove it")
+    check_new(output, "output")
     step = find_step(run_dir, step)
     config = Config.load(run_dir, step)
     model = Model(config.model, config.precision, config.execution)
     with Checkpointer(run_dir, None) as checkpointer:
         weights, meta = _read(checkpointer, step, model, dtype)
+
+    def add_tokenizer(new: Path) -> None:
+        for file in (*run_dir.glob("tokenizer*"), *run_dir.glob("chat_template.jinja")):
+            shutil.copyfile(file, new / file.name)
+
+    record = {"run": str(run_dir.resolve()), "step": step, "dtype": dtype}
+    write_run(output, config, step, weights, meta, record, add_tokenizer)
+    return step
+
+
+def check_new(directory: str | Path, field: str) -> None:
+    """Raises ValueError if it exists."""
+    if Path(directory).exists() or Path(directory).is_symlink():
+        raise ValueError(f"{field}={directory} exists; use another, or remove it")
+
+
+def write_run(
+    output: str | Path, config: Config, step: int, weights: dict, meta: dict, record: dict,
+    add_tokenizer: Callable[[Path], None],
+) -> None:  # fmt: skip
+    """Writes a run directory with one step of parameters alone; if something goes wrong, nothing is left.
+
+    record: where they come from; the file that holds it says that the run cannot be trained on.
+    """
+    output = Path(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
     try:
@@ -51,15 +74,12 @@ def export(run_dir: str | Path, output: str | Path, step: int | None = None, dty
             checkpointer.write(step, {"params": weights}, meta)
             checkpointer.wait()
         (new / "config.json").write_text(config.to_json())
-        for file in (*run_dir.glob("tokenizer*"), *run_dir.glob("chat_template.jinja")):
-            shutil.copyfile(file, new / file.name)
-        record = {"run": str(run_dir.resolve()), "step": step, "dtype": dtype}
+        add_tokenizer(new)
         (new / "exported.json").write_text(json.dumps(record, indent=2) + "\n")
         new.rename(output)
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
         raise
-    return step
 
 
 def _read(checkpointer: Checkpointer, step: int, model: Model, dtype: str | None):
