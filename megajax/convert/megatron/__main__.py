@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from megajax.config import Config
-from megajax.convert.export import check_new, write_run
+from megajax.convert.export import new_directory, write_run
 from megajax.convert.megatron.arguments import read_arguments
 from megajax.convert.megatron.checkpoint import EMBEDDING, Checkpoint, open_checkpoint
 from megajax.convert.megatron.parameters import check_parameters, to_megajax
@@ -41,25 +41,27 @@ def import_checkpoint(
     checkpoint. The whole model is in the memory of the host. Raises ValueError if run_dir exists, or for a checkpoint
     that cannot be imported as a whole; then nothing is left.
     """
-    check_new(run_dir, "run_dir")
-    checkpoint, config = read(path, iteration, tokenizer)
-    found = load_tokenizer(config.data.tokenizer)
-    model = Model(config.model)
-    meta = {
-        "step": checkpoint.iteration,
-        "config": dataclasses.asdict(config),
-        "layer_rows": {place: rows.tolist() for place, rows in model.layer_rows.items()},
-        "tokenizer": found.identity,
-        "eod_id": found.eod_id,
-    }
-    host = jax.local_devices(backend="cpu")[0]
+    with new_directory(run_dir, "run_dir") as new:
+        checkpoint, config = read(path, iteration, tokenizer)
+        found = load_tokenizer(config.data.tokenizer)
+        model = Model(config.model)
+        host = jax.local_devices(backend="cpu")[0]
 
-    def place(record, array: np.ndarray) -> jax.Array:
-        return jax.device_put(array.astype(jnp.dtype(dtype)) if dtype and record.is_cast else array, host)
+        def place(record, array: np.ndarray) -> jax.Array:
+            return jax.device_put(array.astype(jnp.dtype(dtype)) if dtype and record.is_cast else array, host)
 
-    weights = jax.tree.map(place, model.records, to_megajax(checkpoint.parameters, config.model))
-    record = {"megatron": str(checkpoint.folder.resolve()), "step": checkpoint.iteration, "dtype": dtype}
-    write_run(run_dir, config, checkpoint.iteration, weights, meta, record, lambda new: save_tokenizer(found, new))
+        weights = jax.tree.map(place, model.records, to_megajax(checkpoint.parameters, config.model))
+        step = checkpoint.iteration
+        meta = {
+            "step": step,
+            "config": dataclasses.asdict(config),
+            "layer_rows": {place: rows.tolist() for place, rows in model.layer_rows.items()},
+            "tokenizer": found.identity,
+            "eod_id": found.eod_id,
+        }
+        record = {"megatron": str(checkpoint.folder.resolve()), "step": step, "dtype": dtype}
+        write_run(new, config, step, weights, meta, record)
+        save_tokenizer(found, new)
     return checkpoint, config
 
 
