@@ -1,19 +1,26 @@
-"""Bytes a device needs for a run, from shapes and shardings alone."""
+"""Bytes that each device needs for a run, from shapes and shardings alone."""
 
+import functools
+import logging
 import math
+import os
 from collections.abc import Iterable
+from pathlib import Path
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from megajax.layers.layer import LayerConfig, Saved
-from megajax.mesh import MeshConfig
+from megajax.mesh import MeshConfig, PipelineSchedule
 from megajax.models.model import Model
 from megajax.ops.cross_entropy import MAX_CHUNK_BYTES
 from megajax.parallel.schedule import make_table
 from megajax.training.config import TrainingConfig
 from megajax.training.program import Program
 from megajax.training.reporting.console import format_bytes
+
+logger = logging.getLogger("megajax")
 
 
 def bytes_per_device(abstract, shardings) -> int:
@@ -26,23 +33,29 @@ def bytes_per_device(abstract, shardings) -> int:
 
 
 def memory_per_device(program: Program, training: TrainingConfig) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes a device by kind, in its memory and on its host: weights and optimizer exactly, gradients (float32) and
+    """Bytes per device by kind, in its memory and on its host: weights and optimizer exactly, gradients (float32) and
     activations as estimates."""
+    on_device, on_host = state_bytes(program)
+    on_gpu = not isinstance(program.mesh, Mesh) or program.mesh.devices.flat[0].platform != "cpu"
+    device, host = activation_bytes(program.model, program.mesh_config, training, on_gpu=on_gpu)
+    on_host = on_host | {"activations": host}
+    return on_device | {"activations (estimate)": device}, {name: size for name, size in on_host.items() if size}
+
+
+def state_bytes(program: Program) -> tuple[dict[str, int], dict[str, int]]:
+    """The part of memory_per_device that depends neither on the batch nor on what is recomputed."""
     shardings = program.shardings
     state = program.abstract_state
     held = bytes_per_device((state.frozen, state.variables), (shardings.frozen, shardings.variables))
     gradients = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, np.float32), state.params)
-    device, host = activation_bytes(program.model, program.mesh_config, training)
     moments = bytes_per_device(state.optimizer, shardings.optimizer)
     offloaded = program.optimizer.config.offload_state
     on_device = {
         "weights": bytes_per_device(state.params, shardings.params) + held,
         "optimizer": 0 if offloaded else moments,
         "gradients": bytes_per_device(gradients, shardings.params),
-        "activations (estimate)": device,
     }
-    on_host = {"optimizer": moments if offloaded else 0, "activations": host}
-    return on_device, {name: size for name, size in on_host.items() if size}
+    return on_device, {"optimizer": moments if offloaded else 0}
 
 
 def memory_rows(device: dict[str, int], host: dict[str, int]) -> list[tuple[str, str]]:
@@ -54,15 +67,18 @@ def memory_rows(device: dict[str, int], host: dict[str, int]) -> list[tuple[str,
     return [("bytes per device", kinds(device))] + ([("bytes on its host", kinds(host))] if host else [])
 
 
-def activation_bytes(model: Model, mesh: MeshConfig, training: TrainingConfig) -> tuple[int, int]:
+def activation_bytes(
+    model: Model, mesh: MeshConfig, training: TrainingConfig, *, on_gpu: bool = True
+) -> tuple[int, int]:
     """What forward and backward of a step need beside the state -> (on the device, an estimate; on the host).
 
     Kept for the backward pass: the activations that each layer keeps by name, and its input in any case. Working space:
     one layer as if nothing were recomputed, the gathered weights of two layers, and the output layer with its float32
-    gradient and one chunk of logits. Attention keeps no T x T scores (cuDNN); the plain reference does, and is not
-    counted. A rank of a pipeline keeps what the layers of its fullest stage keep, for as many microbatches as the
-    schedule has in flight; a copy of the weights of its layers in the compute dtype; six residuals, those on their way
-    and those of embedding and loss.
+    gradient and one chunk of logits. The plain attention, which runs on a CPU, in float32 and with attention dropout,
+    holds T x T scores: of all layers where they are unrolled, as XLA keeps them for the backward pass. A rank of a
+    pipeline keeps what the layers of its fullest stage keep, for as many microbatches as the schedule has in flight; a
+    copy of the weights of its layers in the compute dtype; six residuals, those on their way and those of embedding and
+    loss.
     """
     layers = model.config.layers(model.execution)
     itemsize = np.dtype(model.precision.compute_dtype).itemsize
@@ -72,17 +88,26 @@ def activation_bytes(model: Model, mesh: MeshConfig, training: TrainingConfig) -
     on_device = [tokens * itemsize * device for device, _ in kept]
     on_host = sum(tokens * itemsize * host for _, host in kept)
     working = _working_bytes(model, layers, mesh, training, tokens, itemsize)
+    working += tokens * 4 * _scores(model, layers, training.sequence_length, on_gpu=on_gpu) / mesh.tensor
     if model.stages is None:
         return int(sum(on_device) / mesh.tensor + working), int(on_host / mesh.tensor)
     stages = model.stages
-    table = make_table(stages.schedule, stages.num_ranks, batch.num_microbatches, stages.num_chunks)
+    num_slots, num_loss_slots = _num_slots(stages.schedule, stages.num_ranks, batch.num_microbatches, stages.num_chunks)
     fullest = max(sum(on_device[number] for number in stage) for chunk in stages.layers for stage in chunk)
-    residuals = (5 + table.num_loss_slots) * layers[0].embed_dim * tokens * itemsize
+    residuals = (5 + num_loss_slots) * layers[0].embed_dim * tokens * itemsize
     most = max(len(stage) for chunk in stages.layers for stage in chunk)
     weights = _layer_weights(model, mesh) * most * stages.num_chunks / mesh.weight_shards * itemsize
-    return int((fullest * table.num_slots + residuals) / mesh.tensor + weights + working), 0
+    return int((fullest * num_slots + residuals) / mesh.tensor + weights + working), 0
 
 
+@functools.cache
+def _num_slots(schedule: PipelineSchedule, num_ranks: int, num_microbatches: int, num_chunks: int) -> tuple[int, int]:
+    """Most microbatches that a rank keeps at a time -> (of its layers, of the loss)."""
+    table = make_table(schedule, num_ranks, num_microbatches, num_chunks)
+    return table.num_slots, table.num_loss_slots
+
+
+@functools.lru_cache(maxsize=1024)
 def _kept_elements(layer: LayerConfig, sequence_length: int) -> tuple[float, float]:
     """A token's elements that a layer keeps for its backward pass, before `tensor` splits them -> (on the device, on
     the host)."""
@@ -94,6 +119,55 @@ def _kept_elements(layer: LayerConfig, sequence_length: int) -> tuple[float, flo
         return sum(activations[name].elements for name in names if name in activations)
 
     return count({*saved.on_device, first} - set(saved.on_host)), count(saved.on_host)
+
+
+def _scores(model: Model, layers: tuple[LayerConfig, ...], sequence_length: int, *, on_gpu: bool) -> int:
+    """Elements that the plain attention holds at a time for each token."""
+    is_plain = not on_gpu or model.precision.compute == "float32"
+    found = [
+        sum(a.scores for a in layer.activations(sequence_length).values() if is_plain or a.needs_scores)
+        for layer in layers
+    ]
+    return max(found, default=0) if model.scans else sum(found)
+
+
+def host_memory() -> tuple[int, int]:
+    """Bytes of this machine -> (in all, or what the container may use; those available now)."""
+    table = Path("/proc/meminfo")
+    if not table.is_file():  # not Linux
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return total, total
+    known = dict(line.split(":") for line in table.read_text().splitlines())
+    total, available = (int(known[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.is_file() and (text := limit.read_text().strip()).isdecimal():
+        total = min(total, int(text))
+    return total, min(total, available)
+
+
+def check_host_memory(program: Program, training: TrainingConfig) -> None:
+    """Of a run on CPU devices, which share the memory of the machine: logs a warning if it needs more than is available
+    now. Raises ValueError if it needs more than there is."""
+    devices = program.mesh.local_devices
+    if devices[0].platform != "cpu":
+        return
+    device, host = memory_per_device(program, training)
+    needed = len(devices) * (sum(device.values()) + sum(host.values()))
+    total, available = host_memory()
+    microbatch = training.schedule(program.mesh_config)(training.steps).microbatch // program.mesh_config.batch_shards
+    size = f"{microbatch} x {training.sequence_length} tokens at a time"
+    if needed > total:
+        raise ValueError(
+            f"training.microbatch_size={training.microbatch_size} ({size}) needs about {format_bytes(needed)} of "
+            f"memory and this machine has {format_bytes(total)}; use a smaller --training.microbatch_size (from 1), a "
+            "smaller --training.sequence_length, or a GPU"
+        )
+    if needed > available:
+        logger.warning(
+            "memory: this run needs about %s and %s are available; a smaller --training.microbatch_size needs less",
+            format_bytes(needed),
+            format_bytes(available),
+        )
 
 
 def _working_bytes(

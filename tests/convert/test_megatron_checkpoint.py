@@ -154,6 +154,11 @@ def test_arguments_of_a_llama():
         (dict(add_position_embedding=False), dict(position="none")),
         (dict(window_size=(127, 0), window_attn_skip_freq=4), dict(window=128, full_attention_every=4)),
         (dict(position_embedding_type="rope", no_rope_freq=4), dict(position="rope", no_rope_every=4)),
+        (dict(add_bias_linear=False, add_qkv_bias=True), dict(bias=False, has_qkv_bias=True, has_mlp_bias=False)),
+        (dict(add_qkv_bias=False), dict(has_qkv_bias=True)),  # Megatron's rule too
+        (dict(rotary_interleaved=True), dict(rope=RopeConfig(interleaved=True))),
+        (dict(rotary_seq_len_interpolation_factor=4), dict(rope=RopeConfig(scaling="linear", factor=4.0))),
+        (dict(softmax_type="learnable"), dict(attention_sinks=True)),
         (dict(use_rope_scaling=True, rope_scaling_factor=32.0), dict(rope=RopeConfig(scaling="llama3", factor=32.0))),
     ],
 )

@@ -30,12 +30,9 @@ _UNSUPPORTED: dict[str, tuple] = {
     "spec": (None,),
     "use_legacy_models": (None, False),
     "apply_residual_connection_post_layernorm": (None, False),
-    "rotary_interleaved": (None, False),
-    "rotary_seq_len_interpolation_factor": (None, 1),
     "mrope_section": (None,),
     "qk_l2_norm": (None, False),
     "attention_output_gate": (None, False),
-    "softmax_type": (None, "vanilla"),
     "softmax_scale": (None,),
     "quick_geglu": (None, False),
     "activation_func_clamp_value": (None,),
@@ -88,8 +85,9 @@ def _model(given: _Arguments, vocabulary_rows: int) -> DecoderConfig:
     if normalization not in _NORMS:
         raise given.refuse("normalization")
     bias = given.get("add_bias_linear", default=not given.get("disable_bias_linear", default=False))
-    if given.get("add_qkv_bias", default=bias) != bias:
-        raise given.refuse("add_qkv_bias")
+    softmax = given.get("softmax_type", default="vanilla")
+    if softmax not in ("vanilla", "learnable"):
+        raise given.refuse("softmax_type")
     window, full_every = _window(given)
     return DecoderConfig(
         num_layers=given.size("num_layers"),
@@ -111,6 +109,8 @@ def _model(given: _Arguments, vocabulary_rows: int) -> DecoderConfig:
         qk_norm=bool(given.get("qk_layernorm", default=False)),
         activation=_activation(given, bias),
         bias=bool(bias),
+        qkv_bias=True if given.get("add_qkv_bias") and not bias else None,
+        attention_sinks=softmax == "learnable",
         tied_embeddings=not given.get("untie_embeddings_and_output_weights", default=False),
         window=window,
         full_attention_every=full_every,
@@ -133,10 +133,19 @@ def _position(given: _Arguments) -> str:
 
 def _rope(given: _Arguments) -> RopeConfig:
     scaled = {}
+    interpolation = given.get("rotary_seq_len_interpolation_factor", default=1)
     if given.get("use_rope_scaling"):
         scaled = dict(scaling="llama3", factor=float(given.get("rope_scaling_factor", default=8.0)))
-    base = float(given.get("rotary_base", default=10000))
-    return RopeConfig(base=base, fraction=float(given.get("rotary_percent", default=1.0)), **scaled)
+    if interpolation != 1:
+        if scaled:  # of both together
+            raise given.refuse("rotary_seq_len_interpolation_factor")
+        scaled = dict(scaling="linear", factor=float(interpolation))
+    return RopeConfig(
+        base=float(given.get("rotary_base", default=10000)),
+        fraction=float(given.get("rotary_percent", default=1.0)),
+        interleaved=bool(given.get("rotary_interleaved", default=False)),
+        **scaled,
+    )
 
 
 def _activation(given: _Arguments, bias: bool) -> str:
