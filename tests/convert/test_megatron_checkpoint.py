@@ -13,6 +13,7 @@ import sys
 import tarfile
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -210,6 +211,8 @@ def test_folders_that_are_no_checkpoint_are_refused(tmp_path, monkeypatch, capsy
             open_checkpoint(tmp_path, **which)
 
     refused("latest_checkpointed_iteration.txt does not exist; give the folder that Megatron saved to")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("")
+    refused(r"names no iteration \(''\); use --iteration=N")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7\n")
     refused("iter_0000007 does not exist")
     refused("iter_0000003 does not exist", iteration=3)
@@ -251,11 +254,32 @@ def test_what_megatron_wrote_is_imported_bit_for_bit(kind, recorded, tmp_path):
     start_from.check(start_from.pinned(started))
 
 
+def test_bfloat16_stays_bfloat16(save):
+    import torch
+
+    from megajax.convert.megatron import files
+
+    def cast(value):
+        return value.bfloat16() if isinstance(value, torch.Tensor) else value
+
+    for file in save.glob("torch/iter_0000007/*/model_optim_rng.pt"):
+        state = files.load(file)
+        given = {name: value for name, value in vars(state["args"]).items() if isinstance(value, int | str | float)}
+        state |= {"args": argparse.Namespace(**given), "model": {n: cast(a) for n, a in state["model"].items()}}
+        torch.save(state, save / "new")
+        (save / "new").replace(file)
+    whole = np.load(save / "whole.npz")
+    for name, array in open_checkpoint(save / "torch").parameters.items():
+        assert array.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(array, whole[name].astype(jnp.bfloat16))
+
+
 def test_the_command_shows_and_writes(recorded, tmp_path, capsys):
     arguments = ["import", f"--from={recorded / 'torch_dist' / 'iter_0000007'}", f"--run_dir={tmp_path / 'run'}"]
     main([*arguments, "--dry_run"])
     shown = capsys.readouterr().out
-    assert "decoder.layers.1.mlp.linear_fc1.weight float32[24, 8]" in shown and "model.num_kv_heads=2" in shown
+    assert "decoder.layers.1.mlp.linear_fc1.weight float32[24, 8]" in shown
+    assert "--model.num_kv_heads=2" in shown and "--model.rope.base=500000.0" in shown
     assert not list(tmp_path.iterdir())
     main([*arguments, "--dtype=bfloat16", "--tokenizer=bytes"])
     assert "step 7" in capsys.readouterr().out

@@ -18,12 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from megajax.config import Config
+from megajax.config import Config, differences
 from megajax.convert.export import new_directory, write_run
 from megajax.convert.megatron.arguments import read_arguments
 from megajax.convert.megatron.checkpoint import EMBEDDING, Checkpoint, open_checkpoint
 from megajax.convert.megatron.parameters import check_parameters, to_megajax
 from megajax.data.tokenizers.tokenizer import load_tokenizer, save_tokenizer
+from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
 
 
@@ -35,7 +36,7 @@ def import_checkpoint(
     dtype: str | None = None,
     tokenizer: str | None = None,
 ) -> tuple[Checkpoint, Config]:
-    """Writes a run directory with the parameters of one iteration (default: the newest) as its step of that number.
+    """Writes a run directory whose step has the number and the parameters of an iteration (default: the newest).
 
     dtype: of the matrices; default: as they are there. tokenizer: for data.tokenizer; default: the one in the
     checkpoint. The whole model is in the memory of the host. Raises ValueError if run_dir exists, or for a checkpoint
@@ -85,9 +86,10 @@ def _print_map(checkpoint: Checkpoint, config: Config) -> None:
     print(f"{checkpoint.folder}: iteration {checkpoint.iteration}, {len(checkpoint.parameters)} parameters")
     for name, array in checkpoint.parameters.items():
         print(f"  {name} {array.dtype}{list(array.shape)}")
-    for field in dataclasses.fields(config.model):
-        print(f"  model.{field.name}={getattr(config.model, field.name)}")
-    print(f"  data.tokenizer={config.data.tokenizer}")
+    for line in differences(DecoderConfig(), config.model, "--model."):
+        field, _, change = line.partition(": ")
+        print(f"  {field}={change.rpartition(' -> ')[2]}")
+    print(f"  --data.tokenizer={config.data.tokenizer}")
 
 
 def _import(flags: argparse.Namespace) -> None:
@@ -100,8 +102,8 @@ def _import(flags: argparse.Namespace) -> None:
     chosen = dict(iteration=flags.iteration, dtype=flags.dtype, tokenizer=flags.tokenizer)
     checkpoint, config = import_checkpoint(source, flags.run_dir, **chosen)
     print(f"{flags.run_dir}: parameters of {checkpoint.folder}, step {checkpoint.iteration}")
-    if flags.tokenizer is None and config.data.tokenizer.startswith("null:"):
-        named = checkpoint.arguments.get("tokenizer_type")
+    named = checkpoint.arguments.get("tokenizer_type")
+    if flags.tokenizer is None and named != "NullTokenizer" and config.data.tokenizer.startswith("null:"):
         print(f"{named}: no file of a tokenizer was found, texts are token ids; --tokenizer=PATH names one")
 
 

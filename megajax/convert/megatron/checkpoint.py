@@ -93,6 +93,8 @@ def _find_folder(path: Path, iteration: int | None) -> Path:
             raise ValueError(f"from={path}: {tracker} does not exist; give the folder that Megatron saved to (--save), "
                              "or one iter_* in it")  # fmt: skip
         newest = tracker.read_text().strip()
+        if newest != "release" and not newest.isdecimal():
+            raise ValueError(f"from={path}: {tracker} names no iteration ({newest[:20]!r}); use --iteration=N")
         folder = path / ("release" if newest == "release" else f"iter_{int(newest):07d}")
     if not folder.is_dir():
         raise ValueError(f"from={path}: {folder} does not exist")
