@@ -31,7 +31,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-NEVER = -1e30  # below every score; not -inf, so that a part without tokens gives 0 and no NaN
+MASKED_SCORE = -1e30  # below every score; not -inf, so that a part without tokens gives 0 and no NaN
 LOG2E = math.log2(math.e)
 MOST_HEADS = 64  # on a kv head
 SLOTS = 132 * 2  # blocks that an H100 is to have at a time: two a multiprocessor keep its memory busy
@@ -229,7 +229,7 @@ def _body(
     def zeros(height):
         return plgpu.layout_cast(jnp.zeros((height, rows), jnp.float32), plgpu.Layout.WGMMA)
 
-    most = plgpu.layout_cast(jnp.full((rows,), NEVER, jnp.float32), by_query)
+    most = plgpu.layout_cast(jnp.full((rows,), MASKED_SCORE, jnp.float32), by_query)
     carry = zeros(head_dim), most, zeros(block), numbers[stages]
     sums, most, total, _ = lax.fori_loop(first, last, one_step, carry)
     sums_ref[sequence, head, part] = sums

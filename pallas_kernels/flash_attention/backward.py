@@ -12,7 +12,7 @@ from pallas_kernels.flash_attention.backward_block import Global, Plan, Shared, 
 from pallas_kernels.flash_attention.schedule import Schedule
 from pallas_kernels.flash_attention.tiles import (
     LOG2E,
-    NEVER,
+    MASKED_SCORE,
     TILES,
     joins_batches,
     kernel,
@@ -47,7 +47,7 @@ def backward(
     num_keys, kv_heads = k_BSKH.shape[1:3]
     if length % 8 or num_keys % 8:
         q, k, v, out, d_out = map(to_eights, (q_BTNH, k_BSKH, v_BSKH, out_BTNH, d_out_BTNH))
-        lse = to_eights(lse_BNT, axis=2, constant_values=-NEVER)
+        lse = to_eights(lse_BNT, axis=2, constant_values=-MASKED_SCORE)
         bounds = (to_eights(a, mode="edge") for a in (lower_BT, upper_BT))
         options = dict(scale=scale, soft_cap=soft_cap, ordered=ordered, interpret=interpret)
         d_q, d_k, d_v = backward(q, k, v, out, lse, d_out, *bounds, **options)
@@ -63,7 +63,7 @@ def backward(
     # Queries beyond the end see what the last one does, with p = exp2(0 - 1e30) = 0.
     bounds = jnp.pad(jnp.stack([lower_BT, upper_BT], 1), [(0, 0), (0, 0), beyond], mode="edge")
     delta_BNT = jnp.sum(out_BTNH.astype(jnp.float32) * d_out_BTNH.astype(jnp.float32), -1).transpose(0, 2, 1)
-    lse_BNT = jnp.pad(lse_BNT * LOG2E, [(0, 0), (0, 0), beyond], constant_values=-NEVER)
+    lse_BNT = jnp.pad(lse_BNT * LOG2E, [(0, 0), (0, 0), beyond], constant_values=-MASKED_SCORE)
     delta_BNT = jnp.pad(delta_BNT, [(0, 0), (0, 0), beyond])
     q_tiles = bounds.shape[2] // block_q
     plan = Plan(schedule, tiles, num_heads, head_dim, q_tiles, dtype, scale, soft_cap, ordered)

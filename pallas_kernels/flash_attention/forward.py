@@ -20,7 +20,7 @@ from pallas_kernels.flash_attention.schedule import FIRST, HEAD, LAST, NUMBER, S
 from pallas_kernels.flash_attention.tiles import (
     BLOCK,
     LOG2E,
-    NEVER,
+    MASKED_SCORE,
     TILES,
     capped,
     joins_batches,
@@ -212,7 +212,7 @@ class Compute:
         carry = (
             place,
             plgpu.layout_cast(jnp.zeros((64, plan.head_dim), jnp.float32), plgpu.Layout.WGMMA),
-            plgpu.layout_cast(jnp.full((64,), NEVER, jnp.float32), BY_ROW),
+            plgpu.layout_cast(jnp.full((64,), MASKED_SCORE, jnp.float32), BY_ROW),
             plgpu.layout_cast(jnp.zeros((64,), jnp.float32), BY_ROW),
         )
         for part, masked in enumerate((True, False, True)):
@@ -225,7 +225,7 @@ class Compute:
         plgpu.barrier_arrive(smem.turn)  # the end is no product
         sees = total > 0
         out_smem[...] = (out * wide(jnp.where(sees, 1 / total, 0.0), out.shape)).astype(plan.dtype)
-        smem.lse[wg] = jnp.where(sees, (most + jnp.log2(total)) / LOG2E, NEVER)
+        smem.lse[wg] = jnp.where(sees, (most + jnp.log2(total)) / LOG2E, MASKED_SCORE)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(out_smem, gmem.out.at[b, rows, head])
         plgpu.copy_smem_to_gmem(smem.lse.at[wg], gmem.lse.at[b, head, rows])

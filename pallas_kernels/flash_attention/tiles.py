@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-NEVER = -1e30  # log-sum-exp of a query that sees no key; its result is 0
+MASKED_SCORE = -1e30  # log-sum-exp of a query that sees no key; its result is 0
 LOG2E = math.log2(math.e)
 BLOCK = 128  # queries of a block forward
 

@@ -177,7 +177,7 @@ def test_with_damaged_files_beside_the_steps_the_run_goes_on_and_is_served_as_be
         cut(file)
     with pytest.raises(ValueError, match="checkpoints/3/meta/metadata cannot be read"):
         here.serve(3)
-    with pytest.raises(ValueError, match="config.json does not exist, and the meta data of no step can be read"):
+    with pytest.raises(ValueError, match="config.json does not exist, and the metadata of no step can be read"):
         run.check(here.config)
 
 
@@ -192,7 +192,7 @@ def test_a_config_of_another_model_than_the_step_is_refused_with_the_difference(
             use()
     (tmp_path / "run" / "config.json").unlink()
     assert same(here.serve(), saved.served[6])
-    with pytest.raises(ValueError, match=f"cannot go on with other settings .{name}: "):
+    with pytest.raises(ValueError, match=f"cannot resume with other settings .{name}: "):
         run.check(other)
 
 
