@@ -105,7 +105,7 @@ CASES = {
     ),
     "loop of layers in a pipeline": (
         ["--mesh.data=4", "--mesh.pipeline=2", "--execution.scan_layers=True", "--training.microbatch_size=1"],
-        ["execution.scan_layers=True", "leave it out"],
+        ["execution.scan_layers=True", "remove it"],
     ),
     "offload in a pipeline": (
         ["--mesh.data=4", "--mesh.pipeline=2", "--execution.offload=residual", "--training.microbatch_size=1"],

@@ -117,7 +117,7 @@ DAMAGE = {
     "a bit": (_flip, "is not what was saved"),
     "cut": (
         lambda folder: (folder / "arrays").write_bytes((folder / "arrays").read_bytes()[:9000]),
-        "the file is cut off",
+        "the file is truncated",
     ),
     "no arrays": (lambda folder: (folder / "arrays").unlink(), "No such file"),
     "half an index": (lambda folder: (folder / "index.json").write_text('{"meta": {'), "Expecting"),
@@ -140,7 +140,7 @@ def test_a_damaged_snapshot_is_not_used_and_the_log_says_why(damage, reason, tmp
     ("others", "reason"),
     [
         (dict(fsdp=4, data=2), "on another mesh"),
-        (dict(rows={"layers.decoder": ROWS["layers.decoder"].reshape(2, 2)}), "with another layout of the pipeline"),
+        (dict(rows={"layers.decoder": ROWS["layers.decoder"].reshape(2, 2)}), "with another pipeline layout"),
     ],
 )
 def test_another_mesh_takes_the_checkpoint_and_says_why(others, reason, tmp_path, caplog):

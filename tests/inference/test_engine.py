@@ -200,7 +200,7 @@ def test_ids_that_the_tokenizer_does_not_have_never_come(bytes_engine):
 
 def test_what_does_not_fit_is_refused(engine_of):
     engine = engine_of("learned")
-    with pytest.raises(ValueError, match="beyond the 64 tokens that the model can read; use max_tokens=4 or less"):
+    with pytest.raises(ValueError, match="exceeds the 64 tokens that the model supports; use max_tokens=4 or less"):
         engine.generate_tokens([[1] * 60], dataclasses.replace(GREEDY, max_tokens=5))
     assert len(engine.generate_tokens([[1] * 60], dataclasses.replace(GREEDY, max_tokens=4))[0]) == 4
     with pytest.raises(ValueError, match="prompt 1 has no tokens"):

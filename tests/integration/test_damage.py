@@ -212,7 +212,7 @@ def test_a_step_under_the_number_of_another_is_not_used(saved, tmp_path, caplog)
     here = saved.copy(tmp_path / "run")
     checkpoints = tmp_path / "run" / "checkpoints"
     shutil.copytree(checkpoints / "3", checkpoints / "9")
-    with pytest.raises(ValueError, match="checkpoints/9/meta/metadata is damaged: it is of step 3, not 9"):
+    with pytest.raises(ValueError, match="checkpoints/9/meta/metadata is damaged: it belongs to step 3, not 9"):
         here.serve()
     step, state = here.restore()
     assert step == 6 and same(state, saved.trained[6]) and (checkpoints / "9.damaged").is_dir()
