@@ -10,7 +10,7 @@ from megajax.config import Config, did_you_mean
 
 
 def recipes() -> dict[str, Callable[[], Config]]:
-    """Name -> function, in the order of the modules and of the lines in them."""
+    """Name -> function, in the order of the modules and of the source lines."""
     found = {}
     for module_info in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{module_info.name}")
