@@ -34,7 +34,7 @@ def pinned(config: Config) -> Config:
     recorded = Config.load(config.run_dir).checkpoint if holds_run(config.run_dir) else CheckpointConfig()
     if saved_steps(config.run_dir):
         if requested.start_from and requested.source() != recorded.source():
-            logger.info("checkpoint.start_from=%s has no effect: the run has begun", requested.start_from)
+            logger.info("checkpoint.start_from=%s has no effect: the run has already begun", requested.start_from)
         return _replaced(config, recorded.start_from, recorded.start_fresh)
     if not requested.start_from:
         return _replaced(config, recorded.start_from, requested.start_fresh) if recorded.start_from else config
@@ -81,13 +81,14 @@ def check(config: Config) -> None:
     names = _shapes(ours).keys() | _shapes(theirs).keys()
     for pattern in config.checkpoint.start_fresh:
         if not any(matches(name, [pattern]) for name in names):
-            raise ValueError(f"checkpoint.start_fresh: {pattern!r} matches no parameter; names look like {min(names)}")
+            raise ValueError(
+                f"checkpoint.start_fresh: {pattern!r} matches no parameter; parameter names look like {min(names)}"
+            )
     if problems := _problems(ours, theirs, config.checkpoint.start_fresh):
         more = f" and {len(problems) - 4} more" if len(problems) > 4 else ""
         raise ValueError(
             f"checkpoint.start_from={requested} has the weights of another model ({'; '.join(problems[:4])}{more}); "
-            "use the same model settings, or name the parameters to initialise or leave out with "
-            "--checkpoint.start_fresh"
+            "use the model config of that run, or name what to initialise or leave out with --checkpoint.start_fresh"
         )
 
 
@@ -97,17 +98,17 @@ def weights(config: Config, program: Program) -> dict:
     step = find_step(source, step)
     patterns = config.checkpoint.start_fresh
     model = program.model
-    logger.info("starting from the weights of %s, step %d", source, step)
+    logger.info("starting with the weights of %s, step %d", source, step)
     changed = differences(Config.load(source, step).model, config.model, "model.")
     if changed:
-        logger.info("model settings that differ from that run: %s", "; ".join(changed))
+        logger.info("the model config differs from that run: %s", "; ".join(changed))
     theirs = _source_model(config)
     ours = _shapes(model)
     fresh = sorted(name for name in ours if matches(name, patterns))
     if fresh:
-        logger.info("initialised, not loaded: %s", ", ".join(fresh))
+        logger.info("newly initialised: %s", ", ".join(fresh))
     if left_out := sorted(name for name in _shapes(theirs) if name not in ours):
-        logger.info("in that run but not loaded: %s", ", ".join(left_out))
+        logger.info("not used: %s", ", ".join(left_out))
     target = with_shardings(theirs.abstract_weights, theirs.shardings(program.mesh))
     with Checkpointer(source, None) as checkpointer:
         found = checkpointer.restore_params(step, target, theirs.layer_rows)
@@ -127,7 +128,7 @@ def _problems(ours: Model, theirs: Model, fresh: tuple[str, ...]) -> list[str]:
     needed = {name: shape for name, shape in _shapes(ours).items() if not matches(name, fresh)}
     available = {name: shape for name, shape in _shapes(theirs).items() if not matches(name, fresh)}
     problems = [f"{name} is missing there" for name in needed if name not in available]
-    problems += [f"{name} exists only there" for name in available if name not in needed]
+    problems += [f"{name} is missing here" for name in available if name not in needed]
     problems += [
         f"{name} is {list(available[name])} there and {list(needed[name])} here"
         for name in needed

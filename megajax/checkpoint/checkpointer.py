@@ -37,9 +37,8 @@ class _Manager(ocp.CheckpointManager):
         super().__init__(*arguments, **others)
 
     def reached_preemption(self, step: int) -> bool:
-        """Always False: only the training loop queries preemption. Orbax would query it from its saving thread for a
-        step in the past, and JAX, which remembers the last step queried, could then agree on a past step to stop
-        at."""
+        """Never: only the loop asks. Orbax would ask from its saving thread about an earlier step, and JAX, which keeps
+        the step it was last asked about, could then agree to stop at a step that has passed."""
         return False
 
     def _finalize_checkpoint(self, step: int) -> None:
@@ -161,7 +160,7 @@ class Checkpointer:
         self.failed_saves += 1
         self._left_unfinished |= not local
         what = "local snapshot" if local else "checkpoint"
-        logger.error("a %s could not be saved (%d so far): %s", what, self.failed_saves, _in_one_line(error))
+        logger.error("a %s could not be saved (failure %d): %s", what, self.failed_saves, _in_one_line(error))
 
     def write(self, step: int, trees: dict[str, Any], meta: dict[str, Any]) -> None:
         """Starts saving {item: tree of arrays}, like `save`, but raises errors, here or in `wait`."""

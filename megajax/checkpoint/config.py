@@ -13,22 +13,22 @@ from megajax.ranges import NonNegativeInt
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
     every_steps: NonNegativeInt = 1000
-    """Steps between checkpoints; the last step is always saved; 0: only the last."""
+    """Steps between checkpoints; the last step is always saved. 0: only the last."""
     keep: NonNegativeInt = 3
-    """Number of newest checkpoints to keep on disk; 0: all."""
+    """Keep the newest N checkpoints; 0: all."""
     keep_every_steps: NonNegativeInt = 0
-    """Also keep every N-th step; 0: none."""
+    """Also keep the checkpoints of every N-th step; 0: none."""
     keep_best: NonNegativeInt = 0
-    """Also keep the N steps with the lowest eval_loss, among those that were evaluated; 0: none."""
+    """Also keep the N best by eval_loss, of the checkpoints whose step was evaluated; 0: none."""
     local_dir: str = ""
-    """A fast local directory on each machine (/dev/shm, NVMe) for two snapshots in addition to the checkpoints; empty:
+    """Fast local directory on each machine (/dev/shm, NVMe) for two snapshots, in addition to the checkpoints; empty:
     none."""
     local_every_steps: NonNegativeInt = 0
     """Steps between local snapshots."""
 
     start_from: str = ""
-    """Start a new run from the weights of this run (its newest step, or RUN/checkpoints/STEP), with a new optimizer, at
-    step 0; empty: initialise them."""
+    """Start a new run from the weights of this run (its newest step, or RUN/checkpoints/STEP), with new optimizer
+    state, at step 0; empty: from random weights."""
     start_fresh: tuple[str, ...] = ()
     """Parameters that start_from does not load, as shell patterns of their names: they are initialised (an adapter, a
     head of another size) or, if this model does not have them, ignored."""
@@ -49,7 +49,7 @@ class CheckpointConfig:
         if self.local_every_steps and self.every_steps and self.local_every_steps % self.every_steps == 0:
             raise ValueError(
                 f"checkpoint.local_every_steps={self.local_every_steps} is a multiple of checkpoint.every_steps="
-                f"{self.every_steps}, so a checkpoint is saved at each of these steps; use a smaller number"
+                f"{self.every_steps}, so each of these steps is a checkpoint anyway; use a smaller number"
             )
 
     def check_evaluated(self, training_steps: int, eval_every_steps: int) -> None:

@@ -6,6 +6,7 @@ come from the layers themselves (layers/layer.py), not from the model.
 """
 
 import dataclasses
+import functools
 import importlib
 import pkgutil
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -73,6 +74,12 @@ NO_REGULARISERS = LossOptions()
 MAY_CHANGE = {"may_change": True}
 
 
+@functools.lru_cache(maxsize=64)
+def _layers(config: "ModelConfig", execution: ExecutionConfig) -> tuple[LayerConfig, ...]:
+    """A search asks for those of a few models thousands of times."""
+    return sum(config.stacks(execution).values(), ())
+
+
 class ModelConfig:
     """Base of the config of a family: a frozen dataclass with a field `kind: Literal[NAME] = NAME`.
 
@@ -128,7 +135,7 @@ class ModelConfig:
 
     def layers(self, execution: ExecutionConfig) -> tuple[LayerConfig, ...]:
         """The layers of all stacks."""
-        return sum(self.stacks(execution).values(), ())
+        return _layers(self, execution)
 
     @property
     def num_layers_in_all(self) -> int:

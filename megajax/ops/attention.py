@@ -22,7 +22,6 @@ from megajax import compat
 from megajax.current_mesh import manual
 from megajax.ops.matmul import dot_precision
 from megajax.sharding import BATCH_AXES, HEAD_AXES, TIME_AXES, activation_spec, axes_of
-from pallas_kernels import flash_attention as kernel
 
 logger = logging.getLogger("megajax")
 
@@ -66,6 +65,8 @@ def attention(
     segments: tuple[jax.Array, jax.Array] | None = None,
     indices: tuple[jax.Array, jax.Array] | None = None,
     dropout: tuple[float, tuple[jax.Array, jax.Array]] | None = None,
+    slopes: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     over_heads: bool = False,
     backend: Backend = "auto",
     deterministic: bool = False,
@@ -73,6 +74,10 @@ def attention(
     """softmax(scale * q k^T) v with masks -> [B, T, N, H] in q's dtype; scores and softmax are float32.
 
     soft_cap: scores become soft_cap * tanh(scores / soft_cap) (Gemma 2).
+    slopes: float32 [N]; subtracts this times the distance of query and key from the scores (ALiBi). Only the reference
+        supports it.
+    sinks: float32 [N]; adds a key per head with this score and no value, which takes its share of the softmax
+        (gpt-oss). Works with any backend: it scales the output, using the log-sum-exp.
     segments: int32 ([B, T], [B, S]); a query attends only to keys of its own segment (packed documents).
     indices: int32 ([B, T], [B, S]), positions of queries and keys in the sequence, if not 0, 1, 2, ... (a cache).
     dropout: (rate, (key, number of the sample in row 0)); which probabilities are dropped depends on the key, the
@@ -84,10 +89,10 @@ def attention(
     """
     rate, key = dropout or (0.0, None)
     order = backend_order(backend, q_BTNH, k_BSKH, mask, packed=segments is not None)
-    chosen = choose_backend(q_BTNH, order, soft_cap, rate, indices, deterministic)
+    chosen = choose_backend(q_BTNH, order, soft_cap, rate, indices, deterministic, slopes is not None)
     options = _Options(mask, scale, soft_cap, rate, chosen, deterministic, over_heads)
-    arrays = (segments, indices, None if key is None else (jax.random.key_data(key[0]), key[1]))
-    return _attention(q_BTNH, k_BSKH, v_BSKH, arrays, options)
+    arrays = (segments, indices, None if key is None else (jax.random.key_data(key[0]), key[1]), slopes)
+    return _attention(q_BTNH, k_BSKH, v_BSKH, sinks, arrays, options)
 
 
 # (head dim, mask): {length: time with our kernels / time with cuDNN's}, on an H100 (pallas_kernels/README.md): of a
@@ -124,14 +129,17 @@ def backend_order(
 
 
 def choose_backend(
-    q_BTNH, order: tuple[Backend, ...], soft_cap: float | None, dropout: float, indices, deterministic: bool
-) -> Backend:
+    q_BTNH, order: tuple[Backend, ...], soft_cap: float | None, dropout: float, indices, deterministic: bool,
+    alibi: bool = False
+) -> Backend:  # fmt: skip
     """The first backend in the order that supports the inputs; logs why earlier ones do not."""
     dtype = q_BTNH.dtype
     head_dim = q_BTNH.shape[-1]
-    both = {"key-value cache": indices is not None, "dropout": dropout > 0}
+    capability = compat.compute_capability()
+    both = {"key-value cache": indices is not None, "dropout": dropout > 0, "ALiBi": alibi}
     cudnn = {
         "no NVIDIA GPU": compat.mesh_platform() not in ("gpu", "cuda"),
+        f"compute capability {capability}": capability is not None and capability < 8.0,  # older than Ampere
         f"dtype {dtype}": dtype not in (jnp.bfloat16, jnp.float16),
         f"head dim {head_dim}": head_dim > 128 or head_dim % 8 != 0,
         "soft cap": soft_cap is not None,
@@ -144,7 +152,7 @@ def choose_backend(
 
     problems = {
         "cudnn": lambda: first(cudnn) or compat.cudnn_attention_problem(),
-        "pallas": lambda: compat.mosaic_problem() or kernel.problem(head_dim, dtype) or first(both),
+        "pallas": lambda: compat.mosaic_problem() or _kernel_problem(head_dim, dtype) or first(both),
         "reference": lambda: "",
     }
     refused = []
@@ -157,6 +165,12 @@ def choose_backend(
     raise AssertionError("the reference can do everything")
 
 
+def _kernel_problem(head_dim: int, dtype) -> str:
+    from pallas_kernels import flash_attention as kernel  # not at the top: only Hopper needs it, and it takes time
+
+    return kernel.problem(head_dim, dtype)
+
+
 @functools.cache
 def _log_choice(backend: str, reason: str) -> None:
     logger.info("attention: %s%s", backend, f" ({reason})" if reason else "")
@@ -165,13 +179,14 @@ def _log_choice(backend: str, reason: str) -> None:
 # ----------------------------------------------------------------------------- derivative and sharding
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attention(q, k, v, arrays, options):
-    return _forward(q, k, v, arrays, options)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attention(q, k, v, sinks, arrays, options):
+    return _forward(q, k, v, sinks, arrays, options)[0]
 
 
-def _specs(q, k, arrays):
-    segments, indices, key = arrays
+def _specs(q, k, arrays, options):
+    """-> (of queries, of keys, of the log-sum-exp [B, N, T], of what is one a head, of the other arrays)."""
+    segments, indices, key, _ = arrays
     queries = activation_spec(q.shape, ("batch", "time", "heads", None))
     # With indices (a cache) nothing is split over `context`: each of its devices reads all keys.
     keys = activation_spec(k.shape, ("batch", "time" if indices is None else None, "kv_heads", None))
@@ -179,39 +194,34 @@ def _specs(q, k, arrays):
     def pair(arrays):
         return None if arrays is None else (P(*queries[:2]), P(*keys[:2]))
 
-    return queries, keys, (pair(segments), pair(indices), None if key is None else P())
-
-
-def _lse_spec(queries, options) -> P:
-    """Spec of the log-sum-exp [B, N, T], from the spec of the queries [B, T, N, H]."""
+    lse = P(queries[0], queries[2], queries[1])
     if options.over_heads:
-        return P(queries[0], (*axes_of(queries[2]), *TIME_AXES), None)
-    return P(queries[0], queries[2], queries[1])
+        lse = P(queries[0], (*axes_of(queries[2]), *TIME_AXES), None)
+    heads = P(lse[1])
+    return queries, keys, lse, heads, (pair(segments), pair(indices), None if key is None else P(), heads)
 
 
-def _forward(q, k, v, arrays, options):
-    queries, keys, others = _specs(q, k, arrays)
-    lse_spec = _lse_spec(queries, options)
-    run = manual(functools.partial(_forward_body, options=options), (queries, keys, keys, others), (queries, lse_spec))
-    out, lse = run(q, k, v, arrays)
+def _forward(q, k, v, sinks, arrays, options):
+    queries, keys, lse_spec, heads, others = _specs(q, k, arrays, options)
+    body = functools.partial(_forward_body, options=options)
+    out, lse = manual(body, (queries, keys, keys, heads, others), (queries, lse_spec))(q, k, v, sinks, arrays)
     out = checkpoint_name(out, "attention_out")
     lse = checkpoint_name(lse, "attention_lse")
-    return out, (q, k, v, out, lse, arrays)
+    return out, (q, k, v, sinks, out, lse, arrays)
 
 
 def _backward(options, residuals, d_out):
-    q, k, v, out, lse, arrays = residuals
-    queries, keys, others = _specs(q, k, arrays)
-    lse_spec = _lse_spec(queries, options)
-    body = functools.partial(_backward_body, options=options)
-    run = manual(body, (queries, keys, keys, queries, lse_spec, queries, others), (queries, keys, keys))
-    return *run(q, k, v, out, lse, d_out, arrays), None
+    q, k, v, sinks, out, lse, arrays = residuals
+    queries, keys, lse_spec, heads, others = _specs(q, k, arrays, options)
+    body = functools.partial(_backward_body, options=options, lse_spec=lse_spec)
+    run = manual(body, (queries, keys, keys, heads, queries, lse_spec, queries, others), (queries, keys, keys, heads))
+    return *run(q, k, v, sinks, out, lse, d_out, arrays), None
 
 
 _attention.defvjp(_forward, _backward)
 
 
-def _forward_body(q, k, v, arrays, *, options):
+def _forward_body(q, k, v, sinks, arrays, *, options):
     if options.over_heads:
         q, k, v, arrays = _to_heads((q, k, v), arrays)
     if options.backend == "cudnn":
@@ -219,15 +229,18 @@ def _forward_body(q, k, v, arrays, *, options):
         results = compat.cudnn_attention_forward(q, k, v, bias, scale=options.scale, window=options.mask.window)
         out, lse = compat.vary(results, compat.varying_axes(q))
     elif options.backend == "pallas":
+        from pallas_kernels import flash_attention as kernel
+
         bounds = _key_bounds(q, k, arrays[0], options.mask)
         results = kernel.forward(q, k, v, *bounds, scale=options.scale, soft_cap=options.soft_cap)
         out, lse = compat.vary(results, compat.varying_axes(q))
     else:
         out, lse = _local_reference(q, k, v, arrays, options)
+    out, lse = with_sinks(out, lse, sinks)
     return (_to_sequence(out), lse) if options.over_heads else (out, lse)
 
 
-def _backward_body(q, k, v, out, lse, d_out, arrays, *, options):
+def _backward_body(q, k, v, sinks, out, lse, d_out, arrays, *, options, lse_spec):
     if options.over_heads:
         q, k, v, out, d_out, arrays = _to_heads((q, k, v, out, d_out), arrays)
     if options.backend == "cudnn":
@@ -237,22 +250,49 @@ def _backward_body(q, k, v, out, lse, d_out, arrays, *, options):
         results = compat.cudnn_attention_backward(q, k, v, out, lse, d_out, bias, scale=scale, window=window)
         gradients = compat.vary(results, compat.varying_axes(q))
     elif options.backend == "pallas":
+        from pallas_kernels import flash_attention as kernel
+
         bounds = _key_bounds(q, k, arrays[0], options.mask)
         settings = dict(scale=options.scale, soft_cap=options.soft_cap, ordered=options.deterministic)
         results = kernel.backward(q, k, v, out, lse, d_out, *bounds, **settings)
         gradients = compat.vary(results, compat.varying_axes(q))
     else:
-        _, vjp = jax.vjp(lambda q, k, v: _local_reference(q, k, v, arrays, options)[0], q, k, v)
+        _, vjp = jax.vjp(lambda q, k, v: with_sinks(*_local_reference(q, k, v, arrays, options), sinks)[0], q, k, v)
         gradients = vjp(d_out)
-    return tuple(map(_to_sequence, gradients)) if options.over_heads else gradients
+    d_sinks = gradient_of_sinks(sinks, out, lse, d_out, lse_spec)
+    return *(map(_to_sequence, gradients) if options.over_heads else gradients), d_sinks
+
+
+def with_sinks(out_BTNH, lse_BNT, sinks_N):
+    """Attention and its log-sum-exp with one more key a head, of these scores and of value 0; None: as they are."""
+    if sinks_N is None:
+        return out_BTNH, lse_BNT
+    total_BNT = jnp.logaddexp(lse_BNT, sinks_N[:, None])
+    weight_BTN1 = jnp.exp(lse_BNT - total_BNT).swapaxes(1, 2)[..., None]
+    # Otherwise XLA shrinks the output once more for each reader, and keeps it as it was before for that.
+    return lax.optimization_barrier(((out_BTNH * weight_BTN1).astype(out_BTNH.dtype), total_BNT))
+
+
+def gradient_of_sinks(sinks_N, out_BTNH, lse_BNT, d_out_BTNH, lse_spec: P):
+    """float32 [N], summed over the devices that hold other tokens (lse_spec); out and lse are those of with_sinks.
+
+    A sink with the share p of the softmax takes p * out away: its gradient is -p * out . d_out. That of a backend for
+    queries and keys is right as it is: it takes the probabilities from the log-sum-exp.
+    """
+    if sinks_N is None:
+        return None
+    share_BNT = jnp.exp(sinks_N[:, None] - lse_BNT)
+    product_BTN = jnp.sum(out_BTNH.astype(jnp.float32) * d_out_BTNH.astype(jnp.float32), -1)
+    d_sinks_N = -jnp.sum(share_BNT * product_BTN.swapaxes(1, 2), (0, 2))
+    return lax.psum(d_sinks_N, tuple(axis for entry in (lse_spec[0], lse_spec[2]) for axis in axes_of(entry)))
 
 
 def _to_heads(arrays, others):
     """[B, T / context, N, H] -> [B, T, N / context, H], and segments [B, T]."""
-    segments, indices, key = others
+    segments, indices, key, slopes = others
     gather = functools.partial(lax.all_gather, axis_name=TIME_AXES, axis=1, tiled=True)
     exchange = functools.partial(lax.all_to_all, axis_name=TIME_AXES, split_axis=2, concat_axis=1, tiled=True)
-    return *map(exchange, arrays), (segments and tuple(map(gather, segments)), indices, key)
+    return *map(exchange, arrays), (segments and tuple(map(gather, segments)), indices, key, slopes)
 
 
 def _to_sequence(a):
@@ -289,12 +329,13 @@ def _segment_bias(segments, dtype: jnp.dtype) -> jax.Array | None:
 
 def _local_reference(q, k, v, arrays, options):
     """The reference on this device's heads, with their positions and segments."""
-    segments, indices, key = arrays
+    segments, indices, key, slopes = arrays
     if indices is None:
         indices = (jnp.arange(q.shape[1])[None],) * 2
     head_axes = (*HEAD_AXES, *TIME_AXES) if options.over_heads else HEAD_AXES
     keep = dropout_mask(key, options.dropout, q, indices, head_axes) if options.dropout > 0 else None
-    return reference_attention(q, k, v, options.mask, options.scale, options.soft_cap, segments, indices, keep)
+    how = (options.mask, options.scale, options.soft_cap)
+    return reference_attention(q, k, v, *how, segments, indices, keep, slopes)
 
 
 def _part_index(axes):
@@ -326,7 +367,9 @@ def dropout_mask(key, rate, q_BTNH, indices, head_axes=HEAD_AXES):
 # ----------------------------------------------------------------------------- the reference
 
 
-def reference_attention(q_BTNH, k_BSKH, v_BSKH, mask, scale, soft_cap, segments, indices, keep_BNTS=None):
+def reference_attention(
+    q_BTNH, k_BSKH, v_BSKH, mask, scale, soft_cap, segments, indices, keep_BNTS=None, slopes_N=None
+):
     """The formula of attention, with T x S scores in memory -> (out [B,T,N,H], log-sum-exp [B,N,T] float32).
 
     indices: ([1 or B, T], [1 or B, S]); a fully masked row gives the mean of the values, not NaN.
@@ -338,6 +381,9 @@ def reference_attention(q_BTNH, k_BSKH, v_BSKH, mask, scale, soft_cap, segments,
     if soft_cap is not None:
         scores_BKGTS = soft_cap * jnp.tanh(scores_BKGTS / soft_cap)
     distance_BTS = indices[0][:, :, None] - indices[1][:, None, :]
+    if slopes_N is not None:
+        slopes_KG11 = slopes_N.reshape(k_BSKH.shape[2], -1, 1, 1)
+        scores_BKGTS -= slopes_KG11 * distance_BTS[:, None, None].astype(jnp.float32)
     visible_BTS = distance_BTS >= 0 if mask.causal else jnp.full_like(distance_BTS, True, bool)
     if mask.window is not None:
         visible_BTS &= distance_BTS < mask.window
