@@ -23,6 +23,7 @@ from megajax.data.datasets import Datasets, build_datasets, check_same_data, che
 from megajax.data.tokenizers.tokenizer import save_tokenizer
 from megajax.mesh import COMPILATION_CACHE, make_mesh, use_compilation_cache
 from megajax.planning.card import startup_rows
+from megajax.planning.memory import check_host_memory
 from megajax.training.faults.disk import check_room
 from megajax.training.faults.replay import run_again
 from megajax.training.faults.watchdog import Watchdog
@@ -52,6 +53,7 @@ def _train(config: Config, watchdog: Watchdog) -> str:
     run_dir = Path(config.run_dir)
     changed = check(config)
     program = make_program(config)
+    check_host_memory(program, config.training)
     datasets = load_data(config)
     check_room(run_dir, program.abstract_state, config.training.steps)
     watchdog.alive()
