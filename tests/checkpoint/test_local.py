@@ -209,7 +209,7 @@ def test_half_a_setting_and_a_directory_that_cannot_be_are_refused(tmp_path):
     with pytest.raises(ValueError, match="local_every_steps=5.*need both"):
         CheckpointConfig(local_every_steps=5).check()
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="file is not a directory.*--checkpoint.local_dir"):
+    with pytest.raises(ValueError, match="file is not a writable directory.*--checkpoint.local_dir"):
         CheckpointConfig(local_dir=str(tmp_path / "file" / "x"), local_every_steps=5).check_local_dir()
     CheckpointConfig(local_dir=str(tmp_path / "new"), local_every_steps=5).check_local_dir()
 

@@ -223,7 +223,7 @@ def test_a_step_that_this_user_may_not_read_is_not_renamed(saved, tmp_path, monk
     file = tmp_path / "run" / "checkpoints" / "6" / "meta" / "metadata"
     file.unlink()
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != file.parent)
-    with pytest.raises(ValueError, match="checkpoints/6: this user may not read all of it"):
+    with pytest.raises(ValueError, match="checkpoints/6: this user has no permission to read all of it"):
         here.restore()
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["3", "6"]
 
