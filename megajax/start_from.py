@@ -1,4 +1,5 @@
-"""checkpoint.start_from: a new run starts with the weights of another, except those that are initialised afresh.
+"""checkpoint.start_from: a new run starts with the weights of another, or of a Hugging Face folder, except those that
+are initialised afresh.
 
 Only the names, shapes and layers of the parameters have to agree: the new model may compute something else with the
 same parameters (a longer context, another dropout), and the log says what differs.
@@ -12,13 +13,14 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.steps import find_step, saved_steps
 from megajax.config import Config, differences, holds_run
+from megajax.hugging_face.folder import is_folder
 from megajax.models.model import Model
 from megajax.parameters import matches, merge, name_of, select
 from megajax.sharding import with_shardings
+from megajax.sources import Source, open_source
 from megajax.training.program import Program
 
 logger = logging.getLogger("megajax")
@@ -41,6 +43,8 @@ def pinned(config: Config) -> Config:
     source, step = requested.source()
     if step is None and recorded.start_from and recorded.source()[0] == source:
         return _replaced(config, recorded.start_from, requested.start_fresh)
+    if step is None and is_folder(source):
+        return _replaced(config, str(source), requested.start_fresh)
     if step is None:
         step = _newest_step(requested.start_from, source)
     return _replaced(config, str(source / "checkpoints" / str(step)), requested.start_fresh)
@@ -71,9 +75,7 @@ def check(config: Config) -> None:
     """Raises ValueError if the weights of the other run do not fit this one; start_from must be pinned."""
     requested = config.checkpoint.start_from
     try:
-        source, step = config.checkpoint.source()
-        find_step(source, step)
-        theirs = _source_model(config)
+        theirs = _source_model(open_source(*config.checkpoint.source()), config)
         theirs.check_divides(config.mesh.sizes())
         ours = config.make_model()
     except ValueError as error:
@@ -94,15 +96,14 @@ def check(config: Config) -> None:
 
 def weights(config: Config, program: Program) -> dict:
     """The weights that the run starts with, sharded for the mesh of the program."""
-    source, step = config.checkpoint.source()
-    step = find_step(source, step)
+    source = open_source(*config.checkpoint.source())
     patterns = config.checkpoint.start_fresh
     model = program.model
-    logger.info("starting with the weights of %s, step %d", source, step)
-    changed = differences(Config.load(source, step).model, config.model, "model.")
+    logger.info("starting with the weights of %s", source)
+    changed = differences(source.config.model, config.model, "model.")
     if changed:
-        logger.info("the model config differs from that run: %s", "; ".join(changed))
-    theirs = _source_model(config)
+        logger.info("the model config differs from it: %s", "; ".join(changed))
+    theirs = _source_model(source, config)
     ours = _shapes(model)
     fresh = sorted(name for name in ours if matches(name, patterns))
     if fresh:
@@ -110,15 +111,14 @@ def weights(config: Config, program: Program) -> dict:
     if left_out := sorted(name for name in _shapes(theirs) if name not in ours):
         logger.info("not used: %s", ", ".join(left_out))
     target = with_shardings(theirs.abstract_weights, theirs.shardings(program.mesh))
-    with Checkpointer(source, None) as checkpointer:
-        found = checkpointer.restore_params(step, target, theirs.layer_rows)
+    found = source.restore_params(target, theirs.layer_rows)
     loaded = select(found, lambda name: name in ours and name not in fresh)
     return merge(loaded, model.init(config.training.seed, program.mesh, only=fresh)) if fresh else loaded
 
 
-def _source_model(config: Config) -> Model:
-    """The model of the other run, with the pipeline stages of this one."""
-    before = Config.load(*config.checkpoint.source())
+def _source_model(source: Source, config: Config) -> Model:
+    """The model of the source, with the pipeline stages of this run."""
+    before = source.config
     training = dataclasses.replace(before.training, frozen=(), trained=())
     return dataclasses.replace(before, mesh=config.mesh, precision=config.precision, training=training).make_model()
 

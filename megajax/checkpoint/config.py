@@ -27,8 +27,8 @@ class CheckpointConfig:
     """Steps between local snapshots."""
 
     start_from: str = ""
-    """Start a new run from the weights of this run (its newest step, or RUN/checkpoints/STEP), with new optimizer
-    state, at step 0; empty: from random weights."""
+    """Start a new run from the weights of this run (its newest step, or RUN/checkpoints/STEP) or Hugging Face folder,
+    with new optimizer state, at step 0; empty: from random weights."""
     start_fresh: tuple[str, ...] = ()
     """Parameters that start_from does not load, as shell patterns of their names: they are initialised (an adapter, a
     head of another size) or, if this model does not have them, ignored."""

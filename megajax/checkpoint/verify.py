@@ -108,9 +108,28 @@ def _all(tree: dict[str, jax.Array], formula: Callable[[jax.Array], jax.Array]) 
     return jax.tree.map(jax.jit(formula), tree)  # traced once for each shape
 
 
-def digest(x: jax.Array) -> jax.Array:
-    """uint32 [2] of an array of any shape, of a number or bool dtype of 1 to 8 bytes."""
+BLOCK = 2**24  # elements that digest_of_host copies at a time
+
+
+def digest_of_host(array: np.ndarray) -> list[int]:
+    """The digest of an array in the memory of the host, without a copy of the whole."""
+    flat = array.reshape(-1)
+    blocks = [_digest_from(flat[first : first + BLOCK], first) for first in range(0, flat.size, BLOCK)]
+    return np.sum(blocks, axis=0, dtype=np.uint32).tolist()
+
+
+@jax.jit
+def _digest_from(x: jax.Array, first: jax.Array) -> jax.Array:
+    return digest(x, first)
+
+
+def digest(x: jax.Array, first: int | jax.Array = 0) -> jax.Array:
+    """uint32 [2] of an array of any shape, of a number or bool dtype of 1 to 8 bytes.
+
+    first: the position of its first element in the whole array, of which the digest is the sum of those of its parts.
+    """
     bits, index = _words(x)
+    index = index + jnp.uint32(first) * np.uint32(bits.size // max(x.size, 1))
     mixed = tuple(_mix(bits ^ (index * scale + offset), *constants) for scale, offset, constants in _LANES)
     zeros = (np.uint32(0),) * len(mixed)
     # One reduction for both: two reductions would read the array twice.

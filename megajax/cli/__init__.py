@@ -23,6 +23,7 @@ COMMANDS = {
     "inspect": ("megajax.data.inspect", (), "look at tokens on disk"),
     "export": ("megajax.convert.export", (), "write the parameters of a run alone, for serving"),
     "plot": ("megajax.plot", (), "curves of runs"),
+    "hugging_face": ("megajax.convert.hugging_face", (), "import and export Hugging Face folders"),
     "completion": ("megajax.cli.completion", (), "print a script for the shell: megajax completion bash"),
 }
 
@@ -45,7 +46,7 @@ def main() -> None:
 
 
 def usage() -> str:
-    lines = [f"  {name:<11} {text}" for name, (_, _, text) in COMMANDS.items()]
+    lines = [f"  {name:<12} {text}" for name, (_, _, text) in COMMANDS.items()]
     return "\n".join(["usage: megajax COMMAND [options]", "", *lines, "", "--help after a command shows its options."])
 
 

@@ -23,6 +23,7 @@ from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.steps import find_step
 from megajax.config import Config
+from megajax.data.tokenizers.tokenizer import BESIDE_TOKENIZER
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.model import Model
 from megajax.parameters import Parameter
@@ -51,8 +52,9 @@ def export(run_dir: str | Path, output: str | Path, step: int | None = None, dty
             checkpointer.write(step, {"params": weights}, meta)
             checkpointer.wait()
         (new / "config.json").write_text(config.to_json())
-        for file in (*run_dir.glob("tokenizer*"), *run_dir.glob("chat_template.jinja")):
-            shutil.copyfile(file, new / file.name)
+        for file in (*run_dir.glob("tokenizer*"), *(run_dir / name for name in BESIDE_TOKENIZER)):
+            if file.is_file():
+                shutil.copyfile(file, new / file.name)
         record = {"run": str(run_dir.resolve()), "step": step, "dtype": dtype}
         (new / "exported.json").write_text(json.dumps(record, indent=2) + "\n")
         new.rename(output)

@@ -17,14 +17,12 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from megajax.checkpoint.checkpointer import Checkpointer
-from megajax.checkpoint.steps import find_step, read_meta
-from megajax.config import Config
-from megajax.data.tokenizers.tokenizer import Tokenizer, load_saved_tokenizer
+from megajax.data.tokenizers.tokenizer import Tokenizer
 from megajax.inference.sampling import RowSampling, Sampling
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.model import Model
 from megajax.sharding import constrain, with_shardings
+from megajax.sources import open_source
 
 logger = logging.getLogger("megajax")
 
@@ -44,9 +42,12 @@ class DecodeState(NamedTuple):
 
 
 class Engine:
-    def __init__(self, model: Model, params: dict, mesh: Mesh, tokenizer: Tokenizer | None):
+    def __init__(
+        self, model: Model, params: dict, mesh: Mesh, tokenizer: Tokenizer | None, *, start_ids: Sequence[int] = ()
+    ):
         """params: sharded over `mesh`; matrices are cast to the compute dtype. tokenizer: may be None if only
-        `generate_tokens` is used, which then has no end-of-document token."""
+        `generate_tokens` is used, which then has no end-of-document token. start_ids: tokens before each text
+        prompt."""
         self.model = model
         self.mesh = mesh
         self.tokenizer = tokenizer
@@ -55,6 +56,7 @@ class Engine:
         self._vocab_size = min(config.vocab_size, tokenizer.vocab_size) if tokenizer else config.vocab_size
         self._max_length = config.max_length
         self._end = tokenizer.eod_id if tokenizer else None
+        self._start = list(start_ids)
         self._prefill = jax.jit(functools.partial(_prefill, model, self._vocab_size), static_argnames="cache_length")
         self._decode = jax.jit(functools.partial(_decode, model, self._vocab_size), donate_argnames="caches")
 
@@ -64,15 +66,16 @@ class Engine:
 
     @staticmethod
     def from_run(run_dir: str | Path, mesh: MeshConfig | None = None, step: int | None = None) -> "Engine":
-        """The model of a run directory, with the parameters of one step (default: the newest), on any mesh.
+        """The model of a run directory, with the parameters of one step (default: the newest), or of a Hugging Face
+        folder, on any mesh.
 
         mesh: default one device; a mesh smaller than the machine takes its first devices. Raises ValueError if the
         directory holds no run, no checkpoint or not that step, if the step or the tokenizer is damaged or does not
         belong to the run, or if the mesh does not divide the model.
         """
-        step = find_step(run_dir, step)
+        source = open_source(run_dir, step)
         mesh_config = mesh or MeshConfig()
-        config = Config.load(run_dir, step)
+        config = source.config
         if mesh_config.pipeline > 1:
             raise ValueError(
                 f"mesh.pipeline={mesh_config.pipeline}: generation does not support pipelines; use --mesh.tensor or "
@@ -80,18 +83,18 @@ class Engine:
             )
         mesh_config.check()
         config.model.check(mesh_config, config.training.sequence_length, config.execution)
-        tokenizer = tokenizer_of(run_dir, step, config.data.tokenizer)
+        tokenizer = source.tokenizer()
         devices = jax.devices()
         if -1 in mesh_config.sizes().values() or mesh_config.num_devices > len(devices):
             mesh_config = mesh_config.resolve(len(devices))
             config.model.check(mesh_config, config.training.sequence_length, config.execution)
         mesh = make_mesh(mesh_config, devices[: mesh_config.num_devices])
         model = Model(config.model, config.precision, config.execution)
-        with Checkpointer(run_dir, None) as checkpointer:
-            target = with_shardings(serving_params(model), model.shardings(mesh))
-            params = checkpointer.restore_params(step, target, model.layer_rows)
-        logger.info("loaded %s, step %d", run_dir, step)
-        return Engine(model, params, mesh, tokenizer)
+        target = with_shardings(serving_params(model), model.shardings(mesh))
+        params = source.restore_params(target, model.layer_rows)
+        logger.info("loaded %s", source)
+        start_ids = getattr(tokenizer, "start_ids", ()) if source.is_foreign else ()
+        return Engine(model, params, mesh, tokenizer, start_ids=start_ids)
 
     # ------------------------------------------------------------------ whole generations
 
@@ -127,7 +130,7 @@ class Engine:
         """The tokens of a prompt; for an empty one, the end-of-document token."""
         if self.tokenizer is None:
             raise ValueError("the engine has no tokenizer to encode a text prompt; use generate_tokens")
-        ids = self.tokenizer.encode(prompt)
+        ids = self._start + self.tokenizer.encode(prompt)
         if not ids and self._end is None:
             raise ValueError("prompt='' has no tokens and the tokenizer has no end-of-document token to start from; "
                              "give a prompt")  # fmt: skip
@@ -256,20 +259,6 @@ def _next_tokens(module, x_B1D, vocab_size: int, positions_B, sampling: RowSampl
 
 
 # ----------------------------------------------------------------------------- helpers
-
-
-def tokenizer_of(run_dir: str | Path, step: int, spec: str) -> Tokenizer:
-    """The tokenizer of a run. Raises ValueError if the step was trained with another one."""
-    tokenizer = load_saved_tokenizer(run_dir, spec)
-    meta = read_meta(run_dir, step)
-    found = {"tokenizer": tokenizer.identity, "eod_id": tokenizer.eod_id}
-    other = [f"{name}: {meta[name]} -> {value}" for name, value in found.items() if meta.get(name, value) != value]
-    if other:
-        raise ValueError(
-            f"run={run_dir}: step {step} was trained with another tokenizer ({'; '.join(other)}); restore the "
-            "files tokenizer* of the run"
-        )
-    return tokenizer
 
 
 def _bucket(count: int, smallest: int) -> int:

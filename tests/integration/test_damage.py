@@ -25,8 +25,9 @@ from megajax.checkpoint.verify import sealed
 from megajax.config import Config, override
 from megajax.convert.export import export
 from megajax.data.tokenizers.tokenizer import load_tokenizer, save_tokenizer
-from megajax.inference.engine import Engine, tokenizer_of
+from megajax.inference.engine import Engine
 from megajax.mesh import MeshConfig, make_mesh
+from megajax.sources import tokenizer_of
 from megajax.training.faults.watchdog import Watchdog
 from megajax.training.program import Program
 from megajax.training.reporting.starts import first_start
