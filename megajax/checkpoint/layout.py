@@ -80,8 +80,13 @@ def of_layers(form: Callable, tree, wanted: Rows, *others):
     """form(leaf, place, *others) of each leaf; place: the "stack.kind" that it belongs to, a key of wanted, or None."""
 
     def apply(path, leaf, *others):
-        names = [str(getattr(entry, "key", "")) for entry in path]
-        places = [".".join(pair) for pair in itertools.pairwise(names)]
-        return form(leaf, next((place for place in places if place in wanted), None), *others)
+        name = ".".join(str(getattr(entry, "key", "")) for entry in path)
+        return form(leaf, place_of(name, wanted), *others)
 
     return jax.tree_util.tree_map_with_path(apply, tree, *others)
+
+
+def place_of(name: str, rows: Rows) -> str | None:
+    """The "stack.kind" that an array belongs to, by its name such as layers.dense.mlp.up, or None."""
+    places = map(".".join, itertools.pairwise(name.split(".")))
+    return next((place for place in places if place in rows), None)
