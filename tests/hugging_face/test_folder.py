@@ -29,6 +29,7 @@ from megajax.data.tokenizers.tokenizer import load_saved_tokenizer
 from megajax.hugging_face.folder import Folder, is_folder
 from megajax.hugging_face.mapping import WeightMap, family_of, read_options
 from megajax.inference.engine import Engine
+from megajax.inference.sampling import Sampling
 from megajax.mesh import MeshConfig
 from megajax.models.model import Model
 from megajax.parallel.schedule import make_stages
@@ -297,6 +298,25 @@ def test_prompts_begin_as_the_tokenizer_of_the_folder_says(llama_folder, run_dir
     text = engine.tokenizer.encode("hello")
     assert text[0] != 0 and engine.encode("hello") == [0, *text]
     assert open_source(run_dir).is_foreign
+
+
+def test_generation_ends_at_each_token_that_the_folder_names(llama_folder, tmp_path):
+    greedy = Sampling(max_tokens=4, temperature=0.0)
+    (tokens,) = Engine.from_run(llama_folder).generate_tokens([[70, 71]], greedy)
+    folder = changed(llama_folder, tmp_path)
+    (folder / "generation_config.json").write_text(json.dumps(dict(eos_token_id=[1, tokens[2]])))
+    (ended,) = Engine.from_run(folder).generate_tokens([[70, 71]], greedy)
+    assert len(tokens) == 4 and ended == tokens[: tokens.index(tokens[2])]
+
+
+def test_a_folder_without_a_tokenizer_that_can_be_read_says_so(llama_folder, tmp_path, caplog):
+    folder = changed(llama_folder, tmp_path)
+    (folder / "tokenizer.json").unlink()
+    for name in ("vocab.json", "merges.txt"):
+        (folder / name).touch()
+    assert Folder(folder).tokenizer_spec == "null:300"
+    assert "has vocab.json and merges.txt and neither tokenizer.json nor tokenizer.model" in caplog.text
+    assert "save_pretrained" in caplog.text
 
 
 def test_fine_tuning_on_conversations_from_a_folder_and_back(llama_folder, tmp_path, monkeypatch):
