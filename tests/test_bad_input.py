@@ -106,7 +106,7 @@ CASES = {
     ),
     "loop of layers in a pipeline": (
         ["--mesh.data=4", "--mesh.pipeline=2", "--execution.scan_layers=True", "--training.microbatch_size=1"],
-        ["execution.scan_layers=True", "leave it out"],
+        ["execution.scan_layers=True", "remove it"],
     ),
     "offload in a pipeline": (
         ["--mesh.data=4", "--mesh.pipeline=2", "--execution.offload=residual", "--training.microbatch_size=1"],
@@ -127,7 +127,7 @@ CASES = {
     ),
     "offload without the loop": (
         ["--execution.offload=residual", "--execution.scan_layers=False"],
-        ["execution.offload=residual", "loop", "leave out --execution.scan_layers=False"],
+        ["execution.offload=residual", "loop", "remove --execution.scan_layers=False"],
     ),
     "compiler option without a value": (
         ["--execution.compiler_options=xla_gpu_enable_triton_gemm"],

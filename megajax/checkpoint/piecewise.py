@@ -13,7 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
 
-from megajax.checkpoint.layout import Rows, place_of, saved_rows
+from megajax.checkpoint.layout import Rows, saved_rows, stack_of
 from megajax.checkpoint.steps import read_meta
 from megajax.checkpoint.verify import digest, digest_of_pieces, sealed, weighted_sum
 
@@ -143,7 +143,7 @@ class StoredParams:
         """Where a layer is in an array."""
         if layer is None:
             return ()
-        (row,) = np.argwhere(self._rows[place_of(name, self._rows)] == layer)
+        (row,) = np.argwhere(self._rows[stack_of(name, self._rows)] == layer)
         return tuple(row.tolist())
 
     def _open(self, name: str) -> PiecewiseArray:

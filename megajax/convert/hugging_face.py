@@ -13,9 +13,7 @@ import contextlib
 import dataclasses
 import json
 import logging
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from megajax.checkpoint import piecewise
 from megajax.checkpoint.piecewise import PiecewiseArray, StoredParams, pieces
 from megajax.checkpoint.steps import find_step
 from megajax.config import Config
+from megajax.convert.export import new_directory
 from megajax.data.tokenizers.tokenizer import (
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
@@ -62,7 +61,7 @@ def import_folder(source: str | Path, run_dir: str | Path) -> Folder:
     folder = Folder(source)
     config = folder.config
     tokenizer = folder.tokenizer()
-    with _new_directory(run_dir, "run_dir") as new:
+    with new_directory(run_dir, "run_dir") as new:
         model = Model(config.model)
         meta = {
             "step": 0,
@@ -135,7 +134,7 @@ class Export:
 
     def write(self, to: str | Path, shard_bytes: int = SHARD_BYTES) -> None:
         """Raises ValueError if the directory exists or the step is damaged; then nothing is left."""
-        with _new_directory(to, "to") as new:
+        with new_directory(to, "to") as new:
             writer = ShardWriter(new, self.forms, shard_bytes)
             with _progress("export") as advance:
                 for row in self.map.rows:
@@ -236,23 +235,6 @@ def _dtypes(model: Model, stored: dict[str, np.dtype]) -> dict[str, np.dtype]:
 
 
 # ----------------------------------------------------------------------------- files and progress
-
-
-@contextlib.contextmanager
-def _new_directory(path: str | Path, field: str) -> Iterator[Path]:
-    """A directory that gets its name when it is complete. Raises ValueError if there is one of that name."""
-    path = Path(path)
-    if path.exists() or path.is_symlink():
-        raise ValueError(f"{field}={path} exists; use another, or remove it")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    try:
-        new.chmod(0o755)
-        yield new
-        new.rename(path)
-    except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
-        raise
 
 
 def _write_json(path: Path, content: dict) -> None:

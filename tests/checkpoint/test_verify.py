@@ -179,7 +179,7 @@ def test_one_flipped_bit_in_the_meta_data_is_found(run_dir):
             if damaged is good:
                 assert checkpointer.read_meta(6)["step"] == 6
                 continue
-            with pytest.raises(ValueError, match="damaged: its meta data are not what was saved"):
+            with pytest.raises(ValueError, match="damaged: its metadata is not what was saved"):
                 checkpointer.restore(6, tree, {"m": tree["w"]}, ROWS)
 
 

@@ -40,7 +40,7 @@ def test_help_of_a_recipe_shows_every_option_as_it_is_typed_with_its_range(capsy
     assert "Drop rate of embeddings and of what each half layer adds. Must be at least 0 and below 1. " in joined
     assert "(default: runs/gpt_tiny)" in joined and "(default: 400)" in joined
     # A docstring of two lines is one paragraph.
-    assert "feed-forward width and vocabulary of each layer, and the sequence between those (sequence" in joined
+    assert "feed-forward width and vocabulary, and the sequence between layers (sequence" in joined
 
 
 def test_help_without_a_recipe_names_every_field(capsys):

@@ -20,7 +20,7 @@ import infer
 from megajax.checkpoint import piecewise
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.checkpoint.layout import place_of
+from megajax.checkpoint.layout import stack_of
 from megajax.config import Config
 from megajax.convert import hugging_face
 from megajax.convert.hugging_face import export_run, import_folder, main
@@ -148,9 +148,9 @@ def test_runs_of_any_layout_are_read_piece_by_piece(piece_bytes, run_dir, bf16_f
 
     def stored(path, leaf):
         name = name_of(path)
-        place = place_of(name, model.layer_rows)
-        index = (slice(None),) * (leaf.ndim + (place is not None))
-        return jax.numpy.asarray(folder.read(name, None if place is None else rows, index, leaf.dtype))
+        stack = stack_of(name, model.layer_rows)
+        index = (slice(None),) * (leaf.ndim + (stack is not None))
+        return jax.numpy.asarray(folder.read(name, None if stack is None else rows, index, leaf.dtype))
 
     params = jax.tree_util.tree_map_with_path(stored, model.abstract_weights)
     new = tmp_path / "run"

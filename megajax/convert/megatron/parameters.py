@@ -47,22 +47,30 @@ class Entry:
 def to_megajax(named: Mapping[str, np.ndarray], config: DecoderConfig) -> dict:
     """Megatron's parameters, whole (not split over tensor parallel ranks) -> nested dict like Model.abstract_weights.
 
-    dtypes are kept. Norms may have the names of Megatron's own or of Transformer Engine's layers. A vocabulary with
-    fewer rows than ours is padded with zeros, one with more is cut; both only touch rows that are no token.
+    dtypes are kept, and arrays are read one after the other (numpy.asarray). Norms may have the names of Megatron's own
+    or of Transformer Engine's layers. A vocabulary with fewer rows than ours is padded with zeros, one with more is
+    cut; both only touch rows that are no token.
+
     Raises ValueError for a parameter that is missing, unexpected or of the wrong shape.
     """
-    _check_table(config)
+    check_parameters(named, config)
     named = {_own_name(name): array for name, array in named.items()}
-    _check({name: array.shape for name, array in named.items()}, _their_shapes(config), _fits)
     flat = {}
     for entry in _table(config):
         if entry.in_layer:
-            layers = [entry.split(named[entry.theirs.format(number)]) for number in range(config.num_layers)]
+            names = [entry.theirs.format(number) for number in range(config.num_layers)]
+            layers = [entry.split(np.asarray(named[name])) for name in names]
             arrays = tuple(np.stack(parts) for parts in zip(*layers, strict=True))
         else:
-            arrays = entry.split(named[entry.theirs])
+            arrays = entry.split(np.asarray(named[entry.theirs]))
         flat |= zip(entry.ours, arrays, strict=True)
     return _nested(flat)
+
+
+def check_parameters(named: Mapping[str, np.ndarray], config: DecoderConfig) -> None:
+    """Raises ValueError for what to_megajax refuses, and reads no array."""
+    _check_table(config)
+    _check({_own_name(name): array.shape for name, array in named.items()}, _their_shapes(config), _fits)
 
 
 def from_megajax(params: dict, config: DecoderConfig) -> dict[str, np.ndarray]:
