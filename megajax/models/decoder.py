@@ -57,7 +57,8 @@ class DecoderConfig(ModelConfig):
     position: Literal["learned", "rope", "alibi", "none"] = "learned"
     """How tokens know their place: a table, rotations, or scores that fall with the distance (ALiBi)."""
     max_positions: PositiveInt = 1024
-    """Rows of the learned position table."""
+    """Rows of the learned position table. With any other position it limits nothing; it is the length that the model
+    was trained for, as Hugging Face folders say it."""
     rope: RopeConfig = RopeConfig()
     """Rotary embedding, where position is rope."""
     no_rope_every: PositiveInt | None = None
