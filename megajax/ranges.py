@@ -15,6 +15,9 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
+# Metadata of a field of a model that may have another value when a run resumes: the weights mean the same with it.
+MAY_CHANGE = {"may_change": True}
+
 MAX_INT32 = 2**31 - 1
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 

@@ -32,6 +32,7 @@ WEIGHT_AXES: dict[str | None, tuple[str, ...]] = {
     "positions": ("pipeline", "tensor"),
     "head_dim": (),
     "norm": (),
+    "router": (),  # one entry an expert
 }
 
 ACTIVATION_AXES: dict[str | None, tuple[str, ...]] = {
@@ -42,9 +43,10 @@ ACTIVATION_AXES: dict[str | None, tuple[str, ...]] = {
     "kv_heads": HEAD_AXES,
     "mlp": ("tensor",),
     "vocab": ("pipeline", "tensor"),
+    "rows": (*BATCH_AXES, *TIME_AXES),  # of tokens, sorted by expert
+    "embed": ("tensor",),  # of these rows only
     None: (),
 }
-
 
 SHARING_AXES = WEIGHT_AXES["embed"]  # share one copy of the weights, gathered where they are computed with
 
@@ -122,6 +124,14 @@ def activation_spec(shape: Sequence[int], axes: Sequence[str | None]) -> P:
                 kept += (name,)
         spec.append(entry_of(kept))
     return P(*spec)
+
+
+def rows_spec(*axes: str | None) -> P:
+    """PartitionSpec of rows that each device has by itself, those of tokens on their way to experts: [rows, *dims], the
+    rows of one device after the other, with the logical axes of the dims."""
+    free = free_axes()
+    parts = (ACTIVATION_AXES[axis] for axis in ("rows", *axes))
+    return P(*(entry_of(tuple(name for name in names if name in free)) for names in parts))
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:

@@ -22,7 +22,7 @@ from megajax.layers.rope import RopeConfig, rope_tables
 from megajax.layers.transformer import TransformerLayerConfig, saved_activations
 from megajax.mesh import MeshConfig
 from megajax.models.execution import ExecutionConfig
-from megajax.models.interface import MAY_CHANGE, BatchArray, LossOptions, LossTerms, ModelConfig, OneStack
+from megajax.models.interface import BatchArray, LossOptions, LossTerms, ModelConfig, OneStack
 from megajax.ops.activation import Activation
 from megajax.ops.cross_entropy import cross_entropy
 from megajax.ops.embedding import embed
@@ -30,7 +30,7 @@ from megajax.ops.matmul import matmul
 from megajax.parallel.context import current_order
 from megajax.parallel.schedule import Stages
 from megajax.parameters import weight
-from megajax.ranges import DropRate, PositiveFloat, PositiveInt, Range
+from megajax.ranges import MAY_CHANGE, DropRate, PositiveFloat, PositiveInt, Range
 from megajax.sharding import constrain
 
 

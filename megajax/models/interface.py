@@ -69,9 +69,6 @@ class LossOptions:
 
 NO_REGULARISERS = LossOptions()
 
-# Metadata of a field that may have another value when a run resumes, because the weights mean the same with it.
-MAY_CHANGE = {"may_change": True}
-
 
 class ModelConfig:
     """Base of the config of a family: a frozen dataclass with a field `kind: Literal[NAME] = NAME`.
