@@ -169,6 +169,7 @@ def measure(config: Config, seconds: float, num_windows: int, num_steps: int, pr
     )
     per_device = training.global_batch_size * training.sequence_length / result["step_seconds"] / mesh.size
     known = find_device(device.device_kind)
+    known = known and known.computing_in(setup.config.precision.compute)
     mfu = {
         name: known
         and utilisation(setup.program.model.flops_per_token(training.sequence_length, causal=causal), per_device, known)

@@ -1,29 +1,43 @@
 """Recipes: each public function of the modules here returns the whole Config of one named run."""
 
+import ast
 import dataclasses
 import importlib
-import inspect
+import importlib.util
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
-from megajax.config import Config, did_you_mean
+from megajax.suggestions import did_you_mean
 
-
-def recipes() -> dict[str, Callable[[], Config]]:
-    """Name -> function, in the order of the modules and of the lines in them."""
-    found = {}
-    for module_info in pkgutil.iter_modules(__path__):
-        module = importlib.import_module(f"{__name__}.{module_info.name}")
-        functions = [f for _, f in inspect.getmembers(module, inspect.isfunction) if f.__module__ == module.__name__]
-        functions.sort(key=lambda f: f.__code__.co_firstlineno)
-        found |= {f.__name__: f for f in functions if not f.__name__.startswith("_")}
-    return found
+if TYPE_CHECKING:
+    from megajax.config import Config
 
 
-def recipe(name: str) -> Config:
+def docstrings() -> dict[str, str]:
+    """Name -> docstring, in the order of the modules and of the lines in them. Imports no recipe, which takes time."""
+    return {name: text for _, name, text in _read()}
+
+
+def recipes() -> dict[str, Callable[[], "Config"]]:
+    """Name -> function, in the same order."""
+    return {name: getattr(importlib.import_module(module), name) for module, name, _ in _read()}
+
+
+def recipe(name: str) -> "Config":
     """The config of a recipe. Raises ValueError for an unknown name, with the nearest one."""
-    known = recipes()
-    if name not in known:
-        raise ValueError(f"--config={name} is unknown{did_you_mean(name, known)}; --list_configs shows all")
-    config = known[name]()
+    modules = {name: module for module, name, _ in _read()}
+    if name not in modules:
+        raise ValueError(f"--config={name} is unknown{did_you_mean(name, modules)}; --list_configs shows all")
+    config = getattr(importlib.import_module(modules[name]), name)()
     return config if config.run_dir else dataclasses.replace(config, run_dir=f"runs/{name}")
+
+
+def _read() -> Iterator[tuple[str, str, str]]:
+    """(module, name, docstring) of each recipe, from the source."""
+    for module_info in pkgutil.iter_modules(__path__):
+        module = f"{__name__}.{module_info.name}"
+        source = importlib.util.find_spec(module).loader.get_source(module)
+        for line in ast.parse(source).body:
+            if isinstance(line, ast.FunctionDef) and not line.name.startswith("_"):
+                yield module, line.name, ast.get_docstring(line) or ""

@@ -5,11 +5,11 @@ Nothing below this file sees the whole Config; each part receives its own sectio
 
 import contextlib
 import dataclasses
-import difflib
 import io
 import json
 import logging
 import typing
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.steps import newest_meta, read_meta, saved_steps
-from megajax.data.config import DataConfig
+from megajax.data.config import DataConfig, SourceKind
 from megajax.mesh import AXES, MeshConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
@@ -31,6 +31,7 @@ from megajax.optim.optimizer import Optimizer
 from megajax.parallel.schedule import make_stages
 from megajax.precision import PrecisionConfig
 from megajax.ranges import check_fields, describe
+from megajax.suggestions import did_you_mean
 from megajax.training.compiler_options import compiler_options, parse
 from megajax.training.config import LaunchConfig, TrainingConfig
 from megajax.training.program import Program
@@ -80,11 +81,13 @@ class Config:
         make_stages(self.mesh, self.model.num_layers_in_all)
 
     def check_on(self, num_devices: int) -> "Config":
-        """The config with its mesh resolved for that many devices. Raises ValueError for what does not divide."""
+        """The config with its mesh resolved for that many devices, and its tokenizer named. Raises ValueError for what
+        does not divide."""
         check_fields(self, "--")
         mesh = self.mesh.resolve(num_devices)
         config = dataclasses.replace(self, mesh=mesh)
         config.check()
+        config = dataclasses.replace(config, data=config.data.with_tokenizer(config.model.vocab_size))
         config.training.check_on(mesh)
         return config
 
@@ -205,10 +208,17 @@ def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
 _TYRO = (tyro.conf.FlagConversionOff,)  # booleans take a value, like every other field
 
 
-def override(config: Config, arguments: list[str]) -> Config:
-    """The config with `--section.field=value` arguments applied. Raises ValueError for the first one that is wrong."""
-    arguments = _normalised(arguments)
+def override(config: Config, overrides: Iterable[str] | Mapping[str, Any]) -> Config:
+    """The config with overrides applied: `--section.field=value` arguments, or {"section.field": value}.
+
+    Raises ValueError for the first one that is wrong.
+    """
+    if isinstance(overrides, Mapping):
+        overrides = [f"--{name}={_as_typed(value)}" for name, value in overrides.items()]
+    arguments = normalised(overrides)
+    recipe = config
     config, arguments = _with_kind(config, arguments)
+    config = _with_source(config, arguments)
     fields = dict(_leaves(config))
     words = []
     for argument in arguments:
@@ -218,13 +228,25 @@ def override(config: Config, arguments: list[str]) -> Config:
         if name not in fields:
             raise ValueError(f"--{name} is unknown{did_you_mean(name, fields, '--')}; --help shows all fields")
         words.append(_words(argument, fields[name]))
+    if not words:
+        return config
+    try:
+        config = _parse(config, [word for one in words for word in one])
+    except SystemExit:
+        name, value = _first_wrong(config, arguments, words)
+        raise ValueError(f"{name}={value!r} is not {describe(fields[name])}") from None
+    return _fitted(recipe, config, {argument[2:].split("=", 1)[0] for argument in arguments})
+
+
+def _first_wrong(config: Config, arguments: list[str], words: list[list[str]]) -> tuple[str, str]:
+    """-> (name, value) of the first argument that is refused alone; the last one if none is."""
     for argument, one in zip(arguments, words, strict=True):
+        name, _, value = argument[2:].partition("=")
         try:
             _parse(config, one)
         except SystemExit:
-            name, _, value = argument[2:].partition("=")
-            raise ValueError(f"{name}={value!r} is not {describe(fields[name])}") from None
-    return _parse(config, [word for one in words for word in one])
+            break
+    return name, value
 
 
 def _with_kind(config: Config, arguments: list[str]) -> tuple[Config, list[str]]:
@@ -239,17 +261,55 @@ def _with_kind(config: Config, arguments: list[str]) -> tuple[Config, list[str]]
     return config, [argument for argument in arguments if not argument.startswith("--model.kind=")]
 
 
+def _with_source(config: Config, arguments: list[str]) -> Config:
+    """--data.source=NAME drops the files and the tokenizer of the recipe's own source."""
+    for argument in arguments:
+        name, _, source = argument.partition("=")
+        if name == "--data.source" and source in typing.get_args(SourceKind) and source != config.data.source:
+            config = dataclasses.replace(config, data=config.data.of_source(source))
+    return config
+
+
+def _fitted(recipe: Config, config: Config, given: set[str]) -> Config:
+    """The config with what the recipe says made to fit what was given on the command line instead, logged.
+
+    given: 'section.field' of the overrides, which stay as they are.
+    """
+    check_fields(config, "--")
+    fitted = {}
+    if "optimizer.warmup_steps" not in given and config.optimizer.schedule != "constant":
+        steps, before = (one.optimizer.end_of_decay(one.training.full_batch_steps) for one in (config, recipe))
+        if config.optimizer.warmup_steps >= steps:
+            fitted["optimizer.warmup_steps"] = int(config.optimizer.warmup_steps * steps / before)
+    chooses_data = not given.isdisjoint({"data.source", "data.paths", "data.tokenizer"})
+    if chooses_data and "model.vocab_size" not in given:
+        with contextlib.suppress(ValueError, OSError):  # what is wrong with the data, `check` says
+            num_ids = config.data.num_token_ids(config.model.vocab_size)
+            if num_ids > config.model.vocab_size:
+                fitted["model.vocab_size"] = num_ids
+    if chooses_data and config.data.source == "mock" and "training.sample_prompt" not in given:
+        fitted["training.sample_prompt"] = ""  # mock documents are no text
+    for field, value in fitted.items():
+        section, name = field.split(".")
+        part = getattr(config, section)
+        if value != getattr(part, name):
+            logger.info("%s=%r to fit what was given; the recipe has %r", field, value, getattr(part, name))
+            config = dataclasses.replace(config, **{section: dataclasses.replace(part, **{name: value})})
+    return config
+
+
 def _parse(config: Config, words: list[str]) -> Config:
     """Raises SystemExit; tyro's boxes about wrong values are not shown, console_outputs=False leaves some."""
     with contextlib.redirect_stderr(io.StringIO()):
         return tyro.cli(Config, default=config, args=words, config=_TYRO, console_outputs=False)
 
 
-def print_help(config: Config, program: str) -> None:
-    tyro.cli(Config, default=config, args=["--help"], prog=program, config=_TYRO)
+def _as_typed(value: Any) -> str:
+    """What one types for a value."""
+    return ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 
-def _normalised(arguments: list[str]) -> list[str]:
+def normalised(arguments: Iterable[str]) -> list[str]:
     """Every override as one '--section.field=value' with underscores; 'True' and 'None' as Python writes them."""
     joined: list[str] = []
     for argument in arguments:
@@ -287,12 +347,6 @@ def _leaves(config: Any, prefix: str = ""):
             yield from _leaves(value, f"{prefix}{field.name}.")
         else:
             yield f"{prefix}{field.name}", hints[field.name]
-
-
-def did_you_mean(name: str, known, prefix: str = "") -> str:
-    """A hint at the nearest known name, or an empty string."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {prefix}{near[0]}?" if near else ""
 
 
 # ----------------------------------------------------------------------------- JSON

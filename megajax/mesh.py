@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from megajax import compat
+from megajax.announce import announced
 from megajax.ranges import PositiveInt
 
 logger = logging.getLogger("megajax")
@@ -98,9 +99,10 @@ class MeshConfig:
             return dataclasses.replace(self, **{free[0]: num_devices // fixed})
         if free or fixed != num_devices:
             product = " * ".join(f"{axis}({size})" for axis, size in sizes.items() if size != 1) or "data(1)"
+            wanted = f"a multiple of {fixed}" if free else fixed
             raise ValueError(
-                f"mesh: {product} does not match the number of devices, {num_devices}; "
-                "set one axis to -1 (--mesh.data=-1), or start with that many devices"
+                f"mesh: {product} does not match the number of devices, {num_devices}; set one axis to -1 "
+                f"(--mesh.data=-1), start with {wanted} devices, or try the mesh on a CPU: --launch.cpu_devices={fixed}"
             )
         return self
 
@@ -122,11 +124,12 @@ def initialize_processes() -> None:
     heard of for 100 s, or connects anew.
     """
     env = os.environ
-    if env.get("JAX_PLATFORMS") == "cpu":
+    is_cpu = jax.config.jax_platforms == "cpu"
+    if is_cpu:
         compat.use_gloo()
     if int(env.get("WORLD_SIZE", "1")) > 1 and "MASTER_ADDR" in env:
-        local = [int(env["LOCAL_RANK"])] if "LOCAL_RANK" in env and env.get("JAX_PLATFORMS") != "cpu" else None
-        logger.info("process %s waits for all %s to connect", env["RANK"], env["WORLD_SIZE"])
+        local = [int(env["LOCAL_RANK"])] if "LOCAL_RANK" in env and not is_cpu else None
+        logger.info("process %s of %s waits for the others to connect", env["RANK"], env["WORLD_SIZE"])
         jax.distributed.initialize(
             f"{env['MASTER_ADDR']}:{env.get('MASTER_PORT', '29500')}",
             num_processes=int(env["WORLD_SIZE"]),
@@ -136,10 +139,28 @@ def initialize_processes() -> None:
     elif any(int(env.get(name, "1")) > 1 for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")) or (
         "JAX_COORDINATOR_ADDRESS" in env or "KUBERNETES_SERVICE_HOST" in env and "JOB_COMPLETION_INDEX" in env
     ):
-        jax.distributed.initialize()
+        with announced("waiting for the other processes to connect"):
+            jax.distributed.initialize()
     else:
         return
     logger.info("process %d of %d, %d devices", jax.process_index(), jax.process_count(), jax.device_count())
+
+
+def use_cpu_devices(number: int) -> None:
+    """Computes on the CPU alone, split into that many virtual devices, to try a mesh without GPUs; slow.
+
+    Takes precedence over XLA_FLAGS. Raises ValueError if JAX has other devices already.
+    """
+    try:
+        jax.config.update("jax_num_cpu_devices", number)
+        jax.config.update("jax_platforms", "cpu")
+    except RuntimeError:
+        devices = jax.devices()
+        if devices[0].platform != "cpu" or len(devices) != number:
+            raise ValueError(
+                f"launch.cpu_devices={number}: JAX has started on {len(devices)} x {devices[0].device_kind} already; "
+                "ask for virtual devices before anything is computed (in a notebook: restart the kernel)"
+            ) from None
 
 
 def use_compiler_without_gpu() -> None:

@@ -98,6 +98,17 @@ def describe(hint: Any) -> str:
     return ", ".join([words, *map(str, ranges)])
 
 
+def describe_range(hint: Any) -> str:
+    """The bounds of a number, or of each in a list, in words; empty where the type says all."""
+    kind, ranges = _split(hint)
+    parts = typing.get_args(kind)
+    if typing.get_origin(kind) is tuple:
+        return describe_range(parts[0])
+    if is_union(kind):
+        return " or ".join(filter(None, map(describe_range, parts)))
+    return " and ".join(map(str, ranges))
+
+
 def is_union(hint: Any) -> bool:
     """`int | None` has one type, `PositiveInt | None` another."""
     return typing.get_origin(hint) in (types.UnionType, typing.Union)

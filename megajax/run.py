@@ -1,7 +1,7 @@
 """A run, put together from its config: what train.py, a replay and a notebook start from.
 
-`check` compares with what the run directory holds and changes nothing, `record` writes what the directory says of the
-run, `make_trainer` builds the parts.
+`train` does all of it. Its parts: `check` compares with what the run directory holds and changes nothing, `record`
+writes what the directory says of the run, `make_trainer` builds the Trainer.
 """
 
 import contextlib
@@ -15,20 +15,79 @@ from pathlib import Path
 import jax
 
 from megajax import start_from
+from megajax.announce import announced
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.steps import newest_meta
 from megajax.config import Config, differences, holds_run, incompatibilities
 from megajax.data.datasets import Datasets, build_datasets, check_same_data, check_vocab_size
 from megajax.data.tokenizers.tokenizer import save_tokenizer
-from megajax.mesh import make_mesh
+from megajax.mesh import COMPILATION_CACHE, make_mesh, use_compilation_cache
+from megajax.planning.card import startup_rows
+from megajax.training.faults.disk import check_room
+from megajax.training.faults.replay import run_again
 from megajax.training.faults.watchdog import Watchdog
 from megajax.training.loop import Output, Trainer
 from megajax.training.program import Program
-from megajax.training.reporting.console import Console
+from megajax.training.reporting.console import Console, format_count
 from megajax.training.reporting.metrics import MetricsWriter
 from megajax.training.reporting.starts import first_start, start_record
 
 logger = logging.getLogger("megajax")
+# Up to four epochs are about as good as new text (Muennighoff et al. 2023, https://arxiv.org/abs/2305.16264).
+MANY_EPOCHS = 4
+
+
+def train(config: Config) -> str:
+    """Builds everything that the config describes and trains -> "finished", "interrupted" or "already finished"."""
+    with Watchdog(config.launch.hang_minutes) as watchdog:
+        return _train(config, watchdog)
+
+
+def _train(config: Config, watchdog: Watchdog) -> str:
+    watchdog.alive()
+    with announced("starting the devices"):
+        num_devices = jax.device_count()
+    config = config.check_on(num_devices)
+    config = start_from.pinned(config)
+    run_dir = Path(config.run_dir)
+    changed = check(config)
+    program = make_program(config)
+    datasets = load_data(config)
+    check_room(run_dir, program.abstract_state, config.training.steps)
+    watchdog.alive()
+    if jax.process_index() == 0:
+        record(config, program, datasets)
+    # All processes must find the same programs: one that has to compile waits for the others to autotune with it.
+    use_compilation_cache(COMPILATION_CACHE if jax.process_count() == 1 else run_dir / "compilation")
+    with make_trainer(config, program, datasets, watchdog) as trainer:
+        console = trainer.output.console
+        if changed:
+            console.note(f"changed since the run was last started: {'; '.join(changed)}")
+        console.card(f"megajax: {run_dir}", startup_rows(program, config.training, datasets))
+        state = trainer.start()
+        watchdog.alive()
+        try:
+            outcome = trainer.run(state)
+        except ValueError as error:  # no bad input any more: the traceback is worth keeping
+            raise RuntimeError("training stopped") from error
+    if outcome != "already finished":
+        console.note(f"{outcome}: {run_dir}, step {trainer.checkpointer.latest_step()} of {config.training.steps}")
+    return outcome
+
+
+def replay(config: Config, step: int) -> None:
+    """Runs a step of the run again, in memory only; the run may be training."""
+    config = config.check_on(jax.device_count())
+    if not holds_run(config.run_dir):
+        raise ValueError(f"--replay_step={step}: run_dir={config.run_dir} holds no run; name the run with --run_dir")
+    config = start_from.pinned(config)
+    changed = check(config)
+    if jax.process_count() == 1:  # that of several processes lies in the run directory
+        use_compilation_cache()
+    program = make_program(config)
+    datasets = load_data(config)
+    with make_trainer(config, program, datasets, Watchdog(0), read_only=True) as trainer:
+        run_again(trainer, step, changed)
 
 
 def check(config: Config) -> list[str]:
@@ -69,9 +128,24 @@ def load_data(config: Config) -> Datasets:
         num_eval_samples=evaluated,
     )
     check_vocab_size(datasets.tokenizer, config.model.vocab_size)
+    if config.data.kind == "documents" and not datasets.is_mock and jax.process_index() == 0:
+        _warn_of_repetition(datasets)
     if not config.data.allow_change:
         _check_data(datasets, Path(config.run_dir))
     return datasets
+
+
+def _warn_of_repetition(datasets: Datasets) -> None:
+    for source in datasets.sources:
+        if source.epochs > MANY_EPOCHS:
+            logger.warning(
+                "data: %s, %s tokens, is read %s times: beyond %d epochs repeated text teaches a model less and less; "
+                "use more text, fewer --training.steps or a smaller --training.global_batch_size",
+                source.name,
+                format_count(source.tokens_per_epoch),
+                f"{source.epochs:,.0f}",
+                MANY_EPOCHS,
+            )
 
 
 def _check_data(datasets: Datasets, run_dir: Path) -> None:

@@ -6,8 +6,13 @@ Memory and time are the estimates of a plan without a compiler, so the best few 
 import dataclasses
 import functools
 import itertools
+import logging
 import math
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
+
+from rich.console import Console as RichConsole
+from rich.progress import Progress
 
 from megajax.config import Config
 from megajax.devices import Device, utilisation
@@ -15,10 +20,12 @@ from megajax.mesh import AXES, MeshConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.models.model import Model
 from megajax.parallel.schedule import Stages, bubble, make_stages
-from megajax.planning.memory import memory_per_device
-from megajax.planning.plan import USABLE_MEMORY
+from megajax.planning.memory import activation_bytes, state_bytes
+from megajax.planning.plan import USABLE_MEMORY, plan_device
 from megajax.planning.step_time import GPUS_PER_HOST, step_times
-from megajax.training.reporting.console import format_bytes, format_seconds
+from megajax.training.reporting.console import Console, format_bytes, format_seconds
+
+logger = logging.getLogger("megajax")
 
 MAX_DEVICES = 1_000_000
 MIN_CONTEXT_TOKENS = 2048  # of a sequence on a device; shorter parts are not worth splitting
@@ -30,125 +37,204 @@ RECOMPUTE = ("none", "selective", "full")
 @dataclasses.dataclass(frozen=True)
 class Candidate:
     config: Config
-    step_seconds: float
     bytes: int
-    """Of a device."""
+    """Per device."""
+    step_seconds: float = math.inf
+    """Infinite where it does not fit."""
 
 
-def search(config: Config, num_devices: int, device: Device) -> tuple[list[Candidate], int]:
-    """-> (the best of each mesh that fits, fastest first; how many were tried).
+@dataclasses.dataclass(frozen=True)
+class Found:
+    best: list[Candidate]
+    """The best of each mesh that fits, fastest first."""
+    num_tried: int
+    """Configurations: meshes with their microbatches and recompute policies."""
+    smallest: Candidate | None
+    """The one that needs least memory."""
+    num_indivisible: int
+    """Meshes whose batch shards do not divide training.global_batch_size."""
 
-    Of those that are equally fast to 1 %, which is less than an estimate knows, the plainest comes first.
+
+def search(
+    config: Config, num_devices: int, device: Device, watch: Callable[[list[MeshConfig]], Iterable[MeshConfig]] = iter
+) -> Found:
+    """Of the configurations of a mesh that are equally fast to 1 %, which is less than an estimate knows, the plainest
+    is kept.
+
+    watch: iterates over the meshes, and may show how many are done.
     Raises ValueError for a config that no mesh makes valid, and if none of these meshes can run it.
     """
     if not 1 <= num_devices <= MAX_DEVICES:
         raise ValueError(f"--plan=search:{num_devices}: the number of GPUs must be from 1 to {MAX_DEVICES}")
     dataclasses.replace(config, mesh=MeshConfig()).check()
-
-    @functools.cache
-    def model_of(stages: Stages | None, execution: ExecutionConfig) -> Model:
-        training = config.training
-        patterns = dict(trained=training.trained, frozen=training.frozen)
-        return Model(config.model, config.precision, execution, stages=stages, **patterns)
-
-    found = []
-    tried = 0
-    refusal: object = f"no mesh of them divides training.global_batch_size={config.training.global_batch_size}"
-    for candidate in _candidates(config, num_devices):
-        try:
-            candidate = candidate.check_on(num_devices)
-        except ValueError as error:
-            refusal = error
-            continue
-        tried += 1
-        stages = make_stages(candidate.mesh, candidate.model.num_layers_in_all)
-        program = candidate.make_program(model=model_of(stages, candidate.execution))
-        memory, host = memory_per_device(program, candidate.training)
-        if sum(memory.values()) <= USABLE_MEMORY * device.memory_bytes:
-            times = step_times(program, candidate.training, device, host)
-            found.append(Candidate(candidate, times.step, sum(memory.values())))
-    if not tried:
+    meshes = list(_meshes(config, num_devices))
+    batch_size = config.training.global_batch_size
+    divisible = [mesh for mesh in meshes if batch_size % mesh.batch_shards == 0]
+    estimator = _Estimator(device)
+    best = []
+    for mesh in watch(divisible):
+        if fitting := estimator.fitting(config, mesh):
+            best.append(min(fitting, key=_preference))
+    if not estimator.num_tried:
+        why = estimator.refusal or f"no mesh of them divides training.global_batch_size={batch_size}"
         raise ValueError(
-            f"--plan=search:{num_devices}: no mesh of {num_devices} GPUs works ({refusal}); use another number"
+            f"--plan=search:{num_devices}: no mesh of {num_devices} GPUs works ({why}); use another number"
         )
-    return _best_of_each_mesh(found), tried
+    best.sort(key=lambda one: one.step_seconds)
+    return Found(best, estimator.num_tried, estimator.smallest, len(meshes) - len(divisible))
 
 
-def _best_of_each_mesh(found: list[Candidate]) -> list[Candidate]:
-    def order(one: Candidate):
-        mesh = one.config.mesh
-        axes = sum(size > 1 for size in mesh.sizes().values())
-        return (round(math.log(one.step_seconds) * 100), axes, mesh.virtual_stages,
-                RECOMPUTE.index(one.config.execution.recompute), one.bytes)  # fmt: skip
+class _Estimator:
+    def __init__(self, device: Device):
+        self._device = device
+        self._usable_bytes = USABLE_MEMORY * device.memory_bytes
+        self.num_tried = 0
+        self.smallest: Candidate | None = None
+        self.refusal: ValueError | None = None
+        """The last reason why a configuration cannot run."""
+        # Building a model takes longer than all its estimates.
+        self._models: dict[tuple[Stages | None, ExecutionConfig], Model] = {}
 
-    best = {}
-    for one in sorted(found, key=order):
-        best.setdefault(one.config.mesh, one)
-    return list(best.values())
+    def fitting(self, config: Config, mesh: MeshConfig) -> list[Candidate]:
+        """What fits of the configurations of a mesh, with its time. The state, which all of them have, comes first: if
+        it is too large alone, nothing else is estimated."""
+        found = []
+        programs = {}
+        held = None
+        for candidate in _candidates(config, mesh):
+            if held is not None and sum(held[0].values()) > self._usable_bytes:
+                self.num_tried += 1
+                continue
+            try:
+                candidate = candidate.check_on(mesh.num_devices)
+                program = programs.get(candidate.execution) or self._program(candidate)
+            except ValueError as error:
+                self.refusal = error
+                continue
+            programs[candidate.execution] = program
+            self.num_tried += 1
+            held = held or state_bytes(program)
+            activations, offloaded = activation_bytes(program.model, mesh, candidate.training)
+            estimate = Candidate(candidate, sum(held[0].values()) + activations)
+            if self.smallest is None or estimate.bytes < self.smallest.bytes:
+                self.smallest = estimate
+            if estimate.bytes <= self._usable_bytes:
+                times = step_times(program, candidate.training, self._device, held[1] | {"activations": offloaded})
+                found.append(dataclasses.replace(estimate, step_seconds=times.step))
+        return found
+
+    def _program(self, config: Config):
+        key = make_stages(config.mesh, config.model.num_layers_in_all), config.execution
+        if key not in self._models:
+            self._models[key] = config.make_model()
+        return config.make_program(model=self._models[key])
 
 
-def search_rows(config: Config, num_devices: int, device: Device, most: int = 10) -> list[tuple[str, str]]:
+def _preference(one: Candidate) -> tuple:
+    """Smaller is better; between configurations of one mesh, but for its virtual stages."""
+    execution = one.config.execution
+    return (round(math.log(one.step_seconds) * 100), RECOMPUTE.index(execution.recompute), one.bytes)
+
+
+def print_search(name: str, config: Config, request: str) -> None:
+    """Searches and prints the ten best; a terminal shows how far it is. request: search:NUMBER[:GPU]."""
+    _, number, kind = (request + "::").split(":")[:3]
+    if not number.isdecimal():
+        raise ValueError(f"--plan={request}: for how many GPUs? --plan=search:64, or search:64:h200")
+    device = plan_device(kind or "h100")
+    if not sys.stderr.isatty():
+        logger.info("searching the meshes of %s GPUs", number)
+    with Progress(console=RichConsole(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+        watch = functools.partial(progress.track, description=f"meshes of {number} GPUs")
+        rows = search_rows(config, int(number), device, watch=watch)
+    Console().card(f"meshes for {name}", rows)
+
+
+def search_rows(
+    config: Config, num_devices: int, device: Device, most: int = 10, watch: Callable = iter
+) -> list[tuple[str, str]]:
     """(name, value) rows for Console.card."""
-    found, tried = search(config, num_devices, device)
-    rows = [("devices", f"{num_devices} x {device.name}"), ("tried", f"{tried} ways, {len(found)} meshes fit")]
+    found = search(config, num_devices, device, watch)
+    fit = f"{len(found.best)} meshes fit" if len(found.best) != 1 else "1 mesh fits"
+    rows = [
+        ("devices", f"{num_devices} x {device.name}"),
+        ("searched", f"{found.num_tried:,} configurations tried; {fit}"),
+    ]
     length = config.training.sequence_length
     flops = config.make_model().flops_per_token(length, causal=False)
-    for number, one in enumerate(found[:most], start=1):
+    rated = device.computing_in(config.precision.compute)
+    for number, one in enumerate(found.best[:most], start=1):
         mesh = one.config.mesh
         training = one.config.training
         rate = training.global_batch_size * length / one.step_seconds / num_devices
         batch = training.schedule(mesh)(training.steps)
         idle = bubble(mesh.pipeline, batch.num_microbatches, mesh.virtual_stages)
-        words = [f"{format_seconds(one.step_seconds)}, MFU {utilisation(flops, rate, device):.1%}",
-                 f"{format_bytes(one.bytes)} a device"]  # fmt: skip
+        words = [f"{format_seconds(one.step_seconds)}, MFU {utilisation(flops, rate, rated):.1%}",
+                 f"{format_bytes(one.bytes)} per device"]  # fmt: skip
         words += [f"bubble {idle:.1%}"] if idle else []
-        rows.append((f"{number}.", f"{', '.join(words)}: {' '.join(_overrides(one.config))}"))
-    if not found:
-        rows.append(("verdict", "nothing fits: more GPUs, or --optimizer.offload_state=True"))
+        rows.append((f"{number}.", f"{', '.join(words)}: {' '.join(_overrides(config, one.config))}"))
+    if not found.best:
+        rows.append(("verdict", _why_nothing_fits(config, found, device)))
     return rows
 
 
-def _candidates(config: Config, num_devices: int) -> Iterator[Config]:
+def _why_nothing_fits(config: Config, found: Found, device: Device) -> str:
+    usable = format_bytes(USABLE_MEMORY * device.memory_bytes)
+    needed = f"nothing fits: the smallest needs {format_bytes(found.smallest.bytes)} of {usable} usable per device"
+    ways = ["more GPUs"]
+    if found.num_indivisible:
+        size = config.training.global_batch_size
+        needed += f"; {found.num_indivisible} meshes do not divide training.global_batch_size={size}"
+        ways.append("a batch that more meshes divide")
+    if not config.optimizer.offload_state:
+        ways.append("--optimizer.offload_state=True")
+    return f"{needed}; use {', or '.join(ways)}"
+
+
+def _meshes(config: Config, num_devices: int) -> Iterator[MeshConfig]:
     """All splits in powers of two and what is left of them; no expert axis, and the default schedule and layout."""
-    length = config.training.sequence_length
     num_layers = config.model.num_layers_in_all
-    longest = max(length // MIN_CONTEXT_TOKENS, 1)
+    longest = max(config.training.sequence_length // MIN_CONTEXT_TOKENS, 1)
 
     def sizes(most: int) -> list[int]:
         return [2**n for n in range(most.bit_length()) if 2**n <= most and num_devices % 2**n == 0]
 
-    axes = itertools.product(sizes(GPUS_PER_HOST), sizes(num_layers), sizes(longest))
-    for tensor, pipeline, context in axes:
+    for tensor, pipeline, context in itertools.product(sizes(GPUS_PER_HOST), sizes(num_layers), sizes(longest)):
         rest, left = divmod(num_devices, tensor * pipeline * context)
-        if left or rest == 0 or config.training.global_batch_size % rest:  # those are the batch shards
+        if left or rest == 0:
             continue
         for fsdp in [size for size in range(1, rest + 1) if rest % size == 0]:
             chunks = [n for n in CHUNKS if n == 1 or num_layers % (pipeline * n) == 0]
             for virtual_stages in chunks if pipeline > 1 else (1,):
-                mesh = MeshConfig(
+                yield MeshConfig(
                     data=rest // fsdp, fsdp=fsdp, tensor=tensor, pipeline=pipeline, context=context,
                     virtual_stages=virtual_stages,
                 )  # fmt: skip
-                whole = () if pipeline > 1 else (None,)
-                for microbatch, recompute in itertools.product((*whole, *MICROBATCHES), RECOMPUTE):
-                    yield dataclasses.replace(
-                        config,
-                        mesh=mesh,
-                        execution=dataclasses.replace(config.execution, recompute=recompute, recompute_every=1),
-                        training=dataclasses.replace(config.training, microbatch_size=microbatch),
-                        optimizer=dataclasses.replace(config.optimizer, shard_over_data=rest > fsdp),
-                    )
 
 
-def _overrides(config: Config) -> list[str]:
-    """The fields that a search sets, as on the command line."""
-    mesh = config.mesh
+def _candidates(config: Config, mesh: MeshConfig) -> Iterator[Config]:
+    whole = () if mesh.pipeline > 1 else (None,)
+    for recompute, microbatch in itertools.product(RECOMPUTE[::-1], (*MICROBATCHES, *whole)):  # smallest first
+        yield dataclasses.replace(
+            config,
+            mesh=mesh,
+            execution=dataclasses.replace(config.execution, recompute=recompute, recompute_every=1),
+            training=dataclasses.replace(config.training, microbatch_size=microbatch),
+            optimizer=dataclasses.replace(config.optimizer, shard_over_data=mesh.data > 1),
+        )
+
+
+def _overrides(given: Config, found: Config) -> list[str]:
+    """What makes `found` of the config that was given, as on the command line: all fields that differ. Axes larger than
+    1, the microbatch and the recompute policy are there in any case."""
     words = []
-    for name in (*AXES, "virtual_stages"):
-        words.append(f"--mesh.{name}={getattr(mesh, name)}" if getattr(mesh, name) > 1 else "")
-    words += [
-        f"--training.microbatch_size={config.training.microbatch_size}",
-        f"--execution.recompute={config.execution.recompute}",
-        "--optimizer.shard_over_data=True" if config.optimizer.shard_over_data else "",
-    ]
-    return [word for word in words if word]
+    for section in ("mesh", "training", "execution", "optimizer"):
+        before = getattr(given, section)
+        after = getattr(found, section)
+        for field in dataclasses.fields(after):
+            value = getattr(after, field.name)
+            shown = section == "mesh" and field.name in AXES and value > 1
+            shown |= field.name in ("microbatch_size", "recompute")
+            if shown or value != getattr(before, field.name):
+                words.append(f"--{section}.{field.name}={value}")
+    return words

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-import train
+import configs
 from megajax import run
+from megajax.cli import train
 from megajax.config import override
 from megajax.mesh import MeshConfig
 from megajax.models.decoder import DecoderConfig
@@ -121,7 +122,7 @@ CASES = {
     ),
     "missing tokenizer": (["--data.tokenizer=nowhere.model"], ["data.tokenizer=nowhere.model", "does not exist"]),
     "vocabulary of the tokenizer": (
-        ["--data.tokenizer=null:4000"],
+        ["--data.tokenizer=null:4000", "--model.vocab_size=2048"],
         ["model.vocab_size=2048", "data.tokenizer", "--model.vocab_size="],
     ),
     "offload without the loop": (
@@ -193,13 +194,13 @@ def test_unknown_device_to_plan_for():
 
 def test_empty_run_directory_is_that_of_the_recipe(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "train", lambda config: config.run_dir)
+    monkeypatch.setattr(run, "train", lambda config: config.run_dir)
     train.main(["--config=gpt_tiny", "--run_dir=", *MOCK])
     assert [str(path) for path in Path().iterdir()] == ["runs"] and Path("runs/gpt_tiny").is_dir()
 
 
 def test_a_run_may_go_on_with_another_way_to_compute_the_same(tmp_path):
-    config = train.configs.recipe("gpt_tiny")
+    config = configs.recipe("gpt_tiny")
     (tmp_path / "config.json").write_text(config.to_json())
     same = ["--execution.context_attention=all_gather", "--execution.recompute=full", "--execution.scan_layers=True"]
     changed = run.check(override(config, [*same, f"--run_dir={tmp_path}"]))
@@ -213,7 +214,7 @@ def test_a_run_may_go_on_with_another_way_to_compute_the_same(tmp_path):
 
 @pytest.mark.fault
 def test_a_run_on_other_data_is_refused_unless_it_is_allowed(tmp_path):
-    config = override(train.configs.recipe("gpt_tiny"), [*MOCK, f"--run_dir={tmp_path}", "--mesh.data=1"])
+    config = override(configs.recipe("gpt_tiny"), [*MOCK, f"--run_dir={tmp_path}", "--mesh.data=1"])
     record = run.load_data(config).record
     (tmp_path / "data.json").write_text(json.dumps(record))
     run.load_data(config)
@@ -228,7 +229,7 @@ def test_a_run_on_other_data_is_refused_unless_it_is_allowed(tmp_path):
 
 
 def test_run_directory_of_another_model_is_left_as_it_is(tmp_path):
-    other = train.configs.recipe("gpt2_124m")
+    other = configs.recipe("gpt2_124m")
     (tmp_path / "checkpoints" / "7").mkdir(parents=True)
     (tmp_path / "config.json").write_text(other.to_json())
     (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
@@ -250,7 +251,7 @@ def test_run_directory_that_is_a_file(tmp_path):
 def test_run_directory_is_free_again_after_a_refusal(tmp_path, monkeypatch):
     run_dir = tmp_path / "run"
     refusal([*MOCK, "--mesh.data=3"], run_dir)
-    monkeypatch.setattr(train, "train", lambda config: "interrupted")
+    monkeypatch.setattr(run, "train", lambda config: "interrupted")
     train.main(["--config=gpt_tiny", f"--run_dir={run_dir}", *MOCK])
 
 

@@ -2,13 +2,17 @@
 
 import dataclasses
 import json
+import logging
 import re
 from pathlib import Path
 
 import pytest
 
 import configs
+from megajax import run
 from megajax.config import MOVED, Config, differences, incompatibilities, override
+from megajax.data.prepare.write_tokens import preprocess
+from megajax.data.tokenizers.tokenizer import load_tokenizer
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.training.config import LaunchConfig
@@ -180,10 +184,10 @@ def test_damaged_config_of_a_run_is_one_line_with_its_path(text, tmp_path):
 def test_differences_name_each_changed_field_with_both_values():
     config = configs.recipe("gpt_tiny")
     assert differences(config, config) == []
-    changed = override(config, ["--model.rope.base=5", "--training.steps=7", "--run_dir=x"])
+    changed = override(config, ["--model.rope.base=5", "--training.steps=70", "--run_dir=x"])
     assert differences(config, changed) == [
         "model.rope.base: 10000.0 -> 5.0",
-        "training.steps: 400 -> 7",
+        "training.steps: 400 -> 70",
         "run_dir: runs/gpt_tiny -> x",
     ]
 
@@ -271,3 +275,37 @@ def test_unknown_kind_of_model_is_refused_with_those_there_are():
         override(configs.recipe("gpt_tiny"), ["--model.kind=perceiver"])
     with pytest.raises(ValueError, match="model.kind=perceiver is unknown"):
         Config.from_json('{"model": {"kind": "perceiver"}}')
+
+
+def test_own_data_need_only_their_source_and_paths(tmp_path, caplog):
+    """What gpt_tiny says of its own text, tokenizer and length does not stand in the way of what is typed."""
+    caplog.set_level(logging.INFO, "megajax")
+    (tmp_path / "a.txt").write_text("3000 1 2 " * 100)
+    preprocess([str(tmp_path / "a.txt")] * 8, str(tmp_path / "x"), load_tokenizer("null:3001"), "null:3001")
+    recipe = configs.recipe("gpt_tiny")
+    typed = ["--data.source=indexed", f"--data.paths={tmp_path / 'x'}", "--training.steps=20"]
+    config = override(recipe, typed).check_on(1)
+    assert config.data.text == () and config.data.tokenizer == "null:3001"
+    assert config.model.vocab_size == 3001 and config.optimizer.warmup_steps == 1
+    assert "model.vocab_size=3001 to fit what was given; the recipe has 2048" in caplog.text
+    assert "optimizer.warmup_steps=1 to fit what was given; the recipe has 30" in caplog.text
+    # What is typed stays as it is, and is refused if it contradicts something else that is typed.
+    for argument, message in {
+        "--data.text=stdlib": "data.text=.* is not read with data.source=indexed",
+        "--optimizer.warmup_steps=20": "optimizer.warmup_steps=20 must be less",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            override(recipe, [*typed, argument]).check_on(1)
+    assert override(recipe, [*typed, "--model.vocab_size=2048"]).model.vocab_size == 2048
+    mock = override(recipe, ["--data.source=mock"]).check_on(1)
+    assert (mock.data.tokenizer, mock.training.sample_prompt) == ("null:2048", "")
+
+
+def test_text_that_is_read_many_times_is_warned_of(tmp_path, caplog):
+    (tmp_path / "a.txt").write_text("some text " * 100)
+    preprocess([str(tmp_path / "a.txt")] * 8, str(tmp_path / "x"), load_tokenizer("bytes"), "bytes")
+    typed = ["--data.source=indexed", f"--data.paths={tmp_path / 'x'}", f"--data.cache_dir={tmp_path}"]
+    for steps, is_warned in ((1, False), (100, True)):
+        length = [f"--training.steps={steps}", f"--run_dir={tmp_path / 'run'}"]
+        run.load_data(override(configs.recipe("gpt_tiny"), [*typed, *length]).check_on(1))
+        assert ("x, 7.01k tokens, is read 58 times" in caplog.text) == is_warned

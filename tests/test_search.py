@@ -5,7 +5,7 @@ import re
 import pytest
 
 import configs
-import train
+from megajax.cli import train
 from megajax.config import override
 from megajax.planning.plan import plan_device
 from megajax.search import search

@@ -3,6 +3,7 @@
 Dimensions: B batch, T sequence, D model width, N heads, K key-value heads, H head dim, V vocabulary (padded).
 """
 
+import dataclasses
 import functools
 
 import torch
@@ -13,6 +14,12 @@ from torch.utils.checkpoint import checkpoint
 from megajax.config import Config
 from megajax.models.decoder import DecoderConfig
 
+# The fields of a model that the peer knows; all others have to be at their defaults.
+KNOWN = {
+    "kind", "num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim", "vocab_size",
+    "vocab_multiple", "position", "max_positions", "rope", "norm", "norm_epsilon", "norm_zero_centered", "activation",
+    "bias", "tied_embeddings", "init_std",
+}  # fmt: skip
 ACTIVATIONS = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -24,12 +31,14 @@ def check(config: Config) -> None:
     """Raises ValueError for what the peers cannot do."""
     model = config.model
     training = config.training
-    refused = {
+    fields = {field.name: (getattr(model, field.name), field.default) for field in dataclasses.fields(model)}
+    unknown = {
+        f"model.{name}={value}": name not in KNOWN and value != default for name, (value, default) in fields.items()
+    }
+    refused = unknown | {
         f"model.activation={model.activation}": model.activation not in ACTIVATIONS,
-        f"model.window={model.window}": model.window is not None,
-        "model.qk_norm=True": model.qk_norm,
-        f"model.attention_soft_cap={model.attention_soft_cap}": model.attention_soft_cap is not None,
-        f"model.dropout={model.dropout}": model.dropout > 0 or model.attention_dropout > 0,
+        f"model.position={model.position}": model.position == "alibi",
+        "model.rope.interleaved=True": model.rope.interleaved,
         f"training.microbatch_size={training.microbatch_size}": training.microbatch_size is not None,
         "data.cross_document_attention=False": not config.data.cross_document_attention,
     }

@@ -51,6 +51,7 @@ def to_megajax(named: Mapping[str, np.ndarray], config: DecoderConfig) -> dict:
     fewer rows than ours is padded with zeros, one with more is cut; both only touch rows that are no token.
     Raises ValueError for a parameter that is missing, unexpected or of the wrong shape.
     """
+    _check_table(config)
     named = {_own_name(name): array for name, array in named.items()}
     _check({name: array.shape for name, array in named.items()}, _their_shapes(config), _fits)
     flat = {}
@@ -70,6 +71,7 @@ def from_megajax(params: dict, config: DecoderConfig) -> dict[str, np.ndarray]:
     For tensor parallel size n Megatron expects `model.vocab_multiple` = its --make-vocab-size-divisible-by times n.
     Raises ValueError for a parameter that is missing, unexpected or of the wrong shape.
     """
+    _check_table(config)
     flat = _flat(params)
     expected = _flat(Model(config).abstract_weights)
 
@@ -118,7 +120,7 @@ def _table(config: DecoderConfig) -> list[Entry]:
 
 def _norm(config: DecoderConfig, ours: str, theirs: str, dim: int) -> list[Entry]:
     table = [Entry((f"{ours}/scale",), f"{theirs}.weight", (dim,))]
-    if config.norm == "layernorm":
+    if config.norm == "layernorm" and config.norm_bias:
         table.append(Entry((f"{ours}/bias",), f"{theirs}.bias", (dim,)))
     return table
 
@@ -156,10 +158,13 @@ def _attention(config: DecoderConfig) -> list[Entry]:
         Entry(weights, theirs + "linear_qkv.weight", (num_rows, D), split_qkv, join_qkv),
         Entry((ours + "out",), theirs + "linear_proj.weight", (D, N * H), split_out, join_out),
     ]
-    if config.bias:
+    if config.has_qkv_bias:
         table.append(Entry(biases, theirs + "linear_qkv.bias", (num_rows,), split_qkv, join_qkv))
+    if config.has_attention_out_bias:
         table.append(Entry((ours + "out_bias",), theirs + "linear_proj.bias", (D,)))
-    if config.qk_norm:
+    if config.attention_sinks:
+        table.append(Entry((ours + "sinks",), theirs + "core_attention.softmax_offset", (N,)))
+    if config.qk_norm and config.qk_norm_scope == "head":
         table += _norm(config, ours + "query_norm", theirs + "q_layernorm", H)
         table += _norm(config, ours + "key_norm", theirs + "k_layernorm", H)
     return table
@@ -187,7 +192,7 @@ def _mlp(config: DecoderConfig) -> list[Entry]:
         Entry(weights, theirs + "linear_fc1.weight", (len(wide) * F, D), split_wide, join_wide),
         Entry((ours + "down",), theirs + "linear_fc2.weight", (D, F), transposed, np.transpose),
     ]
-    if config.bias:
+    if config.has_mlp_bias:
         table.append(Entry(biases, theirs + "linear_fc1.bias", (len(wide) * F,), split_wide, join_wide))
         table.append(Entry((ours + "down_bias",), theirs + "linear_fc2.bias", (D,)))
     return table
@@ -211,6 +216,15 @@ def _fits(name: str, found: tuple, wanted: tuple) -> bool:
     if name in VOCABULARY:
         return found[1:] == wanted[1:] and found[0] >= wanted[0]
     return found == wanted
+
+
+def _check_table(config: DecoderConfig) -> None:
+    """Raises ValueError for what Megatron has no parameter for (the table names ours that it would leave out)."""
+    ours = [path for entry in _table(config) for path in entry.ours]
+    expected = _flat(Model(config).abstract_weights)
+    for path in {**dict.fromkeys(ours), **expected}:
+        if path not in expected or path not in ours:
+            raise ValueError(f"parameter {path} has no counterpart in Megatron; choose a model config without it")
 
 
 def _their_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:

@@ -1,19 +1,24 @@
 """What a configuration says of data, and what of it makes no sense."""
 
 import dataclasses
+import logging
 import os
 from typing import Annotated, Literal
 
 from megajax.data.blend_file import is_blend_file, prefixes, read_blend
-from megajax.data.tokenizers.tokenizer import FILE_TOKENIZERS, check_tokenizer_spec
+from megajax.data.meta import read_meta
+from megajax.data.tokenizers.tokenizer import FILE_TOKENIZERS, check_tokenizer_spec, load_tokenizer
 from megajax.ranges import NonNegativeFloat, PositiveFloat, Probability, Range
 
+logger = logging.getLogger("megajax")
+
 NumReaders = Annotated[int, Range(at_least=0, at_most=1024)]
+SourceKind = Literal["indexed", "text", "mock"]
 
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    source: Literal["indexed", "text", "mock"] = "mock"
+    source: SourceKind = "mock"
     """indexed: .bin/.idx files named by `paths`; text: text files named by `text`; mock: Megatron's mock documents."""
     paths: tuple[str, ...] = ()
     """Prefixes of Megatron .bin/.idx files, blended; or FILE.json with a (nested) blend (data/blend_file.py)."""
@@ -32,8 +37,9 @@ class DataConfig:
     """Relative shares of training, evaluation and test documents in `paths` and in the mock documents."""
     text: tuple[str, ...] = ()
     """Patterns of text files; "stdlib" is the source code of Python's standard library."""
-    tokenizer: str = "null:50257"
-    """bytes | null:VOCAB | sentencepiece:VOCAB (trained on `text`) | X.model | X/tokenizer.json | X.tiktoken"""
+    tokenizer: str = ""
+    """bytes | null:VOCAB | sentencepiece:VOCAB (trained on `text`) | X.model | X/tokenizer.json | X.tiktoken; empty:
+    the one that wrote `paths`, as P.meta.json says, or null:VOCAB with the vocabulary of the model."""
     cache_dir: str = ".cache/megajax"
     """Where sample indices and tokenized text are kept."""
     cross_document_attention: bool = False
@@ -60,7 +66,8 @@ class DataConfig:
 
     def check(self) -> None:
         """Raises ValueError with the way out; opens no file."""
-        check_tokenizer_spec(self.tokenizer)
+        if self.tokenizer:
+            check_tokenizer_spec(self.tokenizer)
         if self.split[0] == 0:
             raise ValueError(f"data.split={self.split} leaves nothing to train on; use --data.split=969,30,1")
         if self.tokenizer.endswith(tuple(FILE_TOKENIZERS)) and not os.path.isfile(self.tokenizer):
@@ -90,7 +97,7 @@ class DataConfig:
                 )
         if needed and not getattr(self, needed):
             raise ValueError(f"data.source={self.source} needs --data.{needed}")
-        if self.source == "text" and self.tokenizer.startswith("null:"):
+        if self.source == "text" and (self.tokenizer.startswith("null:") or not self.tokenizer):
             raise ValueError(
                 f"data.tokenizer={self.tokenizer} cannot read text; use --data.tokenizer=sentencepiece:2048 or bytes"
             )
@@ -116,6 +123,41 @@ class DataConfig:
                             "python -m megajax.data.preprocess (give the prefix, without .bin)"
                         )
 
+    def of_source(self, source: SourceKind) -> "DataConfig":
+        """The same with another source, without the names of files and tokenizer, which were those of this one."""
+        names = ("paths", "weights", "blend_changes", "eval_paths", "eval_weights", "text", "tokenizer")
+        defaults = {field.name: field.default for field in dataclasses.fields(self) if field.name in names}
+        return dataclasses.replace(self, source=source, **defaults)
+
+    def with_tokenizer(self, vocab_size: int) -> "DataConfig":
+        """The same with the tokenizer that an empty `tokenizer` means. vocab_size: of the model.
+
+        Raises ValueError if the file of the tokenizer that wrote the data is not there.
+        """
+        if self.tokenizer or self.source == "text":
+            return self
+        spec = f"null:{vocab_size}"
+        if self.source == "indexed":
+            prefix = prefixes(read_blend(self.paths))[0]
+            meta = read_meta(prefix)
+            if meta is None:
+                logger.warning(
+                    "data.tokenizer: %s.meta.json does not exist, so nothing says which tokenizer wrote the tokens; "
+                    "any id below model.vocab_size=%d is taken, and nothing can be decoded",
+                    prefix,
+                    vocab_size,
+                )
+            else:
+                spec = _found_tokenizer(meta["tokenizer"], prefix)
+        return dataclasses.replace(self, tokenizer=spec)
+
+    def num_token_ids(self, vocab_size: int) -> int:
+        """Of the tokenizer. vocab_size: of the model. Raises ValueError if it cannot be read."""
+        spec = self.with_tokenizer(vocab_size).tokenizer
+        if spec.startswith("sentencepiece:"):  # not trained yet
+            return int(spec.removeprefix("sentencepiece:"))
+        return load_tokenizer(spec).vocab_size
+
     def changes(self) -> list[tuple[int, str]]:
         """(step, blend file) of `blend_changes`. Raises ValueError unless the steps ascend from 1."""
         found = [(step, file) for step, _, file in (change.partition(":") for change in self.blend_changes)]
@@ -127,3 +169,17 @@ class DataConfig:
         if any(later <= earlier for earlier, later in zip([0, *steps], steps, strict=False)):
             raise ValueError(f"data.blend_changes={self.blend_changes}: the steps must ascend, from 1 on")
         return [(step, file) for step, (_, file) in zip(steps, found, strict=True)]
+
+
+def _found_tokenizer(spec: str, prefix: str) -> str:
+    """The tokenizer that wrote a dataset: its file is where it was, or beside the data."""
+    if not spec.endswith(tuple(FILE_TOKENIZERS)):
+        return spec
+    paths = [spec, os.path.join(os.path.dirname(prefix), os.path.basename(spec))]
+    found = [path for path in paths if os.path.isfile(path)]
+    if not found:
+        raise ValueError(
+            f"data.tokenizer: {prefix}.bin was written with {spec}, which does not exist here; name its file with "
+            "--data.tokenizer"
+        )
+    return found[0]

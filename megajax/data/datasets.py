@@ -55,6 +55,7 @@ class Datasets:
     eval_bytes_per_token: float | None
     sources: tuple[Source, ...]
     record: dict[str, Any]
+    is_mock: bool
 
 
 def build_datasets(
@@ -67,6 +68,7 @@ def build_datasets(
     first_sample: Callable[[int], int] = int,
 ) -> Datasets:
     """Training and evaluation data of a run: at least the numbers of samples asked for, over as many epochs as needed.
+    The config has its tokenizer named (Config.check_on).
 
     first_sample: step -> its first sample, for `blend_changes`. Raises ValueError if files are missing or damaged, a
     split is too small, or the tokenizer did not write the data.
@@ -95,15 +97,19 @@ def build_datasets(
         names = [name for one in (*blends, held_out) for name in prefixes(one)]
         opened = {name: _open(name, tokenizer, config.kind) for name in dict.fromkeys(names)}
     split = (1, 0, 0) if eval_paths else config.split
+    splits = dict.fromkeys(opened, split)
+    if num_eval_samples and not eval_paths:
+        count = _KINDS[type(form)].count
+        splits |= {name: _split(opened[name], count(opened[name]), split) for name in prefixes(held_out)}
     cuts = [*(first_sample(step) for step, _ in config.changes()), num_train_samples]
     if any(size <= 0 for size in np.diff([0, *cuts])):
         raise ValueError(f"data.blend_changes={config.blend_changes}: the run ends before; use more training.steps")
-    train = build(blends, opened, split, 0, np.diff([0, *cuts]).tolist(), sample_format=form)
+    train = build(blends, opened, splits, 0, np.diff([0, *cuts]).tolist(), sample_format=form)
     evaluation = None
     if num_eval_samples:
         which = 0 if eval_paths else 1
         plain = _sample_format(dataclasses.replace(config, fim_rate=0.0), tokenizer)
-        evaluation = build([held_out], opened, split, which, [num_eval_samples], sample_format=plain)
+        evaluation = build([held_out], opened, splits, which, [num_eval_samples], sample_format=plain)
     return Datasets(
         train=train,
         eval=evaluation,
@@ -111,7 +117,8 @@ def build_datasets(
         train_tokens_per_epoch=sum(part.tokens_per_epoch for part in _parts(train)),
         eval_bytes_per_token=_bytes_per_token(evaluation, config.kind),
         sources=_sources(train, sequence_length, cuts[-1]),
-        record=_record(train, tokenizer, form, split, sequence_length, seed, cuts),
+        record=_record(train, tokenizer, form, split, splits, sequence_length, seed, cuts),
+        is_mock=config.source == "mock",
     )
 
 
@@ -174,12 +181,25 @@ _KINDS = {
 }
 
 
+def _split(source, count: int, split: tuple[float, ...]) -> tuple[float, ...]:
+    """The split, or where rounding leaves no evaluation documents of a few one that holds out the last of them."""
+    _, evaluation, _ = split_ranges(split, count)
+    if evaluation is None or evaluation[0] < evaluation[1] or count < 2:
+        return split
+    logger.info(
+        "data.split=%s leaves no evaluation documents of the %d in %s: the last one is held out", split, count,
+        source.prefix,
+    )  # fmt: skip
+    return count - 1, 1, 0
+
+
 def _range(source, count: int, split: tuple[float, ...], which: int) -> tuple[int, int]:
     part = split_ranges(split, count)[which]
     if part is None or part[0] == part[1]:
         raise ValueError(
             f"data.split={tuple(split)} leaves no {('training', 'evaluation', 'test')[which]} documents of the "
-            f"{count} in {source.prefix}; give it a larger share, or name --data.eval_paths"
+            f"{count} in {source.prefix}; give it a larger share, name --data.eval_paths, or do not evaluate "
+            "(--training.eval_every_steps=0)"
         )
     return part
 
@@ -187,7 +207,7 @@ def _range(source, count: int, split: tuple[float, ...], which: int) -> tuple[in
 def _build(
     blends: list[Entry],
     opened: dict[str, Any],
-    split: tuple[float, ...],
+    splits: dict[str, tuple[float, ...]],
     which: int,
     sizes: list[int],
     *,
@@ -196,13 +216,13 @@ def _build(
     sample_format: SampleFormat | SftFormat,
     cache_dir: str,
 ) -> Dataset:
-    """blends, sizes: of the phases."""
+    """blends, sizes: of the phases; splits: by prefix."""
     kind = _KINDS[type(sample_format)]
     build = functools.partial(
         kind.dataset, sequence_length=sequence_length, seed=seed, sample_format=sample_format, cache_dir=cache_dir
     )
     used = dict.fromkeys(name for one in blends for name in prefixes(one))
-    ranges = {name: _range(opened[name], kind.count(opened[name]), split, which) for name in used}
+    ranges = {name: _range(opened[name], kind.count(opened[name]), splits[name], which) for name in used}
     # As Megatron: one path without a weight is no blend, one with a weight is, and is then built 0.5 % larger.
     alone, *others = ranges
     weighted = blends[0].entries and blends[0].entries[0].weight is not None
@@ -237,6 +257,7 @@ def _record(
     tokenizer: Tokenizer,
     form: SampleFormat | SftFormat,
     split: tuple[float, ...],
+    splits: dict[str, tuple[float, ...]],
     sequence_length: int,
     seed: int,
     cuts: list[int],
@@ -249,6 +270,7 @@ def _record(
             "tokens": int(part.indexed.lengths.sum(dtype=np.int64)),
             "sha256": (read_meta(part.indexed.prefix) or {}).get("sha256"),
             "fingerprint": part.indexed.fingerprint(),
+            "holds_out_last": splits[part.indexed.prefix] != split,
         }
         for part in _parts(dataset)
     ]
@@ -298,6 +320,8 @@ def _changed_files(old: Any, new: list[dict[str, Any]]) -> list[str]:
             logger.warning("data: %s: nothing says what its bytes were, they are not compared", now["prefix"])
             compared.remove("fingerprint")
         different = [key for key in compared if before.get(key) != now[key]]
+        if before.get("holds_out_last", False) != now["holds_out_last"]:  # see _split
+            different.append("holds_out_last")
         changed += [f"{key} of {now['prefix']}: {before.get(key)} -> {now[key]}" for key in different]
     return changed
 

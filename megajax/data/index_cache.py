@@ -20,6 +20,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from megajax.announce import announced
 from megajax.data.temporary import open_temporary, rename
 
 logger = logging.getLogger("megajax")
@@ -48,7 +49,8 @@ def load_or_build(
             return found
         if os.path.exists(stem + ".json"):
             logger.warning("data.cache_dir: %s.json and its arrays are not what was written: built again", stem)
-        arrays = build()
+        with announced("building sample indices"):
+            arrays = build()
         try:
             _store(arrays, stem, text)
         except OSError as error:

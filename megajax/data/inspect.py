@@ -1,8 +1,9 @@
 """Look at indexed data: python -m megajax.data.inspect --prefix P [P ...]
 
-Prints documents, tokens, lengths and the recorded tokenizer. With --output FILE.npz it builds the samples of a run
-and saves their indices and first samples under the keys of tests/oracles/gpt_dataset.npz, so that the order can be
-compared with Megatron's: `single/SPLIT/...` for one prefix, `blend/SPLIT/...` for several.
+Prints documents, tokens, lengths and the recorded tokenizer; --show N also the text of the first N documents, and of
+conversations which parts have a loss. With --output FILE.npz it builds the samples of a run and saves their indices
+and first samples under the keys of tests/oracles/gpt_dataset.npz, so that the order can be compared with Megatron's:
+`single/SPLIT/...` for one prefix, `blend/SPLIT/...` for several.
 """
 
 import argparse
@@ -12,14 +13,17 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from megajax.data.blend import BlendedDataset, normalize_weights, plan_phases
+from megajax.data.config import DataConfig
 from megajax.data.indexed_dataset import IndexedDataset
 from megajax.data.meta import read_meta
 from megajax.data.samples.gpt import GptDataset, SampleFormat, split_ranges
+from megajax.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 SPLITS = "train", "valid", "test"
 # As many samples as the oracle file holds.
 SINGLE_SAMPLES = 40
 BLEND_SAMPLES = 60
+SHOWN_TOKENS = 500  # of a sequence
 
 
 def describe(dataset: IndexedDataset) -> str:
@@ -35,14 +39,38 @@ def describe(dataset: IndexedDataset) -> str:
     if len(dataset):
         low, median, high = np.percentile(lengths, [5, 50, 95])
         lines.append(
-            f"  tokens a sequence: min {lengths.min():,}, 5 % {low:,.0f}, median {median:,.0f}, "
+            f"  tokens per sequence: min {lengths.min():,}, 5 % {low:,.0f}, median {median:,.0f}, "
             f"mean {lengths.mean():,.1f}, 95 % {high:,.0f}, max {lengths.max():,}"
         )
     if meta is None:
         lines.append("  no meta.json: the tokenizer is not recorded")
     else:
-        ratio = f"{meta['num_bytes'] / meta['num_tokens']:.3f} bytes a token, " if meta["num_tokens"] else ""
+        ratio = f"{meta['num_bytes'] / meta['num_tokens']:.3f} bytes per token, " if meta["num_tokens"] else ""
         lines.append(f"  tokenizer {meta['tokenizer']} ({meta['vocab_size']:,} ids), {ratio}sha256 {meta['sha256']}")
+    return "\n".join(lines)
+
+
+def load_tokenizer_of(prefix: str) -> Tokenizer:
+    """The tokenizer that wrote a dataset. Raises ValueError if nothing says which it is, or if its file is missing."""
+    if read_meta(prefix) is None:
+        raise ValueError(f"--show: {prefix}.meta.json does not exist; name the tokenizer with --tokenizer")
+    return load_tokenizer(DataConfig("indexed", (prefix,)).with_tokenizer(vocab_size=0).tokenizer)
+
+
+def show(dataset: IndexedDataset, tokenizer: Tokenizer, num_documents: int) -> str:
+    """The text of the first documents. Of a conversation each sequence has in front whether there is a loss on it."""
+    is_conversation = (read_meta(dataset.prefix) or {}).get("form") == "conversations"
+    bounds = dataset.document_indices[: num_documents + 1].tolist()
+    lines = []
+    for number, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        num_tokens = int(dataset.lengths[begin:end].sum(dtype=np.int64))
+        lines.append(f"--- {dataset.prefix}, document {number}, {num_tokens:,} tokens")
+        for position, sequence in enumerate(range(begin, end)):
+            tokens = dataset.read(sequence)
+            mark = ("[no loss] ", "[loss] ")[position % 2] if is_conversation else ""
+            more = f" ... {len(tokens) - SHOWN_TOKENS:,} more tokens" if len(tokens) > SHOWN_TOKENS else ""
+            if len(tokens):
+                lines.append(mark + tokenizer.decode(tokens[:SHOWN_TOKENS].tolist()) + more)
     return "\n".join(lines)
 
 
@@ -110,6 +138,8 @@ def _numbers(kind: type) -> Callable[[str], tuple]:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m megajax.data.inspect", description=__doc__.partition("\n")[0])
     parser.add_argument("--prefix", nargs="+", required=True, help="prefixes of .bin/.idx files")
+    parser.add_argument("--show", type=int, default=0, metavar="N", help="print the text of the first N documents")
+    parser.add_argument("--tokenizer", help="to decode them with (default: the recorded one)")
     parser.add_argument("--weights", nargs="+", type=float, help="one a prefix (default: by tokens)")
     parser.add_argument("--sequence_length", type=int, default=1024)
     parser.add_argument("--seed", type=int, default=1234)
@@ -129,7 +159,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if flags.weights and len(flags.weights) != len(datasets):
             raise ValueError(f"--weights: {len(flags.weights)} weights for {len(datasets)} prefixes; give one each")
         if flags.output is None:
-            print("\n".join(describe(dataset) for dataset in datasets))
+            for prefix, dataset in zip(flags.prefix, datasets, strict=True):
+                print(describe(dataset))
+                if flags.show:
+                    tokenizer = load_tokenizer(flags.tokenizer) if flags.tokenizer else load_tokenizer_of(prefix)
+                    print(show(dataset, tokenizer, flags.show))
             return
         arrays = sample_indices(
             datasets,

@@ -8,7 +8,7 @@ each, P_KEY. --tokenizer=sentencepiece:VOCAB trains on the input first and keeps
 --split_sentences: a document has one sequence a sentence (for BERT). --conversations: a document is a conversation
 (`messages`: [{"role", "content"}, ...]) whose sequences are by turns context (no loss) and answer (loss), a context
 first; one may be empty. --append_eod (the default) ends the last sequence of a document with the tokenizer's
-end-of-document token, unless the template has written it.
+end-of-document token, unless the template has written it. A dataset that is there is replaced with --overwrite only.
 
 The output does not depend on --workers: batches of documents go out in order, come back in order, and at most a few a
 worker are under way, so memory is constant. `merge`, `verify` and `inspect` in front of the arguments do that instead.
@@ -19,10 +19,11 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from megajax.announce import announced
 from megajax.data import inspect
 from megajax.data.prepare.read_input import MAX_DOCUMENT_BYTES, Reader, expand
 from megajax.data.prepare.train_tokenizer import train_tokenizer
-from megajax.data.prepare.write_tokens import preprocess
+from megajax.data.prepare.write_tokens import output_prefixes, preprocess, refuse_to_overwrite
 from megajax.data.tokenizers.chat_template import load_chat_template
 from megajax.data.tokenizers.tokenizer import BytesTokenizer, load_tokenizer
 
@@ -54,6 +55,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=True,
         help="end every document with the end-of-document token (default: yes)",
     )
+    parser.add_argument("--overwrite", action="store_true", help="replace a dataset that is there")
     parser.add_argument("--on_error", choices=("raise", "skip"), default="raise", help="documents that are unreadable")
     parser.add_argument(
         "--max_document_bytes",
@@ -89,6 +91,9 @@ def _run(flags: argparse.Namespace) -> dict[str, dict]:
     if flags.chat_template and form != "conversations":
         raise ValueError("--chat_template is read with --conversations only")
     json_keys = tuple(flags.json_keys or (("messages",) if form == "conversations" else ("text",)))
+    if not flags.overwrite:
+        for prefix in output_prefixes(flags.output_prefix, json_keys):
+            refuse_to_overwrite(prefix)
     files = expand(flags.input)
     spec = flags.tokenizer
     template = None
@@ -96,7 +101,8 @@ def _run(flags: argparse.Namespace) -> dict[str, dict]:
         if form == "conversations":
             template = load_chat_template(BytesTokenizer(), flags.chat_template)
         reader = Reader(json_keys, form, template, flags.max_document_bytes)
-        spec = train_tokenizer(files, spec, flags.output_prefix, reader, flags.on_error)
+        with announced("training the tokenizer"):
+            spec = train_tokenizer(files, spec, flags.output_prefix, reader, flags.on_error)
     tokenizer = load_tokenizer(spec)
     if form == "conversations":
         template = load_chat_template(tokenizer, flags.chat_template)

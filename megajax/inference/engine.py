@@ -85,7 +85,7 @@ class Engine:
         with Checkpointer(run_dir, None) as checkpointer:
             target = with_shardings(serving_params(model), model.shardings(mesh))
             params = checkpointer.restore_params(step, target, model.layer_rows)
-        logger.info("parameters of %s, step %d", run_dir, step)
+        logger.info("loaded %s, step %d", run_dir, step)
         return Engine(model, params, mesh, tokenizer)
 
     # ------------------------------------------------------------------ whole generations

@@ -1,4 +1,4 @@
-"""Self-attention layer: multi-head, grouped-query (Ainslie et al. 2023) or multi-query.
+"""Self-attention layer: multi-head, grouped-query (Ainslie et al. 2023) or multi-query; ALiBi (Press et al. 2022).
 
 Dimensions: B batch, T sequence, S keys, D model width, N heads, K key-value heads, H head dim.
 Tensor parallel: query, key and value split the heads, out splits them again, one reduction at the end.
@@ -6,9 +6,11 @@ Tensor parallel: query, key and value split the heads, out splits them again, on
 
 import dataclasses
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -20,6 +22,7 @@ from megajax.layers.rope import apply_rope
 from megajax.mesh import MeshConfig
 from megajax.ops.attention import AttentionMask, Backend
 from megajax.parallel.context import ContextMethod, attention
+from megajax.parameters import weight
 from megajax.sharding import constrain
 
 MAX_DROPOUT_LENGTH = 65536  # dropout numbers a query and a key in one 32-bit counter
@@ -31,11 +34,19 @@ class AttentionConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    bias: bool
+    qkv_bias: bool
+    out_bias: bool
     qk_norm: NormConfig | None
-    use_rope: bool
+    qk_norm_scope: Literal["head", "all_heads"]
+    rope: Literal["none", "global", "local"]
+    """Which of the rotary tables among the inputs it reads."""
+    rope_interleaved: bool
+    alibi: bool
     window: int | None
+    scale: float
+    """Of the scores."""
     soft_cap: float | None
+    sinks: bool
     dropout: float
     context: ContextMethod
     backend: Backend
@@ -121,35 +132,43 @@ class Attention(nnx.Module):
         self.key = Linear((D,), (K, H), ("embed", "kv_heads", "head_dim"), config.init_std, rngs=rngs)
         self.value = Linear((D,), (K, H), ("embed", "kv_heads", "head_dim"), config.init_std, rngs=rngs)
         self.out = Linear((N, H), (D,), ("heads", "head_dim", "embed"), config.out_init_std, rngs=rngs)
-        if config.bias:
-            for linear in (self.query, self.key, self.value, self.out):
-                linear.add_bias_parameter(rngs)
+        for linear in (self.query, self.key, self.value) if config.qkv_bias else ():
+            linear.add_bias_parameter(rngs)
+        if config.out_bias:
+            self.out.add_bias_parameter(rngs)
         if config.qk_norm is not None:
-            self.query_norm = Norm(config.qk_norm, H, rngs=rngs)
-            self.key_norm = Norm(config.qk_norm, H, rngs=rngs)
+            each = config.qk_norm_scope == "head"
+            self.query_norm = Norm(config.qk_norm, H if each else N * H, rngs=rngs)
+            self.key_norm = Norm(config.qk_norm, H if each else K * H, rngs=rngs)
+        if config.sinks:
+            self.sinks = weight((N,), ("heads",), nnx.initializers.zeros, rngs, "vector")
 
     def __call__(self, x_BTD: jax.Array, inputs: dict, cache=None, dropout_key: DropoutKey | None = None):
         """-> (out, cache).
 
-        inputs: `cos`, `sin` (if rotary), `segment_ids` int32 [B, T] (optional).
+        inputs: `cos_global` and `sin_global`, or `cos_local` and `sin_local` (as the config says), `segment_ids` int32
+            [B, T] (optional).
         cache: has `attend(q, k, v, ...) -> (out, cache)`, see layers/kv_cache.py; None in training.
         dropout_key: drops attention probabilities if given and the config says so.
         """
         config = self.config
         q_BTNH, k_BTKH, v_BTKH = (checkpoint_name(y, "qkv") for y in self._project(x_BTD))
         if config.qk_norm is not None:
-            q_BTNH = self.query_norm(q_BTNH)
-            k_BTKH = self.key_norm(k_BTKH)
-        if config.use_rope:
-            q_BTNH = apply_rope(q_BTNH, inputs["cos"], inputs["sin"])
-            k_BTKH = apply_rope(k_BTKH, inputs["cos"], inputs["sin"])
+            q_BTNH = self._normed(self.query_norm, q_BTNH)
+            k_BTKH = self._normed(self.key_norm, k_BTKH)
+        if config.rope != "none":
+            tables = (inputs[f"cos_{config.rope}"], inputs[f"sin_{config.rope}"])
+            q_BTNH = apply_rope(q_BTNH, *tables, interleaved=config.rope_interleaved)
+            k_BTKH = apply_rope(k_BTKH, *tables, interleaved=config.rope_interleaved)
         how = dict(
             method=config.context,
             backend=config.backend,
             deterministic=config.deterministic,
             mask=AttentionMask(causal=True, window=config.window),
-            scale=1.0 / math.sqrt(config.head_dim),
+            scale=config.scale,
             soft_cap=config.soft_cap,
+            slopes=jnp.asarray(alibi_slopes(config.num_heads)) if config.alibi else None,
+            sinks=self.sinks[...] if config.sinks else None,
         )
         if cache is not None:
             out_BTNH, cache = cache.attend(q_BTNH, k_BTKH, v_BTKH, **how)
@@ -159,6 +178,11 @@ class Attention(nnx.Module):
             dropout = (config.dropout, dropout_key) if config.dropout and dropout_key is not None else None
             out_BTNH = attention(q_BTNH, k_BTKH, v_BTKH, segments=segments, dropout=dropout, **how)
         return self.out(out_BTNH), cache
+
+    def _normed(self, norm: Norm, x_BTNH: jax.Array) -> jax.Array:
+        if self.config.qk_norm_scope == "head":
+            return norm(x_BTNH)
+        return norm(x_BTNH.reshape(*x_BTNH.shape[:2], -1)).reshape(x_BTNH.shape)
 
     def _project(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values; side by side within each key-value head, which is what `tensor` splits."""
@@ -175,3 +199,16 @@ class Attention(nnx.Module):
         k = constrain(k, "batch", "time", "kv_heads", None)
         v = constrain(v, "batch", "time", "kv_heads", None)
         return q, k, v
+
+
+def alibi_slopes(num_heads: int) -> np.ndarray:
+    """float32 [N]: of each head, what a score loses with each token between query and key.
+
+    2^(-8 / n), 2^(-16 / n), ... for n heads, a power of two; the heads beyond it take every second slope of 2 n heads.
+    """
+
+    def geometric(count: int) -> np.ndarray:
+        return 2.0 ** (-8 / count * np.arange(1, count + 1))
+
+    power = 2 ** int(math.log2(num_heads))
+    return np.concatenate([geometric(power), geometric(2 * power)[::2]])[:num_heads].astype(np.float32)

@@ -32,11 +32,16 @@ class MlpConfig:
         """Of what the activation reads: gate and up, or up alone."""
         return self.mlp_dim * (2 if self.activation in GATED else 1)
 
+    @property
+    def down_flops(self) -> float:
+        """Of the output projection, a token."""
+        return 2 * self.embed_dim * self.mlp_dim
+
     def check(self, mesh: MeshConfig) -> None:
         check_divisible("tensor", mesh.tensor, {"mlp_dim": self.mlp_dim})
 
     def flops(self) -> Flops:
-        return Flops(2 * self.embed_dim * (self.wide_dim + self.mlp_dim))
+        return Flops(2 * self.embed_dim * self.wide_dim + self.down_flops)
 
     def activations(self) -> dict[str, Activation]:
         return {

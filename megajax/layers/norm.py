@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from megajax.ops.norm import layer_norm, residual_norm, rms_norm
@@ -15,6 +16,8 @@ class NormConfig:
     kind: Literal["layernorm", "rmsnorm"]
     epsilon: float
     zero_centered: bool
+    bias: bool
+    """Of a layernorm; an rmsnorm has none."""
 
 
 class Norm(nnx.Module):
@@ -24,7 +27,7 @@ class Norm(nnx.Module):
         self.config = config
         start = nnx.initializers.zeros if config.zero_centered else nnx.initializers.ones
         self.scale = weight((dim,), ("norm",), start, rngs, "vector")
-        if config.kind == "layernorm":
+        if config.kind == "layernorm" and config.bias:
             self.bias = weight((dim,), ("norm",), nnx.initializers.zeros, rngs, "vector")
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -39,4 +42,6 @@ class Norm(nnx.Module):
 
     def _parameters(self) -> tuple[jax.Array, jax.Array | None]:
         scale = self.scale[...] + 1 if self.config.zero_centered else self.scale[...]
-        return scale, self.bias[...] if self.config.kind == "layernorm" else None
+        if self.config.kind == "rmsnorm":
+            return scale, None
+        return scale, self.bias[...] if self.config.bias else jnp.zeros_like(scale)

@@ -1,10 +1,11 @@
-"""The pre-norm transformer layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+"""The transformer layer: attention and MLP, each added to the residual stream, one after the other or side by side."""
 
 import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -18,8 +19,9 @@ from megajax.mesh import MeshConfig
 from megajax.parallel.context import current_order
 from megajax.sharding import constrain
 
-# What the backward pass of a layer reads, by the names that the forward pass gives, in its order.
-ACTIVATIONS = ("residual", "normed", "qkv", "attention_out", "residual_mid", "mlp_wide", "mlp_hidden")
+NormPlacement = Literal["pre", "post", "sandwich"]
+ParallelResidual = Literal["none", "one_norm", "two_norms"]
+
 # Modules that the backward pass can compute again, and which of the activations need not be kept then.
 MODULES = {
     "norm": ("normed",),
@@ -29,14 +31,6 @@ MODULES = {
     "activation": ("mlp_hidden",),
     "mlp": ("mlp_wide", "mlp_hidden"),
 }
-
-
-def saved_activations(
-    recompute: Literal["none", "selective", "full"], recomputed: Sequence[str], offload: Sequence[str]
-) -> Saved | None:
-    """Of a transformer layer: see Saved.choose."""
-    saved = Saved.choose(recompute, recomputed, offload, ACTIVATIONS, MODULES)
-    return saved and _with_attention(saved)
 
 
 def _with_attention(saved: Saved) -> Saved:
@@ -51,8 +45,11 @@ class TransformerLayerConfig:
     attention: AttentionConfig
     mlp: MlpConfig
     norm: NormConfig
+    norm_placement: NormPlacement
+    parallel_residual: ParallelResidual
+    residual_multiplier: float
     dropout: float
-    saved: Saved | None
+    saved: Saved | None = None
 
     kind = "dense"
     modules = MODULES
@@ -61,11 +58,38 @@ class TransformerLayerConfig:
     def embed_dim(self) -> int:
         return self.attention.embed_dim
 
+    @property
+    def norms_input(self) -> bool:
+        """Whether attention and MLP read a norm of the residual stream, or the stream itself."""
+        return self.norm_placement != "post"
+
+    @property
+    def norms_output(self) -> bool:
+        """Whether what they give is normalised before it is added."""
+        return self.norm_placement != "pre"
+
+    @property
+    def has_mlp_norm(self) -> bool:
+        return self.norms_input and self.parallel_residual != "one_norm"
+
     def build(self, rngs: nnx.Rngs) -> "TransformerLayer":
-        return TransformerLayer(self, rngs=rngs)
+        layer = TransformerLayer if self.parallel_residual == "none" else ParallelTransformerLayer
+        return layer(self, rngs=rngs)
+
+    def saving(
+        self, recompute: Literal["none", "selective", "full"], recomputed: Sequence[str], offload: Sequence[str]
+    ) -> "TransformerLayerConfig":
+        """The same layer with what Saved.choose says."""
+        saved = Saved.choose(recompute, recomputed, offload, self._activation_names, MODULES)
+        return dataclasses.replace(self, saved=saved and _with_attention(saved))
 
     def saving_by_name(self) -> "TransformerLayerConfig":
-        return self if self.saved else dataclasses.replace(self, saved=_with_attention(Saved(ACTIVATIONS, ())))
+        everything = _with_attention(Saved(self._activation_names, ()))
+        return self if self.saved else dataclasses.replace(self, saved=everything)
+
+    @property
+    def _activation_names(self) -> tuple[str, ...]:
+        return tuple(self.activations(sequence_length=1))  # the same of any length
 
     def check(self, mesh: MeshConfig, sequence_length: int) -> None:
         self.attention.check(mesh, sequence_length)
@@ -77,13 +101,16 @@ class TransformerLayerConfig:
     def activations(self, sequence_length: int) -> dict[str, Activation]:
         D = self.embed_dim
         out = Flops(matmuls=self.attention.out_flops)
-        return {
-            "residual": Activation(D),
-            "normed": Activation(2 * D),
-            **self.attention.activations(sequence_length),
-            "residual_mid": Activation(D, out),
-            **self.mlp.activations(),
-        }
+        down = Flops(matmuls=self.mlp.down_flops)
+        found = {"residual": Activation(D)}
+        if self.norms_input:
+            found["normed"] = Activation(2 * D if self.has_mlp_norm else D)
+        found |= self.attention.activations(sequence_length)
+        if self.norms_output:
+            found["branch_out"] = Activation(2 * D, out + down)
+        if self.parallel_residual == "none":
+            found["residual_mid"] = Activation(D, Flops() if self.norms_output else out)
+        return found | self.mlp.activations()
 
     def sent(self, mesh: MeshConfig, itemsize: int) -> dict[str, float]:
         # Each half gathers its input over `tensor` and scatters its result, forward and backward; a forward pass that
@@ -96,35 +123,69 @@ class TransformerLayerConfig:
 
 
 class TransformerLayer(nnx.Module):
-    """(x [B, T, D], inputs, cache, key) -> (x, cache, Terms)."""
+    """(x [B, T, D], inputs, cache, key) -> (x, cache, Terms): x + attention(x), then x + mlp(x).
+
+    Both read a norm of x, or x itself (norm_placement=post), and what they give is normalised (post, sandwich),
+    multiplied and dropped before it is added.
+    """
 
     def __init__(self, config: TransformerLayerConfig, *, rngs: nnx.Rngs):
+        self.residual_multiplier = config.residual_multiplier
         self.dropout = config.dropout
         self.saved = config.saved
         self.context = config.attention.context
-        self.attention_norm = Norm(config.norm, config.embed_dim, rngs=rngs)
+
+        def norm_if(wanted: bool) -> Norm | None:
+            return Norm(config.norm, config.embed_dim, rngs=rngs) if wanted else None
+
+        self.attention_norm = norm_if(config.norms_input)
         self.attention = Attention(config.attention, rngs=rngs)
-        self.mlp_norm = Norm(config.norm, config.embed_dim, rngs=rngs)
+        self.attention_post_norm = norm_if(config.norms_output)
+        self.mlp_norm = norm_if(config.has_mlp_norm)
         self.mlp = Mlp(config.mlp, rngs=rngs)
+        self.mlp_post_norm = norm_if(config.norms_output)
 
     def __call__(self, x_BTD: jax.Array, inputs: dict, cache, key: DropoutKey | None):
         keys = [None] * 3 if key is None else key.split(3)
-        x_BTD, y_BTD = self._residual(self.attention_norm, "residual", x_BTD, None)
-        y_BTD, cache = self.attention(y_BTD, inputs, cache, keys[0])
-        x_BTD, y_BTD = self._residual(self.mlp_norm, "residual_mid", x_BTD, self._drop(y_BTD, keys[1]))
-        return x_BTD + self._drop(self.mlp(y_BTD), keys[2]), cache, Terms()
+        x_BTD, read_BTD = self._read(self.attention_norm, "residual", x_BTD)
+        y_BTD, cache = self.attention(read_BTD, inputs, cache, keys[0])
+        y_BTD = self._given(self.attention_post_norm, y_BTD, keys[1])
+        x_BTD, read_BTD = self._read(self.mlp_norm, "residual_mid", x_BTD, y_BTD)
+        return x_BTD + self._given(self.mlp_post_norm, self.mlp(read_BTD), keys[2]), cache, Terms()
 
-    def _residual(self, norm: Norm, name: str, x_BTD: jax.Array, y_BTD: jax.Array | None):
-        """(x + y under this name, the same normalised for attention or MLP)."""
-        if self.saved is not None:
+    def _read(self, norm: Norm | None, name: str, x_BTD: jax.Array, y_BTD: jax.Array | None = None):
+        """(x + y under this name, what attention or MLP reads of it)."""
+        if self.saved is not None or norm is None:
             # The sum stands alone, so that normalising it again needs no y, which would be a matmul again.
             x_BTD = checkpoint_name(x_BTD if y_BTD is None else x_BTD + y_BTD, name)
             y_BTD = None
-        x_BTD, y_BTD = norm.residual(x_BTD, y_BTD)
-        return x_BTD, checkpoint_name(constrain(y_BTD, "batch", "time", None), "normed")
+        if norm is None:
+            # Its gradient is computed as such, as that of ops/norm.py is.
+            x_BTD = jax.lax.optimization_barrier(x_BTD)
+            return x_BTD, constrain(x_BTD, "batch", "time", None)
+        x_BTD, read_BTD = norm.residual(x_BTD, y_BTD)
+        return x_BTD, checkpoint_name(constrain(read_BTD, "batch", "time", None), "normed")
 
-    def _drop(self, y_BTD: jax.Array, key: DropoutKey | None) -> jax.Array:
+    def _given(self, norm: Norm | None, y_BTD: jax.Array, key: DropoutKey | None) -> jax.Array:
+        """What attention or MLP gives, as it is added."""
         # The barrier keeps XLA from adding x in place inside the matmul that makes y: x, needed again, would be copied.
         y_BTD = jax.lax.optimization_barrier(constrain(y_BTD, "batch", "sequence", None))
+        if norm is not None:
+            _, y_BTD = norm.residual(checkpoint_name(y_BTD, "branch_out"))
+        if self.residual_multiplier != 1.0:
+            y_BTD = (y_BTD.astype(jnp.float32) * self.residual_multiplier).astype(y_BTD.dtype)
         order = None if key is None else current_order(y_BTD.shape[1], self.context)
         return dropout(y_BTD, self.dropout, key, order)
+
+
+class ParallelTransformerLayer(TransformerLayer):
+    """x + attention(x) + mlp(x), which read norms of their own or share one (Wang and Komatsuzaki 2021)."""
+
+    def __call__(self, x_BTD: jax.Array, inputs: dict, cache, key: DropoutKey | None):
+        keys = [None] * 3 if key is None else key.split(3)
+        x_BTD, read_BTD = self._read(self.attention_norm, "residual", x_BTD)
+        y_BTD, cache = self.attention(read_BTD, inputs, cache, keys[0])
+        if self.mlp_norm is not None:
+            x_BTD, read_BTD = self._read(self.mlp_norm, "residual", x_BTD)
+        y_BTD = self._given(self.attention_post_norm, y_BTD, keys[1])
+        return x_BTD + y_BTD + self._given(self.mlp_post_norm, self.mlp(read_BTD), keys[2]), cache, Terms()

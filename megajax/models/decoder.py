@@ -19,12 +19,12 @@ from megajax.layers.linear import Linear
 from megajax.layers.mlp import MlpConfig
 from megajax.layers.norm import Norm, NormConfig
 from megajax.layers.rope import RopeConfig, rope_tables
-from megajax.layers.transformer import TransformerLayerConfig, saved_activations
+from megajax.layers.transformer import NormPlacement, ParallelResidual, TransformerLayerConfig
 from megajax.mesh import MeshConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.models.interface import BatchArray, LossOptions, LossTerms, ModelConfig, OneStack
 from megajax.ops.activation import Activation
-from megajax.ops.cross_entropy import cross_entropy
+from megajax.ops.cross_entropy import cross_entropy, finish_logits
 from megajax.ops.embedding import embed
 from megajax.ops.matmul import matmul
 from megajax.parallel.context import current_order
@@ -54,8 +54,8 @@ class DecoderConfig(ModelConfig):
     """Token ids of the tokenizer."""
     vocab_multiple: PositiveInt = 128
     """The stored vocabulary is padded to a multiple of this, the same on every mesh."""
-    position: Literal["learned", "rope", "none"] = "learned"
-    """How tokens know their place."""
+    position: Literal["learned", "rope", "alibi", "none"] = "learned"
+    """How tokens know their place: a table, rotations, or scores that fall with the distance (ALiBi)."""
     max_positions: PositiveInt = 1024
     """Rows of the learned position table."""
     rope: RopeConfig = RopeConfig()
@@ -68,20 +68,53 @@ class DecoderConfig(ModelConfig):
     """Added to the variance."""
     norm_zero_centered: bool = False
     """Store the norm's scale minus one (Megatron's layernorm-1p)."""
+    norm_bias: bool = True
+    """A layernorm has a bias; an rmsnorm never has one."""
+    norm_placement: NormPlacement = "pre"
+    """Normalise what attention and MLP read (pre), what they give before it is added (post, as OLMo 2), or both
+    (sandwich, as Gemma 2)."""
+    embedding_norm: bool = False
+    """Normalise the embeddings before the first layer (BLOOM)."""
+    parallel_residual: ParallelResidual = "none"
+    """x + attention(norm(x)) + mlp(norm(x)) instead of one after the other: they share a norm (one_norm, as GPT-J), or
+    have their own (two_norms, as GPT-NeoX)."""
     qk_norm: bool = False
-    """Normalise queries and keys of each head before the rotary embedding."""
+    """Normalise queries and keys before the rotary embedding."""
+    qk_norm_scope: Literal["head", "all_heads"] = "head"
+    """With qk_norm: each head by itself, or all heads of a token together (OLMo 2)."""
     activation: Activation = "gelu"
-    """Feed-forward activation: gelu is the exact (erf) one; swiglu and geglu are gated."""
+    """Feed-forward activation: gelu and geglu are exact (erf), gelu_tanh and geglu_tanh approximate; swiglu and the
+    geglus are gated."""
     bias: bool = True
-    """Biases in the linear layers."""
+    """Biases in the linear layers of attention and MLP, where the next three do not say otherwise."""
+    qkv_bias: bool | None = None
+    """Of queries, keys and values; None: as bias."""
+    attention_out_bias: bool | None = None
+    """Of the projection behind the attention; None: as bias."""
+    mlp_bias: bool | None = None
+    """Of the MLP; None: as bias."""
+    head_bias: bool = False
+    """A bias of the logits."""
     tied_embeddings: bool = True
     """The output layer is the transposed embedding."""
     window: PositiveInt | None = None
     """Sliding-window attention: a token sees this many tokens, itself included."""
     full_attention_every: PositiveInt | None = None
     """With a window: every n-th layer sees everything."""
+    attention_multiplier: PositiveFloat | None = None
+    """Scores are this times query times key; None = 1 / sqrt(head_dim)."""
     attention_soft_cap: PositiveFloat | None = None
     """Scores become cap * tanh(scores / cap)."""
+    attention_sinks: bool = False
+    """A learned score of each head that takes part in the softmax and has no value (gpt-oss)."""
+    embedding_multiplier: PositiveFloat = 1.0
+    """Token embeddings times this, rounded to the compute dtype as in Gemma."""
+    residual_multiplier: PositiveFloat = 1.0
+    """What attention and MLP add to the residual stream, times this."""
+    logit_multiplier: PositiveFloat = 1.0
+    """Logits times this."""
+    logit_soft_cap: PositiveFloat | None = None
+    """Logits become cap * tanh(logits / cap)."""
     dropout: DropRate = dataclasses.field(default=0.0, metadata=MAY_CHANGE)
     """Drop rate of embeddings and of what each half layer adds."""
     attention_dropout: DropRate = dataclasses.field(default=0.0, metadata=MAY_CHANGE)
@@ -102,6 +135,22 @@ class DecoderConfig(ModelConfig):
     @property
     def width_of_mlp(self) -> int:
         return self.mlp_dim or 4 * self.embed_dim
+
+    @property
+    def norm_config(self) -> NormConfig:
+        return NormConfig(self.norm, self.norm_epsilon, self.norm_zero_centered, self.norm_bias)
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        return self.bias if self.qkv_bias is None else self.qkv_bias
+
+    @property
+    def has_attention_out_bias(self) -> bool:
+        return self.bias if self.attention_out_bias is None else self.attention_out_bias
+
+    @property
+    def has_mlp_bias(self) -> bool:
+        return self.bias if self.mlp_bias is None else self.mlp_bias
 
     @property
     def padded_vocab_size(self) -> int:
@@ -129,22 +178,31 @@ class DecoderConfig(ModelConfig):
         return self.max_positions if self.position == "learned" else None
 
     def _layer_config(self, number: int, execution: ExecutionConfig) -> TransformerLayerConfig:
-        norm = NormConfig(self.norm, self.norm_epsilon, self.norm_zero_centered)
         out_std = self.init_std / math.sqrt(2 * self.num_layers)
 
         def is_nth(every: int | None) -> bool:
             return every is not None and (number + 1) % every == 0
 
+        window = None if is_nth(self.full_attention_every) else self.window
+        rope = "none"
+        if self.position == "rope" and not is_nth(self.no_rope_every):
+            rope = "global" if window is None or self.rope.local_base is None else "local"
         attention = AttentionConfig(
             embed_dim=self.embed_dim,
             num_heads=self.num_heads,
             num_kv_heads=self.kv_heads,
             head_dim=self.width_of_head,
-            bias=self.bias,
-            qk_norm=norm if self.qk_norm else None,
-            use_rope=self.position == "rope" and not is_nth(self.no_rope_every),
-            window=None if is_nth(self.full_attention_every) else self.window,
+            qkv_bias=self.has_qkv_bias,
+            out_bias=self.has_attention_out_bias,
+            qk_norm=self.norm_config if self.qk_norm else None,
+            qk_norm_scope=self.qk_norm_scope,
+            rope=rope,
+            rope_interleaved=self.rope.interleaved,
+            alibi=self.position == "alibi",
+            window=window,
+            scale=self.attention_multiplier or 1.0 / math.sqrt(self.width_of_head),
             soft_cap=self.attention_soft_cap,
+            sinks=self.attention_sinks,
             dropout=self.attention_dropout,
             context=execution.context_attention,
             backend=execution.attention_backend,
@@ -152,13 +210,21 @@ class DecoderConfig(ModelConfig):
             init_std=self.init_std,
             out_init_std=out_std,
         )
-        mlp = MlpConfig(self.embed_dim, self.width_of_mlp, self.activation, self.bias, self.init_std, out_std)
-        recompute = execution.recompute_of(number)
-        saved = saved_activations(recompute, execution.recompute_modules, execution.offload)
-        return TransformerLayerConfig(attention, mlp, norm, self.dropout, saved)
+        mlp = MlpConfig(self.embed_dim, self.width_of_mlp, self.activation, self.has_mlp_bias, self.init_std, out_std)
+        layer = TransformerLayerConfig(
+            attention=attention,
+            mlp=mlp,
+            norm=self.norm_config,
+            norm_placement=self.norm_placement,
+            parallel_residual=self.parallel_residual,
+            residual_multiplier=self.residual_multiplier,
+            dropout=self.dropout,
+        )
+        return layer.saving(execution.recompute_of(number), execution.recompute_modules, execution.offload)
 
     def check(self, mesh: MeshConfig, sequence_length: int, execution: ExecutionConfig) -> None:
         self._check_sizes(sequence_length)
+        self._check_choices()
         super().check(mesh, sequence_length, execution)
         self._check_divides(mesh)
 
@@ -178,9 +244,27 @@ class DecoderConfig(ModelConfig):
                 f"training.sequence_length={sequence_length} is longer than model.max_positions={self.max_positions}; "
                 f"use --model.max_positions={sequence_length} or --model.position=rope"
             )
+
+    def _check_choices(self) -> None:
+        """Those that say nothing, or contradict each other."""
         if self.full_attention_every is not None and self.window is None:
             raise ValueError("model.full_attention_every needs a window: set --model.window, or leave it out")
-        self.rope.check()
+        if self.parallel_residual == "one_norm" and self.norm_placement == "post":
+            raise ValueError(
+                "model.parallel_residual=one_norm shares the norm that attention and MLP read, which "
+                "model.norm_placement=post leaves out; use --model.parallel_residual=two_norms"
+            )
+        if self.qk_norm_scope != "head" and not self.qk_norm:
+            raise ValueError(
+                f"model.qk_norm_scope={self.qk_norm_scope} needs something to normalise: set --model.qk_norm=True, or "
+                "leave it out"
+            )
+        if self.rope.local_base is not None and (self.position != "rope" or self.window is None):
+            raise ValueError(
+                f"model.rope.local_base={self.rope.local_base} is for rotary layers with a window: set "
+                "--model.position=rope and --model.window, or leave it out"
+            )
+        self.rope.check(self.width_of_head)
 
     def _check_divides(self, mesh: MeshConfig) -> None:
         vocab_shards = mesh.tensor * mesh.pipeline
@@ -222,29 +306,40 @@ class Decoder(OneStack):
         V = config.padded_vocab_size
         init = nnx.initializers.normal(config.init_std)
         self.embedding = weight((V, D), ("vocab", "embed"), init, rngs, "embedding")
+        if config.embedding_norm:
+            self.embedding_norm = Norm(config.norm_config, D, rngs=rngs)
         if config.position == "learned":
             axes = ("positions", "embed")
             self.position_embedding = weight((config.max_positions, D), axes, init, rngs, "embedding")
         scan = execution.scans(config.num_layers)
         self.layers = Stack(config.layers(execution), scan=scan, rngs=rngs, stages=stages)
-        self.final_norm = Norm(NormConfig(config.norm, config.norm_epsilon, config.norm_zero_centered), D, rngs=rngs)
+        self.final_norm = Norm(config.norm_config, D, rngs=rngs)
         if not config.tied_embeddings:
             self.head = Linear((D,), (V,), ("embed", "vocab"), config.init_std, rngs=rngs, role="head")
+        if config.head_bias:
+            self.head_bias = weight((V,), ("vocab",), nnx.initializers.zeros, rngs, "vector")
 
     def embed(self, batch: dict, key: DropoutKey | None) -> jax.Array:
         """tokens, positions int32 [B, T] -> [B, T, D] in the compute dtype."""
         x_BTD = embed(self.embedding[...], batch["tokens"], self.dtype)
+        if self.config.embedding_multiplier != 1.0:
+            x_BTD *= jnp.asarray(self.config.embedding_multiplier, self.dtype)
         if self.config.position == "learned":
             x_BTD += embed(self.position_embedding[...], batch["positions"], self.dtype)
+        if self.config.embedding_norm:
+            x_BTD = self.embedding_norm(x_BTD)
         order = None if key is None else current_order(x_BTD.shape[1], self.context)
         return constrain(dropout(x_BTD, self.config.dropout, key, order), "batch", "sequence", None)
 
     def block_inputs(self, batch: dict) -> dict:
         """What every layer reads beside x."""
         inputs = {name: batch[name] for name in ("segment_ids",) if name in batch}
-        if self.config.position == "rope":
-            tables = rope_tables(self.config.rope, self.config.width_of_head, batch["positions"])
-            inputs["cos"], inputs["sin"] = tables
+        ropes = {"global": self.config.rope} if self.config.position == "rope" else {}
+        if self.config.rope.local_base is not None:
+            ropes["local"] = self.config.rope.local
+        for name, rope in ropes.items():
+            tables = rope_tables(rope, self.config.width_of_head, batch["positions"])
+            inputs[f"cos_{name}"], inputs[f"sin_{name}"] = tables
         return inputs
 
     def loss(self, x_BTD: jax.Array, batch: dict, options: LossOptions) -> LossTerms:
@@ -256,15 +351,25 @@ class Decoder(OneStack):
             vocab_size=self.config.vocab_size,
             z_loss=options.z_loss,
             label_smoothing=options.label_smoothing,
+            **self._of_logits(),
         )
         return LossTerms(main)
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """float32 [B, T, V]; entries of the padding are minus infinity."""
-        logits_BTV = matmul(self.final_norm(x_BTD), self._head()).astype(jnp.float32)
+        products_BTV = matmul(self.final_norm(x_BTD), self._head()).astype(jnp.float32)
+        logits_BTV = finish_logits(products_BTV, **self._of_logits())
         real = jnp.arange(self.config.padded_vocab_size) < self.config.vocab_size
         return constrain(jnp.where(real, logits_BTV, -jnp.inf), "batch", "time", "vocab")
 
     def _head(self) -> jax.Array:
         """[D, V]."""
         return self.embedding[...].T if self.config.tied_embeddings else self.head.matrix()
+
+    def _of_logits(self) -> dict:
+        """What makes logits of the products with the head."""
+        return dict(
+            bias_V=self.head_bias[...] if self.config.head_bias else None,
+            multiplier=self.config.logit_multiplier,
+            soft_cap=self.config.logit_soft_cap,
+        )

@@ -6,6 +6,7 @@ themselves (layers/layer.py) nobody asks the model.
 """
 
 import dataclasses
+import functools
 import importlib
 import pkgutil
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -70,6 +71,12 @@ class LossOptions:
 NO_REGULARISERS = LossOptions()
 
 
+@functools.lru_cache(maxsize=64)
+def _layers(config: "ModelConfig", execution: ExecutionConfig) -> tuple[LayerConfig, ...]:
+    """A search asks for those of a few models thousands of times."""
+    return sum(config.stacks(execution).values(), ())
+
+
 class ModelConfig:
     """Base of the config of a family: a frozen dataclass with a field `kind: Literal[NAME] = NAME`.
 
@@ -125,7 +132,7 @@ class ModelConfig:
 
     def layers(self, execution: ExecutionConfig) -> tuple[LayerConfig, ...]:
         """Of all stacks."""
-        return sum(self.stacks(execution).values(), ())
+        return _layers(self, execution)
 
     @property
     def num_layers_in_all(self) -> int:

@@ -11,16 +11,18 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-Activation = Literal["gelu", "gelu_tanh", "swiglu", "geglu", "squared_relu"]
+Activation = Literal["gelu", "gelu_tanh", "relu", "squared_relu", "swiglu", "geglu", "geglu_tanh"]
 
 _FUNCTIONS = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+    "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
     "swiglu": jax.nn.silu,
     "geglu": functools.partial(jax.nn.gelu, approximate=False),
-    "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
+    "geglu_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
-GATED = ("swiglu", "geglu")
+GATED = ("swiglu", "geglu", "geglu_tanh")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -64,6 +64,8 @@ def attention(
     segments: tuple[jax.Array, jax.Array] | None = None,
     indices: tuple[jax.Array, jax.Array] | None = None,
     dropout: tuple[float, tuple[jax.Array, jax.Array]] | None = None,
+    slopes: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     over_heads: bool = False,
     backend: Backend = "auto",
     deterministic: bool = False,
@@ -71,6 +73,9 @@ def attention(
     """softmax(scale * q k^T) v with masks -> [B, T, N, H] in q's dtype; scores and softmax are float32.
 
     soft_cap: scores become soft_cap * tanh(scores / soft_cap) (Gemma 2).
+    slopes: float32 [N]; a score loses this times the distance of query and key (ALiBi). Only the reference does it.
+    sinks: float32 [N]; a key of each head with this score and no value: what it gets of the softmax is lost (gpt-oss).
+        On any backend: the output shrinks, by its log-sum-exp.
     segments: int32 ([B, T], [B, S]); a query sees keys of its own segment only (packed documents).
     indices: int32 ([B, T], [B, S]), place of queries and keys in the sequence, where it is not 0, 1, 2, ... (a cache).
     dropout: (rate, (key, number of the sample in row 0)); which probabilities are dropped depends on the key, the
@@ -81,10 +86,10 @@ def attention(
     """
     rate, key = dropout or (0.0, None)
     order = backend_order(backend, q_BTNH, k_BSKH, mask, packed=segments is not None)
-    chosen = choose_backend(q_BTNH, order, soft_cap, rate, indices, deterministic)
+    chosen = choose_backend(q_BTNH, order, soft_cap, rate, indices, deterministic, slopes is not None)
     options = _Options(mask, scale, soft_cap, rate, chosen, deterministic, over_heads)
-    arrays = (segments, indices, None if key is None else (jax.random.key_data(key[0]), key[1]))
-    return _attention(q_BTNH, k_BSKH, v_BSKH, arrays, options)
+    arrays = (segments, indices, None if key is None else (jax.random.key_data(key[0]), key[1]), slopes)
+    return _attention(q_BTNH, k_BSKH, v_BSKH, sinks, arrays, options)
 
 
 # (head dim, mask): {length: time with our kernels over that with cuDNN's}, on an H100 (pallas_kernels/README.md): of a
@@ -121,12 +126,13 @@ def backend_order(
 
 
 def choose_backend(
-    q_BTNH, order: tuple[Backend, ...], soft_cap: float | None, dropout: float, indices, deterministic: bool
-) -> Backend:
+    q_BTNH, order: tuple[Backend, ...], soft_cap: float | None, dropout: float, indices, deterministic: bool,
+    alibi: bool = False
+) -> Backend:  # fmt: skip
     """The first in the order that can do it; logs why not the ones before."""
     dtype = q_BTNH.dtype
     head_dim = q_BTNH.shape[-1]
-    both = {"key-value cache": indices is not None, "dropout": dropout > 0}
+    both = {"key-value cache": indices is not None, "dropout": dropout > 0, "ALiBi": alibi}
     cudnn = {
         "no NVIDIA GPU": compat.mesh_platform() not in ("gpu", "cuda"),
         f"dtype {dtype}": dtype not in (jnp.bfloat16, jnp.float16),
@@ -162,13 +168,14 @@ def _log_choice(backend: str, reason: str) -> None:
 # ----------------------------------------------------------------------------- derivative and sharding
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attention(q, k, v, arrays, options):
-    return _forward(q, k, v, arrays, options)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attention(q, k, v, sinks, arrays, options):
+    return _forward(q, k, v, sinks, arrays, options)[0]
 
 
-def _specs(q, k, arrays):
-    segments, indices, key = arrays
+def _specs(q, k, arrays, options):
+    """-> (of queries, of keys, of the log-sum-exp [B, N, T], of what is one a head, of the other arrays)."""
+    segments, indices, key, _ = arrays
     queries = activation_spec(q.shape, ("batch", "time", "heads", None))
     # With given places (a cache) nothing is gathered: every device of `context` reads all keys.
     keys = activation_spec(k.shape, ("batch", "time" if indices is None else None, "kv_heads", None))
@@ -176,39 +183,34 @@ def _specs(q, k, arrays):
     def pair(given):
         return None if given is None else (P(*queries[:2]), P(*keys[:2]))
 
-    return queries, keys, (pair(segments), pair(indices), None if key is None else P())
-
-
-def _lse_spec(queries, options) -> P:
-    """Of the log-sum-exp [B, N, T], next to the specs of the queries [B, T, N, H]."""
+    lse = P(queries[0], queries[2], queries[1])
     if options.over_heads:
-        return P(queries[0], (*axes_of(queries[2]), *TIME_AXES), None)
-    return P(queries[0], queries[2], queries[1])
+        lse = P(queries[0], (*axes_of(queries[2]), *TIME_AXES), None)
+    heads = P(lse[1])
+    return queries, keys, lse, heads, (pair(segments), pair(indices), None if key is None else P(), heads)
 
 
-def _forward(q, k, v, arrays, options):
-    queries, keys, others = _specs(q, k, arrays)
-    lse_spec = _lse_spec(queries, options)
-    run = manual(functools.partial(_forward_body, options=options), (queries, keys, keys, others), (queries, lse_spec))
-    out, lse = run(q, k, v, arrays)
+def _forward(q, k, v, sinks, arrays, options):
+    queries, keys, lse_spec, heads, others = _specs(q, k, arrays, options)
+    body = functools.partial(_forward_body, options=options)
+    out, lse = manual(body, (queries, keys, keys, heads, others), (queries, lse_spec))(q, k, v, sinks, arrays)
     out = checkpoint_name(out, "attention_out")
     lse = checkpoint_name(lse, "attention_lse")
-    return out, (q, k, v, out, lse, arrays)
+    return out, (q, k, v, sinks, out, lse, arrays)
 
 
 def _backward(options, residuals, d_out):
-    q, k, v, out, lse, arrays = residuals
-    queries, keys, others = _specs(q, k, arrays)
-    lse_spec = _lse_spec(queries, options)
-    body = functools.partial(_backward_body, options=options)
-    run = manual(body, (queries, keys, keys, queries, lse_spec, queries, others), (queries, keys, keys))
-    return *run(q, k, v, out, lse, d_out, arrays), None
+    q, k, v, sinks, out, lse, arrays = residuals
+    queries, keys, lse_spec, heads, others = _specs(q, k, arrays, options)
+    body = functools.partial(_backward_body, options=options, lse_spec=lse_spec)
+    run = manual(body, (queries, keys, keys, heads, queries, lse_spec, queries, others), (queries, keys, keys, heads))
+    return *run(q, k, v, sinks, out, lse, d_out, arrays), None
 
 
 _attention.defvjp(_forward, _backward)
 
 
-def _forward_body(q, k, v, arrays, *, options):
+def _forward_body(q, k, v, sinks, arrays, *, options):
     if options.over_heads:
         q, k, v, arrays = _to_heads((q, k, v), arrays)
     if options.backend == "cudnn":
@@ -221,10 +223,11 @@ def _forward_body(q, k, v, arrays, *, options):
         out, lse = compat.vary(results, compat.varying_axes(q))
     else:
         out, lse = _local_reference(q, k, v, arrays, options)
+    out, lse = with_sinks(out, lse, sinks)
     return (_to_sequence(out), lse) if options.over_heads else (out, lse)
 
 
-def _backward_body(q, k, v, out, lse, d_out, arrays, *, options):
+def _backward_body(q, k, v, sinks, out, lse, d_out, arrays, *, options, lse_spec):
     if options.over_heads:
         q, k, v, out, d_out, arrays = _to_heads((q, k, v, out, d_out), arrays)
     if options.backend == "cudnn":
@@ -239,17 +242,41 @@ def _backward_body(q, k, v, out, lse, d_out, arrays, *, options):
         results = kernel.backward(q, k, v, out, lse, d_out, *bounds, **given)
         gradients = compat.vary(results, compat.varying_axes(q))
     else:
-        _, vjp = jax.vjp(lambda q, k, v: _local_reference(q, k, v, arrays, options)[0], q, k, v)
+        _, vjp = jax.vjp(lambda q, k, v: with_sinks(*_local_reference(q, k, v, arrays, options), sinks)[0], q, k, v)
         gradients = vjp(d_out)
-    return tuple(map(_to_sequence, gradients)) if options.over_heads else gradients
+    d_sinks = gradient_of_sinks(sinks, out, lse, d_out, lse_spec)
+    return *(map(_to_sequence, gradients) if options.over_heads else gradients), d_sinks
+
+
+def with_sinks(out_BTNH, lse_BNT, sinks_N):
+    """Attention and its log-sum-exp with one more key a head, of these scores and of value 0; None: as they are."""
+    if sinks_N is None:
+        return out_BTNH, lse_BNT
+    total_BNT = jnp.logaddexp(lse_BNT, sinks_N[:, None])
+    weight_BTN1 = jnp.exp(lse_BNT - total_BNT).swapaxes(1, 2)[..., None]
+    return (out_BTNH * weight_BTN1).astype(out_BTNH.dtype), total_BNT
+
+
+def gradient_of_sinks(sinks_N, out_BTNH, lse_BNT, d_out_BTNH, lse_spec: P):
+    """float32 [N], summed over the devices that hold other tokens (lse_spec); out and lse are those of with_sinks.
+
+    A sink with the share p of the softmax takes p * out away: its gradient is -p * out . d_out. That of a backend for
+    queries and keys is right as it is: it takes the probabilities from the log-sum-exp.
+    """
+    if sinks_N is None:
+        return None
+    share_BNT = jnp.exp(sinks_N[:, None] - lse_BNT)
+    product_BTN = jnp.sum(out_BTNH.astype(jnp.float32) * d_out_BTNH.astype(jnp.float32), -1)
+    d_sinks_N = -jnp.sum(share_BNT * product_BTN.swapaxes(1, 2), (0, 2))
+    return lax.psum(d_sinks_N, tuple(axis for entry in (lse_spec[0], lse_spec[2]) for axis in axes_of(entry)))
 
 
 def _to_heads(arrays, others):
     """[B, T / context, N, H] -> [B, T, N / context, H], and segments [B, T]."""
-    segments, indices, key = others
+    segments, indices, key, slopes = others
     gather = functools.partial(lax.all_gather, axis_name=TIME_AXES, axis=1, tiled=True)
     turn = functools.partial(lax.all_to_all, axis_name=TIME_AXES, split_axis=2, concat_axis=1, tiled=True)
-    return *map(turn, arrays), (segments and tuple(map(gather, segments)), indices, key)
+    return *map(turn, arrays), (segments and tuple(map(gather, segments)), indices, key, slopes)
 
 
 def _to_sequence(a):
@@ -286,12 +313,13 @@ def _segment_bias(segments, dtype: jnp.dtype) -> jax.Array | None:
 
 def _local_reference(q, k, v, arrays, options):
     """The reference on this device's heads, with the places and segments that belong to them."""
-    segments, indices, key = arrays
+    segments, indices, key, slopes = arrays
     if indices is None:
         indices = (jnp.arange(q.shape[1])[None],) * 2
     head_axes = (*HEAD_AXES, *TIME_AXES) if options.over_heads else HEAD_AXES
     keep = dropout_mask(key, options.dropout, q, indices, head_axes) if options.dropout > 0 else None
-    return reference_attention(q, k, v, options.mask, options.scale, options.soft_cap, segments, indices, keep)
+    how = (options.mask, options.scale, options.soft_cap)
+    return reference_attention(q, k, v, *how, segments, indices, keep, slopes)
 
 
 def _part_index(axes):
@@ -323,7 +351,9 @@ def dropout_mask(key, rate, q_BTNH, indices, head_axes=HEAD_AXES):
 # ----------------------------------------------------------------------------- the truth
 
 
-def reference_attention(q_BTNH, k_BSKH, v_BSKH, mask, scale, soft_cap, segments, indices, keep_BNTS=None):
+def reference_attention(
+    q_BTNH, k_BSKH, v_BSKH, mask, scale, soft_cap, segments, indices, keep_BNTS=None, slopes_N=None
+):
     """Attention as its formula, with T x S scores in memory -> (out [B,T,N,H], log-sum-exp [B,N,T] float32).
 
     indices: ([1 or B, T], [1 or B, S]); a fully masked row gives the mean of the values, and no NaN.
@@ -335,6 +365,9 @@ def reference_attention(q_BTNH, k_BSKH, v_BSKH, mask, scale, soft_cap, segments,
     if soft_cap is not None:
         scores_BKGTS = soft_cap * jnp.tanh(scores_BKGTS / soft_cap)
     distance_BTS = indices[0][:, :, None] - indices[1][:, None, :]
+    if slopes_N is not None:
+        slopes_KG11 = slopes_N.reshape(k_BSKH.shape[2], -1, 1, 1)
+        scores_BKGTS -= slopes_KG11 * distance_BTS[:, None, None].astype(jnp.float32)
     visible_BTS = distance_BTS >= 0 if mask.causal else jnp.full_like(distance_BTS, True, bool)
     if mask.window is not None:
         visible_BTS &= distance_BTS < mask.window

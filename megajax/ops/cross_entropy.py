@@ -41,40 +41,54 @@ def cross_entropy(
     vocab_size: int,
     z_loss: float,
     label_smoothing: float,
+    bias_V: jax.Array | None = None,
+    multiplier: float = 1.0,
+    soft_cap: float | None = None,
     max_chunk_bytes: int = MAX_CHUNK_BYTES,
 ) -> jax.Array:
     """Sum over all tokens of weight * loss, a float32 scalar; head is cast to x's dtype, logits are float32.
+
+    bias, multiplier, soft_cap: see `finish_logits`.
 
     vocab_size: tokens that there are; the columns of the head from there on are padding, which has no probability and
     no gradient. V below is this number.
 
     The loss of a token is -log p[label], plus z_loss * logsumexp^2 (Chowdhery et al. 2022, section 5); with label
     smoothing s (Megatron's definition), with r = s * V / (V - 1): (1 - r) * -log p[label] - r * mean(log p).
-    A token of weight 0 may have any label. Gradients flow to x and head only.
+    A token of weight 0 may have any label. Gradients flow to x, head and bias only.
     """
-    options = (vocab_size, float(z_loss), float(label_smoothing), max_chunk_bytes)
-    return _cross_entropy(x_BTD, head_DV, labels_BT, weights_BT, options)
+    options = (vocab_size, float(z_loss), float(label_smoothing), (float(multiplier), soft_cap), max_chunk_bytes)
+    return _cross_entropy(x_BTD, head_DV, bias_V, labels_BT, weights_BT, options)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _cross_entropy(x_BTD, head_DV, labels_BT, weights_BT, options):
-    return _run(x_BTD, head_DV, labels_BT, weights_BT, options, with_gradients=False)[0]
+def finish_logits(products: jax.Array, bias_V: jax.Array | None, multiplier: float, soft_cap: float | None):
+    """float32 products [..., V] of hidden states and the head -> logits: multiplier * (products + bias), and of that
+    soft_cap * tanh(logits / soft_cap), if there is a soft cap."""
+    logits = products if bias_V is None else products + bias_V.astype(jnp.float32)
+    if multiplier != 1.0:
+        logits = logits * multiplier
+    return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
 
 
-def _forward(x_BTD, head_DV, labels_BT, weights_BT, options):
-    return _run(x_BTD, head_DV, labels_BT, weights_BT, options, with_gradients=True)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _cross_entropy(x_BTD, head_DV, bias_V, labels_BT, weights_BT, options):
+    return _run(x_BTD, head_DV, bias_V, labels_BT, weights_BT, options, with_gradients=False)[0]
+
+
+def _forward(x_BTD, head_DV, bias_V, labels_BT, weights_BT, options):
+    return _run(x_BTD, head_DV, bias_V, labels_BT, weights_BT, options, with_gradients=True)
 
 
 def _backward(options, gradients, d_loss):
-    d_x, d_head = (gradient * d_loss.astype(gradient.dtype) for gradient in gradients)
-    return d_x, d_head, None, None
+    d_x, d_head, d_bias = jax.tree.map(lambda gradient: gradient * d_loss.astype(gradient.dtype), gradients)
+    return d_x, d_head, d_bias, None, None
 
 
 _cross_entropy.defvjp(_forward, _backward)
 
 
-def _run(x_BTD, head_DV, labels_BT, weights_BT, options, with_gradients):
-    """-> (loss, (dx laid out as batch, sequence; dhead)), or (loss, None)."""
+def _run(x_BTD, head_DV, bias_V, labels_BT, weights_BT, options, with_gradients):
+    """-> (loss, (dx laid out as batch, sequence; dhead; dbias)), or (loss, None)."""
     tokens = activation_spec(labels_BT.shape, ("batch", "time"))
     sequence = activation_spec(x_BTD.shape, ("batch", "sequence", None))
     scatter = sequence[1] != tokens[1]
@@ -83,10 +97,10 @@ def _run(x_BTD, head_DV, labels_BT, weights_BT, options, with_gradients):
     # Of the devices that split D those with other tokens gather the head here, in its own dtype.
     sharing = tuple(axis for axis in WEIGHT_AXES["embed"] if axis in split_over)
 
-    def body(x_BTD, head_DV, labels_BT, weights_BT):
+    def body(x_BTD, head_DV, bias_V, labels_BT, weights_BT):
         if sharing:
             head_DV = lax.all_gather(head_DV, sharing, axis=0, tiled=True)
-        losses, d_x, d_head = _chunks(x_BTD, head_DV, labels_BT, weights_BT, options, with_gradients)
+        losses, d_x, d_matrices = _chunks(x_BTD, head_DV, bias_V, labels_BT, weights_BT, options, with_gradients)
         loss = lax.psum(losses, split_over)
         if not with_gradients:
             return loss
@@ -95,23 +109,27 @@ def _run(x_BTD, head_DV, labels_BT, weights_BT, options, with_gradients):
             d_x = lax.psum(d_x, SUMMED_WHOLE)
         else:
             d_x = lax.psum(d_x, VOCAB_AXES)
+        d_head, d_bias = d_matrices
         if sharing:
             d_head = lax.psum_scatter(d_head, sharing, scatter_dimension=0, tiled=True)
         d_head = lax.psum(d_head, tuple(axis for axis in split_over if axis not in sharing))
-        return loss, d_x, d_head.astype(head_dtype)
+        if d_bias is not None:
+            d_bias = lax.psum(d_bias, split_over).astype(bias_V.dtype)
+        return loss, d_x, d_head.astype(head_dtype), d_bias
 
     head_dtype = head_DV.dtype
-    head_spec = P(entry_of(sharing), local_weight_spec(("vocab",), free_axes())[0])
-    in_specs = (P(*tokens, None), head_spec, tokens, tokens)
-    out_specs = (P(), sequence, head_spec) if with_gradients else P()
+    bias_spec = local_weight_spec(("vocab",), free_axes())
+    head_spec = P(entry_of(sharing), bias_spec[0])
+    in_specs = (P(*tokens, None), head_spec, bias_spec, tokens, tokens)
+    out_specs = (P(), sequence, head_spec, bias_spec) if with_gradients else P()
     # Otherwise XLA gathers what x was before its last cast, twice the bytes.
     x_BTD = constrain(x_BTD, "batch", "sequence", None)
-    out = manual(body, in_specs, out_specs)(x_BTD, head_DV.astype(x_BTD.dtype), labels_BT, weights_BT)
+    out = manual(body, in_specs, out_specs)(x_BTD, head_DV.astype(x_BTD.dtype), bias_V, labels_BT, weights_BT)
     return (out[0], out[1:]) if with_gradients else (out, None)
 
 
-def _chunks(x_BTD, head_DV, labels_BT, weights_BT, options, with_gradients):
-    """-> (sum of the losses, dx, dhead): this device's parts of sums over vocabulary (dx) and batch (dhead)."""
+def _chunks(x_BTD, head_DV, bias_V, labels_BT, weights_BT, options, with_gradients):
+    """-> (sum of the losses, dx, (dhead, dbias)): this device's parts of sums over vocabulary (dx) and batch."""
     *loss_options, max_chunk_bytes = options
     num_tokens = labels_BT.size
 
@@ -121,27 +139,28 @@ def _chunks(x_BTD, head_DV, labels_BT, weights_BT, options, with_gradients):
     num_chunks = next((n for n in range(1, num_tokens) if fits(n)), num_tokens)
     chunk_shape = (num_chunks, num_tokens // num_chunks)
     chunks = tuple(a.reshape(*chunk_shape, *a.shape[2:]) for a in (x_BTD, labels_BT, weights_BT))
-    step = functools.partial(_chunk, head_DV=head_DV, options=loss_options, with_gradients=with_gradients)
+    given = dict(head_DV=head_DV, bias_V=bias_V, options=loss_options, with_gradients=with_gradients)
+    step = functools.partial(_chunk, **given)
 
     def scan_step(sums, chunk):
-        loss_before, d_head_before = sums
+        loss_before, before = sums
         x, *others = chunk
         # One after the other: XLA, which unrolls short loops, would make the logits of all chunks at once.
-        d_head_before, x = lax.optimization_barrier((d_head_before, x))
-        loss, d_x, d_head = step(x, *others)
-        return jax.tree.map(jnp.add, (loss_before, d_head_before), (loss, d_head)), d_x
+        before, x = lax.optimization_barrier((before, x))
+        loss, d_x, d_matrices = step(x, *others)
+        return jax.tree.map(jnp.add, (loss_before, before), (loss, d_matrices)), d_x
 
-    loss, d_x, d_head = step(*(a[0] for a in chunks))
+    loss, d_x, d_matrices = step(*(a[0] for a in chunks))
     if num_chunks > 1:
-        (loss, d_head), others = lax.scan(scan_step, (loss, d_head), tuple(a[1:] for a in chunks))
+        (loss, d_matrices), others = lax.scan(scan_step, (loss, d_matrices), tuple(a[1:] for a in chunks))
         d_x = jnp.concatenate([d_x[None], others]) if with_gradients else None
-    return loss, d_x.reshape(x_BTD.shape) if with_gradients else None, d_head
+    return loss, d_x.reshape(x_BTD.shape) if with_gradients else None, d_matrices
 
 
-def _chunk(x_CD, labels_C, weights_C, *, head_DV, options, with_gradients):
-    vocab, z_loss, label_smoothing = options
+def _chunk(x_CD, labels_C, weights_C, *, head_DV, bias_V, options, with_gradients):
+    vocab, z_loss, label_smoothing, (multiplier, soft_cap) = options
     dot = functools.partial(jnp.einsum, precision=dot_precision(x_CD.dtype), preferred_element_type=jnp.float32)
-    logits_CV = dot("cd,dv->cv", x_CD, head_DV)
+    logits_CV = finish_logits(dot("cd,dv->cv", x_CD, head_DV), bias_V, multiplier, soft_cap)
     token_V = lax.axis_index(VOCAB_AXES) * head_DV.shape[1] + jnp.arange(head_DV.shape[1])
     is_label_CV = labels_C[:, None] == token_V
     is_padded = head_DV.shape[1] * lax.axis_size(VOCAB_AXES) > vocab
@@ -163,6 +182,11 @@ def _chunk(x_CD, labels_C, weights_C, *, head_DV, options, with_gradients):
 
     d_lse_C = weights_C * (1.0 + 2.0 * z_loss * lse_C)
     d_logits_CV = exp_CV * (d_lse_C / total_C)[:, None] - weights_C[:, None] * target_CV
+    if soft_cap is not None:  # the derivative of tanh is 1 - tanh^2
+        d_logits_CV *= 1.0 - (logits_CV / soft_cap) ** 2
+    if multiplier != 1.0:
+        d_logits_CV *= multiplier
+    d_bias_V = None if bias_V is None else jnp.sum(d_logits_CV, 0)
     d_logits_CV = d_logits_CV.astype(x_CD.dtype)
     d_x_CD = dot("cv,dv->cd", d_logits_CV, head_DV).astype(x_CD.dtype)
-    return loss, d_x_CD, dot("cd,cv->dv", x_CD, d_logits_CV)
+    return loss, d_x_CD, (dot("cd,cv->dv", x_CD, d_logits_CV), d_bias_V)

@@ -63,7 +63,7 @@ class OptimizerConfig:
         if self.schedule == "constant":
             return
         self._check_below_peak("min_learning_rate")
-        decay_steps = run_steps if self.decay_steps is None else self.decay_steps
+        decay_steps = self.end_of_decay(run_steps)
         if self.warmup_steps >= decay_steps:
             raise ValueError(
                 f"optimizer.warmup_steps={self.warmup_steps} must be less than the decay steps ({decay_steps:.10g}: "
@@ -77,6 +77,10 @@ class OptimizerConfig:
                 f"{decay_steps:.10g} less warm-up {self.warmup_steps}); for example "
                 f"--optimizer.wsd_decay_steps={max(1, int(most / 5))}"
             )
+
+    def end_of_decay(self, run_steps: float) -> float:
+        """decay_steps, or run_steps where it is None."""
+        return run_steps if self.decay_steps is None else self.decay_steps
 
     def _check_below_peak(self, name: str) -> None:
         if getattr(self, name) > self.learning_rate:
@@ -94,7 +98,7 @@ class OptimizerConfig:
             minimum=self.min_learning_rate,
             initial=self.initial_learning_rate,
             warmup_steps=self.warmup_steps,
-            decay_steps=run_steps if self.decay_steps is None else self.decay_steps,
+            decay_steps=self.end_of_decay(run_steps),
             wsd_decay_steps=self.wsd_decay_steps,
             wsd_style=self.wsd_style,
         )

@@ -64,6 +64,8 @@ def attention(
     segments: tuple[jax.Array, jax.Array] | None = None,
     indices: tuple[jax.Array, jax.Array] | None = None,
     dropout: tuple[float, tuple[jax.Array, jax.Array]] | None = None,
+    slopes: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     backend: local.Backend = "auto",
     deterministic: bool = False,
 ) -> jax.Array:
@@ -74,7 +76,7 @@ def attention(
     indices: a cache holds all keys; nothing is split then.
     """
     given = dict(mask=mask, scale=scale, soft_cap=soft_cap, segments=segments, dropout=dropout, backend=backend)
-    given["deterministic"] = deterministic
+    given |= dict(slopes=slopes, sinks=sinks, deterministic=deterministic)
     if indices is not None or free_axes().get(AXIS, 1) == 1:
         return local.attention(q_BTNH, k_BSKH, v_BSKH, indices=indices, **given)
     if method == "all_to_all":
@@ -87,11 +89,11 @@ def attention(
     _log_method(method)
     rate, key = dropout or (0.0, None)
     order = local.backend_order(backend, q_BTNH, k_BSKH, mask, packed=segments is not None)
-    chosen = local.choose_backend(q_BTNH, order, soft_cap, rate, None, deterministic)
+    chosen = local.choose_backend(q_BTNH, order, soft_cap, rate, None, deterministic, slopes is not None)
     options = _Options(method, mask.window, scale, soft_cap, rate, chosen, deterministic)
     key = None if key is None else (jax.random.key_data(key[0]), key[1])
-    arrays = (None if segments is None else segments[0], key)
-    return _attention(q_BTNH, k_BSKH, v_BSKH, arrays, options)
+    arrays = (None if segments is None else segments[0], key, slopes)
+    return _attention(q_BTNH, k_BSKH, v_BSKH, sinks, arrays, options)
 
 
 @functools.cache
@@ -110,34 +112,35 @@ class _Options:
     deterministic: bool
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attention(q, k, v, arrays, options):
-    return _forward(q, k, v, arrays, options)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attention(q, k, v, sinks, arrays, options):
+    return _forward(q, k, v, sinks, arrays, options)[0]
 
 
 def _specs(q, k, arrays):
     queries = activation_spec(q.shape, ("batch", "time", "heads", None))
     keys = activation_spec(k.shape, ("batch", "time", "kv_heads", None))
-    segments, key = arrays
-    others = (None if segments is None else P(*queries[:2]), None if key is None else P())
-    return queries, keys, P(queries[0], queries[2], queries[1]), others
+    segments, key, _ = arrays
+    heads = P(queries[2])
+    others = (None if segments is None else P(*queries[:2]), None if key is None else P(), heads)
+    return queries, keys, P(queries[0], queries[2], queries[1]), heads, others
 
 
-def _forward(q, k, v, arrays, options):
-    queries, keys, lse_spec, others = _specs(q, k, arrays)
+def _forward(q, k, v, sinks, arrays, options):
+    queries, keys, lse_spec, heads, others = _specs(q, k, arrays)
     body = functools.partial(_forward_body, options=options)
-    out, lse = manual(body, (queries, keys, keys, others), (queries, lse_spec))(q, k, v, arrays)
+    out, lse = manual(body, (queries, keys, keys, heads, others), (queries, lse_spec))(q, k, v, sinks, arrays)
     out = checkpoint_name(out, "attention_out")
     lse = checkpoint_name(lse, "attention_lse")
-    return out, (q, k, v, out, lse, arrays)
+    return out, (q, k, v, sinks, out, lse, arrays)
 
 
 def _backward(options, residuals, d_out):
-    q, k, v, out, lse, arrays = residuals
-    queries, keys, lse_spec, others = _specs(q, k, arrays)
-    body = functools.partial(_backward_body, options=options)
-    run = manual(body, (queries, keys, keys, queries, lse_spec, queries, others), (queries, keys, keys))
-    return *run(q, k, v, out, lse, d_out, arrays), None
+    q, k, v, sinks, out, lse, arrays = residuals
+    queries, keys, lse_spec, heads, others = _specs(q, k, arrays)
+    body = functools.partial(_backward_body, options=options, lse_spec=lse_spec)
+    run = manual(body, (queries, keys, keys, heads, queries, lse_spec, queries, others), (queries, keys, keys, heads))
+    return *run(q, k, v, sinks, out, lse, d_out, arrays), None
 
 
 _attention.defvjp(_forward, _backward)
@@ -146,7 +149,7 @@ _attention.defvjp(_forward, _backward)
 # ----------------------------------------------------------------------------- one device
 
 
-def _forward_body(q, k, v, arrays, *, options):
+def _forward_body(q, k, v, sinks, arrays, *, options):
     blocks = _Blocks(q, arrays, options)
     others = _Others(blocks.rank, (k, v, blocks.segments), options)
     out, lse = blocks.forward(q, k, v, blocks.own, blocks.own)
@@ -177,10 +180,11 @@ def _forward_body(q, k, v, arrays, *, options):
         return (lax.switch(blocks.branch(others.source(j)), branches), sent), None
 
     (total, _), _ = lax.scan(step, ((out, lse), others.start()), blocks.turns)
-    return total[0].astype(q.dtype), total[1]
+    out, lse = local.with_sinks(*total, sinks)
+    return out.astype(q.dtype), lse
 
 
-def _backward_body(q, k, v, out, lse, d_out, arrays, *, options):
+def _backward_body(q, k, v, sinks, out, lse, d_out, arrays, *, options, lse_spec):
     blocks = _Blocks(q, arrays, options)
     others = _Others(blocks.rank, (k, v, blocks.segments), options)
     half = k.shape[1] // 2
@@ -210,7 +214,8 @@ def _backward_body(q, k, v, out, lse, d_out, arrays, *, options):
 
     start = (d_q, others.start_sums((d_k, d_v)), others.start())
     (d_q, sums, _), _ = lax.scan(step, start, blocks.turns)
-    return d_q.astype(q.dtype), *(d.astype(k.dtype) for d in others.sums_home(sums))
+    d_sinks = local.gradient_of_sinks(sinks, out, lse, d_out, lse_spec)
+    return d_q.astype(q.dtype), *(d.astype(k.dtype) for d in others.sums_home(sums)), d_sinks
 
 
 class _Others:
@@ -270,7 +275,7 @@ class _Blocks:
     def __init__(self, q, arrays, options: _Options):
         # What needs no q would be computed before a loop over layers, and kept: masks of all turns at once.
         given = (lax.axis_index(AXIS), jnp.arange(1, lax.axis_size(AXIS)), arrays, q[:1, :1, :1, :1])
-        self.rank, self.turns, (self.segments, self.key), _ = lax.optimization_barrier(given)
+        self.rank, self.turns, (self.segments, self.key, self.slopes), _ = lax.optimization_barrier(given)
         self.options = options
         self.chunk = q.shape[1] // 2
         self.own = self.of_rank(self.rank, self.segments)
@@ -329,8 +334,8 @@ class _Blocks:
         indices = (q_places[0][None], k_places[0][None])
         keep = local.dropout_mask(self.key, options.dropout, q, indices) if options.dropout > 0 else None
         mask = AttentionMask(True, options.window)
-        segments = self._segments(q_places, k_places)
-        return local.reference_attention(q, k, v, mask, options.scale, options.soft_cap, segments, indices, keep)
+        how = (mask, options.scale, options.soft_cap)
+        return local.reference_attention(q, k, v, *how, self._segments(q_places, k_places), indices, keep, self.slopes)
 
     def _segments(self, q_places, k_places):
         return None if q_places[1] is None else (q_places[1], k_places[1])

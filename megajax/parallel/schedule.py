@@ -17,6 +17,7 @@ ranks wait in between.
 """
 
 import dataclasses
+import itertools
 import re
 
 import numpy as np
@@ -137,25 +138,21 @@ def make_table(
     P = num_ranks
     M = num_microbatches
     V = num_chunks
-    forward_at = {}  # (rank, microbatch, chunk) -> tick
-    backward_at = {}
-    for s, i, c in np.ndindex(P, M, V):
+    passes = [[] for _ in range(P)]  # of each rank: (tick, is_backward, microbatch, chunk)
+    for s, i, c in itertools.product(range(P), range(M), range(V)):
         before = (i // P) * P * V + i % P if V > 1 else i
-        forward_at[s, i, c] = s + before + c * P
-        if schedule == "gpipe":
-            backward_at[s, i, c] = M + 2 * P - 2 - s + i
-        else:
-            backward_at[s, i, c] = V * P + P - 2 - s + before + (V - 1 - c) * P
-    backward_at = backward_at if backward else {}
-    ticks = max([*forward_at.values(), *backward_at.values()]) + 1
+        passes[s].append((s + before + c * P, 0, i, c))
+        if backward and schedule == "gpipe":
+            passes[s].append((M + 2 * P - 2 - s + i, 1, i, c))
+        elif backward:
+            passes[s].append((V * P + P - 2 - s + before + (V - 1 - c) * P, 1, i, c))
+    ticks = max(max(of_rank)[0] for of_rank in passes) + 1
     names = [f"{name}{column}" for name in ("forward", "backward") for column in ("", "_chunk", "_slot")]
     ranks = {name: np.full((ticks, P), -1, np.int32) for name in names}
     num_slots = 0
     for s in range(P):
-        ops = [(tick, 0, i, c) for (rank, i, c), tick in forward_at.items() if rank == s]
-        ops += [(tick, 1, i, c) for (rank, i, c), tick in backward_at.items() if rank == s]
         slots = _Slots()
-        for tick, is_backward, i, c in sorted(ops):
+        for tick, is_backward, i, c in sorted(passes[s]):
             slot = slots.free(i, c) if is_backward else slots.take(i, c) if backward else 0
             name = "backward" if is_backward else "forward"
             assert ranks[name][tick, s] == -1, "two passes of one kind in a tick"

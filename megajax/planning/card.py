@@ -7,7 +7,7 @@ from megajax.models.model import Model
 from megajax.planning.memory import memory_per_device, memory_rows
 from megajax.training.config import TrainingConfig
 from megajax.training.program import Program
-from megajax.training.reporting.console import format_count
+from megajax.training.reporting.console import format_count, format_flops, format_number_of
 
 SHOWN_SOURCES = 8
 
@@ -20,15 +20,16 @@ def startup_rows(program: Program, training: TrainingConfig, datasets: Datasets)
     tokens = training.global_batch_size * length
     memory, host = memory_per_device(program, training)
     axes = " x ".join(f"{axis} {size}" for axis, size in program.mesh_config.sizes().items() if size > 1)
-    flops = [format_count(model.flops_per_token(length, causal=causal)) for causal in (False, True)]
+    processes = format_number_of(jax.process_count(), "process", "processes")
+    flops = [format_flops(model.flops_per_token(length, causal=causal)) for causal in (False, True)]
     return [
         ("parameters", format_count(model.num_parameters())),
         ("FLOPs per token", f"{flops[0]} (attention counted in full), {flops[1]} (causal)"),
-        ("devices", f"{mesh.size} x {mesh.devices.flat[0].device_kind}, {jax.process_count()} process(es)"),
+        ("devices", f"{mesh.size} x {mesh.devices.flat[0].device_kind}, {processes}"),
         ("mesh", axes or "one device"),
         ("precision", f"{_parameters(model)}, compute {model.precision.compute}"),
         *memory_rows(memory, host),
-        ("batch", f"{training.global_batch_size} x {length} = {format_count(tokens)} tokens a step"),
+        ("batch", f"{training.global_batch_size} x {length} = {format_count(tokens)} tokens per step"),
         *_data_rows(datasets, training.steps),
         ("compiler options", " ".join(f"{name}={value}" for name, value in program.compiler_options.items()) or "none"),
     ]  # fmt: skip
@@ -42,15 +43,18 @@ def _parameters(model: Model) -> str:
 
 def _data_rows(datasets: Datasets, steps: int) -> list[tuple[str, str]]:
     """What a run reads, and how often; of many datasets those that are read most often."""
+    if datasets.is_mock:
+        return [("data", "mock: documents that count 1, 2, 3, ...; for text give --data.source")]
     sources = sorted(datasets.sources, key=lambda source: -source.epochs)
     total = sum(source.num_samples for source in sources)
+    in_steps = f"in {format_number_of(steps, 'step')}"
     if len(sources) == 1:
-        epochs = f"{sources[0].epochs:.2f} epochs in {steps} steps"
-        return [("data", f"{format_count(datasets.train_tokens_per_epoch)} tokens an epoch, {epochs}")]
+        epochs = f"{sources[0].epochs:.2f} epochs {in_steps}"
+        return [("data", f"{format_count(datasets.train_tokens_per_epoch)} tokens per epoch, {epochs}")]
     rows = [
         ("", f"{source.name}: {source.num_samples / total:.1%}, {source.epochs:.2f} epochs of "
              f"{format_count(source.tokens_per_epoch)} tokens")
         for source in sources[:SHOWN_SOURCES]
     ]  # fmt: skip
     more = f", {len(sources) - SHOWN_SOURCES} more read less often" if len(sources) > SHOWN_SOURCES else ""
-    return [("data", f"{len(sources)} datasets in {steps} steps{more}"), *rows]
+    return [("data", f"{len(sources)} datasets {in_steps}{more}"), *rows]

@@ -1,5 +1,6 @@
-"""Bytes a device needs for a run, from shapes and shardings alone."""
+"""Bytes that each device needs for a run, from shapes and shardings alone."""
 
+import functools
 import math
 from collections.abc import Iterable
 
@@ -7,7 +8,7 @@ import jax
 import numpy as np
 
 from megajax.layers.layer import LayerConfig, Saved
-from megajax.mesh import MeshConfig
+from megajax.mesh import MeshConfig, PipelineSchedule
 from megajax.models.model import Model
 from megajax.ops.cross_entropy import MAX_CHUNK_BYTES
 from megajax.parallel.schedule import make_table
@@ -26,23 +27,28 @@ def bytes_per_device(abstract, shardings) -> int:
 
 
 def memory_per_device(program: Program, training: TrainingConfig) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes a device by kind, in its memory and on its host: weights and optimizer exactly, gradients (float32) and
+    """Bytes per device by kind, in its memory and on its host: weights and optimizer exactly, gradients (float32) and
     activations as estimates."""
+    on_device, on_host = state_bytes(program)
+    device, host = activation_bytes(program.model, program.mesh_config, training)
+    on_host = on_host | {"activations": host}
+    return on_device | {"activations (estimate)": device}, {name: size for name, size in on_host.items() if size}
+
+
+def state_bytes(program: Program) -> tuple[dict[str, int], dict[str, int]]:
+    """The part of memory_per_device that depends neither on the batch nor on what is recomputed."""
     shardings = program.shardings
     state = program.abstract_state
     held = bytes_per_device((state.frozen, state.variables), (shardings.frozen, shardings.variables))
     gradients = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, np.float32), state.params)
-    device, host = activation_bytes(program.model, program.mesh_config, training)
     moments = bytes_per_device(state.optimizer, shardings.optimizer)
     offloaded = program.optimizer.config.offload_state
     on_device = {
         "weights": bytes_per_device(state.params, shardings.params) + held,
         "optimizer": 0 if offloaded else moments,
         "gradients": bytes_per_device(gradients, shardings.params),
-        "activations (estimate)": device,
     }
-    on_host = {"optimizer": moments if offloaded else 0, "activations": host}
-    return on_device, {name: size for name, size in on_host.items() if size}
+    return on_device, {"optimizer": moments if offloaded else 0}
 
 
 def memory_rows(device: dict[str, int], host: dict[str, int]) -> list[tuple[str, str]]:
@@ -75,14 +81,22 @@ def activation_bytes(model: Model, mesh: MeshConfig, training: TrainingConfig) -
     if model.stages is None:
         return int(sum(on_device) / mesh.tensor + working), int(on_host / mesh.tensor)
     stages = model.stages
-    table = make_table(stages.schedule, stages.num_ranks, batch.num_microbatches, stages.num_chunks)
+    num_slots, num_loss_slots = _num_slots(stages.schedule, stages.num_ranks, batch.num_microbatches, stages.num_chunks)
     fullest = max(sum(on_device[number] for number in stage) for chunk in stages.layers for stage in chunk)
-    residuals = (5 + table.num_loss_slots) * layers[0].embed_dim * tokens * itemsize
+    residuals = (5 + num_loss_slots) * layers[0].embed_dim * tokens * itemsize
     most = max(len(stage) for chunk in stages.layers for stage in chunk)
     weights = _layer_weights(model, mesh) * most * stages.num_chunks / mesh.weight_shards * itemsize
-    return int((fullest * table.num_slots + residuals) / mesh.tensor + weights + working), 0
+    return int((fullest * num_slots + residuals) / mesh.tensor + weights + working), 0
 
 
+@functools.cache
+def _num_slots(schedule: PipelineSchedule, num_ranks: int, num_microbatches: int, num_chunks: int) -> tuple[int, int]:
+    """Most microbatches that a rank keeps at a time -> (of its layers, of the loss)."""
+    table = make_table(schedule, num_ranks, num_microbatches, num_chunks)
+    return table.num_slots, table.num_loss_slots
+
+
+@functools.lru_cache(maxsize=1024)
 def _kept_elements(layer: LayerConfig, sequence_length: int) -> tuple[float, float]:
     """A token's elements that a layer keeps for its backward pass, before `tensor` splits them -> (on the device, on
     the host)."""

@@ -23,18 +23,21 @@ from megajax.models.model import Model
 from megajax.parallel.schedule import bubble, make_table
 from megajax.planning.memory import memory_per_device, memory_rows
 from megajax.planning.step_time import (
+    ACTIVATION_PASSES,
     ATTENTION_EFFICIENCY,
     GPUS_PER_HOST,
     HOST_BANDWIDTH,
+    LINK_EFFICIENCY,
     MATMUL_EFFICIENCY,
     NETWORK_BANDWIDTH,
+    Times,
     step_times,
 )
 from megajax.training.batches import abstract_batch
 from megajax.training.compiler_options import compiler_options
 from megajax.training.config import TrainingConfig
 from megajax.training.program import Program
-from megajax.training.reporting.console import format_bytes, format_count, format_seconds
+from megajax.training.reporting.console import format_bytes, format_count, format_flops, format_seconds
 
 USABLE_MEMORY = 0.92  # of the device; the rest is CUDA, cuDNN workspaces and fragmentation
 COMPILED_FOR = ("H100", "H200")
@@ -48,8 +51,10 @@ def plan_device(name: str) -> Device:
     return known[name.lower()]
 
 
-def plan_rows(program: Program, training: TrainingConfig, packed: bool, device: Device) -> list[tuple[str, str]]:
-    """(name, value) rows for Console.card. packed: documents do not see each other."""
+def plan_rows(
+    program: Program, training: TrainingConfig, packed: bool, device: Device, price: float | None = None
+) -> list[tuple[str, str]]:
+    """(name, value) rows for Console.card. packed: documents do not see each other. price: of an hour of one GPU."""
     model = program.model
     mesh_config = program.mesh_config
     compiles = device.name in COMPILED_FOR and compat.gpu_compiler_installed()
@@ -63,35 +68,41 @@ def plan_rows(program: Program, training: TrainingConfig, packed: bool, device: 
         rows += [
             ("compiled", f"for {device.name} without a GPU in {format_seconds(seconds)}, jax {jax.__version__}: "
                          f"arguments {format_bytes(analysis.argument_size_in_bytes)}, temporary "
-                         f"{format_bytes(analysis.temp_size_in_bytes)}, peak {format_bytes(total)} a device"),
+                         f"{format_bytes(analysis.temp_size_in_bytes)}, peak {format_bytes(total)} per device"),
             ("collectives", _collectives(compiled.as_text())),
         ]  # fmt: skip
     else:
         total = sum(memory.values())
         why = "" if device.name in COMPILED_FOR else f" (the compiler is set up for {', '.join(COMPILED_FOR)} only)"
         rows.append(("compiled", f"no, activations are estimated; pip install -e '.[cuda13]' compiles for H100{why}"))
-    rows += _time_rows(program, training, device, host)
+    times = step_times(program, training, device, host)
+    rows += _time_rows(program, training, device, times, has_host=bool(host))
+    rows += _run_rows(training, mesh_config, times.step, price)
     usable = USABLE_MEMORY * device.memory_bytes
     verdict = "fits" if total <= usable else "does not fit"
     rows.append(("verdict", f"{verdict}: {format_bytes(total)} of {format_bytes(usable)} usable on a {device.name}"))
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return rows + [("planning took", f"{format_bytes(used)} of host memory")]
+    return rows + [("host memory used by planning", format_bytes(used))]
 
 
 def _model_rows(model: Model, mesh: MeshConfig, training: TrainingConfig, device: Device) -> list[tuple[str, str]]:
     length = training.sequence_length
     schedule = training.schedule(mesh)
     batch = schedule(training.steps)
-    flops = [format_count(model.flops_per_token(length, causal=causal)) for causal in (False, True)]
+    flops = [format_flops(model.flops_per_token(length, causal=causal)) for causal in (False, True)]
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.sizes().items() if size > 1)
     return [
         ("parameters", f"{format_count(model.num_parameters())} ({model.num_parameters():,})"),
         ("FLOPs per token", f"{flops[0]} (attention counted in full), {flops[1]} (causal)"),
         ("devices", f"{mesh.num_devices} x {device.name}: {axes or 'one device'}"),
-        ("batch", f"{batch.size} x {length} tokens in {batch.num_microbatches} microbatch(es) of "
-                  f"{batch.microbatch // mesh.batch_shards} sequence(s) a batch shard"),
+        ("batch", f"{batch.size} x {length} tokens in {_counted(batch.num_microbatches, 'microbatch', 'es')} of "
+                  f"{_counted(batch.microbatch // mesh.batch_shards, 'sequence', 's')} per data shard"),
         ("pipeline bubble", _bubble(model, batch.num_microbatches)),
     ]  # fmt: skip
+
+
+def _counted(number: int, name: str, plural: str) -> str:
+    return f"{number:,} {name}{plural if number != 1 else ''}"
 
 
 def _bubble(model: Model, num_microbatches: int) -> str:
@@ -153,31 +164,54 @@ def _collectives(program: str) -> str:
 
 
 def _time_rows(
-    program: Program, training: TrainingConfig, device: Device, host: dict[str, int]
+    program: Program, training: TrainingConfig, device: Device, times: Times, *, has_host: bool
 ) -> list[tuple[str, str]]:
-    """host: bytes a device keeps on its host, as memory_per_device has them."""
+    """has_host: something is kept on the host between the passes or the steps."""
     model = program.model
-    mesh = program.mesh_config
     length = training.sequence_length
-    times = step_times(program, training, device, host)
+    device = device.computing_in(model.precision.compute)
     network = ", ".join(f"{t.axis} {format_bytes(t.bytes)} in {format_seconds(t.seconds)}" for t in times.traffic)
-    rate = training.global_batch_size * length / times.step / mesh.num_devices
+    rate = training.global_batch_size * length / times.step / program.mesh_config.num_devices
 
     def mfu(causal: bool) -> str:
         return f"{utilisation(model.flops_per_token(length, causal=causal), rate, device):.1%}"
 
-    exposed = format_seconds(times.exposed)
+    idle = f", bubble {format_seconds(times.idle)}" if times.idle else ""
     return [
-        ("network a step", network or "none"),
+        ("network per step", network or "none"),
         ("step time, estimate", f"{format_seconds(times.step)}: compute {format_seconds(times.compute)}, optimizer "
-                                f"{format_seconds(times.update)}, exposed communication {exposed}"
-                                + (f", bubble {format_seconds(times.idle)}" if times.idle else "")),
-        ("speed, estimate", f"{format_count(rate)} tokens/s a device, MFU {mfu(False)} (full), {mfu(True)} (causal)"),
-        ("assumptions", f"matmuls at {MATMUL_EFFICIENCY:.0%} and causal attention at {ATTENTION_EFFICIENCY:.0%} of "
-                        f"{device.peak_flops / 1e12:.0f} TFLOP/s, "
-                        f"{device.link_bandwidth / 1e9:.0f} GB/s inside a host of {GPUS_PER_HOST}, "
-                        f"{NETWORK_BANDWIDTH / 1e9:.0f} GB/s a GPU between hosts; fsdp, data and ring traffic hide "
-                        "under compute, that of tensor, pipeline, gathers and all-to-all over context does not"
-                        + (f"; {HOST_BANDWIDTH / 1e9:.0f} GB/s to and from the host, beside nothing"
-                           if host else "")),
+                                f"{format_seconds(times.update)}, exposed communication "
+                                f"{format_seconds(times.exposed)}{idle}"),
+        ("speed, estimate", f"{format_count(rate)} tokens/s per device, MFU {mfu(False)} (full), {mfu(True)} (causal)"),
+        ("assumptions", _assumptions(device, model.precision.compute, has_host=has_host)),
+    ]  # fmt: skip
+
+
+def _assumptions(device: Device, compute: str, *, has_host: bool) -> str:
+    """device: with the peak of the compute dtype."""
+    words = [
+        f"matmuls at {MATMUL_EFFICIENCY:.0%} and causal attention at {ATTENTION_EFFICIENCY:.0%} of the {compute} peak, "
+        f"{device.peak_flops / 1e12:.0f} TFLOP/s",
+        f"{ACTIVATION_PASSES} reads or writes of each activation at {device.memory_bandwidth / 1e12:.2f} TB/s",
+        f"{LINK_EFFICIENCY * device.link_bandwidth / 1e9:.0f} GB/s inside a host of {GPUS_PER_HOST}, "
+        f"{NETWORK_BANDWIDTH / 1e9:.0f} GB/s per GPU between hosts",
+        "traffic of fsdp, data and ring overlaps with compute and slows it, that of tensor, pipeline, gathers and "
+        "all-to-all over context waits",
+    ]
+    words += [f"{HOST_BANDWIDTH / 1e9:.0f} GB/s to and from the host, not overlapped"] if has_host else []
+    return "; ".join(words)
+
+
+def _run_rows(
+    training: TrainingConfig, mesh: MeshConfig, step_seconds: float, price: float | None
+) -> list[tuple[str, str]]:
+    """The whole run, at the speed of its full batch; compiling, evaluating and saving come on top."""
+    tokens = training.schedule(mesh).num_samples(training.steps) * training.sequence_length
+    seconds = tokens / (training.global_batch_size * training.sequence_length) * step_seconds
+    hours = seconds / 3600 * mesh.num_devices
+    count = format_count(tokens)
+    cost = f", {hours * price:,.0f} at {price:g} per GPU-hour" if price is not None else ""
+    return [
+        ("whole run, estimate", f"{count} tokens in {training.steps:,} steps: {format_seconds(seconds)}, "
+                                f"{hours:,.{0 if hours >= 100 else 1}f} GPU-hours{cost}"),
     ]  # fmt: skip

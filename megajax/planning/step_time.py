@@ -17,13 +17,22 @@ from megajax.sharding import SHARING_AXES, WEIGHT_AXES
 from megajax.training.config import TrainingConfig
 from megajax.training.program import Program
 
-# Of the bf16 peak, sustained on H100 and H200: matmuls, with the element-wise work between them, and attention (cuDNN,
-# 131,072 tokens; docs/context.md), of which the FLOPs that a causal mask leaves count.
-MATMUL_EFFICIENCY = 0.57
-ATTENTION_EFFICIENCY = 0.46
-NETWORK_BANDWIDTH = 50e9  # bytes/s a GPU, one direction: 400 Gb/s InfiniBand
+# Fitted to the steps in benchmarks/measured, on H100 and H200; tests/planning/test_step_time.py holds them to it.
+# Sustained, of the peak: matmuls, and attention, of which the FLOPs that a causal mask leaves count.
+MATMUL_EFFICIENCY = 0.66
+ATTENTION_EFFICIENCY = 0.44
+# How often memory is read or written for each activation of a layer and each logit, in both passes: narrow models wait
+# for that more than for matmuls. What is computed again is written and read once more.
+ACTIVATION_PASSES = 6
+RECOMPUTED_PASSES = 2
+BUFFER_PASSES = 4  # a pipeline copies what it keeps into a ring of buffers, and out of it
+ACCUMULATED_BYTES = 12  # for each gradient and microbatch: the sum is read and written, the gradient read
+LINK_EFFICIENCY = 0.8  # of the datasheet's bandwidth inside a host, for collectives
+# Traffic beside compute slows it by this part of the time that the bytes take inside a host.
+HIDDEN_COST = 0.5
+NETWORK_BANDWIDTH = 50e9  # bytes/s for each GPU, one direction: 400 Gb/s InfiniBand
 GPUS_PER_HOST = 8
-HOST_BANDWIDTH = 50e9  # bytes/s a GPU, one direction: what is left of PCIe 5 x16
+HOST_BANDWIDTH = 50e9  # bytes/s for each GPU, one direction: what is left of PCIe 5 x16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,18 +63,16 @@ class Times:
 
 
 def step_times(program: Program, training: TrainingConfig, device: Device, host: dict[str, int]) -> Times:
-    """host: bytes a device keeps on its host, as memory_per_device has them."""
+    """host: bytes that a device keeps on its host, as memory_per_device has them."""
     model = program.model
     mesh = program.mesh_config
-    length = training.sequence_length
-    tokens = training.global_batch_size * length / mesh.num_devices
-    flops = model.training_flops(length) + recomputed_flops(model, length)
-    work = flops.matmuls / MATMUL_EFFICIENCY + flops.mixing_causal / ATTENTION_EFFICIENCY
-    compute = tokens * work / device.peak_flops
-    batch = training.schedule(mesh)(training.steps)
-    waiting = bubble(mesh.pipeline, batch.num_microbatches, mesh.virtual_stages)
-    update = _update_bytes(program) / device.memory_bandwidth
-    update += host.get("optimizer", 0) / HOST_BANDWIDTH
+    device = device.computing_in(model.precision.compute)
+    num_microbatches = training.schedule(mesh)(training.steps).num_microbatches
+    compute = _compute_seconds(program, training, num_microbatches, device)
+    waiting = bubble(mesh.pipeline, num_microbatches, mesh.virtual_stages)
+    # Copies to and from the host have nothing beside them, and not each other either: what was measured
+    # (docs/memory.md).
+    update = _update_bytes(program) / device.memory_bandwidth + 2 * host.get("optimizer", 0) / HOST_BANDWIDTH
     flops_of_update = program.optimizer.flops(program.abstract_state.params) / mesh.num_devices
     update += flops_of_update / MATMUL_EFFICIENCY / device.peak_flops
     traffic = tuple(
@@ -73,10 +80,39 @@ def step_times(program: Program, training: TrainingConfig, device: Device, host:
         for t in _traffic(model, mesh, training)
         if t.bytes
     )
-    exposed = sum(max(0.0, t.seconds - compute) if t.hidden else t.seconds for t in traffic)
-    # There and back with nothing beside them: what was measured (docs/memory.md).
-    exposed += 2 * host.get("activations", 0) * batch.num_microbatches / HOST_BANDWIDTH
+    link = device.link_bandwidth * LINK_EFFICIENCY
+    exposed = sum(max(HIDDEN_COST * t.bytes / link, t.seconds - compute) if t.hidden else t.seconds for t in traffic)
+    exposed += 2 * host.get("activations", 0) * num_microbatches / HOST_BANDWIDTH
     return Times(compute, compute * waiting / (1 - waiting), update, exposed, traffic)
+
+
+def _compute_seconds(program: Program, training: TrainingConfig, num_microbatches: int, device: Device) -> float:
+    """Of forward and backward pass on one device: matmuls, attention, and the memory traffic of everything between."""
+    model = program.model
+    mesh = program.mesh_config
+    length = training.sequence_length
+    tokens = training.global_batch_size * length / mesh.num_devices
+    flops = model.training_flops(length) + recomputed_flops(model, length)
+    work = flops.matmuls / MATMUL_EFFICIENCY + flops.mixing_causal / ATTENTION_EFFICIENCY
+    itemsize = jnp.dtype(model.precision.compute_dtype).itemsize
+    read_or_written = tokens * itemsize * _activation_passes(model, length, mesh.pipeline > 1)
+    if num_microbatches > 1:
+        gradients = sum(parameter.split(mesh.sizes()) for parameter in model.parameters if parameter.is_trained)
+        read_or_written += ACCUMULATED_BYTES * gradients * num_microbatches
+    return tokens * work / device.peak_flops + read_or_written / device.memory_bandwidth
+
+
+def _activation_passes(model: Model, sequence_length: int, has_pipeline: bool) -> float:
+    """Elements that are read or written for a token."""
+    layers = model.config.layers(model.execution)
+    outputs = sum(parameter.size for parameter in model.parameters if parameter.is_output)
+    passes = ACTIVATION_PASSES * outputs / layers[-1].embed_dim  # the logits
+    for layer in layers:
+        for name, activation in layer.activations(sequence_length).items():
+            is_kept = layer.saved is None or name in layer.saved.kept
+            extra = BUFFER_PASSES * has_pipeline if is_kept else RECOMPUTED_PASSES
+            passes += (ACTIVATION_PASSES + extra) * activation.elements
+    return passes
 
 
 def _update_bytes(program: Program) -> int:
@@ -153,4 +189,4 @@ def _bandwidth(axis: str, mesh: MeshConfig, device: Device) -> float:
     """Along an axis whose neighbours and ends lie in one host, the link; otherwise the network."""
     sizes = list(mesh.sizes().items())
     inner = math.prod(size for _, size in sizes[[name for name, _ in sizes].index(axis) :])
-    return device.link_bandwidth if inner <= GPUS_PER_HOST else NETWORK_BANDWIDTH
+    return device.link_bandwidth * LINK_EFFICIENCY if inner <= GPUS_PER_HOST else NETWORK_BANDWIDTH

@@ -112,6 +112,8 @@ class LaunchConfig:
     the data ready, restoring, a step (the first with its compilation), an evaluation, a save; 0: never."""
     max_restarts: NonNegativeInt = 0
     """How often a run that crashes or hangs is started again; not after three crashes without a new step."""
+    cpu_devices: NonNegativeInt = 0
+    """Virtual CPU devices to compute on, to try a mesh without GPUs; 0: the real devices."""
     profile_steps: tuple[PositiveInt, PositiveInt] | None = None
     """(first, last): write a profile of these steps to run_dir/profile."""
 

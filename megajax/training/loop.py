@@ -25,7 +25,7 @@ from megajax.training.faults.replicas import check_replicas, describe_replicas
 from megajax.training.faults.stop import StopRequest
 from megajax.training.faults.watchdog import Watchdog
 from megajax.training.program import Program
-from megajax.training.reporting.console import Console
+from megajax.training.reporting.console import Console, format_count
 from megajax.training.reporting.metrics import MetricsWriter
 from megajax.training.reporting.profiling import Profiler
 from megajax.training.reporting.reporter import Reporter
@@ -82,9 +82,10 @@ class Trainer:
         config = self.config
         launch = self.launch
         first = int(state.step)
-        if first >= config.steps:
-            return "already finished"
         console = self.output.console
+        if first >= config.steps:
+            console.note(f"already finished at step {first}; --training.steps=N trains longer")
+            return "already finished"
         if launch.exit_at_step is not None and first >= launch.exit_at_step:
             console.note(f"nothing to do: step {first} is done, launch.exit_at_step={launch.exit_at_step}")
             return "interrupted"
@@ -94,7 +95,8 @@ class Trainer:
 
     def _train(self, state: TrainState, first: int, stop: StopRequest, profiler: Profiler) -> str:
         config = self.config
-        schedule = self.config.schedule(self.program.mesh_config)
+        console = self.output.console
+        schedule = config.schedule(self.program.mesh_config)
         batches = self.train_batches(first, config.steps)
         step_function = self.program.train_step(config)
         reporter = Reporter(
@@ -104,22 +106,23 @@ class Trainer:
             sequence_length=config.sequence_length,
             schedule=schedule,
             flops_per_token=self.program.model.flops_per_token,
+            compute_dtype=self.program.model.precision.compute,
             num_devices=self.program.mesh.size,
             max_consecutive_skips=config.max_consecutive_skips,
             productive_seconds=self.productive_seconds,
             first_started=self.output.first_started,
-            console=self.output.console,
+            console=console,
             writer=self.output.writer,
         )
         if config.check_replicas_every_steps:
-            self.output.console.note(describe_replicas(state))
+            console.note(describe_replicas(state))
         evaluate = self._evaluator(schedule)
         done = first
         for step, batch in enumerate(batches, start=first):
             profiler.before(step + 1)
             rate = self.learning_rate(step)
-            reporter.starting(step + 1)
-            state, metrics = step_function(state, batch, np.float32(rate))
+            with reporter.starting(step + 1):
+                state, metrics = step_function(state, batch, np.float32(rate))
             done = step + 1
             reporter.dispatched(done, metrics, rate)
             profiler.after(done, metrics)
@@ -129,7 +132,8 @@ class Trainer:
             evaluation: dict[str, float] = {}
             if evaluate is not None and (done % config.eval_every_steps == 0 or done == config.steps):
                 reporter.flush()
-                evaluation = evaluate(state.weights)
+                with console.announced("evaluating"):
+                    evaluation = evaluate(state.weights)
                 reporter.evaluation(done, evaluation)
                 self.watchdog.alive()
             is_due = asked or done == config.steps or self.checkpointer.is_due(done)
@@ -143,19 +147,21 @@ class Trainer:
             if is_saved:
                 reporter.flush()
                 save = self.checkpointer.save if is_due else self.checkpointer.save_local
-                self._save(save, state, schedule, reporter.productive_seconds, evaluation.get("eval_loss"))
+                with console.announced(f"saving step {done}"):
+                    self._save(save, state, schedule, reporter.productive_seconds, evaluation.get("eval_loss"))
                 self.watchdog.alive()
                 reporter.restart_clock()
             if asked:
-                self.output.console.note(f"stopping after step {done}: {asked}")
+                console.note(f"stopping after step {done}: {asked}")
                 break
         reporter.flush()
-        self.checkpointer.wait()
+        with console.announced(f"waiting until step {done} is on disk"):
+            self.checkpointer.wait()
         self.watchdog.alive()
         if self.checkpointer.latest_step() != done:
             raise RuntimeError(f"the checkpoint of step {done} could not be saved: the log says why")
         reporter.close()
-        self.output.console.close()
+        console.close()
         return "finished" if done >= config.steps else "interrupted"
 
     # ------------------------------------------------------------------ parts of the run
@@ -176,21 +182,25 @@ class Trainer:
     def _start(self) -> TrainState:
         model = self.program.model
         target = self.program.abstract_state
-        found = self.checkpointer.restore_newest(target.weights, target.optimizer, model.layer_rows)
+        with self.output.console.announced("restoring the newest checkpoint"):
+            found = self.checkpointer.restore_newest(target.weights, target.optimizer, model.layer_rows)
         if self.output.writer is not None:
             self.output.writer.rewind(0 if found is None else found[0])
         if found is None:
             return self.initial_state()
         latest, weights, optimizer, meta = found
-        self.output.console.note(f"resuming from step {latest} of {self.config.steps}")
+        if latest < self.config.steps:
+            self.output.console.note(f"resuming from step {latest} of {self.config.steps}")
         self._check_samples(latest, meta)
         self.productive_seconds = meta.get("productive_seconds", 0.0)
         return self.program.restored_state(latest, meta["skipped"], weights, optimizer)
 
     def initial_state(self) -> TrainState:
         """Before the first step."""
-        weights = self.starting_weights() if self.starting_weights else None
-        return self.program.first_state(self.config.seed, weights)
+        source = "loading" if self.starting_weights else "initialising"
+        with self.output.console.announced(f"{source} {format_count(self.program.model.num_parameters())} parameters"):
+            weights = self.starting_weights() if self.starting_weights else None
+            return self.program.first_state(self.config.seed, weights)
 
     def _check_samples(self, step: int, meta: dict[str, Any]) -> None:
         """Raises ValueError if samples would be skipped or read twice, as with another batch size."""

@@ -33,7 +33,7 @@ class Program:
         shard_over_data = self.optimizer.config.shard_over_data
         return state_shardings(self.model, self.optimizer, self.mesh, shard_over_data)
 
-    @property
+    @functools.cached_property
     def abstract_state(self) -> TrainState:
         """With shardings."""
         return with_shardings(abstract_state(self.model, self.optimizer), self.shardings)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -143,7 +144,7 @@ def test_evaluation_paths_leave_all_of_paths_for_training(config):
 
 
 def test_mock_data_needs_no_files(tmp_path):
-    config = DataConfig(cache_dir=str(tmp_path))
+    config = DataConfig(tokenizer="null:50257", cache_dir=str(tmp_path))
     data = build_datasets(config, sequence_length=32, seed=1, num_train_samples=100, num_eval_samples=4)
     assert data.train[0]["tokens"].shape == (32,)
     assert max(data.train[i]["tokens"].max() for i in range(20)) < 50257
@@ -392,7 +393,7 @@ def test_a_cut_file_is_refused_by_name(tmp_path):
         writer.add_document([np.arange(100)])
     with open(tmp_path / "x.bin", "ab") as file:
         file.truncate(150)
-    config = DataConfig("indexed", (str(tmp_path / "x"),), cache_dir=str(tmp_path))
+    config = DataConfig("indexed", (str(tmp_path / "x"),), tokenizer="null:9", cache_dir=str(tmp_path))
     with pytest.raises(ValueError, match="x.bin has 150 bytes.*expects 200"):
         build_datasets(config, sequence_length=16, seed=7, num_train_samples=10, num_eval_samples=0)
 
@@ -407,3 +408,40 @@ def test_a_damaged_meta_json_is_refused_by_name(content, written, tmp_path):
     with pytest.raises(ValueError, match="x.meta.json.*remove it") as error:
         build_datasets(config, sequence_length=32, seed=1, num_train_samples=10, num_eval_samples=0)
     assert "\n" not in str(error.value)
+
+
+def test_of_a_few_documents_the_last_one_is_held_out_where_rounding_leaves_none(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "megajax")
+    paths = [tmp_path / f"{number}.txt" for number in range(8)]
+    for number, path in enumerate(paths):
+        path.write_text(f"{number}" * 100)
+    prefix = str(tmp_path / "x")
+    preprocess([str(path) for path in paths], prefix, load_tokenizer("bytes"), "bytes")
+    config = DataConfig("indexed", (prefix,), tokenizer="bytes", cache_dir=str(tmp_path / "cache"))
+    build = functools.partial(build_datasets, sequence_length=16, seed=7, num_train_samples=200)
+    found = build(config, num_eval_samples=5)
+    seen = {token for i in range(200) for token in found.train[i]["tokens"].tolist()}
+    assert seen == {*b"0123456", 256}
+    assert {token for i in range(5) for token in found.eval[i]["tokens"].tolist()} == {*b"7"}
+    assert f"no evaluation documents of the 8 in {prefix}: the last one is held out" in caplog.text
+    # Without evaluation nothing is held out, and a run that goes on like that would see other samples.
+    whole = build(config, num_eval_samples=0)
+    with pytest.raises(ValueError, match="holds_out_last of .*x: True -> False"):
+        check_same_data(found.record, whole.record, "data.json")
+    before_there_was_this = whole.record | {"files": [dict(whole.record["files"][0])]}
+    before_there_was_this["files"][0].pop("holds_out_last")
+    check_same_data(before_there_was_this, whole.record, "data.json")
+
+
+def test_an_empty_tokenizer_is_the_one_that_wrote_the_data_and_its_file_may_have_moved_with_them(written, tmp_path):
+    config = DataConfig("indexed", (written,))
+    assert config.with_tokenizer(2048).tokenizer == "bytes" and config.num_token_ids(2048) == 257
+    meta = json.loads((tmp_path / "x.meta.json").read_text())
+    (tmp_path / "x.meta.json").write_text(json.dumps(meta | {"tokenizer": "elsewhere/t.model"}))
+    with pytest.raises(ValueError, match="x.bin was written with elsewhere/t.model.*--data.tokenizer"):
+        config.with_tokenizer(2048)
+    (tmp_path / "t.model").write_bytes(b"")
+    assert config.with_tokenizer(2048).tokenizer == str(tmp_path / "t.model")
+    (tmp_path / "x.meta.json").unlink()
+    assert config.with_tokenizer(2048).tokenizer == "null:2048"
+    assert DataConfig().with_tokenizer(100).tokenizer == "null:100"

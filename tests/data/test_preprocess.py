@@ -408,3 +408,35 @@ def test_inspect_is_a_command_of_preprocess(corpus, tmp_path, capsys):
     run(corpus[0], tmp_path / "x")
     main(["inspect", "--prefix", str(tmp_path / "x")])
     assert "documents 305" in capsys.readouterr().out
+
+
+def test_a_dataset_that_is_there_is_not_overwritten_unless_asked(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("hello")
+    arguments = ["--input", str(tmp_path / "a.txt"), "--output_prefix", str(tmp_path / "x"), "--workers=1"]
+    main([*arguments, "--tokenizer=bytes"])
+    before = (tmp_path / "x.bin").read_bytes()
+    with pytest.raises(SystemExit, match="x.bin exists .tokenizer bytes, documents 1.; use .*--overwrite"):
+        main([*arguments, "--tokenizer=sentencepiece:300"])
+    with pytest.raises(SystemExit, match="x.bin exists.*--overwrite"):
+        main(["merge", "--input", str(tmp_path / "x"), "--output_prefix", str(tmp_path / "x")])
+    assert (tmp_path / "x.bin").read_bytes() == before and not list(tmp_path.glob("*.model"))
+    (tmp_path / "a.txt").write_text("hello again")
+    main([*arguments, "--tokenizer=bytes", "--overwrite"])
+    assert texts(tmp_path / "x") == [["hello again"]]
+
+
+def test_inspect_shows_the_text_and_on_which_parts_of_a_conversation_there_is_a_loss(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(conversation(*turns)) for turns in [TURNS, TURNS[1:]]))
+    run([str(tmp_path / "a.jsonl")], tmp_path / "x", form="conversations", json_keys=["messages"])
+    main(["inspect", "--prefix", str(tmp_path / "x"), "--show=1"])
+    shown = capsys.readouterr().out.partition("--- ")[2]
+    assert shown.startswith(f"{tmp_path / 'x'}, document 0, ") and "document 1" not in shown
+    assert "\n[no loss] <|im_start|>system\nS<|im_end|>\n" in shown and "\n[loss] A1<|im_end|>\n" in shown
+    (tmp_path / "b.txt").write_text("long " * 200)
+    run([str(tmp_path / "b.txt")], tmp_path / "y")
+    main(["inspect", "--prefix", str(tmp_path / "y"), "--show=5"])
+    shown = capsys.readouterr().out
+    assert "document 0, 1,001 tokens\nlong long" in shown and "... 501 more tokens" in shown and "[" not in shown
+    (tmp_path / "y.meta.json").unlink()
+    with pytest.raises(SystemExit, match="y.meta.json does not exist; name the tokenizer with --tokenizer"):
+        main(["inspect", "--prefix", str(tmp_path / "y"), "--show=5"])

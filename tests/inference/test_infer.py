@@ -1,13 +1,8 @@
 """The command line of infer.py: what is wrong is said in one line, before a model is loaded."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 
-_SPEC = importlib.util.spec_from_file_location("infer", Path(__file__).parents[2] / "infer.py")
-infer = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(infer)
+from megajax.cli import infer
 
 
 @pytest.mark.parametrize(
@@ -17,7 +12,8 @@ _SPEC.loader.exec_module(infer)
         ("serve --run=x --port=80", "not there yet"),
         ("generate --run=x", "--prompt"),
         ("generate --prompt=x", "--run"),
-        ("generate --run=x --prompt=x --promt=y", "--promt=y is unknown"),
+        ("generate --run=x --prompt=x --promt=y", "--promt=y is unknown; did you mean --prompt"),
+        ("generate --run=x --prompt=x --mesh.tp=2", "did you mean --mesh.tensor"),
         ("generate --run=x --prompt=x --top_k=many", "invalid int value"),
         ("generate --run=x --prompt=x --temperature=-1", "temperature=-1"),
         ("generate --run=nowhere --prompt=x", "run=nowhere"),

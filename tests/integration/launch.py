@@ -60,10 +60,11 @@ TWO = dict(num_processes=2, devices_each=2)
 # train.py whose supervisor pauses for half a second before it starts a run again.
 RESTARTS_AT_ONCE = """
 import sys
-import train
+from megajax.cli import train
 from megajax.training.faults import supervisor
+from megajax.training.reporting.console import log_to_stderr
 supervisor.FIRST_WAIT_SECONDS = 0.5
-train.log_to_stderr()
+log_to_stderr()
 train.main(sys.argv[1:])
 """
 

@@ -18,7 +18,6 @@ import jax
 import pytest
 from launch import tiny_config
 
-import train
 from megajax import run
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.config import CheckpointConfig
@@ -74,7 +73,7 @@ def saved(tmp_path_factory) -> Saved:
     """Steps 3 and 6."""
     arguments = ["--training.steps=6", "--checkpoint.every_steps=3", "--mesh.data=8"]
     config = tiny_config(tmp_path_factory.mktemp("damage") / "run", *arguments)
-    assert train.train(config) == "finished"
+    assert run.train(config) == "finished"
     alone = dataclasses.replace(config, mesh=MeshConfig())
     program = alone.make_program(make_mesh(alone.mesh, jax.devices()[:1]))
     saved = Saved(config, program, {}, {})

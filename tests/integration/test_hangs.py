@@ -51,7 +51,7 @@ def test_a_start_that_waits_for_a_process_or_for_data_ends_with_the_stacks(tmp_p
             assert waits_for_data.wait() == waits_for_process.wait() == 1
     assert "Timeout" in waits_for_data.output and "in build_datasets" in waits_for_data.output
     assert "Timeout" in waits_for_process.output and "in initialize_processes" in waits_for_process.output
-    assert "process 0 waits for all 2 to connect" in waits_for_process.output
+    assert "process 0 of 2 waits for the others to connect" in waits_for_process.output
 
 
 @pytest.mark.fault

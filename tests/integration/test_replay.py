@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from launch import ROOT, TIMEOUT_SECONDS, metrics, run, saved_steps, tiny_config
 
-import train
+import megajax.run
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.config import CheckpointConfig
+from megajax.cli import train
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer
@@ -79,7 +80,9 @@ def test_a_step_that_overflowed_is_reproduced_and_the_layer_and_place_are_named_
 )
 def test_what_cannot_be_replayed_is_refused(step, overrides, want, run_dir):
     with pytest.raises(ValueError, match=want):
-        train.replay(tiny_config(run_dir, *MESH, "--mesh.fsdp=8", "--training.microbatch_size=1", *overrides), step)
+        megajax.run.replay(
+            tiny_config(run_dir, *MESH, "--mesh.fsdp=8", "--training.microbatch_size=1", *overrides), step
+        )
 
 
 def test_a_step_that_is_no_number_is_refused():
@@ -89,7 +92,7 @@ def test_a_step_that_is_no_number_is_refused():
 
 def test_a_directory_without_a_run_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds no run; name the run with --run_dir"):
-        train.replay(tiny_config(tmp_path / "none"), 1)
+        megajax.run.replay(tiny_config(tmp_path / "none"), 1)
     assert not (tmp_path / "none").exists()
 
 
@@ -114,7 +117,7 @@ def test_a_device_with_another_copy_ends_the_run_before_anything_is_saved(tmp_pa
     mesh = ["--mesh.data=8", "--training.steps=4", "--checkpoint.every_steps=2"]
     config = tiny_config(run_dir, *mesh, "--training.check_replicas_every_steps=1")
     with pytest.raises(RuntimeError, match=r"after step 3 .*device 3 \(cpu\): .params\['embedding'\];.* of step 2"):
-        train.train(config)
+        megajax.run.train(config)
     assert saved_steps(run_dir) == [2]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import configs
-import train
+from megajax import run
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.config import Config
 from megajax.data.config import DataConfig
@@ -61,15 +61,15 @@ def final_params(config: Config):
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     config = tiny(tmp_path_factory.mktemp("runs") / "uninterrupted")
-    assert train.train(config) == "finished"
+    assert run.train(config) == "finished"
     return config
 
 
 def test_resume_gives_identical_losses_and_parameters(uninterrupted, tmp_path):
-    assert train.train(tiny(tmp_path / "run", exit_at_step=2)) == "interrupted"
+    assert run.train(tiny(tmp_path / "run", exit_at_step=2)) == "interrupted"
     resumed = tiny(tmp_path / "run")
-    assert train.train(resumed) == "finished"
-    assert train.train(resumed) == "already finished"
+    assert run.train(resumed) == "finished"
+    assert run.train(resumed) == "already finished"
     assert losses(tmp_path / "run") == losses(Path(uninterrupted.run_dir))
     for got, want in zip(
         jax.tree.leaves(final_params(resumed)), jax.tree.leaves(final_params(uninterrupted)), strict=True
@@ -79,18 +79,18 @@ def test_resume_gives_identical_losses_and_parameters(uninterrupted, tmp_path):
 
 def test_same_seed_gives_identical_runs_and_another_seed_does_not(uninterrupted, tmp_path):
     again = tiny(tmp_path / "again")
-    assert train.train(again) == "finished"
+    assert run.train(again) == "finished"
     assert losses(tmp_path / "again") == losses(Path(uninterrupted.run_dir))
     other = tiny(tmp_path / "other", seed=99, exit_at_step=1)
-    train.train(other)
+    run.train(other)
     assert losses(tmp_path / "other")[0] != losses(tmp_path / "again")[0]
 
 
 @pytest.mark.parametrize("sizes", [dict(fsdp=4, context=2), dict(pipeline=2, data=2, fsdp=2)], ids=str)
 def test_resume_on_another_mesh_sees_the_same_data(uninterrupted, sizes, tmp_path):
-    train.train(tiny(tmp_path / "run", exit_at_step=2))
+    run.train(tiny(tmp_path / "run", exit_at_step=2))
     resumed = dataclasses.replace(tiny(tmp_path / "run"), mesh=MeshConfig(**sizes))
-    assert train.train(resumed) == "finished"
+    assert run.train(resumed) == "finished"
     got, want = losses(tmp_path / "run"), losses(Path(uninterrupted.run_dir))
     as_floats = lambda rows: [float.fromhex(loss or evaluation) for _, loss, evaluation in rows]
     # Sums over other splits, in float32, through six optimizer steps.

@@ -248,7 +248,7 @@ def test_every_nth_layer_has_no_rotary_embedding(one_device):
     assert difference(variant(no_rope_every=1)) == 0
     assert difference(variant(no_rope_every=2, num_layers=2)) > 1e-3
     layers = layers_of(variant(no_rope_every=3, num_layers=6))
-    assert [layer.attention.use_rope for layer in layers] == [True, True, False] * 2
+    assert [layer.attention.rope for layer in layers] == ["global", "global", "none"] * 2
 
 
 def test_packed_documents_never_see_each_other(one_device):

@@ -20,7 +20,6 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import configs
-import train
 from megajax import run, start_from
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import Config, override
@@ -48,6 +47,7 @@ from megajax.training.config import LaunchConfig, TrainingConfig
 from megajax.training.reporting.console import Console
 
 T, STEPS = 16, 4
+NORM = NormConfig("rmsnorm", 1e-5, zero_centered=False, bias=False)
 
 # ----------------------------------------------------------------------------- a recurrent layer among others
 
@@ -172,15 +172,16 @@ class TwoStacksConfig(ModelConfig):
         return {"encoder": (layer(window=4),), "decoder": (layer(window=None), layer(window=None))}
 
     def _layer(self, window, execution):
-        norm = NormConfig("rmsnorm", 1e-5, False)
         attention = AttentionConfig(
-            embed_dim=self.embed_dim, num_heads=4, num_kv_heads=2, head_dim=4, bias=False, qk_norm=None,
-            use_rope=False, window=window, soft_cap=None, dropout=0.0, context=execution.context_attention,
+            embed_dim=self.embed_dim, num_heads=4, num_kv_heads=2, head_dim=4, qkv_bias=False, out_bias=False,
+            qk_norm=None, qk_norm_scope="head", rope="none", rope_interleaved=False, alibi=False, window=window,
+            scale=0.5, soft_cap=None, sinks=False, dropout=0.0, context=execution.context_attention,
             backend=execution.attention_backend, deterministic=False, init_std=0.2, out_init_std=0.2,
         )  # fmt: skip
         return TransformerLayerConfig(
-            attention, MlpConfig(self.embed_dim, 32, "swiglu", False, 0.2, 0.2), norm, 0.0, None
-        )
+            attention=attention, mlp=MlpConfig(self.embed_dim, 32, "swiglu", False, 0.2, 0.2), norm=NORM,
+            norm_placement="pre", parallel_residual="none", residual_multiplier=1.0, dropout=0.0,
+        )  # fmt: skip
 
     def batch(self, sequence_length, *, packed):
         return {
@@ -201,7 +202,7 @@ class TwoStacks(nnx.Module):
         stacks = config.stacks(execution)
         self.encoder = Stack(stacks["encoder"], scan=False, rngs=rngs)
         self.decoder = Stack(stacks["decoder"], scan=execution.scans(2), rngs=rngs)
-        self.norm = Norm(NormConfig("rmsnorm", 1e-5, False), D, rngs=rngs)
+        self.norm = Norm(NORM, D, rngs=rngs)
         self.head = Linear((D,), (V,), ("embed", "vocab"), 0.2, rngs=rngs, role="head")
 
     def _run(self, batch, caches, key):
@@ -265,7 +266,7 @@ def run_of(config: Config, monkeypatch) -> list[dict]:
     with monkeypatch.context() as patched:
         patched.setattr(jax, "devices", lambda *_: devices)
         patched.setattr(jax, "device_count", lambda *_: len(devices))
-        assert train.train(config) in ("finished", "interrupted")
+        assert run.train(config) in ("finished", "interrupted")
     text = (Path(config.run_dir) / "metrics.jsonl").read_text()
     return [json.loads(line) for line in text.splitlines()]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import configs
-import train
 from megajax import compat
+from megajax.cli import train
 from megajax.config import Config, override
 from megajax.models.model import Model
 from megajax.planning.plan import plan_device, plan_rows

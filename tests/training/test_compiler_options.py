@@ -9,9 +9,9 @@ import jax
 import pytest
 
 import configs
-import train
 from benchmarks.settings import ablation
 from megajax import mesh as mesh_module
+from megajax.cli import train
 from megajax.config import Config, override
 from megajax.mesh import use_compilation_cache, xla_flags
 from megajax.models.model import Model

@@ -16,7 +16,7 @@ import numpy as np
 
 from megajax.data.indexed_dataset import HEADER, WRITE_BLOCK, IndexedDataset
 from megajax.data.meta import COUNTS, make_meta, read_meta, write_meta
-from megajax.data.prepare.write_tokens import BlockWriter
+from megajax.data.prepare.write_tokens import BlockWriter, refuse_to_overwrite
 
 BLOCK_BYTES = 1 << 24
 
@@ -137,8 +137,11 @@ def main_merge(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m megajax.data.preprocess merge", description="Joins datasets.")
     parser.add_argument("--input", nargs="+", required=True, help="prefixes of .bin/.idx files, in order")
     parser.add_argument("--output_prefix", required=True, help="P of P.bin, P.idx, P.meta.json")
+    parser.add_argument("--overwrite", action="store_true", help="replace a dataset that is there")
     flags = parser.parse_args(arguments)
     try:
+        if not flags.overwrite:
+            refuse_to_overwrite(flags.output_prefix)
         merge(flags.input, flags.output_prefix)
         dataset = IndexedDataset(flags.output_prefix)
     except (ValueError, OSError) as error:

@@ -13,6 +13,7 @@ import logging
 import os
 import sysconfig
 
+from megajax.announce import announced
 from megajax.data.config import DataConfig
 from megajax.data.prepare.write_tokens import preprocess
 from megajax.data.temporary import temporary_folder
@@ -38,7 +39,8 @@ def prepare_text(config: DataConfig) -> tuple[str, str, str]:
     if not os.path.isdir(folder):
         os.makedirs(config.cache_dir, exist_ok=True)
         with open(folder + ".lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # freed by the system if this process dies
+            with announced("waiting for another process that prepares the same text"):
+                fcntl.flock(lock, fcntl.LOCK_EX)  # freed by the system if this process dies
             if not os.path.isdir(folder):
                 _build(files, config.tokenizer, folder)
     spec = config.tokenizer
@@ -110,13 +112,15 @@ def _build(files: list[tuple[str, str]], tokenizer_spec: str, folder: str) -> No
         spec = tokenizer_spec
         if spec.startswith("sentencepiece:"):
             size = int(spec.removeprefix("sentencepiece:"))
-            spec = train_sentencepiece(training, os.path.join(temporary, "tokenizer"), size)
+            with announced(f"training a tokenizer of {size:,} pieces"):
+                spec = train_sentencepiece(training, os.path.join(temporary, "tokenizer"), size)
         tokenizer = load_tokenizer(spec)
         for part, paths in (("train", training), ("eval", held_out)):
             prefix = os.path.join(temporary, part)
             workers = _num_workers(paths)
             # A pattern over a disk meets files that are not text: they are named in the log and left out.
-            preprocess(paths, prefix, tokenizer, os.path.basename(spec), num_workers=workers, on_error="skip")
+            with announced(f"tokenizing {len(paths):,} text files"):
+                preprocess(paths, prefix, tokenizer, os.path.basename(spec), num_workers=workers, on_error="skip")
         try:
             os.rename(temporary, folder)
         except OSError:

@@ -4,12 +4,13 @@ import collections
 import contextlib
 import hashlib
 import logging
+import os
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from megajax.data.indexed_dataset import IndexedDatasetWriter
-from megajax.data.meta import COUNTS, make_meta, write_meta
+from megajax.data.meta import COUNTS, make_meta, read_meta, write_meta
 from megajax.data.prepare.encode import Block, Encoder, encode_in_order
 from megajax.data.prepare.read_input import MAX_DOCUMENT_BYTES, Reader, read_batches
 from megajax.data.tokenizers.chat_template import ChatTemplate, load_chat_template
@@ -71,7 +72,7 @@ def preprocess(
     reader = Reader(tuple(json_keys), form, template, max_document_bytes)
     reader.check(files)
     encoder = Encoder(tokenizer, reader, append_eod)
-    prefixes = [output_prefix] if len(json_keys) == 1 else [f"{output_prefix}_{key}" for key in json_keys]
+    prefixes = output_prefixes(output_prefix, json_keys)
     counts = [[collections.Counter() for _ in files] for _ in prefixes]
     digests: dict[int, str] = {}
     with contextlib.ExitStack() as stack:
@@ -107,6 +108,21 @@ def preprocess(
         metas[prefix] = make_meta(facts | {"json_key": key}, inputs, str(encoder.dtype), writer.digest.hexdigest())
         write_meta(prefix, metas[prefix])
     return metas
+
+
+def output_prefixes(output_prefix: str, json_keys: Sequence[str]) -> list[str]:
+    """Of the datasets that `preprocess` writes: one, or one a key."""
+    return [output_prefix] if len(json_keys) == 1 else [f"{output_prefix}_{key}" for key in json_keys]
+
+
+def refuse_to_overwrite(prefix: str) -> None:
+    """Raises ValueError if there is a dataset of that prefix."""
+    there = next((path for path in (f"{prefix}.bin", f"{prefix}.idx") if os.path.exists(path)), None)
+    if there is None:
+        return
+    meta = read_meta(prefix)
+    what = f" (tokenizer {meta['tokenizer']}, documents {meta['num_documents']:,})" if meta else ""
+    raise ValueError(f"--output_prefix={prefix}: {there} exists{what}; use another prefix, or replace it: --overwrite")
 
 
 def _count(block: Block) -> dict[str, int]:

@@ -1,22 +1,27 @@
 """When to stop a run before its last step, agreed by all processes."""
 
+import _thread
 import os
 import signal
+import socket
+import threading
 import time
 
 import jax
 from jax.experimental import multihost_utils
 
-from megajax.training.faults.signals import stop_signals
+from megajax.training.faults.signals import is_program, leave, stop_signals, tell
 
 # A terminal and the launcher under it may both send the SIGINT of one ctrl-C: two sooner than this are one.
-SAME_SIGINT_SECONDS = 2.0
+SAME_SIGINT_SECONDS = 1.0
 
 
 class StopRequest:
     """Signals, exit_at_step and exit_after_minutes; a context manager that gives the signals back.
 
-    A second SIGINT, SAME_SIGINT_SECONDS or more after the request to stop, ends the run at once, without saving.
+    The answer to a signal comes at once, from a thread: handlers of Python wait until the main thread is back from the
+    device or the compiler. A second SIGINT, SAME_SIGINT_SECONDS or more after the request to stop, ends the program
+    without saving, with exit status 130; in a notebook it raises KeyboardInterrupt.
     With several processes JAX's preemption service sees the SIGTERM of any of them and names one step for all; whoever
     wants to stop for another reason sends itself that signal.
     """
@@ -27,9 +32,17 @@ class StopRequest:
         self._started = time.monotonic()
         self._reason = ""
         self._asked_at = self._started
+        self._is_interrupted = False
+        self._is_program = is_program()
         self._alone = jax.process_count() == 1
         numbers = [number for number in stop_signals() if self._alone or number != signal.SIGTERM]
-        self._handlers = {number: signal.signal(number, self._received) for number in numbers}
+        # The interpreter writes the number of each signal into the socket as soon as it arrives.
+        self._signals, self._written = socket.socketpair()
+        self._written.setblocking(False)
+        self._wakeup_before = signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
+        self._handlers = {number: signal.signal(number, self._in_main_thread) for number in numbers}
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
 
     def __enter__(self) -> "StopRequest":
         return self
@@ -37,17 +50,39 @@ class StopRequest:
     def __exit__(self, *_) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup_before)
+        self._written.close()
+        self._thread.join()
+        self._signals.close()
 
-    def _received(self, number: int, _frame) -> None:
-        since_asked = time.monotonic() - self._asked_at
-        if self._reason and number == signal.SIGINT and since_asked >= SAME_SIGINT_SECONDS:
+    def _in_main_thread(self, _number: int, _frame) -> None:
+        if self._is_interrupted:
             raise KeyboardInterrupt
-        self._ask(f"received {signal.Signals(number).name}")
+
+    def _listen(self) -> None:
+        while received := self._signals.recv(1):
+            if received[0] in self._handlers:
+                self._received(signal.Signals(received[0]))
+
+    def _received(self, number: signal.Signals) -> None:
+        if not self._reason:
+            again = "; press ctrl-C again to stop now without saving" if number == signal.SIGINT else ""
+            tell(f"received {number.name}: the run saves and stops after this step{again}")
+            self._ask(f"received {number.name}")
+        elif number == signal.SIGINT and time.monotonic() - self._asked_at >= SAME_SIGINT_SECONDS:
+            if self._is_program:
+                leave(
+                    130,
+                    "received SIGINT again: stopped without saving",
+                )
+            if not self._is_interrupted:
+                self._is_interrupted = True
+                _thread.interrupt_main()
 
     def _ask(self, reason: str) -> None:
         if not self._reason:
-            self._reason = reason
             self._asked_at = time.monotonic()
+            self._reason = reason
         if not self._alone:
             os.kill(os.getpid(), signal.SIGTERM)
 

@@ -1,20 +1,44 @@
-"""What a person sees of a run: the start-up card and the line that moves.
+"""What a person sees of a run: the start-up card, a line for each logged step, and a bar.
 
-On a terminal the card is a table and the step a live bar; otherwise (a log file, a batch job) both are plain lines.
+In a terminal the card is a table, lines are cut to its width, and a bar below them moves with every step. Elsewhere (a
+log file, a batch job) card and lines are plain text, and there is no bar.
 """
 
+import contextlib
 import logging
 import sys
+from contextlib import AbstractContextManager
 from typing import Any
 
+import rich
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
+from megajax.announce import announced
+
+# Where a line of metrics is too long for the terminal, these are left out, the first one first.
+LEAST_IMPORTANT = (
+    "peak_memory_bytes", "grad_norm", "learning_rate", "step_seconds", "mfu", "tokens_per_second", "time_left",
+)  # fmt: skip
+# Of these the text beside the bar is made.
+BESIDE_BAR = ("loss", "tokens_per_second", "mfu", "time_left")
+BAR_WIDTH = 20
+
 
 def format_count(count: float) -> str:
-    """124439808 -> "124.4M", 1.23e9 -> "1.23G", 950 -> "950"."""
-    return _scaled(count, 1000, ("", "k", "M", "G", "T", "P", "E"), separator="")
+    """Of parameters, tokens: 124439808 -> "124.4M", 1.23e9 -> "1.23B", 950 -> "950"."""
+    return _scaled(count, 1000, ("", "k", "M", "B", "T"), separator="")
+
+
+def format_flops(count: float) -> str:
+    """1.08e12 -> "1.08 TFLOP"."""
+    return _scaled(count, 1000, ("", "k", "M", "G", "T", "P", "E"), separator=" ") + "FLOP"
+
+
+def format_number_of(count: int, singular: str, plural: str = "") -> str:
+    """(1, "process", "processes") -> "1 process", (1200, "step") -> "1,200 steps"; plural: default singular + s."""
+    return f"{count:,} {singular if count == 1 else plural or singular + 's'}"
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -60,8 +84,10 @@ class Console:
     def __init__(self, is_terminal: bool | None = None, enabled: bool = True):
         self._enabled = enabled
         self._is_terminal = sys.stdout.isatty() if is_terminal is None else is_terminal
-        self._rich = RichConsole(force_terminal=self._is_terminal, highlight=False)
+        # rich's own is shared with `announced`, so that a spinner finds its place below the bar.
+        self._rich = rich.get_console() if is_terminal is None else RichConsole(force_terminal=is_terminal)
         self._progress: Progress | None = None
+        self._newest: dict[str, Any] = {}
 
     def card(self, title: str, rows: list[tuple[str, str]]) -> None:
         """The start-up card: a title and (name, value) rows."""
@@ -76,55 +102,67 @@ class Console:
         table.add_column()
         for name, value in rows:
             table.add_row(_escaped(name), _escaped(value))
-        self._rich.print(table)
+        self._rich.print(table, highlight=False)
 
     def step(self, step: int, total_steps: int, metrics: dict[str, Any]) -> None:
-        """Shows the metrics of a step, with the keys of metrics.jsonl; what is missing or None is left out."""
+        """A line with the metrics of a step, under the names of metrics.jsonl; what is missing or None is left out."""
         if not self._enabled:
             return
+        start = f"step {step}/{total_steps}"
         if not self._is_terminal:
-            _print_plain(_plain_line(step, total_steps, metrics))
-        elif "loss" not in metrics:
-            self._rich.print(_plain_line(step, total_steps, metrics), markup=False)
-        else:
-            self._move_bar(step, total_steps, metrics)
+            _print_plain(" ".join([start, *_fields(step, total_steps, metrics).values()]))
+            return
+        fields = _fields(step, total_steps, metrics)
+        fields.pop("time_left", None)  # the bar shows it
+        self._rich.print(_fitted(start, fields, " ", self._rich.width), markup=False, highlight=False)
+        if "loss" in metrics:
+            self._newest = metrics
+            self.progress(step, total_steps)
+
+    def progress(self, step: int, total_steps: int) -> None:
+        """Moves the bar of a terminal."""
+        if not self._enabled or not self._is_terminal:
+            return
+        start = f"step {step}/{total_steps}"
+        fields = _fields(step, total_steps, self._newest)
+        fields = {name: text for name, text in fields.items() if name in BESIDE_BAR}
+        line = _fitted("", fields, "  ", self._rich.width - len(start) - BAR_WIDTH - 3)
+        if self._progress is None:
+            self._progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(BAR_WIDTH),
+                TextColumn("{task.fields[line]}", markup=False),
+                console=self._rich,
+                refresh_per_second=4,
+                redirect_stderr=sys.stderr.isatty(),
+            )
+            self._progress.start()
+            self._progress.add_task(start, total=total_steps, line=line)
+        task = self._progress.task_ids[0]
+        self._progress.update(task, description=start, completed=step, total=total_steps, line=line)
 
     def note(self, text: str) -> None:
-        """One line that stays, above the live line."""
+        """One line that stays, above the bar."""
         if not self._enabled:
             return
         if self._is_terminal:
-            self._rich.print(text, markup=False)
+            self._rich.print(text, markup=False, highlight=False)
         else:
             _print_plain(text)
 
+    def announced(self, what: str) -> AbstractContextManager:
+        """As `megajax.announce.announced`."""
+        return announced(what) if self._enabled else contextlib.nullcontext()
+
     def close(self) -> None:
-        """Leaves the last state of the live line on the screen."""
+        """Leaves the bar as it is on the screen."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
 
-    def _move_bar(self, step: int, total_steps: int, metrics: dict[str, Any]) -> None:
-        line = "  ".join(_fields(metrics) + _time_left(step, total_steps, metrics))
-        if self._progress is None:
-            self._progress = Progress(
-                TextColumn("step {task.completed}/{task.total}"),
-                BarColumn(bar_width=20),
-                TextColumn("{task.fields[line]}", markup=False),
-                console=self._rich,
-                refresh_per_second=4,
-            )
-            self._progress.start()
-            self._progress.add_task("train", total=total_steps, line=line)
-        self._progress.update(self._progress.task_ids[0], completed=step, total=total_steps, line=line)
 
-
-def _plain_line(step: int, total_steps: int, metrics: dict[str, Any]) -> str:
-    return " ".join([f"step {step}/{total_steps}", *_fields(metrics), *_time_left(step, total_steps, metrics)])
-
-
-def _fields(metrics: dict[str, Any]) -> list[str]:
-    """The metrics worth a glance, in reading order."""
+def _fields(step: int, total_steps: int, metrics: dict[str, Any]) -> dict[str, str]:
+    """The metrics worth a glance, in reading order; the loss is the mean of the steps since the line before."""
     formats = {
         "loss": lambda value: f"loss {value:.4f}",
         "eval_loss": lambda value: f"eval_loss {value:.4f}",
@@ -135,14 +173,25 @@ def _fields(metrics: dict[str, Any]) -> list[str]:
         "tokens_per_second": lambda value: f"{format_count(value)} tokens/s",
         "mfu": lambda value: f"MFU {100 * value:.1f}%",
         "peak_memory_bytes": lambda value: f"peak {format_bytes(value)}",
+        "time_left": lambda value: f"{format_seconds(value)} left",
     }
-    return [show(metrics[name]) for name, show in formats.items() if metrics.get(name) is not None]
+    shown = dict(metrics)
+    if "mean_loss" in metrics:
+        shown["loss"] = metrics["mean_loss"]
+    if metrics.get("step_seconds") is not None and step < total_steps:
+        shown["time_left"] = (total_steps - step) * metrics["step_seconds"]
+    return {name: show(shown[name]) for name, show in formats.items() if shown.get(name) is not None}
 
 
-def _time_left(step: int, total_steps: int, metrics: dict[str, Any]) -> list[str]:
-    if metrics.get("step_seconds") is None or step >= total_steps:
-        return []
-    return [f"{format_seconds((total_steps - step) * metrics['step_seconds'])} left"]
+def _fitted(start: str, fields: dict[str, str], separator: str, width: int) -> str:
+    """One line of at most `width` characters as long as there is something that may be left out."""
+    left = dict(fields)
+    for name in (None, *LEAST_IMPORTANT):
+        left.pop(name, None)
+        line = separator.join([start, *left.values()] if start else left.values())
+        if len(line) <= width:
+            break
+    return line
 
 
 def _escaped(text: str) -> str:
@@ -153,9 +202,20 @@ def _print_plain(text: str) -> None:
     print(text, flush=True)
 
 
+class _ToStderr(logging.StreamHandler):
+    """To what sys.stderr is at the moment: while a bar or a spinner is on the screen, rich prints above it."""
+
+    def __init__(self):
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self):
+        return sys.stderr
+
+
 def log_to_stderr() -> None:
     """Our own messages one line each, those of the libraries only when something is wrong."""
-    handler = logging.StreamHandler()
+    handler = _ToStderr()
     handler.setFormatter(logging.Formatter("megajax: %(message)s"))
     logger = logging.getLogger("megajax")
     logger.addHandler(handler)

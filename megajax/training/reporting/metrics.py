@@ -1,9 +1,12 @@
 """Where the numbers of a run go: metrics.jsonl always, TensorBoard and Weights & Biases if asked.
 
 metrics.jsonl is the record that scripts and the resume logic rely on: one JSON object a line, flushed at once. A logged
-step has step, loss, grad_norm, learning_rate, consumed_tokens, step_seconds, tokens_per_second,
+step has step, loss, mean_loss, grad_norm, learning_rate, consumed_tokens, step_seconds, tokens_per_second,
 tokens_per_second_per_device, mfu, mfu_causal, peak_memory_bytes, goodput; an evaluation has step, eval_loss and, where
 the data is text, eval_bits_per_byte. A number that is not finite is null.
+
+loss is that of the step, the same bits in a run and in one that was resumed, whatever else is logged. mean_loss is the
+mean over the steps since the line before, without those whose update was skipped; it is what the console shows.
 
 step_seconds is the mean of the steps since the line before, and the speeds are the tokens of those steps over their
 time. A step that was compiled is none of them: the first after a start, and the first with each batch size.
@@ -32,6 +35,19 @@ from typing import Any, Literal
 from megajax.training.reporting.best_effort import Appender, BestEffort
 
 logger = logging.getLogger("megajax")
+# Charts of TensorBoard: those of a group stand together. `loss` is that of training in the run's own files, and that of
+# the evaluation in eval/, so that one chart has both. What a model adds is in the group model.
+TRAINING_TAGS = {
+    "mean_loss": "loss",
+    "loss": "loss/of_the_step",
+    **{name: f"optimizer/{name}" for name in ("grad_norm", "learning_rate", "skipped_updates")},
+    **{name: f"throughput/{name}" for name in (
+        "step_seconds", "tokens_per_second", "tokens_per_second_per_device", "mfu", "mfu_causal", "goodput",
+    )},
+    "consumed_tokens": "progress/consumed_tokens",
+    "peak_memory_bytes": "memory/peak_memory_bytes",
+}  # fmt: skip
+EVALUATION_TAGS = {"eval_loss": "loss", "eval_bits_per_byte": "loss/bits_per_byte"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +55,7 @@ class LoggingConfig:
     """Where metrics are written besides run_dir/metrics.jsonl."""
 
     tensorboard: bool = True
-    """Write scalars to run_dir/tensorboard."""
+    """Write scalars and the config to run_dir/tensorboard."""
     wandb_project: str = ""
     """Weights & Biases project; empty: not used."""
     wandb_mode: Literal["online", "offline"] = "offline"
@@ -63,7 +79,7 @@ class MetricsWriter:
     Args:
         run_dir: the run directory; made if it is not there.
         config: the logging section.
-        run_config: the resolved config as plain JSON values, shown by Weights & Biases.
+        run_config: the resolved config as plain JSON values, shown by TensorBoard and Weights & Biases.
     """
 
     def __init__(self, run_dir: str | os.PathLike, config: LoggingConfig, run_config: dict):
@@ -73,8 +89,8 @@ class MetricsWriter:
         self._config = config
         self._path = self._run_dir / "metrics.jsonl"
         self._file = Appender(self._path)
-        self._tensorboard: _TensorBoard | None = None
-        self._first_new_step: int | None = None
+        folder = self._run_dir / "tensorboard"
+        self._tensorboard = _TensorBoard(folder, run_config), _TensorBoard(folder / "eval")
         self._wandb = _start_wandb(self._run_dir, config, run_config) if config.wandb_project else None
         self._writes_metrics = BestEffort(str(self._path))
         self._writes_tensorboard = BestEffort(f"TensorBoard, {self._run_dir / 'tensorboard'}")
@@ -91,12 +107,21 @@ class MetricsWriter:
         scalars = {name: value for name, value in record.items() if isinstance(value, int | float)}
         if self._config.tensorboard:
             with self._writes_tensorboard:
-                if self._tensorboard is None:
-                    self._tensorboard = _TensorBoard(self._run_dir / "tensorboard", self._first_new_step)
-                self._tensorboard.write(scalars, step)
+                self._write_tensorboard(scalars, step)
         if self._wandb is not None:
             with self._writes_wandb:
                 self._wandb.log(scalars, step=step)
+
+    def _write_tensorboard(self, scalars: dict[str, float], step: int) -> None:
+        evaluation = {tag: scalars[name] for name, tag in EVALUATION_TAGS.items() if name in scalars}
+        training = {
+            TRAINING_TAGS.get(name, f"model/{name}"): value
+            for name, value in scalars.items()
+            if name not in EVALUATION_TAGS
+        }
+        for file, values in zip(self._tensorboard, (training, evaluation), strict=True):
+            if values:
+                file.write(values, step)
 
     def rewind(self, step: int) -> None:
         """Drops what lies after `step`, so that a run resumed there has one line a step.
@@ -105,7 +130,8 @@ class MetricsWriter:
         goes too; other lines that cannot be read are moved to metrics.jsonl.damaged, and so is a file that cannot be
         read at all. TensorBoard hides the later points; Weights & Biases keeps the first value it saw for a step.
         """
-        self._first_new_step = step + 1
+        for file in self._tensorboard:
+            file.first_new_step = step + 1
         with self._writes_metrics:
             try:
                 lines = list(read_metrics(self._path))
@@ -148,28 +174,41 @@ class MetricsWriter:
 
 
 class _TensorBoard:
-    """One event file with scalars, in the format of tensorboardX.
+    """One event file, in the format of tensorboardX, begun with the first value that is written.
 
     Its own writer hands events to a thread that dies of the first error, after which the run waits for it for ever.
     """
 
-    def __init__(self, folder: Path, first_new_step: int | None):
-        # tensorboardX costs half a second to import, which `--help` and `--plan` need not pay.
-        from tensorboardX.proto import event_pb2
-        from tensorboardX.summary import scalar
-
-        self._new_event = event_pb2.Event
-        self._new_scalar = scalar
-        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
-        first = _tensorboard_record(event_pb2.Event(file_version="brain.Event:2"))
-        if first_new_step is not None:  # what other files have from this step on is hidden
-            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            first += _tensorboard_record(event_pb2.Event(step=first_new_step, session_log=start))
-        self._file = Appender(folder / name, first)
+    def __init__(self, folder: Path, run_config: dict | None = None):
+        """run_config: shown as a text; None: none."""
+        self.first_new_step: int | None = None
+        """What other files have from this step on is hidden."""
+        self._folder = folder
+        self._run_config = run_config
+        self._file: Appender | None = None
 
     def write(self, scalars: dict[str, float], step: int) -> None:
-        values = [value for name, number in scalars.items() for value in self._new_scalar(name, number).value]
-        self._file.append(_tensorboard_record(self._new_event(step=step, summary={"value": values})))
+        # tensorboardX costs half a second to import, which `--help` and `--plan` need not pay.
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.summary import scalar
+
+        if self._file is None:
+            name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+            self._file = Appender(self._folder / name, self._beginning())
+        values = [value for name, number in scalars.items() for value in scalar(name, number).value]
+        self._file.append(_tensorboard_record(Event(step=step, summary={"value": values})))
+
+    def _beginning(self) -> bytes:
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.summary import text
+
+        events = [Event(file_version="brain.Event:2")]
+        if self.first_new_step is not None:
+            events.append(Event(step=self.first_new_step, session_log=SessionLog(status=SessionLog.START)))
+        if self._run_config is not None:
+            config = f"```\n{json.dumps(self._run_config, indent=2)}\n```"
+            events.append(Event(step=self.first_new_step or 0, summary=text("config", config)))
+        return b"".join(map(_tensorboard_record, events))
 
 
 def _tensorboard_record(event: Any) -> bytes:

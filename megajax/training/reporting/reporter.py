@@ -1,8 +1,10 @@
 """What the loop reports of its steps, without ever making the device wait."""
 
+import contextlib
+import math
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
 import jax
 
@@ -24,6 +26,7 @@ class Reporter:
         sequence_length: int,
         schedule: BatchSchedule,
         flops_per_token: Callable[..., float],
+        compute_dtype: Literal["float32", "bfloat16"],
         num_devices: int,
         max_consecutive_skips: int,
         productive_seconds: float,
@@ -31,9 +34,10 @@ class Reporter:
         console: Console,
         writer: MetricsWriter | None,
     ):
-        """first: steps done before; flops_per_token(sequence_length, causal=...), see Model.
+        """first: steps done before; flops_per_token(sequence_length, causal=...), see Model. compute_dtype: whose peak
+        MFU is measured against.
 
-        max_consecutive_skips: skipped updates that end the run, 0: no limit. productive_seconds: of the steps done
+        max_consecutive_skips: that many end the run; 0: no limit. productive_seconds: of the steps done
         before. first_started: when the run was first started, seconds since 1970.
         """
         self._num_steps = num_steps
@@ -41,6 +45,7 @@ class Reporter:
         self._sequence_length = sequence_length
         self._schedule = schedule
         self._flops_per_token = flops_per_token
+        self._compute_dtype = compute_dtype
         self._num_devices = num_devices
         self._console = console
         self._writer = writer
@@ -52,14 +57,16 @@ class Reporter:
         self._steps = 0
         self._samples = 0
         self._seconds = 0.0
+        self._losses: list[float] = []  # of all steps since then but those whose update was skipped
         self._max_consecutive_skips = max_consecutive_skips
         self._consecutive_skips = 0
         self.productive_seconds = productive_seconds
         self._first_started = first_started
         self._last_end = time.perf_counter()  # of a step, or of what came after it
 
-    def starting(self, step: int) -> None:
-        """The step will be dispatched now. With the first batch of its shape that means to compile it, while the step
+    @contextlib.contextmanager
+    def starting(self, step: int) -> Iterator[None]:
+        """The step is dispatched within. With the first batch of its shape that means to compile it, while the step
         before must not be waiting for its time to be taken."""
         batch = self._schedule(step - 1)
         shape = batch.num_microbatches, batch.microbatch
@@ -67,6 +74,8 @@ class Reporter:
             self.flush()
             self._compiled.add(shape)
             self._is_compiling = True
+        with self._console.announced("compiling the train step") if self._is_compiling else contextlib.nullcontext():
+            yield
 
     def dispatched(self, step: int, metrics: dict, rate: float) -> None:
         """The step is on its way; now is the time to look at the one before."""
@@ -74,9 +83,10 @@ class Reporter:
         self._waiting = (step, metrics, rate)
         if self._is_compiling:
             started = self._last_end
-            self.flush()
-            name = "first step" if step == self._first + 1 else f"step {step}, the first of its batch size"
-            self._console.note(f"{name}, with compilation: {format_seconds(time.perf_counter() - started)}")
+            name = "the first step" if step == self._first + 1 else f"step {step}, the first of its batch size"
+            with self._console.announced(f"running {name}"):
+                self.flush()
+            self._console.note(f"{name}, compilation included: {format_seconds(time.perf_counter() - started)}")
             self._is_compiling = False
             self.restart_clock()
 
@@ -94,13 +104,18 @@ class Reporter:
             self._seconds += self._last_end - started
             self._steps += 1
             self._samples += self._schedule(step - 1).size
-        self._look_at_skipped(step, metrics)
+        loss, skipped = jax.device_get((metrics["loss"], metrics["skipped"]))
+        if not skipped:
+            self._losses.append(float(loss))
+        self._look_at_skipped(step, metrics, bool(skipped))
+        self._console.progress(step, self._num_steps)
         if step == self._first + 1 or step % self._every_steps == 0 or step == self._num_steps:
             values = {name: float(value) for name, value in jax.device_get(metrics).items()}
             self._emit(self._line(step, values, rate))
             self._steps = 0
             self._samples = 0
             self._seconds = 0.0
+            self._losses = []
             self.restart_clock()
 
     def evaluation(self, step: int, values: dict[str, float]) -> None:
@@ -123,16 +138,18 @@ class Reporter:
     def close(self) -> None:
         wall = format_seconds(max(time.time() - self._first_started, 0.0))
         self._console.note(
-            f"goodput {self.goodput():.1%}: {format_seconds(self.productive_seconds)} of steps in {wall} since the "
-            "first start"
+            f"goodput: {format_seconds(self.productive_seconds)} of {wall} spent in steps ({self.goodput():.1%}); the "
+            "rest: compiling, evaluating, saving, pauses"
         )
 
     def _line(self, step: int, values: dict[str, float], rate: float) -> dict[str, Any]:
         length = self._sequence_length
-        names = [name for name in values if name not in ("skipped", "total_skipped")]
+        names = [name for name in values if name not in ("loss", "skipped", "total_skipped")]
         device = jax.local_devices()[0]
         line = {
             "step": step,
+            "loss": values["loss"],
+            "mean_loss": math.fsum(self._losses) / len(self._losses) if self._losses else math.nan,
             **{name: values[name] for name in names},
             "skipped_updates": int(values["total_skipped"]),
             "learning_rate": rate,
@@ -144,6 +161,7 @@ class Reporter:
             return line
         per_device = self._samples * length / self._seconds / self._num_devices
         known = find_device(device.device_kind)
+        known = known and known.computing_in(self._compute_dtype)
 
         def mfu(causal: bool) -> float | None:
             return utilisation(self._flops_per_token(length, causal=causal), per_device, known)
@@ -156,9 +174,9 @@ class Reporter:
             "mfu_causal": mfu(True) if known else None,
         }
 
-    def _look_at_skipped(self, step: int, metrics: dict) -> None:
-        """Says which samples an update was skipped for. Raises RuntimeError after too many in a row."""
-        if not int(metrics["skipped"]):
+    def _look_at_skipped(self, step: int, metrics: dict, skipped: bool) -> None:
+        """Reports which samples an update was skipped for. Raises RuntimeError after too many consecutive ones."""
+        if not skipped:
             self._consecutive_skips = 0
             return
         self._consecutive_skips += 1
@@ -166,12 +184,12 @@ class Reporter:
         samples = f"samples {batch.first_sample} to {batch.first_sample + batch.size - 1}"
         values = f"loss {float(metrics['loss']):.4g}, gradient norm {float(metrics['grad_norm']):.4g}"
         total = int(metrics["total_skipped"])
-        self._console.note(f"step {step}: update skipped, {values}, {samples} ({total} skipped in all)")
+        self._console.note(f"step {step}: update skipped, {values}, {samples} ({total} skipped so far)")
         if self._max_consecutive_skips and self._consecutive_skips >= self._max_consecutive_skips:
             raise RuntimeError(
-                f"{self._consecutive_skips} updates in a row were skipped, up to step {step} ({values}); nothing was "
-                "saved since the last checkpoint: look at the data of these steps, lower the learning rate, or allow "
-                "more with --training.max_consecutive_skips"
+                f"{self._consecutive_skips} consecutive updates were skipped, up to step {step} ({values}), and "
+                "nothing was saved since the last checkpoint; look at the data of these steps, lower the learning "
+                "rate, or allow more with --training.max_consecutive_skips"
             )
 
     def _emit(self, line: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from launch import TINY, tiny_config
 
-import train
+from megajax.cli import train
 from megajax.training.faults.disk import check_room
 from megajax.training.loop import Trainer
 from megajax.training.state import TrainState

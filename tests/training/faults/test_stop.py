@@ -30,22 +30,68 @@ def send(number):
     time.sleep(0.01)
 
 
+def wait_until(condition):
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
 @pytest.mark.parametrize("number", ALL)
-def test_each_signal_asks_a_run_to_stop_after_the_step(number):
+def test_each_signal_asks_a_run_to_stop_after_the_step_and_is_answered_at_once(number, capfd):
     with StopRequest(None, None) as request:
         assert request.asked(1) == ""
         send(number)
-        assert request.asked(2) == f"received {number.name}"
+        wait_until(lambda: request.asked(2) == f"received {number.name}")
+    answer = capfd.readouterr().err
+    assert answer.startswith(f"megajax: received {number.name}: the run saves and stops after this step")
+    assert ("press ctrl-C again to stop now without saving" in answer) == (number == signal.SIGINT)
 
 
-def test_the_sigint_of_a_terminal_and_of_its_launcher_are_one_and_a_later_one_ends_the_run_at_once(monkeypatch):
+def test_the_sigint_of_a_terminal_and_of_its_launcher_are_one_and_a_later_one_interrupts_a_notebook(monkeypatch):
     with StopRequest(None, None) as request:
         send(signal.SIGINT)
         send(signal.SIGINT)
-        assert request.asked(1) == "received SIGINT"
+        wait_until(lambda: request.asked(1) == "received SIGINT")
+        time.sleep(0.1)
         monkeypatch.setattr(stop, "SAME_SIGINT_SECONDS", 0.01)
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGINT)
+            time.sleep(20)
+
+
+# The main thread takes no signals, as while it waits for a device: no handler runs there.
+BUSY = """
+import signal, threading
+from megajax.training.faults import stop
+from megajax.training.faults.signals import leave_when_asked
+leave_when_asked()
+stop.SAME_SIGINT_SECONDS = 0.2
+with stop.StopRequest(None, None) as request:
+    lock = threading.Lock()
+    lock.acquire()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    print("in a step", flush=True)
+    lock.acquire()
+print("not reached")
+"""
+
+
+def test_a_busy_program_answers_ctrl_c_at_once_and_the_second_one_ends_it_with_130_and_one_line():
+    with subprocess.Popen(
+        [sys.executable, "-c", BUSY], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "in a step\n"
+        process.send_signal(signal.SIGINT)
+        assert "saves and stops after this step; press ctrl-C again" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)  # the launcher's
+        time.sleep(0.3)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+        assert process.stdout.read() == ""
+        (line,) = process.stderr.read().splitlines()
+        assert line.startswith("megajax: received SIGINT again: stopped without saving")
 
 
 def test_a_run_under_nohup_outlives_its_terminal():

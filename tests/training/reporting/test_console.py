@@ -1,8 +1,26 @@
 """Numbers read well, plain lines where stdout is no terminal, silence on every process but 0."""
 
-import pytest
+import io
+import logging
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
 
-from megajax.training.reporting.console import Console, format_bytes, format_count, format_seconds
+import pytest
+from rich.console import Console as RichConsole
+
+from megajax import announce
+from megajax.training.reporting.console import (
+    Console,
+    format_bytes,
+    format_count,
+    format_flops,
+    format_number_of,
+    format_seconds,
+)
 
 METRICS = {
     "loss": 5.1234,
@@ -23,16 +41,27 @@ METRICS = {
         (1000, "1.00k"),
         (12_345, "12.3k"),
         (124_439_808, "124.4M"),
-        (999_960_000, "1.00G"),
-        (1.23e9, "1.23G"),
-        (9.999e9, "10.0G"),
-        (175e9, "175.0G"),
-        (3.15e23, "315000.0E"),
+        (999_960_000, "1.00B"),
+        (1.23e9, "1.23B"),
+        (9.999e9, "10.0B"),
+        (175e9, "175.0B"),
+        (1.5e13, "15.0T"),
+        (3e17, "300000.0T"),
         (0.25, "0.25"),
     ],
 )
 def test_format_count(count, text):
     assert format_count(count) == text
+
+
+@pytest.mark.parametrize("count, text", [(5.5e9, "5.50 GFLOP"), (1.08e12, "1.08 TFLOP"), (3.15e23, "315000.0 EFLOP")])
+def test_format_flops(count, text):
+    assert format_flops(count) == text
+
+
+def test_format_number_of():
+    assert [format_number_of(count, "step") for count in (0, 1, 1200)] == ["0 steps", "1 step", "1,200 steps"]
+    assert [format_number_of(count, "process", "processes") for count in (1, 2)] == ["1 process", "2 processes"]
 
 
 @pytest.mark.parametrize(
@@ -75,6 +104,83 @@ def test_plain_step_line(capsys):
 def test_plain_card_is_aligned_and_not_read_as_markup(capsys):
     Console(is_terminal=False).card("run", [("mesh", "[data] 8"), ("parameters", "124.4M")])
     assert capsys.readouterr().out == "run\n  mesh        [data] 8\n  parameters  124.4M\n"
+
+
+@pytest.fixture
+def screen():
+    """A console on a terminal of so many columns, and what it has written, without control sequences."""
+
+    def make(width):
+        console = Console(is_terminal=True)
+        console._rich = RichConsole(force_terminal=True, width=width, file=io.StringIO())
+        return console, lambda: re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console._rich.file.getvalue())
+
+    return make
+
+
+@pytest.mark.parametrize("width, left_out", [(80, ["peak", "grad_norm"]), (60, ["peak", "lr"]), (200, [])])
+def test_a_terminal_keeps_step_bar_and_a_line_of_history_at_any_width(screen, width, left_out):
+    console, shown = screen(width)
+    console.step(10, 100, METRICS | {"mean_loss": 4.5})
+    console.progress(11, 100)
+    console.close()
+    *history, bar = [line for line in re.split(r"[\r\n]+", shown()) if line.strip()]
+    assert all(len(line) <= width for line in (*history, bar))
+    assert history[0].startswith("step 10/100 loss 4.5000") and "MFU 57.2%" in history[0] or width == 60
+    assert not any(name in history[0] for name in left_out) and ("peak" in history[0]) == (not left_out)
+    assert bar.startswith("step 11/100 ━") and "loss 4.5000" in bar
+
+
+def test_the_loss_shown_is_the_mean_since_the_line_before(capsys):
+    Console(is_terminal=False).step(10, 100, {"loss": 5.0, "mean_loss": 4.0})
+    assert capsys.readouterr().out == "step 10/100 loss 4.0000\n"
+
+
+def test_what_takes_long_is_logged_once_and_what_does_not_is_not(caplog, monkeypatch):
+    caplog.set_level(logging.INFO, "megajax")
+    with announce.announced("short"):
+        pass
+    monkeypatch.setattr(announce, "PATIENCE_SECONDS", 0.01)
+    with announce.announced("tokenizing"):
+        end = time.monotonic() + 20
+        while not caplog.records and time.monotonic() < end:
+            time.sleep(0.001)
+    assert caplog.messages == ["tokenizing ..."]
+
+
+IN_TERMINAL = """
+import logging, time
+from megajax.training.reporting.console import Console, log_to_stderr
+log_to_stderr()
+console = Console()
+with console.announced("compiling"):
+    time.sleep(0.2)
+console.step(1, 3, {"loss": 1.0})
+with console.announced("evaluating"):
+    time.sleep(0.8)
+    logging.getLogger("megajax").warning("a line of the log")
+console.close()
+"""
+
+
+def test_in_a_terminal_a_spinner_says_what_takes_long_below_the_bar_and_log_lines_stay_whole():
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen([sys.executable, "-c", IN_TERMINAL], stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    while piece := _read(ours):
+        shown += piece
+    assert process.wait(20) == 0
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
+    assert "compiling 0:00:00" in text and "evaluating 0:00:00" in text and "step 1/3 ━" in text
+    assert "megajax: a line of the log" in [line.strip() for line in re.split(r"[\r\n]+", text)]
+
+
+def _read(descriptor):
+    try:
+        return os.read(descriptor, 4096)
+    except OSError:  # the other side is closed
+        return b""
 
 
 def test_terminal_shows_card_steps_and_notes(capsys):

@@ -148,7 +148,7 @@ def test_a_full_disk_is_reported_once_and_nothing_is_lost_when_there_is_room_aga
     writer.write({"step": 31, "loss": 1.0})
     writer.close()
     assert [line["step"] for line in read_lines(tmp_path)] == list(range(1, 32))
-    assert [event.step for event in tensorboard_events(tmp_path) if event.summary.value] == list(range(1, 32))
+    assert [event.step for event in tensorboard_events(tmp_path) if event.step] == list(range(1, 32))
     assert caplog.text.count("metrics.jsonl: can be written again") == 1
 
 
@@ -164,9 +164,9 @@ def test_what_waits_for_room_is_bounded(tmp_path, monkeypatch):
     assert (tmp_path / "file").read_text().split() == [f"{number:06d}" for number in range(15)] + ["newer"]
 
 
-def tensorboard_events(run_dir):
+def tensorboard_events(run_dir, folder="tensorboard"):
     """Checked by the lengths and CRCs of the format, as TensorBoard does."""
-    (path,) = (run_dir / "tensorboard").iterdir()
+    (path,) = (run_dir / folder).glob("events*")
     content = path.read_bytes()
     while content:
         (length,) = struct.unpack("<Q", content[:8])
@@ -178,14 +178,26 @@ def tensorboard_events(run_dir):
 
 
 def test_tensorboard_has_every_number_and_hides_what_a_resumed_run_does_again(tmp_path):
-    writer = MetricsWriter(tmp_path, LoggingConfig(), {})
+    writer = MetricsWriter(tmp_path, LoggingConfig(), {"training": {"seed": 7}})
     writer.rewind(2)
-    writer.write({"step": 3, "loss": 2.5, "mfu": None})
+    writer.write({"step": 3, "loss": 2.5, "mean_loss": 3.0, "grad_norm": 1.0, "balance": 0.5, "mfu": None})
+    writer.write({"step": 3, "eval_loss": 2.0})
     writer.close()
-    version, start, event = tensorboard_events(tmp_path)
+    version, start, config, event = tensorboard_events(tmp_path)
     assert version.file_version == "brain.Event:2"
     assert (start.step, start.session_log.status) == (3, event_pb2.SessionLog.START)
-    assert event.step == 3 and [(value.tag, value.simple_value) for value in event.summary.value] == [("loss", 2.5)]
+    assert b'"seed": 7' in config.summary.value[0].tensor.string_val[0]
+    assert scalars(event) == (
+        3,
+        {"loss/of_the_step": 2.5, "loss": 3.0, "optimizer/grad_norm": 1.0, "model/balance": 0.5},
+    )
+    # One chart has both losses: the same tag, in two files.
+    version, start, event = tensorboard_events(tmp_path, "tensorboard/eval")
+    assert (start.step, scalars(event)) == (3, (3, {"loss": 2.0}))
+
+
+def scalars(event):
+    return event.step, {value.tag: value.simple_value for value in event.summary.value}
 
 
 PRINTS = """

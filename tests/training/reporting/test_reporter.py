@@ -1,5 +1,6 @@
-"""Skipped updates are said with their samples, and too many in a row end the run; only steps are productive time."""
+"""Skipped updates are reported with their samples, too many end the run; only steps are productive time."""
 
+import contextlib
 import time
 
 import jax
@@ -12,12 +13,20 @@ from megajax.training.reporting.reporter import Reporter
 class Lines:
     def __init__(self):
         self.notes = []
+        self.announcements = []
 
     def note(self, text):
         self.notes.append(text)
 
     def step(self, *_):
         pass
+
+    def progress(self, *_):
+        pass
+
+    def announced(self, what):
+        self.announcements.append(what)
+        return contextlib.nullcontext()
 
 
 class Written:
@@ -33,15 +42,16 @@ def reporter(
 ):
     return Reporter(
         0, num_steps=100, every_steps=every_steps, sequence_length=4, schedule=BatchSchedule(8, None, rampup),
-        flops_per_token=lambda *_, **__: 1.0, num_devices=1, max_consecutive_skips=max_consecutive_skips,
+        flops_per_token=lambda *_, **__: 1.0, compute_dtype="bfloat16", num_devices=1,
+        max_consecutive_skips=max_consecutive_skips,
         console=console, writer=writer,
         productive_seconds=productive_seconds, first_started=first_started,
     )  # fmt: skip
 
 
 def dispatch(it, step):
-    it.starting(step)
-    it.starting(step)
+    with it.starting(step):
+        pass
     it.dispatched(step, {"loss": 1.0, "grad_norm": 1.0, "skipped": 0, "total_skipped": 0}, 0.1)
 
 
@@ -50,8 +60,8 @@ def run(console, max_consecutive_skips, skipped):
     for step, one in enumerate(skipped, start=1):
         total += one
         loss = float("nan") if one else 1.0
-        it.starting(step)
-        it.starting(step)
+        with it.starting(step):
+            pass
         it.dispatched(step, {"loss": loss, "grad_norm": loss, "skipped": one, "total_skipped": total}, 0.1)
     it.flush()
 
@@ -62,12 +72,12 @@ def test_a_skipped_update_names_its_samples_at_once_and_not_at_the_next_line_of_
     run(console, 3, [0, 0, 1, 0, 1, 1, 0])
     notes = [note for note in console.notes if "skipped" in note]
     assert [note.split(":")[0] for note in notes] == ["step 3", "step 5", "step 6"]
-    assert "samples 16 to 23 (1 skipped in all)" in notes[0] and "loss nan" in notes[0]
+    assert "samples 16 to 23 (1 skipped so far)" in notes[0] and "loss nan" in notes[0]
 
 
 @pytest.mark.fault
 def test_too_many_in_a_row_end_the_run():
-    with pytest.raises(RuntimeError, match="3 updates in a row were skipped, up to step 7"):
+    with pytest.raises(RuntimeError, match="3 consecutive updates were skipped, up to step 7"):
         run(Lines(), 3, [0, 1, 1, 0, 1, 1, 1, 1])
     run(Lines(), 0, [1] * 50)
 
@@ -102,7 +112,7 @@ def test_goodput_counts_steps_and_neither_the_first_nor_evaluation_nor_saving(mo
     found = {line["step"]: line["goodput"] for line in writer.lines if "goodput" in line}
     assert found == {1: 40 / 130, 2: 48 / 138, 4: 56 / 146}
     it.close()
-    assert console.notes[-1].startswith("goodput 28.6%: 59.0 s of steps in 3m 26s")
+    assert console.notes[-1].startswith("goodput: 59.0 s of 3m 26s spent in steps (28.6%)")
 
 
 def test_speeds_are_those_of_the_batches_that_were_read_and_what_is_compiled_counts_in_none(monkeypatch):
@@ -119,12 +129,30 @@ def test_speeds_are_those_of_the_batches_that_were_read_and_what_is_compiled_cou
     monkeypatch.setattr(jax, "block_until_ready", wait)
     sizes = [2, 2, 2, 5, 5, 8, 8]
     for step, size in enumerate(sizes, start=1):
-        it.starting(step)
-        if step in (1, 4, 6):
-            clock[0] += 100
+        with it.starting(step):
+            clock[0] += 100 if step in (1, 4, 6) else 0
         it.dispatched(step, {"loss": size, "grad_norm": 1.0, "skipped": 0, "total_skipped": 0}, 0.1)
     it.flush()
     assert it.productive_seconds == 2 + 2 + 5 + 8
     found = {line["step"]: (line.get("step_seconds"), line.get("tokens_per_second")) for line in writer.lines}
     assert found == {1: (None, None), 3: (2.0, 4.0), 6: (5.0, 4.0)}
-    assert [note.split(",")[0] for note in console.notes] == ["first step", "step 4", "step 6"]
+    assert [note.split(",")[0] for note in console.notes] == ["the first step", "step 4", "step 6"]
+    assert console.announcements[:3] == [
+        "compiling the train step",
+        "running the first step",
+        "compiling the train step",
+    ]
+
+
+def test_the_mean_loss_is_of_the_steps_since_the_line_before_without_skipped_ones():
+    writer = Written()
+    it = reporter(Lines(), 0, writer, every_steps=4)
+    for step in range(1, 10):
+        with it.starting(step):
+            pass
+        skipped = step in (3, 9)
+        loss = float("nan") if skipped else float(step)
+        it.dispatched(step, {"loss": loss, "grad_norm": 1.0, "skipped": skipped, "total_skipped": 0}, 0.1)
+    it.flush()
+    found = {line["step"]: (line["loss"], line["mean_loss"]) for line in writer.lines}
+    assert found == {1: (1.0, 1.0), 4: (4.0, (2 + 4) / 2), 8: (8.0, (5 + 6 + 7 + 8) / 4)}

@@ -1,0 +1,91 @@
+"""What --plan estimates for the steps that were measured: python -m benchmarks.estimates
+
+Every step in benchmarks/measured that has a command is planned on the GPUs that it ran on.
+"""
+
+import dataclasses
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.command_line import read_config, run, split
+from benchmarks.results import step_seconds
+from megajax.config import MOVED, Config
+from megajax.devices import find_device
+from megajax.planning.memory import memory_per_device
+from megajax.planning.step_time import step_times
+
+MEASURED = Path(__file__).parent / "measured"
+OPTIONS = ("config", "seconds", "steps", "windows", "rounds", "peers")
+"""Of the benchmarks; the rest of a command overrides the recipe."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    command: str
+    device: str
+    measured_seconds: float
+    estimated_seconds: float
+
+    @property
+    def error(self) -> float:
+        return self.estimated_seconds / self.measured_seconds - 1
+
+
+def config_of(command: str) -> Config:
+    """What a step was measured with; fields that have moved since are found."""
+    values, rest = split(shlex.split(command), dict.fromkeys(OPTIONS, ""))
+    moved = {f"--{old}": f"--{new}" for old, new in MOVED.items()}
+    overrides = [argument.partition("=") for argument in rest if argument.startswith("--")]
+    return read_config(values["config"], [moved.get(name, name) + equals + value for name, equals, value in overrides])
+
+
+def measured_steps() -> Iterator[tuple[str, str, float]]:
+    """(command, device such as "4 x NVIDIA H200", seconds of a step) of all records."""
+    for path in sorted(MEASURED.glob("*.json")):
+        record = json.loads(path.read_text())
+        if "flops_per_token" in record:  # of benchmarks.compare
+            yield record["command"], record["device"], step_seconds(record, "megajax")
+        for row in (*record.get("rows", ()), *record.get("steps", ())):
+            if not isinstance(row, dict) or not isinstance(row.get("step_seconds"), float):
+                continue
+            command = row.get("command") or f"--config={row['run']}"
+            if "--config=" in command:
+                yield command, row["device"], row["step_seconds"]
+
+
+def estimates() -> list[Estimate]:
+    models = {}
+    found = []
+    for command, device, seconds in measured_steps():
+        config = config_of(command).check_on(int(device.split(" x ")[0]))
+        key = config.model, config.execution, config.mesh.pipeline, config.mesh.virtual_stages
+        models[key] = models.get(key) or config.make_model()
+        program = config.make_program(model=models[key])
+        _, host = memory_per_device(program, config.training)
+        times = step_times(program, config.training, find_device(device), host)
+        found.append(Estimate(command, device, seconds, times.step))
+    return found
+
+
+def summary(found: list[Estimate]) -> str:
+    errors = [100 * one.error for one in found]
+    return (
+        f"of {len(found)} steps measured on one and on four GPUs the time was estimated between {-min(errors):.0f} % "
+        f"too short and {max(errors):.0f} % too long"
+    )
+
+
+def main(arguments: list[str]) -> None:
+    if arguments:
+        raise ValueError(f"argument {arguments[0]!r} is not understood; python -m benchmarks.estimates takes none")
+    found = estimates()
+    for one in found:
+        seconds = f"{1000 * one.measured_seconds:9.1f} ms measured {1000 * one.estimated_seconds:9.1f} estimated"
+        print(f"{seconds} {one.error:+7.1%}  {one.device}: {one.command}")
+    print(summary(found))
+
+
+if __name__ == "__main__":
+    run(main)

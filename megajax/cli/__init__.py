@@ -1,0 +1,69 @@
+"""The command line: megajax COMMAND [options]
+
+Nothing that takes time to import is imported before a command needs it.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+
+from megajax.suggestions import did_you_mean
+from megajax.training.faults.signals import leave_when_asked
+
+# Name -> (module whose main(arguments, program) runs it, words before its arguments, help).
+COMMANDS = {
+    "train": ("megajax.cli.train", (), "train a model, or resume a run"),
+    "plan": ("megajax.cli.train", ("--plan",), "what a run would need and how fast it would be, without a GPU"),
+    "configs": ("megajax.cli.train", ("--list_configs",), "list the recipes"),
+    "generate": ("megajax.cli.infer", ("generate",), "continue prompts with a trained model"),
+    "chat": ("megajax.cli.infer", ("chat",), "a conversation on the terminal"),
+    "bench": ("megajax.cli.infer", ("bench",), "measure prefill and decode speed"),
+    "preprocess": ("megajax.data.preprocess", (), "text to tokens on disk"),
+    "inspect": ("megajax.data.inspect", (), "look at tokens on disk"),
+    "export": ("megajax.convert.export", (), "write the parameters of a run alone, for serving"),
+    "completion": ("megajax.cli.completion", (), "print a script for the shell: megajax completion bash"),
+}
+
+
+def main() -> None:
+    """The console script."""
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0] in ("--help", "-h"):
+        print(usage())
+        raise SystemExit(0 if arguments else 2)
+    name = arguments[0]
+    if name not in COMMANDS:
+        print(f"error: megajax {name} is unknown{did_you_mean(name, COMMANDS)}; megajax --help", file=sys.stderr)
+        raise SystemExit(2)
+    if name == "train":
+        leave_when_asked()  # while the rest is imported too, which takes seconds
+    module, words, _ = COMMANDS[name]
+    command = importlib.import_module(module).main
+    run_command(command, [*words, *arguments[1:]], trains=name == "train")
+
+
+def usage() -> str:
+    lines = [f"  {name:<11} {text}" for name, (_, _, text) in COMMANDS.items()]
+    return "\n".join(["usage: megajax COMMAND [options]", "", *lines, "", "--help after a command shows its options."])
+
+
+def run_command(command: Callable[[list[str]], None], arguments: list[str], *, trains: bool = False) -> None:
+    """Ends the program with one line and exit status 2 for bad input, with 130 after ctrl-C. trains: it goes on when
+    nothing can be printed any more."""
+    from megajax.training.reporting.best_effort import print_what_can_be_printed
+    from megajax.training.reporting.console import log_to_stderr
+
+    if trains and not {"--help", "-h"}.intersection(arguments):
+        print_what_can_be_printed()
+    log_to_stderr()
+    try:
+        command(arguments)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except BrokenPipeError:  # as of --help | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141) from None

@@ -1,0 +1,73 @@
+"""What --help shows of a configuration: every field with its type, allowed range, value and docstring."""
+
+import dataclasses
+import typing
+from typing import TYPE_CHECKING, Annotated, Any
+
+import docstring_parser
+import tyro
+
+from megajax.ranges import describe_range
+
+if TYPE_CHECKING:
+    from megajax.config import Config
+
+
+def print_help(config: "Config", options: Any, program: str) -> None:
+    """options: a dataclass with what the program itself takes, beside the fields of the config."""
+    shown = described(config, options)
+    about = "Override a field with --section.field=VALUE; the elements of a list are separated by commas."
+    tyro.cli(type(shown), default=shown, args=["--help"], prog=program, use_underscores=True, description=about)
+
+
+def section_lines() -> list[str]:
+    """The sections of a config with the names of their fields, for a terminal of 120 columns."""
+    import textwrap
+
+    from megajax.config import Config
+
+    lines = []
+    for field in dataclasses.fields(Config):
+        if dataclasses.is_dataclass(section := field.default):
+            names = " ".join(part.name for part in dataclasses.fields(section))
+            lines += textwrap.wrap(f"  {field.name + '.':<14}{names}", 118, subsequent_indent=" " * 16)
+    return lines
+
+
+def described(config: "Config", options: Any) -> Any:
+    """A dataclass with the fields of the options, then of the config, with all that --help shows in its annotations."""
+    parts = [_described(options, tyro.conf.FlagCreatePairsOff), _described(config, tyro.conf.FlagConversionOff)]
+    kinds = [(field.name, field.type) for part in parts for field in dataclasses.fields(part)]
+    return dataclasses.make_dataclass("Options", kinds)(
+        **{name: value for part in parts for name, value in vars(part).items()}
+    )
+
+
+def _described(config: Any, booleans: Any) -> Any:
+    """The same values in a dataclass whose annotations hold each field's help: its docstring without line breaks, and
+    its range. booleans: how tyro reads them."""
+    hints = typing.get_type_hints(type(config), include_extras=True)
+    texts = _docstrings(type(config))
+    kinds = []
+    values = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            value = _described(value, booleans)
+            kind = type(value)
+        else:
+            allowed = describe_range(hints[field.name])
+            text = " ".join(texts.get(field.name, "").split()) + (f" Must be {allowed}." if allowed else "")
+            kind = Annotated[hints[field.name], booleans, tyro.conf.arg(help=text)]
+        kinds.append((field.name, kind))
+        values[field.name] = value
+    return dataclasses.make_dataclass(type(config).__name__, kinds)(**values)
+
+
+def _docstrings(kind: type) -> dict[str, str]:
+    """Field -> docstring, those of base classes included."""
+    found = {}
+    for base in reversed(kind.__mro__[:-1]):
+        parsed = docstring_parser.parse_from_object(base)
+        found |= {param.arg_name: param.description for param in parsed.params if param.description}
+    return found

@@ -1,0 +1,204 @@
+"""Train a model, or resume a run.
+
+--config=NAME          the recipe; --list_configs shows all
+--run_dir=DIR          where the run is written (default: runs/NAME). Where it holds a run, that run resumes; without
+                       --config it resumes with the configuration that it was saved with
+--plan[=GPU]           what the run would need and how fast it would be, without a GPU: h100, h200, a100, b200;
+                       --plan=search:64[:GPU] ranks the meshes of 64 GPUs by predicted speed
+--replay_step=K        computes step K of the run again, changing nothing in its directory, and says which tensor went
+                       non-finite first
+--section.field=VALUE  overrides a field of the configuration
+--help                 with --config=NAME or --run_dir=DIR: all fields with their values
+"""
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import configs
+
+if TYPE_CHECKING:
+    from megajax.config import Config
+
+
+@dataclasses.dataclass
+class Options:
+    config: str = ""
+    """Recipe to start from; empty: the configuration of the run in run_dir."""
+    list_configs: bool = False
+    """List the recipes."""
+    plan: str = ""
+    """What the run would need and how fast it would be on a GPU: h100 (where no value is given), h200, a100 or b200;
+    search:64 or search:64:h200 ranks the meshes of 64 GPUs."""
+    replay_step: int | None = None
+    """Step of the run to compute again, changing nothing in its directory."""
+
+
+def main(arguments: list[str]) -> None:
+    options, wants_help, overrides = _parse(arguments)
+    if options.list_configs:
+        _list_configs()
+        return
+    is_resumed = not options.config and any(_name(argument) == "run_dir" for argument in overrides)
+    if wants_help and not options.config and not is_resumed:
+        print(_usage())
+        return
+    if not options.config and not is_resumed:
+        raise ValueError(
+            "which recipe? --config=NAME; --list_configs shows all (python train.py --config=gpt_tiny); "
+            "--run_dir=DIR alone resumes a run"
+        )
+    config = _saved_config(overrides) if is_resumed else configs.recipe(options.config)
+    _run(config, options, wants_help, overrides)
+
+
+def _run(config: "Config", options: Options, wants_help: bool, overrides: list[str]) -> None:
+    import jax
+
+    from megajax import run
+    from megajax.config import override
+    from megajax.mesh import initialize_processes, use_cpu_devices
+    from megajax.training.faults.run_lock import locked
+    from megajax.training.faults.supervisor import supervise
+    from megajax.training.faults.watchdog import Watchdog
+
+    config = override(config, overrides)
+    if not config.run_dir:
+        config = dataclasses.replace(config, run_dir=f"runs/{options.config}")
+    if wants_help:
+        from megajax.cli.help import print_help
+
+        print_help(config, options, _program())
+        return
+    if options.plan:
+        plan(options.config or config.run_dir, config, options.plan)
+        return
+    config.check()
+    if config.launch.cpu_devices:
+        use_cpu_devices(config.launch.cpu_devices)
+    if options.replay_step is not None:
+        initialize_processes()
+        run.replay(config, options.replay_step)
+        return
+    config.checkpoint.check_local_dir()
+    if config.launch.max_restarts:
+        command = [sys.executable, *sys.orig_argv[1:], "--launch.max_restarts=0"]
+        limits = config.launch.max_restarts, config.launch.hang_minutes
+        raise SystemExit(supervise(command, Path(config.run_dir), *limits))
+    with Watchdog(config.launch.hang_minutes) as watchdog:
+        watchdog.alive()
+        initialize_processes()
+        watchdog.alive()
+        with locked(Path(config.run_dir)):
+            outcome = run.train(config)
+    if outcome != "interrupted" and config.training.sample_prompt and jax.process_count() == 1:
+        _print_sample(config)
+
+
+def _saved_config(overrides: list[str]) -> "Config":
+    """Of the run in --run_dir. What concerned its last launch alone is not taken over."""
+    from megajax.config import Config, holds_run, normalised
+    from megajax.training.config import LaunchConfig
+
+    (*_, run_dir) = (
+        value for name, _, value in (a.partition("=") for a in normalised(overrides)) if name == "--run_dir"
+    )
+    if not holds_run(run_dir):
+        raise ValueError(f"run_dir={run_dir} holds no run to resume; begin one with --config=NAME (--list_configs)")
+    return dataclasses.replace(Config.load(run_dir), launch=LaunchConfig())
+
+
+def plan(name: str, config: "Config", device_name: str) -> None:
+    """Prints what the run would need on its mesh; an axis of -1 counts as 1. device_name: of a GPU, or
+    search:NUMBER[:GPU], which ranks the meshes of so many."""
+    from megajax.planning.plan import plan_device, plan_rows
+    from megajax.search import search_rows
+    from megajax.training.reporting.console import Console
+
+    if device_name.split(":")[0] == "search":
+        _, number, kind = (device_name + "::").split(":")[:3]
+        if not number.isdecimal():
+            raise ValueError(f"--plan={device_name}: for how many GPUs? --plan=search:64, or search:64:h200")
+        Console().card(f"meshes for {name}", search_rows(config, int(number), plan_device(kind or "h100")))
+        return
+    device = plan_device(device_name)
+    sizes = {axis: max(size, 1) for axis, size in config.mesh.sizes().items()}
+    mesh = dataclasses.replace(config.mesh, **sizes)
+    config = dataclasses.replace(config, mesh=mesh).check_on(mesh.num_devices)
+    packed = not config.data.cross_document_attention
+    rows = plan_rows(config.make_program(), config.training, packed, device)
+    Console().card(f"plan of {name}", rows)
+
+
+def _print_sample(config: "Config") -> None:
+    from megajax.announce import announced
+    from megajax.inference.engine import Engine, Sampling
+
+    with announced("generating a sample"):
+        engine = Engine.from_run(config.run_dir)
+        (text,) = engine.generate([config.training.sample_prompt], Sampling(max_tokens=100, temperature=0.8, top_k=50))
+    print(f"\nsample of {config.run_dir}:\n{config.training.sample_prompt}{text}")
+
+
+# ----------------------------------------------------------------------------- command line
+
+
+def _parse(arguments: list[str]) -> tuple[Options, bool, list[str]]:
+    """-> (our options, whether help is wanted, overrides of the configuration)."""
+    options = Options()
+    wants_help = False
+    overrides = []
+    waiting = iter(arguments)
+    for argument in waiting:
+        name = _name(argument)
+        _, equals, value = argument.partition("=")
+        if argument in ("--help", "-h"):
+            wants_help = True
+        elif name == "list_configs":
+            options.list_configs = True
+        elif name == "config":
+            options.config = value if equals else next(waiting, "")
+        elif name == "plan":
+            options.plan = value or "h100"
+        elif name == "replay_step":
+            number = value if equals else next(waiting, "")
+            if not number.isdecimal():
+                raise ValueError(f"--replay_step={number} is not the number of a step; --replay_step=1200")
+            options.replay_step = int(number)
+        else:
+            overrides.append(argument)
+    return options, wants_help, overrides
+
+
+def _name(argument: str) -> str:
+    """Of an option, without dashes and value: run_dir for --run-dir=x; empty for other words."""
+    return argument[2:].partition("=")[0].replace("-", "_") if argument.startswith("--") else ""
+
+
+def _list_configs() -> None:
+    found = {name: text.splitlines()[0] for name, text in configs.docstrings().items()}
+    width = max(map(len, found))
+    for name, line in found.items():
+        print(f"{name:<{width}}  {line}")
+
+
+def _program() -> str:
+    name = Path(sys.argv[0]).name
+    return f"python {name}" if name == "train.py" else "megajax train"
+
+
+def _usage() -> str:
+    from megajax.cli.help import section_lines
+
+    program = _program()
+    return "\n".join(
+        [
+            f"usage: {program} --config=NAME [--section.field=VALUE ...]",
+            "",
+            __doc__.rstrip(),
+            "",
+            f"Sections of the configuration; {program} --config=gpt_tiny --help describes their fields:",
+            *section_lines(),
+        ]
+    )

@@ -1,0 +1,214 @@
+"""What a person meets before a run starts: help, lists, hints, and resuming by the run directory alone."""
+
+import dataclasses
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import configs
+from megajax import cli, run
+from megajax.cli import completion, infer, train
+from megajax.config import Config, override
+from megajax.suggestions import did_you_mean
+from megajax.training.config import LaunchConfig
+from megajax.training.reporting import best_effort
+
+PYTHON = [sys.executable, "-c"]
+
+
+def printed(capsys, *arguments: str) -> str:
+    train.main(list(arguments))
+    return capsys.readouterr().out
+
+
+# ----------------------------------------------------------------------------- help
+
+
+def test_help_of_a_recipe_shows_every_option_as_it_is_typed_with_its_range(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    with pytest.raises(SystemExit) as end:
+        train.main(["--config=gpt_tiny", "--help"])
+    text = capsys.readouterr().out
+    assert end.value.code == 0
+    options = set(re.findall(r"(?<= )--(\w[\w.\-]*)", text))
+    assert {"config", "plan", "replay_step", "list_configs", "run_dir", "training.global_batch_size"} <= options
+    assert not [name for name in options if "-" in name]
+    joined = " ".join(text.replace("│", " ").split())
+    assert "Drop rate of embeddings and of what each half layer adds. Must be at least 0 and below 1. " in joined
+    assert "(default: runs/gpt_tiny)" in joined and "(default: 400)" in joined
+    # A docstring of two lines is one paragraph.
+    assert "feed-forward width and vocabulary of each layer, and the sequence between those (sequence" in joined
+
+
+def test_help_without_a_recipe_names_every_field(capsys):
+    text = printed(capsys, "--help")
+    for section in dataclasses.fields(Config):
+        if dataclasses.is_dataclass(section.default):
+            assert f"  {section.name}." in text
+            assert all(f" {field.name}" in text for field in dataclasses.fields(section.default))
+    assert "--config=gpt_tiny --help" in text and "--replay_step" in text
+
+
+def test_list_of_recipes_is_aligned(capsys):
+    lines = printed(capsys, "--list_configs").splitlines()
+    names = [line.split()[0] for line in lines]
+    assert names == list(configs.recipes())
+    assert len({len(line) - len(line.split(maxsplit=1)[1]) for line in lines}) == 1
+
+
+def test_recipes_are_read_from_their_source_as_they_are_when_imported():
+    assert {name: recipe.__doc__.splitlines()[0] for name, recipe in configs.recipes().items()} == {
+        name: text.splitlines()[0] for name, text in configs.docstrings().items()
+    }
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--list_configs"], ["--config=gpt_tinny"], ["--model.num_layers=2"]], ids=lambda words: words[0]
+)
+def test_lists_and_the_first_errors_do_not_import_jax(arguments):
+    script = f"""
+import sys
+from megajax.cli import train
+try:
+    train.main({arguments})
+except ValueError:
+    pass
+assert "jax" not in sys.modules and "numpy" not in sys.modules
+"""
+    subprocess.run([*PYTHON, script], check=True, capture_output=True)
+
+
+# ----------------------------------------------------------------------------- did you mean
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("optimizer.lr", "optimizer.learning_rate"),
+        ("lr", "optimizer.learning_rate"),
+        ("training.learning_rate", "optimizer.learning_rate"),
+        ("optimizer.wd", "optimizer.weight_decay"),
+        ("training.batch_size", "training.global_batch_size"),
+        ("batch_size", "training.global_batch_size"),
+        ("bs", "training.global_batch_size"),
+        ("training.seq_len", "training.sequence_length"),
+        ("seq_len", "training.sequence_length"),
+        ("training.epochs", "training.steps"),
+        ("training.max_steps", "training.steps"),
+        ("epochs", "training.steps"),
+        ("model.hidden_size", "model.embed_dim"),
+        ("model.layers", "model.num_layers"),
+        ("mesh.tp", "mesh.tensor"),
+        ("model.tokenizer", "data.tokenizer"),
+        ("output_dir", "run_dir"),
+    ],
+)
+def test_hint_knows_what_other_programs_call_a_field(typed, meant):
+    with pytest.raises(ValueError, match=f"--{typed} is unknown; did you mean --{meant}[?]"):
+        override(configs.recipe("gpt_tiny"), [f"--{typed}=3"])
+
+
+def test_no_hint_where_nothing_is_near():
+    assert did_you_mean("colour_of_the_sky", ["run_dir", "mesh.data"]) == "" == did_you_mean("x", [])
+
+
+def test_infer_hints_at_its_options():
+    with pytest.raises(ValueError, match="--max_new_tokens=3 is unknown; did you mean --max_tokens"):
+        infer.main(["generate", "--run=x", "--prompt=x", "--max_new_tokens=3"])
+
+
+# ----------------------------------------------------------------------------- resuming
+
+
+def test_run_directory_alone_resumes_with_the_saved_config(tmp_path, monkeypatch):
+    saved = override(
+        configs.recipe("gpt_tiny"),
+        {
+            "model.embed_dim": 64,
+            "training.steps": 7,
+            "launch.exit_at_step": 3,
+            "optimizer.warmup_steps": 0,
+            "data.text": ("a", "b"),
+        },
+    )
+    (tmp_path / "config.json").write_text(saved.to_json())
+    started = []
+    monkeypatch.setattr(run, "train", lambda config: started.append(config) or "interrupted")
+    train.main([f"--run_dir={tmp_path}"])
+    train.main(["--training.steps=9", "--run-dir", str(tmp_path)])
+    want = dataclasses.replace(saved, run_dir=str(tmp_path), launch=LaunchConfig())
+    assert started == [want, override(want, ["--training.steps=9"])]
+
+
+def test_run_directory_without_a_run_is_refused_with_the_way_out(tmp_path):
+    with pytest.raises(ValueError, match=f"run_dir={tmp_path} holds no run to resume; begin one with --config=NAME"):
+        train.main([f"--run_dir={tmp_path}"])
+
+
+# ----------------------------------------------------------------------------- virtual devices
+
+
+def test_virtual_devices_of_a_cpu_are_asked_for_by_the_error_and_by_a_field(tmp_path, monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS")
+    script = """
+import sys
+from megajax import run
+from megajax.cli import train
+run.train = lambda config: print(config.check_on(run.jax.device_count()).mesh.num_devices) or "interrupted"
+train.main(sys.argv[1:])
+"""
+    arguments = ["--config=gpt_tiny", f"--run_dir={tmp_path}", "--mesh.data=2", "--mesh.tensor=2"]
+    done = subprocess.run([*PYTHON, script, *arguments], capture_output=True, text=True)
+    assert "try the mesh on a CPU: --launch.cpu_devices=4" in done.stderr
+    done = subprocess.run([*PYTHON, script, *arguments, "--launch.cpu_devices=4"], capture_output=True, text=True)
+    assert done.stdout == "4\n", done.stderr
+
+
+# ----------------------------------------------------------------------------- the console script
+
+
+def console(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
+    """-> (exit status, stdout, stderr) of megajax with these words."""
+    monkeypatch.setattr(sys, "argv", ["megajax", *words])
+    monkeypatch.setattr(best_effort, "print_what_can_be_printed", lambda: None)  # it replaces sys.stdout for good
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    status = 0
+    try:
+        cli.main()
+    except SystemExit as end:
+        status = end.code
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return status, *capsys.readouterr()
+
+
+def test_console_script_runs_each_command(monkeypatch, capsys):
+    status, out, _ = console(monkeypatch, capsys, "--help")
+    assert status == 0 and all(f"\n  {name} " in out for name in cli.COMMANDS)
+    assert "error: megajax trian is unknown; did you mean train?" in console(monkeypatch, capsys, "trian")[2]
+    assert console(monkeypatch, capsys, "configs")[1].startswith("gpt_tiny ")
+    for name in ("generate", "chat", "bench", "preprocess", "inspect", "export", "train", "plan", "completion"):
+        status, out, _ = console(monkeypatch, capsys, name, "--help")
+        assert (status, bool(out)) == (0, True), name
+    assert console(monkeypatch, capsys, "train", "--config=gpt_tinny")[0] == 2
+    planned = console(monkeypatch, capsys, "plan", "--config=gpt_tiny", "--plan=a100")
+    assert planned[0] == 0 and planned[1].startswith("plan of gpt_tiny") and "1 x A100" in planned[1]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_knows_commands_recipes_and_fields(shell, capsys):
+    with pytest.raises(SystemExit) as end:
+        completion.main([shell])
+    script = capsys.readouterr().out
+    assert end.value.code in (0, None)
+    for word in ("preprocess", "llama3_70b", "training.global_batch_size", "rope.scaling"):
+        assert word in script
+
+
+def test_unknown_shell_is_refused():
+    with pytest.raises(ValueError, match="name one shell: bash, zsh"):
+        completion.main(["powershell"])
