@@ -184,10 +184,16 @@ def incompatibilities(old: Config, new: Config) -> list[str]:
     return lines + [line for line in differences(old, new) if line.startswith(tuple(fixed))]
 
 
-def _fixed(model: ModelConfig) -> ModelConfig:
-    """The config with those fields at their defaults that may change when a run resumes."""
-    changing = [field for field in dataclasses.fields(model) if field.metadata.get("may_change")]
-    return dataclasses.replace(model, **{field.name: field.default for field in changing})
+def _fixed(model: Any) -> Any:
+    """The config, and those in it, with the fields at their defaults that may change when a run resumes."""
+    changed = {}
+    for field in dataclasses.fields(model):
+        value = getattr(model, field.name)
+        if field.metadata.get("may_change"):
+            changed[field.name] = field.default
+        elif dataclasses.is_dataclass(value):
+            changed[field.name] = _fixed(value)
+    return dataclasses.replace(model, **changed)
 
 
 def differences(old: Any, new: Any, prefix: str = "") -> list[str]:

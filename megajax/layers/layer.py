@@ -91,7 +91,7 @@ class Terms(NamedTuple):
     auxiliary: dict[str, jax.Array] = {}
     """Terms of the loss, float32 scalars: summed over layers, mean over microbatches (a router's load balance)."""
     metrics: dict[str, jax.Array] = {}
-    """Never part of the loss, float32 scalars: mean over the layers that have them and over microbatches."""
+    """Never part of the loss, float32 scalars or vectors: mean over the layers that have them and over microbatches."""
 
 
 class Cache(Protocol):
@@ -137,6 +137,37 @@ class LayerConfig(Protocol):
 
     def new_cache(self, length: int) -> Any:
         """An empty Cache with room for `length` tokens a row."""
+
+
+class FeedForwardConfig(Protocol):
+    """A hashable description of the half of a transformer layer that treats each token alone. `build` gives an
+    nnx.Module that is called as
+
+        module(x [B, T, D], generates: bool) -> (y [B, T, D], Terms)
+
+    generates: with a cache, a few tokens at a time.
+    """
+
+    kind: str
+    """Of the layer."""
+    embed_dim: int
+    modules: Mapping[str, Sequence[str]]
+    down_flops: float
+    """Of the output projection, a token."""
+
+    def build(self, rngs: nnx.Rngs) -> nnx.Module: ...
+
+    def check(self, mesh: MeshConfig) -> None:
+        """As LayerConfig."""
+
+    def flops(self) -> Flops:
+        """As LayerConfig."""
+
+    def activations(self) -> dict[str, Activation]:
+        """As LayerConfig, without the input."""
+
+    def sent(self, mesh: MeshConfig, itemsize: int, passes: int) -> dict[str, float]:
+        """As LayerConfig. passes: of the layer, forward and backward."""
 
 
 def check_divisible(axis: str, size: int, fields: dict[str, int]) -> None:

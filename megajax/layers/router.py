@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from megajax.current_mesh import manual
 from megajax.layers.layer import Terms
@@ -146,9 +147,10 @@ class Router(Linear):
         """generates: few tokens at a time, each of which has to go where it goes alone."""
         config = self.config
         logits_BTE = constrain(super().__call__(x_BTD.astype(jnp.float32)), "batch", "time", None)
+        logits_BTE = checkpoint_name(logits_BTE, "routing")
         num_experts = logits_BTE.shape[-1]
         scores_BTE = _SCORES[config.score](logits_BTE)
-        experts_BTK = self._experts(logits_BTE, scores_BTE, generates)
+        experts_BTK = checkpoint_name(self._experts(logits_BTE, scores_BTE, generates), "routing")
         weights_BTK = self._weights(logits_BTE, scores_BTE, experts_BTK)
         mean_load_E = load(experts_BTK, num_experts).mean(0)
         terms = self._terms(logits_BTE, scores_BTE, experts_BTK, mean_load_E)

@@ -2,12 +2,13 @@
 resume with other values, and every family takes the same ones."""
 
 import dataclasses
-from typing import Literal
+from typing import Annotated, Literal
 
 from megajax.mesh import MeshConfig
 from megajax.ops.attention import Backend
 from megajax.parallel.context import ContextMethod
-from megajax.ranges import PositiveInt
+from megajax.parallel.expert import Dispatch
+from megajax.ranges import PositiveInt, Range
 
 MAX_UNROLLED_LAYERS = 40  # beyond this, compile time grows more than the step shrinks
 
@@ -35,6 +36,12 @@ class ExecutionConfig:
     context_attention: ContextMethod = "ring"
     """Where mesh.context splits the sequence: keys and values in a ring, gathered (all_gather), or the heads split
     instead (all_to_all)."""
+    expert_dispatch: Dispatch = "auto"
+    """Where mesh.expert splits the experts of a layer: what tokens travel in, all_to_all or all_gather; auto: by size.
+    The log says which one it is."""
+    expert_buffer: Annotated[float, Range(at_least=1)] = 1.5
+    """With all_to_all: room for the rows that go from one device to another, over an even load. What does not fit goes
+    in further rounds, so more room costs memory and less costs time; the result is the same."""
     deterministic: bool = False
     """On a GPU too, a step gives the same bits each time, after a restart as well; it takes longer, and several GPUs
     were not tried (docs/reliability.md). On CPU this is always so."""

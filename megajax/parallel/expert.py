@@ -1,0 +1,315 @@
+"""Tokens on their way to experts and back: a device of `expert` has some of the experts, and other devices the tokens.
+
+Dimensions: B batch, T sequence, D model width, E experts, K experts of a token. Of a device: n tokens, m = n K choices
+of an expert, R rows, those of its experts, sorted by expert. P devices of `expert`, C rows for each in a round.
+
+    all_gather   every device gets the tokens of all P and takes those that are for its experts: room for the most that
+                 can come, P n min(K, E / P) rows. With one device of `expert` this is sorting, and nothing moves.
+    all_to_all   only what is for a device travels there, in buffers of a fixed size: room for `buffer` times an even
+                 load. What does not fit goes in further rounds, as many as the fullest needs; nothing is dropped.
+
+`dispatch` is linear in what it moves and `combine` is its transpose, so that each is the derivative of the other. Where
+tokens go is in a plan, of integers. `tensor` splits the width of what travels (ops/grouped_matmul.py).
+"""
+
+import dataclasses
+import functools
+import logging
+import math
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from megajax import compat
+from megajax.current_mesh import axis_size, free_axes, manual
+from megajax.sharding import ACTIVATION_AXES, WEIGHT_AXES, activation_spec, axes_of, rows_spec
+
+logger = logging.getLogger("megajax")
+
+(AXIS,) = WEIGHT_AXES["experts"]
+Dispatch = Literal["auto", "all_to_all", "all_gather"]
+
+
+class Plan(NamedTuple):
+    """Of one round; int32, those of each device one after the other."""
+
+    sizes: jax.Array
+    """Rows of each expert."""
+    sent: jax.Array
+    """Of each place of what a device sends: which choice, m for none. Empty where everything is sent."""
+    sorted: jax.Array
+    """Of each row: its place in what arrived, beyond the end for none."""
+    unsorted: jax.Array
+    """The inverse: of each place in what arrived, its row. Empty where everything is sent."""
+    home: jax.Array
+    """Of each choice: its place in what comes back, beyond the end for none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AllGather:
+    num_ranks: int
+    num_experts: int
+    top_k: int
+    num_tokens: int
+    """Of a device."""
+
+    num_rounds = 1
+
+    @property
+    def local_experts(self) -> int:
+        return self.num_experts // self.num_ranks
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_ranks * self.num_tokens * min(self.top_k, self.local_experts)
+
+    def plan(self, experts_nK: jax.Array, turn) -> Plan:
+        chosen = lax.all_gather(experts_nK, AXIS, axis=0, tiled=True).ravel()
+        local = chosen - lax.axis_index(AXIS) * self.local_experts
+        local = jnp.where((local >= 0) & (local < self.local_experts), local, self.local_experts)
+        sizes = _counts(local, self.local_experts)
+        number = jnp.arange(self.num_rows, dtype=jnp.int32)
+        choice = jnp.where(number < jnp.sum(sizes), jnp.argsort(local, stable=True)[: self.num_rows], chosen.size)
+        nothing = jnp.zeros_like(number[:0])
+        return Plan(sizes, nothing, choice.astype(jnp.int32), nothing, _inverse(choice, chosen.size))
+
+    def send(self, values, plan: Plan, per_choice: int):
+        """values [choices / per_choice, ...] -> rows [R, ...]."""
+        arrived = lax.all_gather(values, AXIS, axis=0, tiled=True)
+        return _taken(arrived, plan.sorted // per_choice)
+
+    def bring_back(self, rows, plan: Plan, per_choice: int):
+        """The transpose of send."""
+        return lax.psum_scatter(_summed(rows, plan.home, per_choice), AXIS, scatter_dimension=0, tiled=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class AllToAll:
+    num_ranks: int
+    num_experts: int
+    top_k: int
+    num_tokens: int
+    room: int
+    """C: rows that a device sends to each other in a round."""
+
+    @property
+    def local_experts(self) -> int:
+        return self.num_experts // self.num_ranks
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_ranks * self.room
+
+    @property
+    def num_rounds(self) -> int:
+        """Enough for all choices of a device to go to one other."""
+        return math.ceil(self.num_tokens * min(self.top_k, self.local_experts) / self.room)
+
+    def rounds_needed(self, experts_nK: jax.Array) -> jax.Array:
+        """int32: for what this device sends."""
+        to_rank = _counts(experts_nK.ravel(), self.num_experts).reshape(self.num_ranks, -1).sum(1)
+        return -(-jnp.max(to_rank) // self.room)
+
+    def plan(self, experts_nK: jax.Array, turn) -> Plan:
+        chosen = experts_nK.ravel()
+        order = jnp.argsort(chosen, stable=True).astype(jnp.int32)
+        ends_PE = jnp.cumsum(_counts(chosen, self.num_experts)).reshape(self.num_ranks, -1)
+        starts_PE = jnp.concatenate([jnp.zeros_like(ends_PE[:1, 0]), ends_PE.ravel()[:-1]]).reshape(ends_PE.shape)
+        first_P1 = starts_PE[:, :1] + turn * self.room
+        place_PC = first_P1 + jnp.arange(self.room, dtype=jnp.int32)
+        sent_PC = jnp.where(place_PC < ends_PE[:, -1:], _taken(order, place_PC), chosen.size)
+        counts_PE = jnp.minimum(ends_PE, first_P1 + self.room) - jnp.maximum(starts_PE, first_P1)
+        arrived_PE = lax.all_to_all(jnp.maximum(counts_PE, 0), AXIS, 0, 0, tiled=True)
+        after_PE = jnp.cumsum(arrived_PE, 1)
+        number_C = jnp.arange(self.room, dtype=jnp.int32)
+        expert_PC = jnp.sum(number_C[None, :, None] >= after_PE[:, None, :], -1)  # number of experts: no row
+        place = jnp.argsort(expert_PC.ravel(), stable=True).astype(jnp.int32)
+        sent = sent_PC.ravel()
+        return Plan(jnp.sum(arrived_PE, 0), sent, place, _inverse(place, self.num_rows), _inverse(sent, chosen.size))
+
+    def send(self, values, plan: Plan, per_choice: int):
+        """values [choices / per_choice, ...] -> rows [R, ...]."""
+        arrived = lax.all_to_all(_taken(values, plan.sent // per_choice), AXIS, 0, 0, tiled=True)
+        return _taken(arrived, plan.sorted)
+
+    def bring_back(self, rows, plan: Plan, per_choice: int):
+        """The transpose of send."""
+        returned = lax.all_to_all(_taken(rows, plan.unsorted), AXIS, 0, 0, tiled=True)
+        return _summed(returned, plan.home, per_choice)
+
+
+Exchange = AllGather | AllToAll
+
+
+def choose_exchange(shape_BT: tuple[int, int], num_experts: int, top_k: int, dispatch: Dispatch, buffer: float):
+    """What moves tokens [B, T] on the current mesh. auto: all_gather where it needs no more room than all_to_all, which
+    then sends more too."""
+    sizes = free_axes()
+    parts = math.prod(sizes[axis] for entry in activation_spec(shape_BT, ("batch", "time")) for axis in axes_of(entry))
+    given = dict(num_ranks=axis_size(AXIS), num_experts=num_experts, top_k=top_k)
+    return exchange_of(math.prod(shape_BT) // parts, dispatch=dispatch, buffer=buffer, **given)
+
+
+def exchange_of(
+    num_tokens: int, num_ranks: int, num_experts: int, top_k: int, dispatch: Dispatch, buffer: float
+) -> Exchange:
+    """As choose_exchange, for so many tokens of a device."""
+    given = dict(num_ranks=num_ranks, num_experts=num_experts, top_k=top_k, num_tokens=num_tokens)
+    gathered = AllGather(**given)
+    even = num_tokens * top_k / num_ranks
+    most = num_tokens * min(top_k, gathered.local_experts)
+    exchanged = AllToAll(**given, room=min(math.ceil(buffer * even), most))
+    if num_ranks == 1 or dispatch == "all_gather":
+        return gathered
+    if dispatch == "all_to_all":
+        return exchanged
+    return gathered if gathered.num_rows <= exchanged.num_rows else exchanged
+
+
+@functools.cache
+def log_exchange(exchange: Exchange) -> None:
+    if exchange.num_ranks == 1:
+        return
+    name = "all_gather" if isinstance(exchange, AllGather) else f"all_to_all, in up to {exchange.num_rounds} rounds"
+    logger.info("tokens to the experts of %d devices: %s; %d tokens of a device, room for %d rows", exchange.num_ranks,
+                name, exchange.num_tokens, exchange.num_rows)  # fmt: skip
+
+
+# ----------------------------------------------------------------------------- on all devices
+
+
+def make_plan(experts_BTK: jax.Array, exchange: Exchange, turn=0) -> Plan:
+    """Of round `turn` (an int or int32 scalar), for tokens with these experts; E: the choice goes nowhere."""
+    spec = activation_spec(experts_BTK.shape, ("batch", "time", None))
+
+    def body(experts_BTK, turn):
+        return exchange.plan(experts_BTK.reshape(-1, exchange.top_k), turn)
+
+    return manual(body, (spec, P()), rows_spec())(experts_BTK, jnp.int32(turn))
+
+
+def rounds_needed(experts_BTK: jax.Array, exchange: AllToAll) -> jax.Array:
+    """int32 scalar, the same on every device: all take part in each round."""
+    spec = activation_spec(experts_BTK.shape, ("batch", "time", None))
+
+    def body(experts_BTK):
+        needed = exchange.rounds_needed(experts_BTK.reshape(-1, exchange.top_k))
+        return lax.pmax(needed, tuple(compat.varying_axes(needed) & free))
+
+    free = frozenset(free_axes())
+    return manual(body, (spec,), P())(experts_BTK)
+
+
+def dispatch(x_BTD: jax.Array, weights_BTK: jax.Array, plan: Plan, exchange: Exchange) -> tuple[jax.Array, jax.Array]:
+    """-> (rows [R, D] of x's dtype, their weights [R]); zeros where no token came."""
+    return _dispatch(x_BTD, weights_BTK, plan, exchange)
+
+
+def combine(rows_RD: jax.Array, plan: Plan, exchange: Exchange, shape_BT: tuple[int, int]) -> jax.Array:
+    """The sum over the rows of each token -> [B, T, D], added in float32; laid out as batch, time, embed."""
+    return _combine(rows_RD, plan, exchange, shape_BT)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _dispatch(x_BTD, weights_BTK, plan, exchange):
+    def body(x_BTD, weights_BTK, plan):
+        rows_RD = exchange.send(x_BTD.reshape(-1, x_BTD.shape[-1]), plan, exchange.top_k)
+        return rows_RD, exchange.send(weights_BTK.ravel(), plan, 1)
+
+    given = (*_token_specs(x_BTD.shape[:2], x_BTD.shape[2]), rows_spec())
+    return manual(body, given, (rows_spec("embed"), rows_spec()))(x_BTD, weights_BTK, plan)
+
+
+def _dispatch_forward(x_BTD, weights_BTK, plan, exchange):
+    return _dispatch(x_BTD, weights_BTK, plan, exchange), (plan, x_BTD.shape[:2])
+
+
+def _dispatch_backward(exchange, residuals, gradients):
+    plan, shape_BT = residuals
+    d_rows_RD, d_weights_R = gradients
+    specs = _token_specs(shape_BT, d_rows_RD.shape[1])
+
+    def body(d_rows_RD, d_weights_R, plan):
+        d_x_nD = exchange.bring_back(d_rows_RD, plan, exchange.top_k)
+        d_weights_m = exchange.bring_back(d_weights_R, plan, 1)
+        return _as_tokens(d_x_nD, shape_BT, specs[0]), _as_tokens(d_weights_m, shape_BT, specs[1])
+
+    given = (rows_spec("embed"), rows_spec(), rows_spec())
+    return *manual(body, given, specs)(d_rows_RD, d_weights_R, plan), None
+
+
+_dispatch.defvjp(_dispatch_forward, _dispatch_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _combine(rows_RD, plan, exchange, shape_BT):
+    spec, _ = _token_specs(shape_BT, rows_RD.shape[1])
+
+    def body(rows_RD, plan):
+        return _as_tokens(exchange.bring_back(rows_RD, plan, exchange.top_k), shape_BT, spec)
+
+    return manual(body, (rows_spec("embed"), rows_spec()), spec)(rows_RD, plan)
+
+
+def _combine_forward(rows_RD, plan, exchange, shape_BT):
+    return _combine(rows_RD, plan, exchange, shape_BT), plan
+
+
+def _combine_backward(exchange, shape_BT, plan, d_y_BTD):
+    spec, _ = _token_specs(shape_BT, d_y_BTD.shape[2])
+
+    def body(d_y_BTD, plan):
+        return exchange.send(d_y_BTD.reshape(-1, d_y_BTD.shape[-1]), plan, exchange.top_k)
+
+    return manual(body, (spec, rows_spec()), rows_spec("embed"))(d_y_BTD, plan), None
+
+
+_combine.defvjp(_combine_forward, _combine_backward)
+
+
+def _token_specs(shape_BT, width: int) -> tuple[P, P]:
+    """-> those of x [B, T, D] and of the weights [B, T, K]."""
+    batch, time, embed = activation_spec((*shape_BT, width), ("batch", "time", "embed"))
+    return P(batch, time, embed), P(batch, time, None)
+
+
+def _as_tokens(values, shape_BT, spec):
+    """Values of a device's tokens [n, ...] or choices -> [B, T, ...] of the device. Devices that have the same tokens,
+    few as they are, agree on one result."""
+    batch, time, _ = (math.prod(lax.axis_size(axis) for axis in axes_of(entry)) for entry in spec)
+    values = values.reshape(shape_BT[0] // batch, shape_BT[1] // time, -1)
+    split_over = [axis for entry in spec for axis in axes_of(entry)]
+    same = tuple(axis for axis in ACTIVATION_AXES["rows"] if axis not in split_over)
+    same = tuple(axis for axis in same if axis in compat.varying_axes(values))
+    return lax.psum(jnp.where(lax.axis_index(same) == 0, values, 0), same) if same else values
+
+
+# ----------------------------------------------------------------------------- on one device
+
+
+def _counts(numbers, length: int):
+    """How often 0, 1, ..., length - 1 occur: int32 [length]."""
+    return jnp.bincount(numbers, length=length + 1)[:length].astype(jnp.int32)
+
+
+def _inverse(places, length: int):
+    """int32 [length]: where in `places` each number stands, len(places) for one that does not."""
+    numbers = jnp.arange(places.shape[0], dtype=jnp.int32)
+    return jnp.full((length,), places.shape[0], jnp.int32).at[places].set(numbers, mode="drop")
+
+
+def _taken(values, places):
+    """values[places], 0 for places beyond the end."""
+    return values.at[places].get(mode="fill", fill_value=0)
+
+
+def _summed(values, places, group: int):
+    """_taken, of which each `group` is added up in float32."""
+    taken = _taken(values, places)
+    if group == 1:
+        return taken
+    grouped = taken.reshape(-1, group, *taken.shape[1:])
+    return jnp.sum(grouped, 1, dtype=jnp.float32).astype(values.dtype)
