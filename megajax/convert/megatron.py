@@ -8,6 +8,7 @@ The vocabulary is padded to a multiple that depends on the tensor parallel size 
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 
 import jax
@@ -19,6 +20,7 @@ from megajax.ops.activation import GATED
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 LAYER = "decoder.layers.{}."  # prefix of the names of one layer
+EXPERTS = "mlp.experts."  # and of those of its experts, here in one array
 
 # Transformer Engine layers hold the norm in front of them; the names on the right are those of Megatron's own layers.
 _FUSED_NORMS = {
@@ -38,10 +40,13 @@ class Entry:
     split: Callable[[np.ndarray], tuple[np.ndarray, ...]] = lambda theirs: (theirs,)
     join: Callable[..., np.ndarray] = lambda ours: ours
     """Inverse of split, of all of ours."""
+    layers: tuple[int, ...] = ()
+    """Numbers of the layers that have it."""
 
-    @property
-    def in_layer(self) -> bool:
-        return self.theirs.startswith(LAYER)
+    def of_kind(self, kind: str, layers: tuple[int, ...]) -> "Entry":
+        """Of a layer -> of all layers of a kind."""
+        ours = tuple(f"layers/{kind}/{path}" for path in self.ours)
+        return dataclasses.replace(self, ours=ours, layers=layers)
 
 
 def to_megajax(named: Mapping[str, np.ndarray], config: DecoderConfig) -> dict:
@@ -52,12 +57,12 @@ def to_megajax(named: Mapping[str, np.ndarray], config: DecoderConfig) -> dict:
     Raises ValueError for a parameter that is missing, unexpected or of the wrong shape.
     """
     _check_table(config)
-    named = {_own_name(name): array for name, array in named.items()}
+    named = _stack_experts({_own_name(name): array for name, array in named.items()})
     _check({name: array.shape for name, array in named.items()}, _their_shapes(config), _fits)
     flat = {}
     for entry in _table(config):
-        if entry.in_layer:
-            layers = [entry.split(named[entry.theirs.format(number)]) for number in range(config.num_layers)]
+        if entry.layers:
+            layers = [entry.split(named[entry.theirs.format(number)]) for number in entry.layers]
             arrays = tuple(np.stack(parts) for parts in zip(*layers, strict=True))
         else:
             arrays = entry.split(named[entry.theirs])
@@ -82,12 +87,12 @@ def from_megajax(params: dict, config: DecoderConfig) -> dict[str, np.ndarray]:
     named = {}
     for entry in _table(config):
         arrays = [np.asarray(flat[path]) for path in entry.ours]
-        if entry.in_layer:
-            for number in range(config.num_layers):
-                named[entry.theirs.format(number)] = entry.join(*(array[number] for array in arrays))
+        if entry.layers:
+            for row, number in enumerate(entry.layers):
+                named[entry.theirs.format(number)] = entry.join(*(array[row] for array in arrays))
         else:
             named[entry.theirs] = entry.join(*arrays)
-    return named
+    return _unstack_experts(named)
 
 
 # ----------------------------------------------------------------------------- the table
@@ -104,10 +109,12 @@ def _table(config: DecoderConfig) -> list[Entry]:
     if config.position == "learned":
         shape = (config.max_positions, D)
         table.append(Entry(("position_embedding",), "embedding.position_embeddings.weight", shape))
-    table += _norm(config, "layers/dense/attention_norm", LAYER + "input_layernorm", D)
-    table += _attention(config)
-    table += _norm(config, "layers/dense/mlp_norm", LAYER + "pre_mlp_layernorm", D)
-    table += _mlp(config)
+    for kind, feed_forward in (("dense", _mlp), ("moe", _experts)):
+        layers = tuple(n for n in range(config.num_layers) if config.moe.has_experts(n) == (kind == "moe"))
+        if layers:
+            layer = _norm(config, "attention_norm", LAYER + "input_layernorm", D) + _attention(config)
+            layer += _norm(config, "mlp_norm", LAYER + "pre_mlp_layernorm", D) + feed_forward(config)
+            table += [entry.of_kind(kind, layers) for entry in layer]
     table += _norm(config, "final_norm", "decoder.final_layernorm", D)
     if not config.tied_embeddings:
 
@@ -130,7 +137,7 @@ def _attention(config: DecoderConfig) -> list[Entry]:
     N = config.num_heads
     K = config.kv_heads
     H = config.width_of_head
-    ours = "layers/dense/attention/"
+    ours = "attention/"
     theirs = LAYER + "self_attention."
 
     # Both serve the weight and the bias: the transpose of a vector is itself, and the last dims are the same.
@@ -171,31 +178,58 @@ def _attention(config: DecoderConfig) -> list[Entry]:
 
 
 def _mlp(config: DecoderConfig) -> list[Entry]:
+    return _feed_forward(config, "mlp/", "mlp.", config.width_of_mlp, has_bias=config.has_mlp_bias)
+
+
+def _experts(config: DecoderConfig) -> list[Entry]:
     D = config.embed_dim
-    F = config.width_of_mlp
-    ours = "layers/dense/mlp/"
-    theirs = LAYER + "mlp."
+    moe = config.moe
+    E = moe.num_experts
+    table = [Entry(("mlp/router",), LAYER + "mlp.router.weight", (E, D), _transposed, np.transpose)]
+    if moe.router.bias_update_rate is not None:
+        table.append(Entry(("mlp/router_expert_bias",), LAYER + "mlp.router.expert_bias", (E,)))
+    table += _feed_forward(config, "mlp/", EXPERTS, moe.expert_dim or config.width_of_mlp, lead=(E,))
+    if moe.shared_dim is not None:
+        table += _feed_forward(config, "mlp/shared/", "mlp.shared_experts.", moe.shared_dim)
+    if moe.shared_gate:
+        theirs = LAYER + "mlp.shared_experts.gate_weight"
+        table.append(Entry(("mlp/shared_gate",), theirs, (1, D), _transposed, np.transpose))
+    return table
+
+
+def _feed_forward(
+    config: DecoderConfig, ours: str, theirs: str, width: int, *, has_bias: bool = False, lead: tuple[int, ...] = ()
+) -> list[Entry]:
+    """lead: dims before those of a matrix."""
+    D = config.embed_dim
+    theirs = LAYER + theirs
     wide = ("gate", "up") if config.activation in GATED else ("up",)
     weights = tuple(ours + name for name in wide)
     biases = tuple(f"{ours}{name}_bias" for name in wide)
 
     def split_wide(rows):
-        return tuple(np.split(rows.T, len(wide), -1))
+        return tuple(np.split(*_transposed(rows), len(wide), -1))
 
     def join_wide(*parts):
-        return np.concatenate(parts, -1).T
+        return _transposed(np.concatenate(parts, -1))[0]
 
-    def transposed(w):
-        return (w.T,)
+    def join_down(w):
+        return _transposed(w)[0]
 
+    rows = len(wide) * width
     table = [
-        Entry(weights, theirs + "linear_fc1.weight", (len(wide) * F, D), split_wide, join_wide),
-        Entry((ours + "down",), theirs + "linear_fc2.weight", (D, F), transposed, np.transpose),
+        Entry(weights, theirs + "linear_fc1.weight", (*lead, rows, D), split_wide, join_wide),
+        Entry((ours + "down",), theirs + "linear_fc2.weight", (*lead, D, width), _transposed, join_down),
     ]
-    if config.has_mlp_bias:
-        table.append(Entry(biases, theirs + "linear_fc1.bias", (len(wide) * F,), split_wide, join_wide))
+    if has_bias:
+        table.append(Entry(biases, theirs + "linear_fc1.bias", (rows,), split_wide, join_wide))
         table.append(Entry((ours + "down_bias",), theirs + "linear_fc2.bias", (D,)))
     return table
+
+
+def _transposed(array: np.ndarray) -> tuple[np.ndarray]:
+    """Matrices; a vector is its own transpose."""
+    return (array if array.ndim == 1 else array.swapaxes(-1, -2),)
 
 
 def _with_rows(w_VD: np.ndarray, num_rows: int) -> np.ndarray:
@@ -209,6 +243,32 @@ def _own_name(name: str) -> str:
     for fused, own in _FUSED_NORMS.items():
         name = name.replace(fused, own)
     return name
+
+
+def _stack_experts(named: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The arrays of all experts of a layer as one. Megatron numbers the experts, or with grouped GEMM the arrays."""
+    experts = re.compile(r"(.*\.mlp\.experts\.)(?:local_experts\.(\d+)\.)?(linear_fc[12]\.weight)(\d*)")
+    stacked = {}
+    found: dict[str, dict[int, np.ndarray]] = {}
+    for name, array in named.items():
+        match = experts.fullmatch(name)
+        if match is None:
+            stacked[name] = array
+        else:
+            found.setdefault(match[1] + match[3], {})[int(match[2] or match[4])] = array
+    return stacked | {name: np.stack([arrays[n] for n in sorted(arrays)]) for name, arrays in found.items()}
+
+
+def _unstack_experts(named: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Inverse of _stack_experts, with the names of Megatron's own layers."""
+    unstacked = {}
+    for name, array in named.items():
+        before, experts, after = name.partition(EXPERTS)
+        if experts:
+            unstacked |= {f"{before}{experts}local_experts.{n}.{after}": one for n, one in enumerate(array)}
+        else:
+            unstacked[name] = array
+    return unstacked
 
 
 def _fits(name: str, found: tuple, wanted: tuple) -> bool:
@@ -228,11 +288,10 @@ def _check_table(config: DecoderConfig) -> None:
 
 
 def _their_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    numbers = range(config.num_layers)
     return {
         name: entry.shape
         for entry in _table(config)
-        for name in ([entry.theirs.format(n) for n in numbers] if entry.in_layer else [entry.theirs])
+        for name in ([entry.theirs.format(n) for n in entry.layers] if entry.layers else [entry.theirs])
     }
 
 

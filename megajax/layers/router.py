@@ -36,6 +36,7 @@ logger = logging.getLogger("megajax")
 
 EPSILON = 1e-20  # of sums of scores that are divided by
 SINKHORN_TOLERANCE = 1e-4
+LOAD_ROUNDING = 1e-6  # of the mean load of a batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +120,9 @@ class TowardsBalance:
     rate: float
 
     def __call__(self, bias_E: jax.Array, load_E: jax.Array) -> jax.Array:
-        return bias_E + self.rate * jnp.sign(1.0 - load_E)
+        missing_E = 1.0 - load_E
+        # A mean that is 1 but for the order of its additions must not move the bias.
+        return bias_E + self.rate * jnp.sign(jnp.where(jnp.abs(missing_E) > LOAD_ROUNDING, missing_E, 0.0))
 
 
 def _as_observed(value: jax.Array, observed: jax.Array) -> jax.Array:

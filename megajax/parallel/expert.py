@@ -182,10 +182,16 @@ def log_exchange(exchange: Exchange) -> None:
 
 
 def make_plan(experts_BTK: jax.Array, exchange: Exchange, turn=0) -> Plan:
-    """Of round `turn` (an int or int32 scalar), for tokens with these experts; E: the choice goes nowhere."""
+    """Of round `turn` (an int or int32 scalar), for tokens with these experts; E: the choice goes nowhere.
+
+    Of devices that have the same tokens, few as they are, one sends them.
+    """
     spec = activation_spec(experts_BTK.shape, ("batch", "time", None))
+    same = _same_tokens(spec)
 
     def body(experts_BTK, turn):
+        if same:
+            experts_BTK = jnp.where(lax.axis_index(same) == 0, experts_BTK, exchange.num_experts)
         return exchange.plan(experts_BTK.reshape(-1, exchange.top_k), turn)
 
     return manual(body, (spec, P()), rows_spec())(experts_BTK, jnp.int32(turn))
@@ -277,14 +283,18 @@ def _token_specs(shape_BT, width: int) -> tuple[P, P]:
 
 
 def _as_tokens(values, shape_BT, spec):
-    """Values of a device's tokens [n, ...] or choices -> [B, T, ...] of the device. Devices that have the same tokens,
-    few as they are, agree on one result."""
+    """Values of a device's tokens [n, ...] or choices -> [B, T, ...] of the device. Those that make_plan let send
+    nothing get what came to the one that did."""
     batch, time, _ = (math.prod(lax.axis_size(axis) for axis in axes_of(entry)) for entry in spec)
     values = values.reshape(shape_BT[0] // batch, shape_BT[1] // time, -1)
-    split_over = [axis for entry in spec for axis in axes_of(entry)]
-    same = tuple(axis for axis in ACTIVATION_AXES["rows"] if axis not in split_over)
-    same = tuple(axis for axis in same if axis in compat.varying_axes(values))
+    same = _same_tokens(spec)
     return lax.psum(jnp.where(lax.axis_index(same) == 0, values, 0), same) if same else values
+
+
+def _same_tokens(spec: P) -> tuple[str, ...]:
+    """The axes over which tokens that are laid out so are the same."""
+    split_over = [axis for entry in spec for axis in axes_of(entry)]
+    return tuple(axis for axis in ACTIVATION_AXES["rows"] if axis not in split_over)
 
 
 # ----------------------------------------------------------------------------- on one device
