@@ -60,12 +60,17 @@ def estimates() -> list[Estimate]:
     found = []
     for command, device, seconds in measured_steps():
         config = config_of(command).check_on(int(device.split(" x ")[0]))
-        key = config.model, config.execution, config.mesh.pipeline, config.mesh.virtual_stages
-        models[key] = models.get(key) or config.make_model()
+        # What an estimate does not know of; without it, more of them share a model.
+        execution = dataclasses.replace(config.execution, attention_backend="auto", compiler_options="")
+        config = dataclasses.replace(config, execution=execution)
+        key = config.model, execution, config.mesh.pipeline, config.mesh.virtual_stages
+        if key not in models:
+            models[key] = config.make_model()
         program = config.make_program(model=models[key])
         _, host = memory_per_device(program, config.training)
-        times = step_times(program, config.training, find_device(device), host)
-        found.append(Estimate(command, device, seconds, times.step))
+        found.append(
+            Estimate(command, device, seconds, step_times(program, config.training, find_device(device), host).step)
+        )
     return found
 
 

@@ -17,8 +17,8 @@ from jax.sharding import AxisType
 
 def use_virtual_cpu_devices(count: int) -> None:
     """Runs this process on `count` virtual CPU devices. Call before anything touches a device."""
+    jax.config.update("jax_num_cpu_devices", count)  # RuntimeError if it is too late
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", count)
 
 
 def use_gloo() -> None:
@@ -33,6 +33,17 @@ def mesh_platform() -> str:
     """
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return jax.default_backend() if device is None else device.platform
+
+
+def compute_capability() -> float | None:
+    """Of the GPUs of the current mesh: 9.0 for Hopper, 7.5 for a T4. None for other devices, and for GPUs that exist
+    for the compiler only."""
+    abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    device = jax.devices()[0]
+    if abstract is not None and abstract.device_kind != device.device_kind:
+        return None
+    found = getattr(device, "compute_capability", None)
+    return None if found is None else float(found)
 
 
 def mosaic_problem() -> str:

@@ -91,6 +91,12 @@ class Config:
         config.training.check_on(mesh)
         return config
 
+    def for_plan(self) -> "Config":
+        """The config on the mesh that it names, whatever devices there are; an axis of -1 becomes 1."""
+        sizes = {axis: max(size, 1) for axis, size in self.mesh.sizes().items()}
+        mesh = dataclasses.replace(self.mesh, **sizes)
+        return dataclasses.replace(self, mesh=mesh).check_on(mesh.num_devices)
+
     def make_model(self) -> Model:
         """Without its weights; the mesh is resolved. Raises ValueError for parameters to freeze that are not there."""
         stages = make_stages(self.mesh, self.model.num_layers_in_all)

@@ -152,8 +152,7 @@ def use_cpu_devices(number: int) -> None:
     Takes precedence over XLA_FLAGS. Raises ValueError if JAX has other devices already.
     """
     try:
-        jax.config.update("jax_num_cpu_devices", number)
-        jax.config.update("jax_platforms", "cpu")
+        compat.use_virtual_cpu_devices(number)
     except RuntimeError:
         devices = jax.devices()
         if devices[0].platform != "cpu" or len(devices) != number:

@@ -23,6 +23,7 @@ from megajax.data.datasets import Datasets, build_datasets, check_same_data, che
 from megajax.data.tokenizers.tokenizer import save_tokenizer
 from megajax.mesh import COMPILATION_CACHE, make_mesh, use_compilation_cache
 from megajax.planning.card import startup_rows
+from megajax.planning.memory import check_host_memory
 from megajax.training.faults.disk import check_room
 from megajax.training.faults.replay import run_again
 from megajax.training.faults.watchdog import Watchdog
@@ -52,6 +53,7 @@ def _train(config: Config, watchdog: Watchdog) -> str:
     run_dir = Path(config.run_dir)
     changed = check(config)
     program = make_program(config)
+    check_host_memory(program, config.training)
     datasets = load_data(config)
     check_room(run_dir, program.abstract_state, config.training.steps)
     watchdog.alive()
@@ -100,15 +102,15 @@ def check(config: Config) -> list[str]:
         return []
     if (run_dir / "exported.json").is_file():
         raise ValueError(
-            f"run_dir={run_dir} holds parameters alone, for serving, and no optimizer; train in the run directory that "
-            "they came from, or begin another run with --checkpoint.start_from"
+            f"run_dir={run_dir} holds exported parameters without optimizer state; train in the run directory that "
+            "they came from, or begin a new run with --checkpoint.start_from"
         )
     before = Config.load(run_dir)
     now = dataclasses.replace(config, run_dir=str(run_dir))
     if other := incompatibilities(before, now):
         raise ValueError(
-            f"run_dir={run_dir} holds a run that cannot go on with other settings ({'; '.join(other)}); use another "
-            "--run_dir, with --checkpoint.start_from to begin with these weights"
+            f"run_dir={run_dir} holds a run that cannot resume with other settings ({'; '.join(other)}); use another "
+            "--run_dir, and --checkpoint.start_from to begin with these weights"
         )
     return [line for line in differences(before, now) if not line.startswith("launch.")]
 
@@ -143,7 +145,7 @@ def _warn_of_repetition(datasets: Datasets) -> None:
                 "use more text, fewer --training.steps or a smaller --training.global_batch_size",
                 source.name,
                 format_count(source.tokens_per_epoch),
-                f"{source.epochs:,.0f}",
+                f"{source.epochs:,.1f}",
                 MANY_EPOCHS,
             )
 
@@ -158,7 +160,7 @@ def _check_data(datasets: Datasets, run_dir: Path) -> None:
         return
     if not path.is_file():
         if found is not None:
-            logger.warning("data: %s does not exist: what the run was trained on so far is not compared", path)
+            logger.warning("data: %s does not exist: whether the data are those of the run so far is not checked", path)
         return
     try:
         before = json.loads(path.read_text())

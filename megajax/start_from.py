@@ -34,7 +34,7 @@ def pinned(config: Config) -> Config:
     recorded = Config.load(config.run_dir).checkpoint if holds_run(config.run_dir) else CheckpointConfig()
     if saved_steps(config.run_dir):
         if given.start_from and given.source() != recorded.source():
-            logger.info("checkpoint.start_from=%s has no effect: the run has begun", given.start_from)
+            logger.info("checkpoint.start_from=%s has no effect: the run has already begun", given.start_from)
         return _replaced(config, recorded.start_from, recorded.start_fresh)
     if not given.start_from:
         return _replaced(config, recorded.start_from, given.start_fresh) if recorded.start_from else config
@@ -82,13 +82,13 @@ def check(config: Config) -> None:
     for pattern in config.checkpoint.start_fresh:
         if not any(matches(name, [pattern]) for name in names):
             raise ValueError(
-                f"checkpoint.start_fresh: {pattern!r} matches no parameter; they are called like {min(names)}"
+                f"checkpoint.start_fresh: {pattern!r} matches no parameter; parameter names look like {min(names)}"
             )
     if problems := _problems(ours, theirs, config.checkpoint.start_fresh):
         more = f" and {len(problems) - 4} more" if len(problems) > 4 else ""
         raise ValueError(
             f"checkpoint.start_from={given} has the weights of another model ({'; '.join(problems[:4])}{more}); "
-            "describe the model as it is there, or name what is to be drawn or left out with --checkpoint.start_fresh"
+            "use the model config of that run, or name what to initialise or leave out with --checkpoint.start_fresh"
         )
 
 
@@ -98,17 +98,17 @@ def weights(config: Config, program: Program) -> dict:
     step = find_step(source, step)
     patterns = config.checkpoint.start_fresh
     model = program.model
-    logger.info("starting from the weights of %s, step %d", source, step)
+    logger.info("starting with the weights of %s, step %d", source, step)
     changed = differences(Config.load(source, step).model, config.model, "model.")
     if changed:
-        logger.info("the model is not described as it is there: %s", "; ".join(changed))
+        logger.info("the model config differs from that run: %s", "; ".join(changed))
     theirs = _its_model(config)
     ours = _shapes(model)
     drawn = sorted(name for name in ours if matches(name, patterns))
     if drawn:
-        logger.info("drawn, not taken from there: %s", ", ".join(drawn))
+        logger.info("newly initialised: %s", ", ".join(drawn))
     if left_out := sorted(name for name in _shapes(theirs) if name not in ours):
-        logger.info("left out: %s", ", ".join(left_out))
+        logger.info("not used: %s", ", ".join(left_out))
     target = with_shardings(theirs.abstract_weights, theirs.shardings(program.mesh))
     with Checkpointer(source, None) as checkpointer:
         found = checkpointer.restore_params(step, target, theirs.layer_rows)
@@ -127,8 +127,8 @@ def _problems(ours: Model, theirs: Model, fresh: tuple[str, ...]) -> list[str]:
     """What keeps the parameters that are not fresh from being the same."""
     wanted = {name: shape for name, shape in _shapes(ours).items() if not matches(name, fresh)}
     there = {name: shape for name, shape in _shapes(theirs).items() if not matches(name, fresh)}
-    problems = [f"{name} is not there" for name in wanted if name not in there]
-    problems += [f"{name} is there only" for name in there if name not in wanted]
+    problems = [f"{name} is missing there" for name in wanted if name not in there]
+    problems += [f"{name} is missing here" for name in there if name not in wanted]
     problems += [
         f"{name} is {list(there[name])} there and {list(wanted[name])} here"
         for name in wanted

@@ -208,7 +208,7 @@ def test_a_run_may_go_on_with_another_way_to_compute_the_same(tmp_path):
         "execution.context_attention", "execution.recompute", "execution.scan_layers"
     ]  # fmt: skip
     for other in ("--model.window=8", "--precision.params=bfloat16", "--optimizer.name=lion"):
-        with pytest.raises(ValueError, match=f"cannot go on with other settings .{other[2:].split('=')[0]}: "):
+        with pytest.raises(ValueError, match=f"cannot resume with other settings .{other[2:].split('=')[0]}: "):
             run.check(override(config, [other, f"--run_dir={tmp_path}"]))
 
 
@@ -235,7 +235,7 @@ def test_run_directory_of_another_model_is_left_as_it_is(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
     before = contents(tmp_path)
     message = refusal(MOCK, tmp_path)
-    assert "holds a run that cannot go on" in message and "model.num_layers: 12 -> 4" in message
+    assert "holds a run that cannot resume" in message and "model.num_layers: 12 -> 4" in message
     assert "use another --run_dir" in message
     after = contents(tmp_path)
     after.pop(str(tmp_path / ".lock"), None)

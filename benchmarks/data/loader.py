@@ -64,7 +64,8 @@ def main(arguments: list[str]) -> None:
         write(Path(folder) / "x")
         for name, fields in FORMATS.items():
             paths = (str(Path(folder) / "x"),)
-            config = DataConfig("indexed", paths, cache_dir=folder, num_threads=0, split=(1, 0, 0), **fields)
+            fields = {"tokenizer": f"null:{VOCAB}", "cache_dir": folder, "num_threads": 0, **fields}
+            config = DataConfig("indexed", paths, split=(1, 0, 0), **fields)
             found = tokens_per_second(config, int(values["sequence_length"]), float(values["seconds"]))
             print(f"{name:<32} {found / 1e6:.1f} million tokens/s", flush=True)
 

@@ -37,8 +37,8 @@ class _Manager(ocp.CheckpointManager):
         super().__init__(*arguments, **others)
 
     def reached_preemption(self, step: int) -> bool:
-        """Never: the loop alone asks. Orbax would ask from its saving thread about a step that is long past, and JAX,
-        which keeps the step it was last asked about, could then agree on a step to stop at that has gone by."""
+        """Never: only the loop asks. Orbax would ask from its saving thread about an earlier step, and JAX, which keeps
+        the step it was last asked about, could then agree to stop at a step that has passed."""
         return False
 
     def _finalize_checkpoint(self, step: int) -> None:
@@ -160,7 +160,7 @@ class Checkpointer:
         self.failed_saves += 1
         self._left_unfinished |= not local
         what = "local snapshot" if local else "checkpoint"
-        logger.error("a %s could not be saved (%d so far): %s", what, self.failed_saves, _in_one_line(error))
+        logger.error("a %s could not be saved (failure %d): %s", what, self.failed_saves, _in_one_line(error))
 
     def write(self, step: int, trees: dict[str, Any], meta: dict[str, Any]) -> None:
         """Starts to save {item: tree of arrays}, as `save` does; raises what goes wrong, here or in `wait`."""

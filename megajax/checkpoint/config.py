@@ -13,24 +13,24 @@ from megajax.ranges import NonNegativeInt
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
     every_steps: NonNegativeInt = 1000
-    """Steps between checkpoints; the last step is always saved; 0: only the last."""
+    """Steps between checkpoints; the last step is always saved. 0: only the last."""
     keep: NonNegativeInt = 3
-    """Newest checkpoints that stay on disk; 0: all."""
+    """Keep the newest N checkpoints; 0: all."""
     keep_every_steps: NonNegativeInt = 0
-    """Those of multiples of so many steps stay too; 0: none."""
+    """Also keep the checkpoints of every N-th step; 0: none."""
     keep_best: NonNegativeInt = 0
-    """So many with the lowest eval_loss stay too, of those whose step was evaluated; 0: none."""
+    """Also keep the N best by eval_loss, of the checkpoints whose step was evaluated; 0: none."""
     local_dir: str = ""
-    """A fast directory of each machine (/dev/shm, NVMe) for two snapshots beside the checkpoints; empty: none."""
+    """Fast directory on each machine (/dev/shm, NVMe) for two snapshots, beside the checkpoints; empty: none."""
     local_every_steps: NonNegativeInt = 0
     """Steps between two local snapshots."""
 
     start_from: str = ""
-    """A new run begins with the weights of this run (its newest step, or RUN/checkpoints/STEP), a new optimizer and
-    step 0; empty: with drawn ones."""
+    """Begin a new run with the weights of this run (its newest step, or RUN/checkpoints/STEP), new optimizer state and
+    step 0; empty: with random weights."""
     start_fresh: tuple[str, ...] = ()
-    """Parameters that start_from does not concern, by shell patterns of their names: they are drawn (an adapter, a head
-    of another size) or, if this model has none, left out."""
+    """Parameters not taken from start_from, by shell patterns of their names: they are initialised (an adapter, a head
+    of another size) or, if this model does not have them, left out."""
 
     def source(self) -> tuple[Path, int | None]:
         """Of start_from -> (run directory, step or None for the newest)."""
@@ -48,7 +48,7 @@ class CheckpointConfig:
         if self.local_every_steps and self.every_steps and self.local_every_steps % self.every_steps == 0:
             raise ValueError(
                 f"checkpoint.local_every_steps={self.local_every_steps} is a multiple of checkpoint.every_steps="
-                f"{self.every_steps}, so that a checkpoint is saved at each; use a smaller number"
+                f"{self.every_steps}, so each would be a checkpoint anyway; use a smaller number"
             )
 
     def check_evaluated(self, training_steps: int, eval_every_steps: int) -> None:
@@ -57,7 +57,7 @@ class CheckpointConfig:
             return
         if not eval_every_steps:
             raise ValueError(
-                f"checkpoint.keep_best={self.keep_best} needs evaluations, and training.eval_every_steps=0 is none; "
+                f"checkpoint.keep_best={self.keep_best} needs evaluations, training.eval_every_steps=0 disables them; "
                 f"use --training.eval_every_steps={self.every_steps or training_steps}"
             )
         if 0 < self.every_steps < training_steps <= math.lcm(self.every_steps, eval_every_steps):

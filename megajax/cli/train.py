@@ -5,6 +5,8 @@
                        --config it resumes with the configuration that it was saved with
 --plan[=GPU]           what the run would need and how fast it would be, without a GPU: h100, h200, a100, b200;
                        --plan=search:64[:GPU] ranks the meshes of 64 GPUs by predicted speed
+--plan_price=2.5       with --plan: what one GPU costs per hour, so that the plan names the cost of the whole run
+--plan_figure=FILE     with --plan: draw memory and pipeline into FILE.svg or FILE.png
 --replay_step=K        computes step K of the run again, changing nothing in its directory, and says which tensor went
                        non-finite first
 --section.field=VALUE  overrides a field of the configuration
@@ -12,6 +14,7 @@
 """
 
 import dataclasses
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +34,10 @@ class Options:
     plan: str = ""
     """What the run would need and how fast it would be on a GPU: h100 (where no value is given), h200, a100 or b200;
     search:64 or search:64:h200 ranks the meshes of 64 GPUs."""
+    plan_price: float | None = None
+    """With plan: price of a GPU-hour, in any currency."""
+    plan_figure: str = ""
+    """With plan: file to draw memory and pipeline into, .svg or .png."""
     replay_step: int | None = None
     """Step of the run to compute again, changing nothing in its directory."""
 
@@ -71,8 +78,10 @@ def _run(config: "Config", options: Options, wants_help: bool, overrides: list[s
 
         print_help(config, options, _program())
         return
+    if not options.plan and (options.plan_figure or options.plan_price is not None):
+        raise ValueError("--plan_price and --plan_figure go with --plan")
     if options.plan:
-        plan(options.config or config.run_dir, config, options.plan)
+        plan(options.config or config.run_dir, config, options)
         return
     config.check()
     if config.launch.cpu_devices:
@@ -109,26 +118,24 @@ def _saved_config(overrides: list[str]) -> "Config":
     return dataclasses.replace(Config.load(run_dir), launch=LaunchConfig())
 
 
-def plan(name: str, config: "Config", device_name: str) -> None:
-    """Prints what the run would need on its mesh; an axis of -1 counts as 1. device_name: of a GPU, or
-    search:NUMBER[:GPU], which ranks the meshes of so many."""
+def plan(name: str, config: "Config", options: Options) -> None:
+    """Prints what the run would need on its mesh, or searches one; an axis of -1 counts as 1."""
     from megajax.planning.plan import plan_device, plan_rows
-    from megajax.search import search_rows
+    from megajax.search import print_search
     from megajax.training.reporting.console import Console
 
-    if device_name.split(":")[0] == "search":
-        _, number, kind = (device_name + "::").split(":")[:3]
-        if not number.isdecimal():
-            raise ValueError(f"--plan={device_name}: for how many GPUs? --plan=search:64, or search:64:h200")
-        Console().card(f"meshes for {name}", search_rows(config, int(number), plan_device(kind or "h100")))
+    if options.plan.split(":")[0] == "search":
+        print_search(name, config, options.plan)
         return
-    device = plan_device(device_name)
-    sizes = {axis: max(size, 1) for axis, size in config.mesh.sizes().items()}
-    mesh = dataclasses.replace(config.mesh, **sizes)
-    config = dataclasses.replace(config, mesh=mesh).check_on(mesh.num_devices)
+    device = plan_device(options.plan)
+    config = config.for_plan()
     packed = not config.data.cross_document_attention
-    rows = plan_rows(config.make_program(), config.training, packed, device)
-    Console().card(f"plan of {name}", rows)
+    program = config.make_program()
+    if options.plan_figure:
+        from megajax.plot import plan_figure, save
+
+        save(plan_figure(program, config.training, device, title=name), options.plan_figure)
+    Console().card(f"plan of {name}", plan_rows(program, config.training, packed, device, options.plan_price))
 
 
 def _print_sample(config: "Config") -> None:
@@ -161,6 +168,10 @@ def _parse(arguments: list[str]) -> tuple[Options, bool, list[str]]:
             options.config = value if equals else next(waiting, "")
         elif name == "plan":
             options.plan = value or "h100"
+        elif name == "plan_figure":
+            options.plan_figure = value if equals else next(waiting, "")
+        elif name == "plan_price":
+            options.plan_price = _price(value if equals else next(waiting, ""))
         elif name == "replay_step":
             number = value if equals else next(waiting, "")
             if not number.isdecimal():
@@ -169,6 +180,16 @@ def _parse(arguments: list[str]) -> tuple[Options, bool, list[str]]:
         else:
             overrides.append(argument)
     return options, wants_help, overrides
+
+
+def _price(value: str) -> float:
+    try:
+        price = float(value)
+    except ValueError:
+        price = math.nan
+    if not 0 <= price < math.inf:
+        raise ValueError(f"--plan_price={value} is not the price of a GPU-hour; --plan_price=2.5")
+    return price
 
 
 def _name(argument: str) -> str:

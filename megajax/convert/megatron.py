@@ -279,12 +279,14 @@ def _fits(name: str, found: tuple, wanted: tuple) -> bool:
 
 
 def _check_table(config: DecoderConfig) -> None:
-    """Raises ValueError for what Megatron has no parameter for (the table names ours that it would leave out)."""
+    """Raises ValueError for a parameter that the table leaves out, or that the model config does."""
     ours = [path for entry in _table(config) for path in entry.ours]
     expected = _flat(Model(config).abstract_weights)
     for path in {**dict.fromkeys(ours), **expected}:
         if path not in expected or path not in ours:
-            raise ValueError(f"parameter {path} has no counterpart in Megatron; choose a model config without it")
+            raise ValueError(
+                f"parameter {path} is not in both Megatron's model and that of the model config; choose another config"
+            )
 
 
 def _their_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:

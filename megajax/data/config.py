@@ -1,6 +1,7 @@
 """What a configuration says of data, and what of it makes no sense."""
 
 import dataclasses
+import functools
 import logging
 import os
 from typing import Annotated, Literal
@@ -23,16 +24,16 @@ class DataConfig:
     paths: tuple[str, ...] = ()
     """Prefixes of Megatron .bin/.idx files, blended; or FILE.json with a (nested) blend (data/blend_file.py)."""
     weights: tuple[PositiveFloat, ...] = ()
-    """One a path, any positive scale; empty blends by the number of tokens."""
+    """One per path, on any positive scale; empty: by the number of tokens."""
     blend_changes: tuple[str, ...] = ()
-    """STEP:FILE.json each: from that step on the training data is the blend of that file."""
+    """STEP:FILE.json each: from that step on, train on the blend in that file."""
     eval_paths: tuple[str, ...] = ()
-    """Prefixes or blends to evaluate on; empty cuts the evaluation set from `paths`."""
+    """Prefixes or blends to evaluate on; empty: documents of `paths`, by `split`."""
     eval_weights: tuple[PositiveFloat, ...] = ()
-    """One an evaluation path; empty blends by the number of tokens."""
+    """One per evaluation path; empty: by the number of tokens."""
     kind: Literal["documents", "conversations"] = "documents"
-    """documents: text to go on with. conversations: supervised fine-tuning, with a loss on the answers only; of files
-    that preprocess --conversations wrote."""
+    """documents: pretraining. conversations: supervised fine-tuning with a loss on the answers only, on files that
+    preprocess --conversations wrote."""
     split: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat] = (969, 30, 1)
     """Relative shares of training, evaluation and test documents in `paths` and in the mock documents."""
     text: tuple[str, ...] = ()
@@ -41,28 +42,28 @@ class DataConfig:
     """bytes | null:VOCAB | sentencepiece:VOCAB (trained on `text`) | X.model | X/tokenizer.json | X.tiktoken; empty:
     the one that wrote `paths`, as P.meta.json says, or null:VOCAB with the vocabulary of the model."""
     cache_dir: str = ".cache/megajax"
-    """Where sample indices and tokenized text are kept."""
+    """Directory for sample indices and tokenized text."""
     cross_document_attention: bool = False
-    """Documents packed into one sample attend across each other (Megatron's default)."""
+    """Documents packed into one sample attend to each other (Megatron's default)."""
     reset_positions: bool = False
     """Positions restart at 0 with each document."""
     mask_document_end: bool = False
     """No loss on predicting the end-of-document token."""
     fim_rate: Probability = 0.0
-    """Probability that a training document is put in another order, to learn to fill in the middle
-    (data/samples/fim.py)."""
+    """Probability that a training document is rearranged for fill-in-the-middle (data/samples/fim.py)."""
     fim_spm_rate: Probability = 0.5
-    """Probability that such a document has its suffix first."""
+    """Probability that such a document starts with its suffix (SPM)."""
     fim_tokens: tuple[str, str, str] = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
-    """The tokens before its three parts, as the tokenizer spells them."""
+    """Special tokens before its three parts, as the tokenizer spells them."""
     on_misfit: Literal["raise", "skip", "truncate"] = "raise"
-    """A conversation longer than a sample is refused, left out or cut; one without an answer: refused, or left out."""
+    """What to do with a conversation longer than a sample: refuse it, leave it out or cut it. One without an answer is
+    refused or left out."""
     allow_change: bool = False
-    """A run may go on with other data than it began with."""
+    """Let a run resume with other data than it began with."""
     num_threads: NumReaders = 4
-    """Threads that read steps ahead; 0 reads when asked."""
+    """Threads that prefetch batches; 0: none."""
     num_workers: NumReaders = 0
-    """Processes that read steps ahead, for samples that cost much Python time; 0 uses threads only."""
+    """Processes that prefetch batches, for samples that cost much Python time; 0: threads only."""
 
     def check(self) -> None:
         """Raises ValueError with the way out; opens no file."""
@@ -112,7 +113,9 @@ class DataConfig:
             values = getattr(self, weights)
             count = len(getattr(self, paths))
             if values and len(values) != count:
-                raise ValueError(f"data.{weights} has {len(values)} entries, data.{paths} {count}; give one each")
+                raise ValueError(
+                    f"data.{weights} has {len(values)} entries and data.{paths} has {count}; give one weight per path"
+                )
         changes = tuple(file for _, file in self.changes())
         for field, entries in (("paths", self.paths), ("blend_changes", changes), ("eval_paths", self.eval_paths)):
             for prefix in prefixes(read_blend(entries)):
@@ -141,12 +144,7 @@ class DataConfig:
             prefix = prefixes(read_blend(self.paths))[0]
             meta = read_meta(prefix)
             if meta is None:
-                logger.warning(
-                    "data.tokenizer: %s.meta.json does not exist, so nothing says which tokenizer wrote the tokens; "
-                    "any id below model.vocab_size=%d is taken, and nothing can be decoded",
-                    prefix,
-                    vocab_size,
-                )
+                _warn_of_unknown_tokenizer(prefix, vocab_size)
             else:
                 spec = _found_tokenizer(meta["tokenizer"], prefix)
         return dataclasses.replace(self, tokenizer=spec)
@@ -169,6 +167,16 @@ class DataConfig:
         if any(later <= earlier for earlier, later in zip([0, *steps], steps, strict=False)):
             raise ValueError(f"data.blend_changes={self.blend_changes}: the steps must ascend, from 1 on")
         return [(step, file) for step, (_, file) in zip(steps, found, strict=True)]
+
+
+@functools.cache  # once a process, however often the config is looked at
+def _warn_of_unknown_tokenizer(prefix: str, vocab_size: int) -> None:
+    logger.warning(
+        "data.tokenizer: %s.meta.json does not exist, so the tokenizer that wrote the tokens is not known; any id "
+        "below model.vocab_size=%d is accepted, and nothing can be decoded",
+        prefix,
+        vocab_size,
+    )
 
 
 def _found_tokenizer(spec: str, prefix: str) -> str:

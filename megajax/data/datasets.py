@@ -103,7 +103,9 @@ def build_datasets(
         splits |= {name: _split(opened[name], count(opened[name]), split) for name in prefixes(held_out)}
     cuts = [*(first_sample(step) for step, _ in config.changes()), num_train_samples]
     if any(size <= 0 for size in np.diff([0, *cuts])):
-        raise ValueError(f"data.blend_changes={config.blend_changes}: the run ends before; use more training.steps")
+        raise ValueError(
+            f"data.blend_changes={config.blend_changes}: the run ends before the last change; use more --training.steps"
+        )
     train = build(blends, opened, splits, 0, np.diff([0, *cuts]).tolist(), sample_format=form)
     evaluation = None
     if num_eval_samples:
@@ -131,7 +133,7 @@ def _sample_format(config: DataConfig, tokenizer: Tokenizer) -> SampleFormat | S
         missing = [name for name, number in ids.items() if number is None]
         if missing:
             raise ValueError(
-                f"data.fim_tokens: {', '.join(missing)} are not tokens of {tokenizer.identity}; name its own"
+                f"data.fim_tokens: {', '.join(missing)} are not tokens of {tokenizer.identity}; use those that are"
             )
         fill = FillInTheMiddle(config.fim_rate, config.fim_spm_rate, *ids.values())
     return SampleFormat(
@@ -297,13 +299,13 @@ def check_same_data(old: dict[str, Any], new: dict[str, Any], where: str) -> Non
     changed += _changed_files(old.get("files"), new["files"])
     if changed:
         raise ValueError(
-            f"data: the run began with other data, as {where} says ({'; '.join(changed)}); use what it began with, "
-            "another --run_dir, or --data.allow_change=True"
+            f"data: the run began with other data, as {where} says ({'; '.join(changed)}); use the data it began "
+            "with, another --run_dir, or --data.allow_change=True"
         )
     if old.get("num_samples") != new["num_samples"]:
         logger.warning(
-            "data: the run was laid out for %s samples and is now for %d: epochs are shuffled together, so the samples "
-            "come in another order from here on",
+            "data: the run was planned for %s samples and now has %d: epochs are shuffled together, so the order of "
+            "the samples changes from here on",
             old.get("num_samples"),
             new["num_samples"],
         )
@@ -317,7 +319,9 @@ def _changed_files(old: Any, new: list[dict[str, Any]]) -> list[str]:
     for before, now in zip(old, new, strict=True):
         compared = ["sequences", "tokens", "sha256", "fingerprint"]
         if "fingerprint" not in before:  # a run from before there were any
-            logger.warning("data: %s: nothing says what its bytes were, they are not compared", now["prefix"])
+            logger.warning(
+                "data: %s: the run has no fingerprint of its contents, so they are not compared", now["prefix"]
+            )
             compared.remove("fingerprint")
         different = [key for key in compared if before.get(key) != now[key]]
         if before.get("holds_out_last", False) != now["holds_out_last"]:  # see _split

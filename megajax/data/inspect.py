@@ -140,7 +140,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prefix", nargs="+", required=True, help="prefixes of .bin/.idx files")
     parser.add_argument("--show", type=int, default=0, metavar="N", help="print the text of the first N documents")
     parser.add_argument("--tokenizer", help="to decode them with (default: the recorded one)")
-    parser.add_argument("--weights", nargs="+", type=float, help="one a prefix (default: by tokens)")
+    parser.add_argument("--weights", nargs="+", type=float, help="one per prefix (default: by tokens)")
     parser.add_argument("--sequence_length", type=int, default=1024)
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument(
@@ -157,7 +157,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         datasets = [IndexedDataset(prefix) for prefix in flags.prefix]
         if flags.weights and len(flags.weights) != len(datasets):
-            raise ValueError(f"--weights: {len(flags.weights)} weights for {len(datasets)} prefixes; give one each")
+            raise ValueError(
+                f"--weights: {len(flags.weights)} weights for {len(datasets)} prefixes; give one per prefix"
+            )
         if flags.output is None:
             for prefix, dataset in zip(flags.prefix, datasets, strict=True):
                 print(describe(dataset))

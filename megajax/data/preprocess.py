@@ -42,10 +42,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="bytes, null:VOCAB, PATH.model, PATH/tokenizer.json, PATH.tiktoken, or sentencepiece:VOCAB to train one",
     )
     parser.add_argument(
-        "--json_keys", nargs="+", help="fields of .jsonl, columns of .parquet (default: text; messages); P_KEY each"
+        "--json_keys",
+        nargs="+",
+        help="fields of .jsonl, columns of .parquet (default: text, or messages); several write P_KEY each",
     )
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--split_sentences", action="store_true", help="one sequence a sentence, for BERT")
+    form.add_argument("--split_sentences", action="store_true", help="one sequence per sentence, for BERT")
     form.add_argument("--conversations", action="store_true", help="chat messages, for supervised fine-tuning")
     parser.add_argument("--chat_template", help="jinja file (default: the tokenizer's, else ChatML)")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: all cores)")
@@ -56,12 +58,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="end every document with the end-of-document token (default: yes)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a dataset that is there")
-    parser.add_argument("--on_error", choices=("raise", "skip"), default="raise", help="documents that are unreadable")
+    parser.add_argument(
+        "--on_error", choices=("raise", "skip"), default="raise", help="what to do with unreadable documents"
+    )
     parser.add_argument(
         "--max_document_bytes",
         type=int,
         default=MAX_DOCUMENT_BYTES,
-        help="longer lines and files of text, unpacked, count as unreadable (default: %(default)s)",
+        help="longer lines and text files, unpacked, count as unreadable (default: %(default)s)",
     )
     return parser.parse_args(arguments)
 

@@ -50,13 +50,17 @@ class Engine:
         self.model = model
         self.mesh = mesh
         self.tokenizer = tokenizer
-        self.params = jax.tree.map(lambda a, like: a.astype(like.dtype), params, serving_params(model))
+        self.use(params)
         config = model.config
         self._vocab_size = min(config.vocab_size, tokenizer.vocab_size) if tokenizer else config.vocab_size
         self._max_length = config.max_length
         self._end = tokenizer.eod_id if tokenizer else None
         self._prefill = jax.jit(functools.partial(_prefill, model, self._vocab_size), static_argnames="cache_length")
         self._decode = jax.jit(functools.partial(_decode, model, self._vocab_size), donate_argnames="caches")
+
+    def use(self, params: dict) -> None:
+        """Generates with these parameters from here on; no program is compiled again."""
+        self.params = jax.tree.map(lambda a, like: a.astype(like.dtype), params, serving_params(self.model))
 
     @staticmethod
     def from_run(run_dir: str | Path, mesh: MeshConfig | None = None, step: int | None = None) -> "Engine":

@@ -109,7 +109,12 @@ class AttentionConfig:
         whole = self.flops(sequence_length)
         return {
             "qkv": Activation(qkv, Flops(2 * self.embed_dim * qkv)),
-            "attention_out": Activation(self.heads_dim, whole._replace(matmuls=0.0)),
+            "attention_out": Activation(
+                self.heads_dim,
+                whole._replace(matmuls=0.0),
+                scores=self.num_heads * sequence_length * (6 if self.dropout else 3),  # as XLA compiles it for the CPU
+                needs_scores=self.dropout > 0 or self.backend == "reference",
+            ),
         }
 
     def sent(self, mesh: MeshConfig, itemsize: int) -> float:

@@ -83,6 +83,11 @@ class Activation(NamedTuple):
     """A token; of a name that stands for several, all of them."""
     flops: Flops = Flops()
     """To make it again from those before it."""
+    scores: int = 0
+    """Attention scores of a token, and arrays of their size, float32: what the plain formula holds in memory and the
+    kernels never do."""
+    needs_scores: bool = False
+    """The plain formula runs on every device."""
 
 
 class Terms(NamedTuple):

@@ -59,6 +59,11 @@ class RopeConfig:
         self._check_order("llama3", "low_frequency", "high_frequency")
         self._check_order("yarn", "beta_slow", "beta_fast")
         num_pairs = self._rotated(head_dim) // 2
+        if self.scaling == "dynamic" and num_pairs < 2:
+            raise ValueError(
+                f"model.rope.scaling=dynamic needs two pairs that are rotated, head_dim={head_dim} and "
+                f"model.rope.fraction={self.fraction} make {num_pairs}; use --model.rope.scaling=linear"
+            )
         for name in ("short_factors", "long_factors"):
             given = len(getattr(self, name))
             if given != (num_pairs if self.scaling == "longrope" else 0):

@@ -29,7 +29,7 @@ class ExecutionConfig:
     """Of each n consecutive layers the first is recomputed, the others are not."""
     offload: tuple[str, ...] = ()
     """Activations of the layers kept in host memory between forward and backward pass; those of a transformer layer
-    are residual, normed, qkv, attention_out, residual_mid, mlp_wide and mlp_hidden."""
+    are residual, normed, qkv, attention_out, residual_mid, mlp_wide and mlp_hidden (docs/memory.md)."""
     attention_backend: Backend = "auto"
     """cudnn, pallas (pallas_kernels/flash_attention) or reference, where it can do what is asked; auto: the fastest
     that was measured. The log says which one it is."""

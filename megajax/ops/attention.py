@@ -22,7 +22,6 @@ from megajax import compat
 from megajax.current_mesh import manual
 from megajax.ops.matmul import dot_precision
 from megajax.sharding import BATCH_AXES, HEAD_AXES, TIME_AXES, activation_spec, axes_of
-from pallas_kernels import flash_attention as kernel
 
 logger = logging.getLogger("megajax")
 
@@ -132,9 +131,11 @@ def choose_backend(
     """The first in the order that can do it; logs why not the ones before."""
     dtype = q_BTNH.dtype
     head_dim = q_BTNH.shape[-1]
+    capability = compat.compute_capability()
     both = {"key-value cache": indices is not None, "dropout": dropout > 0, "ALiBi": alibi}
     cudnn = {
         "no NVIDIA GPU": compat.mesh_platform() not in ("gpu", "cuda"),
+        f"compute capability {capability}": capability is not None and capability < 8.0,  # older than Ampere
         f"dtype {dtype}": dtype not in (jnp.bfloat16, jnp.float16),
         f"head dim {head_dim}": head_dim > 128 or head_dim % 8 != 0,
         "soft cap": soft_cap is not None,
@@ -147,7 +148,7 @@ def choose_backend(
 
     problems = {
         "cudnn": lambda: first(cudnn) or compat.cudnn_attention_problem(),
-        "pallas": lambda: compat.mosaic_problem() or kernel.problem(head_dim, dtype) or first(both),
+        "pallas": lambda: compat.mosaic_problem() or _kernel_problem(head_dim, dtype) or first(both),
         "reference": lambda: "",
     }
     refused = []
@@ -158,6 +159,12 @@ def choose_backend(
             return backend
         refused.append(f"not {backend}: {problem}")
     raise AssertionError("the reference can do everything")
+
+
+def _kernel_problem(head_dim: int, dtype) -> str:
+    from pallas_kernels import flash_attention as kernel  # not at the top: only Hopper needs it, and it takes time
+
+    return kernel.problem(head_dim, dtype)
 
 
 @functools.cache
@@ -218,6 +225,8 @@ def _forward_body(q, k, v, sinks, arrays, *, options):
         results = compat.cudnn_attention_forward(q, k, v, bias, scale=options.scale, window=options.mask.window)
         out, lse = compat.vary(results, compat.varying_axes(q))
     elif options.backend == "pallas":
+        from pallas_kernels import flash_attention as kernel
+
         bounds = _key_bounds(q, k, arrays[0], options.mask)
         results = kernel.forward(q, k, v, *bounds, scale=options.scale, soft_cap=options.soft_cap)
         out, lse = compat.vary(results, compat.varying_axes(q))
@@ -237,6 +246,8 @@ def _backward_body(q, k, v, sinks, out, lse, d_out, arrays, *, options, lse_spec
         results = compat.cudnn_attention_backward(q, k, v, out, lse, d_out, bias, scale=scale, window=window)
         gradients = compat.vary(results, compat.varying_axes(q))
     elif options.backend == "pallas":
+        from pallas_kernels import flash_attention as kernel
+
         bounds = _key_bounds(q, k, arrays[0], options.mask)
         given = dict(scale=options.scale, soft_cap=options.soft_cap, ordered=options.deterministic)
         results = kernel.backward(q, k, v, out, lse, d_out, *bounds, **given)
@@ -254,7 +265,8 @@ def with_sinks(out_BTNH, lse_BNT, sinks_N):
         return out_BTNH, lse_BNT
     total_BNT = jnp.logaddexp(lse_BNT, sinks_N[:, None])
     weight_BTN1 = jnp.exp(lse_BNT - total_BNT).swapaxes(1, 2)[..., None]
-    return (out_BTNH * weight_BTN1).astype(out_BTNH.dtype), total_BNT
+    # Otherwise XLA shrinks the output once more for each reader, and keeps it as it was before for that.
+    return lax.optimization_barrier(((out_BTNH * weight_BTN1).astype(out_BTNH.dtype), total_BNT))
 
 
 def gradient_of_sinks(sinks_N, out_BTNH, lse_BNT, d_out_BTNH, lse_spec: P):

@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 from megajax import compat
 from megajax.current_mesh import free_axes, manual
 from megajax.sharding import activation_spec, axes_of
-from pallas_kernels import norm as kernel
 
 logger = logging.getLogger("megajax")
 
@@ -58,6 +57,8 @@ def _residual_norm(x_BTD, y_BTD, scale_D, bias_D, options):
         return total_BTD, _reference(total_BTD, scale_D, bias_D, epsilon)
 
     def body(x_BTD, y_BTD, scale_D, bias_D):
+        from pallas_kernels import norm as kernel
+
         results = kernel.forward(_rows(x_BTD), _rows(y_BTD), scale_D, bias_D, epsilon=epsilon)
         total, normed = compat.vary(results, compat.varying_axes(x_BTD))
         return total.reshape(x_BTD.shape), normed.reshape(x_BTD.shape)
@@ -85,6 +86,8 @@ def _backward(options, residuals, gradients):
     split_over = tuple(axis for entry in spec for axis in axes_of(entry))
 
     def body(total_BTD, d_normed_BTD, d_total_BTD, scale_D):
+        from pallas_kernels import norm as kernel
+
         centred = bias_D is not None
         rows = (_rows(a) for a in (total_BTD, d_normed_BTD, d_total_BTD))
         results = kernel.backward(*rows, scale_D, centred=centred, epsilon=epsilon)
@@ -117,9 +120,15 @@ def _backend(x_BTD) -> str:
     sizes = free_axes()
     parts = math.prod(sizes[axis] for entry in _spec(x_BTD) for axis in axes_of(entry))
     rows = x_BTD.size // x_BTD.shape[-1] // parts
-    reason = compat.mosaic_problem() or kernel.problem(rows, x_BTD.shape[-1], x_BTD.dtype)
+    reason = compat.mosaic_problem() or _kernel_problem(rows, x_BTD.shape[-1], x_BTD.dtype)
     _log_choice(reason)
     return "xla" if reason else "kernel"
+
+
+def _kernel_problem(rows: int, width: int, dtype) -> str:
+    from pallas_kernels import norm as kernel  # not at the top: only Hopper needs it, and it takes time to import
+
+    return kernel.problem(rows, width, dtype)
 
 
 @functools.cache

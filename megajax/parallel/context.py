@@ -31,7 +31,6 @@ from megajax.current_mesh import axis_size, free_axes, is_inside_pipeline, manua
 from megajax.ops import attention as local
 from megajax.ops.attention import NEVER, AttentionMask
 from megajax.sharding import TIME_AXES, activation_spec
-from pallas_kernels import flash_attention as kernel
 
 logger = logging.getLogger("megajax")
 
@@ -298,6 +297,8 @@ class _Blocks:
             results = compat.cudnn_attention_forward(q, k, v, bias, scale=options.scale, window=None, causal=causal)
             out, lse = compat.vary(results, compat.varying_axes(q))
         elif options.backend == "pallas":
+            from pallas_kernels import flash_attention as kernel
+
             bounds = self._key_bounds(q_places, k_places, q.shape[0])
             results = kernel.forward(q, k, v, *bounds, scale=options.scale, soft_cap=options.soft_cap)
             out, lse = compat.vary(results, compat.varying_axes(q))
@@ -314,6 +315,8 @@ class _Blocks:
             results = compat.cudnn_attention_backward(q, k, v, out, lse, d_out, bias, **given)
             results = compat.vary(results, compat.varying_axes(q))
         elif options.backend == "pallas":
+            from pallas_kernels import flash_attention as kernel
+
             given = (q, k, v, out, lse, d_out, *self._key_bounds(q_places, k_places, q.shape[0]))
             cap = options.soft_cap
             ordered = options.deterministic

@@ -1,11 +1,15 @@
 """Bytes that each device needs for a run, from shapes and shardings alone."""
 
 import functools
+import logging
 import math
+import os
 from collections.abc import Iterable
+from pathlib import Path
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from megajax.layers.layer import LayerConfig, Saved
 from megajax.mesh import MeshConfig, PipelineSchedule
@@ -15,6 +19,8 @@ from megajax.parallel.schedule import make_table
 from megajax.training.config import TrainingConfig
 from megajax.training.program import Program
 from megajax.training.reporting.console import format_bytes
+
+logger = logging.getLogger("megajax")
 
 
 def bytes_per_device(abstract, shardings) -> int:
@@ -30,7 +36,8 @@ def memory_per_device(program: Program, training: TrainingConfig) -> tuple[dict[
     """Bytes per device by kind, in its memory and on its host: weights and optimizer exactly, gradients (float32) and
     activations as estimates."""
     on_device, on_host = state_bytes(program)
-    device, host = activation_bytes(program.model, program.mesh_config, training)
+    on_gpu = not isinstance(program.mesh, Mesh) or program.mesh.devices.flat[0].platform != "cpu"
+    device, host = activation_bytes(program.model, program.mesh_config, training, on_gpu=on_gpu)
     on_host = on_host | {"activations": host}
     return on_device | {"activations (estimate)": device}, {name: size for name, size in on_host.items() if size}
 
@@ -60,15 +67,18 @@ def memory_rows(device: dict[str, int], host: dict[str, int]) -> list[tuple[str,
     return [("bytes per device", kinds(device))] + ([("bytes on its host", kinds(host))] if host else [])
 
 
-def activation_bytes(model: Model, mesh: MeshConfig, training: TrainingConfig) -> tuple[int, int]:
+def activation_bytes(
+    model: Model, mesh: MeshConfig, training: TrainingConfig, *, on_gpu: bool = True
+) -> tuple[int, int]:
     """What forward and backward of a step need beside the state -> (on the device, an estimate; on the host).
 
     Kept for the backward pass: the activations that each layer keeps by name, and its input in any case. Working space:
     one layer as if nothing were recomputed, the gathered weights of two layers, and the output layer with its float32
-    gradient and one chunk of logits. Attention keeps no T x T scores (cuDNN); the plain reference does, and is not
-    counted. A rank of a pipeline keeps what the layers of its fullest stage keep, for as many microbatches as the
-    schedule has in flight; a copy of the weights of its layers in the compute dtype; six residuals, those on their way
-    and those of embedding and loss.
+    gradient and one chunk of logits. The plain attention, which runs on a CPU, in float32 and with attention dropout,
+    holds T x T scores: of all layers where they are unrolled, as XLA keeps them for the backward pass. A rank of a
+    pipeline keeps what the layers of its fullest stage keep, for as many microbatches as the schedule has in flight; a
+    copy of the weights of its layers in the compute dtype; six residuals, those on their way and those of embedding and
+    loss.
     """
     layers = model.config.layers(model.execution)
     itemsize = np.dtype(model.precision.compute_dtype).itemsize
@@ -78,6 +88,7 @@ def activation_bytes(model: Model, mesh: MeshConfig, training: TrainingConfig) -
     on_device = [tokens * itemsize * device for device, _ in kept]
     on_host = sum(tokens * itemsize * host for _, host in kept)
     working = _working_bytes(model, layers, mesh, training, tokens, itemsize)
+    working += tokens * 4 * _scores(model, layers, training.sequence_length, on_gpu=on_gpu) / mesh.tensor
     if model.stages is None:
         return int(sum(on_device) / mesh.tensor + working), int(on_host / mesh.tensor)
     stages = model.stages
@@ -108,6 +119,55 @@ def _kept_elements(layer: LayerConfig, sequence_length: int) -> tuple[float, flo
         return sum(activations[name].elements for name in names if name in activations)
 
     return count({*saved.on_device, first} - set(saved.on_host)), count(saved.on_host)
+
+
+def _scores(model: Model, layers: tuple[LayerConfig, ...], sequence_length: int, *, on_gpu: bool) -> int:
+    """Elements that the plain attention holds at a time for each token."""
+    is_plain = not on_gpu or model.precision.compute == "float32"
+    found = [
+        sum(a.scores for a in layer.activations(sequence_length).values() if is_plain or a.needs_scores)
+        for layer in layers
+    ]
+    return max(found, default=0) if model.scans else sum(found)
+
+
+def host_memory() -> tuple[int, int]:
+    """Bytes of this machine -> (in all, or what the container may use; those available now)."""
+    table = Path("/proc/meminfo")
+    if not table.is_file():  # not Linux
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return total, total
+    known = dict(line.split(":") for line in table.read_text().splitlines())
+    total, available = (int(known[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.is_file() and (text := limit.read_text().strip()).isdecimal():
+        total = min(total, int(text))
+    return total, min(total, available)
+
+
+def check_host_memory(program: Program, training: TrainingConfig) -> None:
+    """Of a run on CPU devices, which share the memory of the machine: logs a warning if it needs more than is available
+    now. Raises ValueError if it needs more than there is."""
+    devices = program.mesh.local_devices
+    if devices[0].platform != "cpu":
+        return
+    device, host = memory_per_device(program, training)
+    needed = len(devices) * (sum(device.values()) + sum(host.values()))
+    total, available = host_memory()
+    microbatch = training.schedule(program.mesh_config)(training.steps).microbatch // program.mesh_config.batch_shards
+    size = f"{microbatch} x {training.sequence_length} tokens at a time"
+    if needed > total:
+        raise ValueError(
+            f"training.microbatch_size={training.microbatch_size} ({size}) needs about {format_bytes(needed)} of "
+            f"memory and this machine has {format_bytes(total)}; use a smaller --training.microbatch_size (from 1), a "
+            "smaller --training.sequence_length, or a GPU"
+        )
+    if needed > available:
+        logger.warning(
+            "memory: this run needs about %s and %s are available; a smaller --training.microbatch_size needs less",
+            format_bytes(needed),
+            format_bytes(available),
+        )
 
 
 def _working_bytes(

@@ -21,7 +21,7 @@ from megajax.devices import DEVICES, Device, utilisation
 from megajax.mesh import MeshConfig, make_mesh, use_compiler_without_gpu
 from megajax.models.model import Model
 from megajax.parallel.schedule import bubble, make_table
-from megajax.planning.memory import memory_per_device, memory_rows
+from megajax.planning.memory import activation_bytes, host_memory, memory_per_device, memory_rows, state_bytes
 from megajax.planning.step_time import (
     ACTIVATION_PASSES,
     ATTENTION_EFFICIENCY,
@@ -40,6 +40,7 @@ from megajax.training.program import Program
 from megajax.training.reporting.console import format_bytes, format_count, format_flops, format_seconds
 
 USABLE_MEMORY = 0.92  # of the device; the rest is CUDA, cuDNN workspaces and fragmentation
+MAX_VIRTUAL_DEVICES = 8  # that a plan compares with the memory of this machine
 COMPILED_FOR = ("H100", "H200")
 
 
@@ -52,12 +53,19 @@ def plan_device(name: str) -> Device:
 
 
 def plan_rows(
-    program: Program, training: TrainingConfig, packed: bool, device: Device, price: float | None = None
+    program: Program,
+    training: TrainingConfig,
+    packed: bool,
+    device: Device,
+    price: float | None = None,
+    *,
+    compiles: bool = True,
 ) -> list[tuple[str, str]]:
-    """(name, value) rows for Console.card. packed: documents do not see each other. price: of an hour of one GPU."""
+    """(name, value) rows for Console.card. packed: documents do not see each other. price: of an hour of one GPU.
+    compiles: for the device, where the CUDA wheels are installed; this process must not have used a device before."""
     model = program.model
     mesh_config = program.mesh_config
-    compiles = device.name in COMPILED_FOR and compat.gpu_compiler_installed()
+    compiles = compiles and device.name in COMPILED_FOR and compat.gpu_compiler_installed()
     memory, host = memory_per_device(program, training)
     rows = _model_rows(model, mesh_config, training, device) + memory_rows(memory, host)
     if compiles:
@@ -80,7 +88,8 @@ def plan_rows(
     rows += _run_rows(training, mesh_config, times.step, price)
     usable = USABLE_MEMORY * device.memory_bytes
     verdict = "fits" if total <= usable else "does not fit"
-    rows.append(("verdict", f"{verdict}: {format_bytes(total)} of {format_bytes(usable)} usable on a {device.name}"))
+    rows.append(("verdict", f"{verdict}: {format_bytes(total)} of {format_bytes(usable)} usable per {device.name}"))
+    rows += _cpu_rows(program, training)
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return rows + [("host memory used by planning", format_bytes(used))]
 
@@ -99,6 +108,19 @@ def _model_rows(model: Model, mesh: MeshConfig, training: TrainingConfig, device
                   f"{_counted(batch.microbatch // mesh.batch_shards, 'sequence', 's')} per data shard"),
         ("pipeline bubble", _bubble(model, batch.num_microbatches)),
     ]  # fmt: skip
+
+
+def _cpu_rows(program: Program, training: TrainingConfig) -> list[tuple[str, str]]:
+    """What the run would need on this machine's CPU, where its mesh may be of virtual devices."""
+    num_devices = program.mesh_config.num_devices
+    if num_devices > MAX_VIRTUAL_DEVICES:
+        return []
+    on_device, on_host = state_bytes(program)
+    activations, offloaded = activation_bytes(program.model, program.mesh_config, training, on_gpu=False)
+    needed = num_devices * (sum(on_device.values()) + sum(on_host.values()) + activations + offloaded)
+    total, _ = host_memory()
+    verdict = "fits" if needed <= total else "does not fit"
+    return [("on this machine's CPU", f"{verdict}: about {format_bytes(needed)} of {format_bytes(total)}")]
 
 
 def _counted(number: int, name: str, plural: str) -> str:

@@ -41,8 +41,8 @@ class BatchSchedule:
             sizes = range(start, global_batch_size + 1, increment)
             if len(sizes) > MAX_SIZES:
                 raise ValueError(
-                    f"training.batch_size_rampup={rampup} has {len(sizes)} batch sizes, each compiled separately, and "
-                    f"{MAX_SIZES} at most; use an increment of at least {global_batch_size // (MAX_SIZES - 1) + 1}"
+                    f"training.batch_size_rampup={rampup} has {len(sizes)} batch sizes, each compiled separately; the "
+                    f"limit is {MAX_SIZES}; use an increment of at least {global_batch_size // (MAX_SIZES - 1) + 1}"
                 )
         # Stages of constant batch size, as (first step, first sample, size).
         self._stages: list[tuple[int, int, int]] = []

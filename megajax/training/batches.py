@@ -34,6 +34,71 @@ def abstract_batch(
     return {name: array(one) for name, one in sorted(arrays.items())}
 
 
+class BatchPlacer:
+    """Puts batches of samples on the mesh, as `abstract_batch` has them. Where `context` splits a sequence, its tokens
+    are put in the order in which attention wants them."""
+
+    def __init__(self, model: Model, sequence_length: int, mesh: Mesh, config: DataConfig):
+        self._model = model
+        self._sequence_length = sequence_length
+        self._mesh = mesh
+        self._kind = config.kind
+        self._packed = not config.cross_document_attention
+        self._arrays = model.config.batch(sequence_length, packed=self._packed)
+        self._order_of = functools.cache(
+            lambda length: sequence_order(length, mesh.shape["context"], model.execution.context_attention)
+        )
+
+    @functools.cached_property
+    def rows_of(self) -> Callable[[int], np.ndarray]:
+        """Microbatch size -> rows of a microbatch that the devices of this process hold, ascending. A function without
+        devices in it: processes that read data get it, but cannot get devices."""
+        num_parts = math.prod(self._mesh.shape[axis] for axis in axes_of(batch_spec()[1]))
+        slices = NamedSharding(self._mesh, batch_spec(())).addressable_devices_indices_map((1, num_parts)).values()
+        parts = np.unique(np.concatenate([np.arange(num_parts)[rows] for _, rows in slices]))
+        return functools.partial(_rows_of, parts, num_parts)
+
+    def place(self, batch: Batch, local: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        """local: arrays [microbatches, rows of `rows_of`, ...], others than the model reads are left out.
+
+        Raises ValueError if one is missing, or has another shape or dtype than the model reads.
+        """
+        local = self._in_order(local)
+        rows = self.rows_of(batch.microbatch)
+
+        def part(array, index):
+            wanted = np.arange(batch.microbatch)[index[1]]
+            return array[index[0], np.searchsorted(rows, wanted)][..., *index[2:]]
+
+        def make(array: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
+            return jax.make_array_from_callback(like.shape, like.sharding, lambda index: part(array, index))
+
+        wanted = abstract_batch(self._model, batch, self._sequence_length, self._mesh, packed=self._packed)
+        return {name: make(local[name], like) for name, like in wanted.items()}
+
+    def _in_order(self, local: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        if missing := sorted(self._arrays.keys() - local.keys()):
+            raise ValueError(
+                f"model.kind={self._model.config.kind} reads {', '.join(missing)}, which data.kind={self._kind} does "
+                "not have; use another --data.kind"
+            )
+        return {name: self._array_in_order(name, local[name], one) for name, one in self._arrays.items()}
+
+    def _array_in_order(self, name: str, array: np.ndarray, one: BatchArray) -> np.ndarray:
+        if array.dtype != one.dtype or array.shape[2:] != one.shape:
+            raise ValueError(
+                f"data.kind={self._kind} gives {name} as {array.dtype}{list(array.shape[2:])} a sample, and "
+                f"model.kind={self._model.config.kind} reads {np.dtype(one.dtype)}{list(one.shape)}; use another "
+                "--data.kind"
+            )
+        if "time" not in one.dims:
+            return array
+        dim = one.dims.index("time")
+        order = self._order_of(one.shape[dim])
+        is_sorted = np.array_equal(order, np.arange(len(order)))
+        return array if is_sorted else np.take(array, order, axis=2 + dim)
+
+
 def device_batches(
     dataset: Dataset,
     schedule: Callable[[int], Batch],
@@ -45,65 +110,19 @@ def device_batches(
     mesh: Mesh,
     config: DataConfig,
 ) -> Iterator[dict[str, jax.Array]]:
-    """The batches of steps start, ..., stop - 1: global arrays as `abstract_batch` has them, one step ahead of the
-    reader. Where `context` splits a sequence its tokens are put in the order in which attention wants them.
+    """The batches of steps start, ..., stop - 1 on the mesh, one step ahead of the reader.
 
     Raises ValueError if the dataset lacks an array that the model reads, or has it in another shape or dtype.
     """
-    packed = not config.cross_document_attention
-    arrays = model.config.batch(sequence_length, packed=packed)
-    order_of = functools.cache(
-        lambda length: sequence_order(length, mesh.shape["context"], model.execution.context_attention)
-    )
-
-    # Which parts of a batch the devices of this process hold: processes that read get them, but cannot get devices.
-    num_parts = math.prod(mesh.shape[axis] for axis in axes_of(batch_spec()[1]))
-    slices = NamedSharding(mesh, batch_spec(())).addressable_devices_indices_map((1, num_parts)).values()
-    parts = np.unique(np.concatenate([np.arange(num_parts)[rows] for _, rows in slices]))
-    rows_of = functools.partial(_rows_of, parts, num_parts)
-
-    def place(step: int, local: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        now = schedule(step)
-        rows = rows_of(now.microbatch)
-
-        def part(array, index):
-            wanted = np.arange(now.microbatch)[index[1]]
-            return array[index[0], np.searchsorted(rows, wanted)][..., *index[2:]]
-
-        def make(array: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
-            return jax.make_array_from_callback(like.shape, like.sharding, lambda index: part(array, index))
-
-        wanted = abstract_batch(model, now, sequence_length, mesh, packed=packed)
-        return {name: make(local[name], like) for name, like in wanted.items()}
-
-    def ordered(local: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        if missing := sorted(arrays.keys() - local.keys()):
-            raise ValueError(
-                f"model.kind={model.config.kind} reads {', '.join(missing)}, which data.kind={config.kind} does not "
-                "have; use another --data.kind"
-            )
-        return {name: in_order(name, local[name], one) for name, one in arrays.items()}
-
-    def in_order(name: str, array: np.ndarray, one: BatchArray) -> np.ndarray:
-        if array.dtype != one.dtype or array.shape[2:] != one.shape:
-            raise ValueError(
-                f"data.kind={config.kind} gives {name} as {array.dtype}{list(array.shape[2:])} a sample, and "
-                f"model.kind={model.config.kind} reads {np.dtype(one.dtype)}{list(one.shape)}; use another --data.kind"
-            )
-        if "time" not in one.dims:
-            return array
-        dim = one.dims.index("time")
-        order = order_of(one.shape[dim])
-        is_sorted = np.array_equal(order, np.arange(len(order)))
-        return array if is_sorted else np.take(array, order, axis=2 + dim)
+    placer = BatchPlacer(model, sequence_length, mesh, config)
 
     def as_tuple(step: int) -> tuple[int, int, int]:
         return dataclasses.astuple(schedule(step))
 
-    local = step_batches(dataset, as_tuple, rows_of, start_step=start, num_steps=stop, config=config)
+    local = step_batches(dataset, as_tuple, placer.rows_of, start_step=start, num_steps=stop, config=config)
     ahead = None
     for step, one in enumerate(local, start=start):
-        placed = place(step, ordered(one))
+        placed = placer.place(schedule(step), one)
         if ahead is not None:
             yield ahead
         ahead = placed

@@ -18,23 +18,25 @@ class TrainingConfig:
     steps: PositiveInt = 1000
     """Optimizer steps of the whole run."""
     global_batch_size: PositiveInt = 8
-    """Sequences of one step over all devices."""
+    """Sequences per step, over all devices."""
     microbatch_size: PositiveInt | None = None
-    """Sequences that one batch shard (data x fsdp x expert) computes at a time; None: all, no accumulation."""
+    """Sequences per data shard (mesh data x fsdp x expert) in one forward and backward pass; None: all, without
+    gradient accumulation."""
     sequence_length: PositiveInt = 1024
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     seed: NonNegativeInt = 1234
-    """Of initial weights, data order and dropout."""
+    """Seed of the initial weights, the data order and dropout."""
     log_every_steps: PositiveInt = 10
     """Steps between two lines of metrics."""
     eval_every_steps: NonNegativeInt = 0
     """Steps between two evaluations; 0: none."""
     eval_steps: PositiveInt = 10
-    """Batches of one evaluation, of global_batch_size sequences each."""
+    """Batches per evaluation, of global_batch_size sequences each."""
     loss_mean: LossMean = "token"
     """token: mean over all tokens of the global batch; microbatch: mean of the means of the microbatches (Megatron)."""
     batch_size_rampup: tuple[PositiveInt, PositiveInt, NonNegativeInt] | None = None
-    """(start, increment, samples): grow the batch to global_batch_size over so many samples."""
+    """(start, increment, samples): grow the batch from `start` to global_batch_size by `increment` sequences at a time,
+    over this many samples."""
     z_loss: NonNegativeFloat = 0.0
     """Weight of logsumexp^2 of the logits in the training loss."""
     label_smoothing: DropRate = 0.0
@@ -42,12 +44,12 @@ class TrainingConfig:
     trained: tuple[str, ...] = ()
     """Parameters that are trained, by shell patterns of their names, such as *adapter*; empty: all."""
     frozen: tuple[str, ...] = ()
-    """Parameters that are not trained, of those in `trained`: layers.*.attention.*, embedding."""
+    """Parameters that are not trained, of those in `trained`: for example layers.*.attention.*, embedding."""
     max_consecutive_skips: NonNegativeInt = 20
     """Stop after N consecutive skipped updates (not finite, or beyond optimizer.skip_grad_norm_above); 0: never."""
     check_replicas_every_steps: NonNegativeInt = 0
-    """Steps between two comparisons of what several devices hold copies of, and one before each save; a device that
-    differs is named and ends the run; 0: never."""
+    """Every N steps, and before each save, compare the copies of parameters and optimizer state that several devices
+    hold; if one differs, name its device and abort. 0: never."""
     sample_prompt: str = ""
     """Generate a sample from this prompt when the run is finished; empty: none."""
 
@@ -67,15 +69,15 @@ class TrainingConfig:
                 )
         if mesh.pipeline > 1 and self.microbatch_size is None:
             raise ValueError(
-                f"mesh.pipeline={mesh.pipeline} with training.microbatch_size=None is one microbatch, and all stages "
-                "but one would wait; use --training.microbatch_size=1"
+                f"mesh.pipeline={mesh.pipeline} with training.microbatch_size=None has one microbatch, so that all "
+                "stages but one would be idle; use --training.microbatch_size=1"
             )
         passes = self.schedule(mesh)(self.steps).num_microbatches * mesh.pipeline * mesh.virtual_stages
         if mesh.pipeline > 1 and passes > MAX_PASSES:
             raise ValueError(
                 f"training.microbatch_size={self.microbatch_size} with training.global_batch_size="
-                f"{self.global_batch_size} and mesh.pipeline={mesh.pipeline} makes a schedule of {passes} passes, and "
-                f"{MAX_PASSES} at most; use a larger --training.microbatch_size"
+                f"{self.global_batch_size} and mesh.pipeline={mesh.pipeline} makes a schedule of {passes} passes; the "
+                f"limit is {MAX_PASSES}; use a larger --training.microbatch_size"
             )
         split = mesh.context * mesh.tensor
         if self.sequence_length % split:
@@ -101,17 +103,18 @@ class TrainingConfig:
 
 @dataclasses.dataclass(frozen=True)
 class LaunchConfig:
-    """What concerns one start of a run and not the run: it may differ each time, and is compared with nothing."""
+    """Settings of one start of a run: they may differ each time, and are not compared when it resumes."""
 
     exit_at_step: NonNegativeInt | None = None
     """Save and exit cleanly at this step."""
     exit_after_minutes: PositiveFloat | None = None
-    """Save and exit cleanly after so much time."""
+    """Save and exit cleanly after this many minutes."""
     hang_minutes: Annotated[float, Range(at_least=0, at_most=1_000_000)] = 30.0
-    """What takes longer ends the run, all stacks on stderr, exit status 1: connecting to the other processes, making
-    the data ready, restoring, a step (the first with its compilation), an evaluation, a save; 0: never."""
+    """Abort if any phase takes longer than this many minutes, with all stacks on stderr and exit status 1. Phases are
+    connecting to the other processes, preparing the data, restoring, a step (the first one with its compilation), an
+    evaluation, a save. 0: never."""
     max_restarts: NonNegativeInt = 0
-    """How often a run that crashes or hangs is started again; not after three crashes without a new step."""
+    """Restart a run that crashes or hangs up to N times, but not after three crashes without a new step."""
     cpu_devices: NonNegativeInt = 0
     """Virtual CPU devices to compute on, to try a mesh without GPUs; 0: the real devices."""
     profile_steps: tuple[PositiveInt, PositiveInt] | None = None

@@ -87,7 +87,7 @@ class Trainer:
             console.note(f"already finished at step {first}; --training.steps=N trains longer")
             return "already finished"
         if launch.exit_at_step is not None and first >= launch.exit_at_step:
-            console.note(f"nothing to do: step {first} is done, launch.exit_at_step={launch.exit_at_step}")
+            console.note(f"nothing to do: launch.exit_at_step={launch.exit_at_step}, and the run is at step {first}")
             return "interrupted"
         stop_request = StopRequest(launch.exit_at_step, launch.exit_after_minutes)
         with stop_request as stop, Profiler(launch.profile_steps, self.output.run_dir, console) as profiler:
@@ -159,7 +159,7 @@ class Trainer:
             self.checkpointer.wait()
         self.watchdog.alive()
         if self.checkpointer.latest_step() != done:
-            raise RuntimeError(f"the checkpoint of step {done} could not be saved: the log says why")
+            raise RuntimeError(f"the checkpoint of step {done} could not be saved; the log says why")
         reporter.close()
         console.close()
         return "finished" if done >= config.steps else "interrupted"
@@ -209,8 +209,8 @@ class Trainer:
         if read != here and not self.data_config.allow_change:
             raise ValueError(
                 f"training.global_batch_size={self.config.global_batch_size}, batch_size_rampup="
-                f"{self.config.batch_size_rampup}: after step {step} the run has read {read} samples, and would go on "
-                f"at sample {here}; give them as they were, or allow it with --data.allow_change=True"
+                f"{self.config.batch_size_rampup}: after step {step} the run has read {read} samples, and would resume "
+                f"at sample {here}; use the settings it began with, or allow it with --data.allow_change=True"
             )
 
     def _save(

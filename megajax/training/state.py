@@ -1,4 +1,4 @@
-"""The state of a run: what a step changes and a checkpoint holds, with the sharding of every leaf."""
+"""The state of a run: what a step updates and a checkpoint stores, with the sharding of every leaf."""
 
 from typing import Any, NamedTuple
 

@@ -189,7 +189,7 @@ def test_a_snapshot_that_cannot_be_written_is_counted_and_the_next_one_succeeds(
         checkpointer._wait_for_local()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert checkpointer.failed_saves == 1 and "a local snapshot could not be saved (1 so far)" in caplog.text
+    assert checkpointer.failed_saves == 1 and "a local snapshot could not be saved (failure 1)" in caplog.text
     assert folders(tmp_path) == []
     checkpointer.save_local(4, params, {}, meta_of(4))
     checkpointer._wait_for_local()

@@ -341,7 +341,7 @@ def test_a_save_that_fails_is_reported_and_counted_and_the_next_one_succeeds(tmp
                 time.sleep(0.05)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        assert checkpointer.failed_saves == 1 and "could not be saved (1 so far)" in caplog.text
+        assert checkpointer.failed_saves == 1 and "could not be saved (failure 1)" in caplog.text
         assert list((tmp_path / "checkpoints").glob("2.*tmp"))
         checkpointer.save(3, tree, {"m": tree["w"]}, {"step": 3})
         checkpointer.wait()

@@ -81,6 +81,11 @@ assert "jax" not in sys.modules and "numpy" not in sys.modules
     subprocess.run([*PYTHON, script], check=True, capture_output=True)
 
 
+def test_a_config_does_not_import_the_kernels_for_hopper():
+    script = "import sys, configs; configs.recipe('gpt_tiny'); assert 'jax.experimental.mosaic' not in sys.modules"
+    subprocess.run([*PYTHON, script], check=True, capture_output=True)
+
+
 # ----------------------------------------------------------------------------- did you mean
 
 

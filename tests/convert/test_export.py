@@ -85,7 +85,7 @@ def _flip_bits(run_dir):
 
 def test_an_exported_run_cannot_be_trained(run_dir, tmp_path):
     export(run_dir, tmp_path / "out", dtype="bfloat16")
-    with pytest.raises(ValueError, match="holds parameters alone.*--checkpoint.start_from"):
+    with pytest.raises(ValueError, match="holds exported parameters.*--checkpoint.start_from"):
         run.check(dataclasses.replace(CONFIG, run_dir=str(tmp_path / "out")))
 
 

@@ -23,6 +23,9 @@ CONFIGS = {
     ),
     "wide heads, multi-query": dataclasses.replace(SMALL, head_dim=5, num_kv_heads=1, mlp_dim=10, qk_norm=True),
     "gated with biases": dataclasses.replace(SMALL, activation="geglu", norm_zero_centered=True, tied_embeddings=False),
+    "sinks, biases by place": dataclasses.replace(
+        SMALL, bias=False, qkv_bias=True, norm_bias=False, attention_sinks=True
+    ),
 }  # fmt: skip
 LLAMA = CONFIGS["llama"]
 
@@ -112,3 +115,20 @@ def test_what_does_not_fit_is_named():
         from_megajax(params, dataclasses.replace(LLAMA, norm="layernorm"))
     with pytest.raises(ValueError, match="embedding has shape"):
         from_megajax(params | {"embedding": params["embedding"][:-1]}, LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        (dict(head_bias=True), "head_bias"),
+        (dict(norm_placement="sandwich"), "layers/dense/attention_post_norm/scale"),
+        (dict(norm_placement="post"), "layers/dense/attention_norm/scale"),
+        (dict(qk_norm=True, qk_norm_scope="all_heads"), "layers/dense/attention/key_norm/scale"),
+    ],
+    ids=str,
+)
+def test_parameters_that_megatron_does_not_have_are_refused(fields, name):
+    config = dataclasses.replace(LLAMA, **fields)
+    for convert, given in ((from_megajax, random_params(config)), (to_megajax, {})):
+        with pytest.raises(ValueError, match=f"parameter {name} is not in both"):
+            convert(given, config)

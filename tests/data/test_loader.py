@@ -240,7 +240,7 @@ def test_a_run_goes_on_with_its_own_data_only(config, late, caplog):
     check_same_data(record(), record(num_threads=1), "data.json")
     assert not caplog.records
     check_same_data(record(), record(num_train_samples=61), "data.json")
-    assert "laid out for 60 samples and is now for 61" in caplog.text
+    assert "planned for 60 samples and now has 61" in caplog.text
     for changes, named in [
         (dict(weights=(0.6, 0.4)), "weights"),
         (dict(paths=(config.paths[0], str(DATA / "c"))), f"fingerprint of {DATA / 'c'}"),
@@ -311,7 +311,7 @@ def test_a_record_of_before_there_were_fingerprints_is_compared_by_what_it_has(r
     for file in began["files"]:
         del file["fingerprint"], file["prefix"]
     check_same_data(began, record(), "data.json")
-    assert "nothing says what its bytes were" in caplog.text
+    assert "no fingerprint of its contents" in caplog.text
     began["files"][0]["tokens"] += 1
     with pytest.raises(ValueError, match="tokens of .*: 81 -> 80"):
         check_same_data(began, record(), "data.json")
@@ -365,7 +365,7 @@ A = str(DATA / "a")
         (dict(source="text", tokenizer="bytes"), "needs --data.text"),
         (dict(source="indexed", paths=("none",)), "none.bin does not exist"),
         (dict(source="indexed", paths=(A,), eval_paths=("none",)), "data.eval_paths: file none.bin"),
-        (dict(source="indexed", paths=(A,), weights=(1.0, 2.0)), "data.weights has 2 entries, data.paths 1"),
+        (dict(source="indexed", paths=(A,), weights=(1.0, 2.0)), "data.weights has 2 entries and data.paths has 1"),
         (dict(source="text", text=("stdlib",)), "cannot read text"),
         (dict(source="indexed", paths=(A,), tokenizer="sentencepiece:99"), "needs --data.source=text"),
         (dict(paths=(A,)), "data.paths=.* is not read with data.source=mock; use --data.source=indexed"),
@@ -376,7 +376,10 @@ A = str(DATA / "a")
         (dict(kind="conversations"), "data.kind=conversations is read with data.source=indexed, not mock"),
         (dict(source="indexed", paths=(A,), kind="conversations", fim_rate=0.5), "data.fim_rate=0.5 is not for"),
         (dict(eval_weights=(1.0,)), "data.eval_weights=.* is not read with data.source=mock"),
-        (dict(source="indexed", paths=(A,), eval_weights=(1.0,)), "data.eval_weights has 1 entries, data.eval_paths 0"),
+        (
+            dict(source="indexed", paths=(A,), eval_weights=(1.0,)),
+            "data.eval_weights has 1 entries and data.eval_paths has 0",
+        ),
         (dict(source="indexed", paths=(A,), blend_changes=("late.json",)), "write STEP:FILE.json"),
         (dict(source="indexed", paths=(A,), blend_changes=("9:a.json", "9:b.json")), "the steps must ascend"),
         (dict(source="indexed", paths=(A,), blend_changes=("9:gone.json",)), "gone.json cannot be read"),

@@ -367,7 +367,7 @@ def test_memory_does_not_grow_with_the_input(tmp_path):
             "print(*[line for line in open('/proc/self/status') if 'VmHWM' in line])"
         )
         arguments = ["--input", str(tmp_path / "a.jsonl"), "--output_prefix", str(tmp_path / "x"), "--tokenizer=bytes"]
-        command = [sys.executable, "-c", code, *arguments, "--workers=1"]
+        command = [sys.executable, "-c", code, *arguments, "--workers=1", "--overwrite"]
         peaks.append(int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-2]))
     assert peaks[1] < peaks[0] + 8_000  # kB, of the 20,000 added
 

@@ -33,6 +33,11 @@ MODELS = {
     "rope": ROPE,
     "cap": dataclasses.replace(SMALL, attention_soft_cap=5.0),
 }
+# With attention of their own: how these read a cache on one device, see tests/models/test_hugging_face.py.
+OTHERS = {
+    "sinks": dataclasses.replace(ROPE, attention_sinks=True, norm_placement="sandwich"),
+    "alibi": dataclasses.replace(SMALL, position="alibi", parallel_residual="one_norm"),
+}
 FLOAT32 = PrecisionConfig(compute="float32")
 PROMPTS = [[5, 17, 3], [1], list(range(20, 50)), [9, 8, 7, 6, 5, 4, 3, 2], [99, 0, 99]]
 GREEDY = Sampling(max_tokens=12, temperature=0.0)
@@ -62,7 +67,7 @@ def engine_of():
     def make(name, **sizes):
         config = MeshConfig(**sizes)
         return make_engine(
-            MODELS[name],
+            (MODELS | OTHERS)[name],
             make_mesh(config, jax.devices()[: config.num_devices]),
             # However it trains, it generates the same.
             execution=ExecutionConfig(recompute="selective", scan_layers=True) if name == "cap" else ExecutionConfig(),
@@ -107,7 +112,13 @@ def test_one_prompt_on_a_mesh_that_could_split_two(engine_of):
 
 @pytest.mark.parametrize(
     "name, sizes",
-    [("learned", dict(data=2, tensor=2)), ("rope", dict(data=2, tensor=2)), ("rope", dict(fsdp=2, context=2))],
+    [
+        ("learned", dict(data=2, tensor=2)),
+        ("rope", dict(data=2, tensor=2)),
+        ("rope", dict(fsdp=2, context=2)),
+        pytest.param("sinks", dict(tensor=2, context=2), marks=pytest.mark.slow),
+        pytest.param("alibi", dict(tensor=2, context=2), marks=pytest.mark.slow),
+    ],
 )
 def test_any_mesh_generates_the_same(engine_of, name, sizes):
     one, many = engine_of(name), engine_of(name, **sizes)

@@ -191,7 +191,7 @@ def test_a_config_of_another_model_than_the_step_is_refused_with_the_difference(
             use()
     (tmp_path / "run" / "config.json").unlink()
     assert same(here.serve(), saved.served[6])
-    with pytest.raises(ValueError, match=f"cannot go on with other settings .{name}: "):
+    with pytest.raises(ValueError, match=f"cannot resume with other settings .{name}: "):
         run.check(other)
 
 

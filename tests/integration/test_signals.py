@@ -36,7 +36,7 @@ def test_each_signal_and_the_end_of_the_time_save_and_the_same_command_goes_on(t
     check_stopped(output, "launch.exit_after_minutes=0.01")
     before = metrics(run_dir)
     output = run(run_dir, *ENDLESS, f"--launch.exit_at_step={stops[-1]}")
-    assert f"nothing to do: step {stops[-1]} is done" in output
+    assert f"nothing to do: launch.exit_at_step={stops[-1]}" in output
     assert saved_steps(run_dir) == stops[-3:] and metrics(run_dir) == before
 
 

@@ -99,7 +99,7 @@ def test_two_supervised_runs_of_which_one_is_killed_and_later_one_is_stopped_end
         # Waiting takes no processor: the run to compare with needs one.
         run(undisturbed, *arguments, **TWO)
         assert (first.wait(), second.wait()) == (0, 0), first.output + second.output
-    assert "the run ended with signal SIGABRT" in first.output and "start 2 of 9" in first.output, first.output
+    assert "the run ended with signal SIGABRT" in first.output and "restart 2 of 9" in first.output, first.output
     # Its watchdog was first, or the supervisor that kills the stopped one ("closed by peer", or "reset by peer" where
     # bytes were left unread); both wait for the same time.
     assert "Timeout (0:00:18)" in first.output or " by peer" in first.output, first.output

@@ -11,6 +11,7 @@ import pytest
 from megajax.layers.rope import RopeConfig, apply_rope, rope_tables
 
 ORACLE = np.load(Path(__file__).parent.parent / "oracles" / "numbers.npz")
+HUGGING_FACE = np.load(Path(__file__).parent.parent / "oracles" / "hugging_face.npz")  # make_hugging_face.py
 FLOAT32 = 3e-7  # Megatron's frequencies are float32: a few units in the last place
 YARN = RopeConfig(scaling="yarn", factor=40.0, original_length=4096)
 
@@ -42,8 +43,61 @@ def test_yarn_angles_equal_megatrons():
     np.testing.assert_allclose(sin[0], YARN.concentration * np.sin(wanted), atol=1e-6)
 
 
+LONGROPE = dict(scaling="longrope", factor=8.0, original_length=1024, short_factors=(1.0, 1.1, 1.5, 2.0),
+                long_factors=(1.0, 2.0, 4.0, 8.0))  # fmt: skip
+MSCALE = (0.07 * math.log(8) + 1) / (0.1 * math.log(8) + 1)  # of mscale over that of mscale_all_dim
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("linear", RopeConfig(scaling="linear")),
+        ("dynamic", RopeConfig(scaling="dynamic", original_length=1024, length=4096)),
+        ("yarn", RopeConfig(scaling="yarn", original_length=1024)),
+        ("yarn_mscale", RopeConfig(scaling="yarn", original_length=1024, attention_factor=MSCALE)),
+        ("longrope_short", RopeConfig(**LONGROPE)),
+        ("longrope_long", RopeConfig(**LONGROPE, length=1025)),
+    ],
+)
+def test_scalings_equal_those_of_transformers(name, config):
+    config.check(8)
+    *frequencies, factor = HUGGING_FACE[f"rope/{name}"]
+    np.testing.assert_allclose(config.inverse_frequencies(8), frequencies, rtol=FLOAT32)
+    assert config.concentration == pytest.approx(factor, rel=FLOAT32)
+
+
+def test_length_up_to_the_original_one_changes_nothing():
+    dynamic = RopeConfig(scaling="dynamic", original_length=1024, length=100)
+    np.testing.assert_array_equal(dynamic.inverse_frequencies(8), RopeConfig().inverse_frequencies(8))
+
+
+def test_interleaved_is_the_rotation_of_the_same_pairs_elsewhere():
+    x = heads(6)
+    tables = rope_tables(RopeConfig(fraction=0.5), 16, positions(6))
+    places = np.array([0, 4, 1, 5, 2, 6, 3, 7, *range(8, 16)])  # of a pair's two entries, side by side
+    turned = apply_rope(x[..., places], *tables, interleaved=True)
+    np.testing.assert_array_equal(turned, apply_rope(x, *tables)[..., places])
+
+
+def test_local_layers_have_another_base_and_no_scaling():
+    config = RopeConfig(base=1e6, scaling="linear", factor=8.0, fraction=0.5, local_base=100.0)
+    np.testing.assert_array_equal(
+        config.local.inverse_frequencies(64), RopeConfig(base=100.0, fraction=0.5).inverse_frequencies(64)
+    )
+    assert RopeConfig(scaling="linear").local == RopeConfig(scaling="linear")
+
+
+def test_factors_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="model.rope.short_factors has 4 numbers; .* each of the 8 pairs"):
+        RopeConfig(**LONGROPE).check(16)
+    with pytest.raises(ValueError, match="model.rope.long_factors has 1 numbers; .* otherwise none"):
+        RopeConfig(long_factors=(1.0,)).check(16)
+    with pytest.raises(ValueError, match="model.rope.length=9 is for model.rope.scaling=dynamic or longrope, not none"):
+        RopeConfig(length=9).check(16)
+
+
 def test_no_stretch_means_no_scaling():
-    for scaling in ("llama3", "yarn"):
+    for scaling in ("linear", "llama3", "yarn"):
         config = RopeConfig(scaling=scaling, factor=1.0)
         np.testing.assert_allclose(config.inverse_frequencies(64), RopeConfig().inverse_frequencies(64), rtol=1e-12)
         assert config.concentration == 1.0

@@ -114,14 +114,19 @@ def touched(config: DecoderConfig, mesh, place: int) -> np.ndarray:
 def counted(config: DecoderConfig) -> int:
     """Parameters by the formula, from the sizes alone."""
     D, N, K, H, F = config.embed_dim, config.num_heads, config.kv_heads, config.width_of_head, config.width_of_mlp
-    wide = 2 if config.activation in ("swiglu", "geglu") else 1
-    of_a_norm = 2 if config.norm == "layernorm" else 1
-    layer = 2 * D * (N + K) * H + (wide + 1) * D * F + 2 * of_a_norm * D
-    layer += 2 * of_a_norm * H if config.qk_norm else 0
-    layer += (N + 2 * K) * H + D + wide * F + D if config.bias else 0
-    tables = config.padded_vocab_size * D * (1 if config.tied_embeddings else 2)
+    wide = 2 if config.activation in ("swiglu", "geglu", "geglu_tanh") else 1
+    of_a_norm = 2 if config.norm == "layernorm" and config.norm_bias else 1
+    norms = {"pre": 2, "post": 2, "sandwich": 4}[config.norm_placement] - (config.parallel_residual == "one_norm")
+    layer = 2 * D * (N + K) * H + (wide + 1) * D * F + norms * of_a_norm * D
+    if config.qk_norm:
+        layer += of_a_norm * H * (2 if config.qk_norm_scope == "head" else N + K)
+    layer += (N + 2 * K) * H if config.has_qkv_bias else 0
+    layer += D if config.has_attention_out_bias else 0
+    layer += wide * F + D if config.has_mlp_bias else 0
+    layer += N if config.attention_sinks else 0
+    tables = config.padded_vocab_size * (D * (1 if config.tied_embeddings else 2) + config.head_bias)
     tables += config.max_positions * D if config.position == "learned" else 0
-    return config.num_layers * layer + of_a_norm * D + tables
+    return config.num_layers * layer + of_a_norm * D * (1 + config.embedding_norm) + tables
 
 
 @pytest.mark.parametrize("name", recipes())
@@ -139,11 +144,21 @@ def test_counted_parameters_equal_the_real_ones_of_random_features(seed):
         num_kv_heads=rng.choice([None, 1, 2]),
         head_dim=rng.choice([None, 6]),
         mlp_dim=rng.choice([None, 20]),
-        position=rng.choice(["learned", "rope", "none"]),
+        position=rng.choice(["learned", "rope", "alibi", "none"]),
         norm=rng.choice(["layernorm", "rmsnorm"]),
+        norm_bias=rng.choice([False, True]),
+        norm_placement=rng.choice(["pre", "sandwich"]),
+        embedding_norm=rng.choice([False, True]),
+        parallel_residual=rng.choice(["none", "one_norm", "two_norms"]),
         qk_norm=rng.choice([False, True]),
-        activation=rng.choice(["gelu", "swiglu", "geglu", "squared_relu"]),
+        qk_norm_scope=rng.choice(["head", "all_heads"]),
+        activation=rng.choice(["gelu", "swiglu", "geglu_tanh", "squared_relu"]),
         bias=rng.choice([False, True]),
+        qkv_bias=rng.choice([None, False, True]),
+        attention_out_bias=rng.choice([None, False, True]),
+        mlp_bias=rng.choice([None, False, True]),
+        head_bias=rng.choice([False, True]),
+        attention_sinks=rng.choice([False, True]),
         tied_embeddings=rng.choice([False, True]),
         window=rng.choice([None, 4]),
     )
@@ -270,10 +285,12 @@ def test_packed_documents_never_see_each_other(one_device):
 
 
 @pytest.mark.parametrize("activation, gated, formula", [
+    ("relu", False, lambda x: np.maximum(x, 0)),
     ("squared_relu", False, lambda x: np.maximum(x, 0) ** 2),
     ("geglu", True, lambda x: x * 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))),
     ("swiglu", True, lambda x: x / (1 + np.exp(-x))),
     ("gelu_tanh", False, lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))),
+    ("geglu_tanh", True, lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))),
 ])  # fmt: skip
 def test_activations_equal_their_formulas(one_device, activation, gated, formula):
     config = variant(activation=activation, mlp_dim=8)

@@ -518,14 +518,14 @@ def test_a_run_starts_with_new_parameters_where_it_says_so(trained, tmp_path, mo
         f"--checkpoint.start_from={source.run_dir}/checkpoints/4", "--model.bias=True", "--model.tied_embeddings=False",
         "--model.rope.base=500000",
     ])  # fmt: skip
-    with pytest.raises(ValueError, match="start_from=.*another model .head is not there; layers.dense.atten"):
+    with pytest.raises(ValueError, match="start_from=.*another model .head is missing there; layers.dense.atten"):
         run.check(config)
     with pytest.raises(ValueError, match="checkpoint.start_fresh: '.*_scale' matches no parameter"):
         run.check(override(config, ["--checkpoint.start_fresh=*_scale"]))
     config = override(config, ["--checkpoint.start_fresh=head,*_bias", "--training.trained=head"])
     with caplog.at_level("INFO", "megajax"):
         (line,) = run_of(config, monkeypatch)
-    assert "drawn, not taken from there: head, layers.dense.attention.key_bias" in caplog.text
+    assert "newly initialised: head, layers.dense.attention.key_bias" in caplog.text
     assert "model.rope.base: 10000.0 -> 500000" in caplog.text
     weights, before = Engine.from_run(config.run_dir).params, Engine.from_run(source.run_dir).params
     frozen = jax.tree.map(np.array_equal, weights["layers"]["recurrent"], before["layers"]["recurrent"])
@@ -536,7 +536,7 @@ def test_a_run_starts_with_new_parameters_where_it_says_so(trained, tmp_path, mo
 @pytest.mark.parametrize("change, message", [
     ("--model.num_layers=2", r"layers.dense.attention.key is \[2, 16, 4, 4\] there and \[1, 16, 4, 4\] here"),
     ("--model.embed_dim=32", r"embedding is \[128, 16\] there and \[128, 32\] here"),
-    ("--model.kind=decoder", "layers.recurrent.gate is there only"),
+    ("--model.kind=decoder", "layers.recurrent.gate is missing here"),
 ])  # fmt: skip
 def test_a_run_cannot_start_from_another_model(change, message, trained, tmp_path):
     config = override(config_of("hybrid", tmp_path / "run"), [change])

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from megajax import compat
 from megajax.mesh import MeshConfig, make_mesh
@@ -25,7 +26,10 @@ VARIANTS = {
     "window, soft cap": {"window": 5, "soft_cap": 0.7},
     "packed": {"packed": True},
     "packed, window": {"packed": True, "window": 3},
+    "packed, ALiBi": {"packed": True, "alibi": True},
+    "window, sinks": {"window": 5, "sinks": True},
 }
+SLOPES = np.array([0.5, 0.25, 0.7, 0.1], np.float32)
 
 
 @pytest.fixture(params=[dict(), dict(data=2, fsdp=2, tensor=2), dict(pipeline=2, expert=2, tensor=2)], ids=str)
@@ -41,14 +45,20 @@ def arguments():
     return [rng.standard_normal((B, T, heads, H)).astype(np.float32) for heads in (N, K, K, N)]
 
 
-def ours(q, k, v, *, causal=True, window=None, soft_cap=None, packed=False, **rest):
+def sinks_of(q):
+    """[N]: some queries, so that the gradient of a sink is part of theirs."""
+    return 0.3 * q[0, 0, :, 0]
+
+
+def ours(q, k, v, *, causal=True, window=None, soft_cap=None, packed=False, alibi=False, sinks=False, **rest):
     segments = (SEGMENTS, SEGMENTS) if packed else None
     mask = AttentionMask(causal, window)
+    rest |= dict(slopes=SLOPES if alibi else None, sinks=sinks_of(q) if sinks else None)
     return attention(q, k, v, mask=mask, scale=SCALE, soft_cap=soft_cap, segments=segments, **rest)
 
 
-def formula(q, k, v, *, causal=True, window=None, soft_cap=None, packed=False):
-    """Query head n reads key head n // (N / K)."""
+def formula(q, k, v, *, causal=True, window=None, soft_cap=None, packed=False, alibi=False, sinks=False):
+    """Query head n reads key head n // (N / K); a sink is one more key, of value 0."""
     k, v = (jnp.repeat(a, N // K, axis=2) for a in (k, v))
     scores = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") * SCALE
     scores = scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
@@ -59,7 +69,13 @@ def formula(q, k, v, *, causal=True, window=None, soft_cap=None, packed=False):
     visible = np.broadcast_to(visible, (B, T, T))
     if packed:
         visible = visible & (SEGMENTS[:, :, None] == SEGMENTS[:, None])
-    probs = jax.nn.softmax(jnp.where(visible[:, None], scores, -jnp.inf), -1)
+    if alibi:
+        scores = scores - SLOPES[:, None, None] * (place[:, None] - place).astype(np.float32)
+    scores = jnp.where(visible[:, None], scores, -jnp.inf)
+    if sinks:
+        column = jnp.broadcast_to(sinks_of(q)[:, None, None], (B, N, T, 1))
+        scores = jnp.concatenate([scores, column], -1)
+    probs = jax.nn.softmax(scores, -1)[..., :T]
     return jnp.einsum("bnts,bsnh->btnh", probs, v, precision="highest")
 
 
@@ -90,7 +106,7 @@ def test_value_and_gradients_equal_the_formula_in_a_pipeline_stage(on_stages):
         jax.tree.map(CLOSE, stage, wanted())
 
 
-@pytest.mark.parametrize("name", ["causal", "packed", "packed, window"])
+@pytest.mark.parametrize("name", ["causal", "packed", "packed, window", "window, sinks"])
 def test_cudnn_gets_what_the_formula_says(name, make_test_mesh, monkeypatch):
     """With grouped queries and documents kept apart by a bias: in the cuDNN call of jax 0.10.2, segment offsets take
     keys for as many heads as queries. cuDNN needs a GPU: its meaning stands for it here, tests/gpu has the real one."""
@@ -105,9 +121,18 @@ def test_cudnn_gets_what_the_formula_says(name, make_test_mesh, monkeypatch):
         return out, jax.nn.logsumexp(scores, -1)
 
     def backward(q, k, v, out, lse, d_out, bias=None, **options):
+        """As cuDNN: the probabilities come from the log-sum-exp that it is given."""
         for got, want in zip((out, lse), forward(q, k, v, bias, **options), strict=True):
             assert jax.typeof(got) == jax.typeof(want)
-        return jax.vjp(lambda q, k, v: forward(q, k, v, bias, **options)[0], q, k, v)[1](d_out)
+
+        def of_all_keys(q, k, v):
+            found, found_lse = forward(q, k, v, bias, **options)
+            total = jnp.logaddexp(found_lse, lax.stop_gradient(beside))
+            return found * jnp.exp(found_lse - total).swapaxes(1, 2)[..., None]
+
+        own = forward(q, k, v, bias, **options)[1]
+        beside = jnp.log(jnp.maximum(jnp.exp(lse) - jnp.exp(own), 1e-30))  # what others have of the softmax
+        return jax.vjp(of_all_keys, q, k, v)[1](d_out)
 
     monkeypatch.setattr(module, "choose_backend", lambda *_: "cudnn")
     monkeypatch.setattr(compat, "cudnn_attention_forward", forward)

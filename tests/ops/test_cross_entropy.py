@@ -16,7 +16,9 @@ VARIANTS = {
     "plain": {},
     "z-loss and label smoothing": {"z_loss": 1e-2, "label_smoothing": 0.1},
     "padding": {"z_loss": 1e-2, "label_smoothing": 0.1, "vocab_size": TOKENS},
-}
+    "bias, multiplier, soft cap": {"z_loss": 1e-2, "biased": True, "multiplier": 0.7, "soft_cap": 1.5,
+                                   "vocab_size": TOKENS},
+}  # fmt: skip
 # Of a device's logits: all at once, 2 chunks on a mesh and 16 on one device, a token at a time.
 CHUNKS = {"whole": {}, "chunked": {"max_chunk_bytes": 512}, "token by token": {"max_chunk_bytes": 1}}
 
@@ -38,13 +40,19 @@ def arguments(batch=B, length=T):
     return x, head, labels, weights
 
 
-def ours(x, head, labels, weights, *, vocab_size=V, z_loss=0.0, label_smoothing=0.0, **chunk):
+def ours(x, head, labels, weights, *, vocab_size=V, z_loss=0.0, label_smoothing=0.0, biased=False, **rest):
+    """biased: by the first row of the head, so that the gradient of the bias is part of that row's."""
     options = dict(vocab_size=vocab_size, z_loss=z_loss, label_smoothing=label_smoothing)
-    return cross_entropy(x, head, labels, weights, **options, **chunk)
+    return cross_entropy(x, head, labels, weights, bias_V=head[0] if biased else None, **options, **rest)
 
 
-def formula(x, head, labels, weights, *, vocab_size=V, z_loss=0.0, label_smoothing=0.0):
+def formula(
+    x, head, labels, weights, *, vocab_size=V, z_loss=0.0, label_smoothing=0.0, biased=False, multiplier=1.0,
+    soft_cap=None
+):  # fmt: skip
     logits = jnp.einsum("btd,dv->btv", x, head[:, :vocab_size], precision="highest")
+    logits = multiplier * (logits + (head[0, :vocab_size] if biased else 0.0))
+    logits = logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
     lse = jax.nn.logsumexp(logits, -1)
     log_probs = logits - lse[..., None]
     of_label = jnp.take_along_axis(log_probs, jnp.clip(labels, 0, vocab_size - 1)[..., None], -1)[..., 0]

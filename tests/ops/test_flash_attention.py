@@ -1,6 +1,7 @@
 """The attention kernel sees what the mask says, the op gives it the bounds of each mesh, and it equals its formula."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from megajax import compat
 from megajax.ops import attention as module
+from megajax.ops import norm
 from megajax.ops.attention import AttentionMask, attention, backend_order, choose_backend, reference_attention
 from pallas_kernels import flash_attention as kernel
 from pallas_kernels.flash_attention import schedule, tiles
@@ -173,10 +175,10 @@ def test_what_was_measured_to_be_faster_is_taken(monkeypatch):
     q = lambda head_dim=128, dtype=jnp.bfloat16, length=4096: jax.ShapeDtypeStruct((1, length, 2, head_dim), dtype)
     causal, window = AttentionMask(True), AttentionMask(True, 8)
 
-    def chosen(q, mask, kv_heads=2, packed=False, soft_cap=None, dropout=0.0, deterministic=False):
+    def chosen(q, mask, kv_heads=2, packed=False, soft_cap=None, dropout=0.0, deterministic=False, alibi=False):
         k = jax.ShapeDtypeStruct((*q.shape[:2], kv_heads, q.shape[3]), q.dtype)
         order = backend_order("auto", q, k, mask, packed=packed)
-        return choose_backend(q, order, soft_cap, dropout, None, deterministic)
+        return choose_backend(q, order, soft_cap, dropout, None, deterministic, alibi)
 
     assert [chosen(q(h), mask) for h in (64, 128) for mask in (causal, window)] == ["pallas"] * 4
     assert [chosen(q(length=n), causal) for n in (128, 5000, 6000, 2**17)] == ["pallas"] * 2 + ["cudnn"] * 2
@@ -188,6 +190,7 @@ def test_what_was_measured_to_be_faster_is_taken(monkeypatch):
     assert chosen(q(length=2**17), causal, deterministic=True) == "pallas"
     assert chosen(q(96), causal, deterministic=True) == "reference"
     assert chosen(q(), causal, dropout=0.1) == chosen(q(dtype=jnp.float32), causal, packed=True) == "reference"
+    assert chosen(q(), causal, alibi=True) == "reference"
 
 
 def test_what_a_config_asks_for_is_taken_where_it_can_be_and_else_the_log_says_why(monkeypatch, caplog, make_test_mesh):
@@ -324,3 +327,22 @@ def test_kernel_compiles_for_hopper_on_a_mesh(compile_for_hopper):
     *kernels, zeros = [line.split()[-1] for line in compile_for_hopper(PROGRAM)]
     assert kernels == ["2"] * 4  # forward, backward
     assert zeros == "0"  # in one operation for both layers, which has the memory of both
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "attention_backend", "norm_backend"),
+    [
+        ("Tesla T4", "7.5", "reference", "xla"),
+        ("NVIDIA A100-SXM4-80GB", "8.0", "cudnn", "xla"),
+        ("NVIDIA H100 80GB HBM3", "9.0", "pallas", "kernel"),
+    ],
+)
+def test_gpus_before_hopper_take_what_they_can_do(kind, capability, attention_backend, norm_backend, monkeypatch):
+    device = SimpleNamespace(device_kind=kind, compute_capability=capability, platform="gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(compat, "cudnn_attention_problem", lambda: "")
+    q = jax.ShapeDtypeStruct((2, 1024, 8, 64), jnp.bfloat16)
+    order = backend_order("auto", q, q, AttentionMask(causal=True), packed=False)
+    assert choose_backend(q, order, None, 0.0, None, deterministic=False) == attention_backend
+    assert norm._backend(jax.ShapeDtypeStruct((2, 1024, 512), jnp.bfloat16)) == norm_backend

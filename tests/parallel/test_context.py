@@ -26,7 +26,9 @@ VARIANTS = {
     "window, soft cap": {"window": 7, "soft_cap": 0.7},
     "packed": {"packed": True},
     "packed, window, dropout": {"packed": True, "window": 11, "rate": 0.3},
+    "ALiBi, sinks, window": {"alibi": True, "sinks": True, "window": 11},
 }
+SLOPES = np.array([0.5, 0.25, 0.7, 0.1], np.float32)
 METHODS = ("ring", "all_gather", "all_to_all")
 # (mesh, number of heads of keys and values); all-to-all splits these heads.
 CASES = [
@@ -42,14 +44,20 @@ def arguments(kv_heads=K):
     return [rng.standard_normal((B, T, heads, H)).astype(np.float32) for heads in (N, kv_heads, kv_heads, N)]
 
 
+def sinks_of(q):
+    """[N]: the first queries, so that the gradient of a sink is part of theirs."""
+    return 0.3 * q[0, 0, :, 0]
+
+
 def all_variants(op, segments):
     """(q, k, v, g) -> {variant: (out, gradients of sum(out * g))}, one program for all."""
 
-    def one(q, k, v, *, window=None, soft_cap=None, packed=False, rate=0.0):
+    def one(q, k, v, *, window=None, soft_cap=None, packed=False, rate=0.0, alibi=False, sinks=False):
         return op(
             q, k, v, mask=AttentionMask(True, window), scale=SCALE, soft_cap=soft_cap,
             segments=(segments, segments) if packed else None,
             dropout=(rate, (jax.random.key(7), jnp.int32(0))) if rate else None,
+            slopes=SLOPES if alibi else None, sinks=sinks_of(q) if sinks else None,
         )  # fmt: skip
 
     def run(q, k, v, g):
@@ -158,7 +166,7 @@ def pallas_stand_ins(monkeypatch):
     monkeypatch.setattr("pallas_kernels.flash_attention.backward", pallas_backward)
 
 
-KERNEL_VARIANTS = [{}, {"window": 7}, {"packed": True}, {"packed": True, "window": 11}]
+KERNEL_VARIANTS = [{}, {"window": 7}, {"packed": True}, {"packed": True, "window": 11}, {"sinks": True}]
 
 
 @pytest.mark.parametrize("backend", ["cudnn", "pallas"])
@@ -170,7 +178,11 @@ def test_the_kernel_gets_what_the_formula_says(method, backend, make_test_mesh, 
             for options in KERNEL_VARIANTS:
                 given = dict(mask=AttentionMask(True, options.get("window")), scale=SCALE)
                 pair = (segments[:, order],) * 2 if options.get("packed") else None
-                out, vjp = jax.vjp(lambda *qkv, given=given, pair=pair: op(*qkv, segments=pair, **given), q, k, v)
+
+                def one(q, k, v, given=given, pair=pair, with_sinks="sinks" in options):
+                    return op(q, k, v, segments=pair, sinks=sinks_of(q) if with_sinks else None, **given)
+
+                out, vjp = jax.vjp(one, q, k, v)
                 results.append((out, vjp(g)))
             return results
 

@@ -2,15 +2,18 @@
 
 import dataclasses
 
+import jax
 import pytest
 
 from megajax.config import Config
-from megajax.mesh import MeshConfig
+from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.models.model import Model
 from megajax.optim.optimizer import OptimizerConfig
+from megajax.planning import memory
 from megajax.planning.memory import activation_bytes, memory_per_device
+from megajax.planning.plan import compile_step
 from megajax.precision import PrecisionConfig
 from megajax.training.config import TrainingConfig
 
@@ -60,3 +63,53 @@ def test_offloaded_moments_are_the_hosts():
     assert plain_host == {} and plain_device["optimizer"] == pytest.approx(8 * model.num_parameters(), rel=1e-3)
     assert host == {"optimizer": plain_device["optimizer"]}
     assert device == plain_device | {"optimizer": 0}
+
+
+@pytest.mark.parametrize("fields, copies", [({}, 3), (dict(attention_dropout=0.1), 6)], ids=str)
+def test_plain_attention_holds_the_scores_of_all_layers(fields, copies):
+    """A CPU takes it, a GPU where no kernel can: in float32 and with attention dropout."""
+    training = TrainingConfig(global_batch_size=8, sequence_length=32)
+
+    def activations(compute="bfloat16", scan=False, **options):
+        execution = ExecutionConfig(scan_layers=scan)
+        model = Model(dataclasses.replace(CONFIG, **fields), PrecisionConfig(compute=compute), execution)
+        return activation_bytes(model, MeshConfig(), training, **options)[0]
+
+    plain = activations(on_gpu=False)
+    scores = 8 * CONFIG.num_heads * 32 * 32 * 4
+    without = estimate()[0]
+    assert plain - without == copies * LAYERS * scores
+    assert activations() == (plain if fields else without)
+    assert activations("float32") == activations("float32", on_gpu=False)
+    assert activations(scan=True, on_gpu=False) - without == copies * scores
+
+
+def test_cpu_estimate_is_near_what_xla_allocates():
+    config = Config(
+        model=dataclasses.replace(CONFIG, num_layers=2, max_positions=512),
+        precision=PrecisionConfig(compute="float32"),
+        training=TrainingConfig(global_batch_size=2, sequence_length=512),
+    )
+    program = config.make_program(make_mesh(config.mesh, jax.devices()[:1]))
+    compiled, _ = compile_step(program, config.training, packed=True)
+    estimated = sum(memory_per_device(program, config.training)[0].values())
+    analysis = compiled.memory_analysis()
+    assert estimated == pytest.approx(analysis.temp_size_in_bytes + analysis.argument_size_in_bytes, rel=0.3)
+
+
+def test_a_run_that_the_machine_cannot_hold_is_refused_or_warned_of(monkeypatch, caplog):
+    config = Config(model=CONFIG, training=TrainingConfig(global_batch_size=8, sequence_length=32))
+    program = config.make_program(make_mesh(config.mesh, jax.devices()[:1]))
+    needed = sum(memory_per_device(program, config.training)[0].values())
+    monkeypatch.setattr(memory, "host_memory", lambda: (needed + 1, needed + 1))
+    memory.check_host_memory(program, config.training)
+    assert "memory" not in caplog.text
+    monkeypatch.setattr(memory, "host_memory", lambda: (needed + 1, needed - 1))
+    with caplog.at_level("WARNING", "megajax"):
+        memory.check_host_memory(program, config.training)
+    assert "memory: this run needs about" in caplog.text
+    monkeypatch.setattr(memory, "host_memory", lambda: (needed - 1, needed - 1))
+    with pytest.raises(
+        ValueError, match=r"training.microbatch_size=None \(8 x 32 tokens at a time\) needs about .*MiB"
+    ):
+        memory.check_host_memory(program, config.training)

@@ -76,7 +76,7 @@ def test_plan_of_muon_has_one_moment_of_matrices_and_the_time_of_its_iteration()
     # Four matrices [D, D] and two [D, 4 D] a layer, 6 D^3 and 18 D^3 an iteration, at 57 % of the peak.
     flops = 24 * 5 * (4 * 6 + 2 * 18) * 2048**3
     second_moments = 2 * 4 * matrices / 3.35e12  # are neither read nor written
-    assert seconds[1] - seconds[0] == pytest.approx(flops / (0.57 * 989e12) - second_moments, rel=0.02)
+    assert seconds[1] - seconds[0] == pytest.approx(flops / (0.66 * 989e12) - second_moments, rel=0.02)
 
 
 @pytest.mark.usefixtures("without_cuda_wheels")
@@ -93,7 +93,8 @@ def test_readme_shows_the_plan_of_today(without_cuda_wheels):
     text = (ROOT / "README.md").read_text()
     shown = re.search(r"```\nplan of gpt_175b\n(.*?)```", text, re.DOTALL)[1].splitlines()
     names = [line[2:].split("  ")[0] for line in shown]
-    assert len(names) >= 8 and [f"  {name:<19}  {rows[name]}" for name in names] == shown
+    width = max(map(len, rows))
+    assert len(names) >= 8 and [f"  {name:<{width}}  {rows[name]}" for name in names] == shown
 
 
 def test_copies_to_the_host_count_as_measured(without_cuda_wheels):
@@ -146,5 +147,5 @@ def test_compiled_plan_of_175b_fits_80_gib_within_90_seconds_and_4_gb():
     # The state alone is 12 bytes a parameter on 1024 devices; the card has 80 GiB.
     assert 12 * 175e9 / 1024 < peak < 80 * 2**30
     assert lines["verdict"].startswith("fits")
-    assert num_bytes(lines["planning took"]) < 4e9
+    assert num_bytes(lines["host memory used by planning"]) < 4e9
     assert seconds < 90

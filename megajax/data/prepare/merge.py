@@ -115,7 +115,7 @@ def verify(prefix: str) -> str:
             f"{prefix}.bin: its sha256 is {digest.hexdigest()}, {prefix}.meta.json says {meta['sha256']}; the tokens "
             "were changed or damaged since: copy or build it again"
         )
-    return f"{prefix}: good, {num_tokens:,} tokens of {counts['num_documents']:,} documents, sha256 {meta['sha256']}"
+    return f"{prefix}: OK, {num_tokens:,} tokens of {counts['num_documents']:,} documents, sha256 {meta['sha256']}"
 
 
 def _describe_bad_token(dataset: IndexedDataset, place: int, token: int, vocab_size: int) -> str:

@@ -12,8 +12,8 @@ from megajax.data.tokenizers.train_sentencepiece import TRAIN_BYTES, train_on_li
 def train_tokenizer(files: Sequence[str], spec: str, output_prefix: str, reader: Reader, on_error: str) -> str:
     """Trains the tokenizer `sentencepiece:VOCAB` on documents of the files; returns the path P.tokenizer.model.
 
-    Reads from the beginning of each file its share of TRAIN_BYTES. Raises ValueError if the text does not have so many
-    pieces, or, with on_error="raise", for a document that cannot be read.
+    Reads from the beginning of each file its share of TRAIN_BYTES. Raises ValueError if the text has fewer pieces,
+    or, with on_error="raise", for a document that cannot be read.
     """
     check_tokenizer_spec(spec)
     reader.check(files)

@@ -77,7 +77,7 @@ class BertDataset:
     indexed: where the sentences are read from.
     document_range: (begin, end), the documents this split may use. With nsp and sop a document of a single sequence
     has no second segment and is left out, also as the random B; with none every document is used.
-    num_samples: at least so many samples, in whole epochs; None is one epoch.
+    num_samples: at least this many, in whole epochs; None is one epoch.
     cache_dir: where the list of the samples is kept; None keeps it in memory.
 
     `dataset[i]` is a dict of arrays [T]: tokens int32; labels int32, the original id where it is to be predicted, else

@@ -60,7 +60,7 @@ class GptDataset:
 
     indexed: where the sequences are read from.
     sequence_range: (begin, end), the sequences this split may use.
-    num_samples: at least so many samples, in whole epochs; None is one epoch.
+    num_samples: at least this many, in whole epochs; None is one epoch.
     cache_dir: where the three arrays are kept; None keeps them in memory.
 
     `dataset[i]` is a dict of arrays [T]: tokens int32, labels int32, loss_mask float32 (0 or 1), positions int32,

@@ -45,7 +45,7 @@ class ImageTextDataset:
     """Random access: sample i is a pure function of (pairs, sequence_length, seed, i).
 
     path: the .jsonl file. line_range: (begin, end) of its lines that are not blank, from 0 (`len(index_lines(...)[0])`
-    is their number). num_samples: at least so many samples, in whole epochs; None is one epoch; each epoch is shuffled.
+    is their number). num_samples: at least this many, in whole epochs; None is one epoch; each epoch is shuffled.
     cache_dir: where the indices are kept; None keeps them in memory.
 
     `dataset[i]` is a dict: image uint8 [S, S, 3], RGB, the square in the middle of the image resized (bicubic) to

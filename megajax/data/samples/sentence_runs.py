@@ -33,8 +33,8 @@ class SentenceRuns:
     max_tokens: the longest text a sample holds. min_sentences: 1, or 2 where a text has two segments. Documents of
     fewer sentences are left out, and a run that would leave fewer behind takes them too. With min_sentences = 1 a
     sequence longer than max_tokens is cut into pieces of max_tokens, so that documents of one sequence are used whole.
-    num_samples: at least so many, in whole epochs; None is one epoch. Each epoch uses every sentence once, in an order
-    of its own.
+    num_samples: at least this many, in whole epochs; None is one epoch. Each epoch uses every sentence once, in its own
+    order.
 
     Attributes: `rows` int [N, 4] (first sequence, first token in it, last sequence, end token in it), `documents`
     int64 [used documents], ascending, `tokens_per_epoch`, tokens of these documents.

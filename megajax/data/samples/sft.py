@@ -47,7 +47,7 @@ class SftDataset:
     """Random access: sample i is a pure function of (conversations, sequence_length, seed, i).
 
     indexed: where the conversations are read from. document_range: (begin, end), those this split may use.
-    num_samples: at least so many samples, in whole epochs; None is one epoch.
+    num_samples: at least this many, in whole epochs; None is one epoch.
     cache_dir: where the two arrays are kept; None keeps them in memory.
 
     `dataset[i]` is a dict of arrays [T]: tokens and labels int32; loss_mask float32, 1 where the label is a token of an

@@ -68,7 +68,7 @@ class T5Dataset:
 
     indexed: where the sentences are read from; documents may be split into sentences or not.
     document_range: (begin, end), the documents this split may use.
-    num_samples: at least so many samples, in whole epochs; None is one epoch.
+    num_samples: at least this many, in whole epochs; None is one epoch.
     sequence_length: Te, the longest text and the length of the encoder; the decoder's is in the format.
     cache_dir: where the list of the samples is kept; None keeps it in memory.
 

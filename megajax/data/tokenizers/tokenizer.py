@@ -280,7 +280,7 @@ class TiktokenTokenizer:
             if type(error).__name__ != "PanicException":
                 raise
             raise ValueError(
-                f"tiktoken gives up on this text ({error}); a run of some 100,000 spaces or more is the usual reason"
+                f"tiktoken fails on this text ({error}); the usual cause is 100,000 consecutive spaces or more"
             ) from None
 
     def decode(self, ids: Sequence[int]) -> str:

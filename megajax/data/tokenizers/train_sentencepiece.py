@@ -53,7 +53,7 @@ def train_on_lines(lines: Iterable[str], model_prefix: str, vocab_size: int) -> 
     except RuntimeError as error:
         raise ValueError(
             f"data.tokenizer=sentencepiece:{vocab_size} cannot be trained on this text; "
-            f"give more text, or fewer or more pieces as the trainer says ({error})"
+            f"give more text, or change the number of pieces as the trainer says ({error})"
         ) from None
     with open(model_prefix + ".model", "wb") as file:
         file.write(model.getbuffer())

@@ -1,8 +1,8 @@
 """Which tensor of a computation went non-finite first: its equations one by one, on the real arrays.
 
 An output that is not finite although all inputs are is an *origin*; one with inputs that are not finite carries their
-origins on; a finite one carries none, so that what a mask hides is not reported. An infinity without an origin is, or
-comes from, a constant, as in a mask; a NaN made of such is an origin again.
+origins on; a finite one carries none, so that what a mask hides is not reported. Infinities
+from constants (masks) are not reported; a NaN that is made of them is an origin.
 
 A part of the computation (a jitted function, one iteration of a scan, a rule of custom differentiation) runs compiled
 as a whole, and equation by equation only where it makes what is not finite of what is. A shard_map and a while loop

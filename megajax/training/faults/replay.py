@@ -34,7 +34,7 @@ MOST_GRADIENTS = 8
 MOST_PLACES = 6  # from the operation up to the layer that asked for it
 # What the loops of a step go through, by the function that has the loop.
 LOOPS = {"_scan": "layer", "train_step": "microbatch"}
-# Fields that change no number of a step.
+# Fields that do not change the numbers of a step.
 OF_NO_NUMBER = ("run_dir", "checkpoint.", "logging.", "launch.", "training.log_", "training.eval_")
 # float32 sums in another order, some steps on.
 ROUNDING = 1e-3
@@ -51,8 +51,8 @@ def run_again(trainer: Trainer, step: int, changed: list[str]) -> None:
     mesh = trainer.program.mesh_config
     if trainer.program.model.stages is not None:
         raise ValueError(
-            f"--replay_step={step} with mesh.pipeline={mesh.pipeline}: a pipeline is one operation, which cannot be "
-            f"looked into; use --mesh.pipeline=1 --mesh.virtual_stages=1 --mesh.pipeline_layout= "
+            f"--replay_step={step} with mesh.pipeline={mesh.pipeline}: a pipeline is a single operation, which "
+            f"cannot be traced; use --mesh.pipeline=1 --mesh.virtual_stages=1 --mesh.pipeline_layout= "
             f"--mesh.fsdp={mesh.fsdp * mesh.pipeline}, as any mesh reads the checkpoint"
         )
     if not 1 <= step <= config.steps:
@@ -138,9 +138,11 @@ def verdict(values: dict[str, float], same: bool, recorded: dict[str, float | No
 def describe(origins: list[Origin], num_layers: int, *, ok: bool) -> list[str]:
     """Lines that say where the step went non-finite. ok: whether its loss and gradient norm are finite as compiled."""
     if not origins and ok:
-        return ["every number that counts is finite"]
+        return ["all numbers are finite, but for what masks hide"]
     if not origins:
-        return ["operation by operation all is finite: it is the compiled program that is not (rounding, or a fault)"]
+        return [
+            "operation by operation all numbers are finite: only the compiled program has others (rounding, or a fault)"
+        ]
     lines = ["not finite, in order of computation:"]
     for number, origin in enumerate(origins[:MOST_ORIGINS], start=1):
         out = origin.output

@@ -27,8 +27,8 @@ def check_replicas(state, mesh: Mesh, done: int, latest_saved: int | None) -> No
     if lines:
         start = "from the beginning" if latest_saved is None else f"from the checkpoint of step {latest_saved}"
         raise RuntimeError(
-            f"after step {done} devices hold other copies than the rest: {'; '.join(lines)}; nothing was saved of it, "
-            f"and a restart goes on {start}: test these devices, or leave them out"
+            f"after step {done} copies on some devices differ from the rest: {'; '.join(lines)}; this step was not "
+            f"saved, and a restart resumes {start}: test these devices, or leave them out"
         )
 
 
@@ -36,8 +36,12 @@ def describe_replicas(state) -> str:
     """What there is to compare."""
     share = compared_share(state)
     if share == 0:
-        return "training.check_replicas_every_steps: no device holds what another holds, there is nothing to compare"
-    return f"replicas: {100 * share:.3g} % of parameters and optimizer state lies on several devices and is compared"
+        return (
+            "training.check_replicas_every_steps: no array has a copy on another device, so there is nothing to compare"
+        )
+    return (
+        f"replicas: {100 * share:.3g} % of parameters and optimizer state has copies on several devices, to be compared"
+    )
 
 
 def compared_share(tree) -> float:

@@ -60,7 +60,7 @@ def _locked_file(run_dir: Path) -> Iterator[None]:
                 f"run_dir={run_dir} is in use by another process; wait for it or use another --run_dir"
             ) from None
         except OSError as error:  # a file system without locks
-            logger.warning("%s cannot be locked (%s): see to it that one run at a time uses it", run_dir, error)
+            logger.warning("%s cannot be locked (%s): make sure that only one run uses it at a time", run_dir, error)
         try:
             yield
         except ValueError:

@@ -23,7 +23,7 @@ from megajax.training.reporting.metrics import read_metrics
 logger = logging.getLogger("megajax")
 # Of train.py for input that no restart makes better.
 BAD_INPUT = 2
-# So many crashes in a row without a step that had not been reached before are a crash loop.
+# This many consecutive crashes without a new step are a crash loop.
 MOST_WITHOUT_PROGRESS = 3
 FIRST_WAIT_SECONDS = 5.0
 LONGEST_WAIT_SECONDS = 300.0
@@ -57,15 +57,15 @@ def supervise(
             reason = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
             logger.error("the run ended with %s after step %d", reason, step)
             if crashes >= MOST_WITHOUT_PROGRESS:
-                logger.error("%d crashes without a new step: not started again", crashes)
+                logger.error("%d consecutive crashes without a new step: not restarted", crashes)
                 return 1
             if restarts < max_restarts:
-                logger.warning("start %d of %d in %.0f s", restarts + 1, max_restarts, wait)
+                logger.warning("restart %d of %d in %.0f s", restarts + 1, max_restarts, wait)
                 (sleep or signals.asked.wait)(wait)
                 if signals.asked.is_set():
                     return status
                 wait = min(2 * wait, LONGEST_WAIT_SECONDS)
-        logger.error("launch.max_restarts=%d are used up", max_restarts)
+        logger.error("launch.max_restarts=%d reached: not restarted", max_restarts)
         return 1
 
 
@@ -133,5 +133,5 @@ def _last_step(run_dir: Path) -> int:
     try:
         return max((record["step"] for _, record in read_metrics(run_dir / "metrics.jsonl") if record), default=0)
     except OSError as error:
-        logger.warning("nothing says how far the run is: %s", error)
+        logger.warning("the last step of the run is not known: %s", error)
         return 0

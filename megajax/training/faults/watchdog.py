@@ -4,7 +4,7 @@ import faulthandler
 
 
 class Watchdog:
-    """A context manager. Each `alive` allows so many minutes until the next, before the first any time; 0: always.
+    """A context manager. `alive()` restarts the timer of `minutes`, which its first call starts; 0 disables it.
 
     There is one timer in a process: of two watchdogs, one inside the other, the last `alive` counts. It is a thread of
     faulthandler's that needs no Python to run, so a collective that never returns is no obstacle.

@@ -24,19 +24,19 @@ class BestEffort:
     def __exit__(self, _, error: BaseException | None, __) -> bool:
         if error is None:
             if self._failing:
-                logger.info("%s: can be written again", self._what)
+                logger.info("%s can be written again", self._what)
             self._failing = False
             return False
         if not isinstance(error, Exception):
             return False
         if not self._failing:
-            logger.warning("%s: cannot be written (%s); the run goes on and tries again", self._what, error)
+            logger.warning("%s cannot be written (%s); the run goes on and retries", self._what, error)
         self._failing = True
         return True
 
 
 class Appender:
-    """Appends to a file; what finds no room waits for the next call, so that no piece is cut in two.
+    """Appends to a file; what cannot be written now is kept for the next call, so that no line is cut in two.
 
     path: opened for each call, so that nothing has to be closed and a file that was replaced is no obstacle; its folder
     is made if it is not there. first: what the file begins with.

@@ -124,7 +124,7 @@ class MetricsWriter:
                 file.write(values, step)
 
     def rewind(self, step: int) -> None:
-        """Drops what lies after `step`, so that a run resumed there has one line a step.
+        """Drops what lies after `step`, so that a resumed run has one line per step.
 
         Replaces metrics.jsonl as a whole: a crash leaves the old file or the new one. A last line that a crash cut off
         goes too; other lines that cannot be read are moved to metrics.jsonl.damaged, and so is a file that cannot be
@@ -149,7 +149,7 @@ class MetricsWriter:
         if kept == [line for line, _ in lines]:
             return
         if damaged:
-            logger.warning("%s: %d damaged lines, moved to %s", self._path, len(damaged), self._damaged_path.name)
+            logger.warning("%s: %d damaged lines moved to %s", self._path, len(damaged), self._damaged_path.name)
             with self._damaged_path.open("ab") as file:
                 file.writelines(damaged)
         temporary = self._path.with_suffix(".jsonl.new")
@@ -160,7 +160,7 @@ class MetricsWriter:
         os.replace(temporary, self._path)
         dropped = len(lines) - len(kept) - len(damaged)
         if dropped:
-            logger.info("metrics.jsonl: dropped %d lines after step %d", dropped, step)
+            logger.info("metrics.jsonl: dropped what was logged after step %d (lines: %d)", step, dropped)
 
     @property
     def _damaged_path(self) -> Path:

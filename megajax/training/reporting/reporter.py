@@ -58,7 +58,8 @@ class Reporter:
         self._steps = 0
         self._samples = 0
         self._seconds = 0.0
-        self._losses: list[float] = []  # of all steps since then but those whose update was skipped
+        # Of all steps since then but those whose update was skipped; on the device, so that they cost a step nothing.
+        self._losses: list[jax.Array] = []
         self._max_consecutive_skips = max_consecutive_skips
         self._consecutive_skips = 0
         self.productive_seconds = productive_seconds
@@ -86,7 +87,8 @@ class Reporter:
             started = self._last_end
             name = "the first step" if step == self._first + 1 else f"step {step}, the first of its batch size"
             with self._console.announced(f"running {name}"):
-                self.flush()
+                jax.block_until_ready(metrics["loss"])
+            self.flush()
             self._console.note(f"{name}, compilation included: {format_seconds(time.perf_counter() - started)}")
             self._is_compiling = False
             self.restart_clock()
@@ -105,10 +107,8 @@ class Reporter:
             self._seconds += self._last_end - started
             self._steps += 1
             self._samples += self._schedule(step - 1).size
-        loss, skipped = jax.device_get((metrics["loss"], metrics["skipped"]))
-        if not skipped:
-            self._losses.append(float(loss))
-        self._look_at_skipped(step, metrics, bool(skipped))
+        if not self._is_skipped(step, metrics):
+            self._losses.append(metrics["loss"])
         self._console.progress(step, self._num_steps)
         if step == self._first + 1 or step % self._every_steps == 0 or step == self._num_steps:
             values = _scalars(jax.device_get(metrics))
@@ -150,7 +150,7 @@ class Reporter:
         line = {
             "step": step,
             "loss": values["loss"],
-            "mean_loss": math.fsum(self._losses) / len(self._losses) if self._losses else math.nan,
+            "mean_loss": math.fsum(jax.device_get(self._losses)) / len(self._losses) if self._losses else math.nan,
             **{name: values[name] for name in names},
             "skipped_updates": int(values["total_skipped"]),
             "learning_rate": rate,
@@ -175,11 +175,11 @@ class Reporter:
             "mfu_causal": mfu(True) if known else None,
         }
 
-    def _look_at_skipped(self, step: int, metrics: dict, skipped: bool) -> None:
+    def _is_skipped(self, step: int, metrics: dict) -> bool:
         """Reports which samples an update was skipped for. Raises RuntimeError after too many consecutive ones."""
-        if not skipped:
+        if not int(metrics["skipped"]):
             self._consecutive_skips = 0
-            return
+            return False
         self._consecutive_skips += 1
         batch = self._schedule(step - 1)
         samples = f"samples {batch.first_sample} to {batch.first_sample + batch.size - 1}"
@@ -192,6 +192,7 @@ class Reporter:
                 "nothing was saved since the last checkpoint; look at the data of these steps, lower the learning "
                 "rate, or allow more with --training.max_consecutive_skips"
             )
+        return True
 
     def _emit(self, line: dict[str, Any]) -> None:
         self._console.step(line["step"], self._num_steps, line)

@@ -56,8 +56,8 @@ def test_arguments_that_are_not_finite_are_said_by_their_names():
 
 
 def test_without_origins_the_compiled_program_is_what_is_left():
-    assert describe([], 12, ok=True) == ["every number that counts is finite"]
-    assert "it is the compiled program that is not" in describe([], 12, ok=False)[0]
+    assert describe([], 12, ok=True) == ["all numbers are finite, but for what masks hide"]
+    assert "only the compiled program has others" in describe([], 12, ok=False)[0]
 
 
 def test_gradients_are_listed_by_what_is_wrong_with_them():

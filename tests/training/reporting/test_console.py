@@ -150,12 +150,20 @@ def test_what_takes_long_is_logged_once_and_what_does_not_is_not(caplog, monkeyp
 
 IN_TERMINAL = """
 import logging, time
+from megajax.training.batch_schedule import BatchSchedule
 from megajax.training.reporting.console import Console, log_to_stderr
+from megajax.training.reporting.reporter import Reporter
 log_to_stderr()
 console = Console()
-with console.announced("compiling"):
-    time.sleep(0.2)
-console.step(1, 3, {"loss": 1.0})
+reporter = Reporter(
+    0, num_steps=3, every_steps=2, sequence_length=4, schedule=BatchSchedule(8, None, None),
+    flops_per_token=lambda *_, **__: 1.0, compute_dtype="float32", num_devices=1, max_consecutive_skips=0,
+    productive_seconds=0.0, first_started=0.0, console=console, writer=None,
+)
+for step in (1, 2, 3):
+    with reporter.starting(step):
+        time.sleep(0.3)
+    reporter.dispatched(step, {"loss": 1.0, "grad_norm": 1.0, "skipped": 0, "total_skipped": 0}, 0.1)
 with console.announced("evaluating"):
     time.sleep(0.8)
     logging.getLogger("megajax").warning("a line of the log")
@@ -172,7 +180,9 @@ def test_in_a_terminal_a_spinner_says_what_takes_long_below_the_bar_and_log_line
         shown += piece
     assert process.wait(20) == 0
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
-    assert "compiling 0:00:00" in text and "evaluating 0:00:00" in text and "step 1/3 ━" in text
+    assert "compiling the train step 0:00:00" in text and "evaluating 0:00:00" in text
+    # The bar moves with each step, also with those that have no line.
+    assert "step 1/3 ━" in text and "step 2/3 ━" in text
     assert "megajax: a line of the log" in [line.strip() for line in re.split(r"[\r\n]+", text)]
 
 

@@ -111,7 +111,7 @@ def test_damaged_lines_are_set_aside_and_the_rest_is_kept(tmp_path, caplog):
     writer.write({"step": 5, "loss": 0.5})
     assert [line["step"] for line in read_lines(tmp_path)] == [1, 4, 5]
     assert (tmp_path / "metrics.jsonl.damaged").read_bytes().splitlines() == DAMAGED
-    assert "metrics.jsonl: 6 damaged lines, moved to metrics.jsonl.damaged" in caplog.text
+    assert "metrics.jsonl: 6 damaged lines moved to metrics.jsonl.damaged" in caplog.text
 
 
 @pytest.mark.fault
@@ -143,13 +143,13 @@ def test_a_full_disk_is_reported_once_and_nothing_is_lost_when_there_is_room_aga
     with full_disk(130):
         for step in range(1, 31):  # tensorboardX's own writer waits for ever from the 11th
             writer.write({"step": step, "loss": 1.0})
-    assert caplog.text.count("metrics.jsonl: cannot be written ([Errno 27]") == 1
+    assert caplog.text.count("metrics.jsonl cannot be written ([Errno 27]") == 1
     assert caplog.text.count("TensorBoard") == 1
     writer.write({"step": 31, "loss": 1.0})
     writer.close()
     assert [line["step"] for line in read_lines(tmp_path)] == list(range(1, 32))
     assert [event.step for event in tensorboard_events(tmp_path) if event.step] == list(range(1, 32))
-    assert caplog.text.count("metrics.jsonl: can be written again") == 1
+    assert caplog.text.count("metrics.jsonl can be written again") == 1
 
 
 def test_what_waits_for_room_is_bounded(tmp_path, monkeypatch):
@@ -269,7 +269,7 @@ def test_weights_and_biases_and_a_profile_that_fail_end_no_run(monkeypatch, tmp_
         profiler.before(1)
         profiler.after(1, {})
     assert len(read_lines(tmp_path)) == 2
-    assert caplog.text.count("Weights & Biases: cannot be written") == caplog.text.count("profile: cannot be") == 1
+    assert caplog.text.count("Weights & Biases cannot be written") == caplog.text.count("profile cannot be") == 1
 
 
 def test_the_first_of_all_starts_is_when_the_run_began(tmp_path):

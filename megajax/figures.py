@@ -1,0 +1,144 @@
+"""Figures for notebooks, with matplotlib: a loss curve, a sharding, an attention mask, the memory of a plan.
+
+Each function returns a matplotlib Figure, which a notebook shows and `figure.savefig` writes.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from megajax.library import Plan, Run
+
+MOST_MASK_TOKENS = 512
+
+
+def loss(lines: Sequence[Mapping[str, Any]]) -> "Figure":
+    """Training and evaluation loss against the step. lines: dicts with step, loss, eval_loss, as of `Run.metrics`."""
+    figure, axes = _new(6.4, 3.6)
+    for key, label, style in (("loss", "training", "-"), ("eval_loss", "evaluation", "o-")):
+        points = [(line["step"], line[key]) for line in lines if key in line]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=label, markersize=4)
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure
+
+
+def sharding(run: "Run", parameter: str) -> "Figure":
+    """Which devices hold which part of a parameter: one rectangle per part of its last two dims.
+
+    parameter: its name in a checkpoint, as layers.transformer.mlp.up. A dim before the last two that is split, as that
+    of the layers in a pipeline, gets one panel per part. Raises ValueError for a name that is not known.
+    """
+    from megajax.parameters import name_of
+
+    leaves = jax.tree_util.tree_leaves_with_path(run.program.abstract_state.weights)
+    arrays = {name_of(path): leaf for path, leaf in leaves}
+    if parameter not in arrays:
+        raise ValueError(f"parameter={parameter} is unknown; there are {', '.join(arrays)}")
+    array = arrays[parameter]
+    parts = _parts(array)
+    panels = sorted({index[:-2] for index in parts})
+    figure, all_axes = _new(max(3.2, 2.6 * len(panels)), 2.8, len(panels))
+    number = {device: place for place, device in enumerate(run.mesh.devices.flat)}
+    for axes, panel in zip(np.atleast_1d(all_axes), panels, strict=True):
+        for index, devices in parts.items():
+            if index[:-2] == panel:
+                _draw_part(axes, index[-2:], sorted(number[device] for device in devices), run.mesh.size)
+        rows, columns = array.shape[-2:] if array.ndim > 1 else (1, array.shape[0])
+        axes.set(xlim=(0, columns), ylim=(rows, 0), xticks=[0, columns], yticks=[0, rows])
+        if panel:
+            axes.set_title(" ".join(f"[{start}:{stop}]" for start, stop in panel), fontsize=9)
+    sizes = ", ".join(f"{axis} {size}" for axis, size in run.mesh.shape.items() if size > 1) or "one device"
+    figure.suptitle(f"{parameter} {list(array.shape)} on {sizes}", fontsize=9)
+    return figure
+
+
+def mesh(run: "Run") -> "Figure":
+    """The coordinates of each device on the axes of the mesh that are larger than 1."""
+    shape = {axis: size for axis, size in run.mesh.shape.items() if size > 1} or {"data": 1}
+    coordinates = np.stack(np.unravel_index(np.arange(run.mesh.size), tuple(shape.values())), 0)
+    figure, axes = _new(0.7 * run.mesh.size + 1.4, 0.5 * len(shape) + 0.9)
+    axes.imshow(coordinates, cmap="Pastel1", vmin=0, vmax=8, aspect="auto")
+    for (row, column), value in np.ndenumerate(coordinates):
+        axes.text(column, row, str(value), ha="center", va="center")
+    axes.set(xlabel="device", xticks=range(run.mesh.size), yticks=range(len(shape)), yticklabels=list(shape))
+    return figure
+
+
+def attention_mask(batch: Mapping[str, np.ndarray], row: int = 0, *, window: int | None = None) -> "Figure":
+    """Which keys each query sees in one sequence of a batch, for causal attention; the first 512 tokens.
+
+    Documents that are packed into the sequence (segment_ids) do not see each other. window: model.window.
+    """
+    length = min(batch["tokens"].shape[1], MOST_MASK_TOKENS)
+    query = np.arange(length)[:, None]
+    key = np.arange(length)[None]
+    visible = key <= query
+    if window is not None:
+        visible &= query - key < window
+    if "segment_ids" in batch:
+        segments = np.asarray(batch["segment_ids"])[row, :length]
+        visible &= segments[:, None] == segments[None]
+    figure, axes = _new(3.6, 3.6)
+    axes.imshow(visible, cmap="Blues", vmin=0, vmax=1.3, interpolation="nearest")
+    axes.set(xlabel="key", ylabel="query")
+    return figure
+
+
+def memory(*plans: "Plan") -> "Figure":
+    """Bytes per device of each plan as stacked bars, beside what a device has."""
+    figure, axes = _new(6.4, 0.7 * len(plans) + 1.4)
+    left = np.zeros(len(plans))
+    for kind in plans[0].memory_bytes:
+        sizes = np.array([plan.memory_bytes[kind] for plan in plans]) / 2**30
+        axes.barh(range(len(plans)), sizes, left=left, label=kind)
+        left += sizes
+    for place, plan in enumerate(plans):
+        axes.plot([plan.usable_bytes / 2**30] * 2, [place - 0.45, place + 0.45], "k--", linewidth=1)
+    axes.set(
+        yticks=range(len(plans)), yticklabels=[plan.title for plan in plans], xlabel="GiB per device (dashed: usable)"
+    )
+    axes.invert_yaxis()
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.4, -0.35), ncols=4, frameon=False)
+    return figure
+
+
+def _new(width: float, height: float, columns: int = 1):
+    """-> (figure, axes); not of pyplot, which would show and keep it."""
+    from matplotlib.figure import Figure
+
+    figure = Figure((width, height), layout="constrained", dpi=80)
+    return figure, figure.subplots(1, columns)
+
+
+def _parts(array: jax.ShapeDtypeStruct) -> dict[tuple[tuple[int, int], ...], list]:
+    """(start, stop) of each dim of a part -> the devices that hold it; a vector gets a dim of one row."""
+    found: dict[tuple[tuple[int, int], ...], list] = {}
+    for device, index in array.sharding.devices_indices_map(array.shape).items():
+        bounds = tuple(slice_.indices(size)[:2] for slice_, size in zip(index, array.shape, strict=True))
+        bounds = bounds if len(bounds) > 1 else ((0, 1), *bounds)
+        found.setdefault(bounds, []).append(device)
+    whole = [len({bounds[dim] for bounds in found}) == 1 for dim in range(len(next(iter(found))) - 2)]
+    # A dim before the last two that is not split is not worth a panel.
+    return {
+        (*(bound for bound, is_whole in zip(bounds, whole, strict=False) if not is_whole), *bounds[-2:]): devices
+        for bounds, devices in found.items()
+    }
+
+
+def _draw_part(axes, bounds: tuple[tuple[int, int], ...], devices: list[int], num_devices: int) -> None:
+    from matplotlib import colormaps
+    from matplotlib.patches import Rectangle
+
+    (top, bottom), (left, right) = bounds
+    colour = colormaps["tab20"](devices[0] / max(num_devices, 1))
+    axes.add_patch(Rectangle((left, top), right - left, bottom - top, facecolor=colour, edgecolor="black", alpha=0.6))
+    text = ",".join(map(str, devices))
+    axes.text((left + right) / 2, (top + bottom) / 2, text, ha="center", va="center", fontsize=8)

@@ -1,0 +1,294 @@
+"""megajax as a library: what `import megajax` offers, for notebooks and programs (docs/library.md).
+
+The same parts as of train.py and infer.py, for one process. B batch, T sequence.
+"""
+
+import dataclasses
+import functools
+import html
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+import configs
+from megajax import run as runs
+from megajax.checkpoint.checkpointer import Checkpointer
+from megajax.checkpoint.steps import find_step
+from megajax.config import Config, override
+from megajax.data.datasets import Datasets
+from megajax.inference.engine import Engine, serving_params, tokenizer_of
+from megajax.inference.sampling import Sampling
+from megajax.mesh import make_mesh
+from megajax.models.model import Model
+from megajax.planning.memory import memory_per_device
+from megajax.planning.plan import USABLE_MEMORY, plan_device, plan_rows
+from megajax.sharding import with_shardings
+from megajax.training.batch_schedule import Batch, BatchSchedule
+from megajax.training.batches import BatchPlacer
+from megajax.training.faults.run_lock import locked
+from megajax.training.reporting.metrics import read_metrics
+from megajax.training.state import TrainState
+from megajax.training.step import make_eval_step
+
+logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of each directory that is only read
+
+Overrides = Iterable[str] | Mapping[str, Any]
+
+
+def recipes() -> dict[str, str]:
+    """Name -> what it is, in a line: the values of --config."""
+    return {name: text.splitlines()[0] for name, text in configs.docstrings().items()}
+
+
+def recipe(name: str, overrides: Overrides = ()) -> Config:
+    """The configuration of a recipe, with overrides: {"training.steps": 100} or ["--training.steps=100"].
+
+    Raises ValueError for a name, a field or a value that is not known.
+    """
+    return override(configs.recipe(name), overrides)
+
+
+def load_run(run_dir: str | Path, overrides: Overrides = (), devices: Sequence[jax.Device] | None = None) -> "Run":
+    """A run that has been started before, with the configuration that it was saved with.
+
+    Overrides apply on top: {"mesh.data": 1, "mesh.fsdp": 4} for another mesh. Raises ValueError if the directory holds
+    no run.
+    """
+    return Run(override(Config.load(run_dir), overrides), devices)
+
+
+class Run:
+    """A configuration on devices: mesh, model, data, and a train step to call yourself, or `train` for all of it.
+
+    Only `train` writes into the run directory. What takes time is made when it is used first.
+
+    Args:
+        config: from `recipe`; one mesh axis may be -1.
+        devices: those of the mesh; default all of this process.
+
+    Raises ValueError for a configuration that contradicts itself or does not fit the devices.
+    """
+
+    def __init__(self, config: Config, devices: Sequence[jax.Device] | None = None):
+        if jax.process_count() > 1:
+            raise ValueError(f"megajax.Run works in one process, and here are {jax.process_count()}; use train.py")
+        devices = jax.devices() if devices is None else list(devices)
+        config.check()
+        self.config = config.check_on(len(devices))
+        self.mesh: Mesh = make_mesh(self.config.mesh, devices)
+        self.program = self.config.make_program(self.mesh)
+        self._engine: Engine | None = None
+
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items() if size > 1) or "one device"
+        return f"Run({self.config.run_dir}: {self.model.num_parameters():,} parameters; {axes})"
+
+    @property
+    def model(self) -> Model:
+        return self.program.model
+
+    @functools.cached_property
+    def datasets(self) -> Datasets:
+        """Training and evaluation samples, and the tokenizer."""
+        return runs.load_data(self.config)
+
+    # ------------------------------------------------------------------ a step at a time
+
+    def init(self) -> TrainState:
+        """The state before the first step: new weights, drawn from training.seed, on the mesh."""
+        return self.program.first_state(self.config.training.seed)
+
+    def restore(self, step: int | None = None) -> TrainState:
+        """The state after a step that the run has saved (default: the newest), on this mesh.
+
+        Raises ValueError if it is not there or damaged.
+        """
+        step = find_step(self.config.run_dir, step)
+        target = self.program.abstract_state
+        with jax.set_mesh(self.mesh), Checkpointer(self.config.run_dir, None) as checkpointer:
+            found = checkpointer.restore(step, target.weights, target.optimizer, self.model.layer_rows)
+            weights, optimizer, meta = found
+            return self.program.restored_state(step, meta["skipped"], weights, optimizer)
+
+    def batch(self, step: int = 0) -> dict[str, np.ndarray]:
+        """What the run reads in the step after `step` finished ones: NumPy arrays [B, T], by name, for a decoder
+        tokens, labels, positions and segment_ids (int32) and loss_mask (float32)."""
+        now = self.config.training.schedule(self.config.mesh)(step)
+        return _stacked(self.datasets.train, range(now.first_sample, now.first_sample + now.size))
+
+    def eval_batch(self, number: int = 0) -> dict[str, np.ndarray]:
+        """The same of the held-out samples. Raises ValueError if training.eval_every_steps is 0."""
+        if self.datasets.eval is None:
+            raise ValueError("training.eval_every_steps=0: there are no evaluation samples; set it, as to 100")
+        size = self.config.training.global_batch_size
+        return _stacked(self.datasets.eval, range(number * size, (number + 1) * size))
+
+    def step(
+        self, state: TrainState, batch: Mapping[str, np.ndarray], learning_rate: float | None = None
+    ) -> tuple[TrainState, dict[str, float]]:
+        """One optimizer step -> (the new state, metrics: loss, grad_norm, learning_rate, ...).
+
+        The memory of `state` is reused: it cannot be read any more. batch: as `batch` returns it, with any B that
+        training.microbatch_size and the mesh divide. learning_rate: default that of the schedule.
+        """
+        done = int(state.step)
+        rate = self._learning_rate(done) if learning_rate is None else learning_rate
+        with jax.set_mesh(self.mesh):
+            state, metrics = self._train_step(state, self._placed(batch, accumulate=True), np.float32(rate))
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        return state, values | {"learning_rate": float(rate)}
+
+    def loss(self, state: TrainState, batch: Mapping[str, np.ndarray]) -> float:
+        """Mean cross-entropy per token, in nats, without dropout and regularisers; the state stays as it is."""
+        with jax.set_mesh(self.mesh):
+            total, tokens = self._eval_step(state.weights, self._placed(batch, accumulate=False))
+        return float(total) / float(tokens)
+
+    # ------------------------------------------------------------------ all of it
+
+    def train(self) -> str:
+        """Trains as train.py does, or resumes -> "finished", "interrupted" or "already finished".
+
+        Prints its progress; checkpoints and metrics go to the run directory. Takes all devices of this process.
+        """
+        with locked(Path(self.config.run_dir)):
+            return runs.train(self.config)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl in the run directory: step, loss, ..., or step, eval_loss."""
+        return [record for _, record in read_metrics(Path(self.config.run_dir) / "metrics.jsonl") if record]
+
+    def generate(self, prompts: str | Sequence[str], state: TrainState | None = None, **sampling: Any) -> list[str]:
+        """The text that follows each prompt.
+
+        state: whose weights to use; default the newest checkpoint in the run directory. sampling: max_tokens,
+        temperature, top_k, top_p, seed, stop (megajax/inference/sampling.py). Raises ValueError for a pipeline.
+        """
+        settings = Sampling(**sampling)
+        settings.check()
+        if self.model.stages is not None:
+            raise ValueError(f"mesh.pipeline={self.config.mesh.pipeline}: generation has no pipeline; use another mesh")
+        if state is None:
+            step = find_step(self.config.run_dir)
+            tokenizer = tokenizer_of(self.config.run_dir, step, self.config.data.tokenizer)
+            weights = self._saved_weights(step)
+        else:
+            tokenizer = self.datasets.tokenizer
+            weights = state.weights
+        if self._engine is None:
+            self._engine = Engine(self.model, weights, self.mesh, tokenizer)
+        self._engine.use(weights)  # its programs are compiled once for all weights
+        return self._engine.generate([prompts] if isinstance(prompts, str) else prompts, settings)
+
+    def plan(self, device: str = "h100") -> "Plan":
+        """What this run would need, and how fast it would be, on as many GPUs: h100, h200, a100 or b200."""
+        return plan(self.config, device)
+
+    # ------------------------------------------------------------------ parts
+
+    @functools.cached_property
+    def _train_step(self):
+        return self.program.train_step(self.config.training)
+
+    @functools.cached_property
+    def _eval_step(self):
+        return jax.jit(make_eval_step(self.model))
+
+    @functools.cached_property
+    def _placer(self) -> BatchPlacer:
+        return BatchPlacer(self.model, self.config.training.sequence_length, self.mesh, self.config.data)
+
+    def _learning_rate(self, step: int) -> float:
+        training = self.config.training
+        read = training.schedule(self.config.mesh)(step).first_sample
+        return self.config.optimizer.make_schedule(training.full_batch_steps)(read / training.global_batch_size)
+
+    def _placed(self, batch: Mapping[str, np.ndarray], *, accumulate: bool) -> dict[str, jax.Array]:
+        """On the mesh, [microbatches, B, T]. accumulate: over the microbatches of training.microbatch_size."""
+        arrays = {name: np.asarray(array) for name, array in batch.items()}
+        shape = self._batch_shape(arrays, accumulate)
+
+        def split(array: np.ndarray) -> np.ndarray:
+            return array.reshape(shape.num_microbatches, shape.microbatch, *array.shape[1:])
+
+        return self._placer.place(shape, {name: split(array) for name, array in arrays.items()})
+
+    def _batch_shape(self, arrays: dict[str, np.ndarray], accumulate: bool) -> Batch:
+        packed = not self.config.data.cross_document_attention
+        wanted = self.model.config.batch(self.config.training.sequence_length, packed=packed)
+        if missing := wanted.keys() - arrays.keys():
+            raise ValueError(f"the batch has no {', '.join(sorted(missing))}; batch(0) shows what the model reads")
+        sizes = {name: len(array) for name, array in arrays.items()}
+        if len(set(sizes.values())) > 1:
+            raise ValueError(f"the arrays of the batch differ in their first dim: {sizes}")
+        size = next(iter(sizes.values()))
+        microbatch = self.config.training.microbatch_size if accumulate or self.model.stages else None
+        shards = self.config.mesh.batch_shards
+        unit = shards * (microbatch or 1)
+        if size % unit:
+            raise ValueError(
+                f"a batch of {size} is not divisible by {unit} = {shards} (mesh data * fsdp * expert) * "
+                f"{microbatch or 1} (training.microbatch_size); use {-(-size // unit) * unit} sequences"
+            )
+        return BatchSchedule(size, microbatch and unit, None)(0)
+
+    def _saved_weights(self, step: int) -> dict:
+        with Checkpointer(self.config.run_dir, None) as checkpointer:
+            target = with_shardings(serving_params(self.model), self.model.shardings(self.mesh))
+            return checkpointer.restore_params(step, target, self.model.layer_rows)
+
+
+def _stacked(dataset, indices: range) -> dict[str, np.ndarray]:
+    samples = [dataset[index] for index in indices]
+    return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a run would need and how fast it would be; print it, or draw its memory with megajax.figures.memory."""
+
+    title: str
+    rows: list[tuple[str, str]]
+    """(name, value), as --plan prints them."""
+    memory_bytes: dict[str, int]
+    """Of a device, by what it is for."""
+    usable_bytes: int
+    """Of the memory of a device."""
+
+    @property
+    def fits(self) -> bool:
+        return dict(self.rows)["verdict"].startswith("fits")
+
+    def __str__(self) -> str:
+        width = max(len(name) for name, _ in self.rows)
+        return "\n".join([self.title, *(f"  {name:<{width}}  {value}" for name, value in self.rows)])
+
+    def _repr_html_(self) -> str:
+        cells = "".join(
+            f"<tr><th>{html.escape(name)}</th><td>{html.escape(text)}</td></tr>" for name, text in self.rows
+        )
+        return f"<table><caption>{html.escape(self.title)}</caption>{cells}</table>"
+
+
+def plan(config: Config, device: str = "h100") -> Plan:
+    """What a run would need, and how fast it would be, without a GPU; a mesh axis of -1 counts as 1.
+
+    device: h100, h200, a100 or b200. Activations are estimated; `train.py --plan` compiles the step where it can.
+    Raises ValueError for a configuration that contradicts itself, and for a device that is not known.
+    """
+    gpu = plan_device(device)
+    config = config.for_plan()
+    program = config.make_program()
+    packed = not config.data.cross_document_attention
+    memory, _ = memory_per_device(program, config.training)
+    return Plan(
+        title=f"plan of {config.run_dir.removeprefix('runs/')}",
+        rows=plan_rows(program, config.training, packed, gpu, compiles=False),
+        memory_bytes=memory,
+        usable_bytes=int(USABLE_MEMORY * gpu.memory_bytes),
+    )

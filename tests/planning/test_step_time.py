@@ -1,0 +1,54 @@
+"""Times of --plan against the steps that were measured."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import configs
+from benchmarks.estimates import estimates, summary
+from megajax.config import override
+from megajax.planning.plan import plan_device
+from megajax.planning.step_time import step_times
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_readme_says_how_far_the_estimates_are_from_what_was_measured():
+    found = estimates()
+    sentence = summary(found)
+    assert re.search(r"\d+ steps", sentence)[0] in (ROOT / "README.md").read_text()
+    assert sentence in (ROOT / "README.md").read_text()
+    assert max(abs(one.error) for one in found) < 0.17
+    small = [one for one in found if "gpt2_124m" in one.command]
+    assert len(small) == 3 and {one.device for one in found} == {"1 x NVIDIA H100 80GB HBM3", "4 x NVIDIA H200"}
+
+
+def times(*overrides, name="gpt2_124m"):
+    config = override(configs.recipe(name), ["--mesh.data=1", *overrides])
+    return step_times(config.make_program(), config.training, plan_device("h100"), {})
+
+
+def test_float32_is_rated_at_its_own_peak():
+    # 67 TFLOP/s instead of 989, and twice the bytes of each activation.
+    assert times("--precision.compute=float32").compute > 8 * times().compute
+
+
+def test_narrow_models_wait_for_memory():
+    wide = ["--model.embed_dim=3072", "--model.num_heads=48", "--model.vocab_size=200000"]  # four times all
+    # Matmuls are 16 times as many, activations 4 times.
+    assert 4 < times(*wide).compute / times().compute < 0.9 * 16
+
+
+def test_recomputed_activations_are_written_again():
+    none, full = (times(f"--execution.recompute={policy}") for policy in ("none", "selective"))
+    assert full.compute > 1.02 * none.compute
+
+
+def test_microbatches_cost_the_sum_of_the_gradients():
+    batch = "--training.global_batch_size=64"
+    one, many = (times(batch, f"--training.microbatch_size={size}").compute for size in (64, 1))
+    model = configs.recipe("gpt2_124m").make_model()
+    assert many - one == pytest.approx(
+        64 * 12 * model.num_parameters() / plan_device("h100").memory_bandwidth, rel=1e-3
+    )

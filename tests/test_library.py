@@ -1,0 +1,151 @@
+"""A notebook gets from `import megajax` what train.py and infer.py do, a step at a time or all at once."""
+
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import configs
+import megajax
+
+TINY = {
+    "model.num_layers": 2,
+    "model.embed_dim": 32,
+    "model.num_heads": 2,
+    "model.mlp_dim": 64,
+    "model.vocab_size": 512,
+    "data.source": "mock",
+    "data.text": (),
+    "data.tokenizer": "bytes",
+    "training.sequence_length": 32,
+    "training.global_batch_size": 8,
+    "training.steps": 3,
+    "training.log_every_steps": 1,
+    "training.eval_every_steps": 3,
+    "training.eval_steps": 1,
+    "training.sample_prompt": "",
+    "optimizer.warmup_steps": 1,
+    "checkpoint.every_steps": 2,
+    "logging.tensorboard": False,
+}
+
+
+def make(folder, **more) -> megajax.Run:
+    mesh = {name.replace("_", ".", 1): value for name, value in more.items()}
+    overrides = TINY | {"run_dir": str(folder / "run"), "data.cache_dir": str(folder)} | mesh
+    return megajax.Run(megajax.recipe("gpt_tiny", overrides))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of three steps, with two microbatches, on data 2 x fsdp 2 x tensor 2."""
+    run = make(tmp_path_factory.mktemp("library"), mesh_data=2, mesh_fsdp=2, mesh_tensor=2, training_microbatch_size=1)
+    assert run.train() == "finished"
+    return run
+
+
+def test_import_takes_no_time_and_names_what_there_is():
+    script = "import sys, megajax; assert 'jax' not in sys.modules; print(*dir(megajax))"
+    names = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout.split()
+    assert set(megajax.__all__) <= set(names)
+    with pytest.raises(AttributeError, match="has no attribute 'trainer'; it has .*Run"):
+        megajax.trainer  # noqa: B018
+
+
+def test_recipe_takes_overrides_by_name_and_as_on_the_command_line():
+    assert list(megajax.recipes()) == list(configs.recipes())
+    by_name = megajax.recipe("gpt_tiny", {"model.num_layers": 2, "data.text": ("a", "b"), "model.bias": True})
+    typed = megajax.recipe("gpt_tiny", ["--model.num_layers=2", "--data.text=a,b", "--model.bias=true"])
+    assert by_name == typed == megajax.override(configs.recipe("gpt_tiny"), by_name_of(by_name))
+    with pytest.raises(ValueError, match="did you mean --training.steps"):
+        megajax.recipe("gpt_tiny", {"training.epochs": 3})
+
+
+def by_name_of(config) -> dict:
+    return {"model.num_layers": config.model.num_layers, "data.text": config.data.text, "model.bias": config.model.bias}
+
+
+def test_steps_by_hand_are_those_of_training(trained):
+    state = trained.init()
+    losses = []
+    for step in range(3):
+        state, metrics = trained.step(state, trained.batch(step))
+        losses.append(metrics["loss"])
+    lines = [line for line in trained.metrics() if "loss" in line]
+    assert losses == [line["loss"] for line in lines]
+    assert metrics["learning_rate"] == lines[-1]["learning_rate"]
+    (evaluation,) = [line["eval_loss"] for line in trained.metrics() if "eval_loss" in line]
+    assert trained.loss(state, trained.eval_batch()) == pytest.approx(evaluation, rel=1e-6)  # another order of sums
+
+
+def test_run_is_loaded_restored_and_continued_on_another_mesh(trained):
+    again = megajax.load_run(
+        trained.config.run_dir, {"mesh.data": 1, "mesh.fsdp": 2, "mesh.tensor": 1, "mesh.context": 2}, jax.devices()[:4]
+    )
+    state = again.restore(2)
+    assert int(state.step) == 2 and again.mesh.shape["context"] == 2
+    _, metrics = again.step(state, again.batch(2))
+    last = [line["loss"] for line in trained.metrics() if "loss" in line][-1]
+    assert metrics["loss"] == pytest.approx(last, rel=1e-5)  # sums of float32 in another order
+
+
+def test_generation_uses_the_given_weights_or_the_newest_saved(trained):
+    saved = trained.generate("abc", max_tokens=4, temperature=0.0)
+    assert trained.generate(["abc"], trained.restore(), max_tokens=4, temperature=0.0) == saved
+    with pytest.raises(ValueError, match="max_tokens=0"):
+        trained.generate("abc", max_tokens=0)
+
+
+def test_a_batch_that_the_step_cannot_take_is_refused(trained):
+    state = trained.restore()
+    batch = trained.batch()
+    with pytest.raises(ValueError, match="a batch of 6 is not divisible by 4 = 4 .*use 8 sequences"):
+        trained.step(state, {name: array[:6] for name, array in batch.items()})
+    with pytest.raises(ValueError, match="the batch has no labels, positions; batch"):
+        trained.loss(state, {name: batch[name] for name in batch.keys() - {"labels", "positions"}})
+    with pytest.raises(ValueError, match="differ in their first dim"):
+        trained.loss(state, batch | {"labels": batch["labels"][:4]})
+
+
+def test_what_does_not_fit_the_devices_or_the_process_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="mesh: data.3. does not match the number of devices, 8; .*cpu_devices=3"):
+        make(tmp_path, mesh_data=3)
+    with pytest.raises(ValueError, match="run=.* does not exist"):
+        megajax.load_run(tmp_path / "nowhere")
+    megajax.use_cpu_devices(8)  # there are eight
+    with pytest.raises(ValueError, match="JAX has started on 8 x cpu already"):
+        megajax.use_cpu_devices(4)
+
+
+def test_plan_prints_and_says_whether_it_fits():
+    small = megajax.plan(megajax.recipe("gpt_tiny"), "a100")
+    large = megajax.plan(megajax.recipe("gpt_1p3b", {"training.global_batch_size": 512}))
+    assert small.fits and not large.fits
+    assert str(small).startswith("plan of gpt_tiny\n") and "1 x A100" in str(small)
+    assert "<td>" in small._repr_html_() and set(small.memory_bytes) >= {"weights", "optimizer"}
+    figure = megajax.figures.memory(small, large)
+    assert len(figure.axes[0].patches) == 2 * len(small.memory_bytes)
+
+
+def test_figures_show_the_losses_the_mask_and_the_parts_on_each_device(trained):
+    lines = megajax.figures.loss(trained.metrics()).axes[0].lines
+    assert [len(line.get_xdata()) for line in lines] == [3, 1]
+    batch = {"tokens": np.zeros((1, 6)), "segment_ids": np.array([[1, 1, 1, 2, 2, 2]])}
+    shown = megajax.figures.attention_mask(batch, window=2).axes[0].images[0].get_array()
+    assert shown.sum(1).tolist() == [1, 2, 2, 1, 2, 2] and not shown[3, 2]
+    (axes,) = megajax.figures.sharding(trained, "layers.dense.mlp.up").axes
+    # fsdp splits the rows, tensor the columns; data holds copies: devices 0 and 4.
+    assert [text.get_text() for text in axes.texts] == ["0,4", "1,5", "2,6", "3,7"]
+    assert megajax.figures.mesh(trained).axes[0].images[0].get_array().shape == (3, 8)
+    with pytest.raises(ValueError, match="parameter=mlp is unknown; there are embedding"):
+        megajax.figures.sharding(trained, "mlp")
+
+
+def test_sharding_over_a_pipeline_has_one_panel_per_stage(tmp_path):
+    run = make(tmp_path, mesh_data=4, mesh_pipeline=2, training_microbatch_size=1)
+    panels = megajax.figures.sharding(run, "layers.dense.mlp.up").axes
+    assert [axes.texts[0].get_text() for axes in panels] == ["0,1,2,3", "4,5,6,7"]
+    with pytest.raises(ValueError, match="mesh.pipeline=2: generation has no pipeline"):
+        run.generate("abc")
