@@ -65,6 +65,8 @@ class Flops(NamedTuple):
     """Between tokens (attention, a scan), as if every token saw every other: PaLM's and most tables' convention."""
     mixing_causal: float = 0.0
     """The same, counting only what a token sees: Megatron Core's current convention."""
+    routed: float = 0.0
+    """Of the matmuls those of experts that a router chooses: devices may have uneven shares of them."""
 
     def __add__(self, other: "Flops") -> "Flops":
         return Flops(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))

@@ -138,15 +138,16 @@ class ExpertsConfig:
 
     def flops(self) -> Flops:
         router = 2 * self.embed_dim * (self.moe.num_experts + self.moe.shared_gate)
-        wide = 2 * self.embed_dim * self.wide_dim * self.top_k
-        shared = 2 * self.embed_dim * self.shared.wide_dim if self.shared else 0
-        return Flops(router + wide + shared + self.down_flops)
+        routed = 2 * self.embed_dim * (self.wide_dim + self.mlp_dim) * self.top_k
+        shared = self.shared.flops() if self.shared else Flops()
+        return Flops(router + routed, routed=routed) + shared
 
     def activations(self) -> dict[str, Activation]:
         K = self.top_k
         shared = self.shared.activations() if self.shared else {}
+        wide = 2 * self.embed_dim * self.wide_dim * K
         of_experts = {
-            "mlp_wide": Activation(K * self.wide_dim, Flops(2 * self.embed_dim * self.wide_dim * K)),
+            "mlp_wide": Activation(K * self.wide_dim, Flops(wide, routed=wide)),
             "mlp_hidden": Activation(K * self.mlp_dim),
         }
         both = {

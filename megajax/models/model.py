@@ -50,6 +50,8 @@ class CountedParameter(NamedTuple):
     """The matrix of the output layer: the head, or the embedding of the vocabulary that it shares."""
     is_looked_up: bool
     """The embedding of the vocabulary, where only its rows are read."""
+    num_experts: int
+    """That it holds matrices of; 1 where there are none."""
 
     def split(self, sizes: Mapping[str, int], *, but: Collection[str] = ()) -> float:
         """Elements on a device of a mesh with axes of these sizes, as if the axes in `but` were 1."""
@@ -181,6 +183,12 @@ class Model:
         """Counted from the arrays, without rows of padding, and without variables."""
         return sum(parameter.size for parameter in self.parameters)
 
+    def num_active_parameters(self) -> int:
+        """Those that a token meets: of experts only its own, as the FLOPs of the layers count them."""
+        multiplied = sum(p.size for p in self.parameters if p.is_in_a_layer and p.record.is_multiplied)
+        of_a_token = self.config.forward_flops(1).matmuls - self.config.flops_outside(1).matmuls
+        return self.num_parameters() - multiplied + round(of_a_token / 2)
+
     @functools.cached_property
     def parameters(self) -> list["CountedParameter"]:
         """For whoever counts bytes or FLOPs."""
@@ -202,6 +210,7 @@ class Model:
                     is_in_a_layer=rows is not None,
                     is_output=record.role == "head" or (is_vocabulary and not has_head),
                     is_looked_up=is_vocabulary and has_head,
+                    num_experts=dict(zip(record.axes, leaf.shape, strict=True)).get("experts", 1),
                 )
             )
         return found
@@ -212,7 +221,7 @@ class Model:
         forward = self.config.forward_flops(sequence_length)
         matrices = [p for p in self.parameters if p.record.is_multiplied and not p.is_looked_up]
         trained = sum(p.size for p in matrices if p.is_trained) / max(sum(p.size for p in matrices), 1)
-        return forward * 2 + forward._replace(matmuls=forward.matmuls * trained)
+        return forward * 2 + forward._replace(matmuls=forward.matmuls * trained, routed=forward.routed * trained)
 
     def flops_per_token(self, sequence_length: int, *, causal: bool) -> float:
         """FLOPs of forward and backward pass, a token.

@@ -92,7 +92,7 @@ def test_generation_drops_nothing():
     assert "router_dropped" not in terms.metrics
 
 
-@pytest.mark.parametrize("drop", ["probability", "position"])
+@pytest.mark.parametrize("drop", [pytest.param("probability", marks=pytest.mark.slow), "position"])
 def test_a_split_sequence_drops_the_same(drop, make_test_mesh):
     config = RouterConfig(capacity_factor=0.5, drop=drop)
     logits = np.random.default_rng(0).normal(size=(2, 16, E)).astype(np.float32)

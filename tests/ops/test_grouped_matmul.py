@@ -93,7 +93,12 @@ def both(rows, up, gate, down, sizes):
     return grouped_matmul(wide[:, 0] * wide[:, 1], (down,), sizes, ("mlp", "embed"))[:, 0]
 
 
-@pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
+SLOW = ("expert", "expert context data")
+
+
+@pytest.mark.parametrize("sizes", [
+    pytest.param(sizes, id=name, marks=pytest.mark.slow if name in SLOW else ()) for name, sizes in MESHES.items()
+])  # fmt: skip
 def test_a_mesh_gives_the_same_result_and_gradients(sizes, make_test_mesh):
     mesh = make_test_mesh(**sizes)
     num_devices = mesh.size // mesh.shape["tensor"] // mesh.shape["pipeline"]
