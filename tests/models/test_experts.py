@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import train
 from megajax.checkpoint.config import CheckpointConfig
+from megajax.cli import train
 from megajax.config import Config, incompatibilities, override
 from megajax.data.config import DataConfig
 from megajax.inference.engine import Engine, Sampling

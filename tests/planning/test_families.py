@@ -15,8 +15,8 @@ from megajax.mesh import MeshConfig
 from megajax.models.decoder import Decoder, DecoderConfig
 from megajax.models.model import Model
 from megajax.optim.config import OptimizerConfig
-from megajax.planning.memory import memory_per_device
 from megajax.planning.card import described_size
+from megajax.planning.memory import memory_per_device
 from megajax.planning.plan import plan_device, plan_rows
 from megajax.planning.step_time import MATMUL_EFFICIENCY, step_times
 from megajax.search import _meshes
