@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from megajax import run
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.cli import train
 from megajax.config import Config, incompatibilities, override
 from megajax.data.config import DataConfig
 from megajax.inference.engine import Engine, Sampling
@@ -53,7 +53,7 @@ def run_of(config: Config, monkeypatch) -> list[dict]:
     with monkeypatch.context() as patched:
         patched.setattr(jax, "devices", lambda *_: devices)
         patched.setattr(jax, "device_count", lambda *_: len(devices))
-        assert train.train(config) in ("finished", "interrupted")
+        assert run.train(config) in ("finished", "interrupted")
     text = (Path(config.run_dir) / "metrics.jsonl").read_text()
     return [json.loads(line) for line in text.splitlines()]
 
