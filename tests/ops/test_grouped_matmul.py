@@ -93,7 +93,7 @@ def both(rows, up, gate, down, sizes):
     return grouped_matmul(wide[:, 0] * wide[:, 1], (down,), sizes, ("mlp", "embed"))[:, 0]
 
 
-SLOW = ("expert", "expert context data")
+SLOW = ("expert", "expert context data", "pipeline fsdp tensor")
 
 
 @pytest.mark.parametrize("sizes", [
