@@ -35,7 +35,6 @@ from megajax.parallel.expert import (
     rounds_needed,
 )
 from megajax.ranges import PositiveInt
-from megajax.sharding import constrain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,14 +208,15 @@ class Experts(nnx.Module):
         needed = rounds_needed(choice.experts_BTK, exchange)
         terms.metrics["expert_rounds"] = needed.astype(jnp.float32)
 
-        def another(y_BTD, turn):
-            # Of rounds that are rarely needed nothing is kept.
-            run = jax.checkpoint(lambda x_BTD, choice: self._round(x_BTD, choice, exchange, turn))
-            nothing = constrain(jnp.zeros_like(y_BTD), "batch", "time", "embed")
-            more_BTD = lax.cond(turn < needed, run, lambda x_BTD, choice: nothing, x_BTD, choice)
-            return y_BTD + more_BTD, None
+        def further(y_BTD, x_BTD, choice):
+            def another(y_BTD, turn):
+                run = jax.checkpoint(lambda: y_BTD + self._round(x_BTD, choice, exchange, turn))
+                return lax.cond(turn < needed, run, lambda: y_BTD), None
 
-        return lax.scan(another, y_BTD, jnp.arange(1, exchange.num_rounds, dtype=jnp.int32))[0]
+            return lax.scan(another, y_BTD, jnp.arange(1, exchange.num_rounds, dtype=jnp.int32))[0]
+
+        # Rarely needed: nothing of it is kept, and without it the gradients of the weights are added to zeros once.
+        return lax.cond(needed > 1, jax.checkpoint(further), lambda y_BTD, *_: y_BTD, y_BTD, x_BTD, choice)
 
     def _round(self, x_BTD, choice: Choice, exchange, turn) -> jax.Array:
         """What the experts give for those tokens that go to them in this round."""

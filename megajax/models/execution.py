@@ -24,12 +24,13 @@ class ExecutionConfig:
     """What the backward pass computes again: nothing, the modules of recompute_modules (selective), or whole layers."""
     recompute_modules: tuple[str, ...] = ("norm", "activation")
     """With recompute=selective: modules of the layers; those of a transformer layer are norm, qkv, core_attention,
-    attention, activation and mlp (docs/memory.md)."""
+    attention, activation and mlp, with experts also dispatch (docs/memory.md)."""
     recompute_every: PositiveInt = 1
     """Of each n consecutive layers the first is recomputed, the others are not."""
     offload: tuple[str, ...] = ()
     """Activations of the layers kept in host memory between forward and backward pass; those of a transformer layer
-    are residual, normed, qkv, attention_out, residual_mid, mlp_wide and mlp_hidden (docs/memory.md)."""
+    are residual, normed, qkv, attention_out, residual_mid, mlp_wide and mlp_hidden, with experts also routing and
+    expert_rows (docs/memory.md)."""
     attention_backend: Backend = "auto"
     """cudnn, pallas (pallas_kernels/flash_attention) or reference, where it can do what is asked; auto: the fastest
     that was measured. The log says which one it is."""

@@ -212,11 +212,11 @@ def _time_rows(
                                 f"{format_seconds(times.exposed)}{idle}"),
         *uneven,
         ("speed, estimate", f"{format_count(rate)} tokens/s per device, MFU {mfu(False)} (full), {mfu(True)} (causal)"),
-        ("assumptions", _assumptions(device, model.precision.compute, has_host=has_host)),
+        ("assumptions", _assumptions(device, model.precision.compute, has_host=has_host, has_experts=bool(uneven))),
     ]  # fmt: skip
 
 
-def _assumptions(device: Device, compute: str, *, has_host: bool) -> str:
+def _assumptions(device: Device, compute: str, *, has_host: bool, has_experts: bool) -> str:
     """device: with the peak of the compute dtype."""
     words = [
         f"matmuls at {MATMUL_EFFICIENCY:.0%} and causal attention at {ATTENTION_EFFICIENCY:.0%} of the {compute} peak, "
@@ -225,8 +225,9 @@ def _assumptions(device: Device, compute: str, *, has_host: bool) -> str:
         f"{LINK_EFFICIENCY * device.link_bandwidth / 1e9:.0f} GB/s inside a host of {GPUS_PER_HOST}, "
         f"{NETWORK_BANDWIDTH / 1e9:.0f} GB/s per GPU between hosts",
         "traffic of fsdp, data and ring overlaps with compute and slows it, that of tensor, pipeline, gathers and "
-        "all-to-all over context waits, as does that of tokens to experts, whose load is even",
+        "all-to-all over context waits",
     ]
+    words += ["so does that of tokens to experts, whose load is even"] if has_experts else []
     words += [f"{HOST_BANDWIDTH / 1e9:.0f} GB/s to and from the host, not overlapped"] if has_host else []
     return "; ".join(words)
 

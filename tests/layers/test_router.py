@@ -69,6 +69,15 @@ def test_a_bias_moves_the_balance_loss_not_at_all():
     np.testing.assert_allclose(values[0], 0.1 * E / (4 * T * T) * (shares * counts).sum(), rtol=1e-6)
 
 
+def test_losses_of_a_batch_are_the_mean_of_those_of_its_microbatches():
+    logits = np.random.default_rng(0).normal(size=(4, T, E)).astype(np.float32)
+    config = RouterConfig(sequence_aux_loss=0.1, global_aux_loss=0.1, z_loss=0.1)
+    whole = route(config, logits)[2].auxiliary
+    parts = [route(config, part)[2].auxiliary for part in (logits[:2], logits[2:])]
+    for name, value in whole.items():
+        np.testing.assert_allclose(np.mean([part[name] for part in parts]), value, rtol=1e-6)
+
+
 def test_what_is_reported_is_the_load():
     _, table, terms = route(RouterConfig(capacity_factor=0.75))
     load = ORACLE["router/softmax_top2/map"].sum(0) * E / (2 * T)

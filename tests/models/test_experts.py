@@ -90,6 +90,25 @@ def test_a_run_goes_on_over_other_devices(mesh, how, trained, tmp_path, monkeypa
     np.testing.assert_allclose(np.reshape(loads, (-1, NUM_EXPERTS)).sum(1), NUM_EXPERTS, rtol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh, reduce", [
+    (dict(expert=2, fsdp=2, tensor=2), "compute"),
+    (dict(expert=2, fsdp=2), "float32"),
+    (dict(pipeline=2, expert=2, tensor=2), "compute"),
+    (dict(pipeline=2, expert=2, fsdp=2), "float32"),
+], ids=str)  # fmt: skip
+def test_it_trains_in_bfloat16(mesh, reduce, trained, tmp_path, monkeypatch):
+    """Where XLA on CPU aborts at some sums of 16-bit numbers."""
+    config, whole = trained
+    config = dataclasses.replace(
+        config_of(tmp_path / "run", microbatch_size=2 if "pipeline" in mesh else None),
+        mesh=MeshConfig(**mesh),
+        precision=PrecisionConfig(gradient_reduce=reduce),
+    )
+    losses = [line["loss"] for line in run_of(config, monkeypatch)]
+    np.testing.assert_allclose(losses, [line["loss"] for line in whole], rtol=1e-2)
+
+
 def test_it_generates_what_it_predicts_without_a_cache(trained):
     config, _ = trained
     engine = Engine.from_run(config.run_dir)
