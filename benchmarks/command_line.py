@@ -1,4 +1,4 @@
-"""The arguments that the benchmarks share: --config=NAME, overrides of its fields, and what each adds."""
+"""Command line shared by the benchmarks: --config=NAME, overrides of its fields, and options of each benchmark."""
 
 import sys
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from megajax.training.reporting.console import log_to_stderr
 
 
 def split(arguments: list[str], known: dict[str, str]) -> tuple[dict[str, str], list[str]]:
-    """-> (values of the known names, by default those given; the rest). `--name` alone has the value "yes"."""
+    """-> (values of the known names, with defaults from `known`; the rest). `--name` alone has the value "yes"."""
     values = dict(known)
     rest = []
     for argument in arguments:

@@ -2,14 +2,14 @@
 
     python -m benchmarks.compare --config=NAME [--section.field=value ...]
         --rounds=3  --seconds=10      of each window; the median over the rounds counts
-        --peers=loop,torch,limit      what is measured beside the bare step
-        --output=FILE.json            keeps everything; written after each measurement
-        --commit=HASH                 where the files are no git checkout
+        --peers=loop,torch,limit      what is measured in addition to the bare step
+        --output=FILE.json            saves all results; written after each measurement
+        --commit=HASH                 needed if the files are not a git checkout
     python -m benchmarks.compare --table FILE.json ... [--plot=FILE.svg]
-                                      the table of several such runs, and bars
+                                      the table of several such runs, and a bar chart
 
-Each contender is a process of its own, so that it has the GPU to itself; overrides go to all of them. The training loop
-runs in the first round only. On several GPUs the peer is torch_fsdp, and the limit is what one of them has to multiply.
+Each contender runs in a separate process, so that it has the GPU to itself; overrides go to all of them. The training
+loop runs in the first round only. On several GPUs the peer is torch_fsdp, and the limit is the work of one of them.
 """
 
 import datetime
@@ -30,7 +30,7 @@ KNOWN = {"config": "", "rounds": "3", "seconds": "10", "peers": "loop,torch,limi
 
 
 def command(contender: str, arguments: list[str], num_devices: int) -> list[str]:
-    """Of a process that prints one record. arguments: --config, --seconds and overrides."""
+    """Command of a process that prints one record. arguments: --config, --seconds and overrides."""
     start = [sys.executable]
     if contender == "torch" and num_devices > 1:
         start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_devices}"]
@@ -40,7 +40,7 @@ def command(contender: str, arguments: list[str], num_devices: int) -> list[str]
 
 
 def parse(output: str) -> dict:
-    """The record in what a contender printed: the last line that holds one. Raises ValueError if there is none."""
+    """The last record in the output of a contender. Raises ValueError if there is none."""
     for line in reversed(output.splitlines()):
         if '"step_seconds"' in line:
             return json.loads(line[line.index("{") :])
@@ -48,13 +48,13 @@ def parse(output: str) -> dict:
 
 
 def order(peers: list[str], num_rounds: int) -> list[str]:
-    """The contenders as they take turns; the loop once."""
+    """The contenders in the order in which they run; the loop runs once."""
     once = ["megajax", *peers]
     return once + [name for name in once if name != "loop"] * (num_rounds - 1)
 
 
 def describe(config: Config, values: dict[str, str], arguments: list[str]) -> dict:
-    """The result before anything is measured."""
+    """The result record before any measurement."""
     training = config.training
     measuring = [word for word in arguments if not word.startswith(("--output=", "--plot=", "--commit="))]
     return {
@@ -74,7 +74,7 @@ def describe(config: Config, values: dict[str, str], arguments: list[str]) -> di
 
 
 def compare(result: dict, turns: list[str], arguments: list[str], output: str) -> dict:
-    """Fills the result; a contender that fails is not tried again."""
+    """Fills in the result; a contender that fails is not run again."""
     for contender in turns:
         if contender in result["problems"]:
             continue
@@ -124,9 +124,9 @@ def main(arguments: list[str]) -> int:
             raise ValueError(f"--peers={values['peers']}: {unknown[0]} is unknown; use any of loop,torch,limit")
         if "torch" in peers and importlib.util.find_spec("torch") is None:
             raise ValueError("--peers=torch needs PyTorch, which is not installed; use --peers=loop,limit")
-        given = [f"--config={values['config']}", f"--seconds={values['seconds']}", *overrides]
+        contender_arguments = [f"--config={values['config']}", f"--seconds={values['seconds']}", *overrides]
         turns = order(peers, int(values["rounds"]))
-        found = [compare(describe(config, values, arguments), turns, given, values["output"])]
+        found = [compare(describe(config, values, arguments), turns, contender_arguments, values["output"])]
     print(results.table(found))
     if values["plot"]:
         Path(values["plot"]).write_text(results.plot(found))

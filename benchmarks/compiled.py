@@ -1,12 +1,12 @@
-"""A guard of speed that needs no GPU: what XLA makes of the benchmark recipes, recorded and compared.
+"""Performance regression check without a GPU: compares the compiled benchmark recipes with a record.
 
     python -m benchmarks.compiled             compiles for H100, prints what differs from the record
     python -m benchmarks.compiled --update    writes the record
-    ... --output=FOLDER                       keeps NAME.hlo and NAME.json of each recipe
+    ... --output=FOLDER                       saves NAME.hlo and NAME.json of each recipe
 
-Needs the CUDA wheels, which compile for a GPU that is not there. Without one XLA cannot try kernels out (autotuning is
-off), so this says nothing about single kernels; memory, collectives, copies and transposes are
-what the program's layouts make them, on any machine. They depend on XLA, so a record belongs to one jaxlib.
+Needs the CUDA wheels, which can compile without a GPU. XLA then cannot autotune, so this says nothing about single
+kernels; memory, collectives, copies and transposes follow from the program's shardings and layouts, on any machine.
+They depend on XLA, so a record belongs to one jaxlib.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "gpt_1p3b": (),
     "llama3_8b_8layers": (),
     "llama3_8b": (),
-    "gpt3_7b": ("--model.num_layers=8",),  # all 32 compile in 30 s and say the same
+    "gpt3_7b": ("--model.num_layers=8",),  # all 32 layers compile in 30 s and give the same result
     "gpt3_7b_pipeline": ("--model.num_layers=8", "--mesh.virtual_stages=2"),
     "llama3_8b_128k": ("--model.num_layers=4",),
 }
@@ -49,7 +49,7 @@ def compile_recipe(config: Config):
 
 
 def measure(program: Program) -> dict[str, int]:
-    """What the guard looks at. Names end in .number or .bytes; the body of a loop counts once.
+    """The numbers that are compared. Names end in .number or .bytes; the body of a loop counts once.
 
     .exposed: collectives with no matmul between their start and their end.
     """
@@ -69,13 +69,13 @@ def measure(program: Program) -> dict[str, int]:
 
 
 def _moves(name: str, opcode: str) -> str | None:
-    """The kind of an instruction that only moves data; XLA names a fusion after what it does."""
+    """The kind of an instruction that only moves data; XLA names fusions after their operations."""
     named = name if opcode == "fusion" else opcode
     return next((kind for word, kind in MOVES.items() if word in named and not named.endswith("-start")), None)
 
 
 def differences(now: dict[str, int], recorded: dict[str, int]) -> list[str]:
-    """One line for each number that left the record: bytes either way, counts upwards."""
+    """One line for each number that differs from the record: bytes in both directions, counts if they grow."""
     lines = []
     for name in sorted(now.keys() | recorded.keys()):
         new = now.get(name, 0)
@@ -86,17 +86,17 @@ def differences(now: dict[str, int], recorded: dict[str, int]) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """-> exit status: 1 if a number left the record, 2 if there is none for this jaxlib."""
+    """-> exit status: 1 if a number differs from the record, 2 if there is no record for this jaxlib."""
     update = "--update" in arguments
     output = next((Path(a.removeprefix("--output=")) for a in arguments if a.startswith("--output=")), None)
     recorded = {"jaxlib": jaxlib.__version__, "recipes": {}} if update else json.loads(RECORD.read_text())
     if recorded["jaxlib"] != jaxlib.__version__:
-        print(f"nothing to compare: the record is of jaxlib {recorded['jaxlib']}, this is {jaxlib.__version__}; "
-              "--update makes one for it")  # fmt: skip
+        print(f"nothing to compare: the record is for jaxlib {recorded['jaxlib']}, this is {jaxlib.__version__}; "
+              "--update writes one for it")  # fmt: skip
         if not output:
             return 2
     recipes = {}
-    left = []
+    changed = []
     for name, overrides in RECIPES.items():
         compiled = compile_recipe(override(configs.recipe(name), list(overrides)))
         text = compiled.as_text()
@@ -110,15 +110,15 @@ def main(arguments: list[str]) -> int:
         print(f"{name} {' '.join(overrides)}", json.dumps(numbers), flush=True)
         recipes[name] = {"overrides": list(overrides), "numbers": numbers}
         if not update and recorded["jaxlib"] == jaxlib.__version__:
-            left += [f"{name} {line}" for line in differences(numbers, recorded["recipes"][name]["numbers"])]
+            changed += [f"{name} {line}" for line in differences(numbers, recorded["recipes"][name]["numbers"])]
         if output:
             output.mkdir(parents=True, exist_ok=True)
             (output / f"{name}.hlo").write_text(text)
             (output / f"{name}.json").write_text(json.dumps(numbers))
     if update:
         RECORD.write_text(json.dumps({"jaxlib": jaxlib.__version__, "recipes": recipes}, indent=1) + "\n")
-    print("\n".join(left))
-    return 1 if left else 0
+    print("\n".join(changed))
+    return 1 if changed else 0
 
 
 if __name__ == "__main__":

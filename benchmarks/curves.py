@@ -1,8 +1,8 @@
-"""Loss curves of several runs over each other: python -m benchmarks.curves NAME=RUN_DIR [NAME=RUN_DIR ...]
+"""Compares the loss curves of several runs: python -m benchmarks.curves NAME=RUN_DIR [NAME=RUN_DIR ...]
 
-The first run is what the others are compared with. All must have logged the same steps.
+The first run is the reference for the others. All must have logged the same steps.
 
-    --output=FILE.json   keeps the losses     --plot=FILE.svg   lines, and below them the differences
+    --output=FILE.json   saves the losses     --plot=FILE.svg   curves, and below them the differences
 """
 
 import json
@@ -18,7 +18,7 @@ LEFT = 60
 
 
 def read(folder: str) -> dict[int, float]:
-    """{step: training loss} of a run. Raises ValueError where it has none."""
+    """{step: training loss} of a run. Raises ValueError if it has none."""
     path = Path(folder) / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"{path} is not there; name the run_dir of a run that has logged its losses")
@@ -37,23 +37,29 @@ def collect(runs: dict[str, dict[int, float]]) -> dict:
 
 
 def table(found: dict) -> str:
-    """Markdown: how far each run is from the first."""
+    """Markdown: how much each run differs from the first."""
     first = next(iter(found["losses"].values()))
     tail = max(len(first) // 8, 1)
     lines = ["| run | loss, mean of the last eighth | difference, mean over all steps | largest |", "|---|---|---|---|"]
     for name, losses in found["losses"].items():
-        apart = [loss - other for loss, other in zip(losses, first, strict=True)]
-        far = f"{statistics.mean(apart):+.4f} | {max(map(abs, apart)):.4f}" if losses is not first else "- | -"
-        lines.append(f"| {name} | {statistics.mean(losses[-tail:]):.4f} | {far} |")
+        differences = [loss - other for loss, other in zip(losses, first, strict=True)]
+        shown = (
+            f"{statistics.mean(differences):+.4f} | {max(map(abs, differences)):.4f}"
+            if losses is not first
+            else "- | -"
+        )
+        lines.append(f"| {name} | {statistics.mean(losses[-tail:]):.4f} | {shown} |")
     return "\n".join(lines)
 
 
 def plot(found: dict) -> str:
     """SVG: the losses, and below them their differences from the first run."""
     first = next(iter(found["losses"].values()))
-    apart = {name: [a - b for a, b in zip(losses, first, strict=True)] for name, losses in found["losses"].items()}
+    differences = {
+        name: [a - b for a, b in zip(losses, first, strict=True)] for name, losses in found["losses"].items()
+    }
     parts = _panel(found["steps"], found["losses"], 20, HEIGHT, "loss")
-    parts += _panel(found["steps"], apart, HEIGHT + 60, HEIGHT // 2, "difference")
+    parts += _panel(found["steps"], differences, HEIGHT + 60, HEIGHT // 2, "difference")
     y = HEIGHT * 3 // 2 + 100
     for number, name in enumerate(found["losses"]):
         parts.append(f"<rect x='{LEFT}' y='{y}' width='18' height='4' fill='{COLORS[number % len(COLORS)]}'/>")

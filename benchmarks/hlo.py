@@ -1,6 +1,6 @@
-"""The text of a compiled program as data: the instructions of each computation, in the order in which they run.
+"""Parses the text of a compiled program: the instructions of each computation, in execution order.
 
-XLA prints one instruction a line, `%name = shape opcode(%operand, ...), attribute=value, ...`, and with
+XLA prints one instruction per line, `%name = shape opcode(%operand, ...), attribute=value, ...`, and with
 `is_scheduled=true` the lines of a computation are its schedule (https://openxla.org/xla/hlo_dumps).
 """
 
@@ -26,7 +26,7 @@ class Instruction:
 
     @property
     def bytes(self) -> int:
-        """Of the result; all parts of a tuple."""
+        """Bytes of the result, including all parts of a tuple."""
         return shape_bytes(self.shape)
 
     @property
@@ -37,19 +37,19 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """A collective of one computation; start and end are line numbers in it, the same where it is not asynchronous."""
+    """A collective of one computation; start and end are line numbers in it, equal if it is not asynchronous."""
 
     kind: str
     operands: tuple[Instruction, ...]
     bytes: int
-    """The larger of what goes in and what comes out, a device."""
+    """The larger of input and output, per device."""
     start: int
     end: int
 
 
 class Program:
     def __init__(self, text: str):
-        """text: of `jax.stages.Compiled.as_text()`."""
+        """text: from `jax.stages.Compiled.as_text()`."""
         self.scheduled = "is_scheduled=true" in text.split("\n", 1)[0]
         self.computations: dict[str, list[Instruction]] = {}
         lines: list[Instruction] = []
@@ -65,7 +65,7 @@ class Program:
                 )
 
     def run_computations(self) -> list[str]:
-        """Those whose instructions are launched one by one: the entry, bodies of loops, and what these call."""
+        """Computations whose instructions are launched one by one: the entry, loop bodies, and what these call."""
         found = []
         waiting = [self.entry]
         while waiting:
@@ -106,7 +106,7 @@ class Program:
         return kind if kind in COLLECTIVES else None
 
     def matmuls_under(self, computation: str, collective: Collective) -> list[Instruction]:
-        """What the device multiplies while the collective is on its way."""
+        """The matmuls that run while the collective is in flight."""
         lines = self.computations[computation][collective.start + 1 : collective.end]
         return [line for line in lines if self.multiplies(line)]
 

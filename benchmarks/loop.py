@@ -1,7 +1,7 @@
-"""The training loop as a contender: python -m benchmarks.loop --config=NAME [--seconds=10] [--section.field=value ...]
+"""Measures the training loop: python -m benchmarks.loop --config=NAME [--seconds=10] [--section.field=value ...]
 
-Runs train.py with its data loader, metrics and logging, in a run directory of its own, reads the times of the steps out
-of metrics.jsonl, and kills it once there are enough (stopping would save gigabytes). One window a line of metrics.
+Runs train.py with its data loader, metrics and logging, in a temporary run directory, reads step times from
+metrics.jsonl, and kills it once there are enough (stopping it would save gigabytes). One window per line of metrics.
 """
 
 import json
@@ -16,7 +16,7 @@ from benchmarks.command_line import run, split
 from benchmarks.sustained import LEARNING_RATE, record
 
 ROOT = Path(__file__).parents[1]
-# The mock documents only count up: with the recipe's rate they are learnt within the measurement.
+# The mock documents only count up: with the recipe's learning rate the model would learn them during the measurement.
 SETTINGS = (
     f"--optimizer.learning_rate={LEARNING_RATE}",
     "--optimizer.min_learning_rate=0",

@@ -1,6 +1,6 @@
-"""Which line of megajax each instruction of a compiled program comes from.
+"""Maps each instruction of a compiled program to the function of megajax that it comes from.
 
-XLA keeps a stack frame of each instruction (`stack_frame_id` in its metadata) and prints the tables of files,
+XLA records a stack frame for each instruction (`stack_frame_id` in its metadata) and prints the tables of files,
 functions, locations and frames above the program. A fusion has the frame of its root.
 """
 
@@ -11,13 +11,14 @@ from benchmarks.hlo import Program
 
 _TABLE = re.compile(r"^(\d+) (?:\"(.*)\"|\{(.*)\})$")
 _OURS = re.compile(r".*/((?:megajax|pallas_kernels)/.*\.py)$")
-PASSED_THROUGH = ("megajax/ops/matmul.py", "megajax/sharding.py", "megajax/compat.py")  # their callers say more
+# Skipped in favour of their callers, which are more informative.
+PASSED_THROUGH = ("megajax/ops/matmul.py", "megajax/sharding.py", "megajax/compat.py")
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
     file: str
-    """As megajax/layers/mlp.py."""
+    """For example megajax/layers/mlp.py."""
     function: str
     backward: bool
 
@@ -26,7 +27,7 @@ class Place:
 
 
 def places(text: str) -> dict[str, Place]:
-    """text: of `jax.stages.Compiled.as_text()` -> {name of an instruction that is launched: its innermost place}."""
+    """text: from `jax.stages.Compiled.as_text()` -> {name of a launched instruction: its innermost Place}."""
     frames = _frames(text)
     found = {}
     for instruction in Program(text).instructions():
@@ -39,7 +40,7 @@ def places(text: str) -> dict[str, Place]:
 
 
 def _innermost(frames: dict[str, tuple[str, str, str]], number: str) -> tuple[str, str] | None:
-    """-> (file, function) of the deepest frame in megajax that is not passed through."""
+    """-> (file, function) of the innermost frame in megajax that is not in PASSED_THROUGH."""
     seen = set()
     while number in frames and number not in seen:
         seen.add(number)
@@ -52,7 +53,7 @@ def _innermost(frames: dict[str, tuple[str, str, str]], number: str) -> tuple[st
 
 
 def _frames(text: str) -> dict[str, tuple[str, str, str]]:
-    """{number of a frame: (file, function, number of the frame that called it)}; empty if the text has no tables."""
+    """{frame number: (file, function, number of the calling frame)}; empty if the text has no tables."""
     tables: dict[str, dict[str, str]] = {}
     rows: dict[str, str] = {}
     for line in text.splitlines():
@@ -64,14 +65,14 @@ def _frames(text: str) -> dict[str, tuple[str, str, str]]:
             break
     locations = {number: _fields(row) for number, row in tables.get("FileLocations", {}).items()}
     rows = {number: _fields(row) for number, row in tables.get("StackFrames", {}).items()}
-    # jaxlib 0.10.2 prints the number of the caller plus one: the first frame, which none called, has caller 1, not 0.
-    too_large = int(rows["1"].get("parent_frame_id", 0)) if "1" in rows else 0
+    # jaxlib 0.10.2 prints the number of the caller plus one: the first frame, which has no caller, has 1, not 0.
+    offset = int(rows["1"].get("parent_frame_id", 0)) if "1" in rows else 0
     frames = {}
     for number, frame in rows.items():
         location = locations.get(frame.get("file_location_id", ""), {})
         file = tables["FileNames"].get(location.get("file_name_id", ""), "")
         function = tables["FunctionNames"].get(location.get("function_name_id", ""), "")
-        frames[number] = (file, function, str(int(frame.get("parent_frame_id", 0)) - too_large))
+        frames[number] = (file, function, str(int(frame.get("parent_frame_id", 0)) - offset))
     return frames
 
 

@@ -1,8 +1,9 @@
 """Where the time of a step goes: python -m benchmarks.profile FOLDER [--num_steps=1]
 
 Reads a profile that jax.profiler (or --launch.profile_steps) wrote and sums the GPU kernels of the first GPU by kind
-and by name. `python -m benchmarks.train_step --profile` makes one, and knows the program besides: each kernel carries
-the name of its instruction, and the program says which line of megajax that comes from (benchmarks/places.py).
+and by name. `python -m benchmarks.train_step --profile` writes one and has the compiled program as well: each kernel
+carries the name of its instruction, and the program shows which function of megajax that comes from
+(benchmarks/places.py).
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ from benchmarks.command_line import run, split
 from benchmarks.places import Place, places
 
 COMMUNICATION = "communication"
-# The first pattern found in the names of kernel and instruction decides, and what is left is decided by its place.
+# The first pattern found in the names of kernel and instruction decides; the remaining kernels are decided by place.
 KINDS_BY_NAME = (
     (COMMUNICATION, r"nccl|all-(gather|reduce|to-all)|reduce-scatter|collective-|AllReduce|ragged"),
     ("attention", r"sdpa|fmha|flash|dot_product_attention|dot_do_o|convert_dq"),
@@ -31,7 +32,7 @@ KINDS_BY_PLACE = (
     ("embedding", r"/embedding\.py"),
 )
 KINDS_OF_THE_REST = (
-    ("Pallas", r"mosaic|mpmd_map"),  # attention or norm; which, the program would say
+    ("Pallas", r"mosaic|mpmd_map"),  # attention or norm; only the program shows which
     ("copy", r"memcpy|memset|copy|slice|concatenate|transpose|broadcast"),
     ("reduction", r"reduce"),
 )
@@ -41,7 +42,7 @@ KINDS_OF_THE_REST = (
 class Kernel:
     name: str
     instruction: str
-    """Of the program, "" if the profile does not say."""
+    """Name of the instruction in the program, "" if the profile does not have it."""
     start: float
     end: float
     """Nanoseconds."""
@@ -56,7 +57,7 @@ def read_kernels(folder: str | Path) -> list[Kernel]:
         raise ValueError(f"{folder}: no profile of a GPU is there; write one with --launch.profile_steps=10,12")
     kernels = []
     for line in plane.lines:
-        if "stream" not in line.name.lower():  # others sum up what streams did
+        if "stream" not in line.name.lower():  # other lines summarise the streams
             continue
         for event in line.events:
             instruction = str(dict(event.stats).get("hlo_op", ""))
@@ -83,7 +84,7 @@ def covered(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def breakdown(kernels: list[Kernel], num_steps: int, program: str = "") -> dict:
-    """Milliseconds a step. program: text of the compiled step, for the places; "" if it is not known.
+    """Milliseconds per step. program: text of the compiled step, for the places; "" if unknown.
 
     Kernels on several streams overlap, so kinds may add up to more than the step. Communication is exposed while
     nothing else runs.
@@ -96,7 +97,7 @@ def breakdown(kernels: list[Kernel], num_steps: int, program: str = "") -> dict:
     intervals = {COMMUNICATION: [], "else": []}
 
     def per_step(nanoseconds: float) -> float:
-        """In ms."""
+        """Milliseconds per step."""
         return nanoseconds / 1e6 / num_steps
 
     for kernel in kernels:

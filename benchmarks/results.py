@@ -1,4 +1,4 @@
-"""What `benchmarks.compare` measured, as a table and as a plot. A result is the JSON that it writes, one a recipe."""
+"""Tables and plots of what `benchmarks.compare` measured. A result is the JSON that it writes, one per recipe."""
 
 import statistics
 
@@ -20,13 +20,13 @@ def step_seconds(result: dict, contender: str) -> float | None:
 
 
 def tokens_per_second(result: dict, contender: str) -> float | None:
-    """Of a GPU."""
+    """Per GPU."""
     seconds = step_seconds(result, contender)
     return result["tokens_per_step"] / seconds / result["num_devices"] if seconds else None
 
 
 def mfu(result: dict, contender: str) -> float | None:
-    """With attention counted in full; None if the peak of the device is not known."""
+    """MFU with attention counted in full; None if the peak of the device is unknown."""
     device = find_device(result["device"])
     tokens = tokens_per_second(result, contender)
     return utilisation(result["flops_per_token"], tokens, device) if device and tokens else None
@@ -47,7 +47,7 @@ def table(results: list[dict]) -> str:
 
 
 def summary(results: list[dict]) -> str:
-    """Markdown, a row for each result: megajax beside PyTorch and the limit."""
+    """Markdown, a row for each result: megajax, PyTorch and the limit."""
     lines = ["| work | megajax | PyTorch | against PyTorch | limit |", "|---|---|---|---|---|"]
     for result in results:
         ours, peer, limit = (step_seconds(result, name) for name in ("megajax", "torch", "limit"))
@@ -80,7 +80,7 @@ def _cells(result: dict, contender: str) -> list[str]:
 
 
 def source(result: dict) -> str:
-    """One line: command, device, versions, date, commit, and how far the windows of a contender lie apart."""
+    """One line: command, device, versions, date, commit, and the spread of the windows of each contender."""
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     spreads = []
     for name in (name for name in NAMES if windows(result, name)):
@@ -93,7 +93,7 @@ def source(result: dict) -> str:
 
 
 def plot(results: list[dict]) -> str:
-    """SVG: bars of tokens/s per GPU in parts of the limit, or of the fastest where there is no limit."""
+    """SVG: bars of tokens/s per GPU relative to the limit, or to the fastest if there is no limit."""
     bar = 22
     gap = 26
     left = 190

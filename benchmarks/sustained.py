@@ -1,8 +1,8 @@
-"""How everything here is timed: sustained, because a busy H100 is power-limited.
+"""Timing in sustained operation, because a busy H100 is power-limited.
 
-At its 700 W the clocks fall from 1,980 to about 1,440 MHz within seconds, and with them rise again if the work gets
-lighter: less of it, constant data, a loss that has gone to zero. So each contender runs for seconds before the first
-window and through all windows, on random tokens, with a learning rate too small to learn them by heart.
+At its 700 W the clocks fall from 1,980 to about 1,440 MHz within seconds, and rise again if the work gets lighter: less
+of it, constant data, a loss of zero. So each contender runs for seconds before the first window and through all
+windows, on random tokens, with a learning rate too small to memorise them.
 """
 
 import math
@@ -10,11 +10,11 @@ import statistics
 import time
 from collections.abc import Callable
 
-LEARNING_RATE = 1e-7  # at 1e-5 Adam had eight batches by heart within 15 s (loss 0.005)
+LEARNING_RATE = 1e-7  # at 1e-5 Adam memorised eight batches within 15 s (loss 0.005)
 
 
 def windows(run: Callable[[int], None], *, seconds: float, num_windows: int) -> list[float]:
-    """Seconds of a step in each window of about `seconds`, after warming up for half a window.
+    """Seconds per step in each window of about `seconds`, after warming up for half a window.
 
     run(n) does n steps and returns when the last is done; nothing waits for the device inside a window.
     """
@@ -28,7 +28,7 @@ def windows(run: Callable[[int], None], *, seconds: float, num_windows: int) -> 
 
 
 def record(name: str, found: list[float], device: str, versions: dict[str, str], **others) -> dict:
-    """What a contender prints as one line of JSON; `benchmarks.compare` reads it."""
+    """The record that a contender prints as one line of JSON; `benchmarks.compare` reads it."""
     median = statistics.median(found)
     return {"name": name, "step_seconds": median, "windows": found, "device": device, "versions": versions, **others}
 

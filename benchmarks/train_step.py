@@ -1,14 +1,14 @@
 """Time of the bare train step of a recipe: python -m benchmarks.train_step --config=NAME [--section.field=value ...]
 
-The step is the one that train.py runs, on random tokens that lie on the devices already: 64 batches in turn, with a
-learning rate that does not learn them by heart, so that the loss stays alive (benchmarks/sustained.py says why; the
-first and the last loss are printed). A program found in the compilation cache is not compiled again;
-JAX_ENABLE_COMPILATION_CACHE=false measures that too.
+The step is the one that train.py runs, on random tokens that are already on the devices: 64 batches in turn, with a
+learning rate too small to memorise them, so that the loss does not go to zero (benchmarks/sustained.py explains why;
+the first and the last loss are printed). A program found in the compilation cache is not compiled again; with
+JAX_ENABLE_COMPILATION_CACHE=false compilation is measured too.
 
-    --seconds=10            of a window, after half as much to warm up
-    --windows=1             how many; the median counts
-    --steps=N               N steps instead, and the last counts: for steps that are windows of their own
-    --profile[=FILE.json]   prints where the time goes (benchmarks/profile.py); also as data
+    --seconds=10            length of a window, after half as much to warm up
+    --windows=1             number of windows; the median counts
+    --steps=N               time N single steps instead, and report the last: for very long steps
+    --profile[=FILE.json]   prints where the time goes (benchmarks/profile.py), and writes it as data
 """
 
 import dataclasses
@@ -43,19 +43,19 @@ RATE = np.float32(LEARNING_RATE)
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """All that a measurement needs but the compiled step and its state."""
+    """All that a measurement needs except the compiled step and its state."""
 
     config: Config
     program: Program
     """With the compiler options that a run of this recipe gets."""
     batches: list[dict]
-    """On the devices."""
+    """Batches on the devices."""
 
     def new_state(self) -> TrainState:
         return self.program.first_state(self.config.training.seed)
 
     def compile(self, state: TrainState, compiler_options: dict[str, str]) -> tuple[Compiled, float]:
-        """-> (the step of this recipe, seconds it took)."""
+        """-> (compiled step of this recipe, compilation time in seconds)."""
         start = time.perf_counter()
         program = dataclasses.replace(self.program, compiler_options=compiler_options)
         step = program.train_step(self.config.training)
@@ -77,17 +77,17 @@ def set_up(config: Config) -> Setup:
 
 
 def _random_batches(arrays: dict[str, jax.ShapeDtypeStruct], order: np.ndarray, vocab_size: int) -> list[dict]:
-    """Random tokens and what belongs to them; labels are the tokens that follow."""
+    """Random tokens with the other arrays of a batch; labels are the next tokens."""
     shape = arrays["tokens"].shape
 
-    def placed(made: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        likes = {name: arrays[name] for name in made if name in arrays}
+    def on_devices(values: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        targets = {name: arrays[name] for name in values if name in arrays}
         return {
-            name: jax.device_put(np.ascontiguousarray(made[name], like.dtype), like.sharding)
-            for name, like in likes.items()
+            name: jax.device_put(np.ascontiguousarray(values[name], target.dtype), target.sharding)
+            for name, target in targets.items()
         }
 
-    same = placed({"positions": np.broadcast_to(order, shape), "loss_mask": np.ones(shape, np.float32)})
+    same = on_devices({"positions": np.broadcast_to(order, shape), "loss_mask": np.ones(shape, np.float32)})
 
     def drawn(number: int) -> dict[str, np.ndarray]:
         rng = np.random.default_rng(number)
@@ -97,13 +97,13 @@ def _random_batches(arrays: dict[str, jax.ShapeDtypeStruct], order: np.ndarray, 
         others = {name: rng.integers(0, vocab_size, like.shape) for name, like in arrays.items() if name not in same}
         return others | {"tokens": tokens[..., :-1], "labels": tokens[..., 1:], "segment_ids": segments}
 
-    return [placed(drawn(number)) | same for number in range(NUM_BATCHES)]
+    return [on_devices(drawn(number)) | same for number in range(NUM_BATCHES)]
 
 
 def sustained(
     step: Callable, state: TrainState, batches: list[dict], seconds: float
 ) -> tuple[TrainState, dict[str, jax.Array], float]:
-    """-> (state, metrics, seconds of a step in one window)."""
+    """-> (state, metrics, seconds per step in one window)."""
     state, metrics, (step_seconds,) = sustained_windows(step, state, batches, seconds, 1)
     return state, metrics, step_seconds
 
@@ -111,7 +111,7 @@ def sustained(
 def sustained_windows(
     step: Callable, state: TrainState, batches: list[dict], seconds: float, num_windows: int
 ) -> tuple[TrainState, dict[str, jax.Array], list[float]]:
-    """-> (state, metrics, seconds of a step in each window)."""
+    """-> (state, metrics, seconds per step in each window)."""
     source = itertools.cycle(batches)
     metrics = None
 
@@ -120,7 +120,7 @@ def sustained_windows(
         for _ in range(count):
             waiting = metrics
             state, metrics = step(state, next(source), RATE)
-            jax.block_until_ready(waiting)  # one step behind the device, as the training loop
+            jax.block_until_ready(waiting)  # one step behind the device, like the training loop
         jax.block_until_ready(metrics)
 
     found = windows(run_steps, seconds=seconds, num_windows=num_windows)
@@ -128,9 +128,9 @@ def sustained_windows(
 
 
 def measure(config: Config, seconds: float, num_windows: int, num_steps: int, profile_to: str) -> dict:
-    """Seconds of a step, with tokens/s and MFU per device (attention counted in full, and causally); memory in bytes.
+    """Seconds per step, tokens/s and MFU per device (attention counted in full, and causally); memory in bytes.
 
-    num_steps: so many, and the last is timed; 0 for windows of so many seconds.
+    num_steps: run this many steps and time the last; 0: time windows of `seconds`.
     profile_to: a file, "yes" to print only, "" for no profile.
     """
     setup = set_up(config)
@@ -151,7 +151,7 @@ def measure(config: Config, seconds: float, num_windows: int, num_steps: int, pr
     if not num_steps:
         state, metrics, found = sustained_windows(step, state, batches, seconds, num_windows)
     if profile_to:
-        # A profile says of a kernel in a CUDA graph which graph, not which instruction.
+        # For a kernel in a CUDA graph a profile shows only the graph, not the instruction.
         step, _ = setup.compile(state, options | {"xla_gpu_enable_command_buffer": ""})
         _profile(step, state, batches, profile_to)
     device = jax.local_devices()[0]

@@ -25,7 +25,10 @@ def recipes() -> dict[str, Callable[[], "Config"]]:
 
 
 def recipe(name: str) -> "Config":
-    """The config of a recipe. Raises ValueError for an unknown name, with the nearest one."""
+    """The config of a recipe, or of hugging_face:DIR. Raises ValueError for an unknown name, with the nearest one."""
+    kind, _, folder = name.partition(":")
+    if kind == "hugging_face":
+        return importlib.import_module("megajax.hugging_face.recipe").fine_tuning(folder)
     modules = {name: module for module, name, _ in _read()}
     if name not in modules:
         raise ValueError(f"--config={name} is unknown{did_you_mean(name, modules)}; --list_configs shows all")

@@ -14,7 +14,7 @@ from megajax.training.config import TrainingConfig
 
 
 def gpt_tiny() -> Config:
-    """Two minutes on a laptop: a 1 M parameter GPT on the source code of Python's standard library.
+    """A 1 M parameter GPT on the source code of Python's standard library: two minutes on a laptop.
 
     Hardware: 2 CPU cores. Every mesh axis may be 2; data and fsdp also 8.
     Measured: 17.3k tokens/s, 1.651 bits per byte after 1 min 54 s (2 idle cores, jax 0.10.2, 2026-11-21).
@@ -53,7 +53,7 @@ def gpt_tiny() -> Config:
 
 
 def gpt2_124m() -> Config:
-    """GPT-2 small (Radford et al. 2019), 124 M parameters, at the batch of about half a million tokens.
+    """GPT-2 small (Radford et al. 2019), 124 M parameters, with batches of about half a million tokens.
 
     Hardware: one GPU. Data: any; --data.source=text --data.text=stdlib --data.tokenizer=sentencepiece:16384 for
     the sources of Python itself.
@@ -75,7 +75,7 @@ def gpt2_124m() -> Config:
 def gpt_1p3b() -> Config:
     """A GPT of 24 layers and width 2048, 16 heads of 128, RMSNorm, rotary, untied embeddings: the one-GPU benchmark.
 
-    Hardware: one H100. Measured: 62.7k tokens/s, MFU 57.6 % (attention in full), 261.4 ms a step, 45.7 GiB (bare step
+    Hardware: one H100. Measured: 62.7k tokens/s, MFU 57.6 % (attention in full), 261.4 ms per step, 45.7 GiB (bare step
     and training loop; one H100 80GB, jax 0.11.2, 2026-11-21, commit 9b4544b).
     Command: python train.py --config=gpt_1p3b
     """
@@ -117,7 +117,7 @@ def gpt3_7b() -> Config:
 
 
 def gpt3_7b_pipeline() -> Config:
-    """gpt3_7b as a pipeline, as Megatron-LM's gpt3_7b_tp1_pp4: 4 stages, 8 virtual, data 2.
+    """gpt3_7b as a pipeline, like Megatron-LM's gpt3_7b_tp1_pp4: 4 stages, 8 virtual stages, data 2.
 
     Hardware: 8 GPUs of one host (Megatron's golden value: 7,119 tokens/s/GPU on 8 H100).
     Measured: 9,845 tokens/s/GPU on 4 H200 with data 1 and half the batch (docs/pipeline.md).
@@ -135,7 +135,7 @@ def gpt3_7b_pipeline() -> Config:
 def gpt_22b() -> Config:
     """The 22 B model of Korthikanti et al. 2022 (table 3): 48 layers, width 6144, sequence 2048.
 
-    Hardware: 8 hosts of 8 H100, tensor 8 in the host, fsdp 8 between hosts.
+    Hardware: 8 hosts of 8 H100, tensor 8 within hosts, fsdp 8 between hosts.
     Command: srun python train.py --config=gpt_22b
     """
     return Config(
@@ -151,7 +151,7 @@ def gpt_22b() -> Config:
 def gpt_175b() -> Config:
     """GPT-3 (Brown et al. 2020): 96 layers, width 12288, sequence 2048, batch 1536.
 
-    Hardware: 128 hosts of 8 H100, tensor 8 in the host, fsdp 128 between hosts.
+    Hardware: 128 hosts of 8 H100, tensor 8 within hosts, fsdp 128 between hosts.
     Command: srun python train.py --config=gpt_175b
     """
     return Config(

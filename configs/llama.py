@@ -30,8 +30,8 @@ def llama3_8b() -> Config:
 def llama3_8b_8layers() -> Config:
     """8 of the 32 layers of Llama 3 8B and a quarter of its vocabulary, sequence 4096: the wide one-GPU benchmark.
 
-    Hardware: one H100. Measured: 44.6k tokens/s, MFU 58.1 % (attention in full), 183.6 ms a step, 36.1 GiB (bare step;
-    one H100 80GB, jax 0.11.2, 2026-11-21, commit 9b4544b). Nothing is padded: 32064 is 501 * 64.
+    Hardware: one H100. Measured: 44.6k tokens/s, MFU 58.1 % (attention in full), 183.6 ms per step, 36.1 GiB (bare
+    step; one H100 80GB, jax 0.11.2, 2026-11-21, commit 9b4544b). Nothing is padded: 32064 is 501 * 64.
     Command: python train.py --config=llama3_8b_8layers
     """
     llama = _llama3(num_layers=8, embed_dim=4096, num_heads=32, mlp_dim=14336)
@@ -45,7 +45,7 @@ def llama3_8b_8layers() -> Config:
 
 
 def llama3_8b_128k() -> Config:
-    """Llama 3 8B with sequences of 131,072 tokens, one over the 8 GPUs of a host.
+    """Llama 3 8B with sequences of 131,072 tokens, each split over the 8 GPUs of a host.
 
     Hardware: 8 GPUs with 80 GB or more, context 8 (docs/context.md). Compiled for 8 H100: 42.9 GiB (jaxlib 0.11.2). On
     4 H200 with context 4: 3.0k tokens/s/GPU, MFU 45 % counted causally (commit 7952425).
@@ -65,7 +65,7 @@ def llama3_8b_128k() -> Config:
 def llama3_70b() -> Config:
     """Llama 3 70B, sequence 8192.
 
-    Hardware: 8 hosts of 8 H100, tensor 8 in the host, fsdp 8 between hosts.
+    Hardware: 8 hosts of 8 H100, tensor 8 within hosts, fsdp 8 between hosts.
     Command: srun python train.py --config=llama3_70b
     """
     return Config(

@@ -105,8 +105,8 @@ def recipes() -> str:
     lines = [
         "# Recipes",
         "",
-        "A recipe is a Python function in `configs/` that returns the whole configuration: `--config=NAME`. Your own "
-        "is found by being there.",
+        "A recipe is a Python function in `configs/` that returns the whole configuration: `--config=NAME`. Recipes "
+        "that you add there are discovered automatically.",
         "",
         "| recipe | model | mesh | batch x sequence |",
         "|---|---|---|---|",

@@ -1,4 +1,4 @@
-"""The only file that knows JAX versions: private or version-dependent API (jax 0.10.2, 0.11.x, 0.12.x)."""
+"""All private or version-dependent JAX API (jax 0.10.2, 0.11.x, 0.12.x); no other file depends on the version."""
 
 import functools
 import importlib.util
@@ -22,14 +22,14 @@ def use_virtual_cpu_devices(count: int) -> None:
 
 
 def use_gloo() -> None:
-    """Collectives between CPU processes go through gloo. Call before jax.distributed.initialize."""
+    """Uses gloo for collectives between CPU processes. Call before jax.distributed.initialize."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
 
 
 def mesh_platform() -> str:
     """Platform of the devices of the current mesh ("cpu", "gpu", "cuda"), or the default one without a mesh.
 
-    Ahead-of-time compilation traces for devices that this machine does not have, so the default backend is no answer.
+    Ahead-of-time compilation traces for devices that this machine does not have, so the default backend may differ.
     """
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return jax.default_backend() if device is None else device.platform
@@ -54,12 +54,12 @@ def mosaic_problem() -> str:
 
 
 def gpu_compiler_installed() -> bool:
-    """Whether the CUDA plugin of JAX is installed (it compiles for GPUs that are not there)."""
+    """Whether the CUDA plugin of JAX is installed (it can compile without a GPU)."""
     return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13, 14))
 
 
 def compile_only_devices(num_devices: int, target: str) -> list:
-    """Devices of hosts of 8 GPUs that exist only for the compiler. target: a GpuTargetConfigProto as text."""
+    """Compile-only devices, in hosts of 8 GPUs. target: a GpuTargetConfigProto as text."""
     hosts = max(num_devices // 8, 1)
     topology = jax.experimental.topologies.get_topology_desc(
         platform="cuda", topology=f"1x{hosts}x{num_devices // hosts}", target_config=target
@@ -68,7 +68,7 @@ def compile_only_devices(num_devices: int, target: str) -> list:
 
 
 def cudnn_version() -> int | None:
-    """9.14.0 is 91400; None without cuDNN, or where JAX does not say."""
+    """cuDNN's version, 91400 for 9.14.0; None without cuDNN, or if JAX does not report it."""
     try:
         from jax._src.lib import cuda_versions
 
@@ -82,13 +82,13 @@ def is_auto(axis_type: AxisType) -> bool:
 
 
 def varying_axes(x) -> frozenset[str]:
-    """Mesh axes along which a value inside shard_map is marked as differing."""
+    """Mesh axes along which a value inside shard_map is marked as varying."""
     found = jax.typeof(x)
     return found.mat.varying if hasattr(found, "mat") else found.vma
 
 
 def vary(tree, axes):
-    """Arrays, marked as differing along these mesh axes: the results of a kernel, which carry no mark."""
+    """Marks arrays as varying along these mesh axes; needed for results of a kernel, which are not marked."""
 
     def mark(x):
         missing = tuple(set(axes) - varying_axes(x))
@@ -100,23 +100,23 @@ def vary(tree, axes):
 def psum_within_auto(x: jax.Array, axis: str) -> jax.Array:
     """lax.psum in a region that XLA partitions along other axes.
 
-    On CPU in float32: XLA there sums 16-bit numbers in 32 bits, and its pass for that (all-reduce-promotion) aborts the
-    process at the reduction of such a region (jaxlib 0.10.2).
+    On CPU it sums in float32: XLA promotes sums of 16-bit numbers to 32 bits there, and the pass that does so
+    (all-reduce-promotion) aborts the process in such a region (jaxlib 0.10.2).
     """
     is_wide = x.dtype.itemsize >= 4 or mesh_platform() != "cpu"
     return jax.lax.psum(x, axis) if is_wide else jax.lax.psum(x.astype(jnp.float32), axis).astype(x.dtype)
 
 
 def row_major(x: jax.Array) -> jax.Array:
-    """x, stored with its last dim contiguous from here on."""
+    """Constrains x to be stored with its last dim contiguous."""
     return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
 
 def counter_bits(key: jax.Array, high: jax.Array, low: jax.Array) -> jax.Array:
     """uint32 random bits, one for each pair of uint32 counters: a pure function of (key, high, low).
 
-    Threefry-2x32 (Salmon et al. 2011) applied to the counters themselves; `high` and `low` broadcast together. Element
-    by element, so that XLA can partition it.
+    Threefry-2x32 (Salmon et al. 2011) applied to the counters themselves; `high` and `low` broadcast together. It is
+    element-wise, so that XLA can partition it.
     """
     words = jax.random.key_data(key).astype(jnp.uint32)
     operands = jnp.broadcast_arrays(words[0], words[1], high.astype(jnp.uint32), low.astype(jnp.uint32))
@@ -146,7 +146,7 @@ _BACKWARD_ARGUMENTS = [
 
 
 def cudnn_attention_problem() -> str:
-    """Empty if the private cuDNN attention calls have the form that we know, else what is different."""
+    """Empty if the private cuDNN attention calls have the signature that we know, else what is different."""
     try:
         found = list(inspect.signature(_cudnn_module()._dot_product_attention_bwd_rule).parameters)
     except (ImportError, AttributeError) as error:
@@ -180,7 +180,7 @@ def cudnn_attention_backward(
     causal: bool = True,
 ):  # fmt: skip
     """Gradients (dq, dk, dv) of cudnn_attention_forward, from its own (out, log-sum-exp), or from those of attention to
-    more keys, of which these are some."""
+    a larger set of keys that includes these."""
     module = _cudnn_module()
     unused = jnp.zeros(0, q_BTNH.dtype)
     has_bias = bias_B1TS is not None
@@ -198,7 +198,7 @@ def cudnn_attention_backward(
 
 
 def closed(jaxpr):
-    """A jaxpr with its constants: those without (remat) have none."""
+    """A ClosedJaxpr; a plain Jaxpr (remat) has no constants."""
     return jaxpr if hasattr(jaxpr, "consts") else jax.extend.core.ClosedJaxpr(jaxpr, ())
 
 
@@ -222,12 +222,12 @@ def function_of_equation(equation) -> Callable:
 
 
 def name_stack_of(equation) -> str:
-    """Names of the transformations and scopes that it was traced in: "transpose(jvp(...))"."""
+    """Names of the transformations and scopes in which the equation was traced: "transpose(jvp(...))"."""
     return str(equation.source_info.name_stack)
 
 
 def source_of(equation) -> list[tuple[str, int, str]]:
-    """(file, line, function) of the calls that traced it, innermost first, without those of JAX."""
+    """(file, line, function) of the calls that traced the equation, innermost first, without frames of JAX."""
     from jax._src import source_info_util
 
     frames = source_info_util.user_frames(equation.source_info.traceback)
@@ -235,7 +235,7 @@ def source_of(equation) -> list[tuple[str, int, str]]:
 
 
 def scan_counts(params: dict) -> tuple[int, int]:
-    """(number of constants, number of carried values) that the equation of a scan has before what it scans."""
+    """(number of constants, number of carried values) that precede the scanned values in the equation of a scan."""
     if "ft_in" not in params:
         return params["num_consts"], params["num_carry"]
     constants, carried, _ = params["ft_in"].unpack()

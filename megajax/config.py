@@ -1,4 +1,4 @@
-"""The whole configuration of a run: its sections, the checks across them, the command line and the JSON form.
+"""The configuration of a run: its sections, the checks across them, the command line and the JSON format.
 
 Nothing below this file sees the whole Config; each part receives its own section.
 """
@@ -53,10 +53,10 @@ class Config:
     logging: LoggingConfig = LoggingConfig()
     launch: LaunchConfig = LaunchConfig()
     run_dir: str = ""
-    """Where everything of the run is written; empty: runs/NAME of the recipe."""
+    """Directory for all output of the run; empty: runs/NAME, with the name of the recipe."""
 
     def check(self) -> None:
-        """Raises ValueError with one line: the field, its value, the rule, the way out. Touches no device."""
+        """Raises ValueError with one line: the field, its value, the rule, how to fix it. Touches no device."""
         check_fields(self, "--")
         self.mesh.check()
         self.data.check()
@@ -75,14 +75,14 @@ class Config:
         stacks = self.model.stacks(self.execution)
         if self.mesh.pipeline > 1 and list(stacks) != [STACK]:
             raise ValueError(
-                f"mesh.pipeline={self.mesh.pipeline}: a pipeline cuts one stack of layers, and "
+                f"mesh.pipeline={self.mesh.pipeline}: a pipeline splits one stack of layers, and "
                 f"model.kind={self.model.kind} has {', '.join(stacks)}; use --mesh.pipeline=1"
             )
         make_stages(self.mesh, self.model.num_layers_in_all)
 
     def check_on(self, num_devices: int) -> "Config":
-        """The config with its mesh resolved for that many devices, and its tokenizer named. Raises ValueError for what
-        does not divide."""
+        """The config with its mesh resolved for that many devices, and its tokenizer named. Raises ValueError for sizes
+        that do not divide."""
         check_fields(self, "--")
         mesh = self.mesh.resolve(num_devices)
         config = dataclasses.replace(self, mesh=mesh)
@@ -98,7 +98,8 @@ class Config:
         return dataclasses.replace(self, mesh=mesh).check_on(mesh.num_devices)
 
     def make_model(self) -> Model:
-        """Without its weights; the mesh is resolved. Raises ValueError for parameters to freeze that are not there."""
+        """The model without weights; the mesh must be resolved. Raises ValueError for frozen parameters that do not
+        exist."""
         stages = make_stages(self.mesh, self.model.num_layers_in_all)
         return Model(
             self.model,
@@ -110,7 +111,7 @@ class Config:
         )
 
     def make_program(self, mesh: Mesh | None = None, model: Model | None = None) -> Program:
-        """What the run computes with, on devices (a resolved mesh of them) or, for a plan, without any.
+        """The Program of the run, on the devices of `mesh`, or, for a plan, without devices.
 
         Raises ValueError for parameters that the mesh does not divide, and for compiler options that jaxlib refuses.
         """
@@ -127,22 +128,22 @@ class Config:
 
     @staticmethod
     def from_json(text: str) -> "Config":
-        """Raises ValueError for what is not a config."""
+        """Raises ValueError if the text is not a config."""
         return Config.from_dict(json.loads(text))
 
     @staticmethod
     def from_dict(sections: Any) -> "Config":
-        """Raises ValueError with the field, for one that is not known and for a value of another type."""
+        """Raises ValueError that names the field, for an unknown field or a value of the wrong type."""
         config = _from_dict(Config, _moved(sections))
         check_fields(config, "--", types_only=True)
         return config
 
     @staticmethod
     def load(run_dir: str | Path, step: int | None = None) -> "Config":
-        """The config that a run was started with: config.json, or that of a step where the file is missing or damaged.
+        """The config that a run was started with: config.json, or that of a step if the file is missing or damaged.
 
-        step: default the newest whose meta data are whole. Raises ValueError if the directory holds no run, or if
-        config.json is of another model than the step.
+        step: by default the newest one with undamaged metadata. Raises ValueError if the directory holds no run, or if
+        config.json describes another model than the step.
         """
         path = Path(run_dir) / "config.json"
         found = newest_meta(run_dir) if step is None else (step, read_meta(run_dir, step))
@@ -156,14 +157,14 @@ class Config:
                     f"run={run_dir}: the config in step {step} cannot be read ({error}); use the version that saved it"
                 ) from None
         if not path.is_file() and saved is None:
-            damaged = ", and the meta data of no step can be read" if saved_steps(run_dir) else ""
+            damaged = ", and the metadata of no step can be read" if saved_steps(run_dir) else ""
             raise ValueError(f"run={run_dir}: {path} does not exist{damaged}; give the directory of a run (runs/NAME)")
         try:
             config = dataclasses.replace(Config.from_json(path.read_text()), run_dir=str(run_dir))
         except (OSError, ValueError) as error:
             if saved is None:
                 raise ValueError(f"run={run_dir}: {path} cannot be read ({error}); use another run directory") from None
-            logger.warning("run=%s: %s cannot be read (%s): the config of step %d is used", run_dir, path, error, step)
+            logger.warning("run=%s: %s cannot be read (%s): using the config of step %d", run_dir, path, error, step)
             return saved
         if saved is not None and (other := incompatibilities(saved, config)):
             raise ValueError(
@@ -179,8 +180,8 @@ def holds_run(run_dir: str | Path) -> bool:
 
 
 def incompatibilities(old: Config, new: Config) -> list[str]:
-    """What keeps a run that began with `old` from going on as `new`: differences in what the weights and the state of
-    the optimizer mean."""
+    """Why a run that was started with `old` cannot resume with `new`: differences that change the meaning of the
+    weights or of the optimizer state."""
     if type(old.model) is not type(new.model):
         return [f"model.kind: {old.model.kind} -> {new.model.kind}"]
     lines = differences(_fixed(old.model), _fixed(new.model), "model.")
@@ -191,7 +192,7 @@ def incompatibilities(old: Config, new: Config) -> list[str]:
 
 
 def _fixed(model: Any) -> Any:
-    """The config, and those in it, with the fields at their defaults that may change when a run resumes."""
+    """The config, and the configs in it, with the fields that may change on resume set to their defaults."""
     changed = {}
     for field in dataclasses.fields(model):
         value = getattr(model, field.name)
@@ -203,7 +204,7 @@ def _fixed(model: Any) -> Any:
 
 
 def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
-    """Fields of two configs that are not equal, as 'section.field: old -> new'."""
+    """Fields in which two configs differ, as 'section.field: old -> new'."""
     lines = []
     for field in dataclasses.fields(old):
         a = getattr(old, field.name)
@@ -223,7 +224,7 @@ _TYRO = (tyro.conf.FlagConversionOff,)  # booleans take a value, like every othe
 def override(config: Config, overrides: Iterable[str] | Mapping[str, Any]) -> Config:
     """The config with overrides applied: `--section.field=value` arguments, or {"section.field": value}.
 
-    Raises ValueError for the first one that is wrong.
+    Raises ValueError for the first invalid one.
     """
     if isinstance(overrides, Mapping):
         overrides = [f"--{name}={_as_typed(value)}" for name, value in overrides.items()]
@@ -243,7 +244,7 @@ def override(config: Config, overrides: Iterable[str] | Mapping[str, Any]) -> Co
     if not words:
         return config
     try:
-        config = _parse(config, [word for one in words for word in one])
+        config = _parse(config, [word for argument_words in words for word in argument_words])
     except SystemExit:
         name, value = _first_wrong(config, arguments, words)
         raise ValueError(f"{name}={value!r} is not {describe(fields[name])}") from None
@@ -251,18 +252,18 @@ def override(config: Config, overrides: Iterable[str] | Mapping[str, Any]) -> Co
 
 
 def _first_wrong(config: Config, arguments: list[str], words: list[list[str]]) -> tuple[str, str]:
-    """-> (name, value) of the first argument that is refused alone; the last one if none is."""
-    for argument, one in zip(arguments, words, strict=True):
+    """-> (name, value) of the first argument that is refused by itself; the last one if none is."""
+    for argument, argument_words in zip(arguments, words, strict=True):
         name, _, value = argument[2:].partition("=")
         try:
-            _parse(config, one)
+            _parse(config, argument_words)
         except SystemExit:
             break
     return name, value
 
 
 def _with_kind(config: Config, arguments: list[str]) -> tuple[Config, list[str]]:
-    """--model.kind=NAME takes the family's own defaults, but for what the recipe says of both: sizes, a vocabulary."""
+    """--model.kind=NAME takes the family's own defaults, except for fields that both have, like sizes: the recipe's."""
     for argument in arguments:
         name, _, kind = argument.partition("=")
         if name == "--model.kind" and kind != config.model.kind:
@@ -311,7 +312,7 @@ def _fitted(recipe: Config, config: Config, given: set[str]) -> Config:
 
 
 def _parse(config: Config, words: list[str]) -> Config:
-    """Raises SystemExit; tyro's boxes about wrong values are not shown, console_outputs=False leaves some."""
+    """Raises SystemExit. Redirects stderr because console_outputs=False does not suppress all of tyro's error boxes."""
     with contextlib.redirect_stderr(io.StringIO()):
         return tyro.cli(Config, default=config, args=words, config=_TYRO, console_outputs=False)
 
@@ -322,7 +323,7 @@ def _as_typed(value: Any) -> str:
 
 
 def normalised(arguments: Iterable[str]) -> list[str]:
-    """Every override as one '--section.field=value' with underscores; 'True' and 'None' as Python writes them."""
+    """Joins every override into one '--section.field=value' with underscores."""
     joined: list[str] = []
     for argument in arguments:
         if argument.startswith("--"):
@@ -339,7 +340,7 @@ def normalised(arguments: Iterable[str]) -> list[str]:
 
 
 def _words(argument: str, kind: Any) -> list[str]:
-    """The words that tyro reads: --data.paths=a,b becomes --data.paths a b; true, false and none may be lower case."""
+    """The words for tyro: --data.paths=a,b becomes --data.paths a b; true, false and none may be lower case."""
     name, _, value = argument.partition("=")
     if kind is str:
         return [name, value]
@@ -364,7 +365,7 @@ def _leaves(config: Any, prefix: str = ""):
 # ----------------------------------------------------------------------------- JSON
 
 
-# Fields that have moved, by their old names: config.json of older runs still loads.
+# Old names of fields that have moved, so that config.json of older runs still loads.
 MOVED = {
     f"model.{name}": f"execution.{name}"
     for name in (
@@ -384,7 +385,7 @@ MOVED = {
 
 
 def _moved(sections: Any) -> Any:
-    """The sections of an older config.json, its fields where they are now."""
+    """Renames the moved fields in the sections of an older config.json."""
     if not isinstance(sections, dict) or not all(isinstance(part, dict | str) for part in sections.values()):
         raise ValueError("it does not hold the sections of a config")
     sections = {name: dict(part) if isinstance(part, dict) else part for name, part in sections.items()}
@@ -397,9 +398,9 @@ def _moved(sections: Any) -> Any:
 
 
 def _from_dict(kind: Any, value: Any) -> Any:
-    """The value of a field from its JSON form; check_fields looks whether it is one."""
+    """The value of a field from its JSON form; check_fields validates it."""
     if kind is ModelConfig and isinstance(value, dict):
-        kind = family(str(value.get("kind", "decoder")))  # runs from before there were others do not say
+        kind = family(str(value.get("kind", "decoder")))  # older runs have no kind: they are decoders
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         hints = typing.get_type_hints(kind)
         unknown = set(value) - set(hints)

@@ -1,8 +1,8 @@
-"""The mesh of the moment: the only implicit context that layers and operations read.
+"""The current mesh: the only implicit context that layers and operations read.
 
-`jax.set_mesh` makes a mesh current (compat.py reads from it what kind of device it has). Inside a region that is manual
-over some of its axes (a stage of a pipeline) XLA partitions the others alone: the free axes. Without a mesh the program
-runs on one device, and every axis has size 1.
+`jax.set_mesh` makes a mesh current (compat.py reads the device type from it). Inside a region that is manual over some
+of its axes (a pipeline stage) XLA partitions only the others: the free axes. Without a mesh the program runs on one
+device, and every axis has size 1.
 """
 
 import functools
@@ -18,7 +18,7 @@ _ONE_DEVICE = AbstractMesh((1,) * len(AXES), AXES, axis_types=(AxisType.Auto,) *
 
 
 def has_mesh() -> bool:
-    """Whether there is a mesh whose axes are not all manual: only then can XLA be asked for a layout."""
+    """Whether there is a mesh with axes that are not manual: only then is a sharding constraint possible."""
     return jax.sharding.get_abstract_mesh().empty is False and bool(free_axes())
 
 
@@ -30,29 +30,29 @@ def free_axes() -> dict[str, int]:
 
 
 def axis_size(axis: str) -> int:
-    """Of an axis of the whole mesh, manual or free."""
+    """Size of an axis of the whole mesh, manual or free."""
     return _mesh().shape.get(axis, 1)
 
 
 def is_inside_pipeline() -> bool:
-    """Whether only some devices run this program at a time: the stages of a pipeline take turns."""
+    """Whether only some devices run this program at a time, as in a pipeline, whose stages take turns."""
     return axis_size("pipeline") > 1
 
 
 def manual(body: Callable, in_specs, out_specs) -> Callable:
-    """`body` on each device's own part of the arguments: a shard_map over every axis that is still free.
+    """Runs `body` on each device's shard of the arguments: a shard_map over every axis that is still free.
 
-    Differentiating through it fails inside a pipeline stage (a nested shard_map), so whoever calls it gives its own
-    derivative (jax.custom_vjp), whose backward pass is a `manual` again.
+    Differentiating through it fails inside a pipeline stage (a nested shard_map), so callers define their own
+    derivative (jax.custom_vjp), whose backward pass is another `manual`.
     """
-    given = dict(axis_names=set(free_axes()), in_specs=in_specs, out_specs=out_specs)
+    specs = dict(axis_names=set(free_axes()), in_specs=in_specs, out_specs=out_specs)
     if jax.sharding.get_abstract_mesh().empty:
-        # Compiled, because only then may a mesh name no devices: the arrays stay on theirs.
-        return jax.jit(jax.shard_map(body, mesh=_ONE_DEVICE, **given))
+        # Under jit, because only there may a mesh be without devices: the arrays remain where they are.
+        return jax.jit(jax.shard_map(body, mesh=_ONE_DEVICE, **specs))
 
     @functools.wraps(body)
     def call(*args):
-        return jax.shard_map(body, **given)(*args)
+        return jax.shard_map(body, **specs)(*args)
 
     return call
 

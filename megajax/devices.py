@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation: what a step does against what the devices could do."""
+"""Peak numbers of the GPUs, and model FLOPs utilisation: the FLOP/s of a step relative to the peak."""
 
 import dataclasses
 from typing import Literal
@@ -29,7 +29,7 @@ DEVICES = (
 
 
 def find_device(kind: str) -> Device | None:
-    """The datasheet of a JAX device kind such as 'NVIDIA H100 80GB HBM3'; None if it is not known (a CPU)."""
+    """Datasheet values for a JAX device kind such as 'NVIDIA H100 80GB HBM3'; None if it is unknown (a CPU)."""
     return next((device for device in DEVICES if device.name.lower() in kind.lower()), None)
 
 

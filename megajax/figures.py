@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from megajax.plot import new_figure
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -111,10 +113,8 @@ def memory(*plans: "Plan") -> "Figure":
 
 
 def _new(width: float, height: float, columns: int = 1):
-    """-> (figure, axes); not of pyplot, which would show and keep it."""
-    from matplotlib.figure import Figure
-
-    figure = Figure((width, height), layout="constrained", dpi=80)
+    """-> (figure, axes)."""
+    figure = new_figure(width, height)
     return figure, figure.subplots(1, columns)
 
 

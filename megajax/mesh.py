@@ -22,7 +22,7 @@ from megajax.ranges import PositiveInt
 logger = logging.getLogger("megajax")
 
 COMPILATION_CACHE = "~/.cache/megajax/compilation"
-# From the slowest network to the fastest: neighbours on the last axes sit in one host.
+# From the slowest network to the fastest: neighbours along the last axes are in one host.
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 
 
@@ -32,24 +32,24 @@ PipelineSchedule = Literal["gpipe", "1f1b"]
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
     data: int = 1
-    """Replicas of the model; each takes its part of the batch. One axis may be -1: all devices that are left."""
+    """Replicas of the model; each takes its part of the batch. One axis may be -1: all remaining devices."""
     fsdp: int = 1
     """Devices that share one copy of parameters, gradients and optimizer state (ZeRO-3); also splits the batch."""
     tensor: int = 1
-    """Devices that split heads, feed-forward width and vocabulary of each layer, and the sequence between those
+    """Devices that split heads, feed-forward width and vocabulary, and the sequence between layers
     (sequence parallelism, Korthikanti et al. 2022)."""
     pipeline: int = 1
-    """Devices that each hold some of the layers, as stages of a pipeline through which microbatches go."""
+    """Pipeline stages: each device holds some of the layers, and microbatches pass through all stages."""
     expert: int = 1
-    """Devices that split the experts of a mixture; splits the batch of everything else."""
+    """Devices that split the experts of a mixture, and the batch everywhere else."""
     context: int = 1
     """Devices that split each sequence, attention included; also shards parameters and optimizer state, like fsdp."""
     pipeline_schedule: PipelineSchedule = "1f1b"
     """Order of the microbatches: one forward, one backward (1f1b), or all forward first (gpipe)."""
     virtual_stages: PositiveInt = 1
-    """Chunks of layers a device of pipeline holds; more make interleaved 1F1B, with a smaller bubble."""
+    """Chunks of layers per pipeline device; more than one gives interleaved 1F1B, with a smaller bubble."""
     pipeline_layout: str = ""
-    """Which layers each stage has, as Megatron writes it: "tt|ttt|t*4|tt"; empty: evenly."""
+    """Which layers each stage has, in Megatron's notation: "tt|ttt|t*4|tt"; empty: evenly."""
 
     def sizes(self) -> dict[str, int]:
         return {axis: getattr(self, axis) for axis in AXES}
@@ -61,7 +61,7 @@ class MeshConfig:
 
     @property
     def weight_shards(self) -> int:
-        """Devices that share one copy of the weights, beside those that split the layers or their matrices."""
+        """Devices that share one copy of the weights, not counting those that split the layers or their matrices."""
         return self.fsdp * self.context
 
     @property
@@ -73,20 +73,20 @@ class MeshConfig:
         free = [axis for axis, size in self.sizes().items() if size == -1]
         for axis, size in self.sizes().items():
             if size < 1 and size != -1:
-                raise ValueError(f"mesh.{axis}={size} must be a positive number, or -1 for all devices that are left")
+                raise ValueError(f"mesh.{axis}={size} must be a positive number, or -1 for all remaining devices")
         if len(free) > 1:
             raise ValueError(
-                f"mesh.{free[0]}=-1 and mesh.{free[1]}=-1: only one axis may take the devices left; fix one"
+                f"mesh.{free[0]}=-1 and mesh.{free[1]}=-1: only one axis may take the remaining devices; fix one"
             )
         if self.virtual_stages > 1 and self.pipeline_schedule == "gpipe":
             raise ValueError(
                 f"mesh.virtual_stages={self.virtual_stages} needs --mesh.pipeline_schedule=1f1b; gpipe has one stage "
-                "a device"
+                "per device"
             )
         if self.pipeline == 1 and (self.virtual_stages > 1 or self.pipeline_layout):
             raise ValueError(
                 f"mesh.virtual_stages={self.virtual_stages}, mesh.pipeline_layout={self.pipeline_layout!r}: there is "
-                "no pipeline; set --mesh.pipeline, or leave them out"
+                "no pipeline; set --mesh.pipeline, or remove them"
             )
 
     def resolve(self, num_devices: int) -> "MeshConfig":
@@ -117,11 +117,11 @@ def make_mesh(config: MeshConfig, devices=None) -> Mesh:
 def initialize_processes() -> None:
     """Connects the processes of a multi-process run; does nothing in a single process.
 
-    Slurm, Open MPI and Kubernetes are recognised by JAX; torchrun-style MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK
-    by us. With LOCAL_RANK each process takes that one GPU. Call before anything touches a device.
+    JAX recognises Slurm, Open MPI and Kubernetes; this function adds torchrun's MASTER_ADDR, MASTER_PORT, WORLD_SIZE
+    and RANK. With LOCAL_RANK each process uses only that GPU. Call before anything touches a device.
 
-    JAX ends the process (SIGABRT) if the others are not there after 5 minutes, and later if one of them has not been
-    heard of for 100 s, or connects anew.
+    JAX aborts the process (SIGABRT) if the others have not connected after 5 minutes, and later if one of them has not
+    been heard from for 100 s, or connects again.
     """
     env = os.environ
     is_cpu = jax.config.jax_platforms == "cpu"
@@ -178,10 +178,10 @@ def xla_flags() -> dict[str, str]:
 
 
 def use_compilation_cache(folder: str | Path = COMPILATION_CACHE) -> None:
-    """From here on, programs that take a second or more to compile for a GPU are kept in `folder`, and found there.
+    """From now on, programs that take a second or more to compile for a GPU are cached in `folder`.
 
-    JAX's own settings count more: JAX_COMPILATION_CACHE_DIR, JAX_ENABLE_COMPILATION_CACHE=false. On CPU nothing is
-    kept: programs for one CPU are taken for another, with warnings of illegal instructions (jax#38445).
+    JAX's own settings take precedence: JAX_COMPILATION_CACHE_DIR, JAX_ENABLE_COMPILATION_CACHE=false. On CPU nothing is
+    cached: a program for one CPU would be loaded on another, with warnings of illegal instructions (jax#38445).
     """
     if jax.config.jax_compilation_cache_dir is not None or jax.default_backend() != "gpu":
         return
@@ -190,7 +190,7 @@ def use_compilation_cache(folder: str | Path = COMPILATION_CACHE) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
             raise PermissionError("permission denied")
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
-        logger.warning("compiled programs are not kept: %s cannot be written (%s)", folder, error)
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
+        logger.warning("compiled programs are not cached: %s cannot be written (%s)", folder, error)
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))

@@ -1,7 +1,8 @@
-"""Metadata of each parameter, kept in one record: its axes, its role, and what follows from them.
+"""Metadata of each parameter in one record: its axes, its role, and what follows from them.
 
-A module makes its parameters with `weight`, and what a step updates without a gradient with `variable`. `to_tree` turns
-the state of a module into the nested dict that is trained, saved and converted; its keys are the paths in a checkpoint.
+A module makes its parameters with `weight`, and values that a step updates without a gradient with `variable`.
+`to_tree` turns the state of a module into the nested dict that is trained, saved and converted; its keys are the paths
+in a checkpoint.
 """
 
 import dataclasses
@@ -17,22 +18,22 @@ from flax import nnx
 Role = Literal["matrix", "embedding", "head", "router", "vector", "variable"]
 
 DECAYING = ("matrix", "embedding", "head", "router")  # Megatron's rule: all but biases and norm scales
-CAST = ("matrix", "embedding", "head")  # what layers read in the compute dtype anyway; a router computes in float32
+CAST = ("matrix", "embedding", "head")  # read in the compute dtype anyway; a router computes in float32
 LAYER_AXES = ("chunks", "layers")  # axes along which one array holds several layers; they come first
-STACK_AXES = (*LAYER_AXES, "experts")  # those along which it holds several matrices
+STACK_AXES = (*LAYER_AXES, "experts")  # axes along which one array holds several matrices
 
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
     axes: tuple[str, ...]
-    """Logical axes, one a dim: megajax/sharding.py has where they lie."""
+    """Logical axes, one per dim; megajax/sharding.py maps them to mesh axes."""
     role: Role
-    """What it is for: matrix (of a layer), embedding (rows are looked up), head (of the output), router, vector (bias,
-    scale); variable: not trained, updated by the step."""
+    """matrix (of a layer), embedding (rows are looked up), head (of the output), router, vector (bias, scale) or
+    variable (not trained, updated by the step)."""
     num_inputs: int = 1
     """Of a matrix: how many dims, after those of the stack, a matmul contracts."""
     update: Callable[[jax.Array, jax.Array], jax.Array] | None = None
-    """Of a variable: (value, what was observed) -> value after a step; a function of a module, so that records can be
+    """Of a variable: (value, observation) -> value after a step; a module-level function, so that records can be
     compared."""
 
     @property
@@ -42,7 +43,7 @@ class Parameter:
 
     @property
     def is_cast(self) -> bool:
-        """Whether a copy in the compute dtype gives the same results: for serving, or once a step in a pipeline."""
+        """Whether a copy in the compute dtype gives the same results: for serving, or once per step in a pipeline."""
         return self.role in CAST
 
     @property
@@ -52,18 +53,18 @@ class Parameter:
 
     @property
     def num_stacked(self) -> int:
-        """How many dims come before those of one matrix."""
+        """Number of leading dims before those of a single matrix."""
         return len(list(itertools.takewhile(lambda axis: axis in STACK_AXES, self.axes)))
 
     def stacked(self, lead: Sequence[str]) -> "Parameter":
-        """The record of several of them in one array with these leading axes."""
+        """The record of several such parameters in one array with these leading axes."""
         return dataclasses.replace(self, axes=(*lead, *self.axes))
 
 
 class Variable(nnx.Variable):
-    """A value that a step updates without a gradient: a router's bias, a history of largest magnitudes.
+    """A value that a step updates without a gradient: a router's bias, an amax history.
 
-    Read as `variable[...]` it is a constant to differentiation, whose place for its gradient is free for `observe`.
+    Read as `variable[...]` it is a constant for autodiff; `observe` returns observations in place of its gradient.
     """
 
     def __getitem__(self, key):
@@ -73,14 +74,14 @@ class Variable(nnx.Variable):
 def weight(
     shape: Sequence[int], axes: Sequence[str], init: Callable, rngs: nnx.Rngs, role: Role, num_inputs: int = 1
 ) -> nnx.Param:
-    """A parameter of `shape`, drawn by `init(key, shape)`, with its record."""
+    """A parameter of `shape`, initialised by `init(key, shape)`, with its record."""
     assert len(shape) == len(axes), (shape, axes)
     return nnx.Param(init(rngs.params(), tuple(shape)), record=Parameter(tuple(axes), role, num_inputs))
 
 
 def variable(shape: Sequence[int], axes: Sequence[str], init: Callable, rngs: nnx.Rngs, update: Callable) -> Variable:
-    """As `weight`, for what a step updates with what the forward or backward pass has observed: see `observe` and
-    Parameter.update. A floating-point number, because observations take the way of gradients."""
+    """Like `weight`, for values that a step updates from observations of the forward or backward pass: see `observe`
+    and Parameter.update. The dtype is floating point, because observations are passed like gradients."""
     assert len(shape) == len(axes), (shape, axes)
     value = init(rngs.params(), tuple(shape))
     assert jnp.issubdtype(value.dtype, jnp.floating), value.dtype
@@ -88,15 +89,15 @@ def variable(shape: Sequence[int], axes: Sequence[str], init: Callable, rngs: nn
 
 
 def observe(x: jax.Array, variable: Variable, value: jax.Array) -> jax.Array:
-    """x, having observed `value`, of the shape and dtype of the variable.
+    """Returns x and records `value`, which has the shape and dtype of the variable, as an observation.
 
     The observation takes the place of the variable's gradient, and so reaches the step from anywhere in a model: any
-    module, a recomputed layer, a stage of a pipeline. A custom_vjp of an operation can give what only its backward pass
-    sees in the same way. A step hands the mean over its microbatches to the variable's update.
+    module, a recomputed layer, a pipeline stage. The custom_vjp of an operation can return what only its backward pass
+    sees in the same way. A step passes the mean over its microbatches to the variable's update.
     """
-    wanted = variable.get_value()
-    assert (value.shape, value.dtype) == (wanted.shape, wanted.dtype), (value, wanted)
-    return _observe(x, wanted, value)
+    current = variable.get_value()
+    assert (value.shape, value.dtype) == (current.shape, current.dtype), (value, current)
+    return _observe(x, current, value)
 
 
 @jax.custom_vjp
@@ -128,7 +129,7 @@ def updated(variables: dict, observed: dict, records: dict) -> dict:
 
 @dataclasses.dataclass(frozen=True)
 class Structure:
-    """Of the state of a module, and the path of each leaf in the nested dict."""
+    """Structure of the state of a module, and the path of each leaf in the nested dict."""
 
     treedef: Any
     paths: tuple[tuple[str, ...], ...]
@@ -159,7 +160,7 @@ def is_variable(node) -> bool:
 
 
 def _checkpoint_paths(paths: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Of a Linear, `query.weight` is `query` in a checkpoint, and what it has beside it, `query.bias`, `query_bias`."""
+    """In a checkpoint `query.weight` of a Linear is `query`, and its other parameters are named like `query_bias`."""
     linears = {path[:-1] for path in paths if path[-1] == "weight"}
 
     def shortened(path: tuple[str, ...]) -> tuple[str, ...]:
@@ -173,7 +174,7 @@ def _checkpoint_paths(paths: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     found = [shortened(path) for path in paths]
     if len(set(found)) < len(found):
         twice = sorted({".".join(path) for path in found if found.count(path) > 1})
-        raise ValueError(f"two parameters are called {', '.join(twice)}: rename one of the attributes")
+        raise ValueError(f"two parameters have the name {', '.join(twice)}: rename one of the attributes")
     return found
 
 
@@ -181,30 +182,30 @@ def _checkpoint_paths(paths: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 
 def name_of(path) -> str:
-    """ "layers.dense.attention.query" of a path as jax.tree_util gives it: what patterns in a config match."""
+    """ "layers.dense.attention.query" from a path of jax.tree_util: the name that patterns in a config match."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a shell pattern (* and ?) is the whole name of a parameter."""
+    """Whether one of the shell patterns (* and ?) matches the whole name of a parameter."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def parameter_of(place: tuple, paths: Collection[tuple]) -> tuple | None:
-    """The parameter that a leaf at `place` of a larger tree (the state of an optimizer) belongs to: the longest of
-    `paths` that its path ends with. None for what belongs to no single one, like a count of steps."""
-    ends = (place[start:] for start in range(len(place)))
+def parameter_of(path: tuple, paths: Collection[tuple]) -> tuple | None:
+    """The parameter that the leaf at `path` of a larger tree (the state of an optimizer) belongs to: the longest of
+    `paths` that is a suffix of it. None if it belongs to no single parameter, like a step count."""
+    ends = (path[start:] for start in range(len(path)))
     return next((end for end in ends if end in paths), None)
 
 
 def select(tree: dict, keep: Callable[[str], bool]) -> dict:
-    """The leaves whose name is kept, as a nested dict without empty parts. None is no leaf here."""
+    """The leaves for whose name `keep` is true, as a nested dict without empty parts. Here None is not a leaf."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: not isinstance(node, dict))
     return _nested((tuple(key.key for key in path), leaf) for path, leaf in leaves if keep(name_of(path)))
 
 
 def merge(*trees: dict) -> dict:
-    """Nested dicts that share no leaf, as one."""
+    """Merges nested dicts that share no leaf."""
     merged: dict = {}
     for tree in trees:
         for name, node in tree.items():

@@ -53,7 +53,7 @@ MAX_TICKS = 80
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class RunMetrics:
     name: str
     records: list[dict[str, Any]]
     """Lines of metrics.jsonl, by step."""
@@ -106,7 +106,7 @@ class Run:
         return steps, seconds
 
 
-def read_run(run_dir: str | Path) -> Run:
+def read_run(run_dir: str | Path) -> RunMetrics:
     """Lines that cannot be read are named in the log and skipped. Raises ValueError if there is nothing to draw."""
     folder = Path(run_dir)
     path = folder / "metrics.jsonl"
@@ -124,7 +124,7 @@ def read_run(run_dir: str | Path) -> Run:
         logger.warning("%s: %d lines cannot be read and are left out (%s)", path, len(damaged), shown)
     if not records:
         raise ValueError(f"run={run_dir}: {path} has no line that can be read; nothing to draw")
-    return Run(folder.name, sorted(records, key=lambda record: record["step"]), _flops_per_token(folder))
+    return RunMetrics(folder.name, sorted(records, key=lambda record: record["step"]), _flops_per_token(folder))
 
 
 def _flops_per_token(folder: Path) -> float | None:
@@ -140,14 +140,14 @@ def _flops_per_token(folder: Path) -> float | None:
 # ----------------------------------------------------------------------------- curves
 
 
-def figure(runs: list[Run], x: XAxis = "step", smooth: int = 1) -> "Figure":
+def figure(runs: list[RunMetrics], x: XAxis = "step", smooth: int = 1) -> "Figure":
     """A matplotlib figure: a panel for each kind of metric that a run has, a colour for each run."""
     panels = [(title, metrics) for title, metrics in PANELS if any(len(r.series(m)[0]) for r in runs for m in metrics)]
     if not panels:
         raise ValueError("the runs have logged no loss, learning rate, gradient norm or speed; nothing to draw")
     columns = min(len(panels), 2)
     rows = math.ceil(len(panels) / columns)
-    made = _new_figure(5.5 * columns, 3 * rows)
+    made = new_figure(5.5 * columns, 3 * rows)
     axes = made.subplots(rows, columns, squeeze=False)
     for place, (title, metrics) in itertools.zip_longest(axes.flat, panels, fillvalue=("", ())):
         place.set_visible(bool(title))
@@ -178,7 +178,7 @@ def save(made: "Figure", path: str) -> None:
         raise ValueError(f"{path} cannot be written ({error.strerror})") from None
 
 
-def _new_figure(width: float, height: float) -> "Figure":
+def new_figure(width: float, height: float) -> "Figure":
     """Without pyplot, so that no window or global state is made. Raises ValueError where matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
@@ -194,7 +194,7 @@ def _new_figure(width: float, height: float) -> "Figure":
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a braille character, [row][column]
 
 
-def drawing(runs: list[Run], x: XAxis = "step", smooth: int = 1, width: int = 80, height: int = 10) -> str:
+def drawing(runs: list[RunMetrics], x: XAxis = "step", smooth: int = 1, width: int = 80, height: int = 10) -> str:
     """The panels of `figure` as text of braille dots, one below the other; width and height in characters."""
     parts = []
     for title, metrics in PANELS:
@@ -249,7 +249,7 @@ def plan_figure(program: Program, training: TrainingConfig, device: Device, titl
     """Memory of one GPU as bars under its limit, and the schedule of the pipeline if there is one."""
     stages = program.model.stages
     memory, host = memory_per_device(program, training)
-    made = _new_figure(9, 2.6 if stages is None else 5.2)
+    made = new_figure(9, 2.6 if stages is None else 5.2)
     axes = made.subplots(1 if stages is None else 2, squeeze=False)[:, 0]
     draw_memory(axes[0], memory, host, device)
     if stages is not None:

@@ -1,4 +1,4 @@
-"""Number formats: in what the parameters are kept, in what the layers compute."""
+"""Number formats of the stored parameters and of the computation."""
 
 import dataclasses
 from typing import Literal
@@ -17,12 +17,12 @@ class PrecisionConfig:
     compute: Literal["float32", "bfloat16"] = "bfloat16"
     """Format of activations and of the weights that matmuls read; norms, softmax and loss are float32 inside."""
     gradient_reduce: Literal["compute", "float32"] = "compute"
-    """In what the gradients of the layers' matrices are summed over devices: in `compute`, or in float32, as Megatron
-    does by default, for more time and memory (docs/design.md). Over microbatches they are always summed in float32."""
+    """Format in which the gradients of the layers' matrices are summed over devices: `compute`, or float32, which is
+    Megatron's default and costs time and memory (docs/design.md). Sums over microbatches are always float32."""
 
     @property
     def has_float32_gradients(self) -> bool:
-        """Whether gradients of matrices are more than the compute dtype has."""
+        """Whether gradients of matrices have more precision than the compute dtype."""
         return self.gradient_reduce == "float32" and self.compute != "float32"
 
     @property
@@ -35,7 +35,7 @@ class PrecisionConfig:
 
 
 def cast_floating(tree, dtype: jnp.dtype):
-    """Casts the floating-point leaves of a pytree to dtype; other leaves are kept."""
+    """Casts the floating-point leaves of a pytree to dtype; other leaves are unchanged."""
 
     def cast(x):
         return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x

@@ -1,10 +1,10 @@
-"""Which values a field of a configuration may have: its annotation says it, with a Range where the type is not enough.
+"""The allowed values of a config field: given by its annotation, with a Range where the type is not enough.
 
     steps: PositiveInt = 1000
     beta1: Annotated[float, Range(at_least=0, below=1)] = 0.9
 
-`check_fields` compares every field of a config, and of the configs in it, with its annotation. Without a Range a whole
-number must be an int32, as counters and token ids on the devices are, and any other number a finite float32.
+`check_fields` compares every field of a config, and of the configs in it, with its annotation. Without a Range an
+integer must fit into int32, like counters and token ids on the devices, and any other number must be a finite float32.
 """
 
 import dataclasses
@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
-# Metadata of a field of a model that may have another value when a run resumes: the weights mean the same with it.
+# Metadata of a field of a model whose value may change when a run resumes, because it does not affect the meaning of
+# the weights.
 MAY_CHANGE = {"may_change": True}
 
 MAX_INT32 = 2**31 - 1
@@ -41,7 +42,7 @@ class Range:
     below: float | None = None
 
     def holds(self, value: float) -> bool:
-        """Whether an int, or what float32 makes of a float, is inside: 1e-50 is not above 0."""
+        """Whether an int, or a float rounded to float32, is in the range: 1e-50 is not above 0."""
         number = float(np.float32(value)) if isinstance(value, float) else value
         return (
             (self.at_least is None or number >= self.at_least)
@@ -64,10 +65,10 @@ DropRate = Annotated[float, Range(at_least=0, below=1)]
 
 
 def check_fields(config: Any, prefix: str = "", *, types_only: bool = False) -> None:
-    """Raises ValueError for the first field of a dataclass, or of one in it, whose value its annotation does not allow.
+    """Raises ValueError for the first field of a dataclass, or of one in it, with a value that its annotation forbids.
 
-    prefix: what precedes the name of a field on the command line, "--" or "--model.". types_only: without the Ranges,
-    as a run from before there were some may still be served.
+    prefix: what precedes the name of a field on the command line, "--" or "--model.". types_only: ignore the Ranges,
+    so that a run older than the Ranges can still be served.
     """
     hints = _hints(type(config), not types_only)
     for field in dataclasses.fields(config):
@@ -81,7 +82,7 @@ def check_fields(config: Any, prefix: str = "", *, types_only: bool = False) -> 
 
 
 def describe(hint: Any) -> str:
-    """The values that an annotation allows, in words."""
+    """Describes the values that an annotation allows."""
     kind, ranges = _split(hint)
     parts = typing.get_args(kind)
     if typing.get_origin(kind) is Literal:
@@ -110,7 +111,7 @@ def describe_range(hint: Any) -> str:
 
 
 def is_union(hint: Any) -> bool:
-    """`int | None` has one type, `PositiveInt | None` another."""
+    """The type of `int | None` differs from that of `PositiveInt | None`."""
     return typing.get_origin(hint) in (types.UnionType, typing.Union)
 
 
@@ -124,12 +125,12 @@ def _split(hint: Any) -> tuple[Any, list[Range]]:
     if typing.get_origin(hint) is not Annotated:
         return hint, []
     kind, *metadata = typing.get_args(hint)
-    return kind, [one for one in metadata if isinstance(one, Range)]
+    return kind, [item for item in metadata if isinstance(item, Range)]
 
 
 def _allows(hint: Any, value: Any) -> bool:
     kind, ranges = _split(hint)
-    return _is_a(kind, value) and all(one.holds(value) for one in ranges)
+    return _is_a(kind, value) and all(bounds.holds(value) for bounds in ranges)
 
 
 def _is_a(kind: Any, value: Any) -> bool:
@@ -145,7 +146,7 @@ def _is_a(kind: Any, value: Any) -> bool:
         return len(each) == len(value) and all(map(_allows, each, value))
     if kind not in (int, float):
         return isinstance(value, kind)
-    if isinstance(value, bool):  # an int to Python
+    if isinstance(value, bool):  # an int in Python
         return False
     if kind is int:
         return isinstance(value, int) and abs(value) <= MAX_INT32

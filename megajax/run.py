@@ -1,7 +1,7 @@
-"""A run, put together from its config: what train.py, a replay and a notebook start from.
+"""Assembles a run from its config: the entry point of train.py, replays and notebooks.
 
-`train` does all of it. Its parts: `check` compares with what the run directory holds and changes nothing, `record`
-writes what the directory says of the run, `make_trainer` builds the Trainer.
+`train` does all of it. Its parts: `check` compares the config with the run directory and changes nothing, `record`
+writes the files that describe the run, `make_trainer` builds the Trainer.
 """
 
 import contextlib
@@ -93,8 +93,8 @@ def replay(config: Config, step: int) -> None:
 
 
 def check(config: Config) -> list[str]:
-    """-> Fields that differ from the last start of the run. Raises ValueError if the directory holds a run that
-    cannot go on as this one, or if the weights to start from are of another model; nothing is written."""
+    """-> fields that differ from the last start of the run. Raises ValueError if the directory holds a run that cannot
+    resume with this config, or if the weights to start from are those of another model; nothing is written."""
     run_dir = Path(config.run_dir)
     if not holds_run(run_dir):
         if config.checkpoint.start_from:
@@ -116,8 +116,8 @@ def check(config: Config) -> list[str]:
 
 
 def load_data(config: Config) -> Datasets:
-    """Raises ValueError if the run began with other data, unless data.allow_change, or for token ids that the model
-    does not know."""
+    """Raises ValueError if the run was started with other data, unless data.allow_change, or if the tokenizer has ids
+    that the model does not have."""
     training = config.training
     schedule = training.schedule(config.mesh)
     evaluated = training.eval_steps * training.global_batch_size if training.eval_every_steps else 0
@@ -151,7 +151,7 @@ def _warn_of_repetition(datasets: Datasets) -> None:
 
 
 def _check_data(datasets: Datasets, run_dir: Path) -> None:
-    """Compares with what the newest step was trained on, or, before there is one that says it, with data.json."""
+    """Compares with the data recorded in the newest step or, without such a record, in data.json."""
     found = newest_meta(run_dir)
     path = run_dir / "data.json"
     if found is not None and "data" in found[1]:
@@ -160,7 +160,7 @@ def _check_data(datasets: Datasets, run_dir: Path) -> None:
         return
     if not path.is_file():
         if found is not None:
-            logger.warning("data: %s does not exist: whether the data are those of the run so far is not checked", path)
+            logger.warning("data: %s does not exist: cannot check that the run resumes with the same data", path)
         return
     try:
         before = json.loads(path.read_text())
@@ -168,14 +168,14 @@ def _check_data(datasets: Datasets, run_dir: Path) -> None:
             raise ValueError("it does not hold an object {...}")
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"data: {path} cannot be read ({error}), so nothing says what the run began with; restore it, or go on "
-            "with --data.allow_change=True"
+            f"data: {path} cannot be read ({error}), so it is unknown which data the run was started with; restore "
+            "it, or continue with --data.allow_change=True"
         ) from None
     check_same_data(before, datasets.record, str(path))
 
 
 def record(config: Config, program: Program, datasets: Datasets) -> None:
-    """Writes config.json, data.json, the tokenizer and a line of starts.jsonl; the first process calls it."""
+    """Writes config.json, data.json, the tokenizer and a line of starts.jsonl; only the first process calls this."""
     run_dir = Path(config.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     _replace(run_dir / "config.json", config.to_json())
@@ -189,7 +189,7 @@ def record(config: Config, program: Program, datasets: Datasets) -> None:
 def make_trainer(
     config: Config, program: Program, datasets: Datasets, watchdog: Watchdog, *, read_only: bool = False
 ) -> Iterator[Trainer]:
-    """The Trainer of a run whose config has its mesh resolved, on all devices. read_only: it writes nothing."""
+    """The Trainer of a run on all devices; the mesh of the config must be resolved. read_only: it writes nothing."""
     run_dir = Path(config.run_dir)
     writes = jax.process_index() == 0 and not read_only
     writer = MetricsWriter(run_dir, config.logging, dataclasses.asdict(config)) if writes else None
@@ -223,12 +223,12 @@ def make_trainer(
 
 
 def make_program(config: Config) -> Program:
-    """On all devices of all processes; the mesh of the config is resolved."""
+    """The Program on all devices of all processes; the mesh of the config must be resolved."""
     return config.make_program(make_mesh(config.mesh))
 
 
 def _replace(path: Path, text: str) -> None:
-    """Writes a file as a whole: other processes may be reading it."""
+    """Replaces a file atomically, because other processes may be reading it."""
     temporary = path.with_name(path.name + ".new")
     temporary.write_text(text)
     temporary.replace(path)

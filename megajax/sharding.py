@@ -1,8 +1,8 @@
-"""The one table: logical axis of an array -> mesh axes. Changing a layout is changing this table.
+"""The sharding table: logical axis of an array -> mesh axes. To change a sharding, change this table.
 
-The record of a parameter (megajax/parameters.py) has its logical axes, an activation passes through `constrain`, and an
-operation that XLA cannot partition well runs in `manual` (megajax/current_mesh.py) with the specs made here. They read
-the current mesh, and leave alone the axes over which the caller is already manual (a pipeline stage).
+The metadata of a parameter (megajax/parameters.py) has its logical axes, an activation goes through `constrain`, and
+an operation that XLA cannot partition well runs in `manual` (megajax/current_mesh.py) with the specs made here. These
+functions read the current mesh and ignore axes over which the caller is already manual (a pipeline stage).
 """
 
 import math
@@ -16,14 +16,14 @@ from megajax import compat
 from megajax.current_mesh import free_axes, has_mesh, manual
 
 BATCH_AXES = ("data", "fsdp", "expert")
-TIME_AXES = ("context",)  # split a sequence everywhere
-SEQUENCE_AXES = ("tensor",)  # split it between blocks too (sequence parallelism)
+TIME_AXES = ("context",)  # split the sequence everywhere
+SEQUENCE_AXES = ("tensor",)  # also split it between blocks (sequence parallelism)
 HEAD_AXES = ("tensor",)
 
 WEIGHT_AXES: dict[str | None, tuple[str, ...]] = {
     "chunks": (),  # virtual stages of a device, see parallel/schedule.py
     "layers": ("pipeline",),
-    "embed": ("fsdp", "context"),  # what splits a sequence shares the weights too
+    "embed": ("fsdp", "context"),  # context also shards the weights
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
@@ -48,11 +48,12 @@ ACTIVATION_AXES: dict[str | None, tuple[str, ...]] = {
     None: (),
 }
 
-SHARING_AXES = WEIGHT_AXES["embed"]  # share one copy of the weights, gathered where they are computed with
+
+SHARING_AXES = WEIGHT_AXES["embed"]  # share one copy of the weights, which is gathered where it is used
 
 
 def num_parts(axes: Sequence[str], sizes: Mapping[str, int], *, but: Collection[str] = ()) -> int:
-    """Parts into which a mesh with axes of these sizes splits a parameter, as if the axes in `but` were 1."""
+    """Number of shards of a parameter on a mesh with axes of these sizes; the axes in `but` count as 1."""
     return math.prod(sizes[name] for axis in axes for name in WEIGHT_AXES[axis] if name not in but)
 
 
@@ -62,12 +63,12 @@ def weight_spec(axes: Sequence[str]) -> P:
 
 
 def local_weight_spec(axes: Sequence[str], axis_names) -> P:
-    """weight_spec of these mesh axes alone: for a region that is manual over them, or over all others."""
+    """weight_spec restricted to these mesh axes: for a region that is manual over them, or over all others."""
     return P(*(entry_of(tuple(name for name in WEIGHT_AXES[axis] if name in axis_names)) for axis in axes))
 
 
 def weight_shardings(records, mesh: Mesh):
-    """Pytree of parameter records -> pytree of NamedSharding."""
+    """Pytree of Parameter records -> pytree of NamedSharding."""
     return jax.tree.map(lambda record: NamedSharding(mesh, weight_spec(record.axes)), records)
 
 
@@ -92,28 +93,28 @@ def with_shardings(abstract, shardings):
 
 
 def row_major(params, records):
-    """Arrays laid out like parameters with these records, each part stored with its last dim contiguous.
+    """Arrays sharded like parameters with these records, each shard stored with its last dim contiguous.
 
-    Reducing a gradient over fsdp along its last dim makes XLA store it transposed; the optimizer would follow, and
-    transpose parameter and moments to and fro: six arrays instead of one. Where no device splits the last dim there is
-    nothing to reduce along it, and XLA keeps its choice.
+    Reducing a gradient over fsdp along its last dim makes XLA store it transposed; the optimizer would then use the
+    same layout, and transpose parameter and moments back and forth: six arrays instead of one. If the last dim is not
+    split there is nothing to reduce along it, and XLA chooses the layout.
     """
     sizes = free_axes()
 
-    def place(record, x):
+    def relayout(record, x):
         spec = weight_spec(record.axes)
         if not record.axes or math.prod(sizes.get(name, 1) for name in WEIGHT_AXES[record.axes[-1]]) == 1:
             return x
         return manual(compat.row_major, (spec,), spec)(x)
 
-    return jax.tree.map(place, records, params)
+    return jax.tree.map(relayout, records, params)
 
 
 def activation_spec(shape: Sequence[int], axes: Sequence[str | None]) -> P:
     """PartitionSpec of an activation on the current mesh.
 
     A mesh axis that does not divide its dim is left out: one token of a decoding step cannot be split over `tensor`.
-    (Training never meets this: Config.check refuses such sizes.)
+    (This does not happen in training: Config.check refuses such sizes.)
     """
     sizes = free_axes()
     spec = []
@@ -135,19 +136,19 @@ def rows_spec(*axes: str | None) -> P:
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Asks XLA to lay x out as the table says for these logical axes, one a dim."""
+    """Constrains x to the sharding that the table gives for these logical axes, one per dim."""
     if not has_mesh():
         return x
     return jax.lax.with_sharding_constraint(x, activation_spec(x.shape, axes))
 
 
 def constrain_weights(tree, records):
-    """Asks XLA to lay arrays out like parameters with these records."""
+    """Constrains arrays to the shardings of parameters with these records."""
     if not has_mesh():
         return tree
     free = free_axes()
 
-    def lay_out(record, x):
+    def constrain_leaf(record, x):
         return jax.lax.with_sharding_constraint(x, local_weight_spec(record.axes, free))
 
-    return jax.tree.map(lay_out, records, tree)
+    return jax.tree.map(constrain_leaf, records, tree)

@@ -1,17 +1,17 @@
-"""RMSNorm and LayerNorm with the residual addition before them, for Hopper (Pallas, Mosaic GPU).
+"""RMSNorm and LayerNorm fused with the preceding residual addition, for Hopper (Pallas, Mosaic GPU).
 
-Forward: s = x + y; normed = (s - mean(s)) / sqrt(var(s) + epsilon) * scale + bias, the mean only where there is a bias
-(Ba et al. 2016; without: Zhang and Sennrich 2019). Backward, with h = (s - mean) * inverse and g = d_normed * scale:
-d_s = d_residual + inverse * (g - h * mean(g * h) - mean(g)), d_scale = sum over rows of d_normed * h, d_bias that of
-d_normed.
+Forward: s = x + y; normed = (s - mean(s)) / sqrt(var(s) + epsilon) * scale + bias, with the mean only if there is a
+bias (Ba et al. 2016; without: Zhang and Sennrich 2019). Backward, with h = (s - mean) * inverse and g = d_normed *
+scale: d_s = d_residual + inverse * (g - h * mean(g * h) - mean(g)), d_scale = sum over rows of d_normed * h, d_bias =
+sum over rows of d_normed.
 
 Dimensions: R rows, D width. bfloat16 or float16 rows; statistics, scale and bias float32. Both directions read and
 write each row once. The warpgroups of a block, 1, 2 or 4 of 128 threads, share a row; each has a part of its columns.
-Forward their values stay in registers. Backward TMA fetches the next rows into shared memory, from where a row is read
-piece by piece; a block walks over its rows with scale and its part of the sums for scale and bias in registers, and the
-sum over blocks, [blocks, D], is left to XLA. Bytes: forward 8 R D (4 without y), backward 8 R D and 4 D a block for
-each sum.
-Refused: D that is no multiple of 128, above 12288, or not split into at most 32 columns a thread, see `problem`.
+In the forward pass their values stay in registers. In the backward pass TMA prefetches rows into shared memory, from
+which a row is read piece by piece; a block loops over its rows with scale and its partial sums for scale and bias in
+registers, and the sum over blocks, [blocks, D], is left to XLA. Bytes: forward 8 R D (4 without y), backward 8 R D and
+4 D per block for each sum.
+Refused: D that is not a multiple of 128, above 12288, or not split into at most 32 columns per thread, see `problem`.
 """
 
 import functools
@@ -28,11 +28,11 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, memref, nvvm, vector
 
 NUM_SMS = 132  # of an H100
-SMEM_BYTES = 216 << 10  # of a multiprocessor, for rows that are fetched while others are worked on
+SMEM_BYTES = 216 << 10  # of a multiprocessor, for prefetched rows
 LINE = 128  # elements
-PIECE = 8  # lines that 128 threads take at once, 16 bytes each
+PIECE = 8  # lines that 128 threads load at once, 16 bytes each
 MAX_WIDTH = 12288
-# Columns of a thread to aim at; registers have room for twice as many backward.
+# Target number of columns per thread; in the backward pass registers have room for twice as many.
 FORWARD = 64
 BACKWARD = 16
 
@@ -55,12 +55,12 @@ def forward(
     warpgroups = _warpgroups(width, FORWARD)
     shape = (warpgroups, width // warpgroups)
     load = _loader(shape[1:])
-    given = {"x": x_RD, "y": y_RD, "scale": scale_D, "bias": bias_D}
-    given = {name: array.reshape(*array.shape[:-1], *shape) for name, array in given.items() if array is not None}
+    arrays = {"x": x_RD, "y": y_RD, "scale": scale_D, "bias": bias_D}
+    arrays = {name: array.reshape(*array.shape[:-1], *shape) for name, array in arrays.items() if array is not None}
 
     def body(*refs):
-        inputs = dict(zip(given, refs, strict=False))
-        *sum_ref, normed_ref, parts = refs[len(given) :]
+        inputs = dict(zip(arrays, refs, strict=False))
+        *sum_ref, normed_ref, parts = refs[len(arrays) :]
         group = lax.axis_index("warpgroup")
         scale = load(inputs["scale"], group)
         bias = load(inputs["bias"], group) if bias_D is not None else None
@@ -84,7 +84,7 @@ def forward(
         lax.fori_loop(0, rows // blocks, one_row, None)
 
     out = [jax.ShapeDtypeStruct((rows, *shape), x_RD.dtype)] * (1 if y_RD is None else 2)
-    outputs = _call(body, out, [], 1, blocks, warpgroups, options)(*given.values())
+    outputs = _call(body, out, [], 1, blocks, warpgroups, options)(*arrays.values())
     outputs = [a.reshape(x_RD.shape) for a in outputs]
     return (x_RD, *outputs) if y_RD is None else tuple(outputs)
 
@@ -95,33 +95,33 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """-> (d_s [R, D] in s's dtype, d_scale, d_bias or None), the latter float32 [blocks, D], to be summed over blocks.
 
-    s: what the forward normalised. centred: it was a LayerNorm, which has a bias.
+    s: the array that the forward pass normalised. centred: it was a LayerNorm, which has a bias.
     """
     rows, width = s_RD.shape
     warpgroups = _warpgroups(width, BACKWARD)
     lines = width // LINE // warpgroups
     shape = (warpgroups, lines, LINE)  # of a row: TMA copies at most 256 elements along a dim
-    # As many as registers have room for, 512 threads: they hide each other's sums over threads.
+    # As many as registers have room for, 512 threads: they hide the latency of each other's reductions.
     blocks_of_sm = max(1, min(4 // warpgroups, 4 * BACKWARD * 128 // width))
     blocks = min(rows, NUM_SMS * blocks_of_sm)
     stages = min(8, SMEM_BYTES // blocks_of_sm // (3 * 2 * width))
     pieces = [(start, min(PIECE, lines - start)) for start in range(0, lines, PIECE)]
 
     def body(s_ref, d_normed_ref, d_residual_ref, scale_ref, d_s_ref, *others):
-        *sum_refs, s_smem, d_normed_smem, d_residual_smem, there, parts = others
+        *sum_refs, s_smem, d_normed_smem, d_residual_smem, ready, parts = others
         block = lax.axis_index("block")
         group = lax.axis_index("warpgroup")
         count = lax.div(rows - block + blocks - 1, blocks)  # rows block, block + blocks, ...
 
         def fetch(number):
-            """For all, by one warpgroup, as each of its threads arrives at the barrier."""
+            """Issued by one warpgroup for all, because each of its threads arrives at the barrier."""
 
             @pl.when(jnp.logical_and(group == 0, number < count))
             def _():
                 row = block + number * blocks
                 slot = lax.rem(number, stages)
                 for ref, smem in ((s_ref, s_smem), (d_normed_ref, d_normed_smem), (d_residual_ref, d_residual_smem)):
-                    plgpu.copy_gmem_to_smem(ref.at[row], smem.at[slot], there.at[slot])
+                    plgpu.copy_gmem_to_smem(ref.at[row], smem.at[slot], ready.at[slot])
 
         def read(ref, piece, *index):
             start, lines = piece
@@ -130,14 +130,14 @@ def backward(
         scale = {piece: read(scale_ref, piece) for piece in pieces}
 
         def one_row(number, sums):
-            """A row stays in shared memory and is read piece by piece: registers have no room for all of it."""
+            """A row stays in shared memory and is read piece by piece, as registers have no room for all of it."""
             row = block + number * blocks
             slot = lax.rem(number, stages)
 
             def means(i, values):
                 return _means(map(values, pieces), width, parts, (lax.rem(number, 2), i), options)
 
-            plgpu.barrier_wait(there.at[slot])
+            plgpu.barrier_wait(ready.at[slot])
             mean = means(0, lambda piece: [read(s_smem, piece, slot)])[0] if centred else 0.0
 
             def moments(piece):
@@ -146,7 +146,7 @@ def backward(
                 return [c * c, c * g, g] if centred else [c * c, c * g]
 
             variance, product, *mean_g = means(1, moments)
-            fetch(number + stages - 1)  # to where the row before was, which all have read
+            fetch(number + stages - 1)  # into the slot of the previous row, which all have read
             inverse = lax.rsqrt(variance + epsilon)
             (mean_g,) = mean_g or [0.0]
             along = product * inverse * inverse
@@ -158,7 +158,7 @@ def backward(
                 new_sums.append([total + new for total, new in zip(of_piece, more, strict=False)])
                 d_s = read(d_residual_smem, piece, slot) + (d_normed * scale[piece] - c * along - mean_g) * inverse
                 d_s_ref[row, group, pl.ds(*piece)] = d_s.astype(s_RD.dtype)
-            _have_read(options)
+            _release(options)
             return new_sums
 
         for number in range(stages - 1):
@@ -175,18 +175,18 @@ def backward(
     part = jax.ShapeDtypeStruct((blocks, *shape), jnp.float32)
     out = [jax.ShapeDtypeStruct((rows, *shape), s_RD.dtype), part] + ([part] if centred else [])
     scratch = [*[plgpu.SMEM((stages, *shape), s_RD.dtype)] * 3, plgpu.Barrier(num_arrivals=3, num_barriers=stages)]
-    given = (a.reshape(rows, *shape) for a in (s_RD, d_normed_RD, d_residual_RD))
-    outputs = _call(body, out, scratch, 3, blocks, warpgroups, options)(*given, scale_D.reshape(shape))
+    arrays = (a.reshape(rows, *shape) for a in (s_RD, d_normed_RD, d_residual_RD))
+    outputs = _call(body, out, scratch, 3, blocks, warpgroups, options)(*arrays, scale_D.reshape(shape))
     outputs = [a.reshape(-1, width) for a in outputs]
     return tuple(outputs) if centred else (*outputs, None)
 
 
-def _means(pieces, width, parts, place, options):
-    """Of each value of [value, ...] for each piece, over the threads of all warpgroups."""
+def _means(pieces, width, parts, slot, options):
+    """The mean of each value, over the pieces and the threads of all warpgroups. pieces: [value, ...] per piece."""
     values = [list(value) for value in zip(*pieces, strict=True)]
-    parts_ref = parts[0].at[place]
+    parts_ref = parts[0].at[slot]
     met = parts[1]
-    if options.get("interpret"):  # knows no inline_mgpu
+    if options.get("interpret"):  # the interpreter does not support inline_mgpu
         for i, value in enumerate(values):
             parts_ref[i, lax.axis_index("warpgroup")] = sum(map(jnp.sum, value))
         plgpu.barrier_arrive(met)
@@ -199,8 +199,8 @@ def _means(pieces, width, parts, place, options):
     return [total * (1 / width) for total in inline(_sums)(parts_ref, values)]
 
 
-def _have_read(options):
-    """What was read TMA may write, once another thread knows."""
+def _release(options):
+    """Allows TMA to overwrite what this thread has read, once a barrier has told the thread that issues it."""
     if options.get("interpret"):
         plgpu.commit_smem()
     else:
@@ -213,7 +213,7 @@ def _fence(_):
 
 def _sums(_, parts_ref, values):
     """-> the sum of each value, a list of arrays, over the threads of all warpgroups. parts_ref: [values or more,
-    warps], which nobody may write before the next but one such sum: the one barrier is between writing and reading."""
+    warps], which must not be reused in the next such sum: the only barrier is between writing and reading."""
     add = functools.partial(arith.addf, fastmath=arith.FastMathFlags.contract)
     thread = utils.thread_idx()
     warps = ir.MemRefType(parts_ref.type).shape[-1]
@@ -240,24 +240,25 @@ def _sums(_, parts_ref, values):
         for i, total in enumerate(totals):
             memref.store(total, parts_ref, [index(constant(i)), index(arith.shrui(thread, constant(5)))])
     gpu.barrier()
-    place = index(arith.andi(thread, constant(warps - 1)))
-    parts = [memref.load(parts_ref, [index(constant(i)), place]) for i in range(len(totals))]
+    warp = index(arith.andi(thread, constant(warps - 1)))
+    parts = [memref.load(parts_ref, [index(constant(i)), warp]) for i in range(len(totals))]
     return [mgpu.FragmentedArray.splat(total, ()) for total in over_lanes(parts, warps)]
 
 
 def _warpgroups(width: int, columns: int) -> int:
-    """The fewest whose threads have so many columns of a row or less; where none split it so, the most that can."""
+    """The fewest warpgroups with at most `columns` columns of a row per thread; if impossible, the most that divide
+    the row."""
     fit = [n for n in (1, 2, 4) if width % (LINE * n) == 0]
     return next((n for n in fit if width <= columns * 128 * n), fit[-1])
 
 
 def _blocks(rows: int) -> int:
-    """The largest number of blocks that splits the rows evenly; eight a multiprocessor keep enough loads in flight."""
+    """The largest number of blocks that divides the rows; eight per multiprocessor keep enough loads in flight."""
     return max(n for n in range(1, min(rows, 8 * NUM_SMS) + 1) if rows % n == 0)
 
 
 def _layout(shape: tuple[int, ...]):
-    """Consecutive elements of a row go to a thread by up to 16 bytes, the 128 threads side by side."""
+    """Each thread holds up to 16 consecutive bytes of a row; the 128 threads are adjacent."""
     vector = next(v for v in (8, 4, 2, 1) if math.prod(shape) % (128 * v) == 0)
     return plgpu.Layout.WG_STRIDED(shape, vec_size=vector)
 
@@ -267,10 +268,10 @@ def _loader(shape: tuple[int, ...]):
 
 
 def _call(body, out, scratch, values, blocks, warpgroups, options):
-    """values: of which `_means` makes the means at once, at most."""
-    # What TMA writes into shared memory has its barriers, as have sums; no other memory is read and written.
+    """values: the maximum number of means that `_means` computes at once."""
+    # TMA's writes into shared memory and the sums have their own barriers; no other memory is read and written.
     params = plgpu.CompilerParams(unsafe_no_auto_barriers=True)
-    # Of two rows in turn, and of the sums of a row; and a barrier for the interpreter.
+    # For two alternating rows and for both sums of a row; and a barrier for the interpreter.
     parts = plgpu.SMEM((2, 2, values, 4 * warpgroups), jnp.float32), plgpu.Barrier(num_arrivals=warpgroups)
     options = dict(scratch_types=[*scratch, parts]) | options
     run = functools.partial(plgpu.kernel, out_type=out, compiler_params=params, **options)

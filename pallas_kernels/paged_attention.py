@@ -1,24 +1,23 @@
-"""Attention of one new token a sequence to keys and values in pages, for Hopper (Pallas, Mosaic GPU).
+"""Attention of one new token per sequence to keys and values in pages, for Hopper (Pallas, Mosaic GPU).
 
 For the query q of a head: s_j = scale * q k_j (soft_cap * tanh(s_j / soft_cap) with a soft cap), j over the last
-`window` of the sequence's `length` tokens; out = sum_j exp(s_j) v_j / sum_j exp(s_j). Split over the sequence as
-Flash-Decoding (Dao et al. 2023, https://pytorch.org/blog/flash-decoding/): a block of 128 threads goes over one part of
-one sequence for one kv head, with a running maximum (Dao et al. 2022, https://arxiv.org/abs/2205.14135), and leaves an
-unnormalised sum; XLA joins the parts. Pages as Kwon et al. 2023 (https://arxiv.org/abs/2309.06180).
+`window` of the sequence's `length` tokens; out = sum_j exp(s_j) v_j / sum_j exp(s_j). The sequence is split as in
+Flash-Decoding (Dao et al. 2023, https://pytorch.org/blog/flash-decoding/): a block of 128 threads processes one part of
+one sequence for one kv head, with a running maximum (Dao et al. 2022, https://arxiv.org/abs/2205.14135), and writes an
+unnormalised sum; XLA combines the parts. Pages as in Kwon et al. 2023 (https://arxiv.org/abs/2309.06180).
 
-Dimensions: B sequences, N heads, K kv heads, G = N / K, H head dim, Z pages, S places in a page, P pages
-a sequence; `block` tokens a step; R rows, G rounded up to 8.
-q bfloat16; keys and values [Z, K, S, H], so that a page of a kv head is in one piece: bfloat16, or int8 with a float32
-scale a token and kv head. Scores, sums and the parts' results float32; probabilities enter their product in bfloat16.
+Dimensions: B sequences, N heads, K kv heads, G = N / K, H head dim, Z pages, S slots in a page, P pages per sequence;
+`block` tokens per step; R rows, G rounded up to 8.
+q bfloat16; keys and values [Z, K, S, H], so that a page of a kv head is contiguous: bfloat16, or int8 with a float32
+scale per token and kv head. Scores, sums and partial results are float32; probabilities are multiplied in bfloat16.
 
-The limit is memory: keys and values are read once for all G heads, 4 H bytes a token and kv head (int8: 2 H + 8). A
-ring of `stages` steps is in flight, copied page by page (TMA): about 100 KB a block (bfloat16, H 128), two blocks a
-multiprocessor up to 32 heads a kv head. The tokens of a step are the rows of the products with the tensor cores (keys
-times queries, transposed values times probabilities) and the R heads their columns, so nothing is computed for heads
-that are not there. int8 is converted in registers: keys enter the product from there, values go through shared memory,
-where a product finds them transposed.
-Pages without any of the last `window` tokens are not read, and what lies beside such tokens in a page has no influence,
-NaN included.
+The limit is memory bandwidth: keys and values are read once for all G heads, 4 H bytes per token and kv head (int8: 2 H
++ 8). A ring buffer of `stages` steps is in flight, copied page by page (TMA): about 100 KB per block (bfloat16, H 128),
+two blocks per multiprocessor up to 32 heads per kv head. The tokens of a step are the rows of the tensor-core products
+(keys times queries, transposed values times probabilities) and the R heads the columns, so nothing is computed for
+heads that do not exist. int8 is converted in registers: keys are multiplied from there, values go through shared
+memory, from which a product reads them transposed.
+Pages without any of the last `window` tokens are not read, and other contents of a page, including NaN, have no effect.
 Refused: see `problem`.
 """
 
@@ -31,11 +30,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-NEVER = -1e30  # below every score; not -inf, so that a part without tokens gives 0 and no NaN
+MASKED_SCORE = -1e30  # below every score; not -inf, so that a part without tokens gives 0 and no NaN
 LOG2E = math.log2(math.e)
-MOST_HEADS = 64  # on a kv head
-SLOTS = 132 * 2  # blocks that an H100 is to have at a time: two a multiprocessor keep its memory busy
-MOST_TOKENS = 4096  # of a part: the GPU does not wait long for one long sequence among short ones
+MAX_HEADS = 64  # per kv head
+SLOTS = 132 * 2  # target number of concurrent blocks on an H100: two per multiprocessor saturate its memory
+MAX_PART_TOKENS = 4096  # so that the GPU does not wait long for one long sequence among short ones
 
 
 def problem(
@@ -48,8 +47,8 @@ def problem(
         return f"cache of {cache_dtype}"
     if head_dim not in (64, 128):
         return f"head dim {head_dim}"
-    if num_heads // num_kv_heads > MOST_HEADS:
-        return f"{num_heads // num_kv_heads} heads a kv head"
+    if num_heads // num_kv_heads > MAX_HEADS:
+        return f"{num_heads // num_kv_heads} heads per kv head"
     smallest = 32 if cache_dtype == jnp.int8 else 8  # a copy of 32 scales has the 128 bytes that TMA aligns to
     if page_size % smallest or 64 % page_size:
         return f"{cache_dtype} pages of {page_size} tokens"
@@ -57,8 +56,8 @@ def problem(
 
 
 def num_parts(num_sequences: int, num_kv_heads: int, most_tokens: int, block: int = 64) -> int:
-    """Into how many parts to split sequences of up to most_tokens: the blocks fill the GPU, a part costs 1 % itself."""
-    least = -(-most_tokens // MOST_TOKENS)
+    """Number of parts for sequences of up to most_tokens: fills the GPU with blocks; each part adds 1 % overhead."""
+    least = -(-most_tokens // MAX_PART_TOKENS)
     most = max(least, min(most_tokens // (2 * block), 64))
 
     def cost(parts: int) -> float:
@@ -75,8 +74,8 @@ def decode(
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """-> (out [B, N, H] in q's dtype, natural log-sum-exp of the scores [B, N] float32; 0 and -inf for length 0).
 
-    table: int32, page of tokens 0..S-1, S..2S-1, ...; anything where a page is not read. lengths: int32, up to P S.
-    scales: of int8 keys and values, float32 [Z, K, S]. parts: None: as `num_parts` says. options: of plgpu.kernel.
+    table: int32, page of tokens 0..S-1, S..2S-1, ...; any value for pages that are not read. lengths: int32, up to P S.
+    scales: of int8 keys and values, float32 [Z, K, S]. parts: None: from `num_parts`. options: of plgpu.kernel.
     """
     batch, num_heads, head_dim = q_BNH.shape
     kv_heads, page_size = keys_ZKSH.shape[1:3]
@@ -104,7 +103,8 @@ def decode(
         scratch_types=[plgpu.Barrier(), plgpu.Barrier(num_arrivals=copies, num_barriers=stages), *own, *ring],
         grid=(kv_heads, parts, batch),
         grid_names=("head", "part", "sequence"),
-        # tanh.approx is off by 2^-11. Barriers: commit_smem, after what threads leave each other in shared memory.
+        # tanh.approx has an error of 2^-11. Barriers: commit_smem follows each write to shared memory that other
+        # threads read.
         compiler_params=plgpu.CompilerParams(approx_math=soft_cap is None, unsafe_no_auto_barriers=True),
         **options,
     )(q_BKRH, keys_ZKSH, values_ZKSH, table_BP, lengths_B, *(scales or ()))
@@ -117,7 +117,7 @@ def decode(
 
 
 def _join(sums_BKpHR, stats_BKp2R):
-    """The parts (p) of each sequence -> out [B, K, R, H], log-sum-exp [B, K, R]."""
+    """Combines the parts (p) of each sequence -> out [B, K, R, H], log-sum-exp [B, K, R]."""
     most_BKpR = stats_BKp2R[:, :, :, 0]
     total_BKpR = stats_BKp2R[:, :, :, 1]
     most_BKR = jnp.max(most_BKpR, 2)
@@ -133,7 +133,7 @@ def _body(
     stages, is_int8
 ):  # fmt: skip
     scales_refs, refs = (refs[:2], refs[2:]) if is_int8 else ((), refs)
-    sums_ref, stats_ref, q_there, full, q_smem, probs_smem, keys_smem, values_smem, *for_int8 = refs
+    sums_ref, stats_ref, q_ready, full, q_smem, probs_smem, keys_smem, values_smem, *for_int8 = refs
     rows, head_dim = q_ref.shape[2:]
     dtype = q_ref.dtype
     sequence, head, part = (lax.axis_index(name) for name in ("sequence", "head", "part"))
@@ -147,7 +147,7 @@ def _body(
     pages = range(block // page_size)
 
     def pages_of(step):
-        """A page without anything to see is not read: another one stands for it."""
+        """Pages without visible tokens are not read: a visible page is used in their place."""
 
         def number(page):
             return jnp.clip(step * len(pages) + page, lax.div(start, page_size), lax.div(length - 1, page_size))
@@ -155,17 +155,17 @@ def _body(
         return tuple(table_ref[sequence, number(page)] for page in pages)
 
     def is_seen(step, shape):
-        place = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 0), plgpu.Layout.WGMMA) + step * block
-        return (place >= start) & (place < length)
+        position = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 0), plgpu.Layout.WGMMA) + step * block
+        return (position >= start) & (position < length)
 
     def copy(step, numbers):
         slot = lax.rem(step - first, stages)
         for page, number in zip(pages, numbers, strict=True):
-            place = pl.ds(page * page_size, page_size)
+            tokens = pl.ds(page * page_size, page_size)
             for source, target in ((keys_ref, keys_smem), (values_ref, values_smem)):
-                plgpu.copy_gmem_to_smem(source.at[number, head], target.at[slot, place], full.at[slot])
+                plgpu.copy_gmem_to_smem(source.at[number, head], target.at[slot, tokens], full.at[slot])
             for i, source in enumerate(scales_refs):
-                plgpu.copy_gmem_to_smem(source.at[number, head], for_int8[0].at[slot, i, place], full.at[slot])
+                plgpu.copy_gmem_to_smem(source.at[number, head], for_int8[0].at[slot, i, tokens], full.at[slot])
 
     def one_step(step, carry):
         sums, most, total, next_numbers = carry
@@ -184,7 +184,7 @@ def _body(
             keys = plgpu.layout_cast(convert(keys), plgpu.Layout.WGMMA)
             values = converted
         else:
-            # 0 * NaN is NaN, so values that are not seen must be none.
+            # 0 * NaN is NaN, so masked values must be zeroed.
             @pl.when((step * block < start) | ((step + 1) * block > length))
             def _clear():
                 loaded = plgpu.load(values, (), layout=plgpu.Layout.WGMMA)
@@ -212,7 +212,7 @@ def _body(
         plgpu.commit_smem()
         before = sums * wide(alpha, 1, sums.shape)
         sums = _product(values, probs_smem, before, transposed=True)
-        plgpu.commit_smem()  # all have read this slot
+        plgpu.commit_smem()  # all threads have read this slot
 
         @pl.when(step + stages < last)
         def _refill():
@@ -221,15 +221,15 @@ def _body(
         return sums, new_most, total, pages_of(step + 1 + stages)
 
     numbers = [pages_of(first + i) for i in range(stages + 1)]
-    plgpu.copy_gmem_to_smem(q_ref.at[sequence, head], q_smem, q_there)
+    plgpu.copy_gmem_to_smem(q_ref.at[sequence, head], q_smem, q_ready)
     for i in range(stages):
         pl.when(first + i < last)(lambda i=i: copy(first + i, numbers[i]))
-    plgpu.barrier_wait(q_there)
+    plgpu.barrier_wait(q_ready)
 
     def zeros(height):
         return plgpu.layout_cast(jnp.zeros((height, rows), jnp.float32), plgpu.Layout.WGMMA)
 
-    most = plgpu.layout_cast(jnp.full((rows,), NEVER, jnp.float32), by_query)
+    most = plgpu.layout_cast(jnp.full((rows,), MASKED_SCORE, jnp.float32), by_query)
     carry = zeros(head_dim), most, zeros(block), numbers[stages]
     sums, most, total, _ = lax.fori_loop(first, last, one_step, carry)
     sums_ref[sequence, head, part] = sums
@@ -238,8 +238,8 @@ def _body(
 
 
 def _product(a, b_ref, before=None, transposed=False):
-    """before + a [m, n], in registers or shared memory, or the transpose of a reference [n, m], times the transpose of
-    b [rows, n] in shared memory -> float32 [m, rows]."""
+    """before + a b^T -> float32 [m, rows]. a: [m, n] in registers or shared memory, or a reference [n, m] if
+    transposed. b: [rows, n] in shared memory."""
     a = a.transpose((1, 0)) if transposed else a
     b_ref = b_ref.transpose((1, 0))
 
@@ -257,7 +257,7 @@ def _store_transposed(ref, value):
 
 
 def _tiled(shape, dtype):
-    """Shared memory as the tensor cores and TMA want it: tiles of 8 rows and up to 128 bytes, swizzled."""
+    """Shared memory in the layout of the tensor cores and TMA: tiles of 8 rows and up to 128 bytes, swizzled."""
     size = jnp.dtype(dtype).itemsize
     width = min(128, shape[-1] * size)
     return plgpu.SMEM(

@@ -147,5 +147,5 @@ def test_sharding_over_a_pipeline_has_one_panel_per_stage(tmp_path):
     run = make(tmp_path, mesh_data=4, mesh_pipeline=2, training_microbatch_size=1)
     panels = megajax.figures.sharding(run, "layers.dense.mlp.up").axes
     assert [axes.texts[0].get_text() for axes in panels] == ["0,1,2,3", "4,5,6,7"]
-    with pytest.raises(ValueError, match="mesh.pipeline=2: generation has no pipeline"):
+    with pytest.raises(ValueError, match="mesh.pipeline=2: generation does not support pipelines"):
         run.generate("abc")

@@ -149,19 +149,20 @@ def test_any_value_is_planned_or_refused_by_name_in_one_line(kind, pipeline):
                 check_field(base, name)
 
 
-@pytest.mark.parametrize("scaling", ["none", "llama3", "yarn"])
+@pytest.mark.parametrize("scaling", ["none", "linear", "dynamic", "llama3", "yarn", "longrope"])
 def test_any_rotary_embedding_that_is_accepted_has_finite_frequencies(scaling):
-    base = RopeConfig(scaling=scaling)
+    factors = (1.0,) * 8 if scaling == "longrope" else ()
+    base = RopeConfig(scaling=scaling, short_factors=factors, long_factors=factors)
     for name, value in itertools.product(leaves(base), VALUES):
         config = with_value(base, name, value)
         try:
             check_fields(config)
-            config.check()
+            config.check(16)
         except ValueError as refusal:
             assert name in str(refusal)
         else:
             with np.errstate(all="raise", under="ignore"):
-                assert np.all(np.isfinite(config.inverse_frequencies(16)))
+                assert np.all(np.isfinite(config.inverse_frequencies(16))) and math.isfinite(config.concentration)
 
 
 def test_a_number_that_is_not_finite_in_config_json_is_refused():

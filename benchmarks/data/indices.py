@@ -1,9 +1,9 @@
 """Building the indices of a run: python -m benchmarks.data.indices [--documents=10000000] [--epochs=1]
 
-megajax (numpy) beside the algorithm that Megatron-LM publishes (megatron/core/datasets/helpers.cpp: one pass over the
-documents, one over the samples of a blend), which this file states again in C++ and compiles with g++ -O3. Both start
-from the same shuffled documents and have to agree. Seconds, and bytes that arrays take at the peak, those that come out
-among them; lengths of the documents not.
+Compares megajax (numpy) with Megatron-LM's published algorithm (megatron/core/datasets/helpers.cpp: one pass over the
+documents, one over the samples of a blend), which this file reimplements in C++ and compiles with g++ -O3. Both start
+from the same shuffled documents and have to agree. Prints seconds, and the peak bytes of arrays, including the results
+but not the lengths of the documents.
 """
 
 import ctypes

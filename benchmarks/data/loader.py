@@ -1,8 +1,8 @@
-"""Tokens/s a core that the loader reads: python -m benchmarks.data.loader [--sequence_length=4096] [--seconds=5]
+"""Tokens/s per core that the loader reads: python -m benchmarks.data.loader [--sequence_length=4096] [--seconds=5]
 
-GPT samples of a made-up indexed dataset (documents of 500 tokens on average, uint16) in batches of 8, one thread that
-reads when asked, so that all work is that of one core: with documents apart (segment_ids), as one document, and with
-positions restarting. Compare with what a GPU trains on: an H100 62.7k tokens/s of gpt_1p3b (README).
+GPT samples of a synthetic indexed dataset (documents of 500 tokens on average, uint16) in batches of 8, read on demand
+by one thread, so that all work is that of one core: with separate documents (segment_ids), as one document, and with
+positions restarting. For comparison, an H100 trains on 62.7k tokens/s of gpt_1p3b (README).
 """
 
 import tempfile

@@ -1,8 +1,8 @@
-"""Speed of tokenizing: python -m benchmarks.data.preprocess [--megabytes=8] [--vocab=8192]
+"""Speed of preprocessing: python -m benchmarks.data.preprocess [--megabytes=8] [--vocab=8192]
 
-MB of text a second of CPU time, so other work on the machine counts little: `preprocess` with one worker (reading
-.jsonl, tokenizing, writing, hashing), beside the tokenizer alone on the same documents. The text is the source code of
-Python's standard library.
+MB of text per second of CPU time, so that other work on the machine matters little: `preprocess` with one worker
+(reading .jsonl, tokenizing, writing, hashing), next to the tokenizer alone on the same documents. The text is the
+source code of Python's standard library.
 """
 
 import glob
@@ -93,8 +93,8 @@ def main(arguments: list[str]) -> None:
                 lambda tokenizer=tokenizer, spec=spec, prefix=prefix: preprocess([source], prefix, tokenizer, spec)
             )
             print(
-                f"{name}: preprocess {megabytes / whole:.1f} MB/s a core, tokenizer alone {megabytes / alone:.1f}, "
-                f"{(whole - alone) / megabytes:.3f} s a MB for the rest"
+                f"{name}: preprocess {megabytes / whole:.1f} MB/s per core, tokenizer alone {megabytes / alone:.1f}, "
+                f"{(whole - alone) / megabytes:.3f} s per MB for the rest"
             )
 
 

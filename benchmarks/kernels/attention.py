@@ -1,8 +1,8 @@
-"""Our attention kernels beside cuDNN's, on one GPU: python -m benchmarks.kernels.attention [--output=FILE.json]
+"""Our attention kernels compared with cuDNN's, on one GPU: python -m benchmarks.kernels.attention [--output=FILE.json]
 
-Milliseconds and TFLOP/s of forward, and of forward and backward, counted over the pairs of query and key that see each
-other: 4 H FLOPs a pair and head forward, 10 H backward. Both run in turns, in the same process; the median of all turns
-counts. Packed documents: cuDNN gets them as a bias [B, 1, T, T], ours as intervals.
+Milliseconds and TFLOP/s of forward, and of forward and backward, counted over unmasked pairs of query and key: 4 H
+FLOPs per pair and head forward, 10 H backward. Both alternate in the same process; the median of all turns counts.
+Packed documents: cuDNN gets them as a bias [B, 1, T, T], ours as intervals.
 """
 
 import functools
@@ -38,7 +38,7 @@ CALLS = 40
 
 
 def segments_of(batch: int, length: int, mean: int) -> np.ndarray:
-    """int32 [batch, length]: documents whose lengths are spread as an exponential distribution."""
+    """int32 [batch, length]: documents with exponentially distributed lengths."""
     rng = np.random.default_rng(0)
     rows = []
     for _ in range(batch):
@@ -60,7 +60,7 @@ def measure(case: tuple) -> dict:
     """{backend: {"forward": seconds, "both": seconds}}, and FLOPs forward."""
     batch, length, heads, kv_heads, head_dim, window, mean = case
     keys = jax.random.split(jax.random.key(0), 4)
-    given = [
+    arrays = [
         jax.random.normal(key, (batch, length, n, head_dim), jnp.bfloat16)
         for key, n in zip(keys, (heads, kv_heads, kv_heads, heads), strict=True)
     ]
@@ -78,11 +78,11 @@ def measure(case: tuple) -> dict:
         programs[backend, "both"] = jax.jit(functools.partial(_both, op))
     found = {name: [] for name in programs}
     for program in programs.values():
-        jax.block_until_ready(program(*given))
+        jax.block_until_ready(program(*arrays))
     for _ in range(TURNS):
         for name, program in programs.items():
             start = time.perf_counter()
-            results = [program(*given) for _ in range(CALLS)]
+            results = [program(*arrays) for _ in range(CALLS)]
             jax.block_until_ready(results)
             found[name].append((time.perf_counter() - start) / CALLS)
             del results
@@ -96,7 +96,7 @@ def _forward(op: Callable, q, k, v, _):
 
 
 def _both(op: Callable, q, k, v, d_out):
-    """Gradients of the forward pass, and so both passes."""
+    """Gradients of the forward pass, which runs both passes."""
     return jax.vjp(op, q, k, v)[1](d_out)
 
 

@@ -1,7 +1,7 @@
 """Bandwidth of the fused norms on one Hopper GPU: python -m benchmarks.kernels.norm [--output=FILE]
 
-First both directions against the formula in float32. Then GB/s, by the bytes that pallas_kernels/norm.py names, beside
-a copy on the device in the same run.
+First compares both directions with the formula in float32. Then prints GB/s, for the bytes that pallas_kernels/norm.py
+gives, next to a copy on the device in the same run.
 """
 
 import functools
@@ -30,8 +30,8 @@ def measure(rows: int, width: int, kind: str) -> dict:
     bias = 0.1 * jax.random.normal(keys[5], (width,))
     forward = jax.jit(functools.partial(kernel.forward, epsilon=EPSILON))
     backward = jax.jit(functools.partial(kernel.backward, centred=centred, epsilon=EPSILON))
-    given = x, y, scale, bias if centred else None
-    total, normed = forward(*given)
+    inputs = x, y, scale, bias if centred else None
+    total, normed = forward(*inputs)
 
     @jax.jit
     def formula(total, scale, bias, d_normed, d_residual):
@@ -47,13 +47,13 @@ def measure(rows: int, width: int, kind: str) -> dict:
     d_s, *sums = (a for a in backward(total, d_normed, d_residual, scale) if a is not None)
     got = normed, d_s, *(jnp.sum(a, 0) for a in sums)
     errors = [
-        float(jnp.linalg.norm((mine - right).ravel()) / jnp.linalg.norm(right.ravel()))
-        for mine, right in zip(got, formula(total, scale, bias, d_normed, d_residual), strict=True)
+        float(jnp.linalg.norm((actual - expected).ravel()) / jnp.linalg.norm(expected.ravel()))
+        for actual, expected in zip(got, formula(total, scale, bias, d_normed, d_residual), strict=True)
     ]
     if not np.max(errors) < 2**-8:
         raise AssertionError(f"{kind} {rows} x {width}: relative errors {errors}")
     speeds = {
-        "forward": 8 * rows * width / seconds_of(forward, *given) / 1e9,
+        "forward": 8 * rows * width / seconds_of(forward, *inputs) / 1e9,
         "backward": 8 * rows * width / seconds_of(backward, total, d_normed, d_residual, scale) / 1e9,
     }
     return {"kind": kind, "rows": rows, "width": width, "errors": errors, "gigabytes_per_second": speeds}

@@ -2,10 +2,11 @@
 
     python -m benchmarks.kernels.paged_attention [--output=FILE]
 
-First the kernel against the reference in float32: random tables, lengths that fill no page and no step, NaN in every
-page and place that must not be read. Then GB/s of keys and values read, 4,096 tokens a sequence, 32 query heads, 8 kv
-heads, head dim 128, over several batches, page sizes and splits; beside a copy on the device in the same run. A call is
-the whole operation, with padding and joining; small batches go round all pages, so that none stay in the L2 cache.
+First compares the kernel with the reference in float32: random tables, lengths that are not multiples of a page or a
+step, NaN in every page and slot that must not be read. Then prints GB/s of keys and values read, with 4,096 tokens per
+sequence, 32 query heads, 8 kv heads, head dim 128, for several batches, page sizes and splits, next to a copy on the
+device in the same run. A call is the whole operation, with padding and combining; small batches cycle through all
+pages, so that none remain in the L2 cache.
 """
 
 import dataclasses
@@ -35,10 +36,10 @@ NOWHERE = 2**30  # the number of a page that must not be read
 CHECKS = {
     "pages of 16": dict(page_size=16),
     "pages of 64, window, soft cap": dict(page_size=64, window=700, soft_cap=5.0, group=16, parts=5),
-    "pages of 8, head dim 64, one head a kv head": dict(page_size=8, head_dim=64, group=1, parts=1),
-    "pages of 16, 64 heads a kv head": dict(page_size=16, group=64),
+    "pages of 8, head dim 64, one head per kv head": dict(page_size=8, head_dim=64, group=1, parts=1),
+    "pages of 16, 64 heads per kv head": dict(page_size=16, group=64),
     "int8, pages of 32": dict(page_size=32, is_int8=True),
-    "int8, pages of 32, window, 33 heads a kv head": dict(page_size=32, is_int8=True, window=333, group=33),
+    "int8, pages of 32, window, 33 heads per kv head": dict(page_size=32, is_int8=True, window=333, group=33),
     "int8, pages of 64, window, head dim 64": dict(page_size=64, is_int8=True, window=333, head_dim=64, parts=3),
 }
 
@@ -73,7 +74,7 @@ def random_case(
     lengths: list[int], *, kv_heads: int, group: int, head_dim: int, page_size: int, is_int8: bool = False,
     window: int | None = None
 ) -> tuple:  # fmt: skip
-    """Arguments of `decode`, up to the scales: NaN, or a number far out of range, wherever nothing may be read."""
+    """Arguments of `decode`, up to the scales, with NaN or a number far out of range where nothing may be read."""
     rng = np.random.default_rng(0)
     num_pages = -(-max(lengths) // page_size) + 1
     shape = (len(lengths) * num_pages, kv_heads, page_size, head_dim)
@@ -97,7 +98,7 @@ def random_case(
 
 
 def errors(results, case, lengths: list[int], **options) -> tuple[float, float]:
-    """Of `decode` against the reference in float32: the largest relative one of a sequence, that of the log-sum-exp."""
+    """Errors of `decode` relative to the reference in float32: the largest of any sequence, and the log-sum-exp's."""
     reference = jax.jit(functools.partial(reference_paged_attention, **options))
     wanted, wanted_lse = map(np.asarray, reference(case[0].astype(jnp.float32), *case[1:]))
     out = np.asarray(results[0], np.float64)
@@ -126,7 +127,7 @@ def check(*, page_size, head_dim=128, group=4, is_int8=False, parts=None, **opti
 
 
 def seconds_of(call, *arguments, seconds: float = 0.1) -> float:
-    """Of a call, from the best of three windows. Calls wait in the device's queue."""
+    """Seconds per call, the best of three windows. Calls are queued on the device."""
     jax.block_until_ready(call(*arguments))
 
     def window(count: int) -> float:
@@ -165,7 +166,7 @@ def measure(setting: Setting, caches: tuple, scales: tuple | None) -> dict:
 
 
 def copy_bandwidth() -> float:
-    """GB/s, read and written, of the fastest of: adding to an array of 512 MiB, copying it."""
+    """GB/s, read and written, of the faster of adding to an array of 512 MiB and copying it."""
     x = jnp.zeros(2**27, jnp.float32)
     calls = jax.jit(lambda x: x + 1), jax.jit(jnp.copy)
     return 2 * x.nbytes / min(seconds_of(call, x) for call in calls) / 1e9
@@ -191,7 +192,7 @@ def main(arguments: list[str]) -> None:
 
 
 def line(row: dict, copy: float) -> str:
-    """Of the table, below HEADER."""
+    """A row of the table below HEADER."""
     speed = row["gigabytes_per_second"]
     cells = ["int8" if row["is_int8"] else "bfloat16"]
     cells += [str(row[name]) for name in ("batch", "page_size", "parts", "block", "stages")]

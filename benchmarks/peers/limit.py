@@ -1,10 +1,10 @@
-"""The limit of a train step: its matmuls and its attention, nothing else, at the clocks that sustained work gets.
+"""The limit of a train step: its matmuls and its attention, nothing else, at the clocks of sustained operation.
 
     python -m benchmarks.peers.limit --config=NAME [--seconds=10] [--windows=1] [--section.field=value ...]
 
-Runs one step's worth of both, forward and backward, in order, again and again on one GPU: what one device of the mesh
-has to multiply, with no communication. Timed one by one they would be too good: a GPU that rests in between has higher
-clocks. Prints one line of JSON; `parts` has each operation by itself, right after the windows.
+Repeats one step's worth of both, forward and backward, in order, on one GPU: the work of one device of the mesh without
+communication. Timed separately they would be too fast: a GPU that idles in between has higher clocks. Prints one line
+of JSON; `parts` has the time of each operation alone, measured right after the windows.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from megajax.config import Config
 
 @dataclasses.dataclass(frozen=True)
 class Gemm:
-    """[m, k] @ [k, n] in the forward pass, with the two of its backward pass; so many times a step."""
+    """[m, k] @ [k, n] in the forward pass, and the two matmuls of its backward pass; `times` times per step."""
 
     name: str
     m: int
@@ -34,7 +34,7 @@ class Gemm:
 
     @property
     def flops(self) -> float:
-        """Of a step."""
+        """Per step."""
         return 3 * 2 * self.m * self.k * self.n * self.times
 
 
@@ -49,12 +49,12 @@ class AttentionShape:
 
     @property
     def flops(self) -> float:
-        """Of a step, counted in full as in Model.flops_per_token."""
+        """Per step, counted in full as in Model.flops_per_token."""
         return 3 * 2 * 2 * self.batch * self.length**2 * self.num_heads * self.head_dim * self.times
 
 
 def work(config: Config) -> tuple[list[Gemm], AttentionShape]:
-    """What one device of the config's mesh, whose sizes are resolved, does in a step."""
+    """The work of one device of the config's mesh, whose sizes must be resolved, in a step."""
     model = config.model
     mesh = config.mesh
     training = config.training
@@ -134,7 +134,9 @@ def measure(config: Config, seconds: float, num_windows: int) -> dict:
     found = windows(run_steps, seconds=seconds, num_windows=num_windows)
     device = jax.devices()[0].device_kind
     versions = {"jax": jax.__version__, "jaxlib": jaxlib.__version__}
-    return record("limit", found, f"1 x {device}", versions, parts={one.name: _seconds(one) for one in steps})
+    return record(
+        "limit", found, f"1 x {device}", versions, parts={operation.name: _seconds(operation) for operation in steps}
+    )
 
 
 def _seconds(operation: Operation) -> float:

@@ -21,7 +21,7 @@ from megajax.config import Config
 
 
 def sharded_model(config: Config, device: torch.device) -> Gpt:
-    """Built without memory, sharded, then filled: no GPU ever holds it whole."""
+    """Built on the meta device, sharded, then initialised: no GPU ever holds the whole model."""
     model = config.model
     with torch.device("meta"):
         gpt = Gpt(model, config.training.sequence_length, device, config.execution.recompute == "full")
@@ -45,7 +45,9 @@ def measure(config: Config, seconds: float, num_windows: int) -> dict:
             f"use --training.global_batch_size={num_gpus}"
         )
     if config.model.tied_embeddings:
-        raise ValueError("model.tied_embeddings=True: the FSDP peer keeps two; use --model.tied_embeddings=False")
+        raise ValueError(
+            "model.tied_embeddings=True: the FSDP peer does not tie them; use --model.tied_embeddings=False"
+        )
     device = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(training.seed)
     gpt = sharded_model(config, device)
@@ -63,7 +65,7 @@ def measure(config: Config, seconds: float, num_windows: int) -> dict:
         return loss.detach()
 
     def run_steps(count: int) -> None:
-        agreed = torch.tensor(count, device=device)  # the clocks of the processes differ, their steps must not
+        agreed = torch.tensor(count, device=device)  # the processes' clocks differ, their step counts must not
         dist.broadcast(agreed, 0)
         for _ in range(int(agreed)):
             losses[1:] = [step()]

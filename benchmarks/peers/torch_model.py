@@ -28,7 +28,7 @@ ACTIVATIONS = {
 
 
 def check(config: Config) -> None:
-    """Raises ValueError for what the peers cannot do."""
+    """Raises ValueError for settings that the peers do not support."""
     model = config.model
     training = config.training
     fields = {field.name: (getattr(model, field.name), field.default) for field in dataclasses.fields(model)}
@@ -44,7 +44,9 @@ def check(config: Config) -> None:
     }
     for field, holds in refused.items():
         if holds:
-            raise ValueError(f"{field}: the PyTorch peer does not do that; measure without it, or use --peers=limit")
+            raise ValueError(
+                f"{field}: the PyTorch peer does not support this; measure without it, or use --peers=limit"
+            )
 
 
 def rope_tables(model: DecoderConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -101,7 +103,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """tokens [B, T] -> logits [B, T, V]. Build it under `with torch.device(...)`; rope tables lie on rope_device."""
+    """tokens [B, T] -> logits [B, T, V]. Build it under `with torch.device(...)`; rope tables are on rope_device."""
 
     def __init__(self, model: DecoderConfig, length: int, rope_device: torch.device, recompute: bool):
         super().__init__()

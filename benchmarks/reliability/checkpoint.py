@@ -1,14 +1,15 @@
-"""What checkpoints cost a run: python -m benchmarks.reliability.checkpoint --config=NAME [--section.field=value ...]
+"""The cost of checkpoints: python -m benchmarks.reliability.checkpoint --config=NAME [--section.field=value ...]
 
-Saves the state of a recipe in the background while its train step goes on, several times, then restores it. What a save
-costs is the time that it holds the loop (with the digests) and the time that steps lose while it is being written; the
-last lines are that against an interval between saves. Reading comes from the page cache where memory is large enough.
+Saves the state of a recipe several times in the background while its train step keeps running, then restores it. The
+cost of a save is the time that it blocks the loop (including the digests) plus the time that steps lose while it is
+written; the last columns relate this to an interval between saves. Reads come from the page cache if memory is large
+enough.
 
     --seconds=10     of steps without a save, after half as much to warm up
-    --saves=3        how many; the medians count, the first one is left out if there are more
+    --saves=3        number of saves; medians are reported, without the first if there are several
     --folder=DIR     where to write; default: a temporary directory, removed at the end
-    --local_dir=DIR  measures local snapshots there too (/dev/shm)
-    --output=FILE    writes all as JSON
+    --local_dir=DIR  also measures local snapshots there (/dev/shm)
+    --output=FILE    writes all results as JSON
 """
 
 import dataclasses
@@ -41,13 +42,13 @@ INTERVAL_MINUTES = 10, 30
 @dataclasses.dataclass(frozen=True)
 class Save:
     holding_seconds: float
-    """That the loop waited."""
+    """Time for which the loop was blocked."""
     writing_seconds: float
     """From its start until it is on disk, as seen between two steps."""
     steps: int
-    """That were done meanwhile."""
+    """Steps done while it was written."""
     step_seconds: float | None
-    """Of each of them."""
+    """Time of each of them."""
 
     def lost_seconds(self, plain: float) -> float:
         """plain: seconds of a step without a save."""
@@ -108,7 +109,7 @@ def measure(config: Config, *, seconds: float, num_saves: int, folder: Path, loc
 def _saves(
     write: Callable, is_writing: Callable[[], bool], num_saves: int, setup: Setup, step: Callable, state: TrainState
 ) -> tuple[TrainState, list[Save]]:
-    """write(number, trees, meta) starts one save; steps go on until it is on disk."""
+    """write(number, trees, meta) starts one save; steps continue until it is on disk."""
     saves = []
     batches = setup.batches
     meta = {"layer_rows": {kind: rows.tolist() for kind, rows in setup.program.model.layer_rows.items()}}
@@ -121,7 +122,7 @@ def _saves(
         waiting = None
         while is_writing():
             state, metrics = step(state, batches[count % len(batches)], RATE)
-            jax.block_until_ready(waiting)  # one step behind the device, as the training loop
+            jax.block_until_ready(waiting)  # one step behind the device, like the training loop
             count += 1
             waiting = metrics
         written = time.perf_counter()
@@ -162,7 +163,7 @@ def _peak_host_bytes() -> int:
 
 
 def table(result: dict) -> str:
-    """Markdown: what a save costs."""
+    """Markdown: the cost of a save."""
     lines = [
         f"{format_bytes(result['num_bytes'])} on {result['device']}: digests {result['digest_seconds']:.3f} s, restore "
         f"{result['restore_seconds']:.2f} s, step {1000 * result['step_seconds']:.1f} ms",

@@ -1,11 +1,12 @@
-"""A run that is killed again and again, and one that is not:
+"""Compares a run that is killed repeatedly with one that is not:
 
     python -m benchmarks.reliability.soak [--minutes=20] [--output=FILE]
 
-Trains a very small model on the CPU under the supervisor (launch.max_restarts) and kills the process that trains,
-with SIGKILL, 20 to 60 s after it has begun to, until so many minutes are over; then trains the same undisturbed. Every
-loss and every digest of the last checkpoint must be the same, bit for bit: exit status 1 if one is not. Also recorded:
-kills, and how many of them hit a save; steps done again; goodput; resident memory and open files of the processes.
+Trains a very small model on the CPU under the supervisor (launch.max_restarts) and kills the training process with
+SIGKILL, 20 to 60 s after it has started to train, until `minutes` have passed; then trains the same undisturbed. Every
+loss and every digest of the last checkpoint must be the same, bit for bit; otherwise the exit status is 1. Also
+recorded: kills, and how many of them hit a save; repeated steps; goodput; resident memory and open files of the
+processes.
 """
 
 import datetime
@@ -36,7 +37,7 @@ MODEL = (
     "--logging.tensorboard=False",
 )  # fmt: skip
 SPEED_STEPS = 400
-# Of the minutes: the rest goes to starts, waits between them and steps done again.
+# Share of the minutes; the rest is spent on starts, waits between them and repeated steps.
 TRAINING_SHARE = 0.6
 KILL_SECONDS = (20.0, 60.0)
 
@@ -54,7 +55,7 @@ def start(words: list[str], log: Path) -> subprocess.Popen:
 
 
 def metrics(run_dir: Path) -> list[dict]:
-    """Whole lines of metrics.jsonl."""
+    """The complete lines of metrics.jsonl."""
     path = run_dir / "metrics.jsonl"
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
@@ -65,7 +66,7 @@ def usage(pid: int) -> dict[str, int] | None:
     try:
         kibibytes = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
         return {"resident_bytes": 1024 * int(kibibytes[1]), "open_files": len(os.listdir(f"/proc/{pid}/fd"))}
-    except (OSError, TypeError):  # TypeError: it is dead, and has no memory any more
+    except (OSError, TypeError):  # TypeError: it has died and has no memory any more
         return None
 
 
@@ -88,14 +89,14 @@ class Sampler:
             self.samples.setdefault(pid, []).append(found)
 
     def summary(self, pid: int) -> dict[str, list[int]]:
-        """Of a process, at ten times evenly spread from its first step on."""
+        """Usage of a process at ten times, evenly spaced from its first step on."""
         found = self.samples.get(pid, [])
         spread = [found[len(found) * tenth // 10] for tenth in range(10)] if found else []
         return {name: [sample[name] for sample in spread] for name in ("resident_bytes", "open_files")}
 
 
 def disturb(run_dir: Path, steps: int, seconds: float, rng: random.Random) -> dict:
-    """Trains under the supervisor with kills for so long -> what happened."""
+    """Trains under the supervisor with kills for `seconds` -> what happened."""
     log = run_dir.with_suffix(".log")
     sampler = Sampler()
     kills = []
@@ -112,7 +113,7 @@ def disturb(run_dir: Path, steps: int, seconds: float, rng: random.Random) -> di
                 time.sleep(1)
             if supervisor.poll() is not None or time.monotonic() - begin >= seconds:
                 break
-            # A moment of its own: half of the kills wait for a save to begin.
+            # Half of the kills wait for a save to begin.
             saving = _wait_for_save(run_dir, seconds=5) if rng.random() < 0.5 else False
             os.kill(child, signal.SIGKILL)
             highest = max(line["step"] for line in metrics(run_dir))
@@ -135,7 +136,7 @@ def disturb(run_dir: Path, steps: int, seconds: float, rng: random.Random) -> di
 
 
 def resumptions(log: str) -> list[tuple[int, int | None]]:
-    """(step after which the run died, step from which the next start went on, None if it did not come so far) of each
+    """(step after which the run died, step from which the next start resumed, None if it did not get that far) of each
     death."""
     pieces = re.split(r"the run ended with .* after step (\d+)", log)
     found = []
@@ -159,7 +160,7 @@ def _until_it_trains(supervisor: subprocess.Popen, run_dir: Path, highest: int) 
 
 
 def _wait_for_save(run_dir: Path, seconds: float) -> bool:
-    """Until a save is under way, at most so long -> whether one is."""
+    """Waits until a save is in progress, at most `seconds` -> whether one is."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if any((run_dir / "checkpoints").glob("*.orbax-checkpoint-tmp")):
@@ -209,7 +210,7 @@ def compare(disturbed: Path, undisturbed: Path, steps: int) -> dict:
 
 
 def measure_speed(run_dir: Path) -> float:
-    """Seconds of a step: the median of a short run."""
+    """Seconds per step: the median of a short run."""
     train_undisturbed(run_dir, SPEED_STEPS)
     return statistics.median(line["step_seconds"] for line in metrics(run_dir) if "step_seconds" in line)
 
@@ -222,7 +223,7 @@ def measure(minutes: float, seed: int, commit: str, tell: Callable[[str], None],
         folder = Path(name)
         step_seconds = measure_speed(folder / "speed")
         steps = max(int(TRAINING_SHARE * seconds / step_seconds), SPEED_STEPS)
-        tell(f"{1000 * step_seconds:.1f} ms a step: {steps} steps")
+        tell(f"{1000 * step_seconds:.1f} ms per step: {steps} steps")
         result = {
             "command": shlex.join(["python", "-m", "benchmarks.reliability.soak", *sys.argv[1:]]),
             "arguments": list(MODEL),

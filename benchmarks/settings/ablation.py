@@ -1,12 +1,12 @@
-"""What each compiler option is worth: python -m benchmarks.settings.ablation --config=NAME [--section.field=value ...]
+"""Effect of each compiler option: python -m benchmarks.settings.ablation --config=NAME [--section.field=value ...]
 
 Measures the bare train step (benchmarks/train_step.py) with the options that a run would get, then without each of
-them, with each candidate added or instead, and at last as at first, which shows the drift: a difference below it means
-nothing. One process, one table.
+them, with each candidate added or replaced, and finally with the original options again, which shows the drift: smaller
+differences are not significant. One process, one table.
 
-    --seconds=6                     of each measurement
+    --seconds=6                     length of each measurement
     --options="xla_a=1 xla_b=x,y"   the candidates, instead of those below
-    --output=FILE.json              keeps the numbers
+    --output=FILE.json              saves the numbers
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from megajax.training.compiler_options import parse
 from megajax.training.reporting.console import format_bytes
 from megajax.training.state import TrainState
 
-# What published recipes for H100 set, and what ought to help collectives beside matmuls.
+# Options set by published recipes for H100, and options that should help collectives that overlap with matmuls.
 CANDIDATES = (
     "xla_gpu_enable_triton_gemm=True xla_gpu_enable_command_buffer= xla_gpu_nccl_collective_max_nchannels=8 "
     "xla_gpu_enable_nccl_user_buffers=True xla_gpu_experimental_enable_nccl_symmetric_buffers=True "
@@ -41,13 +41,13 @@ class Row:
     step_seconds: float | None
     """None: it did not compile, or did not run."""
     peak_memory_bytes: int | None
-    """As the compiler plans it, a device."""
+    """Planned by the compiler, per device."""
     compile_seconds: float | None
     problem: str = ""
 
 
 def variants(options: dict[str, str], candidates: dict[str, str]) -> dict[str, dict[str, str]]:
-    """{what is changed: all options}, the unchanged ones first and last."""
+    """{change: all options}, with the unchanged options first and last."""
     without = {f"without {name}": {n: v for n, v in options.items() if n != name} for name in options}
     added = {name: value for name, value in candidates.items() if options.get(name) != value}
     with_one = {f"{name}={value}": options | {name: value} for name, value in added.items()}
@@ -75,11 +75,11 @@ def table(rows: list[Row]) -> str:
 def _measure(
     setup: Setup, state: TrainState, change: str, options: dict[str, str], seconds: float
 ) -> tuple[Row, TrainState | None]:
-    """-> (row, state to go on with; None if it is lost)."""
+    """-> (row, state to continue with; None if it is lost)."""
     try:
         step, compile_seconds = setup.compile(state, options)
         state, _, step_seconds = sustained(step, state, setup.batches, seconds)
-    except jax.errors.JaxRuntimeError as error:  # the compiler refuses the option, or memory is too small for it
+    except jax.errors.JaxRuntimeError as error:  # the compiler refuses the option, or it runs out of memory
         return Row(change, None, None, None, problem=str(error).splitlines()[0][:200]), None
     return Row(change, step_seconds, step.memory_analysis().peak_memory_in_bytes, compile_seconds), state
 

@@ -1,8 +1,8 @@
 """The bubble of a pipeline against the formula: python -m benchmarks.settings.bubble RECORD.json [--plot=FILE.svg]
 
 RECORD.json: {"date", "commit", "rows": what `benchmarks.train_step` printed, each with its "command"}. Rows that differ
-in nothing but the number M of microbatches are a series. The slope of the line through its steps is the time t that one
-microbatch adds, and of a step of T the part 1 - M t / T is bubble, the update of the weights included.
+only in the number M of microbatches form a series. The slope of the line through its step times is the time t that one
+microbatch adds, and the bubble of a step of time T is 1 - M t / T, including the weight update.
 """
 
 import json
@@ -26,9 +26,9 @@ TOP = 40
 
 
 def config_of(row: dict) -> Config:
-    """What a row was measured with, from its command."""
+    """The config with which a row was measured, from its command."""
     values, rest = split(shlex.split(row["command"])[3:], {"config": "", "seconds": "", "steps": ""})
-    moved = {f"--{old}=": f"--{new}=" for old, new in MOVED.items()}  # since the record was made
+    moved = {f"--{old}=": f"--{new}=" for old, new in MOVED.items()}  # renamed since the record was made
     return read_config(values["config"], [_renamed(argument, moved) for argument in rest])
 
 
@@ -38,7 +38,7 @@ def _renamed(argument: str, names: dict[str, str]) -> str:
 
 
 def points(rows: list[dict]) -> list[dict]:
-    """-> rows with "ranks", "chunks", "microbatches", "formula" and, of a series, "bubble"; sorted."""
+    """-> rows with "ranks", "chunks", "microbatches", "formula" and, if in a series, "bubble"; sorted."""
     found = []
     series = defaultdict(list)
     for row in rows:
@@ -78,7 +78,7 @@ def table(rows: list[dict]) -> str:
 
 
 def plot(rows: list[dict]) -> str:
-    """SVG: the formula as lines, what was measured as dots."""
+    """SVG: the formula as lines, the measurements as dots."""
     found = [row for row in points(rows) if "bubble" in row]
     most = max(row["microbatches"] for row in found)
     top = math.ceil(10 * max(row[name] for row in found for name in ("formula", "bubble"))) / 10
@@ -96,8 +96,8 @@ def plot(rows: list[dict]) -> str:
     numbers = [2**power for power in range(int(math.log2(most)) + 1)]
     parts += [_text(x(n), TOP + HEIGHT + 20, f"{n}", "text-anchor='middle'") for n in numbers]
     parts.append(_text(LEFT + WIDTH / 2, TOP + HEIGHT + 40, "microbatches", "text-anchor='middle'"))
-    for place, key in enumerate(sorted({(row["ranks"], row["chunks"]) for row in found})):
-        color = COLORS[place % len(COLORS)]
+    for number, key in enumerate(sorted({(row["ranks"], row["chunks"]) for row in found})):
+        color = COLORS[number % len(COLORS)]
         curve = " ".join(f"{x(n):.1f},{y(part):.1f}" for n in numbers if (part := bubble(key[0], n, key[1])) <= top)
         parts.append(f"<polyline points='{curve}' fill='none' stroke='{color}' stroke-width='2'/>")
         for row in (row for row in found if (row["ranks"], row["chunks"]) == key):
@@ -105,7 +105,7 @@ def plot(rows: list[dict]) -> str:
                 f"<circle cx='{x(row['microbatches']):.1f}' cy='{y(row['bubble']):.1f}' r='4' fill='{color}'/>"
             )
         name = f"pipeline {key[0]}, virtual stages {key[1]}"
-        parts.append(_text(LEFT + WIDTH - 180, TOP + 20 + 18 * place, name, f"style='fill:{color}'"))
+        parts.append(_text(LEFT + WIDTH - 180, TOP + 20 + 18 * number, name, f"style='fill:{color}'"))
     size = f"width='{LEFT + WIDTH + 20}' height='{TOP + HEIGHT + 55}'"
     head = f"<svg xmlns='http://www.w3.org/2000/svg' {size} font-family='sans-serif' font-size='13' fill='#222'>"
     return "\n".join([head, "<rect width='100%' height='100%' fill='white'/>", *parts, "</svg>"]) + "\n"

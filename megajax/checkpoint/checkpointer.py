@@ -1,9 +1,9 @@
-"""Checkpoints of a run: parameters, optimizer, position and config of one step, written together by Orbax.
+"""Checkpoints of a run: parameters, optimizer state, position and config of one step, written together by Orbax.
 
 A step is a directory `checkpoints/STEP/` with the items `params`, `optimizer` and `meta` (JSON). Arrays are global: any
-mesh and any layout of a pipeline restores what any other saved, and serving restores `params` alone. `meta` holds a
-digest of every array (checkpoint/verify.py): what does not match is not used. `latest` beside `checkpoints` is a link
-to the newest step that is on disk.
+mesh and any pipeline layout can restore what any other saved, and serving restores only `params`. `meta` holds a digest
+of every array (checkpoint/verify.py), and arrays that do not match are not used. `latest`, next to `checkpoints`, is a
+link to the newest step on disk.
 """
 
 import contextlib
@@ -42,15 +42,15 @@ class _Manager(ocp.CheckpointManager):
         return False
 
     def _finalize_checkpoint(self, step: int) -> None:
-        """Called by the thread that saves when the step is there, and the old ones are not yet removed."""
+        """Called by the saving thread when the step is on disk and before old ones are removed."""
         super()._finalize_checkpoint(step)
         self._on_disk(step)
 
 
 class Checkpointer:
-    """Saves in the background; use as a context manager, leaving it waits for the last save.
+    """Saves in the background. Use as a context manager: leaving it waits for the last save.
 
-    config: None opens the checkpoints for reading only, and changes nothing in a run that may still be training.
+    config: None opens the checkpoints read-only and changes nothing, because the run may still be training.
     """
 
     def __init__(self, run_dir: str | Path, config: CheckpointConfig | None):
@@ -66,7 +66,7 @@ class Checkpointer:
             self._local = LocalSnapshots(run_folder(config.local_dir, self.run_dir))
         if config is not None and config.keep_best:
             for step in self._manager.all_steps():
-                with contextlib.suppress(Exception):  # restore_newest says what is damaged
+                with contextlib.suppress(Exception):  # restore_newest reports damage
                     self._kept.evaluated(step, self.read_meta(step))
 
     def _open(self) -> _Manager:
@@ -96,35 +96,35 @@ class Checkpointer:
         return self._manager.latest_step()
 
     def save(self, step: int, params, optimizer_state, meta: dict[str, Any]) -> None:
-        """Copies the arrays to the host, then writes them while training goes on. A step saved before is left alone.
+        """Copies the arrays to the host, then writes them while training continues. Does nothing if the step exists.
 
-        meta: JSON values; its eval_loss, if it has one, decides whether the step is one of checkpoint.keep_best. What
-        goes wrong, at once or in the background, is logged and counted in `failed_saves`; the next one tries anew.
+        meta: JSON values; its eval_loss, if present, decides whether the step is one of checkpoint.keep_best. Errors,
+        immediate or in the background, are logged and counted in `failed_saves`; the next save tries again.
         """
-        try:  # what went wrong with the one before is not the fault of this one
+        try:  # an error of the previous save must not prevent this one
             self.wait()
         except Exception as error:
             self._failed(error)
         try:
             self._clear_failed()
             self.write(step, {"params": params, "optimizer": optimizer_state}, meta)
-        except Exception as error:  # a disk that is full, gone or slow: training can go on
+        except Exception as error:  # a full, missing or slow disk: training continues
             self._failed(error)
 
     def is_due(self, step: int) -> bool:
-        """Whether checkpoint.every_steps asks for a checkpoint of this step."""
+        """Whether checkpoint.every_steps requires a checkpoint of this step."""
         every = self._config.every_steps if self._config else 0
         return bool(every) and step % every == 0
 
     def is_saving(self) -> bool:
-        """Whether a save is under way in the background."""
+        """Whether a save is in progress in the background."""
         return self._manager.is_saving_in_progress()
 
     def local_is_due(self, step: int) -> bool:
         return self._local is not None and step % self._config.local_every_steps == 0
 
     def save_local(self, step: int, params, optimizer_state, meta: dict[str, Any]) -> None:
-        """As `save`, but on the fast disk of each machine."""
+        """Like `save`, but to the fast local disk of each machine."""
         trees = {"params": params, "optimizer": optimizer_state}
         self._wait_for_local()
         try:
@@ -133,7 +133,7 @@ class Checkpointer:
             self._failed(error, local=True)
 
     def check(self) -> None:
-        """Looks whether a save in the background has failed since; does not wait for one that is under way."""
+        """Checks whether a background save has failed; does not wait for one in progress."""
         try:
             if not self.is_saving():
                 self.wait()
@@ -146,8 +146,8 @@ class Checkpointer:
             self._failed(error, local=True)
 
     def _clear_failed(self) -> None:
-        """Removes what failed saves have left, which may be what fills the disk, and reads again which steps are there:
-        Orbax has crossed out the oldest one for each."""
+        """Removes remains of failed saves, which may be filling the disk, and reloads the list of steps, from which
+        Orbax has dropped the oldest one for each failed save."""
         if on_all_processes(not self._left_unfinished):
             return
         if jax.process_index() == 0:
@@ -163,7 +163,7 @@ class Checkpointer:
         logger.error("a %s could not be saved (failure %d): %s", what, self.failed_saves, _in_one_line(error))
 
     def write(self, step: int, trees: dict[str, Any], meta: dict[str, Any]) -> None:
-        """Starts to save {item: tree of arrays}, as `save` does; raises what goes wrong, here or in `wait`."""
+        """Starts saving {item: tree of arrays}, like `save`, but raises errors, here or in `wait`."""
         if step in self._manager.all_steps():
             return
         self._kept.evaluated(step, meta)
@@ -172,7 +172,7 @@ class Checkpointer:
         self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
     def _point_latest(self, step: int) -> None:
-        """run_dir/latest -> checkpoints/STEP, at one stroke: another process may be reading it."""
+        """Points run_dir/latest to checkpoints/STEP atomically, because another process may be reading it."""
         link = self.run_dir / "latest"
         new = self.run_dir / "latest.new"
         if jax.process_index() != 0 or not (self.folder / str(step)).is_dir():
@@ -185,17 +185,17 @@ class Checkpointer:
             logger.warning("%s does not point to step %d: %s", link, step, error)
 
     def read_meta(self, step: int) -> dict[str, Any]:
-        """Raises ValueError if they are not what was saved."""
+        """Raises ValueError if the metadata is damaged."""
         return read_meta(self.run_dir, step)
 
     def restore_newest(
         self, abstract_params, abstract_optimizer_state, layer_rows: Rows
     ) -> tuple[int, Any, Any, dict] | None:
-        """-> (step, params, optimizer state, meta) of the newest step that is whole, or None if there is no step.
+        """-> (step, params, optimizer state, meta) of the newest undamaged step, or None if there is no step.
 
-        Steps after it, which cannot be read or in which an array is not what was saved, become STEP.damaged, with a
-        warning that says why. Raises ValueError if there are steps but none that is whole, and leaves all as they are.
-        A local snapshot that is newer and fits comes first, and is saved as a checkpoint at once.
+        Newer steps, which cannot be read or have a damaged array, are renamed to STEP.damaged, with a warning that says
+        why. Raises ValueError, and renames nothing, if there are steps but all are damaged. A newer local snapshot that
+        matches is preferred, and is saved as a checkpoint at once.
         """
         trees = dict(params=abstract_params, optimizer=abstract_optimizer_state)
         steps = sorted(self._manager.all_steps(), reverse=True)
@@ -220,7 +220,7 @@ class Checkpointer:
         return None
 
     def _restore_local(self, after: int, up_to: float, trees: dict, layer_rows: Rows) -> tuple | None:
-        """A snapshot between these steps, as `restore_newest` gives it."""
+        """A local snapshot between these steps, in the form that `restore_newest` returns."""
         found = self._local and self._local.restore(after, up_to, trees, layer_rows)
         if not found:
             return None
@@ -231,7 +231,7 @@ class Checkpointer:
         for attempt in range(2):  # a disk may fail once
             try:
                 restored = self.restore(step, trees["params"], trees["optimizer"], layer_rows)
-            except (MemoryError, jax.errors.JaxRuntimeError):  # nothing that the checkpoint could be blamed for
+            except (MemoryError, jax.errors.JaxRuntimeError):  # not the fault of the checkpoint
                 raise
             except ValueError as error:
                 problems[step] = str(error)
@@ -243,7 +243,8 @@ class Checkpointer:
         folder = self.folder / str(step)
         if not on_all_processes(_is_permitted(folder)):
             raise ValueError(
-                f"{folder}: this user may not read all of it ({problems[step]}); give the permission, or move it away"
+                f"{folder}: this user has no permission to read all of it ({problems[step]}); grant it, or move the "
+                "directory away"
             )
         return None
 
@@ -261,32 +262,32 @@ class Checkpointer:
         self._manager.reload()
 
     def restore(self, step: int, abstract_params, abstract_optimizer_state, layer_rows: Rows) -> tuple[Any, Any, dict]:
-        """-> (params, optimizer state, meta), laid out as the shardings of the abstract trees say.
+        """-> (params, optimizer state, meta), with the shardings of the abstract trees.
 
-        layer_rows: which layer is in which row of these; the checkpoint says it of its own. Raises ValueError with the
-        step if it cannot be read, or if an array is not what was saved.
+        layer_rows: the layer of each row in these trees; the checkpoint records its own. Raises ValueError that names
+        the step if it cannot be read, or if an array is damaged.
         """
         trees = dict(params=abstract_params, optimizer=abstract_optimizer_state)
         restored, meta = self._restore(step, trees, layer_rows)
         return restored["params"], restored["optimizer"], meta
 
-    def restore_params(self, step: int, abstract_params, layer_rows: Rows):
-        """As `restore`, of the parameters alone."""
-        return self._restore(step, dict(params=abstract_params), layer_rows)[0]["params"]
+    def restore_params(self, step: int, abstract_params, layer_rows: Rows, *, some: bool = False):
+        """Like `restore`, but only for the parameters; some: abstract_params may be a subset of them."""
+        return self._restore(step, dict(params=abstract_params), layer_rows, some)[0]["params"]
 
-    def _restore(self, step: int, abstract: dict, wanted: Rows) -> tuple[dict, dict]:
+    def _restore(self, step: int, abstract: dict, wanted: Rows, some: bool = False) -> tuple[dict, dict]:
         problem = None
         read = None
         try:
-            read = self._read(step, abstract, wanted)
+            read = self._read(step, abstract, wanted, some)
         except Exception as error:
             problem = error
-        # All processes compute what follows together, or none does.
+        # What follows is a computation of all processes, so all of them take part or none.
         if not on_all_processes(problem is None):
             raise problem or ValueError(f"another process could not read {self.folder / str(step)}")
         restored, saved, stored, meta = read
         if not saved:
-            logger.warning("checkpoint %d is not verified: it was written before there were digests", step)
+            logger.warning("checkpoint %d is not verified: it was written by a version without digests", step)
         wrong = [
             f"{name}{path}" for name in abstract for path in differing(saved.get(name, {}), restored[name]) if saved
         ]
@@ -298,8 +299,8 @@ class Checkpointer:
         moved = {name: wanted_form(restored[name], tree, stored, wanted) for name, tree in abstract.items()}
         return {name: jax.tree.map(_cast, moved[name], tree) for name, tree in abstract.items()}, meta
 
-    def _read(self, step: int, abstract: dict, wanted: Rows) -> tuple[dict, dict, Rows, dict]:
-        """-> (trees as they are stored, digests, rows of the layers, meta data)."""
+    def _read(self, step: int, abstract: dict, wanted: Rows, some: bool) -> tuple[dict, dict, Rows, dict]:
+        """-> (trees as they are stored, digests, rows of the layers, metadata)."""
         meta = self.read_meta(step)
         try:
             stored = saved_rows(meta, wanted)
@@ -308,16 +309,17 @@ class Checkpointer:
                 name: as_stored(saved.get(name, {}), stored_form(tree, stored, wanted))
                 for name, tree in abstract.items()
             }
-            items = {name: ocp.args.StandardRestore(form) for name, form in forms.items()}
+            restore = _restore_some if some else ocp.args.StandardRestore
+            items = {name: restore(form) for name, form in forms.items()}
             return self._manager.restore(step, args=ocp.args.Composite(**items)), saved, stored, meta
-        except (MemoryError, jax.errors.JaxRuntimeError):  # nothing that the checkpoint could be blamed for
+        except (MemoryError, jax.errors.JaxRuntimeError):  # not the fault of the checkpoint
             raise
-        except Exception as error:  # Orbax has many
+        except Exception as error:  # Orbax raises many types
             folder = self.folder / str(step)
             raise ValueError(f"{folder} cannot be read ({_in_one_line(error)}); use another step") from error
 
     def wait(self) -> None:
-        """Until the save under way is on disk; raises what went wrong with it."""
+        """Waits until the current save is on disk; raises its error."""
         self._manager.wait_until_finished()
 
     def _wait_for_local(self) -> None:
@@ -337,8 +339,13 @@ class Checkpointer:
             self._local.remove_up_to(self.latest_step() or 0)
 
 
+def _restore_some(form) -> ocp.args.PyTreeRestore:
+    restore_args = ocp.checkpoint_utils.construct_restore_args(form)
+    return ocp.args.PyTreeRestore(form, restore_args=restore_args, partial_restore=True)
+
+
 def _has_times(path: Path) -> bool:
-    """Whether Orbax can read when a step was saved, which it does of all steps before anything else."""
+    """Whether Orbax can read the times of a step, which it does for all steps before anything else."""
     try:
         found = json.loads(path.read_text())
         return all(
@@ -352,11 +359,11 @@ def _sealed(trees: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
     return sealed(meta | {"digests": {name: digests(tree) for name, tree in trees.items()}})
 
 
-def _cast(array: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-    """One after the other, so that one of them is there twice."""
-    if array.dtype == wanted.dtype:
+def _cast(array: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
+    """Waits for the result and deletes the input, so that at most one array exists twice."""
+    if array.dtype == target.dtype:
         return array
-    cast = jax.block_until_ready(jax.jit(lambda a: a.astype(wanted.dtype), out_shardings=wanted.sharding)(array))
+    cast = jax.block_until_ready(jax.jit(lambda a: a.astype(target.dtype), out_shardings=target.sharding)(array))
     array.delete()
     return cast
 
@@ -367,5 +374,5 @@ def _in_one_line(error: Exception) -> str:
 
 
 def _is_permitted(folder: Path) -> bool:
-    """Whether this user may read everything in it."""
+    """Whether this user has permission to read everything in the folder."""
     return all(os.access(path, os.R_OK) for path in (folder, *folder.rglob("*")))

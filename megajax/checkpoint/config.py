@@ -1,4 +1,4 @@
-"""When checkpoints are saved, and which of them stay."""
+"""When checkpoints are saved, and which of them are kept."""
 
 import dataclasses
 import math
@@ -21,19 +21,20 @@ class CheckpointConfig:
     keep_best: NonNegativeInt = 0
     """Also keep the N best by eval_loss, of the checkpoints whose step was evaluated; 0: none."""
     local_dir: str = ""
-    """Fast directory on each machine (/dev/shm, NVMe) for two snapshots, beside the checkpoints; empty: none."""
+    """Fast local directory on each machine (/dev/shm, NVMe) for two snapshots, in addition to the checkpoints; empty:
+    none."""
     local_every_steps: NonNegativeInt = 0
-    """Steps between two local snapshots."""
+    """Steps between local snapshots."""
 
     start_from: str = ""
-    """Begin a new run with the weights of this run (its newest step, or RUN/checkpoints/STEP), new optimizer state and
-    step 0; empty: with random weights."""
+    """Start a new run from the weights of this run (its newest step, or RUN/checkpoints/STEP) or Hugging Face folder,
+    with new optimizer state, at step 0; empty: from random weights."""
     start_fresh: tuple[str, ...] = ()
-    """Parameters not taken from start_from, by shell patterns of their names: they are initialised (an adapter, a head
-    of another size) or, if this model does not have them, left out."""
+    """Parameters that start_from does not load, as shell patterns of their names: they are initialised (an adapter, a
+    head of another size) or, if this model does not have them, ignored."""
 
     def source(self) -> tuple[Path, int | None]:
-        """Of start_from -> (run directory, step or None for the newest)."""
+        """start_from as (run directory, step or None for the newest)."""
         path = Path(self.start_from).resolve()
         if path.parent.name == "checkpoints" and path.name.isdecimal():
             return path.parents[1], int(path.name)
@@ -43,21 +44,21 @@ class CheckpointConfig:
         if bool(self.local_dir) != bool(self.local_every_steps):
             raise ValueError(
                 f"checkpoint.local_dir={self.local_dir!r} with checkpoint.local_every_steps={self.local_every_steps}: "
-                "local snapshots need both; give the other one too, or neither"
+                "local snapshots need both; give both or neither"
             )
         if self.local_every_steps and self.every_steps and self.local_every_steps % self.every_steps == 0:
             raise ValueError(
                 f"checkpoint.local_every_steps={self.local_every_steps} is a multiple of checkpoint.every_steps="
-                f"{self.every_steps}, so each would be a checkpoint anyway; use a smaller number"
+                f"{self.every_steps}, so each of these steps is a checkpoint anyway; use a smaller number"
             )
 
     def check_evaluated(self, training_steps: int, eval_every_steps: int) -> None:
-        """Raises ValueError if the best checkpoints are wanted, but their steps are never evaluated."""
+        """Raises ValueError if keep_best is set, but no saved step is evaluated."""
         if not self.keep_best:
             return
         if not eval_every_steps:
             raise ValueError(
-                f"checkpoint.keep_best={self.keep_best} needs evaluations, training.eval_every_steps=0 disables them; "
+                f"checkpoint.keep_best={self.keep_best} needs evaluations, but training.eval_every_steps=0; "
                 f"use --training.eval_every_steps={self.every_steps or training_steps}"
             )
         if 0 < self.every_steps < training_steps <= math.lcm(self.every_steps, eval_every_steps):
@@ -72,23 +73,23 @@ class CheckpointConfig:
         if not self.local_dir:
             return
         folder = Path(self.local_dir).absolute()
-        there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
             raise ValueError(
-                f"checkpoint.local_dir={self.local_dir} cannot be written ({there} is not a directory that can be); "
+                f"checkpoint.local_dir={self.local_dir} cannot be written ({existing} is not a writable directory); "
                 "use another, such as --checkpoint.local_dir=/dev/shm"
             )
 
 
 class Kept:
-    """Which checkpoints stay, as Orbax asks for it (a preservation policy)."""
+    """Orbax's preservation policy: which checkpoints are kept."""
 
     def __init__(self, config: CheckpointConfig):
         self._config = config
         self._eval_losses: dict[int, float] = {}
 
     def evaluated(self, step: int, meta: dict[str, Any]) -> None:
-        """Takes note of the step's eval_loss, if its meta data have one."""
+        """Records the step's eval_loss, if its metadata has one."""
         loss = meta.get("eval_loss")
         if loss is not None and math.isfinite(loss):
             self._eval_losses[step] = loss
@@ -96,9 +97,9 @@ class Kept:
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         steps = sorted(checkpoint.step for checkpoint in checkpoints)
         config = self._config
-        stay = set(steps[-config.keep :])  # all for 0
+        kept = set(steps[-config.keep :])  # all for 0
         if config.keep_every_steps:
-            stay |= {step for step in steps if step % config.keep_every_steps == 0}
+            kept |= {step for step in steps if step % config.keep_every_steps == 0}
         evaluated = [step for step in steps if step in self._eval_losses]
-        stay |= set(sorted(evaluated, key=lambda step: (self._eval_losses[step], -step))[: config.keep_best])
-        return [checkpoint.step in stay for checkpoint in checkpoints]
+        kept |= set(sorted(evaluated, key=lambda step: (self._eval_losses[step], -step))[: config.keep_best])
+        return [checkpoint.step in kept for checkpoint in checkpoints]

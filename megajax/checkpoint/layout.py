@@ -1,7 +1,7 @@
-"""Layers of a checkpoint in the rows in which another run keeps them.
+"""Rearranges the layers of a checkpoint into the rows that another run uses.
 
 The layers of one kind are stacked in one array, layer after layer, or for a pipeline [chunks, rows of all ranks] with
-rows of padding (parallel/schedule.py). A checkpoint holds the arrays as the run that saved it had them, and says which
+padding rows (parallel/schedule.py). A checkpoint holds the arrays as the run that saved it had them, and records which
 row is which layer.
 """
 
@@ -14,30 +14,30 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 Rows = dict[str, np.ndarray]
-"""{"stack.kind": int32 number of the layer in each row of its arrays, -1 for padding}."""
+"""{"stack.kind": int32 layer number of each row of its arrays, -1 for padding}."""
 
 
 def saved_rows(meta: dict, wanted: Rows) -> Rows:
-    """Of the arrays of a checkpoint, from its meta data; those of before there were several stacks name the kind alone,
-    and before there were pipelines, nothing. Raises ValueError if it has not the layers that are wanted."""
+    """The rows of the arrays of a checkpoint, from its metadata; versions with a single stack named only the kind, and
+    versions without pipelines recorded nothing. Raises ValueError if it does not have the wanted layers."""
     if "layer_rows" not in meta:
-        return {place: np.arange(rows.max() + 1) for place, rows in wanted.items()}
+        return {stack: np.arange(rows.max() + 1) for stack, rows in wanted.items()}
     stored = {
-        place if "." in place else f"layers.{place}": np.array(rows) for place, rows in meta["layer_rows"].items()
+        stack if "." in stack else f"layers.{stack}": np.array(rows) for stack, rows in meta["layer_rows"].items()
     }
-    for place, rows in wanted.items():
+    for stack, rows in wanted.items():
         here = np.unique(rows)
-        there = np.unique(stored.get(place, []))
-        if not np.array_equal(here[here >= 0], there[there >= 0]):
+        in_checkpoint = np.unique(stored.get(stack, []))
+        if not np.array_equal(here[here >= 0], in_checkpoint[in_checkpoint >= 0]):
             raise ValueError(
-                f"{place} has {np.sum(there >= 0)} layers in the checkpoint and {np.sum(here >= 0)} here, or others: "
-                "describe the model as it was saved"
+                f"{stack} has {np.sum(in_checkpoint >= 0)} layers in the checkpoint and {np.sum(here >= 0)} here, or "
+                "different ones: use the model settings that it was saved with"
             )
     return stored
 
 
 def stored_form(abstract, stored: Rows, wanted: Rows):
-    """abstract: pytree of arrays with shardings, as they are wanted -> the same as they are stored."""
+    """abstract: pytree of abstract arrays with the wanted shapes and shardings -> the same with the stored ones."""
 
     def form(a, kind):
         if kind is None or np.array_equal(stored[kind], wanted[kind]):
@@ -54,14 +54,14 @@ def stored_form(abstract, stored: Rows, wanted: Rows):
 
 
 def wanted_form(tree, abstract, stored: Rows, wanted: Rows):
-    """Arrays of stored_form -> arrays like `abstract`, one after the other, so that one of them is there twice."""
+    """Arrays of stored_form -> arrays like `abstract`; one after the other, so that at most one exists twice."""
 
     def form(target, kind, a):
         if kind is None or np.array_equal(stored[kind], wanted[kind]):
             return a
         row_of = {number: row for row, number in enumerate(stored[kind].ravel().tolist())}
         is_layer = wanted[kind].ravel() >= 0
-        # Padding is zeros, from whichever row.
+        # Padding rows are zeroed below; any source row will do.
         rows = np.array([row_of[number] if number >= 0 else 0 for number in wanted[kind].ravel().tolist()])
 
         def move(a):
@@ -77,11 +77,11 @@ def wanted_form(tree, abstract, stored: Rows, wanted: Rows):
 
 
 def of_layers(form: Callable, tree, wanted: Rows, *others):
-    """form(leaf, place, *others) of each leaf; place: the "stack.kind" that it belongs to, a key of wanted, or None."""
+    """Applies form(leaf, stack, *others) to each leaf; stack: its "stack.kind", a key of wanted, or None."""
 
     def apply(path, leaf, *others):
         names = [str(getattr(entry, "key", "")) for entry in path]
-        places = [".".join(pair) for pair in itertools.pairwise(names)]
-        return form(leaf, next((place for place in places if place in wanted), None), *others)
+        stacks = [".".join(pair) for pair in itertools.pairwise(names)]
+        return form(leaf, next((stack for stack in stacks if stack in wanted), None), *others)
 
     return jax.tree_util.tree_map_with_path(apply, tree, *others)

@@ -1,8 +1,9 @@
-"""Snapshots of a run on a fast disk of each machine (/dev/shm, NVMe), newer than the checkpoints that machines share.
+"""Snapshots of a run on a fast local disk of each machine (/dev/shm, NVMe), newer than the shared checkpoints.
 
-LOCAL_DIR/RUN/STEP/process_N/ is what process N has on its devices: `arrays`, the bytes of its distinct shards one after
-the other, and `index.json`, which says what they are and has the meta data of the step, with the digests of the whole
-arrays. It is of use only where the same processes come back with the same shards; Orbax keeps the rest.
+LOCAL_DIR/RUN/STEP/process_N/ holds what process N has on its devices: `arrays`, the bytes of its distinct shards one
+after the other, and `index.json`, which describes them and has the metadata of the step, with the digests of the whole
+arrays. A snapshot can be used only if the same processes return with the same shards; for all else there are Orbax's
+checkpoints.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ KEPT = 2  # a process may have finished one snapshot more than another when the 
 
 
 def run_folder(local_dir: str | Path, run_dir: Path) -> Path:
-    """LOCAL_DIR/RUN. RUN is of this very directory: neither of a copy, nor of a run that was there before it.
+    """LOCAL_DIR/RUN. RUN identifies this run directory, as opposed to a copy of it or an earlier run in its place.
 
     Every process of the run must call it.
     """
@@ -43,14 +44,14 @@ def run_folder(local_dir: str | Path, run_dir: Path) -> Path:
 
 
 def _run_id(run_dir: Path) -> uuid.UUID:
-    """What run_id holds; a new one where there is none."""
+    """The id in the file run_id, which is created if it does not exist."""
     path = run_dir / "run_id"
     run_id = uuid.uuid4()
     if path.exists():
         try:
             return uuid.UUID(path.read_text())
         except (OSError, ValueError) as error:
-            logger.warning("%s cannot be read (%s): the run has no local snapshots from before", path, error)
+            logger.warning("%s cannot be read (%s): earlier local snapshots of the run are ignored", path, error)
     run_dir.mkdir(parents=True, exist_ok=True)
     path.with_name("run_id.new").write_text(run_id.hex)
     path.with_name("run_id.new").replace(path)
@@ -61,7 +62,7 @@ class LocalSnapshots:
     """The newest snapshots of this process. Every process must call `save` and `restore`."""
 
     def __init__(self, folder: Path):
-        """folder: from `run_folder`. What a process that was killed left unfinished is removed."""
+        """folder: from `run_folder`. Unfinished snapshots of a killed process are removed."""
         self._folder = folder
         self._name = f"process_{jax.process_index()}"
         self._pool = ThreadPoolExecutor(1)
@@ -70,29 +71,29 @@ class LocalSnapshots:
             _remove(unfinished)
 
     def save(self, step: int, trees: dict[str, Any], meta: dict[str, Any]) -> None:
-        """Copies the shards to the host, then writes them while training goes on.
+        """Copies the shards to the host, then writes them while training continues.
 
-        meta: with the digests of the trees. Waits for the snapshot before, and raises what went wrong with it.
+        meta: with the digests of the trees. Waits for the previous snapshot, and raises its error.
         """
         self.wait()
         arrays = {}
         blocks = []
         offset = 0
         shards = {path: _distinct_shards(leaf) for path, leaf in _leaves(trees).items()}
-        for of_one in shards.values():
-            for shard in of_one.values():
+        for array_shards in shards.values():
+            for shard in array_shards.values():
                 shard.copy_to_host_async()
         for path, leaf in _leaves(trees).items():
-            places = []
+            offsets = []
             for bounds, shard in shards[path].items():
-                places.append([bounds, offset])
+                offsets.append([bounds, offset])
                 blocks.append(_copy_on_host(shard))
                 offset += blocks[-1].nbytes
-            arrays[path] = {"shape": leaf.shape, "dtype": str(leaf.dtype), "shards": places}
+            arrays[path] = {"shape": leaf.shape, "dtype": str(leaf.dtype), "shards": offsets}
         self._writing = self._pool.submit(self._write, step, blocks, {"meta": meta, "arrays": arrays})
 
     def check(self) -> None:
-        """Raises what went wrong with the last snapshot; does not wait for one that is being written."""
+        """Raises the error of the last snapshot; does not wait for one that is being written."""
         if not self.is_writing():
             self.wait()
 
@@ -100,7 +101,7 @@ class LocalSnapshots:
         return self._writing is not None and not self._writing.done()
 
     def wait(self) -> None:
-        """Until the last snapshot is written; raises what went wrong with it, once."""
+        """Waits until the last snapshot is written; raises its error, once."""
         writing = self._writing
         self._writing = None
         if writing is not None:
@@ -109,15 +110,15 @@ class LocalSnapshots:
     def restore(
         self, after: int, up_to: float, abstract: dict[str, Any], layer_rows: Rows
     ) -> tuple[int, dict, dict] | None:
-        """-> (step, trees, meta) of the newest snapshot between those steps, laid out as the abstract trees say.
+        """-> (step, trees, meta) of the newest snapshot between those steps, with the shardings of the abstract trees.
 
-        None if there is none, or none that every process has whole and with the shards that it needs: the log says why.
+        None if there is none that every process has complete and with the shards that it needs; the log says why.
         """
         own = {step for step in self._steps() if after < step <= up_to}
         for step in sorted(_on_any_process(own), reverse=True):
             found = self._read_verified(step, abstract, layer_rows)
             if not isinstance(found, str):
-                logger.info("step %d is taken from the local snapshot in %s", step, self._folder)
+                logger.info("step %d is restored from the local snapshot in %s", step, self._folder)
                 return step, *found
             logger.warning("the local snapshot %d is not used: %s", step, found)
         return None
@@ -136,7 +137,7 @@ class LocalSnapshots:
         return self._folder / str(step) / self._name
 
     def _steps(self) -> list[int]:
-        """That this process has whole."""
+        """Steps of which this process has a complete snapshot."""
         steps = [path.parents[1].name for path in self._folder.glob(f"*/{self._name}/index.json")]
         return sorted(int(step) for step in steps if step.isdecimal())
 
@@ -158,18 +159,18 @@ class LocalSnapshots:
             raise
         before = [other for other in self._steps() if other <= step]
         for other in set(self._steps()) - set(before[-KEPT:]):
-            _remove(self._path(other))  # later ones too: the run did not go on from them
+            _remove(self._path(other))  # later ones too: the run did not resume from them
 
     def _read_verified(self, step: int, abstract: dict[str, Any], layer_rows: Rows) -> tuple[dict, dict] | str:
-        """-> (trees, meta), or why not; all processes come to the same."""
+        """-> (trees, meta), or the reason why not; all processes agree on which."""
         problem = ""
         found = None
         try:
             found = self._read(step, abstract, layer_rows)
-        except Exception as error:  # whatever it is, the shared checkpoint is there
+        except Exception as error:  # in any case the shared checkpoint can be used
             problem = str(error) or type(error).__name__
         if not on_all_processes(found is not None):
-            return problem or "another process says why"
+            return problem or "another process logs why"
         trees, meta = found
         saved = meta.pop("digests", {})
         wrong = [f"{name}{path}" for name in trees for path in differing(saved.get(name, {}), trees[name])]
@@ -178,27 +179,27 @@ class LocalSnapshots:
         return trees, meta
 
     def _read(self, step: int, abstract: dict[str, Any], layer_rows: Rows) -> tuple[dict, dict]:
-        """-> (trees, meta). Raises ValueError if they are not the shards that are needed here."""
+        """-> (trees, meta). Raises ValueError if the snapshot does not have the shards that are needed here."""
         folder = self._path(step)
         if not (folder / "index.json").is_file():
             raise ValueError(f"{folder} does not exist")
         index = json.loads((folder / "index.json").read_text())
         meta = unsealed(index["meta"], folder)
         if meta.get("step", step) != step:
-            raise ValueError(f"{folder} is of step {meta['step']}")
-        saved = {place: rows.tolist() for place, rows in saved_rows(meta, layer_rows).items()}
-        if saved != {place: rows.tolist() for place, rows in layer_rows.items()}:
-            raise ValueError("it was saved with another layout of the pipeline")
+            raise ValueError(f"{folder} holds step {meta['step']}")
+        saved = {stack: rows.tolist() for stack, rows in saved_rows(meta, layer_rows).items()}
+        if saved != {stack: rows.tolist() for stack, rows in layer_rows.items()}:
+            raise ValueError("it was saved with another pipeline layout")
         wanted = _leaves(abstract)
         if wanted.keys() != index["arrays"].keys():
-            raise ValueError("it has other arrays")
+            raise ValueError("it has different arrays")
         with (folder / "arrays").open("rb") as file:
-            made = {path: _array(path, a, index["arrays"][path], file) for path, a in wanted.items()}
-        return jax.tree.unflatten(jax.tree.structure(abstract), list(made.values())), meta
+            arrays = {path: _array(path, a, index["arrays"][path], file) for path, a in wanted.items()}
+        return jax.tree.unflatten(jax.tree.structure(abstract), list(arrays.values())), meta
 
 
 def _remove(folder: Path) -> None:
-    """The folder of one process, and that of its step after the last one."""
+    """Removes the folder of one process, and the folder of the step once it is empty."""
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):
         folder.parent.rmdir()
@@ -217,7 +218,7 @@ def _distinct_shards(array: jax.Array) -> dict[tuple, jax.Array]:
 
 
 def _copy_on_host(shard: jax.Array) -> np.ndarray:
-    """uint8 [bytes]; of its own, because the next step overwrites the array."""
+    """uint8 [bytes], as a copy, because the next step overwrites the array."""
     host = np.ascontiguousarray(np.asarray(shard)).reshape(-1).view(np.uint8)
     (device,) = shard.devices()
     is_copy = device.platform != "cpu" and shard.sharding.memory_kind == "device"
@@ -231,16 +232,16 @@ def _array(path: str, wanted: jax.ShapeDtypeStruct, stored: dict, file) -> jax.A
     offsets = {tuple(map(tuple, bounds)): offset for bounds, offset in stored["shards"]}
     pieces = []
     blocks = {}
-    for device, place in wanted.sharding.addressable_devices_indices_map(wanted.shape).items():
-        bounds = _bounds(place, wanted.shape)
+    for device, index in wanted.sharding.addressable_devices_indices_map(wanted.shape).items():
+        bounds = _bounds(index, wanted.shape)
         if bounds not in offsets:
-            raise ValueError(f"it was saved on another mesh: {path} has other shards")
+            raise ValueError(f"it was saved on another mesh: {path} has different shards")
         if bounds not in blocks:
             shape = [stop - start for start, stop in bounds]
             file.seek(offsets[bounds])
             block = np.fromfile(file, jnp.dtype(wanted.dtype), math.prod(shape))
             if block.size != math.prod(shape):
-                raise ValueError(f"the file is cut off in {path}")
+                raise ValueError(f"the file is truncated in {path}")
             blocks[bounds] = block.reshape(shape)
         pieces.append(
             jax.device_put(blocks[bounds], SingleDeviceSharding(device, memory_kind=wanted.sharding.memory_kind))
@@ -249,7 +250,7 @@ def _array(path: str, wanted: jax.ShapeDtypeStruct, stored: dict, file) -> jax.A
 
 
 def _on_any_process(steps: set[int]) -> set[int]:
-    """Steps that some process of the run has, the newest few."""
+    """The newest few steps that any process of the run has."""
     if jax.process_count() == 1:
         return steps
     own = np.full(2 * KEPT, -1, np.int32)

@@ -1,4 +1,4 @@
-"""Which steps a run has saved, and what their meta data say, without reading an array of them."""
+"""The saved steps of a run and their metadata, without reading their arrays."""
 
 import json
 import logging
@@ -11,13 +11,13 @@ logger = logging.getLogger("megajax")
 
 
 def saved_steps(run_dir: str | Path) -> list[int]:
-    """In ascending order."""
+    """Numbers of the saved steps, in ascending order."""
     folder = Path(run_dir) / "checkpoints"
     return sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal())
 
 
 def find_step(run_dir: str | Path, step: int | None = None) -> int:
-    """A step that is on disk, by default the newest. Raises ValueError if it is not there."""
+    """A step that is on disk, by default the newest. Raises ValueError if there is none."""
     folder = Path(run_dir) / "checkpoints"
     steps = saved_steps(run_dir)
     if not steps:
@@ -31,7 +31,7 @@ def find_step(run_dir: str | Path, step: int | None = None) -> int:
 
 
 def read_meta(run_dir: str | Path, step: int) -> dict[str, Any]:
-    """The meta data of a step. Raises ValueError with the file if they are not what was saved, or of another step."""
+    """The metadata of a step. Raises ValueError that names the file if it is damaged, or belongs to another step."""
     path = Path(run_dir) / "checkpoints" / str(step) / "meta" / "metadata"
     try:
         meta = json.loads(path.read_text())
@@ -41,12 +41,12 @@ def read_meta(run_dir: str | Path, step: int) -> dict[str, Any]:
         raise ValueError(f"{path} is damaged: it does not hold an object {{...}}; use another step")
     meta = unsealed(meta, path)
     if meta.get("step", step) != step:
-        raise ValueError(f"{path} is damaged: it is of step {meta['step']}, not {step}; use another step")
+        raise ValueError(f"{path} is damaged: it belongs to step {meta['step']}, not {step}; use another step")
     return meta
 
 
 def newest_meta(run_dir: str | Path) -> tuple[int, dict[str, Any]] | None:
-    """(step, meta data) of the newest step whose meta data are whole; the log says which are not."""
+    """(step, metadata) of the newest step with undamaged metadata; the log names damaged ones."""
     for step in reversed(saved_steps(run_dir)):
         try:
             return step, read_meta(run_dir, step)

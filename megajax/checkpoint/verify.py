@@ -1,15 +1,14 @@
-"""A digest of every array of a checkpoint, that finds what was damaged on disk.
+"""A digest of every array of a checkpoint, which detects damage on disk.
 
-Orbax restores an array with a flipped bit without a word. So a run that saves keeps, for each array x with elements of
-bits b_i at position i of the whole array, two numbers in the meta data of the step:
+Orbax restores an array with a flipped bit without an error. So a save records, for each array x whose element at
+position i of the whole array has the bits b_i, two numbers in the metadata of the step:
 
     digest_k(x) = sum_i mix_k(b_i xor (a_k i + c_k))   mod 2^32,   k = 0, 1
 
 mix_k is a bijection of 32 bits in which every bit of the input changes each bit of the output with a probability of
-about a half. So a single damaged element always changes the digest, and any other damage (pairs of signs, elements that
-changed places) goes unnoticed with a probability of about 2^-64. Sums that wrap around are exact in any order, so that
-the digest is the same on every mesh. It detects errors, not attackers. Computed where the arrays are, in one pass over
-their memory.
+about a half. So a single damaged element always changes the digest, and any other damage (pairs of flipped signs,
+swapped elements) goes unnoticed with a probability of about 2^-64. Modular sums are exact in any order, so the digest
+is the same on every mesh. It detects errors, not attacks. It is computed on the devices, in one pass over the arrays.
 
 Source of mix_k: the finalizer of MurmurHash3 (Appleby, github.com/aappleby/smhasher) and lowbias32 (Wellons,
 nullprogram.com/blog/2018/07/31).
@@ -45,7 +44,7 @@ def digests(tree) -> dict[str, list]:
 
 
 def as_stored(stored: dict[str, list], abstract):
-    """Abstract arrays with the dtypes that digests name: only as they were saved can arrays be compared."""
+    """Abstract arrays with the dtypes recorded with the digests: arrays can be compared only in the saved dtype."""
 
     def choose(path, a):
         dtype, _ = stored.get(jax.tree_util.keystr(path), (a.dtype, None))
@@ -55,7 +54,7 @@ def as_stored(stored: dict[str, list], abstract):
 
 
 def differing(stored: dict[str, list], tree) -> list[str]:
-    """Paths of the arrays in the tree whose digest is not the stored one, in their order."""
+    """Paths of the arrays in the tree whose digest differs from the stored one, in order."""
     is_older = any(isinstance(value, int) for _, value in stored.values())
     found = _by_path(tree, weighted_sum if is_older else digest)
     return [name for name, value in found.items() if stored.get(name) != value]
@@ -67,32 +66,32 @@ def _by_path(tree, formula: Callable[[jax.Array], jax.Array]) -> dict[str, list]
     found = _all({name: leaf for name, leaf in leaves.items() if name not in on_host}, formula)
     for name in on_host:  # one after the other: together they may not fit on the device
         leaf = leaves[name]
-        there = jax.device_put(leaf, leaf.sharding.with_memory_kind(_default_memory(leaf)))
-        found |= _all({name: there}, formula)
+        on_device = jax.device_put(leaf, leaf.sharding.with_memory_kind(_default_memory(leaf)))
+        found |= _all({name: on_device}, formula)
     found = jax.device_get(found)
     return {name: [str(leaf.dtype), found[name].tolist()] for name, leaf in leaves.items()}
 
 
 def on_all_processes(succeeded: bool) -> bool:
-    """Whether it did on every process of the run; every process must ask."""
+    """Whether `succeeded` is true on every process of the run; every process must call it."""
     if jax.process_count() == 1:
         return succeeded
     return bool(np.all(multihost_utils.process_allgather(np.array(succeeded))))
 
 
 def sealed(meta: dict) -> dict:
-    """JSON values with a digest of their own: `layer_rows`, say, decide what the arrays mean."""
+    """Adds a digest to JSON metadata, which for example determines through `layer_rows` what the arrays mean."""
     return meta | {"sha256": _sha256(meta)}
 
 
 def unsealed(meta: dict, where: Path) -> dict:
-    """Raises ValueError if they are not what was sealed."""
+    """Removes and checks the digest of `sealed`. Raises ValueError if the metadata is damaged."""
     meta = dict(meta)
     found = meta.pop("sha256", None)
     if found is None:
-        logger.warning("%s: its meta data are not verified: they were written before they had a digest", where)
+        logger.warning("%s: the metadata is not verified: it was written by a version without digests", where)
     elif found != _sha256(meta):
-        raise ValueError(f"{where} is damaged: its meta data are not what was saved; use another step")
+        raise ValueError(f"{where} is damaged: its metadata is not what was saved; use another step")
     return meta
 
 
@@ -109,18 +108,37 @@ def _all(tree: dict[str, jax.Array], formula: Callable[[jax.Array], jax.Array]) 
     return jax.tree.map(jax.jit(formula), tree)  # traced once for each shape
 
 
-def digest(x: jax.Array) -> jax.Array:
-    """uint32 [2] of an array of any shape, of a number or bool dtype of 1 to 8 bytes."""
+BLOCK = 2**24  # elements that digest_of_host copies at a time
+
+
+def digest_of_host(array: np.ndarray) -> list[int]:
+    """The digest of an array in the memory of the host, without a copy of the whole."""
+    flat = array.reshape(-1)
+    blocks = [_digest_from(flat[first : first + BLOCK], first) for first in range(0, flat.size, BLOCK)]
+    return np.sum(blocks, axis=0, dtype=np.uint32).tolist()
+
+
+@jax.jit
+def _digest_from(x: jax.Array, first: jax.Array) -> jax.Array:
+    return digest(x, first)
+
+
+def digest(x: jax.Array, first: int | jax.Array = 0) -> jax.Array:
+    """uint32 [2] of an array of any shape, of a number or bool dtype of 1 to 8 bytes.
+
+    first: the position of its first element in the whole array, of which the digest is the sum of those of its parts.
+    """
     bits, index = _words(x)
+    index = index + jnp.uint32(first) * np.uint32(bits.size // max(x.size, 1))
     mixed = tuple(_mix(bits ^ (index * scale + offset), *constants) for scale, offset, constants in _LANES)
     zeros = (np.uint32(0),) * len(mixed)
-    # One reduction of both: two would each read the array.
+    # One reduction for both: two reductions would read the array twice.
     sums = lax.reduce(mixed, zeros, lambda a, b: tuple(map(jnp.add, a, b)), tuple(range(bits.ndim)))
     return jnp.stack(sums)
 
 
 def weighted_sum(x: jax.Array) -> jax.Array:
-    """uint32 []: sum_i b_i (2 i + 1), the digest of steps saved before digests were pairs. Misses two flipped signs."""
+    """uint32 []: sum_i b_i (2 i + 1), the digest of older steps. Misses two flipped signs."""
     bits, index = _words(x)
     return jnp.sum(bits * (2 * index + 1), dtype=jnp.uint32)
 
@@ -132,9 +150,9 @@ def _mix(h: jax.Array, first: tuple[int, int], second: tuple[int, int], last: in
 
 
 def _words(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """-> (the bits of each element, its position in the array), uint32; elements of 8 bytes are two of 4."""
+    """-> (the bits of each element, its position in the array), uint32; 8-byte elements become two of 4 bytes."""
     x = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
     bits = lax.bitcast_convert_type(x, _UNSIGNED[x.dtype.itemsize]).astype(jnp.uint32)  # 8 bytes: a last axis of 2
     strides = [math.prod(bits.shape[axis + 1 :]) % 2**32 for axis in range(bits.ndim)]
-    places = [lax.broadcasted_iota(jnp.uint32, bits.shape, axis) * np.uint32(s) for axis, s in enumerate(strides)]
-    return bits, sum(places, jnp.zeros(bits.shape, jnp.uint32))
+    offsets = [lax.broadcasted_iota(jnp.uint32, bits.shape, axis) * np.uint32(s) for axis, s in enumerate(strides)]
+    return bits, sum(offsets, jnp.zeros(bits.shape, jnp.uint32))

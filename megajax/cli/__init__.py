@@ -11,7 +11,7 @@ from collections.abc import Callable
 from megajax.suggestions import did_you_mean
 from megajax.training.faults.signals import leave_when_asked
 
-# Name -> (module whose main(arguments, program) runs it, words before its arguments, help).
+# Name -> (module whose main(arguments) runs it, words before its arguments, help).
 COMMANDS = {
     "train": ("megajax.cli.train", (), "train a model, or resume a run"),
     "plan": ("megajax.cli.train", ("--plan",), "what a run would need and how fast it would be, without a GPU"),
@@ -22,6 +22,8 @@ COMMANDS = {
     "preprocess": ("megajax.data.preprocess", (), "text to tokens on disk"),
     "inspect": ("megajax.data.inspect", (), "look at tokens on disk"),
     "export": ("megajax.convert.export", (), "write the parameters of a run alone, for serving"),
+    "plot": ("megajax.plot", (), "curves of runs"),
+    "hugging_face": ("megajax.convert.hugging_face", (), "import and export Hugging Face folders"),
     "completion": ("megajax.cli.completion", (), "print a script for the shell: megajax completion bash"),
 }
 
@@ -44,7 +46,7 @@ def main() -> None:
 
 
 def usage() -> str:
-    lines = [f"  {name:<11} {text}" for name, (_, _, text) in COMMANDS.items()]
+    lines = [f"  {name:<12} {text}" for name, (_, _, text) in COMMANDS.items()]
     return "\n".join(["usage: megajax COMMAND [options]", "", *lines, "", "--help after a command shows its options."])
 
 

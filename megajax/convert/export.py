@@ -1,4 +1,5 @@
 """Parameters alone, for serving: python -m megajax.convert.export --run=DIR --output=DIR [--step=N --dtype=bfloat16]
+With programs for processes without megajax: ... --stablehlo [--batch_size=1 --max_length=N] (convert/stablehlo.py)
 
 The output is a run directory with config, tokenizer and one step without an optimizer, which infer.py reads as it is on
 any mesh and train.py refuses. The layers lie in their plain order, whatever pipeline the run had. With --dtype matrices
@@ -6,12 +7,13 @@ are cast; vectors (norms, biases) stay as they are, so that serving in bfloat16 
 """
 
 import argparse
+import contextlib
 import json
 import logging
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -23,6 +25,7 @@ from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.steps import find_step
 from megajax.config import Config
+from megajax.data.tokenizers.tokenizer import BESIDE_TOKENIZER
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.model import Model
 from megajax.parameters import Parameter
@@ -35,31 +38,51 @@ def export(run_dir: str | Path, output: str | Path, step: int | None = None, dty
     if the output exists, or if the step is not there or damaged; then nothing is left.
     """
     run_dir = Path(run_dir)
-    output = Path(output)
-    if output.exists() or output.is_symlink():
-        raise ValueError(f"output={output} exists; use another, or remove it")
     step = find_step(run_dir, step)
     config = Config.load(run_dir, step)
     model = Model(config.model, config.precision, config.execution)
-    with Checkpointer(run_dir, None) as checkpointer:
-        weights, meta = _read(checkpointer, step, model, dtype)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    new = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+    with new_directory(output, "output") as new:
+        with Checkpointer(run_dir, None) as checkpointer:
+            weights, meta = _read(checkpointer, step, model, dtype)
+        record = {"run": str(run_dir.resolve()), "step": step, "dtype": dtype}
+        write_run(new, config, step, weights, meta, record)
+        copy_tokenizer(run_dir, new)
+    return step
+
+
+@contextlib.contextmanager
+def new_directory(path: str | Path, field: str) -> Iterator[Path]:
+    """A directory that gets its name when it is complete. Raises ValueError if there is one of that name."""
+    path = Path(path)
+    if path.exists() or path.is_symlink():
+        raise ValueError(f"{field}={path} exists; use another, or remove it")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
         new.chmod(0o755)
-        with Checkpointer(new, CheckpointConfig(keep=0)) as checkpointer:
-            checkpointer.write(step, {"params": weights}, meta)
-            checkpointer.wait()
-        (new / "config.json").write_text(config.to_json())
-        for file in (*run_dir.glob("tokenizer*"), *run_dir.glob("chat_template.jinja")):
-            shutil.copyfile(file, new / file.name)
-        record = {"run": str(run_dir.resolve()), "step": step, "dtype": dtype}
-        (new / "exported.json").write_text(json.dumps(record, indent=2) + "\n")
-        new.rename(output)
+        yield new
+        new.rename(path)
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
         raise
-    return step
+
+
+def write_run(new: Path, config: Config, step: int, weights: dict, meta: dict, record: dict) -> None:
+    """One step of parameters alone, in a directory that is empty.
+
+    record: where they come from; the file that holds it says that the run cannot be trained on.
+    """
+    with Checkpointer(new, CheckpointConfig(keep=0)) as checkpointer:
+        checkpointer.write(step, {"params": weights}, meta)
+        checkpointer.wait()
+    (new / "config.json").write_text(config.to_json())
+    (new / "exported.json").write_text(json.dumps(record, indent=2) + "\n")
+
+
+def copy_tokenizer(run_dir: Path, new: Path) -> None:
+    for file in (*run_dir.glob("tokenizer*"), *(run_dir / name for name in BESIDE_TOKENIZER)):
+        if file.is_file():
+            shutil.copyfile(file, new / file.name)
 
 
 def _read(checkpointer: Checkpointer, step: int, model: Model, dtype: str | None):
@@ -86,10 +109,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", required=True, help="directory to write")
     parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the matrices; default: as they are")
+    parser.add_argument("--stablehlo", action="store_true", help="write programs that run without megajax")
+    parser.add_argument("--batch_size", type=int, default=1, help="with --stablehlo: rows of the programs")
+    parser.add_argument("--max_length", type=int, help="with --stablehlo: of a row; default: that of training")
     flags = parser.parse_args(arguments)
     logging.getLogger("absl").setLevel(logging.ERROR)
     try:
-        step = export(flags.run, flags.output, flags.step, flags.dtype)
+        if flags.stablehlo:
+            from megajax.convert.stablehlo import export_programs
+
+            sizes = dict(batch_size=flags.batch_size, max_length=flags.max_length)
+            step = export_programs(flags.run, flags.output, flags.step, flags.dtype, **sizes)
+        else:
+            step = export(flags.run, flags.output, flags.step, flags.dtype)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

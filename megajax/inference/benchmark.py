@@ -1,4 +1,4 @@
-"""How fast an engine reads prompts and writes tokens, a batch size a row."""
+"""Measures the speed of prefill and decoding; one row per batch size."""
 
 import dataclasses
 import time
@@ -17,10 +17,10 @@ class Measurement:
     prefill_seconds: float
     prefill_tokens_per_second: float
     step_seconds: float
-    """Of one decoding step, which is one token of every row."""
+    """Time of one decoding step, which generates one token for every row."""
     decode_tokens_per_second: float
     bandwidth: float | None
-    """Part of the memory bandwidth that reading weights and caches once a step takes; None: device not known."""
+    """Fraction of the memory bandwidth used by reading weights and caches once per step; None: unknown device."""
 
 
 def measure(engine: Engine, batch_size: int, prompt_tokens: int, max_tokens: int, repeats: int) -> Measurement:
@@ -67,7 +67,7 @@ def _bandwidth(engine: Engine, state: DecodeState, step_seconds: float) -> float
 
 
 def table(measurements: list[Measurement]) -> str:
-    lines = ["batch  prefill ms  prefill tok/s  decode tok/s  ms a token  bandwidth"]
+    lines = ["batch  prefill ms  prefill tok/s  decode tok/s    ms/token  bandwidth"]
     for m in measurements:
         bandwidth = "-" if m.bandwidth is None else f"{100 * m.bandwidth:.1f} %"
         lines.append(

@@ -1,4 +1,4 @@
-"""How the next token is chosen: temperature, top-k and nucleus sampling, each row with its own numbers.
+"""Samples the next token: temperature, top-k and nucleus sampling, with separate settings for each row.
 
 Dimensions: B rows, V vocabulary.
 """
@@ -15,20 +15,20 @@ import numpy as np
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     max_tokens: int = 128
-    """Most tokens to generate."""
+    """Maximum number of tokens to generate."""
     temperature: float = 1.0
-    """Logits are divided by it; 0: always the most likely token."""
+    """Divides the logits; 0: always the most likely token."""
     top_k: int = 0
-    """Only the k most likely tokens; 0: all."""
+    """Sample only from the k most likely tokens; 0: all."""
     top_p: float = 1.0
-    """Only the fewest most likely tokens that together have this probability; 1: all."""
+    """Sample only from the smallest set of most likely tokens that together have this probability; 1: all."""
     seed: int = 0
     """The same seed, prompt and settings give the same text, alone or in a batch."""
     stop: tuple[str, ...] = ()
-    """Texts that end the generation; they are cut off."""
+    """Texts that end the generation; they are not part of the result."""
 
     def check(self) -> None:
-        """Raises ValueError for the first value that makes no sense."""
+        """Raises ValueError for the first invalid value."""
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
         if not 0 <= self.temperature < float("inf"):
@@ -40,11 +40,11 @@ class Sampling:
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed} must be from 0 to 2**32 - 1")
         if "" in self.stop:
-            raise ValueError("stop='' would end every text at once; give a text of at least one character")
+            raise ValueError("stop='' would end every text immediately; give a text of at least one character")
 
 
 class RowSampling(NamedTuple):
-    """The settings of each row as arrays, so that new values need no new program."""
+    """The settings of each row as arrays, so that new values need no recompilation."""
 
     temperature_B: jax.Array | np.ndarray
     top_k_B: jax.Array | np.ndarray
@@ -61,7 +61,7 @@ class RowSampling(NamedTuple):
         )
 
     def sample(self, logits_BV: jax.Array, position_B: jax.Array) -> jax.Array:
-        """The tokens int32 [B] that will stand at int32 position_B; random by (seed, position) and by nothing else."""
+        """Samples the tokens int32 [B] at int32 position_B; random numbers depend only on (seed, position)."""
         keys_B = jax.vmap(_key)(self.seed_B, position_B)
         return sample(logits_BV, self.temperature_B, self.top_k_B, self.top_p_B, keys_B)
 
@@ -69,18 +69,18 @@ class RowSampling(NamedTuple):
 def sample(
     logits_BV: jax.Array, temperature_B: jax.Array, top_k_B: jax.Array, top_p_B: jax.Array, keys_B: jax.Array
 ) -> jax.Array:
-    """One token a row -> int32 [B].
+    """Samples one token per row -> int32 [B].
 
     softmax(logits / temperature), cut to the top_k_B most likely tokens, then to the nucleus of top_p_B (Holtzman et
-    al. 2020, https://arxiv.org/abs/1904.09751): the fewest most likely tokens whose probability, among those that top-k
-    left, reaches p. Among equal logits the lower token counts as more likely. Drawn as argmax(logits + Gumbel noise),
-    with one number of noise a token from the row's key.
+    al. 2020, https://arxiv.org/abs/1904.09751): the smallest set of most likely tokens whose probability, among those
+    that top-k keeps, reaches p. Among equal logits the lower token id counts as more likely. Sampled as argmax(logits +
+    Gumbel noise), with one noise value per token from the row's key.
 
-    logits_BV: float32, minus infinity where a token must not come. temperature_B, top_p_B: float32; temperature 0 is
-    the argmax. top_k_B: int32, 0 is all. keys_B: typed random keys.
+    logits_BV: float32, minus infinity for tokens that must not be sampled. temperature_B, top_p_B: float32; temperature
+    0 is the argmax. top_k_B: int32, 0 is all. keys_B: typed random keys.
     """
     greedy_B = jnp.argmax(logits_BV, -1).astype(jnp.int32)
-    # The largest logit becomes 0: a tiny temperature cannot overflow.
+    # The largest logit becomes 0, so that a tiny temperature cannot overflow.
     shifted_BV = logits_BV - jnp.max(logits_BV, -1, keepdims=True)
     scaled_BV = shifted_BV / jnp.where(temperature_B > 0, temperature_B, 1.0)[:, None]
     noise_BV = jax.vmap(lambda key: jax.random.gumbel(key, logits_BV.shape[1:], jnp.float32))(keys_B)
@@ -98,7 +98,7 @@ def _draw(scaled_BV, noise_BV, top_k_B, top_p_B):
 
 
 def _draw_sorted(scaled_BV, noise_BV, top_k_B, top_p_B):
-    """As _draw where a row cuts nothing: the noise stays with its token."""
+    """Equal to _draw for rows without top-k and top-p, because each token keeps its noise."""
     tokens_BV = jnp.broadcast_to(jnp.arange(scaled_BV.shape[1], dtype=jnp.int32), scaled_BV.shape)
     sorted_BV, tokens_BV = jax.lax.sort((-scaled_BV, tokens_BV), num_keys=1, is_stable=True)
     sorted_BV = -sorted_BV
@@ -106,7 +106,7 @@ def _draw_sorted(scaled_BV, noise_BV, top_k_B, top_p_B):
     sorted_BV = jnp.where((rank_V < top_k_B[:, None]) | (top_k_B[:, None] == 0), sorted_BV, -jnp.inf)
     probs_BV = jax.nn.softmax(sorted_BV, -1)
     before_BV = jnp.cumsum(probs_BV, -1) - probs_BV
-    # Rounding may lift the sum to 1 before the last token: p = 1 is told apart.
+    # Rounding may raise the sum to 1 before the last token, so p = 1 is a case of its own.
     in_nucleus_BV = (before_BV < top_p_B[:, None]) | (top_p_B[:, None] >= 1)
     kept_BV = jnp.where(in_nucleus_BV, sorted_BV, -jnp.inf)
     choice_B1 = jnp.argmax(kept_BV + jnp.take_along_axis(noise_BV, tokens_BV, 1), -1, keepdims=True)

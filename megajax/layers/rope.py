@@ -69,8 +69,12 @@ class RopeConfig:
             if given != (num_pairs if self.scaling == "longrope" else 0):
                 raise ValueError(
                     f"model.rope.{name} has {given} numbers; with model.rope.scaling=longrope it has one for each of "
-                    f"the {num_pairs} pairs that are rotated, and otherwise none"
+                    f"the {num_pairs} pairs that model.rope.fraction={self.fraction} rotates, and otherwise none"
                 )
+        if self.scaling == "longrope" and self.original_length < 2:
+            raise ValueError(
+                "model.rope.original_length=1 has no logarithm to scale by, which longrope does; 4096 is usual"
+            )
         if self.length is not None and self.scaling not in ("dynamic", "longrope"):
             raise ValueError(
                 f"model.rope.length={self.length} is for model.rope.scaling=dynamic or longrope, not {self.scaling}; "
@@ -126,7 +130,7 @@ class RopeConfig:
         return max(self.length or self.original_length, self.original_length)
 
     def _dynamic(self, rotated: int) -> np.ndarray:
-        stretch = self.factor * self._longest / self.original_length - (self.factor - 1)
+        stretch = 1 + self.factor * (self._longest / self.original_length - 1)
         base = self.base * stretch ** (rotated / (rotated - 2))
         return base ** (-np.arange(0, rotated, 2) / rotated)
 

@@ -1,5 +1,5 @@
-"""How a model runs: loops, recomputation, which attention. None of it changes what the model is, so that a run may
-resume with other values, and every family takes the same ones."""
+"""How a model is executed: loops, recomputation, attention backend. These settings do not change what the model is, so
+a run may resume with other values, and they are the same for every family."""
 
 import dataclasses
 from typing import Annotated, Literal
@@ -10,7 +10,7 @@ from megajax.parallel.context import ContextMethod
 from megajax.parallel.expert import Dispatch
 from megajax.ranges import PositiveInt, Range
 
-MAX_UNROLLED_LAYERS = 40  # beyond this, compile time grows more than the step shrinks
+MAX_UNROLLED_LAYERS = 40  # beyond this, unrolling costs more compile time than it saves step time
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -18,68 +18,68 @@ Recompute = Literal["none", "selective", "full"]
 @dataclasses.dataclass(frozen=True)
 class ExecutionConfig:
     scan_layers: bool | None = None
-    """Compile one layer and loop (fast compile) or all layers (fast step); None = loop beyond 40 layers, and
-    with offload, which needs it."""
+    """Run the layers as a loop (compiles faster) or unroll them (runs faster); None: loop beyond 40 layers and with
+    offload, which needs it."""
     recompute: Recompute = "none"
-    """What the backward pass computes again: nothing, the modules of recompute_modules (selective), or whole layers."""
+    """What the backward pass recomputes: nothing, the modules of recompute_modules (selective), or whole layers."""
     recompute_modules: tuple[str, ...] = ("norm", "activation")
-    """With recompute=selective: modules of the layers; those of a transformer layer are norm, qkv, core_attention,
-    attention, activation and mlp, with experts also dispatch (docs/memory.md)."""
+    """With recompute=selective: modules to recompute; a transformer layer has norm, qkv, core_attention, attention,
+    activation and mlp, one with experts also dispatch (docs/memory.md)."""
     recompute_every: PositiveInt = 1
-    """Of each n consecutive layers the first is recomputed, the others are not."""
+    """Recompute only every n-th layer."""
     offload: tuple[str, ...] = ()
-    """Activations of the layers kept in host memory between forward and backward pass; those of a transformer layer
-    are residual, normed, qkv, attention_out, residual_mid, mlp_wide and mlp_hidden, with experts also routing and
-    expert_rows (docs/memory.md)."""
+    """Activations to keep in host memory between forward and backward pass; a transformer layer has residual, normed,
+    qkv, attention_out, residual_mid, mlp_wide and mlp_hidden, one with experts also routing and expert_rows
+    (docs/memory.md)."""
     attention_backend: Backend = "auto"
-    """cudnn, pallas (pallas_kernels/flash_attention) or reference, where it can do what is asked; auto: the fastest
-    that was measured. The log says which one it is."""
+    """cudnn, pallas (pallas_kernels/flash_attention) or reference, where it supports the model; auto: the fastest as
+    measured. The log says which one is used."""
     context_attention: ContextMethod = "ring"
-    """Where mesh.context splits the sequence: keys and values in a ring, gathered (all_gather), or the heads split
-    instead (all_to_all)."""
+    """Attention when mesh.context splits the sequence: pass keys and values around a ring, gather them (all_gather), or
+    split the heads instead (all_to_all)."""
     expert_dispatch: Dispatch = "auto"
-    """Where mesh.expert splits the experts of a layer: what tokens travel in, all_to_all or all_gather; auto: by size.
-    The log says which one it is."""
+    """How tokens get to experts when mesh.expert splits them: all_to_all or all_gather; auto: by size. The log says
+    which one is used."""
     expert_buffer: Annotated[float, Range(at_least=1)] = 1.5
-    """With all_to_all: room for the rows that go from one device to another, over an even load. What does not fit goes
-    in further rounds, so more room costs memory and less costs time; the result is the same."""
+    """With all_to_all: buffer size relative to an even load. Tokens that do not fit go in further rounds, so a larger
+    buffer costs memory and a smaller one time; results are the same."""
     deterministic: bool = False
-    """On a GPU too, a step gives the same bits each time, after a restart as well; it takes longer, and several GPUs
-    were not tried (docs/reliability.md). On CPU this is always so."""
+    """Make steps bitwise reproducible on a GPU too, also after a restart; slower, and not tried on several GPUs
+    (docs/reliability.md). On CPU they always are."""
     compiler_options: str = ""
-    """XLA options of the train step beside or instead of the chosen ones: "xla_gpu_a=1 xla_gpu_b=x,y"."""
+    """XLA options of the train step, added to or replacing the defaults: "xla_gpu_a=1 xla_gpu_b=x,y"."""
 
     def scans(self, num_layers: int) -> bool:
-        """Whether a stack of so many layers runs as a loop."""
+        """Whether a stack of this many layers runs as a loop."""
         if self.scan_layers is not None:
             return self.scan_layers
         return num_layers > MAX_UNROLLED_LAYERS or bool(self.offload)
 
     def recompute_of(self, number: int) -> Recompute:
-        """Of the layer with this number."""
+        """The policy of the layer with this number."""
         return self.recompute if number % self.recompute_every == 0 else "none"
 
     def check(self, mesh: MeshConfig) -> None:
-        """Raises ValueError for what contradicts itself or the mesh."""
+        """Raises ValueError for fields that contradict each other or the mesh."""
         if self.offload and self.scan_layers is False:
             raise ValueError(
-                f"execution.offload={','.join(self.offload)} needs layers that run as a loop, whose turns wait for "
-                "their copies: leave out --execution.scan_layers=False"
+                f"execution.offload={','.join(self.offload)} needs layers that run as a loop, in which each "
+                "layer waits for its copies: remove --execution.scan_layers=False"
             )
         if self.recompute == "selective" and not self.recompute_modules:
             raise ValueError(
-                "execution.recompute=selective with no execution.recompute_modules computes nothing again; "
-                "name some, or use --execution.recompute=none"
+                "execution.recompute=selective without execution.recompute_modules recomputes nothing; "
+                "name modules, or use --execution.recompute=none"
             )
         if self.recompute == "none" and self.recompute_every > 1:
             raise ValueError(
-                f"execution.recompute_every={self.recompute_every} needs something to recompute: set "
-                "--execution.recompute=full or selective, or leave it out"
+                f"execution.recompute_every={self.recompute_every} has no effect without recomputation: set "
+                "--execution.recompute=full or selective, or remove it"
             )
         if mesh.pipeline > 1 and self.scan_layers:
             raise ValueError(
-                "execution.scan_layers=True: the layers of a stage of a pipeline run one after the other, the loop is "
-                "over microbatches; leave it out"
+                "execution.scan_layers=True: in a pipeline the loop is over microbatches and the layers of a stage are "
+                "unrolled; remove it"
             )
         if mesh.pipeline > 1 and self.offload:
             raise ValueError(

@@ -1,8 +1,8 @@
-"""What a model is: the contract between a family of models and everything that trains, plans, saves or serves it.
+"""The interface between a model family and everything that trains, plans, saves or serves it.
 
 A family is one file: a config that derives from ModelConfig, and the nnx.Module that it builds. The class registers
-itself by its `kind`, which is also the tag in config.json; no other file learns its name. What the layers can say
-themselves (layers/layer.py) nobody asks the model.
+itself by its `kind`, which is also the tag in config.json; no other file refers to it by name. Properties of the layers
+come from the layers themselves (layers/layer.py), not from the model.
 """
 
 import dataclasses
@@ -26,20 +26,20 @@ from megajax.sharding import constrain
 
 class LossTerms(NamedTuple):
     main: jax.Array
-    """float32 scalar: the weighted sum of the token losses. Summed over microbatches; what an evaluation reports."""
+    """float32 scalar: the weighted sum of the token losses. Summed over microbatches; the loss of an evaluation."""
     auxiliary: dict[str, jax.Array] = {}
-    """float32 scalars that are added to the training loss; their mean over microbatches counts."""
+    """float32 scalars that are added to the training loss, averaged over microbatches."""
     metrics: dict[str, jax.Array] = {}
-    """float32 scalars; never part of the loss, mean over microbatches."""
+    """float32 scalars that are not part of the loss, averaged over microbatches."""
 
     def with_layers(self, *stacks: Terms) -> "LossTerms":
-        """The same with what the layers of each stack have to say (layers/block.py `total`)."""
+        """The same, plus the auxiliary losses and metrics of the layers of each stack (layers/block.py `total`)."""
         terms = add_totals(stacks)
         means = {name: value / count for name, (value, count) in terms.metrics.items()}
         return LossTerms(self.main, add_by_name(self.auxiliary, terms.auxiliary), self.metrics | means)
 
     def share(self, num_microbatches: int) -> "LossTerms":
-        """What one of so many microbatches contributes: these add up to the terms of a step."""
+        """The contribution of one of `num_microbatches` microbatches: they add up to the terms of a step."""
         return LossTerms(self.main, *jax.tree.map(lambda a: a / num_microbatches, tuple(self[1:])))
 
     def total(self) -> jax.Array:
@@ -48,10 +48,10 @@ class LossTerms(NamedTuple):
 
 
 class BatchArray(NamedTuple):
-    """An array of a batch, behind the dims [microbatches, batch] that all of them have."""
+    """An array of a batch, without the leading dims [microbatches, batch] that all of them have."""
 
     dims: tuple[str, ...]
-    """Logical axes: "time" is laid out, and put in order, as a sequence."""
+    """Logical axes; a "time" dim is split, and permuted, like the sequence."""
     shape: tuple[int, ...]
     dtype: Any
 
@@ -62,7 +62,7 @@ class BatchArray(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LossOptions:
-    """Regularisers of the training loss; an evaluation has none."""
+    """Regularisers of the training loss; an evaluation does not use them."""
 
     z_loss: float = 0.0
     label_smoothing: float = 0.0
@@ -80,30 +80,30 @@ def _layers(config: "ModelConfig", execution: ExecutionConfig) -> tuple[LayerCon
 class ModelConfig:
     """Base of the config of a family: a frozen dataclass with a field `kind: Literal[NAME] = NAME`.
 
-    Its fields say what the model is, and a run cannot resume with others but those marked with MAY_CHANGE. Every check
+    Its fields say what the model is; when a run resumes, only those marked with MAY_CHANGE may differ. Every check
     raises ValueError before a device is touched.
     """
 
     families: ClassVar[dict[str, type["ModelConfig"]]] = {}
     kind: str
     vocab_size: int
-    """Token ids that the model knows."""
+    """Number of token ids of the model."""
 
     def __init_subclass__(cls, **options):
         super().__init_subclass__(**options)
         kind = cls.__dict__.get("kind")
         known = ModelConfig.families.get(kind)
         if kind is None or (known and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__)):
-            raise TypeError(f"{cls.__qualname__} needs a kind of its own: `kind: Literal[NAME] = NAME`, not {kind!r}")
+            raise TypeError(f"{cls.__qualname__} needs a unique kind: `kind: Literal[NAME] = NAME`, not {kind!r}")
         ModelConfig.families[kind] = cls
 
     def build(self, rngs: nnx.Rngs, dtype: jnp.dtype, execution: ExecutionConfig, stages: Stages | None) -> nnx.Module:
-        """An AnyModule that computes in `dtype`. stages: of the pipeline that its layers are stored for, or None."""
+        """An AnyModule that computes in `dtype`. stages: the pipeline stages for which layers are stored, or None."""
         raise NotImplementedError
 
     def check(self, mesh: MeshConfig, sequence_length: int, execution: ExecutionConfig) -> None:
-        """Raises ValueError for sizes that do not fit each other or the mesh, and for names in `execution` that no
-        layer has. A family adds its own checks to these, of its layers."""
+        """Raises ValueError for sizes that do not match each other or the mesh, and for names in `execution` that no
+        layer has. A family adds its own checks to these checks of the layers."""
         layers = dict.fromkeys(self.layers(execution))
         modules = {name: None for layer in layers for name in layer.modules}
         activations = {name: None for layer in layers for name in layer.activations(sequence_length)}
@@ -116,22 +116,22 @@ class ModelConfig:
         raise NotImplementedError
 
     def batch(self, sequence_length: int, *, packed: bool) -> dict[str, BatchArray]:
-        """The arrays that a training batch has. packed: documents in one sequence do not see each other."""
+        """The arrays of a training batch. packed: documents in one sequence do not attend to each other."""
         raise NotImplementedError
 
     def flops_outside(self, sequence_length: int) -> Flops:
-        """A token's forward pass outside the stacks: the output layer."""
+        """FLOPs per token of the forward pass outside the stacks: the output layer."""
         raise NotImplementedError
 
     @property
     def max_length(self) -> int | None:
-        """Most tokens of a sequence; None: any number."""
+        """Maximum sequence length in tokens; None: unlimited."""
         return None
 
-    # ------------------------------------------------------------------ what follows from these
+    # ------------------------------------------------------------------ derived from the methods above
 
     def layers(self, execution: ExecutionConfig) -> tuple[LayerConfig, ...]:
-        """Of all stacks."""
+        """The layers of all stacks."""
         return _layers(self, execution)
 
     @property
@@ -139,12 +139,12 @@ class ModelConfig:
         return len(self.layers(ExecutionConfig()))
 
     def forward_flops(self, sequence_length: int) -> Flops:
-        """Of a token."""
+        """FLOPs per token of the forward pass."""
         layers = [layer.flops(sequence_length) for layer in self.layers(ExecutionConfig())]
         return sum(layers, self.flops_outside(sequence_length))
 
     def new_caches(self, length: int, execution: ExecutionConfig) -> dict[str, tuple]:
-        """An empty cache for each layer of each stack, with room for `length` tokens a row."""
+        """An empty cache for each layer of each stack, with room for `length` tokens per row."""
         stacks = self.stacks(execution)
         return {name: tuple(layer.new_cache(length) for layer in layers) for name, layers in stacks.items()}
 
@@ -172,25 +172,25 @@ class AnyModule(Protocol):
     """
 
     def terms(self, batch: dict, key: DropoutKey | None, options: LossOptions) -> LossTerms:
-        """batch: arrays [B, ...] as `batch` names them, with loss_weights float32 [B, T], what each token counts,
-        instead of loss_mask. key: for dropout; None: no dropout."""
+        """batch: arrays [B, ...] as `batch` names them, with loss_weights float32 [B, T], the weight of each token in
+        the loss, instead of loss_mask. key: for dropout; None: no dropout."""
 
     def prefill(self, batch: dict, lengths_B: jax.Array, caches: dict) -> tuple[jax.Array, dict, jax.Array]:
-        """Reads prompts, padded on the right -> (hidden state from which the first new token is drawn [B, 1, D],
-        caches, place of that token in what `extend` continues, int32 [B])."""
+        """Reads prompts, padded on the right -> (hidden state from which the first new token is sampled [B, 1, D],
+        caches, position of that token in the sequence that `extend` continues, int32 [B])."""
 
     def extend(self, batch: dict, caches: dict) -> tuple[jax.Array, dict]:
         """Reads one more token of each row -> (its hidden state [B, 1, D], caches)."""
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
-        """float32 [B, T, V]; minus infinity where no token is."""
+        """float32 [B, T, V]; minus infinity for padding of the vocabulary."""
 
 
 class OneStack(nnx.Module):
-    """A model that is embed -> one stack, `layers` -> loss: what a pipeline can cut into stages.
+    """A model that is embed -> one stack, `layers` -> loss, which a pipeline can split into stages.
 
     A family derives from it and has `embed(batch, key) -> x`, `block_inputs(batch) -> dict`, `loss(x, batch, options)
-    -> LossTerms` and `logits`. `block_inputs` reads no weights: in a pipeline each stage computes them for itself.
+    -> LossTerms` and `logits`. `block_inputs` reads no weights: in a pipeline each stage computes them itself.
     """
 
     def terms(self, batch: dict, key: DropoutKey | None, options: LossOptions) -> LossTerms:

@@ -1,8 +1,8 @@
 """A model as pure functions of one nested dict of arrays, its weights.
 
-Whatever trains, saves, plans or converts a model sees only this: the arrays, the record of each
-(megajax/parameters.py), and the config (models/interface.py). The weights are the parameters that are trained, those
-that are frozen, and the variables that a step updates without a gradient; `split` tells them apart.
+Code that trains, saves, plans or converts a model uses only this: the arrays, the record of each
+(megajax/parameters.py), and the config (models/interface.py). The weights are the trained parameters, the frozen
+parameters, and the variables that a step updates without a gradient; `split` separates them.
 """
 
 import functools
@@ -32,7 +32,7 @@ logger = logging.getLogger("megajax")
 
 class Weights(NamedTuple):
     params: dict
-    """What is differentiated and has optimizer state."""
+    """Parameters that are differentiated and have optimizer state."""
     frozen: dict
     variables: dict
 
@@ -42,24 +42,24 @@ class Weights(NamedTuple):
 
 class CountedParameter(NamedTuple):
     size: int
-    """Elements, without rows of padding."""
+    """Number of elements, without padding rows."""
     record: Parameter
     is_trained: bool
     is_in_a_layer: bool
     is_output: bool
-    """The matrix of the output layer: the head, or the embedding of the vocabulary that it shares."""
+    """The matrix of the output layer: the head, or the tied vocabulary embedding."""
     is_looked_up: bool
-    """The embedding of the vocabulary, where only its rows are read."""
+    """The vocabulary embedding if it is not tied, so that only rows of it are read."""
     num_experts: int
-    """That it holds matrices of; 1 where there are none."""
+    """Experts whose matrices it holds; 1 for other parameters."""
 
     def split(self, sizes: Mapping[str, int], *, but: Collection[str] = ()) -> float:
-        """Elements on a device of a mesh with axes of these sizes, as if the axes in `but` were 1."""
+        """Elements per device on a mesh with axes of these sizes; the axes in `but` count as 1."""
         return self.size / num_parts(self.record.axes, sizes, but=but)
 
     def computed(self, sizes: Mapping[str, int]) -> float:
-        """Elements that a device computes with: gathered along what shares copies of the weights. Of a layer, all rows
-        of it."""
+        """Elements that a device computes with: gathered along the axes that share one copy of the weights; for
+        parameters of layers, those of all stages."""
         return self.split(sizes, but=(*SHARING_AXES, "pipeline") if self.is_in_a_layer else SHARING_AXES)
 
 
@@ -74,9 +74,9 @@ class Model:
         trained: tuple[str, ...] = (),
         frozen: tuple[str, ...] = (),
     ):
-        """stages: of the pipeline that its layers are stored for, and models/pipelined.py then runs; None: no pipeline.
-        trained, frozen: shell patterns of the parameters that are and are not trained; frozen takes precedence, and no
-        pattern in trained means all. Allocates nothing.
+        """stages: the pipeline stages for which layers are stored and that models/pipelined.py runs; None: no pipeline.
+        trained, frozen: shell patterns of the parameters to train and to freeze; frozen takes precedence, and an empty
+        `trained` means all. Allocates nothing.
 
         Raises ValueError for a pattern that matches nothing, and if everything is frozen.
         """
@@ -97,16 +97,14 @@ class Model:
         for field, patterns in (("trained", trained), ("frozen", frozen)):
             for pattern in patterns:
                 if not any(matches(name, [pattern]) for name in names):
-                    raise ValueError(
-                        f"training.{field}: {pattern!r} matches no parameter; they are called like {names[0]}"
-                    )
+                    raise ValueError(f"training.{field}: {pattern!r} matches no parameter; names look like {names[0]}")
         found = frozenset(name for name in names if matches(name, frozen) or not matches(name, trained or ("*",)))
         if len(found) == len(names):
             raise ValueError(f"training.frozen={','.join(frozen)} leaves no parameter to train; freeze fewer")
         return found
 
     def _build(self, key: jax.Array) -> nnx.Module:
-        """The module with weights drawn from `key`."""
+        """The module with weights initialised from `key`."""
         options = dict(dtype=self.precision.compute_dtype, execution=self.execution, stages=self.stages)
         return self.config.build(nnx.Rngs(params=key), **options)
 
@@ -115,8 +113,8 @@ class Model:
         dtype = self.precision.params_dtype
 
         def cast(a: jax.Array, record: Parameter) -> jax.Array:
-            # The others take little memory, and bfloat16 would lose their updates: those of a norm scale, which is
-            # near 1, are below half a unit in its last place, 2^-9.
+            # The others take little memory, and bfloat16 would lose their updates: a norm scale is near 1, and its
+            # updates are below half a unit in the last place, 2^-9.
             return cast_floating(a, dtype) if record.is_cast else a
 
         return jax.tree.map(cast, weights, self.records)
@@ -127,7 +125,7 @@ class Model:
         return weight_shardings(self.records, mesh)
 
     def check_divides(self, sizes: Mapping[str, int]) -> None:
-        """Raises ValueError for a parameter that the axes of a mesh, by their sizes, do not divide."""
+        """Raises ValueError for a parameter with a dim that mesh axes of these sizes do not divide."""
         leaves = jax.tree_util.tree_leaves_with_path(self.abstract_weights)
         for (path, leaf), record in zip(leaves, jax.tree.leaves(self.records), strict=True):
             for dim, axis in zip(leaf.shape, record.axes, strict=True):
@@ -139,22 +137,22 @@ class Model:
                     )
 
     def init(self, seed: int, mesh: Mesh | None = None, *, only: Collection[str] | None = None) -> dict:
-        """Weights drawn from `seed`, each device making its own part only; the same numbers on every mesh, and without
-        one, on the default device. only: names of those that are wanted; None: all."""
+        """Weights initialised from `seed`; each device computes only its own shard, and the numbers are the same on
+        every mesh. Without a mesh: on the default device. only: names of the weights to return; None: all."""
 
-        def wanted(tree: dict) -> dict:
+        def selected(tree: dict) -> dict:
             return tree if only is None else select(tree, lambda name: name in only)
 
         def draw(key: jax.Array) -> dict:
-            return wanted(self._init(key))
+            return selected(self._init(key))
 
         if mesh is None:
             return jax.jit(draw)(jax.random.key(seed))
         with jax.set_mesh(mesh):
-            return jax.jit(draw, out_shardings=wanted(self.shardings(mesh)))(jax.random.key(seed))
+            return jax.jit(draw, out_shardings=selected(self.shardings(mesh)))(jax.random.key(seed))
 
     def split(self, tree: dict) -> Weights:
-        """A tree of the structure of the weights (arrays, records, shardings), by how they are updated."""
+        """Splits a tree with the structure of the weights (arrays, records, shardings) by how they are updated."""
         roles = {name_of(path): record.role for path, record in jax.tree_util.tree_leaves_with_path(self.records)}
 
         def is_variable(name: str) -> bool:
@@ -167,7 +165,7 @@ class Model:
         )
 
     def cast_weights(self, dtype: jnp.dtype) -> dict:
-        """Abstract weights with those in `dtype` that layers cast to it anyway, the others as they are stored."""
+        """Abstract weights: in `dtype` if layers cast them to it anyway, the others as they are stored."""
 
         def cast(a: jax.ShapeDtypeStruct, record: Parameter) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(a.shape, dtype if record.is_cast else a.dtype)
@@ -176,22 +174,22 @@ class Model:
 
     @property
     def trained(self) -> dict:
-        """The records of what is trained."""
+        """The records of the trained parameters."""
         return self.split(self.records).params
 
     def num_parameters(self) -> int:
-        """Counted from the arrays, without rows of padding, and without variables."""
+        """Number of parameters, counted from the arrays, without padding rows and without variables."""
         return sum(parameter.size for parameter in self.parameters)
 
     def num_active_parameters(self) -> int:
-        """Those that a token meets: of experts only its own, as the FLOPs of the layers count them."""
+        """Number of parameters that each token uses: of the experts only its own, as the FLOPs of the layers say."""
         multiplied = sum(p.size for p in self.parameters if p.is_in_a_layer and p.record.is_multiplied)
-        of_a_token = self.config.forward_flops(1).matmuls - self.config.flops_outside(1).matmuls
-        return self.num_parameters() - multiplied + round(of_a_token / 2)
+        flops = self.config.forward_flops(1).matmuls - self.config.flops_outside(1).matmuls
+        return self.num_parameters() - multiplied + round(flops / 2)
 
     @functools.cached_property
     def parameters(self) -> list["CountedParameter"]:
-        """For whoever counts bytes or FLOPs."""
+        """One entry per parameter, for counting bytes and FLOPs."""
         rows_of = self.layer_rows
         found = []
         has_head = any(record.role == "head" for record in jax.tree.leaves(self.records))
@@ -200,7 +198,7 @@ class Model:
             name = name_of(path)
             if record.role == "variable":
                 continue
-            rows = next((rows for place, rows in rows_of.items() if name.startswith(f"{place}.")), None)
+            rows = next((rows for stack, rows in rows_of.items() if name.startswith(f"{stack}.")), None)
             is_vocabulary = record.role == "embedding" and "vocab" in record.axes
             found.append(
                 CountedParameter(
@@ -216,48 +214,48 @@ class Model:
         return found
 
     def training_flops(self, sequence_length: int) -> Flops:
-        """Of forward and backward pass, a token. The backward pass is twice the forward pass, but without the gradient
-        of frozen matrices, for which the share of trained ones among all counts."""
+        """FLOPs per token of forward and backward pass. The backward pass takes twice the forward pass, minus the
+        gradients of frozen matrices, estimated from their share of all matrices."""
         forward = self.config.forward_flops(sequence_length)
         matrices = [p for p in self.parameters if p.record.is_multiplied and not p.is_looked_up]
         trained = sum(p.size for p in matrices if p.is_trained) / max(sum(p.size for p in matrices), 1)
         return forward * 2 + forward._replace(matmuls=forward.matmuls * trained, routed=forward.routed * trained)
 
     def flops_per_token(self, sequence_length: int, *, causal: bool) -> float:
-        """FLOPs of forward and backward pass, a token.
+        """FLOPs per token of forward and backward pass.
 
-        causal: whether attention counts only what a token sees (layers/layer.py).
+        causal: whether attention counts only what a token attends to (layers/layer.py).
         """
         return self.training_flops(sequence_length).total(causal=causal)
 
     @property
     def num_layers(self) -> int:
-        """Of all stacks."""
+        """Number of layers of all stacks."""
         return len(self.config.layers(self.execution))
 
     @property
     def scans(self) -> bool:
-        """Whether the layers are a loop of the program, or lie in one over the microbatches of a pipeline."""
+        """Whether the layers run in a loop: over layers, or over the microbatches of a pipeline."""
         stacks = self.config.stacks(self.execution).values()
         return self.stages is not None or any(self.execution.scans(len(layers)) for layers in stacks)
 
     @property
     def layer_rows(self) -> dict[str, np.ndarray]:
-        """{"stack.kind": number of the layer in each row of its arrays}, -1 for a row that stands for none."""
+        """{"stack.kind": layer number of each row of its arrays}, -1 for padding rows."""
         return {
             f"{stack}.{kind}": rows_of_kind(layers, kind, self.stages)
             for stack, layers in self.config.stacks(self.execution).items()
             for kind in dict.fromkeys(layer.kind for layer in layers)
         }
 
-    # ------------------------------------------------------------------ what it computes
+    # ------------------------------------------------------------------ computation
 
     def module(self, weights: dict) -> nnx.Module:
         """The nnx.Module with these weights (arrays or tracers)."""
         return nnx.merge(self._graphdef, self._structure.to_state(self.for_matmuls(weights, self.records)))
 
     def for_matmuls(self, weights: dict, records: dict) -> dict:
-        """Weights with these records as layers hand them to ops/matmul.py, which is told of their gradients."""
+        """Weights with these records in the form that ops/matmul.py takes: matrices as Float32Gradient if needed."""
         if not self.precision.has_float32_gradients:
             return weights
 
@@ -275,25 +273,25 @@ class Model:
         first_sample: int | jax.Array = 0,
         options: LossOptions = NO_REGULARISERS,
     ) -> LossTerms:
-        """The loss of a batch and what belongs to it; `loss(...).total()` is what is differentiated.
+        """The loss of a batch, its auxiliary terms and metrics; `loss(...).total()` is what is differentiated.
 
-        batch: as config.batch names its arrays, each [B, ...], but loss_weights float32 [B, T], what each token counts,
-        in place of loss_mask. key: for dropout; None: no dropout. first_sample: number of the first row in
-        its step, because the dropout of a sample does not depend on how a step is cut into batches.
+        batch: arrays [B, ...] as config.batch names them, with loss_weights float32 [B, T], the weight of each token in
+        the loss, instead of loss_mask. key: for dropout; None: no dropout. first_sample: number of the first row in its
+        step, so that the dropout of a sample does not depend on how a step is split into batches.
 
-        Works without a mesh, on one device; several calls are worth a jax.jit.
+        Works without a mesh, on one device; use jax.jit for repeated calls.
         """
         dropout = None if key is None else DropoutKey(key, jnp.int32(first_sample))
         return self.module(weights).terms(batch, dropout, options)
 
     def updated(self, variables: dict, observed: dict) -> dict:
-        """The variables after a step, from what was observed in it (parameters.py)."""
+        """The variables after a step, from its observations (parameters.py)."""
         return updated(variables, observed, self.split(self.records).variables)
 
     def gradient_pieces(self, gradients: dict) -> list[jax.Array]:
-        """The gradients as the backward pass makes them: layer by layer where the stack is unrolled.
+        """The gradients as the backward pass computes them: layer by layer if the stack is unrolled.
 
-        What only reads them (a norm) then reads each where it lies, instead of through the concatenation of all layers.
+        An operation that only reads them (the norm) then reads each layer directly, instead of the concatenation.
         """
         if self.scans:
             return jax.tree.leaves(gradients)

@@ -1,4 +1,4 @@
-"""A model of one stack over the stages of a pipeline: loss and gradients of all microbatches of a step."""
+"""A model of one stack, split into pipeline stages: loss and gradients of all microbatches of a step."""
 
 import dataclasses
 
@@ -21,9 +21,9 @@ STACK = "layers"  # the attribute of models/interface.py OneStack
 def loss_and_gradients(
     model: Model, weights: Weights, batch: dict, key: jax.Array | None, options: LossOptions
 ) -> tuple[LossTerms, dict, dict]:
-    """-> (the terms of the step, float32 gradients of what is trained, what was observed for the variables).
+    """-> (the terms of the step, float32 gradients of the trained parameters, observations for the variables).
 
-    weights: as model.stages lays them out. batch: arrays [M, B, ...] as Model.loss takes them, M microbatches. key: of
+    weights: stored for model.stages. batch: arrays [M, B, ...] as Model.loss takes them, M microbatches. key: that of
     the step, for dropout.
     """
     terms, (d_layers, d_shared) = _run(model, weights, batch, key, options, train=True)
@@ -34,7 +34,7 @@ def loss_and_gradients(
 
 
 def loss(model: Model, weights: Weights, batch: dict) -> LossTerms:
-    """Without gradients, regularisers or dropout."""
+    """The loss without gradients, regularisers or dropout."""
     return _run(model, weights, batch, None, NO_REGULARISERS, train=False)[0]
 
 
@@ -57,8 +57,8 @@ def _run(model: Model, weights: Weights, batch: dict, key: jax.Array | None, opt
 
 
 def _placed(model: Model, weights: dict, records: dict) -> pipeline.Placed:
-    """Matrices of the layers are cast once a step, not with each microbatch, so that fsdp gathers the smaller copies;
-    unless their gradients are to have more bits than the copies."""
+    """Casts matrices of the layers once per step, not for each microbatch, so that fsdp gathers the smaller copies;
+    unless their gradients need more precision than the copies have."""
     precision = model.precision
 
     def cast(array, record):
@@ -77,18 +77,18 @@ def _placed(model: Model, weights: dict, records: dict) -> pipeline.Placed:
 
 
 def _parts(model: Model, options: LossOptions, num_microbatches: int, microbatch: int) -> pipeline.Parts:
-    no_layers = {STACK: model.abstract_weights[STACK]}  # embedding and loss do not read them
+    unused_layers = {STACK: model.abstract_weights[STACK]}  # embedding and loss do not read them
     any_module = model.module(model.abstract_weights)
 
     def module(trained, held):
-        return model.module(merge(trained, held, no_layers))
+        return model.module(merge(trained, held, unused_layers))
 
-    def of_a_rank(record):
-        """The record of what a layer of a rank has: without the dim that the ranks split."""
+    def rank_record(record):
+        """The record without the dim that the ranks split."""
         return dataclasses.replace(record, axes=(record.axes[0], *record.axes[2:]))
 
     differentiated = model.split(model.records)._replace(frozen={}).merged()
-    records = jax.tree.map(of_a_rank, differentiated.get(STACK, {}))
+    records = jax.tree.map(rank_record, differentiated.get(STACK, {}))
 
     def loss(trained, held, x, batch):
         terms = module(trained, held).loss(x, batch, options).share(num_microbatches)
@@ -108,7 +108,7 @@ def _parts(model: Model, options: LossOptions, num_microbatches: int, microbatch
         layer_inputs=lambda inputs, number: (inputs[0], fold(inputs[1], number)),
         stage=stage,
         loss=loss,
-        place=lambda kind, gradients: constrain_weights(gradients, records[kind]),
+        constrain_gradients=lambda kind, gradients: constrain_weights(gradients, records[kind]),
     )
 
 

@@ -1,9 +1,9 @@
-"""Scaled dot-product attention: chooses cuDNN, our kernel or the plain reference, owns its derivative and sharding.
+"""Scaled dot-product attention: chooses cuDNN, our kernel or the plain reference; defines derivative and sharding.
 
 Dimensions: B batch, T query time, S key time, N heads, K key-value heads, G = N / K, H head dim.
-Every device works on its own heads (`tensor`) and on whole sequences; where `context` splits those, see
-parallel/context.py. Forward and backward are each fully manual regions, so the same code runs alone and inside a
-pipeline stage.
+Every device works on its own heads (`tensor`) and on whole sequences; for sequences split by `context` see
+parallel/context.py. Forward and backward are each fully manual regions, so the same code runs with and without a
+pipeline.
 """
 
 import dataclasses
@@ -25,7 +25,9 @@ from megajax.sharding import BATCH_AXES, HEAD_AXES, TIME_AXES, activation_spec, 
 
 logger = logging.getLogger("megajax")
 
-NEVER = -0.7 * float(jnp.finfo(jnp.float32).max)  # a masked score; not -inf, so that a fully masked row is no NaN
+MASKED_SCORE = -0.7 * float(
+    jnp.finfo(jnp.float32).max
+)  # a masked score; not -inf, so that a fully masked row is no NaN
 
 
 Backend = Literal["auto", "cudnn", "pallas", "reference"]
@@ -33,11 +35,11 @@ Backend = Literal["auto", "cudnn", "pallas", "reference"]
 
 @dataclasses.dataclass(frozen=True)
 class AttentionMask:
-    """Which keys a query sees; hashable, part of the program."""
+    """Which keys a query attends to; hashable, part of the program."""
 
     causal: bool
     window: int | None = None
-    """A query sees itself and the window - 1 keys before it; None: all."""
+    """A query attends to itself and the window - 1 keys before it; None: all."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,16 +74,18 @@ def attention(
     """softmax(scale * q k^T) v with masks -> [B, T, N, H] in q's dtype; scores and softmax are float32.
 
     soft_cap: scores become soft_cap * tanh(scores / soft_cap) (Gemma 2).
-    slopes: float32 [N]; a score loses this times the distance of query and key (ALiBi). Only the reference does it.
-    sinks: float32 [N]; a key of each head with this score and no value: what it gets of the softmax is lost (gpt-oss).
-        On any backend: the output shrinks, by its log-sum-exp.
-    segments: int32 ([B, T], [B, S]); a query sees keys of its own segment only (packed documents).
-    indices: int32 ([B, T], [B, S]), place of queries and keys in the sequence, where it is not 0, 1, 2, ... (a cache).
+    slopes: float32 [N]; subtracts this times the distance of query and key from the scores (ALiBi). Only the reference
+        supports it.
+    sinks: float32 [N]; adds a key per head with this score and no value, which takes its share of the softmax
+        (gpt-oss). Works with any backend: it scales the output, using the log-sum-exp.
+    segments: int32 ([B, T], [B, S]); a query attends only to keys of its own segment (packed documents).
+    indices: int32 ([B, T], [B, S]), positions of queries and keys in the sequence, if not 0, 1, 2, ... (a cache).
     dropout: (rate, (key, number of the sample in row 0)); which probabilities are dropped depends on the key, the
-        sample and the place, not on the layout.
-    over_heads: `context` splits q, k and v along the sequence in its order, and the heads of each device over it.
-    backend: the one to use where it can be used; auto: the fastest that was measured.
-    deterministic: the gradients have the same bits each time, also on a GPU (not with cuDNN).
+        sample and the position, not on the sharding.
+    over_heads: q, k and v are split over `context` along the sequence, in its order; attention splits the heads of
+        each device over it instead.
+    backend: the one to use where it is supported; auto: the fastest as measured.
+    deterministic: the gradients are bitwise reproducible, also on a GPU (not with cuDNN).
     """
     rate, key = dropout or (0.0, None)
     order = backend_order(backend, q_BTNH, k_BSKH, mask, packed=segments is not None)
@@ -91,13 +95,13 @@ def attention(
     return _attention(q_BTNH, k_BSKH, v_BSKH, sinks, arrays, options)
 
 
-# (head dim, mask): {length: time with our kernels over that with cuDNN's}, on an H100 (pallas_kernels/README.md): of a
-# whole step where one was measured. Packed: cuDNN reads a bias of T x T.
+# (head dim, mask): {length: time with our kernels / time with cuDNN's}, on an H100 (pallas_kernels/README.md): of a
+# whole step if one was measured. Packed: cuDNN reads a bias of T x T.
 MEASURED = {
     (64, "causal"): {1024: 0.91},
-    (64, "window"): {2048: 0.78},  # alone
-    (64, "packed"): {2048: 0.31},  # alone
-    (128, "causal"): {2048: 0.99, 16384: 1.02},  # the long one alone
+    (64, "window"): {2048: 0.78},  # kernel alone
+    (64, "packed"): {2048: 0.31},  # kernel alone
+    (128, "causal"): {2048: 0.99, 16384: 1.02},  # 16384: kernel alone
     (128, "grouped"): {4096: 1.00},
     (128, "window"): {8192: 0.99},  # grouped
     (128, "packed"): {2048: 0.90},  # an earlier version, on two H200 side by side
@@ -105,9 +109,9 @@ MEASURED = {
 
 
 def backend_order(
-    asked: Backend, q_BTNH: jax.Array, k_BSKH: jax.Array, mask: AttentionMask, *, packed: bool
+    requested: Backend, q_BTNH: jax.Array, k_BSKH: jax.Array, mask: AttentionMask, *, packed: bool
 ) -> tuple[Backend, ...]:
-    """The one that is asked for, then by speed at the nearest length that was measured."""
+    """The requested backend, then the others by speed at the nearest measured length."""
     length, heads, head_dim = q_BTNH.shape[1:]
     kv_heads = k_BSKH.shape[2]
     features = {
@@ -121,14 +125,14 @@ def backend_order(
     by_length = MEASURED.get((head_dim, shape), {length: 1.0})
     nearest = min(by_length, key=lambda measured: abs(math.log(measured / max(length, 1))))
     order = ("pallas", "cudnn", "reference") if by_length[nearest] < 1 else ("cudnn", "pallas", "reference")
-    return order if asked == "auto" else (asked, *(backend for backend in order if backend != asked))
+    return order if requested == "auto" else (requested, *(backend for backend in order if backend != requested))
 
 
 def choose_backend(
     q_BTNH, order: tuple[Backend, ...], soft_cap: float | None, dropout: float, indices, deterministic: bool,
     alibi: bool = False
 ) -> Backend:  # fmt: skip
-    """The first in the order that can do it; logs why not the ones before."""
+    """The first backend in the order that supports the inputs; logs why earlier ones do not."""
     dtype = q_BTNH.dtype
     head_dim = q_BTNH.shape[-1]
     capability = compat.compute_capability()
@@ -139,7 +143,7 @@ def choose_backend(
         f"dtype {dtype}": dtype not in (jnp.bfloat16, jnp.float16),
         f"head dim {head_dim}": head_dim > 128 or head_dim % 8 != 0,
         "soft cap": soft_cap is not None,
-        "deterministic": deterministic,  # with a bias jaxlib 0.11.2 ends in an IndexError
+        "deterministic": deterministic,  # with a bias jaxlib 0.11.2 raises an IndexError
         **both,
     }
 
@@ -184,11 +188,11 @@ def _specs(q, k, arrays, options):
     """-> (of queries, of keys, of the log-sum-exp [B, N, T], of what is one a head, of the other arrays)."""
     segments, indices, key, _ = arrays
     queries = activation_spec(q.shape, ("batch", "time", "heads", None))
-    # With given places (a cache) nothing is gathered: every device of `context` reads all keys.
+    # With indices (a cache) nothing is split over `context`: each of its devices reads all keys.
     keys = activation_spec(k.shape, ("batch", "time" if indices is None else None, "kv_heads", None))
 
-    def pair(given):
-        return None if given is None else (P(*queries[:2]), P(*keys[:2]))
+    def pair(arrays):
+        return None if arrays is None else (P(*queries[:2]), P(*keys[:2]))
 
     lse = P(queries[0], queries[2], queries[1])
     if options.over_heads:
@@ -249,8 +253,8 @@ def _backward_body(q, k, v, sinks, out, lse, d_out, arrays, *, options, lse_spec
         from pallas_kernels import flash_attention as kernel
 
         bounds = _key_bounds(q, k, arrays[0], options.mask)
-        given = dict(scale=options.scale, soft_cap=options.soft_cap, ordered=options.deterministic)
-        results = kernel.backward(q, k, v, out, lse, d_out, *bounds, **given)
+        settings = dict(scale=options.scale, soft_cap=options.soft_cap, ordered=options.deterministic)
+        results = kernel.backward(q, k, v, out, lse, d_out, *bounds, **settings)
         gradients = compat.vary(results, compat.varying_axes(q))
     else:
         _, vjp = jax.vjp(lambda q, k, v: with_sinks(*_local_reference(q, k, v, arrays, options), sinks)[0], q, k, v)
@@ -287,8 +291,8 @@ def _to_heads(arrays, others):
     """[B, T / context, N, H] -> [B, T, N / context, H], and segments [B, T]."""
     segments, indices, key, slopes = others
     gather = functools.partial(lax.all_gather, axis_name=TIME_AXES, axis=1, tiled=True)
-    turn = functools.partial(lax.all_to_all, axis_name=TIME_AXES, split_axis=2, concat_axis=1, tiled=True)
-    return *map(turn, arrays), (segments and tuple(map(gather, segments)), indices, key, slopes)
+    exchange = functools.partial(lax.all_to_all, axis_name=TIME_AXES, split_axis=2, concat_axis=1, tiled=True)
+    return *map(exchange, arrays), (segments and tuple(map(gather, segments)), indices, key, slopes)
 
 
 def _to_sequence(a):
@@ -296,7 +300,7 @@ def _to_sequence(a):
 
 
 def _key_bounds(q, k, segments, mask) -> tuple[jax.Array, jax.Array]:
-    """int32 [B, T]: query i sees the keys lower <= j < upper. The tokens of a document lie side by side."""
+    """int32 [B, T]: query i attends to the keys lower <= j < upper. The tokens of a document are adjacent."""
     batch, length = q.shape[:2]
     num_keys = k.shape[1]
     index = jnp.broadcast_to(jnp.arange(length), (batch, length))
@@ -316,15 +320,15 @@ def _key_bounds(q, k, segments, mask) -> tuple[jax.Array, jax.Array]:
 
 
 def _segment_bias(segments, dtype: jnp.dtype) -> jax.Array | None:
-    """[B, 1, T, S]: 0 within a document, hugely negative between documents; one for all heads and layers."""
+    """[B, 1, T, S]: 0 within a document, a huge negative number elsewhere; shared by all heads and layers."""
     if segments is None:
         return None
     same = segments[0][:, None, :, None] == segments[1][:, None, None, :]
-    return jnp.where(same, 0.0, NEVER).astype(dtype)
+    return jnp.where(same, 0.0, MASKED_SCORE).astype(dtype)
 
 
 def _local_reference(q, k, v, arrays, options):
-    """The reference on this device's heads, with the places and segments that belong to them."""
+    """The reference on this device's heads, with their positions and segments."""
     segments, indices, key, slopes = arrays
     if indices is None:
         indices = (jnp.arange(q.shape[1])[None],) * 2
@@ -335,7 +339,7 @@ def _local_reference(q, k, v, arrays, options):
 
 
 def _part_index(axes):
-    """Which part of a dim split over `axes` this device holds."""
+    """Index of this device's shard of a dim split over `axes`."""
     index = 0
     for axis in axes:
         index = index * lax.axis_size(axis) + lax.axis_index(axis)
@@ -343,7 +347,7 @@ def _part_index(axes):
 
 
 def dropout_mask(key, rate, q_BTNH, indices, head_axes=HEAD_AXES):
-    """float32 [B, N, T, S]: 0 or 1 / (1 - rate), from the global place of each probability of this device.
+    """float32 [B, N, T, S]: 0 or 1 / (1 - rate), from the global position of each probability on this device.
 
     key: (data of a key, number of the first sample of all devices). indices: int32 ([1 or B, T], [1 or B, S]).
     head_axes: mesh axes that split the heads.
@@ -360,15 +364,15 @@ def dropout_mask(key, rate, q_BTNH, indices, head_axes=HEAD_AXES):
     return jnp.where(keep, 1.0 / (1.0 - rate), 0.0)
 
 
-# ----------------------------------------------------------------------------- the truth
+# ----------------------------------------------------------------------------- the reference
 
 
 def reference_attention(
     q_BTNH, k_BSKH, v_BSKH, mask, scale, soft_cap, segments, indices, keep_BNTS=None, slopes_N=None
 ):
-    """Attention as its formula, with T x S scores in memory -> (out [B,T,N,H], log-sum-exp [B,N,T] float32).
+    """The formula of attention, with T x S scores in memory -> (out [B,T,N,H], log-sum-exp [B,N,T] float32).
 
-    indices: ([1 or B, T], [1 or B, S]); a fully masked row gives the mean of the values, and no NaN.
+    indices: ([1 or B, T], [1 or B, S]); a fully masked row gives the mean of the values, not NaN.
     """
     batch, length, num_heads, head_dim = q_BTNH.shape
     q_BTKGH = q_BTNH.reshape(batch, length, k_BSKH.shape[2], -1, head_dim)
@@ -385,9 +389,10 @@ def reference_attention(
         visible_BTS &= distance_BTS < mask.window
     if segments is not None:
         visible_BTS &= segments[0][:, :, None] == segments[1][:, None, :]
-    scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS, NEVER)
+    scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS, MASKED_SCORE)
     lse_BKGT = jax.nn.logsumexp(scores_BKGTS, -1)
-    # Not exp(scores - lse): log(S) is lost beside NEVER, and a fully masked row would give the sum of the values.
+    # Not exp(scores - lse): adding log(S) to MASKED_SCORE has no effect, and a fully masked row would give the sum of
+    # the values.
     probs_BKGTS = jax.nn.softmax(scores_BKGTS, -1)
     if keep_BNTS is not None:
         probs_BKGTS *= keep_BNTS.reshape(probs_BKGTS.shape)

@@ -1,10 +1,11 @@
 """Vocabulary-parallel cross-entropy of the output layer, in chunks, with its gradients computed in the forward pass.
 
-Dimensions: B batch, T sequence, C part of the tokens, D model width, V vocabulary.
-The logits of one chunk at a time exist, [C, V / (pipeline * tensor)] float32; each is turned at once into its part of
-the loss, of dx and of the gradient of the output matrix, so nothing is recomputed in the backward pass (Hsu et al.
-2024, Liger Kernel, https://arxiv.org/abs/2410.10989). Over `tensor` three numbers a token are reduced (Shoeybi et al.
-2019); stages of a pipeline share the vocabulary in the same way (Yeung et al. 2024, https://arxiv.org/abs/2411.05288).
+Dimensions: B batch, T sequence, C tokens of a chunk, D model width, V vocabulary.
+Only the logits of one chunk exist at a time, [C, V / (pipeline * tensor)] float32; each chunk is immediately turned
+into its part of the loss, of dx and of the gradient of the output matrix, so nothing is recomputed in the backward pass
+(Hsu et al. 2024, Liger Kernel, https://arxiv.org/abs/2410.10989). Over `tensor` three numbers per token are reduced
+(Shoeybi et al. 2019); pipeline stages share the vocabulary in the same way (Yeung et al. 2024,
+https://arxiv.org/abs/2411.05288).
 """
 
 import functools
@@ -50,8 +51,8 @@ def cross_entropy(
 
     bias, multiplier, soft_cap: see `finish_logits`.
 
-    vocab_size: tokens that there are; the columns of the head from there on are padding, which has no probability and
-    no gradient. V below is this number.
+    vocab_size: number of tokens; further columns of the head are padding, which has no probability and no gradient. V
+    below is this number.
 
     The loss of a token is -log p[label], plus z_loss * logsumexp^2 (Chowdhery et al. 2022, section 5); with label
     smoothing s (Megatron's definition), with r = s * V / (V - 1): (1 - r) * -log p[label] - r * mean(log p).
@@ -88,13 +89,13 @@ _cross_entropy.defvjp(_forward, _backward)
 
 
 def _run(x_BTD, head_DV, bias_V, labels_BT, weights_BT, options, with_gradients):
-    """-> (loss, (dx laid out as batch, sequence; dhead; dbias)), or (loss, None)."""
+    """-> (loss, (dx sharded as batch, sequence; dhead; dbias)), or (loss, None)."""
     tokens = activation_spec(labels_BT.shape, ("batch", "time"))
     sequence = activation_spec(x_BTD.shape, ("batch", "sequence", None))
     scatter = sequence[1] != tokens[1]
     split_over = tuple(axis for entry in tokens for axis in axes_of(entry))
 
-    # Of the devices that split D those with other tokens gather the head here, in its own dtype.
+    # Axes that split both D and the tokens: the head is gathered over them here, in its own dtype.
     sharing = tuple(axis for axis in WEIGHT_AXES["embed"] if axis in split_over)
 
     def body(x_BTD, head_DV, bias_V, labels_BT, weights_BT):
@@ -122,7 +123,7 @@ def _run(x_BTD, head_DV, bias_V, labels_BT, weights_BT, options, with_gradients)
     head_spec = P(entry_of(sharing), bias_spec[0])
     in_specs = (P(*tokens, None), head_spec, bias_spec, tokens, tokens)
     out_specs = (P(), sequence, head_spec, bias_spec) if with_gradients else P()
-    # Otherwise XLA gathers what x was before its last cast, twice the bytes.
+    # Without it XLA gathers x before its last cast, which is twice the bytes.
     x_BTD = constrain(x_BTD, "batch", "sequence", None)
     out = manual(body, in_specs, out_specs)(x_BTD, head_DV.astype(x_BTD.dtype), bias_V, labels_BT, weights_BT)
     return (out[0], out[1:]) if with_gradients else (out, None)
@@ -145,7 +146,7 @@ def _chunks(x_BTD, head_DV, bias_V, labels_BT, weights_BT, options, with_gradien
     def scan_step(sums, chunk):
         loss_before, before = sums
         x, *others = chunk
-        # One after the other: XLA, which unrolls short loops, would make the logits of all chunks at once.
+        # Forces one chunk after the other: XLA unrolls short loops and would compute the logits of all chunks at once.
         before, x = lax.optimization_barrier((before, x))
         loss, d_x, d_matrices = step(x, *others)
         return jax.tree.map(jnp.add, (loss_before, before), (loss, d_matrices)), d_x
@@ -170,7 +171,7 @@ def _chunk(x_CD, labels_C, weights_C, *, head_DV, bias_V, options, with_gradient
 
     top_C = lax.pmax(lax.stop_gradient(jnp.max(of_tokens(logits_CV, -jnp.inf), -1)), VOCAB_AXES)
     exp_CV = of_tokens(jnp.exp(logits_CV - top_C[:, None]), 0.0)
-    # log p of the label and, for smoothing, the mean of all log p: both linear in the logits, so one reduction.
+    # log p of the label and, for smoothing, the mean of all log p: both are linear in the logits, so one reduction.
     smoothing = label_smoothing * vocab / (vocab - 1)
     target_CV = of_tokens(jnp.where(is_label_CV, 1.0 - smoothing, 0.0) + smoothing / vocab, 0.0)
     sums = jnp.sum(exp_CV, -1), jnp.sum(logits_CV * target_CV, -1)

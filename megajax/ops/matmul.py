@@ -1,4 +1,4 @@
-"""The one dense contraction of every layer: number format, accumulation and, later, quantisation are decided here."""
+"""The dense contraction used by every layer: number format, accumulation and, later, quantisation are chosen here."""
 
 import dataclasses
 import functools
@@ -15,9 +15,9 @@ MIN_JOINED_ROWS = 512
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Float32Gradient:
-    """A weight whose gradient leaves its matmul in float32, and is summed over devices so (precision.gradient_reduce).
+    """A weight whose gradient is returned, and summed over devices, in float32 (precision.gradient_reduce).
 
-    A layer hands it on to this file as it would an array.
+    A layer passes it to this file like an array.
     """
 
     array: jax.Array
@@ -37,7 +37,7 @@ def matmul(x: jax.Array, w: Weight, num_contracted: int = 1) -> jax.Array:
     """Contracts the last `num_contracted` dims of x [..., *K] with the first of w [*K, *N] -> [..., *N].
 
     Computes in x's dtype (w is cast to it, before any gather that XLA inserts) and accumulates in float32; the result
-    has x's dtype, and so has the gradient of w, unless it is a Float32Gradient. Float32 inputs are multiplied in full
+    has x's dtype, and so has the gradient of w, unless w is a Float32Gradient. Float32 inputs are multiplied in full
     float32, never TF32.
     """
     if isinstance(w, Float32Gradient):
@@ -51,9 +51,9 @@ def matmul(x: jax.Array, w: Weight, num_contracted: int = 1) -> jax.Array:
 def matmul_side_by_side(x: jax.Array, weights: Sequence[Weight], axis: int) -> jax.Array:
     """[matmul(x, w) for w in weights] joined along `axis` of the weights, computed as one product.
 
-    weights: [D, ...], equal but for their size along `axis` (counted with D as 0), which must not be a dim that the
-    mesh splits. One product makes x's gradient in one go too, instead of as a sum of several. With few rows
-    (decoding) the time is that of reading the weights, and joining them would read them twice.
+    weights: [D, ...], with equal shapes except along `axis` (D is 0), which must not be a dim that the mesh splits. The
+    gradient of x is then one product too, instead of a sum of several. With few rows (decoding) the time is that of
+    reading the weights, and joining them would read them twice.
     """
     if math.prod(x.shape[:-1]) < MIN_JOINED_ROWS:
         return jnp.concatenate([matmul(x, w) for w in weights], x.ndim - 2 + axis)
@@ -64,7 +64,7 @@ def matmul_side_by_side(x: jax.Array, weights: Sequence[Weight], axis: int) -> j
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _with_float32_gradient(x: jax.Array, weights: tuple[jax.Array, ...], axis: int, num_contracted: int) -> jax.Array:
-    """matmul of x with the weights joined along `axis`; of the gradients that of x has its dtype."""
+    """matmul of x with the weights joined along `axis`; the gradient of x has x's dtype, those of weights float32."""
     return matmul(x, _joined(x, weights, axis), num_contracted)
 
 
@@ -95,7 +95,7 @@ def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
     """x [..., *N] + bias [*N] -> x's dtype. The gradient of the bias is summed in float32.
 
     Automatic differentiation would sum it in x's dtype: in bfloat16 a sum of 1,024 rows was off by 22 % on an H100
-    (tests/gpu/test_norm.py), as the sum stops growing when a row is smaller than its last bit.
+    (tests/gpu/test_norm.py), because the sum stops growing once a row is smaller than its last bit.
     """
     return x + bias.astype(x.dtype)
 

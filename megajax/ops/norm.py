@@ -1,8 +1,8 @@
 """Layer normalisation (Ba et al. 2016) and RMS normalisation (Zhang and Sennrich 2019), over the last dim.
 
 Dimensions: B batch, T sequence, R rows, D model width.
-Statistics are float32 whatever the dtype of x. `residual_norm` is the one on the residual stream: it owns its
-derivative and its sharding, and takes a kernel of its own on Hopper (pallas_kernels/norm.py).
+Statistics are float32 for any dtype of x. `residual_norm` is the norm on the residual stream: it defines its derivative
+and its sharding, and uses our kernel on Hopper (pallas_kernels/norm.py).
 """
 
 import functools
@@ -39,12 +39,12 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, epsilon: float) 
 def residual_norm(
     x_BTD: jax.Array, y_BTD: jax.Array | None, scale_D: jax.Array, bias_D: jax.Array | None, epsilon: float
 ) -> tuple[jax.Array, jax.Array]:
-    """(s = x + y, or x if there is no y; layer_norm of s, or rms_norm if no bias), laid out as batch, sequence.
+    """(s = x + y, or x without y; layer_norm of s, or rms_norm without a bias), sharded as batch, sequence.
 
-    The gradients of the two results meet in one pass over the rows. The gradient of x is computed as such, not inside
-    whatever reads it: everything on the residual stream is local to a row, so XLA would fuse the norm gradients of all
-    layers into each other: compile time grows with the square of the layers (7 B, 4 layers: 47 s instead of 5 s) and
-    each fusion computes the later layers again.
+    The gradients of the two results are combined in one pass over the rows. The gradient of x is materialised instead
+    of being fused into its consumers: everything on the residual stream is local to a row, so XLA would fuse the norm
+    gradients of all layers into each other. Compile time would grow with the square of the number of layers (7 B, 4
+    layers: 47 s instead of 5 s), and each fusion would recompute the later layers.
     """
     return _residual_norm(x_BTD, y_BTD, scale_D, bias_D, (epsilon, _backend(x_BTD)))
 

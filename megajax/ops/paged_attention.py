@@ -1,8 +1,8 @@
-"""Attention of one new token a sequence to keys and values that lie in pages (Kwon et al. 2023,
-https://arxiv.org/abs/2309.06180): chooses the kernel for Hopper or the plain reference, and owns its sharding.
+"""Attention of one new token per sequence to keys and values stored in pages (Kwon et al. 2023,
+https://arxiv.org/abs/2309.06180): chooses the kernel for Hopper or the plain reference, and defines its sharding.
 
-Dimensions: B sequences, N heads, K key-value heads, G = N / K, H head dim, Z pages, S places in a page, P pages of a
-sequence, T = P S places of a sequence.
+Dimensions: B sequences, N heads, K key-value heads, G = N / K, H head dim, Z pages, S slots in a page, P pages of a
+sequence, T = P S slots of a sequence.
 `tensor` splits the heads; sequences and pages are whole on every device. There is no derivative: decoding needs none.
 """
 
@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax import compat
 from megajax.current_mesh import manual
-from megajax.ops.attention import NEVER
+from megajax.ops.attention import MASKED_SCORE
 from megajax.ops.matmul import dot_precision
 from megajax.sharding import activation_spec
 from pallas_kernels import paged_attention as kernel
@@ -30,11 +30,11 @@ def paged_attention(
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """softmax(scale * q k^T) v over the tokens of each sequence -> (out [B, N, H] in q's dtype, log-sum-exp [B, N]).
 
-    q is the query of the last token, whose key and value are in the pages already.
-    table: int32, page number p holds the places S p to S p + S - 1 of the sequence. lengths: int32, 0 gives 0 and -inf.
-    Pages and places without a token of the sequence may hold anything, NaN included, and their numbers be anything.
+    q is the query of the last token, whose key and value are already in the pages.
+    table: int32, entry p is the page with positions S p to S p + S - 1 of the sequence. lengths: int32; length 0 gives
+    0 and -inf. Entries beyond the length may have any value, and slots without a token any contents, including NaN.
     scales: of int8 keys and values, float32 [Z, K, S] each, see `quantise`.
-    window: only the last `window` tokens are seen. soft_cap: as in ops/attention.py.
+    window: attend only to the last `window` tokens. soft_cap: as in ops/attention.py.
     """
     heads = activation_spec(keys_ZKSH.shape, (None, "kv_heads", None, None))[1]
     backend = _backend(q_BNH, keys_ZKSH)
@@ -51,7 +51,7 @@ def paged_attention(
 
 
 def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Keys or values [..., H] -> (int8 [..., H], float32 [...]), whose product is x: the largest of each row is 127."""
+    """Keys or values [..., H] -> (int8 [..., H], float32 [...]), whose product is x; the maximum of a row is 127."""
     scale = jnp.max(jnp.abs(x.astype(jnp.float32)), -1) / 127
     rounded = jnp.round(x.astype(jnp.float32) / jnp.where(scale > 0, scale, 1)[..., None])
     return rounded.astype(jnp.int8), scale
@@ -60,7 +60,7 @@ def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 def reference_paged_attention(
     q_BNH, keys_ZKSH, values_ZKSH, table_BP, lengths_B, scales=None, *, scale, window=None, soft_cap=None
 ):
-    """As its formula, in float32, with all keys and values of the sequences gathered."""
+    """The formula, in float32, with all keys and values of the sequences gathered."""
     batch, num_heads, head_dim = q_BNH.shape
     num_places = table_BP.shape[1] * keys_ZKSH.shape[2]
     place_T = jnp.arange(num_places)
@@ -86,7 +86,7 @@ def reference_paged_attention(
         scores_BKGT = soft_cap * jnp.tanh(scores_BKGT / soft_cap)
     seen_B11T = seen_BT[:, None, None]
     lse_BKG = jax.nn.logsumexp(scores_BKGT, -1, where=seen_B11T)
-    probs_BKGT = jnp.where(seen_B11T, jax.nn.softmax(jnp.where(seen_B11T, scores_BKGT, NEVER), -1), 0)
+    probs_BKGT = jnp.where(seen_B11T, jax.nn.softmax(jnp.where(seen_B11T, scores_BKGT, MASKED_SCORE), -1), 0)
     out_BKGH = dot("bkgt,bkth->bkgh", probs_BKGT, values_BKTH)
     return out_BKGH.reshape(q_BNH.shape).astype(q_BNH.dtype), lse_BKG.reshape(batch, num_heads)
 

@@ -1,1 +1,1 @@
-"""Optimizer update, learning-rate schedule, and where the optimizer state lies."""
+"""Optimizer update, learning-rate schedule, and sharding of the optimizer state."""

@@ -1,4 +1,4 @@
-"""What a configuration says of the optimizer: update rules and their constants, groups, learning-rate schedule."""
+"""Configuration of the optimizer: update rules and their constants, parameter groups, learning-rate schedule."""
 
 import dataclasses
 from typing import Annotated
@@ -15,45 +15,45 @@ class OptimizerConfig:
     """Which optimizer, its constants, and the learning-rate schedule."""
 
     name: UpdateRule = "adamw"
-    """Update rule; muon: of the matrices of layers, and AdamW for all other parameters."""
+    """Update rule; muon applies to the matrices of layers, and AdamW to all other parameters."""
     learning_rate: PositiveFloat = 3e-4
     """Learning rate after the warm-up, the peak of the schedule."""
     min_learning_rate: NonNegativeFloat = 3e-5
-    """Learning rate at the end of the decay and after it (schedule constant: not used)."""
+    """Learning rate at the end of the decay and after it (not used by schedule constant)."""
     initial_learning_rate: NonNegativeFloat = 0.0
-    """Where the warm-up starts."""
+    """Learning rate at the start of the warm-up."""
     schedule: ScheduleStyle = "cosine"
     """Shape of the decay after the warm-up; formulas in megajax/optim/schedule.py."""
     warmup_steps: NonNegativeInt = 0
-    """Steps of linear warm-up; 0 starts at learning_rate. In these fields a step whose batch is still ramping up counts
-    as the part of global_batch_size that it reads."""
+    """Steps of linear warm-up; 0 starts at learning_rate. In this and the following fields, a step during a batch size
+    ramp-up counts as its fraction of global_batch_size."""
     decay_steps: PositiveInt | None = None
     """Step at which min_learning_rate is reached, warm-up included; None: the end of the run."""
     wsd_decay_steps: NonNegativeInt = 0
-    """Schedule wsd: how many of the last steps before decay_steps anneal."""
+    """Schedule wsd: number of annealing steps at the end, before decay_steps."""
     wsd_style: WsdStyle = "exponential"
-    """Schedule wsd: curve of the annealing."""
+    """Schedule wsd: shape of the annealing curve."""
     beta1: Momentum = 0.9
-    """AdamW, Lion: decay of the first moment (Lion: of the interpolation that gives the sign)."""
+    """AdamW, Lion: decay of the first moment (Lion: of the interpolation whose sign is taken)."""
     beta2: Momentum = 0.95
     """AdamW: decay of the second moment. Lion: decay of its only moment (0.98 or 0.99 are usual there)."""
     epsilon: PositiveFloat = 1e-8
-    """AdamW: added to the root of the second moment."""
+    """AdamW: added to the square root of the second moment."""
     momentum: Momentum = 0.9
     """SGD, Muon: decay of the momentum (0.95 is usual for Muon)."""
     weight_decay: NonNegativeFloat = 0.1
     """Decay of weights and embeddings; biases and norm scales decay only if a group says so."""
     groups: tuple[str, ...] = ()
-    """Parameters with another learning rate, decay or update rule, the first match wins: 'PATTERN field=value ...' with
-    learning_rate_scale, weight_decay, optimizer."""
+    """Parameters with another learning rate, decay or update rule: 'PATTERN field=value ...' with the fields
+    learning_rate_scale, weight_decay, optimizer; the first match wins."""
     clip_norm: NonNegativeFloat = 1.0
     """Gradients are scaled down to this global L2 norm; 0: no clipping."""
     skip_grad_norm_above: NonNegativeFloat = 0.0
-    """An update with a larger gradient norm, before clipping, is skipped; 0: whatever is finite is used."""
+    """Skip updates whose gradient norm, before clipping, is larger; 0: skip only non-finite gradients."""
     shard_over_data: bool = False
-    """Split the optimizer state over the mesh axis data too (ZeRO-1)."""
+    """Also split the optimizer state over the mesh axis data (ZeRO-1)."""
     offload_state: bool = False
-    """Keep the moments in host memory between updates; slow where the host hangs on PCIe, see docs/memory.md."""
+    """Keep the moments in host memory between updates; slow over PCIe, see docs/memory.md."""
 
     def check(self, run_steps: float) -> None:
         """Raises ValueError for numbers that contradict each other. run_steps: TrainingConfig.full_batch_steps."""
@@ -67,14 +67,14 @@ class OptimizerConfig:
         if self.warmup_steps >= decay_steps:
             raise ValueError(
                 f"optimizer.warmup_steps={self.warmup_steps} must be less than the decay steps ({decay_steps:.10g}: "
-                "optimizer.decay_steps, or where that is None training.steps, in steps of the whole batch); "
+                "optimizer.decay_steps, or training.steps if that is None, in steps of the full batch); "
                 "warm up for fewer steps or use --optimizer.schedule=constant"
             )
         most = decay_steps - self.warmup_steps
         if self.schedule == "wsd" and not 0 < self.wsd_decay_steps <= most:
             raise ValueError(
-                f"optimizer.wsd_decay_steps={self.wsd_decay_steps} must lie in 1..{most:.10g} (decay steps "
-                f"{decay_steps:.10g} less warm-up {self.warmup_steps}); for example "
+                f"optimizer.wsd_decay_steps={self.wsd_decay_steps} must be in 1..{most:.10g} (decay steps "
+                f"{decay_steps:.10g} minus warm-up {self.warmup_steps}); for example "
                 f"--optimizer.wsd_decay_steps={max(1, int(most / 5))}"
             )
 
@@ -90,7 +90,7 @@ class OptimizerConfig:
             )
 
     def make_schedule(self, run_steps: float) -> Schedule:
-        """The schedule of learning rates of a run of run_steps (TrainingConfig.full_batch_steps), checked first."""
+        """The learning-rate schedule of a run of run_steps (TrainingConfig.full_batch_steps), after `check`."""
         self.check(run_steps)
         return Schedule(
             style=self.schedule,

@@ -1,8 +1,8 @@
-"""Where the optimizer state lies: beside its parameter, or split over the mesh axis data as well (ZeRO-1); on the host.
+"""Sharding of the optimizer state: like its parameter, or split over the mesh axis data as well (ZeRO-1); offload.
 
-ZeRO stage 1 (Rajbhandari et al. 2020, arXiv 1910.02054): the copies of a parameter along the axis data need only one
-copy of its moments between them. Each device updates its part, and the new parameters are gathered. The moments of
-AdamW then take 8 / data bytes a parameter instead of 8.
+ZeRO stage 1 (Rajbhandari et al. 2020, arXiv 1910.02054): replicas of a parameter along the axis data share one copy of
+its moments. Each device updates its part, and the new parameters are gathered. The moments of AdamW then take 8 / data
+bytes per parameter instead of 8.
 """
 
 import logging
@@ -32,32 +32,32 @@ def optimizer_shardings(
         mesh: the mesh of those shardings.
         shard_over_data: optimizer.shard_over_data.
 
-    A leaf whose path ends with that of a parameter, and which has its shape, lies like the parameter (see
-    `moment_shardings`). Every other one is on all devices, explicitly: a scalar without a sharding comes back from a
-    checkpoint on one device and the next step fails. A log line names those that are no scalars. What belongs to a
-    parameter lies in pinned memory of the host if the state is offloaded.
+    A leaf whose path ends with that of a parameter, and which has its shape, is sharded like the parameter (see
+    `moment_shardings`). Every other leaf is replicated, explicitly: a scalar without a sharding is restored from a
+    checkpoint to one device and the next step fails. A log line names those that are not scalars. If the state is
+    offloaded, leaves that belong to a parameter are kept in pinned host memory.
     """
     moments = moment_shardings(abstract_params, param_shardings, mesh=mesh, shard_over_data=shard_over_data)
     shapes = {path: param.shape for path, param in jax.tree_util.tree_leaves_with_path(abstract_params)}
     sharding_of = dict(jax.tree_util.tree_leaves_with_path(moments))
-    copied = []
+    replicated = []
 
-    def place(path, leaf) -> NamedSharding:
+    def sharding_for(path, leaf) -> NamedSharding:
         parameter = parameter_of(path, shapes)
         if parameter is not None and shapes[parameter] == leaf.shape:
             sharding = sharding_of[parameter]
         else:
             sharding = NamedSharding(mesh, PartitionSpec())
             if leaf.size > 1:
-                copied.append(f"{name_of(path)} {leaf.shape}")
+                replicated.append(f"{name_of(path)} {leaf.shape}")
         is_offloaded = optimizer.config.offload_state and parameter is not None
         return sharding.with_memory_kind("pinned_host") if is_offloaded else sharding
 
-    shardings = jax.tree_util.tree_map_with_path(place, jax.eval_shape(optimizer.init, abstract_params))
-    if copied:
+    shardings = jax.tree_util.tree_map_with_path(sharding_for, jax.eval_shape(optimizer.init, abstract_params))
+    if replicated:
         logger.warning(
-            "optimizer state: every device holds the whole of %s: it does not have the shape of a parameter",
-            ", ".join(copied),
+            "optimizer state: replicated on every device, because they do not have the shape of a parameter: %s",
+            ", ".join(replicated),
         )
     return shardings
 
@@ -65,10 +65,10 @@ def optimizer_shardings(
 def moment_shardings(abstract_params: PyTree, param_shardings: PyTree, *, mesh: Mesh, shard_over_data: bool) -> PyTree:
     """NamedShardings, structure of the parameters, for a moment of each parameter.
 
-    With `shard_over_data` each is split over the axis data too, as the innermost axis of the first dim that divides.
-    Dims that are split already are tried before whole ones, and dim 0 comes last: it is the stack of layers for most
-    parameters, and a layer's gradient should be reduced when that layer is done. A parameter where no dim divides, or
-    that the axis data splits already, keeps its own sharding.
+    With `shard_over_data` each is also split over the axis data, as the innermost axis of the first dim that divides.
+    Dims that are already split are tried before unsplit ones, and dim 0 comes last: it is the stack of layers for most
+    parameters, and a layer's gradient should be reduced as soon as that layer is done. A parameter without a dim that
+    divides, or that is already split over the axis data, keeps its own sharding.
     """
     if not shard_over_data or mesh.shape["data"] == 1:
         return param_shardings
@@ -84,7 +84,8 @@ def moment_shardings(abstract_params: PyTree, param_shardings: PyTree, *, mesh: 
     shardings = jax.tree_util.tree_map_with_path(add_data, abstract_params, param_shardings)
     if kept:
         logger.warning(
-            "optimizer.shard_over_data: no dim divides by mesh.data=%d for %s; their moments stay whole along data",
+            "optimizer.shard_over_data: no dim is divisible by mesh.data=%d for %s; their moments are not split over "
+            "data",
             mesh.shape["data"],
             ", ".join(kept),
         )
@@ -92,7 +93,7 @@ def moment_shardings(abstract_params: PyTree, param_shardings: PyTree, *, mesh: 
 
 
 def _split_over_data(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> PartitionSpec | None:
-    """`spec` with the axis data added to one dim; None where none divides; `spec` itself where data is in it."""
+    """`spec` with the axis data added to one dim; None if no dim divides; `spec` itself if it already has data."""
     axes_of_dim = [axes_of(entry) for entry in spec] + [()] * (len(shape) - len(spec))
     if any("data" in axes for axes in axes_of_dim):
         return spec

@@ -5,8 +5,8 @@ layers.dense.attention.query; spaces separate the fields, because commas separat
 
     --optimizer.groups='*router* learning_rate_scale=0.1 weight_decay=0,embedding optimizer=adamw'
 
-The first group that matches a parameter decides. What it does not name, and a parameter that no group matches, follows
-the section `optimizer` and the parameter's own record: biases and norm scales do not decay.
+The first group that matches a parameter decides. Fields that it does not set, and parameters that no group matches,
+follow the section `optimizer` and the parameter's own record: biases and norm scales do not decay.
 """
 
 import dataclasses
@@ -31,9 +31,9 @@ class Group:
 
     pattern: str
     learning_rate_scale: PositiveFloat = 1.0
-    """The scheduled learning rate is multiplied by it; training.frozen is for what is not trained."""
+    """Factor on the scheduled learning rate; use training.frozen for parameters that are not trained."""
     weight_decay: NonNegativeFloat | None = None
-    """Replaces optimizer.weight_decay, and decays biases and norm scales too; None: the default."""
+    """Replaces optimizer.weight_decay, and applies to biases and norm scales too; None: the default."""
     optimizer: UpdateRule | None = None
     """Replaces optimizer.name; None: the default."""
 
@@ -43,7 +43,7 @@ class Rule:
     """How one parameter is updated: p = p - learning_rate_scale * lr * (direction + weight_decay * p)."""
 
     optimizer: UpdateRule
-    """Makes the direction of the gradient; muon of matrices only."""
+    """Computes the direction from the gradient; muon only for matrices."""
     weight_decay: float
     learning_rate_scale: float
     record: Parameter
@@ -88,10 +88,10 @@ def rules_of(records: PyTree, groups: tuple[str, ...], optimizer: UpdateRule, we
     Args:
         records: nested dict of megajax.parameters.Parameter.
         groups: optimizer.groups.
-        optimizer, weight_decay: optimizer.name and optimizer.weight_decay, what holds without a group.
+        optimizer, weight_decay: optimizer.name and optimizer.weight_decay, the values without a group.
 
-    Raises ValueError for an unknown update rule, for a group that decides for no parameter, and for one that wants Muon
-    for no matrix.
+    Raises ValueError for an unknown update rule, for a group that applies to no parameter, and for a Muon group without
+    a matrix.
     """
     if optimizer not in typing.get_args(UpdateRule):
         raise ValueError(f"optimizer.name={optimizer} is unknown; use {', '.join(typing.get_args(UpdateRule))}")
@@ -124,22 +124,22 @@ def _check_use(text: str, group: Group, group_of: PyTree, records: PyTree) -> No
             f"optimizer.groups={text!r} matches no trained parameter; they are called like {names[0]}, and * stands "
             "for any part of a name"
         )
-    decides = [chosen is group for chosen in jax.tree.leaves(group_of)]
-    if not any(decides):
+    applies = [chosen is group for chosen in jax.tree.leaves(group_of)]
+    if not any(applies):
         raise ValueError(
-            f"optimizer.groups={text!r} decides for no parameter: all that it matches are matched by groups before it, "
+            f"optimizer.groups={text!r} applies to no parameter: all that it matches are matched by earlier groups, "
             "and the first match wins; put it before them"
         )
-    roles = {record.role for record, mine in zip(jax.tree.leaves(records), decides, strict=True) if mine}
+    roles = {record.role for record, used in zip(jax.tree.leaves(records), applies, strict=True) if used}
     if group.optimizer == "muon" and "matrix" not in roles:
         raise ValueError(
-            f"optimizer.groups={text!r} has no matrix of a layer ({', '.join(sorted(roles))}), and Muon updates only "
-            "those; use optimizer=adamw"
+            f"optimizer.groups={text!r} matches no matrix of a layer ({', '.join(sorted(roles))}), and Muon updates "
+            "only those; use optimizer=adamw"
         )
 
 
 def assigned_optimizers(groups: tuple[str, ...]) -> list[tuple[str, str | None]]:
-    """Which update rules the groups assign: the part of them that the optimizer state depends on."""
+    """The update rules that the groups assign: the part of the groups that the optimizer state depends on."""
     parsed = [parse_group(text) for text in groups]
     assigned = [(group.pattern, group.optimizer) for group in parsed]
     return assigned if any(optimizer for _, optimizer in assigned) else []

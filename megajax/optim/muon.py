@@ -12,13 +12,13 @@ The iteration moves every singular value of u near 1: with u = U S V^T, x is abo
 1 / sqrt(max(K, N)). The factor in the last line makes it about 0.2, that of AdamW's updates, so one learning rate and
 one decay serve both (Liu et al. 2025, arXiv 2502.16982, section 2.2).
 
-A weight holds many matrices, [*stack, *inputs, *outputs]: each is orthogonalised by itself, its inputs and its outputs
-flattened to K and N. Zeros, as in a pipeline's rows of padding, stay zeros. The iteration is bfloat16 on GPUs, as that
-of Jordan et al., and float32 elsewhere; momentum and update are float32.
+A weight holds many matrices, [*stack, *inputs, *outputs]: each is orthogonalised separately, with its inputs and
+outputs flattened to K and N. Zeros, such as a pipeline's padding rows, remain zeros. The iteration is bfloat16 on GPUs,
+like that of Jordan et al., and float32 elsewhere; momentum and update are float32.
 
-optax.contrib.muon (0.2.8) computes each layer by itself too, but divides both terms of the Nesterov sum by bias
-corrections that the papers do not have, keeps a, b and c in the state, decays all or none of what AdamW updates, and
-leaves the layout on a mesh to XLA, see `_layouts`.
+optax.contrib.muon (0.2.8) also treats each layer separately, but divides both terms of the Nesterov sum by bias
+corrections that the papers do not have, keeps a, b and c in the state, applies weight decay to all or none of the
+parameters that AdamW updates, and leaves the sharding on a mesh to XLA, see `_layouts`.
 """
 
 import math
@@ -46,7 +46,7 @@ def scale_by_muon(momentum: float, records: PyTree) -> optax.GradientTransformat
     """Gradients to 0.2 sqrt(max(K, N)) x, as above; the state is the momentum, float32 like the gradients.
 
     Args:
-        momentum: its decay.
+        momentum: decay of the momentum.
         records: megajax.parameters.Parameter of each gradient, in a tree of the same structure.
     """
     orthogonalise = optax.stateless(lambda updates, _: jax.tree.map(muon_direction, updates, records))
@@ -57,7 +57,7 @@ def muon_direction(u: jax.Array, record: Parameter) -> jax.Array:
     """u -> 0.2 sqrt(max(K, N)) x, for every matrix of a weight; float32, same shape."""
     stack, num_inputs, num_outputs = _matrix_shape(u.shape, record)
     x = u.reshape(*stack, num_inputs, num_outputs)
-    is_tall = num_inputs > num_outputs  # then x^T, with the same result, so that s is the smaller product
+    is_tall = num_inputs > num_outputs  # then x^T is used, with the same result, so that s is the smaller product
     x = (x.mT if is_tall else x).astype(_iteration_dtype())
     layouts = _layouts(x.shape, record, is_tall)
     for layout in layouts[1:]:
@@ -85,8 +85,8 @@ def _matrix_shape(shape: tuple[int, ...], record: Parameter) -> tuple[tuple[int,
 
 
 def orthogonalised(x: jax.Array) -> jax.Array:
-    """[..., K, N], K <= N, with other singular values: those above 0.002 of the norm of their [K, N] end between 0.68
-    and 1.21, smaller ones between 0 and that."""
+    """[..., K, N], K <= N, with new singular values: those above 0.002 of the norm of their [K, N] end between 0.68 and
+    1.21, smaller ones between 0 and that."""
     a, b, c = COEFFICIENTS
     x32 = x.astype(jnp.float32)
     x = (x32 / (jnp.linalg.norm(x32, axis=(-2, -1), keepdims=True) + NORM_EPSILON)).astype(x.dtype)
@@ -101,12 +101,12 @@ def _iteration_dtype() -> jnp.dtype:
 
 
 def _layouts(shape: tuple[int, ...], record: Parameter, is_tall: bool) -> list[PartitionSpec]:
-    """Layouts of [*stack, K, N], K <= N: from that of the weight to that in which the matrices are orthogonalised.
+    """Shardings of [*stack, K, N], K <= N: from that of the weight to that in which the matrices are orthogonalised.
 
-    In the last one each mesh axis splits the stack, or N if it does not divide what is left of the stack. A matrix that
-    lies whole on a device needs no communication, one split along N a sum for each s. Laid out like the weight, XLA
-    would gather x and s of all layers in every iteration. From one layout to the next one mesh axis moves, which is an
-    all-to-all; if several move at once XLA may gather the array. Without a mesh there are none.
+    In the last one each mesh axis splits the stack, or N if it does not divide the rest of the stack. A matrix that is
+    whole on one device needs no communication, one split along N needs a sum for each s. With the sharding of the
+    weight XLA would gather x and s of all layers in every iteration. From one sharding to the next a single mesh axis
+    moves, which is an all-to-all; if several move at once XLA may gather the array. Empty without a mesh.
     """
     if not has_mesh():
         return []

@@ -13,8 +13,8 @@ scales; parameter groups may change lr and d, see megajax/optim/groups.py):
     Muon, for the matrices of layers, AdamW for everything else: megajax/optim/muon.py
 
 A step whose gradient norm (or loss) is not finite, or whose norm is above `skip_grad_norm_above`, changes nothing:
-parameters, moments and the step count of the bias correction stay bit for bit what they were. It is a select inside the
-same program, so no host decision is waited for.
+parameters, moments and the step count of the bias correction are unchanged, bit for bit. This is a select inside the
+same program, so it does not wait for the host.
 """
 
 from typing import Any
@@ -53,8 +53,8 @@ class Optimizer:
         """Gradients to directions: p = p - lr * direction. A subclass may return any transformation of Optax instead.
 
         Args:
-            rules: self.rules, or the part of them for one parameter: with optimizer.offload_state each parameter is
-                updated by itself, with the leaves of the state that its own transformation would have.
+            rules: self.rules, or the rule of a single parameter: with optimizer.offload_state each parameter is updated
+                separately, with the leaves of the state that its own transformation would have.
         """
         names = {rule.optimizer for rule in jax.tree.leaves(self.rules)}
         coupled = names & {"sgd"}
@@ -64,16 +64,16 @@ class Optimizer:
         return optax.chain(*before, _update_rule(self.config, names, rules), *after)
 
     def init(self, params: PyTree) -> PyTree:
-        """State before the first step: zero moments in float32, whatever the dtype of the parameters."""
+        """State before the first step: zero moments in float32, for any dtype of the parameters."""
         return self.transform(self.rules).init(_float32(params))
 
     def flops(self, abstract_params: PyTree) -> int:
         """Floating-point operations of the matmuls in one update; only Muon has any."""
 
-        def of_one(param, rule) -> int:
+        def parameter_flops(param, rule) -> int:
             return muon_flops(param.shape, rule.record) if rule.optimizer == "muon" else 0
 
-        return sum(jax.tree.leaves(jax.tree.map(of_one, abstract_params, self.rules)))
+        return sum(jax.tree.leaves(jax.tree.map(parameter_flops, abstract_params, self.rules)))
 
     def update(
         self,
@@ -91,8 +91,8 @@ class Optimizer:
             state: from `init` or the last `update`.
             params: nested dict of arrays; the result keeps their dtypes, the arithmetic is float32.
             learning_rate: float32 scalar, from the Schedule on the host.
-            loss: optional scalar; if it is not finite the step is skipped even though the gradients are.
-            grad_norm: global_norm of the gradients, where the caller can compute it with fewer reads.
+            loss: optional scalar; if it is not finite the step is skipped even if the gradients are finite.
+            grad_norm: global_norm of the gradients, if the caller can compute it with fewer reads.
 
         Returns:
             new parameters, new state, and metrics: `grad_norm` (float32, before clipping) and `skipped`
@@ -116,7 +116,7 @@ class Optimizer:
         return new_params, new_state, {"grad_norm": grad_norm, "skipped": (~usable).astype(jnp.int32)}
 
     def _step(self, rules, grads, state, params, learning_rate, finite):
-        """-> (params, state) after the step, or as they were if it is not finite."""
+        """-> (params, state) after the step, unchanged if `finite` is false."""
         params32 = _float32(params)
         # Optax multiplies Python floats with its int32 step count, which strict promotion would refuse.
         with jax.numpy_dtype_promotion("standard"):
@@ -133,14 +133,15 @@ class Optimizer:
         return jax.tree.map(keep, proposed, params), jax.tree.map(keep, proposed_state, state)
 
     def _step_in_turn(self, grads, state, params, learning_rate, finite):
-        """_step for one parameter after the other, with moments that lie on the host.
+        """_step for one parameter after the other, with moments that are kept on the host.
 
-        They come when all gradients are there and the moments of the parameter before the last have left again, so a
-        device holds those of two. XLA by itself would fetch all of them at the start of the program. What makes them
-        wait is the token, which is `finite` itself: XLA drops from a barrier what nobody uses.
+        The moments of a parameter are fetched when all gradients have been computed and the moments of the parameter
+        before the previous one have been copied back, so a device holds those of two parameters. Left alone, XLA would
+        fetch all of them at the start of the program. The token makes them wait; it is `finite` itself, because XLA
+        drops unused values from a barrier.
 
-        The state of one parameter is what the same transformation makes of it alone: leaves of the whole state, at the
-        same paths. Those that belong to all of them, like a count of steps, come out the same each time.
+        The state of one parameter is that of the same transformation applied to it alone: leaves of the whole state, at
+        the same paths. Leaves shared by all parameters, like a step count, get the same value each time.
         """
         leaf_at = dict(jax.tree_util.tree_leaves_with_path(state))
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
@@ -151,17 +152,17 @@ class Optimizer:
             name = name_of(path)
             rules, grad, param = (_only(name, tree) for tree in (self.rules, grads, params))
             like = jax.eval_shape(self.transform(rules).init, _float32(param))
-            places = [place for place, _ in jax.tree_util.tree_leaves_with_path(like)]
-            leaves = [leaf_at[place] for place in places]
+            leaf_paths = [leaf_path for leaf_path, _ in jax.tree_util.tree_leaves_with_path(like)]
+            leaves = [leaf_at[leaf_path] for leaf_path in leaf_paths]
             leaves, token = jax.lax.optimization_barrier((leaves, tokens[number % 2]))
-            one = jax.tree.unflatten(jax.tree.structure(like), jax.device_put(leaves, jax.memory.Space.Device))
-            param, one = self._step(rules, grad, one, param, learning_rate, token)
-            leaves = [jax.device_put(leaf, jax.memory.Space.Host) if parameter_of(place, paths) else leaf
-                      for place, leaf in zip(places, jax.tree.leaves(one), strict=True)]  # fmt: skip
+            moments = jax.tree.unflatten(jax.tree.structure(like), jax.device_put(leaves, jax.memory.Space.Device))
+            param, moments = self._step(rules, grad, moments, param, learning_rate, token)
+            leaves = [jax.device_put(leaf, jax.memory.Space.Host) if parameter_of(leaf_path, paths) else leaf
+                      for leaf_path, leaf in zip(leaf_paths, jax.tree.leaves(moments), strict=True)]  # fmt: skip
             leaves, tokens[number % 2] = jax.lax.optimization_barrier((leaves, token))
             new_params += jax.tree.leaves(param)
-            new_leaf_at = dict(zip(places, leaves, strict=True)) | new_leaf_at
-        new_leaves = [new_leaf_at[place] for place in leaf_at]
+            new_leaf_at = dict(zip(leaf_paths, leaves, strict=True)) | new_leaf_at
+        new_leaves = [new_leaf_at[leaf_path] for leaf_path in leaf_at]
         structure = jax.tree.structure
         return jax.tree.unflatten(structure(params), new_params), jax.tree.unflatten(structure(state), new_leaves)
 
@@ -173,23 +174,23 @@ def global_norm(tree: PyTree) -> jax.Array:
 
 
 def _update_rule(config: OptimizerConfig, names: set[str], rules: PyTree) -> optax.GradientTransformation:
-    """These update rules, each for its own parameters: it has no moments for others."""
+    """Combines these update rules; each has moments only for its own parameters."""
     matrices = jax.tree.map(lambda rule: rule.record if rule.optimizer == "muon" else optax.MaskedNode(), rules)
-    every = {
+    transforms = {
         "adamw": optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),
         "lion": optax.scale_by_lion(config.beta1, config.beta2),
         "sgd": optax.trace(config.momentum),
         "muon": scale_by_muon(config.momentum, matrices),
     }
     if len(names) == 1:
-        return every[next(iter(names))]
+        return transforms[next(iter(names))]
     return optax.partition(
-        {name: every[name] for name in sorted(names)}, jax.tree.map(lambda rule: rule.optimizer, rules)
+        {name: transforms[name] for name in sorted(names)}, jax.tree.map(lambda rule: rule.optimizer, rules)
     )
 
 
 def _add_decay(rules: PyTree, names: set[str]) -> optax.GradientTransformation:
-    """Adds decay * parameter for parameters with one of these update rules; others keep what they have."""
+    """Adds decay * parameter to the updates of parameters with one of these update rules."""
     decays = jax.tree.map(lambda rule: rule.weight_decay if rule.optimizer in names else 0.0, rules)
     of_decaying = jax.tree.map(lambda decay: decay or optax.MaskedNode(), decays)
 
@@ -200,7 +201,7 @@ def _add_decay(rules: PyTree, names: set[str]) -> optax.GradientTransformation:
 
 
 def _only(name: str, tree: PyTree) -> PyTree:
-    """The nested dict with this leaf alone."""
+    """The nested dict with only this leaf."""
     return select(tree, lambda other: other == name)
 
 

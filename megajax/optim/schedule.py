@@ -3,7 +3,7 @@
 With n the step, w the warm-up, N the decay steps, `peak` and `minimum` the two ends:
 
     n <= w (w > 0)       initial + (peak - initial) * n / w
-    constant             peak, for ever
+    constant             peak, from then on
     n > N                minimum (every other style)
     inverse_square_root  max(minimum, peak * sqrt(max(w, 1)) / sqrt(max(n, 1)))
     linear               minimum + (peak - minimum) * (1 - r),                r = (n - w) / (N - w)
@@ -14,8 +14,8 @@ With n the step, w the warm-up, N the decay steps, `peak` and `minimum` the two 
                          cosine       (1 + cos(pi q)) / 2   minus_sqrt  1 - sqrt(q)
 
 These are the formulas of Megatron-LM's OptimizerParamScheduler. Step 0 is the first update: with a warm-up it uses
-`initial`. As there, n counts samples, here in units of the global batch size: while the batch ramps up, a step counts
-less than 1, and so w, N and D are steps of the whole batch.
+`initial`. As in Megatron-LM, n counts samples, here in units of the global batch size: during a batch size ramp-up a
+step counts less than 1, and so w, N and D are steps of the full batch.
 """
 
 import dataclasses

@@ -1,17 +1,17 @@
-"""Attention where `context` splits the sequence: a ring, gathered keys and values, or an all-to-all over the heads.
+"""Attention over a sequence split by `context`: a ring, gathered keys and values, or an all-to-all over the heads.
 
 Dimensions: B batch, T queries and S keys of a block, N heads, K key-value heads, H head dim; C devices of `context`.
 
-The first two cut the sequence into 2 C chunks and give device i the chunks i and 2 C - 1 - i (zigzag), so that causal
-attention is the same work everywhere. Tokens, labels, positions and segments are put in this order once, by the loader
-(`sequence_order`). A device attends to its own keys, and then to those of every other device r in turn: with r < i all
-its queries see the first chunk of keys, with r > i its second chunk of queries sees all keys, and nothing that is
-masked is computed. The results are merged by their log-sum-exps (Liu et al. 2023, https://arxiv.org/abs/2310.01889;
-Brandon et al. 2023, https://arxiv.org/abs/2311.09431).
+The first two split the sequence into 2 C chunks and give device i the chunks i and 2 C - 1 - i (zigzag), so that every
+device does the same amount of work in causal attention. The loader puts tokens, labels, positions and segments into
+this order once (`sequence_order`). A device attends to its own keys, and then to those of every other device r in turn:
+with r < i all its queries attend to the first chunk of keys, with r > i its second chunk of queries attends to all
+keys, and fully masked blocks are skipped. The results are merged by their log-sum-exps (Liu et al. 2023,
+https://arxiv.org/abs/2310.01889; Brandon et al. 2023, https://arxiv.org/abs/2311.09431).
 
-    ring         keys and values travel around while the ones before are used, and so do their gradients
+    ring         keys and values, and later their gradients, are sent around the ring while the current ones are used
     all_gather   every device gathers them first: fewer, larger messages, all keys and values in memory
-    all_to_all   sequences whole, heads split (Jacobs et al. 2023, https://arxiv.org/abs/2309.14509): ops/attention.py
+    all_to_all   whole sequences, split heads (Jacobs et al. 2023, https://arxiv.org/abs/2309.14509): ops/attention.py
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 from megajax import compat
 from megajax.current_mesh import axis_size, free_axes, is_inside_pipeline, manual
 from megajax.ops import attention as local
-from megajax.ops.attention import NEVER, AttentionMask
+from megajax.ops.attention import MASKED_SCORE, AttentionMask
 from megajax.sharding import TIME_AXES, activation_spec
 
 logger = logging.getLogger("megajax")
@@ -39,7 +39,8 @@ ContextMethod = Literal["ring", "all_gather", "all_to_all"]
 
 
 def sequence_order(length: int, num_ranks: int, method: ContextMethod) -> np.ndarray:
-    """int32 [length]: place in the sequence of what is stored at each index. length: a multiple of 2 * num_ranks."""
+    """Permutation, int32 [length]: the position in the sequence of the token stored at each index. length: a multiple
+    of 2 * num_ranks."""
     if num_ranks == 1 or method == "all_to_all":
         return np.arange(length, dtype=np.int32)
     chunks = np.arange(length, dtype=np.int32).reshape(2 * num_ranks, -1)
@@ -68,22 +69,22 @@ def attention(
     backend: local.Backend = "auto",
     deterministic: bool = False,
 ) -> jax.Array:
-    """ops.attention.attention, also where `context` splits the sequence; q, k, v then lie in sequence_order.
+    """ops.attention.attention, also if `context` splits the sequence; q, k, v are then in sequence_order.
 
-    In a pipeline keys and values are gathered where a ring is asked for.
+    In a pipeline, `ring` gathers keys and values.
 
-    indices: a cache holds all keys; nothing is split then.
+    indices: given if a cache holds all keys; the sequence is not split then.
     """
-    given = dict(mask=mask, scale=scale, soft_cap=soft_cap, segments=segments, dropout=dropout, backend=backend)
-    given |= dict(slopes=slopes, sinks=sinks, deterministic=deterministic)
+    arguments = dict(mask=mask, scale=scale, soft_cap=soft_cap, segments=segments, dropout=dropout, backend=backend)
+    arguments |= dict(slopes=slopes, sinks=sinks, deterministic=deterministic)
     if indices is not None or free_axes().get(AXIS, 1) == 1:
-        return local.attention(q_BTNH, k_BSKH, v_BSKH, indices=indices, **given)
+        return local.attention(q_BTNH, k_BSKH, v_BSKH, indices=indices, **arguments)
     if method == "all_to_all":
-        return local.attention(q_BTNH, k_BSKH, v_BSKH, over_heads=True, **given)
+        return local.attention(q_BTNH, k_BSKH, v_BSKH, over_heads=True, **arguments)
     assert mask.causal, "zigzag is for causal attention"
     if method == "ring" and is_inside_pipeline():
-        # A message is one operation of all devices of the mesh, and a stage whose turn it is not does not take part: on
-        # CPU the others wait for it for ever. A gather is an operation of each stage alone.
+        # A ppermute involves all devices of the mesh, and a stage that does not execute it in this tick does not take
+        # part: on CPU the others would wait for it forever. A gather involves only the devices of one stage.
         method = "all_gather"
     _log_method(method)
     rate, key = dropout or (0.0, None)
@@ -164,7 +165,7 @@ def _forward_body(q, k, v, sinks, arrays, *, options):
 
         def later():
             new, new_lse = blocks.forward(q[:, half:], k, v, _second(blocks.own, half), theirs)
-            return _pad_front(new, 0.0), _pad_front(new_lse, NEVER, axis=2)
+            return _pad_front(new, 0.0), _pad_front(new_lse, MASKED_SCORE, axis=2)
 
         def merged(block):
             new, new_lse = block()
@@ -178,7 +179,7 @@ def _forward_body(q, k, v, sinks, arrays, *, options):
         branches = [lambda: (out, lse), lambda: merged(earlier), lambda: merged(later)]
         return (lax.switch(blocks.branch(others.source(j)), branches), sent), None
 
-    (total, _), _ = lax.scan(step, ((out, lse), others.start()), blocks.turns)
+    (total, _), _ = lax.scan(step, ((out, lse), others.start()), blocks.steps)
     out, lse = local.with_sinks(*total, sinks)
     return out.astype(q.dtype), lse
 
@@ -192,39 +193,39 @@ def _backward_body(q, k, v, sinks, out, lse, d_out, arrays, *, options, lse_spec
     def step(carry, j):
         d_q, sums, sent = carry
         (k, v, segments), sent = others.receive(sent, j)
-        received = others.receive_sums(sums, j)  # on its way while the block is computed
+        received = others.receive_sums(sums, j)  # in flight while the block is computed
         theirs = blocks.of_rank(others.source(j), segments)
 
         def earlier():
-            given = (out, lse, d_out, blocks.own, _first(theirs, half))
-            new_q, *new = blocks.backward(q, k[:, :half], v[:, :half], *given)
+            arguments = (out, lse, d_out, blocks.own, _first(theirs, half))
+            new_q, *new = blocks.backward(q, k[:, :half], v[:, :half], *arguments)
             return d_q + new_q, *map(_pad_back, new)
 
         def later():
-            given = (out[:, half:], lse[..., half:], d_out[:, half:], _second(blocks.own, half), theirs)
-            new_q, *new = blocks.backward(q[:, half:], k, v, *given)
+            arguments = (out[:, half:], lse[..., half:], d_out[:, half:], _second(blocks.own, half), theirs)
+            new_q, *new = blocks.backward(q[:, half:], k, v, *arguments)
             return d_q + _pad_front(new_q, 0.0), *new
 
-        nothing = tuple(map(jnp.zeros_like, received))
-        branches = [lambda: (d_q, *nothing), earlier, later]
+        zeros = tuple(map(jnp.zeros_like, received))
+        branches = [lambda: (d_q, *zeros), earlier, later]
         d_q, *new = lax.switch(blocks.branch(others.source(j)), branches)
         new = tuple(a + b for a, b in zip(received, new, strict=True))
         return (d_q, others.keep_sums(sums, new, j), sent), None
 
     start = (d_q, others.start_sums((d_k, d_v)), others.start())
-    (d_q, sums, _), _ = lax.scan(step, start, blocks.turns)
+    (d_q, sums, _), _ = lax.scan(step, start, blocks.steps)
     d_sinks = local.gradient_of_sinks(sinks, out, lse, d_out, lse_spec)
-    return d_q.astype(q.dtype), *(d.astype(k.dtype) for d in others.sums_home(sums)), d_sinks
+    return d_q.astype(q.dtype), *(d.astype(k.dtype) for d in others.return_sums(sums)), d_sinks
 
 
 class _Others:
-    """Keys and values of the other devices one after the other, and the way back of their gradients.
+    """Receives the keys and values of the other devices one after the other, and returns their gradients.
 
-    Step j is about those of rank i - j. What a ring sends for step j + 1 leaves before step j is computed.
+    Step j handles those of rank i - j. A ring sends the data of step j + 1 before step j is computed.
     """
 
     def __init__(self, rank, own: tuple, options: _Options):
-        self.rings = options.method == "ring"
+        self.is_ring = options.method == "ring"
         self.rank = rank
         self.own = own
 
@@ -232,49 +233,50 @@ class _Others:
         return (self.rank - j) % lax.axis_size(AXIS)
 
     def start(self):
-        if self.rings:
+        if self.is_ring:
             return _rotate(self.own)
         return jax.tree.map(lambda a: lax.all_gather(a, AXIS), self.own)
 
     def receive(self, sent, j):
-        """-> (keys, values and segments for step j, what the next step receives from)."""
-        if self.rings:
+        """-> (keys, values and segments for step j, data from which the next step receives)."""
+        if self.is_ring:
             return sent, _rotate(sent)
         return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, self.source(j), 0, False), sent), sent
 
     def start_sums(self, own):
-        """Gradients [B, S, K, H] float32 of the own keys and values, before the others add theirs."""
-        if self.rings:
+        """Gradients [B, S, K, H] float32 of the own keys and values, before other devices add theirs."""
+        if self.is_ring:
             return own
 
-        def place(a):
+        def at_own_rank(a):
             return jnp.zeros((lax.axis_size(AXIS), *a.shape), a.dtype).at[self.rank].set(a)
 
-        return tuple(compat.vary(place(a), compat.varying_axes(a)) for a in own)
+        return tuple(compat.vary(at_own_rank(a), compat.varying_axes(a)) for a in own)
 
     def receive_sums(self, sums, j):
-        if self.rings:
+        if self.is_ring:
             return _rotate(sums)
         return tuple(lax.dynamic_index_in_dim(a, self.source(j), 0, False) for a in sums)
 
     def keep_sums(self, sums, new, j):
-        if self.rings:
+        if self.is_ring:
             return new
         return tuple(lax.dynamic_update_index_in_dim(a, b, self.source(j), 0) for a, b in zip(sums, new, strict=True))
 
-    def sums_home(self, sums):
-        if self.rings:
+    def return_sums(self, sums):
+        if self.is_ring:
             return _rotate(sums)
         return tuple(lax.psum_scatter(a, AXIS, scatter_dimension=0) for a in sums)
 
 
 class _Blocks:
-    """Attention of some queries to some keys; "places" are (places in the sequence [T], segments [B, T] or None)."""
+    """Attention of some queries to some keys. q_positions and k_positions are pairs: (positions in the sequence [T],
+    segments [B, T] or None)."""
 
     def __init__(self, q, arrays, options: _Options):
-        # What needs no q would be computed before a loop over layers, and kept: masks of all turns at once.
-        given = (lax.axis_index(AXIS), jnp.arange(1, lax.axis_size(AXIS)), arrays, q[:1, :1, :1, :1])
-        self.rank, self.turns, (self.segments, self.key, self.slopes), _ = lax.optimization_barrier(given)
+        # Without the dependence on q, the masks of all steps would be hoisted out of a scan over layers, and saved.
+        arguments = (lax.axis_index(AXIS), jnp.arange(1, lax.axis_size(AXIS)), arrays, q[:1, :1, :1, :1])
+        self.rank, self.steps, (self.segments, self.key, self.slopes), _ = lax.optimization_barrier(arguments)
         self.options = options
         self.chunk = q.shape[1] // 2
         self.own = self.of_rank(self.rank, self.segments)
@@ -284,75 +286,77 @@ class _Blocks:
         return (chunks[:, None] * self.chunk + jnp.arange(self.chunk)).reshape(-1), segments
 
     def branch(self, source):
-        """0: the window reaches none of these keys, 1: of an earlier rank, 2: of a later one."""
+        """0: all these keys are outside the window, 1: keys of an earlier rank, 2: keys of a later rank."""
         nearest = (jnp.abs(self.rank - source) - 1) * self.chunk + 1
-        seen = True if self.options.window is None else nearest < self.options.window
-        return jnp.where(seen, jnp.where(source < self.rank, 1, 2), 0)
+        is_visible = True if self.options.window is None else nearest < self.options.window
+        return jnp.where(is_visible, jnp.where(source < self.rank, 1, 2), 0)
 
-    def forward(self, q, k, v, q_places, k_places):
-        """-> (out [B, T, N, H] float32, log-sum-exp [B, N, T] float32); a row that sees nothing has no weight."""
+    def forward(self, q, k, v, q_positions, k_positions):
+        """-> (out [B, T, N, H] float32, log-sum-exp [B, N, T] float32); a fully masked row has weight 0."""
         options = self.options
         if options.backend == "cudnn":
-            bias, causal = self._bias(q, q_places, k_places)
+            bias, causal = self._bias(q, q_positions, k_positions)
             results = compat.cudnn_attention_forward(q, k, v, bias, scale=options.scale, window=None, causal=causal)
             out, lse = compat.vary(results, compat.varying_axes(q))
         elif options.backend == "pallas":
             from pallas_kernels import flash_attention as kernel
 
-            bounds = self._key_bounds(q_places, k_places, q.shape[0])
+            bounds = self._key_bounds(q_positions, k_positions, q.shape[0])
             results = kernel.forward(q, k, v, *bounds, scale=options.scale, soft_cap=options.soft_cap)
             out, lse = compat.vary(results, compat.varying_axes(q))
         else:
-            out, lse = self._reference(q, k, v, q_places, k_places)
+            out, lse = self._reference(q, k, v, q_positions, k_positions)
         return out.astype(jnp.float32), lse
 
-    def backward(self, q, k, v, out, lse, d_out, q_places, k_places):
+    def backward(self, q, k, v, out, lse, d_out, q_positions, k_positions):
         """-> gradients in float32, from the results of attention to all keys."""
         options = self.options
         if options.backend == "cudnn":
-            bias, causal = self._bias(q, q_places, k_places)
-            given = dict(scale=options.scale, window=None, causal=causal)
-            results = compat.cudnn_attention_backward(q, k, v, out, lse, d_out, bias, **given)
+            bias, causal = self._bias(q, q_positions, k_positions)
+            arguments = dict(scale=options.scale, window=None, causal=causal)
+            results = compat.cudnn_attention_backward(q, k, v, out, lse, d_out, bias, **arguments)
             results = compat.vary(results, compat.varying_axes(q))
         elif options.backend == "pallas":
             from pallas_kernels import flash_attention as kernel
 
-            given = (q, k, v, out, lse, d_out, *self._key_bounds(q_places, k_places, q.shape[0]))
+            arguments = (q, k, v, out, lse, d_out, *self._key_bounds(q_positions, k_positions, q.shape[0]))
             cap = options.soft_cap
             ordered = options.deterministic
-            results = kernel.backward(*given, scale=options.scale, soft_cap=cap, ordered=ordered)
+            results = kernel.backward(*arguments, scale=options.scale, soft_cap=cap, ordered=ordered)
             results = compat.vary(results, compat.varying_axes(q))
         else:
-            # With its own log-sum-exp the derivative of a block knows nothing of the other keys: weigh it with what
-            # the block is of the whole, and give the log-sum-exp the gradient that the weight has.
-            (block, block_lse), vjp = jax.vjp(lambda *qkv: self._reference(*qkv, q_places, k_places), q, k, v)
+            # The derivative of a block with its own log-sum-exp does not include the other keys: scale it by the
+            # block's weight in the whole, and pass the gradient of that weight to the log-sum-exp.
+            (block, block_lse), vjp = jax.vjp(lambda *qkv: self._reference(*qkv, q_positions, k_positions), q, k, v)
             weight = jnp.exp(block_lse - lse)
             d_block = (d_out.astype(jnp.float32) * weight.swapaxes(1, 2)[..., None]).astype(block.dtype)
-            apart = (block.astype(jnp.float32) - out.astype(jnp.float32)) * d_out.astype(jnp.float32)
-            results = vjp((d_block, weight * apart.sum(-1).swapaxes(1, 2)))
+            difference = (block.astype(jnp.float32) - out.astype(jnp.float32)) * d_out.astype(jnp.float32)
+            results = vjp((d_block, weight * difference.sum(-1).swapaxes(1, 2)))
         return tuple(a.astype(jnp.float32) for a in results)
 
-    def _reference(self, q, k, v, q_places, k_places):
+    def _reference(self, q, k, v, q_positions, k_positions):
         options = self.options
-        indices = (q_places[0][None], k_places[0][None])
+        indices = (q_positions[0][None], k_positions[0][None])
         keep = local.dropout_mask(self.key, options.dropout, q, indices) if options.dropout > 0 else None
         mask = AttentionMask(True, options.window)
-        how = (mask, options.scale, options.soft_cap)
-        return local.reference_attention(q, k, v, *how, self._segments(q_places, k_places), indices, keep, self.slopes)
+        settings = (mask, options.scale, options.soft_cap)
+        return local.reference_attention(
+            q, k, v, *settings, self._segments(q_positions, k_positions), indices, keep, self.slopes
+        )
 
-    def _segments(self, q_places, k_places):
-        return None if q_places[1] is None else (q_places[1], k_places[1])
+    def _segments(self, q_positions, k_positions):
+        return None if q_positions[1] is None else (q_positions[1], k_positions[1])
 
-    def _key_bounds(self, q_places, k_places, batch):
-        """int32 [B, T]: query i sees the keys lower <= j < upper of these, whose places ascend."""
-        q_index_T, q_ids = q_places
-        k_index_S, k_ids = k_places
+    def _key_bounds(self, q_positions, k_positions, batch):
+        """int32 [B, T]: query i attends to the keys lower <= j < upper of this block, whose positions ascend."""
+        q_index_T, q_ids = q_positions
+        k_index_S, k_ids = k_positions
         half = len(k_index_S) // 2 if len(k_index_S) > self.chunk else len(k_index_S)
-        runs = [k_index_S[:half], k_index_S[half:]]  # of places without a gap
+        runs = [k_index_S[:half], k_index_S[half:]]  # of consecutive positions
 
-        def before(place):
-            """How many keys have a lower place."""
-            return sum(jnp.clip(place - run[0], 0, len(run)) for run in runs if len(run))
+        def before(position):
+            """Number of keys at lower positions."""
+            return sum(jnp.clip(position - run[0], 0, len(run)) for run in runs if len(run))
 
         upper = jnp.broadcast_to(before(q_index_T + 1), (batch, len(q_index_T)))
         lower = jnp.zeros_like(upper)
@@ -364,23 +368,23 @@ class _Blocks:
             upper = jnp.minimum(upper, end)
         return lower.astype(jnp.int32), upper.astype(jnp.int32)
 
-    def _bias(self, q, q_places, k_places):
-        """-> (what cuDNN adds to the scores or None, whether the block is causal by itself)."""
-        diagonal = q_places is k_places
-        segments = self._segments(q_places, k_places)
+    def _bias(self, q, q_positions, k_positions):
+        """-> (bias that cuDNN adds to the scores or None, whether cuDNN applies its causal mask)."""
+        diagonal = q_positions is k_positions
+        segments = self._segments(q_positions, k_positions)
         if segments is None and self.options.window is None:
             return None, diagonal
-        distance = q_places[0][:, None] - k_places[0]
+        distance = q_positions[0][:, None] - k_positions[0]
         visible = (distance >= 0) & (distance < (self.options.window or 2**31 - 1))
         if segments is not None:
             visible = visible & (segments[0][:, :, None] == segments[1][:, None])
-        bias = (~visible).astype(q.dtype) * NEVER
+        bias = (~visible).astype(q.dtype) * MASKED_SCORE
         return bias.reshape(-1, 1, *bias.shape[-2:]), False
 
 
 def _documents(q_ids, k_ids, num_ids):
-    """int32 [B, T]: first key of each query's document and the one after its last; nothing, and still in ascending
-    order, where the document has no key here. The tokens of a document lie side by side, ids are 0 to num_ids - 1."""
+    """int32 [B, T]: first key of each query's document and one past its last; an empty interval, still in ascending
+    order, if the document has no key here. The tokens of a document are adjacent, ids are 0 to num_ids - 1."""
     index = jnp.arange(k_ids.shape[1])
 
     def of_row(q_ids, k_ids):
@@ -392,22 +396,22 @@ def _documents(q_ids, k_ids, num_ids):
     return jax.vmap(of_row)(q_ids, k_ids)
 
 
-def _first(places, half):
-    return tuple(a if a is None else a[..., :half] for a in places)
+def _first(positions, half):
+    return tuple(a if a is None else a[..., :half] for a in positions)
 
 
-def _second(places, half):
-    return tuple(a if a is None else a[..., half:] for a in places)
+def _second(positions, half):
+    return tuple(a if a is None else a[..., half:] for a in positions)
 
 
 def _rotate(tree):
-    """To the next rank."""
+    """Sends to the next rank."""
     count = lax.axis_size(AXIS)
     return lax.ppermute(tree, AXIS, [(i, (i + 1) % count) for i in range(count)])
 
 
 def _pad_front(a, value: float, axis: int = 1):
-    """Twice as long along `axis`."""
+    """Doubles the length along `axis`, padding at the front."""
     low = [a.shape[axis] if i == axis else 0 for i in range(a.ndim)]
     return lax.pad(a, jnp.array(value, a.dtype), [(n, 0, 0) for n in low])
 

@@ -1,12 +1,12 @@
-"""A pipeline of any schedule in one SPMD program: the executor of the tables of parallel/schedule.py.
+"""A pipeline with any schedule in one SPMD program: executes the tables of parallel/schedule.py.
 
-A region manual over `pipeline` only, in which XLA partitions the other axes. Every tick each rank runs at most one
-forward and one backward pass of a stage, and all ranks together at most one embedding, loss and gradient of an
-embedding, of which each holds its part of the vocabulary. Nothing is differentiated through the schedule: a forward
-pass keeps what its own backward pass reads (`jax.vjp`) in a ring of buffers, and the gradients add up in the carry of
-the scan over ticks. Weights are not kept with it but read again where they lie.
+The region is manual over `pipeline` only; XLA partitions the other axes. In every tick each rank runs at most one
+forward and one backward pass of a stage, and all ranks together, each with its part of the vocabulary, at most one
+embedding, one loss and one gradient of an embedding. Nothing is differentiated through the schedule: a forward pass
+stores what its own backward pass reads (`jax.vjp`) in a ring buffer, and gradients accumulate in the carry of the scan
+over ticks. Weights are not stored there but read again.
 
-What a stage is made of (its layers, kinds, number) may differ between ranks: each different stage is a branch.
+Stages may differ between ranks in the number and kinds of layers: each distinct stage is a branch.
 """
 
 import dataclasses
@@ -31,9 +31,10 @@ tree_map = jax.tree.map
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """A model as the executor sees it. batch: arrays of one microbatch; key: its own, None without dropout.
+    """A model as the executor sees it. batch: arrays of one microbatch; key: that of the microbatch, None without
+    dropout.
 
-    Weights come in two trees, those that are differentiated and those that are held.
+    Weights come in two trees: trained ones, which are differentiated, and held ones, which are not.
     """
 
     embed: Callable[[Any, Any, dict, Any], jax.Array]
@@ -41,17 +42,17 @@ class Parts:
     key_of: Callable[[Any, jax.Array], Any]
     """(key of the step, number of a microbatch) -> its key."""
     inputs: Callable[[dict, Any], Any]
-    """(batch, key) -> what every layer reads beside x and its weights."""
+    """(batch, key) -> inputs of the layers other than x and weights."""
     stage: Callable[[Any, tuple, tuple, jax.Array, Any], tuple[jax.Array, Any]]
     """(program, trained and held weights of its layers, x, inputs of each layer) -> (x, (auxiliary losses {name: sum},
     metrics {name: (sum, number)}))."""
     layer_inputs: Callable[[Any, jax.Array], Any]
-    """(inputs, number of the layer) -> those of that layer."""
+    """(inputs, number of the layer) -> inputs of that layer."""
     loss: Callable[[Any, Any, jax.Array, dict], tuple[jax.Array, Any]]
     """(shared trained, shared held, x, batch) -> (loss of the microbatch, pytree of float32 arrays to report), both
-    weighted: those of a step are the sums."""
-    place: Callable[[str, Any], Any]
-    """(kind, gradients of the weights that a layer of a rank has, [V, ...] each) -> the same, laid out as they are."""
+    weighted: a step sums them."""
+    constrain_gradients: Callable[[str, Any], Any]
+    """(kind, gradients of the weights of one layer of a rank, [V, ...] each) -> the same, sharded like the weights."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,22 +60,22 @@ class Programs:
     """What the stages run."""
 
     programs: tuple[tuple[Any, ...], ...]
-    """The different stages: (config, kind) of each layer; kinds as `layers` names them."""
+    """The distinct stages: (config, kind) of each layer; kinds as `layers` names them."""
     of_stage: np.ndarray
-    """int32 [V, P]: which of them chunk c of rank r is."""
+    """int32 [V, P]: index of the program of chunk c of rank r."""
     numbers: np.ndarray
     """int32 [V, P, most layers]: numbers of the layers of a stage."""
 
 
 class Placed(NamedTuple):
-    """Weights as the executor takes them."""
+    """Weights in the form that the executor takes."""
 
     layers: dict
-    """{kind: arrays [V, K of a rank times P, ...]}, in the dtype that is to be computed with."""
+    """{kind: arrays [V, K of a rank times P, ...]}, in the compute dtype."""
     shared: dict
     """All others."""
     shared_specs: dict
-    """How these are split over `pipeline`."""
+    """How the shared weights are split over `pipeline`."""
 
     def specs(self):
         return tree_map(lambda _: P(None, AXIS), self.layers), self.shared_specs
@@ -90,7 +91,7 @@ def loss_and_gradients(
     train=False: no gradients, None.
     """
     body = _Body(parts, programs, table, train, num_microbatches=jax.tree.leaves(batch)[0].shape[0])
-    # The tables of the ranks come as arguments, so that a rank holds its own column.
+    # The per-rank tables are arguments, so that each rank holds its own column.
     columns = {name: getattr(table, name) for name in _RANK_COLUMNS}
     run = jax.shard_map(
         body.run,
@@ -106,7 +107,7 @@ _COMMON_COLUMNS = ("embed", "loss", "loss_slot", "loss_slot_read", "embed_backwa
 
 
 class _Body:
-    """One rank. Values that differ between ranks are marked as varying over `pipeline`, and stay so."""
+    """The program of one rank. Values that differ between ranks are marked as varying over `pipeline` throughout."""
 
     def __init__(self, parts: Parts, programs: Programs, table: Table, train: bool, num_microbatches: int):
         self.parts = parts
@@ -122,12 +123,12 @@ class _Body:
         held_layers, self.held_shared = held
         self.batch = batch
         self.key = key
-        # Per place, so that gradients are added to whole arrays: {kind: [tree of [V, ...]]}.
+        # Split by layer, so that gradients are added to whole arrays: {kind: [tree of [V, ...]]}.
         self.layers = {kind: self._split(tree) for kind, tree in layers.items()}
         self.held_layers = {kind: self._split(tree) for kind, tree in held_layers.items()}
         message = jax.eval_shape(lambda: self._embed(jnp.int32(0)))
-        self.nothing = constrain(jnp.zeros(message.shape, message.dtype), "batch", "sequence", None)
-        zero = _vary(self.nothing)
+        self.zeros = constrain(jnp.zeros(message.shape, message.dtype), "batch", "sequence", None)
+        zero = _vary(self.zeros)
 
         def zeros(a):
             return _vary(jnp.zeros(a.shape, a.dtype))
@@ -135,7 +136,7 @@ class _Body:
         def float32_zeros(tree):
             return tree_map(lambda a: jnp.zeros(a.shape, jnp.float32), tree)
 
-        reported = jax.eval_shape(lambda: self._report(self.nothing, jnp.int32(0)))
+        reported = jax.eval_shape(lambda: self._report(self.zeros, jnp.int32(0)))
         carry = {
             "x": zero,
             "loss": tree_map(lambda a: jnp.zeros(a.shape, a.dtype), reported),
@@ -146,7 +147,7 @@ class _Body:
                 "d_y": zero,
                 "stash": [_vary(jnp.zeros((self.table.num_slots, *a.shape), a.dtype)) for a in self.stash],
                 "d_loss": jnp.zeros((self.table.num_loss_slots, *zero.shape), zero.dtype),
-                "d_layers": {kind: [self.parts.place(kind, _vary(float32_zeros(tree))) for tree in trees]
+                "d_layers": {kind: [self.parts.constrain_gradients(kind, _vary(float32_zeros(tree))) for tree in trees]
                              for kind, trees in self.layers.items()},
                 "d_shared": tree_map(_as, float32_zeros(self.shared), self.shared),
             }  # fmt: skip
@@ -157,7 +158,7 @@ class _Body:
         terms = tree_map(lambda a: a / self.num_microbatches, auxiliary), metrics
         if not self.train:
             return carry["loss"], terms, None
-        d_layers = {kind: tree_map(lambda *places: jnp.stack(places, 1), *trees)
+        d_layers = {kind: tree_map(lambda *layers: jnp.stack(layers, 1), *trees)
                     for kind, trees in carry["d_layers"].items()}  # fmt: skip
         return carry["loss"], terms, (d_layers, carry["d_shared"])
 
@@ -170,7 +171,7 @@ class _Body:
     def _tick(self, carry, row):
         carry = dict(carry)
         first = (self.rank == 0) & (row["forward_chunk"] == 0)
-        fresh = lax.cond(row["embed"] >= 0, lambda: self._embed(row["embed"]), lambda: self.nothing)
+        fresh = lax.cond(row["embed"] >= 0, lambda: self._embed(row["embed"]), lambda: self.zeros)
         x = jnp.where(first, fresh, carry["x"])
         y, carry["terms"], stash = self._forward(row, x, carry["terms"], carry.pop("stash", []))
         carry = lax.cond(row["loss"] >= 0, lambda carry: self._loss(row, y, carry), lambda carry: carry, carry)
@@ -188,7 +189,7 @@ class _Body:
         return carry
 
     def _send(self, x, *, forward: bool):
-        """To the next rank, or the one before; with several chunks the last and the first are neighbours."""
+        """Sends to the next or the previous rank; with several chunks the last and the first rank are neighbours."""
         count = self.num_ranks
         pairs = [(i, (i + 1) % count) for i in range(count if self.num_chunks > 1 else count - 1)]
         return lax.ppermute(x, AXIS, pairs if forward else [(to, frm) for frm, to in pairs])
@@ -204,7 +205,7 @@ class _Body:
         return self.parts.embed(self.shared, self.held_shared, *self._microbatch(number))
 
     def _from_rank(self, x, rank: int):
-        """What one rank has, on all."""
+        """Broadcasts x from one rank to all."""
         return compat.psum_within_auto(jnp.where(self.rank == rank, x, 0), AXIS)
 
     def _loss(self, row, y, carry):
@@ -219,7 +220,7 @@ class _Body:
         return carry | {"loss": tree_map(jnp.add, carry["loss"], reported), "d_loss": kept, "d_shared": d_shared}
 
     def _report(self, y, number):
-        """What the loss of a microbatch reports."""
+        """The values that the loss of a microbatch reports."""
         batch, _ = self._microbatch(number)
         return self.parts.loss(self.shared, self.held_shared, y, batch)[1]
 
@@ -231,9 +232,9 @@ class _Body:
     # ------------------------------------------------------------------ a stage, each rank its own
 
     def _plan(self, x):
-        """Traces every program once: what it keeps, and where. -> abstract terms of a step."""
+        """Traces every program once to find what it stores, and in which buffer. -> abstract terms of a step."""
         self.kept = []
-        wanted = Counter()
+        needed = Counter()
         found = ({}, {})
         for number in range(len(self.programs.programs)):
             kept = _Kept()
@@ -245,30 +246,30 @@ class _Body:
             for aval in avals:
                 kept.buffers.append((aval, counts[aval]))
                 counts[aval] += 1
-            wanted |= counts  # the most of each shape that any program keeps
+            needed |= counts  # the maximum over all programs, for each shape
             self.kept.append(kept)
             auxiliary, metrics = terms
             found = (found[0] | auxiliary, found[1] | metrics)
-        places = [(aval, number) for aval, count in wanted.items() for number in range(count)]
-        self.stash = [jax.ShapeDtypeStruct(*aval) for aval, _ in places]
+        buffers = [(aval, number) for aval, count in needed.items() for number in range(count)]
+        self.stash = [jax.ShapeDtypeStruct(*aval) for aval, _ in buffers]
         for kept in self.kept:
-            kept.buffers = [places.index(buffer) for buffer in kept.buffers]
+            kept.buffers = [buffers.index(buffer) for buffer in kept.buffers]
         return found
 
     def _live(self, program: int, chunk, microbatch):
         """-> (trained weights, held weights, inputs) of the layers of a stage: what the backward pass reads again
-        instead of keeping it."""
+        instead of storing it."""
         counts = Counter()
         trained = []
         held = []
         inputs = []
         common = self.parts.inputs(*self._microbatch(microbatch))
         numbers = jnp.asarray(self.programs.numbers)[chunk, self.rank]
-        for place, (_, kind) in enumerate(self.programs.programs[program]):
+        for index, (_, kind) in enumerate(self.programs.programs[program]):
             for trees, found in ((self.layers, trained), (self.held_layers, held)):
                 tree = trees[kind][counts[kind]] if kind in trees else {}
                 found.append(tree_map(lambda a: _of_chunk(a, chunk), tree))
-            inputs.append(self.parts.layer_inputs(common, numbers[place]))
+            inputs.append(self.parts.layer_inputs(common, numbers[index]))
             counts[kind] += 1
         return tuple(trained), tuple(held), tuple(inputs)
 
@@ -283,18 +284,18 @@ class _Body:
         return run
 
     def _stage_vjp(self, program: int, chunk, microbatch, x, kept):
-        """-> (y, terms, what the backward pass needs and cannot read again); kept learns what that is."""
+        """-> (y, terms, what the backward pass needs and cannot read again); fills in `kept`."""
         live = _vary(self._live(program, chunk, microbatch))
         trained, held, inputs = live
         (y, auxiliary), vjp, metrics = jax.vjp(self._stage(program, held, inputs), trained, x, has_aux=True)
         leaves, kept.structure = jax.tree.flatten(vjp)
         live = jax.tree.leaves(live)
         kept.live = [next((n for n, a in enumerate(live) if a is leaf), None) for leaf in leaves]
-        saved = [leaf for leaf, place in zip(leaves, kept.live, strict=True) if place is None]
+        saved = [leaf for leaf, index in zip(leaves, kept.live, strict=True) if index is None]
         return y, (auxiliary, metrics), saved
 
     def _branch(self, microbatch, chunk):
-        """0: nothing to do, else 1 + number of the program."""
+        """0: nothing to do, else 1 + index of the program."""
         program = jnp.asarray(self.programs.of_stage)[chunk, self.rank]
         return jnp.where(microbatch >= 0, program + 1, 0)
 
@@ -310,8 +311,8 @@ class _Body:
                 kept = _Kept()
                 y, new, saved = self._stage_vjp(program, chunk, microbatch, x, kept)
                 stash = list(stash)
-                for place, leaf in zip(self.kept[program].buffers, saved, strict=True):
-                    stash[place] = lax.dynamic_update_index_in_dim(stash[place], _vary(leaf), slot, 0)
+                for buffer, leaf in zip(self.kept[program].buffers, saved, strict=True):
+                    stash[buffer] = lax.dynamic_update_index_in_dim(stash[buffer], _vary(leaf), slot, 0)
             return _vary(y), self._added(terms, new), stash
 
         branches = [lambda *operands: operands]
@@ -319,7 +320,7 @@ class _Body:
         return lax.switch(self._branch(microbatch, chunk), branches, x, terms, stash)
 
     def _added(self, terms, new):
-        """The terms of a step so far, with those of a stage for one microbatch, which may lack some."""
+        """The terms of a step so far plus those of a stage for one microbatch, which may lack some."""
 
         def add(total, more):
             return {
@@ -335,19 +336,19 @@ class _Body:
         def run(program, d_y, d_layers):
             kept = self.kept[program]
             live = jax.tree.leaves(_vary(self._live(program, chunk, microbatch)))
-            saved = iter([lax.dynamic_index_in_dim(stash[place], slot, 0, False) for place in kept.buffers])
-            leaves = [next(saved) if place is None else live[place] for place in kept.live]
+            saved = iter([lax.dynamic_index_in_dim(stash[buffer], slot, 0, False) for buffer in kept.buffers])
+            leaves = [next(saved) if index is None else live[index] for index in kept.live]
             vjp = jax.tree.unflatten(kept.structure, leaves)
             d_auxiliary = {name: _vary(jnp.float32(1 / self.num_microbatches)) for name in kept.auxiliary}
             d_weights, d_x = vjp((d_y, d_auxiliary))
             counts = Counter()
             new = {kind: list(trees) for kind, trees in d_layers.items()}
             for d_layer, (_, kind) in zip(d_weights, self.programs.programs[program], strict=True):
-                if kind not in new:  # nothing of it is trained
+                if kind not in new:  # all its weights are frozen
                     continue
-                place = counts[kind]
+                layer = counts[kind]
                 add = functools.partial(_add_to_chunk, chunk=chunk)
-                new[kind][place] = self.parts.place(kind, tree_map(add, new[kind][place], d_layer))
+                new[kind][layer] = self.parts.constrain_gradients(kind, tree_map(add, new[kind][layer], d_layer))
                 counts[kind] += 1
             return _vary(d_x), new
 
@@ -357,14 +358,14 @@ class _Body:
 
 
 class _Kept:
-    """Between the forward and the backward pass of a program."""
+    """What is kept between the forward and the backward pass of a program."""
 
     structure: Any
-    """Of the vjp function as a pytree."""
+    """Pytree structure of the vjp function."""
     live: list[int | None]
-    """For each leaf of it the number of the weight or input that it is, None if it has to be kept."""
+    """For each leaf of it the index of the weight or input that it is; None if it has to be stored."""
     buffers: list
-    """Of those that are kept: which of the stash."""
+    """For each stored leaf the index of its buffer in the stash."""
     auxiliary: tuple[str, ...]
 
 

@@ -1,19 +1,19 @@
-"""Who does what when in a pipeline, as data made on the host: where layers lie, and the table of a schedule.
+"""Pipeline schedules as data, computed on the host: the layers of each stage, and the table of a schedule.
 
 P devices of `pipeline` (ranks) hold V chunks of layers each (virtual stages, Narayanan et al. 2021): chunk c of rank r
-is the stage c P + r of the model. The vocabulary belongs to no stage: all ranks share embedding and loss.
+is stage c P + r of the model. The vocabulary belongs to no stage: all ranks share embedding and loss.
 
 A row of a table is a tick: at most one forward and one backward pass on each rank, and what a rank sends is used by its
-neighbour exactly one tick later. For M microbatches, with F and B the time of a stage forward and backward:
+neighbour exactly one tick later. For M microbatches, where a stage takes F forward and B backward:
 
     gpipe   all forward passes, then all backward      2 (M + P - 1) ticks    M microbatches in flight
             (Huang et al. 2019)
     1f1b    one forward, one backward                  M V + V P + P - 2      at most V P + P - 1 chunks in flight
             (Narayanan et al. 2019, 2021)
 
-1f1b takes (M V + P - 1) (F + B): ticks at the start run only F, those at the end only B. A part (P - 1) / (M V + P - 1)
-of its time is bubble. With V > 1 the order on each rank is Megatron-LM's; M need not be a multiple of P, but then some
-ranks wait in between.
+1f1b takes (M V + P - 1) (F + B): ticks at the start run only F, those at the end only B. The bubble is the fraction
+(P - 1) / (M V + P - 1) of its time. With V > 1 the order on each rank is Megatron-LM's; M need not be a multiple of P,
+but then some ranks wait in between.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ import numpy as np
 
 from megajax.mesh import MeshConfig, PipelineSchedule
 
-MAX_LAYOUT = 100_000  # letters of a layout when all is repeated
+MAX_LAYOUT = 100_000  # letters of a layout after expanding repetitions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Stages:
         return len(self.layers[0])
 
     def rows(self, wanted) -> np.ndarray:
-        """Where the layers of a kind lie in a stack of it -> int32 [V, P * K]: the number of a layer, -1 for padding.
+        """Layer number of each row of the stack of one kind of layer -> int32 [V, P * K]; -1 for padding.
 
-        wanted: set of layer numbers. K: as many as the fullest stage has of them.
+        wanted: set of layer numbers of that kind. K: the largest number of them in any stage.
         """
         stages = [[[number for number in stage if number in wanted] for stage in chunk] for chunk in self.layers]
         most = max(len(stage) for chunk in stages for stage in chunk)
@@ -53,8 +53,9 @@ class Stages:
 
 
 def make_stages(mesh: MeshConfig, num_layers: int) -> Stages | None:
-    """None without a pipeline. Without a layout as even as it gets, the first stages one layer smaller, as their
-    activations wait longest. Raises ValueError for what does not fit."""
+    """The stages, or None without a pipeline. Without a layout, layers are spread evenly, and where they do not divide
+    the first stages get one layer less, as they keep activations longest. Raises ValueError for numbers of stages and
+    layers that do not match."""
     if mesh.pipeline == 1:
         return None
     num_ranks = mesh.pipeline
@@ -72,7 +73,7 @@ def make_stages(mesh: MeshConfig, num_layers: int) -> Stages | None:
     elif num_layers < count:
         raise ValueError(
             f"mesh.pipeline={num_ranks} times mesh.virtual_stages={num_chunks} are {count} stages for "
-            f"model.num_layers={num_layers}; use fewer, or say with --mesh.pipeline_layout which stages are empty"
+            f"model.num_layers={num_layers}; use fewer, or give --mesh.pipeline_layout with empty stages"
         )
     else:
         sizes = [num_layers // count] * count
@@ -88,8 +89,8 @@ def make_stages(mesh: MeshConfig, num_layers: int) -> Stages | None:
 def parse_layout(text: str) -> list[int]:
     """Layers of each stage, from Megatron's --pipeline-model-parallel-layout: `tt|ttt|t*4|(tt|)*2t`.
 
-    `|` cuts, `t` is a layer, `X*n` repeats a letter or a group in brackets. E (embedding) and L (loss) may stand where
-    Megatron has them; here all stages share that work. Raises ValueError for anything else.
+    `|` separates stages, `t` is a layer, `X*n` repeats a letter or a group in parentheses. E (embedding) and L (loss)
+    are accepted and ignored; here all stages share that work. Raises ValueError for anything else.
     """
     word = re.compile(r"(\(([^()]*)\)|[^()*])\*(\d{1,5})")
     plain = text.replace(" ", "").replace(",", "")
@@ -97,7 +98,7 @@ def parse_layout(text: str) -> list[int]:
         body = match[2] if match[2] is not None else match[1]
         plain = plain[: match.start()] + body * int(match[3]) + plain[match.end() :]
         if len(plain) > MAX_LAYOUT:
-            raise ValueError(f"mesh.pipeline_layout={text} is longer than {MAX_LAYOUT} letters; repeat fewer")
+            raise ValueError(f"mesh.pipeline_layout={text} is longer than {MAX_LAYOUT} letters; repeat fewer times")
     plain = plain.replace("(", "").replace(")", "")
     if unknown := set(plain) - set("EtL|"):
         raise ValueError(
@@ -111,9 +112,9 @@ def parse_layout(text: str) -> list[int]:
 class Table:
     """int32 arrays; -1: nothing to do.
 
-    [ticks, P], of each rank: microbatch, its chunk and its place among what is kept for the backward pass.
-    [ticks], of all ranks together: the microbatch that is embedded, whose loss is computed, whose embedding gets its
-    gradient; the place of the loss's gradient until the last stage reads it.
+    [ticks, P], per rank: the microbatch, its chunk, and the slot for what its backward pass needs.
+    [ticks], for all ranks together: the microbatch that is embedded, the one whose loss is computed, and the one whose
+    embedding gets its gradient; the slot of the gradient of the loss until the last stage reads it.
     """
 
     forward: np.ndarray
@@ -134,7 +135,7 @@ class Table:
 def make_table(
     schedule: PipelineSchedule, num_ranks: int, num_microbatches: int, num_chunks: int = 1, *, backward: bool = True
 ) -> Table:
-    """backward=False: the forward passes alone."""
+    """backward=False: only the forward passes."""
     P = num_ranks
     M = num_microbatches
     V = num_chunks
@@ -162,11 +163,11 @@ def make_table(
         num_slots = max(num_slots, slots.count)
 
     def first(name: str) -> np.ndarray:
-        """[ticks]: the microbatch of such a pass of the first stage, or -1."""
+        """[ticks]: the microbatch for which the first stage runs this pass, or -1."""
         return np.where(ranks[f"{name}_chunk"][:, 0] == 0, ranks[name][:, 0], -1)
 
     def last(name: str) -> np.ndarray:
-        """[ticks]: the same of the last stage."""
+        """[ticks]: the same for the last stage."""
         return np.where(ranks[f"{name}_chunk"][:, -1] == V - 1, ranks[name][:, -1], -1)
 
     loss = last("forward")
@@ -185,7 +186,7 @@ def make_table(
 
 
 class _Slots:
-    """Places that are taken and given back; as few as suffice."""
+    """Allocates buffer slots, as few as possible."""
 
     def __init__(self):
         self.count = 0
@@ -205,5 +206,5 @@ class _Slots:
 
 
 def bubble(num_ranks: int, num_microbatches: int, num_chunks: int) -> float:
-    """Part of a step's time in which a rank waits, whatever the schedule (Narayanan et al. 2021, section 2.2)."""
+    """Fraction of a step in which a rank waits, for any schedule (Narayanan et al. 2021, section 2.2)."""
     return (num_ranks - 1) / (num_microbatches * num_chunks + num_ranks - 1)

@@ -36,10 +36,10 @@ def startup_rows(program: Program, training: TrainingConfig, datasets: Datasets)
 
 
 def described_size(model: Model) -> str:
-    """The number of parameters, and of those that a token meets if these are fewer."""
+    """The number of parameters and, with experts, of those that each token uses."""
     active = model.num_active_parameters()
     experts = any(parameter.num_experts > 1 for parameter in model.parameters)
-    return format_count(model.num_parameters()) + (f", {format_count(active)} of a token" if experts else "")
+    return format_count(model.num_parameters()) + (f", {format_count(active)} active" if experts else "")
 
 
 def _parameters(model: Model) -> str:

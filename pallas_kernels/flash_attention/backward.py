@@ -1,4 +1,4 @@
-"""The backward pass: its arrays. backward_block.py has what a block does with them."""
+"""The backward pass: its arrays; backward_block.py is the program of a block."""
 
 import functools
 from typing import Any
@@ -12,7 +12,7 @@ from pallas_kernels.flash_attention.backward_block import Global, Plan, Shared, 
 from pallas_kernels.flash_attention.schedule import Schedule
 from pallas_kernels.flash_attention.tiles import (
     LOG2E,
-    NEVER,
+    MASKED_SCORE,
     TILES,
     joins_batches,
     kernel,
@@ -40,14 +40,14 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """-> (d_q, d_k, d_v) like q, k and v.
 
-    out, lse: of `forward`, or of attention to more keys, of which these are some.
-    ordered: d_q is added up in one order, from the last keys to the first: the same bits in every run.
+    out, lse: of `forward`, or of attention to a larger set of keys that includes these.
+    ordered: accumulate d_q in a fixed order, from the last keys to the first: bitwise reproducible.
     """
     batch, length, num_heads, head_dim = q_BTNH.shape
     num_keys, kv_heads = k_BSKH.shape[1:3]
     if length % 8 or num_keys % 8:
         q, k, v, out, d_out = map(to_eights, (q_BTNH, k_BSKH, v_BSKH, out_BTNH, d_out_BTNH))
-        lse = to_eights(lse_BNT, axis=2, constant_values=-NEVER)
+        lse = to_eights(lse_BNT, axis=2, constant_values=-MASKED_SCORE)
         bounds = (to_eights(a, mode="edge") for a in (lower_BT, upper_BT))
         options = dict(scale=scale, soft_cap=soft_cap, ordered=ordered, interpret=interpret)
         d_q, d_k, d_v = backward(q, k, v, out, lse, d_out, *bounds, **options)
@@ -57,13 +57,13 @@ def backward(
     block_q = tiles.backward_queries
     ranges = ranges_of_queries(lower_BT, upper_BT, block_q, tiles.backward_keys, num_keys)
     bytes_of_head = num_heads // kv_heads * length * head_dim * (4 + 2 * dtype.itemsize)
-    # In order, who adds first is taken first: nobody waits for a tile that nobody has taken.
+    # If ordered, tiles that add first are claimed first: no tile waits for one that has not been claimed.
     schedule = Schedule(batch, kv_heads, ranges.shape[1], bytes_of_head, last_first=ordered, interpret=interpret)
     beyond = (0, -length % block_q)
-    # Queries beyond the end see what the last one does, with p = exp2(0 - 1e30) = 0.
+    # Queries beyond the end have the mask of the last one, with p = exp2(0 - 1e30) = 0.
     bounds = jnp.pad(jnp.stack([lower_BT, upper_BT], 1), [(0, 0), (0, 0), beyond], mode="edge")
     delta_BNT = jnp.sum(out_BTNH.astype(jnp.float32) * d_out_BTNH.astype(jnp.float32), -1).transpose(0, 2, 1)
-    lse_BNT = jnp.pad(lse_BNT * LOG2E, [(0, 0), (0, 0), beyond], constant_values=-NEVER)
+    lse_BNT = jnp.pad(lse_BNT * LOG2E, [(0, 0), (0, 0), beyond], constant_values=-MASKED_SCORE)
     delta_BNT = jnp.pad(delta_BNT, [(0, 0), (0, 0), beyond])
     q_tiles = bounds.shape[2] // block_q
     plan = Plan(schedule, tiles, num_heads, head_dim, q_tiles, dtype, scale, soft_cap, ordered)
@@ -74,13 +74,15 @@ def backward(
 
     run = kernel(body, out_type, [*plan.shared_memory()], schedule.blocks, interpret)
 
-    def add_up(refs):
+    def accumulate(refs):
         d_q_ref, d_k_ref, d_v_ref = refs
-        # .fun: without vmap, whose wrapper refuses an array that is changed in place (jax 0.10)
-        given = q_BTNH, k_BSKH, v_BSKH, d_out_BTNH, lse_BNT, delta_BNT, bounds, ranges
-        d_k_ref[...], d_v_ref[...] = run.fun(*given, d_q_ref)
+        # .fun: without vmap, whose wrapper refuses an array that is modified in place (jax 0.10)
+        inputs = q_BTNH, k_BSKH, v_BSKH, d_out_BTNH, lse_BNT, delta_BNT, bounds, ranges
+        d_k_ref[...], d_v_ref[...] = run.fun(*inputs, d_q_ref)
 
-    # A zero that waits for d_out: else XLA makes the zeros of all layers at once, before the first needs them.
+    # A zero that depends on d_out: otherwise XLA allocates the zeros of all layers at once, before the first use.
     zero, _ = lax.optimization_barrier((jnp.float32(0), delta_BNT))
-    d_q, d_k, d_v = pl.run_state(add_up)((jnp.full(q_BTNH.shape, zero), jnp.zeros_like(k_BSKH), jnp.zeros_like(v_BSKH)))
+    d_q, d_k, d_v = pl.run_state(accumulate)(
+        (jnp.full(q_BTNH.shape, zero), jnp.zeros_like(k_BSKH), jnp.zeros_like(v_BSKH))
+    )
     return (d_q * scale).astype(dtype), d_k, d_v

@@ -1,7 +1,9 @@
-"""A block of the backward pass: `Plan` has its sizes and shared memory, `Load` and `Compute` what its warpgroups do.
+"""A block of the backward pass: `Plan` has its sizes and shared memory, `Load` and `Compute` are the programs of its
+warpgroups.
 
-gmem: refs of arrays in global memory. smem: refs in shared memory, barriers among them. A place counts tiles of queries
-as they pass by, of all heads of the group; a slot holds the numbers of a tile of keys (schedule.py).
+gmem: refs of arrays in global memory. smem: refs in shared memory, including barriers. An iteration is one tile of
+queries of one head of the group, counted over all tiles of keys; a slot holds the indices of a tile of keys
+(schedule.py).
 """
 
 import collections
@@ -18,19 +20,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.flash_attention.schedule import FIRST, HEAD, LAST, NUMBER, SEQUENCE, ZERO, Schedule
 from pallas_kernels.flash_attention.tiles import Tiles, capped, seen, swizzled
 
-# What the kernel reads (lse: log2(e) times the log-sum-exp); d_q, to which it adds; d_k and d_v, which it writes.
+# Inputs (lse: log2(e) times the log-sum-exp); d_q, to which the kernel adds; d_k and d_v, which it writes.
 Global = collections.namedtuple("Global", "q k v d_out lse delta bounds ranges d_q d_k d_v")
 # Shared memory and barriers of a block: types in `Plan.shared_memory`, refs in the kernel.
 Shared = collections.namedtuple(
     "Shared",
     "tile q d_out k v d_s results lse delta bounds "
-    "kv_there q_there d_out_there kv_free q_free d_out_free both_there my_turn",
+    "kv_ready q_ready d_out_ready kv_free q_free d_out_free both_ready my_turn",
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is known before the kernel runs."""
+    """Static parameters of the kernel."""
 
     schedule: Schedule
     tiles: Tiles
@@ -56,7 +58,7 @@ class Plan:
 
     @property
     def same_keys(self) -> bool:
-        """Both warpgroups have the same keys, and half of the columns of d_k and d_v each."""
+        """Whether both warpgroups have the same keys, and half of the columns of d_k and d_v each."""
         return self.block_k == 64
 
     @property
@@ -65,7 +67,7 @@ class Plan:
 
     @property
     def width(self) -> int:
-        """Of a warpgroup's d_k and d_v."""
+        """Columns of a warpgroup's d_k and d_v."""
         return self.half if self.same_keys else self.head_dim
 
     @property
@@ -86,21 +88,21 @@ class Plan:
             v=swizzled((self.block_k, self.head_dim), dtype),
             # two, as one warpgroup may be a step ahead
             d_s=swizzled((2, self.block_k, self.block_q), dtype, swizzle),
-            # d_q's piece, and when it has left, d_k and d_v of the same size.
+            # The piece of d_q and, once that has been copied out, d_k and d_v of the same size.
             results=plgpu.RefUnion(
                 swizzled((2, self.block_q, self.piece), jnp.float32), swizzled((2, 64, self.width), dtype)
             ),
             lse=plgpu.SMEM((stages, self.block_q), jnp.float32),
             delta=plgpu.SMEM((stages, self.block_q), jnp.float32),
             bounds=plgpu.SMEM((stages, 2, self.block_q), jnp.int32),
-            kv_there=plgpu.Barrier(num_arrivals=2),
-            q_there=plgpu.Barrier(num_arrivals=4, num_barriers=stages),
-            d_out_there=plgpu.Barrier(num_barriers=d_out_stages),
+            kv_ready=plgpu.Barrier(num_arrivals=2),
+            q_ready=plgpu.Barrier(num_arrivals=4, num_barriers=stages),
+            d_out_ready=plgpu.Barrier(num_barriers=d_out_stages),
             kv_free=plgpu.Barrier(num_arrivals=2),
             q_free=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             d_out_free=plgpu.Barrier(num_arrivals=2, num_barriers=d_out_stages),
-            both_there=plgpu.Barrier(num_arrivals=2),
-            # the turn of the last place may come while two are still to be taken
+            both_ready=plgpu.Barrier(num_arrivals=2),
+            # the turn of the last iteration may come while two turns have not been taken yet
             my_turn=plgpu.Barrier(num_barriers=stages + 1),
         )
 
@@ -125,7 +127,7 @@ def run_block(plan: Plan, gmem: Global, smem: Shared):
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """The warpgroup that loads. added: how many have added to each tile of d_q, where they add in order."""
+    """The load warpgroup. added: if ordered, how many additions each tile of d_q has received."""
 
     plan: Plan
     gmem: Global
@@ -139,7 +141,7 @@ class Load:
         return [self.gmem.ranges[b, number, i] for i in range(4)]
 
     def tile_of_keys(self, slot, passed, now):
-        """Keys and values, and the queries that pass by."""
+        """Loads keys and values, then queries."""
         gmem = self.gmem
         smem = self.smem
         tiles = self.plan.tiles
@@ -150,50 +152,50 @@ class Load:
         d_out_stages = tiles.d_out_stages
         b, kv_head, number, first, last = (now[i] for i in (SEQUENCE, HEAD, NUMBER, FIRST, LAST))
         keys = pl.ds(number * block_k, block_k)
-        places = (last - first) * group
+        num_iterations = (last - first) * group
         passed = passed * group
 
-        def head_and_step(place):
-            return kv_head * group + lax.div(place, last - first), first + lax.rem(place, last - first)
+        def head_and_step(iteration):
+            return kv_head * group + lax.div(iteration, last - first), first + lax.rem(iteration, last - first)
 
-        def copy(place, _):
-            head, step = head_and_step(place)
-            here = place
-            place = passed + place
-            stage = lax.rem(place, stages)
-            d_out_stage = lax.rem(place, d_out_stages)
+        def copy(iteration, _):
+            head, step = head_and_step(iteration)
+            here = iteration
+            iteration = passed + iteration
+            stage = lax.rem(iteration, stages)
+            d_out_stage = lax.rem(iteration, d_out_stages)
             rows = pl.ds(step * block_q, block_q)
-            pl.when(place >= stages)(lambda: plgpu.barrier_wait(smem.q_free.at[stage]))
-            there = smem.q_there.at[stage]
-            plgpu.copy_gmem_to_smem(gmem.q.at[b, rows, head], smem.q.at[stage], there)
-            plgpu.copy_gmem_to_smem(gmem.lse.at[b, head, rows], smem.lse.at[stage], there)
-            plgpu.copy_gmem_to_smem(gmem.delta.at[b, head, rows], smem.delta.at[stage], there)
-            plgpu.copy_gmem_to_smem(gmem.bounds.at[b, :, rows], smem.bounds.at[stage], there)
-            pl.when(place >= d_out_stages)(lambda: plgpu.barrier_wait(smem.d_out_free.at[d_out_stage]))
-            there = smem.d_out_there.at[d_out_stage]
-            plgpu.copy_gmem_to_smem(gmem.d_out.at[b, rows, head], smem.d_out.at[d_out_stage], there)
+            pl.when(iteration >= stages)(lambda: plgpu.barrier_wait(smem.q_free.at[stage]))
+            ready = smem.q_ready.at[stage]
+            plgpu.copy_gmem_to_smem(gmem.q.at[b, rows, head], smem.q.at[stage], ready)
+            plgpu.copy_gmem_to_smem(gmem.lse.at[b, head, rows], smem.lse.at[stage], ready)
+            plgpu.copy_gmem_to_smem(gmem.delta.at[b, head, rows], smem.delta.at[stage], ready)
+            plgpu.copy_gmem_to_smem(gmem.bounds.at[b, :, rows], smem.bounds.at[stage], ready)
+            pl.when(iteration >= d_out_stages)(lambda: plgpu.barrier_wait(smem.d_out_free.at[d_out_stage]))
+            ready = smem.d_out_ready.at[d_out_stage]
+            plgpu.copy_gmem_to_smem(gmem.d_out.at[b, rows, head], smem.d_out.at[d_out_stage], ready)
             if self.plan.ordered:
                 pl.when(here > 0)(lambda: wait_for_others(here - 1))
 
-        def wait_for_others(place):
-            head, step = head_and_step(place)
+        def wait_for_others(iteration):
+            head, step = head_and_step(iteration)
             before = (gmem.bounds[b, 1, step * block_q + block_q - 1] - 1) // block_k - number  # tiles of keys
             plgpu.semaphore_wait(self.added.at[b, head, step], 2 * before, decrement=False, memory_scope="gpu")
-            plgpu.barrier_arrive(smem.my_turn.at[lax.rem(passed + place, stages + 1)])
+            plgpu.barrier_arrive(smem.my_turn.at[lax.rem(passed + iteration, stages + 1)])
 
-        soon = jnp.minimum(min(stages, d_out_stages), places)  # more may wait for what follows
-        lax.fori_loop(0, soon, copy, None)
+        early = jnp.minimum(min(stages, d_out_stages), num_iterations)  # further copies may depend on what follows
+        lax.fori_loop(0, early, copy, None)
         plgpu.barrier_wait(smem.kv_free)
-        plgpu.copy_gmem_to_smem(gmem.k.at[b, keys, kv_head], smem.k, smem.kv_there)
-        plgpu.copy_gmem_to_smem(gmem.v.at[b, keys, kv_head], smem.v, smem.kv_there)
-        lax.fori_loop(soon, places, copy, None)
+        plgpu.copy_gmem_to_smem(gmem.k.at[b, keys, kv_head], smem.k, smem.kv_ready)
+        plgpu.copy_gmem_to_smem(gmem.v.at[b, keys, kv_head], smem.v, smem.kv_ready)
+        lax.fori_loop(early, num_iterations, copy, None)
         if self.plan.ordered:
-            pl.when(places > 0)(lambda: wait_for_others(places - 1))
+            pl.when(num_iterations > 0)(lambda: wait_for_others(num_iterations - 1))
 
 
 class Compute:
-    """A warpgroup that computes, number wg. Keys are the rows and queries the columns of every tile, so that p and d_s
-    are left operands."""
+    """Compute warpgroup number wg. Keys are the rows and queries the columns of every tile, so that p and d_s are left
+    operands."""
 
     def __init__(self, plan: Plan, gmem: Global, smem: Shared, added: Any, wg: jax.Array):
         self.plan = plan
@@ -204,7 +206,7 @@ class Compute:
         self.tile, _, _, self.tile_free = smem.tile
         self.d_q_smem, self.d_kv_smem = smem.results
         self.first_row = 0 if plan.same_keys else wg * 64
-        self.mine = pl.ds(self.first_row, 64)
+        self.own_rows = pl.ds(self.first_row, 64)
         self.columns = pl.ds(wg * plan.half if plan.same_keys else 0, plan.width)
 
     def run(self):
@@ -212,12 +214,12 @@ class Compute:
         self.plan.schedule.compute(self.smem.tile, self.tile_of_keys, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 
-    def tile_of_keys(self, slot, place):
-        """place: the first one of this tile; -> that of the next tile."""
+    def tile_of_keys(self, slot, iteration):
+        """iteration: the first one of this tile -> the first one of the next tile."""
         plan = self.plan
         smem = self.smem
         tile = self.tile
-        plgpu.barrier_wait(smem.kv_there)
+        plgpu.barrier_wait(smem.kv_ready)
 
         def one_head(in_group, carry):
             for part, masked in enumerate((True, False, True)):
@@ -226,19 +228,19 @@ class Compute:
             return carry
 
         zeros = plgpu.layout_cast(jnp.zeros((64, plan.width), jnp.float32), plgpu.Layout.WGMMA)
-        places = (tile[slot, LAST] - tile[slot, FIRST]) * plan.group
-        end = place + places
+        num_iterations = (tile[slot, LAST] - tile[slot, FIRST]) * plan.group
+        end = iteration + num_iterations
 
         def first_products(s_ref):
-            pl.when(place < end)(lambda: plgpu.barrier_wait(smem.q_there.at[lax.rem(place, plan.tiles.stages)]))
-            self.products(s_ref, place)
+            pl.when(iteration < end)(lambda: plgpu.barrier_wait(smem.q_ready.at[lax.rem(iteration, plan.tiles.stages)]))
+            self.products(s_ref, iteration)
             return plgpu.wgmma_accumulator_load(s_ref, wait_n=0)
 
         s = pl.run_scoped(first_products, accumulator(plan.block_q))
-        place, _, d_k, d_v, _ = lax.fori_loop(0, plan.group, one_head, (place, end, zeros, zeros, s))
+        iteration, _, d_k, d_v, _ = lax.fori_loop(0, plan.group, one_head, (iteration, end, zeros, zeros, s))
         plgpu.barrier_arrive(smem.kv_free)
         if plan.ordered:
-            self.stored(slot, places)
+            self.stored(slot, num_iterations)
         b = tile[slot, SEQUENCE]
         kv_head = tile[slot, HEAD]
         keys = pl.ds(tile[slot, NUMBER] * plan.block_k + self.first_row, 64)
@@ -248,22 +250,22 @@ class Compute:
             self.d_kv_smem[self.wg] = result.astype(plan.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(self.d_kv_smem.at[self.wg], ref.at[b, keys, kv_head, self.columns])
-        return place
+        return iteration
 
     def tile_of_queries(self, step, carry, *, slot, in_group, masked):
-        """The products of the next queries with the keys are computed beside the end of this tile."""
-        place, end, d_k, d_v, s = carry
+        """Overlaps the end of this tile with the products of the next queries and the keys."""
+        iteration, end, d_k, d_v, s = carry
         plan = self.plan
         smem = self.smem
         stages = plan.tiles.stages
         block_q = plan.block_q
-        stage = lax.rem(place, stages)
-        d_out_stage = lax.rem(place, plan.tiles.d_out_stages)
-        side = self.wg if plan.same_keys else lax.rem(place, 2)
+        stage = lax.rem(iteration, stages)
+        d_out_stage = lax.rem(iteration, plan.tiles.d_out_stages)
+        side = self.wg if plan.same_keys else lax.rem(iteration, 2)
         rows = pl.ds(step * block_q, block_q)
 
         def gradients(d_p_ref):
-            plgpu.barrier_wait(smem.d_out_there.at[d_out_stage])
+            plgpu.barrier_wait(smem.d_out_ready.at[d_out_stage])
             plgpu.wgmma(d_p_ref, smem.v.at[self.my_rows()], smem.d_out.at[d_out_stage].transpose((1, 0)))
             p, slope = self.probabilities(s, stage, slot, masked)
 
@@ -273,23 +275,23 @@ class Compute:
                 delta = of_queries(smem.delta.at[stage])
                 d_s = p * (plgpu.wgmma_accumulator_load(d_p_ref, wait_n=1) - self.wide(delta))
                 d_s = (d_s if slope is None else d_s * slope).astype(plan.dtype)
-                smem.d_s[side, self.mine] = d_s
+                smem.d_s[side, self.own_rows] = d_s
                 plgpu.commit_smem()
                 if not plan.same_keys:
-                    plgpu.barrier_arrive(smem.both_there)
+                    plgpu.barrier_arrive(smem.both_ready)
 
                 def the_others(d_k_ref, d_q_ref):
                     d_k_ref[...] = d_k
                     plgpu.wgmma(d_k_ref, d_s, smem.q.at[stage, :, self.columns])
                     if not plan.same_keys:
-                        plgpu.barrier_wait(smem.both_there)
+                        plgpu.barrier_wait(smem.both_ready)
                     self.part_of_d_q(d_q_ref, side, 0)
                     new_d_v = plgpu.wgmma_accumulator_load(d_v_ref, wait_n=2)
                     plgpu.barrier_arrive(smem.d_out_free.at[d_out_stage])
                     new_d_k = plgpu.wgmma_accumulator_load(d_k_ref, wait_n=1)
                     plgpu.barrier_arrive(smem.q_free.at[stage])
-                    next_there = smem.q_there.at[lax.rem(place + 1, stages)]
-                    pl.when(place + 1 < end)(lambda: plgpu.barrier_wait(next_there))
+                    next_ready = smem.q_ready.at[lax.rem(iteration + 1, stages)]
+                    pl.when(iteration + 1 < end)(lambda: plgpu.barrier_wait(next_ready))
                     return new_d_k, new_d_v, plgpu.wgmma_accumulator_load(d_q_ref, wait_n=0)
 
                 return pl.run_scoped(the_others, accumulator(plan.width), accumulator(plan.piece))
@@ -299,12 +301,12 @@ class Compute:
         d_k, d_v, d_q = pl.run_scoped(gradients, accumulator(block_q))
 
         def next_products(s_ref):
-            self.products(s_ref, place + 1)  # after the last place: of what lies there, for nobody
+            self.products(s_ref, iteration + 1)  # after the last iteration: of stale contents, unused
             length = self.tile[slot, LAST] - self.tile[slot, FIRST]
-            self.stored(slot, place - end + length * plan.group)
+            self.stored(slot, iteration - end + length * plan.group)
             self.d_q_smem[self.wg] = d_q
             if plan.ordered:
-                plgpu.barrier_wait(smem.my_turn.at[lax.rem(place, stages + 1)])
+                plgpu.barrier_wait(smem.my_turn.at[lax.rem(iteration, stages + 1)])
             self.add(slot, in_group, rows, 0)
             return plgpu.wgmma_accumulator_load(s_ref, wait_n=0)
 
@@ -318,11 +320,11 @@ class Compute:
 
             pl.run_scoped(another, accumulator(plan.piece))
             self.add(slot, in_group, rows, number)
-        return place + 1, end, d_k, d_v, s
+        return iteration + 1, end, d_k, d_v, s
 
-    def products(self, s_ref, place):
+    def products(self, s_ref, iteration):
         k = self.smem.k.at[self.my_rows()]
-        q = self.smem.q.at[lax.rem(place, self.plan.tiles.stages)]
+        q = self.smem.q.at[lax.rem(iteration, self.plan.tiles.stages)]
         plgpu.wgmma(s_ref, k, q.transpose((1, 0)))
 
     def probabilities(self, s, stage, slot, masked):
@@ -346,7 +348,7 @@ class Compute:
         plgpu.wgmma(d_q_ref, smem.d_s.at[side].transpose((1, 0)), smem.k.at[:, columns])
 
     def add(self, slot, in_group, rows, number):
-        """What lies in d_q_smem to part `number` of the warpgroup's columns of d_q."""
+        """Adds d_q_smem to part `number` of the warpgroup's columns of d_q."""
         plan = self.plan
         tile = self.tile
         plgpu.commit_smem()
@@ -357,13 +359,13 @@ class Compute:
         plgpu.copy_smem_to_gmem(self.d_q_smem.at[self.wg], part, reduction_op="add")
 
     def stored(self, slot, here):
-        """The d_q before this place has left shared memory; in order: is added, and the next block may know.
-        here: the place in this tile of keys."""
+        """Waits until the d_q of the previous iteration has been copied out of shared memory; if ordered, until it has
+        been added, and signals the next block. here: the iteration within this tile of keys."""
         plan = self.plan
         tile = self.tile
         plgpu.wait_smem_to_gmem(0, wait_read_only=not plan.ordered)
         if plan.ordered:
-            # Before the first place nobody is told; with a branch ptxas takes one product after the other.
+            # Before the first iteration an unused semaphore is signalled; a branch would make ptxas serialize products.
             first, last, b, kv_head = (tile[slot, i] for i in (FIRST, LAST, SEQUENCE, HEAD))
             before = jnp.maximum(here - 1, 0)
             length = jnp.maximum(last - first, 1)
@@ -372,7 +374,7 @@ class Compute:
             plgpu.semaphore_signal(self.added.at[b, head, step], memory_scope="gpu")
 
     def zero(self):
-        """Read anew for each tile: else ptxas has all addresses of operands in registers, and spills them."""
+        """Read again for each tile: otherwise ptxas keeps all operand addresses in registers, and spills them."""
         return self.tile[0, ZERO]
 
     def my_rows(self):
@@ -383,7 +385,7 @@ class Compute:
 
 
 def of_queries(ref):
-    """A number a query, as the columns of a tile."""
+    """Loads one number per query, as the columns of a tile."""
     return plgpu.load(ref, (), layout=plgpu.Layout.WGMMA.reduce(0))
 
 

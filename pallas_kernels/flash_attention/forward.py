@@ -1,8 +1,8 @@
 """The forward pass: `forward` has the arrays, `Plan` the sizes and the shared memory of a block, `Load` and `Compute`
-what its warpgroups do.
+are the programs of its warpgroups.
 
-gmem: refs of arrays in global memory. smem: refs in shared memory, barriers among them. A place counts tiles of keys as
-they pass by; a slot holds a tile of queries and its numbers (schedule.py).
+gmem: refs of arrays in global memory. smem: refs in shared memory, including barriers. An iteration is one tile of
+keys, counted over all tiles of queries; a slot holds a tile of queries and its indices (schedule.py).
 """
 
 import collections
@@ -20,7 +20,7 @@ from pallas_kernels.flash_attention.schedule import FIRST, HEAD, LAST, NUMBER, S
 from pallas_kernels.flash_attention.tiles import (
     BLOCK,
     LOG2E,
-    NEVER,
+    MASKED_SCORE,
     TILES,
     capped,
     joins_batches,
@@ -31,7 +31,7 @@ from pallas_kernels.flash_attention.tiles import (
     to_eights,
 )
 
-STAGES = 2  # tiles of keys and of values on their way
+STAGES = 2  # tiles of keys and of values in flight
 BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
@@ -63,7 +63,7 @@ def forward(
     dtype = q_BTNH.dtype
     sizes = TILES[head_dim]
     tiles = -(-length // BLOCK)
-    # The last have most to do in a causal mask: first.
+    # With a causal mask the last tiles have the most work, so they come first.
     bytes_of_head = 2 * num_keys * head_dim * dtype.itemsize // group
     schedule = Schedule(
         batch, num_heads, tiles, bytes_of_head, sizes.forward_slots, last_first=True, interpret=interpret
@@ -82,15 +82,15 @@ def forward(
     return out_BTNH, lse_BNT[:, :, :length]
 
 
-# What the kernel reads, and out and lse, which it writes.
+# Arrays that the kernel reads, and out and lse, which it writes.
 Global = collections.namedtuple("Global", "q k v lower upper out lse")
 # Shared memory and barriers of a block: types in `Plan.shared_memory`, refs in the kernel.
-Shared = collections.namedtuple("Shared", "tile q k v bounds lse q_there k_there v_there k_free v_free turn")
+Shared = collections.namedtuple("Shared", "tile q k v bounds lse q_ready k_ready v_ready k_free v_free turn")
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is known before the kernel runs."""
+    """Static parameters of the kernel."""
 
     schedule: Schedule
     length: int
@@ -111,9 +111,9 @@ class Plan:
             v=keys,
             bounds=plgpu.SMEM((slots, 2, BLOCK), jnp.int32),
             lse=plgpu.SMEM((2, 64), jnp.float32),
-            q_there=plgpu.Barrier(num_arrivals=4, num_barriers=slots),
-            k_there=plgpu.Barrier(num_barriers=STAGES),
-            v_there=plgpu.Barrier(num_barriers=STAGES),
+            q_ready=plgpu.Barrier(num_arrivals=4, num_barriers=slots),
+            k_ready=plgpu.Barrier(num_barriers=STAGES),
+            v_ready=plgpu.Barrier(num_barriers=STAGES),
             k_free=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
             v_free=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
             turn=plgpu.Barrier(num_arrivals=2),
@@ -152,29 +152,29 @@ class Load:
         return range_of_keys(*(ref[b, row] for ref in (gmem.lower, gmem.upper) for row in rows), plan.block_k)
 
     def tile_of_queries(self, slot, passed, now):
-        """Queries and their bounds, and the keys and values that pass by."""
+        """Loads queries and their bounds, then keys and values."""
         gmem = self.gmem
         smem = self.smem
         plan = self.plan
         b, number, head, first, last = (now[i] for i in (SEQUENCE, NUMBER, HEAD, FIRST, LAST))
         for i, ref in enumerate((gmem.lower, gmem.upper)):  # beyond the end: 0, sees nothing
             rows = pl.ds(number * BLOCK, BLOCK)
-            plgpu.copy_gmem_to_smem(ref.at[b, rows], smem.bounds.at[slot, i], smem.q_there.at[slot])
+            plgpu.copy_gmem_to_smem(ref.at[b, rows], smem.bounds.at[slot, i], smem.q_ready.at[slot])
         for part in range(2):
             rows = pl.ds(number * BLOCK + part * 64, 64)
-            plgpu.copy_gmem_to_smem(gmem.q.at[b, rows, head], smem.q.at[slot, part], smem.q_there.at[slot])
+            plgpu.copy_gmem_to_smem(gmem.q.at[b, rows, head], smem.q.at[slot, part], smem.q_ready.at[slot])
 
         def copy(step, _):
-            place = passed + step - first
+            iteration = passed + step - first
             keys = pl.ds(step * plan.block_k, plan.block_k)
-            stage = lax.rem(place, STAGES)
-            for ref, target, there, free in (
-                (gmem.k, smem.k, smem.k_there, smem.k_free),
-                (gmem.v, smem.v, smem.v_there, smem.v_free),
+            stage = lax.rem(iteration, STAGES)
+            for ref, target, ready, free in (
+                (gmem.k, smem.k, smem.k_ready, smem.k_free),
+                (gmem.v, smem.v, smem.v_ready, smem.v_free),
             ):
-                pl.when(place >= STAGES)(lambda free=free: plgpu.barrier_wait(free.at[stage]))
+                pl.when(iteration >= STAGES)(lambda free=free: plgpu.barrier_wait(free.at[stage]))
                 here = ref.at[b, keys, lax.div(head, plan.group)]
-                plgpu.copy_gmem_to_smem(here, target.at[stage], there.at[stage])
+                plgpu.copy_gmem_to_smem(here, target.at[stage], ready.at[stage])
 
         lax.fori_loop(first, last, copy, None)
 
@@ -188,7 +188,7 @@ class Compute:
         self.smem = smem
         self.wg = wg
         self.tile, _, _, self.tile_free = smem.tile
-        self.mine = pl.ds(wg * 64, 64)
+        self.own_rows = pl.ds(wg * 64, 64)
 
     def run(self):
         pl.when(self.wg == 1)(self.take_turn)
@@ -197,50 +197,50 @@ class Compute:
         plgpu.wait_smem_to_gmem(0)
 
     def take_turn(self):
-        """One multiplies, the other does what is no product."""
+        """Alternates the warpgroups: one multiplies while the other does everything else."""
         plgpu.barrier_arrive(self.smem.turn)
         plgpu.barrier_wait(self.smem.turn)
 
-    def tile_of_queries(self, slot, place):
-        """place: the first one of this tile; -> that of the next tile."""
+    def tile_of_queries(self, slot, iteration):
+        """iteration: the first one of this tile -> the first one of the next tile."""
         plan = self.plan
         gmem = self.gmem
         smem = self.smem
         tile = self.tile
         wg = self.wg
-        plgpu.barrier_wait(smem.q_there.at[slot])
+        plgpu.barrier_wait(smem.q_ready.at[slot])
         carry = (
-            place,
+            iteration,
             plgpu.layout_cast(jnp.zeros((64, plan.head_dim), jnp.float32), plgpu.Layout.WGMMA),
-            plgpu.layout_cast(jnp.full((64,), NEVER, jnp.float32), BY_ROW),
+            plgpu.layout_cast(jnp.full((64,), MASKED_SCORE, jnp.float32), BY_ROW),
             plgpu.layout_cast(jnp.zeros((64,), jnp.float32), BY_ROW),
         )
         for part, masked in enumerate((True, False, True)):
             step = functools.partial(self.tile_of_keys, slot=slot, masked=masked)
             carry = lax.fori_loop(tile[slot, part], tile[slot, part + 1], step, carry)
-        place, out, most, total = carry
+        iteration, out, most, total = carry
         b, number, head = (tile[slot, i] for i in (SEQUENCE, NUMBER, HEAD))
         rows = pl.ds(number * BLOCK + wg * 64, 64)
         out_smem = smem.q.at[slot, wg]
-        plgpu.barrier_arrive(smem.turn)  # the end is no product
-        sees = total > 0
-        out_smem[...] = (out * wide(jnp.where(sees, 1 / total, 0.0), out.shape)).astype(plan.dtype)
-        smem.lse[wg] = jnp.where(sees, (most + jnp.log2(total)) / LOG2E, NEVER)
+        plgpu.barrier_arrive(smem.turn)  # no product follows in this tile
+        has_keys = total > 0
+        out_smem[...] = (out * wide(jnp.where(has_keys, 1 / total, 0.0), out.shape)).astype(plan.dtype)
+        smem.lse[wg] = jnp.where(has_keys, (most + jnp.log2(total)) / LOG2E, MASKED_SCORE)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(out_smem, gmem.out.at[b, rows, head])
         plgpu.copy_smem_to_gmem(smem.lse.at[wg], gmem.lse.at[b, head, rows])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(self.tile_free.at[slot])
         plgpu.barrier_wait(smem.turn)
-        return place
+        return iteration
 
     def tile_of_keys(self, step, carry, *, slot, masked):
-        place, out, most, total = carry  # most and s are log2(e) times what they would be
+        iteration, out, most, total = carry  # most and s are scaled by log2(e)
         plan = self.plan
         smem = self.smem
         shape = (64, self.plan.block_k)
-        stage = lax.rem(place, STAGES)
-        plgpu.barrier_wait(smem.k_there.at[stage])
+        stage = lax.rem(iteration, STAGES)
+        plgpu.barrier_wait(smem.k_ready.at[stage])
 
         def scores(s_ref):
             plgpu.wgmma(s_ref, smem.q.at[slot, self.wg], smem.k.at[stage].transpose((1, 0)))
@@ -252,17 +252,17 @@ class Compute:
         s, factor, _ = capped(s, plan.scale, plan.soft_cap)
         if masked:
             key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + step * plan.block_k
-            lower, upper = (plgpu.load(smem.bounds.at[slot, i, self.mine], (), layout=BY_ROW) for i in range(2))
+            lower, upper = (plgpu.load(smem.bounds.at[slot, i, self.own_rows], (), layout=BY_ROW) for i in range(2))
             s = jnp.where(seen(key, lower, upper, lambda a: wide(a, shape)), s, -jnp.inf)
         new_most = jnp.maximum(most, jnp.max(s, 1) * factor)
         shrink = jnp.exp2(most - new_most)
         p = jnp.exp2(s * factor - wide(new_most, shape))
         total = total * shrink + jnp.sum(p, 1)
         out *= wide(shrink, out.shape)
-        # What follows waits for the other warpgroup: all of the above is to be done before.
+        # The next steps wait for the other warpgroup: everything above must be done before.
         out, new_most, total, p = lax.optimization_barrier((out, new_most, total, p.astype(plan.dtype)))
         plgpu.barrier_arrive(smem.turn)
-        plgpu.barrier_wait(smem.v_there.at[stage])
+        plgpu.barrier_wait(smem.v_ready.at[stage])
         plgpu.barrier_wait(smem.turn)
 
         def sums(out_ref):
@@ -272,9 +272,9 @@ class Compute:
 
         out = pl.run_scoped(sums, plgpu.ACC(out.shape, jnp.float32))
         plgpu.barrier_arrive(smem.v_free.at[stage])
-        return place + 1, out, new_most, total
+        return iteration + 1, out, new_most, total
 
 
 def wide(a, shape):
-    """A number a query, for each column."""
+    """Broadcasts one number per query over the columns."""
     return lax.broadcast_in_dim(a, shape, [0])

@@ -1,4 +1,4 @@
-"""What forward and backward share: sizes of tiles, which tiles see each other, masks, memory."""
+"""Shared by forward and backward: tile sizes, ranges of unmasked tiles, masks, shared memory."""
 
 import dataclasses
 import functools
@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-NEVER = -1e30  # log-sum-exp of a query that sees no key; its result is 0
+MASKED_SCORE = -1e30  # log-sum-exp of a query without keys; its result is 0
 LOG2E = math.log2(math.e)
-BLOCK = 128  # queries of a block forward
+BLOCK = 128  # queries per block in the forward pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,16 +19,17 @@ class Tiles:
     """Measured on an H100, see README.md."""
 
     forward_keys: int
-    """Of a tile that passes by; a block has 128 queries."""
+    """Forward: keys per iteration; a block has 128 queries."""
     backward_keys: int = 128
-    """Of a block: 128, 64 for each of the two warpgroups; or 64 for both, and half of the columns for each."""
+    """Backward: keys per block: 128, 64 for each of the two warpgroups; or 64 for both, with half of the columns
+    each."""
     backward_queries: int = 64
-    """Of a tile that passes by."""
+    """Backward: queries per iteration."""
     stages: int = 2
-    """Tiles of q on their way, backward."""
+    """Backward: tiles of q in flight."""
     d_out_stages: int = 2
     forward_slots: int = 2
-    """Forward: blocks of queries for which there is room."""
+    """Forward: tiles of queries that fit into shared memory."""
 
 
 TILES = {
@@ -46,7 +47,7 @@ def problem(head_dim: int, dtype: jnp.dtype) -> str:
 
 
 def capped(products, scale, soft_cap):
-    """-> (s, what turns it into a power of two, its derivative after the scale or None)."""
+    """-> (s, factor for the base-2 exponential, derivative of the cap or None)."""
     if soft_cap is None:
         return products, scale * LOG2E, None
     tanh = jnp.tanh(products * (scale / soft_cap))
@@ -54,21 +55,21 @@ def capped(products, scale, soft_cap):
 
 
 def seen(key, lower, upper, wide):
-    """lower <= key < upper with one comparison, as negative numbers are large without their sign."""
+    """lower <= key < upper with one comparison: negative numbers are large as unsigned integers."""
     count = jnp.maximum(upper - lower, 0).astype(jnp.uint32)
     return (key - wide(lower)).astype(jnp.uint32) < wide(count)
 
 
 def extremes(bounds_BT, block):
-    """Least and greatest of each tile of queries, [B, tiles]."""
+    """Smallest and largest bound of each tile of queries, [B, tiles]."""
     batch, length = bounds_BT.shape
     tiles = jnp.pad(bounds_BT, ((0, 0), (0, -length % block)), mode="edge").reshape(batch, -1, block)
     return tiles[:, :, 0], tiles[:, :, -1]
 
 
 def range_of_keys(low, high_low, low_high, high, block_k):
-    """(first tile of keys, first and last that all queries see wholly, last), ends excluded. low, high_low: bound of
-    the first and last query below, low_high, high: above."""
+    """(first tile of keys, first and last unmasked for all queries, last), ends exclusive. low, high_low: lower bounds
+    of the first and last query; low_high, high: their upper bounds."""
 
     def down(a):
         return lax.div(a, block_k)
@@ -89,7 +90,7 @@ def ranges_of_queries(lower_BT, upper_BT, block_q, block_k, num_keys):
     start = jnp.arange(-(-num_keys // block_k)) * block_k
 
     def count(holds):
-        """Of how many tiles it holds; they are in order."""
+        """Number of tiles for which it holds; tiles are in order."""
         return jnp.sum(holds, 1, dtype=jnp.int32)
 
     first = count(high[:, :, None] <= start)
@@ -108,11 +109,11 @@ def joins_batches(function):
 
         @mapped.def_vmap
         def _rule(size, is_mapped, *arrays):
-            every = (
+            batched = (
                 a if mapped else jnp.broadcast_to(a, (size, *a.shape))
                 for a, mapped in zip(arrays, is_mapped, strict=True)
             )
-            results = call(*(a.reshape(-1, *a.shape[2:]) for a in every), **options)
+            results = call(*(a.reshape(-1, *a.shape[2:]) for a in batched), **options)
             return tuple(a.reshape(size, -1, *a.shape[1:]) for a in results), (True,) * len(results)
 
         return mapped(*arrays)
@@ -121,12 +122,12 @@ def joins_batches(function):
 
 
 def to_eights(a, axis=1, **options):
-    """As TMA has it: rows of shared memory are swizzled by eights."""
+    """Pads to a multiple of 8, as TMA requires: rows of shared memory are swizzled in groups of eight."""
     return jnp.pad(a, [(0, -size % 8 if number == axis else 0) for number, size in enumerate(a.shape)], **options)
 
 
 def swizzled(shape, dtype, swizzle=128):
-    """Shared memory as TMA writes it and wgmma reads it."""
+    """Shared memory in the layout that TMA writes and wgmma reads."""
     tile = (8, swizzle // jnp.dtype(dtype).itemsize)
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform(tile), plgpu.SwizzleTransform(swizzle)))
 
@@ -140,8 +141,8 @@ def kernel(body, out_type, scratch, blocks, interpret):
         grid_names=("block",),
         num_threads=3,
         thread_name="wg",
-        # Where one thread reads what another one wrote, commit_smem or a barrier stands between them, and every thread
-        # arrives at a barrier itself: Pallas need not put barriers of its own around each load and store.
+        # Where one thread reads what another one wrote, there is a commit_smem or a barrier between them, and every
+        # thread arrives at a barrier itself: Pallas need not add barriers around each load and store.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )

@@ -242,7 +242,7 @@ def test_step_saved_before_is_left_alone(tmp_path):
 @pytest.mark.parametrize(
     ("config", "eval_every_steps", "message"),
     [
-        (CheckpointConfig(keep_best=1, every_steps=10), 0, "training.eval_every_steps=0 is none.*steps=10"),
+        (CheckpointConfig(keep_best=1, every_steps=10), 0, "but training.eval_every_steps=0.*steps=10"),
         (CheckpointConfig(keep_best=1, every_steps=10), 7, "no step before the last.*--training.eval_every_steps=10"),
     ],
 )

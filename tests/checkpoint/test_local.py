@@ -117,7 +117,7 @@ DAMAGE = {
     "a bit": (_flip, "is not what was saved"),
     "cut": (
         lambda folder: (folder / "arrays").write_bytes((folder / "arrays").read_bytes()[:9000]),
-        "the file is cut off",
+        "the file is truncated",
     ),
     "no arrays": (lambda folder: (folder / "arrays").unlink(), "No such file"),
     "half an index": (lambda folder: (folder / "index.json").write_text('{"meta": {'), "Expecting"),
@@ -140,7 +140,7 @@ def test_a_damaged_snapshot_is_not_used_and_the_log_says_why(damage, reason, tmp
     ("others", "reason"),
     [
         (dict(fsdp=4, data=2), "on another mesh"),
-        (dict(rows={"layers.decoder": ROWS["layers.decoder"].reshape(2, 2)}), "with another layout of the pipeline"),
+        (dict(rows={"layers.decoder": ROWS["layers.decoder"].reshape(2, 2)}), "with another pipeline layout"),
     ],
 )
 def test_another_mesh_takes_the_checkpoint_and_says_why(others, reason, tmp_path, caplog):
@@ -209,7 +209,7 @@ def test_half_a_setting_and_a_directory_that_cannot_be_are_refused(tmp_path):
     with pytest.raises(ValueError, match="local_every_steps=5.*need both"):
         CheckpointConfig(local_every_steps=5).check()
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="file is not a directory.*--checkpoint.local_dir"):
+    with pytest.raises(ValueError, match="file is not a writable directory.*--checkpoint.local_dir"):
         CheckpointConfig(local_dir=str(tmp_path / "file" / "x"), local_every_steps=5).check_local_dir()
     CheckpointConfig(local_dir=str(tmp_path / "new"), local_every_steps=5).check_local_dir()
 

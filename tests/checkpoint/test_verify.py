@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from megajax.checkpoint import verify
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.verify import digest, digests, sealed, weighted_sum
@@ -178,7 +179,7 @@ def test_one_flipped_bit_in_the_meta_data_is_found(run_dir):
             if damaged is good:
                 assert checkpointer.read_meta(6)["step"] == 6
                 continue
-            with pytest.raises(ValueError, match="damaged: its meta data are not what was saved"):
+            with pytest.raises(ValueError, match="damaged: its metadata is not what was saved"):
                 checkpointer.restore(6, tree, {"m": tree["w"]}, ROWS)
 
 
@@ -348,3 +349,10 @@ def test_a_save_that_fails_is_reported_and_counted_and_the_next_one_succeeds(tmp
         assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"1", "3"}
         assert sorted(checkpointer._manager.all_steps()) == [1, 3]
     assert restore(tmp_path)[0][0] == 3 and checkpointer.failed_saves == 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8"])
+def test_a_digest_is_the_sum_of_those_of_its_parts(dtype, monkeypatch):
+    x = np.random.default_rng(0).integers(0, 100, (3, 5, 7)).astype(dtype)
+    monkeypatch.setattr(verify, "BLOCK", 24)
+    assert verify.digest_of_host(x) == verify.digest(jnp.asarray(x)).tolist()

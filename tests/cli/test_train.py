@@ -40,7 +40,7 @@ def test_help_of_a_recipe_shows_every_option_as_it_is_typed_with_its_range(capsy
     assert "Drop rate of embeddings and of what each half layer adds. Must be at least 0 and below 1. " in joined
     assert "(default: runs/gpt_tiny)" in joined and "(default: 400)" in joined
     # A docstring of two lines is one paragraph.
-    assert "feed-forward width and vocabulary of each layer, and the sequence between those (sequence" in joined
+    assert "feed-forward width and vocabulary, and the sequence between layers (sequence" in joined
 
 
 def test_help_without_a_recipe_names_every_field(capsys):
@@ -196,7 +196,7 @@ def test_console_script_runs_each_command(monkeypatch, capsys):
     assert status == 0 and all(f"\n  {name} " in out for name in cli.COMMANDS)
     assert "error: megajax trian is unknown; did you mean train?" in console(monkeypatch, capsys, "trian")[2]
     assert console(monkeypatch, capsys, "configs")[1].startswith("gpt_tiny ")
-    for name in ("generate", "chat", "bench", "preprocess", "inspect", "export", "train", "plan", "completion"):
+    for name in ("generate", "chat", "bench", "preprocess", "inspect", "export", "plot", "train", "plan", "completion"):
         status, out, _ = console(monkeypatch, capsys, name, "--help")
         assert (status, bool(out)) == (0, True), name
     assert console(monkeypatch, capsys, "train", "--config=gpt_tinny")[0] == 2

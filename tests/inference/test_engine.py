@@ -211,7 +211,7 @@ def test_ids_that_the_tokenizer_does_not_have_never_come(bytes_engine):
 
 def test_what_does_not_fit_is_refused(engine_of):
     engine = engine_of("learned")
-    with pytest.raises(ValueError, match="beyond the 64 tokens that the model can read; use max_tokens=4 or less"):
+    with pytest.raises(ValueError, match="exceeds the 64 tokens that the model supports; use max_tokens=4 or less"):
         engine.generate_tokens([[1] * 60], dataclasses.replace(GREEDY, max_tokens=5))
     assert len(engine.generate_tokens([[1] * 60], dataclasses.replace(GREEDY, max_tokens=4))[0]) == 4
     with pytest.raises(ValueError, match="prompt 1 has no tokens"):
@@ -256,7 +256,7 @@ def test_runs_that_cannot_be_served_are_refused(run_dir, tmp_path):
         Engine.from_run(run_dir, step=7)
     with pytest.raises(ValueError, match="num_heads=4 is not divisible by mesh.tensor=3"):
         Engine.from_run(run_dir, MeshConfig(tensor=3))
-    with pytest.raises(ValueError, match="mesh.pipeline=2: generation has no pipeline"):
+    with pytest.raises(ValueError, match="mesh.pipeline=2: generation does not support pipelines"):
         Engine.from_run(run_dir, MeshConfig(pipeline=2))
     with pytest.raises(ValueError, match="does not match the number of devices, 8"):
         Engine.from_run(run_dir, MeshConfig(data=16))

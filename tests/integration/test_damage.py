@@ -25,8 +25,9 @@ from megajax.checkpoint.verify import sealed
 from megajax.config import Config, override
 from megajax.convert.export import export
 from megajax.data.tokenizers.tokenizer import load_tokenizer, save_tokenizer
-from megajax.inference.engine import Engine, tokenizer_of
+from megajax.inference.engine import Engine
 from megajax.mesh import MeshConfig, make_mesh
+from megajax.sources import tokenizer_of
 from megajax.training.faults.watchdog import Watchdog
 from megajax.training.program import Program
 from megajax.training.reporting.starts import first_start
@@ -176,7 +177,7 @@ def test_with_damaged_files_beside_the_steps_the_run_goes_on_and_is_served_as_be
         cut(file)
     with pytest.raises(ValueError, match="checkpoints/3/meta/metadata cannot be read"):
         here.serve(3)
-    with pytest.raises(ValueError, match="config.json does not exist, and the meta data of no step can be read"):
+    with pytest.raises(ValueError, match="config.json does not exist, and the metadata of no step can be read"):
         run.check(here.config)
 
 
@@ -211,7 +212,7 @@ def test_a_step_under_the_number_of_another_is_not_used(saved, tmp_path, caplog)
     here = saved.copy(tmp_path / "run")
     checkpoints = tmp_path / "run" / "checkpoints"
     shutil.copytree(checkpoints / "3", checkpoints / "9")
-    with pytest.raises(ValueError, match="checkpoints/9/meta/metadata is damaged: it is of step 3, not 9"):
+    with pytest.raises(ValueError, match="checkpoints/9/meta/metadata is damaged: it belongs to step 3, not 9"):
         here.serve()
     step, state = here.restore()
     assert step == 6 and same(state, saved.trained[6]) and (checkpoints / "9.damaged").is_dir()
@@ -223,7 +224,7 @@ def test_a_step_that_this_user_may_not_read_is_not_renamed(saved, tmp_path, monk
     file = tmp_path / "run" / "checkpoints" / "6" / "meta" / "metadata"
     file.unlink()
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != file.parent)
-    with pytest.raises(ValueError, match="checkpoints/6: this user may not read all of it"):
+    with pytest.raises(ValueError, match="checkpoints/6: this user has no permission to read all of it"):
         here.restore()
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["3", "6"]
 

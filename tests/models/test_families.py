@@ -451,7 +451,7 @@ def test_variables_keep_float32_beside_matrices_in_bfloat16():
 
 
 def test_a_family_needs_a_kind_of_its_own():
-    with pytest.raises(TypeError, match="needs a kind of its own"):
+    with pytest.raises(TypeError, match="needs a unique kind"):
         type("Nameless", (DecoderConfig,), {})
     assert family("decoder") is DecoderConfig
 
@@ -463,7 +463,7 @@ def test_two_parameters_of_one_name_are_refused():
             self.router.add_bias_parameter(rngs)
             self.router_bias = variable((3,), ("experts",), nnx.initializers.zeros, rngs, half_way)
 
-    with pytest.raises(ValueError, match="two parameters are called router_bias"):
+    with pytest.raises(ValueError, match="two parameters have the name router_bias"):
         Structure.of(nnx.split(Router(nnx.Rngs(0)))[1])
 
 

@@ -106,7 +106,7 @@ def test_choice_is_logged_once_with_its_reason(monkeypatch, caplog):
         ((32, 8), 128, 16, (jnp.float32, jnp.float32), "dtype float32"),
         ((32, 8), 128, 16, (jnp.bfloat16, jnp.float32), "cache of float32"),
         ((32, 8), 256, 16, (jnp.bfloat16, jnp.bfloat16), "head dim 256"),
-        ((128, 1), 128, 16, (jnp.bfloat16, jnp.bfloat16), "128 heads a kv head"),
+        ((128, 1), 128, 16, (jnp.bfloat16, jnp.bfloat16), "128 heads per kv head"),
         ((32, 8), 128, 128, (jnp.bfloat16, jnp.bfloat16), "bfloat16 pages of 128 tokens"),
         ((32, 8), 128, 16, (jnp.bfloat16, jnp.int8), "int8 pages of 16 tokens"),
     ],

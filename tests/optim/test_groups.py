@@ -160,9 +160,9 @@ def test_what_is_no_group_is_refused_in_one_line(text, parts):
         (("dense.query weight_decay=0",), ["matches no trained parameter", "* stands for any part"]),
         (
             ("layers.* weight_decay=0", "*.query weight_decay=1"),
-            ["'*.query weight_decay=1' decides for no parameter", "first match wins", "put it before"],
+            ["'*.query weight_decay=1' applies to no parameter", "first match wins", "put it before"],
         ),
-        (("embedding optimizer=muon",), ["has no matrix of a layer (embedding)", "use optimizer=adamw"]),
+        (("embedding optimizer=muon",), ["matches no matrix of a layer (embedding)", "use optimizer=adamw"]),
     ],
 )
 def test_a_group_that_decides_for_nothing_is_refused_in_one_line(groups, parts):

@@ -69,7 +69,7 @@ PARTS = Parts(
     stage=run_layers,
     layer_inputs=lambda key, number: 0.1 * jax.random.normal(jax.random.fold_in(key, number), (D,)),
     loss=loss_of,
-    place=lambda kind, tree: tree,
+    constrain_gradients=lambda kind, tree: tree,
 )
 PATTERNS = {
     "as Mamba and attention": [Mix(1.0), Scale(), Scale(), Mix(0.5), Scale(), Mix(1.0), Mix(1.0)],

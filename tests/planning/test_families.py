@@ -137,7 +137,7 @@ def test_parameters_of_a_token_are_those_of_its_experts():
     model = Model(MIXTURE)
     assert model.num_parameters() - model.num_active_parameters() == EXPERTS // 2
     total, active = (format_count(n) for n in (model.num_parameters(), model.num_active_parameters()))
-    assert described_size(model) == f"{total}, {active} of a token"
+    assert described_size(model) == f"{total}, {active} active"
     mixtral = recipes()["mixtral_8x7b"]().model
     assert (Model(mixtral).num_parameters(), Model(mixtral).num_active_parameters()) == (46_702_792_704, 12_879_925_248)
 

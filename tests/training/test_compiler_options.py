@@ -206,7 +206,7 @@ def test_folder_that_cannot_be_written_stops_no_run(cache_dir, monkeypatch, tmp_
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(mesh_module.logger, "propagate", True)
     use_compilation_cache(tmp_path / "file" / "cache")
-    assert cache_dir() is None and "compiled programs are not kept" in caplog.text
+    assert cache_dir() is None and "compiled programs are not cached" in caplog.text
 
 
 def test_programs_for_a_cpu_are_not_kept(cache_dir, monkeypatch, tmp_path):

@@ -8,6 +8,7 @@ import base64
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -223,6 +224,13 @@ class HuggingFaceTokenizer:
     def token_id(self, text: str) -> int | None:
         return self._tokenizer.token_to_id(text)
 
+    @property
+    def start_ids(self) -> list[int]:
+        """What the file puts before a text (<s>), and `encode` leaves out."""
+        encoding = self._tokenizer.encode("a", add_special_tokens=True)
+        marks = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
+        return [i for i, _ in itertools.takewhile(lambda mark: mark[1], marks)]
+
 
 class TiktokenTokenizer:
     """PATH.tiktoken: lines of a token in base64 and its rank, which is its id; the `tiktoken` package encodes.
@@ -335,6 +343,8 @@ def configured_tokens(path: str) -> dict[str, str]:
     return found
 
 
+# What lies beside the file of a tokenizer and belongs to it: special tokens, the format of chats, how to generate.
+BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
 FILE_TOKENIZERS = {".model": SentencePieceTokenizer, ".json": HuggingFaceTokenizer, ".tiktoken": TiktokenTokenizer}
 
 
@@ -368,14 +378,14 @@ def load_tokenizer(spec: str, folder: str = ".") -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike) -> None:
-    """Copies the file of a tokenizer that has one to folder/tokenizer.model, .json or .tiktoken, and what lies beside
-    it and belongs to it (special tokens, chat template), so that a run stands alone."""
+    """Copies the file of a tokenizer that has one to folder/tokenizer.model, .json or .tiktoken, and BESIDE_TOKENIZER,
+    so that a run stands alone."""
     path = getattr(tokenizer, "path", None)
     if path is None:
         return
     suffix = os.path.splitext(path)[1]
     copies = {"tokenizer" + suffix: path, f"tokenizer{suffix}.json": path + ".json"}
-    copies |= {name: beside(path, name) for name in ("tokenizer_config.json", "chat_template.jinja")}
+    copies |= {name: beside(path, name) for name in BESIDE_TOKENIZER}
     for name, source in copies.items():
         target = os.path.join(folder, name)
         if os.path.exists(source) and not os.path.exists(target):

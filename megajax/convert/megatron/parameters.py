@@ -20,7 +20,7 @@ from megajax.ops.activation import GATED
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 LAYER = "decoder.layers.{}."  # prefix of the names of one layer
-EXPERTS = "mlp.experts."  # and of those of its experts, here in one array
+EXPERT = "mlp.experts.local_experts.{}."  # and, in a layer, of those of one expert
 
 # Transformer Engine layers hold the norm in front of them; the names on the right are those of Megatron's own layers.
 _FUSED_NORMS = {
@@ -42,6 +42,16 @@ class Entry:
     """Inverse of split, of all of ours."""
     layers: tuple[int, ...] = ()
     """Numbers of the layers that have it."""
+    num_experts: int = 0
+    """Experts that each have such an array in Megatron; ours hold all of them, as the first dim. 0: not of experts."""
+
+    def names(self, layer: int) -> list[str]:
+        """Of Megatron's arrays in this layer."""
+        return [self.theirs.format(layer, *expert) for expert in self._experts]
+
+    @property
+    def _experts(self) -> list[tuple[int, ...]]:
+        return [(number,) for number in range(self.num_experts)] or [()]
 
     def of_kind(self, kind: str, layers: tuple[int, ...]) -> "Entry":
         """Of a layer -> of all layers of a kind."""
@@ -52,22 +62,29 @@ class Entry:
 def to_megajax(named: Mapping[str, np.ndarray], config: DecoderConfig) -> dict:
     """Megatron's parameters, whole (not split over tensor parallel ranks) -> nested dict like Model.abstract_weights.
 
-    dtypes are kept. Norms may have the names of Megatron's own or of Transformer Engine's layers. A vocabulary with
-    fewer rows than ours is padded with zeros, one with more is cut; both only touch rows that are no token.
+    dtypes are kept, and arrays are read one after the other (numpy.asarray). Norms may have the names of Megatron's own
+    or of Transformer Engine's layers. A vocabulary with fewer rows than ours is padded with zeros, one with more is
+    cut; both only touch rows that are no token.
+
     Raises ValueError for a parameter that is missing, unexpected or of the wrong shape.
     """
-    _check_table(config)
-    named = _stack_experts({_own_name(name): array for name, array in named.items()})
-    _check({name: array.shape for name, array in named.items()}, _their_shapes(config), _fits)
+    check_parameters(named, config)
+    named = {_own_name(name): array for name, array in named.items()}
     flat = {}
     for entry in _table(config):
         if entry.layers:
-            layers = [entry.split(named[entry.theirs.format(number)]) for number in entry.layers]
+            layers = [entry.split(_read(named, entry, number)) for number in entry.layers]
             arrays = tuple(np.stack(parts) for parts in zip(*layers, strict=True))
         else:
-            arrays = entry.split(named[entry.theirs])
+            arrays = entry.split(np.asarray(named[entry.theirs]))
         flat |= zip(entry.ours, arrays, strict=True)
     return _nested(flat)
+
+
+def check_parameters(named: Mapping[str, np.ndarray], config: DecoderConfig) -> None:
+    """Raises ValueError for what to_megajax refuses, and reads no array."""
+    _check_table(config)
+    _check({_own_name(name): array.shape for name, array in named.items()}, _their_shapes(config), _fits)
 
 
 def from_megajax(params: dict, config: DecoderConfig) -> dict[str, np.ndarray]:
@@ -89,10 +106,11 @@ def from_megajax(params: dict, config: DecoderConfig) -> dict[str, np.ndarray]:
         arrays = [np.asarray(flat[path]) for path in entry.ours]
         if entry.layers:
             for row, number in enumerate(entry.layers):
-                named[entry.theirs.format(number)] = entry.join(*(array[row] for array in arrays))
+                joined = entry.join(*(array[row] for array in arrays))
+                named |= zip(entry.names(number), joined if entry.num_experts else [joined], strict=True)
         else:
             named[entry.theirs] = entry.join(*arrays)
-    return _unstack_experts(named)
+    return named
 
 
 # ----------------------------------------------------------------------------- the table
@@ -188,7 +206,8 @@ def _experts(config: DecoderConfig) -> list[Entry]:
     table = [Entry(("mlp/router",), LAYER + "mlp.router.weight", (E, D), _transposed, np.transpose)]
     if moe.router.bias_update_rate is not None:
         table.append(Entry(("mlp/router_expert_bias",), LAYER + "mlp.router.expert_bias", (E,)))
-    table += _feed_forward(config, "mlp/", EXPERTS, moe.expert_dim or config.width_of_mlp, lead=(E,))
+    of_experts = _feed_forward(config, "mlp/", EXPERT, moe.expert_dim or config.width_of_mlp)
+    table += [dataclasses.replace(entry, num_experts=E) for entry in of_experts]
     if moe.shared_dim is not None:
         table += _feed_forward(config, "mlp/shared/", "mlp.shared_experts.", moe.shared_dim)
     if moe.shared_gate:
@@ -197,10 +216,7 @@ def _experts(config: DecoderConfig) -> list[Entry]:
     return table
 
 
-def _feed_forward(
-    config: DecoderConfig, ours: str, theirs: str, width: int, *, has_bias: bool = False, lead: tuple[int, ...] = ()
-) -> list[Entry]:
-    """lead: dims before those of a matrix."""
+def _feed_forward(config: DecoderConfig, ours: str, theirs: str, width: int, *, has_bias: bool = False) -> list[Entry]:
     D = config.embed_dim
     theirs = LAYER + theirs
     wide = ("gate", "up") if config.activation in GATED else ("up",)
@@ -218,8 +234,8 @@ def _feed_forward(
 
     rows = len(wide) * width
     table = [
-        Entry(weights, theirs + "linear_fc1.weight", (*lead, rows, D), split_wide, join_wide),
-        Entry((ours + "down",), theirs + "linear_fc2.weight", (*lead, D, width), _transposed, join_down),
+        Entry(weights, theirs + "linear_fc1.weight", (rows, D), split_wide, join_wide),
+        Entry((ours + "down",), theirs + "linear_fc2.weight", (D, width), _transposed, join_down),
     ]
     if has_bias:
         table.append(Entry(biases, theirs + "linear_fc1.bias", (rows,), split_wide, join_wide))
@@ -239,36 +255,18 @@ def _with_rows(w_VD: np.ndarray, num_rows: int) -> np.ndarray:
 # ----------------------------------------------------------------------------- names, trees and checks
 
 
+def _read(named: Mapping[str, np.ndarray], entry: Entry, layer: int) -> np.ndarray:
+    """Megatron's array of a layer; those of its experts as one."""
+    arrays = [np.asarray(named[name]) for name in entry.names(layer)]
+    return np.stack(arrays) if entry.num_experts else arrays[0]
+
+
 def _own_name(name: str) -> str:
+    # With grouped GEMM the arrays are numbered, not the experts.
+    name = re.sub(r"(\.mlp\.experts)\.(linear_fc[12]\.weight)(\d+)$", r"\1.local_experts.\3.\2", name)
     for fused, own in _FUSED_NORMS.items():
         name = name.replace(fused, own)
     return name
-
-
-def _stack_experts(named: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The arrays of all experts of a layer as one. Megatron numbers the experts, or with grouped GEMM the arrays."""
-    experts = re.compile(r"(.*\.mlp\.experts\.)(?:local_experts\.(\d+)\.)?(linear_fc[12]\.weight)(\d*)")
-    stacked = {}
-    found: dict[str, dict[int, np.ndarray]] = {}
-    for name, array in named.items():
-        match = experts.fullmatch(name)
-        if match is None:
-            stacked[name] = array
-        else:
-            found.setdefault(match[1] + match[3], {})[int(match[2] or match[4])] = array
-    return stacked | {name: np.stack([arrays[n] for n in sorted(arrays)]) for name, arrays in found.items()}
-
-
-def _unstack_experts(named: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Inverse of _stack_experts, with the names of Megatron's own layers."""
-    unstacked = {}
-    for name, array in named.items():
-        before, experts, after = name.partition(EXPERTS)
-        if experts:
-            unstacked |= {f"{before}{experts}local_experts.{n}.{after}": one for n, one in enumerate(array)}
-        else:
-            unstacked[name] = array
-    return unstacked
 
 
 def _fits(name: str, found: tuple, wanted: tuple) -> bool:
@@ -293,7 +291,7 @@ def _their_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     return {
         name: entry.shape
         for entry in _table(config)
-        for name in ([entry.theirs.format(n) for n in entry.layers] if entry.layers else [entry.theirs])
+        for name in ([name for n in entry.layers for name in entry.names(n)] if entry.layers else [entry.theirs])
     }
 
 

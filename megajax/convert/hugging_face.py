@@ -1,0 +1,339 @@
+"""Hugging Face folders in and out, without torch.
+
+python -m megajax.convert.hugging_face import --from=DIR --run_dir=RUN [--dry_run]
+python -m megajax.convert.hugging_face export --run=RUN --to=DIR [--step=N --dtype=bfloat16 --dry_run]
+
+import writes a run directory as python -m megajax.convert.export does: infer.py reads it, and --checkpoint.start_from
+begins a run with it. export writes config.json, weights, tokenizer and generation config as transformers and vLLM read
+them. Neither holds the model in memory: import reads one array at a time (all layers of a matrix), export those that
+make up one tensor of theirs.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+from rich.progress import Progress
+
+from megajax.checkpoint import deferred
+from megajax.checkpoint.checkpointer import Checkpointer
+from megajax.checkpoint.deferred import DeferredArray
+from megajax.checkpoint.steps import find_step
+from megajax.config import Config
+from megajax.convert.export import new_directory
+from megajax.data.tokenizers.tokenizer import (
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    configured_tokens,
+    load_saved_tokenizer,
+    read_json,
+    save_tokenizer,
+)
+from megajax.hugging_face.families import Family
+from megajax.hugging_face.folder import Folder, is_folder
+from megajax.hugging_face.mapping import Tensor, WeightMap, family_for, family_of, write_options
+from megajax.hugging_face.tensor_files import SHARD_BYTES, ShardWriter, TensorForm
+from megajax.mesh import MeshConfig, make_mesh
+from megajax.models.model import Model
+from megajax.parameters import name_of, select
+from megajax.precision import DTYPES
+
+logger = logging.getLogger("megajax")
+
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_CLASSES = {HuggingFaceTokenizer: "PreTrainedTokenizerFast", SentencePieceTokenizer: "LlamaTokenizer"}
+
+
+# ----------------------------------------------------------------------------- import
+
+
+def import_folder(source: str | Path, run_dir: str | Path) -> Folder:
+    """Writes a run directory with the weights of a folder as its step 0, each array in the dtype of the folder.
+
+    Raises ValueError if the directory exists, or for a folder that cannot be read as a whole; then nothing is left.
+    """
+    folder = Folder(source)
+    config = folder.config
+    tokenizer = folder.tokenizer()
+    with new_directory(run_dir, "run_dir") as new:
+        model = Model(config.model)
+        meta = {
+            "step": 0,
+            "config": dataclasses.asdict(config),
+            "layer_rows": {place: numbers.tolist() for place, numbers in model.layer_rows.items()},
+            "tokenizer": tokenizer.identity,
+            "eod_id": tokenizer.eod_id,
+        }
+        with _progress("import") as advance:
+            deferred.write(new, 0, _deferred(folder, model, advance), meta)
+        (new / "config.json").write_text(config.to_json())
+        save_tokenizer(tokenizer, new)
+        if not (new / "generation_config.json").is_file():
+            ids = {name: folder.options[name] for name in TOKEN_IDS if folder.options.get(name) is not None}
+            _write_json(new / "generation_config.json", ids)
+        record = {"folder": str(folder.path.resolve()), "architecture": folder.family.architecture, "step": 0}
+        _write_json(new / "exported.json", record)
+    return folder
+
+
+def _deferred(folder: Folder, model: Model, advance: Callable[[int, int], None]) -> dict:
+    sizes = []
+
+    def defer(path, leaf):
+        name = name_of(path)
+        numbers = np.arange(folder.map.num_layers) if folder.map.is_stacked(name) else None
+        whole = (slice(None),) * leaf.ndim
+
+        def read() -> np.ndarray:
+            array = folder.read(name, numbers, whole, folder.dtype(name))
+            advance(array.nbytes, 2 * sum(sizes))  # each is read twice
+            return array
+
+        array = DeferredArray(leaf.shape, folder.dtype(name), read)
+        sizes.append(array.nbytes)
+        return array
+
+    return jax.tree_util.tree_map_with_path(defer, model.abstract_weights)
+
+
+# ----------------------------------------------------------------------------- export
+
+
+class Export:
+    """One step of a run as a folder, before anything is written."""
+
+    def __init__(self, run_dir: str | Path, step: int | None, dtype: str | None, architecture: str | None):
+        """Raises ValueError for a step that is not there, and for a model that no family of theirs has."""
+        self.run_dir = Path(run_dir)
+        self.step = find_step(run_dir, step)
+        config = Config.load(run_dir, self.step)
+        if config.model.kind != "decoder":
+            raise ValueError(
+                f"run={run_dir}: model.kind={config.model.kind} has no Hugging Face folder; only decoder has"
+            )
+        if config.model.position != "learned":  # what the model was trained for, of which the weights say nothing
+            longest = max(config.model.max_positions, config.training.sequence_length)
+            config = dataclasses.replace(config, model=dataclasses.replace(config.model, max_positions=longest))
+        self.tokenizer = load_saved_tokenizer(run_dir, config.data.tokenizer)
+        self.family = _family(self.run_dir, config, architecture)
+        self.map = WeightMap(self.family, config.model)
+        self._model = Model(config.model)
+        with Checkpointer(run_dir, None) as checkpointer:
+            digests = checkpointer.read_meta(self.step).get("digests", {}).get("params", {})
+        self._dtypes = _dtypes(self._model, digests)
+        self.forms = {tensor.name: self._form(tensor, dtype) for tensor in self.map.tensors}
+        self.generation = self._generation_config()
+        (first, *_) = self.forms.values()
+        ids = {name: self.generation.get(name) for name in TOKEN_IDS}  # null where transformers would take another
+        self.options = write_options(self.family, config.model) | ids
+        self.options |= {"dtype": str(first.dtype), "torch_dtype": str(first.dtype)}
+
+    def write(self, to: str | Path, shard_bytes: int = SHARD_BYTES) -> None:
+        """Raises ValueError if the directory exists or the step is damaged; then nothing is left."""
+        with new_directory(to, "to") as new:
+            writer = ShardWriter(new, self.forms, shard_bytes)
+            with _progress("export") as advance, Checkpointer(self.run_dir, None) as checkpointer:
+                for row in self.map.rows:
+                    self._write_row(checkpointer, row, writer, advance)
+            _write_json(new / "config.json", self.options)
+            self._write_tokenizer(new)
+            if not (new / "generation_config.json").is_file():
+                _write_json(new / "generation_config.json", self.generation)
+
+    def _write_row(self, checkpointer: Checkpointer, row: list[Tensor], writer: ShardWriter, advance) -> None:
+        """The tensors that are made of the same arrays; these alone are read."""
+        names = [part.name for part in row[0].parts]
+        arrays = self._read(checkpointer, names)
+        for tensor in row:
+            parts = []
+            for part in tensor.parts:
+                array = arrays[part.name] if part.layer is None else arrays[part.name][part.layer]
+                parts.append(array[tuple(map(slice, part.shape))])
+            form = self.forms[tensor.name]
+            writer.write(tensor.name, tensor.join(parts).astype(form.dtype, copy=False))
+            advance(form.nbytes, sum(form.nbytes for form in self.forms.values()))
+
+    def _read(self, checkpointer: Checkpointer, names: Sequence[str]) -> dict[str, np.ndarray]:
+        """As they are stored, in the memory of the host."""
+        everywhere = NamedSharding(make_mesh(MeshConfig(), jax.local_devices(backend="cpu")[:1]), P())
+
+        def target(path, leaf):
+            return jax.ShapeDtypeStruct(leaf.shape, self._dtypes[name_of(path)], sharding=everywhere)
+
+        abstract = jax.tree_util.tree_map_with_path(target, self._model.abstract_weights)
+        wanted = select(abstract, lambda name: name in names)
+        found = checkpointer.restore_params(self.step, wanted, self._model.layer_rows, some=True)
+        return {name_of(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(found)}
+
+    def _form(self, tensor: Tensor, dtype: str | None) -> TensorForm:
+        stored = {self._dtypes[part.name] for part in tensor.parts}
+        found = stored.pop() if len(stored) == 1 else np.dtype(np.float32)
+        return TensorForm(tensor.shape, np.dtype(DTYPES[dtype]) if dtype else found)
+
+    def _generation_config(self) -> dict[str, Any]:
+        found = read_json(str(self.run_dir / "generation_config.json"))
+        if found:
+            return found
+        file = getattr(self.tokenizer, "path", None)
+        tokens = configured_tokens(file) if file else {}
+        ids = {f"{name}_id": self.tokenizer.token_id(text) for name, text in tokens.items()}
+        ids["eos_token_id"] = self.tokenizer.eod_id
+        return {name: ids[name] for name in TOKEN_IDS if ids.get(name) is not None}
+
+    def _write_tokenizer(self, new: Path) -> None:
+        name = _CLASSES.get(type(self.tokenizer))
+        if name is None:
+            logger.warning("no tokenizer is written: transformers has none for %s", self.tokenizer.identity)
+            return
+        save_tokenizer(self.tokenizer, new)
+        if not (new / "tokenizer_config.json").is_file():
+            end = next((text for text, i in self.tokenizer.special_tokens.items() if i == self.tokenizer.eod_id), None)
+            options = {"tokenizer_class": name} | ({} if end is None else {"eos_token": end})
+            _write_json(new / "tokenizer_config.json", options)
+
+
+def export_run(
+    run_dir: str | Path,
+    to: str | Path,
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
+    architecture: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Export:
+    """Writes the folder `to` from one step of a run (default: the newest).
+
+    dtype: of all tensors; default: as they are stored. architecture: by the name in config.json; default: that of the
+    folder from which the weights came, else the first that has all options of the model. Raises ValueError if the
+    folder exists, or for what cannot be exported; then nothing is left.
+    """
+    found = Export(run_dir, step, dtype, architecture)
+    found.write(to, shard_bytes)
+    return found
+
+
+def _family(run_dir: Path, config: Config, architecture: str | None) -> Family:
+    if architecture is None:
+        places = [run_dir, *([config.checkpoint.source()[0]] if config.checkpoint.start_from else [])]
+        known = next((name for name in map(_architecture, places) if name), None)
+        if known is not None:
+            with contextlib.suppress(ValueError):  # the model has been changed since
+                return family_for(config.model, known)
+    try:
+        return family_for(config.model, architecture)
+    except ValueError as error:
+        raise ValueError(f"run={run_dir}: {error}") from None
+
+
+def _architecture(place: Path) -> str | None:
+    """Of a Hugging Face folder, or of the one from which a run was imported."""
+    if is_folder(place):
+        with contextlib.suppress(ValueError):
+            return family_of(read_json(str(place / "config.json"))).architecture
+    return read_json(str(place / "exported.json")).get("architecture")
+
+
+def _dtypes(model: Model, digests: dict[str, list]) -> dict[str, np.dtype]:
+    """In which the step has each parameter."""
+    leaves = jax.tree_util.tree_leaves_with_path(model.abstract_weights)
+    return {name_of(path): np.dtype(digests.get(jax.tree_util.keystr(path), [leaf.dtype])[0]) for path, leaf in leaves}
+
+
+# ----------------------------------------------------------------------------- files and progress
+
+
+def _write_json(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """advance(bytes that are done, bytes in all), shown as a bar on a terminal."""
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=None)
+
+        def advance(done: int, total: int) -> None:
+            progress.update(task, advance=done, total=total)
+
+        yield advance
+
+
+# ----------------------------------------------------------------------------- command line
+
+
+def _print_map(found: Folder | Export, forms: dict[str, TensorForm]) -> None:
+    """One line a row of the table: their tensor, its form, our parameters."""
+    print(f"{found.family.architecture}: {len(forms)} tensors, {sum(form.nbytes for form in forms.values()):,} bytes")
+    for row in found.map.rows:
+        tensor = row[0]
+        form = forms[tensor.name]
+        ours = ", ".join(part.name for part in tensor.parts)
+        count = "" if len(row) == 1 else f" x {len(row)}"
+        print(f"  {tensor.name}{count} {form.dtype}{list(form.shape)}  <->  {ours}")
+
+
+def _import(flags: argparse.Namespace) -> None:
+    if flags.dry_run:
+        folder = Folder(getattr(flags, "from"))
+        _print_map(folder, folder.forms)
+        return
+    folder = import_folder(getattr(flags, "from"), flags.run_dir)
+    print(f"{flags.run_dir}: {folder.family.architecture} from {folder}")
+
+
+def _export(flags: argparse.Namespace) -> None:
+    found = Export(flags.run, flags.step, flags.dtype, flags.architecture)
+    if flags.dry_run:
+        _print_map(found, found.forms)
+        return
+    found.write(flags.to)
+    print(f"{flags.to}: {found.family.architecture} from {flags.run}, step {found.step}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m megajax.convert.hugging_face",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True, metavar="{import,export}")
+    into = commands.add_parser("import", help="a Hugging Face folder as a run directory")
+    into.add_argument("--from", required=True, help="folder with config.json and *.safetensors")
+    into.add_argument("--run_dir", help="run directory to write")
+    into.set_defaults(command=_import)
+    out = commands.add_parser("export", help="a run as a Hugging Face folder")
+    out.add_argument("--run", required=True, help="directory of a run (runs/NAME)")
+    out.add_argument("--to", help="folder to write")
+    out.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
+    out.add_argument("--dtype", choices=tuple(DTYPES), help="of all tensors; default: as they are stored")
+    out.add_argument(
+        "--architecture", help="such as LlamaForCausalLM; default: where the weights came from, or fitting"
+    )
+    out.set_defaults(command=_export)
+    for command in (into, out):
+        command.add_argument("--dry_run", action="store_true", help="say what maps to what, and write nothing")
+    flags = parser.parse_args(arguments)
+    if not flags.dry_run and not getattr(flags, "run_dir", None) and not getattr(flags, "to", None):
+        parser.error("the following arguments are required: --run_dir or --to, or --dry_run")
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    try:
+        flags.command(flags)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Megatron Core's checkpoints in, as run directories of parameters alone.
+
+python -m megajax.convert.megatron import --from=SAVE --run_dir=RUN [--iteration=N --dtype=bfloat16 --tokenizer=SPEC]
+
+SAVE is the folder that Megatron saved to, or one iter_* in it: torch_dist or torch, of any tensor, pipeline and data
+parallel size. The model follows from the arguments in the checkpoint. infer.py reads RUN, and --checkpoint.start_from
+begins a run with it. The state of the optimizer is not read. --dry_run shows what maps to what and writes nothing.
+"""
+
+import argparse
+import dataclasses
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from megajax.config import Config, differences
+from megajax.convert.export import new_directory, write_run
+from megajax.convert.megatron.arguments import read_arguments
+from megajax.convert.megatron.checkpoint import EMBEDDING, Checkpoint, open_checkpoint
+from megajax.convert.megatron.parameters import check_parameters, to_megajax
+from megajax.data.tokenizers.tokenizer import load_tokenizer, save_tokenizer
+from megajax.models.decoder import DecoderConfig
+from megajax.models.model import Model
+
+
+def import_checkpoint(
+    path: str | Path,
+    run_dir: str | Path,
+    *,
+    iteration: int | None = None,
+    dtype: str | None = None,
+    tokenizer: str | None = None,
+) -> tuple[Checkpoint, Config]:
+    """Writes a run directory whose step has the number and the parameters of an iteration (default: the newest).
+
+    dtype: of the matrices; default: as they are there. tokenizer: for data.tokenizer; default: the one in the
+    checkpoint. The whole model is in the memory of the host. Raises ValueError if run_dir exists, or for a checkpoint
+    that cannot be imported as a whole; then nothing is left.
+    """
+    with new_directory(run_dir, "run_dir") as new:
+        checkpoint, config = read(path, iteration, tokenizer)
+        found = load_tokenizer(config.data.tokenizer)
+        model = Model(config.model)
+        host = jax.local_devices(backend="cpu")[0]
+
+        def place(record, array: np.ndarray) -> jax.Array:
+            return jax.device_put(array.astype(jnp.dtype(dtype)) if dtype and record.is_cast else array, host)
+
+        weights = jax.tree.map(place, model.records, to_megajax(checkpoint.parameters, config.model))
+        step = checkpoint.iteration
+        meta = {
+            "step": step,
+            "config": dataclasses.asdict(config),
+            "layer_rows": {place: rows.tolist() for place, rows in model.layer_rows.items()},
+            "tokenizer": found.identity,
+            "eod_id": found.eod_id,
+        }
+        record = {"megatron": str(checkpoint.folder.resolve()), "step": step, "dtype": dtype}
+        write_run(new, config, step, weights, meta, record)
+        save_tokenizer(found, new)
+    return checkpoint, config
+
+
+def read(path: str | Path, iteration: int | None, tokenizer: str | None) -> tuple[Checkpoint, Config]:
+    """The checkpoint, and the config of a run with its model. Raises ValueError if they do not fit together."""
+    checkpoint = open_checkpoint(path, iteration)
+    if EMBEDDING not in checkpoint.parameters:
+        raise ValueError(f"{checkpoint.folder}: parameter {EMBEDDING} is missing")
+    try:
+        config = read_arguments(checkpoint.arguments, checkpoint.parameters[EMBEDDING].shape[0], checkpoint.folder)
+        config.model.check(config.mesh, config.training.sequence_length, config.execution)
+        check_parameters(checkpoint.parameters, config.model)
+    except ValueError as error:
+        raise ValueError(f"{checkpoint.folder}: {error}") from None
+    if tokenizer is not None:
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=tokenizer))
+    return checkpoint, config
+
+
+def _print_map(checkpoint: Checkpoint, config: Config) -> None:
+    print(f"{checkpoint.folder}: iteration {checkpoint.iteration}, {len(checkpoint.parameters)} parameters")
+    for name, array in checkpoint.parameters.items():
+        print(f"  {name} {array.dtype}{list(array.shape)}")
+    for line in differences(DecoderConfig(), config.model, "--model."):
+        field, _, change = line.partition(": ")
+        print(f"  {field}={change.rpartition(' -> ')[2]}")
+    print(f"  --data.tokenizer={config.data.tokenizer}")
+
+
+def _import(flags: argparse.Namespace) -> None:
+    source = getattr(flags, "from")
+    if flags.dry_run:
+        _print_map(*read(source, flags.iteration, flags.tokenizer))
+        return
+    if flags.run_dir is None:
+        raise ValueError("run_dir is missing: give --run_dir=RUN, or --dry_run to write nothing")
+    chosen = dict(iteration=flags.iteration, dtype=flags.dtype, tokenizer=flags.tokenizer)
+    checkpoint, config = import_checkpoint(source, flags.run_dir, **chosen)
+    print(f"{flags.run_dir}: parameters of {checkpoint.folder}, step {checkpoint.iteration}")
+    named = checkpoint.arguments.get("tokenizer_type")
+    if flags.tokenizer is None and named != "NullTokenizer" and config.data.tokenizer.startswith("null:"):
+        print(f"{named}: no file of a tokenizer was found, texts are token ids; --tokenizer=PATH names one")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m megajax.convert.megatron",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True, metavar="{import}")
+    into = commands.add_parser("import", help="a checkpoint of Megatron as a run directory")
+    into.add_argument("--from", required=True, help="folder that Megatron saved to, or one iter_* in it")
+    into.add_argument("--run_dir", help="run directory to write")
+    into.add_argument("--iteration", type=int, help="default: the newest")
+    into.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the matrices; default: as they are")
+    into.add_argument("--tokenizer", help="bytes, null:VOCAB, PATH.model, PATH/tokenizer.json or PATH.tiktoken")
+    into.add_argument("--dry_run", action="store_true", help="show what would be read and write nothing")
+    into.set_defaults(run=_import)
+    flags = parser.parse_args(arguments)
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    try:
+        flags.run(flags)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

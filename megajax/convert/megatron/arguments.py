@@ -1,0 +1,191 @@
+"""The arguments that Megatron was started with, as they are in its checkpoints -> our config.
+
+Arguments that decide what a model computes or which parameters it has are mapped, or refused by name; those that decide
+how it is computed or trained (parallelism, fusions, optimizer, data) are not read.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megajax.config import Config
+from megajax.data.config import DataConfig
+from megajax.layers.rope import RopeConfig
+from megajax.models.decoder import DecoderConfig
+from megajax.training.config import TrainingConfig
+
+# Arguments of models that DecoderConfig cannot describe, with the values that mean no such model.
+_UNSUPPORTED: dict[str, tuple] = {
+    "num_experts": (None, 0),
+    "multi_latent_attention": (None, False),
+    "experimental_attention_variant": (None,),
+    "linear_attention_freq": (None,),
+    "mtp_num_layers": (None, 0),
+    "hybrid_layer_pattern": (None,),
+    "hybrid_override_pattern": (None,),
+    "is_hybrid_model": (None, False),
+    "heterogeneous_layers_config_path": (None,),
+    "heterogeneous_layers_config_encoded_json": (None,),
+    "decoder_num_layers": (None,),
+    "spec": (None,),
+    "use_legacy_models": (None, False),
+    "apply_residual_connection_post_layernorm": (None, False),
+    "mrope_section": (None,),
+    "qk_l2_norm": (None, False),
+    "attention_output_gate": (None, False),
+    "softmax_scale": (None,),
+    "quick_geglu": (None, False),
+    "activation_func_clamp_value": (None,),
+    "glu_linear_offset": (None, 0.0),
+    "use_mup": (None, False),
+    "enable_mhc_connections": (None, False),
+}
+_POSITIONS = {"learned_absolute": "learned", "rope": "rope", "none": "none"}
+_NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
+
+
+class _Arguments:
+    def __init__(self, arguments: Mapping[str, Any]):
+        self._arguments = arguments
+
+    def get(self, *names: str, default: Any = None) -> Any:
+        """Of the first of these names that was given; versions of Megatron differ in them."""
+        values = (self._arguments.get(name) for name in names)
+        return next((value for value in values if value is not None), default)
+
+    def size(self, name: str) -> int:
+        """Raises ValueError if it is not there."""
+        if self.get(name) is None:
+            raise ValueError(f"the arguments do not say {name}, which the model needs")
+        return int(self.get(name))
+
+    def refuse(self, name: str) -> ValueError:
+        value = self.get(name)
+        return ValueError(f"{name}={value}: megajax has no such model; docs/from_megatron.md lists what there is")
+
+
+def read_arguments(arguments: Mapping[str, Any], vocabulary_rows: int, folder: Path) -> Config:
+    """vocabulary_rows: of the embedding. folder: of the checkpoint, which may hold the tokenizer.
+
+    Raises ValueError, with the name of an argument, for a model that cannot be described here.
+    """
+    given = _Arguments(arguments)
+    for name, harmless in _UNSUPPORTED.items():
+        if given.get(name) not in harmless:
+            raise given.refuse(name)
+    model = _model(given, vocabulary_rows)
+    data = DataConfig(source="mock", tokenizer=_tokenizer(given, vocabulary_rows, folder))
+    training = TrainingConfig(sequence_length=int(given.get("seq_length", default=model.max_positions)))
+    return Config(model=model, data=data, training=training)
+
+
+def _model(given: _Arguments, vocabulary_rows: int) -> DecoderConfig:
+    heads = given.size("num_attention_heads")
+    normalization = given.get("normalization", default="LayerNorm")
+    if normalization not in _NORMS:
+        raise given.refuse("normalization")
+    bias = given.get("add_bias_linear", default=not given.get("disable_bias_linear", default=False))
+    softmax = given.get("softmax_type", default="vanilla")
+    if softmax not in ("vanilla", "learnable"):
+        raise given.refuse("softmax_type")
+    window, full_every = _window(given)
+    return DecoderConfig(
+        num_layers=given.size("num_layers"),
+        embed_dim=given.size("hidden_size"),
+        num_heads=heads,
+        num_kv_heads=given.size("num_query_groups") if given.get("group_query_attention") else heads,
+        head_dim=int(given.get("kv_channels", default=given.size("hidden_size") // heads)),
+        mlp_dim=int(given.get("ffn_hidden_size", default=4 * given.size("hidden_size"))),
+        # All rows of Megatron's table, those of its padding too, are in its softmax.
+        vocab_size=vocabulary_rows,
+        vocab_multiple=1,
+        position=_position(given),
+        max_positions=given.size("max_position_embeddings"),
+        rope=_rope(given),
+        no_rope_every=_every(given, "no_rope_freq"),
+        norm=_NORMS[normalization],
+        norm_epsilon=given.get("layernorm_epsilon", "norm_epsilon", default=1e-5),
+        norm_zero_centered=bool(given.get("layernorm_zero_centered_gamma", "apply_layernorm_1p", default=False)),
+        qk_norm=bool(given.get("qk_layernorm", default=False)),
+        activation=_activation(given, bias),
+        bias=bool(bias),
+        qkv_bias=True if given.get("add_qkv_bias") and not bias else None,
+        attention_sinks=softmax == "learnable",
+        tied_embeddings=not given.get("untie_embeddings_and_output_weights", default=False),
+        window=window,
+        full_attention_every=full_every,
+        dropout=given.get("hidden_dropout", default=0.1),
+        attention_dropout=given.get("attention_dropout", default=0.1),
+        init_std=given.get("init_method_std", default=0.02),
+    )
+
+
+def _position(given: _Arguments) -> str:
+    position = given.get("position_embedding_type", default="learned_absolute")
+    if given.get("use_rotary_position_embeddings"):  # of older versions, like the next
+        return "rope"
+    if position == "learned_absolute" and given.get("add_position_embedding") is False:
+        return "none"
+    if position not in _POSITIONS:
+        raise given.refuse("position_embedding_type")
+    return _POSITIONS[position]
+
+
+def _rope(given: _Arguments) -> RopeConfig:
+    scaled = {}
+    interpolation = given.get("rotary_seq_len_interpolation_factor", default=1)
+    if given.get("use_rope_scaling"):
+        scaled = dict(scaling="llama3", factor=float(given.get("rope_scaling_factor", default=8.0)))
+    if interpolation != 1:
+        if scaled:  # of both together
+            raise given.refuse("rotary_seq_len_interpolation_factor")
+        scaled = dict(scaling="linear", factor=float(interpolation))
+    return RopeConfig(
+        base=float(given.get("rotary_base", default=10000)),
+        fraction=float(given.get("rotary_percent", default=1.0)),
+        interleaved=bool(given.get("rotary_interleaved", default=False)),
+        **scaled,
+    )
+
+
+def _activation(given: _Arguments, bias: bool) -> str:
+    if given.get("swiglu"):
+        return "swiglu"
+    if given.get("squared_relu"):
+        return "squared_relu"
+    # Megatron's fused kernel of bias and GELU, its default where there is a bias, computes the approximation.
+    is_fused = bias and given.get("bias_gelu_fusion", default=True)
+    return "gelu_tanh" if is_fused or given.get("openai_gelu") else "gelu"
+
+
+def _window(given: _Arguments) -> tuple[int | None, int | None]:
+    """-> (window, full_attention_every). Megatron counts the keys before and after a token, without itself."""
+    window = given.get("window_size")
+    if window is None:
+        return None, None
+    before, after = window
+    if after != 0 or before < 0:
+        raise given.refuse("window_size")
+    return before + 1, _every(given, "window_attn_skip_freq")
+
+
+def _every(given: _Arguments, name: str) -> int | None:
+    """A number n, every n-th layer, or None; Megatron also has a list with an entry for each layer."""
+    value = given.get(name)
+    if isinstance(value, list | tuple | str):
+        raise given.refuse(name)
+    return value
+
+
+def _tokenizer(given: _Arguments, vocabulary_rows: int, folder: Path) -> str:
+    """Of data.tokenizer: a file that lies in the checkpoint or where Megatron read it; else tokens are numbers."""
+    named = given.get("tokenizer_model")
+    places = [folder / "tokenizer"] + ([Path(named)] if isinstance(named, str) else [])
+    files = ("tokenizer.json", "tokenizer.model")
+    found = [file for place in places for file in (place, *(place / name for name in files)) if file.is_file()]
+    known = [file for file in found if file.name == "tokenizer.json" or file.suffix == ".model"]
+    if known and given.get("tokenizer_type") != "TikTokenizer":  # its .json is of another kind
+        return str(known[0])
+    if given.get("tokenizer_type") == "NullTokenizer" and given.get("vocab_size") is not None:
+        return f"null:{given.size('vocab_size') + 1}"  # it adds the end of the document
+    return f"null:{vocabulary_rows}"

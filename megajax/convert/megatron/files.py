@@ -1,0 +1,141 @@
+"""What torch and torch.distributed.checkpoint have written, read without executing any of it.
+
+Such files are pickles, and a pickle may name any function and have it called. Here a name is looked up only if it is
+that of a tensor, of torch's own description of a checkpoint, or argparse.Namespace; whatever else a file names becomes
+an object that does nothing.
+"""
+
+import argparse
+import functools
+import io
+import math
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+METADATA = ".metadata"
+_DESCRIPTION = {
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed.checkpoint.metadata": (
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    ),
+}  # fmt: skip
+
+
+def load(file: Path | io.BytesIO) -> Any:
+    """What torch.save wrote; tensors are on the CPU, those of a file on disk are read when they are used.
+
+    Raises ValueError for a file that cannot be read as data alone.
+    """
+    try:
+        unknown = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+        known = [(_inert(name), name) for name in unknown if name != "argparse.Namespace"]
+        if isinstance(file, io.BytesIO):
+            file.seek(0)
+        with torch.serialization.safe_globals([argparse.Namespace, *known]):
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(file, Path))
+    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{file if isinstance(file, Path) else 'an object'} cannot be read ({_line(error)})") from None
+
+
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """The same numbers, bfloat16 included."""
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.uint16).numpy().view(jnp.bfloat16)
+    return tensor.numpy()
+
+
+class DistributedFiles:
+    """A folder that torch.distributed.checkpoint has written, on however many processes."""
+
+    def __init__(self, folder: Path):
+        """Raises ValueError if the folder cannot be read."""
+        self._folder = folder
+        try:
+            self._reader = _Reader(folder)
+            self._entries = self._reader.read_metadata().state_dict_metadata
+        except (OSError, AttributeError, TypeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+            raise ValueError(f"{folder / METADATA} cannot be read ({_line(error)})") from None
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._entries
+
+    @property
+    def tensors(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        """{key: (shape, dtype)}. Raises ValueError for a tensor of which a part is missing."""
+        found = {}
+        for key, entry in self._entries.items():
+            if isinstance(entry, TensorStorageMetadata):
+                if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size):
+                    raise ValueError(f"{self._folder}: parts of {key} are missing; copy the whole folder")
+                found[key] = (tuple(entry.size), to_numpy(torch.empty(0, dtype=entry.properties.dtype)).dtype)
+        return found
+
+    @functools.lru_cache(maxsize=1)  # layers that are stacked there are asked for one after the other  # noqa: B019
+    def array(self, key: str) -> np.ndarray:
+        entry = self._entries[key]
+        return to_numpy(self._read(key, torch.empty(entry.size, dtype=entry.properties.dtype)))
+
+    def object(self, key: str) -> Any:
+        return self._read(key, io.BytesIO())
+
+    def _read(self, key: str, target: Any) -> Any:
+        """target: of the shape and dtype of a tensor; anything else for an object."""
+        state = {key: target}
+        planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        try:
+            with warnings.catch_warnings(action="ignore"):  # that there is one process
+                dcp.load(state, storage_reader=self._reader, planner=planner, no_dist=True)
+        except (dcp.CheckpointException, OSError, RuntimeError) as error:
+            raise ValueError(f"{self._folder}: {key} cannot be read ({_line(error)}); copy the whole folder") from None
+        return state[key]
+
+
+class _Reader(dcp.FileSystemReader):
+    """torch's would execute what the metadata name."""
+
+    @functools.lru_cache(maxsize=1)  # noqa: B019
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with open(Path(self.path) / METADATA, "rb") as file:
+            return _MetadataUnpickler(file).load()
+
+
+class _Planner(dcp.DefaultLoadPlanner):
+    """torch's would execute what objects name."""
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        self.state_dict[read_item.dest_index.fqn] = load(value)
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _DESCRIPTION.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        return _inert(f"{module}.{name}")
+
+
+def _inert(name: str) -> type:
+    """A class that stands for the one of that name, and does nothing."""
+
+    def ignore(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    return type(name, (), {"__init__": ignore, "__setstate__": ignore})
+
+
+def _line(error: BaseException) -> str:
+    """torch's advice on files that it refuses, to execute them, is left out."""
+    text = str(error).rpartition("WeightsUnpickler error:")[2].strip()
+    return f"{type(error).__name__}: {(text.splitlines() or [''])[0]}"

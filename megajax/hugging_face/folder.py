@@ -1,0 +1,170 @@
+"""A folder as transformers writes it, as what a run can start from: its model, its weights, its tokenizer."""
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from megajax.checkpoint.layout import Rows, of_layers
+from megajax.config import Config
+from megajax.data.config import DataConfig
+from megajax.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from megajax.hugging_face.mapping import WeightMap, family_of, read_options
+from megajax.hugging_face.tensor_files import TensorFiles, TensorForm
+from megajax.parameters import name_of
+from megajax.training.config import TrainingConfig
+
+logger = logging.getLogger("megajax")
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+# Buffers that older versions saved, and that follow from config.json.
+_BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
+
+
+def is_folder(path: str | Path) -> bool:
+    """Whether config.json there is one of transformers, and not that of a run."""
+    try:
+        found = json.loads((Path(path) / "config.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and ("model_type" in found or "architectures" in found)
+
+
+class Folder:
+    """Raises ValueError, with the name of an option or a tensor, for a folder that cannot be read as a whole."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        file = self.path / "config.json"
+        if not is_folder(path):
+            raise ValueError(f"{file} is not the config.json of a Hugging Face model; give the folder of one")
+        self.options: dict[str, Any] = json.loads(file.read_text())
+        try:
+            self.family = family_of(self.options)
+            self.model = read_options(self.family, self.options)
+            self.map = WeightMap(self.family, self.model)
+        except (ValueError, KeyError, TypeError) as error:
+            problem = f"{error} is missing" if isinstance(error, KeyError) else error
+            raise ValueError(f"{file}: {problem}") from None
+        self._files = TensorFiles(self.path)
+        self._names = self._match()
+
+    @property
+    def config(self) -> Config:
+        """Of a run with this model and tokenizer."""
+        data = DataConfig(source="mock", tokenizer=self.tokenizer_spec)
+        return Config(model=self.model, data=data, training=TrainingConfig(sequence_length=self.model.max_positions))
+
+    @property
+    def tokenizer_spec(self) -> str:
+        """Of data.tokenizer; without a file that can be read, tokens are numbers."""
+        found = next((self.path / name for name in TOKENIZERS if (self.path / name).is_file()), None)
+        return f"null:{self.model.vocab_size}" if found is None else str(found)
+
+    def tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self.tokenizer_spec)
+
+    is_foreign = True
+
+    @property
+    def forms(self) -> dict[str, TensorForm]:
+        """Of the tensors that the model is made of, by their names in the table."""
+        return {tensor: self._files.forms[name] for tensor, name in self._names.items()}
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    # ------------------------------------------------------------------ weights
+
+    def restore_params(self, abstract: dict, layer_rows: Rows) -> dict:
+        """The weights, laid out and cast as the abstract arrays with shardings say; each device reads its part."""
+
+        def load(path, leaf, numbers):
+            def read(index):
+                return self.read(name_of(path), numbers, index, leaf.dtype)
+
+            return jax.make_array_from_callback(leaf.shape, leaf.sharding, read)
+
+        return _with_rows(load, abstract, layer_rows)
+
+    def read(self, name: str, numbers: np.ndarray | None, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
+        """A part of one of our parameters.
+
+        numbers: of the layer in each row of its leading dims, -1 for padding; None for a parameter outside the layers.
+        """
+        lead = 0 if numbers is None else numbers.ndim
+        wanted = np.array(-1) if numbers is None else numbers[index[:lead]]
+        index = index[lead:]
+        padded = self.map.shapes[name][1 if lead else 0 :]
+        sizes = [len(range(size)[part]) for size, part in zip(padded, index, strict=True)]
+        out = np.zeros((*wanted.shape, *sizes), dtype)
+        for place in np.ndindex(wanted.shape):
+            layer = int(wanted[place])
+            if layer >= 0 or not lead:
+                piece = self._part(name, layer if lead else None)[index]
+                out[place][tuple(map(slice, piece.shape))] = piece  # the rest pads the vocabulary
+        return out
+
+    def dtype(self, name: str) -> np.dtype:
+        """In which the folder has one of our parameters; float32 for layers of several dtypes."""
+        found = {
+            self._files.forms[self._names[tensor.name]].dtype
+            for (ours, _), (tensor, _) in self.map.source.items()
+            if ours == name
+        }
+        return found.pop() if len(found) == 1 else np.dtype(np.float32)
+
+    def _part(self, name: str, layer: int | None) -> np.ndarray:
+        tensor, number = self.map.source[name, layer]
+        return tensor.split(self._files[self._names[tensor.name]])[number]
+
+    def _match(self) -> dict[str, str]:
+        """{name of a tensor in the table: in the files}, which may lack the name of the base model in front."""
+        forms = self._files.forms
+        names = {}
+        for tensor in self.map.tensors:
+            spellings = (tensor.name, tensor.name.partition(".")[2])
+            name = next((name for name in spellings if name in forms), None)
+            if name is None:
+                raise ValueError(f"{self.path}: tensor {tensor.name} {list(tensor.shape)} is missing")
+            if forms[name].shape != tensor.shape:
+                raise ValueError(
+                    f"{self.path}: tensor {name} is {list(forms[name].shape)}, and config.json makes it "
+                    f"{list(tensor.shape)}"
+                )
+            names[tensor.name] = name
+        left = sorted(name for name in forms if name not in names.values() and not name.endswith(_BUFFERS))
+        if left := [name for name in left if not self._is_tied_head(name, names)]:
+            raise ValueError(f"{self.path}: {len(left)} tensors are in no table of {self.family.architecture}: "
+                             f"{', '.join(left[:4])}{' ...' if len(left) > 4 else ''}")  # fmt: skip
+        return names
+
+    def _is_tied_head(self, name: str, names: Mapping[str, str]) -> bool:
+        """Whether a tensor only repeats the embedding."""
+        if not (self.model.tied_embeddings and name in ("lm_head.weight", "embed_out.weight")):
+            return False
+        tensor, _ = self.map.source["embedding", None]
+        if not np.array_equal(self._files[name], self._files[names[tensor.name]]):
+            raise ValueError(f"{self.path}: {name} is not the embedding, although tie_word_embeddings=true")
+        return True
+
+
+def _with_rows(form, abstract: dict, layer_rows: Rows) -> dict:
+    """form(path, leaf, numbers of its layers or None) of each leaf."""
+    paths = jax.tree_util.tree_map_with_path(lambda path, _: _Path(path), abstract)
+
+    def apply(leaf, place, path):
+        return form(path.keys, leaf, None if place is None else layer_rows[place])
+
+    return of_layers(apply, abstract, layer_rows, paths)
+
+
+class _Path:
+    """A leaf: a tuple would be a part of the tree."""
+
+    def __init__(self, keys: tuple):
+        self.keys = keys

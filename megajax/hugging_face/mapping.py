@@ -1,0 +1,267 @@
+"""The one engine that reads the tables of families.py both ways: options, and parameters.
+
+Dimensions: N query heads, K key-value heads, H head dim.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from megajax.hugging_face.families import FAMILIES, Family, Layout, Row
+from megajax.hugging_face.options import SCALINGS
+from megajax.layers.rope import RopeConfig
+from megajax.models.decoder import DecoderConfig
+from megajax.models.model import Model
+from megajax.parameters import Parameter, name_of
+
+# ----------------------------------------------------------------------------- options
+
+
+def family_of(theirs: Mapping[str, Any]) -> Family:
+    """Of a config.json. Raises ValueError for an architecture that has no table."""
+    names = theirs.get("architectures") or []
+    for family in FAMILIES:
+        if family.architecture in names or (not names and theirs.get("model_type") == family.model_type):
+            return family
+    known = ", ".join(family.architecture for family in FAMILIES)
+    raise ValueError(
+        f"architectures={names}, model_type={theirs.get('model_type')} is not supported; supported are {known}"
+    )
+
+
+def read_options(family: Family, theirs: Mapping[str, Any]) -> DecoderConfig:
+    """The model that a config.json describes. Raises ValueError with the key for what is not supported."""
+    if theirs.get("quantization_config"):
+        raise ValueError("quantization_config: quantized weights are not supported; use the folder in bfloat16")
+    fields = dict(family.always)
+    for option in family.options:
+        fields |= option.read(theirs)
+    return _with_sizes(_config(fields))
+
+
+def write_options(family: Family, config: DecoderConfig) -> dict[str, Any]:
+    """The keys of config.json that decide what the model computes.
+
+    Raises ValueError with the fields of the config that the family does not have.
+    """
+    theirs, lacking = _written(family, config)
+    if lacking:
+        raise ValueError(f"{family.architecture} does not have {', '.join(lacking)}")
+    return theirs
+
+
+def family_for(config: DecoderConfig, architecture: str | None = None) -> Family:
+    """The family to write a model as: the named one, or the first that has all of its options.
+
+    Raises ValueError with what is lacking, in the nearest family if none was named.
+    """
+    known = [family for family in FAMILIES if architecture in (None, family.architecture)]
+    if not known:
+        names = ", ".join(family.architecture for family in FAMILIES)
+        raise ValueError(f"architecture={architecture} is not supported; supported are {names}")
+    lacking = {family: _written(family, config)[1] for family in known}
+    nearest = min(known, key=lambda family: len(lacking[family]))
+    if lacking[nearest]:
+        found = "" if architecture else "no supported architecture has all options of this model; "
+        raise ValueError(f"{found}{nearest.architecture} does not have {', '.join(lacking[nearest])}")
+    return nearest
+
+
+def _written(family: Family, config: DecoderConfig) -> tuple[dict[str, Any], list[str]]:
+    """-> (keys of config.json, what of the config they do not say)."""
+    config = _with_sizes(config)
+    theirs = {"architectures": [family.architecture], "model_type": family.model_type}
+    wanted = _fields(_canonical(config))
+    always = {name: value for name, value in family.always.items() if name != "bias"}  # which follows from the others
+    lacking = {name: f"model.{name}={wanted[name]}" for name, value in always.items() if wanted[name] != value}
+    for option in family.options:
+        try:
+            theirs |= option.write(_fields(config))
+        except ValueError as error:
+            lacking[str(error)] = str(error)
+    if not lacking:
+        again = _fields(_canonical(read_options(family, theirs)))
+        lacking = {name: f"model.{name}={value}" for name, value in wanted.items() if again[name] != value}
+    return theirs, list(lacking.values())
+
+
+def _config(fields: Mapping[str, Any]) -> DecoderConfig:
+    rope = {name.removeprefix("rope."): value for name, value in fields.items() if name.startswith("rope.")}
+    rest = {name: value for name, value in fields.items() if not name.startswith("rope.")}
+    return DecoderConfig(**rest, rope=RopeConfig(**rope))
+
+
+def _fields(config: DecoderConfig) -> dict[str, Any]:
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    rope = fields.pop("rope")
+    return fields | {f"rope.{field.name}": getattr(rope, field.name) for field in dataclasses.fields(rope)}
+
+
+def _with_sizes(config: DecoderConfig) -> DecoderConfig:
+    """The same model with what follows from other fields written out."""
+    biases = ("qkv_bias", "attention_out_bias", "mlp_bias")
+    given = {name: getattr(config, name) for name in biases}
+    return dataclasses.replace(
+        config,
+        num_kv_heads=config.kv_heads,
+        head_dim=config.width_of_head,
+        mlp_dim=config.width_of_mlp,
+        bias=all(config.bias if value is None else value for value in given.values()),
+        **{name: config.bias if value is None else value for name, value in given.items()},
+    )
+
+
+def _canonical(config: DecoderConfig) -> DecoderConfig:
+    """The same for all configs of models that compute the same: what is not read has its default."""
+    default = DecoderConfig()
+    is_rope = config.position == "rope"
+    return dataclasses.replace(
+        _with_sizes(config),
+        vocab_multiple=default.vocab_multiple,
+        dropout=0.0,
+        attention_dropout=0.0,
+        init_std=default.init_std,
+        max_positions=config.max_positions if config.position == "learned" else default.max_positions,
+        rope=_canonical_rope(config.rope) if is_rope else default.rope,
+        no_rope_every=config.no_rope_every if is_rope else None,
+        full_attention_every=config.full_attention_every if config.window else None,
+        qk_norm_scope=config.qk_norm_scope if config.qk_norm else default.qk_norm_scope,
+        norm_bias=config.norm_bias if config.norm == "layernorm" else default.norm_bias,
+    )
+
+
+def _canonical_rope(rope: RopeConfig) -> RopeConfig:
+    read = ("base", "fraction", "interleaved", "local_base", "scaling", *SCALINGS.get(rope.scaling, {}).values())
+    return RopeConfig(**{name: getattr(rope, name) for name in read})
+
+
+# ----------------------------------------------------------------------------- parameters
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One of our parameters, of one layer if it belongs to one, in a tensor of theirs."""
+
+    name: str
+    """Of the parameter in a checkpoint; those of a stack hold all layers."""
+    layer: int | None
+    shape: tuple[int, ...]
+    """Without the layers and without rows that pad the vocabulary."""
+    num_inputs: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """One of theirs, with the parts of ours that it consists of."""
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    layout: Layout
+
+    def split(self, array: np.ndarray) -> tuple[np.ndarray, ...]:
+        """The tensor -> its parts, views of it where that is possible."""
+        if self.layout == "same":
+            return (array,)
+        rows = array if self.layout == "conv1d" else array.T  # outputs last; the transpose of a bias is itself
+        if self.layout == "by_head":
+            return _split_heads(rows, self.parts)
+        ends = np.cumsum([part_width(part) for part in self.parts])
+        pieces = np.split(rows, ends[:-1], axis=-1)
+        return tuple(piece.reshape(part.shape) for piece, part in zip(pieces, self.parts, strict=True))
+
+    def join(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        """Inverse of split; not necessarily contiguous."""
+        if self.layout == "same":
+            return arrays[0]
+        if self.layout == "by_head":
+            return _join_heads(arrays, self.parts).T
+        flat = [array.reshape(*_inputs(part), part_width(part)) for array, part in zip(arrays, self.parts, strict=True)]
+        rows = flat[0] if len(flat) == 1 else np.concatenate(flat, -1)
+        return rows if self.layout == "conv1d" else rows.T
+
+
+def part_width(part: Part) -> int:
+    """Outputs of a matrix, or entries of a bias."""
+    return math.prod(part.shape[part.num_inputs :])
+
+
+def _inputs(part: Part) -> tuple[int, ...]:
+    return (math.prod(part.shape[: part.num_inputs]),) if part.num_inputs else ()
+
+
+def _split_heads(rows: np.ndarray, parts: Sequence[Part]) -> tuple[np.ndarray, ...]:
+    """[..., K (N / K + 2) H] -> query [..., N, H], key and value [..., K, H]."""
+    query, key, _ = parts
+    K, H = key.shape[-2:]
+    grouped = rows.reshape(*rows.shape[:-1], K, -1, H)
+    return grouped[..., :-2, :].reshape(query.shape), grouped[..., -2, :], grouped[..., -1, :]
+
+
+def _join_heads(arrays: Sequence[np.ndarray], parts: Sequence[Part]) -> np.ndarray:
+    query, key, value = arrays
+    K, H = key.shape[-2:]
+    queries = query.reshape(*query.shape[:-2], K, -1, H)
+    grouped = np.concatenate([queries, key[..., None, :], value[..., None, :]], -2)
+    return grouped.reshape(*_inputs(parts[0]), -1)
+
+
+class WeightMap:
+    """Which tensors of a folder are which parameters of a model."""
+
+    def __init__(self, family: Family, config: DecoderConfig):
+        """Raises ValueError if the tables do not say how a parameter of the model is called."""
+        model = Model(config)
+        self.config = config
+        leaves = jax.tree_util.tree_leaves_with_path(model.abstract_weights)
+        self.shapes = {name_of(path): leaf.shape for path, leaf in leaves}
+        """Of our parameters, by name; the layers lie in their plain order."""
+        records = {name_of(path): record for path, record in jax.tree_util.tree_leaves_with_path(model.records)}
+        self.num_layers = config.num_layers
+        self.rows = [
+            self._row(row, records)
+            for row in family.weights
+            if all(name in records for name in row.ours)
+            and all(getattr(config, field) == value for field, value in row.where.items())
+        ]
+        """The tensors of each row of the table: one, or one a layer."""
+        self.source = {}
+        """Of (parameter, layer or None): the tensor and the number of the part in it."""
+        for tensor in self.tensors:
+            for number, part in enumerate(tensor.parts):
+                self.source[part.name, part.layer] = (tensor, number)
+        lost = set(records) - {name for name, _ in self.source}
+        if lost:
+            raise ValueError(f"{family.architecture} has no tensor for {', '.join(sorted(lost))}")
+
+    def is_stacked(self, name: str) -> bool:
+        """Whether one of our parameters has a row for each layer."""
+        return (name, None) not in self.source
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [tensor for row in self.rows for tensor in row]
+
+    def _row(self, row: Row, records: Mapping[str, Parameter]) -> list[Tensor]:
+        in_layer = records[row.ours[0]].axes[0] == "layers"
+        numbers = range(self.num_layers) if in_layer else [None]
+        return [self._tensor(row, number, records) for number in numbers]
+
+    def _tensor(self, row: Row, layer: int | None, records: Mapping[str, Parameter]) -> Tensor:
+        parts = []
+        for name in row.ours:
+            record = records[name]
+            lead = 0 if layer is None else 1
+            sizes = zip(record.axes[lead:], self.shapes[name][lead:], strict=True)
+            shape = tuple(self.config.vocab_size if axis == "vocab" else size for axis, size in sizes)
+            parts.append(Part(name, layer, shape, 0 if record.role == "vector" else record.num_inputs))
+        shape = parts[0].shape
+        if row.layout != "same":
+            outputs = sum(part_width(part) for part in parts)
+            inputs = _inputs(parts[0])
+            shape = (*inputs, outputs) if row.layout == "conv1d" else (outputs, *inputs)
+        return Tensor(row.theirs.format(layer), shape, tuple(parts), row.layout)

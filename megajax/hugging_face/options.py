@@ -1,0 +1,350 @@
+"""The options of a config.json, each as a pair of functions: of theirs into fields of our config, and back.
+
+`read(theirs)` gets the whole config.json and gives fields of DecoderConfig, those of RopeConfig as "rope.FIELD";
+`write(ours)` gets such fields, all of them, and gives keys of config.json. Each raises ValueError with the option and
+its value for what the other side cannot say.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+REQUIRED = object()
+
+# Activations of plain and of gated feed-forward layers, by their names in transformers' ACT2FN; the first spelling of
+# one of ours is the one that is written.
+PLAIN = {
+    "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
+    "relu": "relu", "relu2": "squared_relu",
+}  # fmt: skip
+GATED = {
+    "silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh", "gelu_new": "geglu_tanh",
+}  # fmt: skip
+
+
+class AnyOption(Protocol):
+    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]: ...
+    def write(self, ours: Mapping[str, Any]) -> dict[str, Any]: ...
+
+
+Options = tuple[AnyOption, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """One key is one field of ours, or several with the same value."""
+
+    theirs: str
+    ours: str | tuple[str, ...]
+    default: Any = REQUIRED
+    """What transformers takes where config.json does not say."""
+    values: Mapping | None = None
+    """Theirs to ours where they spell it differently."""
+    power: float = 1
+    """Ours = theirs to this power."""
+    also: tuple[str, ...] = ()
+    """Other names of the key."""
+
+    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+        value = next((theirs[name] for name in (self.theirs, *self.also) if name in theirs), self.default)
+        if value is REQUIRED:
+            raise ValueError(f"{self.theirs} is missing")
+        if self.values is not None:
+            if value not in self.values:
+                known = ", ".join(map(str, self.values))
+                raise ValueError(f"{self.theirs}={value} is not supported; supported are {known}")
+            value = self.values[value]
+        elif self.power != 1 and value is not None:
+            value = float(value) ** self.power
+        return dict.fromkeys(self._fields, value)
+
+    def write(self, ours: Mapping[str, Any]) -> dict[str, Any]:
+        value = ours[self._fields[0]]
+        if self.values is not None:
+            value = next((spelling for spelling, known in self.values.items() if known == value), None)
+            if value is None:
+                raise ValueError(f"model.{self._fields[0]}={ours[self._fields[0]]} has no {self.theirs}")
+        elif self.power != 1 and value is not None:
+            # the nearest number of 12 digits: 1 / (1 / 49) is not 49
+            value = float(f"{value ** (1 / self.power):.12g}")
+            value = int(value) if isinstance(self.default, int) and value.is_integer() else value
+        return {self.theirs: value}
+
+    @property
+    def _fields(self) -> tuple[str, ...]:
+        return (self.ours,) if isinstance(self.ours, str) else self.ours
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A key of which one value is supported; None is as good."""
+
+    theirs: str
+    value: Any
+
+    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+        found = theirs.get(self.theirs)
+        if found is not None and found != self.value:
+            raise ValueError(f"{self.theirs}={found} is not supported; supported is {self.value}")
+        return {}
+
+    def write(self, ours: Mapping[str, Any]) -> dict[str, Any]:
+        return {self.theirs: self.value}
+
+
+@dataclasses.dataclass(frozen=True)
+class Follows:
+    """A field of ours for which they have no key: another field to a power."""
+
+    ours: str
+    other: str
+    power: float
+
+    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+        # embed_dim is hidden_size in all families that need this
+        return {self.ours: theirs["hidden_size"] ** self.power}
+
+    def write(self, ours: Mapping[str, Any]) -> dict[str, Any]:
+        return {}
+
+
+# ----------------------------------------------------------------------------- rotary embedding
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """rope_parameters, or rope_theta, rope_scaling and partial_rotary_factor before version 5. Both are written."""
+
+    base: float = 10_000.0
+    fraction: float = 1.0
+    interleaved: bool = False
+    rotated: str = ""
+    """Key with the number of rotated dims of a head, instead of a fraction."""
+
+    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+        parameters = theirs.get("rope_parameters") or {}
+        scaling = parameters or theirs.get("rope_scaling") or {}
+        old_base = theirs.get("rope_theta", theirs.get("rotary_emb_base", self.base))
+        old_fraction = theirs.get("partial_rotary_factor", theirs.get("rotary_pct", self.fraction))
+        found = {
+            "rope.base": float(parameters.get("rope_theta", old_base)),
+            "rope.fraction": float(parameters.get("partial_rotary_factor", old_fraction)),
+        }
+        if self.rotated and theirs.get(self.rotated) is not None:
+            found["rope.fraction"] = theirs[self.rotated] / (theirs["n_embd"] // theirs["n_head"])
+        if self.interleaved:
+            found["rope.interleaved"] = True
+        return found | read_scaling(scaling, theirs)
+
+    def write(self, ours: Mapping[str, Any]) -> dict[str, Any]:
+        if self.rotated:
+            return {self.rotated: round(ours["rope.fraction"] * (ours["head_dim"]))}
+        scaling = write_scaling(ours)
+        parameters = {"rope_theta": ours["rope.base"], **(scaling or {"rope_type": "default"})}
+        partial = {}
+        if self.fraction != 1 or ours["rope.fraction"] != 1:
+            partial = {"partial_rotary_factor": ours["rope.fraction"]}
+        found = {"rope_theta": ours["rope.base"], "rope_scaling": scaling, **partial}
+        if scaling and scaling["rope_type"] == "longrope":
+            found["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
+        return found | {"rope_parameters": parameters | partial}
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoRopes:
+    """Gemma 3: another base, never scaled, in the layers with a window."""
+
+    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+        parameters = theirs.get("rope_parameters") or {}
+        whole = parameters.get("full_attention", {})
+        local = parameters.get("sliding_attention", {})
+        return {
+            "rope.base": float(whole.get("rope_theta", theirs.get("rope_theta", 1e6))),
+            "rope.local_base": float(local.get("rope_theta", theirs.get("rope_local_base_freq", 1e4))),
+            **read_scaling(whole or theirs.get("rope_scaling") or {}, theirs),
+        }
+
+    def write(self, ours: Mapping[str, Any]) -> dict[str, Any]:
+        if ours["rope.local_base"] is None:
+            raise ValueError("model.rope.local_base=None: two bases are written")
+        scaling = write_scaling(ours)
+        return {
+            "rope_theta": ours["rope.base"],
+            "rope_local_base_freq": ours["rope.local_base"],
+            "rope_scaling": scaling,
+            "rope_parameters": {
+                "full_attention": {"rope_theta": ours["rope.base"], **(scaling or {"rope_type": "default"})},
+                "sliding_attention": {"rope_theta": ours["rope.local_base"], "rope_type": "default"},
+            },
+        }
+
+
+ROPE = Rope()
+TWO_ROPES = TwoRopes()
+
+# Keys of a scaling: theirs -> ours.
+SCALINGS = {
+    "linear": {"factor": "factor"},
+    "dynamic": {"factor": "factor", "original_max_position_embeddings": "original_length"},
+    "llama3": {
+        "factor": "factor", "original_max_position_embeddings": "original_length",
+        "low_freq_factor": "low_frequency", "high_freq_factor": "high_frequency",
+    },
+    "yarn": {
+        "factor": "factor", "original_max_position_embeddings": "original_length", "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow", "attention_factor": "attention_factor", "truncate": "truncate",
+    },
+    "longrope": {
+        "factor": "factor", "original_max_position_embeddings": "original_length", "short_factor": "short_factors",
+        "long_factor": "long_factors", "attention_factor": "attention_factor",
+    },
+}  # fmt: skip
+
+
+def read_scaling(scaling: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """scaling: rope_scaling, or rope_parameters, which hold the base too."""
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    kind = {"su": "longrope"}.get(kind, kind)
+    if kind == "default":
+        return {}
+    if kind not in SCALINGS:
+        raise ValueError(f"rope_type={kind} is not supported; supported are default, {', '.join(SCALINGS)}")
+    names = {*SCALINGS[kind], "rope_type", "type", "rope_theta", "partial_rotary_factor", "mscale", "mscale_all_dim"}
+    if unknown := sorted(set(scaling) - names):
+        raise ValueError(f"rope_type={kind}: {', '.join(unknown)} is not supported")
+    longest = theirs.get("max_position_embeddings")
+    known = {"original_max_position_embeddings": theirs.get("original_max_position_embeddings") or longest, **scaling}
+    if kind == "longrope" and known.get("factor") is None:
+        known["factor"] = longest / known["original_max_position_embeddings"]
+    if kind == "yarn" and known.get("attention_factor") is None and known.get("mscale") and known.get("mscale_all_dim"):
+        terms = [0.1 * known[name] * math.log(known["factor"]) + 1 for name in ("mscale", "mscale_all_dim")]
+        known["attention_factor"] = terms[0] / terms[1]
+    found = {f"rope.{ours}": known[name] for name, ours in SCALINGS[kind].items() if known.get(name) is not None}
+    found = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+    found |= {name: float(value) for name, value in found.items() if isinstance(value, int) and name != "rope.truncate"}
+    found["rope.original_length"] = int(found.get("rope.original_length", 8192))
+    return {"rope.scaling": kind, **found}
+
+
+def write_scaling(ours: Mapping[str, Any]) -> dict[str, Any] | None:
+    kind = ours["rope.scaling"]
+    if kind == "none":
+        return None
+    found = {name: ours[f"rope.{field}"] for name, field in SCALINGS[kind].items()}
+    found = {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+    if found.get("truncate", False) is True:
+        del found["truncate"]
+    if kind == "dynamic":  # there it is max_position_embeddings, and another key is a warning
+        del found["original_max_position_embeddings"]
+    return {"rope_type": kind, **{name: value for name, value in found.items() if value is not None}}
+
+
+@dataclasses.dataclass(frozen=True)
+class NoRope:
+    """no_rope_layers of SmolLM 3: 0 for a layer without rotary embedding."""
+
+    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+        number = theirs["num_hidden_layers"]
+        every = theirs.get("no_rope_layer_interval") or 4
+        layers = theirs.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in range(number)]
+        return {"no_rope_every": _period("no_rope_layers", [not has for has in layers])}
+
+    def write(self, ours: Mapping[str, Any]) -> dict[str, Any]:
+        every = ours["no_rope_every"]
+        layers = [int(not every or (layer + 1) % every != 0) for layer in range(ours["num_layers"])]
+        return {"no_rope_layers": layers, "no_rope_layer_interval": every or 4}
+
+
+NO_ROPE = NoRope()
+
+
+def _period(name: str, marks: Sequence[bool]) -> int | None:
+    """n if every n-th is marked, beginning with number n; None if none is."""
+    if not any(marks):
+        return None
+    every = list(marks).index(True) + 1
+    if list(marks) != [(number + 1) % every == 0 for number in range(len(marks))]:
+        raise ValueError(f"{name}={list(map(int, marks))} is not every n-th layer")
+    return every
+
+
+# ----------------------------------------------------------------------------- windows
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """everywhere: sliding_window holds for all layers; switched: where use_sliding_window is true; pattern: every n-th
+    layer sees everything."""
+
+    kind: Literal["everywhere", "switched", "pattern"]
+    default: int | None
+    every: int = 0
+
+    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+        window = theirs.get("sliding_window", self.default)
+        if window is None or (self.kind == "switched" and not theirs.get("use_sliding_window", False)):
+            return {"window": None}
+        number = theirs["num_hidden_layers"]
+        kinds = theirs.get("layer_types") if self.kind != "everywhere" else None
+        if kinds is None:
+            kinds = [
+                "full_attention" if self._is_full(layer, theirs) else "sliding_attention" for layer in range(number)
+            ]
+        if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
+            raise ValueError(f"layer_types: {', '.join(sorted(unknown))} is not supported")
+        full = [kind == "full_attention" for kind in kinds]
+        if all(full):
+            return {"window": None}
+        return {"window": window, "full_attention_every": _period("layer_types", full)}
+
+    def _is_full(self, layer: int, theirs: Mapping[str, Any]) -> bool:
+        if self.kind == "pattern":
+            every = theirs.get("sliding_window_pattern", theirs.get("_sliding_window_pattern", self.every))
+            return (layer + 1) % every == 0
+        return self.kind == "switched" and layer < theirs.get("max_window_layers", 28)
+
+    def write(self, ours: Mapping[str, Any]) -> dict[str, Any]:
+        window = ours["window"]
+        every = ours["full_attention_every"]
+        number = ours["num_layers"]
+        if self.kind == "everywhere":
+            return {"sliding_window": window}
+        full = [window is None or bool(every and (layer + 1) % every == 0) for layer in range(number)]
+        kinds = {"layer_types": ["full_attention" if is_full else "sliding_attention" for is_full in full]}
+        if self.kind == "switched":
+            switch = {"use_sliding_window": window is not None, "sliding_window": window}
+            return kinds | switch | ({} if window is None else {"max_window_layers": 0})
+        pattern = {"sliding_window_pattern": every} if every else {}
+        return kinds | {"sliding_window": self.default if window is None else window} | pattern
+
+
+# ----------------------------------------------------------------------------- families that say it in their own way
+
+
+@dataclasses.dataclass(frozen=True)
+class FalconOptions:
+    """Key-value heads and parallel residuals."""
+
+    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+        if theirs.get("new_decoder_architecture", False):
+            norms = theirs.get("num_ln_in_parallel_attn") or 2
+            if norms != 2:
+                raise ValueError(f"num_ln_in_parallel_attn={norms} is not supported with new_decoder_architecture")
+            return {"num_kv_heads": theirs.get("num_kv_heads"), "parallel_residual": "two_norms"}
+        heads = 1 if theirs.get("multi_query", True) else None
+        parallel = "one_norm" if theirs.get("parallel_attn", True) else "none"
+        return {"num_kv_heads": heads, "parallel_residual": parallel}
+
+    def write(self, ours: Mapping[str, Any]) -> dict[str, Any]:
+        is_new = ours["parallel_residual"] == "two_norms"
+        return {
+            "new_decoder_architecture": is_new,
+            "multi_query": is_new or ours["num_kv_heads"] == 1,  # read by the old architecture alone, as
+            "num_kv_heads": ours["num_kv_heads"] if is_new else ours["num_heads"],  # this is by the new one
+            "parallel_attn": ours["parallel_residual"] != "none",
+            "num_ln_in_parallel_attn": 2 if is_new else None,
+        }
+
+
+falcon_options = FalconOptions()

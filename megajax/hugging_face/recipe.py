@@ -1,0 +1,32 @@
+"""The config of a run that goes on training the model of a Hugging Face folder: --config=hugging_face:DIR."""
+
+import dataclasses
+
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.config import Config
+from megajax.hugging_face.folder import Folder
+from megajax.mesh import MeshConfig
+from megajax.optim.config import OptimizerConfig
+from megajax.training.config import TrainingConfig
+
+MAX_SEQUENCE = 4096
+
+
+def fine_tuning(path: str) -> Config:
+    """Sizes, weights and tokenizer are those of the folder; --data.paths is left to say.
+
+    Raises ValueError for a folder that cannot be read as a whole.
+    """
+    folder = Folder(path)
+    config = folder.config
+    return dataclasses.replace(
+        config,
+        mesh=MeshConfig(fsdp=-1),
+        data=dataclasses.replace(config.data, source="indexed"),
+        optimizer=OptimizerConfig(learning_rate=1e-5, min_learning_rate=1e-6, warmup_steps=100),
+        training=TrainingConfig(
+            steps=1000, global_batch_size=8, sequence_length=min(folder.model.max_positions, MAX_SEQUENCE)
+        ),
+        checkpoint=CheckpointConfig(start_from=str(folder.path.resolve())),
+        run_dir=f"runs/{folder.path.resolve().name}",
+    )

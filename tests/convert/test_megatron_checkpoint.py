@@ -1,0 +1,350 @@
+"""Megatron's checkpoints are read whole, from any split over tensor and pipeline ranks, and executed in no part.
+
+megatron_core_0_20.tar.xz was written by Megatron Core 0.20.0 on four processes (tensor 2, pipeline 2, CPU, gloo): a
+model of two layers with random weights in both formats, the arguments as its own parser made them, and whole.npz, which
+that program gathered from its ranks by the layer numbers and partition dims that Megatron gave it.
+"""
+
+import argparse
+import dataclasses
+import pickle
+import shutil
+import sys
+import tarfile
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax import start_from
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.convert.megatron import from_megajax
+from megajax.convert.megatron.__main__ import import_checkpoint, main
+from megajax.convert.megatron.arguments import read_arguments
+from megajax.convert.megatron.checkpoint import StoredArray, joined_array, numbered, open_checkpoint, whole_layers
+from megajax.inference.engine import Engine
+from megajax.layers.rope import RopeConfig
+from megajax.models.decoder import DecoderConfig
+
+RECORDED = Path(__file__).parent / "megatron_core_0_20.tar.xz"
+LAYER = "decoder.layers.0."
+LLAMA = dict(
+    num_layers=2, hidden_size=8, num_attention_heads=4, group_query_attention=True, num_query_groups=2, kv_channels=2,
+    ffn_hidden_size=12, max_position_embeddings=32, seq_length=32, swiglu=True, add_bias_linear=False,
+    normalization="RMSNorm", layernorm_epsilon=1e-6, position_embedding_type="rope", rotary_base=500000,
+    rotary_percent=1.0, untie_embeddings_and_output_weights=True, qk_layernorm=True, hidden_dropout=0.0,
+    attention_dropout=0.0, init_method_std=0.02, tokenizer_type="NullTokenizer", vocab_size=13,
+)  # fmt: skip
+LLAMA_MODEL = DecoderConfig(
+    num_layers=2, embed_dim=8, num_heads=4, num_kv_heads=2, head_dim=2, mlp_dim=12, max_positions=32, vocab_size=16,
+    vocab_multiple=1, activation="swiglu", bias=False, norm="rmsnorm", norm_epsilon=1e-6, position="rope",
+    rope=RopeConfig(base=500000.0), tied_embeddings=False, qk_norm=True,
+)  # fmt: skip
+GPT = dict(num_layers=2, hidden_size=8, num_attention_heads=4, max_position_embeddings=32, add_bias_linear=True)
+
+
+# ----------------------------------------------------------------------------- joining
+
+
+def stored(array):
+    return StoredArray(array.shape, array.dtype, lambda: array)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("name", "shape", "dim"),
+    [
+        ("embedding.word_embeddings.weight", (16, 3), 0),
+        ("output_layer.weight", (16, 3), 0),
+        (LAYER + "self_attention.linear_qkv.weight", (24, 3), 0),  # whole groups: queries, key, value of each
+        (LAYER + "self_attention.linear_qkv.bias", (24,), 0),
+        (LAYER + "self_attention.linear_proj.weight", (3, 16), 1),
+        (LAYER + "mlp.linear_fc2.weight", (3, 16), 1),
+        (LAYER + "mlp.linear_fc1.weight", (16, 3), 0),
+    ],
+)
+def test_shards_of_tensor_ranks_are_joined(name, shape, dim, size):
+    whole = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    joined = joined_array(name, [stored(part) for part in np.split(whole, size, dim)], gated=False)
+    assert joined.shape == shape
+    np.testing.assert_array_equal(joined, whole)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_each_rank_has_its_part_of_the_gate_above_its_part_of_the_up_projection(size):
+    gate = np.arange(8.0)[:, None]
+    up = 100 + gate
+    shards = [np.concatenate(parts) for parts in zip(np.split(gate, size), np.split(up, size), strict=True)]
+    joined = joined_array(LAYER + "mlp.linear_fc1.weight", [stored(shard) for shard in shards], gated=True)
+    np.testing.assert_array_equal(joined, np.concatenate([gate, up]))
+
+
+def test_copies_are_taken_from_the_first_rank_and_differences_said(caplog):
+    for name in (LAYER + "input_layernorm.weight", LAYER + "mlp.linear_fc2.bias"):
+        copies = [stored(np.full(4, value)) for value in (1.0, 1.0)]
+        np.testing.assert_array_equal(joined_array(name, copies, gated=False), np.ones(4))
+    assert not caplog.text
+    joined = joined_array(LAYER + "input_layernorm.weight", [stored(np.ones(4)), stored(np.zeros(4))], gated=False)
+    np.testing.assert_array_equal(joined, np.ones(4))
+    assert "input_layernorm.weight is not the same on all ranks" in caplog.text
+
+
+def test_layers_of_pipeline_stages_follow_one_another_in_the_order_of_their_chunks():
+    """Two stages of two virtual ones: the first chunks of both stages come before the second ones."""
+    sizes = [2, 1, 1, 2]
+    order = [[{f"decoder.layers.{n}.a": (chunk, n) for n in range(size)}] for chunk, size in enumerate(sizes)]
+    found = {name: array for chunk in numbered(order) for name, (array,) in chunk.items()}
+    assert found == {
+        "decoder.layers.0.a": (0, 0),
+        "decoder.layers.1.a": (0, 1),
+        "decoder.layers.2.a": (1, 0),
+        "decoder.layers.3.a": (2, 0),
+        "decoder.layers.4.a": (3, 0),
+        "decoder.layers.5.a": (3, 1),
+    }
+    with pytest.raises(ValueError, match="decoder.layers.0.a is not on all tensor ranks"):
+        numbered([[{"decoder.layers.0.a": 1}, {}]])
+
+
+def test_layers_that_are_stacked_or_numbered_and_halves_by_themselves():
+    stacked = np.arange(12.0).reshape(3, 4)
+    arrays = {
+        "decoder.layers.mlp.linear_fc2.bias": stacked,
+        "decoder.layers.7.mlp.linear_fc1.weight_w": stacked,
+        "decoder.layers.7.mlp.linear_fc1.weight_v": stacked + 50,
+        "decoder.final_layernorm.weight": stacked[0],
+    }
+    found = whole_layers({key: (array.shape, array.dtype) for key, array in arrays.items()}, arrays.__getitem__)
+    assert sorted(found) == [
+        *(f"decoder.{name}" for name in ("final_layernorm.weight", "layers.0.mlp.linear_fc2.bias")),
+        *(f"decoder.layers.{n}.mlp.linear_fc2.bias" for n in (1, 2)),
+        "decoder.layers.7.mlp.linear_fc1.weight",
+    ]
+    np.testing.assert_array_equal(found["decoder.layers.2.mlp.linear_fc2.bias"], stacked[2])
+    fc1 = found["decoder.layers.7.mlp.linear_fc1.weight"]
+    assert fc1.shape == (6, 4)
+    np.testing.assert_array_equal(fc1, np.concatenate([stacked, stacked + 50]))
+
+
+# ----------------------------------------------------------------------------- arguments
+
+
+def model_of(arguments):
+    return read_arguments(arguments, 16, Path("nowhere")).model
+
+
+def test_arguments_of_a_llama():
+    config = read_arguments(LLAMA, 16, Path("nowhere"))
+    assert config.model == LLAMA_MODEL
+    assert config.training.sequence_length == 32
+    assert config.data.tokenizer == "null:14"  # Megatron's adds the end of a document
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({}, dict(activation="gelu_tanh", position="learned", norm="layernorm", dropout=0.1, mlp_dim=32)),
+        (dict(bias_gelu_fusion=False), dict(activation="gelu")),
+        (dict(add_bias_linear=False), dict(activation="gelu", bias=False)),
+        (dict(openai_gelu=True, bias_gelu_fusion=False), dict(activation="gelu_tanh")),
+        (dict(squared_relu=True), dict(activation="squared_relu")),
+        (dict(num_query_groups=1), dict(num_kv_heads=4)),  # the default, which means nothing
+        (dict(norm_epsilon=1e-3, apply_layernorm_1p=True), dict(norm_epsilon=1e-3, norm_zero_centered=True)),
+        (dict(use_rotary_position_embeddings=True), dict(position="rope")),
+        (dict(add_position_embedding=False), dict(position="none")),
+        (dict(window_size=(127, 0), window_attn_skip_freq=4), dict(window=128, full_attention_every=4)),
+        (dict(position_embedding_type="rope", no_rope_freq=4), dict(position="rope", no_rope_every=4)),
+        (dict(add_bias_linear=False, add_qkv_bias=True), dict(bias=False, has_qkv_bias=True, has_mlp_bias=False)),
+        (dict(add_qkv_bias=False), dict(has_qkv_bias=True)),  # Megatron's rule too
+        (dict(rotary_interleaved=True), dict(rope=RopeConfig(interleaved=True))),
+        (dict(rotary_seq_len_interpolation_factor=4), dict(rope=RopeConfig(scaling="linear", factor=4.0))),
+        (dict(softmax_type="learnable"), dict(attention_sinks=True)),
+        (dict(use_rope_scaling=True, rope_scaling_factor=32.0), dict(rope=RopeConfig(scaling="llama3", factor=32.0))),
+    ],
+)
+def test_arguments_of_a_gpt(arguments, expected):
+    model = model_of(GPT | arguments)
+    assert {name: getattr(model, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_experts", 8),
+        ("multi_latent_attention", True),
+        ("mtp_num_layers", 1),
+        ("hybrid_layer_pattern", "M*-"),
+        ("position_embedding_type", "mrope"),
+        ("normalization", "BatchNorm"),
+        ("window_size", (127, 127)),
+        ("softmax_type", "off-by-one"),
+        ("use_mup", True),
+    ],
+)
+def test_what_megajax_does_not_have_is_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=f"^{name}=.*from_megatron.md"):
+        model_of(GPT | dict(window_attn_skip_freq=None) | {name: value})
+
+
+def test_a_size_that_is_not_said_is_named():
+    with pytest.raises(ValueError, match="do not say num_layers"):
+        model_of({name: value for name, value in GPT.items() if name != "num_layers"})
+
+
+@pytest.mark.parametrize("place", ["in the checkpoint", "where Megatron read it"])
+def test_the_tokenizer_is_found(place, tmp_path):
+    beside = tmp_path / ("iter_0000001/tokenizer" if place == "in the checkpoint" else "elsewhere")
+    beside.mkdir(parents=True)
+    (beside / "tokenizer.json").write_text("{}")
+    arguments = GPT | dict(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "elsewhere"))
+    config = read_arguments(arguments, 16, tmp_path / "iter_0000001")
+    assert config.data.tokenizer == str(beside / "tokenizer.json")
+
+
+# ----------------------------------------------------------------------------- folders
+
+
+def test_folders_that_are_no_checkpoint_are_refused(tmp_path, monkeypatch, capsys):
+    def refused(match, **which):
+        with pytest.raises(ValueError, match=match):
+            open_checkpoint(tmp_path, **which)
+
+    refused("latest_checkpointed_iteration.txt does not exist; give the folder that Megatron saved to")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("")
+    refused(r"names no iteration \(''\); use --iteration=N")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7\n")
+    refused("iter_0000007 does not exist")
+    refused("iter_0000003 does not exist", iteration=3)
+    (tmp_path / "iter_0000007").mkdir()
+    monkeypatch.setitem(sys.modules, "megajax.convert.megatron.files", None)
+    refused(r"torch is not installed.*megajax\[megatron\]")
+    with pytest.raises(SystemExit, match="2"):
+        main(["import", f"--from={tmp_path}", "--run_dir=out"])
+    assert capsys.readouterr().err.startswith("error: torch is not installed")
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    pytest.importorskip("torch")
+    folder = tmp_path_factory.mktemp("megatron")
+    with tarfile.open(RECORDED) as archive:
+        archive.extractall(folder, filter="data")
+    return folder / "tp2_pp2"
+
+
+@pytest.fixture
+def save(recorded, tmp_path):
+    """A copy that may be damaged."""
+    return Path(shutil.copytree(recorded, tmp_path / "save"))
+
+
+@pytest.mark.parametrize("kind", ["torch_dist", "torch"])
+def test_what_megatron_wrote_is_imported_bit_for_bit(kind, recorded, tmp_path):
+    run_dir = tmp_path / "run"
+    checkpoint, config = import_checkpoint(recorded / kind, run_dir)
+    assert (checkpoint.iteration, config.model) == (7, LLAMA_MODEL)
+    engine = Engine.from_run(run_dir)
+    found = from_megajax(engine.params, config.model)
+    whole = np.load(recorded / "whole.npz")
+    assert sorted(found) == sorted(whole)
+    for name, array in found.items():
+        np.testing.assert_array_equal(array, whole[name].astype(array.dtype), err_msg=name)
+    started = dataclasses.replace(config, checkpoint=CheckpointConfig(start_from=str(run_dir)))
+    start_from.check(start_from.pinned(started))
+
+
+def test_bfloat16_stays_bfloat16(save):
+    import torch
+
+    from megajax.convert.megatron import files
+
+    def cast(value):
+        return value.bfloat16() if isinstance(value, torch.Tensor) else value
+
+    for file in save.glob("torch/iter_0000007/*/model_optim_rng.pt"):
+        state = files.load(file)
+        given = {name: value for name, value in vars(state["args"]).items() if isinstance(value, int | str | float)}
+        state |= {"args": argparse.Namespace(**given), "model": {n: cast(a) for n, a in state["model"].items()}}
+        torch.save(state, save / "new")
+        (save / "new").replace(file)
+    whole = np.load(save / "whole.npz")
+    for name, array in open_checkpoint(save / "torch").parameters.items():
+        assert array.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(array, whole[name].astype(jnp.bfloat16))
+
+
+def test_the_command_shows_and_writes(recorded, tmp_path, capsys):
+    arguments = ["import", f"--from={recorded / 'torch_dist' / 'iter_0000007'}", f"--run_dir={tmp_path / 'run'}"]
+    main([*arguments, "--dry_run"])
+    shown = capsys.readouterr().out
+    assert "decoder.layers.1.mlp.linear_fc1.weight float32[24, 8]" in shown
+    assert "--model.num_kv_heads=2" in shown and "--model.rope.base=500000.0" in shown
+    assert not list(tmp_path.iterdir())
+    main([*arguments, "--dtype=bfloat16", "--tokenizer=bytes"])
+    assert "step 7" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert "run exists" in capsys.readouterr().err
+
+
+def test_incomplete_copies_are_refused(save, tmp_path):
+    (save / "torch_dist/iter_0000007/__2_0.distcp").unlink()
+    shutil.rmtree(save / "torch/iter_0000007/mp_rank_01_001")
+    with pytest.raises(ValueError, match="cannot be read .*; copy the whole folder"):
+        import_checkpoint(save / "torch_dist", tmp_path / "run")
+    with pytest.raises(ValueError, match="mp_rank_01_001 of 4 ranks is missing; copy the whole folder"):
+        import_checkpoint(save / "torch", tmp_path / "run")
+    (save / "torch_dist/iter_0000007/metadata.json").unlink()
+    with pytest.raises(ValueError, match="incomplete"):
+        import_checkpoint(save / "torch_dist", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+class Copy:
+    """A pickle that copies a file when it is loaded as pickles usually are."""
+
+    def __init__(self, source, target):
+        self.call = shutil.copyfile, (str(source), str(target))
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.mark.parametrize("place", ["arguments", "metadata"])
+def test_nothing_in_a_checkpoint_is_executed(place, save, tmp_path):
+    import torch
+
+    from megajax.convert.megatron import files
+
+    copied = tmp_path / "copied"
+    harm = Copy(RECORDED, copied)
+    if place == "arguments":
+        kind, file = "torch", save / "torch/iter_0000007/mp_rank_00_000/model_optim_rng.pt"
+        state = files.load(file)
+        given = {name: value for name, value in vars(state["args"]).items() if isinstance(value, int | str | float)}
+        torch.save(state | {"args": argparse.Namespace(**given, more=harm)}, tmp_path / "new")
+        (tmp_path / "new").replace(file)
+    else:
+        kind, file = "torch_dist", save / "torch_dist/iter_0000007/.metadata"
+        metadata = pickle.loads(file.read_bytes())
+        metadata.planner_data = harm
+        file.write_bytes(pickle.dumps(metadata))
+    pickle.loads(pickle.dumps(harm))
+    copied.unlink()  # it does what it says
+    import_checkpoint(save / kind, tmp_path / "run")
+    assert not copied.exists()
+
+
+def test_a_file_that_is_more_than_data_is_refused_without_torchs_advice_to_execute_it(tmp_path):
+    torch = pytest.importorskip("torch")
+    from megajax.convert.megatron import files
+
+    class Nested:
+        def __reduce__(self):
+            return Path.touch, (tmp_path / "touched",)  # it looks up the method that it then calls
+
+    torch.save({"args": Nested()}, tmp_path / "file.pt")
+    with pytest.raises(ValueError, match=r"file.pt cannot be read \(UnpicklingError: (?!Weights only load failed)"):
+        files.load(tmp_path / "file.pt")
+    assert not (tmp_path / "touched").exists()

@@ -1,0 +1,107 @@
+"""Every table maps both ways, and recorded logits of transformers come out."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megajax.hugging_face.families import FAMILIES
+from megajax.hugging_face.folder import Folder
+from megajax.hugging_face.mapping import WeightMap, family_of, read_options, write_options
+
+# Written by test_transformers.py from transformers 5.23.
+RECORDED = np.load(Path(__file__).parent.parent / "oracles" / "hugging_face_folders.npz")
+ENTRIES = json.loads(str(RECORDED["families"]))
+# Both sides are float32 and add up in another order.
+TOLERANCE = 1e-5
+# The others are compared by the slow test.
+QUICK = ("gpt2", "llama3 scaling", "gemma3", "falcon")
+
+
+def test_every_family_is_recorded():
+    assert {family_of(entry["options"]).architecture for entry in ENTRIES.values()} == {
+        family.architecture for family in FAMILIES
+    }
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in ENTRIES]
+)
+def test_logits_are_those_of_transformers(name, write_drawn, our_logits, tmp_path):
+    write_drawn(tmp_path, ENTRIES[name])
+    want = RECORDED[name]
+    ids = np.random.default_rng(0).integers(0, want.shape[-1], (2, want.shape[1])).astype(np.int32)[:1]
+    found = our_logits(Folder(tmp_path), ids)
+    np.testing.assert_allclose(found, want, rtol=0, atol=TOLERANCE * want.std())
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_options_and_tensors_come_back(name):
+    entry = ENTRIES[name]
+    family = family_of(entry["options"])
+    model = read_options(family, entry["options"])
+    written = write_options(family, model)
+    assert read_options(family, written) == model
+    different = {
+        key: (value, written[key])
+        for key, value in entry["options"].items()
+        if key in written and value is not None and written[key] != value
+    }
+    assert set(different) <= {"rope_parameters", "sliding_window"}, different
+    tensors = WeightMap(family, model).tensors
+    assert {tensor.name: list(tensor.shape) for tensor in tensors} == {
+        name: shape for name, (shape, _) in entry["tensors"].items()
+    }
+    for tensor in tensors:
+        array = np.arange(np.prod(tensor.shape)).reshape(tensor.shape)
+        parts = tensor.split(array)
+        assert [part.shape for part in parts] == [part.shape for part in tensor.parts]
+        np.testing.assert_array_equal(tensor.join(parts), array)
+
+
+def test_version_4_of_transformers_is_read():
+    options = dict(ENTRIES["llama3 scaling"]["options"])
+    family = family_of(options)
+    model = read_options(family, options)
+    new = options.pop("rope_parameters")
+    scaling = {name: value for name, value in new.items() if name != "rope_theta"}
+    old = options | {"rope_theta": new["rope_theta"], "rope_scaling": scaling}
+    assert read_options(family, old) == model
+    written = write_options(family, model)
+    assert written["rope_parameters"] == new and written["rope_scaling"] == scaling
+    assert written["rope_theta"] == new["rope_theta"]
+
+    options = dict(ENTRIES["gemma3"]["options"])
+    family = family_of(options)
+    model = read_options(family, options)
+    options |= dict(rope_theta=1e6, rope_local_base_freq=1e4, sliding_window_pattern=6)
+    del options["rope_parameters"], options["layer_types"]
+    assert read_options(family, options) == model
+
+
+REFUSED = {
+    "hidden_act=relu is not supported; supported are silu": dict(hidden_act="relu"),
+    "rope_type=mrope is not supported": dict(rope_parameters=dict(rope_type="mrope", rope_theta=1e4)),
+    "rope_type=llama3: mrope_section is not supported": dict(
+        rope_parameters=dict(rope_type="llama3", factor=2.0, mrope_section=[1])
+    ),
+    "quantization_config": dict(quantization_config=dict(quant_method="gptq")),
+    "hidden_size is missing": dict(hidden_size=None),
+    "MixtralForCausalLM.*supported are GPT2LMHeadModel, LlamaForCausalLM": dict(architectures=["MixtralForCausalLM"]),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_unsupported_options_are_named(message):
+    options = ENTRIES["llama"]["options"] | REFUSED[message]
+    options = {name: value for name, value in options.items() if value is not None}
+    with pytest.raises(ValueError, match=message):
+        read_options(family_of(options), options)
+
+
+def test_a_pattern_of_layers_that_no_period_has_is_refused():
+    entry = ENTRIES["gemma3"]["options"]
+    kinds = ["full_attention", *entry["layer_types"][1:]]
+    with pytest.raises(ValueError, match="layer_types=.* is not every n-th layer"):
+        read_options(family_of(entry), entry | dict(layer_types=kinds))

@@ -1,0 +1,280 @@
+"""Folders come in and go out bit for bit, start runs and generate; what cannot be read whole is refused by name."""
+
+import json
+import shutil
+import weakref
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+import tokenizers
+
+import train  # isort: skip
+
+import infer
+from megajax.config import Config
+from megajax.convert import hugging_face
+from megajax.convert.hugging_face import export_run, import_folder, main
+from megajax.data.tokenizers.chat_template import load_chat_template
+from megajax.data.tokenizers.tokenizer import load_saved_tokenizer
+from megajax.hugging_face.folder import Folder, is_folder
+from megajax.inference.engine import Engine
+from megajax.mesh import MeshConfig
+from megajax.models.model import Model
+from megajax.parallel.schedule import make_stages
+from megajax.sharding import with_shardings
+from megajax.sources import open_source
+
+
+def tensors_of(folder) -> dict[str, np.ndarray]:
+    return {
+        name: array
+        for file in folder.glob("*.safetensors")
+        for name, array in safetensors.numpy.load_file(file).items()
+    }
+
+
+@pytest.fixture(scope="module")
+def bf16_folder(llama_folder, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bf16") / "llama"
+    shutil.copytree(llama_folder, folder)
+    tensors = {name: array.astype(ml_dtypes.bfloat16) for name, array in tensors_of(llama_folder).items()}
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run_dir(bf16_folder, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("imported") / "run"
+    import_folder(bf16_folder, run_dir)
+    return run_dir
+
+
+def test_a_folder_comes_back_bit_for_bit(bf16_folder, run_dir, tmp_path):
+    out = tmp_path / "out"
+    export_run(run_dir, out, shard_bytes=20_000)
+    before = tensors_of(bf16_folder)
+    after = tensors_of(out)
+    assert before.keys() == after.keys()
+    for name, array in before.items():
+        assert after[name].dtype == array.dtype == ml_dtypes.bfloat16
+        assert after[name].tobytes() == array.tobytes(), name
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == before.keys() and len(set(index["weight_map"].values())) > 2
+    assert index["metadata"]["total_size"] == sum(array.nbytes for array in before.values())
+    for file in out.glob("*.safetensors"):
+        with safetensors.safe_open(file, framework="numpy") as opened:
+            assert opened.metadata() == {"format": "pt"}
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (out / name).read_bytes() == (bf16_folder / name).read_bytes()
+    written, given = (json.loads((folder / "config.json").read_text()) for folder in (out, bf16_folder))
+    assert {name: written[name] for name in given} == given
+    assert is_folder(out) and not is_folder(run_dir) and Folder(out).model == Folder(bf16_folder).model
+
+
+def test_an_imported_run_is_verified_as_any_other(run_dir, tmp_path):
+    broken = tmp_path / "run"
+    shutil.copytree(run_dir, broken, symlinks=True)
+    for file in (broken / "checkpoints" / "0" / "params").rglob("d/*"):
+        content = bytearray(file.read_bytes())
+        for part in range(1, 8):
+            content[len(content) * part // 8] ^= 16
+        file.write_bytes(content)
+    with pytest.raises(ValueError, match="checkpoints/0 .*use another step"):
+        export_run(broken, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_one_array_is_in_memory_at_a_time(bf16_folder, tmp_path, monkeypatch):
+    alive = weakref.WeakSet()
+    most = []
+    read = Folder.read
+
+    class Counted(np.ndarray):
+        __hash__ = object.__hash__
+
+    def counted(*arguments):
+        most.append(len(alive))
+        array = read(*arguments).view(Counted)
+        alive.add(array)
+        return array
+
+    monkeypatch.setattr(Folder, "read", counted)
+    import_folder(bf16_folder, tmp_path / "run")
+    assert len(most) == 24 and max(most) <= 1
+
+
+def test_rows_that_pad_the_vocabulary_are_zeros(bf16_folder):
+    folder = Folder(bf16_folder)
+    whole = (slice(None), slice(None))
+    embedding = folder.read("embedding", None, whole, np.float32)
+    head = folder.read("head", None, whole, np.float32)
+    assert embedding.shape == (384, 32) and head.shape == (32, 384)
+    for table in (embedding, head.T):
+        assert np.all(table[300:] == 0) and np.all(np.any(table[:300] != 0, axis=1))
+
+
+@pytest.mark.parametrize("sizes", [dict(fsdp=2, tensor=2), dict(pipeline=2, virtual_stages=1, data=1)])
+def test_each_device_reads_its_part(sizes, llama_folder, make_test_mesh):
+    folder = Folder(llama_folder)
+    config = MeshConfig(**sizes)
+    mesh = make_test_mesh(**sizes)
+    model = Model(folder.model, stages=make_stages(config, folder.model.num_layers))
+    found = folder.restore_params(with_shardings(model.abstract_weights, model.shardings(mesh)), model.layer_rows)
+    tensors = tensors_of(llama_folder)
+    for layer in range(2):
+        gate = np.asarray(found["layers"]["dense"]["mlp"]["gate"]).reshape(2, 32, 48)[layer]
+        np.testing.assert_array_equal(gate, tensors[f"model.layers.{layer}.mlp.gate_proj.weight"].T)
+        key = np.asarray(found["layers"]["dense"]["attention"]["key"]).reshape(2, 32, 2, 8)[layer]
+        np.testing.assert_array_equal(key[:, 1, 3], tensors[f"model.layers.{layer}.self_attn.k_proj.weight"][11])
+    assert jax.tree.map(lambda a: a.sharding, found) == model.shardings(mesh)
+
+
+def changed(folder, tmp_path, tensors=None, options=None):
+    new = tmp_path / "changed"
+    shutil.copytree(folder, new)
+    if tensors is not None:
+        safetensors.numpy.save_file(tensors, new / "model.safetensors", {"format": "pt"})
+    if options is not None:
+        before = json.loads((folder / "config.json").read_text())
+        (new / "config.json").write_text(json.dumps(before | options))
+    return new
+
+
+def test_what_does_not_fit_is_named_and_nothing_is_written(llama_folder, tmp_path, capsys):
+    tensors = tensors_of(llama_folder)
+    up = "model.layers.1.mlp.up_proj.weight"
+
+    def refused(match, **changes):
+        folder = changed(llama_folder, tmp_path, **changes)
+        with pytest.raises(ValueError, match=match):
+            import_folder(folder, tmp_path / "run")
+        shutil.rmtree(folder)
+
+    refused(f"tensor {up} .48, 32. is missing", tensors={n: a for n, a in tensors.items() if n != up})
+    refused(f"tensor {up} is .47, 32., and config.json makes it .48, 32.", tensors=tensors | {up: tensors[up][:47]})
+    refused("1 tensors are in no table of LlamaForCausalLM: model.layers.1.self_attn.q_norm.weight",
+            tensors=tensors | {"model.layers.1.self_attn.q_norm.weight": np.ones(8, np.float32)})  # fmt: skip
+    refused("lm_head.weight is not the embedding", options=dict(tie_word_embeddings=True))
+    refused("config.json: rope_type=mrope", options=dict(rope_scaling=dict(rope_type="mrope")))
+    refused(f"{up} is I8, and supported are", tensors=tensors | {up: tensors[up].astype(np.int8)})
+
+    folder = changed(llama_folder, tmp_path)
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-8])
+    with pytest.raises(ValueError, match="model.safetensors is damaged"):
+        Folder(folder)
+    file.rename(folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="pytorch_model.bin alone.*save_pretrained"):
+        Folder(folder)
+    shutil.rmtree(folder)
+    (tmp_path / "there").mkdir()
+    with pytest.raises(SystemExit, match="2"):
+        main(["import", f"--from={llama_folder}", f"--run_dir={tmp_path / 'there'}"])
+    assert capsys.readouterr().err == f"error: run_dir={tmp_path / 'there'} exists; use another, or remove it\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def test_names_without_the_base_model_tied_heads_and_old_buffers_are_read(llama_folder, tmp_path):
+    tensors = {name.removeprefix("model."): array for name, array in tensors_of(llama_folder).items()}
+    tensors["lm_head.weight"] = tensors["embed_tokens.weight"]
+    tensors["layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+    folder = Folder(changed(llama_folder, tmp_path, tensors, dict(tie_word_embeddings=True)))
+    assert folder.model.tied_embeddings
+    found = folder.read("final_norm.scale", None, (slice(None),), np.float32)
+    np.testing.assert_array_equal(found, tensors["norm.weight"])
+
+
+def test_a_missing_package_is_named(llama_folder, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "safetensors", None)
+    with pytest.raises(ValueError, match=r"needs the package safetensors; pip install 'megajax\[hugging_face\]'"):
+        Folder(llama_folder)
+
+
+def test_dry_runs_say_what_maps_to_what(llama_folder, run_dir, tmp_path, capsys):
+    main(["import", f"--from={llama_folder}", "--dry_run"])
+    line = "model.layers.0.mlp.gate_proj.weight x 2 float32[48, 32]  <->  layers.dense.mlp.gate"
+    assert line in capsys.readouterr().out
+    main(["export", f"--run={run_dir}", "--dry_run", "--dtype=float32", "--architecture=MistralForCausalLM"])
+    out = capsys.readouterr().out
+    assert line in out and out.startswith("MistralForCausalLM: 21 tensors, 138,880 bytes")
+
+
+def test_a_model_that_no_family_has_is_refused(run_dir, tmp_path):
+    broken = tmp_path / "run"
+    shutil.copytree(run_dir, broken, symlinks=True)
+    config = json.loads((broken / "config.json").read_text())
+    shutil.rmtree(broken / "checkpoints" / "0" / "meta")
+    config["model"]["attention_sinks"] = True
+    (broken / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        ValueError,
+        match="no supported architecture has all .*; LlamaForCausalLM does not have model.attention_sinks=True",
+    ):
+        hugging_face._family(broken, Config.load(broken), None)
+    with pytest.raises(ValueError, match="architecture=Other is not supported"):
+        export_run(run_dir, tmp_path / "out", architecture="Other")
+
+
+def test_a_folder_generates_as_the_run_that_was_imported_from_it(llama_folder, run_dir, capsys):
+    arguments = ["--prompt=hello", "--max_tokens=4", "--temperature=0"]
+    infer.main(["generate", f"--run={llama_folder}", *arguments])
+    first = capsys.readouterr().out
+    infer.main(["generate", f"--run={run_dir}", *arguments])
+    assert capsys.readouterr().out == first and first.startswith("hello")
+    with pytest.raises(ValueError, match="step=3: .*Hugging Face folder, which has no steps"):
+        infer.main(["generate", f"--run={llama_folder}", "--step=3", *arguments])
+
+
+def test_prompts_begin_as_the_tokenizer_of_the_folder_says(llama_folder, run_dir, tmp_path):
+    folder = changed(llama_folder, tmp_path)
+    tokenizer = tokenizers.Tokenizer.from_file(str(llama_folder / "tokenizer.json"))
+    special = [("<s>", 0), ("</s>", 1)]
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing("<s> $A </s>", None, special)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    engine = Engine.from_run(folder)
+    text = engine.tokenizer.encode("hello")
+    assert text[0] != 0 and engine.encode("hello") == [0, *text]
+    assert open_source(run_dir).is_foreign
+
+
+def test_fine_tuning_on_conversations_from_a_folder_and_back(llama_folder, tmp_path, monkeypatch):
+    from megajax.data.preprocess import main as preprocess
+
+    monkeypatch.chdir(tmp_path)
+    talk = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hello hello"}]
+    (tmp_path / "chat.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 40)
+    preprocess([
+        "--conversations", "--input", "chat.jsonl", "--output_prefix", "chat",
+        "--tokenizer", str(llama_folder / "tokenizer.json"),
+    ])  # fmt: skip
+    arguments = [
+        f"--config=hugging_face:{llama_folder}", "--run_dir=run", "--data.paths=chat", "--data.kind=conversations",
+        "--training.steps=3", "--training.sequence_length=32", "--optimizer.warmup_steps=0",
+        "--optimizer.learning_rate=1e-3", "--training.log_every_steps=1", "--training.eval_every_steps=0",
+        "--data.num_threads=0",
+    ]  # fmt: skip
+    train.main(arguments)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3] and lines[2]["loss"] < lines[0]["loss"]
+
+    export_run(tmp_path / "run", tmp_path / "out", dtype="bfloat16")
+    before, after = tensors_of(llama_folder), tensors_of(tmp_path / "out")
+    assert before.keys() == after.keys()
+    for name, array in before.items():
+        assert 0 < np.abs(after[name].astype(np.float32) - array).max() < 0.05, name
+    options = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert options["max_position_embeddings"] == 64 and options["dtype"] == "bfloat16"
+    assert options["eos_token_id"] == 1 and options["architectures"] == ["LlamaForCausalLM"]
+    tokenizer = load_saved_tokenizer(tmp_path / "out", "bytes")
+    assert load_chat_template(tokenizer).render(talk) == "<s><|user|>hello<|assistant|>hello hello</s>"
+    assert (tmp_path / "out" / "generation_config.json").read_bytes() == (
+        llama_folder / "generation_config.json"
+    ).read_bytes()
+
+    with pytest.raises(ValueError, match="start_from=.*another model .*layers.dense.mlp.down is"):
+        train.main([*arguments, "--run_dir=other", "--model.mlp_dim=64"])
+    assert not (tmp_path / "other" / "config.json").exists()
