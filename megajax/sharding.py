@@ -128,8 +128,8 @@ def activation_spec(shape: Sequence[int], axes: Sequence[str | None]) -> P:
 
 
 def rows_spec(*axes: str | None) -> P:
-    """PartitionSpec of rows that each device has by itself, those of tokens on their way to experts: [rows, *dims], the
-    rows of one device after the other, with the logical axes of the dims."""
+    """PartitionSpec of rows of tokens sent to experts: [rows, *dims], the rows of all devices concatenated, with the
+    logical axes of the other dims."""
     free = free_axes()
     parts = (ACTIVATION_AXES[axis] for axis in ("rows", *axes))
     return P(*(entry_of(tuple(name for name in names if name in free)) for names in parts))

@@ -147,7 +147,7 @@ class LayerConfig(Protocol):
 
 
 class FeedForwardConfig(Protocol):
-    """A hashable description of the half of a transformer layer that treats each token alone. `build` gives an
+    """A hashable description of the part of a transformer layer that follows the attention. `build` returns an
     nnx.Module that is called as
 
         module(x [B, T, D], generates: bool) -> (y [B, T, D], Terms)
@@ -156,11 +156,11 @@ class FeedForwardConfig(Protocol):
     """
 
     kind: str
-    """Of the layer."""
+    """Kind of the layer."""
     embed_dim: int
     modules: Mapping[str, Sequence[str]]
     down_flops: float
-    """Of the output projection, a token."""
+    """Of the output projection, per token."""
 
     def build(self, rngs: nnx.Rngs) -> nnx.Module: ...
 
@@ -174,7 +174,7 @@ class FeedForwardConfig(Protocol):
         """As LayerConfig, without the input."""
 
     def sent(self, mesh: MeshConfig, itemsize: int, passes: int) -> dict[str, float]:
-        """As LayerConfig. passes: of the layer, forward and backward."""
+        """As LayerConfig. passes: number of forward and backward passes."""
 
 
 def check_divisible(axis: str, size: int, fields: dict[str, int]) -> None:

@@ -53,19 +53,19 @@ class Linear(nnx.Module):
 
 
 class GroupedLinear(nnx.Module):
-    """Rows [R, K], sorted by group -> [R, N]: those of a group times its matrix, of [E, K, N]."""
+    """Rows [R, K], sorted by group -> [R, N]: the rows of each group times its matrix, of [E, K, N]."""
 
     def __init__(
         self, num_groups: int, num_inputs: int, num_outputs: int, axes: tuple[str, str], init_std: float, *,
         rngs: nnx.Rngs,
     ):  # fmt: skip
-        """axes: the logical axes of inputs and outputs; that of the groups is "experts"."""
+        """axes: logical axes of inputs and outputs; the groups have "experts"."""
         self.axes = axes
         init = nnx.initializers.normal(init_std)
         self.weight = weight((num_groups, num_inputs, num_outputs), ("experts", *axes), init, rngs, "matrix")
 
     def __call__(self, rows_RK: jax.Array, sizes_E: jax.Array) -> jax.Array:
-        """sizes: rows of each group, see ops/grouped_matmul.py."""
+        """sizes: rows per group (ops/grouped_matmul.py)."""
         return grouped_side_by_side(rows_RK, (self,), sizes_E)[:, 0]
 
 

@@ -56,8 +56,8 @@ class MlpConfig:
         }
 
     def sent(self, mesh: MeshConfig, itemsize: int, passes: int) -> dict[str, float]:
-        """As LayerConfig.sent: the input gathered and the result scattered. passes: of the layer, forward and
-        backward."""
+        """As LayerConfig.sent: gathering the input and scattering the result. passes: number of forward and backward
+        passes."""
         return {"tensor": passes * 2 * self.embed_dim * itemsize}
 
 

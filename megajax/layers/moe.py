@@ -1,9 +1,9 @@
-"""Mixture of experts: feed-forward networks of which each token goes through a few, that its router chooses.
+"""Mixture of experts: several feed-forward networks, of which the router chooses a few for each token.
 
-Dimensions: B batch, T sequence, D model width, F width of an expert, E experts, K experts of a token, R rows.
-y = sum over the K experts of a token of weight * down(activation(gate(x)) * up(x)), plus that of the shared experts.
-The weight multiplies the hidden state of an expert, as in Megatron: its gradient then needs no result of `down`.
-Nothing is dropped, unless the router has a capacity. parallel/expert.py brings tokens to experts and back.
+Dimensions: B batch, T sequence, D model width, F width of an expert, E experts, K experts per token, R rows.
+y = sum over the K experts of a token of weight * down(activation(gate(x)) * up(x)), plus the shared experts.
+The weight multiplies the hidden state of an expert, as in Megatron, so its gradient does not need the output of `down`.
+No token is dropped, unless the router has a capacity. parallel/expert.py sends tokens to experts and back.
 """
 
 import dataclasses
@@ -39,23 +39,23 @@ from megajax.ranges import PositiveInt
 
 @dataclasses.dataclass(frozen=True)
 class MoeConfig:
-    """The field `moe` of a model."""
+    """The section model.moe."""
 
     num_experts: PositiveInt | None = None
-    """Experts of a layer; None: every layer is dense."""
+    """Experts per layer; None: all layers are dense."""
     expert_dim: PositiveInt | None = None
     """Feed-forward width of an expert; None = that of a dense layer."""
     layers: str = "e"
-    """Which layers have experts (e) and which are dense (d), again and again: "de" every second one, "d*3e*58" the last
-    58 of 61."""
+    """Pattern of layers with experts (e) and dense layers (d), repeated over the stack: "de" is every second layer,
+    "d*3e*58" the last 58 of 61."""
     shared_dim: PositiveInt | None = None
-    """Feed-forward width of the shared experts, through which every token goes, all together; None: there are none."""
+    """Total feed-forward width of the shared experts, which process every token; None: there are none."""
     shared_gate: bool = False
-    """What they give is multiplied by the sigmoid of a product with x (Qwen2-MoE)."""
+    """Multiply the output of the shared experts by a sigmoid gate of each token (Qwen2-MoE)."""
     router: RouterConfig = RouterConfig()
 
     def has_experts(self, number: int) -> bool:
-        """Whether the layer with this number has."""
+        """Whether the layer with this number has experts."""
         if self.num_experts is None:
             return False
         letters = self._letters
@@ -67,15 +67,15 @@ class MoeConfig:
         return "".join(letter * int(count or 1) for letter, count in runs)
 
     def check(self, *, has_bias: bool) -> None:
-        """Raises ValueError for what does not fit together, and for experts with biases, which there are not."""
+        """Raises ValueError for contradictory fields, and for experts with biases, which are not supported."""
         if self.num_experts is None:
             if self != MoeConfig():
-                raise ValueError("model.moe describes experts, of which there are none; set --model.moe.num_experts")
+                raise ValueError("model.moe has other fields set, but no experts; set --model.moe.num_experts")
             return
         if not re.fullmatch(r"([de](\*[1-9]\d{0,3})?)+", self.layers):
             raise ValueError(f"model.moe.layers={self.layers!r} must be letters d and e, with counts as in d*3e*58")
         if has_bias:
-            raise ValueError("model.moe.num_experts: experts have no biases; set --model.mlp_bias=False")
+            raise ValueError("model.moe.num_experts: biases of experts are not supported; set --model.mlp_bias=False")
         if self.shared_gate and self.shared_dim is None:
             raise ValueError("model.moe.shared_gate=True needs shared experts: set --model.moe.shared_dim")
         self.router.check(self.num_experts)
@@ -95,7 +95,7 @@ class ExpertsConfig:
     context: ContextMethod
     dispatch: Dispatch
     buffer: float
-    """Room for rows that come from other devices, over an even load."""
+    """execution.expert_buffer."""
 
     kind = "moe"
     modules = {
@@ -110,7 +110,7 @@ class ExpertsConfig:
 
     @property
     def wide_dim(self) -> int:
-        """Of what the activation of an expert reads."""
+        """Of the input of an expert's activation: gate and up, or up alone."""
         return self.mlp_dim * (2 if self.activation in GATED else 1)
 
     @property
@@ -160,12 +160,13 @@ class ExpertsConfig:
         } | both
 
     def sent(self, mesh: MeshConfig, itemsize: int, passes: int) -> dict[str, float]:
-        """As LayerConfig.sent. passes: of the layer, forward and backward."""
+        """As LayerConfig.sent. passes: number of forward and backward passes."""
         message = passes * 2 * self.embed_dim * itemsize
+        num_tokens = 4096  # any number gives the same bytes per token, but for rounding
         exchange = exchange_of(
-            4096, mesh.expert, self.moe.num_experts, self.top_k, dispatch=self.dispatch, buffer=self.buffer
+            num_tokens, mesh.expert, self.moe.num_experts, self.top_k, dispatch=self.dispatch, buffer=self.buffer
         )
-        messages = mesh.expert if isinstance(exchange, AllGather) else exchange.num_rows / exchange.num_tokens
+        messages = mesh.expert if isinstance(exchange, AllGather) else exchange.num_rows / num_tokens
         shared = 1 if self.shared else 0
         return {"tensor": (self.top_k + shared) * message, "expert": messages * message}
 
@@ -190,7 +191,7 @@ class Experts(nnx.Module):
             self.shared_gate = Linear((D,), (1,), ("embed", "router"), config.init_std, rngs=rngs, role="router")
 
     def __call__(self, x_BTD: jax.Array, *, generates: bool = False) -> tuple[jax.Array, Terms]:
-        """generates: with a cache, a few tokens at a time; the router then treats each token alone."""
+        """generates: with a cache, a few tokens at a time; the router then treats each token by itself."""
         choice, terms = self.router(x_BTD, generates=generates)
         y_BTD = self._routed(x_BTD, choice, terms)
         if self.config.shared is not None:
@@ -215,11 +216,11 @@ class Experts(nnx.Module):
 
             return lax.scan(another, y_BTD, jnp.arange(1, exchange.num_rounds, dtype=jnp.int32))[0]
 
-        # Rarely needed: nothing of it is kept, and without it the gradients of the weights are added to zeros once.
+        # Rarely needed, so nothing is saved for its backward pass; if skipped, it adds zeros to the gradients once.
         return lax.cond(needed > 1, jax.checkpoint(further), lambda y_BTD, *_: y_BTD, y_BTD, x_BTD, choice)
 
     def _round(self, x_BTD, choice: Choice, exchange, turn) -> jax.Array:
-        """What the experts give for those tokens that go to them in this round."""
+        """The output of the experts for the tokens that are sent to them in this round."""
         name = self.config.activation
         plan = checkpoint_name(make_plan(choice.experts_BTK, exchange, turn), "routing")
         rows_RD, weights_R = dispatch(x_BTD, choice.weights_BTK, plan, exchange)

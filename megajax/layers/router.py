@@ -1,11 +1,11 @@
-"""Router of a mixture of experts: which experts a token goes to, with what weights, and what keeps their load even.
+"""Router of a mixture of experts: chooses the experts of each token and their weights, and balances the experts' load.
 
-Dimensions: B batch, T sequence, D model width, E experts, K experts of a token.
-Everything is float32, the weight of the router included. With z = x W the logits of a token:
+Dimensions: B batch, T sequence, D model width, E experts, K experts per token.
+All is float32, including the router's matrix. With z = x W the logits of a token:
 
-    softmax         K largest z, softmax over these K (softmax_first: over all E, the K largest of them as they are)
-    sigmoid         K largest s = sigmoid(z) + bias, their s without the bias, divided by their sum
-    sqrt_softplus   the same with s = sqrt(log(1 + exp(z)))
+    softmax         the K largest z; weights are their softmax (softmax_first: the softmax over all E, not renormalised)
+    sigmoid         the K largest sigmoid(z) + bias; weights are their sigmoid(z), divided by the sum over the K
+    sqrt_softplus   the same with sqrt(log(1 + exp(z)))
 
 The semantics are those of Megatron Core; balance losses after Fedus et al. 2021 (https://arxiv.org/abs/2101.03961),
 z-loss after Zoph et al. 2022 (https://arxiv.org/abs/2202.08906), balance by a bias after Wang et al. 2024
@@ -42,40 +42,40 @@ LOAD_ROUNDING = 1e-6  # of the mean load of a batch
 @dataclasses.dataclass(frozen=True)
 class RouterConfig:
     top_k: PositiveInt = 2
-    """Experts of a token."""
+    """Experts per token."""
     score: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
-    """What makes weights of the logits; the last two are divided by their sum over the experts of a token."""
+    """Function from logits to scores; sigmoid and sqrt_softplus are normalised over the chosen experts of a token."""
     softmax_first: bool = False
-    """Softmax over all experts before the choice, and no sum to 1 after it."""
+    """Apply the softmax to all experts before the choice, without renormalising after it."""
     scale: PositiveFloat = 1.0
-    """The weights are multiplied by it (DeepSeek-V3: 2.5)."""
+    """Factor of the weights (DeepSeek-V3: 2.5)."""
     num_groups: PositiveInt = 1
-    """Groups of neighbouring experts; a token chooses among those of its best top_groups groups."""
+    """Groups of consecutive experts; a token chooses among the experts of its best top_groups groups."""
     top_groups: PositiveInt = 1
-    """Groups of a token."""
+    """Groups per token."""
     bias_update_rate: PositiveFloat | None = None
-    """Balance without a loss: after each step the bias that the choice adds to the scores of an expert moves so far up
-    if its load was below the mean, and down if above. None: no bias."""
+    """Balance without a loss: a bias per expert, added to the scores for the choice only, changes by this much after
+    each step, up if the load was below the mean and down if above. None: no bias."""
     assignment: Literal["top_k", "sinkhorn", "balanced_benchmark"] = "top_k"
-    """The experts with the largest scores; those that Sinkhorn's algorithm gives, the same number to each; or each in
-    turn whatever the scores are, for benchmarks only."""
+    """Choose the experts with the largest scores, balance the choice with Sinkhorn's algorithm, or (for benchmarks
+    only) use the experts in turn whatever their scores are."""
     aux_loss: NonNegativeFloat = dataclasses.field(default=0.0, metadata=MAY_CHANGE)
-    """Coefficient of the balance loss over the tokens of a microbatch."""
+    """Coefficient of the balance loss over each microbatch."""
     sequence_aux_loss: NonNegativeFloat = dataclasses.field(default=0.0, metadata=MAY_CHANGE)
-    """Coefficient of the balance loss of each sequence; the same however a batch is cut into microbatches."""
+    """Coefficient of the balance loss over each sequence; does not depend on the number of microbatches."""
     global_aux_loss: NonNegativeFloat = 0.0
-    """Coefficient of the balance loss with the load of the whole batch of the step before; the same however a batch is
-    cut into microbatches."""
+    """Coefficient of the balance loss with the load over the whole batch of the previous step; does not depend on the
+    number of microbatches."""
     z_loss: NonNegativeFloat = dataclasses.field(default=0.0, metadata=MAY_CHANGE)
     """Coefficient of the mean of logsumexp(logits) squared."""
     capacity_factor: PositiveFloat | None = None
-    """An expert takes at most this many times its even share of each sequence, the rest is dropped; None: drops
-    nothing. Generation never drops."""
+    """Limit of an expert's tokens of each sequence, relative to an even share; the others are dropped. None: nothing is
+    dropped. Generation never drops."""
     drop: Literal["probability", "position"] = "probability"
-    """With a capacity: tokens with the smallest weights are dropped, or the last ones."""
+    """With a capacity: drop the tokens with the smallest weights, or the last ones."""
 
     def check(self, num_experts: int) -> None:
-        """Raises ValueError for numbers that do not fit each other."""
+        """Raises ValueError for contradictory fields."""
         name = "model.moe.router"
         if self.top_k > num_experts:
             raise ValueError(
@@ -121,7 +121,7 @@ class TowardsBalance:
 
     def __call__(self, bias_E: jax.Array, load_E: jax.Array) -> jax.Array:
         missing_E = 1.0 - load_E
-        # A mean that is 1 but for the order of its additions must not move the bias.
+        # Rounding of the mean must not move the bias of an expert with an even load.
         return bias_E + self.rate * jnp.sign(jnp.where(jnp.abs(missing_E) > LOAD_ROUNDING, missing_E, 0.0))
 
 
@@ -147,7 +147,7 @@ class Router(Linear):
             self.expert_load = variable(shape, ("router",), nnx.initializers.ones, rngs, _as_observed)
 
     def __call__(self, x_BTD: jax.Array, *, generates: bool = False) -> tuple[Choice, Terms]:
-        """generates: few tokens at a time, each of which has to go where it goes alone."""
+        """generates: with a cache; a token's experts then do not depend on other tokens."""
         config = self.config
         logits_BTE = constrain(super().__call__(x_BTD.astype(jnp.float32)), "batch", "time", None)
         logits_BTE = checkpoint_name(logits_BTE, "routing")
@@ -181,7 +181,7 @@ class Router(Linear):
 
     def _weights(self, logits_BTE, scores_BTE, experts_BTK) -> jax.Array:
         config = self.config
-        # A product with what is 0 or 1: a gather, and the scatter of its gradient, XLA would not partition everywhere.
+        # A product with zeros and ones: XLA cannot partition a gather, or the scatter in its gradient, in all places.
         chosen_BTKE = jax.nn.one_hot(experts_BTK, logits_BTE.shape[-1])
 
         def of_chosen(values_BTE):
@@ -203,7 +203,7 @@ class Router(Linear):
             shares_BTE /= jnp.sum(scores_BTE, -1, keepdims=True) + EPSILON
         auxiliary = {}
         if config.aux_loss or config.sequence_aux_loss:
-            # Of the scores alone, as if there were no bias, groups or assignment.
+            # The load without bias, groups or another assignment, as in Megatron.
             load_BE = load(_largest(shares_BTE, config.top_k), num_experts)
             shares_BE = jnp.mean(shares_BTE, 1)
         if config.aux_loss:
@@ -225,7 +225,7 @@ class Router(Linear):
         return Terms(auxiliary, metrics)
 
     def _within_capacity(self, experts_BTK, weights_BTK, num_experts: int) -> jax.Array:
-        """bool [B, T, K]: those that the experts take of each sequence."""
+        """bool [B, T, K]: whether the expert has room for the token."""
         config = self.config
         length = experts_BTK.shape[1]
         capacity = math.ceil(length * config.top_k / num_experts * config.capacity_factor)
@@ -255,7 +255,7 @@ _SCORES = {
 
 
 def load(experts_BTK: jax.Array, num_experts: int) -> jax.Array:
-    """Tokens of each sequence that each expert gets, over the mean of the experts: float32 [B, E]."""
+    """Tokens per expert of each sequence, relative to the mean over experts: float32 [B, E]."""
     counts_BE = jnp.sum(jax.nn.one_hot(experts_BTK, num_experts), (1, 2))
     return counts_BE * (num_experts / (experts_BTK.shape[1] * experts_BTK.shape[2]))
 
@@ -282,7 +282,7 @@ def sinkhorn(logits_BTE: jax.Array) -> jax.Array:
 
 
 def _largest(preferred_BTE, top_k: int, num_groups: int = 1, top_groups: int = 1) -> jax.Array:
-    """int32 [B, T, K]: the experts that each token prefers, of its best groups; of equal ones the first."""
+    """int32 [B, T, K]: the experts with the largest values, of the best groups; the first of equal ones."""
     spec = activation_spec(preferred_BTE.shape, ("batch", "time", None))
 
     def body(preferred_BTE):
@@ -308,12 +308,12 @@ def _in_turn(shape, top_k: int) -> jax.Array:
 
 @functools.cache
 def _warn_of_benchmark() -> None:
-    logger.warning("model.moe.router.assignment=balanced_benchmark: tokens go to experts in turn, whatever the router "
-                   "says; for measuring speed, not for training")  # fmt: skip
+    logger.warning("model.moe.router.assignment=balanced_benchmark: tokens go to the experts in turn and ignore the "
+                   "router; for speed measurements, not for training")  # fmt: skip
 
 
 def _first_of_each(experts_TK, keys_TK, count: int) -> jax.Array:
-    """bool [T, K]: the `count` of each expert with the smallest keys; of equal ones the earlier token."""
+    """bool [T, K]: whether a token is among the `count` of its expert with the smallest keys; ties: the earlier one."""
     experts = experts_TK.ravel()
     numbers = jnp.arange(experts.size, dtype=jnp.int32)
     sorted_experts, _, order = lax.sort((experts, keys_TK.ravel(), numbers), num_keys=2, is_stable=True)

@@ -1,15 +1,15 @@
-"""Grouped matmul: rows sorted by group, each group times a matrix of its own.
+"""Grouped matmul: rows sorted by group, times one matrix per group.
 
 Dimensions: R rows, K contracted width, N result width, E groups (the experts of a device).
-Rows lie one group after the other, with `sizes` of each; rows behind the last group belong to none and give zeros.
+Rows are sorted by group, and `sizes` says how many each group has; rows after the last group give zeros.
 
-A device has rows of its own (parallel/expert.py) and the matrices of its experts. `tensor` splits the width of the rows
-outside the experts ("embed") and the one inside ("mlp"): the first is gathered before a product that contracts it, and
-scattered where a product makes it, as sums over `tensor`. Matrices are gathered over the axes that share the weights.
+Each device has its own rows (parallel/expert.py) and the matrices of its experts. `tensor` splits the width of rows,
+both outside the experts ("embed") and inside ("mlp"): "embed" is gathered before a product that contracts it, and a
+product that results in "embed" is reduce-scattered. Matrices are gathered over the axes that share the weights.
 
-Without a kernel the products go block by block over the rows: a tile is a block of rows times the matrix of one group
-that has rows in it, at most R / block + E of them. The loop ends with the last row of a group, so that room for rows
-that did not come costs nothing. On a GPU `lax.ragged_dot` would multiply every row with every matrix.
+Without a kernel, products are computed tile by tile: a tile is a block of rows times the matrix of one group that has
+rows in it; there are at most R / block + E. The loop ends at the last row of the last group, so empty rows at the end
+cost nothing. On a GPU `lax.ragged_dot` would multiply every row with every matrix.
 """
 
 import functools
@@ -32,7 +32,7 @@ MIN_BLOCK, MAX_BLOCK = 16, 512  # rows of a tile
 
 
 def reference(rows_RK: jax.Array, matrices_EKN: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    """-> [R, N] in the dtype of the rows; the truth, on one device."""
+    """-> [R, N] in the dtype of the rows; the definition, on one device."""
     return lax.ragged_dot(rows_RK, matrices_EKN.astype(rows_RK.dtype), sizes_E, precision=dot_precision(rows_RK.dtype))
 
 
@@ -44,11 +44,11 @@ def grouped_matmul(
     Args:
         rows_RK: laid out by `rows_spec` with the first of `axes`; the result has the second.
         weights: [E, K, N] each, of the same shape, with the axes ("experts", *axes).
-        sizes_E: int32, of the groups of each device, one device after the other.
+        sizes_E: int32, rows per group, concatenated over devices.
         axes: ("embed", "mlp"), or ("mlp", "embed") and one weight.
 
-    Computes in the dtype of the rows and accumulates in float32, as ops/matmul.py does; the gradient of a weight leaves
-    in the same dtype, unless it is a Float32Gradient.
+    Computes in the dtype of the rows and accumulates in float32, as ops/matmul.py does; the gradient of a weight is
+    summed over devices in the same dtype, unless the weight is a Float32Gradient.
     """
     is_wide = isinstance(weights[0], Float32Gradient)
     arrays = tuple(w.array if is_wide else w for w in weights)
@@ -59,8 +59,8 @@ def grouped_matmul(
 
 @functools.cache
 def _log_choice(platform: str) -> None:
-    slow = ", which is slow: there is no kernel yet" if platform != "cpu" else ""
-    logger.info("grouped matmul of the experts: XLA, block by block%s", slow)
+    slow = ", which is slow: there is no GPU kernel yet" if platform != "cpu" else ""
+    logger.info("grouped matmul: XLA, a loop over tiles%s", slow)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -69,7 +69,7 @@ def _grouped_matmul(rows_RK, weights, sizes_E, options):
 
 
 def _specs(axes, num_weights):
-    """-> those of (rows, weights, sizes), and of the result."""
+    """-> specs of (rows, weights, sizes), spec of the result."""
     weight = local_weight_spec(("experts", *axes), free_axes())
     given = (rows_spec(axes[0]), (weight,) * num_weights, rows_spec())
     return given, rows_spec(None, axes[1])
@@ -117,14 +117,14 @@ def _split(rows, axis: str):
 
 
 def _gathered(weights, dtype, axes):
-    """The weights side by side, as a device computes with them: [E, K, N], N of all weights."""
+    """The gathered weights side by side: [E, K, N], with N of all weights together."""
     joined = jnp.stack([w.astype(dtype) for w in weights], 2)
     whole = lax.all_gather(joined, SHARING_AXES, axis=1 if axes[0] == "embed" else 3, tiled=True)
     return whole.reshape(*whole.shape[:2], -1)
 
 
 def _reduced(d_matrices_EKN, weights, axes):
-    """The gradient of each weight, summed over the devices that hold it."""
+    """The gradient of each weight, summed over devices and laid out like the weight."""
     d = d_matrices_EKN.reshape(*d_matrices_EKN.shape[:2], len(weights), -1)
     d = lax.psum_scatter(d, SHARING_AXES, scatter_dimension=1 if axes[0] == "embed" else 3, tiled=True)
     held = (*WEIGHT_AXES["experts"], *SHARING_AXES)
@@ -136,7 +136,7 @@ def _reduced(d_matrices_EKN, weights, axes):
 
 
 def matmul(rows_RK: jax.Array, matrices_EKN: jax.Array, sizes_E: jax.Array, *, transposed: bool = False) -> jax.Array:
-    """reference, without its cost. transposed: rows [R, N] times the transposes, -> [R, K]."""
+    """As reference. transposed: rows [R, N] times the transposed matrices -> [R, K]."""
     tiles = _Tiles(rows_RK.shape[0], sizes_E)
     contracted = 1 if transposed else 0
     width = matrices_EKN.shape[1 if transposed else 2]
@@ -155,7 +155,7 @@ def matmul(rows_RK: jax.Array, matrices_EKN: jax.Array, sizes_E: jax.Array, *, t
 
 
 def weight_gradient(rows_RK: jax.Array, d_out_RN: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    """Of each matrix: the sum over its rows of row times gradient, float32 [E, K, N]."""
+    """Gradient of the matrices: float32 [E, K, N]."""
     tiles = _Tiles(rows_RK.shape[0], sizes_E)
 
     def step(number, sums_EKN):
@@ -172,7 +172,7 @@ def weight_gradient(rows_RK: jax.Array, d_out_RN: jax.Array, sizes_E: jax.Array)
 
 
 class _Tiles:
-    """Blocks of rows, each once for every group that has rows in it, in the order of the rows."""
+    """Pairs of a block of rows and a group that has rows in it, in the order of the rows."""
 
     def __init__(self, num_rows: int, sizes_E: jax.Array):
         num_groups = sizes_E.shape[0]
@@ -186,7 +186,7 @@ class _Tiles:
         self.first_tile_E = self.last_tile_E - jnp.where(sizes_E > 0, blocks_E, 0)
 
     def tile(self, number):
-        """-> (block, group, bool [block, 1]: which rows of the block are of the group)."""
+        """-> (block, group, bool [block, 1]: whether each row of the block belongs to the group)."""
         group = jnp.searchsorted(self.last_tile_E, number, side="right")
         block = self.starts_E[group] // self.block + number - self.first_tile_E[group]
         places_B = block * self.block + jnp.arange(self.block, dtype=jnp.int32)
@@ -201,6 +201,6 @@ class _Tiles:
         return jnp.pad(rows, ((0, missing), (0, 0))) if missing else rows
 
     def loop(self, step, start, *operands):
-        """fori_loop over the tiles. operands: what the steps read, which may differ between devices."""
+        """fori_loop over the tiles. operands: arrays that the steps read, which may vary over mesh axes."""
         axes = frozenset().union(*(compat.varying_axes(a) for a in (*operands, self.ends_E)))
         return lax.fori_loop(0, self.last_tile_E[-1], step, compat.vary(start, axes))

@@ -1,15 +1,16 @@
-"""Tokens on their way to experts and back: a device of `expert` has some of the experts, and other devices the tokens.
+"""Expert parallelism: sends tokens to the devices that hold their experts, and brings results back.
 
-Dimensions: B batch, T sequence, D model width, E experts, K experts of a token. Of a device: n tokens, m = n K choices
-of an expert, R rows, those of its experts, sorted by expert. P devices of `expert`, C rows for each in a round.
+Dimensions: B batch, T sequence, D model width, E experts, K experts per token, P devices along `expert`. Per device:
+n tokens, m = n K choices of an expert, R rows (tokens sent to its experts, sorted by expert), C rows per destination in
+one round.
 
-    all_gather   every device gets the tokens of all P and takes those that are for its experts: room for the most that
-                 can come, P n min(K, E / P) rows. With one device of `expert` this is sorting, and nothing moves.
-    all_to_all   only what is for a device travels there, in buffers of a fixed size: room for `buffer` times an even
-                 load. What does not fit goes in further rounds, as many as the fullest needs; nothing is dropped.
+    all_gather   every device gathers the tokens of all P and selects those for its experts. The buffer holds the most
+                 that can arrive, P n min(K, E / P) rows. With P = 1 this only sorts tokens, and nothing is sent.
+    all_to_all   tokens are sent only where they are needed, in buffers of a static size, `buffer` times an even load.
+                 Tokens that do not fit are sent in further rounds, as many as any device needs; nothing is dropped.
 
-`dispatch` is linear in what it moves and `combine` is its transpose, so that each is the derivative of the other. Where
-tokens go is in a plan, of integers. `tensor` splits the width of what travels (ops/grouped_matmul.py).
+`dispatch` is linear in the tokens and `combine` is its transpose, so each is the derivative of the other. A plan of
+integers says which token goes where. `tensor` splits the width of the rows (ops/grouped_matmul.py).
 """
 
 import dataclasses
@@ -34,18 +35,18 @@ Dispatch = Literal["auto", "all_to_all", "all_gather"]
 
 
 class Plan(NamedTuple):
-    """Of one round; int32, those of each device one after the other."""
+    """Of one round; int32, concatenated over devices."""
 
     sizes: jax.Array
     """Rows of each expert."""
     sent: jax.Array
-    """Of each place of what a device sends: which choice, m for none. Empty where everything is sent."""
+    """Choice in each slot of the send buffer; m: the slot is empty. Not used by all_gather."""
     sorted: jax.Array
-    """Of each row: its place in what arrived, beyond the end for none."""
+    """Index of each row in what was received; out of range: the row is empty."""
     unsorted: jax.Array
-    """The inverse: of each place in what arrived, its row. Empty where everything is sent."""
+    """Its inverse. Not used by all_gather."""
     home: jax.Array
-    """Of each choice: its place in what comes back, beyond the end for none."""
+    """Index of each choice in what is returned; out of range: it was not sent in this round."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +94,7 @@ class AllToAll:
     top_k: int
     num_tokens: int
     room: int
-    """C: rows that a device sends to each other in a round."""
+    """C."""
 
     @property
     def local_experts(self) -> int:
@@ -105,11 +106,11 @@ class AllToAll:
 
     @property
     def num_rounds(self) -> int:
-        """Enough for all choices of a device to go to one other."""
+        """Enough for a device whose choices all go to one other device."""
         return math.ceil(self.num_tokens * min(self.top_k, self.local_experts) / self.room)
 
     def rounds_needed(self, experts_nK: jax.Array) -> jax.Array:
-        """int32: for what this device sends."""
+        """int32: by this device."""
         to_rank = _counts(experts_nK.ravel(), self.num_experts).reshape(self.num_ranks, -1).sum(1)
         return -(-jnp.max(to_rank) // self.room)
 
@@ -145,8 +146,8 @@ Exchange = AllGather | AllToAll
 
 
 def choose_exchange(shape_BT: tuple[int, int], num_experts: int, top_k: int, dispatch: Dispatch, buffer: float):
-    """What moves tokens [B, T] on the current mesh. auto: all_gather where it needs no more room than all_to_all, which
-    then sends more too."""
+    """The exchange for tokens [B, T] on the current mesh. auto: all_gather where its buffer is no larger than that of
+    all_to_all, which then also sends more."""
     sizes = free_axes()
     parts = math.prod(sizes[axis] for entry in activation_spec(shape_BT, ("batch", "time")) for axis in axes_of(entry))
     given = dict(num_ranks=axis_size(AXIS), num_experts=num_experts, top_k=top_k)
@@ -156,7 +157,7 @@ def choose_exchange(shape_BT: tuple[int, int], num_experts: int, top_k: int, dis
 def exchange_of(
     num_tokens: int, num_ranks: int, num_experts: int, top_k: int, dispatch: Dispatch, buffer: float
 ) -> Exchange:
-    """As choose_exchange, for so many tokens of a device."""
+    """As choose_exchange, for this many tokens per device."""
     given = dict(num_ranks=num_ranks, num_experts=num_experts, top_k=top_k, num_tokens=num_tokens)
     gathered = AllGather(**given)
     even = num_tokens * top_k / num_ranks
@@ -173,18 +174,18 @@ def exchange_of(
 def log_exchange(exchange: Exchange) -> None:
     if exchange.num_ranks == 1:
         return
-    name = "all_gather" if isinstance(exchange, AllGather) else f"all_to_all, in up to {exchange.num_rounds} rounds"
-    logger.info("tokens to the experts of %d devices: %s; %d tokens of a device, room for %d rows", exchange.num_ranks,
-                name, exchange.num_tokens, exchange.num_rows)  # fmt: skip
+    name = "all_gather" if isinstance(exchange, AllGather) else f"all_to_all in up to {exchange.num_rounds} rounds"
+    logger.info("dispatch to experts on %d devices: %s; %d tokens and a buffer of %d rows per device",
+                exchange.num_ranks, name, exchange.num_tokens, exchange.num_rows)  # fmt: skip
 
 
 # ----------------------------------------------------------------------------- on all devices
 
 
 def make_plan(experts_BTK: jax.Array, exchange: Exchange, turn=0) -> Plan:
-    """Of round `turn` (an int or int32 scalar), for tokens with these experts; E: the choice goes nowhere.
+    """The plan of round `turn` (an int or int32 scalar). An expert number of E means: not sent.
 
-    Of devices that have the same tokens, few as they are, one sends them.
+    Where several devices hold the same tokens (a batch too small to split), one of them sends them.
     """
     spec = activation_spec(experts_BTK.shape, ("batch", "time", None))
     same = _same_tokens(spec)
@@ -198,7 +199,7 @@ def make_plan(experts_BTK: jax.Array, exchange: Exchange, turn=0) -> Plan:
 
 
 def rounds_needed(experts_BTK: jax.Array, exchange: AllToAll) -> jax.Array:
-    """int32 scalar, the same on every device: all take part in each round."""
+    """int32 scalar, the same on every device, since all take part in every round."""
     spec = activation_spec(experts_BTK.shape, ("batch", "time", None))
 
     def body(experts_BTK):
@@ -210,12 +211,12 @@ def rounds_needed(experts_BTK: jax.Array, exchange: AllToAll) -> jax.Array:
 
 
 def dispatch(x_BTD: jax.Array, weights_BTK: jax.Array, plan: Plan, exchange: Exchange) -> tuple[jax.Array, jax.Array]:
-    """-> (rows [R, D] of x's dtype, their weights [R]); zeros where no token came."""
+    """-> (rows [R, D] in x's dtype, their weights [R]); empty rows are zero."""
     return _dispatch(x_BTD, weights_BTK, plan, exchange)
 
 
 def combine(rows_RD: jax.Array, plan: Plan, exchange: Exchange, shape_BT: tuple[int, int]) -> jax.Array:
-    """The sum over the rows of each token -> [B, T, D], added in float32; laid out as batch, time, embed."""
+    """The sum over the rows of each token, in float32 -> [B, T, D] in their dtype; laid out as batch, time, embed."""
     return _combine(rows_RD, plan, exchange, shape_BT)
 
 
@@ -283,8 +284,8 @@ def _token_specs(shape_BT, width: int) -> tuple[P, P]:
 
 
 def _as_tokens(values, shape_BT, spec):
-    """Values of a device's tokens [n, ...] or choices -> [B, T, ...] of the device. Those that make_plan let send
-    nothing get what came to the one that did."""
+    """Values of a device's tokens [n, ...] or choices -> its part of [B, T, ...]. Devices with the same tokens, of
+    which make_plan let one send, all get its result."""
     batch, time, _ = (math.prod(lax.axis_size(axis) for axis in axes_of(entry)) for entry in spec)
     values = values.reshape(shape_BT[0] // batch, shape_BT[1] // time, -1)
     same = _same_tokens(spec)
@@ -292,7 +293,7 @@ def _as_tokens(values, shape_BT, spec):
 
 
 def _same_tokens(spec: P) -> tuple[str, ...]:
-    """The axes over which tokens that are laid out so are the same."""
+    """The axes along which devices hold the same tokens."""
     split_over = [axis for entry in spec for axis in axes_of(entry)]
     return tuple(axis for axis in ACTIVATION_AXES["rows"] if axis not in split_over)
 
@@ -306,18 +307,18 @@ def _counts(numbers, length: int):
 
 
 def _inverse(places, length: int):
-    """int32 [length]: where in `places` each number stands, len(places) for one that does not."""
+    """int32 [length]: the index in `places` of each number; len(places) for one that is not there."""
     numbers = jnp.arange(places.shape[0], dtype=jnp.int32)
     return jnp.full((length,), places.shape[0], jnp.int32).at[places].set(numbers, mode="drop")
 
 
 def _taken(values, places):
-    """values[places], 0 for places beyond the end."""
+    """values[places]; 0 where out of range."""
     return values.at[places].get(mode="fill", fill_value=0)
 
 
 def _summed(values, places, group: int):
-    """_taken, of which each `group` is added up in float32."""
+    """_taken, then sums over groups of this many consecutive values, in float32."""
     taken = _taken(values, places)
     if group == 1:
         return taken

@@ -173,7 +173,7 @@ def test_the_pattern_says_which_layers_have_experts(layers, wanted):
 
 
 @pytest.mark.parametrize("moe, message", [
-    (MoeConfig(shared_dim=4), "there are none; set --model.moe.num_experts"),
+    (MoeConfig(shared_dim=4), "but no experts; set --model.moe.num_experts"),
     (MoeConfig(8, layers="x"), "model.moe.layers='x' must be letters d and e"),
     (MoeConfig(8, layers="d*0e"), "model.moe.layers"),
     (MoeConfig(8, shared_gate=True), "set --model.moe.shared_dim"),

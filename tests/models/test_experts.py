@@ -141,7 +141,7 @@ def test_a_coefficient_may_change_at_a_resume_and_the_number_of_experts_not(trai
 @pytest.mark.parametrize("change, message", [
     (["--mesh.expert=8"], "model.moe.num_experts=4 is not divisible by mesh.expert=8; use --mesh.expert=4"),
     (["--model.moe.expert_dim=9", "--mesh.tensor=2"], "model.moe.expert_dim=9 is not divisible by mesh.tensor=2"),
-    (["--model.bias=True"], "model.moe.num_experts: experts have no biases"),
+    (["--model.bias=True"], "model.moe.num_experts: biases of experts are not supported"),
     (["--model.moe.router.top_k=5"], "model.moe.router.top_k=5 is more than model.moe.num_experts=4"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused(change, message, tmp_path):
