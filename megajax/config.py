@@ -191,10 +191,16 @@ def incompatibilities(old: Config, new: Config) -> list[str]:
     return lines + [line for line in differences(old, new) if line.startswith(tuple(fixed))]
 
 
-def _fixed(model: ModelConfig) -> ModelConfig:
-    """The config with the fields that may change on resume set to their defaults."""
-    changing = [field for field in dataclasses.fields(model) if field.metadata.get("may_change")]
-    return dataclasses.replace(model, **{field.name: field.default for field in changing})
+def _fixed(model: Any) -> Any:
+    """The config, and the configs in it, with the fields that may change on resume set to their defaults."""
+    changed = {}
+    for field in dataclasses.fields(model):
+        value = getattr(model, field.name)
+        if field.metadata.get("may_change"):
+            changed[field.name] = field.default
+        elif dataclasses.is_dataclass(value):
+            changed[field.name] = _fixed(value)
+    return dataclasses.replace(model, **changed)
 
 
 def differences(old: Any, new: Any, prefix: str = "") -> list[str]:

@@ -15,6 +15,10 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
+# Metadata of a field of a model whose value may change when a run resumes, because it does not affect the meaning of
+# the weights.
+MAY_CHANGE = {"may_change": True}
+
 MAX_INT32 = 2**31 - 1
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 

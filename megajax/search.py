@@ -192,22 +192,26 @@ def _why_nothing_fits(config: Config, found: Found, device: Device) -> str:
 
 
 def _meshes(config: Config, num_devices: int) -> Iterator[MeshConfig]:
-    """All splits in powers of two and what is left of them; no expert axis, and the default schedule and layout."""
+    """All splits in powers of two and what is left of them, over `expert` only where there are experts to split; the
+    default schedule and layout."""
     num_layers = config.model.num_layers_in_all
     longest = max(config.training.sequence_length // MIN_CONTEXT_TOKENS, 1)
 
     def sizes(most: int) -> list[int]:
         return [2**n for n in range(most.bit_length()) if 2**n <= most and num_devices % 2**n == 0]
 
-    for tensor, pipeline, context in itertools.product(sizes(GPUS_PER_HOST), sizes(num_layers), sizes(longest)):
-        rest, left = divmod(num_devices, tensor * pipeline * context)
+    plain = dataclasses.replace(config, mesh=MeshConfig())
+    num_experts = max((p.num_experts for p in plain.make_model().parameters), default=1)
+    axes = (sizes(GPUS_PER_HOST), sizes(num_layers), sizes(longest), sizes(num_experts))
+    for tensor, pipeline, context, expert in itertools.product(*axes):
+        rest, left = divmod(num_devices, tensor * pipeline * context * expert)
         if left or rest == 0:
             continue
         for fsdp in [size for size in range(1, rest + 1) if rest % size == 0]:
             chunks = [n for n in CHUNKS if n == 1 or num_layers % (pipeline * n) == 0]
             for virtual_stages in chunks if pipeline > 1 else (1,):
                 yield MeshConfig(
-                    data=rest // fsdp, fsdp=fsdp, tensor=tensor, pipeline=pipeline, context=context,
+                    data=rest // fsdp, fsdp=fsdp, tensor=tensor, pipeline=pipeline, context=context, expert=expert,
                     virtual_stages=virtual_stages,
                 )  # fmt: skip
 

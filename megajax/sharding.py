@@ -32,6 +32,7 @@ WEIGHT_AXES: dict[str | None, tuple[str, ...]] = {
     "positions": ("pipeline", "tensor"),
     "head_dim": (),
     "norm": (),
+    "router": (),  # one entry an expert
 }
 
 ACTIVATION_AXES: dict[str | None, tuple[str, ...]] = {
@@ -42,6 +43,8 @@ ACTIVATION_AXES: dict[str | None, tuple[str, ...]] = {
     "kv_heads": HEAD_AXES,
     "mlp": ("tensor",),
     "vocab": ("pipeline", "tensor"),
+    "rows": (*BATCH_AXES, *TIME_AXES),  # of tokens, sorted by expert
+    "embed": ("tensor",),  # of these rows only
     None: (),
 }
 
@@ -122,6 +125,14 @@ def activation_spec(shape: Sequence[int], axes: Sequence[str | None]) -> P:
                 kept += (name,)
         spec.append(entry_of(kept))
     return P(*spec)
+
+
+def rows_spec(*axes: str | None) -> P:
+    """PartitionSpec of rows of tokens sent to experts: [rows, *dims], the rows of all devices concatenated, with the
+    logical axes of the other dims."""
+    free = free_axes()
+    parts = (ACTIVATION_AXES[axis] for axis in ("rows", *axes))
+    return P(*(entry_of(tuple(name for name in names if name in free)) for names in parts))
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:

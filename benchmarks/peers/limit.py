@@ -60,6 +60,10 @@ def work(config: Config) -> tuple[list[Gemm], AttentionShape]:
     training = config.training
     if mesh.context > 1:
         raise ValueError(f"mesh.context={mesh.context}: the limit of split sequences is unknown; use --peers=torch")
+    if model.moe.num_experts is not None:
+        raise ValueError(
+            f"model.moe.num_experts={model.moe.num_experts}: the limit of experts is unknown; leave it out"
+        )
     batch = training.global_batch_size // mesh.batch_shards
     length = training.sequence_length
     heads = model.num_heads // mesh.tensor

@@ -65,6 +65,8 @@ class Flops(NamedTuple):
     """Between tokens (attention, a scan), as if every token saw every other: PaLM's and most tables' convention."""
     mixing_causal: float = 0.0
     """The same, counting only what a token sees: Megatron Core's current convention."""
+    routed: float = 0.0
+    """Of the matmuls those of experts that a router chooses: devices may have uneven shares of them."""
 
     def __add__(self, other: "Flops") -> "Flops":
         return Flops(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
@@ -96,7 +98,7 @@ class Terms(NamedTuple):
     auxiliary: dict[str, jax.Array] = {}
     """Terms of the loss, float32 scalars: summed over layers, mean over microbatches (a router's load balance)."""
     metrics: dict[str, jax.Array] = {}
-    """Never part of the loss, float32 scalars: mean over the layers that have them and over microbatches."""
+    """Never part of the loss, float32 scalars or vectors: mean over the layers that have them and over microbatches."""
 
 
 class Cache(Protocol):
@@ -142,6 +144,37 @@ class LayerConfig(Protocol):
 
     def new_cache(self, length: int) -> Any:
         """An empty Cache with room for `length` tokens a row."""
+
+
+class FeedForwardConfig(Protocol):
+    """A hashable description of the part of a transformer layer that follows the attention. `build` returns an
+    nnx.Module that is called as
+
+        module(x [B, T, D], generates: bool) -> (y [B, T, D], Terms)
+
+    generates: with a cache, a few tokens at a time.
+    """
+
+    kind: str
+    """Kind of the layer."""
+    embed_dim: int
+    modules: Mapping[str, Sequence[str]]
+    down_flops: float
+    """Of the output projection, per token."""
+
+    def build(self, rngs: nnx.Rngs) -> nnx.Module: ...
+
+    def check(self, mesh: MeshConfig) -> None:
+        """As LayerConfig."""
+
+    def flops(self) -> Flops:
+        """As LayerConfig."""
+
+    def activations(self) -> dict[str, Activation]:
+        """As LayerConfig, without the input."""
+
+    def sent(self, mesh: MeshConfig, itemsize: int, passes: int) -> dict[str, float]:
+        """As LayerConfig. passes: number of forward and backward passes."""
 
 
 def check_divisible(axis: str, size: int, fields: dict[str, int]) -> None:

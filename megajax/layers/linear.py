@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from megajax.ops import matmul as ops
+from megajax.ops.grouped_matmul import grouped_matmul
 from megajax.parameters import Role, weight
 
 
@@ -49,6 +50,28 @@ class Linear(nnx.Module):
     def add_bias(self, y: jax.Array) -> jax.Array:
         """y [..., *N], a product with the weight, plus the bias; y itself without one."""
         return ops.add_bias(y, self.bias[...]) if hasattr(self, "bias") else y
+
+
+class GroupedLinear(nnx.Module):
+    """Rows [R, K], sorted by group -> [R, N]: the rows of each group times its matrix, of [E, K, N]."""
+
+    def __init__(
+        self, num_groups: int, num_inputs: int, num_outputs: int, axes: tuple[str, str], init_std: float, *,
+        rngs: nnx.Rngs,
+    ):  # fmt: skip
+        """axes: logical axes of inputs and outputs; the groups have "experts"."""
+        self.axes = axes
+        init = nnx.initializers.normal(init_std)
+        self.weight = weight((num_groups, num_inputs, num_outputs), ("experts", *axes), init, rngs, "matrix")
+
+    def __call__(self, rows_RK: jax.Array, sizes_E: jax.Array) -> jax.Array:
+        """sizes: rows per group (ops/grouped_matmul.py)."""
+        return grouped_side_by_side(rows_RK, (self,), sizes_E)[:, 0]
+
+
+def grouped_side_by_side(rows_RK: jax.Array, linears: Sequence[GroupedLinear], sizes_E: jax.Array) -> jax.Array:
+    """The products of the rows with several GroupedLinears [R, len(linears), N], computed as one."""
+    return grouped_matmul(rows_RK, [linear.weight[...] for linear in linears], sizes_E, linears[0].axes)
 
 
 def side_by_side(x: jax.Array, linears: Sequence[Linear], shape: Sequence[int], axis: int) -> jax.Array:

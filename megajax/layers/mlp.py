@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.layers.layer import Activation, Flops, check_divisible
+from megajax.layers.layer import Activation, Flops, Terms, check_divisible
 from megajax.layers.linear import Linear, add_stacked_biases, side_by_side
 from megajax.mesh import MeshConfig
 from megajax.ops import activation as nonlinearity
@@ -27,6 +27,9 @@ class MlpConfig:
     init_std: float
     out_init_std: float
 
+    kind = "dense"
+    modules = {"activation": ("mlp_hidden",), "mlp": ("mlp_wide", "mlp_hidden")}
+
     @property
     def wide_dim(self) -> int:
         """Of what the activation reads: gate and up, or up alone."""
@@ -36,6 +39,9 @@ class MlpConfig:
     def down_flops(self) -> float:
         """Of the output projection, a token."""
         return 2 * self.embed_dim * self.mlp_dim
+
+    def build(self, rngs: nnx.Rngs) -> "Mlp":
+        return Mlp(self, rngs=rngs)
 
     def check(self, mesh: MeshConfig) -> None:
         check_divisible("tensor", mesh.tensor, {"mlp_dim": self.mlp_dim})
@@ -49,9 +55,14 @@ class MlpConfig:
             "mlp_hidden": Activation(self.mlp_dim),
         }
 
+    def sent(self, mesh: MeshConfig, itemsize: int, passes: int) -> dict[str, float]:
+        """As LayerConfig.sent: gathering the input and scattering the result. passes: number of forward and backward
+        passes."""
+        return {"tensor": passes * 2 * self.embed_dim * itemsize}
+
 
 class Mlp(nnx.Module):
-    """x [B, T, D] -> down(activation(gate(x)) * up(x)) if gated, else down(activation(up(x)))."""
+    """x [B, T, D] -> (down(activation(gate(x)) * up(x)) if gated, else down(activation(up(x))), no Terms)."""
 
     def __init__(self, config: MlpConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -65,13 +76,13 @@ class Mlp(nnx.Module):
             for linear in (*self._wide(), self.down):
                 linear.add_bias_parameter(rngs)
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, *, generates: bool = False) -> tuple[jax.Array, Terms]:
         config = self.config
         wide = self._wide()
         joined_BTWF = side_by_side(x_BTD, wide, (config.embed_dim, 1, config.mlp_dim), axis=1)
         wide_BTWF = add_stacked_biases(constrain(joined_BTWF, "batch", "time", None, "mlp"), wide)
         hidden_BTF = activate(checkpoint_name(wide_BTWF, "mlp_wide"), config.activation)
-        return self.down(checkpoint_name(hidden_BTF, "mlp_hidden"))
+        return self.down(checkpoint_name(hidden_BTF, "mlp_hidden")), Terms()
 
     def _wide(self) -> tuple[Linear, ...]:
         return (self.gate, self.up) if self.config.activation in GATED else (self.up,)

@@ -1,7 +1,8 @@
 """The transformer layer: attention and MLP, each added to the residual stream, one after the other or side by side."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import jax
@@ -12,8 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax.layers.attention import Attention, AttentionConfig
 from megajax.layers.dropout import DropoutKey, dropout
 from megajax.layers.kv_cache import EmptyCache
-from megajax.layers.layer import Activation, Flops, Saved, Terms
-from megajax.layers.mlp import Mlp, MlpConfig
+from megajax.layers.layer import Activation, FeedForwardConfig, Flops, Saved
 from megajax.layers.norm import Norm, NormConfig
 from megajax.mesh import MeshConfig
 from megajax.parallel.context import current_order
@@ -22,14 +22,13 @@ from megajax.sharding import constrain
 NormPlacement = Literal["pre", "post", "sandwich"]
 ParallelResidual = Literal["none", "one_norm", "two_norms"]
 
-# Modules that the backward pass can compute again, and which of the activations need not be kept then.
+# Modules that the backward pass can compute again, and which of the activations need not be kept then; beside those of
+# the feed-forward half.
 MODULES = {
     "norm": ("normed",),
     "qkv": ("qkv",),
     "core_attention": ("attention_out",),
     "attention": ("qkv", "attention_out"),
-    "activation": ("mlp_hidden",),
-    "mlp": ("mlp_wide", "mlp_hidden"),
 }
 
 
@@ -43,7 +42,7 @@ def _with_attention(saved: Saved) -> Saved:
 @dataclasses.dataclass(frozen=True)
 class TransformerLayerConfig:
     attention: AttentionConfig
-    mlp: MlpConfig
+    mlp: FeedForwardConfig
     norm: NormConfig
     norm_placement: NormPlacement
     parallel_residual: ParallelResidual
@@ -51,8 +50,13 @@ class TransformerLayerConfig:
     dropout: float
     saved: Saved | None = None
 
-    kind = "dense"
-    modules = MODULES
+    @property
+    def kind(self) -> str:
+        return self.mlp.kind
+
+    @property
+    def modules(self) -> Mapping[str, Sequence[str]]:
+        return MODULES | self.mlp.modules
 
     @property
     def embed_dim(self) -> int:
@@ -80,7 +84,7 @@ class TransformerLayerConfig:
         self, recompute: Literal["none", "selective", "full"], recomputed: Sequence[str], offload: Sequence[str]
     ) -> "TransformerLayerConfig":
         """The same layer with what Saved.choose says."""
-        saved = Saved.choose(recompute, recomputed, offload, self._activation_names, MODULES)
+        saved = Saved.choose(recompute, recomputed, offload, self._activation_names, self.modules)
         return dataclasses.replace(self, saved=saved and _with_attention(saved))
 
     def saving_by_name(self) -> "TransformerLayerConfig":
@@ -116,7 +120,9 @@ class TransformerLayerConfig:
         # Each half gathers its input over `tensor` and scatters its result, forward and backward; a forward pass that
         # is done again does so again.
         passes = 2 if self.saved is None or {"qkv", "mlp_wide"} & set(self.saved.kept) else 3
-        return {"tensor": 4 * passes * self.embed_dim * itemsize, "context": self.attention.sent(mesh, itemsize)}
+        sent = Counter(self.mlp.sent(mesh, itemsize, passes))
+        sent.update(tensor=2 * passes * self.embed_dim * itemsize, context=self.attention.sent(mesh, itemsize))
+        return dict(sent)
 
     def new_cache(self, length: int) -> EmptyCache:
         return EmptyCache(length)
@@ -142,7 +148,7 @@ class TransformerLayer(nnx.Module):
         self.attention = Attention(config.attention, rngs=rngs)
         self.attention_post_norm = norm_if(config.norms_output)
         self.mlp_norm = norm_if(config.has_mlp_norm)
-        self.mlp = Mlp(config.mlp, rngs=rngs)
+        self.mlp = config.mlp.build(rngs)
         self.mlp_post_norm = norm_if(config.norms_output)
 
     def __call__(self, x_BTD: jax.Array, inputs: dict, cache, key: DropoutKey | None):
@@ -151,7 +157,8 @@ class TransformerLayer(nnx.Module):
         y_BTD, cache = self.attention(read_BTD, inputs, cache, keys[0])
         y_BTD = self._given(self.attention_post_norm, y_BTD, keys[1])
         x_BTD, read_BTD = self._read(self.mlp_norm, "residual_mid", x_BTD, y_BTD)
-        return x_BTD + self._given(self.mlp_post_norm, self.mlp(read_BTD), keys[2]), cache, Terms()
+        y_BTD, terms = self.mlp(read_BTD, generates=cache is not None)
+        return x_BTD + self._given(self.mlp_post_norm, y_BTD, keys[2]), cache, terms
 
     def _read(self, norm: Norm | None, name: str, x_BTD: jax.Array, y_BTD: jax.Array | None = None):
         """(x + y under this name, what attention or MLP reads of it)."""
@@ -188,4 +195,5 @@ class ParallelTransformerLayer(TransformerLayer):
         if self.mlp_norm is not None:
             x_BTD, read_BTD = self._read(self.mlp_norm, "residual", x_BTD)
         y_BTD = self._given(self.attention_post_norm, y_BTD, keys[1])
-        return x_BTD + y_BTD + self._given(self.mlp_post_norm, self.mlp(read_BTD), keys[2]), cache, Terms()
+        z_BTD, terms = self.mlp(read_BTD, generates=cache is not None)
+        return x_BTD + y_BTD + self._given(self.mlp_post_norm, z_BTD, keys[2]), cache, terms

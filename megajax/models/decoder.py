@@ -14,15 +14,16 @@ from flax import nnx
 from megajax.layers.attention import AttentionConfig
 from megajax.layers.block import Stack
 from megajax.layers.dropout import DropoutKey, dropout
-from megajax.layers.layer import Flops
+from megajax.layers.layer import FeedForwardConfig, Flops
 from megajax.layers.linear import Linear
 from megajax.layers.mlp import MlpConfig
+from megajax.layers.moe import ExpertsConfig, MoeConfig
 from megajax.layers.norm import Norm, NormConfig
 from megajax.layers.rope import RopeConfig, rope_tables
 from megajax.layers.transformer import NormPlacement, ParallelResidual, TransformerLayerConfig
 from megajax.mesh import MeshConfig
 from megajax.models.execution import ExecutionConfig
-from megajax.models.interface import MAY_CHANGE, BatchArray, LossOptions, LossTerms, ModelConfig, OneStack
+from megajax.models.interface import BatchArray, LossOptions, LossTerms, ModelConfig, OneStack
 from megajax.ops.activation import Activation
 from megajax.ops.cross_entropy import cross_entropy, finish_logits
 from megajax.ops.embedding import embed
@@ -30,7 +31,7 @@ from megajax.ops.matmul import matmul
 from megajax.parallel.context import current_order
 from megajax.parallel.schedule import Stages
 from megajax.parameters import weight
-from megajax.ranges import DropRate, PositiveFloat, PositiveInt, Range
+from megajax.ranges import MAY_CHANGE, DropRate, PositiveFloat, PositiveInt, Range
 from megajax.sharding import constrain
 
 
@@ -116,6 +117,8 @@ class DecoderConfig(ModelConfig):
     """Logits times this."""
     logit_soft_cap: PositiveFloat | None = None
     """Logits become cap * tanh(logits / cap)."""
+    moe: MoeConfig = MoeConfig()
+    """Layers with experts instead of one feed-forward network (docs/experts.md)."""
     dropout: DropRate = dataclasses.field(default=0.0, metadata=MAY_CHANGE)
     """Drop rate of embeddings and of what each half layer adds."""
     attention_dropout: DropRate = dataclasses.field(default=0.0, metadata=MAY_CHANGE)
@@ -211,10 +214,9 @@ class DecoderConfig(ModelConfig):
             init_std=self.init_std,
             out_init_std=out_std,
         )
-        mlp = MlpConfig(self.embed_dim, self.width_of_mlp, self.activation, self.has_mlp_bias, self.init_std, out_std)
         layer = TransformerLayerConfig(
             attention=attention,
-            mlp=mlp,
+            mlp=self._feed_forward(number, execution, out_std),
             norm=self.norm_config,
             norm_placement=self.norm_placement,
             parallel_residual=self.parallel_residual,
@@ -222,6 +224,23 @@ class DecoderConfig(ModelConfig):
             dropout=self.dropout,
         )
         return layer.saving(execution.recompute_of(number), execution.recompute_modules, execution.offload)
+
+    def _feed_forward(self, number: int, execution: ExecutionConfig, out_std: float) -> FeedForwardConfig:
+        D = self.embed_dim
+        F = self.width_of_mlp
+        if not self.moe.has_experts(number):
+            return MlpConfig(D, F, self.activation, self.has_mlp_bias, self.init_std, out_std)
+        return ExpertsConfig(
+            moe=self.moe,
+            embed_dim=D,
+            mlp_dim=self.moe.expert_dim or F,
+            activation=self.activation,
+            init_std=self.init_std,
+            out_init_std=out_std,
+            context=execution.context_attention,
+            dispatch=execution.expert_dispatch,
+            buffer=execution.expert_buffer,
+        )
 
     def check(self, mesh: MeshConfig, sequence_length: int, execution: ExecutionConfig) -> None:
         self._check_sizes(sequence_length)
@@ -266,6 +285,7 @@ class DecoderConfig(ModelConfig):
                 "--model.position=rope and --model.window, or leave it out"
             )
         self.rope.check(self.width_of_head)
+        self.moe.check(has_bias=self.has_mlp_bias)
 
     def _check_divides(self, mesh: MeshConfig) -> None:
         vocab_shards = mesh.tensor * mesh.pipeline

@@ -2,12 +2,13 @@
 a run may resume with other values, and they are the same for every family."""
 
 import dataclasses
-from typing import Literal
+from typing import Annotated, Literal
 
 from megajax.mesh import MeshConfig
 from megajax.ops.attention import Backend
 from megajax.parallel.context import ContextMethod
-from megajax.ranges import PositiveInt
+from megajax.parallel.expert import Dispatch
+from megajax.ranges import PositiveInt, Range
 
 MAX_UNROLLED_LAYERS = 40  # beyond this, unrolling costs more compile time than it saves step time
 
@@ -23,18 +24,25 @@ class ExecutionConfig:
     """What the backward pass recomputes: nothing, the modules of recompute_modules (selective), or whole layers."""
     recompute_modules: tuple[str, ...] = ("norm", "activation")
     """With recompute=selective: modules to recompute; a transformer layer has norm, qkv, core_attention, attention,
-    activation and mlp (docs/memory.md)."""
+    activation and mlp, one with experts also dispatch (docs/memory.md)."""
     recompute_every: PositiveInt = 1
     """Recompute only every n-th layer."""
     offload: tuple[str, ...] = ()
     """Activations to keep in host memory between forward and backward pass; a transformer layer has residual, normed,
-    qkv, attention_out, residual_mid, mlp_wide and mlp_hidden (docs/memory.md)."""
+    qkv, attention_out, residual_mid, mlp_wide and mlp_hidden, one with experts also routing and expert_rows
+    (docs/memory.md)."""
     attention_backend: Backend = "auto"
     """cudnn, pallas (pallas_kernels/flash_attention) or reference, where it supports the model; auto: the fastest as
     measured. The log says which one is used."""
     context_attention: ContextMethod = "ring"
     """Attention when mesh.context splits the sequence: pass keys and values around a ring, gather them (all_gather), or
     split the heads instead (all_to_all)."""
+    expert_dispatch: Dispatch = "auto"
+    """How tokens get to experts when mesh.expert splits them: all_to_all or all_gather; auto: by size. The log says
+    which one is used."""
+    expert_buffer: Annotated[float, Range(at_least=1)] = 1.5
+    """With all_to_all: buffer size relative to an even load. Tokens that do not fit go in further rounds, so a larger
+    buffer costs memory and a smaller one time; results are the same."""
     deterministic: bool = False
     """Make steps bitwise reproducible on a GPU too, also after a restart; slower, and not tried on several GPUs
     (docs/reliability.md). On CPU they always are."""

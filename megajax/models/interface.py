@@ -70,9 +70,6 @@ class LossOptions:
 
 NO_REGULARISERS = LossOptions()
 
-# Metadata of a field whose value may change when a run resumes, because it does not affect the meaning of the weights.
-MAY_CHANGE = {"may_change": True}
-
 
 @functools.lru_cache(maxsize=64)
 def _layers(config: "ModelConfig", execution: ExecutionConfig) -> tuple[LayerConfig, ...]:

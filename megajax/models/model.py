@@ -50,6 +50,8 @@ class CountedParameter(NamedTuple):
     """The matrix of the output layer: the head, or the tied vocabulary embedding."""
     is_looked_up: bool
     """The vocabulary embedding if it is not tied, so that only rows of it are read."""
+    num_experts: int
+    """Experts whose matrices it holds; 1 for other parameters."""
 
     def split(self, sizes: Mapping[str, int], *, but: Collection[str] = ()) -> float:
         """Elements per device on a mesh with axes of these sizes; the axes in `but` count as 1."""
@@ -179,6 +181,12 @@ class Model:
         """Number of parameters, counted from the arrays, without padding rows and without variables."""
         return sum(parameter.size for parameter in self.parameters)
 
+    def num_active_parameters(self) -> int:
+        """Number of parameters that each token uses: of the experts only its own, as the FLOPs of the layers say."""
+        multiplied = sum(p.size for p in self.parameters if p.is_in_a_layer and p.record.is_multiplied)
+        flops = self.config.forward_flops(1).matmuls - self.config.flops_outside(1).matmuls
+        return self.num_parameters() - multiplied + round(flops / 2)
+
     @functools.cached_property
     def parameters(self) -> list["CountedParameter"]:
         """One entry per parameter, for counting bytes and FLOPs."""
@@ -200,6 +208,7 @@ class Model:
                     is_in_a_layer=rows is not None,
                     is_output=record.role == "head" or (is_vocabulary and not has_head),
                     is_looked_up=is_vocabulary and has_head,
+                    num_experts=dict(zip(record.axes, leaf.shape, strict=True)).get("experts", 1),
                 )
             )
         return found
@@ -210,7 +219,7 @@ class Model:
         forward = self.config.forward_flops(sequence_length)
         matrices = [p for p in self.parameters if p.record.is_multiplied and not p.is_looked_up]
         trained = sum(p.size for p in matrices if p.is_trained) / max(sum(p.size for p in matrices), 1)
-        return forward * 2 + forward._replace(matmuls=forward.matmuls * trained)
+        return forward * 2 + forward._replace(matmuls=forward.matmuls * trained, routed=forward.routed * trained)
 
     def flops_per_token(self, sequence_length: int, *, causal: bool) -> float:
         """FLOPs per token of forward and backward pass.

@@ -23,7 +23,7 @@ def startup_rows(program: Program, training: TrainingConfig, datasets: Datasets)
     processes = format_number_of(jax.process_count(), "process", "processes")
     flops = [format_flops(model.flops_per_token(length, causal=causal)) for causal in (False, True)]
     return [
-        ("parameters", format_count(model.num_parameters())),
+        ("parameters", described_size(model)),
         ("FLOPs per token", f"{flops[0]} (attention counted in full), {flops[1]} (causal)"),
         ("devices", f"{mesh.size} x {mesh.devices.flat[0].device_kind}, {processes}"),
         ("mesh", axes or "one device"),
@@ -33,6 +33,13 @@ def startup_rows(program: Program, training: TrainingConfig, datasets: Datasets)
         *_data_rows(datasets, training.steps),
         ("compiler options", " ".join(f"{name}={value}" for name, value in program.compiler_options.items()) or "none"),
     ]  # fmt: skip
+
+
+def described_size(model: Model) -> str:
+    """The number of parameters and, with experts, of those that each token uses."""
+    active = model.num_active_parameters()
+    experts = any(parameter.num_experts > 1 for parameter in model.parameters)
+    return format_count(model.num_parameters()) + (f", {format_count(active)} active" if experts else "")
 
 
 def _parameters(model: Model) -> str:

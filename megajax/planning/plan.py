@@ -21,6 +21,7 @@ from megajax.devices import DEVICES, Device, utilisation
 from megajax.mesh import MeshConfig, make_mesh, use_compiler_without_gpu
 from megajax.models.model import Model
 from megajax.parallel.schedule import bubble, make_table
+from megajax.planning.card import described_size
 from megajax.planning.memory import activation_bytes, host_memory, memory_per_device, memory_rows, state_bytes
 from megajax.planning.step_time import (
     ACTIVATION_PASSES,
@@ -39,6 +40,7 @@ from megajax.training.config import TrainingConfig
 from megajax.training.program import Program
 from megajax.training.reporting.console import format_bytes, format_count, format_flops, format_seconds
 
+UNEVEN_LOAD = 1.5  # of the fullest device, over the mean: shown beside the even one
 USABLE_MEMORY = 0.92  # of the device; the rest is CUDA, cuDNN workspaces and fragmentation
 MAX_VIRTUAL_DEVICES = 8  # that a plan compares with the memory of this machine
 COMPILED_FOR = ("H100", "H200")
@@ -101,7 +103,7 @@ def _model_rows(model: Model, mesh: MeshConfig, training: TrainingConfig, device
     flops = [format_flops(model.flops_per_token(length, causal=causal)) for causal in (False, True)]
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.sizes().items() if size > 1)
     return [
-        ("parameters", f"{format_count(model.num_parameters())} ({model.num_parameters():,})"),
+        ("parameters", f"{described_size(model)} ({model.num_parameters():,})"),
         ("FLOPs per token", f"{flops[0]} (attention counted in full), {flops[1]} (causal)"),
         ("devices", f"{mesh.num_devices} x {device.name}: {axes or 'one device'}"),
         ("batch", f"{batch.size} x {length} tokens in {_counted(batch.num_microbatches, 'microbatch', 'es')} of "
@@ -199,17 +201,22 @@ def _time_rows(
         return f"{utilisation(model.flops_per_token(length, causal=causal), rate, device):.1%}"
 
     idle = f", bubble {format_seconds(times.idle)}" if times.idle else ""
+    uneven = []
+    if program.mesh_config.expert > 1 and times.routed:
+        uneven = [("uneven experts", f"{format_seconds(times.routed * (UNEVEN_LOAD - 1))} more if the fullest device "
+                                     f"has {UNEVEN_LOAD} times the mean load")]  # fmt: skip
     return [
         ("network per step", network or "none"),
         ("step time, estimate", f"{format_seconds(times.step)}: compute {format_seconds(times.compute)}, optimizer "
                                 f"{format_seconds(times.update)}, exposed communication "
                                 f"{format_seconds(times.exposed)}{idle}"),
+        *uneven,
         ("speed, estimate", f"{format_count(rate)} tokens/s per device, MFU {mfu(False)} (full), {mfu(True)} (causal)"),
-        ("assumptions", _assumptions(device, model.precision.compute, has_host=has_host)),
+        ("assumptions", _assumptions(device, model.precision.compute, has_host=has_host, has_experts=bool(uneven))),
     ]  # fmt: skip
 
 
-def _assumptions(device: Device, compute: str, *, has_host: bool) -> str:
+def _assumptions(device: Device, compute: str, *, has_host: bool, has_experts: bool) -> str:
     """device: with the peak of the compute dtype."""
     words = [
         f"matmuls at {MATMUL_EFFICIENCY:.0%} and causal attention at {ATTENTION_EFFICIENCY:.0%} of the {compute} peak, "
@@ -220,6 +227,7 @@ def _assumptions(device: Device, compute: str, *, has_host: bool) -> str:
         "traffic of fsdp, data and ring overlaps with compute and slows it, that of tensor, pipeline, gathers and "
         "all-to-all over context waits",
     ]
+    words += ["so does that of tokens to experts, whose load is even"] if has_experts else []
     words += [f"{HOST_BANDWIDTH / 1e9:.0f} GB/s to and from the host, not overlapped"] if has_host else []
     return "; ".join(words)
 

@@ -56,6 +56,8 @@ class Times:
     exposed: float
     """Communication, and copies to and from the host, with no compute beside them."""
     traffic: tuple[Traffic, ...]
+    routed: float
+    """Of the compute: the matmuls of experts, at an even load."""
 
     @property
     def step(self) -> float:
@@ -83,7 +85,9 @@ def step_times(program: Program, training: TrainingConfig, device: Device, host:
     link = device.link_bandwidth * LINK_EFFICIENCY
     exposed = sum(max(HIDDEN_COST * t.bytes / link, t.seconds - compute) if t.hidden else t.seconds for t in traffic)
     exposed += 2 * host.get("activations", 0) * num_microbatches / HOST_BANDWIDTH
-    return Times(compute, compute * waiting / (1 - waiting), update, exposed, traffic)
+    routed = _total_flops(model, training.sequence_length).routed / MATMUL_EFFICIENCY / device.peak_flops
+    routed *= training.global_batch_size * training.sequence_length / mesh.num_devices
+    return Times(compute, compute * waiting / (1 - waiting), update, exposed, traffic, routed)
 
 
 def _compute_seconds(program: Program, training: TrainingConfig, num_microbatches: int, device: Device) -> float:
@@ -92,7 +96,7 @@ def _compute_seconds(program: Program, training: TrainingConfig, num_microbatche
     mesh = program.mesh_config
     length = training.sequence_length
     tokens = training.global_batch_size * length / mesh.num_devices
-    flops = model.training_flops(length) + recomputed_flops(model, length)
+    flops = _total_flops(model, length)
     work = flops.matmuls / MATMUL_EFFICIENCY + flops.mixing_causal / ATTENTION_EFFICIENCY
     itemsize = jnp.dtype(model.precision.compute_dtype).itemsize
     read_or_written = tokens * itemsize * _activation_passes(model, length, mesh.pipeline > 1)
@@ -122,6 +126,11 @@ def _update_bytes(program: Program) -> int:
     gradients = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), state.params)
     changed = bytes_per_device((state.params, state.optimizer), (shardings.params, shardings.optimizer))
     return 2 * changed + bytes_per_device(gradients, shardings.params)
+
+
+def _total_flops(model: Model, sequence_length: int) -> Flops:
+    """Of a token: forward and backward pass, and what is done again."""
+    return model.training_flops(sequence_length) + recomputed_flops(model, sequence_length)
 
 
 def recomputed_flops(model: Model, sequence_length: int) -> Flops:

@@ -33,6 +33,11 @@ def test_limit_of_a_split_sequence_is_refused():
         limit.work(config)
 
 
+def test_limit_of_experts_is_refused():
+    with pytest.raises(ValueError, match="model.moe.num_experts=8: the limit of experts is unknown"):
+        limit.work(configs.recipe("moe_tiny"))
+
+
 def test_limit_runs(capsys):
     with jax.numpy_dtype_promotion("standard"):  # JAX's own attention mixes dtypes
         limit.main(["--config=llama3_8b_8layers", *TINY, "--seconds=0.01", "--windows=2"])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 
 from megajax.convert.megatron import from_megajax, to_megajax
+from megajax.layers.moe import MoeConfig
+from megajax.layers.router import RouterConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
 from megajax.precision import PrecisionConfig
@@ -26,6 +29,10 @@ CONFIGS = {
     "sinks, biases by place": dataclasses.replace(
         SMALL, bias=False, qkv_bias=True, norm_bias=False, attention_sinks=True
     ),
+    "experts": dataclasses.replace(
+        SMALL, activation="swiglu", bias=False, moe=MoeConfig(4, 6, layers="de", shared_dim=10, shared_gate=True,
+        router=RouterConfig(score="sigmoid", bias_update_rate=1e-3)),
+    ),
 }  # fmt: skip
 LLAMA = CONFIGS["llama"]
 
@@ -40,7 +47,9 @@ def random_params(config):
 def test_there_and_back_is_the_identity(name):
     config, params = CONFIGS[name], random_params(CONFIGS[name])
     named = from_megajax(params, config)
-    assert sum(array.size for array in named.values()) == Model(config, PrecisionConfig()).num_parameters()
+    expert_biases = sum(array.size for name, array in named.items() if name.endswith("expert_bias"))
+    parameters = sum(array.size for array in named.values()) - expert_biases
+    assert parameters == Model(config, PrecisionConfig()).num_parameters()
     jax.tree.map(np.testing.assert_array_equal, to_megajax(named, config), params)
 
 
@@ -94,6 +103,18 @@ def test_names_of_transformer_engine_are_known():
     }
     assert set(fused) != set(named)
     jax.tree.map(np.testing.assert_array_equal, to_megajax(fused, SMALL), to_megajax(named, SMALL))
+
+
+def test_names_of_grouped_experts_are_known():
+    config = CONFIGS["experts"]
+    named = from_megajax(random_params(config), config)
+    pattern = r"local_experts\.(\d)\.(linear_fc[12]\.weight)"
+    grouped = {re.sub(pattern, r"\2\1", name): array for name, array in named.items()}
+    assert "decoder.layers.1.mlp.experts.linear_fc1.weight3" in grouped
+    jax.tree.map(np.testing.assert_array_equal, to_megajax(grouped, config), to_megajax(named, config))
+    missing = "decoder.layers.1.mlp.experts.local_experts.2.linear_fc2.weight"
+    with pytest.raises(ValueError, match=f"{missing} .* missing"):
+        to_megajax({name: array for name, array in named.items() if name != missing}, config)
 
 
 def test_what_does_not_fit_is_named():

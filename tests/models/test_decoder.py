@@ -17,6 +17,7 @@ from configs import recipes
 from megajax.layers.attention import Attention
 from megajax.layers.dropout import DropoutKey, dropout
 from megajax.layers.mlp import Mlp
+from megajax.layers.moe import MoeConfig
 from megajax.layers.norm import Norm
 from megajax.models.decoder import DecoderConfig, padded_vocab_size
 from megajax.models.execution import ExecutionConfig
@@ -117,16 +118,20 @@ def counted(config: DecoderConfig) -> int:
     wide = 2 if config.activation in ("swiglu", "geglu", "geglu_tanh") else 1
     of_a_norm = 2 if config.norm == "layernorm" and config.norm_bias else 1
     norms = {"pre": 2, "post": 2, "sandwich": 4}[config.norm_placement] - (config.parallel_residual == "one_norm")
-    layer = 2 * D * (N + K) * H + (wide + 1) * D * F + norms * of_a_norm * D
+    layer = 2 * D * (N + K) * H + norms * of_a_norm * D
     if config.qk_norm:
         layer += of_a_norm * H * (2 if config.qk_norm_scope == "head" else N + K)
     layer += (N + 2 * K) * H if config.has_qkv_bias else 0
     layer += D if config.has_attention_out_bias else 0
-    layer += wide * F + D if config.has_mlp_bias else 0
     layer += N if config.attention_sinks else 0
+    matrices, moe = (wide + 1) * D, config.moe
+    dense = matrices * F + (wide * F + D if config.has_mlp_bias else 0)
+    experts = (moe.num_experts or 0) * (D + matrices * (moe.expert_dim or F))
+    experts += matrices * (moe.shared_dim or 0) + moe.shared_gate * D
+    mlps = sum(experts if moe.has_experts(number) else dense for number in range(config.num_layers))
     tables = config.padded_vocab_size * (D * (1 if config.tied_embeddings else 2) + config.head_bias)
     tables += config.max_positions * D if config.position == "learned" else 0
-    return config.num_layers * layer + of_a_norm * D * (1 + config.embedding_norm) + tables
+    return config.num_layers * layer + mlps + of_a_norm * D * (1 + config.embedding_norm) + tables
 
 
 @pytest.mark.parametrize("name", recipes())
@@ -161,6 +166,7 @@ def test_counted_parameters_equal_the_real_ones_of_random_features(seed):
         attention_sinks=rng.choice([False, True]),
         tied_embeddings=rng.choice([False, True]),
         window=rng.choice([None, 4]),
+        moe=rng.choice([MoeConfig(), MoeConfig(4, 8, layers="de", shared_dim=6, shared_gate=True)]),
     )
     assert counted(config) == Model(config, FLOAT32).num_parameters(), config
 
@@ -298,7 +304,7 @@ def test_activations_equal_their_formulas(one_device, activation, gated, formula
     x = jax.random.normal(jax.random.key(1), (1, 4, 16))
     up, down = (np.asarray(linear.weight[...], np.float64) for linear in (mlp.up, mlp.down))
     hidden = formula(x @ np.asarray(mlp.gate.weight[...], np.float64)) * (x @ up) if gated else formula(x @ up)
-    np.testing.assert_allclose(mlp(x), hidden @ down, atol=1e-5)
+    np.testing.assert_allclose(mlp(x)[0], hidden @ down, atol=1e-5)
 
 
 def test_soft_cap_equals_its_formula(one_device):

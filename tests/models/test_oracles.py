@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from megajax.convert.megatron import from_megajax, to_megajax
+from megajax.layers.moe import MoeConfig
+from megajax.layers.router import RouterConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.models.model import Model
@@ -22,6 +24,7 @@ LAYOUTS = {
     "unrolled": ({}, False, 128),
     "scanned, padded to another vocabulary": ({}, True, 1024),
     "mesh": ({"tensor": 2, "fsdp": 2, "context": 2}, False, 256),
+    "experts split": ({"tensor": 2, "fsdp": 2, "expert": 2}, False, 128),
 }
 
 
@@ -37,12 +40,22 @@ def decoder_config(sizes: dict) -> DecoderConfig:
         position="learned" if sizes["position"] == "learned_absolute" else sizes["position"],
         max_positions=sizes["seq"],
         norm=sizes["normalization"].lower(),
-        norm_epsilon=sizes["layernorm_epsilon"],
+        norm_epsilon=sizes.get("layernorm_epsilon", 1e-5),
         qk_norm=sizes.get("qk_layernorm", False),
         activation="swiglu" if sizes["activation"] == "swiglu" else "gelu",
         bias=sizes["bias"],
         tied_embeddings=sizes["tied"],
+        moe=moe_config(sizes),
     )
+
+
+def moe_config(sizes: dict) -> MoeConfig:
+    if "num_moe_experts" not in sizes:
+        return MoeConfig()
+    router = RouterConfig(
+        top_k=sizes["moe_router_topk"], aux_loss=sizes["moe_aux_loss_coeff"], z_loss=sizes["moe_z_loss_coeff"]
+    )
+    return MoeConfig(sizes["num_moe_experts"], sizes["moe_ffn_hidden_size"], router=router)
 
 
 class Oracle:
@@ -64,31 +77,42 @@ class Oracle:
         }
 
 
-@pytest.fixture(params=["gpt2", "llama"])
+@pytest.fixture
 def oracle(request):
     return Oracle(request.param)
 
 
-@pytest.fixture(params=LAYOUTS)
-def run(request, oracle, make_test_mesh):
-    """batch -> (loss, gradients by Megatron's names)."""
-    sizes, scan, vocab_multiple = LAYOUTS[request.param]
+DENSE = list(LAYOUTS)[:3]
+CASES = [(name, layout) for name in ("gpt2", "llama") for layout in DENSE] + [("moe", "experts split")]
+CASES += [pytest.param("moe", layout, marks=pytest.mark.slow) for layout in DENSE]
+
+
+@pytest.fixture
+def run(oracle, layout, make_test_mesh):
+    """batch -> (loss, gradients of the training loss by Megatron's names)."""
+    sizes, scan, vocab_multiple = LAYOUTS[layout]
     mesh, execution = make_test_mesh(**sizes), ExecutionConfig(scan_layers=scan)
     config = dataclasses.replace(oracle.config, vocab_multiple=vocab_multiple)
     model = Model(config, PrecisionConfig(compute="float32"), execution)
     params = jax.device_put(to_megajax(oracle.params, config), model.shardings(mesh))
-    step = jax.jit(jax.value_and_grad(lambda params, batch: model.loss(params, batch).total()))
+
+    def losses(params, batch):
+        terms = model.loss(params, batch)
+        return terms.total(), terms.main
+
+    step = jax.jit(jax.value_and_grad(losses, has_aux=True))
 
     def run(batch):
         order = sequence_order(batch["tokens"].shape[1], mesh.shape["context"], execution.context_attention)
         batch = {name: array[:, order] for name, array in batch.items()}
         with jax.set_mesh(mesh):
-            value, gradients = step(params, batch)
+            (_, value), gradients = step(params, batch)
         return float(value), from_megajax(gradients, config)
 
     return run
 
 
+@pytest.mark.parametrize("oracle, layout", CASES, indirect=["oracle"])
 def test_loss_and_every_gradient_equal_megatrons(oracle, run):
     loss, gradients = run(oracle.batch)
     assert loss == pytest.approx(oracle.loss_mean, rel=TOLERANCE)
@@ -105,6 +129,7 @@ def test_loss_and_every_gradient_equal_megatrons(oracle, run):
         assert run(oracle.batch | {"loss_weights": weights})[0] == pytest.approx(oracle.loss[row, place], rel=TOLERANCE)
 
 
+@pytest.mark.parametrize("oracle", ["gpt2", "llama", "moe"], indirect=True)
 def test_logits_give_the_loss_of_every_token(oracle, make_test_mesh):
     model = Model(oracle.config, PrecisionConfig(compute="float32"))
 

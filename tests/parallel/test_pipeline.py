@@ -8,7 +8,9 @@ import pytest
 from jax.sharding import NamedSharding
 
 from megajax.checkpoint.layout import stored_form, wanted_form
+from megajax.layers.moe import MoeConfig
 from megajax.layers.rope import RopeConfig
+from megajax.layers.router import RouterConfig
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
@@ -33,6 +35,13 @@ LLAMA = DecoderConfig(
     window=6, full_attention_every=4,
 )  # fmt: skip
 SELECTIVE = dict(recompute="selective")
+MOE = DecoderConfig(
+    num_layers=2, embed_dim=16, num_heads=4, mlp_dim=32, vocab_size=100, position="rope", norm="rmsnorm",
+    activation="swiglu", bias=False, init_std=0.2,
+    moe=MoeConfig(4, 24, layers="de", shared_dim=16, shared_gate=True, router=RouterConfig(
+        score="sigmoid", bias_update_rate=1e-2, sequence_aux_loss=0.1, global_aux_loss=0.1, z_loss=0.01,
+    )),
+)  # fmt: skip
 
 GPT_CASES = {
     "pipeline 4 x data 2, uneven": dict(pipeline=4, data=2),
@@ -114,7 +123,7 @@ def train(config: DecoderConfig, sizes: dict, zero1: bool = False, **how):
         batch = batches(order)[0]
         parts = [batch] if model.stages else [{k: v[i : i + 1] for k, v in batch.items()} for i in range(4)]
         sums = np.sum([jax.device_get(evaluate(state.weights, put(part))) for part in parts], 0)
-    return losses, sums[0] / sums[1], as_numbered(model, state.params), jax.device_get(state.params)
+    return losses, sums[0] / sums[1], as_numbered(model, state.weights), jax.device_get(state.params)
 
 
 def assert_same(result, reference) -> None:
@@ -166,6 +175,29 @@ def test_pipeline_matches_one_device_and_rows_of_padding_stay_zero(sizes, gpt_on
 def test_pipeline_matches_one_device_llama(case, llama_on_one_device):
     sizes, how = case
     assert_same(train(LLAMA, sizes, **how), llama_on_one_device)
+
+
+@pytest.fixture(scope="module")
+def moe_on_one_device():
+    return train(MOE, {})
+
+
+@pytest.mark.parametrize("sizes, how", [
+    (dict(pipeline=2, expert=2, data=2), dict(expert_dispatch="all_to_all", expert_buffer=1.0)),
+    pytest.param(
+        dict(pipeline=2, expert=2, tensor=2), dict(expert_dispatch="all_gather", recompute="full"),
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        dict(pipeline=2, expert=2, fsdp=2), dict(recompute="selective"), marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        dict(pipeline=2, expert=2, context=2), dict(expert_dispatch="all_to_all"), marks=pytest.mark.slow,
+    ),
+], ids=str)  # fmt: skip
+def test_pipeline_matches_one_device_with_experts(sizes, how, moe_on_one_device):
+    """The bias, the load of the batch before and all terms of the loss included."""
+    assert_same(train(MOE, sizes, **how), moe_on_one_device)
 
 
 @pytest.mark.slow

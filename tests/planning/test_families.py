@@ -7,6 +7,7 @@ from typing import Literal
 import pytest
 from flax import nnx
 
+from configs import recipes
 from megajax.config import Config
 from megajax.layers.layer import Activation, Flops
 from megajax.layers.linear import Linear
@@ -14,10 +15,13 @@ from megajax.mesh import MeshConfig
 from megajax.models.decoder import Decoder, DecoderConfig
 from megajax.models.model import Model
 from megajax.optim.config import OptimizerConfig
+from megajax.planning.card import described_size
 from megajax.planning.memory import memory_per_device
-from megajax.planning.plan import plan_device
-from megajax.planning.step_time import step_times
+from megajax.planning.plan import plan_device, plan_rows
+from megajax.planning.step_time import MATMUL_EFFICIENCY, step_times
+from megajax.search import _meshes
 from megajax.training.config import TrainingConfig
+from megajax.training.reporting.console import format_count
 
 NUM_EXPERTS, D, F, NUM_LAYERS, VOCAB = 4, 64, 256, 2, 128
 EXPERTS = NUM_LAYERS * NUM_EXPERTS * D * F
@@ -127,3 +131,33 @@ def test_state_of_the_optimizer_is_read_and_written_as_it_is():
     a_parameter = Model(MIXTURE).num_parameters() / plan_device("h100").memory_bandwidth
     found = {name: round(value / a_parameter) for name, value in seconds.items()}
     assert found == {"adamw": 28, "lion": 20}
+
+
+def test_parameters_of_a_token_are_those_of_its_experts():
+    model = Model(MIXTURE)
+    assert model.num_parameters() - model.num_active_parameters() == EXPERTS // 2
+    total, active = (format_count(n) for n in (model.num_parameters(), model.num_active_parameters()))
+    assert described_size(model) == f"{total}, {active} active"
+    mixtral = recipes()["mixtral_8x7b"]().model
+    assert (Model(mixtral).num_parameters(), Model(mixtral).num_active_parameters()) == (46_702_792_704, 12_879_925_248)
+
+
+def test_an_uneven_load_costs_what_the_experts_take():
+    """Of the matmuls of the recipe the share of the experts, at an even load."""
+    config = dataclasses.replace(recipes()["moe_tiny"](), mesh=MeshConfig(expert=2))
+    times = step_times(config.make_program(), config.training, plan_device("h100"), {})
+    model = config.model
+    experts = 3 * 2 * model.num_layers * 2 * 3 * model.embed_dim * model.moe.expert_dim
+    tokens = config.training.global_batch_size * config.training.sequence_length / 2
+    peak = plan_device("h100").computing_in("float32").peak_flops
+    assert times.routed == pytest.approx(tokens * experts / MATMUL_EFFICIENCY / peak)
+    rows = dict(plan_rows(config.make_program(), config.training, False, plan_device("a100")))
+    assert "1.5 times the mean load" in rows["uneven experts"]
+
+
+def test_a_search_splits_experts_where_there_are_some():
+    config = recipes()["moe_tiny"]()
+    split = {mesh.expert for mesh in _meshes(config, 16)}
+    assert split == {1, 2, 4, 8}
+    assert {mesh.expert for mesh in _meshes(recipes()["gpt_tiny"](), 16)} == {1}
+    assert all(mesh.num_devices == 16 for mesh in _meshes(config, 16))

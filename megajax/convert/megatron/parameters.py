@@ -8,6 +8,7 @@ The vocabulary is padded to a multiple that depends on the tensor parallel size 
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 
 import jax
@@ -19,6 +20,7 @@ from megajax.ops.activation import GATED
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 LAYER = "decoder.layers.{}."  # prefix of the names of one layer
+EXPERT = "mlp.experts.local_experts.{}."  # and, in a layer, of those of one expert
 
 # Transformer Engine layers hold the norm in front of them; the names on the right are those of Megatron's own layers.
 _FUSED_NORMS = {
@@ -38,10 +40,23 @@ class Entry:
     split: Callable[[np.ndarray], tuple[np.ndarray, ...]] = lambda theirs: (theirs,)
     join: Callable[..., np.ndarray] = lambda ours: ours
     """Inverse of split, of all of ours."""
+    layers: tuple[int, ...] = ()
+    """Numbers of the layers that have it."""
+    num_experts: int = 0
+    """Experts that each have such an array in Megatron; ours hold all of them, as the first dim. 0: not of experts."""
+
+    def names(self, layer: int) -> list[str]:
+        """Of Megatron's arrays in this layer."""
+        return [self.theirs.format(layer, *expert) for expert in self._experts]
 
     @property
-    def in_layer(self) -> bool:
-        return self.theirs.startswith(LAYER)
+    def _experts(self) -> list[tuple[int, ...]]:
+        return [(number,) for number in range(self.num_experts)] or [()]
+
+    def of_kind(self, kind: str, layers: tuple[int, ...]) -> "Entry":
+        """Of a layer -> of all layers of a kind."""
+        ours = tuple(f"layers/{kind}/{path}" for path in self.ours)
+        return dataclasses.replace(self, ours=ours, layers=layers)
 
 
 def to_megajax(named: Mapping[str, np.ndarray], config: DecoderConfig) -> dict:
@@ -57,9 +72,8 @@ def to_megajax(named: Mapping[str, np.ndarray], config: DecoderConfig) -> dict:
     named = {_own_name(name): array for name, array in named.items()}
     flat = {}
     for entry in _table(config):
-        if entry.in_layer:
-            names = [entry.theirs.format(number) for number in range(config.num_layers)]
-            layers = [entry.split(np.asarray(named[name])) for name in names]
+        if entry.layers:
+            layers = [entry.split(_read(named, entry, number)) for number in entry.layers]
             arrays = tuple(np.stack(parts) for parts in zip(*layers, strict=True))
         else:
             arrays = entry.split(np.asarray(named[entry.theirs]))
@@ -90,9 +104,10 @@ def from_megajax(params: dict, config: DecoderConfig) -> dict[str, np.ndarray]:
     named = {}
     for entry in _table(config):
         arrays = [np.asarray(flat[path]) for path in entry.ours]
-        if entry.in_layer:
-            for number in range(config.num_layers):
-                named[entry.theirs.format(number)] = entry.join(*(array[number] for array in arrays))
+        if entry.layers:
+            for row, number in enumerate(entry.layers):
+                joined = entry.join(*(array[row] for array in arrays))
+                named |= zip(entry.names(number), joined if entry.num_experts else [joined], strict=True)
         else:
             named[entry.theirs] = entry.join(*arrays)
     return named
@@ -112,10 +127,12 @@ def _table(config: DecoderConfig) -> list[Entry]:
     if config.position == "learned":
         shape = (config.max_positions, D)
         table.append(Entry(("position_embedding",), "embedding.position_embeddings.weight", shape))
-    table += _norm(config, "layers/dense/attention_norm", LAYER + "input_layernorm", D)
-    table += _attention(config)
-    table += _norm(config, "layers/dense/mlp_norm", LAYER + "pre_mlp_layernorm", D)
-    table += _mlp(config)
+    for kind, feed_forward in (("dense", _mlp), ("moe", _experts)):
+        layers = tuple(n for n in range(config.num_layers) if config.moe.has_experts(n) == (kind == "moe"))
+        if layers:
+            layer = _norm(config, "attention_norm", LAYER + "input_layernorm", D) + _attention(config)
+            layer += _norm(config, "mlp_norm", LAYER + "pre_mlp_layernorm", D) + feed_forward(config)
+            table += [entry.of_kind(kind, layers) for entry in layer]
     table += _norm(config, "final_norm", "decoder.final_layernorm", D)
     if not config.tied_embeddings:
 
@@ -138,7 +155,7 @@ def _attention(config: DecoderConfig) -> list[Entry]:
     N = config.num_heads
     K = config.kv_heads
     H = config.width_of_head
-    ours = "layers/dense/attention/"
+    ours = "attention/"
     theirs = LAYER + "self_attention."
 
     # Both serve the weight and the bias: the transpose of a vector is itself, and the last dims are the same.
@@ -179,31 +196,56 @@ def _attention(config: DecoderConfig) -> list[Entry]:
 
 
 def _mlp(config: DecoderConfig) -> list[Entry]:
+    return _feed_forward(config, "mlp/", "mlp.", config.width_of_mlp, has_bias=config.has_mlp_bias)
+
+
+def _experts(config: DecoderConfig) -> list[Entry]:
     D = config.embed_dim
-    F = config.width_of_mlp
-    ours = "layers/dense/mlp/"
-    theirs = LAYER + "mlp."
+    moe = config.moe
+    E = moe.num_experts
+    table = [Entry(("mlp/router",), LAYER + "mlp.router.weight", (E, D), _transposed, np.transpose)]
+    if moe.router.bias_update_rate is not None:
+        table.append(Entry(("mlp/router_expert_bias",), LAYER + "mlp.router.expert_bias", (E,)))
+    of_experts = _feed_forward(config, "mlp/", EXPERT, moe.expert_dim or config.width_of_mlp)
+    table += [dataclasses.replace(entry, num_experts=E) for entry in of_experts]
+    if moe.shared_dim is not None:
+        table += _feed_forward(config, "mlp/shared/", "mlp.shared_experts.", moe.shared_dim)
+    if moe.shared_gate:
+        theirs = LAYER + "mlp.shared_experts.gate_weight"
+        table.append(Entry(("mlp/shared_gate",), theirs, (1, D), _transposed, np.transpose))
+    return table
+
+
+def _feed_forward(config: DecoderConfig, ours: str, theirs: str, width: int, *, has_bias: bool = False) -> list[Entry]:
+    D = config.embed_dim
+    theirs = LAYER + theirs
     wide = ("gate", "up") if config.activation in GATED else ("up",)
     weights = tuple(ours + name for name in wide)
     biases = tuple(f"{ours}{name}_bias" for name in wide)
 
     def split_wide(rows):
-        return tuple(np.split(rows.T, len(wide), -1))
+        return tuple(np.split(*_transposed(rows), len(wide), -1))
 
     def join_wide(*parts):
-        return np.concatenate(parts, -1).T
+        return _transposed(np.concatenate(parts, -1))[0]
 
-    def transposed(w):
-        return (w.T,)
+    def join_down(w):
+        return _transposed(w)[0]
 
+    rows = len(wide) * width
     table = [
-        Entry(weights, theirs + "linear_fc1.weight", (len(wide) * F, D), split_wide, join_wide),
-        Entry((ours + "down",), theirs + "linear_fc2.weight", (D, F), transposed, np.transpose),
+        Entry(weights, theirs + "linear_fc1.weight", (rows, D), split_wide, join_wide),
+        Entry((ours + "down",), theirs + "linear_fc2.weight", (D, width), _transposed, join_down),
     ]
-    if config.has_mlp_bias:
-        table.append(Entry(biases, theirs + "linear_fc1.bias", (len(wide) * F,), split_wide, join_wide))
+    if has_bias:
+        table.append(Entry(biases, theirs + "linear_fc1.bias", (rows,), split_wide, join_wide))
         table.append(Entry((ours + "down_bias",), theirs + "linear_fc2.bias", (D,)))
     return table
+
+
+def _transposed(array: np.ndarray) -> tuple[np.ndarray]:
+    """Matrices; a vector is its own transpose."""
+    return (array if array.ndim == 1 else array.swapaxes(-1, -2),)
 
 
 def _with_rows(w_VD: np.ndarray, num_rows: int) -> np.ndarray:
@@ -213,7 +255,15 @@ def _with_rows(w_VD: np.ndarray, num_rows: int) -> np.ndarray:
 # ----------------------------------------------------------------------------- names, trees and checks
 
 
+def _read(named: Mapping[str, np.ndarray], entry: Entry, layer: int) -> np.ndarray:
+    """Megatron's array of a layer; those of its experts as one."""
+    arrays = [np.asarray(named[name]) for name in entry.names(layer)]
+    return np.stack(arrays) if entry.num_experts else arrays[0]
+
+
 def _own_name(name: str) -> str:
+    # With grouped GEMM the arrays are numbered, not the experts.
+    name = re.sub(r"(\.mlp\.experts)\.(linear_fc[12]\.weight)(\d+)$", r"\1.local_experts.\3.\2", name)
     for fused, own in _FUSED_NORMS.items():
         name = name.replace(fused, own)
     return name
@@ -238,11 +288,10 @@ def _check_table(config: DecoderConfig) -> None:
 
 
 def _their_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    numbers = range(config.num_layers)
     return {
         name: entry.shape
         for entry in _table(config)
-        for name in ([entry.theirs.format(n) for n in numbers] if entry.in_layer else [entry.theirs])
+        for name in ([name for n in entry.layers for name in entry.names(n)] if entry.layers else [entry.theirs])
     }
 
 

@@ -1,0 +1,241 @@
+"""Mixture of experts: several feed-forward networks, of which the router chooses a few for each token.
+
+Dimensions: B batch, T sequence, D model width, F width of an expert, E experts, K experts per token, R rows.
+y = sum over the K experts of a token of weight * down(activation(gate(x)) * up(x)), plus the shared experts.
+The weight multiplies the hidden state of an expert, as in Megatron, so its gradient does not need the output of `down`.
+No token is dropped, unless the router has a capacity. parallel/expert.py sends tokens to experts and back.
+"""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from megajax.layers.layer import Activation, Flops, Terms, check_divisible
+from megajax.layers.linear import GroupedLinear, Linear, grouped_side_by_side
+from megajax.layers.mlp import Mlp, MlpConfig
+from megajax.layers.router import Choice, Router, RouterConfig
+from megajax.mesh import MeshConfig
+from megajax.ops import activation as nonlinearity
+from megajax.ops.activation import GATED, activate
+from megajax.parallel.context import ContextMethod
+from megajax.parallel.expert import (
+    AllGather,
+    Dispatch,
+    choose_exchange,
+    combine,
+    dispatch,
+    exchange_of,
+    log_exchange,
+    make_plan,
+    rounds_needed,
+)
+from megajax.ranges import PositiveInt
+
+
+@dataclasses.dataclass(frozen=True)
+class MoeConfig:
+    """The section model.moe."""
+
+    num_experts: PositiveInt | None = None
+    """Experts per layer; None: all layers are dense."""
+    expert_dim: PositiveInt | None = None
+    """Feed-forward width of an expert; None = that of a dense layer."""
+    layers: str = "e"
+    """Pattern of layers with experts (e) and dense layers (d), repeated over the stack: "de" is every second layer,
+    "d*3e*58" the last 58 of 61."""
+    shared_dim: PositiveInt | None = None
+    """Total feed-forward width of the shared experts, which process every token; None: there are none."""
+    shared_gate: bool = False
+    """Multiply the output of the shared experts by a sigmoid gate of each token (Qwen2-MoE)."""
+    router: RouterConfig = RouterConfig()
+
+    def has_experts(self, number: int) -> bool:
+        """Whether the layer with this number has experts."""
+        if self.num_experts is None:
+            return False
+        letters = self._letters
+        return letters[number % len(letters)] == "e"
+
+    @property
+    def _letters(self) -> str:
+        runs = re.findall(r"([de])(?:\*(\d+))?", self.layers)
+        return "".join(letter * int(count or 1) for letter, count in runs)
+
+    def check(self, *, has_bias: bool) -> None:
+        """Raises ValueError for contradictory fields, and for experts with biases, which are not supported."""
+        if self.num_experts is None:
+            if self != MoeConfig():
+                raise ValueError("model.moe has other fields set, but no experts; set --model.moe.num_experts")
+            return
+        if not re.fullmatch(r"([de](\*[1-9]\d{0,3})?)+", self.layers):
+            raise ValueError(f"model.moe.layers={self.layers!r} must be letters d and e, with counts as in d*3e*58")
+        if has_bias:
+            raise ValueError("model.moe.num_experts: biases of experts are not supported; set --model.mlp_bias=False")
+        if self.shared_gate and self.shared_dim is None:
+            raise ValueError("model.moe.shared_gate=True needs shared experts: set --model.moe.shared_dim")
+        self.router.check(self.num_experts)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsConfig:
+    """The feed-forward half of a layer with experts."""
+
+    moe: MoeConfig
+    embed_dim: int
+    mlp_dim: int
+    """Width of an expert."""
+    activation: nonlinearity.Activation
+    init_std: float
+    out_init_std: float
+    context: ContextMethod
+    dispatch: Dispatch
+    buffer: float
+    """execution.expert_buffer."""
+
+    kind = "moe"
+    modules = {
+        "dispatch": ("expert_rows",),
+        "activation": ("mlp_hidden",),
+        "mlp": ("expert_rows", "mlp_wide", "mlp_hidden"),
+    }
+
+    @property
+    def top_k(self) -> int:
+        return self.moe.router.top_k
+
+    @property
+    def wide_dim(self) -> int:
+        """Of the input of an expert's activation: gate and up, or up alone."""
+        return self.mlp_dim * (2 if self.activation in GATED else 1)
+
+    @property
+    def shared(self) -> MlpConfig | None:
+        if self.moe.shared_dim is None:
+            return None
+        return MlpConfig(self.embed_dim, self.moe.shared_dim, self.activation, False, self.init_std, self.out_init_std)
+
+    def build(self, rngs: nnx.Rngs) -> "Experts":
+        return Experts(self, rngs=rngs)
+
+    def check(self, mesh: MeshConfig) -> None:
+        check_divisible("expert", mesh.expert, {"moe.num_experts": self.moe.num_experts})
+        widths = {"moe.expert_dim": self.mlp_dim, "embed_dim": self.embed_dim}
+        if self.moe.shared_dim is not None:
+            widths["moe.shared_dim"] = self.moe.shared_dim
+        check_divisible("tensor", mesh.tensor, widths)
+
+    @property
+    def down_flops(self) -> float:
+        """Of the output projections, a token."""
+        shared = self.shared.down_flops if self.shared else 0
+        return 2 * self.embed_dim * self.mlp_dim * self.top_k + shared
+
+    def flops(self) -> Flops:
+        router = 2 * self.embed_dim * (self.moe.num_experts + self.moe.shared_gate)
+        routed = 2 * self.embed_dim * (self.wide_dim + self.mlp_dim) * self.top_k
+        shared = self.shared.flops() if self.shared else Flops()
+        return Flops(router + routed, routed=routed) + shared
+
+    def activations(self) -> dict[str, Activation]:
+        K = self.top_k
+        shared = self.shared.activations() if self.shared else {}
+        wide = 2 * self.embed_dim * self.wide_dim * K
+        of_experts = {
+            "mlp_wide": Activation(K * self.wide_dim, Flops(wide, routed=wide)),
+            "mlp_hidden": Activation(K * self.mlp_dim),
+        }
+        both = {
+            name: Activation(one.elements + shared[name].elements, one.flops + shared[name].flops) if shared else one
+            for name, one in of_experts.items()
+        }
+        return {
+            # Logits, experts and plan, in four bytes.
+            "routing": Activation(2 * (self.moe.num_experts + 5 * K)),
+            "expert_rows": Activation(K * self.embed_dim),
+        } | both
+
+    def sent(self, mesh: MeshConfig, itemsize: int, passes: int) -> dict[str, float]:
+        """As LayerConfig.sent. passes: number of forward and backward passes."""
+        message = passes * 2 * self.embed_dim * itemsize
+        num_tokens = 4096  # any number gives the same bytes per token, but for rounding
+        exchange = exchange_of(
+            num_tokens, mesh.expert, self.moe.num_experts, self.top_k, dispatch=self.dispatch, buffer=self.buffer
+        )
+        messages = mesh.expert if isinstance(exchange, AllGather) else exchange.num_rows / num_tokens
+        shared = 1 if self.shared else 0
+        return {"tensor": (self.top_k + shared) * message, "expert": messages * message}
+
+
+class Experts(nnx.Module):
+    """x [B, T, D] -> (y [B, T, D], Terms)."""
+
+    def __init__(self, config: ExpertsConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        moe = config.moe
+        E = moe.num_experts
+        D = config.embed_dim
+        F = config.mlp_dim
+        self.router = Router(moe.router, D, E, config.init_std, config.context, rngs=rngs)
+        if config.activation in GATED:
+            self.gate = GroupedLinear(E, D, F, ("embed", "mlp"), config.init_std, rngs=rngs)
+        self.up = GroupedLinear(E, D, F, ("embed", "mlp"), config.init_std, rngs=rngs)
+        self.down = GroupedLinear(E, F, D, ("mlp", "embed"), config.out_init_std, rngs=rngs)
+        if config.shared is not None:
+            self.shared = Mlp(config.shared, rngs=rngs)
+        if moe.shared_gate:
+            self.shared_gate = Linear((D,), (1,), ("embed", "router"), config.init_std, rngs=rngs, role="router")
+
+    def __call__(self, x_BTD: jax.Array, *, generates: bool = False) -> tuple[jax.Array, Terms]:
+        """generates: with a cache, a few tokens at a time; the router then treats each token by itself."""
+        choice, terms = self.router(x_BTD, generates=generates)
+        y_BTD = self._routed(x_BTD, choice, terms)
+        if self.config.shared is not None:
+            y_BTD += self._shared(x_BTD)
+        return y_BTD, terms
+
+    def _routed(self, x_BTD, choice: Choice, terms: Terms) -> jax.Array:
+        config = self.config
+        how = dict(dispatch=config.dispatch, buffer=config.buffer)
+        exchange = choose_exchange(x_BTD.shape[:2], config.moe.num_experts, config.top_k, **how)
+        log_exchange(exchange)
+        y_BTD = self._round(x_BTD, choice, exchange, 0)
+        if exchange.num_rounds == 1:
+            return y_BTD
+        needed = rounds_needed(choice.experts_BTK, exchange)
+        terms.metrics["expert_rounds"] = needed.astype(jnp.float32)
+
+        def further(y_BTD, x_BTD, choice):
+            def another(y_BTD, turn):
+                run = jax.checkpoint(lambda: y_BTD + self._round(x_BTD, choice, exchange, turn))
+                return lax.cond(turn < needed, run, lambda: y_BTD), None
+
+            return lax.scan(another, y_BTD, jnp.arange(1, exchange.num_rounds, dtype=jnp.int32))[0]
+
+        # Rarely needed, so nothing is saved for its backward pass; if skipped, it adds zeros to the gradients once.
+        return lax.cond(needed > 1, jax.checkpoint(further), lambda y_BTD, *_: y_BTD, y_BTD, x_BTD, choice)
+
+    def _round(self, x_BTD, choice: Choice, exchange, turn) -> jax.Array:
+        """The output of the experts for the tokens that are sent to them in this round."""
+        name = self.config.activation
+        plan = checkpoint_name(make_plan(choice.experts_BTK, exchange, turn), "routing")
+        rows_RD, weights_R = dispatch(x_BTD, choice.weights_BTK, plan, exchange)
+        rows_RD = checkpoint_name(rows_RD, "expert_rows")
+        wide_RWF = checkpoint_name(grouped_side_by_side(rows_RD, self._wide(), plan.sizes), "mlp_wide")
+        hidden_RF = activate(wide_RWF, name).astype(jnp.float32) * weights_R[:, None]
+        hidden_RF = checkpoint_name(hidden_RF.astype(x_BTD.dtype), "mlp_hidden")
+        return combine(self.down(hidden_RF, plan.sizes), plan, exchange, x_BTD.shape[:2])
+
+    def _wide(self) -> tuple[GroupedLinear, ...]:
+        return (self.gate, self.up) if self.config.activation in GATED else (self.up,)
+
+    def _shared(self, x_BTD: jax.Array) -> jax.Array:
+        y_BTD, _ = self.shared(x_BTD)
+        if self.config.moe.shared_gate:
+            gate_BT1 = jax.nn.sigmoid(self.shared_gate(x_BTD.astype(jnp.float32)))
+            y_BTD = (y_BTD.astype(jnp.float32) * gate_BT1).astype(y_BTD.dtype)
+        return y_BTD

@@ -1,0 +1,173 @@
+"""Grouped matmul equals one product a group, its gradients too: any sizes, any mesh, inside a stage of a pipeline."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from megajax.ops import grouped_matmul as op
+from megajax.ops.grouped_matmul import grouped_matmul
+from megajax.ops.matmul import Float32Gradient
+from megajax.sharding import local_weight_spec, rows_spec
+
+R, K, N, E = 64, 8, 12, 4
+SIZES = {
+    "even": [16, 16, 16, 16],
+    "skewed": [1, 0, 50, 13],
+    "room left": [3, 17, 0, 20],
+    "all in one": [0, 0, 64, 0],
+    "nothing": [0, 0, 0, 0],
+}
+# float32 in another order of additions
+TOLERANCE = dict(rtol=1e-5, atol=1e-5)
+
+
+def drawn(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def by_group(rows, matrices, sizes):
+    """float64, one group after the other."""
+    out = np.zeros((len(rows), matrices.shape[2]))
+    start = 0
+    for matrix, size in zip(matrices.astype(np.float64), sizes, strict=True):
+        out[start : start + size] = rows[start : start + size] @ matrix
+        start += size
+    return out
+
+
+@functools.cache
+def compiled():
+    """(rows, matrices, sizes, gradient of the result) -> (result, reference, gradients)."""
+
+    def run(rows, matrices, sizes, d_out):
+        out = op.matmul(rows, matrices, sizes)
+        d_rows = op.matmul(d_out, matrices, sizes, transposed=True)
+        return out, op.reference(rows, matrices, sizes), d_rows, op.weight_gradient(rows, d_out, sizes)
+
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_products_of_a_device_are_those_of_each_group(sizes):
+    rows, matrices, d_out = drawn(0, R, K), drawn(1, E, K, N), drawn(2, R, N)
+    out, reference, d_rows, d_matrices = compiled()(rows, matrices, np.array(sizes, np.int32), d_out)
+    np.testing.assert_allclose(out, by_group(rows, matrices, sizes), **TOLERANCE)
+    np.testing.assert_allclose(reference, out, **TOLERANCE)
+    np.testing.assert_allclose(d_rows, by_group(d_out, matrices.swapaxes(1, 2), sizes), **TOLERANCE)
+    ends = np.cumsum(sizes)
+    wanted = [rows[end - size : end].T @ d_out[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    np.testing.assert_allclose(d_matrices, wanted, **TOLERANCE)
+
+
+@pytest.mark.parametrize("num_rows", [1, 17, 1000])
+def test_any_number_of_rows(num_rows):
+    rows, matrices = drawn(0, num_rows, K), drawn(1, 3, K, N)
+    sizes = np.array([num_rows // 3, num_rows - num_rows // 3, 0], np.int32)
+    np.testing.assert_allclose(op.matmul(rows, matrices, sizes), by_group(rows, matrices, sizes), **TOLERANCE)
+
+
+def test_sums_are_float32_and_results_of_the_dtype_of_the_rows():
+    rows, matrices = jnp.ones((2048, 1), jnp.bfloat16), jnp.ones((1, 1, 8), jnp.bfloat16)
+    sizes = jnp.array([2048], jnp.int32)
+    assert op.matmul(rows, matrices, sizes).dtype == jnp.bfloat16
+    # bfloat16 would stop at 256.
+    np.testing.assert_array_equal(op.weight_gradient(rows, jnp.ones((2048, 8), jnp.bfloat16), sizes), 2048.0)
+
+
+MESHES = {
+    "one device": {},
+    "expert": {"expert": 4},
+    "expert fsdp tensor": {"expert": 2, "fsdp": 2, "tensor": 2},
+    "expert context data": {"expert": 2, "context": 2, "data": 2},
+    "pipeline fsdp tensor": {"pipeline": 2, "fsdp": 2, "tensor": 2},
+}
+
+
+def both(rows, up, gate, down, sizes):
+    """Two products of each kind, as the experts of a layer use them."""
+    wide = grouped_matmul(rows, (gate, up), sizes, ("embed", "mlp"))
+    return grouped_matmul(wide[:, 0] * wide[:, 1], (down,), sizes, ("mlp", "embed"))[:, 0]
+
+
+SLOW = ("expert", "expert context data", "pipeline fsdp tensor")
+
+
+@pytest.mark.parametrize("sizes", [
+    pytest.param(sizes, id=name, marks=pytest.mark.slow if name in SLOW else ()) for name, sizes in MESHES.items()
+])  # fmt: skip
+def test_a_mesh_gives_the_same_result_and_gradients(sizes, make_test_mesh):
+    mesh = make_test_mesh(**sizes)
+    num_devices = mesh.size // mesh.shape["tensor"] // mesh.shape["pipeline"]
+    num_local = E // mesh.shape["expert"]
+    num_rows = 16
+    local_sizes = np.random.default_rng(0).integers(0, num_rows // num_local + 1, (num_devices, num_local))
+    rows, d_out = drawn(0, num_devices * num_rows, K), drawn(1, num_devices * num_rows, K)
+    gate, up, down = drawn(2, E, K, N), drawn(3, E, K, N), drawn(4, E, N, K)
+    # Device number -> which experts it has: rows go over data, fsdp, expert, context, in this order.
+    rank = np.arange(num_devices) // mesh.shape["context"] % mesh.shape["expert"]
+
+    def plain(rows, gate, up, down):
+        out = []
+        for device in range(num_devices):
+            of_device = rows[device * num_rows : (device + 1) * num_rows]
+            start = 0
+            for number, size in enumerate(local_sizes[device]):
+                expert = rank[device] * num_local + number
+                x = of_device[start : start + size]
+                out.append((x @ gate[expert]) * (x @ up[expert]) @ down[expert])
+                start += size
+            out.append(jnp.zeros((num_rows - start, K)))
+        return jnp.concatenate(out)
+
+    wanted, plain_vjp = jax.vjp(plain, rows, gate, up, down)
+    with jax.set_mesh(mesh):
+        axes = (("embed", "mlp"), ("embed", "mlp"), ("mlp", "embed"))
+        specs = [local_weight_spec(("experts", *two), mesh.axis_names) for two in axes]
+        pairs = zip((gate, up, down), specs, strict=True)
+        weights = [jax.device_put(w, NamedSharding(mesh, spec)) for w, spec in pairs]
+        given = jax.device_put(rows, NamedSharding(mesh, rows_spec("embed")))
+
+        @jax.jit
+        def run(given, gate, up, down, sizes, d_out):
+            out, vjp = jax.vjp(lambda rows, gate, up, down: both(rows, up, gate, down, sizes), given, gate, up, down)
+            return out, vjp(d_out)
+
+        out, gradients = run(given, *weights, local_sizes.ravel().astype(np.int32), d_out)
+    np.testing.assert_allclose(out, wanted, **TOLERANCE)
+    for found, gradient in zip(gradients, plain_vjp(d_out), strict=True):
+        np.testing.assert_allclose(found, gradient, **TOLERANCE)
+
+
+def test_a_stage_of_a_pipeline_gives_the_same(on_stages):
+    rows, d_out = drawn(0, 2 * 16, K), drawn(1, 2 * 16, K)
+    gate, up, down = drawn(2, E, K, N), drawn(3, E, K, N), drawn(4, E, N, K)
+    sizes = np.array([3, 0, 5, 8] + [16, 0, 0, 0], np.int32)
+
+    def run(rows, gate, up, down, d_out):
+        out, vjp = jax.vjp(lambda rows, gate, up, down: both(rows, up, gate, down, sizes), rows, gate, up, down)
+        return out, vjp(d_out)
+
+    first, second = on_stages(run, rows, gate, up, down, d_out)
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+    wide = [[by_group(half, w, s) for w in (gate, up)] for half, s in ((rows[:16], sizes[:4]), (rows[16:], sizes[4:]))]
+    hidden = [(g * u).astype(np.float32) for g, u in wide]
+    wanted = np.concatenate([by_group(h, down, s) for h, s in zip(hidden, (sizes[:4], sizes[4:]), strict=True)])
+    np.testing.assert_allclose(first[0], wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_leave_in_the_dtype_that_is_asked_for():
+    rows, sizes = jnp.asarray(drawn(0, 16, K), jnp.bfloat16), jnp.array([16], jnp.int32)
+    weight = jnp.ones((1, K, N))
+
+    def gradient(wrap):
+        loss = lambda w: grouped_matmul(rows, (wrap(w),), sizes, ("embed", "mlp")).astype(jnp.float32).sum() / 3
+        return jax.grad(loss)(weight)
+
+    wide, narrow = gradient(Float32Gradient), gradient(lambda w: w)
+    assert wide.dtype == narrow.dtype == jnp.float32
+    np.testing.assert_array_equal(narrow, wide.astype(jnp.bfloat16).astype(jnp.float32))
+    assert np.any(narrow != wide)
