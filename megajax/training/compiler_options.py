@@ -75,8 +75,8 @@ PROFILE = (
         value=lambda target: target.layer_shard_bytes,
         when=lambda target: _shares_unrolled_layers(target) and target.layer_shard_bytes < DEFAULT_COMBINE_BYTES,
         why="the threshold counts the output shard: over 64 devices the default combines the gradients of 4.6 layers "
-        "of Llama 8B, so that those of 6 layers were reduced in 4 collectives at the end of the backward pass instead of "
-        "11 collectives, layer by layer (compiled for H100, jaxlib 0.10.2)",
+        "of Llama 8B, so that those of 6 layers were reduced in 4 collectives at the end of the backward pass instead "
+        "of 11 collectives, layer by layer (compiled for H100, jaxlib 0.10.2)",
     ),
     Option(
         "xla_gpu_experimental_parallel_collective_overlap_limit",
@@ -90,15 +90,15 @@ PROFILE = (
         value=lambda target: False,
         when=lambda target: target.offloads and target.num_devices == 1,
         why="with it the scheduler delays matmuls of weight gradients, to overlap them with copies to the host, and "
-        "keeps their operands: 26.4 GiB of temporary memory instead of 10.6 (gpt_1p3b, full recompute, optimizer offloaded; "
-        "compiled for H100, jaxlib 0.10.2). On a mesh it also overlaps collectives and remains enabled",
+        "keeps their operands: 26.4 GiB of temporary memory instead of 10.6 (gpt_1p3b, full recompute, optimizer "
+        "offloaded; compiled for H100, jaxlib 0.10.2). On a mesh it also overlaps collectives and remains enabled",
     ),
     Option(
         "xla_gpu_deterministic_ops",
         value=lambda target: True,
         when=lambda target: target.deterministic,
-        why="scatters and cuDNN's attention sum in a fixed order, and the algorithm of a matmul is not autotuned by each "
-        "process",
+        why="scatters and cuDNN's attention sum in a fixed order, and the algorithm of a matmul is not autotuned by "
+        "each process",
     ),
 )
 
