@@ -129,9 +129,7 @@ def test_a_document_beyond_the_bound_is_refused_or_left_out_by_name(tmp_path, na
         plain = records[1]["text"] if "txt" in name else "\n".join(map(json.dumps, records))
         path.write_bytes(pack(plain.encode(), path.suffix))
     where = {"jsonl": f"{name} line 2", "parq": f"{name} row 2", "txt": name}[name.split(".")[1].removesuffix("uet")]
-    message = (
-        f"{where}: a document of more than 300,000 bytes; cut it into several, or allow it with --max_document_bytes"
-    )
+    message = f"{where}: a document of more than 300,000 bytes; split it, or allow it with --max_document_bytes"
     with pytest.raises(ValueError, match=message):
         run([str(path)], tmp_path / "x", max_document_bytes=longest)
     meta = run([str(path)], tmp_path / "x", max_document_bytes=longest, on_error="skip")
@@ -287,8 +285,8 @@ FORGETFUL = "{% for m in messages %}{{ m.role[0] }}{{ m.content if loop.last or 
         (conversation(*TURNS), "{{ messages[0].nothing.more }}", "line 1: chat template: UndefinedError"),
         (conversation(*TURNS), "{{ ''.__class__.__mro__ }}", "line 1: chat template: SecurityError"),
         (conversation(*TURNS[:2]), None, "line 1: .*no message of the role assistant"),
-        ({"messages": "hello"}, None, "line 1: no list of messages 'messages'"),
-        ({"text": "hello"}, None, "line 1: no list of messages 'messages'"),
+        ({"messages": "hello"}, None, "line 1: no list of messages with roles in 'messages'"),
+        ({"text": "hello"}, None, "line 1: no list of messages with roles in 'messages'"),
         (conversation(("user", "<eos>"), ("assistant", "A")), None, "line 1: .*spells the special token <eos>"),
     ],
 )
