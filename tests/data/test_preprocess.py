@@ -279,12 +279,12 @@ FORGETFUL = "{% for m in messages %}{{ m.role[0] }}{{ m.content if loop.last or 
 @pytest.mark.parametrize(
     "record, template, message",
     [
-        (conversation(*TURNS), "{{ messages | length }}", "line 1: chat template: .*not rendered as the beginning"),
-        (conversation(*TURNS), FORGETFUL, "line 1: chat template: .*not rendered as the beginning"),
+        (conversation(*TURNS), "{{ messages | length }}", "line 1: chat template: .*not rendered as a prefix"),
+        (conversation(*TURNS), FORGETFUL, "line 1: chat template: .*not rendered as a prefix"),
         (conversation(*TURNS), "{{ raise_exception('no system') }}", "line 1: chat template: .*no system"),
         (conversation(*TURNS), "{{ messages[0].nothing.more }}", "line 1: chat template: UndefinedError"),
         (conversation(*TURNS), "{{ ''.__class__.__mro__ }}", "line 1: chat template: SecurityError"),
-        (conversation(*TURNS[:2]), None, "line 1: .*no message of the role assistant"),
+        (conversation(*TURNS[:2]), None, "line 1: .*no message with the role assistant"),
         ({"messages": "hello"}, None, "line 1: no list of messages with roles in 'messages'"),
         ({"text": "hello"}, None, "line 1: no list of messages with roles in 'messages'"),
         (conversation(("user", "<eos>"), ("assistant", "A")), None, "line 1: .*spells the special token <eos>"),
