@@ -21,13 +21,14 @@ from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.steps import find_step
 from megajax.config import Config, override
 from megajax.data.datasets import Datasets
-from megajax.inference.engine import Engine, serving_params, tokenizer_of
+from megajax.inference.engine import Engine, serving_params
 from megajax.inference.sampling import Sampling
 from megajax.mesh import make_mesh
 from megajax.models.model import Model
 from megajax.planning.memory import memory_per_device
 from megajax.planning.plan import USABLE_MEMORY, plan_device, plan_rows
 from megajax.sharding import with_shardings
+from megajax.sources import SavedStep
 from megajax.training.batch_schedule import Batch, BatchSchedule
 from megajax.training.batches import BatchPlacer
 from megajax.training.faults.run_lock import locked
@@ -176,14 +177,17 @@ class Run:
                 f"mesh.pipeline={self.config.mesh.pipeline}: generation does not support pipelines; use another mesh"
             )
         if state is None:
-            step = find_step(self.config.run_dir)
-            tokenizer = tokenizer_of(self.config.run_dir, step, self.config.data.tokenizer)
-            weights = self._saved_weights(step)
+            source = SavedStep(self.config.run_dir)
+            tokenizer = source.tokenizer()
+            target = with_shardings(serving_params(self.model), self.model.shardings(self.mesh))
+            weights = source.restore_params(target, self.model.layer_rows)
+            start_ids = getattr(tokenizer, "start_ids", ()) if source.is_foreign else ()
         else:
             tokenizer = self.datasets.tokenizer
             weights = state.weights
+            start_ids = ()
         if self._engine is None:
-            self._engine = Engine(self.model, weights, self.mesh, tokenizer)
+            self._engine = Engine(self.model, weights, self.mesh, tokenizer, start_ids=start_ids)
         self._engine.use(weights)  # its programs do not depend on the weights
         return self._engine.generate([prompts] if isinstance(prompts, str) else prompts, settings)
 
@@ -238,11 +242,6 @@ class Run:
                 f"{microbatch or 1} (training.microbatch_size); use {-(-size // unit) * unit} sequences"
             )
         return BatchSchedule(size, microbatch and unit, None)(0)
-
-    def _saved_weights(self, step: int) -> dict:
-        with Checkpointer(self.config.run_dir, None) as checkpointer:
-            target = with_shardings(serving_params(self.model), self.model.shardings(self.mesh))
-            return checkpointer.restore_params(step, target, self.model.layer_rows)
 
 
 def _stacked(dataset, indices: range) -> dict[str, np.ndarray]:
