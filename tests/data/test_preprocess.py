@@ -120,7 +120,7 @@ def test_a_compressed_file_cut_short_is_refused_by_name(tmp_path, name, num_docu
     "name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.txt", "a.txt.gz", "a.txt.zst"]
 )
 @pytest.mark.fault
-def test_a_document_beyond_the_bound_is_refused_or_left_out_by_name(tmp_path, name, caplog):
+def test_a_document_above_the_size_limit_is_refused_or_skipped(tmp_path, name, caplog):
     path, longest = tmp_path / name, 300_000
     records = [{"text": "one"}, {"text": "a" * 1_000_000}, {"text": "b" * (longest - 100)}]
     if "parquet" in name:
@@ -408,7 +408,7 @@ def test_inspect_is_a_command_of_preprocess(corpus, tmp_path, capsys):
     assert "documents 305" in capsys.readouterr().out
 
 
-def test_a_dataset_that_is_there_is_not_overwritten_unless_asked(tmp_path, capsys):
+def test_an_existing_dataset_is_only_replaced_with_overwrite(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("hello")
     arguments = ["--input", str(tmp_path / "a.txt"), "--output_prefix", str(tmp_path / "x"), "--workers=1"]
     main([*arguments, "--tokenizer=bytes"])
