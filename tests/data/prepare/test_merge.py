@@ -102,7 +102,7 @@ def test_verify_passes_good_data_and_names_the_first_bad_token(shards, tmp_path,
         assert status.value.code == 1
         out = capsys.readouterr()
         assert message in out.err
-        assert f"{b}: good" in out.out
+        assert f"{b}: OK" in out.out
 
 
 def test_verify_needs_a_meta_and_whole_files(shards, tmp_path):
