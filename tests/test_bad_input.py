@@ -19,7 +19,8 @@ from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
 
 ROOT = Path(__file__).parents[1]
-MOCK = ["--data.source=mock", "--data.text=", "--data.tokenizer=null:2047", "--training.sample_prompt="]
+MOCK = ["--data.source=mock", "--data.text=", "--data.tokenizer=null:2047", "--training.sample_prompt=",
+        "--optimizer.name=adamw"]  # fmt: skip
 # (arguments after --config=gpt_tiny and a mock data set, what the line must hold: the field and a way out)
 CASES = {
     "unknown field": (["--model.layers=3"], ["--model.layers is unknown", "did you mean --model."]),

@@ -187,7 +187,7 @@ def test_differences_name_each_changed_field_with_both_values():
     changed = override(config, ["--model.rope.base=5", "--training.steps=70", "--run_dir=x"])
     assert differences(config, changed) == [
         "model.rope.base: 10000.0 -> 5.0",
-        "training.steps: 400 -> 70",
+        "training.steps: 150 -> 70",
         "run_dir: runs/gpt_tiny -> x",
     ]
 
@@ -282,7 +282,7 @@ def test_own_data_need_only_their_source_and_paths(tmp_path, caplog):
     caplog.set_level(logging.INFO, "megajax")
     (tmp_path / "a.txt").write_text("3000 1 2 " * 100)
     preprocess([str(tmp_path / "a.txt")] * 8, str(tmp_path / "x"), load_tokenizer("null:3001"), "null:3001")
-    recipe = configs.recipe("gpt_tiny")
+    recipe = override(configs.recipe("gpt_tiny"), ["--training.steps=400", "--optimizer.warmup_steps=30"])
     typed = ["--data.source=indexed", f"--data.paths={tmp_path / 'x'}", "--training.steps=20"]
     config = override(recipe, typed).check_on(1)
     assert config.data.text == () and config.data.tokenizer == "null:3001"

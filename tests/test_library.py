@@ -26,6 +26,8 @@ TINY = {
     "training.eval_every_steps": 3,
     "training.eval_steps": 1,
     "training.sample_prompt": "",
+    "optimizer.name": "adamw",
+    "optimizer.learning_rate": 3e-3,
     "optimizer.warmup_steps": 1,
     "checkpoint.every_steps": 2,
     "logging.tensorboard": False,

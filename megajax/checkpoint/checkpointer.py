@@ -271,15 +271,15 @@ class Checkpointer:
         restored, meta = self._restore(step, trees, layer_rows)
         return restored["params"], restored["optimizer"], meta
 
-    def restore_params(self, step: int, abstract_params, layer_rows: Rows, *, some: bool = False):
-        """Like `restore`, but only for the parameters; some: abstract_params may be a subset of them."""
-        return self._restore(step, dict(params=abstract_params), layer_rows, some)[0]["params"]
+    def restore_params(self, step: int, abstract_params, layer_rows: Rows):
+        """Like `restore`, but only for the parameters."""
+        return self._restore(step, dict(params=abstract_params), layer_rows)[0]["params"]
 
-    def _restore(self, step: int, abstract: dict, wanted: Rows, some: bool = False) -> tuple[dict, dict]:
+    def _restore(self, step: int, abstract: dict, wanted: Rows) -> tuple[dict, dict]:
         problem = None
         read = None
         try:
-            read = self._read(step, abstract, wanted, some)
+            read = self._read(step, abstract, wanted)
         except Exception as error:
             problem = error
         # What follows is a computation of all processes, so all of them take part or none.
@@ -299,7 +299,7 @@ class Checkpointer:
         moved = {name: wanted_form(restored[name], tree, stored, wanted) for name, tree in abstract.items()}
         return {name: jax.tree.map(_cast, moved[name], tree) for name, tree in abstract.items()}, meta
 
-    def _read(self, step: int, abstract: dict, wanted: Rows, some: bool) -> tuple[dict, dict, Rows, dict]:
+    def _read(self, step: int, abstract: dict, wanted: Rows) -> tuple[dict, dict, Rows, dict]:
         """-> (trees as they are stored, digests, rows of the layers, metadata)."""
         meta = self.read_meta(step)
         try:
@@ -309,8 +309,7 @@ class Checkpointer:
                 name: as_stored(saved.get(name, {}), stored_form(tree, stored, wanted))
                 for name, tree in abstract.items()
             }
-            restore = _restore_some if some else ocp.args.StandardRestore
-            items = {name: restore(form) for name, form in forms.items()}
+            items = {name: ocp.args.StandardRestore(form) for name, form in forms.items()}
             return self._manager.restore(step, args=ocp.args.Composite(**items)), saved, stored, meta
         except (MemoryError, jax.errors.JaxRuntimeError):  # not the fault of the checkpoint
             raise
@@ -337,11 +336,6 @@ class Checkpointer:
             self._wait_for_local()
             self._local.close()
             self._local.remove_up_to(self.latest_step() or 0)
-
-
-def _restore_some(form) -> ocp.args.PyTreeRestore:
-    restore_args = ocp.checkpoint_utils.construct_restore_args(form)
-    return ocp.args.PyTreeRestore(form, restore_args=restore_args, partial_restore=True)
 
 
 def _has_times(path: Path) -> bool:

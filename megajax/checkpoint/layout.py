@@ -80,8 +80,13 @@ def of_layers(form: Callable, tree, wanted: Rows, *others):
     """Applies form(leaf, stack, *others) to each leaf; stack: its "stack.kind", a key of wanted, or None."""
 
     def apply(path, leaf, *others):
-        names = [str(getattr(entry, "key", "")) for entry in path]
-        stacks = [".".join(pair) for pair in itertools.pairwise(names)]
-        return form(leaf, next((stack for stack in stacks if stack in wanted), None), *others)
+        name = ".".join(str(getattr(entry, "key", "")) for entry in path)
+        return form(leaf, stack_of(name, wanted), *others)
 
     return jax.tree_util.tree_map_with_path(apply, tree, *others)
+
+
+def stack_of(name: str, rows: Rows) -> str | None:
+    """The "stack.kind" of an array with a name such as layers.dense.mlp.up, or None."""
+    stacks = map(".".join, itertools.pairwise(name.split(".")))
+    return next((stack for stack in stacks if stack in rows), None)

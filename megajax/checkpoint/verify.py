@@ -19,7 +19,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import jax
@@ -108,19 +108,19 @@ def _all(tree: dict[str, jax.Array], formula: Callable[[jax.Array], jax.Array]) 
     return jax.tree.map(jax.jit(formula), tree)  # traced once for each shape
 
 
-BLOCK = 2**24  # elements that digest_of_host copies at a time
+def digest_of_pieces(pieces: Iterable[np.ndarray], formula: Callable[..., jax.Array]) -> list[int] | int:
+    """As a formula below gives it of the whole array; pieces: its parts in the order of memory, on the host."""
+    sums = []
+    first = 0
+    for piece in pieces:
+        sums.append(np.asarray(_digest_from(piece.reshape(-1), np.uint32(first % 2**32), formula)))
+        first += piece.size
+    return np.sum(sums, axis=0, dtype=np.uint32).tolist()
 
 
-def digest_of_host(array: np.ndarray) -> list[int]:
-    """The digest of an array in the memory of the host, without a copy of the whole."""
-    flat = array.reshape(-1)
-    blocks = [_digest_from(flat[first : first + BLOCK], first) for first in range(0, flat.size, BLOCK)]
-    return np.sum(blocks, axis=0, dtype=np.uint32).tolist()
-
-
-@jax.jit
-def _digest_from(x: jax.Array, first: jax.Array) -> jax.Array:
-    return digest(x, first)
+@functools.partial(jax.jit, static_argnames="formula")
+def _digest_from(x: jax.Array, first: jax.Array, formula: Callable[..., jax.Array]) -> jax.Array:
+    return formula(x, first)
 
 
 def digest(x: jax.Array, first: int | jax.Array = 0) -> jax.Array:
@@ -128,8 +128,7 @@ def digest(x: jax.Array, first: int | jax.Array = 0) -> jax.Array:
 
     first: the position of its first element in the whole array, of which the digest is the sum of those of its parts.
     """
-    bits, index = _words(x)
-    index = index + jnp.uint32(first) * np.uint32(bits.size // max(x.size, 1))
+    bits, index = _words(x, first)
     mixed = tuple(_mix(bits ^ (index * scale + offset), *constants) for scale, offset, constants in _LANES)
     zeros = (np.uint32(0),) * len(mixed)
     # One reduction for both: two reductions would read the array twice.
@@ -137,9 +136,9 @@ def digest(x: jax.Array, first: int | jax.Array = 0) -> jax.Array:
     return jnp.stack(sums)
 
 
-def weighted_sum(x: jax.Array) -> jax.Array:
+def weighted_sum(x: jax.Array, first: int | jax.Array = 0) -> jax.Array:
     """uint32 []: sum_i b_i (2 i + 1), the digest of older steps. Misses two flipped signs."""
-    bits, index = _words(x)
+    bits, index = _words(x, first)
     return jnp.sum(bits * (2 * index + 1), dtype=jnp.uint32)
 
 
@@ -149,10 +148,11 @@ def _mix(h: jax.Array, first: tuple[int, int], second: tuple[int, int], last: in
     return h ^ (h >> np.uint32(last))
 
 
-def _words(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _words(x: jax.Array, first: int | jax.Array) -> tuple[jax.Array, jax.Array]:
     """-> (the bits of each element, its position in the array), uint32; 8-byte elements become two of 4 bytes."""
     x = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
     bits = lax.bitcast_convert_type(x, _UNSIGNED[x.dtype.itemsize]).astype(jnp.uint32)  # 8 bytes: a last axis of 2
     strides = [math.prod(bits.shape[axis + 1 :]) % 2**32 for axis in range(bits.ndim)]
     offsets = [lax.broadcasted_iota(jnp.uint32, bits.shape, axis) * np.uint32(s) for axis, s in enumerate(strides)]
-    return bits, sum(offsets, jnp.zeros(bits.shape, jnp.uint32))
+    start = jnp.uint32(first) * np.uint32(bits.size // max(x.size, 1))
+    return bits, sum(offsets, jnp.full(bits.shape, start))

@@ -5,8 +5,7 @@ python -m megajax.convert.hugging_face export --run=RUN --to=DIR [--step=N --dty
 
 import writes a run directory as python -m megajax.convert.export does: infer.py reads it, and --checkpoint.start_from
 begins a run with it. export writes config.json, weights, tokenizer and generation config as transformers and vLLM read
-them. Neither holds the model in memory: import reads one array at a time (all layers of a matrix), export those that
-make up one tensor of theirs.
+them. Neither holds the model in memory: both read and write parts of at most megajax.checkpoint.piecewise.PIECE_BYTES.
 """
 
 import argparse
@@ -21,14 +20,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.progress import Progress
 
-from megajax.checkpoint import deferred
-from megajax.checkpoint.checkpointer import Checkpointer
-from megajax.checkpoint.deferred import DeferredArray
+from megajax.checkpoint import piecewise
+from megajax.checkpoint.piecewise import PiecewiseArray, StoredParams, pieces
 from megajax.checkpoint.steps import find_step
 from megajax.config import Config
 from megajax.convert.export import new_directory
@@ -42,11 +38,10 @@ from megajax.data.tokenizers.tokenizer import (
 )
 from megajax.hugging_face.families import Family
 from megajax.hugging_face.folder import Folder, is_folder
-from megajax.hugging_face.mapping import Tensor, WeightMap, family_for, family_of, write_options
+from megajax.hugging_face.mapping import Part, Tensor, WeightMap, family_for, family_of, write_options
 from megajax.hugging_face.tensor_files import SHARD_BYTES, ShardWriter, TensorForm
-from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.model import Model
-from megajax.parameters import name_of, select
+from megajax.parameters import name_of
 from megajax.precision import DTYPES
 
 logger = logging.getLogger("megajax")
@@ -76,7 +71,7 @@ def import_folder(source: str | Path, run_dir: str | Path) -> Folder:
             "eod_id": tokenizer.eod_id,
         }
         with _progress("import") as advance:
-            deferred.write(new, 0, _deferred(folder, model, advance), meta)
+            piecewise.write(new, 0, _piecewise(folder, model, advance), meta)
         (new / "config.json").write_text(config.to_json())
         save_tokenizer(tokenizer, new)
         if not (new / "generation_config.json").is_file():
@@ -87,24 +82,23 @@ def import_folder(source: str | Path, run_dir: str | Path) -> Folder:
     return folder
 
 
-def _deferred(folder: Folder, model: Model, advance: Callable[[int, int], None]) -> dict:
+def _piecewise(folder: Folder, model: Model, advance: Callable[[int, int], None]) -> dict:
     sizes = []
 
-    def defer(path, leaf):
+    def array_of(path, leaf):
         name = name_of(path)
         numbers = np.arange(folder.map.num_layers) if folder.map.is_stacked(name) else None
-        whole = (slice(None),) * leaf.ndim
 
-        def read() -> np.ndarray:
-            array = folder.read(name, numbers, whole, folder.dtype(name))
-            advance(array.nbytes, 2 * sum(sizes))  # each is read twice
-            return array
+        def read(index: tuple[slice, ...]) -> np.ndarray:
+            piece = folder.read(name, numbers, index, folder.dtype(name))
+            advance(piece.nbytes, 2 * sum(sizes))  # each is read twice
+            return piece
 
-        array = DeferredArray(leaf.shape, folder.dtype(name), read)
+        array = PiecewiseArray(leaf.shape, folder.dtype(name), read)
         sizes.append(array.nbytes)
         return array
 
-    return jax.tree_util.tree_map_with_path(defer, model.abstract_weights)
+    return jax.tree_util.tree_map_with_path(array_of, model.abstract_weights)
 
 
 # ----------------------------------------------------------------------------- export
@@ -128,10 +122,9 @@ class Export:
         self.tokenizer = load_saved_tokenizer(run_dir, config.data.tokenizer)
         self.family = _family(self.run_dir, config, architecture)
         self.map = WeightMap(self.family, config.model)
-        self._model = Model(config.model)
-        with Checkpointer(run_dir, None) as checkpointer:
-            digests = checkpointer.read_meta(self.step).get("digests", {}).get("params", {})
-        self._dtypes = _dtypes(self._model, digests)
+        model = Model(config.model)
+        self._stored = StoredParams(run_dir, self.step, model.layer_rows)
+        self._dtypes = _dtypes(model, self._stored.dtypes)
         self.forms = {tensor.name: self._form(tensor, dtype) for tensor in self.map.tensors}
         self.generation = self._generation_config()
         (first, *_) = self.forms.values()
@@ -143,38 +136,29 @@ class Export:
         """Raises ValueError if the directory exists or the step is damaged; then nothing is left."""
         with new_directory(to, "to") as new:
             writer = ShardWriter(new, self.forms, shard_bytes)
-            with _progress("export") as advance, Checkpointer(self.run_dir, None) as checkpointer:
+            with _progress("export") as advance:
                 for row in self.map.rows:
-                    self._write_row(checkpointer, row, writer, advance)
+                    self._write_row(row, writer, advance)
             _write_json(new / "config.json", self.options)
             self._write_tokenizer(new)
             if not (new / "generation_config.json").is_file():
                 _write_json(new / "generation_config.json", self.generation)
 
-    def _write_row(self, checkpointer: Checkpointer, row: list[Tensor], writer: ShardWriter, advance) -> None:
-        """The tensors that are made of the same arrays; these alone are read."""
-        names = [part.name for part in row[0].parts]
-        arrays = self._read(checkpointer, names)
+    def _write_row(self, row: list[Tensor], writer: ShardWriter, advance: Callable[[int, int], None]) -> None:
+        """The tensors that are made of the same arrays."""
+        arrays = {part.name: self._stored.open(part.name) for part in row[0].parts}
         for tensor in row:
-            parts = []
-            for part in tensor.parts:
-                array = arrays[part.name] if part.layer is None else arrays[part.name][part.layer]
-                parts.append(array[tuple(map(slice, part.shape))])
-            form = self.forms[tensor.name]
-            writer.write(tensor.name, tensor.join(parts).astype(form.dtype, copy=False))
-            advance(form.nbytes, sum(form.nbytes for form in self.forms.values()))
+            for part, view in zip(tensor.parts, tensor.views(writer[tensor.name]), strict=True):
+                self._write_part(arrays[part.name], part, view)
+            advance(self.forms[tensor.name].nbytes, sum(form.nbytes for form in self.forms.values()))
 
-    def _read(self, checkpointer: Checkpointer, names: Sequence[str]) -> dict[str, np.ndarray]:
-        """As they are stored, in the memory of the host."""
-        everywhere = NamedSharding(make_mesh(MeshConfig(), jax.local_devices(backend="cpu")[:1]), P())
-
-        def target(path, leaf):
-            return jax.ShapeDtypeStruct(leaf.shape, self._dtypes[name_of(path)], sharding=everywhere)
-
-        abstract = jax.tree_util.tree_map_with_path(target, self._model.abstract_weights)
-        wanted = select(abstract, lambda name: name in names)
-        found = checkpointer.restore_params(self.step, wanted, self._model.layer_rows, some=True)
-        return {name_of(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(found)}
+    def _write_part(self, array: PiecewiseArray, part: Part, view: np.ndarray) -> None:
+        at = self._stored.row_of(part.name, part.layer)
+        if view.shape != part.shape:  # heads on two axes
+            view[...] = array.read((*at, *map(slice, part.shape))).reshape(view.shape)
+            return
+        for index in pieces(part.shape, array.dtype):
+            view[index] = array.read((*at, *index))
 
     def _form(self, tensor: Tensor, dtype: str | None) -> TensorForm:
         stored = {self._dtypes[part.name] for part in tensor.parts}
@@ -244,10 +228,10 @@ def _architecture(place: Path) -> str | None:
     return read_json(str(place / "exported.json")).get("architecture")
 
 
-def _dtypes(model: Model, digests: dict[str, list]) -> dict[str, np.dtype]:
+def _dtypes(model: Model, stored: dict[str, np.dtype]) -> dict[str, np.dtype]:
     """In which the step has each parameter."""
     leaves = jax.tree_util.tree_leaves_with_path(model.abstract_weights)
-    return {name_of(path): np.dtype(digests.get(jax.tree_util.keystr(path), [leaf.dtype])[0]) for path, leaf in leaves}
+    return {name_of(path): stored.get(name_of(path), np.dtype(leaf.dtype)) for path, leaf in leaves}
 
 
 # ----------------------------------------------------------------------------- files and progress

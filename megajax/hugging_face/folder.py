@@ -21,7 +21,8 @@ from megajax.training.config import TrainingConfig
 logger = logging.getLogger("megajax")
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
-# Buffers saved by older versions; they can be computed from config.json.
+OTHER_TOKENIZERS = ("vocab.json", "merges.txt", "tekken.json")  # that are not read
+# Buffers that older versions saved, and that follow from config.json.
 _BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
 
 
@@ -52,18 +53,14 @@ class Folder:
             raise ValueError(f"{file}: {problem}") from None
         self._files = TensorFiles(self.path)
         self._names = self._match()
+        self.tokenizer_spec = self._find_tokenizer()
+        """Of data.tokenizer; without a file that can be read, tokens are numbers."""
 
     @property
     def config(self) -> Config:
         """Config of a run with this model and tokenizer."""
         data = DataConfig(source="mock", tokenizer=self.tokenizer_spec)
         return Config(model=self.model, data=data, training=TrainingConfig(sequence_length=self.model.max_positions))
-
-    @property
-    def tokenizer_spec(self) -> str:
-        """Value of data.tokenizer; null:VOCAB if the folder has no tokenizer file that we can read."""
-        found = next((self.path / name for name in TOKENIZERS if (self.path / name).is_file()), None)
-        return f"null:{self.model.vocab_size}" if found is None else str(found)
 
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.tokenizer_spec)
@@ -121,6 +118,18 @@ class Folder:
     def _part(self, name: str, layer: int | None) -> np.ndarray:
         tensor, number = self.map.source[name, layer]
         return tensor.split(self._files[self._names[tensor.name]])[number]
+
+    def _find_tokenizer(self) -> str:
+        found = next((self.path / name for name in TOKENIZERS if (self.path / name).is_file()), None)
+        if found is not None:
+            return str(found)
+        others = [name for name in OTHER_TOKENIZERS if (self.path / name).is_file()]
+        logger.warning(
+            "%s has %s and neither %s, so tokens are numbers (data.tokenizer=null:%d); for text write tokenizer.json: "
+            "transformers.AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)",
+            self.path, " and ".join(others) or "no tokenizer", " nor ".join(TOKENIZERS), self.model.vocab_size,
+        )  # fmt: skip
+        return f"null:{self.model.vocab_size}"
 
     def _match(self) -> dict[str, str]:
         """{name of a tensor in the table: name in the files}, which may lack the prefix of the base model."""

@@ -166,25 +166,19 @@ class Tensor:
     layout: Layout
 
     def split(self, array: np.ndarray) -> tuple[np.ndarray, ...]:
-        """The tensor -> its parts, as views if possible."""
+        """The tensor -> its parts, views of it where that is possible."""
+        return tuple(view.reshape(part.shape) for view, part in zip(self.views(array), self.parts, strict=True))
+
+    def views(self, array: np.ndarray) -> tuple[np.ndarray, ...]:
+        """As split, of which what is written to a part changes the tensor; the heads of a part may be on two axes."""
         if self.layout == "same":
             return (array,)
         rows = array if self.layout == "conv1d" else array.T  # outputs last; the transpose of a bias is itself
         if self.layout == "by_head":
             return _split_heads(rows, self.parts)
         ends = np.cumsum([part_width(part) for part in self.parts])
-        pieces = np.split(rows, ends[:-1], axis=-1)
-        return tuple(piece.reshape(part.shape) for piece, part in zip(pieces, self.parts, strict=True))
-
-    def join(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        """Inverse of split; not necessarily contiguous."""
-        if self.layout == "same":
-            return arrays[0]
-        if self.layout == "by_head":
-            return _join_heads(arrays, self.parts).T
-        flat = [array.reshape(*_inputs(part), part_width(part)) for array, part in zip(arrays, self.parts, strict=True)]
-        rows = flat[0] if len(flat) == 1 else np.concatenate(flat, -1)
-        return rows if self.layout == "conv1d" else rows.T
+        cut = np.split(rows, ends[:-1], axis=-1)
+        return tuple(view.reshape(part.shape) for view, part in zip(cut, self.parts, strict=True))
 
 
 def part_width(part: Part) -> int:
@@ -197,19 +191,11 @@ def _inputs(part: Part) -> tuple[int, ...]:
 
 
 def _split_heads(rows: np.ndarray, parts: Sequence[Part]) -> tuple[np.ndarray, ...]:
-    """[..., K (N / K + 2) H] -> query [..., N, H], key and value [..., K, H]."""
-    query, key, _ = parts
+    """[..., K (N / K + 2) H] -> query [..., K, N / K, H], key and value [..., K, H]."""
+    _, key, _ = parts
     K, H = key.shape[-2:]
     grouped = rows.reshape(*rows.shape[:-1], K, -1, H)
-    return grouped[..., :-2, :].reshape(query.shape), grouped[..., -2, :], grouped[..., -1, :]
-
-
-def _join_heads(arrays: Sequence[np.ndarray], parts: Sequence[Part]) -> np.ndarray:
-    query, key, value = arrays
-    K, H = key.shape[-2:]
-    queries = query.reshape(*query.shape[:-2], K, -1, H)
-    grouped = np.concatenate([queries, key[..., None, :], value[..., None, :]], -2)
-    return grouped.reshape(*_inputs(parts[0]), -1)
+    return grouped[..., :-2, :], grouped[..., -2, :], grouped[..., -1, :]
 
 
 class WeightMap:

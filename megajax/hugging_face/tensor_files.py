@@ -1,4 +1,5 @@
-"""Safetensors files: read as views of memory-mapped files, written tensor by tensor at offsets fixed in advance.
+"""Files of tensors: read as views of the mapped file, written in the same way at places that are
+known before.
 
 The format (https://huggingface.co/docs/safetensors): 8 bytes with the length of a JSON header, the header {name:
 {dtype, shape, data_offsets}}, then the tensors. The safetensors package validates files before they are read; it can
@@ -7,6 +8,7 @@ only write whole files from memory, hence the writer here.
 
 import json
 import math
+import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -114,15 +116,11 @@ class ShardWriter:
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
-    def write(self, name: str, array: np.ndarray) -> None:
-        """array: with the shape and dtype of this name, in any memory order."""
-        path, offset = self._locations[name]
+    def __getitem__(self, name: str) -> np.ndarray:
+        """A view of the mapped file, to be written to."""
+        path, offset = self._places[name]
         form = self._forms[name]
-        if (array.shape, array.dtype) != form:
-            raise ValueError(f"{name} is {array.dtype}{list(array.shape)}, not {form.dtype}{list(form.shape)}")
-        with path.open("r+b") as file:
-            file.seek(offset)
-            file.write(np.ascontiguousarray(array).view(np.uint8).data)
+        return np.memmap(path, form.dtype, "r+", offset, form.shape)
 
     def _create(self, path: Path, shard: list[str]) -> None:
         header: dict = {"__metadata__": {"format": "pt"}}  # required by transformers
@@ -139,7 +137,8 @@ class ShardWriter:
             self._locations[name] = (path, 8 + len(text) + header[name]["data_offsets"][0])
         with path.open("wb") as file:
             file.write(struct.pack("<Q", len(text)) + text)
-            file.truncate(8 + len(text) + end)
+            file.flush()
+            os.posix_fallocate(file.fileno(), 0, 8 + len(text) + end)  # a mapped file cannot say that the disk is full
 
 
 def _shards(forms: Mapping[str, TensorForm], shard_bytes: int) -> list[list[str]]:

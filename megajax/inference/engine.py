@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from megajax.data.tokenizers.tokenizer import Tokenizer
+from megajax.data.tokenizers.tokenizer import Tokenizer, end_ids
 from megajax.inference.sampling import RowSampling, Sampling
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.model import Model
@@ -55,7 +55,7 @@ class Engine:
         config = model.config
         self._vocab_size = min(config.vocab_size, tokenizer.vocab_size) if tokenizer else config.vocab_size
         self._max_length = config.max_length
-        self._end = tokenizer.eod_id if tokenizer else None
+        self._ends = end_ids(tokenizer) if tokenizer else frozenset()
         self._start = list(start_ids)
         self._prefill = jax.jit(functools.partial(_prefill, model, self._vocab_size), static_argnames="cache_length")
         self._decode = jax.jit(functools.partial(_decode, model, self._vocab_size), donate_argnames="caches")
@@ -109,7 +109,7 @@ class Engine:
         return [_cut(self._text(prompt, new), sampling.stop) for prompt, new in zip(encoded, generated, strict=True)]
 
     def generate_tokens(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:
-        """The tokens that follow each prompt, without the end-of-document token, but with a stop text."""
+        """The tokens that follow each prompt, without the token that ends it, but with a stop text."""
         sampling.check()
         self.check_prompts(prompts, sampling)
         rows = [_Row(list(prompt)) for prompt in prompts]
@@ -131,10 +131,10 @@ class Engine:
         if self.tokenizer is None:
             raise ValueError("the engine has no tokenizer to encode a text prompt; use generate_tokens")
         ids = self._start + self.tokenizer.encode(prompt)
-        if not ids and self._end is None:
+        if not ids and self.tokenizer.eod_id is None:
             raise ValueError("prompt='' has no tokens and the tokenizer has no end-of-document token to start from; "
                              "give a prompt")  # fmt: skip
-        return ids or [self._end]
+        return ids or [self.tokenizer.eod_id]
 
     def room_for_prompt(self, max_tokens: int) -> int | None:
         """Maximum number of prompt tokens that leaves room for max_tokens; None: unlimited."""
@@ -192,7 +192,7 @@ class Engine:
     def _add(self, row: "_Row", token: int, stop: tuple[str, ...]) -> None:
         if row.is_finished:
             return
-        if token == self._end:
+        if token in self._ends:
             row.is_finished = True
             return
         row.new.append(token)

@@ -57,7 +57,8 @@ class DecoderConfig(ModelConfig):
     position: Literal["learned", "rope", "alibi", "none"] = "learned"
     """How positions are encoded: a learned table, rotary embedding, scores that fall with distance (ALiBi), or not."""
     max_positions: PositiveInt = 1024
-    """Rows of the learned position table."""
+    """Rows of the learned position table. With any other position it limits nothing; it is the length that the model
+    was trained for, as Hugging Face folders say it."""
     rope: RopeConfig = RopeConfig()
     """Rotary embedding, with position=rope."""
     no_rope_every: PositiveInt | None = None

@@ -95,7 +95,8 @@ def test_loop_counts_lines_after_the_warm_up_once_they_last():
 
 
 def test_train_step_reports_windows_and_a_loss_that_stays_alive(capsys):
-    train_step(["--config=gpt_tiny", "--model.num_layers=1", "--model.embed_dim=32", "--model.num_heads=2",
+    train_step(["--config=gpt_tiny", "--optimizer.name=adamw",
+                "--model.num_layers=1", "--model.embed_dim=32", "--model.num_heads=2",
                 "--model.mlp_dim=64", "--model.vocab_size=128", "--training.sequence_length=32",
                 "--training.global_batch_size=8", "--mesh.data=8", "--seconds=0.3", "--windows=2"])  # fmt: skip
     found = compare.parse(capsys.readouterr().out)

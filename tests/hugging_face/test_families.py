@@ -57,7 +57,10 @@ def test_options_and_tensors_come_back(name):
         array = np.arange(np.prod(tensor.shape)).reshape(tensor.shape)
         parts = tensor.split(array)
         assert [part.shape for part in parts] == [part.shape for part in tensor.parts]
-        np.testing.assert_array_equal(tensor.join(parts), array)
+        written = np.zeros_like(array)
+        for view, part in zip(tensor.views(written), parts, strict=True):
+            view[...] = part.reshape(view.shape)
+        np.testing.assert_array_equal(written, array)
 
 
 def test_version_4_of_transformers_is_read():

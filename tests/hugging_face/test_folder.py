@@ -1,8 +1,11 @@
 """Folders come in and go out bit for bit, start runs and generate; what cannot be read whole is refused by name."""
 
+import dataclasses
 import json
+import math
 import shutil
-import weakref
+import subprocess
+import sys
 
 import jax
 import ml_dtypes
@@ -14,16 +17,23 @@ import tokenizers
 import train  # isort: skip
 
 import infer
+from megajax.checkpoint import piecewise
+from megajax.checkpoint.checkpointer import Checkpointer
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.checkpoint.layout import stack_of
 from megajax.config import Config
 from megajax.convert import hugging_face
 from megajax.convert.hugging_face import export_run, import_folder, main
 from megajax.data.tokenizers.chat_template import load_chat_template
 from megajax.data.tokenizers.tokenizer import load_saved_tokenizer
 from megajax.hugging_face.folder import Folder, is_folder
+from megajax.hugging_face.mapping import WeightMap, family_of, read_options
 from megajax.inference.engine import Engine
+from megajax.inference.sampling import Sampling
 from megajax.mesh import MeshConfig
 from megajax.models.model import Model
 from megajax.parallel.schedule import make_stages
+from megajax.parameters import name_of
 from megajax.sharding import with_shardings
 from megajax.sources import open_source
 
@@ -87,23 +97,72 @@ def test_an_imported_run_is_verified_as_any_other(run_dir, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_one_array_is_in_memory_at_a_time(bf16_folder, tmp_path, monkeypatch):
-    alive = weakref.WeakSet()
-    most = []
-    read = Folder.read
+PEAKS = """
+import sys, threading
+from pathlib import Path
+from megajax.checkpoint import piecewise
+from megajax.convert.hugging_face import export_run, import_folder
 
-    class Counted(np.ndarray):
-        __hash__ = object.__hash__
+piecewise.PIECE_BYTES = 2**20
+peak = 0
 
-    def counted(*arguments):
-        most.append(len(alive))
-        array = read(*arguments).view(Counted)
-        alive.add(array)
-        return array
+def watch():
+    global peak
+    while True:
+        (line,) = [line for line in open("/proc/self/status") if line.startswith("RssAnon")]
+        peak = max(peak, int(line.split()[1]))
+        pause.wait(0.002)
 
-    monkeypatch.setattr(Folder, "read", counted)
-    import_folder(bf16_folder, tmp_path / "run")
-    assert len(most) == 24 and max(most) <= 1
+pause = threading.Event()
+threading.Thread(target=watch, daemon=True).start()
+for name in ("shallow", "deep"):
+    import_folder(name, f"run_{name}")
+    export_run(f"run_{name}", f"back_{name}")
+    print(peak * 1024)
+"""
+
+
+def test_memory_does_not_grow_with_the_number_of_layers(llama_folder, write_drawn, tmp_path):
+    sizes = dict(hidden_size=256, intermediate_size=2048)
+    nbytes = {}
+    for name, layers in (("shallow", 2), ("deep", 32)):
+        options = json.loads((llama_folder / "config.json").read_text()) | sizes | dict(num_hidden_layers=layers)
+        family = family_of(options)
+        forms = {tensor.name: tensor.shape for tensor in WeightMap(family, read_options(family, options)).tensors}
+        write_drawn(tmp_path / name, dict(options=options, tensors={name: [form, 0] for name, form in forms.items()}))
+        nbytes[name] = sum(4 * math.prod(form) for form in forms.values())
+    command = [sys.executable, "-c", PEAKS]
+    shallow, deep = map(int, subprocess.run(command, cwd=tmp_path, check=True, stdout=subprocess.PIPE).stdout.split())
+    assert deep - shallow < nbytes["deep"] / 3  # the largest stacked array alone is 0.27 of it
+    before, after = tensors_of(tmp_path / "deep"), tensors_of(tmp_path / "back_deep")
+    assert before.keys() == after.keys() and all(np.array_equal(after[name], before[name]) for name in before)
+    shutil.rmtree(tmp_path)
+
+
+def test_runs_of_any_layout_are_read_piece_by_piece(run_dir, bf16_folder, tmp_path, monkeypatch):
+    """Of a pipeline with a row of padding, written whole; the arrays have one chunk, larger than a piece."""
+    rows = np.array([[1, -1], [0, -1]])
+    config = Config.load(run_dir)
+    model = Model(config.model)
+    folder = Folder(bf16_folder)
+
+    def stored(path, leaf):
+        name = name_of(path)
+        stack = stack_of(name, model.layer_rows)
+        index = (slice(None),) * (leaf.ndim + (stack is not None))
+        return jax.numpy.asarray(folder.read(name, None if stack is None else rows, index, leaf.dtype))
+
+    params = jax.tree_util.tree_map_with_path(stored, model.abstract_weights)
+    new = tmp_path / "run"
+    meta = dict(step=3, config=dataclasses.asdict(config), layer_rows={"layers.dense": rows.tolist()})
+    with Checkpointer(new, CheckpointConfig(keep=0)) as checkpointer:
+        checkpointer.write(3, {"params": params}, meta)
+    (new / "config.json").write_text(config.to_json())
+    monkeypatch.setattr(piecewise, "PIECE_BYTES", 3000)
+    export_run(new, tmp_path / "out", dtype="bfloat16")
+    before, after = tensors_of(bf16_folder), tensors_of(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert all(after[name].tobytes() == before[name].tobytes() for name in before)
 
 
 def test_rows_that_pad_the_vocabulary_are_zeros(bf16_folder):
@@ -239,6 +298,25 @@ def test_prompts_begin_as_the_tokenizer_of_the_folder_says(llama_folder, run_dir
     text = engine.tokenizer.encode("hello")
     assert text[0] != 0 and engine.encode("hello") == [0, *text]
     assert open_source(run_dir).is_foreign
+
+
+def test_generation_ends_at_each_token_that_the_folder_names(llama_folder, tmp_path):
+    greedy = Sampling(max_tokens=4, temperature=0.0)
+    (tokens,) = Engine.from_run(llama_folder).generate_tokens([[70, 71]], greedy)
+    folder = changed(llama_folder, tmp_path)
+    (folder / "generation_config.json").write_text(json.dumps(dict(eos_token_id=[1, tokens[2]])))
+    (ended,) = Engine.from_run(folder).generate_tokens([[70, 71]], greedy)
+    assert len(tokens) == 4 and ended == tokens[: tokens.index(tokens[2])]
+
+
+def test_a_folder_without_a_tokenizer_that_can_be_read_says_so(llama_folder, tmp_path, caplog):
+    folder = changed(llama_folder, tmp_path)
+    (folder / "tokenizer.json").unlink()
+    for name in ("vocab.json", "merges.txt"):
+        (folder / name).touch()
+    assert Folder(folder).tokenizer_spec == "null:300"
+    assert "has vocab.json and merges.txt and neither tokenizer.json nor tokenizer.model" in caplog.text
+    assert "save_pretrained" in caplog.text
 
 
 def test_fine_tuning_on_conversations_from_a_folder_and_back(llama_folder, tmp_path, monkeypatch):

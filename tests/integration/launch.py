@@ -47,7 +47,8 @@ TINY = [
     "--model.vocab_size=128", "--data.source=mock", "--data.text=", "--data.tokenizer=null:127",
     "--data.num_threads=1", "--training.sequence_length=32", "--training.global_batch_size=8",
     "--training.log_every_steps=1", "--training.eval_every_steps=0", "--training.sample_prompt=",
-    "--checkpoint.every_steps=0", "--optimizer.warmup_steps=2", "--logging.tensorboard=False",
+    "--checkpoint.every_steps=0", "--optimizer.name=adamw", "--optimizer.learning_rate=3e-3",
+    "--optimizer.warmup_steps=2", "--logging.tensorboard=False",
 ]  # fmt: skip
 # So long that it is never finished before a signal; the learning rate is the same whatever the length.
 ENDLESS = ["--training.steps=100000", "--optimizer.schedule=constant"]

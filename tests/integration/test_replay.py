@@ -153,7 +153,7 @@ def test_all_processes_hear_of_a_device_of_any():
             output = process.communicate(timeout=TIMEOUT_SECONDS)[1]
             assert process.returncode == 1
             assert all(f"process {rank}, device " in output for rank in range(2)), output
-            assert "after step 7" in output and "goes on from the beginning" in output
+            assert "after step 7" in output and "resumes from the beginning" in output
     finally:
         for process in processes:
             process.kill()

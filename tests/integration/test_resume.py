@@ -38,7 +38,7 @@ def tiny(run_dir: Path, exit_at_step: int | None = None, **training) -> Config:
         data=DataConfig(source="mock", tokenizer="null:64", split=(8, 1, 1), cache_dir=str(run_dir.parent / "cache")),
         training=dataclasses.replace(config.training, **length, **every, **training),
         launch=LaunchConfig(exit_at_step=exit_at_step),
-        optimizer=dataclasses.replace(config.optimizer, warmup_steps=2),
+        optimizer=dataclasses.replace(config.optimizer, name="adamw", learning_rate=3e-3, warmup_steps=2),
         checkpoint=dataclasses.replace(config.checkpoint, every_steps=100),
         run_dir=str(run_dir),
     )

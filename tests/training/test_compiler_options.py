@@ -33,7 +33,8 @@ LLAMA = Target("NVIDIA H100 80GB HBM3", num_devices=8, layer_bytes=436_224_000, 
 TINY = ["--model.num_layers=2", "--model.embed_dim=32", "--model.num_heads=2", "--model.mlp_dim=64",
         "--model.vocab_size=128", "--training.sequence_length=32", "--training.global_batch_size=8",
         "--data.source=mock", "--data.text=", "--data.tokenizer=null:127", "--training.eval_every_steps=0",
-        "--training.sample_prompt=", "--optimizer.warmup_steps=0", "--logging.tensorboard=False"]  # fmt: skip
+        "--training.sample_prompt=", "--optimizer.warmup_steps=0", "--optimizer.name=adamw",
+        "--logging.tensorboard=False"]  # fmt: skip
 
 
 def tiny(*arguments: str) -> Config:

@@ -344,7 +344,15 @@ def configured_tokens(path: str) -> dict[str, str]:
     return found
 
 
-# Companion files of a tokenizer: special tokens, the chat template, generation settings.
+def end_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Tokens that end a generation: the end of a document, and what generation_config.json beside its file names."""
+    file = getattr(tokenizer, "path", None)
+    found = read_json(beside(file, "generation_config.json")).get("eos_token_id") if file else None
+    named = found if isinstance(found, list) else [found]
+    return frozenset(i for i in (tokenizer.eod_id, *named) if i is not None)
+
+
+# What lies beside the file of a tokenizer and belongs to it: special tokens, the format of chats, how to generate.
 BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
 FILE_TOKENIZERS = {".model": SentencePieceTokenizer, ".json": HuggingFaceTokenizer, ".tiktoken": TiktokenTokenizer}
 

@@ -7,7 +7,8 @@ import pytest
 from benchmarks.reliability import checkpoint
 from benchmarks.reliability.checkpoint import Save, _summary
 
-TINY = ["--config=gpt_tiny", "--model.num_layers=1", "--model.embed_dim=32", "--model.num_heads=2",
+TINY = ["--config=gpt_tiny", "--optimizer.name=adamw",
+        "--model.num_layers=1", "--model.embed_dim=32", "--model.num_heads=2",
         "--model.mlp_dim=64", "--model.vocab_size=128", "--training.sequence_length=32",
         "--training.global_batch_size=8", "--mesh.data=8"]  # fmt: skip
 

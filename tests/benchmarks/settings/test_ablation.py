@@ -5,7 +5,8 @@ import json
 from benchmarks.settings import ablation
 from benchmarks.settings.ablation import AGAIN, BASELINE, variants
 
-TINY = ["--config=gpt_tiny", "--model.num_layers=1", "--model.embed_dim=32", "--model.num_heads=2",
+TINY = ["--config=gpt_tiny", "--optimizer.name=adamw",
+        "--model.num_layers=1", "--model.embed_dim=32", "--model.num_heads=2",
         "--model.mlp_dim=64", "--model.vocab_size=128", "--training.sequence_length=32",
         "--training.global_batch_size=8", "--mesh.data=8"]  # fmt: skip
 

@@ -1,0 +1,163 @@
+"""Steps that are written and read piece by piece: a model need not fit into memory."""
+
+import asyncio
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore
+
+from megajax.checkpoint.layout import Rows, saved_rows, stack_of
+from megajax.checkpoint.steps import read_meta
+from megajax.checkpoint.verify import digest, digest_of_pieces, sealed, weighted_sum
+
+logger = logging.getLogger("megajax")
+
+PIECE_BYTES = 2**25  # of an array in memory at a time; about four copies are made while one is compressed and written
+
+Index = tuple[int | slice, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class PiecewiseArray:
+    """An array that is elsewhere, and of which any part can be read."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Callable[[Index], np.ndarray]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    def digest(self, formula=digest) -> list[int]:
+        return digest_of_pieces((self.read(piece) for piece in pieces(self.shape, self.dtype)), formula)
+
+
+def piece_shape(shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, ...]:
+    """Of parts of at most PIECE_BYTES that follow each other in memory: whole rows of the first axis where these fit,
+    else of the next one."""
+    for axis in range(len(shape)):
+        row = math.prod(shape[axis + 1 :]) * dtype.itemsize
+        if row <= PIECE_BYTES:
+            rows = max(1, min(shape[axis], PIECE_BYTES // max(row, 1)))
+            return (*[1] * axis, rows, *shape[axis + 1 :])
+    return (1,) * len(shape)
+
+
+def pieces(shape: tuple[int, ...], dtype: np.dtype) -> Iterator[tuple[slice, ...]]:
+    """In the order of memory."""
+    steps = piece_shape(shape, dtype)
+    counts = [-(-size // step) for size, step in zip(shape, steps, strict=True)]
+    for place in np.ndindex(*counts):
+        firsts = [number * step for number, step in zip(place, steps, strict=True)]
+        ends = [min(first + step, size) for first, step, size in zip(firsts, steps, shape, strict=True)]
+        yield tuple(map(slice, firsts, ends))
+
+
+# ----------------------------------------------------------------------------- writing
+
+
+class _Handler(ocp.type_handlers.NumpyHandler):
+    """On disk a PiecewiseArray is like any array of NumPy, with a chunk for each piece."""
+
+    def __init__(self):
+        super().__init__(deepcopy_host_arrays=False)
+
+    async def serialize(self, values: Sequence[PiecewiseArray], infos: Sequence[Any], args=None):
+        """One array after the other."""
+        for value, info, arg in zip(values, infos, args or [ocp.SaveArgs()] * len(values), strict=True):
+            (written,) = await super().serialize([value], [info], [arg])
+            await asyncio.to_thread(written.result)
+        return []
+
+    async def _open_and_write(self, value: PiecewiseArray, tspec: dict, ts_context: tensorstore.Context):
+        tspec["metadata"]["chunks"] = piece_shape(value.shape, value.dtype)
+        store = await tensorstore.open(tensorstore.Spec(tspec), create=True, open=True, context=ts_context)
+        for piece in pieces(value.shape, value.dtype):
+            await store[piece].write(value.read(piece), can_reference_source_data_indefinitely=True)
+
+
+def write(run_dir: str | Path, step: int, params: dict, meta: dict[str, Any]) -> None:
+    """Writes a step with parameters alone, as Checkpointer.write would of arrays.
+
+    params: nested dict of PiecewiseArray, each of which is read twice: for its digest, and to be written.
+    """
+    digests = {
+        jax.tree_util.keystr(path): [str(leaf.dtype), leaf.digest()]
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }
+    types = ocp.type_handlers.create_type_handler_registry((PiecewiseArray, _Handler()))
+    handlers = {"params": ocp.PyTreeCheckpointHandler(type_handler_registry=types), "meta": ocp.JsonCheckpointHandler()}
+    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
+    meta = sealed(meta | {"digests": {"params": digests}})
+    items = {"params": ocp.args.PyTreeSave(params), "meta": ocp.args.JsonSave(meta)}
+    run_dir = Path(run_dir).resolve()
+    with ocp.CheckpointManager(run_dir / "checkpoints", item_handlers=handlers, options=options) as manager:
+        manager.save(step, args=ocp.args.Composite(**items), force=True)
+    (run_dir / "latest").symlink_to(Path("checkpoints") / str(step))
+
+
+# ----------------------------------------------------------------------------- reading
+
+
+class StoredParams:
+    """The parameters of a step, read where they are wanted."""
+
+    def __init__(self, run_dir: str | Path, step: int, layer_rows: Rows):
+        """layer_rows: the layers that the model has. Raises ValueError if the step has others or is damaged."""
+        meta = read_meta(run_dir, step)
+        self._folder = Path(run_dir).resolve() / "checkpoints" / str(step)
+        self._rows = saved_rows(meta, layer_rows)
+        found = meta.get("digests", {}).get("params", {})
+        self._digests = {_name(path): value for path, (_, value) in found.items()}
+        self.dtypes = {_name(path): np.dtype(dtype) for path, (dtype, _) in found.items()}
+        """By name; empty in steps from before there were digests."""
+        if not found:
+            logger.warning("checkpoint %d is not verified: it was written before there were digests", step)
+
+    def open(self, name: str) -> PiecewiseArray:
+        """An array as it is stored, after it was verified. Raises ValueError if it is not what was saved."""
+        try:
+            found = self._open(name)
+            wanted = self._digests.get(name)
+            is_whole = wanted is None or found.digest(weighted_sum if isinstance(wanted, int) else digest) == wanted
+        except (ValueError, OSError) as error:
+            problem = str(error).strip().splitlines()[0]
+            raise ValueError(f"{self._folder} cannot be read ({name}: {problem}); use another step") from error
+        if not is_whole:
+            raise ValueError(f"{self._folder} is damaged: {name} is not what was saved; use another step")
+        return found
+
+    def row_of(self, name: str, layer: int | None) -> tuple[int, ...]:
+        """Where a layer is in an array."""
+        if layer is None:
+            return ()
+        (row,) = np.argwhere(self._rows[stack_of(name, self._rows)] == layer)
+        return tuple(row.tolist())
+
+    def _open(self, name: str) -> PiecewiseArray:
+        kvstore = {"driver": "ocdbt", "base": f"file://{self._folder / 'params'}/", "path": f"{name}/"}
+        spec = {"driver": "auto", "kvstore": kvstore}
+        store = tensorstore.open(spec, read=True).result()
+        dtype = store.dtype.numpy_dtype
+        nbytes = math.prod(store.chunk_layout.read_chunk.shape) * dtype.itemsize
+        if nbytes > PIECE_BYTES:  # of a run that trained: each piece would have the whole chunk decoded anew
+            context = tensorstore.Context({"cache_pool": {"total_bytes_limit": nbytes}})
+            store = tensorstore.open(spec, read=True, context=context).result()
+        return PiecewiseArray(tuple(store.shape), dtype, lambda index: store[index].read().result())
+
+
+def _name(path: str) -> str:
+    """Of jax.tree_util.keystr: ['layers']['dense'] -> layers.dense."""
+    return path.strip("[]'").replace("']['", ".")
