@@ -118,7 +118,7 @@ class ShardWriter:
 
     def __getitem__(self, name: str) -> np.ndarray:
         """A view of the mapped file, to be written to."""
-        path, offset = self._places[name]
+        path, offset = self._locations[name]
         form = self._forms[name]
         return np.memmap(path, form.dtype, "r+", offset, form.shape)
 
