@@ -1,4 +1,4 @@
-"""Reports what the program is doing while it takes long: a spinner in a terminal, elsewhere one line in the log."""
+"""Announces slow phases: a spinner in a terminal, elsewhere one line in the log."""
 
 import contextlib
 import logging
@@ -12,7 +12,7 @@ PATIENCE_SECONDS = 2.0
 
 @contextlib.contextmanager
 def announced(what: str) -> Iterator[None]:
-    """what: the block does, such as "tokenizing 700 files". A block that ends within PATIENCE_SECONDS logs nothing."""
+    """what: describes the block, such as "tokenizing 700 files". A block shorter than PATIENCE_SECONDS logs nothing."""
     if sys.stdout.isatty():
         with _spinner(what):
             yield
@@ -27,12 +27,12 @@ def announced(what: str) -> Iterator[None]:
 
 
 def _spinner(what: str):
-    """With the seconds so far; below the bar of a run if there is one, since both are on rich's own console."""
+    """A spinner with elapsed time, below the progress bar of a run: both use rich's global console."""
     import rich
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
-    # A log that stderr is redirected to keeps its lines.
+    # If stderr is redirected to a file, its lines must go there.
     options = {"transient": True, "redirect_stderr": sys.stderr.isatty()}
     progress = Progress(*columns, console=rich.get_console(), **options)
     progress.add_task(what, total=None)

@@ -1,4 +1,4 @@
-"""Figures for notebooks, with matplotlib: a loss curve, a sharding, an attention mask, the memory of a plan.
+"""Matplotlib figures for notebooks: a loss curve, a sharding, an attention mask, the memory of a plan.
 
 Each function returns a matplotlib Figure, which a notebook shows and `figure.savefig` writes.
 """
@@ -20,7 +20,7 @@ MOST_MASK_TOKENS = 512
 
 
 def loss(lines: Sequence[Mapping[str, Any]]) -> "Figure":
-    """Training and evaluation loss against the step. lines: dicts with step, loss, eval_loss, as of `Run.metrics`."""
+    """Training and evaluation loss against the step. lines: dicts with step, loss, eval_loss, as from `Run.metrics`."""
     figure, axes = _new(6.4, 3.6)
     for key, label, style in (("loss", "training", "-"), ("eval_loss", "evaluation", "o-")):
         points = [(line["step"], line[key]) for line in lines if key in line]
@@ -35,20 +35,20 @@ def loss(lines: Sequence[Mapping[str, Any]]) -> "Figure":
 def sharding(run: "Run", parameter: str) -> "Figure":
     """Which devices hold which part of a parameter: one rectangle per part of its last two dims.
 
-    parameter: its name in a checkpoint, as layers.transformer.mlp.up. A dim before the last two that is split, as that
-    of the layers in a pipeline, gets one panel per part. Raises ValueError for a name that is not known.
+    parameter: its name in a checkpoint, such as layers.dense.mlp.up. If an earlier dim is split, such as that of the
+    layers in a pipeline, each part has its own panel. Raises ValueError for an unknown name.
     """
     from megajax.parameters import name_of
 
     leaves = jax.tree_util.tree_leaves_with_path(run.program.abstract_state.weights)
     arrays = {name_of(path): leaf for path, leaf in leaves}
     if parameter not in arrays:
-        raise ValueError(f"parameter={parameter} is unknown; there are {', '.join(arrays)}")
+        raise ValueError(f"parameter={parameter} is unknown; use one of {', '.join(arrays)}")
     array = arrays[parameter]
     parts = _parts(array)
     panels = sorted({index[:-2] for index in parts})
     figure, all_axes = _new(max(3.2, 2.6 * len(panels)), 2.8, len(panels))
-    number = {device: place for place, device in enumerate(run.mesh.devices.flat)}
+    number = {device: index for index, device in enumerate(run.mesh.devices.flat)}
     for axes, panel in zip(np.atleast_1d(all_axes), panels, strict=True):
         for index, devices in parts.items():
             if index[:-2] == panel:
@@ -75,9 +75,9 @@ def mesh(run: "Run") -> "Figure":
 
 
 def attention_mask(batch: Mapping[str, np.ndarray], row: int = 0, *, window: int | None = None) -> "Figure":
-    """Which keys each query sees in one sequence of a batch, for causal attention; the first 512 tokens.
+    """Which keys each query attends to in one sequence of a batch, for causal attention; the first 512 tokens.
 
-    Documents that are packed into the sequence (segment_ids) do not see each other. window: model.window.
+    Documents packed into the sequence (segment_ids) do not attend to each other. window: model.window.
     """
     length = min(batch["tokens"].shape[1], MOST_MASK_TOKENS)
     query = np.arange(length)[:, None]
@@ -95,15 +95,15 @@ def attention_mask(batch: Mapping[str, np.ndarray], row: int = 0, *, window: int
 
 
 def memory(*plans: "Plan") -> "Figure":
-    """Bytes per device of each plan as stacked bars, beside what a device has."""
+    """Memory per device of each plan as stacked bars, with the usable memory."""
     figure, axes = _new(6.4, 0.7 * len(plans) + 1.4)
     left = np.zeros(len(plans))
     for kind in plans[0].memory_bytes:
         sizes = np.array([plan.memory_bytes[kind] for plan in plans]) / 2**30
         axes.barh(range(len(plans)), sizes, left=left, label=kind)
         left += sizes
-    for place, plan in enumerate(plans):
-        axes.plot([plan.usable_bytes / 2**30] * 2, [place - 0.45, place + 0.45], "k--", linewidth=1)
+    for y, plan in enumerate(plans):
+        axes.plot([plan.usable_bytes / 2**30] * 2, [y - 0.45, y + 0.45], "k--", linewidth=1)
     axes.set(
         yticks=range(len(plans)), yticklabels=[plan.title for plan in plans], xlabel="GiB per device (dashed: usable)"
     )
@@ -119,16 +119,16 @@ def _new(width: float, height: float, columns: int = 1):
 
 
 def _parts(array: jax.ShapeDtypeStruct) -> dict[tuple[tuple[int, int], ...], list]:
-    """(start, stop) of each dim of a part -> the devices that hold it; a vector gets a dim of one row."""
+    """(start, stop) of each dim of a shard -> the devices that hold it; a vector counts as one row."""
     found: dict[tuple[tuple[int, int], ...], list] = {}
     for device, index in array.sharding.devices_indices_map(array.shape).items():
         bounds = tuple(slice_.indices(size)[:2] for slice_, size in zip(index, array.shape, strict=True))
         bounds = bounds if len(bounds) > 1 else ((0, 1), *bounds)
         found.setdefault(bounds, []).append(device)
-    whole = [len({bounds[dim] for bounds in found}) == 1 for dim in range(len(next(iter(found))) - 2)]
-    # A dim before the last two that is not split is not worth a panel.
+    is_unsplit = [len({bounds[dim] for bounds in found}) == 1 for dim in range(len(next(iter(found))) - 2)]
+    # Earlier dims that are not split need no panels.
     return {
-        (*(bound for bound, is_whole in zip(bounds, whole, strict=False) if not is_whole), *bounds[-2:]): devices
+        (*(bound for bound, unsplit in zip(bounds, is_unsplit, strict=False) if not unsplit), *bounds[-2:]): devices
         for bounds, devices in found.items()
     }
 

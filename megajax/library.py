@@ -1,6 +1,6 @@
-"""megajax as a library: what `import megajax` offers, for notebooks and programs (docs/library.md).
+"""megajax as a library: the API of `import megajax`, for notebooks and programs (docs/library.md).
 
-The same parts as of train.py and infer.py, for one process. B batch, T sequence.
+The parts of train.py and infer.py, for one process. Dimensions: B batch, T sequence.
 """
 
 import dataclasses
@@ -36,26 +36,26 @@ from megajax.training.reporting.metrics import read_metrics
 from megajax.training.state import TrainState
 from megajax.training.step import make_eval_step
 
-logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of each directory that is only read
+logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns about every directory that is only read
 
 Overrides = Iterable[str] | Mapping[str, Any]
 
 
 def recipes() -> dict[str, str]:
-    """Name -> what it is, in a line: the values of --config."""
+    """Name -> one-line description of each recipe, the values of --config."""
     return {name: text.splitlines()[0] for name, text in configs.docstrings().items()}
 
 
 def recipe(name: str, overrides: Overrides = ()) -> Config:
     """The configuration of a recipe, with overrides: {"training.steps": 100} or ["--training.steps=100"].
 
-    Raises ValueError for a name, a field or a value that is not known.
+    Raises ValueError for an unknown name or field, or an invalid value.
     """
     return override(configs.recipe(name), overrides)
 
 
 def load_run(run_dir: str | Path, overrides: Overrides = (), devices: Sequence[jax.Device] | None = None) -> "Run":
-    """A run that has been started before, with the configuration that it was saved with.
+    """A run that has been started before, with its saved configuration.
 
     Overrides apply on top: {"mesh.data": 1, "mesh.fsdp": 4} for another mesh. Raises ValueError if the directory holds
     no run.
@@ -64,20 +64,20 @@ def load_run(run_dir: str | Path, overrides: Overrides = (), devices: Sequence[j
 
 
 class Run:
-    """A configuration on devices: mesh, model, data, and a train step to call yourself, or `train` for all of it.
+    """A configuration on devices: mesh, model, data, single train steps, or `train` for the whole run.
 
-    Only `train` writes into the run directory. What takes time is made when it is used first.
+    Only `train` writes to the run directory. Datasets and compiled functions are created on first use.
 
     Args:
         config: from `recipe`; one mesh axis may be -1.
-        devices: those of the mesh; default all of this process.
+        devices: devices of the mesh; default: all of this process.
 
-    Raises ValueError for a configuration that contradicts itself or does not fit the devices.
+    Raises ValueError for a configuration that is inconsistent or does not fit the devices.
     """
 
     def __init__(self, config: Config, devices: Sequence[jax.Device] | None = None):
         if jax.process_count() > 1:
-            raise ValueError(f"megajax.Run works in one process, and here are {jax.process_count()}; use train.py")
+            raise ValueError(f"megajax.Run supports one process, not {jax.process_count()}; use train.py")
         devices = jax.devices() if devices is None else list(devices)
         config.check()
         self.config = config.check_on(len(devices))
@@ -98,16 +98,16 @@ class Run:
         """Training and evaluation samples, and the tokenizer."""
         return runs.load_data(self.config)
 
-    # ------------------------------------------------------------------ a step at a time
+    # ------------------------------------------------------------------ single steps
 
     def init(self) -> TrainState:
-        """The state before the first step: new weights, drawn from training.seed, on the mesh."""
+        """The state before the first step, on the mesh, with new weights from training.seed."""
         return self.program.first_state(self.config.training.seed)
 
     def restore(self, step: int | None = None) -> TrainState:
         """The state after a step that the run has saved (default: the newest), on this mesh.
 
-        Raises ValueError if it is not there or damaged.
+        Raises ValueError if it is missing or damaged.
         """
         step = find_step(self.config.run_dir, step)
         target = self.program.abstract_state
@@ -117,15 +117,15 @@ class Run:
             return self.program.restored_state(step, meta["skipped"], weights, optimizer)
 
     def batch(self, step: int = 0) -> dict[str, np.ndarray]:
-        """What the run reads in the step after `step` finished ones: NumPy arrays [B, T], by name, for a decoder
-        tokens, labels, positions and segment_ids (int32) and loss_mask (float32)."""
+        """The batch of the step after `step` finished ones: {name: NumPy array [B, T]}; for a decoder tokens, labels,
+        positions and segment_ids (int32) and loss_mask (float32)."""
         now = self.config.training.schedule(self.config.mesh)(step)
         return _stacked(self.datasets.train, range(now.first_sample, now.first_sample + now.size))
 
     def eval_batch(self, number: int = 0) -> dict[str, np.ndarray]:
-        """The same of the held-out samples. Raises ValueError if training.eval_every_steps is 0."""
+        """A batch of held-out samples. Raises ValueError if training.eval_every_steps is 0."""
         if self.datasets.eval is None:
-            raise ValueError("training.eval_every_steps=0: there are no evaluation samples; set it, as to 100")
+            raise ValueError("training.eval_every_steps=0: there are no evaluation samples; set it, for example to 100")
         size = self.config.training.global_batch_size
         return _stacked(self.datasets.eval, range(number * size, (number + 1) * size))
 
@@ -134,8 +134,8 @@ class Run:
     ) -> tuple[TrainState, dict[str, float]]:
         """One optimizer step -> (the new state, metrics: loss, grad_norm, learning_rate, ...).
 
-        The memory of `state` is reused: it cannot be read any more. batch: as `batch` returns it, with any B that
-        training.microbatch_size and the mesh divide. learning_rate: default that of the schedule.
+        `state` is donated and can no longer be read. batch: as returned by `batch`, with any B that
+        training.microbatch_size and the mesh divide. learning_rate: default: that of the schedule.
         """
         done = int(state.step)
         rate = self._learning_rate(done) if learning_rate is None else learning_rate
@@ -145,17 +145,17 @@ class Run:
         return state, values | {"learning_rate": float(rate)}
 
     def loss(self, state: TrainState, batch: Mapping[str, np.ndarray]) -> float:
-        """Mean cross-entropy per token, in nats, without dropout and regularisers; the state stays as it is."""
+        """Mean cross-entropy per token, in nats, without dropout and regularisers; does not change the state."""
         with jax.set_mesh(self.mesh):
             total, tokens = self._eval_step(state.weights, self._placed(batch, accumulate=False))
         return float(total) / float(tokens)
 
-    # ------------------------------------------------------------------ all of it
+    # ------------------------------------------------------------------ whole runs
 
     def train(self) -> str:
         """Trains as train.py does, or resumes -> "finished", "interrupted" or "already finished".
 
-        Prints its progress; checkpoints and metrics go to the run directory. Takes all devices of this process.
+        Prints its progress; writes checkpoints and metrics to the run directory. Uses all devices of this process.
         """
         with locked(Path(self.config.run_dir)):
             return runs.train(self.config)
@@ -167,7 +167,7 @@ class Run:
     def generate(self, prompts: str | Sequence[str], state: TrainState | None = None, **sampling: Any) -> list[str]:
         """The text that follows each prompt.
 
-        state: whose weights to use; default the newest checkpoint in the run directory. sampling: max_tokens,
+        state: the weights to use; default: the newest checkpoint in the run directory. sampling: max_tokens,
         temperature, top_k, top_p, seed, stop (megajax/inference/sampling.py). Raises ValueError for a pipeline.
         """
         settings = Sampling(**sampling)
@@ -188,11 +188,11 @@ class Run:
             start_ids = ()
         if self._engine is None:
             self._engine = Engine(self.model, weights, self.mesh, tokenizer, start_ids=start_ids)
-        self._engine.use(weights)  # its programs are compiled once for all weights
+        self._engine.use(weights)  # its programs do not depend on the weights
         return self._engine.generate([prompts] if isinstance(prompts, str) else prompts, settings)
 
     def plan(self, device: str = "h100") -> "Plan":
-        """What this run would need, and how fast it would be, on as many GPUs: h100, h200, a100 or b200."""
+        """Memory and speed of this run on the same number of GPUs: h100, h200, a100 or b200."""
         return plan(self.config, device)
 
     # ------------------------------------------------------------------ parts
@@ -215,7 +215,7 @@ class Run:
         return self.config.optimizer.make_schedule(training.full_batch_steps)(read / training.global_batch_size)
 
     def _placed(self, batch: Mapping[str, np.ndarray], *, accumulate: bool) -> dict[str, jax.Array]:
-        """On the mesh, [microbatches, B, T]. accumulate: over the microbatches of training.microbatch_size."""
+        """Arrays on the mesh, [microbatches, B, T]. accumulate: split into microbatches of training.microbatch_size."""
         arrays = {name: np.asarray(array) for name, array in batch.items()}
         shape = self._batch_shape(arrays, accumulate)
 
@@ -251,15 +251,15 @@ def _stacked(dataset, indices: range) -> dict[str, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a run would need and how fast it would be; print it, or draw its memory with megajax.figures.memory."""
+    """Memory and speed of a run; print it, or draw its memory with megajax.figures.memory."""
 
     title: str
     rows: list[tuple[str, str]]
     """(name, value), as --plan prints them."""
     memory_bytes: dict[str, int]
-    """Of a device, by what it is for."""
+    """Memory per device, by use."""
     usable_bytes: int
-    """Of the memory of a device."""
+    """Usable memory per device."""
 
     @property
     def fits(self) -> bool:
@@ -277,10 +277,10 @@ class Plan:
 
 
 def plan(config: Config, device: str = "h100") -> Plan:
-    """What a run would need, and how fast it would be, without a GPU; a mesh axis of -1 counts as 1.
+    """Estimates memory and speed of a run, without a GPU; a mesh axis of -1 counts as 1.
 
     device: h100, h200, a100 or b200. Activations are estimated; `train.py --plan` compiles the step where it can.
-    Raises ValueError for a configuration that contradicts itself, and for a device that is not known.
+    Raises ValueError for an inconsistent configuration, and for an unknown device.
     """
     gpu = plan_device(device)
     config = config.for_plan()

@@ -1,9 +1,9 @@
-"""Curves of runs, and pictures of plans: python -m megajax.plot RUN [RUN ...] --output=FILE.png
+"""Plots runs and plans: python -m megajax.plot RUN [RUN ...] --output=FILE.png
 
-    --x=step|tokens|flops|time   what to draw over (time: seconds spent in training steps)
+    --x=step|tokens|flops|time   x axis (time: seconds spent in training steps)
     --smooth=N                   mean of the last N logged values of loss and gradient norm
     --output=FILE                .png, .svg or .pdf; needs matplotlib: pip install 'megajax[plot]'
-    --terminal                   draws into the terminal instead, without matplotlib
+    --terminal                   draw in the terminal instead, without matplotlib
 
 Loss, learning rate, gradient norm, throughput and MFU of one or several run directories, from their metrics.jsonl. In a
 notebook: `figure([read_run("runs/a"), read_run("runs/b")])`. `train.py --config=NAME --plan --plan_figure=FILE.svg`
@@ -46,10 +46,10 @@ PANELS = (
     ("tokens/s", ("tokens_per_second",)),
     ("MFU", ("mfu",)),
 )
-"""(title, metrics): one set of axes each, left out where no run has them."""
+"""(title, metrics) of each panel; panels without data are left out."""
 SMOOTHED = ("loss", "grad_norm")
 MAX_TICKS = 80
-"""Of a schedule that is drawn; a longer one shows its beginning."""
+"""Only this many ticks of a schedule are drawn."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +58,10 @@ class RunMetrics:
     records: list[dict[str, Any]]
     """Lines of metrics.jsonl, by step."""
     flops_per_token: float | None
-    """None where config.json cannot be read."""
+    """None if config.json cannot be read."""
 
     def series(self, metric: str, x: XAxis = "step", smooth: int = 1) -> tuple[np.ndarray, np.ndarray]:
-        """(x, values) of the lines that have the metric as a finite number; smooth: mean of the last N of them.
+        """(x, values) of the lines with a finite value of the metric; smooth: mean of the last N of them.
 
         Raises ValueError for x=flops without a config.
         """
@@ -76,7 +76,7 @@ class RunMetrics:
         return self._x_of(steps, x), values
 
     def _x_of(self, steps: np.ndarray, x: XAxis) -> np.ndarray:
-        """Evaluations do not say how many tokens or seconds they came after: between logged steps it is a line."""
+        """Evaluations have no tokens or seconds, so these are interpolated between logged steps."""
         if x == "step" or not len(steps):
             return steps
         if x == "time":
@@ -89,12 +89,12 @@ class RunMetrics:
         if x == "tokens":
             return tokens
         if self.flops_per_token is None:
-            raise ValueError(f"run={self.name}: config.json, which says how large the model is, cannot be read; "
+            raise ValueError(f"run={self.name}: config.json, needed for FLOPs per token, cannot be read; "
                              "use --x=tokens")  # fmt: skip
         return tokens * self.flops_per_token
 
     def _seconds(self) -> tuple[list[float], list[float]]:
-        """(steps, seconds spent in steps until then); step_seconds is the mean of the steps since the line before."""
+        """(steps, seconds spent in steps until then); step_seconds is the mean since the previous line."""
         steps = [0.0]
         seconds = [0.0]
         for record in self.records:
@@ -107,7 +107,7 @@ class RunMetrics:
 
 
 def read_run(run_dir: str | Path) -> RunMetrics:
-    """Lines that cannot be read are named in the log and skipped. Raises ValueError if there is nothing to draw."""
+    """Unreadable lines are logged and skipped. Raises ValueError if there is nothing to draw."""
     folder = Path(run_dir)
     path = folder / "metrics.jsonl"
     if not path.is_file():
@@ -141,7 +141,7 @@ def _flops_per_token(folder: Path) -> float | None:
 
 
 def figure(runs: list[RunMetrics], x: XAxis = "step", smooth: int = 1) -> "Figure":
-    """A matplotlib figure: a panel for each kind of metric that a run has, a colour for each run."""
+    """A matplotlib figure with a panel per kind of metric and a colour per run."""
     panels = [(title, metrics) for title, metrics in PANELS if any(len(r.series(m)[0]) for r in runs for m in metrics)]
     if not panels:
         raise ValueError("the runs have logged no loss, learning rate, gradient norm or speed; nothing to draw")
@@ -149,11 +149,11 @@ def figure(runs: list[RunMetrics], x: XAxis = "step", smooth: int = 1) -> "Figur
     rows = math.ceil(len(panels) / columns)
     made = new_figure(5.5 * columns, 3 * rows)
     axes = made.subplots(rows, columns, squeeze=False)
-    for place, (title, metrics) in itertools.zip_longest(axes.flat, panels, fillvalue=("", ())):
-        place.set_visible(bool(title))
-        place.set_title(title)
-        place.grid(alpha=0.3)
-        place.set_xlabel(X_LABELS[x])
+    for axis, (title, metrics) in itertools.zip_longest(axes.flat, panels, fillvalue=("", ())):
+        axis.set_visible(bool(title))
+        axis.set_title(title)
+        axis.grid(alpha=0.3)
+        axis.set_xlabel(X_LABELS[x])
         for number, run in enumerate(runs):
             for metric in metrics:
                 is_eval = metric.startswith("eval_")
@@ -161,13 +161,13 @@ def figure(runs: list[RunMetrics], x: XAxis = "step", smooth: int = 1) -> "Figur
                 label = f"{run.name}, evaluation" if is_eval else run.name
                 style = {"marker": "o", "markersize": 3, "linestyle": "--"} if is_eval else {"linewidth": 1.2}
                 if len(at):
-                    place.plot(at, values, color=f"C{number}", label=label, **style)
+                    axis.plot(at, values, color=f"C{number}", label=label, **style)
     axes.flat[0].legend(fontsize="small")
     return made
 
 
 def save(made: "Figure", path: str) -> None:
-    """Raises ValueError for a file type that matplotlib does not write, and where nothing can be written."""
+    """Raises ValueError for an unsupported file type, and if the file cannot be written."""
     suffix = Path(path).suffix.lower().removeprefix(".")
     known = ("png", "svg", "pdf")
     if suffix not in known:
@@ -179,7 +179,7 @@ def save(made: "Figure", path: str) -> None:
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """Without pyplot, so that no window or global state is made. Raises ValueError where matplotlib is missing."""
+    """Without pyplot, which has windows and global state. Raises ValueError if matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
@@ -191,11 +191,11 @@ def new_figure(width: float, height: float) -> "Figure":
 
 # ----------------------------------------------------------------------------- terminal
 
-_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a braille character, [row][column]
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # bits of a braille character, [row][column]
 
 
 def drawing(runs: list[RunMetrics], x: XAxis = "step", smooth: int = 1, width: int = 80, height: int = 10) -> str:
-    """The panels of `figure` as text of braille dots, one below the other; width and height in characters."""
+    """The panels of `figure` as braille text, one below the other; width and height in characters."""
     parts = []
     for title, metrics in PANELS:
         lines = []
@@ -211,7 +211,7 @@ def drawing(runs: list[RunMetrics], x: XAxis = "step", smooth: int = 1, width: i
 
 
 def _panel(title: str, x_label: str, lines: list[tuple[str, np.ndarray, np.ndarray]], width: int, height: int) -> str:
-    """Lines are told apart by a letter at their end."""
+    """A letter at its end identifies each line."""
     every_x = np.concatenate([at for _, at, _ in lines])
     every_y = np.concatenate([values for _, _, values in lines])
     left, right, low, high = every_x.min(), every_x.max(), every_y.min(), every_y.max()
@@ -220,7 +220,7 @@ def _panel(title: str, x_label: str, lines: list[tuple[str, np.ndarray, np.ndarr
     dots = np.zeros((height, columns), int)
     letters = {}
     for number, (_, at, values) in enumerate(lines):
-        # As many points as there are columns of dots, so that a line has no holes.
+        # One point per column of dots, so that a line has no gaps.
         fine_x = np.linspace(at[0], at[-1], 2 * columns) if len(at) > 1 else at
         fine_y = np.interp(fine_x, at, values)
         column = _scaled(fine_x, left, right, 2 * columns)
@@ -246,7 +246,7 @@ def _scaled(values: np.ndarray, low: float, high: float, count: int) -> np.ndarr
 
 
 def plan_figure(program: Program, training: TrainingConfig, device: Device, title: str = "") -> "Figure":
-    """Memory of one GPU as bars under its limit, and the schedule of the pipeline if there is one."""
+    """Memory of one GPU as bars with its limit, and the schedule of the pipeline if there is one."""
     stages = program.model.stages
     memory, host = memory_per_device(program, training)
     made = new_figure(9, 2.6 if stages is None else 5.2)
@@ -259,7 +259,7 @@ def plan_figure(program: Program, training: TrainingConfig, device: Device, titl
 
 
 def draw_memory(axes: "Axes", memory: dict[str, int], host: dict[str, int], device: Device) -> None:
-    """memory, host: bytes by kind, as memory_per_device gives them."""
+    """memory, host: bytes by kind, from memory_per_device."""
     kinds = [*memory, *(kind for kind in host if kind not in memory)]
     for y, sizes in enumerate((memory, host) if host else (memory,)):
         left = 0.0
@@ -277,8 +277,8 @@ def draw_memory(axes: "Axes", memory: dict[str, int], host: dict[str, int], devi
 
 
 def draw_schedule(axes: "Axes", stages: Stages, num_microbatches: int) -> None:
-    """Who computes what when: rows are ranks of the pipeline, columns ticks; forward above, backward below, with the
-    number of the microbatch, and lighter for later chunks of virtual stages."""
+    """The pipeline schedule: rows are ranks, columns are ticks; forward above, backward below, with the microbatch
+    number, lighter for later chunks of virtual stages."""
     table = make_table(stages.schedule, stages.num_ranks, num_microbatches, stages.num_chunks)
     ticks = min(len(table.forward), MAX_TICKS)
     for kind, color, y in (("forward", "C0", 0.0), ("backward", "C1", 0.42)):
@@ -289,7 +289,7 @@ def draw_schedule(axes: "Axes", stages: Stages, num_microbatches: int) -> None:
     axes.set_xlim(0, ticks)
     axes.set_ylim(stages.num_ranks, 0)
     axes.set_yticks([rank + 0.42 for rank in range(stages.num_ranks)], [f"rank {r}" for r in range(stages.num_ranks)])
-    axes.set_xlabel("tick: a forward (blue) and a backward pass (orange)")
+    axes.set_xlabel("tick: one forward pass (blue) and one backward pass (orange)")
 
 
 def _draw_pass(axes: "Axes", table: Table, kind: str, color: str, tick: int, rank: int, y: float) -> None:
@@ -320,7 +320,7 @@ def main(arguments: list[str]) -> None:
     if x not in X_LABELS:
         raise ValueError(f"--x={x} is unknown; use one of {', '.join(X_LABELS)}")
     if not smooth.isdecimal() or int(smooth) < 1:
-        raise ValueError(f"--smooth={smooth} must be a whole number from 1, how many values to average")
+        raise ValueError(f"--smooth={smooth} must be the number of values to average, at least 1")
     if not names:
         raise ValueError("which run? python -m megajax.plot runs/NAME --output=FILE.png, or --terminal")
     if not output and not options["terminal"]:

@@ -70,7 +70,7 @@ def _train(config: Config, watchdog: Watchdog) -> str:
         watchdog.alive()
         try:
             outcome = trainer.run(state)
-        except ValueError as error:  # no bad input any more: the traceback is worth keeping
+        except ValueError as error:  # not bad input at this point: keep the traceback
             raise RuntimeError("training stopped") from error
     if outcome != "already finished":
         console.note(f"{outcome}: {run_dir}, step {trainer.checkpointer.latest_step()} of {config.training.steps}")
@@ -84,7 +84,7 @@ def replay(config: Config, step: int) -> None:
         raise ValueError(f"--replay_step={step}: run_dir={config.run_dir} holds no run; name the run with --run_dir")
     config = start_from.pinned(config)
     changed = check(config)
-    if jax.process_count() == 1:  # that of several processes lies in the run directory
+    if jax.process_count() == 1:  # with several processes the cache is in the run directory
         use_compilation_cache()
     program = make_program(config)
     datasets = load_data(config)
@@ -94,7 +94,7 @@ def replay(config: Config, step: int) -> None:
 
 def check(config: Config) -> list[str]:
     """-> fields that differ from the last start of the run. Raises ValueError if the directory holds a run that cannot
-    resume with this config, or if the weights to start from are those of another model; nothing is written."""
+    resume with this config, or if the weights to start from do not fit the model; nothing is written."""
     run_dir = Path(config.run_dir)
     if not holds_run(run_dir):
         if config.checkpoint.start_from:

@@ -1,6 +1,6 @@
-"""--plan=search:N: which meshes of N GPUs fit, ranked by the predicted time of a step.
+"""--plan=search:N: the meshes of N GPUs that fit, ranked by estimated step time.
 
-Memory and time are the estimates of a plan without a compiler, so the best few are worth planning or measuring.
+Memory and time are estimated without a compiler, so plan or measure the best few.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from megajax.training.reporting.console import Console, format_bytes, format_sec
 logger = logging.getLogger("megajax")
 
 MAX_DEVICES = 1_000_000
-MIN_CONTEXT_TOKENS = 2048  # of a sequence on a device; shorter parts are not worth splitting
+MIN_CONTEXT_TOKENS = 2048  # per device and sequence: the search does not split sequences further
 MICROBATCHES = (1, 2, 4, 8)
 CHUNKS = (1, 2, 4, 8)
 RECOMPUTE = ("none", "selective", "full")
@@ -40,29 +40,28 @@ class Candidate:
     bytes: int
     """Per device."""
     step_seconds: float = math.inf
-    """Infinite where it does not fit."""
+    """Infinite if it does not fit."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
     best: list[Candidate]
-    """The best of each mesh that fits, fastest first."""
+    """The best configuration of each mesh that fits, fastest first."""
     num_tried: int
-    """Configurations: meshes with their microbatches and recompute policies."""
+    """Number of configurations: meshes, microbatch sizes and recompute policies."""
     smallest: Candidate | None
-    """The one that needs least memory."""
+    """The configuration that needs least memory."""
     num_indivisible: int
-    """Meshes whose batch shards do not divide training.global_batch_size."""
+    """Number of meshes whose batch shards do not divide training.global_batch_size."""
 
 
 def search(
     config: Config, num_devices: int, device: Device, watch: Callable[[list[MeshConfig]], Iterable[MeshConfig]] = iter
 ) -> Found:
-    """Of the configurations of a mesh that are equally fast to 1 %, which is less than an estimate knows, the plainest
-    is kept.
+    """For each mesh keeps the fastest configuration; of those within 1 %, the accuracy of an estimate, the simplest.
 
-    watch: iterates over the meshes, and may show how many are done.
-    Raises ValueError for a config that no mesh makes valid, and if none of these meshes can run it.
+    watch: wraps the iteration over the meshes, to show progress. Raises ValueError for a config that is invalid on
+    every mesh, and if none of these meshes can run it.
     """
     if not 1 <= num_devices <= MAX_DEVICES:
         raise ValueError(f"--plan=search:{num_devices}: the number of GPUs must be from 1 to {MAX_DEVICES}")
@@ -91,18 +90,18 @@ class _Estimator:
         self.num_tried = 0
         self.smallest: Candidate | None = None
         self.refusal: ValueError | None = None
-        """The last reason why a configuration cannot run."""
+        """The latest reason why a configuration cannot run."""
         # Building a model takes longer than all its estimates.
         self._models: dict[tuple[Stages | None, ExecutionConfig], Model] = {}
 
     def fitting(self, config: Config, mesh: MeshConfig) -> list[Candidate]:
-        """What fits of the configurations of a mesh, with its time. The state, which all of them have, comes first: if
-        it is too large alone, nothing else is estimated."""
+        """The configurations of a mesh that fit, with their times. The state, which they share, is estimated first: if
+        it alone is too large, nothing else is estimated."""
         found = []
         programs = {}
-        held = None
+        state = None
         for candidate in _candidates(config, mesh):
-            if held is not None and sum(held[0].values()) > self._usable_bytes:
+            if state is not None and sum(state[0].values()) > self._usable_bytes:
                 self.num_tried += 1
                 continue
             try:
@@ -113,13 +112,13 @@ class _Estimator:
                 continue
             programs[candidate.execution] = program
             self.num_tried += 1
-            held = held or state_bytes(program)
+            state = state or state_bytes(program)
             activations, offloaded = activation_bytes(program.model, mesh, candidate.training)
-            estimate = Candidate(candidate, sum(held[0].values()) + activations)
+            estimate = Candidate(candidate, sum(state[0].values()) + activations)
             if self.smallest is None or estimate.bytes < self.smallest.bytes:
                 self.smallest = estimate
             if estimate.bytes <= self._usable_bytes:
-                times = step_times(program, candidate.training, self._device, held[1] | {"activations": offloaded})
+                times = step_times(program, candidate.training, self._device, state[1] | {"activations": offloaded})
                 found.append(dataclasses.replace(estimate, step_seconds=times.step))
         return found
 
@@ -131,13 +130,13 @@ class _Estimator:
 
 
 def _preference(one: Candidate) -> tuple:
-    """Smaller is better; between configurations of one mesh, but for its virtual stages."""
+    """Sort key of the configurations of a mesh: smaller is better."""
     execution = one.config.execution
     return (round(math.log(one.step_seconds) * 100), RECOMPUTE.index(execution.recompute), one.bytes)
 
 
 def print_search(name: str, config: Config, request: str) -> None:
-    """Searches and prints the ten best; a terminal shows how far it is. request: search:NUMBER[:GPU]."""
+    """Searches and prints the ten best meshes; shows progress in a terminal. request: search:NUMBER[:GPU]."""
     _, number, kind = (request + "::").split(":")[:3]
     if not number.isdecimal():
         raise ValueError(f"--plan={request}: for how many GPUs? --plan=search:64, or search:64:h200")
@@ -185,15 +184,15 @@ def _why_nothing_fits(config: Config, found: Found, device: Device) -> str:
     if found.num_indivisible:
         size = config.training.global_batch_size
         needed += f"; {found.num_indivisible} meshes do not divide training.global_batch_size={size}"
-        ways.append("a batch that more meshes divide")
+        ways.append("a batch size that more meshes divide")
     if not config.optimizer.offload_state:
         ways.append("--optimizer.offload_state=True")
     return f"{needed}; use {', or '.join(ways)}"
 
 
 def _meshes(config: Config, num_devices: int) -> Iterator[MeshConfig]:
-    """All splits in powers of two and what is left of them, over `expert` only where there are experts to split; the
-    default schedule and layout."""
+    """All meshes with tensor, pipeline and context a power of two, and data times fsdp the rest; an expert axis only
+    for models with experts, and the default schedule and layout."""
     num_layers = config.model.num_layers_in_all
     longest = max(config.training.sequence_length // MIN_CONTEXT_TOKENS, 1)
 
@@ -217,8 +216,10 @@ def _meshes(config: Config, num_devices: int) -> Iterator[MeshConfig]:
 
 
 def _candidates(config: Config, mesh: MeshConfig) -> Iterator[Config]:
-    whole = () if mesh.pipeline > 1 else (None,)
-    for recompute, microbatch in itertools.product(RECOMPUTE[::-1], (*MICROBATCHES, *whole)):  # smallest first
+    no_accumulation = () if mesh.pipeline > 1 else (None,)
+    for recompute, microbatch in itertools.product(
+        RECOMPUTE[::-1], (*MICROBATCHES, *no_accumulation)
+    ):  # smallest first
         yield dataclasses.replace(
             config,
             mesh=mesh,
@@ -228,12 +229,12 @@ def _candidates(config: Config, mesh: MeshConfig) -> Iterator[Config]:
         )
 
 
-def _overrides(given: Config, found: Config) -> list[str]:
-    """What makes `found` of the config that was given, as on the command line: all fields that differ. Axes larger than
-    1, the microbatch and the recompute policy are there in any case."""
+def _overrides(base: Config, found: Config) -> list[str]:
+    """Command-line overrides that turn `base` into `found`: all fields that differ. Axes larger than 1, the microbatch
+    size and the recompute policy are always included."""
     words = []
     for section in ("mesh", "training", "execution", "optimizer"):
-        before = getattr(given, section)
+        before = getattr(base, section)
         after = getattr(found, section)
         for field in dataclasses.fields(after):
             value = getattr(after, field.name)

@@ -12,25 +12,26 @@ from megajax.hugging_face.folder import Folder, is_folder
 
 
 class Source(Protocol):
-    """str() of it says to people which it is."""
+    """str() describes the source in messages."""
 
     @property
     def config(self) -> Config: ...
 
     def restore_params(self, abstract: dict, layer_rows: Rows) -> dict:
-        """The weights as the abstract arrays with shardings say; layer_rows: which layer is in which row of these."""
+        """The weights with the dtypes and shardings of the abstract arrays. layer_rows: layer number of each of their
+        rows."""
 
     def tokenizer(self) -> Tokenizer:
-        """Raises ValueError if it is not the one that the weights were trained with."""
+        """Raises ValueError if it is not the tokenizer that the weights were trained with."""
 
     @property
     def is_foreign(self) -> bool:
-        """Whether the weights were trained by others, who put Tokenizer.start_ids before each text."""
+        """Whether the weights come from another framework, where Tokenizer.start_ids precede each text."""
 
 
 class SavedStep:
     def __init__(self, run_dir: str | Path, step: int | None = None):
-        """step: default the newest. Raises ValueError if it is not there."""
+        """step: default: the newest. Raises ValueError if it does not exist."""
         self.run_dir = run_dir
         self.step = find_step(run_dir, step)
         self.config = Config.load(run_dir, self.step)
@@ -51,7 +52,7 @@ class SavedStep:
 
 
 def open_source(path: str | Path, step: int | None = None) -> Source:
-    """Raises ValueError if there is neither a run with that step (default: the newest) nor a folder of a model."""
+    """Raises ValueError if `path` is neither a run with this step (default: the newest) nor a Hugging Face folder."""
     if not is_folder(path):
         return SavedStep(path, step)
     if step is not None:
@@ -60,14 +61,14 @@ def open_source(path: str | Path, step: int | None = None) -> Source:
 
 
 def tokenizer_of(run_dir: str | Path, step: int, spec: str) -> Tokenizer:
-    """Raises ValueError if it is not the one that the step was trained with."""
+    """Raises ValueError if it is not the tokenizer that the step was trained with."""
     tokenizer = load_saved_tokenizer(run_dir, spec)
     meta = read_meta(run_dir, step)
     found = {"tokenizer": tokenizer.identity, "eod_id": tokenizer.eod_id}
     other = [f"{name}: {meta[name]} -> {value}" for name, value in found.items() if meta.get(name, value) != value]
     if other:
         raise ValueError(
-            f"run={run_dir}: step {step} was trained with another tokenizer ({'; '.join(other)}); put the files "
-            "tokenizer* of the run back"
+            f"run={run_dir}: step {step} was trained with another tokenizer ({'; '.join(other)}); restore the "
+            "files tokenizer* of the run"
         )
     return tokenizer

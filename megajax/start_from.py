@@ -1,8 +1,7 @@
-"""checkpoint.start_from: a new run starts with the weights of another, or of a Hugging Face folder, except those that
-are initialised afresh.
+"""checkpoint.start_from: initialises a new run with the weights of another run or a Hugging Face folder.
 
-Only the names, shapes and layers of the parameters have to agree: the new model may compute something else with the
-same parameters (a longer context, another dropout), and the log says what differs.
+Only names, shapes and layers of the parameters must agree: other settings of the model may differ (a longer context,
+another dropout), and are logged.
 """
 
 import dataclasses

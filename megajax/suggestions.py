@@ -1,9 +1,9 @@
-"""Did you mean: the known name that a mistyped one most likely stands for. Imports nothing that takes time."""
+"""Did you mean: the known name closest to a mistyped one. Has no slow imports."""
 
 import difflib
 from collections.abc import Iterable
 
-# What other programs call a field, with underscores -> the last part of our name.
+# Names of fields in other programs, with underscores -> the last part of our name.
 SYNONYMS = {
     "lr": "learning_rate",
     "min_lr": "min_learning_rate",
@@ -52,7 +52,7 @@ LEAST_SIMILARITY = 0.55  # of 1
 
 
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """A hint at the nearest known name, or an empty string. Its last part, after the dot, counts most."""
+    """A hint with the closest known name, or an empty string. The last part, after the dot, counts most."""
     best = max(known, key=lambda candidate: _similarity(name, candidate), default=None)
     if best is None or _similarity(name, best) < LEAST_SIMILARITY:
         return ""
@@ -70,7 +70,7 @@ def _similarity(typed: str, known: str) -> float:
 
 
 def _last_part(typed: str, last: str) -> float:
-    """1 for the same; up to 0.9 where one has all words of the other, most for the fewest words more."""
+    """1 if equal; 0.7 to 0.9 if one has all words of the other, more for fewer extra words."""
     if typed == last:
         return 1.0
     words = set(typed.split("_"))

@@ -252,7 +252,7 @@ def test_a_field_that_has_moved_is_refused_with_its_new_name():
         override(configs.recipe("gpt_tiny"), ["--model.recompute=full"])
 
 
-def test_every_field_that_has_moved_is_where_it_is_said_to_be():
+def test_every_moved_field_is_at_its_documented_place():
     config = configs.recipe("gpt_tiny")
     for old, new in MOVED.items():
         (old_section, name), (new_section, new_name) = old.split("."), new.split(".")

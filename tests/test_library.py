@@ -141,7 +141,7 @@ def test_figures_show_the_losses_the_mask_and_the_parts_on_each_device(trained):
     # fsdp splits the rows, tensor the columns; data holds copies: devices 0 and 4.
     assert [text.get_text() for text in axes.texts] == ["0,4", "1,5", "2,6", "3,7"]
     assert megajax.figures.mesh(trained).axes[0].images[0].get_array().shape == (3, 8)
-    with pytest.raises(ValueError, match="parameter=mlp is unknown; there are embedding"):
+    with pytest.raises(ValueError, match="parameter=mlp is unknown; use one of embedding"):
         megajax.figures.sharding(trained, "mlp")
 
 

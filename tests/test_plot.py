@@ -89,7 +89,7 @@ def test_terminal_draws_without_matplotlib(run_dir, capsys, monkeypatch):
     ([], "which run"),
     (["RUN"], "where to"),
     (["RUN", "--x=epochs", "--terminal"], "--x=epochs is unknown; use one of step, tokens, flops, time"),
-    (["RUN", "--smooth=0", "--terminal"], "--smooth=0 must be a whole number from 1"),
+    (["RUN", "--smooth=0", "--terminal"], "--smooth=0 must be the number of values to average"),
     (["RUN", "--ouput=a.png"], "--ouput is unknown"),
     (["RUN", "--output=a.bmp"], r"a.bmp: the name must end in .png, .svg, .pdf"),
     (["nowhere", "--terminal"], "nowhere/metrics.jsonl does not exist"),

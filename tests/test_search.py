@@ -65,7 +65,7 @@ def test_what_fits_nowhere_is_reported_with_what_is_missing(capsys):
     )
     train.main(["--config=gpt_175b", "--training.global_batch_size=7", "--plan=search:8"])
     verdict = capsys.readouterr().out
-    assert re.search(r"\d+ meshes do not divide training.global_batch_size=7; use .* a batch that more mes", verdict)
+    assert re.search(r"\d+ meshes do not divide training.global_batch_size=7; use .* a batch size that more", verdict)
 
 
 def test_state_that_does_not_fit_is_not_planned_further(monkeypatch):

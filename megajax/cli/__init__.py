@@ -1,6 +1,6 @@
 """The command line: megajax COMMAND [options]
 
-Nothing that takes time to import is imported before a command needs it.
+Slow imports happen only when a command needs them.
 """
 
 import importlib
@@ -14,22 +14,22 @@ from megajax.training.faults.signals import leave_when_asked
 # Name -> (module whose main(arguments) runs it, words before its arguments, help).
 COMMANDS = {
     "train": ("megajax.cli.train", (), "train a model, or resume a run"),
-    "plan": ("megajax.cli.train", ("--plan",), "what a run would need and how fast it would be, without a GPU"),
+    "plan": ("megajax.cli.train", ("--plan",), "estimate memory, speed and cost of a run, without a GPU"),
     "configs": ("megajax.cli.train", ("--list_configs",), "list the recipes"),
     "generate": ("megajax.cli.infer", ("generate",), "continue prompts with a trained model"),
-    "chat": ("megajax.cli.infer", ("chat",), "a conversation on the terminal"),
+    "chat": ("megajax.cli.infer", ("chat",), "chat with a model in the terminal"),
     "bench": ("megajax.cli.infer", ("bench",), "measure prefill and decode speed"),
-    "preprocess": ("megajax.data.preprocess", (), "text to tokens on disk"),
-    "inspect": ("megajax.data.inspect", (), "look at tokens on disk"),
-    "export": ("megajax.convert.export", (), "write the parameters of a run alone, for serving"),
-    "plot": ("megajax.plot", (), "curves of runs"),
+    "preprocess": ("megajax.data.preprocess", (), "convert text to tokens on disk"),
+    "inspect": ("megajax.data.inspect", (), "inspect tokens on disk"),
+    "export": ("megajax.convert.export", (), "write only the parameters of a run, for serving"),
+    "plot": ("megajax.plot", (), "plot curves of runs"),
     "hugging_face": ("megajax.convert.hugging_face", (), "import and export Hugging Face folders"),
-    "completion": ("megajax.cli.completion", (), "print a script for the shell: megajax completion bash"),
+    "completion": ("megajax.cli.completion", (), "print a shell completion script: megajax completion bash"),
 }
 
 
 def main() -> None:
-    """The console script."""
+    """Entry point of the console script."""
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("--help", "-h"):
         print(usage())
@@ -39,7 +39,7 @@ def main() -> None:
         print(f"error: megajax {name} is unknown{did_you_mean(name, COMMANDS)}; megajax --help", file=sys.stderr)
         raise SystemExit(2)
     if name == "train":
-        leave_when_asked()  # while the rest is imported too, which takes seconds
+        leave_when_asked()  # also during the imports, which take seconds
     module, words, _ = COMMANDS[name]
     command = importlib.import_module(module).main
     run_command(command, [*words, *arguments[1:]], trains=name == "train")
@@ -51,7 +51,7 @@ def usage() -> str:
 
 
 def run_command(command: Callable[[list[str]], None], arguments: list[str], *, trains: bool = False) -> None:
-    """Ends the program with one line and exit status 2 for bad input, with 130 after ctrl-C. trains: it goes on when
+    """Ends the program with one line and exit status 2 for bad input, with 130 after ctrl-C. trains: continue even if
     nothing can be printed any more."""
     from megajax.training.reporting.best_effort import print_what_can_be_printed
     from megajax.training.reporting.console import log_to_stderr
@@ -66,6 +66,6 @@ def run_command(command: Callable[[list[str]], None], arguments: list[str], *, t
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    except BrokenPipeError:  # as of --help | head
+    except BrokenPipeError:  # as in --help | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None

@@ -1,4 +1,4 @@
-"""Completion in a shell: megajax completion {bash,zsh,fish,tcsh} prints the script.
+"""Shell completion: megajax completion {bash,zsh,fish,tcsh} prints the script.
 
   bash: megajax completion bash > ~/.local/share/bash-completion/completions/megajax
   zsh:  megajax completion zsh > _megajax, in a folder of $fpath

@@ -1,4 +1,4 @@
-"""What --help shows of a configuration: every field with its type, allowed range, value and docstring."""
+"""--help for a configuration: every field with its type, allowed range, value and docstring."""
 
 import dataclasses
 import typing
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def print_help(config: "Config", options: Any, program: str) -> None:
-    """options: a dataclass with what the program itself takes, beside the fields of the config."""
+    """options: a dataclass with the options of the program, besides the fields of the config."""
     shown = described(config, options)
     about = "Override a field with --section.field=VALUE; the elements of a list are separated by commas."
     tyro.cli(type(shown), default=shown, args=["--help"], prog=program, use_underscores=True, description=about)
@@ -35,7 +35,7 @@ def section_lines() -> list[str]:
 
 
 def described(config: "Config", options: Any) -> Any:
-    """A dataclass with the fields of the options, then of the config, with all that --help shows in its annotations."""
+    """A dataclass with the fields of the options, then of the config, with help texts in its annotations."""
     parts = [_described(options, tyro.conf.FlagCreatePairsOff), _described(config, tyro.conf.FlagConversionOff)]
     kinds = [(field.name, field.type) for part in parts for field in dataclasses.fields(part)]
     return dataclasses.make_dataclass("Options", kinds)(
@@ -45,7 +45,7 @@ def described(config: "Config", options: Any) -> Any:
 
 def _described(config: Any, booleans: Any) -> Any:
     """The same values in a dataclass whose annotations hold each field's help: its docstring without line breaks, and
-    its range. booleans: how tyro reads them."""
+    its range. booleans: tyro's marker for boolean fields."""
     hints = typing.get_type_hints(type(config), include_extras=True)
     texts = _docstrings(type(config))
     kinds = []
@@ -65,7 +65,7 @@ def _described(config: Any, booleans: Any) -> Any:
 
 
 def _docstrings(kind: type) -> dict[str, str]:
-    """Field -> docstring, those of base classes included."""
+    """Field -> docstring, including base classes."""
     found = {}
     for base in reversed(kind.__mro__[:-1]):
         parsed = docstring_parser.parse_from_object(base)

@@ -1,9 +1,9 @@
 """Use a trained model: infer.py {generate,chat,bench,serve} --run=DIR [options], or megajax {generate,chat,bench}
 
   generate  continues each --prompt="..." and prints it
-  chat      a conversation on the terminal: every line continues the text so far; an empty line or ctrl-D ends it
+  chat      chat in the terminal: every line continues the text so far; an empty line or ctrl-D ends it
   bench     measures prefill and decode speed for each batch size
-  serve     an HTTP server; not there yet
+  serve     an HTTP server; not implemented yet
 
 --help after a command shows its options. --mesh.tensor=2 (or another axis of the mesh) spreads the model over devices.
 """
@@ -19,7 +19,7 @@ from megajax.suggestions import did_you_mean
 def main(arguments: list[str]) -> None:
     options = _parse(arguments)
     if options.command == "serve":
-        raise ValueError("serve: the HTTP server is not there yet; use infer.py generate or infer.py chat")
+        raise ValueError("serve: the HTTP server is not implemented yet; use infer.py generate or infer.py chat")
     {"generate": generate, "chat": chat, "bench": bench}[options.command](options)
 
 
@@ -33,7 +33,7 @@ def generate(options: argparse.Namespace) -> None:
 
 
 def chat(options: argparse.Namespace) -> None:
-    """The conversation is one text, without a template: what was typed, a new line, what the model wrote."""
+    """The conversation is plain text without a template: the input, a newline, the output of the model."""
     sampling = _sampling(options)
     engine = _engine(options)
     room = engine.room_for_prompt(sampling.max_tokens)
@@ -63,7 +63,7 @@ def bench(options: argparse.Namespace) -> None:
     engine = _engine(options)
     device = engine.mesh.devices.flat[0].device_kind
     print(f"{options.run} on {engine.mesh.size} x {device}: {engine.model.num_parameters():,} parameters, "
-          f"{options.prompt_tokens} prompt tokens, {options.max_tokens} new tokens a row")  # fmt: skip
+          f"{options.prompt_tokens} prompt tokens, {options.max_tokens} new tokens per row")  # fmt: skip
     sizes = (options.prompt_tokens, options.max_tokens, options.repeats)
     print(table([measure(engine, batch_size, *sizes) for batch_size in options.batch]))
 
@@ -110,13 +110,13 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     generate = _add_command(commands, "generate", "continue prompts")
     generate.add_argument("--prompt", action="append", required=True, help="text to continue; may be repeated")
     _add_sampling(generate)
-    _add_sampling(_add_command(commands, "chat", "a conversation on the terminal"))
+    _add_sampling(_add_command(commands, "chat", "chat in the terminal"))
     bench = _add_command(commands, "bench", "measure the speed")
     bench.add_argument("--batch", type=_numbers, default=[1, 8], help="batch sizes, separated by commas (1,8)")
     bench.add_argument("--prompt_tokens", type=int, default=128, help="tokens of each prompt (128)")
-    bench.add_argument("--max_tokens", type=int, default=64, help="tokens to generate a row (64)")
+    bench.add_argument("--max_tokens", type=int, default=64, help="tokens to generate per row (64)")
     bench.add_argument("--repeats", type=int, default=3, help="measured generations; the median is shown (3)")
-    commands.add_parser("serve", help="not there yet", add_help=False)
+    commands.add_parser("serve", help="not implemented yet", add_help=False)
     options, unknown = parser.parse_known_args(arguments)
     if unknown and options.command != "serve":
         known = [name for name in vars(options) if name != "command"]
@@ -144,15 +144,17 @@ def _add_command(commands, name: str, help: str) -> argparse.ArgumentParser:
         "--launch.cpu_devices",
         type=int,
         default=0,
-        help="virtual CPU devices to try a mesh on; 0: the real devices (0)",
+        help="number of virtual CPU devices to try a mesh on; 0: use the real devices (0)",
     )
     return command
 
 
 def _add_sampling(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--max_tokens", type=int, default=128, help="most tokens to generate (128)")
+    command.add_argument("--max_tokens", type=int, default=128, help="maximum number of tokens to generate (128)")
     command.add_argument("--temperature", type=float, default=1.0, help="0: always the most likely token (1.0)")
-    command.add_argument("--top_k", type=int, default=0, help="only the k most likely tokens; 0: all (0)")
-    command.add_argument("--top_p", type=float, default=1.0, help="only the nucleus of this probability; 1: all (1.0)")
+    command.add_argument("--top_k", type=int, default=0, help="sample from the k most likely tokens; 0: all (0)")
+    command.add_argument(
+        "--top_p", type=float, default=1.0, help="sample from the nucleus of this probability; 1: all (1.0)"
+    )
     command.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (0)")
-    command.add_argument("--stop", action="append", default=[], help="text that ends it; may be repeated")
+    command.add_argument("--stop", action="append", default=[], help="text that ends the generation; may be repeated")

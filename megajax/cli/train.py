@@ -1,16 +1,16 @@
 """Train a model, or resume a run.
 
---config=NAME          the recipe; --list_configs shows all
---run_dir=DIR          where the run is written (default: runs/NAME). Where it holds a run, that run resumes; without
-                       --config it resumes with the configuration that it was saved with
---plan[=GPU]           what the run would need and how fast it would be, without a GPU: h100, h200, a100, b200;
+--config=NAME          recipe; --list_configs lists all
+--run_dir=DIR          directory of the run (default: runs/NAME). If it holds a run, that run resumes; without --config
+                       it resumes with its saved configuration
+--plan[=GPU]           estimate memory and speed of the run without a GPU: h100, h200, a100, b200;
                        --plan=search:64[:GPU] ranks the meshes of 64 GPUs by predicted speed
---plan_price=2.5       with --plan: what one GPU costs per hour, so that the plan names the cost of the whole run
---plan_figure=FILE     with --plan: draw memory and pipeline into FILE.svg or FILE.png
---replay_step=K        computes step K of the run again, changing nothing in its directory, and says which tensor went
-                       non-finite first
---section.field=VALUE  overrides a field of the configuration
---help                 with --config=NAME or --run_dir=DIR: all fields with their values
+--plan_price=2.5       with --plan: price of a GPU-hour, to show the cost of the whole run
+--plan_figure=FILE     with --plan: draw memory and pipeline schedule to FILE.svg or FILE.png
+--replay_step=K        repeat step K without changing the run directory, and report which tensor became non-finite
+                       first
+--section.field=VALUE  override a field of the configuration
+--help                 with --config=NAME or --run_dir=DIR: show all fields with their values
 """
 
 import dataclasses
@@ -32,14 +32,14 @@ class Options:
     list_configs: bool = False
     """List the recipes."""
     plan: str = ""
-    """What the run would need and how fast it would be on a GPU: h100 (where no value is given), h200, a100 or b200;
-    search:64 or search:64:h200 ranks the meshes of 64 GPUs."""
+    """Estimate memory and speed of the run on a GPU: h100 (default), h200, a100 or b200; search:64 or search:64:h200
+    ranks the meshes of 64 GPUs."""
     plan_price: float | None = None
     """With plan: price of a GPU-hour, in any currency."""
     plan_figure: str = ""
-    """With plan: file to draw memory and pipeline into, .svg or .png."""
+    """With plan: file for a drawing of memory and pipeline schedule, .svg or .png."""
     replay_step: int | None = None
-    """Step of the run to compute again, changing nothing in its directory."""
+    """Step of the run to repeat, without changing its directory."""
 
 
 def main(arguments: list[str]) -> None:
@@ -79,7 +79,7 @@ def _run(config: "Config", options: Options, wants_help: bool, overrides: list[s
         print_help(config, options, _program())
         return
     if not options.plan and (options.plan_figure or options.plan_price is not None):
-        raise ValueError("--plan_price and --plan_figure go with --plan")
+        raise ValueError("--plan_price and --plan_figure need --plan")
     if options.plan:
         plan(options.config or config.run_dir, config, options)
         return
@@ -106,7 +106,7 @@ def _run(config: "Config", options: Options, wants_help: bool, overrides: list[s
 
 
 def _saved_config(overrides: list[str]) -> "Config":
-    """Of the run in --run_dir. What concerned its last launch alone is not taken over."""
+    """The config of the run in --run_dir, without the `launch` section of its last start."""
     from megajax.config import Config, holds_run, normalised
     from megajax.training.config import LaunchConfig
 
@@ -119,7 +119,7 @@ def _saved_config(overrides: list[str]) -> "Config":
 
 
 def plan(name: str, config: "Config", options: Options) -> None:
-    """Prints what the run would need on its mesh, or searches one; an axis of -1 counts as 1."""
+    """Prints the plan of the run on its mesh, or searches a mesh; an axis of -1 counts as 1."""
     from megajax.planning.plan import plan_device, plan_rows
     from megajax.search import print_search
     from megajax.training.reporting.console import Console
@@ -152,7 +152,7 @@ def _print_sample(config: "Config") -> None:
 
 
 def _parse(arguments: list[str]) -> tuple[Options, bool, list[str]]:
-    """-> (our options, whether help is wanted, overrides of the configuration)."""
+    """-> (our options, whether help was requested, overrides of the configuration)."""
     options = Options()
     wants_help = False
     overrides = []
@@ -193,7 +193,7 @@ def _price(value: str) -> float:
 
 
 def _name(argument: str) -> str:
-    """Of an option, without dashes and value: run_dir for --run-dir=x; empty for other words."""
+    """Name of an option without dashes and value: run_dir for --run-dir=x; empty for other arguments."""
     return argument[2:].partition("=")[0].replace("-", "_") if argument.startswith("--") else ""
 
 

@@ -1,9 +1,10 @@
-"""Parameters alone, for serving: python -m megajax.convert.export --run=DIR --output=DIR [--step=N --dtype=bfloat16]
-With programs for processes without megajax: ... --stablehlo [--batch_size=1 --max_length=N] (convert/stablehlo.py)
+"""Exports the parameters of a run, for serving: python -m megajax.convert.export --run=DIR --output=DIR [--step=N
+--dtype=bfloat16]
+With programs that run without megajax: ... --stablehlo [--batch_size=1 --max_length=N] (convert/stablehlo.py)
 
-The output is a run directory with config, tokenizer and one step without an optimizer, which infer.py reads as it is on
-any mesh and train.py refuses. The layers lie in their plain order, whatever pipeline the run had. With --dtype matrices
-are cast; vectors (norms, biases) stay as they are, so that serving in bfloat16 computes with the same numbers.
+The output is a run directory with config, tokenizer and one step without optimizer state, which infer.py reads on any
+mesh and train.py refuses. Layers are stored in order, whatever pipeline the run had. With --dtype matrices are cast;
+vectors (norms, biases) keep their dtype, so that serving in bfloat16 computes with the same numbers.
 """
 
 import argparse
@@ -34,8 +35,8 @@ from megajax.parameters import Parameter
 def export(run_dir: str | Path, output: str | Path, step: int | None = None, dtype: str | None = None) -> int:
     """Writes `output` from one step of a run (default: the newest) -> the step.
 
-    The arrays are spread over all devices of this process, verified as they were saved, then cast. Raises ValueError
-    if the output exists, or if the step is not there or damaged; then nothing is left.
+    The arrays are sharded over all devices of this process, verified as saved, then cast. Raises ValueError if the
+    output exists, or if the step is missing or damaged; then nothing is written.
     """
     run_dir = Path(run_dir)
     step = find_step(run_dir, step)
@@ -52,7 +53,7 @@ def export(run_dir: str | Path, output: str | Path, step: int | None = None, dty
 
 @contextlib.contextmanager
 def new_directory(path: str | Path, field: str) -> Iterator[Path]:
-    """A directory that gets its name when it is complete. Raises ValueError if there is one of that name."""
+    """A temporary directory, renamed to `path` when complete. Raises ValueError if `path` exists."""
     path = Path(path)
     if path.exists() or path.is_symlink():
         raise ValueError(f"{field}={path} exists; use another, or remove it")
@@ -68,9 +69,9 @@ def new_directory(path: str | Path, field: str) -> Iterator[Path]:
 
 
 def write_run(new: Path, config: Config, step: int, weights: dict, meta: dict, record: dict) -> None:
-    """One step of parameters alone, in a directory that is empty.
+    """Writes one step with parameters only into an empty directory.
 
-    record: where they come from; the file that holds it says that the run cannot be trained on.
+    record: where they come from, written to exported.json, which marks the run as not trainable.
     """
     with Checkpointer(new, CheckpointConfig(keep=0)) as checkpointer:
         checkpointer.write(step, {"params": weights}, meta)
@@ -86,18 +87,18 @@ def copy_tokenizer(run_dir: Path, new: Path) -> None:
 
 
 def _read(checkpointer: Checkpointer, step: int, model: Model, dtype: str | None):
-    """-> (weights, meta), the layers in their plain order."""
+    """-> (weights, meta), with the layers in order."""
     meta = checkpointer.read_meta(step)
     meta.pop("digests", None)
     mesh = make_mesh(MeshConfig(fsdp=jax.device_count()))
     abstract = model.abstract_weights if dtype is None else model.cast_weights(jnp.dtype(dtype))
     target = jax.tree.map(lambda a, record: _spread(a, record, mesh), abstract, model.records)
     weights = checkpointer.restore_params(step, target, model.layer_rows)
-    return weights, meta | {"layer_rows": {place: numbers.tolist() for place, numbers in model.layer_rows.items()}}
+    return weights, meta | {"layer_rows": {stack: numbers.tolist() for stack, numbers in model.layer_rows.items()}}
 
 
 def _spread(a: jax.ShapeDtypeStruct, record: Parameter, mesh: Mesh) -> jax.ShapeDtypeStruct:
-    """Matrices are split over all devices where that divides."""
+    """Adds a sharding: matrices are split over all devices if divisible."""
     splits = record.is_cast and a.shape[-1] % mesh.size == 0
     spec = P(*[None] * (len(a.shape) - 1), "fsdp") if splits else P()
     return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))
@@ -108,10 +109,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--run", required=True, help="directory of a run (runs/NAME)")
     parser.add_argument("--output", required=True, help="directory to write")
     parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the matrices; default: as they are")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="dtype of the matrices; default: unchanged")
     parser.add_argument("--stablehlo", action="store_true", help="write programs that run without megajax")
-    parser.add_argument("--batch_size", type=int, default=1, help="with --stablehlo: rows of the programs")
-    parser.add_argument("--max_length", type=int, help="with --stablehlo: of a row; default: that of training")
+    parser.add_argument("--batch_size", type=int, default=1, help="with --stablehlo: sequences per batch")
+    parser.add_argument(
+        "--max_length", type=int, help="with --stablehlo: tokens per sequence; default: that of training"
+    )
     flags = parser.parse_args(arguments)
     logging.getLogger("absl").setLevel(logging.ERROR)
     try:

@@ -1,13 +1,13 @@
-"""A model as two StableHLO programs (jax.export), which a process runs that has JAX and not megajax.
+"""Exports a model as two StableHLO programs (jax.export), which run with JAX and without megajax.
 
-Dimensions: B rows, S places in the cache, V vocabulary.
+Dimensions: B rows, S slots in the cache, V vocabulary.
 
     prefill(params, tokens [B, S], lengths [B]) -> (logits [B, V], caches)
     decode(params, caches, tokens [B], positions [B]) -> (logits [B, V], caches)
 
-params: {name: array}, as parameters.npz has them. tokens, lengths and positions: int32; prompts are padded on the
-right, and `positions` are the places of `tokens` in their rows: the first is the length of the prompt. logits: float32,
-of the token that comes next. The programs are for one device, a CPU or an NVIDIA GPU, and use no kernels but XLA's.
+params: {name: array}, as in parameters.npz. tokens, lengths and positions: int32; prompts are padded on the
+right, and `positions` are the positions of `tokens` in their rows, starting with the length of the prompt. logits:
+float32, of the next token. The programs run on one device, a CPU or an NVIDIA GPU, with XLA's kernels only.
 """
 
 import json
@@ -46,9 +46,9 @@ def export_programs(
     """Writes prefill.bin, decode.bin, parameters.npz, model.json and the tokenizer of one step (default: the newest) ->
     the step.
 
-    dtype: that the programs compute in, and of the matrices; default: the run's. max_length: of a row, prompt included;
-    default: training.sequence_length of the run. Raises ValueError if the output exists, if the step is not there or
-    damaged, or if the model cannot read so many tokens; then nothing is left.
+    dtype: of the computation and the matrices; default: that of the run. max_length: tokens per row, including the
+    prompt; default: training.sequence_length of the run. Raises ValueError if the output exists, if the step is missing
+    or damaged, or if max_length is more than the model supports; then nothing is written.
     """
     run_dir = Path(run_dir)
     step = find_step(run_dir, step)
@@ -82,9 +82,9 @@ def export_programs(
 
 
 def _read(run_dir: Path, step: int, model: Model) -> dict[str, np.ndarray]:
-    alone = NamedSharding(_host_mesh(), P())
+    replicated = NamedSharding(_host_mesh(), P())
     wanted = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=alone),
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=replicated),
         model.cast_weights(model.precision.compute_dtype),
     )
     with Checkpointer(run_dir, None) as checkpointer:
@@ -96,14 +96,14 @@ def _serialized(program: jax.export.Exported) -> bytes:
         return program.serialize()
     except ImportError:
         raise ValueError(
-            "flatbuffers is not installed, with which JAX writes programs; pip install 'megajax[stablehlo]'"
+            "JAX needs the package flatbuffers to write programs; pip install 'megajax[stablehlo]'"
         ) from None
 
 
 def programs(model: Model, vocab_size: int, batch_size: int, max_length: int) -> dict[str, jax.export.Exported]:
     """prefill and decode, with V = vocab_size and S = max_length.
 
-    Traced for a CPU wherever this runs, because kernels for one GPU would run on no other.
+    Always traced for a CPU, because kernels chosen for one GPU would not run on others.
     """
     structure = jax.tree.structure(model.abstract_weights)
     names = list(_named(model.abstract_weights))
@@ -134,8 +134,8 @@ def programs(model: Model, vocab_size: int, batch_size: int, max_length: int) ->
         _, caches = jax.eval_shape(prefill, *prompt)
         leaves, cache_structure = jax.tree.flatten(caches)
 
-        def plain_prefill(*given):  # caches that need no class of ours
-            out, caches = prefill(*given)
+        def plain_prefill(*arguments):  # caches as plain lists, without our classes
+            out, caches = prefill(*arguments)
             return out, jax.tree.leaves(caches)
 
         def plain_decode(params, caches, tokens_B, positions_B):

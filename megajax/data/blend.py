@@ -14,36 +14,36 @@ from megajax.data.index_cache import load_or_build
 
 # Megatron builds every dataset this much larger than its share (mid_level_dataset_surplus).
 SURPLUS = 0.005
-# Blends shorter than this many chunks are not worth more of them.
+# A blend is computed in at most this many chunks, of at least MIN_CHUNK samples.
 CHUNKS = 4096
 MIN_CHUNK = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """A part of a blend in which the weights stay as they are."""
+    """A part of a blend with constant weights."""
 
     weights: tuple[float, ...]
-    """One a dataset, normalised; 0 takes nothing from it."""
+    """One per dataset, normalised; 0: no samples of it."""
     size: int
     """Samples."""
 
 
 class BlendedDataset:
-    """Random access to samples drawn from several datasets by weight, in one phase or in several after each other.
+    """Random access to samples drawn from several datasets by weight, in one phase or several consecutive ones.
 
-    dataset_index int16 [size] and dataset_sample_index int64 [size] say where sample i comes from. A phase goes on in
-    each dataset where the one before it stopped. Raises ValueError if a dataset is shorter than its share.
+    dataset_index int16 [size] and dataset_sample_index int64 [size] give the source of sample i. A phase continues each
+    dataset where the previous one stopped. Raises ValueError if a dataset is shorter than its share.
     """
 
     def __init__(self, datasets: Sequence, phases: Sequence[Phase], cache_dir: str | None):
         self._arguments = datasets, phases, cache_dir
         self.datasets = list(datasets)
         self.phases = tuple(phases)
-        if len(datasets) >= np.iinfo(np.int16).max or any(len(one.weights) != len(datasets) for one in phases):
-            counts = [len(one.weights) for one in phases]
-            raise ValueError(f"data.weights: {counts} weights for {len(datasets)} datasets; give one each")
-        description = {"phases": [dataclasses.asdict(one) for one in phases]}
+        if len(datasets) >= np.iinfo(np.int16).max or any(len(phase.weights) != len(datasets) for phase in phases):
+            counts = [len(phase.weights) for phase in phases]
+            raise ValueError(f"data.weights: {counts} weights for {len(datasets)} datasets; give one per dataset")
+        description = {"phases": [dataclasses.asdict(phase) for phase in phases]}
         arrays = load_or_build(cache_dir, "blend", description, lambda: _indices(phases))
         self.dataset_index = arrays["dataset_index"]
         self.dataset_sample_index = arrays["dataset_sample_index"]
@@ -75,13 +75,14 @@ def normalize_weights(weights: Sequence[float]) -> list[float]:
 
 
 def plan_phases(weights: Sequence[Sequence[float]], sizes: Sequence[int]) -> tuple[list[Phase], list[int]]:
-    """(phases, samples to build of each dataset), for phases of normalised weights and at least those sizes.
+    """(phases, samples to build of each dataset), for phases of normalised weights and at least the given sizes.
 
-    As Megatron a blend is as long as the shares of its datasets, each rounded up; phases but the last have their size.
+    As in Megatron, the length of a blend is the sum of its datasets' shares, each rounded up. All phases but the last
+    have exactly the given size.
     """
-    shares = [[math.ceil(size * weight) for weight in one] for one, size in zip(weights, sizes, strict=True)]
+    shares = [[math.ceil(size * weight) for weight in phase] for phase, size in zip(weights, sizes, strict=True)]
     sizes = [*sizes[:-1], sum(shares[-1])]
-    phases = [Phase(tuple(one), size) for one, size in zip(weights, sizes, strict=True)]
+    phases = [Phase(tuple(phase), size) for phase, size in zip(weights, sizes, strict=True)]
     taken = [sum(counts) for counts in zip(*shares, strict=True)]
     return phases, [int(math.ceil(count * (1 + SURPLUS))) for count in taken]
 
@@ -89,11 +90,11 @@ def plan_phases(weights: Sequence[Sequence[float]], sizes: Sequence[int]) -> tup
 def blending_indices(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
     """(dataset_index int16 [size], dataset_sample_index int64 [size]) by the rule above, exactly.
 
-    The rule is sequential, so it is solved parallel in time: the run is cut into chunks, all chunks step together as
-    numpy rows from a guess of the counts at their start, then every chunk whose guess differs from the true end of
-    the chunk before it runs again. The fixed point is the sequential result; the greedy rule forgets a wrong start
-    quickly, so two or three rounds do. 10 million samples: 0.6 s for 2 or 5 datasets, 1 s for 10; 1 million: 0.3 s
-    for 100, 4 s for 1,000 (one core).
+    The rule is sequential, so it is solved parallel in time: all chunks of the blend advance together as NumPy rows,
+    from a guess of the counts at their start; then every chunk whose guess differs from the end of the previous chunk
+    is recomputed. The fixed point is the sequential result; the greedy rule soon forgets a wrong start, so two or three
+    rounds suffice. 10 million samples: 0.6 s for 2 or 5 datasets, 1 s for 10; 1 million: 0.3 s for 100, 4 s for 1,000
+    (one core).
     """
     weights = np.array(weights, np.float64)
     length = max(MIN_CHUNK, -(-size // CHUNKS))
@@ -137,12 +138,12 @@ def _guess_counts(weights: np.ndarray, starts: np.ndarray) -> np.ndarray:
 
 
 def _indices(phases: Sequence[Phase]) -> dict[str, np.ndarray]:
-    """Of all phases, one after the other."""
+    """The indices of all phases, concatenated."""
     picks = []
     samples = []
     taken = np.zeros(len(phases[0].weights), np.int64)
     for phase in phases:
-        # The rule would take from a weight of 0 where all others are ahead of theirs.
+        # The rule would pick a dataset of weight 0 when all others are ahead of their weight.
         used = np.flatnonzero(phase.weights)
         pick, sample = blending_indices([phase.weights[d] for d in used], phase.size)
         pick = used.astype(np.int16)[pick]

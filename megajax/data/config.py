@@ -1,4 +1,4 @@
-"""What a configuration says of data, and what of it makes no sense."""
+"""The section `data` of a configuration, and its checks."""
 
 import dataclasses
 import functools
@@ -20,33 +20,33 @@ SourceKind = Literal["indexed", "text", "mock"]
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
     source: SourceKind = "mock"
-    """indexed: .bin/.idx files named by `paths`; text: text files named by `text`; mock: Megatron's mock documents."""
+    """indexed: .bin/.idx files in `paths`; text: text files in `text`; mock: Megatron's mock documents."""
     paths: tuple[str, ...] = ()
     """Prefixes of Megatron .bin/.idx files, blended; or FILE.json with a (nested) blend (data/blend_file.py)."""
     weights: tuple[PositiveFloat, ...] = ()
     """One per path, on any positive scale; empty: by the number of tokens."""
     blend_changes: tuple[str, ...] = ()
-    """STEP:FILE.json each: from that step on, train on the blend in that file."""
+    """Entries STEP:FILE.json: from this step on, train on the blend in this file."""
     eval_paths: tuple[str, ...] = ()
-    """Prefixes or blends to evaluate on; empty: documents of `paths`, by `split`."""
+    """Prefixes or blend files to evaluate on; empty: documents of `paths`, by `split`."""
     eval_weights: tuple[PositiveFloat, ...] = ()
     """One per evaluation path; empty: by the number of tokens."""
     kind: Literal["documents", "conversations"] = "documents"
-    """documents: pretraining. conversations: supervised fine-tuning with a loss on the answers only, on files that
-    preprocess --conversations wrote."""
+    """documents: pretraining. conversations: supervised fine-tuning with a loss on the answers only, on files written
+    by preprocess --conversations."""
     split: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat] = (969, 30, 1)
     """Relative shares of training, evaluation and test documents in `paths` and in the mock documents."""
     text: tuple[str, ...] = ()
     """Patterns of text files; "stdlib" is the source code of Python's standard library."""
     tokenizer: str = ""
     """bytes | null:VOCAB | sentencepiece:VOCAB (trained on `text`) | X.model | X/tokenizer.json | X.tiktoken; empty:
-    the one that wrote `paths`, as P.meta.json says, or null:VOCAB with the vocabulary of the model."""
+    the tokenizer of `paths` recorded in P.meta.json, or null:VOCAB with the vocabulary of the model."""
     cache_dir: str = ".cache/megajax"
     """Directory for sample indices and tokenized text."""
     cross_document_attention: bool = False
-    """Documents packed into one sample attend to each other (Megatron's default)."""
+    """Let documents packed into one sample attend to each other (Megatron's default)."""
     reset_positions: bool = False
-    """Positions restart at 0 with each document."""
+    """Restart positions at 0 with each document."""
     mask_document_end: bool = False
     """No loss on predicting the end-of-document token."""
     fim_rate: Probability = 0.0
@@ -54,16 +54,16 @@ class DataConfig:
     fim_spm_rate: Probability = 0.5
     """Probability that such a document starts with its suffix (SPM)."""
     fim_tokens: tuple[str, str, str] = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
-    """Special tokens before its three parts, as the tokenizer spells them."""
+    """Special tokens before the three parts, as spelled in the tokenizer."""
     on_misfit: Literal["raise", "skip", "truncate"] = "raise"
-    """What to do with a conversation longer than a sample: refuse it, leave it out or cut it. One without an answer is
-    refused or left out."""
+    """What to do with a conversation longer than a sample: raise an error, skip it or truncate it. One without an
+    answer is an error with raise, and skipped otherwise."""
     allow_change: bool = False
-    """Let a run resume with other data than it began with."""
+    """Let a run resume with data different from what it began with."""
     num_threads: NumReaders = 4
     """Threads that prefetch batches; 0: none."""
     num_workers: NumReaders = 0
-    """Processes that prefetch batches, for samples that cost much Python time; 0: threads only."""
+    """Processes that prefetch batches, for samples that are slow in Python; 0: threads only."""
 
     def check(self) -> None:
         """Raises ValueError with the way out; opens no file."""
@@ -85,7 +85,9 @@ class DataConfig:
             if self.source != "indexed":
                 raise ValueError(f"data.kind=conversations is read with data.source=indexed, not {self.source}")
             if wrong:
-                raise ValueError(f"data.{wrong[0]}={getattr(self, wrong[0])} is not for data.kind=conversations")
+                raise ValueError(
+                    f"data.{wrong[0]}={getattr(self, wrong[0])} is not supported with data.kind=conversations"
+                )
 
     def _check_source(self) -> None:
         needed = {"indexed": "paths", "text": "text", "mock": None}[self.source]
@@ -127,15 +129,15 @@ class DataConfig:
                         )
 
     def of_source(self, source: SourceKind) -> "DataConfig":
-        """The same with another source, without the names of files and tokenizer, which were those of this one."""
+        """The same with another source, and without the files and the tokenizer of this one."""
         names = ("paths", "weights", "blend_changes", "eval_paths", "eval_weights", "text", "tokenizer")
         defaults = {field.name: field.default for field in dataclasses.fields(self) if field.name in names}
         return dataclasses.replace(self, source=source, **defaults)
 
     def with_tokenizer(self, vocab_size: int) -> "DataConfig":
-        """The same with the tokenizer that an empty `tokenizer` means. vocab_size: of the model.
+        """The same with an empty `tokenizer` resolved. vocab_size: of the model.
 
-        Raises ValueError if the file of the tokenizer that wrote the data is not there.
+        Raises ValueError if the file of the recorded tokenizer does not exist.
         """
         if self.tokenizer or self.source == "text":
             return self
@@ -150,7 +152,7 @@ class DataConfig:
         return dataclasses.replace(self, tokenizer=spec)
 
     def num_token_ids(self, vocab_size: int) -> int:
-        """Of the tokenizer. vocab_size: of the model. Raises ValueError if it cannot be read."""
+        """Number of ids of the tokenizer. vocab_size: of the model. Raises ValueError if it cannot be read."""
         spec = self.with_tokenizer(vocab_size).tokenizer
         if spec.startswith("sentencepiece:"):  # not trained yet
             return int(spec.removeprefix("sentencepiece:"))
@@ -169,10 +171,10 @@ class DataConfig:
         return [(step, file) for step, (_, file) in zip(steps, found, strict=True)]
 
 
-@functools.cache  # once a process, however often the config is looked at
+@functools.cache  # only once per process
 def _warn_of_unknown_tokenizer(prefix: str, vocab_size: int) -> None:
     logger.warning(
-        "data.tokenizer: %s.meta.json does not exist, so the tokenizer that wrote the tokens is not known; any id "
+        "data.tokenizer: %s.meta.json does not exist, so the tokenizer of the data is unknown; any id "
         "below model.vocab_size=%d is accepted, and nothing can be decoded",
         prefix,
         vocab_size,
@@ -180,14 +182,14 @@ def _warn_of_unknown_tokenizer(prefix: str, vocab_size: int) -> None:
 
 
 def _found_tokenizer(spec: str, prefix: str) -> str:
-    """The tokenizer that wrote a dataset: its file is where it was, or beside the data."""
+    """The recorded tokenizer of a dataset; its file is at the recorded path or next to the data."""
     if not spec.endswith(tuple(FILE_TOKENIZERS)):
         return spec
     paths = [spec, os.path.join(os.path.dirname(prefix), os.path.basename(spec))]
     found = [path for path in paths if os.path.isfile(path)]
     if not found:
         raise ValueError(
-            f"data.tokenizer: {prefix}.bin was written with {spec}, which does not exist here; name its file with "
+            f"data.tokenizer: {prefix}.bin was written with {spec}, which does not exist; name its file with "
             "--data.tokenizer"
         )
     return found[0]

@@ -1,4 +1,4 @@
-"""The datasets of a run: what the configuration names, opened, checked, blended, and how much of each is read."""
+"""The datasets of a run: opens, checks and blends what the configuration names, and counts epochs."""
 
 import dataclasses
 import functools
@@ -24,8 +24,8 @@ logger = logging.getLogger("megajax")
 
 
 class Dataset(Protocol):
-    """Random access to samples: dicts of arrays, all of a dataset with the same names, shapes and dtypes. A model takes
-    those that it names (ModelConfig.batch); GptDataset says which there are for a decoder."""
+    """Random access to samples: dicts of arrays, with the same names, shapes and dtypes for all samples. A model reads
+    those in ModelConfig.batch; GptDataset lists those for a decoder."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, i: int) -> dict[str, np.ndarray]: ...
@@ -33,7 +33,7 @@ class Dataset(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """How much of one dataset the training samples of a run are."""
+    """How much of one dataset a run trains on."""
 
     name: str
     tokens_per_epoch: int
@@ -43,9 +43,9 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Datasets:
-    """eval is None if no evaluation samples were asked for; eval_bytes_per_token is None where the text is unknown.
+    """eval is None if no evaluation samples were requested; eval_bytes_per_token is None if the text is unknown.
 
-    record: JSON values that decide which samples the run sees in which order, for a resume to compare.
+    record: JSON values that determine the samples of the run and their order; compared on resume.
     """
 
     train: Dataset
@@ -67,8 +67,8 @@ def build_datasets(
     num_eval_samples: int,
     first_sample: Callable[[int], int] = int,
 ) -> Datasets:
-    """Training and evaluation data of a run: at least the numbers of samples asked for, over as many epochs as needed.
-    The config has its tokenizer named (Config.check_on).
+    """Training and evaluation data of a run: at least the given numbers of samples, over as many epochs as needed. The
+    tokenizer of the config must be resolved (Config.check_on).
 
     first_sample: step -> its first sample, for `blend_changes`. Raises ValueError if files are missing or damaged, a
     split is too small, or the tokenizer did not write the data.
@@ -92,9 +92,9 @@ def build_datasets(
         held_out = Entry(mock.prefix)
     else:
         files = [(train_paths, config.weights), *(((file,), ()) for _, file in config.changes())]
-        blends = [read_blend(*one) for one in files]
+        blends = [read_blend(*arguments) for arguments in files]
         held_out = read_blend(eval_paths, config.eval_weights) if eval_paths else blends[0]
-        names = [name for one in (*blends, held_out) for name in prefixes(one)]
+        names = [name for blend in (*blends, held_out) for name in prefixes(blend)]
         opened = {name: _open(name, tokenizer, config.kind) for name in dict.fromkeys(names)}
     split = (1, 0, 0) if eval_paths else config.split
     splits = dict.fromkeys(opened, split)
@@ -133,7 +133,7 @@ def _sample_format(config: DataConfig, tokenizer: Tokenizer) -> SampleFormat | S
         missing = [name for name, number in ids.items() if number is None]
         if missing:
             raise ValueError(
-                f"data.fim_tokens: {', '.join(missing)} are not tokens of {tokenizer.identity}; use those that are"
+                f"data.fim_tokens: {', '.join(missing)} are not tokens of {tokenizer.identity}; name tokens of it"
             )
         fill = FillInTheMiddle(config.fim_rate, config.fim_spm_rate, *ids.values())
     return SampleFormat(
@@ -147,7 +147,7 @@ def _sample_format(config: DataConfig, tokenizer: Tokenizer) -> SampleFormat | S
 
 
 def _open(prefix: str, tokenizer: Tokenizer, kind: str) -> IndexedDataset:
-    """The dataset, after checking that the tokenizer is the one that wrote it, where P.meta.json says so."""
+    """Opens a dataset, after comparing the tokenizer with the one in P.meta.json, if it exists."""
     meta = read_meta(prefix)
     null = tokenizer.identity.startswith("null:")
     if meta and (
@@ -162,7 +162,7 @@ def _open(prefix: str, tokenizer: Tokenizer, kind: str) -> IndexedDataset:
 
 @dataclasses.dataclass(frozen=True)
 class _Kind:
-    """What a kind of samples is cut from: sequences of an indexed dataset, or its documents."""
+    """What samples are made of: sequences of an indexed dataset, or its documents."""
 
     dataset: type
     count: Callable[[Any], int]
@@ -184,7 +184,7 @@ _KINDS = {
 
 
 def _split(source, count: int, split: tuple[float, ...]) -> tuple[float, ...]:
-    """The split, or where rounding leaves no evaluation documents of a few one that holds out the last of them."""
+    """The split; if rounding leaves no evaluation documents, one that holds out the last document."""
     _, evaluation, _ = split_ranges(split, count)
     if evaluation is None or evaluation[0] < evaluation[1] or count < 2:
         return split
@@ -200,7 +200,7 @@ def _range(source, count: int, split: tuple[float, ...], which: int) -> tuple[in
     if part is None or part[0] == part[1]:
         raise ValueError(
             f"data.split={tuple(split)} leaves no {('training', 'evaluation', 'test')[which]} documents of the "
-            f"{count} in {source.prefix}; give it a larger share, name --data.eval_paths, or do not evaluate "
+            f"{count} in {source.prefix}; give it a larger share, set --data.eval_paths, or do not evaluate "
             "(--training.eval_every_steps=0)"
         )
     return part
@@ -223,9 +223,9 @@ def _build(
     build = functools.partial(
         kind.dataset, sequence_length=sequence_length, seed=seed, sample_format=sample_format, cache_dir=cache_dir
     )
-    used = dict.fromkeys(name for one in blends for name in prefixes(one))
+    used = dict.fromkeys(name for blend in blends for name in prefixes(blend))
     ranges = {name: _range(opened[name], kind.count(opened[name]), splits[name], which) for name in used}
-    # As Megatron: one path without a weight is no blend, one with a weight is, and is then built 0.5 % larger.
+    # As in Megatron, one path is a blend only if it has a weight; it is then built 0.5 % larger.
     alone, *others = ranges
     weighted = blends[0].entries and blends[0].entries[0].weight is not None
     if not others and not weighted and len(blends) == 1:
@@ -234,7 +234,7 @@ def _build(
     def num_tokens(name: str) -> int:
         return kind.num_tokens(opened[name], ranges[name])
 
-    names, weights = phase_weights(shares(one, num_tokens) for one in blends)
+    names, weights = phase_weights(shares(blend, num_tokens) for blend in blends)
     phases, built = plan_phases(weights, sizes)
     datasets = [build(opened[name], ranges[name], size) for name, size in zip(names, built, strict=True)]
     return BlendedDataset(datasets, phases, cache_dir)
@@ -290,9 +290,9 @@ def _record(
 
 
 def check_same_data(old: dict[str, Any], new: dict[str, Any], where: str) -> None:
-    """Raises ValueError if a run would go on with other samples than those of the record it began with.
+    """Raises ValueError if a run would resume with other samples than it began with.
 
-    old: JSON values as `Datasets.record` has them, or what is left of them; where: what they were read from.
+    old: JSON values of an earlier `Datasets.record`, possibly incomplete; where: the file they come from.
     """
     plain = [key for key in new if key not in ("num_samples", "files")]
     changed = [f"{key}: {old.get(key)} -> {new[key]}" for key in plain if old.get(key) != new[key]]
@@ -312,15 +312,16 @@ def check_same_data(old: dict[str, Any], new: dict[str, Any], where: str) -> Non
 
 
 def _changed_files(old: Any, new: list[dict[str, Any]]) -> list[str]:
-    """Their prefixes are not compared: the same files may lie elsewhere when a run goes on."""
+    """Prefixes are not compared, because the files may have moved."""
     if not isinstance(old, list) or len(old) != len(new) or not all(isinstance(file, dict) for file in old):
         return [f"files: {old} -> {new}"]
     changed = []
     for before, now in zip(old, new, strict=True):
         compared = ["sequences", "tokens", "sha256", "fingerprint"]
-        if "fingerprint" not in before:  # a run from before there were any
+        if "fingerprint" not in before:  # an older run
             logger.warning(
-                "data: %s: the run has no fingerprint of its contents, so they are not compared", now["prefix"]
+                "data: %s: the run recorded no fingerprint of its content, which is therefore not compared",
+                now["prefix"],
             )
             compared.remove("fingerprint")
         different = [key for key in compared if before.get(key) != now[key]]
@@ -331,14 +332,14 @@ def _changed_files(old: Any, new: list[dict[str, Any]]) -> list[str]:
 
 
 def _bytes_per_token(dataset: Dataset | None, kind: str) -> float | None:
-    """Text bytes a token of the whole file, end-of-document tokens counted; None unless it is one with a meta.json."""
+    """Bytes of text per token, counting end-of-document tokens; None unless it is a single file with meta.json."""
     parts = _parts(dataset) if dataset is not None and kind == "documents" else []
     meta = read_meta(parts[0].indexed.prefix) if len(parts) == 1 else None
     return meta["num_bytes"] / meta["num_tokens"] if meta and meta["num_tokens"] else None
 
 
 def check_vocab_size(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raises ValueError if the tokenizer makes ids that the model has no embedding for."""
+    """Raises ValueError if the tokenizer has ids without an embedding in the model."""
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(
             f"model.vocab_size={vocab_size} is smaller than the {tokenizer.vocab_size} ids of data.tokenizer; "

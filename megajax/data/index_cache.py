@@ -1,11 +1,10 @@
-"""Sample indices kept on disk: built once, then memory-mapped by every process and every later run.
+"""Sample indices cached on disk: built once, then memory-mapped by all processes and later runs.
 
-The key is a hash of what the arrays depend on, so an entry is never stale. Its description holds the SHA-256 of each of
-its files, which is compared whenever it is used (about 1.5 GB/s): an entry that is damaged, or is another one's, is
-built again. One process builds, others that need the same entry wait for it, and say so; no collective is under way
-meanwhile (Megatron builds inside one, and large builds run into its timeout). Files are on the disk before they appear
-by rename, the description last, and every builder writes the same bytes: where a file system knows no locks two
-builders at once are harmless.
+The key is a hash of everything the arrays depend on, so an entry is never stale. Its description holds the SHA-256 of
+its files, compared on each use (about 1.5 GB/s); an entry that does not match is rebuilt. One process builds while
+others that need the same entry wait and log it; no collective is pending meanwhile (Megatron builds inside one, and
+large builds exceed its timeout). Files are synced before they are renamed, the description last, and every builder
+writes the same bytes: on a file system without locks two simultaneous builders are harmless.
 """
 
 import contextlib
@@ -24,17 +23,17 @@ from megajax.announce import announced
 from megajax.data.temporary import open_temporary, rename
 
 logger = logging.getLogger("megajax")
-# Raise when the meaning of a cached array or its description changes.
+# Increase when the meaning of a cached array or its description changes.
 FORMAT = 2
 
 
 def load_or_build(
     cache_dir: str | None, kind: str, description: dict, build: Callable[[], dict[str, np.ndarray]]
 ) -> dict[str, np.ndarray]:
-    """The arrays of `build()`, memory-mapped from `CACHE_DIR/KIND-HASH-NAME.npy`; None builds in memory each time.
+    """The arrays of `build()`, memory-mapped from `CACHE_DIR/KIND-HASH-NAME.npy`; without a cache_dir, in memory.
 
-    description: JSON values that decide the arrays, and nothing else. An unwritable directory logs a warning and
-    leaves the arrays in memory.
+    description: JSON values that determine the arrays. If the directory cannot be written, logs a warning and keeps the
+    arrays in memory.
     """
     if cache_dir is None:
         return build()
@@ -48,7 +47,7 @@ def load_or_build(
         if found is not None:
             return found
         if os.path.exists(stem + ".json"):
-            logger.warning("data.cache_dir: %s.json and its arrays are not what was written: built again", stem)
+            logger.warning("data.cache_dir: %s.json or its arrays are damaged: rebuilding them", stem)
         with announced("building sample indices"):
             arrays = build()
         try:
@@ -66,7 +65,7 @@ def content_hash(array: np.ndarray) -> str:
 
 @contextlib.contextmanager
 def _alone(stem: str) -> Iterator[None]:
-    """With the lock of an entry, which the system frees if its holder dies; without one where there are none."""
+    """Holds the lock of an entry, which the system releases if this process dies; does nothing without locks."""
     try:
         os.makedirs(os.path.dirname(stem), exist_ok=True)
         lock = open(stem + ".lock", "w")  # noqa: SIM115, closed below
@@ -85,7 +84,7 @@ def _alone(stem: str) -> Iterator[None]:
 
 
 def _load(stem: str, text: str) -> dict[str, np.ndarray] | None:
-    """The arrays of an entry, or None if it is not there, or not what was written."""
+    """The arrays of an entry, or None if it is missing or damaged."""
     try:
         with open(stem + ".json") as file:
             record = json.load(file)

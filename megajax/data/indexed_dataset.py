@@ -1,4 +1,4 @@
-"""Megatron's indexed dataset: `PREFIX.bin` holds the tokens, `PREFIX.idx` says where each sequence lies.
+"""Megatron's indexed dataset: `PREFIX.bin` holds the tokens, `PREFIX.idx` the offset and length of each sequence.
 
 Layout of the .idx, little-endian, n sequences and m document boundaries (m = documents + 1):
 
@@ -39,11 +39,11 @@ DTYPES = {
     8: np.dtype(np.uint16),
 }
 DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
-# The offsets are made from the lengths in blocks of this many sequences, to keep the writer's memory constant.
+# Offsets are computed from lengths in blocks of this many sequences, to keep the writer's memory constant.
 WRITE_BLOCK = 1 << 20
-# So many sequences are checked at a time when an index is opened: 10 million take 0.03 s.
+# Sequences checked at a time when an index is opened: 10 million take 0.03 s.
 CHECK_BLOCK = 1 << 20
-# What a fingerprint reads of a .bin: this number of blocks of this size, 16 MiB in all.
+# A fingerprint reads this many blocks of this size from the .bin, 16 MiB in total.
 FINGERPRINT_BLOCKS = 256
 FINGERPRINT_BYTES = 1 << 16
 
@@ -57,8 +57,8 @@ class IndexedDataset:
     """Memory-mapped reader of `PREFIX.bin` and `PREFIX.idx`.
 
     Attributes: `lengths` int32 [num_sequences], tokens per sequence; `document_indices` int64 [num_documents + 1],
-    boundaries in sequences; `dtype` of the stored tokens. Raises ValueError that names the file when one is
-    missing, is not such a file, or has a size that the index does not account for. Pickles as its prefix.
+    boundaries in sequences; `dtype` of the stored tokens. Raises ValueError, naming the file, if one is missing, has
+    another format, or a size that does not match the index. Pickles as its prefix.
     """
 
     def __init__(self, prefix: str | os.PathLike):
@@ -84,7 +84,7 @@ class IndexedDataset:
         self._tokens = np.zeros(0, np.uint8) if empty else np.memmap(token_path, np.uint8, "r").view(np.ndarray)
 
     def _check_index(self) -> None:
-        """Every sequence and document lies where the ones before it end, so that no read can leave the file."""
+        """Checks that sequences and documents are contiguous, so that no read exceeds the file."""
         begin = boundary = 0
         for start in range(0, len(self), CHECK_BLOCK):
             lengths = self.lengths[start : start + CHECK_BLOCK]
@@ -125,9 +125,9 @@ class IndexedDataset:
         """SHA-256 of the whole .idx and of FINGERPRINT_BLOCKS blocks of the .bin, evenly spaced from its first byte to
         its last; of a .bin of 16 MiB or less that is all of it.
 
-        In a larger one it sees a change that is in a block: any region of 1/255 of the file and more, and documents in
-        another order, but hardly one document that was rewritten (`megajax.data.preprocess verify` reads everything).
-        0.02 s for the blocks, where they are in memory, and 0.15 s for the .idx of 10 million documents.
+        In a larger one it detects changes within these blocks: any changed region of 1/255 of the file or more, and
+        reordered documents, but rarely a single changed document (`megajax.data.preprocess verify` reads everything).
+        Takes 0.02 s for cached blocks and 0.15 s for the .idx of 10 million documents.
         """
         size = len(self._tokens)
         last = max(size - FINGERPRINT_BYTES, 0)
@@ -141,7 +141,7 @@ class IndexedDataset:
         return found.hexdigest()
 
     def read(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Tokens [offset, offset + length) of one sequence, `dtype` [length]; a view, no copy. None: to the end."""
+        """Tokens [offset, offset + length) of one sequence, `dtype` [length], as a view; length None: to the end."""
         available = int(self.lengths[sequence]) - offset
         length = available if length is None else length
         if not 0 <= length <= available or offset < 0:
@@ -178,7 +178,7 @@ class IndexedDatasetWriter:
     """Writes `PREFIX.bin` and `PREFIX.idx`, byte for byte as Megatron does, in constant memory.
 
     A context manager: the two files appear, by rename, when the block ends without an exception. Lengths and
-    boundaries are streamed to temporary files beside the result (12 bytes a sequence), not kept in lists.
+    boundaries are streamed to temporary files next to the result (12 bytes per sequence), not kept in lists.
     """
 
     def __init__(self, prefix: str | os.PathLike, dtype: np.dtype | type):

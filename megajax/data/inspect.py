@@ -1,8 +1,8 @@
-"""Look at indexed data: python -m megajax.data.inspect --prefix P [P ...]
+"""Inspect indexed data: python -m megajax.data.inspect --prefix P [P ...]
 
-Prints documents, tokens, lengths and the recorded tokenizer; --show N also the text of the first N documents, and of
-conversations which parts have a loss. With --output FILE.npz it builds the samples of a run and saves their indices
-and first samples under the keys of tests/oracles/gpt_dataset.npz, so that the order can be compared with Megatron's:
+Prints documents, tokens, lengths and the recorded tokenizer; --show N also prints the text of the first N documents
+and, for conversations, which parts have a loss. With --output FILE.npz it builds the samples of a run and saves their
+indices and first samples under the keys of tests/oracles/gpt_dataset.npz, to compare the order with Megatron's:
 `single/SPLIT/...` for one prefix, `blend/SPLIT/...` for several.
 """
 
@@ -20,14 +20,14 @@ from megajax.data.samples.gpt import GptDataset, SampleFormat, split_ranges
 from megajax.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 SPLITS = "train", "valid", "test"
-# As many samples as the oracle file holds.
+# Numbers of samples in the oracle file.
 SINGLE_SAMPLES = 40
 BLEND_SAMPLES = 60
 SHOWN_TOKENS = 500  # of a sequence
 
 
 def describe(dataset: IndexedDataset) -> str:
-    """Statistics as text."""
+    """Statistics of a dataset as text."""
     lengths = np.asarray(dataset.lengths)
     meta = read_meta(dataset.prefix)
     num_tokens = int(lengths.sum(dtype=np.int64))
@@ -51,14 +51,14 @@ def describe(dataset: IndexedDataset) -> str:
 
 
 def load_tokenizer_of(prefix: str) -> Tokenizer:
-    """The tokenizer that wrote a dataset. Raises ValueError if nothing says which it is, or if its file is missing."""
+    """The recorded tokenizer of a dataset. Raises ValueError if none is recorded, or if its file is missing."""
     if read_meta(prefix) is None:
         raise ValueError(f"--show: {prefix}.meta.json does not exist; name the tokenizer with --tokenizer")
     return load_tokenizer(DataConfig("indexed", (prefix,)).with_tokenizer(vocab_size=0).tokenizer)
 
 
 def show(dataset: IndexedDataset, tokenizer: Tokenizer, num_documents: int) -> str:
-    """The text of the first documents. Of a conversation each sequence has in front whether there is a loss on it."""
+    """The text of the first documents; each sequence of a conversation is prefixed with [loss] or [no loss]."""
     is_conversation = (read_meta(dataset.prefix) or {}).get("form") == "conversations"
     bounds = dataset.document_indices[: num_documents + 1].tolist()
     lines = []
@@ -139,7 +139,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m megajax.data.inspect", description=__doc__.partition("\n")[0])
     parser.add_argument("--prefix", nargs="+", required=True, help="prefixes of .bin/.idx files")
     parser.add_argument("--show", type=int, default=0, metavar="N", help="print the text of the first N documents")
-    parser.add_argument("--tokenizer", help="to decode them with (default: the recorded one)")
+    parser.add_argument("--tokenizer", help="tokenizer to decode them with (default: the recorded one)")
     parser.add_argument("--weights", nargs="+", type=float, help="one per prefix (default: by tokens)")
     parser.add_argument("--sequence_length", type=int, default=1024)
     parser.add_argument("--seed", type=int, default=1234)

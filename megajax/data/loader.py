@@ -1,7 +1,7 @@
-"""What a training step reads: an iterator over the steps of a run.
+"""An iterator over the batches of a run.
 
-The order is an index computation. Step s covers the samples [first(s), first(s) + global batch) of one list that
-does not depend on the number of hosts or workers; a process reads only its rows. The state is the step: one integer.
+The order is computed from indices. Step s reads the samples [first(s), first(s) + global batch) of one list that does
+not depend on the number of hosts or workers; a process reads only its rows. The only state is the step.
 """
 
 import functools
@@ -24,10 +24,11 @@ def step_batches(
     num_steps: int,
     config: DataConfig,
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Iterates over the batches of steps start_step, ..., num_steps - 1 of a run, as this process needs them.
+    """Iterates over the batches of steps start_step, ..., num_steps - 1 of a run, with the rows that this process
+    needs.
 
-    schedule: step -> (first sample, num_microbatches M, batch size B); samples must not decrease with the step.
-    rows_of: B -> the rows b of the batch that this process needs, ascending; it may differ with B (a ramp-up).
+    schedule: step -> (first sample, num_microbatches M, microbatch size B); samples must not decrease with the step.
+    rows_of: B -> the rows of a microbatch that this process needs, ascending; may depend on B (a ramp-up).
     Yields dicts of arrays [M, len(rows), T]: entry [m, r] is sample first + m * B + rows[r].
     Raises ValueError at once if the last step needs more samples than the dataset has.
     """
@@ -66,7 +67,7 @@ def _read_step(dataset: Dataset, schedule: Callable, rows_of: Callable, step: in
 
 @functools.cache
 def _let_grain_start_processes() -> None:
-    # Grain's workers read absl flags, which nobody parses in a program that is not an absl app.
+    # Grain's workers read absl flags, which are not parsed in a program that is not an absl app.
     from absl import flags
 
     if not flags.FLAGS.is_parsed():

@@ -1,4 +1,4 @@
-"""PREFIX.meta.json, beside the .bin and .idx that preprocess writes: tokenizer, counts, sha256 of output and inputs."""
+"""PREFIX.meta.json, which preprocess writes with .bin and .idx: tokenizer, counts, sha256 of output and inputs."""
 
 import json
 import os
@@ -6,14 +6,14 @@ import os
 from megajax.data.temporary import open_temporary, rename
 
 COUNTS = "num_documents", "num_sequences", "num_tokens", "num_bytes", "num_skipped"
-# What other files read, and its type.
+# Fields that other modules read, and their types.
 READ = {"tokenizer": str, "tokenizer_identity": str, "vocab_size": int, "sha256": str} | {
     name: int for name in ("num_documents", "num_tokens", "num_bytes")
 }
 
 
 def make_meta(facts: dict, inputs: list[dict], dtype: str, sha256: str) -> dict:
-    """P.meta.json: facts of the tokenizer, sums of the counts of all input files, these one by one."""
+    """P.meta.json: facts of the tokenizer, counts summed over the input files, and the input files."""
     sums = {name: sum(file[name] for file in inputs) for name in COUNTS}
     return facts | sums | {"dtype": dtype, "sha256": sha256, "inputs": inputs}
 
@@ -25,11 +25,11 @@ def write_meta(prefix: str, meta: dict) -> None:
 
 
 def read_meta(prefix: str) -> dict | None:
-    """P.meta.json, or None for data of other tools. Raises ValueError with the file if it is damaged."""
+    """P.meta.json, or None if it does not exist (data of other tools). Raises ValueError if it is damaged."""
     path = prefix + ".meta.json"
     if not os.path.exists(path):
         return None
-    way_out = "restore it, preprocess the data again, or remove it to use the data without"
+    way_out = "restore it, preprocess the data again, or remove it to use the data without it"
     try:
         with open(path) as file:
             meta = json.load(file)

@@ -1,17 +1,17 @@
 """Text to tokens: python -m megajax.data.preprocess --input FILES --output_prefix P --tokenizer T
 
-Reads .jsonl (a document a line, fields --json_keys), .parquet (a document a row, columns --json_keys) and any other
-file as one document; .jsonl and text may be .gz or .zst. Writes P.bin and P.idx (Megatron's indexed dataset) and
-P.meta.json: tokenizer, counts, sha256 of P.bin and of every input file as it lies on disk. Several keys make a dataset
-each, P_KEY. --tokenizer=sentencepiece:VOCAB trains on the input first and keeps the model as P.tokenizer.model.
+Reads .jsonl (one document per line, fields --json_keys), .parquet (one per row, columns --json_keys) and any other file
+as one document; .jsonl and text may be .gz or .zst. Writes P.bin and P.idx (Megatron's indexed dataset) and
+P.meta.json: tokenizer, counts, sha256 of P.bin and of every input file as stored. With several keys, each makes a
+dataset P_KEY. --tokenizer=sentencepiece:VOCAB trains on the input first and keeps the model as P.tokenizer.model.
 
---split_sentences: a document has one sequence a sentence (for BERT). --conversations: a document is a conversation
-(`messages`: [{"role", "content"}, ...]) whose sequences are by turns context (no loss) and answer (loss), a context
-first; one may be empty. --append_eod (the default) ends the last sequence of a document with the tokenizer's
-end-of-document token, unless the template has written it. A dataset that is there is replaced with --overwrite only.
+--split_sentences: one sequence per sentence (for BERT). --conversations: each document is a conversation (`messages`:
+[{"role", "content"}, ...]) whose sequences alternate between context (no loss) and answer (loss), starting with a
+context; sequences may be empty. --append_eod (the default) ends the last sequence of a document with the tokenizer's
+end-of-document token, unless the template has written it. An existing dataset is only replaced with --overwrite.
 
-The output does not depend on --workers: batches of documents go out in order, come back in order, and at most a few a
-worker are under way, so memory is constant. `merge`, `verify` and `inspect` in front of the arguments do that instead.
+The output does not depend on --workers: batches of documents are encoded in order, at most a few per worker at a time,
+so memory is constant. `merge`, `verify` and `inspect` as first argument run these commands instead.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=True,
         help="end every document with the end-of-document token (default: yes)",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace a dataset that is there")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing dataset")
     parser.add_argument(
         "--on_error", choices=("raise", "skip"), default="raise", help="what to do with unreadable documents"
     )
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _run(flags: argparse.Namespace) -> dict[str, dict]:
     form = "conversations" if flags.conversations else "sentences" if flags.split_sentences else "documents"
     if flags.chat_template and form != "conversations":
-        raise ValueError("--chat_template is read with --conversations only")
+        raise ValueError("--chat_template is only used with --conversations")
     json_keys = tuple(flags.json_keys or (("messages",) if form == "conversations" else ("text",)))
     if not flags.overwrite:
         for prefix in output_prefixes(flags.output_prefix, json_keys):
@@ -128,7 +128,7 @@ def _run(flags: argparse.Namespace) -> dict[str, dict]:
 
 
 class ProgressBar:
-    """Yields a function that takes bytes done; draws only on a terminal."""
+    """Yields a function that takes the number of bytes done; draws only in a terminal."""
 
     def __init__(self, total: int):
         self.total = total

@@ -1,8 +1,9 @@
-"""Files and folders that are being written, beside what they become by rename.
+"""Temporary files and folders, next to their final path, to be renamed when complete.
 
-Their writer holds a lock on them, which the system frees with the process however it ends: who gets the lock of one
-that another process has made knows that its writer is gone, and removes it. The names carry the machine, as some file
-systems share no locks: those of other machines are left alone.
+The writer holds a lock on them, which the system releases when the process ends. A process that can lock a temporary
+file of another one knows that its writer is gone, and removes it. Names contain the host name, because some file
+systems
+do not share locks: those of other hosts are left alone.
 """
 
 import contextlib
@@ -20,8 +21,8 @@ logger = logging.getLogger("megajax")
 
 
 def open_temporary(path: str) -> BinaryIO:
-    """A new, empty file beside `path`, open for reading and writing: to be passed to `rename`, or removed by its
-    `name`, before it is closed. Removes what writers of `path` have left that were killed."""
+    """A new, empty file next to `path`, open for reading and writing; pass it to `rename` or remove it by its `name`
+    before closing it. Removes leftovers of killed writers of `path`."""
     _remove_abandoned(path)
     while True:
         file = open(_new_name(path), "x+b")  # noqa: SIM115, the caller closes
@@ -31,7 +32,7 @@ def open_temporary(path: str) -> BinaryIO:
 
 
 def rename(file: BinaryIO, path: str) -> None:
-    """Makes a file of open_temporary the new `path`, when all of it is stored; raises OSError if it cannot be."""
+    """Syncs a file of open_temporary and renames it to `path`; raises OSError if that fails."""
     file.flush()
     os.fsync(file.fileno())
     os.replace(file.name, path)
@@ -39,8 +40,8 @@ def rename(file: BinaryIO, path: str) -> None:
 
 @contextlib.contextmanager
 def temporary_folder(path: str) -> Iterator[str]:
-    """A new, empty folder beside `path`; removed at the end unless it was renamed. Removes what writers of `path` have
-    left that were killed."""
+    """A new, empty folder next to `path`; removed at the end unless it was renamed. Removes leftovers of killed writers
+    of `path`."""
     _remove_abandoned(path)
     while True:
         name = _new_name(path)
@@ -61,7 +62,7 @@ def _new_name(path: str) -> str:
 
 
 def _claim(descriptor: int, name: str) -> bool:
-    """Locks what was just made; False if another process has removed it before it was locked."""
+    """Locks a new file or folder; False if another process removed it before it was locked."""
     with contextlib.suppress(OSError):  # no locks here: then nobody removes it either
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     return os.path.exists(name)
@@ -69,7 +70,7 @@ def _claim(descriptor: int, name: str) -> bool:
 
 def _remove_abandoned(path: str) -> None:
     for found in glob.glob(f"{glob.escape(path)}.{glob.escape(socket.gethostname())}-*.tmp"):
-        with contextlib.suppress(OSError):  # its writer lives, or has just finished
+        with contextlib.suppress(OSError):  # its writer is alive, or has just finished
             is_folder = os.path.isdir(found)
             descriptor = os.open(found, os.O_RDONLY if is_folder else os.O_RDWR)
             try:

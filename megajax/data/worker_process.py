@@ -1,4 +1,4 @@
-"""How processes that read or encode for another one end."""
+"""How worker processes, which read or encode data, end."""
 
 import multiprocessing
 import os
@@ -7,11 +7,11 @@ import threading
 
 
 def end_with_parent(*_) -> None:
-    """Called first in a worker process: it ends when its parent has, however that ended (SIGKILL).
+    """To be called first in a worker process: ends it when its parent has ended, even by SIGKILL.
 
-    A worker that waits for work would not notice: other workers hold the pipes of the dead parent open. SIGINT and
-    SIGHUP reach all processes of a terminal; the parent decides what they mean, and needs its data until it has
-    saved. Takes and ignores the arguments of worker_init_fn of Grain.
+    A waiting worker would not notice, because other workers keep the pipes of the dead parent open. SIGINT and SIGHUP,
+    which reach all processes of a terminal, are ignored: the parent handles them, and needs data until it has saved.
+    Takes and ignores the arguments of Grain's worker_init_fn.
     """
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

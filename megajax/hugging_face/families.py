@@ -1,8 +1,8 @@
-"""What Hugging Face calls the options and parameters of each family of decoders: data, read by mapping.py both ways.
+"""Tables of the options and parameters of each Hugging Face decoder family, used by mapping.py in both directions.
 
-A family is what its config.json says (options) and how its tensors are called (weights). Sources: the configuration
-and modeling files of transformers 5 for each family, and the config.json files of version 4, which spell some options
-differently. `{}` in the name of a tensor is the number of the layer, as it is in the name of ours.
+A family consists of the keys of its config.json (options) and the names of its tensors (weights). Sources: the
+configuration and modeling files of transformers 5 for each family, and the config.json files of version 4, which spell
+some options differently. `{}` in the name of a tensor is the layer number.
 """
 
 import dataclasses
@@ -29,13 +29,14 @@ Layout = Literal["same", "linear", "conv1d", "by_head"]
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One tensor of theirs is one or several parameters of ours; a row without any in the model does not apply."""
+    """Maps one Hugging Face tensor (theirs) to one or several of our parameters; ignored if the model has none of
+    these."""
 
     theirs: str
     ours: tuple[str, ...]
     layout: Layout = "same"
-    """linear: theirs is [out, in], ours [in, out], several of ours one above the other. conv1d: theirs is [in, out].
-    by_head: as linear, but the rows go by key-value head: its queries, its key, its value. same: neither."""
+    """linear: theirs is [out, in], ours [in, out], several of ours concatenated along out. conv1d: theirs is [in, out].
+    by_head: as linear, with rows grouped by key-value head: queries, key, value. same: no change."""
     where: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of our config for which the row applies."""
 
@@ -45,7 +46,7 @@ class Family:
     architecture: str
     model_type: str
     always: Mapping[str, Any]
-    """Fields of our config that every model of the family has."""
+    """Values of our config fields common to all models of the family."""
     options: Options
     weights: tuple[Row, ...]
 
@@ -203,7 +204,7 @@ _RMS = dict(position="rope", norm="rmsnorm", bias=False)
 _LAYER_NORM = dict(position="rope", norm="layernorm", bias=False)
 _BIASED = dict(position="rope", norm="layernorm", bias=True)
 _NO_HEAD_DIM = tuple(option for option in _LLAMA_OPTIONS if option.theirs != "head_dim")
-_OTHER_NAMES: Options = (  # of GPT-2 and GPT-J
+_OTHER_NAMES: Options = (  # GPT-2 and GPT-J
     Option("vocab_size", "vocab_size"),
     Option("n_embd", "embed_dim"),
     Option("n_inner", "mlp_dim", None),
@@ -224,7 +225,7 @@ _LLAMA = Family(
 )
 
 FAMILIES: tuple[Family, ...] = (
-    # In this order they are tried for a model that does not say which it is.
+    # Order of preference when exporting a model without a named architecture.
     Family(
         "GPT2LMHeadModel",
         "gpt2",

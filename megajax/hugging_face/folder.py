@@ -1,4 +1,4 @@
-"""A folder as transformers writes it, as what a run can start from: its model, its weights, its tokenizer."""
+"""A Hugging Face folder as the source of a run: its model, weights and tokenizer."""
 
 import json
 import logging
@@ -27,7 +27,7 @@ _BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attenti
 
 
 def is_folder(path: str | Path) -> bool:
-    """Whether config.json there is one of transformers, and not that of a run."""
+    """Whether the config.json in `path` is one of transformers, not of a run."""
     try:
         found = json.loads((Path(path) / "config.json").read_text())
     except (OSError, ValueError):
@@ -36,7 +36,7 @@ def is_folder(path: str | Path) -> bool:
 
 
 class Folder:
-    """Raises ValueError, with the name of an option or a tensor, for a folder that cannot be read as a whole."""
+    """Raises ValueError, naming an option or a tensor, if the folder is not fully supported."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -58,7 +58,7 @@ class Folder:
 
     @property
     def config(self) -> Config:
-        """Of a run with this model and tokenizer."""
+        """Config of a run with this model and tokenizer."""
         data = DataConfig(source="mock", tokenizer=self.tokenizer_spec)
         return Config(model=self.model, data=data, training=TrainingConfig(sequence_length=self.model.max_positions))
 
@@ -69,7 +69,7 @@ class Folder:
 
     @property
     def forms(self) -> dict[str, TensorForm]:
-        """Of the tensors that the model is made of, by their names in the table."""
+        """Shapes and dtypes of the tensors of the model, by their names in the table."""
         return {tensor: self._files.forms[name] for tensor, name in self._names.items()}
 
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ class Folder:
     # ------------------------------------------------------------------ weights
 
     def restore_params(self, abstract: dict, layer_rows: Rows) -> dict:
-        """The weights, laid out and cast as the abstract arrays with shardings say; each device reads its part."""
+        """The weights with the dtypes and shardings of the abstract arrays; each device reads its shard."""
 
         def load(path, leaf, numbers):
             def read(index):
@@ -91,7 +91,7 @@ class Folder:
     def read(self, name: str, numbers: np.ndarray | None, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
         """A part of one of our parameters.
 
-        numbers: of the layer in each row of its leading dims, -1 for padding; None for a parameter outside the layers.
+        numbers: layer index of each row of its leading dims, -1 for padding; None for a parameter outside the layers.
         """
         lead = 0 if numbers is None else numbers.ndim
         wanted = np.array(-1) if numbers is None else numbers[index[:lead]]
@@ -99,15 +99,15 @@ class Folder:
         padded = self.map.shapes[name][1 if lead else 0 :]
         sizes = [len(range(size)[part]) for size, part in zip(padded, index, strict=True)]
         out = np.zeros((*wanted.shape, *sizes), dtype)
-        for place in np.ndindex(wanted.shape):
-            layer = int(wanted[place])
+        for row in np.ndindex(wanted.shape):
+            layer = int(wanted[row])
             if layer >= 0 or not lead:
                 piece = self._part(name, layer if lead else None)[index]
-                out[place][tuple(map(slice, piece.shape))] = piece  # the rest pads the vocabulary
+                out[row][tuple(map(slice, piece.shape))] = piece  # the rest is padding of the vocabulary
         return out
 
     def dtype(self, name: str) -> np.dtype:
-        """In which the folder has one of our parameters; float32 for layers of several dtypes."""
+        """Dtype of one of our parameters in the folder; float32 if layers differ."""
         found = {
             self._files.forms[self._names[tensor.name]].dtype
             for (ours, _), (tensor, _) in self.map.source.items()
@@ -132,7 +132,7 @@ class Folder:
         return f"null:{self.model.vocab_size}"
 
     def _match(self) -> dict[str, str]:
-        """{name of a tensor in the table: in the files}, which may lack the name of the base model in front."""
+        """{name of a tensor in the table: name in the files}, which may lack the prefix of the base model."""
         forms = self._files.forms
         names = {}
         for tensor in self.map.tensors:
@@ -142,38 +142,38 @@ class Folder:
                 raise ValueError(f"{self.path}: tensor {tensor.name} {list(tensor.shape)} is missing")
             if forms[name].shape != tensor.shape:
                 raise ValueError(
-                    f"{self.path}: tensor {name} is {list(forms[name].shape)}, and config.json makes it "
+                    f"{self.path}: tensor {name} is {list(forms[name].shape)}, but config.json implies "
                     f"{list(tensor.shape)}"
                 )
             names[tensor.name] = name
         left = sorted(name for name in forms if name not in names.values() and not name.endswith(_BUFFERS))
         if left := [name for name in left if not self._is_tied_head(name, names)]:
-            raise ValueError(f"{self.path}: {len(left)} tensors are in no table of {self.family.architecture}: "
+            raise ValueError(f"{self.path}: {len(left)} tensors are unknown in {self.family.architecture}: "
                              f"{', '.join(left[:4])}{' ...' if len(left) > 4 else ''}")  # fmt: skip
         return names
 
     def _is_tied_head(self, name: str, names: Mapping[str, str]) -> bool:
-        """Whether a tensor only repeats the embedding."""
+        """Whether a tensor is a copy of the embedding."""
         if not (self.model.tied_embeddings and name in ("lm_head.weight", "embed_out.weight")):
             return False
         tensor, _ = self.map.source["embedding", None]
         if not np.array_equal(self._files[name], self._files[names[tensor.name]]):
-            raise ValueError(f"{self.path}: {name} is not the embedding, although tie_word_embeddings=true")
+            raise ValueError(f"{self.path}: {name} differs from the embedding, although tie_word_embeddings=true")
         return True
 
 
 def _with_rows(form, abstract: dict, layer_rows: Rows) -> dict:
-    """form(path, leaf, numbers of its layers or None) of each leaf."""
+    """Maps form(path, leaf, layer numbers or None) over the leaves."""
     paths = jax.tree_util.tree_map_with_path(lambda path, _: _Path(path), abstract)
 
-    def apply(leaf, place, path):
-        return form(path.keys, leaf, None if place is None else layer_rows[place])
+    def apply(leaf, stack, path):
+        return form(path.keys, leaf, None if stack is None else layer_rows[stack])
 
     return of_layers(apply, abstract, layer_rows, paths)
 
 
 class _Path:
-    """A leaf: a tuple would be a part of the tree."""
+    """Wraps a path as a leaf: a tuple would be traversed as part of the tree."""
 
     def __init__(self, keys: tuple):
         self.keys = keys

@@ -1,4 +1,4 @@
-"""The one engine that reads the tables of families.py both ways: options, and parameters.
+"""Converts options and parameters in both directions with the tables of families.py.
 
 Dimensions: N query heads, K key-value heads, H head dim.
 """
@@ -22,7 +22,7 @@ from megajax.parameters import Parameter, name_of
 
 
 def family_of(theirs: Mapping[str, Any]) -> Family:
-    """Of a config.json. Raises ValueError for an architecture that has no table."""
+    """The family of a config.json. Raises ValueError for an architecture without a table."""
     names = theirs.get("architectures") or []
     for family in FAMILIES:
         if family.architecture in names or (not names and theirs.get("model_type") == family.model_type):
@@ -44,9 +44,9 @@ def read_options(family: Family, theirs: Mapping[str, Any]) -> DecoderConfig:
 
 
 def write_options(family: Family, config: DecoderConfig) -> dict[str, Any]:
-    """The keys of config.json that decide what the model computes.
+    """The keys of config.json that determine what the model computes.
 
-    Raises ValueError with the fields of the config that the family does not have.
+    Raises ValueError, naming the fields of the config that the family does not support.
     """
     theirs, lacking = _written(family, config)
     if lacking:
@@ -57,7 +57,7 @@ def write_options(family: Family, config: DecoderConfig) -> dict[str, Any]:
 def family_for(config: DecoderConfig, architecture: str | None = None) -> Family:
     """The family to write a model as: the named one, or the first that has all of its options.
 
-    Raises ValueError with what is lacking, in the nearest family if none was named.
+    Raises ValueError, naming the missing options, for the closest family if none was named.
     """
     known = [family for family in FAMILIES if architecture in (None, family.architecture)]
     if not known:
@@ -72,11 +72,13 @@ def family_for(config: DecoderConfig, architecture: str | None = None) -> Family
 
 
 def _written(family: Family, config: DecoderConfig) -> tuple[dict[str, Any], list[str]]:
-    """-> (keys of config.json, what of the config they do not say)."""
+    """-> (keys of config.json, config fields that they cannot express)."""
     config = _with_sizes(config)
     theirs = {"architectures": [family.architecture], "model_type": family.model_type}
     wanted = _fields(_canonical(config))
-    always = {name: value for name, value in family.always.items() if name != "bias"}  # which follows from the others
+    always = {
+        name: value for name, value in family.always.items() if name != "bias"
+    }  # it follows from the other biases
     lacking = {name: f"model.{name}={wanted[name]}" for name, value in always.items() if wanted[name] != value}
     for option in family.options:
         try:
@@ -84,8 +86,8 @@ def _written(family: Family, config: DecoderConfig) -> tuple[dict[str, Any], lis
         except ValueError as error:
             lacking[str(error)] = str(error)
     if not lacking:
-        again = _fields(_canonical(read_options(family, theirs)))
-        lacking = {name: f"model.{name}={value}" for name, value in wanted.items() if again[name] != value}
+        restored = _fields(_canonical(read_options(family, theirs)))
+        lacking = {name: f"model.{name}={value}" for name, value in wanted.items() if restored[name] != value}
     return theirs, list(lacking.values())
 
 
@@ -102,7 +104,7 @@ def _fields(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _with_sizes(config: DecoderConfig) -> DecoderConfig:
-    """The same model with what follows from other fields written out."""
+    """The same model with default sizes and biases resolved."""
     biases = ("qkv_bias", "attention_out_bias", "mlp_bias")
     given = {name: getattr(config, name) for name in biases}
     return dataclasses.replace(
@@ -116,7 +118,7 @@ def _with_sizes(config: DecoderConfig) -> DecoderConfig:
 
 
 def _canonical(config: DecoderConfig) -> DecoderConfig:
-    """The same for all configs of models that compute the same: what is not read has its default."""
+    """Equal for all configs of models that compute the same: unused fields have their defaults."""
     default = DecoderConfig()
     is_rope = config.position == "rope"
     return dataclasses.replace(
@@ -144,19 +146,19 @@ def _canonical_rope(rope: RopeConfig) -> RopeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One of our parameters, of one layer if it belongs to one, in a tensor of theirs."""
+    """One of our parameters, for a single layer if it belongs to one, within a Hugging Face tensor."""
 
     name: str
-    """Of the parameter in a checkpoint; those of a stack hold all layers."""
+    """Name of the parameter in a checkpoint, where it may be stacked over layers."""
     layer: int | None
     shape: tuple[int, ...]
-    """Without the layers and without rows that pad the vocabulary."""
+    """Without the layer dim and without padding of the vocabulary."""
     num_inputs: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """One of theirs, with the parts of ours that it consists of."""
+    """A Hugging Face tensor, with the parts of our parameters that it consists of."""
 
     name: str
     shape: tuple[int, ...]
@@ -180,7 +182,7 @@ class Tensor:
 
 
 def part_width(part: Part) -> int:
-    """Outputs of a matrix, or entries of a bias."""
+    """Number of outputs of a matrix, or entries of a bias."""
     return math.prod(part.shape[part.num_inputs :])
 
 
@@ -197,15 +199,15 @@ def _split_heads(rows: np.ndarray, parts: Sequence[Part]) -> tuple[np.ndarray, .
 
 
 class WeightMap:
-    """Which tensors of a folder are which parameters of a model."""
+    """Maps the tensors of a folder to the parameters of a model."""
 
     def __init__(self, family: Family, config: DecoderConfig):
-        """Raises ValueError if the tables do not say how a parameter of the model is called."""
+        """Raises ValueError if the tables have no tensor for a parameter of the model."""
         model = Model(config)
         self.config = config
         leaves = jax.tree_util.tree_leaves_with_path(model.abstract_weights)
         self.shapes = {name_of(path): leaf.shape for path, leaf in leaves}
-        """Of our parameters, by name; the layers lie in their plain order."""
+        """Shapes of our parameters by name, with the layers in order."""
         records = {name_of(path): record for path, record in jax.tree_util.tree_leaves_with_path(model.records)}
         self.num_layers = config.num_layers
         self.rows = [
@@ -214,18 +216,18 @@ class WeightMap:
             if all(name in records for name in row.ours)
             and all(getattr(config, field) == value for field, value in row.where.items())
         ]
-        """The tensors of each row of the table: one, or one a layer."""
+        """The tensors of each row of the table: one, or one per layer."""
         self.source = {}
-        """Of (parameter, layer or None): the tensor and the number of the part in it."""
+        """(parameter, layer or None) -> (tensor, index of the part in it)."""
         for tensor in self.tensors:
             for number, part in enumerate(tensor.parts):
                 self.source[part.name, part.layer] = (tensor, number)
-        lost = set(records) - {name for name, _ in self.source}
-        if lost:
-            raise ValueError(f"{family.architecture} has no tensor for {', '.join(sorted(lost))}")
+        missing = set(records) - {name for name, _ in self.source}
+        if missing:
+            raise ValueError(f"{family.architecture} has no tensor for {', '.join(sorted(missing))}")
 
     def is_stacked(self, name: str) -> bool:
-        """Whether one of our parameters has a row for each layer."""
+        """Whether one of our parameters is stacked over layers."""
         return (name, None) not in self.source
 
     @property

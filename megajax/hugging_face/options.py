@@ -1,8 +1,8 @@
-"""The options of a config.json, each as a pair of functions: of theirs into fields of our config, and back.
+"""Options of a config.json, each with a pair of functions that convert to fields of our config and back.
 
-`read(theirs)` gets the whole config.json and gives fields of DecoderConfig, those of RopeConfig as "rope.FIELD";
-`write(ours)` gets such fields, all of them, and gives keys of config.json. Each raises ValueError with the option and
-its value for what the other side cannot say.
+`read(theirs)` takes the whole config.json and returns fields of DecoderConfig, those of RopeConfig as "rope.FIELD";
+`write(ours)` takes all of these fields and returns keys of config.json. Each raises ValueError, with the option and its
+value, for values that the other side does not support.
 """
 
 import dataclasses
@@ -12,8 +12,8 @@ from typing import Any, Literal, Protocol
 
 REQUIRED = object()
 
-# Activations of plain and of gated feed-forward layers, by their names in transformers' ACT2FN; the first spelling of
-# one of ours is the one that is written.
+# Activations of plain and of gated feed-forward layers, by their names in transformers' ACT2FN; the first name of an
+# activation is the one that is written.
 PLAIN = {
     "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
     "relu": "relu", "relu2": "squared_relu",
@@ -33,14 +33,14 @@ Options = tuple[AnyOption, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """One key is one field of ours, or several with the same value."""
+    """Maps a key to one of our fields, or to several with the same value."""
 
     theirs: str
     ours: str | tuple[str, ...]
     default: Any = REQUIRED
-    """What transformers takes where config.json does not say."""
+    """Default of transformers if config.json does not have the key."""
     values: Mapping | None = None
-    """Theirs to ours where they spell it differently."""
+    """Their value -> ours, if they differ."""
     power: float = 1
     """Ours = theirs to this power."""
     also: tuple[str, ...] = ()
@@ -78,7 +78,7 @@ class Option:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A key of which one value is supported; None is as good."""
+    """A key with one supported value; None counts as this value."""
 
     theirs: str
     value: Any
@@ -95,14 +95,14 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Follows:
-    """A field of ours for which they have no key: another field to a power."""
+    """A field without a key in config.json: a power of another field."""
 
     ours: str
     other: str
     power: float
 
     def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
-        # embed_dim is hidden_size in all families that need this
+        # embed_dim is hidden_size in all families that use this
         return {self.ours: theirs["hidden_size"] ** self.power}
 
     def write(self, ours: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,13 +114,13 @@ class Follows:
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """rope_parameters, or rope_theta, rope_scaling and partial_rotary_factor before version 5. Both are written."""
+    """rope_parameters, or rope_theta, rope_scaling and partial_rotary_factor before version 5; writes both."""
 
     base: float = 10_000.0
     fraction: float = 1.0
     interleaved: bool = False
     rotated: str = ""
-    """Key with the number of rotated dims of a head, instead of a fraction."""
+    """Key with the number of rotated dims of a head, used instead of a fraction."""
 
     def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
         parameters = theirs.get("rope_parameters") or {}
@@ -167,7 +167,7 @@ class TwoRopes:
 
     def write(self, ours: Mapping[str, Any]) -> dict[str, Any]:
         if ours["rope.local_base"] is None:
-            raise ValueError("model.rope.local_base=None: two bases are written")
+            raise ValueError("model.rope.local_base=None: this family needs two bases")
         scaling = write_scaling(ours)
         return {
             "rope_theta": ours["rope.base"],
@@ -203,7 +203,7 @@ SCALINGS = {
 
 
 def read_scaling(scaling: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """scaling: rope_scaling, or rope_parameters, which hold the base too."""
+    """scaling: rope_scaling, or rope_parameters, which also contain the base."""
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     kind = {"su": "longrope"}.get(kind, kind)
     if kind == "default":
@@ -235,7 +235,7 @@ def write_scaling(ours: Mapping[str, Any]) -> dict[str, Any] | None:
     found = {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
     if found.get("truncate", False) is True:
         del found["truncate"]
-    if kind == "dynamic":  # there it is max_position_embeddings, and another key is a warning
+    if kind == "dynamic":  # transformers uses max_position_embeddings and warns about other keys
         del found["original_max_position_embeddings"]
     return {"rope_type": kind, **{name: value for name, value in found.items() if value is not None}}
 
@@ -260,12 +260,12 @@ NO_ROPE = NoRope()
 
 
 def _period(name: str, marks: Sequence[bool]) -> int | None:
-    """n if every n-th is marked, beginning with number n; None if none is."""
+    """n if exactly every n-th is marked; None if none is."""
     if not any(marks):
         return None
     every = list(marks).index(True) + 1
     if list(marks) != [(number + 1) % every == 0 for number in range(len(marks))]:
-        raise ValueError(f"{name}={list(map(int, marks))} is not every n-th layer")
+        raise ValueError(f"{name}={list(map(int, marks))} does not select every n-th layer")
     return every
 
 
@@ -274,8 +274,8 @@ def _period(name: str, marks: Sequence[bool]) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """everywhere: sliding_window holds for all layers; switched: where use_sliding_window is true; pattern: every n-th
-    layer sees everything."""
+    """everywhere: sliding_window applies to all layers; switched: if use_sliding_window is true; pattern: every n-th
+    layer has full attention."""
 
     kind: Literal["everywhere", "switched", "pattern"]
     default: int | None
@@ -319,7 +319,7 @@ class Window:
         return kinds | {"sliding_window": self.default if window is None else window} | pattern
 
 
-# ----------------------------------------------------------------------------- families that say it in their own way
+# ----------------------------------------------------------------------------- options of single families
 
 
 @dataclasses.dataclass(frozen=True)
@@ -340,8 +340,8 @@ class FalconOptions:
         is_new = ours["parallel_residual"] == "two_norms"
         return {
             "new_decoder_architecture": is_new,
-            "multi_query": is_new or ours["num_kv_heads"] == 1,  # read by the old architecture alone, as
-            "num_kv_heads": ours["num_kv_heads"] if is_new else ours["num_heads"],  # this is by the new one
+            "multi_query": is_new or ours["num_kv_heads"] == 1,  # used by the old architecture only,
+            "num_kv_heads": ours["num_kv_heads"] if is_new else ours["num_heads"],  # as this by the new one
             "parallel_attn": ours["parallel_residual"] != "none",
             "num_ln_in_parallel_attn": 2 if is_new else None,
         }

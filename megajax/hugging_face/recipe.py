@@ -1,4 +1,4 @@
-"""The config of a run that goes on training the model of a Hugging Face folder: --config=hugging_face:DIR."""
+"""The recipe to fine-tune the model of a Hugging Face folder: --config=hugging_face:DIR."""
 
 import dataclasses
 
@@ -13,9 +13,9 @@ MAX_SEQUENCE = 4096
 
 
 def fine_tuning(path: str) -> Config:
-    """Sizes, weights and tokenizer are those of the folder; --data.paths is left to say.
+    """Sizes, weights and tokenizer are those of the folder; only --data.paths must be set.
 
-    Raises ValueError for a folder that cannot be read as a whole.
+    Raises ValueError if the folder is not fully supported.
     """
     folder = Folder(path)
     config = folder.config

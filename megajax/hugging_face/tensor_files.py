@@ -1,9 +1,9 @@
 """Files of tensors: read as views of the mapped file, written in the same way at places that are
 known before.
 
-The format (https://huggingface.co/docs/safetensors): 8 bytes of the length of a JSON header, the header {name: {dtype,
-shape, data_offsets}}, then the tensors. The safetensors package checks a file that is read; it writes whole files from
-memory only, hence the writer here.
+The format (https://huggingface.co/docs/safetensors): 8 bytes with the length of a JSON header, the header {name:
+{dtype, shape, data_offsets}}, then the tensors. The safetensors package validates files before they are read; it can
+only write whole files from memory, hence the writer here.
 """
 
 import json
@@ -19,7 +19,7 @@ import numpy as np
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-SHARD_BYTES = 5 * 10**9  # of a file; a tensor that is larger has one for itself
+SHARD_BYTES = 5 * 10**9  # maximum size of a file; a larger tensor has its own file
 ALIGNMENT = 64
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
 
@@ -34,18 +34,18 @@ class TensorForm(NamedTuple):
 
 
 class TensorFiles:
-    """All tensors of a folder, by name; nothing is read before it is used."""
+    """All tensors of a folder, by name, read lazily."""
 
     def __init__(self, folder: Path):
-        """Raises ValueError for a folder without such files, and for a file that is damaged or of other dtypes."""
+        """Raises ValueError for a folder without such files, and for damaged files or unsupported dtypes."""
         self.forms: dict[str, TensorForm] = {}
-        self._places: dict[str, tuple[Path, int]] = {}
+        self._locations: dict[str, tuple[Path, int]] = {}
         for path in _files(folder):
             self._open(path)
 
     def __getitem__(self, name: str) -> np.ndarray:
         """A view of the mapped file."""
-        path, offset = self._places[name]
+        path, offset = self._locations[name]
         form = self.forms[name]
         return np.memmap(path, form.dtype, "r", offset, form.shape) if form.shape else np.empty((), form.dtype)
 
@@ -59,11 +59,11 @@ class TensorFiles:
                 continue
             if entry["dtype"] not in DTYPES:
                 raise ValueError(
-                    f"{path}: {name} is {entry['dtype']}, and supported are {', '.join(DTYPES)}; convert the folder to "
+                    f"{path}: {name} is {entry['dtype']}, supported are {', '.join(DTYPES)}; convert the folder to "
                     "bfloat16 first"
                 )
             self.forms[name] = TensorForm(tuple(entry["shape"]), DTYPES[entry["dtype"]])
-            self._places[name] = (path, 8 + length + entry["data_offsets"][0])
+            self._locations[name] = (path, 8 + length + entry["data_offsets"][0])
 
 
 def _files(folder: Path) -> list[Path]:
@@ -73,14 +73,14 @@ def _files(folder: Path) -> list[Path]:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         except (OSError, ValueError, KeyError, AttributeError) as error:
             raise ValueError(f"{index} cannot be read ({error!r}); download it again") from None
-        if lost := [name for name in names if not (folder / name).is_file()]:
-            raise ValueError(f"{index} names {', '.join(lost)}, not in {folder}; download all files")
+        if missing := [name for name in names if not (folder / name).is_file()]:
+            raise ValueError(f"{index} names {', '.join(missing)}, not in {folder}; download all files")
         return [folder / name for name in names]
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     if any(folder.glob("pytorch_model*.bin")):
         raise ValueError(
-            f"{folder} has pytorch_model.bin alone, which runs code when it is read; load it with transformers once "
+            f"{folder} has only pytorch_model.bin, which can run code when it is read; load it with transformers once "
             "and save_pretrained(DIR), which writes safetensors"
         )
     raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}; give a folder with the weights")
@@ -99,31 +99,31 @@ def _check(path: Path) -> None:
 
 
 class ShardWriter:
-    """Files for tensors whose forms are known: they can be written in any order."""
+    """Writes tensors of known shapes and dtypes to files, in any order."""
 
     def __init__(self, folder: Path, forms: Mapping[str, TensorForm], shard_bytes: int = SHARD_BYTES):
-        """Creates the files, whose tensors lie in the order of `forms`, and the index if there are several."""
+        """Creates the files, with tensors in the order of `forms`, and an index if there are several."""
         shards = _shards(forms, shard_bytes)
         names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
         names = [SINGLE] if len(shards) == 1 else names
         self._forms = forms
-        self._places: dict[str, tuple[Path, int]] = {}
+        self._locations: dict[str, tuple[Path, int]] = {}
         for name, shard in zip(names, shards, strict=True):
             self._create(folder / name, shard)
         if len(shards) > 1:
             total = sum(form.nbytes for form in forms.values())
-            weight_map = {name: self._places[name][0].name for name in sorted(forms)}
+            weight_map = {name: self._locations[name][0].name for name in sorted(forms)}
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def __getitem__(self, name: str) -> np.ndarray:
         """A view of the mapped file, to be written to."""
-        path, offset = self._places[name]
+        path, offset = self._locations[name]
         form = self._forms[name]
         return np.memmap(path, form.dtype, "r+", offset, form.shape)
 
     def _create(self, path: Path, shard: list[str]) -> None:
-        header: dict = {"__metadata__": {"format": "pt"}}  # transformers refuses a file that does not say it
+        header: dict = {"__metadata__": {"format": "pt"}}  # required by transformers
         codes = {dtype: code for code, dtype in DTYPES.items()}
         end = 0
         for name in shard:
@@ -134,7 +134,7 @@ class ShardWriter:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-(8 + len(text)) % ALIGNMENT)
         for name in shard:
-            self._places[name] = (path, 8 + len(text) + header[name]["data_offsets"][0])
+            self._locations[name] = (path, 8 + len(text) + header[name]["data_offsets"][0])
         with path.open("wb") as file:
             file.write(struct.pack("<Q", len(text)) + text)
             file.flush()
@@ -143,11 +143,11 @@ class ShardWriter:
 
 def _shards(forms: Mapping[str, TensorForm], shard_bytes: int) -> list[list[str]]:
     shards: list[list[str]] = [[]]
-    room = shard_bytes
+    free_bytes = shard_bytes
     for name, form in forms.items():
-        if shards[-1] and form.nbytes > room:
+        if shards[-1] and form.nbytes > free_bytes:
             shards.append([])
-            room = shard_bytes
+            free_bytes = shard_bytes
         shards[-1].append(name)
-        room -= form.nbytes
+        free_bytes -= form.nbytes
     return shards

@@ -1,7 +1,7 @@
 """Self-attention layer: multi-head, grouped-query (Ainslie et al. 2023) or multi-query; ALiBi (Press et al. 2022).
 
 Dimensions: B batch, T sequence, S keys, D model width, N heads, K key-value heads, H head dim.
-Tensor parallel: query, key and value split the heads, out splits them again, one reduction at the end.
+Tensor parallel: the heads of query, key, value and out are split; one reduction at the end.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from megajax.parallel.context import ContextMethod, attention
 from megajax.parameters import weight
 from megajax.sharding import constrain
 
-MAX_DROPOUT_LENGTH = 65536  # dropout numbers a query and a key in one 32-bit counter
+MAX_DROPOUT_LENGTH = 65536  # dropout packs the query and key indices into one 32-bit counter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,12 +39,12 @@ class AttentionConfig:
     qk_norm: NormConfig | None
     qk_norm_scope: Literal["head", "all_heads"]
     rope: Literal["none", "global", "local"]
-    """Which of the rotary tables among the inputs it reads."""
+    """Which of the rotary tables in the inputs to use."""
     rope_interleaved: bool
     alibi: bool
     window: int | None
     scale: float
-    """Of the scores."""
+    """Factor on the scores."""
     soft_cap: float | None
     sinks: bool
     dropout: float
@@ -56,26 +56,25 @@ class AttentionConfig:
 
     @property
     def heads_dim(self) -> int:
-        """Of all heads together."""
+        """Width of all query heads together."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_dim(self) -> int:
-        """Of keys and values together."""
+        """Width of keys and values together."""
         return 2 * self.num_kv_heads * self.head_dim
 
     @property
     def out_flops(self) -> float:
-        """Of the output projection, a token."""
+        """FLOPs of the output projection per token."""
         return 2 * self.embed_dim * self.heads_dim
 
     def check(self, mesh: MeshConfig, sequence_length: int) -> None:
         check_divisible("tensor", mesh.tensor, {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads})
         if self.dropout > 0 and sequence_length > MAX_DROPOUT_LENGTH:
             raise ValueError(
-                f"model.attention_dropout={self.dropout} draws no more than {MAX_DROPOUT_LENGTH} x "
-                f"{MAX_DROPOUT_LENGTH} numbers that differ, training.sequence_length={sequence_length} is longer; "
-                "use --model.attention_dropout=0"
+                f"model.attention_dropout={self.dropout} supports sequences of at most {MAX_DROPOUT_LENGTH} tokens, "
+                f"training.sequence_length={sequence_length} is longer; use --model.attention_dropout=0"
             )
         if mesh.context > 1:
             self._check_context(mesh, sequence_length)
@@ -100,28 +99,28 @@ class AttentionConfig:
     def flops(self, sequence_length: int) -> Flops:
         projections = 2 * self.embed_dim * (self.heads_dim + self.kv_dim) + self.out_flops
         window = min(self.window or sequence_length, sequence_length)
-        seen = window - window * (window - 1) / (2 * sequence_length)
-        pair = 2 * 2 * self.heads_dim  # of a query and a key: the score, and its part of the output
-        return Flops(projections, mixing=pair * sequence_length, mixing_causal=pair * seen)
+        visible = window - window * (window - 1) / (2 * sequence_length)
+        pair = 2 * 2 * self.heads_dim  # per query-key pair: the score, and its contribution to the output
+        return Flops(projections, mixing=pair * sequence_length, mixing_causal=pair * visible)
 
     def activations(self, sequence_length: int) -> dict[str, Activation]:
         qkv = self.heads_dim + self.kv_dim
-        whole = self.flops(sequence_length)
+        total_flops = self.flops(sequence_length)
         return {
             "qkv": Activation(qkv, Flops(2 * self.embed_dim * qkv)),
             "attention_out": Activation(
                 self.heads_dim,
-                whole._replace(matmuls=0.0),
+                total_flops._replace(matmuls=0.0),
                 scores=self.num_heads * sequence_length * (6 if self.dropout else 3),  # as XLA compiles it for the CPU
                 needs_scores=self.dropout > 0 or self.backend == "reference",
             ),
         }
 
     def sent(self, mesh: MeshConfig, itemsize: int) -> float:
-        """Bytes of a token over `context`."""
-        if self.context == "all_to_all":  # q, k, v and out there and back, and what the backward pass adds
+        """Bytes per token sent over `context`."""
+        if self.context == "all_to_all":  # q, k, v and out both ways, and the extra traffic of the backward pass
             return (5 * self.heads_dim + 3 * self.kv_dim) * itemsize
-        return self.kv_dim * mesh.context * (2 * itemsize + 4)  # in both passes, and their gradients in float32
+        return self.kv_dim * mesh.context * (2 * itemsize + 4)  # both passes, with gradients in float32
 
 
 class Attention(nnx.Module):
@@ -142,19 +141,19 @@ class Attention(nnx.Module):
         if config.out_bias:
             self.out.add_bias_parameter(rngs)
         if config.qk_norm is not None:
-            each = config.qk_norm_scope == "head"
-            self.query_norm = Norm(config.qk_norm, H if each else N * H, rngs=rngs)
-            self.key_norm = Norm(config.qk_norm, H if each else K * H, rngs=rngs)
+            is_per_head = config.qk_norm_scope == "head"
+            self.query_norm = Norm(config.qk_norm, H if is_per_head else N * H, rngs=rngs)
+            self.key_norm = Norm(config.qk_norm, H if is_per_head else K * H, rngs=rngs)
         if config.sinks:
             self.sinks = weight((N,), ("heads",), nnx.initializers.zeros, rngs, "vector")
 
     def __call__(self, x_BTD: jax.Array, inputs: dict, cache=None, dropout_key: DropoutKey | None = None):
         """-> (out, cache).
 
-        inputs: `cos_global` and `sin_global`, or `cos_local` and `sin_local` (as the config says), `segment_ids` int32
-            [B, T] (optional).
+        inputs: `cos_global` and `sin_global`, or `cos_local` and `sin_local` (config.rope); optionally `segment_ids`,
+            int32 [B, T].
         cache: has `attend(q, k, v, ...) -> (out, cache)`, see layers/kv_cache.py; None in training.
-        dropout_key: drops attention probabilities if given and the config says so.
+        dropout_key: for config.dropout of the attention probabilities; None: no dropout.
         """
         config = self.config
         q_BTNH, k_BTKH, v_BTKH = (checkpoint_name(y, "qkv") for y in self._project(x_BTD))
@@ -165,7 +164,7 @@ class Attention(nnx.Module):
             tables = (inputs[f"cos_{config.rope}"], inputs[f"sin_{config.rope}"])
             q_BTNH = apply_rope(q_BTNH, *tables, interleaved=config.rope_interleaved)
             k_BTKH = apply_rope(k_BTKH, *tables, interleaved=config.rope_interleaved)
-        how = dict(
+        options = dict(
             method=config.context,
             backend=config.backend,
             deterministic=config.deterministic,
@@ -176,12 +175,12 @@ class Attention(nnx.Module):
             sinks=self.sinks[...] if config.sinks else None,
         )
         if cache is not None:
-            out_BTNH, cache = cache.attend(q_BTNH, k_BTKH, v_BTKH, **how)
+            out_BTNH, cache = cache.attend(q_BTNH, k_BTKH, v_BTKH, **options)
         else:
             segment_ids = inputs.get("segment_ids")
             segments = None if segment_ids is None else (segment_ids, segment_ids)
             dropout = (config.dropout, dropout_key) if config.dropout and dropout_key is not None else None
-            out_BTNH = attention(q_BTNH, k_BTKH, v_BTKH, segments=segments, dropout=dropout, **how)
+            out_BTNH = attention(q_BTNH, k_BTKH, v_BTKH, segments=segments, dropout=dropout, **options)
         return self.out(out_BTNH), cache
 
     def _normed(self, norm: Norm, x_BTNH: jax.Array) -> jax.Array:
@@ -190,7 +189,8 @@ class Attention(nnx.Module):
         return norm(x_BTNH.reshape(*x_BTNH.shape[:2], -1)).reshape(x_BTNH.shape)
 
     def _project(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries, keys and values; side by side within each key-value head, which is what `tensor` splits."""
+        """Queries, keys and values, computed by one matmul: concatenated per key-value head, the dim that `tensor`
+        splits."""
         config = self.config
         K = config.num_kv_heads
         H = config.head_dim
@@ -207,9 +207,10 @@ class Attention(nnx.Module):
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:
-    """float32 [N]: of each head, what a score loses with each token between query and key.
+    """float32 [N]: per head, how much a score decreases per token of distance between query and key.
 
-    2^(-8 / n), 2^(-16 / n), ... for n heads, a power of two; the heads beyond it take every second slope of 2 n heads.
+    2^(-8 / n), 2^(-16 / n), ... where n is the largest power of two up to N; further heads take every second slope of 2
+    n.
     """
 
     def geometric(count: int) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""The stack of layers: parameters stored stacked by kind, run unrolled or scanned, recomputed as asked.
+"""The stack of layers: parameters are stacked by kind of layer; layers run unrolled or scanned, with recomputation.
 
 Layers (layers/layer.py) of one kind are stored as one layer whose parameters have a leading dim [layers of that kind].
-The stored form does not depend on how the stack is run, but for a pipeline: there the dim is
+The stored form does not depend on how the stack is run, except in a pipeline, where the leading dims are
 [chunks, layers of a chunk on all ranks], see parallel/schedule.py.
 """
 
@@ -25,7 +25,7 @@ logger = logging.getLogger("megajax")
 
 class Stack(nnx.Module):
     def __init__(self, layers: Sequence[LayerConfig], *, scan: bool, rngs: nnx.Rngs, stages: Stages | None = None):
-        """stages: of the pipeline that runs the layers, with run_stage; None: they run here, by being called."""
+        """stages: those of the pipeline that runs the layers through run_stage; None: __call__ runs them."""
         self.configs = tuple(layers) if stages is None else tuple(layer.saving_by_name() for layer in layers)
         self.scan = scan
         key = rngs.params()
@@ -33,15 +33,16 @@ class Stack(nnx.Module):
             setattr(self, kind, _build_stacked(self.configs, key, rows_of_kind(self.configs, kind, stages)))
 
     def __call__(self, x, inputs: dict, caches: Sequence | None = None, key: DropoutKey | None = None):
-        """Runs all layers -> (x, caches, their Terms as `total` gives them).
+        """Runs all layers -> (x, caches, their Terms combined by `total`).
 
-        caches: one a layer, or None (training). key: for dropout, folded with the layer's number; None: no dropout.
+        caches: one per layer, or None (training). key: for dropout, folded with the index of each layer; None: no
+        dropout.
         """
-        # In the order of the layers, the same in every process: all must trace the same program.
+        # In layer order, not the order of a set: all processes must trace the same program.
         kinds = dict.fromkeys(config.kind for config in self.configs)
         states = {kind: nnx.split(getattr(self, kind))[1] for kind in kinds}
         if self.scan and caches is None:
-            x, terms = self._looped(x, inputs, states, key)
+            x, terms = self._run_scanned(x, inputs, states, key)
             return x, None, terms
         new_caches = []
         found = []
@@ -55,16 +56,16 @@ class Stack(nnx.Module):
             found.append(terms)
         return x, tuple(new_caches), total(found)
 
-    def _looped(self, x, inputs, states, key):
-        """Each repeated pattern of layers is a loop; one step of it is one period of the pattern."""
+    def _run_scanned(self, x, inputs, states, key):
+        """Runs each repeated pattern of layers as a loop with one period of the pattern per step."""
         loops = loops_of(self.configs)
         _log_unrolled(sum(loop.steps == 1 for loop in loops), len(self.configs))
-        kinds = {kind: [loop.layers_of(self.configs, kind) for loop in loops] for kind in states}
-        parts = {kind: split_rows(state, tuple(kinds[kind])) for kind, state in states.items()}
+        counts = {kind: [loop.layers_of(self.configs, kind) for loop in loops] for kind in states}
+        parts = {kind: split_rows(state, tuple(counts[kind])) for kind, state in states.items()}
         found = []
-        for place, loop in enumerate(loops):
-            of_loop = {kind: parts[kind][place] for kind in states if kinds[kind][place]}
-            x, terms = self._scan(loop, x, inputs, of_loop, key)
+        for number, loop in enumerate(loops):
+            loop_states = {kind: parts[kind][number] for kind in states if counts[kind][number]}
+            x, terms = self._scan(loop, x, inputs, loop_states, key)
             found.append(terms)
         return x, add_totals(found)
 
@@ -76,8 +77,8 @@ class Stack(nnx.Module):
             states, first = slices
             found = []
             for number, config in enumerate(pattern):
-                place = sum(other.kind == config.kind for other in pattern[:number])
-                state = jax.tree.map(lambda a, place=place: a[place], states[config.kind])
+                row = sum(other.kind == config.kind for other in pattern[:number])
+                state = jax.tree.map(lambda a, row=row: a[row], states[config.kind])
                 layer = _layer(config, prevent_cse=loop.steps == 1)
                 x, _, terms = layer(state, x, inputs, None, fold(key, first + number))
                 found.append(terms)
@@ -93,25 +94,25 @@ class Stack(nnx.Module):
 @functools.cache
 def _log_unrolled(count: int, num_layers: int) -> None:
     if count:
-        logger.warning("%d of %d layers run unrolled: they are in no pattern that repeats", count, num_layers)
+        logger.warning("%d of %d layers run unrolled: they are not part of a repeating pattern", count, num_layers)
 
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """Layers first, first + 1, ...: a pattern of `period` layers, `steps` times."""
+    """Layers first, first + 1, ...: a pattern of `period` layers, repeated `steps` times."""
 
     first: int
     period: int
     steps: int
 
     def layers_of(self, configs: Sequence[LayerConfig], kind: str) -> int:
-        """How many of its layers are of this kind."""
+        """Number of its layers of this kind."""
         return sum(config.kind == kind for config in configs[self.first : self.first + self.period * self.steps])
 
 
 def loops_of(configs: Sequence[LayerConfig]) -> list[Loop]:
-    """The stack as loops, one after the other: from each layer on the pattern whose repetition covers most layers, of
-    these the shortest. A layer that begins no repetition is a loop of one step."""
+    """Splits the stack into consecutive loops, greedily: each takes the pattern whose repetition covers the most
+    layers, the shortest on ties. A layer that starts no repetition is a loop of one step."""
     loops: list[Loop] = []
     first = 0
     while first < len(configs):
@@ -125,7 +126,7 @@ def loops_of(configs: Sequence[LayerConfig]) -> list[Loop]:
 
 
 def _repetitions(configs: tuple, period: int) -> int:
-    """How often the first `period` configs come one after the other from the start."""
+    """How many times the first `period` configs repeat from the start."""
     pattern = configs[:period]
     count = 1
     while configs[count * period : (count + 1) * period] == pattern:
@@ -134,14 +135,16 @@ def _repetitions(configs: tuple, period: int) -> int:
 
 
 def total(found: Sequence[Terms]) -> Terms:
-    """Terms of several layers as one: auxiliary {name: sum}, metrics {name: (sum, number of layers)}."""
-    one = jax.numpy.float32(1)
-    counted = [terms._replace(metrics={name: (value, one) for name, value in terms.metrics.items()}) for terms in found]
+    """Combines the Terms of several layers: auxiliary {name: sum}, metrics {name: (sum, number of layers)}."""
+    count = jax.numpy.float32(1)
+    counted = [
+        terms._replace(metrics={name: (value, count) for name, value in terms.metrics.items()}) for terms in found
+    ]
     return add_totals(counted)
 
 
 def add_totals(totals: Sequence[Terms]) -> Terms:
-    """Several results of `total` as one."""
+    """Adds several results of `total`."""
     auxiliary = {}
     metrics = {}
     for terms in totals:
@@ -154,8 +157,8 @@ def add_totals(totals: Sequence[Terms]) -> Terms:
 def unstack(tree) -> tuple:
     """Pytree of arrays [n, ...] -> n pytrees of arrays [...].
 
-    The gradient is one concatenation of the layers' gradients. Indexing would make it a sum of n arrays padded with
-    zeros, and whatever XLA fuses with that sum evaluates n terms an element.
+    The gradient is the concatenation of the layers' gradients. With plain indexing it would be a sum of n zero-padded
+    arrays, and every XLA fusion that reads it would evaluate n terms per element.
     """
     count = jax.tree.leaves(tree)[0].shape[0]
     return tuple(jax.tree.map(lambda a, i=i: a[i], tree) for i in range(count))
@@ -169,8 +172,8 @@ unstack.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def split_rows(tree, sizes: tuple[int, ...]) -> tuple:
-    """Pytree of arrays [sum(sizes), ...] -> a pytree of arrays [size, ...] of each; the gradient is one concatenation,
-    as that of `unstack`."""
+    """Pytree of arrays [sum(sizes), ...] -> for each size a pytree of arrays [size, ...]. As for `unstack`, the
+    gradient is one concatenation."""
     if len(sizes) == 1:
         return (tree,)
     ends = list(itertools.accumulate(sizes))
@@ -213,19 +216,23 @@ def _structure(config) -> Structure:
 
 
 def rows_of_kind(configs: Sequence, kind: str, stages: Stages | None) -> np.ndarray:
-    """Number of the layer that each row of the stack of a kind holds, int32 [layers of it] or as Stages.rows."""
+    """Layer index of each row in the stacked arrays of a kind, int32 [layers of that kind] or as Stages.rows."""
     numbers = [number for number, config in enumerate(configs) if config.kind == kind]
     return np.array(numbers, np.int32) if stages is None else stages.rows(set(numbers))
 
 
 def _build_stacked(configs: Sequence[LayerConfig], key: jax.Array, numbers: np.ndarray) -> nnx.Module:
-    """One layer whose parameters are [*numbers.shape, ...], each row drawn as its own config says and from its own
-    key; zeros where -1. Where n of the configs draw differently, each row is drawn n times."""
+    """One layer with parameters [*numbers.shape, ...]. Each row is initialised by its own config and key; rows numbered
+    -1 are zero. With n different initialisers every row is drawn n times (lax.switch under vmap)."""
     _check_same_parameters(configs, numbers)
-    drawings = {_drawing(configs[number]): configs[number] for number in numbers.ravel().tolist() if number >= 0}
-    branches = [functools.partial(_drawn, config) for config in drawings.values()]
-    places = {drawing: place for place, drawing in enumerate(drawings)}
-    branch_of = np.array([places[_drawing(configs[n])] if n >= 0 else 0 for n in numbers.ravel()], np.int32)
+    configs_by_program = {
+        _init_program(configs[number]): configs[number] for number in numbers.ravel().tolist() if number >= 0
+    }
+    branches = [functools.partial(_init_state, config) for config in configs_by_program.values()]
+    branch_numbers = {program: i for i, program in enumerate(configs_by_program)}
+    branch_of = np.array(
+        [branch_numbers[_init_program(configs[n])] if n >= 0 else 0 for n in numbers.ravel()], np.int32
+    )
 
     def build(number, branch):
         row_key = jax.random.fold_in(key, number)
@@ -244,14 +251,14 @@ def _build_stacked(configs: Sequence[LayerConfig], key: jax.Array, numbers: np.n
     return nnx.merge(_graphdef(configs[numbers.max()]), state)
 
 
-def _drawn(config: LayerConfig, key: jax.Array):
+def _init_state(config: LayerConfig, key: jax.Array):
     return nnx.split(config.build(nnx.Rngs(params=key)))[1]
 
 
 @functools.cache
-def _drawing(config: LayerConfig) -> str:
-    """The program that draws the parameters of a layer: the same for layers that differ only in how they run."""
-    program = jax.make_jaxpr(functools.partial(_drawn, config))(jax.eval_shape(lambda: jax.random.key(0)))
+def _init_program(config: LayerConfig) -> str:
+    """The program that initialises a layer's parameters: equal for layers that differ only in their forward pass."""
+    program = jax.make_jaxpr(functools.partial(_init_state, config))(jax.eval_shape(lambda: jax.random.key(0)))
     return f"{program} {[np.asarray(constant).tobytes() for constant in program.consts]}"
 
 
@@ -264,27 +271,27 @@ def _check_same_parameters(configs: Sequence[LayerConfig], numbers: np.ndarray) 
             name = min(found)
             raise ValueError(
                 f"layers {first} and {number} are both of kind {configs[first].kind!r}, but their parameters differ: "
-                f"{name} is {wanted.get(name)} and {_parameters(configs[number]).get(name)}; give one of them a kind "
-                "of its own"
+                f"{name} is {wanted.get(name)} and {_parameters(configs[number]).get(name)}; give "
+                "them different kinds"
             )
 
 
 @functools.cache
 def _parameters(config: LayerConfig) -> dict[str, str]:
     """{name: shape and dtype}."""
-    state = jax.eval_shape(functools.partial(_drawn, config), jax.eval_shape(lambda: jax.random.key(0)))
+    state = jax.eval_shape(functools.partial(_init_state, config), jax.eval_shape(lambda: jax.random.key(0)))
     leaves = zip(Structure.of(state).paths, jax.tree.leaves(state), strict=True)
     return {".".join(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
 
 
 def run_stage(configs: Sequence[LayerConfig], weights: Sequence[dict], x, inputs: Sequence):
-    """Some layers one after the other -> (x, their Terms as `total` gives them).
+    """Runs some layers in sequence -> (x, their Terms combined by `total`).
 
-    weights: of each layer, as nested dicts; inputs: (inputs, dropout key or None) of each.
+    weights: nested dicts, one per layer; inputs: (inputs, dropout key or None), one per layer.
     """
     found = []
-    for config, tree, (given, key) in zip(configs, weights, inputs, strict=True):
-        x, _, terms = _layer(config, prevent_cse=True)(_structure(config).to_state(tree), x, given, None, key)
+    for config, tree, (layer_inputs, key) in zip(configs, weights, inputs, strict=True):
+        x, _, terms = _layer(config, prevent_cse=True)(_structure(config).to_state(tree), x, layer_inputs, None, key)
         found.append(terms)
     return x, total(found)
 

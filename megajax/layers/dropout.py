@@ -1,4 +1,4 @@
-"""Dropout (Srivastava et al. 2014): what is dropped depends on key, sample and place, not on layout or microbatches."""
+"""Dropout (Srivastava et al. 2014). The mask depends on key, sample and position, not on sharding or microbatches."""
 
 from typing import NamedTuple
 
@@ -10,12 +10,12 @@ from megajax import compat
 
 
 class DropoutKey(NamedTuple):
-    """Of the rows of a batch, which are consecutive samples of a step."""
+    """Key for the rows of a batch, which are consecutive samples of a step."""
 
     key: jax.Array
-    """Of the step; folded, of a layer."""
+    """Key of the step; after `fold`, of a layer."""
     first_sample: jax.Array
-    """int32: number within the step of the sample in row 0."""
+    """int32: index within the step of the sample in row 0."""
 
     def fold(self, number) -> "DropoutKey":
         return self._replace(key=jax.random.fold_in(self.key, number))
@@ -25,9 +25,10 @@ class DropoutKey(NamedTuple):
 
 
 def dropout(x_BTD: jax.Array, rate: float, key: DropoutKey | None, order_T: np.ndarray | None) -> jax.Array:
-    """Zeroes entries with probability `rate` and scales the others by 1 / (1 - rate); no key or rate 0: x itself.
+    """Zeroes entries with probability `rate` and scales the others by 1 / (1 - rate); without a key or with rate 0
+    returns x.
 
-    order: place in the sequence of each index of dim 1 (parallel/context.py); not read without a key.
+    order_T: position in the sequence of each index of dim 1 (parallel/context.py); not read without a key.
     """
     if key is None or rate == 0.0:
         return x_BTD

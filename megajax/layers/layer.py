@@ -1,8 +1,9 @@
-"""What a layer is: the contract between a kind of layer and the stack, the planner and the engine.
+"""The interface of a layer towards the stack, the planner and the inference engine.
 
 A layer is described by a hashable config, a LayerConfig. Layers with the same `kind` have parameters of the same shapes
-and are stored stacked; what else differs between them (a window, rotary or not) is in the config, and so part of the
-program. Whoever plans, counts or generates asks each config and sums; nobody reads the fields of a particular kind.
+and are stored stacked; other differences between them (a window, rotary or not) are in the config, and so part of the
+program. Code that plans, counts or generates calls the methods of each config and sums the results; it never reads the
+fields of a particular kind.
 """
 
 import dataclasses
@@ -18,10 +19,10 @@ from megajax.mesh import MeshConfig
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """What a layer's forward pass leaves for its backward pass beside its input; the rest is computed again.
+    """Activations that a layer's forward pass saves for its backward pass besides its input; the rest is recomputed.
 
-    Names are those that the layer gives to its activations with `checkpoint_name`. None instead of a Saved: plain
-    automatic differentiation, nothing is computed again.
+    Names are those given with `checkpoint_name`. None instead of a Saved: plain automatic differentiation without
+    recomputation.
     """
 
     on_device: tuple[str, ...]
@@ -40,29 +41,31 @@ class Saved:
         activations: Sequence[str],
         modules: Mapping[str, Sequence[str]],
     ) -> "Saved | None":
-        """What a layer with these activations and modules (LayerConfig) keeps.
+        """What a layer with these activations and modules (LayerConfig) saves.
 
-        recomputed: modules that selective recomputation computes again. offload: activations that are kept on the host
-        in any case. Names that belong to other kinds of layers are passed over. None if nothing is computed again.
+        recomputed: modules recomputed with recompute="selective". offload: activations always saved on the host. Names
+        of other kinds of layers are ignored. Returns None if nothing is recomputed or offloaded.
         """
         on_host = tuple(name for name in offload if name in activations)
         if recompute == "none" and not on_host:
             return None
-        again = {
+        recomputed_names = {
             "none": set(),
             "selective": {name for module in recomputed for name in modules.get(module, ())},
             "full": set(activations),
         }[recompute]
-        return Saved(tuple(name for name in activations if name not in again and name not in on_host), on_host)
+        return Saved(
+            tuple(name for name in activations if name not in recomputed_names and name not in on_host), on_host
+        )
 
 
 class Flops(NamedTuple):
-    """FLOPs a token; a multiply-add is two. Of the forward pass, unless it says otherwise."""
+    """FLOPs per token, of the forward pass unless stated otherwise; a multiply-add counts as two."""
 
     matmuls: float = 0.0
-    """With weights."""
+    """Matmuls with weights."""
     mixing: float = 0.0
-    """Between tokens (attention, a scan), as if every token saw every other: PaLM's and most tables' convention."""
+    """Between tokens (attention, a scan), as if every token saw every other: the convention of PaLM and most tables."""
     mixing_causal: float = 0.0
     """The same, counting only what a token sees: Megatron Core's current convention."""
     routed: float = 0.0
@@ -79,21 +82,21 @@ class Flops(NamedTuple):
 
 
 class Activation(NamedTuple):
-    """One that a layer may keep for its backward pass."""
+    """An activation that a layer may save for its backward pass."""
 
     elements: int
-    """A token; of a name that stands for several, all of them."""
+    """Elements per token; if a name stands for several arrays, of all of them."""
     flops: Flops = Flops()
-    """To make it again from those before it."""
+    """Cost of recomputing it from the activations before it."""
     scores: int = 0
-    """Attention scores of a token, and arrays of their size, float32: what the plain formula holds in memory and the
-    kernels never do."""
+    """Elements per token of attention scores and arrays of their size, float32: materialised by plain attention, never
+    by the kernels."""
     needs_scores: bool = False
-    """The plain formula runs on every device."""
+    """Plain attention runs on every kind of device."""
 
 
 class Terms(NamedTuple):
-    """What a layer has to say beside its output."""
+    """What a layer returns besides its output."""
 
     auxiliary: dict[str, jax.Array] = {}
     """Terms of the loss, float32 scalars: summed over layers, mean over microbatches (a router's load balance)."""
@@ -102,15 +105,15 @@ class Terms(NamedTuple):
 
 
 class Cache(Protocol):
-    """What a layer remembers of the tokens before; a pytree. Attention asks it to `attend` (layers/kv_cache.py)."""
+    """State of a layer from earlier tokens; a pytree. Attention layers call its `attend` (layers/kv_cache.py)."""
 
     def at(self, places_BT: jax.Array) -> "Cache":
-        """The same, ready for the next T tokens of each row. places: int32, where in the row each stands; padding,
-        which must leave no trace, stands beyond the length of the cache."""
+        """The same, ready for the next T tokens of each row. places_BT: int32, their positions in the row; a padding
+        token has a position beyond the length of the cache and must not change it."""
 
 
 class LayerConfig(Protocol):
-    """A hashable description of one layer. `build` gives an nnx.Module that is called as
+    """A hashable description of one layer. `build` returns an nnx.Module that is called as
 
         module(x [B, T, D], inputs, cache, key) -> (x, cache, Terms)
 
@@ -122,28 +125,28 @@ class LayerConfig(Protocol):
     embed_dim: int
     """Width of the residual stream."""
     modules: Mapping[str, Sequence[str]]
-    """What execution.recompute_modules can name: the activations that need not be kept if the module runs again."""
+    """{name in execution.recompute_modules: the activations that need not be saved if the module is recomputed}."""
 
     def build(self, rngs: nnx.Rngs) -> nnx.Module: ...
 
     def saving_by_name(self) -> "LayerConfig":
-        """The same layer with a Saved in any case, as a pipeline needs it: everything by name instead of None."""
+        """The same layer, with a Saved of all activations if it has None: a pipeline saves by name."""
 
     def check(self, mesh: MeshConfig, sequence_length: int) -> None:
-        """Raises ValueError for what does not divide over the mesh, in the words of the model's config."""
+        """Raises ValueError, naming the fields of the model's config, for sizes that do not divide over the mesh."""
 
     def flops(self, sequence_length: int) -> Flops:
-        """Of one token."""
+        """Per token."""
 
     def activations(self, sequence_length: int) -> dict[str, Activation]:
-        """By their names, in the order of the forward pass; the first is the layer's input."""
+        """By name, in the order of the forward pass; the first is the layer's input."""
 
     def sent(self, mesh: MeshConfig, itemsize: int) -> dict[str, float]:
-        """{mesh axis: bytes of a token} that a device would send in a step if the axis were endlessly long: times
-        (n - 1) / n it is what it sends over n devices."""
+        """{mesh axis: bytes per token} sent by a device in a step, in the limit of a long axis: over n devices it is
+        (n - 1) / n of that."""
 
     def new_cache(self, length: int) -> Any:
-        """An empty Cache with room for `length` tokens a row."""
+        """An empty Cache for `length` tokens per row."""
 
 
 class FeedForwardConfig(Protocol):
@@ -178,7 +181,7 @@ class FeedForwardConfig(Protocol):
 
 
 def check_divisible(axis: str, size: int, fields: dict[str, int]) -> None:
-    """Raises ValueError for a size of a model, by its field, that does not divide over the devices of a mesh axis."""
+    """Raises ValueError if a model size, {field: size}, does not divide over the devices of a mesh axis."""
     for name, value in fields.items():
         if value % size:
             largest = math.gcd(value, size)

@@ -1,7 +1,7 @@
-"""Linear layers: the only place where a layer meets its weight matrices.
+"""Linear layers: the only place where layers multiply by their weight matrices.
 
-A Linear owns a weight, a bias if it was given one, and whatever belongs to them: the scales of a number format, an
-adapter. Its parameters are called after the Linear itself: `query` and `query_bias` in a checkpoint (parameters.py).
+A Linear owns a weight, optionally a bias, and whatever belongs to them: the scales of a number format, an adapter. Its
+parameters are named after the Linear itself: `query` and `query_bias` in a checkpoint (parameters.py).
 """
 
 from collections.abc import Sequence
@@ -34,14 +34,15 @@ class Linear(nnx.Module):
         self.weight = weight((*inputs, *outputs), axes, init, rngs, role, self.num_inputs)
 
     def add_bias_parameter(self, rngs: nnx.Rngs) -> None:
-        """A bias of zeros. On the residual stream it is whole on every device, as the scales of norms are."""
+        """Adds a bias of zeros. A bias on the residual stream is replicated on every device, like the scales of
+        norms."""
         value = self.weight.get_value()
         axes = self.weight.get_metadata()["record"].axes[self.num_inputs :]
         axes = ["norm" if axis == "embed" else axis for axis in axes]
         self.bias = weight(value.shape[self.num_inputs :], axes, nnx.initializers.zeros, rngs, "vector")
 
     def matrix(self) -> jax.Array:
-        """The weight with all that belongs to it, for operations with a matmul of their own (the chunked loss)."""
+        """The effective weight, for operations that do their own matmul (the chunked loss)."""
         return self.weight[...]
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -75,15 +76,15 @@ def grouped_side_by_side(rows_RK: jax.Array, linears: Sequence[GroupedLinear], s
 
 
 def side_by_side(x: jax.Array, linears: Sequence[Linear], shape: Sequence[int], axis: int) -> jax.Array:
-    """The products of x [..., D] with several weights, without biases, joined along `axis` and computed as one.
+    """Multiplies x [..., D] by several weights in one matmul, without biases; results are concatenated along `axis`.
 
-    shape: that of each weight as a factor, [D, ...] with -1 along `axis`, which must not be a dim that the mesh splits.
+    shape: what each weight is reshaped to, [D, ...] with -1 at `axis`, which must not be a dim that the mesh splits.
     """
     return ops.matmul_side_by_side(x, [linear.weight[...].reshape(shape) for linear in linears], axis)
 
 
 def add_stacked_biases(y: jax.Array, linears: Sequence[Linear]) -> jax.Array:
-    """y [..., len(linears), N], their products stacked, plus their biases, if they have any."""
+    """y [..., len(linears), N], their stacked products, plus their biases if they have any."""
     if not hasattr(linears[0], "bias"):
         return y
     return ops.add_bias(y, jnp.stack([linear.bias[...] for linear in linears]))

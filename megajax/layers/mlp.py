@@ -32,12 +32,12 @@ class MlpConfig:
 
     @property
     def wide_dim(self) -> int:
-        """Of what the activation reads: gate and up, or up alone."""
+        """Width of the input of the activation: gate and up, or up alone."""
         return self.mlp_dim * (2 if self.activation in GATED else 1)
 
     @property
     def down_flops(self) -> float:
-        """Of the output projection, a token."""
+        """FLOPs of the output projection per token."""
         return 2 * self.embed_dim * self.mlp_dim
 
     def build(self, rngs: nnx.Rngs) -> "Mlp":

@@ -17,7 +17,7 @@ class NormConfig:
     epsilon: float
     zero_centered: bool
     bias: bool
-    """Of a layernorm; an rmsnorm has none."""
+    """For layernorm; rmsnorm has no bias."""
 
 
 class Norm(nnx.Module):
@@ -25,8 +25,8 @@ class Norm(nnx.Module):
 
     def __init__(self, config: NormConfig, dim: int, *, rngs: nnx.Rngs):
         self.config = config
-        start = nnx.initializers.zeros if config.zero_centered else nnx.initializers.ones
-        self.scale = weight((dim,), ("norm",), start, rngs, "vector")
+        init = nnx.initializers.zeros if config.zero_centered else nnx.initializers.ones
+        self.scale = weight((dim,), ("norm",), init, rngs, "vector")
         if config.kind == "layernorm" and config.bias:
             self.bias = weight((dim,), ("norm",), nnx.initializers.zeros, rngs, "vector")
 
@@ -37,7 +37,7 @@ class Norm(nnx.Module):
         )
 
     def residual(self, x_BTD: jax.Array, y_BTD: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """(x + y, the same normalised), for what goes on and what is read of the residual stream."""
+        """(x + y, norm(x + y)): the residual stream, and the input of the next sublayer."""
         return residual_norm(x_BTD, y_BTD, *self._parameters(), self.config.epsilon)
 
     def _parameters(self) -> tuple[jax.Array, jax.Array | None]:

@@ -2,8 +2,8 @@
 NTK, YaRN (Peng et al. 2023), Llama 3's and LongRoPE (Ding et al. 2024).
 
 Dimensions: B batch, T sequence, N heads, H head dim, R rotated part of H. Each pair of entries is rotated,
-(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin): x1 the first R / 2 entries and x2 the next, or, interleaved, x1 the even
-ones of R and x2 the odd ones.
+(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin): x1 is the first and x2 the second half of R or, interleaved, x1 has the
+even and x2 the odd entries.
 """
 
 import dataclasses
@@ -22,63 +22,64 @@ class RopeConfig:
     base: Annotated[float, Range(above=1)] = 10000.0
     """Wavelengths run from 2 pi to 2 pi * base."""
     fraction: Annotated[float, Range(above=0, at_most=1)] = 1.0
-    """Part of the head dim that is rotated."""
+    """Fraction of the head dim that is rotated."""
     interleaved: bool = False
-    """Entries 2 i and 2 i + 1 are a pair (GPT-J), instead of i and i + R / 2 (GPT-NeoX)."""
+    """Rotate entries 2 i and 2 i + 1 as a pair (GPT-J) instead of i and i + R / 2 (GPT-NeoX)."""
     local_base: Annotated[float, Range(above=1)] | None = None
-    """Base of the layers with a window, whose wavelengths are then never stretched (Gemma 3); None: as all others."""
+    """Base of the layers with a window, whose wavelengths are then never stretched (Gemma 3); None: like other
+    layers."""
     scaling: Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"] = "none"
     """How wavelengths are stretched for sequences beyond original_length."""
     factor: Annotated[float, Range(at_least=1)] = 8.0
-    """Stretch: how many times longer than original_length."""
+    """By how much wavelengths are stretched: the longest sequence divided by original_length."""
     attention_factor: PositiveFloat | None = None
     """Factor on cos and sin. None: YaRN 0.1 ln(factor) + 1, LongRoPE sqrt(1 + ln(factor) / ln(original_length)), 1
     otherwise."""
     original_length: PositiveInt = 8192
-    """Sequence length of the first training (Llama 3: 8192, YaRN: 4096)."""
+    """Sequence length of the original pretraining (Llama 3: 8192, YaRN: 4096)."""
     low_frequency: PositiveFloat = 1.0
     """Llama 3: wavelengths above original_length / low_frequency are stretched fully."""
     high_frequency: PositiveFloat = 4.0
-    """Llama 3: wavelengths below original_length / high_frequency stay."""
+    """Llama 3: wavelengths below original_length / high_frequency are not stretched."""
     beta_fast: PositiveFloat = 32.0
-    """YaRN: dims that turn more often than this within original_length stay."""
+    """YaRN: dims with more rotations than this within original_length are not stretched."""
     beta_slow: PositiveFloat = 1.0
-    """YaRN: dims that turn less often than this are stretched fully."""
+    """YaRN: dims with fewer rotations than this are stretched fully."""
     truncate: bool = True
-    """YaRN: the two ends of the ramp between them are rounded outwards to whole dims."""
+    """YaRN: round the ends of the ramp between these two outwards to whole dims."""
     length: PositiveInt | None = None
-    """Dynamic, LongRoPE: tokens of the longest sequence, for which the wavelengths are chosen; None = original_length.
-    They do not depend on the sequence that is read, so keys in a cache stay valid."""
+    """Dynamic, LongRoPE: length of the longest sequence, which sets the wavelengths; None = original_length. They do
+    not depend on the actual sequence, so cached keys remain valid."""
     short_factors: tuple[PositiveFloat, ...] = ()
-    """LongRoPE: the stretch of each of the R / 2 wavelengths, where length is at most original_length."""
+    """LongRoPE: stretch of each of the R / 2 wavelengths if length is at most original_length."""
     long_factors: tuple[PositiveFloat, ...] = ()
-    """LongRoPE: the same beyond original_length."""
+    """LongRoPE: the same for a length above original_length."""
 
     def check(self, head_dim: int) -> None:
-        """Raises ValueError if the two ends of the scaling are not in order, or factors do not fit the head dim."""
+        """Raises ValueError if the bounds of the scaling are not ascending, or factors do not fit the head dim."""
         self._check_order("llama3", "low_frequency", "high_frequency")
         self._check_order("yarn", "beta_slow", "beta_fast")
         num_pairs = self._rotated(head_dim) // 2
         if self.scaling == "dynamic" and num_pairs < 2:
             raise ValueError(
-                f"model.rope.scaling=dynamic needs two pairs that are rotated, head_dim={head_dim} and "
-                f"model.rope.fraction={self.fraction} make {num_pairs}; use --model.rope.scaling=linear"
+                f"model.rope.scaling=dynamic needs two rotated pairs; head_dim={head_dim} and "
+                f"model.rope.fraction={self.fraction} give {num_pairs}; use --model.rope.scaling=linear"
             )
         for name in ("short_factors", "long_factors"):
-            given = len(getattr(self, name))
-            if given != (num_pairs if self.scaling == "longrope" else 0):
+            count = len(getattr(self, name))
+            if count != (num_pairs if self.scaling == "longrope" else 0):
                 raise ValueError(
-                    f"model.rope.{name} has {given} numbers; with model.rope.scaling=longrope it has one for each of "
-                    f"the {num_pairs} pairs that model.rope.fraction={self.fraction} rotates, and otherwise none"
+                    f"model.rope.{name} has {count} numbers; give one for each of the {num_pairs} pairs that "
+                    f"model.rope.fraction={self.fraction} rotates with model.rope.scaling=longrope, otherwise none"
                 )
         if self.scaling == "longrope" and self.original_length < 2:
             raise ValueError(
-                "model.rope.original_length=1 has no logarithm to scale by, which longrope does; 4096 is usual"
+                "model.rope.original_length=1: longrope divides by its logarithm, which is 0; 4096 is usual"
             )
         if self.length is not None and self.scaling not in ("dynamic", "longrope"):
             raise ValueError(
-                f"model.rope.length={self.length} is for model.rope.scaling=dynamic or longrope, not {self.scaling}; "
-                "leave it out"
+                f"model.rope.length={self.length} is read with model.rope.scaling=dynamic or longrope, not "
+                f"{self.scaling}; leave it out"
             )
 
     def _check_order(self, scaling: str, low: str, high: str) -> None:
@@ -89,7 +90,7 @@ class RopeConfig:
             )
 
     def inverse_frequencies(self, head_dim: int) -> np.ndarray:
-        """float64 [R / 2], radians a position."""
+        """float64 [R / 2], radians per position."""
         rotated = self._rotated(head_dim)
         plain = self.base ** (-np.arange(0, rotated, 2) / rotated)
         if self.scaling == "linear":
@@ -106,7 +107,8 @@ class RopeConfig:
 
     @property
     def concentration(self) -> float:
-        """Factor on cos and sin that keeps the entropy of the attention (YaRN, equation 22; LongRoPE, section 4)."""
+        """Factor on cos and sin that preserves the entropy of the attention (YaRN, equation 22; LongRoPE, section
+        4)."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.scaling == "yarn":
@@ -117,7 +119,7 @@ class RopeConfig:
 
     @property
     def local(self) -> "RopeConfig":
-        """Of the layers with a window."""
+        """The embedding of the layers with a window."""
         if self.local_base is None:
             return self
         return RopeConfig(base=self.local_base, fraction=self.fraction, interleaved=self.interleaved)
@@ -155,7 +157,7 @@ class RopeConfig:
 
 
 def rope_tables(config: RopeConfig, head_dim: int, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(cos, sin), float32 [B, T, R / 2], of int32 positions."""
+    """(cos, sin), float32 [B, T, R / 2], for int32 positions [B, T]."""
     frequencies = jnp.asarray(config.inverse_frequencies(head_dim), jnp.float32)
     angles = positions_BT[..., None].astype(jnp.float32) * frequencies
     return jnp.cos(angles) * config.concentration, jnp.sin(angles) * config.concentration

@@ -1,4 +1,4 @@
-"""The transformer layer: attention and MLP, each added to the residual stream, one after the other or side by side."""
+"""The transformer layer: attention and MLP, each added to the residual stream, in sequence or in parallel."""
 
 import dataclasses
 from collections import Counter
@@ -22,8 +22,8 @@ from megajax.sharding import constrain
 NormPlacement = Literal["pre", "post", "sandwich"]
 ParallelResidual = Literal["none", "one_norm", "two_norms"]
 
-# Modules that the backward pass can compute again, and which of the activations need not be kept then; beside those of
-# the feed-forward half.
+# Modules that the backward pass can recompute, and the activations that need not be saved then, without those of the
+# feed-forward half.
 MODULES = {
     "norm": ("normed",),
     "qkv": ("qkv",),
@@ -35,7 +35,7 @@ MODULES = {
 def _with_attention(saved: Saved) -> Saved:
     if "attention_out" not in saved.kept:
         return saved
-    # Without it the attention runs again; 4 bytes a head and token.
+    # Otherwise the attention would run again to get it; 4 bytes per head and token.
     return dataclasses.replace(saved, on_device=(*saved.on_device, "attention_lse"))
 
 
@@ -64,12 +64,12 @@ class TransformerLayerConfig:
 
     @property
     def norms_input(self) -> bool:
-        """Whether attention and MLP read a norm of the residual stream, or the stream itself."""
+        """Whether the inputs of attention and MLP are normalised."""
         return self.norm_placement != "post"
 
     @property
     def norms_output(self) -> bool:
-        """Whether what they give is normalised before it is added."""
+        """Whether their outputs are normalised before they are added."""
         return self.norm_placement != "pre"
 
     @property
@@ -83,7 +83,7 @@ class TransformerLayerConfig:
     def saving(
         self, recompute: Literal["none", "selective", "full"], recomputed: Sequence[str], offload: Sequence[str]
     ) -> "TransformerLayerConfig":
-        """The same layer with what Saved.choose says."""
+        """The same layer with the result of Saved.choose."""
         saved = Saved.choose(recompute, recomputed, offload, self._activation_names, self.modules)
         return dataclasses.replace(self, saved=saved and _with_attention(saved))
 
@@ -93,7 +93,7 @@ class TransformerLayerConfig:
 
     @property
     def _activation_names(self) -> tuple[str, ...]:
-        return tuple(self.activations(sequence_length=1))  # the same of any length
+        return tuple(self.activations(sequence_length=1))  # they do not depend on it
 
     def check(self, mesh: MeshConfig, sequence_length: int) -> None:
         self.attention.check(mesh, sequence_length)
@@ -117,8 +117,8 @@ class TransformerLayerConfig:
         return found | self.mlp.activations()
 
     def sent(self, mesh: MeshConfig, itemsize: int) -> dict[str, float]:
-        # Each half gathers its input over `tensor` and scatters its result, forward and backward; a forward pass that
-        # is done again does so again.
+        # Attention and MLP each gather their input over `tensor` and scatter their output, forward and backward, and
+        # once more in a recomputed forward pass.
         passes = 2 if self.saved is None or {"qkv", "mlp_wide"} & set(self.saved.kept) else 3
         sent = Counter(self.mlp.sent(mesh, itemsize, passes))
         sent.update(tensor=2 * passes * self.embed_dim * itemsize, context=self.attention.sent(mesh, itemsize))
@@ -131,8 +131,8 @@ class TransformerLayerConfig:
 class TransformerLayer(nnx.Module):
     """(x [B, T, D], inputs, cache, key) -> (x, cache, Terms): x + attention(x), then x + mlp(x).
 
-    Both read a norm of x, or x itself (norm_placement=post), and what they give is normalised (post, sandwich),
-    multiplied and dropped before it is added.
+    Their inputs are normalised (pre, sandwich); their outputs are normalised (post, sandwich), multiplied and subject
+    to dropout before they are added.
     """
 
     def __init__(self, config: TransformerLayerConfig, *, rngs: nnx.Rngs):
@@ -153,28 +153,28 @@ class TransformerLayer(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, inputs: dict, cache, key: DropoutKey | None):
         keys = [None] * 3 if key is None else key.split(3)
-        x_BTD, read_BTD = self._read(self.attention_norm, "residual", x_BTD)
+        x_BTD, read_BTD = self._branch_input(self.attention_norm, "residual", x_BTD)
         y_BTD, cache = self.attention(read_BTD, inputs, cache, keys[0])
-        y_BTD = self._given(self.attention_post_norm, y_BTD, keys[1])
-        x_BTD, read_BTD = self._read(self.mlp_norm, "residual_mid", x_BTD, y_BTD)
+        y_BTD = self._branch_output(self.attention_post_norm, y_BTD, keys[1])
+        x_BTD, read_BTD = self._branch_input(self.mlp_norm, "residual_mid", x_BTD, y_BTD)
         y_BTD, terms = self.mlp(read_BTD, generates=cache is not None)
-        return x_BTD + self._given(self.mlp_post_norm, y_BTD, keys[2]), cache, terms
+        return x_BTD + self._branch_output(self.mlp_post_norm, y_BTD, keys[2]), cache, terms
 
-    def _read(self, norm: Norm | None, name: str, x_BTD: jax.Array, y_BTD: jax.Array | None = None):
-        """(x + y under this name, what attention or MLP reads of it)."""
+    def _branch_input(self, norm: Norm | None, name: str, x_BTD: jax.Array, y_BTD: jax.Array | None = None):
+        """(x + y under this checkpoint name, the input of attention or MLP)."""
         if self.saved is not None or norm is None:
-            # The sum stands alone, so that normalising it again needs no y, which would be a matmul again.
+            # The sum is not fused into the norm: recomputing the norm would need y, and with it the matmul that made y.
             x_BTD = checkpoint_name(x_BTD if y_BTD is None else x_BTD + y_BTD, name)
             y_BTD = None
         if norm is None:
-            # Its gradient is computed as such, as that of ops/norm.py is.
+            # So that the gradient is materialised here, as in ops/norm.py.
             x_BTD = jax.lax.optimization_barrier(x_BTD)
             return x_BTD, constrain(x_BTD, "batch", "time", None)
         x_BTD, read_BTD = norm.residual(x_BTD, y_BTD)
         return x_BTD, checkpoint_name(constrain(read_BTD, "batch", "time", None), "normed")
 
-    def _given(self, norm: Norm | None, y_BTD: jax.Array, key: DropoutKey | None) -> jax.Array:
-        """What attention or MLP gives, as it is added."""
+    def _branch_output(self, norm: Norm | None, y_BTD: jax.Array, key: DropoutKey | None) -> jax.Array:
+        """The output of attention or MLP, ready to be added to the residual stream."""
         # The barrier keeps XLA from adding x in place inside the matmul that makes y: x, needed again, would be copied.
         y_BTD = jax.lax.optimization_barrier(constrain(y_BTD, "batch", "sequence", None))
         if norm is not None:
@@ -186,14 +186,14 @@ class TransformerLayer(nnx.Module):
 
 
 class ParallelTransformerLayer(TransformerLayer):
-    """x + attention(x) + mlp(x), which read norms of their own or share one (Wang and Komatsuzaki 2021)."""
+    """x + attention(x) + mlp(x), with separate norms or a shared one (Wang and Komatsuzaki 2021)."""
 
     def __call__(self, x_BTD: jax.Array, inputs: dict, cache, key: DropoutKey | None):
         keys = [None] * 3 if key is None else key.split(3)
-        x_BTD, read_BTD = self._read(self.attention_norm, "residual", x_BTD)
+        x_BTD, read_BTD = self._branch_input(self.attention_norm, "residual", x_BTD)
         y_BTD, cache = self.attention(read_BTD, inputs, cache, keys[0])
         if self.mlp_norm is not None:
-            x_BTD, read_BTD = self._read(self.mlp_norm, "residual", x_BTD)
-        y_BTD = self._given(self.attention_post_norm, y_BTD, keys[1])
+            x_BTD, read_BTD = self._branch_input(self.mlp_norm, "residual", x_BTD)
+        y_BTD = self._branch_output(self.attention_post_norm, y_BTD, keys[1])
         z_BTD, terms = self.mlp(read_BTD, generates=cache is not None)
-        return x_BTD + y_BTD + self._given(self.mlp_post_norm, z_BTD, keys[2]), cache, terms
+        return x_BTD + y_BTD + self._branch_output(self.mlp_post_norm, z_BTD, keys[2]), cache, terms

@@ -1,4 +1,4 @@
-"""Decoder-only language model (GPT, Llama and their relatives): each feature is a choice in the config.
+"""Decoder-only language model (GPT, Llama and related models): each feature is a choice in the config.
 
 Dimensions: B batch, T sequence, D model width, V vocabulary (padded).
 """
@@ -56,12 +56,12 @@ class DecoderConfig(ModelConfig):
     vocab_multiple: PositiveInt = 128
     """The stored vocabulary is padded to a multiple of this, the same on every mesh."""
     position: Literal["learned", "rope", "alibi", "none"] = "learned"
-    """How tokens know their place: a table, rotations, or scores that fall with the distance (ALiBi)."""
+    """How positions are encoded: a learned table, rotary embedding, scores that fall with distance (ALiBi), or not."""
     max_positions: PositiveInt = 1024
     """Rows of the learned position table. With any other position it limits nothing; it is the length that the model
     was trained for, as Hugging Face folders say it."""
     rope: RopeConfig = RopeConfig()
-    """Rotary embedding, where position is rope."""
+    """Rotary embedding, with position=rope."""
     no_rope_every: PositiveInt | None = None
     """Every n-th layer has no rotary embedding (NoPE)."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
@@ -71,58 +71,58 @@ class DecoderConfig(ModelConfig):
     norm_zero_centered: bool = False
     """Store the norm's scale minus one (Megatron's layernorm-1p)."""
     norm_bias: bool = True
-    """A layernorm has a bias; an rmsnorm never has one."""
+    """Bias of layernorm; rmsnorm has none."""
     norm_placement: NormPlacement = "pre"
-    """Normalise what attention and MLP read (pre), what they give before it is added (post, as OLMo 2), or both
-    (sandwich, as Gemma 2)."""
+    """Normalise the inputs of attention and MLP (pre), their outputs before they are added (post, as in OLMo 2), or
+    both (sandwich, as in Gemma 2)."""
     embedding_norm: bool = False
     """Normalise the embeddings before the first layer (BLOOM)."""
     parallel_residual: ParallelResidual = "none"
-    """x + attention(norm(x)) + mlp(norm(x)) instead of one after the other: they share a norm (one_norm, as GPT-J), or
-    have their own (two_norms, as GPT-NeoX)."""
+    """Compute x + attention(norm(x)) + mlp(norm(x)) with a shared norm (one_norm, as in GPT-J) or two norms (two_norms,
+    as in GPT-NeoX); none: attention, then MLP."""
     qk_norm: bool = False
     """Normalise queries and keys before the rotary embedding."""
     qk_norm_scope: Literal["head", "all_heads"] = "head"
-    """With qk_norm: each head by itself, or all heads of a token together (OLMo 2)."""
+    """With qk_norm: normalise each head separately, or all heads of a token together (OLMo 2)."""
     activation: Activation = "gelu"
     """Feed-forward activation: gelu and geglu are exact (erf), gelu_tanh and geglu_tanh approximate; swiglu and the
     geglus are gated."""
     bias: bool = True
-    """Biases in the linear layers of attention and MLP, where the next three do not say otherwise."""
+    """Biases in the linear layers of attention and MLP, unless one of the next three fields is set."""
     qkv_bias: bool | None = None
-    """Of queries, keys and values; None: as bias."""
+    """Biases of queries, keys and values; None: as `bias`."""
     attention_out_bias: bool | None = None
-    """Of the projection behind the attention; None: as bias."""
+    """Bias of the output projection of attention; None: as `bias`."""
     mlp_bias: bool | None = None
-    """Of the MLP; None: as bias."""
+    """Biases of the MLP; None: as `bias`."""
     head_bias: bool = False
-    """A bias of the logits."""
+    """Add a bias to the logits."""
     tied_embeddings: bool = True
     """The output layer is the transposed embedding."""
     window: PositiveInt | None = None
     """Sliding-window attention: a token sees this many tokens, itself included."""
     full_attention_every: PositiveInt | None = None
-    """With a window: every n-th layer sees everything."""
+    """With a window: every n-th layer has full attention."""
     attention_multiplier: PositiveFloat | None = None
-    """Scores are this times query times key; None = 1 / sqrt(head_dim)."""
+    """Factor on the attention scores; None = 1 / sqrt(head_dim)."""
     attention_soft_cap: PositiveFloat | None = None
     """Scores become cap * tanh(scores / cap)."""
     attention_sinks: bool = False
-    """A learned score of each head that takes part in the softmax and has no value (gpt-oss)."""
+    """Add a learned score per head to the softmax, without a value (gpt-oss)."""
     embedding_multiplier: PositiveFloat = 1.0
-    """Token embeddings times this, rounded to the compute dtype as in Gemma."""
+    """Factor on the token embeddings, rounded to the compute dtype as in Gemma."""
     residual_multiplier: PositiveFloat = 1.0
-    """What attention and MLP add to the residual stream, times this."""
+    """Factor on the outputs of attention and MLP before they are added to the residual stream."""
     logit_multiplier: PositiveFloat = 1.0
-    """Logits times this."""
+    """Factor on the logits."""
     logit_soft_cap: PositiveFloat | None = None
     """Logits become cap * tanh(logits / cap)."""
     moe: MoeConfig = MoeConfig()
     """Layers with experts instead of one feed-forward network (docs/experts.md)."""
     dropout: DropRate = dataclasses.field(default=0.0, metadata=MAY_CHANGE)
-    """Drop rate of embeddings and of what each half layer adds."""
+    """Dropout rate of the embeddings and of the outputs of attention and MLP."""
     attention_dropout: DropRate = dataclasses.field(default=0.0, metadata=MAY_CHANGE)
-    """Drop rate of attention probabilities."""
+    """Dropout rate of attention probabilities."""
     init_std: PositiveFloat = 0.02
     """Standard deviation of the initial weights; output projections get init_std / sqrt(2 * num_layers)."""
 
@@ -160,7 +160,7 @@ class DecoderConfig(ModelConfig):
     def padded_vocab_size(self) -> int:
         return padded_vocab_size(self.vocab_size, self.vocab_multiple)
 
-    # ------------------------------------------------------------------ what others ask of a model config
+    # ------------------------------------------------------------------ interface of a model config
 
     def build(self, rngs: nnx.Rngs, dtype: jnp.dtype, execution: ExecutionConfig, stages: Stages | None) -> "Decoder":
         return Decoder(self, dtype, execution, stages, rngs=rngs)
@@ -169,10 +169,10 @@ class DecoderConfig(ModelConfig):
         return {"layers": tuple(self._layer_config(number, execution) for number in range(self.num_layers))}
 
     def batch(self, sequence_length: int, *, packed: bool) -> dict[str, BatchArray]:
-        whole = BatchArray.sequence(sequence_length)
+        sequence = BatchArray.sequence(sequence_length)
         weights = BatchArray.sequence(sequence_length, jnp.float32)
-        batch = {"tokens": whole, "labels": whole, "positions": whole, "loss_mask": weights}
-        return batch | ({"segment_ids": whole} if packed else {})
+        batch = {"tokens": sequence, "labels": sequence, "positions": sequence, "loss_mask": weights}
+        return batch | ({"segment_ids": sequence} if packed else {})
 
     def flops_outside(self, sequence_length: int) -> Flops:
         return Flops(2 * self.padded_vocab_size * self.embed_dim)
@@ -266,17 +266,17 @@ class DecoderConfig(ModelConfig):
             )
 
     def _check_choices(self) -> None:
-        """Those that say nothing, or contradict each other."""
+        """Raises ValueError for choices that have no effect or contradict each other."""
         if self.full_attention_every is not None and self.window is None:
             raise ValueError("model.full_attention_every needs a window: set --model.window, or leave it out")
         if self.parallel_residual == "one_norm" and self.norm_placement == "post":
             raise ValueError(
-                "model.parallel_residual=one_norm shares the norm that attention and MLP read, which "
-                "model.norm_placement=post leaves out; use --model.parallel_residual=two_norms"
+                "model.parallel_residual=one_norm shares the input norm of attention and MLP, which "
+                "model.norm_placement=post does not have; use --model.parallel_residual=two_norms"
             )
         if self.qk_norm_scope != "head" and not self.qk_norm:
             raise ValueError(
-                f"model.qk_norm_scope={self.qk_norm_scope} needs something to normalise: set --model.qk_norm=True, or "
+                f"model.qk_norm_scope={self.qk_norm_scope} has no effect without qk_norm: set --model.qk_norm=True, or "
                 "leave it out"
             )
         if self.rope.local_base is not None and (self.position != "rope" or self.window is None):
@@ -304,7 +304,7 @@ class DecoderConfig(ModelConfig):
         if self.embed_dim % mesh.weight_shards:
             raise ValueError(
                 f"model.embed_dim={self.embed_dim} is not divisible by {mesh.weight_shards} = mesh.fsdp({mesh.fsdp}) * "
-                f"mesh.context({mesh.context}), which share the weights; use --mesh.fsdp="
+                f"mesh.context({mesh.context}), over which weights are sharded; use --mesh.fsdp="
                 f"{math.gcd(self.embed_dim // math.gcd(self.embed_dim, mesh.context), mesh.fsdp)}"
             )
 
@@ -353,7 +353,7 @@ class Decoder(OneStack):
         return constrain(dropout(x_BTD, self.config.dropout, key, order), "batch", "sequence", None)
 
     def block_inputs(self, batch: dict) -> dict:
-        """What every layer reads beside x."""
+        """What every layer reads besides x."""
         inputs = {name: batch[name] for name in ("segment_ids",) if name in batch}
         ropes = {"global": self.config.rope} if self.config.position == "rope" else {}
         if self.config.rope.local_base is not None:
@@ -372,23 +372,23 @@ class Decoder(OneStack):
             vocab_size=self.config.vocab_size,
             z_loss=options.z_loss,
             label_smoothing=options.label_smoothing,
-            **self._of_logits(),
+            **self._logit_options(),
         )
         return LossTerms(main)
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
-        """float32 [B, T, V]; entries of the padding are minus infinity."""
+        """float32 [B, T, V]; minus infinity for the padding of the vocabulary."""
         products_BTV = matmul(self.final_norm(x_BTD), self._head()).astype(jnp.float32)
-        logits_BTV = finish_logits(products_BTV, **self._of_logits())
-        real = jnp.arange(self.config.padded_vocab_size) < self.config.vocab_size
-        return constrain(jnp.where(real, logits_BTV, -jnp.inf), "batch", "time", "vocab")
+        logits_BTV = finish_logits(products_BTV, **self._logit_options())
+        is_token = jnp.arange(self.config.padded_vocab_size) < self.config.vocab_size
+        return constrain(jnp.where(is_token, logits_BTV, -jnp.inf), "batch", "time", "vocab")
 
     def _head(self) -> jax.Array:
         """[D, V]."""
         return self.embedding[...].T if self.config.tied_embeddings else self.head.matrix()
 
-    def _of_logits(self) -> dict:
-        """What makes logits of the products with the head."""
+    def _logit_options(self) -> dict:
+        """Arguments that turn products with the head into logits."""
         return dict(
             bias_V=self.head_bias[...] if self.config.head_bias else None,
             multiplier=self.config.logit_multiplier,

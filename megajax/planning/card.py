@@ -49,9 +49,9 @@ def _parameters(model: Model) -> str:
 
 
 def _data_rows(datasets: Datasets, steps: int) -> list[tuple[str, str]]:
-    """What a run reads, and how often; of many datasets those that are read most often."""
+    """The datasets of a run and their epochs; if there are many, those read most often."""
     if datasets.is_mock:
-        return [("data", "mock: documents that count 1, 2, 3, ...; for text give --data.source")]
+        return [("data", "mock: documents that count 1, 2, 3, ...; set --data.source to train on text")]
     sources = sorted(datasets.sources, key=lambda source: -source.epochs)
     total = sum(source.num_samples for source in sources)
     in_steps = f"in {format_number_of(steps, 'step')}"

@@ -1,4 +1,4 @@
-"""Bytes that each device needs for a run, from shapes and shardings alone."""
+"""Memory per device of a run, from shapes and shardings alone."""
 
 import functools
 import logging
@@ -24,7 +24,7 @@ logger = logging.getLogger("megajax")
 
 
 def bytes_per_device(abstract, shardings) -> int:
-    """Bytes of a pytree of abstract arrays on one device, laid out by a pytree of shardings."""
+    """Bytes on one device of a pytree of abstract arrays, given a pytree of shardings."""
 
     def size(a, sharding) -> int:
         return math.prod(sharding.shard_shape(a.shape)) * np.dtype(a.dtype).itemsize
@@ -33,8 +33,8 @@ def bytes_per_device(abstract, shardings) -> int:
 
 
 def memory_per_device(program: Program, training: TrainingConfig) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes per device by kind, in its memory and on its host: weights and optimizer exactly, gradients (float32) and
-    activations as estimates."""
+    """Bytes per device by kind -> (in device memory, on the host). Weights and optimizer state are exact, gradients
+    (float32) and activations are estimates."""
     on_device, on_host = state_bytes(program)
     on_gpu = not isinstance(program.mesh, Mesh) or program.mesh.devices.flat[0].platform != "cpu"
     device, host = activation_bytes(program.model, program.mesh_config, training, on_gpu=on_gpu)
@@ -43,7 +43,7 @@ def memory_per_device(program: Program, training: TrainingConfig) -> tuple[dict[
 
 
 def state_bytes(program: Program) -> tuple[dict[str, int], dict[str, int]]:
-    """The part of memory_per_device that depends neither on the batch nor on what is recomputed."""
+    """The part of memory_per_device that depends neither on the batch nor on recomputation."""
     shardings = program.shardings
     state = program.abstract_state
     held = bytes_per_device((state.frozen, state.variables), (shardings.frozen, shardings.variables))
@@ -59,7 +59,7 @@ def state_bytes(program: Program) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def memory_rows(device: dict[str, int], host: dict[str, int]) -> list[tuple[str, str]]:
-    """(name, value) rows for Console.card of what memory_per_device returned."""
+    """(name, value) rows for Console.card, from the result of memory_per_device."""
 
     def kinds(sizes: dict[str, int]) -> str:
         return ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
@@ -70,15 +70,14 @@ def memory_rows(device: dict[str, int], host: dict[str, int]) -> list[tuple[str,
 def activation_bytes(
     model: Model, mesh: MeshConfig, training: TrainingConfig, *, on_gpu: bool = True
 ) -> tuple[int, int]:
-    """What forward and backward of a step need beside the state -> (on the device, an estimate; on the host).
+    """Bytes that forward and backward pass need besides the state -> (on the device, an estimate; on the host).
 
-    Kept for the backward pass: the activations that each layer keeps by name, and its input in any case. Working space:
-    one layer as if nothing were recomputed, the gathered weights of two layers, and the output layer with its float32
-    gradient and one chunk of logits. The plain attention, which runs on a CPU, in float32 and with attention dropout,
-    holds T x T scores: of all layers where they are unrolled, as XLA keeps them for the backward pass. A rank of a
-    pipeline keeps what the layers of its fullest stage keep, for as many microbatches as the schedule has in flight; a
-    copy of the weights of its layers in the compute dtype; six residuals, those on their way and those of embedding and
-    loss.
+    Saved for the backward pass: the input of each layer and the activations it saves by name. Working space: one layer
+    without recomputation, the gathered weights of two layers, and the output layer with its float32 gradient and one
+    chunk of logits. Plain attention, used on CPUs, in float32 and with attention dropout, materialises T x T scores: of
+    all layers if they are unrolled, because XLA keeps them for the backward pass. A pipeline rank saves the activations
+    of its fullest stage for each microbatch in flight, a copy of its layers' weights in the compute dtype, and six
+    residuals: those being sent and those of embedding and loss.
     """
     layers = model.config.layers(model.execution)
     itemsize = np.dtype(model.precision.compute_dtype).itemsize
@@ -102,14 +101,14 @@ def activation_bytes(
 
 @functools.cache
 def _num_slots(schedule: PipelineSchedule, num_ranks: int, num_microbatches: int, num_chunks: int) -> tuple[int, int]:
-    """Most microbatches that a rank keeps at a time -> (of its layers, of the loss)."""
+    """Maximum number of microbatches that a rank stores at a time -> (for its layers, for the loss)."""
     table = make_table(schedule, num_ranks, num_microbatches, num_chunks)
     return table.num_slots, table.num_loss_slots
 
 
 @functools.lru_cache(maxsize=1024)
 def _kept_elements(layer: LayerConfig, sequence_length: int) -> tuple[float, float]:
-    """A token's elements that a layer keeps for its backward pass, before `tensor` splits them -> (on the device, on
+    """Elements per token that a layer saves for its backward pass, before `tensor` splits them -> (on the device, on
     the host)."""
     activations = layer.activations(sequence_length)
     first = next(iter(activations))  # the input
@@ -122,7 +121,7 @@ def _kept_elements(layer: LayerConfig, sequence_length: int) -> tuple[float, flo
 
 
 def _scores(model: Model, layers: tuple[LayerConfig, ...], sequence_length: int, *, on_gpu: bool) -> int:
-    """Elements that the plain attention holds at a time for each token."""
+    """Elements per token of the scores that plain attention materialises at a time."""
     is_plain = not on_gpu or model.precision.compute == "float32"
     found = [
         sum(a.scores for a in layer.activations(sequence_length).values() if is_plain or a.needs_scores)
@@ -132,7 +131,7 @@ def _scores(model: Model, layers: tuple[LayerConfig, ...], sequence_length: int,
 
 
 def host_memory() -> tuple[int, int]:
-    """Bytes of this machine -> (in all, or what the container may use; those available now)."""
+    """Memory of this machine in bytes -> (total, or the limit of the container; available now)."""
     table = Path("/proc/meminfo")
     if not table.is_file():  # not Linux
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -146,8 +145,8 @@ def host_memory() -> tuple[int, int]:
 
 
 def check_host_memory(program: Program, training: TrainingConfig) -> None:
-    """Of a run on CPU devices, which share the memory of the machine: logs a warning if it needs more than is available
-    now. Raises ValueError if it needs more than there is."""
+    """For a run on CPU devices, which share the memory of the machine: logs a warning if it needs more than is
+    available now. Raises ValueError if it needs more than the total."""
     devices = program.mesh.local_devices
     if devices[0].platform != "cpu":
         return
@@ -164,7 +163,7 @@ def check_host_memory(program: Program, training: TrainingConfig) -> None:
         )
     if needed > available:
         logger.warning(
-            "memory: this run needs about %s and %s are available; a smaller --training.microbatch_size needs less",
+            "this run needs about %s of memory, %s are available; reduce --training.microbatch_size",
             format_bytes(needed),
             format_bytes(available),
         )
@@ -175,7 +174,9 @@ def _working_bytes(
     itemsize: int
 ) -> float:  # fmt: skip
     activations = [layer.activations(training.sequence_length).values() for layer in layers if layer.saved]
-    elements = max((sum(each.elements for each in of_one) for of_one in activations), default=0)
+    elements = max(
+        (sum(activation.elements for activation in layer_activations) for layer_activations in activations), default=0
+    )
     working = elements * tokens * itemsize
     output = sum(parameter.computed(mesh.sizes()) for parameter in model.parameters if parameter.is_output)
     gathered = (2 * _layer_weights(model, mesh) + output) * itemsize if mesh.weight_shards > 1 else 0
@@ -184,5 +185,5 @@ def _working_bytes(
 
 
 def _layer_weights(model: Model, mesh: MeshConfig) -> float:
-    """Parameters of one layer, on average, that a device computes with."""
+    """Parameters of an average layer, as one device computes with them."""
     return sum(p.computed(mesh.sizes()) for p in model.parameters if p.is_in_a_layer) / model.num_layers

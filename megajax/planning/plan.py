@@ -1,8 +1,8 @@
-"""--plan: what a run would need and how long a step would take, without a GPU.
+"""--plan: memory and step time of a run, without a GPU.
 
 Weights and optimizer state are exact, from shapes and shardings. Where the CUDA wheels are installed the train step is
-compiled for the planned GPU and the compiler says what it allocates; otherwise activations are estimated. Times are
-estimates, and the assumptions are printed with them.
+compiled for the planned GPU and the compiler reports its allocations; otherwise activations are estimated. Times are
+estimates, printed with their assumptions.
 """
 
 import dataclasses
@@ -42,12 +42,12 @@ from megajax.training.reporting.console import format_bytes, format_count, forma
 
 UNEVEN_LOAD = 1.5  # of the fullest device, over the mean: shown beside the even one
 USABLE_MEMORY = 0.92  # of the device; the rest is CUDA, cuDNN workspaces and fragmentation
-MAX_VIRTUAL_DEVICES = 8  # that a plan compares with the memory of this machine
+MAX_VIRTUAL_DEVICES = 8  # plans of larger meshes are not compared with the memory of this machine
 COMPILED_FOR = ("H100", "H200")
 
 
 def plan_device(name: str) -> Device:
-    """Raises ValueError for a device whose datasheet is not known."""
+    """Raises ValueError for an unknown device."""
     known = {device.name.lower(): device for device in DEVICES}
     if name.lower() not in known:
         raise ValueError(f"--plan={name} is unknown; use one of {', '.join(known)}")
@@ -63,8 +63,8 @@ def plan_rows(
     *,
     compiles: bool = True,
 ) -> list[tuple[str, str]]:
-    """(name, value) rows for Console.card. packed: documents do not see each other. price: of an hour of one GPU.
-    compiles: for the device, where the CUDA wheels are installed; this process must not have used a device before."""
+    """(name, value) rows for Console.card. packed: documents do not attend to each other. price: per GPU-hour.
+    compiles: compile for the device if the CUDA wheels are installed, in a process that has not used a device yet."""
     model = program.model
     mesh_config = program.mesh_config
     compiles = compiles and device.name in COMPILED_FOR and compat.gpu_compiler_installed()
@@ -83,8 +83,10 @@ def plan_rows(
         ]  # fmt: skip
     else:
         total = sum(memory.values())
-        why = "" if device.name in COMPILED_FOR else f" (the compiler is set up for {', '.join(COMPILED_FOR)} only)"
-        rows.append(("compiled", f"no, activations are estimated; pip install -e '.[cuda13]' compiles for H100{why}"))
+        reason = "" if device.name in COMPILED_FOR else f" (the compiler is set up for {', '.join(COMPILED_FOR)} only)"
+        rows.append(
+            ("compiled", f"no, activations are estimated; pip install -e '.[cuda13]' compiles for H100{reason}")
+        )
     times = step_times(program, training, device, host)
     rows += _time_rows(program, training, device, times, has_host=bool(host))
     rows += _run_rows(training, mesh_config, times.step, price)
@@ -92,8 +94,8 @@ def plan_rows(
     verdict = "fits" if total <= usable else "does not fit"
     rows.append(("verdict", f"{verdict}: {format_bytes(total)} of {format_bytes(usable)} usable per {device.name}"))
     rows += _cpu_rows(program, training)
-    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return rows + [("host memory used by planning", format_bytes(used))]
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return rows + [("host memory used by planning", format_bytes(peak_bytes))]
 
 
 def _model_rows(model: Model, mesh: MeshConfig, training: TrainingConfig, device: Device) -> list[tuple[str, str]]:
@@ -113,7 +115,7 @@ def _model_rows(model: Model, mesh: MeshConfig, training: TrainingConfig, device
 
 
 def _cpu_rows(program: Program, training: TrainingConfig) -> list[tuple[str, str]]:
-    """What the run would need on this machine's CPU, where its mesh may be of virtual devices."""
+    """Memory on this machine's CPU, if the mesh could consist of virtual devices."""
     num_devices = program.mesh_config.num_devices
     if num_devices > MAX_VIRTUAL_DEVICES:
         return []
@@ -147,7 +149,7 @@ def _bubble(model: Model, num_microbatches: int) -> str:
 
 
 def devices_without_gpu(count: int, device: Device) -> list:
-    """Devices that exist for the compiler only; nothing may have touched a device before."""
+    """Devices that only the compiler can use; this process must not have used a device yet."""
     template = string.Template((Path(__file__).parent / "gpu_target.pbtxt").read_text())
     numbers = {"memory_bandwidth": int(device.memory_bandwidth), "memory_bytes": int(device.memory_bytes)}
     use_compiler_without_gpu()
@@ -155,13 +157,13 @@ def devices_without_gpu(count: int, device: Device) -> list:
 
 
 def compile_step(program: Program, training: TrainingConfig, packed: bool):
-    """-> (compiled train step, seconds). The mesh is of real devices, or of those of devices_without_gpu."""
+    """-> (compiled train step, seconds). The mesh has real devices, or those of devices_without_gpu."""
     start = time.perf_counter()
     mesh = program.mesh
     model = program.model
     offload_state = program.optimizer.config.offload_state
     program = dataclasses.replace(program, compiler_options=compiler_options(model, mesh, offload_state=offload_state))
-    # Devices without a GPU have no host memory, and a sharding over them forgets that it is there.
+    # Compile-only devices have no host memory: a sharding over them would lose its memory kind.
     state = dataclasses.replace(program, mesh=mesh.abstract_mesh).abstract_state
     batch = training.schedule(program.mesh_config)(training.steps)
     arrays = abstract_batch(model, batch, training.sequence_length, mesh, packed=packed)
@@ -173,7 +175,7 @@ def compile_step(program: Program, training: TrainingConfig, packed: bool):
 
 
 def device_peak_bytes(analysis) -> int:
-    """analysis: memory_analysis() of a compiled step, whose peak counts arguments that lie on the host too."""
+    """analysis: memory_analysis() of a compiled step, whose peak includes arguments in host memory."""
     return analysis.peak_memory_in_bytes - analysis.host_argument_size_in_bytes
 
 
@@ -190,7 +192,7 @@ def _collectives(program: str) -> str:
 def _time_rows(
     program: Program, training: TrainingConfig, device: Device, times: Times, *, has_host: bool
 ) -> list[tuple[str, str]]:
-    """has_host: something is kept on the host between the passes or the steps."""
+    """has_host: activations or optimizer state are offloaded to the host."""
     model = program.model
     length = training.sequence_length
     device = device.computing_in(model.precision.compute)
@@ -217,25 +219,25 @@ def _time_rows(
 
 
 def _assumptions(device: Device, compute: str, *, has_host: bool, has_experts: bool) -> str:
-    """device: with the peak of the compute dtype."""
-    words = [
+    """device: with the peak FLOP/s of the compute dtype."""
+    assumptions = [
         f"matmuls at {MATMUL_EFFICIENCY:.0%} and causal attention at {ATTENTION_EFFICIENCY:.0%} of the {compute} peak, "
         f"{device.peak_flops / 1e12:.0f} TFLOP/s",
         f"{ACTIVATION_PASSES} reads or writes of each activation at {device.memory_bandwidth / 1e12:.2f} TB/s",
         f"{LINK_EFFICIENCY * device.link_bandwidth / 1e9:.0f} GB/s inside a host of {GPUS_PER_HOST}, "
         f"{NETWORK_BANDWIDTH / 1e9:.0f} GB/s per GPU between hosts",
-        "traffic of fsdp, data and ring overlaps with compute and slows it, that of tensor, pipeline, gathers and "
-        "all-to-all over context waits",
+        "communication of fsdp, data and ring overlaps with compute and slows it; that of tensor, pipeline, gathers "
+        "and all-to-all over context does not overlap",
     ]
-    words += ["so does that of tokens to experts, whose load is even"] if has_experts else []
-    words += [f"{HOST_BANDWIDTH / 1e9:.0f} GB/s to and from the host, not overlapped"] if has_host else []
-    return "; ".join(words)
+    assumptions += ["tokens to experts do not overlap either, and their load is even"] if has_experts else []
+    assumptions += [f"{HOST_BANDWIDTH / 1e9:.0f} GB/s to and from the host, not overlapped"] if has_host else []
+    return "; ".join(assumptions)
 
 
 def _run_rows(
     training: TrainingConfig, mesh: MeshConfig, step_seconds: float, price: float | None
 ) -> list[tuple[str, str]]:
-    """The whole run, at the speed of its full batch; compiling, evaluating and saving come on top."""
+    """Totals of the run at the speed of its full batch, without compiling, evaluating and saving."""
     tokens = training.schedule(mesh).num_samples(training.steps) * training.sequence_length
     seconds = tokens / (training.global_batch_size * training.sequence_length) * step_seconds
     hours = seconds / 3600 * mesh.num_devices

@@ -1,4 +1,4 @@
-"""Time of a step on a mesh, from FLOPs and bytes alone: what a plan prints and a search compares."""
+"""Estimated time of a step on a mesh, from FLOPs and bytes alone, for plans and the mesh search."""
 
 import dataclasses
 import math
@@ -17,27 +17,27 @@ from megajax.sharding import SHARING_AXES, WEIGHT_AXES
 from megajax.training.config import TrainingConfig
 from megajax.training.program import Program
 
-# Fitted to the steps in benchmarks/measured, on H100 and H200; tests/planning/test_step_time.py holds them to it.
-# Sustained, of the peak: matmuls, and attention, of which the FLOPs that a causal mask leaves count.
+# Fitted to the steps in benchmarks/measured, on H100 and H200; checked by tests/planning/test_step_time.py.
+# Sustained fraction of the peak, for matmuls and for attention, counting the FLOPs that a causal mask leaves.
 MATMUL_EFFICIENCY = 0.66
 ATTENTION_EFFICIENCY = 0.44
-# How often memory is read or written for each activation of a layer and each logit, in both passes: narrow models wait
-# for that more than for matmuls. What is computed again is written and read once more.
+# Memory reads and writes per activation of a layer and per logit, in both passes: in narrow models they take longer
+# than the matmuls. A recomputed activation is written and read once more.
 ACTIVATION_PASSES = 6
 RECOMPUTED_PASSES = 2
-BUFFER_PASSES = 4  # a pipeline copies what it keeps into a ring of buffers, and out of it
-ACCUMULATED_BYTES = 12  # for each gradient and microbatch: the sum is read and written, the gradient read
+BUFFER_PASSES = 4  # a pipeline copies saved activations into a ring buffer and out of it
+ACCUMULATED_BYTES = 12  # per gradient and microbatch: the sum is read and written, the gradient read
 LINK_EFFICIENCY = 0.8  # of the datasheet's bandwidth inside a host, for collectives
-# Traffic beside compute slows it by this part of the time that the bytes take inside a host.
+# Overlapped communication slows compute by this fraction of the time that its bytes take inside a host.
 HIDDEN_COST = 0.5
-NETWORK_BANDWIDTH = 50e9  # bytes/s for each GPU, one direction: 400 Gb/s InfiniBand
+NETWORK_BANDWIDTH = 50e9  # bytes/s per GPU, one direction: 400 Gb/s InfiniBand
 GPUS_PER_HOST = 8
-HOST_BANDWIDTH = 50e9  # bytes/s for each GPU, one direction: what is left of PCIe 5 x16
+HOST_BANDWIDTH = 50e9  # bytes/s per GPU, one direction: achievable over PCIe 5 x16
 
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Bytes that a device sends in a step along one mesh axis, and how much of it hides under compute."""
+    """Bytes that a device sends along one mesh axis per step, and whether they overlap with compute."""
 
     axis: str
     bytes: float
@@ -47,14 +47,14 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Seconds of a step; they add up."""
+    """Seconds of a step; its time is their sum."""
 
     compute: float
     idle: float
     """The bubble of a pipeline."""
     update: float
     exposed: float
-    """Communication, and copies to and from the host, with no compute beside them."""
+    """Communication, and copies to and from the host, that do not overlap with compute."""
     traffic: tuple[Traffic, ...]
     routed: float
     """Of the compute: the matmuls of experts, at an even load."""
@@ -65,15 +65,14 @@ class Times:
 
 
 def step_times(program: Program, training: TrainingConfig, device: Device, host: dict[str, int]) -> Times:
-    """host: bytes that a device keeps on its host, as memory_per_device has them."""
+    """host: bytes per device offloaded to the host, from memory_per_device."""
     model = program.model
     mesh = program.mesh_config
     device = device.computing_in(model.precision.compute)
     num_microbatches = training.schedule(mesh)(training.steps).num_microbatches
     compute = _compute_seconds(program, training, num_microbatches, device)
-    waiting = bubble(mesh.pipeline, num_microbatches, mesh.virtual_stages)
-    # Copies to and from the host have nothing beside them, and not each other either: what was measured
-    # (docs/memory.md).
+    bubble_fraction = bubble(mesh.pipeline, num_microbatches, mesh.virtual_stages)
+    # Copies to and from the host overlap neither with compute nor with each other, as measured (docs/memory.md).
     update = _update_bytes(program) / device.memory_bandwidth + 2 * host.get("optimizer", 0) / HOST_BANDWIDTH
     flops_of_update = program.optimizer.flops(program.abstract_state.params) / mesh.num_devices
     update += flops_of_update / MATMUL_EFFICIENCY / device.peak_flops
@@ -87,11 +86,11 @@ def step_times(program: Program, training: TrainingConfig, device: Device, host:
     exposed += 2 * host.get("activations", 0) * num_microbatches / HOST_BANDWIDTH
     routed = _total_flops(model, training.sequence_length).routed / MATMUL_EFFICIENCY / device.peak_flops
     routed *= training.global_batch_size * training.sequence_length / mesh.num_devices
-    return Times(compute, compute * waiting / (1 - waiting), update, exposed, traffic, routed)
+    return Times(compute, compute * bubble_fraction / (1 - bubble_fraction), update, exposed, traffic, routed)
 
 
 def _compute_seconds(program: Program, training: TrainingConfig, num_microbatches: int, device: Device) -> float:
-    """Of forward and backward pass on one device: matmuls, attention, and the memory traffic of everything between."""
+    """Seconds of forward and backward pass on one device: matmuls, attention, and other memory traffic."""
     model = program.model
     mesh = program.mesh_config
     length = training.sequence_length
@@ -107,7 +106,7 @@ def _compute_seconds(program: Program, training: TrainingConfig, num_microbatche
 
 
 def _activation_passes(model: Model, sequence_length: int, has_pipeline: bool) -> float:
-    """Elements that are read or written for a token."""
+    """Elements read or written per token."""
     layers = model.config.layers(model.execution)
     outputs = sum(parameter.size for parameter in model.parameters if parameter.is_output)
     passes = ACTIVATION_PASSES * outputs / layers[-1].embed_dim  # the logits
@@ -120,7 +119,7 @@ def _activation_passes(model: Model, sequence_length: int, has_pipeline: bool) -
 
 
 def _update_bytes(program: Program) -> int:
-    """That a device reads and writes for an update: parameters and state read and written, float32 gradients read."""
+    """Bytes per device and update: parameters and state are read and written, float32 gradients read."""
     state = program.abstract_state
     shardings = program.shardings
     gradients = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), state.params)
@@ -134,17 +133,17 @@ def _total_flops(model: Model, sequence_length: int) -> Flops:
 
 
 def recomputed_flops(model: Model, sequence_length: int) -> Flops:
-    """Of a token: what the backward pass does again, because a layer does not keep it."""
-    again = Flops()
+    """FLOPs per token that the backward pass repeats for activations that were not saved."""
+    recomputed = Flops()
     for layer in model.config.layers(model.execution):
         for name, activation in layer.activations(sequence_length).items():
             if layer.saved and name not in layer.saved.kept:
-                again += activation.flops
-    return again
+                recomputed += activation.flops
+    return recomputed
 
 
 def _traffic(model: Model, mesh: MeshConfig, training: TrainingConfig) -> list[Traffic]:
-    """Ring-collective volumes: (n - 1) / n of the gathered array to gather or reduce-scatter it."""
+    """Volumes of ring collectives: an all-gather or reduce-scatter sends (n - 1) / n of the full array."""
     batch = training.schedule(mesh)(training.steps)
     layers = model.config.layers(model.execution)
 
@@ -158,18 +157,18 @@ def _traffic(model: Model, mesh: MeshConfig, training: TrainingConfig) -> list[T
     for layer in layers:
         sent.update(layer.sent(mesh, itemsize))
     share = batch.num_microbatches * tokens / mesh.pipeline / mesh.tensor
-    # `tensor` splits what travels over the other axes.
-    of_layers = {
+    # `tensor` splits the activations that are sent over the other axes.
+    layer_traffic = {
         axis: ring(mesh.sizes()[axis]) * share * count * (mesh.tensor if axis == "tensor" else 1)
         for axis, count in sent.items()
     }
-    # One there, one back for each chunk; embedding, loss and their gradients are sums over all ranks.
+    # One message each way per chunk; embedding, loss and their gradients are summed over all ranks.
     residual = tokens * layers[0].embed_dim * itemsize / mesh.tensor
     messages = 2 * mesh.virtual_stages + 4 * 2 * ring(mesh.pipeline) if mesh.pipeline > 1 else 0
-    hidden = {"context": model.execution.context_attention == "ring"}  # keys travel beside the attention
+    hidden = {"context": model.execution.context_attention == "ring"}  # keys are sent during the attention
     return [
         *(Traffic(axis, count, hidden=True) for axis, count in weights.items()),
-        *(Traffic(axis, count, hidden.get(axis, False)) for axis, count in of_layers.items()),
+        *(Traffic(axis, count, hidden.get(axis, False)) for axis, count in layer_traffic.items()),
         Traffic("pipeline", batch.num_microbatches * messages * residual, hidden=False),
     ]
 
@@ -179,23 +178,23 @@ def _weight_traffic(model: Model, mesh: MeshConfig, num_microbatches: int, items
     sizes = mesh.sizes()
     sent = Counter({"fsdp": 0.0, "data": 0.0})
     for parameter in model.parameters:
-        if parameter.is_looked_up:  # its rows travel, not the table (ops/embedding.py)
+        if parameter.is_looked_up:  # its rows are sent, not the table (ops/embedding.py)
             continue
-        held = parameter.split(sizes)
+        shard_size = parameter.split(sizes)
         gathered = parameter.split(sizes, but=SHARING_AXES)
         is_narrow = parameter.record.role == "matrix" and not model.precision.has_float32_gradients
         gradient = (itemsize if is_narrow else 4) * parameter.is_trained
-        # Gathered for the forward and again for the backward pass.
-        sent["fsdp"] += num_microbatches * (gathered - held) * (2 * itemsize + gradient)
+        # Gathered once for the forward and once for the backward pass.
+        sent["fsdp"] += num_microbatches * (gathered - shard_size) * (2 * itemsize + gradient)
         axes = {name for axis in parameter.record.axes for name in WEIGHT_AXES[axis]}
         for name in ("data", "expert"):
             if name not in axes:
-                sent[name] += 2 * (sizes[name] - 1) / sizes[name] * held * gradient
+                sent[name] += 2 * (sizes[name] - 1) / sizes[name] * shard_size * gradient
     return sent
 
 
 def _bandwidth(axis: str, mesh: MeshConfig, device: Device) -> float:
-    """Along an axis whose neighbours and ends lie in one host, the link; otherwise the network."""
+    """Bandwidth along an axis: of the link if a ring along it stays within a host, otherwise of the network."""
     sizes = list(mesh.sizes().items())
     inner = math.prod(size for _, size in sizes[[name for name, _ in sizes].index(axis) :])
     return device.link_bandwidth * LINK_EFFICIENCY if inner <= GPUS_PER_HOST else NETWORK_BANDWIDTH

@@ -1,4 +1,4 @@
-"""Which samples make up the batch of a step: batch size, its ramp-up, and the split into microbatches."""
+"""Which samples form the batch of a step: batch size, its ramp-up, and the split into microbatches."""
 
 import bisect
 import dataclasses
@@ -22,9 +22,9 @@ class Batch:
 class BatchSchedule:
     """step -> Batch, a pure function, so that data and learning rate need no state but the step.
 
-    rampup: (start, increment, samples): the batch begins at `start` and grows by `increment` in equal shares of
-    `samples` up to global_batch_size (Megatron's --rampup-batch-size). microbatch: sequences of a microbatch over all
-    devices, or None for no accumulation. Raises ValueError for sizes that do not divide.
+    rampup: (start, increment, samples): the batch size grows from `start` by `increment`, evenly over `samples`, to
+    global_batch_size (Megatron's --rampup-batch-size). microbatch: sequences of a microbatch over all devices; None: no
+    accumulation. Raises ValueError for sizes that do not divide.
     """
 
     def __init__(self, global_batch_size: int, microbatch: int | None, rampup: tuple[int, int, int] | None):
@@ -51,7 +51,7 @@ class BatchSchedule:
         for number, size in enumerate(sizes):
             self._stages.append((step, sample, size))
             if number < increments:
-                # A size lasts samples / increments, rounded up to whole steps; in whole numbers, which are exact.
+                # Each size lasts for samples / increments, rounded up to whole steps, in exact integer arithmetic.
                 missing = samples * (number + 1) - sample * increments
                 num_steps = max(-(-missing // (size * increments)), 0)
                 step += num_steps

@@ -1,9 +1,9 @@
-"""What XLA is told about the train step: a profile by chip, mesh, bytes of a layer and offload.
+"""XLA compiler options of the train step: a profile chosen by chip, mesh, bytes per layer and offloading.
 
-The options go to `jax.jit(compiler_options=...)`, not into XLA_FLAGS: they hold for the train step alone, and one that
-the installed jaxlib does not know can be caught and left out, where an unknown name in XLA_FLAGS aborts the process.
-What a person asks for counts more: `execution.compiler_options`, then XLA_FLAGS, then the profile. What each option is
-worth here, `python -m benchmarks.settings.ablation --config=NAME` measures; names and defaults are in xla/xla.proto.
+The options are passed to `jax.jit(compiler_options=...)`, not set in XLA_FLAGS: they apply to the train step alone, and
+one that the installed jaxlib does not know can be left out, whereas an unknown name in XLA_FLAGS aborts the process. In
+order of precedence: `execution.compiler_options`, XLA_FLAGS, the profile. `python -m benchmarks.settings.ablation
+--config=NAME` measures the effect of each option; names and defaults are in xla/xla.proto.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from megajax.models.model import Model
 
 logger = logging.getLogger("megajax")
 
-DEFAULT_COMBINE_BYTES = 30 * 2**20  # XLA merges collectives up to this size, unless told otherwise
+DEFAULT_COMBINE_BYTES = 30 * 2**20  # XLA's default: collectives are combined up to this size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,17 +31,17 @@ class Target:
     """As JAX names it: "NVIDIA H100 80GB HBM3", "cpu"."""
     num_devices: int
     layer_bytes: int
-    """Weights of one layer in the compute dtype, as a device computes with them."""
+    """Weights of one layer in the compute dtype, as one device computes with them."""
     weight_shards: int
-    """Devices that share one copy of the weights (mesh.fsdp times mesh.context)."""
+    """Number of shards of each weight (mesh.fsdp times mesh.context)."""
     scanned: bool
-    """The layers are a loop of the program, or lie in one over the microbatches of a pipeline."""
+    """The layers run in a loop: a scan over layers, or over the microbatches of a pipeline."""
     has_ring: bool = False
-    """Keys and values go around a ring beside the attention (mesh.context)."""
+    """Ring attention: keys and values are sent around a ring during the attention (mesh.context)."""
     offloads: bool = False
-    """Activations or moments lie on the host between their uses."""
+    """Activations or optimizer state are offloaded to the host."""
     deterministic: bool = False
-    """The same bits in every run (execution.deterministic)."""
+    """Bitwise reproducible (execution.deterministic)."""
 
     @property
     def layer_shard_bytes(self) -> int:
@@ -57,7 +57,7 @@ class Option:
 
 
 def _shares_unrolled_layers(target: Target) -> bool:
-    """In a loop of layers no collective is merged with one of the next turn anyway."""
+    """In a loop over layers, collectives of different iterations are never combined anyway."""
     return target.weight_shards > 1 and not target.scanned
 
 
@@ -66,39 +66,39 @@ PROFILE = (
         "xla_gpu_enable_triton_gemm",
         value=lambda target: False,
         when=lambda target: any(name in target.chip for name in ("H100", "H200")),
-        why="matmuls by cuBLAS alone, which then adds in place and applies the activation in its epilogue: "
-        "185.2 -> 183.2 ms for 8 layers of Llama 8B on one H100, 793 -> 785 for all on 4 H200, on another machine "
-        "801.4 -> 800.3 (jaxlib 0.11.2; benchmarks/README.md)",
+        why="cuBLAS does all matmuls, and then accumulates in place and fuses the activation into its epilogue: "
+        "185.2 -> 183.2 ms for 8 layers of Llama 8B on one H100, 793 -> 785 ms for all layers on 4 H200, on another "
+        "machine 801.4 -> 800.3 ms (jaxlib 0.11.2; benchmarks/README.md)",
     ),
     Option(
         "xla_gpu_reduce_scatter_combine_threshold_bytes",
         value=lambda target: target.layer_shard_bytes,
         when=lambda target: _shares_unrolled_layers(target) and target.layer_shard_bytes < DEFAULT_COMBINE_BYTES,
-        why="the threshold counts the shard that comes out: over 64 devices the default holds the gradients of 4.6 "
-        "layers of Llama 8B, and those of 6 layers left in 4 pieces at the end of the backward pass, not layer by "
-        "layer in 11 (compiled for H100, jaxlib 0.10.2)",
+        why="the threshold counts the output shard: over 64 devices the default combines the gradients of 4.6 layers "
+        "of Llama 8B, so that those of 6 layers were reduced in 4 collectives at the end of the backward pass instead "
+        "of 11 collectives, layer by layer (compiled for H100, jaxlib 0.10.2)",
     ),
     Option(
         "xla_gpu_experimental_parallel_collective_overlap_limit",
         value=lambda target: 8,
         when=lambda target: target.has_ring,
-        why="keys, values and their gradients travel in four messages at once; by default one is under way at a time, "
-        "and the attention of the step hides only the last (order of the compiled program for H100, jaxlib 0.10.2)",
+        why="keys, values and their gradients are sent as four concurrent messages; by default one is in flight at a "
+        "time, and the attention overlaps with the last only (as scheduled for H100, jaxlib 0.10.2)",
     ),
     Option(
         "xla_gpu_enable_analytical_sol_latency_estimator",
         value=lambda target: False,
         when=lambda target: target.offloads and target.num_devices == 1,
-        why="with it the scheduler puts matmuls of weight gradients off, to have work beside copies to the host, and "
-        "keeps their operands: 26.4 GiB of temporary memory, not 10.6 (gpt_1p3b, full recompute, optimizer offloaded; "
-        "compiled for H100, jaxlib 0.10.2). On a mesh it also hides collectives, and has to stay",
+        why="with it the scheduler delays matmuls of weight gradients, to overlap them with copies to the host, and "
+        "keeps their operands: 26.4 GiB of temporary memory instead of 10.6 (gpt_1p3b, full recompute, optimizer "
+        "offloaded; compiled for H100, jaxlib 0.10.2). On a mesh it also overlaps collectives and remains enabled",
     ),
     Option(
         "xla_gpu_deterministic_ops",
         value=lambda target: True,
         when=lambda target: target.deterministic,
-        why="scatters and cuDNN's attention add in one order, and which algorithm a matmul takes is not measured anew "
-        "by each process",
+        why="scatters and cuDNN's attention sum in a fixed order, and the algorithm of a matmul is not autotuned by "
+        "each process",
     ),
 )
 
@@ -127,32 +127,33 @@ def target_of(model: Model, mesh: Mesh) -> Target:
 
 
 def compiler_options(model: Model, mesh: Mesh, *, offload_state: bool = False) -> dict[str, str]:
-    """For jit_train_step on this mesh: the profile, as far as jaxlib knows it and XLA_FLAGS leaves it open, and
-    execution.compiler_options. Raises ValueError if jaxlib refuses something that was requested.
+    """Options of jit_train_step on this mesh: execution.compiler_options, and those of the profile that jaxlib accepts
+    and XLA_FLAGS does not set. Raises ValueError if jaxlib refuses an option of execution.compiler_options.
 
     offload_state: optimizer.offload_state.
     """
     target = target_of(model, mesh)
     target = dataclasses.replace(target, offloads=target.offloads or offload_state)
-    ours = choose(PROFILE, target)
-    theirs = parse(model.execution.compiler_options)
-    in_environment = xla_flags()
-    for name, value in theirs.items():
+    chosen = choose(PROFILE, target)
+    requested = parse(model.execution.compiler_options)
+    environment_flags = xla_flags()
+    for name, value in requested.items():
         if why := refusal(name, value, mesh):
             raise ValueError(f"execution.compiler_options: {name}={value} is refused by jaxlib {jaxlib.__version__} "
                              f"({why}); correct it or leave it out")  # fmt: skip
-    for name, value in list(ours.items()):
-        if name in theirs or name in in_environment:
-            del ours[name]
+    for name, value in list(chosen.items()):
+        if name in requested or name in environment_flags:
+            del chosen[name]
         elif why := refusal(name, value, mesh):
             logger.info("compiler option %s=%s left out: jaxlib %s refuses it (%s)", name, value,
                         jaxlib.__version__, why)  # fmt: skip
-            del ours[name]
-    return ours | theirs
+            del chosen[name]
+    return chosen | requested
 
 
 def parse(text: str) -> dict[str, str]:
-    """'xla_gpu_a=1 xla_gpu_b=x,y' -> {name: value}, as XLA reads them. Raises ValueError for what is not NAME=VALUE."""
+    """'xla_gpu_a=1 xla_gpu_b=x,y' -> {name: value}, as XLA reads them. Raises ValueError for an entry that is not
+    NAME=VALUE."""
     options = {}
     for entry in text.split():
         name, equals, value = entry.partition("=")
@@ -166,7 +167,7 @@ def parse(text: str) -> dict[str, str]:
 
 
 def refusal(name: str, value: str, mesh: Mesh) -> str:
-    """Why the installed jaxlib does not take the option, or "". Compiles a program of one addition (20 ms)."""
+    """Why the installed jaxlib refuses the option, or "". Compiles a program with one addition (20 ms)."""
     scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(mesh.local_devices[0]))
     try:
         jax.jit(lambda x: x + 1, compiler_options={name: value}).lower(scalar).compile()

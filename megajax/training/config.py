@@ -1,4 +1,4 @@
-"""What a configuration says of the training itself, and of one launch of it."""
+"""The sections `training` and `launch` of a configuration."""
 
 import dataclasses
 from typing import Annotated, Literal
@@ -33,7 +33,7 @@ class TrainingConfig:
     eval_steps: PositiveInt = 10
     """Batches per evaluation, of global_batch_size sequences each."""
     loss_mean: LossMean = "token"
-    """token: mean over all tokens of the global batch; microbatch: mean of the means of the microbatches (Megatron)."""
+    """token: mean over all tokens of the global batch; microbatch: mean over microbatches of their means (Megatron)."""
     batch_size_rampup: tuple[PositiveInt, PositiveInt, NonNegativeInt] | None = None
     """(start, increment, samples): grow the batch from `start` to global_batch_size by `increment` sequences at a time,
     over this many samples."""
@@ -42,16 +42,16 @@ class TrainingConfig:
     label_smoothing: DropRate = 0.0
     """Probability mass moved from the label to the whole vocabulary in the training loss."""
     trained: tuple[str, ...] = ()
-    """Parameters that are trained, by shell patterns of their names, such as *adapter*; empty: all."""
+    """Parameters to train, by shell patterns of their names, such as *adapter*; empty: all."""
     frozen: tuple[str, ...] = ()
-    """Parameters that are not trained, of those in `trained`: for example layers.*.attention.*, embedding."""
+    """Of these, parameters not to train: for example layers.*.attention.*, embedding."""
     max_consecutive_skips: NonNegativeInt = 20
     """Stop after N consecutive skipped updates (not finite, or beyond optimizer.skip_grad_norm_above); 0: never."""
     check_replicas_every_steps: NonNegativeInt = 0
     """Every N steps, and before each save, compare the copies of parameters and optimizer state that several devices
     hold; if one differs, name its device and abort. 0: never."""
     sample_prompt: str = ""
-    """Generate a sample from this prompt when the run is finished; empty: none."""
+    """Generate a sample from this prompt at the end of the run; empty: none."""
 
     def check(self) -> None:
         self.schedule(MeshConfig())
@@ -89,7 +89,7 @@ class TrainingConfig:
 
     @property
     def full_batch_steps(self) -> float:
-        """Length of the run in steps of global_batch_size: `steps`, or less where the batch ramps up."""
+        """Length of the run in steps of global_batch_size: `steps`, or fewer if the batch ramps up."""
         return self.schedule(MeshConfig()).num_samples(self.steps) / self.global_batch_size
 
     @property
@@ -103,7 +103,7 @@ class TrainingConfig:
 
 @dataclasses.dataclass(frozen=True)
 class LaunchConfig:
-    """Settings of one start of a run: they may differ each time, and are not compared when it resumes."""
+    """Settings of one start of a run: they may change each time and are not compared when it resumes."""
 
     exit_at_step: NonNegativeInt | None = None
     """Save and exit cleanly at this step."""
@@ -116,7 +116,7 @@ class LaunchConfig:
     max_restarts: NonNegativeInt = 0
     """Restart a run that crashes or hangs up to N times, but not after three crashes without a new step."""
     cpu_devices: NonNegativeInt = 0
-    """Virtual CPU devices to compute on, to try a mesh without GPUs; 0: the real devices."""
+    """Number of virtual CPU devices to use instead of GPUs, to try a mesh; 0: use the real devices."""
     profile_steps: tuple[PositiveInt, PositiveInt] | None = None
     """(first, last): write a profile of these steps to run_dir/profile."""
 

@@ -1,7 +1,7 @@
-"""The training loop: dispatch a step, report the one before, evaluate, save, and stop when asked.
+"""The training loop: dispatch a step, report the previous one, evaluate, save, and stop on request.
 
-The host never waits for the step it has just dispatched: batches are put on the devices one step ahead, and metrics are
-read one step late.
+The host never waits for the step it has just dispatched: batches are transferred one step ahead, and metrics are read
+one step late.
 """
 
 import dataclasses
@@ -35,21 +35,21 @@ from megajax.training.step import make_eval_step
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """Where a run writes, and what it says of itself there."""
+    """Where and what a run writes."""
 
     run_dir: Path
     console: Console
     writer: MetricsWriter | None
-    """Of the first process; None elsewhere, and where nothing is written."""
+    """On process 0; None on other processes and if nothing is written."""
     meta: dict[str, Any]
-    """Goes into every checkpoint: the config, the tokenizer, which data."""
+    """Stored in every checkpoint: the config, the tokenizer, a record of the data."""
     first_started: float
     """Seconds since 1970."""
 
 
 @dataclasses.dataclass
 class Trainer:
-    """One run, from its parts (megajax/run.py builds them): `start` gives the state, `run` trains."""
+    """One run, built by megajax/run.py: `start` returns the state, `run` trains."""
 
     config: TrainingConfig
     launch: LaunchConfig
@@ -58,22 +58,22 @@ class Trainer:
     data_config: DataConfig
     checkpointer: Checkpointer
     starting_weights: Callable[[], dict] | None
-    """Makes those that a new run begins with; None: they are drawn."""
+    """Loads the weights of a new run; None: they are initialised."""
     output: Output
     watchdog: Watchdog
     productive_seconds: float = dataclasses.field(default=0.0, init=False)
-    """Of the steps before the checkpoint that was restored (Reporter.goodput)."""
+    """Time in steps before the restored checkpoint (Reporter.goodput)."""
 
     def start(self) -> TrainState:
-        """The state of the newest checkpoint that is whole, or a new one. Raises ValueError if there are checkpoints
-        and none can be used."""
+        """The state of the newest complete checkpoint, or a new one. Raises ValueError if there are checkpoints and
+        none can be used."""
         with jax.set_mesh(self.program.mesh):
             return self._start()
 
     def run(self, state: TrainState) -> str:
-        """Trains until the last step, or until asked to stop -> "finished", "interrupted", or "already finished".
+        """Trains until the last step or a request to stop -> "finished", "interrupted", or "already finished".
 
-        state: from `start`; it is used up.
+        state: from `start`; it is donated.
         """
         with jax.set_mesh(self.program.mesh):
             return self._run(state)
@@ -138,8 +138,8 @@ class Trainer:
                 self.watchdog.alive()
             is_due = asked or done == config.steps or self.checkpointer.is_due(done)
             is_saved = is_due or self.checkpointer.local_is_due(done)
-            compared = config.check_replicas_every_steps
-            if compared and (is_saved or done % compared == 0):
+            compare_every = config.check_replicas_every_steps
+            if compare_every and (is_saved or done % compare_every == 0):
                 reporter.flush()
                 check_replicas(state, self.program.mesh, done, self.checkpointer.latest_step())
                 self.watchdog.alive()
@@ -167,7 +167,8 @@ class Trainer:
     # ------------------------------------------------------------------ parts of the run
 
     def learning_rate(self, step: int) -> float:
-        """Of the update after `step` finished ones; while the batch ramps up, by the samples that were read."""
+        """Learning rate of the update after `step` finished ones; during a batch ramp-up it follows the samples
+        read."""
         read = self.config.schedule(self.program.mesh_config)(step).first_sample
         return self._learning_rates(read / self.config.global_batch_size)
 
@@ -176,7 +177,7 @@ class Trainer:
         return self.program.optimizer.config.make_schedule(self.config.full_batch_steps)
 
     def train_batches(self, start: int, stop: int) -> Iterator[dict]:
-        """Of the steps start + 1, ..., stop."""
+        """The batches of steps start + 1, ..., stop."""
         return self._batches(self.datasets.train, self.config.schedule(self.program.mesh_config), start, stop)
 
     def _start(self) -> TrainState:
@@ -196,21 +197,21 @@ class Trainer:
         return self.program.restored_state(latest, meta["skipped"], weights, optimizer)
 
     def initial_state(self) -> TrainState:
-        """Before the first step."""
+        """The state before the first step."""
         source = "loading" if self.starting_weights else "initialising"
         with self.output.console.announced(f"{source} {format_count(self.program.model.num_parameters())} parameters"):
             weights = self.starting_weights() if self.starting_weights else None
             return self.program.first_state(self.config.seed, weights)
 
     def _check_samples(self, step: int, meta: dict[str, Any]) -> None:
-        """Raises ValueError if samples would be skipped or read twice, as with another batch size."""
-        here = self.config.schedule(self.program.mesh_config).num_samples(step)
-        read = meta.get("consumed_samples", here)
-        if read != here and not self.data_config.allow_change:
+        """Raises ValueError if samples would be skipped or read twice, as after a change of the batch size."""
+        expected = self.config.schedule(self.program.mesh_config).num_samples(step)
+        read = meta.get("consumed_samples", expected)
+        if read != expected and not self.data_config.allow_change:
             raise ValueError(
                 f"training.global_batch_size={self.config.global_batch_size}, batch_size_rampup="
                 f"{self.config.batch_size_rampup}: after step {step} the run has read {read} samples, and would resume "
-                f"at sample {here}; use the settings it began with, or allow it with --data.allow_change=True"
+                f"at sample {expected}; use the settings it began with, or allow it with --data.allow_change=True"
             )
 
     def _save(
@@ -221,7 +222,7 @@ class Trainer:
         productive_seconds: float,
         eval_loss: float | None,
     ) -> None:
-        """save: of the checkpointer; eval_loss: of this step, None if it was not evaluated."""
+        """save: method of the checkpointer; eval_loss: of this step, None if it was not evaluated."""
         step = int(state.step)
         meta = self.output.meta | {
             "layer_rows": {kind: rows.tolist() for kind, rows in self.program.model.layer_rows.items()},
@@ -252,12 +253,12 @@ class Trainer:
             return None
         eval_step = jax.jit(make_eval_step(self.program.model))
         last = schedule(config.steps)
-        # One microbatch after the other; through a pipeline a whole batch, as in training.
-        at_once = last.microbatch if self.program.model.stages is None else last.size
+        # One microbatch at a time; with a pipeline a whole batch, as in training.
+        batch_size = last.microbatch if self.program.model.stages is None else last.size
 
         def evaluate(weights) -> dict[str, float]:
-            schedule = BatchSchedule(at_once, last.microbatch, None)
-            batches = self._batches(dataset, schedule, 0, config.eval_steps * last.size // at_once)
+            schedule = BatchSchedule(batch_size, last.microbatch, None)
+            batches = self._batches(dataset, schedule, 0, config.eval_steps * last.size // batch_size)
             sums = [eval_step(weights, batch) for batch in batches]
             loss, tokens = np.sum(np.array(jax.device_get(sums), np.float64), 0)
             result = {"eval_loss": loss / tokens}

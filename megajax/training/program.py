@@ -1,4 +1,4 @@
-"""What a run computes with: the model, its optimizer, and the mesh that they are laid out on."""
+"""The model, its optimizer and the mesh of a run."""
 
 import dataclasses
 import functools
@@ -24,9 +24,9 @@ class Program:
     mesh: Mesh | AbstractMesh
     """Abstract for a plan, which needs no devices."""
     mesh_config: MeshConfig
-    """Of that mesh, without -1."""
+    """Config of that mesh, without -1."""
     compiler_options: dict[str, str]
-    """Of the train step (training/compiler_options.py)."""
+    """Options of the train step (training/compiler_options.py)."""
 
     @functools.cached_property
     def shardings(self) -> TrainState:
@@ -35,16 +35,16 @@ class Program:
 
     @functools.cached_property
     def abstract_state(self) -> TrainState:
-        """With shardings."""
+        """Shapes, dtypes and shardings."""
         return with_shardings(abstract_state(self.model, self.optimizer), self.shardings)
 
     def first_state(self, seed: int, weights: dict | None = None) -> TrainState:
-        """Before the first step, with these weights, laid out as the shardings say, or with new ones."""
+        """The state before the first step, with these weights, already sharded, or newly initialised ones."""
         weights = self.model.init(seed, self.mesh) if weights is None else weights
         return new_state(self.model, self.optimizer, weights, self.mesh, self.shardings)
 
     def restored_state(self, step: int, skipped: int, weights: dict, optimizer_state) -> TrainState:
-        """After `step` steps, from what a checkpoint holds."""
+        """The state after `step` steps, from the content of a checkpoint."""
 
         def scalar(value: int) -> jax.Array:
             return jax.device_put(jnp.int32(value), self.shardings.step)
@@ -52,5 +52,5 @@ class Program:
         return TrainState(scalar(step), scalar(skipped), *self.model.split(weights), optimizer_state)
 
     def train_step(self, training: TrainingConfig) -> Callable:
-        """Jitted, for the current mesh: (state, batch, learning rate) -> (state, metrics)."""
+        """Jitted function for the current mesh: (state, batch, learning rate) -> (state, metrics)."""
         return jit_train_step(self.model, self.optimizer, training, self.shardings, self.compiler_options)

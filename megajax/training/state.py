@@ -17,19 +17,19 @@ class TrainState(NamedTuple):
     step: jax.Array
     """int32: steps done."""
     skipped: jax.Array
-    """int32: steps whose update was left out because a gradient was not finite."""
+    """int32: steps whose update was skipped."""
     params: Any
-    """The weights that are trained: matrices and embeddings as precision.params says, others float32."""
+    """Trained weights: matrices and embeddings in precision.params, others float32."""
     frozen: Any
-    """Those that are not (training.frozen)."""
+    """Weights that are not trained (training.frozen)."""
     variables: Any
-    """What the step updates without a gradient."""
+    """Variables that the step updates without a gradient."""
     optimizer: Any
-    """Of the params alone."""
+    """Optimizer state, for `params` only."""
 
     @property
     def weights(self) -> dict:
-        """All that the model computes with: what a checkpoint calls params, as it holds them together."""
+        """All weights and variables of the model; a checkpoint stores them together, as params."""
         return merge(self.params, self.frozen, self.variables)
 
 
@@ -48,7 +48,7 @@ def abstract_state(model: Model, optimizer: Optimizer) -> TrainState:
 
 
 def new_state(model: Model, optimizer: Optimizer, weights: dict, mesh: Mesh, shardings: TrainState) -> TrainState:
-    """The state before the first step with these weights, laid out as the shardings say."""
+    """The state before the first step, with these weights, which have the given shardings."""
     split = model.split(weights)
     with jax.set_mesh(mesh):
         return TrainState(

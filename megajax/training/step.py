@@ -12,11 +12,11 @@ from megajax.training.state import TrainState
 
 
 def loss_weights(loss_mask: jax.Array, mean: LossMean, group: int | None) -> jax.Array:
-    """What each token counts, so that the loss is a plain sum: float32 like loss_mask [microbatches, batch, T].
+    """Weight of each token, so that the loss is a plain sum: float32 like loss_mask [microbatches, batch, T].
 
-    mean "token": every counted token of the whole batch the same. "microbatch": the mean over groups of `group`
-    consecutive sequences (None: a microbatch) of the mean over their tokens, Megatron's default. Weights depend on the
-    batch only, not on the mesh.
+    mean "token": equal for all unmasked tokens of the batch. "microbatch": mean over groups of `group` consecutive
+    sequences (None: a microbatch) of the mean over their tokens, Megatron's default. Weights depend on the batch only,
+    not on the mesh.
     """
     mask = loss_mask.astype(jnp.float32)
     if mean == "token":
@@ -31,7 +31,7 @@ def make_train_step(model: Model, optimizer: Optimizer, training: TrainingConfig
 
     batch: each array [microbatches, batch, ...]. metrics: loss, grad_norm, the auxiliary terms of the loss and the
     model's metrics, float32; int32 skipped, total_skipped. The loss is the main term plus the mean of the auxiliary
-    terms over microbatches. The dropout of a token depends on (seed, step, sample, layer, place) only.
+    terms over microbatches. The dropout of a token depends on (seed, step, sample, layer, position) only.
     """
     options = training.loss_options
 
@@ -39,14 +39,14 @@ def make_train_step(model: Model, optimizer: Optimizer, training: TrainingConfig
         first_sample = number * batch["loss_weights"].shape[0]
 
         def loss(params, variables):
-            given = weights._replace(params=params, variables=variables)
-            terms = model.loss(given.merged(), batch, key=key, first_sample=first_sample, options=options)
+            current = weights._replace(params=params, variables=variables)
+            terms = model.loss(current.merged(), batch, key=key, first_sample=first_sample, options=options)
             terms = terms.share(num_microbatches)
             return terms.total(), terms
 
-        (grads, observed), terms = jax.grad(loss, (0, 1), has_aux=True)(weights.params, weights.variables)
+        (grads, updates), terms = jax.grad(loss, (0, 1), has_aux=True)(weights.params, weights.variables)
         grads = row_major(jax.tree.map(lambda g: g.astype(jnp.float32), grads), model.trained)
-        return terms, grads, jax.tree.map(lambda a: a / num_microbatches, observed)
+        return terms, grads, jax.tree.map(lambda a: a / num_microbatches, updates)
 
     def train_step(state: TrainState, batch: dict, learning_rate: jax.Array):
         counts = loss_weights(batch["loss_mask"], training.loss_mean, training.microbatch_size)
@@ -55,11 +55,11 @@ def make_train_step(model: Model, optimizer: Optimizer, training: TrainingConfig
         num_microbatches = counts.shape[0]
         weights = Weights(state.params, state.frozen, state.variables)
         if model.stages is not None:
-            terms, grads, observed = pipelined.loss_and_gradients(model, weights, batch, key, options)
+            terms, grads, updates = pipelined.loss_and_gradients(model, weights, batch, key, options)
             grads = row_major(grads, model.trained)
         elif num_microbatches == 1:
             first = jax.tree.map(lambda a: a[0], batch)
-            terms, grads, observed = gradients(weights, first, key, 0, 1)
+            terms, grads, updates = gradients(weights, first, key, 0, 1)
         else:
 
             def accumulate(total, microbatch):
@@ -67,10 +67,10 @@ def make_train_step(model: Model, optimizer: Optimizer, training: TrainingConfig
                 new = gradients(weights, microbatch, key, number, num_microbatches)
                 return jax.tree.map(jnp.add, total, new), None
 
-            one = jax.tree.map(lambda a: a[0], batch)
-            shapes = jax.eval_shape(lambda: gradients(weights, one, key, 0, num_microbatches))
+            first_microbatch = jax.tree.map(lambda a: a[0], batch)
+            shapes = jax.eval_shape(lambda: gradients(weights, first_microbatch, key, 0, num_microbatches))
             zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
-            (terms, grads, observed), _ = jax.lax.scan(accumulate, zeros, (jnp.arange(num_microbatches), batch))
+            (terms, grads, updates), _ = jax.lax.scan(accumulate, zeros, (jnp.arange(num_microbatches), batch))
         loss = terms.total()
         params, optimizer_state, metrics = optimizer.update(
             grads,
@@ -80,14 +80,14 @@ def make_train_step(model: Model, optimizer: Optimizer, training: TrainingConfig
             loss=loss,
             grad_norm=global_norm(model.gradient_pieces(grads)),
         )
-        variables = model.updated(state.variables, observed)
+        variables = model.updated(state.variables, updates)
         kept = jax.tree.map(lambda new, old: jnp.where(metrics["skipped"], old, new), variables, state.variables)
         skipped = state.skipped + metrics["skipped"]
         new_state = TrainState(state.step + 1, skipped, params, state.frozen, kept, optimizer_state)
         parts = ({"loss": loss}, terms.auxiliary, terms.metrics, metrics, {"total_skipped": skipped})
         names = [name for part in parts for name in part]
         if len(set(names)) < len(names):
-            raise ValueError(f"two terms or metrics of the model have one name: {', '.join(sorted(names))}")
+            raise ValueError(f"two terms or metrics of the model have the same name: {', '.join(sorted(names))}")
         return new_state, {name: value for part in parts for name, value in part.items()}
 
     return train_step
@@ -100,7 +100,7 @@ def jit_train_step(
     shardings: TrainState,
     compiler_options: dict[str, str],
 ):
-    """make_train_step as every caller compiles it: the state is donated, and keeps its layout."""
+    """Jits make_train_step: the state is donated and keeps its shardings."""
     step = make_train_step(model, optimizer, training)
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=compiler_options)
 
@@ -109,7 +109,7 @@ def make_eval_step(model: Model):
     """-> (weights, batch [1, batch, ...]) -> (sum of token losses, number of tokens), float32: the main term, without
     regularisers or dropout.
 
-    With a pipeline the batch may have any number of microbatches.
+    With a pipeline, the batch may have any number of microbatches.
     """
 
     def eval_step(weights, batch: dict):

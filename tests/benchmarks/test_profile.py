@@ -73,7 +73,7 @@ def test_folder_without_a_profile_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("offset", [0, 1])  # jaxlib 0.10.2 prints the caller's number plus one
-def test_place_is_the_innermost_line_of_ours_that_says_something(offset):
+def test_the_location_is_the_innermost_informative_line_of_ours(offset):
     text = TEXT.replace("FIRST", str(offset)).replace("SECOND", str(1 + offset)).replace("THIRD", str(2 + offset))
     found = places(text)
     assert found == {

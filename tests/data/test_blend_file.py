@@ -62,7 +62,7 @@ def test_phases_have_a_weight_for_every_dataset_of_the_run():
         ([{"path": "a", "epochs": True}], r"has epochs True"),
         ([{"path": "x.json"}], r"blend\[0\] names 'x.json'"),
         ([{"file": "gone.json"}], r"gone.json cannot be read"),
-        ([{"file": "blend.json"}], r"blend.json names itself"),
+        ([{"file": "blend.json"}], r"blend.json includes itself"),
     ],
 )
 def test_what_is_wrong_is_named_by_file_and_entry(blend, message, tmp_path):

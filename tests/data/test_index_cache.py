@@ -72,7 +72,7 @@ DAMAGE = {
 
 @pytest.mark.fault
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_an_entry_that_is_not_what_was_written_is_built_again_and_the_log_says_so(tmp_path, damage, caplog):
+def test_a_damaged_entry_is_rebuilt_and_logged(tmp_path, damage, caplog):
     get = lambda seed: load_or_build(str(tmp_path), "kind", {"seed": seed}, lambda: {"x": np.arange(5) + seed})["x"]
     for seed in (1, 2):
         get(seed)
@@ -81,7 +81,7 @@ def test_an_entry_that_is_not_what_was_written_is_built_again_and_the_log_says_s
     for _ in range(2):
         for seed in (1, 2):
             assert get(seed).tolist() == list(range(seed, seed + 5))
-    rebuilt = [record.getMessage() for record in caplog.records if "built again" in record.getMessage()]
+    rebuilt = [record.getMessage() for record in caplog.records if "rebuilding" in record.getMessage()]
     assert 1 <= len(rebuilt) <= 2 and str(tmp_path) in rebuilt[0]
 
 
@@ -98,7 +98,7 @@ def test_rewritten_data_under_the_same_name_gets_new_indices(tmp_path):
     assert not np.array_equal(first.sample_index, second.sample_index)
 
 
-def test_another_process_waits_for_the_builder_and_says_so(tmp_path, caplog):
+def test_another_process_waits_for_the_builder_and_logs_it(tmp_path, caplog):
     caplog.set_level(logging.INFO, "megajax")
     building, results = threading.Event(), []
 

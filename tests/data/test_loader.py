@@ -311,7 +311,7 @@ def test_a_record_of_before_there_were_fingerprints_is_compared_by_what_it_has(r
     for file in began["files"]:
         del file["fingerprint"], file["prefix"]
     check_same_data(began, record(), "data.json")
-    assert "no fingerprint of its contents" in caplog.text
+    assert "no fingerprint of its content" in caplog.text
     began["files"][0]["tokens"] += 1
     with pytest.raises(ValueError, match="tokens of .*: 81 -> 80"):
         check_same_data(began, record(), "data.json")
@@ -374,7 +374,7 @@ A = str(DATA / "a")
         (dict(tokenizer="gpt2"), "data.tokenizer=gpt2 is not known"),
         (dict(split=(0, 1, 0)), "data.split"),
         (dict(kind="conversations"), "data.kind=conversations is read with data.source=indexed, not mock"),
-        (dict(source="indexed", paths=(A,), kind="conversations", fim_rate=0.5), "data.fim_rate=0.5 is not for"),
+        (dict(source="indexed", paths=(A,), kind="conversations", fim_rate=0.5), "data.fim_rate=0.5 is not supported"),
         (dict(eval_weights=(1.0,)), "data.eval_weights=.* is not read with data.source=mock"),
         (
             dict(source="indexed", paths=(A,), eval_weights=(1.0,)),

@@ -120,7 +120,7 @@ def test_a_compressed_file_cut_short_is_refused_by_name(tmp_path, name, num_docu
     "name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.txt", "a.txt.gz", "a.txt.zst"]
 )
 @pytest.mark.fault
-def test_a_document_beyond_the_bound_is_refused_or_left_out_by_name(tmp_path, name, caplog):
+def test_a_document_above_the_size_limit_is_refused_or_skipped(tmp_path, name, caplog):
     path, longest = tmp_path / name, 300_000
     records = [{"text": "one"}, {"text": "a" * 1_000_000}, {"text": "b" * (longest - 100)}]
     if "parquet" in name:
@@ -129,9 +129,7 @@ def test_a_document_beyond_the_bound_is_refused_or_left_out_by_name(tmp_path, na
         plain = records[1]["text"] if "txt" in name else "\n".join(map(json.dumps, records))
         path.write_bytes(pack(plain.encode(), path.suffix))
     where = {"jsonl": f"{name} line 2", "parq": f"{name} row 2", "txt": name}[name.split(".")[1].removesuffix("uet")]
-    message = (
-        f"{where}: a document of more than 300,000 bytes; cut it into several, or allow it with --max_document_bytes"
-    )
+    message = f"{where}: a document of more than 300,000 bytes; split it, or allow it with --max_document_bytes"
     with pytest.raises(ValueError, match=message):
         run([str(path)], tmp_path / "x", max_document_bytes=longest)
     meta = run([str(path)], tmp_path / "x", max_document_bytes=longest, on_error="skip")
@@ -281,14 +279,14 @@ FORGETFUL = "{% for m in messages %}{{ m.role[0] }}{{ m.content if loop.last or 
 @pytest.mark.parametrize(
     "record, template, message",
     [
-        (conversation(*TURNS), "{{ messages | length }}", "line 1: chat template: .*not rendered as the beginning"),
-        (conversation(*TURNS), FORGETFUL, "line 1: chat template: .*not rendered as the beginning"),
+        (conversation(*TURNS), "{{ messages | length }}", "line 1: chat template: .*not rendered as a prefix"),
+        (conversation(*TURNS), FORGETFUL, "line 1: chat template: .*not rendered as a prefix"),
         (conversation(*TURNS), "{{ raise_exception('no system') }}", "line 1: chat template: .*no system"),
         (conversation(*TURNS), "{{ messages[0].nothing.more }}", "line 1: chat template: UndefinedError"),
         (conversation(*TURNS), "{{ ''.__class__.__mro__ }}", "line 1: chat template: SecurityError"),
-        (conversation(*TURNS[:2]), None, "line 1: .*no message of the role assistant"),
-        ({"messages": "hello"}, None, "line 1: no list of messages 'messages'"),
-        ({"text": "hello"}, None, "line 1: no list of messages 'messages'"),
+        (conversation(*TURNS[:2]), None, "line 1: .*no message with the role assistant"),
+        ({"messages": "hello"}, None, "line 1: no list of messages with roles in 'messages'"),
+        ({"text": "hello"}, None, "line 1: no list of messages with roles in 'messages'"),
         (conversation(("user", "<eos>"), ("assistant", "A")), None, "line 1: .*spells the special token <eos>"),
     ],
 )
@@ -410,7 +408,7 @@ def test_inspect_is_a_command_of_preprocess(corpus, tmp_path, capsys):
     assert "documents 305" in capsys.readouterr().out
 
 
-def test_a_dataset_that_is_there_is_not_overwritten_unless_asked(tmp_path, capsys):
+def test_an_existing_dataset_is_only_replaced_with_overwrite(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("hello")
     arguments = ["--input", str(tmp_path / "a.txt"), "--output_prefix", str(tmp_path / "x"), "--workers=1"]
     main([*arguments, "--tokenizer=bytes"])

@@ -106,5 +106,5 @@ def test_unsupported_options_are_named(message):
 def test_a_pattern_of_layers_that_no_period_has_is_refused():
     entry = ENTRIES["gemma3"]["options"]
     kinds = ["full_attention", *entry["layer_types"][1:]]
-    with pytest.raises(ValueError, match="layer_types=.* is not every n-th layer"):
+    with pytest.raises(ValueError, match="layer_types=.* does not select every n-th layer"):
         read_options(family_of(entry), entry | dict(layer_types=kinds))

@@ -9,7 +9,7 @@ from megajax.cli import infer
     "arguments, message",
     [
         ("", "arguments are required"),
-        ("serve --run=x --port=80", "not there yet"),
+        ("serve --run=x --port=80", "not implemented yet"),
         ("generate --run=x", "--prompt"),
         ("generate --prompt=x", "--run"),
         ("generate --run=x --prompt=x --promt=y", "--promt=y is unknown; did you mean --prompt"),

@@ -63,7 +63,7 @@ def test_a_step_that_overflowed_is_reproduced_and_the_layer_and_place_are_named_
     output = run(run_dir, *MESH, "--replay_step=4", devices_each=2)
     assert content(run_dir) == before
     assert "replay of step 4, from the checkpoint of step 3" in output and "samples 24 to 31" in output
-    assert "reproduced: both runs and metrics.jsonl are the same bit for bit" in output
+    assert "reproduced: both runs and metrics.jsonl are bitwise identical" in output
     first, place, inputs = output[output.index("  1. ") :].splitlines()[:3]
     assert first.startswith("  1. dot_general, forward pass, microbatch 0, layer 1: float32[4,")
     assert "megajax/ops/matmul.py:" in place and "megajax/layers/mlp.py:" in place and "up to 3e+38" in inputs

@@ -54,5 +54,7 @@ def test_each_layer_is_drawn_as_its_own_config_says():
 
 def test_layers_of_one_kind_must_have_the_same_parameters():
     layers = [Toy(), Toy(size=32)]
-    with pytest.raises(ValueError, match="layers 0 and 1 are both of kind 'toy'.*matrix is .*64.*and .*32.*a kind of"):
+    with pytest.raises(
+        ValueError, match="layers 0 and 1 are both of kind 'toy'.*matrix is .*64.*and .*32.*different kinds"
+    ):
         jax.eval_shape(lambda: Stack(layers, scan=False, rngs=nnx.Rngs(0)).toy.matrix.weight[...])

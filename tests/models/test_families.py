@@ -367,7 +367,9 @@ def test_data_of_another_shape_than_the_model_reads_is_refused(tmp_path, monkeyp
     config = override(config_of("hybrid", tmp_path / "run"), ["--model.kind=toy_other_batch"])
     with pytest.raises(RuntimeError) as stopped:
         run_of(config, monkeypatch)
-    wanted = r"data.kind=documents gives positions as int32\[16\] a sample, and .*=toy_other_batch reads int32\[16, 2\]"
+    wanted = (
+        r"data.kind=documents gives positions as int32\[16\] per sample, and .*=toy_other_batch reads int32\[16, 2\]"
+    )
     assert re.match(wanted, str(stopped.value.__cause__))
 
 

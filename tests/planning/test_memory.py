@@ -107,7 +107,7 @@ def test_a_run_that_the_machine_cannot_hold_is_refused_or_warned_of(monkeypatch,
     monkeypatch.setattr(memory, "host_memory", lambda: (needed + 1, needed - 1))
     with caplog.at_level("WARNING", "megajax"):
         memory.check_host_memory(program, config.training)
-    assert "memory: this run needs about" in caplog.text
+    assert "this run needs about" in caplog.text
     monkeypatch.setattr(memory, "host_memory", lambda: (needed - 1, needed - 1))
     with pytest.raises(
         ValueError, match=r"training.microbatch_size=None \(8 x 32 tokens at a time\) needs about .*MiB"

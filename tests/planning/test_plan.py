@@ -106,7 +106,7 @@ def test_copies_to_the_host_count_as_measured(without_cuda_wheels):
     assert step("--execution.offload=mlp_wide,mlp_hidden") == pytest.approx(step() + 2 * 258, rel=0.01)
 
 
-def test_what_cannot_fit_is_said_not_to():
+def test_a_plan_that_cannot_fit_reports_it():
     config = override(configs.recipe("gpt_175b"), ["--mesh.fsdp=4", "--training.microbatch_size=1"])
     rows = rows_of(config)
     assert rows["verdict"].startswith("does not fit: ")

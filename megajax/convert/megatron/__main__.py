@@ -1,4 +1,4 @@
-"""Megatron Core's checkpoints in, as run directories of parameters alone.
+"""Imports Megatron Core checkpoints as run directories with parameters only.
 
 python -m megajax.convert.megatron import --from=SAVE --run_dir=RUN [--iteration=N --dtype=bfloat16 --tokenizer=SPEC]
 
@@ -36,7 +36,7 @@ def import_checkpoint(
     dtype: str | None = None,
     tokenizer: str | None = None,
 ) -> tuple[Checkpoint, Config]:
-    """Writes a run directory whose step has the number and the parameters of an iteration (default: the newest).
+    """Writes a run directory with the parameters of an iteration (default: the newest) as its step.
 
     dtype: of the matrices; default: as they are there. tokenizer: for data.tokenizer; default: the one in the
     checkpoint. The whole model is in the memory of the host. Raises ValueError if run_dir exists, or for a checkpoint
@@ -56,7 +56,7 @@ def import_checkpoint(
         meta = {
             "step": step,
             "config": dataclasses.asdict(config),
-            "layer_rows": {place: rows.tolist() for place, rows in model.layer_rows.items()},
+            "layer_rows": {stack: rows.tolist() for stack, rows in model.layer_rows.items()},
             "tokenizer": found.identity,
             "eod_id": found.eod_id,
         }
@@ -104,7 +104,7 @@ def _import(flags: argparse.Namespace) -> None:
     print(f"{flags.run_dir}: parameters of {checkpoint.folder}, step {checkpoint.iteration}")
     named = checkpoint.arguments.get("tokenizer_type")
     if flags.tokenizer is None and named != "NullTokenizer" and config.data.tokenizer.startswith("null:"):
-        print(f"{named}: no file of a tokenizer was found, texts are token ids; --tokenizer=PATH names one")
+        print(f"{named}: no tokenizer file was found, so texts are token ids; --tokenizer=PATH selects one")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The arguments that Megatron was started with, as they are in its checkpoints -> our config.
+"""Converts the arguments stored in a Megatron checkpoint to our config.
 
 Arguments that decide what a model computes or which parameters it has are mapped, or refused by name; those that decide
 how it is computed or trained (parallelism, fusions, optimizer, data) are not read.
@@ -14,7 +14,7 @@ from megajax.layers.rope import RopeConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.training.config import TrainingConfig
 
-# Arguments of models that DecoderConfig cannot describe, with the values that mean no such model.
+# Arguments of unsupported models, with the values that disable them.
 _UNSUPPORTED: dict[str, tuple] = {
     "num_experts": (None, 0),
     "multi_latent_attention": (None, False),
@@ -49,12 +49,12 @@ class _Arguments:
         self._arguments = arguments
 
     def get(self, *names: str, default: Any = None) -> Any:
-        """Of the first of these names that was given; versions of Megatron differ in them."""
+        """Value of the first of these names that is present; they differ between versions of Megatron."""
         values = (self._arguments.get(name) for name in names)
         return next((value for value in values if value is not None), default)
 
     def size(self, name: str) -> int:
-        """Raises ValueError if it is not there."""
+        """Raises ValueError if it is missing."""
         if self.get(name) is None:
             raise ValueError(f"the arguments do not say {name}, which the model needs")
         return int(self.get(name))
@@ -96,7 +96,7 @@ def _model(given: _Arguments, vocabulary_rows: int) -> DecoderConfig:
         num_kv_heads=given.size("num_query_groups") if given.get("group_query_attention") else heads,
         head_dim=int(given.get("kv_channels", default=given.size("hidden_size") // heads)),
         mlp_dim=int(given.get("ffn_hidden_size", default=4 * given.size("hidden_size"))),
-        # All rows of Megatron's table, those of its padding too, are in its softmax.
+        # Megatron's softmax includes all rows of the table, also the padding.
         vocab_size=vocabulary_rows,
         vocab_multiple=1,
         position=_position(given),
@@ -153,13 +153,13 @@ def _activation(given: _Arguments, bias: bool) -> str:
         return "swiglu"
     if given.get("squared_relu"):
         return "squared_relu"
-    # Megatron's fused kernel of bias and GELU, its default where there is a bias, computes the approximation.
+    # Megatron's fused bias and GELU kernel, the default with biases, computes the tanh approximation.
     is_fused = bias and given.get("bias_gelu_fusion", default=True)
     return "gelu_tanh" if is_fused or given.get("openai_gelu") else "gelu"
 
 
 def _window(given: _Arguments) -> tuple[int | None, int | None]:
-    """-> (window, full_attention_every). Megatron counts the keys before and after a token, without itself."""
+    """-> (window, full_attention_every). Megatron counts the keys before and after a token, excluding itself."""
     window = given.get("window_size")
     if window is None:
         return None, None
@@ -178,14 +178,19 @@ def _every(given: _Arguments, name: str) -> int | None:
 
 
 def _tokenizer(given: _Arguments, vocabulary_rows: int, folder: Path) -> str:
-    """Of data.tokenizer: a file that lies in the checkpoint or where Megatron read it; else tokens are numbers."""
+    """Value of data.tokenizer: a file in the checkpoint or at the path that Megatron used; else null:VOCAB."""
     named = given.get("tokenizer_model")
-    places = [folder / "tokenizer"] + ([Path(named)] if isinstance(named, str) else [])
+    candidates = [folder / "tokenizer"] + ([Path(named)] if isinstance(named, str) else [])
     files = ("tokenizer.json", "tokenizer.model")
-    found = [file for place in places for file in (place, *(place / name for name in files)) if file.is_file()]
+    found = [
+        file
+        for candidate in candidates
+        for file in (candidate, *(candidate / name for name in files))
+        if file.is_file()
+    ]
     known = [file for file in found if file.name == "tokenizer.json" or file.suffix == ".model"]
-    if known and given.get("tokenizer_type") != "TikTokenizer":  # its .json is of another kind
+    if known and given.get("tokenizer_type") != "TikTokenizer":  # its .json has another format
         return str(known[0])
     if given.get("tokenizer_type") == "NullTokenizer" and given.get("vocab_size") is not None:
-        return f"null:{given.size('vocab_size') + 1}"  # it adds the end of the document
+        return f"null:{given.size('vocab_size') + 1}"  # it adds an end-of-document token
     return f"null:{vocabulary_rows}"

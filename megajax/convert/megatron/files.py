@@ -1,4 +1,4 @@
-"""What torch and torch.distributed.checkpoint have written, read without executing any of it.
+"""Reads files of torch and torch.distributed.checkpoint without executing code in them.
 
 Such files are pickles, and a pickle may name any function and have it called. Here a name is looked up only if it is
 that of a tensor, of torch's own description of a checkpoint, or argparse.Namespace; whatever else a file names becomes
@@ -33,7 +33,7 @@ _DESCRIPTION = {
 
 
 def load(file: Path | io.BytesIO) -> Any:
-    """What torch.save wrote; tensors are on the CPU, those of a file on disk are read when they are used.
+    """Reads a file of torch.save; tensors are on the CPU, and read lazily from a file on disk.
 
     Raises ValueError for a file that cannot be read as data alone.
     """
@@ -49,14 +49,14 @@ def load(file: Path | io.BytesIO) -> Any:
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """The same numbers, bfloat16 included."""
+    """The tensor as a NumPy array, including bfloat16."""
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.uint16).numpy().view(jnp.bfloat16)
     return tensor.numpy()
 
 
 class DistributedFiles:
-    """A folder that torch.distributed.checkpoint has written, on however many processes."""
+    """A folder of torch.distributed.checkpoint, written by any number of processes."""
 
     def __init__(self, folder: Path):
         """Raises ValueError if the folder cannot be read."""
@@ -72,7 +72,7 @@ class DistributedFiles:
 
     @property
     def tensors(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-        """{key: (shape, dtype)}. Raises ValueError for a tensor of which a part is missing."""
+        """{key: (shape, dtype)}. Raises ValueError if a part of a tensor is missing."""
         found = {}
         for key, entry in self._entries.items():
             if isinstance(entry, TensorStorageMetadata):
@@ -81,7 +81,7 @@ class DistributedFiles:
                 found[key] = (tuple(entry.size), to_numpy(torch.empty(0, dtype=entry.properties.dtype)).dtype)
         return found
 
-    @functools.lru_cache(maxsize=1)  # layers that are stacked there are asked for one after the other  # noqa: B019
+    @functools.lru_cache(maxsize=1)  # the layers of a stacked tensor are read consecutively  # noqa: B019
     def array(self, key: str) -> np.ndarray:
         entry = self._entries[key]
         return to_numpy(self._read(key, torch.empty(entry.size, dtype=entry.properties.dtype)))
@@ -102,7 +102,7 @@ class DistributedFiles:
 
 
 class _Reader(dcp.FileSystemReader):
-    """torch's would execute what the metadata name."""
+    """Replaces torch's reader, which could execute code in the metadata."""
 
     @functools.lru_cache(maxsize=1)  # noqa: B019
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -111,7 +111,7 @@ class _Reader(dcp.FileSystemReader):
 
 
 class _Planner(dcp.DefaultLoadPlanner):
-    """torch's would execute what objects name."""
+    """Replaces torch's unpickler, which could execute code in objects."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         self.state_dict[read_item.dest_index.fqn] = load(value)
@@ -127,7 +127,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _inert(name: str) -> type:
-    """A class that stands for the one of that name, and does nothing."""
+    """An inert placeholder for the class of this name."""
 
     def ignore(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -136,6 +136,6 @@ def _inert(name: str) -> type:
 
 
 def _line(error: BaseException) -> str:
-    """torch's advice on files that it refuses, to execute them, is left out."""
+    """One line of the error, without torch's advice to execute the file."""
     text = str(error).rpartition("WeightsUnpickler error:")[2].strip()
     return f"{type(error).__name__}: {(text.splitlines() or [''])[0]}"

@@ -1,4 +1,4 @@
-"""Batches of documents to blocks of tokens, by this process or by several; the blocks come back in order."""
+"""Encodes batches of documents as blocks of tokens, in this process or in several, preserving their order."""
 
 import collections
 import dataclasses
@@ -18,7 +18,7 @@ BATCHES_PER_WORKER = 4
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Encoded documents of one key: tokens [sum(lengths)], lengths int32 of the sequences, sequences a document."""
+    """Encoded documents of one key: tokens [sum(lengths)], lengths int32 of the sequences, sequences per document."""
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -28,7 +28,7 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """What one batch gives of one file; a block a key. skipped: one message a document that could not be read."""
+    """The result of a batch for one file: one block per key. skipped: a message per document that could not be read."""
 
     file: int
     blocks: list[Block]
@@ -37,7 +37,7 @@ class Encoded:
 
 
 class Encoder:
-    """Batch -> Encoded, one a file; what a worker process runs."""
+    """Batch -> Encoded, one per file; runs in the worker processes."""
 
     def __init__(self, tokenizer: Tokenizer, reader: Reader, append_eod: bool):
         if append_eod and tokenizer.eod_id is None:
@@ -55,7 +55,7 @@ class Encoder:
         for read, where in self.reader.documents(batch):
             try:
                 encoded.append(self._encode(read(), where))
-            except ValueError as error:  # of JSON, of UTF-8, of the template, of the tokenizer
+            except ValueError as error:  # from JSON, UTF-8, the template or the tokenizer
                 skipped.append(str(error))
         skipped += [batch.problem] if batch.problem else []
         return [Encoded(batch.files[0][0], self._blocks(encoded), skipped)]
@@ -72,7 +72,7 @@ class Encoder:
         return Encoded(number, self._blocks(encoded), skipped, digest)
 
     def _encode(self, texts: list[list[str]], where: str) -> list[tuple[list[list[int]], int]]:
-        """For each key the sequences of tokens, and the bytes of text."""
+        """For each key: the sequences of tokens, and the number of bytes of text."""
         is_conversation = self.reader.form == "conversations"
         encode = self.tokenizer.encode_template if is_conversation else self.tokenizer.encode
         keys = []
@@ -90,7 +90,7 @@ class Encoder:
         return keys
 
     def _blocks(self, documents: list[list[tuple[list[list[int]], int]]]) -> list[Block]:
-        # a record counts if one of its keys has text, so that document i of every key is of the same record
+        # a record is kept if one of its keys has text, so that document i of all keys comes from the same record
         kept = [document for document in documents if any(sequences for sequences, _ in document)]
         return [
             self._block([document[key][0] for document in kept], sum(document[key][1] for document in documents))
@@ -123,7 +123,7 @@ def _run_worker(batch: Batch) -> list[Encoded]:
 def encode_in_order(
     batches: Iterable[Batch], encoder: Encoder, num_workers: int
 ) -> Iterator[tuple[Batch, list[Encoded]]]:
-    """Each batch with what it gives, in the order of the batches; with one worker in this process."""
+    """Yields each batch with its result, in the order of the batches; with one worker, encodes in this process."""
     if num_workers <= 1:
         for batch in batches:
             yield batch, encoder(batch)

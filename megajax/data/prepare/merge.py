@@ -1,4 +1,4 @@
-"""Indexed datasets of `preprocess`, joined and checked: `python -m megajax.data.preprocess merge` and `verify`.
+"""Merges and verifies datasets of `preprocess`: `python -m megajax.data.preprocess merge` and `verify`.
 
     merge --input P1 P2 ... --output_prefix P     the documents of P1, then those of P2, ...
     verify --prefix P [P ...]                     P.bin against P.meta.json; exit status 1 if anything is wrong
@@ -22,9 +22,9 @@ BLOCK_BYTES = 1 << 24
 
 
 def merge(prefixes: Sequence[str], output_prefix: str) -> dict | None:
-    """Writes the datasets one after the other as `output_prefix`; returns its meta.json, None if they have none.
+    """Concatenates the datasets as `output_prefix`; returns its meta.json, None if they have none.
 
-    The files are those that `preprocess` makes of all inputs in this order. Raises ValueError if the datasets differ
+    The files equal those that `preprocess` makes of all inputs in this order. Raises ValueError if the datasets differ
     in dtype, tokenizer, form of the documents or end-of-document token, if only some have a meta.json, or if one is
     damaged.
     """
@@ -66,11 +66,11 @@ def _check(datasets: Sequence[IndexedDataset], metas: Sequence[dict | None], out
             raise ValueError(f"merge: {dataset.prefix}.idx has modes of sequences (multimodal), which are not merged")
         num_bytes = int(dataset.lengths.sum(dtype=np.int64)) * dataset.dtype.itemsize
         if num_bytes != os.path.getsize(dataset.prefix + ".bin"):
-            raise ValueError(f"merge: sequences of {dataset.prefix}.bin do not lie one after the other; build it again")
+            raise ValueError(f"merge: sequences of {dataset.prefix}.bin are not contiguous; build it again")
         if (meta is None) != (metas[0] is None):
             without = dataset.prefix if meta is None else first.prefix
-            raise ValueError(f"merge: {without}.meta.json does not exist, so nothing says which tokenizer wrote it; "
-                             "merge datasets that all have one, or none")  # fmt: skip
+            raise ValueError(f"merge: {without}.meta.json does not exist, so its tokenizer is unknown; merge "
+                             "datasets that all have one, or none")  # fmt: skip
         for key in ("tokenizer_identity", "vocab_size", "eod_id", "append_eod", "form", "chat_template", "json_key"):
             if meta is not None and meta.get(key) != metas[0].get(key):
                 raise ValueError(
@@ -78,7 +78,7 @@ def _check(datasets: Sequence[IndexedDataset], metas: Sequence[dict | None], out
                     f"{first.prefix}.meta.json; preprocess one of them again with the settings of the other"
                 )
         if meta is not None and not isinstance(meta.get("inputs"), list):
-            raise ValueError(f"merge: {dataset.prefix}.meta.json does not name its input files; preprocess it again")
+            raise ValueError(f"merge: {dataset.prefix}.meta.json does not list its input files; preprocess it again")
 
 
 def _token_blocks(dataset: IndexedDataset) -> Iterator[np.ndarray]:
@@ -88,9 +88,9 @@ def _token_blocks(dataset: IndexedDataset) -> Iterator[np.ndarray]:
 
 
 def verify(prefix: str) -> str:
-    """A line that says what was found good; ValueError, naming the file, if anything is wrong.
+    """Returns a one-line summary. Raises ValueError, naming the file, if anything is wrong.
 
-    Checks that .bin and .idx belong together, that every token id is one of the tokenizer, the counts, and the sha256.
+    Checks that .bin and .idx belong together, that the tokenizer has every token id, the counts, and the sha256.
     """
     dataset = IndexedDataset(prefix)
     meta = read_meta(prefix)
@@ -108,26 +108,26 @@ def verify(prefix: str) -> str:
     counts = {"num_tokens": num_tokens, "num_documents": len(dataset.document_indices) - 1}
     for name, count in counts.items():
         if count != meta[name]:
-            raise ValueError(f"{prefix}.bin: {name} is {count}, {prefix}.meta.json says {meta[name]}; the two are of "
+            raise ValueError(f"{prefix}.bin: {name} is {count}, {prefix}.meta.json says {meta[name]}; they belong to "
                              "different builds: build it again")  # fmt: skip
     if digest.hexdigest() != meta["sha256"]:
         raise ValueError(
             f"{prefix}.bin: its sha256 is {digest.hexdigest()}, {prefix}.meta.json says {meta['sha256']}; the tokens "
-            "were changed or damaged since: copy or build it again"
+            "have been changed or damaged: copy or build it again"
         )
     return f"{prefix}: OK, {num_tokens:,} tokens of {counts['num_documents']:,} documents, sha256 {meta['sha256']}"
 
 
-def _describe_bad_token(dataset: IndexedDataset, place: int, token: int, vocab_size: int) -> str:
+def _describe_bad_token(dataset: IndexedDataset, index: int, token: int, vocab_size: int) -> str:
     begin = 0
     for first in range(0, len(dataset), WRITE_BLOCK):
         ends = begin + np.cumsum(dataset.lengths[first : first + WRITE_BLOCK], dtype=np.int64)
-        if place < ends[-1]:
-            number = int(np.searchsorted(ends, place, side="right"))
-            position = place - int(ends[number] - dataset.lengths[first + number])
+        if index < ends[-1]:
+            number = int(np.searchsorted(ends, index, side="right"))
+            position = index - int(ends[number] - dataset.lengths[first + number])
             return (
-                f"{dataset.prefix}.bin: token {token} at position {position} of sequence {first + number} is none of "
-                f"the {vocab_size} ids of the tokenizer; the file is damaged: copy or build it again"
+                f"{dataset.prefix}.bin: token {token} at position {position} of sequence {first + number} is not one "
+                f"of the {vocab_size} ids of the tokenizer; the file is damaged: copy or build it again"
             )
         begin = int(ends[-1])
     raise AssertionError("IndexedDataset checks that the sequences cover the file")
@@ -137,7 +137,7 @@ def main_merge(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m megajax.data.preprocess merge", description="Joins datasets.")
     parser.add_argument("--input", nargs="+", required=True, help="prefixes of .bin/.idx files, in order")
     parser.add_argument("--output_prefix", required=True, help="P of P.bin, P.idx, P.meta.json")
-    parser.add_argument("--overwrite", action="store_true", help="replace a dataset that is there")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing dataset")
     flags = parser.parse_args(arguments)
     try:
         if not flags.overwrite:

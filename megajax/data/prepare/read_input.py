@@ -1,8 +1,8 @@
-"""What preprocess reads: files of text and of records, packed or not, cut into batches of documents.
+"""Reads the input of preprocess, text files and records, compressed or not, as batches of documents.
 
-A batch is read by one process and encoded by another. Every file is hashed as it is read, and none is held whole but a
-document that is a file. No document is longer than a bound, and packed files are unpacked in pieces: a small file that
-unpacks to gigabytes takes no more memory than others.
+A batch is read by one process and encoded by another. Every file is hashed as it is read, and never held in memory as a
+whole, unless it is a single document. Documents have a maximum size and files are decompressed in pieces: a small file
+that decompresses to gigabytes takes no more memory than others.
 """
 
 import contextlib
@@ -20,12 +20,12 @@ from typing import Any, BinaryIO
 from megajax.data.prepare.sentences import split_sentences
 from megajax.data.tokenizers.chat_template import ChatTemplate
 
-# A batch is what one worker gets at once: this many bytes of lines, or of whole files.
+# Size of a batch, the unit of work of a worker: this many bytes of lines, or of whole files.
 BATCH_BYTES = 1 << 20
 FORMS = "documents", "sentences", "conversations"
-# Of a document: a line of .jsonl, or a file of text, unpacked. Encoding one takes some ten times as much memory.
+# Limit of a document: a line of .jsonl or a text file, decompressed. Encoding takes about ten times as much memory.
 MAX_DOCUMENT_BYTES = 1 << 27
-# What is unpacked at a time: zstd makes at most 32,768 times as much of it.
+# Bytes decompressed at a time: zstd expands them at most 32,768 times.
 PACKED_BYTES = 1 << 10
 
 
@@ -38,7 +38,7 @@ class Batch:
     """None in place of a line that is too long."""
     first: int = 1
     num_bytes: int = 0
-    """Of the input as it lies on disk, for the progress bar."""
+    """Bytes of the input as stored, for the progress bar."""
     problem: str | None = None
     """Why the rest of the file could not be read."""
 
@@ -53,13 +53,13 @@ class Reader:
     max_document_bytes: int = MAX_DOCUMENT_BYTES
 
     def check(self, files: Sequence[str]) -> None:
-        """Raises ValueError if a file is of a kind that this form cannot come from."""
+        """Raises ValueError if this form cannot be read from one of the files."""
         if self.form not in FORMS:
             raise ValueError(f"form={self.form} is not known; use one of {FORMS}")
         if self.max_document_bytes < 1:
             raise ValueError(f"--max_document_bytes={self.max_document_bytes} must be at least 1")
         if len(set(self.json_keys)) != len(self.json_keys) or not self.json_keys:
-            raise ValueError(f"--json_keys={list(self.json_keys)} must be different names, at least one")
+            raise ValueError(f"--json_keys={list(self.json_keys)} must be distinct names, at least one")
         if self.form == "conversations" and len(self.json_keys) > 1:
             raise ValueError(f"--json_keys={list(self.json_keys)}: --conversations reads one key; name one")
         plain = [path for path in files if kind_of(path) == "text"]
@@ -72,7 +72,7 @@ class Reader:
                 raise ValueError(f"{named[0]} needs the package {package}; pip install 'megajax[data]'")
 
     def documents(self, batch: Batch) -> Iterator[tuple[Callable[[], list[list[str]]], str]]:
-        """(function that returns the texts or raises ValueError, place) of each document of a batch of records."""
+        """(function that returns the texts or raises ValueError, location) of each document of a batch of records."""
         ((_, path),) = batch.files
         word = "row" if kind_of(path) == "parquet" else "line"
         for i, record in enumerate(batch.records, batch.first):
@@ -85,7 +85,7 @@ class Reader:
 
     def too_long(self, where: str) -> ValueError:
         return ValueError(
-            f"{where}: a document of more than {self.max_document_bytes:,} bytes; cut it into several, or allow it "
+            f"{where}: a document of more than {self.max_document_bytes:,} bytes; split it, or allow it "
             "with --max_document_bytes"
         )
 
@@ -105,7 +105,7 @@ class Reader:
             if not isinstance(record, dict) or not isinstance(record.get(key), str):
                 raise ValueError(f"{where}: no text field {key!r}; name it with --json_keys")
             text = _checked(record[key], where)
-            if len(text) > self.max_document_bytes:  # of a row; a line is never so long
+            if len(text) > self.max_document_bytes:  # of a row; lines are limited earlier
                 raise self.too_long(where)
             texts.append(self._sequences(text))
         return texts
@@ -118,7 +118,7 @@ class Reader:
         if not isinstance(messages, list) or not all(
             isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
         ):
-            raise ValueError(f"{where}: no list of messages {self.json_keys[0]!r} with a role each; name it with "
+            raise ValueError(f"{where}: no list of messages with roles in {self.json_keys[0]!r}; name it with "
                              "--json_keys")  # fmt: skip
         # a column has every field in every row, and null where a message has none
         messages = [
@@ -137,8 +137,8 @@ def _decode(content: bytes | bytearray, where: str) -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        place = where if " line " in where or " row " in where else f"{where} line {line}"
-        raise ValueError(f"{place}: not UTF-8 ({error.reason} at byte {error.start})") from None
+        location = where if " line " in where or " row " in where else f"{where} line {line}"
+        raise ValueError(f"{location}: not UTF-8 ({error.reason} at byte {error.start})") from None
 
 
 def _checked(text: str, where: str) -> str:
@@ -164,7 +164,7 @@ class HashedFile(io.RawIOBase):
         return count
 
     def finish(self) -> str:
-        """The sha256 of the whole file, after reading what is left of it."""
+        """Reads the rest of the file -> sha256 of the whole file."""
         while self.read(BATCH_BYTES):
             pass
         return self.digest.hexdigest()
@@ -175,7 +175,7 @@ class HashedFile(io.RawIOBase):
 
 
 class ZstdFile(io.RawIOBase):
-    """The content of a .zst file. zstandard's own reader takes a file that was cut short for a whole one."""
+    """The content of a .zst file. Unlike zstandard's own reader it raises an error for a truncated file."""
 
     def __init__(self, file: BinaryIO):
         import zstandard
@@ -183,7 +183,7 @@ class ZstdFile(io.RawIOBase):
         self._file = file
         self._new_frame = zstandard.ZstdDecompressor().decompressobj
         self._frame = None
-        self._rest = b""
+        self._remaining = b""
         self._ready = memoryview(b"")
 
     def readable(self) -> bool:
@@ -191,16 +191,16 @@ class ZstdFile(io.RawIOBase):
 
     def readinto(self, buffer) -> int:
         while not self._ready:
-            packed = self._rest or self._file.read(PACKED_BYTES)
+            packed = self._remaining or self._file.read(PACKED_BYTES)
             if not packed:
                 if self._frame is not None:
                     raise EOFError("the file ends within a frame")
                 return 0
             self._frame = self._frame or self._new_frame()
             self._ready = memoryview(self._frame.decompress(packed))
-            self._rest = b""
+            self._remaining = b""
             if self._frame.eof:
-                self._rest = self._frame.unused_data
+                self._remaining = self._frame.unused_data
                 self._frame = None
         count = min(len(buffer), len(self._ready))
         buffer[:count] = self._ready[:count]
@@ -216,12 +216,12 @@ def _unpacked(path: str, raw: HashedFile) -> BinaryIO:
 
 
 def _damaged(path: str, error: Exception, line: int | None = None) -> str:
-    place = path if line is None else f"{path} after line {line}"
-    return f"{place}: cannot be read, copy it again ({type(error).__name__}: {error})"
+    location = path if line is None else f"{path} after line {line}"
+    return f"{location}: cannot be read, copy it again ({type(error).__name__}: {error})"
 
 
 def read_file(path: str, reader: Reader) -> tuple[bytearray, str]:
-    """(content, sha256 of the file as it lies on disk)."""
+    """(content, sha256 of the file as stored)."""
     content = bytearray()
     with contextlib.closing(HashedFile(path)) as raw:
         file = _unpacked(path, raw)
@@ -229,7 +229,7 @@ def read_file(path: str, reader: Reader) -> tuple[bytearray, str]:
             while len(content) <= reader.max_document_bytes and (piece := file.read(BATCH_BYTES)):
                 content += piece
             digest = raw.finish()
-        except Exception as error:  # every kind of file has its own errors
+        except Exception as error:  # every file type has its own errors
             raise ValueError(_damaged(path, error)) from None
     if len(content) > reader.max_document_bytes:
         raise reader.too_long(path)
@@ -243,7 +243,7 @@ def kind_of(path: str) -> str:
 
 
 def expand(patterns: Sequence[str]) -> list[str]:
-    """Files that the patterns name (`**` too), each pattern's sorted; ValueError if one matches none."""
+    """Files that match the patterns (including `**`), sorted per pattern. Raises ValueError if one matches none."""
     files = []
     for pattern in patterns:
         found = sorted(path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path))
@@ -254,7 +254,7 @@ def expand(patterns: Sequence[str]) -> list[str]:
 
 
 def read_batches(files: Sequence[str], reader: Reader, digests: dict[int, str]) -> Iterator[Batch]:
-    """Batches of about BATCH_BYTES in the order of the documents. digests: gets the sha256 of files of records."""
+    """Batches of about BATCH_BYTES in the order of the documents. digests: filled with the sha256 of record files."""
     pending = []
     size = 0
     for number, path in enumerate(files):
@@ -278,7 +278,7 @@ def _line_batches(number: int, path: str, reader: Reader, digests: dict[int, str
     lines = []
     size = 0
     first = 1
-    seen = 0
+    reported = 0
     with contextlib.closing(HashedFile(path)) as raw:
         file = _unpacked(path, raw)
         while True:
@@ -288,11 +288,11 @@ def _line_batches(number: int, path: str, reader: Reader, digests: dict[int, str
                 line = b""
                 problem = _damaged(path, error, first + len(lines) - 1)
             if not line or size >= BATCH_BYTES:
-                yield Batch(files, tuple(lines), first, raw.num_bytes - seen, problem)
+                yield Batch(files, tuple(lines), first, raw.num_bytes - reported, problem)
                 first += len(lines)
                 lines = []
                 size = 0
-                seen = raw.num_bytes
+                reported = raw.num_bytes
             if not line:
                 break
             lines.append(line if is_whole else None)
@@ -301,8 +301,7 @@ def _line_batches(number: int, path: str, reader: Reader, digests: dict[int, str
 
 
 def _read_line(file: BinaryIO, max_bytes: int) -> tuple[bytes, bool]:
-    """(line, True); b"" at the end of the file. Of a line that is longer: (its beginning, False), and the rest of it is
-    passed over."""
+    """(line, True); b"" at the end of the file. For a longer line: (its beginning, False), skipping the rest."""
     line = file.readline(max_bytes + 1)
     if len(line) <= max_bytes:
         return line, True
@@ -319,12 +318,12 @@ def _row_batches(number: int, path: str, reader: Reader, digests: dict[int, str]
     first = 1
     size = os.path.getsize(path)
     try:
-        # so that a column of a row group, which can be all of the file, is read in pieces and not ahead as a whole
+        # so that a column of a row group, which can be the whole file, is read in pieces without read-ahead
         with pyarrow.parquet.ParquetFile(path, buffer_size=BATCH_BYTES, pre_buffer=False) as file:
             wanted = (*reader.json_keys, *(("tools",) if reader.form == "conversations" else ()))
             columns = [name for name in wanted if name in file.schema_arrow.names]
             if missing := [key for key in reader.json_keys if key not in columns]:
-                raise ValueError(f"it has no column {missing[0]!r} but {file.schema_arrow.names}; use --json_keys")
+                raise ValueError(f"no column {missing[0]!r} among {file.schema_arrow.names}; use --json_keys")
             for group in range(file.num_row_groups):
                 facts = file.metadata.row_group(group)
                 rows = max(1, min(1 << 16, facts.num_rows * BATCH_BYTES // max(1, facts.total_byte_size)))
@@ -332,8 +331,8 @@ def _row_batches(number: int, path: str, reader: Reader, digests: dict[int, str]
                     share = size * block.num_rows // file.metadata.num_rows
                     yield Batch(files, tuple(block.to_pylist()), first, share)
                     first += block.num_rows
-    except Exception as error:  # pyarrow has many
-        place = path if first == 1 else f"{path} after row {first - 1}"
-        yield Batch(files, (), first, problem=f"{place}: cannot be read ({error})")
+    except Exception as error:  # pyarrow raises many types
+        location = path if first == 1 else f"{path} after row {first - 1}"
+        yield Batch(files, (), first, problem=f"{location}: cannot be read ({error})")
     with contextlib.closing(HashedFile(path)) as raw:
         digests[number] = raw.finish()

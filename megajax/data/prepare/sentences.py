@@ -1,8 +1,8 @@
-"""Sentences of a text by rules, for `preprocess --split_sentences`: no model to download, the same on every machine."""
+"""Splits text into sentences by rules, for `preprocess --split_sentences`: reproducible, and no model to download."""
 
 import re
 
-# Words whose full stop is no end of a sentence; the second kind before a number only.
+# Abbreviations whose full stop does not end a sentence; those of BEFORE_NUMBER only before a number.
 ABBREVIATION = re.compile(
     r"mrs?|ms|dr|prof|rev|hon|gen|col|capt|lt|sgt|maj|adm|sen|rep|gov|st|mt|ft|jr|sr|messrs|mme|mlle|dept|univ|inc|ltd|co"
     r"|corp|bros|assn|vs|viz|al|cf|ca|approx|est|eds?|resp",
@@ -11,20 +11,21 @@ ABBREVIATION = re.compile(
 BEFORE_NUMBER = re.compile(
     r"nos?|pp?|figs?|eqs?|sec|ch|chap|art|vols?|jan|feb|mar|apr|jun|jul|aug|sept?|oct|nov|dec", re.IGNORECASE
 )
-# Where a sentence may end: a mark, quotes or brackets that close, white space; full-width marks need no space; or a
-# blank line.
+# Possible ends of a sentence: punctuation, closing quotes or brackets, white space (not needed after full-width
+# punctuation); or a blank line.
 ENDS = re.compile(r"""(?<![.!?…])([.!?…]++)["'”’»)\]]*+\s++|[。！？]++["'”’»）」』]*+\s*+|\n\s*\n""")
 OPENING = "\"'“‘«([¿¡"
 
 
 def split_sentences(text: str) -> list[str]:
-    """Sentences without the white space around them, by rules for languages with Latin script, Chinese and Japanese.
+    """Sentences, stripped of white space; the rules are for languages with Latin script, Chinese and Japanese.
 
-    A sentence ends at . ! ? or … before white space and something that can begin one (no small letter), at 。！？, and
-    at a blank line. A full stop does not end it after an ABBREVIATION, an initial (J.), letters with stops
+    A sentence ends at . ! ? or … before white space and a possible beginning (not a lower-case letter), at
+    。！？, and at a blank line. A full stop does not end it after an ABBREVIATION, an initial (J.), letters with stops
     between them (U.S., e.g.), or the number of a list item (1.); decimals have no space after the stop.
-    What that gets wrong: a sentence that ends in "U.S." or "Inc." is joined with the next one, and so is one before a
-    small letter (iPhone); an unknown abbreviation before a capital ends one; lines without marks are not cut.
+    Known errors: a sentence that ends in "U.S." or "Inc.", or is followed by a lower-case letter (iPhone), is joined
+    with the next one; an unknown abbreviation before a capital ends a sentence; lines without punctuation are not
+    split.
     """
     sentences = []
     begin = 0
@@ -43,7 +44,7 @@ def _ends(text: str, begin: int, match: re.Match) -> bool:
         return False
     if match[1] != ".":
         return True
-    # words are short; a bound keeps a text without spaces from costs that grow with its square
+    # limited, because a text without spaces would otherwise take quadratic time
     before = text[max(begin, match.start() - 40) : match.start()]
     word = re.split(r"[\s(\[\"'“‘«—–-]", before)[-1]
     is_list_item = word.isdecimal() and text[begin : match.start()].strip() == word

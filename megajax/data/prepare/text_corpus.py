@@ -1,4 +1,4 @@
-"""The small real-text corpus for laptops: text files on this machine, tokenized once and cached.
+"""A small corpus of real text for laptops: text files on this machine, tokenized once and cached.
 
 `data.text=("stdlib",)` is the source code of Python's own standard library: about 11 MB of real text that every
 machine has. About 5 % of the bytes (whole files, chosen by a hash of their names) are held out for evaluation.
@@ -23,7 +23,7 @@ from megajax.data.tokenizers.train_sentencepiece import train_sentencepiece
 logger = logging.getLogger("megajax")
 HELD_OUT_FRACTION = 0.05
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
-# Raise when the same files would give other tokens.
+# Increase when the same files would give other tokens.
 FORMAT = 1
 
 
@@ -50,7 +50,7 @@ def prepare_text(config: DataConfig) -> tuple[str, str, str]:
 
 
 def _find_files(entries: tuple[str, ...]) -> list[tuple[str, str]]:
-    """(name, path) of every file, in a fixed order. The names say which are held out: no machine paths in them."""
+    """(name, path) of every file, in a fixed order. Names decide which files are held out, so they are relative."""
     files = []
     for entry in entries:
         root = sysconfig.get_path("stdlib") if entry == "stdlib" else _fixed_folder(entry)
@@ -71,7 +71,7 @@ def _standard_library(root: str) -> list[str]:
 
 
 def _fixed_folder(pattern: str) -> str:
-    """The folders of a pattern before its first wildcard."""
+    """The part of a pattern before the first folder with a wildcard."""
     parts = itertools.takewhile(lambda part: not glob.has_magic(part), os.path.dirname(pattern).split(os.sep))
     return os.sep.join(parts) or (os.sep if os.path.isabs(pattern) else ".")
 
@@ -85,12 +85,12 @@ def _key(config: DataConfig, files: list[tuple[str, str]]) -> str:
 
 
 def _held_out(files: list[tuple[str, str]]) -> set[str]:
-    """Paths of the held-out files: taken in the order of the hashes of their names, up to HELD_OUT_FRACTION."""
+    """Paths of the held-out files: in the order of the hashes of their names, up to HELD_OUT_FRACTION of the bytes."""
     budget = HELD_OUT_FRACTION * sum(os.path.getsize(path) for _, path in files)
     chosen = set()
     size = 0
     for _, path in sorted(files, key=lambda file: hashlib.sha256(file[0].encode()).digest()):
-        # a large file that would overshoot by far is passed over
+        # skip a large file that would far exceed the budget
         if size + os.path.getsize(path) <= 1.2 * budget:
             chosen.add(path)
             size += os.path.getsize(path)
@@ -102,7 +102,7 @@ def _held_out(files: list[tuple[str, str]]) -> set[str]:
 def _build(files: list[tuple[str, str]], tokenizer_spec: str, folder: str) -> None:
     if len(files) < 2:
         raise ValueError(
-            f"data.text: {files[0][1]} alone cannot be cut into training and evaluation text; name at least two files"
+            f"data.text: {files[0][1]} alone cannot be split into training and evaluation text; name at least two files"
         )
     chosen = _held_out(files)
     held_out = [path for _, path in files if path in chosen]
@@ -118,7 +118,7 @@ def _build(files: list[tuple[str, str]], tokenizer_spec: str, folder: str) -> No
         for part, paths in (("train", training), ("eval", held_out)):
             prefix = os.path.join(temporary, part)
             workers = _num_workers(paths)
-            # A pattern over a disk meets files that are not text: they are named in the log and left out.
+            # A broad pattern also matches files that are not text: they are logged and skipped.
             with announced(f"tokenizing {len(paths):,} text files"):
                 preprocess(paths, prefix, tokenizer, os.path.basename(spec), num_workers=workers, on_error="skip")
         try:
@@ -130,6 +130,6 @@ def _build(files: list[tuple[str, str]], tokenizer_spec: str, folder: str) -> No
 
 
 def _num_workers(paths: list[str]) -> int:
-    """Starting a process costs about a second of tokenizing, some 5 MB."""
+    """Starting a process costs about as much as tokenizing 5 MB, a second."""
     size = sum(os.path.getsize(path) for path in paths)
     return min(os.cpu_count() or 1, 1 + size // 20_000_000)

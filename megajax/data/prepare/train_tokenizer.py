@@ -1,4 +1,4 @@
-"""Trains a tokenizer on the documents of a dataset that is to be made."""
+"""Trains a tokenizer on the input of preprocess."""
 
 import contextlib
 import os
@@ -12,8 +12,8 @@ from megajax.data.tokenizers.train_sentencepiece import TRAIN_BYTES, train_on_li
 def train_tokenizer(files: Sequence[str], spec: str, output_prefix: str, reader: Reader, on_error: str) -> str:
     """Trains the tokenizer `sentencepiece:VOCAB` on documents of the files; returns the path P.tokenizer.model.
 
-    Reads from the beginning of each file its share of TRAIN_BYTES. Raises ValueError if the text has fewer pieces,
-    or, with on_error="raise", for a document that cannot be read.
+    Reads the beginning of each file, TRAIN_BYTES in total, in proportion to file sizes. Raises ValueError if the text
+    has fewer pieces or, with on_error="raise", for a document that cannot be read.
     """
     check_tokenizer_spec(spec)
     reader.check(files)
@@ -35,13 +35,13 @@ def _lines_of_documents(files: Sequence[str], reader: Reader, on_error: str) -> 
 
 
 def _texts(path: str, reader: Reader, on_error: str) -> Iterator[str]:
-    passed_over = () if on_error == "raise" else (ValueError,)  # `preprocess` reports them
+    suppressed = () if on_error == "raise" else (ValueError,)  # `preprocess` reports them
     with contextlib.closing(read_batches([path], reader, {})) as batches:
         for batch in batches:
             if batch.records is None:
-                with contextlib.suppress(*passed_over):
+                with contextlib.suppress(*suppressed):
                     yield "".join(reader.file_texts(read_file(path, reader)[0], path)[0])
                 continue
             for read, _ in reader.documents(batch):
-                with contextlib.suppress(*passed_over):
+                with contextlib.suppress(*suppressed):
                     yield "\n".join("".join(sequences) for sequences in read())

@@ -1,4 +1,5 @@
-"""Input files to indexed datasets with their meta.json: what `python -m megajax.data.preprocess` and data.text run."""
+"""Writes indexed datasets and their meta.json from input files, for `python -m megajax.data.preprocess` and
+data.text."""
 
 import collections
 import contextlib
@@ -20,7 +21,7 @@ logger = logging.getLogger("megajax")
 
 
 class BlockWriter(IndexedDatasetWriter):
-    """An IndexedDatasetWriter that takes many documents at once, and the sha256 of the .bin so far."""
+    """An IndexedDatasetWriter that adds many documents at once, and computes the sha256 of the .bin."""
 
     def __init__(self, prefix: str, dtype: np.dtype):
         super().__init__(prefix, dtype)
@@ -28,14 +29,14 @@ class BlockWriter(IndexedDatasetWriter):
         self._num_bounded = 0
 
     def add_tokens(self, tokens: np.ndarray) -> None:
-        """Tokens of the file's dtype that follow in the .bin; `add_index` says of which sequences they are."""
+        """Appends tokens, of the file's dtype, to the .bin; `add_index` adds the sequences that they form."""
         self._files["bin"].write(tokens.data)
         self.digest.update(tokens.data)
         self.num_tokens += len(tokens)
 
     def add_index(self, lengths: np.ndarray, sequences: np.ndarray) -> None:
-        """lengths: tokens of each sequence that follows; sequences: of each document that follows, in sequences.
-        The two need not be of the same documents, as long as all of them have come at the end."""
+        """Appends sequences and documents. lengths: tokens per sequence; sequences: sequences per document. One call
+        need not give both for the same documents, as long as all have been given at the end."""
         self._files["lengths"].write(lengths.astype(np.int32).tobytes())
         self.num_sequences += len(lengths)
         ends = self._num_bounded + np.cumsum(sequences, dtype=np.int64)
@@ -59,13 +60,13 @@ def preprocess(
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, dict]:
-    """Encodes `files` in the order given into an indexed dataset, or one a key; returns prefix -> its meta.json.
+    """Encodes `files`, in this order, as an indexed dataset, or one per key; returns prefix -> its meta.json.
 
-    form: "documents", "sentences" or "conversations"; template: of conversations, by default the tokenizer's.
-    on_error: "raise" stops at the first document that cannot be read (ValueError with file and line); "skip" leaves
-    such documents out, logs and counts them; one of more than max_document_bytes is one of them. Empty documents are
-    left out; with several keys a record of which one text is empty gives a document of no sequences there. progress:
-    called with bytes of input done.
+    form: "documents", "sentences" or "conversations"; template: for conversations; default: the tokenizer's. on_error:
+    "raise" stops at the first document that cannot be read or exceeds max_document_bytes (ValueError with file and
+    line); "skip" omits, logs and counts such documents. Empty documents are omitted; with several keys, a record with
+    an empty text for one key becomes a document without sequences there. progress: called with the number of input
+    bytes done.
     """
     if form == "conversations":
         template = template or load_chat_template(tokenizer)
@@ -111,18 +112,20 @@ def preprocess(
 
 
 def output_prefixes(output_prefix: str, json_keys: Sequence[str]) -> list[str]:
-    """Of the datasets that `preprocess` writes: one, or one a key."""
+    """Prefixes of the datasets that `preprocess` writes: one, or one per key."""
     return [output_prefix] if len(json_keys) == 1 else [f"{output_prefix}_{key}" for key in json_keys]
 
 
 def refuse_to_overwrite(prefix: str) -> None:
-    """Raises ValueError if there is a dataset of that prefix."""
-    there = next((path for path in (f"{prefix}.bin", f"{prefix}.idx") if os.path.exists(path)), None)
-    if there is None:
+    """Raises ValueError if a dataset with this prefix exists."""
+    existing = next((path for path in (f"{prefix}.bin", f"{prefix}.idx") if os.path.exists(path)), None)
+    if existing is None:
         return
     meta = read_meta(prefix)
     what = f" (tokenizer {meta['tokenizer']}, documents {meta['num_documents']:,})" if meta else ""
-    raise ValueError(f"--output_prefix={prefix}: {there} exists{what}; use another prefix, or replace it: --overwrite")
+    raise ValueError(
+        f"--output_prefix={prefix}: {existing} exists{what}; use another prefix, or --overwrite to replace it"
+    )
 
 
 def _count(block: Block) -> dict[str, int]:

@@ -1,6 +1,6 @@
-"""BERT samples: `[CLS] A [SEP] B [SEP]` with 15 % of the tokens to be predicted.
+"""BERT samples: `[CLS] A [SEP] B [SEP]`, of which 15 % of the tokens are predicted.
 
-A and B are two halves of a run of sentences of one document. What the model is asked about them, `next_sentence`:
+A and B are two parts of consecutive sentences of one document. The task on them is `next_sentence`:
 
 | value | B is | label 1 |
 |---|---|---|
@@ -8,7 +8,8 @@ A and B are two halves of a run of sentences of one document. What the model is 
 | sop (Lan et al. 2019; what Megatron does) | with probability 1/2 the half before A | A and B are swapped |
 | none | absent: `[CLS] A [SEP]` | |
 
-Of the tokens chosen (masking.py), 80 % become [MASK], 10 % a random id, 10 % stay (Devlin et al. 2018, section 3.1).
+Of the tokens chosen (masking.py), 80 % become [MASK], 10 % a random id, 10 % are unchanged (Devlin et al. 2018, section
+3.1).
 Source: Megatron-LM, megatron/core/datasets/bert_dataset.py. T = sequence_length below.
 """
 
@@ -26,18 +27,18 @@ RANDOM_SHARE = 0.1
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BertFormat:
-    """The special tokens, and what stands in a sample."""
+    """The special tokens, and the content of a sample."""
 
     cls_id: int
     sep_id: int
     mask_id: int
     pad_id: int
     vocab_size: int
-    """Ids of the tokenizer; random replacements are drawn below it, never a special token."""
+    """Number of ids of the tokenizer; random replacements are drawn from them, excluding special tokens."""
     next_sentence: Literal["nsp", "sop", "none"] = "nsp"
     masking: Masking = Masking()
     short_sequence_probability: float = 0.1
-    """Share of the samples that are cut short at a random length (Devlin et al. 2018, appendix A.2)."""
+    """Fraction of the samples that are truncated to a random length (Devlin et al. 2018, appendix A.2)."""
 
     @property
     def special_ids(self) -> tuple[int, int, int, int]:
@@ -53,7 +54,7 @@ class BertFormat:
                     "use a tokenizer with [CLS], [SEP], [MASK] and [PAD]"
                 )
             if self.special_ids.count(token) > 1:
-                raise ValueError(f"BertFormat.{name}={token} is another special token too; give each an id of its own")
+                raise ValueError(f"BertFormat.{name}={token} is also another special token; give each a different id")
         if self.vocab_size == len(names):
             raise ValueError(f"BertFormat.vocab_size={self.vocab_size} leaves no id for text")
         if self.next_sentence not in ("nsp", "sop", "none"):
@@ -65,7 +66,7 @@ class BertFormat:
         shortest = 3 if self.next_sentence == "none" else 5
         if sequence_length < shortest:
             raise ValueError(
-                f"sequence_length={sequence_length} has no room for text beside [CLS] and [SEP]; "
+                f"sequence_length={sequence_length} leaves no room for text besides [CLS] and [SEP]; "
                 f"use at least {shortest} with next_sentence={self.next_sentence}"
             )
         self.masking.check(self.vocab_size)
@@ -75,8 +76,8 @@ class BertDataset:
     """Random access: sample i is a pure function of (sequences, num_samples, sequence_length, seed, i).
 
     indexed: where the sentences are read from.
-    document_range: (begin, end), the documents this split may use. With nsp and sop a document of a single sequence
-    has no second segment and is left out, also as the random B; with none every document is used.
+    document_range: (begin, end), the documents of this split. With nsp and sop a document of a single sequence has no
+    second segment and is not used, not even as the random B; with none every document is used.
     num_samples: at least this many, in whole epochs; None is one epoch.
     cache_dir: where the list of the samples is kept; None keeps it in memory.
 
@@ -167,12 +168,12 @@ class BertDataset:
         if label and self.sample_format.next_sentence == "sop":
             first, second = second, first
         elif label:
-            # as long as the half it replaces, so that the length does not give the label away
+            # as long as the part it replaces, so that the length does not reveal the label
             second = np.concatenate(self.runs.read_elsewhere(i, len(second), rng))
-        # What is left when the longer of the two loses a token until both fit.
-        room = self.text_length
-        kept = min(len(second), max(room // 2, room - len(first)))
-        return trim(first, room - kept, rng), trim(second, kept, rng), label
+        # Lengths after repeatedly removing a token from the longer of the two until both fit.
+        capacity = self.text_length
+        kept = min(len(second), max(capacity // 2, capacity - len(first)))
+        return trim(first, capacity - kept, rng), trim(second, kept, rng), label
 
     def _mask(self, text: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """(tokens int32, whether each is to be predicted) of a text with its special tokens, both as long as it."""

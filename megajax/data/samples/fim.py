@@ -1,16 +1,16 @@
-"""Fill in the middle: documents put in another order, so that a left-to-right model learns to fill a gap.
+"""Fill in the middle: rearranges documents so that a left-to-right model learns to fill gaps.
 
 A document is cut at two random places into prefix P, middle M and suffix S, and becomes
 - PSM: `prefix_id` P `suffix_id` S `middle_id` M, or
 - SPM: `prefix_id` `suffix_id` S `middle_id` P M (the paper's second variant: one model learns both orders).
 
 Source: Bavarian et al. 2022, https://arxiv.org/abs/2207.14255; Megatron-LM, megatron/training/datasets/fim_dataset.py.
-As there, each part of a document that a sample holds counts as a document, its end token stays at its end, and the
-sample is cut back to its length after all: every document put in another order pushes three tokens off the end.
-Unlike there,
-- cuts fall between tokens. Megatron cuts the decoded text between characters and encodes the pieces again, which the
-  paper found better for gaps inside a word; samples here know no text.
-- the random numbers belong to the sample. Megatron's follow the order of reading, and change when a run resumes.
+As in Megatron, each part of a document within a sample is treated as a document, its end token remains at the end, and
+the sample is finally truncated to its length: each rearranged document pushes three tokens off the end.
+Unlike Megatron,
+- cuts are between tokens. Megatron cuts the decoded text between characters and encodes the pieces again, which the
+  paper found better for gaps within a word; samples here have no text.
+- random numbers depend on the sample. Megatron's depend on the order of reading, and change when a run resumes.
 """
 
 import dataclasses
@@ -21,22 +21,22 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class FillInTheMiddle:
-    """How many documents are put in another order, and the tokens that mark their parts."""
+    """Which documents are rearranged, and the tokens that mark their parts."""
 
     rate: float
-    """Probability that a document is."""
+    """Probability that a document is rearranged."""
     spm_rate: float
-    """Probability that it becomes SPM and not PSM."""
+    """Probability that it becomes SPM instead of PSM."""
     prefix_id: int
     middle_id: int
     suffix_id: int
     split_id: int | None = None
-    """Token between the fragments of a document (files of a repository), which are then each treated alone."""
+    """Token between the fragments of a document (files of a repository), which are then rearranged separately."""
     fragment_rate: float = 1.0
-    """Probability of a fragment, in a document that is treated and that holds split_id."""
+    """Probability that a fragment is rearranged, in a document that is selected and contains split_id."""
 
     def check(self, vocab_size: int | None) -> None:
-        """Raises ValueError if a rate is no probability or an id is not below vocab_size."""
+        """Raises ValueError if a rate is not a probability or an id is not below vocab_size."""
         for field in ("rate", "spm_rate", "fragment_rate"):
             if not 0 <= getattr(self, field) <= 1:
                 raise ValueError(f"data.fim_{field}={getattr(self, field)} must be between 0 and 1")
@@ -54,11 +54,11 @@ class FillInTheMiddle:
 def rearrange(
     documents: Sequence[np.ndarray], form: FillInTheMiddle, eod_id: int | None, key: tuple[int, int]
 ) -> list[np.ndarray]:
-    """The documents [length] in the same sequence, each as it is or in another order and three tokens longer.
+    """The documents [length], each unchanged or rearranged and three tokens longer.
 
-    key: what decides the random numbers, (seed, sample). eod_id: stays last where it is a document's last token.
+    key: (seed, sample), determines the random numbers. eod_id: remains last if it is a document's last token.
     """
-    # A counter-based generator starts in a third of the time that np.random.default_rng needs.
+    # A counter-based generator takes a third of the time of np.random.default_rng to start.
     rng = np.random.Generator(np.random.Philox(key=np.array(key, np.uint64)))
     return [
         _rearrange_document(document, form, eod_id, rng) if rng.random() < form.rate else document

@@ -1,10 +1,10 @@
 """GPT samples: every sample is `sequence_length + 1` consecutive tokens of the shuffled, concatenated sequences.
 
-Three arrays decide the order, bit for bit those of Megatron's GPTDataset:
-- document index int32 [D]: sequence numbers, every epoch once each, shuffled;
+Three arrays determine the order, identical to those of Megatron's GPTDataset:
+- document index int32 [D]: shuffled sequence numbers, each once per epoch;
 - sample index int32 or int64 [N + 1, 2]: where sample n starts (position in the document index, token offset);
 - shuffle index uint32 or int64 [N]: sample i of the dataset is row shuffle_index[i].
-Neighbouring samples share one token: it is the last label of one and the first input of the next.
+Consecutive samples share one token: the last label of one is the first input of the next.
 
 Source: Megatron-LM, megatron/core/datasets/gpt_dataset.py and helpers.cpp. T = sequence_length below.
 """
@@ -18,7 +18,7 @@ import numpy as np
 from megajax.data.index_cache import content_hash, load_or_build
 from megajax.data.samples.fim import FillInTheMiddle, rearrange
 
-# Megatron's rule: a last epoch of which less than this fraction is used is shuffled apart from the others.
+# Megatron's rule: if less than this fraction of the last epoch is used, it is shuffled separately.
 SEPARATE_EPOCH_BELOW = 0.80
 
 
@@ -36,10 +36,10 @@ class TokenSource(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class SampleFormat:
-    """What stands in a sample beside its tokens."""
+    """The content of a sample besides its tokens."""
 
     cross_document_attention: bool = False
-    """One segment for the whole sample, so that documents attend across each other (Megatron's default)."""
+    """One segment for the whole sample, so that documents attend to each other (Megatron's default)."""
     reset_positions: bool = False
     """Positions restart at 0 with each document (Megatron's --reset-position-ids)."""
     mask_document_end: bool = False
@@ -52,19 +52,19 @@ class SampleFormat:
     vocab_size: int | None = None
     """Token ids must be below this; None: not checked."""
     fill_in_the_middle: FillInTheMiddle | None = None
-    """Some documents are cut in three and put in another order; None: none are."""
+    """Rearranges some documents; None: none."""
 
 
 class GptDataset:
     """Random access: sample i is a pure function of (sequences, num_samples, sequence_length, seed, i).
 
     indexed: where the sequences are read from.
-    sequence_range: (begin, end), the sequences this split may use.
+    sequence_range: (begin, end), the sequences of this split.
     num_samples: at least this many, in whole epochs; None is one epoch.
     cache_dir: where the three arrays are kept; None keeps them in memory.
 
     `dataset[i]` is a dict of arrays [T]: tokens int32, labels int32, loss_mask float32 (0 or 1), positions int32,
-    segment_ids int32 (1, 2, ...: documents as the index bounds them, whatever the tokens are).
+    segment_ids int32 (1, 2, ...: documents by the boundaries of the index, regardless of the tokens).
     Pickles as its arguments: a worker process maps the cached arrays again instead of receiving them.
     """
 
@@ -126,7 +126,7 @@ class GptDataset:
         if form.fill_in_the_middle is not None:
             documents = rearrange(documents, form.fill_in_the_middle, form.eod_id, (self.seed, int(i)))
         lengths = np.array([len(document) for document in documents])
-        # What fill in the middle adds is cut off at the end.
+        # Tokens added by fill in the middle are cut off at the end.
         text = np.concatenate(documents)[: self.sequence_length + 1].astype(np.int32)
         if form.vocab_size is not None and (text.max() >= form.vocab_size or text.min() < 0):
             raise ValueError(
@@ -157,7 +157,7 @@ class GptDataset:
         }
 
     def _read(self, i: int) -> list[np.ndarray]:
-        """The non-empty parts of documents [length] that make up a sample, T + 1 tokens together."""
+        """The non-empty parts of documents [length] that form a sample, T + 1 tokens in total."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of a dataset of {len(self)} samples")
         row = int(self.shuffle_index[i])
@@ -194,14 +194,14 @@ def build_indices(
     sample_index = _sample_index(lengths[document_index - first_sequence], sequence_length)
     total = len(sample_index) - 1
     cut = ((num_epochs - 1) * tokens_per_epoch - 1) // sequence_length if separate else total
-    order = np.arange(total, dtype=np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64)
-    for part in (order[:cut], order[cut:]):
+    shuffle_index = np.arange(total, dtype=np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64)
+    for part in (shuffle_index[:cut], shuffle_index[cut:]):
         rng.shuffle(part)
-    return {"document_index": document_index, "sample_index": sample_index, "shuffle_index": order}
+    return {"document_index": document_index, "sample_index": sample_index, "shuffle_index": shuffle_index}
 
 
 def _epochs(tokens_per_epoch: int, num_samples: int | None, sequence_length: int) -> tuple[int, bool]:
-    """(fewest whole epochs that hold the samples, whether the last one is shuffled apart)."""
+    """(smallest number of whole epochs that contain the samples, whether the last is shuffled separately)."""
     if num_samples is None:
         return 1, False
     num_epochs = max(1, -(-(num_samples * sequence_length + 1) // tokens_per_epoch))
@@ -213,7 +213,7 @@ def _epochs(tokens_per_epoch: int, num_samples: int | None, sequence_length: int
 
 
 def _sample_index(lengths: np.ndarray, sequence_length: int) -> np.ndarray:
-    """Row n: (position p, offset) of token n * T when sequences of `lengths` [D] follow each other. [N + 1, 2]."""
+    """[N + 1, 2]; row n: (position, offset) of token n * T in the concatenation of sequences of `lengths` [D]."""
     ends = np.cumsum(lengths, dtype=np.int64)
     total = int(ends[-1])
     starts = np.arange((total - 1) // sequence_length + 1, dtype=np.int64) * sequence_length

@@ -1,10 +1,10 @@
-"""Pairs of an image and a text, for models that read both: a .jsonl file and the images it names.
+"""Pairs of an image and a text, for models that read both: a .jsonl file and the images it refers to.
 
-A line is {"image": "cats/1.jpg", "text": "A cat."}, with "prompt" before the text if it answers one. The image is a
-file beside the .jsonl, or a member of an uncompressed tar file, "shard.tar:1.jpg".
+A line is {"image": "cats/1.jpg", "text": "A cat."}, optionally with a "prompt" that the text answers. The image
+is a file next to the .jsonl, or a member of an uncompressed tar file, "shard.tar:1.jpg".
 
-Nothing is read ahead: where the lines and the members of a tar file begin is read once and cached, then sample i is
-one line and one image.
+Offsets of the lines and of the members of tar files are read once and cached; sample i then reads one line and one
+image.
 """
 
 import array
@@ -27,34 +27,34 @@ logger = logging.getLogger("megajax")
 
 @dataclasses.dataclass(frozen=True)
 class ImageTextFormat:
-    """How an image becomes pixels and tokens, and what stands where there is no text."""
+    """Sizes and special tokens of a sample."""
 
     image_size: int
     """Height and width in pixels."""
     num_image_tokens: int
-    """Places that the model fills with what it sees."""
+    """Number of positions that the model fills with image embeddings."""
     image_id: int
-    """Token at these places; no text may hold it."""
+    """Token at these positions; no text may contain it."""
     pad_id: int = 0
-    """Token and label where there is none."""
+    """Token and label of padding."""
     on_error: Literal["raise", "skip"] = "raise"
-    """A pair that cannot be read stops the run, or the next one that can stands in for it."""
+    """An unreadable pair stops the run (raise), or is replaced by the next readable one (skip)."""
 
 
 class ImageTextDataset:
     """Random access: sample i is a pure function of (pairs, sequence_length, seed, i).
 
-    path: the .jsonl file. line_range: (begin, end) of its lines that are not blank, from 0 (`len(index_lines(...)[0])`
-    is their number). num_samples: at least this many, in whole epochs; None is one epoch; each epoch is shuffled.
+    path: the .jsonl file. line_range: (begin, end) of its non-blank lines, from 0 (`len(index_lines(...)[0])` is their
+    number). num_samples: at least this many, in whole epochs; None is one epoch; each epoch is shuffled.
     cache_dir: where the indices are kept; None keeps them in memory.
 
     `dataset[i]` is a dict: image uint8 [S, S, 3], RGB, the square in the middle of the image resized (bicubic) to
     S = image_size; and arrays [T = sequence_length]: tokens int32, num_image_tokens times image_id, then prompt, text,
     end-of-document token, padding; labels int32; loss_mask float32, 1 where the label is a token of the text or the
-    end; positions int32; segment_ids int32, 1, and 0 for padding. A text that is too long is cut at its end. Prompt and
-    text are tokenized apart, and nothing is put between them.
-    Attributes: broken, the lines (from 1) that this process found unreadable and replaced; tokens_per_epoch, padding
-    counted, since texts are not tokenized before they are asked for.
+    end; positions int32; segment_ids int32, 1, and 0 for padding. A text that is too long is truncated. Prompt and text
+    are tokenized separately, without a separator.
+    Attributes: broken, the lines (from 1) that this process found unreadable and replaced; tokens_per_epoch, including
+    padding, because texts are only tokenized when they are read.
     Raises ValueError with file and line for a pair that cannot be read, and if none can.
     """
 
@@ -140,31 +140,31 @@ class ImageTextDataset:
         ids = (context + text + [self.tokenizer.eod_id])[:length]
         stream = np.full(length, form.pad_id, np.int32)
         stream[: len(ids)] = ids
-        place = np.arange(length, dtype=np.int32)
+        index = np.arange(length, dtype=np.int32)
         labels = stream[1:].copy()
-        # An image token need not have a logit.
+        # Image tokens are not predicted: they may have no logit.
         labels[: form.num_image_tokens - 1] = form.pad_id
         return {
             "image": self._pixels(record["image"], where),
             "tokens": stream[:-1],
             "labels": labels,
-            "loss_mask": ((place >= len(context)) & (place < len(ids)))[1:].astype(np.float32),
-            "positions": np.where(place < len(ids), place, 0)[:-1],
-            "segment_ids": (place < len(ids))[:-1].astype(np.int32),
+            "loss_mask": ((index >= len(context)) & (index < len(ids)))[1:].astype(np.float32),
+            "positions": np.where(index < len(ids), index, 0)[:-1],
+            "segment_ids": (index < len(ids))[:-1].astype(np.int32),
         }
 
     def _encode(self, record: dict, field: str, where: str) -> list[int]:
         try:
-            record[field].encode()  # JSON can spell half of a surrogate pair, which is no text
+            record[field].encode()  # JSON can contain half of a surrogate pair, which is not text
             ids = self.tokenizer.encode(record[field])
         except ValueError as error:
             raise ValueError(f"{where}: {field} cannot be encoded ({error})") from None
         if self.sample_format.image_id in ids:
-            raise ValueError(f"{where}: {field} holds the image token {self.sample_format.image_id}")
+            raise ValueError(f"{where}: {field} contains the image token {self.sample_format.image_id}")
         return ids
 
     def _pixels(self, name: str, where: str) -> np.ndarray:
-        """The square in the middle of an image, uint8 [S, S, 3]."""
+        """The central square of an image, uint8 [S, S, 3]."""
         pillow = _import_pillow()
         size = self.sample_format.image_size
         content = self._read(name, where)
@@ -172,7 +172,7 @@ class ImageTextDataset:
             with pillow.open(io.BytesIO(content)) as image:
                 short = min(image.size)
                 left, top = ((side - short) / 2 for side in image.size)
-                # Only the square is resized: a long, thin image would become a huge one.
+                # Only the square is resized, because a long, thin image would become huge.
                 square = (left, top, left + short, top + short)
                 return np.array(image.convert("RGB").resize((size, size), pillow.Resampling.BICUBIC, box=square))
         except MemoryError:
@@ -182,7 +182,7 @@ class ImageTextDataset:
             raise ValueError(f"{where}: image {name} cannot be read ({type(error).__name__}: {error})") from None
 
     def _read(self, name: str, where: str) -> bytes:
-        """Content of an image's file. An error of the machine (not of the data) stays an OSError: it must not skip."""
+        """Content of an image file. Errors of the machine (not of the data) remain OSErrors, which are not skipped."""
         folder = os.path.dirname(self.path)
         shard, found, member = name.partition(".tar:")
         try:
@@ -200,12 +200,12 @@ class ImageTextDataset:
             self._members[shard] = index_members(shard, self.cache_dir)
         index = self._members[shard]
         key = member.encode()
-        place = int(np.searchsorted(index["names"], key))
-        if place == len(index["names"]) or index["names"][place] != key:
+        row = int(np.searchsorted(index["names"], key))
+        if row == len(index["names"]) or index["names"][row] != key:
             raise ValueError(f"{shard} has no such member")
         with open(shard, "rb") as file:
-            file.seek(int(index["offsets"][place]))
-            return file.read(int(index["sizes"][place]))
+            file.seek(int(index["offsets"][row]))
+            return file.read(int(index["sizes"][row]))
 
 
 def _rebuild(positional: tuple, sample_format: ImageTextFormat, cache_dir: str | None) -> ImageTextDataset:
@@ -270,7 +270,7 @@ def index_members(path: str, cache_dir: str | None) -> dict[str, np.ndarray]:
 def _find_members(path: str) -> dict[str, np.ndarray]:
     try:
         with tarfile.open(path, "r:") as file:
-            # as tar itself: of two members with one name the last counts
+            # as in tar itself, the last of several members with the same name counts
             found = {
                 member.name.encode(errors="surrogateescape"): (member.offset_data, member.size)
                 for member in file
@@ -279,12 +279,12 @@ def _find_members(path: str) -> dict[str, np.ndarray]:
     except tarfile.TarError as error:
         raise ValueError(f"{path} is not an uncompressed tar file ({error})") from None
     names = sorted(found)
-    places = np.array([found[name] for name in names], np.int64).reshape(-1, 2)
-    return {"names": np.array(names, np.bytes_), "offsets": places[:, 0], "sizes": places[:, 1]}
+    extents = np.array([found[name] for name in names], np.int64).reshape(-1, 2)
+    return {"names": np.array(names, np.bytes_), "offsets": extents[:, 0], "sizes": extents[:, 1]}
 
 
 def _file_state(path: str) -> dict:
-    """What tells one file, in one state, from another."""
+    """Identifies a file and its version."""
     try:
         state = os.stat(path)
     except FileNotFoundError:

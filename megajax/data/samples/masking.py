@@ -1,4 +1,4 @@
-"""Masking of a text: n-grams of whole words, chosen in random order until a share is reached.
+"""Masking: chooses n-grams of whole words in random order until a fraction of the text is masked.
 
 Source: Megatron-LM, megatron/core/datasets/masked_dataset.py.
 """
@@ -12,15 +12,15 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Masking:
-    """Which share of a text is masked, and in what pieces."""
+    """What fraction of a text is masked, and in which spans."""
 
     probability: float = 0.15
-    """Share of the tokens that are masked, above 0 and below 1."""
+    """Fraction of the tokens that are masked, above 0 and below 1."""
     max_ngram: int = 3
     """Longest span, in words."""
     geometric_p: float | None = None
     """None: a span of n words has a probability proportional to 1 / n (Megatron). Else to (1 - p)^(n - 1), SpanBERT's
-    (Joshi et al. 2019, p = 0.2, max_ngram = 10: 3.8 words on average); those drawn late find less room."""
+    (Joshi et al. 2019, p = 0.2, max_ngram = 10: 3.8 words on average); spans drawn late have less room."""
     is_continuation: np.ndarray | None = None
     """bool [vocab_size]: ids that continue the word of the id before them (`continuation_pieces`). None: every token
     is a word."""
@@ -63,9 +63,9 @@ def choose_spans(
 ) -> np.ndarray:
     """Spans of tokens to mask, int64 [spans, 2]: begin and end, disjoint, in random order.
 
-    tokens [n]; protected bool [n], tokens that no span may hold; apart: an unmasked token lies between two spans.
-    Spans begin and end with words. Together they hold round(probability * unprotected tokens) tokens at most, but at
-    least one word; a span that would be too long is shortened, one that would overlap is passed over.
+    tokens [n]; protected bool [n], tokens that no span may contain; apart: leave an unmasked token between two spans.
+    Spans consist of whole words. Together they have at most round(probability * unprotected tokens) tokens, but at
+    least one word; a span that would be too long is shortened, one that would overlap is skipped.
     """
     starts = _word_starts(tokens, protected, masking.is_continuation)
     blocked = protected[starts]
@@ -101,7 +101,7 @@ def choose_spans(
 
 
 def _word_starts(tokens: np.ndarray, protected: np.ndarray, is_continuation: np.ndarray | None) -> np.ndarray:
-    """Ascending positions at which words start; a protected token is a word of its own."""
+    """Ascending positions at which words start; a protected token is a separate word."""
     if is_continuation is None:
         return np.arange(len(tokens))
     inside = is_continuation[tokens] & ~protected
@@ -120,7 +120,8 @@ def span_mask(spans: np.ndarray, length: int) -> np.ndarray:
 
 
 def trim(text: np.ndarray, length: int, rng: np.random.Generator) -> np.ndarray:
-    """At most `length` tokens of a text; each token too many is taken from the front or the back by a fair coin."""
+    """At most `length` tokens of a text; each excess token is removed from the front or the back with equal
+    probability."""
     excess = len(text) - length
     if excess <= 0:
         return text
@@ -129,7 +130,7 @@ def trim(text: np.ndarray, length: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def pad(values: np.ndarray, length: int, fill: int) -> np.ndarray:
-    """[length], the values and then `fill`."""
+    """[length]: the values, followed by `fill`."""
     out = np.full(length, fill, values.dtype)
     out[: len(values)] = values
     return out

@@ -31,7 +31,7 @@ class MockIndexedDataset:
         return type(self), (self.vocab_size, self.eod_id)
 
     def fingerprint(self) -> str:
-        """As of an IndexedDataset: what decides the tokens."""
+        """As for an IndexedDataset: identifies the tokens."""
         return f"{self.prefix} of {self.vocab_size} ids, {self.eod_id} at the end of a document"
 
     def read(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""Which sentences make a sample of BERT or T5: runs of consecutive sentences of one document.
+"""The text of BERT and T5 samples: runs of consecutive sentences of one document.
 
-Runs are made greedily, as Megatron's build_mapping does: sentences are taken until the target length is reached; the
-target is the longest text a sample holds or, with probability `short_probability`, a random shorter one.
+Runs are built greedily, as by Megatron's build_mapping: sentences are added until the target length is reached, which
+is the longest text of a sample or, with probability `short_probability`, a random shorter one.
 
 Source: Megatron-LM, megatron/core/datasets/helpers.cpp; the order of the samples is our own.
 """
@@ -13,7 +13,7 @@ import numpy as np
 from megajax.data.index_cache import content_hash, load_or_build
 from megajax.data.samples.gpt import TokenSource
 
-# The walk from run to run reads Python integers; a block of them is 40 MB.
+# The loop over runs reads Python integers; a block of them takes 40 MB.
 WALK_BLOCK = 1 << 20
 
 
@@ -30,11 +30,11 @@ class SentenceSource(TokenSource, Protocol):
 class SentenceRuns:
     """The text of every sample, before trimming: a run of sentences of one document.
 
-    max_tokens: the longest text a sample holds. min_sentences: 1, or 2 where a text has two segments. Documents of
-    fewer sentences are left out, and a run that would leave fewer behind takes them too. With min_sentences = 1 a
-    sequence longer than max_tokens is cut into pieces of max_tokens, so that documents of one sequence are used whole.
-    num_samples: at least this many, in whole epochs; None is one epoch. Each epoch uses every sentence once, in its own
-    order.
+    max_tokens: the longest text of a sample. min_sentences: 1, or 2 if a text has two segments. Documents with fewer
+    sentences are not used, and a run that would leave fewer sentences behind includes them. With min_sentences = 1 a
+    sequence longer than max_tokens is split into pieces of max_tokens, so that documents of one sequence are used
+    entirely. num_samples: at least this many, in whole epochs; None is one epoch. Each epoch uses every sentence once,
+    in a different order.
 
     Attributes: `rows` int [N, 4] (first sequence, first token in it, last sequence, end token in it), `documents`
     int64 [used documents], ascending, `tokens_per_epoch`, tokens of these documents.
@@ -109,9 +109,9 @@ class SentenceRuns:
         return [sentence for sentence in sentences if len(sentence)]
 
     def read_elsewhere(self, i: int, num_tokens: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Consecutive sentences of a random other document than that of run i, until they reach `num_tokens`.
+        """Consecutive sentences of a random document other than that of run i, until they reach `num_tokens`.
 
-        They start at a random sentence and are fewer where the document ends. Needs two documents.
+        They start at a random sentence and may end early, with the document. Needs two documents.
         """
         own = np.searchsorted(self.indexed.document_indices, self.rows[i, 0], side="right") - 1
         other = int(rng.integers(len(self.documents) - 1))
@@ -147,7 +147,7 @@ def build_runs(
 
     lengths int32 [sequences] of the split; boundaries int64 [documents + 1], sequence numbers in the whole file;
     first_document: number of the split's first document in the whole file.
-    10 million sentences take 1 to 3 s an epoch and 1 to 2 GB; only the walk over the runs is a loop in Python.
+    10 million sentences take 1 to 3 s per epoch and 1 to 2 GB; only the loop over runs is in Python.
     """
     num_documents = len(boundaries) - 1
     owners = np.repeat(np.arange(num_documents), np.diff(boundaries))
@@ -157,7 +157,7 @@ def build_runs(
     tokens_per_epoch = np.array(sizes.sum())
     documents = first_document + np.flatnonzero(enough)
 
-    # A unit is a sentence or, where sentences may be cut, a piece of one.
+    # A unit is a sentence or, if sentences may be split, a piece of one.
     offsets = np.zeros(len(sentences), np.int64)
     if min_sentences == 1:
         pieces = -(-sizes // max_tokens)
@@ -200,7 +200,7 @@ def _group(
     targets = np.full(len(sizes), max_tokens)
     short = np.flatnonzero(rng.random(len(sizes)) < short_probability)
     targets[short] = rng.integers(min(2, max_tokens), max_tokens + 1, len(short))
-    # Where a run would end, for every unit it could start at: the target belongs to the unit.
+    # The end of a run for every unit it could start at; each unit has its own target.
     ends = np.cumsum(sizes)
     stops = np.searchsorted(ends, ends - sizes + targets) + 1
     stops = np.maximum(stops, np.arange(min_units, min_units + len(sizes)))

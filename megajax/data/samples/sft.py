@@ -1,13 +1,13 @@
 """Samples for supervised fine-tuning: whole conversations packed into T + 1 tokens, with a loss on the answers only.
 
 Each document of the indexed dataset is a conversation; its sequences are context, answer, context, answer, ...
-(empty ones keep the order), and only tokens of answers are learnt. T = sequence_length below.
+(empty ones keep them alternating), and only tokens of answers are learnt. T = sequence_length below.
 
-Two arrays decide the order:
-- document index int32 [C]: conversations as the samples hold them, every epoch each once;
+Two arrays determine the order:
+- document index int32 [C]: conversations in the order of the samples, each once per epoch;
 - sample index int64 [N + 1]: sample i holds document_index[sample_index[i] : sample_index[i + 1]].
-An epoch is shuffled, packed and its samples shuffled with random numbers of (seed, epoch): a longer run begins as a
-shorter one does.
+An epoch is shuffled, packed, and its samples are shuffled, with random numbers from (seed, epoch): a longer run begins
+like a shorter one.
 
 Packing is best fit, longest first (Johnson 1974, https://doi.org/10.1137/0203025), within windows of the shuffled
 order. Of lengths drawn from a lognormal distribution (sigma 1, T = 4096) it fills 99.7 % of the tokens of all samples
@@ -26,19 +26,19 @@ from megajax.data.index_cache import content_hash, load_or_build
 from megajax.data.indexed_dataset import IndexedDataset
 
 logger = logging.getLogger("megajax")
-# Conversations that are packed together: with 1,024 the two examples fill 98.8 % and 99.6 %.
+# Number of conversations packed together: with 1,024 the two examples fill 98.8 % and 99.6 %.
 WINDOW = 4096
 
 
 @dataclasses.dataclass(frozen=True)
 class SftFormat:
-    """What stands in a sample beside its conversations, and what becomes of those that do not fit one."""
+    """Padding of a sample, and the treatment of conversations that do not fit."""
 
     on_misfit: Literal["raise", "skip", "truncate"] = "raise"
-    """A conversation longer than T + 1 tokens is refused, left out, or cut at its end. One without a token of an
-    answer that could be learnt (after the cut) is refused by raise, and left out by skip and truncate."""
+    """What to do with a conversation longer than T + 1 tokens: refuse it, skip it, or truncate it. One without an
+    answer to learn (after truncation) is refused by raise, and skipped otherwise."""
     pad_id: int = 0
-    """Token and label where there is none."""
+    """Token and label of padding."""
     vocab_size: int | None = None
     """Token ids must be below this; None: not checked."""
 
@@ -46,15 +46,15 @@ class SftFormat:
 class SftDataset:
     """Random access: sample i is a pure function of (conversations, sequence_length, seed, i).
 
-    indexed: where the conversations are read from. document_range: (begin, end), those this split may use.
+    indexed: where the conversations are read from. document_range: (begin, end), those of this split.
     num_samples: at least this many, in whole epochs; None is one epoch.
     cache_dir: where the two arrays are kept; None keeps them in memory.
 
     `dataset[i]` is a dict of arrays [T]: tokens and labels int32; loss_mask float32, 1 where the label is a token of an
     answer; positions int32, from 0 in each conversation; segment_ids int32, 1, 2, ... for conversations and 0 for
-    padding. The last token of a conversation has no label: pad_id stands there, without loss.
-    Attributes: tokens_per_epoch, of the conversations that are used, after cutting; num_conversations that are used,
-    num_long that are skipped or truncated, num_unanswered that are skipped.
+    padding. The last token of a conversation has the label pad_id, without loss.
+    Attributes: tokens_per_epoch, of the used conversations after truncation; num_conversations, used; num_long, skipped
+    or truncated; num_unanswered, skipped.
     Raises ValueError with document number and length for a misfit, and if no conversation is left.
     """
 
@@ -98,7 +98,7 @@ class SftDataset:
         self.document_index = arrays["document_index"]
         self.sample_index = arrays["sample_index"]
         self.num_conversations, self.tokens_per_epoch, self.num_long, self.num_unanswered = arrays["counts"].tolist()
-        # Worker processes build the dataset again: one line a run is enough.
+        # Worker processes build the dataset too: one line per run is enough.
         if multiprocessing.parent_process() is None and self.num_long + self.num_unanswered:
             logger.warning(
                 "%s: of %d conversations, %d are longer than %d tokens (%s), %d have no answer to learn (left out)",
@@ -127,7 +127,7 @@ class SftDataset:
         positions = np.arange(self.sequence_length + 1, dtype=np.int32)
         positions[:length] -= starts.astype(np.int32)[segments[:length] - 1]
         positions[length:] = 0
-        # where the label belongs to the conversation of its token
+        # token and label belong to the same conversation
         within = (segments[1:] == segments[:-1]) & (segments[1:] > 0)
         return {
             "tokens": text[:-1],
@@ -138,7 +138,8 @@ class SftDataset:
         }
 
     def _read(self, i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(text int32, whether a token is of an answer bool, conversation 1, 2, ... int32), each [at most T + 1]."""
+        """(text int32, whether a token belongs to an answer bool, conversation number from 1 int32), each [<= T +
+        1]."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of a dataset of {len(self)} samples")
         begin, end = self.sample_index[i : i + 2].tolist()
@@ -152,7 +153,7 @@ class SftDataset:
             answers += [position % 2 == 1 for position in range(high - low)]
             numbers += [number] * (high - low)
         lengths = self.indexed.lengths[sequences]
-        # Only a conversation that is cut is longer, and it is alone.
+        # Only a sample with one truncated conversation is longer.
         kept = slice(self.sequence_length + 1)
         text = np.concatenate([self.indexed.read(sequence) for sequence in sequences])[kept].astype(np.int32)
         limit = self.sample_format.vocab_size
@@ -185,7 +186,7 @@ class SftDataset:
         document_index, sample_index = build_indices(
             begin + np.flatnonzero(used), sizes[used], num_samples, sequence_length + 1, seed
         )
-        # each counts once: as long where that left it out, else as unanswered
+        # count each once: as long if it is skipped for that, else as unanswered
         num_long = (long if skip else long & learnable).sum()
         num_unanswered = (~learnable & ~long if skip else ~learnable).sum()
         counts = np.array([used.sum(), sizes[used].sum(), num_long, num_unanswered], np.int64)
@@ -205,10 +206,10 @@ def _rebuild(positional: tuple, sample_format: SftFormat, cache_dir: str | None)
 
 
 def survey(lengths: np.ndarray, boundaries: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens int64 [C], whether there is a token of an answer to learn bool [C]) of conversations.
+    """(tokens int64 [C], whether there is an answer to learn bool [C]) of conversations.
 
     lengths: int32 [S], of the sequences; boundaries: int64 [C + 1], from 0, in sequences. Only the first `capacity`
-    tokens can be learnt, and the very first of a conversation cannot: there is nothing to predict it from.
+    tokens can be learnt, except the first of a conversation, which nothing predicts.
     """
     edges = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     starts = edges[boundaries[:-1]]
@@ -230,10 +231,10 @@ def build_indices(
     epoch = 0
     while epoch == 0 or (num_samples is not None and total < num_samples):
         rng = np.random.default_rng((seed, epoch))
-        order = rng.permutation(len(sizes))
-        packed = pack(sizes[order], capacity)
+        permutation = rng.permutation(len(sizes))
+        packed = pack(sizes[permutation], capacity)
         samples = rng.permutation(packed.max() + 1)[packed]
-        index.append(documents[order[np.argsort(samples, kind="stable")]].astype(np.int32))
+        index.append(documents[permutation[np.argsort(samples, kind="stable")]].astype(np.int32))
         counts.append(np.bincount(samples))
         total += len(counts[-1])
         epoch += 1
@@ -241,7 +242,7 @@ def build_indices(
 
 
 def pack(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """Number of the bin that each item goes to, int64 [items]; bins 0, 1, ... hold at most `capacity` each.
+    """Bin number of each item, int64 [items]; bins 0, 1, ... hold at most `capacity` each.
 
     Best fit, largest first, in windows: 1 million items take 0.3 s.
     """
@@ -249,25 +250,25 @@ def pack(sizes: np.ndarray, capacity: int) -> np.ndarray:
     count = 0
     for begin in range(0, len(sizes), WINDOW):
         window = sizes[begin : begin + WINDOW]
-        order = np.argsort(-window, kind="stable")
+        by_size = np.argsort(-window, kind="stable")
         smallest = int(window.min())
-        # room that is left, ascending, and whose it is
-        rooms = []
-        owners = []
-        found = []
-        for size in window[order].tolist():
-            place = bisect.bisect_left(rooms, size)
-            if place < len(rooms):
-                room = rooms.pop(place) - size
-                owner = owners.pop(place)
+        # remaining capacities, ascending, and their bins
+        remaining = []
+        open_bins = []
+        assigned = []
+        for size in window[by_size].tolist():
+            position = bisect.bisect_left(remaining, size)
+            if position < len(remaining):
+                left = remaining.pop(position) - size
+                bin_number = open_bins.pop(position)
             else:
-                room = capacity - size
-                owner = count
+                left = capacity - size
+                bin_number = count
                 count += 1
-            found.append(owner)
-            if room >= smallest:
-                place = bisect.bisect_left(rooms, room)
-                rooms.insert(place, room)
-                owners.insert(place, owner)
-        bins[begin + order] = found
+            assigned.append(bin_number)
+            if left >= smallest:
+                position = bisect.bisect_left(remaining, left)
+                remaining.insert(position, left)
+                open_bins.insert(position, bin_number)
+        bins[begin + by_size] = assigned
     return bins

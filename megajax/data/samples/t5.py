@@ -6,7 +6,7 @@
 | tokens | `bos` `<0>` for inviting `<1>` last |
 | labels | `<0>` for inviting `<1>` last `eos` |
 
-`<0>`, `<1>`, ... are sentinels: ids that stand for nothing else. Between two spans lies at least one token.
+`<0>`, `<1>`, ... are sentinels: ids used for nothing else. At least one token separates two spans.
 Source: Megatron-LM, megatron/core/datasets/t5_dataset.py. Te = sequence_length, Td = decoder_length below.
 """
 
@@ -20,21 +20,21 @@ from megajax.data.samples.sentence_runs import SentenceRuns, SentenceSource, che
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class T5Format:
-    """The special tokens, and what stands in a sample."""
+    """The special tokens, and the content of a sample."""
 
     bos_id: int
     """First token of the decoder; T5 itself uses pad."""
     eos_id: int
     pad_id: int
     sentinel_ids: tuple[int, ...]
-    """In the order in which the spans of a text use them; T5's count down from the end of the vocabulary."""
+    """In the order of the spans of a text; those of T5 count down from the end of the vocabulary."""
     vocab_size: int
     decoder_length: int
-    """Td. Spans that find no room are left in the encoder's text: 0.15 * Te tokens and the sentinels, about 0.2 * Te
-    in all, should fit."""
+    """Td. Spans that do not fit remain in the encoder's text: 0.15 * Te tokens and the sentinels, about 0.2 * Te in
+    total, should fit."""
     masking: Masking = Masking(max_ngram=10)
     short_sequence_probability: float = 0.0
-    """Share of the samples that are cut short at a random length."""
+    """Fraction of the samples that are truncated to a random length."""
 
     def check(self, sequence_length: int) -> None:
         """Raises ValueError with the way out."""
@@ -47,10 +47,10 @@ class T5Format:
         if len(set(self.sentinel_ids)) < len(self.sentinel_ids) or set(self.sentinel_ids) & set(named.values()):
             raise ValueError(
                 "T5Format.sentinel_ids must differ from each other and from bos_id, eos_id and pad_id; "
-                "add ids of their own to the vocabulary"
+                "add separate ids to the vocabulary"
             )
         if self.eos_id in (self.bos_id, self.pad_id):
-            raise ValueError(f"T5Format.eos_id={self.eos_id} is bos_id or pad_id too; give it an id of its own")
+            raise ValueError(f"T5Format.eos_id={self.eos_id} is also bos_id or pad_id; give it a different id")
         if sequence_length < 2 or self.decoder_length < 3:
             raise ValueError(
                 f"sequence_length={sequence_length}, T5Format.decoder_length={self.decoder_length}: use at least 2 and "
@@ -67,14 +67,14 @@ class T5Dataset:
     """Random access: sample i is a pure function of (sequences, num_samples, sequence_length, seed, i).
 
     indexed: where the sentences are read from; documents may be split into sentences or not.
-    document_range: (begin, end), the documents this split may use.
+    document_range: (begin, end), the documents of this split.
     num_samples: at least this many, in whole epochs; None is one epoch.
     sequence_length: Te, the longest text and the length of the encoder; the decoder's is in the format.
     cache_dir: where the list of the samples is kept; None keeps it in memory.
 
     `dataset[i]` is a dict of arrays. [Te]: encoder_tokens int32, encoder_segment_ids int32 (1, and 0 where padded),
     encoder_positions int32. [Td]: tokens int32, labels int32, loss_mask float32 (1, and 0 where padded), positions
-    int32, segment_ids int32 (as loss_mask). Spans end where sentinels or decoder_length end: less is masked then.
+    int32, segment_ids int32 (as loss_mask). If sentinels or decoder_length run out, fewer spans are masked.
     `tokens_per_epoch`: text tokens of the documents. Pickles as its arguments.
     """
 
@@ -128,7 +128,7 @@ class T5Dataset:
         begins = spans[:, 0]
         sizes = spans[:, 1] - spans[:, 0]
         sentinels = self._sentinels[: len(spans)]
-        # a sentinel stands in the place of the first token of its span
+        # a sentinel replaces the first token of its span
         encoder = text.copy()
         kept = ~chosen
         encoder[begins] = sentinels
@@ -157,12 +157,12 @@ class T5Dataset:
         if self._is_sentinel[text].any():
             raise ValueError(
                 f"data.paths: {prefix}.bin holds the id {text[self._is_sentinel[text]][0]}, which is one of "
-                "T5Format.sentinel_ids; use ids that no text is encoded to"
+                "T5Format.sentinel_ids; use ids that do not occur in text"
             )
         return text
 
     def _spans(self, text: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """Spans [spans, 2] in the order of the text; each has a sentinel, and all fit the decoder."""
+        """Spans [spans, 2] in text order, as many as there are sentinels for and fit the decoder."""
         spans = choose_spans(text, self._is_special[text], self.sample_format.masking, rng, apart=True)
         decoder_lengths = 1 + np.cumsum(spans[:, 1] - spans[:, 0] + 1)
         fitting = np.searchsorted(decoder_lengths, self.sample_format.decoder_length, side="right")

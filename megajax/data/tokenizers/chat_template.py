@@ -1,4 +1,4 @@
-"""Text of a conversation by a chat template, and which of it are the answers."""
+"""Renders conversations with a chat template, and finds the answers in the text."""
 
 import contextlib
 import functools
@@ -19,23 +19,23 @@ CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# Programs choose these, not people; some templates make special tokens of them.
+# Chosen by programs, not by users; some templates turn them into special tokens.
 ROLES = "system", "developer", "user", "assistant", "tool"
 # How templates mark turns, also for tokenizers that have no special tokens.
 MARKER = re.compile(r"(?=(<[|\uff5c][^<>\s]{1,64}[|\uff5c]>))")
 
 
 class ChatTemplate:
-    """Text of a conversation by a jinja2 template, as Hugging Face calls it (names, settings, raise_exception).
+    """Renders conversations with a jinja2 template, called as by Hugging Face (names, settings, raise_exception).
 
-    The template runs in a sandbox and sees no clock: the same messages are always the same text. variables: what it
-    may name besides messages, tools and add_generation_prompt, such as bos_token.
+    The template runs in a sandbox without a clock: the same messages always give the same text. variables: available to
+    it besides messages, tools and add_generation_prompt, such as bos_token.
 
-    Every one of `special_tokens` in the text must be written by the template alone (megajax/data/tokenizers/
-    provenance.py), of its own text, the variables and ROLES: what somebody wrote must not become a token that steers
-    the model, whatever the template makes of it. Where the template writes `<|name|>` and that is no special token, no
-    text of this form may come from a message; of plain text in other forms, as `User:`, nothing can tell who wrote it.
-    Pickles as its arguments. Raises ValueError if the template cannot be compiled.
+    All `special_tokens` in the text must be written by the template alone (megajax/data/tokenizers/provenance.py), from
+    its own text, the variables and ROLES, so that text of a user cannot become a token that controls the model. If the
+    template writes `<|name|>` and that is not a special token, no text of this form may come from a message; for plain
+    text in other forms, such as `User:`, the author cannot be determined. Pickles as its arguments. Raises ValueError
+    if the template cannot be compiled.
     """
 
     def __init__(self, source: str, variables: Mapping[str, str], special_tokens: Iterable[str]):
@@ -56,7 +56,7 @@ class ChatTemplate:
             raise jinja2.TemplateError(message)
 
         environment.globals["raise_exception"] = raise_exception
-        # the one of jinja2 escapes for HTML
+        # the filter of jinja2 escapes for HTML
         environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
         try:
             self._template = environment.from_string(source)
@@ -67,7 +67,7 @@ class ChatTemplate:
         return type(self), (self.source, self.variables, self.special_tokens)
 
     def render(self, messages: Sequence[Mapping], *, tools: Any = None, add_generation_prompt: bool = False) -> str:
-        """add_generation_prompt: end with what comes before an answer. ValueError if the template or a message
+        """add_generation_prompt: end with the text before an answer. Raises ValueError if the template or a message
         cannot be used."""
         text = self._render(messages, tools, add_generation_prompt)
         if name := self._forged(text):
@@ -90,10 +90,10 @@ class ChatTemplate:
             raise ValueError(f"chat template: {type(error).__name__}: {error}") from None
 
     def _forged(self, text: "Text") -> str | None:
-        """A special token, or a marker, of which not all is written by the template; None if there is none."""
+        """A special token, or a marker, that is not entirely written by the template; None if there is none."""
         found = [(match.start(), match[1]) for match in MARKER.finditer(text)]
         if all(name in self.special_tokens for begin, name in found if text.is_written(begin, name)):
-            found = []  # the tokenizer knows those of the template; all others are text
+            found = []  # all markers of the template are special tokens; others are text
         for name in self.special_tokens:
             begin = text.find(name)
             while begin >= 0:
@@ -102,27 +102,27 @@ class ChatTemplate:
         return next((name for begin, name in found if not text.is_written(begin, name)), None)
 
     def _describe_forged(self, name: str, messages: Sequence[Mapping], tools: Any, add_generation_prompt: bool) -> str:
-        """Names the field without which it would not be there."""
+        """An error message naming the field that causes it."""
         fields = [(number, key) for number, message in enumerate(messages) for key in message]
         for number, key in fields:
             others = [*messages[:number], {**messages[number], key: ""}, *messages[number + 1 :]]
-            with contextlib.suppress(ValueError):  # of a template that needs the field
+            with contextlib.suppress(ValueError):  # from a template that needs the field
                 if self._forged(self._render(others, tools, add_generation_prompt)) != name:
                     return (
                         f"messages[{number}][{key!r}] spells the special token {name}, itself or in what the chat "
                         "template makes of it; take it out"
                     )
         return (
-            f"chat template: nothing tells whether the special token {name} is its own or spells itself in a message "
-            "or in tools; let it write special tokens with {{ }}, + or ~, and not change them afterwards"
+            f"chat template: the special token {name} may come from a message or from tools; write special tokens "
+            "with {{ }}, + or ~ in the template, and do not change them afterwards"
         )
 
     def spans(self, messages: Sequence[Mapping], tools: Any = None) -> list[str]:
-        """The rendered conversation cut into context, answer, context, answer, ...; joined it is the rendering.
+        """The rendered conversation split into context, answer, context, answer, ..., without gaps.
 
         An answer is what the template writes for one message of the assistant, from the end of the generation prompt
-        to the end of the turn. Raises ValueError if there is none, or if the template writes a conversation so far
-        differently from the beginning of the whole: then nothing says which of its text is the answer.
+        to the end of the turn. Raises ValueError if there is none, or if the rendering of the first messages is not a
+        prefix of the whole, so that the answer cannot be located.
         """
         whole = self.render(messages, tools=tools)
         spans = []
@@ -130,23 +130,23 @@ class ChatTemplate:
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            # no special token is in these that is not in the whole
+            # special tokens in these are also in the whole
             before = self._render(messages[:number], tools, True)
             after = self._render(messages[: number + 1], tools, False)
             if not (done <= len(before) <= len(after) and after.startswith(before) and whole.startswith(after)):
                 raise ValueError(
-                    f"chat template: the conversation up to message {number + 1} is not rendered as the beginning of "
-                    "the whole, so its answer cannot be told; use a template that only adds to what it wrote"
+                    f"chat template: the conversation up to message {number + 1} is not rendered as a prefix of the "
+                    "whole, so its answer cannot be located; use a template that only appends"
                 )
             spans += [whole[done : len(before)], whole[len(before) : len(after)]]
             done = len(after)
         if not spans:
-            raise ValueError("the conversation has no message of the role assistant to learn from")
+            raise ValueError("the conversation has no message with the role assistant to learn from")
         return spans + [whole[done:]] if done < len(whole) else spans
 
 
 def load_chat_template(tokenizer: Tokenizer, path: str | None = None) -> ChatTemplate:
-    """The template in the file `path`; None: the one beside the tokenizer (chat_template.jinja, or `chat_template` of
+    """The template in the file `path`; None: the one next to the tokenizer (chat_template.jinja, or `chat_template` of
     tokenizer_config.json), else CHATML."""
     file = getattr(tokenizer, "path", None)
     variables = configured_tokens(file) if file else {}

@@ -1,4 +1,4 @@
-"""Which characters of a rendered template the template has written itself, and which come from what it was given."""
+"""Tracks which characters of a rendered template come from the template itself, and which from its variables."""
 
 from collections.abc import Iterable
 
@@ -7,28 +7,28 @@ import jinja2.nodes
 import jinja2.sandbox
 import jinja2.visitor
 
-# Names that no template can spell.
+# Names that no template can use.
 LITERAL = "<literal>"
 JOIN = "<join>"
 
 
 class Text(str):
-    """Text with, for each character, whether the template has written it: `written`, 1 or 0, a byte each.
+    """Text with a flag per character, whether the template has written it: `written`, bytes of 1 or 0.
 
-    Adding, joining, slicing and stripping keep this. All other operations of str give a plain str, which counts as not
-    written by the template: losing the mark errs on the safe side.
+    Adding, joining, slicing and stripping keep the flags. All other operations of str return a plain str, which counts
+    as not written by the template: losing the flags is safe.
     """
 
     written: bytes
 
     def __new__(cls, text: str = "", written: bytes | None = None) -> "Text":
-        """written: none of it by the template, if not given: jinja2 makes its results of this type by itself."""
+        """written: None: not written by the template; jinja2 constructs its results without this argument."""
         self = super().__new__(cls, text)
         self.written = bytes(len(text)) if written is None else written
         return self
 
     def is_written(self, begin: int, part: str) -> bool:
-        """Whether the template has written all of the part that begins there."""
+        """Whether the template has written all of `part`, which begins at `begin`."""
         return 0 not in self.written[begin : begin + len(part)]
 
     def __str__(self) -> "Text":
@@ -64,7 +64,7 @@ def literal(text: str) -> Text:
 
 
 def join(parts: Iterable) -> Text:
-    """Parts one after the other, each as str() has it."""
+    """Concatenates str() of the parts."""
     texts = [part if isinstance(part, Text) else Text(str(part)) for part in parts]
     return Text("".join(texts), b"".join(text.written for text in texts))
 
@@ -85,12 +85,12 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 @jinja2.pass_context
 def _literal_at_run_time(_, text: str) -> Text:
-    """With the context as its argument it is not computed when the template is compiled, into a plain str."""
+    """Takes the context so that jinja2 does not evaluate it at compile time, which would give a plain str."""
     return literal(text)
 
 
 class _MarkLiterals(jinja2.visitor.NodeTransformer):
-    """Passes what stands in a template, between its tags and as texts within them, through `literal`."""
+    """Passes the text of a template, outside tags and in string constants, through `literal`."""
 
     def visit_TemplateData(self, node: jinja2.nodes.TemplateData) -> jinja2.nodes.Node:
         return _filtered(jinja2.nodes.Const(node.data, lineno=node.lineno), LITERAL)

@@ -16,11 +16,11 @@ import shutil
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-# SentencePiece writes a space as this character, so the character itself must go around it, as bytes.
+# SentencePiece encodes a space as this character, so the character itself must be encoded as bytes.
 SPACE_MARK = "\u2581"
-# Names of the end-of-document token in files that do not say it themselves.
+# Names of the end-of-document token, for files that do not specify it.
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
-# How GPT-4 (cl100k_base) cuts text into words before it joins bytes; the pattern is part of the vocabulary.
+# How GPT-4 (cl100k_base) splits text into words before merging bytes; the pattern is part of the vocabulary.
 CL100K_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]"
     r"|\s+(?!\S)|\s"
@@ -30,12 +30,12 @@ CL100K_PATTERN = (
 class Tokenizer(Protocol):
     """Ids are 0 to vocab_size - 1. decode(encode(text)) == text unless the implementation says otherwise.
 
-    eod_id: the end-of-document token, or None where the tokenizer has none.
-    identity: a hash of everything that decides the ids; data and checkpoints record it.
-    special_tokens: name -> id of the tokens that `encode` never makes, whatever the text spells.
+    eod_id: the end-of-document token, or None if the tokenizer has none.
+    identity: a hash of everything that determines the ids; data and checkpoints record it.
+    special_tokens: name -> id of the tokens that `encode` never produces, even if the text contains their names.
 
-    encode: for text that others wrote. encode_template: for text that a chat template made; the names of special
-    tokens in it become these tokens. token_id: the id of exactly this piece or special token, None if there is none.
+    encode: for untrusted text. encode_template: for text rendered by a chat template; names of special tokens in it
+    become these tokens. token_id: the id of exactly this piece or special token, None if there is none.
     """
 
     vocab_size: int
@@ -50,7 +50,8 @@ class Tokenizer(Protocol):
 
 
 class BytesTokenizer:
-    """One token a byte of UTF-8; id 256 ends a document and has no name. Bytes that are not UTF-8 decode to U+FFFD."""
+    """One token per byte of UTF-8; id 256 ends a document and has no name. Bytes that are not UTF-8 decode to
+    U+FFFD."""
 
     vocab_size = 257
     eod_id = 256
@@ -71,7 +72,7 @@ class BytesTokenizer:
 
 
 class NullTokenizer:
-    """Text is token ids with spaces between them; the last id ends a document. For tokens made elsewhere."""
+    """Text is token ids separated by spaces; the last id ends a document. For data tokenized elsewhere."""
 
     special_tokens: Mapping[str, int] = {}
 
@@ -101,9 +102,9 @@ class NullTokenizer:
 class SentencePieceTokenizer:
     """A SentencePiece model file. Exact for any text if the model was trained by `train_sentencepiece`.
 
-    Special are the model's control pieces. Pieces that its maker called user-defined are found in any text: the
-    library cannot be told otherwise. In `encode_template` the text after a special token is encoded as a text of
-    its own, with the space in front that some models add.
+    Its special tokens are the control pieces of the model. User-defined pieces are recognised in any text: the library
+    cannot disable this. In `encode_template` the text after a special token is encoded as a separate text, with the
+    leading space that some models add.
 
     Raises ValueError if the model cannot be read or has no end-of-sentence token.
     """
@@ -136,7 +137,7 @@ class SentencePieceTokenizer:
         return parts[0] + [i for part in parts[1:] for i in self._space_mark + part]
 
     def encode_template(self, text: str) -> list[int]:
-        # the longest name first: one may begin with another
+        # the longest name first: one may be a prefix of another
         names = sorted(self.special_tokens, key=len, reverse=True)
         parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
         ids = []
@@ -148,17 +149,17 @@ class SentencePieceTokenizer:
         return self._model.decode([int(i) for i in ids])
 
     def token_id(self, text: str) -> int | None:
-        found = self._model.piece_to_id(text)  # the unknown piece where there is none
+        found = self._model.piece_to_id(text)  # the unknown piece if there is none
         return found if self._model.id_to_piece(found) == text else None
 
 
 class HuggingFaceTokenizer:
     """A tokenizer.json, read by the `tokenizers` package; special tokens are neither added nor hidden.
 
-    Special are the added tokens that the file marks `special`; the other added tokens (tags such as `<tool_call>` in
-    some files, runs of spaces in others) are found in any text: the library cannot be told otherwise.
-    The end-of-document token is `eos_token` of tokenizer_config.json beside the file, else the first name of
-    END_NAMES that is in the vocabulary. How exact decoding is depends on the file.
+    Its special tokens are the added tokens marked `special`; other added tokens (tags such as `<tool_call>` in some
+    files, runs of spaces in others) are recognised in any text: the library cannot disable this.
+    The end-of-document token is `eos_token` in tokenizer_config.json next to the file, else the first name of
+    END_NAMES in the vocabulary. Whether decoding is exact depends on the file.
     """
 
     def __init__(self, path: str):
@@ -182,16 +183,16 @@ class HuggingFaceTokenizer:
         self.eod_id = next((vocabulary[name] for name in names if name in vocabulary), None)
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_tokens = {token.content: i for i, token in added.items() if token.special}
-        self._tokenizer.encode_special_tokens = True  # as the text they are
+        self._tokenizer.encode_special_tokens = True  # as ordinary text
         self._found_normalized = self._find_normalized(added)
 
     def _find_normalized(self, added: dict) -> dict[int, str]:
-        """Special tokens that are looked for in normalised text, which may have their names where the text has not;
-        but for the one that stands for unknown text."""
+        """Special tokens that are matched in normalised text, which may contain their names where the text does not,
+        except the token for unknown text."""
         if self._tokenizer.normalizer is None:
             return {}
         found = {i: token.content for i, token in added.items() if token.special and token.normalized}
-        with contextlib.suppress(Exception):  # of a vocabulary that has no token for unknown text
+        with contextlib.suppress(Exception):  # from a vocabulary without a token for unknown text
             for unknown in self.encode("\U0010fffd") if found else []:
                 found.pop(unknown, None)
         return found
@@ -201,7 +202,7 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def _template_tokenizer(self):
-        # a second one, as the switch is a state of the object and threads share it; the file does not hold the switch
+        # a second object, because encode_special_tokens is mutable state shared by threads; it is not saved in the file
         return type(self._tokenizer).from_str(self._tokenizer.to_str())
 
     def encode(self, text: str) -> list[int]:
@@ -226,7 +227,7 @@ class HuggingFaceTokenizer:
 
     @property
     def start_ids(self) -> list[int]:
-        """What the file puts before a text (<s>), and `encode` leaves out."""
+        """Tokens that the file puts before a text (<s>), and `encode` omits."""
         encoding = self._tokenizer.encode("a", add_special_tokens=True)
         marks = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
         return [i for i, _ in itertools.takewhile(lambda mark: mark[1], marks)]
@@ -235,10 +236,10 @@ class HuggingFaceTokenizer:
 class TiktokenTokenizer:
     """PATH.tiktoken: lines of a token in base64 and its rank, which is its id; the `tiktoken` package encodes.
 
-    PATH.tiktoken.json beside it may hold {"pattern": how text is cut into words, by default CL100K_PATTERN,
-    "special_tokens": {name: id}, by default none}; the end-of-document token is the first special token in END_NAMES.
-    Exact for any text; bytes that are not UTF-8 decode to U+FFFD, ids between the tokens to nothing.
-    Raises ValueError if a file cannot be read, a byte has no token, or two tokens have one id.
+    PATH.tiktoken.json may hold {"pattern": how to split text into words, by default CL100K_PATTERN, "special_tokens":
+    {name: id}, by default none}; the end-of-document token is the first special token in END_NAMES.
+    Exact for any text; bytes that are not UTF-8 decode to U+FFFD, unused ids to nothing.
+    Raises ValueError if a file cannot be read, a byte has no token, or two tokens have the same id.
     """
 
     def __init__(self, path: str):
@@ -258,7 +259,7 @@ class TiktokenTokenizer:
             raise ValueError(f"data.tokenizer: special_tokens in {path}.json must be names with their ids")
         ids = [*ranks.values(), *special.values()]
         if len(set(ids)) < len(ids):
-            raise ValueError(f"data.tokenizer: two tokens of {path} and {path}.json have one id")
+            raise ValueError(f"data.tokenizer: two tokens of {path} and {path}.json have the same id")
         facts = hashlib.sha256(content + json.dumps([pattern, special], sort_keys=True).encode())
         self.path = path
         self.identity = "tiktoken:" + facts.hexdigest()
@@ -284,7 +285,7 @@ class TiktokenTokenizer:
     def _encode(self, encode, text: str) -> list[int]:
         try:
             return encode(text)
-        except BaseException as error:  # a panic of the library is no Exception
+        except BaseException as error:  # a panic of the library is not an Exception
             if type(error).__name__ != "PanicException":
                 raise
             raise ValueError(
@@ -311,7 +312,7 @@ def _read_ranks(content: bytes, path: str) -> dict[bytes, int]:
                 f"data.tokenizer: {path} line {number} is not a token in base64 and its rank ({error})"
             ) from None
     if not all(bytes([byte]) in ranks for byte in range(256)):
-        raise ValueError(f"data.tokenizer: {path} must have a token for each of the 256 bytes; is it whole?")
+        raise ValueError(f"data.tokenizer: {path} must have a token for each of the 256 bytes; is it complete?")
     return ranks
 
 
@@ -334,7 +335,7 @@ def beside(path: str, name: str) -> str:
 
 
 def configured_tokens(path: str) -> dict[str, str]:
-    """{"bos_token": "<s>", ...} of tokenizer_config.json beside a tokenizer's file."""
+    """{"bos_token": "<s>", ...} of tokenizer_config.json next to a tokenizer's file."""
     found = {}
     for name, token in read_json(beside(path, "tokenizer_config.json")).items():
         token = token.get("content") if isinstance(token, dict) else token
@@ -369,7 +370,7 @@ def check_tokenizer_spec(spec: str) -> None:
 
 
 def load_tokenizer(spec: str, folder: str = ".") -> Tokenizer:
-    """The tokenizer a spec names; relative paths are below `folder`. ValueError if unknown or not there."""
+    """The tokenizer of a spec; paths are relative to `folder`. Raises ValueError if it is unknown or missing."""
     check_tokenizer_spec(spec)
     if spec == "bytes":
         return BytesTokenizer()
@@ -386,8 +387,8 @@ def load_tokenizer(spec: str, folder: str = ".") -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike) -> None:
-    """Copies the file of a tokenizer that has one to folder/tokenizer.model, .json or .tiktoken, and BESIDE_TOKENIZER,
-    so that a run stands alone."""
+    """Copies the file of a tokenizer, if it has one, to folder/tokenizer.model, .json or .tiktoken, with
+    BESIDE_TOKENIZER, so that a run is self-contained."""
     path = getattr(tokenizer, "path", None)
     if path is None:
         return
@@ -401,7 +402,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike) -> None:
 
 
 def load_saved_tokenizer(folder: str | os.PathLike, spec: str) -> Tokenizer:
-    """The tokenizer that save_tokenizer left in `folder`, or the one of `spec` if that needs no file."""
+    """The tokenizer saved in `folder` by save_tokenizer, or that of `spec` if it needs no file."""
     for suffix in FILE_TOKENIZERS:
         if os.path.exists(os.path.join(folder, "tokenizer" + suffix)):
             return load_tokenizer(os.path.join(folder, "tokenizer" + suffix))

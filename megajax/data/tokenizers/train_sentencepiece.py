@@ -9,9 +9,9 @@ TRAIN_BYTES = 4_000_000
 
 
 def train_sentencepiece(files: Sequence[str], model_prefix: str, vocab_size: int) -> str:
-    """Trains on the text of UTF-8 files, at most TRAIN_BYTES, taken evenly over the files -> MODEL_PREFIX.model.
+    """Trains on the text of UTF-8 files, at most TRAIN_BYTES, evenly from all files -> MODEL_PREFIX.model.
 
-    Raises ValueError if the text has fewer pieces than asked for.
+    Raises ValueError if the text has fewer than vocab_size pieces.
     """
     return train_on_lines(_lines_of_files(files), model_prefix, vocab_size)
 
@@ -19,9 +19,9 @@ def train_sentencepiece(files: Sequence[str], model_prefix: str, vocab_size: int
 def train_on_lines(lines: Iterable[str], model_prefix: str, vocab_size: int) -> str:
     """Trains a byte-pair SentencePiece model on lines of text; returns the path MODEL_PREFIX.model.
 
-    Lossless: bytes stand for characters outside the vocabulary, text is not normalised, spaces are kept one by one
-    and runs of them (indentation) become pieces; newline and tab are pieces of their own. Deterministic. 2,048
-    pieces of TRAIN_BYTES take about 1 s. Raises ValueError if the text has fewer pieces than asked for.
+    Lossless: characters outside the vocabulary are encoded as bytes, text is not normalised, all spaces are kept and
+    runs of them (indentation) become pieces; newline and tab are separate pieces. Deterministic. 2,048 pieces from
+    TRAIN_BYTES take about 1 s. Raises ValueError if the text has fewer than vocab_size pieces.
     """
     import sentencepiece
 
@@ -61,7 +61,7 @@ def train_on_lines(lines: Iterable[str], model_prefix: str, vocab_size: int) -> 
 
 
 def _lines_of_files(files: Sequence[str]) -> Iterator[str]:
-    """Lines of an equal share of every file, so that a folder that sorts first does not fill the sample."""
+    """Lines from the same fraction of every file, so that the first folder does not dominate the sample."""
     total = sum(os.path.getsize(path) for path in files)
     share = min(1.0, TRAIN_BYTES / max(total, 1))
     for path in files:

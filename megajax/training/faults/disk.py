@@ -1,4 +1,4 @@
-"""Whether a run directory has room for what a run writes, before anything is compiled."""
+"""Checks the disk space of a run directory before anything is compiled."""
 
 import shutil
 import tempfile
@@ -12,10 +12,10 @@ from megajax.training.state import TrainState
 
 
 def check_room(run_dir: Path, abstract: TrainState, last_step: int) -> None:
-    """Raises ValueError, on all processes, unless run_dir/checkpoints can be written and has room for one of them, or
-    that of the last step is there. Removes what a save that was killed has left; the caller holds the run's lock.
+    """Raises ValueError, on all processes, unless run_dir/checkpoints is writable and has space for one checkpoint, or
+    already has that of the last step. Removes leftovers of interrupted saves; the caller holds the run's lock.
 
-    Counted are the bytes of parameters and optimizer state, of the whole run; what compression saves is a reserve.
+    The space needed is the size of all parameters and optimizer state before compression.
     """
     refusal = None
     if jax.process_index() == 0:
@@ -43,6 +43,6 @@ def _check_room(folder: Path, abstract: TrainState) -> None:
         if is_new:
             folder.rmdir()
         raise ValueError(
-            f"{folder}: a checkpoint needs {format_bytes(needed)}, and {format_bytes(free)} are free; make room, or "
-            "use another --run_dir"
+            f"{folder}: a checkpoint needs {format_bytes(needed)}, and {format_bytes(free)} are free; free some space, "
+            "or use another --run_dir"
         )

@@ -1,12 +1,12 @@
-"""Which tensor of a computation went non-finite first: its equations one by one, on the real arrays.
+"""Finds the tensor that became non-finite first, by evaluating a computation equation by equation.
 
-An output that is not finite although all inputs are is an *origin*; one with inputs that are not finite carries their
-origins on; a finite one carries none, so that what a mask hides is not reported. Infinities
-from constants (masks) are not reported; a NaN that is made of them is an origin.
+A non-finite output of finite inputs is an *origin*; a non-finite output of non-finite inputs inherits their origins; a
+finite output has none, so that masked values are not reported. Infinities from constants (masks) are not reported; a
+NaN computed from them is an origin.
 
-A part of the computation (a jitted function, one iteration of a scan, a rule of custom differentiation) runs compiled
-as a whole, and equation by equation only where it makes what is not finite of what is. A shard_map and a while loop
-are always whole. Each array goes after its last use.
+A part of the computation (a jitted function, one iteration of a scan, a rule of custom differentiation) first runs
+compiled, and equation by equation only if it turns finite inputs into non-finite outputs. A shard_map and a while loop
+are never taken apart. Arrays are freed after their last use.
 """
 
 import dataclasses
@@ -24,15 +24,15 @@ from jax import lax
 from megajax import compat
 
 PACKAGE = Path(__file__).parents[2]
-# Those that call a jaxpr once, with what they are given; shard_map is none of them.
+# Primitives that call a jaxpr once with their own inputs; shard_map does not.
 CALLS = ("jit", "pjit", "closed_call", "checkpoint", "remat", "remat2", "custom_jvp_call", "custom_vjp_call", "cond")
 
 
 class Loop(NamedTuple):
     place: str
-    """Where the source has it, as in Origin.places."""
+    """Source location, as in Origin.places."""
     iteration: int
-    """Index into what is scanned: the same in the backward pass, which goes through it in reverse."""
+    """Index into the scanned arrays; the backward pass, which runs in reverse, uses the same index."""
     length: int
 
 
@@ -42,20 +42,20 @@ class Found(NamedTuple):
     num_nan: int
     num_inf: int
     largest: float
-    """Largest magnitude of its finite elements."""
+    """Largest magnitude of the finite elements."""
 
 
 class Origin(NamedTuple):
     primitive: str
-    """JAX's name of the operation; "argument" for an argument that is not finite."""
+    """JAX's name of the operation; "argument" for a non-finite argument."""
     places: tuple[str, ...]
     """"file:line function", innermost first, without libraries; of an argument its path."""
     name_stack: str
     loops: tuple[Loop, ...]
-    """Around it, outermost first."""
+    """Enclosing loops, outermost first."""
     output: Found
     inputs: tuple[Found, ...]
-    """Those of float dtypes."""
+    """Inputs of float dtypes."""
 
     @property
     def backward(self) -> bool:
@@ -71,7 +71,7 @@ class _Value(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Where:
-    """What surrounds an equation."""
+    """The context of an equation."""
 
     name_stack: str = ""
     places: tuple[str, ...] = ()
@@ -79,9 +79,9 @@ class _Where:
 
 
 def find_origins(function: Callable, *arguments) -> tuple[Any, list[Origin]]:
-    """-> (what the function returns, the origins that reach any part of it, in order of computation).
+    """-> (the result of the function, the origins of non-finite values in it, in order of computation).
 
-    arguments: pytrees of arrays. Call it under the mesh of the function, and in every process.
+    arguments: pytrees of arrays. Call it under the mesh of the function, in every process.
     """
     jaxpr, result = jax.make_jaxpr(function, return_shape=True)(*arguments)
     search = _Search()
@@ -103,7 +103,7 @@ class _Search:
         return value if value.finite else self._new_origin("argument", value, [], where)
 
     def evaluate(self, closed_jaxpr, values: list[_Value], where: _Where) -> list[_Value]:
-        """values: of the arguments; emptied, so that they can go after their last use."""
+        """values: of the arguments; the list is emptied, so that they can be freed after their last use."""
         jaxpr = closed_jaxpr.jaxpr
         environment = dict(zip(jaxpr.constvars, _look(closed_jaxpr.consts), strict=True))
         environment |= zip(jaxpr.invars, values, strict=True)
@@ -171,17 +171,17 @@ class _Search:
     def _outputs(
         self, name: str, run: Callable, inside: Callable | None, inputs: list[_Value], where: _Where
     ) -> list[_Value]:
-        """What `run` makes of the inputs. inside: the same, equation by equation."""
+        """The outputs of `run`. inside: the same computation, equation by equation."""
         outputs = _look(run(*(value.array for value in inputs)))
         carried = frozenset().union(*(value.origins for value in inputs))
         if carried or all(value.finite for value in outputs):
             return [value if value.finite else value._replace(origins=carried) for value in outputs]
         if inside is not None:
             found = inside()
-            if all(one.finite or not other.finite for one, other in zip(outputs, found, strict=True)):
+            if all(compiled.finite or not plain.finite for compiled, plain in zip(outputs, found, strict=True)):
                 return found
-            # Each by itself is finite: it is the compiled whole that is not.
-        # Without an input of a float dtype an infinity is a constant.
+            # Finite equation by equation: only the compiled program gives non-finite values.
+        # Without a float input an infinity is a constant.
         explained = any(not value.finite for value in inputs) or not any(_is_float(value.array) for value in inputs)
         explained_nan = any(value.nan for value in inputs)
 
@@ -198,11 +198,11 @@ class _Search:
 
 
 def _look(arrays: Sequence) -> list[_Value]:
-    """The arrays, and whether they are finite; without origins."""
+    """The arrays with their finite and NaN flags, without origins."""
     floats = [number for number, array in enumerate(arrays) if _is_float(array)]
-    here = [number for number in floats if _on_device(arrays[number]) is arrays[number]]
-    groups = [here] if here else []
-    groups += [[number] for number in floats if number not in here]  # offloaded: together they may not fit
+    on_device = [number for number in floats if _on_device(arrays[number]) is arrays[number]]
+    groups = [on_device] if on_device else []
+    groups += [[number] for number in floats if number not in on_device]  # offloaded: they may not fit at the same time
     flags = {}
     for group in groups:
         found = np.asarray(_finite_and_nan([_on_device(arrays[number]) for number in group])).T
@@ -215,7 +215,7 @@ def _is_float(array) -> bool:
 
 
 def _on_device(array):
-    """Offloaded arrays lie where nothing can be computed."""
+    """A copy in device memory if the array is offloaded, because host memory cannot be computed on."""
     sharding = getattr(array, "sharding", None)
     if sharding is None or sharding.memory_kind is None:
         return array
@@ -255,8 +255,8 @@ def _rows_of(values: list[_Value], number: int) -> list[_Value]:
     rows = _rows([value.array for value in values], np.int32(number))
     if all(value.finite for value in values):
         return [value._replace(array=row) for value, row in zip(values, rows, strict=True)]
-    looked = zip(values, _look(rows), strict=True)
-    return [row if row.finite else row._replace(origins=value.origins) for value, row in looked]
+    pairs = zip(values, _look(rows), strict=True)
+    return [row if row.finite else row._replace(origins=value.origins) for value, row in pairs]
 
 
 def _joined(array, values: Sequence[_Value]) -> _Value:
@@ -265,7 +265,7 @@ def _joined(array, values: Sequence[_Value]) -> _Value:
 
 
 def _places(equation) -> tuple[str, ...]:
-    """Where the source has it: in this package or in what calls it, without libraries."""
+    """Source locations, in this package or its callers, without libraries."""
     places = []
     for file, line, function in compat.source_of(equation):
         path = Path(file)

@@ -1,8 +1,8 @@
-"""Runs one step of a run again, and says which tensor went non-finite first: python train.py ... --replay_step=K
+"""Repeats one step of a run and reports which tensor became non-finite first: python train.py ... --replay_step=K
 
-The run goes on from its newest whole checkpoint before the step, with the program that trained, and only in memory:
-nothing in the run directory changes, so that it may be training at the same time. The step itself is then done twice
-with that program, whose results must be bit-equal, and once operation by operation (training/faults/nonfinite.py).
+Training resumes in memory from the newest complete checkpoint before the step, with the same program; nothing is
+written to the run directory, so the run may be training at the same time. The step itself then runs twice with that
+program, which must give bitwise identical results, and once operation by operation (training/faults/nonfinite.py).
 """
 
 import contextlib
@@ -28,24 +28,24 @@ from megajax.training.state import TrainState
 from megajax.training.step import make_train_step
 
 logger = logging.getLogger("megajax")
-# Of what is listed; the first is what matters.
+# Limits of the lists; the first entries matter most.
 MOST_ORIGINS = 5
 MOST_GRADIENTS = 8
-MOST_PLACES = 6  # from the operation up to the layer that asked for it
-# What the loops of a step go through, by the function that has the loop.
+MOST_PLACES = 6  # enough for the call stack from the operation up to its layer
+# What the loops of a step iterate over, by the function that contains the loop.
 LOOPS = {"_scan": "layer", "train_step": "microbatch"}
-# Fields that do not change the numbers of a step.
-OF_NO_NUMBER = ("run_dir", "checkpoint.", "logging.", "launch.", "training.log_", "training.eval_")
-# float32 sums in another order, some steps on.
+# Fields that do not affect the result of a step.
+WITHOUT_EFFECT = ("run_dir", "checkpoint.", "logging.", "launch.", "training.log_", "training.eval_")
+# Tolerance for float32 sums in another order, accumulated over some steps.
 ROUNDING = 1e-3
 
 
 def run_again(trainer: Trainer, step: int, changed: list[str]) -> None:
-    """Runs the step again and prints what there is to say of it.
+    """Runs the step again and prints a report.
 
-    trainer: as the run has it, with a checkpointer that only reads. step: from 1, as in metrics.jsonl. changed: "name:
-    old -> new" of what of the config is not as when the run was last started. Raises ValueError for a step that the run
-    does not have, and for a pipeline.
+    trainer: that of the run, with a read-only checkpointer. step: from 1, as in metrics.jsonl. changed: "name: old ->
+    new" for config fields that differ from the last start of the run. Raises ValueError for a step beyond the run, and
+    for a pipeline.
     """
     config = trainer.config
     mesh = trainer.program.mesh_config
@@ -82,19 +82,19 @@ def _replay(trainer: Trainer, step: int, changed: list[str]) -> None:
     shardings = jax.tree.map(lambda a: a.sharding, state)
     del state
 
-    values, same = _run_twice(lambda: step_function(_copy(kept, shardings), batch, rate(step - 1)))
+    values, identical = _run_twice(lambda: step_function(_copy(kept, shardings), batch, rate(step - 1)))
     loss, grad_norm, skipped = (values[name] for name in ("loss", "grad_norm", "skipped"))
     note(f"samples {samples.first_sample} to {samples.first_sample + samples.size - 1}")
     note(f"loss {loss:.6g}, gradient norm {grad_norm:.6g}, update {'skipped' if skipped else 'applied'}")
-    changed = [*(line for line in changed if not line.startswith(OF_NO_NUMBER)), *_other_machine(trainer)]
-    note(verdict(values, same, recorded_metrics(trainer.output.run_dir, step), changed))
+    changed = [*(line for line in changed if not line.startswith(WITHOUT_EFFECT)), *_other_machine(trainer)]
+    note(verdict(values, identical, recorded_metrics(trainer.output.run_dir, step), changed))
 
     model = program.model
-    # A loop over the layers says which layer it is in. Of each layer it keeps the input alone, as nothing is fused here
-    # to save memory; the arithmetic is the same.
+    # With a loop over the layers, the report can name the layer. Full recomputation saves memory, since nothing is
+    # fused here; the arithmetic is the same.
     loop = dataclasses.replace(model.execution, scan_layers=True, recompute="full", recompute_every=1, offload=())
     looped = Model(model.config, model.precision, loop, trained=config.trained, frozen=config.frozen)
-    function = make_train_step(looped, _ShowsGradients(program.optimizer), config)
+    function = make_train_step(looped, _WithGradients(program.optimizer), config)
     (_, metrics), origins = find_origins(function, _copy(kept, shardings), batch, rate(step - 1))
     for line in describe(origins, model.num_layers, ok=bool(np.isfinite([loss, grad_norm]).all())):
         note(line)
@@ -102,8 +102,8 @@ def _replay(trainer: Trainer, step: int, changed: list[str]) -> None:
         note(line)
 
 
-class _ShowsGradients:
-    """An optimizer that returns the gradients among its metrics, and whose update is one operation to look into."""
+class _WithGradients:
+    """An optimizer that adds the gradients to its metrics, and whose update is a single operation of the search."""
 
     def __init__(self, optimizer: Optimizer):
         self._update = jax.jit(optimizer.update)
@@ -113,15 +113,17 @@ class _ShowsGradients:
         return params, state, metrics | {"gradients": grads}
 
 
-def verdict(values: dict[str, float], same: bool, recorded: dict[str, float | None] | None, changed: list[str]) -> str:
-    """values: what both runs made; recorded: what metrics.jsonl has of it, None if not finite."""
-    if not same:
+def verdict(
+    values: dict[str, float], identical: bool, recorded: dict[str, float | None] | None, changed: list[str]
+) -> str:
+    """values: metrics of both runs; recorded: those in metrics.jsonl, None for a value that is not finite."""
+    if not identical:
         return "the two runs differ: this device or program is not deterministic"
     if recorded is None:
-        return "both runs are the same bit for bit; metrics.jsonl has no line of this step to compare with"
+        return "both runs are bitwise identical; metrics.jsonl has no line for this step to compare with"
     pairs = [(values[name], recorded[name]) for name in ("loss", "grad_norm")]
     if all(now == then if then is not None else not math.isfinite(now) for now, then in pairs):
-        return "reproduced: both runs and metrics.jsonl are the same bit for bit"
+        return "reproduced: both runs and metrics.jsonl are bitwise identical"
     shown = ", ".join("not finite" if then is None else f"{then:.9g}" for _, then in pairs)
     shown = f"metrics.jsonl has loss and gradient norm {shown}"
 
@@ -129,31 +131,31 @@ def verdict(values: dict[str, float], same: bool, recorded: dict[str, float | No
         return not math.isfinite(now) if then is None else math.isclose(now, then, rel_tol=ROUNDING)
 
     if changed and all(close(now, then) for now, then in pairs):
-        return f"reproduced but for rounding: {shown}, and this is changed: {'; '.join(changed)}"
+        return f"reproduced except for rounding: {shown}; changed since: {'; '.join(changed)}"
     if changed:
-        return f"not reproduced: {shown}; a fault of the hardware, or what is changed: {'; '.join(changed)}"
-    return f"not reproduced: {shown}; a transient fault of the hardware is likely"
+        return f"not reproduced: {shown}; either a hardware fault or a change: {'; '.join(changed)}"
+    return f"not reproduced: {shown}; probably a transient hardware fault"
 
 
 def describe(origins: list[Origin], num_layers: int, *, ok: bool) -> list[str]:
-    """Lines that say where the step went non-finite. ok: whether its loss and gradient norm are finite as compiled."""
+    """Lines that report where the step became non-finite. ok: the compiled step has finite loss and gradient norm."""
     if not origins and ok:
-        return ["all numbers are finite, but for what masks hide"]
+        return ["all values are finite, except for masked ones"]
     if not origins:
         return [
-            "operation by operation all numbers are finite: only the compiled program has others (rounding, or a fault)"
+            "operation by operation all values are finite: only the compiled program differs (rounding, or a fault)"
         ]
     lines = ["not finite, in order of computation:"]
     for number, origin in enumerate(origins[:MOST_ORIGINS], start=1):
         out = origin.output
         made = f"{_shape(out)}, {out.num_nan} NaN and {out.num_inf} infinite of {math.prod(out.shape)}"
         if origin.primitive == "argument":
-            lines.append(f"  {number}. before the step already: {_argument(origin.places[0])}, {made}")
+            lines.append(f"  {number}. before the step: {_argument(origin.places[0])}, {made}")
             continue
         where = "".join(f", {_loop(loop, num_layers)}" for loop in origin.loops)
         part = ", backward pass" if origin.backward else ", forward pass" if "jvp" in origin.name_stack else ""
         lines.append(f"  {number}. {origin.primitive}{part}{where}: {made}")
-        lines.append(f"     at {', called by '.join(origin.places[:MOST_PLACES]) or 'a place that is not known'}")
+        lines.append(f"     at {', called by '.join(origin.places[:MOST_PLACES]) or 'an unknown location'}")
         if inputs := [f"{_shape(found)} up to {found.largest:.3g}" for found in origin.inputs]:
             lines.append(f"     of {', '.join(inputs)}")
         if origin.name_stack:
@@ -178,9 +180,13 @@ def _loop(loop, num_layers: int) -> str:
     is_layer = LOOPS[function] == "layer"
     if is_layer and num_layers % loop.length:  # one of several loops over layers
         return f"iteration {loop.iteration} of {loop.length} of a loop over layers"
-    each = num_layers // loop.length if is_layer else 1
-    first = each * loop.iteration
-    return f"{LOOPS[function]} {first}" if each == 1 else f"layers {first} to {first + each - 1}"
+    layers_per_iteration = num_layers // loop.length if is_layer else 1
+    first = layers_per_iteration * loop.iteration
+    return (
+        f"{LOOPS[function]} {first}"
+        if layers_per_iteration == 1
+        else f"layers {first} to {first + layers_per_iteration - 1}"
+    )
 
 
 def _argument(path: str) -> str:
@@ -196,16 +202,16 @@ def _shape(found) -> str:
 
 
 def _state_before(trainer: Trainer, step: int) -> TrainState:
-    """Of the newest whole checkpoint before the step, or the initial one."""
+    """The state of the newest complete checkpoint before the step, or the initial one."""
     model = trainer.program.model
     target = trainer.program.abstract_state
     for saved in _saved_steps(trainer, step):
         try:
             restore = trainer.checkpointer.restore
             weights, optimizer_state, meta = restore(saved, target.weights, target.optimizer, model.layer_rows)
-        except (MemoryError, jax.errors.JaxRuntimeError):  # nothing that the checkpoint could be blamed for
+        except (MemoryError, jax.errors.JaxRuntimeError):  # not the fault of the checkpoint
             raise
-        except Exception as error:  # Orbax has many; and a run that is training removes old ones
+        except Exception as error:  # Orbax raises many types, and a training run removes old checkpoints
             logger.warning("checkpoint %d is not used: %s", saved, (str(error).splitlines() or [repr(error)])[0])
             continue
         return trainer.program.restored_state(saved, meta["skipped"], weights, optimizer_state)
@@ -223,7 +229,7 @@ def _saved_steps(trainer: Trainer, step: int) -> list[int]:
 
 
 def _on_host(state: TrainState):
-    """Shardings of a copy that takes no memory of the device."""
+    """Shardings of a copy in host memory."""
     return jax.tree.map(lambda a: a.sharding.with_memory_kind("pinned_host"), state)
 
 
@@ -232,15 +238,15 @@ def _copy(state: TrainState, shardings) -> TrainState:
 
 
 def _run_twice(run) -> tuple[dict[str, float], bool]:
-    """-> (metrics, whether metrics and new state of both runs are the same bit for bit)."""
+    """-> (metrics, whether metrics and new state of both runs are bitwise identical)."""
     found = []
     for _ in range(2):
         state, metrics = run()
         found.append((jax.device_get(metrics), digests(state)))
         del state
     (first, state), (second, other_state) = found
-    same = state == other_state and all(first[name].tobytes() == second[name].tobytes() for name in first)
-    return {name: float(value) for name, value in first.items()}, same
+    identical = state == other_state and all(first[name].tobytes() == second[name].tobytes() for name in first)
+    return {name: float(value) for name, value in first.items()}, identical
 
 
 def recorded_metrics(run_dir: Path, step: int) -> dict[str, float | None] | None:
@@ -257,7 +263,7 @@ def recorded_metrics(run_dir: Path, step: int) -> dict[str, float | None] | None
 
 
 def _other_machine(trainer: Trainer) -> list[str]:
-    """What the run was last started on and with, where it is not this."""
+    """`name: old -> new` for hardware and versions that differ from the last start of the run."""
     path = trainer.output.run_dir / "starts.jsonl"
     lines = path.read_text().splitlines() if path.is_file() else []
     then = {}
@@ -273,7 +279,7 @@ def _other_machine(trainer: Trainer) -> list[str]:
 
 
 def _gradient_norms(gradients, model: Model) -> dict[str, float]:
-    """{name of a parameter, layer by layer where they are stacked: norm}; the sum of squares does not overflow."""
+    """{name of a parameter, with its layer if stacked: norm}, computed without overflow of the sum of squares."""
     leaves = jax.tree_util.tree_leaves_with_path(gradients)
     stacked = [record.axes[:1] == ("layers",) for record in jax.tree.leaves(model.trained)]
     rows = [leaf if is_stack else leaf[None] for (_, leaf), is_stack in zip(leaves, stacked, strict=True)]

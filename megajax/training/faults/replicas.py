@@ -1,8 +1,8 @@
-"""Compares the copies that devices hold of the same part of an array, so that a device that computes wrongly is found.
+"""Compares the replicas of array shards on different devices, to find a device that computes incorrectly.
 
-Each device makes a digest (checkpoint/verify.py) of its own copy of each part of parameters and optimizer state: one
-pass over its memory, and eight bytes an array to the host. Copies of one part must have one digest. What no other
-device holds cannot be compared.
+Each device computes a digest (checkpoint/verify.py) of its shards of parameters and optimizer state: one pass over its
+memory, and eight bytes per array to the host. Replicas of a shard must have equal digests. Shards without a replica
+cannot be compared.
 """
 
 import functools
@@ -28,35 +28,33 @@ def check_replicas(state, mesh: Mesh, done: int, latest_saved: int | None) -> No
         start = "from the beginning" if latest_saved is None else f"from the checkpoint of step {latest_saved}"
         raise RuntimeError(
             f"after step {done} copies on some devices differ from the rest: {'; '.join(lines)}; this step was not "
-            f"saved, and a restart resumes {start}: test these devices, or leave them out"
+            f"saved, and a restart resumes {start}: test these devices, or exclude them"
         )
 
 
 def describe_replicas(state) -> str:
-    """What there is to compare."""
+    """One line: how much can be compared."""
     share = compared_share(state)
     if share == 0:
         return (
             "training.check_replicas_every_steps: no array has a copy on another device, so there is nothing to compare"
         )
-    return (
-        f"replicas: {100 * share:.3g} % of parameters and optimizer state has copies on several devices, to be compared"
-    )
+    return f"replicas: {100 * share:.3g} % of parameters and optimizer state is replicated and will be compared"
 
 
 def compared_share(tree) -> float:
-    """How much of the bytes of the tree has a copy on another device."""
+    """Fraction of the bytes of the tree that is replicated."""
     leaves = jax.tree.leaves(tree)
     of_copies = sum(leaf.nbytes for leaf in leaves if len(_holders(leaf)) < leaf.sharding.num_devices)
     return of_copies / sum(leaf.nbytes for leaf in leaves)
 
 
 def differing_devices(tree, mesh: Mesh) -> list[str]:
-    """-> a line for each device whose copy of a part is not that of the other devices: empty if all is well.
+    """-> a line for each device whose copy of a shard differs from those of other devices; empty if all agree.
 
-    tree: arrays with NamedShardings of the mesh. The copies of which there are fewer are wrong; where no copy has a
-    majority, as of two, all devices that hold the part are named. Every process of the run must call it, and all get
-    the same.
+    tree: arrays with NamedShardings of the mesh. The majority is assumed to be right; without a majority, as with two
+    copies, all devices that hold the shard are named. Every process of the run must call it, and all get the same
+    result.
     """
     named = [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
     found = _digests_by_device([leaf for _, leaf in named], mesh)
@@ -80,7 +78,7 @@ def _line(device, names: list[str]) -> str:
 
 
 def _holders(leaf: jax.Array) -> list[tuple]:
-    """The devices that hold each part of the array."""
+    """For each shard of the array, the devices that hold it."""
     return _holders_of(leaf.sharding, leaf.shape)
 
 
@@ -96,10 +94,10 @@ def _digests_by_device(leaves: list[jax.Array], mesh: Mesh) -> np.ndarray:
     """uint32 [devices of the mesh, arrays, 2]."""
     on_device = [leaf.sharding.with_memory_kind(_memory(mesh)) == leaf.sharding for leaf in leaves]
     columns = {}
-    here = [number for number, there in enumerate(on_device) if there]
-    columns |= dict(zip(here, _digests([leaves[number] for number in here], mesh).swapaxes(0, 1), strict=True))
-    for number, there in enumerate(on_device):
-        if not there:  # offloaded: one after the other, as together they may not fit
+    resident = [number for number, is_resident in enumerate(on_device) if is_resident]
+    columns |= dict(zip(resident, _digests([leaves[number] for number in resident], mesh).swapaxes(0, 1), strict=True))
+    for number, is_resident in enumerate(on_device):
+        if not is_resident:  # offloaded: one at a time, because all may not fit
             leaf = jax.device_put(leaves[number], leaves[number].sharding.with_memory_kind(_memory(mesh)))
             columns[number] = _digests([leaf], mesh)[:, 0]
     return np.stack([columns[number] for number in range(len(leaves))], 1)
@@ -118,7 +116,7 @@ def _digests(leaves: list[jax.Array], mesh: Mesh) -> np.ndarray:
 
 @functools.cache
 def _program(mesh: Mesh, specs: tuple[P, ...]):
-    """Every device by itself: what XLA knows to be copies it would compute once, and trust."""
+    """Each device computes its own digests: XLA would compute those of known replicas only once."""
 
     def on_one_device(leaves: list[jax.Array]) -> jax.Array:
         return jnp.stack([digest(leaf) for leaf in leaves])[None]

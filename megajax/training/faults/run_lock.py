@@ -16,9 +16,9 @@ logger = logging.getLogger("megajax")
 
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Raises ValueError for a run directory that another run trains in, or that cannot be written.
+    """Raises ValueError if another process is training in the run directory, or if it cannot be written.
 
-    Process 0 locks for all processes. The lock ends with the process, however it ends.
+    Process 0 locks for all processes. The system releases the lock when the process ends.
     """
     refusal = None
     with contextlib.ExitStack() as held:
@@ -32,7 +32,7 @@ def locked(run_dir: Path) -> Iterator[None]:
 
 
 def raise_together(run_dir: Path, refusal: ValueError | None) -> None:
-    """Raises on all processes if process 0 has found a reason to refuse the run: none waits for one that has given up.
+    """Raises on all processes if process 0 refuses the run, so that none waits for a process that has exited.
 
     refusal: None on all processes but 0.
     """
@@ -44,7 +44,7 @@ def raise_together(run_dir: Path, refusal: ValueError | None) -> None:
 
 @contextmanager
 def _locked_file(run_dir: Path) -> Iterator[None]:
-    """Holds run_dir/.lock. What was made for a run that is refused before it writes its config is removed again."""
+    """Holds run_dir/.lock. Removes what it created if the run is refused before it writes its config."""
     path = run_dir / ".lock"
     made = [file for file in (path, run_dir) if not file.exists()]
     try:

@@ -1,4 +1,4 @@
-"""Which signals ask a run to stop, and what they do while there is nothing to save. Imports nothing that takes time."""
+"""Signals that ask a run to stop, and their handling while there is nothing to save. Has no slow imports."""
 
 import contextlib
 import os
@@ -7,41 +7,40 @@ from typing import NoReturn
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Those that ask a run to stop; SIGHUP, of a terminal that is lost, unless it is ignored, as under nohup."""
+    """Signals that ask a run to stop; SIGHUP (lost terminal) only if it is not ignored, as under nohup."""
     numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
     is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return numbers if is_ignored else [*numbers, signal.SIGHUP]
 
 
 def leave_when_asked() -> None:
-    """From here on a stop signal ends the program at once with exit status 0, unless another handler replaces this one.
+    """From now on a stop signal ends the program at once with exit status 0, unless another handler replaces this one.
 
-    Other handlers: a StopRequest while steps are done, a supervisor, and JAX, which takes SIGTERM where there are
-    several processes.
+    Other handlers: StopRequest during training, a supervisor, and JAX, which handles SIGTERM with several processes.
     """
     for number in stop_signals():
         signal.signal(number, _nothing_to_save)
 
 
 def is_program() -> bool:
-    """Whether `leave_when_asked` was called: this is a command, and no notebook whose process has to live on."""
+    """Whether `leave_when_asked` was called: this is a command, not a notebook whose process must survive."""
     return signal.getsignal(signal.SIGINT) is _nothing_to_save
 
 
 def tell(text: str) -> None:
-    """A line on stderr, in place of a bar that stands there; not by the logger, which a signal may have interrupted."""
+    """Prints a line on stderr, overwriting a progress bar; not with the logger, which a signal may have interrupted."""
     erased = "\r\x1b[K" if os.isatty(2) else ""
     with contextlib.suppress(OSError):
         os.write(2, f"{erased}megajax: {text}\n".encode())
 
 
 def leave(status: int, text: str) -> NoReturn:
-    """Ends the program at once, with a line on stderr; the cursor, which a bar hides, is shown again."""
+    """Ends the program at once with a line on stderr, and shows the cursor that a progress bar has hidden."""
     tell(text)
     if os.isatty(1):
         with contextlib.suppress(OSError):
             os.write(1, b"\x1b[?25h")
-    # No exception: raised while JAX traces or compiles, it makes the interpreter crash on its way out.
+    # Not an exception: raised while JAX traces or compiles, it crashes the interpreter at exit.
     os._exit(status)
 
 

@@ -12,18 +12,18 @@ from jax.experimental import multihost_utils
 
 from megajax.training.faults.signals import is_program, leave, stop_signals, tell
 
-# A terminal and the launcher under it may both send the SIGINT of one ctrl-C: two sooner than this are one.
+# A terminal and a launcher may both send SIGINT for one ctrl-C: signals closer together than this count as one.
 SAME_SIGINT_SECONDS = 1.0
 
 
 class StopRequest:
-    """Signals, exit_at_step and exit_after_minutes; a context manager that gives the signals back.
+    """Handles signals, exit_at_step and exit_after_minutes; a context manager that restores the signal handlers.
 
-    The answer to a signal comes at once, from a thread: handlers of Python wait until the main thread is back from the
-    device or the compiler. A second SIGINT, SAME_SIGINT_SECONDS or more after the request to stop, ends the program
-    without saving, with exit status 130; in a notebook it raises KeyboardInterrupt.
-    With several processes JAX's preemption service sees the SIGTERM of any of them and names one step for all; whoever
-    wants to stop for another reason sends itself that signal.
+    A thread answers a signal at once, because Python's handlers wait until the main thread returns from the device or
+    the compiler. A second SIGINT, SAME_SIGINT_SECONDS or more after the request to stop, ends the program without
+    saving, with exit status 130; in a notebook it raises KeyboardInterrupt.
+    With several processes, JAX's preemption service sees the SIGTERM of any of them and chooses one step for all; a
+    process that stops for another reason sends itself that signal.
     """
 
     def __init__(self, at_step: int | None, after_minutes: float | None):
@@ -66,8 +66,8 @@ class StopRequest:
 
     def _received(self, number: signal.Signals) -> None:
         if not self._reason:
-            again = "; press ctrl-C again to stop now without saving" if number == signal.SIGINT else ""
-            tell(f"received {number.name}: the run saves and stops after this step{again}")
+            hint = "; press ctrl-C again to stop now without saving" if number == signal.SIGINT else ""
+            tell(f"received {number.name}: saving and stopping after this step{hint}")
             self._ask(f"received {number.name}")
         elif number == signal.SIGINT and time.monotonic() - self._asked_at >= SAME_SIGINT_SECONDS:
             if self._is_program:
@@ -87,7 +87,7 @@ class StopRequest:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def asked(self, step: int) -> str:
-        """Why to stop after this step, or an empty string."""
+        """The reason to stop after this step, or an empty string."""
         limit = self._after_minutes
         if limit is not None and not self._reason and time.monotonic() - self._started >= 60 * limit:
             self._ask(f"launch.exit_after_minutes={limit}")

@@ -1,10 +1,9 @@
-"""Starts a run again that crashed or hung: the parent of the process that trains.
+"""Restarts a run that crashed or hung; runs as the parent of the training process.
 
-A scheduler that restarts jobs does the same; this is for machines without one. With several processes each has its own
-supervisor. Where one dies the others end too: all at once if it was process 0, which the others are connected to; else
-as soon as its supervisor starts it again and it connects anew, or JAX misses it (100 s), or their watchdogs do. Then
-all start again and wait for each other, up to 5 minutes; a supervisor whose run never meets the others gives up after
-three of these.
+It is for machines without a scheduler that restarts jobs. With several processes, each has its own supervisor. If one
+process dies, the others end too: at once if it was process 0, to which the others are connected; otherwise when its
+supervisor restarts it and it reconnects, when JAX notices its absence (100 s), or when their watchdogs do. Then all
+restart and wait for each other for up to 5 minutes; a supervisor gives up after three attempts without the others.
 """
 
 import contextlib
@@ -21,7 +20,7 @@ from megajax.training.faults.signals import stop_signals
 from megajax.training.reporting.metrics import read_metrics
 
 logger = logging.getLogger("megajax")
-# Of train.py for input that no restart makes better.
+# Exit status of train.py for bad input, which a restart would not change.
 BAD_INPUT = 2
 # This many consecutive crashes without a new step are a crash loop.
 MOST_WITHOUT_PROGRESS = 3
@@ -37,11 +36,11 @@ def supervise(
     *,
     sleep: Callable[[float], object] | None = None,
 ) -> int:
-    """Runs the command until it ends well, max_restarts are used up, or it crashes without progress -> exit status.
+    """Runs the command until it succeeds, max_restarts are used up, or it crashes without progress -> exit status.
 
-    SIGTERM, SIGINT, SIGUSR1 and SIGHUP go on to the child, and then there is no restart. Between two starts it waits,
-    twice as long after each crash without progress. A child that was stopped (SIGSTOP) for hang_minutes, in which its
-    own watchdog cannot run, is killed; 0: never. sleep: instead of the pause.
+    SIGTERM, SIGINT, SIGUSR1 and SIGHUP are forwarded to the child, which is then not restarted. The pause between two
+    starts doubles after each crash without progress. A child that is stopped (SIGSTOP) for hang_minutes, while its own
+    watchdog cannot run, is killed; 0: never. sleep: replaces the pause.
     """
     with _Signals() as signals:
         crashes = 0
@@ -70,7 +69,7 @@ def supervise(
 
 
 class _Signals:
-    """Passes them on to the child, if there is one; a context manager that gives them back."""
+    """Forwards signals to the child, if there is one; a context manager that restores the handlers."""
 
     def __init__(self):
         self.asked = threading.Event()
@@ -92,18 +91,18 @@ class _Signals:
 
 def _run(command: Sequence[str], longest_stop_seconds: float, signals: _Signals) -> int:
     """-> exit status."""
-    went_on = time.monotonic()
-    # A session of its own, or ctrl-C would reach it twice.
+    last_running = time.monotonic()
+    # In a new session, or ctrl-C would reach it twice.
     child = subprocess.Popen(command, start_new_session=True)
     signals.child = child
-    if signals.asked.is_set():  # before there was a child
+    if signals.asked.is_set():  # before the child started
         child.terminate()
-    while child.poll() is None:  # a signal that reaches another thread does not interrupt a wait
+    while child.poll() is None:  # a signal received by another thread does not interrupt a wait
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(1)
         if not _is_stopped(child.pid):
-            went_on = time.monotonic()
-        elif longest_stop_seconds and time.monotonic() - went_on > longest_stop_seconds:
+            last_running = time.monotonic()
+        elif longest_stop_seconds and time.monotonic() - last_running > longest_stop_seconds:
             logger.error("the run was stopped (SIGSTOP) for %.0f s: killed", longest_stop_seconds)
             child.kill()
     signals.child = None
@@ -113,15 +112,15 @@ def _run(command: Sequence[str], longest_stop_seconds: float, signals: _Signals)
 
 
 def _end_group(leader: int) -> None:
-    """Ends what a dead child had started, as processes that read data; those that were stopped too. Not by SIGKILL:
-    the one that cleans up shared memory must live on for that, and ignores SIGTERM."""
+    """Ends processes that a dead child had started, such as data workers, even if they are stopped. Not with SIGKILL:
+    the process that cleans up shared memory must survive, and ignores SIGTERM."""
     for number in (signal.SIGTERM, signal.SIGCONT):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(leader, number)
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether the process is in state T (proc(5)); never where there is no /proc."""
+    """Whether the process is in state T (proc(5)); False without /proc."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except OSError:
@@ -129,7 +128,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _last_step(run_dir: Path) -> int:
-    """The highest step in metrics.jsonl, 0 without one; one line may be half written."""
+    """The highest step in metrics.jsonl, or 0; the last line may be incomplete."""
     try:
         return max((record["step"] for _, record in read_metrics(run_dir / "metrics.jsonl") if record), default=0)
     except OSError as error:

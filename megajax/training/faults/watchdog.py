@@ -1,13 +1,14 @@
-"""Ends a run that hangs: all Python stacks on stderr, exit status 1; a supervisor or scheduler starts it again."""
+"""Aborts a run that hangs, with all Python stacks on stderr and exit status 1; a supervisor or scheduler restarts
+it."""
 
 import faulthandler
 
 
 class Watchdog:
-    """A context manager. `alive()` restarts the timer of `minutes`, which its first call starts; 0 disables it.
+    """A context manager. `alive()` starts or restarts a timer of `minutes`; 0 disables it.
 
-    There is one timer in a process: of two watchdogs, one inside the other, the last `alive` counts. It is a thread of
-    faulthandler's that needs no Python to run, so a collective that never returns is no obstacle.
+    A process has one timer: with nested watchdogs the last `alive` counts. It is a faulthandler thread, which runs no
+    Python, so it works even while a collective never returns.
     """
 
     def __init__(self, minutes: float):
@@ -15,7 +16,7 @@ class Watchdog:
 
     def alive(self) -> None:
         if self._seconds:
-            # 2 and not sys.stderr, which may be no file, as in a notebook
+            # not sys.stderr, which need not be a file, as in a notebook
             faulthandler.dump_traceback_later(self._seconds, exit=True, file=2)
 
     def __enter__(self) -> "Watchdog":

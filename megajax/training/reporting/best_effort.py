@@ -1,4 +1,4 @@
-"""Writing what a run says of itself, without ever ending or holding up the run."""
+"""Writes reports of a run without ever ending or blocking the run."""
 
 import io
 import logging
@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 logger = logging.getLogger("megajax")
-# Limit of what is buffered while there is no room; one line may exceed it, and later lines are lost.
+# Limit of the buffer while the disk is full; one line may exceed it, and later lines are lost.
 MOST_WAITING_BYTES = 1 << 20
 
 
 class BestEffort:
-    """A context manager around a write: an error is reported once until a write succeeds again, and goes no further."""
+    """A context manager around a write: suppresses errors, and logs the first one until a write succeeds again."""
 
     def __init__(self, what: str):
         self._what = what
@@ -30,16 +30,16 @@ class BestEffort:
         if not isinstance(error, Exception):
             return False
         if not self._failing:
-            logger.warning("%s cannot be written (%s); the run goes on and retries", self._what, error)
+            logger.warning("%s cannot be written (%s); the run continues and retries", self._what, error)
         self._failing = True
         return True
 
 
 class Appender:
-    """Appends to a file; what cannot be written now is kept for the next call, so that no line is cut in two.
+    """Appends to a file; what cannot be written is kept for the next call, so that no line is truncated.
 
-    path: opened for each call, so that nothing has to be closed and a file that was replaced is no obstacle; its folder
-    is made if it is not there. first: what the file begins with.
+    path: opened for each call, so that nothing has to be closed and the file may be replaced; its folder is created if
+    necessary. first: the beginning of the file.
     """
 
     def __init__(self, path: Path, first: bytes = b""):
@@ -57,7 +57,7 @@ class Appender:
 
 
 class _LossyStream(io.FileIO):
-    """A file descriptor that never fails a write. report: whether a failure is logged."""
+    """A file descriptor whose writes never raise. report: log failures."""
 
     def __init__(self, descriptor: int, name: str, report: bool):
         super().__init__(descriptor, "w", closefd=False)
@@ -74,13 +74,13 @@ class _LossyStream(io.FileIO):
             is_new = not self._failing
             self._failing = True
             if is_new and self._report:
-                logger.warning("%s cannot be written (%s): what is printed is lost, the run goes on", self._name, error)
+                logger.warning("%s cannot be written (%s): output is lost, the run continues", self._name, error)
             return len(data)
 
 
 def print_what_can_be_printed() -> None:
-    """From here on neither a full disk nor a closed pipe or terminal behind stdout or stderr ends the program, or gives
-    it another exit status. A failing stdout is reported on stderr; what is printed meanwhile is lost."""
+    """From now on a full disk or a closed pipe or terminal behind stdout or stderr neither ends the program nor changes
+    its exit status. A failing stdout is reported on stderr; its output is lost."""
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         old = getattr(sys, name)
         if old is None:  # it was closed before the program started

@@ -1,7 +1,7 @@
-"""What a person sees of a run: the start-up card, a line for each logged step, and a bar.
+"""Console output of a run: the start-up card, a line for each logged step, and a progress bar.
 
-In a terminal the card is a table, lines are cut to its width, and a bar below them moves with every step. Elsewhere (a
-log file, a batch job) card and lines are plain text, and there is no bar.
+In a terminal the card is a table, lines are truncated to its width, and a progress bar below them moves with every
+step. Elsewhere (a log file, a batch job) card and lines are plain text, without a bar.
 """
 
 import contextlib
@@ -17,17 +17,17 @@ from rich.table import Table
 
 from megajax.announce import announced
 
-# Where a line of metrics is too long for the terminal, these are left out, the first one first.
+# Left out of lines that are too long for the terminal, in this order.
 LEAST_IMPORTANT = (
     "peak_memory_bytes", "grad_norm", "learning_rate", "step_seconds", "mfu", "tokens_per_second", "time_left",
 )  # fmt: skip
-# Of these the text beside the bar is made.
+# Shown next to the progress bar.
 BESIDE_BAR = ("loss", "tokens_per_second", "mfu", "time_left")
 BAR_WIDTH = 20
 
 
 def format_count(count: float) -> str:
-    """Of parameters, tokens: 124439808 -> "124.4M", 1.23e9 -> "1.23B", 950 -> "950"."""
+    """For parameters and tokens: 124439808 -> "124.4M", 1.23e9 -> "1.23B", 950 -> "950"."""
     return _scaled(count, 1000, ("", "k", "M", "B", "T"), separator="")
 
 
@@ -74,17 +74,17 @@ def _scaled(value: float, base: int, units: tuple[str, ...], *, separator: str) 
 
 
 class Console:
-    """Prints for one process.
+    """Console output of one process.
 
     Args:
-        is_terminal: live output with colour; None asks stdout.
-        enabled: False on every process but 0: each method does nothing.
+        is_terminal: live output with colour; None: whether stdout is a terminal.
+        enabled: False on all processes but 0, where each method does nothing.
     """
 
     def __init__(self, is_terminal: bool | None = None, enabled: bool = True):
         self._enabled = enabled
         self._is_terminal = sys.stdout.isatty() if is_terminal is None else is_terminal
-        # rich's own is shared with `announced`, so that a spinner finds its place below the bar.
+        # rich's global console, shared with `announced`, so that a spinner appears below the bar.
         self._rich = rich.get_console() if is_terminal is None else RichConsole(force_terminal=is_terminal)
         self._progress: Progress | None = None
         self._newest: dict[str, Any] = {}
@@ -105,7 +105,7 @@ class Console:
         self._rich.print(table, highlight=False)
 
     def step(self, step: int, total_steps: int, metrics: dict[str, Any]) -> None:
-        """A line with the metrics of a step, under the names of metrics.jsonl; what is missing or None is left out."""
+        """A line with the metrics of a step, named as in metrics.jsonl; missing ones and None are left out."""
         if not self._enabled:
             return
         start = f"step {step}/{total_steps}"
@@ -120,7 +120,7 @@ class Console:
             self.progress(step, total_steps)
 
     def progress(self, step: int, total_steps: int) -> None:
-        """Moves the bar of a terminal."""
+        """Advances the progress bar of a terminal."""
         if not self._enabled or not self._is_terminal:
             return
         start = f"step {step}/{total_steps}"
@@ -142,7 +142,7 @@ class Console:
         self._progress.update(task, description=start, completed=step, total=total_steps, line=line)
 
     def note(self, text: str) -> None:
-        """One line that stays, above the bar."""
+        """Prints one line, above the progress bar."""
         if not self._enabled:
             return
         if self._is_terminal:
@@ -155,14 +155,14 @@ class Console:
         return announced(what) if self._enabled else contextlib.nullcontext()
 
     def close(self) -> None:
-        """Leaves the bar as it is on the screen."""
+        """Stops the progress bar and leaves it on the screen."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
 
 
 def _fields(step: int, total_steps: int, metrics: dict[str, Any]) -> dict[str, str]:
-    """The metrics worth a glance, in reading order; the loss is the mean of the steps since the line before."""
+    """The most important metrics, in reading order; the loss is the mean over the steps since the previous line."""
     formats = {
         "loss": lambda value: f"loss {value:.4f}",
         "eval_loss": lambda value: f"eval_loss {value:.4f}",
@@ -184,7 +184,7 @@ def _fields(step: int, total_steps: int, metrics: dict[str, Any]) -> dict[str, s
 
 
 def _fitted(start: str, fields: dict[str, str], separator: str, width: int) -> str:
-    """One line of at most `width` characters as long as there is something that may be left out."""
+    """One line, shortened to `width` characters by leaving out LEAST_IMPORTANT fields."""
     left = dict(fields)
     for name in (None, *LEAST_IMPORTANT):
         left.pop(name, None)
@@ -203,7 +203,7 @@ def _print_plain(text: str) -> None:
 
 
 class _ToStderr(logging.StreamHandler):
-    """To what sys.stderr is at the moment: while a bar or a spinner is on the screen, rich prints above it."""
+    """Writes to the current sys.stderr: rich replaces it to print above a progress bar or spinner."""
 
     def __init__(self):
         logging.Handler.__init__(self)
@@ -214,7 +214,7 @@ class _ToStderr(logging.StreamHandler):
 
 
 def log_to_stderr() -> None:
-    """Our own messages one line each, those of the libraries only when something is wrong."""
+    """Logs our own messages, one line each, and of libraries only errors."""
     handler = _ToStderr()
     handler.setFormatter(logging.Formatter("megajax: %(message)s"))
     logger = logging.getLogger("megajax")

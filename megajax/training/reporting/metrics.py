@@ -1,20 +1,19 @@
-"""Where the numbers of a run go: metrics.jsonl always, TensorBoard and Weights & Biases if asked.
+"""Metrics of a run: metrics.jsonl always, TensorBoard and Weights & Biases if configured.
 
-metrics.jsonl is the record that scripts and the resume logic rely on: one JSON object a line, flushed at once. A logged
-step has step, loss, mean_loss, grad_norm, learning_rate, consumed_tokens, step_seconds, tokens_per_second,
+metrics.jsonl is the record that scripts and the resume logic rely on: one JSON object per line, flushed at once. A
+logged step has step, loss, mean_loss, grad_norm, learning_rate, consumed_tokens, step_seconds, tokens_per_second,
 tokens_per_second_per_device, mfu, mfu_causal, peak_memory_bytes, goodput; an evaluation has step, eval_loss and, where
 the data is text, eval_bits_per_byte. A number that is not finite is null.
 
-loss is that of the step, the same bits in a run and in one that was resumed, whatever else is logged. mean_loss is the
-mean over the steps since the line before, without those whose update was skipped; it is what the console shows.
+loss is that of the step, bitwise identical in a resumed run. mean_loss is the mean over the steps since the previous
+line, without skipped updates; it is what the console shows.
 
-step_seconds is the mean of the steps since the line before, and the speeds are the tokens of those steps over their
-time. A step that was compiled is none of them: the first after a start, and the first with each batch size.
+step_seconds is the mean over the steps since the previous line, and the speeds are the tokens of those steps divided by
+their time. Steps that include a compilation do not count: the first after a start, and the first with each batch size.
 
-goodput is the seconds of the steps that are part of the run (step_seconds of each, over all starts) divided by the
-seconds since the run was first started (the first line of starts.jsonl). What counts in the second number only:
-compiling, the first step after a start and the first with each batch size, evaluating, saving, steps that were lost to
-a crash and done again, and all time in which the run was not running, be it a crash or a pause that somebody wanted.
+goodput is the time spent in steps that are part of the run (over all starts) divided by the time since the run was
+first started (the first line of starts.jsonl). The rest is compiling (the first step after a start and the first with
+each batch size), evaluating, saving, steps lost in a crash and repeated, and time in which the run was not running.
 """
 
 import dataclasses
@@ -35,8 +34,8 @@ from typing import Any, Literal
 from megajax.training.reporting.best_effort import Appender, BestEffort
 
 logger = logging.getLogger("megajax")
-# Charts of TensorBoard: those of a group stand together. `loss` is that of training in the run's own files, and that of
-# the evaluation in eval/, so that one chart has both. What a model adds is in the group model.
+# Tags in TensorBoard, in groups. `loss` is the training loss in the run's own files and the evaluation loss in eval/,
+# so that one chart shows both. Metrics that a model adds are in the group `model`.
 TRAINING_TAGS = {
     "mean_loss": "loss",
     "loss": "loss/of_the_step",
@@ -52,7 +51,7 @@ EVALUATION_TAGS = {"eval_loss": "loss", "eval_bits_per_byte": "loss/bits_per_byt
 
 @dataclasses.dataclass(frozen=True)
 class LoggingConfig:
-    """Where metrics are written besides run_dir/metrics.jsonl."""
+    """Where to write metrics besides run_dir/metrics.jsonl."""
 
     tensorboard: bool = True
     """Write scalars and the config to run_dir/tensorboard."""
@@ -62,7 +61,7 @@ class LoggingConfig:
     """offline keeps the run in run_dir/wandb until `wandb sync`."""
 
     def check(self) -> None:
-        """Raises ValueError if a package that is asked for is missing; call before any device is touched."""
+        """Raises ValueError if a required package is missing; call before any device is used."""
         if self.wandb_project and importlib.util.find_spec("wandb") is None:
             raise ValueError(
                 f"logging.wandb_project={self.wandb_project!r} needs the package wandb, which is not installed; "
@@ -71,13 +70,13 @@ class LoggingConfig:
 
 
 class MetricsWriter:
-    """Writes the metrics of one run; only process 0 makes one.
+    """Writes the metrics of one run, on process 0 only.
 
-    Nothing here ends a run: what cannot be written, on a full disk for example, is reported once and tried again with
-    the next line.
+    A failed write, for example on a full disk, does not end the run: it is reported once and retried with the next
+    line.
 
     Args:
-        run_dir: the run directory; made if it is not there.
+        run_dir: the run directory; created if necessary.
         config: the logging section.
         run_config: the resolved config as plain JSON values, shown by TensorBoard and Weights & Biases.
     """
@@ -124,11 +123,11 @@ class MetricsWriter:
                 file.write(values, step)
 
     def rewind(self, step: int) -> None:
-        """Drops what lies after `step`, so that a resumed run has one line per step.
+        """Drops the lines after `step`, so that a resumed run has one line per step.
 
-        Replaces metrics.jsonl as a whole: a crash leaves the old file or the new one. A last line that a crash cut off
-        goes too; other lines that cannot be read are moved to metrics.jsonl.damaged, and so is a file that cannot be
-        read at all. TensorBoard hides the later points; Weights & Biases keeps the first value it saw for a step.
+        Replaces metrics.jsonl atomically. An incomplete last line is dropped; other lines that cannot be read are moved
+        to metrics.jsonl.damaged, and so is a file that cannot be read at all. TensorBoard hides the later points;
+        Weights & Biases keeps the first value it saw for a step.
         """
         for file in self._tensorboard:
             file.first_new_step = step + 1
@@ -160,29 +159,30 @@ class MetricsWriter:
         os.replace(temporary, self._path)
         dropped = len(lines) - len(kept) - len(damaged)
         if dropped:
-            logger.info("metrics.jsonl: dropped what was logged after step %d (lines: %d)", step, dropped)
+            logger.info("metrics.jsonl: dropped the lines after step %d (%d)", step, dropped)
 
     @property
     def _damaged_path(self) -> Path:
         return self._path.with_suffix(".jsonl.damaged")
 
     def close(self) -> None:
-        """Ends the run of Weights & Biases; files need no end."""
+        """Finishes the Weights & Biases run; files need not be closed."""
         if self._wandb is not None:
             with self._writes_wandb:
                 self._wandb.finish()
 
 
 class _TensorBoard:
-    """One event file, in the format of tensorboardX, begun with the first value that is written.
+    """One event file in the format of tensorboardX, created with the first value.
 
-    Its own writer hands events to a thread that dies of the first error, after which the run waits for it for ever.
+    The writer of tensorboardX passes events to a thread that dies on the first error, and the run would then wait for
+    it forever.
     """
 
     def __init__(self, folder: Path, run_config: dict | None = None):
-        """run_config: shown as a text; None: none."""
+        """run_config: written as text; None: not written."""
         self.first_new_step: int | None = None
-        """What other files have from this step on is hidden."""
+        """TensorBoard hides points of other files from this step on."""
         self._folder = folder
         self._run_config = run_config
         self._file: Appender | None = None
@@ -212,7 +212,7 @@ class _TensorBoard:
 
 
 def _tensorboard_record(event: Any) -> bytes:
-    """A TFRecord: length, its CRC, data, their CRC. Sets the time of the event."""
+    """A TFRecord: length, its CRC, data, its CRC. Sets the time of the event."""
     from tensorboardX.record_writer import masked_crc32c
 
     event.wall_time = time.time()
@@ -223,7 +223,7 @@ def _tensorboard_record(event: Any) -> bytes:
 
 
 def _start_wandb(run_dir: Path, config: LoggingConfig, run_config: dict):
-    """A Weights & Biases run that a resumed training continues: its id is kept in run_dir/wandb_id."""
+    """A Weights & Biases run that a resumed run continues: its id is stored in run_dir/wandb_id."""
     import wandb
 
     id_path = run_dir / "wandb_id"
@@ -250,8 +250,9 @@ def _plain(value: Any) -> Any:
 
 
 def read_metrics(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Each line of metrics.jsonl with its object; None for a line that is no JSON object with a whole number as `step`:
-    cut off by a crash, or damaged. A missing file has no lines. Raises OSError if the file cannot be read."""
+    """Yields (line, object) for each line of metrics.jsonl; the object is None for a line that is not a JSON object
+    with an integer `step`: truncated by a crash, or damaged. A missing file has no lines. Raises OSError if the file
+    cannot be read."""
     if not path.exists():
         return
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""A profile of some steps of a run."""
+"""Profiles some steps of a run."""
 
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,13 @@ from megajax.training.reporting.console import Console
 
 
 class Profiler:
-    """Traces the steps (first, last), or what this run does of them; None: nothing."""
+    """Traces the steps (first, last), as far as this run executes them; None: nothing."""
 
     def __init__(self, steps: tuple[int, int] | None, run_dir: Path, console: Console):
         self._steps = steps
         self._folder = run_dir / "profile"
         self._console = console
-        self._metrics: Any = None  # of the newest step of a trace under way
+        self._metrics: Any = None  # of the latest step of the current trace
         self._writes = BestEffort(str(self._folder))
 
     def before(self, step: int) -> None:

@@ -1,4 +1,4 @@
-"""What the loop reports of its steps, without ever making the device wait."""
+"""Reports the steps of the training loop without making the device wait."""
 
 import contextlib
 import math
@@ -16,7 +16,7 @@ from megajax.training.reporting.metrics import MetricsWriter
 
 
 class Reporter:
-    """Reads metrics one step late and turns them into lines, timed without compiling, evaluating, saving."""
+    """Reads metrics one step late and writes lines; times exclude compiling, evaluating and saving."""
 
     def __init__(
         self,
@@ -35,11 +35,11 @@ class Reporter:
         console: Console,
         writer: MetricsWriter | None,
     ):
-        """first: steps done before; flops_per_token(sequence_length, causal=...), see Model. compute_dtype: whose peak
-        MFU is measured against.
+        """first: steps done before; flops_per_token(sequence_length, causal=...), see Model. compute_dtype: MFU is
+        relative to the peak of this dtype.
 
-        max_consecutive_skips: that many end the run; 0: no limit. productive_seconds: of the steps done
-        before. first_started: when the run was first started, seconds since 1970.
+        max_consecutive_skips: this many end the run; 0: no limit. productive_seconds: time in the steps done before.
+        first_started: when the run was first started, in seconds since 1970.
         """
         self._num_steps = num_steps
         self._every_steps = every_steps
@@ -50,26 +50,26 @@ class Reporter:
         self._num_devices = num_devices
         self._console = console
         self._writer = writer
-        self._waiting: tuple[int, dict, float] | None = None
+        self._pending: tuple[int, dict, float] | None = None
         self._first = first
         self._compiled: set[tuple[int, int]] = set()  # shapes of batches
-        self._is_compiling = False  # the step that is waiting, or the next one
-        # Since the last line, without what was compiled.
+        self._is_compiling = False  # the pending step, or the next one
+        # Since the last line, without steps that included a compilation.
         self._steps = 0
         self._samples = 0
         self._seconds = 0.0
-        # Of all steps since then but those whose update was skipped; on the device, so that they cost a step nothing.
+        # Of all steps since then whose update was not skipped; kept on the device, so that steps need not wait.
         self._losses: list[jax.Array] = []
         self._max_consecutive_skips = max_consecutive_skips
         self._consecutive_skips = 0
         self.productive_seconds = productive_seconds
         self._first_started = first_started
-        self._last_end = time.perf_counter()  # of a step, or of what came after it
+        self._last_end = time.perf_counter()  # of a step, or of an evaluation or save after it
 
     @contextlib.contextmanager
     def starting(self, step: int) -> Iterator[None]:
-        """The step is dispatched within. With the first batch of its shape that means to compile it, while the step
-        before must not be waiting for its time to be taken."""
+        """Wraps the dispatch of a step. The first batch of a shape compiles it; the previous step is reported before,
+        so that the compilation does not count in its time."""
         batch = self._schedule(step - 1)
         shape = batch.num_microbatches, batch.microbatch
         if shape not in self._compiled:
@@ -80,9 +80,9 @@ class Reporter:
             yield
 
     def dispatched(self, step: int, metrics: dict, rate: float) -> None:
-        """The step is on its way; now is the time to look at the one before."""
+        """Call after dispatching a step: reports the previous one."""
         self.flush()
-        self._waiting = (step, metrics, rate)
+        self._pending = (step, metrics, rate)
         if self._is_compiling:
             started = self._last_end
             name = "the first step" if step == self._first + 1 else f"step {step}, the first of its batch size"
@@ -94,11 +94,11 @@ class Reporter:
             self.restart_clock()
 
     def flush(self) -> None:
-        """Waits for the step before, and reports it if it is due."""
-        if self._waiting is None:
+        """Waits for the pending step, and reports it if it is due."""
+        if self._pending is None:
             return
-        step, metrics, rate = self._waiting
-        self._waiting = None
+        step, metrics, rate = self._pending
+        self._pending = None
         jax.block_until_ready(metrics["loss"])
         started = self._last_end
         self.restart_clock()
@@ -124,15 +124,14 @@ class Reporter:
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """The time of the next step begins here: what lay before was not training, or has been counted."""
+        """Starts the time of the next step now."""
         self._last_end = time.perf_counter()
 
     def goodput(self) -> float:
-        """Seconds of steps that are part of the run, over all its starts, as a share of those since the first start.
+        """Fraction of the time since the first start that was spent in steps that are part of the run, over all starts.
 
-        Compiling, evaluating, saving, steps that a crash undid and any time in which the run was not running, a pause
-        that somebody wanted as well, are in the second number only. So is the first step after each start, and the
-        first with each batch size.
+        The rest is compiling (the first step after each start, and the first with each batch size), evaluating, saving,
+        steps lost in a crash, and time in which the run was not running.
         """
         return min(self.productive_seconds / max(time.time() - self._first_started, 1e-9), 1.0)
 
@@ -176,7 +175,7 @@ class Reporter:
         }
 
     def _is_skipped(self, step: int, metrics: dict) -> bool:
-        """Reports which samples an update was skipped for. Raises RuntimeError after too many consecutive ones."""
+        """Reports a skipped update with its samples. Raises RuntimeError after too many consecutive ones."""
         if not int(metrics["skipped"]):
             self._consecutive_skips = 0
             return False
@@ -189,7 +188,7 @@ class Reporter:
         if self._max_consecutive_skips and self._consecutive_skips >= self._max_consecutive_skips:
             raise RuntimeError(
                 f"{self._consecutive_skips} consecutive updates were skipped, up to step {step} ({values}), and "
-                "nothing was saved since the last checkpoint; look at the data of these steps, lower the learning "
+                "nothing was saved since the last checkpoint; inspect the data of these steps, lower the learning "
                 "rate, or allow more with --training.max_consecutive_skips"
             )
         return True

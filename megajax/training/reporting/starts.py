@@ -1,4 +1,4 @@
-"""starts.jsonl of a run: one line each time it starts, with what it ran on."""
+"""starts.jsonl of a run: one line per start, with devices and versions."""
 
 import json
 import logging
@@ -18,7 +18,7 @@ logger = logging.getLogger("megajax")
 
 
 def start_record(mesh: Mesh, compiler_options: dict[str, str]) -> dict[str, Any]:
-    """What a start of the run ran on, for whoever compares speeds later: a line of starts.jsonl."""
+    """A line of starts.jsonl: devices, versions and compiler options, to compare speeds later."""
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "devices": f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
@@ -32,7 +32,7 @@ def start_record(mesh: Mesh, compiler_options: dict[str, str]) -> dict[str, Any]
 
 
 def first_start(run_dir: Path) -> float:
-    """When the run was started for the first time, in seconds since 1970; now, if nothing says when."""
+    """When the run was first started, in seconds since 1970; now, if that is not recorded."""
     path = run_dir / "starts.jsonl"
     try:
         with path.open() as file:
@@ -40,5 +40,5 @@ def first_start(run_dir: Path) -> float:
     except FileNotFoundError:
         return time.time()
     except (OSError, ValueError, KeyError, TypeError) as error:
-        logger.warning("%s cannot be read (%s): goodput counts from this start on", path, error)
+        logger.warning("%s cannot be read (%s): goodput counts from this start", path, error)
         return time.time()

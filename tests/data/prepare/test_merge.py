@@ -90,8 +90,8 @@ def test_verify_passes_good_data_and_names_the_first_bad_token(shards, tmp_path,
     good = np.fromfile(a + ".bin", np.uint16)
     last = int(lengths[23]) - 1
     for position, value, message in (
-        (0, 257, "a.bin: token 257 at position 0 of sequence 23 is none of the 257 ids"),
-        (last, 300, f"a.bin: token 300 at position {last} of sequence 23 is none of the 257 ids"),
+        (0, 257, "a.bin: token 257 at position 0 of sequence 23 is not one of the 257 ids"),
+        (last, 300, f"a.bin: token 300 at position {last} of sequence 23 is not one of the 257 ids"),
         (last, 5, "a.bin: its sha256 is "),
     ):
         tokens = good.copy()

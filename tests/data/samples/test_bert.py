@@ -365,7 +365,7 @@ def test_wrong_formats_are_refused_by_name(options, message):
 
 
 def test_wrong_data_and_ids_are_refused_by_name():
-    with pytest.raises(ValueError, match="BertFormat.cls_id=1 is another special token"):
+    with pytest.raises(ValueError, match="BertFormat.cls_id=1 is also another special token"):
         BertFormat(1, 1, 2, 3, 10).check(32)
     with pytest.raises(ValueError, match="data.tokenizer's 500 ids"):
         bert(some_documents(), vocab_size=500)[0]

@@ -201,7 +201,7 @@ def test_an_error_of_the_machine_is_not_taken_for_a_broken_pair(pairs, monkeypat
 def test_text_that_holds_the_image_token_is_refused(tmp_path):
     draw(tmp_path / "a.png")
     path = write_pairs(tmp_path, [{"image": "a.png", "text": "axe"}])
-    with pytest.raises(ValueError, match=f"line 1: text holds the image token {ord('x')}"):
+    with pytest.raises(ValueError, match=f"line 1: text contains the image token {ord('x')}"):
         image_text(path, image_id=ord("x"))[0]
 
 

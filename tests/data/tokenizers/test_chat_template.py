@@ -126,7 +126,7 @@ def test_what_spells_a_special_token_is_refused_by_field(source, role, content):
 
 def test_a_template_that_hides_who_wrote_a_special_token_is_refused():
     template = ChatTemplate("{% for m in messages %}{{ '%s<|im_end|>' | format(m.content) }}{% endfor %}", {}, SPECIAL)
-    with pytest.raises(ValueError, match="nothing tells whether the special token <|im_end|> is its own"):
+    with pytest.raises(ValueError, match="the special token <|im_end|> may come from a message"):
         template.render([{"role": "user", "content": "a"}])
 
 

@@ -211,7 +211,7 @@ def test_tiktoken_file_gives_the_ids_of_the_package(tmp_path):
 @pytest.mark.parametrize(
     "side, message",
     [
-        ({"special_tokens": {"<e>": 97}}, "two tokens of .* have one id"),
+        ({"special_tokens": {"<e>": 97}}, "two tokens of .* have the same id"),
         ({"special_tokens": ["<e>"]}, "special_tokens in .*x.tiktoken.json must be names with their ids"),
         ({"pattern": "("}, "pattern of .*x.tiktoken.json cannot be used"),
         ({"specials": {}}, r"has \['specials'\]; known are pattern and special_tokens"),

@@ -33,7 +33,9 @@ def test_a_disk_without_room_for_a_checkpoint_is_refused_with_the_numbers(tmp_pa
     with_free(monkeypatch, 6 * 2**20)
     check_room(tmp_path, STATE, 10)
     with_free(monkeypatch, 6 * 2**20 - 1)
-    with pytest.raises(ValueError, match=r"checkpoint needs 6.00 MiB, and 6.00 MiB are free; make room.*--run_dir"):
+    with pytest.raises(
+        ValueError, match=r"checkpoint needs 6.00 MiB, and 6.00 MiB are free; free some space.*--run_dir"
+    ):
         check_room(tmp_path, STATE, 10)
 
 

@@ -87,7 +87,7 @@ def test_rules_of_custom_differentiation_and_remat_are_looked_into():
     assert origins[0].primitive == "sqrt" and "root" in origins[0].places[0] and origins[0].output.num_nan == 3
 
 
-def test_an_argument_that_is_not_finite_is_said_with_its_path():
+def test_a_non_finite_argument_is_reported_with_its_path():
     arguments = {"w": jnp.array([1.0, jnp.nan]), "b": jnp.ones(2)}
     _, origins = find_origins(lambda a: a["w"].sum() + a["b"].sum(), arguments)
     assert [(origin.primitive, origin.places) for origin in origins] == [("argument", ("[0]['w']",))]

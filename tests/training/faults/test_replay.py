@@ -14,15 +14,15 @@ NAN = math.nan
 @pytest.mark.parametrize(
     "now, then, same, changed, want",
     [
-        ((2.5, 1.5), (2.5, 1.5), True, [], "reproduced: both runs and metrics.jsonl are the same bit for bit"),
+        ((2.5, 1.5), (2.5, 1.5), True, [], "reproduced: both runs and metrics.jsonl are bitwise identical"),
         ((2.5, NAN), (2.5, None), True, [], "reproduced: both runs"),
-        ((2.5, 1.5), (2.5, None), True, [], "not reproduced: .* 2.5, not finite; a transient fault of the hardware"),
-        ((NAN, NAN), (2.5, 1.5), True, [], "not reproduced: .* a transient fault of the hardware is likely"),
+        ((2.5, 1.5), (2.5, None), True, [], "not reproduced: .* 2.5, not finite; probably a transient hardware fault"),
+        ((NAN, NAN), (2.5, 1.5), True, [], "not reproduced: .* probably a transient hardware fault"),
         ((2.5, 1.5), (2.5, 1.5000001), True, [], "not reproduced"),
-        ((2.5, 1.5), (2.5, 1.5000001), True, ["mesh.fsdp: 1 -> 2"], "reproduced but for rounding: .*mesh.fsdp: 1 -> 2"),
-        ((2.5, NAN), (2.5, 1.5), True, ["mesh.fsdp: 1 -> 2"], "not reproduced: .*or what is changed: mesh.fsdp"),
+        ((2.5, 1.5), (2.5, 1.5000001), True, ["mesh.fsdp: 1 -> 2"], "reproduced except for rounding: .*mesh.fsdp: 1"),
+        ((2.5, NAN), (2.5, 1.5), True, ["mesh.fsdp: 1 -> 2"], "not reproduced: .*fault or a change: mesh.fsdp"),
         ((2.5, 1.5), (2.5, 1.5), False, [], "the two runs differ: this device or program is not deterministic"),
-        ((2.5, 1.5), None, True, [], "both runs are the same bit for bit; metrics.jsonl has no line of this step"),
+        ((2.5, 1.5), None, True, [], "both runs are bitwise identical; metrics.jsonl has no line for this step"),
     ],
 )  # fmt: skip
 def test_the_verdict_follows_from_two_runs_and_the_record(now, then, same, changed, want):
@@ -37,27 +37,27 @@ def origin(primitive, name_stack, loops=(), places=("megajax/ops/matmul.py:40 ma
     return Origin(primitive, places, name_stack, loops, output, (wide,))
 
 
-def test_an_origin_is_said_with_its_pass_layer_and_microbatch_place_and_numbers():
+def test_an_origin_is_described_by_pass_layer_microbatch_location_and_counts():
     microbatch, layers = Loop("megajax/training/step.py:90 train_step", 1, 4), "megajax/layers/block.py:80 _scan"
     found = origin("dot_general", "jvp()", (microbatch, Loop(layers, 3, 12)))
     _, first, place, inputs, _ = describe([found], 12, ok=False)
     assert first == ("  1. dot_general, forward pass, microbatch 1, layer 3: bfloat16[8,4], 1 NaN and 2 infinite of 32")
     assert place == "     at megajax/ops/matmul.py:40 matmul" and inputs == "     of bfloat16[8,2] up to 2e+38"
-    # Two layers an iteration, as of a model whose layers alternate.
+    # Two layers per iteration, as in a model whose layers alternate.
     lines = describe([origin("mul", "transpose(jvp())", (Loop(layers, 3, 6),))] * 7, 12, ok=False)
     assert "mul, backward pass, layers 6 to 7:" in lines[1] and lines[-1] == "  and 2 more"
 
 
-def test_arguments_that_are_not_finite_are_said_by_their_names():
+def test_non_finite_arguments_are_named():
     found = [origin("argument", "", places=(path,)) for path in ("[0].params['w']", "[1]['loss_mask']")]
     lines = describe(found, 12, ok=False)
-    assert "before the step already: params['w'], bfloat16[8,4], 1 NaN" in lines[1]
-    assert "before the step already: batch['loss_mask']" in lines[2]
+    assert "before the step: params['w'], bfloat16[8,4], 1 NaN" in lines[1]
+    assert "before the step: batch['loss_mask']" in lines[2]
 
 
 def test_without_origins_the_compiled_program_is_what_is_left():
-    assert describe([], 12, ok=True) == ["all numbers are finite, but for what masks hide"]
-    assert "only the compiled program has others" in describe([], 12, ok=False)[0]
+    assert describe([], 12, ok=True) == ["all values are finite, except for masked ones"]
+    assert "only the compiled program differs" in describe([], 12, ok=False)[0]
 
 
 def test_gradients_are_listed_by_what_is_wrong_with_them():

@@ -44,7 +44,7 @@ def test_each_signal_asks_a_run_to_stop_after_the_step_and_is_answered_at_once(n
         send(number)
         wait_until(lambda: request.asked(2) == f"received {number.name}")
     answer = capfd.readouterr().err
-    assert answer.startswith(f"megajax: received {number.name}: the run saves and stops after this step")
+    assert answer.startswith(f"megajax: received {number.name}: saving and stopping after this step")
     assert ("press ctrl-C again to stop now without saving" in answer) == (number == signal.SIGINT)
 
 
@@ -83,7 +83,7 @@ def test_a_busy_program_answers_ctrl_c_at_once_and_the_second_one_ends_it_with_1
     ) as process:
         assert process.stdout.readline() == "in a step\n"
         process.send_signal(signal.SIGINT)
-        assert "saves and stops after this step; press ctrl-C again" in process.stderr.readline()
+        assert "saving and stopping after this step; press ctrl-C again" in process.stderr.readline()
         process.send_signal(signal.SIGINT)  # the launcher's
         time.sleep(0.3)
         assert process.poll() is None
