@@ -27,6 +27,7 @@ SYNONYMS = {
     "grad_clip": "clip_norm",
     "hidden_size": "embed_dim",
     "d_model": "embed_dim",
+    "layers": "num_layers",
     "n_layer": "num_layers",
     "n_head": "num_heads",
     "num_attention_heads": "num_heads",
