@@ -69,8 +69,11 @@ class MoeConfig:
     def check(self, *, has_bias: bool) -> None:
         """Raises ValueError for contradictory fields, and for experts with biases, which are not supported."""
         if self.num_experts is None:
-            if self != MoeConfig():
-                raise ValueError("model.moe has other fields set, but no experts; set --model.moe.num_experts")
+            if changed := _changed_fields(self, MoeConfig()):
+                raise ValueError(
+                    f"model.moe: {', '.join(changed)} set, but no experts; set --model.moe.num_experts, or leave "
+                    "them out"
+                )
             return
         if not re.fullmatch(r"([de](\*[1-9]\d{0,3})?)+", self.layers):
             raise ValueError(f"model.moe.layers={self.layers!r} must be letters d and e, with counts as in d*3e*58")
@@ -79,6 +82,18 @@ class MoeConfig:
         if self.shared_gate and self.shared_dim is None:
             raise ValueError("model.moe.shared_gate=True needs shared experts: set --model.moe.shared_dim")
         self.router.check(self.num_experts)
+
+
+def _changed_fields(config, default) -> list[str]:
+    """Names of the fields that differ, those of nested configs too."""
+    changed = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            changed += [f"{field.name}.{name}" for name in _changed_fields(value, getattr(default, field.name))]
+        elif value != getattr(default, field.name):
+            changed.append(field.name)
+    return changed
 
 
 @dataclasses.dataclass(frozen=True)

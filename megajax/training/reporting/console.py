@@ -214,11 +214,12 @@ class _ToStderr(logging.StreamHandler):
 
 
 def log_to_stderr() -> None:
-    """Logs our own messages, one line each, and of libraries only errors."""
-    handler = _ToStderr()
-    handler.setFormatter(logging.Formatter("megajax: %(message)s"))
+    """Logs our own messages, one line each, and of libraries only errors. Calling it again changes nothing."""
     logger = logging.getLogger("megajax")
-    logger.addHandler(handler)
+    if not any(isinstance(handler, _ToStderr) for handler in logger.handlers):
+        handler = _ToStderr()
+        handler.setFormatter(logging.Formatter("megajax: %(message)s"))
+        logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False
     logging.getLogger("absl").setLevel(logging.ERROR)
