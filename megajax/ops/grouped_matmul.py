@@ -142,13 +142,13 @@ def matmul(rows_RK: jax.Array, matrices_EKN: jax.Array, sizes_E: jax.Array, *, t
     width = matrices_EKN.shape[1 if transposed else 2]
 
     def step(number, out_RN):
-        block, group, is_its_B1 = tiles.tile(number)
+        block, group, in_group_B1 = tiles.tile(number)
         matrix = lax.dynamic_index_in_dim(matrices_EKN, group, keepdims=False)
         product_BN = lax.dot_general(
             tiles.rows_of(rows_RK, block), matrix, (((1,), (contracted,)), ((), ())),
             precision=dot_precision(rows_RK.dtype),
         )  # fmt: skip
-        product_BN = jnp.where(is_its_B1, product_BN, tiles.rows_of(out_RN, block))
+        product_BN = jnp.where(in_group_B1, product_BN, tiles.rows_of(out_RN, block))
         return lax.dynamic_update_slice_in_dim(out_RN, product_BN, block * tiles.block, 0)
 
     return tiles.loop(step, jnp.zeros((tiles.padded, width), rows_RK.dtype), rows_RK, matrices_EKN)[: rows_RK.shape[0]]
@@ -159,11 +159,11 @@ def weight_gradient(rows_RK: jax.Array, d_out_RN: jax.Array, sizes_E: jax.Array)
     tiles = _Tiles(rows_RK.shape[0], sizes_E)
 
     def step(number, sums_EKN):
-        block, group, is_its_B1 = tiles.tile(number)
-        its_rows = jnp.where(is_its_B1, tiles.rows_of(rows_RK, block), 0)
+        block, group, in_group_B1 = tiles.tile(number)
+        group_rows = jnp.where(in_group_B1, tiles.rows_of(rows_RK, block), 0)
         product_KN = lax.dot_general(
-            its_rows, tiles.rows_of(d_out_RN, block), (((0,), (0,)), ((), ())), precision=dot_precision(rows_RK.dtype),
-            preferred_element_type=jnp.float32,
+            group_rows, tiles.rows_of(d_out_RN, block), (((0,), (0,)), ((), ())),
+            precision=dot_precision(rows_RK.dtype), preferred_element_type=jnp.float32,
         )  # fmt: skip
         return sums_EKN.at[group].add(product_KN)
 
@@ -190,8 +190,8 @@ class _Tiles:
         group = jnp.searchsorted(self.last_tile_E, number, side="right")
         block = self.starts_E[group] // self.block + number - self.first_tile_E[group]
         places_B = block * self.block + jnp.arange(self.block, dtype=jnp.int32)
-        is_its_B = (places_B >= self.starts_E[group]) & (places_B < self.ends_E[group])
-        return block, group, is_its_B[:, None]
+        in_group_B = (places_B >= self.starts_E[group]) & (places_B < self.ends_E[group])
+        return block, group, in_group_B[:, None]
 
     def rows_of(self, rows, block):
         return lax.dynamic_slice_in_dim(self._pad(rows), block * self.block, self.block)

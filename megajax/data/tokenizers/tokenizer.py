@@ -352,7 +352,7 @@ def end_ids(tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(i for i in (tokenizer.eod_id, *named) if i is not None)
 
 
-# What lies beside the file of a tokenizer and belongs to it: special tokens, the format of chats, how to generate.
+# Files next to the tokenizer file that are copied with it: special tokens, chat template, generation settings.
 BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
 FILE_TOKENIZERS = {".model": SentencePieceTokenizer, ".json": HuggingFaceTokenizer, ".tiktoken": TiktokenTokenizer}
 

@@ -108,7 +108,7 @@ def test_plain_card_is_aligned_and_not_read_as_markup(capsys):
 
 @pytest.fixture
 def screen():
-    """A console on a terminal of so many columns, and what it has written, without control sequences."""
+    """A console on a terminal of this width, and its output without control sequences."""
 
     def make(width):
         console = Console(is_terminal=True)
