@@ -100,7 +100,7 @@ def mesh_cases():
 
 def run_on(mesh, config, cases):
     """{case: ((y, gradients), Terms)}."""
-    apply, _, found = parts_of(config)
+    apply, _, weight_records = parts_of(config)
 
     @jax.jit
     def run(weights, x, d_y):
@@ -110,7 +110,7 @@ def run_on(mesh, config, cases):
     found = {}
     with jax.set_mesh(mesh):
         for name, (weights, x) in cases.items():
-            weights = jax.device_put(weights, weight_shardings(found, mesh))
+            weights = jax.device_put(weights, weight_shardings(weight_records, mesh))
             y, gradients, terms = run(weights, x, cotangent())
             found[name] = (jax.device_get((y, gradients)), terms)
     return found
@@ -136,7 +136,7 @@ def test_tokens_that_a_mesh_does_not_divide_are_counted_once(batch, make_test_me
     config = dataclasses.replace(CONFIG, dispatch="all_to_all")
     weights, x = cases()["as it comes"]
     mesh = make_test_mesh(expert=2, fsdp=2, context=2)
-    apply, _, found = parts_of(config)
+    apply, _, weight_records = parts_of(config)
 
     def loss(apply, weights, x):
         return jnp.sum(apply(weights, x) * cotangent()[:batch, :3])
@@ -144,7 +144,7 @@ def test_tokens_that_a_mesh_does_not_divide_are_counted_once(batch, make_test_me
     few = x[:batch, :3]
     reference = jax.value_and_grad(functools.partial(loss, formula), (0, 1))(weights, few)
     with jax.set_mesh(mesh):
-        placed = jax.device_put(weights, weight_shardings(found, mesh))
+        placed = jax.device_put(weights, weight_shardings(weight_records, mesh))
         run = jax.jit(jax.value_and_grad(functools.partial(loss, lambda w, x: apply(w, x)[0]), (0, 1)))
         found = run(placed, few)
     jax.tree.map(functools.partial(np.testing.assert_allclose, **TOLERANCE), found, reference)
