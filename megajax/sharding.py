@@ -24,6 +24,7 @@ WEIGHT_AXES: dict[str | None, tuple[str, ...]] = {
     "chunks": (),  # virtual stages of a device, see parallel/schedule.py
     "layers": ("pipeline",),
     "embed": ("fsdp", "context"),  # context also shards the weights
+    "latent": ("fsdp", "context"),  # of latent attention, where it is the input of a matrix
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),

@@ -54,6 +54,20 @@ class AttentionConfig:
     init_std: float
     out_init_std: float
 
+    input_axis = "time"
+    """Logical axis of the sequence in the layer's input."""
+    # Modules that the backward pass can recompute, and the activations that need not be saved then.
+    modules = {
+        "qkv": ("qkv",),
+        "core_attention": ("attention_out",),
+        "attention": ("qkv", "attention_out"),
+    }
+
+    @property
+    def gathered_dim(self) -> int:
+        """Width of what is gathered over `tensor` for the heads."""
+        return self.embed_dim
+
     @property
     def heads_dim(self) -> int:
         """Width of all query heads together."""
@@ -65,9 +79,22 @@ class AttentionConfig:
         return 2 * self.num_kv_heads * self.head_dim
 
     @property
+    def out_dim(self) -> int:
+        """Width of the outputs of all heads together."""
+        return self.heads_dim
+
+    @property
+    def qkv_flops(self) -> float:
+        """FLOPs of the projections to queries, keys and values per token."""
+        return 2 * self.embed_dim * (self.heads_dim + self.kv_dim)
+
+    @property
     def out_flops(self) -> float:
         """FLOPs of the output projection per token."""
-        return 2 * self.embed_dim * self.heads_dim
+        return 2 * self.embed_dim * self.out_dim
+
+    def build(self, rngs: nnx.Rngs) -> "Attention":
+        return Attention(self, rngs=rngs)
 
     def check(self, mesh: MeshConfig, sequence_length: int) -> None:
         check_divisible("tensor", mesh.tensor, {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads})
@@ -97,20 +124,17 @@ class AttentionConfig:
                 )
 
     def flops(self, sequence_length: int) -> Flops:
-        projections = 2 * self.embed_dim * (self.heads_dim + self.kv_dim) + self.out_flops
         window = min(self.window or sequence_length, sequence_length)
         visible = window - window * (window - 1) / (2 * sequence_length)
-        pair = 2 * 2 * self.heads_dim  # per query-key pair: the score, and its contribution to the output
-        return Flops(projections, mixing=pair * sequence_length, mixing_causal=pair * visible)
+        pair = 2 * (self.heads_dim + self.out_dim)  # per query-key pair: the score, and its contribution to the output
+        return Flops(self.qkv_flops + self.out_flops, mixing=pair * sequence_length, mixing_causal=pair * visible)
 
     def activations(self, sequence_length: int) -> dict[str, Activation]:
-        qkv = self.heads_dim + self.kv_dim
-        total_flops = self.flops(sequence_length)
         return {
-            "qkv": Activation(qkv, Flops(2 * self.embed_dim * qkv)),
+            "qkv": Activation(self.heads_dim + self.kv_dim, Flops(self.qkv_flops)),
             "attention_out": Activation(
-                self.heads_dim,
-                total_flops._replace(matmuls=0.0),
+                self.out_dim,
+                self.flops(sequence_length)._replace(matmuls=0.0),
                 scores=self.num_heads * sequence_length * (6 if self.dropout else 3),  # as XLA compiles it for the CPU
                 needs_scores=self.dropout > 0 or self.backend == "reference",
             ),
@@ -119,7 +143,7 @@ class AttentionConfig:
     def sent(self, mesh: MeshConfig, itemsize: int) -> float:
         """Bytes per token sent over `context`."""
         if self.context == "all_to_all":  # q, k, v and out both ways, and the extra traffic of the backward pass
-            return (5 * self.heads_dim + 3 * self.kv_dim) * itemsize
+            return (3 * self.heads_dim + 2 * self.out_dim + 3 * self.kv_dim) * itemsize
         return self.kv_dim * mesh.context * (2 * itemsize + 4)  # both passes, with gradients in float32
 
 
@@ -160,27 +184,13 @@ class Attention(nnx.Module):
         if config.qk_norm is not None:
             q_BTNH = self._normed(self.query_norm, q_BTNH)
             k_BTKH = self._normed(self.key_norm, k_BTKH)
-        if config.rope != "none":
-            tables = (inputs[f"cos_{config.rope}"], inputs[f"sin_{config.rope}"])
-            q_BTNH = apply_rope(q_BTNH, *tables, interleaved=config.rope_interleaved)
-            k_BTKH = apply_rope(k_BTKH, *tables, interleaved=config.rope_interleaved)
-        options = dict(
-            method=config.context,
-            backend=config.backend,
-            deterministic=config.deterministic,
-            mask=AttentionMask(causal=True, window=config.window),
-            scale=config.scale,
-            soft_cap=config.soft_cap,
-            slopes=jnp.asarray(alibi_slopes(config.num_heads)) if config.alibi else None,
-            sinks=self.sinks[...] if config.sinks else None,
-        )
+        q_BTNH = rotated(q_BTNH, config, inputs)
+        k_BTKH = rotated(k_BTKH, config, inputs)
+        options = attention_options(config, self.sinks[...] if config.sinks else None)
         if cache is not None:
             out_BTNH, cache = cache.attend(q_BTNH, k_BTKH, v_BTKH, **options)
         else:
-            segment_ids = inputs.get("segment_ids")
-            segments = None if segment_ids is None else (segment_ids, segment_ids)
-            dropout = (config.dropout, dropout_key) if config.dropout and dropout_key is not None else None
-            out_BTNH = attention(q_BTNH, k_BTKH, v_BTKH, segments=segments, dropout=dropout, **options)
+            out_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, config, inputs, dropout_key, options)
         return self.out(out_BTNH), cache
 
     def _normed(self, norm: Norm, x_BTNH: jax.Array) -> jax.Array:
@@ -204,6 +214,38 @@ class Attention(nnx.Module):
         k = constrain(k, "batch", "time", "kv_heads", None)
         v = constrain(v, "batch", "time", "kv_heads", None)
         return q, k, v
+
+
+def rotated(x_BTNH: jax.Array, config: AttentionConfig, inputs: dict) -> jax.Array:
+    """Applies the rotary embedding of this layer, if it has one."""
+    if config.rope == "none":
+        return x_BTNH
+    tables = (inputs[f"cos_{config.rope}"], inputs[f"sin_{config.rope}"])
+    return apply_rope(x_BTNH, *tables, interleaved=config.rope_interleaved)
+
+
+def attention_options(config: AttentionConfig, sinks_N: jax.Array | None) -> dict:
+    """Arguments of parallel/context.py's `attention`, in training and with a cache."""
+    return dict(
+        method=config.context,
+        backend=config.backend,
+        deterministic=config.deterministic,
+        mask=AttentionMask(causal=True, window=config.window),
+        scale=config.scale,
+        soft_cap=config.soft_cap,
+        slopes=jnp.asarray(alibi_slopes(config.num_heads)) if config.alibi else None,
+        sinks=sinks_N,
+    )
+
+
+def attend(
+    q_BTNH, k_BTKH, v_BTKH, config: AttentionConfig, inputs: dict, dropout_key: DropoutKey | None, options: dict
+) -> jax.Array:
+    """Attention of a batch to itself, in training: within segments, with dropout."""
+    segment_ids = inputs.get("segment_ids")
+    segments = None if segment_ids is None else (segment_ids, segment_ids)
+    dropout = (config.dropout, dropout_key) if config.dropout and dropout_key is not None else None
+    return attention(q_BTNH, k_BTKH, v_BTKH, segments=segments, dropout=dropout, **options)
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:

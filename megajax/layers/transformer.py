@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.layers.attention import Attention, AttentionConfig
+from megajax.layers.attention import AttentionConfig
 from megajax.layers.dropout import DropoutKey, dropout
 from megajax.layers.kv_cache import EmptyCache
 from megajax.layers.layer import Activation, FeedForwardConfig, Flops, Saved
@@ -21,15 +21,6 @@ from megajax.sharding import constrain
 
 NormPlacement = Literal["pre", "post", "sandwich"]
 ParallelResidual = Literal["none", "one_norm", "two_norms"]
-
-# Modules that the backward pass can recompute, and the activations that need not be saved then, without those of the
-# feed-forward half.
-MODULES = {
-    "norm": ("normed",),
-    "qkv": ("qkv",),
-    "core_attention": ("attention_out",),
-    "attention": ("qkv", "attention_out"),
-}
 
 
 def _with_attention(saved: Saved) -> Saved:
@@ -56,7 +47,7 @@ class TransformerLayerConfig:
 
     @property
     def modules(self) -> Mapping[str, Sequence[str]]:
-        return MODULES | self.mlp.modules
+        return {"norm": ("normed",)} | self.attention.modules | self.mlp.modules
 
     @property
     def embed_dim(self) -> int:
@@ -117,11 +108,12 @@ class TransformerLayerConfig:
         return found | self.mlp.activations()
 
     def sent(self, mesh: MeshConfig, itemsize: int) -> dict[str, float]:
-        # Attention and MLP each gather their input over `tensor` and scatter their output, forward and backward, and
-        # once more in a recomputed forward pass.
+        # Attention and MLP each gather their input (latent attention: the latents) over `tensor` and scatter their
+        # output, forward and backward, and once more in a recomputed forward pass.
         passes = 2 if self.saved is None or {"qkv", "mlp_wide"} & set(self.saved.kept) else 3
         sent = Counter(self.mlp.sent(mesh, itemsize, passes))
-        sent.update(tensor=2 * passes * self.embed_dim * itemsize, context=self.attention.sent(mesh, itemsize))
+        over_tensor = passes * (self.attention.gathered_dim + self.embed_dim) * itemsize
+        sent.update(tensor=over_tensor, context=self.attention.sent(mesh, itemsize))
         return dict(sent)
 
     def new_cache(self, length: int) -> EmptyCache:
@@ -140,12 +132,13 @@ class TransformerLayer(nnx.Module):
         self.dropout = config.dropout
         self.saved = config.saved
         self.context = config.attention.context
+        self.input_axis = config.attention.input_axis
 
         def norm_if(wanted: bool) -> Norm | None:
             return Norm(config.norm, config.embed_dim, rngs=rngs) if wanted else None
 
         self.attention_norm = norm_if(config.norms_input)
-        self.attention = Attention(config.attention, rngs=rngs)
+        self.attention = config.attention.build(rngs)
         self.attention_post_norm = norm_if(config.norms_output)
         self.mlp_norm = norm_if(config.has_mlp_norm)
         self.mlp = config.mlp.build(rngs)
@@ -153,15 +146,17 @@ class TransformerLayer(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, inputs: dict, cache, key: DropoutKey | None):
         keys = [None] * 3 if key is None else key.split(3)
-        x_BTD, read_BTD = self._branch_input(self.attention_norm, "residual", x_BTD)
+        x_BTD, read_BTD = self._branch_input(self.attention_norm, "residual", x_BTD, axis=self.input_axis)
         y_BTD, cache = self.attention(read_BTD, inputs, cache, keys[0])
         y_BTD = self._branch_output(self.attention_post_norm, y_BTD, keys[1])
         x_BTD, read_BTD = self._branch_input(self.mlp_norm, "residual_mid", x_BTD, y_BTD)
         y_BTD, terms = self.mlp(read_BTD, generates=cache is not None)
         return x_BTD + self._branch_output(self.mlp_post_norm, y_BTD, keys[2]), cache, terms
 
-    def _branch_input(self, norm: Norm | None, name: str, x_BTD: jax.Array, y_BTD: jax.Array | None = None):
-        """(x + y under this checkpoint name, the input of attention or MLP)."""
+    def _branch_input(
+        self, norm: Norm | None, name: str, x_BTD: jax.Array, y_BTD: jax.Array | None = None, axis: str = "time"
+    ):
+        """(x + y under this checkpoint name, the input of attention or MLP with this logical axis of the sequence)."""
         if self.saved is not None or norm is None:
             # The sum is not fused into the norm: recomputing the norm would need y, and with it the matmul that made y.
             x_BTD = checkpoint_name(x_BTD if y_BTD is None else x_BTD + y_BTD, name)
@@ -169,9 +164,9 @@ class TransformerLayer(nnx.Module):
         if norm is None:
             # So that the gradient is materialised here, as in ops/norm.py.
             x_BTD = jax.lax.optimization_barrier(x_BTD)
-            return x_BTD, constrain(x_BTD, "batch", "time", None)
+            return x_BTD, constrain(x_BTD, "batch", axis, None)
         x_BTD, read_BTD = norm.residual(x_BTD, y_BTD)
-        return x_BTD, checkpoint_name(constrain(read_BTD, "batch", "time", None), "normed")
+        return x_BTD, checkpoint_name(constrain(read_BTD, "batch", axis, None), "normed")
 
     def _branch_output(self, norm: Norm | None, y_BTD: jax.Array, key: DropoutKey | None) -> jax.Array:
         """The output of attention or MLP, ready to be added to the residual stream."""
@@ -190,7 +185,7 @@ class ParallelTransformerLayer(TransformerLayer):
 
     def __call__(self, x_BTD: jax.Array, inputs: dict, cache, key: DropoutKey | None):
         keys = [None] * 3 if key is None else key.split(3)
-        x_BTD, read_BTD = self._branch_input(self.attention_norm, "residual", x_BTD)
+        x_BTD, read_BTD = self._branch_input(self.attention_norm, "residual", x_BTD, axis=self.input_axis)
         y_BTD, cache = self.attention(read_BTD, inputs, cache, keys[0])
         if self.mlp_norm is not None:
             x_BTD, read_BTD = self._branch_input(self.mlp_norm, "residual", x_BTD)

@@ -14,6 +14,7 @@ from flax import nnx
 from megajax.layers.attention import AttentionConfig
 from megajax.layers.block import Stack
 from megajax.layers.dropout import DropoutKey, dropout
+from megajax.layers.latent_attention import LatentAttentionConfig, LatentConfig
 from megajax.layers.layer import FeedForwardConfig, Flops
 from megajax.layers.linear import Linear
 from megajax.layers.mlp import MlpConfig
@@ -48,7 +49,7 @@ class DecoderConfig(ModelConfig):
     num_kv_heads: PositiveInt | None = None
     """Key-value heads: None = num_heads (multi-head), fewer = grouped-query, 1 = multi-query."""
     head_dim: PositiveInt | None = None
-    """Width of a head; None = embed_dim / num_heads."""
+    """Width of a head; None = embed_dim / num_heads. With latent attention without its rotary part."""
     mlp_dim: PositiveInt | None = None
     """Feed-forward width; None = 4 * embed_dim."""
     vocab_size: Annotated[int, Range(at_least=2)] = 50257
@@ -104,7 +105,7 @@ class DecoderConfig(ModelConfig):
     full_attention_every: PositiveInt | None = None
     """With a window: every n-th layer has full attention."""
     attention_multiplier: PositiveFloat | None = None
-    """Factor on the attention scores; None = 1 / sqrt(head_dim)."""
+    """Factor on the attention scores; None = 1 / sqrt(width of a head)."""
     attention_soft_cap: PositiveFloat | None = None
     """Scores become cap * tanh(scores / cap)."""
     attention_sinks: bool = False
@@ -117,6 +118,8 @@ class DecoderConfig(ModelConfig):
     """Factor on the logits."""
     logit_soft_cap: PositiveFloat | None = None
     """Logits become cap * tanh(logits / cap)."""
+    latent: LatentConfig = LatentConfig()
+    """Attention with latents of keys and values (DeepSeek)."""
     moe: MoeConfig = MoeConfig()
     """Layers with experts instead of one feed-forward network (docs/experts.md)."""
     dropout: DropRate = dataclasses.field(default=0.0, metadata=MAY_CHANGE)
@@ -135,6 +138,11 @@ class DecoderConfig(ModelConfig):
     @property
     def width_of_head(self) -> int:
         return self.head_dim or self.embed_dim // self.num_heads
+
+    @property
+    def rotary_head_dim(self) -> int:
+        """Width of what rotary embedding applies to in each head."""
+        return self.width_of_head if self.latent.kv_rank is None else self.latent.rope_dim
 
     @property
     def width_of_mlp(self) -> int:
@@ -191,7 +199,8 @@ class DecoderConfig(ModelConfig):
         rope = "none"
         if self.position == "rope" and not is_nth(self.no_rope_every):
             rope = "global" if window is None or self.rope.local_base is None else "local"
-        attention = AttentionConfig(
+        width_of_query = self.width_of_head + (0 if self.latent.kv_rank is None else self.latent.rope_dim)
+        fields = dict(
             embed_dim=self.embed_dim,
             num_heads=self.num_heads,
             num_kv_heads=self.kv_heads,
@@ -204,7 +213,7 @@ class DecoderConfig(ModelConfig):
             rope_interleaved=self.rope.interleaved,
             alibi=self.position == "alibi",
             window=window,
-            scale=self.attention_multiplier or 1.0 / math.sqrt(self.width_of_head),
+            scale=self.attention_multiplier or 1.0 / math.sqrt(width_of_query),
             soft_cap=self.attention_soft_cap,
             sinks=self.attention_sinks,
             dropout=self.attention_dropout,
@@ -214,6 +223,10 @@ class DecoderConfig(ModelConfig):
             init_std=self.init_std,
             out_init_std=out_std,
         )
+        if self.latent.kv_rank is None:
+            attention = AttentionConfig(**fields)
+        else:
+            attention = LatentAttentionConfig(**fields, latent=self.latent, norm=self.norm_config)
         layer = TransformerLayerConfig(
             attention=attention,
             mlp=self._feed_forward(number, execution, out_std),
@@ -284,8 +297,31 @@ class DecoderConfig(ModelConfig):
                 f"model.rope.local_base={self.rope.local_base} is for rotary layers with a window: set "
                 "--model.position=rope and --model.window, or leave it out"
             )
-        self.rope.check(self.width_of_head)
+        self.rope.check(self.rotary_head_dim)
+        self._check_latent()
         self.moe.check(has_bias=self.has_mlp_bias)
+
+    def _check_latent(self) -> None:
+        if self.latent.kv_rank is None:
+            if self.latent != LatentConfig():
+                raise ValueError(
+                    "model.latent: fields are set, but model.latent.kv_rank is not; set --model.latent.kv_rank, or "
+                    "leave them out"
+                )
+            return
+        allowed = {
+            "position": (self.position, "rope"),
+            "num_kv_heads": (self.kv_heads, self.num_heads),
+            "qk_norm": (self.qk_norm, False),
+            "qkv_bias": (self.has_qkv_bias, False),
+            "attention_out_bias": (self.has_attention_out_bias, False),
+        }
+        for name, (value, needed) in allowed.items():
+            if value != needed:
+                raise ValueError(
+                    f"model.{name}={value} is not supported by latent attention (model.latent.kv_rank="
+                    f"{self.latent.kv_rank}); use --model.{name}={needed}"
+                )
 
     def _check_divides(self, mesh: MeshConfig) -> None:
         vocab_shards = mesh.tensor * mesh.pipeline
@@ -359,7 +395,7 @@ class Decoder(OneStack):
         if self.config.rope.local_base is not None:
             ropes["local"] = self.config.rope.local
         for name, rope in ropes.items():
-            tables = rope_tables(rope, self.config.width_of_head, batch["positions"])
+            tables = rope_tables(rope, self.config.rotary_head_dim, batch["positions"])
             inputs[f"cos_{name}"], inputs[f"sin_{name}"] = tables
         return inputs
 

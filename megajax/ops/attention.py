@@ -1,6 +1,7 @@
 """Scaled dot-product attention: chooses cuDNN, our kernel or the plain reference; defines derivative and sharding.
 
-Dimensions: B batch, T query time, S key time, N heads, K key-value heads, G = N / K, H head dim.
+Dimensions: B batch, T query time, S key time, N heads, K key-value heads, G = N / K, H head dim; the values, and so the
+output, may have another head dim than queries and keys (latent attention: 192 and 128).
 Every device works on its own heads (`tensor`) and on whole sequences; for sequences split by `context` see
 parallel/context.py. Forward and backward are each fully manual regions, so the same code runs with and without a
 pipeline.
@@ -71,7 +72,7 @@ def attention(
     backend: Backend = "auto",
     deterministic: bool = False,
 ) -> jax.Array:
-    """softmax(scale * q k^T) v with masks -> [B, T, N, H] in q's dtype; scores and softmax are float32.
+    """softmax(scale * q k^T) v with masks -> [B, T, N, head dim of v] in q's dtype; scores and softmax are float32.
 
     soft_cap: scores become soft_cap * tanh(scores / soft_cap) (Gemma 2).
     slopes: float32 [N]; subtracts this times the distance of query and key from the scores (ALiBi). Only the reference
@@ -89,11 +90,16 @@ def attention(
     """
     rate, key = dropout or (0.0, None)
     order = backend_order(backend, q_BTNH, k_BSKH, mask, packed=segments is not None)
-    chosen = choose_backend(q_BTNH, order, soft_cap, rate, indices, deterministic, slopes is not None)
+    how = (soft_cap, rate, indices, deterministic, slopes is not None)
+    chosen = choose_backend(q_BTNH, order, *how, v_BSKH.shape[-1], segments is not None)
     options = _Options(mask, scale, soft_cap, rate, chosen, deterministic, over_heads)
     arrays = (segments, indices, None if key is None else (jax.random.key_data(key[0]), key[1]), slopes)
     return _attention(q_BTNH, k_BSKH, v_BSKH, sinks, arrays, options)
 
+
+# Head dims of queries and keys, and of values, that differ: those of DeepSeek-V2 and -V3.
+CUDNN_LATENT_HEADS = (192, 128)
+CUDNN_LATENT_VERSION = 91000
 
 # (head dim, mask): {length: time with our kernels / time with cuDNN's}, on an H100 (pallas_kernels/README.md): of a
 # whole step if one was measured. Packed: cuDNN reads a bias of T x T.
@@ -130,18 +136,26 @@ def backend_order(
 
 def choose_backend(
     q_BTNH, order: tuple[Backend, ...], soft_cap: float | None, dropout: float, indices, deterministic: bool,
-    alibi: bool = False
+    alibi: bool = False, value_dim: int | None = None, biased: bool = False
 ) -> Backend:  # fmt: skip
-    """The first backend in the order that supports the inputs; logs why earlier ones do not."""
+    """The first backend in the order that supports the inputs; logs why earlier ones do not.
+
+    value_dim: head dim of the values; None: that of queries and keys. biased: cuDNN would need a bias for the mask.
+    """
     dtype = q_BTNH.dtype
     head_dim = q_BTNH.shape[-1]
+    heads = (head_dim, value_dim or head_dim)
+    is_latent = heads == CUDNN_LATENT_HEADS
     capability = compat.compute_capability()
     both = {"key-value cache": indices is not None, "dropout": dropout > 0, "ALiBi": alibi}
     cudnn = {
         "no NVIDIA GPU": compat.mesh_platform() not in ("gpu", "cuda"),
-        f"compute capability {capability}": capability is not None and capability < 8.0,  # older than Ampere
+        # Older than Ampere; heads of latent attention need Hopper.
+        f"compute capability {capability}": capability is not None and capability < (9.0 if is_latent else 8.0),
         f"dtype {dtype}": dtype not in (jnp.bfloat16, jnp.float16),
-        f"head dim {head_dim}": head_dim > 128 or head_dim % 8 != 0,
+        _described(heads): not is_latent and (heads[0] != heads[1] or head_dim > 128 or head_dim % 8 != 0),
+        f"cuDNN {compat.cudnn_version()}": is_latent and (compat.cudnn_version() or 0) < CUDNN_LATENT_VERSION,
+        "a bias with values of another head dim": is_latent and biased,  # not tried
         "soft cap": soft_cap is not None,
         "deterministic": deterministic,  # with a bias jaxlib 0.11.2 raises an IndexError
         **both,
@@ -152,7 +166,7 @@ def choose_backend(
 
     problems = {
         "cudnn": lambda: first(cudnn) or compat.cudnn_attention_problem(),
-        "pallas": lambda: compat.mosaic_problem() or _kernel_problem(head_dim, dtype) or first(both),
+        "pallas": lambda: compat.mosaic_problem() or _kernel_problem(*heads, dtype) or first(both),
         "reference": lambda: "",
     }
     refused = []
@@ -165,10 +179,44 @@ def choose_backend(
     raise AssertionError("the reference can do everything")
 
 
-def _kernel_problem(head_dim: int, dtype) -> str:
+def _kernel_problem(head_dim: int, value_dim: int, dtype) -> str:
     from pallas_kernels import flash_attention as kernel  # not at the top: only Hopper needs it, and it takes time
 
-    return kernel.problem(head_dim, dtype)
+    return kernel.problem(_kernel_dim(head_dim, value_dim), dtype)
+
+
+def _kernel_dim(head_dim: int, value_dim: int) -> int:
+    """The head dim that our kernels compute with: they have one for keys and values, so unequal ones are padded with
+    zeros to the next power of two."""
+    return head_dim if head_dim == value_dim else 1 << (max(head_dim, value_dim) - 1).bit_length()
+
+
+def kernel_forward(q, k, v, lower, upper, **options) -> tuple[jax.Array, jax.Array]:
+    """The forward pass of our kernels, with values of any head dim."""
+    from pallas_kernels import flash_attention as kernel
+
+    dim = _kernel_dim(q.shape[-1], v.shape[-1])
+    out, lse = kernel.forward(*(_padded(a, dim) for a in (q, k, v)), lower, upper, **options)
+    return out[..., : v.shape[-1]], lse
+
+
+def kernel_backward(q, k, v, out, lse, d_out, lower, upper, **options) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The backward pass of our kernels, with values of any head dim."""
+    from pallas_kernels import flash_attention as kernel
+
+    dim = _kernel_dim(q.shape[-1], v.shape[-1])
+    q_wide, k_wide, v_wide, out_wide, d_out_wide = (_padded(a, dim) for a in (q, k, v, out, d_out))
+    gradients = kernel.backward(q_wide, k_wide, v_wide, out_wide, lse, d_out_wide, lower, upper, **options)
+    return tuple(d[..., : a.shape[-1]] for d, a in zip(gradients, (q, k, v), strict=True))
+
+
+def _padded(a: jax.Array, dim: int) -> jax.Array:
+    return jnp.pad(a, ((0, 0),) * 3 + ((0, dim - a.shape[-1]),)) if a.shape[-1] < dim else a
+
+
+def _described(heads: tuple[int, int]) -> str:
+    head_dim, value_dim = heads
+    return f"head dim {head_dim}" + (f", of values {value_dim}" if value_dim != head_dim else "")
 
 
 @functools.cache
@@ -229,10 +277,8 @@ def _forward_body(q, k, v, sinks, arrays, *, options):
         results = compat.cudnn_attention_forward(q, k, v, bias, scale=options.scale, window=options.mask.window)
         out, lse = compat.vary(results, compat.varying_axes(q))
     elif options.backend == "pallas":
-        from pallas_kernels import flash_attention as kernel
-
         bounds = _key_bounds(q, k, arrays[0], options.mask)
-        results = kernel.forward(q, k, v, *bounds, scale=options.scale, soft_cap=options.soft_cap)
+        results = kernel_forward(q, k, v, *bounds, scale=options.scale, soft_cap=options.soft_cap)
         out, lse = compat.vary(results, compat.varying_axes(q))
     else:
         out, lse = _local_reference(q, k, v, arrays, options)
@@ -250,11 +296,9 @@ def _backward_body(q, k, v, sinks, out, lse, d_out, arrays, *, options, lse_spec
         results = compat.cudnn_attention_backward(q, k, v, out, lse, d_out, bias, scale=scale, window=window)
         gradients = compat.vary(results, compat.varying_axes(q))
     elif options.backend == "pallas":
-        from pallas_kernels import flash_attention as kernel
-
         bounds = _key_bounds(q, k, arrays[0], options.mask)
         settings = dict(scale=options.scale, soft_cap=options.soft_cap, ordered=options.deterministic)
-        results = kernel.backward(q, k, v, out, lse, d_out, *bounds, **settings)
+        results = kernel_backward(q, k, v, out, lse, d_out, *bounds, **settings)
         gradients = compat.vary(results, compat.varying_axes(q))
     else:
         _, vjp = jax.vjp(lambda q, k, v: with_sinks(*_local_reference(q, k, v, arrays, options), sinks)[0], q, k, v)
@@ -397,4 +441,5 @@ def reference_attention(
     if keep_BNTS is not None:
         probs_BKGTS *= keep_BNTS.reshape(probs_BKGTS.shape)
     out_BTKGH = dot("bkgts,bskh->btkgh", probs_BKGTS.astype(v_BSKH.dtype), v_BSKH)
-    return out_BTKGH.astype(q_BTNH.dtype).reshape(q_BTNH.shape), lse_BKGT.reshape(batch, num_heads, length)
+    out_BTNH = out_BTKGH.astype(q_BTNH.dtype).reshape(batch, length, num_heads, -1)
+    return out_BTNH, lse_BKGT.reshape(batch, num_heads, length)

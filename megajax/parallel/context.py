@@ -89,7 +89,9 @@ def attention(
     _log_method(method)
     rate, key = dropout or (0.0, None)
     order = local.backend_order(backend, q_BTNH, k_BSKH, mask, packed=segments is not None)
-    chosen = local.choose_backend(q_BTNH, order, soft_cap, rate, None, deterministic, slopes is not None)
+    how = (soft_cap, rate, None, deterministic, slopes is not None)
+    biased = segments is not None or mask.window is not None
+    chosen = local.choose_backend(q_BTNH, order, *how, v_BSKH.shape[-1], biased)
     options = _Options(method, mask.window, scale, soft_cap, rate, chosen, deterministic)
     key = None if key is None else (jax.random.key_data(key[0]), key[1])
     arrays = (None if segments is None else segments[0], key, slopes)
@@ -299,10 +301,8 @@ class _Blocks:
             results = compat.cudnn_attention_forward(q, k, v, bias, scale=options.scale, window=None, causal=causal)
             out, lse = compat.vary(results, compat.varying_axes(q))
         elif options.backend == "pallas":
-            from pallas_kernels import flash_attention as kernel
-
             bounds = self._key_bounds(q_positions, k_positions, q.shape[0])
-            results = kernel.forward(q, k, v, *bounds, scale=options.scale, soft_cap=options.soft_cap)
+            results = local.kernel_forward(q, k, v, *bounds, scale=options.scale, soft_cap=options.soft_cap)
             out, lse = compat.vary(results, compat.varying_axes(q))
         else:
             out, lse = self._reference(q, k, v, q_positions, k_positions)
@@ -317,12 +317,10 @@ class _Blocks:
             results = compat.cudnn_attention_backward(q, k, v, out, lse, d_out, bias, **arguments)
             results = compat.vary(results, compat.varying_axes(q))
         elif options.backend == "pallas":
-            from pallas_kernels import flash_attention as kernel
-
             arguments = (q, k, v, out, lse, d_out, *self._key_bounds(q_positions, k_positions, q.shape[0]))
             cap = options.soft_cap
             ordered = options.deterministic
-            results = kernel.backward(*arguments, scale=options.scale, soft_cap=cap, ordered=ordered)
+            results = local.kernel_backward(*arguments, scale=options.scale, soft_cap=cap, ordered=ordered)
             results = compat.vary(results, compat.varying_axes(q))
         else:
             # The derivative of a block with its own log-sum-exp does not include the other keys: scale it by the

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from megajax.layers.latent_attention import LatentConfig
 from megajax.layers.rope import RopeConfig
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models import pipelined
@@ -43,6 +44,12 @@ MODELS = {
     "post": DecoderConfig(
         **SIZES, position="rope", norm="rmsnorm", norm_placement="post", parallel_residual="two_norms", bias=False,
         activation="swiglu",
+    ),
+    # DeepSeek's.
+    "latent": DecoderConfig(
+        **SIZES, position="rope", norm="rmsnorm", bias=False, activation="swiglu", dropout=0.1, attention_dropout=0.1,
+        head_dim=4, latent=LatentConfig(kv_rank=8, q_rank=12, rope_dim=2, value_dim=6),
+        rope=RopeConfig(scaling="yarn", factor=4.0, original_length=8, interleaved=True),
     ),
 }  # fmt: skip
 
@@ -117,6 +124,16 @@ def on_one_device():
         ("parallel", dict(data=2, tensor=2, context=2), dict(context_attention="all_to_all")),
         ("parallel", dict(pipeline=2, tensor=2), dict(recompute="selective", recompute_modules=("norm", "mlp"))),
         ("post", dict(tensor=2, context=2), dict(recompute="full", scan_layers=True)),
+        ("latent", dict(fsdp=2, tensor=2, context=2), dict(recompute="selective", scan_layers=True)),
+        ("latent", dict(pipeline=2, tensor=2), dict(recompute="selective", recompute_modules=("qkv", "mlp"))),
+        pytest.param("latent", dict(pipeline=2, context=2, fsdp=2), {}, marks=pytest.mark.slow),
+        pytest.param(
+            "latent",
+            dict(context=2, tensor=2),
+            dict(context_attention="all_to_all", recompute="full"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("latent", dict(context=4), dict(context_attention="all_gather"), marks=pytest.mark.slow),
         pytest.param("post", dict(pipeline=2, fsdp=2), {}, marks=pytest.mark.slow),
         pytest.param("sandwich", {}, dict(recompute="full", scan_layers=True), marks=pytest.mark.slow),
         pytest.param("parallel", {}, dict(recompute="full", scan_layers=True), marks=pytest.mark.slow),

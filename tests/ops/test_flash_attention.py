@@ -86,6 +86,7 @@ def check_ranges(ranges, sees, block, other):
 
 def stand_in_forward(q, k, v, lower, upper, *, scale, soft_cap):
     """The formula with intervals."""
+    assert q.shape[3] == k.shape[3] == v.shape[3]
     k, v = (jnp.repeat(a, q.shape[2] // a.shape[2], 2) for a in (k, v))
     scores = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") * scale
     scores = scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
@@ -113,8 +114,10 @@ def test_op_gives_the_kernel_its_part_of_packed_documents(sizes, options, make_t
 
     monkeypatch.setattr(kernel, "backward", backward)
     B, T, N, K, H = 4, 16, 4, 2, 8
+    V = 5 if options else H  # values of another width: the kernels get all padded to 8
     rng = np.random.default_rng(0)
-    q, k, v, d_out = (rng.standard_normal((B, T, heads, H)).astype(np.float32) for heads in (N, K, K, N))
+    shapes = ((N, H), (K, H), (K, V), (N, V))
+    q, k, v, d_out = (rng.standard_normal((B, T, *shape)).astype(np.float32) for shape in shapes)
     ids = np.sort(rng.integers(0, 4, (B, T)), -1).astype(np.int32)
     mask, soft_cap = AttentionMask(True, options.get("window")), options.get("soft_cap")
 
@@ -175,10 +178,12 @@ def test_what_was_measured_to_be_faster_is_taken(monkeypatch):
     q = lambda head_dim=128, dtype=jnp.bfloat16, length=4096: jax.ShapeDtypeStruct((1, length, 2, head_dim), dtype)
     causal, window = AttentionMask(True), AttentionMask(True, 8)
 
-    def chosen(q, mask, kv_heads=2, packed=False, soft_cap=None, dropout=0.0, deterministic=False, alibi=False):
+    def chosen(
+        q, mask, kv_heads=2, packed=False, soft_cap=None, dropout=0.0, deterministic=False, alibi=False, value_dim=None
+    ):
         k = jax.ShapeDtypeStruct((*q.shape[:2], kv_heads, q.shape[3]), q.dtype)
         order = backend_order("auto", q, k, mask, packed=packed)
-        return choose_backend(q, order, soft_cap, dropout, None, deterministic, alibi)
+        return choose_backend(q, order, soft_cap, dropout, None, deterministic, alibi, value_dim, packed)
 
     assert [chosen(q(h), mask) for h in (64, 128) for mask in (causal, window)] == ["pallas"] * 4
     assert [chosen(q(length=n), causal) for n in (128, 5000, 6000, 2**17)] == ["pallas"] * 2 + ["cudnn"] * 2
@@ -191,6 +196,10 @@ def test_what_was_measured_to_be_faster_is_taken(monkeypatch):
     assert chosen(q(96), causal, deterministic=True) == "reference"
     assert chosen(q(), causal, dropout=0.1) == chosen(q(dtype=jnp.float32), causal, packed=True) == "reference"
     assert chosen(q(), causal, alibi=True) == "reference"
+    for version, expected in ((91400, ["cudnn", "pallas", "pallas"]), (90900, ["pallas"] * 3)):
+        monkeypatch.setattr(compat, "cudnn_version", lambda version=version: version)
+        latent = [chosen(q(192), causal, value_dim=128, packed=packed) for packed in (False, True)]
+        assert [*latent, chosen(q(192), causal, value_dim=64)] == expected
 
 
 def test_what_a_config_asks_for_is_taken_where_it_can_be_and_else_the_log_says_why(monkeypatch, caplog, make_test_mesh):
