@@ -147,7 +147,7 @@ class Run:
     def loss(self, state: TrainState, batch: Mapping[str, np.ndarray]) -> float:
         """Mean cross-entropy per token, in nats, without dropout and regularisers; does not change the state."""
         with jax.set_mesh(self.mesh):
-            total, tokens = self._eval_step(state.weights, self._placed(batch, accumulate=False))
+            total, tokens = self._eval_step(state.weights, self._placed(batch, accumulate=False))["loss"]
         return float(total) / float(tokens)
 
     # ------------------------------------------------------------------ whole runs

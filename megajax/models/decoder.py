@@ -12,13 +12,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from megajax.layers.attention import AttentionConfig
-from megajax.layers.block import Stack
+from megajax.layers.block import Stack, add_by_name
 from megajax.layers.dropout import DropoutKey, dropout
 from megajax.layers.latent_attention import LatentAttentionConfig, LatentConfig
 from megajax.layers.layer import FeedForwardConfig, Flops
 from megajax.layers.linear import Linear
 from megajax.layers.mlp import MlpConfig
 from megajax.layers.moe import ExpertsConfig, MoeConfig
+from megajax.layers.multi_token import MultiTokenConfig, shifted
 from megajax.layers.norm import Norm, NormConfig
 from megajax.layers.rope import RopeConfig, rope_tables
 from megajax.layers.transformer import NormPlacement, ParallelResidual, TransformerLayerConfig
@@ -26,13 +27,13 @@ from megajax.mesh import MeshConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.models.interface import BatchArray, LossOptions, LossTerms, ModelConfig, OneStack
 from megajax.ops.activation import Activation
-from megajax.ops.cross_entropy import cross_entropy, finish_logits
+from megajax.ops.cross_entropy import cross_entropy, finish_logits, most_likely
 from megajax.ops.embedding import embed
 from megajax.ops.matmul import matmul
 from megajax.parallel.context import current_order
 from megajax.parallel.schedule import Stages
 from megajax.parameters import weight
-from megajax.ranges import MAY_CHANGE, DropRate, PositiveFloat, PositiveInt, Range
+from megajax.ranges import MAY_CHANGE, DropRate, NonNegativeFloat, PositiveFloat, PositiveInt, Range
 from megajax.sharding import constrain
 
 
@@ -122,6 +123,10 @@ class DecoderConfig(ModelConfig):
     """Attention with latents of keys and values (DeepSeek)."""
     moe: MoeConfig = MoeConfig()
     """Layers with experts instead of one feed-forward network (docs/experts.md)."""
+    mtp_layers: Annotated[int, Range(at_least=0, at_most=16)] = 0
+    """Multi-token prediction: layer k of these predicts the token k places after the next one (DeepSeek-V3: 1)."""
+    mtp_loss: NonNegativeFloat = dataclasses.field(default=0.3, metadata=MAY_CHANGE)
+    """With mtp_layers: coefficient of the mean of their losses (DeepSeek-V3: 0.3, later 0.1)."""
     dropout: DropRate = dataclasses.field(default=0.0, metadata=MAY_CHANGE)
     """Dropout rate of the embeddings and of the outputs of attention and MLP."""
     attention_dropout: DropRate = dataclasses.field(default=0.0, metadata=MAY_CHANGE)
@@ -174,7 +179,15 @@ class DecoderConfig(ModelConfig):
         return Decoder(self, dtype, execution, stages, rngs=rngs)
 
     def stacks(self, execution: ExecutionConfig) -> dict[str, tuple[TransformerLayerConfig, ...]]:
-        return {"layers": tuple(self._layer_config(number, execution) for number in range(self.num_layers))}
+        """The layers of multi-token prediction are stacks of one, because each reads other tokens."""
+        found = {"layers": tuple(self._layer_config(number, execution) for number in range(self.num_layers))}
+        for depth in range(1, self.mtp_layers + 1):
+            layer = self._layer_config(self.num_layers - 1, execution)
+            found[f"mtp_{depth}"] = (MultiTokenConfig(layer, self.init_std),)
+        return found
+
+    def generating_stacks(self, execution: ExecutionConfig) -> dict[str, tuple[TransformerLayerConfig, ...]]:
+        return {"layers": self.stacks(execution)["layers"]}
 
     def batch(self, sequence_length: int, *, packed: bool) -> dict[str, BatchArray]:
         sequence = BatchArray.sequence(sequence_length)
@@ -183,7 +196,7 @@ class DecoderConfig(ModelConfig):
         return batch | ({"segment_ids": sequence} if packed else {})
 
     def flops_outside(self, sequence_length: int) -> Flops:
-        return Flops(2 * self.padded_vocab_size * self.embed_dim)
+        return Flops(2 * self.padded_vocab_size * self.embed_dim * (1 + self.mtp_layers))
 
     @property
     def max_length(self) -> int | None:
@@ -299,6 +312,11 @@ class DecoderConfig(ModelConfig):
             )
         self.rope.check(self.rotary_head_dim)
         self._check_latent()
+        if self.mtp_layers and (self.dropout or self.attention_dropout):
+            raise ValueError(
+                f"model.mtp_layers={self.mtp_layers}: layers of multi-token prediction have no dropout; use "
+                "--model.dropout=0 --model.attention_dropout=0"
+            )
         self.moe.check(has_bias=self.has_mlp_bias)
 
     def _check_latent(self) -> None:
@@ -369,7 +387,10 @@ class Decoder(OneStack):
             axes = ("positions", "embed")
             self.position_embedding = weight((config.max_positions, D), axes, init, rngs, "embedding")
         scan = execution.scans(config.num_layers)
-        self.layers = Stack(config.layers(execution), scan=scan, rngs=rngs, stages=stages)
+        stacks = config.stacks(execution)
+        self.layers = Stack(stacks.pop("layers"), scan=scan, rngs=rngs, stages=stages)
+        for name, layers in stacks.items():
+            setattr(self, name, Stack(layers, scan=False, rngs=rngs))
         self.final_norm = Norm(config.norm_config, D, rngs=rngs)
         if not config.tied_embeddings:
             self.head = Linear((D,), (V,), ("embed", "vocab"), config.init_std, rngs=rngs, role="head")
@@ -400,8 +421,13 @@ class Decoder(OneStack):
         return inputs
 
     def loss(self, x_BTD: jax.Array, batch: dict, options: LossOptions) -> LossTerms:
-        main = cross_entropy(
-            self.final_norm(x_BTD),
+        h_BTD = self.final_norm(x_BTD)
+        terms = LossTerms(self._token_loss(h_BTD, batch, options))
+        return self._multi_token(h_BTD, batch, options, terms) if self.config.mtp_layers else terms
+
+    def _token_loss(self, h_BTD: jax.Array, batch: dict, options: LossOptions) -> jax.Array:
+        return cross_entropy(
+            h_BTD,
             self._head(),
             batch["labels"],
             batch["loss_weights"],
@@ -410,7 +436,34 @@ class Decoder(OneStack):
             label_smoothing=options.label_smoothing,
             **self._logit_options(),
         )
-        return LossTerms(main)
+
+    def _multi_token(self, h_BTD: jax.Array, batch: dict, options: LossOptions, terms: LossTerms) -> LossTerms:
+        """Adds the losses of multi-token prediction (layers/multi_token.py) and, in an evaluation, the share of its
+        predictions that greedy speculative decoding would accept: those that the main model makes too."""
+        inputs = self.block_inputs(batch)
+        likely_BT = self._most_likely(h_BTD) if options.evaluates else None
+        total = jnp.float32(0)
+        metrics = {}
+        rates = {}
+        for depth in range(1, self.config.mtp_layers + 1):
+            later = batch | shifted(batch, [name for name in batch if name != "segment_ids"], depth, self.context)
+            next_embeddings = {"next_embeddings": self.embed(later, None)}
+            h_BTD, _, found = getattr(self, f"mtp_{depth}")(h_BTD, inputs | next_embeddings)
+            loss = self._token_loss(h_BTD, later, options)
+            total += loss
+            weights_BT = later["loss_weights"]
+            metrics[f"mtp_loss/{depth}"] = loss / jnp.maximum(jnp.sum(weights_BT), jnp.finfo(jnp.float32).tiny)
+            terms = terms._replace(auxiliary=add_by_name(terms.auxiliary, found.auxiliary))
+            if options.evaluates:
+                later_BT = shifted(batch | {"likely": likely_BT}, ["likely"], depth, self.context)["likely"]
+                counts_BT = weights_BT > 0
+                agrees_BT = counts_BT & (self._most_likely(h_BTD) == later_BT)
+                rates[f"mtp_acceptance/{depth}"] = tuple(jnp.sum(a, dtype=jnp.float32) for a in (agrees_BT, counts_BT))
+        further = {"mtp_loss": self.config.mtp_loss / self.config.mtp_layers * total}
+        return terms._replace(metrics=terms.metrics | metrics, further=further, rates=rates)
+
+    def _most_likely(self, h_BTD: jax.Array) -> jax.Array:
+        return most_likely(h_BTD, self._head(), vocab_size=self.config.vocab_size, **self._logit_options())
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """float32 [B, T, V]; minus infinity for the padding of the vocabulary."""

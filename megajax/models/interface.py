@@ -31,20 +31,28 @@ class LossTerms(NamedTuple):
     """float32 scalars that are added to the training loss, averaged over microbatches."""
     metrics: dict[str, jax.Array] = {}
     """float32 scalars that are not part of the loss, averaged over microbatches."""
+    further: dict[str, jax.Array] = {}
+    """float32 scalars that are added to the training loss; weighted sums over tokens like the main term, so they are
+    summed over microbatches, but not part of the loss of an evaluation."""
+    rates: dict[str, tuple[jax.Array, jax.Array]] = {}
+    """(numerator, denominator), float32 scalars summed over microbatches; only of an evaluation
+    (LossOptions.evaluates)."""
 
     def with_layers(self, *stacks: Terms) -> "LossTerms":
         """The same, plus the auxiliary losses and metrics of the layers of each stack (layers/block.py `total`)."""
         terms = add_totals(stacks)
         means = {name: value / count for name, (value, count) in terms.metrics.items()}
-        return LossTerms(self.main, add_by_name(self.auxiliary, terms.auxiliary), self.metrics | means)
+        auxiliary = add_by_name(self.auxiliary, terms.auxiliary)
+        return self._replace(auxiliary=auxiliary, metrics=self.metrics | means)
 
     def share(self, num_microbatches: int) -> "LossTerms":
         """The contribution of one of `num_microbatches` microbatches: they add up to the terms of a step."""
-        return LossTerms(self.main, *jax.tree.map(lambda a: a / num_microbatches, tuple(self[1:])))
+        auxiliary, metrics = jax.tree.map(lambda a: a / num_microbatches, (self.auxiliary, self.metrics))
+        return self._replace(auxiliary=auxiliary, metrics=metrics)
 
     def total(self) -> jax.Array:
         """The training loss."""
-        return sum(self.auxiliary.values(), self.main)
+        return sum((*self.auxiliary.values(), *self.further.values()), self.main)
 
 
 class BatchArray(NamedTuple):
@@ -66,6 +74,8 @@ class LossOptions:
 
     z_loss: float = 0.0
     label_smoothing: float = 0.0
+    evaluates: bool = False
+    """Whether to compute the rates of an evaluation."""
 
 
 NO_REGULARISERS = LossOptions()
@@ -143,9 +153,13 @@ class ModelConfig:
         layers = [layer.flops(sequence_length) for layer in self.layers(ExecutionConfig())]
         return sum(layers, self.flops_outside(sequence_length))
 
+    def generating_stacks(self, execution: ExecutionConfig) -> dict[str, tuple[LayerConfig, ...]]:
+        """The stacks that generation runs."""
+        return self.stacks(execution)
+
     def new_caches(self, length: int, execution: ExecutionConfig) -> dict[str, tuple]:
-        """An empty cache for each layer of each stack, with room for `length` tokens per row."""
-        stacks = self.stacks(execution)
+        """An empty cache for each layer that generation runs, with room for `length` tokens per row."""
+        stacks = self.generating_stacks(execution)
         return {name: tuple(layer.new_cache(length) for layer in layers) for name, layers in stacks.items()}
 
 

@@ -33,9 +33,9 @@ def loss_and_gradients(
     return terms, found.params, jax.tree.map(lambda a: a / num_microbatches, found.variables)
 
 
-def loss(model: Model, weights: Weights, batch: dict) -> LossTerms:
-    """The loss without gradients, regularisers or dropout."""
-    return _run(model, weights, batch, None, NO_REGULARISERS, train=False)[0]
+def loss(model: Model, weights: Weights, batch: dict, options: LossOptions = NO_REGULARISERS) -> LossTerms:
+    """The loss without gradients or dropout."""
+    return _run(model, weights, batch, None, options, train=False)[0]
 
 
 def _run(model: Model, weights: Weights, batch: dict, key: jax.Array | None, options: LossOptions, *, train: bool):

@@ -71,6 +71,40 @@ def finish_logits(products: jax.Array, bias_V: jax.Array | None, multiplier: flo
     return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
 
 
+def most_likely(
+    x_BTD: jax.Array,
+    head_DV: jax.Array,
+    *,
+    vocab_size: int,
+    bias_V: jax.Array | None = None,
+    multiplier: float = 1.0,
+    soft_cap: float | None = None,
+    max_chunk_bytes: int = MAX_CHUNK_BYTES,
+) -> jax.Array:
+    """int32 [B, T]: the token with the largest logit, the first if there are several; arguments as for
+    `cross_entropy`. Has no derivative."""
+    tokens = activation_spec(x_BTD.shape[:2], ("batch", "time"))
+    bias_spec = local_weight_spec(("vocab",), free_axes())
+
+    def body(x_BTD, head_DV, bias_V):
+        dot = functools.partial(jnp.einsum, precision=dot_precision(x_BTD.dtype), preferred_element_type=jnp.float32)
+        token_V = lax.axis_index(VOCAB_AXES) * head_DV.shape[1] + jnp.arange(head_DV.shape[1])
+
+        def of_chunk(x_CD):
+            logits_CV = finish_logits(dot("cd,dv->cv", x_CD, head_DV), bias_V, multiplier, soft_cap)
+            logits_CV = jnp.where(token_V < vocab_size, logits_CV, -jnp.inf)
+            largest_C = jnp.max(logits_CV, -1)
+            token_C = jnp.min(jnp.where(logits_CV == largest_C[:, None], token_V, vocab_size), -1)
+            return lax.pmin(jnp.where(largest_C == lax.pmax(largest_C, VOCAB_AXES), token_C, vocab_size), VOCAB_AXES)
+
+        num_chunks = _num_chunks(x_BTD.shape[0] * x_BTD.shape[1], head_DV.shape[1], max_chunk_bytes)
+        chunks = x_BTD.reshape(num_chunks, -1, x_BTD.shape[-1])
+        return lax.map(of_chunk, chunks).reshape(x_BTD.shape[:2]).astype(jnp.int32)
+
+    run = manual(body, (P(*tokens, None), P(None, bias_spec[0]), bias_spec), tokens)
+    return run(*lax.stop_gradient((x_BTD, head_DV.astype(x_BTD.dtype), bias_V)))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _cross_entropy(x_BTD, head_DV, bias_V, labels_BT, weights_BT, options):
     return _run(x_BTD, head_DV, bias_V, labels_BT, weights_BT, options, with_gradients=False)[0]
@@ -133,11 +167,7 @@ def _chunks(x_BTD, head_DV, bias_V, labels_BT, weights_BT, options, with_gradien
     """-> (sum of the losses, dx, (dhead, dbias)): this device's parts of sums over vocabulary (dx) and batch."""
     *loss_options, max_chunk_bytes = options
     num_tokens = labels_BT.size
-
-    def fits(n: int) -> bool:
-        return num_tokens % n == 0 and num_tokens // n * head_DV.shape[1] * 4 <= max_chunk_bytes
-
-    num_chunks = next((n for n in range(1, num_tokens) if fits(n)), num_tokens)
+    num_chunks = _num_chunks(num_tokens, head_DV.shape[1], max_chunk_bytes)
     chunk_shape = (num_chunks, num_tokens // num_chunks)
     chunks = tuple(a.reshape(*chunk_shape, *a.shape[2:]) for a in (x_BTD, labels_BT, weights_BT))
     given = dict(head_DV=head_DV, bias_V=bias_V, options=loss_options, with_gradients=with_gradients)
@@ -156,6 +186,15 @@ def _chunks(x_BTD, head_DV, bias_V, labels_BT, weights_BT, options, with_gradien
         (loss, d_matrices), others = lax.scan(scan_step, (loss, d_matrices), tuple(a[1:] for a in chunks))
         d_x = jnp.concatenate([d_x[None], others]) if with_gradients else None
     return loss, d_x.reshape(x_BTD.shape) if with_gradients else None, d_matrices
+
+
+def _num_chunks(num_tokens: int, num_columns: int, max_chunk_bytes: int) -> int:
+    """The smallest number of equal chunks of the tokens whose logits fit."""
+
+    def fits(n: int) -> bool:
+        return num_tokens % n == 0 and num_tokens // n * num_columns * 4 <= max_chunk_bytes
+
+    return next((n for n in range(1, num_tokens) if fits(n)), num_tokens)
 
 
 def _chunk(x_CD, labels_C, weights_C, *, head_DV, bias_V, options, with_gradients):

@@ -260,10 +260,10 @@ class Trainer:
             schedule = BatchSchedule(batch_size, last.microbatch, None)
             batches = self._batches(dataset, schedule, 0, config.eval_steps * last.size // batch_size)
             sums = [eval_step(weights, batch) for batch in batches]
-            loss, tokens = np.sum(np.array(jax.device_get(sums), np.float64), 0)
-            result = {"eval_loss": loss / tokens}
+            totals = jax.tree.map(lambda *parts: np.sum(np.array(parts, np.float64)), *jax.device_get(sums))
+            result = {f"eval_{name}": total / max(count, 1) for name, (total, count) in totals.items()}
             if self.datasets.eval_bytes_per_token is not None:
-                result["eval_bits_per_byte"] = loss / tokens / math.log(2) / self.datasets.eval_bytes_per_token
+                result["eval_bits_per_byte"] = result["eval_loss"] / math.log(2) / self.datasets.eval_bytes_per_token
             return result
 
         return evaluate

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from megajax.models import pipelined
+from megajax.models.interface import LossOptions
 from megajax.models.model import Model, Weights
 from megajax.optim.optimizer import Optimizer, global_norm
 from megajax.sharding import row_major
@@ -84,7 +85,8 @@ def make_train_step(model: Model, optimizer: Optimizer, training: TrainingConfig
         kept = jax.tree.map(lambda new, old: jnp.where(metrics["skipped"], old, new), variables, state.variables)
         skipped = state.skipped + metrics["skipped"]
         new_state = TrainState(state.step + 1, skipped, params, state.frozen, kept, optimizer_state)
-        parts = ({"loss": loss}, terms.auxiliary, terms.metrics, metrics, {"total_skipped": skipped})
+        of_model = (terms.auxiliary, terms.further, terms.metrics)
+        parts = ({"loss": loss}, *of_model, metrics, {"total_skipped": skipped})
         names = [name for part in parts for name in part]
         if len(set(names)) < len(names):
             raise ValueError(f"two terms or metrics of the model have the same name: {', '.join(sorted(names))}")
@@ -106,19 +108,21 @@ def jit_train_step(
 
 
 def make_eval_step(model: Model):
-    """-> (weights, batch [1, batch, ...]) -> (sum of token losses, number of tokens), float32: the main term, without
-    regularisers or dropout.
+    """-> (weights, batch [1, batch, ...]) -> {name: (numerator, denominator)}, float32: `loss`, the sum of the token
+    losses (the main term, without regularisers or dropout) and the number of tokens, and the rates of the model.
 
     With a pipeline, the batch may have any number of microbatches.
     """
+
+    options = LossOptions(evaluates=True)
 
     def eval_step(weights, batch: dict):
         counts = batch["loss_mask"].astype(jnp.float32)
         batch = {name: array for name, array in batch.items() if name != "loss_mask"} | {"loss_weights": counts}
         if model.stages is not None:
-            terms = pipelined.loss(model, model.split(weights), batch)
+            terms = pipelined.loss(model, model.split(weights), batch, options)
         else:
-            terms = model.loss(weights, jax.tree.map(lambda a: a[0], batch))
-        return terms.main, jnp.sum(counts)
+            terms = model.loss(weights, jax.tree.map(lambda a: a[0], batch), options=options)
+        return {"loss": (terms.main, jnp.sum(counts))} | terms.rates
 
     return eval_step

@@ -122,7 +122,7 @@ def train(config: DecoderConfig, sizes: dict, zero1: bool = False, **how):
         evaluate = jax.jit(make_eval_step(model))
         batch = batches(order)[0]
         parts = [batch] if model.stages else [{k: v[i : i + 1] for k, v in batch.items()} for i in range(4)]
-        sums = np.sum([jax.device_get(evaluate(state.weights, put(part))) for part in parts], 0)
+        sums = np.sum([jax.device_get(evaluate(state.weights, put(part))["loss"]) for part in parts], 0)
     return losses, sums[0] / sums[1], as_numbered(model, state.weights), jax.device_get(state.params)
 
 
