@@ -1,10 +1,12 @@
-"""Mixtures of experts: Mixtral (Jiang et al. 2024), Qwen3 (Yang et al. 2025)."""
+"""Mixtures of experts: Mixtral (Jiang et al. 2024), Qwen3 (Yang et al. 2025), DeepSeek-V3 (DeepSeek-AI 2024)."""
 
 import dataclasses
+import math
 
 from configs.gpt import gpt_tiny
 from megajax.config import Config
 from megajax.data.config import DataConfig
+from megajax.layers.latent_attention import LatentConfig
 from megajax.layers.moe import MoeConfig
 from megajax.layers.rope import RopeConfig
 from megajax.layers.router import RouterConfig
@@ -89,4 +91,68 @@ def qwen3_30b_a3b() -> Config:
         data=DataConfig(source="mock", tokenizer="null:151936", cross_document_attention=True),
         optimizer=OptimizerConfig(learning_rate=3e-4, min_learning_rate=3e-5, warmup_steps=2000),
         training=TrainingConfig(steps=100_000, global_batch_size=256, microbatch_size=1, sequence_length=4096),
+    )
+
+
+def deepseek_v3() -> Config:
+    """DeepSeek-V3: 671 B parameters, 37 B active, and 11.5 B of multi-token prediction; 256 experts; sequence 4096.
+
+    Source: arXiv 2412.19437, section 4.2, with the YaRN wavelengths of the released weights.
+    Hardware: 128 hosts of 8 H100, 4 experts of each layer per GPU, fsdp 16 between hosts. Not measured.
+    Command: srun python train.py --config=deepseek_v3
+    """
+    yarn = RopeConfig(
+        base=10000.0, interleaved=True, scaling="yarn", factor=40.0, original_length=4096, attention_factor=1.0
+    )
+    router = RouterConfig(
+        top_k=8, score="sigmoid", scale=2.5, num_groups=8, top_groups=4, bias_update_rate=1e-3, sequence_aux_loss=1e-4
+    )
+    return Config(
+        model=DecoderConfig(
+            num_layers=61,
+            embed_dim=7168,
+            num_heads=128,
+            head_dim=128,
+            mlp_dim=18432,
+            vocab_size=129280,
+            position="rope",
+            rope=yarn,
+            norm="rmsnorm",
+            norm_epsilon=1e-6,
+            activation="swiglu",
+            bias=False,
+            tied_embeddings=False,
+            # YaRN's factor on the scores of a head of 128 + 64 entries.
+            attention_multiplier=(0.1 * math.log(yarn.factor) + 1) ** 2 / math.sqrt(192),
+            latent=LatentConfig(kv_rank=512, q_rank=1536),
+            moe=MoeConfig(num_experts=256, expert_dim=2048, shared_dim=2048, layers="d*3e*58", router=router),
+            mtp_layers=1,
+            init_std=0.006,
+        ),
+        execution=ExecutionConfig(recompute="full"),
+        mesh=MeshConfig(fsdp=16, expert=64),
+        data=DataConfig(source="mock", tokenizer="null:129280", cross_document_attention=True),
+        optimizer=OptimizerConfig(learning_rate=2.2e-4, min_learning_rate=2.2e-5, warmup_steps=2000),
+        training=TrainingConfig(steps=100_000, global_batch_size=15360, microbatch_size=1, sequence_length=4096),
+    )
+
+
+def deepseek_v3_3layers() -> Config:
+    """DeepSeek-V3 cut for one GPU: 1 dense layer, 2 with 8 experts, 2 per token, and 1 of multi-token prediction, all
+    with the widths of the whole model; vocabulary 32768; 2.9 B parameters, 2.1 B active.
+
+    Hardware: 1 H100 80 GB. Not measured.
+    Command: python train.py --config=deepseek_v3_3layers
+    """
+    config = deepseek_v3()
+    whole = config.model
+    router = dataclasses.replace(whole.moe.router, top_k=2, num_groups=4, top_groups=2)
+    moe = dataclasses.replace(whole.moe, num_experts=8, layers="dee", router=router)
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(whole, num_layers=3, vocab_size=32768, moe=moe),
+        execution=ExecutionConfig(recompute="selective", recompute_modules=("norm", "qkv", "mlp")),
+        mesh=MeshConfig(),
+        data=dataclasses.replace(config.data, tokenizer="null:32768"),
+        training=dataclasses.replace(config.training, global_batch_size=1),
     )

@@ -118,7 +118,8 @@ def counted(config: DecoderConfig) -> int:
     wide = 2 if config.activation in ("swiglu", "geglu", "geglu_tanh") else 1
     of_a_norm = 2 if config.norm == "layernorm" and config.norm_bias else 1
     norms = {"pre": 2, "post": 2, "sandwich": 4}[config.norm_placement] - (config.parallel_residual == "one_norm")
-    layer = 2 * D * (N + K) * H + norms * of_a_norm * D
+    latent = config.latent
+    layer = (2 * D * (N + K) * H if latent.kv_rank is None else counted_latent(config)) + norms * of_a_norm * D
     if config.qk_norm:
         layer += of_a_norm * H * (2 if config.qk_norm_scope == "head" else N + K)
     layer += (N + 2 * K) * H if config.has_qkv_bias else 0
@@ -131,7 +132,18 @@ def counted(config: DecoderConfig) -> int:
     mlps = sum(experts if moe.has_experts(number) else dense for number in range(config.num_layers))
     tables = config.padded_vocab_size * (D * (1 if config.tied_embeddings else 2) + config.head_bias)
     tables += config.max_positions * D if config.position == "learned" else 0
-    return config.num_layers * layer + mlps + of_a_norm * D * (1 + config.embedding_norm) + tables
+    mtp = config.mtp_layers * (layer + (experts if moe.has_experts(config.num_layers - 1) else dense))
+    mtp += config.mtp_layers * (2 * D * D + 3 * of_a_norm * D)
+    return config.num_layers * layer + mlps + mtp + of_a_norm * D * (1 + config.embedding_norm) + tables
+
+
+def counted_latent(config: DecoderConfig) -> int:
+    """Of the attention of a layer with latents."""
+    D, N, H = config.embed_dim, config.num_heads, config.width_of_head
+    Q, R, P = config.latent.q_rank, config.latent.kv_rank, config.latent.rope_dim
+    values = config.latent.value_dim or H
+    queries = D * N * (H + P) if Q is None else D * Q + Q + Q * N * (H + P)
+    return queries + D * (R + P) + R + R * N * (H + values) + N * values * D
 
 
 @pytest.mark.parametrize("name", recipes())
@@ -167,6 +179,7 @@ def test_counted_parameters_equal_the_real_ones_of_random_features(seed):
         tied_embeddings=rng.choice([False, True]),
         window=rng.choice([None, 4]),
         moe=rng.choice([MoeConfig(), MoeConfig(4, 8, layers="de", shared_dim=6, shared_gate=True)]),
+        mtp_layers=rng.choice([0, 1, 2]),
     )
     assert counted(config) == Model(config, FLOAT32).num_parameters(), config
 
