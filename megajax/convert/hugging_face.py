@@ -87,7 +87,7 @@ def _piecewise(folder: Folder, model: Model, advance: Callable[[int, int], None]
 
     def array_of(path, leaf):
         name = name_of(path)
-        numbers = np.arange(folder.map.num_layers) if folder.map.is_stacked(name) else None
+        numbers = folder.map.layers_of(name)
 
         def read(index: tuple[slice, ...]) -> np.ndarray:
             piece = folder.read(name, numbers, index, folder.dtype(name))
@@ -136,24 +136,26 @@ class Export:
         """Raises ValueError if the directory exists or the step is damaged; then nothing is left."""
         with new_directory(to, "to") as new:
             writer = ShardWriter(new, self.forms, shard_bytes)
+            total = sum(form.nbytes for form in self.forms.values())
             with _progress("export") as advance:
                 for row in self.map.rows:
-                    self._write_row(row, writer, advance)
+                    self._write_row(row, writer, lambda nbytes: advance(nbytes, total))
             _write_json(new / "config.json", self.options)
             self._write_tokenizer(new)
             if not (new / "generation_config.json").is_file():
                 _write_json(new / "generation_config.json", self.generation)
 
-    def _write_row(self, row: list[Tensor], writer: ShardWriter, advance: Callable[[int, int], None]) -> None:
+    def _write_row(self, row: list[Tensor], writer: ShardWriter, advance: Callable[[int], None]) -> None:
         """The tensors that are made of the same arrays."""
         arrays = {part.name: self._stored.open(part.name) for part in row[0].parts}
         for tensor in row:
             for part, view in zip(tensor.parts, tensor.views(writer[tensor.name]), strict=True):
                 self._write_part(arrays[part.name], part, view)
-            advance(self.forms[tensor.name].nbytes, sum(form.nbytes for form in self.forms.values()))
+            advance(self.forms[tensor.name].nbytes)
 
     def _write_part(self, array: PiecewiseArray, part: Part, view: np.ndarray) -> None:
-        at = self._stored.row_of(part.name, part.layer)
+        layer, *expert = part.at or (None,)
+        at = (*self._stored.row_of(part.name, layer), *expert)
         if view.shape != part.shape:  # heads on two axes
             view[...] = array.read((*at, *map(slice, part.shape))).reshape(view.shape)
             return
