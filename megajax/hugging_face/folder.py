@@ -1,5 +1,6 @@
 """A Hugging Face folder as the source of a run: its model, weights and tokenizer."""
 
+import dataclasses
 import functools
 import json
 import logging
@@ -16,6 +17,7 @@ from megajax.data.config import DataConfig
 from megajax.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megajax.hugging_face.mapping import Tensor, WeightMap, family_of, read_options
 from megajax.hugging_face.tensor_files import TensorFiles, TensorForm
+from megajax.models.decoder import DecoderConfig
 from megajax.parameters import name_of
 from megajax.training.config import TrainingConfig
 
@@ -47,12 +49,12 @@ class Folder:
         self.options: dict[str, Any] = json.loads(file.read_text())
         try:
             self.family = family_of(self.options)
-            self.model = read_options(self.family, self.options)
+            self._files = TensorFiles(self.path)
+            self.model = self._with_multi_token(read_options(self.family, self.options))
             maps = [WeightMap(self.family, self.model, table) for table in self.family.tables]
         except (ValueError, KeyError, TypeError) as error:
             problem = f"{error} is missing" if isinstance(error, KeyError) else error
             raise ValueError(f"{file}: {problem}") from None
-        self._files = TensorFiles(self.path)
         self.map = next((found for found in maps if not self._missing(found)), maps[0])
         self._names = self._match()
         self.tokenizer_spec = self._find_tokenizer()
@@ -142,6 +144,14 @@ class Folder:
         )  # fmt: skip
         return f"null:{self.model.vocab_size}"
 
+    def _with_multi_token(self, model: DecoderConfig) -> DecoderConfig:
+        """Without its layers of multi-token prediction if the files lack them: transformers does not save them."""
+        first = f"layers.{model.num_layers}."
+        if not model.mtp_layers or any(first in name for name in self._files.forms):
+            return model
+        logger.warning("%s has no layers of multi-token prediction, although config.json says so", self.path)
+        return dataclasses.replace(model, mtp_layers=0)
+
     def _match(self) -> dict[str, str]:
         """{name of a tensor in the table: name in the files}. Raises ValueError for tensors that do not fit."""
         forms = self._files.forms
@@ -157,7 +167,7 @@ class Folder:
                     f"{list(tensor.shape)}"
                 )
         left = sorted(name for name in forms.keys() - set(names.values()) if not name.endswith(_BUFFERS))
-        if left := [name for name in left if not self._is_tied_head(name, names)]:
+        if left := [name for name in left if not self._is_copy(name, names)]:
             raise ValueError(f"{self.path}: {len(left)} tensors are unknown in {self.family.architecture}: "
                              f"{', '.join(left[:4])}{' ...' if len(left) > 4 else ''}")  # fmt: skip
         return names
@@ -170,13 +180,19 @@ class Folder:
         spellings = (tensor.name, tensor.name.partition(".")[2])
         return next((name for name in spellings if name in self._files.forms), None)
 
-    def _is_tied_head(self, name: str, names: Mapping[str, str]) -> bool:
-        """Whether a tensor is a copy of the embedding."""
-        if not (self.model.tied_embeddings and name in ("lm_head.weight", "embed_out.weight")):
+    def _is_copy(self, name: str, names: Mapping[str, str]) -> bool:
+        """Whether a tensor is a copy of the embedding or, of a layer of multi-token prediction, of the output."""
+        copied = None
+        if self.model.tied_embeddings and name in ("lm_head.weight", "embed_out.weight"):
+            copied = "embedding"
+        elif self.model.mtp_layers and name.endswith((".embed_tokens.weight", ".shared_head.head.weight")):
+            is_head = name.endswith("head.weight") and not self.model.tied_embeddings
+            copied = "head" if is_head else "embedding"
+        if copied is None:
             return False
-        tensor, _ = self.map.source["embedding", ()]
+        tensor, _ = self.map.source[copied, ()]
         if not np.array_equal(self._files[name], self._files[names[tensor.name]]):
-            raise ValueError(f"{self.path}: {name} differs from the embedding, although tie_word_embeddings=true")
+            raise ValueError(f"{self.path}: {name} differs from the {copied}, of which it must be a copy")
         return True
 
 

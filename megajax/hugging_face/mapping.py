@@ -15,7 +15,7 @@ import numpy as np
 from megajax.checkpoint.layout import stack_of
 from megajax.hugging_face.families import FAMILIES, Family
 from megajax.hugging_face.options import SCALINGS, layer_pattern
-from megajax.hugging_face.weights import Layout, Row
+from megajax.hugging_face.weights import Layout, Row, multi_token_rows
 from megajax.layers.moe import MoeConfig
 from megajax.layers.rope import RopeConfig
 from megajax.models.decoder import DecoderConfig
@@ -159,6 +159,7 @@ def _canonical(config: DecoderConfig) -> DecoderConfig:
         qk_norm_scope=config.qk_norm_scope if config.qk_norm else default.qk_norm_scope,
         norm_bias=config.norm_bias if config.norm == "layernorm" else default.norm_bias,
         mlp_dim=default.mlp_dim if all(has_experts) else config.mlp_dim,
+        mtp_loss=default.mtp_loss,
         moe=_canonical_moe(config.moe, has_experts) if any(has_experts) else default.moe,
     )
 
@@ -237,6 +238,9 @@ class Tensor:
         rows = array.swapaxes(-1, -2) if is_transposed else array  # outputs last
         if self.layout == "by_head":
             return _split_heads(rows, self.parts)
+        if self.layout == "within_heads":
+            ends = np.cumsum([part.shape[-1] for part in self.parts])
+            return tuple(np.split(rows.reshape(*self.parts[0].shape[:-1], -1), ends[:-1], axis=-1))
         ends = np.cumsum([part.num_outputs for part in self.parts])
         cut = np.split(rows, ends[:-1], axis=-1)
         return tuple(view.reshape(part.shape) for view, part in zip(cut, self.parts, strict=True))
@@ -260,6 +264,9 @@ class WeightMap:
         """
         model = Model(_without_training(config))
         self.config = config
+        rows = list(table or family.weights)
+        for depth in range(1, config.mtp_layers + 1):
+            rows += multi_token_rows(table or family.weights, config.num_layers + depth - 1, depth)
         self.layer_rows = model.layer_rows
         leaves = jax.tree_util.tree_leaves_with_path(model.abstract_weights)
         self.shapes = {name_of(path): leaf.shape for path, leaf in leaves}
@@ -267,7 +274,7 @@ class WeightMap:
         self._records = {name_of(path): record for path, record in jax.tree_util.tree_leaves_with_path(model.records)}
         self.rows = [
             self._row(row, names)
-            for row in table or family.weights
+            for row in rows
             if all(getattr(config, field) == value for field, value in row.where.items())
             for names in self._names(row)
         ]
@@ -307,7 +314,8 @@ class WeightMap:
         return [self._tensor(row, names, at) for at in itertools.product(layers.tolist(), experts)]
 
     def _tensor(self, row: Row, names: Sequence[str], at: tuple[int, ...]) -> Tensor:
-        return Tensor(row.theirs.format(*at), tuple(self._part(name, at) for name in names), row.layout)
+        numbers = (at[0] + row.first_layer, *at[1:]) if at else ()
+        return Tensor(row.theirs.format(*numbers), tuple(self._part(name, at) for name in names), row.layout)
 
     def _part(self, name: str, at: tuple[int, ...]) -> Part:
         record = self._records[name]

@@ -383,4 +383,59 @@ class FalconOptions:
         }
 
 
+@dataclasses.dataclass(frozen=True)
+class DeepseekOptions:
+    """Which layers have experts, the width of the shared experts, groups, and YaRN's factor on the scores."""
+
+    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+        num_layers = theirs["num_hidden_layers"]
+        num_dense = theirs.get("first_k_dense_replace", 3)
+        top_k, top_groups = theirs["num_experts_per_tok"], theirs.get("topk_group", 4)
+        if theirs.get("n_group", 8) > 1 and top_k != 2 * top_groups:
+            raise ValueError(
+                f"num_experts_per_tok={top_k} is not twice topk_group={top_groups}: a group is scored by its best "
+                "num_experts_per_tok / topk_group experts here, and by its best 2 there"
+            )
+        shared = (theirs.get("n_shared_experts") or 0) * theirs["moe_intermediate_size"]
+        return {
+            "moe.layers": layer_pattern([number >= num_dense for number in range(num_layers)]),
+            "moe.shared_dim": shared or None,
+            # Their bias is loaded, and goes on moving if the model is trained.
+            "moe.router.bias_update_rate": 1e-3,
+            "attention_multiplier": self._multiplier(theirs),
+        }
+
+    def write(self, ours: Mapping[str, Any]) -> dict[str, Any]:
+        moe = MoeConfig(num_experts=1, layers=ours["moe.layers"])
+        has_experts = [moe.has_experts(number) for number in range(ours["num_layers"])]
+        width = ours["moe.expert_dim"]
+        shared = ours["moe.shared_dim"] or 0
+        if not width or shared % width:
+            raise ValueError(f"model.moe.shared_dim={shared}, which is no multiple of model.moe.expert_dim={width}")
+        scaling = {}
+        if ours["attention_multiplier"] is not None and ours["rope.scaling"] == "yarn":
+            factor = math.sqrt(ours["attention_multiplier"] * math.sqrt(self._width(ours)))
+            scaling = {"mscale_all_dim": float(f"{(factor - 1) / (0.1 * math.log(ours['rope.factor'])):.12g}")}
+        found = Rope().write(ours)
+        for name in ("rope_scaling", "rope_parameters"):
+            found[name] = found[name] and found[name] | scaling
+        return found | {
+            "first_k_dense_replace": has_experts.index(True) if any(has_experts) else len(has_experts),
+            "n_shared_experts": shared // width,
+        }
+
+    def _multiplier(self, theirs: Mapping[str, Any]) -> float | None:
+        scaling = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+        if not scaling.get("mscale_all_dim"):
+            return None
+        width = theirs.get("qk_nope_head_dim", 128) + theirs.get("qk_rope_head_dim", 64)
+        factor = max(float(scaling["factor"]), 1.0)
+        return (0.1 * scaling["mscale_all_dim"] * math.log(factor) + 1) ** 2 / math.sqrt(width)
+
+    @staticmethod
+    def _width(ours: Mapping[str, Any]) -> int:
+        return ours["head_dim"] + ours["latent.rope_dim"]
+
+
 falcon_options = FalconOptions()
+deepseek_options = DeepseekOptions()

@@ -5,10 +5,10 @@ layer, a second one that of the expert; `layers.*.` in the name of a parameter i
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-Layout = Literal["same", "linear", "conv1d", "by_head"]
+Layout = Literal["same", "linear", "conv1d", "by_head", "within_heads"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,9 +22,12 @@ class Row:
     ours: tuple[str, ...]
     layout: Layout = "same"
     """linear: theirs is [out, in], ours [in, out], several of ours concatenated along out. conv1d: theirs is [in, out].
-    by_head: as linear, with rows grouped by key-value head: queries, key, value. same: no change."""
+    by_head: as linear, with rows grouped by key-value head: queries, key, value. within_heads: as linear, with several
+    of ours concatenated within each head. same: no change."""
     where: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of our config for which the row applies."""
+    first_layer: int = 0
+    """Number in theirs of the layer that is number 0 in ours."""
 
 
 def _linear(theirs: str, *ours: str, layout: Layout = "linear") -> tuple[Row, Row]:
@@ -202,3 +205,49 @@ FUSED_EXPERTS = (
     Row("model.layers.{}.mlp.experts.gate_up_proj", (_EXPERT_GATE, _EXPERT_UP), "linear"),
     Row("model.layers.{}.mlp.experts.down_proj", (_EXPERT_DOWN,), "linear"),
 )
+
+# ----------------------------------------------------------------------------- latent attention
+
+DEEPSEEK_V3 = (
+    *_LLAMA_OUTSIDE,
+    *_LLAMA_NORMS,
+    *_linear("model.layers.{}.self_attn.q_proj", _Q),
+    *_linear("model.layers.{}.self_attn.q_a_proj", f"{_Q}_down"),
+    *_norm("model.layers.{}.self_attn.q_a_layernorm", f"{_Q}_norm"),
+    *_linear("model.layers.{}.self_attn.q_b_proj", f"{_Q}_up"),
+    *_linear("model.layers.{}.self_attn.kv_a_proj_with_mqa", f"{_L}attention.key_value_down"),
+    *_norm("model.layers.{}.self_attn.kv_a_layernorm", f"{_L}attention.key_value_norm"),
+    *_linear("model.layers.{}.self_attn.kv_b_proj", f"{_K}_up", f"{_V}_up", layout="within_heads"),
+    *_linear("model.layers.{}.self_attn.o_proj", _OUT),
+    *_LLAMA_MLP,
+    Row("model.layers.{}.mlp.gate.weight", (_ROUTER,), "linear"),
+    Row("model.layers.{}.mlp.gate.e_score_correction_bias", (f"{_ROUTER}_expert_bias",)),
+    *_linear("model.layers.{}.mlp.experts.{}.gate_proj", _EXPERT_GATE),
+    *_linear("model.layers.{}.mlp.experts.{}.up_proj", _EXPERT_UP),
+    *_linear("model.layers.{}.mlp.experts.{}.down_proj", _EXPERT_DOWN),
+    *_linear("model.layers.{}.mlp.shared_experts.gate_proj", f"{_SHARED}.gate"),
+    *_linear("model.layers.{}.mlp.shared_experts.up_proj", f"{_SHARED}.up"),
+    *_linear("model.layers.{}.mlp.shared_experts.down_proj", f"{_SHARED}.down"),
+)
+
+
+def multi_token_rows(table: Sequence[Row], first_layer: int, depth: int) -> list[Row]:
+    """The tensors of a layer of multi-token prediction, which follow those of the layers of the model."""
+    stack = f"mtp_{depth}."
+    of_layer = [
+        dataclasses.replace(row, ours=tuple(_of_multi_token(name, stack) for name in row.ours))
+        for row in table
+        if row.ours[0].startswith("layers.")
+    ]
+    own = (
+        *_norm("model.layers.{}.enorm", f"{stack}*.embedding_norm"),
+        *_norm("model.layers.{}.hnorm", f"{stack}*.hidden_norm"),
+        *_linear("model.layers.{}.eh_proj", f"{stack}*.projection"),
+        *_norm("model.layers.{}.shared_head.norm", f"{stack}*.final_norm"),
+    )
+    return [dataclasses.replace(row, first_layer=first_layer) for row in (*own, *of_layer)]
+
+
+def _of_multi_token(name: str, stack: str) -> str:
+    _, kind, rest = name.split(".", 2)
+    return f"{stack}{kind}.layer.{rest}"

@@ -100,6 +100,23 @@ CONFIGS = {
         "Qwen3MoeConfig", EXPERTS | dict(head_dim=16, num_hidden_layers=4, decoder_sparse_step=2)
     ),
     "qwen2_moe": ("Qwen2MoeConfig", EXPERTS | dict(shared_expert_intermediate_size=40, mlp_only_layers=[0])),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        TINY | dict(
+            num_key_value_heads=4, moe_intermediate_size=24, n_routed_experts=8, n_group=4, topk_group=2,
+            num_experts_per_tok=4, first_k_dense_replace=1, kv_lora_rank=16, q_lora_rank=24, qk_nope_head_dim=8,
+            qk_rope_head_dim=4, v_head_dim=12, num_nextn_predict_layers=0,
+            rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=1.0),
+        ),
+    ),
+    "deepseek_v3, direct queries": (
+        "DeepseekV3Config",
+        TINY | dict(
+            num_key_value_heads=4, moe_intermediate_size=24, n_shared_experts=2, n_routed_experts=4, n_group=1,
+            topk_group=1, num_experts_per_tok=2, first_k_dense_replace=0, kv_lora_rank=16, q_lora_rank=None,
+            qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, rope_interleave=False, num_nextn_predict_layers=0,
+        ),
+    ),
     "olmoe": ("OlmoeConfig", TINY | dict(num_experts=8, num_experts_per_tok=3)),
 }  # fmt: skip
 

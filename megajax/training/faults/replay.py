@@ -238,7 +238,7 @@ def _copy(state: TrainState, shardings) -> TrainState:
 
 
 def _run_twice(run) -> tuple[dict[str, float], bool]:
-    """-> (metrics, whether metrics and new state of both runs are bitwise identical)."""
+    """-> (metrics that are numbers, whether all metrics and the new state of both runs are bitwise identical)."""
     found = []
     for _ in range(2):
         state, metrics = run()
@@ -246,7 +246,7 @@ def _run_twice(run) -> tuple[dict[str, float], bool]:
         del state
     (first, state), (second, other_state) = found
     identical = state == other_state and all(first[name].tobytes() == second[name].tobytes() for name in first)
-    return {name: float(value) for name, value in first.items()}, identical
+    return {name: float(value) for name, value in first.items() if value.ndim == 0}, identical
 
 
 def recorded_metrics(run_dir: Path, step: int) -> dict[str, float | None] | None:
