@@ -22,6 +22,7 @@ from megajax.hugging_face.folder import Folder
 from megajax.hugging_face.tensor_files import TensorFiles
 from megajax.inference.engine import Engine
 from megajax.inference.sampling import Sampling
+from megajax.layers.latent_attention import LatentConfig
 from megajax.layers.moe import MoeConfig
 from megajax.layers.rope import RopeConfig
 from megajax.layers.router import RouterConfig
@@ -260,18 +261,22 @@ OURS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("architecture", OURS)
-def test_a_run_of_ours_is_the_same_model_in_transformers(architecture, transformers, our_logits, tmp_path):
-    config = Config(
-        model=OURS[architecture], training=TrainingConfig(sequence_length=64), data=DataConfig(tokenizer="null:50")
-    )
+def save_run(config: DecoderConfig, path: Path) -> dict:
+    """A run of one step -> its weights."""
+    config = Config(model=config, training=TrainingConfig(sequence_length=64), data=DataConfig(tokenizer="null:50"))
     model = Model(config.model)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.json").write_text(config.to_json())
+    path.mkdir()
+    (path / "config.json").write_text(config.to_json())
     rows = {kind: rows.tolist() for kind, rows in model.layer_rows.items()}
-    with Checkpointer(tmp_path / "run", CheckpointConfig()) as checkpointer:
+    with Checkpointer(path, CheckpointConfig()) as checkpointer:
         params = model.init(3)
         checkpointer.save(1, params, {"m": params["embedding"]}, {"step": 1, "layer_rows": rows})
+    return params
+
+
+@pytest.mark.parametrize("architecture", OURS)
+def test_a_run_of_ours_is_the_same_model_in_transformers(architecture, transformers, our_logits, tmp_path):
+    save_run(OURS[architecture], tmp_path / "run")
     found = export_run(tmp_path / "run", tmp_path / "out", shard_bytes=10_000)
     assert found.family.architecture == architecture
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 2
@@ -279,6 +284,55 @@ def test_a_run_of_ours_is_the_same_model_in_transformers(architecture, transform
     want = their_logits(load(transformers, tmp_path / "out"), ids)
     got = our_logits(Folder(tmp_path / "out"), ids)
     np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE * want.std())
+
+
+DEEPSEEK = DecoderConfig(
+    num_layers=2, embed_dim=32, num_heads=4, head_dim=8, mlp_dim=48, vocab_size=50, position="rope", norm="rmsnorm",
+    rope=RopeConfig(interleaved=True), norm_epsilon=1e-6, activation="swiglu", bias=False, tied_embeddings=False,
+    init_std=0.2, mtp_layers=1, latent=LatentConfig(kv_rank=16, q_rank=24, rope_dim=4, value_dim=12),
+    moe=MoeConfig(num_experts=8, expert_dim=24, shared_dim=24, layers="de", router=RouterConfig(
+        top_k=4, score="sigmoid", scale=2.5, num_groups=4, top_groups=2, bias_update_rate=1e-3,
+    )),
+)  # fmt: skip
+
+
+def test_multi_token_prediction_is_that_of_transformers(transformers, tmp_path, our_logits):
+    """Which reads the weights of these layers only to generate."""
+    import torch
+    from transformers.modeling_layers import MtpModel
+
+    params = save_run(DEEPSEEK, tmp_path / "run")
+    export_run(tmp_path / "run", tmp_path / "out")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
+    theirs._keys_to_ignore_on_load_unexpected = [r"model\.layers\.2.*"]  # theirs is for 61 layers
+    draft = MtpModel.from_pretrained(theirs).eval()
+    ids = sample_ids(50)
+    places = torch.arange(1, LENGTH)[None]
+    with torch.no_grad():
+        hidden = theirs.model(torch.tensor(ids, dtype=torch.long)).last_hidden_state[:, :-1]
+        given = torch.tensor(ids[:, 1:], dtype=torch.long)
+        want = draft._project_to_logits(draft.forward_layer(0, hidden, places, None, input_ids=given)).numpy()
+
+    folder = Folder(tmp_path / "out")
+    model = Model(folder.model, PrecisionConfig(compute="float32"))
+    module = model.module(folder_params(folder, model))
+    for name, tree in folder_params(folder, model).items():
+        for got, saved in zip(jax.tree.leaves(tree), jax.tree.leaves(params[name]), strict=True):
+            vocabulary = {"embedding": np.s_[:50], "head": np.s_[:, :50]}.get(name, ...)  # without padding
+            np.testing.assert_array_equal(got[vocabulary], saved[vocabulary], err_msg=name)
+    positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), ids.shape)
+    batch = {"tokens": ids, "positions": positions}
+
+    @jax.jit
+    def drafted():
+        inputs = module.block_inputs(batch)
+        hidden = module.final_norm(module.layers(module.embed(batch, None), inputs)[0])
+        later = module.embed({"tokens": np.roll(ids, -1, 1), "positions": positions}, None)
+        hidden, _, _ = module.mtp_1(hidden, inputs | {"next_embeddings": later})
+        return hidden @ module.head.matrix()
+
+    found = drafted()[:, :-1, :50]
+    np.testing.assert_allclose(found, want, rtol=0, atol=TOLERANCE * want.std())
 
 
 def record(path: Path) -> None:
