@@ -95,7 +95,7 @@ def qwen3_30b_a3b() -> Config:
 
 
 def deepseek_v3() -> Config:
-    """DeepSeek-V3: 671 B parameters, 37 B active, and 11.5 B of multi-token prediction; 256 experts; sequence 4096.
+    """DeepSeek-V3: 671 B parameters, 37 B active, and 11.6 B of multi-token prediction; 256 experts; sequence 4096.
 
     Source: arXiv 2412.19437, section 4.2, with the YaRN wavelengths of the released weights.
     Hardware: 128 hosts of 8 H100, 4 experts of each layer per GPU, fsdp 16 between hosts. Not measured.
