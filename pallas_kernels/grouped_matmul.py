@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -120,18 +121,25 @@ def _swizzled(shape, dtype):
 
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, *[plgpu.Layout.WG_SPLAT(())] * 2))
-def _store_some_rows(_, out_ref, values, low, high):
-    """Stores rows low <= row < high. A thread has pairs of columns of two rows: one branch for each row."""
+def _store_split_eights(_, out_ref, values, low, high):
+    """Stores rows low <= row < high, but for eight of them that begin at a multiple of eight. A thread has pairs of
+    columns of two rows: one branch for each row."""
     low, high = (arith.index_cast(ir.IndexType.get(), bound.registers.item()) for bound in (low, high))
+    eight = mgpu.c(ALIGNED, ir.IndexType.get())
     pairs_of_row = [[], []]
     places = zip(values.layout.thread_idxs(values.shape), np.ndindex(values.registers.shape), strict=True)
     for place, register in places:
         pairs_of_row[register[ROW_AXIS]].append((place, values.registers[register]))
+
+    def compare(predicate, a, b):
+        return arith.cmpi(getattr(arith.CmpIPredicate, predicate), a, b)
+
     for pairs in pairs_of_row:
         row = pairs[0][0][0]
-        above = arith.cmpi(arith.CmpIPredicate.sge, row, low)
-        below = arith.cmpi(arith.CmpIPredicate.slt, row, high)
-        with utils.when(arith.andi(above, below)):
+        first = arith.muli(arith.divui(row, eight), eight)
+        inside = arith.andi(compare("sge", row, low), compare("slt", row, high))
+        split = arith.ori(compare("slt", first, low), compare("sgt", arith.addi(first, eight), high))
+        with utils.when(arith.andi(inside, split)):
             for place, pair in pairs:
                 vector.store(pair, out_ref, place)
 
@@ -174,18 +182,19 @@ class _Pipeline:
 
         return lax.fori_loop(first, last, step, iteration)
 
-    def store(self, smem, wg, accumulators, piece_of):
+    def store(self, smem, wg, accumulators, copy):
         """Copies the results out, one piece of columns after the other; a piece is written while the one before it is
-        being copied. piece_of(w, column): where it belongs."""
+        being copied. copy(piece in shared memory, values, w, column)."""
         out = smem["out"]
         columns = out.shape[-1]
         slot = 0
         for w, acc in enumerate(accumulators):
             for column in range(0, acc.shape[1], columns):
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                out[wg, slot] = acc[:, column : column + columns].astype(out.dtype)
+                values = acc[:, column : column + columns].astype(out.dtype)
+                out[wg, slot] = values
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(out.at[wg, slot], piece_of(w, column))
+                copy(out.at[wg, slot], values, w, column)
                 slot = 1 - slot
 
 
@@ -301,29 +310,41 @@ class Products(_Pipeline):
         self.tiles(smem, table[0, TOTAL] * self.column_tiles, one_tile)
 
     def store_rows(self, smem, wg, out, results, first_row, column, low, high):
-        def whole():
-            rows = pl.ds(first_row, ROWS)
-            piece = smem["out"].shape[-1]
-            self.store(smem, wg, results, lambda w, at: out.at[rows, w, pl.ds(column + at, piece)])
+        """Rows low to high of the 64 of a warpgroup. TMA copies eight rows or more, the others are stored directly."""
 
-        def masked():
-            for w, acc in enumerate(results):
-                for at in range(0, self.columns, STEP):
+        def part(start, count, w, at):
+            return out.at[pl.ds(pl.multiple_of(first_row + start, ALIGNED), count), w, pl.ds(column + at, STEP)]
 
-                    @pl.when(column + at < self.width)
-                    def _(w=w, acc=acc, at=at):
-                        columns = pl.ds(column + at, STEP)
-                        values = acc[:, at : at + STEP].astype(out.dtype)
-                        if not self.interpret:
-                            _store_some_rows(out.at[pl.ds(first_row, ROWS), w, columns], values, low, high)
-                            return
-                        for row in range(ROWS):
+        def copy_all(piece, _, w, at):
+            plgpu.copy_smem_to_gmem(piece, part(0, ROWS, w, at))
 
-                            @pl.when((row >= low) & (row < high))
-                            def _(row=row):
-                                out[first_row + row, w, columns] = values[row]
+        def copy_some(piece, values, w, at):
+            for start in range(0, ROWS, ALIGNED):
 
-        lax.cond((low <= 0) & (high >= ROWS), whole, masked)
+                @pl.when((start >= low) & (start + ALIGNED <= high))
+                def _(start=start):
+                    eight = piece.at[pl.ds(start, ALIGNED)]
+                    plgpu.copy_smem_to_gmem(eight, part(start, ALIGNED, w, at), commit_group=False)
+
+            plgpu.commit_smem_to_gmem_group()
+            pl.when(column + at < self.width)(lambda: self.store_edges(part(0, ROWS, w, at), values, low, high))
+
+        whole = (low <= 0) & (high >= ROWS)
+        lax.cond(
+            whole,
+            lambda: self.store(smem, wg, results, copy_all),
+            lambda: self.store(smem, wg, results, copy_some),
+        )
+
+    def store_edges(self, target, values, low, high):
+        if not self.interpret:
+            _store_split_eights(target, values, low, high)
+            return
+        for row in range(ROWS):
+
+            @pl.when((row >= low) & (row < high))
+            def _(row=row):
+                target[row] = values[row]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -422,7 +443,11 @@ class WeightGradients(_Pipeline):
             results = pl.run_scoped(products, *[plgpu.ACC((ROWS, self.columns), jnp.float32)] * self.num_matrices)
             piece = smem["out"].shape[-1]
             matrix_rows = pl.ds(row + wg * ROWS, ROWS)
-            self.store(smem, wg, results, lambda w, at: outs[w].at[group, matrix_rows, pl.ds(column + at, piece)])
+
+            def copy(here, _, w, at):
+                plgpu.copy_smem_to_gmem(here, outs[w].at[group, matrix_rows, pl.ds(column + at, piece)])
+
+            self.store(smem, wg, results, copy)
             return iteration + steps
 
         self.tiles(smem, self.num_groups * self.grid[0] * self.grid[1], one_tile)
