@@ -37,6 +37,7 @@ from megajax.sources import open_source
 logger = logging.getLogger("megajax")
 
 MIN_CHUNK = 16  # tokens of the smallest prefill program
+MIN_TABLE = 16  # pages of the smallest table, where its size matters
 MAX_CHUNKS = 16  # sequences whose prompts one call computes
 DEFAULT_MAX_LENGTH = 8192  # tokens of a sequence, for models without a limit
 HOST_POOL_BYTES = 2**30  # of the pool where the device does not say how much memory it has
@@ -174,7 +175,7 @@ class Engine:
         # The kernel reads only the pages of a sequence; the reference gathers the whole table.
         has_kernel = self.mesh.devices.flat[0].platform == "gpu"
         self._table_factor = None if has_kernel else 4
-        self._table_buckets = [table_pages] if has_kernel else _buckets(min(4, table_pages), table_pages, 4)
+        self._table_buckets = [table_pages] if has_kernel else _buckets(min(MIN_TABLE, table_pages), table_pages, 4)
         self._num_chunks = num_chunks
         chunk_pages = table_pages + self._chunk_pages(self._chunk_buckets[-1])
         self.pool = PagePool(sizes.num_pages, sizes.page_size, caches_prefixes=self._shares_pages())
