@@ -30,6 +30,7 @@ from megajax.inference.text import TextStream
 from megajax.layers.kv_cache import PoolSizes
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.model import Model
+from megajax.parameters import is_per_layer
 from megajax.ranges import PositiveInt
 from megajax.sharding import with_shardings
 from megajax.sources import open_source
@@ -137,8 +138,9 @@ class Engine:
         self, model: Model, params: dict, mesh: Mesh, tokenizer: Tokenizer | None, *, start_ids: Items[int] = (),
         serving: ServingConfig = ServingConfig()
     ):  # fmt: skip
-        """params: sharded over `mesh`; matrices are cast to the compute dtype. tokenizer: may be None if only tokens go
-        in and out; there is then no end-of-document token. start_ids: tokens before each text prompt.
+        """params: sharded over `mesh`, stacked or per layer; matrices are cast to the compute dtype. tokenizer: may be
+        None if only tokens go in and out; there is then no end-of-document token. start_ids: tokens before each text
+        prompt.
 
         Raises ValueError for invalid serving settings, and if the memory holds no page.
         """
@@ -202,11 +204,11 @@ class Engine:
         self._start_row = jax.jit(Rows.start, donate_argnums=0, out_shardings=replicated)
 
     def use(self, params: dict) -> None:
-        """Generates with these parameters from here on; no program is compiled again.
+        """Generates with these parameters, stacked or per layer, from here on; no program is compiled again.
 
         Forgets the prefix cache. Requests that run continue with the keys and values of the old parameters.
         """
-        self.params = jax.tree.map(lambda a, like: a.astype(like.dtype), params, serving_params(self.model))
+        self.params = self.model.per_layer(_cast(self.model, params))
         if hasattr(self, "pool"):
             self.pool.forget()
 
@@ -243,7 +245,8 @@ class Engine:
         mesh = make_mesh(mesh_config, devices[: mesh_config.num_devices])
         model = Model(config.model, config.precision, config.execution)
         target = with_shardings(serving_params(model), model.shardings(mesh))
-        params = source.restore_params(target, model.layer_rows)
+        # Split here, so that the stacked arrays are gone before the memory for pages is counted.
+        params = model.per_layer(source.restore_params(target, model.layer_rows))
         logger.info("loaded %s", source)
         start_ids = getattr(tokenizer, "start_ids", ()) if source.is_foreign else ()
         return Engine(model, params, mesh, tokenizer, start_ids=start_ids, serving=serving)
@@ -708,6 +711,15 @@ def serving_params(model: Model):
     Layers cast their matrices to the compute dtype anyway, so results are the same, and a token reads half the memory.
     """
     return model.cast_weights(model.precision.compute_dtype)
+
+
+def _cast(model: Model, params: dict) -> dict:
+    dtypes = jax.tree.map(lambda a: a.dtype, serving_params(model))
+
+    def cast(array, dtype):
+        return jax.tree.map(lambda a: a.astype(dtype), array)
+
+    return jax.tree.map(cast, params, dtypes, is_leaf=is_per_layer)
 
 
 def _token_logprobs(token: int, logprob, ids, top, count: int) -> TokenLogprobs:
