@@ -56,12 +56,19 @@ class AttentionConfig:
 
     input_axis = "time"
     """Logical axis of the sequence in the layer's input."""
+    caches_values = True
+    """Whether a cache stores values besides keys."""
     # Modules that the backward pass can recompute, and the activations that need not be saved then.
     modules = {
         "qkv": ("qkv",),
         "core_attention": ("attention_out",),
         "attention": ("qkv", "attention_out"),
     }
+
+    @property
+    def cached_heads(self) -> tuple[int, int]:
+        """Number and width of the heads whose keys a cache stores."""
+        return self.num_kv_heads, self.head_dim
 
     @property
     def gathered_dim(self) -> int:

@@ -56,6 +56,7 @@ class LatentAttentionConfig(AttentionConfig):
     """Of the latents."""
 
     input_axis = "sequence"
+    caches_values = False
     modules = {
         "qkv": ("qkv",),
         "core_attention": ("attention_out",),
@@ -70,6 +71,10 @@ class LatentAttentionConfig(AttentionConfig):
     def down_dim(self) -> int:
         """Width of what all heads share: the latents and the rotary key."""
         return (self.latent.q_rank or 0) + self.latent.kv_rank + self.latent.rope_dim
+
+    @property
+    def cached_heads(self) -> tuple[int, int]:
+        return 1, self.latent.kv_rank + self.latent.rope_dim
 
     @property
     def gathered_dim(self) -> int:

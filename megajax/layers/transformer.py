@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.layers.attention import AttentionConfig
 from megajax.layers.dropout import DropoutKey, dropout
-from megajax.layers.kv_cache import EmptyCache
+from megajax.layers.kv_cache import EmptyCache, PagedCache, PoolSizes
 from megajax.layers.layer import Activation, FeedForwardConfig, Flops, Saved
 from megajax.layers.norm import Norm, NormConfig
 from megajax.mesh import MeshConfig
@@ -118,6 +118,10 @@ class TransformerLayerConfig:
 
     def new_cache(self, length: int) -> EmptyCache:
         return EmptyCache(length)
+
+    def new_pages(self, sizes: PoolSizes) -> PagedCache:
+        num_heads, head_dim = self.attention.cached_heads
+        return PagedCache.zeros(sizes, num_heads, head_dim, has_values=self.attention.caches_values)
 
 
 class TransformerLayer(nnx.Module):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from megajax.layers.kv_cache import EmptyCache
+from megajax.layers.kv_cache import EmptyCache, PagedCache, Places, PoolSizes
 from megajax.layers.latent_attention import LatentAttentionConfig, LatentConfig
 from megajax.layers.norm import NormConfig
 from megajax.layers.rope import RopeConfig, rope_tables
@@ -139,6 +139,38 @@ def test_generation_from_cached_latents_equals_attention_to_the_whole_sequence(s
         found, cache = jax.jit(with_cache)(weights, x)
     np.testing.assert_allclose(found, wanted, atol=3e-6)
     assert [leaf.shape for leaf in jax.tree.leaves(cache)] == [(B, 16, 1, R + P)]  # not N (H + P + V) numbers a token
+
+
+@pytest.mark.parametrize(("sizes", "dtype"), [({}, jnp.int8), (dict(data=2, tensor=2), jnp.float32)], ids=str)
+def test_generation_from_pages_of_latents_equals_attention_to_the_whole_sequence(sizes, dtype, make_test_mesh):
+    """One token of each row after the other; row 1 has the pages before those of row 0."""
+    run, weights = layer_of(CONFIG)
+    x, _, positions = given()
+    page_size = 4
+    table = np.array([[2, 3], [0, 1]], np.int32)
+
+    @jax.jit
+    def paged(weights, x):
+        cache = PagedCache.zeros(PoolSizes(4, page_size, B, dtype), *CONFIG.cached_heads, has_values=False)
+
+        def step(cache, number):
+            now = jnp.full((B, 1), number)
+            slots = jnp.asarray(table)[:, number // page_size][:, None] * page_size + number % page_size
+            places = Places(slots, now, jnp.arange(B)[:, None], jnp.asarray(table), None, now + 1)
+            token = jax.lax.dynamic_slice_in_dim(x, number, 1, 1)
+            out, cache = run(weights, token, inputs_at(now), cache.at(places))
+            return dataclasses.replace(cache, places=None), out[:, 0]
+
+        cache, found = jax.lax.scan(step, cache, jnp.arange(T, dtype=jnp.int32))
+        return found.swapaxes(0, 1), cache
+
+    with jax.set_mesh(make_test_mesh()):
+        wanted = jax.device_get(jax.jit(lambda weights, x: run(weights, x, inputs_at(positions))[0])(weights, x))
+    with jax.set_mesh(make_test_mesh(**sizes)):
+        found, cache = paged(weights, x)
+    # 8 bits: half of 1 / 127 of the largest entry, in keys and values.
+    np.testing.assert_allclose(found, wanted, atol=3e-6 if dtype == jnp.float32 else 0.05)
+    assert cache.values is None and cache.keys.shape == (4, 1, page_size, R + P)
 
 
 # ----------------------------------------------------------------------------- a plan
