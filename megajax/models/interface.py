@@ -35,7 +35,7 @@ class LossTerms(NamedTuple):
     summed over microbatches, but not part of the loss of an evaluation."""
     rates: dict[str, tuple[jax.Array, jax.Array]] = {}
     """(numerator, denominator), float32 scalars summed over microbatches; only of an evaluation
-    (LossOptions.evaluates)."""
+    (EVALUATION)."""
 
     def with_layers(self, *stacks: Terms) -> "LossTerms":
         """The same, plus the auxiliary losses and metrics of the layers of each stack (layers/block.py `total`)."""
@@ -73,11 +73,16 @@ class LossOptions:
 
     z_loss: float = 0.0
     label_smoothing: float = 0.0
-    evaluates: bool = False
-    """Whether to compute the rates of an evaluation."""
+    evaluates: ClassVar[bool] = False
+    """Whether to compute the rates of an evaluation, LossTerms.rates."""
+
+
+class EvaluationOptions(LossOptions):
+    evaluates = True
 
 
 NO_REGULARISERS = LossOptions()
+EVALUATION = EvaluationOptions()
 
 
 @functools.lru_cache(maxsize=64)

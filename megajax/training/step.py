@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from megajax.models import pipelined
-from megajax.models.interface import LossOptions
+from megajax.models.interface import EVALUATION
 from megajax.models.model import Model, Weights
 from megajax.optim.optimizer import Optimizer, global_norm
 from megajax.sharding import row_major
@@ -114,15 +114,13 @@ def make_eval_step(model: Model):
     With a pipeline, the batch may have any number of microbatches.
     """
 
-    options = LossOptions(evaluates=True)
-
     def eval_step(weights, batch: dict):
         counts = batch["loss_mask"].astype(jnp.float32)
         batch = {name: array for name, array in batch.items() if name != "loss_mask"} | {"loss_weights": counts}
         if model.stages is not None:
-            terms = pipelined.loss(model, model.split(weights), batch, options)
+            terms = pipelined.loss(model, model.split(weights), batch, EVALUATION)
         else:
-            terms = model.loss(weights, jax.tree.map(lambda a: a[0], batch), options=options)
+            terms = model.loss(weights, jax.tree.map(lambda a: a[0], batch), options=EVALUATION)
         return {"loss": (terms.main, jnp.sum(counts))} | terms.rates
 
     return eval_step

@@ -23,7 +23,7 @@ from megajax.layers.router import RouterConfig
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
-from megajax.models.interface import LossOptions
+from megajax.models.interface import EVALUATION
 from megajax.models.model import Model
 from megajax.optim.optimizer import OptimizerConfig
 from megajax.parallel.context import sequence_order
@@ -79,10 +79,9 @@ def test_loss_and_gradients_equal_an_independent_computation_in_float64():
     for stack in ("mtp_1", "mtp_2"):  # so that some of its guesses, not all, are those of the main model
         weights[stack]["dense"]["projection"][:, :8] += np.eye(8, dtype=np.float32)
     batch = batch_of()
-    options = LossOptions(evaluates=True)
 
     def total(weights):
-        terms = model.loss(weights, batch, options=options)
+        terms = model.loss(weights, batch, options=EVALUATION)
         return terms.total(), terms
 
     (_, terms), gradients = jax.device_get(jax.jit(jax.value_and_grad(total, has_aux=True))(weights))
@@ -150,7 +149,7 @@ def loss_and_gradients(config: DecoderConfig, sizes: dict, **how):
     mesh = make_mesh(mesh_config, jax.devices()[: mesh_config.num_devices])
 
     def total(weights):
-        terms = model.loss(weights, batch, options=LossOptions(evaluates=True))
+        terms = model.loss(weights, batch, options=EVALUATION)
         return terms.total(), (terms.main, terms.further, terms.auxiliary, terms.rates)
 
     with jax.set_mesh(mesh):
