@@ -150,8 +150,10 @@ def choose_backend(
     both = {"key-value cache": indices is not None, "dropout": dropout > 0, "ALiBi": alibi}
     cudnn = {
         "no NVIDIA GPU": compat.mesh_platform() not in ("gpu", "cuda"),
-        # Older than Ampere; heads of latent attention need Hopper.
-        f"compute capability {capability}": capability is not None and capability < (9.0 if is_latent else 8.0),
+        # Older than Ampere. Heads of latent attention need Hopper, which JAX looks for on this machine.
+        f"compute capability {capability}": (
+            (capability or 0) < 9.0 if is_latent else capability is not None and capability < 8.0
+        ),
         f"dtype {dtype}": dtype not in (jnp.bfloat16, jnp.float16),
         _described(heads): not is_latent and (heads[0] != heads[1] or head_dim > 128 or head_dim % 8 != 0),
         f"cuDNN {compat.cudnn_version()}": is_latent and (compat.cudnn_version() or 0) < CUDNN_LATENT_VERSION,

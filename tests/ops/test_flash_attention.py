@@ -196,6 +196,8 @@ def test_what_was_measured_to_be_faster_is_taken(monkeypatch):
     assert chosen(q(96), causal, deterministic=True) == "reference"
     assert chosen(q(), causal, dropout=0.1) == chosen(q(dtype=jnp.float32), causal, packed=True) == "reference"
     assert chosen(q(), causal, alibi=True) == "reference"
+    assert chosen(q(192), causal, value_dim=128) == "pallas"  # compiled without a GPU
+    monkeypatch.setattr(compat, "compute_capability", lambda: 9.0)
     for version, expected in ((91400, ["cudnn", "pallas", "pallas"]), (90900, ["pallas"] * 3)):
         monkeypatch.setattr(compat, "cudnn_version", lambda version=version: version)
         latent = [chosen(q(192), causal, value_dim=128, packed=packed) for packed in (False, True)]
