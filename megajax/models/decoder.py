@@ -271,6 +271,11 @@ class DecoderConfig(ModelConfig):
     def check(self, mesh: MeshConfig, sequence_length: int, execution: ExecutionConfig) -> None:
         self._check_sizes(sequence_length)
         self._check_choices()
+        if self.mtp_layers and mesh.pipeline > 1:
+            raise ValueError(
+                f"model.mtp_layers={self.mtp_layers}: multi-token prediction is not supported in a pipeline; use "
+                "--mesh.pipeline=1, or --model.mtp_layers=0"
+            )
         super().check(mesh, sequence_length, execution)
         self._check_divides(mesh)
 

@@ -269,7 +269,7 @@ def test_its_coefficient_may_change_at_a_resume_and_its_depth_not(tmp_path):
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (["--mesh.pipeline=2"], "mesh.pipeline=2: a pipeline splits one stack of layers, .* has layers, mtp_1"),
+    (["--mesh.pipeline=2"], "model.mtp_layers=1: .* not supported in a pipeline; use --mesh.pipeline=1"),
     (["--model.dropout=0.1"], "model.mtp_layers=1: .* no dropout; use --model.dropout=0"),
 ])  # fmt: skip
 def test_what_it_cannot_do_is_refused(change, message, tmp_path):
