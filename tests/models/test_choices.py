@@ -125,7 +125,12 @@ def on_one_device():
         ("parallel", dict(pipeline=2, tensor=2), dict(recompute="selective", recompute_modules=("norm", "mlp"))),
         ("post", dict(tensor=2, context=2), dict(recompute="full", scan_layers=True)),
         ("latent", dict(fsdp=2, tensor=2, context=2), dict(recompute="selective", scan_layers=True)),
-        ("latent", dict(pipeline=2, tensor=2), dict(recompute="selective", recompute_modules=("qkv", "mlp"))),
+        pytest.param(
+            "latent",
+            dict(pipeline=2, tensor=2),
+            dict(recompute="selective", recompute_modules=("qkv", "mlp")),
+            marks=pytest.mark.slow,
+        ),
         pytest.param("latent", dict(pipeline=2, context=2, fsdp=2), {}, marks=pytest.mark.slow),
         pytest.param(
             "latent",

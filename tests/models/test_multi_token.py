@@ -204,6 +204,7 @@ def run_of(config: Config, monkeypatch) -> list[dict]:
     return [json.loads(line) for line in text.splitlines()]
 
 
+@pytest.mark.slow
 def test_metrics_have_the_terms_of_the_loss_and_an_evaluation_the_main_term_alone(tmp_path, monkeypatch):
     *steps, last = run_of(config_of(tmp_path / "run"), monkeypatch)
     assert len(steps) == 4
