@@ -14,9 +14,9 @@ import numpy as np
 
 from megajax.checkpoint.layout import stack_of
 from megajax.hugging_face.families import FAMILIES, Family
-from megajax.hugging_face.options import SCALINGS, layer_pattern
+from megajax.hugging_face.options import SCALINGS
 from megajax.hugging_face.weights import Layout, Row
-from megajax.layers.moe import MoeConfig
+from megajax.layers.moe import MoeConfig, layer_pattern
 from megajax.layers.rope import RopeConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model

@@ -8,12 +8,15 @@ The vocabulary is padded to a multiple that depends on the tensor parallel size 
 """
 
 import dataclasses
+import functools
+import itertools
 import re
 from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
 
+from megajax.checkpoint.piecewise import PiecewiseArray
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
 from megajax.ops.activation import GATED
@@ -68,17 +71,53 @@ def to_megajax(named: Mapping[str, np.ndarray], config: DecoderConfig) -> dict:
 
     Raises ValueError for a parameter that is missing, unexpected or of the wrong shape.
     """
+
+    def whole(array: PiecewiseArray) -> np.ndarray:
+        return array.read((slice(None),) * len(array.shape))
+
+    return jax.tree.map(whole, piecewise_arrays(named, config))
+
+
+def piecewise_arrays(named: Mapping[str, np.ndarray], config: DecoderConfig, dtype: np.dtype | None = None) -> dict:
+    """As to_megajax, with arrays that are read where they are wanted; a piece needs Megatron's whole arrays of the
+    layers and experts in it, of which one is in memory at a time. dtype: of matrices; None: as they are."""
     check_parameters(named, config)
     named = {_own_name(name): array for name, array in named.items()}
+    model = Model(config)
+    leaves = jax.tree_util.tree_leaves_with_path(model.abstract_weights)
+    shapes = {"/".join(key.key for key in path): leaf.shape for path, leaf in leaves}
+    records = _flat(model.records)
     flat = {}
     for entry in _table(config):
-        if entry.layers:
-            layers = [entry.split(_read(named, entry, number)) for number in entry.layers]
-            arrays = tuple(np.stack(parts) for parts in zip(*layers, strict=True))
-        else:
-            arrays = entry.split(np.asarray(named[entry.theirs]))
-        flat |= zip(entry.ours, arrays, strict=True)
+        reader = _Reader(entry, named)
+        for number, path in enumerate(entry.ours):
+            cast = dtype is not None and records[path].is_cast
+            found = np.dtype(dtype) if cast else reader.dtype
+            flat[path] = PiecewiseArray(shapes[path], found, functools.partial(reader.read, number, found))
     return _nested(flat)
+
+
+class _Reader:
+    """Reads our arrays of an entry."""
+
+    def __init__(self, entry: "Entry", named: Mapping[str, np.ndarray]):
+        self._entry = entry
+        self._named = named
+        self._parts = functools.lru_cache(maxsize=1)(self._read_parts)  # pieces of one follow each other
+        self.dtype = np.dtype(named[entry.names(entry.layers[0])[0] if entry.layers else entry.theirs].dtype)
+
+    def read(self, number: int, dtype: np.dtype, index: tuple[slice, ...]) -> np.ndarray:
+        """A part of our array with this number."""
+        lead = [self._entry.layers] if self._entry.layers else []
+        lead += [range(self._entry.num_experts)] if self._entry.num_experts else []
+        places = [numbers[part] for numbers, part in zip(lead, index, strict=False)]
+        rest = index[len(lead) :]
+        pieces = [self._parts(*place)[number][rest] for place in itertools.product(*places)]
+        return np.stack(pieces).reshape(*map(len, places), *pieces[0].shape).astype(dtype, copy=False)
+
+    def _read_parts(self, *place: int) -> tuple[np.ndarray, ...]:
+        """place: (), (layer,) or (layer, expert)."""
+        return self._entry.split(np.asarray(self._named[self._entry.theirs.format(*place)]))
 
 
 def check_parameters(named: Mapping[str, np.ndarray], config: DecoderConfig) -> None:
@@ -253,12 +292,6 @@ def _with_rows(w_VD: np.ndarray, num_rows: int) -> np.ndarray:
 
 
 # ----------------------------------------------------------------------------- names, trees and checks
-
-
-def _read(named: Mapping[str, np.ndarray], entry: Entry, layer: int) -> np.ndarray:
-    """Megatron's array of a layer; those of its experts as one."""
-    arrays = [np.asarray(named[name]) for name in entry.names(layer)]
-    return np.stack(arrays) if entry.num_experts else arrays[0]
 
 
 def _own_name(name: str) -> str:
