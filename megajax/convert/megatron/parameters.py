@@ -87,37 +87,31 @@ def piecewise_arrays(named: Mapping[str, np.ndarray], config: DecoderConfig, dty
     leaves = jax.tree_util.tree_leaves_with_path(model.abstract_weights)
     shapes = {"/".join(key.key for key in path): leaf.shape for path, leaf in leaves}
     records = _flat(model.records)
-    flat = {}
-    for entry in _table(config):
-        reader = _Reader(entry, named)
-        for number, path in enumerate(entry.ours):
-            cast = dtype is not None and records[path].is_cast
-            found = np.dtype(dtype) if cast else reader.dtype
-            flat[path] = PiecewiseArray(shapes[path], found, functools.partial(reader.read, number, found))
+    table = _table(config)
+
+    @functools.lru_cache(maxsize=1)  # pieces of an array follow each other
+    def parts(row: int, *place: int) -> tuple[np.ndarray, ...]:
+        """Of Megatron's array of an entry. place: (), (layer,) or (layer, expert)."""
+        return table[row].split(np.asarray(named[table[row].theirs.format(*place)]))
+
+    def array_of(row: int, number: int) -> PiecewiseArray:
+        entry = table[row]
+        path = entry.ours[number]
+        first = named[entry.names(entry.layers[0])[0] if entry.layers else entry.theirs]
+        found = np.dtype(dtype if dtype is not None and records[path].is_cast else first.dtype)
+        lead = [entry.layers] if entry.layers else []
+        lead += [range(entry.num_experts)] if entry.num_experts else []
+
+        def read(index: tuple[slice, ...]) -> np.ndarray:
+            places = [numbers[part] for numbers, part in zip(lead, index, strict=False)]
+            rest = index[len(lead) :]
+            pieces = [parts(row, *place)[number][rest].astype(found) for place in itertools.product(*places)]
+            return np.stack(pieces).reshape(*map(len, places), *pieces[0].shape)
+
+        return PiecewiseArray(shapes[path], found, read)
+
+    flat = {path: array_of(row, number) for row, entry in enumerate(table) for number, path in enumerate(entry.ours)}
     return _nested(flat)
-
-
-class _Reader:
-    """Reads our arrays of an entry."""
-
-    def __init__(self, entry: "Entry", named: Mapping[str, np.ndarray]):
-        self._entry = entry
-        self._named = named
-        self._parts = functools.lru_cache(maxsize=1)(self._read_parts)  # pieces of one follow each other
-        self.dtype = np.dtype(named[entry.names(entry.layers[0])[0] if entry.layers else entry.theirs].dtype)
-
-    def read(self, number: int, dtype: np.dtype, index: tuple[slice, ...]) -> np.ndarray:
-        """A part of our array with this number."""
-        lead = [self._entry.layers] if self._entry.layers else []
-        lead += [range(self._entry.num_experts)] if self._entry.num_experts else []
-        places = [numbers[part] for numbers, part in zip(lead, index, strict=False)]
-        rest = index[len(lead) :]
-        pieces = [self._parts(*place)[number][rest] for place in itertools.product(*places)]
-        return np.stack(pieces).reshape(*map(len, places), *pieces[0].shape).astype(dtype, copy=False)
-
-    def _read_parts(self, *place: int) -> tuple[np.ndarray, ...]:
-        """place: (), (layer,) or (layer, expert)."""
-        return self._entry.split(np.asarray(self._named[self._entry.theirs.format(*place)]))
 
 
 def check_parameters(named: Mapping[str, np.ndarray], config: DecoderConfig) -> None:
@@ -288,7 +282,8 @@ def _transposed(array: np.ndarray) -> tuple[np.ndarray]:
 
 
 def _with_rows(w_VD: np.ndarray, num_rows: int) -> np.ndarray:
-    return np.pad(w_VD[:num_rows], ((0, max(num_rows - len(w_VD), 0)), (0, 0)))
+    missing = num_rows - len(w_VD)
+    return np.pad(w_VD, ((0, missing), (0, 0))) if missing > 0 else w_VD[:num_rows]
 
 
 # ----------------------------------------------------------------------------- names, trees and checks
