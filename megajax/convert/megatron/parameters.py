@@ -97,8 +97,9 @@ def piecewise_arrays(named: Mapping[str, np.ndarray], config: DecoderConfig, dty
     def array_of(row: int, number: int) -> PiecewiseArray:
         entry = table[row]
         path = entry.ours[number]
-        first = named[entry.names(entry.layers[0])[0] if entry.layers else entry.theirs]
-        found = np.dtype(dtype if dtype is not None and records[path].is_cast else first.dtype)
+        is_cast = dtype is not None and records[path].is_cast
+        names = [name for n in entry.layers for name in entry.names(n)] or [entry.theirs]
+        found = np.dtype(dtype) if is_cast else np.result_type(*{named[name].dtype for name in names})
         lead = [entry.layers] if entry.layers else []
         lead += [range(entry.num_experts)] if entry.num_experts else []
 
