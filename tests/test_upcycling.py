@@ -28,10 +28,9 @@ DENSE = DecoderConfig(
 FLOAT32 = PrecisionConfig(compute="float32")
 MIXTURES = {
     "copies in every second layer": MoeConfig(num_experts=4, layers="de", router=RouterConfig(top_k=2)),
-    "halves": MoeConfig(num_experts=8, expert_dim=16, router=RouterConfig(top_k=4)),
-    "scaled sigmoids": MoeConfig(
-        num_experts=4, expert_dim=16, layers="d*3e",
-        router=RouterConfig(top_k=2, score="sigmoid", scale=2.5, bias_update_rate=1e-3),
+    "halves, scaled sigmoids": MoeConfig(
+        num_experts=8, expert_dim=16,
+        router=RouterConfig(top_k=4, score="sigmoid", scale=2.5, bias_update_rate=1e-3),
     ),
 }  # fmt: skip
 

@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,11 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from megajax.checkpoint import piecewise
 from megajax.checkpoint.piecewise import PiecewiseArray, StoredParams, pieces
 from megajax.checkpoint.steps import find_step
 from megajax.config import Config
-from megajax.convert.export import new_directory
+from megajax.convert.command import errors_in_one_line
+from megajax.convert.export import new_directory, write_imported
 from megajax.data.tokenizers.tokenizer import (
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
@@ -63,22 +62,12 @@ def import_folder(source: str | Path, run_dir: str | Path) -> Folder:
     tokenizer = folder.tokenizer()
     with new_directory(run_dir, "run_dir") as new:
         model = Model(config.model)
-        meta = {
-            "step": 0,
-            "config": dataclasses.asdict(config),
-            "layer_rows": {place: numbers.tolist() for place, numbers in model.layer_rows.items()},
-            "tokenizer": tokenizer.identity,
-            "eod_id": tokenizer.eod_id,
-        }
+        record = {"folder": str(folder.path.resolve()), "architecture": folder.family.architecture, "step": 0}
         with _progress("import") as advance:
-            piecewise.write(new, 0, _piecewise(folder, model, advance), meta)
-        (new / "config.json").write_text(config.to_json())
-        save_tokenizer(tokenizer, new)
+            write_imported(new, config, 0, _piecewise(folder, model, advance), tokenizer, record)
         if not (new / "generation_config.json").is_file():
             ids = {name: folder.options[name] for name in TOKEN_IDS if folder.options.get(name) is not None}
             _write_json(new / "generation_config.json", ids)
-        record = {"folder": str(folder.path.resolve()), "architecture": folder.family.architecture, "step": 0}
-        _write_json(new / "exported.json", record)
     return folder
 
 
@@ -313,12 +302,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags = parser.parse_args(arguments)
     if not flags.dry_run and not getattr(flags, "run_dir", None) and not getattr(flags, "to", None):
         parser.error("the following arguments are required: --run_dir or --to, or --dry_run")
-    logging.getLogger("absl").setLevel(logging.ERROR)
-    try:
+    with errors_in_one_line():
         flags.command(flags)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import numpy as np
 from megajax.checkpoint.layout import Rows, of_layers
 from megajax.config import Config
 from megajax.data.config import DataConfig
-from megajax.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from megajax.data.tokenizers.tokenizer import MERGES, VOCABULARY, Tokenizer, load_tokenizer, read_json
 from megajax.hugging_face.mapping import Tensor, WeightMap, family_of, read_options
 from megajax.hugging_face.tensor_files import TensorFiles, TensorForm
 from megajax.models.decoder import DecoderConfig
@@ -24,7 +24,9 @@ from megajax.training.config import TrainingConfig
 logger = logging.getLogger("megajax")
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
-OTHER_TOKENIZERS = ("vocab.json", "merges.txt", "tekken.json")  # that are not read
+OTHER_TOKENIZERS = (VOCABULARY, MERGES, "tekken.json")  # that are not read, but for the first two of GPT-2
+# Families of which transformers makes a GPT-2 tokenizer if tokenizer_config.json does not name another.
+GPT2_TOKENIZERS = ("gpt2", "gptj", "starcoder2")
 # Buffers that older versions saved, and that follow from config.json.
 _BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
 
@@ -136,6 +138,8 @@ class Folder:
         found = next((self.path / name for name in TOKENIZERS if (self.path / name).is_file()), None)
         if found is not None:
             return str(found)
+        if self._has_gpt2_tokenizer():
+            return str(self.path / VOCABULARY)
         others = [name for name in OTHER_TOKENIZERS if (self.path / name).is_file()]
         logger.warning(
             "%s has %s and neither %s, so tokens are numbers (data.tokenizer=null:%d); for text write tokenizer.json: "
@@ -151,6 +155,13 @@ class Folder:
             return model
         logger.warning("%s has no layers of multi-token prediction, although config.json says so", self.path)
         return dataclasses.replace(model, mtp_layers=0)
+
+    def _has_gpt2_tokenizer(self) -> bool:
+        named = read_json(str(self.path / "tokenizer_config.json")).get("tokenizer_class")
+        if named is None and self.family.model_type in GPT2_TOKENIZERS:
+            named = "GPT2Tokenizer"
+        has_files = all((self.path / name).is_file() for name in (VOCABULARY, MERGES))
+        return has_files and named in ("GPT2Tokenizer", "GPT2TokenizerFast")
 
     def _match(self) -> dict[str, str]:
         """{name of a tensor in the table: name in the files}. Raises ValueError for tensors that do not fit."""

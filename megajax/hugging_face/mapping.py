@@ -14,9 +14,9 @@ import numpy as np
 
 from megajax.checkpoint.layout import stack_of
 from megajax.hugging_face.families import FAMILIES, Family
-from megajax.hugging_face.options import SCALINGS, layer_pattern
+from megajax.hugging_face.options import SCALINGS
 from megajax.hugging_face.weights import Layout, Row, multi_token_rows
-from megajax.layers.moe import MoeConfig
+from megajax.layers.moe import MoeConfig, layer_pattern
 from megajax.layers.rope import RopeConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
@@ -121,15 +121,16 @@ def _with_sizes(config: DecoderConfig) -> DecoderConfig:
     """The same model with default sizes and biases resolved."""
     biases = ("qkv_bias", "attention_out_bias", "mlp_bias")
     given = {name: getattr(config, name) for name in biases}
+    moe = config.moe
+    if moe.num_experts is not None and moe.expert_dim is None:
+        moe = dataclasses.replace(moe, expert_dim=config.width_of_mlp)
     return dataclasses.replace(
         config,
         num_kv_heads=config.kv_heads,
         head_dim=config.width_of_head,
         mlp_dim=config.width_of_mlp,
         bias=all(config.bias if value is None else value for value in given.values()),
-        moe=dataclasses.replace(config.moe, expert_dim=config.moe.expert_dim or config.width_of_mlp)
-        if config.moe.num_experts
-        else config.moe,
+        moe=moe,
         **{name: config.bias if value is None else value for name, value in given.items()},
     )
 

@@ -6,12 +6,11 @@ value, for values that the other side does not support.
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-from megajax.layers.moe import MoeConfig
+from megajax.layers.moe import MoeConfig, layer_pattern
 
 REQUIRED = object()
 
@@ -345,14 +344,6 @@ class ExpertLayers:
             return {"decoder_sparse_step": every, "mlp_only_layers": []}
         dense = [number for number, has in enumerate(has_experts) if not has]
         return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
-
-
-def layer_pattern(has_experts: Sequence[bool]) -> str:
-    """model.moe.layers for these layers: the shortest pattern, with counts."""
-    number = len(has_experts)
-    period = next(p for p in range(1, number + 1) if all(has_experts[n] == has_experts[n % p] for n in range(number)))
-    runs = [("e" if has else "d", len(list(run))) for has, run in itertools.groupby(has_experts[:period])]
-    return "".join(letter if count == 1 else f"{letter}*{count}" for letter, count in runs)
 
 
 # ----------------------------------------------------------------------------- options of single families

@@ -356,6 +356,25 @@ def test_a_folder_without_a_tokenizer_that_can_be_read_says_so(llama_folder, tmp
     assert "save_pretrained" in caplog.text
 
 
+def test_the_vocabulary_and_merges_of_gpt2_become_a_tokenizer(llama_folder, tmp_path):
+    folder = changed(llama_folder, tmp_path)
+    (folder / "tokenizer.json").unlink()
+    original = tokenizers.Tokenizer.from_file(str(llama_folder / "tokenizer.json"))
+    original.model.save(str(folder))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    added = original.get_vocab_size()
+    (folder / "added_tokens.json").write_text(json.dumps({"<|tool|>": added}))
+    assert Folder(folder).tokenizer_spec == "null:300"  # of another class
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | dict(tokenizer_class="GPT2Tokenizer")))
+    found = Folder(folder).tokenizer()
+    for text in ("hello hello", "Grüße\n 12 <|x|>", " a  b"):
+        assert found.encode(text) == original.encode(text).ids and found.decode(found.encode(text)) == text
+    assert found.eod_id == 1 and found.special_tokens.keys() == {"<s>", "</s>"} and found.token_id("<|tool|>") == added
+    import_folder(folder, tmp_path / "run")
+    again = load_saved_tokenizer(tmp_path / "run", "bytes")
+    assert again.path.endswith("tokenizer.json") and again.identity == found.identity
+
+
 def test_fine_tuning_on_conversations_from_a_folder_and_back(llama_folder, tmp_path, monkeypatch):
     from megajax.data.preprocess import main as preprocess
 

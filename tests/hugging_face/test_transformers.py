@@ -18,6 +18,7 @@ from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import Config
 from megajax.convert.hugging_face import export_run, import_folder
 from megajax.data.config import DataConfig
+from megajax.data.tokenizers.tokenizer import load_tokenizer
 from megajax.hugging_face.folder import Folder
 from megajax.hugging_face.tensor_files import TensorFiles
 from megajax.inference.engine import Engine
@@ -224,6 +225,20 @@ def test_experts_as_transformers_has_them_in_memory_are_read(name, transformers,
     assert any(tensor.endswith("experts.gate_up_proj") for tensor in folder.forms)
     ids = sample_ids(folder.model.vocab_size)
     np.testing.assert_array_equal(our_logits(folder, ids), our_logits(Folder(tmp_path / "theirs"), ids))
+
+
+def test_a_tokenizer_of_gpt2_without_tokenizer_json(transformers, llama_folder, tmp_path):
+    import tokenizers
+
+    original = tokenizers.Tokenizer.from_file(str(llama_folder / "tokenizer.json"))
+    original.model.save(str(tmp_path))
+    names = dict(eos_token="</s>", bos_token="<s>", unk_token="</s>")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(dict(tokenizer_class="GPT2Tokenizer") | names))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours = load_tokenizer(str(tmp_path / "vocab.json"))
+    for text in ("hello hello", "Grüße\n 12 don't", " a  b"):
+        assert ours.encode(text) == theirs.encode(text)
+    assert ours.encode_template("a</s>b") == theirs.encode("a</s>b") and ours.eod_id == theirs.eos_token_id
 
 
 def folder_params(folder: Folder, model: Model) -> dict:
