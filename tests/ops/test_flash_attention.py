@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from megajax import compat
 from megajax.ops import attention as module
@@ -209,56 +208,6 @@ def test_what_a_config_asks_for_is_taken_where_it_can_be_and_else_the_log_says_w
 
 
 # ----------------------------------------------------------------------------- the kernel
-
-
-@pytest.fixture
-def interpreted(monkeypatch):
-    """The kernels run on CPU. JAX's interpreter knows neither layouts of registers nor transposed operands of wgmma,
-    accumulators that begin with a value, TMA that adds, or where an array lies that changes: here these are plain
-    reads, products and writes. It wants every thread to see the end of every phase of a barrier; the last ones are of
-    no use to the one that loads. Compiling for Hopper says whether the chip can do it, tests/gpu whether it does."""
-    params = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params")
-    from jax._src.pallas.mosaic_gpu import primitives
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
-    from jax._src.state import primitives as state
-    from jax._src.state.types import TransformedRef, TransposeTransform
-
-    def read(operand):
-        if isinstance(operand, TransformedRef) and isinstance(operand.transforms[-1], TransposeTransform):
-            return TransformedRef(operand.ref, operand.transforms[:-1])[...].T
-        return operand[...]
-
-    def wgmma(sum_ref, a, b):
-        product = jnp.dot(read(a), read(b), preferred_element_type=jnp.float32)
-        state.ref_set(sum_ref, None, state.ref_get(sum_ref, None) + product)
-
-    copy = plgpu.copy_smem_to_gmem
-
-    def copy_or_add(source, target, reduction_op=None):
-        if reduction_op is None:
-            copy(source, target)
-        else:
-            target[...] = target[...] + source[...]
-
-    def deallocate(barrier):
-        with barrier.cv:
-            barrier.ref_count -= 1
-
-    in_gmem = gpu_callbacks.is_gmem_memory_space
-    monkeypatch.setattr(gpu_callbacks, "is_gmem_memory_space", lambda space: space is None or in_gmem(space))
-    monkeypatch.setattr(plgpu, "RefUnion", lambda *refs: refs)
-    load = lambda ref, wait_n=0: state.ref_get(ref, None)
-    monkeypatch.setattr(shared_memory.Barrier, "deallocate", deallocate)
-    monkeypatch.setattr(plgpu, "copy_smem_to_gmem", copy_or_add)
-    monkeypatch.setattr(plgpu, "load", lambda ref, index, layout: ref[index])
-    monkeypatch.setattr(plgpu, "layout_cast", lambda x, layout: x)
-    iota = lambda dtype, shape, dim, layout: jax.lax.broadcasted_iota(dtype, shape, dim)
-    monkeypatch.setattr(plgpu, "broadcasted_iota", iota)
-    monkeypatch.setattr(plgpu, "wgmma", wgmma)
-    monkeypatch.setattr(plgpu, "wgmma_accumulator_load", load)
-    monkeypatch.setattr(primitives, "wgmma_accumulator_load", load)
-    monkeypatch.setattr(primitives, "wgmma_accumulator_store", lambda ref, value: state.ref_set(ref, None, value))
-    return params.InterpretGPUParams(uninitialized_memory="nan", out_of_bounds_reads="raise")
 
 
 @pytest.mark.parametrize(("head_dim", "num_sms"), [(64, 1), pytest.param(256, 3, marks=pytest.mark.slow)])
