@@ -20,30 +20,33 @@ B, T, D, F, E, K = 8, 6, 8, 12, 8, 2
 # float32 in another order of additions
 TOLERANCE = dict(rtol=1e-5, atol=1e-5)
 CONFIG = ExpertsConfig(
-    moe=MoeConfig(E, router=RouterConfig(top_k=K)), embed_dim=D, mlp_dim=F, activation="swiglu", init_std=0.5,
-    out_init_std=0.5, context="ring", dispatch="auto", buffer=1.0,
+    moe=MoeConfig(E, shared_dim=4, shared_gate=True, router=RouterConfig(top_k=K)), embed_dim=D, mlp_dim=F,
+    activation="swiglu", init_std=0.5, out_init_std=0.5, context="ring", dispatch="auto", buffer=1.0,
 )  # fmt: skip
 
 
-def parts_of(config: ExpertsConfig):
-    """-> (function (weights, x) -> (y, Terms), weights as a nested dict, records)."""
+def parts_of(config: ExpertsConfig, **how):
+    """how: arguments of a call -> (function (weights, x) -> (y, Terms), weights as a nested dict, records)."""
     graphdef, state = nnx.split(config.build(nnx.Rngs(params=0)))
     structure = Structure.of(state)
 
     def apply(weights, x):
-        return nnx.merge(graphdef, structure.to_state(weights))(x)
+        return nnx.merge(graphdef, structure.to_state(weights))(x, **how)
 
     return apply, structure.to_tree(state), records(state)
 
 
 def formula(weights, x):
-    """Every expert for every token, those that are not chosen with the weight 0."""
+    """Every expert for every token, those that are not chosen with the weight 0; plus the gated shared experts."""
     logits = x @ weights["router"]
     top, chosen = jax.lax.top_k(logits, K)
     scores = jnp.sum(jax.nn.one_hot(chosen, E) * jax.nn.softmax(top)[..., None], -2)
     hidden = jax.nn.silu(jnp.einsum("btd,edf->btef", x, weights["gate"]))
     hidden *= jnp.einsum("btd,edf->btef", x, weights["up"])
-    return jnp.einsum("btef,efd,bte->btd", hidden, weights["down"], scores)
+    routed = jnp.einsum("btef,efd,bte->btd", hidden, weights["down"], scores)
+    shared = weights["shared"]
+    shared_out = (jax.nn.silu(x @ shared["gate"]) * (x @ shared["up"])) @ shared["down"]
+    return routed + jax.nn.sigmoid(x @ weights["shared_gate"]) * shared_out
 
 
 def cases() -> dict:
@@ -148,6 +151,15 @@ def test_tokens_that_a_mesh_does_not_divide_are_counted_once(batch, make_test_me
         run = jax.jit(jax.value_and_grad(functools.partial(loss, lambda w, x: apply(w, x)[0]), (0, 1)))
         found = run(placed, few)
     jax.tree.map(functools.partial(np.testing.assert_allclose, **TOLERANCE), found, reference)
+
+
+def test_generation_drops_no_token():
+    """The router has a capacity, but does not use it."""
+    router = RouterConfig(top_k=K, capacity_factor=0.25)
+    config = dataclasses.replace(CONFIG, moe=dataclasses.replace(CONFIG.moe, router=router))
+    weights, x = cases()["as it comes"]
+    apply, _, _ = parts_of(config, generates=True)
+    np.testing.assert_allclose(jax.jit(apply)(weights, x)[0], wanted()["as it comes"][0], **TOLERANCE)
 
 
 def test_auto_gathers_where_that_needs_no_more_room():

@@ -90,6 +90,18 @@ def test_a_run_goes_on_over_other_devices(mesh, how, trained, tmp_path, monkeypa
     np.testing.assert_allclose(np.reshape(loads, (-1, NUM_EXPERTS)).sum(1), NUM_EXPERTS, rtol=1e-5)
 
 
+def test_variables_follow_the_load(trained):
+    config, lines = trained
+    router = Engine.from_run(config.run_dir).params["layers"]["moe"]["mlp"]
+    loads = np.array([[line[f"expert_load/{number}"] for number in range(NUM_EXPERTS)] for line in lines])
+    assert np.any(loads != 1)
+    np.testing.assert_allclose(router["router_expert_load"][0], loads[-1], rtol=1e-6)
+    np.testing.assert_allclose(router["router_expert_bias"][0], 1e-2 * np.sign(1 - loads).sum(0), atol=1e-6)
+    # Before a step there is no load: all experts count as evenly loaded.
+    assert lines[0]["router_global_aux_loss"] == pytest.approx(0.1, rel=1e-5)
+    assert abs(lines[-1]["router_global_aux_loss"] - 0.1) > 1e-4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh, reduce", [
     (dict(expert=2, fsdp=2, tensor=2), "compute"),
