@@ -66,7 +66,7 @@ class MoeConfig:
         runs = re.findall(r"([de])(?:\*(\d+))?", self.layers)
         return "".join(letter * int(count or 1) for letter, count in runs)
 
-    def check(self, *, has_bias: bool) -> None:
+    def check(self, num_layers: int, *, has_bias: bool) -> None:
         """Raises ValueError for contradictory fields, and for experts with biases, which are not supported."""
         if self.num_experts is None:
             if changed := _changed_fields(self, MoeConfig()):
@@ -77,6 +77,11 @@ class MoeConfig:
             return
         if not re.fullmatch(r"([de](\*[1-9]\d{0,3})?)+", self.layers):
             raise ValueError(f"model.moe.layers={self.layers!r} must be letters d and e, with counts as in d*3e*58")
+        if not any(map(self.has_experts, range(num_layers))):
+            raise ValueError(
+                f"model.moe.layers={self.layers!r} gives none of the model.num_layers={num_layers} layers experts; "
+                "change it, or leave model.moe.num_experts out"
+            )
         if has_bias:
             raise ValueError("model.moe.num_experts: biases of experts are not supported; set --model.mlp_bias=False")
         if self.shared_gate and self.shared_dim is None:

@@ -180,7 +180,7 @@ def test_auto_gathers_where_that_needs_no_more_room():
 ])  # fmt: skip
 def test_the_pattern_says_which_layers_have_experts(layers, wanted):
     moe = MoeConfig(8, layers=layers)
-    moe.check(has_bias=False)
+    moe.check(len(wanted), has_bias=False)
     assert "".join("e" if moe.has_experts(number) else "d" for number in range(len(wanted))) == wanted
 
 
@@ -188,11 +188,12 @@ def test_the_pattern_says_which_layers_have_experts(layers, wanted):
     (MoeConfig(shared_dim=4), "but no experts; set --model.moe.num_experts"),
     (MoeConfig(8, layers="x"), "model.moe.layers='x' must be letters d and e"),
     (MoeConfig(8, layers="d*0e"), "model.moe.layers"),
+    (MoeConfig(8, layers="d*4e"), "model.moe.layers='d*4e' gives none of the model.num_layers=4 layers experts"),
     (MoeConfig(8, shared_gate=True), "set --model.moe.shared_dim"),
     (MoeConfig(1), "top_k=2 is more than model.moe.num_experts=1"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused(moe, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        moe.check(has_bias=False)
+        moe.check(4, has_bias=False)
     with pytest.raises(ValueError, match="set --model.mlp_bias=False"):
-        MoeConfig(8).check(has_bias=True)
+        MoeConfig(8).check(4, has_bias=True)
