@@ -278,6 +278,13 @@ def test_a_model_that_no_family_has_is_refused(run_dir, tmp_path):
         export_run(run_dir, tmp_path / "out", architecture="Other")
 
 
+def test_another_architecture_than_that_of_the_weights_is_logged(run_dir, caplog):
+    config = Config.load(run_dir)
+    changed = dataclasses.replace(config, model=dataclasses.replace(config.model, qk_norm=True))
+    assert hugging_face._family(run_dir, changed, None).architecture == "Qwen3ForCausalLM"
+    assert "not exported as LlamaForCausalLM, from which the weights came: LlamaForCausalLM does not" in caplog.text
+
+
 def test_a_folder_generates_as_the_run_that_was_imported_from_it(llama_folder, run_dir, capsys):
     arguments = ["--prompt=hello", "--max_tokens=4", "--temperature=0"]
     infer.main(["generate", f"--run={llama_folder}", *arguments])
