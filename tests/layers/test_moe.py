@@ -173,6 +173,8 @@ def test_auto_gathers_where_that_needs_no_more_room():
     assert chosen(4096, 1, 128, 8) == AllGather(1, 128, 8, 4096)
     assert chosen(4096, 1, 128, 8).num_rows == 4096 * 8
     assert isinstance(chosen(4096, 2, 4, 3), AllGather)  # most tokens go to both anyway
+    # A buffer is never larger than what all tokens of a device need: one row each for the one expert there.
+    assert exchange_of(4096, 8, 8, 2, "all_to_all", buffer=10.0).room == 4096
 
 
 @pytest.mark.parametrize("layers, wanted", [

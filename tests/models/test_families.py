@@ -311,7 +311,7 @@ def test_layers_are_the_same_scanned_and_recomputed(trained, tmp_path, monkeypat
     np.testing.assert_allclose(losses(run_of(config, monkeypatch)), losses(trained["hybrid"][1]), rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["hybrid", pytest.param("two stacks", marks=pytest.mark.slow)])
 def test_family_resumes_bit_for_bit(family, trained, tmp_path, monkeypatch):
     config = config_of(family, tmp_path / "run")
     run_of(dataclasses.replace(config, launch=LaunchConfig(exit_at_step=2)), monkeypatch)

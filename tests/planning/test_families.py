@@ -155,7 +155,7 @@ def test_an_uneven_load_costs_what_the_experts_take():
     assert "1.5 times the mean load" in rows["uneven experts"]
 
 
-def test_memory_counts_the_empty_rows_of_buffers():
+def test_memory_and_traffic_count_the_empty_rows_of_buffers():
     """An even load is 2 rows per token; 8 devices may send one each, all_to_all has room for half as many again."""
     config = recipes()["moe_tiny"]()
     mesh = MeshConfig(expert=8)
@@ -169,6 +169,9 @@ def test_memory_counts_the_empty_rows_of_buffers():
         even = dataclasses.replace(execution, expert_dispatch="all_to_all", expert_buffer=1.0)
         without, _ = activation_bytes(Model(config.model, config.precision, even), mesh, config.training)
         rows[dispatch] = (held - without) / (tokens * elements * 4)
+        # There and back, forward and backward, float32.
+        sent = config.model.layers(execution)[0].sent(mesh, 4)["expert"] / (4 * model.config.embed_dim * 4)
+        assert sent == pytest.approx(2 + rows[dispatch])
     assert rows == {"all_to_all": pytest.approx(1), "all_gather": pytest.approx(6)}
     layer = config.model.layers(config.execution)[0]
     assert all(activation.empty(MeshConfig(fsdp=8)) == 0 for activation in layer.activations(16).values())
