@@ -98,7 +98,7 @@ SPELLINGS = {
         "Phi3", dict(original_max_position_embeddings=512, rope_scaling=dict(type="su", **LONGROPE)),
         {"rope.scaling": "longrope", "rope.factor": 4.0, "rope.original_length": 512, "rope.long_factors": (2.0,) * 4},
     ),
-    "a window that is switched off": ("Qwen2", dict(sliding_window=64), {"window": None}),
+    "a window that is switched off": ("Qwen2", dict(sliding_window=64, max_window_layers=0), {"window": None}),
     "a window above the layers that there are": (
         "Qwen2", dict(use_sliding_window=True, sliding_window=64), {"window": None},
     ),

@@ -22,6 +22,7 @@ from megajax.models.execution import ExecutionConfig
 from megajax.optim.optimizer import OptimizerConfig
 from megajax.precision import PrecisionConfig
 from megajax.training.config import LaunchConfig, TrainingConfig
+from megajax.training.step import make_eval_step
 
 NUM_EXPERTS = 4
 MODEL = DecoderConfig(
@@ -88,6 +89,27 @@ def test_a_run_goes_on_over_other_devices(mesh, how, trained, tmp_path, monkeypa
         np.testing.assert_allclose([line[name] for line in lines], [line[name] for line in whole], rtol=1e-4)
     loads = [line[f"expert_load/{number}"] for line in lines for number in range(NUM_EXPERTS)]
     np.testing.assert_allclose(np.reshape(loads, (-1, NUM_EXPERTS)).sum(1), NUM_EXPERTS, rtol=1e-5)
+
+
+def test_an_evaluation_reports_the_loss_of_the_tokens_alone(trained):
+    """That of the logits, without the balance losses that training adds."""
+    config, _ = trained
+    engine = Engine.from_run(config.run_dir)
+    tokens = np.random.default_rng(0).integers(0, 63, (2, 17), dtype=np.int32)
+    positions = np.broadcast_to(np.arange(16, dtype=np.int32), (2, 16))
+    batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "positions": positions}
+
+    @jax.jit
+    def run(weights):
+        total, count = make_eval_step(engine.model)(
+            weights, {name: array[None] for name, array in batch.items()} | {"loss_mask": jnp.ones((1, 2, 16))}
+        )
+        module = engine.model.module(weights)
+        logits = module.logits(module.layers(module.embed(batch, None), module.block_inputs(batch))[0])
+        return total / count, -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), batch["labels"][..., None], -1))
+
+    evaluated, wanted = run(engine.params)
+    np.testing.assert_allclose(evaluated, wanted, rtol=1e-5)
 
 
 def test_variables_follow_the_load(trained):
