@@ -156,6 +156,13 @@ def test_unsupported_options_are_named(message):
         read_options(family_of(options), options)
 
 
+def test_an_option_with_one_supported_value_may_be_null():
+    options = ENTRIES["gpt2"]["options"] | dict(scale_attn_by_inverse_layer_idx=None)
+    read_options(family_of(options), options)
+    with pytest.raises(ValueError, match="scale_attn_by_inverse_layer_idx=True is not supported; supported is False"):
+        read_options(family_of(options), options | dict(scale_attn_by_inverse_layer_idx=True))
+
+
 def test_a_pattern_of_layers_that_no_period_has_is_refused():
     entry = ENTRIES["gemma3"]["options"]
     kinds = ["full_attention", *entry["layer_types"][1:]]
