@@ -84,6 +84,7 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_left(run_dir, tmp_pat
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text(dataclasses.replace(CONFIG, model=learned).to_json())
     (tmp_path / "run" / "checkpoints").symlink_to(run_dir / "checkpoints")
-    with pytest.raises(ValueError, match="max_length=64: the model reads 1 to 32 tokens"):
-        export_programs(tmp_path / "run", tmp_path / "out", max_length=64)
+    for length in (0, 64):
+        with pytest.raises(ValueError, match=f"max_length={length}: the model reads 1 to 32 tokens"):
+            export_programs(tmp_path / "run", tmp_path / "out", max_length=length)
     assert not list(tmp_path.glob("*out*"))
