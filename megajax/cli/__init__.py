@@ -24,6 +24,7 @@ COMMANDS = {
     "export": ("megajax.convert.export", (), "write only the parameters of a run, for serving"),
     "plot": ("megajax.plot", (), "plot curves of runs"),
     "hugging_face": ("megajax.convert.hugging_face", (), "import and export Hugging Face folders"),
+    "megatron": ("megajax.convert.megatron.__main__", (), "import Megatron Core checkpoints"),
     "completion": ("megajax.cli.completion", (), "print a shell completion script: megajax completion bash"),
 }
 

@@ -208,7 +208,7 @@ def test_console_script_runs_each_command(monkeypatch, capsys):
     assert status == 0 and all(f"\n  {name} " in out for name in cli.COMMANDS)
     assert "error: megajax trian is unknown; did you mean train?" in console(monkeypatch, capsys, "trian")[2]
     assert console(monkeypatch, capsys, "configs")[1].startswith("gpt_tiny ")
-    for name in ("generate", "chat", "bench", "preprocess", "inspect", "export", "plot", "train", "plan", "completion"):
+    for name in cli.COMMANDS.keys() - {"configs"}:
         status, out, _ = console(monkeypatch, capsys, name, "--help")
         assert (status, bool(out)) == (0, True), name
     assert console(monkeypatch, capsys, "train", "--config=gpt_tinny")[0] == 2
@@ -216,13 +216,12 @@ def test_console_script_runs_each_command(monkeypatch, capsys):
     assert planned[0] == 0 and planned[1].startswith("plan of gpt_tiny") and "1 x A100" in planned[1]
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_knows_commands_recipes_and_fields(shell, capsys):
+def test_completion_knows_commands_recipes_and_options(capsys):
     with pytest.raises(SystemExit) as end:
-        completion.main([shell])
+        completion.main(["bash"])  # tyro writes those of other shells from the same description
     script = capsys.readouterr().out
     assert end.value.code in (0, None)
-    for word in ("preprocess", "llama3_70b", "training.global_batch_size", "rope.scaling"):
+    for word in ("preprocess", "llama3_70b", "training.global_batch_size", "rope.scaling", "temperature", "prompt"):
         assert word in script
 
 
