@@ -77,7 +77,7 @@ def estimates() -> list[Estimate]:
 def summary(found: list[Estimate]) -> str:
     errors = [100 * one.error for one in found]
     return (
-        f"of {len(found)} steps measured on one and on four GPUs the time was estimated between {-min(errors):.0f} % "
+        f"For {len(found)} steps measured on one and on four GPUs, the estimated time was between {-min(errors):.0f} % "
         f"too short and {max(errors):.0f} % too long"
     )
 
