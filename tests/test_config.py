@@ -277,8 +277,8 @@ def test_own_data_need_only_their_source_and_paths(tmp_path, caplog):
     config = override(recipe, typed).check_on(1)
     assert config.data.text == () and config.data.tokenizer == "null:3001"
     assert config.model.vocab_size == 3001 and config.optimizer.warmup_steps == 1
-    assert "model.vocab_size=3001 to fit what was given; the recipe has 2048" in caplog.text
-    assert "optimizer.warmup_steps=1 to fit what was given; the recipe has 30" in caplog.text
+    assert "model.vocab_size=3001, adapted to the overrides (the recipe has 2048)" in caplog.text
+    assert "optimizer.warmup_steps=1, adapted to the overrides (the recipe has 30)" in caplog.text
     # What is typed stays as it is, and is refused if it contradicts something else that is typed.
     for argument, message in {
         "--data.text=stdlib": "data.text=.* is not read with data.source=indexed",
