@@ -239,7 +239,8 @@ def override(config: Config, overrides: Iterable[str] | Mapping[str, Any]) -> Co
         if name in MOVED:
             raise ValueError(f"--{name} is now --{MOVED[name]}")
         if name not in fields:
-            raise ValueError(f"--{name} is unknown{did_you_mean(name, fields, '--')}; --help shows all fields")
+            hint = did_you_mean(name, fields, "--") or "; --help shows all fields"
+            raise ValueError(f"--{name} is unknown{hint}")
         words.append(_words(argument, fields[name]))
     if not words:
         return config
