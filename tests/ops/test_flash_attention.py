@@ -62,12 +62,12 @@ def test_tiles_hold_all_that_is_seen_and_those_in_the_middle_are_seen_wholly():
 
 @pytest.mark.parametrize("bytes_of_head", [1, 1 << 30], ids=["tile by tile", "head by head"])
 def test_every_tile_is_taken_once_and_those_of_a_head_in_order(bytes_of_head):
-    given = schedule.Schedule(batch=3, heads=4, tiles=5, bytes_of_head=bytes_of_head, last_first=True)
-    taken = [tuple(map(int, given._tile(index, lambda b, number: (0, 0, 0, 0))[4:])) for index in range(given.count)]
+    tiles = schedule.Schedule(batch=3, heads=4, tiles=5, bytes_of_head=bytes_of_head, last_first=True)
+    taken = [tuple(map(int, tiles._tile(index, lambda b, number: (0, 0, 0, 0))[4:])) for index in range(tiles.count)]
     assert sorted(taken) == [(number, b, head) for number in range(5) for b in range(3) for head in range(4)]
     for b, head in {tuple(rest) for _, *rest in taken}:
         assert [number for number, *rest in taken if rest == [b, head]] == [4, 3, 2, 1, 0]
-    assert given.head_by_head == (bytes_of_head > 1)
+    assert tiles.head_by_head == (bytes_of_head > 1)
 
 
 def check_ranges(ranges, sees, block, other):
@@ -106,9 +106,9 @@ def test_op_gives_the_kernel_its_part_of_packed_documents(sizes, options, make_t
     monkeypatch.setattr(kernel, "forward", stand_in_forward)
     ordered = []
 
-    def backward(*given, **options):
+    def backward(*arrays, **options):
         ordered.append(options.pop("ordered"))
-        return stand_in_backward(*given, **options)
+        return stand_in_backward(*arrays, **options)
 
     monkeypatch.setattr(kernel, "backward", backward)
     B, T, N, K, H = 4, 16, 4, 2, 8
@@ -256,8 +256,8 @@ for length, head_dim, dtype, soft_cap in ((1000, 128, "bfloat16", None), (500, 2
         def array(heads):
             spec = activation_spec((4, length, heads, head_dim), ("batch", "time", "heads", None))
             return jax.ShapeDtypeStruct((4, length, heads, head_dim), dtype, sharding=NamedSharding(mesh, spec))
-        given = array(8), array(4), array(4), jax.ShapeDtypeStruct((4, length), jnp.int32), array(8)
-        text = jax.jit(run, static_argnums=5).lower(*given, soft_cap).compile().as_text()
+        arrays = array(8), array(4), array(4), jax.ShapeDtypeStruct((4, length), jnp.int32), array(8)
+        text = jax.jit(run, static_argnums=5).lower(*arrays, soft_cap).compile().as_text()
     print(length, text.count('custom_call_target="mosaic_gpu'))
 
 def layers(q, k, v, d_out):
@@ -265,7 +265,7 @@ def layers(q, k, v, d_out):
     return jax.vjp(lambda q, k, v: attend(attend(q, k, v), k, v), q, k, v)[1](d_out)
 
 with jax.set_mesh(mesh):
-    text = jax.jit(layers).lower(*given[:3], given[4]).compile().as_text()
+    text = jax.jit(layers).lower(*arrays[:3], arrays[4]).compile().as_text()
 zeros = [line for line in text.splitlines() if " = (f32[" in line and "broadcast" in line.split(" = ")[0]]
 print("zeros made at once:", len(zeros))
 """  # noqa: E501
