@@ -195,7 +195,8 @@ class OneStack(nnx.Module):
     """A model that is embed -> one stack, `layers` -> loss, which a pipeline can split into stages.
 
     A family derives from it and has `embed(batch, key) -> x`, `block_inputs(batch) -> dict`, `loss(x, batch, options)
-    -> LossTerms`, `label_scores(x, batch) -> TokenScores` and `logits`. `block_inputs` reads no weights: in a pipeline each stage computes them itself.
+    -> LossTerms`, `label_scores(x, batch) -> TokenScores` and `logits`. `block_inputs` reads no weights: in a pipeline
+    each stage computes them itself.
     """
 
     def terms(self, batch: dict, key: DropoutKey | None, options: LossOptions) -> LossTerms:

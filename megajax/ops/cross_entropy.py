@@ -261,7 +261,7 @@ def _dot(dtype):
 
 
 def _logits(x_CD, head_DV, bias_V, vocab, logit_options):
-    """-> (logits float32 [C, V / devices], the ids of these tokens, a function that replaces the entries of padding)."""
+    """-> (logits float32 [C, V / devices], the ids of these tokens, a function that replaces entries of padding)."""
     logits_CV = finish_logits(_dot(x_CD.dtype)("cd,dv->cv", x_CD, head_DV), bias_V, *logit_options)
     token_V = lax.axis_index(VOCAB_AXES) * head_DV.shape[1] + jnp.arange(head_DV.shape[1])
     is_padded = head_DV.shape[1] * lax.axis_size(VOCAB_AXES) > vocab
