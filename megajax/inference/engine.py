@@ -6,7 +6,6 @@ B, T and S are rounded up to powers of two, so that a few programs serve all req
 
 import dataclasses
 import functools
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,13 +17,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from megajax.data.tokenizers.tokenizer import Tokenizer, end_ids
+from megajax.inference.load import load_model, serving_params
 from megajax.inference.sampling import RowSampling, Sampling
-from megajax.mesh import MeshConfig, make_mesh
+from megajax.mesh import MeshConfig
 from megajax.models.model import Model
-from megajax.sharding import constrain, with_shardings
-from megajax.sources import open_source
-
-logger = logging.getLogger("megajax")
+from megajax.sharding import constrain
 
 MIN_PROMPT = 16  # smallest T
 MIN_CACHE = 64  # smallest S
@@ -73,28 +70,9 @@ class Engine:
         directory holds no run, no checkpoint or not that step, if the step or the tokenizer is damaged or does not
         belong to the run, or if the mesh does not divide the model.
         """
-        source = open_source(run_dir, step)
-        mesh_config = mesh or MeshConfig()
-        config = source.config
-        if mesh_config.pipeline > 1:
-            raise ValueError(
-                f"mesh.pipeline={mesh_config.pipeline}: generation does not support pipelines; use --mesh.tensor or "
-                "--mesh.fsdp"
-            )
-        mesh_config.check()
-        config.model.check(mesh_config, config.training.sequence_length, config.execution)
-        tokenizer = source.tokenizer()
-        devices = jax.devices()
-        if -1 in mesh_config.sizes().values() or mesh_config.num_devices > len(devices):
-            mesh_config = mesh_config.resolve(len(devices))
-            config.model.check(mesh_config, config.training.sequence_length, config.execution)
-        mesh = make_mesh(mesh_config, devices[: mesh_config.num_devices])
-        model = Model(config.model, config.precision, config.execution)
-        target = with_shardings(serving_params(model), model.shardings(mesh))
-        params = source.restore_params(target, model.layer_rows)
-        logger.info("loaded %s", source)
-        start_ids = getattr(tokenizer, "start_ids", ()) if source.is_foreign else ()
-        return Engine(model, params, mesh, tokenizer, start_ids=start_ids)
+        loaded = load_model(run_dir, mesh, step)
+        parts = (loaded.model, loaded.params, loaded.mesh, loaded.tokenizer)
+        return Engine(*parts, start_ids=loaded.start_ids)
 
     # ------------------------------------------------------------------ whole generations
 
@@ -214,14 +192,6 @@ class _Row:
     prompt: list[int]
     new: list[int] = dataclasses.field(default_factory=list)
     is_finished: bool = False
-
-
-def serving_params(model: Model):
-    """Abstract weights for inference: matrices in the compute dtype, all else as stored.
-
-    Layers cast their matrices to the compute dtype anyway, so results are the same, and a token reads half the memory.
-    """
-    return model.cast_weights(model.precision.compute_dtype)
 
 
 # ----------------------------------------------------------------------------- device side
