@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 from pathlib import Path
+from typing import Literal
 
 import jax
 from jax.sharding import Mesh
@@ -28,10 +29,16 @@ class LoadedModel:
     """Tokens that precede every text: those of the tokenizer, for weights from other frameworks."""
 
 
-def load_model(path: str | Path, mesh: MeshConfig | None = None, step: int | None = None) -> LoadedModel:
+def load_model(
+    path: str | Path,
+    mesh: MeshConfig | None = None,
+    step: int | None = None,
+    compute: Literal["float32", "bfloat16"] | None = None,
+) -> LoadedModel:
     """The model of a run directory, with the parameters of one step (default: the newest), or of a Hugging Face folder.
 
-    mesh: default one device; a mesh smaller than the machine takes its first devices. Raises ValueError if the
+    mesh: default one device; a mesh smaller than the machine takes its first devices. compute: in place of
+    precision.compute of the run. Raises ValueError if the
     directory holds no run, no checkpoint or not that step, if the step or the tokenizer is damaged or does not belong
     to the run, or if the mesh does not divide the model or has a pipeline.
     """
@@ -51,7 +58,8 @@ def load_model(path: str | Path, mesh: MeshConfig | None = None, step: int | Non
         mesh_config = mesh_config.resolve(len(devices))
         config.model.check(mesh_config, config.training.sequence_length, config.execution)
     device_mesh = make_mesh(mesh_config, devices[: mesh_config.num_devices])
-    model = Model(config.model, config.precision, config.execution)
+    precision = dataclasses.replace(config.precision, compute=compute or config.precision.compute)
+    model = Model(config.model, precision, config.execution)
     params = restore(source, model, device_mesh)
     start_ids = getattr(tokenizer, "start_ids", ()) if source.is_foreign else ()
     return LoadedModel(source, model, params, device_mesh, tokenizer, tuple(start_ids))
