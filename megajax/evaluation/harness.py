@@ -6,6 +6,7 @@ Needs pip install 'megajax[evaluation]'. Importing this module registers the mod
     lm_eval.simple_evaluate(model="megajax", model_args={"run": "runs/a"}, tasks=["hellaswag"])
 """
 
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ from lm_eval.tasks import TaskManager
 
 from megajax.evaluation.text_model import TextModel, sampling_of
 from megajax.mesh import MeshConfig
+
+BOOTSTRAP_SAMPLES = 1000  # for the standard error of metrics that are not means: its own error is 2 %
 
 
 @register_model("megajax")
@@ -84,9 +87,15 @@ class HarnessModel(LM):
         return self.model.tokenizer.identity
 
 
+@functools.cache
+def _task_manager(include_path: str | None) -> TaskManager:
+    """Reads thousands of files."""
+    return TaskManager(include_path=include_path)
+
+
 def check_tasks(tasks: Sequence[str], include_path: str | None = None) -> None:
     """Raises ValueError for a task that lm-eval does not know."""
-    manager = TaskManager(include_path=include_path)
+    manager = _task_manager(include_path)
     if unknown := [name for name in tasks if not manager.match_tasks([name]) and not Path(name).is_file()]:
         raise ValueError(
             f"tasks={','.join(unknown)}: unknown to lm-eval; `lm-eval ls tasks` lists its tasks, and --include_path "
@@ -109,8 +118,9 @@ def evaluate(
         tasks=list(tasks),
         num_fewshot=num_fewshot,
         limit=limit,
-        task_manager=TaskManager(include_path=include_path),
+        task_manager=_task_manager(include_path),
         apply_chat_template=apply_chat_template,
         log_samples=False,
+        bootstrap_iters=BOOTSTRAP_SAMPLES,
     )
     return json.loads(json.dumps(found["results"], default=float))

@@ -1,7 +1,7 @@
 """A loaded model as functions of texts: how likely a text is, and how it continues.
 
 A text becomes tokens as in infer.py: `start_ids` of the tokenizer (<s>) precede it if the weights come from another
-framework. A document begins after these, or else after the end-of-document token, as in training.
+framework. A document begins after `TextModel.prefix`, which for runs is the end-of-document token, as in training.
 """
 
 import collections
@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from megajax.data.tokenizers.chat_template import ChatTemplate, load_chat_template
-from megajax.data.tokenizers.tokenizer import Tokenizer
+from megajax.data.tokenizers.tokenizer import Tokenizer, configured_tokens
 from megajax.evaluation.scorer import BATCH_TOKENS, Scorer
 from megajax.evaluation.windows import windows
 from megajax.inference.engine import Engine
@@ -77,21 +77,25 @@ class TextModel:
         """Continues with the weights of another step of the same run; nothing is compiled again."""
         assert isinstance(self.source, SavedStep), self.source
         source = open_source(self.source.run_dir, step)
-        users = [self.scorer, *([self._engine] if "_engine" in self.__dict__ else [])]
-        for user in users:
-            user.params = {}  # frees the memory of the old weights
-        params = restore(source, self.scorer.model, self.scorer.mesh)
-        for user in users:
-            user.params = params
+        has_engine = "_engine" in self.__dict__
+        self.scorer.params = {}  # frees the memory of the old weights
+        if has_engine:
+            self._engine.params = {}
+        self.scorer.params = restore(source, self.scorer.model, self.scorer.mesh)
+        if has_engine:
+            self._engine.use(self.scorer.params)
         self.source = source
 
     # ------------------------------------------------------------------ tokens
 
     @property
     def prefix(self) -> list[int]:
-        """The tokens that a document begins after; empty if the tokenizer has none."""
-        end = self.tokenizer.eod_id
-        return self.start or ([] if end is None else [end])
+        """The tokens that a document begins after: `start`, or else the token that the tokenizer of another framework
+        calls bos_token, or else the end-of-document token. Empty if there is none."""
+        path = getattr(self.tokenizer, "path", None)
+        name = configured_tokens(path).get("bos_token") if path and self.source.is_foreign else None
+        begin = self.tokenizer.eod_id if name is None else self.tokenizer.token_id(name)
+        return self.start or ([] if begin is None else [begin])
 
     def encode(self, text: str, *, is_rendered: bool = False) -> list[int]:
         """The tokens of a prompt. is_rendered: by a chat template, so that names of special tokens become these
@@ -177,7 +181,7 @@ class TextModel:
         return Engine(scorer.model, scorer.params, scorer.mesh, self.tokenizer, start_ids=self.start)
 
     def generate(self, requests: Sequence[tuple[str, Sampling]], *, is_rendered: bool = False) -> list[str]:
-        """The continuation of each context, without the stop text that ends it.
+        """The continuation of each context, without the stop text that ends it and without special tokens.
 
         Of a context that leaves no room for max_tokens the beginning is not read. Requests with the same context and
         settings get different seeds.
@@ -205,7 +209,9 @@ class TextModel:
         return results
 
     def _text_after(self, tokens: Sequence[int], new: Sequence[int]) -> str:
-        """Text of the new tokens as a continuation: some tokenizers drop a leading space."""
+        """Text of the new tokens as a continuation (some tokenizers drop a leading space), without special tokens."""
+        special = set(self.tokenizer.special_tokens.values())
+        new = [token for token in new if token not in special]
         before = self.tokenizer.decode(tokens)
         whole = self.tokenizer.decode([*tokens, *new])
         return whole[len(before) :] if whole.startswith(before) else self.tokenizer.decode(new)

@@ -33,39 +33,30 @@ def random_weights(model: Model, seed: int) -> dict:
 
 
 @pytest.fixture(scope="session")
-def write_run():
-    """(directory, steps, **training) -> a run with these checkpoints, with bytes as its tokens."""
-
-    def write(run_dir, steps=(1, 2), **training):
-        config = Config(model=MODEL, precision=FLOAT32, run_dir=str(run_dir))
-        config = dataclasses.replace(
-            config,
-            data=dataclasses.replace(config.data, tokenizer="bytes"),
-            training=dataclasses.replace(config.training, sequence_length=64, **training),
-            checkpoint=dataclasses.replace(config.checkpoint, keep=0),
-        )
-        run_dir.mkdir(exist_ok=True)
-        (run_dir / "config.json").write_text(config.to_json())
-        model = Model(MODEL, FLOAT32)
-        shardings = model.shardings(make_mesh(MeshConfig(), jax.devices()[:1]))
-        with Checkpointer(run_dir, config.checkpoint) as checkpointer:
-            for step in steps:
-                params = jax.device_put(random_weights(model, step), shardings)
-                checkpointer.save(step, params, {"count": jnp.int32(0)}, {})
-        return run_dir
-
-    return write
-
-
-@pytest.fixture(scope="session")
-def run_dir(write_run, tmp_path_factory):
-    return write_run(tmp_path_factory.mktemp("evaluated") / "run")
+def run_dir(tmp_path_factory):
+    """A run of two steps, both saved, with bytes as its tokens."""
+    run_dir = tmp_path_factory.mktemp("run")
+    config = Config(model=MODEL, precision=FLOAT32, run_dir=str(run_dir))
+    config = dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, tokenizer="bytes"),
+        training=dataclasses.replace(config.training, sequence_length=64, steps=2),
+        checkpoint=dataclasses.replace(config.checkpoint, keep=0),
+    )
+    (run_dir / "config.json").write_text(config.to_json())
+    model = Model(MODEL, FLOAT32)
+    shardings = model.shardings(make_mesh(MeshConfig(), jax.devices()[:1]))
+    with Checkpointer(run_dir, config.checkpoint) as checkpointer:
+        for step in (1, 2):
+            params = jax.device_put(random_weights(model, step), shardings)
+            checkpointer.save(step, params, {"count": jnp.int32(0)}, {})
+    return run_dir
 
 
 @pytest.fixture(scope="session")
 def text_model(run_dir):
-    """Reads 64 tokens at once, 256 in a batch."""
-    return TextModel.load(run_dir, batch_tokens=256)
+    """Step 2; reads 64 tokens at once, 128 in a batch."""
+    return TextModel.load(run_dir, batch_tokens=128)
 
 
 @pytest.fixture(scope="session")

@@ -30,16 +30,13 @@ def test_the_most_likely_token_is_marked(text_model, log_probs_by_hand):
 
 def test_batching_changes_only_rounding(text_model):
     scorer = text_model.scorer
-    together = scorer.score(SEQUENCES)
-    alone = [scorer.score([sequence])[0] for sequence in SEQUENCES[:4]]
-    small = Scorer(scorer.model, scorer.params, scorer.mesh, batch_tokens=1).score(SEQUENCES)
-    for other in (alone, small):
-        for one, many in zip(other, together, strict=False):
-            np.testing.assert_allclose(one.log_probs, many.log_probs, rtol=0, atol=TOLERANCE)
+    alone = Scorer(scorer.model, scorer.params, scorer.mesh, batch_tokens=1)
+    for one, many in zip(alone.score(SEQUENCES), scorer.score(SEQUENCES), strict=True):
+        np.testing.assert_allclose(one.log_probs, many.log_probs, rtol=0, atol=TOLERANCE)
 
 
 def test_a_mesh_scores_the_same(run_dir, text_model):
-    model = TextModel.load(run_dir, MeshConfig(fsdp=2, context=2, tensor=2), batch_tokens=256)
+    model = TextModel.load(run_dir, MeshConfig(fsdp=2, context=2, tensor=2), batch_tokens=128)
     chosen = [sequence for sequence in SEQUENCES if len(sequence) > 33]  # one program: 64 tokens in another order
     assert len(chosen) % 2  # the last row is padding
     for one, many in zip(text_model.scorer.score(chosen), model.scorer.score(chosen), strict=True):

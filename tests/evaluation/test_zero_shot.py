@@ -62,7 +62,8 @@ def test_wikitext_perplexity_per_token_and_word(text_model, log_probs_by_hand, t
 def test_lambada_counts_passages_whose_end_is_most_likely(text_model, monkeypatch, tmp_path, strict, ends):
     def likelihoods(texts):
         read = [bytes(text.tokens) for text in texts]
-        assert [(tokens[: text.num_context], tokens[text.num_context :]) for tokens, text in zip(read, texts)] == ends
+        counts = [text.num_context for text in texts]
+        assert [(tokens[:count], tokens[count:]) for tokens, count in zip(read, counts, strict=True)] == ends
         return [Likelihood(-1.0, True), Likelihood(-2.0, False), Likelihood(-0.5, True)]
 
     monkeypatch.setattr(text_model, "likelihoods", likelihoods)

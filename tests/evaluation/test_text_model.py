@@ -1,0 +1,69 @@
+"""Texts become tokens as lm-eval defines it, and generations keep to their settings."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from megajax.evaluation.text_model import TextModel, TokenText, sampling_of
+from megajax.inference.sampling import Sampling
+
+END = 256
+
+
+@pytest.mark.parametrize(
+    "context, text, num_context",
+    [("The sky is", " blue", 10), ("The sky is ", "blue", 10), ("The sky is \n", "blue", 10)],
+)
+def test_white_space_before_a_continuation_belongs_to_it(text_model, context, text, num_context):
+    assert text_model.continuation(context, text) == TokenText(list((context + text).encode()), num_context)
+
+
+def test_a_text_without_context_begins_a_document(text_model):
+    assert text_model.continuation("", "ab") == text_model.document("ab") == TokenText([END, *b"ab"], 1)
+
+
+def test_of_a_long_context_the_end_is_read(text_model, log_probs_by_hand, caplog):
+    text = text_model.continuation("x" * 80, " yes")
+    (found,) = text_model.likelihoods([text])
+    log_probs = log_probs_by_hand(list(b"x" * 61 + b" yes"))[-4:]
+    assert found.log_prob == pytest.approx(log_probs[np.arange(4), list(b" yes")].sum(), rel=1e-5)
+    assert "1 of 1 texts are longer than max_length=64" in caplog.text
+
+
+def test_generation_cuts_contexts_and_texts_and_gives_repeats_their_own_seeds(text_model, monkeypatch):
+    calls = []
+
+    class FakeEngine:
+        def generate_tokens(self, prompts, sampling):
+            calls.append((list(map(bytes, prompts)), sampling.seed))
+            return [list(b" upon a time\nand")] * len(prompts)
+
+    monkeypatch.setitem(text_model.__dict__, "_engine", FakeEngine())
+    to_newline = Sampling(max_tokens=16, temperature=0.0, stop=("\n", "and"))
+    to_letter = dataclasses.replace(to_newline, stop=("a",))
+    requests = [("Once", to_newline), ("A" * 20 + "B" * 48, to_newline), ("Once", to_letter), ("Once", to_newline)]
+    assert text_model.generate(requests) == [" upon a time", " upon a time", " upon ", " upon a time"]
+    assert calls == [([b"B" * 48, b"Once"], 0), ([b"Once"], 0), ([b"Once"], 1)]
+    with pytest.raises(ValueError, match="max_tokens=64 leaves no room for a context in max_length=64"):
+        text_model.generate([("Once", Sampling(max_tokens=64))])
+
+
+@pytest.mark.parametrize(
+    "settings, sampling",
+    [
+        ({}, Sampling(max_tokens=256, temperature=0.0)),
+        ({"until": "a", "max_gen_toks": 3}, Sampling(max_tokens=3, temperature=0.0, stop=("a",))),
+        ({"until": ["a", ""], "do_sample": False, "temperature": 0.7}, Sampling(256, 0.0, stop=("a",))),
+        ({"do_sample": True, "top_k": 5}, Sampling(256, 1.0, top_k=5)),
+        ({"temperature": 0.5, "top_p": 0.9, "num_beams": 2}, Sampling(256, 0.5, top_p=0.9)),
+    ],
+)
+def test_settings_of_lm_eval(settings, sampling, caplog):
+    assert sampling_of(settings) == sampling
+    assert ("num_beams=2" in caplog.text) == ("num_beams" in settings)
+
+
+def test_a_length_that_the_model_does_not_support_is_refused(run_dir):
+    with pytest.raises(ValueError, match="max_length=65 must be at least 1 and at most model.max_positions=64"):
+        TextModel.load(run_dir, max_length=65)
