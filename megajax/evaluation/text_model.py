@@ -18,7 +18,7 @@ from megajax.data.tokenizers.chat_template import ChatTemplate, load_chat_templa
 from megajax.data.tokenizers.tokenizer import Tokenizer, configured_tokens
 from megajax.evaluation.scorer import BATCH_TOKENS, Scorer
 from megajax.evaluation.windows import windows
-from megajax.inference.engine import Engine
+from megajax.inference.engine import Engine, ServingConfig
 from megajax.inference.load import LoadedModel, load_model, restore
 from megajax.inference.sampling import Sampling
 from megajax.mesh import MeshConfig
@@ -27,7 +27,6 @@ from megajax.sources import SavedStep, Source, open_source
 logger = logging.getLogger("megajax")
 
 WINDOWS_AT_ONCE = 1024  # that are sorted by length into batches
-GENERATED_AT_ONCE = 64  # continuations
 MAX_NEW_TOKENS = 256  # of a continuation whose settings do not say it (lm-eval's number)
 
 
@@ -178,7 +177,8 @@ class TextModel:
     @functools.cached_property
     def _engine(self) -> Engine:
         scorer = self.scorer
-        return Engine(scorer.model, scorer.params, scorer.mesh, self.tokenizer, start_ids=self.start)
+        serving = ServingConfig(max_length=self.max_length)
+        return Engine(scorer.model, scorer.params, scorer.mesh, self.tokenizer, serving=serving)
 
     def generate(self, requests: Sequence[tuple[str, Sampling]], *, is_rendered: bool = False) -> list[str]:
         """The continuation of each context, without the stop text that ends it and without special tokens.
@@ -200,12 +200,9 @@ class TextModel:
                 raise ValueError(f"max_tokens={sampling.max_tokens} leaves no room for a context in max_length="
                                  f"{self.max_length}; use a larger --max_length")  # fmt: skip
             members = [(tokens[-room:], number) for tokens, number in members]
-            members.sort(key=lambda member: -len(member[0]))
-            for start in range(0, len(members), GENERATED_AT_ONCE):
-                part = members[start : start + GENERATED_AT_ONCE]
-                new = self._engine.generate_tokens([tokens for tokens, _ in part], sampling)
-                for (tokens, number), found in zip(part, new, strict=True):
-                    results[number] = _until(self._text_after(tokens, found), sampling.stop)
+            generated = self._engine.generate_tokens([tokens for tokens, _ in members], sampling)
+            for (tokens, number), new in zip(members, generated, strict=True):
+                results[number] = _until(self._text_after(tokens, new), sampling.stop)
         return results
 
     def _text_after(self, tokens: Sequence[int], new: Sequence[int]) -> str:

@@ -44,7 +44,7 @@ def test_generation_cuts_contexts_and_texts_and_gives_repeats_their_own_seeds(te
     to_letter = dataclasses.replace(to_newline, stop=("a",))
     requests = [("Once", to_newline), ("A" * 20 + "B" * 48, to_newline), ("Once", to_letter), ("Once", to_newline)]
     assert text_model.generate(requests) == [" upon a time", " upon a time", " upon ", " upon a time"]
-    assert calls == [([b"B" * 48, b"Once"], 0), ([b"Once"], 0), ([b"Once"], 1)]
+    assert calls == [([b"Once", b"B" * 48], 0), ([b"Once"], 0), ([b"Once"], 1)]
     with pytest.raises(ValueError, match="max_tokens=64 leaves no room for a context in max_length=64"):
         text_model.generate([("Once", Sampling(max_tokens=64))])
 
