@@ -186,24 +186,29 @@ class TextModel:
         Of a context that leaves no room for max_tokens the beginning is not read. Requests with the same context and
         settings get different seeds.
         """
-        groups = collections.defaultdict(list)
+        prompts = []
         repeats: collections.Counter = collections.Counter()
-        for number, (context, sampling) in enumerate(requests):
-            seed = sampling.seed + repeats[context, sampling]
-            repeats[context, sampling] += 1
-            tokens = self.encode(context, is_rendered=is_rendered) or self.prefix
-            groups[dataclasses.replace(sampling, seed=seed)].append((tokens, number))
-        results = [""] * len(requests)
-        for sampling, members in groups.items():
+        for context, sampling in requests:
             room = self.max_length - sampling.max_tokens
             if room < 1:
-                raise ValueError(f"max_tokens={sampling.max_tokens} leaves no room for a context in max_length="
-                                 f"{self.max_length}; use a larger --max_length")  # fmt: skip
-            members = [(tokens[-room:], number) for tokens, number in members]
-            generated = self._engine.generate_tokens([tokens for tokens, _ in members], sampling)
-            for (tokens, number), new in zip(members, generated, strict=True):
-                results[number] = _until(self._text_after(tokens, new), sampling.stop)
-        return results
+                raise ValueError(
+                    f"max_tokens={sampling.max_tokens} leaves no room for a context in max_length={self.max_length}; "
+                    "use a larger --max_length"
+                )
+            key = context, repr(sampling)
+            sampling = dataclasses.replace(sampling, seed=sampling.seed + repeats[key])
+            repeats[key] += 1
+            tokens = self.encode(context, is_rendered=is_rendered) or self.prefix
+            prompts.append((tokens[-room:], sampling))
+        engine = self._engine
+        new = {engine.submit(*prompt): [] for prompt in prompts}
+        while engine.has_work:
+            for output in engine.step():
+                new[output.request] += output.tokens
+        return [
+            _until(self._text_after(tokens, found), sampling.stop)
+            for (tokens, sampling), found in zip(prompts, new.values(), strict=True)
+        ]
 
     def _text_after(self, tokens: Sequence[int], new: Sequence[int]) -> str:
         """Text of the new tokens as a continuation (some tokenizers drop a leading space), without special tokens."""

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from megajax.evaluation.text_model import TextModel, TokenText, sampling_of
+from megajax.inference.engine import Output
 from megajax.inference.sampling import Sampling
 
 END = 256
@@ -32,19 +33,28 @@ def test_of_a_long_context_the_end_is_read(text_model, log_probs_by_hand, caplog
 
 
 def test_generation_cuts_contexts_and_texts_and_gives_repeats_their_own_seeds(text_model, monkeypatch):
-    calls = []
+    submitted = []
 
     class FakeEngine:
-        def generate_tokens(self, prompts, sampling):
-            calls.append((list(map(bytes, prompts)), sampling.seed))
-            return [list(b" upon a time\nand")] * len(prompts)
+        has_work = True
+
+        def submit(self, prompt, sampling):
+            submitted.append((bytes(prompt), sampling.seed))
+            return len(submitted)
+
+        def step(self):
+            """Out of order, in two parts."""
+            self.has_work = False
+            for part in (b" upon a ti", b"me\nand"):
+                for request in range(len(submitted), 0, -1):
+                    yield Output(request, 0, list(part), "", None, None, None)
 
     monkeypatch.setitem(text_model.__dict__, "_engine", FakeEngine())
     to_newline = Sampling(max_tokens=16, temperature=0.0, stop=("\n", "and"))
     to_letter = dataclasses.replace(to_newline, stop=("a",))
     requests = [("Once", to_newline), ("A" * 20 + "B" * 48, to_newline), ("Once", to_letter), ("Once", to_newline)]
     assert text_model.generate(requests) == [" upon a time", " upon a time", " upon ", " upon a time"]
-    assert calls == [([b"Once", b"B" * 48], 0), ([b"Once"], 0), ([b"Once"], 1)]
+    assert submitted == [(b"Once", 0), (b"B" * 48, 0), (b"Once", 0), (b"Once", 1)]
     with pytest.raises(ValueError, match="max_tokens=64 leaves no room for a context in max_length=64"):
         text_model.generate([("Once", Sampling(max_tokens=64))])
 
