@@ -108,10 +108,14 @@ def write_tokenizer(folder) -> None:
 
 
 def write_small_llama(folder) -> None:
-    """With as many ids as its tokenizer."""
+    """With as many ids as its tokenizer, which begins every text with <s>."""
     options = LLAMA | dict(vocab_size=260)
     write_folder(folder, options, llama_tensors(options))
     write_tokenizer(folder)
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    begin = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.post_processor = begin
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 @pytest.fixture(scope="session")

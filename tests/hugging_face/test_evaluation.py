@@ -112,7 +112,11 @@ def run_theirs(folder: Path, tasks: Path, record) -> dict:
             return self.recorded("loglikelihood", requests)
 
         def loglikelihood_rolling(self, requests, disable_tqdm=True):
-            return self.recorded("loglikelihood_rolling", requests)
+            # By default it puts <s> before a text that the tokenizer has already begun with <s>, and scores the second.
+            self.add_bos_token = False
+            found = self.recorded("loglikelihood_rolling", requests)
+            self.add_bos_token = None
+            return found
 
         def generate_until(self, requests, disable_tqdm=True):
             return self.recorded("generate_until", requests)
