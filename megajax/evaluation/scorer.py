@@ -14,7 +14,6 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from megajax.inference.load import LoadedModel
 from megajax.models.model import Model
 from megajax.ops.cross_entropy import TokenScores
 from megajax.parallel.context import sequence_order
@@ -33,7 +32,7 @@ class Scores(NamedTuple):
 
 class Scorer:
     def __init__(self, model: Model, params: dict, mesh: Mesh, *, batch_tokens: int = BATCH_TOKENS):
-        """params: sharded over `mesh`, which has no pipeline; `params` may be replaced. batch_tokens: tokens read at a
+        """params: sharded over `mesh`, which has no pipeline; they may be replaced. batch_tokens: tokens read at a
         time, over all devices; a sequence that is longer is read alone."""
         if batch_tokens < 1:
             raise ValueError(f"batch_tokens={batch_tokens} must be at least 1")
@@ -42,10 +41,6 @@ class Scorer:
         self.mesh = mesh
         self.batch_tokens = batch_tokens
         self._score = jax.jit(lambda params, batch: _scores(model, params, batch))
-
-    @staticmethod
-    def of(loaded: LoadedModel, batch_tokens: int = BATCH_TOKENS) -> "Scorer":
-        return Scorer(loaded.model, loaded.params, loaded.mesh, batch_tokens=batch_tokens)
 
     @property
     def max_tokens(self) -> int | None:

@@ -19,7 +19,7 @@ from megajax.data.tokenizers.tokenizer import Tokenizer, configured_tokens
 from megajax.evaluation.scorer import BATCH_TOKENS, Scorer
 from megajax.evaluation.windows import windows
 from megajax.inference.engine import Engine, ServingConfig
-from megajax.inference.load import LoadedModel, load_model, restore
+from megajax.inference.load import OpenedModel, open_model
 from megajax.inference.sampling import Sampling
 from megajax.mesh import MeshConfig
 from megajax.sources import SavedStep, Source, open_source
@@ -45,20 +45,20 @@ class Likelihood(NamedTuple):
 
 
 class TextModel:
-    def __init__(self, loaded: LoadedModel, *, max_length: int | None = None, batch_tokens: int = BATCH_TOKENS):
-        """max_length: tokens that are read of a text; default: training.sequence_length. Raises ValueError if the
-        model does not support it."""
-        config = loaded.source.config
+    def __init__(self, opened: OpenedModel, *, max_length: int | None = None, batch_tokens: int = BATCH_TOKENS):
+        """Loads the weights. max_length: tokens that are read of a text; default: training.sequence_length. Raises
+        ValueError if the model does not support it."""
+        config = opened.source.config
         most = config.model.max_length
         max_length = config.training.sequence_length if max_length is None else max_length
         if max_length < 1 or (most is not None and max_length > most):
             limit = "" if most is None else f" and at most model.max_positions={most}"
             raise ValueError(f"max_length={max_length} must be at least 1{limit}")
-        self.source: Source = loaded.source
-        self.tokenizer: Tokenizer = loaded.tokenizer
+        self.tokenizer: Tokenizer = opened.tokenizer
         self.max_length = max_length
-        self.scorer = Scorer(loaded.model, loaded.params, loaded.mesh, batch_tokens=batch_tokens)
-        self.start = list(loaded.start_ids)
+        self.scorer = Scorer(opened.model, opened.restore(), opened.mesh, batch_tokens=batch_tokens)
+        self._opened = opened
+        self.start = list(opened.start_ids)
         """Tokens that precede every text."""
 
     @staticmethod
@@ -69,21 +69,26 @@ class TextModel:
         compute: Literal["float32", "bfloat16"] | None = None,
         **options,
     ) -> "TextModel":
-        """The model of a run directory or a Hugging Face folder; see `load_model`. options: of the constructor."""
-        return TextModel(load_model(path, mesh, step, compute), **options)
+        """The model of a run directory or a Hugging Face folder; see `open_model`. options: of the constructor."""
+        return TextModel(open_model(path, mesh, step, compute), **options)
+
+    @property
+    def source(self) -> Source:
+        """Where the weights come from."""
+        return self._opened.source
 
     def use_step(self, step: int) -> None:
         """Continues with the weights of another step of the same run; nothing is compiled again."""
         assert isinstance(self.source, SavedStep), self.source
-        source = open_source(self.source.run_dir, step)
+        self._opened = dataclasses.replace(self._opened, source=open_source(self.source.run_dir, step))
         has_engine = "_engine" in self.__dict__
         self.scorer.params = {}  # frees the memory of the old weights
         if has_engine:
             self._engine.params = {}
-        self.scorer.params = restore(source, self.scorer.model, self.scorer.mesh)
+        self.scorer.params = self._opened.restore()
         if has_engine:
+            self.scorer.params = self._opened.model.per_layer(self.scorer.params)
             self._engine.use(self.scorer.params)
-        self.source = source
 
     # ------------------------------------------------------------------ tokens
 
@@ -177,6 +182,7 @@ class TextModel:
     @functools.cached_property
     def _engine(self) -> Engine:
         scorer = self.scorer
+        scorer.params = scorer.model.per_layer(scorer.params)  # the form of the engine: both use the same arrays
         serving = ServingConfig(max_length=self.max_length)
         return Engine(scorer.model, scorer.params, scorer.mesh, self.tokenizer, serving=serving)
 

@@ -1,4 +1,4 @@
-"""Loads a model for inference: a step of a run, or a Hugging Face folder, on a mesh."""
+"""Opens a model for inference: a step of a run, or a Hugging Face folder, on a mesh."""
 
 import dataclasses
 import logging
@@ -18,29 +18,36 @@ logger = logging.getLogger("megajax")
 
 
 @dataclasses.dataclass(frozen=True)
-class LoadedModel:
+class OpenedModel:
+    """Everything but the weights, which `restore` reads."""
+
     source: Source
     model: Model
-    params: dict
-    """Sharded over `mesh`, with the dtypes of `serving_params`."""
     mesh: Mesh
     tokenizer: Tokenizer
     start_ids: tuple[int, ...]
     """Tokens that precede every text: those of the tokenizer, for weights from other frameworks."""
 
+    def restore(self) -> dict:
+        """The weights, sharded over the mesh, with the dtypes of `serving_params`."""
+        target = with_shardings(serving_params(self.model), self.model.shardings(self.mesh))
+        params = self.source.restore_params(target, self.model.layer_rows)
+        logger.info("loaded %s", self.source)
+        return params
 
-def load_model(
+
+def open_model(
     path: str | Path,
     mesh: MeshConfig | None = None,
     step: int | None = None,
     compute: Literal["float32", "bfloat16"] | None = None,
-) -> LoadedModel:
-    """The model of a run directory, with the parameters of one step (default: the newest), or of a Hugging Face folder.
+) -> OpenedModel:
+    """The model of a step of a run directory (default: the newest), or of a Hugging Face folder.
 
     mesh: default one device; a mesh smaller than the machine takes its first devices. compute: in place of
-    precision.compute of the run. Raises ValueError if the
-    directory holds no run, no checkpoint or not that step, if the step or the tokenizer is damaged or does not belong
-    to the run, or if the mesh does not divide the model or has a pipeline.
+    precision.compute of the run. Raises ValueError if the directory holds no run, no checkpoint or not that step, if
+    the step or the tokenizer is damaged or does not belong to the run, or if the mesh does not divide the model or has
+    a pipeline.
     """
     source = open_source(path, step)
     mesh_config = mesh or MeshConfig()
@@ -60,17 +67,8 @@ def load_model(
     device_mesh = make_mesh(mesh_config, devices[: mesh_config.num_devices])
     precision = dataclasses.replace(config.precision, compute=compute or config.precision.compute)
     model = Model(config.model, precision, config.execution)
-    params = restore(source, model, device_mesh)
     start_ids = getattr(tokenizer, "start_ids", ()) if source.is_foreign else ()
-    return LoadedModel(source, model, params, device_mesh, tokenizer, tuple(start_ids))
-
-
-def restore(source: Source, model: Model, mesh: Mesh) -> dict:
-    """The weights of a source for inference, sharded over `mesh`."""
-    target = with_shardings(serving_params(model), model.shardings(mesh))
-    params = source.restore_params(target, model.layer_rows)
-    logger.info("loaded %s", source)
-    return params
+    return OpenedModel(source, model, device_mesh, tokenizer, tuple(start_ids))
 
 
 def serving_params(model: Model):
