@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
+from megajax.inference.grammar import Matcher
 from megajax.inference.pages import PagePool
 from megajax.inference.sampling import Sampling, TokenLogprobs
 from megajax.inference.speculation import PromptLookup
@@ -62,6 +63,8 @@ class Sequence:
     num_pending: int = 0
     """Tokens that calls under way generate."""
     is_finished: bool = False
+    matcher: Matcher | None = None
+    """Which tokens may follow, if the text must follow a schema or a regular expression."""
     lookup: PromptLookup = dataclasses.field(default_factory=PromptLookup, repr=False)
 
     @property
@@ -213,11 +216,13 @@ class Scheduler:
     # ------------------------------------------------------------------ decoding
 
     def _decode(self, decoding: list[Sequence]) -> Decode | Wait:
-        if self.limits.draft_tokens and any(sequence.num_pending for sequence in decoding):
-            return Wait()  # a guess depends on the newest tokens
+        is_constrained = any(sequence.matcher is not None for sequence in decoding)
+        needs_newest = self.limits.draft_tokens or is_constrained
+        if needs_newest and any(sequence.num_pending for sequence in decoding):
+            return Wait()
         drafts = self._drafts(decoding)
         longest = max(sequence.limit - sequence.length for sequence in decoding)
-        num_steps = 1 if drafts else min(self.limits.decode_steps, longest)
+        num_steps = 1 if drafts or is_constrained else min(self.limits.decode_steps, longest)
         runs = [self._run(sequence, num_steps, drafts.get(sequence, ())) for sequence in decoding]
         if self._missing(runs) <= self.pool.num_free:
             return self._started(runs, num_steps)
@@ -238,7 +243,7 @@ class Scheduler:
         spare = self.limits.num_rows - len(decoding) if self.limits.draft_tokens else 0
         for sequence in decoding:
             most = min(self.limits.draft_tokens, spare, sequence.limit - sequence.length - 1)
-            if most > 0 and not sequence.request.sampling.has_adjusted_logits:
+            if most > 0 and not sequence.request.sampling.has_adjusted_logits and sequence.matcher is None:
                 drafts[sequence] = sequence.lookup.guess(sequence.tokens, most)
                 spare -= len(drafts[sequence])
         return {sequence: draft for sequence, draft in drafts.items() if draft}
