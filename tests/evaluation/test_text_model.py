@@ -77,3 +77,23 @@ def test_settings_of_lm_eval(settings, sampling, caplog):
 def test_a_length_that_the_model_does_not_support_is_refused(run_dir):
     with pytest.raises(ValueError, match="max_length=65 must be at least 1 and at most model.max_positions=64"):
         TextModel.load(run_dir, max_length=65)
+
+
+@pytest.mark.slow
+def test_another_step_is_used_for_likelihoods_and_generations(run_dir):
+    greedy = [("Once", Sampling(max_tokens=8, temperature=0.0))]
+    text = [TokenText(list(b"Once upon"), 4)]
+
+    def results(model):
+        before = model.likelihoods(text)[0].log_prob
+        generated = model.generate(greedy)
+        after = model.likelihoods(text)[0].log_prob  # the weights are now in the form of the engine
+        assert after == pytest.approx(before, rel=1e-6)
+        return after, *generated
+
+    model = TextModel.load(run_dir, step=1)
+    first = results(model)
+    model.use_step(2)
+    log_prob, generated = results(TextModel.load(run_dir, step=2))
+    assert results(model) == (pytest.approx(log_prob, rel=1e-6), generated)
+    assert generated != first[1]
