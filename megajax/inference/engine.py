@@ -41,6 +41,7 @@ MIN_CHUNK = 16  # tokens of the smallest prefill program
 MIN_TABLE = 16  # pages of the smallest table, where its size matters
 MAX_CHUNKS = 16  # sequences whose prompts one call computes
 DEFAULT_MAX_LENGTH = 8192  # tokens of a sequence, for models without a limit
+WARM_UP_THREADS = 8  # each compiles a program
 HOST_POOL_BYTES = 2**30  # of the pool where the device does not say how much memory it has
 PAGE_DTYPES = {"int8": jnp.int8, "float8": jnp.float8_e4m3fn}
 
@@ -225,8 +226,8 @@ class Engine:
         Forgets the prefix cache. Requests that run continue with the keys and values of the old parameters.
         """
         self.params = self.model.per_layer(_cast(self.model, params))
-        if hasattr(self, "pool"):
-            self.pool.forget()
+        if hasattr(self, "scheduler"):
+            self.scheduler.forget()
 
     @staticmethod
     def from_run(
@@ -638,7 +639,7 @@ class Engine:
             arguments = self._put((batch, nobody[self._num_chunks], np.bool_(False)))
             self._compile(("prefill", len(batch.tokens_T), len(batch.table_P)), self._prefill, *arguments)
 
-        with ThreadPoolExecutor() as threads:
+        with ThreadPoolExecutor(WARM_UP_THREADS) as threads:
             list(threads.map(lambda job: job[0](job[1]), [
                 *((compile_decode, batch) for batch in batches), *((compile_prefill, batch) for batch in prompts)
             ]))  # fmt: skip
