@@ -19,6 +19,7 @@ COMMANDS = {
     "generate": ("megajax.cli.infer", ("generate",), "continue prompts with a trained model"),
     "chat": ("megajax.cli.infer", ("chat",), "chat with a model in the terminal"),
     "bench": ("megajax.cli.infer", ("bench",), "measure prefill and decode speed"),
+    "evaluate": ("megajax.evaluation.__main__", (), "perplexity, LAMBADA, WikiText and lm-eval of a model"),
     "preprocess": ("megajax.data.preprocess", (), "convert text to tokens on disk"),
     "inspect": ("megajax.data.inspect", (), "inspect tokens on disk"),
     "export": ("megajax.convert.export", (), "write only the parameters of a run, for serving"),

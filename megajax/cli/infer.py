@@ -37,14 +37,14 @@ def chat(options: argparse.Namespace) -> None:
     sampling = _sampling(options)
     engine = _engine(options)
     room = engine.room_for_prompt(sampling.max_tokens)
-    if room is not None and room < 1:
+    if room < 1:
         most = sampling.max_tokens + room - 1
         raise ValueError(f"max_tokens={sampling.max_tokens} leaves no room for a prompt; use at most {most}")
     context = ""
     while line := _read_line():
         context += line + "\n"
         tokens = engine.encode(context)
-        if room is not None and len(tokens) > room:
+        if len(tokens) > room:
             context = engine.tokenizer.decode(tokens[-room:])
             print("(the beginning of the conversation no longer fits and is forgotten)", file=sys.stderr)
         (text,) = engine.generate([context], sampling)
@@ -83,7 +83,8 @@ def _engine(options: argparse.Namespace):
 def _sampling(options: argparse.Namespace):
     from megajax.inference.sampling import Sampling
 
-    fields = {field.name: getattr(options, field.name) for field in dataclasses.fields(Sampling)}
+    names = {field.name for field in dataclasses.fields(Sampling)} & set(vars(options))
+    fields = {name: getattr(options, name) for name in names}
     sampling = Sampling(**fields | {"stop": tuple(options.stop)})
     sampling.check()
     return sampling
