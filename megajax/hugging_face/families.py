@@ -300,7 +300,7 @@ FAMILIES: tuple[Family, ...] = (
         "GPTJForCausalLM",
         "gptj",
         _LAYER_NORM | dict(mlp_bias=True, parallel_residual="one_norm", head_bias=True),
-        (*_GPT2, _UNTIED, Rope(interleaved=True, rotated="rotary_dim")),
+        (*_GPT2, _UNTIED, Rope(interleaved=True, rotated=("rotary_dim", 64))),
         weights.GPTJ,
     ),
     Family(

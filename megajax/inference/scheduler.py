@@ -63,6 +63,8 @@ class Sequence:
     num_pending: int = 0
     """Tokens that calls under way generate."""
     is_finished: bool = False
+    shares_pages: bool = True
+    """Whether its pages may enter the prefix cache: not if they were computed with other parameters."""
     matcher: Matcher | None = None
     """Which tokens may follow, if the text must follow a schema or a regular expression."""
     lookup: PromptLookup = dataclasses.field(default_factory=PromptLookup, repr=False)
@@ -185,9 +187,19 @@ class Scheduler:
         sequence = chunk.sequence
         sequence.num_written = chunk.end
         # Already now: a later sequence of the same call may use these pages, since keys are written before any is read.
-        self.pool.register(sequence.tokens[: chunk.end], sequence.pages)
+        self._register(sequence, chunk.end)
         if chunk.is_last:
             sequence.num_pending += 1
+
+    def _register(self, sequence: Sequence, num_tokens: int) -> None:
+        if sequence.shares_pages:
+            self.pool.register(sequence.tokens[:num_tokens], sequence.pages)
+
+    def forget(self) -> None:
+        """Empties the prefix cache, for other parameters; what runs continues."""
+        self.pool.forget()
+        for sequence in self.running:
+            sequence.shares_pages = False
 
     def _admit(self, sequence: Sequence) -> bool:
         if not self._rows:
@@ -205,6 +217,7 @@ class Scheduler:
         sequence.num_written = len(shared) * self.pool.page_size
         sequence.num_to_prefill = len(sequence.tokens)
         sequence.row = self._rows.pop()
+        sequence.shares_pages = True
         self.running.append(sequence)
         if shares:
             self.prefix_queries += len(sequence.tokens)
@@ -286,7 +299,7 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         written = min(sequence.num_written, len(sequence.tokens) - 1)
-        self.pool.register(sequence.tokens[: max(written, 0)], sequence.pages)
+        self._register(sequence, max(written, 0))
         self.pool.release(sequence.pages)
         self._rows.append(sequence.row)
         self.running.remove(sequence)

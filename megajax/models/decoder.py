@@ -27,7 +27,7 @@ from megajax.mesh import MeshConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.models.interface import BatchArray, LossOptions, LossTerms, ModelConfig, OneStack
 from megajax.ops.activation import Activation
-from megajax.ops.cross_entropy import cross_entropy, finish_logits, most_likely
+from megajax.ops.cross_entropy import TokenScores, cross_entropy, finish_logits, token_scores
 from megajax.ops.embedding import embed
 from megajax.ops.matmul import matmul
 from megajax.parallel.context import current_order
@@ -322,7 +322,7 @@ class DecoderConfig(ModelConfig):
                 f"model.mtp_layers={self.mtp_layers}: layers of multi-token prediction have no dropout; use "
                 "--model.dropout=0 --model.attention_dropout=0"
             )
-        self.moe.check(has_bias=self.has_mlp_bias)
+        self.moe.check(self.num_layers, has_bias=self.has_mlp_bias)
 
     def _check_latent(self) -> None:
         if self.latent.kv_rank is None:
@@ -446,7 +446,7 @@ class Decoder(OneStack):
         """Adds the losses of multi-token prediction (layers/multi_token.py) and, in an evaluation, the share of its
         predictions that greedy speculative decoding would accept: those that the main model makes too."""
         inputs = self.block_inputs(batch)
-        likely_BT = self._most_likely(h_BTD) if options.evaluates else None
+        likely_BT = self._most_likely(h_BTD, batch) if options.evaluates else None
         total = jnp.float32(0)
         metrics = {}
         rates = {}
@@ -462,13 +462,21 @@ class Decoder(OneStack):
             if options.evaluates:
                 later_BT = shifted(batch | {"likely": likely_BT}, ["likely"], depth, self.context)["likely"]
                 counts_BT = weights_BT > 0
-                agrees_BT = counts_BT & (self._most_likely(h_BTD) == later_BT)
+                agrees_BT = counts_BT & (self._most_likely(h_BTD, batch) == later_BT)
                 rates[f"mtp_acceptance/{depth}"] = tuple(jnp.sum(a, dtype=jnp.float32) for a in (agrees_BT, counts_BT))
         further = {"mtp_loss": self.config.mtp_loss / self.config.mtp_layers * total}
         return terms._replace(metrics=terms.metrics | metrics, further=further, rates=rates)
 
-    def _most_likely(self, h_BTD: jax.Array) -> jax.Array:
-        return most_likely(h_BTD, self._head(), vocab_size=self.config.vocab_size, **self._logit_options())
+    def _most_likely(self, h_BTD: jax.Array, batch: dict) -> jax.Array:
+        h_BTD, head_DV = jax.lax.stop_gradient((h_BTD, self._head()))
+        return token_scores(
+            h_BTD, head_DV, batch["labels"], vocab_size=self.config.vocab_size, **self._logit_options()
+        ).top
+
+    def label_scores(self, x_BTD: jax.Array, batch: dict) -> TokenScores:
+        x_BTD = self.final_norm(x_BTD)
+        vocab_size = self.config.vocab_size
+        return token_scores(x_BTD, self._head(), batch["labels"], vocab_size=vocab_size, **self._logit_options())
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """float32 [B, T, V]; minus infinity for the padding of the vocabulary."""
