@@ -1,4 +1,4 @@
-"""Matplotlib figures for notebooks: a loss curve, a sharding, an attention mask, the memory of a plan.
+"""Matplotlib figures: a loss curve, a sharding, an attention mask, the memory of a plan, latency under load.
 
 Each function returns a matplotlib Figure, which a notebook shows and `figure.savefig` writes.
 """
@@ -14,6 +14,7 @@ from megajax.plot import new_figure
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from megajax.inference.traffic import Result
     from megajax.library import Plan, Run
 
 MOST_MASK_TOKENS = 512
@@ -109,6 +110,34 @@ def memory(*plans: "Plan") -> "Figure":
     )
     axes.invert_yaxis()
     axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.4, -0.35), ncols=4, frameon=False)
+    return figure
+
+
+def traffic(results: Sequence["Result"]) -> "Figure":
+    """Latencies and throughput against the load: median as a line, with the 99th percentile dashed."""
+    panels = (
+        ("time to first token (s)", "first_token"),
+        ("between tokens (s)", "between_tokens"),
+        ("generated tokens/s", None),
+    )
+    figure, all_axes = _new(11, 3.4, len(panels))
+    kinds = {
+        "requests per second": lambda load: load.request_rate,
+        "requests at a time": lambda load: load.concurrency,
+    }
+    for axes, (title, latency) in zip(np.ravel(all_axes), panels, strict=True):
+        for colour, (kind, number) in enumerate(kinds.items()):
+            shown = [result for result in results if number(result.load) is not None]
+            if not shown:
+                continue
+            at = [number(result.load) for result in shown]
+            for percentile, style in (("p50", "o-"), ("p99", "o--")):
+                values = [result.tokens_per_second if latency is None else getattr(result, latency).get(percentile)
+                          for result in shown]  # fmt: skip
+                axes.plot(at, values, style, color=f"C{colour}", markersize=4, label=f"{kind}, {percentile}")
+        axes.set(xlabel="load", ylabel=title, ylim=(0, None))
+        axes.grid(alpha=0.3)
+    np.ravel(all_axes)[0].legend()
     return figure
 
 
