@@ -119,7 +119,8 @@ def programs(model: Model, vocab_size: int, batch_size: int, max_length: int) ->
         places_BS = jnp.where(positions_BS < lengths_B[:, None], positions_BS, max_length)
         caches = _at(model.config.new_caches(max_length, model.execution), places_BS)
         batch = {"tokens": tokens_BS, "positions": positions_BS}
-        last_B1D, caches, _ = module(params).prefill(batch, lengths_B, caches)
+        x_BSD, caches = module(params).extend(batch, caches)
+        last_B1D = jnp.take_along_axis(x_BSD, (lengths_B - 1)[:, None, None], 1)
         return logits(module(params), last_B1D), caches
 
     def decode(params, caches, tokens_B, positions_B):

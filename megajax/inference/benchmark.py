@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from megajax.devices import find_device
-from megajax.inference.engine import DecodeState, Engine
+from megajax.inference.engine import Engine
 from megajax.inference.sampling import Sampling
 
 
@@ -20,30 +20,37 @@ class Measurement:
     """Time of one decoding step, which generates one token for every row."""
     decode_tokens_per_second: float
     bandwidth: float | None
-    """Fraction of the memory bandwidth used by reading weights and caches once per step; None: unknown device."""
+    """Fraction of the memory bandwidth used by reading weights, keys and values once per step; None: unknown device."""
 
 
 def measure(engine: Engine, batch_size: int, prompt_tokens: int, max_tokens: int, repeats: int) -> Measurement:
     """Random prompts of equal length, sampled greedily; one generation to compile, then the median of `repeats`.
 
-    Raises ValueError if prompt and generated tokens do not fit into the model.
+    Prefill lasts until every row has its first token, decoding from then on. Raises ValueError if prompt and generated
+    tokens do not fit, or if the engine has fewer rows or pages than the batch needs.
     """
-    sampling = Sampling(max_tokens=max_tokens, temperature=0.0)
-    sampling.check()
+    sampling = Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    sizes = engine.serving
+    needed = batch_size * -(-(prompt_tokens + max_tokens) // sizes.page_size)
+    if batch_size > sizes.max_rows or needed > engine.stats().num_pages:
+        raise ValueError(
+            f"batch={batch_size} needs {batch_size} rows and {needed} pages; the engine has {sizes.max_rows} and "
+            f"{engine.stats().num_pages}"
+        )
+    generator = np.random.default_rng(0)
     vocab_size = engine.model.config.vocab_size
-    prompts = np.random.default_rng(0).integers(0, vocab_size, (batch_size, prompt_tokens)).tolist()
-    engine.check_prompts(prompts, sampling)
 
-    def once() -> tuple[float, float, DecodeState]:
+    def once() -> tuple[float, float]:
+        prompts = generator.integers(0, vocab_size, (batch_size, prompt_tokens)).tolist()  # not in the prefix cache
         start = time.perf_counter()
-        state = jax.block_until_ready(engine.start(prompts, [sampling] * batch_size, max_tokens))
-        middle = time.perf_counter()
-        for _ in range(max_tokens):
-            before = state.tokens_B
-            state = engine.step(state)
-            np.asarray(before)  # read one step late, as in a generation
-        jax.block_until_ready(state.tokens_B)
-        return middle - start, (time.perf_counter() - middle) / max_tokens, state
+        waiting = {engine.submit(prompt, sampling) for prompt in prompts}
+        first_tokens = start
+        while engine.has_work:
+            for output in engine.step():
+                if output.request in waiting:
+                    waiting.remove(output.request)
+                    first_tokens = time.perf_counter()
+        return first_tokens - start, (time.perf_counter() - first_tokens) / max(max_tokens - 1, 1)
 
     once()
     runs = [once() for _ in range(repeats)]
@@ -54,15 +61,16 @@ def measure(engine: Engine, batch_size: int, prompt_tokens: int, max_tokens: int
         batch_size * prompt_tokens / prefill_seconds,
         step_seconds,
         batch_size / step_seconds,
-        _bandwidth(engine, runs[-1][2], step_seconds),
+        _bandwidth(engine, batch_size, prompt_tokens + max_tokens // 2, step_seconds),
     )
 
 
-def _bandwidth(engine: Engine, state: DecodeState, step_seconds: float) -> float | None:
+def _bandwidth(engine: Engine, batch_size: int, length: int, step_seconds: float) -> float | None:
     device = find_device(engine.mesh.devices.flat[0].device_kind)
     if device is None:
         return None
-    num_bytes = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves((engine.params, state.caches)))
+    weights = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(engine.params))
+    num_bytes = weights + batch_size * length * engine.bytes_per_token / engine.mesh.shape["tensor"]
     return num_bytes / step_seconds / device.memory_bandwidth
 
 

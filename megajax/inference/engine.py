@@ -1,71 +1,221 @@
-"""Generates text with a model: several prompts at once, one jitted prefill, then one jitted call per token.
+"""Generates text with a model: many requests at once, which come and go (continuous batching).
 
-Dimensions: B rows, T prompt tokens (padded on the right), S slots of the cache, D model width, V vocabulary.
-B, T and S are rounded up to powers of two, so that a few programs serve all requests.
+Keys and values are in pages (inference/pages.py), the scheduler decides what a call of the device computes
+(inference/scheduler.py), the calls are in inference/programs.py. One thread owns an engine: it submits requests and
+calls `step` until there is no work.
 """
 
 import dataclasses
 import functools
 import logging
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Sequence as Items
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.data.tokenizers.tokenizer import Tokenizer, end_ids
-from megajax.inference.sampling import RowSampling, Sampling
+from megajax.inference import programs
+from megajax.inference.pages import PagePool
+from megajax.inference.programs import Chooser, DecodeBatch, Drawn, PrefillBatch, Rows
+from megajax.inference.sampling import PROMPT_TOKEN, RowSampling, Sampling, TokenLogprobs
+from megajax.inference.scheduler import Decode, Limits, Prefill, Request, Scheduler, Sequence, Wait
+from megajax.inference.text import TextStream
+from megajax.layers.kv_cache import PoolSizes
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.model import Model
-from megajax.sharding import constrain, with_shardings
+from megajax.ranges import PositiveInt
+from megajax.sharding import with_shardings
 from megajax.sources import open_source
 
 logger = logging.getLogger("megajax")
 
-MIN_PROMPT = 16  # smallest T
-MIN_CACHE = 64  # smallest S
+MIN_CHUNK = 16  # tokens of the smallest prefill program
+MAX_CHUNKS = 16  # sequences whose prompts one call computes
+DEFAULT_MAX_LENGTH = 8192  # tokens of a sequence, for models without a limit
+HOST_POOL_BYTES = 2**30  # of the pool where the device does not say how much memory it has
+PAGE_DTYPES = {"int8": jnp.int8, "float8": jnp.float8_e4m3fn}
 
 
-class DecodeState(NamedTuple):
-    """A generation in progress. `Engine.step` donates the caches; the other arrays remain readable."""
+@dataclasses.dataclass(frozen=True)
+class ServingConfig:
+    max_rows: PositiveInt = 128
+    """Sequences that are decoded at the same time."""
+    max_batch_tokens: PositiveInt = 4096
+    """Prompt tokens per call; longer prompts are computed in chunks."""
+    max_length: PositiveInt | None = None
+    """Maximum tokens of a sequence, prompt included; None: what the model supports, or 8192 if it has no limit."""
+    page_size: PositiveInt = 64
+    """Tokens per page."""
+    num_pages: PositiveInt | None = None
+    """Pages of the pool; None: from memory_fraction."""
+    memory_fraction: float = 0.9
+    """Fraction of the device memory that JAX may use for weights and pages together; the rest is for activations."""
+    page_dtype: Literal["compute", "int8", "float8"] = "compute"
+    """How keys and values are stored: in the compute dtype, or in 8 bits."""
+    prefix_cache: bool = True
+    """Keep pages of finished requests for prompts that begin the same way."""
+    decode_steps: PositiveInt = 4
+    """Tokens per sequence of one call of the device."""
 
-    caches: Any
-    tokens_B: jax.Array
-    """int32: the newest token of each row, not yet in the caches."""
-    positions_B: jax.Array
-    """int32: its position in the row."""
-    sampling: RowSampling
+    def check(self) -> None:
+        """Raises ValueError for the first invalid value."""
+        if not 0 < self.memory_fraction <= 1:
+            raise ValueError(f"memory_fraction={self.memory_fraction} must be above 0 and at most 1")
+        for name in ("max_rows", "max_batch_tokens", "page_size", "decode_steps", "max_length", "num_pages"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+
+
+class Output(NamedTuple):
+    """What is new of one sample of a request."""
+
+    request: Request
+    index: int
+    """Which of its n samples."""
+    tokens: list[int]
+    """New tokens, without the one that ends the text."""
+    text: str
+    """New text that is final; incomplete characters and what may begin a stop text are held back. Empty without a
+    tokenizer."""
+    logprobs: list[TokenLogprobs] | None
+    """One per new token, if sampling.logprobs asks for them."""
+    finish_reason: Literal["stop", "length", "cancelled"] | None
+    stop_reason: str | int | None
+    """The stop text, or the token that ended the text."""
+
+
+class Score(NamedTuple):
+    """Of a prompt of T tokens, arrays [T - 1] for the tokens after the first."""
+
+    logprobs: np.ndarray
+    """float32."""
+    is_greedy: np.ndarray
+    """bool: whether the token is the most likely one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """Counts since the engine was made, except for what is running, waiting and used now."""
+
+    num_running: int
+    num_waiting: int
+    pages_used: int
+    num_pages: int
+    prefix_queries: int
+    """Prompt tokens looked up in the prefix cache."""
+    prefix_hits: int
+    """Those that were found."""
+    prompt_tokens: int
+    """Computed prompt tokens, preempted ones each time."""
+    generated_tokens: int
+    preemptions: int
+    drafted: int
+    """Tokens guessed by speculative decoding."""
+    accepted: int
+    """Those that were right."""
+
+
+class _Call(NamedTuple):
+    """A call of the device whose results the host has not read yet."""
+
+    work: Prefill | Decode
+    drawn: Drawn
+    of_prompt: Any
 
 
 class Engine:
     def __init__(
-        self, model: Model, params: dict, mesh: Mesh, tokenizer: Tokenizer | None, *, start_ids: Sequence[int] = ()
-    ):
-        """params: sharded over `mesh`; matrices are cast to the compute dtype. tokenizer: may be None if only
-        `generate_tokens` is used, which then has no end-of-document token. start_ids: tokens before each text
-        prompt."""
+        self, model: Model, params: dict, mesh: Mesh, tokenizer: Tokenizer | None, *, start_ids: Items[int] = (),
+        serving: ServingConfig = ServingConfig()
+    ):  # fmt: skip
+        """params: sharded over `mesh`; matrices are cast to the compute dtype. tokenizer: may be None if only tokens go
+        in and out; there is then no end-of-document token. start_ids: tokens before each text prompt.
+
+        Raises ValueError for invalid serving settings, and if the memory holds no page.
+        """
+        serving.check()
         self.model = model
         self.mesh = mesh
         self.tokenizer = tokenizer
+        self.serving = serving
         self.use(params)
         config = model.config
         self._vocab_size = min(config.vocab_size, tokenizer.vocab_size) if tokenizer else config.vocab_size
-        self._max_length = config.max_length
         self._ends = end_ids(tokenizer) if tokenizer else frozenset()
         self._start = list(start_ids)
-        self._prefill = jax.jit(functools.partial(_prefill, model, self._vocab_size), static_argnames="cache_length")
-        self._decode = jax.jit(functools.partial(_decode, model, self._vocab_size), donate_argnames="caches")
+        self._allocate()
+        self._programs: dict[tuple, Any] = {}
+        self._calls: deque[_Call] = deque()
+        self._texts: dict[Sequence, TextStream] = {}
+        self._outputs: list[Output] = []
+        self._no_mask: dict[int, jax.Array] = {}
+        self._prompt_tokens = 0
+        self._generated_tokens = 0
+
+    def _allocate(self) -> None:
+        """The pool, and what the device remembers of the running sequences."""
+        serving = self.serving
+        sizes = self._pool_sizes()
+        most = sizes.num_pages * sizes.page_size
+        self._max_length = min(self._longest(), most)
+        table_pages = -(-self._max_length // sizes.page_size)
+        num_chunks = min(MAX_CHUNKS, sizes.num_rows)
+        self._sizes = sizes
+        self._chunk_buckets = _buckets(MIN_CHUNK, max(serving.max_batch_tokens, MIN_CHUNK), 4)
+        self._row_buckets = _buckets(1, sizes.num_rows, 2)
+        # The kernel reads only the pages of a sequence; the reference gathers the whole table.
+        has_kernel = self.mesh.devices.flat[0].platform == "gpu"
+        self._table_factor = None if has_kernel else 4
+        self._table_buckets = [table_pages] if has_kernel else _buckets(min(4, table_pages), table_pages, 4)
+        self._num_chunks = num_chunks
+        chunk_pages = table_pages + self._chunk_pages(self._chunk_buckets[-1])
+        self.pool = PagePool(sizes.num_pages, sizes.page_size, caches_prefixes=self._shares_pages())
+        limits = Limits(sizes.num_rows, self._chunk_buckets[-1], num_chunks, chunk_pages, serving.decode_steps)
+        self.scheduler = Scheduler(self.pool, limits)
+        replicated = NamedSharding(self.mesh, P())
+        with jax.set_mesh(self.mesh):
+            self._caches = jax.jit(functools.partial(self.model.config.new_pages, sizes, self.model.execution))()
+            self._rows = jax.jit(
+                functools.partial(Rows.zeros, sizes.num_rows, self._vocab_size), out_shardings=replicated
+            )()
+        cache_shardings = jax.tree.map(lambda a: a.sharding, self._caches)
+        options = dict(donate_argnums=(1, 2))
+        self._decode = jax.jit(
+            functools.partial(programs.decode, self.model, self._vocab_size, sizes, serving.decode_steps),
+            out_shardings=(cache_shardings, replicated, replicated),
+            **options,
+        )
+        self._prefill = jax.jit(
+            functools.partial(programs.prefill, self.model, self._vocab_size),
+            out_shardings=(cache_shardings, replicated, replicated, replicated),
+            **options,
+        )
+        self._start_row = jax.jit(Rows.start, donate_argnums=0, out_shardings=replicated)
 
     def use(self, params: dict) -> None:
-        """Generates with these parameters from here on; no program is compiled again."""
+        """Generates with these parameters from here on; no program is compiled again.
+
+        Forgets the prefix cache. Requests that run continue with the keys and values of the old parameters.
+        """
         self.params = jax.tree.map(lambda a, like: a.astype(like.dtype), params, serving_params(self.model))
+        if hasattr(self, "pool"):
+            self.pool.forget()
 
     @staticmethod
-    def from_run(run_dir: str | Path, mesh: MeshConfig | None = None, step: int | None = None) -> "Engine":
+    def from_run(
+        run_dir: str | Path,
+        mesh: MeshConfig | None = None,
+        step: int | None = None,
+        serving: ServingConfig = ServingConfig(),
+    ) -> "Engine":
         """The model of a run directory, with the parameters of one step (default: the newest), or of a Hugging Face
         folder, on any mesh.
 
@@ -73,6 +223,7 @@ class Engine:
         directory holds no run, no checkpoint or not that step, if the step or the tokenizer is damaged or does not
         belong to the run, or if the mesh does not divide the model.
         """
+        serving.check()
         source = open_source(run_dir, step)
         mesh_config = mesh or MeshConfig()
         config = source.config
@@ -94,37 +245,54 @@ class Engine:
         params = source.restore_params(target, model.layer_rows)
         logger.info("loaded %s", source)
         start_ids = getattr(tokenizer, "start_ids", ()) if source.is_foreign else ()
-        return Engine(model, params, mesh, tokenizer, start_ids=start_ids)
+        return Engine(model, params, mesh, tokenizer, start_ids=start_ids, serving=serving)
 
     # ------------------------------------------------------------------ whole generations
 
-    def generate(self, prompts: Sequence[str], sampling: Sampling) -> list[str]:
+    def generate(self, prompts: Items[str], sampling: Sampling) -> list[str]:
         """The text that follows each prompt, up to the end of the document, a stop text or max_tokens.
 
         An empty prompt starts a new document. Raises ValueError for invalid sampling settings and for a prompt that is
         too long.
         """
-        encoded = [self.encode(prompt) for prompt in prompts]
-        generated = self.generate_tokens(encoded, sampling)
-        return [_cut(self._text(prompt, new), sampling.stop) for prompt, new in zip(encoded, generated, strict=True)]
+        found = self._generate([self.encode(prompt) for prompt in prompts], sampling)
+        return ["".join(output.text for output in outputs) for outputs in found]
 
-    def generate_tokens(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:
+    def generate_tokens(self, prompts: Items[Items[int]], sampling: Sampling) -> list[list[int]]:
         """The tokens that follow each prompt, without the token that ends it, but with a stop text."""
-        sampling.check()
-        self.check_prompts(prompts, sampling)
-        rows = [_Row(list(prompt)) for prompt in prompts]
-        if not rows:
-            return []
-        state = self.start(prompts, [sampling] * len(rows), sampling.max_tokens)
-        for number in range(sampling.max_tokens):
-            tokens_B = state.tokens_B
-            if number + 1 < sampling.max_tokens:
-                state = self.step(state)  # runs on the device while the host reads the previous tokens
-            for row, token in zip(rows, np.asarray(tokens_B).tolist(), strict=False):  # without the padding rows
-                self._add(row, token, sampling.stop)
-            if all(row.is_finished for row in rows):
-                break
-        return [row.new for row in rows]
+        found = self._generate(prompts, sampling)
+        return [[token for output in outputs for token in output.tokens] for outputs in found]
+
+    def score(self, prompts: Items[Items[int]]) -> list[Score]:
+        """The log-probability of each token of the prompts after the first. A prompt may have as many tokens as the
+        model supports."""
+        requests = self._finish_all(prompts, Sampling(max_tokens=0, temperature=0.0, prompt_logprobs=1))
+        scores = []
+        for request, _ in requests:
+            found = request.prompt_logprobs
+            logprobs = np.array([entry.logprob for entry in found], np.float32)
+            scores.append(Score(logprobs, np.array([entry.token == entry.top[0][0] for entry in found], bool)))
+        return scores
+
+    def _generate(self, prompts: Items[Items[int]], sampling: Sampling) -> list[list[Output]]:
+        if sampling.n > 1:
+            raise ValueError(f"n={sampling.n}: generate gives one text per prompt; use submit for several")
+        return [outputs for _, outputs in self._finish_all(prompts, sampling)]
+
+    def _finish_all(self, prompts: Items[Items[int]], sampling: Sampling) -> list[tuple[Request, list[Output]]]:
+        """Runs until these requests are finished; all of them are checked before the first one is queued."""
+        for number, prompt in enumerate(prompts):
+            self.check(prompt, sampling, f"prompt {number}")
+        found = {request: [] for request in [self.submit(prompt, sampling) for prompt in prompts]}
+        try:
+            while not all(request.is_finished for request in found):
+                for output in self.step():
+                    if output.request in found:
+                        found[output.request].append(output)
+        finally:
+            for request in found:
+                self.cancel(request)
+        return list(found.items())
 
     def encode(self, prompt: str) -> list[int]:
         """The tokens of a prompt; for an empty one, the end-of-document token."""
@@ -136,84 +304,401 @@ class Engine:
                              "give a prompt")  # fmt: skip
         return ids or [self.tokenizer.eod_id]
 
-    def room_for_prompt(self, max_tokens: int) -> int | None:
-        """Maximum number of prompt tokens that leaves room for max_tokens; None: unlimited."""
-        return None if self._max_length is None else self._max_length - max_tokens
+    def room_for_prompt(self, max_tokens: int) -> int:
+        """Maximum number of prompt tokens that leaves room for max_tokens."""
+        return self._max_length - max_tokens
 
-    # ------------------------------------------------------------------ one device call each
+    # ------------------------------------------------------------------ requests
 
-    def start(self, prompts: Sequence[Sequence[int]], sampling: Sequence[Sampling], max_tokens: int) -> DecodeState:
-        """Prefills all prompts and samples the first token of each, with a cache that has room for max_tokens."""
-        longest = max(map(len, prompts))
-        num_rows = _bucket(len(prompts), 1)
-        tokens_BT = np.zeros((num_rows, _bucket(longest, MIN_PROMPT)), np.int32)
-        lengths_B = np.ones(num_rows, np.int32)
-        for row, prompt in enumerate(prompts):
-            tokens_BT[row, : len(prompt)] = prompt
-            lengths_B[row] = len(prompt)
-        rows = RowSampling.of([*sampling, *[Sampling(temperature=0.0)] * (num_rows - len(prompts))])
-        cache_length = max(_bucket(longest + max_tokens, MIN_CACHE), tokens_BT.shape[1])
-        with jax.set_mesh(self.mesh):
-            prefilled = self._prefill(self.params, tokens_BT, lengths_B, rows, cache_length=cache_length)
-            return DecodeState(*prefilled, jax.device_put(rows, jax.NamedSharding(self.mesh, P())))
+    def submit(self, prompt: Items[int], sampling: Sampling) -> Request:
+        """Queues a prompt, int tokens. Raises ValueError for invalid settings, and for a prompt that does not fit."""
+        self.check(prompt, sampling)
+        request = Request(list(prompt), sampling)
+        limit = len(prompt) + sampling.max_tokens
+        request.sequences = [Sequence(request, index, list(prompt), limit) for index in range(sampling.n)]
+        if sampling.prompt_logprobs is not None:
+            request.prompt_logprobs = []
+        for sequence in request.sequences:
+            if self.tokenizer is not None:
+                self._texts[sequence] = TextStream(self.tokenizer, request.prompt, sampling.stop)
+            self.scheduler.waiting.append(sequence)
+        return request
 
-    def step(self, state: DecodeState) -> DecodeState:
-        """Generates one more token for every row; returns before the device has finished."""
-        with jax.set_mesh(self.mesh):
-            caches, tokens_B, positions_B = self._decode(
-                self.params, tokens_B=state.tokens_B, positions_B=state.positions_B, sampling=state.sampling,
-                caches=state.caches,
-            )  # fmt: skip
-        return DecodeState(caches, tokens_B, positions_B, state.sampling)
-
-    # ------------------------------------------------------------------ host side
-
-    def check_prompts(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+    def check(self, prompt: Items[int], sampling: Sampling, name: str = "prompt") -> None:
+        """Raises ValueError, naming the prompt, for what `submit` refuses."""
+        sampling.check()
         if sampling.stop and self.tokenizer is None:
             raise ValueError(f"stop={sampling.stop} needs a tokenizer; the engine has none")
-        room = self.room_for_prompt(sampling.max_tokens)
-        for number, prompt in enumerate(prompts):
-            if not prompt:
-                raise ValueError(f"prompt {number} has no tokens; give at least one")
-            if not 0 <= min(prompt) <= max(prompt) < self.model.config.vocab_size:
-                raise ValueError(
-                    f"prompt {number} has token ids {min(prompt)} to {max(prompt)}; "
-                    f"they must be below model.vocab_size={self.model.config.vocab_size}"
-                )
-            if room is not None and len(prompt) > room:
-                way_out = f"use max_tokens={self._max_length - len(prompt)} or less"
-                if len(prompt) >= self._max_length:
-                    way_out = "give a shorter prompt"
-                raise ValueError(
-                    f"prompt {number} has {len(prompt)} tokens, which with max_tokens={sampling.max_tokens} exceeds "
-                    f"the {self._max_length} tokens that the model supports; {way_out}"
-                )
+        if sampling.is_constrained:
+            raise ValueError("schema and regex are not supported yet; leave them out")
+        for field in ("stop_token_ids", "logit_bias"):
+            wrong = [token for token in getattr(sampling, field) if not 0 <= token < self._vocab_size]
+            if wrong:
+                raise ValueError(f"{field}={wrong[0]} is not a token; tokens are 0 to {self._vocab_size - 1}")
+        if len(prompt) == 0:
+            raise ValueError(f"{name} has no tokens; give at least one")
+        if not 0 <= min(prompt) <= max(prompt) < self.model.config.vocab_size:
+            raise ValueError(
+                f"{name} has token ids {min(prompt)} to {max(prompt)}; "
+                f"they must be below model.vocab_size={self.model.config.vocab_size}"
+            )
+        if len(prompt) > self.room_for_prompt(sampling.max_tokens):
+            way_out = f"use max_tokens={self._max_length - len(prompt)} or less"
+            if len(prompt) >= self._max_length:
+                way_out = "give a shorter prompt"
+            limit = (
+                "the model supports" if self._max_length == self.model.config.max_length else "the engine has room for"
+            )
+            raise ValueError(
+                f"{name} has {len(prompt)} tokens, which with max_tokens={sampling.max_tokens} exceeds "
+                f"the {self._max_length} tokens that {limit}; {way_out}"
+            )
 
-    def _add(self, row: "_Row", token: int, stop: tuple[str, ...]) -> None:
-        if row.is_finished:
+    def cancel(self, request: Request) -> None:
+        """Ends all samples of a request at once and frees their pages. The next `step` returns an Output of each that
+        was not finished."""
+        for sequence in request.sequences:
+            if not sequence.is_finished:
+                self._finish(sequence, [], "", None, "cancelled", None)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to do or to return."""
+        return self.scheduler.has_work or bool(self._outputs) or bool(self._calls)
+
+    def step(self) -> list[Output]:
+        """Starts the next call of the device, if there is work, and returns what the call before it generated."""
+        while True:
+            work = self.scheduler.next()
+            if isinstance(work, Wait) and self._calls:
+                self._read(self._calls.popleft())
+            elif not isinstance(work, Wait):
+                break
+        if work is not None:
+            self._calls.append(self._start_call(work))
+        if self._calls and (work is None or len(self._calls) > 1):
+            self._read(self._calls.popleft())
+        outputs = self._outputs
+        self._outputs = []
+        return outputs
+
+    def stats(self) -> Stats:
+        scheduler = self.scheduler
+        return Stats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            pages_used=self.pool.num_used,
+            num_pages=self.pool.num_pages,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            preemptions=scheduler.num_preemptions,
+            drafted=0,
+            accepted=0,
+        )
+
+    # ------------------------------------------------------------------ calls of the device
+
+    def _start_call(self, work: Prefill | Decode) -> _Call:
+        for sequence in {run.sequence: None for run in (work.chunks if isinstance(work, Prefill) else ())}:
+            if sequence.request.sampling.has_adjusted_logits and sequence.num_pending:
+                self._start_penalties(sequence)
+        call = self._start_prefill(work) if isinstance(work, Prefill) else self._start_decode(work)
+        for array in jax.tree.leaves((call.drawn, call.of_prompt)):
+            array.copy_to_host_async()
+        return call
+
+    def _start_penalties(self, sequence: Sequence) -> None:
+        counts_V = np.zeros(self._vocab_size, np.int32)
+        prompt = sequence.request.prompt
+        counts_V[[token for token in prompt if token < self._vocab_size]] = PROMPT_TOKEN
+        np.add.at(counts_V, sequence.tokens[len(prompt) :], 1)
+        bias_V = np.zeros(self._vocab_size, np.float32)
+        for token, bias in sequence.request.sampling.logit_bias.items():
+            bias_V[token] = bias
+        with jax.set_mesh(self.mesh):
+            self._rows = self._call(
+                ("row",), self._start_row, self._rows, *self._put((np.int32(sequence.row), counts_V, bias_V))
+            )
+
+    def _start_decode(self, work: Decode) -> _Call:
+        num_rows = _bucket(len(work.runs), self._row_buckets)
+        num_pages = _bucket(max(len(run.sequence.pages) for run in work.runs), self._table_buckets)
+        ints = np.zeros((3, num_rows), np.int32)
+        ints[0] = -1
+        table_BP = np.zeros((num_rows, num_pages), np.int32)
+        for number, run in enumerate(work.runs):
+            sequence = run.sequence
+            known = sequence.tokens[run.start] if run.start < len(sequence.tokens) else -1
+            ints[:, number] = (known, run.start, run.start + run.count)
+            table_BP[number, : len(sequence.pages)] = sequence.pages
+        chooser = self._chooser([run.sequence for run in work.runs], num_rows)
+        return self._run_decode(work, DecodeBatch(*ints, table_BP), chooser, work.num_steps)
+
+    def _run_decode(self, work, batch: DecodeBatch, chooser: Chooser, num_steps: int) -> _Call:
+        arguments = self._put((batch, chooser, np.int32(num_steps)))
+        self._caches, self._rows, drawn = self._call(
+            ("decode", *batch.table_BP.shape), self._decode, self.params, self._caches, self._rows, *arguments
+        )
+        return _Call(work, drawn, None)
+
+    def _start_prefill(self, work: Prefill) -> _Call:
+        num_tokens = sum(chunk.end - chunk.start for chunk in work.chunks)
+        num_pages = sum(-(-chunk.end // self._sizes.page_size) for chunk in work.chunks)
+        length = _bucket(num_tokens, self._chunk_buckets)
+        batch = self._empty_prefill(length, _bucket(num_pages, self._prefill_tables(length)))
+        last = [chunk for chunk in work.chunks if chunk.is_last]
+        wants_prompt = False
+        token = 0
+        page = 0
+        for chunk in work.chunks:
+            here = slice(token, token + chunk.end - chunk.start)
+            wants_prompt |= self._fill_chunk(batch, chunk, here, page)
+            if chunk.is_last:
+                batch.last_M[last.index(chunk)] = here.stop - 1
+            token = here.stop
+            page += -(-chunk.end // self._sizes.page_size)
+            self._prompt_tokens += chunk.end - chunk.start
+        chooser = self._chooser([chunk.sequence for chunk in last], self._num_chunks)
+        return self._run_prefill(work, batch, chooser, wants_prompt)
+
+    def _run_prefill(self, work, batch: PrefillBatch, chooser: Chooser, wants_prompt: bool) -> _Call:
+        arguments = self._put((batch, chooser, np.bool_(wants_prompt)))
+        key = ("prefill", len(batch.tokens_T), len(batch.table_P))
+        self._caches, self._rows, drawn, of_prompt = self._call(
+            key, self._prefill, self.params, self._caches, self._rows, *arguments
+        )
+        return _Call(work, drawn, of_prompt if wants_prompt else None)
+
+    def _empty_prefill(self, length: int, num_pages: int) -> PrefillBatch:
+        def full(value: int = 0) -> np.ndarray:
+            return np.full(length, value, np.int32)
+
+        no_slot = self._sizes.num_pages * self._sizes.page_size
+        arrays = (full(), full(), full(no_slot), full(self._sizes.num_rows), full(), full(), full())
+        return PrefillBatch(*arrays, np.zeros(num_pages, np.int32), np.zeros(self._num_chunks, np.int32))
+
+    def _fill_chunk(self, batch: PrefillBatch, chunk, here: slice, first_page: int) -> bool:
+        """-> whether the log-probabilities of these tokens are wanted."""
+        sequence = chunk.sequence
+        size = self._sizes.page_size
+        num_pages = -(-chunk.end // size)
+        positions = np.arange(chunk.start, chunk.end, dtype=np.int32)
+        pages = np.array(sequence.pages[:num_pages], np.int32)
+        batch.tokens_T[here] = sequence.tokens[chunk.start : chunk.end]
+        batch.positions_T[here] = positions
+        batch.slots_T[here] = pages[positions // size] * size + positions % size
+        batch.rows_T[here] = sequence.row
+        batch.lower_T[here] = first_page * size
+        batch.upper_T[here] = first_page * size + positions + 1
+        batch.table_P[first_page : first_page + num_pages] = pages
+        following = sequence.tokens[chunk.start + 1 : chunk.end + 1]
+        batch.targets_T[here.start : here.start + len(following)] = following
+        return self._wants_prompt(sequence)
+
+    def _wants_prompt(self, sequence: Sequence) -> bool:
+        request = sequence.request
+        return request.prompt_logprobs is not None and sequence.index == 0
+
+    def _chooser(self, sequences: Items[Sequence], num_rows: int) -> Chooser:
+        padding = num_rows - len(sequences)
+        settings = [sequence.request.sampling for sequence in sequences] + [Sampling(temperature=0.0)] * padding
+        indices = [sequence.index for sequence in sequences] + [0] * padding
+        rows_B = np.array([sequence.row for sequence in sequences] + [self._sizes.num_rows] * padding, np.int32)
+        sampling = RowSampling.of(settings, indices)
+        if num_rows not in self._no_mask:
+            mask = np.zeros((num_rows, -(-self._vocab_size // 32)), np.uint32)
+            self._no_mask[num_rows] = self._put(mask)
+        return Chooser(rows_B, sampling, self._no_mask[num_rows], np.zeros(num_rows, bool))
+
+    def _put(self, tree: Any) -> Any:
+        return jax.device_put(tree, NamedSharding(self.mesh, P()))
+
+    def _call(self, key: tuple, function, *arguments):
+        """Runs a program, compiled once for each key."""
+        with jax.set_mesh(self.mesh):
+            if key not in self._programs:
+                self._programs[key] = function.lower(*arguments).compile()
+            return self._programs[key](*arguments)
+
+    # ------------------------------------------------------------------ results
+
+    def _read(self, call: _Call) -> None:
+        """Waits for the results of a call and hands them to its sequences."""
+        drawn = jax.tree.map(np.asarray, call.drawn)
+        if isinstance(call.work, Decode):
+            for number, run in enumerate(call.work.runs):
+                one = jax.tree.map(lambda a, n=number, count=run.count: a[:count, n], drawn)
+                self._add(run.sequence, one)
             return
-        if token in self._ends:
-            row.is_finished = True
+        if call.of_prompt is not None:
+            self._read_prompt(call.work, jax.tree.map(np.asarray, call.of_prompt))
+        for number, chunk in enumerate(chunk for chunk in call.work.chunks if chunk.is_last):
+            self._add(chunk.sequence, jax.tree.map(lambda a, n=number: a[n : n + 1], drawn))
+
+    def _read_prompt(self, work: Prefill, of_prompt) -> None:
+        logprobs, ids, top = of_prompt
+        token = 0
+        for chunk in work.chunks:
+            request = chunk.sequence.request
+            if self._wants_prompt(chunk.sequence):
+                following = request.prompt[len(request.prompt_logprobs) + 1 : chunk.end + 1]
+                first = token + len(request.prompt_logprobs) - chunk.start
+                for place, target in enumerate(following, first):
+                    request.prompt_logprobs.append(
+                        _token_logprobs(
+                            target, logprobs[place], ids[place], top[place], request.sampling.prompt_logprobs
+                        )
+                    )
+            token += chunk.end - chunk.start
+
+    def _add(self, sequence: Sequence, drawn: Drawn) -> None:
+        """New tokens of a sequence, as far as it goes."""
+        if sequence.is_finished:
             return
-        row.new.append(token)
-        if stop:
-            # A token is rarely less than a byte; the whole text is decoded only if its tail contains a stop text.
-            tail = row.new[-max(len(text.encode()) for text in stop) - 8 :]
-            if _find(self.tokenizer.decode(tail), stop) is not None:
-                row.is_finished = _find(self._text(row.prompt, row.new), stop) is not None
+        sampling = sequence.request.sampling
+        tokens: list[int] = []
+        logprobs: list[TokenLogprobs] | None = None if sampling.logprobs is None else []
+        text = ""
+        for step, token in enumerate(drawn.tokens.tolist()):
+            sequence.num_pending -= 1
+            if len(sequence.tokens) == sequence.limit:  # max_tokens is 0
+                return self._finish(sequence, tokens, text, logprobs, "length", None)
+            is_end = token in self._ends and not sampling.ignore_eos
+            if is_end or token in sampling.stop_token_ids:
+                return self._finish(sequence, tokens, text, logprobs, "stop", token)
+            tokens.append(token)
+            sequence.tokens.append(token)
+            self._generated_tokens += 1
+            if logprobs is not None:
+                one = (a[step] for a in drawn.logprobs)
+                logprobs.append(_token_logprobs(token, *one, sampling.logprobs))
+            stream = self._texts.get(sequence)
+            if stream is not None:
+                text += stream.add(token)
+                if stream.stopped_by is not None:
+                    return self._finish(sequence, tokens, text, logprobs, "stop", stream.stopped_by)
+            if len(sequence.tokens) == sequence.limit:
+                return self._finish(sequence, tokens, text, logprobs, "length", None)
+        self._outputs.append(Output(sequence.request, sequence.index, tokens, text, logprobs, None, None))
 
-    def _text(self, prompt: list[int], new: list[int]) -> str:
-        """Text of the new tokens as a continuation of the prompt: some tokenizers drop a leading space."""
-        before = self.tokenizer.decode(prompt)
-        whole = self.tokenizer.decode([*prompt, *new])
-        return whole[len(before) :] if whole.startswith(before) else self.tokenizer.decode(new)
+    def _finish(self, sequence: Sequence, tokens, text, logprobs, finish_reason, stop_reason) -> None:
+        stream = self._texts.pop(sequence, None)
+        if stream is not None and stream.stopped_by is None:
+            text += stream.finish()
+        self.scheduler.finish(sequence)
+        arguments = (tokens, text, logprobs, finish_reason, stop_reason)
+        self._outputs.append(Output(sequence.request, sequence.index, *arguments))
 
+    # ------------------------------------------------------------------ programs
 
-@dataclasses.dataclass
-class _Row:
-    prompt: list[int]
-    new: list[int] = dataclasses.field(default_factory=list)
-    is_finished: bool = False
+    def warm_up(self) -> None:
+        """Compiles every program that a request can need, several at a time, and runs each once. Nothing compiles
+        afterwards."""
+        batches = [self._empty_decode(*shape) for shape in self._decode_shapes()]
+        prompts = [self._empty_prefill(*shape) for shape in self._prefill_shapes()]
+        nobody = {size: self._chooser([], size) for size in {*self._row_buckets, self._num_chunks}}
+
+        def compile_decode(batch: DecodeBatch) -> None:
+            arguments = self._put((batch, nobody[len(batch.positions_B)], np.int32(1)))
+            self._compile(("decode", *batch.table_BP.shape), self._decode, *arguments)
+
+        def compile_prefill(batch: PrefillBatch) -> None:
+            arguments = self._put((batch, nobody[self._num_chunks], np.bool_(False)))
+            self._compile(("prefill", len(batch.tokens_T), len(batch.table_P)), self._prefill, *arguments)
+
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(lambda job: job[0](job[1]), [
+                *((compile_decode, batch) for batch in batches), *((compile_prefill, batch) for batch in prompts)
+            ]))  # fmt: skip
+        for batch in batches:
+            self._run_decode(None, batch, nobody[len(batch.positions_B)], 1)
+        for batch in prompts:
+            self._run_prefill(None, batch, nobody[self._num_chunks], False)
+        row = self._put((np.int32(0), np.zeros(self._vocab_size, np.int32), np.zeros(self._vocab_size, np.float32)))
+        self._rows = self._call(("row",), self._start_row, self._rows, *row)
+        jax.block_until_ready(self._caches)
+
+    def _compile(self, key: tuple, function, *arguments) -> None:
+        with jax.set_mesh(self.mesh):
+            if key not in self._programs:
+                self._programs[key] = function.lower(self.params, self._caches, self._rows, *arguments).compile()
+
+    def _empty_decode(self, num_rows: int, num_pages: int) -> DecodeBatch:
+        zeros = np.zeros(num_rows, np.int32)
+        return DecodeBatch(zeros, zeros, zeros, np.zeros((num_rows, num_pages), np.int32))
+
+    def _decode_shapes(self) -> list[tuple[int, int]]:
+        return [(rows, pages) for rows in self._row_buckets for pages in self._table_buckets]
+
+    def _prefill_shapes(self) -> list[tuple[int, int]]:
+        return [(length, pages) for length in self._chunk_buckets for pages in self._prefill_tables(length)]
+
+    def _chunk_pages(self, length: int) -> int:
+        """Pages of `length` tokens of several sequences."""
+        return -(-length // self._sizes.page_size) + self._num_chunks
+
+    def _prefill_tables(self, length: int) -> list[int]:
+        """Sizes of the table: without and with tokens before the chunks."""
+        fresh = self._chunk_pages(length)
+        most = self.scheduler.limits.chunk_pages
+        if self._table_factor is None:
+            return sorted({min(fresh, most), most})
+        return _buckets(fresh, most, self._table_factor)
+
+    # ------------------------------------------------------------------ memory
+
+    def _shares_pages(self) -> bool:
+        """Whether sequences can share pages: not if a layer has a state per sequence."""
+        if not self.serving.prefix_cache:
+            return False
+        one, two = (self._pool_bytes(self._sizes._replace(num_rows=rows)) for rows in (1, 2))
+        if one != two:
+            logger.warning("prefix_cache: off, this model has layers with a state per sequence")
+        return one == two
+
+    def _pool_bytes(self, sizes: PoolSizes) -> int:
+        abstract = jax.eval_shape(lambda: self.model.config.new_pages(sizes, self.model.execution))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
+
+    def _pool_sizes(self) -> PoolSizes:
+        serving = self.serving
+        dtype = jnp.dtype(PAGE_DTYPES.get(serving.page_dtype, self.model.precision.compute_dtype))
+        sizes = PoolSizes(serving.num_pages or 1, serving.page_size, serving.max_rows, dtype)
+        if serving.num_pages is not None:
+            return sizes
+        one, two = (self._pool_bytes(sizes._replace(num_pages=count)) for count in (1, 2))
+        available = self._available_bytes() - (2 * one - two)
+        most = serving.max_rows * -(-self._longest() // serving.page_size)
+        num_pages = min(available // max(two - one, 1), most) if two > one else most
+        if num_pages < 1:
+            raise ValueError(
+                f"memory_fraction={serving.memory_fraction} leaves no room for keys and values; use a larger fraction, "
+                "or more devices (--mesh.tensor)"
+            )
+        return sizes._replace(num_pages=num_pages)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Of keys and values in all layers and on all devices."""
+        one, two = (self._pool_bytes(self._sizes._replace(num_pages=count)) for count in (1, 2))
+        return (two - one) / self._sizes.page_size
+
+    def _longest(self) -> int:
+        """Maximum tokens of a sequence, if the pages hold them."""
+        supported = self.model.config.max_length
+        wanted = self.serving.max_length or supported or DEFAULT_MAX_LENGTH
+        return min(wanted, supported or wanted)
+
+    def _available_bytes(self) -> int:
+        """For pages, summed over the devices that split the heads."""
+        device = self.mesh.local_devices[0]
+        stats = device.memory_stats() or {}
+        if "bytes_limit" not in stats:
+            return HOST_POOL_BYTES
+        free = int(self.serving.memory_fraction * stats["bytes_limit"]) - stats["bytes_in_use"]
+        return max(free, 0) * self.mesh.shape["tensor"]
 
 
 def serving_params(model: Model):
@@ -224,53 +709,20 @@ def serving_params(model: Model):
     return model.cast_weights(model.precision.compute_dtype)
 
 
-# ----------------------------------------------------------------------------- device side
+def _token_logprobs(token: int, logprob, ids, top, count: int) -> TokenLogprobs:
+    pairs = zip(ids[:count].tolist(), top[:count].tolist(), strict=True)
+    return TokenLogprobs(token, float(logprob), list(pairs))
 
 
-def _prefill(model: Model, vocab_size: int, weights, tokens_BT, lengths_B, sampling: RowSampling, *, cache_length: int):
-    """-> (caches, first new token of each row, its position), from prompts padded on the right."""
-    module = model.module(weights)
-    positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape)
-    batch = {"tokens": tokens_BT, "positions": positions_BT}
-    slots_BT = jnp.where(positions_BT < lengths_B[:, None], positions_BT, cache_length)
-    caches = _at(model.config.new_caches(cache_length, model.execution), slots_BT)
-    last_B1D, caches, positions_B = module.prefill(batch, lengths_B, caches)
-    positions_B = jax.lax.with_sharding_constraint(positions_B, P())
-    return caches, _next_tokens(module, last_B1D, vocab_size, positions_B, sampling), positions_B
+def _buckets(smallest: int, largest: int, factor: int) -> list[int]:
+    """smallest, smallest * factor, ..., largest."""
+    sizes = []
+    while smallest < largest:
+        sizes.append(smallest)
+        smallest *= factor
+    return [*sizes, largest]
 
 
-def _decode(model: Model, vocab_size: int, weights, caches, tokens_B, positions_B, sampling: RowSampling):
-    """-> (caches that include tokens_B, next token of each row, its position)."""
-    module = model.module(weights)
-    batch = {"tokens": tokens_B[:, None], "positions": positions_B[:, None]}
-    x_B1D, caches = module.extend(batch, _at(caches, batch["positions"]))
-    return caches, _next_tokens(module, x_B1D, vocab_size, positions_B + 1, sampling), positions_B + 1
-
-
-def _at(caches: dict[str, tuple], slots_BT) -> dict[str, tuple]:
-    return {name: tuple(cache.at(slots_BT) for cache in stack_caches) for name, stack_caches in caches.items()}
-
-
-def _next_tokens(module, x_B1D, vocab_size: int, positions_B, sampling: RowSampling) -> jax.Array:
-    """int32 [B], replicated; never an id that the tokenizer does not have."""
-    logits_BV = constrain(module.logits(x_B1D)[:, 0], "batch", None)
-    logits_BV = jnp.where(jnp.arange(logits_BV.shape[1]) < vocab_size, logits_BV, -jnp.inf)
-    return jax.lax.with_sharding_constraint(sampling.sample(logits_BV, positions_B), P())
-
-
-# ----------------------------------------------------------------------------- helpers
-
-
-def _bucket(count: int, smallest: int) -> int:
-    """The smallest power of two that is at least count and `smallest`."""
-    return max(smallest, 1 << (count - 1).bit_length())
-
-
-def _find(text: str, stop: tuple[str, ...]) -> int | None:
-    """Index of the first stop text."""
-    starts = [start for start in map(text.find, stop) if start >= 0]
-    return min(starts, default=None)
-
-
-def _cut(text: str, stop: tuple[str, ...]) -> str:
-    return text[: _find(text, stop)]
+def _bucket(count: int, buckets: Items[int]) -> int:
+    """The smallest one that is large enough."""
+    return next(size for size in buckets if size >= count)

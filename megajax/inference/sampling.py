@@ -1,46 +1,117 @@
-"""Samples the next token: temperature, top-k and nucleus sampling, with separate settings for each row.
+"""Samples the next token, with separate settings for each row: temperature, top-k, top-p, min-p, penalties, bias.
 
-Dimensions: B rows, V vocabulary.
+Dimensions: B rows, V vocabulary, K most likely tokens that are reported, W words of 32 tokens in a mask.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+MAX_LOGPROBS = 20
+PROMPT_TOKEN = 1 << 30  # bit of a count: the token occurs in the prompt
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     max_tokens: int = 128
-    """Maximum number of tokens to generate."""
+    """Maximum number of tokens to generate. 0 only with prompt_logprobs."""
     temperature: float = 1.0
     """Divides the logits; 0: always the most likely token."""
     top_k: int = 0
     """Sample only from the k most likely tokens; 0: all."""
     top_p: float = 1.0
     """Sample only from the smallest set of most likely tokens that together have this probability; 1: all."""
+    min_p: float = 0.0
+    """Sample only tokens that are at least this probable, relative to the most likely one; 0: all."""
     seed: int = 0
-    """The same seed, prompt and settings give the same text, alone or in a batch."""
+    """The same seed, prompt and settings give the same text, alone or in a batch. Sample i of n uses seed + i."""
     stop: tuple[str, ...] = ()
-    """Texts that end the generation; they are not part of the result."""
+    """Texts that end the generation; they are not part of the text."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the generation, besides the end of the document; they are not part of the result."""
+    ignore_eos: bool = False
+    """Continue after the end of the document."""
+    n: int = 1
+    """Number of samples of the same prompt."""
+    logprobs: int | None = None
+    """Report the log-probability of each new token and of this many most likely tokens; None: no log-probabilities."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that have been generated."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logit of a token once for each time that it has been generated."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits, and multiplies negative ones, of tokens in the prompt or the generated text (Keskar et
+    al. 2019, https://arxiv.org/abs/1909.05858)."""
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    """Added to the logits of these tokens."""
+    schema: str | None = None
+    """JSON schema that the text must follow."""
+    regex: str | None = None
+    """Regular expression that the text must match."""
 
     def check(self) -> None:
         """Raises ValueError for the first invalid value."""
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
-        if not 0 <= self.temperature < float("inf"):
+        self._check_numbers()
+        self._check_logprobs()
+        if "" in self.stop:
+            raise ValueError("stop='' would end every text immediately; give a text of at least one character")
+        for token, bias in self.logit_bias.items():
+            if not math.isfinite(bias):
+                raise ValueError(f"logit_bias={{{token}: {bias}}} must be finite; use -100 to forbid a token")
+        if self.schema is not None and self.regex is not None:
+            raise ValueError(f"schema and regex={self.regex!r}: a text can follow only one of them; leave one out")
+
+    def _check_numbers(self) -> None:
+        if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature={self.temperature} must be 0 (the most likely token) or more")
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k} must not be negative; 0 allows all tokens")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1; 1 allows all tokens")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p={self.min_p} must be from 0 to 1; 0 allows all tokens")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed} must be from 0 to 2**32 - 1")
-        if "" in self.stop:
-            raise ValueError("stop='' would end every text immediately; give a text of at least one character")
+        if self.n < 1:
+            raise ValueError(f"n={self.n} must be at least 1")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name}={getattr(self, name)} must be finite; 0 is no penalty")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be above 0; 1 is no penalty")
+
+    def _check_logprobs(self) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if count is not None and not 0 <= count <= MAX_LOGPROBS:
+                raise ValueError(f"{name}={count} must be from 0 to {MAX_LOGPROBS}, or None")
+        if self.max_tokens < (self.prompt_logprobs is None):
+            raise ValueError(f"max_tokens={self.max_tokens} must be at least 1 (0 only with prompt_logprobs)")
+
+    @property
+    def has_adjusted_logits(self) -> bool:
+        """Whether logits depend on more than the model: penalties or bias."""
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
+        return penalties != (0.0, 0.0, 1.0) or bool(self.logit_bias)
+
+    @property
+    def is_constrained(self) -> bool:
+        return self.schema is not None or self.regex is not None
+
+
+class TokenLogprobs(NamedTuple):
+    token: int
+    logprob: float
+    """Natural logarithm of the probability that the model gives the token, before penalties and temperature."""
+    top: list[tuple[int, float]]
+    """The most likely tokens and their log-probabilities, most likely first."""
 
 
 class RowSampling(NamedTuple):
@@ -49,43 +120,84 @@ class RowSampling(NamedTuple):
     temperature_B: jax.Array | np.ndarray
     top_k_B: jax.Array | np.ndarray
     top_p_B: jax.Array | np.ndarray
+    min_p_B: jax.Array | np.ndarray
     seed_B: jax.Array | np.ndarray
+    presence_B: jax.Array | np.ndarray
+    frequency_B: jax.Array | np.ndarray
+    repetition_B: jax.Array | np.ndarray
+    is_adjusted_B: jax.Array | np.ndarray
+    has_logprobs_B: jax.Array | np.ndarray
 
     @staticmethod
-    def of(rows: Sequence[Sampling]) -> "RowSampling":
+    def of(rows: Sequence[Sampling], indices: Sequence[int] | None = None) -> "RowSampling":
+        """indices: which of its n samples each row is; None: the first."""
+        indices = indices or [0] * len(rows)
+
+        def floats(name: str) -> np.ndarray:
+            return np.array([getattr(row, name) for row in rows], np.float32)
+
         return RowSampling(
-            np.array([row.temperature for row in rows], np.float32),
+            floats("temperature"),
             np.array([min(row.top_k, 2**31 - 1) for row in rows], np.int32),
-            np.array([row.top_p for row in rows], np.float32),
-            np.array([row.seed for row in rows], np.uint32),
+            floats("top_p"),
+            floats("min_p"),
+            np.array([(row.seed + index) % 2**32 for row, index in zip(rows, indices, strict=True)], np.uint32),
+            floats("presence_penalty"),
+            floats("frequency_penalty"),
+            floats("repetition_penalty"),
+            np.array([row.has_adjusted_logits for row in rows]),
+            np.array([row.logprobs is not None for row in rows]),
         )
 
     def sample(self, logits_BV: jax.Array, position_B: jax.Array) -> jax.Array:
         """Samples the tokens int32 [B] at int32 position_B; random numbers depend only on (seed, position)."""
         keys_B = jax.vmap(_key)(self.seed_B, position_B)
-        return sample(logits_BV, self.temperature_B, self.top_k_B, self.top_p_B, keys_B)
+        return sample(logits_BV, self.temperature_B, self.top_k_B, self.top_p_B, self.min_p_B, keys_B)
+
+    def adjusted(self, logits_BV: jax.Array, counts_BV: jax.Array, bias_BV: jax.Array) -> jax.Array:
+        """The logits with bias and penalties. counts: int32, how often each token has been generated, plus
+        PROMPT_TOKEN if it is in the prompt."""
+
+        def adjust(logits_BV: jax.Array) -> jax.Array:
+            generated_BV = counts_BV % PROMPT_TOKEN
+            biased_BV = logits_BV + bias_BV
+            factor_B1 = self.repetition_B[:, None]
+            repeated_BV = jnp.where(biased_BV > 0, biased_BV / factor_B1, biased_BV * factor_B1)
+            adjusted_BV = jnp.where(counts_BV > 0, repeated_BV, biased_BV)
+            adjusted_BV -= self.frequency_B[:, None] * generated_BV.astype(jnp.float32)
+            adjusted_BV -= jnp.where(generated_BV > 0, self.presence_B[:, None], 0.0)
+            return jnp.where(self.is_adjusted_B[:, None], adjusted_BV, logits_BV)
+
+        return jax.lax.cond(jnp.any(self.is_adjusted_B), adjust, lambda logits_BV: logits_BV, logits_BV)
 
 
 def sample(
-    logits_BV: jax.Array, temperature_B: jax.Array, top_k_B: jax.Array, top_p_B: jax.Array, keys_B: jax.Array
-) -> jax.Array:
+    logits_BV: jax.Array, temperature_B: jax.Array, top_k_B: jax.Array, top_p_B: jax.Array, min_p_B: jax.Array,
+    keys_B: jax.Array
+) -> jax.Array:  # fmt: skip
     """Samples one token per row -> int32 [B].
 
     softmax(logits / temperature), cut to the top_k_B most likely tokens, then to the nucleus of top_p_B (Holtzman et
     al. 2020, https://arxiv.org/abs/1904.09751): the smallest set of most likely tokens whose probability, among those
-    that top-k keeps, reaches p. Among equal logits the lower token id counts as more likely. Sampled as argmax(logits +
-    Gumbel noise), with one noise value per token from the row's key.
+    that top-k keeps, reaches p; then to tokens of at least min_p_B times the highest probability (Nguyen et al. 2024,
+    https://arxiv.org/abs/2407.01082). Among equal logits the lower token id counts as more likely. Sampled as
+    argmax(logits + Gumbel noise), with one noise value per token from the row's key.
 
-    logits_BV: float32, minus infinity for tokens that must not be sampled. temperature_B, top_p_B: float32; temperature
-    0 is the argmax. top_k_B: int32, 0 is all. keys_B: typed random keys.
+    logits_BV: float32, minus infinity for tokens that must not be sampled. temperature_B, top_p_B, min_p_B: float32;
+    temperature 0 is the argmax. top_k_B: int32, 0 is all. keys_B: typed random keys. What no row asks for is skipped.
     """
     greedy_B = jnp.argmax(logits_BV, -1).astype(jnp.int32)
-    # The largest logit becomes 0, so that a tiny temperature cannot overflow.
-    shifted_BV = logits_BV - jnp.max(logits_BV, -1, keepdims=True)
-    scaled_BV = shifted_BV / jnp.where(temperature_B > 0, temperature_B, 1.0)[:, None]
-    noise_BV = jax.vmap(lambda key: jax.random.gumbel(key, logits_BV.shape[1:], jnp.float32))(keys_B)
-    is_cut_B = (temperature_B > 0) & ((top_k_B > 0) | (top_p_B < 1))
-    drawn_B = jax.lax.cond(jnp.any(is_cut_B), _draw_sorted, _draw, scaled_BV, noise_BV, top_k_B, top_p_B)
+
+    def draw() -> jax.Array:
+        # The largest logit becomes 0, so that a tiny temperature cannot overflow.
+        shifted_BV = logits_BV - jnp.max(logits_BV, -1, keepdims=True)
+        scaled_BV = shifted_BV / jnp.where(temperature_B > 0, temperature_B, 1.0)[:, None]
+        noise_BV = jax.vmap(lambda key: jax.random.gumbel(key, logits_BV.shape[1:], jnp.float32))(keys_B)
+        noise_BV = jnp.where(scaled_BV >= jnp.log(min_p_B)[:, None], noise_BV, -jnp.inf)
+        is_cut_B = (temperature_B > 0) & ((top_k_B > 0) | (top_p_B < 1))
+        return jax.lax.cond(jnp.any(is_cut_B), _draw_sorted, _draw, scaled_BV, noise_BV, top_k_B, top_p_B)
+
+    drawn_B = jax.lax.cond(jnp.any(temperature_B > 0), draw, lambda: greedy_B)
     return jnp.where(temperature_B > 0, drawn_B, greedy_B)
 
 
@@ -111,3 +223,36 @@ def _draw_sorted(scaled_BV, noise_BV, top_k_B, top_p_B):
     kept_BV = jnp.where(in_nucleus_BV, sorted_BV, -jnp.inf)
     choice_B1 = jnp.argmax(kept_BV + jnp.take_along_axis(noise_BV, tokens_BV, 1), -1, keepdims=True)
     return jnp.take_along_axis(tokens_BV, choice_B1, 1)[:, 0]
+
+
+class Logprobs(NamedTuple):
+    """Of one token per row, float32 [B], and of the K most likely ones, int32 and float32 [B, K]."""
+
+    chosen_B: jax.Array
+    top_ids_BK: jax.Array
+    top_BK: jax.Array
+
+    @staticmethod
+    def of(logits_BV: jax.Array, tokens_B: jax.Array, wanted: jax.Array) -> "Logprobs":
+        """wanted: bool scalar; False: zeros, at no cost."""
+        batch, vocab = logits_BV.shape
+        K = min(MAX_LOGPROBS, vocab)
+
+        def compute():
+            top_BK, ids_BK = jax.lax.top_k(logits_BV, K)
+            lse_B1 = jax.nn.logsumexp(logits_BV, -1, keepdims=True)
+            chosen_B1 = jnp.take_along_axis(logits_BV, tokens_B[:, None], 1)
+            return Logprobs((chosen_B1 - lse_B1)[:, 0], ids_BK.astype(jnp.int32), top_BK - lse_B1)
+
+        return jax.lax.cond(wanted, compute, lambda: Logprobs.zeros(batch, vocab))
+
+    @staticmethod
+    def zeros(batch: int, vocab: int) -> "Logprobs":
+        shape = (batch, min(MAX_LOGPROBS, vocab))
+        return Logprobs(jnp.zeros(batch, jnp.float32), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
+
+
+def unpacked(mask_BW: jax.Array, vocab_size: int) -> jax.Array:
+    """uint32 words, bit i of word w for token 32 w + i -> bool [B, V]."""
+    bits_BW32 = (mask_BW[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    return bits_BW32.reshape(mask_BW.shape[0], -1)[:, :vocab_size].astype(bool)

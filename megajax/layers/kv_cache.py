@@ -1,24 +1,117 @@
-"""Keys and values of the tokens seen so far: contiguous, allocated once for a whole generation.
+"""Keys and values of the tokens seen so far: in pages that sequences share, or contiguous for each row.
 
-Dimensions: B rows, T new tokens, S slots in the cache, N heads, K key-value heads, H head dim.
-An attention layer calls `attend(q, k, v, ...) -> (out, cache)`, whatever the kind of cache. Generation starts with one
-EmptyCache per layer; the prefill turns it into a LayerCache, and each decoding step writes to it. Slot s of a row holds
-token s of that row, so the causal mask alone hides the slots beyond a row's length: the padding of a short prompt, then
-zeros.
+Dimensions: B rows, T new tokens, N heads, K key-value heads, H head dim; contiguous: S slots of a row; paged: Z pages,
+S slots of a page, P pages of a row.
+An attention layer calls `attend(q, k, v, ...) -> (out, cache)`, whatever the kind of cache.
+
+PagedCache is that of the inference engine (Kwon et al. 2023, https://arxiv.org/abs/2309.06180). Which page holds which
+token is decided outside, and comes as Places. The contiguous cache is for programs without an engine
+(convert/stablehlo.py): they start with one EmptyCache per layer; the prefill turns it into a LayerCache, and each
+decoding step writes to it. Slot s of a row holds token s of that row, so the causal mask alone hides the slots beyond a
+row's length: the padding of a short prompt, then zeros.
 """
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from megajax.current_mesh import axis_size, manual
+from megajax.ops.attention import AttentionMask
+from megajax.ops.paged_attention import attend_to_pages, quantise, write_pages
 from megajax.parallel.context import AXIS, attention
 from megajax.sharding import activation_spec, constrain
 
+PAGE_AXES = (None, "kv_heads", None, None)
 _AXES = ("batch", None, "kv_heads", None)  # not split over `context`: a new token may attend to any slot
+
+
+class PoolSizes(NamedTuple):
+    """What a layer needs to know to allocate its part of the pool."""
+
+    num_pages: int
+    page_size: int
+    """Tokens in a page."""
+    num_rows: int
+    """Sequences that run at the same time, for layers with a state per sequence."""
+    dtype: jnp.dtype
+    """Of keys and values in pages; int8 has a float32 scale per token and head."""
+
+
+class Places(NamedTuple):
+    """Where the new tokens of a step are stored and what they attend to; the same for all layers.
+
+    Either every row is one new token of a sequence of its own (T is 1, lower is None), or there is one row (B is 1)
+    that holds tokens of several sequences one after the other. Padding has slot Z S, row num_rows
+    and upper 0: it is not stored and attends to nothing.
+    """
+
+    slots_BT: jax.Array
+    """int32: page * S + offset, where a token is stored; distinct, except for padding."""
+    positions_BT: jax.Array
+    """int32: position in the sequence."""
+    rows_BT: jax.Array
+    """int32: index of the sequence, for layers with a state per sequence."""
+    table_BP: jax.Array
+    """int32: pages of the row, of several sequences one after the other; any valid page in entries beyond them."""
+    lower_BT: jax.Array | None
+    """int32: a token attends to the slots lower <= s < upper of its row of pages: its sequence, up to itself."""
+    upper_BT: jax.Array
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("keys", "values", "scales", "places"), meta_fields=())
+@dataclasses.dataclass(frozen=True)
+class PagedCache:
+    keys: jax.Array
+    """[Z, K, S, H], after the rotary embedding; a page of a head is contiguous."""
+    values: jax.Array
+    """[Z, K, S, H]."""
+    scales: tuple[jax.Array, jax.Array] | None
+    """Of int8 keys and values, float32 [Z, K, S]."""
+    places: Places | None = None
+    """Set by `at`."""
+
+    @staticmethod
+    def zeros(sizes: PoolSizes, num_kv_heads: int, head_dim: int) -> "PagedCache":
+        shape = (sizes.num_pages, num_kv_heads, sizes.page_size, head_dim)
+
+        def pages() -> jax.Array:
+            return constrain(jnp.zeros(shape, sizes.dtype), *PAGE_AXES)
+
+        def scale() -> jax.Array:
+            return constrain(jnp.zeros(shape[:3], jnp.float32), *PAGE_AXES[:3])
+
+        return PagedCache(pages(), pages(), (scale(), scale()) if sizes.dtype == jnp.int8 else None)
+
+    def at(self, places: Places) -> "PagedCache":
+        """The same cache, ready for these tokens."""
+        return dataclasses.replace(self, places=places)
+
+    def attend(
+        self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, *, mask: AttentionMask, method, deterministic,
+        **options
+    ) -> tuple[jax.Array, "PagedCache"]:  # fmt: skip
+        """-> (attention of the new tokens to all tokens of their sequence [B, T, N, H], the updated cache).
+
+        options: scale, soft_cap, slopes, sinks and backend as in ops/attention.py. method, deterministic: for training.
+        """
+        keys, key_scale = self._write(self.keys, k_BTKH, 0)
+        values, value_scale = self._write(self.values, v_BTKH, 1)
+        scales = None if self.scales is None else (key_scale, value_scale)
+        _, _, _, table, lower, upper = self.places
+        out = attend_to_pages(q_BTNH, keys, values, table, lower, upper, scales, window=mask.window, **options)
+        return out, PagedCache(keys, values, scales)
+
+    def _write(self, pages, new_BTKH, which):
+        """-> (pages, scales)."""
+        slots = self.places.slots_BT
+        if self.scales is None:
+            return write_pages(pages, new_BTKH.astype(pages.dtype), slots), None
+        new, scale_BTK = quantise(new_BTKH)
+        return write_pages(pages, new, slots), write_pages(self.scales[which], scale_BTK, slots)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("keys", "values", "places"), meta_fields=())

@@ -107,9 +107,13 @@ class Terms(NamedTuple):
 class Cache(Protocol):
     """State of a layer from earlier tokens; a pytree. Attention layers call its `attend` (layers/kv_cache.py)."""
 
-    def at(self, places_BT: jax.Array) -> "Cache":
-        """The same, ready for the next T tokens of each row. places_BT: int32, their positions in the row; a padding
-        token has a position beyond the length of the cache and must not change it."""
+    def at(self, places: Any) -> "Cache":
+        """The same, ready for the next tokens.
+
+        places: for a cache of `new_pages` the Places of these tokens (layers/kv_cache.py); for one of `new_cache` int32
+        [B, T], the positions of the next T tokens of each row. A padding token has a position beyond the length of the
+        cache and must not change it.
+        """
 
 
 class LayerConfig(Protocol):
@@ -146,7 +150,10 @@ class LayerConfig(Protocol):
         (n - 1) / n of that."""
 
     def new_cache(self, length: int) -> Any:
-        """An empty Cache for `length` tokens per row."""
+        """An empty Cache for `length` tokens per row, each row with its own."""
+
+    def new_pages(self, sizes: Any) -> Any:
+        """An empty Cache of these PoolSizes (layers/kv_cache.py), shared by all sequences of an engine."""
 
 
 class FeedForwardConfig(Protocol):

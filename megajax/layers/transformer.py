@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.layers.attention import Attention, AttentionConfig
 from megajax.layers.dropout import DropoutKey, dropout
-from megajax.layers.kv_cache import EmptyCache
+from megajax.layers.kv_cache import EmptyCache, PagedCache, PoolSizes
 from megajax.layers.layer import Activation, FeedForwardConfig, Flops, Saved
 from megajax.layers.norm import Norm, NormConfig
 from megajax.mesh import MeshConfig
@@ -126,6 +126,9 @@ class TransformerLayerConfig:
 
     def new_cache(self, length: int) -> EmptyCache:
         return EmptyCache(length)
+
+    def new_pages(self, sizes: PoolSizes) -> PagedCache:
+        return PagedCache.zeros(sizes, self.attention.num_kv_heads, self.attention.head_dim)
 
 
 class TransformerLayer(nnx.Module):

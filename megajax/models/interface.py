@@ -21,7 +21,6 @@ from megajax.layers.layer import Flops, LayerConfig, Terms
 from megajax.mesh import MeshConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.parallel.schedule import Stages
-from megajax.sharding import constrain
 
 
 class LossTerms(NamedTuple):
@@ -148,6 +147,11 @@ class ModelConfig:
         stacks = self.stacks(execution)
         return {name: tuple(layer.new_cache(length) for layer in layers) for name, layers in stacks.items()}
 
+    def new_pages(self, sizes: Any, execution: ExecutionConfig) -> dict[str, tuple]:
+        """An empty cache in pages for each layer of each stack. sizes: PoolSizes (layers/kv_cache.py)."""
+        stacks = self.stacks(execution)
+        return {name: tuple(layer.new_pages(sizes) for layer in layers) for name, layers in stacks.items()}
+
 
 def families() -> dict[str, type[ModelConfig]]:
     """The config classes of all kinds of models, by kind."""
@@ -168,19 +172,17 @@ def family(kind: str) -> type[ModelConfig]:
 class AnyModule(Protocol):
     """The nnx.Module of a model, with a Stack under each name in `stacks`.
 
-    Training is one call, `terms`. Generating is `prefill`, then `extend` for each new token, each with `logits`.
+    Training is one call, `terms`. Generating is `extend` for some more tokens of each row, and `logits`.
     """
 
     def terms(self, batch: dict, key: DropoutKey | None, options: LossOptions) -> LossTerms:
         """batch: arrays [B, ...] as `batch` names them, with loss_weights float32 [B, T], the weight of each token in
         the loss, instead of loss_mask. key: for dropout; None: no dropout."""
 
-    def prefill(self, batch: dict, lengths_B: jax.Array, caches: dict) -> tuple[jax.Array, dict, jax.Array]:
-        """Reads prompts, padded on the right -> (hidden state from which the first new token is sampled [B, 1, D],
-        caches, position of that token in the sequence that `extend` continues, int32 [B])."""
-
     def extend(self, batch: dict, caches: dict) -> tuple[jax.Array, dict]:
-        """Reads one more token of each row -> (its hidden state [B, 1, D], caches)."""
+        """Reads the next T tokens of each row -> (their hidden states [B, T, D], caches).
+
+        batch: tokens, positions, int32 [B, T]."""
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """float32 [B, T, V]; minus infinity for padding of the vocabulary."""
@@ -198,11 +200,6 @@ class OneStack(nnx.Module):
         x = self.embed(batch, embed_key)
         x, _, terms = self.layers(x, self.block_inputs(batch), key=layers_key)
         return self.loss(x, batch, options).with_layers(terms)
-
-    def prefill(self, batch: dict, lengths_B: jax.Array, caches: dict) -> tuple[jax.Array, dict, jax.Array]:
-        x_BTD, caches = self.extend(batch, caches)
-        last_B1D = jnp.take_along_axis(constrain(x_BTD, "batch", None, None), (lengths_B - 1)[:, None, None], 1)
-        return last_B1D, caches, lengths_B
 
     def extend(self, batch: dict, caches: dict) -> tuple[jax.Array, dict]:
         x_BTD, layers, _ = self.layers(self.embed(batch, None), self.block_inputs(batch), caches["layers"])

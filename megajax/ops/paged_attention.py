@@ -1,8 +1,8 @@
-"""Attention of one new token per sequence to keys and values stored in pages (Kwon et al. 2023,
-https://arxiv.org/abs/2309.06180): chooses the kernel for Hopper or the plain reference, and defines its sharding.
+"""Attention of new tokens to keys and values stored in pages (Kwon et al. 2023, https://arxiv.org/abs/2309.06180):
+chooses the kernels for Hopper or the plain reference, and defines its sharding.
 
-Dimensions: B sequences, N heads, K key-value heads, G = N / K, H head dim, Z pages, S slots in a page, P pages of a
-sequence, T = P S slots of a sequence.
+Dimensions: B sequences, T new tokens, N heads, K key-value heads, G = N / K, H head dim, Z pages, S slots in a page, P
+pages of a sequence, J = P S slots of a sequence.
 `tensor` splits the heads; sequences and pages are whole on every device. There is no derivative: decoding needs none.
 """
 
@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax import compat
 from megajax.current_mesh import manual
-from megajax.ops.attention import MASKED_SCORE
+from megajax.ops.attention import MASKED_SCORE, Backend, with_sinks
 from megajax.ops.matmul import dot_precision
 from megajax.sharding import activation_spec
 from pallas_kernels import paged_attention as kernel
@@ -23,10 +23,121 @@ from pallas_kernels import paged_attention as kernel
 logger = logging.getLogger("megajax")
 
 
+def attend_to_pages(
+    q_BTNH: jax.Array, keys_ZKSH: jax.Array, values_ZKSH: jax.Array, table_BP: jax.Array, lower_BT: jax.Array | None,
+    upper_BT: jax.Array, scales: tuple[jax.Array, jax.Array] | None = None, *, scale: float,
+    window: int | None = None, soft_cap: float | None = None, slopes: jax.Array | None = None,
+    sinks: jax.Array | None = None, backend: Backend = "auto"
+) -> jax.Array:  # fmt: skip
+    """softmax(scale * q k^T) v over lower <= slot < upper of the pages of each row -> [B, T, N, H] in q's dtype.
+
+    The key of a token itself is in slot upper - 1. lower: None: 0, one token per row (T is 1). Tokens with upper 0 give
+    0. window, soft_cap, slopes, sinks: as in ops/attention.py. backend: reference, or the fastest kernel.
+    """
+    if lower_BT is None and slopes is None:
+        options = dict(scale=scale, window=window, soft_cap=soft_cap, backend=backend)
+        out_BNH, lse_BN = paged_attention(
+            q_BTNH[:, 0], keys_ZKSH, values_ZKSH, table_BP, upper_BT[:, 0], scales, **options
+        )
+        return with_sinks(out_BNH[:, None], lse_BN[:, :, None], sinks)[0]
+    lower_BT = jnp.zeros_like(upper_BT) if lower_BT is None else lower_BT
+    if window is not None:
+        lower_BT = jnp.maximum(lower_BT, upper_BT - window)
+    has_kernel = backend != "reference" and _has_chunk_kernel(q_BTNH, slopes is not None)
+
+    def body(q, keys, values, table, lower, upper, scales, slopes, sinks):
+        key_scales, value_scales = scales or (None, None)
+        k = _contiguous(keys, key_scales, table, q.dtype)
+        v = _contiguous(values, value_scales, table, q.dtype)
+        if has_kernel:
+            from pallas_kernels import flash_attention
+
+            results = flash_attention.forward(q, k, v, lower, upper, scale=scale, soft_cap=soft_cap)
+            out, lse = compat.vary(results, compat.varying_axes(q))
+        else:
+            out, lse = reference_bounded_attention(q, k, v, lower, upper, scale, soft_cap, slopes)
+        return with_sinks(out, lse, sinks)[0]
+
+    heads = activation_spec(keys_ZKSH.shape, (None, "kv_heads", None, None))[1]
+    pages = P(None, heads, None, None)
+    tokens = P(None, None, heads, None)
+    specs = (tokens, pages, pages, P(), P(), P(), None if scales is None else (P(None, heads, None),) * 2)
+    arrays = (q_BTNH, keys_ZKSH, values_ZKSH, table_BP, lower_BT, upper_BT, scales, slopes, sinks)
+    return manual(body, (*specs, P(heads), P(heads)), tokens)(*arrays)
+
+
+def write_pages(pages: jax.Array, new: jax.Array, slots_BT: jax.Array) -> jax.Array:
+    """Stores new [B, T, K, ...] in slots of pages [Z, K, S, ...], in place if the pages are donated.
+
+    slots: int32, page * S + offset; Z S and above: not stored.
+    """
+    axes = (None, "kv_heads", *(None,) * (pages.ndim - 2))
+    heads = activation_spec(pages.shape, axes)[1]
+
+    def body(pages, new, slots):
+        num_pages, num_heads, page_size, *rest = pages.shape
+        page_BT1 = (slots // page_size)[..., None]
+        head_K = jnp.arange(num_heads, dtype=slots.dtype)
+        # One row per head of a token: a scatter along the first dim of a flat array is done in place, without a
+        # transposed copy of the pool.
+        index_BTK = (page_BT1 * num_heads + head_K) * page_size + (slots % page_size)[..., None]
+        flat = pages.reshape(-1, *rest)
+        return flat.at[index_BTK].set(new, mode="drop").reshape(pages.shape)
+
+    pages_spec = P(None, heads, *(None,) * (pages.ndim - 2))
+    new_spec = P(None, None, heads, *(None,) * (new.ndim - 3))
+    return manual(body, (pages_spec, new_spec, P()), pages_spec)(pages, new, slots_BT)
+
+
+def _contiguous(pages_ZKSH, scales_ZKS, table_BP, dtype):
+    """The pages of each row, one after the other: [B, P S, K, H]."""
+    gathered_BPKSH = pages_ZKSH[table_BP]
+    if scales_ZKS is not None:
+        gathered_BPKSH = gathered_BPKSH.astype(jnp.float32) * scales_ZKS[table_BP][..., None]
+    batch, _, kv_heads, _, head_dim = gathered_BPKSH.shape
+    return gathered_BPKSH.astype(dtype).swapaxes(2, 3).reshape(batch, -1, kv_heads, head_dim)
+
+
+def reference_bounded_attention(q_BTNH, k_BJKH, v_BJKH, lower_BT, upper_BT, scale, soft_cap=None, slopes_N=None):
+    """The formula for a range of keys per query, with T x J scores in memory -> (out [B, T, N, H], log-sum-exp
+    [B, N, T] float32); an empty range gives 0."""
+    batch, length, num_heads, head_dim = q_BTNH.shape
+    num_slots, kv_heads = k_BJKH.shape[1:3]
+    slot_J = jnp.arange(num_slots)
+    seen_BTJ = (slot_J >= lower_BT[..., None]) & (slot_J < upper_BT[..., None])
+    # What nobody attends to may be NaN, and 0 * NaN is NaN.
+    is_read_BJ11 = jnp.any(seen_BTJ, 1)[..., None, None]
+    k_BJKH = jnp.where(is_read_BJ11, k_BJKH, 0)
+    v_BJKH = jnp.where(is_read_BJ11, v_BJKH, 0)
+    q_BTKGH = q_BTNH.reshape(batch, length, kv_heads, -1, head_dim)
+    dot = functools.partial(jnp.einsum, precision=dot_precision(q_BTNH.dtype), preferred_element_type=jnp.float32)
+    scores_BKGTJ = dot("btkgh,bjkh->bkgtj", q_BTKGH, k_BJKH) * scale
+    if soft_cap is not None:
+        scores_BKGTJ = soft_cap * jnp.tanh(scores_BKGTJ / soft_cap)
+    if slopes_N is not None:
+        distance_BTJ = (upper_BT[..., None] - 1 - slot_J).astype(jnp.float32)
+        scores_BKGTJ -= slopes_N.reshape(kv_heads, -1, 1, 1) * distance_BTJ[:, None, None]
+    seen_B11TJ = seen_BTJ[:, None, None]
+    scores_BKGTJ = jnp.where(seen_B11TJ, scores_BKGTJ, MASKED_SCORE)
+    lse_BKGT = jax.nn.logsumexp(scores_BKGTJ, -1)
+    probs_BKGTJ = jnp.where(seen_B11TJ, jax.nn.softmax(scores_BKGTJ, -1), 0)
+    out_BTKGH = dot("bkgtj,bjkh->btkgh", probs_BKGTJ.astype(v_BJKH.dtype), v_BJKH)
+    return out_BTKGH.astype(q_BTNH.dtype).reshape(q_BTNH.shape), lse_BKGT.reshape(batch, num_heads, length)
+
+
+def _has_chunk_kernel(q_BTNH, has_slopes: bool) -> bool:
+    from pallas_kernels import flash_attention  # not at the top: only Hopper needs it, and it takes time
+
+    reason = compat.mosaic_problem() or flash_attention.problem(q_BTNH.shape[-1], q_BTNH.dtype)
+    reason = reason or ("ALiBi" if has_slopes else "")
+    _log_choice("prompts in pages", reason, "pallas_kernels/flash_attention")
+    return not reason
+
+
 def paged_attention(
     q_BNH: jax.Array, keys_ZKSH: jax.Array, values_ZKSH: jax.Array, table_BP: jax.Array, lengths_B: jax.Array,
     scales: tuple[jax.Array, jax.Array] | None = None, *, scale: float, window: int | None = None,
-    soft_cap: float | None = None
+    soft_cap: float | None = None, backend: Backend = "auto"
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """softmax(scale * q k^T) v over the tokens of each sequence -> (out [B, N, H] in q's dtype, log-sum-exp [B, N]).
 
@@ -37,8 +148,8 @@ def paged_attention(
     window: attend only to the last `window` tokens. soft_cap: as in ops/attention.py.
     """
     heads = activation_spec(keys_ZKSH.shape, (None, "kv_heads", None, None))[1]
-    backend = _backend(q_BNH, keys_ZKSH)
-    run = reference_paged_attention if backend == "reference" else kernel.decode
+    has_kernel = backend != "reference" and _has_decoding_kernel(q_BNH, keys_ZKSH)
+    run = kernel.decode if has_kernel else reference_paged_attention
 
     def body(*arrays):
         results = run(*arrays, scale=scale, window=window, soft_cap=soft_cap)
@@ -91,17 +202,16 @@ def reference_paged_attention(
     return out_BKGH.reshape(q_BNH.shape).astype(q_BNH.dtype), lse_BKG.reshape(batch, num_heads)
 
 
-def _backend(q_BNH, keys_ZKSH) -> str:
+def _has_decoding_kernel(q_BNH, keys_ZKSH) -> bool:
     num_heads = q_BNH.shape[1]
     kv_heads, page_size = keys_ZKSH.shape[1:3]
     reason = compat.mosaic_problem() or kernel.problem(
         num_heads, kv_heads, q_BNH.shape[-1], page_size, q_BNH.dtype, keys_ZKSH.dtype
     )
-    _log_choice(reason)
-    return "reference" if reason else "kernel"
+    _log_choice("paged attention", reason, "split over the sequence (pallas_kernels/paged_attention.py)")
+    return not reason
 
 
 @functools.cache
-def _log_choice(reason: str) -> None:
-    chosen = f"reference ({reason})" if reason else "split over the sequence (pallas_kernels/paged_attention.py)"
-    logger.info("paged attention: %s", chosen)
+def _log_choice(name: str, reason: str, kernel_name: str) -> None:
+    logger.info("%s: %s", name, f"reference ({reason})" if reason else kernel_name)

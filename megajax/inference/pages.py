@@ -1,0 +1,109 @@
+"""Which pages of the pool are free, which sequences share a page, and which prefixes are still in pages.
+
+A page holds the keys and values of `page_size` consecutive tokens of a sequence, in all layers. They depend on these
+tokens and on all before them, so a whole page is known by a hash of both: another sequence that begins the same way
+uses the same pages (Zheng et al. 2024, https://arxiv.org/abs/2312.07104). A page without users remains known until it
+is needed; the least recently used one is taken first.
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+
+
+class PagePool:
+    def __init__(self, num_pages: int, page_size: int, *, caches_prefixes: bool = True):
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.caches_prefixes = caches_prefixes
+        self._users = [0] * num_pages
+        self._digest_of: list[bytes | None] = [None] * num_pages
+        self._page_of: dict[bytes, int] = {}
+        self._unknown = list(range(num_pages - 1, -1, -1))
+        """Pages without users and without known contents."""
+        self._unused: OrderedDict[int, None] = OrderedDict()
+        """Pages without users and with known contents, the least recently used first."""
+
+    @property
+    def num_free(self) -> int:
+        return len(self._unknown) + len(self._unused)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_pages - self.num_free
+
+    def allocate(self, count: int) -> list[int] | None:
+        """Pages with one user each, or None if there are not enough."""
+        if count > self.num_free:
+            return None
+        return [self._take() for _ in range(count)]
+
+    def _take(self) -> int:
+        if self._unknown:
+            page = self._unknown.pop()
+        else:
+            page, _ = self._unused.popitem(last=False)
+            self._forget(page)
+        self._users[page] = 1
+        return page
+
+    def match(self, tokens: Sequence[int]) -> list[int]:
+        """The pages of the longest known beginning of the tokens, each with one user more.
+
+        The last token is never part of it: it has to be computed to know what follows.
+        """
+        found = []
+        for digest in self._digests(tokens, (len(tokens) - 1) // self.page_size):
+            page = self._page_of.get(digest)
+            if page is None:
+                break
+            found.append(page)
+        for page in found:
+            self._users[page] += 1
+            self._unused.pop(page, None)
+        return found
+
+    def register(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
+        """Makes the whole pages of these tokens known. Pages whose contents are known already are skipped."""
+        count = min(len(tokens) // self.page_size, len(pages))
+        if not count or self._digest_of[pages[count - 1]] is not None:
+            return
+        for page, digest in zip(pages, self._digests(tokens, count), strict=False):
+            if self._digest_of[page] is None and digest not in self._page_of:
+                self._digest_of[page] = digest
+                self._page_of[digest] = page
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Removes one user of each page."""
+        for page in reversed(pages):  # the end of a sequence is of less use than its beginning
+            assert self._users[page] > 0, f"page {page} has no user"
+            self._users[page] -= 1
+            if self._users[page]:
+                continue
+            if self._digest_of[page] is None:
+                self._unknown.append(page)
+            else:
+                self._unused[page] = None
+
+    def forget(self) -> None:
+        """No contents are known any more."""
+        for page in range(self.num_pages):
+            self._forget(page)
+        self._unknown += self._unused
+        self._unused.clear()
+
+    def _forget(self, page: int) -> None:
+        digest = self._digest_of[page]
+        if digest is not None:
+            del self._page_of[digest]
+            self._digest_of[page] = None
+
+    def _digests(self, tokens: Sequence[int], count: int):
+        """Of the first `count` pages: each depends on all tokens up to its end."""
+        digest = b""
+        for page in range(count if self.caches_prefixes else 0):
+            part = np.asarray(tokens[page * self.page_size : (page + 1) * self.page_size], np.int32)
+            digest = hashlib.blake2b(digest + part.tobytes(), digest_size=16).digest()
+            yield digest

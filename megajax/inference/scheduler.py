@@ -1,0 +1,267 @@
+"""Decides what the next call of the device computes: chunks of prompts, or the next tokens of the running sequences.
+
+The two alternate while both have work, so that long prompts do not stop the others. A sequence is admitted when a row
+and enough pages for its tokens are free. When a running sequence needs a page and none is free, the youngest one gives
+its pages back and waits again; its tokens are then computed once more (recomputation).
+
+The device is one call ahead of what the host knows: `num_pending` tokens of a sequence are being generated. Only its
+length matters here, so that the next call can be prepared meanwhile.
+"""
+
+import dataclasses
+import itertools
+import time
+from collections import deque
+from collections.abc import Sequence as Items
+from typing import NamedTuple
+
+from megajax.inference.pages import PagePool
+from megajax.inference.sampling import Sampling, TokenLogprobs
+
+_ids = itertools.count()
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    prompt: list[int]
+    sampling: Sampling
+    id: int = dataclasses.field(default_factory=lambda: next(_ids))
+    arrival: float = dataclasses.field(default_factory=time.monotonic)
+    """time.monotonic() when it was submitted."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Of the prompt tokens after the first, if sampling.prompt_logprobs asks for them; complete with the first
+    Output."""
+    num_cached: int = 0
+    """Prompt tokens of the first sample that were found in the prefix cache."""
+    sequences: "list[Sequence]" = dataclasses.field(default_factory=list, repr=False)
+    """Its n samples."""
+
+    @property
+    def is_finished(self) -> bool:
+        return all(sequence.is_finished for sequence in self.sequences)
+
+
+@dataclasses.dataclass(eq=False)
+class Sequence:
+    """One sample of a request."""
+
+    request: Request
+    index: int
+    tokens: list[int]
+    """Prompt and generated tokens that the host knows."""
+    limit: int
+    """Maximum length in tokens."""
+    row: int | None = None
+    """Its row in the arrays of the device while it runs."""
+    pages: list[int] = dataclasses.field(default_factory=list)
+    num_written: int = 0
+    """Tokens whose keys and values are in pages, or will be after the calls that are under way."""
+    num_to_prefill: int = 0
+    """Length when it was admitted: all these tokens are computed before it decodes."""
+    num_pending: int = 0
+    """Tokens that calls under way generate."""
+    is_finished: bool = False
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens) + self.num_pending
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.num_written < self.num_to_prefill
+
+    @property
+    def is_decoding(self) -> bool:
+        return not self.is_prefilling and self.length < self.limit
+
+
+class Chunk(NamedTuple):
+    """Tokens start <= i < end of a sequence; the last chunk of a prompt also samples the token that follows."""
+
+    sequence: Sequence
+    start: int
+    end: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.end == self.sequence.num_to_prefill
+
+
+class Prefill(NamedTuple):
+    chunks: list[Chunk]
+
+
+class Run(NamedTuple):
+    """The next tokens of a sequence."""
+
+    sequence: Sequence
+    start: int
+    """Position of its newest token, which is computed first."""
+    count: int
+    """Tokens that it gets."""
+    draft: tuple[int, ...] = ()
+    """Guesses of the tokens that follow the newest one; computed in the same step to see whether they are right."""
+
+
+class Decode(NamedTuple):
+    runs: list[Run]
+    num_steps: int
+
+
+class Wait(NamedTuple):
+    """Nothing can be scheduled before the results of earlier calls are known."""
+
+
+class Limits(NamedTuple):
+    num_rows: int
+    """Sequences that run at the same time."""
+    chunk_tokens: int
+    """Prompt tokens of a call."""
+    num_chunks: int
+    """Sequences whose prompts a call computes."""
+    chunk_pages: int
+    """Pages that these sequences have together."""
+    decode_steps: int
+    """Tokens per sequence of a call."""
+
+
+class Scheduler:
+    def __init__(self, pool: PagePool, limits: Limits):
+        self.pool = pool
+        self.limits = limits
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        """In the order of admission; the last one is the first to be preempted."""
+        self.num_preemptions = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+        self._rows = list(range(limits.num_rows - 1, -1, -1))
+        self._has_prefilled = False
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def next(self) -> Prefill | Decode | Wait | None:
+        """The next call, whose pages are allocated; None: nothing to do."""
+        decoding = [sequence for sequence in self.running if sequence.is_decoding]
+        chunks = [] if self._has_prefilled and decoding else self._chunks()
+        self._has_prefilled = bool(chunks)
+        if chunks:
+            return Prefill(chunks)
+        return self._decode(decoding) if decoding else None
+
+    # ------------------------------------------------------------------ prompts
+
+    def _chunks(self) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        tokens = self.limits.chunk_tokens
+        pages = self.limits.chunk_pages
+        for sequence in self._prefilling():
+            end = min(sequence.num_written + tokens, sequence.num_to_prefill)
+            pages -= -(-end // self.pool.page_size)
+            if pages < 0:
+                break
+            chunks.append(Chunk(sequence, sequence.num_written, end))
+            tokens -= end - sequence.num_written
+            self._advance(chunks[-1])
+            if not tokens or len(chunks) == self.limits.num_chunks:
+                break
+        return chunks
+
+    def _prefilling(self):
+        yield from [sequence for sequence in self.running if sequence.is_prefilling]
+        while self.waiting and self._admit(self.waiting[0]):
+            yield self.running[-1]
+
+    def _advance(self, chunk: Chunk) -> None:
+        sequence = chunk.sequence
+        sequence.num_written = chunk.end
+        # Already now: a later sequence of the same call may use these pages, since keys are written before any is read.
+        self.pool.register(sequence.tokens[: chunk.end], sequence.pages)
+        if chunk.is_last:
+            sequence.num_pending += 1
+
+    def _admit(self, sequence: Sequence) -> bool:
+        if not self._rows:
+            return False
+        sampling = sequence.request.sampling
+        shares = self.pool.caches_prefixes and sampling.prompt_logprobs is None
+        shared = self.pool.match(sequence.tokens) if shares else []
+        missing = -(-len(sequence.tokens) // self.pool.page_size) - len(shared)
+        reserve = len(self.running)  # each running sequence soon needs one more page
+        if missing + reserve > self.pool.num_free and self.running or missing > self.pool.num_free:
+            self.pool.release(shared)
+            return False
+        self.waiting.popleft()
+        sequence.pages = shared + self.pool.allocate(missing)
+        sequence.num_written = len(shared) * self.pool.page_size
+        sequence.num_to_prefill = len(sequence.tokens)
+        sequence.row = self._rows.pop()
+        self.running.append(sequence)
+        if shares:
+            self.prefix_queries += len(sequence.tokens)
+            self.prefix_hits += sequence.num_written
+        if not sequence.index and len(sequence.tokens) == len(sequence.request.prompt):
+            sequence.request.num_cached = sequence.num_written
+        return True
+
+    # ------------------------------------------------------------------ decoding
+
+    def _decode(self, decoding: list[Sequence]) -> Decode | Wait:
+        longest = max(sequence.limit - sequence.length for sequence in decoding)
+        for num_steps in (min(self.limits.decode_steps, longest), 1):
+            missing = sum(self._missing(sequence, num_steps) for sequence in decoding)
+            if missing <= self.pool.num_free:
+                return self._run(decoding, num_steps)
+        if any(sequence.num_pending for sequence in self.running):
+            return Wait()
+        while missing > self.pool.num_free:
+            youngest = self.running[-1]
+            self.preempt(youngest)
+            decoding = [sequence for sequence in decoding if sequence is not youngest]
+            missing = sum(self._missing(sequence, 1) for sequence in decoding)
+        return self._run(decoding, 1) if decoding else Wait()
+
+    def _missing(self, sequence: Sequence, num_steps: int) -> int:
+        end = min(sequence.length - 1 + num_steps, sequence.limit - 1)
+        return max(-(-end // self.pool.page_size) - len(sequence.pages), 0)
+
+    def _run(self, decoding: Items[Sequence], num_steps: int) -> Decode:
+        runs = []
+        for sequence in decoding:
+            sequence.pages += self.pool.allocate(self._missing(sequence, num_steps))
+            count = min(num_steps, sequence.limit - sequence.length)
+            runs.append(Run(sequence, sequence.length - 1, count))
+            sequence.num_pending += count
+            sequence.num_written += count
+        return Decode(runs, num_steps)
+
+    # ------------------------------------------------------------------ leaving
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Gives its pages back; it waits before all others."""
+        self._leave(sequence)
+        self.waiting.appendleft(sequence)
+        self.num_preemptions += 1
+
+    def finish(self, sequence: Sequence) -> None:
+        """Gives its pages back for good, wherever it is."""
+        if sequence.is_finished:
+            return
+        sequence.is_finished = True
+        if sequence.row is None:
+            self.waiting.remove(sequence)
+        else:
+            self._leave(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        written = min(sequence.num_written, len(sequence.tokens) - 1)
+        self.pool.register(sequence.tokens[: max(written, 0)], sequence.pages)
+        self.pool.release(sequence.pages)
+        self._rows.append(sequence.row)
+        self.running.remove(sequence)
+        sequence.pages = []
+        sequence.row = None
+        sequence.num_written = 0
+        sequence.num_pending = 0
