@@ -17,6 +17,13 @@ from typing import NoReturn
 
 from megajax.suggestions import did_you_mean
 
+
+def _truth(text: str) -> bool:
+    if text not in ("True", "False"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither True nor False")
+    return text == "True"
+
+
 # Fields of ServingConfig, which is slow to import: (type, help).
 SERVING = {
     "max_rows": (int, "sequences that are decoded at the same time (128)"),
@@ -26,6 +33,7 @@ SERVING = {
     "num_pages": (int, "pages; default: as many as memory_fraction allows"),
     "memory_fraction": (float, "fraction of the device memory for weights and pages (0.9)"),
     "page_dtype": (str, "keys and values are stored as compute, int8 or float8 (compute)"),
+    "prefix_cache": (_truth, "False: do not keep keys and values for prompts that begin the same way (True)"),
     "decode_steps": (int, "tokens per sequence and call of the device (4)"),
 }
 

@@ -4,8 +4,12 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import re
+import shutil
+import subprocess
 import threading
 import time
+from pathlib import Path
 
 import httpx2
 import jax
@@ -17,13 +21,17 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from megajax.data.tokenizers.chat_template import CHATML, ChatTemplate
 from megajax.data.tokenizers.tokenizer import BytesTokenizer
+from megajax.figures import traffic
 from megajax.inference.engine import Engine, Output, ServingConfig, Stats
 from megajax.inference.sampling import Sampling
 from megajax.inference.scheduler import Request
 from megajax.inference.server.app import ServerConfig, make_app
+from megajax.inference.server.engine_thread import Overloaded
+from megajax.inference.traffic import Load, ServerTarget, Workload, measure, table
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
+from megajax.plot import save
 from megajax.precision import PrecisionConfig
 
 MODEL = DecoderConfig(num_layers=1, embed_dim=32, num_heads=2, mlp_dim=32, vocab_size=257, vocab_multiple=1,
@@ -61,8 +69,19 @@ def offline(engine):
 
 
 @pytest.fixture(scope="module")
-def scores(engine):
-    return engine.score([engine.encode(prompt) for prompt in PROMPTS])
+def lm_eval(engine):
+    """(recorded request, what the engine says offline): a Score, a text, or None."""
+    lines = (Path(__file__).parent / "lm_eval_requests.jsonl").read_text().splitlines()
+    found = []
+    for path, body in map(json.loads, lines):
+        expected = None
+        if path == "/v1/completions" and "echo" in body:
+            (expected,) = engine.score(body["prompt"])
+        elif path == "/v1/completions":
+            sampling = Sampling(max_tokens=body["max_tokens"], temperature=0.0, stop=tuple(body["stop"]))
+            (expected,) = engine.generate([bytes(body["prompt"][0]).decode()], sampling)
+        found.append(((path, body), expected))
+    return found
 
 
 @contextlib.contextmanager
@@ -90,7 +109,7 @@ def wait_until(condition):
 
 
 @pytest.fixture(scope="module")
-def url(engine, offline, scores):
+def url(engine, offline, lm_eval):
     with serving(engine, api_keys=("another", KEY), max_body_bytes=100_000) as found:
         wait_until(lambda: httpx2.get(f"{found}/health").is_success)
         yield found
@@ -171,24 +190,36 @@ def test_a_seed_repeats_a_sample_and_none_does_not(client):
     assert sample() != sample()
 
 
-def test_prompts_are_scored_as_lm_eval_asks(url, scores):
-    """A request as lm-eval 0.4.13 (local-completions) sends it, and what it reads of the answer."""
-    prompts = [list(prompt.encode()) for prompt in PROMPTS]
-    body = {
-        "model": "tiny", "prompt": prompts, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234,
-        "echo": True,
-    }  # fmt: skip
-    answer = ask(url, "/v1/completions", body)
-    for prompt, score, choice in zip(prompts, scores, answer.json()["choices"], strict=True):
-        logprobs = choice["logprobs"]
-        assert len(logprobs["token_logprobs"]) == len(prompt) + 1 and logprobs["token_logprobs"][0] is None
-        # in other batches than before, so to rounding
-        np.testing.assert_allclose(logprobs["token_logprobs"][1:-1], score.logprobs, atol=1e-5)
-        tops = logprobs["top_logprobs"][1:-1]
-        found = [max(top.values()) == own for top, own in zip(tops, logprobs["token_logprobs"][1:-1], strict=True)]
-        assert found == score.is_greedy.tolist()
-    only_prompt = ask(url, "/v1/completions", {**body, "max_tokens": 0}).json()["choices"][0]
-    assert only_prompt["text"] == PROMPTS[0] and len(only_prompt["logprobs"]["tokens"]) == len(prompts[0])
+def test_requests_of_lm_eval_get_the_numbers_of_the_engine(url, lm_eval):
+    """What lm-eval 0.4.13 (local-completions with tokenizer_backend=remote) sent for a multiple choice, a rolling
+    likelihood and a generation, and what it reads of the answers."""
+    headers = {"Authorization": f"Bearer {KEY}"}
+    end = httpx2.get(f"{url}/tokenizer_info", headers=headers).json()["eos_token"]
+    for (path, body), expected in lm_eval:
+        answer = ask(url, path, body).json()
+        assert "error" not in answer, answer
+        if path == "/tokenize":
+            assert answer["tokens"] == ([256] if body["prompt"] == end else list(body["prompt"].encode()))
+        elif "echo" not in body:
+            assert answer["choices"][0]["text"] == expected
+        else:
+            logprobs = answer["choices"][0]["logprobs"]
+            own = logprobs["token_logprobs"]
+            assert len(own) == len(body["prompt"][0]) + 1 and own[0] is None
+            np.testing.assert_allclose(own[1:-1], expected.logprobs, atol=1e-5)  # rounding: it ran in another batch
+            greedy = [
+                max(top.values()) == each for top, each in zip(logprobs["top_logprobs"][1:-1], own[1:-1], strict=True)
+            ]
+            assert greedy == expected.is_greedy.tolist()
+
+
+def test_a_scored_prompt_is_followed_by_one_token_even_if_that_is_the_end(url):
+    """lm-eval drops the last log-probability, which must not be one of the prompt."""
+    body = {"prompt": "abc", "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True, "logit_bias": {"256": 100}}
+    choice = ask(url, "/v1/completions", body).json()["choices"][0]
+    assert len(choice["logprobs"]["token_logprobs"]) == 4
+    only_prompt = ask(url, "/v1/completions", body | {"max_tokens": 0}).json()["choices"][0]
+    assert only_prompt["text"] == "abc" and only_prompt["logprobs"]["tokens"] == ["a", "b", "c"]
 
 
 def test_tokens_of_texts_and_conversations(url):
@@ -221,6 +252,56 @@ def test_many_streams_at_once_and_the_metrics_count_them(url, offline):
     assert grown["megajax:generation_tokens_total"] == num_tokens
     assert grown["megajax:compiled_programs_total"] == 0
     assert after["megajax:num_requests_running"] == after["megajax:num_requests_waiting"] == 0
+
+
+# ----------------------------------------------------------------------------- load
+
+
+def test_latency_and_throughput_are_measured_over_http_and_without(url, tmp_path):
+    """bench --url against the server; and what it reports of a target whose times are known."""
+
+    async def both():
+        workload = Workload(num_requests=6, prompt_tokens=5, max_tokens=4)
+        async with ServerTarget(url, KEY) as target:
+            return [await measure(target, load, workload) for load in (Load(request_rate=200.0), Load(concurrency=2))]
+
+    results = asyncio.run(both())
+    for result in results:
+        assert (result.num_finished, result.num_refused, result.num_generated) == (6, 0, 24)
+        assert 0 < result.first_token["p50"] <= result.first_token["p99"] <= result.whole["p99"] <= result.seconds
+    assert "200/s" in table(results) and "2 at a time" in table(results)
+    save(traffic(results), str(tmp_path / "figure.svg"))
+    assert json.loads(json.dumps(results[0].record()))["num_finished"] == 6
+
+    class Timed:
+        """Refuses every other request; the others take 0.1 s for the first token, and 0.05 s for three more."""
+
+        number = 0
+
+        async def stream(self, prompt, max_tokens):
+            self.number += 1
+            if self.number % 2:
+                raise Overloaded
+            await asyncio.sleep(0.1)
+            yield 1
+            await asyncio.sleep(0.05)
+            yield 3
+
+    result = asyncio.run(measure(Timed(), Load(request_rate=float("inf")), Workload(num_requests=4)))
+    assert (result.num_finished, result.num_refused, result.num_generated) == (2, 2, 8)
+    assert 0.1 <= result.first_token["p50"] < 0.15 <= result.whole["p50"] <= result.seconds
+    assert 0.05 / 3 <= result.between_tokens["p50"] < 0.1 / 3
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_the_page_finds_the_model_in_a_browser(engine):
+    with serving(engine) as url:
+        wait_until(lambda: httpx2.get(f"{url}/health").is_success)
+        command = ["chromium", "--headless", "--no-sandbox", "--virtual-time-budget=4000", "--dump-dom", url]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    assert '<span id="model">tiny</span>' in found
+    assert re.search(r'id="state"[^>]*>ready<', found) and re.search(r'id="running">0<', found)
 
 
 # ----------------------------------------------------------------------------- mistakes

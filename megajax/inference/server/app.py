@@ -42,7 +42,7 @@ TIMED_OUT = "the request took longer than the server allows (request_timeout_sec
 # The page needs nothing from elsewhere, and what a model writes must not be able to fetch anything.
 PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
-    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+    "img-src data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 )
 
 
@@ -109,6 +109,8 @@ class Server:
         self.thread.observer = self.metrics
         self._texts = TokenTexts(engine.tokenizer)
         self._keys = [key.encode() for key in config.api_keys]
+        # an end without a name gets one
+        self._named_tokens = {"<|endoftext|>": engine.tokenizer.eod_id, **engine.tokenizer.special_tokens}
         self._loading = asyncio.Lock()  # one at a time
         self._created = int(time.time())
         self._max_length = engine.room_for_prompt(0)
@@ -231,6 +233,8 @@ class Server:
             raise Refused(400, "give prompt or messages", "prompt")
         if body.messages is not None:
             tokens = await _in_thread(self._render, body.messages, body.tools, body.add_generation_prompt)
+        elif body.prompt in self._named_tokens:  # how clients ask for the ids of the beginning and the end
+            tokens = [self._named_tokens[body.prompt]]
         elif body.add_special_tokens and body.prompt:
             tokens = await _in_thread(self.engine.encode, body.prompt)
         else:
@@ -246,12 +250,11 @@ class Server:
         return JSONResponse({"prompt": await _in_thread(self.engine.tokenizer.decode, body.tokens)})
 
     async def tokenizer_info(self, request: Request) -> Response:
-        """As much as lm-eval reads."""
+        """The names of special tokens, by what they are for, as in tokenizer_config.json."""
         tokenizer = self.engine.tokenizer
+        end = next((name for name, token in self._named_tokens.items() if token == tokenizer.eod_id), None)
         file = getattr(tokenizer, "path", None)
-        named = configured_tokens(file) if file else {}
-        end = next((name for name, token in tokenizer.special_tokens.items() if token == tokenizer.eod_id), None)
-        return JSONResponse({"eos_token": end, "eos_token_id": tokenizer.eod_id} | named)
+        return JSONResponse({"eos_token": end} | (configured_tokens(file) if file else {}))
 
     # ------------------------------------------------------------------ the server itself
 
