@@ -149,6 +149,27 @@ class Structure:
         return jax.tree.unflatten(self.treedef, [_at(tree, path) for path in self.paths])
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PerLayer:
+    """The weights of the layers of one kind as arrays of their own, [...] each, instead of one array [layers, ...].
+
+    For serving: a matmul that uses few rows would first copy its matrix out of the stack.
+    """
+
+    arrays: tuple[jax.Array, ...]
+
+    def __getitem__(self, index: int) -> jax.Array:
+        return self.arrays[index]
+
+    def stacked(self) -> jax.Array:
+        return jax.numpy.stack(self.arrays)
+
+
+def is_per_layer(node) -> bool:
+    return isinstance(node, PerLayer)
+
+
 def records(state) -> dict:
     """The record of each parameter, as a nested dict."""
     variables = jax.tree.leaves(state, is_leaf=is_variable)

@@ -30,6 +30,7 @@ from megajax.inference.text import TextStream
 from megajax.layers.kv_cache import PoolSizes
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.model import Model
+from megajax.parameters import is_per_layer
 from megajax.ranges import PositiveInt
 from megajax.sharding import with_shardings
 from megajax.sources import open_source
@@ -37,6 +38,7 @@ from megajax.sources import open_source
 logger = logging.getLogger("megajax")
 
 MIN_CHUNK = 16  # tokens of the smallest prefill program
+MIN_TABLE = 16  # pages of the smallest table, where its size matters
 MAX_CHUNKS = 16  # sequences whose prompts one call computes
 DEFAULT_MAX_LENGTH = 8192  # tokens of a sequence, for models without a limit
 HOST_POOL_BYTES = 2**30  # of the pool where the device does not say how much memory it has
@@ -136,8 +138,9 @@ class Engine:
         self, model: Model, params: dict, mesh: Mesh, tokenizer: Tokenizer | None, *, start_ids: Items[int] = (),
         serving: ServingConfig = ServingConfig()
     ):  # fmt: skip
-        """params: sharded over `mesh`; matrices are cast to the compute dtype. tokenizer: may be None if only tokens go
-        in and out; there is then no end-of-document token. start_ids: tokens before each text prompt.
+        """params: sharded over `mesh`, stacked or per layer; matrices are cast to the compute dtype. tokenizer: may be
+        None if only tokens go in and out; there is then no end-of-document token. start_ids: tokens before each text
+        prompt.
 
         Raises ValueError for invalid serving settings, and if the memory holds no page.
         """
@@ -174,7 +177,7 @@ class Engine:
         # The kernel reads only the pages of a sequence; the reference gathers the whole table.
         has_kernel = self.mesh.devices.flat[0].platform == "gpu"
         self._table_factor = None if has_kernel else 4
-        self._table_buckets = [table_pages] if has_kernel else _buckets(min(4, table_pages), table_pages, 4)
+        self._table_buckets = [table_pages] if has_kernel else _buckets(min(MIN_TABLE, table_pages), table_pages, 4)
         self._num_chunks = num_chunks
         chunk_pages = table_pages + self._chunk_pages(self._chunk_buckets[-1])
         self.pool = PagePool(sizes.num_pages, sizes.page_size, caches_prefixes=self._shares_pages())
@@ -201,11 +204,11 @@ class Engine:
         self._start_row = jax.jit(Rows.start, donate_argnums=0, out_shardings=replicated)
 
     def use(self, params: dict) -> None:
-        """Generates with these parameters from here on; no program is compiled again.
+        """Generates with these parameters, stacked or per layer, from here on; no program is compiled again.
 
         Forgets the prefix cache. Requests that run continue with the keys and values of the old parameters.
         """
-        self.params = jax.tree.map(lambda a, like: a.astype(like.dtype), params, serving_params(self.model))
+        self.params = self.model.per_layer(_cast(self.model, params))
         if hasattr(self, "pool"):
             self.pool.forget()
 
@@ -242,7 +245,8 @@ class Engine:
         mesh = make_mesh(mesh_config, devices[: mesh_config.num_devices])
         model = Model(config.model, config.precision, config.execution)
         target = with_shardings(serving_params(model), model.shardings(mesh))
-        params = source.restore_params(target, model.layer_rows)
+        # Split here, so that the stacked arrays are gone before the memory for pages is counted.
+        params = model.per_layer(source.restore_params(target, model.layer_rows))
         logger.info("loaded %s", source)
         start_ids = getattr(tokenizer, "start_ids", ()) if source.is_foreign else ()
         return Engine(model, params, mesh, tokenizer, start_ids=start_ids, serving=serving)
@@ -707,6 +711,15 @@ def serving_params(model: Model):
     Layers cast their matrices to the compute dtype anyway, so results are the same, and a token reads half the memory.
     """
     return model.cast_weights(model.precision.compute_dtype)
+
+
+def _cast(model: Model, params: dict) -> dict:
+    dtypes = jax.tree.map(lambda a: a.dtype, serving_params(model))
+
+    def cast(array, dtype):
+        return jax.tree.map(lambda a: a.astype(dtype), array)
+
+    return jax.tree.map(cast, params, dtypes, is_leaf=is_per_layer)
 
 
 def _token_logprobs(token: int, logprob, ids, top, count: int) -> TokenLogprobs:

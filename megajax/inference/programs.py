@@ -167,22 +167,28 @@ def _prompt_logprobs(module, x_TD: jax.Array, vocab_size: int, targets_T: jax.Ar
 
 def _choose(module, x_B1D, vocab_size, positions_B, rows: Rows, chooser: Chooser, wants_logprobs):
     """Samples the tokens at positions_B -> (Drawn [B], rows that include them)."""
+    sampling = chooser.sampling
     raw_BV = _logits(module, x_B1D, vocab_size)
-    logits_BV = jax.lax.cond(
-        jnp.any(chooser.sampling.is_adjusted_B),
-        lambda: chooser.sampling.adjusted(raw_BV, rows.counts_RV[chooser.rows_B], rows.bias_RV[chooser.rows_B]),
-        lambda: raw_BV,
-    )
-    logits_BV = jax.lax.cond(
-        jnp.any(chooser.has_mask_B),
-        lambda: jnp.where(
-            unpacked(chooser.mask_BW, vocab_size) | ~chooser.has_mask_B[:, None], logits_BV, -jnp.inf
-        ),
-        lambda: logits_BV,
-    )  # fmt: skip
-    tokens_B = chooser.sampling.sample(logits_BV, positions_B)
-    drawn = Drawn(tokens_B, Logprobs.of(raw_BV, tokens_B, wants_logprobs))
-    return drawn, rows.add(chooser.rows_B, tokens_B)
+    has_mask = jnp.any(chooser.has_mask_B)
+    is_adjusted = jnp.any(sampling.is_adjusted_B)
+
+    def adjusted():
+        return sampling.adjusted(raw_BV, rows.counts_RV[chooser.rows_B], rows.bias_RV[chooser.rows_B])
+
+    def choose():
+        logits_BV = jax.lax.cond(is_adjusted, adjusted, lambda: raw_BV)
+        is_allowed_BV = unpacked(chooser.mask_BW, vocab_size) | ~chooser.has_mask_B[:, None]
+        masked_BV = jax.lax.cond(has_mask, lambda: jnp.where(is_allowed_BV, logits_BV, -jnp.inf), lambda: logits_BV)
+        tokens_B = sampling.sample(masked_BV, positions_B)
+        return Drawn(tokens_B, Logprobs.of(raw_BV, tokens_B, wants_logprobs))
+
+    def most_likely():
+        return Drawn(jnp.argmax(raw_BV, -1).astype(jnp.int32), Logprobs.zeros(*raw_BV.shape))
+
+    # One branch for what is common: on a GPU the host waits for the condition of each.
+    is_greedy = ~(jnp.any(sampling.temperature_B > 0) | is_adjusted | has_mask | wants_logprobs)
+    drawn = jax.lax.cond(is_greedy, most_likely, choose)
+    return drawn, rows.add(chooser.rows_B, drawn.tokens)
 
 
 def _logits(module, x_B1D: jax.Array, vocab_size: int) -> jax.Array:

@@ -158,17 +158,14 @@ class RowSampling(NamedTuple):
         """The logits with bias and penalties. counts: int32, how often each token has been generated, plus
         PROMPT_TOKEN if it is in the prompt."""
 
-        def adjust(logits_BV: jax.Array) -> jax.Array:
-            generated_BV = counts_BV % PROMPT_TOKEN
-            biased_BV = logits_BV + bias_BV
-            factor_B1 = self.repetition_B[:, None]
-            repeated_BV = jnp.where(biased_BV > 0, biased_BV / factor_B1, biased_BV * factor_B1)
-            adjusted_BV = jnp.where(counts_BV > 0, repeated_BV, biased_BV)
-            adjusted_BV -= self.frequency_B[:, None] * generated_BV.astype(jnp.float32)
-            adjusted_BV -= jnp.where(generated_BV > 0, self.presence_B[:, None], 0.0)
-            return jnp.where(self.is_adjusted_B[:, None], adjusted_BV, logits_BV)
-
-        return jax.lax.cond(jnp.any(self.is_adjusted_B), adjust, lambda logits_BV: logits_BV, logits_BV)
+        generated_BV = counts_BV % PROMPT_TOKEN
+        biased_BV = logits_BV + bias_BV
+        factor_B1 = self.repetition_B[:, None]
+        repeated_BV = jnp.where(biased_BV > 0, biased_BV / factor_B1, biased_BV * factor_B1)
+        adjusted_BV = jnp.where(counts_BV > 0, repeated_BV, biased_BV)
+        adjusted_BV -= self.frequency_B[:, None] * generated_BV.astype(jnp.float32)
+        adjusted_BV -= jnp.where(generated_BV > 0, self.presence_B[:, None], 0.0)
+        return jnp.where(self.is_adjusted_B[:, None], adjusted_BV, logits_BV)
 
 
 def sample(

@@ -18,7 +18,7 @@ from flax import nnx
 from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import LayerConfig, Terms
 from megajax.parallel.schedule import Stages
-from megajax.parameters import LAYER_AXES, Structure, is_variable
+from megajax.parameters import LAYER_AXES, Structure, is_per_layer, is_variable
 
 logger = logging.getLogger("megajax")
 
@@ -42,12 +42,13 @@ class Stack(nnx.Module):
         kinds = dict.fromkeys(config.kind for config in self.configs)
         states = {kind: nnx.split(getattr(self, kind))[1] for kind in kinds}
         if self.scan and caches is None:
+            states = jax.tree.map(lambda a: a.stacked() if is_per_layer(a) else a, states, is_leaf=is_per_layer)
             x, terms = self._run_scanned(x, inputs, states, key)
             return x, None, terms
         new_caches = []
         found = []
         caches = caches or (None,) * len(self.configs)
-        slices = {kind: iter(unstack(state)) for kind, state in states.items()}
+        slices = {kind: iter(self._rows(kind, state)) for kind, state in states.items()}
         for number, (config, cache) in enumerate(zip(self.configs, caches, strict=True)):
             layer = _layer(config, prevent_cse=True)
             state = next(slices[config.kind])
@@ -55,6 +56,13 @@ class Stack(nnx.Module):
             new_caches.append(cache)
             found.append(terms)
         return x, tuple(new_caches), total(found)
+
+    def _rows(self, kind: str, state) -> Sequence:
+        """The state of each layer of a kind."""
+        if not any(map(is_per_layer, jax.tree.leaves(state, is_leaf=is_per_layer))):
+            return unstack(state)
+        count = sum(config.kind == kind for config in self.configs)
+        return [jax.tree.map(lambda a, i=i: a[i], state, is_leaf=is_per_layer) for i in range(count)]
 
     def _run_scanned(self, x, inputs, states, key):
         """Runs each repeated pattern of layers as a loop with one period of the pattern per step."""

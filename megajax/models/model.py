@@ -23,7 +23,18 @@ from megajax.models.execution import ExecutionConfig
 from megajax.models.interface import NO_REGULARISERS, LossOptions, LossTerms, ModelConfig
 from megajax.ops.matmul import Float32Gradient
 from megajax.parallel.schedule import Stages
-from megajax.parameters import Parameter, Structure, matches, merge, name_of, records, select, updated
+from megajax.parameters import (
+    Parameter,
+    PerLayer,
+    Structure,
+    is_per_layer,
+    matches,
+    merge,
+    name_of,
+    records,
+    select,
+    updated,
+)
 from megajax.precision import PrecisionConfig, cast_floating
 from megajax.sharding import SHARING_AXES, WEIGHT_AXES, num_parts, weight_shardings
 
@@ -172,6 +183,21 @@ class Model:
 
         return jax.tree.map(cast, self.abstract_weights, self.records)
 
+    def per_layer(self, weights: dict) -> dict:
+        """The weights with those of the layers as one array a layer, for programs that only read them."""
+
+        def split(array: jax.Array, record: Parameter):
+            if is_per_layer(array) or record.axes[:1] != ("layers",):
+                return array
+            return PerLayer(tuple(array[i] for i in range(array.shape[0])))
+
+        return jax.tree.map(split, weights, self.records, is_leaf=is_per_layer)
+
+    @staticmethod
+    def stacked(weights: dict) -> dict:
+        """The opposite of `per_layer`."""
+        return jax.tree.map(lambda a: a.stacked() if is_per_layer(a) else a, weights, is_leaf=is_per_layer)
+
     @property
     def trained(self) -> dict:
         """The records of the trained parameters."""
@@ -260,9 +286,10 @@ class Model:
             return weights
 
         def wrap(array: jax.Array, record: Parameter):
-            return Float32Gradient(array) if record.role == "matrix" else array
+            is_whole = record.role == "matrix" and not is_per_layer(array)  # per layer they have no gradient
+            return Float32Gradient(array) if is_whole else array
 
-        return jax.tree.map(wrap, weights, records)
+        return jax.tree.map(wrap, weights, records, is_leaf=is_per_layer)
 
     def loss(
         self,

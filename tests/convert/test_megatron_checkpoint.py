@@ -245,7 +245,7 @@ def test_what_megatron_wrote_is_imported_bit_for_bit(kind, recorded, tmp_path):
     checkpoint, config = import_checkpoint(recorded / kind, run_dir)
     assert (checkpoint.iteration, config.model) == (7, LLAMA_MODEL)
     engine = Engine.from_run(run_dir)
-    found = from_megajax(engine.params, config.model)
+    found = from_megajax(engine.model.stacked(engine.params), config.model)
     whole = np.load(recorded / "whole.npz")
     assert sorted(found) == sorted(whole)
     for name, array in found.items():

@@ -1,4 +1,4 @@
-"""Generation with a cache, against a full recomputation of the sequence for every token."""
+"""Generation over pages, against a full recomputation of the sequence for every token."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ import pytest
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.config import Config
 from megajax.data.tokenizers.tokenizer import BytesTokenizer, NullTokenizer
-from megajax.inference.engine import Engine
+from megajax.inference.engine import Engine, ServingConfig
 from megajax.inference.sampling import Sampling
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig
@@ -39,6 +39,8 @@ OTHERS = {
     "alibi": dataclasses.replace(SMALL, position="alibi", parallel_residual="one_norm"),
 }
 FLOAT32 = PrecisionConfig(compute="float32")
+# Small enough that prompts take several chunks and rows run out of pages.
+SERVING = ServingConfig(max_rows=8, max_batch_tokens=16, page_size=8, num_pages=20, max_length=64, decode_steps=3)
 PROMPTS = [[5, 17, 3], [1], list(range(20, 50)), [9, 8, 7, 6, 5, 4, 3, 2], [99, 0, 99]]
 GREEDY = Sampling(max_tokens=12, temperature=0.0)
 SAMPLED = Sampling(max_tokens=12, temperature=1.3, top_k=40, top_p=0.95, seed=11)
@@ -54,9 +56,10 @@ def random_params(model, seed=0):
     return jax.tree_util.tree_map_with_path(draw, model.abstract_weights)
 
 
-def make_engine(config, mesh, tokenizer=None, precision=FLOAT32, seed=0, execution=ExecutionConfig()):
+def make_engine(config, mesh, tokenizer=None, precision=FLOAT32, seed=0, execution=ExecutionConfig(), serving=SERVING):
     model = Model(config, precision, execution)
-    return Engine(model, jax.device_put(random_params(model, seed), model.shardings(mesh)), mesh, tokenizer)
+    params = jax.device_put(random_params(model, seed), model.shardings(mesh))
+    return Engine(model, params, mesh, tokenizer, serving=serving)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +127,6 @@ def test_any_mesh_generates_the_same(engine_of, name, sizes):
     one, many = engine_of(name), engine_of(name, **sizes)
     for sampling in (GREEDY, SAMPLED):
         assert many.generate_tokens(PROMPTS, sampling) == one.generate_tokens(PROMPTS, sampling)
-    assert many._decode._cache_size() == 1  # the caches keep their layout from step to step
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -140,25 +142,191 @@ def test_seed_decides(engine_of):
     assert first == same != other
 
 
-def test_new_settings_need_no_new_program_and_caches_are_donated(engine_of):
+# ----------------------------------------------------------------------------- many requests
+
+
+def run_all(engine, requests):
+    """-> {request: tokens of its samples}, all of their outputs."""
+    tokens = {request: [[] for _ in request.sequences] for request in requests}
+    outputs = []
+    while engine.has_work:
+        for output in engine.step():
+            outputs.append(output)
+            tokens[output.request][output.index] += output.tokens
+    return tokens, outputs
+
+
+def test_preemption_shared_prefixes_and_chunks_change_no_token(engine_of):
+    engine = engine_of("rope")
+    start = list(range(20, 44))
+    prompts = [[*start[: 8 * (number % 4)], number, 3] for number in range(12)]
+    expected = recompute(engine, prompts, 20)
+    before = engine.stats()
+    requests = [engine.submit(prompt, dataclasses.replace(GREEDY, max_tokens=20)) for prompt in prompts]
+    tokens, _ = run_all(engine, requests)
+    assert [tokens[request][0] for request in requests] == expected
+    after = engine.stats()
+    assert after.preemptions > before.preemptions and after.prefix_hits > before.prefix_hits
+    assert after.generated_tokens - before.generated_tokens == 12 * 20
+    assert (after.num_running, after.num_waiting, after.pages_used) == (0, 0, 0)
+
+
+def test_samples_of_a_request_share_its_pages_and_differ(engine_of):
+    engine = engine_of("rope")
+    prompt = list(range(60, 80))
+    sampling = dataclasses.replace(SAMPLED, n=3, top_k=0, top_p=1.0)
+    hits = engine.stats().prefix_hits
+    request = engine.submit(prompt, sampling)
+    tokens, _ = run_all(engine, [request])
+    assert engine.stats().prefix_hits - hits == 2 * 16  # two whole pages, found by the second and third sample
+    seeds = [dataclasses.replace(sampling, n=1, seed=sampling.seed + index) for index in range(3)]
+    assert tokens[request] == [engine.generate_tokens([prompt], seed)[0] for seed in seeds]
+    assert len({tuple(sample) for sample in tokens[request]}) == 3
+
+
+def test_log_probabilities_are_those_of_the_whole_sequence(engine_of):
     engine = engine_of("learned")
-    engine.generate_tokens(PROMPTS, GREEDY)
-    sizes = engine._prefill._cache_size(), engine._decode._cache_size()
-    for sampling in (SAMPLED, dataclasses.replace(SAMPLED, temperature=0.7, top_k=0, seed=5)):
-        engine.generate_tokens(PROMPTS, sampling)
-        assert (engine._prefill._cache_size(), engine._decode._cache_size()) == sizes
-    state = engine.start(PROMPTS, [GREEDY] * len(PROMPTS), 12)
-    engine.step(state)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.caches))
-    assert not state.tokens_B.is_deleted()
+    prompt = PROMPTS[2]
+    sampling = dataclasses.replace(SAMPLED, logprobs=2, prompt_logprobs=1, repetition_penalty=1.5)
+    request = engine.submit(prompt, sampling)
+    other = engine.submit(PROMPTS[0], GREEDY)
+    _, outputs = run_all(engine, [request, other])
+    found = [entry for output in outputs if output.request is request for entry in output.logprobs]
+    assert all(output.logprobs is None for output in outputs if output.request is other)
+    tokens = prompt + [entry.token for entry in found]
+    batch = {"tokens": np.array([tokens]), "positions": np.arange(len(tokens), dtype=np.int32)[None]}
+    module = engine.model.module(engine.params)
+    x_BTD = module.layers(module.embed(batch, None), module.block_inputs(batch))[0]
+    wanted = np.asarray(jax.nn.log_softmax(module.logits(x_BTD)[0, :, :100], -1))
+    for place, entry in enumerate([*request.prompt_logprobs, *found]):
+        assert entry.token == tokens[place + 1]
+        np.testing.assert_allclose(entry.logprob, wanted[place, entry.token], atol=1e-4)  # float32 sums
+        best = np.argsort(-wanted[place])[: 1 if place < len(prompt) - 1 else 2]
+        assert [token for token, _ in entry.top] == best.tolist()
+        np.testing.assert_allclose([value for _, value in entry.top], wanted[place, best], atol=1e-4)
+    assert len(request.prompt_logprobs) == len(prompt) - 1 and len(found) == 12
+    (score,) = engine.score([prompt])
+    np.testing.assert_array_equal(score.logprobs, [entry.logprob for entry in request.prompt_logprobs])
+    np.testing.assert_array_equal(score.is_greedy, np.argmax(wanted[: len(prompt) - 1], -1) == prompt[1:])
+    assert len(engine.score([[7] * 64])[0].logprobs) == 63  # as long as the model reads
 
 
-def test_bfloat16_keeps_matrices_and_cache_in_bfloat16_and_norms_in_float32(make_test_mesh):
+def random_requests(engine, count, seed):
+    """Submits, cancels and refuses at random; checks that each request ends and no page is lost."""
+    generator = np.random.default_rng(seed)
+    alive, ended, submitted = {}, {}, 0
+    while submitted < count or engine.has_work:
+        while submitted < count and generator.random() < 0.6:
+            submitted += 1
+            length = int(generator.integers(0, 40))
+            if generator.random() < 0.1:
+                length += 64
+            sampling = Sampling(
+                max_tokens=int(generator.integers(1, 24)), temperature=float(generator.choice([0, 1])),
+                seed=submitted, n=int(generator.integers(1, 4)), presence_penalty=float(generator.choice([0, 0.5])),
+                logprobs=[None, 1][generator.integers(2)], stop_token_ids=(int(generator.integers(100)),),
+            )  # fmt: skip
+            prompt = generator.integers(0, 3, length).tolist()
+            if length == 0 or length + sampling.max_tokens > 64:
+                with pytest.raises(ValueError, match="tokens"):
+                    engine.submit(prompt, sampling)
+                continue
+            request = engine.submit(prompt, sampling)
+            alive[request] = [0] * sampling.n
+        if alive and generator.random() < 0.2:
+            engine.cancel(list(alive)[generator.integers(len(alive))])
+        for output in engine.step():
+            counts = alive[output.request]
+            counts[output.index] += len(output.tokens)
+            assert counts[output.index] <= output.request.sampling.max_tokens
+            if output.finish_reason is not None:
+                assert (output.request, output.index) not in ended
+                ended[output.request, output.index] = output.finish_reason
+                is_full = counts[output.index] == output.request.sampling.max_tokens
+                assert (output.finish_reason == "length") == is_full or output.finish_reason == "cancelled"
+            if output.request.is_finished and all(
+                (output.request, index) in ended for index in range(output.request.sampling.n)
+            ):
+                del alive[output.request]
+        used = {page for sequence in engine.scheduler.running for page in sequence.pages}
+        assert engine.pool.num_used == len(used)
+    assert not alive and set(ended.values()) == {"stop", "length", "cancelled"}
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.pages_used) == (0, 0, 0)
+    assert engine._texts == {} and len(engine.scheduler._rows) == SERVING.max_rows
+    return stats
+
+
+def test_no_page_and_no_request_is_lost(engine_of):
+    assert random_requests(engine_of("rope"), 60, seed=0).preemptions > 0
+
+
+@pytest.mark.slow
+def test_no_page_and_no_request_is_lost_in_10000(engine_of):
+    random_requests(engine_of("rope"), 10_000, seed=1)
+
+
+def test_cancellation_frees_pages_at_once(engine_of):
+    engine = engine_of("rope")
+    first, second = (engine.submit(list(range(30)), dataclasses.replace(SAMPLED, n=2)) for _ in range(2))
+    for _ in range(4):
+        engine.step()
+    assert engine.pool.num_used > 0
+    engine.cancel(first)
+    engine.cancel(second)
+    assert engine.pool.num_used == 0
+    reasons = [output.finish_reason for output in engine.step()]
+    assert reasons.count("cancelled") == 4 and not any(engine.step() for _ in range(2))
+    assert not engine.has_work
+
+
+def test_nothing_compiles_after_warm_up_and_pages_are_donated():
+    engine = make_engine(SMALL, make_mesh(MeshConfig(), jax.devices()[:1]))
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, seconds, **_: compiled.append(name) if name.endswith("backend_compile_duration") else None
+    )
+    engine.warm_up()
+    assert compiled
+    compiled.clear()
+    caches = engine._caches
+    for sampling in (GREEDY, SAMPLED, dataclasses.replace(SAMPLED, logprobs=3, logit_bias={5: 2.0}, prompt_logprobs=0)):
+        for prompts in (PROMPTS, PROMPTS[:1], PROMPTS * 3):
+            engine.generate_tokens(prompts, sampling)
+    engine.score(PROMPTS)
+    assert compiled == []
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(caches))
+
+
+def test_new_weights_need_no_new_program_and_drop_the_prefix_cache(engine_of):
+    engine = engine_of("rope")
+    old = engine.params
+    expected = engine.generate_tokens(PROMPTS, GREEDY)
+    programs = dict(engine._programs)
+    engine.use(jax.device_put(random_params(engine.model, seed=1), engine.model.shardings(engine.mesh)))
+    assert engine.generate_tokens(PROMPTS, GREEDY) == recompute(engine, PROMPTS, 12) != expected
+    engine.use(old)
+    assert engine.generate_tokens(PROMPTS, GREEDY) == expected
+    assert engine._programs == programs
+
+
+@pytest.mark.parametrize("dtype", ["int8", pytest.param("float8", marks=pytest.mark.slow)])
+def test_pages_of_8_bits_change_little(engine_of, dtype):
+    whole = engine_of("learned")
+    small = make_engine(SMALL, whole.mesh, serving=dataclasses.replace(SERVING, page_dtype=dtype))
+    assert small.bytes_per_token < 0.5 * whole.bytes_per_token
+    prompt = np.random.default_rng(0).integers(0, 100, 60).tolist()
+    (exact,), (rounded,) = whole.score([prompt]), small.score([prompt])
+    error = np.abs(exact.logprobs - rounded.logprobs)
+    # Half a step of 1 / 127 of the largest value, and of 1 / 16 of each value with 3 bits of mantissa.
+    assert 0 < error.mean() < (0.05 if dtype == "int8" else 0.3)
+
+
+def test_bfloat16_keeps_matrices_and_pages_in_bfloat16_and_norms_in_float32(make_test_mesh):
     engine = make_engine(SMALL, make_test_mesh(), precision=PrecisionConfig(compute="bfloat16"))
-    assert engine.params["layers"]["dense"]["attention"]["query"].dtype == jnp.bfloat16
+    assert engine.params["layers"]["dense"]["attention"]["query"][0].dtype == jnp.bfloat16
     assert engine.params["final_norm"]["scale"].dtype == jnp.float32
-    state = engine.start(PROMPTS, [GREEDY] * len(PROMPTS), 4)
-    assert {leaf.dtype for leaf in jax.tree.leaves(state.caches)} == {jnp.dtype(jnp.bfloat16)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(engine._caches)} == {jnp.dtype(jnp.bfloat16)}
     assert all(len(tokens) == 12 for tokens in engine.generate_tokens(PROMPTS, GREEDY))
 
 
@@ -198,7 +366,7 @@ def test_a_stop_text_ends_the_generation_and_is_cut_off(bytes_engine):
     with_stop = dataclasses.replace(sampling, stop=("never there", stop))
     assert bytes_engine.generate(prompts, with_stop) == [text.split(stop)[0] for text in texts]
     tokens = bytes_engine.generate_tokens([bytes_engine.encode(prompt) for prompt in prompts], with_stop)[0]
-    assert len(tokens) < 40 and bytes_engine.tokenizer.decode(tokens).endswith(stop)
+    assert len(tokens) < 40 and stop in bytes_engine.tokenizer.decode(tokens)
 
 
 def test_ids_that_the_tokenizer_does_not_have_never_come(bytes_engine):
@@ -246,7 +414,8 @@ def test_a_run_is_restored_from_any_step_onto_any_mesh(run_dir, step, mesh):
     engine = Engine.from_run(run_dir, mesh, step)
     assert engine.mesh.size == {None: 1, 1: 2, -1: 8}[mesh and mesh.data]
     assert engine.params["head"].sharding.shard_shape((32, 128)) == (32, 128 // (mesh.tensor if mesh else 1))
-    jax.tree.map(np.testing.assert_array_equal, engine.params, random_params(engine.model, step or 2))
+    params = engine.model.stacked(engine.params)
+    jax.tree.map(np.testing.assert_array_equal, params, random_params(engine.model, step or 2))
 
 
 def test_runs_that_cannot_be_served_are_refused(run_dir, tmp_path):

@@ -5,21 +5,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.inference.sampling import RowSampling, Sampling, sample
+from megajax.inference.sampling import PROMPT_TOKEN, RowSampling, Sampling, sample, unpacked
 
 LOGITS = np.array([1.0, 3.0, -2.0, 2.5, 0.0, 2.9, -np.inf, 1.5], np.float32)
 NUM_DRAWS = 20_000
 jitted = jax.jit(sample)
 
 
-def draw(logits_BV, temperature, top_k, top_p, seed=0):
+def draw(logits_BV, temperature, top_k, top_p, min_p=0.0, seed=0):
     """One token a row, each row with its own key."""
     batch = logits_BV.shape[0]
-    settings = (jnp.full(batch, temperature), jnp.full(batch, top_k, jnp.int32), jnp.full(batch, top_p))
+    settings = (
+        jnp.full(batch, temperature), jnp.full(batch, top_k, jnp.int32), jnp.full(batch, top_p), jnp.full(batch, min_p)
+    )  # fmt: skip
     return np.asarray(jitted(jnp.asarray(logits_BV), *settings, jax.random.split(jax.random.key(seed), batch)))
 
 
-def expected_probabilities(logits, temperature, top_k, top_p):
+def expected_probabilities(logits, temperature, top_k, top_p, min_p):
     scaled = logits.astype(np.float64) / temperature
     order = np.argsort(-scaled, kind="stable")
     probs = np.zeros(len(logits))
@@ -33,17 +35,18 @@ def expected_probabilities(logits, temperature, top_k, top_p):
         nucleus.append(token)
         total += probs[token]
     result = np.zeros(len(logits))
-    result[nucleus] = probs[nucleus] / probs[nucleus].sum()
-    return result
+    result[nucleus] = probs[nucleus] * (probs[nucleus] >= min_p * probs.max())
+    return result / result.sum()
 
 
 @pytest.mark.parametrize(
-    "temperature, top_k, top_p",
-    [(1.0, 0, 1.0), (0.5, 0, 1.0), (2.0, 3, 1.0), (1.0, 0, 0.6), (1.0, 0, 0.05), (1.5, 4, 0.8), (1.0, 100, 0.999)],
-)
-def test_draws_follow_the_distribution(temperature, top_k, top_p):
-    expected = expected_probabilities(LOGITS, temperature, top_k, top_p)
-    tokens = draw(np.tile(LOGITS, (NUM_DRAWS, 1)), temperature, top_k, top_p)
+    "settings",
+    [(1.0, 0, 1.0, 0.0), (0.5, 0, 1.0, 0.0), (2.0, 3, 1.0, 0.0), (1.0, 0, 0.6, 0.0), (1.0, 0, 0.05, 0.0),
+     (1.5, 4, 0.8, 0.0), (1.0, 100, 0.999, 0.0), (0.5, 0, 1.0, 0.3), (1.5, 5, 0.95, 0.5), (1.0, 0, 1.0, 1.0)],
+)  # fmt: skip
+def test_draws_follow_the_distribution(settings):
+    expected = expected_probabilities(LOGITS, *settings)
+    tokens = draw(np.tile(LOGITS, (NUM_DRAWS, 1)), *settings)
     frequency = np.bincount(tokens, minlength=len(LOGITS)) / NUM_DRAWS
     assert np.all(frequency[expected == 0] == 0)
     # 5 standard deviations of a binomial frequency, at most 0.5 / sqrt(20000) each
@@ -60,6 +63,7 @@ def test_each_row_has_its_own_settings():
         jnp.asarray(arrays[:, 0], jnp.float32),
         jnp.asarray(arrays[:, 1], jnp.int32),
         jnp.asarray(arrays[:, 2], jnp.float32),
+        jnp.zeros(len(arrays)),
         keys,
     )
     drawn = np.asarray(tokens).reshape(repeat, len(rows)).T
@@ -85,6 +89,23 @@ def test_a_row_does_not_depend_on_what_the_others_ask():
         assert int(alone[0]) == int(beside[1])
 
 
+def test_penalties_and_bias_change_the_logits_of_their_row_alone():
+    logits = np.array([2.0, -1.0, 0.5, 3.0], np.float32)
+    counts = np.array([PROMPT_TOKEN, 2, PROMPT_TOKEN + 1, 0], np.int32)
+    bias = np.array([0.0, 0.0, 0.25, -5.0], np.float32)
+    asking = Sampling(presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=2.0, logit_bias={3: -5.0})
+    rows = RowSampling.of([asking, Sampling()])
+    found = jax.jit(RowSampling.adjusted)(rows, *(np.tile(a, (2, 1)) for a in (logits, counts, bias)))
+    # Repeated: in the prompt or generated. Presence and frequency: generated alone.
+    wanted = [2.0 / 2, -1.0 * 2 - 2 * 0.25 - 0.5, 0.75 / 2 - 0.25 - 0.5, -2.0]
+    np.testing.assert_allclose(found, [wanted, logits], rtol=1e-6)
+
+
+def test_masks_name_tokens_by_bits():
+    mask = np.array([[0b1001, 0b10]], np.uint32)
+    assert np.flatnonzero(unpacked(jnp.asarray(mask), 40)[0]).tolist() == [0, 3, 33]
+
+
 def test_new_values_need_no_new_program():
     draw(np.tile(LOGITS, (4, 1)), 1.0, 0, 1.0)
     before = jitted._cache_size()
@@ -96,7 +117,9 @@ def test_new_values_need_no_new_program():
 @pytest.mark.parametrize(
     "field, value",
     [("max_tokens", 0), ("temperature", -1.0), ("temperature", float("nan")), ("top_k", -1), ("top_p", 0.0),
-     ("top_p", 1.5), ("seed", -1), ("stop", ("",))],
+     ("top_p", 1.5), ("seed", -1), ("stop", ("",)), ("min_p", -0.1), ("n", 0), ("logprobs", 21),
+     ("prompt_logprobs", -1), ("presence_penalty", float("inf")), ("repetition_penalty", 0.0),
+     ("logit_bias", {3: float("nan")})],
 )  # fmt: skip
 def test_settings_without_sense_are_refused(field, value):
     with pytest.raises(ValueError, match=f"^{field}="):

@@ -66,7 +66,8 @@ class Saved:
 
     def serve(self, step: int | None = None) -> dict:
         """What infer.py does before its first token."""
-        return jax.device_get(Engine.from_run(self.config.run_dir, step=step).params)
+        engine = Engine.from_run(self.config.run_dir, step=step)
+        return jax.device_get(engine.model.stacked(engine.params))
 
 
 @pytest.fixture(scope="module")

@@ -449,8 +449,8 @@ def test_a_model_works_without_a_mesh(make_test_mesh):
     tokens = np.arange(6, dtype=np.int32)[None]
     caches = model.config.new_caches(8, model.execution)
     batch = {"tokens": tokens, "positions": tokens}
-    x, caches, next_places = model.module(weights).prefill(batch, jnp.array([6]), caches)
-    assert x.shape == (1, 1, 16) and next_places == 6
+    x, caches = model.module(weights).extend(batch, caches)
+    assert x.shape == (1, 6, 16)
     assert caches["layers"][0].keys.shape == (1, 8, 2, 8)
 
 
