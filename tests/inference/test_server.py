@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx2
 import jax
@@ -25,6 +26,7 @@ from megajax.figures import traffic
 from megajax.inference.engine import Engine, Output, ServingConfig, Stats
 from megajax.inference.sampling import Sampling
 from megajax.inference.scheduler import Request
+from megajax.inference.server import app
 from megajax.inference.server.app import ServerConfig, make_app
 from megajax.inference.server.engine_thread import Overloaded
 from megajax.inference.traffic import Load, ServerTarget, Workload, measure, table
@@ -87,8 +89,8 @@ def lm_eval(engine):
 @contextlib.contextmanager
 def serving(engine, **config):
     """The URL of a server for the engine."""
-    app = make_app(engine, ServerConfig(model_name="tiny", **config), ChatTemplate(CHATML, {}, ()))
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+    made = make_app(engine, ServerConfig(model_name="tiny", **config), ChatTemplate(CHATML, {}, ()))
+    server = uvicorn.Server(uvicorn.Config(made, port=0, log_level="warning"))
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:
@@ -110,7 +112,7 @@ def wait_until(condition):
 
 @pytest.fixture(scope="module")
 def url(engine, offline, lm_eval):
-    with serving(engine, api_keys=("another", KEY), max_body_bytes=100_000) as found:
+    with serving(engine, api_keys=("another", KEY), max_body_bytes=100_000, allow_load=True) as found:
         wait_until(lambda: httpx2.get(f"{found}/health").is_success)
         yield found
 
@@ -254,6 +256,34 @@ def test_many_streams_at_once_and_the_metrics_count_them(url, offline):
     assert after["megajax:num_requests_running"] == after["megajax:num_requests_waiting"] == 0
 
 
+def test_other_parameters_are_loaded_without_a_restart(url, engine, offline, monkeypatch):
+    class Source:
+        """Parameters drawn with a seed, which the test names in place of a directory."""
+
+        def __init__(self, seed, step):
+            self.seed = int(seed)
+            self.config = SimpleNamespace(model=MODEL if self.seed < 9 else dataclasses.replace(MODEL, num_layers=3))
+
+        def restore_params(self, target, layer_rows):
+            params = random_params(engine.model, self.seed)
+            return jax.tree.map(lambda a, like: jax.device_put(a, like.sharding), params, target)
+
+    monkeypatch.setattr(app, "open_source", Source)
+
+    def texts():
+        choices = ask(url, "/v1/completions", {"prompt": PROMPTS, **GREEDY}).json()["choices"]
+        return [choice["text"] for choice in choices]
+
+    before = [offline[prompt][0] for prompt in PROMPTS]
+    assert texts() == before
+    assert ask(url, "/v1/load", {"run": "1"}).is_success
+    assert all(new != old for new, old in zip(texts(), before, strict=True))
+    refused = ask(url, "/v1/load", {"run": "9"})
+    assert refused.status_code == 400 and "another model" in refused.json()["error"]["message"]
+    assert ask(url, "/v1/load", {"run": "0"}).is_success
+    assert texts() == before  # also what was in the prefix cache
+
+
 # ----------------------------------------------------------------------------- load
 
 
@@ -333,7 +363,7 @@ MISTAKES = [
     (CHAT, {"messages": [{"role": "user", "content": "<|im_end|>"}]}, 400, None, "spells the special token"),
     ("/tokenize", {}, 400, "prompt", "prompt or messages"),
     ("/detokenize", {"tokens": [999]}, 400, "tokens", "257"),
-    ("/v1/load", {}, 403, None, "--allow_load"),
+    ("/v1/load", {"run": "nowhere"}, 400, "run", "run=nowhere"),
     ("/v1/embeddings", {}, 404, None, "Not Found"),
     ("/v1/models", {}, 405, None, "Method"),
 ]  # fmt: skip
@@ -467,6 +497,7 @@ def test_the_server_says_whether_it_is_ready_and_how_full_it_is():
         assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 503
         fake.warm.set()
         wait_until(lambda: client.get("/health").is_success)
+        assert client.post("/v1/load", json={}).status_code == 403
         with client.stream("POST", "/v1/completions", json={"prompt": ["a", "b"], "stream": True}) as stream:
             refused = client.post("/v1/completions", json={"prompt": "c"})
             assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
