@@ -114,30 +114,24 @@ def memory(*plans: "Plan") -> "Figure":
 
 
 def traffic(results: Sequence["Result"]) -> "Figure":
-    """Latencies and throughput against the load: median as a line, with the 99th percentile dashed."""
-    panels = (
-        ("time to first token (s)", "first_token"),
-        ("between tokens (s)", "between_tokens"),
-        ("generated tokens/s", None),
-    )
-    figure, all_axes = _new(11, 3.4, len(panels))
-    kinds = {
-        "requests per second": lambda load: load.request_rate,
-        "requests at a time": lambda load: load.concurrency,
-    }
-    for axes, (title, latency) in zip(np.ravel(all_axes), panels, strict=True):
-        for colour, (kind, number) in enumerate(kinds.items()):
-            shown = [result for result in results if number(result.load) is not None]
-            if not shown:
-                continue
-            at = [number(result.load) for result in shown]
-            for percentile, style in (("p50", "o-"), ("p99", "o--")):
-                values = [result.tokens_per_second if latency is None else getattr(result, latency).get(percentile)
-                          for result in shown]  # fmt: skip
-                axes.plot(at, values, style, color=f"C{colour}", markersize=4, label=f"{kind}, {percentile}")
-        axes.set(xlabel="load", ylabel=title, ylim=(0, None))
+    """Latencies against throughput, a point per load."""
+    figure, all_axes = _new(9, 3.6, 2)
+    kinds = ([r for r in results if r.load.concurrency is None], [r for r in results if r.load.concurrency is not None])
+    panels = (("time to first token (s)", "first_token"), ("time between tokens (s)", "between_tokens"))
+    for axes, (title, latency) in zip(all_axes, panels, strict=True):
+        for colour, shown in enumerate(kinds):
+            shown = [result for result in shown if getattr(result, latency)]
+            rates = [result.tokens_per_second for result in shown]
+            for percentile, style, label in (("p50", "o-", "median"), ("p99", "o--", "99th percentile")):
+                values = [getattr(result, latency)[percentile] for result in shown]
+                axes.plot(rates, values, style, color=f"C{colour}", markersize=4, label=label if shown else None)
+            for result, rate in zip(shown, rates, strict=True):
+                at = (rate, getattr(result, latency)["p50"])
+                axes.annotate(str(result.load), at, (4, 4), textcoords="offset points", fontsize=8)
+        fastest = max(result.tokens_per_second for result in results)
+        axes.set(xlabel="generated tokens/s", ylabel=title, xlim=(0, 1.25 * fastest), ylim=(0, None))
         axes.grid(alpha=0.3)
-    np.ravel(all_axes)[0].legend()
+    all_axes[0].legend(*(found[:2] for found in all_axes[0].get_legend_handles_labels()))
     return figure
 
 

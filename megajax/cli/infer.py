@@ -245,7 +245,7 @@ def _add_bench(commands) -> None:
     )
     load.add_argument("--concurrency", type=_numbers(int), default=[], help="number of requests at a time")
     load.add_argument("--num_requests", type=int, default=100, help="requests per load (100)")
-    load.add_argument("--seed", type=int, default=0, help="of prompts and times (0)")
+    load.add_argument("--seed", type=int, default=0, help="of the random times (0)")
     load.add_argument("--url", help="server to measure, instead of --run: http://HOST:PORT")
     load.add_argument("--api_key", help="its key")
     load.add_argument("--json", help="file for the results, a line of JSON per load")

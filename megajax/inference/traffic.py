@@ -28,11 +28,12 @@ class Workload:
     max_tokens: int = 64
     """Tokens to generate per request; the end of a document does not end it."""
     seed: int = 0
-    """Of prompts and arrivals."""
+    """Of the random times of arrival."""
 
     def prompts(self) -> list[list[int]]:
+        """New ones each time, so that no prefix cache knows them."""
         shape = (self.num_requests, self.prompt_tokens)
-        return np.random.default_rng(self.seed).integers(0, NUM_TOKEN_IDS, shape).tolist()
+        return np.random.default_rng().integers(0, NUM_TOKEN_IDS, shape).tolist()
 
 
 @dataclasses.dataclass(frozen=True)
