@@ -25,7 +25,7 @@ from megajax.inference import programs
 from megajax.inference.pages import PagePool
 from megajax.inference.programs import Chooser, DecodeBatch, Drawn, PrefillBatch, Rows
 from megajax.inference.sampling import PROMPT_TOKEN, RowSampling, Sampling, TokenLogprobs
-from megajax.inference.scheduler import Decode, Limits, Prefill, Request, Scheduler, Sequence, Wait
+from megajax.inference.scheduler import Decode, Limits, Prefill, Request, Run, Scheduler, Sequence, Wait
 from megajax.inference.text import TextStream
 from megajax.layers.kv_cache import PoolSizes
 from megajax.mesh import MeshConfig, make_mesh
@@ -65,11 +65,16 @@ class ServingConfig:
     """Keep pages of finished requests for prompts that begin the same way."""
     decode_steps: PositiveInt = 4
     """Tokens per sequence of one call of the device."""
+    draft_tokens: int = 0
+    """Speculative decoding: guess up to this many tokens per sequence and step from its own text (prompt lookup); the
+    result is the same. 0: off."""
 
     def check(self) -> None:
         """Raises ValueError for the first invalid value."""
         if not 0 < self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction={self.memory_fraction} must be above 0 and at most 1")
+        if self.draft_tokens < 0:
+            raise ValueError(f"draft_tokens={self.draft_tokens} must not be negative; 0: no speculative decoding")
         for name in ("max_rows", "max_batch_tokens", "page_size", "decode_steps", "max_length", "num_pages"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -162,6 +167,8 @@ class Engine:
         self._no_mask: dict[int, jax.Array] = {}
         self._prompt_tokens = 0
         self._generated_tokens = 0
+        self._drafted = 0
+        self._accepted = 0
 
     def _allocate(self) -> None:
         """The pool, and what the device remembers of the running sequences."""
@@ -181,7 +188,15 @@ class Engine:
         self._num_chunks = num_chunks
         chunk_pages = table_pages + self._chunk_pages(self._chunk_buckets[-1])
         self.pool = PagePool(sizes.num_pages, sizes.page_size, caches_prefixes=self._shares_pages())
-        limits = Limits(sizes.num_rows, self._chunk_buckets[-1], num_chunks, chunk_pages, serving.decode_steps)
+        if serving.draft_tokens and self._has_states():
+            raise ValueError(
+                f"draft_tokens={serving.draft_tokens}: this model has layers with a state per sequence, which cannot "
+                "take a wrong guess back; use draft_tokens=0"
+            )
+        longest_chunk = self._chunk_buckets[-1]
+        limits = Limits(
+            sizes.num_rows, longest_chunk, num_chunks, chunk_pages, serving.decode_steps, serving.draft_tokens
+        )
         self.scheduler = Scheduler(self.pool, limits)
         replicated = NamedSharding(self.mesh, P())
         with jax.set_mesh(self.mesh):
@@ -398,8 +413,8 @@ class Engine:
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
             preemptions=scheduler.num_preemptions,
-            drafted=0,
-            accepted=0,
+            drafted=self._drafted,
+            accepted=self._accepted,
         )
 
     # ------------------------------------------------------------------ calls of the device
@@ -427,17 +442,18 @@ class Engine:
             )
 
     def _start_decode(self, work: Decode) -> _Call:
-        num_rows = _bucket(len(work.runs), self._row_buckets)
+        rows = [(run, offset) for run in work.runs for offset in range(1 + len(run.draft))]
+        num_rows = _bucket(len(rows), self._row_buckets)
         num_pages = _bucket(max(len(run.sequence.pages) for run in work.runs), self._table_buckets)
         ints = np.zeros((3, num_rows), np.int32)
-        ints[0] = -1
         table_BP = np.zeros((num_rows, num_pages), np.int32)
-        for number, run in enumerate(work.runs):
+        for number, (run, offset) in enumerate(rows):
             sequence = run.sequence
-            known = sequence.tokens[run.start] if run.start < len(sequence.tokens) else -1
-            ints[:, number] = (known, run.start, run.start + run.count)
+            newest = sequence.tokens[run.start] if run.start < len(sequence.tokens) else -1
+            token = run.draft[offset - 1] if offset else newest
+            ints[:, number] = (token, run.start + offset, run.start + run.count)
             table_BP[number, : len(sequence.pages)] = sequence.pages
-        chooser = self._chooser([run.sequence for run in work.runs], num_rows)
+        chooser = self._chooser([run.sequence for run, _ in rows], num_rows)
         return self._run_decode(work, DecodeBatch(*ints, table_BP), chooser, work.num_steps)
 
     def _run_decode(self, work, batch: DecodeBatch, chooser: Chooser, num_steps: int) -> _Call:
@@ -532,14 +548,30 @@ class Engine:
         """Waits for the results of a call and hands them to its sequences."""
         drawn = jax.tree.map(np.asarray, call.drawn)
         if isinstance(call.work, Decode):
-            for number, run in enumerate(call.work.runs):
-                one = jax.tree.map(lambda a, n=number, count=run.count: a[:count, n], drawn)
-                self._add(run.sequence, one)
+            row = 0
+            for run in call.work.runs:
+                self._read_run(run, jax.tree.map(lambda a, row=row: a[:, row:], drawn))
+                row += 1 + len(run.draft)
             return
         if call.of_prompt is not None:
             self._read_prompt(call.work, jax.tree.map(np.asarray, call.of_prompt))
         for number, chunk in enumerate(chunk for chunk in call.work.chunks if chunk.is_last):
             self._add(chunk.sequence, jax.tree.map(lambda a, n=number: a[n : n + 1], drawn))
+
+    def _read_run(self, run: Run, drawn: Drawn) -> None:
+        """drawn: [steps, rows]: the steps of its row, or with a draft one step of as many rows."""
+        if not run.draft:
+            return self._add(run.sequence, jax.tree.map(lambda a: a[: run.count, 0], drawn))
+        drawn = jax.tree.map(lambda a: a[0, : run.count], drawn)
+        pairs = zip(run.draft, drawn.tokens.tolist(), strict=False)
+        accepted = next((number for number, (guess, token) in enumerate(pairs) if guess != token), len(run.draft))
+        if run.sequence.is_finished:
+            return
+        self._drafted += len(run.draft)
+        self._accepted += accepted
+        run.sequence.num_pending -= len(run.draft) - accepted
+        run.sequence.num_written -= len(run.draft) - accepted
+        self._add(run.sequence, jax.tree.map(lambda a: a[: accepted + 1], drawn))
 
     def _read_prompt(self, work: Prefill, of_prompt) -> None:
         logprobs, ids, top = of_prompt
@@ -657,10 +689,14 @@ class Engine:
         """Whether sequences can share pages: not if a layer has a state per sequence."""
         if not self.serving.prefix_cache:
             return False
-        one, two = (self._pool_bytes(self._sizes._replace(num_rows=rows)) for rows in (1, 2))
-        if one != two:
+        if self._has_states():
             logger.warning("prefix_cache: off, this model has layers with a state per sequence")
-        return one == two
+        return not self._has_states()
+
+    def _has_states(self) -> bool:
+        """Whether a layer has a state per sequence besides keys and values in pages."""
+        one, two = (self._pool_bytes(self._sizes._replace(num_rows=rows)) for rows in (1, 2))
+        return one != two
 
     def _pool_bytes(self, sizes: PoolSizes) -> int:
         abstract = jax.eval_shape(lambda: self.model.config.new_pages(sizes, self.model.execution))
@@ -682,6 +718,11 @@ class Engine:
                 "or more devices (--mesh.tensor)"
             )
         return sizes._replace(num_pages=num_pages)
+
+    @property
+    def num_programs(self) -> int:
+        """Compiled so far."""
+        return len(self._programs)
 
     @property
     def bytes_per_token(self) -> float:

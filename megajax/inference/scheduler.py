@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from megajax.inference.pages import PagePool
 from megajax.inference.sampling import Sampling, TokenLogprobs
+from megajax.inference.speculation import PromptLookup
 
 _ids = itertools.count()
 
@@ -61,6 +62,7 @@ class Sequence:
     num_pending: int = 0
     """Tokens that calls under way generate."""
     is_finished: bool = False
+    lookup: PromptLookup = dataclasses.field(default_factory=PromptLookup, repr=False)
 
     @property
     def length(self) -> int:
@@ -98,7 +100,7 @@ class Run(NamedTuple):
     start: int
     """Position of its newest token, which is computed first."""
     count: int
-    """Tokens that it gets."""
+    """Tokens that it gets; with a draft, at most."""
     draft: tuple[int, ...] = ()
     """Guesses of the tokens that follow the newest one; computed in the same step to see whether they are right."""
 
@@ -123,6 +125,8 @@ class Limits(NamedTuple):
     """Pages that these sequences have together."""
     decode_steps: int
     """Tokens per sequence of a call."""
+    draft_tokens: int = 0
+    """Guesses per sequence of a call."""
 
 
 class Scheduler:
@@ -209,32 +213,52 @@ class Scheduler:
     # ------------------------------------------------------------------ decoding
 
     def _decode(self, decoding: list[Sequence]) -> Decode | Wait:
+        if self.limits.draft_tokens and any(sequence.num_pending for sequence in decoding):
+            return Wait()  # a guess depends on the newest tokens
+        drafts = self._drafts(decoding)
         longest = max(sequence.limit - sequence.length for sequence in decoding)
-        for num_steps in (min(self.limits.decode_steps, longest), 1):
-            missing = sum(self._missing(sequence, num_steps) for sequence in decoding)
-            if missing <= self.pool.num_free:
-                return self._run(decoding, num_steps)
+        num_steps = 1 if drafts else min(self.limits.decode_steps, longest)
+        runs = [self._run(sequence, num_steps, drafts.get(sequence, ())) for sequence in decoding]
+        if self._missing(runs) <= self.pool.num_free:
+            return self._started(runs, num_steps)
+        runs = [self._run(sequence, 1, ()) for sequence in decoding]
+        if self._missing(runs) <= self.pool.num_free:
+            return self._started(runs, 1)
         if any(sequence.num_pending for sequence in self.running):
             return Wait()
-        while missing > self.pool.num_free:
+        while self._missing(runs) > self.pool.num_free:
             youngest = self.running[-1]
             self.preempt(youngest)
-            decoding = [sequence for sequence in decoding if sequence is not youngest]
-            missing = sum(self._missing(sequence, 1) for sequence in decoding)
-        return self._run(decoding, 1) if decoding else Wait()
+            runs = [run for run in runs if run.sequence is not youngest]
+        return self._started(runs, 1) if runs else Wait()
 
-    def _missing(self, sequence: Sequence, num_steps: int) -> int:
-        end = min(sequence.length - 1 + num_steps, sequence.limit - 1)
-        return max(-(-end // self.pool.page_size) - len(sequence.pages), 0)
-
-    def _run(self, decoding: Items[Sequence], num_steps: int) -> Decode:
-        runs = []
+    def _drafts(self, decoding: list[Sequence]) -> dict[Sequence, tuple[int, ...]]:
+        """Guesses, as far as the rows of a step that no sequence needs go."""
+        drafts = {}
+        spare = self.limits.num_rows - len(decoding) if self.limits.draft_tokens else 0
         for sequence in decoding:
-            sequence.pages += self.pool.allocate(self._missing(sequence, num_steps))
-            count = min(num_steps, sequence.limit - sequence.length)
-            runs.append(Run(sequence, sequence.length - 1, count))
-            sequence.num_pending += count
-            sequence.num_written += count
+            most = min(self.limits.draft_tokens, spare, sequence.limit - sequence.length - 1)
+            if most > 0 and not sequence.request.sampling.has_adjusted_logits:
+                drafts[sequence] = sequence.lookup.guess(sequence.tokens, most)
+                spare -= len(drafts[sequence])
+        return {sequence: draft for sequence, draft in drafts.items() if draft}
+
+    def _run(self, sequence: Sequence, num_steps: int, draft: tuple[int, ...]) -> Run:
+        count = min(num_steps, sequence.limit - sequence.length) + len(draft)
+        return Run(sequence, sequence.length - 1, count, draft)
+
+    def _missing(self, runs: Items[Run]) -> int:
+        return sum(self._missing_pages(run) for run in runs)
+
+    def _missing_pages(self, run: Run) -> int:
+        return max(-(-(run.start + run.count) // self.pool.page_size) - len(run.sequence.pages), 0)
+
+    def _started(self, runs: list[Run], num_steps: int) -> Decode:
+        for run in runs:
+            sequence = run.sequence
+            sequence.pages += self.pool.allocate(self._missing_pages(run))
+            sequence.num_pending += run.count
+            sequence.num_written += run.count
         return Decode(runs, num_steps)
 
     # ------------------------------------------------------------------ leaving

@@ -50,7 +50,7 @@ class Stack(nnx.Module):
         caches = caches or (None,) * len(self.configs)
         slices = {kind: iter(self._rows(kind, state)) for kind, state in states.items()}
         for number, (config, cache) in enumerate(zip(self.configs, caches, strict=True)):
-            layer = _layer(config, prevent_cse=True)
+            layer = _layer(config, prevent_cse=True) if cache is None else _layer_with_cache(config)
             state = next(slices[config.kind])
             x, cache, terms = layer(state, x, inputs, cache, fold(key, number))
             new_caches.append(cache)
@@ -211,6 +211,13 @@ def _layer(config, *, prevent_cse: bool):
         offload_dst="pinned_host",
     )
     return jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)
+
+
+@functools.cache
+def _layer_with_cache(config):
+    """Traced once for all layers that are the same: an engine has many programs, and tracing is most of what is left of
+    their time once they have been compiled. XLA inlines the calls."""
+    return jax.jit(_layer(config, prevent_cse=True))
 
 
 @functools.cache
