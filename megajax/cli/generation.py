@@ -120,6 +120,8 @@ class TemplatedConversation:
         return tokens
 
     def answered(self, text: str) -> None:
+        for name in self._engine.tokenizer.special_tokens:  # which the template refuses in a message
+            text = text.replace(name, "")
         self._messages.append({"role": "assistant", "content": text})
 
     def _tokens(self, messages: list[dict[str, str]]) -> list[int]:

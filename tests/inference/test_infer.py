@@ -68,7 +68,7 @@ class Backwards:
     """An engine that answers with the prompt, one character per step, the last prompt first."""
 
     class tokenizer:
-        special_tokens = {}
+        special_tokens = {"S:": 1}
 
         @staticmethod
         def encode_template(text):
@@ -133,10 +133,10 @@ def test_prompts_of_a_file_become_lines_of_json(tmp_path):
 def test_a_chat_keeps_the_conversation_and_forgets_its_beginning(monkeypatch, capsys):
     lines = iter(["hi", "what?", "a very long line " * 4, "x", ""])
     monkeypatch.setattr(generation, "_read_line", lambda: next(lines))
-    template = ChatTemplate("{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}", {}, ())
+    template = ChatTemplate("{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}", {}, ["S:"])
     engine = Backwards()
     generation.chat(engine, generation.TemplatedConversation(engine, template, 40, "be"), Sampling(max_tokens=3))
-    assert engine.asked == ["s:be;u:hi;", "s:be;u:hi;a:S:B;u:what?;", "s:be;u:hi;a:S:B;u:what?;a:S:B;u:x;"]
+    assert engine.asked == ["s:be;u:hi;", "s:be;u:hi;a:B;u:what?;", "s:be;u:hi;a:B;u:what?;a:B;u:x;"]
     out = capsys.readouterr()
     assert out.out == "S:B\nS:B\nS:B\n" and "error: the input has 76 tokens, and only 40 fit" in out.err
 

@@ -1,11 +1,14 @@
 """The HTTP server: a real client gets what the engine generates, and whatever clients do, no request is left behind."""
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import json
 import re
+import resource
 import shutil
+import socket
 import subprocess
 import threading
 import time
@@ -90,7 +93,7 @@ def lm_eval(engine):
 def serving(engine, **config):
     """The URL of a server for the engine."""
     made = make_app(engine, ServerConfig(model_name="tiny", **config), ChatTemplate(CHATML, {}, ()))
-    server = uvicorn.Server(uvicorn.Config(made, port=0, log_level="warning"))
+    server = uvicorn.Server(uvicorn.Config(made, port=0, log_config=None))
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:
@@ -398,7 +401,15 @@ def test_keys_are_asked_for(url):
 # ----------------------------------------------------------------------------- clients that leave
 
 
-def test_what_clients_abandon_is_cancelled(url):
+def leave_while_sending(url):
+    host, _, port = url.removeprefix("http://").partition(":")
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {KEY}\r\n"
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(f"{head}Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n{{".encode())
+        time.sleep(0.1)
+
+
+def test_what_clients_abandon_is_cancelled(url, caplog):
     before = metrics(url)
     body = {"prompt": PROMPTS, "max_tokens": 80, "ignore_eos": True}
     headers = {"Authorization": f"Bearer {KEY}"}
@@ -418,11 +429,67 @@ def test_what_clients_abandon_is_cancelled(url):
             await asyncio.gather(*(leave(client, number) for number in range(12)))
 
     asyncio.run(many())
+    leave_while_sending(url)
     wait_until(lambda: metrics(url)["megajax:num_requests_running"] + metrics(url)["megajax:num_requests_waiting"] == 0)
     after = metrics(url)
     assert after["megajax:kv_cache_usage_perc"] == 0
+    assert "Exception" not in caplog.text
     assert after["megajax:request_success_total"] > before.get("megajax:request_success_total", 0)  # as abort
     assert ask(url, "/v1/completions", {"prompt": "x", "max_tokens": 1}).is_success
+
+
+@pytest.mark.slow
+def test_thousands_of_requests_leave_nothing_behind(url, offline):
+    """Streams and whole answers, a third of them abandoned, and mistakes: all other answers are right, and pages and
+    memory are free afterwards."""
+    num_requests = 3000
+    generator = np.random.default_rng(0)
+    numbers = iter(range(num_requests))
+    counts = collections.Counter()
+    peaks = []  # MiB
+
+    async def one(client):
+        prompt = PROMPTS[generator.integers(len(PROMPTS))]
+        kind = generator.choice(["whole", "stream", "abandoned", "abandoned stream", "too long", "wrong"])
+        body = {"prompt": prompt, "stream": "stream" in kind, "n": int(generator.integers(1, 4)), **GREEDY}
+        if kind == "too long":
+            body["prompt"] = [1] * int(generator.integers(129, 5000))
+        if kind == "wrong":
+            body["top_p"] = 2
+        patience = generator.exponential(0.2) if "abandoned" in kind else None
+        try:
+            async with asyncio.timeout(patience):
+                answer = await client.post("/v1/completions", json=body)
+        except TimeoutError:
+            counts["abandoned"] += 1
+            return
+        counts[answer.status_code] += 1
+        assert answer.status_code == (400 if kind in ("too long", "wrong") else 200), answer.text
+        if answer.is_success and not body["stream"]:
+            assert {choice["text"] for choice in answer.json()["choices"]} == {offline[prompt][0]}
+
+    async def worker(client):
+        for number in numbers:
+            await one(client)
+            if number % 500 == 499:
+                peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+
+    async def all_of_them():
+        headers = {"Authorization": f"Bearer {KEY}"}
+        client = httpx2.AsyncClient(base_url=url, headers=headers, timeout=None)
+        async with client, asyncio.TaskGroup() as group:
+            for _ in range(48):
+                group.create_task(worker(client))
+
+    before = metrics(url)
+    asyncio.run(all_of_them())
+    wait_until(lambda: metrics(url)["megajax:num_requests_running"] + metrics(url)["megajax:num_requests_waiting"] == 0)
+    after = metrics(url)
+    print(counts, [round(peak) for peak in peaks])
+    assert counts["abandoned"] > num_requests / 20 and counts[200] > num_requests / 4
+    assert after["megajax:kv_cache_usage_perc"] == 0
+    assert after["megajax:compiled_programs_total"] == before["megajax:compiled_programs_total"]
+    assert peaks[-1] - peaks[1] < 20
 
 
 # ----------------------------------------------------------------------------- an engine that is slow, or fails

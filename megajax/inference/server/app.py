@@ -17,7 +17,7 @@ from typing import Any
 import prometheus_client
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -132,7 +132,7 @@ class Server:
             ],
             exception_handlers={
                 Refused: _refused, NotReady: _not_ready, Overloaded: _overloaded, TimeoutError: _timed_out,
-                HTTPException: _http_error, Exception: _failed,
+                ClientDisconnect: _disconnected_early, HTTPException: _http_error, Exception: _failed,
             },
             lifespan=self._lifespan,
         )  # fmt: skip
@@ -388,6 +388,10 @@ async def _not_ready(request: Request, error: NotReady) -> Response:
 
 async def _timed_out(request: Request, error: TimeoutError) -> Response:
     return _error(503, TIMED_OUT)
+
+
+async def _disconnected_early(request: Request, error: ClientDisconnect) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:

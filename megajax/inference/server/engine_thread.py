@@ -51,7 +51,7 @@ class Generation:
         """(prompt, sample) -> time.monotonic() of the arrival of its newest tokens."""
         self._thread = thread
         self.num_unfinished = num_prompts * sampling.n
-        """Samples whose last part has not been read."""
+        """Samples whose last part has not arrived."""
         self._arrived: asyncio.Queue[Part | Exception] = asyncio.Queue()
 
     async def parts(self) -> AsyncIterator[Part]:
@@ -59,15 +59,16 @@ class Generation:
 
         Raises TimeoutError at the deadline, and NotReady if the engine fails.
         """
-        while self.num_unfinished:
+        while self.num_unfinished or not self._arrived.empty():
             async with asyncio.timeout_at(self.deadline):
                 part = await self._arrived.get()
             if isinstance(part, Exception):
                 raise part
-            self.num_unfinished -= part.output.finish_reason is not None
             yield part
 
     def put(self, part: Part | Exception) -> None:
+        if isinstance(part, Part) and part.output.finish_reason is not None:
+            self.num_unfinished -= 1
         self._arrived.put_nowait(part)
 
     def __enter__(self) -> "Generation":
