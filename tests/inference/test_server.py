@@ -23,6 +23,7 @@ import pytest
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
+from megajax.cli.serving import bench_engine
 from megajax.data.tokenizers.chat_template import CHATML, ChatTemplate
 from megajax.data.tokenizers.tokenizer import BytesTokenizer
 from megajax.figures import traffic
@@ -305,6 +306,12 @@ def test_latency_and_throughput_are_measured_over_http_and_without(url, tmp_path
     assert "200/s" in table(results) and "2 at a time" in table(results)
     save(traffic(results), str(tmp_path / "figure.svg"))
     assert json.loads(json.dumps(results[0].record()))["num_finished"] == 6
+
+    fake = FakeEngine()
+    fake.warm.set()
+    fake.permissions.release(100)
+    (result,) = bench_engine(fake, [Load(concurrency=2)], Workload(num_requests=4, max_tokens=3))
+    assert (result.num_finished, result.num_generated) == (4, 12)
 
     class Timed:
         """Refuses every other request; the others take 0.1 s for the first token, and 0.05 s for three more."""

@@ -60,7 +60,8 @@ class Answer:
         self._chunk_kind = chunk_kind
         self._num_generated = 0
 
-    # In OpenAI's form: what the two kinds of answers do not have in common.
+    # Where the two kinds of answers differ:
+
     def _first_chunks(self) -> list[dict]:
         return []
 
@@ -186,11 +187,8 @@ class ChatAnswer(Answer):
 
     def _first_chunks(self) -> list[dict]:
         delta = {"role": "assistant", "content": ""}
-        count = self._generation.sampling.n
-        return [
-            {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}
-            for number in range(count)
-        ]  # fmt: skip
+        rest = {"delta": delta, "logprobs": None, "finish_reason": None}
+        return [{"index": number, **rest} for number in range(self._generation.sampling.n)]
 
     def _choice(self, number: int, piece: Piece) -> dict:
         message = {"role": "assistant", "content": piece.text, "refusal": None}

@@ -104,9 +104,8 @@ class Server:
         self.config = config
         self.engine = engine
         self.template = template
-        self.thread = EngineThread(engine, config.max_requests, on_failure=on_failure)
         self.metrics = Metrics(config.model_name, lambda: self.thread.stats)
-        self.thread.observer = self.metrics
+        self.thread = EngineThread(engine, config.max_requests, self.metrics, on_failure)
         self._texts = TokenTexts(engine.tokenizer)
         self._keys = [key.encode() for key in config.api_keys]
         # an end without a name gets one
@@ -186,10 +185,7 @@ class Server:
         encode = self.engine.encode
         prompts = [await _in_thread(encode, prompt) if isinstance(prompt, str) else prompt for prompt in body.prompt]
         generation = await self._start(prompts, sampling)
-        decode = self.engine.tokenizer.decode
-        echoed = (
-            [prompt if isinstance(prompt, str) else decode(prompt) for prompt in body.prompt] if body.echo else None
-        )
+        echoed = [self._text(prompt) for prompt in body.prompt] if body.echo else None
         has_tokens = bool(body.return_token_ids)
         answer = CompletionAnswer(generation, self.config.model_name, self._texts, has_tokens, echoed)
         return await _answer(request, generation, answer, body)
@@ -208,6 +204,9 @@ class Server:
         deadline = asyncio.get_running_loop().time() + self.config.request_timeout_seconds
         with refusing_values():
             return await self.thread.generate(prompts, sampling, deadline)
+
+    def _text(self, prompt: str | list[int]) -> str:
+        return prompt if isinstance(prompt, str) else self.engine.tokenizer.decode(prompt)
 
     def _render(self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool = True) -> list[int]:
         """Tokens of a conversation."""

@@ -104,7 +104,7 @@ class EngineThread:
         self.is_ready = False
         self.failure: BaseException | None = None
         self._max_requests = max_requests
-        self.observer = observer
+        self._observer = observer
         self._on_failure = on_failure
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._open: dict[Generation, int] = {}  # number of prompts of each; of the event loop
@@ -166,8 +166,8 @@ class EngineThread:
 
     def leave(self, generation: Generation) -> None:
         """Cancels what has not finished."""
-        if self.observer is not None and generation.num_unfinished:
-            self.observer.left(generation.num_unfinished)
+        if self._observer is not None and generation.num_unfinished:
+            self._observer.left(generation.num_unfinished)
         self._close(generation)
 
     def _close(self, generation: Generation) -> None:
@@ -205,8 +205,8 @@ class EngineThread:
         for generation, part in parts:
             if generation not in self._open:  # left meanwhile
                 continue
-            if self.observer is not None:
-                self.observer.produced(generation, part, now)
+            if self._observer is not None:
+                self._observer.produced(generation, part, now)
             generation.last_seen[part.prompt, part.output.index] = now
             generation.put(part)
 
