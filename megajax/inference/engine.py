@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.data.tokenizers.tokenizer import Tokenizer, end_ids
 from megajax.inference import programs
+from megajax.inference.grammar import Grammars
 from megajax.inference.pages import PagePool
 from megajax.inference.programs import Chooser, DecodeBatch, Drawn, PrefillBatch, Rows
 from megajax.inference.sampling import PROMPT_TOKEN, RowSampling, Sampling, TokenLogprobs
@@ -41,6 +42,7 @@ MIN_CHUNK = 16  # tokens of the smallest prefill program
 MIN_TABLE = 16  # pages of the smallest table, where its size matters
 MAX_CHUNKS = 16  # sequences whose prompts one call computes
 DEFAULT_MAX_LENGTH = 8192  # tokens of a sequence, for models without a limit
+WARM_UP_THREADS = 8  # each compiles a program
 HOST_POOL_BYTES = 2**30  # of the pool where the device does not say how much memory it has
 PAGE_DTYPES = {"int8": jnp.int8, "float8": jnp.float8_e4m3fn}
 
@@ -159,6 +161,7 @@ class Engine:
         self._vocab_size = min(config.vocab_size, tokenizer.vocab_size) if tokenizer else config.vocab_size
         self._ends = end_ids(tokenizer) if tokenizer else frozenset()
         self._start = list(start_ids)
+        self._grammars = Grammars(tokenizer, self._vocab_size)
         self._allocate()
         self._programs: dict[tuple, Any] = {}
         self._calls: deque[_Call] = deque()
@@ -224,8 +227,8 @@ class Engine:
         Forgets the prefix cache. Requests that run continue with the keys and values of the old parameters.
         """
         self.params = self.model.per_layer(_cast(self.model, params))
-        if hasattr(self, "pool"):
-            self.pool.forget()
+        if hasattr(self, "scheduler"):
+            self.scheduler.forget()
 
     @staticmethod
     def from_run(
@@ -338,6 +341,7 @@ class Engine:
         if sampling.prompt_logprobs is not None:
             request.prompt_logprobs = []
         for sequence in request.sequences:
+            sequence.matcher = self._grammars.start(sampling)
             if self.tokenizer is not None:
                 self._texts[sequence] = TextStream(self.tokenizer, request.prompt, sampling.stop)
             self.scheduler.waiting.append(sequence)
@@ -348,8 +352,7 @@ class Engine:
         sampling.check()
         if sampling.stop and self.tokenizer is None:
             raise ValueError(f"stop={sampling.stop} needs a tokenizer; the engine has none")
-        if sampling.is_constrained:
-            raise ValueError("schema and regex are not supported yet; leave them out")
+        self._grammars.start(sampling)
         for field in ("stop_token_ids", "logit_bias"):
             wrong = [token for token in getattr(sampling, field) if not 0 <= token < self._vocab_size]
             if wrong:
@@ -527,10 +530,17 @@ class Engine:
         indices = [sequence.index for sequence in sequences] + [0] * padding
         rows_B = np.array([sequence.row for sequence in sequences] + [self._sizes.num_rows] * padding, np.int32)
         sampling = RowSampling.of(settings, indices)
-        if num_rows not in self._no_mask:
-            mask = np.zeros((num_rows, -(-self._vocab_size // 32)), np.uint32)
-            self._no_mask[num_rows] = self._put(mask)
-        return Chooser(rows_B, sampling, self._no_mask[num_rows], np.zeros(num_rows, bool))
+        mask_BW = np.zeros((num_rows, -(-self._vocab_size // 32)), np.uint32)
+        has_mask_B = np.zeros(num_rows, bool)
+        for number, sequence in enumerate(sequences):
+            if sequence.matcher is not None:
+                mask_BW[number] = sequence.matcher.mask()
+                has_mask_B[number] = True
+        if not has_mask_B.any():  # a large array, sent to the device once
+            if num_rows not in self._no_mask:
+                self._no_mask[num_rows] = self._put(mask_BW)
+            mask_BW = self._no_mask[num_rows]
+        return Chooser(rows_B, sampling, mask_BW, has_mask_B)
 
     def _put(self, tree: Any) -> Any:
         return jax.device_put(tree, NamedSharding(self.mesh, P()))
@@ -615,6 +625,10 @@ class Engine:
                 text += stream.add(token)
                 if stream.stopped_by is not None:
                     return self._finish(sequence, tokens, text, logprobs, "stop", stream.stopped_by)
+            if sequence.matcher is not None:
+                sequence.matcher.add(token)
+                if sequence.matcher.is_finished:
+                    return self._finish(sequence, tokens, text, logprobs, "stop", None)
             if len(sequence.tokens) == sequence.limit:
                 return self._finish(sequence, tokens, text, logprobs, "length", None)
         self._outputs.append(Output(sequence.request, sequence.index, tokens, text, logprobs, None, None))
@@ -644,7 +658,7 @@ class Engine:
             arguments = self._put((batch, nobody[self._num_chunks], np.bool_(False)))
             self._compile(("prefill", len(batch.tokens_T), len(batch.table_P)), self._prefill, *arguments)
 
-        with ThreadPoolExecutor() as threads:
+        with ThreadPoolExecutor(WARM_UP_THREADS) as threads:
             list(threads.map(lambda job: job[0](job[1]), [
                 *((compile_decode, batch) for batch in batches), *((compile_prefill, batch) for batch in prompts)
             ]))  # fmt: skip

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
+from megajax.inference.grammar import Matcher
 from megajax.inference.pages import PagePool
 from megajax.inference.sampling import Sampling, TokenLogprobs
 from megajax.inference.speculation import PromptLookup
@@ -62,6 +63,10 @@ class Sequence:
     num_pending: int = 0
     """Tokens that calls under way generate."""
     is_finished: bool = False
+    shares_pages: bool = True
+    """Whether its pages may enter the prefix cache: not if they were computed with other parameters."""
+    matcher: Matcher | None = None
+    """Which tokens may follow, if the text must follow a schema or a regular expression."""
     lookup: PromptLookup = dataclasses.field(default_factory=PromptLookup, repr=False)
 
     @property
@@ -182,9 +187,19 @@ class Scheduler:
         sequence = chunk.sequence
         sequence.num_written = chunk.end
         # Already now: a later sequence of the same call may use these pages, since keys are written before any is read.
-        self.pool.register(sequence.tokens[: chunk.end], sequence.pages)
+        self._register(sequence, chunk.end)
         if chunk.is_last:
             sequence.num_pending += 1
+
+    def _register(self, sequence: Sequence, num_tokens: int) -> None:
+        if sequence.shares_pages:
+            self.pool.register(sequence.tokens[:num_tokens], sequence.pages)
+
+    def forget(self) -> None:
+        """Empties the prefix cache, for other parameters; what runs continues."""
+        self.pool.forget()
+        for sequence in self.running:
+            sequence.shares_pages = False
 
     def _admit(self, sequence: Sequence) -> bool:
         if not self._rows:
@@ -202,6 +217,7 @@ class Scheduler:
         sequence.num_written = len(shared) * self.pool.page_size
         sequence.num_to_prefill = len(sequence.tokens)
         sequence.row = self._rows.pop()
+        sequence.shares_pages = True
         self.running.append(sequence)
         if shares:
             self.prefix_queries += len(sequence.tokens)
@@ -213,11 +229,13 @@ class Scheduler:
     # ------------------------------------------------------------------ decoding
 
     def _decode(self, decoding: list[Sequence]) -> Decode | Wait:
-        if self.limits.draft_tokens and any(sequence.num_pending for sequence in decoding):
-            return Wait()  # a guess depends on the newest tokens
+        is_constrained = any(sequence.matcher is not None for sequence in decoding)
+        needs_newest = self.limits.draft_tokens or is_constrained
+        if needs_newest and any(sequence.num_pending for sequence in decoding):
+            return Wait()
         drafts = self._drafts(decoding)
         longest = max(sequence.limit - sequence.length for sequence in decoding)
-        num_steps = 1 if drafts else min(self.limits.decode_steps, longest)
+        num_steps = 1 if drafts or is_constrained else min(self.limits.decode_steps, longest)
         runs = [self._run(sequence, num_steps, drafts.get(sequence, ())) for sequence in decoding]
         if self._missing(runs) <= self.pool.num_free:
             return self._started(runs, num_steps)
@@ -238,7 +256,7 @@ class Scheduler:
         spare = self.limits.num_rows - len(decoding) if self.limits.draft_tokens else 0
         for sequence in decoding:
             most = min(self.limits.draft_tokens, spare, sequence.limit - sequence.length - 1)
-            if most > 0 and not sequence.request.sampling.has_adjusted_logits:
+            if most > 0 and not sequence.request.sampling.has_adjusted_logits and sequence.matcher is None:
                 drafts[sequence] = sequence.lookup.guess(sequence.tokens, most)
                 spare -= len(drafts[sequence])
         return {sequence: draft for sequence, draft in drafts.items() if draft}
@@ -281,7 +299,7 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         written = min(sequence.num_written, len(sequence.tokens) - 1)
-        self.pool.register(sequence.tokens[: max(written, 0)], sequence.pages)
+        self._register(sequence, max(written, 0))
         self.pool.release(sequence.pages)
         self._rows.append(sequence.row)
         self.running.remove(sequence)

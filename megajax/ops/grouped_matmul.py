@@ -7,9 +7,8 @@ Each device has its own rows (parallel/expert.py) and the matrices of its expert
 both outside the experts ("embed") and inside ("mlp"): "embed" is gathered before a product that contracts it, and a
 product that results in "embed" is reduce-scattered. Matrices are gathered over the axes that share the weights.
 
-Without a kernel, products are computed tile by tile: a tile is a block of rows times the matrix of one group that has
-rows in it; there are at most R / block + E. The loop ends at the last row of the last group, so empty rows at the end
-cost nothing. On a GPU `lax.ragged_dot` would multiply every row with every matrix.
+On Hopper our kernel computes the products of a device (pallas_kernels/grouped_matmul.py), elsewhere a loop over tiles
+(ops/grouped_tiles.py). Both have the same three functions.
 """
 
 import functools
@@ -22,12 +21,12 @@ from jax import lax
 
 from megajax import compat
 from megajax.current_mesh import free_axes, manual
+from megajax.ops import grouped_tiles
 from megajax.ops.matmul import Float32Gradient, Weight, dot_precision
 from megajax.sharding import ACTIVATION_AXES, SHARING_AXES, WEIGHT_AXES, local_weight_spec, rows_spec
 
 logger = logging.getLogger("megajax")
 
-MIN_BLOCK, MAX_BLOCK = 16, 512  # rows of a tile
 (TENSOR,) = WEIGHT_AXES["mlp"]
 
 
@@ -53,14 +52,22 @@ def grouped_matmul(
     is_wide = isinstance(weights[0], Float32Gradient)
     arrays = tuple(w.array if is_wide else w for w in weights)
     assert axes == ("embed", "mlp") or (axes == ("mlp", "embed") and len(arrays) == 1), (axes, len(arrays))
-    _log_choice(compat.mesh_platform())
     return _grouped_matmul(rows_RK, arrays, sizes_E, (axes, is_wide))
 
 
+def _products(matrices_EKN: jax.Array):
+    """The module that computes the products of a device with matrices like this one; logs which."""
+    from pallas_kernels import grouped_matmul as kernel  # not at the top: it takes time to import
+
+    reason = compat.mosaic_problem() or kernel.problem(*matrices_EKN.shape[1:], matrices_EKN.dtype)
+    _log_choice(reason)
+    return grouped_tiles if reason else kernel
+
+
 @functools.cache
-def _log_choice(platform: str) -> None:
-    slow = ", which is slow: there is no GPU kernel yet" if platform != "cpu" else ""
-    logger.info("grouped matmul: XLA, a loop over tiles%s", slow)
+def _log_choice(reason: str) -> None:
+    choice = f"XLA, a loop over tiles ({reason})" if reason else "our kernel (pallas_kernels/grouped_matmul.py)"
+    logger.info("grouped matmul: %s", choice)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -80,9 +87,9 @@ def _forward(rows_RK, weights, sizes_E, options):
     given, result = _specs(axes, len(weights))
 
     def body(rows_RK, weights, sizes_E):
-        matrices_EKN = _gathered(weights, rows_RK.dtype, axes)
-        out_RN = matmul(_whole(rows_RK, axes[0]), matrices_EKN, sizes_E)
-        return _split(out_RN, axes[1]).reshape(rows_RK.shape[0], len(weights), -1)
+        matrices = _gathered(weights, rows_RK.dtype, axes)
+        out_RWN = _products(matrices[0]).forward(_whole(rows_RK, axes[0]), matrices, sizes_E)
+        return _split(_varying(out_RWN, rows_RK, matrices), axes[1])
 
     return manual(body, given, result)(rows_RK, weights, sizes_E), (rows_RK, weights, sizes_E)
 
@@ -93,12 +100,15 @@ def _backward(options, residuals, d_out_RWN):
     given, result = _specs(axes, len(weights))
 
     def body(rows_RK, weights, sizes_E, d_out_RWN):
-        d_out_RN = _whole(d_out_RWN.reshape(d_out_RWN.shape[0], -1), axes[1])
-        matrices_EKN = _gathered(weights, rows_RK.dtype, axes)
-        d_rows_RK = _split(matmul(d_out_RN, matrices_EKN, sizes_E, transposed=True), axes[0])
-        d_matrices_EKN = weight_gradient(_whole(rows_RK, axes[0]), d_out_RN, sizes_E)
-        d_matrices_EKN = d_matrices_EKN.astype(jnp.float32 if is_wide else rows_RK.dtype)
-        return d_rows_RK, _reduced(d_matrices_EKN, weights, axes)
+        d_out_RWN = _whole(d_out_RWN, axes[1])
+        matrices = _gathered(weights, rows_RK.dtype, axes)
+        products = _products(matrices[0])
+        d_rows_RK = _varying(products.input_gradient(d_out_RWN, matrices, sizes_E), d_out_RWN, matrices)
+        dtype = jnp.float32 if is_wide else rows_RK.dtype
+        rows_RK = _whole(rows_RK, axes[0])
+        d_matrices = products.weight_gradient(rows_RK, d_out_RWN, sizes_E, dtype=dtype)
+        d_matrices = _varying(d_matrices, rows_RK, d_out_RWN)
+        return _split(d_rows_RK, axes[0]), tuple(_reduced(d, axes) for d in d_matrices)
 
     run = manual(body, (*given, result), given[:2])
     d_rows_RK, d_weights = run(rows_RK, weights, sizes_E, d_out_RWN)
@@ -108,99 +118,32 @@ def _backward(options, residuals, d_out_RWN):
 _grouped_matmul.defvjp(_forward, _backward)
 
 
+def _varying(results, *operands):
+    """A kernel does not say over which axes of the mesh its results vary."""
+    axes = frozenset().union(*(compat.varying_axes(a) for a in jax.tree.leaves(operands)))
+    return compat.vary(results, axes)
+
+
 def _whole(rows, axis: str):
-    return lax.all_gather(rows, TENSOR, axis=1, tiled=True) if axis == "embed" else rows
+    return lax.all_gather(rows, TENSOR, axis=rows.ndim - 1, tiled=True) if axis == "embed" else rows
 
 
 def _split(rows, axis: str):
-    return lax.psum_scatter(rows, TENSOR, scatter_dimension=1, tiled=True) if axis == "embed" else rows
+    return lax.psum_scatter(rows, TENSOR, scatter_dimension=rows.ndim - 1, tiled=True) if axis == "embed" else rows
 
 
-def _gathered(weights, dtype, axes):
-    """The gathered weights side by side: [E, K, N], with N of all weights together."""
-    joined = jnp.stack([w.astype(dtype) for w in weights], 2)
-    whole = lax.all_gather(joined, SHARING_AXES, axis=1 if axes[0] == "embed" else 3, tiled=True)
-    return whole.reshape(*whole.shape[:2], -1)
+def _shared_dim(axes) -> int:
+    """The dimension of a weight that SHARING_AXES split."""
+    return 1 + axes.index("embed")
 
 
-def _reduced(d_matrices_EKN, weights, axes):
-    """The gradient of each weight, summed over devices and laid out like the weight."""
-    d = d_matrices_EKN.reshape(*d_matrices_EKN.shape[:2], len(weights), -1)
-    d = lax.psum_scatter(d, SHARING_AXES, scatter_dimension=1 if axes[0] == "embed" else 3, tiled=True)
+def _gathered(weights, dtype, axes) -> list[jax.Array]:
+    """[E, K, N] each."""
+    return [lax.all_gather(w.astype(dtype), SHARING_AXES, axis=_shared_dim(axes), tiled=True) for w in weights]
+
+
+def _reduced(d_matrices_EKN, axes):
+    """The gradient of a weight, summed over devices and laid out like the weight."""
+    d = lax.psum_scatter(d_matrices_EKN, SHARING_AXES, scatter_dimension=_shared_dim(axes), tiled=True)
     held = (*WEIGHT_AXES["experts"], *SHARING_AXES)
-    d = lax.psum(d, tuple(axis for axis in ACTIVATION_AXES["rows"] if axis not in held))
-    return tuple(d[:, :, number] for number in range(len(weights)))
-
-
-# ----------------------------------------------------------------------------- one device
-
-
-def matmul(rows_RK: jax.Array, matrices_EKN: jax.Array, sizes_E: jax.Array, *, transposed: bool = False) -> jax.Array:
-    """As reference. transposed: rows [R, N] times the transposed matrices -> [R, K]."""
-    tiles = _Tiles(rows_RK.shape[0], sizes_E)
-    contracted = 1 if transposed else 0
-    width = matrices_EKN.shape[1 if transposed else 2]
-
-    def step(number, out_RN):
-        block, group, in_group_B1 = tiles.tile(number)
-        matrix = lax.dynamic_index_in_dim(matrices_EKN, group, keepdims=False)
-        product_BN = lax.dot_general(
-            tiles.rows_of(rows_RK, block), matrix, (((1,), (contracted,)), ((), ())),
-            precision=dot_precision(rows_RK.dtype),
-        )  # fmt: skip
-        product_BN = jnp.where(in_group_B1, product_BN, tiles.rows_of(out_RN, block))
-        return lax.dynamic_update_slice_in_dim(out_RN, product_BN, block * tiles.block, 0)
-
-    return tiles.loop(step, jnp.zeros((tiles.padded, width), rows_RK.dtype), rows_RK, matrices_EKN)[: rows_RK.shape[0]]
-
-
-def weight_gradient(rows_RK: jax.Array, d_out_RN: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    """Gradient of the matrices: float32 [E, K, N]."""
-    tiles = _Tiles(rows_RK.shape[0], sizes_E)
-
-    def step(number, sums_EKN):
-        block, group, in_group_B1 = tiles.tile(number)
-        group_rows = jnp.where(in_group_B1, tiles.rows_of(rows_RK, block), 0)
-        product_KN = lax.dot_general(
-            group_rows, tiles.rows_of(d_out_RN, block), (((0,), (0,)), ((), ())),
-            precision=dot_precision(rows_RK.dtype), preferred_element_type=jnp.float32,
-        )  # fmt: skip
-        return sums_EKN.at[group].add(product_KN)
-
-    shape = (sizes_E.shape[0], rows_RK.shape[1], d_out_RN.shape[1])
-    return tiles.loop(step, jnp.zeros(shape, jnp.float32), rows_RK, d_out_RN)
-
-
-class _Tiles:
-    """Pairs of a block of rows and a group that has rows in it, in the order of the rows."""
-
-    def __init__(self, num_rows: int, sizes_E: jax.Array):
-        num_groups = sizes_E.shape[0]
-        power = max(num_rows // num_groups, 1).bit_length() - 1
-        self.block = min(max(2**power, MIN_BLOCK), MAX_BLOCK)
-        self.padded = -(-num_rows // self.block) * self.block
-        self.ends_E = jnp.cumsum(sizes_E)
-        self.starts_E = self.ends_E - sizes_E
-        blocks_E = (self.ends_E - 1) // self.block - self.starts_E // self.block + 1
-        self.last_tile_E = jnp.cumsum(jnp.where(sizes_E > 0, blocks_E, 0))
-        self.first_tile_E = self.last_tile_E - jnp.where(sizes_E > 0, blocks_E, 0)
-
-    def tile(self, number):
-        """-> (block, group, bool [block, 1]: whether each row of the block belongs to the group)."""
-        group = jnp.searchsorted(self.last_tile_E, number, side="right")
-        block = self.starts_E[group] // self.block + number - self.first_tile_E[group]
-        places_B = block * self.block + jnp.arange(self.block, dtype=jnp.int32)
-        in_group_B = (places_B >= self.starts_E[group]) & (places_B < self.ends_E[group])
-        return block, group, in_group_B[:, None]
-
-    def rows_of(self, rows, block):
-        return lax.dynamic_slice_in_dim(self._pad(rows), block * self.block, self.block)
-
-    def _pad(self, rows):
-        missing = self.padded - rows.shape[0]
-        return jnp.pad(rows, ((0, missing), (0, 0))) if missing else rows
-
-    def loop(self, step, start, *operands):
-        """fori_loop over the tiles. operands: arrays that the steps read, which may vary over mesh axes."""
-        axes = frozenset().union(*(compat.varying_axes(a) for a in (*operands, self.ends_E)))
-        return lax.fori_loop(0, self.last_tile_E[-1], step, compat.vary(start, axes))
+    return lax.psum(d, tuple(axis for axis in ACTIVATION_AXES["rows"] if axis not in held))

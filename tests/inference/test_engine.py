@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -216,13 +218,13 @@ def random_requests(engine, count, seed):
     generator = np.random.default_rng(seed)
     alive, ended, submitted = {}, {}, 0
     while submitted < count or engine.has_work:
-        while submitted < count and generator.random() < 0.6:
+        while submitted < count and generator.random() < 0.85:
             submitted += 1
-            length = int(generator.integers(0, 40))
+            length = int(generator.integers(0, 24))
             if generator.random() < 0.1:
                 length += 64
             sampling = Sampling(
-                max_tokens=int(generator.integers(1, 24)), temperature=float(generator.choice([0, 1])),
+                max_tokens=int(generator.integers(1, 40)), temperature=float(generator.choice([0, 1])),
                 seed=submitted, n=int(generator.integers(1, 4)), presence_penalty=float(generator.choice([0, 0.5])),
                 logprobs=[None, 1][generator.integers(2)], stop_token_ids=(int(generator.integers(100)),),
             )  # fmt: skip
@@ -233,7 +235,7 @@ def random_requests(engine, count, seed):
                 continue
             request = engine.submit(prompt, sampling)
             alive[request] = [0] * sampling.n
-        if alive and generator.random() < 0.2:
+        if alive and generator.random() < 0.1:
             engine.cancel(list(alive)[generator.integers(len(alive))])
         for output in engine.step():
             counts = alive[output.request]
@@ -258,12 +260,24 @@ def random_requests(engine, count, seed):
 
 
 def test_no_page_and_no_request_is_lost(engine_of):
-    assert random_requests(engine_of("rope"), 60, seed=0).preemptions > 0
+    before = engine_of("rope").stats().preemptions
+    assert random_requests(engine_of("rope"), 60, seed=0).preemptions > before
 
 
 @pytest.mark.slow
 def test_no_page_and_no_request_is_lost_in_10000(engine_of):
     random_requests(engine_of("rope"), 10_000, seed=1)
+
+
+def test_speculative_decoding_changes_no_token(engine_of):
+    plain = engine_of("rope")
+    guessing = make_engine(ROPE, plain.mesh, serving=dataclasses.replace(SERVING, draft_tokens=3))
+    prompts = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], *PROMPTS]
+    for sampling in (dataclasses.replace(GREEDY, max_tokens=24), SAMPLED):
+        assert guessing.generate_tokens(prompts, sampling) == plain.generate_tokens(prompts, sampling)
+    stats = guessing.stats()
+    assert 0 < stats.accepted < stats.drafted
+    random_requests(guessing, 30, seed=2)
 
 
 def test_cancellation_frees_pages_at_once(engine_of):
@@ -372,6 +386,33 @@ def test_a_stop_text_ends_the_generation_and_is_cut_off(bytes_engine):
 def test_ids_that_the_tokenizer_does_not_have_never_come(bytes_engine):
     tokens = bytes_engine.generate_tokens([[1], [2, 3]], Sampling(max_tokens=40, temperature=100.0))
     assert 200 < max(map(max, tokens)) < 257
+
+
+def test_structured_output_follows_its_schema_beside_free_text(bytes_engine):
+    schema = json.dumps({
+        "type": "object", "properties": {"name": {"enum": ["ab", "cd"]}, "age": {"type": "integer", "maximum": 99}},
+        "required": ["name", "age"], "additionalProperties": False, "x-guidance": {"whitespace_flexible": False},
+    })  # fmt: skip
+    free = Sampling(max_tokens=12, temperature=3.0, seed=1)
+    alone = bytes_engine.generate_tokens([[1, 2, 3]], free)[0]
+    structured = Sampling(max_tokens=60, temperature=3.0, schema=schema, n=2)
+    requests = [
+        bytes_engine.submit([65, 66], structured),
+        bytes_engine.submit([1, 2, 3], free),
+        bytes_engine.submit([65], Sampling(max_tokens=40, temperature=3.0, regex="[a-c]{3}x+y")),
+    ]
+    tokens, outputs = run_all(bytes_engine, requests)
+    texts = ["".join(output.text for output in outputs if output.request is requests[0] and output.index == index)
+             for index in range(2)]  # fmt: skip
+    for text in texts:
+        found = json.loads(text)
+        assert found["name"] in ("ab", "cd") and found["age"] <= 99
+    assert re.fullmatch("[a-c]{3}x+y", bytes_engine.tokenizer.decode(tokens[requests[2]][0]))
+    assert tokens[requests[1]] == [alone]
+    with pytest.raises(ValueError, match="^regex='\\('"):
+        bytes_engine.submit([1], Sampling(regex="("))
+    with pytest.raises(ValueError, match="^schema="):
+        bytes_engine.submit([1], Sampling(schema="{"))
 
 
 # ----------------------------------------------------------------------------- what is refused

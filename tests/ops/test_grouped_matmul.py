@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from megajax.ops import grouped_matmul as op
+from megajax.ops import grouped_tiles
 from megajax.ops.grouped_matmul import grouped_matmul
 from megajax.ops.matmul import Float32Gradient
 from megajax.sharding import local_weight_spec, rows_spec
@@ -44,9 +45,10 @@ def compiled():
     """(rows, matrices, sizes, gradient of the result) -> (result, reference, gradients)."""
 
     def run(rows, matrices, sizes, d_out):
-        out = op.matmul(rows, matrices, sizes)
-        d_rows = op.matmul(d_out, matrices, sizes, transposed=True)
-        return out, op.reference(rows, matrices, sizes), d_rows, op.weight_gradient(rows, d_out, sizes)
+        out = grouped_tiles.forward(rows, [matrices], sizes)[:, 0]
+        d_rows = grouped_tiles.input_gradient(d_out[:, None], [matrices], sizes)
+        (d_matrices,) = grouped_tiles.weight_gradient(rows, d_out[:, None], sizes, dtype=jnp.float32)
+        return out, op.reference(rows, matrices, sizes), d_rows, d_matrices
 
     return jax.jit(run)
 
@@ -67,15 +69,17 @@ def test_products_of_a_device_are_those_of_each_group(sizes):
 def test_any_number_of_rows(num_rows):
     rows, matrices = drawn(0, num_rows, K), drawn(1, 3, K, N)
     sizes = np.array([num_rows // 3, num_rows - num_rows // 3, 0], np.int32)
-    np.testing.assert_allclose(op.matmul(rows, matrices, sizes), by_group(rows, matrices, sizes), **TOLERANCE)
+    out = grouped_tiles.forward(rows, [matrices], sizes)[:, 0]
+    np.testing.assert_allclose(out, by_group(rows, matrices, sizes), **TOLERANCE)
 
 
 def test_sums_are_float32_and_results_of_the_dtype_of_the_rows():
     rows, matrices = jnp.ones((2048, 1), jnp.bfloat16), jnp.ones((1, 1, 8), jnp.bfloat16)
     sizes = jnp.array([2048], jnp.int32)
-    assert op.matmul(rows, matrices, sizes).dtype == jnp.bfloat16
-    # bfloat16 would stop at 256.
-    np.testing.assert_array_equal(op.weight_gradient(rows, jnp.ones((2048, 8), jnp.bfloat16), sizes), 2048.0)
+    assert grouped_tiles.forward(rows, [matrices], sizes).dtype == jnp.bfloat16
+    d_out = jnp.ones((2048, 1, 8), jnp.bfloat16)
+    (d_matrix,) = grouped_tiles.weight_gradient(rows, d_out, sizes, dtype=jnp.float32)
+    np.testing.assert_array_equal(d_matrix, 2048.0)  # bfloat16 would stop at 256
 
 
 MESHES = {

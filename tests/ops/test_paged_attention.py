@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from benchmarks.kernels.paged_attention import errors, random_case
 from megajax import compat
 from megajax.ops import paged_attention as op
+from megajax.ops.attention import AttentionMask, attention
 from pallas_kernels import paged_attention as kernel
 
 SCALE = 8**-0.5
@@ -59,6 +60,56 @@ def test_result_equals_the_formula(is_int8, mesh, backend):
     wanted, wanted_lse = formula(*jax.tree.map(np.asarray, case), **options)
     np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-6)  # float32 sums
     np.testing.assert_allclose(lse, wanted_lse, rtol=1e-5, atol=1e-6)
+
+
+OPTIONS = {
+    "window": dict(window=3),
+    "cap and sinks": dict(soft_cap=2.0, sinks=np.linspace(-1, 1, 4, dtype=np.float32)),
+    "alibi": dict(slopes=np.array([0.5, 0.25, 0.1, 0.05], np.float32)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_new_tokens_of_several_sequences_attend_each_to_its_own(name, make_test_mesh):
+    """Chunks that begin in the middle of a page, and then one token of each sequence, as in ops/attention.py."""
+    heads, kv_heads, width, size = 4, 2, 8, 4
+    lengths, starts, tables = (7, 10), (2, 5), ((3, 0), (5, 1, 4))
+    options = dict(scale=SCALE, soft_cap=None) | OPTIONS[name]
+    mask = AttentionMask(causal=True, window=options.pop("window", None))
+    draw = np.random.default_rng(0).normal
+    q, k, v = ([draw(size=(1, n, h, width)).astype(np.float32) for n in lengths] for h in (heads, kv_heads, kv_heads))
+    whole = [attention(*arrays, mask=mask, **options)[0] for arrays in zip(q, k, v, strict=True)]
+    slots = [np.array(table)[np.arange(n) // size] * size + np.arange(n) % size
+             for table, n in zip(tables, lengths, strict=True)]  # fmt: skip
+
+    def run(pages, q, k, v, slots, table, lower, upper):
+        keys, values = (op.write_pages(cache, new, slots) for cache, new in zip(pages, (k, v), strict=True))
+        out = op.attend_to_pages(q, keys, values, table, lower, upper, window=mask.window, **options)
+        return (keys, values), out
+
+    def joined(arrays, first, end):
+        return np.concatenate([a[first[i] : end[i]] for i, a in enumerate(arrays)])[None]
+
+    with jax.set_mesh(make_test_mesh(tensor=2)):
+        pages = (jnp.full((6, kv_heads, size, width), jnp.nan),) * 2
+        table = np.array([sum(tables, ())], np.int32)
+        bases = (0, len(tables[0]) * size)
+        last = [n - 1 for n in lengths]
+        found = [[], []]
+        for first, end in (((0, 0), starts), (starts, last)):
+            arrays = [joined([a[0] for a in part], first, end) for part in (q, k, v)]
+            lower = joined([np.full(n, base, np.int32) for n, base in zip(lengths, bases, strict=True)], first, end)
+            own = [base + 1 + np.arange(n, dtype=np.int32) for n, base in zip(lengths, bases, strict=True)]
+            pages, out = jax.jit(run)(pages, *arrays, joined(slots, first, end), table, lower, joined(own, first, end))
+            split = end[0] - first[0]
+            found[0].append(out[0, :split])
+            found[1].append(out[0, split:])
+        one = [np.stack([part[i][0, last[i]] for i in range(2)])[:, None] for part in (q, k, v)]
+        ends = np.array([[slots[i][last[i]]] for i in range(2)])
+        rows = np.array([[*tables[0], 0], tables[1]], np.int32)
+        _, out = jax.jit(run)(pages, *one, ends, rows, None, np.array(lengths, np.int32)[:, None])
+        for i in range(2):
+            np.testing.assert_allclose(np.concatenate([*found[i], out[i]]), whole[i], atol=1e-5)  # float32 sums
 
 
 def test_heads_stay_split_over_tensor(make_test_mesh):

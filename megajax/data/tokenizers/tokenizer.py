@@ -70,6 +70,9 @@ class BytesTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
+    def token_bytes(self) -> list[bytes]:
+        return [*(bytes([i]) for i in range(256)), b""]
+
 
 class NullTokenizer:
     """Text is token ids separated by spaces; the last id ends a document. For data tokenized elsewhere."""
@@ -148,6 +151,17 @@ class SentencePieceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode([int(i) for i in ids])
 
+    def token_bytes(self) -> list[bytes]:
+        """What each token adds inside a text; nothing for special tokens."""
+
+        def added(i: int) -> bytes:
+            piece = self._model.id_to_piece(i)
+            if self._model.is_control(i) or self._model.is_unknown(i):
+                return b""
+            return bytes([int(piece[3:-1], 16)]) if self._model.is_byte(i) else piece.replace(SPACE_MARK, " ").encode()
+
+        return [added(i) for i in range(self.vocab_size)]
+
     def token_id(self, text: str) -> int | None:
         found = self._model.piece_to_id(text)  # the unknown piece if there is none
         return found if self._model.id_to_piece(found) == text else None
@@ -225,6 +239,10 @@ class HuggingFaceTokenizer:
     def token_id(self, text: str) -> int | None:
         return self._tokenizer.token_to_id(text)
 
+    def as_json(self) -> str:
+        """The contents of a tokenizer.json."""
+        return self._tokenizer.to_str()
+
     @property
     def start_ids(self) -> list[int]:
         """Tokens that the file puts before a text (<s>), and `encode` omits."""
@@ -294,6 +312,13 @@ class TiktokenTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._encoding.decode_bytes([int(i) for i in ids if int(i) in self._known]).decode(errors="replace")
+
+    def token_bytes(self) -> list[bytes]:
+        """What each token adds to a text; nothing for special tokens and unused ids."""
+        found = [b""] * self.vocab_size
+        for token, rank in self._ranks.items():
+            found[rank] = token
+        return found
 
     def token_id(self, text: str) -> int | None:
         return self.special_tokens.get(text, self._ranks.get(text.encode()))

@@ -1,0 +1,90 @@
+"""One layer of experts, bfloat16, on the GPUs of this machine: python -m benchmarks.moe_layer [NAME ...] [--profile]
+
+Prints milliseconds for the forward pass, and for both passes in one program, with 4,096 tokens per GPU and the experts
+split over all GPUs, for tokens that choose about evenly and skewed. benchmarks/peers/torch_moe.py measures the same
+layers in PyTorch.
+"""
+
+import sys
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from benchmarks import profile
+from benchmarks.kernels.paged_attention import seconds_of
+from benchmarks.peers.torch_moe import LAYERS, TOKENS, skew_of
+from megajax.layers.moe import ExpertsConfig, MoeConfig
+from megajax.layers.router import RouterConfig
+from megajax.mesh import MeshConfig, make_mesh
+from megajax.parameters import Structure, records
+from megajax.sharding import weight_shardings
+from megajax.training.reporting.console import log_to_stderr
+
+PROFILED_STEPS = 5
+
+
+def measure(name: str, skewed: bool, profiled: bool, **options) -> str:
+    width, expert_width, experts, top_k, shared = LAYERS[name]
+    num_devices = jax.device_count()
+    config = ExpertsConfig(
+        moe=MoeConfig(experts, shared_dim=shared or None, router=RouterConfig(top_k=top_k)), embed_dim=width,
+        mlp_dim=expert_width, activation="swiglu", init_std=0.02, out_init_std=0.02, context="ring",
+        **{"dispatch": "auto", "buffer": 1.5} | options,
+    )  # fmt: skip
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: config.build(nnx.Rngs(params=0))))
+    structure = Structure.of(state)
+    mesh = make_mesh(MeshConfig(expert=num_devices))
+    with jax.set_mesh(mesh):
+        tree = structure.to_tree(state)
+        shardings = weight_shardings(records(state), mesh)
+
+        def drawn(path, like):
+            dtype = jnp.float32 if "router" in str(path[0]) else jnp.bfloat16
+            values = jax.random.normal(jax.random.key(hash(str(path)) % 2**31), like.shape, dtype) * 0.02
+            return values.at[0].set(skew_of(experts) * skewed) if "router" in str(path[0]) else values
+
+        weights = jax.jit(lambda: jax.tree_util.tree_map_with_path(drawn, tree), out_shardings=shardings)()
+        x, d_y = (
+            jax.device_put(
+                np.random.default_rng(seed).normal(size=(num_devices, TOKENS, width)).astype(jnp.bfloat16),
+                jax.NamedSharding(mesh, jax.P("expert")),
+            )
+            for seed in range(2)
+        )
+        x = x.at[:, :, 0].set(1.0)  # multiplies the skew
+
+        def layer(weights, x):
+            return nnx.merge(graphdef, structure.to_state(weights))(x)
+
+        @jax.jit
+        def both(weights, x, d_y):
+            y, vjp, _ = jax.vjp(layer, weights, x, has_aux=True)
+            return y, vjp(d_y)
+
+        forward = jax.jit(lambda weights, x: layer(weights, x)[0])
+        load = jax.jit(layer)(weights, x)[1].metrics["router_max_load"]
+        seconds = [seconds_of(*call) for call in ((forward, weights, x), (both, weights, x, d_y))]
+        if profiled:
+            compiled = both.lower(weights, x, d_y).compile({"xla_gpu_enable_command_buffer": ""})
+            with tempfile.TemporaryDirectory() as folder:
+                with jax.profiler.trace(folder):
+                    jax.block_until_ready([compiled(weights, x, d_y) for _ in range(PROFILED_STEPS)][-1])
+                kernels = profile.read_kernels(folder)
+            print(profile.as_text(profile.breakdown(kernels, PROFILED_STEPS, compiled.as_text())))
+    kind = "skewed" if skewed else "even"
+    times = f"forward {1e3 * seconds[0]:.2f} ms, forward and backward {1e3 * seconds[1]:.2f}"
+    return f"megajax {name} {kind}, {num_devices} GPUs {options or ''}: {times}; largest load {load:.2f} of the mean"
+
+
+def main(arguments: list[str]) -> None:
+    log_to_stderr()
+    for name in [a for a in arguments if a in LAYERS] or LAYERS:
+        for skewed in (False, True):
+            print(measure(name, skewed, "--profile" in arguments), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
