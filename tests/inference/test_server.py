@@ -188,6 +188,22 @@ def test_chats_are_rendered_by_the_template(client, offline):
     assert whole.usage.total_tokens == 128
 
 
+def test_answers_follow_a_schema(client):
+    schema = {
+        "type": "object", "properties": {"colour": {"enum": ["red", "green"]}}, "required": ["colour"],
+        "additionalProperties": False,
+    }  # fmt: skip
+    form = {"type": "json_schema", "json_schema": {"name": "colour", "schema": schema}}
+    no_space = {"9": -100, "10": -100, "13": -100, "32": -100}  # of which this model would write too much
+    answer = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, response_format=form, max_tokens=37, logit_bias=no_space
+    )
+    assert json.loads(answer.choices[0].message.content)["colour"] in ("red", "green")
+    regex = {"structured_outputs": {"regex": "[ab]{3}"}}
+    text = client.completions.create(model="tiny", prompt="x", extra_body=regex).choices[0].text
+    assert len(text) == 3 and set(text) <= {"a", "b"}
+
+
 def test_a_seed_repeats_a_sample_and_none_does_not(client):
     def sample(**more):
         return client.completions.create(model="tiny", prompt="x", max_tokens=16, **more).choices[0].text
@@ -368,6 +384,7 @@ MISTAKES = [
     ("/v1/completions", {"prompt": "x" * 200_000}, 413, None, "larger than the 100000"),
     ("/v1/completions", {"prompt": "x", "response_format": {"type": "json_schema"}}, 400,
      "response_format.json_schema", "needs json_schema"),
+    ("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "("}}, 400, "regex", "regex="),
     (CHAT, {"messages": []}, 400, "messages", "at least 1"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages", "text"),
     (CHAT, {"messages": [{"role": "user", "content": "<|im_end|>"}]}, 400, None, "spells the special token"),
