@@ -91,9 +91,9 @@ def lm_eval(engine):
 
 
 @contextlib.contextmanager
-def serving(engine, **config):
+def serving(engine, on_failure=None, **config):
     """The URL of a server for the engine."""
-    made = make_app(engine, ServerConfig(model_name="tiny", **config), ChatTemplate(CHATML, {}, ()))
+    made = make_app(engine, ServerConfig(model_name="tiny", **config), ChatTemplate(CHATML, {}, ()), on_failure)
     server = uvicorn.Server(uvicorn.Config(made, port=0, log_config=None))
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -613,14 +613,15 @@ def test_a_request_that_takes_too_long_is_cancelled():
 
 
 def test_a_failing_engine_ends_all_requests_with_an_error():
-    with serving_fake() as (fake, url), httpx2.Client(base_url=url) as client:
+    failed = threading.Event()  # when infer.py serve ends the process
+    with serving_fake(on_failure=failed.set) as (fake, url), httpx2.Client(base_url=url) as client:
         fake.warm.set()
         wait_until(lambda: client.get("/health").is_success)
         with client.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True}) as stream:
             fake.error = RuntimeError("out of memory")
             fake.permissions.release()
             assert "out of memory" in json.loads(stream.read().decode().removeprefix("data: "))["error"]["message"]
-        assert client.get("/health").status_code == 503
+        assert client.get("/health").status_code == 503 and failed.is_set()
 
 
 def test_a_stop_finishes_what_runs():
