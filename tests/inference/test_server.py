@@ -25,12 +25,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from megajax.cli.serving import bench_engine
 from megajax.data.tokenizers.chat_template import CHATML, ChatTemplate
-from megajax.data.tokenizers.tokenizer import BytesTokenizer
+from megajax.data.tokenizers.tokenizer import BytesTokenizer, NullTokenizer
 from megajax.figures import traffic
 from megajax.inference.engine import Engine, Output, ServingConfig, Stats
 from megajax.inference.sampling import Sampling
 from megajax.inference.scheduler import Request
 from megajax.inference.server import app
+from megajax.inference.server.answers import TokenTexts
 from megajax.inference.server.app import ServerConfig, make_app
 from megajax.inference.server.engine_thread import Overloaded
 from megajax.inference.traffic import Load, ServerTarget, Workload, measure, table
@@ -242,6 +243,11 @@ def test_a_scored_prompt_is_followed_by_one_token_even_if_that_is_the_end(url):
     assert len(choice["logprobs"]["token_logprobs"]) == 4
     only_prompt = ask(url, "/v1/completions", body | {"max_tokens": 0}).json()["choices"][0]
     assert only_prompt["text"] == "abc" and only_prompt["logprobs"]["tokens"] == ["a", "b", "c"]
+
+
+def test_tokens_have_the_text_that_they_have_inside_a_text():
+    assert [TokenTexts(BytesTokenizer()).of(token) for token in (65, 256, 200)] == ["A", "", "\ufffd"]
+    assert TokenTexts(NullTokenizer(300)).of(299) == " 299"
 
 
 def test_tokens_of_texts_and_conversations(url):

@@ -35,7 +35,7 @@ class Piece:
 class TokenTexts:
     def __init__(self, tokenizer: Tokenizer):
         self._decode = tokenizer.decode
-        self._anchor = tokenizer.encode("a")
+        self._anchor = tokenizer.encode("0")  # a text that every tokenizer knows, also one of numbers
         self._before = tokenizer.decode(self._anchor)
         self.of = functools.lru_cache(maxsize=100_000)(self._of)
 
