@@ -25,6 +25,7 @@ COMMANDS = {
     "export": ("megajax.convert.export", (), "write only the parameters of a run, for serving"),
     "plot": ("megajax.plot", (), "plot curves of runs"),
     "hugging_face": ("megajax.convert.hugging_face", (), "import and export Hugging Face folders"),
+    "megatron": ("megajax.convert.megatron.__main__", (), "import Megatron Core checkpoints"),
     "completion": ("megajax.cli.completion", (), "print a shell completion script: megajax completion bash"),
 }
 
@@ -37,7 +38,8 @@ def main() -> None:
         raise SystemExit(0 if arguments else 2)
     name = arguments[0]
     if name not in COMMANDS:
-        print(f"error: megajax {name} is unknown{did_you_mean(name, COMMANDS)}; megajax --help", file=sys.stderr)
+        hint = did_you_mean(name, COMMANDS) or "; megajax --help lists all commands"
+        print(f"error: megajax {name} is unknown{hint}", file=sys.stderr)
         raise SystemExit(2)
     if name == "train":
         leave_when_asked()  # also during the imports, which take seconds

@@ -40,7 +40,7 @@ SERVING = {
 
 
 def main(arguments: list[str]) -> None:
-    options = _parse(arguments)
+    options = parse(arguments)
     {"generate": generate, "chat": chat, "bench": bench, "serve": serve}[options.command](options)
 
 
@@ -189,7 +189,7 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(f"{message}; see {self.prog} --help")
 
 
-def _parse(arguments: list[str]) -> argparse.Namespace:
+def parse(arguments: list[str]) -> argparse.Namespace:
     parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="{generate,chat,serve,bench}")
     _add_generate(commands)

@@ -212,8 +212,10 @@ def _family(run_dir: Path, config: Config, architecture: str | None) -> Family:
         places = [run_dir, *([config.checkpoint.source()[0]] if config.checkpoint.start_from else [])]
         known = next((name for name in map(_architecture, places) if name), None)
         if known is not None:
-            with contextlib.suppress(ValueError):  # the model has been changed since
+            try:
                 return family_for(config.model, known)
+            except ValueError as error:
+                logger.warning("not exported as %s, from which the weights came: %s", known, error)
     try:
         return family_for(config.model, architecture)
     except ValueError as error:

@@ -419,7 +419,7 @@ FAMILIES: tuple[Family, ...] = (
         (
             *_OTHER_NAMES,
             Option("tie_word_embeddings", "tied_embeddings", False),
-            Rope(interleaved=True, rotated="rotary_dim"),
+            Rope(interleaved=True, rotated=("rotary_dim", 64)),
         ),
         _GPTJ_WEIGHTS,
     ),

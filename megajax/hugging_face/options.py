@@ -119,8 +119,8 @@ class Rope:
     base: float = 10_000.0
     fraction: float = 1.0
     interleaved: bool = False
-    rotated: str = ""
-    """Key with the number of rotated dims of a head, used instead of a fraction."""
+    rotated: tuple[str, int] | None = None
+    """Key with the number of rotated dims of a head, used instead of a fraction, and its default."""
 
     def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
         parameters = theirs.get("rope_parameters") or {}
@@ -131,15 +131,19 @@ class Rope:
             "rope.base": float(parameters.get("rope_theta", old_base)),
             "rope.fraction": float(parameters.get("partial_rotary_factor", old_fraction)),
         }
-        if self.rotated and theirs.get(self.rotated) is not None:
-            found["rope.fraction"] = theirs[self.rotated] / (theirs["n_embd"] // theirs["n_head"])
+        if self.rotated is not None:
+            name, default = self.rotated
+            if (rotated := theirs.get(name, default)) is None:
+                raise ValueError(f"{name}=None is not supported; give the number of rotated dims of a head")
+            found["rope.fraction"] = rotated / (theirs["n_embd"] // theirs["n_head"])
         if self.interleaved:
             found["rope.interleaved"] = True
         return found | read_scaling(scaling, theirs)
 
     def write(self, ours: Mapping[str, Any]) -> dict[str, Any]:
-        if self.rotated:
-            return {self.rotated: round(ours["rope.fraction"] * (ours["head_dim"]))}
+        if self.rotated is not None:
+            name, _ = self.rotated
+            return {name: round(ours["rope.fraction"] * ours["head_dim"])}
         scaling = write_scaling(ours)
         parameters = {"rope_theta": ours["rope.base"], **(scaling or {"rope_type": "default"})}
         partial = {}

@@ -285,7 +285,7 @@ class DecoderConfig(ModelConfig):
                 "--model.position=rope and --model.window, or leave it out"
             )
         self.rope.check(self.width_of_head)
-        self.moe.check(has_bias=self.has_mlp_bias)
+        self.moe.check(self.num_layers, has_bias=self.has_mlp_bias)
 
     def _check_divides(self, mesh: MeshConfig) -> None:
         vocab_shards = mesh.tensor * mesh.pipeline

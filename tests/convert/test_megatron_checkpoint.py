@@ -274,6 +274,20 @@ def test_bfloat16_stays_bfloat16(save):
         np.testing.assert_array_equal(array, whole[name].astype(jnp.bfloat16))
 
 
+def test_virtual_stages_take_turns(tmp_path):
+    """Of two ranks with two chunks of a layer each the first has layers 0 and 2."""
+    torch = pytest.importorskip("torch")
+    name = "decoder.layers.{}.mlp.linear_fc2.weight"
+    arguments = argparse.Namespace(pipeline_model_parallel_size=2, untie_embeddings_and_output_weights=True)
+    for rank in range(2):
+        chunks = {f"model{chunk}": {name.format(0): torch.full((1, 1), 2 * chunk + rank)} for chunk in range(2)}
+        folder = tmp_path / "iter_0000003" / f"mp_rank_00_{rank:03d}"
+        folder.mkdir(parents=True)
+        torch.save({"args": arguments, "iteration": 3} | chunks, folder / "model_optim_rng.pt")
+    parameters = open_checkpoint(tmp_path, 3).parameters
+    assert {key: np.asarray(array).item() for key, array in parameters.items()} == {name.format(n): n for n in range(4)}
+
+
 def test_the_command_shows_and_writes(recorded, tmp_path, capsys):
     arguments = ["import", f"--from={recorded / 'torch_dist' / 'iter_0000007'}", f"--run_dir={tmp_path / 'run'}"]
     main([*arguments, "--dry_run"])

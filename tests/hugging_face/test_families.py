@@ -1,6 +1,7 @@
 """Every table maps both ways, and recorded logits of transformers come out."""
 
 import json
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +84,58 @@ def test_version_4_of_transformers_is_read():
     assert read_options(family, options) == model
 
 
+SMALL = dict(
+    vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=8, num_attention_heads=4,
+    max_position_embeddings=2048,
+)  # fmt: skip
+LONGROPE = dict(short_factor=[1.0] * 4, long_factor=[2.0] * 4)
+SPELLINGS = {
+    "YaRN with mscale": ("Llama", dict(rope_scaling=dict(
+        type="yarn", factor=40, original_max_position_embeddings=512, mscale=1.0, mscale_all_dim=0.707,
+    )), {"rope.scaling": "yarn", "rope.factor": 40.0, "rope.original_length": 512,
+         "rope.attention_factor": (0.1 * np.log(40) + 1) / (0.1 * 0.707 * np.log(40) + 1)}),
+    "LongRoPE by its old name, without a factor": (
+        "Phi3", dict(original_max_position_embeddings=512, rope_scaling=dict(type="su", **LONGROPE)),
+        {"rope.scaling": "longrope", "rope.factor": 4.0, "rope.original_length": 512, "rope.long_factors": (2.0,) * 4},
+    ),
+    "a window that is switched off": ("Qwen2", dict(sliding_window=64, max_window_layers=0), {"window": None}),
+    "a window above the layers that there are": (
+        "Qwen2", dict(use_sliding_window=True, sliding_window=64), {"window": None},
+    ),
+    "a window in all layers": (
+        "Qwen2", dict(use_sliding_window=True, sliding_window=64, max_window_layers=0),
+        {"window": 64, "full_attention_every": None},
+    ),
+    "the usual layers without rotary embedding": ("SmolLM3", {}, {"no_rope_every": 4}),
+    "other layers without rotary embedding": ("SmolLM3", dict(no_rope_layer_interval=2), {"no_rope_every": 2}),
+    "defaults of Falcon": ("Falcon", {}, {"num_kv_heads": 1, "parallel_residual": "one_norm"}),
+    "Falcon with as many keys as queries": ("Falcon", dict(multi_query=False), {"num_kv_heads": 4}),
+    "names of GPT-NeoX": (
+        "GPTNeoX", dict(rotary_pct=0.5, rotary_emb_base=5000), {"rope.fraction": 0.5, "rope.base": 5000.0},
+    ),
+    "defaults of GPT-J": (
+        "GPTJ", dict(n_embd=512, n_layer=2, n_head=4), {"rope.fraction": 0.5, "parallel_residual": "one_norm"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_defaults_and_other_spellings_are_those_of_transformers(name):
+    family, options, wanted = SPELLINGS[name]
+    options = SMALL | dict(architectures=[f"{family}ForCausalLM"], **options)
+    model = read_options(family_of(options), options)
+    found = {field: attrgetter(field)(model) for field in wanted}
+    assert found == {field: pytest.approx(value) if isinstance(value, float) else value
+                     for field, value in wanted.items()}  # fmt: skip
+
+
+def test_a_number_comes_back_as_it_was_written():
+    """1 / (1 / 49) is not 49."""
+    options = ENTRIES["granite"]["options"] | dict(logits_scaling=49.0)
+    family = family_of(options)
+    assert write_options(family, read_options(family, options))["logits_scaling"] == 49.0
+
+
 REFUSED = {
     "hidden_act=relu is not supported; supported are silu": dict(hidden_act="relu"),
     "rope_type=mrope is not supported": dict(rope_parameters=dict(rope_type="mrope", rope_theta=1e4)),
@@ -101,6 +154,13 @@ def test_unsupported_options_are_named(message):
     options = {name: value for name, value in options.items() if value is not None}
     with pytest.raises(ValueError, match=message):
         read_options(family_of(options), options)
+
+
+def test_an_option_with_one_supported_value_may_be_null():
+    options = ENTRIES["gpt2"]["options"] | dict(scale_attn_by_inverse_layer_idx=None)
+    read_options(family_of(options), options)
+    with pytest.raises(ValueError, match="scale_attn_by_inverse_layer_idx=True is not supported; supported is False"):
+        read_options(family_of(options), options | dict(scale_attn_by_inverse_layer_idx=True))
 
 
 def test_a_pattern_of_layers_that_no_period_has_is_refused():

@@ -247,6 +247,14 @@ def test_names_without_the_base_model_tied_heads_and_old_buffers_are_read(llama_
     np.testing.assert_array_equal(found, tensors["norm.weight"])
 
 
+def test_layers_of_different_dtypes_are_stacked_in_float32(llama_folder, tmp_path):
+    dtypes = dict(zip(("model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"),
+                      (np.float16, ml_dtypes.bfloat16), strict=True))  # fmt: skip
+    tensors = tensors_of(llama_folder)
+    mixed = {name: tensors[name].astype(dtype) for name, dtype in dtypes.items()}
+    assert Folder(changed(llama_folder, tmp_path, tensors | mixed)).dtype("layers.dense.mlp.up") == np.float32
+
+
 def test_a_missing_package_is_named(llama_folder, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "safetensors", None)
     with pytest.raises(ValueError, match=r"needs the package safetensors; pip install 'megajax\[hugging_face\]'"):
@@ -276,6 +284,13 @@ def test_a_model_that_no_family_has_is_refused(run_dir, tmp_path):
         hugging_face._family(broken, Config.load(broken), None)
     with pytest.raises(ValueError, match="architecture=Other is not supported"):
         export_run(run_dir, tmp_path / "out", architecture="Other")
+
+
+def test_another_architecture_than_that_of_the_weights_is_logged(run_dir, caplog):
+    config = Config.load(run_dir)
+    changed = dataclasses.replace(config, model=dataclasses.replace(config.model, qk_norm=True))
+    assert hugging_face._family(run_dir, changed, None).architecture == "Qwen3ForCausalLM"
+    assert "not exported as LlamaForCausalLM, from which the weights came: LlamaForCausalLM does not" in caplog.text
 
 
 def test_a_folder_generates_as_the_run_that_was_imported_from_it(llama_folder, run_dir, capsys):

@@ -51,7 +51,7 @@ def test_every_axis_of_the_mesh_and_every_field_of_the_engine_can_be_set():
     from megajax.mesh import AXES
 
     for axis in AXES:
-        options = infer._parse(["bench", "--run=x", f"--mesh.{axis}=3"])
+        options = infer.parse(["bench", "--run=x", f"--mesh.{axis}=3"])
         assert getattr(options, f"mesh.{axis}") == 3
     assert set(infer.SERVING) == {field.name for field in dataclasses.fields(ServingConfig)}
 

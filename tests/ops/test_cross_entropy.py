@@ -123,10 +123,10 @@ def test_memory_is_that_of_a_chunk_whatever_the_number_of_tokens(op, length, mak
     vocab, chunk_bytes = 4096, 2**19
     shapes = (B, length, D), (D, vocab), (B, length), (B, length)
     dtypes = jnp.float32, jnp.float32, jnp.int32, jnp.float32
-    given = [jax.ShapeDtypeStruct(*of) for of in zip(shapes, dtypes, strict=True)]
+    arrays = [jax.ShapeDtypeStruct(*of) for of in zip(shapes, dtypes, strict=True)]
     op = functools.partial(op, max_chunk_bytes=chunk_bytes, vocab_size=vocab, **VARIANTS["z-loss and label smoothing"])
     with jax.set_mesh(make_test_mesh()):
-        used = jax.jit(op).lower(*given).compile().memory_analysis().temp_size_in_bytes
+        used = jax.jit(op).lower(*arrays).compile().memory_analysis().temp_size_in_bytes
     gradients = 4 * (B * length * D + D * vocab)
     # Logits and what comes of them; the gradients once as sums and once as results. All logits: 4 and 32 MiB.
     assert used < 2.1 * chunk_bytes + 2 * gradients
