@@ -20,6 +20,7 @@ COMMANDS = {
     "chat": ("megajax.cli.infer", ("chat",), "chat with a model in the terminal"),
     "serve": ("megajax.cli.infer", ("serve",), "serve a model over HTTP, with OpenAI's interface"),
     "bench": ("megajax.cli.infer", ("bench",), "measure the speed of a model or a server"),
+    "evaluate": ("megajax.evaluation.__main__", (), "perplexity, LAMBADA, WikiText and lm-eval of a model"),
     "preprocess": ("megajax.data.preprocess", (), "convert text to tokens on disk"),
     "inspect": ("megajax.data.inspect", (), "inspect tokens on disk"),
     "export": ("megajax.convert.export", (), "write only the parameters of a run, for serving"),

@@ -7,7 +7,9 @@ No token is dropped, unless the router has a capacity. parallel/expert.py sends 
 """
 
 import dataclasses
+import itertools
 import re
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -90,6 +92,14 @@ class MoeConfig:
         if self.shared_gate and self.shared_dim is None:
             raise ValueError("model.moe.shared_gate=True needs shared experts: set --model.moe.shared_dim")
         self.router.check(self.num_experts)
+
+
+def layer_pattern(has_experts: Sequence[bool]) -> str:
+    """MoeConfig.layers for these layers: the shortest pattern, with counts."""
+    number = len(has_experts)
+    period = next(p for p in range(1, number + 1) if all(has_experts[n] == has_experts[n % p] for n in range(number)))
+    runs = [("e" if has else "d", len(list(run))) for has, run in itertools.groupby(has_experts[:period])]
+    return "".join(letter if count == 1 else f"{letter}*{count}" for letter, count in runs)
 
 
 def _changed_fields(config, default) -> list[str]:

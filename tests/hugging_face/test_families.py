@@ -1,15 +1,18 @@
 """Every table maps both ways, and recorded logits of transformers come out."""
 
+import dataclasses
 import json
+import shutil
 from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from megajax.hugging_face.families import FAMILIES
 from megajax.hugging_face.folder import Folder
-from megajax.hugging_face.mapping import WeightMap, family_of, read_options, write_options
+from megajax.hugging_face.mapping import WeightMap, family_for, family_of, read_options, write_options
 
 # Written by test_transformers.py from transformers 5.23.
 RECORDED = np.load(Path(__file__).parent.parent / "oracles" / "hugging_face_folders.npz")
@@ -17,7 +20,7 @@ ENTRIES = json.loads(str(RECORDED["families"]))
 # Both sides are float32 and add up in another order.
 TOLERANCE = 1e-5
 # The others are compared by the slow test.
-QUICK = ("gpt2", "llama3 scaling", "gemma3", "falcon")
+QUICK = ("gpt2", "llama3 scaling", "gemma3", "falcon", "qwen2_moe")
 
 
 def test_every_family_is_recorded():
@@ -62,6 +65,31 @@ def test_options_and_tensors_come_back(name):
         for view, part in zip(tensor.views(written), parts, strict=True):
             view[...] = part.reshape(view.shape)
         np.testing.assert_array_equal(written, array)
+
+
+def test_experts_in_one_tensor_are_read_as_those_in_several(write_drawn, tmp_path):
+    write_drawn(tmp_path / "several", ENTRIES["mixtral"])
+    several = Folder(tmp_path / "several")
+    tensors = safetensors.numpy.load_file(tmp_path / "several" / "model.safetensors")
+    for layer in range(several.model.num_layers):
+        block = f"model.layers.{layer}.block_sparse_moe."
+        gate, up, down = (
+            np.stack([tensors.pop(f"{block}experts.{n}.{name}.weight") for n in range(4)])
+            for name in ("w1", "w3", "w2")
+        )
+        tensors |= {
+            f"model.layers.{layer}.mlp.experts.gate_up_proj": np.concatenate([gate, up], 1),
+            f"model.layers.{layer}.mlp.experts.down_proj": down,
+            f"model.layers.{layer}.mlp.gate.weight": tensors.pop(f"{block}gate.weight"),
+        }
+    shutil.copytree(tmp_path / "several", tmp_path / "one")
+    safetensors.numpy.save_file(tensors, tmp_path / "one" / "model.safetensors")
+    one = Folder(tmp_path / "one")
+    assert one.map.shapes == several.map.shapes
+    for name, shape in one.map.shapes.items():
+        index = (slice(1, 2), *[slice(None)] * (len(shape) - 1)) if "layers" in name else (slice(None),) * len(shape)
+        parts = [folder.read(name, folder.map.layers_of(name), index, np.float32) for folder in (one, several)]
+        np.testing.assert_array_equal(*parts)
 
 
 def test_version_4_of_transformers_is_read():
@@ -144,7 +172,7 @@ REFUSED = {
     ),
     "quantization_config": dict(quantization_config=dict(quant_method="gptq")),
     "hidden_size is missing": dict(hidden_size=None),
-    "MixtralForCausalLM.*supported are GPT2LMHeadModel, LlamaForCausalLM": dict(architectures=["MixtralForCausalLM"]),
+    "GptOssForCausalLM.*supported are GPT2LMHeadModel, LlamaForCausalLM": dict(architectures=["GptOssForCausalLM"]),
 }
 
 
@@ -161,6 +189,35 @@ def test_an_option_with_one_supported_value_may_be_null():
     read_options(family_of(options), options)
     with pytest.raises(ValueError, match="scale_attn_by_inverse_layer_idx=True is not supported; supported is False"):
         read_options(family_of(options), options | dict(scale_attn_by_inverse_layer_idx=True))
+
+
+@pytest.mark.parametrize(
+    "options, pattern",
+    [
+        (dict(decoder_sparse_step=2), "de"),
+        (dict(mlp_only_layers=[0, 1]), "d*2e*2"),
+        (dict(decoder_sparse_step=2, mlp_only_layers=[1]), "d*3e"),
+    ],
+)
+def test_layers_with_experts_are_named_as_in_the_folder(options, pattern):
+    options = ENTRIES["qwen3_moe, every second layer"]["options"] | dict(decoder_sparse_step=1) | options
+    family = family_of(options)
+    model = read_options(family, options)
+    assert model.moe.layers == pattern
+    assert read_options(family, write_options(family, model)) == model
+
+
+def test_losses_of_the_router_are_not_part_of_the_folder():
+    options = ENTRIES["mixtral"]["options"]
+    family = family_of(options)
+    model = read_options(family, options)
+    router = dataclasses.replace(model.moe.router, aux_loss=0.01, global_aux_loss=0.01, capacity_factor=1.5)
+    trained = dataclasses.replace(model, moe=dataclasses.replace(model.moe, router=router))
+    assert family_for(trained) is family and write_options(family, trained) == write_options(family, model)
+    assert len(WeightMap(family, trained).tensors) == len(WeightMap(family, model).tensors)
+    grouped = dataclasses.replace(model, moe=dataclasses.replace(model.moe, shared_dim=8))
+    with pytest.raises(ValueError, match="MixtralForCausalLM does not have model.moe.shared_dim=8"):
+        write_options(family, grouped)
 
 
 def test_a_pattern_of_layers_that_no_period_has_is_refused():
