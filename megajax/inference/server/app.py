@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import hmac
 import importlib.resources
-import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
@@ -24,17 +23,15 @@ from starlette.types import Receive, Scope, Send
 
 from megajax.data.tokenizers.chat_template import ChatTemplate
 from megajax.data.tokenizers.tokenizer import configured_tokens
-from megajax.inference.engine import Engine, serving_params
+from megajax.inference.engine import Engine
+from megajax.inference.load import OpenedModel
 from megajax.inference.sampling import Sampling
 from megajax.inference.server import protocol
 from megajax.inference.server.answers import Answer, ChatAnswer, CompletionAnswer, TokenTexts, as_event, error_body
 from megajax.inference.server.engine_thread import EngineThread, Generation, NotReady, Overloaded
 from megajax.inference.server.metrics import Metrics
 from megajax.inference.server.protocol import Refused, parse, refusing_values
-from megajax.sharding import with_shardings
 from megajax.sources import Source, open_source
-
-logger = logging.getLogger("megajax")
 
 RETRY_AFTER_SECONDS = 1
 CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody reads it
@@ -292,7 +289,6 @@ class Server:
             source = await _in_thread(open_source, body.run or self.config.run, body.step)
             params = await _in_thread(_restore, self.engine, source)
             await self.thread.call(lambda: self.engine.use(params))
-        logger.info("loaded %s", source)
         return JSONResponse({"loaded": str(source)})
 
 
@@ -300,8 +296,7 @@ def _restore(engine: Engine, source: Source) -> dict:
     """Parameters for the engine. Raises ValueError if they are those of another model."""
     if source.config.model != engine.model.config:
         raise ValueError(f"run={source} is another model than the one that is served; start a server for it")
-    model = engine.model
-    return source.restore_params(with_shardings(serving_params(model), model.shardings(engine.mesh)), model.layer_rows)
+    return OpenedModel(source, engine.model, engine.mesh, engine.tokenizer, start_ids=()).restore()
 
 
 async def page(request: Request) -> Response:
