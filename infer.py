@@ -1,4 +1,4 @@
-"""Use a trained model: python infer.py {generate,chat,bench} --run=DIR [options]; `megajax generate` is the same."""
+"""Use a trained model: python infer.py {generate,chat,serve,bench} --run=DIR; `megajax generate` etc. are the same."""
 
 import sys
 

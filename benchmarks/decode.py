@@ -11,7 +11,9 @@ one is taken, without an end of the document.
     --prompt=8192           tokens of the long prompts; 0: none
     --requests=256          in the mix: 64 to 1,024 prompt tokens, 256 new ones; 0: no mix
     --serving.field=value   as of ServingConfig: --serving.page_dtype=int8, --serving.decode_steps=8
-    --profile=BATCH         where the time of decoding with this batch goes (benchmarks/profile.py)
+    --profile=BATCH         where the time of decoding with this batch goes (benchmarks/profile.py). Of kernels in a
+                            CUDA graph it shows the graph alone: set XLA_FLAGS=--xla_gpu_enable_command_buffer= to see
+                            them
 """
 
 import dataclasses
@@ -40,7 +42,9 @@ PROFILED_TOKENS = 16
 
 def make_engine(config, serving: ServingConfig) -> tuple[Engine, dict]:
     """-> (engine, seconds to make it and to warm it up)."""
-    mesh = make_mesh(config.mesh, jax.devices()[: config.mesh.num_devices])
+    sizes = {axis: max(size, 1) for axis, size in config.mesh.sizes().items()}  # one device unless asked for more
+    mesh_config = dataclasses.replace(config.mesh, **sizes)
+    mesh = make_mesh(mesh_config, jax.devices()[: mesh_config.num_devices])
     precision = dataclasses.replace(config.precision, params=config.precision.compute)
     model = Model(config.model, precision, config.execution)
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Matplotlib figures for notebooks: a loss curve, a sharding, an attention mask, the memory of a plan.
+"""Matplotlib figures: a loss curve, a sharding, an attention mask, the memory of a plan, latency under load.
 
 Each function returns a matplotlib Figure, which a notebook shows and `figure.savefig` writes.
 """
@@ -14,6 +14,7 @@ from megajax.plot import draw_memory, new_figure
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from megajax.inference.traffic import Result
     from megajax.library import Plan, Run
 
 MOST_MASK_TOKENS = 512
@@ -98,6 +99,28 @@ def memory(*plans: "Plan") -> "Figure":
     """Memory per device of each plan as stacked bars, with the usable memory."""
     figure, axes = _new(8, 0.7 * len(plans) + 1.4)
     draw_memory(axes, [(plan.title, plan.memory_bytes, plan.usable_bytes) for plan in plans])
+    return figure
+
+
+def traffic(results: Sequence["Result"]) -> "Figure":
+    """Latencies against throughput, a point per load."""
+    figure, all_axes = _new(9, 3.6, 2)
+    kinds = ([r for r in results if r.load.concurrency is None], [r for r in results if r.load.concurrency is not None])
+    panels = (("time to first token (s)", "first_token"), ("time between tokens (s)", "between_tokens"))
+    for axes, (title, latency) in zip(all_axes, panels, strict=True):
+        for colour, shown in enumerate(kinds):
+            shown = [result for result in shown if getattr(result, latency)]
+            rates = [result.tokens_per_second for result in shown]
+            for percentile, style, label in (("p50", "o-", "median"), ("p99", "o--", "99th percentile")):
+                values = [getattr(result, latency)[percentile] for result in shown]
+                axes.plot(rates, values, style, color=f"C{colour}", markersize=4, label=label if shown else None)
+            for result, rate in zip(shown, rates, strict=True):
+                at = (rate, getattr(result, latency)["p50"])
+                axes.annotate(str(result.load), at, (4, 4), textcoords="offset points", fontsize=8)
+        fastest = max(result.tokens_per_second for result in results)
+        axes.set(xlabel="generated tokens/s", ylabel=title, xlim=(0, 1.25 * fastest), ylim=(0, None))
+        axes.grid(alpha=0.3)
+    all_axes[0].legend(*(found[:2] for found in all_axes[0].get_legend_handles_labels()))
     return figure
 
 

@@ -4,7 +4,7 @@
   zsh:  megajax completion zsh > _megajax, in a folder of $fpath
   fish: megajax completion fish > ~/.config/fish/completions/megajax.fish
 
-It completes commands, recipes, and the options of train, plan, generate, chat and bench.
+It completes commands, recipes, and the options of train, plan, generate, chat, serve and bench.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ def _print_script(shell: str) -> None:
 def _options(command: str) -> dict[str, type]:
     """Name of each option or section -> its type; empty for commands whose options are not completed."""
     import configs
-    from megajax.cli import infer
+    from megajax.cli import COMMANDS, infer
     from megajax.cli.help import described
     from megajax.cli.train import Options
     from megajax.config import Config
@@ -51,12 +51,11 @@ def _options(command: str) -> dict[str, type]:
     if command in ("train", "plan"):
         options = {field.name: field.type for field in dataclasses.fields(described(Config(), Options()))}
         return options | {"config": Literal[tuple(configs.docstrings())]}
-    required = {"generate": ["--run=DIR", "--prompt=TEXT"], "chat": ["--run=DIR"], "bench": ["--run=DIR"]}
-    if command not in required:
+    if COMMANDS[command][0] != "megajax.cli.infer":
         return {}
     options = {}
     sections = {}
-    for name in vars(infer.parse([command, *required[command]])):
+    for name in vars(infer.parse([command, "--run=DIR"])):
         section, dot, field = name.partition(".")
         if dot:
             sections.setdefault(section, []).append((field, str))

@@ -1,65 +1,114 @@
-"""Use a trained model: infer.py {generate,chat,bench,serve} --run=DIR [options], or megajax {generate,chat,bench}
+"""Use a trained model: infer.py {generate,chat,serve,bench} --run=DIR [options], or megajax {generate,chat,serve,bench}
 
   generate  continues each --prompt="..." and prints it
-  chat      chat in the terminal: every line continues the text so far; an empty line or ctrl-D ends it
-  bench     measures prefill and decode speed for each batch size
-  serve     an HTTP server; not implemented yet
+  chat      a conversation in the terminal; an empty line or ctrl-D ends it, ctrl-C ends an answer
+  serve     an HTTP server with OpenAI's interface, and a page to chat with the model
+  bench     measures prefill and decode speed, or latency and throughput under load, here or of a server
 
 --help after a command shows its options. --mesh.tensor=2 (or another axis of the mesh) spreads the model over devices.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 from megajax.suggestions import did_you_mean
 
 
+def _truth(text: str) -> bool:
+    if text not in ("True", "False"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither True nor False")
+    return text == "True"
+
+
+# Fields of ServingConfig, which is slow to import: (type, help).
+SERVING = {
+    "max_rows": (int, "sequences that are decoded at the same time (128)"),
+    "max_batch_tokens": (int, "prompt tokens per call of the device; longer prompts are split (4096)"),
+    "max_length": (int, "maximum tokens of a sequence, prompt included; default: what the model supports, or 8192"),
+    "page_size": (int, "tokens per page of keys and values (64)"),
+    "num_pages": (int, "pages; default: as many as memory_fraction allows"),
+    "memory_fraction": (float, "fraction of the device memory for weights and pages (0.9)"),
+    "page_dtype": (str, "keys and values are stored as compute, int8 or float8 (compute)"),
+    "prefix_cache": (_truth, "False: do not keep keys and values for prompts that begin the same way (True)"),
+    "decode_steps": (int, "tokens per sequence and call of the device (4)"),
+    "draft_tokens": (int, "speculative decoding: guesses per sequence and step, from its own text; 0: off (0)"),
+}
+
+
 def main(arguments: list[str]) -> None:
     options = parse(arguments)
-    if options.command == "serve":
-        raise ValueError("serve: the HTTP server is not implemented yet; use infer.py generate or infer.py chat")
-    {"generate": generate, "chat": chat, "bench": bench}[options.command](options)
+    {"generate": generate, "chat": chat, "bench": bench, "serve": serve}[options.command](options)
 
 
 def generate(options: argparse.Namespace) -> None:
+    from megajax.cli.generation import print_texts, read_prompts, write_records
+
     sampling = _sampling(options)
-    texts = _engine(options).generate(options.prompt, sampling)
-    for number, (prompt, text) in enumerate(zip(options.prompt, texts, strict=True), 1):
-        if len(texts) > 1:
-            print(f"{chr(10) * (number > 1)}--- {number} of {len(texts)}")
-        print(prompt + text)
+    if (options.prompts is None) == (not options.prompt):
+        raise ValueError("give --prompt, which may be repeated, or --prompts=FILE")
+    prompts = read_prompts(options.prompts) if options.prompts else options.prompt
+    if options.output is not None and Path(options.output).exists():
+        raise ValueError(f"output={options.output} exists; give a new file")
+    engine = _engine(options)
+    if options.output is None:
+        print_texts(engine, prompts, sampling)
+    elif options.output == "-":
+        write_records(engine, prompts, sampling, sys.stdout)
+    else:
+        with open(options.output, "x", encoding="utf-8") as file:
+            write_records(engine, prompts, sampling, file)
 
 
 def chat(options: argparse.Namespace) -> None:
-    """The conversation is plain text without a template: the input, a newline, the output of the model."""
+    from megajax.cli.generation import PlainConversation, TemplatedConversation
+    from megajax.cli.generation import chat as converse
+
     sampling = _sampling(options)
     engine = _engine(options)
+    template = _template(engine, options)
     room = engine.room_for_prompt(sampling.max_tokens)
     if room < 1:
         most = sampling.max_tokens + room - 1
         raise ValueError(f"max_tokens={sampling.max_tokens} leaves no room for a prompt; use at most {most}")
-    context = ""
-    while line := _read_line():
-        context += line + "\n"
-        tokens = engine.encode(context)
-        if len(tokens) > room:
-            context = engine.tokenizer.decode(tokens[-room:])
-            print("(the beginning of the conversation no longer fits and is forgotten)", file=sys.stderr)
-        (text,) = engine.generate([context], sampling)
-        print(text)
-        context += text + "\n"
+    if template is not None:
+        converse(engine, TemplatedConversation(engine, template, room, options.system), sampling)
+        return
+    if options.system:
+        raise ValueError(f"system={options.system!r} needs a chat template, which {options.run} has not; "
+                         "use --chat_template=FILE")  # fmt: skip
+    print("(the model has no chat template: it continues the text of the conversation)", file=sys.stderr)
+    converse(engine, PlainConversation(engine, room), sampling)
+
+
+def serve(options: argparse.Namespace) -> None:
+    from megajax.cli import serving
+
+    serving.need_packages("infer.py serve")
+    from megajax.inference.server.app import ServerConfig
+
+    named = ("run", "host", "port", "max_requests", "request_timeout_seconds", "allow_load")
+    config = ServerConfig(
+        model_name=options.model_name or Path(options.run).resolve().name,
+        api_keys=serving.read_keys(options.api_key, options.api_key_file),
+        **{name: getattr(options, name) for name in named},
+    )
+    config.check()
+    with contextlib.closing(serving.bind(config.host, config.port)) as bound:
+        engine = _engine(options)
+        serving.serve(engine, config, _template(engine, options), bound)
 
 
 def bench(options: argparse.Namespace) -> None:
+    _check_bench(options)
+    if options.request_rate or options.concurrency:
+        _bench_traffic(options)
+        return
     from megajax.inference.benchmark import measure, table
 
-    for batch_size in options.batch:
-        if batch_size < 1:
-            raise ValueError(f"batch={batch_size} must be at least 1")
-    if options.prompt_tokens < 1 or options.repeats < 1:
-        raise ValueError(f"prompt_tokens={options.prompt_tokens} and repeats={options.repeats} must be at least 1")
     engine = _engine(options)
     device = engine.mesh.devices.flat[0].device_kind
     print(f"{options.run} on {engine.mesh.size} x {device}: {engine.model.num_parameters():,} parameters, "
@@ -68,14 +117,50 @@ def bench(options: argparse.Namespace) -> None:
     print(table([measure(engine, batch_size, *sizes) for batch_size in options.batch]))
 
 
+def _check_bench(options: argparse.Namespace) -> None:
+    if (options.run is None) == (options.url is None):
+        raise ValueError("give --run=DIR, or --url=http://HOST:PORT of a server")
+    if options.url is not None and not (options.request_rate or options.concurrency):
+        raise ValueError("--url needs --request_rate=1,4,16 (requests per second) or --concurrency=1,8,64")
+    for name in ("batch", "concurrency"):
+        for number in getattr(options, name):
+            if number < 1:
+                raise ValueError(f"{name}={number} must be at least 1")
+    for rate in options.request_rate:
+        if not rate > 0:
+            raise ValueError(f"request_rate={rate} must be above 0; inf sends all requests at once")
+    if options.prompt_tokens < 1 or options.repeats < 1:
+        raise ValueError(f"prompt_tokens={options.prompt_tokens} and repeats={options.repeats} must be at least 1")
+    if options.num_requests < 1 or options.max_tokens < 1:
+        raise ValueError(f"num_requests={options.num_requests} and max_tokens={options.max_tokens} must be at least 1")
+
+
+def _bench_traffic(options: argparse.Namespace) -> None:
+    from megajax.cli import serving
+
+    serving.need_packages("infer.py bench with --request_rate or --concurrency")
+    from megajax.inference.traffic import Load, Workload
+
+    loads = [Load(request_rate=rate) for rate in options.request_rate]
+    loads += [Load(concurrency=number) for number in options.concurrency]
+    workload = Workload(options.num_requests, options.prompt_tokens, options.max_tokens, options.seed)
+    if options.url is not None:
+        results = serving.bench_server(options.url, options.api_key, loads, workload)
+    else:
+        results = serving.bench_engine(_engine(options), loads, workload)
+    serving.report(results, options.json, options.figure)
+
+
 def _engine(options: argparse.Namespace):
-    from megajax.inference.engine import Engine
+    from megajax.inference.engine import Engine, ServingConfig
     from megajax.mesh import AXES, MeshConfig, use_compilation_cache, use_cpu_devices
 
+    serving = ServingConfig(**{name: getattr(options, name) for name in SERVING if getattr(options, name) is not None})
+    serving.check()
     if number := getattr(options, "launch.cpu_devices"):
         use_cpu_devices(number)
     mesh = MeshConfig(**{axis: getattr(options, f"mesh.{axis}") for axis in AXES})
-    engine = Engine.from_run(options.run, mesh, options.step)
+    engine = Engine.from_run(options.run, mesh, options.step, serving)
     use_compilation_cache()
     return engine
 
@@ -83,18 +168,17 @@ def _engine(options: argparse.Namespace):
 def _sampling(options: argparse.Namespace):
     from megajax.inference.sampling import Sampling
 
-    names = {field.name for field in dataclasses.fields(Sampling)} & set(vars(options))
-    fields = {name: getattr(options, name) for name in names}
-    sampling = Sampling(**fields | {"stop": tuple(options.stop)})
+    fields = [field.name for field in dataclasses.fields(Sampling) if hasattr(options, field.name)]
+    sampling = Sampling(**{name: getattr(options, name) for name in fields} | {"stop": tuple(options.stop)})
     sampling.check()
     return sampling
 
 
-def _read_line() -> str:
-    try:
-        return input("> " if sys.stdin.isatty() else "")
-    except (EOFError, KeyboardInterrupt):
-        return ""
+def _template(engine, options: argparse.Namespace):
+    """The chat template, or None."""
+    from megajax.data.tokenizers.chat_template import find_chat_template
+
+    return find_chat_template(engine.tokenizer, options.chat_template)
 
 
 # ----------------------------------------------------------------------------- command line
@@ -107,37 +191,82 @@ class _Parser(argparse.ArgumentParser):
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{generate,chat,bench,serve}")
-    generate = _add_command(commands, "generate", "continue prompts")
-    generate.add_argument("--prompt", action="append", required=True, help="text to continue; may be repeated")
-    _add_sampling(generate)
-    _add_sampling(_add_command(commands, "chat", "chat in the terminal"))
-    bench = _add_command(commands, "bench", "measure the speed")
-    bench.add_argument("--batch", type=_numbers, default=[1, 8], help="batch sizes, separated by commas (1,8)")
-    bench.add_argument("--prompt_tokens", type=int, default=128, help="tokens of each prompt (128)")
-    bench.add_argument("--max_tokens", type=int, default=64, help="tokens to generate per row (64)")
-    bench.add_argument("--repeats", type=int, default=3, help="measured generations; the median is shown (3)")
-    commands.add_parser("serve", help="not implemented yet", add_help=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{generate,chat,serve,bench}")
+    _add_generate(commands)
+    _add_chat(commands)
+    _add_serve(commands)
+    _add_bench(commands)
     options, unknown = parser.parse_known_args(arguments)
-    if unknown and options.command != "serve":
+    if unknown:
         known = [name for name in vars(options) if name != "command"]
         typed = unknown[0].lstrip("-").partition("=")[0].replace("-", "_")
         parser.error(f"{unknown[0]} is unknown{did_you_mean(typed, known, '--')}")
-    if options.command != "serve" and vars(options)["launch.cpu_devices"] < 0:
+    if vars(options)["launch.cpu_devices"] < 0:
         raise ValueError(f"launch.cpu_devices={vars(options)['launch.cpu_devices']} must be at least 0")
     return options
 
 
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers, separated by commas") from None
+def _add_generate(commands) -> None:
+    command = _add_command(commands, "generate", "continue prompts")
+    command.add_argument("--prompt", action="append", default=[], help="text to continue; may be repeated")
+    command.add_argument("--prompts", help="file with a prompt per line; .jsonl: objects with the field prompt")
+    command.add_argument("--output", help="new file for a line of JSON per prompt; -: standard output")
+    _add_sampling(command)
 
 
-def _add_command(commands, name: str, help: str) -> argparse.ArgumentParser:
+def _add_chat(commands) -> None:
+    command = _add_command(commands, "chat", "chat in the terminal")
+    command.add_argument("--system", default="", help="system message")
+    _add_template(command)
+    _add_sampling(command)
+
+
+def _add_serve(commands) -> None:
+    command = _add_command(commands, "serve", "HTTP server")
+    command.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all (127.0.0.1)")
+    command.add_argument("--port", type=int, default=8000, help="port to listen on; 0: any free one (8000)")
+    command.add_argument("--model_name", default="", help="name of the model in requests; default: that of DIR")
+    command.add_argument("--api_key", action="append", default=[], help="key to ask for; may be repeated")
+    command.add_argument("--api_key_file", help="file with a key per line; other users cannot see it with ps")
+    command.add_argument("--max_requests", type=int, default=1024, help="more get status 429 (1024)")
+    command.add_argument("--request_timeout_seconds", type=float, default=600.0, help="longest request (600)")
+    command.add_argument("--allow_load", action="store_true", help="let /v1/load replace the parameters")
+    _add_template(command)
+
+
+def _add_bench(commands) -> None:
+    command = _add_command(commands, "bench", "measure the speed", needs_run=False)
+    command.add_argument("--batch", type=_numbers(int), default=[1, 8], help="batch sizes, separated by commas (1,8)")
+    command.add_argument("--prompt_tokens", type=int, default=128, help="tokens of each prompt (128)")
+    command.add_argument("--max_tokens", type=int, default=64, help="tokens to generate per prompt (64)")
+    command.add_argument("--repeats", type=int, default=3, help="with --batch: the median is shown (3)")
+    load = command.add_argument_group("latency and throughput under load, instead of --batch")
+    load.add_argument(
+        "--request_rate", type=_numbers(float), default=[], help="requests per second, at random times; inf: at once"
+    )
+    load.add_argument("--concurrency", type=_numbers(int), default=[], help="number of requests at a time")
+    load.add_argument("--num_requests", type=int, default=100, help="requests per load (100)")
+    load.add_argument("--seed", type=int, default=0, help="of the random times (0)")
+    load.add_argument("--url", help="server to measure, instead of --run: http://HOST:PORT")
+    load.add_argument("--api_key", help="its key")
+    load.add_argument("--json", help="file for the results, a line of JSON per load")
+    load.add_argument("--figure", help="file for a plot, .svg or .png")
+
+
+def _numbers(kind: type):
+    def parse(text: str) -> list:
+        try:
+            return [kind(part) for part in text.split(",")]
+        except ValueError:
+            whole = "whole numbers" if kind is int else "numbers"
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list of {whole}, separated by commas") from None
+
+    return parse
+
+
+def _add_command(commands, name: str, help: str, needs_run: bool = True) -> argparse.ArgumentParser:
     command = commands.add_parser(name, help=help, allow_abbrev=False)
-    command.add_argument("--run", required=True, help="directory of a run (runs/NAME)")
+    command.add_argument("--run", required=needs_run, help="directory of a run (runs/NAME) or a Hugging Face folder")
     command.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
     for axis in ("data", "fsdp", "expert", "context", "tensor", "pipeline"):
         command.add_argument(f"--mesh.{axis}", type=int, default=1, help="devices on this axis (1); -1: the rest")
@@ -147,7 +276,14 @@ def _add_command(commands, name: str, help: str) -> argparse.ArgumentParser:
         default=0,
         help="number of virtual CPU devices to try a mesh on; 0: use the real devices (0)",
     )
+    engine = command.add_argument_group("engine")
+    for field, (kind, text) in SERVING.items():
+        engine.add_argument(f"--{field}", type=kind, help=text)
     return command
+
+
+def _add_template(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--chat_template", help="file with a jinja2 chat template; default: that of the tokenizer")
 
 
 def _add_sampling(command: argparse.ArgumentParser) -> None:
@@ -157,5 +293,7 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--top_p", type=float, default=1.0, help="sample from the nucleus of this probability; 1: all (1.0)"
     )
+    command.add_argument("--min_p", type=float, default=0.0, help="least probability, relative to the highest (0)")
+    command.add_argument("--repetition_penalty", type=float, default=1.0, help="above 1: fewer repetitions (1.0)")
     command.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (0)")
     command.add_argument("--stop", action="append", default=[], help="text that ends the generation; may be repeated")

@@ -182,10 +182,10 @@ class Engine:
         num_chunks = min(MAX_CHUNKS, sizes.num_rows)
         self._sizes = sizes
         self._chunk_buckets = _buckets(MIN_CHUNK, max(serving.max_batch_tokens, MIN_CHUNK), 4)
-        self._row_buckets = _buckets(1, sizes.num_rows, 2)
         # The kernel reads only the pages of a sequence; the reference gathers the whole table.
         has_kernel = self.mesh.devices.flat[0].platform == "gpu"
         self._table_factor = None if has_kernel else 4
+        self._row_buckets = _buckets(1, sizes.num_rows, 2 if has_kernel else 4)
         self._table_buckets = [table_pages] if has_kernel else _buckets(min(MIN_TABLE, table_pages), table_pages, 4)
         self._num_chunks = num_chunks
         chunk_pages = table_pages + self._chunk_pages(self._chunk_buckets[-1])

@@ -204,8 +204,8 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> bool:
         if not self._rows:
             return False
-        sampling = sequence.request.sampling
-        shares = self.pool.caches_prefixes and sampling.prompt_logprobs is None
+        wants_prompt = sequence.request.prompt_logprobs is not None and sequence.index == 0
+        shares = self.pool.caches_prefixes and not wants_prompt  # whose hidden states are not in pages
         shared = self.pool.match(sequence.tokens) if shares else []
         missing = -(-len(sequence.tokens) // self.pool.page_size) - len(shared)
         reserve = len(self.running)  # each running sequence soon needs one more page

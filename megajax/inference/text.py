@@ -1,5 +1,6 @@
 """Text of a growing list of tokens: released when it is final, up to a stop text."""
 
+import os
 from collections.abc import Sequence
 
 from megajax.data.tokenizers.tokenizer import Tokenizer
@@ -32,7 +33,7 @@ class TextStream:
         is_cut = whole.endswith(REPLACEMENT) and len(self._tokens) - self._done < MAX_UNFINISHED
         if is_cut or len(whole) <= len(old):
             return ""
-        self._held += self._new_text(old, whole)
+        self._held += _after(old, whole)
         self._before = self._done
         self._done = len(self._tokens)
         return self._release()
@@ -41,13 +42,10 @@ class TextStream:
         """All that is held back."""
         old = self._tokenizer.decode(self._tokens[self._before : self._done])
         whole = self._tokenizer.decode(self._tokens[self._before :])
-        text = self._held + self._new_text(old, whole)
+        text = self._held + _after(old, whole)
         self._held = ""
         self._done = len(self._tokens)
         return text
-
-    def _new_text(self, old: str, whole: str) -> str:
-        return whole[len(old) :] if whole.startswith(old) else self._tokenizer.decode(self._tokens[self._done :])
 
     def _release(self) -> str:
         found = [(self._held.find(stop), stop) for stop in self._stop]
@@ -59,6 +57,11 @@ class TextStream:
         text = self._held[: len(self._held) - keep]
         self._held = self._held[len(self._held) - keep :]
         return text
+
+
+def _after(old: str, whole: str) -> str:
+    """What `whole` adds to `old`, whose last character may have been incomplete."""
+    return whole[len(os.path.commonprefix((old, whole))) :]
 
 
 def _overlap(text: str, stop: str) -> int:

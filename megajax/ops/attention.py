@@ -316,7 +316,8 @@ def with_sinks(out_BTNH, lse_BNT, sinks_N):
     total_BNT = jnp.logaddexp(lse_BNT, sinks_N[:, None])
     weight_BTN1 = jnp.exp(lse_BNT - total_BNT).swapaxes(1, 2)[..., None]
     # Otherwise XLA shrinks the output once more for each reader, and keeps it as it was before for that.
-    return lax.optimization_barrier(((out_BTNH * weight_BTN1).astype(out_BTNH.dtype), total_BNT))
+    shrunk_BTNH = (out_BTNH.astype(jnp.float32) * weight_BTN1).astype(out_BTNH.dtype)
+    return lax.optimization_barrier((shrunk_BTNH, total_BNT))
 
 
 def gradient_of_sinks(sinks_N, out_BTNH, lse_BNT, d_out_BTNH, lse_spec: P):

@@ -18,7 +18,6 @@ from megajax.current_mesh import manual
 from megajax.ops.attention import MASKED_SCORE, Backend, with_sinks
 from megajax.ops.matmul import dot_precision
 from megajax.sharding import activation_spec
-from pallas_kernels import paged_attention as kernel
 
 logger = logging.getLogger("megajax")
 
@@ -135,7 +134,7 @@ def reference_bounded_attention(q_BTNH, k_BJKH, v_BJKH, lower_BT, upper_BT, scal
 
 
 def _has_chunk_kernel(q_BTNH, has_slopes: bool) -> bool:
-    from pallas_kernels import flash_attention  # not at the top: only Hopper needs it, and it takes time
+    from pallas_kernels import flash_attention  # not at the top: only Hopper needs it, and it is slow
 
     reason = compat.mosaic_problem() or flash_attention.problem(q_BTNH.shape[-1], q_BTNH.dtype)
     reason = reason or ("ALiBi" if has_slopes else "")
@@ -158,7 +157,7 @@ def paged_attention(
     """
     heads, query_heads = _head_specs(q_BNH, keys_ZKSH)
     has_kernel = backend != "reference" and _has_decoding_kernel(q_BNH, keys_ZKSH)
-    run = kernel.decode if has_kernel else reference_paged_attention
+    run = _kernel().decode if has_kernel else reference_paged_attention
 
     def body(*arrays):
         results = run(*arrays, scale=scale, window=window, soft_cap=soft_cap)
@@ -212,10 +211,16 @@ def reference_paged_attention(
     return out_BKGH.reshape(q_BNH.shape).astype(q_BNH.dtype), lse_BKG.reshape(batch, num_heads)
 
 
+def _kernel():
+    from pallas_kernels import paged_attention as kernel  # not at the top: only Hopper needs it, and it is slow
+
+    return kernel
+
+
 def _has_decoding_kernel(q_BNH, keys_ZKSH) -> bool:
     num_heads = q_BNH.shape[1]
     kv_heads, page_size = keys_ZKSH.shape[1:3]
-    reason = compat.mosaic_problem() or kernel.problem(
+    reason = compat.mosaic_problem() or _kernel().problem(
         num_heads, kv_heads, q_BNH.shape[-1], page_size, q_BNH.dtype, keys_ZKSH.dtype
     )
     _log_choice("paged attention", reason, "split over the sequence (pallas_kernels/paged_attention.py)")

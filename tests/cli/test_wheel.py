@@ -24,7 +24,7 @@ def test_wheel_works_without_the_sources(tmp_path):
     subprocess.run([*pip, "wheel", source, "--no-deps", "--no-build-isolation", "-w", tmp_path], check=True)
     (wheel,) = tmp_path.glob("*.whl")
     subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", target, wheel], check=True)
-    for path in (ROOT / "megajax").rglob("*.pbtxt"):
+    for path in [*(ROOT / "megajax").rglob("*.pbtxt"), *(ROOT / "megajax").rglob("*.html")]:
         assert (target / path.relative_to(ROOT)).is_file()
 
     def megajax(*words: str) -> str:

@@ -455,6 +455,8 @@ def test_a_run_is_restored_from_any_step_onto_any_mesh(run_dir, step, mesh):
     engine = Engine.from_run(run_dir, mesh, step)
     assert engine.mesh.size == {None: 1, 1: 2, -1: 8}[mesh and mesh.data]
     assert engine.params["head"].sharding.shard_shape((32, 128)) == (32, 128 // (mesh.tensor if mesh else 1))
+    query = engine.params["layers"]["dense"]["attention"]["query"][1]
+    assert query.sharding.shard_shape((32, 4, 8)) == (32, 4 // (mesh.tensor if mesh else 1), 8)
     params = engine.model.stacked(engine.params)
     jax.tree.map(np.testing.assert_array_equal, params, random_params(engine.model, step or 2))
 

@@ -1,25 +1,41 @@
-"""The command line of infer.py: what is wrong is said in one line, before a model is loaded."""
+"""The command line of infer.py: what is wrong is said in one line, before a model is loaded; how text is printed."""
+
+import json
 
 import pytest
 
-from megajax.cli import infer
+from megajax.cli import generation, infer, serving
+from megajax.data.tokenizers.chat_template import ChatTemplate
+from megajax.inference.sampling import Sampling
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
         ("", "arguments are required"),
-        ("serve --run=x --port=80", "not implemented yet"),
         ("generate --run=x", "--prompt"),
         ("generate --prompt=x", "--run"),
+        ("generate --run=x --prompt=x --prompts=y", "--prompt.* or --prompts"),
+        ("generate --run=x --prompts=nowhere", "prompts=nowhere cannot be read"),
+        ("generate --run=x --prompt=x --output=/dev/null", "output=/dev/null exists"),
         ("generate --run=x --prompt=x --promt=y", "--promt=y is unknown; did you mean --prompt"),
         ("generate --run=x --prompt=x --mesh.tp=2", "did you mean --mesh.tensor"),
         ("generate --run=x --prompt=x --top_k=many", "invalid int value"),
         ("generate --run=x --prompt=x --temperature=-1", "temperature=-1"),
+        ("generate --run=x --prompt=x --memory_fraction=2", "memory_fraction=2"),
         ("generate --run=nowhere --prompt=x", "run=nowhere"),
         ("chat --run=nowhere --max_tokens=0", "max_tokens=0"),
+        ("serve --run=x --port=70000", "port=70000 must be"),
+        ("serve --run=x --host=192.0.2.1", "host=192.0.2.1 port=8000 cannot be used"),
+        ("serve --run=x --api_key_file=nowhere", "api_key_file=nowhere"),
+        ("serve --run=x --max_requests=0", "max_requests=0"),
+        ("serve --run=nowhere --port=0", "run=nowhere"),
         ("bench --run=nowhere --batch=1,b", "'1,b' is not a list"),
         ("bench --run=nowhere --batch=0", "batch=0"),
+        ("bench --run=nowhere --request_rate=0", "request_rate=0.0 must be above 0"),
+        ("bench", "--run=DIR, or --url"),
+        ("bench --url=http://127.0.0.1:1", "--request_rate"),
+        ("bench --url=http://127.0.0.1:1 --concurrency=1", "url=http://127.0.0.1:1: ConnectError"),
     ],
 )
 def test_mistakes_are_named(arguments, message):
@@ -28,9 +44,104 @@ def test_mistakes_are_named(arguments, message):
     assert "\n" not in str(error.value)
 
 
-def test_every_axis_of_the_mesh_can_be_set():
+def test_every_axis_of_the_mesh_and_every_field_of_the_engine_can_be_set():
+    import dataclasses
+
+    from megajax.inference.engine import ServingConfig
     from megajax.mesh import AXES
 
     for axis in AXES:
-        options = infer._parse(["bench", "--run=x", f"--mesh.{axis}=3"])
+        options = infer.parse(["bench", "--run=x", f"--mesh.{axis}=3"])
         assert getattr(options, f"mesh.{axis}") == 3
+    assert set(infer.SERVING) == {field.name for field in dataclasses.fields(ServingConfig)}
+
+
+def test_keys_are_read_from_a_file(tmp_path):
+    (tmp_path / "keys").write_text("one\ntwo\n")
+    assert serving.read_keys(["zero"], tmp_path / "keys") == ("zero", "one", "two")
+
+
+# ----------------------------------------------------------------------------- generate and chat
+
+
+class Backwards:
+    """An engine that answers with the prompt, one character per step, the last prompt first."""
+
+    class tokenizer:
+        special_tokens = {"S:": 1}
+
+        @staticmethod
+        def encode_template(text):
+            return list(text.encode())
+
+        @staticmethod
+        def decode(tokens):
+            return bytes(tokens).decode()
+
+    def __init__(self):
+        self.asked = []
+        self.left = []
+
+    def encode(self, text):
+        return list(text.encode())
+
+    def submit(self, prompt, sampling):
+        from megajax.inference.scheduler import Request
+
+        self.asked.append(bytes(prompt).decode())
+        request = Request(list(prompt), sampling)
+        self.left.append((request, list(prompt)[: sampling.max_tokens]))
+        return request
+
+    def cancel(self, request):
+        self.left = [(other, tokens) for other, tokens in self.left if other is not request]
+
+    @property
+    def has_work(self):
+        return bool(self.left)
+
+    def step(self):
+        from megajax.inference.engine import Output
+
+        request, tokens = self.left[-1]
+        token = tokens.pop(0)
+        if not tokens:
+            self.left.pop()
+        return [Output(request, 0, [token], chr(token).upper(), None, None if tokens else "length", None)]
+
+
+def test_texts_are_printed_in_the_order_of_the_prompts(capsys):
+    generation.print_texts(Backwards(), ["ab", "cde"], Sampling(max_tokens=2))
+    assert capsys.readouterr().out == "--- 1 of 2\nabAB\n\n--- 2 of 2\ncdeCD\n"
+    generation.print_texts(Backwards(), ["ab"], Sampling(max_tokens=2))
+    assert capsys.readouterr().out == "abAB\n"
+
+
+def test_prompts_of_a_file_become_lines_of_json(tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a\\nb"}\n{"prompt": "c", "id": 7}\n')
+    prompts = generation.read_prompts(str(tmp_path / "p.jsonl"))
+    with open(tmp_path / "out", "w") as file:
+        generation.write_records(Backwards(), prompts, Sampling(max_tokens=2), file)
+    first, second = map(json.loads, (tmp_path / "out").read_text().splitlines())
+    assert first == {"prompt": "a\nb", "text": "A\n", "finish_reason": "length", "prompt_tokens": 3, "tokens": 2}
+    assert second["text"] == "C"
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"text": "c"}\n')
+    with pytest.raises(ValueError, match="line 2"):
+        generation.read_prompts(str(tmp_path / "p.jsonl"))
+
+
+def test_a_chat_keeps_the_conversation_and_forgets_its_beginning(monkeypatch, capsys):
+    lines = iter(["hi", "what?", "a very long line " * 4, "x", ""])
+    monkeypatch.setattr(generation, "_read_line", lambda: next(lines))
+    template = ChatTemplate("{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}", {}, ["S:"])
+    engine = Backwards()
+    generation.chat(engine, generation.TemplatedConversation(engine, template, 40, "be"), Sampling(max_tokens=3))
+    assert engine.asked == ["s:be;u:hi;", "s:be;u:hi;a:B;u:what?;", "s:be;u:hi;a:B;u:what?;a:B;u:x;"]
+    out = capsys.readouterr()
+    assert out.out == "S:B\nS:B\nS:B\n" and "error: the input has 76 tokens, and only 40 fit" in out.err
+
+    lines = iter(["hi", "what?", "x" * 10, ""])
+    engine = Backwards()
+    generation.chat(engine, generation.PlainConversation(engine, 16), Sampling(max_tokens=3))
+    assert engine.asked == ["hi\n", "hi\nHI\n\nwhat?\n", "?\nHI\n\nxxxxxxxxxx\n"[-16:]]
+    assert "forgotten" in capsys.readouterr().err

@@ -148,8 +148,12 @@ class ChatTemplate:
 def load_chat_template(tokenizer: Tokenizer, path: str | None = None) -> ChatTemplate:
     """The template in the file `path`; None: the one next to the tokenizer (chat_template.jinja, or `chat_template` of
     tokenizer_config.json), else CHATML."""
+    return find_chat_template(tokenizer, path) or _template(tokenizer, CHATML)
+
+
+def find_chat_template(tokenizer: Tokenizer, path: str | None = None) -> ChatTemplate | None:
+    """Like load_chat_template, but None for a tokenizer without a template."""
     file = getattr(tokenizer, "path", None)
-    variables = configured_tokens(file) if file else {}
     source = None
     if path is None and file:
         source = read_json(beside(file, "tokenizer_config.json")).get("chat_template")
@@ -162,4 +166,9 @@ def load_chat_template(tokenizer: Tokenizer, path: str | None = None) -> ChatTem
             raise ValueError(f"--chat_template={path}: the file does not exist")
         with open(path, encoding="utf-8") as template:
             source = template.read()
-    return ChatTemplate(source or CHATML, variables, tokenizer.special_tokens)
+    return _template(tokenizer, source) if source else None
+
+
+def _template(tokenizer: Tokenizer, source: str) -> ChatTemplate:
+    file = getattr(tokenizer, "path", None)
+    return ChatTemplate(source, configured_tokens(file) if file else {}, tokenizer.special_tokens)

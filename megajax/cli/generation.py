@@ -1,0 +1,182 @@
+"""infer.py generate and chat: text is printed while it is generated."""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+if TYPE_CHECKING:
+    from megajax.data.tokenizers.chat_template import ChatTemplate
+    from megajax.inference.engine import Engine, Output
+    from megajax.inference.sampling import Sampling
+
+
+def read_prompts(path: str) -> list[str]:
+    """One prompt per line; in a .jsonl file each line is an object with the field prompt. Raises ValueError."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = [line for line in file.read().splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"prompts={path} cannot be read ({error})") from None
+    if not lines:
+        raise ValueError(f"prompts={path} has no prompt; write one per line")
+    return [_prompt(path, number, line) for number, line in enumerate(lines, 1)] if path.endswith(".jsonl") else lines
+
+
+def _prompt(path: str, number: int, line: str) -> str:
+    try:
+        found = json.loads(line)["prompt"]
+    except (ValueError, TypeError, KeyError):
+        found = None
+    if not isinstance(found, str):
+        raise ValueError(f"prompts={path}: line {number} is not an object with a text as prompt")
+    return found
+
+
+def print_texts(engine: "Engine", prompts: Sequence[str], sampling: "Sampling") -> None:
+    """Prints each prompt and its continuation, in the order of the prompts."""
+    heads = [f"--- {number} of {len(prompts)}\n" if len(prompts) > 1 else "" for number in range(1, len(prompts) + 1)]
+    texts = [head + prompt for head, prompt in zip(heads, prompts, strict=True)]
+    is_finished = [False] * len(prompts)
+    shown = 0  # number of the text that is being printed
+    printed = 0  # its characters so far
+    for number, output in _outputs(engine, [engine.encode(prompt) for prompt in prompts], sampling):
+        texts[number] += output.text
+        is_finished[number] = output.finish_reason is not None
+        while shown < len(texts):
+            print(texts[shown][printed:], end="", flush=True)
+            printed = len(texts[shown])
+            if not is_finished[shown]:
+                break
+            shown += 1
+            printed = 0
+            print("\n" if shown < len(texts) else "")
+
+
+def write_records(engine: "Engine", prompts: Sequence[str], sampling: "Sampling", file: TextIO) -> None:
+    """A line of JSON for each prompt, in their order, as soon as it and those before it have finished."""
+    encoded = [engine.encode(prompt) for prompt in prompts]
+    records = [
+        {"prompt": prompt, "text": "", "finish_reason": None, "prompt_tokens": len(tokens), "tokens": 0}
+        for prompt, tokens in zip(prompts, encoded, strict=True)
+    ]
+    written = 0
+    for number, output in _outputs(engine, encoded, sampling):
+        record = records[number]
+        record["text"] += output.text
+        record["tokens"] += len(output.tokens)
+        record["finish_reason"] = output.finish_reason
+        while written < len(records) and records[written]["finish_reason"] is not None:
+            print(json.dumps(records[written], ensure_ascii=False), file=file, flush=True)
+            written += 1
+
+
+def _outputs(
+    engine: "Engine", prompts: Sequence[Sequence[int]], sampling: "Sampling"
+) -> Iterator[tuple[int, "Output"]]:
+    """(number of a prompt, what is new) until all have finished."""
+    requests = [engine.submit(prompt, sampling) for prompt in prompts]
+    numbers = {request.id: number for number, request in enumerate(requests)}
+    try:
+        while engine.has_work:
+            for output in engine.step():
+                if output.request.id not in numbers:  # was cancelled earlier
+                    continue
+                yield numbers[output.request.id], output
+    finally:
+        for request in requests:  # what an exception has interrupted
+            engine.cancel(request)
+
+
+# ----------------------------------------------------------------------------- chat
+
+
+class Conversation(Protocol):
+    def ask(self, text: str) -> list[int]:
+        """The tokens to continue after this input. Raises ValueError for one that cannot be used."""
+
+    def answered(self, text: str) -> None: ...
+
+
+class TemplatedConversation:
+    def __init__(self, engine: "Engine", template: "ChatTemplate", room: int, system: str = ""):
+        """room: tokens that prompts may have."""
+        self._engine = engine
+        self._template = template
+        self._room = room
+        self._system = [{"role": "system", "content": system}] if system else []
+        self._messages: list[dict[str, str]] = []
+
+    def ask(self, text: str) -> list[int]:
+        messages = [*self._messages, {"role": "user", "content": text}]
+        tokens = self._tokens(messages)
+        while len(tokens) > self._room and len(messages) > 1:
+            messages = messages[2:]  # the oldest input and its answer
+            tokens = self._tokens(messages)
+            _say("(the beginning of the conversation no longer fits and is forgotten)")
+        if len(tokens) > self._room:
+            raise ValueError(f"the input has {len(tokens)} tokens, and only {self._room} fit; write less")
+        self._messages = messages
+        return tokens
+
+    def answered(self, text: str) -> None:
+        for name in self._engine.tokenizer.special_tokens:  # which the template refuses in a message
+            text = text.replace(name, "")
+        self._messages.append({"role": "assistant", "content": text})
+
+    def _tokens(self, messages: list[dict[str, str]]) -> list[int]:
+        text = self._template.render([*self._system, *messages], add_generation_prompt=True)
+        return self._engine.tokenizer.encode_template(text)
+
+
+class PlainConversation:
+    """Text that the model continues, for models without a chat template: each input and a newline, each answer and a
+    newline."""
+
+    def __init__(self, engine: "Engine", room: int):
+        """room: tokens that prompts may have."""
+        self._engine = engine
+        self._room = room
+        self._text = ""
+
+    def ask(self, text: str) -> list[int]:
+        self._text += text + "\n"
+        tokens = self._engine.encode(self._text)
+        if len(tokens) > self._room:
+            tokens = tokens[-self._room :]
+            self._text = self._engine.tokenizer.decode(tokens)
+            _say("(the beginning of the conversation no longer fits and is forgotten)")
+        return tokens
+
+    def answered(self, text: str) -> None:
+        self._text += text + "\n"
+
+
+def chat(engine: "Engine", conversation: Conversation, sampling: "Sampling") -> None:
+    """Until an empty line or the end of the input; ctrl-C ends an answer."""
+    while line := _read_line():
+        try:
+            tokens = conversation.ask(line)
+        except ValueError as error:
+            _say(f"error: {error}")
+            continue
+        answer = ""
+        try:
+            for _, output in _outputs(engine, [tokens], sampling):
+                answer += output.text
+                print(output.text, end="", flush=True)
+        except KeyboardInterrupt:
+            pass
+        print()
+        conversation.answered(answer)
+
+
+def _read_line() -> str:
+    try:
+        return input("> " if sys.stdin.isatty() else "")
+    except (EOFError, KeyboardInterrupt):
+        return ""
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)

@@ -1,0 +1,125 @@
+"""infer.py serve and bench: an HTTP server, and its latency and throughput under load."""
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import logging
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megajax.data.tokenizers.chat_template import ChatTemplate
+    from megajax.inference.engine import Engine
+    from megajax.inference.server.app import ServerConfig
+    from megajax.inference.traffic import Load, Result, Target, Workload
+
+logger = logging.getLogger("megajax")
+
+
+def need_packages(what: str) -> None:
+    """Raises ValueError if the packages of the extra `serve` are missing."""
+    names = ("starlette", "uvicorn", "pydantic", "prometheus_client", "httpx2")
+    if missing := [name for name in names if importlib.util.find_spec(name) is None]:
+        raise ValueError(f"{what} needs {', '.join(missing)}; pip install 'megajax[serve]'")
+
+
+def read_keys(keys: list[str], file: str | None) -> tuple[str, ...]:
+    """The keys of the command line, and those in the lines of a file. Raises ValueError."""
+    if file is None:
+        return tuple(keys)
+    try:
+        lines = Path(file).read_text().split()
+    except OSError as error:
+        raise ValueError(f"api_key_file={file} cannot be read ({error.strerror})") from None
+    if not lines:
+        raise ValueError(f"api_key_file={file} is empty; write one key per line")
+    return (*keys, *lines)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that does not listen yet. Raises ValueError if the address cannot be used."""
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise ValueError(f"host={host} port={port} cannot be used ({error.strerror}); give another --port") from None
+    return bound
+
+
+def serve(engine: "Engine", config: "ServerConfig", template: "ChatTemplate | None", bound: socket.socket) -> None:
+    """Until ctrl-C or SIGTERM, which let what runs finish; a second one does not. Exits with status 1 if the engine
+    fails."""
+    import uvicorn
+
+    from megajax.inference.server.app import make_app
+
+    has_failed = False
+
+    def fail() -> None:
+        nonlocal has_failed
+        has_failed = True
+        server.should_exit = True
+
+    app = make_app(engine, config, template, fail)
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="on"))
+    host, port = bound.getsockname()[:2]
+    logger.info("serving %s at http://%s:%d", config.model_name, f"[{host}]" if ":" in host else host, port)
+    if not config.api_keys and not host.startswith("127.") and host != "::1":
+        logger.warning("host=%s: anyone who reaches port %d may use the model; --api_key_file=FILE", host, port)
+    # uvicorn raises the signal again when it has stopped; that is the end here, and no error.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    server.run(sockets=[bound])
+    if has_failed:
+        raise SystemExit(1)
+
+
+# ----------------------------------------------------------------------------- bench
+
+
+def bench_engine(engine: "Engine", loads: "list[Load]", workload: "Workload") -> "list[Result]":
+    from megajax.inference.server.engine_thread import EngineThread
+    from megajax.inference.traffic import EngineTarget
+
+    @contextlib.asynccontextmanager
+    async def started() -> "AsyncIterator[Target]":
+        thread = EngineThread(engine, max_requests=workload.num_requests)
+        thread.start()
+        await thread.until_ready()
+        yield EngineTarget(thread)
+        await thread.stop()
+
+    return asyncio.run(_measure_all(started, loads, workload))
+
+
+def bench_server(url: str, api_key: str | None, loads: "list[Load]", workload: "Workload") -> "list[Result]":
+    from megajax.inference.traffic import ServerTarget
+
+    return asyncio.run(_measure_all(lambda: ServerTarget(url, api_key), loads, workload))
+
+
+async def _measure_all(
+    target: "Callable[[], contextlib.AbstractAsyncContextManager[Target]]", loads: "list[Load]", workload: "Workload"
+) -> "list[Result]":
+    from megajax.inference.traffic import measure
+
+    async with target() as opened:
+        return [await measure(opened, load, workload) for load in loads]
+
+
+def report(results: "list[Result]", json_file: str | None, figure_file: str | None) -> None:
+    from megajax.inference.traffic import table
+
+    print(table(results))
+    if json_file is not None:
+        Path(json_file).write_text("".join(json.dumps(result.record()) + "\n" for result in results))
+    if figure_file is not None:
+        from megajax.figures import traffic
+        from megajax.plot import save
+
+        save(traffic(results), figure_file)

@@ -1,0 +1,397 @@
+"""An HTTP server with OpenAI's interface, for one engine.
+
+Errors have OpenAI's form {"error": {message, type, param, code}}; docs/serving.md lists their status codes.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import hmac
+import importlib.resources
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+import prometheus_client
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from megajax.data.tokenizers.chat_template import ChatTemplate
+from megajax.data.tokenizers.tokenizer import configured_tokens
+from megajax.inference.engine import Engine
+from megajax.inference.load import OpenedModel
+from megajax.inference.sampling import Sampling
+from megajax.inference.server import protocol
+from megajax.inference.server.answers import Answer, ChatAnswer, CompletionAnswer, TokenTexts, as_event, error_body
+from megajax.inference.server.engine_thread import EngineThread, Generation, NotReady, Overloaded
+from megajax.inference.server.metrics import Metrics
+from megajax.inference.server.protocol import Refused, parse, refusing_values
+from megajax.sources import Source, open_source
+
+RETRY_AFTER_SECONDS = 1
+CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody reads it
+TIMED_OUT = "the request took longer than the server allows (request_timeout_seconds); ask for fewer tokens"
+# The page needs nothing from elsewhere, and what a model writes must not be able to fetch anything.
+PAGE_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+    "img-src data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerConfig:
+    model_name: str = "megajax"
+    """Name of the model in requests and answers."""
+    run: str = ""
+    """Directory of the model."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0: all of this machine."""
+    port: int = 8000
+    """Port to listen on; 0: any free one."""
+    api_keys: tuple[str, ...] = ()
+    """Requests must bring one of them; (): anyone may ask."""
+    max_requests: int = 1024
+    """While this many prompts wait or run, further requests get 429."""
+    request_timeout_seconds: float = 600.0
+    """A request that takes longer is cancelled; a stop waits at most this long."""
+    max_body_bytes: int = 32 * 2**20
+    """Larger requests get 413."""
+    allow_load: bool = False
+    """Whether /v1/load may replace the parameters."""
+
+    def check(self) -> None:
+        """Raises ValueError for the first invalid value."""
+        if not 0 <= self.port < 2**16:
+            raise ValueError(f"port={self.port} must be from 0 (any free one) to 65535")
+        if "" in self.api_keys:
+            raise ValueError("api_key= is empty; give a key, or leave it out to answer anyone")
+        for name in ("max_requests", "max_body_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if not 0 < self.request_timeout_seconds < float("inf"):
+            raise ValueError(f"request_timeout_seconds={self.request_timeout_seconds} must be above 0")
+
+
+def make_app(
+    engine: Engine,
+    config: ServerConfig,
+    template: ChatTemplate | None = None,
+    on_failure: Callable[[], None] | None = None,
+) -> Starlette:
+    """The ASGI application, which starts the engine's thread, and stops it when everything accepted has finished.
+
+    template: None: chats are refused. on_failure: called if the engine raises an error.
+    """
+    return Server(engine, config, template, on_failure).app
+
+
+class Server:
+    def __init__(
+        self,
+        engine: Engine,
+        config: ServerConfig,
+        template: ChatTemplate | None,
+        on_failure: Callable[[], None] | None,
+    ):
+        self.config = config
+        self.engine = engine
+        self.template = template
+        self.metrics = Metrics(config.model_name, lambda: self.thread.stats)
+        self.thread = EngineThread(engine, config.max_requests, self.metrics, on_failure)
+        self._texts = TokenTexts(engine.tokenizer)
+        self._keys = [key.encode() for key in config.api_keys]
+        # an end without a name gets one
+        self._named_tokens = {"<|endoftext|>": engine.tokenizer.eod_id, **engine.tokenizer.special_tokens}
+        self._loading = asyncio.Lock()  # one at a time
+        self._created = int(time.time())
+        self._max_length = engine.room_for_prompt(0)
+        get = functools.partial(Route, methods=["GET"])
+        post = functools.partial(Route, methods=["POST"])
+        self.app = Starlette(
+            routes=[
+                get("/", page),
+                get("/health", self.health),
+                get("/metrics", self.show_metrics),
+                get("/v1/models", self._guarded(self.models)),
+                get("/v1/models/{name:path}", self._guarded(self.model)),
+                get("/tokenizer_info", self._guarded(self.tokenizer_info)),
+                post("/v1/completions", self._guarded(self.completions)),
+                post("/v1/chat/completions", self._guarded(self.chat)),
+                post("/v1/load", self._guarded(self.load)),
+                post("/tokenize", self._guarded(self.tokenize)),
+                post("/detokenize", self._guarded(self.detokenize)),
+            ],
+            exception_handlers={
+                Refused: _refused, NotReady: _not_ready, Overloaded: _overloaded, TimeoutError: _timed_out,
+                ClientDisconnect: _disconnected_early, HTTPException: _http_error, Exception: _failed,
+            },
+            lifespan=self._lifespan,
+        )  # fmt: skip
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        self.thread.start()
+        yield
+        await self.thread.stop()
+
+    def _guarded(self, endpoint: Callable[[Request], Awaitable[Response]]):
+        async def guarded(request: Request) -> Response:
+            self._check_key(request)
+            # What a page of another origin can send without this server's permission has another type.
+            kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if request.method == "POST" and kind != "application/json":
+                raise Refused(415, "the header Content-Type must be application/json")
+            return await endpoint(request)
+
+        return guarded
+
+    def _check_key(self, request: Request) -> None:
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        # compares with all keys, each in constant time
+        found = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
+        if self._keys and not (any(found) and scheme.lower() == "bearer"):
+            raise Refused(401, "the header Authorization: Bearer KEY with a valid key is missing")
+
+    async def _body(self, request: Request) -> bytes:
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > self.config.max_body_bytes:
+                raise Refused(413, f"the request is larger than the {self.config.max_body_bytes} bytes allowed")
+        return bytes(body)
+
+    # ------------------------------------------------------------------ generation
+
+    async def completions(self, request: Request) -> Response:
+        body = parse(protocol.CompletionRequest, await self._body(request))
+        self._check_model(body.model)
+        max_tokens = protocol.DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        if max_tokens == 0 and not body.echo:
+            raise Refused(400, "max_tokens=0 generates nothing; use at least 1, or echo=true", "max_tokens")
+        # without new tokens, the log-probabilities of the prompt are all that can be computed
+        prompt_logprobs = (body.logprobs or 0) if body.echo and (body.logprobs is not None or max_tokens == 0) else None
+        sampling = body.sampling(max_tokens, body.logprobs, prompt_logprobs)
+        if prompt_logprobs is not None and max_tokens == 1:
+            # Who scores a prompt reads the log-probabilities of all tokens but the last, so there must be a last one.
+            sampling = dataclasses.replace(sampling, ignore_eos=True)
+        encode = self.engine.encode
+        prompts = [await _in_thread(encode, prompt) if isinstance(prompt, str) else prompt for prompt in body.prompt]
+        generation = await self._start(prompts, sampling)
+        echoed = [self._text(prompt) for prompt in body.prompt] if body.echo else None
+        has_tokens = bool(body.return_token_ids)
+        answer = CompletionAnswer(generation, self.config.model_name, self._texts, has_tokens, echoed)
+        return await _answer(request, generation, answer, body)
+
+    async def chat(self, request: Request) -> Response:
+        body = parse(protocol.ChatRequest, await self._body(request))
+        self._check_model(body.model)
+        prompt = await _in_thread(self._render, body.messages, body.tools if body.tool_choice != "none" else None)
+        max_tokens = body.max_completion_tokens or body.max_tokens or max(self._max_length - len(prompt), 1)
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        generation = await self._start([prompt], body.sampling(max_tokens, logprobs))
+        answer = ChatAnswer(generation, self.config.model_name, self._texts, bool(body.return_token_ids))
+        return await _answer(request, generation, answer, body)
+
+    async def _start(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Generation:
+        deadline = asyncio.get_running_loop().time() + self.config.request_timeout_seconds
+        with refusing_values():
+            return await self.thread.generate(prompts, sampling, deadline)
+
+    def _text(self, prompt: str | list[int]) -> str:
+        return prompt if isinstance(prompt, str) else self.engine.tokenizer.decode(prompt)
+
+    def _render(self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool = True) -> list[int]:
+        """Tokens of a conversation."""
+        if self.template is None:
+            raise Refused(
+                400,
+                f"the model {self.config.model_name} has no chat template: use /v1/completions, or start the server "
+                "with --chat_template=FILE",
+            )
+        text = self.template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        return self.engine.tokenizer.encode_template(text)
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self.config.model_name):
+            raise Refused(404, f"the model {name} does not exist; this server has {self.config.model_name}", "model")
+
+    # ------------------------------------------------------------------ tokens
+
+    async def tokenize(self, request: Request) -> Response:
+        body = parse(protocol.TokenizeRequest, await self._body(request))
+        self._check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise Refused(400, "give prompt or messages", "prompt")
+        if body.messages is not None:
+            tokens = await _in_thread(self._render, body.messages, body.tools, body.add_generation_prompt)
+        elif body.prompt in self._named_tokens:  # how clients ask for the ids of the beginning and the end
+            tokens = [self._named_tokens[body.prompt]]
+        elif body.add_special_tokens and body.prompt:
+            tokens = await _in_thread(self.engine.encode, body.prompt)
+        else:
+            tokens = await _in_thread(self.engine.tokenizer.encode, body.prompt)
+        return JSONResponse({"count": len(tokens), "max_model_len": self._max_length, "tokens": tokens})
+
+    async def detokenize(self, request: Request) -> Response:
+        body = parse(protocol.DetokenizeRequest, await self._body(request))
+        self._check_model(body.model)
+        vocab_size = self.engine.tokenizer.vocab_size
+        if max(body.tokens, default=0) >= vocab_size:
+            raise Refused(400, f"tokens={max(body.tokens)} must be below the vocabulary size {vocab_size}", "tokens")
+        return JSONResponse({"prompt": await _in_thread(self.engine.tokenizer.decode, body.tokens)})
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """The names of special tokens, by what they are for, as in tokenizer_config.json."""
+        tokenizer = self.engine.tokenizer
+        end = next((name for name, token in self._named_tokens.items() if token == tokenizer.eod_id), None)
+        file = getattr(tokenizer, "path", None)
+        return JSONResponse({"eos_token": end} | (configured_tokens(file) if file else {}))
+
+    # ------------------------------------------------------------------ the server itself
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: Request) -> Response:
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self._card())
+
+    def _card(self) -> dict[str, Any]:
+        return {
+            "id": self.config.model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "megajax",
+            "max_model_len": self._max_length,
+            "has_chat_template": self.template is not None,
+        }
+
+    async def health(self, request: Request) -> Response:
+        self.thread.check_ready()
+        return JSONResponse({"status": "ready"})
+
+    async def show_metrics(self, request: Request) -> Response:
+        text = prometheus_client.generate_latest(self.metrics.registry)
+        return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+    async def load(self, request: Request) -> Response:
+        """Replaces the parameters between two steps; requests that run continue with the new ones."""
+        body = parse(protocol.LoadRequest, await self._body(request))
+        if not self.config.allow_load:
+            raise Refused(403, "the server was started without --allow_load")
+        async with self._loading:
+            self.thread.check_ready()
+            source = await _in_thread(open_source, body.run or self.config.run, body.step)
+            params = await _in_thread(_restore, self.engine, source)
+            await self.thread.call(lambda: self.engine.use(params))
+        return JSONResponse({"loaded": str(source)})
+
+
+def _restore(engine: Engine, source: Source) -> dict:
+    """Parameters for the engine. Raises ValueError if they are those of another model."""
+    if source.config.model != engine.model.config:
+        raise ValueError(f"run={source} is another model than the one that is served; start a server for it")
+    return OpenedModel(source, engine.model, engine.mesh, engine.tokenizer, start_ids=()).restore()
+
+
+async def page(request: Request) -> Response:
+    text = importlib.resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    return HTMLResponse(text, headers={"Content-Security-Policy": PAGE_POLICY})
+
+
+async def _in_thread(function: Callable, *arguments) -> Any:
+    """What the function returns; it may take long. Raises Refused if it raises ValueError."""
+    with refusing_values():
+        return await asyncio.to_thread(function, *arguments)
+
+
+# ----------------------------------------------------------------------------- answers
+
+
+async def _answer(request: Request, generation: Generation, answer: Answer, body: protocol.Request) -> Response:
+    if body.stream:
+        return _EventStream(answer.events(body.wants_usage), generation)
+    with generation:
+        return await _unless_disconnected(request, answer.whole())
+
+
+class _EventStream(StreamingResponse):
+    """Cancels the generation if the client goes away, or does not read."""
+
+    def __init__(self, events: AsyncIterator[str], generation: Generation):
+        super().__init__(_with_errors(events), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._generation:
+            await super().__call__(scope, receive, send)
+
+
+async def _with_errors(events: AsyncIterator[str]) -> AsyncIterator[str]:
+    """The status has been sent already, so an error becomes the last event."""
+    try:
+        async for event in events:
+            yield event
+    except NotReady as error:
+        yield as_event(error_body(503, str(error)))
+    except TimeoutError:
+        yield as_event(error_body(503, TIMED_OUT))
+
+
+async def _unless_disconnected(request: Request, answer: Coroutine[Any, Any, dict]) -> Response:
+    """The answer is abandoned when the client goes away."""
+    answering = asyncio.ensure_future(answer)
+    leaving = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
+        return JSONResponse(answering.result()) if answering.done() else Response(status_code=CLIENT_CLOSED_REQUEST)
+    finally:
+        answering.cancel()
+        leaving.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+# ----------------------------------------------------------------------------- errors
+
+
+def _error(status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None) -> Response:
+    return JSONResponse(error_body(status, message, param), status, headers=headers)
+
+
+async def _refused(request: Request, error: Refused) -> Response:
+    headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
+    return _error(error.status, str(error), error.param, headers)
+
+
+async def _overloaded(request: Request, error: Overloaded) -> Response:
+    return _error(429, str(error), headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
+
+
+async def _not_ready(request: Request, error: NotReady) -> Response:
+    return _error(503, str(error), headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
+
+
+async def _timed_out(request: Request, error: TimeoutError) -> Response:
+    return _error(503, TIMED_OUT)
+
+
+async def _disconnected_early(request: Request, error: ClientDisconnect) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    return _error(error.status_code, error.detail, headers=error.headers)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """Starlette raises it again, so that uvicorn logs it."""
+    return _error(500, f"{type(error).__name__} in the server; its log has more")

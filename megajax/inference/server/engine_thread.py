@@ -1,0 +1,274 @@
+"""Runs an engine on a thread of its own, for coroutines.
+
+An engine belongs to one thread. Coroutines put commands into its inbox; the thread takes them between two steps, and
+sends what a step has produced back to the event loop, in one call per step.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from megajax.inference.engine import Engine, Output, Request, Stats
+from megajax.inference.sampling import Sampling
+
+logger = logging.getLogger("megajax")
+
+
+class Overloaded(Exception):
+    """Too many requests wait or run."""
+
+
+class NotReady(Exception):
+    """The engine is warming up, or has failed."""
+
+
+class Part(NamedTuple):
+    """New tokens of one sample of one prompt."""
+
+    prompt: int
+    """Number of the prompt in its generation."""
+    output: Output
+
+
+class Generation:
+    """The prompts of one call of `EngineThread.generate`, each with its samples.
+
+    A context manager: leaving it cancels what has not finished.
+    """
+
+    def __init__(self, thread: "EngineThread", num_prompts: int, sampling: Sampling, deadline: float | None):
+        """deadline: time of the event loop."""
+        self.sampling = sampling
+        self.deadline = deadline
+        self.requests: list[Request] = []
+        """One per prompt, once the engine has accepted them."""
+        self.arrival = time.monotonic()
+        self.last_seen: dict[tuple[int, int], float] = {}
+        """(prompt, sample) -> time.monotonic() of the arrival of its newest tokens."""
+        self._thread = thread
+        self.num_unfinished = num_prompts * sampling.n
+        """Samples whose last part has not arrived."""
+        self._arrived: asyncio.Queue[Part | Exception] = asyncio.Queue()
+
+    async def parts(self) -> AsyncIterator[Part]:
+        """The parts of all prompts as they arrive, until every sample has finished.
+
+        Raises TimeoutError at the deadline, and NotReady if the engine fails.
+        """
+        while self.num_unfinished or not self._arrived.empty():
+            async with asyncio.timeout_at(self.deadline):
+                part = await self._arrived.get()
+            if isinstance(part, Exception):
+                raise part
+            yield part
+
+    def put(self, part: Part | Exception) -> None:
+        if isinstance(part, Part) and part.output.finish_reason is not None:
+            self.num_unfinished -= 1
+        self._arrived.put_nowait(part)
+
+    def __enter__(self) -> "Generation":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._thread.leave(self)
+
+
+class Observer(Protocol):
+    """Called on the event loop."""
+
+    def produced(self, generation: Generation, part: Part, now: float) -> None:
+        """now: time.monotonic(); generation.last_seen does not have this part yet."""
+
+    def left(self, num_unfinished: int) -> None:
+        """The caller is not interested in the rest of a generation any more."""
+
+
+class EngineThread:
+    def __init__(
+        self,
+        engine: Engine,
+        max_requests: int,
+        observer: Observer | None = None,
+        on_failure: Callable[[], None] | None = None,
+    ):
+        """max_requests: while this many prompts wait or run, no generation is accepted. on_failure: called on the event
+        loop if the engine raises an error."""
+        self.engine = engine
+        self.stats: Stats = engine.stats()
+        """As of the latest step."""
+        self.is_ready = False
+        self.failure: BaseException | None = None
+        self._max_requests = max_requests
+        self._observer = observer
+        self._on_failure = on_failure
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._open: dict[Generation, int] = {}  # number of prompts of each; of the event loop
+        self._calls: set[asyncio.Future] = set()  # that wait for the thread; of the event loop
+        self._owners: dict[int, tuple[Generation, int]] = {}  # id of a request -> whose prompt it is; of the thread
+        self._is_stopping = False  # of the thread
+        self._is_started = asyncio.Event()  # the engine is ready, or has failed
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # ------------------------------------------------------------------ on the event loop
+
+    def start(self) -> None:
+        """Returns at once; the engine warms up in the background."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Returns when everything that was accepted has finished."""
+        self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    async def until_ready(self) -> None:
+        """Raises NotReady if the engine fails."""
+        await self._is_started.wait()
+        self.check_ready()
+
+    @property
+    def num_open(self) -> int:
+        """Prompts that wait or run."""
+        return sum(self._open.values())
+
+    def check_ready(self) -> None:
+        """Raises NotReady."""
+        if self.failure is not None:
+            raise NotReady(f"the engine has failed: {type(self.failure).__name__}: {self.failure}")
+        if not self.is_ready:
+            raise NotReady("the model is warming up; try again later")
+
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, deadline: float | None = None
+    ) -> Generation:
+        """Returns when the engine has accepted all prompts.
+
+        deadline: time of the event loop. Raises ValueError for a prompt or a setting that the engine refuses,
+        Overloaded, NotReady, and TimeoutError at the deadline.
+        """
+        self.check_ready()
+        if self.num_open >= self._max_requests:
+            raise Overloaded(f"{self.num_open} requests wait or run; the server allows {self._max_requests}")
+        generation = Generation(self, len(prompts), sampling, deadline)
+        self._open[generation] = len(prompts)
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self.call(lambda: self._submit(generation, prompts))
+        except BaseException:
+            self._close(generation)
+            raise
+        return generation
+
+    def leave(self, generation: Generation) -> None:
+        """Cancels what has not finished."""
+        if self._observer is not None and generation.num_unfinished:
+            self._observer.left(generation.num_unfinished)
+        self._close(generation)
+
+    def _close(self, generation: Generation) -> None:
+        del self._open[generation]
+        self._inbox.put(lambda: self._drop(generation))
+
+    async def call(self, function: Callable[[], Any]) -> Any:
+        """Calls the function on the thread of the engine, between two steps; returns or raises what it does.
+
+        Raises NotReady if the engine is not ready, or fails meanwhile.
+        """
+        self.check_ready()
+        future = self._loop.create_future()
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
+
+        def run() -> None:
+            try:
+                result = function()
+            except Exception as error:
+                self._loop.call_soon_threadsafe(_settle, future, None, error)
+            else:
+                self._loop.call_soon_threadsafe(_settle, future, result, None)
+
+        self._inbox.put(run)
+        return await future
+
+    def _become_ready(self, seconds: float) -> None:
+        logger.info("ready: warmed up in %.1f s", seconds)
+        self.is_ready = True
+        self._is_started.set()
+
+    def _deliver(self, parts: list[tuple[Generation, Part]]) -> None:
+        now = time.monotonic()
+        for generation, part in parts:
+            if generation not in self._open:  # left meanwhile
+                continue
+            if self._observer is not None:
+                self._observer.produced(generation, part, now)
+            generation.last_seen[part.prompt, part.output.index] = now
+            generation.put(part)
+
+    def _fail(self, error: BaseException) -> None:
+        self.failure = error
+        self._is_started.set()
+        failure = NotReady(f"the engine has failed: {type(error).__name__}: {error}")
+        for generation in self._open:
+            generation.put(failure)
+        for future in list(self._calls):
+            _settle(future, None, failure)
+        if self._on_failure is not None:
+            self._on_failure()
+
+    # ------------------------------------------------------------------ on the thread of the engine
+
+    def _run(self) -> None:
+        try:
+            begin = time.monotonic()
+            self.engine.warm_up()
+            self._loop.call_soon_threadsafe(self._become_ready, time.monotonic() - begin)
+            while self._take_commands():
+                outputs = self.engine.step()
+                self.stats = self.engine.stats()
+                owned = [(*self._owners[o.request.id], o) for o in outputs if o.request.id in self._owners]
+                parts = [(generation, Part(number, output)) for generation, number, output in owned]
+                self._loop.call_soon_threadsafe(self._deliver, parts)
+        except BaseException as error:
+            logger.exception("the engine has failed")
+            self._loop.call_soon_threadsafe(self._fail, error)
+
+    def _take_commands(self) -> bool:
+        """Runs all commands, and waits for one while the engine has no work. False: the thread is to end."""
+        while True:
+            if self._is_stopping and not self.engine.has_work:
+                return False
+            try:
+                command = self._inbox.get(block=not self.engine.has_work)
+            except queue.Empty:
+                return True
+            if command is None:
+                self._is_stopping = True
+            else:
+                command()
+            self.stats = self.engine.stats()
+
+    def _submit(self, generation: Generation, prompts: Sequence[Sequence[int]]) -> None:
+        for number, prompt in enumerate(prompts):
+            request = self.engine.submit(prompt, generation.sampling)
+            self._owners[request.id] = generation, number
+            generation.requests.append(request)
+
+    def _drop(self, generation: Generation) -> None:
+        for request in generation.requests:
+            del self._owners[request.id]
+            self.engine.cancel(request)
+
+
+def _settle(future: asyncio.Future, result: Any, error: Exception | None) -> None:
+    if future.done():  # the caller has given up
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)

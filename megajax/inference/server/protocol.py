@@ -1,0 +1,253 @@
+"""The requests that the server understands: OpenAI's fields, and those that vLLM adds (top_k, min_p, ...).
+
+https://platform.openai.com/docs/api-reference. Unknown fields are refused, so that nothing is ignored silently, except
+those in `Request` that do not concern the answer.
+"""
+
+import contextlib
+import json
+import secrets
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from megajax.inference.sampling import Sampling
+
+MAX_PROMPTS = 2048
+MAX_SAMPLES = 128
+MAX_LOGPROBS = 20
+DEFAULT_MAX_TOKENS = 16
+"""Of completions, as OpenAI's; an answer in a chat may be as long as the model allows."""
+ANY_OBJECT = {"type": "object"}
+"""The JSON schema of response_format={"type": "json_object"}."""
+
+Samples = Annotated[int, Field(ge=1, le=MAX_SAMPLES)]
+Count = Annotated[int, Field(ge=1)]
+Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+class Refused(Exception):
+    """A request that cannot be answered; becomes an answer in OpenAI's form."""
+
+    def __init__(self, status: int, message: str, param: str | None = None):
+        super().__init__(message)
+        self.status = status
+        self.param = param
+
+
+class Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Model):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class JsonSchema(Model):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Model):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Model):
+    """As in vLLM."""
+
+    json_: dict[str, Any] | None = Field(None, alias="json")
+    regex: str | None = None
+
+
+class Request(Model):
+    """What completions and chats have in common. None: the default of Sampling."""
+
+    model: str | None = None
+    n: Samples | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, Bias] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    return_token_ids: bool | None = None
+    # Without effect on the answer:
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _listed(cls, stop: Any) -> Any:
+        return [stop] if isinstance(stop, str) else stop
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with the numbers of tokens."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def sampling(self, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None) -> Sampling:
+        """Without a seed, every request draws its own. Raises Refused for a value that is not allowed."""
+        copied = (
+            "temperature", "top_p", "min_p", "n", "ignore_eos", "presence_penalty", "frequency_penalty",
+            "repetition_penalty", "logit_bias", "stop", "stop_token_ids",
+        )  # fmt: skip
+        given = {name: getattr(self, name) for name in copied}
+        given["seed"] = secrets.randbits(32) if self.seed is None else self.seed
+        given["top_k"] = 0 if self.top_k == -1 else self.top_k  # how vLLM writes "all"
+        given |= {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+        given |= self._structure()
+        values = {name: value for name, value in given.items() if value is not None}
+        frozen = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        sampling = Sampling(**values | frozen)
+        with refusing_values():
+            sampling.check()
+        return sampling
+
+    def _structure(self) -> dict[str, str | None]:
+        schema = self.structured_outputs and self.structured_outputs.json_
+        regex = self.structured_outputs and self.structured_outputs.regex
+        form = self.response_format
+        if form is not None and form.type == "json_object":
+            schema = ANY_OBJECT
+        if form is not None and form.type == "json_schema":
+            if form.json_schema is None:
+                raise Refused(400, "response_format.type=json_schema needs json_schema", "response_format.json_schema")
+            schema = form.json_schema.schema_
+        return {"schema": None if schema is None else json.dumps(schema), "regex": regex}
+
+
+class CompletionRequest(Request):
+    prompt: list[str] | list[list[int]]
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    logprobs: Logprobs | None = None
+    echo: bool | None = None
+    best_of: Literal[1] | None = None
+    suffix: Literal[""] | None = None
+
+    @field_validator("prompt", mode="wrap")
+    @classmethod
+    def _listed_prompts(cls, prompt: Any, check: Any) -> list[str] | list[list[int]]:
+        if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and type(prompt[0]) is int):
+            prompt = [prompt]
+        try:
+            prompts = check(prompt)
+        except ValidationError:
+            raise ValueError("must be a text, a list of texts, a list of token ids, or a list of such lists") from None
+        if not 1 <= len(prompts) <= MAX_PROMPTS:
+            raise ValueError(f"must hold 1 to {MAX_PROMPTS} prompts; {len(prompts)} are given")
+        return prompts
+
+
+class ChatRequest(Request):
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Logprobs | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+
+    @field_validator("messages", mode="after")
+    @classmethod
+    def _plain(cls, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [_plain_message(number, message) for number, message in enumerate(messages)]
+
+
+class TokenizeRequest(Model):
+    """prompt, or messages with tools."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+
+
+class DetokenizeRequest(Model):
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0)]]
+
+
+class LoadRequest(Model):
+    run: str | None = None
+    """Default: the directory that is served."""
+    step: int | None = None
+    """Default: the newest."""
+
+
+def _plain_message(number: int, message: dict[str, Any]) -> dict[str, Any]:
+    """The message as chat templates expect it: content as one text, arguments of tool calls as objects."""
+    if not isinstance(message.get("role"), str):
+        raise ValueError(f"[{number}] needs a role")
+    plain = dict(message)
+    content = message.get("content")
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+            raise ValueError(f"[{number}].content: only parts of the type text are supported")
+        plain["content"] = "".join(part["text"] for part in content)
+    elif content is None:
+        plain["content"] = ""
+    elif not isinstance(content, str):
+        raise ValueError(f"[{number}].content must be a text or a list of parts")
+    if message.get("tool_calls"):
+        plain["tool_calls"] = [_with_arguments(number, call) for call in message["tool_calls"]]
+    return plain
+
+
+def _with_arguments(number: int, call: Any) -> dict[str, Any]:
+    try:
+        arguments = call["function"]["arguments"]
+        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (TypeError, KeyError, ValueError):
+        raise ValueError(f"[{number}].tool_calls: each needs function.arguments with an object as JSON") from None
+    return {**call, "function": {**call["function"], "arguments": parsed}}
+
+
+# ----------------------------------------------------------------------------- refusing
+
+Kind = TypeVar("Kind", bound=Model)
+
+
+def parse(kind: type[Kind], body: bytes) -> Kind:
+    """Raises Refused, which names the first field that is wrong."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+    param = ".".join(str(part) for part in first["loc"]) or None
+    if first["type"] == "extra_forbidden":
+        raise Refused(400, f"{param} is not supported", param)
+    message = first["msg"].removeprefix("Value error, ")
+    raise Refused(400, f"{param}: {message}" if param else message, param)
+
+
+@contextlib.contextmanager
+def refusing_values() -> Iterator[None]:
+    """A ValueError becomes Refused, with the field that its message begins with."""
+    try:
+        yield
+    except ValueError as error:
+        field, equals, _ = str(error).partition("=")
+        raise Refused(400, str(error), field if equals and field.isidentifier() else None) from None

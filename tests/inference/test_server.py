@@ -1,0 +1,645 @@
+"""The HTTP server: a real client gets what the engine generates, and whatever clients do, no request is left behind."""
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import json
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx2
+import jax
+import numpy as np
+import openai
+import pytest
+import uvicorn
+from prometheus_client.parser import text_string_to_metric_families
+
+from megajax.cli.serving import bench_engine
+from megajax.data.tokenizers.chat_template import CHATML, ChatTemplate
+from megajax.data.tokenizers.tokenizer import BytesTokenizer, NullTokenizer
+from megajax.figures import traffic
+from megajax.inference.engine import Engine, Output, ServingConfig, Stats
+from megajax.inference.sampling import Sampling
+from megajax.inference.scheduler import Request
+from megajax.inference.server import app
+from megajax.inference.server.answers import TokenTexts
+from megajax.inference.server.app import ServerConfig, make_app
+from megajax.inference.server.engine_thread import Overloaded
+from megajax.inference.traffic import Load, ServerTarget, Workload, measure, table
+from megajax.mesh import MeshConfig, make_mesh
+from megajax.models.decoder import DecoderConfig
+from megajax.models.model import Model
+from megajax.plot import save
+from megajax.precision import PrecisionConfig
+
+MODEL = DecoderConfig(num_layers=1, embed_dim=32, num_heads=2, mlp_dim=32, vocab_size=257, vocab_multiple=1,
+                      position="rope")  # fmt: skip
+# Few programs: one table, one chunk, three numbers of rows.
+SERVING = ServingConfig(max_rows=4, max_batch_tokens=16, page_size=32, num_pages=24, max_length=128, decode_steps=2)
+PROMPTS = ["Once upon a time", "x", "The answer to everything is ", "äöü", "one two three four five six seven eight "]
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+GREEDY = {"temperature": 0, "max_tokens": 12}
+KEY = "secret"
+
+
+def random_params(model, seed):
+    generator = np.random.default_rng(seed)
+    return jax.tree.map(lambda a: generator.normal(0, 0.5, a.shape).astype(np.float32), model.abstract_weights)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    model = Model(MODEL, PrecisionConfig(compute="float32"))
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    params = jax.device_put(random_params(model, 0), model.shardings(mesh))
+    return Engine(model, params, mesh, BytesTokenizer(), serving=SERVING)
+
+
+@pytest.fixture(scope="module")
+def offline(engine):
+    """prompt -> (text, tokens), generated greedily without a server."""
+    template = ChatTemplate(CHATML, {}, ())
+    prompts = [*PROMPTS, template.render(MESSAGES, add_generation_prompt=True)]
+    sampling = Sampling(max_tokens=12, temperature=0.0)
+    texts = engine.generate(prompts, sampling)
+    tokens = engine.generate_tokens([engine.encode(prompt) for prompt in prompts], sampling)
+    return dict(zip([*PROMPTS, "chat"], zip(texts, tokens, strict=True), strict=True))
+
+
+@pytest.fixture(scope="module")
+def lm_eval(engine):
+    """(recorded request, what the engine says offline): a Score, a text, or None."""
+    lines = (Path(__file__).parent / "lm_eval_requests.jsonl").read_text().splitlines()
+    found = []
+    for path, body in map(json.loads, lines):
+        expected = None
+        if path == "/v1/completions" and "echo" in body:
+            (expected,) = engine.score(body["prompt"])
+        elif path == "/v1/completions":
+            sampling = Sampling(max_tokens=body["max_tokens"], temperature=0.0, stop=tuple(body["stop"]))
+            (expected,) = engine.generate([bytes(body["prompt"][0]).decode()], sampling)
+        found.append(((path, body), expected))
+    return found
+
+
+@contextlib.contextmanager
+def serving(engine, on_failure=None, **config):
+    """The URL of a server for the engine."""
+    made = make_app(engine, ServerConfig(model_name="tiny", **config), ChatTemplate(CHATML, {}, ()), on_failure)
+    server = uvicorn.Server(uvicorn.Config(made, port=0, log_config=None))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def wait_until(condition):
+    for _ in range(1000):
+        if condition():
+            return
+        time.sleep(0.02)
+    raise AssertionError("it did not happen within 20 seconds")
+
+
+@pytest.fixture(scope="module")
+def url(engine, offline, lm_eval):
+    with serving(engine, api_keys=("another", KEY), max_body_bytes=100_000, allow_load=True) as found:
+        wait_until(lambda: httpx2.get(f"{found}/health").is_success)
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as made:
+        yield made
+
+
+def metrics(url):
+    """name -> sum over the other labels."""
+    found = {}
+    for family in text_string_to_metric_families(httpx2.get(f"{url}/metrics").text):
+        for sample in family.samples:
+            assert sample.labels["model_name"] == "tiny"
+            found[sample.name] = found.get(sample.name, 0) + sample.value
+    return found
+
+
+# ----------------------------------------------------------------------------- the answers
+
+
+def test_completions_are_those_of_the_engine(client, offline):
+    (found,) = client.models.list()
+    assert (found.id, found.max_model_len) == ("tiny", 128)
+    answer = client.completions.create(model="tiny", prompt=PROMPTS, n=2, **GREEDY)
+    assert [choice.text for choice in answer.choices] == [offline[prompt][0] for prompt in PROMPTS for _ in range(2)]
+    assert answer.usage.prompt_tokens == sum(len(prompt.encode()) for prompt in PROMPTS)
+    assert answer.usage.completion_tokens == sum(2 * len(offline[prompt][1]) for prompt in PROMPTS)
+    encoded = [list(prompt.encode()) for prompt in PROMPTS]
+    more = {"return_token_ids": True}
+    answer = client.completions.create(model="tiny", prompt=encoded, extra_body=more, **GREEDY)
+    assert [choice.token_ids for choice in answer.choices] == [offline[prompt][1] for prompt in PROMPTS]
+    answer = client.completions.create(model="tiny", prompt=encoded[0], echo=True, **GREEDY)
+    assert answer.choices[0].text == PROMPTS[0] + offline[PROMPTS[0]][0]
+    stop = offline[PROMPTS[0]][0][3:5]
+    answer = client.completions.create(model="tiny", prompt=PROMPTS[0], stop=stop, **GREEDY)
+    assert answer.choices[0].text == offline[PROMPTS[0]][0].partition(stop)[0]
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_streams_carry_the_same_text_and_usage(client, offline):
+    options = {"stream": True, "stream_options": {"include_usage": True}, **GREEDY}
+    texts = [""] * len(PROMPTS)
+    reasons = {}
+    for chunk in client.completions.create(model="tiny", prompt=PROMPTS, logprobs=1, **options):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            reasons.setdefault(choice.index, []).append(choice.finish_reason)
+        usage = chunk.usage
+    assert texts == [offline[prompt][0] for prompt in PROMPTS]
+    assert all(each[-1] == "length" and not any(each[:-1]) for each in reasons.values())
+    assert usage.completion_tokens == sum(len(offline[prompt][1]) for prompt in PROMPTS)
+
+
+def test_chats_are_rendered_by_the_template(client, offline):
+    answer = client.chat.completions.create(model="tiny", messages=MESSAGES, logprobs=True, top_logprobs=2, **GREEDY)
+    (choice,) = answer.choices
+    assert choice.message.content == offline["chat"][0]
+    assert len(choice.logprobs.content) == len(offline["chat"][1])
+    assert choice.logprobs.content[0].logprob == max(top.logprob for top in choice.logprobs.content[0].top_logprobs)
+    parts = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    deltas = list(client.chat.completions.create(model="tiny", messages=parts, stream=True, **GREEDY))
+    assert deltas[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in deltas) == offline["chat"][0]
+    # without max_tokens as long as there is room
+    whole = client.chat.completions.create(model="tiny", messages=MESSAGES, extra_body={"ignore_eos": True})
+    assert whole.usage.total_tokens == 128
+
+
+def test_answers_follow_a_schema(client):
+    schema = {
+        "type": "object", "properties": {"colour": {"enum": ["red", "green"]}}, "required": ["colour"],
+        "additionalProperties": False,
+    }  # fmt: skip
+    form = {"type": "json_schema", "json_schema": {"name": "colour", "schema": schema}}
+    no_space = {"9": -100, "10": -100, "13": -100, "32": -100}  # of which this model would write too much
+    answer = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, response_format=form, max_tokens=37, logit_bias=no_space
+    )
+    assert json.loads(answer.choices[0].message.content)["colour"] in ("red", "green")
+    regex = {"structured_outputs": {"regex": "[ab]{3}"}}
+    text = client.completions.create(model="tiny", prompt="x", extra_body=regex).choices[0].text
+    assert len(text) == 3 and set(text) <= {"a", "b"}
+
+
+def test_a_seed_repeats_a_sample_and_none_does_not(client):
+    def sample(**more):
+        return client.completions.create(model="tiny", prompt="x", max_tokens=16, **more).choices[0].text
+
+    assert sample(seed=5) == sample(seed=5) != sample(seed=6)
+    assert sample() != sample()
+
+
+def test_requests_of_lm_eval_get_the_numbers_of_the_engine(url, lm_eval):
+    """What lm-eval 0.4.13 (local-completions with tokenizer_backend=remote) sent for a multiple choice, a rolling
+    likelihood and a generation, and what it reads of the answers."""
+    headers = {"Authorization": f"Bearer {KEY}"}
+    end = httpx2.get(f"{url}/tokenizer_info", headers=headers).json()["eos_token"]
+    for (path, body), expected in lm_eval:
+        answer = ask(url, path, body).json()
+        assert "error" not in answer, answer
+        if path == "/tokenize":
+            assert answer["tokens"] == ([256] if body["prompt"] == end else list(body["prompt"].encode()))
+        elif "echo" not in body:
+            assert answer["choices"][0]["text"] == expected
+        else:
+            logprobs = answer["choices"][0]["logprobs"]
+            own = logprobs["token_logprobs"]
+            assert len(own) == len(body["prompt"][0]) + 1 and own[0] is None
+            np.testing.assert_allclose(own[1:-1], expected.logprobs, atol=1e-5)  # rounding: it ran in another batch
+            greedy = [
+                max(top.values()) == each for top, each in zip(logprobs["top_logprobs"][1:-1], own[1:-1], strict=True)
+            ]
+            assert greedy == expected.is_greedy.tolist()
+
+
+def test_a_scored_prompt_is_followed_by_one_token_even_if_that_is_the_end(url):
+    """lm-eval drops the last log-probability, which must not be one of the prompt."""
+    body = {"prompt": "abc", "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True, "logit_bias": {"256": 100}}
+    choice = ask(url, "/v1/completions", body).json()["choices"][0]
+    assert len(choice["logprobs"]["token_logprobs"]) == 4
+    only_prompt = ask(url, "/v1/completions", body | {"max_tokens": 0}).json()["choices"][0]
+    assert only_prompt["text"] == "abc" and only_prompt["logprobs"]["tokens"] == ["a", "b", "c"]
+
+
+def test_tokens_have_the_text_that_they_have_inside_a_text():
+    assert [TokenTexts(BytesTokenizer()).of(token) for token in (65, 256, 200)] == ["A", "", "\ufffd"]
+    assert TokenTexts(NullTokenizer(300)).of(299) == " 299"
+
+
+def test_tokens_of_texts_and_conversations(url):
+    text = ask(url, "/tokenize", {"prompt": "äx"}).json()
+    assert text == {"count": 3, "max_model_len": 128, "tokens": list("äx".encode())}
+    assert ask(url, "/detokenize", {"tokens": text["tokens"]}).json() == {"prompt": "äx"}
+    chat = ask(url, "/tokenize", {"messages": MESSAGES}).json()
+    assert bytes(chat["tokens"]).decode().endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_many_streams_at_once_and_the_metrics_count_them(url, offline):
+    before = metrics(url)
+
+    async def one(client, number):
+        prompt = PROMPTS[number % len(PROMPTS)]
+        stream = await client.completions.create(model="tiny", prompt=prompt, stream=True, **GREEDY)
+        text = "".join([chunk.choices[0].text async for chunk in stream])
+        return text == offline[prompt][0]
+
+    async def all_of_them():
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
+            return await asyncio.gather(*(one(client, number) for number in range(64)))
+
+    assert all(asyncio.run(all_of_them()))
+    after = metrics(url)
+    grown = {name: after[name] - before.get(name, 0) for name in after}
+    assert grown["megajax:request_success_total"] == 64
+    assert grown["megajax:time_to_first_token_seconds_count"] == 64
+    num_tokens = sum(len(offline[PROMPTS[number % len(PROMPTS)]][1]) for number in range(64))
+    assert grown["megajax:generation_tokens_total"] == num_tokens
+    assert grown["megajax:compiled_programs_total"] == 0
+    assert after["megajax:num_requests_running"] == after["megajax:num_requests_waiting"] == 0
+
+
+def test_other_parameters_are_loaded_without_a_restart(url, engine, offline, monkeypatch):
+    class Source:
+        """Parameters drawn with a seed, which the test names in place of a directory."""
+
+        def __init__(self, seed, step):
+            self.seed = int(seed)
+            self.config = SimpleNamespace(model=MODEL if self.seed < 9 else dataclasses.replace(MODEL, num_layers=3))
+
+        def restore_params(self, target, layer_rows):
+            params = random_params(engine.model, self.seed)
+            return jax.tree.map(lambda a, like: jax.device_put(a, like.sharding), params, target)
+
+    monkeypatch.setattr(app, "open_source", Source)
+
+    def texts():
+        choices = ask(url, "/v1/completions", {"prompt": PROMPTS, **GREEDY}).json()["choices"]
+        return [choice["text"] for choice in choices]
+
+    before = [offline[prompt][0] for prompt in PROMPTS]
+    assert texts() == before
+    assert ask(url, "/v1/load", {"run": "1"}).is_success
+    assert all(new != old for new, old in zip(texts(), before, strict=True))
+    refused = ask(url, "/v1/load", {"run": "9"})
+    assert refused.status_code == 400 and "another model" in refused.json()["error"]["message"]
+    assert ask(url, "/v1/load", {"run": "0"}).is_success
+    assert texts() == before  # also what was in the prefix cache
+
+
+# ----------------------------------------------------------------------------- load
+
+
+def test_latency_and_throughput_are_measured_over_http_and_without(url, tmp_path):
+    """bench --url against the server; and what it reports of a target whose times are known."""
+
+    async def both():
+        workload = Workload(num_requests=6, prompt_tokens=5, max_tokens=4)
+        async with ServerTarget(url, KEY) as target:
+            return [await measure(target, load, workload) for load in (Load(request_rate=200.0), Load(concurrency=2))]
+
+    results = asyncio.run(both())
+    for result in results:
+        assert (result.num_finished, result.num_refused, result.num_generated) == (6, 0, 24)
+        assert 0 < result.first_token["p50"] <= result.first_token["p99"] <= result.whole["p99"] <= result.seconds
+    assert "200/s" in table(results) and "2 at a time" in table(results)
+    save(traffic(results), str(tmp_path / "figure.svg"))
+    assert json.loads(json.dumps(results[0].record()))["num_finished"] == 6
+
+    fake = FakeEngine()
+    fake.warm.set()
+    fake.permissions.release(100)
+    (result,) = bench_engine(fake, [Load(concurrency=2)], Workload(num_requests=4, max_tokens=3))
+    assert (result.num_finished, result.num_generated) == (4, 12)
+
+    class Timed:
+        """Refuses every other request; the others take 0.1 s for the first token, and 0.05 s for three more."""
+
+        number = 0
+
+        async def stream(self, prompt, max_tokens):
+            self.number += 1
+            if self.number % 2:
+                raise Overloaded
+            await asyncio.sleep(0.1)
+            yield 1
+            await asyncio.sleep(0.05)
+            yield 3
+
+    result = asyncio.run(measure(Timed(), Load(request_rate=float("inf")), Workload(num_requests=4)))
+    assert (result.num_finished, result.num_refused, result.num_generated) == (2, 2, 8)
+    assert 0.1 <= result.first_token["p50"] < 0.15 <= result.whole["p50"] <= result.seconds
+    assert 0.05 / 3 <= result.between_tokens["p50"] < 0.1 / 3
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_the_page_finds_the_model_in_a_browser(engine):
+    with serving(engine) as url:
+        wait_until(lambda: httpx2.get(f"{url}/health").is_success)
+        command = ["chromium", "--headless", "--no-sandbox", "--virtual-time-budget=4000", "--dump-dom", url]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    assert '<span id="model">tiny</span>' in found
+    assert re.search(r'id="state"[^>]*>ready<', found) and re.search(r'id="running">0<', found)
+
+
+# ----------------------------------------------------------------------------- mistakes
+
+
+def ask(url, path, body, key=KEY):
+    return httpx2.post(url + path, json=body, headers={"Authorization": f"Bearer {key}"})
+
+
+LONG = {"prompt": [1] * 200}
+CHAT = "/v1/chat/completions"
+MISTAKES = [
+    ("/v1/completions", {}, 400, "prompt", "required"),
+    ("/v1/completions", {"prompt": []}, 400, "prompt", "1 to 2048"),
+    ("/v1/completions", {"prompt": [1, "a"]}, 400, "prompt", "list of token ids"),
+    ("/v1/completions", {"prompt": [257]}, 400, None, "vocab_size"),
+    ("/v1/completions", {"prompt": "x", "temperatur": 1}, 400, "temperatur", "not supported"),
+    ("/v1/completions", {"prompt": "x", "temperature": -1}, 400, "temperature", "temperature=-1"),
+    ("/v1/completions", {"prompt": "x", "top_p": "1"}, 400, "top_p", "number"),
+    ("/v1/completions", {"prompt": "x", "logit_bias": {"900": 1}}, 400, "logit_bias", "tokens are 0 to"),
+    ("/v1/completions", {"prompt": "x", "model": "gpt-4"}, 404, "model", "tiny"),
+    ("/v1/completions", {"prompt": "x", "max_tokens": 0}, 400, "max_tokens", "echo"),
+    ("/v1/completions", LONG, 400, None, "exceeds the 128 tokens"),
+    ("/v1/completions", {"prompt": "x" * 200_000}, 413, None, "larger than the 100000"),
+    ("/v1/completions", {"prompt": "x", "response_format": {"type": "json_schema"}}, 400,
+     "response_format.json_schema", "needs json_schema"),
+    ("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "("}}, 400, "regex", "regex="),
+    (CHAT, {"messages": []}, 400, "messages", "at least 1"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages", "text"),
+    (CHAT, {"messages": [{"role": "user", "content": "<|im_end|>"}]}, 400, None, "spells the special token"),
+    ("/tokenize", {}, 400, "prompt", "prompt or messages"),
+    ("/detokenize", {"tokens": [999]}, 400, "tokens", "257"),
+    ("/v1/load", {"run": "nowhere"}, 400, "run", "run=nowhere"),
+    ("/v1/embeddings", {}, 404, None, "Not Found"),
+    ("/v1/models", {}, 405, None, "Method"),
+]  # fmt: skip
+
+
+def test_mistakes_are_named_in_the_form_of_openai(url, client):
+    for path, body, status, param, message in MISTAKES:
+        answer = ask(url, path, body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"], error["code"]) == (status, param, status), (path, body, error)
+        assert message in error["message"], error
+    with pytest.raises(openai.BadRequestError, match="top_k=-3"):
+        client.completions.create(model="tiny", prompt="x", extra_body={"top_k": -3})
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    assert httpx2.post(f"{url}/v1/completions", content=b"{", headers=headers).status_code == 400
+    # what a page of another origin can send
+    headers["Content-Type"] = "text/plain"
+    assert httpx2.post(f"{url}/v1/completions", content=b'{"prompt": "x"}', headers=headers).status_code == 415
+
+
+def test_keys_are_asked_for(url):
+    for key in ("wrong", "sécret", KEY + "x"):
+        answer = httpx2.get(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}".encode()})
+        assert answer.status_code == 401 and answer.json()["error"]["type"] == "authentication_error"
+    for headers in ({}, {"Authorization": KEY}, {"Authorization": "Basic " + KEY}):
+        assert httpx2.get(f"{url}/v1/models", headers=headers).status_code == 401
+    assert httpx2.get(f"{url}/v1/models", headers={"Authorization": "Bearer another"}).is_success
+    page = httpx2.get(url)
+    assert page.is_success and "default-src 'none'" in page.headers["content-security-policy"]
+
+
+# ----------------------------------------------------------------------------- clients that leave
+
+
+def leave_while_sending(url):
+    host, _, port = url.removeprefix("http://").partition(":")
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {KEY}\r\n"
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(f"{head}Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n{{".encode())
+        time.sleep(0.1)
+
+
+def test_what_clients_abandon_is_cancelled(url, caplog):
+    before = metrics(url)
+    body = {"prompt": PROMPTS, "max_tokens": 80, "ignore_eos": True}
+    headers = {"Authorization": f"Bearer {KEY}"}
+
+    async def leave(client, number):
+        is_stream = number % 2 == 0
+        request = client.build_request("POST", "/v1/completions", json={**body, "stream": is_stream}, headers=headers)
+        with contextlib.suppress(asyncio.TimeoutError):
+            async with asyncio.timeout(0.02 * number):
+                answer = await client.send(request, stream=True)
+                async for _ in answer.aiter_lines():
+                    break
+                await answer.aclose()
+
+    async def many():
+        async with httpx2.AsyncClient(base_url=url, timeout=None) as client:
+            await asyncio.gather(*(leave(client, number) for number in range(12)))
+
+    asyncio.run(many())
+    leave_while_sending(url)
+    wait_until(lambda: metrics(url)["megajax:num_requests_running"] + metrics(url)["megajax:num_requests_waiting"] == 0)
+    after = metrics(url)
+    assert after["megajax:kv_cache_usage_perc"] == 0
+    assert "Exception" not in caplog.text
+    assert after["megajax:request_success_total"] > before.get("megajax:request_success_total", 0)  # as abort
+    assert ask(url, "/v1/completions", {"prompt": "x", "max_tokens": 1}).is_success
+
+
+@pytest.mark.slow
+def test_thousands_of_requests_leave_nothing_behind(url, offline):
+    """Streams and whole answers, a third of them abandoned, and mistakes: all other answers are right, and pages and
+    memory are free afterwards."""
+    num_requests = 3000
+    generator = np.random.default_rng(0)
+    numbers = iter(range(num_requests))
+    counts = collections.Counter()
+    peaks = []  # MiB
+
+    async def one(client):
+        prompt = PROMPTS[generator.integers(len(PROMPTS))]
+        kind = generator.choice(["whole", "stream", "abandoned", "abandoned stream", "too long", "wrong"])
+        body = {"prompt": prompt, "stream": "stream" in kind, "n": int(generator.integers(1, 4)), **GREEDY}
+        if kind == "too long":
+            body["prompt"] = [1] * int(generator.integers(129, 5000))
+        if kind == "wrong":
+            body["top_p"] = 2
+        patience = generator.exponential(0.2) if "abandoned" in kind else None
+        try:
+            async with asyncio.timeout(patience):
+                answer = await client.post("/v1/completions", json=body)
+        except TimeoutError:
+            counts["abandoned"] += 1
+            return
+        counts[answer.status_code] += 1
+        assert answer.status_code == (400 if kind in ("too long", "wrong") else 200), answer.text
+        if answer.is_success and not body["stream"]:
+            assert {choice["text"] for choice in answer.json()["choices"]} == {offline[prompt][0]}
+
+    async def worker(client):
+        for number in numbers:
+            await one(client)
+            if number % 500 == 499:
+                peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+
+    async def all_of_them():
+        headers = {"Authorization": f"Bearer {KEY}"}
+        client = httpx2.AsyncClient(base_url=url, headers=headers, timeout=None)
+        async with client, asyncio.TaskGroup() as group:
+            for _ in range(48):
+                group.create_task(worker(client))
+
+    before = metrics(url)
+    asyncio.run(all_of_them())
+    wait_until(lambda: metrics(url)["megajax:num_requests_running"] + metrics(url)["megajax:num_requests_waiting"] == 0)
+    after = metrics(url)
+    print(counts, [round(peak) for peak in peaks])
+    assert counts["abandoned"] > num_requests / 20 and counts[200] > num_requests / 4
+    assert after["megajax:kv_cache_usage_perc"] == 0
+    assert after["megajax:compiled_programs_total"] == before["megajax:compiled_programs_total"]
+    assert peaks[-1] - peaks[1] < 20
+
+
+# ----------------------------------------------------------------------------- an engine that is slow, or fails
+
+
+class FakeEngine:
+    """Generates the token 120 ("x") once per step, and a step needs a permission."""
+
+    tokenizer = BytesTokenizer()
+
+    def __init__(self):
+        self.warm = threading.Event()
+        self.permissions = threading.Semaphore(0)
+        self.error = None
+        self.running = {}
+
+    def warm_up(self):
+        self.warm.wait()
+
+    def room_for_prompt(self, max_tokens):
+        return 1000 - max_tokens
+
+    def encode(self, text):
+        return list(text.encode())
+
+    def submit(self, prompt, sampling):
+        request = Request(list(prompt), sampling)
+        self.running[request] = sampling.max_tokens
+        return request
+
+    def cancel(self, request):
+        self.running.pop(request, None)
+
+    @property
+    def has_work(self):
+        return bool(self.running)
+
+    def step(self):
+        if not self.permissions.acquire(timeout=0.01):
+            return []
+        if self.error is not None:
+            raise self.error
+        outputs = []
+        for request in list(self.running):
+            self.running[request] -= 1
+            reason = None if self.running[request] else "length"
+            if reason:
+                del self.running[request]
+            outputs.append(Output(request, 0, [120], "x", None, reason, None))
+        return outputs
+
+    def stats(self):
+        zeros = {field.name: 0 for field in dataclasses.fields(Stats)}
+        return Stats(**zeros | {"num_running": len(self.running), "num_pages": 1})
+
+
+@contextlib.contextmanager
+def serving_fake(**config):
+    fake = FakeEngine()
+    with serving(fake, **config) as url:
+        try:
+            yield fake, url
+        finally:
+            fake.warm.set()
+            for _ in range(1000):
+                fake.permissions.release()
+
+
+def test_the_server_says_whether_it_is_ready_and_how_full_it_is():
+    with serving_fake(max_requests=2) as (fake, url), httpx2.Client(base_url=url) as client:
+        assert client.get("/health").status_code == 503
+        assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 503
+        fake.warm.set()
+        wait_until(lambda: client.get("/health").is_success)
+        assert client.post("/v1/load", json={}).status_code == 403
+        with client.stream("POST", "/v1/completions", json={"prompt": ["a", "b"], "stream": True}) as stream:
+            refused = client.post("/v1/completions", json={"prompt": "c"})
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+            assert refused.json()["error"]["type"] == "rate_limit_error"
+            for _ in range(16):
+                fake.permissions.release()
+            assert "DONE" in stream.read().decode()
+        fake.permissions.release()
+        assert client.post("/v1/completions", json={"prompt": "c", "max_tokens": 1}).is_success
+
+
+def test_a_request_that_takes_too_long_is_cancelled():
+    with serving_fake(request_timeout_seconds=0.2) as (fake, url), httpx2.Client(base_url=url) as client:
+        fake.warm.set()
+        wait_until(lambda: client.get("/health").is_success)
+        answer = client.post("/v1/completions", json={"prompt": "a"})
+        assert answer.status_code == 503 and "request_timeout_seconds" in answer.json()["error"]["message"]
+        answer = client.post("/v1/completions", json={"prompt": "a", "stream": True})
+        (event,) = [line for line in answer.text.splitlines() if line]
+        assert "request_timeout_seconds" in json.loads(event.removeprefix("data: "))["error"]["message"]
+        wait_until(lambda: not fake.running)
+
+
+def test_a_failing_engine_ends_all_requests_with_an_error():
+    failed = threading.Event()  # when infer.py serve ends the process
+    with serving_fake(on_failure=failed.set) as (fake, url), httpx2.Client(base_url=url) as client:
+        fake.warm.set()
+        wait_until(lambda: client.get("/health").is_success)
+        with client.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True}) as stream:
+            fake.error = RuntimeError("out of memory")
+            fake.permissions.release()
+            assert "out of memory" in json.loads(stream.read().decode().removeprefix("data: "))["error"]["message"]
+        assert client.get("/health").status_code == 503 and failed.is_set()
+
+
+def test_a_stop_finishes_what_runs():
+    fake = FakeEngine()
+    fake.warm.set()
+    with contextlib.ExitStack() as stack:
+        with serving(fake) as url:
+            client = stack.enter_context(httpx2.Client(base_url=url))
+            wait_until(lambda: client.get("/health").is_success)
+            body = {"prompt": "a", "max_tokens": 3, "stream": True}
+            stream = stack.enter_context(client.stream("POST", "/v1/completions", json=body))
+            threading.Timer(0.3, fake.permissions.release, [3]).start()
+        # the server has been stopped, which the engine's steps came after
+        assert stream.read().decode().count('"text": "x"') == 3
+    assert not fake.running
