@@ -75,9 +75,9 @@ def estimates() -> list[Estimate]:
 
 
 def summary(found: list[Estimate]) -> str:
-    errors = [100 * one.error for one in found]
+    errors = [100 * estimate.error for estimate in found]
     return (
-        f"of {len(found)} steps measured on one and on four GPUs the time was estimated between {-min(errors):.0f} % "
+        f"For {len(found)} steps measured on one and on four GPUs, the estimated time was between {-min(errors):.0f} % "
         f"too short and {max(errors):.0f} % too long"
     )
 
@@ -86,9 +86,10 @@ def main(arguments: list[str]) -> None:
     if arguments:
         raise ValueError(f"argument {arguments[0]!r} is not understood; python -m benchmarks.estimates takes none")
     found = estimates()
-    for one in found:
-        seconds = f"{1000 * one.measured_seconds:9.1f} ms measured {1000 * one.estimated_seconds:9.1f} estimated"
-        print(f"{seconds} {one.error:+7.1%}  {one.device}: {one.command}")
+    for estimate in found:
+        measured = f"{1000 * estimate.measured_seconds:9.1f} ms measured"
+        estimated = f"{1000 * estimate.estimated_seconds:9.1f} estimated"
+        print(f"{measured} {estimated} {estimate.error:+7.1%}  {estimate.device}: {estimate.command}")
     print(summary(found))
 
 

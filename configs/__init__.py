@@ -31,7 +31,8 @@ def recipe(name: str) -> "Config":
         return importlib.import_module("megajax.hugging_face.recipe").fine_tuning(folder)
     modules = {name: module for module, name, _ in _read()}
     if name not in modules:
-        raise ValueError(f"--config={name} is unknown{did_you_mean(name, modules)}; --list_configs shows all")
+        hint = did_you_mean(name, modules) or "; --list_configs shows all"
+        raise ValueError(f"--config={name} is unknown{hint}")
     config = getattr(importlib.import_module(modules[name]), name)()
     return config if config.run_dir else dataclasses.replace(config, run_dir=f"runs/{name}")
 

@@ -239,7 +239,8 @@ def override(config: Config, overrides: Iterable[str] | Mapping[str, Any]) -> Co
         if name in MOVED:
             raise ValueError(f"--{name} is now --{MOVED[name]}")
         if name not in fields:
-            raise ValueError(f"--{name} is unknown{did_you_mean(name, fields, '--')}; --help shows all fields")
+            hint = did_you_mean(name, fields, "--") or "; --help shows all fields"
+            raise ValueError(f"--{name} is unknown{hint}")
         words.append(_words(argument, fields[name]))
     if not words:
         return config
@@ -283,30 +284,31 @@ def _with_source(config: Config, arguments: list[str]) -> Config:
     return config
 
 
-def _fitted(recipe: Config, config: Config, given: set[str]) -> Config:
-    """The config with what the recipe says made to fit what was given on the command line instead, logged.
+def _fitted(recipe: Config, config: Config, overridden: set[str]) -> Config:
+    """The config with values of the recipe adapted to the overrides, each reported in the log.
 
-    given: 'section.field' of the overrides, which stay as they are.
+    overridden: 'section.field' of the overrides, which are never changed.
     """
     check_fields(config, "--")
     fitted = {}
-    if "optimizer.warmup_steps" not in given and config.optimizer.schedule != "constant":
-        steps, before = (one.optimizer.end_of_decay(one.training.full_batch_steps) for one in (config, recipe))
+    if "optimizer.warmup_steps" not in overridden and config.optimizer.schedule != "constant":
+        steps = config.optimizer.end_of_decay(config.training.full_batch_steps)
+        recipe_steps = recipe.optimizer.end_of_decay(recipe.training.full_batch_steps)
         if config.optimizer.warmup_steps >= steps:
-            fitted["optimizer.warmup_steps"] = int(config.optimizer.warmup_steps * steps / before)
-    chooses_data = not given.isdisjoint({"data.source", "data.paths", "data.tokenizer"})
-    if chooses_data and "model.vocab_size" not in given:
+            fitted["optimizer.warmup_steps"] = int(config.optimizer.warmup_steps * steps / recipe_steps)
+    chooses_data = not overridden.isdisjoint({"data.source", "data.paths", "data.tokenizer"})
+    if chooses_data and "model.vocab_size" not in overridden:
         with contextlib.suppress(ValueError, OSError):  # what is wrong with the data, `check` says
             num_ids = config.data.num_token_ids(config.model.vocab_size)
             if num_ids > config.model.vocab_size:
                 fitted["model.vocab_size"] = num_ids
-    if chooses_data and config.data.source == "mock" and "training.sample_prompt" not in given:
+    if chooses_data and config.data.source == "mock" and "training.sample_prompt" not in overridden:
         fitted["training.sample_prompt"] = ""  # mock documents are no text
     for field, value in fitted.items():
         section, name = field.split(".")
         part = getattr(config, section)
         if value != getattr(part, name):
-            logger.info("%s=%r to fit what was given; the recipe has %r", field, value, getattr(part, name))
+            logger.info("%s=%r, adapted to the overrides (the recipe has %r)", field, value, getattr(part, name))
             config = dataclasses.replace(config, **{section: dataclasses.replace(part, **{name: value})})
     return config
 

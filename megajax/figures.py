@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from megajax.plot import new_figure
+from megajax.plot import draw_memory, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -96,19 +96,8 @@ def attention_mask(batch: Mapping[str, np.ndarray], row: int = 0, *, window: int
 
 def memory(*plans: "Plan") -> "Figure":
     """Memory per device of each plan as stacked bars, with the usable memory."""
-    figure, axes = _new(6.4, 0.7 * len(plans) + 1.4)
-    left = np.zeros(len(plans))
-    for kind in plans[0].memory_bytes:
-        sizes = np.array([plan.memory_bytes[kind] for plan in plans]) / 2**30
-        axes.barh(range(len(plans)), sizes, left=left, label=kind)
-        left += sizes
-    for y, plan in enumerate(plans):
-        axes.plot([plan.usable_bytes / 2**30] * 2, [y - 0.45, y + 0.45], "k--", linewidth=1)
-    axes.set(
-        yticks=range(len(plans)), yticklabels=[plan.title for plan in plans], xlabel="GiB per device (dashed: usable)"
-    )
-    axes.invert_yaxis()
-    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.4, -0.35), ncols=4, frameon=False)
+    figure, axes = _new(8, 0.7 * len(plans) + 1.4)
+    draw_memory(axes, [(plan.title, plan.memory_bytes, plan.usable_bytes) for plan in plans])
     return figure
 
 

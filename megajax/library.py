@@ -21,7 +21,8 @@ from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.steps import find_step
 from megajax.config import Config, override
 from megajax.data.datasets import Datasets
-from megajax.inference.engine import Engine, serving_params
+from megajax.inference.engine import Engine
+from megajax.inference.load import serving_params
 from megajax.inference.sampling import Sampling
 from megajax.mesh import make_mesh
 from megajax.models.model import Model

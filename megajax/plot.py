@@ -16,6 +16,7 @@ import logging
 import math
 import shutil
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -184,7 +185,8 @@ def new_figure(width: float, height: float) -> "Figure":
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         raise ValueError(
-            "figures need matplotlib, which is not installed; pip install 'megajax[plot]', or draw runs with --terminal"
+            "figures need matplotlib, which is not installed; pip install 'megajax[plot]' (without it, megajax plot "
+            "--terminal draws curves of runs)"
         ) from None
     return Figure(figsize=(width, height), layout="constrained")
 
@@ -246,33 +248,36 @@ def _scaled(values: np.ndarray, low: float, high: float, count: int) -> np.ndarr
 
 
 def plan_figure(program: Program, training: TrainingConfig, device: Device, title: str = "") -> "Figure":
-    """Memory of one GPU as bars with its limit, and the schedule of the pipeline if there is one."""
+    """Memory of one GPU and, if something is offloaded, of its host; the schedule of the pipeline, if there is one."""
     stages = program.model.stages
     memory, host = memory_per_device(program, training)
     made = new_figure(9, 2.6 if stages is None else 5.2)
     axes = made.subplots(1 if stages is None else 2, squeeze=False)[:, 0]
-    draw_memory(axes[0], memory, host, device)
+    bars = [(device.name, memory, USABLE_MEMORY * device.memory_bytes)]
+    draw_memory(axes[0], [*bars, ("its host", host, None)] if host else bars)
     if stages is not None:
         draw_schedule(axes[1], stages, training.schedule(program.mesh_config)(training.steps).num_microbatches)
     made.suptitle(f"{title}: {program.mesh_config.num_devices} x {device.name}" if title else "")
     return made
 
 
-def draw_memory(axes: "Axes", memory: dict[str, int], host: dict[str, int], device: Device) -> None:
-    """memory, host: bytes by kind, from memory_per_device."""
-    kinds = [*memory, *(kind for kind in host if kind not in memory)]
-    for y, sizes in enumerate((memory, host) if host else (memory,)):
-        left = 0.0
-        for kind, size in sizes.items():
-            color = f"C{kinds.index(kind)}"
-            label = f"{kind}, {format_bytes(size)}" + (" (host)" if y else "")
-            axes.barh(y, size / 2**30, left=left / 2**30, color=color, label=label)
-            left += size
-    usable = USABLE_MEMORY * device.memory_bytes
-    axes.axvline(usable / 2**30, color="black", linestyle="--", label=f"usable, {format_bytes(usable)}")
-    axes.set_yticks([0, 1] if host else [0], [device.name, "its host"] if host else [device.name])
+def draw_memory(axes: "Axes", bars: Sequence[tuple[str, Mapping[str, int], float | None]]) -> None:
+    """Stacked bars: (name, bytes by kind, usable bytes or None) of each."""
+    kinds = list(dict.fromkeys(kind for _, sizes, _ in bars for kind in sizes))
+    left = np.zeros(len(bars))
+    for kind in kinds:
+        sizes = np.array([sizes.get(kind, 0) for _, sizes, _ in bars]) / 2**30
+        axes.barh(range(len(bars)), sizes, left=left, label=kind)
+        left += sizes
+    for y, (_, sizes, usable) in enumerate(bars):
+        axes.text(left[y], y, f" {format_bytes(sum(sizes.values()))}", va="center")
+        if usable is not None:
+            axes.plot([usable / 2**30] * 2, [y - 0.45, y + 0.45], "k--", linewidth=1)
+    axes.margins(x=0.2)  # for the text
+    axes.set_xlim(left=0)
+    axes.set_yticks(range(len(bars)), [name for name, _, _ in bars])
     axes.invert_yaxis()
-    axes.set_xlabel("GiB per device")
+    axes.set_xlabel("GiB per device (dashed: usable)")
     axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 

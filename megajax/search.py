@@ -79,7 +79,7 @@ def search(
         raise ValueError(
             f"--plan=search:{num_devices}: no mesh of {num_devices} GPUs works ({why}); use another number"
         )
-    best.sort(key=lambda one: one.step_seconds)
+    best.sort(key=lambda candidate: candidate.step_seconds)
     return Found(best, estimator.num_tried, estimator.smallest, len(meshes) - len(divisible))
 
 
@@ -129,10 +129,10 @@ class _Estimator:
         return config.make_program(model=self._models[key])
 
 
-def _preference(one: Candidate) -> tuple:
+def _preference(candidate: Candidate) -> tuple:
     """Sort key of the configurations of a mesh: smaller is better."""
-    execution = one.config.execution
-    return (round(math.log(one.step_seconds) * 100), RECOMPUTE.index(execution.recompute), one.bytes)
+    execution = candidate.config.execution
+    return (round(math.log(candidate.step_seconds) * 100), RECOMPUTE.index(execution.recompute), candidate.bytes)
 
 
 def print_search(name: str, config: Config, request: str) -> None:
@@ -162,16 +162,16 @@ def search_rows(
     length = config.training.sequence_length
     flops = config.make_model().flops_per_token(length, causal=False)
     rated = device.computing_in(config.precision.compute)
-    for number, one in enumerate(found.best[:most], start=1):
-        mesh = one.config.mesh
-        training = one.config.training
-        rate = training.global_batch_size * length / one.step_seconds / num_devices
+    for number, candidate in enumerate(found.best[:most], start=1):
+        mesh = candidate.config.mesh
+        training = candidate.config.training
+        rate = training.global_batch_size * length / candidate.step_seconds / num_devices
         batch = training.schedule(mesh)(training.steps)
         idle = bubble(mesh.pipeline, batch.num_microbatches, mesh.virtual_stages)
-        words = [f"{format_seconds(one.step_seconds)}, MFU {utilisation(flops, rate, rated):.1%}",
-                 f"{format_bytes(one.bytes)} per device"]  # fmt: skip
+        words = [f"{format_seconds(candidate.step_seconds)}, MFU {utilisation(flops, rate, rated):.1%}",
+                 f"{format_bytes(candidate.bytes)} per device"]  # fmt: skip
         words += [f"bubble {idle:.1%}"] if idle else []
-        rows.append((f"{number}.", f"{', '.join(words)}: {' '.join(_overrides(config, one.config))}"))
+        rows.append((f"{number}.", f"{', '.join(words)}: {' '.join(_overrides(config, candidate.config))}"))
     if not found.best:
         rows.append(("verdict", _why_nothing_fits(config, found, device)))
     return rows

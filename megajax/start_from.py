@@ -1,7 +1,7 @@
 """checkpoint.start_from: initialises a new run with the weights of another run or a Hugging Face folder.
 
 Only names, shapes and layers of the parameters must agree: other settings of the model may differ (a longer context,
-another dropout), and are logged.
+another dropout), and are logged. A dense model can start a run with experts (upcycling.py).
 """
 
 import dataclasses
@@ -21,6 +21,7 @@ from megajax.parameters import matches, merge, name_of, select
 from megajax.sharding import with_shardings
 from megajax.sources import Source, open_source
 from megajax.training.program import Program
+from megajax.upcycling import model_for, upcycled
 
 logger = logging.getLogger("megajax")
 
@@ -74,7 +75,7 @@ def check(config: Config) -> None:
     """Raises ValueError if the weights of the other run do not fit this one; start_from must be pinned."""
     requested = config.checkpoint.start_from
     try:
-        theirs = _source_model(open_source(*config.checkpoint.source()), config)
+        theirs = model_for(_source(config).config, config)
         theirs.check_divides(config.mesh.sizes())
         ours = config.make_model()
     except ValueError as error:
@@ -95,14 +96,14 @@ def check(config: Config) -> None:
 
 def weights(config: Config, program: Program) -> dict:
     """The weights that the run starts with, sharded for the mesh of the program."""
-    source = open_source(*config.checkpoint.source())
+    source = _source(config)
     patterns = config.checkpoint.start_fresh
     model = program.model
     logger.info("starting with the weights of %s", source)
     changed = differences(source.config.model, config.model, "model.")
     if changed:
         logger.info("the model config differs from it: %s", "; ".join(changed))
-    theirs = _source_model(source, config)
+    theirs = model_for(source.config, config)
     ours = _shapes(model)
     fresh = sorted(name for name in ours if matches(name, patterns))
     if fresh:
@@ -115,11 +116,8 @@ def weights(config: Config, program: Program) -> dict:
     return merge(loaded, model.init(config.training.seed, program.mesh, only=fresh)) if fresh else loaded
 
 
-def _source_model(source: Source, config: Config) -> Model:
-    """The model of the source, with the pipeline stages of this run."""
-    before = source.config
-    training = dataclasses.replace(before.training, frozen=(), trained=())
-    return dataclasses.replace(before, mesh=config.mesh, precision=config.precision, training=training).make_model()
+def _source(config: Config) -> Source:
+    return upcycled(open_source(*config.checkpoint.source()), config)
 
 
 def _problems(ours: Model, theirs: Model, fresh: tuple[str, ...]) -> list[str]:

@@ -184,7 +184,7 @@ def test_bad_input_is_one_line_with_the_way_out_and_no_run_directory(case, tmp_p
 def test_no_recipe_and_unknown_recipe():
     with pytest.raises(ValueError, match="--list_configs"):
         train.main(["--model.num_layers=2"])
-    with pytest.raises(ValueError, match="did you mean gpt_tiny.*--list_configs"):
+    with pytest.raises(ValueError, match="did you mean gpt_tiny"):
         train.main(["--config=gpt_tinny"])
 
 

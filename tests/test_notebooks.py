@@ -33,6 +33,7 @@ def execute(name: str, folder: Path, monkeypatch, instead: dict[str, str]) -> nb
     return notebook
 
 
+@pytest.mark.slow
 def test_quickstart_runs_with_a_very_small_model(tmp_path, monkeypatch):
     notebook = execute("quickstart", tmp_path, monkeypatch, {"STEPS =": SMALL})
     figures = [

@@ -21,17 +21,17 @@ def found():
 def test_meshes_are_different_have_all_devices_and_are_ranked(found):
     best = found.best
     assert found.num_tried > len(best) > 10
-    assert len({one.config.mesh for one in best}) == len(best)
-    assert all(one.config.mesh.num_devices == 4 for one in best)
-    seconds = [one.step_seconds for one in best]
+    assert len({candidate.config.mesh for candidate in best}) == len(best)
+    assert all(candidate.config.mesh.num_devices == 4 for candidate in best)
+    seconds = [candidate.step_seconds for candidate in best]
     assert seconds == sorted(seconds)
-    kinds = {axis for one in best for axis, size in one.config.mesh.sizes().items() if size > 1}
+    kinds = {axis for candidate in best for axis, size in candidate.config.mesh.sizes().items() if size > 1}
     assert kinds == {"data", "fsdp", "tensor", "pipeline", "context"}
 
 
 def test_every_candidate_may_be_run(found):
-    for one in found.best:
-        assert one.config.check_on(4).mesh == one.config.mesh
+    for candidate in found.best:
+        assert candidate.config.check_on(4).mesh == candidate.config.mesh
 
 
 def test_shown_overrides_plan_to_the_same_time_and_memory(capsys):
@@ -52,9 +52,9 @@ def test_overrides_name_all_that_a_search_changed(found):
         ["--model.num_layers=4", "--training.sequence_length=4096", "--execution.recompute_every=2",
          "--mesh.pipeline_layout=t|t|t|t|||||" + "|" * 23],
     )  # fmt: skip
-    for one in found.best[::3]:
-        overrides = _overrides(config, dataclasses.replace(config, mesh=one.config.mesh))
-        assert override(config, overrides).mesh == one.config.mesh
+    for candidate in found.best[::3]:
+        overrides = _overrides(config, dataclasses.replace(config, mesh=candidate.config.mesh))
+        assert override(config, overrides).mesh == candidate.config.mesh
 
 
 def test_what_fits_nowhere_is_reported_with_what_is_missing(capsys):

@@ -59,21 +59,26 @@ def wanted_form(tree, abstract, stored: Rows, wanted: Rows):
     def form(target, kind, a):
         if kind is None or np.array_equal(stored[kind], wanted[kind]):
             return a
-        row_of = {number: row for row, number in enumerate(stored[kind].ravel().tolist())}
-        is_layer = wanted[kind].ravel() >= 0
-        # Padding rows are zeroed below; any source row will do.
-        rows = np.array([row_of[number] if number >= 0 else 0 for number in wanted[kind].ravel().tolist()])
 
         def move(a):
-            a = a.reshape(-1, *a.shape[stored[kind].ndim :])[rows]
-            a = jax.numpy.where(is_layer.reshape(-1, *[1] * (a.ndim - 1)), a, jax.numpy.zeros_like(a))
-            return a.reshape(target.shape)
+            return in_rows(a, stored[kind], wanted[kind])
 
         moved = jax.block_until_ready(jax.jit(move, out_shardings=target.sharding)(a))
         a.delete()
         return moved
 
     return of_layers(form, abstract, wanted, tree)
+
+
+def in_rows(a: jax.Array, stored: np.ndarray, wanted: np.ndarray) -> jax.Array:
+    """The wanted layers of an array of stored ones; padding rows are zeros."""
+    row_of = {number: row for row, number in enumerate(stored.ravel().tolist())}
+    is_layer = wanted.ravel() >= 0
+    # Padding rows are zeroed below; any source row will do.
+    rows = np.array([row_of[number] if number >= 0 else 0 for number in wanted.ravel().tolist()])
+    a = a.reshape(-1, *a.shape[stored.ndim :])[rows]
+    a = jax.numpy.where(is_layer.reshape(-1, *[1] * (a.ndim - 1)), a, jax.numpy.zeros_like(a))
+    return a.reshape(*wanted.shape, *a.shape[1:])
 
 
 def of_layers(form: Callable, tree, wanted: Rows, *others):

@@ -151,10 +151,10 @@ class StoredParams:
         spec = {"driver": "auto", "kvstore": kvstore}
         store = tensorstore.open(spec, read=True).result()
         dtype = store.dtype.numpy_dtype
+        # Several pieces of a chunk are read one after the other: it is decoded once.
         nbytes = math.prod(store.chunk_layout.read_chunk.shape) * dtype.itemsize
-        if nbytes > PIECE_BYTES:  # of a run that trained: each piece would have the whole chunk decoded anew
-            context = tensorstore.Context({"cache_pool": {"total_bytes_limit": nbytes}})
-            store = tensorstore.open(spec, read=True, context=context).result()
+        context = tensorstore.Context({"cache_pool": {"total_bytes_limit": nbytes}})
+        store = tensorstore.open(spec, read=True, context=context).result()
         return PiecewiseArray(tuple(store.shape), dtype, lambda index: store[index].read().result())
 
 

@@ -19,11 +19,13 @@ COMMANDS = {
     "generate": ("megajax.cli.infer", ("generate",), "continue prompts with a trained model"),
     "chat": ("megajax.cli.infer", ("chat",), "chat with a model in the terminal"),
     "bench": ("megajax.cli.infer", ("bench",), "measure prefill and decode speed"),
+    "evaluate": ("megajax.evaluation.__main__", (), "perplexity, LAMBADA, WikiText and lm-eval of a model"),
     "preprocess": ("megajax.data.preprocess", (), "convert text to tokens on disk"),
     "inspect": ("megajax.data.inspect", (), "inspect tokens on disk"),
     "export": ("megajax.convert.export", (), "write only the parameters of a run, for serving"),
     "plot": ("megajax.plot", (), "plot curves of runs"),
     "hugging_face": ("megajax.convert.hugging_face", (), "import and export Hugging Face folders"),
+    "megatron": ("megajax.convert.megatron.__main__", (), "import Megatron Core checkpoints"),
     "completion": ("megajax.cli.completion", (), "print a shell completion script: megajax completion bash"),
 }
 
@@ -36,7 +38,8 @@ def main() -> None:
         raise SystemExit(0 if arguments else 2)
     name = arguments[0]
     if name not in COMMANDS:
-        print(f"error: megajax {name} is unknown{did_you_mean(name, COMMANDS)}; megajax --help", file=sys.stderr)
+        hint = did_you_mean(name, COMMANDS) or "; megajax --help lists all commands"
+        print(f"error: megajax {name} is unknown{hint}", file=sys.stderr)
         raise SystemExit(2)
     if name == "train":
         leave_when_asked()  # also during the imports, which take seconds

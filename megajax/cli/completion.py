@@ -4,7 +4,7 @@
   zsh:  megajax completion zsh > _megajax, in a folder of $fpath
   fish: megajax completion fish > ~/.config/fish/completions/megajax.fish
 
-It completes the commands, recipes, and the options of train and plan.
+It completes commands, recipes, and the options of train, plan, generate, chat and bench.
 """
 
 import dataclasses
@@ -30,21 +30,36 @@ def main(arguments: list[str]) -> None:
 def _print_script(shell: str) -> None:
     import tyro
 
-    import configs
     from megajax.cli import COMMANDS
-    from megajax.cli.help import described
-    from megajax.cli.train import Options
-    from megajax.config import Config
 
     def command(name: str, text: str) -> type:
-        fields = []
-        if COMMANDS[name][0] == "megajax.cli.train" and name != "configs":
-            shown = described(Config(), Options())
-            kinds = {field.name: field.type for field in dataclasses.fields(shown)}
-            kinds["config"] = Literal[tuple(configs.docstrings())]
-            fields = [(name, kind) for name, kind in kinds.items()]
-        kind = dataclasses.make_dataclass(name, fields)
+        kind = dataclasses.make_dataclass(name, _options(name).items())
         return Annotated[kind, tyro.conf.subcommand(name, description=text)]
 
     commands = Union[tuple(command(name, text) for name, (_, _, text) in COMMANDS.items())]  # noqa: UP007
     tyro.cli(commands, args=["--tyro-print-completion", shell], prog="megajax", use_underscores=True)
+
+
+def _options(command: str) -> dict[str, type]:
+    """Name of each option or section -> its type; empty for commands whose options are not completed."""
+    import configs
+    from megajax.cli import infer
+    from megajax.cli.help import described
+    from megajax.cli.train import Options
+    from megajax.config import Config
+
+    if command in ("train", "plan"):
+        options = {field.name: field.type for field in dataclasses.fields(described(Config(), Options()))}
+        return options | {"config": Literal[tuple(configs.docstrings())]}
+    required = {"generate": ["--run=DIR", "--prompt=TEXT"], "chat": ["--run=DIR"], "bench": ["--run=DIR"]}
+    if command not in required:
+        return {}
+    options = {}
+    sections = {}
+    for name in vars(infer.parse([command, *required[command]])):
+        section, dot, field = name.partition(".")
+        if dot:
+            sections.setdefault(section, []).append((field, str))
+        elif name != "command":
+            options[name] = str
+    return options | {name: dataclasses.make_dataclass(name, fields) for name, fields in sections.items()}

@@ -17,7 +17,7 @@ from megajax.suggestions import did_you_mean
 
 
 def main(arguments: list[str]) -> None:
-    options = _parse(arguments)
+    options = parse(arguments)
     if options.command == "serve":
         raise ValueError("serve: the HTTP server is not implemented yet; use infer.py generate or infer.py chat")
     {"generate": generate, "chat": chat, "bench": bench}[options.command](options)
@@ -105,7 +105,7 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(f"{message}; see {self.prog} --help")
 
 
-def _parse(arguments: list[str]) -> argparse.Namespace:
+def parse(arguments: list[str]) -> argparse.Namespace:
     parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="{generate,chat,bench,serve}")
     generate = _add_command(commands, "generate", "continue prompts")

@@ -61,14 +61,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _run(config: "Config", options: Options, wants_help: bool, overrides: list[str]) -> None:
-    import jax
-
-    from megajax import run
     from megajax.config import override
-    from megajax.mesh import initialize_processes, use_cpu_devices
-    from megajax.training.faults.run_lock import locked
-    from megajax.training.faults.supervisor import supervise
-    from megajax.training.faults.watchdog import Watchdog
 
     config = override(config, overrides)
     if not config.run_dir:
@@ -84,11 +77,24 @@ def _run(config: "Config", options: Options, wants_help: bool, overrides: list[s
         plan(options.config or config.run_dir, config, options)
         return
     config.check()
+    _start(config, options.replay_step)
+
+
+def _start(config: "Config", replay_step: int | None) -> None:
+    """Trains, or replays a step. Imports what that needs, Orbax for example, only now: errors come sooner without."""
+    import jax
+
+    from megajax import run
+    from megajax.mesh import initialize_processes, use_cpu_devices
+    from megajax.training.faults.run_lock import locked
+    from megajax.training.faults.supervisor import supervise
+    from megajax.training.faults.watchdog import Watchdog
+
     if config.launch.cpu_devices:
         use_cpu_devices(config.launch.cpu_devices)
-    if options.replay_step is not None:
+    if replay_step is not None:
         initialize_processes()
-        run.replay(config, options.replay_step)
+        run.replay(config, replay_step)
         return
     config.checkpoint.check_local_dir()
     if config.launch.max_restarts:

@@ -9,24 +9,26 @@ vectors (norms, biases) keep their dtype, so that serving in bfloat16 computes w
 
 import argparse
 import contextlib
+import dataclasses
 import json
-import logging
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from megajax.checkpoint import piecewise
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.steps import find_step
 from megajax.config import Config
-from megajax.data.tokenizers.tokenizer import BESIDE_TOKENIZER
+from megajax.convert.command import errors_in_one_line
+from megajax.data.tokenizers.tokenizer import BESIDE_TOKENIZER, Tokenizer, save_tokenizer
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.model import Model
 from megajax.parameters import Parameter
@@ -46,7 +48,10 @@ def export(run_dir: str | Path, output: str | Path, step: int | None = None, dty
         with Checkpointer(run_dir, None) as checkpointer:
             weights, meta = _read(checkpointer, step, model, dtype)
         record = {"run": str(run_dir.resolve()), "step": step, "dtype": dtype}
-        write_run(new, config, step, weights, meta, record)
+        with Checkpointer(new, CheckpointConfig(keep=0)) as writer:
+            writer.write(step, {"params": weights}, meta)
+            writer.wait()
+        _describe(new, config, record)
         copy_tokenizer(run_dir, new)
     return step
 
@@ -68,14 +73,27 @@ def new_directory(path: str | Path, field: str) -> Iterator[Path]:
         raise
 
 
-def write_run(new: Path, config: Config, step: int, weights: dict, meta: dict, record: dict) -> None:
-    """Writes one step with parameters only into an empty directory.
+def write_imported(
+    new: Path, config: Config, step: int, arrays: dict, tokenizer: Tokenizer, record: dict[str, Any]
+) -> None:
+    """Writes one step with parameters only into an empty directory, piece by piece.
 
-    record: where they come from, written to exported.json, which marks the run as not trainable.
+    arrays: nested dict of PiecewiseArray, with the layers in order. record: where they come from.
     """
-    with Checkpointer(new, CheckpointConfig(keep=0)) as checkpointer:
-        checkpointer.write(step, {"params": weights}, meta)
-        checkpointer.wait()
+    meta = {
+        "step": step,
+        "config": dataclasses.asdict(config),
+        "layer_rows": {stack: rows.tolist() for stack, rows in Model(config.model).layer_rows.items()},
+        "tokenizer": tokenizer.identity,
+        "eod_id": tokenizer.eod_id,
+    }
+    piecewise.write(new, step, arrays, meta)
+    _describe(new, config, record)
+    save_tokenizer(tokenizer, new)
+
+
+def _describe(new: Path, config: Config, record: dict[str, Any]) -> None:
+    """record: written to exported.json, which marks the run as not trainable."""
     (new / "config.json").write_text(config.to_json())
     (new / "exported.json").write_text(json.dumps(record, indent=2) + "\n")
 
@@ -116,8 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--max_length", type=int, help="with --stablehlo: tokens per sequence; default: that of training"
     )
     flags = parser.parse_args(arguments)
-    logging.getLogger("absl").setLevel(logging.ERROR)
-    try:
+    with errors_in_one_line():
         if flags.stablehlo:
             from megajax.convert.stablehlo import export_programs
 
@@ -125,9 +142,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             step = export_programs(flags.run, flags.output, flags.step, flags.dtype, **sizes)
         else:
             step = export(flags.run, flags.output, flags.step, flags.dtype)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
     print(f"{flags.output}: parameters of {flags.run}, step {step}")
 
 

@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,11 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from megajax.checkpoint import piecewise
 from megajax.checkpoint.piecewise import PiecewiseArray, StoredParams, pieces
 from megajax.checkpoint.steps import find_step
 from megajax.config import Config
-from megajax.convert.export import new_directory
+from megajax.convert.command import errors_in_one_line
+from megajax.convert.export import new_directory, write_imported
 from megajax.data.tokenizers.tokenizer import (
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
@@ -63,22 +62,12 @@ def import_folder(source: str | Path, run_dir: str | Path) -> Folder:
     tokenizer = folder.tokenizer()
     with new_directory(run_dir, "run_dir") as new:
         model = Model(config.model)
-        meta = {
-            "step": 0,
-            "config": dataclasses.asdict(config),
-            "layer_rows": {place: numbers.tolist() for place, numbers in model.layer_rows.items()},
-            "tokenizer": tokenizer.identity,
-            "eod_id": tokenizer.eod_id,
-        }
+        record = {"folder": str(folder.path.resolve()), "architecture": folder.family.architecture, "step": 0}
         with _progress("import") as advance:
-            piecewise.write(new, 0, _piecewise(folder, model, advance), meta)
-        (new / "config.json").write_text(config.to_json())
-        save_tokenizer(tokenizer, new)
+            write_imported(new, config, 0, _piecewise(folder, model, advance), tokenizer, record)
         if not (new / "generation_config.json").is_file():
             ids = {name: folder.options[name] for name in TOKEN_IDS if folder.options.get(name) is not None}
             _write_json(new / "generation_config.json", ids)
-        record = {"folder": str(folder.path.resolve()), "architecture": folder.family.architecture, "step": 0}
-        _write_json(new / "exported.json", record)
     return folder
 
 
@@ -87,7 +76,7 @@ def _piecewise(folder: Folder, model: Model, advance: Callable[[int, int], None]
 
     def array_of(path, leaf):
         name = name_of(path)
-        numbers = np.arange(folder.map.num_layers) if folder.map.is_stacked(name) else None
+        numbers = folder.map.layers_of(name)
 
         def read(index: tuple[slice, ...]) -> np.ndarray:
             piece = folder.read(name, numbers, index, folder.dtype(name))
@@ -136,24 +125,26 @@ class Export:
         """Raises ValueError if the directory exists or the step is damaged; then nothing is left."""
         with new_directory(to, "to") as new:
             writer = ShardWriter(new, self.forms, shard_bytes)
+            total = sum(form.nbytes for form in self.forms.values())
             with _progress("export") as advance:
                 for row in self.map.rows:
-                    self._write_row(row, writer, advance)
+                    self._write_row(row, writer, lambda nbytes: advance(nbytes, total))
             _write_json(new / "config.json", self.options)
             self._write_tokenizer(new)
             if not (new / "generation_config.json").is_file():
                 _write_json(new / "generation_config.json", self.generation)
 
-    def _write_row(self, row: list[Tensor], writer: ShardWriter, advance: Callable[[int, int], None]) -> None:
+    def _write_row(self, row: list[Tensor], writer: ShardWriter, advance: Callable[[int], None]) -> None:
         """The tensors that are made of the same arrays."""
         arrays = {part.name: self._stored.open(part.name) for part in row[0].parts}
         for tensor in row:
             for part, view in zip(tensor.parts, tensor.views(writer[tensor.name]), strict=True):
                 self._write_part(arrays[part.name], part, view)
-            advance(self.forms[tensor.name].nbytes, sum(form.nbytes for form in self.forms.values()))
+            advance(self.forms[tensor.name].nbytes)
 
     def _write_part(self, array: PiecewiseArray, part: Part, view: np.ndarray) -> None:
-        at = self._stored.row_of(part.name, part.layer)
+        layer, *expert = part.at or (None,)
+        at = (*self._stored.row_of(part.name, layer), *expert)
         if view.shape != part.shape:  # heads on two axes
             view[...] = array.read((*at, *map(slice, part.shape))).reshape(view.shape)
             return
@@ -212,8 +203,10 @@ def _family(run_dir: Path, config: Config, architecture: str | None) -> Family:
         places = [run_dir, *([config.checkpoint.source()[0]] if config.checkpoint.start_from else [])]
         known = next((name for name in map(_architecture, places) if name), None)
         if known is not None:
-            with contextlib.suppress(ValueError):  # the model has been changed since
+            try:
                 return family_for(config.model, known)
+            except ValueError as error:
+                logger.warning("not exported as %s, from which the weights came: %s", known, error)
     try:
         return family_for(config.model, architecture)
     except ValueError as error:
@@ -311,12 +304,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags = parser.parse_args(arguments)
     if not flags.dry_run and not getattr(flags, "run_dir", None) and not getattr(flags, "to", None):
         parser.error("the following arguments are required: --run_dir or --to, or --dry_run")
-    logging.getLogger("absl").setLevel(logging.ERROR)
-    try:
+    with errors_in_one_line():
         flags.command(flags)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
 
 
 if __name__ == "__main__":

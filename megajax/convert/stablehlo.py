@@ -53,11 +53,12 @@ def export_programs(
     run_dir = Path(run_dir)
     step = find_step(run_dir, step)
     config = Config.load(run_dir, step)
-    max_length = max_length or config.training.sequence_length
+    max_length = config.training.sequence_length if max_length is None else max_length
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size} must be at least 1")
-    if not 0 < max_length <= (config.model.max_length or max_length):
-        raise ValueError(f"max_length={max_length}: the model reads 1 to {config.model.max_length} tokens")
+    longest = config.model.max_length or max(max_length, 1)
+    if not 0 < max_length <= longest:
+        raise ValueError(f"max_length={max_length}: the model reads 1 to {longest} tokens")
     vocab_size = min(config.model.vocab_size, load_saved_tokenizer(run_dir, config.data.tokenizer).vocab_size)
     precision = PrecisionConfig(compute=dtype or config.precision.compute)
     model = Model(config.model, precision, config.execution)

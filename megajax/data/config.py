@@ -83,7 +83,7 @@ class DataConfig:
                 name for name in ("cross_document_attention", "mask_document_end", "fim_rate") if getattr(self, name)
             ]
             if self.source != "indexed":
-                raise ValueError(f"data.kind=conversations is read with data.source=indexed, not {self.source}")
+                raise ValueError(f"data.kind=conversations needs data.source=indexed, not {self.source}")
             if wrong:
                 raise ValueError(
                     f"data.{wrong[0]}={getattr(self, wrong[0])} is not supported with data.kind=conversations"

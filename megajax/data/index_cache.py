@@ -79,7 +79,7 @@ def _alone(stem: str) -> Iterator[None]:
             logger.info("waiting for another process to build %s", stem)
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
-            logger.warning("%s.lock cannot be locked (%s): other processes may build the same", stem, error)
+            logger.warning("%s.lock cannot be locked (%s): other processes may build the same indices", stem, error)
         yield
 
 

@@ -1,5 +1,6 @@
 """A Hugging Face folder as the source of a run: its model, weights and tokenizer."""
 
+import functools
 import json
 import logging
 from collections.abc import Mapping
@@ -10,10 +11,11 @@ import jax
 import numpy as np
 
 from megajax.checkpoint.layout import Rows, of_layers
+from megajax.checkpoint.piecewise import pieces
 from megajax.config import Config
 from megajax.data.config import DataConfig
-from megajax.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from megajax.hugging_face.mapping import WeightMap, family_of, read_options
+from megajax.data.tokenizers.tokenizer import MERGES, VOCABULARY, Tokenizer, load_tokenizer, read_json
+from megajax.hugging_face.mapping import Tensor, WeightMap, family_of, read_options
 from megajax.hugging_face.tensor_files import TensorFiles, TensorForm
 from megajax.parameters import name_of
 from megajax.training.config import TrainingConfig
@@ -21,7 +23,9 @@ from megajax.training.config import TrainingConfig
 logger = logging.getLogger("megajax")
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
-OTHER_TOKENIZERS = ("vocab.json", "merges.txt", "tekken.json")  # that are not read
+OTHER_TOKENIZERS = (VOCABULARY, MERGES, "tekken.json")  # that are not read, but for the first two of GPT-2
+# Families of which transformers makes a GPT-2 tokenizer if tokenizer_config.json does not name another.
+GPT2_TOKENIZERS = ("gpt2", "gptj", "starcoder2")
 # Buffers that older versions saved, and that follow from config.json.
 _BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
 
@@ -47,11 +51,12 @@ class Folder:
         try:
             self.family = family_of(self.options)
             self.model = read_options(self.family, self.options)
-            self.map = WeightMap(self.family, self.model)
+            maps = [WeightMap(self.family, self.model, table) for table in self.family.tables]
         except (ValueError, KeyError, TypeError) as error:
             problem = f"{error} is missing" if isinstance(error, KeyError) else error
             raise ValueError(f"{file}: {problem}") from None
         self._files = TensorFiles(self.path)
+        self.map = next((found for found in maps if not self._missing(found)), maps[0])
         self._names = self._match()
         self.tokenizer_spec = self._find_tokenizer()
         """Of data.tokenizer; without a file that can be read, tokens are numbers."""
@@ -102,27 +107,38 @@ class Folder:
         for row in np.ndindex(wanted.shape):
             layer = int(wanted[row])
             if layer >= 0 or not lead:
-                piece = self._part(name, layer if lead else None)[index]
-                out[row][tuple(map(slice, piece.shape))] = piece  # the rest is padding of the vocabulary
+                self._fill(out[row], name, (layer,) if lead else (), index)
         return out
 
-    def dtype(self, name: str) -> np.dtype:
-        """Dtype of one of our parameters in the folder; float32 if layers differ."""
-        found = {
-            self._files.forms[self._names[tensor.name]].dtype
-            for (ours, _), (tensor, _) in self.map.source.items()
-            if ours == name
-        }
-        return found.pop() if len(found) == 1 else np.dtype(np.float32)
+    def _fill(self, out: np.ndarray, name: str, at: tuple[int, ...], index: tuple[slice, ...]) -> None:
+        """Reads a part of the parameter `at` a layer or expert; what remains of `out` is padding of the vocabulary."""
+        if (name, at) in self.map.source:
+            tensor, number = self.map.source[name, at]
+            piece = tensor.split(self._files[self._names[tensor.name]])[number][index]
+            out[tuple(map(slice, piece.shape))] = piece
+            return
+        experts = range(self.map.shapes[name][len(at)])[index[0]]  # each is a tensor of its own
+        for row, expert in zip(out, experts, strict=True):
+            self._fill(row, name, (*at, expert), index[1:])
 
-    def _part(self, name: str, layer: int | None) -> np.ndarray:
-        tensor, number = self.map.source[name, layer]
-        return tensor.split(self._files[self._names[tensor.name]])[number]
+    def dtype(self, name: str) -> np.dtype:
+        """Dtype of one of our parameters in the folder; float32 if its tensors differ."""
+        return self._dtypes[name]
+
+    @functools.cached_property
+    def _dtypes(self) -> dict[str, np.dtype]:
+        found: dict[str, np.dtype] = {}
+        for (name, _), (tensor, _) in self.map.source.items():
+            dtype = self._files.forms[self._names[tensor.name]].dtype
+            found[name] = dtype if found.get(name, dtype) == dtype else np.dtype(np.float32)
+        return found
 
     def _find_tokenizer(self) -> str:
         found = next((self.path / name for name in TOKENIZERS if (self.path / name).is_file()), None)
         if found is not None:
             return str(found)
+        if self._has_gpt2_tokenizer():
+            return str(self.path / VOCABULARY)
         others = [name for name in OTHER_TOKENIZERS if (self.path / name).is_file()]
         logger.warning(
             "%s has %s and neither %s, so tokens are numbers (data.tokenizer=null:%d); for text write tokenizer.json: "
@@ -131,33 +147,52 @@ class Folder:
         )  # fmt: skip
         return f"null:{self.model.vocab_size}"
 
+    def _has_gpt2_tokenizer(self) -> bool:
+        named = read_json(str(self.path / "tokenizer_config.json")).get("tokenizer_class")
+        if named is None and self.family.model_type in GPT2_TOKENIZERS:
+            named = "GPT2Tokenizer"
+        has_files = all((self.path / name).is_file() for name in (VOCABULARY, MERGES))
+        return has_files and named in ("GPT2Tokenizer", "GPT2TokenizerFast")
+
     def _match(self) -> dict[str, str]:
-        """{name of a tensor in the table: name in the files}, which may lack the prefix of the base model."""
+        """{name of a tensor in the table: name in the files}. Raises ValueError for tensors that do not fit."""
         forms = self._files.forms
-        names = {}
+        if missing := self._missing(self.map):
+            tensor = missing[0]
+            raise ValueError(f"{self.path}: tensor {tensor.name} {list(tensor.shape)} is missing")
+        names = {tensor.name: self._name_in_files(tensor) for tensor in self.map.tensors}
         for tensor in self.map.tensors:
-            spellings = (tensor.name, tensor.name.partition(".")[2])
-            name = next((name for name in spellings if name in forms), None)
-            if name is None:
-                raise ValueError(f"{self.path}: tensor {tensor.name} {list(tensor.shape)} is missing")
+            name = names[tensor.name]
             if forms[name].shape != tensor.shape:
                 raise ValueError(
                     f"{self.path}: tensor {name} is {list(forms[name].shape)}, but config.json implies "
                     f"{list(tensor.shape)}"
                 )
-            names[tensor.name] = name
-        left = sorted(name for name in forms if name not in names.values() and not name.endswith(_BUFFERS))
+        left = sorted(name for name in forms.keys() - set(names.values()) if not name.endswith(_BUFFERS))
         if left := [name for name in left if not self._is_tied_head(name, names)]:
             raise ValueError(f"{self.path}: {len(left)} tensors are unknown in {self.family.architecture}: "
                              f"{', '.join(left[:4])}{' ...' if len(left) > 4 else ''}")  # fmt: skip
         return names
 
+    def _missing(self, weights: WeightMap) -> list[Tensor]:
+        return [tensor for tensor in weights.tensors if self._name_in_files(tensor) is None]
+
+    def _name_in_files(self, tensor: Tensor) -> str | None:
+        """Which may lack the prefix of the base model."""
+        spellings = (tensor.name, tensor.name.partition(".")[2])
+        return next((name for name in spellings if name in self._files.forms), None)
+
     def _is_tied_head(self, name: str, names: Mapping[str, str]) -> bool:
         """Whether a tensor is a copy of the embedding."""
         if not (self.model.tied_embeddings and name in ("lm_head.weight", "embed_out.weight")):
             return False
-        tensor, _ = self.map.source["embedding", None]
-        if not np.array_equal(self._files[name], self._files[names[tensor.name]]):
+        tensor, _ = self.map.source["embedding", ()]
+        head = self._files[name]
+        embedding = self._files[names[tensor.name]]
+        same = head.shape == embedding.shape and all(
+            np.array_equal(head[piece], embedding[piece]) for piece in pieces(head.shape, head.dtype)
+        )
+        if not same:
             raise ValueError(f"{self.path}: {name} differs from the embedding, although tie_word_embeddings=true")
         return True
 

@@ -4,6 +4,7 @@ Dimensions: N query heads, K key-value heads, H head dim.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,12 +12,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from megajax.hugging_face.families import FAMILIES, Family, Layout, Row
+from megajax.checkpoint.layout import stack_of
+from megajax.hugging_face.families import FAMILIES, Family
 from megajax.hugging_face.options import SCALINGS
+from megajax.hugging_face.weights import Layout, Row
+from megajax.layers.moe import MoeConfig, layer_pattern
 from megajax.layers.rope import RopeConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
-from megajax.parameters import Parameter, name_of
+from megajax.parameters import name_of
 
 # ----------------------------------------------------------------------------- options
 
@@ -40,7 +44,7 @@ def read_options(family: Family, theirs: Mapping[str, Any]) -> DecoderConfig:
     fields = dict(family.always)
     for option in family.options:
         fields |= option.read(theirs)
-    return _with_sizes(_config(fields))
+    return _with_sizes(_replaced(DecoderConfig(), fields))
 
 
 def write_options(family: Family, config: DecoderConfig) -> dict[str, Any]:
@@ -91,41 +95,63 @@ def _written(family: Family, config: DecoderConfig) -> tuple[dict[str, Any], lis
     return theirs, list(lacking.values())
 
 
-def _config(fields: Mapping[str, Any]) -> DecoderConfig:
-    rope = {name.removeprefix("rope."): value for name, value in fields.items() if name.startswith("rope.")}
-    rest = {name: value for name, value in fields.items() if not name.startswith("rope.")}
-    return DecoderConfig(**rest, rope=RopeConfig(**rope))
+def _replaced(config: Any, fields: Mapping[str, Any], prefix: str = "") -> Any:
+    """The config with other values of some fields, which are named as in _fields."""
+    changes = {}
+    for field in dataclasses.fields(config):
+        name = prefix + field.name
+        if dataclasses.is_dataclass(getattr(config, field.name)):
+            changes[field.name] = _replaced(getattr(config, field.name), fields, f"{name}.")
+        elif name in fields:
+            changes[field.name] = fields[name]
+    return dataclasses.replace(config, **changes)
 
 
-def _fields(config: DecoderConfig) -> dict[str, Any]:
-    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    rope = fields.pop("rope")
-    return fields | {f"rope.{field.name}": getattr(rope, field.name) for field in dataclasses.fields(rope)}
+def _fields(config: Any, prefix: str = "") -> dict[str, Any]:
+    """All fields by name; those of sections as rope.base and moe.router.top_k."""
+    fields = {}
+    for field in dataclasses.fields(config):
+        name = prefix + field.name
+        value = getattr(config, field.name)
+        fields |= _fields(value, f"{name}.") if dataclasses.is_dataclass(value) else {name: value}
+    return fields
 
 
 def _with_sizes(config: DecoderConfig) -> DecoderConfig:
     """The same model with default sizes and biases resolved."""
     biases = ("qkv_bias", "attention_out_bias", "mlp_bias")
     given = {name: getattr(config, name) for name in biases}
+    moe = config.moe
+    if moe.num_experts is not None and moe.expert_dim is None:
+        moe = dataclasses.replace(moe, expert_dim=config.width_of_mlp)
     return dataclasses.replace(
         config,
         num_kv_heads=config.kv_heads,
         head_dim=config.width_of_head,
         mlp_dim=config.width_of_mlp,
         bias=all(config.bias if value is None else value for value in given.values()),
+        moe=moe,
         **{name: config.bias if value is None else value for name, value in given.items()},
     )
+
+
+def _without_training(config: DecoderConfig) -> DecoderConfig:
+    """Without what only concerns training: dropout, and the losses and the capacity of routers."""
+    losses = dict(aux_loss=0.0, sequence_aux_loss=0.0, global_aux_loss=0.0, z_loss=0.0)
+    router = dataclasses.replace(config.moe.router, **losses, capacity_factor=None, drop="probability")
+    moe = dataclasses.replace(config.moe, router=router)
+    return dataclasses.replace(config, dropout=0.0, attention_dropout=0.0, moe=moe)
 
 
 def _canonical(config: DecoderConfig) -> DecoderConfig:
     """Equal for all configs of models that compute the same: unused fields have their defaults."""
     default = DecoderConfig()
+    config = _without_training(_with_sizes(config))
+    has_experts = [config.moe.has_experts(number) for number in range(config.num_layers)]
     is_rope = config.position == "rope"
     return dataclasses.replace(
-        _with_sizes(config),
+        config,
         vocab_multiple=default.vocab_multiple,
-        dropout=0.0,
-        attention_dropout=0.0,
         init_std=default.init_std,
         max_positions=config.max_positions if config.position == "learned" else default.max_positions,
         rope=_canonical_rope(config.rope) if is_rope else default.rope,
@@ -133,7 +159,15 @@ def _canonical(config: DecoderConfig) -> DecoderConfig:
         full_attention_every=config.full_attention_every if config.window else None,
         qk_norm_scope=config.qk_norm_scope if config.qk_norm else default.qk_norm_scope,
         norm_bias=config.norm_bias if config.norm == "layernorm" else default.norm_bias,
+        mlp_dim=default.mlp_dim if all(has_experts) else config.mlp_dim,
+        moe=_canonical_moe(config.moe, has_experts) if any(has_experts) else default.moe,
     )
+
+
+def _canonical_moe(moe: MoeConfig, has_experts: Sequence[bool]) -> MoeConfig:
+    rate = moe.router.bias_update_rate
+    router = dataclasses.replace(moe.router, bias_update_rate=None if rate is None else 1.0)  # of training
+    return dataclasses.replace(moe, layers=layer_pattern(has_experts), router=router)
 
 
 def _canonical_rope(rope: RopeConfig) -> RopeConfig:
@@ -146,14 +180,33 @@ def _canonical_rope(rope: RopeConfig) -> RopeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One of our parameters, for a single layer if it belongs to one, within a Hugging Face tensor."""
+    """One of our parameters within a Hugging Face tensor: the whole, or that of a single layer or expert."""
 
     name: str
     """Name of the parameter in a checkpoint, where it may be stacked over layers."""
-    layer: int | None
+    at: tuple[int, ...]
+    """(), (layer,) or (layer, expert)."""
     shape: tuple[int, ...]
-    """Without the layer dim and without padding of the vocabulary."""
+    """Without the dims of `at` and without padding of the vocabulary."""
+    num_stacked: int
+    """Leading dims of the shape that number experts."""
     num_inputs: int
+    """Following dims that a matmul contracts; 0 for vectors."""
+
+    @property
+    def stack(self) -> tuple[int, ...]:
+        return self.shape[: self.num_stacked]
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """() or the number of inputs."""
+        ends = (self.num_stacked, self.num_stacked + self.num_inputs)
+        return (math.prod(self.shape[slice(*ends)]),) if self.num_inputs else ()
+
+    @property
+    def num_outputs(self) -> int:
+        """Of a matrix, or entries of a bias."""
+        return math.prod(self.shape[self.num_stacked + self.num_inputs :])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,9 +214,17 @@ class Tensor:
     """A Hugging Face tensor, with the parts of our parameters that it consists of."""
 
     name: str
-    shape: tuple[int, ...]
     parts: tuple[Part, ...]
     layout: Layout
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        first = self.parts[0]
+        if self.layout == "same":
+            return first.shape
+        outputs = sum(part.num_outputs for part in self.parts)
+        is_ours = self.layout == "conv1d"
+        return (*first.stack, *first.inputs, outputs) if is_ours else (*first.stack, outputs, *first.inputs)
 
     def split(self, array: np.ndarray) -> tuple[np.ndarray, ...]:
         """The tensor -> its parts, views of it where that is possible."""
@@ -173,21 +234,13 @@ class Tensor:
         """As split, of which what is written to a part changes the tensor; the heads of a part may be on two axes."""
         if self.layout == "same":
             return (array,)
-        rows = array if self.layout == "conv1d" else array.T  # outputs last; the transpose of a bias is itself
+        is_transposed = self.layout != "conv1d" and self.parts[0].num_inputs > 0
+        rows = array.swapaxes(-1, -2) if is_transposed else array  # outputs last
         if self.layout == "by_head":
             return _split_heads(rows, self.parts)
-        ends = np.cumsum([part_width(part) for part in self.parts])
+        ends = np.cumsum([part.num_outputs for part in self.parts])
         cut = np.split(rows, ends[:-1], axis=-1)
         return tuple(view.reshape(part.shape) for view, part in zip(cut, self.parts, strict=True))
-
-
-def part_width(part: Part) -> int:
-    """Number of outputs of a matrix, or entries of a bias."""
-    return math.prod(part.shape[part.num_inputs :])
-
-
-def _inputs(part: Part) -> tuple[int, ...]:
-    return (math.prod(part.shape[: part.num_inputs]),) if part.num_inputs else ()
 
 
 def _split_heads(rows: np.ndarray, parts: Sequence[Part]) -> tuple[np.ndarray, ...]:
@@ -201,55 +254,66 @@ def _split_heads(rows: np.ndarray, parts: Sequence[Part]) -> tuple[np.ndarray, .
 class WeightMap:
     """Maps the tensors of a folder to the parameters of a model."""
 
-    def __init__(self, family: Family, config: DecoderConfig):
-        """Raises ValueError if the tables have no tensor for a parameter of the model."""
-        model = Model(config)
+    def __init__(self, family: Family, config: DecoderConfig, table: Sequence[Row] | None = None):
+        """table: one of those of the family; default: the one that is written.
+
+        Raises ValueError if the table has no tensor for a parameter of the model.
+        """
+        model = Model(_without_training(config))
         self.config = config
+        self.layer_rows = model.layer_rows
         leaves = jax.tree_util.tree_leaves_with_path(model.abstract_weights)
         self.shapes = {name_of(path): leaf.shape for path, leaf in leaves}
         """Shapes of our parameters by name, with the layers in order."""
-        records = {name_of(path): record for path, record in jax.tree_util.tree_leaves_with_path(model.records)}
-        self.num_layers = config.num_layers
+        self._records = {name_of(path): record for path, record in jax.tree_util.tree_leaves_with_path(model.records)}
         self.rows = [
-            self._row(row, records)
-            for row in family.weights
-            if all(name in records for name in row.ours)
-            and all(getattr(config, field) == value for field, value in row.where.items())
+            self._row(row, names)
+            for row in table or family.weights
+            if all(getattr(config, field) == value for field, value in row.where.items())
+            for names in self._names(row)
         ]
-        """The tensors of each row of the table: one, or one per layer."""
+        """The tensors of each row of the table and kind of layer: one, or one per layer, or per layer and expert."""
         self.source = {}
-        """(parameter, layer or None) -> (tensor, index of the part in it)."""
+        """(parameter, at) -> (tensor, index of the part in it)."""
         for tensor in self.tensors:
             for number, part in enumerate(tensor.parts):
-                self.source[part.name, part.layer] = (tensor, number)
-        missing = set(records) - {name for name, _ in self.source}
+                self.source[part.name, part.at] = (tensor, number)
+        missing = set(self._records) - {name for name, _ in self.source}
         if missing:
             raise ValueError(f"{family.architecture} has no tensor for {', '.join(sorted(missing))}")
-
-    def is_stacked(self, name: str) -> bool:
-        """Whether one of our parameters is stacked over layers."""
-        return (name, None) not in self.source
 
     @property
     def tensors(self) -> list[Tensor]:
         return [tensor for row in self.rows for tensor in row]
 
-    def _row(self, row: Row, records: Mapping[str, Parameter]) -> list[Tensor]:
-        in_layer = records[row.ours[0]].axes[0] == "layers"
-        numbers = range(self.num_layers) if in_layer else [None]
-        return [self._tensor(row, number, records) for number in numbers]
+    def layers_of(self, name: str) -> np.ndarray | None:
+        """Numbers of the layers over which one of our parameters is stacked; None: it is not."""
+        stack = stack_of(name, self.layer_rows)
+        return None if stack is None else self.layer_rows[stack]
 
-    def _tensor(self, row: Row, layer: int | None, records: Mapping[str, Parameter]) -> Tensor:
-        parts = []
-        for name in row.ours:
-            record = records[name]
-            lead = 0 if layer is None else 1
-            sizes = zip(record.axes[lead:], self.shapes[name][lead:], strict=True)
-            shape = tuple(self.config.vocab_size if axis == "vocab" else size for axis, size in sizes)
-            parts.append(Part(name, layer, shape, 0 if record.role == "vector" else record.num_inputs))
-        shape = parts[0].shape
-        if row.layout != "same":
-            outputs = sum(part_width(part) for part in parts)
-            inputs = _inputs(parts[0])
-            shape = (*inputs, outputs) if row.layout == "conv1d" else (outputs, *inputs)
-        return Tensor(row.theirs.format(layer), shape, tuple(parts), row.layout)
+    def _names(self, row: Row) -> list[list[str]]:
+        """Our names in a row, for each kind of layer that has all of them."""
+        kinds = [stack.rpartition(".")[2] for stack in self.layer_rows]
+        candidates = [[name.replace("*", kind) for name in row.ours] for kind in kinds]
+        distinct = dict.fromkeys(map(tuple, candidates))
+        return [list(names) for names in distinct if all(name in self._records for name in names)]
+
+    def _row(self, row: Row, names: Sequence[str]) -> list[Tensor]:
+        layers = self.layers_of(names[0])
+        if layers is None:
+            return [self._tensor(row, names, ())]
+        if row.theirs.count("{}") == 1:
+            return [self._tensor(row, names, (layer,)) for layer in layers.tolist()]
+        experts = range(self.shapes[names[0]][1])
+        return [self._tensor(row, names, at) for at in itertools.product(layers.tolist(), experts)]
+
+    def _tensor(self, row: Row, names: Sequence[str], at: tuple[int, ...]) -> Tensor:
+        return Tensor(row.theirs.format(*at), tuple(self._part(name, at) for name in names), row.layout)
+
+    def _part(self, name: str, at: tuple[int, ...]) -> Part:
+        record = self._records[name]
+        axes = record.axes[len(at) :]
+        sizes = zip(axes, self.shapes[name][len(at) :], strict=True)
+        shape = tuple(self.config.vocab_size if axis == "vocab" else size for axis, size in sizes)
+        is_matrix = record.role not in ("vector", "variable")
+        return Part(name, at, shape, axes.count("experts"), record.num_inputs if is_matrix else 0)

@@ -1,6 +1,6 @@
 """Options of a config.json, each with a pair of functions that convert to fields of our config and back.
 
-`read(theirs)` takes the whole config.json and returns fields of DecoderConfig, those of RopeConfig as "rope.FIELD";
+`read(theirs)` takes the whole config.json and returns fields of DecoderConfig, those of its sections as "rope.base";
 `write(ours)` takes all of these fields and returns keys of config.json. Each raises ValueError, with the option and its
 value, for values that the other side does not support.
 """
@@ -9,6 +9,8 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
+
+from megajax.layers.moe import MoeConfig, layer_pattern
 
 REQUIRED = object()
 
@@ -61,6 +63,8 @@ class Option:
 
     def write(self, ours: Mapping[str, Any]) -> dict[str, Any]:
         value = ours[self._fields[0]]
+        if value is None and self.default is REQUIRED:
+            raise ValueError(f"model.{self._fields[0]}=None, which {self.theirs} cannot say")
         if self.values is not None:
             value = next((spelling for spelling, known in self.values.items() if known == value), None)
             if value is None:
@@ -119,8 +123,8 @@ class Rope:
     base: float = 10_000.0
     fraction: float = 1.0
     interleaved: bool = False
-    rotated: str = ""
-    """Key with the number of rotated dims of a head, used instead of a fraction."""
+    rotated: tuple[str, int] | None = None
+    """Key with the number of rotated dims of a head, used instead of a fraction, and its default."""
 
     def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
         parameters = theirs.get("rope_parameters") or {}
@@ -131,15 +135,19 @@ class Rope:
             "rope.base": float(parameters.get("rope_theta", old_base)),
             "rope.fraction": float(parameters.get("partial_rotary_factor", old_fraction)),
         }
-        if self.rotated and theirs.get(self.rotated) is not None:
-            found["rope.fraction"] = theirs[self.rotated] / (theirs["n_embd"] // theirs["n_head"])
+        if self.rotated is not None:
+            name, default = self.rotated
+            if (rotated := theirs.get(name, default)) is None:
+                raise ValueError(f"{name}=None is not supported; give the number of rotated dims of a head")
+            found["rope.fraction"] = rotated / (theirs["n_embd"] // theirs["n_head"])
         if self.interleaved:
             found["rope.interleaved"] = True
         return found | read_scaling(scaling, theirs)
 
     def write(self, ours: Mapping[str, Any]) -> dict[str, Any]:
-        if self.rotated:
-            return {self.rotated: round(ours["rope.fraction"] * (ours["head_dim"]))}
+        if self.rotated is not None:
+            name, _ = self.rotated
+            return {name: round(ours["rope.fraction"] * ours["head_dim"])}
         scaling = write_scaling(ours)
         parameters = {"rope_theta": ours["rope.base"], **(scaling or {"rope_type": "default"})}
         partial = {}
@@ -317,6 +325,29 @@ class Window:
             return kinds | switch | ({} if window is None else {"max_window_layers": 0})
         pattern = {"sliding_window_pattern": every} if every else {}
         return kinds | {"sliding_window": self.default if window is None else window} | pattern
+
+
+# ----------------------------------------------------------------------------- experts
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertLayers:
+    """decoder_sparse_step and mlp_only_layers of Qwen: every n-th layer has experts, but for the named ones."""
+
+    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+        every = theirs.get("decoder_sparse_step", 1)
+        dense = theirs.get("mlp_only_layers") or []
+        has_experts = [(n + 1) % every == 0 and n not in dense for n in range(theirs["num_hidden_layers"])]
+        return {"moe.layers": layer_pattern(has_experts)}
+
+    def write(self, ours: Mapping[str, Any]) -> dict[str, Any]:
+        moe = MoeConfig(num_experts=1, layers=ours["moe.layers"])
+        has_experts = [moe.has_experts(number) for number in range(ours["num_layers"])]
+        every = has_experts.index(True) + 1 if any(has_experts) else 1
+        if has_experts == [(number + 1) % every == 0 for number in range(len(has_experts))]:
+            return {"decoder_sparse_step": every, "mlp_only_layers": []}
+        dense = [number for number, has in enumerate(has_experts) if not has]
+        return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
 # ----------------------------------------------------------------------------- options of single families

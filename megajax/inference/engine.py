@@ -23,18 +23,17 @@ from jax.sharding import PartitionSpec as P
 from megajax.data.tokenizers.tokenizer import Tokenizer, end_ids
 from megajax.inference import programs
 from megajax.inference.grammar import Grammars
+from megajax.inference.load import open_model, serving_params
 from megajax.inference.pages import PagePool
 from megajax.inference.programs import Chooser, DecodeBatch, Drawn, PrefillBatch, Rows
 from megajax.inference.sampling import PROMPT_TOKEN, RowSampling, Sampling, TokenLogprobs
 from megajax.inference.scheduler import Decode, Limits, Prefill, Request, Run, Scheduler, Sequence, Wait
 from megajax.inference.text import TextStream
 from megajax.layers.kv_cache import PoolSizes
-from megajax.mesh import MeshConfig, make_mesh
+from megajax.mesh import MeshConfig
 from megajax.models.model import Model
 from megajax.parameters import is_per_layer
 from megajax.ranges import PositiveInt
-from megajax.sharding import with_shardings
-from megajax.sources import open_source
 
 logger = logging.getLogger("megajax")
 
@@ -245,29 +244,11 @@ class Engine:
         belong to the run, or if the mesh does not divide the model.
         """
         serving.check()
-        source = open_source(run_dir, step)
-        mesh_config = mesh or MeshConfig()
-        config = source.config
-        if mesh_config.pipeline > 1:
-            raise ValueError(
-                f"mesh.pipeline={mesh_config.pipeline}: generation does not support pipelines; use --mesh.tensor or "
-                "--mesh.fsdp"
-            )
-        mesh_config.check()
-        config.model.check(mesh_config, config.training.sequence_length, config.execution)
-        tokenizer = source.tokenizer()
-        devices = jax.devices()
-        if -1 in mesh_config.sizes().values() or mesh_config.num_devices > len(devices):
-            mesh_config = mesh_config.resolve(len(devices))
-            config.model.check(mesh_config, config.training.sequence_length, config.execution)
-        mesh = make_mesh(mesh_config, devices[: mesh_config.num_devices])
-        model = Model(config.model, config.precision, config.execution)
-        target = with_shardings(serving_params(model), model.shardings(mesh))
+        opened = open_model(run_dir, mesh, step)
         # Split here, so that the stacked arrays are gone before the memory for pages is counted.
-        params = model.per_layer(source.restore_params(target, model.layer_rows))
-        logger.info("loaded %s", source)
-        start_ids = getattr(tokenizer, "start_ids", ()) if source.is_foreign else ()
-        return Engine(model, params, mesh, tokenizer, start_ids=start_ids, serving=serving)
+        params = opened.model.per_layer(opened.restore())
+        parts = (opened.model, params, opened.mesh, opened.tokenizer)
+        return Engine(*parts, start_ids=opened.start_ids, serving=serving)
 
     # ------------------------------------------------------------------ whole generations
 
@@ -758,14 +739,6 @@ class Engine:
             return HOST_POOL_BYTES
         free = int(self.serving.memory_fraction * stats["bytes_limit"]) - stats["bytes_in_use"]
         return max(free, 0) * self.mesh.shape["tensor"]
-
-
-def serving_params(model: Model):
-    """Abstract weights for inference: matrices in the compute dtype, all else as stored.
-
-    Layers cast their matrices to the compute dtype anyway, so results are the same, and a token reads half the memory.
-    """
-    return model.cast_weights(model.precision.compute_dtype)
 
 
 def _cast(model: Model, params: dict) -> dict:

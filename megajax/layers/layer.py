@@ -8,7 +8,7 @@ fields of a particular kind.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
@@ -81,6 +81,10 @@ class Flops(NamedTuple):
         return self.matmuls + (self.mixing_causal if causal else self.mixing)
 
 
+def _nothing(mesh: MeshConfig) -> float:
+    return 0
+
+
 class Activation(NamedTuple):
     """An activation that a layer may save for its backward pass."""
 
@@ -93,6 +97,8 @@ class Activation(NamedTuple):
     by the kernels."""
     needs_scores: bool = False
     """Plain attention runs on every kind of device."""
+    empty: Callable[[MeshConfig], float] = _nothing
+    """Further elements per token on a mesh, which take memory and are not computed: empty rows of a buffer."""
 
 
 class Terms(NamedTuple):

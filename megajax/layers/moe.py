@@ -7,7 +7,9 @@ No token is dropped, unless the router has a capacity. parallel/expert.py sends 
 """
 
 import dataclasses
+import itertools
 import re
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +28,7 @@ from megajax.parallel.context import ContextMethod
 from megajax.parallel.expert import (
     AllGather,
     Dispatch,
+    Exchange,
     choose_exchange,
     combine,
     dispatch,
@@ -35,6 +38,8 @@ from megajax.parallel.expert import (
     rounds_needed,
 )
 from megajax.ranges import PositiveInt
+
+TYPICAL_TOKENS = 4096  # of a device; any number gives the same rows per token, but for rounding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +71,7 @@ class MoeConfig:
         runs = re.findall(r"([de])(?:\*(\d+))?", self.layers)
         return "".join(letter * int(count or 1) for letter, count in runs)
 
-    def check(self, *, has_bias: bool) -> None:
+    def check(self, num_layers: int, *, has_bias: bool) -> None:
         """Raises ValueError for contradictory fields, and for experts with biases, which are not supported."""
         if self.num_experts is None:
             if changed := _changed_fields(self, MoeConfig()):
@@ -77,11 +82,24 @@ class MoeConfig:
             return
         if not re.fullmatch(r"([de](\*[1-9]\d{0,3})?)+", self.layers):
             raise ValueError(f"model.moe.layers={self.layers!r} must be letters d and e, with counts as in d*3e*58")
+        if not any(map(self.has_experts, range(num_layers))):
+            raise ValueError(
+                f"model.moe.layers={self.layers!r} gives none of the model.num_layers={num_layers} layers experts; "
+                "change it, or leave model.moe.num_experts out"
+            )
         if has_bias:
             raise ValueError("model.moe.num_experts: biases of experts are not supported; set --model.mlp_bias=False")
         if self.shared_gate and self.shared_dim is None:
             raise ValueError("model.moe.shared_gate=True needs shared experts: set --model.moe.shared_dim")
         self.router.check(self.num_experts)
+
+
+def layer_pattern(has_experts: Sequence[bool]) -> str:
+    """MoeConfig.layers for these layers: the shortest pattern, with counts."""
+    number = len(has_experts)
+    period = next(p for p in range(1, number + 1) if all(has_experts[n] == has_experts[n % p] for n in range(number)))
+    runs = [("e" if has else "d", len(list(run))) for has, run in itertools.groupby(has_experts[:period])]
+    return "".join(letter if count == 1 else f"{letter}*{count}" for letter, count in runs)
 
 
 def _changed_fields(config, default) -> list[str]:
@@ -161,27 +179,34 @@ class ExpertsConfig:
         shared = self.shared.activations() if self.shared else {}
         wide = 2 * self.embed_dim * self.wide_dim * K
         of_experts = {
-            "mlp_wide": Activation(K * self.wide_dim, Flops(wide, routed=wide)),
-            "mlp_hidden": Activation(K * self.mlp_dim),
+            "expert_rows": self._rows(self.embed_dim),
+            "mlp_wide": self._rows(self.wide_dim, Flops(wide, routed=wide)),
+            "mlp_hidden": self._rows(self.mlp_dim),
         }
-        both = {
-            name: Activation(one.elements + shared[name].elements, one.flops + shared[name].flops) if shared else one
-            for name, one in of_experts.items()
-        }
-        return {
-            # Logits, experts and plan, in four bytes.
-            "routing": Activation(2 * (self.moe.num_experts + 5 * K)),
-            "expert_rows": Activation(K * self.embed_dim),
-        } | both
+        for name, one in shared.items():
+            routed = of_experts[name]
+            of_experts[name] = routed._replace(elements=routed.elements + one.elements, flops=routed.flops + one.flops)
+        # Logits, experts and plan, in four bytes.
+        return {"routing": Activation(2 * (self.moe.num_experts + 5 * K))} | of_experts
+
+    def _rows(self, width: int, flops: Flops = Flops()) -> Activation:
+        """An array of the rows of experts."""
+
+        def empty(mesh: MeshConfig) -> float:
+            return (self._exchange(mesh).num_rows / TYPICAL_TOKENS - self.top_k) * width
+
+        return Activation(self.top_k * width, flops, empty=empty)
+
+    def _exchange(self, mesh: MeshConfig) -> Exchange:
+        return exchange_of(
+            TYPICAL_TOKENS, mesh.expert, self.moe.num_experts, self.top_k, dispatch=self.dispatch, buffer=self.buffer
+        )
 
     def sent(self, mesh: MeshConfig, itemsize: int, passes: int) -> dict[str, float]:
         """As LayerConfig.sent. passes: number of forward and backward passes."""
         message = passes * 2 * self.embed_dim * itemsize
-        num_tokens = 4096  # any number gives the same bytes per token, but for rounding
-        exchange = exchange_of(
-            num_tokens, mesh.expert, self.moe.num_experts, self.top_k, dispatch=self.dispatch, buffer=self.buffer
-        )
-        messages = mesh.expert if isinstance(exchange, AllGather) else exchange.num_rows / num_tokens
+        exchange = self._exchange(mesh)
+        messages = mesh.expert if isinstance(exchange, AllGather) else exchange.num_rows / TYPICAL_TOKENS
         shared = 1 if self.shared else 0
         return {"tensor": (self.top_k + shared) * message, "expert": messages * message}
 

@@ -74,6 +74,11 @@ class RouterConfig:
     drop: Literal["probability", "position"] = "probability"
     """With a capacity: drop the tokens with the smallest weights, or the last ones."""
 
+    @property
+    def softmax_last(self) -> bool:
+        """Whether the choice is among logits, and the softmax over the chosen experts follows."""
+        return self.score == "softmax" and not self.softmax_first
+
     def check(self, num_experts: int) -> None:
         """Raises ValueError for contradictory fields."""
         name = "model.moe.router"
@@ -172,7 +177,8 @@ class Router(Linear):
         config = self.config
         if config.assignment == "balanced_benchmark":
             return _in_turn(logits_BTE.shape, config.top_k)
-        preferred_BTE = logits_BTE if config.score == "softmax" else scores_BTE
+        # The best groups of the one need not be those of the other: their values are sums.
+        preferred_BTE = logits_BTE if config.softmax_last else scores_BTE
         if config.bias_update_rate is not None:
             preferred_BTE = preferred_BTE + self.expert_bias[...]
         if config.assignment == "sinkhorn" and not generates:
@@ -187,7 +193,7 @@ class Router(Linear):
         def of_chosen(values_BTE):
             return jnp.sum(chosen_BTKE * values_BTE[..., None, :], -1)
 
-        if config.score == "softmax" and not config.softmax_first:
+        if config.softmax_last:
             weights_BTK = jax.nn.softmax(of_chosen(logits_BTE), -1)
         else:
             weights_BTK = of_chosen(scores_BTE)

@@ -25,7 +25,7 @@ from megajax.mesh import MeshConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.models.interface import BatchArray, LossOptions, LossTerms, ModelConfig, OneStack
 from megajax.ops.activation import Activation
-from megajax.ops.cross_entropy import cross_entropy, finish_logits
+from megajax.ops.cross_entropy import TokenScores, cross_entropy, finish_logits, token_scores
 from megajax.ops.embedding import embed
 from megajax.ops.matmul import matmul
 from megajax.parallel.context import current_order
@@ -285,7 +285,7 @@ class DecoderConfig(ModelConfig):
                 "--model.position=rope and --model.window, or leave it out"
             )
         self.rope.check(self.width_of_head)
-        self.moe.check(has_bias=self.has_mlp_bias)
+        self.moe.check(self.num_layers, has_bias=self.has_mlp_bias)
 
     def _check_divides(self, mesh: MeshConfig) -> None:
         vocab_shards = mesh.tensor * mesh.pipeline
@@ -375,6 +375,11 @@ class Decoder(OneStack):
             **self._logit_options(),
         )
         return LossTerms(main)
+
+    def label_scores(self, x_BTD: jax.Array, batch: dict) -> TokenScores:
+        x_BTD = self.final_norm(x_BTD)
+        vocab_size = self.config.vocab_size
+        return token_scores(x_BTD, self._head(), batch["labels"], vocab_size=vocab_size, **self._logit_options())
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """float32 [B, T, V]; minus infinity for the padding of the vocabulary."""

@@ -20,6 +20,7 @@ from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import Flops, LayerConfig, Terms
 from megajax.mesh import MeshConfig
 from megajax.models.execution import ExecutionConfig
+from megajax.ops.cross_entropy import TokenScores
 from megajax.parallel.schedule import Stages
 
 
@@ -172,12 +173,16 @@ def family(kind: str) -> type[ModelConfig]:
 class AnyModule(Protocol):
     """The nnx.Module of a model, with a Stack under each name in `stacks`.
 
-    Training is one call, `terms`. Generating is `extend` for some more tokens of each row, and `logits`.
+    Training is one call, `terms`, and so is scoring given tokens, `scores`. Generating is `extend` for some more tokens
+    of each row, and `logits`.
     """
 
     def terms(self, batch: dict, key: DropoutKey | None, options: LossOptions) -> LossTerms:
         """batch: arrays [B, ...] as `batch` names them, with loss_weights float32 [B, T], the weight of each token in
         the loss, instead of loss_mask. key: for dropout; None: no dropout."""
+
+    def scores(self, batch: dict) -> TokenScores:
+        """The scores of batch["labels"]; batch: as in `terms`, without loss_weights and without dropout."""
 
     def extend(self, batch: dict, caches: dict) -> tuple[jax.Array, dict]:
         """Reads the next T tokens of each row -> (their hidden states [B, T, D], caches).
@@ -192,7 +197,8 @@ class OneStack(nnx.Module):
     """A model that is embed -> one stack, `layers` -> loss, which a pipeline can split into stages.
 
     A family derives from it and has `embed(batch, key) -> x`, `block_inputs(batch) -> dict`, `loss(x, batch, options)
-    -> LossTerms` and `logits`. `block_inputs` reads no weights: in a pipeline each stage computes them itself.
+    -> LossTerms`, `label_scores(x, batch) -> TokenScores` and `logits`. `block_inputs` reads no weights: in a pipeline
+    each stage computes them itself.
     """
 
     def terms(self, batch: dict, key: DropoutKey | None, options: LossOptions) -> LossTerms:
@@ -200,6 +206,10 @@ class OneStack(nnx.Module):
         x = self.embed(batch, embed_key)
         x, _, terms = self.layers(x, self.block_inputs(batch), key=layers_key)
         return self.loss(x, batch, options).with_layers(terms)
+
+    def scores(self, batch: dict) -> TokenScores:
+        x, _, _ = self.layers(self.embed(batch, None), self.block_inputs(batch))
+        return self.label_scores(x, batch)
 
     def extend(self, batch: dict, caches: dict) -> tuple[jax.Array, dict]:
         x_BTD, layers, _ = self.layers(self.embed(batch, None), self.block_inputs(batch), caches["layers"])

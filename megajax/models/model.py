@@ -21,6 +21,7 @@ from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import Flops
 from megajax.models.execution import ExecutionConfig
 from megajax.models.interface import NO_REGULARISERS, LossOptions, LossTerms, ModelConfig
+from megajax.ops.cross_entropy import TokenScores
 from megajax.ops.matmul import Float32Gradient
 from megajax.parallel.schedule import Stages
 from megajax.parameters import (
@@ -310,6 +311,13 @@ class Model:
         """
         dropout = None if key is None else DropoutKey(key, jnp.int32(first_sample))
         return self.module(weights).terms(batch, dropout, options)
+
+    def scores(self, weights: dict, batch: dict) -> TokenScores:
+        """The log-probability of each of batch["labels"], and the most likely token in its place; no dropout.
+
+        batch: int32 arrays [B, T] as config.batch names them, without loss_mask.
+        """
+        return self.module(weights).scores(batch)
 
     def updated(self, variables: dict, observed: dict) -> dict:
         """The variables after a step, from its observations (parameters.py)."""

@@ -9,6 +9,7 @@ https://arxiv.org/abs/2411.05288).
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +72,55 @@ def finish_logits(products: jax.Array, bias_V: jax.Array | None, multiplier: flo
     return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
 
 
+class TokenScores(NamedTuple):
+    log_probs: jax.Array
+    """float32 [B, T]: log p[label]."""
+    top: jax.Array
+    """int32 [B, T]: the most likely token; the lowest of equally likely ones."""
+
+
+def token_scores(
+    x_BTD: jax.Array,
+    head_DV: jax.Array,
+    labels_BT: jax.Array,
+    *,
+    vocab_size: int,
+    bias_V: jax.Array | None = None,
+    multiplier: float = 1.0,
+    soft_cap: float | None = None,
+    max_chunk_bytes: int = MAX_CHUNK_BYTES,
+) -> TokenScores:
+    """Scores of every label, from the logits that `cross_entropy` computes; arguments as there. Has no gradient."""
+    layout = _layout(labels_BT)
+    options = (vocab_size, (multiplier, soft_cap))
+
+    def body(x_BTD, head_DV, bias_V, labels_BT):
+        if layout.sharing:
+            head_DV = lax.all_gather(head_DV, layout.sharing, axis=0, tiled=True)
+        score = functools.partial(_score_chunk, head_DV=head_DV, bias_V=bias_V, options=options)
+        num_chunks = _num_chunks(labels_BT.size, head_DV, max_chunk_bytes)
+        chunks = tuple(a.reshape(num_chunks, -1, *a.shape[2:]) for a in (x_BTD, labels_BT))
+        return tuple(a.reshape(labels_BT.shape) for a in lax.map(lambda chunk: score(*chunk), chunks))
+
+    x_BTD = constrain(x_BTD, "batch", "sequence", None)
+    run = manual(body, (P(*layout.tokens, None), layout.head, layout.bias, layout.tokens), (layout.tokens,) * 2)
+    return TokenScores(*run(x_BTD, head_DV.astype(x_BTD.dtype), bias_V, labels_BT))
+
+
+def _score_chunk(x_CD, labels_C, *, head_DV, bias_V, options):
+    vocab, logit_options = options
+    logits_CV, token_V, of_tokens = _logits(x_CD, head_DV, bias_V, vocab, logit_options)
+    top_C = lax.pmax(jnp.max(of_tokens(logits_CV, -jnp.inf), -1), VOCAB_AXES)
+    sums = (
+        jnp.sum(of_tokens(jnp.exp(logits_CV - top_C[:, None]), 0.0), -1),
+        jnp.sum(jnp.where(labels_C[:, None] == token_V, logits_CV, 0.0), -1),
+    )
+    total_C, label_C = lax.psum(sums, VOCAB_AXES)
+    is_top_CV = of_tokens(logits_CV, -jnp.inf) == top_C[:, None]
+    first_C = lax.pmin(jnp.min(jnp.where(is_top_CV, token_V, vocab), -1), VOCAB_AXES)
+    return label_C - top_C - jnp.log(total_C), first_C
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _cross_entropy(x_BTD, head_DV, bias_V, labels_BT, weights_BT, options):
     return _run(x_BTD, head_DV, bias_V, labels_BT, weights_BT, options, with_gradients=False)[0]
@@ -90,13 +140,9 @@ _cross_entropy.defvjp(_forward, _backward)
 
 def _run(x_BTD, head_DV, bias_V, labels_BT, weights_BT, options, with_gradients):
     """-> (loss, (dx sharded as batch, sequence; dhead; dbias)), or (loss, None)."""
-    tokens = activation_spec(labels_BT.shape, ("batch", "time"))
+    tokens, split_over, sharing, head_spec, bias_spec = _layout(labels_BT)
     sequence = activation_spec(x_BTD.shape, ("batch", "sequence", None))
     scatter = sequence[1] != tokens[1]
-    split_over = tuple(axis for entry in tokens for axis in axes_of(entry))
-
-    # Axes that split both D and the tokens: the head is gathered over them here, in its own dtype.
-    sharing = tuple(axis for axis in WEIGHT_AXES["embed"] if axis in split_over)
 
     def body(x_BTD, head_DV, bias_V, labels_BT, weights_BT):
         if sharing:
@@ -119,8 +165,6 @@ def _run(x_BTD, head_DV, bias_V, labels_BT, weights_BT, options, with_gradients)
         return loss, d_x, d_head.astype(head_dtype), d_bias
 
     head_dtype = head_DV.dtype
-    bias_spec = local_weight_spec(("vocab",), free_axes())
-    head_spec = P(entry_of(sharing), bias_spec[0])
     in_specs = (P(*tokens, None), head_spec, bias_spec, tokens, tokens)
     out_specs = (P(), sequence, head_spec, bias_spec) if with_gradients else P()
     # Without it XLA gathers x before its last cast, which is twice the bytes.
@@ -129,16 +173,39 @@ def _run(x_BTD, head_DV, bias_V, labels_BT, weights_BT, options, with_gradients)
     return (out[0], out[1:]) if with_gradients else (out, None)
 
 
-def _chunks(x_BTD, head_DV, bias_V, labels_BT, weights_BT, options, with_gradients):
-    """-> (sum of the losses, dx, (dhead, dbias)): this device's parts of sums over vocabulary (dx) and batch."""
-    *loss_options, max_chunk_bytes = options
-    num_tokens = labels_BT.size
+class _Layout(NamedTuple):
+    tokens: P
+    """Of [B, T]."""
+    split_over: tuple[str, ...]
+    """Mesh axes that split the tokens."""
+    sharing: tuple[str, ...]
+    """Of these, axes that split D too: the head is gathered over them in the region, in its own dtype."""
+    head: P
+    bias: P
+
+
+def _layout(labels_BT) -> _Layout:
+    tokens = activation_spec(labels_BT.shape, ("batch", "time"))
+    split_over = tuple(axis for entry in tokens for axis in axes_of(entry))
+    sharing = tuple(axis for axis in WEIGHT_AXES["embed"] if axis in split_over)
+    bias = local_weight_spec(("vocab",), free_axes())
+    return _Layout(tokens, split_over, sharing, P(entry_of(sharing), bias[0]), bias)
+
+
+def _num_chunks(num_tokens: int, head_DV, max_chunk_bytes: int) -> int:
+    """The fewest chunks whose logits fit; a chunk has at least one token."""
 
     def fits(n: int) -> bool:
         return num_tokens % n == 0 and num_tokens // n * head_DV.shape[1] * 4 <= max_chunk_bytes
 
-    num_chunks = next((n for n in range(1, num_tokens) if fits(n)), num_tokens)
-    chunk_shape = (num_chunks, num_tokens // num_chunks)
+    return next((n for n in range(1, num_tokens) if fits(n)), num_tokens)
+
+
+def _chunks(x_BTD, head_DV, bias_V, labels_BT, weights_BT, options, with_gradients):
+    """-> (sum of the losses, dx, (dhead, dbias)): this device's parts of sums over vocabulary (dx) and batch."""
+    *loss_options, max_chunk_bytes = options
+    num_chunks = _num_chunks(labels_BT.size, head_DV, max_chunk_bytes)
+    chunk_shape = (num_chunks, labels_BT.size // num_chunks)
     chunks = tuple(a.reshape(*chunk_shape, *a.shape[2:]) for a in (x_BTD, labels_BT, weights_BT))
     given = dict(head_DV=head_DV, bias_V=bias_V, options=loss_options, with_gradients=with_gradients)
     step = functools.partial(_chunk, **given)
@@ -160,14 +227,8 @@ def _chunks(x_BTD, head_DV, bias_V, labels_BT, weights_BT, options, with_gradien
 
 def _chunk(x_CD, labels_C, weights_C, *, head_DV, bias_V, options, with_gradients):
     vocab, z_loss, label_smoothing, (multiplier, soft_cap) = options
-    dot = functools.partial(jnp.einsum, precision=dot_precision(x_CD.dtype), preferred_element_type=jnp.float32)
-    logits_CV = finish_logits(dot("cd,dv->cv", x_CD, head_DV), bias_V, multiplier, soft_cap)
-    token_V = lax.axis_index(VOCAB_AXES) * head_DV.shape[1] + jnp.arange(head_DV.shape[1])
+    logits_CV, token_V, of_tokens = _logits(x_CD, head_DV, bias_V, vocab, (multiplier, soft_cap))
     is_label_CV = labels_C[:, None] == token_V
-    is_padded = head_DV.shape[1] * lax.axis_size(VOCAB_AXES) > vocab
-
-    def of_tokens(array_CV, otherwise):
-        return jnp.where(token_V < vocab, array_CV, otherwise) if is_padded else array_CV
 
     top_C = lax.pmax(lax.stop_gradient(jnp.max(of_tokens(logits_CV, -jnp.inf), -1)), VOCAB_AXES)
     exp_CV = of_tokens(jnp.exp(logits_CV - top_C[:, None]), 0.0)
@@ -189,5 +250,23 @@ def _chunk(x_CD, labels_C, weights_C, *, head_DV, bias_V, options, with_gradient
         d_logits_CV *= multiplier
     d_bias_V = None if bias_V is None else jnp.sum(d_logits_CV, 0)
     d_logits_CV = d_logits_CV.astype(x_CD.dtype)
+    dot = _dot(x_CD.dtype)
     d_x_CD = dot("cv,dv->cd", d_logits_CV, head_DV).astype(x_CD.dtype)
     return loss, d_x_CD, (dot("cd,cv->dv", x_CD, d_logits_CV), d_bias_V)
+
+
+def _dot(dtype):
+    """einsum of arrays of this dtype with a float32 result."""
+    return functools.partial(jnp.einsum, precision=dot_precision(dtype), preferred_element_type=jnp.float32)
+
+
+def _logits(x_CD, head_DV, bias_V, vocab, logit_options):
+    """-> (logits float32 [C, V / devices], the ids of these tokens, a function that replaces entries of padding)."""
+    logits_CV = finish_logits(_dot(x_CD.dtype)("cd,dv->cv", x_CD, head_DV), bias_V, *logit_options)
+    token_V = lax.axis_index(VOCAB_AXES) * head_DV.shape[1] + jnp.arange(head_DV.shape[1])
+    is_padded = head_DV.shape[1] * lax.axis_size(VOCAB_AXES) > vocab
+
+    def of_tokens(array_CV, otherwise):
+        return jnp.where(token_V < vocab, array_CV, otherwise) if is_padded else array_CV
+
+    return logits_CV, token_V, of_tokens

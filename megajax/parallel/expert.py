@@ -150,19 +150,19 @@ def choose_exchange(shape_BT: tuple[int, int], num_experts: int, top_k: int, dis
     all_to_all, which then also sends more."""
     sizes = free_axes()
     parts = math.prod(sizes[axis] for entry in activation_spec(shape_BT, ("batch", "time")) for axis in axes_of(entry))
-    given = dict(num_ranks=axis_size(AXIS), num_experts=num_experts, top_k=top_k)
-    return exchange_of(math.prod(shape_BT) // parts, dispatch=dispatch, buffer=buffer, **given)
+    sizes = dict(num_ranks=axis_size(AXIS), num_experts=num_experts, top_k=top_k)
+    return exchange_of(math.prod(shape_BT) // parts, dispatch=dispatch, buffer=buffer, **sizes)
 
 
 def exchange_of(
     num_tokens: int, num_ranks: int, num_experts: int, top_k: int, dispatch: Dispatch, buffer: float
 ) -> Exchange:
     """As choose_exchange, for this many tokens per device."""
-    given = dict(num_ranks=num_ranks, num_experts=num_experts, top_k=top_k, num_tokens=num_tokens)
-    gathered = AllGather(**given)
+    sizes = dict(num_ranks=num_ranks, num_experts=num_experts, top_k=top_k, num_tokens=num_tokens)
+    gathered = AllGather(**sizes)
     even = num_tokens * top_k / num_ranks
     most = num_tokens * min(top_k, gathered.local_experts)
-    exchanged = AllToAll(**given, room=min(math.ceil(buffer * even), most))
+    exchanged = AllToAll(**sizes, room=min(math.ceil(buffer * even), most))
     if num_ranks == 1 or dispatch == "all_gather":
         return gathered
     if dispatch == "all_to_all":
@@ -226,8 +226,8 @@ def _dispatch(x_BTD, weights_BTK, plan, exchange):
         rows_RD = exchange.send(x_BTD.reshape(-1, x_BTD.shape[-1]), plan, exchange.top_k)
         return rows_RD, exchange.send(weights_BTK.ravel(), plan, 1)
 
-    given = (*_token_specs(x_BTD.shape[:2], x_BTD.shape[2]), rows_spec())
-    return manual(body, given, (rows_spec("embed"), rows_spec()))(x_BTD, weights_BTK, plan)
+    in_specs = (*_token_specs(x_BTD.shape[:2], x_BTD.shape[2]), rows_spec())
+    return manual(body, in_specs, (rows_spec("embed"), rows_spec()))(x_BTD, weights_BTK, plan)
 
 
 def _dispatch_forward(x_BTD, weights_BTK, plan, exchange):
@@ -244,8 +244,8 @@ def _dispatch_backward(exchange, residuals, gradients):
         d_weights_m = exchange.bring_back(d_weights_R, plan, 1)
         return _as_tokens(d_x_nD, shape_BT, specs[0]), _as_tokens(d_weights_m, shape_BT, specs[1])
 
-    given = (rows_spec("embed"), rows_spec(), rows_spec())
-    return *manual(body, given, specs)(d_rows_RD, d_weights_R, plan), None
+    in_specs = (rows_spec("embed"), rows_spec(), rows_spec())
+    return *manual(body, in_specs, specs)(d_rows_RD, d_weights_R, plan), None
 
 
 _dispatch.defvjp(_dispatch_forward, _dispatch_backward)

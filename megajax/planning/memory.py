@@ -83,7 +83,7 @@ def activation_bytes(
     itemsize = np.dtype(model.precision.compute_dtype).itemsize
     batch = training.schedule(mesh)(training.steps)
     tokens = batch.microbatch // mesh.batch_shards * training.sequence_length / mesh.context
-    kept = [_kept_elements(layer, training.sequence_length) for layer in layers]
+    kept = [_kept_elements(layer, training.sequence_length, mesh) for layer in layers]
     on_device = [tokens * itemsize * device for device, _ in kept]
     on_host = sum(tokens * itemsize * host for _, host in kept)
     working = _working_bytes(model, layers, mesh, training, tokens, itemsize)
@@ -107,15 +107,16 @@ def _num_slots(schedule: PipelineSchedule, num_ranks: int, num_microbatches: int
 
 
 @functools.lru_cache(maxsize=1024)
-def _kept_elements(layer: LayerConfig, sequence_length: int) -> tuple[float, float]:
+def _kept_elements(layer: LayerConfig, sequence_length: int, mesh: MeshConfig) -> tuple[float, float]:
     """Elements per token that a layer saves for its backward pass, before `tensor` splits them -> (on the device, on
     the host)."""
     activations = layer.activations(sequence_length)
     first = next(iter(activations))  # the input
     saved = layer.saved or Saved(on_device=tuple(activations), on_host=())
 
-    def count(names: Iterable[str]) -> int:
-        return sum(activations[name].elements for name in names if name in activations)
+    def count(names: Iterable[str]) -> float:
+        held = (activations[name] for name in names if name in activations)
+        return sum(activation.elements + activation.empty(mesh) for activation in held)
 
     return count({*saved.on_device, first} - set(saved.on_host)), count(saved.on_host)
 
@@ -174,9 +175,7 @@ def _working_bytes(
     itemsize: int
 ) -> float:  # fmt: skip
     activations = [layer.activations(training.sequence_length).values() for layer in layers if layer.saved]
-    elements = max(
-        (sum(activation.elements for activation in layer_activations) for layer_activations in activations), default=0
-    )
+    elements = max((sum(a.elements + a.empty(mesh) for a in of_layer) for of_layer in activations), default=0)
     working = elements * tokens * itemsize
     output = sum(parameter.computed(mesh.sizes()) for parameter in model.parameters if parameter.is_output)
     gathered = (2 * _layer_weights(model, mesh) + output) * itemsize if mesh.weight_shards > 1 else 0

@@ -86,8 +86,12 @@ def saved_on(tmp_path_factory):
     return folders
 
 
-@pytest.mark.parametrize("goal", MESHES)
-@pytest.mark.parametrize("source", MESHES)
+# A step does not say what mesh saved it, so each as source and as goal, twice, is enough.
+NAMES = list(MESHES)
+PAIRS = [(source, NAMES[(number + step) % len(NAMES)]) for number, source in enumerate(NAMES) for step in (1, 2)]
+
+
+@pytest.mark.parametrize("source, goal", PAIRS)
 def test_what_any_mesh_saved_any_other_restores_bit_for_bit_with_optimizer_state(source, goal, saved_on):
     sizes, shard_over_data = MESHES[goal]
     mesh = mesh_of(**sizes)

@@ -3,6 +3,11 @@
 megatron_core_0_20.tar.xz was written by Megatron Core 0.20.0 on four processes (tensor 2, pipeline 2, CPU, gloo): a
 model of two layers with random weights in both formats, the arguments as its own parser made them, and whole.npz, which
 that program gathered from its ranks by the layer numbers and partition dims that Megatron gave it.
+
+megatron_core_0_16_mixtures.tar.xz holds two mixtures by Megatron Core 0.16.1 in the same way: one of sequential experts
+(tensor 2, pipeline 2, expert 2), and one of the older grouped GEMM (tensor 2, expert 2, expert tensor 2) with a dense
+layer, a shared expert and the bias of the router. whole.npz is what Megatron itself loaded from torch_dist into one
+process; grouped matrices have the names of sequential ones there.
 """
 
 import argparse
@@ -13,21 +18,36 @@ import sys
 import tarfile
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from megajax import start_from
+from megajax.checkpoint import piecewise
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.convert.megatron import from_megajax
-from megajax.convert.megatron.__main__ import import_checkpoint, main
+from megajax.checkpoint.piecewise import StoredParams
+from megajax.convert.megatron import from_megajax, to_megajax
+from megajax.convert.megatron.__main__ import import_checkpoint, main, read
 from megajax.convert.megatron.arguments import read_arguments
-from megajax.convert.megatron.checkpoint import StoredArray, joined_array, numbered, open_checkpoint, whole_layers
+from megajax.convert.megatron.checkpoint import (
+    Rank,
+    StoredArray,
+    joined_array,
+    numbered,
+    open_checkpoint,
+    whole_layers,
+    whole_stage,
+)
 from megajax.inference.engine import Engine
 from megajax.layers.rope import RopeConfig
+from megajax.layers.router import RouterConfig
 from megajax.models.decoder import DecoderConfig
+from megajax.models.model import Model
+from megajax.parameters import name_of
 
 RECORDED = Path(__file__).parent / "megatron_core_0_20.tar.xz"
+MIXTURES = Path(__file__).parent / "megatron_core_0_16_mixtures.tar.xz"
 LAYER = "decoder.layers.0."
 LLAMA = dict(
     num_layers=2, hidden_size=8, num_attention_heads=4, group_query_attention=True, num_query_groups=2, kv_channels=2,
@@ -93,8 +113,8 @@ def test_copies_are_taken_from_the_first_rank_and_differences_said(caplog):
 def test_layers_of_pipeline_stages_follow_one_another_in_the_order_of_their_chunks():
     """Two stages of two virtual ones: the first chunks of both stages come before the second ones."""
     sizes = [2, 1, 1, 2]
-    order = [[{f"decoder.layers.{n}.a": (chunk, n) for n in range(size)}] for chunk, size in enumerate(sizes)]
-    found = {name: array for chunk in numbered(order) for name, (array,) in chunk.items()}
+    order = [{f"decoder.layers.{n}.a": (chunk, n) for n in range(size)} for chunk, size in enumerate(sizes)]
+    found = {name: array for chunk in numbered(order) for name, array in chunk.items()}
     assert found == {
         "decoder.layers.0.a": (0, 0),
         "decoder.layers.1.a": (0, 1),
@@ -104,7 +124,7 @@ def test_layers_of_pipeline_stages_follow_one_another_in_the_order_of_their_chun
         "decoder.layers.5.a": (3, 1),
     }
     with pytest.raises(ValueError, match="decoder.layers.0.a is not on all tensor ranks"):
-        numbered([[{"decoder.layers.0.a": 1}, {}]])
+        whole_stage({Rank(0, 0): {"decoder.layers.0.a": 1}, Rank(1, 0): {}}, {})
 
 
 def test_layers_that_are_stacked_or_numbered_and_halves_by_themselves():
@@ -115,7 +135,9 @@ def test_layers_that_are_stacked_or_numbered_and_halves_by_themselves():
         "decoder.layers.7.mlp.linear_fc1.weight_v": stacked + 50,
         "decoder.final_layernorm.weight": stacked[0],
     }
-    found = whole_layers({key: (array.shape, array.dtype) for key, array in arrays.items()}, arrays.__getitem__)
+    found = whole_layers(
+        {key: (array.shape, array.dtype) for key, array in arrays.items()}, lambda key, at: arrays[key][at]
+    )
     assert sorted(found) == [
         *(f"decoder.{name}" for name in ("final_layernorm.weight", "layers.0.mlp.linear_fc2.bias")),
         *(f"decoder.layers.{n}.mlp.linear_fc2.bias" for n in (1, 2)),
@@ -171,7 +193,7 @@ def test_arguments_of_a_gpt(arguments, expected):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("num_experts", 8),
+        ("moe_latent_size", 8),
         ("multi_latent_attention", True),
         ("mtp_num_layers", 1),
         ("hybrid_layer_pattern", "M*-"),
@@ -185,6 +207,41 @@ def test_arguments_of_a_gpt(arguments, expected):
 def test_what_megajax_does_not_have_is_refused_by_name(name, value):
     with pytest.raises(ValueError, match=f"^{name}=.*from_megatron.md"):
         model_of(GPT | dict(window_attn_skip_freq=None) | {name: value})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({}, dict(layers="e", expert_dim=None, router=RouterConfig(top_k=2))),
+        (dict(moe_layer_freq=3), dict(layers="edd")),
+        (dict(moe_layer_freq=[0, 1]), dict(layers="de")),
+        (dict(moe_ffn_hidden_size=6, moe_shared_expert_intermediate_size=10), dict(expert_dim=6, shared_dim=10)),
+        (
+            dict(
+                moe_router_score_function="sqrtsoftplus", moe_router_enable_expert_bias=True,
+                moe_router_topk_scaling_factor=2.5, moe_router_num_groups=4, moe_router_group_topk=2,
+            ),
+            dict(router=RouterConfig(
+                score="sqrt_softplus", bias_update_rate=1e-3, scale=2.5, num_groups=4, top_groups=2
+            )),
+        ),
+        (
+            dict(
+                moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"], moe_aux_loss_coeff=[0.01, 0.02],
+                moe_z_loss_coeff=0.03, moe_expert_capacity_factor=1.5, moe_token_drop_policy="position",
+                moe_router_pre_softmax=True,
+            ),
+            dict(router=RouterConfig(
+                softmax_first=True, aux_loss=0.01, sequence_aux_loss=0.02, z_loss=0.03, capacity_factor=1.5,
+                drop="position",
+            )),
+        ),
+    ],
+)  # fmt: skip
+def test_arguments_of_a_mixture(arguments, expected):
+    moe = model_of(GPT | dict(add_bias_linear=False, num_experts=8, moe_router_topk=2) | arguments).moe
+    assert {name: getattr(moe, name) for name in expected} == expected
+    assert moe.num_experts == 8
 
 
 def test_a_size_that_is_not_said_is_named():
@@ -233,6 +290,15 @@ def recorded(tmp_path_factory):
     return folder / "tp2_pp2"
 
 
+@pytest.fixture(scope="module")
+def mixtures(tmp_path_factory):
+    pytest.importorskip("torch")
+    folder = tmp_path_factory.mktemp("megatron_mixtures")
+    with tarfile.open(MIXTURES) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
 @pytest.fixture
 def save(recorded, tmp_path):
     """A copy that may be damaged."""
@@ -254,6 +320,57 @@ def test_what_megatron_wrote_is_imported_bit_for_bit(kind, recorded, tmp_path):
     start_from.check(start_from.pinned(started))
 
 
+@pytest.mark.parametrize("kind", ["torch_dist", "torch"])
+@pytest.mark.parametrize("name", ["mixture_tp2_pp2_ep2", "mixture_tp2_ep2_etp2"])
+def test_mixtures_that_megatron_wrote_are_read_bit_for_bit(name, kind, mixtures):
+    checkpoint, config = read(mixtures / name / kind, None, None)
+    whole = np.load(mixtures / name / "whole.npz")
+    assert config.model.moe.num_experts == 4 and config.model.moe.expert_dim == 6
+    found = from_megajax(to_megajax(checkpoint.parameters, config.model), config.model)
+    assert sorted(found) == sorted(whole)
+    for parameter, array in found.items():
+        assert array.dtype == whole[parameter].dtype
+        np.testing.assert_array_equal(array, whole[parameter], err_msg=parameter)
+
+
+def test_a_mixture_is_written_piece_by_piece(mixtures, tmp_path, monkeypatch):
+    """A piece is a part of one expert."""
+    monkeypatch.setattr(piecewise, "PIECE_BYTES", 300)
+    source = mixtures / "mixture_tp2_ep2_etp2" / "torch_dist"
+    checkpoint, config = import_checkpoint(source, tmp_path / "run")
+    stored = StoredParams(tmp_path / "run", 7, Model(config.model).layer_rows)
+    want = to_megajax(checkpoint.parameters, config.model)
+    for path, array in jax.tree_util.tree_leaves_with_path(want):
+        found = stored.open(name_of(path))
+        np.testing.assert_array_equal(found.read((slice(None),) * array.ndim), array)
+
+
+def test_experts_of_other_layouts(mixtures):
+    """Matrices of a grouped layer numbered per rank, and a tensor of torch_dist for each expert."""
+    experts = "decoder.layers.0.mlp.experts."
+    ranks = {
+        Rank(t, e): {f"{experts}linear_fc2.weight{n}": stored(np.full((2, 2), 10 * e + n)) for n in range(2)}
+        for t, e in ((0, 0), (1, 1), (0, 2), (1, 3))
+    }
+    sizes = dict(num_experts=8, expert_model_parallel_size=4, expert_tensor_parallel_size=1)
+    found = whole_stage(ranks, sizes)
+    for number in range(8):
+        (array,) = found[f"{experts}local_experts.{number}.linear_fc2.weight"]
+        np.testing.assert_array_equal(array, np.full((2, 2), 10 * (number // 2) + number % 2))
+
+    keys = {f"{experts}experts.{n}.linear_fc1.weight_{half}": ((3, 2), np.float32) for n in range(2) for half in "wv"}
+    alone = whole_layers(keys, lambda key, at: np.full((3, 2), "wv".index(key[-1])))
+    assert sorted(alone) == [f"{experts}local_experts.{n}.linear_fc1.weight" for n in range(2)]
+    assert np.asarray(alone[f"{experts}local_experts.1.linear_fc1.weight"])[:, 0].tolist() == [0, 0, 0, 1, 1, 1]
+
+
+def test_a_missing_rank_of_experts_is_named(mixtures, tmp_path):
+    save = Path(shutil.copytree(mixtures / "mixture_tp2_pp2_ep2" / "torch", tmp_path / "save"))
+    shutil.rmtree(save / "iter_0000007" / "mp_rank_01_001_001")
+    with pytest.raises(ValueError, match="mp_rank_01_001_000, mp_rank_00_001_001 of 8 ranks is missing"):
+        open_checkpoint(save)
+
+
 def test_bfloat16_stays_bfloat16(save):
     import torch
 
@@ -272,6 +389,20 @@ def test_bfloat16_stays_bfloat16(save):
     for name, array in open_checkpoint(save / "torch").parameters.items():
         assert array.dtype == jnp.bfloat16
         np.testing.assert_array_equal(array, whole[name].astype(jnp.bfloat16))
+
+
+def test_virtual_stages_take_turns(tmp_path):
+    """Of two ranks with two chunks of a layer each the first has layers 0 and 2."""
+    torch = pytest.importorskip("torch")
+    name = "decoder.layers.{}.mlp.linear_fc2.weight"
+    arguments = argparse.Namespace(pipeline_model_parallel_size=2, untie_embeddings_and_output_weights=True)
+    for rank in range(2):
+        chunks = {f"model{chunk}": {name.format(0): torch.full((1, 1), 2 * chunk + rank)} for chunk in range(2)}
+        folder = tmp_path / "iter_0000003" / f"mp_rank_00_{rank:03d}"
+        folder.mkdir(parents=True)
+        torch.save({"args": arguments, "iteration": 3} | chunks, folder / "model_optim_rng.pt")
+    parameters = open_checkpoint(tmp_path, 3).parameters
+    assert {key: np.asarray(array).item() for key, array in parameters.items()} == {name.format(n): n for n in range(4)}
 
 
 def test_the_command_shows_and_writes(recorded, tmp_path, capsys):

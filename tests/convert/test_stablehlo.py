@@ -25,6 +25,15 @@ from megajax.training.config import TrainingConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "tutorials" / "serving.md"
 PROMPT = [100, 101, 102, 32]
+IDS_AS_TEXT = f"""
+class SentencePieceProcessor:
+    def __init__(self, model_file):
+        pass
+    def encode(self, text):
+        return {PROMPT}
+    def decode(self, ids):
+        return ids
+"""
 CONFIG = Config(
     model=DecoderConfig(
         num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=32, vocab_size=300, position="rope",
@@ -48,14 +57,16 @@ def run_dir(tmp_path_factory):
 def test_the_page_gives_the_tokens_of_the_engine_without_megajax(run_dir, tmp_path):
     main([f"--run={run_dir}", f"--output={tmp_path / 'out'}", "--stablehlo", "--max_length=64"])
     (lines,) = re.findall("```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert "exports/programs" in lines and ", 256, " in lines
-    lines = lines.replace("exports/programs", str(tmp_path / "out")).replace(", 256, ", ", 64, ")
+    for shown, here in {"exports/programs": str(tmp_path / "out"), "LENGTH = 256": "LENGTH = 64"}.items():
+        assert shown in lines
+        lines = lines.replace(shown, here)
+    lines = lines.replace("from sentencepiece import SentencePieceProcessor", IDS_AS_TEXT)
     alone = "import sys\nfor name in ('megajax', 'flax', 'orbax'): sys.modules[name] = None  # cannot be imported\n"
     done = subprocess.run([sys.executable, "-c", alone + lines], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (expected,) = Engine.from_run(run_dir).generate_tokens([PROMPT], Sampling(max_tokens=32, temperature=0.0))
     assert len(set(expected)) > 3 and len(expected) == 32
-    assert list(map(int, done.stdout.split())) == expected
+    assert json.loads(done.stdout) == PROMPT + expected
 
 
 def test_rows_of_several_lengths_and_what_is_beside_the_programs(run_dir, tmp_path):
@@ -84,6 +95,7 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_left(run_dir, tmp_pat
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text(dataclasses.replace(CONFIG, model=learned).to_json())
     (tmp_path / "run" / "checkpoints").symlink_to(run_dir / "checkpoints")
-    with pytest.raises(ValueError, match="max_length=64: the model reads 1 to 32 tokens"):
-        export_programs(tmp_path / "run", tmp_path / "out", max_length=64)
+    for length in (0, 64):
+        with pytest.raises(ValueError, match=f"max_length={length}: the model reads 1 to 32 tokens"):
+            export_programs(tmp_path / "run", tmp_path / "out", max_length=length)
     assert not list(tmp_path.glob("*out*"))

@@ -373,7 +373,7 @@ A = str(DATA / "a")
         (dict(tokenizer="none.model"), "the file does not exist"),
         (dict(tokenizer="gpt2"), "data.tokenizer=gpt2 is not known"),
         (dict(split=(0, 1, 0)), "data.split"),
-        (dict(kind="conversations"), "data.kind=conversations is read with data.source=indexed, not mock"),
+        (dict(kind="conversations"), "data.kind=conversations needs data.source=indexed, not mock"),
         (dict(source="indexed", paths=(A,), kind="conversations", fim_rate=0.5), "data.fim_rate=0.5 is not supported"),
         (dict(eval_weights=(1.0,)), "data.eval_weights=.* is not read with data.source=mock"),
         (

@@ -107,6 +107,24 @@ def write_tokenizer(folder) -> None:
     (folder / "generation_config.json").write_text(json.dumps(dict(bos_token_id=0, eos_token_id=1, temperature=0.6)))
 
 
+def write_small_llama(folder) -> None:
+    """With as many ids as its tokenizer, which begins every text with <s>."""
+    options = LLAMA | dict(vocab_size=260)
+    write_folder(folder, options, llama_tensors(options))
+    write_tokenizer(folder)
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    begin = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.post_processor = begin
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+@pytest.fixture(scope="session")
+def small_llama_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hugging_face") / "small_llama"
+    write_small_llama(folder)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def llama_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hugging_face") / "llama"

@@ -1,14 +1,18 @@
 """Every table maps both ways, and recorded logits of transformers come out."""
 
+import dataclasses
 import json
+import shutil
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from megajax.hugging_face.families import FAMILIES
 from megajax.hugging_face.folder import Folder
-from megajax.hugging_face.mapping import WeightMap, family_of, read_options, write_options
+from megajax.hugging_face.mapping import WeightMap, family_for, family_of, read_options, write_options
 
 # Written by test_transformers.py from transformers 5.23.
 RECORDED = np.load(Path(__file__).parent.parent / "oracles" / "hugging_face_folders.npz")
@@ -16,7 +20,7 @@ ENTRIES = json.loads(str(RECORDED["families"]))
 # Both sides are float32 and add up in another order.
 TOLERANCE = 1e-5
 # The others are compared by the slow test.
-QUICK = ("gpt2", "llama3 scaling", "gemma3", "falcon")
+QUICK = ("gpt2", "llama3 scaling", "gemma3", "falcon", "qwen2_moe")
 
 
 def test_every_family_is_recorded():
@@ -63,6 +67,31 @@ def test_options_and_tensors_come_back(name):
         np.testing.assert_array_equal(written, array)
 
 
+def test_experts_in_one_tensor_are_read_as_those_in_several(write_drawn, tmp_path):
+    write_drawn(tmp_path / "several", ENTRIES["mixtral"])
+    several = Folder(tmp_path / "several")
+    tensors = safetensors.numpy.load_file(tmp_path / "several" / "model.safetensors")
+    for layer in range(several.model.num_layers):
+        block = f"model.layers.{layer}.block_sparse_moe."
+        gate, up, down = (
+            np.stack([tensors.pop(f"{block}experts.{n}.{name}.weight") for n in range(4)])
+            for name in ("w1", "w3", "w2")
+        )
+        tensors |= {
+            f"model.layers.{layer}.mlp.experts.gate_up_proj": np.concatenate([gate, up], 1),
+            f"model.layers.{layer}.mlp.experts.down_proj": down,
+            f"model.layers.{layer}.mlp.gate.weight": tensors.pop(f"{block}gate.weight"),
+        }
+    shutil.copytree(tmp_path / "several", tmp_path / "one")
+    safetensors.numpy.save_file(tensors, tmp_path / "one" / "model.safetensors")
+    one = Folder(tmp_path / "one")
+    assert one.map.shapes == several.map.shapes
+    for name, shape in one.map.shapes.items():
+        index = (slice(1, 2), *[slice(None)] * (len(shape) - 1)) if "layers" in name else (slice(None),) * len(shape)
+        parts = [folder.read(name, folder.map.layers_of(name), index, np.float32) for folder in (one, several)]
+        np.testing.assert_array_equal(*parts)
+
+
 def test_version_4_of_transformers_is_read():
     options = dict(ENTRIES["llama3 scaling"]["options"])
     family = family_of(options)
@@ -83,6 +112,58 @@ def test_version_4_of_transformers_is_read():
     assert read_options(family, options) == model
 
 
+SMALL = dict(
+    vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=8, num_attention_heads=4,
+    max_position_embeddings=2048,
+)  # fmt: skip
+LONGROPE = dict(short_factor=[1.0] * 4, long_factor=[2.0] * 4)
+SPELLINGS = {
+    "YaRN with mscale": ("Llama", dict(rope_scaling=dict(
+        type="yarn", factor=40, original_max_position_embeddings=512, mscale=1.0, mscale_all_dim=0.707,
+    )), {"rope.scaling": "yarn", "rope.factor": 40.0, "rope.original_length": 512,
+         "rope.attention_factor": (0.1 * np.log(40) + 1) / (0.1 * 0.707 * np.log(40) + 1)}),
+    "LongRoPE by its old name, without a factor": (
+        "Phi3", dict(original_max_position_embeddings=512, rope_scaling=dict(type="su", **LONGROPE)),
+        {"rope.scaling": "longrope", "rope.factor": 4.0, "rope.original_length": 512, "rope.long_factors": (2.0,) * 4},
+    ),
+    "a window that is switched off": ("Qwen2", dict(sliding_window=64, max_window_layers=0), {"window": None}),
+    "a window above the layers that there are": (
+        "Qwen2", dict(use_sliding_window=True, sliding_window=64), {"window": None},
+    ),
+    "a window in all layers": (
+        "Qwen2", dict(use_sliding_window=True, sliding_window=64, max_window_layers=0),
+        {"window": 64, "full_attention_every": None},
+    ),
+    "the usual layers without rotary embedding": ("SmolLM3", {}, {"no_rope_every": 4}),
+    "other layers without rotary embedding": ("SmolLM3", dict(no_rope_layer_interval=2), {"no_rope_every": 2}),
+    "defaults of Falcon": ("Falcon", {}, {"num_kv_heads": 1, "parallel_residual": "one_norm"}),
+    "Falcon with as many keys as queries": ("Falcon", dict(multi_query=False), {"num_kv_heads": 4}),
+    "names of GPT-NeoX": (
+        "GPTNeoX", dict(rotary_pct=0.5, rotary_emb_base=5000), {"rope.fraction": 0.5, "rope.base": 5000.0},
+    ),
+    "defaults of GPT-J": (
+        "GPTJ", dict(n_embd=512, n_layer=2, n_head=4), {"rope.fraction": 0.5, "parallel_residual": "one_norm"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_defaults_and_other_spellings_are_those_of_transformers(name):
+    family, options, wanted = SPELLINGS[name]
+    options = SMALL | dict(architectures=[f"{family}ForCausalLM"], **options)
+    model = read_options(family_of(options), options)
+    found = {field: attrgetter(field)(model) for field in wanted}
+    assert found == {field: pytest.approx(value) if isinstance(value, float) else value
+                     for field, value in wanted.items()}  # fmt: skip
+
+
+def test_a_number_comes_back_as_it_was_written():
+    """1 / (1 / 49) is not 49."""
+    options = ENTRIES["granite"]["options"] | dict(logits_scaling=49.0)
+    family = family_of(options)
+    assert write_options(family, read_options(family, options))["logits_scaling"] == 49.0
+
+
 REFUSED = {
     "hidden_act=relu is not supported; supported are silu": dict(hidden_act="relu"),
     "rope_type=mrope is not supported": dict(rope_parameters=dict(rope_type="mrope", rope_theta=1e4)),
@@ -91,7 +172,7 @@ REFUSED = {
     ),
     "quantization_config": dict(quantization_config=dict(quant_method="gptq")),
     "hidden_size is missing": dict(hidden_size=None),
-    "MixtralForCausalLM.*supported are GPT2LMHeadModel, LlamaForCausalLM": dict(architectures=["MixtralForCausalLM"]),
+    "GptOssForCausalLM.*supported are GPT2LMHeadModel, LlamaForCausalLM": dict(architectures=["GptOssForCausalLM"]),
 }
 
 
@@ -101,6 +182,42 @@ def test_unsupported_options_are_named(message):
     options = {name: value for name, value in options.items() if value is not None}
     with pytest.raises(ValueError, match=message):
         read_options(family_of(options), options)
+
+
+def test_an_option_with_one_supported_value_may_be_null():
+    options = ENTRIES["gpt2"]["options"] | dict(scale_attn_by_inverse_layer_idx=None)
+    read_options(family_of(options), options)
+    with pytest.raises(ValueError, match="scale_attn_by_inverse_layer_idx=True is not supported; supported is False"):
+        read_options(family_of(options), options | dict(scale_attn_by_inverse_layer_idx=True))
+
+
+@pytest.mark.parametrize(
+    "options, pattern",
+    [
+        (dict(decoder_sparse_step=2), "de"),
+        (dict(mlp_only_layers=[0, 1]), "d*2e*2"),
+        (dict(decoder_sparse_step=2, mlp_only_layers=[1]), "d*3e"),
+    ],
+)
+def test_layers_with_experts_are_named_as_in_the_folder(options, pattern):
+    options = ENTRIES["qwen3_moe, every second layer"]["options"] | dict(decoder_sparse_step=1) | options
+    family = family_of(options)
+    model = read_options(family, options)
+    assert model.moe.layers == pattern
+    assert read_options(family, write_options(family, model)) == model
+
+
+def test_losses_of_the_router_are_not_part_of_the_folder():
+    options = ENTRIES["mixtral"]["options"]
+    family = family_of(options)
+    model = read_options(family, options)
+    router = dataclasses.replace(model.moe.router, aux_loss=0.01, global_aux_loss=0.01, capacity_factor=1.5)
+    trained = dataclasses.replace(model, moe=dataclasses.replace(model.moe, router=router))
+    assert family_for(trained) is family and write_options(family, trained) == write_options(family, model)
+    assert len(WeightMap(family, trained).tensors) == len(WeightMap(family, model).tensors)
+    grouped = dataclasses.replace(model, moe=dataclasses.replace(model.moe, shared_dim=8))
+    with pytest.raises(ValueError, match="MixtralForCausalLM does not have model.moe.shared_dim=8"):
+        write_options(family, grouped)
 
 
 def test_a_pattern_of_layers_that_no_period_has_is_refused():

@@ -6,6 +6,7 @@ import math
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import ml_dtypes
@@ -165,6 +166,42 @@ def test_runs_of_any_layout_are_read_piece_by_piece(run_dir, bf16_folder, tmp_pa
     assert all(after[name].tobytes() == before[name].tobytes() for name in before)
 
 
+@pytest.fixture
+def mixture(write_drawn, tmp_path):
+    """A folder with a dense layer and one with experts."""
+    recorded = np.load(Path(__file__).parent.parent / "oracles" / "hugging_face_folders.npz")
+    entry = json.loads(str(recorded["families"]))["qwen2_moe"]
+    entry["options"] |= dict(num_hidden_layers=2, layer_types=["full_attention"] * 2)
+    entry["tensors"] = {name: form for name, form in entry["tensors"].items() if ".layers.2." not in name}
+    write_drawn(tmp_path / "theirs", entry)
+    return tmp_path / "theirs"
+
+
+def test_mixtures_come_back_bit_for_bit(mixture, tmp_path, monkeypatch):
+    monkeypatch.setattr(piecewise, "PIECE_BYTES", 20_000)  # six of eight experts
+    import_folder(mixture, tmp_path / "run")
+    export_run(tmp_path / "run", tmp_path / "back")
+    before, after = tensors_of(mixture), tensors_of(tmp_path / "back")
+    assert before.keys() == after.keys() and any("experts.7" in name for name in before)
+    assert all(after[name].tobytes() == before[name].tobytes() for name in before)
+
+
+@pytest.mark.slow
+def test_a_mixture_trains_and_is_exported(mixture, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train.main([
+        f"--config=hugging_face:{mixture}", "--run_dir=run", "--data.source=mock", "--training.steps=1",
+        "--training.global_batch_size=8", "--training.sequence_length=16", "--optimizer.warmup_steps=0",
+        "--training.eval_every_steps=0", "--training.log_every_steps=1",
+    ])  # fmt: skip
+    (line,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert math.isfinite(line["loss"]) and line["router_max_load"] >= 1
+    export_run("run", "tuned")
+    before, after = tensors_of(mixture), tensors_of(tmp_path / "tuned")
+    assert after.keys() == before.keys()
+    assert all(np.any(after[name] != before[name]) for name in before if "experts" in name)
+
+
 def test_rows_that_pad_the_vocabulary_are_zeros(bf16_folder):
     folder = Folder(bf16_folder)
     whole = (slice(None), slice(None))
@@ -247,6 +284,14 @@ def test_names_without_the_base_model_tied_heads_and_old_buffers_are_read(llama_
     np.testing.assert_array_equal(found, tensors["norm.weight"])
 
 
+def test_layers_of_different_dtypes_are_stacked_in_float32(llama_folder, tmp_path):
+    dtypes = dict(zip(("model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"),
+                      (np.float16, ml_dtypes.bfloat16), strict=True))  # fmt: skip
+    tensors = tensors_of(llama_folder)
+    mixed = {name: tensors[name].astype(dtype) for name, dtype in dtypes.items()}
+    assert Folder(changed(llama_folder, tmp_path, tensors | mixed)).dtype("layers.dense.mlp.up") == np.float32
+
+
 def test_a_missing_package_is_named(llama_folder, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "safetensors", None)
     with pytest.raises(ValueError, match=r"needs the package safetensors; pip install 'megajax\[hugging_face\]'"):
@@ -276,6 +321,13 @@ def test_a_model_that_no_family_has_is_refused(run_dir, tmp_path):
         hugging_face._family(broken, Config.load(broken), None)
     with pytest.raises(ValueError, match="architecture=Other is not supported"):
         export_run(run_dir, tmp_path / "out", architecture="Other")
+
+
+def test_another_architecture_than_that_of_the_weights_is_logged(run_dir, caplog):
+    config = Config.load(run_dir)
+    changed = dataclasses.replace(config, model=dataclasses.replace(config.model, qk_norm=True))
+    assert hugging_face._family(run_dir, changed, None).architecture == "Qwen3ForCausalLM"
+    assert "not exported as LlamaForCausalLM, from which the weights came: LlamaForCausalLM does not" in caplog.text
 
 
 def test_a_folder_generates_as_the_run_that_was_imported_from_it(llama_folder, run_dir, capsys):
@@ -317,6 +369,25 @@ def test_a_folder_without_a_tokenizer_that_can_be_read_says_so(llama_folder, tmp
     assert Folder(folder).tokenizer_spec == "null:300"
     assert "has vocab.json and merges.txt and neither tokenizer.json nor tokenizer.model" in caplog.text
     assert "save_pretrained" in caplog.text
+
+
+def test_the_vocabulary_and_merges_of_gpt2_become_a_tokenizer(llama_folder, tmp_path):
+    folder = changed(llama_folder, tmp_path)
+    (folder / "tokenizer.json").unlink()
+    original = tokenizers.Tokenizer.from_file(str(llama_folder / "tokenizer.json"))
+    original.model.save(str(folder))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    added = original.get_vocab_size()
+    (folder / "added_tokens.json").write_text(json.dumps({"<|tool|>": added}))
+    assert Folder(folder).tokenizer_spec == "null:300"  # of another class
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | dict(tokenizer_class="GPT2Tokenizer")))
+    found = Folder(folder).tokenizer()
+    for text in ("hello hello", "Grüße\n 12 <|x|>", " a  b"):
+        assert found.encode(text) == original.encode(text).ids and found.decode(found.encode(text)) == text
+    assert found.eod_id == 1 and found.special_tokens.keys() == {"<s>", "</s>"} and found.token_id("<|tool|>") == added
+    import_folder(folder, tmp_path / "run")
+    again = load_saved_tokenizer(tmp_path / "run", "bytes")
+    assert again.path.endswith("tokenizer.json") and again.identity == found.identity
 
 
 def test_fine_tuning_on_conversations_from_a_folder_and_back(llama_folder, tmp_path, monkeypatch):

@@ -18,11 +18,14 @@ from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import Config
 from megajax.convert.hugging_face import export_run, import_folder
 from megajax.data.config import DataConfig
+from megajax.data.tokenizers.tokenizer import load_tokenizer
 from megajax.hugging_face.folder import Folder
 from megajax.hugging_face.tensor_files import TensorFiles
 from megajax.inference.engine import Engine
 from megajax.inference.sampling import Sampling
+from megajax.layers.moe import MoeConfig
 from megajax.layers.rope import RopeConfig
+from megajax.layers.router import RouterConfig
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
@@ -42,6 +45,7 @@ SCALED = dict(factor=4.0, original_max_position_embeddings=16, rope_theta=10000.
 LLAMA3 = SCALED | dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0)
 YARN = SCALED | dict(rope_type="yarn", beta_fast=4.0, beta_slow=1.0)
 GPT = dict(vocab_size=50, n_embd=32, n_layer=3, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2)
+EXPERTS = TINY | dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24)
 PATTERN = dict(num_hidden_layers=4, sliding_window=5, head_dim=16, query_pre_attn_scalar=24)
 
 CONFIGS = {
@@ -91,6 +95,13 @@ CONFIGS = {
         TINY | dict(embedding_multiplier=12.0, attention_multiplier=0.3, residual_multiplier=0.22, logits_scaling=8.0),
     ),
     "bloom": ("BloomConfig", dict(vocab_size=50, hidden_size=32, n_layer=3, n_head=4, bos_token_id=1, eos_token_id=2)),
+    "mixtral": ("MixtralConfig", TINY | dict(num_local_experts=4, head_dim=16, sliding_window=6)),
+    "qwen3_moe": ("Qwen3MoeConfig", EXPERTS | dict(head_dim=16, norm_topk_prob=True)),
+    "qwen3_moe, every second layer": (
+        "Qwen3MoeConfig", EXPERTS | dict(head_dim=16, num_hidden_layers=4, decoder_sparse_step=2)
+    ),
+    "qwen2_moe": ("Qwen2MoeConfig", EXPERTS | dict(shared_expert_intermediate_size=40, mlp_only_layers=[0])),
+    "olmoe": ("OlmoeConfig", TINY | dict(num_experts=8, num_experts_per_tok=3)),
 }  # fmt: skip
 
 
@@ -187,6 +198,31 @@ def test_logits_tokens_and_the_way_back_equal_transformers(family, transformers,
     np.testing.assert_array_equal(their_logits(load(transformers, tmp_path / "back"), ids), want)
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+def test_experts_as_transformers_has_them_in_memory_are_read(name, transformers, write_drawn, our_logits, tmp_path):
+    write_drawn(tmp_path / "theirs", describe(transformers, *CONFIGS[name]))
+    model = load(transformers, tmp_path / "theirs")
+    model.save_pretrained(tmp_path / "fused", save_original_format=False)
+    folder = Folder(tmp_path / "fused")
+    assert any(tensor.endswith("experts.gate_up_proj") for tensor in folder.forms)
+    ids = sample_ids(folder.model.vocab_size)
+    np.testing.assert_array_equal(our_logits(folder, ids), our_logits(Folder(tmp_path / "theirs"), ids))
+
+
+def test_a_tokenizer_of_gpt2_without_tokenizer_json(transformers, llama_folder, tmp_path):
+    import tokenizers
+
+    original = tokenizers.Tokenizer.from_file(str(llama_folder / "tokenizer.json"))
+    original.model.save(str(tmp_path))
+    names = dict(eos_token="</s>", bos_token="<s>", unk_token="</s>")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(dict(tokenizer_class="GPT2Tokenizer") | names))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours = load_tokenizer(str(tmp_path / "vocab.json"))
+    for text in ("hello hello", "Grüße\n 12 don't", " a  b"):
+        assert ours.encode(text) == theirs.encode(text)
+    assert ours.encode_template("a</s>b") == theirs.encode("a</s>b") and ours.eod_id == theirs.eos_token_id
+
+
 def folder_params(folder: Folder, model: Model) -> dict:
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     form = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=one), model.abstract_weights)
@@ -213,6 +249,11 @@ OURS = {
         num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=48, vocab_size=50, position="rope",
         rope=RopeConfig(base=5e5, scaling="llama3", original_length=16), norm="rmsnorm", activation="swiglu",
         bias=False, tied_embeddings=False,
+    ),
+    "Qwen3MoeForCausalLM": DecoderConfig(
+        num_layers=3, embed_dim=32, num_heads=4, mlp_dim=48, vocab_size=50, position="rope", norm="rmsnorm",
+        qk_norm=True, activation="swiglu", bias=False, tied_embeddings=False,
+        moe=MoeConfig(num_experts=8, expert_dim=24, layers="dee", router=RouterConfig(top_k=3, global_aux_loss=0.01)),
     ),
 }  # fmt: skip
 

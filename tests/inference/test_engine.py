@@ -465,7 +465,7 @@ def test_runs_that_cannot_be_served_are_refused(run_dir, tmp_path):
         Engine.from_run(run_dir, step=7)
     with pytest.raises(ValueError, match="num_heads=4 is not divisible by mesh.tensor=3"):
         Engine.from_run(run_dir, MeshConfig(tensor=3))
-    with pytest.raises(ValueError, match="mesh.pipeline=2: generation does not support pipelines"):
+    with pytest.raises(ValueError, match="mesh.pipeline=2: inference does not support pipelines"):
         Engine.from_run(run_dir, MeshConfig(pipeline=2))
     with pytest.raises(ValueError, match="does not match the number of devices, 8"):
         Engine.from_run(run_dir, MeshConfig(data=16))

@@ -39,6 +39,7 @@ def test_two_processes_and_one_take_turns_on_other_meshes(alone, begun_run):
 
 
 @pytest.mark.fault
+@pytest.mark.slow
 def test_killed_processes_go_on_from_the_newest_snapshot_that_all_of_them_have_bit_for_bit(begun_run, tmp_path):
     """The checkpoint is older: what was trained after the snapshot is trained again."""
     fast = tmp_path / "fast"

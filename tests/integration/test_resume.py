@@ -77,16 +77,15 @@ def test_resume_gives_identical_losses_and_parameters(uninterrupted, tmp_path):
         assert got.tobytes() == want.tobytes()
 
 
-def test_same_seed_gives_identical_runs_and_another_seed_does_not(uninterrupted, tmp_path):
-    again = tiny(tmp_path / "again")
-    assert run.train(again) == "finished"
-    assert losses(tmp_path / "again") == losses(Path(uninterrupted.run_dir))
-    other = tiny(tmp_path / "other", seed=99, exit_at_step=1)
-    run.train(other)
-    assert losses(tmp_path / "other")[0] != losses(tmp_path / "again")[0]
+def test_another_seed_gives_another_run(uninterrupted, tmp_path):
+    """The same seed gives the same, as the run above that was interrupted."""
+    run.train(tiny(tmp_path / "other", seed=99, exit_at_step=1))
+    assert losses(tmp_path / "other")[0] != losses(Path(uninterrupted.run_dir))[0]
 
 
-@pytest.mark.parametrize("sizes", [dict(fsdp=4, context=2), dict(pipeline=2, data=2, fsdp=2)], ids=str)
+@pytest.mark.parametrize("sizes", [
+    pytest.param(dict(fsdp=4, context=2), marks=pytest.mark.slow), dict(pipeline=2, data=2, fsdp=2),
+], ids=str)  # fmt: skip
 def test_resume_on_another_mesh_sees_the_same_data(uninterrupted, sizes, tmp_path):
     run.train(tiny(tmp_path / "run", exit_at_step=2))
     resumed = dataclasses.replace(tiny(tmp_path / "run"), mesh=MeshConfig(**sizes))

@@ -20,30 +20,33 @@ B, T, D, F, E, K = 8, 6, 8, 12, 8, 2
 # float32 in another order of additions
 TOLERANCE = dict(rtol=1e-5, atol=1e-5)
 CONFIG = ExpertsConfig(
-    moe=MoeConfig(E, router=RouterConfig(top_k=K)), embed_dim=D, mlp_dim=F, activation="swiglu", init_std=0.5,
-    out_init_std=0.5, context="ring", dispatch="auto", buffer=1.0,
+    moe=MoeConfig(E, shared_dim=4, shared_gate=True, router=RouterConfig(top_k=K)), embed_dim=D, mlp_dim=F,
+    activation="swiglu", init_std=0.5, out_init_std=0.5, context="ring", dispatch="auto", buffer=1.0,
 )  # fmt: skip
 
 
-def parts_of(config: ExpertsConfig):
-    """-> (function (weights, x) -> (y, Terms), weights as a nested dict, records)."""
+def parts_of(config: ExpertsConfig, **how):
+    """how: arguments of a call -> (function (weights, x) -> (y, Terms), weights as a nested dict, records)."""
     graphdef, state = nnx.split(config.build(nnx.Rngs(params=0)))
     structure = Structure.of(state)
 
     def apply(weights, x):
-        return nnx.merge(graphdef, structure.to_state(weights))(x)
+        return nnx.merge(graphdef, structure.to_state(weights))(x, **how)
 
     return apply, structure.to_tree(state), records(state)
 
 
 def formula(weights, x):
-    """Every expert for every token, those that are not chosen with the weight 0."""
+    """Every expert for every token, those that are not chosen with the weight 0; plus the gated shared experts."""
     logits = x @ weights["router"]
     top, chosen = jax.lax.top_k(logits, K)
     scores = jnp.sum(jax.nn.one_hot(chosen, E) * jax.nn.softmax(top)[..., None], -2)
     hidden = jax.nn.silu(jnp.einsum("btd,edf->btef", x, weights["gate"]))
     hidden *= jnp.einsum("btd,edf->btef", x, weights["up"])
-    return jnp.einsum("btef,efd,bte->btd", hidden, weights["down"], scores)
+    routed = jnp.einsum("btef,efd,bte->btd", hidden, weights["down"], scores)
+    shared = weights["shared"]
+    shared_out = (jax.nn.silu(x @ shared["gate"]) * (x @ shared["up"])) @ shared["down"]
+    return routed + jax.nn.sigmoid(x @ weights["shared_gate"]) * shared_out
 
 
 def cases() -> dict:
@@ -150,6 +153,15 @@ def test_tokens_that_a_mesh_does_not_divide_are_counted_once(batch, make_test_me
     jax.tree.map(functools.partial(np.testing.assert_allclose, **TOLERANCE), found, reference)
 
 
+def test_generation_drops_no_token():
+    """The router has a capacity, but does not use it."""
+    router = RouterConfig(top_k=K, capacity_factor=0.25)
+    config = dataclasses.replace(CONFIG, moe=dataclasses.replace(CONFIG.moe, router=router))
+    weights, x = cases()["as it comes"]
+    apply, _, _ = parts_of(config, generates=True)
+    np.testing.assert_allclose(jax.jit(apply)(weights, x)[0], wanted()["as it comes"][0], **TOLERANCE)
+
+
 def test_auto_gathers_where_that_needs_no_more_room():
     def chosen(num_tokens, num_ranks, num_experts, top_k):
         return exchange_of(num_tokens, num_ranks, num_experts, top_k, dispatch="auto", buffer=1.5)
@@ -161,6 +173,8 @@ def test_auto_gathers_where_that_needs_no_more_room():
     assert chosen(4096, 1, 128, 8) == AllGather(1, 128, 8, 4096)
     assert chosen(4096, 1, 128, 8).num_rows == 4096 * 8
     assert isinstance(chosen(4096, 2, 4, 3), AllGather)  # most tokens go to both anyway
+    # A buffer is never larger than what all tokens of a device need: one row each for the one expert there.
+    assert exchange_of(4096, 8, 8, 2, "all_to_all", buffer=10.0).room == 4096
 
 
 @pytest.mark.parametrize("layers, wanted", [
@@ -168,7 +182,7 @@ def test_auto_gathers_where_that_needs_no_more_room():
 ])  # fmt: skip
 def test_the_pattern_says_which_layers_have_experts(layers, wanted):
     moe = MoeConfig(8, layers=layers)
-    moe.check(has_bias=False)
+    moe.check(len(wanted), has_bias=False)
     assert "".join("e" if moe.has_experts(number) else "d" for number in range(len(wanted))) == wanted
 
 
@@ -176,11 +190,12 @@ def test_the_pattern_says_which_layers_have_experts(layers, wanted):
     (MoeConfig(shared_dim=4), "but no experts; set --model.moe.num_experts"),
     (MoeConfig(8, layers="x"), "model.moe.layers='x' must be letters d and e"),
     (MoeConfig(8, layers="d*0e"), "model.moe.layers"),
+    (MoeConfig(8, layers="d*4e"), "model.moe.layers='d*4e' gives none of the model.num_layers=4 layers experts"),
     (MoeConfig(8, shared_gate=True), "set --model.moe.shared_dim"),
     (MoeConfig(1), "top_k=2 is more than model.moe.num_experts=1"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused(moe, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        moe.check(has_bias=False)
+        moe.check(4, has_bias=False)
     with pytest.raises(ValueError, match="set --model.mlp_bias=False"):
-        MoeConfig(8).check(has_bias=True)
+        MoeConfig(8).check(4, has_bias=True)

@@ -45,6 +45,28 @@ def test_weights_and_experts_are_megatrons(name, config):
         np.testing.assert_array_equal(table[0], ORACLE[f"router/{name}/map"])
 
 
+@pytest.mark.parametrize("config", [
+    RouterConfig(top_k=1, score="sigmoid"),
+    RouterConfig(score="sqrt_softplus", scale=2.0),
+    RouterConfig(top_k=4, softmax_first=True, num_groups=4, top_groups=2),
+], ids=["one sigmoid", "sqrt_softplus", "groups by their softmax"])  # fmt: skip
+def test_weights_are_the_formula(config):
+    config.check(E)
+    logits = np.random.default_rng(0).normal(0, 2, (64, E))
+    scores = {
+        "softmax": np.exp(logits) / np.exp(logits).sum(1, keepdims=True),
+        "sigmoid": 1 / (1 + np.exp(-logits)),
+        "sqrt_softplus": np.sqrt(np.log1p(np.exp(logits))),
+    }[config.score]
+    groups = np.sort(scores.reshape(64, config.num_groups, -1))[:, :, -(config.top_k // config.top_groups) :].sum(-1)
+    best = groups >= np.sort(groups)[:, -config.top_groups, None]
+    allowed = scores * best.repeat(E // config.num_groups, 1)
+    weights = np.where(allowed >= np.sort(allowed)[:, -config.top_k, None], scores, 0)
+    if config.score != "softmax" and config.top_k > 1:
+        weights /= weights.sum(1, keepdims=True)
+    np.testing.assert_allclose(route(config, logits[None])[0][0], config.scale * weights, rtol=1e-5)
+
+
 @pytest.mark.parametrize("name, value", [
     ("aux_loss", "aux_loss_top2_coeff1e-2"), ("sequence_aux_loss", "aux_loss_top2_coeff1e-2"),
     ("z_loss", "z_loss_coeff1e-3"),
@@ -89,14 +111,16 @@ def test_what_is_reported_is_the_load():
 
 
 def test_the_last_tokens_of_a_sequence_are_dropped_by_position():
-    _, table, _ = route(RouterConfig(capacity_factor=0.75, drop="position"), np.stack([LOGITS, LOGITS[::-1]]))
+    # 0.7 of an even share, rounded up, are 3 tokens.
+    _, table, _ = route(RouterConfig(capacity_factor=0.7, drop="position"), np.stack([LOGITS, LOGITS[::-1]]))
     wanted = ORACLE["router/softmax_top2/map"]
     for found, whole in zip(table, (wanted, wanted[::-1]), strict=True):
         np.testing.assert_array_equal(found, whole & (np.cumsum(whole, 0) <= 3))
 
 
-def test_generation_drops_nothing():
-    weights, _, terms = route(RouterConfig(capacity_factor=0.25), generates=True)
+@pytest.mark.parametrize("config", [RouterConfig(capacity_factor=0.25), RouterConfig(assignment="sinkhorn")])
+def test_generation_treats_each_token_by_itself(config):
+    weights, _, terms = route(config, generates=True)
     np.testing.assert_allclose(weights[0], ORACLE["router/softmax_top2/probs"], rtol=2e-6)
     assert "router_dropped" not in terms.metrics
 

@@ -22,6 +22,7 @@ from megajax.models.execution import ExecutionConfig
 from megajax.optim.optimizer import OptimizerConfig
 from megajax.precision import PrecisionConfig
 from megajax.training.config import LaunchConfig, TrainingConfig
+from megajax.training.step import make_eval_step
 
 NUM_EXPERTS = 4
 MODEL = DecoderConfig(
@@ -88,6 +89,39 @@ def test_a_run_goes_on_over_other_devices(mesh, how, trained, tmp_path, monkeypa
         np.testing.assert_allclose([line[name] for line in lines], [line[name] for line in whole], rtol=1e-4)
     loads = [line[f"expert_load/{number}"] for line in lines for number in range(NUM_EXPERTS)]
     np.testing.assert_allclose(np.reshape(loads, (-1, NUM_EXPERTS)).sum(1), NUM_EXPERTS, rtol=1e-5)
+
+
+def test_an_evaluation_reports_the_loss_of_the_tokens_alone(trained):
+    """That of the logits, without the balance losses that training adds."""
+    config, _ = trained
+    engine = Engine.from_run(config.run_dir)
+    tokens = np.random.default_rng(0).integers(0, 63, (2, 17), dtype=np.int32)
+    positions = np.broadcast_to(np.arange(16, dtype=np.int32), (2, 16))
+    batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "positions": positions}
+
+    @jax.jit
+    def run(weights):
+        total, count = make_eval_step(engine.model)(
+            weights, {name: array[None] for name, array in batch.items()} | {"loss_mask": jnp.ones((1, 2, 16))}
+        )
+        module = engine.model.module(weights)
+        logits = module.logits(module.layers(module.embed(batch, None), module.block_inputs(batch))[0])
+        return total / count, -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), batch["labels"][..., None], -1))
+
+    evaluated, wanted = run(engine.params)
+    np.testing.assert_allclose(evaluated, wanted, rtol=1e-5)
+
+
+def test_variables_follow_the_load(trained):
+    config, lines = trained
+    router = Engine.from_run(config.run_dir).params["layers"]["moe"]["mlp"]
+    loads = np.array([[line[f"expert_load/{number}"] for number in range(NUM_EXPERTS)] for line in lines])
+    assert np.any(loads != 1)
+    np.testing.assert_allclose(router["router_expert_load"][0], loads[-1], rtol=1e-6)
+    np.testing.assert_allclose(router["router_expert_bias"][0], 1e-2 * np.sign(1 - loads).sum(0), atol=1e-6)
+    # Before a step there is no load: all experts count as evenly loaded.
+    assert lines[0]["router_global_aux_loss"] == pytest.approx(0.1, rel=1e-5)
+    assert abs(lines[-1]["router_global_aux_loss"] - 0.1) > 1e-4
 
 
 @pytest.mark.slow

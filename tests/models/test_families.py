@@ -309,12 +309,12 @@ def test_family_is_the_same_on_a_mesh_and_in_microbatches(family, mesh, trained,
 
 
 def test_layers_are_the_same_scanned_and_recomputed(trained, tmp_path, monkeypatch):
-    for how in ("--execution.scan_layers=True", "--execution.recompute=full"):
-        config = override(config_of("hybrid", tmp_path / how[-4:]), [how])
-        np.testing.assert_allclose(losses(run_of(config, monkeypatch)), losses(trained["hybrid"][1]), rtol=1e-5)
+    how = ["--execution.scan_layers=True", "--execution.recompute=full"]
+    config = override(config_of("hybrid", tmp_path / "run"), how)
+    np.testing.assert_allclose(losses(run_of(config, monkeypatch)), losses(trained["hybrid"][1]), rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["hybrid", pytest.param("two stacks", marks=pytest.mark.slow)])
 def test_family_resumes_bit_for_bit(family, trained, tmp_path, monkeypatch):
     config = config_of(family, tmp_path / "run")
     run_of(dataclasses.replace(config, launch=LaunchConfig(exit_at_step=2)), monkeypatch)
@@ -416,31 +416,26 @@ def test_variables_follow_what_was_observed_and_have_no_gradient(trained):
     assert found[0] != found[1]
 
 
-def test_frozen_parameters_keep_their_values_and_have_no_moments(trained, tmp_path, monkeypatch):
+def test_frozen_parameters_keep_their_values_and_have_no_moments_also_in_a_pipeline(tmp_path, monkeypatch):
     config = override(config_of("hybrid", tmp_path / "run"), ["--training.frozen=embedding,layers.dense.*"])
     model = config.make_model()
     optimizer = Optimizer(config.optimizer, model.trained)
     assert set(model.trained["layers"]) == {"recurrent"} and "embedding" not in model.trained
     moments = jax.eval_shape(optimizer.init, model.split(model.abstract_weights).params)
     assert not any("dense" in jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(moments))
-    run_of(config, monkeypatch)
+    lines = run_of(config, monkeypatch)
     first, last = (Engine.from_run(config.run_dir, step=step).params for step in (2, STEPS))
     same = jax.tree.map(np.array_equal, first["layers"], last["layers"])
     assert all(jax.tree.leaves(same["dense"])) and not any(jax.tree.leaves(same["recurrent"]))
     with pytest.raises(ValueError, match="training.frozen: 'layers.dens.*' matches no parameter"):
         override(config, ["--training.frozen=layers.dens.*"]).make_model()
+    piped = config_of("hybrid", tmp_path / "piped", MeshConfig(pipeline=2), microbatch_size=2)
+    found = run_of(override(piped, ["--training.frozen=embedding,layers.dense.*"]), monkeypatch)
+    np.testing.assert_allclose(losses(found), losses(lines), rtol=1e-5)
 
 
-def test_frozen_kinds_train_in_a_pipeline_as_on_one_device(tmp_path, monkeypatch):
-    found = []
-    for name, mesh in (("one", MeshConfig()), ("two", MeshConfig(pipeline=2))):
-        config = config_of("hybrid", tmp_path / name, mesh, microbatch_size=2, steps=2, eval_every_steps=0)
-        config = override(config, ["--training.frozen=layers.dense.*"])
-        found.append(losses(run_of(config, monkeypatch)))
-    np.testing.assert_allclose(*found, rtol=1e-5)
-
-
-@pytest.mark.parametrize("reduce", ["compute", pytest.param("float32", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("reduce", ["compute", "float32"])
 def test_a_pipeline_trains_in_bfloat16(reduce, trained, tmp_path, monkeypatch):
     """On CPU a sum of 16-bit numbers over its stages once ended the process."""
     config = config_of("hybrid", tmp_path / "run", MeshConfig(pipeline=2), microbatch_size=2)

@@ -83,8 +83,9 @@ def oracle(request):
 
 
 DENSE = list(LAYOUTS)[:3]
-CASES = [(name, layout) for name in ("gpt2", "llama") for layout in DENSE] + [("moe", "experts split")]
-CASES += [pytest.param("moe", layout, marks=pytest.mark.slow) for layout in DENSE]
+CASES = [("gpt2", DENSE[0]), ("gpt2", "mesh"), ("llama", DENSE[1]), ("llama", "mesh"), ("moe", "experts split")]
+SLOW_CASES = [("gpt2", DENSE[1]), ("llama", DENSE[0]), *(("moe", layout) for layout in DENSE)]
+CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES]
 
 
 @pytest.fixture

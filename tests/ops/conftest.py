@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
 from megajax import compat
@@ -35,6 +37,58 @@ def interpreter(capfd):
     params = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params")
     yield params.InterpretGPUParams(uninitialized_memory="nan", out_of_bounds_reads="raise", detect_races=True)
     assert "RACE DETECTED" not in capfd.readouterr().out
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """The kernels run on CPU. JAX's interpreter knows neither layouts of registers nor transposed operands of wgmma,
+    accumulators that begin with a value, TMA that adds, or where an array lies that changes: here these are plain
+    reads, products and writes. It wants every thread to see the end of every phase of a barrier; the last ones are of
+    no use to the one that loads. Compiling for Hopper shows whether the GPU can do it, tests/gpu whether it does."""
+    params = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params")
+    from jax._src.pallas.mosaic_gpu import primitives
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
+    from jax._src.state import primitives as state
+    from jax._src.state.types import TransformedRef, TransposeTransform
+
+    def read(operand):
+        if isinstance(operand, TransformedRef) and isinstance(operand.transforms[-1], TransposeTransform):
+            return TransformedRef(operand.ref, operand.transforms[:-1])[...].T
+        return operand[...]
+
+    def wgmma(sum_ref, a, b):
+        product = jnp.dot(read(a), read(b), preferred_element_type=jnp.float32)
+        state.ref_set(sum_ref, None, state.ref_get(sum_ref, None) + product)
+
+    copy = plgpu.copy_smem_to_gmem
+
+    def copy_or_add(source, target, reduction_op=None, commit_group=True):
+        if reduction_op is None:
+            copy(source, target)
+        else:
+            target[...] = target[...] + source[...]
+
+    def deallocate(barrier):
+        with barrier.cv:
+            barrier.ref_count -= 1
+
+    in_gmem = gpu_callbacks.is_gmem_memory_space
+    monkeypatch.setattr(gpu_callbacks, "is_gmem_memory_space", lambda space: space is None or in_gmem(space))
+    monkeypatch.setattr(plgpu, "RefUnion", lambda *refs: refs)
+    load = lambda ref, wait_n=0: state.ref_get(ref, None)
+    monkeypatch.setattr(shared_memory.Barrier, "deallocate", deallocate)
+    monkeypatch.setattr(plgpu, "copy_smem_to_gmem", copy_or_add)
+    monkeypatch.setattr(plgpu, "load", lambda ref, index, layout: ref[index])
+    monkeypatch.setattr(plgpu, "layout_cast", lambda x, layout: x)
+    iota = lambda dtype, shape, dim, layout: jax.lax.broadcasted_iota(dtype, shape, dim)
+    monkeypatch.setattr(plgpu, "broadcasted_iota", iota)
+    monkeypatch.setattr(plgpu, "wgmma", wgmma)
+    monkeypatch.setattr(plgpu, "wgmma_wait", lambda count: None)
+    monkeypatch.setattr(plgpu, "commit_smem_to_gmem_group", lambda: None)
+    monkeypatch.setattr(plgpu, "wgmma_accumulator_load", load)
+    monkeypatch.setattr(primitives, "wgmma_accumulator_load", load)
+    monkeypatch.setattr(primitives, "wgmma_accumulator_store", lambda ref, value: state.ref_set(ref, None, value))
+    return params.InterpretGPUParams(uninitialized_memory="nan", out_of_bounds_reads="raise")
 
 
 STAGES = {"pipeline": 2, "fsdp": 2, "tensor": 2}

@@ -48,9 +48,9 @@ def test_every_activation_has_a_formula():
 @pytest.mark.parametrize("name", FORMULAS)
 def test_value_and_gradient_equal_the_formula(name, dtype, tolerance):
     with jax.enable_x64(True):
-        given = [jnp.asarray(a) for a in arguments(name, dtype)]
-        results = jax.tree.map(np.asarray, value_and_gradient(activate, name, *given))
-        truth = jax.tree.map(np.asarray, value_and_gradient(formula, name, *(a.astype(jnp.float64) for a in given)))
+        inputs = [jnp.asarray(a) for a in arguments(name, dtype)]
+        results = jax.tree.map(np.asarray, value_and_gradient(activate, name, *inputs))
+        truth = jax.tree.map(np.asarray, value_and_gradient(formula, name, *(a.astype(jnp.float64) for a in inputs)))
     for got, want in zip(results, truth, strict=True):
         assert got.dtype == dtype
         error = np.abs(got.astype(np.float64) - want).max() / np.abs(want).max()

@@ -1,4 +1,5 @@
-"""Cross-entropy equals its formula, value and gradients, chunked or not, on every mesh and over pipeline stages."""
+"""Cross-entropy equals its formula, value and gradients, chunked or not, on every mesh and over pipeline stages; and so
+do the scores of single tokens."""
 
 import functools
 import re
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from megajax.ops.cross_entropy import cross_entropy
+from megajax.ops.cross_entropy import cross_entropy, token_scores
 
 B, T, D, V, TOKENS = 4, 16, 8, 32, 27  # V columns of the head, of which some may be padding
 VARIANTS = {
@@ -123,10 +124,10 @@ def test_memory_is_that_of_a_chunk_whatever_the_number_of_tokens(op, length, mak
     vocab, chunk_bytes = 4096, 2**19
     shapes = (B, length, D), (D, vocab), (B, length), (B, length)
     dtypes = jnp.float32, jnp.float32, jnp.int32, jnp.float32
-    given = [jax.ShapeDtypeStruct(*of) for of in zip(shapes, dtypes, strict=True)]
+    arrays = [jax.ShapeDtypeStruct(*of) for of in zip(shapes, dtypes, strict=True)]
     op = functools.partial(op, max_chunk_bytes=chunk_bytes, vocab_size=vocab, **VARIANTS["z-loss and label smoothing"])
     with jax.set_mesh(make_test_mesh()):
-        used = jax.jit(op).lower(*given).compile().memory_analysis().temp_size_in_bytes
+        used = jax.jit(op).lower(*arrays).compile().memory_analysis().temp_size_in_bytes
     gradients = 4 * (B * length * D + D * vocab)
     # Logits and what comes of them; the gradients once as sums and once as results. All logits: 4 and 32 MiB.
     assert used < 2.1 * chunk_bytes + 2 * gradients
@@ -161,3 +162,19 @@ def test_large_logits_do_not_overflow(make_test_mesh):
     with jax.set_mesh(make_test_mesh(tensor=2)):
         results = jax.jit(jax.value_and_grad(ours, (0, 1)))(np.float32(1e4) * x, head, labels, weights)
     assert all(np.all(np.isfinite(a)) for a in jax.tree.leaves(results))
+
+
+def test_token_scores_equal_the_formula_on_every_mesh(mesh):
+    x, head, labels, _ = arguments()
+    labels = np.clip(labels, 0, TOKENS - 1)
+    head[:, 3] = head[:, 11] = 3 * head[:, 5]  # equally likely tokens, also on two devices; often the most likely
+    options = dict(bias_V=head[0], multiplier=0.7, soft_cap=9.0, vocab_size=TOKENS, max_chunk_bytes=512)
+    got = jax.jit(lambda *arrays: token_scores(*arrays, **options))(x, head, labels)
+    products = np.einsum("btd,dv->btv", x.astype(np.float64), head[:, :TOKENS])
+    logits = 9.0 * np.tanh(0.7 * (products + head[0, :TOKENS]) / 9.0)
+    log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    # float32 logits of up to 9 that lose a few times 2^-24 of that
+    np.testing.assert_allclose(got.log_probs, np.take_along_axis(log_probs, labels[..., None], 2)[..., 0], atol=1e-5)
+    np.testing.assert_array_equal(got.top, log_probs.argmax(-1))
+    assert (np.asarray(got.top) == 3).any()
+    assert not (np.asarray(got.top) == 11).any()

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from megajax import compat
 from megajax.ops import attention as module
@@ -63,12 +62,12 @@ def test_tiles_hold_all_that_is_seen_and_those_in_the_middle_are_seen_wholly():
 
 @pytest.mark.parametrize("bytes_of_head", [1, 1 << 30], ids=["tile by tile", "head by head"])
 def test_every_tile_is_taken_once_and_those_of_a_head_in_order(bytes_of_head):
-    given = schedule.Schedule(batch=3, heads=4, tiles=5, bytes_of_head=bytes_of_head, last_first=True)
-    taken = [tuple(map(int, given._tile(index, lambda b, number: (0, 0, 0, 0))[4:])) for index in range(given.count)]
+    tiles = schedule.Schedule(batch=3, heads=4, tiles=5, bytes_of_head=bytes_of_head, last_first=True)
+    taken = [tuple(map(int, tiles._tile(index, lambda b, number: (0, 0, 0, 0))[4:])) for index in range(tiles.count)]
     assert sorted(taken) == [(number, b, head) for number in range(5) for b in range(3) for head in range(4)]
     for b, head in {tuple(rest) for _, *rest in taken}:
         assert [number for number, *rest in taken if rest == [b, head]] == [4, 3, 2, 1, 0]
-    assert given.head_by_head == (bytes_of_head > 1)
+    assert tiles.head_by_head == (bytes_of_head > 1)
 
 
 def check_ranges(ranges, sees, block, other):
@@ -107,9 +106,9 @@ def test_op_gives_the_kernel_its_part_of_packed_documents(sizes, options, make_t
     monkeypatch.setattr(kernel, "forward", stand_in_forward)
     ordered = []
 
-    def backward(*given, **options):
+    def backward(*arrays, **options):
         ordered.append(options.pop("ordered"))
-        return stand_in_backward(*given, **options)
+        return stand_in_backward(*arrays, **options)
 
     monkeypatch.setattr(kernel, "backward", backward)
     B, T, N, K, H = 4, 16, 4, 2, 8
@@ -211,56 +210,6 @@ def test_what_a_config_asks_for_is_taken_where_it_can_be_and_else_the_log_says_w
 # ----------------------------------------------------------------------------- the kernel
 
 
-@pytest.fixture
-def interpreted(monkeypatch):
-    """The kernels run on CPU. JAX's interpreter knows neither layouts of registers nor transposed operands of wgmma,
-    accumulators that begin with a value, TMA that adds, or where an array lies that changes: here these are plain
-    reads, products and writes. It wants every thread to see the end of every phase of a barrier; the last ones are of
-    no use to the one that loads. Compiling for Hopper says whether the chip can do it, tests/gpu whether it does."""
-    params = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params")
-    from jax._src.pallas.mosaic_gpu import primitives
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
-    from jax._src.state import primitives as state
-    from jax._src.state.types import TransformedRef, TransposeTransform
-
-    def read(operand):
-        if isinstance(operand, TransformedRef) and isinstance(operand.transforms[-1], TransposeTransform):
-            return TransformedRef(operand.ref, operand.transforms[:-1])[...].T
-        return operand[...]
-
-    def wgmma(sum_ref, a, b):
-        product = jnp.dot(read(a), read(b), preferred_element_type=jnp.float32)
-        state.ref_set(sum_ref, None, state.ref_get(sum_ref, None) + product)
-
-    copy = plgpu.copy_smem_to_gmem
-
-    def copy_or_add(source, target, reduction_op=None):
-        if reduction_op is None:
-            copy(source, target)
-        else:
-            target[...] = target[...] + source[...]
-
-    def deallocate(barrier):
-        with barrier.cv:
-            barrier.ref_count -= 1
-
-    in_gmem = gpu_callbacks.is_gmem_memory_space
-    monkeypatch.setattr(gpu_callbacks, "is_gmem_memory_space", lambda space: space is None or in_gmem(space))
-    monkeypatch.setattr(plgpu, "RefUnion", lambda *refs: refs)
-    load = lambda ref, wait_n=0: state.ref_get(ref, None)
-    monkeypatch.setattr(shared_memory.Barrier, "deallocate", deallocate)
-    monkeypatch.setattr(plgpu, "copy_smem_to_gmem", copy_or_add)
-    monkeypatch.setattr(plgpu, "load", lambda ref, index, layout: ref[index])
-    monkeypatch.setattr(plgpu, "layout_cast", lambda x, layout: x)
-    iota = lambda dtype, shape, dim, layout: jax.lax.broadcasted_iota(dtype, shape, dim)
-    monkeypatch.setattr(plgpu, "broadcasted_iota", iota)
-    monkeypatch.setattr(plgpu, "wgmma", wgmma)
-    monkeypatch.setattr(plgpu, "wgmma_accumulator_load", load)
-    monkeypatch.setattr(primitives, "wgmma_accumulator_load", load)
-    monkeypatch.setattr(primitives, "wgmma_accumulator_store", lambda ref, value: state.ref_set(ref, None, value))
-    return params.InterpretGPUParams(uninitialized_memory="nan", out_of_bounds_reads="raise")
-
-
 @pytest.mark.parametrize(("head_dim", "num_sms"), [(64, 1), pytest.param(256, 3, marks=pytest.mark.slow)])
 def test_interpreted_kernel_equals_the_formula(head_dim, num_sms, interpreted, monkeypatch):
     """Packed documents with a window and a soft cap, grouped queries: tiles unseen, seen wholly or in part; one block
@@ -307,8 +256,8 @@ for length, head_dim, dtype, soft_cap in ((1000, 128, "bfloat16", None), (500, 2
         def array(heads):
             spec = activation_spec((4, length, heads, head_dim), ("batch", "time", "heads", None))
             return jax.ShapeDtypeStruct((4, length, heads, head_dim), dtype, sharding=NamedSharding(mesh, spec))
-        given = array(8), array(4), array(4), jax.ShapeDtypeStruct((4, length), jnp.int32), array(8)
-        text = jax.jit(run, static_argnums=5).lower(*given, soft_cap).compile().as_text()
+        arrays = array(8), array(4), array(4), jax.ShapeDtypeStruct((4, length), jnp.int32), array(8)
+        text = jax.jit(run, static_argnums=5).lower(*arrays, soft_cap).compile().as_text()
     print(length, text.count('custom_call_target="mosaic_gpu'))
 
 def layers(q, k, v, d_out):
@@ -316,7 +265,7 @@ def layers(q, k, v, d_out):
     return jax.vjp(lambda q, k, v: attend(attend(q, k, v), k, v), q, k, v)[1](d_out)
 
 with jax.set_mesh(mesh):
-    text = jax.jit(layers).lower(*given[:3], given[4]).compile().as_text()
+    text = jax.jit(layers).lower(*arrays[:3], arrays[4]).compile().as_text()
 zeros = [line for line in text.splitlines() if " = (f32[" in line and "broadcast" in line.split(" = ")[0]]
 print("zeros made at once:", len(zeros))
 """  # noqa: E501

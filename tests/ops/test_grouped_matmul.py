@@ -13,6 +13,7 @@ from megajax.ops import grouped_tiles
 from megajax.ops.grouped_matmul import grouped_matmul
 from megajax.ops.matmul import Float32Gradient
 from megajax.sharding import local_weight_spec, rows_spec
+from pallas_kernels import grouped_matmul as kernel
 
 R, K, N, E = 64, 8, 12, 4
 SIZES = {
@@ -175,3 +176,63 @@ def test_gradients_leave_in_the_dtype_that_is_asked_for():
     assert wide.dtype == narrow.dtype == jnp.float32
     np.testing.assert_array_equal(narrow, wide.astype(jnp.bfloat16).astype(jnp.float32))
     assert np.any(narrow != wide)
+
+
+# ----------------------------------------------------------------------------- the kernel
+
+
+@pytest.mark.parametrize("num_matrices", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_interpreted_kernel_equals_the_formula(num_matrices, interpreted, monkeypatch):
+    """Groups that begin and end inside a tile, and inside eight rows of it; one without rows, rows of no group; two
+    tiles of columns; one block for all tiles, fewer stages than steps."""
+    monkeypatch.setattr(kernel, "NUM_SMS", 1)
+    monkeypatch.setattr(kernel, "STAGES", 2)
+    monkeypatch.setattr(kernel, "PANEL", 1)
+    monkeypatch.setattr(kernel, "COLUMNS", 64 * num_matrices)
+    sizes = np.array([70, 0, 3, 55], np.int32)
+    num_rows, K, N = 256, 256, 128
+    draw = lambda seed, *shape: jnp.asarray(drawn(seed, *shape), jnp.bfloat16)
+    rows, d_out = draw(0, num_rows, K), draw(1, num_rows, num_matrices, N)
+    matrices = [draw(2 + number, len(sizes), K, N) for number in range(num_matrices)]
+    out = kernel.forward(rows, matrices, sizes, interpret=interpreted)
+    d_rows = kernel.input_gradient(d_out, matrices, sizes, interpret=interpreted)
+    d_matrices = kernel.weight_gradient(rows, d_out, sizes, dtype=jnp.float32, interpret=interpreted)
+
+    in_float32 = jax.tree.map(lambda a: np.asarray(a, np.float32), (rows, d_out, matrices))
+    rows, d_out, matrices = in_float32
+    close = functools.partial(np.testing.assert_allclose, rtol=2**-7, atol=2**-7 * np.sqrt(K))
+    close(np.asarray(out, np.float32), grouped_tiles.forward(rows, matrices, sizes))
+    close(np.asarray(d_rows, np.float32), grouped_tiles.input_gradient(d_out, matrices, sizes))
+    wanted = grouped_tiles.weight_gradient(rows, d_out, sizes, dtype=jnp.float32)
+    for found, matrix in zip(d_matrices, wanted, strict=True):
+        np.testing.assert_allclose(found, matrix, rtol=1e-4, atol=1e-4)
+
+
+PROGRAM = """
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding
+from megajax.mesh import MeshConfig, make_mesh
+from megajax.ops.grouped_matmul import grouped_matmul
+from megajax.planning.plan import devices_without_gpu, plan_device
+from megajax.sharding import local_weight_spec, rows_spec
+
+mesh = make_mesh(MeshConfig(expert=2, tensor=2), devices_without_gpu(4, plan_device("h100")))
+
+def run(rows, gate, up, sizes, d_out):
+    out, vjp = jax.vjp(lambda *given: grouped_matmul(*given[:1], given[1:], sizes, ("embed", "mlp")), rows, gate, up)
+    return out, vjp(d_out)
+
+with jax.set_mesh(mesh):
+    def array(shape, spec, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+    matrix = array((4, 256, 256), local_weight_spec(("experts", "embed", "mlp"), mesh.axis_names))
+    rows, d_out = array((2000, 256), rows_spec("embed")), array((2000, 2, 256), rows_spec(None, "mlp"))
+    sizes = array((4,), rows_spec(), jnp.int32)
+    text = jax.jit(run).lower(rows, matrix, matrix, sizes, d_out).compile().as_text()
+print(text.count('custom_call_target="mosaic_gpu'))
+"""
+
+
+@pytest.mark.cuda_wheels
+def test_kernel_compiles_for_hopper_on_a_mesh(compile_for_hopper):
+    assert compile_for_hopper(PROGRAM) == ["3"]  # forward, input gradient, weight gradient

@@ -48,20 +48,20 @@ def formula(x, scale, y=None, bias=None):
 def all_variants(op):
     """-> {variant: ((sum, normed), {argument: gradient})}, one program for all."""
 
-    def run(given, gradients):
+    def run(inputs, gradients):
         results = {}
         for name, names in VARIANTS.items():
-            out, vjp = jax.vjp(lambda given: op(**given), {name: given[name] for name in names})
+            out, vjp = jax.vjp(lambda inputs: op(**inputs), {name: inputs[name] for name in names})
             results[name] = out, vjp(gradients)[0]
         return results
 
     return run
 
 
-def in_float64(given, gradients):
+def in_float64(inputs, gradients):
     with jax.enable_x64(True):
-        given, gradients = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), (given, gradients))
-        return jax.tree.map(np.asarray, all_variants(formula)(given, gradients))
+        inputs, gradients = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), (inputs, gradients))
+        return jax.tree.map(np.asarray, all_variants(formula)(inputs, gradients))
 
 
 @functools.cache
@@ -105,9 +105,9 @@ def test_value_and_gradients_equal_the_formula_in_a_pipeline_stage(on_stages, ba
 
 def check_bfloat16(shape, mesh):
     """Value and gradients of rows in bfloat16, against float64."""
-    given, gradients = arguments(shape, jnp.bfloat16)
+    inputs, gradients = arguments(shape, jnp.bfloat16)
     with jax.set_mesh(mesh):
-        results = jax.jit(all_variants(ours))(given, gradients)
+        results = jax.jit(all_variants(ours))(inputs, gradients)
 
     def check(path, got, want):
         assert got.dtype == (jnp.float32 if getattr(path[-1], "key", "") in ("scale", "bias") else jnp.bfloat16)
@@ -115,7 +115,7 @@ def check_bfloat16(shape, mesh):
         # A value rounded to 8 bits is off by 0.9 * 2^-9 in the mean square: the sum, and what is made of it.
         assert error < 1.5 * 2**-9, path
 
-    jax.tree.map_with_path(check, results, in_float64(given, gradients))
+    jax.tree.map_with_path(check, results, in_float64(inputs, gradients))
 
 
 def test_bfloat16_is_rounded_only_where_it_is_stored(make_test_mesh):
@@ -205,7 +205,7 @@ config = MeshConfig(fsdp=2, tensor=2)
 mesh = make_mesh(config, devices_without_gpu(4, plan_device("h100")))
 
 def run(x, y, scale, bias, d_out):
-    out, vjp = jax.vjp(lambda *given: residual_norm(*given, 1e-5), x, y, scale, bias)
+    out, vjp = jax.vjp(lambda *inputs: residual_norm(*inputs, 1e-5), x, y, scale, bias)
     return out, vjp(d_out)
 
 for width in (128, 384, 2560, 12288):  # backward by one, one, two and four warpgroups, forward one, one, one, two
@@ -215,8 +215,8 @@ for width in (128, 384, 2560, 12288):  # backward by one, one, two and four warp
                 spec = activation_spec((4, 64, width), ("batch", "sequence", None))
                 rows = jax.ShapeDtypeStruct((4, 64, width), jnp.bfloat16, sharding=NamedSharding(mesh, spec))
                 vector = jax.ShapeDtypeStruct((width,), jnp.float32)
-                given = rows, rows if summed else None, vector, vector if centred else None, (rows, rows)
-                text = jax.jit(run).lower(*given).compile().as_text()
+                inputs = rows, rows if summed else None, vector, vector if centred else None, (rows, rows)
+                text = jax.jit(run).lower(*inputs).compile().as_text()
             print(width, centred, summed, text.count('custom_call_target="mosaic_gpu'))
 """
 

@@ -116,7 +116,7 @@ def test_every_matrix_of_a_stack_is_orthogonalised_by_itself():
     u = u.at[1, 0].set(0)  # a pipeline's row of padding
     together = muon_direction(u, Parameter(("chunks", "layers", "embed", "mlp"), "matrix"))
     experts = muon_direction(u, Parameter(("layers", "experts", "embed", "mlp"), "matrix"))
-    alone = jnp.stack([muon_direction(one, Parameter(("embed", "mlp"), "matrix")) for one in u.reshape(6, 8, 16)])
+    alone = jnp.stack([muon_direction(matrix, Parameter(("embed", "mlp"), "matrix")) for matrix in u.reshape(6, 8, 16)])
     # The same sums in another order, times up to 3.4445**5 = 485.
     np.testing.assert_allclose(together, alone.reshape(u.shape), rtol=0, atol=1e-5)
     np.testing.assert_array_equal(together, experts)

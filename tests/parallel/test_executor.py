@@ -77,14 +77,23 @@ PATTERNS = {
 }
 
 
-@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+FIELDS = [dict(pipeline=2), dict(pipeline=4, pipeline_schedule="gpipe"), dict(pipeline=2, virtual_stages=2)]
+CASES = [(name, fields) for name in PATTERNS for fields in FIELDS]
+QUICK = [
+    ("as Mamba and attention", FIELDS[1]),
+    ("as Mamba and attention", FIELDS[2]),
+    ("one kind in one stage", FIELDS[0]),
+]
+
+
 @pytest.mark.parametrize(
-    "fields",
-    [dict(pipeline=2), dict(pipeline=4, pipeline_schedule="gpipe"), dict(pipeline=2, virtual_stages=2)],
+    "pattern, fields",
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
     ids=str,
 )
 @pytest.mark.parametrize("train", [True, False], ids=["train", "evaluate"])
 def test_terms_and_gradients_equal_plain_differentiation(pattern, fields, train, make_test_mesh):
+    pattern = PATTERNS[pattern]
     num_microbatches, key = 5, jax.random.key(3)
     stages = make_stages(MeshConfig(**fields), len(pattern))
     draw = lambda number, shape: 0.3 * jax.random.normal(jax.random.key(number), shape)

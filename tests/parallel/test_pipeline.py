@@ -145,6 +145,7 @@ def llama_on_one_device():
 
 
 SLOW = (
+    "pipeline 8",
     "pipeline 2 x fsdp 2 x context 2, interleaved",
     "pipeline 4 x expert 2, gpipe",
     "pipeline 2 x context 2 x tensor 2, empty stage",

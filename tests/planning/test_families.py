@@ -16,7 +16,7 @@ from megajax.models.decoder import Decoder, DecoderConfig
 from megajax.models.model import Model
 from megajax.optim.config import OptimizerConfig
 from megajax.planning.card import described_size
-from megajax.planning.memory import memory_per_device
+from megajax.planning.memory import activation_bytes, memory_per_device
 from megajax.planning.plan import plan_device, plan_rows
 from megajax.planning.step_time import MATMUL_EFFICIENCY, step_times
 from megajax.search import _meshes
@@ -153,6 +153,28 @@ def test_an_uneven_load_costs_what_the_experts_take():
     assert times.routed == pytest.approx(tokens * experts / MATMUL_EFFICIENCY / peak)
     rows = dict(plan_rows(config.make_program(), config.training, False, plan_device("a100")))
     assert "1.5 times the mean load" in rows["uneven experts"]
+
+
+def test_memory_and_traffic_count_the_empty_rows_of_buffers():
+    """An even load is 2 rows per token; 8 devices may send one each, all_to_all has room for half as many again."""
+    config = recipes()["moe_tiny"]()
+    mesh = MeshConfig(expert=8)
+    rows = {}
+    for dispatch in ("all_to_all", "all_gather"):
+        execution = dataclasses.replace(config.execution, expert_dispatch=dispatch)
+        model = Model(config.model, config.precision, execution)
+        elements = model.num_layers * (model.config.embed_dim + 3 * model.config.moe.expert_dim)
+        tokens = config.training.global_batch_size // 8 * config.training.sequence_length
+        held, _ = activation_bytes(model, mesh, config.training)
+        even = dataclasses.replace(execution, expert_dispatch="all_to_all", expert_buffer=1.0)
+        without, _ = activation_bytes(Model(config.model, config.precision, even), mesh, config.training)
+        rows[dispatch] = (held - without) / (tokens * elements * 4)
+        # There and back, forward and backward, float32.
+        sent = config.model.layers(execution)[0].sent(mesh, 4)["expert"] / (4 * model.config.embed_dim * 4)
+        assert sent == pytest.approx(2 + rows[dispatch])
+    assert rows == {"all_to_all": pytest.approx(1), "all_gather": pytest.approx(6)}
+    layer = config.model.layers(config.execution)[0]
+    assert all(activation.empty(MeshConfig(fsdp=8)) == 0 for activation in layer.activations(16).values())
 
 
 def test_a_search_splits_experts_where_there_are_some():

@@ -19,9 +19,10 @@ def test_readme_says_how_far_the_estimates_are_from_what_was_measured():
     sentence = summary(found)
     assert re.search(r"\d+ steps", sentence)[0] in (ROOT / "README.md").read_text()
     assert sentence in (ROOT / "README.md").read_text()
-    assert max(abs(one.error) for one in found) < 0.17
-    small = [one for one in found if "gpt2_124m" in one.command]
-    assert len(small) == 3 and {one.device for one in found} == {"1 x NVIDIA H100 80GB HBM3", "4 x NVIDIA H200"}
+    assert max(abs(estimate.error) for estimate in found) < 0.17
+    small = [estimate for estimate in found if "gpt2_124m" in estimate.command]
+    assert len(small) == 3
+    assert {estimate.device for estimate in found} == {"1 x NVIDIA H100 80GB HBM3", "4 x NVIDIA H200"}
 
 
 def times(*overrides, name="gpt2_124m"):

@@ -55,6 +55,7 @@ LLAMA = DecoderConfig(
     full_attention_every=2,
     attention_soft_cap=20.0,
 )
+DROPPING = dataclasses.replace(LLAMA, dropout=0.1, num_kv_heads=4)
 RECOMPUTED = ExecutionConfig(recompute="selective")
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, min_learning_rate=0.0)
 
@@ -115,7 +116,13 @@ def gpt_on_one_device():
 
 @pytest.fixture(scope="module")
 def llama_on_one_device():
-    return train(LLAMA, RECOMPUTED, {})
+    """The mean of microbatches: it must not depend on the mesh either."""
+    return train(LLAMA, RECOMPUTED, {}, loss_mean="microbatch")
+
+
+@pytest.fixture(scope="module")
+def llama_with_dropout():
+    return train(DROPPING, RECOMPUTED, {})
 
 
 def test_losses_are_those_of_tokens_that_cannot_be_predicted(gpt_on_one_device):
@@ -133,8 +140,7 @@ def test_losses_are_those_of_tokens_that_cannot_be_predicted(gpt_on_one_device):
         dict(fsdp=8),
         dict(tensor=8),
         dict(context=8),
-        dict(expert=8),
-        dict(data=2, fsdp=2, tensor=2),
+        pytest.param(dict(expert=8), marks=pytest.mark.slow),
         dict(fsdp=2, context=2, tensor=2),
         dict(data=2, expert=2, context=2),
     ],
@@ -146,11 +152,15 @@ def test_mesh_matches_one_device(sizes, gpt_on_one_device):
 
 @pytest.mark.parametrize(
     "sizes",
-    [dict(tensor=2, fsdp=4), dict(context=2, tensor=2, data=2), dict(expert=2, fsdp=2, tensor=2)],
+    [
+        dict(tensor=2, fsdp=4),
+        dict(context=2, tensor=2, data=2),
+        pytest.param(dict(expert=2, fsdp=2, tensor=2), marks=pytest.mark.slow),
+    ],
     ids=lambda sizes: "-".join(f"{axis}{size}" for axis, size in sizes.items()),
 )
 def test_mesh_matches_one_device_llama(sizes, llama_on_one_device):
-    assert_same(train(LLAMA, RECOMPUTED, sizes), llama_on_one_device)
+    assert_same(train(LLAMA, RECOMPUTED, sizes, loss_mean="microbatch"), llama_on_one_device)
 
 
 @pytest.mark.parametrize(
@@ -161,19 +171,13 @@ def test_mesh_matches_one_device_llama(sizes, llama_on_one_device):
     ],
     ids=["all_gather", "all_to_all"],
 )
-def test_other_context_methods_match_one_device(sizes, method):
-    config = dataclasses.replace(LLAMA, dropout=0.1, num_kv_heads=4)
+def test_other_context_methods_match_one_device(sizes, method, llama_with_dropout):
     execution = dataclasses.replace(RECOMPUTED, context_attention=method)
-    assert_same(train(config, execution, sizes), train(config, execution, {}))
+    assert_same(train(DROPPING, execution, sizes), llama_with_dropout)
 
 
 def test_zero1_matches_one_device(gpt_on_one_device):
-    assert_same(train(MODEL, SCANNED, dict(data=4, tensor=2), zero1=True), gpt_on_one_device)
-
-
-def test_microbatch_mean_does_not_depend_on_the_mesh():
-    one, many = (train(MODEL, SCANNED, sizes, loss_mean="microbatch") for sizes in ({}, dict(data=2, fsdp=2)))
-    assert_same(many, one)
+    assert_same(train(MODEL, SCANNED, dict(data=2, fsdp=2, tensor=2), zero1=True), gpt_on_one_device)
 
 
 def test_loss_weights_are_the_means_they_promise():

@@ -9,23 +9,19 @@ begins a run with it. The state of the optimizer is not read. --dry_run shows wh
 
 import argparse
 import dataclasses
-import logging
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 
 from megajax.config import Config, differences
-from megajax.convert.export import new_directory, write_run
+from megajax.convert.command import errors_in_one_line
+from megajax.convert.export import new_directory, write_imported
 from megajax.convert.megatron.arguments import read_arguments
 from megajax.convert.megatron.checkpoint import EMBEDDING, Checkpoint, open_checkpoint
-from megajax.convert.megatron.parameters import check_parameters, to_megajax
-from megajax.data.tokenizers.tokenizer import load_tokenizer, save_tokenizer
+from megajax.convert.megatron.parameters import check_parameters, piecewise_arrays
+from megajax.data.tokenizers.tokenizer import load_tokenizer
 from megajax.models.decoder import DecoderConfig
-from megajax.models.model import Model
 
 
 def import_checkpoint(
@@ -39,30 +35,16 @@ def import_checkpoint(
     """Writes a run directory with the parameters of an iteration (default: the newest) as its step.
 
     dtype: of the matrices; default: as they are there. tokenizer: for data.tokenizer; default: the one in the
-    checkpoint. The whole model is in the memory of the host. Raises ValueError if run_dir exists, or for a checkpoint
-    that cannot be imported as a whole; then nothing is left.
+    checkpoint. Memory holds a few of Megatron's largest arrays of one layer or expert, not the model. Raises ValueError
+    if run_dir exists, or for a checkpoint that cannot be imported as a whole; then nothing is left.
     """
     with new_directory(run_dir, "run_dir") as new:
         checkpoint, config = read(path, iteration, tokenizer)
         found = load_tokenizer(config.data.tokenizer)
-        model = Model(config.model)
-        host = jax.local_devices(backend="cpu")[0]
-
-        def place(record, array: np.ndarray) -> jax.Array:
-            return jax.device_put(array.astype(jnp.dtype(dtype)) if dtype and record.is_cast else array, host)
-
-        weights = jax.tree.map(place, model.records, to_megajax(checkpoint.parameters, config.model))
+        arrays = piecewise_arrays(checkpoint.parameters, config.model, jnp.dtype(dtype) if dtype else None)
         step = checkpoint.iteration
-        meta = {
-            "step": step,
-            "config": dataclasses.asdict(config),
-            "layer_rows": {stack: rows.tolist() for stack, rows in model.layer_rows.items()},
-            "tokenizer": found.identity,
-            "eod_id": found.eod_id,
-        }
         record = {"megatron": str(checkpoint.folder.resolve()), "step": step, "dtype": dtype}
-        write_run(new, config, step, weights, meta, record)
-        save_tokenizer(found, new)
+        write_imported(new, config, step, arrays, found, record)
     return checkpoint, config
 
 
@@ -123,12 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     into.add_argument("--dry_run", action="store_true", help="show what would be read and write nothing")
     into.set_defaults(run=_import)
     flags = parser.parse_args(arguments)
-    logging.getLogger("absl").setLevel(logging.ERROR)
-    try:
+    with errors_in_one_line():
         flags.run(flags)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
 
 
 if __name__ == "__main__":

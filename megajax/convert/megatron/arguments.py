@@ -10,13 +10,18 @@ from typing import Any
 
 from megajax.config import Config
 from megajax.data.config import DataConfig
+from megajax.layers.moe import MoeConfig, layer_pattern
 from megajax.layers.rope import RopeConfig
+from megajax.layers.router import RouterConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.training.config import TrainingConfig
 
 # Arguments of unsupported models, with the values that disable them.
 _UNSUPPORTED: dict[str, tuple] = {
-    "num_experts": (None, 0),
+    "moe_latent_size": (None,),
+    "moe_apply_probs_on_input": (None, False),
+    "moe_input_jitter_eps": (None, 0),
+    "moe_n_hash_layers": (None, 0),
     "multi_latent_attention": (None, False),
     "experimental_attention_variant": (None,),
     "linear_attention_freq": (None,),
@@ -41,6 +46,11 @@ _UNSUPPORTED: dict[str, tuple] = {
     "enable_mhc_connections": (None, False),
 }
 _POSITIONS = {"learned_absolute": "learned", "rope": "rope", "none": "none"}
+_SCORES = {"softmax": "softmax", "sigmoid": "sigmoid", "sqrtsoftplus": "sqrt_softplus"}
+_BALANCE = {
+    "aux_loss": "aux_loss", "seq_aux_loss": "sequence_aux_loss", "global_aux_loss": "global_aux_loss", "none": None,
+    "sinkhorn": None,
+}  # fmt: skip
 _NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 
 
@@ -114,9 +124,62 @@ def _model(given: _Arguments, vocabulary_rows: int) -> DecoderConfig:
         tied_embeddings=not given.get("untie_embeddings_and_output_weights", default=False),
         window=window,
         full_attention_every=full_every,
+        moe=_moe(given),
         dropout=given.get("hidden_dropout", default=0.1),
         attention_dropout=given.get("attention_dropout", default=0.1),
         init_std=given.get("init_method_std", default=0.02),
+    )
+
+
+def _moe(given: _Arguments) -> MoeConfig:
+    if not given.get("num_experts"):
+        return MoeConfig()
+    return MoeConfig(
+        num_experts=given.size("num_experts"),
+        expert_dim=given.get("moe_ffn_hidden_size"),
+        layers=_layers_with_experts(given),
+        shared_dim=given.get("moe_shared_expert_intermediate_size"),
+        shared_gate=bool(given.get("moe_shared_expert_gate", "moe_use_shared_expert_gate", default=False)),
+        router=_router(given),
+    )
+
+
+def _layers_with_experts(given: _Arguments) -> str:
+    """A number n is every n-th layer from the first; a list has a 1 for each layer with experts."""
+    frequency = given.get("moe_layer_freq", default=1)
+    if isinstance(frequency, int):
+        return "e" + "d" * (frequency - 1)
+    if not isinstance(frequency, list | tuple):
+        raise given.refuse("moe_layer_freq")
+    return layer_pattern([bool(has_experts) for has_experts in frequency])
+
+
+def _router(given: _Arguments) -> RouterConfig:
+    score = given.get("moe_router_score_function", default="softmax")
+    if score not in _SCORES:
+        raise given.refuse("moe_router_score_function")
+    kinds = given.get("moe_router_load_balancing_type", default="aux_loss")
+    kinds = [kinds] if isinstance(kinds, str) else list(kinds)
+    if any(kind not in _BALANCE for kind in kinds):
+        raise given.refuse("moe_router_load_balancing_type")
+    coefficients = given.get("moe_aux_loss_coeff", default=0.0)
+    coefficients = [coefficients] * len(kinds) if isinstance(coefficients, int | float) else list(coefficients)
+    losses = {_BALANCE[kind]: float(value) for kind, value in zip(kinds, coefficients, strict=True) if _BALANCE[kind]}
+    losses.pop("global_aux_loss", None)  # a checkpoint has no state of it
+    has_bias = bool(given.get("moe_router_enable_expert_bias", default=False))
+    return RouterConfig(
+        top_k=given.size("moe_router_topk"),
+        score=_SCORES[score],
+        softmax_first=bool(given.get("moe_router_pre_softmax", default=False)),
+        scale=float(given.get("moe_router_topk_scaling_factor", default=1.0)),
+        num_groups=given.get("moe_router_num_groups", default=1),
+        top_groups=given.get("moe_router_group_topk", default=1),
+        bias_update_rate=given.get("moe_router_bias_update_rate", default=1e-3) if has_bias else None,
+        assignment="sinkhorn" if "sinkhorn" in kinds else "top_k",
+        z_loss=float(given.get("moe_z_loss_coeff", default=0.0)),
+        capacity_factor=given.get("moe_expert_capacity_factor"),
+        drop="position" if given.get("moe_token_drop_policy") == "position" else "probability",
+        **losses,
     )
 
 

@@ -5,12 +5,13 @@ torch_dist (torch.distributed.checkpoint: whole tensors, layers numbered or stac
 """
 
 import dataclasses
+import functools
 import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,9 +31,14 @@ _SPLIT = {
     r".*\.linear_(proj|fc2)\.weight": 1,
     r".*\.softmax_offset": 0,
 }
-_NO_PARAMETERS = re.compile(r"(.*\.)?(optimizer|_extra_state)(\.|/|$)")
+_NO_PARAMETERS = re.compile(r"(.*\.)?(optimizer|_extra_state|(local|global)_tokens_per_expert|ga_steps)(\.|/|$)")
 _STACKED = re.compile(r"(decoder\.layers\.)(?!\d)(.*)")
 _NUMBERED = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
+# Experts of torch_dist: one tensor with all, or a tensor for each.
+_EXPERTS = re.compile(r"(.*\.mlp\.experts\.)experts\.(?:(\d+)\.)?(.*)")
+# Experts of torch: modules, matrices of a grouped layer, or all matrices of an older one side by side.
+_LOCAL = re.compile(r"(.*\.mlp\.experts\.)(?:local_experts\.(\d+)\.(.*)|(linear_fc[12]\.weight)(\d+))")
+_SIDE_BY_SIDE = re.compile(r"(.*\.mlp\.experts\.)weight([12])")
 _GATE = re.compile(r".*\.linear_fc1\.(weight|bias)_w")  # by itself; the up projection then ends in _v
 
 
@@ -125,18 +131,14 @@ def _open_distributed(folder: Path, files: Any) -> Checkpoint:
 
 
 def whole_layers(
-    tensors: Mapping[str, tuple[tuple[int, ...], np.dtype]], read: Callable[[str], np.ndarray]
+    tensors: Mapping[str, tuple[tuple[int, ...], np.dtype]], read: Callable[[str, tuple[int, ...]], np.ndarray]
 ) -> dict[str, StoredArray]:
-    """Tensors as torch_dist names them, with their (shape, dtype) -> one array for each parameter of each layer."""
+    """Tensors as torch_dist names them, with their (shape, dtype) -> one array for each parameter of each layer and
+    expert. read(key, at): tensor[at]."""
     found: dict[str, StoredArray] = {}
     for key, (shape, dtype) in tensors.items():
-        stacked = _STACKED.fullmatch(key)
-        if stacked:
-            prefix, rest = stacked.groups()
-            for n in range(shape[0]):
-                found[f"{prefix}{n}.{rest}"] = StoredArray(shape[1:], dtype, lambda key=key, n=n: read(key)[n])
-        else:
-            found[key] = StoredArray(shape, dtype, lambda key=key: read(key))
+        for name, at in _places(key, shape):
+            found[name] = StoredArray(shape[len(at) :], dtype, functools.partial(read, key, at))
     for name in [name for name in found if _GATE.fullmatch(name)]:
         whole = name.removesuffix("_w")
         gate = found.pop(name)
@@ -144,6 +146,23 @@ def whole_layers(
         shape = (gate.shape[0] + up.shape[0], *gate.shape[1:])
         found[whole] = StoredArray(shape, gate.dtype, lambda parts=(gate, up): np.concatenate(parts))
     return found
+
+
+def _places(key: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
+    """(name, index in the tensor) of each parameter that a tensor holds."""
+    places: list[tuple[str, tuple[int, ...]]] = [(key, ())]
+    if stacked := _STACKED.fullmatch(key):
+        prefix, rest = stacked.groups()
+        places = [(f"{prefix}{n}.{rest}", (n,)) for n in range(shape[0])]
+    if experts := _EXPERTS.fullmatch(key):
+        number = experts[2]
+        size = shape[len(places[0][1])]
+        places = [
+            (_EXPERTS.sub(rf"\g<1>local_experts.{n}.\g<3>", name), at if number else (*at, n))
+            for name, at in places
+            for n in ([number] if number else range(size))
+        ]
+    return places
 
 
 # ----------------------------------------------------------------------------- torch
@@ -154,40 +173,66 @@ def _open_rank_files(folder: Path, load: Callable[[Path], Any], to_numpy: Callab
     first = load(folder / min(names) / RANK_FILE)
     arguments = _arguments(first, folder)
     ranks = _ranks(folder, names, arguments)
-    # stages[pipeline rank][tensor rank]: the chunks of layers there, each {name: tensor}
-    stages = [[_chunks(load(folder / name / RANK_FILE), folder / name) for name in stage] for stage in ranks]
+    # stages[pipeline rank]: {rank: chunks of layers there, each {name: array}}
+    stages = [
+        {rank: _chunks(load(folder / name / RANK_FILE), folder / name, to_numpy) for rank, name in stage.items()}
+        for stage in ranks
+    ]
+    num_chunks = len(next(iter(stages[0].values())))
     order = [
-        [chunks[number] for chunks in stage]  # of each tensor rank
-        for number in range(len(stages[0][0]))
+        whole_stage({rank: chunks[number] for rank, chunks in stage.items()}, arguments)
+        for number in range(num_chunks)
         for stage in stages
     ]
     gated = bool(arguments.get("swiglu"))
-    parameters: dict[str, StoredArray] = {}
-    for shards in numbered(order):
-        for name, arrays in shards.items():
-            parameters[name] = joined_array(name, [_stored(array, to_numpy) for array in arrays], gated)
+    parameters = {
+        name: joined_array(name, arrays, gated) for chunk in numbered(order) for name, arrays in chunk.items()
+    }
     if not arguments.get("untie_embeddings_and_output_weights") and OUTPUT in parameters:
         _check_same(OUTPUT, [parameters[EMBEDDING], parameters.pop(OUTPUT)])  # the copy of the last stage
     return Checkpoint(folder, first.get("iteration", 0), arguments, parameters)
 
 
-def _ranks(folder: Path, names: Sequence[str], arguments: Mapping[str, Any]) -> list[list[str]]:
-    """Names of the folders of the tensor ranks of each pipeline stage."""
-    tensor = arguments.get("tensor_model_parallel_size") or 1
-    pipeline = arguments.get("pipeline_model_parallel_size") or 1
-    ranks = [
-        [f"mp_rank_{t:02d}" + (f"_{p:03d}" if pipeline > 1 else "") for t in range(tensor)] for p in range(pipeline)
+class Rank(NamedTuple):
+    tensor: int
+    expert: int
+
+
+def _ranks(folder: Path, names: Sequence[str], arguments: Mapping[str, Any]) -> list[dict[Rank, str]]:
+    """Folders of the ranks of each pipeline stage. Of tensor and expert ranks not every pair need exist, since the
+    experts may be split over fewer tensor ranks than the rest."""
+    tensor, pipeline, expert = (
+        arguments.get(f"{kind}_model_parallel_size") or 1 for kind in ("tensor", "pipeline", "expert")
+    )
+    stages = [
+        {
+            Rank(t, e): f"mp_rank_{t:02d}" + (f"_{p:03d}" if pipeline > 1 else "") + (f"_{e:03d}" if expert > 1 else "")
+            for t in range(tensor)
+            for e in range(expert)
+        }
+        for p in range(pipeline)
     ]
-    wanted = [name for stage in ranks for name in stage]
-    if missing := [name for name in wanted if name not in names]:
-        raise ValueError(f"{folder}: {', '.join(missing[:4])} of {len(wanted)} ranks is missing; copy the whole folder")
-    if extra := sorted(set(names) - set(wanted)):
-        raise ValueError(f"{folder}: {', '.join(extra[:4])} is not of tensor x pipeline = {tensor} x {pipeline} ranks, "
-                         "which the arguments name")  # fmt: skip
-    return ranks
+    all_names = {name for stage in stages for name in stage.values()}
+    of_experts = arguments.get("expert_tensor_parallel_size") or tensor
+    missing = []
+    for stage in stages:
+        here = [rank for rank, name in stage.items() if name in names]
+        missing += [stage[Rank(t, 0)] for t in range(tensor) if not any(rank.tensor == t for rank in here)]
+        wanted = {(e, t % of_experts) for e in range(expert) for t in range(tensor)}
+        found = {(rank.expert, rank.tensor % of_experts) for rank in here}
+        missing += [stage[Rank(t, e)] for e, t in sorted(wanted - found)]
+    if missing:
+        missing = list(dict.fromkeys(missing))
+        raise ValueError(
+            f"{folder}: {', '.join(missing[:4])} of {len(all_names)} ranks is missing; copy the whole folder"
+        )
+    if extra := sorted(set(names) - all_names):
+        sizes = f"tensor x pipeline x expert = {tensor} x {pipeline} x {expert}"
+        raise ValueError(f"{folder}: {', '.join(extra[:4])} is not of {sizes} ranks, which the arguments name")
+    return [{rank: name for rank, name in stage.items() if name in names} for stage in stages]
 
 
-def _chunks(state: Mapping[str, Any], where: Path) -> list[dict[str, Any]]:
+def _chunks(state: Mapping[str, Any], where: Path, to_numpy: Callable[[Any], np.ndarray]) -> list[dict]:
     """Of virtual stages: model0, model1, ..."""
     chunks = [state["model"]] if "model" in state else []
     while f"model{len(chunks)}" in state:
@@ -196,7 +241,11 @@ def _chunks(state: Mapping[str, Any], where: Path) -> list[dict[str, Any]]:
         raise ValueError(f"{where} holds a model of before Megatron Core; convert it with Megatron's "
                          "tools/checkpoint/convert.py first")  # fmt: skip
     return [
-        {name: array for name, array in chunk.items() if hasattr(array, "shape") and not _NO_PARAMETERS.match(name)}
+        {
+            name: _stored(array, to_numpy)
+            for name, array in chunk.items()
+            if hasattr(array, "shape") and not _NO_PARAMETERS.match(name)
+        }
         for chunk in chunks
     ]
 
@@ -205,27 +254,77 @@ def _stored(tensor: Any, to_numpy: Callable[[Any], np.ndarray]) -> StoredArray:
     return StoredArray(tuple(tensor.shape), to_numpy(tensor[:0]).dtype, lambda: to_numpy(tensor))
 
 
-def numbered(order: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, list[Any]]]:
-    """order: the tensor ranks of each chunk of layers, as the chunks follow one another in the model; in each chunk
-    layers are numbered from 0 -> {name with the number in the whole model: arrays of the ranks} of each chunk.
+def whole_stage(
+    ranks: Mapping[Rank, Mapping[str, StoredArray]], arguments: Mapping[str, Any]
+) -> dict[str, list[StoredArray]]:
+    """The parameters of the ranks of a stage -> {name: arrays of the tensor ranks that share it}; experts have the
+    numbers that they have in the whole model."""
+    tensor = {rank.tensor: parameters for rank, parameters in reversed(ranks.items())}
+    whole = _shared([_without_experts(tensor[t]) for t in sorted(tensor)])
+    num_experts = arguments.get("num_experts")
+    if not num_experts:
+        return whole
+    num_local = num_experts // (arguments.get("expert_model_parallel_size") or 1)
+    of_experts = arguments.get("expert_tensor_parallel_size") or len(tensor)
+    for number in sorted({rank.expert for rank in ranks}):
+        parts = {
+            rank.tensor % of_experts: _experts(parameters, number * num_local, num_local)
+            for rank, parameters in reversed(ranks.items())
+            if rank.expert == number
+        }
+        whole |= _shared([parts[t] for t in sorted(parts)])
+    return whole
 
-    Raises ValueError if the ranks of a chunk do not have the same parameters.
-    """
+
+def _shared(ranks: Sequence[Mapping[str, StoredArray]]) -> dict[str, list[StoredArray]]:
+    """Raises ValueError if the ranks do not have the same parameters."""
+    for name in ranks[0]:
+        if any(name not in rank for rank in ranks):
+            raise ValueError(f"{name} is not on all tensor ranks: the files are not of one checkpoint")
+    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
+
+
+def _without_experts(parameters: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
+    return {name: array for name, array in parameters.items() if ".mlp.experts." not in name}
+
+
+def _experts(parameters: Mapping[str, StoredArray], first: int, count: int) -> dict[str, StoredArray]:
+    """The matrices of each expert of a rank. first: number of the first of its `count` experts."""
+    found = {}
+    for name, array in parameters.items():
+        if match := _LOCAL.fullmatch(name):
+            prefix, number, rest, grouped, grouped_number = match.groups()
+            found[f"{prefix}local_experts.{first + int(number or grouped_number)}.{rest or grouped}"] = array
+        elif match := _SIDE_BY_SIDE.fullmatch(name):
+            prefix, number = match.groups()
+            for n in range(count):
+                matrix = _side_by_side(array, n, count, is_first=number == "1")
+                found[f"{prefix}local_experts.{first + n}.linear_fc{number}.weight"] = matrix
+    return found
+
+
+def _side_by_side(array: StoredArray, number: int, count: int, *, is_first: bool) -> StoredArray:
+    """[out, in] of an expert in weight1, [experts, in, out] as [in, experts * out], or weight2, [experts * in, out]."""
+    rows, columns = array.shape
+    shape = (count, rows, columns // count) if is_first else (count, rows // count, columns)
+    return StoredArray(shape[:0:-1], array.dtype, lambda: np.asarray(array).reshape(shape)[number].T)
+
+
+def numbered(order: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Chunks of layers as they follow one another in the model, in each of which layers are numbered from 0 -> the
+    same with the numbers in the whole model."""
     found = []
     layers_before = 0
-    for ranks in order:
-        chunk = {}
+    for chunk in order:
+        renamed = {}
         numbers = set()
-        for name in ranks[0]:
-            if any(name not in rank for rank in ranks):
-                raise ValueError(f"{name} is not on all tensor ranks: the files are not of one checkpoint")
-            renamed = name
+        for name, arrays in chunk.items():
             if match := _NUMBERED.fullmatch(name):
                 prefix, number, rest = match.groups()
                 numbers.add(number)
-                renamed = f"{prefix}{int(number) + layers_before}{rest}"
-            chunk[renamed] = [rank[name] for rank in ranks]
-        found.append(chunk)
+                name = f"{prefix}{int(number) + layers_before}{rest}"
+            renamed[name] = arrays
+        found.append(renamed)
         layers_before += len(numbers)
     return found
 

@@ -18,7 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 METADATA = ".metadata"
 _DESCRIPTION = {
@@ -81,24 +88,27 @@ class DistributedFiles:
                 found[key] = (tuple(entry.size), to_numpy(torch.empty(0, dtype=entry.properties.dtype)).dtype)
         return found
 
-    @functools.lru_cache(maxsize=1)  # the layers of a stacked tensor are read consecutively  # noqa: B019
-    def array(self, key: str) -> np.ndarray:
+    def array(self, key: str, at: tuple[int, ...] = ()) -> np.ndarray:
+        """tensor[at], of which alone is read what its writers stored together."""
         entry = self._entries[key]
-        return to_numpy(self._read(key, torch.empty(entry.size, dtype=entry.properties.dtype)))
+        sizes = (*[1] * len(at), *entry.size[len(at) :])
+        part = ChunkStorageMetadata(torch.Size((*at, *[0] * (len(entry.size) - len(at)))), torch.Size(sizes))
+        items = create_read_items_for_chunk_list(key, entry, [part])
+        target = torch.empty(sizes, dtype=entry.properties.dtype)
+        self._read(key, _Planner(target, items))
+        return to_numpy(target).reshape(entry.size[len(at) :])
 
     def object(self, key: str) -> Any:
-        return self._read(key, io.BytesIO())
+        state = {key: io.BytesIO()}
+        self._read(key, _ObjectPlanner(flatten_state_dict=False, flatten_sharded_tensors=False), state)
+        return state[key]
 
-    def _read(self, key: str, target: Any) -> Any:
-        """target: of the shape and dtype of a tensor; anything else for an object."""
-        state = {key: target}
-        planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    def _read(self, key: str, planner: dcp.LoadPlanner, state: dict | None = None) -> None:
         try:
             with warnings.catch_warnings(action="ignore"):  # that there is one process
-                dcp.load(state, storage_reader=self._reader, planner=planner, no_dist=True)
+                dcp.load(state or {}, storage_reader=self._reader, planner=planner, no_dist=True)
         except (dcp.CheckpointException, OSError, RuntimeError) as error:
             raise ValueError(f"{self._folder}: {key} cannot be read ({_line(error)}); copy the whole folder") from None
-        return state[key]
 
 
 class _Reader(dcp.FileSystemReader):
@@ -111,6 +121,21 @@ class _Reader(dcp.FileSystemReader):
 
 
 class _Planner(dcp.DefaultLoadPlanner):
+    """Reads the given items into one tensor."""
+
+    def __init__(self, target: torch.Tensor, items: list[ReadItem]):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._target = target
+        self._items = items
+
+    def create_local_plan(self) -> dcp.LoadPlan:
+        return dcp.LoadPlan(self._items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self._target
+
+
+class _ObjectPlanner(dcp.DefaultLoadPlanner):
     """Replaces torch's unpickler, which could execute code in objects."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:

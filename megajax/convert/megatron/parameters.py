@@ -8,12 +8,15 @@ The vocabulary is padded to a multiple that depends on the tensor parallel size 
 """
 
 import dataclasses
+import functools
+import itertools
 import re
 from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
 
+from megajax.checkpoint.piecewise import PiecewiseArray
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
 from megajax.ops.activation import GATED
@@ -68,16 +71,47 @@ def to_megajax(named: Mapping[str, np.ndarray], config: DecoderConfig) -> dict:
 
     Raises ValueError for a parameter that is missing, unexpected or of the wrong shape.
     """
+
+    def whole(array: PiecewiseArray) -> np.ndarray:
+        return array.read((slice(None),) * len(array.shape))
+
+    return jax.tree.map(whole, piecewise_arrays(named, config))
+
+
+def piecewise_arrays(named: Mapping[str, np.ndarray], config: DecoderConfig, dtype: np.dtype | None = None) -> dict:
+    """As to_megajax, with arrays that are read where they are wanted; a piece needs Megatron's whole arrays of the
+    layers and experts in it, of which one is in memory at a time. dtype: of matrices; None: as they are."""
     check_parameters(named, config)
     named = {_own_name(name): array for name, array in named.items()}
-    flat = {}
-    for entry in _table(config):
-        if entry.layers:
-            layers = [entry.split(_read(named, entry, number)) for number in entry.layers]
-            arrays = tuple(np.stack(parts) for parts in zip(*layers, strict=True))
-        else:
-            arrays = entry.split(np.asarray(named[entry.theirs]))
-        flat |= zip(entry.ours, arrays, strict=True)
+    model = Model(config)
+    leaves = jax.tree_util.tree_leaves_with_path(model.abstract_weights)
+    shapes = {"/".join(key.key for key in path): leaf.shape for path, leaf in leaves}
+    records = _flat(model.records)
+    table = _table(config)
+
+    @functools.lru_cache(maxsize=1)  # pieces of an array follow each other
+    def parts(row: int, *place: int) -> tuple[np.ndarray, ...]:
+        """Of Megatron's array of an entry. place: (), (layer,) or (layer, expert)."""
+        return table[row].split(np.asarray(named[table[row].theirs.format(*place)]))
+
+    def array_of(row: int, number: int) -> PiecewiseArray:
+        entry = table[row]
+        path = entry.ours[number]
+        is_cast = dtype is not None and records[path].is_cast
+        names = [name for n in entry.layers for name in entry.names(n)] or [entry.theirs]
+        found = np.dtype(dtype) if is_cast else np.result_type(*{named[name].dtype for name in names})
+        lead = [entry.layers] if entry.layers else []
+        lead += [range(entry.num_experts)] if entry.num_experts else []
+
+        def read(index: tuple[slice, ...]) -> np.ndarray:
+            places = [numbers[part] for numbers, part in zip(lead, index, strict=False)]
+            rest = index[len(lead) :]
+            pieces = [parts(row, *place)[number][rest].astype(found) for place in itertools.product(*places)]
+            return np.stack(pieces).reshape(*map(len, places), *pieces[0].shape)
+
+        return PiecewiseArray(shapes[path], found, read)
+
+    flat = {path: array_of(row, number) for row, entry in enumerate(table) for number, path in enumerate(entry.ours)}
     return _nested(flat)
 
 
@@ -249,16 +283,11 @@ def _transposed(array: np.ndarray) -> tuple[np.ndarray]:
 
 
 def _with_rows(w_VD: np.ndarray, num_rows: int) -> np.ndarray:
-    return np.pad(w_VD[:num_rows], ((0, max(num_rows - len(w_VD), 0)), (0, 0)))
+    missing = num_rows - len(w_VD)
+    return np.pad(w_VD, ((0, missing), (0, 0))) if missing > 0 else w_VD[:num_rows]
 
 
 # ----------------------------------------------------------------------------- names, trees and checks
-
-
-def _read(named: Mapping[str, np.ndarray], entry: Entry, layer: int) -> np.ndarray:
-    """Megatron's array of a layer; those of its experts as one."""
-    arrays = [np.asarray(named[name]) for name in entry.names(layer)]
-    return np.stack(arrays) if entry.num_experts else arrays[0]
 
 
 def _own_name(name: str) -> str:

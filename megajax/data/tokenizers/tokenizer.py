@@ -1,7 +1,7 @@
 """Tokenizers behind one small interface: bytes, null, SentencePiece, Hugging Face tokenizer.json, tiktoken.
 
 `load_tokenizer(spec)` understands: `bytes`; `null:VOCAB`; `PATH.model` (SentencePiece); `PATH/tokenizer.json`;
-`PATH.tiktoken`.
+`PATH.tiktoken`; `PATH/vocab.json` (GPT-2, with merges.txt next to it).
 """
 
 import base64
@@ -20,6 +20,8 @@ from typing import Protocol
 SPACE_MARK = "\u2581"
 # Names of the end-of-document token, for files that do not specify it.
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
+VOCABULARY = "vocab.json"  # of GPT-2's format
+MERGES = "merges.txt"
 # How GPT-4 (cl100k_base) splits text into words before merging bytes; the pattern is part of the vocabulary.
 CL100K_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]"
@@ -167,8 +169,40 @@ class SentencePieceTokenizer:
         return found if self._model.id_to_piece(found) == text else None
 
 
+def _tokenizer_json(path: str) -> bytes:
+    """Content of a tokenizer.json, or what it would be for vocab.json and merges.txt."""
+    if os.path.basename(path) != VOCABULARY:
+        with open(path, "rb") as file:
+            return file.read()
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    merges = beside(path, MERGES)
+    try:
+        tokenizer = tokenizers.Tokenizer(models.BPE.from_file(path, merges))
+    except Exception as error:  # the package raises plain Exception
+        raise ValueError(f"data.tokenizer: {path} and {merges} are not a byte-level BPE ({error})") from None
+    prefix = bool(read_json(beside(path, "tokenizer_config.json")).get("add_prefix_space", False))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    tokenizer.decoder = decoders.ByteLevel()
+    vocabulary = tokenizer.get_vocab()
+    special = configured_tokens(path).values() or [name for name in END_NAMES[:1] if name in vocabulary]
+    added = read_json(beside(path, "added_tokens.json"))
+    for name in sorted(added, key=added.get):
+        tokenizer.add_tokens([tokenizers.AddedToken(name, normalized=False, special=name in special)])
+        if tokenizer.token_to_id(name) != added[name]:
+            raise ValueError(
+                f"data.tokenizer: added_tokens.json beside {path} gives {name} the id {added[name]}, which does not "
+                "follow the vocabulary; write tokenizer.json with transformers"
+            )
+    tokenizer.add_special_tokens([name for name in dict.fromkeys(special) if name not in added])
+    return tokenizer.to_str().encode()
+
+
 class HuggingFaceTokenizer:
     """A tokenizer.json, read by the `tokenizers` package; special tokens are neither added nor hidden.
+
+    vocab.json, with merges.txt next to it, is a tokenizer.json of GPT-2's byte-level BPE.
 
     Its special tokens are the added tokens marked `special`; other added tokens (tags such as `<tool_call>` in some
     files, runs of spaces in others) are recognised in any text: the library cannot disable this.
@@ -183,8 +217,7 @@ class HuggingFaceTokenizer:
             raise ValueError(
                 f"data.tokenizer={path} needs the package tokenizers; pip install 'megajax[tokenizers]'"
             ) from None
-        with open(path, "rb") as file:
-            content = file.read()
+        content = _tokenizer_json(path)
         self.path = path
         self.identity = "tokenizer.json:" + hashlib.sha256(content).hexdigest()
         try:
@@ -422,7 +455,10 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike) -> None:
     copies |= {name: beside(path, name) for name in BESIDE_TOKENIZER}
     for name, source in copies.items():
         target = os.path.join(folder, name)
-        if os.path.exists(source) and not os.path.exists(target):
+        if os.path.basename(source) == VOCABULARY:
+            with open(target, "wb") as file:
+                file.write(_tokenizer_json(source))
+        elif os.path.exists(source) and not os.path.exists(target):
             shutil.copyfile(source, target)
 
 

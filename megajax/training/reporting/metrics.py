@@ -89,7 +89,7 @@ class MetricsWriter:
         self._path = self._run_dir / "metrics.jsonl"
         self._file = Appender(self._path)
         folder = self._run_dir / "tensorboard"
-        self._tensorboard = _TensorBoard(folder, run_config), _TensorBoard(folder / "eval")
+        self._tensorboard = TensorBoardFile(folder, run_config), TensorBoardFile(folder / "eval")
         self._wandb = _start_wandb(self._run_dir, config, run_config) if config.wandb_project else None
         self._writes_metrics = BestEffort(str(self._path))
         self._writes_tensorboard = BestEffort(f"TensorBoard, {self._run_dir / 'tensorboard'}")
@@ -172,7 +172,7 @@ class MetricsWriter:
                 self._wandb.finish()
 
 
-class _TensorBoard:
+class TensorBoardFile:
     """One event file in the format of tensorboardX, created with the first value.
 
     The writer of tensorboardX passes events to a thread that dies on the first error, and the run would then wait for

@@ -1,0 +1,79 @@
+"""Opens a model for inference: a step of a run, or a Hugging Face folder, on a mesh."""
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Literal
+
+import jax
+from jax.sharding import Mesh
+
+from megajax.data.tokenizers.tokenizer import Tokenizer
+from megajax.mesh import MeshConfig, make_mesh
+from megajax.models.model import Model
+from megajax.sharding import with_shardings
+from megajax.sources import Source, open_source
+
+logger = logging.getLogger("megajax")
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenedModel:
+    """Everything but the weights, which `restore` reads."""
+
+    source: Source
+    model: Model
+    mesh: Mesh
+    tokenizer: Tokenizer
+    start_ids: tuple[int, ...]
+    """Tokens that precede every text: those of the tokenizer, for weights from other frameworks."""
+
+    def restore(self) -> dict:
+        """The weights, sharded over the mesh, with the dtypes of `serving_params`."""
+        target = with_shardings(serving_params(self.model), self.model.shardings(self.mesh))
+        params = self.source.restore_params(target, self.model.layer_rows)
+        logger.info("loaded %s", self.source)
+        return params
+
+
+def open_model(
+    path: str | Path,
+    mesh: MeshConfig | None = None,
+    step: int | None = None,
+    compute: Literal["float32", "bfloat16"] | None = None,
+) -> OpenedModel:
+    """The model of a step of a run directory (default: the newest), or of a Hugging Face folder.
+
+    mesh: default one device; a mesh smaller than the machine takes its first devices. compute: in place of
+    precision.compute of the run. Raises ValueError if the directory holds no run, no checkpoint or not that step, if
+    the step or the tokenizer is damaged or does not belong to the run, or if the mesh does not divide the model or has
+    a pipeline.
+    """
+    source = open_source(path, step)
+    mesh_config = mesh or MeshConfig()
+    config = source.config
+    if mesh_config.pipeline > 1:
+        raise ValueError(
+            f"mesh.pipeline={mesh_config.pipeline}: inference does not support pipelines; use --mesh.tensor or "
+            "--mesh.fsdp"
+        )
+    mesh_config.check()
+    config.model.check(mesh_config, config.training.sequence_length, config.execution)
+    tokenizer = source.tokenizer()
+    devices = jax.devices()
+    if -1 in mesh_config.sizes().values() or mesh_config.num_devices > len(devices):
+        mesh_config = mesh_config.resolve(len(devices))
+        config.model.check(mesh_config, config.training.sequence_length, config.execution)
+    device_mesh = make_mesh(mesh_config, devices[: mesh_config.num_devices])
+    precision = dataclasses.replace(config.precision, compute=compute or config.precision.compute)
+    model = Model(config.model, precision, config.execution)
+    start_ids = getattr(tokenizer, "start_ids", ()) if source.is_foreign else ()
+    return OpenedModel(source, model, device_mesh, tokenizer, tuple(start_ids))
+
+
+def serving_params(model: Model):
+    """Abstract weights for inference: matrices in the compute dtype, all else as stored.
+
+    Layers cast their matrices to the compute dtype anyway, so results are the same, and a token reads half the memory.
+    """
+    return model.cast_weights(model.precision.compute_dtype)

@@ -1,0 +1,48 @@
+"""What README and docs say that can be compared with the code: names of fields, recipes and files."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+import configs
+from megajax.config import MOVED, Config
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SECTIONS = "|".join(field.name for field in dataclasses.fields(Config) if field.name != "run_dir")
+
+
+def names_of_fields(config, prefix: str = "") -> set[str]:
+    """Of all fields and, since pages name them too, of the sections."""
+    names = set()
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        names.add(prefix + field.name)
+        if dataclasses.is_dataclass(value):
+            names |= names_of_fields(value, f"{prefix}{field.name}.")
+    return names
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_page_names_fields_recipes_and_files_that_exist(page):
+    text = page.read_text()
+    named = set(re.findall(rf"--((?:{SECTIONS})(?:\.\w+)+)", text))
+    for quoted in re.findall(r"`([^`\n]*)`", text):
+        named |= set(re.findall(rf"(?:^|(?<=[\s-]))((?:{SECTIONS})(?:\.\w+)+)", quoted))
+    files = {name for name in named if name.endswith((".py", ".json"))}
+    assert sorted(named - files - names_of_fields(Config()) - set(MOVED)) == []
+    recipes = set(re.findall(r"--config=(\w+)(?!\w*:)", text)) - {"NAME"}
+    assert sorted(recipes - set(configs.recipes())) == []
+    links = [link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if not link.startswith("http")]
+    generated = [link for link in links if "reference/" in link]
+    assert [link for link in links if link not in generated and not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES[2:], ids=lambda page: str(page.relative_to(ROOT)))
+def test_list_follows_an_empty_line(page):
+    """Otherwise the site shows it as part of the paragraph before it; GitHub does not."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    item = r"(?:- |\d+\. )"
+    assert re.findall(rf"^(?!{item}|  ).+\n{item}.*", text, flags=re.MULTILINE) == []
