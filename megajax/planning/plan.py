@@ -196,7 +196,10 @@ def _time_rows(
     model = program.model
     length = training.sequence_length
     device = device.computing_in(model.precision.compute)
-    network = ", ".join(f"{t.axis} {format_bytes(t.bytes)} in {format_seconds(t.seconds)}" for t in times.traffic)
+    overlapped = {True: " (overlaps with compute)", False: ""}
+    network = ", ".join(
+        f"{t.axis} {format_bytes(t.bytes)} in {format_seconds(t.seconds)}{overlapped[t.hidden]}" for t in times.traffic
+    )
     rate = training.global_batch_size * length / times.step / program.mesh_config.num_devices
 
     def mfu(causal: bool) -> str:
