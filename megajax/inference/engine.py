@@ -42,7 +42,7 @@ MIN_TABLE = 16  # pages of the smallest table, where its size matters
 MAX_CHUNKS = 16  # sequences whose prompts one call computes
 DEFAULT_MAX_LENGTH = 8192  # tokens of a sequence, for models without a limit
 WARM_UP_THREADS = 8  # each compiles a program
-HOST_POOL_BYTES = 2**30  # of the pool where the device does not say how much memory it has
+HOST_POOL_BYTES = 2**30  # of the pools of all devices, where devices do not say how much memory they have (CPU)
 PAGE_DTYPES = {"int8": jnp.int8, "float8": jnp.float8_e4m3fn}
 
 
@@ -735,9 +735,10 @@ class Engine:
         """For pages, summed over the devices that split the heads."""
         device = self.mesh.local_devices[0]
         stats = device.memory_stats() or {}
-        if "bytes_limit" not in stats:
-            return HOST_POOL_BYTES
-        free = int(self.serving.memory_fraction * stats["bytes_limit"]) - stats["bytes_in_use"]
+        if "bytes_limit" in stats:
+            free = int(self.serving.memory_fraction * stats["bytes_limit"]) - stats["bytes_in_use"]
+        else:
+            free = HOST_POOL_BYTES // len(self.mesh.local_devices)
         return max(free, 0) * self.mesh.shape["tensor"]
 
 
