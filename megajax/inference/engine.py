@@ -8,6 +8,7 @@ calls `step` until there is no work.
 import dataclasses
 import functools
 import logging
+import threading
 from collections import deque
 from collections.abc import Sequence as Items
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +43,7 @@ MIN_TABLE = 16  # pages of the smallest table, where its size matters
 MAX_CHUNKS = 16  # sequences whose prompts one call computes
 DEFAULT_MAX_LENGTH = 8192  # tokens of a sequence, for models without a limit
 WARM_UP_THREADS = 8  # each compiles a program
+LOWERING = threading.Lock()  # two threads must not lower Pallas kernels at the same time (pallas_kernels/README.md)
 HOST_POOL_BYTES = 2**30  # of the pools of all devices, where devices do not say how much memory they have (CPU)
 PAGE_DTYPES = {"int8": jnp.int8, "float8": jnp.float8_e4m3fn}
 
@@ -653,8 +655,11 @@ class Engine:
 
     def _compile(self, key: tuple, function, *arguments) -> None:
         with jax.set_mesh(self.mesh):
-            if key not in self._programs:
-                self._programs[key] = function.lower(self.params, self._caches, self._rows, *arguments).compile()
+            if key in self._programs:
+                return
+            with LOWERING:
+                lowered = function.lower(self.params, self._caches, self._rows, *arguments)
+            self._programs[key] = lowered.compile()
 
     def _empty_decode(self, num_rows: int, num_pages: int) -> DecodeBatch:
         zeros = np.zeros(num_rows, np.int32)
