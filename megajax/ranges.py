@@ -158,3 +158,15 @@ def _way_out(option: str, field: dataclasses.Field) -> str:
     if default is None or default is dataclasses.MISSING or dataclasses.is_dataclass(default):
         return ""
     return f"; use {option}={','.join(map(str, default)) if isinstance(default, tuple) else default}"
+
+
+def changed_fields(config, default) -> list[str]:
+    """Names of the fields that differ, those of nested configs too."""
+    changed = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            changed += [f"{field.name}.{name}" for name in changed_fields(value, getattr(default, field.name))]
+        elif value != getattr(default, field.name):
+            changed.append(field.name)
+    return changed

@@ -37,7 +37,7 @@ from megajax.parallel.expert import (
     make_plan,
     rounds_needed,
 )
-from megajax.ranges import PositiveInt
+from megajax.ranges import PositiveInt, changed_fields
 
 TYPICAL_TOKENS = 4096  # of a device; any number gives the same rows per token, but for rounding
 
@@ -74,7 +74,7 @@ class MoeConfig:
     def check(self, num_layers: int, *, has_bias: bool) -> None:
         """Raises ValueError for contradictory fields, and for experts with biases, which are not supported."""
         if self.num_experts is None:
-            if changed := _changed_fields(self, MoeConfig()):
+            if changed := changed_fields(self, MoeConfig()):
                 raise ValueError(
                     f"model.moe: {', '.join(changed)} set, but no experts; set --model.moe.num_experts, or leave "
                     "them out"
@@ -100,18 +100,6 @@ def layer_pattern(has_experts: Sequence[bool]) -> str:
     period = next(p for p in range(1, number + 1) if all(has_experts[n] == has_experts[n % p] for n in range(number)))
     runs = [("e" if has else "d", len(list(run))) for has, run in itertools.groupby(has_experts[:period])]
     return "".join(letter if count == 1 else f"{letter}*{count}" for letter, count in runs)
-
-
-def _changed_fields(config, default) -> list[str]:
-    """Names of the fields that differ, those of nested configs too."""
-    changed = []
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            changed += [f"{field.name}.{name}" for name in _changed_fields(value, getattr(default, field.name))]
-        elif value != getattr(default, field.name):
-            changed.append(field.name)
-    return changed
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,7 +33,7 @@ from megajax.ops.matmul import matmul
 from megajax.parallel.context import current_order
 from megajax.parallel.schedule import Stages
 from megajax.parameters import weight
-from megajax.ranges import MAY_CHANGE, DropRate, NonNegativeFloat, PositiveFloat, PositiveInt, Range
+from megajax.ranges import MAY_CHANGE, DropRate, NonNegativeFloat, PositiveFloat, PositiveInt, Range, changed_fields
 from megajax.sharding import constrain
 
 
@@ -326,10 +326,10 @@ class DecoderConfig(ModelConfig):
 
     def _check_latent(self) -> None:
         if self.latent.kv_rank is None:
-            if self.latent != LatentConfig():
+            if changed := changed_fields(self.latent, LatentConfig()):
                 raise ValueError(
-                    "model.latent: fields are set, but model.latent.kv_rank is not; set --model.latent.kv_rank, or "
-                    "leave them out"
+                    f"model.latent: {', '.join(changed)} set, but not kv_rank; set --model.latent.kv_rank, or leave "
+                    "them out"
                 )
             return
         allowed = {

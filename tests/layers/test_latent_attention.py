@@ -210,7 +210,7 @@ def decoder(**fields) -> DecoderConfig:
     (dict(num_kv_heads=2), "model.num_kv_heads=2 .* use --model.num_kv_heads=4"),
     (dict(qk_norm=True), "model.qk_norm=True .* use --model.qk_norm=False"),
     (dict(bias=True), "model.qkv_bias=True .* use --model.qkv_bias=False"),
-    (dict(latent=LatentConfig(q_rank=4)), "model.latent.kv_rank is not"),
+    (dict(latent=LatentConfig(q_rank=4)), "model.latent: q_rank set, but not kv_rank"),
 ], ids=str)  # fmt: skip
 def test_what_it_cannot_do_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):

@@ -101,9 +101,10 @@ def test_an_evaluation_reports_the_loss_of_the_tokens_alone(trained):
 
     @jax.jit
     def run(weights):
-        total, count = make_eval_step(engine.model)(
+        results = make_eval_step(engine.model)(
             weights, {name: array[None] for name, array in batch.items()} | {"loss_mask": jnp.ones((1, 2, 16))}
         )
+        total, count = results["loss"]
         module = engine.model.module(weights)
         logits = module.logits(module.layers(module.embed(batch, None), module.block_inputs(batch))[0])
         return total / count, -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), batch["labels"][..., None], -1))
