@@ -1,6 +1,7 @@
 """Grouped matmul on Hopper: rows sorted by group, times one matrix per group.
 
-Dimensions: R rows, E groups, W matrices per group whose results lie side by side, K and N the axes of a matrix.
+Dimensions: R rows, E groups, W matrices per group (one or two) whose results are side by side, K and N the axes of a
+matrix.
 
     forward          out[r, w] = rows[r] @ matrices[w][g(r)]            [R, K] -> [R, W, N]
     input_gradient   d_rows[r] = sum_w d_out[r, w] @ matrices[w][g(r)].T   [R, W, N] -> [R, K]
@@ -144,62 +145,63 @@ def _store_split_eights(_, out_ref, values, low, high):
                 vector.store(pair, out_ref, place)
 
 
-class _Pipeline:
-    """What both kernels share: the loops of the warpgroups over tiles and steps.
+def _for_each_tile(total, one_tile):
+    """Runs one_tile(index, iteration) -> iteration for each tile of this block. An iteration is one step of a tile,
+    counted over all of them."""
+    block = lax.axis_index("block")
+    count = lax.div(jnp.maximum(total - block + NUM_SMS - 1, 0), NUM_SMS)
+    lax.fori_loop(0, count, lambda number, iteration: one_tile(block + number * NUM_SMS, iteration), jnp.int32(0))
 
-    A step releases the shared memory of the step before it, so that one product is always in flight. The first step
-    thus releases the last stage, which nobody has used: the loader waits for it once more than for the others.
+
+def _load_steps(smem, steps, iteration, copies):
+    """Fills one stage per step. copies(step): (source, target of all stages) pairs.
+
+    A step of `_compute_steps` releases the stage of the step before it, so that one product is always in flight. The
+    very first one thus releases the last stage, which nobody has used: here it is waited for once more than the others.
     """
 
-    def tiles(self, smem, total, one_tile, iteration=0):
-        """Runs one_tile(index, iteration) -> iteration for each tile of this block."""
-        block = lax.axis_index("block")
-        count = lax.div(jnp.maximum(total - block + NUM_SMS - 1, 0), NUM_SMS)
-        return lax.fori_loop(0, count, lambda i, it: one_tile(block + i * NUM_SMS, it), jnp.int32(iteration))
+    def step(number, iteration):
+        stage = lax.rem(iteration, STAGES)
+        pl.when(iteration >= STAGES - 1)(lambda: plgpu.barrier_wait(smem["free"].at[stage]))
+        for source, target in copies(number):
+            plgpu.copy_gmem_to_smem(source, target.at[stage], smem["ready"].at[stage])
+        return iteration + 1
 
-    def load_steps(self, smem, steps, iteration, copies):
-        """copies(step): (source, target of all stages) pairs."""
+    return lax.fori_loop(0, steps, step, iteration)
 
-        def step(number, iteration):
-            stage = lax.rem(iteration, STAGES)
-            pl.when(iteration >= STAGES - 1)(lambda: plgpu.barrier_wait(smem["free"].at[stage]))
-            for source, target in copies(number):
-                plgpu.copy_gmem_to_smem(source, target.at[stage], smem["ready"].at[stage])
-            return iteration + 1
 
-        return lax.fori_loop(0, steps, step, iteration)
+def _compute_steps(smem, first, last, iteration, product, num_products):
+    """product(step, stage) starts the products of a step; steps are first <= step < last."""
 
-    def compute_steps(self, smem, first, last, iteration, product, num_products):
-        """product(step, stage) starts the products of a step; steps are first <= step < last."""
+    def step(number, iteration):
+        stage = lax.rem(iteration, STAGES)
+        plgpu.barrier_wait(smem["ready"].at[stage])
+        product(number, stage)
+        plgpu.wgmma_wait(num_products)
+        plgpu.barrier_arrive(smem["free"].at[lax.rem(iteration + STAGES - 1, STAGES)])
+        return iteration + 1
 
-        def step(number, iteration):
-            stage = lax.rem(iteration, STAGES)
-            plgpu.barrier_wait(smem["ready"].at[stage])
-            product(number, stage)
-            plgpu.wgmma_wait(num_products)
-            plgpu.barrier_arrive(smem["free"].at[lax.rem(iteration + STAGES - 1, STAGES)])
-            return iteration + 1
+    return lax.fori_loop(first, last, step, iteration)
 
-        return lax.fori_loop(first, last, step, iteration)
 
-    def store(self, smem, wg, accumulators, copy):
-        """Copies the results out, one piece of columns after the other; a piece is written while the one before it is
-        being copied. copy(piece in shared memory, values, w, column)."""
-        out = smem["out"]
-        columns = out.shape[-1]
-        slot = 0
-        for w, acc in enumerate(accumulators):
-            for column in range(0, acc.shape[1], columns):
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                values = acc[:, column : column + columns].astype(out.dtype)
-                out[wg, slot] = values
-                plgpu.commit_smem()
-                copy(out.at[wg, slot], values, w, column)
-                slot = 1 - slot
+def _store(smem, wg, accumulators, copy):
+    """Copies the results out, one piece of columns after the other; a piece is written while the one before it is being
+    copied. copy(piece in shared memory, values, w, column)."""
+    out = smem["out"]
+    columns = out.shape[-1]
+    slot = 0
+    for w, acc in enumerate(accumulators):
+        for column in range(0, acc.shape[1], columns):
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            values = acc[:, column : column + columns].astype(out.dtype)
+            out[wg, slot] = values
+            plgpu.commit_smem()
+            copy(out.at[wg, slot], values, w, column)
+            slot = 1 - slot
 
 
 @dataclasses.dataclass(frozen=True)
-class Products(_Pipeline):
+class Products:
     """forward and input_gradient. The contracted axis of the rows holds all matrices if `transposed`, the columns of
     the results if not."""
 
@@ -257,29 +259,23 @@ class Products(_Pipeline):
             group = jnp.minimum(table[any_tile, GROUP], num_groups - 1)
             columns = pl.ds(column, self.columns)
 
-            def rows_of(step):
+            def copies(refs, before, step):
+                """refs: (w, matrices) to load; before: steps of the rows before the first one."""
+                part = pl.ds((before + step) * STEP, STEP)
+                left = [(rows.at[pl.ds(start + wg * ROWS, ROWS), part], smem["rows"].at[wg]) for wg in range(2)]
                 part = pl.ds(step * STEP, STEP)
-                return [(rows.at[pl.ds(start + wg * ROWS, ROWS), part], smem["rows"].at[wg]) for wg in range(2)]
-
-            def copies_of(matrix_refs):
-                def copies(step):
-                    part = pl.ds(lax.rem(step, self.contracted // STEP) * STEP, STEP)
-                    where = (group, columns, part) if self.transposed else (group, part, columns)
-                    return rows_of(step) + [(ref.at[where], smem["matrices"].at[w]) for w, ref in matrix_refs]
-
-                return copies
+                where = (group, columns, part) if self.transposed else (group, part, columns)
+                return left + [(ref.at[where], smem["matrices"].at[w]) for w, ref in refs]
 
             steps = self.num_steps(table, any_tile, num_groups)
             if not self.transposed:
-                return self.load_steps(smem, steps, iteration, copies_of(list(enumerate(matrices))))
-            each = self.contracted // STEP
+                return _load_steps(smem, steps, iteration, functools.partial(copies, list(enumerate(matrices)), 0))
+            each = lax.div(steps, self.num_matrices)
             for w, ref in enumerate(matrices):
-                here = copies_of([(0, ref)])
-                shifted = functools.partial(lambda here, w, step: here(step + w * each), here, w)
-                iteration = self.load_steps(smem, lax.div(steps, self.num_matrices), iteration, shifted)
+                iteration = _load_steps(smem, each, iteration, functools.partial(copies, [(0, ref)], w * each))
             return iteration
 
-        self.tiles(smem, table[0, TOTAL] * self.column_tiles, one_tile)
+        _for_each_tile(table[0, TOTAL] * self.column_tiles, one_tile)
 
     def compute(self, gmem, smem, wg):
         table, _, *matrices, out = gmem
@@ -299,7 +295,7 @@ class Products(_Pipeline):
                         matrix = matrix.transpose((1, 0)) if self.transposed else matrix
                         plgpu.wgmma(acc, smem["rows"].at[wg, stage], matrix)
 
-                self.compute_steps(smem, 0, steps, iteration, product, len(acc_refs))
+                _compute_steps(smem, 0, steps, iteration, product, len(acc_refs))
                 return [acc[...] for acc in acc_refs]
 
             accumulators = [plgpu.ACC((ROWS, self.columns), jnp.float32)] * self.side_by_side
@@ -307,10 +303,11 @@ class Products(_Pipeline):
             self.store_rows(smem, wg, out, results, first_row, column, low, high)
             return iteration + steps
 
-        self.tiles(smem, table[0, TOTAL] * self.column_tiles, one_tile)
+        _for_each_tile(table[0, TOTAL] * self.column_tiles, one_tile)
 
     def store_rows(self, smem, wg, out, results, first_row, column, low, high):
-        """Rows low to high of the 64 of a warpgroup. TMA copies eight rows or more, the others are stored directly."""
+        """Rows low to high of the 64 of a warpgroup. TMA copies whole groups of eight rows; the other rows are
+        stored directly."""
 
         def part(start, count, w, at):
             return out.at[pl.ds(pl.multiple_of(first_row + start, ALIGNED), count), w, pl.ds(column + at, STEP)]
@@ -332,8 +329,8 @@ class Products(_Pipeline):
         whole = (low <= 0) & (high >= ROWS)
         lax.cond(
             whole,
-            lambda: self.store(smem, wg, results, copy_all),
-            lambda: self.store(smem, wg, results, copy_some),
+            lambda: _store(smem, wg, results, copy_all),
+            lambda: _store(smem, wg, results, copy_some),
         )
 
     def store_edges(self, target, values, low, high):
@@ -348,7 +345,7 @@ class Products(_Pipeline):
 
 
 @dataclasses.dataclass(frozen=True)
-class WeightGradients(_Pipeline):
+class WeightGradients:
     """weight_gradient: a tile is 128 rows of a matrix, K, and COLUMNS columns of all matrices together."""
 
     num_matrices: int
@@ -405,9 +402,9 @@ class WeightGradients(_Pipeline):
                 left = [(rows.at[part, pl.ds(row + wg * ROWS, ROWS)], smem["rows"].at[wg]) for wg in range(2)]
                 return left + [(d_out.at[part, w, columns], smem["d_out"].at[w]) for w in range(self.num_matrices)]
 
-            return self.load_steps(smem, self.num_steps(begin, end), iteration, copies)
+            return _load_steps(smem, self.num_steps(begin, end), iteration, copies)
 
-        self.tiles(smem, self.num_groups * self.grid[0] * self.grid[1], one_tile)
+        _for_each_tile(self.num_groups * self.grid[0] * self.grid[1], one_tile)
 
     def compute(self, gmem, smem, wg):
         bounds, _, _, *outs = gmem
@@ -435,9 +432,9 @@ class WeightGradients(_Pipeline):
 
                 num = len(acc_refs)
                 inner = jnp.maximum(steps - 2, 0)
-                after = self.compute_steps(smem, 0, jnp.minimum(steps, 1), iteration, edge, num)
-                after = self.compute_steps(smem, 1, 1 + inner, after, product, num)
-                self.compute_steps(smem, 1 + inner, steps, after, edge, num)
+                after = _compute_steps(smem, 0, jnp.minimum(steps, 1), iteration, edge, num)
+                after = _compute_steps(smem, 1, 1 + inner, after, product, num)
+                _compute_steps(smem, 1 + inner, steps, after, edge, num)
                 return [acc[...] for acc in acc_refs]
 
             results = pl.run_scoped(products, *[plgpu.ACC((ROWS, self.columns), jnp.float32)] * self.num_matrices)
@@ -447,10 +444,10 @@ class WeightGradients(_Pipeline):
             def copy(here, _, w, at):
                 plgpu.copy_smem_to_gmem(here, outs[w].at[group, matrix_rows, pl.ds(column + at, piece)])
 
-            self.store(smem, wg, results, copy)
+            _store(smem, wg, results, copy)
             return iteration + steps
 
-        self.tiles(smem, self.num_groups * self.grid[0] * self.grid[1], one_tile)
+        _for_each_tile(self.num_groups * self.grid[0] * self.grid[1], one_tile)
 
 
 def _run(plan, out_type, interpret):
