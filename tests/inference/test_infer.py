@@ -1,4 +1,4 @@
-"""The command line of infer.py: what is wrong is said in one line, before a model is loaded; how text is printed."""
+"""The command line of infer.py: bad arguments give a one-line error before a model is loaded; how text is printed."""
 
 import json
 

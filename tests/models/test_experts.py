@@ -1,15 +1,12 @@
 """A decoder with experts trains, resumes on another mesh, and generates: all that a dense one does."""
 
 import dataclasses
-import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax import run
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import Config, incompatibilities, override
 from megajax.data.config import DataConfig
@@ -23,6 +20,7 @@ from megajax.optim.optimizer import OptimizerConfig
 from megajax.precision import PrecisionConfig
 from megajax.training.config import LaunchConfig, TrainingConfig
 from megajax.training.step import make_eval_step
+from runs import run_of
 
 NUM_EXPERTS = 4
 MODEL = DecoderConfig(
@@ -46,17 +44,6 @@ def config_of(run_dir, **training) -> Config:
         checkpoint=CheckpointConfig(every_steps=2),
         run_dir=str(run_dir),
     )  # fmt: skip
-
-
-def run_of(config: Config, monkeypatch) -> list[dict]:
-    """-> lines of metrics.jsonl of the run on the devices that its mesh needs."""
-    devices = jax.devices()[: config.mesh.num_devices]
-    with monkeypatch.context() as patched:
-        patched.setattr(jax, "devices", lambda *_: devices)
-        patched.setattr(jax, "device_count", lambda *_: len(devices))
-        assert run.train(config) in ("finished", "interrupted")
-    text = (Path(config.run_dir) / "metrics.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
 
 
 @pytest.fixture(scope="module")

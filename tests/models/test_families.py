@@ -46,6 +46,7 @@ from megajax.precision import PrecisionConfig
 from megajax.sharding import constrain
 from megajax.training.config import LaunchConfig, TrainingConfig
 from megajax.training.reporting.console import Console
+from runs import run_of
 
 T, STEPS = 16, 4
 NORM = NormConfig("rmsnorm", 1e-5, zero_centered=False, bias=False)
@@ -261,17 +262,6 @@ def config_of(family: str, run_dir, mesh=MeshConfig(), **training) -> Config:
         checkpoint=CheckpointConfig(every_steps=2),
         run_dir=str(run_dir),
     )  # fmt: skip
-
-
-def run_of(config: Config, monkeypatch) -> list[dict]:
-    """-> lines of metrics.jsonl of the run on the devices that its mesh needs."""
-    devices = jax.devices()[: config.mesh.num_devices]
-    with monkeypatch.context() as patched:
-        patched.setattr(jax, "devices", lambda *_: devices)
-        patched.setattr(jax, "device_count", lambda *_: len(devices))
-        assert run.train(config) in ("finished", "interrupted")
-    text = (Path(config.run_dir) / "metrics.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
 
 
 def losses(lines: list[dict]) -> list[float]:

@@ -3,9 +3,7 @@ its guesses are those of the main model."""
 
 import dataclasses
 import functools
-import json
 import math
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -29,6 +27,7 @@ from megajax.optim.optimizer import OptimizerConfig
 from megajax.parallel.context import sequence_order
 from megajax.precision import PrecisionConfig
 from megajax.training.config import LaunchConfig, TrainingConfig
+from runs import run_of
 
 FLOAT32 = PrecisionConfig(compute="float32")
 B, T, V = 4, 16, 30
@@ -191,17 +190,6 @@ def config_of(run_dir, model=PLAIN) -> Config:
         checkpoint=CheckpointConfig(every_steps=2),
         run_dir=str(run_dir),
     )  # fmt: skip
-
-
-def run_of(config: Config, monkeypatch) -> list[dict]:
-    """-> lines of metrics.jsonl of the run on the devices that its mesh needs."""
-    devices = jax.devices()[: config.mesh.num_devices]
-    with monkeypatch.context() as patched:
-        patched.setattr(jax, "devices", lambda *_: devices)
-        patched.setattr(jax, "device_count", lambda *_: len(devices))
-        assert run.train(config) in ("finished", "interrupted")
-    text = (Path(config.run_dir) / "metrics.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
 
 
 @pytest.mark.slow

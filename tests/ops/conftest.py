@@ -41,10 +41,11 @@ def interpreter(capfd):
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """The kernels run on CPU. JAX's interpreter knows neither layouts of registers nor transposed operands of wgmma,
-    accumulators that begin with a value, TMA that adds, or where an array lies that changes: here these are plain
-    reads, products and writes. It wants every thread to see the end of every phase of a barrier; the last ones are of
-    no use to the one that loads. Compiling for Hopper shows whether the GPU can do it, tests/gpu whether it does."""
+    """Runs the kernels on CPU. JAX's interpreter does not support register layouts, transposed operands of wgmma,
+    accumulators with an initial value, TMA with addition, or dynamic memory spaces; they are replaced by plain reads,
+    products and writes. It also requires every thread to observe every phase of a barrier, although the loading thread
+    does not need the last ones. Compiling for Hopper shows whether the GPU supports the kernels, tests/gpu whether they
+    are right there."""
     params = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params")
     from jax._src.pallas.mosaic_gpu import primitives
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
