@@ -352,6 +352,7 @@ def test_multi_token_prediction_is_that_of_transformers(transformers, tmp_path, 
 
 def record(path: Path) -> None:
     import transformers
+
     from conftest import write_described
 
     transformers.logging.disable_progress_bar()
