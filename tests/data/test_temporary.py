@@ -7,8 +7,8 @@ import sys
 
 import numpy as np
 import pytest
-from launch import ROOT
 
+from launch import ROOT
 from megajax.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megajax.data.temporary import open_temporary, rename, temporary_folder
 

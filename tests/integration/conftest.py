@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+
 from launch import END, ENDLESS, EVALUATE, MESH, TWO, evaluations, losses, run, saved_steps
 
 

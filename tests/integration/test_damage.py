@@ -16,8 +16,8 @@ from pathlib import Path
 
 import jax
 import pytest
-from launch import tiny_config
 
+from launch import tiny_config
 from megajax import run
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.config import CheckpointConfig

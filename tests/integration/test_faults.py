@@ -6,6 +6,7 @@ import random
 import signal
 
 import pytest
+
 from launch import losses, metrics, run, saved_steps, started
 
 STEPS = 60

@@ -8,8 +8,8 @@ import subprocess
 import sys
 
 import pytest
-from launch import READER, ROOT, TIMEOUT_SECONDS, started, tiny_config
 
+from launch import READER, ROOT, TIMEOUT_SECONDS, started, tiny_config
 from megajax.data.datasets import build_datasets
 
 MINUTES = "--launch.hang_minutes=0.1"

@@ -5,6 +5,7 @@ import os
 import shutil
 
 import pytest
+
 from launch import (
     END,
     ENDLESS,

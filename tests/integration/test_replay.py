@@ -10,9 +10,9 @@ import sys
 import jax
 import numpy as np
 import pytest
-from launch import ROOT, TIMEOUT_SECONDS, metrics, run, saved_steps, tiny_config
 
 import megajax.run
+from launch import ROOT, TIMEOUT_SECONDS, metrics, run, saved_steps, tiny_config
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.cli import train

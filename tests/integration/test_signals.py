@@ -4,6 +4,7 @@ import signal
 import time
 
 import pytest
+
 from launch import ENDLESS, losses, metrics, run, saved_steps, started
 
 pytestmark = pytest.mark.fault

@@ -5,6 +5,7 @@ import os
 import signal
 
 import pytest
+
 from launch import (
     END,
     ENDLESS,

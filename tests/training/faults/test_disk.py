@@ -6,8 +6,8 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
-from launch import TINY, tiny_config
 
+from launch import TINY, tiny_config
 from megajax.cli import train
 from megajax.training.faults.disk import check_room
 from megajax.training.loop import Trainer

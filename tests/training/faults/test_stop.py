@@ -7,8 +7,8 @@ import sys
 import time
 
 import pytest
-from launch import ROOT
 
+from launch import ROOT
 from megajax.training.faults import stop
 from megajax.training.faults.signals import leave_when_asked, stop_signals
 from megajax.training.faults.stop import StopRequest
