@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from megajax import compat
 from megajax.ops.matmul import dot_precision
 from megajax.sharding import constrain
 
@@ -143,7 +144,7 @@ def _states_between(added, decay, start, pieces):
     B, J, *state_shape = added.shape
     by_piece = (B, len(pieces), J // len(pieces))
     added, decay = (array.reshape(*by_piece, *array.shape[2:]).swapaxes(0, 2) for array in (added, decay))
-    zeros = jnp.zeros((len(pieces), B, *state_shape), added.dtype)
+    zeros = compat.vary(jnp.zeros((len(pieces), B, *state_shape), added.dtype), compat.varying_axes(added))
 
     def step(state, chunk):
         added, decay = chunk
@@ -161,7 +162,7 @@ def _states_between(added, decay, start, pieces):
 
 def _states_of_pieces(ends, decay, start, pieces):
     """-> (the state before each piece [I, B, G, R, P, N], the one after the last). ends: after it, from zeros."""
-    heads = ("kv_heads", "heads") if ends.shape[2] > 1 else (None, "heads")
+    heads = ("kv_heads", None) if ends.shape[2] > 1 else (None, "heads")
     axes = ("batch", *heads, None, None)
     ends = constrain(ends, None, *axes)
     decay = constrain(decay, None, *axes[:3])
@@ -170,7 +171,8 @@ def _states_of_pieces(ends, decay, start, pieces):
     for stored in np.argsort(pieces).tolist():
         found[stored] = state
         state = state * decay[stored][..., None, None] + ends[stored]
-    return constrain(jnp.stack(found), "time", *axes), state
+    # Whole here too, so that the gradients are gathered before they are taken apart: XLA would send each by itself.
+    return constrain(constrain(jnp.stack(found), None, *axes), "time", *axes), state
 
 
 def ssd_step(

@@ -69,7 +69,10 @@ def before_pieces(array_BT: jax.Array, count: int, pieces: Sequence[int], axes: 
     stored = {number: index for index, number in enumerate(pieces)}
     nothing = jnp.zeros_like(ends[:, 0])
     found = [ends[:, stored[number - 1]] if number else nothing for number in pieces]
-    return constrain(jnp.stack(found, 1), "batch", "time", None, *axes)
+    # Whole here too, so that the gradients are gathered before they are taken apart: XLA would send each by itself, and
+    # inside a pipeline stage such messages wait for the other stages.
+    whole = constrain(jnp.stack(found, 1), "batch", None, None, *axes)
+    return constrain(whole, "batch", "time", None, *axes)
 
 
 def attention(
