@@ -96,11 +96,17 @@ def _ssd(x, dt, a, b, c, skip, starts, state, *, chunk, pieces):
     if seen_BJQ is not None:
         to_end = _where(seen_BJQ == seen_BJQ[..., -1:], to_end)
         from_start = _where(seen_BJQ == 0, from_start)
+
+    def by_time(array):
+        """[B, J, ...] -> [J / I, I, B, ...]: the order of the scan over chunks, also for the products beside it."""
+        return array.reshape(B, len(pieces), -1, *array.shape[2:]).swapaxes(0, 2)
+
     weights = (to_end * dt_BJGRQ).transpose(0, 1, 4, 2, 3)[..., None]
-    added = dot("bjtgrp,bjtgn->bjgrpn", (x_BJQGRP.astype(dtype) * weights).astype(x.dtype), b_BJQGN)
+    scaled = by_time((x_BJQGRP.astype(dtype) * weights).astype(x.dtype))
+    added = dot("jibtgrp,jibtgn->jibgrpn", scaled, by_time(b_BJQGN))
     start = None if state is None else state.astype(dtype).reshape(B, G, R, P, N)
-    before, last = _states_between(added, from_start[..., -1], start, pieces)
-    past = dot("bjqgn,bjgrpn->bjqgrp", c_BJQGN, before.astype(x.dtype))
+    before, last = _states_between(added, by_time(from_start[..., -1]), start, pieces, x.dtype)
+    past = dot("jibqgn,jibgrpn->jibqgrp", by_time(c_BJQGN), before).swapaxes(0, 2).reshape(y_BJQGRP.shape)
     y_BJQGRP = y_BJQGRP + past * from_start.transpose(0, 1, 4, 2, 3)[..., None]
     y_BJQGRP = y_BJQGRP + skip.astype(dtype).reshape(G, R, 1) * x_BJQGRP.astype(dtype)
     y = y_BJQGRP.astype(x.dtype).reshape(B, len(pieces), -1, H, P)[:, :, :length]
@@ -134,30 +140,29 @@ def _where(condition_BJQ, array_BJGRQ):
     return jnp.where(condition_BJQ[:, :, None, None], array_BJGRQ, 0.0)
 
 
-def _states_between(added, decay, start, pieces):
-    """-> (the state before each chunk [B, J, G, R, P, N], the one after the last).
+def _states_between(added, decay, start, pieces, dtype):
+    """-> (the state before each chunk [J / I, I, B, G, R, P, N] in this dtype, the one after the last).
 
-    added: what a chunk adds to the state at its end. decay [B, J, G, R]: what it leaves of the state before it.
+    added: what a chunk adds to the state at its end; decay [J / I, I, B, G, R]: what it leaves of the state before it.
     Pieces of one sequence on several devices: each runs over its chunks once to find what its whole piece adds; these
     are gathered, two or one a device, and tell the states before all pieces.
     """
-    B, J, *state_shape = added.shape
-    by_piece = (B, len(pieces), J // len(pieces))
-    added, decay = (array.reshape(*by_piece, *array.shape[2:]).swapaxes(0, 2) for array in (added, decay))
-    zeros = compat.vary(jnp.zeros((len(pieces), B, *state_shape), added.dtype), compat.varying_axes(added))
+    zeros = compat.vary(jnp.zeros(added.shape[1:], added.dtype), compat.varying_axes(added))
+
+    def after(state, chunk):
+        added, decay = chunk
+        return state * decay[..., None, None] + added
 
     def step(state, chunk):
-        added, decay = chunk
-        return state * decay[..., None, None] + added, state
+        return after(state, chunk), state.astype(dtype)
 
     if len(pieces) == 1:
-        first = zeros if start is None else start[None]
-        last, before = lax.scan(step, first, (added, decay))
-        return before.swapaxes(0, 2).reshape(B, J, *state_shape), last[0]
-    ends = lax.scan(lambda state, chunk: (step(state, chunk)[0], None), zeros, (added, decay))[0]
+        last, before = lax.scan(step, zeros if start is None else start[None], (added, decay))
+        return before, last[0]
+    ends, _ = lax.scan(lambda state, chunk: (after(state, chunk), None), zeros, (added, decay))
     firsts, last = _states_of_pieces(ends, jnp.prod(decay, 0), start, pieces)
     _, before = lax.scan(step, firsts, (added, decay))
-    return before.swapaxes(0, 2).reshape(B, J, *state_shape), last
+    return before, last
 
 
 def _states_of_pieces(ends, decay, start, pieces):
