@@ -34,6 +34,7 @@ WEIGHT_AXES: dict[str | None, tuple[str, ...]] = {
     "head_dim": (),
     "norm": (),
     "router": (),  # one entry an expert
+    "classes": (),  # the few rows of a token type embedding, the few outputs of a classifier
 }
 
 ACTIVATION_AXES: dict[str | None, tuple[str, ...]] = {
