@@ -42,6 +42,9 @@ class AttentionConfig:
     """Which of the rotary tables in the inputs to use."""
     rope_interleaved: bool
     alibi: bool
+    causal: bool
+    """A token attends to itself and the tokens before it; False: to all tokens of its segment. Padding is a segment of
+    its own."""
     window: int | None
     scale: float
     """Factor on the scores."""
@@ -132,7 +135,7 @@ class AttentionConfig:
 
     def flops(self, sequence_length: int) -> Flops:
         window = min(self.window or sequence_length, sequence_length)
-        visible = window - window * (window - 1) / (2 * sequence_length)
+        visible = window - window * (window - 1) / (2 * sequence_length) if self.causal else sequence_length
         pair = 2 * (self.heads_dim + self.out_dim)  # per query-key pair: the score, and its contribution to the output
         return Flops(self.qkv_flops + self.out_flops, mixing=pair * sequence_length, mixing_causal=pair * visible)
 
@@ -237,7 +240,7 @@ def attention_options(config: AttentionConfig, sinks_N: jax.Array | None) -> dic
         method=config.context,
         backend=config.backend,
         deterministic=config.deterministic,
-        mask=AttentionMask(causal=True, window=config.window),
+        mask=AttentionMask(causal=config.causal, window=config.window),
         scale=config.scale,
         soft_cap=config.soft_cap,
         slopes=jnp.asarray(alibi_slopes(config.num_heads)) if config.alibi else None,

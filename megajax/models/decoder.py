@@ -225,6 +225,7 @@ class DecoderConfig(ModelConfig):
             rope=rope,
             rope_interleaved=self.rope.interleaved,
             alibi=self.position == "alibi",
+            causal=True,
             window=window,
             scale=self.attention_multiplier or 1.0 / math.sqrt(width_of_query),
             soft_cap=self.attention_soft_cap,

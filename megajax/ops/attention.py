@@ -40,7 +40,7 @@ class AttentionMask:
 
     causal: bool
     window: int | None = None
-    """A query attends to itself and the window - 1 keys before it; None: all."""
+    """With causal: a query attends to itself and the window - 1 keys before it; None: all."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,7 +285,9 @@ def _forward_body(q, k, v, sinks, bias, arrays, *, options):
         q, k, v, arrays = _to_heads((q, k, v), arrays)
     if options.backend == "cudnn":
         bias = _segment_bias(arrays[0], q.dtype)
-        results = compat.cudnn_attention_forward(q, k, v, bias, scale=options.scale, window=options.mask.window)
+        mask = options.mask
+        settings = dict(scale=options.scale, window=mask.window, causal=mask.causal)
+        results = compat.cudnn_attention_forward(q, k, v, bias, **settings)
         out, lse = compat.vary(results, compat.varying_axes(q))
     elif options.backend == "pallas":
         bounds = _key_bounds(q, k, arrays[0], options.mask)
@@ -303,9 +305,9 @@ def _backward_body(q, k, v, sinks, bias, out, lse, d_out, arrays, *, options, ls
         q, k, v, out, d_out, arrays = _to_heads((q, k, v, out, d_out), arrays)
     if options.backend == "cudnn":
         bias = _segment_bias(arrays[0], q.dtype)
-        scale = options.scale
-        window = options.mask.window
-        results = compat.cudnn_attention_backward(q, k, v, out, lse, d_out, bias, scale=scale, window=window)
+        mask = options.mask
+        settings = dict(scale=options.scale, window=mask.window, causal=mask.causal)
+        results = compat.cudnn_attention_backward(q, k, v, out, lse, d_out, bias, **settings)
         gradients = compat.vary(results, compat.varying_axes(q))
     elif options.backend == "pallas":
         bounds = _key_bounds(q, k, arrays[0], options.mask)

@@ -23,6 +23,7 @@ SEGMENTS = np.stack([np.searchsorted(cuts, np.arange(T), "right") for cuts in CU
 VARIANTS = {
     "causal": {},
     "full": {"causal": False},
+    "full, packed": {"causal": False, "packed": True},
     "window, soft cap": {"window": 5, "soft_cap": 0.7},
     "packed": {"packed": True},
     "packed, window": {"packed": True, "window": 3},
@@ -127,16 +128,16 @@ def test_value_and_gradients_equal_the_formula_in_a_pipeline_stage(on_stages):
         jax.tree.map(CLOSE, stage, wanted())
 
 
-@pytest.mark.parametrize("name", ["causal", "packed", "packed, window", "window, sinks"])
+@pytest.mark.parametrize("name", ["causal", "full, packed", "packed", "packed, window", "window, sinks"])
 def test_cudnn_gets_what_the_formula_says(name, make_test_mesh, monkeypatch):
     """With grouped queries and documents kept apart by a bias: in the cuDNN call of jax 0.10.2, segment offsets take
     keys for as many heads as queries. cuDNN needs a GPU: its meaning stands for it here, tests/gpu has the real one."""
 
-    def forward(q, k, v, bias=None, *, scale, window):
+    def forward(q, k, v, bias=None, *, scale, window, causal):
         k, v = (jnp.repeat(a, q.shape[2] // a.shape[2], axis=2) for a in (k, v))
         scores = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") * scale
         distance = np.arange(T)[:, None] - np.arange(T)
-        visible = (distance >= 0) & (distance < (window or T))
+        visible = ((distance >= 0) | (not causal)) & (distance < (window or T))
         scores = jnp.where(visible, scores if bias is None else scores + bias, -jnp.inf)
         out = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, -1), v, precision="highest")
         return out, jax.nn.logsumexp(scores, -1)
