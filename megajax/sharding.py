@@ -33,6 +33,7 @@ WEIGHT_AXES: dict[str | None, tuple[str, ...]] = {
     "positions": ("pipeline", "tensor"),
     "head_dim": (),
     "norm": (),
+    "buckets": (),  # of relative positions
     "router": (),  # one entry an expert
 }
 

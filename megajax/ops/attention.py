@@ -262,7 +262,8 @@ def _specs(q, k, arrays, options):
 def _forward(q, k, v, sinks, bias, arrays, options):
     queries, keys, lse_spec, heads, others = _specs(q, k, arrays, options)
     body = functools.partial(_forward_body, options=options)
-    out, lse = manual(body, (queries, keys, keys, heads, heads, others), (queries, lse_spec))(q, k, v, sinks, bias, arrays)
+    run = manual(body, (queries, keys, keys, heads, heads, others), (queries, lse_spec))
+    out, lse = run(q, k, v, sinks, bias, arrays)
     out = checkpoint_name(out, "attention_out")
     lse = checkpoint_name(lse, "attention_lse")
     return out, (q, k, v, sinks, bias, out, lse, arrays)
