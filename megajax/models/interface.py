@@ -158,6 +158,9 @@ class ModelConfig:
         layers = [layer.flops(sequence_length) for layer in self.layers(ExecutionConfig())]
         return sum(layers, self.flops_outside(sequence_length))
 
+    def check_generates(self) -> None:
+        """Raises ValueError for a model that does not continue text."""
+
     def generating_stacks(self, execution: ExecutionConfig) -> dict[str, tuple[LayerConfig, ...]]:
         """The stacks that generation runs."""
         return self.stacks(execution)
