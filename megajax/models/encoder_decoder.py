@@ -31,9 +31,9 @@ from megajax.layers.norm import Norm, NormConfig
 from megajax.layers.relative_position import RelativeBias, RelativeBiasConfig
 from megajax.layers.transformer import TransformerLayerConfig
 from megajax.mesh import MeshConfig
-from megajax.models.decoder import padded_vocab_size
+from megajax.models.decoder import check_embedding_divides, padded_vocab_size
 from megajax.models.execution import ExecutionConfig
-from megajax.models.interface import BatchArray, LossOptions, LossTerms, ModelConfig
+from megajax.models.interface import BatchArray, LossOptions, LossTerms, ModelConfig, split_key
 from megajax.ops.activation import Activation
 from megajax.ops.cross_entropy import TokenScores, cross_entropy, finish_logits, token_scores
 from megajax.ops.embedding import embed
@@ -98,6 +98,8 @@ class EncoderDecoderConfig(ModelConfig):
     init_factor: PositiveFloat = 1.0
     """Factor on the standard deviations of the initial weights: 1 / sqrt(inputs) of a matrix, 1 of the embedding (tied)
     as in T5."""
+
+    reads_source = True
 
     # ------------------------------------------------------------------ derived
 
@@ -196,6 +198,11 @@ class EncoderDecoderConfig(ModelConfig):
             relative_bias=relative_bias,
         )
 
+    def check_generates(self) -> None:
+        raise ValueError(
+            "model.kind=t5 writes a text from another one, and the engine continues texts; use infer.py generate"
+        )
+
     def generating_stacks(self, execution: ExecutionConfig) -> dict[str, tuple[TransformerLayerConfig, ...]]:
         return {"decoder": self.stacks(execution)["decoder"]}
 
@@ -238,7 +245,12 @@ class EncoderDecoderConfig(ModelConfig):
         if self.position == "relative":
             self._check_buckets()
         super().check(mesh, sequence_length, execution)
-        self._check_divides(mesh)
+        check_embedding_divides(mesh, self.vocab_size, self.vocab_multiple, self.embed_dim)
+        if self.position == "learned" and self.max_positions % mesh.tensor:
+            raise ValueError(
+                f"model.max_positions={self.max_positions} is not divisible by mesh.tensor={mesh.tensor}; use "
+                f"--model.max_positions={-(-self.max_positions // mesh.tensor) * mesh.tensor}"
+            )
 
     def _check_buckets(self) -> None:
         if self.num_buckets % 4:
@@ -250,22 +262,6 @@ class EncoderDecoderConfig(ModelConfig):
             raise ValueError(
                 f"model.max_distance={self.max_distance} must be more than {self.num_buckets // 2} = model.num_buckets "
                 "/ 2, the distances with a bucket of their own in the decoder; T5 uses 128"
-            )
-
-    def _check_divides(self, mesh: MeshConfig) -> None:
-        rows = {"vocab_size": self.padded_vocab_size}
-        if self.position == "learned":
-            rows["max_positions"] = self.max_positions
-        for name, count in rows.items():
-            if count % mesh.tensor:
-                raise ValueError(
-                    f"model.{name}={getattr(self, name)}, {count} rows, is not divisible by mesh.tensor={mesh.tensor}; "
-                    f"use --mesh.tensor={math.gcd(count, mesh.tensor)}"
-                )
-        if self.embed_dim % mesh.fsdp:
-            raise ValueError(
-                f"model.embed_dim={self.embed_dim} is not divisible by mesh.fsdp={mesh.fsdp}, over which weights are "
-                f"sharded; use --mesh.fsdp={math.gcd(self.embed_dim, mesh.fsdp)}"
             )
 
 
@@ -297,7 +293,7 @@ class EncoderDecoder(nnx.Module):
             self.head = Linear((D,), (V,), ("embed", "vocab"), config.init_std(D), rngs=rngs, role="head")
 
     def terms(self, batch: dict, key: DropoutKey | None, options: LossOptions) -> LossTerms:
-        encoder_key, decoder_key = (None, None) if key is None else key.split(2)
+        encoder_key, decoder_key = split_key(key)
         encoded_BSD, of_encoder = self._encode(batch, encoder_key)
         h_BTD, of_decoder = self._decode(batch, encoded_BSD, decoder_key)
         main = cross_entropy(
@@ -355,7 +351,7 @@ class EncoderDecoder(nnx.Module):
     # ------------------------------------------------------------------ the two stacks
 
     def _encode(self, batch: dict, key: DropoutKey | None) -> tuple[jax.Array, Terms]:
-        embed_key, layers_key = (None, None) if key is None else key.split(2)
+        embed_key, layers_key = split_key(key)
         places_S = jnp.arange(batch["encoder_tokens"].shape[1])
         x_BSD = self._embed(batch["encoder_tokens"], places_S, embed_key)
         inputs = self._relative_bias("encoder_bias", places_S, places_S)
@@ -366,7 +362,7 @@ class EncoderDecoder(nnx.Module):
 
     def _decode(self, batch: dict, encoded_BSD: jax.Array, key: DropoutKey | None) -> tuple[jax.Array, Terms]:
         """The padding at the end of a row needs no mask: no token before it attends to it."""
-        embed_key, layers_key = (None, None) if key is None else key.split(2)
+        embed_key, layers_key = split_key(key)
         places_T = jnp.arange(batch["tokens"].shape[1])
         x_BTD = self._embed(batch["tokens"], places_T, embed_key)
         inputs = self._relative_bias("decoder_bias", places_T, places_T)
