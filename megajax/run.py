@@ -129,7 +129,8 @@ def load_data(config: Config) -> Datasets:
         first_sample=lambda step: schedule(step).first_sample,
         num_eval_samples=evaluated,
     )
-    check_vocab_size(datasets.tokenizer, config.model.vocab_size)
+    check_vocab_size(datasets.num_token_ids, config.model.vocab_size)
+    config.model.check_labels(datasets.labels)
     if config.data.kind == "documents" and not datasets.is_mock and jax.process_index() == 0:
         _warn_of_repetition(datasets)
     if not config.data.allow_change:

@@ -8,16 +8,21 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from megajax.announce import announced
 from megajax.data.blend import BlendedDataset, plan_phases
 from megajax.data.blend_file import Entry, phase_weights, prefixes, read_blend, shares
 from megajax.data.config import DataConfig
 from megajax.data.indexed_dataset import IndexedDataset
 from megajax.data.meta import read_meta
-from megajax.data.prepare.text_corpus import prepare_text
+from megajax.data.prepare.text_corpus import find_files, prepare_text
+from megajax.data.samples.bert import BertDataset, BertFormat
+from megajax.data.samples.classification import ClassificationDataset, Labels, read_labelled
 from megajax.data.samples.fim import FillInTheMiddle
 from megajax.data.samples.gpt import GptDataset, SampleFormat, split_ranges
+from megajax.data.samples.masking import Masking
 from megajax.data.samples.mock import MockIndexedDataset
 from megajax.data.samples.sft import SftDataset, SftFormat
+from megajax.data.tokenizers.masking_tokens import masking_tokens
 from megajax.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger("megajax")
@@ -56,6 +61,10 @@ class Datasets:
     sources: tuple[Source, ...]
     record: dict[str, Any]
     is_mock: bool
+    num_token_ids: int
+    """Ids of the tokenizer, and of special tokens that it lacks."""
+    labels: Labels | None = None
+    """Of labelled texts."""
 
 
 def build_datasets(
@@ -74,6 +83,8 @@ def build_datasets(
     split is too small, or the tokenizer did not write the data.
     """
     config.check()
+    if config.kind == "classification":
+        return _labelled(config, sequence_length, seed, num_train_samples, num_eval_samples)
     if config.source == "text":
         train_prefix, eval_prefix, spec = prepare_text(config)
         train_paths = (train_prefix,)
@@ -121,10 +132,74 @@ def build_datasets(
         sources=_sources(train, sequence_length, cuts[-1]),
         record=_record(train, tokenizer, form, split, splits, sequence_length, seed, cuts),
         is_mock=config.source == "mock",
+        num_token_ids=form.vocab_size,
     )
 
 
-def _sample_format(config: DataConfig, tokenizer: Tokenizer) -> SampleFormat | SftFormat:
+def _labelled(
+    config: DataConfig, sequence_length: int, seed: int, num_train_samples: int, num_eval_samples: int
+) -> Datasets:
+    """As build_datasets, of labelled texts. Which examples are held out depends on data.split only, not on their order,
+    which often goes by label."""
+    tokenizer = load_tokenizer(config.tokenizer)
+    special = masking_tokens(tokenizer)
+    with announced("reading labelled texts"):
+        files, labels = read_labelled([path for _, path in find_files(config.text)], tokenizer)
+    examples = [example for file in files for example in file.examples]
+    order = np.random.default_rng(0).permutation(len(examples))
+
+    def part(which: int, num_samples: int) -> ClassificationDataset:
+        begin, end = split_ranges(config.split, len(examples))[which] or (0, 0)
+        if begin == end:
+            raise ValueError(
+                f"data.split={config.split} leaves no {('training', 'evaluation')[which]} examples of the "
+                f"{len(examples)} in data.text; give it a larger share"
+            )
+        chosen = [examples[i] for i in order[begin:end]]
+        return ClassificationDataset(chosen, num_samples, sequence_length, seed, special)
+
+    train = part(0, num_train_samples)
+    per_epoch = len(train.examples)
+    record = {
+        "tokenizer": tokenizer.identity,
+        "sequence_length": sequence_length,
+        "seed": seed,
+        "format": {"kind": "classification", "classes": list(labels.classes), "of_words": labels.of_words},
+        "files": [
+            {
+                "prefix": file.path,
+                "sequences": len(file.examples),
+                "tokens": file.num_tokens,
+                "sha256": file.sha256,
+                "fingerprint": file.sha256,
+                "holds_out_last": False,
+            }
+            for file in files
+        ],
+        "split": list(config.split),
+        "weights": [],
+        "changes": [],
+        "num_samples": num_train_samples,
+    }
+    return Datasets(
+        train=train,
+        eval=part(1, num_eval_samples) if num_eval_samples else None,
+        tokenizer=tokenizer,
+        train_tokens_per_epoch=train.tokens_per_epoch,
+        eval_bytes_per_token=None,
+        sources=(Source("data.text", train.tokens_per_epoch, num_train_samples, num_train_samples / per_epoch),),
+        record=record,
+        is_mock=False,
+        num_token_ids=special.vocab_size,
+        labels=labels,
+    )
+
+
+def _sample_format(config: DataConfig, tokenizer: Tokenizer) -> SampleFormat | SftFormat | BertFormat:
+    if config.is_masked:
+        masking = Masking(probability=config.mask_probability)
+        special = masking_tokens(tokenizer)._asdict()
+        return BertFormat(**special, next_sentence=config.next_sentence, masking=masking)
     if config.kind == "conversations":
         return SftFormat(on_misfit=config.on_misfit, vocab_size=tokenizer.vocab_size)
     fill = None
@@ -173,13 +248,18 @@ def _tokens(source, begin: int, end: int) -> int:
     return int(source.lengths[begin:end].sum(dtype=np.int64))
 
 
-_KINDS = {
-    SampleFormat: _Kind(GptDataset, len, lambda source, part: _tokens(source, *part)),
-    SftFormat: _Kind(
-        SftDataset,
+def _of_documents(dataset: type) -> _Kind:
+    return _Kind(
+        dataset,
         lambda source: len(source.document_indices) - 1,
         lambda source, part: _tokens(source, *source.document_indices[list(part)].tolist()),
-    ),
+    )
+
+
+_KINDS = {
+    SampleFormat: _Kind(GptDataset, len, lambda source, part: _tokens(source, *part)),
+    SftFormat: _of_documents(SftDataset),
+    BertFormat: _of_documents(BertDataset),
 }
 
 
@@ -338,10 +418,10 @@ def _bytes_per_token(dataset: Dataset | None, kind: str) -> float | None:
     return meta["num_bytes"] / meta["num_tokens"] if meta and meta["num_tokens"] else None
 
 
-def check_vocab_size(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raises ValueError if the tokenizer has ids without an embedding in the model."""
-    if tokenizer.vocab_size > vocab_size:
+def check_vocab_size(num_token_ids: int, vocab_size: int) -> None:
+    """Raises ValueError if the data has ids without an embedding in the model."""
+    if num_token_ids > vocab_size:
         raise ValueError(
-            f"model.vocab_size={vocab_size} is smaller than the {tokenizer.vocab_size} ids of data.tokenizer; "
-            f"use --model.vocab_size={-(-tokenizer.vocab_size // 128) * 128}"
+            f"model.vocab_size={vocab_size} is smaller than the {num_token_ids} ids of data.tokenizer; "
+            f"use --model.vocab_size={-(-num_token_ids // 128) * 128}"
         )

@@ -8,7 +8,7 @@ megatron/core/models/bert.
 
 import dataclasses
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,7 @@ from megajax.parameters import weight
 from megajax.ranges import MAY_CHANGE, DropRate, PositiveFloat, PositiveInt, Range
 from megajax.sharding import constrain
 
+_NO_LOSS = "model.head=none has no loss; use --model.head=masked_lm or a classification head"
 Head = Literal["masked_lm", "sequence_classification", "token_classification", "none"]
 
 
@@ -129,7 +130,7 @@ class BertConfig(ModelConfig):
     def batch(self, sequence_length: int, *, packed: bool) -> dict[str, BatchArray]:
         """segment_ids separates the text from its padding; it is always read."""
         if self.head == "none":
-            raise ValueError("model.head=none has no loss; use --model.head=masked_lm or a classification head")
+            raise ValueError(_NO_LOSS)
         names = ["tokens", "labels", "positions", "segment_ids"]
         names += ["token_types"] if self.num_token_types > 1 else []
         batch = {name: BatchArray.sequence(sequence_length) for name in names}
@@ -197,6 +198,30 @@ class BertConfig(ModelConfig):
             )
         super().check(mesh, sequence_length, execution)
         check_embedding_divides(mesh, self.vocab_size, self.vocab_multiple, self.embed_dim)
+
+    def check_data(self, kind: str) -> None:
+        if self.head == "none":
+            raise ValueError(_NO_LOSS)
+        masked = ("masked_nsp", "masked_sop") if self.next_sentence else ("masked",)
+        needed = masked if self.head == "masked_lm" else ("classification",)
+        if kind not in needed:
+            about = f"head={self.head}" + (f", next_sentence={self.next_sentence}" if needed is masked else "")
+            raise ValueError(
+                f"data.kind={kind}: a BERT with {about} learns from data.kind={' or '.join(needed)}; use "
+                f"--data.kind={needed[0]}"
+            )
+
+    def check_labels(self, labels: Any) -> None:
+        if labels is None:
+            return
+        head = "token_classification" if labels.of_words else "sequence_classification"
+        if self.head != head:
+            raise ValueError(f"model.head={self.head}: the labels in data.text are for --model.head={head}")
+        if self.num_classes != len(labels.classes):
+            raise ValueError(
+                f"model.num_classes={self.num_classes}: data.text has the classes {', '.join(labels.classes)}; "
+                f"use --model.num_classes={len(labels.classes)}"
+            )
 
     def check_generates(self) -> None:
         raise ValueError(

@@ -161,6 +161,17 @@ class ModelConfig:
         layers = [layer.flops(sequence_length) for layer in self.layers(ExecutionConfig())]
         return sum(layers, self.flops_outside(sequence_length))
 
+    def check_data(self, kind: str) -> None:
+        """Raises ValueError for a data.kind whose labels are not what the model learns."""
+        if kind not in ("documents", "conversations"):
+            raise ValueError(
+                f"data.kind={kind}: model.kind={self.kind} learns to predict the next token; use --data.kind=documents"
+            )
+
+    def check_labels(self, labels: Any) -> None:
+        """Raises ValueError if the model does not have the classes of the data. labels: Labels
+        (data/samples/classification.py), None: the labels are tokens."""
+
     def check_generates(self) -> None:
         """Raises ValueError for a model that does not continue text."""
 
