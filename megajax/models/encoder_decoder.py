@@ -198,6 +198,12 @@ class EncoderDecoderConfig(ModelConfig):
             relative_bias=relative_bias,
         )
 
+    def check_data(self, kind: str) -> None:
+        if kind != "spans":
+            raise ValueError(
+                f"data.kind={kind}: model.kind=t5 learns to write the spans of a text; use --data.kind=spans"
+            )
+
     def check_generates(self) -> None:
         raise ValueError(
             "model.kind=t5 writes a text from another one, and the engine continues texts; use infer.py generate"
