@@ -33,6 +33,7 @@ WEIGHT_AXES: dict[str | None, tuple[str, ...]] = {
     "positions": ("pipeline", "tensor"),
     "head_dim": (),
     "norm": (),
+    "buckets": (),  # of relative positions
     "router": (),  # one entry an expert
     "classes": (),  # the few rows of a token type embedding, the few outputs of a classifier
 }

@@ -9,6 +9,7 @@ from typing import Annotated, Literal, get_args
 from megajax.data.blend_file import is_blend_file, prefixes, read_blend
 from megajax.data.meta import read_meta
 from megajax.data.tokenizers.masking_tokens import SPELLINGS, masking_tokens
+from megajax.data.tokenizers.span_tokens import NUM_ADDED, SpanTokens
 from megajax.data.tokenizers.tokenizer import FILE_TOKENIZERS, check_tokenizer_spec, load_tokenizer
 from megajax.ranges import NonNegativeFloat, PositiveFloat, Probability, Range
 
@@ -17,7 +18,7 @@ logger = logging.getLogger("megajax")
 NumReaders = Annotated[int, Range(at_least=0, at_most=1024)]
 SourceKind = Literal["indexed", "text", "mock"]
 MaskedKind = Literal["masked", "masked_nsp", "masked_sop"]
-DataKind = Literal["documents", "conversations", MaskedKind, "classification"]
+DataKind = Literal["documents", "conversations", MaskedKind, "classification", "spans"]
 MASKED_KINDS = get_args(MaskedKind)
 
 
@@ -39,9 +40,10 @@ class DataConfig:
     """documents: pretraining. conversations: supervised fine-tuning with a loss on the answers only, on files written
     by preprocess --conversations. masked: masked tokens of one text (BERT); masked_nsp and masked_sop: of two texts, of
     which the second follows, is of another document (nsp) or precedes (sop), on files written with --split_sentences.
-    classification: labelled texts or words in .jsonl or .csv files (docs/bert.md)."""
+    classification: labelled texts or words in .jsonl or .csv files (docs/bert.md). spans: a text without some spans,
+    and these spans, for an encoder-decoder (docs/t5.md)."""
     mask_probability: Annotated[float, Range(above=0, below=1)] = 0.15
-    """With the masked kinds: fraction of the tokens that are predicted."""
+    """With the masked kinds and spans: fraction of the tokens that are predicted."""
     split: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat] = (969, 30, 1)
     """Relative shares of training, evaluation and test documents in `paths` and in the mock documents."""
     text: tuple[str, ...] = ()
@@ -164,7 +166,7 @@ class DataConfig:
         """
         if self.tokenizer or self.source == "text":
             return self
-        spec = f"null:{vocab_size - (len(SPELLINGS) if self.is_masked else 0)}"
+        spec = f"null:{vocab_size - self._num_added_ids}"
         if self.source == "indexed":
             prefix = prefixes(read_blend(self.paths))[0]
             meta = read_meta(prefix)
@@ -179,10 +181,17 @@ class DataConfig:
         ValueError if it cannot be read."""
         spec = self.with_tokenizer(vocab_size).tokenizer
         if spec.startswith("sentencepiece:"):  # not trained yet
-            return int(spec.removeprefix("sentencepiece:")) + (len(SPELLINGS) if self.is_masked else 0)
+            return int(spec.removeprefix("sentencepiece:")) + self._num_added_ids
+        if self.kind == "spans":
+            return SpanTokens.of(load_tokenizer(spec)).vocab_size
         if self.is_masked or self.kind == "classification":
             return masking_tokens(load_tokenizer(spec)).vocab_size
         return load_tokenizer(spec).vocab_size
+
+    @property
+    def _num_added_ids(self) -> int:
+        """Special tokens of the kind, for a tokenizer that has none of them."""
+        return len(SPELLINGS) if self.is_masked else NUM_ADDED if self.kind == "spans" else 0
 
     def changes(self) -> list[tuple[int, str]]:
         """(step, blend file) of `blend_changes`. Raises ValueError unless the steps ascend from 1."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import logging
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -22,7 +23,9 @@ from megajax.data.samples.gpt import GptDataset, SampleFormat, split_ranges
 from megajax.data.samples.masking import Masking
 from megajax.data.samples.mock import MockIndexedDataset
 from megajax.data.samples.sft import SftDataset, SftFormat
+from megajax.data.samples.t5 import T5Dataset, T5Format
 from megajax.data.tokenizers.masking_tokens import masking_tokens
+from megajax.data.tokenizers.span_tokens import SpanTokens
 from megajax.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger("megajax")
@@ -75,11 +78,13 @@ def build_datasets(
     num_train_samples: int,
     num_eval_samples: int,
     first_sample: Callable[[int], int] = int,
+    label_length: int | None = None,
 ) -> Datasets:
     """Training and evaluation data of a run: at least the given numbers of samples, over as many epochs as needed. The
     tokenizer of the config must be resolved (Config.check_on).
 
-    first_sample: step -> its first sample, for `blend_changes`. Raises ValueError if files are missing or damaged, a
+    first_sample: step -> its first sample, for `blend_changes`. label_length: labels of a sample, with kind=spans; None:
+    sequence_length. Raises ValueError if files are missing or damaged, a
     split is too small, or the tokenizer did not write the data.
     """
     config.check()
@@ -94,7 +99,7 @@ def build_datasets(
         eval_paths = config.eval_paths
         spec = config.tokenizer
     tokenizer = load_tokenizer(spec)
-    form = _sample_format(config, tokenizer)
+    form = _sample_format(config, tokenizer, label_length or sequence_length)
     build = functools.partial(_build, sequence_length=sequence_length, seed=seed, cache_dir=config.cache_dir)
     if config.source == "mock":
         mock = MockIndexedDataset(tokenizer.vocab_size, tokenizer.eod_id)
@@ -121,7 +126,7 @@ def build_datasets(
     evaluation = None
     if num_eval_samples:
         which = 0 if eval_paths else 1
-        plain = _sample_format(dataclasses.replace(config, fim_rate=0.0), tokenizer)
+        plain = _sample_format(dataclasses.replace(config, fim_rate=0.0), tokenizer, label_length or sequence_length)
         evaluation = build([held_out], opened, splits, which, [num_eval_samples], sample_format=plain)
     return Datasets(
         train=train,
@@ -195,7 +200,20 @@ def _labelled(
     )
 
 
-def _sample_format(config: DataConfig, tokenizer: Tokenizer) -> SampleFormat | SftFormat | BertFormat:
+def _sample_format(
+    config: DataConfig, tokenizer: Tokenizer, label_length: int
+) -> SampleFormat | SftFormat | BertFormat | T5Format:
+    if config.kind == "spans":
+        special = SpanTokens.of(tokenizer)
+        return T5Format(
+            bos_id=special.pad_id,
+            eos_id=special.eos_id,
+            pad_id=special.pad_id,
+            sentinel_ids=special.sentinel_ids,
+            vocab_size=special.vocab_size,
+            decoder_length=label_length,
+            masking=Masking(probability=config.mask_probability, max_ngram=10),
+        )
     if config.is_masked:
         masking = Masking(probability=config.mask_probability)
         special = masking_tokens(tokenizer)._asdict()
@@ -260,6 +278,7 @@ _KINDS = {
     SampleFormat: _Kind(GptDataset, len, lambda source, part: _tokens(source, *part)),
     SftFormat: _of_documents(SftDataset),
     BertFormat: _of_documents(BertDataset),
+    T5Format: _of_documents(T5Dataset),
 }
 
 
@@ -360,7 +379,7 @@ def _record(
         "tokenizer": tokenizer.identity,
         "sequence_length": sequence_length,
         "seed": seed,
-        "format": {"kind": type(form).__name__, **dataclasses.asdict(form)},
+        "format": {"kind": type(form).__name__, **json.loads(json.dumps(dataclasses.asdict(form)))},
         "files": files,
         "split": list(split),
         "weights": [list(phase.weights) for phase in phases],

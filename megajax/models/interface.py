@@ -103,6 +103,9 @@ class ModelConfig:
     kind: str
     vocab_size: int
     """Number of token ids of the model."""
+    reads_source: ClassVar[bool] = False
+    """Whether the model reads a text and writes another: its module has `encode` (inference/sequence_to_sequence.py).
+    """
 
     def __init_subclass__(cls, **options):
         super().__init_subclass__(**options)

@@ -67,6 +67,7 @@ def attention(
     dropout: tuple[float, tuple[jax.Array, jax.Array]] | None = None,
     slopes: jax.Array | None = None,
     sinks: jax.Array | None = None,
+    bias: jax.Array | None = None,
     backend: local.Backend = "auto",
     deterministic: bool = False,
 ) -> jax.Array:
@@ -79,7 +80,8 @@ def attention(
     arguments = dict(mask=mask, scale=scale, soft_cap=soft_cap, segments=segments, dropout=dropout, backend=backend)
     arguments |= dict(slopes=slopes, sinks=sinks, deterministic=deterministic)
     if indices is not None or free_axes().get(AXIS, 1) == 1:
-        return local.attention(q_BTNH, k_BSKH, v_BSKH, indices=indices, **arguments)
+        return local.attention(q_BTNH, k_BSKH, v_BSKH, indices=indices, bias=bias, **arguments)
+    assert bias is None, "a bias is for whole sequences"
     if method == "all_to_all":
         return local.attention(q_BTNH, k_BSKH, v_BSKH, over_heads=True, **arguments)
     if method == "ring" and is_inside_pipeline():

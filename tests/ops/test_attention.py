@@ -29,6 +29,8 @@ VARIANTS = {
     "packed, window": {"packed": True, "window": 3},
     "packed, ALiBi": {"packed": True, "alibi": True},
     "window, sinks": {"window": 5, "sinks": True},
+    "bias": {"bias": True},
+    "other keys, padded": {"causal": False, "num_keys": 10, "bias": True},
 }
 SLOPES = np.array([0.5, 0.25, 0.7, 0.1], np.float32)
 
@@ -51,14 +53,29 @@ def sinks_of(q):
     return 0.3 * q[0, 0, :, 0]
 
 
-def ours(q, k, v, *, causal=True, window=None, soft_cap=None, packed=False, alibi=False, sinks=False, **rest):
+def bias_of(q, num_keys):
+    """[N, T, S]: products of queries, so that the gradient of the bias is part of theirs."""
+    return 0.1 * jnp.einsum("tnh,snh->nts", q[0], q[1, :num_keys], precision="highest")
+
+
+def ours(
+    q, k, v, *, causal=True, window=None, soft_cap=None, packed=False, alibi=False, sinks=False, bias=False,
+    num_keys=None, **rest
+):  # fmt: skip
     segments = (SEGMENTS, SEGMENTS) if packed else None
+    if num_keys:
+        segments = (np.zeros((B, T), np.int32), SEGMENTS[:, :num_keys])
+        k, v = (a[:, :num_keys] for a in (k, v))
+    rest |= dict(bias=bias_of(q, num_keys) if bias else None)
     mask = AttentionMask(causal, window)
     rest |= dict(slopes=SLOPES if alibi else None, sinks=sinks_of(q) if sinks else None)
     return attention(q, k, v, mask=mask, scale=SCALE, soft_cap=soft_cap, segments=segments, **rest)
 
 
-def formula(q, k, v, *, causal=True, window=None, soft_cap=None, packed=False, alibi=False, sinks=False):
+def formula(
+    q, k, v, *, causal=True, window=None, soft_cap=None, packed=False, alibi=False, sinks=False, bias=False,
+    num_keys=T
+):  # fmt: skip
     """Query head n reads key head n // (N / K); a sink is one more key, of value 0."""
     k, v = (jnp.repeat(a, N // K, axis=2) for a in (k, v))
     scores = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") * SCALE
@@ -68,6 +85,10 @@ def formula(q, k, v, *, causal=True, window=None, soft_cap=None, packed=False, a
     if window:
         visible = visible & (place[:, None] - place < window)
     visible = np.broadcast_to(visible, (B, T, T))
+    if bias:
+        scores = scores.at[..., :num_keys].add(bias_of(q, num_keys))
+    if num_keys < T:
+        visible = np.broadcast_to((SEGMENTS == 0)[:, None] & (place < num_keys), (B, T, T))
     if packed:
         visible = visible & (SEGMENTS[:, :, None] == SEGMENTS[:, None])
     if alibi:
@@ -135,7 +156,7 @@ def test_cudnn_gets_what_the_formula_says(name, make_test_mesh, monkeypatch):
         beside = jnp.log(jnp.maximum(jnp.exp(lse) - jnp.exp(own), 1e-30))  # what others have of the softmax
         return jax.vjp(of_all_keys, q, k, v)[1](d_out)
 
-    monkeypatch.setattr(module, "choose_backend", lambda *_: "cudnn")
+    monkeypatch.setattr(module, "choose_backend", lambda *_, **__: "cudnn")
     monkeypatch.setattr(compat, "cudnn_attention_forward", forward)
     monkeypatch.setattr(compat, "cudnn_attention_backward", backward)
 

@@ -135,7 +135,7 @@ def cudnn_backward(q, k, v, out, lse, d_out, bias=None, *, scale, window, causal
 
 @pytest.fixture
 def cudnn_stand_ins(monkeypatch):
-    monkeypatch.setattr("megajax.ops.attention.choose_backend", lambda *_: "cudnn")
+    monkeypatch.setattr("megajax.ops.attention.choose_backend", lambda *_, **__: "cudnn")
     monkeypatch.setattr("megajax.compat.cudnn_attention_forward", cudnn_forward)
     monkeypatch.setattr("megajax.compat.cudnn_attention_backward", cudnn_backward)
 
