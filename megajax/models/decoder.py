@@ -75,8 +75,8 @@ class DecoderConfig(ModelConfig):
     norm_bias: bool = True
     """Bias of layernorm; rmsnorm has none."""
     norm_placement: NormPlacement = "pre"
-    """Normalise the inputs of attention and MLP (pre), their outputs before they are added (post, as in OLMo 2), or
-    both (sandwich, as in Gemma 2)."""
+    """Normalise the inputs of attention and MLP (pre), their outputs before they are added (post, as in OLMo 2), both
+    (sandwich, as in Gemma 2), or the residual stream after each addition (post_residual, as in BERT)."""
     embedding_norm: bool = False
     """Normalise the embeddings before the first layer (BLOOM)."""
     parallel_residual: ParallelResidual = "none"
@@ -237,6 +237,7 @@ class DecoderConfig(ModelConfig):
             rope=rope,
             rope_interleaved=self.rope.interleaved,
             alibi=self.position == "alibi",
+            causal=True,
             window=window,
             scale=self.attention_multiplier or 1.0 / math.sqrt(width_of_query),
             soft_cap=self.attention_soft_cap,
@@ -315,6 +316,11 @@ class DecoderConfig(ModelConfig):
         """Raises ValueError for choices that have no effect or contradict each other."""
         if self.full_attention_every is not None and self.window is None:
             raise ValueError("model.full_attention_every needs a window: set --model.window, or leave it out")
+        if self.parallel_residual != "none" and self.norm_placement == "post_residual":
+            raise ValueError(
+                f"model.parallel_residual={self.parallel_residual} adds attention and MLP at once, and "
+                "model.norm_placement=post_residual normalises between them; use --model.parallel_residual=none"
+            )
         if self.parallel_residual == "one_norm" and self.norm_placement == "post":
             raise ValueError(
                 "model.parallel_residual=one_norm shares the input norm of attention and MLP, which "
@@ -362,29 +368,36 @@ class DecoderConfig(ModelConfig):
                 )
 
     def _check_divides(self, mesh: MeshConfig) -> None:
+        check_embedding_divides(mesh, self.vocab_size, self.vocab_multiple, self.embed_dim)
         vocab_shards = mesh.tensor * mesh.pipeline
-        if self.padded_vocab_size % vocab_shards:
-            raise ValueError(
-                f"model.vocab_size={self.vocab_size}, padded to {self.padded_vocab_size}, is not divisible by "
-                f"{vocab_shards} = mesh.tensor({mesh.tensor}) * mesh.pipeline({mesh.pipeline}); "
-                f"use --model.vocab_multiple={math.lcm(self.vocab_multiple, vocab_shards)}"
-            )
         if self.position == "learned" and self.max_positions % vocab_shards:
             raise ValueError(
                 f"model.max_positions={self.max_positions} is not divisible by {vocab_shards} = mesh.tensor("
                 f"{mesh.tensor}) * mesh.pipeline({mesh.pipeline}); "
                 f"use --model.max_positions={-(-self.max_positions // vocab_shards) * vocab_shards}"
             )
-        if self.embed_dim % mesh.weight_shards:
-            raise ValueError(
-                f"model.embed_dim={self.embed_dim} is not divisible by {mesh.weight_shards} = mesh.fsdp({mesh.fsdp}) * "
-                f"mesh.context({mesh.context}), over which weights are sharded; use --mesh.fsdp="
-                f"{math.gcd(self.embed_dim // math.gcd(self.embed_dim, mesh.context), mesh.fsdp)}"
-            )
 
 
 def padded_vocab_size(vocab_size: int, multiple: int) -> int:
     return -(-vocab_size // multiple) * multiple
+
+
+def check_embedding_divides(mesh: MeshConfig, vocab_size: int, vocab_multiple: int, embed_dim: int) -> None:
+    """Raises ValueError if the mesh does not divide the vocabulary embedding [padded vocabulary, embed_dim]."""
+    padded = padded_vocab_size(vocab_size, vocab_multiple)
+    vocab_shards = mesh.tensor * mesh.pipeline
+    if padded % vocab_shards:
+        raise ValueError(
+            f"model.vocab_size={vocab_size}, padded to {padded}, is not divisible by {vocab_shards} = mesh.tensor("
+            f"{mesh.tensor}) * mesh.pipeline({mesh.pipeline}); "
+            f"use --model.vocab_multiple={math.lcm(vocab_multiple, vocab_shards)}"
+        )
+    if embed_dim % mesh.weight_shards:
+        raise ValueError(
+            f"model.embed_dim={embed_dim} is not divisible by {mesh.weight_shards} = mesh.fsdp({mesh.fsdp}) * "
+            f"mesh.context({mesh.context}), over which weights are sharded; use --mesh.fsdp="
+            f"{math.gcd(embed_dim // math.gcd(embed_dim, mesh.context), mesh.fsdp)}"
+        )
 
 
 class Decoder(OneStack):
