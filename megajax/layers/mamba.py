@@ -55,9 +55,8 @@ class MambaConfig:
     state_dim: PositiveInt = 128
     """Width of the state of each channel."""
     num_groups: PositiveInt = 1
-    """Groups of heads that share B and C; mesh.tensor splits them if there are several."""
-    norm_groups: PositiveInt | None = None
-    """Groups of channels that the gated norm normalises separately; None: as num_groups."""
+    """Groups of heads that share B and C, and that the gated norm normalises separately; mesh.tensor splits them if
+    there are several."""
     conv_width: Annotated[int, Range(at_least=2)] = 4
     """Tokens that the convolution sees, its own included."""
     conv_bias: bool = True
@@ -102,10 +101,6 @@ class MambaMixerConfig:
         return 2 * self.mamba.num_groups * self.mamba.state_dim
 
     @property
-    def norm_groups(self) -> int:
-        return self.mamba.norm_groups or self.mamba.num_groups
-
-    @property
     def gathered_dim(self) -> int:
         """Width of what is gathered over `tensor` for the heads."""
         return self.embed_dim
@@ -129,12 +124,11 @@ class MambaMixerConfig:
                 f"model.mamba.head_dim={self.mamba.head_dim} does not divide 2 * model.embed_dim={2 * self.embed_dim}; "
                 "set --model.mamba.num_heads explicitly"
             )
-        for name, groups in (("num_groups", self.mamba.num_groups), ("norm_groups", self.norm_groups)):
-            if self.num_heads % groups:
-                raise ValueError(
-                    f"model.mamba.{name}={groups} does not divide the {self.num_heads} heads of a Mamba layer; use "
-                    f"--model.mamba.{name}={math.gcd(groups, self.num_heads)}"
-                )
+        if self.num_heads % self.mamba.num_groups:
+            raise ValueError(
+                f"model.mamba.num_groups={self.mamba.num_groups} does not divide the {self.num_heads} heads of a Mamba "
+                f"layer; use --model.mamba.num_groups={math.gcd(self.mamba.num_groups, self.num_heads)}"
+            )
         split = {"mamba.num_heads": self.num_heads}
         if self.mamba.num_groups > 1:
             split["mamba.num_groups"] = self.mamba.num_groups
@@ -247,7 +241,7 @@ class Mamba(nnx.Module):
             y_BTHP, cache = cache.mix(self, read, dt_BTH)
         y_BTHP = checkpoint_name(constrain(y_BTHP, "batch", "time", "heads", None), "ssd_out")
         config = self.config
-        hidden = gated_rms_norm(y_BTHP, gate_BTHP, self.norm_scale[...], config.norm_groups, config.norm_epsilon)
+        hidden = gated_rms_norm(y_BTHP, gate_BTHP, self.norm_scale[...], config.mamba.num_groups, config.norm_epsilon)
         hidden = constrain(hidden, "batch", "time", "heads", None)
         return self.out(checkpoint_name(hidden, "mamba_hidden")), cache
 
