@@ -25,12 +25,19 @@ def bert_tiny() -> Config:
             max_positions=32,
             dropout=0.0,
             attention_dropout=0.0,
+            init_std=0.05,
         ),
         mesh=MeshConfig(data=-1),
         precision=PrecisionConfig(compute="float32"),
         data=DataConfig(source="text", text=("stdlib",), tokenizer="sentencepiece:508", kind="masked_sop"),
         optimizer=OptimizerConfig(
-            name="muon", momentum=0.95, learning_rate=1e-2, min_learning_rate=1e-4, warmup_steps=20, weight_decay=0.1
+            name="muon",
+            momentum=0.95,
+            learning_rate=2e-2,
+            min_learning_rate=1e-4,
+            warmup_steps=20,
+            weight_decay=0.1,
+            groups=("*embedding learning_rate_scale=0.1",),
         ),
         training=TrainingConfig(
             steps=500,
@@ -48,10 +55,11 @@ def bert_base() -> Config:
     """BERT base (Devlin et al. 2018), 110 M parameters: 256 texts of 512 tokens, 1 M steps.
 
     Hardware: one GPU. Data: mock documents until you name yours; the paper's next-sentence task needs sentences
-    (--data.kind=masked_nsp --model.next_sentence=True, docs/bert.md).
+    (--data.kind=masked_nsp --model.next_sentence=True, docs/bert.md). Without attention dropout, which needs the plain
+    attention.
     Command: python train.py --config=bert_base --data.source=indexed --data.paths=PREFIX
     """
-    return _bert(BertConfig(next_sentence=False), learning_rate=1e-4)
+    return _bert(BertConfig(next_sentence=False, attention_dropout=0.0), learning_rate=1e-4)
 
 
 def bert_large() -> Config:
@@ -60,7 +68,7 @@ def bert_large() -> Config:
     Hardware: one GPU, 8 with --mesh.data=8. Data as for bert_base.
     Command: python train.py --config=bert_large --data.source=indexed --data.paths=PREFIX
     """
-    model = BertConfig(num_layers=24, embed_dim=1024, num_heads=16, next_sentence=False)
+    model = BertConfig(num_layers=24, embed_dim=1024, num_heads=16, next_sentence=False, attention_dropout=0.0)
     return _bert(model, learning_rate=5e-5)
 
 
