@@ -199,17 +199,16 @@ class BertConfig(ModelConfig):
         super().check(mesh, sequence_length, execution)
         check_embedding_divides(mesh, self.vocab_size, self.vocab_multiple, self.embed_dim)
 
+    @property
+    def data_kinds(self) -> tuple[str, ...]:
+        if self.head == "masked_lm":
+            return ("masked_nsp", "masked_sop") if self.next_sentence else ("masked",)
+        return ("classification",) if self.classifies else ()
+
     def check_data(self, kind: str) -> None:
         if self.head == "none":
             raise ValueError(_NO_LOSS)
-        masked = ("masked_nsp", "masked_sop") if self.next_sentence else ("masked",)
-        needed = masked if self.head == "masked_lm" else ("classification",)
-        if kind not in needed:
-            about = f"head={self.head}" + (f", next_sentence={self.next_sentence}" if needed is masked else "")
-            raise ValueError(
-                f"data.kind={kind}: a BERT with {about} learns from data.kind={' or '.join(needed)}; use "
-                f"--data.kind={needed[0]}"
-            )
+        super().check_data(kind)
 
     def check_labels(self, labels: Any) -> None:
         if labels is None:

@@ -162,11 +162,18 @@ class ModelConfig:
         return sum(layers, self.flops_outside(sequence_length))
 
     def check_data(self, kind: str) -> None:
-        """Raises ValueError for a data.kind whose labels are not what the model learns."""
-        if kind not in ("documents", "conversations"):
+        """Raises ValueError for a data.kind that is not one of `data_kinds`."""
+        if kind not in self.data_kinds:
+            known = " or ".join(self.data_kinds)
             raise ValueError(
-                f"data.kind={kind}: model.kind={self.kind} learns to predict the next token; use --data.kind=documents"
+                f"data.kind={kind} has no labels for this model.kind={self.kind}, which learns from {known}; use "
+                f"--data.kind={self.data_kinds[0]}"
             )
+
+    @property
+    def data_kinds(self) -> tuple[str, ...]:
+        """The data.kinds whose labels the model learns, the usual one first; none: it cannot be trained."""
+        return ("documents", "conversations")
 
     def check_labels(self, labels: Any) -> None:
         """Raises ValueError if the model does not have the classes of the data. labels: Labels
