@@ -110,9 +110,10 @@ class Export:
         self._stored = StoredParams(run_dir, self.step, model.layer_rows)
         self._dtypes = _dtypes(model, self._stored.dtypes)
         self.forms = {tensor.name: self._form(tensor, dtype) for tensor in self.map.tensors}
-        self.generation = self._generation_config()
+        self.generation = self.family.form.generation(self._generation_config(), self.tokenizer)
         (first, *_) = self.forms.values()
         ids = {name: self.generation.get(name) for name in TOKEN_IDS}  # null where transformers would take another
+        ids |= {name: self.generation[name] for name in ("decoder_start_token_id",) if name in self.generation}
         self.options = ids | write_options(self.family, config.model)
         if "id2label" in self.options:
             self.options |= _class_names(self.run_dir)

@@ -83,9 +83,9 @@ def build_datasets(
     """Training and evaluation data of a run: at least the given numbers of samples, over as many epochs as needed. The
     tokenizer of the config must be resolved (Config.check_on).
 
-    first_sample: step -> its first sample, for `blend_changes`. label_length: labels of a sample, with kind=spans; None:
-    sequence_length. Raises ValueError if files are missing or damaged, a
-    split is too small, or the tokenizer did not write the data.
+    first_sample: step -> its first sample, for `blend_changes`. label_length: labels of a sample of kind=spans; None:
+    sequence_length. Raises ValueError if files are missing or damaged, a split is too small, or the tokenizer did not
+    write the data.
     """
     config.check()
     if config.kind == "classification":

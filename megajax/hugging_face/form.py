@@ -2,8 +2,10 @@
 
 import dataclasses
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
+from megajax.data.tokenizers.tokenizer import Tokenizer
 from megajax.hugging_face.options import SCALINGS
 from megajax.hugging_face.weights import Row, multi_token_rows
 from megajax.layers.moe import MoeConfig, layer_pattern
@@ -47,6 +49,10 @@ class Form:
     def copied(self, config: ModelConfig, name: str) -> str | None:
         """Which of our parameters a tensor that the table lacks is a copy of."""
         return None
+
+    def generation(self, found: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+        """The token ids that generation_config.json needs. found: those that are known."""
+        return dict(found)
 
     def trained_for(self, config: ModelConfig, sequence_length: int) -> ModelConfig:
         """The model to write after training on sequences of this length."""

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from megajax.checkpoint.layout import stack_of
-from megajax.hugging_face import encoders, families, hybrids
+from megajax.hugging_face import encoder_decoders, encoders, families, hybrids
 from megajax.hugging_face.families import Family
 from megajax.hugging_face.weights import Layout, Row
 from megajax.models.interface import ModelConfig
@@ -21,7 +21,7 @@ from megajax.models.model import Model
 from megajax.parameters import name_of
 
 # In order of preference when exporting a model without a named architecture.
-FAMILIES = (*families.FAMILIES, *hybrids.FAMILIES, *encoders.FAMILIES)
+FAMILIES = (*families.FAMILIES, *hybrids.FAMILIES, *encoders.FAMILIES, *encoder_decoders.FAMILIES)
 
 # ----------------------------------------------------------------------------- options
 

@@ -34,7 +34,7 @@ from megajax.mesh import MeshConfig
 from megajax.models.decoder import check_embedding_divides, padded_vocab_size
 from megajax.models.execution import ExecutionConfig
 from megajax.models.interface import BatchArray, LossOptions, LossTerms, ModelConfig, split_key
-from megajax.ops.activation import Activation
+from megajax.ops.activation import GATED, Activation
 from megajax.ops.cross_entropy import TokenScores, cross_entropy, finish_logits, token_scores
 from megajax.ops.embedding import embed
 from megajax.ops.matmul import matmul
@@ -114,6 +114,11 @@ class EncoderDecoderConfig(ModelConfig):
     @property
     def norm_config(self) -> NormConfig:
         return NormConfig(self.norm, self.norm_epsilon, zero_centered=False, bias=True)
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the feed-forward layers have a gate."""
+        return self.activation in GATED
 
     @property
     def attention_scale(self) -> float:
@@ -198,11 +203,9 @@ class EncoderDecoderConfig(ModelConfig):
             relative_bias=relative_bias,
         )
 
-    def check_data(self, kind: str) -> None:
-        if kind != "spans":
-            raise ValueError(
-                f"data.kind={kind}: model.kind=t5 learns to write the spans of a text; use --data.kind=spans"
-            )
+    @property
+    def data_kinds(self) -> tuple[str, ...]:
+        return ("spans",)
 
     def check_generates(self) -> None:
         raise ValueError(

@@ -1,19 +1,32 @@
 """T5: loss and every gradient equal Megatron Core's, on one device and on a mesh; relative positions are T5's."""
 
+import dataclasses
 import functools
 import json
 import math
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.config import Config
+from megajax.data.config import DataConfig
+from megajax.inference.engine import Engine
+from megajax.inference.load import open_model
+from megajax.inference.sampling import Sampling
+from megajax.inference.sequence_to_sequence import SequenceToSequence
 from megajax.layers.relative_position import RelativeBiasConfig
+from megajax.mesh import MeshConfig
 from megajax.models.encoder_decoder import EncoderDecoderConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.models.model import Model
+from megajax.optim.config import OptimizerConfig
 from megajax.precision import PrecisionConfig
+from megajax.training.config import LaunchConfig, TrainingConfig
+from runs import run_of
 
 ORACLE = Path(__file__).parent.parent / "oracles" / "t5.npz"
 EVERY = 4  # of the entries of a gradient that the file has
@@ -133,3 +146,123 @@ def test_buckets_are_those_of_the_paper():
         assert (encoder[128 - distance], encoder[128 + distance]) == (near, near + 16)
         near = distance if distance < 16 else min(16 + int(16 / 3 * math.log2(distance / 16) + 1e-6), 31)
         assert (decoder[128 - distance], decoder[128 + distance]) == (near, 0)
+
+
+# ----------------------------------------------------------------------------- runs
+
+V11 = EncoderDecoderConfig(
+    num_layers=2, num_decoder_layers=1, embed_dim=16, num_heads=4, head_dim=8, mlp_dim=32, vocab_size=164,
+    decoder_length=8, num_buckets=8, max_distance=12, activation="geglu_tanh", tied_embeddings=False, dropout=0.1,
+    attention_dropout=0.1,
+)  # fmt: skip
+STEPS = 4
+
+
+def config_of(run_dir, mesh=MeshConfig(), model=V11, **launch) -> Config:
+    return Config(
+        model=model,
+        mesh=mesh,
+        precision=FLOAT32,
+        data=DataConfig(kind="spans", num_threads=0, cache_dir=str(run_dir.parent / "cache")),
+        optimizer=OptimizerConfig(learning_rate=1e-2, min_learning_rate=1e-3),
+        training=TrainingConfig(
+            steps=STEPS, global_batch_size=8, sequence_length=24, log_every_steps=1, eval_every_steps=2, eval_steps=1
+        ),
+        checkpoint=CheckpointConfig(every_steps=2),
+        launch=LaunchConfig(**launch),
+        run_dir=str(run_dir),
+    )
+
+
+def numbers(lines: list[dict]) -> list[tuple]:
+    return [(line["loss"],) if "loss" in line else (line["eval_loss"], line["eval_accuracy"]) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """(config, lines of metrics) of a run on one device."""
+    config = config_of(tmp_path_factory.mktemp("runs") / "run")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return config, run_of(config, monkeypatch)
+
+
+def test_trains_and_evaluates_the_same_on_a_mesh(trained, tmp_path, monkeypatch):
+    _, lines = trained
+    assert numbers(lines)[-1][0] < numbers(lines)[0][0] - 0.1
+    meshed = run_of(config_of(tmp_path / "run", MeshConfig(data=2, fsdp=2, tensor=2)), monkeypatch)
+    for found, wanted in zip(numbers(meshed), numbers(lines), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+def test_resumes_bit_for_bit(trained, tmp_path, monkeypatch):
+    run_of(config_of(tmp_path / "run", exit_at_step=2), monkeypatch)
+    assert numbers(run_of(config_of(tmp_path / "run"), monkeypatch)) == numbers(trained[1])
+
+
+@pytest.fixture(scope="module")
+def writer(trained):
+    return SequenceToSequence(open_model(trained[0].run_dir))
+
+
+PROMPTS = ["1 2 3 <extra_id_0> 7 8 9", "5", " ".join(map(str, range(3, 30)))]
+
+
+def predictions(writer, prompt: str, tokens: list[int]) -> np.ndarray:
+    """float32 [len(tokens), V]: log-probabilities of the next token without a cache, before each of the tokens."""
+    source = np.array([writer.tokens.encode(prompt)], np.int32)
+    batch = {
+        "encoder_tokens": np.pad(source, ((0, 0), (0, 32 - source.shape[1]))),
+        "encoder_segment_ids": (np.arange(32) < source.shape[1])[None].astype(np.int32),
+        "tokens": np.pad(np.array([[writer.tokens.pad_id, *tokens]], np.int32)[:, :-1], ((0, 0), (0, 8 - len(tokens)))),
+    }
+    return np.asarray(_log_probs(writer.model, writer.params, batch))[: len(tokens)]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _log_probs(model, weights, batch):
+    module = model.module(weights)
+    tokens = jnp.repeat(jnp.arange(model.config.vocab_size)[:, None], 8, 1)
+    many = {name: jnp.repeat(jnp.asarray(a), len(tokens), 0) for name, a in batch.items()}
+    return module.scores(many | {"labels": tokens}).log_probs.T
+
+
+def test_writes_what_it_predicts_without_a_cache(writer):
+    """Of prompts of several lengths in one batch; the same with beams of width 1."""
+    greedy = Sampling(max_tokens=6, temperature=0.0, ignore_eos=True)
+    for prompt, found in zip(PROMPTS, writer.write(PROMPTS, greedy), strict=True):
+        expected = predictions(writer, prompt, found.tokens)
+        assert found.tokens == np.argmax(expected, -1).tolist() and found.finish_reason == "length"
+
+
+def test_beam_search_finds_texts_that_are_at_least_as_likely(writer):
+    settings = Sampling(max_tokens=5, temperature=0.0, ignore_eos=True)
+
+    def score(prompt, tokens):
+        return predictions(writer, prompt, tokens)[np.arange(len(tokens)), tokens].sum()
+
+    greedy = writer.write(PROMPTS, settings)
+    beams = writer.write(PROMPTS, settings, num_beams=4)
+    scores = [(score(p, a.tokens), score(p, b.tokens)) for p, a, b in zip(PROMPTS, greedy, beams, strict=True)]
+    assert all(beam >= one - 1e-5 for one, beam in scores) and any(beam > one + 1e-4 for one, beam in scores)
+
+
+def test_what_an_encoder_decoder_cannot_do_is_refused_by_name(trained, writer, tmp_path):
+    config, _ = trained
+    for change, message in (
+        (dict(mesh=MeshConfig(context=2)), "mesh.context=2 is not supported by model.kind=t5"),
+        (dict(mesh=MeshConfig(pipeline=2)), "mesh.pipeline=2: .*has encoder, decoder"),
+        (dict(data=DataConfig()), "data.kind=documents has no labels .*model.kind=t5.* use --data.kind=spans"),
+        (dict(model=dataclasses.replace(V11, num_buckets=6)), "model.num_buckets=6 must be a multiple of 4"),
+        (dict(model=dataclasses.replace(V11, position="learned", max_positions=16)), "use --model.max_positions=24"),
+        (dict(mesh=MeshConfig(tensor=16)), "model.decoder_length=8 is not divisible by mesh.tensor=16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(config, **change).check()
+    with pytest.raises(ValueError, match="model.kind=t5 writes a text from another one"):
+        Engine.from_run(config.run_dir)
+    with pytest.raises(ValueError, match="logprobs=2 is not supported by model.kind=t5"):
+        writer.write(["1"], Sampling(logprobs=2))
+    with pytest.raises(ValueError, match="num_beams=2 searches .* use --temperature=0"):
+        writer.write(["1"], Sampling(), num_beams=2)
+    with pytest.raises(ValueError, match="<extra_id_100> is not a sentinel; the last is <extra_id_99>"):
+        writer.write(["<extra_id_100>"], Sampling())
