@@ -8,9 +8,15 @@ import jax.numpy as jnp
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
+Recipe = Literal["bf16", "fp16", "fp8", "fp8_delayed", "fp8_rowwise", "fp8_blockwise", "mxfp8", "nvfp4"]
+
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionConfig:
+    recipe: Recipe = "bf16"
+    """Number formats of the layers' matmuls (docs/low_precision.md): those of `compute`; fp16 with loss scaling; FP8
+    with one scale a tensor, computed in the step (fp8) or from earlier steps (fp8_delayed), a row (fp8_rowwise) or a
+    block (fp8_blockwise); or mxfp8 and nvfp4, which Hopper GPUs emulate slowly."""
     params: Literal["float32", "bfloat16"] = "float32"
     """Format of the stored matrices and embeddings. bfloat16 keeps no float32 copy: an update below 1/512 of a weight
     is lost. Norm scales, biases, routers, optimizer moments and gradient sums are float32."""
