@@ -115,9 +115,18 @@ def side_by_side(x: jax.Array, linears: Sequence[Linear], shape: Sequence[int], 
     return ops.matmul_side_by_side(x, weights, axis)
 
 
+def input_axis(linears: Sequence[Linear]) -> str:
+    """Logical axis of the sequence in an input of these Linears: in a low-precision format they gather what `tensor`
+    splits after rounding it."""
+    return "sequence" if all(linear.recipe is not None for linear in linears) else "time"
+
+
 def _low_precision(x, linears: Sequence[Linear], weights: Sequence[ops.Weight], axis: int, num_contracted: int):
     scalings = [linear.scaling.get_value() for linear in linears if hasattr(linear, "scaling")]
-    return low_precision_matmul(x, weights, axis, num_contracted, linears[0].recipe, scalings)
+    axes = linears[0].weight.get_metadata()["record"].axes
+    residual = ("embed",)
+    gathered = (axes[:num_contracted] == residual, len(linears) == 1 and axes[num_contracted:] == residual)
+    return low_precision_matmul(x, weights, axis, num_contracted, linears[0].recipe, gathered, scalings)
 
 
 def add_stacked_biases(y: jax.Array, linears: Sequence[Linear]) -> jax.Array:

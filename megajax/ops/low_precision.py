@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from megajax.ops.matmul import Float32Gradient, Weight, dot_precision
 from megajax.ops.quantize import LARGEST, Format, Operand, largest_magnitude, quantize, quantize_with, rotate
 from megajax.precision import Recipe
+from megajax.sharding import constrain
 
 TENSORS = ("input", "weight", "gradient")
 
@@ -89,6 +90,7 @@ class _Options:
     recipe: Recipe
     axis: int
     num_contracted: int
+    gathered: tuple[bool, bool]
     has_float32_gradient: bool
 
     @property
@@ -102,16 +104,18 @@ def low_precision_matmul(
     axis: int,
     num_contracted: int,
     recipe: Recipe,
+    gathered: tuple[bool, bool],
     scalings: Sequence[jax.Array] = (),
 ) -> jax.Array:
     """Contracts the last `num_contracted` dims of x [..., *K] with the first of w [*K, *N], the weights joined along
     `axis` -> [..., *N] in x's dtype.
 
-    Gradients of weights are computed in x's dtype, those of a Float32Gradient in float32. scalings: of recipe
-    fp8_delayed, one per weight (DelayedScaling); the largest magnitudes of x, w and dy are returned in place of their
-    gradients (parameters.py `observe`).
+    Gradients of weights are computed in x's dtype, those of a Float32Gradient in float32. gathered: whether x, and
+    whether dy, are [B, T, D] of the residual stream, which `tensor` splits: they are gathered after rounding. scalings:
+    of recipe fp8_delayed, one per weight (DelayedScaling); the largest magnitudes of x, w and dy are returned in place
+    of their gradients (parameters.py `observe`).
     """
-    options = _Options(recipe, axis, num_contracted, isinstance(weights[0], Float32Gradient))
+    options = _Options(recipe, axis, num_contracted, gathered, isinstance(weights[0], Float32Gradient))
     return _matmul(
         x, tuple(w.array if isinstance(w, Float32Gradient) else w for w in weights), tuple(scalings), options
     )
@@ -123,34 +127,36 @@ def _matmul(x, weights, scalings, options):
 
 
 def _forward(x, weights, scalings, options):
-    contracted = _dims(x.ndim - options.num_contracted, x.ndim)
-    x_operand, x_amax = _quantized(x, "input", contracted, scalings, options)
-    w_operand, w_amax = _quantized(
-        _joined(weights, options), "weight", _dims(options.num_contracted), scalings, options
-    )
-    y = _product(x_operand, contracted, w_operand, _dims(options.num_contracted), x.dtype, x.dtype)
+    of_x = _dims(x.ndim - options.num_contracted, x.ndim)
+    of_w = _dims(options.num_contracted)
+    x_operand, x_amax = _quantized([x], 0, "input", of_x, scalings, options)
+    w_operand, w_amax = _quantized(weights, options.axis, "weight", of_w, scalings, options)
+    y = _product(_gathered(x_operand, options.gathered[0]), of_x, w_operand, of_w, x.dtype, x.dtype)
     kept = x_operand if options.formats.input.scaled == "tensor" else x
     return y, (kept, weights, scalings, (x_amax, w_amax))
 
 
 def _backward(options, residuals, dy):
     kept, weights, scalings, amaxes = residuals
-    w = _joined(weights, options)
-    num_rows = dy.ndim - (w.ndim - options.num_contracted)
+    of_w = _dims(options.num_contracted, weights[0].ndim)
+    num_rows = dy.ndim - len(of_w)
+    of_dy = _dims(num_rows, dy.ndim)
     rows = _dims(num_rows)
-    outputs = _dims(num_rows, dy.ndim)
-    dy_operand, dy_amax = _quantized(dy, "gradient", outputs, scalings, options)
-    of_w = _dims(options.num_contracted, w.ndim)
-    w_operand, _ = _quantized(w, "weight", of_w, scalings, options)
-    dx = _product(dy_operand, outputs, w_operand, of_w, dy.dtype, dy.dtype)
+    dy_operand, dy_amax = _quantized([dy], 0, "gradient", of_dy, scalings, options)
+    dy_operand = _gathered(dy_operand, options.gathered[1])
+    w_operand, _ = _quantized(weights, options.axis, "weight", of_w, scalings, options)
+    dx = _product(dy_operand, of_dy, w_operand, of_w, dy.dtype, dy.dtype)
+    if options.gathered[0]:
+        dx = constrain(dx, "batch", "time", None)
     if isinstance(kept, Operand):
         x_operand = kept
     else:
-        rotated = [rotate(a, num_rows - 1) if options.formats.rotates else a for a in (kept, dy)]
-        x_operand = quantize(rotated[0], options.formats.input, rows)
-        dy_operand = quantize(rotated[1], options.formats.gradient, rows)
+        x, dy = [rotate(a, num_rows - 1) if options.formats.rotates else a for a in (kept, dy)]
+        x_operand = quantize(x, options.formats.input, rows)
+        dy_operand = quantize(dy, options.formats.gradient, rows)
     dtype = jnp.float32 if options.has_float32_gradient else dy.dtype
-    dw = _product(x_operand, rows, dy_operand, rows, dy.dtype, dtype)
+    x_operand = _gathered(x_operand, options.gathered[0])
+    dw = _product(x_operand, rows, _gathered(dy_operand, options.gathered[1]), rows, dy.dtype, dtype)
     ends = [sum(w.shape[options.axis] for w in weights[: n + 1]) for n in range(len(weights) - 1)]
     d_weights = tuple(d.astype(w.dtype) for d, w in zip(jnp.split(dw, ends, options.axis), weights, strict=True))
     observed = tuple(jnp.zeros_like(s).at[:, 1].set(jnp.stack([*amaxes, dy_amax])) for s in scalings)
@@ -160,12 +166,26 @@ def _backward(options, residuals, dy):
 _matmul.defvjp(_forward, _backward)
 
 
-def _quantized(a, name, contracted, scalings, options) -> tuple[Operand, jax.Array | None]:
-    """-> (operand, its largest magnitude if that is observed)."""
+def _quantized(parts, axis, name, contracted, scalings, options) -> tuple[Operand, jax.Array | None]:
+    """-> (operand of the parts joined along `axis`, its largest magnitude if it has one scale)."""
     format = getattr(options.formats, name)
-    if not scalings:
-        return quantize(a, format, contracted), None
-    return quantize_with(a, format.element, 1 / scalings[0][TENSORS.index(name), 0]), largest_magnitude(a)
+    if format.scaled != "tensor":
+        return quantize(_joined(parts, axis), format, contracted), None
+    amax = functools.reduce(jnp.maximum, map(largest_magnitude, parts))
+    scale = 1 / scalings[0][TENSORS.index(name), 0] if scalings else amax / LARGEST[format.element]
+    # Joined after rounding: it is FP8 that XLA writes and reads again.
+    operands = [quantize_with(part, format.element, scale) for part in parts]
+    return operands[0]._replace(values=_joined([operand.values for operand in operands], axis)), amax
+
+
+def _gathered(operand: Operand, is_split: bool) -> Operand:
+    if not is_split:
+        return operand
+    return operand._replace(values=constrain(operand.values, "batch", "time", None))
+
+
+def _joined(parts: Sequence[jax.Array], axis: int) -> jax.Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
 
 
 def _product(a: Operand, a_dims, b: Operand, b_dims, compute: jnp.dtype, dtype: jnp.dtype) -> jax.Array:
@@ -179,10 +199,6 @@ def _product(a: Operand, a_dims, b: Operand, b_dims, compute: jnp.dtype, dtype: 
     others = b.values.ndim - len(b_dims)
     outer = a.outer_scale.reshape(*a.outer_scale.shape, *(1,) * others) if a.outer_scale.ndim else a.outer_scale
     return (y * outer * b.outer_scale).astype(dtype)
-
-
-def _joined(weights, options):
-    return weights[0] if len(weights) == 1 else jnp.concatenate(weights, options.axis)
 
 
 def _dims(*bounds: int) -> tuple[int, ...]:
