@@ -69,6 +69,8 @@ class Config:
         self.checkpoint.check_evaluated(self.training.steps, self.training.eval_every_steps)
         self.optimizer.check(self.training.full_batch_steps)
         self.model.check(self.mesh, self.training.sequence_length, self.execution)
+        stacks = self.model.stacks(self.execution)
+        self.precision.check({name: len(layers) for name, layers in stacks.items()})
         self._check_pipeline()
 
     def _check_pipeline(self) -> None:
@@ -188,6 +190,8 @@ def incompatibilities(old: Config, new: Config) -> list[str]:
     fixed = ["precision.params:", "optimizer.name:", "training.trained:", "training.frozen:"]
     if assigned_optimizers(old.optimizer.groups) != assigned_optimizers(new.optimizer.groups):
         fixed.append("optimizer.groups:")
+    if "fp8_delayed" in (old.precision.recipe, new.precision.recipe):  # scales are among the weights
+        fixed += ["precision.recipe:", "precision.amax_history:", "precision.low_modules:"]
     return lines + [line for line in differences(old, new) if line.startswith(tuple(fixed))]
 
 

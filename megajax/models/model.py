@@ -120,9 +120,17 @@ class Model:
         options = dict(dtype=self.precision.compute_dtype, execution=self.execution, stages=self.stages)
         module = self.config.build(nnx.Rngs(params=key), **options)
         if self.precision.is_low:
-            for stack in self.config.stacks(self.execution):
-                getattr(module, stack).use_low_precision(self.precision)
+            self._use_low_precision(module)
         return module
+
+    def _use_low_precision(self, module: nnx.Module) -> None:
+        stacks = [getattr(module, name) for name in self.config.stacks(self.execution)]
+        names = {name for stack in stacks for name in stack.use_low_precision(self.precision)}
+        for pattern in self.precision.low_modules:
+            if not any(matches(name, [pattern]) for name in names):
+                raise ValueError(
+                    f"precision.low_modules: {pattern!r} matches no matrix; the layers have {', '.join(sorted(names))}"
+                )
 
     def _init(self, key: jax.Array) -> dict:
         weights = self._structure.to_tree(nnx.split(self._build(key))[1])
