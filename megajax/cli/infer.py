@@ -160,7 +160,7 @@ def _engine(options: argparse.Namespace):
     if number := getattr(options, "launch.cpu_devices"):
         use_cpu_devices(number)
     mesh = MeshConfig(**{axis: getattr(options, f"mesh.{axis}") for axis in AXES})
-    engine = Engine.from_run(options.run, mesh, options.step, serving)
+    engine = Engine.from_run(options.run, mesh, options.step, serving, options.draft_run)
     use_compilation_cache()
     return engine
 
@@ -279,6 +279,9 @@ def _add_command(commands, name: str, help: str, needs_run: bool = True) -> argp
     engine = command.add_argument_group("engine")
     for field, (kind, text) in SERVING.items():
         engine.add_argument(f"--{field}", type=kind, help=text)
+    engine.add_argument(
+        "--draft_run", help="run or Hugging Face folder of a smaller model that guesses --draft_tokens tokens"
+    )
     return command
 
 

@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import time
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
@@ -62,6 +63,8 @@ class Sequence:
     """Length when it was admitted: all these tokens are computed before it decodes."""
     num_pending: int = 0
     """Tokens that calls under way generate."""
+    num_drafted: int = 0
+    """Tokens whose keys and values of the draft model, if there is one, are in pages."""
     is_finished: bool = False
     shares_pages: bool = True
     """Whether its pages may enter the prefix cache: not if they were computed with other parameters."""
@@ -115,6 +118,22 @@ class Run(NamedTuple):
     """Guesses of the tokens that follow the newest one; computed in the same step to see whether they are right."""
 
 
+Guesses = dict[Sequence, tuple[int, ...]]
+"""The tokens that may follow the newest one of each sequence."""
+
+
+Guess = Callable[[dict[Sequence, int], int], Guesses]
+
+
+def look_up(most: dict[Sequence, int], total: int) -> Guesses:
+    """Guesses by prompt lookup: up to so many tokens for each sequence, and up to `total` for all."""
+    drafts = {}
+    for sequence, count in most.items():
+        drafts[sequence] = sequence.lookup.guess(sequence.tokens, min(count, total))
+        total -= len(drafts[sequence])
+    return drafts
+
+
 class Decode(NamedTuple):
     runs: list[Run]
     num_steps: int
@@ -140,7 +159,12 @@ class Limits(NamedTuple):
 
 
 class Scheduler:
-    def __init__(self, pool: PagePool, limits: Limits):
+    def __init__(
+        self, pool: PagePool, limits: Limits, guess: Callable[[dict[Sequence, int], int], Guesses] | None = None
+    ):
+        """guess: of a draft model, with the arguments of `look_up`; None: prompt lookup."""
+        self._guess = guess or look_up
+        self._has_draft_model = guess is not None
         self.pool = pool
         self.limits = limits
         self.waiting: deque[Sequence] = deque()
@@ -191,6 +215,7 @@ class Scheduler:
     def _advance(self, chunk: Chunk) -> None:
         sequence = chunk.sequence
         sequence.num_written = chunk.end
+        sequence.num_drafted = chunk.end
         # Already now: a later sequence of the same call may use these pages, since keys are written before any is read.
         self._register(sequence, chunk.end)
         if chunk.is_last:
@@ -220,6 +245,7 @@ class Scheduler:
         self.waiting.popleft()
         sequence.pages = shared + self.pool.allocate(missing)
         sequence.num_written = len(shared) * self.pool.page_size
+        sequence.num_drafted = sequence.num_written
         sequence.num_to_prefill = len(sequence.tokens)
         sequence.row = self._rows.pop()
         sequence.shares_pages = True
@@ -255,15 +281,13 @@ class Scheduler:
             runs = [run for run in runs if run.sequence is not youngest]
         return self._started(runs, 1) if runs else Wait()
 
-    def _drafts(self, decoding: list[Sequence]) -> dict[Sequence, tuple[int, ...]]:
-        """Guesses, as far as the rows of a step that no sequence needs go."""
-        drafts = {}
-        spare = self.limits.num_rows - len(decoding) if self.limits.draft_tokens else 0
-        for sequence in decoding:
-            most = min(self.limits.draft_tokens, spare, sequence.limit - sequence.length - 1)
-            if most > 0 and not sequence.request.sampling.has_adjusted_logits and sequence.matcher is None:
-                drafts[sequence] = sequence.lookup.guess(sequence.tokens, most)
-                spare -= len(drafts[sequence])
+    def _drafts(self, decoding: list[Sequence]) -> Guesses:
+        """Guesses, as far as there are rows of a step that no sequence needs."""
+        if not self.limits.draft_tokens:
+            return {}
+        guessed = [s for s in decoding if not s.request.sampling.has_adjusted_logits and s.matcher is None]
+        most = {s: min(self.limits.draft_tokens, s.limit - s.length - 1) for s in guessed}
+        drafts = self._guess(most, self.limits.num_rows - len(decoding))
         return {sequence: draft for sequence, draft in drafts.items() if draft}
 
     def _run(self, sequence: Sequence, num_steps: int, draft: tuple[int, ...]) -> Run:
@@ -304,6 +328,8 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         written = min(sequence.num_written, len(sequence.tokens) - 1)
+        if self._has_draft_model:
+            written = min(written, sequence.num_drafted)
         self._register(sequence, max(written, 0))
         self.pool.release(sequence.pages)
         self._rows.append(sequence.row)

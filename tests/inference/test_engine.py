@@ -274,6 +274,26 @@ def test_speculative_decoding_changes_no_token(engine_of):
     assert 0 < stats.accepted < stats.drafted
 
 
+def test_a_draft_model_changes_no_token(engine_of):
+    plain = engine_of("rope")
+    params = random_params(plain.model)
+    parts = (plain.model, params, plain.mesh, None)
+    with pytest.raises(ValueError, match="draft_tokens=0: the draft model guesses nothing; use draft_tokens=4"):
+        Engine(*parts, serving=SERVING, draft=parts[:2])
+    engine = Engine(*parts, serving=dataclasses.replace(SERVING, draft_tokens=3), draft=parts[:2])
+    prompts = PROMPTS * 2  # so that rows and pages run out: the draft model must read tokens that it did not guess
+    longer = dataclasses.replace(GREEDY, max_tokens=24)
+    expected = [plain.generate_tokens(prompts, sampling) for sampling in (longer, SAMPLED)]
+    assert [engine.generate_tokens(prompts, sampling) for sampling in (longer, SAMPLED)] == expected
+    stats = engine.stats()
+    assert stats.accepted == stats.drafted > 0 and stats.preemptions > 0  # it is the model itself
+    noise = np.random.default_rng(3)
+    engine.draft.params = jax.tree.map(lambda a: a + noise.normal(0, 0.03, a.shape).astype(a.dtype), engine.params)
+    assert [engine.generate_tokens(prompts, sampling) for sampling in (longer, SAMPLED)] == expected
+    assert stats.accepted < engine.stats().accepted < engine.stats().drafted
+    random_requests(engine, 20, seed=2)
+
+
 def test_cancellation_frees_pages_at_once(engine_of):
     engine = engine_of("rope")
     first, second = (engine.submit(list(range(30)), dataclasses.replace(SAMPLED, n=2)) for _ in range(2))
