@@ -23,7 +23,7 @@ from megajax.inference.draft import DraftModel, check_same_tokens
 from megajax.inference.executor import Executor
 from megajax.inference.grammar import Grammars
 from megajax.inference.load import open_model, serving_params
-from megajax.inference.memory import bytes_per_page, has_states, longest_sequence, pool_sizes
+from megajax.inference.memory import bytes_per_page, has_states, longest_sequence, pool_sizes, visible_tokens
 from megajax.inference.pages import PagePool
 from megajax.inference.programs import Drawn
 from megajax.inference.sampling import PROMPT_TOKEN, Logprobs, Sampling, TokenLogprobs
@@ -143,6 +143,7 @@ class Engine:
             shapes.most_pages,
             serving.decode_steps,
             serving.draft_tokens,
+            visible_tokens(models),
         )
         self.executor = Executor(self.model, self.mesh, sizes, self._vocab_size, serving.decode_steps)
         self.draft = None

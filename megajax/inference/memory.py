@@ -62,6 +62,13 @@ def longest_sequence(models: Sequence[Model], serving: ServingConfig) -> int:
     return min([serving.max_length or (DEFAULT_MAX_LENGTH if not limits else min(limits)), *limits])
 
 
+def visible_tokens(models: Sequence[Model]) -> int | None:
+    """Last tokens of a sequence that any layer reads from pages; None: all."""
+    stacks = [stack for model in models for stack in model.config.generating_stacks(model.execution).values()]
+    windows = [getattr(layer, "window", None) for stack in stacks for layer in stack]
+    return None if None in windows else max(windows)
+
+
 def _available_bytes(mesh: Mesh, memory_fraction: float) -> int:
     """For pages, summed over the devices that split the heads."""
     device = mesh.local_devices[0]

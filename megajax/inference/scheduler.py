@@ -57,6 +57,8 @@ class Sequence:
     row: int | None = None
     """Its row in the arrays of the device while it runs."""
     pages: list[int] = dataclasses.field(default_factory=list)
+    num_released: int = 0
+    """Of these pages, the first ones that it has given back, because no layer reads them any more."""
     num_written: int = 0
     """Tokens whose keys and values are in pages, or will be after the calls that are under way."""
     num_to_prefill: int = 0
@@ -156,6 +158,8 @@ class Limits(NamedTuple):
     """Tokens per sequence of a call."""
     draft_tokens: int = 0
     """Guesses per sequence of a call."""
+    window: int | None = None
+    """Last tokens that any layer reads; None: all."""
 
 
 class Scheduler:
@@ -220,10 +224,27 @@ class Scheduler:
         self._register(sequence, chunk.end)
         if chunk.is_last:
             sequence.num_pending += 1
+        self._release_invisible(sequence, chunk.start)
+
+    def _release_invisible(self, sequence: Sequence, start: int) -> None:
+        """Gives back the pages that the token at `start` and later ones do not read: those that this call and later
+        ones compute. Calls under way read them before another sequence writes to them."""
+        if self.limits.window is None:
+            return
+        end = max(start + 1 - self.limits.window, 0) // self.pool.page_size
+        if end > sequence.num_released:
+            self._register(sequence, start)
+            self.pool.release(sequence.pages[sequence.num_released : end])
+            sequence.num_released = end
+
+    def _num_certain(self, sequence: Sequence) -> int:
+        """Tokens with keys and values in pages, whatever the calls under way give."""
+        written = min(sequence.num_written, len(sequence.tokens) - 1)
+        return min(written, sequence.num_drafted) if self._has_draft_model else written
 
     def _register(self, sequence: Sequence, num_tokens: int) -> None:
         if sequence.shares_pages:
-            self.pool.register(sequence.tokens[:num_tokens], sequence.pages)
+            self.pool.register(sequence.tokens[:num_tokens], sequence.pages, sequence.num_released)
 
     def forget(self) -> None:
         """Empties the prefix cache, for other parameters; what runs continues."""
@@ -306,6 +327,7 @@ class Scheduler:
             sequence.pages += self.pool.allocate(self._missing_pages(run))
             sequence.num_pending += run.count
             sequence.num_written += run.count
+            self._release_invisible(sequence, self._num_certain(sequence))
         return Decode(runs, num_steps)
 
     # ------------------------------------------------------------------ leaving
@@ -327,14 +349,12 @@ class Scheduler:
             self._leave(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
-        written = min(sequence.num_written, len(sequence.tokens) - 1)
-        if self._has_draft_model:
-            written = min(written, sequence.num_drafted)
-        self._register(sequence, max(written, 0))
-        self.pool.release(sequence.pages)
+        self._register(sequence, max(self._num_certain(sequence), 0))
+        self.pool.release(sequence.pages[sequence.num_released :])
         self._rows.append(sequence.row)
         self.running.remove(sequence)
         sequence.pages = []
+        sequence.num_released = 0
         sequence.row = None
         sequence.num_written = 0
         sequence.num_pending = 0

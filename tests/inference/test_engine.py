@@ -34,6 +34,7 @@ MODELS = {
     "learned": SMALL,
     "rope": ROPE,
     "cap": dataclasses.replace(SMALL, attention_soft_cap=5.0),
+    "window": dataclasses.replace(SMALL, window=6),
 }
 # With attention of their own: how these read a cache on one device, see tests/models/test_hugging_face.py.
 OTHERS = {
@@ -245,7 +246,7 @@ def random_requests(engine, count, seed):
                 (output.request, index) in ended for index in range(output.request.sampling.n)
             ):
                 del alive[output.request]
-        used = {page for sequence in engine.scheduler.running for page in sequence.pages}
+        used = {page for sequence in engine.scheduler.running for page in sequence.pages[sequence.num_released :]}
         assert engine.pool.num_used == len(used)
     assert not alive and set(ended.values()) == {"stop", "length", "cancelled"}
     stats = engine.stats()
@@ -272,6 +273,15 @@ def test_speculative_decoding_changes_no_token(engine_of):
         assert guessing.generate_tokens(prompts, sampling) == plain.generate_tokens(prompts, sampling)
     stats = random_requests(guessing, 30, seed=2)
     assert 0 < stats.accepted < stats.drafted
+
+
+def test_pages_behind_a_window_of_all_layers_are_freed(engine_of):
+    engine = engine_of("window")
+    prompts = [[5, 17, 3], [1], [20, 21, 22, 23]]
+    requests = [engine.submit(prompt, dataclasses.replace(GREEDY, max_tokens=40)) for prompt in prompts]
+    tokens, _ = run_all(engine, requests)
+    assert [tokens[request][0] for request in requests] == recompute(engine, prompts, 40)
+    assert engine.stats().preemptions == 0  # they have 18 pages together, and the pool 10
 
 
 def test_a_draft_model_changes_no_token(engine_of):
