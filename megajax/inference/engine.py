@@ -209,6 +209,7 @@ class Engine:
         """
         serving.check()
         opened = open_model(run_dir, mesh, step)
+        opened.model.config.check_generates()
         # Split here, so that the stacked arrays are gone before the memory for pages is counted.
         params = opened.model.per_layer(opened.restore())
         draft = None
