@@ -198,27 +198,53 @@ class Engine:
         step: int | None = None,
         serving: ServingConfig = ServingConfig(),
         draft_run: str | Path | None = None,
+        devices: Items[jax.Device] | None = None,
     ) -> "Engine":
         """The model of a run directory, with the parameters of one step (default: the newest), or of a Hugging Face
         folder, on any mesh.
 
-        mesh: default one device; a mesh smaller than the machine takes its first devices. draft_run: run directory or
-        Hugging Face folder of a smaller model for speculative decoding. Raises ValueError if the directory holds no
-        run, no checkpoint or not that step, if the step or the tokenizer is damaged or does not belong to the run, if
-        the mesh does not divide the model, or if the draft model has another tokenizer.
+        mesh: default one device; a smaller mesh takes the first of the devices, default all of the machine. draft_run:
+        run directory or Hugging Face folder of a smaller model for speculative decoding. Raises ValueError if the
+        directory holds no run, no checkpoint or not that step, if the step or the tokenizer is damaged or does not
+        belong to the run, if the mesh does not divide the model, or if the draft model has another tokenizer.
         """
         serving.check()
-        opened = open_model(run_dir, mesh, step)
+        opened = open_model(run_dir, mesh, step, devices=devices)
         opened.model.config.check_generates()
         # Split here, so that the stacked arrays are gone before the memory for pages is counted.
         params = opened.model.per_layer(opened.restore())
         draft = None
         if draft_run is not None:
-            small = open_model(draft_run, mesh)
+            small = open_model(draft_run, mesh, devices=devices)
             check_same_tokens(draft_run, small.tokenizer, opened.tokenizer)
             draft = (small.model, small.model.per_layer(small.restore()))
         parts = (opened.model, params, opened.mesh, opened.tokenizer)
         return Engine(*parts, start_ids=opened.start_ids, serving=serving, draft=draft)
+
+    @staticmethod
+    def replicas_from_run(
+        run_dir: str | Path,
+        mesh: MeshConfig,
+        step: int | None = None,
+        serving: ServingConfig = ServingConfig(),
+        draft_run: str | Path | None = None,
+    ) -> list["Engine"]:
+        """mesh.data engines, each on devices of its own; the arguments are those of `from_run`.
+
+        Raises ValueError for more replicas than devices, and what `from_run` raises.
+        """
+        devices = jax.devices()
+        if -1 in mesh.sizes().values():
+            mesh = mesh.resolve(len(devices))
+        if mesh.num_devices > len(devices):
+            raise ValueError(
+                f"mesh.data={mesh.data}: {mesh.data} replicas need {mesh.num_devices} devices and there are "
+                f"{len(devices)}; use --mesh.data={max(len(devices) * mesh.data // mesh.num_devices, 1)}"
+            )
+        size = mesh.num_devices // mesh.data
+        one = dataclasses.replace(mesh, data=1)
+        parts = [devices[number * size : (number + 1) * size] for number in range(mesh.data)]
+        return [Engine.from_run(run_dir, one, step, serving, draft_run, part) for part in parts]
 
     # ------------------------------------------------------------------ whole generations
 
