@@ -36,14 +36,14 @@ def t5_tiny() -> Config:
             name="muon", momentum=0.95, learning_rate=1.5e-2, min_learning_rate=1e-4, warmup_steps=20, weight_decay=0.1
         ),
         training=TrainingConfig(
-            steps=400,
+            steps=800,
             global_batch_size=32,
             sequence_length=128,
             log_every_steps=10,
-            eval_every_steps=100,
+            eval_every_steps=200,
             eval_steps=8,
         ),
-        checkpoint=CheckpointConfig(every_steps=100),
+        checkpoint=CheckpointConfig(every_steps=200),
     )
 
 
