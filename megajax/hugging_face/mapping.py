@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from megajax.checkpoint.layout import stack_of
-from megajax.hugging_face import encoder_decoders, encoders, families
+from megajax.hugging_face import encoder_decoders, encoders, families, hybrids
 from megajax.hugging_face.families import Family
 from megajax.hugging_face.weights import Layout, Row
 from megajax.models.interface import ModelConfig
@@ -21,7 +21,7 @@ from megajax.models.model import Model
 from megajax.parameters import name_of
 
 # In order of preference when exporting a model without a named architecture.
-FAMILIES = (*families.FAMILIES, *encoders.FAMILIES, *encoder_decoders.FAMILIES)
+FAMILIES = (*families.FAMILIES, *hybrids.FAMILIES, *encoders.FAMILIES, *encoder_decoders.FAMILIES)
 
 # ----------------------------------------------------------------------------- options
 
@@ -64,7 +64,7 @@ def family_for(config: ModelConfig, architecture: str | None = None) -> Family:
 
     Raises ValueError, naming the missing options, for the closest family if none was named.
     """
-    ours = [family for family in FAMILIES if isinstance(config, type(family.form.default))]
+    ours = [family for family in FAMILIES if config.kind == family.form.default.kind]
     if not ours:
         raise ValueError(f"model.kind={config.kind} has no Hugging Face folder")
     known = [family for family in ours if architecture in (None, family.architecture)]
@@ -169,6 +169,8 @@ class Tensor:
         first = self.parts[0]
         if self.layout == "same":
             return first.shape
+        if self.layout == "taps":
+            return (sum(part.num_outputs for part in self.parts) // first.shape[0], 1, first.shape[0])
         outputs = sum(part.num_outputs for part in self.parts)
         is_ours = self.layout == "conv1d"
         return (*first.stack, *first.inputs, outputs) if is_ours else (*first.stack, outputs, *first.inputs)
@@ -181,6 +183,10 @@ class Tensor:
         """As split, of which what is written to a part changes the tensor; the heads of a part may be on two axes."""
         if self.layout == "same":
             return (array,)
+        if self.layout == "taps":
+            ends = np.cumsum([part.num_outputs // part.shape[0] for part in self.parts])
+            cut = np.split(array[:, 0].T, ends[:-1], axis=-1)
+            return tuple(view.reshape(part.shape) for view, part in zip(cut, self.parts, strict=True))
         is_transposed = self.layout != "conv1d" and self.parts[0].num_inputs > 0
         rows = array.swapaxes(-1, -2) if is_transposed else array  # outputs last
         if self.layout == "by_head":

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-Layout = Literal["same", "linear", "conv1d", "by_head", "within_heads"]
+Layout = Literal["same", "linear", "conv1d", "by_head", "within_heads", "taps"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,8 @@ class Row:
     layout: Layout = "same"
     """linear: theirs is [out, in], ours [in, out], several of ours concatenated along out. conv1d: theirs is [in, out].
     by_head: as linear, with rows grouped by key-value head: queries, key, value. within_heads: as linear, with several
-    of ours concatenated within each head. same: no change."""
+    of ours concatenated within each head. taps: a convolution, theirs [channels, 1, taps], ours [taps, *channels],
+    several of ours concatenated along the channels. same: no change."""
     where: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of our config for which the row applies."""
     first_layer: int = 0

@@ -81,6 +81,11 @@ class Sequence:
     def is_decoding(self) -> bool:
         return not self.is_prefilling and self.length < self.limit
 
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """The first sample of a request computes them for all."""
+        return self.request.prompt_logprobs is not None and self.index == 0
+
 
 class Chunk(NamedTuple):
     """Tokens start <= i < end of a sequence; the last chunk of a prompt also samples the token that follows."""
@@ -204,8 +209,8 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> bool:
         if not self._rows:
             return False
-        wants_prompt = sequence.request.prompt_logprobs is not None and sequence.index == 0
-        shares = self.pool.caches_prefixes and not wants_prompt  # whose hidden states are not in pages
+        # Hidden states are not in pages.
+        shares = self.pool.caches_prefixes and not sequence.wants_prompt_logprobs
         shared = self.pool.match(sequence.tokens) if shares else []
         missing = -(-len(sequence.tokens) // self.pool.page_size) - len(shared)
         reserve = len(self.running)  # each running sequence soon needs one more page

@@ -195,7 +195,7 @@ class Attention(nnx.Module):
         dropout_key: for config.dropout of the attention probabilities; None: no dropout.
         """
         config = self.config
-        q_BTNH, k_BTKH, v_BTKH = (checkpoint_name(y, "qkv") for y in self._project(x_BTD))
+        q_BTNH, k_BTKH, v_BTKH = (checkpoint_name(y, "qkv") for y in self._project(x_BTD, has_gradient=cache is None))
         if config.qk_norm is not None:
             q_BTNH = self._normed(self.query_norm, q_BTNH)
             k_BTKH = self._normed(self.key_norm, k_BTKH)
@@ -215,14 +215,16 @@ class Attention(nnx.Module):
             return norm(x_BTNH)
         return norm(x_BTNH.reshape(*x_BTNH.shape[:2], -1)).reshape(x_BTNH.shape)
 
-    def _project(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _project(self, x_BTD: jax.Array, *, has_gradient: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values, computed by one matmul: concatenated per key-value head, the dim that `tensor`
         splits."""
         config = self.config
         K = config.num_kv_heads
         H = config.head_dim
         heads = config.num_heads // K
-        joined = side_by_side(x_BTD, (self.query, self.key, self.value), (config.embed_dim, K, -1, H), axis=2)
+        linears = (self.query, self.key, self.value)
+        shape = (config.embed_dim, K, -1, H)
+        joined = side_by_side(x_BTD, linears, shape, axis=2, has_gradient=has_gradient)
         q, k, v = jnp.split(joined, (heads, heads + 1), axis=3)
         q = self.query.add_bias(q.reshape(*x_BTD.shape[:2], config.num_heads, H))
         k = self.key.add_bias(k[..., 0, :])

@@ -23,7 +23,7 @@ NormPlacement = Literal["pre", "post", "sandwich", "post_residual"]
 ParallelResidual = Literal["none", "one_norm", "two_norms"]
 
 
-def _with_attention(saved: Saved) -> Saved:
+def saving_lse(saved: Saved) -> Saved:
     if "attention_out" not in saved.kept:
         return saved
     # Otherwise the attention would run again to get it; 4 bytes per head and token.
@@ -83,10 +83,10 @@ class TransformerLayerConfig:
     ) -> "TransformerLayerConfig":
         """The same layer with the result of Saved.choose."""
         saved = Saved.choose(recompute, recomputed, offload, self._activation_names, self.modules)
-        return dataclasses.replace(self, saved=saved and _with_attention(saved))
+        return dataclasses.replace(self, saved=saved and saving_lse(saved))
 
     def saving_by_name(self) -> "TransformerLayerConfig":
-        everything = _with_attention(Saved(self._activation_names, ()))
+        everything = saving_lse(Saved(self._activation_names, ()))
         return self if self.saved else dataclasses.replace(self, saved=everything)
 
     @property

@@ -170,6 +170,16 @@ class DecoderConfig(ModelConfig):
         return self.bias if self.mlp_bias is None else self.mlp_bias
 
     @property
+    def num_branches(self) -> int:
+        """Branches that are added to the residual stream."""
+        return 2 * self.num_layers
+
+    @property
+    def out_init_std(self) -> float:
+        """Of output projections."""
+        return self.init_std / math.sqrt(self.num_branches)
+
+    @property
     def padded_vocab_size(self) -> int:
         return padded_vocab_size(self.vocab_size, self.vocab_multiple)
 
@@ -202,9 +212,11 @@ class DecoderConfig(ModelConfig):
     def max_length(self) -> int | None:
         return self.max_positions if self.position == "learned" else None
 
-    def _layer_config(self, number: int, execution: ExecutionConfig) -> TransformerLayerConfig:
-        out_std = self.init_std / math.sqrt(2 * self.num_layers)
+    def has_experts(self, number: int) -> bool:
+        """Whether the layer with this number has experts."""
+        return self.moe.has_experts(number)
 
+    def _layer_config(self, number: int, execution: ExecutionConfig) -> TransformerLayerConfig:
         def is_nth(every: int | None) -> bool:
             return every is not None and (number + 1) % every == 0
 
@@ -235,7 +247,7 @@ class DecoderConfig(ModelConfig):
             backend=execution.attention_backend,
             deterministic=execution.deterministic,
             init_std=self.init_std,
-            out_init_std=out_std,
+            out_init_std=self.out_init_std,
         )
         if self.latent.kv_rank is None:
             attention = AttentionConfig(**fields)
@@ -243,7 +255,7 @@ class DecoderConfig(ModelConfig):
             attention = LatentAttentionConfig(**fields, latent=self.latent, norm=self.norm_config)
         layer = TransformerLayerConfig(
             attention=attention,
-            mlp=self._feed_forward(number, execution, out_std),
+            mlp=self._feed_forward(number, execution),
             norm=self.norm_config,
             norm_placement=self.norm_placement,
             parallel_residual=self.parallel_residual,
@@ -252,18 +264,18 @@ class DecoderConfig(ModelConfig):
         )
         return layer.saving(execution.recompute_of(number), execution.recompute_modules, execution.offload)
 
-    def _feed_forward(self, number: int, execution: ExecutionConfig, out_std: float) -> FeedForwardConfig:
+    def _feed_forward(self, number: int, execution: ExecutionConfig) -> FeedForwardConfig:
         D = self.embed_dim
         F = self.width_of_mlp
-        if not self.moe.has_experts(number):
-            return MlpConfig(D, F, self.activation, self.has_mlp_bias, self.init_std, out_std)
+        if not self.has_experts(number):
+            return MlpConfig(D, F, self.activation, self.has_mlp_bias, self.init_std, self.out_init_std)
         return ExpertsConfig(
             moe=self.moe,
             embed_dim=D,
             mlp_dim=self.moe.expert_dim or F,
             activation=self.activation,
             init_std=self.init_std,
-            out_init_std=out_std,
+            out_init_std=self.out_init_std,
             context=execution.context_attention,
             dispatch=execution.expert_dispatch,
             buffer=execution.expert_buffer,
@@ -281,6 +293,14 @@ class DecoderConfig(ModelConfig):
         self._check_divides(mesh)
 
     def _check_sizes(self, sequence_length: int) -> None:
+        self._check_heads()
+        if self.position == "learned" and sequence_length > self.max_positions:
+            raise ValueError(
+                f"training.sequence_length={sequence_length} is longer than model.max_positions={self.max_positions}; "
+                f"use --model.max_positions={sequence_length} or --model.position=rope"
+            )
+
+    def _check_heads(self) -> None:
         if self.head_dim is None and self.embed_dim % self.num_heads:
             raise ValueError(
                 f"model.embed_dim={self.embed_dim} is not divisible by model.num_heads={self.num_heads}; "
@@ -290,11 +310,6 @@ class DecoderConfig(ModelConfig):
             raise ValueError(
                 f"model.num_heads={self.num_heads} is not divisible by model.num_kv_heads={self.kv_heads}; "
                 "each key-value head serves the same number of query heads"
-            )
-        if self.position == "learned" and sequence_length > self.max_positions:
-            raise ValueError(
-                f"training.sequence_length={sequence_length} is longer than model.max_positions={self.max_positions}; "
-                f"use --model.max_positions={sequence_length} or --model.position=rope"
             )
 
     def _check_choices(self) -> None:

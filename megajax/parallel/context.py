@@ -18,6 +18,7 @@ https://arxiv.org/abs/2311.09431).
 import dataclasses
 import functools
 import logging
+from collections.abc import Sequence
 from typing import Literal
 
 import jax
@@ -31,7 +32,7 @@ from megajax import compat
 from megajax.current_mesh import axis_size, free_axes, is_inside_pipeline, manual
 from megajax.ops import attention as local
 from megajax.ops.attention import MASKED_SCORE, AttentionMask
-from megajax.sharding import TIME_AXES, activation_spec
+from megajax.sharding import TIME_AXES, activation_spec, constrain
 
 logger = logging.getLogger("megajax")
 
@@ -51,6 +52,28 @@ def sequence_order(length: int, num_ranks: int, method: ContextMethod) -> np.nda
 def current_order(length: int, method: ContextMethod) -> np.ndarray:
     """sequence_order on the current mesh."""
     return sequence_order(length, axis_size(AXIS), method)
+
+
+def current_pieces(method: ContextMethod) -> tuple[int, ...]:
+    """The number in the sequence of each stored piece: sequence_order consists of this many pieces of equal length, of
+    consecutive tokens. A recurrent layer passes its state from piece to piece in the order of their numbers."""
+    num_ranks = axis_size(AXIS)
+    num_pieces = num_ranks if num_ranks == 1 or method == "all_to_all" else 2 * num_ranks
+    return tuple(sequence_order(num_pieces, num_ranks, method).tolist())
+
+
+def before_pieces(array_BT: jax.Array, count: int, pieces: Sequence[int], axes: Sequence[str | None]) -> jax.Array:
+    """[B, T, ...] -> [B, I, count, ...]: the last tokens of the piece before each piece of T (current_pieces), zeros
+    before the first. axes: logical axes of the further dims."""
+    split = array_BT.reshape(array_BT.shape[0], len(pieces), -1, *array_BT.shape[2:])
+    ends = constrain(split[:, :, -count:], "batch", None, None, *axes)
+    stored = {number: index for index, number in enumerate(pieces)}
+    nothing = jnp.zeros_like(ends[:, 0])
+    found = [ends[:, stored[number - 1]] if number else nothing for number in pieces]
+    # Whole here too, so that the gradients are gathered before they are taken apart: XLA would send each by itself, and
+    # inside a pipeline stage such messages wait for the other stages.
+    whole = constrain(jnp.stack(found, 1), "batch", None, None, *axes)
+    return constrain(whole, "batch", "time", None, *axes)
 
 
 def attention(

@@ -298,7 +298,7 @@ def test_nothing_compiles_after_warm_up_and_pages_of_8_bits_change_little(engine
     engine.warm_up()
     assert compiled
     compiled.clear()
-    caches = engine._caches
+    caches = engine.executor.caches
     for sampling in (GREEDY, SAMPLED, dataclasses.replace(SAMPLED, logprobs=3, logit_bias={5: 2.0}, prompt_logprobs=0)):
         for prompts in (PROMPTS, PROMPTS[:1], PROMPTS * 3):
             engine.generate_tokens(prompts, sampling)
@@ -326,19 +326,19 @@ def test_new_weights_need_no_new_program_and_drop_the_prefix_cache(engine_of):
     engine = engine_of("rope")
     old = engine.params
     expected = engine.generate_tokens(PROMPTS, GREEDY)
-    programs = dict(engine._programs)
+    programs = dict(engine.executor.compiled)
     engine.use(jax.device_put(random_params(engine.model, seed=1), engine.model.shardings(engine.mesh)))
     assert engine.generate_tokens(PROMPTS, GREEDY) == recompute(engine, PROMPTS, 12) != expected
     engine.use(old)
     assert engine.generate_tokens(PROMPTS, GREEDY) == expected
-    assert engine._programs == programs
+    assert engine.executor.compiled == programs
 
 
 def test_bfloat16_keeps_matrices_and_pages_in_bfloat16_and_norms_in_float32(make_test_mesh):
     engine = make_engine(SMALL, make_test_mesh(), precision=PrecisionConfig(compute="bfloat16"))
     assert engine.params["layers"]["dense"]["attention"]["query"][0].dtype == jnp.bfloat16
     assert engine.params["final_norm"]["scale"].dtype == jnp.float32
-    assert {leaf.dtype for leaf in jax.tree.leaves(engine._caches)} == {jnp.dtype(jnp.bfloat16)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(engine.executor.caches)} == {jnp.dtype(jnp.bfloat16)}
 
 
 # ----------------------------------------------------------------------------- where a text ends
