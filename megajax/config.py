@@ -63,6 +63,7 @@ class Config:
         self.checkpoint.check()
         self.logging.check()
         self.training.check()
+        self.precision.check()
         self.launch.check()
         self.execution.check(self.mesh)
         parse(self.execution.compiler_options)

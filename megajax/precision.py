@@ -6,7 +6,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
 Recipe = Literal["bf16", "fp16", "fp8", "fp8_delayed", "fp8_rowwise", "fp8_blockwise", "mxfp8", "nvfp4"]
 
@@ -21,10 +21,31 @@ class PrecisionConfig:
     """Format of the stored matrices and embeddings. bfloat16 keeps no float32 copy: an update below 1/512 of a weight
     is lost. Norm scales, biases, routers, optimizer moments and gradient sums are float32."""
     compute: Literal["float32", "bfloat16"] = "bfloat16"
-    """Format of activations and of the weights that matmuls read; norms, softmax and loss are float32 inside."""
+    """Format of activations and of the weights that matmuls read; norms, softmax and loss are float32 inside. With
+    recipe fp16, float16 takes the place of bfloat16."""
     gradient_reduce: Literal["compute", "float32"] = "compute"
     """Format in which the gradients of the layers' matrices are summed over devices: `compute`, or float32, which is
     Megatron's default and costs time and memory (docs/design.md). Sums over microbatches are always float32."""
+
+    def check(self) -> None:
+        """Raises ValueError for formats that contradict each other."""
+        if self.recipe == "fp16" and self.compute != "bfloat16":
+            raise ValueError(
+                f"precision.recipe=fp16 with precision.compute={self.compute}: the recipe computes in float16, in "
+                "place of bfloat16; use --precision.compute=bfloat16 with it"
+            )
+
+    def with_compute(self, compute: str | None) -> "PrecisionConfig":
+        """The same, but computing in this format, also in place of float16; None: unchanged."""
+        if compute is None:
+            return self
+        recipe = "bf16" if self.recipe == "fp16" else self.recipe
+        return dataclasses.replace(self, recipe=recipe, compute=compute)
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients would underflow without loss scaling (optim/loss_scale.py)."""
+        return self.compute_dtype == jnp.float16
 
     @property
     def has_float32_gradients(self) -> bool:
@@ -37,7 +58,8 @@ class PrecisionConfig:
 
     @property
     def compute_dtype(self) -> jnp.dtype:
-        return DTYPES[self.compute]
+        is_float16 = self.recipe == "fp16" and self.compute == "bfloat16"
+        return DTYPES["float16" if is_float16 else self.compute]
 
 
 def cast_floating(tree, dtype: jnp.dtype):
