@@ -6,6 +6,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from megajax.ranges import NonNegativeInt, PositiveInt
+
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
 Recipe = Literal["bf16", "fp16", "fp8", "fp8_delayed", "fp8_rowwise", "fp8_blockwise", "mxfp8", "nvfp4"]
@@ -17,6 +19,15 @@ class PrecisionConfig:
     """Number formats of the layers' matmuls (docs/low_precision.md): those of `compute`; fp16 with loss scaling; FP8
     with one scale a tensor, computed in the step (fp8) or from earlier steps (fp8_delayed), a row (fp8_rowwise) or a
     block (fp8_blockwise); or mxfp8 and nvfp4, which Hopper GPUs emulate slowly."""
+    low_modules: tuple[str, ...] = ("*",)
+    """With a low-precision recipe: shell patterns of the matrices of a layer that use it, by their name in the layer:
+    attention.query, mlp.down. Embedding, output layer, routers and experts never do, nor do attention scores."""
+    high_layers: tuple[NonNegativeInt, NonNegativeInt] = (1, 1)
+    """With a low-precision recipe: how many layers at the start and at the end of a stack remain in `compute`."""
+    amax_history: PositiveInt = 1024
+    """With fp8_delayed: steps whose largest magnitude sets the scale of the next; 1: only the last one."""
+    amax_margin: NonNegativeInt = 0
+    """With fp8_delayed: room for larger magnitudes, as a power of two."""
     params: Literal["float32", "bfloat16"] = "float32"
     """Format of the stored matrices and embeddings. bfloat16 keeps no float32 copy: an update below 1/512 of a weight
     is lost. Norm scales, biases, routers, optimizer moments and gradient sums are float32."""
@@ -46,6 +57,11 @@ class PrecisionConfig:
     def scales_loss(self) -> bool:
         """Whether gradients would underflow without loss scaling (optim/loss_scale.py)."""
         return self.compute_dtype == jnp.float16
+
+    @property
+    def is_low(self) -> bool:
+        """Whether matmuls of layers round their operands to a low-precision format."""
+        return self.recipe not in ("bf16", "fp16")
 
     @property
     def has_float32_gradients(self) -> bool:

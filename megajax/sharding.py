@@ -34,6 +34,7 @@ WEIGHT_AXES: dict[str | None, tuple[str, ...]] = {
     "head_dim": (),
     "norm": (),
     "router": (),  # one entry an expert
+    "scaling": (),  # scales of a number format
 }
 
 ACTIVATION_AXES: dict[str | None, tuple[str, ...]] = {

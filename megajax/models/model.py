@@ -118,7 +118,11 @@ class Model:
     def _build(self, key: jax.Array) -> nnx.Module:
         """The module with weights initialised from `key`."""
         options = dict(dtype=self.precision.compute_dtype, execution=self.execution, stages=self.stages)
-        return self.config.build(nnx.Rngs(params=key), **options)
+        module = self.config.build(nnx.Rngs(params=key), **options)
+        if self.precision.is_low:
+            for stack in self.config.stacks(self.execution):
+                getattr(module, stack).use_low_precision(self.precision)
+        return module
 
     def _init(self, key: jax.Array) -> dict:
         weights = self._structure.to_tree(nnx.split(self._build(key))[1])

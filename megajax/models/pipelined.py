@@ -73,14 +73,14 @@ def _run(
 
 def _placed(model: Model, weights: dict, records: dict) -> pipeline.Placed:
     """Casts matrices of the layers once per step, not for each microbatch, so that fsdp gathers the smaller copies;
-    unless their gradients need more precision than the copies have."""
+    unless their gradients, or their low-precision format, need more precision than the copies have."""
     precision = model.precision
 
     def cast(array, record):
         return array.astype(precision.compute_dtype) if record.is_cast else array
 
     layers = weights.get(STACK, {})
-    if not precision.has_float32_gradients:
+    if not precision.has_float32_gradients and not precision.is_low:
         layers = jax.tree.map(cast, layers, records.get(STACK, {}))
     shared = {name: tree for name, tree in weights.items() if name != STACK}
 
