@@ -5,6 +5,7 @@ from typing import Annotated
 
 from megajax.optim.groups import UpdateRule, parse_group
 from megajax.optim.loss_scale import LossScaleRule
+from megajax.optim.moments import MomentFormat
 from megajax.optim.schedule import Schedule, ScheduleStyle, WsdStyle
 from megajax.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range
 
@@ -51,6 +52,9 @@ class OptimizerConfig:
     """Gradients are scaled down to this global L2 norm; 0: no clipping."""
     skip_grad_norm_above: NonNegativeFloat = 0.0
     """Skip updates whose gradient norm, before clipping, is larger; 0: skip only non-finite gradients."""
+    moments: MomentFormat = "float32"
+    """Format of the moments of matrices and embeddings between updates: bfloat16 halves their memory, float8 (e4m3 with
+    a scale for each row) quarters it (docs/low_precision.md)."""
     loss_scale: tuple[PositiveFloat, PositiveFloat, NonNegativeInt, PositiveInt] = (2.0**32, 1.0, 1000, 2)
     """(initial, minimum, growth interval, hysteresis) of the loss scale of precision.recipe=fp16, as in Megatron; it is
     constant with a growth interval of 0 (docs/low_precision.md)."""
