@@ -63,13 +63,14 @@ class Config:
         self.checkpoint.check()
         self.logging.check()
         self.training.check()
-        self.precision.check()
         self.launch.check()
         self.execution.check(self.mesh)
         parse(self.execution.compiler_options)
         self.checkpoint.check_evaluated(self.training.steps, self.training.eval_every_steps)
         self.optimizer.check(self.training.full_batch_steps)
         self.model.check(self.mesh, self.training.sequence_length, self.execution)
+        stacks = self.model.stacks(self.execution)
+        self.precision.check({name: len(layers) for name, layers in stacks.items()})
         self._check_pipeline()
 
     def _check_pipeline(self) -> None:
@@ -191,6 +192,8 @@ def incompatibilities(old: Config, new: Config) -> list[str]:
         fixed.append("optimizer.moments:")
     if assigned_optimizers(old.optimizer.groups) != assigned_optimizers(new.optimizer.groups):
         fixed.append("optimizer.groups:")
+    if "fp8_delayed" in (old.precision.recipe, new.precision.recipe):  # scales are among the weights
+        fixed += ["precision.recipe:", "precision.amax_history:", "precision.low_modules:"]
     return lines + [line for line in differences(old, new) if line.startswith(tuple(fixed))]
 
 

@@ -1,12 +1,13 @@
 """Number formats of the stored parameters and of the computation."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-from megajax.ranges import NonNegativeInt, PositiveInt
+from megajax.ranges import MAX_INT32, NonNegativeInt, PositiveInt
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
@@ -38,13 +39,35 @@ class PrecisionConfig:
     """Format in which the gradients of the layers' matrices are summed over devices: `compute`, or float32, which is
     Megatron's default and costs time and memory (docs/design.md). Sums over microbatches are always float32."""
 
-    def check(self) -> None:
-        """Raises ValueError for formats that contradict each other."""
+    def check(self, layers: Mapping[str, int]) -> None:
+        """layers: the number of layers of each stack. Raises ValueError for formats that contradict each other, if no
+        layer would use the recipe, or if fields have no effect."""
         if self.recipe == "fp16" and self.compute != "bfloat16":
             raise ValueError(
                 f"precision.recipe=fp16 with precision.compute={self.compute}: the recipe computes in float16, in "
                 "place of bfloat16; use --precision.compute=bfloat16 with it"
             )
+        first, last = self.high_layers
+        if self.is_low and max(layers.values()) <= first + last:
+            counts = " and ".join(f"{count} layers in {stack}" for stack, count in layers.items())
+            raise ValueError(
+                f"precision.high_layers={first},{last} leaves no layer for precision.recipe={self.recipe}: the model "
+                f"has {counts}; use --precision.high_layers=0,0"
+            )
+        default = PrecisionConfig()
+        for name in ("amax_history", "amax_margin"):
+            value = getattr(self, name)
+            if self.recipe != "fp8_delayed" and value != getattr(default, name):
+                raise ValueError(
+                    f"precision.{name}={value} has no effect with precision.recipe={self.recipe}; use "
+                    "--precision.recipe=fp8_delayed, or leave it out"
+                )
+
+    @property
+    def for_inference(self) -> "PrecisionConfig":
+        """The same parameters in a model that does not round them: in a low-precision format a result would depend on
+        the other sequences of the batch."""
+        return dataclasses.replace(self, high_layers=(MAX_INT32, 0))
 
     def with_compute(self, compute: str | None) -> "PrecisionConfig":
         """The same, but computing in this format, also in place of float16; None: unchanged."""

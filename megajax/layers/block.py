@@ -34,15 +34,18 @@ class Stack(nnx.Module):
         for kind in dict.fromkeys(config.kind for config in self.configs):
             setattr(self, kind, _build_stacked(self.configs, key, rows_of_kind(self.configs, kind, stages)))
 
-    def use_low_precision(self, precision: PrecisionConfig) -> None:
-        """Computes the matmuls of the layers in the format of precision.recipe, except for the layers at both ends."""
+    def use_low_precision(self, precision: PrecisionConfig) -> list[str]:
+        """Computes the matmuls of the layers in the format of precision.recipe, except for the layers at both ends ->
+        the names of all matrices in the layers."""
         first, last = precision.high_layers
         low = range(first, len(self.configs) - last)
         self.configs = tuple(
             LowPrecisionLayer(config, precision, number in low) for number, config in enumerate(self.configs)
         )
+        names = []
         for kind in dict.fromkeys(config.kind for config in self.configs):
-            use_low_precision(getattr(self, kind), precision, is_active=True)
+            names += use_low_precision(getattr(self, kind), precision, is_active=True)
+        return names
 
     def __call__(self, x, inputs: dict, caches: Sequence | None = None, key: DropoutKey | None = None):
         """Runs all layers -> (x, caches, their Terms combined by `total`).

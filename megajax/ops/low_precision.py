@@ -39,6 +39,11 @@ class Formats:
     rotates: bool = False
     """Rotate the operands of the weight's gradient (quantize.rotate)."""
 
+    @property
+    def is_emulated(self) -> bool:
+        """Whether the matmuls themselves are in the compute dtype: cuBLASLt on Hopper has no scales of blocks."""
+        return self.input.scaled == "block"
+
 
 _TENSOR = Formats(Format("e4m3", "tensor"), Format("e4m3", "tensor"), Format("e5m2", "tensor"))
 _ROW = Format("e4m3", "row")
