@@ -60,6 +60,7 @@ def trained(tmp_path_factory):
         return config, losses(run_of(config, monkeypatch))
 
 
+@pytest.mark.slow
 def test_hybrid_resumes_bit_for_bit(trained, tmp_path, monkeypatch):
     _, wanted = trained
     assert len(wanted) == STEPS + 1 and wanted[-1] < wanted[0]
@@ -73,7 +74,7 @@ ALL_TO_ALL = ExecutionConfig(context_attention="all_to_all")
 
 @pytest.mark.parametrize("mesh, execution", [
     (dict(tensor=2, context=2), ExecutionConfig()),
-    (dict(pipeline=2, context=2), ExecutionConfig()),
+    pytest.param(dict(pipeline=2, context=2), ExecutionConfig(), marks=pytest.mark.slow),
     pytest.param(dict(data=2, fsdp=2, tensor=2), ExecutionConfig(), marks=pytest.mark.slow),
     pytest.param(dict(context=4), ExecutionConfig(recompute="full", scan_layers=True), marks=pytest.mark.slow),
     pytest.param(dict(context=2, tensor=2), ExecutionConfig(context_attention="all_gather"), marks=pytest.mark.slow),
