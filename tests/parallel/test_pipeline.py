@@ -136,12 +136,12 @@ def assert_same(result, reference) -> None:
 
 @pytest.fixture(scope="module")
 def gpt_on_one_device():
-    return train(GPT, {})
+    return train(GPT, {}, scan_layers=True)
 
 
 @pytest.fixture(scope="module")
 def llama_on_one_device():
-    return train(LLAMA, {}, **SELECTIVE)
+    return train(LLAMA, {}, **SELECTIVE, scan_layers=True)
 
 
 SLOW = (
