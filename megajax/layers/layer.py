@@ -135,7 +135,7 @@ class LayerConfig(Protocol):
     embed_dim: int
     """Width of the residual stream."""
     modules: Mapping[str, Sequence[str]]
-    """{name in execution.recompute_modules: the activations that need not be saved if the module is recomputed}."""
+    """{name in execution.recompute: the activations that need not be saved if the module is recomputed}."""
 
     def build(self, rngs: nnx.Rngs) -> nnx.Module: ...
 

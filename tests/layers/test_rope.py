@@ -151,8 +151,7 @@ def test_tables_follow_the_positions_and_keep_the_dtype():
 
 
 def test_ends_of_a_scaling_that_are_not_in_order_are_refused():
-    with pytest.raises(ValueError, match="model.rope.low_frequency=4.0 must be below .*high_frequency=4.0; 1.0"):
-        RopeConfig(scaling="llama3", low_frequency=4.0).check(64)
-    RopeConfig(scaling="yarn", low_frequency=4.0).check(64)
-    with pytest.raises(ValueError, match="model.rope.beta_slow=1.0 must be below model.rope.beta_fast=0.5"):
-        RopeConfig(scaling="yarn", beta_fast=0.5).check(64)
+    with pytest.raises(ValueError, match="model.rope.ramp=4.0,4.0 must ascend; --model.rope.ramp=1.0,4.0 is usual"):
+        RopeConfig(scaling="llama3", ramp=(4.0, 4.0)).check(64)
+    with pytest.raises(ValueError, match="model.rope.ramp=1.0,4.0 is read with .*=llama3 or yarn, not linear"):
+        RopeConfig(scaling="linear", ramp=(1.0, 4.0)).check(64)

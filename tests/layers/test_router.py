@@ -30,7 +30,7 @@ def route(config: RouterConfig, logits=LOGITS[None], expert_bias=None, **how):
 
 @pytest.mark.parametrize("name, config", [
     ("softmax_top2", RouterConfig()),
-    ("pre_softmax_top2", RouterConfig(softmax_first=True)),
+    ("pre_softmax_top2", RouterConfig(score="softmax_all")),
     ("sigmoid_bias_top2", RouterConfig(score="sigmoid", bias_update_rate=1e-3, scale=2.5)),
     ("group_limited_top4",
      RouterConfig(top_k=4, score="sigmoid", bias_update_rate=1e-3, num_groups=4, top_groups=2)),
@@ -48,7 +48,7 @@ def test_weights_and_experts_are_megatrons(name, config):
 @pytest.mark.parametrize("config", [
     RouterConfig(top_k=1, score="sigmoid"),
     RouterConfig(score="sqrt_softplus", scale=2.0),
-    RouterConfig(top_k=4, softmax_first=True, num_groups=4, top_groups=2),
+    RouterConfig(top_k=4, score="softmax_all", num_groups=4, top_groups=2),
 ], ids=["one sigmoid", "sqrt_softplus", "groups by their softmax"])  # fmt: skip
 def test_weights_are_the_formula(config):
     config.check(E)
@@ -176,7 +176,6 @@ def test_the_bias_moves_against_the_load():
     (RouterConfig(num_groups=2, top_groups=4), "top_groups=4 must be at most model.moe.router.num_groups=2"),
     (RouterConfig(top_k=3, num_groups=4), "top_k=3 is more than the experts of model.moe.router.top_groups=1"),
     (RouterConfig(bias_update_rate=1e-3), "use --model.moe.router.score=sigmoid"),
-    (RouterConfig(score="sigmoid", softmax_first=True), "softmax_first=True needs"),
 ])  # fmt: skip
 def test_numbers_that_do_not_fit_are_refused(config, message):
     with pytest.raises(ValueError, match=message):
