@@ -343,5 +343,5 @@ def check_vocab_size(tokenizer: Tokenizer, vocab_size: int) -> None:
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(
             f"model.vocab_size={vocab_size} is smaller than the {tokenizer.vocab_size} ids of data.tokenizer; "
-            f"use --model.vocab_size={-(-tokenizer.vocab_size // 128) * 128}"
+            f"use --model.vocab_size={tokenizer.vocab_size}"
         )

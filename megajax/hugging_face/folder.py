@@ -67,7 +67,8 @@ class Folder:
     def config(self) -> Config:
         """Config of a run with this model and tokenizer."""
         data = DataConfig(source="mock", tokenizer=self.tokenizer_spec)
-        return Config(model=self.model, data=data, training=TrainingConfig(sequence_length=self.model.max_positions))
+        length = self.model.max_length or self.model.max_positions
+        return Config(model=self.model, data=data, training=TrainingConfig(sequence_length=length))
 
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.tokenizer_spec)

@@ -137,6 +137,11 @@ class RopeConfig:
         return int(head_dim * self.fraction) // 2 * 2
 
     @property
+    def max_length(self) -> int | None:
+        """The longest sequence that the wavelengths are for; None: any."""
+        return self._longest if self.scaling in ("dynamic", "longrope") else None
+
+    @property
     def _longest(self) -> int:
         return max(self.length or self.original_length, self.original_length)
 

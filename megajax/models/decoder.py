@@ -206,7 +206,7 @@ class DecoderConfig(ModelConfig):
 
     @property
     def max_length(self) -> int | None:
-        return self.max_positions if self.position == "learned" else None
+        return {"learned": self.max_positions, "rope": self.rope.max_length}.get(self.position)
 
     def _layer_config(self, number: int, execution: ExecutionConfig) -> TransformerLayerConfig:
         out_std = self.init_std / math.sqrt(2 * self.num_layers)
@@ -300,6 +300,12 @@ class DecoderConfig(ModelConfig):
             raise ValueError(
                 f"training.sequence_length={sequence_length} is longer than model.max_positions={self.max_positions}; "
                 f"use --model.max_positions={sequence_length} or --model.position=rope"
+            )
+
+        if self.position == "rope" and sequence_length > (self.max_length or sequence_length):
+            raise ValueError(
+                f"training.sequence_length={sequence_length} is longer than the {self.max_length} tokens that set the "
+                f"wavelengths of model.rope.scaling={self.rope.scaling}; use --model.rope.length={sequence_length}"
             )
 
     def _check_choices(self) -> None:

@@ -1,5 +1,6 @@
 """Rotary frequencies equal Megatron's (tests/oracles/numbers.npz), and the rotation is one."""
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -9,6 +10,9 @@ import numpy as np
 import pytest
 
 from megajax.layers.rope import RopeConfig, apply_rope, rope_tables
+from megajax.mesh import MeshConfig
+from megajax.models.decoder import DecoderConfig
+from megajax.models.execution import ExecutionConfig
 
 ORACLE = np.load(Path(__file__).parent.parent / "oracles" / "numbers.npz")
 HUGGING_FACE = np.load(Path(__file__).parent.parent / "oracles" / "hugging_face.npz")  # make_hugging_face.py
@@ -85,6 +89,19 @@ def test_local_layers_have_another_base_and_no_scaling():
         config.local.inverse_frequencies(64), RopeConfig(base=100.0, fraction=0.5).inverse_frequencies(64)
     )
     assert RopeConfig(scaling="linear").local == RopeConfig(scaling="linear")
+
+
+@pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
+def test_training_beyond_the_length_that_sets_the_wavelengths_is_refused(scaling):
+    factors = dict(short_factors=(1.0,) * 4, long_factors=(2.0,) * 4) if scaling == "longrope" else {}
+    rope = RopeConfig(scaling=scaling, original_length=16, **factors)
+    check = lambda rope, length: DecoderConfig(
+        num_heads=4, embed_dim=32, position="rope", rope=rope
+    ).check(MeshConfig(), length, ExecutionConfig())  # fmt: skip
+    check(rope, 16)
+    with pytest.raises(ValueError, match="sequence_length=17 is longer than the 16 .*; use --model.rope.length=17"):
+        check(rope, 17)
+    check(dataclasses.replace(rope, length=17), 17)
 
 
 def test_factors_that_do_not_fit_are_refused():
