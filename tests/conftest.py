@@ -31,16 +31,9 @@ import pytest
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.ops import matmul
 
+gc.set_threshold(50_000, 20, 50)  # while the tests were imported, looking for cycles took 3 of 11 s
 matmul.MIN_JOINED_ROWS = 64  # so that small training batches take the path of large ones
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-
-
-def pytest_collection_finish():
-    """Tracing makes millions of small objects: looking through all that is imported for cycles, again and again, took a
-    tenth of the time."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
 
 
 @pytest.fixture(scope="session")

@@ -44,6 +44,7 @@ MOE = DecoderConfig(
 )  # fmt: skip
 
 GPT_CASES = {
+    "pipeline 2, uneven": dict(pipeline=2),
     "pipeline 4 x data 2, uneven": dict(pipeline=4, data=2),
     "pipeline 2 x fsdp 2 x context 2, interleaved": dict(pipeline=2, fsdp=2, context=2, virtual_stages=2),
     "pipeline 4 x expert 2, gpipe": dict(pipeline=4, expert=2, pipeline_schedule="gpipe"),
@@ -145,6 +146,7 @@ def llama_on_one_device():
 
 
 SLOW = (
+    "pipeline 4 x data 2, uneven",
     "pipeline 8",
     "pipeline 2 x fsdp 2 x context 2, interleaved",
     "pipeline 4 x expert 2, gpipe",

@@ -166,7 +166,7 @@ def test_mesh_matches_one_device_llama(sizes, llama_on_one_device):
 @pytest.mark.parametrize(
     ("sizes", "method"),
     [
-        (dict(context=4, data=2), "all_gather"),
+        pytest.param(dict(context=4, data=2), "all_gather", marks=pytest.mark.slow),
         (dict(context=2, tensor=2, fsdp=2), "all_to_all"),
     ],
     ids=["all_gather", "all_to_all"],
