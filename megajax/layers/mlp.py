@@ -11,7 +11,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.layers.layer import Activation, Flops, Terms, check_divisible
-from megajax.layers.linear import Linear, add_stacked_biases, side_by_side
+from megajax.layers.linear import Linear, add_stacked_biases, input_axis, side_by_side
 from megajax.mesh import MeshConfig
 from megajax.ops import activation as nonlinearity
 from megajax.ops.activation import GATED, activate
@@ -76,10 +76,16 @@ class Mlp(nnx.Module):
             for linear in (*self._wide(), self.down):
                 linear.add_bias_parameter(rngs)
 
+    @property
+    def input_axis(self) -> str:
+        """Logical axis of the sequence in the layer's input."""
+        return input_axis(self._wide())
+
     def __call__(self, x_BTD: jax.Array, *, generates: bool = False) -> tuple[jax.Array, Terms]:
         config = self.config
         wide = self._wide()
-        joined_BTWF = side_by_side(x_BTD, wide, (config.embed_dim, 1, config.mlp_dim), axis=1)
+        shape = (config.embed_dim, 1, config.mlp_dim)
+        joined_BTWF = side_by_side(x_BTD, wide, shape, axis=1, has_gradient=not generates)
         wide_BTWF = add_stacked_biases(constrain(joined_BTWF, "batch", "time", None, "mlp"), wide)
         hidden_BTF = activate(checkpoint_name(wide_BTWF, "mlp_wide"), config.activation)
         return self.down(checkpoint_name(hidden_BTF, "mlp_hidden")), Terms()
