@@ -69,6 +69,8 @@ class Config:
         self.checkpoint.check_evaluated(self.training.steps, self.training.eval_every_steps)
         self.optimizer.check(self.training.full_batch_steps)
         self.model.check(self.mesh, self.training.sequence_length, self.execution)
+        stacks = self.model.stacks(self.execution)
+        self.precision.check({name: len(layers) for name, layers in stacks.items()})
         self.model.check_data(self.data.kind)
         if self.training.sample_prompt:
             self.model.check_generates()
@@ -189,8 +191,12 @@ def incompatibilities(old: Config, new: Config) -> list[str]:
         return [f"model.kind: {old.model.kind} -> {new.model.kind}"]
     lines = differences(_fixed(old.model), _fixed(new.model), "model.")
     fixed = ["precision.params:", "optimizer.name:", "training.trained:", "training.frozen:"]
+    if "float8" in (old.optimizer.moments, new.optimizer.moments):  # float32 and bfloat16 have the same tree
+        fixed.append("optimizer.moments:")
     if assigned_optimizers(old.optimizer.groups) != assigned_optimizers(new.optimizer.groups):
         fixed.append("optimizer.groups:")
+    if "fp8_delayed" in (old.precision.recipe, new.precision.recipe):  # scales are among the weights
+        fixed += ["precision.recipe:", "precision.amax_history:", "precision.low_modules:"]
     return lines + [line for line in differences(old, new) if line.startswith(tuple(fixed))]
 
 

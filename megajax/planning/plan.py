@@ -26,12 +26,14 @@ from megajax.planning.memory import activation_bytes, host_memory, memory_per_de
 from megajax.planning.step_time import (
     ACTIVATION_PASSES,
     ATTENTION_EFFICIENCY,
+    FP8_EFFICIENCY,
     GPUS_PER_HOST,
     HOST_BANDWIDTH,
     LINK_EFFICIENCY,
     MATMUL_EFFICIENCY,
     NETWORK_BANDWIDTH,
     Times,
+    low_share,
     step_times,
 )
 from megajax.training.batches import abstract_batch
@@ -217,8 +219,24 @@ def _time_rows(
                                 f"{format_seconds(times.exposed)}{idle}"),
         *uneven,
         ("speed, estimate", f"{format_count(rate)} tokens/s per device, MFU {mfu(False)} (full), {mfu(True)} (causal)"),
+        *_low_precision_rows(model, device),
         ("assumptions", _assumptions(device, model.precision.compute, has_host=has_host, has_experts=bool(uneven))),
     ]  # fmt: skip
+
+
+def _low_precision_rows(model: Model, device: Device) -> list[tuple[str, str]]:
+    precision = model.precision
+    if not precision.is_low:
+        return []
+    share = low_share(model, device)
+    text = (
+        f"{share:.0%} of the matmul FLOPs at {FP8_EFFICIENCY:.0%} of the FP8 peak, "
+        f"{device.fp8_peak_flops / 1e12:.0f} TFLOP/s; MFU counts the {precision.compute} peak"
+        if share
+        else f"emulated on {device.name}: operands are rounded, matmuls are {precision.compute}, and a step takes "
+        "longer than with --precision.recipe=bf16"
+    )
+    return [("low precision", f"{precision.recipe}: {text}")]
 
 
 def _assumptions(device: Device, compute: str, *, has_host: bool, has_experts: bool) -> str:
