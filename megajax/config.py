@@ -71,6 +71,9 @@ class Config:
         self.model.check(self.mesh, self.training.sequence_length, self.execution)
         stacks = self.model.stacks(self.execution)
         self.precision.check({name: len(layers) for name, layers in stacks.items()})
+        self.model.check_data(self.data.kind)
+        if self.training.sample_prompt:
+            self.model.check_generates()
         self._check_pipeline()
 
     def _check_pipeline(self) -> None:

@@ -53,6 +53,7 @@ def export_programs(
     run_dir = Path(run_dir)
     step = find_step(run_dir, step)
     config = Config.load(run_dir, step)
+    config.model.check_generates()
     max_length = config.training.sequence_length if max_length is None else max_length
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size} must be at least 1")

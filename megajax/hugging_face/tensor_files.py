@@ -22,6 +22,15 @@ SINGLE = "model.safetensors"
 SHARD_BYTES = 5 * 10**9  # maximum size of a file; a larger tensor has its own file
 ALIGNMENT = 64
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
+# Arrays that older versions saved, and that follow from config.json.
+BUFFERS = (
+    ".position_ids",
+    ".rotary_emb.inv_freq",
+    ".attn.bias",
+    ".attn.masked_bias",
+    ".attention.bias",
+    ".attention.masked_bias",
+)
 
 
 class TensorForm(NamedTuple):
@@ -34,7 +43,7 @@ class TensorForm(NamedTuple):
 
 
 class TensorFiles:
-    """All tensors of a folder, by name, read lazily."""
+    """All tensors of a folder, by name, read lazily; without BUFFERS."""
 
     def __init__(self, folder: Path):
         """Raises ValueError for a folder without such files, and for damaged files or unsupported dtypes."""
@@ -55,7 +64,7 @@ class TensorFiles:
             (length,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(length))
         for name, entry in header.items():
-            if name == "__metadata__":
+            if name == "__metadata__" or name.endswith(BUFFERS):
                 continue
             if entry["dtype"] not in DTYPES:
                 raise ValueError(

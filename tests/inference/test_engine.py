@@ -34,6 +34,7 @@ MODELS = {
     "learned": SMALL,
     "rope": ROPE,
     "cap": dataclasses.replace(SMALL, attention_soft_cap=5.0),
+    "window": dataclasses.replace(SMALL, window=6),
 }
 # With attention of their own: how these read a cache on one device, see tests/models/test_hugging_face.py.
 OTHERS = {
@@ -245,7 +246,7 @@ def random_requests(engine, count, seed):
                 (output.request, index) in ended for index in range(output.request.sampling.n)
             ):
                 del alive[output.request]
-        used = {page for sequence in engine.scheduler.running for page in sequence.pages}
+        used = {page for sequence in engine.scheduler.running for page in sequence.pages[sequence.num_released :]}
         assert engine.pool.num_used == len(used)
     assert not alive and set(ended.values()) == {"stop", "length", "cancelled"}
     stats = engine.stats()
@@ -274,6 +275,35 @@ def test_speculative_decoding_changes_no_token(engine_of):
     assert 0 < stats.accepted < stats.drafted
 
 
+def test_pages_behind_a_window_of_all_layers_are_freed(engine_of):
+    engine = engine_of("window")
+    prompts = [[5, 17, 3], [1], [20, 21, 22, 23]]
+    requests = [engine.submit(prompt, dataclasses.replace(GREEDY, max_tokens=40)) for prompt in prompts]
+    tokens, _ = run_all(engine, requests)
+    assert [tokens[request][0] for request in requests] == recompute(engine, prompts, 40)
+    assert engine.stats().preemptions == 0  # they have 18 pages together, and the pool 10
+
+
+def test_a_draft_model_changes_no_token(engine_of):
+    plain = engine_of("rope")
+    params = random_params(plain.model)
+    parts = (plain.model, params, plain.mesh, None)
+    with pytest.raises(ValueError, match="draft_tokens=0: the draft model guesses nothing; use draft_tokens=4"):
+        Engine(*parts, serving=SERVING, draft=parts[:2])
+    engine = Engine(*parts, serving=dataclasses.replace(SERVING, draft_tokens=3), draft=parts[:2])
+    prompts = PROMPTS * 2  # so that rows and pages run out: the draft model must read tokens that it did not guess
+    longer = dataclasses.replace(GREEDY, max_tokens=24)
+    expected = [plain.generate_tokens(prompts, sampling) for sampling in (longer, SAMPLED)]
+    assert [engine.generate_tokens(prompts, sampling) for sampling in (longer, SAMPLED)] == expected
+    stats = engine.stats()
+    assert stats.accepted == stats.drafted > 0 and stats.preemptions > 0  # it is the model itself
+    noise = np.random.default_rng(3)
+    engine.draft.params = jax.tree.map(lambda a: a + noise.normal(0, 0.03, a.shape).astype(a.dtype), engine.params)
+    assert [engine.generate_tokens(prompts, sampling) for sampling in (longer, SAMPLED)] == expected
+    assert stats.accepted < engine.stats().accepted < engine.stats().drafted
+    random_requests(engine, 20, seed=2)
+
+
 def test_cancellation_frees_pages_at_once(engine_of):
     engine = engine_of("rope")
     first, second = (engine.submit(list(range(30)), dataclasses.replace(SAMPLED, n=2)) for _ in range(2))
@@ -298,7 +328,7 @@ def test_nothing_compiles_after_warm_up_and_pages_of_8_bits_change_little(engine
     engine.warm_up()
     assert compiled
     compiled.clear()
-    caches = engine._caches
+    caches = engine.executor.caches
     for sampling in (GREEDY, SAMPLED, dataclasses.replace(SAMPLED, logprobs=3, logit_bias={5: 2.0}, prompt_logprobs=0)):
         for prompts in (PROMPTS, PROMPTS[:1], PROMPTS * 3):
             engine.generate_tokens(prompts, sampling)
@@ -326,19 +356,19 @@ def test_new_weights_need_no_new_program_and_drop_the_prefix_cache(engine_of):
     engine = engine_of("rope")
     old = engine.params
     expected = engine.generate_tokens(PROMPTS, GREEDY)
-    programs = dict(engine._programs)
+    programs = dict(engine.executor.compiled)
     engine.use(jax.device_put(random_params(engine.model, seed=1), engine.model.shardings(engine.mesh)))
     assert engine.generate_tokens(PROMPTS, GREEDY) == recompute(engine, PROMPTS, 12) != expected
     engine.use(old)
     assert engine.generate_tokens(PROMPTS, GREEDY) == expected
-    assert engine._programs == programs
+    assert engine.executor.compiled == programs
 
 
 def test_bfloat16_keeps_matrices_and_pages_in_bfloat16_and_norms_in_float32(make_test_mesh):
     engine = make_engine(SMALL, make_test_mesh(), precision=PrecisionConfig(compute="bfloat16"))
     assert engine.params["layers"]["dense"]["attention"]["query"][0].dtype == jnp.bfloat16
     assert engine.params["final_norm"]["scale"].dtype == jnp.float32
-    assert {leaf.dtype for leaf in jax.tree.leaves(engine._caches)} == {jnp.dtype(jnp.bfloat16)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(engine.executor.caches)} == {jnp.dtype(jnp.bfloat16)}
 
 
 # ----------------------------------------------------------------------------- where a text ends

@@ -57,7 +57,7 @@ def test_value_and_gradients_are_those_of_the_reference(mask, monkeypatch, make_
     arrays = draw(0, N), draw(1, K), draw(2, K)
 
     def run(backend: str):
-        monkeypatch.setattr(module, "choose_backend", lambda *_: backend)
+        monkeypatch.setattr(module, "choose_backend", lambda *_, **__: backend)
 
         def loss(*arrays):
             return jnp.sum(jnp.sin(attention(*arrays, mask=mask, scale=0.3, backend=backend)))
@@ -89,7 +89,7 @@ def test_other_backends_follow_and_the_log_says_why(monkeypatch):
     order = ("transformer_engine", "cudnn", "reference")
     assert module.choose_backend(q, order, None, 0.0, None, False) == "transformer_engine"
     assert module.choose_backend(q, order, None, 0.0, None, False, False, 64, True) == "cudnn"
-    assert module.choose_backend(q, order, None, 0.0, None, False, False, 64, False, True) == "cudnn"
+    assert module.choose_backend(q, order, None, 0.0, None, False, False, 64, has_sinks=True) == "cudnn"
     assert [reason for _, reason in lines] == [
         "", "not transformer_engine: packed documents", "not transformer_engine: attention sinks"
     ]  # fmt: skip

@@ -1,0 +1,42 @@
+"""Settings of the engine."""
+
+import dataclasses
+from typing import Literal
+
+from megajax.ranges import PositiveInt
+
+
+@dataclasses.dataclass(frozen=True)
+class ServingConfig:
+    max_rows: PositiveInt = 128
+    """Sequences that are decoded at the same time."""
+    max_batch_tokens: PositiveInt = 4096
+    """Prompt tokens per call; longer prompts are computed in chunks."""
+    max_length: PositiveInt | None = None
+    """Maximum tokens of a sequence, prompt included; None: what the model supports, or 8192 if it has no limit."""
+    page_size: PositiveInt = 64
+    """Tokens per page."""
+    num_pages: PositiveInt | None = None
+    """Pages of the pool; None: from memory_fraction."""
+    memory_fraction: float = 0.9
+    """Fraction of the device memory that JAX may use for weights and pages together; the rest is for activations."""
+    page_dtype: Literal["compute", "int8", "float8"] = "compute"
+    """How keys and values are stored: in the compute dtype, or in 8 bits."""
+    prefix_cache: bool = True
+    """Keep pages of finished requests for prompts that begin the same way."""
+    decode_steps: PositiveInt = 4
+    """Tokens per sequence of one call of the device."""
+    draft_tokens: int = 0
+    """Speculative decoding: guess up to this many tokens per sequence and step from its own text (prompt lookup); the
+    result is the same. 0: off."""
+
+    def check(self) -> None:
+        """Raises ValueError for the first invalid value."""
+        if not 0 < self.memory_fraction <= 1:
+            raise ValueError(f"memory_fraction={self.memory_fraction} must be above 0 and at most 1")
+        if self.draft_tokens < 0:
+            raise ValueError(f"draft_tokens={self.draft_tokens} must not be negative; 0: no speculative decoding")
+        for name in ("max_rows", "max_batch_tokens", "page_size", "decode_steps", "max_length", "num_pages"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
