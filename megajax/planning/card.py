@@ -27,7 +27,7 @@ def startup_rows(program: Program, training: TrainingConfig, datasets: Datasets)
         ("FLOPs per token", f"{flops[0]} (attention counted in full), {flops[1]} (causal)"),
         ("devices", f"{mesh.size} x {mesh.devices.flat[0].device_kind}, {processes}"),
         ("mesh", axes or "one device"),
-        ("precision", f"{_parameters(model)}, compute {model.precision.compute}"),
+        ("precision", f"{_parameters(model)}, compute {model.precision.compute}{_recipe(model)}"),
         *memory_rows(memory, host),
         ("batch", f"{training.global_batch_size} x {length} = {format_count(tokens)} tokens per step"),
         *_data_rows(datasets, training.steps),
@@ -40,6 +40,10 @@ def described_size(model: Model) -> str:
     active = model.num_active_parameters()
     experts = any(parameter.num_experts > 1 for parameter in model.parameters)
     return format_count(model.num_parameters()) + (f", {format_count(active)} active" if experts else "")
+
+
+def _recipe(model: Model) -> str:
+    return f", matmuls of layers {model.precision.recipe}" if model.precision.is_low else ""
 
 
 def _parameters(model: Model) -> str:
