@@ -75,7 +75,7 @@ def test_fp8_recipe_multiplies_and_gathers_in_fp8(compiled):
     assert text.count('custom_call_target="__cublas$lt$matmul"') == 6
     gathers = [c for c in program.collectives(program.entry) if c.kind == "all-gather" and c.bytes > LARGE]
     formats = Counter(operand.shape.split("[")[0] for gather in gathers for operand in gather.operands)
-    # Weights and inputs, each in both passes, and gradients; the rest is the input of the loss, the head, the embedding.
+    # Weights and inputs, each in both passes, and gradients; the rest is embedding, head and the input of the loss.
     assert formats["f8e4m3fn"] >= 2 * 2 * 4 and formats["f8e5m2"] >= 2 * 2 and formats["bf16"] == 3
 
 
