@@ -191,6 +191,8 @@ def incompatibilities(old: Config, new: Config) -> list[str]:
         return [f"model.kind: {old.model.kind} -> {new.model.kind}"]
     lines = differences(_fixed(old.model), _fixed(new.model), "model.")
     fixed = ["precision.params:", "optimizer.name:", "training.trained:", "training.frozen:"]
+    if "float8" in (old.optimizer.moments, new.optimizer.moments):  # float32 and bfloat16 have the same tree
+        fixed.append("optimizer.moments:")
     if assigned_optimizers(old.optimizer.groups) != assigned_optimizers(new.optimizer.groups):
         fixed.append("optimizer.groups:")
     if "fp8_delayed" in (old.precision.recipe, new.precision.recipe):  # scales are among the weights

@@ -136,6 +136,9 @@ class LayerConfig(Protocol):
     """Width of the residual stream."""
     modules: Mapping[str, Sequence[str]]
     """{name in execution.recompute_modules: the activations that need not be saved if the module is recomputed}."""
+    window: int | None
+    """Last tokens, itself included, that a token reads from a cache in pages; None: all. A layer without pages need not
+    have it."""
 
     def build(self, rngs: nnx.Rngs) -> nnx.Module: ...
 

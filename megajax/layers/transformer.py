@@ -125,6 +125,10 @@ class TransformerLayerConfig:
         sent.update(tensor=over_tensor, context=self.attention.sent(mesh, itemsize))
         return dict(sent)
 
+    @property
+    def window(self) -> int | None:
+        return self.attention.window
+
     def new_cache(self, length: int) -> EmptyCache:
         return EmptyCache(length)
 

@@ -401,7 +401,8 @@ def _local_reference(q, k, v, bias, arrays, options):
     """The reference on this device's heads, with their positions and segments."""
     segments, indices, key, slopes = arrays
     if indices is None:
-        indices = (jnp.arange(q.shape[1])[None], jnp.arange(k.shape[1])[None])
+        places = jnp.arange(max(q.shape[1], k.shape[1]))[None]
+        indices = (places[:, : q.shape[1]], places[:, : k.shape[1]])
     head_axes = (*HEAD_AXES, *TIME_AXES) if options.over_heads else HEAD_AXES
     keep = dropout_mask(key, options.dropout, q, indices, head_axes) if options.dropout > 0 else None
     how = (options.mask, options.scale, options.soft_cap)

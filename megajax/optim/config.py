@@ -4,6 +4,8 @@ import dataclasses
 from typing import Annotated
 
 from megajax.optim.groups import UpdateRule, parse_group
+from megajax.optim.loss_scale import LossScaleRule
+from megajax.optim.moments import MomentFormat
 from megajax.optim.schedule import Schedule, ScheduleStyle, WsdStyle
 from megajax.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range
 
@@ -50,6 +52,12 @@ class OptimizerConfig:
     """Gradients are scaled down to this global L2 norm; 0: no clipping."""
     skip_grad_norm_above: NonNegativeFloat = 0.0
     """Skip updates whose gradient norm, before clipping, is larger; 0: skip only non-finite gradients."""
+    moments: MomentFormat = "float32"
+    """Format of the moments of matrices and embeddings between updates: bfloat16 halves their memory, float8 (e4m3 with
+    a scale for each row) quarters it (docs/low_precision.md)."""
+    loss_scale: tuple[PositiveFloat, PositiveFloat, NonNegativeInt, PositiveInt] = (2.0**32, 1.0, 1000, 2)
+    """(initial, minimum, growth interval, hysteresis) of the loss scale of precision.recipe=fp16, as in Megatron; it is
+    constant with a growth interval of 0 (docs/low_precision.md)."""
     shard_over_data: bool = False
     """Also split the optimizer state over the mesh axis data (ZeRO-1)."""
     offload_state: bool = False
@@ -58,6 +66,7 @@ class OptimizerConfig:
     def check(self, run_steps: float) -> None:
         """Raises ValueError for numbers that contradict each other. run_steps: TrainingConfig.full_batch_steps."""
         self._check_below_peak("initial_learning_rate")
+        self.loss_scale_rule.check()
         for text in self.groups:
             parse_group(text)
         if self.schedule == "constant":
@@ -77,6 +86,10 @@ class OptimizerConfig:
                 f"{decay_steps:.10g} minus warm-up {self.warmup_steps}); for example "
                 f"--optimizer.wsd_decay_steps={max(1, int(most / 5))}"
             )
+
+    @property
+    def loss_scale_rule(self) -> LossScaleRule:
+        return LossScaleRule(*self.loss_scale)
 
     def end_of_decay(self, run_steps: float) -> float:
         """decay_steps, or run_steps where it is None."""

@@ -1,6 +1,7 @@
 """The start-up card: what will be trained, on what, and what it will need."""
 
 import jax
+import jax.numpy as jnp
 
 from megajax.data.datasets import Datasets
 from megajax.models.model import Model
@@ -27,7 +28,7 @@ def startup_rows(program: Program, training: TrainingConfig, datasets: Datasets)
         ("FLOPs per token", f"{flops[0]} (attention counted in full), {flops[1]} (causal)"),
         ("devices", f"{mesh.size} x {mesh.devices.flat[0].device_kind}, {processes}"),
         ("mesh", axes or "one device"),
-        ("precision", f"{_parameters(model)}, compute {model.precision.compute}{_recipe(model)}"),
+        ("precision", f"{_parameters(model)}, compute {_compute(model)}{_recipe(model)}"),
         *memory_rows(memory, host),
         ("batch", f"{training.global_batch_size} x {length} = {format_count(tokens)} tokens per step"),
         *_data_rows(datasets, training.steps),
@@ -50,6 +51,10 @@ def _parameters(model: Model) -> str:
     if model.precision.params == "float32":
         return "parameters float32"
     return f"matrices {model.precision.params} (updates below 1/512 of a weight are lost), other parameters float32"
+
+
+def _compute(model: Model) -> str:
+    return jnp.dtype(model.precision.compute_dtype).name
 
 
 def _data_rows(datasets: Datasets, steps: int) -> list[tuple[str, str]]:

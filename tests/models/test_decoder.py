@@ -146,9 +146,11 @@ def counted_latent(config: DecoderConfig) -> int:
     return queries + D * (R + P) + R + R * N * (H + values) + N * values * D
 
 
-@pytest.mark.parametrize("name", recipes())
+@pytest.mark.parametrize("name", [name for name, recipe in recipes().items() if recipe().model.kind == "decoder"])
 def test_counted_parameters_equal_the_real_ones_of_every_recipe(name):
     config = recipes()[name]()
+    if config.model.kind != "decoder":
+        pytest.skip("the tests of its family count them")
     assert counted(config.model) == Model(config.model, config.precision).num_parameters()
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from configs import recipes
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import Config
 from megajax.data.config import DataConfig
@@ -106,7 +107,7 @@ def of_megatron(arrays: dict[str, np.ndarray], config: EncoderDecoderConfig) -> 
 def test_loss_and_every_gradient_equal_megatrons(sizes, scan, make_test_mesh):
     _, saved = oracle()
     config = oracle_config()
-    model = Model(config, FLOAT32, ExecutionConfig(scan_layers=scan))
+    model = Model(config, FLOAT32, ExecutionConfig(scan_layers=scan, recompute="full" if scan else "none"))
     mesh = make_test_mesh(**sizes)
     weights = of_megatron({name[6:]: a for name, a in saved.items() if name.startswith("param/")}, config)
     ids, labels = (saved[name].astype(np.int32) for name in ("ids", "labels"))
@@ -134,6 +135,22 @@ def test_loss_and_every_gradient_equal_megatrons(sizes, scan, make_test_mesh):
         found = ours[owner == number][np.argsort(place[owner == number])][::EVERY]
         wanted = saved[f"grad/{name}"].ravel()
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max(), err_msg=name)
+
+
+@pytest.mark.parametrize("name, count", [("t5_base", 247_577_856), ("t5_11b", 11_307_321_344)])
+def test_recipes_have_the_parameters_of_the_published_models(name, count):
+    config = recipes()[name]()
+    model = config.make_model()
+    assert model.num_parameters() == model.num_active_parameters() == count
+    # The matrices of the encoder and those of keys and values of the cross-attention read its tokens, all others those
+    # of the decoder, a quarter as many.
+    sizes = config.model
+    matrices = sum(p.size for p in model.parameters if p.is_in_a_layer and p.record.is_multiplied)
+    encoder = sum(layer.flops(512).matmuls for layer in sizes.stacks(ExecutionConfig())["encoder"]) / 2
+    cross = 2 * sizes.decoder_layers * sizes.embed_dim * sizes.num_heads * sizes.head_dim
+    outside = sizes.embed_dim * 32128
+    expected = encoder + cross + (matrices - encoder - cross + outside) / 4
+    assert sizes.forward_flops(512).matmuls == pytest.approx(2 * expected)
 
 
 def test_buckets_are_those_of_the_paper():

@@ -314,9 +314,12 @@ def test_family_resumes_bit_for_bit(family, trained, tmp_path, monkeypatch):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_generates_what_it_predicts_without_a_cache(family, trained):
     config, _ = trained[family]
-    engine = Engine.from_run(config.run_dir, serving=ServingConfig(max_rows=4, max_batch_tokens=16, page_size=16))
-    prompts = [[5, 17, 3], [1], list(range(20, 31)), [4] * 11]  # more tokens than a call computes
+    serving = ServingConfig(max_rows=3, max_batch_tokens=16, page_size=4, num_pages=9, prefix_cache=family != "hybrid")
+    engine = Engine.from_run(config.run_dir, serving=serving)
+    # More tokens than a call computes, more prompts than rows, and fewer pages than three of them need.
+    prompts = [[5, 17, 3], list(range(20, 31)), [4] * 11, [1], [7, 7, 8, 9, 10, 11, 12], [3, 2, 1]]
     found = engine.generate_tokens(prompts, Sampling(max_tokens=5, temperature=0.0))
+    assert engine.stats().preemptions > 0
     assert engine.pool.caches_prefixes == (family != "hybrid")  # pages alone do not hold a state
     model = engine.model
 
