@@ -103,7 +103,7 @@ class ExecutionConfig:
                 if word not in modules:
                     raise ValueError(
                         f"execution.recompute={self.recompute}: {word!r} is unknown; use none, selective, full or, of "
-                        f"the modules of this model, some of {','.join(modules)}"
+                        f"the modules of this model, some of {', '.join(modules)}"
                     )
         for word in self.offload:
             if word not in activations:
