@@ -52,9 +52,9 @@ class ExecutionConfig:
     @staticmethod
     def upgraded(fields: dict[str, Any]) -> dict[str, Any]:
         """An older config.json, from when the modules of recompute=selective were a field."""
-        modules = tuple(fields.pop("recompute_modules", SELECTIVE))
-        if fields.get("recompute") == "selective" and modules != SELECTIVE:
-            fields["recompute"] = ",".join(modules)
+        modules = fields.pop("recompute_modules", list(SELECTIVE))
+        if fields.get("recompute") == "selective" and modules != list(SELECTIVE):
+            fields["recompute"] = ",".join(map(str, modules)) if isinstance(modules, list) else modules
         return fields
 
     @property
