@@ -5,6 +5,7 @@ import dataclasses
 from typing import Annotated, Any, Literal
 
 from megajax.mesh import MeshConfig
+from megajax.ops import transformer_engine
 from megajax.ops.attention import Backend
 from megajax.parallel.context import ContextMethod
 from megajax.parallel.expert import Dispatch
@@ -32,8 +33,8 @@ class ExecutionConfig:
     qkv, attention_out, residual_mid, mlp_wide and mlp_hidden, one with experts also routing and expert_rows,
     with latent attention also latents (docs/memory.md)."""
     attention_backend: Backend = "auto"
-    """cudnn, pallas (pallas_kernels/flash_attention) or reference, where it supports the model; auto: the fastest as
-    measured. The log says which one is used."""
+    """cudnn, pallas (pallas_kernels/flash_attention), transformer_engine (if it is installed; docs/low_precision.md) or
+    reference, where it supports the model; auto: the fastest as measured. The log says which one is used."""
     context_attention: ContextMethod = "ring"
     """Attention when mesh.context splits the sequence: pass keys and values around a ring, gather them (all_gather), or
     split the heads instead (all_to_all)."""
@@ -84,6 +85,17 @@ class ExecutionConfig:
             raise ValueError(
                 f"execution.recompute_every={self.recompute_every} has no effect without recomputation: set "
                 "--execution.recompute=full or selective, or remove it"
+            )
+        if self.attention_backend == "transformer_engine" and (problem := transformer_engine.problem()):
+            raise ValueError(
+                f"execution.attention_backend=transformer_engine: {problem}; install it (docs/low_precision.md), or "
+                "use --execution.attention_backend=auto"
+            )
+        if self.attention_backend == "transformer_engine" and mesh.context > 1:
+            raise ValueError(
+                f"execution.attention_backend=transformer_engine with mesh.context={mesh.context}: attention to parts "
+                "of a sequence needs a log-sum-exp, which Transformer Engine does not return; use "
+                "--execution.attention_backend=auto"
             )
         if mesh.pipeline > 1 and self.scan_layers:
             raise ValueError(

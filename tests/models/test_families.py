@@ -314,7 +314,7 @@ def test_family_resumes_bit_for_bit(family, trained, tmp_path, monkeypatch):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_generates_what_it_predicts_without_a_cache(family, trained):
     config, _ = trained[family]
-    serving = ServingConfig(max_rows=3, max_batch_tokens=16, page_size=4, num_pages=9, prefix_cache=family != "hybrid")
+    serving = ServingConfig(max_rows=3, max_batch_tokens=16, page_size=2, num_pages=10)
     engine = Engine.from_run(config.run_dir, serving=serving)
     # More tokens than a call computes, more prompts than rows, and fewer pages than three of them need.
     prompts = [[5, 17, 3], list(range(20, 31)), [4] * 11, [1], [7, 7, 8, 9, 10, 11, 12], [3, 2, 1]]
