@@ -47,6 +47,12 @@ class Parameter:
         return self.role in CAST
 
     @property
+    def is_quantizable(self) -> bool:
+        """Whether serving can store it in 8 bits: the matrices of layers, except for those of experts (a grouped
+        matmul) and those that expand latents (which decoding multiplies from the other side)."""
+        return self.role == "matrix" and self.axes[:1] == ("layers",) and not {"experts", "latent"} & {*self.axes}
+
+    @property
     def is_multiplied(self) -> bool:
         """Whether it is a factor of matmuls, whose FLOPs a layer counts."""
         return self.role in ("matrix", "head", "router") or (self.role == "embedding" and "vocab" in self.axes)
@@ -157,13 +163,14 @@ class PerLayer:
     For serving: a matmul that uses few rows would first copy its matrix out of the stack.
     """
 
-    arrays: tuple[jax.Array, ...]
+    arrays: tuple
+    """Arrays, or weights of several arrays (ops/quantized_matmul.py)."""
 
-    def __getitem__(self, index: int) -> jax.Array:
+    def __getitem__(self, index: int):
         return self.arrays[index]
 
-    def stacked(self) -> jax.Array:
-        return jax.numpy.stack(self.arrays)
+    def stacked(self):
+        return jax.tree.map(lambda *layers: jax.numpy.stack(layers), *self.arrays)
 
 
 def is_per_layer(node) -> bool:

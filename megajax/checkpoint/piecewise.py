@@ -40,6 +40,10 @@ class PiecewiseArray:
     def nbytes(self) -> int:
         return self.size * self.dtype.itemsize
 
+    def at(self, place: tuple[int, ...]) -> "PiecewiseArray":
+        """The part at these indices of the first dims."""
+        return PiecewiseArray(self.shape[len(place) :], self.dtype, lambda index: self.read((*place, *index)))
+
     def digest(self, formula=digest) -> list[int]:
         return digest_of_pieces((self.read(piece) for piece in pieces(self.shape, self.dtype)), formula)
 

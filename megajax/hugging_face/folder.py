@@ -4,21 +4,22 @@ import dataclasses
 import functools
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from megajax.checkpoint.layout import Rows, of_layers
-from megajax.checkpoint.piecewise import pieces
+from megajax.checkpoint.layout import Rows, of_layers, stack_of
+from megajax.checkpoint.piecewise import PiecewiseArray, pieces
 from megajax.config import Config
 from megajax.data.config import DataConfig
 from megajax.data.tokenizers.tokenizer import MERGES, VOCABULARY, Tokenizer, load_tokenizer, read_json
 from megajax.hugging_face.mapping import Tensor, WeightMap, family_of, read_options
 from megajax.hugging_face.tensor_files import TensorFiles, TensorForm
 from megajax.models.decoder import DecoderConfig
+from megajax.ops.quantized_matmul import QuantizedWeight, WeightFormat
 from megajax.parameters import name_of
 from megajax.training.config import TrainingConfig
 
@@ -94,6 +95,29 @@ class Folder:
             return jax.make_array_from_callback(leaf.shape, leaf.sharding, read)
 
         return _with_rows(load, abstract, layer_rows)
+
+    def open(self, name: str, layer_rows: Rows) -> Iterator[PiecewiseArray]:
+        """A parameter, or that of each layer that has it, to be read in parts."""
+        stack = stack_of(name, layer_rows)
+        for layer in [None] if stack is None else layer_rows[stack].tolist():
+            yield self._of_layer(name, layer)
+
+    def _of_layer(self, name: str, layer: int | None) -> PiecewiseArray:
+        shape = self.map.shapes[name]
+        dtype = self.dtype(name)
+        if layer is None:
+            return PiecewiseArray(shape, dtype, lambda index: self.read(name, None, index, dtype))
+        number = np.array([layer])
+        return PiecewiseArray(shape[1:], dtype, lambda index: self.read(name, number, (slice(None), *index), dtype)[0])
+
+    @property
+    def weight_format(self) -> WeightFormat | None:
+        """In which matrices of layers are stored; None: not quantised, or in a way that only training reads."""
+        return None
+
+    def levels(self, name: str, layer: int | None) -> QuantizedWeight | None:
+        """A matrix of a layer as it is stored in weight_format, with arrays of NumPy; None: this one is not."""
+        return None
 
     def read(self, name: str, numbers: np.ndarray | None, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
         """A part of one of our parameters.

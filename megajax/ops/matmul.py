@@ -9,6 +9,8 @@ from types import EllipsisType
 import jax
 import jax.numpy as jnp
 
+from megajax.ops.quantized_matmul import QuantizedWeight, is_quantized
+
 MIN_JOINED_ROWS = 512
 
 
@@ -30,7 +32,7 @@ class Float32Gradient:
         return Float32Gradient(self.array.reshape(shape))
 
 
-Weight = jax.Array | Float32Gradient
+Weight = jax.Array | Float32Gradient | QuantizedWeight
 
 
 def matmul(x: jax.Array, w: Weight, num_contracted: int = 1) -> jax.Array:
@@ -42,6 +44,8 @@ def matmul(x: jax.Array, w: Weight, num_contracted: int = 1) -> jax.Array:
     """
     if isinstance(w, Float32Gradient):
         return _with_float32_gradient(x, (w.array,), 0, num_contracted)
+    if is_quantized(w):
+        return w.multiply(x)
     contracted = w.shape[:num_contracted]
     assert x.shape[x.ndim - num_contracted :] == contracted, (x.shape, w.shape)
     dims = tuple(range(x.ndim - num_contracted, x.ndim)), tuple(range(num_contracted))
@@ -53,9 +57,10 @@ def matmul_side_by_side(x: jax.Array, weights: Sequence[Weight], axis: int) -> j
 
     weights: [D, ...], with equal shapes except along `axis` (D is 0), which must not be a dim that the mesh splits. The
     gradient of x is then one product too, instead of a sum of several. With few rows (decoding) the time is that of
-    reading the weights, and joining them would read them twice.
+    reading the weights, and joining them would read them twice; quantised weights, which have no gradient, are never
+    joined.
     """
-    if math.prod(x.shape[:-1]) < MIN_JOINED_ROWS:
+    if math.prod(x.shape[:-1]) < MIN_JOINED_ROWS or any(map(is_quantized, weights)):
         return jnp.concatenate([matmul(x, w) for w in weights], x.ndim - 2 + axis)
     if isinstance(weights[0], Float32Gradient):
         return _with_float32_gradient(x, tuple(w.array for w in weights), axis, 1)
