@@ -17,7 +17,8 @@ from megajax.config import Config
 from megajax.data.config import DataConfig
 from megajax.data.tokenizers.tokenizer import MERGES, VOCABULARY, Tokenizer, load_tokenizer, read_json
 from megajax.hugging_face.mapping import Tensor, WeightMap, family_of, read_options
-from megajax.hugging_face.tensor_files import TensorFiles, TensorForm
+from megajax.hugging_face.quantized import DequantizedFiles, read_scheme
+from megajax.hugging_face.tensor_files import TensorForm
 from megajax.models.decoder import DecoderConfig
 from megajax.ops.quantized_matmul import QuantizedWeight, WeightFormat
 from megajax.parameters import name_of
@@ -53,7 +54,8 @@ class Folder:
         self.options: dict[str, Any] = json.loads(file.read_text())
         try:
             self.family = family_of(self.options)
-            self._files = TensorFiles(self.path)
+            self._scheme = read_scheme(self.options)
+            self._files = DequantizedFiles(self.path, self._scheme)
             self.model = self._with_multi_token(read_options(self.family, self.options))
             maps = [WeightMap(self.family, self.model, table) for table in self.family.tables]
         except (ValueError, KeyError, TypeError) as error:
@@ -87,6 +89,8 @@ class Folder:
 
     def restore_params(self, abstract: dict, layer_rows: Rows) -> dict:
         """The weights with the dtypes and shardings of the abstract arrays; each device reads its shard."""
+        if self._files.num_quantized:
+            logger.info("%s: %d quantised matrices are dequantised", self, self._files.num_quantized)
 
         def load(path, leaf, numbers):
             def read(index):
@@ -103,8 +107,9 @@ class Folder:
             yield self._of_layer(name, layer)
 
     def _of_layer(self, name: str, layer: int | None) -> PiecewiseArray:
+        """In float32, which has the values of every format exactly."""
         shape = self.map.shapes[name]
-        dtype = self.dtype(name)
+        dtype = np.dtype(np.float32)
         if layer is None:
             return PiecewiseArray(shape, dtype, lambda index: self.read(name, None, index, dtype))
         number = np.array([layer])
@@ -113,11 +118,19 @@ class Folder:
     @property
     def weight_format(self) -> WeightFormat | None:
         """In which matrices of layers are stored; None: not quantised, or in a way that only training reads."""
-        return None
+        return self._files.format
 
     def levels(self, name: str, layer: int | None) -> QuantizedWeight | None:
         """A matrix of a layer as it is stored in weight_format, with arrays of NumPy; None: this one is not."""
-        return None
+        tensor, number = self.map.source[name, () if layer is None else (layer,)]
+        found = None if tensor.layout == "conv1d" else self._files.levels(self._names[tensor.name])
+        if found is None:
+            return None
+        levels, scale, input_scale = found
+        part = tensor.parts[number]
+        outputs_first = (*range(part.num_inputs, len(part.shape)), *range(part.num_inputs))
+        values = tensor.split(levels)[number].transpose(outputs_first)
+        return QuantizedWeight(values, tensor.of_outputs().split(scale)[number], input_scale, self.weight_format.inputs)
 
     def read(self, name: str, numbers: np.ndarray | None, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
         """A part of one of our parameters.
