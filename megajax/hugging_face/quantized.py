@@ -1,4 +1,5 @@
-"""Quantised Hugging Face folders: what `quantization_config` says, and their tensors as if they were not quantised.
+"""Quantised Hugging Face folders: what `quantization_config` says, their tensors as if they were not quantised, and
+what is written of a matrix.
 
 Two formats, both read by vLLM and transformers: compressed-tensors (https://github.com/vllm-project/compressed-tensors)
 in int8 and float8 with a scale per tensor, output (channel), group or block, and fp8 with a scale per tensor or block,
@@ -9,7 +10,7 @@ multiplied too in spite of its name, and for static inputs X.input_scale.
 import dataclasses
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 
 from megajax.checkpoint.piecewise import pieces
 from megajax.hugging_face.tensor_files import TensorFiles, TensorForm
-from megajax.ops.quantized_matmul import Inputs, WeightFormat
+from megajax.ops.quantized_matmul import DTYPES, Inputs, WeightFormat, largest
 
 logger = logging.getLogger("megajax")
 
@@ -192,3 +193,57 @@ class DequantizedFiles:
                 raise ValueError(f"{name} has static inputs and no {owner}input_scale")
             input_scale = np.asarray(self._files[found], np.float32).reshape(())
         return levels, np.broadcast_to(scale.reshape(-1), levels.shape[:1]), input_scale
+
+
+# ----------------------------------------------------------------------------- writing
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantization:
+    """How matrices of layers are written, and what calibration found (megajax/quantization)."""
+
+    format: WeightFormat
+    input_ranges: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    """Name of a parameter -> float32 [layers]: the largest absolute input that is not clipped, for static inputs."""
+    factors: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    """Name of a parameter -> float32 [layers, ...]: what it is multiplied by, which together changes no result."""
+
+    def input_scale(self, name: str, row: int) -> float:
+        return float(self.input_ranges[name][row]) / largest(DTYPES[self.format.dtype])
+
+
+def written_config(format: WeightFormat, ignored: Sequence[str]) -> dict[str, Any]:
+    """The `quantization_config`. ignored: names of modules, or patterns that begin with re:."""
+    kind = {"int8": "int", "float8": "float"}[format.dtype]
+    shared = dict(num_bits=8, type=kind, symmetric=True)
+    inputs = {
+        "dynamic": shared | dict(strategy="token", dynamic=True),
+        "static": shared | dict(strategy="tensor", dynamic=False),
+    }
+    weights = shared | dict(strategy="channel", dynamic=False)
+    group = dict(targets=["Linear"], weights=weights, input_activations=inputs[format.inputs])
+    return dict(
+        quant_method="compressed-tensors",
+        format=f"{kind}-quantized",
+        quantization_status="compressed",
+        config_groups={"group_0": group},
+        ignore=list(ignored),
+    )
+
+
+def written_forms(name: str, form: TensorForm, format: WeightFormat) -> dict[str, TensorForm]:
+    """The tensors of a quantised matrix [out, in]."""
+    float32 = np.dtype(np.float32)
+    forms = {name: TensorForm(form.shape, DTYPES[format.dtype])}
+    forms[name + "_scale"] = TensorForm((form.shape[0], 1), float32)
+    if format.inputs == "static":
+        forms[name.removesuffix("weight") + "input_scale"] = TensorForm((1,), float32)
+    return forms
+
+
+def quantized_rows(matrix: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """float32 [out, in] -> (levels [out, in], scales float32 [out, 1]), as QuantizedWeight.of."""
+    scale = np.abs(matrix).max(1, keepdims=True) / np.float32(largest(dtype))
+    scale = np.where(scale > 0, scale, np.float32(1))
+    scaled = matrix / scale
+    return (np.rint(scaled) if dtype == np.int8 else scaled).astype(dtype), scale

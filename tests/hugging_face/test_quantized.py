@@ -2,16 +2,22 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
 
+from megajax.convert.hugging_face import export_run, import_folder, main
 from megajax.hugging_face.folder import Folder
+from megajax.hugging_face.quantized import Quantization, quantized_rows
 from megajax.hugging_face.tensor_files import ShardWriter, TensorFiles, TensorForm
 from megajax.inference.load import open_model
+from megajax.models.model import Model
 from megajax.ops.quantized_matmul import QuantizedWeight, WeightFormat, is_quantized
+from megajax.parameters import name_of
+from megajax.precision import PrecisionConfig
 
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 LARGEST = {np.dtype(np.int8): 127.0, FLOAT8: 448.0}
@@ -170,3 +176,150 @@ def test_what_is_not_supported_is_refused_by_name(llama_folder, tmp_path):
     wrong = {name: levels, f"{name}_scale": np.ones((7, 1), np.float32)}
     assert f"{name}_scale is [7, 1] and {name} [48, 32], which is no scale" in problem(wrong, **config)
     assert f"{name} is int8, but config.json has no quantization_config" in problem({name: levels})
+
+
+# ----------------------------------------------------------------------------- writing
+
+RECORDED = np.load(Path(__file__).parent.parent / "oracles" / "hugging_face_folders.npz")
+ENTRIES = json.loads(str(RECORDED["families"]))
+# Families whose tensors hold several matrices of ours, one after the other and by head, and one with experts.
+FUSED = {
+    "phi3": ["lm_head"],
+    "falcon": ["lm_head"],
+    "qwen2_moe": [
+        *(rf"re:model\.layers\.\d+\.mlp\.experts\.\d+\.{name}_proj$" for name in ("gate", "up", "down")),
+        r"re:model\.layers\.\d+\.mlp\.gate$",
+        r"re:model\.layers\.\d+\.mlp\.shared_expert_gate$",
+        "lm_head",
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    "name, dtype, inputs",
+    [
+        ("phi3", "int8", "dynamic"),
+        ("falcon", "float8", "static"),
+        pytest.param("qwen2_moe", "float8", "dynamic", marks=pytest.mark.slow),
+    ],
+)
+def test_quantised_matrices_are_those_of_the_engine(name, dtype, inputs, write_drawn, tmp_path):
+    write_drawn(tmp_path / "folder", ENTRIES[name])
+    before = import_folder(tmp_path / "folder", tmp_path / "run")
+    model = Model(before.model)
+    records = jax.tree_util.tree_leaves_with_path(model.records)
+    names = [name_of(path) for path, record in records if record.is_quantizable]
+    ranges = {name: np.arange(1, 9, dtype=np.float32) for name in names}  # by layer
+    format = WeightFormat(dtype, inputs)
+    export_run(tmp_path / "run", tmp_path / "out", quantization=Quantization(format, ranges))
+    after = Folder(tmp_path / "out")
+    assert after.weight_format == format
+    assert sorted(after.options["quantization_config"]["ignore"]) == sorted(FUSED[name])
+    by_name = {name_of(path): record for path, record in records}
+    for parameter in names:
+        layers = before.map.layers_of(parameter)
+        whole = (slice(None),) * (1 + len(before.map.shapes[parameter][1:]))
+        original = before.read(parameter, layers, whole, np.float32)
+        read = after.read(parameter, layers, whole, np.float32)
+        for row, layer in enumerate(layers.tolist()):
+            levels = after.levels(parameter, layer)
+            again = quantized_rows(_rows(original[row], by_name[parameter].num_inputs), levels.values.dtype)
+            np.testing.assert_array_equal(levels.values.reshape(again[0].shape), again[0])
+            np.testing.assert_array_equal(levels.scale.reshape(-1, 1), again[1])
+            np.testing.assert_array_equal(levels.matrix(), read[row])
+            if inputs == "static":
+                assert levels.input_scale == np.float32((row + 1) / 448)
+    outside = before.read("final_norm.scale", None, (slice(None),), np.float32)
+    np.testing.assert_array_equal(after.read("final_norm.scale", None, (slice(None),), np.float32), outside)
+
+
+def _rows(matrix: np.ndarray, num_inputs: int) -> np.ndarray:
+    """[*K, *N] -> [N, K]."""
+    return matrix.reshape(int(np.prod(matrix.shape[:num_inputs])), -1).T
+
+
+def test_factors_change_what_is_written(llama_folder, tmp_path):
+    before = import_folder(llama_folder, tmp_path / "run")
+    factors = {"layers.dense.mlp.up": np.arange(1, 3, dtype=np.float32).reshape(2, 1, 1)}
+    quantization = Quantization(WeightFormat("int8", "dynamic"), factors=factors)
+    export_run(tmp_path / "run", tmp_path / "out", quantization=quantization)
+    after = Folder(tmp_path / "out")
+    for name, factor in (("up", 2), ("gate", 1)):
+        parameter = f"layers.dense.mlp.{name}"
+        original = before.read(parameter, np.array([1]), (slice(None),) * 3, np.float32)[0]
+        scale = np.abs(factor * original).max(0) / np.float32(127)
+        np.testing.assert_array_equal(after.levels(parameter, 1).scale, scale)
+
+
+def test_the_command_quantises_or_says_why_not(write_drawn, llama_folder, tmp_path, capsys):
+    write_drawn(tmp_path / "gpt2", ENTRIES["gpt2"])
+    for name, folder in (("llama", llama_folder), ("gpt2", tmp_path / "gpt2")):
+        import_folder(folder, tmp_path / f"{name}_run")
+    main(["export", f"--run={tmp_path / 'llama_run'}", f"--to={tmp_path / 'llama'}", "--quantize=float8"])
+    assert Folder(tmp_path / "llama").weight_format == WeightFormat("float8", "dynamic")
+    with pytest.raises(SystemExit):
+        main(["export", f"--run={tmp_path / 'gpt2_run'}", f"--to={tmp_path / 'out'}", "--quantize=float8"])
+    assert "quantize=float8: the matrices of GPT2LMHeadModel are no Linear modules" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+# ----------------------------------------------------------------------------- transformers, compressed-tensors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype, inputs", [("float8", "dynamic"), ("float8", "static"), ("int8", "dynamic")])
+def test_transformers_computes_the_same_from_our_files(llama_folder, tmp_path, dtype, inputs):
+    pytest.importorskip("compressed_tensors")
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    import_folder(llama_folder, tmp_path / "run")
+    model = Model(Folder(llama_folder).model, PrecisionConfig(compute="float32"))
+    records = jax.tree_util.tree_leaves_with_path(model.records)
+    ranges = {name_of(path): np.array([3, 4], np.float32) for path, record in records if record.is_quantizable}
+    out = tmp_path / "out"
+    export_run(tmp_path / "run", out, quantization=Quantization(WeightFormat(dtype, inputs), ranges))
+    options = dict(dtype=torch.float32, output_loading_info=True)
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(out, **options)
+    assert not any(info.values())
+    ids = np.random.default_rng(0).integers(0, 300, (1, 24)).astype(np.int32)
+    want = theirs(torch.tensor(ids).long()).logits.detach().numpy()
+    weights = open_model(out, compute="float32").restore()
+
+    @jax.jit
+    def logits(weights, tokens):
+        batch = {"tokens": tokens, "positions": np.arange(24, dtype=np.int32)[None]}
+        module = model.module(weights)
+        return module.logits(module.layers(module.embed(batch, None), module.block_inputs(batch))[0])[..., :300]
+
+    # Inputs near the middle between two levels are rounded either way, less than the noise of float8 (7e-3). In int8
+    # compressed-tensors divides the largest input by 127.5, vLLM and we by 127: the noise of the format, 2e-3.
+    error = (np.asarray(logits(weights, ids)) - want).std() / want.std()
+    assert error < (2.5e-3 if dtype == "int8" else 1e-3)
+    if inputs == "static":
+        return
+    compressed = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    compressed.save_pretrained(tmp_path / "again")
+    for name in Folder(out).forms:
+        np.testing.assert_array_equal(Folder(tmp_path / "again")._files[name], Folder(out)._files[name])
+
+
+@pytest.mark.slow
+def test_blocks_are_dequantised_as_transformers_does(llama_folder, tmp_path):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    shutil.copytree(llama_folder, tmp_path / "folder")
+    config = CONFIGS["fp8 blocks"] | dict(weight_block_size=[16, 16])  # that divide all matrices
+    options = json.loads((llama_folder / "config.json").read_text()) | dict(quantization_config=config)
+    (tmp_path / "folder" / "config.json").write_text(json.dumps(options))
+    files = TensorFiles(llama_folder)
+    tensors = {name: np.array(files[name]) for name in files.forms}
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        tensors[name], tensors[name + "_scale_inv"], _ = quantized_by_hand(tensors[name], (16, 16), FLOAT8)
+    write_tensors(tmp_path / "folder", tensors)
+    dequantizing = transformers.FineGrainedFP8Config(weight_block_size=(16, 16), dequantize=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "folder", dtype=torch.float32, quantization_config=dequantizing
+    ).state_dict()
+    ours = Folder(tmp_path / "folder")
+    for name in ours.forms:
+        np.testing.assert_allclose(ours._files[name], theirs[name].float().numpy(), rtol=1e-6)
