@@ -103,19 +103,20 @@ def observe(x: jax.Array, variable: Variable, value: jax.Array) -> jax.Array:
     """
     current = variable.get_value()
     assert (value.shape, value.dtype) == (current.shape, current.dtype), (value, current)
-    return _observe(x, current, value)
+    return observe_arrays(x, current, value)
 
 
 @jax.custom_vjp
-def _observe(x: jax.Array, variable: jax.Array, value: jax.Array) -> jax.Array:
+def observe_arrays(x: jax.Array, variables: Any, values: Any) -> jax.Array:
+    """Returns x; the gradients of `variables` are `values`, a pytree with the same shapes and dtypes."""
     return x
 
 
-def _observe_backward(value: jax.Array, d_x: jax.Array):
-    return d_x, value, jnp.zeros_like(value)
+def _observe_backward(values: Any, d_x: jax.Array):
+    return d_x, values, jax.tree.map(jnp.zeros_like, values)
 
 
-_observe.defvjp(lambda x, variable, value: (x, value), _observe_backward)
+observe_arrays.defvjp(lambda x, variables, values: (x, values), _observe_backward)
 
 
 def updated(variables: dict, observed: dict, records: dict) -> dict:

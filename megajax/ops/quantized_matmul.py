@@ -83,13 +83,13 @@ class QuantizedWeight:
         full = self.values.astype(jnp.float32) * jnp.expand_dims(self.scale, range(outputs, self.values.ndim))
         return full.transpose((*range(outputs, full.ndim), *range(outputs)))
 
-    def multiply(self, x: jax.Array) -> jax.Array:
+    def multiply(self, x: jax.Array, num_inputs: int = 1) -> jax.Array:
         """x [..., *K] -> [..., *N] in x's dtype; scales are applied to the product, in float32.
 
         With unchanged inputs the levels are cast to x's dtype, in which bfloat16 holds all of them; XLA fuses the cast
         into the product, which so reads 8 bits per weight.
         """
-        num_inputs = self.values.ndim - self.scale.ndim
+        assert num_inputs == self.values.ndim - self.scale.ndim, (num_inputs, self.values.shape, self.scale.shape)
         contracted = tuple(range(x.ndim - num_inputs, x.ndim))
         assert x.shape[contracted[0] :] == self.values.shape[self.scale.ndim :], (x.shape, self.values.shape)
         dims = (contracted, tuple(range(self.scale.ndim, self.values.ndim))), ((), ())
