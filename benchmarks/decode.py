@@ -1,26 +1,41 @@
-"""Speed of serving a recipe with random weights:
+"""Speed of serving a recipe with random weights, in phases:
 
-    python -m benchmarks.decode --config=llama3_8b [--section.field=value ...]
+    python -m benchmarks.decode --config=llama3_8b [--output=FILE] [--section.field=value ...]
 
-Prints, one line of JSON each: the time to ready (compiling or loading every program; JAX_ENABLE_COMPILATION_CACHE=false
-compiles even what is cached), decoding speed for several batches with the part of the memory bandwidth that it uses,
-the time and MFU of long prompts, and the generated tokens/s of a mix of requests. Tokens are random and the most likely
-one is taken, without an end of the document.
+| phase | measures | expected on one H100 with llama3_8b, seconds |
+|---|---|---|
+| torch | transformers, if installed, on the same GPU (benchmarks/peers/torch_decode.py) | 180 |
+| ready | making weights; compiling or loading every program | 100; programs from the disk 40 |
+| decode | for each batch: decoding speed, and the part of the memory bandwidth that it uses | 60 |
+| prompts | time and MFU of long prompts | 15 |
+| mix | generated tokens/s of many different requests | 20 |
+| profile | where the time of decoding goes (benchmarks/profile.py) | 20 |
 
-    --batch=1,32,128        batches, each of 1,024 prompt and 256 new tokens per row
-    --prompt=8192           tokens of the long prompts; 0: none
-    --requests=256          in the mix: 64 to 1,024 prompt tokens, 256 new ones; 0: no mix
+The expected times are estimates. Each phase prints lines of JSON; --output gets all lines so far after each one. A
+phase that fails prints its error, and the next one begins. Tokens are random and the most likely one is taken, without
+an end of the document.
+
+    --phases=torch,ready,decode,prompts,mix   the default; "ready" always runs if a phase needs the engine
+    --seconds=480           no phase begins after this time, and torch gets half of it
+    --batch=1,32,128        of decode, each of 1,024 prompt and 256 new tokens per row; torch measures all but the last
+    --prompt=8192           tokens of the long prompts
+    --requests=256          in the mix: 64 to 1,024 prompt tokens, 256 new ones
     --serving.field=value   as of ServingConfig: --serving.page_dtype=int8, --serving.decode_steps=8
-    --profile=BATCH         where the time of decoding with this batch goes (benchmarks/profile.py). Of kernels in a
-                            CUDA graph it shows the graph alone: set XLA_FLAGS=--xla_gpu_enable_command_buffer= to see
-                            them
+    --profile=32            batch of the profile; the profiler runs the kernels of a CUDA graph one by one
+JAX_ENABLE_COMPILATION_CACHE=false compiles even what is cached.
 """
 
 import dataclasses
+import functools
+import importlib.util
 import json
 import random
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import jax
 import jaxlib
@@ -80,7 +95,7 @@ def long_prompts(engine: Engine, length: int, count: int = 8) -> dict:
         return (time.perf_counter() - start) / count
 
     once()
-    seconds = min(once() for _ in range(3))
+    seconds = min(once() for _ in range(2))
     device = find_device(engine.mesh.devices.flat[0].device_kind)
     flops = engine.model.config.forward_flops(length)
     # Logits are computed for the last token only.
@@ -137,27 +152,116 @@ def profiled(engine: Engine, batch_size: int) -> str:
     return profile.as_text(found)
 
 
-def main(arguments: list[str]) -> None:
-    known = {"config": "llama3_8b", "batch": "1,32,128", "prompt": "8192", "requests": "256", "profile": ""}
+class Record:
+    """Lines of JSON, printed and, if there is a file, written to it as they come."""
+
+    def __init__(self, path: str, seconds: float):
+        self._path = Path(path) if path else None
+        self._seconds = seconds
+        self._start = time.perf_counter()
+        self._lines: list[str] = []
+        self.has_failed = False
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds."""
+        return time.perf_counter() - self._start
+
+    def add(self, phase: str, result: dict) -> None:
+        self._lines.append(json.dumps({"phase": phase, "elapsed": round(self.elapsed, 1)} | result))
+        print(self._lines[-1], flush=True)
+        if self._path is not None:
+            self._path.write_text("\n".join(self._lines) + "\n")
+
+    def run(self, phase: str, measure: Callable[[], Iterator[dict]]) -> None:
+        """Adds what the phase yields, or its error."""
+        if self.elapsed > self._seconds:
+            return self.add(phase, {"skipped": f"--seconds={self._seconds:g} are over"})
+        print(f"{phase}: begins after {self.elapsed:.0f} s", file=sys.stderr, flush=True)
+        try:
+            for result in measure():
+                self.add(phase, result)
+        except Exception as error:
+            self.has_failed = True
+            self.add(phase, {"error": f"{type(error).__name__}: {error}"[:2000]})
+
+
+def torch_peer(options: dict[str, str], overrides: list[str], seconds: float) -> Iterator[dict]:
+    """Runs in a process of its own, before this one uses the GPU."""
+    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+    if missing:
+        yield {"skipped": f"{' and '.join(missing)} not installed"}
+        return
+    batches = options["batch"].split(",")
+    command = [
+        sys.executable, "-m", "benchmarks.peers.torch_decode", f"--config={options['config']}",
+        f"--batch={','.join(batches[:-1] or batches)}", *overrides,
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, _ = process.communicate()
+        yield {"error": f"stopped after {seconds:.0f} s"}
+    yield from (json.loads(line) for line in output.splitlines() if line.startswith("{"))
+    if process.returncode not in (0, -9):
+        yield {"error": f"{' '.join(command)} ended with status {process.returncode}"}
+
+
+def main(arguments: list[str]) -> int:
+    known = {"config": "llama3_8b", "phases": "torch,ready,decode,prompts,mix", "seconds": "480", "output": "",
+             "batch": "1,32,128", "prompt": "8192", "requests": "256", "profile": "32"}  # fmt: skip
     options, rest = split(arguments, known)
     is_serving = [argument.startswith("--serving.") for argument in rest]
     overrides = [argument for argument, mine in zip(rest, is_serving, strict=True) if not mine]
     settings = [argument.replace("--serving.", "--") for argument, mine in zip(rest, is_serving, strict=True) if mine]
+    phases = options["phases"].split(",")
+    if unknown := [name for name in phases if name not in PHASES]:
+        raise ValueError(f"--phases={unknown[0]} is unknown; use any of {','.join(PHASES)}")
     serving = tyro.cli(ServingConfig, args=settings, prog="--serving")
     config = read_config(options["config"], overrides)
-    use_compilation_cache()
-    engine, ready = make_engine(config, serving)
-    device = engine.mesh.devices.flat[0].device_kind
-    about = {"config": options["config"], "device": f"{engine.mesh.size} x {device}", "jax": jax.__version__}
-    print(json.dumps(about | {"jaxlib": jaxlib.__version__, "overrides": rest} | ready), flush=True)
+    record = Record(options["output"], float(options["seconds"]))
+    record.add("about", {"config": options["config"], "overrides": rest, "jax": jax.__version__,
+                         "jaxlib": jaxlib.__version__})  # fmt: skip
+    if "torch" in phases:
+        record.run("torch", functools.partial(torch_peer, options, overrides, float(options["seconds"]) / 2))
+    engines: list[Engine] = []
+
+    def ready() -> Iterator[dict]:
+        use_compilation_cache()
+        engine, found = make_engine(config, serving)
+        engines.append(engine)
+        yield {"device": f"{engine.mesh.size} x {engine.mesh.devices.flat[0].device_kind}"} | found
+
+    if set(phases) - {"torch"}:
+        record.run("ready", ready)
+    for name in phases:
+        if engines and PHASES[name] is not None:
+            record.run(name, functools.partial(PHASES[name], engines[0], options))
+    return int(record.has_failed)
+
+
+def _decode(engine: Engine, options: dict[str, str]) -> Iterator[dict]:
     for batch_size in map(int, options["batch"].split(",")):
-        print(json.dumps(decoding(engine, batch_size)), flush=True)
-    if int(options["prompt"]):
-        print(json.dumps(long_prompts(engine, int(options["prompt"]) - 1)), flush=True)
-    if int(options["requests"]):
-        print(json.dumps(mixed(engine, int(options["requests"]))), flush=True)
-    if options["profile"]:
-        print(profiled(engine, int(options["profile"])), flush=True)
+        yield decoding(engine, batch_size)
+
+
+def _prompts(engine: Engine, options: dict[str, str]) -> Iterator[dict]:
+    yield long_prompts(engine, int(options["prompt"]) - 1)
+
+
+def _mix(engine: Engine, options: dict[str, str]) -> Iterator[dict]:
+    yield mixed(engine, int(options["requests"]))
+
+
+def _profile(engine: Engine, options: dict[str, str]) -> Iterator[dict]:
+    text = profiled(engine, int(options["profile"]))
+    print(text, flush=True)
+    yield {"breakdown": text.splitlines()}
+
+
+PHASES = {"torch": None, "ready": None, "decode": _decode, "prompts": _prompts, "mix": _mix, "profile": _profile}
 
 
 if __name__ == "__main__":

@@ -69,6 +69,9 @@ class Config:
         self.checkpoint.check_evaluated(self.training.steps, self.training.eval_every_steps)
         self.optimizer.check(self.training.full_batch_steps)
         self.model.check(self.mesh, self.training.sequence_length, self.execution)
+        self.model.check_data(self.data.kind)
+        if self.training.sample_prompt:
+            self.model.check_generates()
         self._check_pipeline()
 
     def _check_pipeline(self) -> None:

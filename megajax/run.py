@@ -121,6 +121,7 @@ def load_data(config: Config) -> Datasets:
     training = config.training
     schedule = training.schedule(config.mesh)
     evaluated = training.eval_steps * training.global_batch_size if training.eval_every_steps else 0
+    read = config.model.batch(training.sequence_length, packed=not config.data.cross_document_attention)
     datasets = build_datasets(
         config.data,
         sequence_length=training.sequence_length,
@@ -128,8 +129,10 @@ def load_data(config: Config) -> Datasets:
         num_train_samples=schedule.num_samples(training.steps),
         first_sample=lambda step: schedule(step).first_sample,
         num_eval_samples=evaluated,
+        label_length=next(iter(read["labels"].shape), None),
     )
-    check_vocab_size(datasets.tokenizer, config.model.vocab_size)
+    check_vocab_size(datasets.num_token_ids, config.model.vocab_size)
+    config.model.check_labels(datasets.labels)
     if config.data.kind == "documents" and not datasets.is_mock and jax.process_index() == 0:
         _warn_of_repetition(datasets)
     if not config.data.allow_change:

@@ -33,7 +33,9 @@ WEIGHT_AXES: dict[str | None, tuple[str, ...]] = {
     "positions": ("pipeline", "tensor"),
     "head_dim": (),
     "norm": (),
+    "buckets": (),  # of relative positions
     "router": (),  # one entry an expert
+    "classes": (),  # the few rows of a token type embedding, the few outputs of a classifier
 }
 
 ACTIVATION_AXES: dict[str | None, tuple[str, ...]] = {

@@ -2,9 +2,11 @@
 
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 from importlib.metadata import version
+from pathlib import Path
 
 if "gpu" not in sys.argv:
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -27,6 +29,7 @@ if "gpu" not in sys.argv:
 import jax
 import pytest
 
+from megajax import compat
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.ops import matmul
 
@@ -51,3 +54,19 @@ def terminal():
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
+
+
+@pytest.fixture
+def compile_for_hopper():
+    """(program) -> the lines that it prints, in a process of its own that may compile for a GPU that is not there."""
+    if not compat.gpu_compiler_installed():
+        pytest.skip("needs the CUDA wheels: pip install -e '.[cuda13]'")
+
+    def run(program: str) -> list[str]:
+        environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+        command, root = [sys.executable, "-c", program], Path(__file__).parents[1]
+        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout.splitlines()
+
+    return run

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from megajax.data.tokenizers.chat_template import ChatTemplate
     from megajax.inference.engine import Engine, Output
     from megajax.inference.sampling import Sampling
+    from megajax.inference.sequence_to_sequence import Written
 
 
 def read_prompts(path: str) -> list[str]:
@@ -69,6 +70,22 @@ def write_records(engine: "Engine", prompts: Sequence[str], sampling: "Sampling"
         while written < len(records) and records[written]["finish_reason"] is not None:
             print(json.dumps(records[written], ensure_ascii=False), file=file, flush=True)
             written += 1
+
+
+def print_written(prompts: Sequence[str], written: Sequence["Written"], file: TextIO | None) -> None:
+    """Prints the texts that follow from the prompts. file: for a line of JSON for each instead, as write_records."""
+    for prompt, found in zip(prompts, written, strict=True):
+        if file is None:
+            print(found.text)
+            continue
+        record = {
+            "prompt": prompt,
+            "text": found.text,
+            "finish_reason": found.finish_reason,
+            "prompt_tokens": found.prompt_tokens,
+            "tokens": len(found.tokens),
+        }
+        print(json.dumps(record, ensure_ascii=False), file=file)
 
 
 def _outputs(

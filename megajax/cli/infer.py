@@ -1,6 +1,6 @@
 """Use a trained model: infer.py {generate,chat,serve,bench} --run=DIR [options], or megajax {generate,chat,serve,bench}
 
-  generate  continues each --prompt="..." and prints it
+  generate  continues each --prompt="..." and prints it; a model with an encoder writes its answer
   chat      a conversation in the terminal; an empty line or ctrl-D ends it, ctrl-C ends an answer
   serve     an HTTP server with OpenAI's interface, and a page to chat with the model
   bench     measures prefill and decode speed, or latency and throughput under load, here or of a server
@@ -47,6 +47,7 @@ def main(arguments: list[str]) -> None:
 
 def generate(options: argparse.Namespace) -> None:
     from megajax.cli.generation import print_texts, read_prompts, write_records
+    from megajax.sources import open_source
 
     sampling = _sampling(options)
     if (options.prompts is None) == (not options.prompt):
@@ -54,6 +55,11 @@ def generate(options: argparse.Namespace) -> None:
     prompts = read_prompts(options.prompts) if options.prompts else options.prompt
     if options.output is not None and Path(options.output).exists():
         raise ValueError(f"output={options.output} exists; give a new file")
+    if open_source(options.run, options.step).config.model.reads_source:
+        _write_from_source(options, prompts, sampling)
+        return
+    if options.num_beams != 1:
+        raise ValueError(f"num_beams={options.num_beams} is for models with an encoder; leave it out")
     engine = _engine(options)
     if options.output is None:
         print_texts(engine, prompts, sampling)
@@ -62,6 +68,30 @@ def generate(options: argparse.Namespace) -> None:
     else:
         with open(options.output, "x", encoding="utf-8") as file:
             write_records(engine, prompts, sampling, file)
+
+
+def _write_from_source(options: argparse.Namespace, prompts: list[str], sampling) -> None:
+    """generate, for a model that reads a text and writes another."""
+    from megajax.cli.generation import print_written
+    from megajax.inference.load import open_model
+    from megajax.inference.sequence_to_sequence import SequenceToSequence
+    from megajax.mesh import use_compilation_cache
+
+    given = [name for name in SERVING if getattr(options, name) is not None]
+    if given:
+        raise ValueError(
+            f"{given[0]}={getattr(options, given[0])} is for the engine, which does not run models with an encoder; "
+            "leave it out"
+        )
+    model = SequenceToSequence(open_model(options.run, _mesh(options), options.step))
+    use_compilation_cache()
+    written = model.write(prompts, sampling, options.num_beams)
+    with contextlib.ExitStack() as stack:
+        file = None
+        if options.output is not None:
+            is_new = options.output != "-"
+            file = stack.enter_context(open(options.output, "x", encoding="utf-8")) if is_new else sys.stdout
+        print_written(prompts, written, file)
 
 
 def chat(options: argparse.Namespace) -> None:
@@ -154,16 +184,22 @@ def _bench_traffic(options: argparse.Namespace) -> None:
 
 def _engine(options: argparse.Namespace):
     from megajax.inference.engine import Engine, ServingConfig
-    from megajax.mesh import AXES, MeshConfig, use_compilation_cache, use_cpu_devices
+    from megajax.mesh import use_compilation_cache
 
     serving = ServingConfig(**{name: getattr(options, name) for name in SERVING if getattr(options, name) is not None})
     serving.check()
-    if number := getattr(options, "launch.cpu_devices"):
-        use_cpu_devices(number)
-    mesh = MeshConfig(**{axis: getattr(options, f"mesh.{axis}") for axis in AXES})
-    engine = Engine.from_run(options.run, mesh, options.step, serving)
+    engine = Engine.from_run(options.run, _mesh(options), options.step, serving)
     use_compilation_cache()
     return engine
+
+
+def _mesh(options: argparse.Namespace):
+    """Of MeshConfig; also starts the virtual devices."""
+    from megajax.mesh import AXES, MeshConfig, use_cpu_devices
+
+    if number := getattr(options, "launch.cpu_devices"):
+        use_cpu_devices(number)
+    return MeshConfig(**{axis: getattr(options, f"mesh.{axis}") for axis in AXES})
 
 
 def _sampling(options: argparse.Namespace):
@@ -212,6 +248,7 @@ def _add_generate(commands) -> None:
     command.add_argument("--prompt", action="append", default=[], help="text to continue; may be repeated")
     command.add_argument("--prompts", help="file with a prompt per line; .jsonl: objects with the field prompt")
     command.add_argument("--output", help="new file for a line of JSON per prompt; -: standard output")
+    command.add_argument("--num_beams", type=int, default=1, help="beam search, for models with an encoder (1)")
     _add_sampling(command)
 
 

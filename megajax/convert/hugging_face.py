@@ -110,24 +110,22 @@ class Export:
         self.run_dir = Path(run_dir)
         self.step = find_step(run_dir, step)
         config = Config.load(run_dir, self.step)
-        if config.model.kind != "decoder":
-            raise ValueError(
-                f"run={run_dir}: model.kind={config.model.kind} has no Hugging Face folder; only decoder has"
-            )
-        if config.model.position != "learned":  # what the model was trained for, of which the weights say nothing
-            longest = max(config.model.max_positions, config.training.sequence_length)
-            config = dataclasses.replace(config, model=dataclasses.replace(config.model, max_positions=longest))
         self.tokenizer = load_saved_tokenizer(run_dir, config.data.tokenizer)
         self.family = _family(self.run_dir, config, architecture)
+        written = self.family.form.trained_for(config.model, config.training.sequence_length)
+        config = dataclasses.replace(config, model=written)
         self.map = WeightMap(self.family, config.model)
         model = Model(config.model)
         self._stored = StoredParams(run_dir, self.step, model.layer_rows)
         self._dtypes = _dtypes(model, self._stored.dtypes)
         self.forms = {tensor.name: self._form(tensor, dtype) for tensor in self.map.tensors}
-        self.generation = self._generation_config()
+        self.generation = self.family.form.generation(self._generation_config(), self.tokenizer)
         (first, *_) = self.forms.values()
         ids = {name: self.generation.get(name) for name in TOKEN_IDS}  # null where transformers would take another
-        self.options = write_options(self.family, config.model) | ids
+        ids |= {name: self.generation[name] for name in ("decoder_start_token_id",) if name in self.generation}
+        self.options = ids | write_options(self.family, config.model)
+        if "id2label" in self.options:
+            self.options |= _class_names(self.run_dir)
         self.options |= {"dtype": str(first.dtype), "torch_dtype": str(first.dtype)}
         self._quantization = quantization
         self._layer_rows = model.layer_rows
@@ -298,6 +296,14 @@ def _dtypes(model: Model, stored: dict[str, np.dtype]) -> dict[str, np.dtype]:
 
 
 # ----------------------------------------------------------------------------- files and progress
+
+
+def _class_names(run_dir: Path) -> dict[str, Any]:
+    """The names of the classes of a classifier, as the run has them in data.json."""
+    names = read_json(str(run_dir / "data.json")).get("format", {}).get("classes")
+    if names is None:
+        return {}
+    return {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
 
 
 def _write_json(path: Path, content: dict) -> None:

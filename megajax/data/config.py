@@ -4,10 +4,12 @@ import dataclasses
 import functools
 import logging
 import os
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from megajax.data.blend_file import is_blend_file, prefixes, read_blend
 from megajax.data.meta import read_meta
+from megajax.data.tokenizers.masking_tokens import SPELLINGS, masking_tokens
+from megajax.data.tokenizers.span_tokens import NUM_ADDED, SpanTokens
 from megajax.data.tokenizers.tokenizer import FILE_TOKENIZERS, check_tokenizer_spec, load_tokenizer
 from megajax.ranges import NonNegativeFloat, PositiveFloat, Probability, Range
 
@@ -15,6 +17,9 @@ logger = logging.getLogger("megajax")
 
 NumReaders = Annotated[int, Range(at_least=0, at_most=1024)]
 SourceKind = Literal["indexed", "text", "mock"]
+MaskedKind = Literal["masked", "masked_nsp", "masked_sop"]
+DataKind = Literal["documents", "conversations", MaskedKind, "classification", "spans"]
+MASKED_KINDS = get_args(MaskedKind)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +36,14 @@ class DataConfig:
     """Prefixes or blend files to evaluate on; empty: documents of `paths`, by `split`."""
     eval_weights: tuple[PositiveFloat, ...] = ()
     """One per evaluation path; empty: by the number of tokens."""
-    kind: Literal["documents", "conversations"] = "documents"
+    kind: DataKind = "documents"
     """documents: pretraining. conversations: supervised fine-tuning with a loss on the answers only, on files written
-    by preprocess --conversations."""
+    by preprocess --conversations. masked: masked tokens of one text (BERT); masked_nsp and masked_sop: of two texts, of
+    which the second follows, is of another document (nsp) or precedes (sop), on files written with --split_sentences.
+    classification: labelled texts or words in .jsonl or .csv files (docs/bert.md). spans: a text without some spans,
+    and these spans, for an encoder-decoder (docs/t5.md)."""
+    mask_probability: Annotated[float, Range(above=0, below=1)] = 0.15
+    """With the masked kinds and spans: fraction of the tokens that are predicted."""
     split: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat] = (969, 30, 1)
     """Relative shares of training, evaluation and test documents in `paths` and in the mock documents."""
     text: tuple[str, ...] = ()
@@ -77,17 +87,32 @@ class DataConfig:
         self._check_kind()
         self._check_paths()
 
+    @property
+    def is_masked(self) -> bool:
+        return self.kind in MASKED_KINDS
+
+    @property
+    def next_sentence(self) -> Literal["none", "nsp", "sop"]:
+        """With the masked kinds: the task on the order of the two texts (data/samples/bert.py)."""
+        return self.kind.removeprefix("masked").removeprefix("_") or "none"
+
     def _check_kind(self) -> None:
-        if self.kind == "conversations":
-            wrong = [
-                name for name in ("cross_document_attention", "mask_document_end", "fim_rate") if getattr(self, name)
-            ]
-            if self.source != "indexed":
-                raise ValueError(f"data.kind=conversations needs data.source=indexed, not {self.source}")
-            if wrong:
-                raise ValueError(
-                    f"data.{wrong[0]}={getattr(self, wrong[0])} is not supported with data.kind=conversations"
-                )
+        if self.kind == "documents":
+            return
+        for name in ("cross_document_attention", "reset_positions", "mask_document_end", "fim_rate"):
+            if getattr(self, name) and (self.kind, name) != ("conversations", "reset_positions"):
+                raise ValueError(f"data.{name}={getattr(self, name)} is not supported with data.kind={self.kind}")
+        needed = {"conversations": "indexed", "classification": "text"}.get(self.kind, self.source)
+        if self.source != needed:
+            raise ValueError(f"data.kind={self.kind} needs data.source={needed}, not {self.source}")
+        if self.source == "mock" and self.next_sentence != "none" and self.is_masked:
+            raise ValueError(f"data.kind={self.kind} needs sentences, which mock documents do not have; use "
+                             "--data.kind=masked")  # fmt: skip
+        if self.kind == "classification" and self.tokenizer.startswith("sentencepiece:"):
+            raise ValueError(
+                f"data.tokenizer={self.tokenizer} is not trained on labelled texts; name that of the model to start "
+                "from, such as runs/NAME/tokenizer.model"
+            )
 
     def _check_source(self) -> None:
         needed = {"indexed": "paths", "text": "text", "mock": None}[self.source]
@@ -141,7 +166,7 @@ class DataConfig:
         """
         if self.tokenizer or self.source == "text":
             return self
-        spec = f"null:{vocab_size}"
+        spec = f"null:{vocab_size - self._num_added_ids}"
         if self.source == "indexed":
             prefix = prefixes(read_blend(self.paths))[0]
             meta = read_meta(prefix)
@@ -152,11 +177,21 @@ class DataConfig:
         return dataclasses.replace(self, tokenizer=spec)
 
     def num_token_ids(self, vocab_size: int) -> int:
-        """Number of ids of the tokenizer. vocab_size: of the model. Raises ValueError if it cannot be read."""
+        """Number of ids of the tokenizer, and of special tokens that it lacks. vocab_size: of the model. Raises
+        ValueError if it cannot be read."""
         spec = self.with_tokenizer(vocab_size).tokenizer
         if spec.startswith("sentencepiece:"):  # not trained yet
-            return int(spec.removeprefix("sentencepiece:"))
+            return int(spec.removeprefix("sentencepiece:")) + self._num_added_ids
+        if self.kind == "spans":
+            return SpanTokens.of(load_tokenizer(spec)).vocab_size
+        if self.is_masked or self.kind == "classification":
+            return masking_tokens(load_tokenizer(spec)).vocab_size
         return load_tokenizer(spec).vocab_size
+
+    @property
+    def _num_added_ids(self) -> int:
+        """Special tokens of the kind, for a tokenizer that has none of them."""
+        return len(SPELLINGS) if self.is_masked else NUM_ADDED if self.kind == "spans" else 0
 
     def changes(self) -> list[tuple[int, str]]:
         """(step, blend file) of `blend_changes`. Raises ValueError unless the steps ascend from 1."""

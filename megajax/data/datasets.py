@@ -2,22 +2,30 @@
 
 import dataclasses
 import functools
+import json
 import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 
+from megajax.announce import announced
 from megajax.data.blend import BlendedDataset, plan_phases
 from megajax.data.blend_file import Entry, phase_weights, prefixes, read_blend, shares
 from megajax.data.config import DataConfig
 from megajax.data.indexed_dataset import IndexedDataset
 from megajax.data.meta import read_meta
-from megajax.data.prepare.text_corpus import prepare_text
+from megajax.data.prepare.text_corpus import find_files, prepare_text
+from megajax.data.samples.bert import BertDataset, BertFormat
+from megajax.data.samples.classification import ClassificationDataset, Labels, read_labelled
 from megajax.data.samples.fim import FillInTheMiddle
 from megajax.data.samples.gpt import GptDataset, SampleFormat, split_ranges
+from megajax.data.samples.masking import Masking
 from megajax.data.samples.mock import MockIndexedDataset
 from megajax.data.samples.sft import SftDataset, SftFormat
+from megajax.data.samples.t5 import T5Dataset, T5Format
+from megajax.data.tokenizers.masking_tokens import masking_tokens
+from megajax.data.tokenizers.span_tokens import SpanTokens
 from megajax.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger("megajax")
@@ -56,6 +64,10 @@ class Datasets:
     sources: tuple[Source, ...]
     record: dict[str, Any]
     is_mock: bool
+    num_token_ids: int
+    """Ids of the tokenizer, and of special tokens that it lacks."""
+    labels: Labels | None = None
+    """Of labelled texts."""
 
 
 def build_datasets(
@@ -66,14 +78,18 @@ def build_datasets(
     num_train_samples: int,
     num_eval_samples: int,
     first_sample: Callable[[int], int] = int,
+    label_length: int | None = None,
 ) -> Datasets:
     """Training and evaluation data of a run: at least the given numbers of samples, over as many epochs as needed. The
     tokenizer of the config must be resolved (Config.check_on).
 
-    first_sample: step -> its first sample, for `blend_changes`. Raises ValueError if files are missing or damaged, a
-    split is too small, or the tokenizer did not write the data.
+    first_sample: step -> its first sample, for `blend_changes`. label_length: labels of a sample of kind=spans; None:
+    sequence_length. Raises ValueError if files are missing or damaged, a split is too small, or the tokenizer did not
+    write the data.
     """
     config.check()
+    if config.kind == "classification":
+        return _labelled(config, sequence_length, seed, num_train_samples, num_eval_samples)
     if config.source == "text":
         train_prefix, eval_prefix, spec = prepare_text(config)
         train_paths = (train_prefix,)
@@ -83,7 +99,7 @@ def build_datasets(
         eval_paths = config.eval_paths
         spec = config.tokenizer
     tokenizer = load_tokenizer(spec)
-    form = _sample_format(config, tokenizer)
+    form = _sample_format(config, tokenizer, label_length or sequence_length)
     build = functools.partial(_build, sequence_length=sequence_length, seed=seed, cache_dir=config.cache_dir)
     if config.source == "mock":
         mock = MockIndexedDataset(tokenizer.vocab_size, tokenizer.eod_id)
@@ -110,7 +126,7 @@ def build_datasets(
     evaluation = None
     if num_eval_samples:
         which = 0 if eval_paths else 1
-        plain = _sample_format(dataclasses.replace(config, fim_rate=0.0), tokenizer)
+        plain = _sample_format(dataclasses.replace(config, fim_rate=0.0), tokenizer, label_length or sequence_length)
         evaluation = build([held_out], opened, splits, which, [num_eval_samples], sample_format=plain)
     return Datasets(
         train=train,
@@ -121,10 +137,87 @@ def build_datasets(
         sources=_sources(train, sequence_length, cuts[-1]),
         record=_record(train, tokenizer, form, split, splits, sequence_length, seed, cuts),
         is_mock=config.source == "mock",
+        num_token_ids=form.vocab_size,
     )
 
 
-def _sample_format(config: DataConfig, tokenizer: Tokenizer) -> SampleFormat | SftFormat:
+def _labelled(
+    config: DataConfig, sequence_length: int, seed: int, num_train_samples: int, num_eval_samples: int
+) -> Datasets:
+    """As build_datasets, of labelled texts. Which examples are held out depends on data.split only, not on their order,
+    which often goes by label."""
+    tokenizer = load_tokenizer(config.tokenizer)
+    special = masking_tokens(tokenizer)
+    with announced("reading labelled texts"):
+        files, labels = read_labelled([path for _, path in find_files(config.text)], tokenizer)
+    examples = [example for file in files for example in file.examples]
+    order = np.random.default_rng(0).permutation(len(examples))
+
+    def part(which: int, num_samples: int) -> ClassificationDataset:
+        begin, end = split_ranges(config.split, len(examples))[which] or (0, 0)
+        if begin == end:
+            raise ValueError(
+                f"data.split={config.split} leaves no {('training', 'evaluation')[which]} examples of the "
+                f"{len(examples)} in data.text; give it a larger share"
+            )
+        chosen = [examples[i] for i in order[begin:end]]
+        return ClassificationDataset(chosen, num_samples, sequence_length, seed, special)
+
+    train = part(0, num_train_samples)
+    per_epoch = len(train.examples)
+    record = {
+        "tokenizer": tokenizer.identity,
+        "sequence_length": sequence_length,
+        "seed": seed,
+        "format": {"kind": "classification", "classes": list(labels.classes), "of_words": labels.of_words},
+        "files": [
+            {
+                "prefix": file.path,
+                "sequences": len(file.examples),
+                "tokens": file.num_tokens,
+                "sha256": file.sha256,
+                "fingerprint": file.sha256,
+                "holds_out_last": False,
+            }
+            for file in files
+        ],
+        "split": list(config.split),
+        "weights": [],
+        "changes": [],
+        "num_samples": num_train_samples,
+    }
+    return Datasets(
+        train=train,
+        eval=part(1, num_eval_samples) if num_eval_samples else None,
+        tokenizer=tokenizer,
+        train_tokens_per_epoch=train.tokens_per_epoch,
+        eval_bytes_per_token=None,
+        sources=(Source("data.text", train.tokens_per_epoch, num_train_samples, num_train_samples / per_epoch),),
+        record=record,
+        is_mock=False,
+        num_token_ids=special.vocab_size,
+        labels=labels,
+    )
+
+
+def _sample_format(
+    config: DataConfig, tokenizer: Tokenizer, label_length: int
+) -> SampleFormat | SftFormat | BertFormat | T5Format:
+    if config.kind == "spans":
+        special = SpanTokens.of(tokenizer)
+        return T5Format(
+            bos_id=special.pad_id,
+            eos_id=special.eos_id,
+            pad_id=special.pad_id,
+            sentinel_ids=special.sentinel_ids,
+            vocab_size=special.vocab_size,
+            decoder_length=label_length,
+            masking=Masking(probability=config.mask_probability, max_ngram=10),
+        )
+    if config.is_masked:
+        masking = Masking(probability=config.mask_probability)
+        special = masking_tokens(tokenizer)._asdict()
+        return BertFormat(**special, next_sentence=config.next_sentence, masking=masking)
     if config.kind == "conversations":
         return SftFormat(on_misfit=config.on_misfit, vocab_size=tokenizer.vocab_size)
     fill = None
@@ -173,13 +266,19 @@ def _tokens(source, begin: int, end: int) -> int:
     return int(source.lengths[begin:end].sum(dtype=np.int64))
 
 
-_KINDS = {
-    SampleFormat: _Kind(GptDataset, len, lambda source, part: _tokens(source, *part)),
-    SftFormat: _Kind(
-        SftDataset,
+def _of_documents(dataset: type) -> _Kind:
+    return _Kind(
+        dataset,
         lambda source: len(source.document_indices) - 1,
         lambda source, part: _tokens(source, *source.document_indices[list(part)].tolist()),
-    ),
+    )
+
+
+_KINDS = {
+    SampleFormat: _Kind(GptDataset, len, lambda source, part: _tokens(source, *part)),
+    SftFormat: _of_documents(SftDataset),
+    BertFormat: _of_documents(BertDataset),
+    T5Format: _of_documents(T5Dataset),
 }
 
 
@@ -280,7 +379,7 @@ def _record(
         "tokenizer": tokenizer.identity,
         "sequence_length": sequence_length,
         "seed": seed,
-        "format": {"kind": type(form).__name__, **dataclasses.asdict(form)},
+        "format": {"kind": type(form).__name__, **json.loads(json.dumps(dataclasses.asdict(form)))},
         "files": files,
         "split": list(split),
         "weights": [list(phase.weights) for phase in phases],
@@ -338,10 +437,10 @@ def _bytes_per_token(dataset: Dataset | None, kind: str) -> float | None:
     return meta["num_bytes"] / meta["num_tokens"] if meta and meta["num_tokens"] else None
 
 
-def check_vocab_size(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raises ValueError if the tokenizer has ids without an embedding in the model."""
-    if tokenizer.vocab_size > vocab_size:
+def check_vocab_size(num_token_ids: int, vocab_size: int) -> None:
+    """Raises ValueError if the data has ids without an embedding in the model."""
+    if num_token_ids > vocab_size:
         raise ValueError(
-            f"model.vocab_size={vocab_size} is smaller than the {tokenizer.vocab_size} ids of data.tokenizer; "
-            f"use --model.vocab_size={-(-tokenizer.vocab_size // 128) * 128}"
+            f"model.vocab_size={vocab_size} is smaller than the {num_token_ids} ids of data.tokenizer; "
+            f"use --model.vocab_size={-(-num_token_ids // 128) * 128}"
         )

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megajax.hugging_face import weights
+from megajax.hugging_face.form import DecoderForm, Form
 from megajax.hugging_face.options import (
     GATED,
     NO_ROPE,
@@ -40,6 +41,9 @@ class Family:
     """As the tensors are written."""
     other_weights: tuple[Row, ...] = ()
     """Another form of the tensors, which is read if a folder has it."""
+    form: Form = DecoderForm()
+    ignored: tuple[str, ...] = ()
+    """Ends of the names of tensors that files may have and the architecture does not use."""
 
     @property
     def tables(self) -> tuple[tuple[Row, ...], ...]:

@@ -1,6 +1,5 @@
 """A Hugging Face folder as the source of a run: its model, weights and tokenizer."""
 
-import dataclasses
 import functools
 import json
 import logging
@@ -19,7 +18,6 @@ from megajax.data.tokenizers.tokenizer import MERGES, VOCABULARY, Tokenizer, loa
 from megajax.hugging_face.mapping import Tensor, WeightMap, family_of, read_options
 from megajax.hugging_face.quantized import DequantizedFiles, read_scheme
 from megajax.hugging_face.tensor_files import TensorForm
-from megajax.models.decoder import DecoderConfig
 from megajax.ops.quantized_matmul import QuantizedWeight, WeightFormat
 from megajax.parameters import name_of
 from megajax.training.config import TrainingConfig
@@ -30,8 +28,6 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 OTHER_TOKENIZERS = (VOCABULARY, MERGES, "tekken.json")  # that are not read, but for the first two of GPT-2
 # Families of which transformers makes a GPT-2 tokenizer if tokenizer_config.json does not name another.
 GPT2_TOKENIZERS = ("gpt2", "gptj", "starcoder2")
-# Buffers that older versions saved, and that follow from config.json.
-_BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
 
 
 def is_folder(path: str | Path) -> bool:
@@ -54,9 +50,8 @@ class Folder:
         self.options: dict[str, Any] = json.loads(file.read_text())
         try:
             self.family = family_of(self.options)
-            self._scheme = read_scheme(self.options)
-            self._files = DequantizedFiles(self.path, self._scheme)
-            self.model = self._with_multi_token(read_options(self.family, self.options))
+            self._files = DequantizedFiles(self.path, read_scheme(self.options))
+            self.model = self.family.form.in_files(read_options(self.family, self.options), self._files.forms)
             maps = [WeightMap(self.family, self.model, table) for table in self.family.tables]
         except (ValueError, KeyError, TypeError) as error:
             problem = f"{error} is missing" if isinstance(error, KeyError) else error
@@ -69,7 +64,8 @@ class Folder:
     @property
     def config(self) -> Config:
         """Config of a run with this model and tokenizer."""
-        data = DataConfig(source="mock", tokenizer=self.tokenizer_spec)
+        kinds = self.model.data_kinds
+        data = DataConfig(source="mock", tokenizer=self.tokenizer_spec, kind=kinds[0] if kinds else "documents")
         return Config(model=self.model, data=data, training=TrainingConfig(sequence_length=self.model.max_positions))
 
     def tokenizer(self) -> Tokenizer:
@@ -186,14 +182,6 @@ class Folder:
         )  # fmt: skip
         return f"null:{self.model.vocab_size}"
 
-    def _with_multi_token(self, model: DecoderConfig) -> DecoderConfig:
-        """Without its layers of multi-token prediction if the files lack them: transformers does not save them."""
-        first = f"layers.{model.num_layers}."
-        if not model.mtp_layers or any(first in name for name in self._files.forms):
-            return model
-        logger.warning("%s has no layers of multi-token prediction, although config.json says so", self.path)
-        return dataclasses.replace(model, mtp_layers=0)
-
     def _has_gpt2_tokenizer(self) -> bool:
         named = read_json(str(self.path / "tokenizer_config.json")).get("tokenizer_class")
         if named is None and self.family.model_type in GPT2_TOKENIZERS:
@@ -215,8 +203,11 @@ class Folder:
                     f"{self.path}: tensor {name} is {list(forms[name].shape)}, but config.json implies "
                     f"{list(tensor.shape)}"
                 )
-        left = sorted(name for name in forms.keys() - set(names.values()) if not name.endswith(_BUFFERS))
-        if left := [name for name in left if not self._is_copy(name, names)]:
+        left = sorted(forms.keys() - set(names.values()))
+        unused = [name for name in left if name.endswith(self.family.ignored)]
+        if unused:
+            logger.info("%s: not used by %s: %s", self.path, self.family.architecture, ", ".join(unused))
+        if left := [name for name in left if name not in unused and not self._is_copy(name, names)]:
             raise ValueError(f"{self.path}: {len(left)} tensors are unknown in {self.family.architecture}: "
                              f"{', '.join(left[:4])}{' ...' if len(left) > 4 else ''}")  # fmt: skip
         return names
@@ -230,13 +221,8 @@ class Folder:
         return next((name for name in spellings if name in self._files.forms), None)
 
     def _is_copy(self, name: str, names: Mapping[str, str]) -> bool:
-        """Whether a tensor is a copy of the embedding or, of a layer of multi-token prediction, of the output."""
-        copied = None
-        if self.model.tied_embeddings and name in ("lm_head.weight", "embed_out.weight"):
-            copied = "embedding"
-        elif self.model.mtp_layers and name.endswith((".embed_tokens.weight", ".shared_head.head.weight")):
-            is_head = name.endswith("head.weight") and not self.model.tied_embeddings
-            copied = "head" if is_head else "embedding"
+        """Whether a tensor is a copy of another one."""
+        copied = self.family.form.copied(self.model, name)
         if copied is None:
             return False
         tensor, _ = self.map.source[copied, ()]

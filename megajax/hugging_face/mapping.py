@@ -13,14 +13,15 @@ import jax
 import numpy as np
 
 from megajax.checkpoint.layout import stack_of
-from megajax.hugging_face.families import FAMILIES, Family
-from megajax.hugging_face.options import SCALINGS
-from megajax.hugging_face.weights import Layout, Row, multi_token_rows
-from megajax.layers.moe import MoeConfig, layer_pattern
-from megajax.layers.rope import RopeConfig
-from megajax.models.decoder import DecoderConfig
+from megajax.hugging_face import encoder_decoders, encoders, families, hybrids
+from megajax.hugging_face.families import Family
+from megajax.hugging_face.weights import Layout, Row
+from megajax.models.interface import ModelConfig
 from megajax.models.model import Model
 from megajax.parameters import name_of
+
+# In order of preference when exporting a model without a named architecture.
+FAMILIES = (*families.FAMILIES, *hybrids.FAMILIES, *encoders.FAMILIES, *encoder_decoders.FAMILIES)
 
 # ----------------------------------------------------------------------------- options
 
@@ -37,15 +38,15 @@ def family_of(theirs: Mapping[str, Any]) -> Family:
     )
 
 
-def read_options(family: Family, theirs: Mapping[str, Any]) -> DecoderConfig:
+def read_options(family: Family, theirs: Mapping[str, Any]) -> ModelConfig:
     """The model that a config.json describes. Raises ValueError with the key for what is not supported."""
     fields = dict(family.always)
     for option in family.options:
         fields |= option.read(theirs)
-    return _with_sizes(_replaced(DecoderConfig(), fields))
+    return family.form.with_sizes(_replaced(family.form.default, fields))
 
 
-def write_options(family: Family, config: DecoderConfig) -> dict[str, Any]:
+def write_options(family: Family, config: ModelConfig) -> dict[str, Any]:
     """The keys of config.json that determine what the model computes.
 
     Raises ValueError, naming the fields of the config that the family does not support.
@@ -56,14 +57,17 @@ def write_options(family: Family, config: DecoderConfig) -> dict[str, Any]:
     return theirs
 
 
-def family_for(config: DecoderConfig, architecture: str | None = None) -> Family:
+def family_for(config: ModelConfig, architecture: str | None = None) -> Family:
     """The family to write a model as: the named one, or the first that has all of its options.
 
     Raises ValueError, naming the missing options, for the closest family if none was named.
     """
-    known = [family for family in FAMILIES if architecture in (None, family.architecture)]
+    ours = [family for family in FAMILIES if config.kind == family.form.default.kind]
+    if not ours:
+        raise ValueError(f"model.kind={config.kind} has no Hugging Face folder")
+    known = [family for family in ours if architecture in (None, family.architecture)]
     if not known:
-        names = ", ".join(family.architecture for family in FAMILIES)
+        names = ", ".join(family.architecture for family in ours)
         raise ValueError(f"architecture={architecture} is not supported; supported are {names}")
     lacking = {family: _written(family, config)[1] for family in known}
     nearest = min(known, key=lambda family: len(lacking[family]))
@@ -73,11 +77,12 @@ def family_for(config: DecoderConfig, architecture: str | None = None) -> Family
     return nearest
 
 
-def _written(family: Family, config: DecoderConfig) -> tuple[dict[str, Any], list[str]]:
+def _written(family: Family, config: ModelConfig) -> tuple[dict[str, Any], list[str]]:
     """-> (keys of config.json, config fields that they cannot express)."""
-    config = _with_sizes(config)
+    form = family.form
+    config = form.with_sizes(config)
     theirs = {"architectures": [family.architecture], "model_type": family.model_type}
-    wanted = _fields(_canonical(config))
+    wanted = _fields(form.canonical(config))
     always = {
         name: value for name, value in family.always.items() if name != "bias"
     }  # it follows from the other biases
@@ -88,7 +93,7 @@ def _written(family: Family, config: DecoderConfig) -> tuple[dict[str, Any], lis
         except ValueError as error:
             lacking[str(error)] = str(error)
     if not lacking:
-        restored = _fields(_canonical(read_options(family, theirs)))
+        restored = _fields(form.canonical(read_options(family, theirs)))
         lacking = {name: f"model.{name}={value}" for name, value in wanted.items() if restored[name] != value}
     return theirs, list(lacking.values())
 
@@ -115,65 +120,6 @@ def _fields(config: Any, prefix: str = "") -> dict[str, Any]:
     return fields
 
 
-def _with_sizes(config: DecoderConfig) -> DecoderConfig:
-    """The same model with default sizes and biases resolved."""
-    biases = ("qkv_bias", "attention_out_bias", "mlp_bias")
-    given = {name: getattr(config, name) for name in biases}
-    moe = config.moe
-    if moe.num_experts is not None and moe.expert_dim is None:
-        moe = dataclasses.replace(moe, expert_dim=config.width_of_mlp)
-    return dataclasses.replace(
-        config,
-        num_kv_heads=config.kv_heads,
-        head_dim=config.width_of_head,
-        mlp_dim=config.width_of_mlp,
-        bias=all(config.bias if value is None else value for value in given.values()),
-        moe=moe,
-        **{name: config.bias if value is None else value for name, value in given.items()},
-    )
-
-
-def _without_training(config: DecoderConfig) -> DecoderConfig:
-    """Without what only concerns training: dropout, and the losses and the capacity of routers."""
-    losses = dict(aux_loss=0.0, sequence_aux_loss=0.0, global_aux_loss=0.0, z_loss=0.0)
-    router = dataclasses.replace(config.moe.router, **losses, capacity_factor=None, drop="probability")
-    moe = dataclasses.replace(config.moe, router=router)
-    return dataclasses.replace(config, dropout=0.0, attention_dropout=0.0, moe=moe)
-
-
-def _canonical(config: DecoderConfig) -> DecoderConfig:
-    """Equal for all configs of models that compute the same: unused fields have their defaults."""
-    default = DecoderConfig()
-    config = _without_training(_with_sizes(config))
-    has_experts = [config.moe.has_experts(number) for number in range(config.num_layers)]
-    is_rope = config.position == "rope"
-    return dataclasses.replace(
-        config,
-        vocab_multiple=default.vocab_multiple,
-        init_std=default.init_std,
-        max_positions=config.max_positions if config.position == "learned" else default.max_positions,
-        rope=_canonical_rope(config.rope) if is_rope else default.rope,
-        no_rope_every=config.no_rope_every if is_rope else None,
-        full_attention_every=config.full_attention_every if config.window else None,
-        qk_norm_scope=config.qk_norm_scope if config.qk_norm else default.qk_norm_scope,
-        norm_bias=config.norm_bias if config.norm == "layernorm" else default.norm_bias,
-        mlp_dim=default.mlp_dim if all(has_experts) else config.mlp_dim,
-        mtp_loss=default.mtp_loss,
-        moe=_canonical_moe(config.moe, has_experts) if any(has_experts) else default.moe,
-    )
-
-
-def _canonical_moe(moe: MoeConfig, has_experts: Sequence[bool]) -> MoeConfig:
-    rate = moe.router.bias_update_rate
-    router = dataclasses.replace(moe.router, bias_update_rate=None if rate is None else 1.0)  # of training
-    return dataclasses.replace(moe, layers=layer_pattern(has_experts), router=router)
-
-
-def _canonical_rope(rope: RopeConfig) -> RopeConfig:
-    read = ("base", "fraction", "interleaved", "local_base", "scaling", *SCALINGS.get(rope.scaling, {}).values())
-    return RopeConfig(**{name: getattr(rope, name) for name in read})
-
-
 # ----------------------------------------------------------------------------- parameters
 
 
@@ -186,7 +132,7 @@ class Part:
     at: tuple[int, ...]
     """(), (layer,) or (layer, expert)."""
     shape: tuple[int, ...]
-    """Without the dims of `at` and without padding of the vocabulary."""
+    """Without the dims of `at` and without padding."""
     num_stacked: int
     """Leading dims of the shape that number experts."""
     num_inputs: int
@@ -221,6 +167,8 @@ class Tensor:
         first = self.parts[0]
         if self.layout == "same":
             return first.shape
+        if self.layout == "taps":
+            return (sum(part.num_outputs for part in self.parts) // first.shape[0], 1, first.shape[0])
         outputs = sum(part.num_outputs for part in self.parts)
         is_ours = self.layout == "conv1d"
         return (*first.stack, *first.inputs, outputs) if is_ours else (*first.stack, outputs, *first.inputs)
@@ -238,6 +186,10 @@ class Tensor:
         """As split, of which what is written to a part changes the tensor; the heads of a part may be on two axes."""
         if self.layout == "same":
             return (array,)
+        if self.layout == "taps":
+            ends = np.cumsum([part.num_outputs // part.shape[0] for part in self.parts])
+            cut = np.split(array[:, 0].T, ends[:-1], axis=-1)
+            return tuple(view.reshape(part.shape) for view, part in zip(cut, self.parts, strict=True))
         is_transposed = self.layout != "conv1d" and self.parts[0].num_inputs > 0
         rows = array.swapaxes(-1, -2) if is_transposed else array  # outputs last
         if self.layout == "by_head":
@@ -261,16 +213,15 @@ def _split_heads(rows: np.ndarray, parts: Sequence[Part]) -> tuple[np.ndarray, .
 class WeightMap:
     """Maps the tensors of a folder to the parameters of a model."""
 
-    def __init__(self, family: Family, config: DecoderConfig, table: Sequence[Row] | None = None):
+    def __init__(self, family: Family, config: ModelConfig, table: Sequence[Row] | None = None):
         """table: one of those of the family; default: the one that is written.
 
         Raises ValueError if the table has no tensor for a parameter of the model.
         """
-        model = Model(_without_training(config))
+        model = Model(family.form.without_training(config))
         self.config = config
-        rows = list(table or family.weights)
-        for depth in range(1, config.mtp_layers + 1):
-            rows += multi_token_rows(table or family.weights, config.num_layers + depth - 1, depth)
+        self._sizes = family.form.sizes(config)
+        rows = family.form.rows(config, table or family.weights)
         self.layer_rows = model.layer_rows
         leaves = jax.tree_util.tree_leaves_with_path(model.abstract_weights)
         self.shapes = {name_of(path): leaf.shape for path, leaf in leaves}
@@ -325,6 +276,6 @@ class WeightMap:
         record = self._records[name]
         axes = record.axes[len(at) :]
         sizes = zip(axes, self.shapes[name][len(at) :], strict=True)
-        shape = tuple(self.config.vocab_size if axis == "vocab" else size for axis, size in sizes)
+        shape = tuple(self._sizes.get(axis, size) for axis, size in sizes)
         is_matrix = record.role not in ("vector", "variable")
         return Part(name, at, shape, axes.count("experts"), record.num_inputs if is_matrix else 0)

@@ -13,16 +13,18 @@ MAX_SEQUENCE = 4096
 
 
 def fine_tuning(path: str) -> Config:
-    """Sizes, weights and tokenizer are those of the folder; only --data.paths must be set.
+    """Sizes, weights and tokenizer are those of the folder; only --data.paths must be set, or --data.text for a
+    classifier.
 
     Raises ValueError if the folder is not fully supported.
     """
     folder = Folder(path)
     config = folder.config
+    source = "text" if config.data.kind == "classification" else "indexed"
     return dataclasses.replace(
         config,
         mesh=MeshConfig(fsdp=-1),
-        data=dataclasses.replace(config.data, source="indexed"),
+        data=dataclasses.replace(config.data, source=source),
         optimizer=OptimizerConfig(learning_rate=1e-5, min_learning_rate=1e-6, warmup_steps=100),
         training=TrainingConfig(
             steps=1000, global_batch_size=8, sequence_length=min(folder.model.max_positions, MAX_SEQUENCE)

@@ -26,6 +26,15 @@ DTYPES = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
     "I8": np.dtype(np.int8),
 }  # fmt: skip
+# Arrays that older versions saved, and that follow from config.json.
+BUFFERS = (
+    ".position_ids",
+    ".rotary_emb.inv_freq",
+    ".attn.bias",
+    ".attn.masked_bias",
+    ".attention.bias",
+    ".attention.masked_bias",
+)
 
 
 class TensorForm(NamedTuple):
@@ -38,7 +47,7 @@ class TensorForm(NamedTuple):
 
 
 class TensorFiles:
-    """All tensors of a folder, by name, read lazily."""
+    """All tensors of a folder, by name, read lazily; without BUFFERS."""
 
     def __init__(self, folder: Path):
         """Raises ValueError for a folder without such files, and for damaged files or unsupported dtypes."""
@@ -59,7 +68,7 @@ class TensorFiles:
             (length,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(length))
         for name, entry in header.items():
-            if name == "__metadata__":
+            if name == "__metadata__" or name.endswith(BUFFERS):
                 continue
             if entry["dtype"] not in DTYPES:
                 raise ValueError(

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-Layout = Literal["same", "linear", "conv1d", "by_head", "within_heads"]
+Layout = Literal["same", "linear", "conv1d", "by_head", "within_heads", "taps"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,19 +23,20 @@ class Row:
     layout: Layout = "same"
     """linear: theirs is [out, in], ours [in, out], several of ours concatenated along out. conv1d: theirs is [in, out].
     by_head: as linear, with rows grouped by key-value head: queries, key, value. within_heads: as linear, with several
-    of ours concatenated within each head. same: no change."""
+    of ours concatenated within each head. taps: a convolution, theirs [channels, 1, taps], ours [taps, *channels],
+    several of ours concatenated along the channels. same: no change."""
     where: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of our config for which the row applies."""
     first_layer: int = 0
     """Number in theirs of the layer that is number 0 in ours."""
 
 
-def _linear(theirs: str, *ours: str, layout: Layout = "linear") -> tuple[Row, Row]:
+def linear(theirs: str, *ours: str, layout: Layout = "linear") -> tuple[Row, Row]:
     biases = tuple(f"{name}_bias" for name in ours)
     return Row(f"{theirs}.weight", ours, layout), Row(f"{theirs}.bias", biases, layout)
 
 
-def _norm(theirs: str, ours: str, **where: Any) -> tuple[Row, Row]:
+def norm(theirs: str, ours: str, **where: Any) -> tuple[Row, Row]:
     return Row(f"{theirs}.weight", (f"{ours}.scale",), where=where), Row(
         f"{theirs}.bias", (f"{ours}.bias",), where=where
     )
@@ -48,130 +49,130 @@ _EXPERT_GATE, _EXPERT_UP, _EXPERT_DOWN, _ROUTER = (
     f"layers.moe.mlp.{name}" for name in ("gate", "up", "down", "router")
 )
 _SHARED = "layers.moe.mlp.shared"
-_HEAD = _linear("lm_head", "head")
+_HEAD = linear("lm_head", "head")
 
-_LLAMA_OUTSIDE = (Row("model.embed_tokens.weight", ("embedding",)), *_norm("model.norm", "final_norm"), *_HEAD)
+_LLAMA_OUTSIDE = (Row("model.embed_tokens.weight", ("embedding",)), *norm("model.norm", "final_norm"), *_HEAD)
 _LLAMA_ATTENTION = (
-    *_linear("model.layers.{}.self_attn.q_proj", _Q),
-    *_linear("model.layers.{}.self_attn.k_proj", _K),
-    *_linear("model.layers.{}.self_attn.v_proj", _V),
-    *_linear("model.layers.{}.self_attn.o_proj", _OUT),
-    *_norm("model.layers.{}.self_attn.q_norm", _L + "attention.query_norm"),
-    *_norm("model.layers.{}.self_attn.k_norm", _L + "attention.key_norm"),
+    *linear("model.layers.{}.self_attn.q_proj", _Q),
+    *linear("model.layers.{}.self_attn.k_proj", _K),
+    *linear("model.layers.{}.self_attn.v_proj", _V),
+    *linear("model.layers.{}.self_attn.o_proj", _OUT),
+    *norm("model.layers.{}.self_attn.q_norm", _L + "attention.query_norm"),
+    *norm("model.layers.{}.self_attn.k_norm", _L + "attention.key_norm"),
 )
 _LLAMA_MLP = (
-    *_linear("model.layers.{}.mlp.gate_proj", _GATE),
-    *_linear("model.layers.{}.mlp.up_proj", _UP),
-    *_linear("model.layers.{}.mlp.down_proj", _DOWN),
+    *linear("model.layers.{}.mlp.gate_proj", _GATE),
+    *linear("model.layers.{}.mlp.up_proj", _UP),
+    *linear("model.layers.{}.mlp.down_proj", _DOWN),
 )
 _LLAMA_NORMS = (
-    *_norm("model.layers.{}.input_layernorm", _L + "attention_norm"),
-    *_norm("model.layers.{}.post_attention_layernorm", _L + "mlp_norm"),
+    *norm("model.layers.{}.input_layernorm", _L + "attention_norm"),
+    *norm("model.layers.{}.post_attention_layernorm", _L + "mlp_norm"),
 )
 LLAMA = (*_LLAMA_OUTSIDE, *_LLAMA_NORMS, *_LLAMA_ATTENTION, *_LLAMA_MLP)
 PHI3 = (
     *_LLAMA_OUTSIDE,
     *_LLAMA_NORMS,
-    *_linear("model.layers.{}.self_attn.qkv_proj", _Q, _K, _V),
-    *_linear("model.layers.{}.self_attn.o_proj", _OUT),
-    *_linear("model.layers.{}.mlp.gate_up_proj", _GATE, _UP),
-    *_linear("model.layers.{}.mlp.down_proj", _DOWN),
+    *linear("model.layers.{}.self_attn.qkv_proj", _Q, _K, _V),
+    *linear("model.layers.{}.self_attn.o_proj", _OUT),
+    *linear("model.layers.{}.mlp.gate_up_proj", _GATE, _UP),
+    *linear("model.layers.{}.mlp.down_proj", _DOWN),
 )
 GEMMA = (
     *_LLAMA_OUTSIDE,
     *_LLAMA_ATTENTION,
     *_LLAMA_MLP,
-    *_norm("model.layers.{}.input_layernorm", _L + "attention_norm"),
-    *_norm("model.layers.{}.post_attention_layernorm", _L + "attention_post_norm"),
-    *_norm("model.layers.{}.pre_feedforward_layernorm", _L + "mlp_norm"),
-    *_norm("model.layers.{}.post_feedforward_layernorm", _L + "mlp_post_norm"),
+    *norm("model.layers.{}.input_layernorm", _L + "attention_norm"),
+    *norm("model.layers.{}.post_attention_layernorm", _L + "attention_post_norm"),
+    *norm("model.layers.{}.pre_feedforward_layernorm", _L + "mlp_norm"),
+    *norm("model.layers.{}.post_feedforward_layernorm", _L + "mlp_post_norm"),
 )
 OLMO2 = (
     *_LLAMA_OUTSIDE,
     *_LLAMA_ATTENTION,
     *_LLAMA_MLP,
-    *_norm("model.layers.{}.post_attention_layernorm", _L + "attention_post_norm"),
-    *_norm("model.layers.{}.post_feedforward_layernorm", _L + "mlp_post_norm"),
+    *norm("model.layers.{}.post_attention_layernorm", _L + "attention_post_norm"),
+    *norm("model.layers.{}.post_feedforward_layernorm", _L + "mlp_post_norm"),
 )
 STARCODER2 = (
     *_LLAMA_OUTSIDE,
     *_LLAMA_NORMS,
     *_LLAMA_ATTENTION,
-    *_linear("model.layers.{}.mlp.c_fc", _UP),
-    *_linear("model.layers.{}.mlp.c_proj", _DOWN),
+    *linear("model.layers.{}.mlp.c_fc", _UP),
+    *linear("model.layers.{}.mlp.c_proj", _DOWN),
 )
 PHI = (
     Row("model.embed_tokens.weight", ("embedding",)),
-    *_norm("model.layers.{}.input_layernorm", _L + "attention_norm"),
-    *_linear("model.layers.{}.self_attn.q_proj", _Q),
-    *_linear("model.layers.{}.self_attn.k_proj", _K),
-    *_linear("model.layers.{}.self_attn.v_proj", _V),
-    *_linear("model.layers.{}.self_attn.dense", _OUT),
-    *_linear("model.layers.{}.mlp.fc1", _UP),
-    *_linear("model.layers.{}.mlp.fc2", _DOWN),
-    *_norm("model.final_layernorm", "final_norm"),
+    *norm("model.layers.{}.input_layernorm", _L + "attention_norm"),
+    *linear("model.layers.{}.self_attn.q_proj", _Q),
+    *linear("model.layers.{}.self_attn.k_proj", _K),
+    *linear("model.layers.{}.self_attn.v_proj", _V),
+    *linear("model.layers.{}.self_attn.dense", _OUT),
+    *linear("model.layers.{}.mlp.fc1", _UP),
+    *linear("model.layers.{}.mlp.fc2", _DOWN),
+    *norm("model.final_layernorm", "final_norm"),
     *_HEAD,
 )
 GPT2 = (
     Row("transformer.wte.weight", ("embedding",)),
     Row("transformer.wpe.weight", ("position_embedding",)),
-    *_norm("transformer.h.{}.ln_1", _L + "attention_norm"),
-    *_linear("transformer.h.{}.attn.c_attn", _Q, _K, _V, layout="conv1d"),
-    *_linear("transformer.h.{}.attn.c_proj", _OUT, layout="conv1d"),
-    *_norm("transformer.h.{}.ln_2", _L + "mlp_norm"),
-    *_linear("transformer.h.{}.mlp.c_fc", _UP, layout="conv1d"),
-    *_linear("transformer.h.{}.mlp.c_proj", _DOWN, layout="conv1d"),
-    *_norm("transformer.ln_f", "final_norm"),
+    *norm("transformer.h.{}.ln_1", _L + "attention_norm"),
+    *linear("transformer.h.{}.attn.c_attn", _Q, _K, _V, layout="conv1d"),
+    *linear("transformer.h.{}.attn.c_proj", _OUT, layout="conv1d"),
+    *norm("transformer.h.{}.ln_2", _L + "mlp_norm"),
+    *linear("transformer.h.{}.mlp.c_fc", _UP, layout="conv1d"),
+    *linear("transformer.h.{}.mlp.c_proj", _DOWN, layout="conv1d"),
+    *norm("transformer.ln_f", "final_norm"),
     *_HEAD,
 )
 GPTJ = (
     Row("transformer.wte.weight", ("embedding",)),
-    *_norm("transformer.h.{}.ln_1", _L + "attention_norm"),
-    *_linear("transformer.h.{}.attn.q_proj", _Q),
-    *_linear("transformer.h.{}.attn.k_proj", _K),
-    *_linear("transformer.h.{}.attn.v_proj", _V),
-    *_linear("transformer.h.{}.attn.out_proj", _OUT),
-    *_linear("transformer.h.{}.mlp.fc_in", _UP),
-    *_linear("transformer.h.{}.mlp.fc_out", _DOWN),
-    *_norm("transformer.ln_f", "final_norm"),
+    *norm("transformer.h.{}.ln_1", _L + "attention_norm"),
+    *linear("transformer.h.{}.attn.q_proj", _Q),
+    *linear("transformer.h.{}.attn.k_proj", _K),
+    *linear("transformer.h.{}.attn.v_proj", _V),
+    *linear("transformer.h.{}.attn.out_proj", _OUT),
+    *linear("transformer.h.{}.mlp.fc_in", _UP),
+    *linear("transformer.h.{}.mlp.fc_out", _DOWN),
+    *norm("transformer.ln_f", "final_norm"),
     *_HEAD,
 )
 NEOX = (
     Row("gpt_neox.embed_in.weight", ("embedding",)),
-    *_norm("gpt_neox.layers.{}.input_layernorm", _L + "attention_norm"),
-    *_norm("gpt_neox.layers.{}.post_attention_layernorm", _L + "mlp_norm"),
-    *_linear("gpt_neox.layers.{}.attention.query_key_value", _Q, _K, _V, layout="by_head"),
-    *_linear("gpt_neox.layers.{}.attention.dense", _OUT),
-    *_linear("gpt_neox.layers.{}.mlp.dense_h_to_4h", _UP),
-    *_linear("gpt_neox.layers.{}.mlp.dense_4h_to_h", _DOWN),
-    *_norm("gpt_neox.final_layer_norm", "final_norm"),
+    *norm("gpt_neox.layers.{}.input_layernorm", _L + "attention_norm"),
+    *norm("gpt_neox.layers.{}.post_attention_layernorm", _L + "mlp_norm"),
+    *linear("gpt_neox.layers.{}.attention.query_key_value", _Q, _K, _V, layout="by_head"),
+    *linear("gpt_neox.layers.{}.attention.dense", _OUT),
+    *linear("gpt_neox.layers.{}.mlp.dense_h_to_4h", _UP),
+    *linear("gpt_neox.layers.{}.mlp.dense_4h_to_h", _DOWN),
+    *norm("gpt_neox.final_layer_norm", "final_norm"),
     *(Row(row.theirs.replace("lm_head", "embed_out"), row.ours, row.layout) for row in _HEAD),
 )
 _BLOOM_LAYER = (
-    *_linear("transformer.h.{}.self_attention.query_key_value", _Q, _K, _V, layout="by_head"),
-    *_linear("transformer.h.{}.self_attention.dense", _OUT),
-    *_linear("transformer.h.{}.mlp.dense_h_to_4h", _UP),
-    *_linear("transformer.h.{}.mlp.dense_4h_to_h", _DOWN),
+    *linear("transformer.h.{}.self_attention.query_key_value", _Q, _K, _V, layout="by_head"),
+    *linear("transformer.h.{}.self_attention.dense", _OUT),
+    *linear("transformer.h.{}.mlp.dense_h_to_4h", _UP),
+    *linear("transformer.h.{}.mlp.dense_4h_to_h", _DOWN),
 )
 _BLOOM_OUTSIDE = (
     Row("transformer.word_embeddings.weight", ("embedding",)),
-    *_norm("transformer.word_embeddings_layernorm", "embedding_norm"),
-    *_norm("transformer.ln_f", "final_norm"),
+    *norm("transformer.word_embeddings_layernorm", "embedding_norm"),
+    *norm("transformer.ln_f", "final_norm"),
     *_HEAD,
 )
 BLOOM = (
     *_BLOOM_OUTSIDE,
-    *_norm("transformer.h.{}.input_layernorm", _L + "attention_norm"),
-    *_norm("transformer.h.{}.post_attention_layernorm", _L + "mlp_norm"),
+    *norm("transformer.h.{}.input_layernorm", _L + "attention_norm"),
+    *norm("transformer.h.{}.post_attention_layernorm", _L + "mlp_norm"),
     *_BLOOM_LAYER,
 )
 FALCON = (
     *_BLOOM_OUTSIDE,
-    *_norm("transformer.h.{}.input_layernorm", _L + "attention_norm", parallel_residual="none"),
-    *_norm("transformer.h.{}.post_attention_layernorm", _L + "mlp_norm", parallel_residual="none"),
-    *_norm("transformer.h.{}.input_layernorm", _L + "attention_norm", parallel_residual="one_norm"),
-    *_norm("transformer.h.{}.ln_attn", _L + "attention_norm", parallel_residual="two_norms"),
-    *_norm("transformer.h.{}.ln_mlp", _L + "mlp_norm", parallel_residual="two_norms"),
+    *norm("transformer.h.{}.input_layernorm", _L + "attention_norm", parallel_residual="none"),
+    *norm("transformer.h.{}.post_attention_layernorm", _L + "mlp_norm", parallel_residual="none"),
+    *norm("transformer.h.{}.input_layernorm", _L + "attention_norm", parallel_residual="one_norm"),
+    *norm("transformer.h.{}.ln_attn", _L + "attention_norm", parallel_residual="two_norms"),
+    *norm("transformer.h.{}.ln_mlp", _L + "mlp_norm", parallel_residual="two_norms"),
     *_BLOOM_LAYER,
 )
 
@@ -181,23 +182,23 @@ MIXTRAL = (
     *_LLAMA_OUTSIDE,
     *_LLAMA_NORMS,
     *_LLAMA_ATTENTION,
-    *_linear("model.layers.{}.block_sparse_moe.gate", _ROUTER),
-    *_linear("model.layers.{}.block_sparse_moe.experts.{}.w1", _EXPERT_GATE),
-    *_linear("model.layers.{}.block_sparse_moe.experts.{}.w3", _EXPERT_UP),
-    *_linear("model.layers.{}.block_sparse_moe.experts.{}.w2", _EXPERT_DOWN),
+    *linear("model.layers.{}.block_sparse_moe.gate", _ROUTER),
+    *linear("model.layers.{}.block_sparse_moe.experts.{}.w1", _EXPERT_GATE),
+    *linear("model.layers.{}.block_sparse_moe.experts.{}.w3", _EXPERT_UP),
+    *linear("model.layers.{}.block_sparse_moe.experts.{}.w2", _EXPERT_DOWN),
 )
 _QWEN_SHARED = (
-    *_linear("model.layers.{}.mlp.shared_expert.gate_proj", f"{_SHARED}.gate"),
-    *_linear("model.layers.{}.mlp.shared_expert.up_proj", f"{_SHARED}.up"),
-    *_linear("model.layers.{}.mlp.shared_expert.down_proj", f"{_SHARED}.down"),
-    *_linear("model.layers.{}.mlp.shared_expert_gate", f"{_SHARED}_gate"),
+    *linear("model.layers.{}.mlp.shared_expert.gate_proj", f"{_SHARED}.gate"),
+    *linear("model.layers.{}.mlp.shared_expert.up_proj", f"{_SHARED}.up"),
+    *linear("model.layers.{}.mlp.shared_expert.down_proj", f"{_SHARED}.down"),
+    *linear("model.layers.{}.mlp.shared_expert_gate", f"{_SHARED}_gate"),
 )
-_QWEN_MOE = (*LLAMA, *_linear("model.layers.{}.mlp.gate", _ROUTER), *_QWEN_SHARED)
+_QWEN_MOE = (*LLAMA, *linear("model.layers.{}.mlp.gate", _ROUTER), *_QWEN_SHARED)
 QWEN_MOE = (
     *_QWEN_MOE,
-    *_linear("model.layers.{}.mlp.experts.{}.gate_proj", _EXPERT_GATE),
-    *_linear("model.layers.{}.mlp.experts.{}.up_proj", _EXPERT_UP),
-    *_linear("model.layers.{}.mlp.experts.{}.down_proj", _EXPERT_DOWN),
+    *linear("model.layers.{}.mlp.experts.{}.gate_proj", _EXPERT_GATE),
+    *linear("model.layers.{}.mlp.experts.{}.up_proj", _EXPERT_UP),
+    *linear("model.layers.{}.mlp.experts.{}.down_proj", _EXPERT_DOWN),
 )
 # As transformers 5 has them in memory, which save_pretrained(save_original_format=False) writes.
 FUSED_EXPERTS = (
@@ -211,23 +212,23 @@ FUSED_EXPERTS = (
 DEEPSEEK_V3 = (
     *_LLAMA_OUTSIDE,
     *_LLAMA_NORMS,
-    *_linear("model.layers.{}.self_attn.q_proj", _Q),
-    *_linear("model.layers.{}.self_attn.q_a_proj", f"{_Q}_down"),
-    *_norm("model.layers.{}.self_attn.q_a_layernorm", f"{_Q}_norm"),
-    *_linear("model.layers.{}.self_attn.q_b_proj", f"{_Q}_up"),
-    *_linear("model.layers.{}.self_attn.kv_a_proj_with_mqa", f"{_L}attention.key_value_down"),
-    *_norm("model.layers.{}.self_attn.kv_a_layernorm", f"{_L}attention.key_value_norm"),
-    *_linear("model.layers.{}.self_attn.kv_b_proj", f"{_K}_up", f"{_V}_up", layout="within_heads"),
-    *_linear("model.layers.{}.self_attn.o_proj", _OUT),
+    *linear("model.layers.{}.self_attn.q_proj", _Q),
+    *linear("model.layers.{}.self_attn.q_a_proj", f"{_Q}_down"),
+    *norm("model.layers.{}.self_attn.q_a_layernorm", f"{_Q}_norm"),
+    *linear("model.layers.{}.self_attn.q_b_proj", f"{_Q}_up"),
+    *linear("model.layers.{}.self_attn.kv_a_proj_with_mqa", f"{_L}attention.key_value_down"),
+    *norm("model.layers.{}.self_attn.kv_a_layernorm", f"{_L}attention.key_value_norm"),
+    *linear("model.layers.{}.self_attn.kv_b_proj", f"{_K}_up", f"{_V}_up", layout="within_heads"),
+    *linear("model.layers.{}.self_attn.o_proj", _OUT),
     *_LLAMA_MLP,
     Row("model.layers.{}.mlp.gate.weight", (_ROUTER,), "linear"),
     Row("model.layers.{}.mlp.gate.e_score_correction_bias", (f"{_ROUTER}_expert_bias",)),
-    *_linear("model.layers.{}.mlp.experts.{}.gate_proj", _EXPERT_GATE),
-    *_linear("model.layers.{}.mlp.experts.{}.up_proj", _EXPERT_UP),
-    *_linear("model.layers.{}.mlp.experts.{}.down_proj", _EXPERT_DOWN),
-    *_linear("model.layers.{}.mlp.shared_experts.gate_proj", f"{_SHARED}.gate"),
-    *_linear("model.layers.{}.mlp.shared_experts.up_proj", f"{_SHARED}.up"),
-    *_linear("model.layers.{}.mlp.shared_experts.down_proj", f"{_SHARED}.down"),
+    *linear("model.layers.{}.mlp.experts.{}.gate_proj", _EXPERT_GATE),
+    *linear("model.layers.{}.mlp.experts.{}.up_proj", _EXPERT_UP),
+    *linear("model.layers.{}.mlp.experts.{}.down_proj", _EXPERT_DOWN),
+    *linear("model.layers.{}.mlp.shared_experts.gate_proj", f"{_SHARED}.gate"),
+    *linear("model.layers.{}.mlp.shared_experts.up_proj", f"{_SHARED}.up"),
+    *linear("model.layers.{}.mlp.shared_experts.down_proj", f"{_SHARED}.down"),
 )
 
 
@@ -240,10 +241,10 @@ def multi_token_rows(table: Sequence[Row], first_layer: int, depth: int) -> list
         if row.ours[0].startswith("layers.")
     ]
     own = (
-        *_norm("model.layers.{}.enorm", f"{stack}*.embedding_norm"),
-        *_norm("model.layers.{}.hnorm", f"{stack}*.hidden_norm"),
-        *_linear("model.layers.{}.eh_proj", f"{stack}*.projection"),
-        *_norm("model.layers.{}.shared_head.norm", f"{stack}*.final_norm"),
+        *norm("model.layers.{}.enorm", f"{stack}*.embedding_norm"),
+        *norm("model.layers.{}.hnorm", f"{stack}*.hidden_norm"),
+        *linear("model.layers.{}.eh_proj", f"{stack}*.projection"),
+        *norm("model.layers.{}.shared_head.norm", f"{stack}*.final_norm"),
     )
     return [dataclasses.replace(row, first_layer=first_layer) for row in (*own, *of_layer)]
 

@@ -190,6 +190,7 @@ class Engine:
         """
         serving.check()
         opened = open_model(run_dir, mesh, step, weights=serving.weight_dtype)
+        opened.model.config.check_generates()
         # Split here, so that the stacked arrays are gone before the memory for pages is counted.
         params = opened.model.per_layer(opened.restore())
         parts = (opened.model, params, opened.mesh, opened.tokenizer)

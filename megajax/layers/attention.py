@@ -42,6 +42,9 @@ class AttentionConfig:
     """Which of the rotary tables in the inputs to use."""
     rope_interleaved: bool
     alibi: bool
+    causal: bool
+    """A token attends to itself and the tokens before it; False: to all tokens of its segment. Padding is a segment of
+    its own."""
     window: int | None
     scale: float
     """Factor on the scores."""
@@ -53,6 +56,10 @@ class AttentionConfig:
     deterministic: bool
     init_std: float
     out_init_std: float
+    query_init_std: float | None = dataclasses.field(default=None, kw_only=True)
+    """Of the queries; None: init_std."""
+    relative_bias: bool = dataclasses.field(default=False, kw_only=True)
+    """Add `relative_bias` of the inputs to the scores (layers/relative_position.py)."""
 
     input_axis = "time"
     """Logical axis of the sequence in the layer's input."""
@@ -132,7 +139,7 @@ class AttentionConfig:
 
     def flops(self, sequence_length: int) -> Flops:
         window = min(self.window or sequence_length, sequence_length)
-        visible = window - window * (window - 1) / (2 * sequence_length)
+        visible = window - window * (window - 1) / (2 * sequence_length) if self.causal else sequence_length
         pair = 2 * (self.heads_dim + self.out_dim)  # per query-key pair: the score, and its contribution to the output
         return Flops(self.qkv_flops + self.out_flops, mixing=pair * sequence_length, mixing_causal=pair * visible)
 
@@ -143,7 +150,7 @@ class AttentionConfig:
                 self.out_dim,
                 self.flops(sequence_length)._replace(matmuls=0.0),
                 scores=self.num_heads * sequence_length * (6 if self.dropout else 3),  # as XLA compiles it for the CPU
-                needs_scores=self.dropout > 0 or self.backend == "reference",
+                needs_scores=self.dropout > 0 or self.backend == "reference" or self.alibi or self.relative_bias,
             ),
         }
 
@@ -163,7 +170,8 @@ class Attention(nnx.Module):
         N = config.num_heads
         K = config.num_kv_heads
         H = config.head_dim
-        self.query = Linear((D,), (N, H), ("embed", "heads", "head_dim"), config.init_std, rngs=rngs)
+        query_std = config.init_std if config.query_init_std is None else config.query_init_std
+        self.query = Linear((D,), (N, H), ("embed", "heads", "head_dim"), query_std, rngs=rngs)
         self.key = Linear((D,), (K, H), ("embed", "kv_heads", "head_dim"), config.init_std, rngs=rngs)
         self.value = Linear((D,), (K, H), ("embed", "kv_heads", "head_dim"), config.init_std, rngs=rngs)
         self.out = Linear((N, H), (D,), ("heads", "head_dim", "embed"), config.out_init_std, rngs=rngs)
@@ -182,18 +190,20 @@ class Attention(nnx.Module):
         """-> (out, cache).
 
         inputs: `cos_global` and `sin_global`, or `cos_local` and `sin_local` (config.rope); optionally `segment_ids`,
-            int32 [B, T].
+            int32 [B, T]; with config.relative_bias `relative_bias`, float32 [N, T, S].
         cache: has `attend(q, k, v, ...) -> (out, cache)`, see layers/kv_cache.py; None in training.
         dropout_key: for config.dropout of the attention probabilities; None: no dropout.
         """
         config = self.config
-        q_BTNH, k_BTKH, v_BTKH = (checkpoint_name(y, "qkv") for y in self._project(x_BTD))
+        q_BTNH, k_BTKH, v_BTKH = (checkpoint_name(y, "qkv") for y in self._project(x_BTD, has_gradient=cache is None))
         if config.qk_norm is not None:
             q_BTNH = self._normed(self.query_norm, q_BTNH)
             k_BTKH = self._normed(self.key_norm, k_BTKH)
         q_BTNH = rotated(q_BTNH, config, inputs)
         k_BTKH = rotated(k_BTKH, config, inputs)
         options = attention_options(config, self.sinks[...] if config.sinks else None)
+        if config.relative_bias:
+            options["bias"] = inputs["relative_bias"]
         if cache is not None:
             out_BTNH, cache = cache.attend(q_BTNH, k_BTKH, v_BTKH, **options)
         else:
@@ -205,14 +215,16 @@ class Attention(nnx.Module):
             return norm(x_BTNH)
         return norm(x_BTNH.reshape(*x_BTNH.shape[:2], -1)).reshape(x_BTNH.shape)
 
-    def _project(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _project(self, x_BTD: jax.Array, *, has_gradient: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values, computed by one matmul: concatenated per key-value head, the dim that `tensor`
         splits."""
         config = self.config
         K = config.num_kv_heads
         H = config.head_dim
         heads = config.num_heads // K
-        joined = side_by_side(x_BTD, (self.query, self.key, self.value), (config.embed_dim, K, -1, H), axis=2)
+        linears = (self.query, self.key, self.value)
+        shape = (config.embed_dim, K, -1, H)
+        joined = side_by_side(x_BTD, linears, shape, axis=2, has_gradient=has_gradient)
         q, k, v = jnp.split(joined, (heads, heads + 1), axis=3)
         q = self.query.add_bias(q.reshape(*x_BTD.shape[:2], config.num_heads, H))
         k = self.key.add_bias(k[..., 0, :])
@@ -237,7 +249,7 @@ def attention_options(config: AttentionConfig, sinks_N: jax.Array | None) -> dic
         method=config.context,
         backend=config.backend,
         deterministic=config.deterministic,
-        mask=AttentionMask(causal=True, window=config.window),
+        mask=AttentionMask(causal=config.causal, window=config.window),
         scale=config.scale,
         soft_cap=config.soft_cap,
         slopes=jnp.asarray(alibi_slopes(config.num_heads)) if config.alibi else None,
@@ -251,8 +263,13 @@ def attend(
     """Attention of a batch to itself, in training: within segments, with dropout."""
     segment_ids = inputs.get("segment_ids")
     segments = None if segment_ids is None else (segment_ids, segment_ids)
-    dropout = (config.dropout, dropout_key) if config.dropout and dropout_key is not None else None
+    dropout = dropout_of(config, dropout_key)
     return attention(q_BTNH, k_BTKH, v_BTKH, segments=segments, dropout=dropout, **options)
+
+
+def dropout_of(config: AttentionConfig, key: DropoutKey | None) -> tuple[float, DropoutKey] | None:
+    """The dropout of the probabilities as parallel/context.py's `attention` takes it."""
+    return (config.dropout, key) if config.dropout and key is not None else None
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:

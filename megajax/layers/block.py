@@ -22,6 +22,8 @@ from megajax.parameters import LAYER_AXES, Structure, is_per_layer, is_variable
 
 logger = logging.getLogger("megajax")
 
+MAX_PADDED = 4  # operands of a concatenation that XLA gives to that emitter (see `unstack`)
+
 
 class Stack(nnx.Module):
     def __init__(self, layers: Sequence[LayerConfig], *, scan: bool, rngs: nnx.Rngs, stages: Stages | None = None):
@@ -166,15 +168,30 @@ def unstack(tree) -> tuple:
     """Pytree of arrays [n, ...] -> n pytrees of arrays [...].
 
     The gradient is the concatenation of the layers' gradients. With plain indexing it would be a sum of n zero-padded
-    arrays, and every XLA fusion that reads it would evaluate n terms per element.
+    arrays, and every XLA fusion that reads it would evaluate n terms per element. Up to MAX_PADDED layers it is that
+    sum all the same: XLA has an emitter for concatenations of so few arrays that writes a single result, and the
+    optimizer would read the gradients three times, for the parameters and for each moment.
     """
     count = jax.tree.leaves(tree)[0].shape[0]
     return tuple(jax.tree.map(lambda a, i=i: a[i], tree) for i in range(count))
 
 
+def _stacked(*layers: jax.Array) -> jax.Array:
+    """Arrays [...] -> [n, ...]."""
+    if len(layers) > MAX_PADDED:
+        return jax.numpy.stack(layers)
+    zero = layers[0].dtype.type(0)
+    around = [(0, 0, 0)] * layers[0].ndim
+    rows = [
+        jax.lax.pad(layer[None], zero, [(number, len(layers) - 1 - number, 0), *around])
+        for number, layer in enumerate(layers)
+    ]
+    return functools.reduce(jax.numpy.add, rows)
+
+
 unstack.defvjp(
     lambda tree: (unstack(tree), None),
-    lambda _, gradients: (jax.tree.map(lambda *layers: jax.numpy.stack(layers), *gradients),),
+    lambda _, gradients: (jax.tree.map(_stacked, *gradients),),
 )
 
 

@@ -148,7 +148,7 @@ class LatentAttention(nnx.Module):
     def __call__(self, x_BTD: jax.Array, inputs: dict, cache=None, dropout_key: DropoutKey | None = None):
         """-> (out, cache), as Attention."""
         config = self.config
-        q_BTNH, latent_BTR, position_BT1P = self._project(x_BTD, inputs)
+        q_BTNH, latent_BTR, position_BT1P = self._project(x_BTD, inputs, has_gradient=cache is None)
         options = attention_options(config, self.sinks[...] if config.sinks else None)
         cached_BT1C = jnp.concatenate([latent_BTR[:, :, None], position_BT1P], -1)
         if cache is not None and not cache.is_empty:
@@ -161,12 +161,15 @@ class LatentAttention(nnx.Module):
             out_BTNV = attend(q_BTNH, k_BTNH, v_BTNV, config, inputs, dropout_key, options)
         return self.out(out_BTNV), cache
 
-    def _project(self, x_BTD: jax.Array, inputs: dict) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _project(
+        self, x_BTD: jax.Array, inputs: dict, *, has_gradient: bool
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
         """-> (queries [B, T, N, H + P], normalised latent [B, T, R], key of the positions [B, T, 1, P])."""
         config = self.config
         rank = config.latent.kv_rank
         down = (self.key_value_down,) if config.latent.q_rank is None else (self.key_value_down, self.query_down)
-        latents = checkpoint_name(side_by_side(x_BTD, down, (config.embed_dim, -1), axis=1), "latents")
+        joined = side_by_side(x_BTD, down, (config.embed_dim, -1), axis=1, has_gradient=has_gradient)
+        latents = checkpoint_name(joined, "latents")
         latent, position, of_queries = jnp.split(latents, (rank, rank + config.latent.rope_dim), -1)
         latent_BTR = constrain(self.key_value_norm(latent), "batch", "time", None)
         position_BT1P = rotated(constrain(position, "batch", "time", None)[:, :, None], config, inputs)

@@ -75,12 +75,16 @@ def grouped_side_by_side(rows_RK: jax.Array, linears: Sequence[GroupedLinear], s
     return grouped_matmul(rows_RK, [linear.weight[...] for linear in linears], sizes_E, linears[0].axes)
 
 
-def side_by_side(x: jax.Array, linears: Sequence[Linear], shape: Sequence[int], axis: int) -> jax.Array:
+def side_by_side(
+    x: jax.Array, linears: Sequence[Linear], shape: Sequence[int], axis: int, *, has_gradient: bool = True
+) -> jax.Array:  # fmt: skip
     """Multiplies x [..., D] by several weights in one matmul, without biases; results are concatenated along `axis`.
 
     shape: what each weight is reshaped to, [D, ...] with -1 at `axis`, which must not be a dim that the mesh splits.
+    has_gradient: False with a cache, where one product per weight is faster.
     """
-    return ops.matmul_side_by_side(x, [linear.weight[...].reshape(shape) for linear in linears], axis)
+    weights = [linear.weight[...].reshape(shape) for linear in linears]
+    return ops.matmul_side_by_side(x, weights, axis, has_gradient=has_gradient)
 
 
 def add_stacked_biases(y: jax.Array, linears: Sequence[Linear]) -> jax.Array:

@@ -79,7 +79,8 @@ class Mlp(nnx.Module):
     def __call__(self, x_BTD: jax.Array, *, generates: bool = False) -> tuple[jax.Array, Terms]:
         config = self.config
         wide = self._wide()
-        joined_BTWF = side_by_side(x_BTD, wide, (config.embed_dim, 1, config.mlp_dim), axis=1)
+        shape = (config.embed_dim, 1, config.mlp_dim)
+        joined_BTWF = side_by_side(x_BTD, wide, shape, axis=1, has_gradient=not generates)
         wide_BTWF = add_stacked_biases(constrain(joined_BTWF, "batch", "time", None, "mlp"), wide)
         hidden_BTF = activate(checkpoint_name(wide_BTWF, "mlp_wide"), config.activation)
         return self.down(checkpoint_name(hidden_BTF, "mlp_hidden")), Terms()

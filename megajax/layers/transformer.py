@@ -19,11 +19,11 @@ from megajax.mesh import MeshConfig
 from megajax.parallel.context import current_order
 from megajax.sharding import constrain
 
-NormPlacement = Literal["pre", "post", "sandwich"]
+NormPlacement = Literal["pre", "post", "sandwich", "post_residual"]
 ParallelResidual = Literal["none", "one_norm", "two_norms"]
 
 
-def _with_attention(saved: Saved) -> Saved:
+def saving_lse(saved: Saved) -> Saved:
     if "attention_out" not in saved.kept:
         return saved
     # Otherwise the attention would run again to get it; 4 bytes per head and token.
@@ -56,12 +56,17 @@ class TransformerLayerConfig:
     @property
     def norms_input(self) -> bool:
         """Whether the inputs of attention and MLP are normalised."""
-        return self.norm_placement != "post"
+        return self.norm_placement in ("pre", "sandwich")
 
     @property
     def norms_output(self) -> bool:
         """Whether their outputs are normalised before they are added."""
-        return self.norm_placement != "pre"
+        return self.norm_placement in ("post", "sandwich")
+
+    @property
+    def norms_residual(self) -> bool:
+        """Whether the residual stream is normalised after each addition."""
+        return self.norm_placement == "post_residual"
 
     @property
     def has_mlp_norm(self) -> bool:
@@ -77,6 +82,8 @@ class TransformerLayerConfig:
         return {"attention_norm": ("attention",), "mlp_norm": ("mlp",)}
 
     def build(self, rngs: nnx.Rngs) -> "TransformerLayer":
+        if self.norms_residual:
+            return PostNormTransformerLayer(self, rngs=rngs)
         layer = TransformerLayer if self.parallel_residual == "none" else ParallelTransformerLayer
         return layer(self, rngs=rngs)
 
@@ -85,10 +92,10 @@ class TransformerLayerConfig:
     ) -> "TransformerLayerConfig":
         """The same layer with the result of Saved.choose."""
         saved = Saved.choose(recompute, recomputed, offload, self._activation_names, self.modules)
-        return dataclasses.replace(self, saved=saved and _with_attention(saved))
+        return dataclasses.replace(self, saved=saved and saving_lse(saved))
 
     def saving_by_name(self) -> "TransformerLayerConfig":
-        everything = _with_attention(Saved(self._activation_names, ()))
+        everything = saving_lse(Saved(self._activation_names, ()))
         return self if self.saved else dataclasses.replace(self, saved=everything)
 
     @property
@@ -114,7 +121,9 @@ class TransformerLayerConfig:
             found["branch_out"] = Activation(2 * D, out + down)
         if self.parallel_residual == "none":
             found["residual_mid"] = Activation(D, Flops() if self.norms_output else out)
-        return found | self.mlp.activations()
+        if not self.norms_residual:
+            return found | self.mlp.activations()
+        return found | {"normed": Activation(D)} | self.mlp.activations() | {"residual_out": Activation(D, down)}
 
     def sent(self, mesh: MeshConfig, itemsize: int) -> dict[str, float]:
         # Attention and MLP each gather their input (latent attention: the latents) over `tensor` and scatter their
@@ -152,10 +161,10 @@ class TransformerLayer(nnx.Module):
 
         self.attention_norm = norm_if(config.norms_input)
         self.attention = config.attention.build(rngs)
-        self.attention_post_norm = norm_if(config.norms_output)
+        self.attention_post_norm = norm_if(config.norms_output or config.norms_residual)
         self.mlp_norm = norm_if(config.has_mlp_norm)
         self.mlp = config.mlp.build(rngs)
-        self.mlp_post_norm = norm_if(config.norms_output)
+        self.mlp_post_norm = norm_if(config.norms_output or config.norms_residual)
 
     def __call__(self, x_BTD: jax.Array, inputs: dict, cache, key: DropoutKey | None):
         keys = [None] * 3 if key is None else key.split(3)
@@ -191,6 +200,26 @@ class TransformerLayer(nnx.Module):
             y_BTD = (y_BTD.astype(jnp.float32) * self.residual_multiplier).astype(y_BTD.dtype)
         order = None if key is None else current_order(y_BTD.shape[1], self.context)
         return dropout(y_BTD, self.dropout, key, order)
+
+
+class PostNormTransformerLayer(TransformerLayer):
+    """norm(x + attention(x)), then norm(x + mlp(x)), as in the original transformer (Vaswani et al. 2017) and BERT."""
+
+    def __call__(self, x_BTD: jax.Array, inputs: dict, cache, key: DropoutKey | None):
+        keys = [None] * 3 if key is None else key.split(3)
+        x_BTD = checkpoint_name(x_BTD, "residual")
+        y_BTD, cache = self.attention(constrain(x_BTD, "batch", self.input_axis, None), inputs, cache, keys[0])
+        x_BTD = self._add_and_norm(self.attention_post_norm, "residual_mid", x_BTD, y_BTD, keys[1])
+        x_BTD = checkpoint_name(x_BTD, "normed")
+        y_BTD, terms = self.mlp(constrain(x_BTD, "batch", "time", None), generates=cache is not None)
+        return self._add_and_norm(self.mlp_post_norm, "residual_out", x_BTD, y_BTD, keys[2]), cache, terms
+
+    def _add_and_norm(self, norm: Norm, name: str, x_BTD: jax.Array, y_BTD: jax.Array, key: DropoutKey | None):
+        """norm(x + y), with the sum under this checkpoint name."""
+        y_BTD = self._branch_output(None, y_BTD, key)
+        if self.saved is not None:  # as in _branch_input
+            return norm.residual(checkpoint_name(x_BTD + y_BTD, name))[1]
+        return norm.residual(x_BTD, y_BTD)[1]
 
 
 class ParallelTransformerLayer(TransformerLayer):

@@ -75,8 +75,8 @@ class DecoderConfig(ModelConfig):
     norm_bias: bool = True
     """Bias of layernorm; rmsnorm has none."""
     norm_placement: NormPlacement = "pre"
-    """Normalise the inputs of attention and MLP (pre), their outputs before they are added (post, as in OLMo 2), or
-    both (sandwich, as in Gemma 2)."""
+    """Normalise the inputs of attention and MLP (pre), their outputs before they are added (post, as in OLMo 2), both
+    (sandwich, as in Gemma 2), or the residual stream after each addition (post_residual, as in BERT)."""
     embedding_norm: bool = False
     """Normalise the embeddings before the first layer (BLOOM)."""
     parallel_residual: ParallelResidual = "none"
@@ -170,6 +170,16 @@ class DecoderConfig(ModelConfig):
         return self.bias if self.mlp_bias is None else self.mlp_bias
 
     @property
+    def num_branches(self) -> int:
+        """Branches that are added to the residual stream."""
+        return 2 * self.num_layers
+
+    @property
+    def out_init_std(self) -> float:
+        """Of output projections."""
+        return self.init_std / math.sqrt(self.num_branches)
+
+    @property
     def padded_vocab_size(self) -> int:
         return padded_vocab_size(self.vocab_size, self.vocab_multiple)
 
@@ -202,9 +212,11 @@ class DecoderConfig(ModelConfig):
     def max_length(self) -> int | None:
         return self.max_positions if self.position == "learned" else None
 
-    def _layer_config(self, number: int, execution: ExecutionConfig) -> TransformerLayerConfig:
-        out_std = self.init_std / math.sqrt(2 * self.num_layers)
+    def has_experts(self, number: int) -> bool:
+        """Whether the layer with this number has experts."""
+        return self.moe.has_experts(number)
 
+    def _layer_config(self, number: int, execution: ExecutionConfig) -> TransformerLayerConfig:
         def is_nth(every: int | None) -> bool:
             return every is not None and (number + 1) % every == 0
 
@@ -225,6 +237,7 @@ class DecoderConfig(ModelConfig):
             rope=rope,
             rope_interleaved=self.rope.interleaved,
             alibi=self.position == "alibi",
+            causal=True,
             window=window,
             scale=self.attention_multiplier or 1.0 / math.sqrt(width_of_query),
             soft_cap=self.attention_soft_cap,
@@ -234,7 +247,7 @@ class DecoderConfig(ModelConfig):
             backend=execution.attention_backend,
             deterministic=execution.deterministic,
             init_std=self.init_std,
-            out_init_std=out_std,
+            out_init_std=self.out_init_std,
         )
         if self.latent.kv_rank is None:
             attention = AttentionConfig(**fields)
@@ -242,7 +255,7 @@ class DecoderConfig(ModelConfig):
             attention = LatentAttentionConfig(**fields, latent=self.latent, norm=self.norm_config)
         layer = TransformerLayerConfig(
             attention=attention,
-            mlp=self._feed_forward(number, execution, out_std),
+            mlp=self._feed_forward(number, execution),
             norm=self.norm_config,
             norm_placement=self.norm_placement,
             parallel_residual=self.parallel_residual,
@@ -251,18 +264,18 @@ class DecoderConfig(ModelConfig):
         )
         return layer.saving(execution.recompute_of(number), execution.recompute_modules, execution.offload)
 
-    def _feed_forward(self, number: int, execution: ExecutionConfig, out_std: float) -> FeedForwardConfig:
+    def _feed_forward(self, number: int, execution: ExecutionConfig) -> FeedForwardConfig:
         D = self.embed_dim
         F = self.width_of_mlp
-        if not self.moe.has_experts(number):
-            return MlpConfig(D, F, self.activation, self.has_mlp_bias, self.init_std, out_std)
+        if not self.has_experts(number):
+            return MlpConfig(D, F, self.activation, self.has_mlp_bias, self.init_std, self.out_init_std)
         return ExpertsConfig(
             moe=self.moe,
             embed_dim=D,
             mlp_dim=self.moe.expert_dim or F,
             activation=self.activation,
             init_std=self.init_std,
-            out_init_std=out_std,
+            out_init_std=self.out_init_std,
             context=execution.context_attention,
             dispatch=execution.expert_dispatch,
             buffer=execution.expert_buffer,
@@ -280,6 +293,14 @@ class DecoderConfig(ModelConfig):
         self._check_divides(mesh)
 
     def _check_sizes(self, sequence_length: int) -> None:
+        self._check_heads()
+        if self.position == "learned" and sequence_length > self.max_positions:
+            raise ValueError(
+                f"training.sequence_length={sequence_length} is longer than model.max_positions={self.max_positions}; "
+                f"use --model.max_positions={sequence_length} or --model.position=rope"
+            )
+
+    def _check_heads(self) -> None:
         if self.head_dim is None and self.embed_dim % self.num_heads:
             raise ValueError(
                 f"model.embed_dim={self.embed_dim} is not divisible by model.num_heads={self.num_heads}; "
@@ -290,16 +311,16 @@ class DecoderConfig(ModelConfig):
                 f"model.num_heads={self.num_heads} is not divisible by model.num_kv_heads={self.kv_heads}; "
                 "each key-value head serves the same number of query heads"
             )
-        if self.position == "learned" and sequence_length > self.max_positions:
-            raise ValueError(
-                f"training.sequence_length={sequence_length} is longer than model.max_positions={self.max_positions}; "
-                f"use --model.max_positions={sequence_length} or --model.position=rope"
-            )
 
     def _check_choices(self) -> None:
         """Raises ValueError for choices that have no effect or contradict each other."""
         if self.full_attention_every is not None and self.window is None:
             raise ValueError("model.full_attention_every needs a window: set --model.window, or leave it out")
+        if self.parallel_residual != "none" and self.norm_placement == "post_residual":
+            raise ValueError(
+                f"model.parallel_residual={self.parallel_residual} adds attention and MLP at once, and "
+                "model.norm_placement=post_residual normalises between them; use --model.parallel_residual=none"
+            )
         if self.parallel_residual == "one_norm" and self.norm_placement == "post":
             raise ValueError(
                 "model.parallel_residual=one_norm shares the input norm of attention and MLP, which "
@@ -347,29 +368,36 @@ class DecoderConfig(ModelConfig):
                 )
 
     def _check_divides(self, mesh: MeshConfig) -> None:
+        check_embedding_divides(mesh, self.vocab_size, self.vocab_multiple, self.embed_dim)
         vocab_shards = mesh.tensor * mesh.pipeline
-        if self.padded_vocab_size % vocab_shards:
-            raise ValueError(
-                f"model.vocab_size={self.vocab_size}, padded to {self.padded_vocab_size}, is not divisible by "
-                f"{vocab_shards} = mesh.tensor({mesh.tensor}) * mesh.pipeline({mesh.pipeline}); "
-                f"use --model.vocab_multiple={math.lcm(self.vocab_multiple, vocab_shards)}"
-            )
         if self.position == "learned" and self.max_positions % vocab_shards:
             raise ValueError(
                 f"model.max_positions={self.max_positions} is not divisible by {vocab_shards} = mesh.tensor("
                 f"{mesh.tensor}) * mesh.pipeline({mesh.pipeline}); "
                 f"use --model.max_positions={-(-self.max_positions // vocab_shards) * vocab_shards}"
             )
-        if self.embed_dim % mesh.weight_shards:
-            raise ValueError(
-                f"model.embed_dim={self.embed_dim} is not divisible by {mesh.weight_shards} = mesh.fsdp({mesh.fsdp}) * "
-                f"mesh.context({mesh.context}), over which weights are sharded; use --mesh.fsdp="
-                f"{math.gcd(self.embed_dim // math.gcd(self.embed_dim, mesh.context), mesh.fsdp)}"
-            )
 
 
 def padded_vocab_size(vocab_size: int, multiple: int) -> int:
     return -(-vocab_size // multiple) * multiple
+
+
+def check_embedding_divides(mesh: MeshConfig, vocab_size: int, vocab_multiple: int, embed_dim: int) -> None:
+    """Raises ValueError if the mesh does not divide the vocabulary embedding [padded vocabulary, embed_dim]."""
+    padded = padded_vocab_size(vocab_size, vocab_multiple)
+    vocab_shards = mesh.tensor * mesh.pipeline
+    if padded % vocab_shards:
+        raise ValueError(
+            f"model.vocab_size={vocab_size}, padded to {padded}, is not divisible by {vocab_shards} = mesh.tensor("
+            f"{mesh.tensor}) * mesh.pipeline({mesh.pipeline}); "
+            f"use --model.vocab_multiple={math.lcm(vocab_multiple, vocab_shards)}"
+        )
+    if embed_dim % mesh.weight_shards:
+        raise ValueError(
+            f"model.embed_dim={embed_dim} is not divisible by {mesh.weight_shards} = mesh.fsdp({mesh.fsdp}) * "
+            f"mesh.context({mesh.context}), over which weights are sharded; use --mesh.fsdp="
+            f"{math.gcd(embed_dim // math.gcd(embed_dim, mesh.context), mesh.fsdp)}"
+        )
 
 
 class Decoder(OneStack):

@@ -103,6 +103,9 @@ class ModelConfig:
     kind: str
     vocab_size: int
     """Number of token ids of the model."""
+    reads_source: ClassVar[bool] = False
+    """Whether the model reads a text and writes another: its module has `encode` (inference/sequence_to_sequence.py).
+    """
 
     def __init_subclass__(cls, **options):
         super().__init_subclass__(**options)
@@ -157,6 +160,27 @@ class ModelConfig:
         """FLOPs per token of the forward pass."""
         layers = [layer.flops(sequence_length) for layer in self.layers(ExecutionConfig())]
         return sum(layers, self.flops_outside(sequence_length))
+
+    def check_data(self, kind: str) -> None:
+        """Raises ValueError for a data.kind that is not one of `data_kinds`."""
+        if kind not in self.data_kinds:
+            known = " or ".join(self.data_kinds)
+            raise ValueError(
+                f"data.kind={kind} has no labels for this model.kind={self.kind}, which learns from {known}; use "
+                f"--data.kind={self.data_kinds[0]}"
+            )
+
+    @property
+    def data_kinds(self) -> tuple[str, ...]:
+        """The data.kinds whose labels the model learns, the usual one first; none: it cannot be trained."""
+        return ("documents", "conversations")
+
+    def check_labels(self, labels: Any) -> None:
+        """Raises ValueError if the model does not have the classes of the data. labels: Labels
+        (data/samples/classification.py), None: the labels are tokens."""
+
+    def check_generates(self) -> None:
+        """Raises ValueError for a model that does not continue text."""
 
     def generating_stacks(self, execution: ExecutionConfig) -> dict[str, tuple[LayerConfig, ...]]:
         """The stacks that generation runs."""

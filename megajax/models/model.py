@@ -210,9 +210,9 @@ class Model:
 
     def num_active_parameters(self) -> int:
         """Number of parameters that each token uses: of the experts only its own, as the FLOPs of the layers say."""
-        multiplied = sum(p.size for p in self.parameters if p.is_in_a_layer and p.record.is_multiplied)
-        flops = self.config.forward_flops(1).matmuls - self.config.flops_outside(1).matmuls
-        return self.num_parameters() - multiplied + round(flops / 2)
+        of_experts = sum(p.size for p in self.parameters if "experts" in p.record.axes and p.record.is_multiplied)
+        routed = self.config.forward_flops(1).routed
+        return self.num_parameters() - of_experts + round(routed / 2)
 
     @functools.cached_property
     def parameters(self) -> list["CountedParameter"]:

@@ -40,7 +40,7 @@ class AttentionMask:
 
     causal: bool
     window: int | None = None
-    """A query attends to itself and the window - 1 keys before it; None: all."""
+    """With causal: a query attends to itself and the window - 1 keys before it; None: all."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +68,7 @@ def attention(
     dropout: tuple[float, tuple[jax.Array, jax.Array]] | None = None,
     slopes: jax.Array | None = None,
     sinks: jax.Array | None = None,
+    bias: jax.Array | None = None,
     over_heads: bool = False,
     backend: Backend = "auto",
     deterministic: bool = False,
@@ -79,6 +80,8 @@ def attention(
         supports it.
     sinks: float32 [N]; adds a key per head with this score and no value, which takes its share of the softmax
         (gpt-oss). Works with any backend: it scales the output, using the log-sum-exp.
+    bias: float32 [N, T, S]; added to the scores of every row (T5's relative positions). It gets a gradient. Only the
+        reference supports it.
     segments: int32 ([B, T], [B, S]); a query attends only to keys of its own segment (packed documents).
     indices: int32 ([B, T], [B, S]), positions of queries and keys in the sequence, if not 0, 1, 2, ... (a cache).
     dropout: (rate, (key, number of the sample in row 0)); which probabilities are dropped depends on the key, the
@@ -91,10 +94,11 @@ def attention(
     rate, key = dropout or (0.0, None)
     order = backend_order(backend, q_BTNH, k_BSKH, mask, packed=segments is not None)
     how = (soft_cap, rate, indices, deterministic, slopes is not None)
-    chosen = choose_backend(q_BTNH, order, *how, v_BSKH.shape[-1], segments is not None)
+    others = dict(has_bias=bias is not None, other_keys=segments is not None and segments[0] is not segments[1])
+    chosen = choose_backend(q_BTNH, order, *how, v_BSKH.shape[-1], segments is not None, **others)
     options = _Options(mask, scale, soft_cap, rate, chosen, deterministic, over_heads)
     arrays = (segments, indices, None if key is None else (jax.random.key_data(key[0]), key[1]), slopes)
-    return _attention(q_BTNH, k_BSKH, v_BSKH, sinks, arrays, options)
+    return _attention(q_BTNH, k_BSKH, v_BSKH, sinks, bias, arrays, options)
 
 
 # Head dims of queries and keys, and of values, that differ: those of DeepSeek-V2 and -V3.
@@ -136,18 +140,20 @@ def backend_order(
 
 def choose_backend(
     q_BTNH, order: tuple[Backend, ...], soft_cap: float | None, dropout: float, indices, deterministic: bool,
-    alibi: bool = False, value_dim: int | None = None, biased: bool = False
+    alibi: bool = False, value_dim: int | None = None, biased: bool = False, *, has_bias: bool = False,
+    other_keys: bool = False
 ) -> Backend:  # fmt: skip
     """The first backend in the order that supports the inputs; logs why earlier ones do not.
 
     value_dim: head dim of the values; None: that of queries and keys. biased: cuDNN would need a bias for the mask.
+    has_bias: a bias is added to the scores. other_keys: queries and keys have different segments.
     """
     dtype = q_BTNH.dtype
     head_dim = q_BTNH.shape[-1]
     heads = (head_dim, value_dim or head_dim)
     is_latent = heads == CUDNN_LATENT_HEADS
     capability = compat.compute_capability()
-    both = {"key-value cache": indices is not None, "dropout": dropout > 0, "ALiBi": alibi}
+    both = {"key-value cache": indices is not None, "dropout": dropout > 0, "ALiBi": alibi, "bias": has_bias}
     cudnn = {
         "no NVIDIA GPU": compat.mesh_platform() not in ("gpu", "cuda"),
         # Older than Ampere. Heads of latent attention need Hopper, which JAX looks for on this machine.
@@ -163,12 +169,14 @@ def choose_backend(
         **both,
     }
 
+    kernel = {"keys of another sequence": other_keys}  # it takes the segments of the queries for theirs
+
     def first(reasons: dict[str, bool]) -> str:
         return next((reason for reason, holds in reasons.items() if holds), "")
 
     problems = {
         "cudnn": lambda: first(cudnn) or compat.cudnn_attention_problem(),
-        "pallas": lambda: compat.mosaic_problem() or _kernel_problem(*heads, dtype) or first(both),
+        "pallas": lambda: compat.mosaic_problem() or _kernel_problem(*heads, dtype) or first(both | kernel),
         "reference": lambda: "",
     }
     refused = []
@@ -229,9 +237,9 @@ def _log_choice(backend: str, reason: str) -> None:
 # ----------------------------------------------------------------------------- derivative and sharding
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attention(q, k, v, sinks, arrays, options):
-    return _forward(q, k, v, sinks, arrays, options)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _attention(q, k, v, sinks, bias, arrays, options):
+    return _forward(q, k, v, sinks, bias, arrays, options)[0]
 
 
 def _specs(q, k, arrays, options):
@@ -251,51 +259,56 @@ def _specs(q, k, arrays, options):
     return queries, keys, lse, heads, (pair(segments), pair(indices), None if key is None else P(), heads)
 
 
-def _forward(q, k, v, sinks, arrays, options):
+def _forward(q, k, v, sinks, bias, arrays, options):
     queries, keys, lse_spec, heads, others = _specs(q, k, arrays, options)
     body = functools.partial(_forward_body, options=options)
-    out, lse = manual(body, (queries, keys, keys, heads, others), (queries, lse_spec))(q, k, v, sinks, arrays)
+    run = manual(body, (queries, keys, keys, heads, heads, others), (queries, lse_spec))
+    out, lse = run(q, k, v, sinks, bias, arrays)
     out = checkpoint_name(out, "attention_out")
     lse = checkpoint_name(lse, "attention_lse")
-    return out, (q, k, v, sinks, out, lse, arrays)
+    return out, (q, k, v, sinks, bias, out, lse, arrays)
 
 
 def _backward(options, residuals, d_out):
-    q, k, v, sinks, out, lse, arrays = residuals
+    q, k, v, sinks, bias, out, lse, arrays = residuals
     queries, keys, lse_spec, heads, others = _specs(q, k, arrays, options)
     body = functools.partial(_backward_body, options=options, lse_spec=lse_spec)
-    run = manual(body, (queries, keys, keys, heads, queries, lse_spec, queries, others), (queries, keys, keys, heads))
-    return *run(q, k, v, sinks, out, lse, d_out, arrays), None
+    gradients = (queries, keys, keys, heads, heads)
+    run = manual(body, (*gradients, queries, lse_spec, queries, others), gradients)
+    return *run(q, k, v, sinks, bias, out, lse, d_out, arrays), None
 
 
 _attention.defvjp(_forward, _backward)
 
 
-def _forward_body(q, k, v, sinks, arrays, *, options):
+def _forward_body(q, k, v, sinks, bias, arrays, *, options):
     if options.over_heads:
         q, k, v, arrays = _to_heads((q, k, v), arrays)
     if options.backend == "cudnn":
         bias = _segment_bias(arrays[0], q.dtype)
-        results = compat.cudnn_attention_forward(q, k, v, bias, scale=options.scale, window=options.mask.window)
+        mask = options.mask
+        settings = dict(scale=options.scale, window=mask.window, causal=mask.causal)
+        results = compat.cudnn_attention_forward(q, k, v, bias, **settings)
         out, lse = compat.vary(results, compat.varying_axes(q))
     elif options.backend == "pallas":
         bounds = _key_bounds(q, k, arrays[0], options.mask)
         results = kernel_forward(q, k, v, *bounds, scale=options.scale, soft_cap=options.soft_cap)
         out, lse = compat.vary(results, compat.varying_axes(q))
     else:
-        out, lse = _local_reference(q, k, v, arrays, options)
+        out, lse = _local_reference(q, k, v, bias, arrays, options)
     out, lse = with_sinks(out, lse, sinks)
     return (_to_sequence(out), lse) if options.over_heads else (out, lse)
 
 
-def _backward_body(q, k, v, sinks, out, lse, d_out, arrays, *, options, lse_spec):
+def _backward_body(q, k, v, sinks, bias, out, lse, d_out, arrays, *, options, lse_spec):
+    d_bias = None
     if options.over_heads:
         q, k, v, out, d_out, arrays = _to_heads((q, k, v, out, d_out), arrays)
     if options.backend == "cudnn":
         bias = _segment_bias(arrays[0], q.dtype)
-        scale = options.scale
-        window = options.mask.window
-        results = compat.cudnn_attention_backward(q, k, v, out, lse, d_out, bias, scale=scale, window=window)
+        mask = options.mask
+        settings = dict(scale=options.scale, window=mask.window, causal=mask.causal)
+        results = compat.cudnn_attention_backward(q, k, v, out, lse, d_out, bias, **settings)
         gradients = compat.vary(results, compat.varying_axes(q))
     elif options.backend == "pallas":
         bounds = _key_bounds(q, k, arrays[0], options.mask)
@@ -303,10 +316,15 @@ def _backward_body(q, k, v, sinks, out, lse, d_out, arrays, *, options, lse_spec
         results = kernel_backward(q, k, v, out, lse, d_out, *bounds, **settings)
         gradients = compat.vary(results, compat.varying_axes(q))
     else:
-        _, vjp = jax.vjp(lambda q, k, v: with_sinks(*_local_reference(q, k, v, arrays, options), sinks)[0], q, k, v)
-        gradients = vjp(d_out)
+
+        def local(q, k, v, bias):
+            return with_sinks(*_local_reference(q, k, v, bias, arrays, options), sinks)[0]
+
+        _, vjp = jax.vjp(local, q, k, v, compat.vary(bias, compat.varying_axes(q)))
+        *gradients, d_bias = vjp(d_out)
+        d_bias = None if bias is None else _sum_of_tokens(d_bias, lse_spec)
     d_sinks = gradient_of_sinks(sinks, out, lse, d_out, lse_spec)
-    return *(map(_to_sequence, gradients) if options.over_heads else gradients), d_sinks
+    return *(map(_to_sequence, gradients) if options.over_heads else gradients), d_sinks, d_bias
 
 
 def with_sinks(out_BTNH, lse_BNT, sinks_N):
@@ -331,7 +349,12 @@ def gradient_of_sinks(sinks_N, out_BTNH, lse_BNT, d_out_BTNH, lse_spec: P):
     share_BNT = jnp.exp(sinks_N[:, None] - lse_BNT)
     product_BTN = jnp.sum(out_BTNH.astype(jnp.float32) * d_out_BTNH.astype(jnp.float32), -1)
     d_sinks_N = -jnp.sum(share_BNT * product_BTN.swapaxes(1, 2), (0, 2))
-    return lax.psum(d_sinks_N, tuple(axis for entry in (lse_spec[0], lse_spec[2]) for axis in axes_of(entry)))
+    return _sum_of_tokens(d_sinks_N, lse_spec)
+
+
+def _sum_of_tokens(gradient, lse_spec: P):
+    """The gradient of what all tokens share, summed over the devices that hold others."""
+    return lax.psum(gradient, tuple(axis for entry in (lse_spec[0], lse_spec[2]) for axis in axes_of(entry)))
 
 
 def _to_heads(arrays, others):
@@ -374,15 +397,15 @@ def _segment_bias(segments, dtype: jnp.dtype) -> jax.Array | None:
     return jnp.where(same, 0.0, MASKED_SCORE).astype(dtype)
 
 
-def _local_reference(q, k, v, arrays, options):
+def _local_reference(q, k, v, bias, arrays, options):
     """The reference on this device's heads, with their positions and segments."""
     segments, indices, key, slopes = arrays
     if indices is None:
-        indices = (jnp.arange(q.shape[1])[None],) * 2
+        indices = (jnp.arange(q.shape[1])[None], jnp.arange(k.shape[1])[None])
     head_axes = (*HEAD_AXES, *TIME_AXES) if options.over_heads else HEAD_AXES
     keep = dropout_mask(key, options.dropout, q, indices, head_axes) if options.dropout > 0 else None
     how = (options.mask, options.scale, options.soft_cap)
-    return reference_attention(q, k, v, *how, segments, indices, keep, slopes)
+    return reference_attention(q, k, v, *how, segments, indices, keep, slopes, bias)
 
 
 def _part_index(axes):
@@ -415,7 +438,7 @@ def dropout_mask(key, rate, q_BTNH, indices, head_axes=HEAD_AXES):
 
 
 def reference_attention(
-    q_BTNH, k_BSKH, v_BSKH, mask, scale, soft_cap, segments, indices, keep_BNTS=None, slopes_N=None
+    q_BTNH, k_BSKH, v_BSKH, mask, scale, soft_cap, segments, indices, keep_BNTS=None, slopes_N=None, bias_NTS=None
 ):
     """The formula of attention, with T x S scores in memory -> (out [B,T,N,H], log-sum-exp [B,N,T] float32).
 
@@ -427,6 +450,8 @@ def reference_attention(
     scores_BKGTS = dot("btkgh,bskh->bkgts", q_BTKGH, k_BSKH) * scale
     if soft_cap is not None:
         scores_BKGTS = soft_cap * jnp.tanh(scores_BKGTS / soft_cap)
+    if bias_NTS is not None:
+        scores_BKGTS += bias_NTS.reshape(scores_BKGTS.shape[1:])
     distance_BTS = indices[0][:, :, None] - indices[1][:, None, :]
     if slopes_N is not None:
         slopes_KG11 = slopes_N.reshape(k_BSKH.shape[2], -1, 1, 1)

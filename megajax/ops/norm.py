@@ -36,6 +36,23 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, epsilon: float) 
     return (centred * inverse_std * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
 
 
+def gated_rms_norm(x: jax.Array, gate: jax.Array, scale: jax.Array, num_groups: int, epsilon: float) -> jax.Array:
+    """rms_norm of x * silu(gate), each of `num_groups` parts of the channels by itself, times scale -> x's dtype.
+
+    x, gate [..., *C], scale [*C]. Only x and gate are saved for the backward pass (Dao and Gu 2024).
+    """
+
+    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)
+    def run(x, gate, scale):
+        rows = x.shape[: x.ndim - scale.ndim]
+        gated = x.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
+        parts = gated.reshape(*rows, num_groups, -1)
+        inverse_rms = lax.rsqrt(jnp.mean(parts * parts, -1, keepdims=True) + epsilon)
+        return ((parts * inverse_rms).reshape(x.shape) * scale.astype(jnp.float32)).astype(x.dtype)
+
+    return run(x, gate, scale)
+
+
 def residual_norm(
     x_BTD: jax.Array, y_BTD: jax.Array | None, scale_D: jax.Array, bias_D: jax.Array | None, epsilon: float
 ) -> tuple[jax.Array, jax.Array]:

@@ -6,8 +6,9 @@ The first two split the sequence into 2 C chunks and give device i the chunks i 
 device does the same amount of work in causal attention. The loader puts tokens, labels, positions and segments into
 this order once (`sequence_order`). A device attends to its own keys, and then to those of every other device r in turn:
 with r < i all its queries attend to the first chunk of keys, with r > i its second chunk of queries attends to all
-keys, and fully masked blocks are skipped. The results are merged by their log-sum-exps (Liu et al. 2023,
-https://arxiv.org/abs/2310.01889; Brandon et al. 2023, https://arxiv.org/abs/2311.09431).
+keys, and fully masked blocks are skipped. Without a causal mask all its queries attend to all keys. The results are
+merged by their log-sum-exps (Liu et al. 2023, https://arxiv.org/abs/2310.01889; Brandon et al. 2023,
+https://arxiv.org/abs/2311.09431).
 
     ring         keys and values, and later their gradients, are sent around the ring while the current ones are used
     all_gather   every device gathers them first: fewer, larger messages, all keys and values in memory
@@ -17,6 +18,7 @@ https://arxiv.org/abs/2310.01889; Brandon et al. 2023, https://arxiv.org/abs/231
 import dataclasses
 import functools
 import logging
+from collections.abc import Sequence
 from typing import Literal
 
 import jax
@@ -30,7 +32,7 @@ from megajax import compat
 from megajax.current_mesh import axis_size, free_axes, is_inside_pipeline, manual
 from megajax.ops import attention as local
 from megajax.ops.attention import MASKED_SCORE, AttentionMask
-from megajax.sharding import TIME_AXES, activation_spec
+from megajax.sharding import TIME_AXES, activation_spec, constrain
 
 logger = logging.getLogger("megajax")
 
@@ -52,6 +54,28 @@ def current_order(length: int, method: ContextMethod) -> np.ndarray:
     return sequence_order(length, axis_size(AXIS), method)
 
 
+def current_pieces(method: ContextMethod) -> tuple[int, ...]:
+    """The number in the sequence of each stored piece: sequence_order consists of this many pieces of equal length, of
+    consecutive tokens. A recurrent layer passes its state from piece to piece in the order of their numbers."""
+    num_ranks = axis_size(AXIS)
+    num_pieces = num_ranks if num_ranks == 1 or method == "all_to_all" else 2 * num_ranks
+    return tuple(sequence_order(num_pieces, num_ranks, method).tolist())
+
+
+def before_pieces(array_BT: jax.Array, count: int, pieces: Sequence[int], axes: Sequence[str | None]) -> jax.Array:
+    """[B, T, ...] -> [B, I, count, ...]: the last tokens of the piece before each piece of T (current_pieces), zeros
+    before the first. axes: logical axes of the further dims."""
+    split = array_BT.reshape(array_BT.shape[0], len(pieces), -1, *array_BT.shape[2:])
+    ends = constrain(split[:, :, -count:], "batch", None, None, *axes)
+    stored = {number: index for index, number in enumerate(pieces)}
+    nothing = jnp.zeros_like(ends[:, 0])
+    found = [ends[:, stored[number - 1]] if number else nothing for number in pieces]
+    # Whole here too, so that the gradients are gathered before they are taken apart: XLA would send each by itself, and
+    # inside a pipeline stage such messages wait for the other stages.
+    whole = constrain(jnp.stack(found, 1), "batch", None, None, *axes)
+    return constrain(whole, "batch", "time", None, *axes)
+
+
 def attention(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
@@ -66,6 +90,7 @@ def attention(
     dropout: tuple[float, tuple[jax.Array, jax.Array]] | None = None,
     slopes: jax.Array | None = None,
     sinks: jax.Array | None = None,
+    bias: jax.Array | None = None,
     backend: local.Backend = "auto",
     deterministic: bool = False,
 ) -> jax.Array:
@@ -78,10 +103,10 @@ def attention(
     arguments = dict(mask=mask, scale=scale, soft_cap=soft_cap, segments=segments, dropout=dropout, backend=backend)
     arguments |= dict(slopes=slopes, sinks=sinks, deterministic=deterministic)
     if indices is not None or free_axes().get(AXIS, 1) == 1:
-        return local.attention(q_BTNH, k_BSKH, v_BSKH, indices=indices, **arguments)
+        return local.attention(q_BTNH, k_BSKH, v_BSKH, indices=indices, bias=bias, **arguments)
+    assert bias is None, "a bias is for whole sequences"
     if method == "all_to_all":
         return local.attention(q_BTNH, k_BSKH, v_BSKH, over_heads=True, **arguments)
-    assert mask.causal, "zigzag is for causal attention"
     if method == "ring" and is_inside_pipeline():
         # A ppermute involves all devices of the mesh, and a stage that does not execute it in this tick does not take
         # part: on CPU the others would wait for it forever. A gather involves only the devices of one stage.
@@ -92,7 +117,7 @@ def attention(
     how = (soft_cap, rate, None, deterministic, slopes is not None)
     biased = segments is not None or mask.window is not None
     chosen = local.choose_backend(q_BTNH, order, *how, v_BSKH.shape[-1], biased)
-    options = _Options(method, mask.window, scale, soft_cap, rate, chosen, deterministic)
+    options = _Options(method, mask, scale, soft_cap, rate, chosen, deterministic)
     key = None if key is None else (jax.random.key_data(key[0]), key[1])
     arrays = (None if segments is None else segments[0], key, slopes)
     return _attention(q_BTNH, k_BSKH, v_BSKH, sinks, arrays, options)
@@ -106,7 +131,7 @@ def _log_method(method: str) -> None:
 @dataclasses.dataclass(frozen=True)
 class _Options:
     method: ContextMethod
-    window: int | None
+    mask: AttentionMask
     scale: float
     soft_cap: float | None
     dropout: float
@@ -165,6 +190,9 @@ def _forward_body(q, k, v, sinks, arrays, *, options):
         def earlier():
             return blocks.forward(q, k[:, :half], v[:, :half], blocks.own, _first(theirs, half))
 
+        def all_pairs():
+            return blocks.forward(q, k, v, blocks.own, theirs)
+
         def later():
             new, new_lse = blocks.forward(q[:, half:], k, v, _second(blocks.own, half), theirs)
             return _pad_front(new, 0.0), _pad_front(new_lse, MASKED_SCORE, axis=2)
@@ -178,6 +206,8 @@ def _forward_body(q, k, v, sinks, arrays, *, options):
 
             return out * weight(lse) + new * weight(new_lse), total
 
+        if not options.mask.causal:
+            return (merged(all_pairs), sent), None
         branches = [lambda: (out, lse), lambda: merged(earlier), lambda: merged(later)]
         return (lax.switch(blocks.branch(others.source(j)), branches), sent), None
 
@@ -203,6 +233,10 @@ def _backward_body(q, k, v, sinks, out, lse, d_out, arrays, *, options, lse_spec
             new_q, *new = blocks.backward(q, k[:, :half], v[:, :half], *arguments)
             return d_q + new_q, *map(_pad_back, new)
 
+        def all_pairs():
+            new_q, *new = blocks.backward(q, k, v, out, lse, d_out, blocks.own, theirs)
+            return d_q + new_q, *new
+
         def later():
             arguments = (out[:, half:], lse[..., half:], d_out[:, half:], _second(blocks.own, half), theirs)
             new_q, *new = blocks.backward(q[:, half:], k, v, *arguments)
@@ -210,7 +244,8 @@ def _backward_body(q, k, v, sinks, out, lse, d_out, arrays, *, options, lse_spec
 
         zeros = tuple(map(jnp.zeros_like, received))
         branches = [lambda: (d_q, *zeros), earlier, later]
-        d_q, *new = lax.switch(blocks.branch(others.source(j)), branches)
+        is_causal = options.mask.causal
+        d_q, *new = lax.switch(blocks.branch(others.source(j)), branches) if is_causal else all_pairs()
         new = tuple(a + b for a, b in zip(received, new, strict=True))
         return (d_q, others.keep_sums(sums, new, j), sent), None
 
@@ -290,7 +325,7 @@ class _Blocks:
     def branch(self, source):
         """0: all these keys are outside the window, 1: keys of an earlier rank, 2: keys of a later rank."""
         nearest = (jnp.abs(self.rank - source) - 1) * self.chunk + 1
-        is_visible = True if self.options.window is None else nearest < self.options.window
+        is_visible = True if self.options.mask.window is None else nearest < self.options.mask.window
         return jnp.where(is_visible, jnp.where(source < self.rank, 1, 2), 0)
 
     def forward(self, q, k, v, q_positions, k_positions):
@@ -336,8 +371,7 @@ class _Blocks:
         options = self.options
         indices = (q_positions[0][None], k_positions[0][None])
         keep = local.dropout_mask(self.key, options.dropout, q, indices) if options.dropout > 0 else None
-        mask = AttentionMask(True, options.window)
-        settings = (mask, options.scale, options.soft_cap)
+        settings = (options.mask, options.scale, options.soft_cap)
         return local.reference_attention(
             q, k, v, *settings, self._segments(q_positions, k_positions), indices, keep, self.slopes
         )
@@ -356,10 +390,11 @@ class _Blocks:
             """Number of keys at lower positions."""
             return sum(jnp.clip(position - run[0], 0, len(run)) for run in runs if len(run))
 
-        upper = jnp.broadcast_to(before(q_index_T + 1), (batch, len(q_index_T)))
+        last = before(q_index_T + 1) if self.options.mask.causal else len(k_index_S)
+        upper = jnp.broadcast_to(last, (batch, len(q_index_T)))
         lower = jnp.zeros_like(upper)
-        if self.options.window is not None:
-            lower = jnp.broadcast_to(before(q_index_T + 1 - self.options.window), upper.shape)
+        if self.options.mask.window is not None:
+            lower = jnp.broadcast_to(before(q_index_T + 1 - self.options.mask.window), upper.shape)
         if q_ids is not None:
             first, end = _documents(q_ids, k_ids, num_ids=2 * lax.axis_size(AXIS) * self.chunk + 1)
             lower = jnp.maximum(lower, first)
@@ -368,12 +403,13 @@ class _Blocks:
 
     def _bias(self, q, q_positions, k_positions):
         """-> (bias that cuDNN adds to the scores or None, whether cuDNN applies its causal mask)."""
-        diagonal = q_positions is k_positions
+        diagonal = self.options.mask.causal and q_positions is k_positions
         segments = self._segments(q_positions, k_positions)
-        if segments is None and self.options.window is None:
+        if segments is None and self.options.mask.window is None:
             return None, diagonal
         distance = q_positions[0][:, None] - k_positions[0]
-        visible = (distance >= 0) & (distance < (self.options.window or 2**31 - 1))
+        nearest = 0 if self.options.mask.causal else -(2**31)
+        visible = (distance >= nearest) & (distance < (self.options.mask.window or 2**31 - 1))
         if segments is not None:
             visible = visible & (segments[0][:, :, None] == segments[1][:, None])
         bias = (~visible).astype(q.dtype) * MASKED_SCORE

@@ -57,6 +57,15 @@ def test_fsdp_gathers_weights_in_bfloat16(fsdp_program):
     assert {operand.shape[:5] for gather in gathers for operand in gather.operands} == {"bf16["}
 
 
+@pytest.mark.parametrize("name", ["llama3_8b_128k", "gpt_1p3b"])
+def test_the_optimizer_reads_gradients_once(compiled, name):
+    """Few layers or many: the parameters and their moments are the results of one fusion (layers/block.py)."""
+    program = Program((compiled / f"{name}.hlo").read_text())
+    fusions = [i for i in program.instructions() if i.opcode == "fusion" and i.bytes > LARGE]
+    assert any(fusion.shape.count("f32[") >= 3 for fusion in fusions)
+    assert not [fusion for fusion in fusions if "concatenate" in fusion.name and fusion.shape.startswith("f32[")]
+
+
 def test_ring_sends_while_it_attends(compiled):
     """In each turn all messages leave before the attention of the block (a conditional) and arrive after it."""
     program = (compiled / "llama3_8b_128k.hlo").read_text()

@@ -3,11 +3,12 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from megajax.layers.block import Loop, Stack, loops_of
+from megajax.layers.block import MAX_PADDED, Loop, Stack, loops_of, unstack
 from megajax.layers.linear import Linear
 
 
@@ -58,3 +59,16 @@ def test_layers_of_one_kind_must_have_the_same_parameters():
         ValueError, match="layers 0 and 1 are both of kind 'toy'.*matrix is .*64.*and .*32.*different kinds"
     ):
         jax.eval_shape(lambda: Stack(layers, scan=False, rngs=nnx.Rngs(0)).toy.matrix.weight[...])
+
+
+@pytest.mark.parametrize("num_layers", [1, MAX_PADDED, MAX_PADDED + 1])
+def test_the_gradient_of_unstacked_layers_is_that_of_indexing(num_layers):
+    array = jnp.arange(num_layers * 6, dtype=jnp.bfloat16).reshape(num_layers, 2, 3)
+
+    def loss(rows):
+        return sum(jnp.sum((number + 1) * row.astype(jnp.float32) ** 2) for number, row in enumerate(rows))
+
+    of_rows = jax.grad(lambda array: loss(unstack(array)))(array)
+    by_index = jax.grad(lambda array: loss([array[number] for number in range(num_layers)]))(array)
+    assert of_rows.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(of_rows, by_index)

@@ -182,8 +182,8 @@ class TwoStacksConfig(ModelConfig):
     def _layer(self, window, execution):
         attention = AttentionConfig(
             embed_dim=self.embed_dim, num_heads=4, num_kv_heads=2, head_dim=4, qkv_bias=False, out_bias=False,
-            qk_norm=None, qk_norm_scope="head", rope="none", rope_interleaved=False, alibi=False, window=window,
-            scale=0.5, soft_cap=None, sinks=False, dropout=0.0, context=execution.context_attention,
+            qk_norm=None, qk_norm_scope="head", rope="none", rope_interleaved=False, alibi=False, causal=True,
+            window=window, scale=0.5, soft_cap=None, sinks=False, dropout=0.0, context=execution.context_attention,
             backend=execution.attention_backend, deterministic=False, init_std=0.2, out_init_std=0.2,
         )  # fmt: skip
         return TransformerLayerConfig(

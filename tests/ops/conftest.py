@@ -1,18 +1,11 @@
 """Where an operation is run: on several meshes, and inside a stage of a pipeline."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
-
-from megajax import compat
 
 MESHES = {
     "one device": {},
@@ -122,21 +115,5 @@ def over_stages(make_test_mesh):
         stages = jax.shard_map(f, axis_names={"pipeline"}, in_specs=in_specs, out_specs=out_specs)
         with jax.set_mesh(make_test_mesh(**STAGES)):
             return jax.jit(stages)(*arguments)
-
-    return run
-
-
-@pytest.fixture
-def compile_for_hopper():
-    """(program) -> the lines that it prints, in a process of its own that may compile for a GPU that is not there."""
-    if not compat.gpu_compiler_installed():
-        pytest.skip("needs the CUDA wheels: pip install -e '.[cuda13]'")
-
-    def run(program: str) -> list[str]:
-        environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-        command, root = [sys.executable, "-c", program], Path(__file__).parents[2]
-        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return done.stdout.splitlines()
 
     return run

@@ -23,11 +23,14 @@ SEGMENTS = np.stack([np.searchsorted(cuts, np.arange(T), "right") for cuts in CU
 VARIANTS = {
     "causal": {},
     "full": {"causal": False},
+    "full, packed": {"causal": False, "packed": True},
     "window, soft cap": {"window": 5, "soft_cap": 0.7},
     "packed": {"packed": True},
     "packed, window": {"packed": True, "window": 3},
     "packed, ALiBi": {"packed": True, "alibi": True},
     "window, sinks": {"window": 5, "sinks": True},
+    "bias": {"bias": True},
+    "other keys, padded": {"causal": False, "num_keys": 10, "bias": True},
 }
 SLOPES = np.array([0.5, 0.25, 0.7, 0.1], np.float32)
 
@@ -50,14 +53,29 @@ def sinks_of(q):
     return 0.3 * q[0, 0, :, 0]
 
 
-def ours(q, k, v, *, causal=True, window=None, soft_cap=None, packed=False, alibi=False, sinks=False, **rest):
+def bias_of(q, num_keys):
+    """[N, T, S]: products of queries, so that the gradient of the bias is part of theirs."""
+    return 0.1 * jnp.einsum("tnh,snh->nts", q[0], q[1, :num_keys], precision="highest")
+
+
+def ours(
+    q, k, v, *, causal=True, window=None, soft_cap=None, packed=False, alibi=False, sinks=False, bias=False,
+    num_keys=None, **rest
+):  # fmt: skip
     segments = (SEGMENTS, SEGMENTS) if packed else None
+    if num_keys:
+        segments = (np.zeros((B, T), np.int32), SEGMENTS[:, :num_keys])
+        k, v = (a[:, :num_keys] for a in (k, v))
+    rest |= dict(bias=bias_of(q, num_keys) if bias else None)
     mask = AttentionMask(causal, window)
     rest |= dict(slopes=SLOPES if alibi else None, sinks=sinks_of(q) if sinks else None)
     return attention(q, k, v, mask=mask, scale=SCALE, soft_cap=soft_cap, segments=segments, **rest)
 
 
-def formula(q, k, v, *, causal=True, window=None, soft_cap=None, packed=False, alibi=False, sinks=False):
+def formula(
+    q, k, v, *, causal=True, window=None, soft_cap=None, packed=False, alibi=False, sinks=False, bias=False,
+    num_keys=T
+):  # fmt: skip
     """Query head n reads key head n // (N / K); a sink is one more key, of value 0."""
     k, v = (jnp.repeat(a, N // K, axis=2) for a in (k, v))
     scores = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") * SCALE
@@ -67,6 +85,10 @@ def formula(q, k, v, *, causal=True, window=None, soft_cap=None, packed=False, a
     if window:
         visible = visible & (place[:, None] - place < window)
     visible = np.broadcast_to(visible, (B, T, T))
+    if bias:
+        scores = scores.at[..., :num_keys].add(bias_of(q, num_keys))
+    if num_keys < T:
+        visible = np.broadcast_to((SEGMENTS == 0)[:, None] & (place < num_keys), (B, T, T))
     if packed:
         visible = visible & (SEGMENTS[:, :, None] == SEGMENTS[:, None])
     if alibi:
@@ -106,16 +128,16 @@ def test_value_and_gradients_equal_the_formula_in_a_pipeline_stage(on_stages):
         jax.tree.map(CLOSE, stage, wanted())
 
 
-@pytest.mark.parametrize("name", ["causal", "packed", "packed, window", "window, sinks"])
+@pytest.mark.parametrize("name", ["causal", "full, packed", "packed", "packed, window", "window, sinks"])
 def test_cudnn_gets_what_the_formula_says(name, make_test_mesh, monkeypatch):
     """With grouped queries and documents kept apart by a bias: in the cuDNN call of jax 0.10.2, segment offsets take
     keys for as many heads as queries. cuDNN needs a GPU: its meaning stands for it here, tests/gpu has the real one."""
 
-    def forward(q, k, v, bias=None, *, scale, window):
+    def forward(q, k, v, bias=None, *, scale, window, causal):
         k, v = (jnp.repeat(a, q.shape[2] // a.shape[2], axis=2) for a in (k, v))
         scores = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") * scale
         distance = np.arange(T)[:, None] - np.arange(T)
-        visible = (distance >= 0) & (distance < (window or T))
+        visible = ((distance >= 0) | (not causal)) & (distance < (window or T))
         scores = jnp.where(visible, scores if bias is None else scores + bias, -jnp.inf)
         out = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, -1), v, precision="highest")
         return out, jax.nn.logsumexp(scores, -1)
@@ -134,7 +156,7 @@ def test_cudnn_gets_what_the_formula_says(name, make_test_mesh, monkeypatch):
         beside = jnp.log(jnp.maximum(jnp.exp(lse) - jnp.exp(own), 1e-30))  # what others have of the softmax
         return jax.vjp(of_all_keys, q, k, v)[1](d_out)
 
-    monkeypatch.setattr(module, "choose_backend", lambda *_: "cudnn")
+    monkeypatch.setattr(module, "choose_backend", lambda *_, **__: "cudnn")
     monkeypatch.setattr(compat, "cudnn_attention_forward", forward)
     monkeypatch.setattr(compat, "cudnn_attention_backward", backward)
 

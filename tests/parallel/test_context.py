@@ -23,6 +23,8 @@ CUTS = [5], [3, 19], range(T // 2, T), [1, 2, 31]
 SEGMENTS = np.stack([np.searchsorted(cuts, np.arange(T), "right") for cuts in CUTS]).astype(np.int32)
 VARIANTS = {
     "causal": {},
+    "full": {"causal": False},
+    "full, packed, dropout": {"causal": False, "packed": True, "rate": 0.3},
     "window, soft cap": {"window": 7, "soft_cap": 0.7},
     "packed": {"packed": True},
     "packed, window, dropout": {"packed": True, "window": 11, "rate": 0.3},
@@ -54,9 +56,9 @@ def sinks_of(q):
 def all_variants(op, segments):
     """(q, k, v, g) -> {variant: (out, gradients of sum(out * g))}, one program for all."""
 
-    def one(q, k, v, *, window=None, soft_cap=None, packed=False, rate=0.0, alibi=False, sinks=False):
+    def one(q, k, v, *, causal=True, window=None, soft_cap=None, packed=False, rate=0.0, alibi=False, sinks=False):
         return op(
-            q, k, v, mask=AttentionMask(True, window), scale=SCALE, soft_cap=soft_cap,
+            q, k, v, mask=AttentionMask(causal, window), scale=SCALE, soft_cap=soft_cap,
             segments=(segments, segments) if packed else None,
             dropout=(rate, (jax.random.key(7), jnp.int32(0))) if rate else None,
             slopes=SLOPES if alibi else None, sinks=sinks_of(q) if sinks else None,
@@ -133,7 +135,7 @@ def cudnn_backward(q, k, v, out, lse, d_out, bias=None, *, scale, window, causal
 
 @pytest.fixture
 def cudnn_stand_ins(monkeypatch):
-    monkeypatch.setattr("megajax.ops.attention.choose_backend", lambda *_: "cudnn")
+    monkeypatch.setattr("megajax.ops.attention.choose_backend", lambda *_, **__: "cudnn")
     monkeypatch.setattr("megajax.compat.cudnn_attention_forward", cudnn_forward)
     monkeypatch.setattr("megajax.compat.cudnn_attention_backward", cudnn_backward)
 
@@ -168,7 +170,15 @@ def pallas_stand_ins(monkeypatch):
     monkeypatch.setattr("pallas_kernels.flash_attention.backward", pallas_backward)
 
 
-KERNEL_VARIANTS = [{}, {"window": 7}, {"packed": True}, {"packed": True, "window": 11}, {"sinks": True}]
+KERNEL_VARIANTS = [
+    {},
+    {"window": 7},
+    {"packed": True},
+    {"packed": True, "window": 11},
+    {"sinks": True},
+    {"causal": False},
+    {"causal": False, "packed": True},
+]
 
 
 def run_kernel_variants(op, order):
@@ -177,7 +187,8 @@ def run_kernel_variants(op, order):
     def losses(q, k, v, g):
         results = []
         for options in KERNEL_VARIANTS:
-            given = dict(mask=AttentionMask(True, options.get("window")), scale=SCALE)
+            mask = AttentionMask(options.get("causal", True), options.get("window"))
+            given = dict(mask=mask, scale=SCALE)
             pair = (SEGMENTS[:, order],) * 2 if options.get("packed") else None
 
             def one(q, k, v, given=given, pair=pair, with_sinks="sinks" in options):

@@ -43,7 +43,7 @@ class ExpertsConfig:
         pass
 
     def flops(self, sequence_length):
-        return Flops(2 * 2 * D * F)
+        return Flops(2 * 2 * D * F, routed=2 * 2 * D * F)
 
     def activations(self, sequence_length):
         return {"input": Activation(D)}

@@ -34,7 +34,7 @@ def prepare_text(config: DataConfig) -> tuple[str, str, str]:
     Built in a temporary folder and renamed; a second process on the machine waits for the first. Raises ValueError
     if no file is found or one is not UTF-8.
     """
-    files = _find_files(config.text)
+    files = find_files(config.text)
     folder = os.path.join(config.cache_dir, "text-" + _key(config, files))
     if not os.path.isdir(folder):
         os.makedirs(config.cache_dir, exist_ok=True)
@@ -42,14 +42,14 @@ def prepare_text(config: DataConfig) -> tuple[str, str, str]:
             with announced("waiting for another process that prepares the same text"):
                 fcntl.flock(lock, fcntl.LOCK_EX)  # freed by the system if this process dies
             if not os.path.isdir(folder):
-                _build(files, config.tokenizer, folder)
+                _build(files, config, folder)
     spec = config.tokenizer
     if spec.startswith("sentencepiece:"):
         spec = os.path.join(folder, "tokenizer.model")
     return os.path.join(folder, "train"), os.path.join(folder, "eval"), spec
 
 
-def _find_files(entries: tuple[str, ...]) -> list[tuple[str, str]]:
+def find_files(entries: tuple[str, ...]) -> list[tuple[str, str]]:
     """(name, path) of every file, in a fixed order. Names decide which files are held out, so they are relative."""
     files = []
     for entry in entries:
@@ -79,6 +79,7 @@ def _fixed_folder(pattern: str) -> str:
 def _key(config: DataConfig, files: list[tuple[str, str]]) -> str:
     stats = [(name, os.stat(path)) for name, path in files]
     facts = [FORMAT, config.text, config.tokenizer, [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]]
+    facts += [_form(config), "no end of documents"] if config.is_masked else []
     if config.tokenizer.endswith(tuple(FILE_TOKENIZERS)):
         facts.append(load_tokenizer(config.tokenizer).identity)
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
@@ -99,7 +100,7 @@ def _held_out(files: list[tuple[str, str]]) -> set[str]:
     return chosen or {min(files, key=lambda file: (os.path.getsize(file[1]), file[0]))[1]}
 
 
-def _build(files: list[tuple[str, str]], tokenizer_spec: str, folder: str) -> None:
+def _build(files: list[tuple[str, str]], config: DataConfig, folder: str) -> None:
     if len(files) < 2:
         raise ValueError(
             f"data.text: {files[0][1]} alone cannot be split into training and evaluation text; name at least two files"
@@ -109,7 +110,7 @@ def _build(files: list[tuple[str, str]], tokenizer_spec: str, folder: str) -> No
     training = [path for _, path in files if path not in chosen]
     logger.info("preparing %d text files in %s (once)", len(files), folder)
     with temporary_folder(folder) as temporary:
-        spec = tokenizer_spec
+        spec = config.tokenizer
         if spec.startswith("sentencepiece:"):
             size = int(spec.removeprefix("sentencepiece:"))
             with announced(f"training a tokenizer of {size:,} pieces"):
@@ -120,13 +121,20 @@ def _build(files: list[tuple[str, str]], tokenizer_spec: str, folder: str) -> No
             workers = _num_workers(paths)
             # A broad pattern also matches files that are not text: they are logged and skipped.
             with announced(f"tokenizing {len(paths):,} text files"):
-                preprocess(paths, prefix, tokenizer, os.path.basename(spec), num_workers=workers, on_error="skip")
+                preprocess(
+                    paths, prefix, tokenizer, os.path.basename(spec), form=_form(config),
+                    append_eod=not config.is_masked, num_workers=workers, on_error="skip",
+                )  # fmt: skip
         try:
             os.rename(temporary, folder)
         except OSError:
             # another machine on the same file system was faster
             if not os.path.isdir(folder):
                 raise
+
+
+def _form(config: DataConfig) -> str:
+    return "sentences" if config.is_masked and config.next_sentence != "none" else "documents"
 
 
 def _num_workers(paths: list[str]) -> int:

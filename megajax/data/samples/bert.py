@@ -99,6 +99,7 @@ class BertDataset:
         sample_format: BertFormat,
         cache_dir: str | None,
     ):
+        self.indexed = indexed
         self._arguments = (indexed, document_range, num_samples, sequence_length, seed), sample_format, cache_dir
         sample_format.check(sequence_length)
         self.sequence_length = sequence_length

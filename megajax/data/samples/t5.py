@@ -91,6 +91,7 @@ class T5Dataset:
     ):
         self._arguments = (indexed, document_range, num_samples, sequence_length, seed), sample_format, cache_dir
         sample_format.check(sequence_length)
+        self.indexed = indexed
         self.sequence_length = sequence_length
         self.seed = seed
         self.sample_format = sample_format

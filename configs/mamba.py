@@ -1,0 +1,124 @@
+"""Mamba-2 and hybrids of Mamba-2, attention and MLPs (megajax/models/hybrid.py)."""
+
+import dataclasses
+
+from configs.gpt import gpt_tiny
+from megajax.config import Config
+from megajax.data.config import DataConfig
+from megajax.layers.mamba import MambaConfig
+from megajax.mesh import MeshConfig
+from megajax.models.execution import ExecutionConfig
+from megajax.models.hybrid import HybridConfig
+from megajax.optim.config import OptimizerConfig
+from megajax.training.config import TrainingConfig
+
+
+def mamba2_tiny() -> Config:
+    """A 1 M parameter Mamba-2 on the source code of Python's standard library, beside gpt_tiny: minutes on a laptop.
+
+    Hardware: 2 CPU cores. The data, batches and optimizer are those of gpt_tiny.
+    Command: python train.py --config=mamba2_tiny
+    """
+    return _tiny(num_layers=7, pattern="M")
+
+
+def hybrid_tiny() -> Config:
+    """A 1 M parameter hybrid, Mamba-2 with one attention layer and MLPs, beside gpt_tiny: minutes on a laptop.
+
+    Hardware: 2 CPU cores. The data, batches and optimizer are those of gpt_tiny.
+    Command: python train.py --config=hybrid_tiny
+    """
+    return _tiny(num_layers=7, pattern="M-M*-M-")
+
+
+def mamba2_130m() -> Config:
+    """Mamba-2 of 130 M parameters as published (Dao and Gu 2024), with batches of half a million tokens.
+
+    Hardware: one GPU. Not measured.
+    Command: python train.py --config=mamba2_130m --data.source=indexed --data.paths=PREFIX
+    """
+    return Config(
+        model=_mamba2(num_layers=24, embed_dim=768),
+        mesh=MeshConfig(data=-1),
+        data=DataConfig(source="mock"),
+        optimizer=OptimizerConfig(learning_rate=3e-3, min_learning_rate=1e-5, warmup_steps=500, weight_decay=0.1),
+        training=TrainingConfig(steps=4_800, global_batch_size=256, microbatch_size=16, sequence_length=2048),
+    )
+
+
+def mamba2_2p7b() -> Config:
+    """Mamba-2 of 2.7 B parameters as published (Dao and Gu 2024).
+
+    Hardware: one host of H100s, weights and optimizer sharded. Not measured.
+    Command: python train.py --config=mamba2_2p7b --data.source=indexed --data.paths=PREFIX
+    """
+    return Config(
+        model=_mamba2(num_layers=64, embed_dim=2560),
+        execution=ExecutionConfig(recompute="selective"),
+        mesh=MeshConfig(fsdp=-1),
+        data=DataConfig(source="mock"),
+        optimizer=OptimizerConfig(learning_rate=8e-4, min_learning_rate=1e-5, warmup_steps=1000, weight_decay=0.1),
+        training=TrainingConfig(steps=50_000, global_batch_size=256, microbatch_size=16, sequence_length=2048),
+    )
+
+
+def hybrid_8b() -> Config:
+    """The sizes of Nemotron-H 8B (NVIDIA 2025, arXiv 2504.03624): 24 Mamba-2, 4 attention and 24 MLP layers.
+
+    Hardware: one host of H100s, tensor 2 x fsdp 4. Not measured.
+    Command: python train.py --config=hybrid_8b --data.source=indexed --data.paths=PREFIX
+    """
+    pattern = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
+    return Config(
+        model=HybridConfig(
+            num_layers=len(pattern),
+            pattern=pattern,
+            mamba=MambaConfig(num_heads=128, num_groups=8, dt_min=1e-3),
+            embed_dim=4096,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            mlp_dim=21504,
+            activation="squared_relu",
+            vocab_size=131072,
+            position="none",
+            norm="rmsnorm",
+            bias=False,
+            tied_embeddings=False,
+        ),
+        execution=ExecutionConfig(recompute="full"),
+        mesh=MeshConfig(fsdp=4, tensor=2),
+        data=DataConfig(source="mock", tokenizer="null:131072"),
+        optimizer=OptimizerConfig(learning_rate=8e-4, min_learning_rate=8e-6, warmup_steps=1000, weight_decay=0.1),
+        training=TrainingConfig(steps=100_000, global_batch_size=768, microbatch_size=4, sequence_length=8192),
+    )
+
+
+def _tiny(num_layers: int, pattern: str) -> Config:
+    gpt = gpt_tiny()
+    model = HybridConfig(
+        num_layers=num_layers,
+        pattern=pattern,
+        mamba=MambaConfig(head_dim=32, state_dim=64, chunk=64),
+        embed_dim=128,
+        num_heads=4,
+        mlp_dim=384,
+        vocab_size=2048,
+        position="none",
+        norm="rmsnorm",
+        activation="swiglu",
+        bias=False,
+    )
+    return dataclasses.replace(gpt, model=model)
+
+
+def _mamba2(num_layers: int, embed_dim: int) -> HybridConfig:
+    return HybridConfig(
+        num_layers=num_layers,
+        embed_dim=embed_dim,
+        vocab_size=50277,
+        vocab_multiple=16,
+        position="none",
+        norm="rmsnorm",
+        bias=False,
+    )

@@ -1,0 +1,177 @@
+"""The layer of a decoder that reads the output of an encoder: self-attention, cross-attention, MLP.
+
+Dimensions: B batch, T tokens of the decoder, S tokens of the encoder, D model width, N heads, K key-value heads, H head
+dim.
+"""
+
+import dataclasses
+import functools
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from megajax.layers.attention import Attention, AttentionConfig, attention_options, dropout_of
+from megajax.layers.dropout import DropoutKey
+from megajax.layers.kv_cache import EmptyCache, LayerCache, PoolSizes
+from megajax.layers.layer import Activation, Flops
+from megajax.layers.linear import side_by_side
+from megajax.layers.norm import Norm
+from megajax.layers.transformer import TransformerLayer, TransformerLayerConfig
+from megajax.mesh import MeshConfig
+from megajax.parallel.context import attention
+from megajax.sharding import constrain
+
+
+@dataclasses.dataclass(frozen=True)
+class CrossAttentionConfig(AttentionConfig):
+    def build(self, rngs: nnx.Rngs) -> "CrossAttention":
+        return CrossAttention(self, rngs=rngs)
+
+
+class CrossAttention(Attention):
+    """x [B, T, D] -> [B, T, D]: the queries are those of x, keys and values those of the encoder's output."""
+
+    def __call__(
+        self, x_BTD: jax.Array, inputs: dict, cache: tuple | None = None, dropout_key: DropoutKey | None = None
+    ):
+        """-> (out, (keys, values)).
+
+        inputs: `encoded` [B, S, D], the output of the encoder; `encoded_segment_ids` int32 [B, S], 1 for its text and 0
+            for its padding.
+        cache: keys and values of an earlier call, [B, S, K, H]; None: they are computed.
+        """
+        q_BTNH = constrain(self.query(x_BTD), "batch", "time", "heads", None)
+        q_BTNH = checkpoint_name(q_BTNH, "qkv")
+        if cache is None:
+            cache = self.keys_and_values(inputs["encoded"])
+        segment_ids_BS = inputs["encoded_segment_ids"]
+        segments = (jnp.ones(x_BTD.shape[:2], segment_ids_BS.dtype), segment_ids_BS)
+        options = attention_options(self.config, None)
+        dropout = dropout_of(self.config, dropout_key)
+        return self.out(attention(q_BTNH, *cache, segments=segments, dropout=dropout, **options)), cache
+
+    def keys_and_values(self, encoded_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """[B, S, K, H] each."""
+        config = self.config
+        shape = (config.embed_dim, config.num_kv_heads, 1, config.head_dim)
+        joined = side_by_side(encoded_BSD, (self.key, self.value), shape, axis=2)
+        k, v = (linear.add_bias(joined[..., i, :]) for i, linear in enumerate((self.key, self.value)))
+        return tuple(checkpoint_name(constrain(a, "batch", "time", "kv_heads", None), "qkv") for a in (k, v))
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("own", "encoded"), meta_fields=())
+@dataclasses.dataclass(frozen=True)
+class CrossCache:
+    """What a layer remembers of the tokens before."""
+
+    own: EmptyCache | LayerCache
+    """Keys and values of the decoder's tokens."""
+    encoded: tuple[jax.Array, jax.Array] | None = None
+    """Keys and values of the encoder's output [B, S, K, H], from the first call on."""
+
+    def at(self, places_BT: jax.Array) -> "CrossCache":
+        """The same cache, with the slots of the next tokens set."""
+        return dataclasses.replace(self, own=self.own.at(places_BT))
+
+
+@dataclasses.dataclass(frozen=True)
+class CrossAttentionLayerConfig(TransformerLayerConfig):
+    """Its inputs are normalised, its outputs are not. FLOPs and activations are per token of the encoder, of which a
+    sequence has `sequence_length`."""
+
+    cross_attention: CrossAttentionConfig = dataclasses.field(kw_only=True)
+    length: int = dataclasses.field(kw_only=True)
+    """Tokens of a sequence of the decoder."""
+
+    def build(self, rngs: nnx.Rngs) -> "CrossAttentionLayer":
+        return CrossAttentionLayer(self, rngs=rngs)
+
+    def check(self, mesh: MeshConfig, sequence_length: int) -> None:
+        super().check(mesh, self.length)
+        self.cross_attention.check(mesh, max(self.length, sequence_length))
+
+    def flops(self, sequence_length: int) -> Flops:
+        """Per token of the encoder."""
+        cross = self.cross_attention
+        own = super().flops(self.length) + self._cross_mixing(sequence_length)
+        own += Flops(2 * self.embed_dim * cross.heads_dim + cross.out_flops)
+        return own * (self.length / sequence_length) + Flops(2 * self.embed_dim * cross.kv_dim)
+
+    def _cross_mixing(self, sequence_length: int) -> Flops:
+        pairs = 2 * (self.cross_attention.heads_dim + self.cross_attention.out_dim) * sequence_length
+        return Flops(mixing=pairs, mixing_causal=pairs)
+
+    def activations(self, sequence_length: int) -> dict[str, Activation]:
+        """Per token of the encoder."""
+        D = self.embed_dim
+        cross = self.cross_attention
+        share = self.length / sequence_length
+        own = {name: _scaled(a, share) for name, a in super().activations(self.length).items()}
+        found = {name: own.pop(name) for name in ("residual", "normed", "qkv", "attention_out")}
+        query = Activation(cross.heads_dim, Flops(2 * D * cross.heads_dim))
+        read = Activation(cross.kv_dim, Flops(2 * D * cross.kv_dim))
+        mixed = cross.activations(sequence_length)["attention_out"]._replace(flops=self._cross_mixing(sequence_length))
+        found["normed"] = _sum(found["normed"], Activation(D * share))
+        found["qkv"] = _sum(found["qkv"], _scaled(query, share), read)
+        found["attention_out"] = _sum(found["attention_out"], _scaled(mixed, share))
+        between = Activation(D, Flops(matmuls=self.attention.out_flops))
+        return found | {"residual_cross": _scaled(between, share)} | own
+
+    def sent(self, mesh: MeshConfig, itemsize: int) -> dict[str, float]:
+        """As if the sequences of the decoder were as long as those of the encoder, which is an upper bound."""
+        sent = Counter(super().sent(mesh, itemsize))
+        sent["tensor"] += 2 * (self.cross_attention.gathered_dim + self.embed_dim) * itemsize
+        return dict(sent)
+
+    def new_cache(self, length: int) -> CrossCache:
+        return CrossCache(EmptyCache(length))
+
+    def new_pages(self, sizes: PoolSizes):
+        raise ValueError(
+            "the engine has no pages for the output of an encoder; infer.py generate runs this model without it"
+        )
+
+
+def _scaled(activation: Activation, share: float) -> Activation:
+    """An activation of the decoder per token of the encoder."""
+    return activation._replace(
+        elements=activation.elements * share, flops=activation.flops * share, scores=activation.scores * share
+    )
+
+
+def _sum(first: Activation, *others: Activation) -> Activation:
+    """Arrays of the same name."""
+    for other in others:
+        first = first._replace(
+            elements=first.elements + other.elements,
+            flops=first.flops + other.flops,
+            scores=first.scores + other.scores,
+            needs_scores=first.needs_scores or other.needs_scores,
+        )
+    return first
+
+
+class CrossAttentionLayer(TransformerLayer):
+    """(x [B, T, D], inputs, cache, key) -> (x, cache, Terms): x + attention(x), x + cross_attention(x), x + mlp(x)."""
+
+    def __init__(self, config: CrossAttentionLayerConfig, *, rngs: nnx.Rngs):
+        super().__init__(config, rngs=rngs)
+        self.cross_norm = Norm(config.norm, config.embed_dim, rngs=rngs)
+        self.cross_attention = config.cross_attention.build(rngs)
+
+    def __call__(self, x_BTD: jax.Array, inputs: dict, cache: CrossCache | None, key: DropoutKey | None):
+        keys = [None] * 5 if key is None else key.split(5)
+        own, encoded = (None, None) if cache is None else (cache.own, cache.encoded)
+        x_BTD, read_BTD = self._branch_input(self.attention_norm, "residual", x_BTD)
+        y_BTD, own = self.attention(read_BTD, inputs, own, keys[0])
+        y_BTD = self._branch_output(None, y_BTD, keys[1])
+        x_BTD, read_BTD = self._branch_input(self.cross_norm, "residual_cross", x_BTD, y_BTD)
+        y_BTD, encoded = self.cross_attention(read_BTD, inputs, encoded, keys[2])
+        y_BTD = self._branch_output(None, y_BTD, keys[3])
+        x_BTD, read_BTD = self._branch_input(self.mlp_norm, "residual_mid", x_BTD, y_BTD)
+        y_BTD, terms = self.mlp(read_BTD, generates=cache is not None)
+        y_BTD = self._branch_output(None, y_BTD, keys[4])
+        return x_BTD + y_BTD, None if cache is None else CrossCache(own, encoded), terms

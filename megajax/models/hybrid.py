@@ -1,0 +1,112 @@
+"""Mamba-2 and hybrid language models: a decoder whose layers follow a pattern, one letter and one branch each (Dao and
+Gu 2024, https://arxiv.org/abs/2405.21060; Waleffe et al. 2024, https://arxiv.org/abs/2406.07887)."""
+
+import dataclasses
+from typing import Literal
+
+from megajax.layers.mamba import MambaConfig, MambaMixerConfig
+from megajax.layers.sublayer import AttentionLayerConfig, FeedForwardLayerConfig, MambaLayerConfig, SublayerConfig
+from megajax.mesh import MeshConfig
+from megajax.models.decoder import DecoderConfig
+from megajax.models.execution import ExecutionConfig
+from megajax.ranges import changed_fields
+
+LETTERS = {"M": "Mamba-2", "*": "attention", "-": "MLP", "E": "experts"}
+
+
+@dataclasses.dataclass(frozen=True)
+class HybridConfig(DecoderConfig):
+    """As DecoderConfig, but each of the num_layers layers is one branch with one norm."""
+
+    kind: Literal["hybrid"] = "hybrid"
+    """The family of the model."""
+    pattern: str = "M"
+    """Kind of each layer, repeated over the model: M (Mamba-2), * (attention), - (MLP) or E (experts, model.moe)."""
+    mamba: MambaConfig = MambaConfig()
+    """Layers M."""
+
+    @property
+    def num_branches(self) -> int:
+        return self.num_layers
+
+    def letter(self, number: int) -> str:
+        """Of the layer with this number."""
+        return self.pattern[number % len(self.pattern)]
+
+    def has_experts(self, number: int) -> bool:
+        return self.letter(number) == "E"
+
+    def stacks(self, execution: ExecutionConfig) -> dict[str, tuple[SublayerConfig, ...]]:
+        return {"layers": tuple(self._sublayer(number, execution) for number in range(self.num_layers))}
+
+    def _sublayer(self, number: int, execution: ExecutionConfig) -> SublayerConfig:
+        common = dict(
+            norm=self.norm_config,
+            context=execution.context_attention,
+            residual_multiplier=self.residual_multiplier,
+            dropout=self.dropout,
+        )
+        whole = self._layer_config(number, execution)
+        letter = self.letter(number)
+        if letter == "M":
+            mixer = MambaMixerConfig(
+                mamba=self.mamba,
+                embed_dim=self.embed_dim,
+                norm_epsilon=self.norm_epsilon,
+                context=execution.context_attention,
+                init_std=self.init_std,
+                out_init_std=self.out_init_std,
+            )
+            layer = MambaLayerConfig(mixer, **common)
+        elif letter == "*":
+            layer = AttentionLayerConfig(whole.attention, **common)
+        else:
+            layer = FeedForwardLayerConfig(whole.mlp, **common)
+        return layer.saving(execution.recompute_of(number), execution.recompute_modules, execution.offload)
+
+    def check(self, mesh: MeshConfig, sequence_length: int, execution: ExecutionConfig) -> None:
+        self._check_pattern()
+        unsupported = {"norm_placement": "pre", "parallel_residual": "none", "mtp_layers": 0}
+        for name, needed in unsupported.items():
+            if getattr(self, name) != needed:
+                raise ValueError(
+                    f"model.{name}={getattr(self, name)} is not supported by model.kind=hybrid, whose layers have one "
+                    f"branch; use --model.{name}={needed}"
+                )
+        super().check(mesh, sequence_length, execution)
+
+    def _check_pattern(self) -> None:
+        if "|" in self.pattern:
+            layout = "|".join("t" * len(stage) for stage in self.pattern.split("|"))
+            letters = self.pattern.replace("|", "")
+            raise ValueError(
+                f"model.pattern={self.pattern}: pipeline stages belong to the mesh; use --model.pattern='{letters}' "
+                f"--mesh.pipeline_layout='{layout}'"
+            )
+        unknown = sorted(set(self.pattern) - LETTERS.keys())
+        if unknown or not self.pattern:
+            known = ", ".join(f"{letter} ({name})" for letter, name in LETTERS.items())
+            raise ValueError(f"model.pattern={self.pattern!r} must be letters of layers: {known}")
+        if self.num_layers % len(self.pattern):
+            length = len(self.pattern)
+            raise ValueError(
+                f"model.num_layers={self.num_layers} is not a multiple of the {length} letters of model.pattern; use "
+                f"--model.num_layers={-(-self.num_layers // length) * length}"
+            )
+        if ("E" in self.pattern) != (self.moe.num_experts is not None):
+            raise ValueError(
+                f"model.moe.num_experts={self.moe.num_experts} and model.pattern={self.pattern} contradict each other: "
+                "layers E are those with experts; change one of them"
+            )
+        if self.moe.layers != "e":
+            raise ValueError(
+                f"model.moe.layers={self.moe.layers}: model.pattern says which layers have experts; leave it out"
+            )
+        if "M" not in self.pattern and (changed := changed_fields(self.mamba, MambaConfig())):
+            raise ValueError(
+                f"model.mamba: {', '.join(changed)} set, but model.pattern={self.pattern} has no M; leave them out"
+            )
+
+    def _check_heads(self) -> None:
+        if "*" in self.pattern:
+            super()._check_heads()

@@ -1,0 +1,65 @@
+"""The engine's programs as XLA compiles them for an H100, with the widths of Llama-3 8B: they copy neither weights nor
+pages."""
+
+import pytest
+
+PROGRAM = """
+import functools
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+from benchmarks.hlo import Program
+from megajax.inference import programs
+from megajax.inference.batches import Batches, Shapes
+from megajax.inference.load import serving_params
+from megajax.inference.programs import Rows
+from megajax.layers.kv_cache import PoolSizes
+from megajax.mesh import MeshConfig, make_mesh
+from megajax.models.decoder import DecoderConfig
+from megajax.models.model import Model
+from megajax.parameters import PerLayer
+from megajax.planning.plan import devices_without_gpu, plan_device
+
+mesh = make_mesh(MeshConfig(), devices_without_gpu(1, plan_device("h100")))
+config = DecoderConfig(
+    num_layers=1, embed_dim=4096, num_heads=32, num_kv_heads=8, mlp_dim=14336, vocab_size=1024, position="rope",
+    norm="rmsnorm", activation="swiglu", bias=False, tied_embeddings=False,
+)
+model = Model(config)
+sizes = PoolSizes(256, 64, 128, jnp.dtype(jnp.bfloat16))
+shapes = Shapes.of(sizes, 4096, 2048, True)
+batches = Batches(sizes, shapes, config.vocab_size)
+replicated = NamedSharding(mesh.abstract_mesh, P())
+
+def abstract(tree):
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=replicated), tree)
+
+def split(a, record):
+    one = jax.ShapeDtypeStruct(a.shape[1:], a.dtype)
+    return PerLayer((one,) * a.shape[0]) if record.axes[:1] == ("layers",) else a
+
+MiB = 2**20
+with jax.set_mesh(mesh):
+    params = abstract(jax.tree.map(split, serving_params(model), model.records))
+    caches = abstract(jax.eval_shape(functools.partial(config.new_pages, sizes, model.execution)))
+    rows = abstract(jax.eval_shape(functools.partial(Rows.zeros, sizes.num_rows, config.vocab_size)))
+    pool_bytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(caches))
+    decode = functools.partial(programs.decode, model, config.vocab_size, sizes, 4)
+    prefill = functools.partial(programs.prefill, model, config.vocab_size)
+    one_row = batches.empty_decode(*shapes.fitting_decode(1, 1)), np.int32(1)
+    prompt = batches.empty_prefill(*shapes.fitting_prefill(2048, 32)), np.bool_(False)
+    for function, (batch, last), large in ((decode, one_row, 2 * MiB), (prefill, prompt, 64 * MiB)):
+        compiled = jax.jit(function, donate_argnums=(1, 2)).lower(
+            params, caches, rows, *abstract(batch), abstract(last)
+        ).compile()
+        program = Program(compiled.as_text())
+        written = [
+            f"{one.name} {one.shape}" for name in program.run_computations() for one in program.computations[name]
+            if one.opcode in ("fusion", "copy", "transpose") and one.bytes >= large and "scatter" not in one.name
+        ]
+        print(compiled.memory_analysis().alias_size_in_bytes >= pool_bytes, written)
+"""
+
+
+@pytest.mark.cuda_wheels
+def test_a_call_copies_no_weight_and_no_page(compile_for_hopper):
+    assert compile_for_hopper(PROGRAM) == ["True []"] * 2

@@ -1,0 +1,268 @@
+"""T5: loss and every gradient equal Megatron Core's, on one device and on a mesh; relative positions are T5's."""
+
+import dataclasses
+import functools
+import json
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.config import Config
+from megajax.data.config import DataConfig
+from megajax.inference.engine import Engine
+from megajax.inference.load import open_model
+from megajax.inference.sampling import Sampling
+from megajax.inference.sequence_to_sequence import SequenceToSequence
+from megajax.layers.relative_position import RelativeBiasConfig
+from megajax.mesh import MeshConfig
+from megajax.models.encoder_decoder import EncoderDecoderConfig
+from megajax.models.execution import ExecutionConfig
+from megajax.models.model import Model
+from megajax.optim.config import OptimizerConfig
+from megajax.precision import PrecisionConfig
+from megajax.training.config import LaunchConfig, TrainingConfig
+from runs import run_of
+
+ORACLE = Path(__file__).parent.parent / "oracles" / "t5.npz"
+EVERY = 4  # of the entries of a gradient that the file has
+MEGATRON = dict(
+    norm="layernorm", norm_epsilon=1e-5, final_norm=False, activation="gelu", bias=True, position="learned",
+    attention_multiplier=None, tied_embeddings=False,
+)  # fmt: skip
+FLOAT32 = PrecisionConfig(compute="float32")
+
+
+@functools.cache
+def oracle():
+    saved = np.load(ORACLE)
+    return json.loads(str(saved["config"])), {name: saved[name] for name in saved.files}
+
+
+def oracle_config() -> EncoderDecoderConfig:
+    sizes, _ = oracle()
+    D, N = sizes["hidden_size"], sizes["num_attention_heads"]
+    return EncoderDecoderConfig(
+        num_layers=sizes["num_layers"], embed_dim=D, num_heads=N, head_dim=D // N, mlp_dim=4 * D,
+        vocab_size=sizes["vocab"], decoder_length=sizes["seq"], max_positions=sizes["seq"], **MEGATRON,
+    )  # fmt: skip
+
+
+def of_megatron(arrays: dict[str, np.ndarray], config: EncoderDecoderConfig) -> dict:
+    """Megatron's parameters, [out, in] each, as ours."""
+    D, N, H = config.embed_dim, config.num_heads, config.head_dim
+
+    def norm(name):
+        return {"scale": arrays[f"{name}.weight"], "bias": arrays[f"{name}.bias"]}
+
+    def projections(name, ours):
+        """Of one matrix whose rows are grouped by head."""
+        weights = arrays[f"{name}.weight"].reshape(N, len(ours), H, D)
+        biases = arrays[f"{name}.bias"].reshape(N, len(ours), H)
+        found = {key: weights[:, i].transpose(2, 0, 1) for i, key in enumerate(ours)}
+        return found | {f"{key}_bias": biases[:, i] for i, key in enumerate(ours)}
+
+    def attention(name, parts):
+        found = {"out": arrays[f"{name}.linear_proj.weight"].T.reshape(N, H, D)}
+        found["out_bias"] = arrays[f"{name}.linear_proj.bias"]
+        for matrix, ours in parts.items():
+            found |= projections(f"{name}.{matrix}", ours)
+        return found
+
+    def layer(name):
+        mlp = {}
+        for ours, theirs in (("up", f"{name}.mlp.linear_fc1"), ("down", f"{name}.mlp.linear_fc2")):
+            mlp |= {ours: arrays[f"{theirs}.weight"].T, f"{ours}_bias": arrays[f"{theirs}.bias"]}
+        found = {
+            "attention_norm": norm(f"{name}.input_layernorm"),
+            "attention": attention(f"{name}.self_attention", {"linear_qkv": ("query", "key", "value")}),
+            "mlp_norm": norm(f"{name}.pre_mlp_layernorm"),
+            "mlp": mlp,
+        }
+        if name.startswith("decoder"):
+            parts = {"linear_q": ("query",), "linear_kv": ("key", "value")}
+            found["cross_norm"] = norm(f"{name}.pre_cross_attn_layernorm")
+            found["cross_attention"] = attention(f"{name}.cross_attention", parts)
+        return found
+
+    def stack(name):
+        layers = [layer(f"{name}.layers.{i}") for i in range(config.num_layers)]
+        return {"dense": jax.tree.map(lambda *rows: np.stack(rows), *layers)}
+
+    return {
+        "embedding": arrays["embedding.word_embeddings.weight"],
+        "position_embedding": arrays["embedding.position_embeddings.weight"],
+        "encoder": stack("encoder"),
+        "decoder": stack("decoder"),
+        "head": arrays["lm_head.output_layer.weight"].T,
+    }
+
+
+@pytest.mark.parametrize("sizes, scan", [({}, False), ({"data": 2, "fsdp": 2, "tensor": 2}, True)], ids=str)
+def test_loss_and_every_gradient_equal_megatrons(sizes, scan, make_test_mesh):
+    _, saved = oracle()
+    config = oracle_config()
+    model = Model(config, FLOAT32, ExecutionConfig(scan_layers=scan))
+    mesh = make_test_mesh(**sizes)
+    weights = of_megatron({name[6:]: a for name, a in saved.items() if name.startswith("param/")}, config)
+    ids, labels = (saved[name].astype(np.int32) for name in ("ids", "labels"))
+    batch = {
+        "encoder_tokens": np.tile(ids, (2, 1)),
+        "encoder_segment_ids": np.ones((4, ids.shape[1]), np.int32),
+        "tokens": np.tile(labels, (2, 1)),
+        "labels": np.tile(labels, (2, 1)),
+        "loss_weights": np.repeat([[1.0], [0.0]], 2, 0) * np.ones((1, ids.shape[1])) / ids.size,
+    }
+    batch["loss_weights"] = batch["loss_weights"].astype(np.float32)  # rows 2 and 3 only fill the mesh
+    with jax.set_mesh(mesh):
+        weights = jax.device_put(weights, model.shardings(mesh))
+        loss, gradients = jax.jit(jax.value_and_grad(lambda w: model.loss(w, batch).main))(weights)
+    # Both sides are float32 and add up in another order.
+    assert float(loss) == pytest.approx(float(saved["loss_mean"]), rel=1e-5)
+    positions = {name[6:]: np.arange(a.size).reshape(a.shape) for name, a in saved.items() if name.startswith("param/")}
+    places = jax.tree.leaves(of_megatron(positions, config))
+    ours = np.concatenate([np.asarray(a).ravel() for a in jax.tree.leaves(gradients)])
+    assert len(ours) == sum(a.size for a in places)
+    names = of_megatron({name: np.full(a.shape, i) for i, (name, a) in enumerate(positions.items())}, config)
+    owner = np.concatenate([a.ravel() for a in jax.tree.leaves(names)])
+    place = np.concatenate([a.ravel() for a in places])
+    for number, name in enumerate(positions):
+        found = ours[owner == number][np.argsort(place[owner == number])][::EVERY]
+        wanted = saved[f"grad/{name}"].ravel()
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max(), err_msg=name)
+
+
+def test_buckets_are_those_of_the_paper():
+    """Exact below 8 places either way (16 in the decoder), then ranges that double every 2 (5.33) buckets."""
+    encoder = RelativeBiasConfig(1, 32, 128, True, 1.0).buckets()
+    decoder = RelativeBiasConfig(1, 32, 128, False, 1.0).buckets()
+    assert encoder[128:137].tolist() == [0, *range(17, 24), 24] and decoder[:129].max() == 31
+    for distance in range(1, 129):
+        near = distance if distance < 8 else min(8 + int(2 * math.log2(distance / 8) + 1e-6), 15)
+        assert (encoder[128 - distance], encoder[128 + distance]) == (near, near + 16)
+        near = distance if distance < 16 else min(16 + int(16 / 3 * math.log2(distance / 16) + 1e-6), 31)
+        assert (decoder[128 - distance], decoder[128 + distance]) == (near, 0)
+
+
+# ----------------------------------------------------------------------------- runs
+
+V11 = EncoderDecoderConfig(
+    num_layers=2, num_decoder_layers=1, embed_dim=16, num_heads=4, head_dim=8, mlp_dim=32, vocab_size=164,
+    decoder_length=8, num_buckets=8, max_distance=12, activation="geglu_tanh", tied_embeddings=False, dropout=0.1,
+    attention_dropout=0.1,
+)  # fmt: skip
+STEPS = 4
+
+
+def config_of(run_dir, mesh=MeshConfig(), model=V11, **launch) -> Config:
+    return Config(
+        model=model,
+        mesh=mesh,
+        precision=FLOAT32,
+        data=DataConfig(kind="spans", num_threads=0, cache_dir=str(run_dir.parent / "cache")),
+        optimizer=OptimizerConfig(learning_rate=1e-2, min_learning_rate=1e-3),
+        training=TrainingConfig(
+            steps=STEPS, global_batch_size=8, sequence_length=24, log_every_steps=1, eval_every_steps=2, eval_steps=1
+        ),
+        checkpoint=CheckpointConfig(every_steps=2),
+        launch=LaunchConfig(**launch),
+        run_dir=str(run_dir),
+    )
+
+
+def numbers(lines: list[dict]) -> list[tuple]:
+    return [(line["loss"],) if "loss" in line else (line["eval_loss"], line["eval_accuracy"]) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """(config, lines of metrics) of a run on one device."""
+    config = config_of(tmp_path_factory.mktemp("runs") / "run")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return config, run_of(config, monkeypatch)
+
+
+def test_trains_and_evaluates_the_same_on_a_mesh(trained, tmp_path, monkeypatch):
+    _, lines = trained
+    assert numbers(lines)[-1][0] < numbers(lines)[0][0] - 0.1
+    meshed = run_of(config_of(tmp_path / "run", MeshConfig(data=2, fsdp=2, tensor=2)), monkeypatch)
+    for found, wanted in zip(numbers(meshed), numbers(lines), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+def test_resumes_bit_for_bit(trained, tmp_path, monkeypatch):
+    run_of(config_of(tmp_path / "run", exit_at_step=2), monkeypatch)
+    assert numbers(run_of(config_of(tmp_path / "run"), monkeypatch)) == numbers(trained[1])
+
+
+@pytest.fixture(scope="module")
+def writer(trained):
+    return SequenceToSequence(open_model(trained[0].run_dir))
+
+
+PROMPTS = ["1 2 3 <extra_id_0> 7 8 9", "5", " ".join(map(str, range(3, 30)))]
+
+
+def predictions(writer, prompt: str, tokens: list[int]) -> np.ndarray:
+    """float32 [len(tokens), V]: log-probabilities of the next token without a cache, before each of the tokens."""
+    source = np.array([writer.tokens.encode(prompt)], np.int32)
+    batch = {
+        "encoder_tokens": np.pad(source, ((0, 0), (0, 32 - source.shape[1]))),
+        "encoder_segment_ids": (np.arange(32) < source.shape[1])[None].astype(np.int32),
+        "tokens": np.pad(np.array([[writer.tokens.pad_id, *tokens]], np.int32)[:, :-1], ((0, 0), (0, 8 - len(tokens)))),
+    }
+    return np.asarray(_log_probs(writer.model, writer.params, batch))[: len(tokens)]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _log_probs(model, weights, batch):
+    module = model.module(weights)
+    tokens = jnp.repeat(jnp.arange(model.config.vocab_size)[:, None], 8, 1)
+    many = {name: jnp.repeat(jnp.asarray(a), len(tokens), 0) for name, a in batch.items()}
+    return module.scores(many | {"labels": tokens}).log_probs.T
+
+
+def test_writes_what_it_predicts_without_a_cache(writer):
+    """Of prompts of several lengths in one batch; the same with beams of width 1."""
+    greedy = Sampling(max_tokens=6, temperature=0.0, ignore_eos=True)
+    for prompt, found in zip(PROMPTS, writer.write(PROMPTS, greedy), strict=True):
+        expected = predictions(writer, prompt, found.tokens)
+        assert found.tokens == np.argmax(expected, -1).tolist() and found.finish_reason == "length"
+
+
+def test_beam_search_finds_texts_that_are_at_least_as_likely(writer):
+    settings = Sampling(max_tokens=5, temperature=0.0, ignore_eos=True)
+
+    def score(prompt, tokens):
+        return predictions(writer, prompt, tokens)[np.arange(len(tokens)), tokens].sum()
+
+    greedy = writer.write(PROMPTS, settings)
+    beams = writer.write(PROMPTS, settings, num_beams=4)
+    scores = [(score(p, a.tokens), score(p, b.tokens)) for p, a, b in zip(PROMPTS, greedy, beams, strict=True)]
+    assert all(beam >= one - 1e-5 for one, beam in scores) and any(beam > one + 1e-4 for one, beam in scores)
+
+
+def test_what_an_encoder_decoder_cannot_do_is_refused_by_name(trained, writer, tmp_path):
+    config, _ = trained
+    for change, message in (
+        (dict(mesh=MeshConfig(context=2)), "mesh.context=2 is not supported by model.kind=t5"),
+        (dict(mesh=MeshConfig(pipeline=2)), "mesh.pipeline=2: .*has encoder, decoder"),
+        (dict(data=DataConfig()), "data.kind=documents has no labels .*model.kind=t5.* use --data.kind=spans"),
+        (dict(model=dataclasses.replace(V11, num_buckets=6)), "model.num_buckets=6 must be a multiple of 4"),
+        (dict(model=dataclasses.replace(V11, position="learned", max_positions=16)), "use --model.max_positions=24"),
+        (dict(mesh=MeshConfig(tensor=16)), "model.decoder_length=8 is not divisible by mesh.tensor=16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(config, **change).check()
+    with pytest.raises(ValueError, match="model.kind=t5 writes a text from another one"):
+        Engine.from_run(config.run_dir)
+    with pytest.raises(ValueError, match="logprobs=2 is not supported by model.kind=t5"):
+        writer.write(["1"], Sampling(logprobs=2))
+    with pytest.raises(ValueError, match="num_beams=2 searches .* use --temperature=0"):
+        writer.write(["1"], Sampling(), num_beams=2)
+    with pytest.raises(ValueError, match="<extra_id_100> is not a sentinel; the last is <extra_id_99>"):
+        writer.write(["<extra_id_100>"], Sampling())

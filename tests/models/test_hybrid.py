@@ -1,0 +1,215 @@
+"""Mamba-2 and hybrids: the same on every mesh, resumed, and token by token from a cache."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.config import Config, override
+from megajax.data.config import DataConfig
+from megajax.layers.kv_cache import Places, PoolSizes
+from megajax.layers.mamba import MambaConfig
+from megajax.mesh import MeshConfig
+from megajax.models.execution import ExecutionConfig
+from megajax.models.hybrid import HybridConfig
+from megajax.models.model import Model
+from megajax.optim.config import OptimizerConfig
+from megajax.precision import PrecisionConfig
+from megajax.training.config import LaunchConfig, TrainingConfig
+from runs import run_of
+
+T, STEPS, VOCAB = 32, 3, 64
+MAMBA = MambaConfig(head_dim=4, state_dim=8, num_groups=2, chunk=8)
+HYBRID = HybridConfig(
+    num_layers=4, pattern="M*M-", mamba=MAMBA, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=32, vocab_size=VOCAB,
+    position="none", norm="rmsnorm", bias=False, activation="squared_relu", init_std=0.2,
+)  # fmt: skip
+
+
+def config_of(run_dir, mesh=MeshConfig(), model=HYBRID, execution=ExecutionConfig(), **training) -> Config:
+    return Config(
+        model=model,
+        mesh=mesh,
+        execution=execution,
+        precision=PrecisionConfig(compute="float32"),
+        data=DataConfig(source="mock", tokenizer="null:63", num_threads=0, cache_dir=str(run_dir.parent / "cache")),
+        optimizer=OptimizerConfig(learning_rate=1e-2, min_learning_rate=1e-3),
+        training=TrainingConfig(**dict(
+            steps=STEPS, global_batch_size=8, sequence_length=T, log_every_steps=1, eval_every_steps=3, eval_steps=1,
+        ) | training),
+        checkpoint=CheckpointConfig(every_steps=1),
+        run_dir=str(run_dir),
+    )  # fmt: skip
+
+
+def losses(lines: list[dict]) -> list[float]:
+    return [line.get("loss", line.get("eval_loss")) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """-> (config, losses) of a run on one device."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        config = config_of(tmp_path_factory.mktemp("hybrid") / "run")
+        return config, losses(run_of(config, monkeypatch))
+
+
+def test_hybrid_resumes_bit_for_bit(trained, tmp_path, monkeypatch):
+    _, wanted = trained
+    assert len(wanted) == STEPS + 1 and wanted[-1] < wanted[0]
+    config = config_of(tmp_path / "run")
+    run_of(dataclasses.replace(config, launch=LaunchConfig(exit_at_step=2)), monkeypatch)
+    assert losses(run_of(config, monkeypatch)) == wanted
+
+
+ALL_TO_ALL = ExecutionConfig(context_attention="all_to_all")
+
+
+@pytest.mark.parametrize("mesh, execution", [
+    (dict(tensor=2, context=2), ExecutionConfig()),
+    (dict(pipeline=2, context=2), ExecutionConfig()),
+    pytest.param(dict(data=2, fsdp=2, tensor=2), ExecutionConfig(), marks=pytest.mark.slow),
+    pytest.param(dict(context=4), ExecutionConfig(recompute="full", scan_layers=True), marks=pytest.mark.slow),
+    pytest.param(dict(context=2, tensor=2), ExecutionConfig(context_attention="all_gather"), marks=pytest.mark.slow),
+    pytest.param(dict(context=2, fsdp=2), ALL_TO_ALL, marks=pytest.mark.slow),
+    pytest.param(dict(pipeline=2, virtual_stages=2, tensor=2), ExecutionConfig(), marks=pytest.mark.slow),
+    pytest.param(dict(pipeline=2, tensor=2, context=2), ExecutionConfig(recompute="selective"),
+                 marks=pytest.mark.slow),
+], ids=str)  # fmt: skip
+def test_mesh_matches_one_device(mesh, execution, trained, tmp_path, monkeypatch):
+    mesh = MeshConfig(**mesh)
+    microbatches = dict(microbatch_size=2) if mesh.pipeline > 1 else {}
+    lines = run_of(config_of(tmp_path / "run", mesh, execution=execution, **microbatches), monkeypatch)
+    np.testing.assert_allclose(losses(lines), trained[1], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_one_group_is_computed_on_every_device(tmp_path, monkeypatch):
+    """As mamba2_2p7b: B and C of a single group, over which the gated norm goes too."""
+    model = dataclasses.replace(HYBRID, mamba=dataclasses.replace(MAMBA, num_groups=1), pattern="M")
+    wanted = losses(run_of(config_of(tmp_path / "one" / "run", model=model), monkeypatch))
+    mesh = MeshConfig(tensor=2, context=2)
+    found = losses(run_of(config_of(tmp_path / "mesh" / "run", mesh, model), monkeypatch))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+# ----------------------------------------------------------------------------- from a cache
+
+
+@pytest.fixture(scope="module")
+def generating():
+    """-> (model, weights, logits of these tokens [2, T] without a cache, tokens)."""
+    model = Model(HYBRID, PrecisionConfig(compute="float32"), ExecutionConfig())
+    weights = model.init(seed=0)
+    tokens_BT = np.random.default_rng(0).integers(0, VOCAB, (2, T), np.int32)
+
+    @jax.jit
+    def logits(weights, tokens_BT):
+        module = model.module(weights)
+        batch = batch_of(tokens_BT)
+        return module.logits(module.layers(module.embed(batch, None), module.block_inputs(batch))[0])
+
+    return model, weights, np.asarray(logits(weights, tokens_BT)), tokens_BT
+
+
+def batch_of(tokens_BT, positions_BT=None) -> dict:
+    places = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape)
+    return {"tokens": tokens_BT, "positions": places if positions_BT is None else positions_BT}
+
+
+def test_contiguous_cache_equals_no_cache_at_every_position(generating):
+    """A prompt in two calls, the second with padding in one row, then token by token."""
+    model, weights, wanted, tokens_BT = generating
+
+    @jax.jit
+    def extend(weights, caches, tokens_BT, positions_BT):
+        caches = {name: tuple(cache.at(positions_BT) for cache in of_stack) for name, of_stack in caches.items()}
+        x, caches = model.module(weights).extend(batch_of(tokens_BT, positions_BT), caches)
+        return model.module(weights).logits(x), caches
+
+    caches = model.config.new_caches(T, model.execution)
+    lengths = np.array([[13], [9]])
+    places = np.broadcast_to(np.arange(13, dtype=np.int32), (2, 13))
+    prompt = np.where(places < lengths, places, T)  # the padding of the shorter row
+    found, caches = extend(weights, caches, tokens_BT[:, :13], prompt)
+    np.testing.assert_allclose(found[0], wanted[0, :13], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found[1, :9], wanted[1, :9], rtol=1e-5, atol=1e-5)
+    for step in range(T - 13):
+        places = (lengths + step).astype(np.int32)
+        found, caches = extend(weights, caches, np.take_along_axis(tokens_BT, places, 1), places)
+        for row in range(2):
+            np.testing.assert_allclose(found[row, 0], wanted[row, places[row, 0]], rtol=1e-5, atol=1e-5)
+
+
+def test_paged_cache_equals_no_cache_at_every_position(generating):
+    """Two sequences in rows 2 and 0 of an engine: their prompts in calls that cut them anywhere, then token by token,
+    with padding in every call. Row 2 was used by another sequence before."""
+    model, weights, wanted, tokens_BT = generating
+    page, num_rows = 8, 3
+    sizes = PoolSizes(num_pages=2 * T // page, page_size=page, num_rows=num_rows, dtype=jnp.float32)
+    caches = model.config.new_pages(sizes, model.execution)
+    pages_of = np.arange(2 * T // page, dtype=np.int32).reshape(2, -1)
+    row_of = np.array([2, 0])
+    padding = (np.int32(2 * T), np.int32(0), np.int32(num_rows))
+
+    @jax.jit
+    def extend(weights, caches, tokens_BT, places):
+        caches = {name: tuple(cache.at(places) for cache in of_stack) for name, of_stack in caches.items()}
+        x, caches = model.module(weights).extend(batch_of(tokens_BT, places.positions_BT), caches)
+        return model.module(weights).logits(x), caches
+
+    def call(caches, items, width, *, one_each):
+        """items: (sequence, position); the tokens of a call, padded to `width`."""
+        slots = [pages_of[s, t // page] * page + t % page for s, t in items]
+        arrays = [np.array([value] * width, np.int32) for value in padding]
+        tokens, lower, upper = (np.zeros(width, np.int32) for _ in range(3))
+        for i, ((s, t), slot) in enumerate(zip(items, slots, strict=True)):
+            arrays[0][i], arrays[1][i], arrays[2][i], tokens[i] = slot, t, row_of[s], tokens_BT[s, t]
+            lower[i], upper[i] = (0, t + 1) if one_each else (s * T, s * T + t + 1)
+        shape = (width, 1) if one_each else (1, width)
+        table = np.zeros((width, T // page), np.int32) if one_each else pages_of.reshape(1, -1)
+        if one_each:
+            table[: len(items)] = [pages_of[s] for s, _ in items]
+        shaped = [a.reshape(shape) for a in (*arrays, lower, upper)]
+        places = Places(*shaped[:3], table, None if one_each else shaped[3], shaped[4])
+        found, caches = extend(weights, caches, tokens.reshape(shape), places)
+        found = np.asarray(found).reshape(width, -1)
+        for i, (s, t) in enumerate(items):
+            np.testing.assert_allclose(found[i], wanted[s, t], rtol=1e-5, atol=1e-5, err_msg=f"{s}, {t}")
+        return caches
+
+    caches = call(caches, [(0, t) for t in range(5)], 12, one_each=False)
+    caches = call(caches, [(0, t) for t in range(7)] + [(1, t) for t in range(2)], 12, one_each=False)
+    caches = call(caches, [(1, 2), *((0, t) for t in range(7, 16))], 12, one_each=False)
+    for t in range(3, 12):
+        caches = call(caches, [(1, t), (0, t + 13)], 3, one_each=True)
+    caches = call(caches, [(1, t) for t in range(12, 24)], 12, one_each=False)
+    states = caches["layers"][0].states
+    assert states.shape[0] == num_rows + 1 and not states[1].any()  # no sequence had this row
+
+
+# ----------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize("change, message", [
+    ("--model.pattern=M|M*", r"pattern=M.M\*: pipeline stages .*use --model.pattern='MM\*' --mesh.pipeline_layout='t"),
+    ("--model.pattern=MX", r"pattern='MX' must be letters of layers: M \(Mamba-2\)"),
+    ("--model.pattern=", "pattern='' must be letters"),
+    ("--model.pattern=M*M", "num_layers=4 is not a multiple of the 3 letters of model.pattern; use .*num_layers=6"),
+    ("--model.pattern=ME", "moe.num_experts=None and model.pattern=ME contradict"),
+    ("--model.pattern=*-", "model.mamba: head_dim, .* set, but model.pattern=.- has no M"),
+    ("--model.mtp_layers=1", "mtp_layers=1 is not supported by model.kind=hybrid.*use --model.mtp_layers=0"),
+    ("--model.norm_placement=post", "norm_placement=post is not supported .*use --model.norm_placement=pre"),
+    ("--model.mamba.num_groups=3", "mamba.num_groups=3 does not divide the 8 heads .*num_groups=1"),
+    ("--model.mamba.head_dim=3", "mamba.head_dim=3 does not divide 2 . model.embed_dim=32"),
+    ("--mesh.tensor=4", "mamba.num_groups=2 is not divisible by mesh.tensor=4; use --mesh.tensor=2"),
+    ("--mesh.context=8", "sequence_length=32 cannot be split into the 16 equal pieces .*use .*sequence_length=48"),
+    ("--execution.recompute_modules=core", "'core' is unknown; .*activation, mamba"),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused(change, message, tmp_path):
+    how = [change, "--execution.recompute=selective"] if "recompute" in change else [change]
+    with pytest.raises(ValueError, match=message):
+        override(config_of(tmp_path / "run"), how).check()

@@ -1,0 +1,157 @@
+"""The chunked state space against its definition, one token at a time, in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.ops.ssd import causal_conv, ssd, ssd_step, time_steps
+
+B, T, H, P, N, W = 2, 24, 4, 3, 5, 4
+# Documents that end inside a chunk, at its border, and after one token.
+STARTS = np.zeros((B, T), bool)
+STARTS[0, [3, 8, 9, 20]] = True
+STARTS[1, [16]] = True
+
+
+def arguments(groups: int, dtype) -> dict:
+    rng = np.random.default_rng(0)
+    arrays = dict(
+        x=rng.normal(size=(B, T, H, P)),
+        dt=np.logaddexp(0, rng.normal(size=(B, T, H))),
+        a=-np.exp(rng.normal(size=H)),
+        b=rng.normal(size=(B, T, groups, N)),
+        c=rng.normal(size=(B, T, groups, N)),
+        skip=rng.normal(size=H),
+        state=rng.normal(size=(B, H, P, N)),
+    )
+    return {name: jnp.asarray(array, dtype) for name, array in arrays.items()}
+
+
+def recurrence(x, dt, a, b, c, skip, state, starts):
+    """S_t = exp(dt_t A) S_(t-1) + dt_t x_t B_t^T, y_t = S_t C_t + D x_t."""
+    b, c = (jnp.repeat(m, H // m.shape[2], 2) for m in (b, c))
+
+    def step(S, token):
+        x, dt, b, c, start = token
+        S = jnp.where(start[:, None, None, None], 0, S)
+        S = S * jnp.exp(dt * a)[..., None, None] + jnp.einsum("bh,bhp,bhn->bhpn", dt, x, b)
+        return S, jnp.einsum("bhpn,bhn->bhp", S, c) + skip[:, None] * x
+
+    tokens = tuple(jnp.moveaxis(m, 1, 0) for m in (x, dt, b, c, jnp.asarray(starts)))
+    S, y = jax.lax.scan(step, state, tokens)
+    return jnp.moveaxis(y, 0, 1), S
+
+
+def chunked(x, dt, a, b, c, skip, state, starts, *, chunk, pieces=(0,)):
+    starts = None if starts is None else jnp.asarray(starts)
+    return ssd(x, dt, a, b, c, skip, chunk=chunk, starts_BT=starts, state_BHPN=state, pieces=pieces)
+
+
+def with_gradients(function, arrays: dict, starts):
+    def loss(arrays):
+        results = function(**arrays, starts=starts)
+        return sum(jnp.sum(jnp.sin(result)) for result in results), results
+
+    (_, results), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(arrays)
+    return {"y": results[0], "last": results[1]} | gradients
+
+
+@pytest.mark.parametrize("groups, chunk, starts", [(2, 8, STARTS), (1, 7, None)], ids=["packed", "ragged"])
+def test_chunks_equal_the_recurrence(groups, chunk, starts):
+    """chunk=7 does not divide T: the last chunk is padded."""
+    with jax.enable_x64(True):
+        arrays = arguments(groups, jnp.float64)
+        found = with_gradients(functools.partial(chunked, chunk=chunk), arrays, starts)
+        wanted = with_gradients(recurrence, arrays, np.zeros((B, T), bool) if starts is None else starts)
+    for name, array in wanted.items():
+        np.testing.assert_allclose(found[name], array, rtol=1e-10, atol=1e-10, err_msg=name)
+
+
+def test_pieces_in_any_order_equal_the_sequence():
+    """As stored over `context`: the pieces of a device are the first and the last of those left."""
+    pieces = (0, 3, 1, 2)
+    order = np.arange(T).reshape(4, -1)[list(pieces)].ravel()
+
+    def permuted(x, dt, b, c, starts, **rest):
+        x, dt, b, c = (m[:, order] for m in (x, dt, b, c))
+        y, last = chunked(x, dt, b=b, c=c, starts=starts[:, order], chunk=4, pieces=pieces, **rest)
+        return y[:, order.argsort()], last
+
+    with jax.enable_x64(True):
+        arrays = arguments(2, jnp.float64)
+        found = with_gradients(permuted, arrays, STARTS)
+        wanted = with_gradients(functools.partial(chunked, chunk=4), arrays, STARTS)
+    for name, array in wanted.items():
+        np.testing.assert_allclose(found[name], array, rtol=1e-10, atol=1e-10, err_msg=name)
+
+
+def test_float32_and_bfloat16_are_close_to_float64():
+    run = jax.jit(functools.partial(chunked, starts=STARTS, chunk=8))
+    with jax.enable_x64(True):
+        wanted = np.asarray(run(**arguments(2, jnp.float64))[0])
+    exact = arguments(2, jnp.float32)
+    y, _ = run(**exact)
+    np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-5)  # sums of up to 24 products, decays in float32
+    rounded = {name: a.astype(jnp.bfloat16) if name in ("x", "b", "c") else a for name, a in exact.items()}
+    y, last = run(**rounded)
+    assert y.dtype == jnp.bfloat16 and last.dtype == jnp.float32
+    error = np.abs(np.asarray(y, np.float64) - wanted).max() / np.abs(wanted).max()
+    assert error < 3 * 2**-8  # a few roundings to 8 bits
+
+
+def test_a_step_is_one_token_of_the_sequence():
+    arrays = arguments(2, jnp.float32)
+    y, last = chunked(**arrays, starts=None, chunk=8)
+    state = arrays.pop("state")
+    a, skip = arrays.pop("a"), arrays.pop("skip")
+    step = jax.jit(ssd_step)
+    for t in range(T):
+        x, dt, b, c = (arrays[name][:, t] for name in ("x", "dt", "b", "c"))
+        y_t, state = step(x, dt, a, b, c, skip, state)
+        np.testing.assert_allclose(y_t, y[:, t], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(state, last, rtol=1e-5, atol=1e-5)
+
+
+def test_large_decays_have_finite_gradients():
+    """Above the diagonal the exponent is positive and overflows."""
+    arrays = arguments(1, jnp.float32) | {"a": jnp.full(H, -1e3, jnp.float32)}
+    found = with_gradients(functools.partial(chunked, chunk=8), arrays, None)
+    assert all(np.isfinite(a).all() for a in found.values())
+
+
+def test_time_steps_are_limited():
+    dt = jnp.asarray([[-20.0, 0.0, 20.0]])
+    np.testing.assert_allclose(time_steps(dt, jnp.zeros(3), (0.0, None)), np.logaddexp(0, dt), rtol=1e-6)
+    np.testing.assert_allclose(time_steps(dt, jnp.ones(3), (0.1, 5.0)), [[0.1, np.log1p(np.e), 5.0]], rtol=1e-6)
+
+
+def test_convolution_reads_the_last_tokens_of_its_document():
+    """Against NumPy, with and without documents, in pieces stored in another order."""
+    rng = np.random.default_rng(1)
+    x, kernel, bias = rng.normal(size=(B, T, 6)), rng.normal(size=(W, 6)), rng.normal(size=6)
+    ids = STARTS.cumsum(1).astype(np.int32)
+    pieces = (0, 3, 1, 2)
+    order = np.arange(T).reshape(4, -1)[list(pieces)].ravel()
+
+    def expected(ids):
+        y = np.zeros_like(x) + bias
+        for row, t, back in np.ndindex(B, T, W):
+            if t >= back and ids[row, t - back] == ids[row, t]:
+                y[row, t] += kernel[W - 1 - back] * x[row, t - back]
+        return y / (1 + np.exp(-y))
+
+    def before(array):
+        padded = np.concatenate([np.zeros_like(array[:, : W - 1]), array], 1)
+        return jnp.asarray(np.stack([padded[:, n * 6 : n * 6 + W - 1] for n in pieces], 1))
+
+    for segments in (None, ids):
+        stored = None if segments is None else (jnp.asarray(segments[:, order]), before(segments))
+        with jax.enable_x64(True):
+            y = causal_conv(
+                jnp.asarray(x[:, order]), jnp.asarray(kernel), jnp.asarray(bias), before_BI=before(x), segments=stored
+            )
+        wanted = expected(np.zeros_like(ids) if segments is None else segments)
+        np.testing.assert_allclose(np.asarray(y)[:, order.argsort()], wanted, rtol=1e-6, atol=1e-6)
