@@ -128,6 +128,8 @@ def _check_data(path: str) -> None:
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
     """What determines the results besides the weights."""
     others = {"command", "run", "step", "watch", "batch_tokens"}
+    if options.weight_dtype == "auto":
+        others.add("weight_dtype")  # earlier records do not have it
     return {
         name: value
         for name, value in vars(options).items()

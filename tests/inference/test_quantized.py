@@ -72,7 +72,7 @@ def logits():
     return lambda weights, tokens: np.asarray(run(weights, np.array([tokens], np.int32)))
 
 
-@pytest.fixture(scope="module", params=["int8", "float8"])
+@pytest.fixture(scope="module", params=["float8", pytest.param("int8", marks=pytest.mark.slow)])
 def engine(request, run_dir):
     return Engine.from_run(run_dir, step=1, serving=dataclasses.replace(SERVING, weight_dtype=request.param))
 
