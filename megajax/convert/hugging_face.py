@@ -134,7 +134,9 @@ class Export:
             self._quantize(model)
 
     def _quantize(self, model: Model) -> None:
-        """Replaces the forms of the matrices that are quantised, and describes them in config.json."""
+        """Replaces the forms of the matrices that are quantised, and describes them in config.json. Raises ValueError
+        for a model that nothing serves in 8 bits."""
+        model.config.check_generates()
         records = {name_of(path): record for path, record in jax.tree_util.tree_leaves_with_path(model.records)}
         format = self._quantization.format
         ignored = ["lm_head"] if self.map.config.tied_embeddings else []  # a module without tensors of its own
