@@ -31,7 +31,7 @@ class ExecutionConfig:
     offload: tuple[str, ...] = ()
     """Activations to keep in host memory between forward and backward pass; a transformer layer has residual, normed,
     qkv, attention_out, residual_mid, mlp_wide and mlp_hidden, one with experts also routing and expert_rows,
-    with latent attention also latents (docs/memory.md)."""
+    with latent attention also latents, with cross-attention also residual_cross (docs/memory.md)."""
     attention_backend: Backend = "auto"
     """cudnn, pallas (pallas_kernels/flash_attention), transformer_engine (if it is installed; docs/low_precision.md) or
     reference, where it supports the model; auto: the fastest as measured. The log says which one is used."""
