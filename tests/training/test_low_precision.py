@@ -17,11 +17,13 @@ from megajax.optim.config import OptimizerConfig
 from megajax.optim.optimizer import Optimizer
 from megajax.parallel.context import sequence_order
 from megajax.parallel.schedule import make_stages
+from megajax.parameters import matches, name_of
 from megajax.precision import PrecisionConfig
 from megajax.sharding import batch_spec
 from megajax.training.config import TrainingConfig
 from megajax.training.state import new_state, state_shardings
 from megajax.training.step import make_train_step
+from megajax.upcycling import model_for
 
 STEPS, BATCH, LENGTH = 3, 8, 16
 LLAMA = DecoderConfig(num_layers=4, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=32, vocab_size=96, bias=False,
@@ -157,3 +159,15 @@ def test_a_run_resumes_with_another_recipe_unless_scales_are_part_of_its_state()
     bf16, fp8, delayed = (changed(precision=PrecisionConfig(recipe=name)) for name in ("bf16", "fp8", "fp8_delayed"))
     assert incompatibilities(bf16, fp8) == []
     assert incompatibilities(fp8, delayed) == ["precision.recipe: fp8 -> fp8_delayed"]
+
+
+def test_a_new_run_starts_from_weights_without_scales():
+    bf16, delayed = (Config(model=LLAMA, precision=PrecisionConfig(recipe=name)) for name in ("bf16", "fp8_delayed"))
+    source = model_for(bf16, delayed)
+    assert source.abstract_weights == bf16.make_model().abstract_weights
+    added = set(names(delayed.make_model())) - set(names(source))
+    assert added and all(matches(name, ["*_scaling"]) for name in added)  # as docs/low_precision.md says
+
+
+def names(model: Model) -> list[str]:
+    return [name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(model.abstract_weights)]
