@@ -43,10 +43,6 @@ def described_size(model: Model) -> str:
     return format_count(model.num_parameters()) + (f", {format_count(active)} active" if experts else "")
 
 
-def _recipe(model: Model) -> str:
-    return f", matmuls of layers {model.precision.recipe}" if model.precision.is_low else ""
-
-
 def _parameters(model: Model) -> str:
     if model.precision.params == "float32":
         return "parameters float32"
@@ -57,7 +53,8 @@ def described_precision(program: Program) -> str:
     """Number formats of parameters and computation, of sums over devices, and of moments if they are rounded."""
     model = program.model
     compute = jnp.dtype(model.precision.compute_dtype).name
-    parts = [_parameters(model), f"compute {compute}{_recipe(model)}"]
+    low = f", matmuls of layers {model.precision.recipe}" if model.precision.is_low else ""
+    parts = [_parameters(model), f"compute {compute}{low}"]
     if program.mesh.size > 1:
         reduced = "float32" if model.precision.has_float32_gradients else compute
         parts.append(f"gradients of matrices summed over devices in {reduced}")
