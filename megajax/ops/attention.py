@@ -170,8 +170,7 @@ def choose_backend(
         "deterministic": deterministic,  # with a bias jaxlib 0.11.2 raises an IndexError
         **both,
     }
-    engine = cudnn | {"packed documents": biased, "attention sinks": has_sinks, _described(heads): is_latent}
-
+    engine = cudnn | {"packed documents": biased, "attention sinks": has_sinks, "latent attention": is_latent}
     kernel = {"keys of another sequence": other_keys}  # it takes the segments of the queries for theirs
 
     def first(reasons: dict[str, bool]) -> str:
