@@ -77,13 +77,14 @@ def on_one_device():
 
 
 def assert_same(result, reference) -> None:
-    """A sum in another order moves an element to a neighbouring FP8 number only where it is next to the middle of two:
-    one in a million float32 roundings."""
-    np.testing.assert_allclose(result[0], reference[0], rtol=2e-5)
+    """A sum in another order moves a few elements to a neighbouring FP8 number. That moves others in the layers and
+    steps that follow, up to the noise of the format: 5 % of a gradient. tests/ops compares a single product tightly."""
+    np.testing.assert_allclose(result[0][0], reference[0][0], rtol=2e-6)
+    np.testing.assert_allclose(result[0], reference[0], rtol=1e-4)
     for got, want in zip(jax.tree.leaves(result[1]), jax.tree.leaves(reference[1]), strict=True):
-        assert np.mean(np.abs(got - want)) < 1e-5
+        assert np.mean(np.abs(got - want)) < 1e-3
     for got, want in zip(jax.tree.leaves(result[2]), jax.tree.leaves(reference[2]), strict=True):
-        np.testing.assert_allclose(got, want, rtol=2e-3)
+        np.testing.assert_allclose(got, want, rtol=5e-2)
 
 
 @pytest.mark.parametrize(
