@@ -64,9 +64,7 @@ def llama3_8b_128k() -> Config:
     config = llama3_8b()
     return dataclasses.replace(
         config,
-        execution=ExecutionConfig(
-            recompute="selective", recompute_modules=("norm", "activation", "mlp"), scan_layers=True
-        ),
+        execution=ExecutionConfig(recompute="norm,activation,mlp", scan_layers=True),
         mesh=MeshConfig(data=-1, context=8),
         training=dataclasses.replace(config.training, global_batch_size=1, sequence_length=131_072),
     )

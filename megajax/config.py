@@ -58,6 +58,9 @@ class Config:
     def check(self) -> None:
         """Raises ValueError with one line: the field, its value, the rule, how to fix it. Touches no device."""
         check_fields(self, "--")
+        self._check_sections()
+
+    def _check_sections(self) -> None:
         self.mesh.check()
         self.data.check()
         self.checkpoint.check()
@@ -91,7 +94,7 @@ class Config:
         check_fields(self, "--")
         mesh = self.mesh.resolve(num_devices)
         config = dataclasses.replace(self, mesh=mesh)
-        config.check()
+        config._check_sections()
         config = dataclasses.replace(config, data=config.data.with_tokenizer(config.model.vocab_size))
         config.training.check_on(mesh)
         return config
@@ -245,8 +248,8 @@ def override(config: Config, overrides: Iterable[str] | Mapping[str, Any]) -> Co
     words = []
     for argument in arguments:
         name = argument[2:].split("=", 1)[0]
-        if name in MOVED:
-            raise ValueError(f"--{name} is now --{MOVED[name]}")
+        if name in NOW:
+            raise ValueError(f"--{name} is now --{NOW[name]}")
         if name not in fields:
             hint = did_you_mean(name, fields, "--") or "; --help shows all fields"
             raise ValueError(f"--{name} is unknown{hint}")
@@ -393,6 +396,17 @@ MOVED = {
     f"training.{name}": f"launch.{name}"
     for name in ("exit_at_step", "exit_after_minutes", "hang_minutes", "max_restarts", "profile_steps")
 }  # fmt: skip
+# Old fields that are now part of another one; `upgraded` of the section translates their values.
+MERGED = {
+    "execution.recompute_modules": "execution.recompute=MODULES",
+    "model.moe.router.softmax_first": "model.moe.router.score=softmax_all",
+    "model.qk_norm_scope": "model.qk_norm=all_heads",
+    "optimizer.wsd_style": "optimizer.schedule=wsd_STYLE",
+} | {f"model.rope.{name}": "model.rope.ramp=LOW,HIGH" for name in ("low_frequency", "high_frequency")} | {
+    f"model.rope.{name}": "model.rope.ramp=SLOW,FAST" for name in ("beta_slow", "beta_fast")
+}  # fmt: skip
+NOW = MERGED | {old: MERGED.get(new, new) for old, new in MOVED.items()}
+"""What one types today instead of an old field."""
 
 
 def _moved(sections: Any) -> Any:
@@ -414,6 +428,8 @@ def _from_dict(kind: Any, value: Any) -> Any:
         kind = family(str(value.get("kind", "decoder")))  # older runs have no kind: they are decoders
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         hints = typing.get_type_hints(kind)
+        if hasattr(kind, "upgraded"):
+            value = kind.upgraded(dict(value))
         unknown = set(value) - set(hints)
         if unknown:
             raise ValueError(f"it has fields that this version does not know: {', '.join(sorted(unknown))}")

@@ -116,7 +116,7 @@ def _dense_name(name: str) -> str:
 def _scale(moe: MoeConfig, granularity: int) -> float:
     """Of the output projections: granularity over the sum of the weights of a token, for even weights."""
     router = moe.router
-    total = router.top_k / moe.num_experts if router.softmax_first else 1.0
+    total = router.top_k / moe.num_experts if router.score == "softmax_all" else 1.0
     return granularity / (total * router.scale)
 
 

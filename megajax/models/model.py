@@ -102,7 +102,7 @@ class Model:
         self._structure = Structure.of(state)
         self.records = records(state)
         """Nested dict of the record of each weight: axes, role."""
-        self.abstract_weights = jax.eval_shape(lambda: self._init(jax.random.key(0)))
+        self.abstract_weights = jax.eval_shape(self._cast, self._structure.to_tree(state))
         self._frozen = self._frozen_names(trained, frozen)
 
     def _frozen_names(self, trained: tuple[str, ...], frozen: tuple[str, ...]) -> frozenset[str]:
@@ -135,7 +135,10 @@ class Model:
                 )
 
     def _init(self, key: jax.Array) -> dict:
-        weights = self._structure.to_tree(nnx.split(self._build(key))[1])
+        return self._cast(self._structure.to_tree(nnx.split(self._build(key))[1]))
+
+    def _cast(self, weights: dict) -> dict:
+        """The weights in the dtype in which they are stored."""
         dtype = self.precision.params_dtype
 
         def cast(a: jax.Array, record: Parameter) -> jax.Array:

@@ -1,12 +1,12 @@
 """Configuration of the optimizer: update rules and their constants, parameter groups, learning-rate schedule."""
 
 import dataclasses
-from typing import Annotated
+from typing import Annotated, Any
 
 from megajax.optim.groups import UpdateRule, parse_group
 from megajax.optim.loss_scale import LossScaleRule
 from megajax.optim.moments import MomentFormat
-from megajax.optim.schedule import Schedule, ScheduleStyle, WsdStyle
+from megajax.optim.schedule import Schedule, ScheduleStyle
 from megajax.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range
 
 Momentum = Annotated[float, Range(at_least=0, below=1)]
@@ -25,16 +25,15 @@ class OptimizerConfig:
     initial_learning_rate: NonNegativeFloat = 0.0
     """Learning rate at the start of the warm-up."""
     schedule: ScheduleStyle = "cosine"
-    """Shape of the decay after the warm-up; formulas in megajax/optim/schedule.py."""
+    """Shape of the decay after the warm-up; the wsd ones are constant until they anneal at the end, wsd exponentially.
+    Formulas in megajax/optim/schedule.py."""
     warmup_steps: NonNegativeInt = 0
     """Steps of linear warm-up; 0 starts at learning_rate. In this and the following fields, a step during a batch size
     ramp-up counts as its fraction of global_batch_size."""
     decay_steps: PositiveInt | None = None
     """Step at which min_learning_rate is reached, warm-up included; None: the end of the run."""
     wsd_decay_steps: NonNegativeInt = 0
-    """Schedule wsd: number of annealing steps at the end, before decay_steps."""
-    wsd_style: WsdStyle = "exponential"
-    """Schedule wsd: shape of the annealing curve."""
+    """Schedules wsd...: number of annealing steps at the end, before decay_steps."""
     beta1: Momentum = 0.9
     """AdamW, Lion: decay of the first moment (Lion: of the interpolation whose sign is taken)."""
     beta2: Momentum = 0.95
@@ -63,6 +62,14 @@ class OptimizerConfig:
     offload_state: bool = False
     """Keep the moments in host memory between updates; slow over PCIe, see docs/memory.md."""
 
+    @staticmethod
+    def upgraded(fields: dict[str, Any]) -> dict[str, Any]:
+        """An older config.json, from when the annealing curve of wsd was a field."""
+        style = fields.pop("wsd_style", "exponential")
+        if fields.get("schedule") == "wsd" and style != "exponential":
+            fields["schedule"] = f"wsd_{style}"
+        return fields
+
     def check(self, run_steps: float) -> None:
         """Raises ValueError for numbers that contradict each other. run_steps: TrainingConfig.full_batch_steps."""
         self._check_below_peak("initial_learning_rate")
@@ -80,7 +87,7 @@ class OptimizerConfig:
                 "warm up for fewer steps or use --optimizer.schedule=constant"
             )
         most = decay_steps - self.warmup_steps
-        if self.schedule == "wsd" and not 0 < self.wsd_decay_steps <= most:
+        if self.schedule.startswith("wsd") and not 0 < self.wsd_decay_steps <= most:
             raise ValueError(
                 f"optimizer.wsd_decay_steps={self.wsd_decay_steps} must be in 1..{most:.10g} (decay steps "
                 f"{decay_steps:.10g} minus warm-up {self.warmup_steps}); for example "
@@ -113,5 +120,4 @@ class OptimizerConfig:
             warmup_steps=self.warmup_steps,
             decay_steps=self.end_of_decay(run_steps),
             wsd_decay_steps=self.wsd_decay_steps,
-            wsd_style=self.wsd_style,
         )

@@ -21,7 +21,7 @@ from megajax.devices import DEVICES, Device, utilisation
 from megajax.mesh import MeshConfig, make_mesh, use_compiler_without_gpu
 from megajax.models.model import Model
 from megajax.parallel.schedule import bubble, make_table
-from megajax.planning.card import described_size
+from megajax.planning.card import described_precision, described_size
 from megajax.planning.memory import activation_bytes, host_memory, memory_per_device, memory_rows, state_bytes
 from megajax.planning.step_time import (
     ACTIVATION_PASSES,
@@ -71,7 +71,8 @@ def plan_rows(
     mesh_config = program.mesh_config
     compiles = compiles and device.name in COMPILED_FOR and compat.gpu_compiler_installed()
     memory, host = memory_per_device(program, training)
-    rows = _model_rows(model, mesh_config, training, device) + memory_rows(memory, host)
+    rows = _model_rows(model, mesh_config, training, device)
+    rows += [("precision", described_precision(program)), *memory_rows(memory, host)]
     if compiles:
         mesh = make_mesh(mesh_config, devices_without_gpu(mesh_config.num_devices, device))
         compiled, seconds = compile_step(dataclasses.replace(program, mesh=mesh), training, packed)

@@ -80,6 +80,7 @@ def test_resume_gives_identical_losses_and_parameters(uninterrupted, tmp_path):
         assert got.tobytes() == want.tobytes()
 
 
+@pytest.mark.slow
 def test_another_seed_gives_another_run(uninterrupted, tmp_path):
     """The same seed gives the same, as the run above that was interrupted."""
     run.train(tiny(tmp_path / "other", seed=99, exit_at_step=1))
