@@ -101,8 +101,10 @@ class Engine:
         None if only tokens go in and out; there is then no end-of-document token. start_ids: tokens before each text
         prompt.
 
-        Raises ValueError for invalid serving settings, and if the memory holds no page.
+        Raises ValueError for invalid serving settings, a model that does not continue text, and if the memory holds no
+        page.
         """
+        model.config.check_generates()
         serving.check()
         self.model = model
         self.mesh = mesh
