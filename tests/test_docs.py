@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import configs
-from megajax.config import MOVED, Config
+from megajax.config import NOW, Config
 from megajax.models.interface import families
 
 ROOT = Path(__file__).parents[1]
@@ -38,7 +38,7 @@ def test_page_names_fields_recipes_and_files_that_exist(page):
     for quoted in re.findall(r"`([^`\n]*)`", text):
         named |= set(re.findall(rf"(?:^|(?<=[\s-]))((?:{SECTIONS})(?:\.\w+)+)", quoted))
     files = {name for name in named if name.endswith((".py", ".json"))}
-    assert sorted(named - files - known_fields() - set(MOVED)) == []
+    assert sorted(named - files - known_fields() - set(NOW)) == []
     recipes = set(re.findall(r"--config=(\w+)(?!\w*:)", text)) - {"NAME"}
     assert sorted(recipes - set(configs.recipes())) == []
     links = [link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if not link.startswith("http")]

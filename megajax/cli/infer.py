@@ -134,8 +134,8 @@ def serve(options: argparse.Namespace) -> None:
     )
     config.check()
     with contextlib.closing(serving.bind(config.host, config.port)) as bound:
-        engine = _engine(options)
-        serving.serve(engine, config, _template(engine, options), bound)
+        engines = _engines(options)
+        serving.serve(engines, config, _template(engines[0], options), bound)
 
 
 def encode(options: argparse.Namespace) -> None:
@@ -216,14 +216,27 @@ def _bench_traffic(options: argparse.Namespace) -> None:
 
 
 def _engine(options: argparse.Namespace):
-    from megajax.inference.engine import Engine, ServingConfig
+    from megajax.inference.engine import Engine
+
+    return _open(Engine.from_run, options)
+
+
+def _engines(options: argparse.Namespace):
+    """mesh.data replicas."""
+    from megajax.inference.engine import Engine
+
+    return _open(Engine.replicas_from_run, options)
+
+
+def _open(from_run, options: argparse.Namespace):
+    from megajax.inference.engine import ServingConfig
     from megajax.mesh import use_compilation_cache
 
     serving = ServingConfig(**{name: getattr(options, name) for name in SERVING if getattr(options, name) is not None})
     serving.check()
-    engine = Engine.from_run(options.run, _mesh(options), options.step, serving)
+    opened = from_run(options.run, _mesh(options), options.step, serving, options.draft_run)
     use_compilation_cache()
-    return engine
+    return opened
 
 
 def _mesh(options: argparse.Namespace):
@@ -369,6 +382,9 @@ def _add_command(
     engine = command.add_argument_group("engine")
     for field, (kind, text) in SERVING.items():
         engine.add_argument(f"--{field}", type=kind, help=text)
+    engine.add_argument(
+        "--draft_run", help="run or Hugging Face folder of a smaller model that guesses --draft_tokens tokens"
+    )
     return command
 
 

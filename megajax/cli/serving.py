@@ -7,7 +7,7 @@ import json
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,7 +52,9 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def serve(engine: "Engine", config: "ServerConfig", template: "ChatTemplate | None", bound: socket.socket) -> None:
+def serve(
+    engines: "Sequence[Engine]", config: "ServerConfig", template: "ChatTemplate | None", bound: socket.socket
+) -> None:
     """Until ctrl-C or SIGTERM, which let what runs finish; a second one does not. Exits with status 1 if the engine
     fails."""
     import uvicorn
@@ -66,7 +68,7 @@ def serve(engine: "Engine", config: "ServerConfig", template: "ChatTemplate | No
         has_failed = True
         server.should_exit = True
 
-    app = make_app(engine, config, template, fail)
+    app = make_app(engines, config, template, fail)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="on"))
     host, port = bound.getsockname()[:2]
     logger.info("serving %s at http://%s:%d", config.model_name, f"[{host}]" if ":" in host else host, port)

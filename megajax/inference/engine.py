@@ -19,10 +19,11 @@ from jax.sharding import Mesh
 from megajax.data.tokenizers.tokenizer import Tokenizer, end_ids
 from megajax.inference.batches import Batches, Shapes
 from megajax.inference.config import ServingConfig
+from megajax.inference.draft import DraftModel, check_same_tokens
 from megajax.inference.executor import Executor
 from megajax.inference.grammar import Grammars
 from megajax.inference.load import open_model, serving_params
-from megajax.inference.memory import bytes_per_page, has_states, longest_sequence, pool_sizes
+from megajax.inference.memory import bytes_per_page, has_states, longest_sequence, pool_sizes, visible_tokens
 from megajax.inference.pages import PagePool
 from megajax.inference.programs import Drawn
 from megajax.inference.sampling import PROMPT_TOKEN, Logprobs, Sampling, TokenLogprobs
@@ -95,11 +96,12 @@ class _Call(NamedTuple):
 class Engine:
     def __init__(
         self, model: Model, params: dict, mesh: Mesh, tokenizer: Tokenizer | None, *, start_ids: Items[int] = (),
-        serving: ServingConfig = ServingConfig()
+        serving: ServingConfig = ServingConfig(), draft: tuple[Model, dict] | None = None
     ):  # fmt: skip
         """params: sharded over `mesh`, stacked or per layer; matrices are cast to the compute dtype. tokenizer: may be
         None if only tokens go in and out; there is then no end-of-document token. start_ids: tokens before each text
-        prompt.
+        prompt. draft: a smaller model with the same tokens, and its parameters, to guess serving.draft_tokens tokens
+        (inference/draft.py); None: prompt lookup, unless that is 0.
 
         Raises ValueError for invalid serving settings, a model that does not continue text, and if the memory holds no
         page.
@@ -116,7 +118,7 @@ class Engine:
         self._ends = end_ids(tokenizer) if tokenizer else frozenset()
         self._start = list(start_ids)
         self._grammars = Grammars(tokenizer, self._vocab_size)
-        self._allocate()
+        self._allocate(draft)
         self._calls: deque[_Call] = deque()
         self._texts: dict[Sequence, TextStream] = {}
         self._outputs: list[Output] = []
@@ -125,12 +127,13 @@ class Engine:
         self._drafted = 0
         self._accepted = 0
 
-    def _allocate(self) -> None:
-        """The pool, and what decides about it."""
+    def _allocate(self, draft: tuple[Model, dict] | None) -> None:
+        """The pools, and what decides about them."""
         serving = self.serving
-        sizes = pool_sizes(self.model, self.mesh, serving)
+        models = [self.model] if draft is None else [self.model, draft[0]]
+        sizes, *draft_sizes = pool_sizes(models, self.mesh, serving)
         self._sizes = sizes
-        self._max_length = min(longest_sequence(self.model, serving), sizes.num_pages * sizes.page_size)
+        self._max_length = min(longest_sequence(models, serving), sizes.num_pages * sizes.page_size)
         has_kernel = self.mesh.devices.flat[0].platform == "gpu"
         shapes = Shapes.of(sizes, self._max_length, serving.max_batch_tokens, has_kernel)
         self._batches = Batches(sizes, shapes, self._vocab_size)
@@ -142,9 +145,30 @@ class Engine:
             shapes.most_pages,
             serving.decode_steps,
             serving.draft_tokens,
+            visible_tokens(models),
         )
-        self.scheduler = Scheduler(self.pool, limits)
         self.executor = Executor(self.model, self.mesh, sizes, self._vocab_size, serving.decode_steps)
+        self.draft = None
+        if draft is not None:
+            self._check_draft(draft[0])
+            params = draft[0].per_layer(_cast(*draft))
+            parts = (draft[0], params, self.mesh, *draft_sizes, self._batches)
+            self.draft = DraftModel(*parts, serving.draft_tokens)
+        self.scheduler = Scheduler(self.pool, limits, self.draft and self.draft.guess)
+
+    def _check_draft(self, draft: Model) -> None:
+        if not self.serving.draft_tokens:
+            raise ValueError("draft_tokens=0: the draft model guesses nothing; use draft_tokens=4, or no draft model")
+        if draft.config.vocab_size < self._vocab_size:
+            raise ValueError(
+                f"the draft model has {draft.config.vocab_size} tokens and the model {self._vocab_size}; use a draft "
+                "model with the same tokenizer"
+            )
+        if has_states(draft, self._sizes):
+            raise ValueError(
+                "the draft model has layers with a state per sequence, which cannot take a wrong guess back; use "
+                "another one, or prompt lookup"
+            )
 
     def _shares_pages(self) -> bool:
         """Whether sequences can share pages: not if a layer has a state per sequence. Raises ValueError for what such a
@@ -175,21 +199,54 @@ class Engine:
         mesh: MeshConfig | None = None,
         step: int | None = None,
         serving: ServingConfig = ServingConfig(),
+        draft_run: str | Path | None = None,
+        devices: Items[jax.Device] | None = None,
     ) -> "Engine":
         """The model of a run directory, with the parameters of one step (default: the newest), or of a Hugging Face
         folder, on any mesh.
 
-        mesh: default one device; a mesh smaller than the machine takes its first devices. Raises ValueError if the
+        mesh: default one device; a smaller mesh takes the first of the devices, default all of the machine. draft_run:
+        run directory or Hugging Face folder of a smaller model for speculative decoding. Raises ValueError if the
         directory holds no run, no checkpoint or not that step, if the step or the tokenizer is damaged or does not
-        belong to the run, or if the mesh does not divide the model.
+        belong to the run, if the mesh does not divide the model, or if the draft model has another tokenizer.
         """
         serving.check()
-        opened = open_model(run_dir, mesh, step)
+        opened = open_model(run_dir, mesh, step, devices=devices)
         opened.model.config.check_generates()
         # Split here, so that the stacked arrays are gone before the memory for pages is counted.
         params = opened.model.per_layer(opened.restore())
+        draft = None
+        if draft_run is not None:
+            small = open_model(draft_run, mesh, devices=devices)
+            check_same_tokens(draft_run, small.tokenizer, opened.tokenizer)
+            draft = (small.model, small.model.per_layer(small.restore()))
         parts = (opened.model, params, opened.mesh, opened.tokenizer)
-        return Engine(*parts, start_ids=opened.start_ids, serving=serving)
+        return Engine(*parts, start_ids=opened.start_ids, serving=serving, draft=draft)
+
+    @staticmethod
+    def replicas_from_run(
+        run_dir: str | Path,
+        mesh: MeshConfig,
+        step: int | None = None,
+        serving: ServingConfig = ServingConfig(),
+        draft_run: str | Path | None = None,
+    ) -> list["Engine"]:
+        """mesh.data engines, each on devices of its own; the arguments are those of `from_run`.
+
+        Raises ValueError for more replicas than devices, and what `from_run` raises.
+        """
+        devices = jax.devices()
+        if -1 in mesh.sizes().values():
+            mesh = mesh.resolve(len(devices))
+        if mesh.num_devices > len(devices):
+            raise ValueError(
+                f"mesh.data={mesh.data}: {mesh.data} replicas need {mesh.num_devices} devices and there are "
+                f"{len(devices)}; use --mesh.data={max(len(devices) * mesh.data // mesh.num_devices, 1)}"
+            )
+        size = mesh.num_devices // mesh.data
+        one = dataclasses.replace(mesh, data=1)
+        parts = [devices[number * size : (number + 1) * size] for number in range(mesh.data)]
+        return [Engine.from_run(run_dir, one, step, serving, draft_run, part) for part in parts]
 
     # ------------------------------------------------------------------ whole generations
 
@@ -360,7 +417,10 @@ class Engine:
             if chunk.is_last and chunk.sequence.request.sampling.has_adjusted_logits:
                 self._start_penalties(chunk.sequence)
         wants_prompt = any(chunk.sequence.wants_prompt_logprobs for chunk in work.chunks)
-        return _Call(work, *self.executor.prefill(self.params, *self._batches.prefill(work), wants_prompt))
+        arrays = self._batches.prefill(work)
+        if self.draft is not None:
+            self.draft.read(*arrays)
+        return _Call(work, *self.executor.prefill(self.params, *arrays, wants_prompt))
 
     def _start_penalties(self, sequence: Sequence) -> None:
         counts_V = np.zeros(self._vocab_size, np.int32)
@@ -376,15 +436,17 @@ class Engine:
         """Compiles every program that a request can need, several at a time, and runs each once. Nothing compiles
         afterwards."""
         self.executor.warm_up(self.params, self._batches)
+        if self.draft is not None:
+            self.draft.executor.warm_up(self.draft.params, self._batches)
 
     @property
     def num_programs(self) -> int:
         """Compiled so far."""
-        return len(self.executor.compiled)
+        return len(self.executor.compiled) + (len(self.draft.executor.compiled) if self.draft else 0)
 
     @property
     def bytes_per_token(self) -> float:
-        """Of keys and values in all layers and on all devices."""
+        """Of the model's keys and values in all layers and on all devices."""
         return bytes_per_page(self.model, self._sizes) / self._sizes.page_size
 
     # ------------------------------------------------------------------ results
@@ -416,6 +478,7 @@ class Engine:
         self._accepted += accepted
         run.sequence.num_pending -= len(run.draft) - accepted
         run.sequence.num_written -= len(run.draft) - accepted
+        run.sequence.num_drafted -= len(run.draft) - accepted
         self._add(run.sequence, jax.tree.map(lambda a: a[: accepted + 1], drawn))
 
     def _read_prompt(self, work: Prefill, of_prompt) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -41,13 +42,14 @@ def open_model(
     mesh: MeshConfig | None = None,
     step: int | None = None,
     compute: Literal["float32", "bfloat16"] | None = None,
+    devices: Sequence[jax.Device] | None = None,
 ) -> OpenedModel:
     """The model of a step of a run directory (default: the newest), or of a Hugging Face folder.
 
-    mesh: default one device; a mesh smaller than the machine takes its first devices. compute: in place of
-    precision.compute of the run. Raises ValueError if the directory holds no run, no checkpoint or not that step, if
-    the step or the tokenizer is damaged or does not belong to the run, or if the mesh does not divide the model or has
-    a pipeline.
+    mesh: default one device; a smaller mesh takes the first of the devices, default all of the machine. compute: in
+    place of precision.compute of the run. Raises ValueError if the directory holds no run, no checkpoint or not that
+    step, if the step or the tokenizer is damaged or does not belong to the run, or if the mesh does not divide the
+    model or has a pipeline.
     """
     source = open_source(path, step)
     mesh_config = mesh or MeshConfig()
@@ -60,13 +62,12 @@ def open_model(
     mesh_config.check()
     config.model.check(mesh_config, config.training.sequence_length, config.execution)
     tokenizer = source.tokenizer()
-    devices = jax.devices()
+    devices = jax.devices() if devices is None else devices
     if -1 in mesh_config.sizes().values() or mesh_config.num_devices > len(devices):
         mesh_config = mesh_config.resolve(len(devices))
         config.model.check(mesh_config, config.training.sequence_length, config.execution)
     device_mesh = make_mesh(mesh_config, devices[: mesh_config.num_devices])
-    precision = dataclasses.replace(config.precision, compute=compute or config.precision.compute)
-    model = Model(config.model, precision, config.execution)
+    model = Model(config.model, config.precision.for_inference.with_compute(compute), config.execution)
     start_ids = getattr(tokenizer, "start_ids", ()) if source.is_foreign else ()
     return OpenedModel(source, model, device_mesh, tokenizer, tuple(start_ids))
 

@@ -1,5 +1,7 @@
 """How much memory an engine has for keys and values, and how many pages that is."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -13,18 +15,19 @@ HOST_POOL_BYTES = 2**30  # of the pools of all devices, where devices do not say
 PAGE_DTYPES = {"int8": jnp.int8, "float8": jnp.float8_e4m3fn}
 
 
-def pool_sizes(model: Model, mesh: Mesh, serving: ServingConfig) -> PoolSizes:
-    """The pool of an engine: serving.num_pages, or as many pages as the free memory holds and max_rows can use.
+def pool_sizes(models: Sequence[Model], mesh: Mesh, serving: ServingConfig) -> list[PoolSizes]:
+    """The pools of the models of an engine, with the same pages: serving.num_pages, or as many as the free memory holds
+    and max_rows can use.
 
     Raises ValueError if that is none.
     """
-    dtype = jnp.dtype(PAGE_DTYPES.get(serving.page_dtype, model.precision.compute_dtype))
-    sizes = PoolSizes(serving.num_pages or 1, serving.page_size, serving.max_rows, dtype)
+    dtypes = [jnp.dtype(PAGE_DTYPES.get(serving.page_dtype, model.precision.compute_dtype)) for model in models]
+    found = [PoolSizes(serving.num_pages or 1, serving.page_size, serving.max_rows, dtype) for dtype in dtypes]
     if serving.num_pages is not None:
-        return sizes
-    page_bytes = bytes_per_page(model, sizes)
-    states_bytes = pool_bytes(model, sizes._replace(num_pages=1)) - page_bytes
-    most = serving.max_rows * -(-longest_sequence(model, serving) // serving.page_size)
+        return found
+    page_bytes = sum(map(bytes_per_page, models, found))
+    states_bytes = sum(map(pool_bytes, models, found)) - page_bytes
+    most = serving.max_rows * -(-longest_sequence(models, serving) // serving.page_size)
     available = _available_bytes(mesh, serving.memory_fraction) - states_bytes
     num_pages = min(available // page_bytes, most) if page_bytes else most
     if num_pages < 1:
@@ -32,7 +35,7 @@ def pool_sizes(model: Model, mesh: Mesh, serving: ServingConfig) -> PoolSizes:
             f"memory_fraction={serving.memory_fraction} leaves no room for keys and values; use a larger fraction, "
             "or more devices (--mesh.tensor)"
         )
-    return sizes._replace(num_pages=num_pages)
+    return [sizes._replace(num_pages=num_pages) for sizes in found]
 
 
 def pool_bytes(model: Model, sizes: PoolSizes) -> int:
@@ -53,11 +56,17 @@ def has_states(model: Model, sizes: PoolSizes) -> bool:
     return one != two
 
 
-def longest_sequence(model: Model, serving: ServingConfig) -> int:
+def longest_sequence(models: Sequence[Model], serving: ServingConfig) -> int:
     """Maximum tokens of a sequence, if the pages hold them."""
-    supported = model.config.max_length
-    wanted = serving.max_length or supported or DEFAULT_MAX_LENGTH
-    return min(wanted, supported or wanted)
+    limits = [model.config.max_length for model in models if model.config.max_length is not None]
+    return min([serving.max_length or (DEFAULT_MAX_LENGTH if not limits else min(limits)), *limits])
+
+
+def visible_tokens(models: Sequence[Model]) -> int | None:
+    """Last tokens of a sequence that any layer reads from pages; None: all."""
+    stacks = [stack for model in models for stack in model.config.generating_stacks(model.execution).values()]
+    windows = [getattr(layer, "window", None) for stack in stacks for layer in stack]
+    return None if None in windows else max(windows)
 
 
 def _available_bytes(mesh: Mesh, memory_fraction: float) -> int:

@@ -65,13 +65,15 @@ class PagePool:
             self._unused.pop(page, None)
         return found
 
-    def register(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
-        """Makes the whole pages of these tokens known. Pages whose contents are known already are skipped."""
+    def register(self, tokens: Sequence[int], pages: Sequence[int], first: int = 0) -> None:
+        """Makes the whole pages of these tokens known, from page `first` on. Pages whose contents are known already are
+        skipped."""
         count = min(len(tokens) // self.page_size, len(pages))
-        if not count or self._digest_of[pages[count - 1]] is not None:
+        if count <= first or self._digest_of[pages[count - 1]] is not None:
             return
-        for page, digest in zip(pages, self._digests(tokens, count), strict=False):
-            if self._digest_of[page] is None and digest not in self._page_of:
+        for number, digest in enumerate(self._digests(tokens, count)):
+            page = pages[number]
+            if number >= first and self._digest_of[page] is None and digest not in self._page_of:
                 self._digest_of[page] = digest
                 self._page_of[digest] = page
 

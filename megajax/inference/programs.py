@@ -107,10 +107,9 @@ def decode(
         page_B = jnp.take_along_axis(batch.table_BP, (positions_B // sizes.page_size)[:, None], 1)[:, 0]
         slots_B = page_B * sizes.page_size + positions_B % sizes.page_size
         slots_B = jnp.where(is_active_B, slots_B, sizes.num_pages * sizes.page_size)
+        rows_B = jnp.where(is_active_B, chooser.rows_B, sizes.num_rows)
         upper_B = jnp.where(is_active_B, positions_B + 1, 0)
-        places = Places(
-            slots_B[:, None], positions_B[:, None], chooser.rows_B[:, None], batch.table_BP, None, upper_B[:, None]
-        )
+        places = Places(slots_B[:, None], positions_B[:, None], rows_B[:, None], batch.table_BP, None, upper_B[:, None])
         inputs = {"tokens": tokens_B[:, None], "positions": positions_B[:, None]}
         x_B1D, caches = module.extend(inputs, _at(caches, places))
         one, rows = _choose(module, x_B1D, vocab_size, positions_B + 1, rows, chooser, wants_logprobs)

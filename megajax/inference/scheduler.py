@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import time
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
@@ -56,12 +57,16 @@ class Sequence:
     row: int | None = None
     """Its row in the arrays of the device while it runs."""
     pages: list[int] = dataclasses.field(default_factory=list)
+    num_released: int = 0
+    """Of these pages, the first ones that it has given back, because no layer reads them any more."""
     num_written: int = 0
     """Tokens whose keys and values are in pages, or will be after the calls that are under way."""
     num_to_prefill: int = 0
     """Length when it was admitted: all these tokens are computed before it decodes."""
     num_pending: int = 0
     """Tokens that calls under way generate."""
+    num_drafted: int = 0
+    """Tokens whose keys and values of the draft model, if there is one, are in pages."""
     is_finished: bool = False
     shares_pages: bool = True
     """Whether its pages may enter the prefix cache: not if they were computed with other parameters."""
@@ -115,6 +120,22 @@ class Run(NamedTuple):
     """Guesses of the tokens that follow the newest one; computed in the same step to see whether they are right."""
 
 
+Guesses = dict[Sequence, tuple[int, ...]]
+"""The tokens that may follow the newest one of each sequence."""
+
+
+Guess = Callable[[dict[Sequence, int], int], Guesses]
+
+
+def look_up(most: dict[Sequence, int], total: int) -> Guesses:
+    """Guesses by prompt lookup: up to so many tokens for each sequence, and up to `total` for all."""
+    drafts = {}
+    for sequence, count in most.items():
+        drafts[sequence] = sequence.lookup.guess(sequence.tokens, min(count, total))
+        total -= len(drafts[sequence])
+    return drafts
+
+
 class Decode(NamedTuple):
     runs: list[Run]
     num_steps: int
@@ -137,10 +158,17 @@ class Limits(NamedTuple):
     """Tokens per sequence of a call."""
     draft_tokens: int = 0
     """Guesses per sequence of a call."""
+    window: int | None = None
+    """Last tokens that any layer reads; None: all."""
 
 
 class Scheduler:
-    def __init__(self, pool: PagePool, limits: Limits):
+    def __init__(
+        self, pool: PagePool, limits: Limits, guess: Callable[[dict[Sequence, int], int], Guesses] | None = None
+    ):
+        """guess: of a draft model, with the arguments of `look_up`; None: prompt lookup."""
+        self._guess = guess or look_up
+        self._has_draft_model = guess is not None
         self.pool = pool
         self.limits = limits
         self.waiting: deque[Sequence] = deque()
@@ -191,14 +219,32 @@ class Scheduler:
     def _advance(self, chunk: Chunk) -> None:
         sequence = chunk.sequence
         sequence.num_written = chunk.end
+        sequence.num_drafted = chunk.end
         # Already now: a later sequence of the same call may use these pages, since keys are written before any is read.
         self._register(sequence, chunk.end)
         if chunk.is_last:
             sequence.num_pending += 1
+        self._release_invisible(sequence, chunk.start)
+
+    def _release_invisible(self, sequence: Sequence, start: int) -> None:
+        """Gives back the pages that the token at `start` and later ones do not read: those that this call and later
+        ones compute. Calls under way read them before another sequence writes to them."""
+        if self.limits.window is None:
+            return
+        end = max(start + 1 - self.limits.window, 0) // self.pool.page_size
+        if end > sequence.num_released:
+            self._register(sequence, start)
+            self.pool.release(sequence.pages[sequence.num_released : end])
+            sequence.num_released = end
+
+    def _num_certain(self, sequence: Sequence) -> int:
+        """Tokens with keys and values in pages, whatever the calls under way give."""
+        written = min(sequence.num_written, len(sequence.tokens) - 1)
+        return min(written, sequence.num_drafted) if self._has_draft_model else written
 
     def _register(self, sequence: Sequence, num_tokens: int) -> None:
         if sequence.shares_pages:
-            self.pool.register(sequence.tokens[:num_tokens], sequence.pages)
+            self.pool.register(sequence.tokens[:num_tokens], sequence.pages, sequence.num_released)
 
     def forget(self) -> None:
         """Empties the prefix cache, for other parameters; what runs continues."""
@@ -220,6 +266,7 @@ class Scheduler:
         self.waiting.popleft()
         sequence.pages = shared + self.pool.allocate(missing)
         sequence.num_written = len(shared) * self.pool.page_size
+        sequence.num_drafted = sequence.num_written
         sequence.num_to_prefill = len(sequence.tokens)
         sequence.row = self._rows.pop()
         sequence.shares_pages = True
@@ -255,15 +302,13 @@ class Scheduler:
             runs = [run for run in runs if run.sequence is not youngest]
         return self._started(runs, 1) if runs else Wait()
 
-    def _drafts(self, decoding: list[Sequence]) -> dict[Sequence, tuple[int, ...]]:
-        """Guesses, as far as the rows of a step that no sequence needs go."""
-        drafts = {}
-        spare = self.limits.num_rows - len(decoding) if self.limits.draft_tokens else 0
-        for sequence in decoding:
-            most = min(self.limits.draft_tokens, spare, sequence.limit - sequence.length - 1)
-            if most > 0 and not sequence.request.sampling.has_adjusted_logits and sequence.matcher is None:
-                drafts[sequence] = sequence.lookup.guess(sequence.tokens, most)
-                spare -= len(drafts[sequence])
+    def _drafts(self, decoding: list[Sequence]) -> Guesses:
+        """Guesses, as far as there are rows of a step that no sequence needs."""
+        if not self.limits.draft_tokens:
+            return {}
+        guessed = [s for s in decoding if not s.request.sampling.has_adjusted_logits and s.matcher is None]
+        most = {s: min(self.limits.draft_tokens, s.limit - s.length - 1) for s in guessed}
+        drafts = self._guess(most, self.limits.num_rows - len(decoding))
         return {sequence: draft for sequence, draft in drafts.items() if draft}
 
     def _run(self, sequence: Sequence, num_steps: int, draft: tuple[int, ...]) -> Run:
@@ -282,6 +327,7 @@ class Scheduler:
             sequence.pages += self.pool.allocate(self._missing_pages(run))
             sequence.num_pending += run.count
             sequence.num_written += run.count
+            self._release_invisible(sequence, self._num_certain(sequence))
         return Decode(runs, num_steps)
 
     # ------------------------------------------------------------------ leaving
@@ -303,12 +349,12 @@ class Scheduler:
             self._leave(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
-        written = min(sequence.num_written, len(sequence.tokens) - 1)
-        self._register(sequence, max(written, 0))
-        self.pool.release(sequence.pages)
+        self._register(sequence, max(self._num_certain(sequence), 0))
+        self.pool.release(sequence.pages[sequence.num_released :])
         self._rows.append(sequence.row)
         self.running.remove(sequence)
         sequence.pages = []
+        sequence.num_released = 0
         sequence.row = None
         sequence.num_written = 0
         sequence.num_pending = 0

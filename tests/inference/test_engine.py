@@ -34,6 +34,7 @@ MODELS = {
     "learned": SMALL,
     "rope": ROPE,
     "cap": dataclasses.replace(SMALL, attention_soft_cap=5.0),
+    "window": dataclasses.replace(SMALL, window=6),
 }
 # With attention of their own: how these read a cache on one device, see tests/models/test_hugging_face.py.
 OTHERS = {
@@ -115,7 +116,7 @@ def test_cached_generation_equals_full_recomputation(engine_of, name):
     [
         pytest.param("learned", dict(data=2, tensor=2), marks=pytest.mark.slow),
         ("rope", dict(data=2, tensor=2)),
-        ("rope", dict(fsdp=2, context=2)),
+        pytest.param("rope", dict(fsdp=2, context=2), marks=pytest.mark.slow),
         pytest.param("sinks", dict(tensor=2, context=2), marks=pytest.mark.slow),
         pytest.param("alibi", dict(tensor=2, context=2), marks=pytest.mark.slow),
     ],
@@ -245,7 +246,7 @@ def random_requests(engine, count, seed):
                 (output.request, index) in ended for index in range(output.request.sampling.n)
             ):
                 del alive[output.request]
-        used = {page for sequence in engine.scheduler.running for page in sequence.pages}
+        used = {page for sequence in engine.scheduler.running for page in sequence.pages[sequence.num_released :]}
         assert engine.pool.num_used == len(used)
     assert not alive and set(ended.values()) == {"stop", "length", "cancelled"}
     stats = engine.stats()
@@ -272,6 +273,35 @@ def test_speculative_decoding_changes_no_token(engine_of):
         assert guessing.generate_tokens(prompts, sampling) == plain.generate_tokens(prompts, sampling)
     stats = random_requests(guessing, 30, seed=2)
     assert 0 < stats.accepted < stats.drafted
+
+
+def test_pages_behind_a_window_of_all_layers_are_freed(engine_of):
+    engine = engine_of("window")
+    prompts = [[5, 17, 3], [1], [20, 21, 22, 23]]
+    requests = [engine.submit(prompt, dataclasses.replace(GREEDY, max_tokens=40)) for prompt in prompts]
+    tokens, _ = run_all(engine, requests)
+    assert [tokens[request][0] for request in requests] == recompute(engine, prompts, 40)
+    assert engine.stats().preemptions == 0  # they have 18 pages together, and the pool 10
+
+
+def test_a_draft_model_changes_no_token(engine_of):
+    plain = engine_of("rope")
+    params = random_params(plain.model)
+    parts = (plain.model, params, plain.mesh, None)
+    with pytest.raises(ValueError, match="draft_tokens=0: the draft model guesses nothing; use draft_tokens=4"):
+        Engine(*parts, serving=SERVING, draft=parts[:2])
+    engine = Engine(*parts, serving=dataclasses.replace(SERVING, draft_tokens=3), draft=parts[:2])
+    prompts = PROMPTS * 2  # so that rows and pages run out: the draft model must read tokens that it did not guess
+    longer = dataclasses.replace(GREEDY, max_tokens=24)
+    expected = [plain.generate_tokens(prompts, sampling) for sampling in (longer, SAMPLED)]
+    assert [engine.generate_tokens(prompts, sampling) for sampling in (longer, SAMPLED)] == expected
+    stats = engine.stats()
+    assert stats.accepted == stats.drafted > 0 and stats.preemptions > 0  # it is the model itself
+    noise = np.random.default_rng(3)
+    engine.draft.params = jax.tree.map(lambda a: a + noise.normal(0, 0.03, a.shape).astype(a.dtype), engine.params)
+    assert [engine.generate_tokens(prompts, sampling) for sampling in (longer, SAMPLED)] == expected
+    assert stats.accepted < engine.stats().accepted < engine.stats().drafted
+    random_requests(engine, 20, seed=2)
 
 
 def test_cancellation_frees_pages_at_once(engine_of):

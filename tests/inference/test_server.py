@@ -12,6 +12,7 @@ import socket
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -56,12 +57,16 @@ def random_params(model, seed):
     return jax.tree.map(lambda a: generator.normal(0, 0.5, a.shape).astype(np.float32), model.abstract_weights)
 
 
+def engine_on(device, **changes):
+    model = Model(MODEL, PrecisionConfig(compute="float32"))
+    mesh = make_mesh(MeshConfig(), [device])
+    params = jax.device_put(random_params(model, 0), model.shardings(mesh))
+    return Engine(model, params, mesh, BytesTokenizer(), serving=dataclasses.replace(SERVING, **changes))
+
+
 @pytest.fixture(scope="module")
 def engine():
-    model = Model(MODEL, PrecisionConfig(compute="float32"))
-    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    params = jax.device_put(random_params(model, 0), model.shardings(mesh))
-    return Engine(model, params, mesh, BytesTokenizer(), serving=SERVING)
+    return engine_on(jax.devices()[0])
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +97,9 @@ def lm_eval(engine):
 
 
 @contextlib.contextmanager
-def serving(engine, on_failure=None, **config):
-    """The URL of a server for the engine."""
-    made = make_app(engine, ServerConfig(model_name="tiny", **config), ChatTemplate(CHATML, {}, ()), on_failure)
+def serving(*engines, on_failure=None, **config):
+    """The URL of a server for the engines."""
+    made = make_app(engines, ServerConfig(model_name="tiny", **config), ChatTemplate(CHATML, {}, ()), on_failure)
     server = uvicorn.Server(uvicorn.Config(made, port=0, log_config=None))
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -158,6 +163,30 @@ def test_completions_are_those_of_the_engine(client, offline):
     answer = client.completions.create(model="tiny", prompt=PROMPTS[0], stop=stop, **GREEDY)
     assert answer.choices[0].text == offline[PROMPTS[0]][0].partition(stop)[0]
     assert answer.choices[0].finish_reason == "stop"
+
+
+def test_replicas_share_the_requests(engine, offline, monkeypatch):
+    other = engine_on(jax.devices()[1], max_rows=1)  # fewer programs
+    before = engine.stats().generated_tokens
+    with serving(engine, other) as url:
+        wait_until(lambda: httpx2.get(f"{url}/health").is_success)
+        with (
+            openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client,
+            ThreadPoolExecutor(8) as threads,
+        ):
+            ask = lambda prompt: client.completions.create(model="tiny", prompt=prompt, **GREEDY).choices[0].text
+            assert list(threads.map(ask, PROMPTS * 4)) == [offline[prompt][0] for prompt in PROMPTS * 4]
+        counts = [engine.stats().generated_tokens - before, other.stats().generated_tokens]
+        assert min(counts) > 0.2 * sum(counts)
+        assert metrics(url)["megajax:generation_tokens_total"] == sum(counts) + before
+    made = []
+    monkeypatch.setattr(
+        Engine, "from_run", lambda run, mesh, step, serving, draft, devices: made.append((mesh, devices))
+    )
+    Engine.replicas_from_run("run", MeshConfig(data=3, tensor=2))
+    assert made == [(MeshConfig(tensor=2), jax.devices()[first : first + 2]) for first in (0, 2, 4)]
+    with pytest.raises(ValueError, match="mesh.data=5: 5 replicas need 10 devices and there are 8; use --mesh.data=4"):
+        Engine.replicas_from_run("run", MeshConfig(data=5, tensor=2))
 
 
 def test_streams_carry_the_same_text_and_usage(client, offline):

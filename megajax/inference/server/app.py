@@ -1,4 +1,4 @@
-"""An HTTP server with OpenAI's interface, for one engine.
+"""An HTTP server with OpenAI's interface, for one engine or several replicas.
 
 Errors have OpenAI's form {"error": {message, type, param, code}}; docs/serving.md lists their status codes.
 """
@@ -28,9 +28,10 @@ from megajax.inference.load import OpenedModel
 from megajax.inference.sampling import Sampling
 from megajax.inference.server import protocol
 from megajax.inference.server.answers import Answer, ChatAnswer, CompletionAnswer, TokenTexts, as_event, error_body
-from megajax.inference.server.engine_thread import EngineThread, Generation, NotReady, Overloaded
+from megajax.inference.server.engine_thread import Generation, NotReady, Overloaded
 from megajax.inference.server.metrics import Metrics
 from megajax.inference.server.protocol import Refused, parse, refusing_values
+from megajax.inference.server.replicas import Replicas
 from megajax.sources import Source, open_source
 
 RETRY_AFTER_SECONDS = 1
@@ -78,31 +79,32 @@ class ServerConfig:
 
 
 def make_app(
-    engine: Engine,
+    engines: Sequence[Engine],
     config: ServerConfig,
     template: ChatTemplate | None = None,
     on_failure: Callable[[], None] | None = None,
 ) -> Starlette:
-    """The ASGI application, which starts the engine's thread, and stops it when everything accepted has finished.
+    """The ASGI application, which starts the threads of the engines, and stops them when everything accepted has
+    finished.
 
-    template: None: chats are refused. on_failure: called if the engine raises an error.
+    engines: replicas of one model. template: None: chats are refused. on_failure: called if the engine raises an error.
     """
-    return Server(engine, config, template, on_failure).app
+    return Server(engines, config, template, on_failure).app
 
 
 class Server:
     def __init__(
         self,
-        engine: Engine,
+        engines: Sequence[Engine],
         config: ServerConfig,
         template: ChatTemplate | None,
         on_failure: Callable[[], None] | None,
     ):
         self.config = config
-        self.engine = engine
+        engine = self.engine = engines[0]
         self.template = template
-        self.metrics = Metrics(config.model_name, lambda: self.thread.stats)
-        self.thread = EngineThread(engine, config.max_requests, self.metrics, on_failure)
+        self.metrics = Metrics(config.model_name, lambda: self.replicas.stats)
+        self.replicas = Replicas(engines, config.max_requests, self.metrics, on_failure)
         self._texts = TokenTexts(engine.tokenizer)
         self._keys = [key.encode() for key in config.api_keys]
         # an end without a name gets one
@@ -135,9 +137,9 @@ class Server:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        self.thread.start()
+        self.replicas.start()
         yield
-        await self.thread.stop()
+        await self.replicas.stop()
 
     def _guarded(self, endpoint: Callable[[Request], Awaitable[Response]]):
         async def guarded(request: Request) -> Response:
@@ -200,7 +202,7 @@ class Server:
     async def _start(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Generation:
         deadline = asyncio.get_running_loop().time() + self.config.request_timeout_seconds
         with refusing_values():
-            return await self.thread.generate(prompts, sampling, deadline)
+            return await self.replicas.generate(prompts, sampling, deadline)
 
     def _text(self, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else self.engine.tokenizer.decode(prompt)
@@ -272,7 +274,7 @@ class Server:
         }
 
     async def health(self, request: Request) -> Response:
-        self.thread.check_ready()
+        self.replicas.check_ready()
         return JSONResponse({"status": "ready"})
 
     async def show_metrics(self, request: Request) -> Response:
@@ -285,10 +287,9 @@ class Server:
         if not self.config.allow_load:
             raise Refused(403, "the server was started without --allow_load")
         async with self._loading:
-            self.thread.check_ready()
+            self.replicas.check_ready()
             source = await _in_thread(open_source, body.run or self.config.run, body.step)
-            params = await _in_thread(_restore, self.engine, source)
-            await self.thread.call(lambda: self.engine.use(params))
+            await self.replicas.use(lambda engine: _in_thread(_restore, engine, source))
         return JSONResponse({"loaded": str(source)})
 
 

@@ -1,0 +1,74 @@
+"""Guesses the next tokens with a smaller model (speculative decoding, Leviathan et al. 2023,
+https://arxiv.org/abs/2211.17192).
+
+The draft model reads the same tokens as the model, and its keys and values are in pages with the same numbers, so that
+whatever happens to a page happens to both. It samples with the settings and the random numbers of the request. What is
+accepted is decided as in prompt lookup: a guess counts if it equals the token that the model samples at its position.
+So the text is exactly that without a draft model. With a temperature, common random numbers make the two agree more
+often than independent samples would (Gumbel-max coupling, Daliri et al. 2024, https://arxiv.org/abs/2408.07978).
+"""
+
+from pathlib import Path
+
+import numpy as np
+from jax.sharding import Mesh
+
+from megajax.data.tokenizers.tokenizer import Tokenizer
+from megajax.inference.batches import Batches
+from megajax.inference.executor import Executor
+from megajax.inference.programs import Chooser, PrefillBatch
+from megajax.inference.scheduler import Chunk, Decode, Guesses, Prefill, Run, Sequence
+from megajax.layers.kv_cache import PoolSizes
+from megajax.models.model import Model
+
+PROBE = "def draft(model):\n    return 1234 # Übung 北京"
+
+
+def check_same_tokens(run: str | Path, mine: Tokenizer, theirs: Tokenizer) -> None:
+    """Raises ValueError if the tokenizer of the draft model in `run` is not that of the model."""
+    if mine.vocab_size != theirs.vocab_size or mine.encode(PROBE) != theirs.encode(PROBE):
+        raise ValueError(
+            f"draft_run={run} has another tokenizer ({mine.vocab_size} tokens) than the model ({theirs.vocab_size} "
+            "tokens); use a draft model with the same one"
+        )
+
+
+class DraftModel:
+    def __init__(self, model: Model, params: dict, mesh: Mesh, sizes: PoolSizes, batches: Batches, draft_tokens: int):
+        """sizes: of its own pool. batches: of the engine."""
+        self.params = params
+        self._batches = batches
+        # A step more than guesses, to store the keys and values of the last guess.
+        self.executor = Executor(model, mesh, sizes, batches.vocab_size, draft_tokens + 1)
+
+    def read(self, batch: PrefillBatch, chooser: Chooser) -> None:
+        """Reads what the model reads."""
+        self.executor.prefill(self.params, batch, chooser, False)
+
+    def guess(self, most: dict[Sequence, int], total: int) -> Guesses:
+        """Up to so many tokens for each sequence, as far as its pages have room, and up to `total` for all, in equal
+        parts."""
+        runs = []
+        for number, (sequence, count) in enumerate(most.items()):
+            room = len(sequence.pages) * self._batches.sizes.page_size - sequence.length
+            count = min(count, room, -(-total // (len(most) - number)))
+            if count > 0:
+                self._catch_up(sequence)
+                runs.append(Run(sequence, sequence.length - 1, 1 + count))
+                total -= count
+        if not runs:
+            return {}
+        num_steps = max(run.count for run in runs)
+        drawn = self.executor.decode(self.params, *self._batches.decode(Decode(runs, num_steps)), num_steps)
+        tokens = np.asarray(drawn.tokens)
+        for run in runs:
+            run.sequence.num_drafted = run.start + run.count
+        return {run.sequence: tuple(tokens[: run.count - 1, row].tolist()) for row, run in enumerate(runs)}
+
+    def _catch_up(self, sequence: Sequence) -> None:
+        """Reads the tokens of steps in which it was not asked: the rows of those steps were all in use."""
+        last = len(sequence.tokens) - 1
+        for start in range(sequence.num_drafted, last, self._batches.shapes.chunks[-1]):
+            end = min(start + self._batches.shapes.chunks[-1], last)
+            batch, chooser = self._batches.prefill(Prefill([Chunk(sequence, start, end)]))
+            self.read(batch, chooser)

@@ -1,0 +1,59 @@
+"""Several engines with the same model behind one server, each on devices of its own."""
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable, Sequence
+
+from megajax.inference.engine import Engine, Stats
+from megajax.inference.sampling import Sampling
+from megajax.inference.server.engine_thread import EngineThread, Generation, Observer, Overloaded
+
+
+class Replicas:
+    """As one EngineThread: a request goes to the engine with the fewest prompts. If one engine fails, all have."""
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        max_requests: int,
+        observer: Observer | None = None,
+        on_failure: Callable[[], None] | None = None,
+    ):
+        """max_requests: of all engines together. observer, on_failure: as of EngineThread."""
+        self._max_requests = max_requests
+        self._threads = [EngineThread(engine, max_requests, observer, on_failure) for engine in engines]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    async def stop(self) -> None:
+        """Returns when everything that was accepted has finished."""
+        await asyncio.gather(*(thread.stop() for thread in self._threads))
+
+    def check_ready(self) -> None:
+        """Raises NotReady unless all engines are ready."""
+        for thread in self._threads:
+            thread.check_ready()
+
+    @property
+    def stats(self) -> Stats:
+        """Summed over the engines."""
+        return Stats(*map(sum, zip(*(dataclasses.astuple(thread.stats) for thread in self._threads), strict=True)))
+
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, deadline: float | None = None
+    ) -> Generation:
+        """As EngineThread. The prompts of one request share pages, so they go to the same engine."""
+        self.check_ready()
+        num_open = sum(thread.num_open for thread in self._threads)
+        if num_open >= self._max_requests:
+            raise Overloaded(f"{num_open} requests wait or run; the server allows {self._max_requests}")
+        idlest = min(self._threads, key=lambda thread: thread.num_open)
+        return await idlest.generate(prompts, sampling, deadline)
+
+    async def use(self, params_of: Callable[[Engine], Awaitable[dict]]) -> None:
+        """New parameters for all engines, one after the other, between two of their steps. Raises NotReady."""
+        for thread in self._threads:
+            params = await params_of(thread.engine)
+            await thread.call(lambda thread=thread, params=params: thread.engine.use(params))
