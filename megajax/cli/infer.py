@@ -35,7 +35,10 @@ SERVING = {
     "page_dtype": (str, "keys and values are stored as compute, int8 or float8 (compute)"),
     "prefix_cache": (_truth, "False: do not keep keys and values for prompts that begin the same way (True)"),
     "decode_steps": (int, "tokens per sequence and call of the device (4)"),
-    "draft_tokens": (int, "speculative decoding: guesses per sequence and step, from its own text; 0: off (0)"),
+    "draft_tokens": (
+        int,
+        "speculative decoding: guesses per sequence and step, from its own text or by --draft_run; 0: off (0)",
+    ),
 }
 
 
