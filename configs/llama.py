@@ -9,6 +9,7 @@ from megajax.mesh import MeshConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.optim.config import OptimizerConfig
+from megajax.precision import PrecisionConfig
 from megajax.training.config import TrainingConfig
 
 
@@ -25,6 +26,15 @@ def llama3_8b() -> Config:
         optimizer=OptimizerConfig(learning_rate=3e-4, min_learning_rate=3e-5, warmup_steps=2000),
         training=TrainingConfig(steps=100_000, global_batch_size=8, sequence_length=8192),
     )
+
+
+def llama3_8b_fp8() -> Config:
+    """Llama 3 8B with FP8 matmuls in all layers, sequence 8192.
+
+    Hardware: 8 H100 or H200 of one host, fsdp 8 (docs/low_precision.md).
+    Command: python train.py --config=llama3_8b_fp8
+    """
+    return dataclasses.replace(llama3_8b(), precision=PrecisionConfig(recipe="fp8", high_layers=(0, 0)))
 
 
 def llama3_8b_8layers() -> Config:
@@ -54,9 +64,7 @@ def llama3_8b_128k() -> Config:
     config = llama3_8b()
     return dataclasses.replace(
         config,
-        execution=ExecutionConfig(
-            recompute="selective", recompute_modules=("norm", "activation", "mlp"), scan_layers=True
-        ),
+        execution=ExecutionConfig(recompute="norm,activation,mlp", scan_layers=True),
         mesh=MeshConfig(data=-1, context=8),
         training=dataclasses.replace(config.training, global_batch_size=1, sequence_length=131_072),
     )

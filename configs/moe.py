@@ -151,7 +151,7 @@ def deepseek_v3_3layers() -> Config:
     return dataclasses.replace(
         config,
         model=dataclasses.replace(whole, num_layers=3, vocab_size=32768, moe=moe),
-        execution=ExecutionConfig(recompute="selective", recompute_modules=("norm", "qkv", "mlp")),
+        execution=ExecutionConfig(recompute="norm,qkv,mlp"),
         mesh=MeshConfig(),
         data=dataclasses.replace(config.data, tokenizer="null:32768"),
         training=dataclasses.replace(config.training, global_batch_size=1),

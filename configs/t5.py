@@ -36,14 +36,14 @@ def t5_tiny() -> Config:
             name="muon", momentum=0.95, learning_rate=1.5e-2, min_learning_rate=1e-4, warmup_steps=20, weight_decay=0.1
         ),
         training=TrainingConfig(
-            steps=400,
+            steps=800,
             global_batch_size=32,
             sequence_length=128,
             log_every_steps=10,
-            eval_every_steps=100,
+            eval_every_steps=200,
             eval_steps=8,
         ),
-        checkpoint=CheckpointConfig(every_steps=100),
+        checkpoint=CheckpointConfig(every_steps=200),
     )
 
 
@@ -72,11 +72,11 @@ def t5_11b() -> Config:
     """
     return Config(
         model=EncoderDecoderConfig(num_layers=24, embed_dim=1024, num_heads=128, head_dim=128, mlp_dim=65536),
-        execution=ExecutionConfig(recompute="selective"),
+        execution=ExecutionConfig(recompute="full", scan_layers=True),
         mesh=MeshConfig(fsdp=4, tensor=8),
         data=DataConfig(source="mock", kind="spans"),
         optimizer=OptimizerConfig(learning_rate=2e-4, min_learning_rate=2e-5, warmup_steps=10_000),
         training=TrainingConfig(
-            steps=500_000, global_batch_size=2048, microbatch_size=128, sequence_length=512, eval_every_steps=1_000
+            steps=500_000, global_batch_size=2048, microbatch_size=32, sequence_length=512, eval_every_steps=1_000
         ),
     )

@@ -58,6 +58,9 @@ class Config:
     def check(self) -> None:
         """Raises ValueError with one line: the field, its value, the rule, how to fix it. Touches no device."""
         check_fields(self, "--")
+        self._check_sections()
+
+    def _check_sections(self) -> None:
         self.mesh.check()
         self.data.check()
         self.checkpoint.check()
@@ -69,6 +72,8 @@ class Config:
         self.checkpoint.check_evaluated(self.training.steps, self.training.eval_every_steps)
         self.optimizer.check(self.training.full_batch_steps)
         self.model.check(self.mesh, self.training.sequence_length, self.execution)
+        stacks = self.model.stacks(self.execution)
+        self.precision.check({name: len(layers) for name, layers in stacks.items()})
         self.model.check_data(self.data.kind)
         if self.training.sample_prompt:
             self.model.check_generates()
@@ -89,7 +94,7 @@ class Config:
         check_fields(self, "--")
         mesh = self.mesh.resolve(num_devices)
         config = dataclasses.replace(self, mesh=mesh)
-        config.check()
+        config._check_sections()
         config = dataclasses.replace(config, data=config.data.with_tokenizer(config.model.vocab_size))
         config.training.check_on(mesh)
         return config
@@ -189,8 +194,12 @@ def incompatibilities(old: Config, new: Config) -> list[str]:
         return [f"model.kind: {old.model.kind} -> {new.model.kind}"]
     lines = differences(_fixed(old.model), _fixed(new.model), "model.")
     fixed = ["precision.params:", "optimizer.name:", "training.trained:", "training.frozen:"]
+    if "float8" in (old.optimizer.moments, new.optimizer.moments):  # float32 and bfloat16 have the same tree
+        fixed.append("optimizer.moments:")
     if assigned_optimizers(old.optimizer.groups) != assigned_optimizers(new.optimizer.groups):
         fixed.append("optimizer.groups:")
+    if "fp8_delayed" in (old.precision.recipe, new.precision.recipe):  # scales are among the weights
+        fixed += ["precision.recipe:", "precision.amax_history:", "precision.low_modules:"]
     return lines + [line for line in differences(old, new) if line.startswith(tuple(fixed))]
 
 
@@ -239,8 +248,8 @@ def override(config: Config, overrides: Iterable[str] | Mapping[str, Any]) -> Co
     words = []
     for argument in arguments:
         name = argument[2:].split("=", 1)[0]
-        if name in MOVED:
-            raise ValueError(f"--{name} is now --{MOVED[name]}")
+        if name in NOW:
+            raise ValueError(f"--{name} is now --{NOW[name]}")
         if name not in fields:
             hint = did_you_mean(name, fields, "--") or "; --help shows all fields"
             raise ValueError(f"--{name} is unknown{hint}")
@@ -387,6 +396,17 @@ MOVED = {
     f"training.{name}": f"launch.{name}"
     for name in ("exit_at_step", "exit_after_minutes", "hang_minutes", "max_restarts", "profile_steps")
 }  # fmt: skip
+# Old fields that are now part of another one; `upgraded` of the section translates their values.
+MERGED = {
+    "execution.recompute_modules": "execution.recompute=MODULES",
+    "model.moe.router.softmax_first": "model.moe.router.score=softmax_all",
+    "model.qk_norm_scope": "model.qk_norm=all_heads",
+    "optimizer.wsd_style": "optimizer.schedule=wsd_STYLE",
+} | {f"model.rope.{name}": "model.rope.ramp=LOW,HIGH" for name in ("low_frequency", "high_frequency")} | {
+    f"model.rope.{name}": "model.rope.ramp=SLOW,FAST" for name in ("beta_slow", "beta_fast")
+}  # fmt: skip
+NOW = MERGED | {old: MERGED.get(new, new) for old, new in MOVED.items()}
+"""What one types today instead of an old field."""
 
 
 def _moved(sections: Any) -> Any:
@@ -408,6 +428,8 @@ def _from_dict(kind: Any, value: Any) -> Any:
         kind = family(str(value.get("kind", "decoder")))  # older runs have no kind: they are decoders
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         hints = typing.get_type_hints(kind)
+        if hasattr(kind, "upgraded"):
+            value = kind.upgraded(dict(value))
         unknown = set(value) - set(hints)
         if unknown:
             raise ValueError(f"it has fields that this version does not know: {', '.join(sorted(unknown))}")

@@ -5,7 +5,8 @@ from typing import Literal
 
 
 # Dense bf16 matmul peak (FLOP/s), that of float32 outside the tensor cores, memory (bytes) and its bandwidth (bytes/s),
-# GPU-to-GPU bandwidth inside a host (bytes/s, one direction), from the vendor's datasheets of the SXM parts.
+# GPU-to-GPU bandwidth inside a host (bytes/s, one direction), dense FP8 peak (FLOP/s; None: no FP8 matmuls), from the
+# vendor's datasheets of the SXM parts.
 @dataclasses.dataclass(frozen=True)
 class Device:
     name: str
@@ -14,6 +15,7 @@ class Device:
     memory_bytes: float
     memory_bandwidth: float
     link_bandwidth: float
+    fp8_peak_flops: float | None
 
     def computing_in(self, dtype: Literal["float32", "bfloat16"]) -> "Device":
         """The device with the peak of matmuls in this dtype; float32 ones use no TF32 (ops/matmul.py)."""
@@ -21,10 +23,10 @@ class Device:
 
 
 DEVICES = (
-    Device("H100", 989e12, 67e12, 80 * 2**30, 3.35e12, 450e9),
-    Device("H200", 989e12, 67e12, 141e9, 4.8e12, 450e9),
-    Device("A100", 312e12, 19.5e12, 80 * 2**30, 2.0e12, 300e9),
-    Device("B200", 2250e12, 75e12, 180e9, 8.0e12, 900e9),
+    Device("H100", 989e12, 67e12, 80 * 2**30, 3.35e12, 450e9, 1979e12),
+    Device("H200", 989e12, 67e12, 141e9, 4.8e12, 450e9, 1979e12),
+    Device("A100", 312e12, 19.5e12, 80 * 2**30, 2.0e12, 300e9, None),
+    Device("B200", 2250e12, 75e12, 180e9, 8.0e12, 900e9, 4500e12),
 )
 
 

@@ -115,7 +115,7 @@ class Run:
         with jax.set_mesh(self.mesh), Checkpointer(self.config.run_dir, None) as checkpointer:
             found = checkpointer.restore(step, target.weights, target.optimizer, self.model.layer_rows)
             weights, optimizer, meta = found
-            return self.program.restored_state(step, meta["skipped"], weights, optimizer)
+            return self.program.restored_state(step, weights, optimizer, meta)
 
     def batch(self, step: int = 0) -> dict[str, np.ndarray]:
         """The batch of the step after `step` finished ones: {name: NumPy array [B, T]}; for a decoder tokens, labels,

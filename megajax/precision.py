@@ -1,24 +1,90 @@
 """Number formats of the stored parameters and of the computation."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+from megajax.ranges import MAX_INT32, NonNegativeInt, PositiveInt
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+
+Recipe = Literal["bf16", "fp16", "fp8", "fp8_delayed", "fp8_rowwise", "fp8_blockwise", "mxfp8", "nvfp4"]
 
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionConfig:
+    recipe: Recipe = "bf16"
+    """Number formats of the layers' matmuls (docs/low_precision.md): those of `compute`; fp16 with loss scaling; FP8
+    with one scale a tensor, computed in the step (fp8) or from earlier steps (fp8_delayed), a row (fp8_rowwise) or a
+    block (fp8_blockwise); or mxfp8 and nvfp4, which Hopper GPUs emulate slowly."""
+    low_modules: tuple[str, ...] = ("*",)
+    """With a low-precision recipe: shell patterns of the matrices of a layer that use it, by their name in the layer:
+    attention.query, mlp.down. Embedding, output layer, routers and experts never do, nor do attention scores."""
+    high_layers: tuple[NonNegativeInt, NonNegativeInt] = (1, 1)
+    """With a low-precision recipe: how many layers at the start and at the end of a stack remain in `compute`."""
+    amax_history: PositiveInt = 1024
+    """With fp8_delayed: steps whose largest magnitude sets the scale of the next; 1: only the last one."""
+    amax_margin: NonNegativeInt = 0
+    """With fp8_delayed: room for larger magnitudes, as a power of two."""
     params: Literal["float32", "bfloat16"] = "float32"
     """Format of the stored matrices and embeddings. bfloat16 keeps no float32 copy: an update below 1/512 of a weight
     is lost. Norm scales, biases, routers, optimizer moments and gradient sums are float32."""
     compute: Literal["float32", "bfloat16"] = "bfloat16"
-    """Format of activations and of the weights that matmuls read; norms, softmax and loss are float32 inside."""
+    """Format of activations and of the weights that matmuls read; norms, softmax and loss are float32 inside. With
+    recipe fp16, float16 takes the place of bfloat16."""
     gradient_reduce: Literal["compute", "float32"] = "compute"
     """Format in which the gradients of the layers' matrices are summed over devices: `compute`, or float32, which is
     Megatron's default and costs time and memory (docs/design.md). Sums over microbatches are always float32."""
+
+    def check(self, layers: Mapping[str, int]) -> None:
+        """layers: the number of layers of each stack. Raises ValueError for formats that contradict each other, if no
+        layer would use the recipe, or if fields have no effect."""
+        if self.recipe == "fp16" and self.compute != "bfloat16":
+            raise ValueError(
+                f"precision.recipe=fp16 with precision.compute={self.compute}: the recipe computes in float16, in "
+                "place of bfloat16; use --precision.compute=bfloat16 with it"
+            )
+        first, last = self.high_layers
+        if self.is_low and max(layers.values()) <= first + last:
+            counts = " and ".join(f"{count} layers in {stack}" for stack, count in layers.items())
+            raise ValueError(
+                f"precision.high_layers={first},{last} leaves no layer for precision.recipe={self.recipe}: the model "
+                f"has {counts}; use --precision.high_layers=0,0"
+            )
+        default = PrecisionConfig()
+        for name in ("amax_history", "amax_margin"):
+            value = getattr(self, name)
+            if self.recipe != "fp8_delayed" and value != getattr(default, name):
+                raise ValueError(
+                    f"precision.{name}={value} has no effect with precision.recipe={self.recipe}; use "
+                    "--precision.recipe=fp8_delayed, or leave it out"
+                )
+
+    @property
+    def for_inference(self) -> "PrecisionConfig":
+        """The same parameters in a model that does not round them: in a low-precision format a result would depend on
+        the other sequences of the batch."""
+        return dataclasses.replace(self, high_layers=(MAX_INT32, 0))
+
+    def with_compute(self, compute: str | None) -> "PrecisionConfig":
+        """The same, but computing in this format, also in place of float16; None: unchanged."""
+        if compute is None:
+            return self
+        recipe = "bf16" if self.recipe == "fp16" else self.recipe
+        return dataclasses.replace(self, recipe=recipe, compute=compute)
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients would underflow without loss scaling (optim/loss_scale.py)."""
+        return self.compute_dtype == jnp.float16
+
+    @property
+    def is_low(self) -> bool:
+        """Whether matmuls of layers round their operands to a low-precision format."""
+        return self.recipe not in ("bf16", "fp16")
 
     @property
     def has_float32_gradients(self) -> bool:
@@ -31,7 +97,8 @@ class PrecisionConfig:
 
     @property
     def compute_dtype(self) -> jnp.dtype:
-        return DTYPES[self.compute]
+        is_float16 = self.recipe == "fp16" and self.compute == "bfloat16"
+        return DTYPES["float16" if is_float16 else self.compute]
 
 
 def cast_floating(tree, dtype: jnp.dtype):

@@ -120,6 +120,7 @@ def _hints(kind: type, with_ranges: bool) -> dict[str, Any]:
     return typing.get_type_hints(kind, include_extras=with_ranges)
 
 
+@functools.cache
 def _split(hint: Any) -> tuple[Any, list[Range]]:
     """-> (the annotation without metadata, its ranges)."""
     if typing.get_origin(hint) is not Annotated:

@@ -31,7 +31,6 @@ MAX_DEVICES = 1_000_000
 MIN_CONTEXT_TOKENS = 2048  # per device and sequence: the search does not split sequences further
 MICROBATCHES = (1, 2, 4, 8)
 CHUNKS = (1, 2, 4, 8)
-RECOMPUTE = ("none", "selective", "full")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,8 +130,8 @@ class _Estimator:
 
 def _preference(candidate: Candidate) -> tuple:
     """Sort key of the configurations of a mesh: smaller is better."""
-    execution = candidate.config.execution
-    return (round(math.log(candidate.step_seconds) * 100), RECOMPUTE.index(execution.recompute), candidate.bytes)
+    recompute = ("none", "selective", "full").index(candidate.config.execution.recompute_of(0))
+    return (round(math.log(candidate.step_seconds) * 100), recompute, candidate.bytes)
 
 
 def print_search(name: str, config: Config, request: str) -> None:
@@ -217,13 +216,14 @@ def _meshes(config: Config, num_devices: int) -> Iterator[MeshConfig]:
 
 def _candidates(config: Config, mesh: MeshConfig) -> Iterator[Config]:
     no_accumulation = () if mesh.pipeline > 1 else (None,)
-    for recompute, microbatch in itertools.product(
-        RECOMPUTE[::-1], (*MICROBATCHES, *no_accumulation)
-    ):  # smallest first
+    execution = config.execution
+    modules = execution.recompute if execution.recompute_of(0) == "selective" else "selective"  # those of the recipe
+    policies = ("full", modules, "none")  # the smallest first
+    for recompute, microbatch in itertools.product(policies, (*MICROBATCHES, *no_accumulation)):
         yield dataclasses.replace(
             config,
             mesh=mesh,
-            execution=dataclasses.replace(config.execution, recompute=recompute, recompute_every=1),
+            execution=dataclasses.replace(execution, recompute=recompute, recompute_every=1),
             training=dataclasses.replace(config.training, microbatch_size=microbatch),
             optimizer=dataclasses.replace(config.optimizer, shard_over_data=mesh.data > 1),
         )

@@ -116,7 +116,7 @@ def _dense_name(name: str) -> str:
 def _scale(moe: MoeConfig, granularity: int) -> float:
     """Of the output projections: granularity over the sum of the weights of a token, for even weights."""
     router = moe.router
-    total = router.top_k / moe.num_experts if router.softmax_first else 1.0
+    total = router.top_k / moe.num_experts if router.score == "softmax_all" else 1.0
     return granularity / (total * router.scale)
 
 
@@ -142,6 +142,7 @@ def _check(dense: DecoderConfig, moe: MoeConfig, width: int) -> None:
 
 
 def model_for(source: Config, run: Config) -> Model:
-    """The model of a source, with the pipeline stages of the run."""
+    """The model of a source, with the pipeline stages of the run and its dtype of parameters."""
     training = dataclasses.replace(source.training, frozen=(), trained=())
-    return dataclasses.replace(source, mesh=run.mesh, precision=run.precision, training=training).make_model()
+    precision = dataclasses.replace(source.precision, params=run.precision.params)
+    return dataclasses.replace(source, mesh=run.mesh, precision=precision, training=training).make_model()

@@ -1,5 +1,6 @@
 """Every test runs on CPU with 8 virtual devices, unless pytest is called with `-m gpu`; no silent type promotion."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -33,6 +34,7 @@ from megajax import compat
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.ops import matmul
 
+gc.set_threshold(50_000, 20, 50)  # while the tests were imported, looking for cycles took 3 of 11 s
 matmul.MIN_JOINED_ROWS = 64  # so that small training batches take the path of large ones
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 

@@ -139,12 +139,12 @@ CASES = {
         ["execution.compiler_options", "xla_gpu_colour=3", "leave it out"],
     ),
     "module to recompute": (
-        ["--execution.recompute=selective", "--execution.recompute_modules=norm,mlp_act"],
-        ["execution.recompute_modules: 'mlp_act'", "core_attention"],
+        ["--execution.recompute=norm,mlp_act"],
+        ["execution.recompute=norm,mlp_act: 'mlp_act'", "core_attention"],
     ),
     "no module to recompute": (
-        ["--execution.recompute=selective", "--execution.recompute_modules="],
-        ["execution.recompute=selective", "execution.recompute_modules", "--execution.recompute=none"],
+        ["--execution.recompute="],
+        ["execution.recompute=:", "none, selective, full"],
     ),
     "every zeroth layer": (
         ["--execution.recompute=full", "--execution.recompute_every=0"],

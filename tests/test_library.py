@@ -1,5 +1,6 @@
 """A notebook gets from `import megajax` what train.py and infer.py do, a step at a time or all at once."""
 
+import functools
 import subprocess
 import sys
 
@@ -9,6 +10,8 @@ import pytest
 
 import configs
 import megajax
+from megajax import library
+from megajax.inference.engine import ServingConfig
 
 TINY = {
     "model.num_layers": 2,
@@ -93,11 +96,15 @@ def test_run_is_loaded_restored_and_continued_on_another_mesh(trained):
     assert metrics["loss"] == pytest.approx(last, rel=1e-5)  # sums of float32 in another order
 
 
-def test_generation_uses_the_given_weights_or_the_newest_saved(trained):
-    saved = trained.generate("abc", max_tokens=4, temperature=0.0)
-    assert trained.generate(["abc"], trained.restore(), max_tokens=4, temperature=0.0) == saved
+def test_generation_uses_the_given_weights_or_the_newest_saved(trained, monkeypatch):
+    few = ServingConfig(max_rows=2, max_batch_tokens=16, page_size=16, max_length=64)  # the defaults take half a minute
+    monkeypatch.setattr(library, "Engine", functools.partial(library.Engine, serving=few))
+    mesh = {"mesh.data": 1, "mesh.fsdp": 1, "mesh.tensor": 2}
+    run = megajax.load_run(trained.config.run_dir, mesh, jax.devices()[:2])
+    saved = run.generate("abc", max_tokens=4, temperature=0.0)
+    assert run.generate(["abc"], run.restore(), max_tokens=4, temperature=0.0) == saved
     with pytest.raises(ValueError, match="max_tokens=0"):
-        trained.generate("abc", max_tokens=0)
+        run.generate("abc", max_tokens=0)
 
 
 def test_a_batch_that_the_step_cannot_take_is_refused(trained):

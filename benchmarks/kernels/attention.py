@@ -32,7 +32,10 @@ CASES = {
     "window 256, 64": (8, 2048, 16, 16, 64, 256, None),
     "packed": (4, 4096, 16, 16, 128, None, 600),
     "packed, 64": (8, 2048, 16, 16, 64, None, 300),
+    "both directions, 64": (32, 512, 16, 16, 64, None, None),
+    "both directions, packed, 64": (32, 512, 16, 16, 64, None, 400),
 }
+BOTH_DIRECTIONS = "both directions"  # the cases without a causal mask begin with it
 TURNS = 4
 CALLS = 40
 
@@ -47,8 +50,10 @@ def segments_of(batch: int, length: int, mean: int) -> np.ndarray:
     return np.array(rows, np.int32)
 
 
-def num_pairs(batch: int, length: int, window: int | None, segments: np.ndarray | None) -> int:
+def num_pairs(batch: int, length: int, window: int | None, segments: np.ndarray | None, causal: bool) -> int:
     index = np.arange(length)
+    if not causal:
+        return batch * length**2 if segments is None else sum(int(np.sum(np.bincount(row) ** 2)) for row in segments)
     seen = np.minimum(index + 1, window or length) * np.ones((batch, 1), int)
     if segments is not None:
         starts = np.stack([np.searchsorted(row, row, "left") for row in segments])
@@ -56,8 +61,10 @@ def num_pairs(batch: int, length: int, window: int | None, segments: np.ndarray 
     return int(seen.sum())
 
 
-def measure(case: tuple) -> dict:
-    """{backend: {"forward": seconds, "both": seconds}}, and FLOPs forward."""
+def measure(name: str) -> dict:
+    """Of one of CASES: {backend: {"forward": seconds, "both": seconds}}, and FLOPs forward."""
+    case = CASES[name]
+    causal = not name.startswith(BOTH_DIRECTIONS)
     batch, length, heads, kv_heads, head_dim, window, mean = case
     keys = jax.random.split(jax.random.key(0), 4)
     arrays = [
@@ -69,7 +76,7 @@ def measure(case: tuple) -> dict:
     for backend in ("cudnn", "pallas"):
         op = functools.partial(
             attention,
-            mask=AttentionMask(causal=True, window=window),
+            mask=AttentionMask(causal=causal, window=window),
             scale=head_dim**-0.5,
             segments=None if segments is None else (jnp.asarray(segments),) * 2,
             backend=backend,
@@ -86,7 +93,7 @@ def measure(case: tuple) -> dict:
             jax.block_until_ready(results)
             found[name].append((time.perf_counter() - start) / CALLS)
             del results
-    flops = 4 * head_dim * heads * num_pairs(batch, length, window, segments)
+    flops = 4 * head_dim * heads * num_pairs(batch, length, window, segments, causal)
     seconds = {f"{backend} {what}": statistics.median(times) for (backend, what), times in found.items()}
     return {"shape": list(case), "forward_flops": flops, "seconds": seconds}
 
@@ -126,7 +133,7 @@ def main(arguments: list[str]) -> int:
         raise ValueError(f"{problem}: these kernels are for H100 and H200")
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     with jax.set_mesh(mesh):
-        results = {name: measure(CASES[name]) for name in chosen}
+        results = {name: measure(name) for name in chosen}
     print(table(results))
     if values["output"]:
         record = {"start": start_record(mesh, {}), "results": results}

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.command_line import read_config, run, split
-from megajax.config import MOVED, Config
+from megajax.config import NOW, Config
 from megajax.parallel.schedule import bubble
 from megajax.training.reporting.console import format_bytes, format_count
 
@@ -28,7 +28,8 @@ TOP = 40
 def config_of(row: dict) -> Config:
     """The config with which a row was measured, from its command."""
     values, rest = split(shlex.split(row["command"])[3:], {"config": "", "seconds": "", "steps": ""})
-    moved = {f"--{old}=": f"--{new}=" for old, new in MOVED.items()}  # renamed since the record was made
+    # Renamed since the record was made.
+    moved = {f"--{old}=": f"--{new.partition('=')[0]}=" for old, new in NOW.items()}
     return read_config(values["config"], [_renamed(argument, moved) for argument in rest])
 
 

@@ -4,7 +4,8 @@
   zsh:  megajax completion zsh > _megajax, in a folder of $fpath
   fish: megajax completion fish > ~/.config/fish/completions/megajax.fish
 
-It completes commands, recipes, and the options of train, plan, generate, chat, serve and bench.
+It completes commands, recipes, and the options of train, plan, generate, chat, serve, bench, fill, embed and
+classify.
 """
 
 import dataclasses

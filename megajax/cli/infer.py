@@ -1,9 +1,12 @@
-"""Use a trained model: infer.py {generate,chat,serve,bench} --run=DIR [options], or megajax {generate,chat,serve,bench}
+"""Use a trained model: infer.py COMMAND --run=DIR [options], or megajax COMMAND --run=DIR [options]
 
   generate  continues each --prompt="..." and prints it; a model with an encoder writes its answer
   chat      a conversation in the terminal; an empty line or ctrl-D ends it, ctrl-C ends an answer
   serve     an HTTP server with OpenAI's interface, and a page to chat with the model
   bench     measures prefill and decode speed, or latency and throughput under load, here or of a server
+  fill      the most likely tokens for each [MASK] of --text="..." (BERT)
+  embed     a vector for each text (BERT)
+  classify  the class of each text, or of its words (BERT with a classification head)
 
 --help after a command shows its options. --mesh.tensor=2 (or another axis of the mesh) spreads the model over devices.
 """
@@ -11,6 +14,7 @@
 import argparse
 import contextlib
 import dataclasses
+import json
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -44,7 +48,9 @@ SERVING = {
 
 def main(arguments: list[str]) -> None:
     options = parse(arguments)
-    {"generate": generate, "chat": chat, "bench": bench, "serve": serve}[options.command](options)
+    encoder = dict.fromkeys(("fill", "embed", "classify"), encode)
+    commands = {"generate": generate, "chat": chat, "bench": bench, "serve": serve} | encoder
+    commands[options.command](options)
 
 
 def generate(options: argparse.Namespace) -> None:
@@ -133,6 +139,34 @@ def serve(options: argparse.Namespace) -> None:
     with contextlib.closing(serving.bind(config.host, config.port)) as bound:
         engines = _engines(options)
         serving.serve(engines, config, _template(engines[0], options), bound)
+
+
+def encode(options: argparse.Namespace) -> None:
+    from megajax.cli.encoding import classified, embedded, filled, read_texts
+    from megajax.inference.load import open_model
+    from megajax.inference.text_encoder import TextEncoder
+    from megajax.mesh import use_compilation_cache
+
+    if (options.texts is None) == (not options.text):
+        raise ValueError("give --text, which may be repeated, or --texts=FILE")
+    if options.output is not None and Path(options.output).exists():
+        raise ValueError(f"output={options.output} exists; give a new file")
+    if options.command == "fill" and options.top_k < 1:
+        raise ValueError(f"top_k={options.top_k} must be at least 1")
+    records = read_texts(options.texts) if options.texts else [{"text": text} for text in options.text]
+    encoder = TextEncoder(open_model(options.run, _mesh(options), options.step))
+    use_compilation_cache()
+    if options.command == "fill":
+        found = filled(encoder, records, options.top_k)
+    elif options.command == "embed":
+        found = embedded(encoder, records, options.pooling)
+    else:
+        found = classified(encoder, records)
+    lines = [json.dumps(record, ensure_ascii=False) for record in found]
+    if options.output is None:
+        print("\n".join(lines))
+    else:
+        Path(options.output).write_text("\n".join(lines) + "\n")
 
 
 def bench(options: argparse.Namespace) -> None:
@@ -243,11 +277,14 @@ class _Parser(argparse.ArgumentParser):
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{generate,chat,serve,bench}")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="{generate,chat,serve,bench,fill,embed,classify}"
+    )
     _add_generate(commands)
     _add_chat(commands)
     _add_serve(commands)
     _add_bench(commands)
+    _add_encoder_commands(commands)
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         known = [name for name in vars(options) if name != "command"]
@@ -306,6 +343,18 @@ def _add_bench(commands) -> None:
     load.add_argument("--figure", help="file for a plot, .svg or .png")
 
 
+def _add_encoder_commands(commands) -> None:
+    fill = _add_command(commands, "fill", "fill masks", has_engine=False)
+    fill.add_argument("--top_k", type=int, default=5, help="tokens to show for each mask (5)")
+    embed = _add_command(commands, "embed", "embed texts", has_engine=False)
+    embed.add_argument("--pooling", choices=("mean", "cls"), default="mean", help="of the last hidden states (mean)")
+    classify = _add_command(commands, "classify", "classify texts or words", has_engine=False)
+    for command in (fill, embed, classify):
+        command.add_argument("--text", action="append", default=[], help="a text; may be repeated")
+        command.add_argument("--texts", help="file with a text per line; .jsonl: objects with text, text_pair or words")
+        command.add_argument("--output", help="new file for a line of JSON per text; default: standard output")
+
+
 def _numbers(kind: type):
     def parse(text: str) -> list:
         try:
@@ -317,7 +366,9 @@ def _numbers(kind: type):
     return parse
 
 
-def _add_command(commands, name: str, help: str, needs_run: bool = True) -> argparse.ArgumentParser:
+def _add_command(
+    commands, name: str, help: str, needs_run: bool = True, has_engine: bool = True
+) -> argparse.ArgumentParser:
     command = commands.add_parser(name, help=help, allow_abbrev=False)
     command.add_argument("--run", required=needs_run, help="directory of a run (runs/NAME) or a Hugging Face folder")
     command.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
@@ -329,6 +380,8 @@ def _add_command(commands, name: str, help: str, needs_run: bool = True) -> argp
         default=0,
         help="number of virtual CPU devices to try a mesh on; 0: use the real devices (0)",
     )
+    if not has_engine:
+        return command
     engine = command.add_argument_group("engine")
     for field, (kind, text) in SERVING.items():
         engine.add_argument(f"--{field}", type=kind, help=text)

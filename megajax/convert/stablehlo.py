@@ -10,6 +10,7 @@ right, and `positions` are the positions of `tokens` in their rows, starting wit
 float32, of the next token. The programs run on one device, a CPU or an NVIDIA GPU, with XLA's kernels only.
 """
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -28,7 +29,6 @@ from megajax.data.tokenizers.tokenizer import load_saved_tokenizer
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.model import Model
 from megajax.parameters import name_of
-from megajax.precision import PrecisionConfig
 
 PLATFORMS = ("cpu", "cuda")
 PARAMETERS = "parameters.npz"
@@ -53,6 +53,7 @@ def export_programs(
     run_dir = Path(run_dir)
     step = find_step(run_dir, step)
     config = Config.load(run_dir, step)
+    config.model.check_generates()
     max_length = config.training.sequence_length if max_length is None else max_length
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size} must be at least 1")
@@ -60,7 +61,7 @@ def export_programs(
     if not 0 < max_length <= longest:
         raise ValueError(f"max_length={max_length}: the model reads 1 to {longest} tokens")
     vocab_size = min(config.model.vocab_size, load_saved_tokenizer(run_dir, config.data.tokenizer).vocab_size)
-    precision = PrecisionConfig(compute=dtype or config.precision.compute)
+    precision = dataclasses.replace(config.precision.for_inference.with_compute(dtype), params="float32")
     model = Model(config.model, precision, config.execution)
     with new_directory(output, "output") as new:
         params = _read(run_dir, step, model)
@@ -73,7 +74,7 @@ def export_programs(
             "batch_size": batch_size,
             "max_length": max_length,
             "vocab_size": vocab_size,
-            "compute": precision.compute,
+            "compute": np.dtype(precision.compute_dtype).name,
             "platforms": PLATFORMS,
             "jax": jax.__version__,
         }

@@ -442,5 +442,5 @@ def check_vocab_size(num_token_ids: int, vocab_size: int) -> None:
     if num_token_ids > vocab_size:
         raise ValueError(
             f"model.vocab_size={vocab_size} is smaller than the {num_token_ids} ids of data.tokenizer; "
-            f"use --model.vocab_size={-(-num_token_ids // 128) * 128}"
+            f"use --model.vocab_size={num_token_ids}"
         )

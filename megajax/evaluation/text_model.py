@@ -49,6 +49,7 @@ class TextModel:
         """Loads the weights. max_length: tokens that are read of a text; default: training.sequence_length. Raises
         ValueError if the model does not support it."""
         config = opened.source.config
+        config.model.check_generates()
         most = config.model.max_length
         max_length = config.training.sequence_length if max_length is None else max_length
         if max_length < 1 or (most is not None and max_length > most):

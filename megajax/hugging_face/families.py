@@ -105,7 +105,7 @@ _GEMMA: Options = (
 )
 _TOP_K = Option("num_experts_per_tok", "moe.router.top_k")
 _NUM_EXPERTS = Option("num_experts", "moe.num_experts", also=("num_local_experts",))
-_NORMALISED = Option("norm_topk_prob", "moe.router.softmax_first", False, values={True: False, False: True})
+_NORMALISED = Option("norm_topk_prob", "moe.router.score", False, values={True: "softmax", False: "softmax_all"})
 _EXPERTS_ONLY = Option("intermediate_size", ("moe.expert_dim", "mlp_dim"))
 _QWEN_EXPERTS: Options = (
     _TOP_K,
@@ -196,7 +196,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "Olmo2ForCausalLM",
         "olmo2",
-        _RMS | dict(norm_placement="post", qk_norm=True, qk_norm_scope="all_heads"),
+        _RMS | dict(norm_placement="post", qk_norm="all_heads"),
         (*_LLAMA, _RMS_EPSILON_5, _ATTENTION_BIAS, ROPE),
         weights.OLMO2,
     ),
@@ -421,7 +421,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "OlmoeForCausalLM",
         "olmoe",
-        _RMS | dict(qk_norm=True, qk_norm_scope="all_heads"),
+        _RMS | dict(qk_norm="all_heads"),
         (
             *_SIZES,
             _EXPERTS_ONLY,

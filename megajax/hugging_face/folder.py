@@ -64,7 +64,8 @@ class Folder:
         """Config of a run with this model and tokenizer."""
         kinds = self.model.data_kinds
         data = DataConfig(source="mock", tokenizer=self.tokenizer_spec, kind=kinds[0] if kinds else "documents")
-        return Config(model=self.model, data=data, training=TrainingConfig(sequence_length=self.model.max_positions))
+        length = self.model.max_length or self.model.max_positions
+        return Config(model=self.model, data=data, training=TrainingConfig(sequence_length=length))
 
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.tokenizer_spec)

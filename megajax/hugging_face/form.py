@@ -9,7 +9,7 @@ from megajax.data.tokenizers.tokenizer import Tokenizer
 from megajax.hugging_face.options import SCALINGS
 from megajax.hugging_face.weights import Row, multi_token_rows
 from megajax.layers.moe import MoeConfig, layer_pattern
-from megajax.layers.rope import RopeConfig
+from megajax.layers.rope import RAMPS, RopeConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.interface import ModelConfig
 
@@ -140,7 +140,6 @@ def _canonical(config: DecoderConfig) -> DecoderConfig:
         rope=_canonical_rope(config.rope) if is_rope else default.rope,
         no_rope_every=config.no_rope_every if is_rope else None,
         full_attention_every=config.full_attention_every if config.window else None,
-        qk_norm_scope=config.qk_norm_scope if config.qk_norm else default.qk_norm_scope,
         norm_bias=config.norm_bias if config.norm == "layernorm" else default.norm_bias,
         mlp_dim=default.mlp_dim if all(has_experts) else config.mlp_dim,
         mtp_loss=default.mtp_loss,
@@ -156,4 +155,5 @@ def _canonical_moe(moe: MoeConfig, has_experts: Sequence[bool]) -> MoeConfig:
 
 def _canonical_rope(rope: RopeConfig) -> RopeConfig:
     read = ("base", "fraction", "interleaved", "local_base", "scaling", *SCALINGS.get(rope.scaling, {}).values())
-    return RopeConfig(**{name: getattr(rope, name) for name in read})
+    ramp = None if rope.ramp == RAMPS.get(rope.scaling) else rope.ramp
+    return RopeConfig(**{name: getattr(rope, name) for name in read}, ramp=ramp)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from megajax.layers.moe import MoeConfig, layer_pattern
+from megajax.layers.rope import RAMPS
 
 REQUIRED = object()
 
@@ -197,17 +198,20 @@ SCALINGS = {
     "dynamic": {"factor": "factor", "original_max_position_embeddings": "original_length"},
     "llama3": {
         "factor": "factor", "original_max_position_embeddings": "original_length",
-        "low_freq_factor": "low_frequency", "high_freq_factor": "high_frequency",
     },
     "yarn": {
-        "factor": "factor", "original_max_position_embeddings": "original_length", "beta_fast": "beta_fast",
-        "beta_slow": "beta_slow", "attention_factor": "attention_factor", "truncate": "truncate",
+        "factor": "factor", "original_max_position_embeddings": "original_length",
+        "attention_factor": "attention_factor", "truncate": "truncate",
     },
     "longrope": {
         "factor": "factor", "original_max_position_embeddings": "original_length", "short_factor": "short_factors",
         "long_factor": "long_factors", "attention_factor": "attention_factor",
     },
 }  # fmt: skip
+
+
+# Their two keys of our `ramp`.
+RAMP_KEYS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
 
 
 def read_scaling(scaling: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
@@ -218,7 +222,17 @@ def read_scaling(scaling: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[
         return {}
     if kind not in SCALINGS:
         raise ValueError(f"rope_type={kind} is not supported; supported are default, {', '.join(SCALINGS)}")
-    names = {*SCALINGS[kind], "rope_type", "type", "rope_theta", "partial_rotary_factor", "mscale", "mscale_all_dim"}
+    ends = RAMP_KEYS.get(kind, ())
+    names = {
+        *SCALINGS[kind],
+        *ends,
+        "rope_type",
+        "type",
+        "rope_theta",
+        "partial_rotary_factor",
+        "mscale",
+        "mscale_all_dim",
+    }
     if unknown := sorted(set(scaling) - names):
         raise ValueError(f"rope_type={kind}: {', '.join(unknown)} is not supported")
     longest = theirs.get("max_position_embeddings")
@@ -232,6 +246,9 @@ def read_scaling(scaling: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[
     found = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
     found |= {name: float(value) for name, value in found.items() if isinstance(value, int) and name != "rope.truncate"}
     found["rope.original_length"] = int(found.get("rope.original_length", 8192))
+    ramp = tuple(float(known.get(name) or usual) for name, usual in zip(ends, RAMPS.get(kind, ()), strict=True))
+    if ramp != RAMPS.get(kind, ()):
+        found["rope.ramp"] = ramp
     return {"rope.scaling": kind, **found}
 
 
@@ -241,6 +258,8 @@ def write_scaling(ours: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     found = {name: ours[f"rope.{field}"] for name, field in SCALINGS[kind].items()}
     found = {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+    if kind in RAMP_KEYS:
+        found |= dict(zip(RAMP_KEYS[kind], ours["rope.ramp"] or RAMPS[kind], strict=True))
     if found.get("truncate", False) is True:
         del found["truncate"]
     if kind == "dynamic":  # transformers uses max_position_embeddings and warns about other keys

@@ -27,7 +27,7 @@ def fine_tuning(path: str) -> Config:
         data=dataclasses.replace(config.data, source=source),
         optimizer=OptimizerConfig(learning_rate=1e-5, min_learning_rate=1e-6, warmup_steps=100),
         training=TrainingConfig(
-            steps=1000, global_batch_size=8, sequence_length=min(folder.model.max_positions, MAX_SEQUENCE)
+            steps=1000, global_batch_size=8, sequence_length=min(config.training.sequence_length, MAX_SEQUENCE)
         ),
         checkpoint=CheckpointConfig(start_from=str(folder.path.resolve())),
         run_dir=f"runs/{folder.path.resolve().name}",

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import Activation, Flops, check_divisible
-from megajax.layers.linear import Linear, side_by_side
+from megajax.layers.linear import Linear, input_axis, side_by_side
 from megajax.layers.norm import Norm, NormConfig
 from megajax.layers.rope import apply_rope
 from megajax.mesh import MeshConfig
@@ -61,8 +61,6 @@ class AttentionConfig:
     relative_bias: bool = dataclasses.field(default=False, kw_only=True)
     """Add `relative_bias` of the inputs to the scores (layers/relative_position.py)."""
 
-    input_axis = "time"
-    """Logical axis of the sequence in the layer's input."""
     caches_values = True
     """Whether a cache stores values besides keys."""
     # Modules that the backward pass can recompute, and the activations that need not be saved then.
@@ -185,6 +183,11 @@ class Attention(nnx.Module):
             self.key_norm = Norm(config.qk_norm, H if is_per_head else K * H, rngs=rngs)
         if config.sinks:
             self.sinks = weight((N,), ("heads",), nnx.initializers.zeros, rngs, "vector")
+
+    @property
+    def input_axis(self) -> str:
+        """Logical axis of the sequence in the layer's input."""
+        return input_axis((self.query, self.key, self.value))
 
     def __call__(self, x_BTD: jax.Array, inputs: dict, cache=None, dropout_key: DropoutKey | None = None):
         """-> (out, cache).

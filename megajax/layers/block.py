@@ -16,9 +16,11 @@ import numpy as np
 from flax import nnx
 
 from megajax.layers.dropout import DropoutKey
-from megajax.layers.layer import LayerConfig, Terms
+from megajax.layers.layer import LayerConfig, Saved, Terms
+from megajax.layers.linear import use_low_precision
 from megajax.parallel.schedule import Stages
 from megajax.parameters import LAYER_AXES, Structure, is_per_layer, is_variable
+from megajax.precision import PrecisionConfig
 
 logger = logging.getLogger("megajax")
 
@@ -33,6 +35,19 @@ class Stack(nnx.Module):
         key = rngs.params()
         for kind in dict.fromkeys(config.kind for config in self.configs):
             setattr(self, kind, _build_stacked(self.configs, key, rows_of_kind(self.configs, kind, stages)))
+
+    def use_low_precision(self, precision: PrecisionConfig) -> list[str]:
+        """Computes the matmuls of the layers in the format of precision.recipe, except for the layers at both ends ->
+        the names of all matrices in the layers."""
+        first, last = precision.high_layers
+        low = range(first, len(self.configs) - last)
+        self.configs = tuple(
+            LowPrecisionLayer(config, precision, number in low) for number, config in enumerate(self.configs)
+        )
+        names = []
+        for kind in dict.fromkeys(config.kind for config in self.configs):
+            names += use_low_precision(getattr(self, kind), precision, is_active=True)
+        return names
 
     def __call__(self, x, inputs: dict, caches: Sequence | None = None, key: DropoutKey | None = None):
         """Runs all layers -> (x, caches, their Terms combined by `total`).
@@ -99,6 +114,29 @@ class Stack(nnx.Module):
         firsts = loop.first + loop.period * jax.numpy.arange(loop.steps)
         x, terms = jax.lax.scan(step, x, (states, firsts))
         return x, jax.tree.map(lambda a: a.sum(0), terms)
+
+
+@dataclasses.dataclass(frozen=True)
+class LowPrecisionLayer:
+    """A layer of a stack whose precision.recipe is a low-precision format; what the stack needs of a LayerConfig."""
+
+    layer: LayerConfig
+    precision: PrecisionConfig
+    is_low: bool
+    """False: its matmuls are those of precision.compute, but its parameters are the same."""
+
+    @property
+    def kind(self) -> str:
+        return self.layer.kind
+
+    @property
+    def saved(self) -> Saved | None:
+        return self.layer.saved
+
+    def build(self, rngs: nnx.Rngs) -> nnx.Module:
+        module = self.layer.build(rngs)
+        use_low_precision(module, self.precision, is_active=self.is_low)
+        return module
 
 
 @functools.cache

@@ -55,7 +55,6 @@ class LatentAttentionConfig(AttentionConfig):
     norm: NormConfig
     """Of the latents."""
 
-    input_axis = "sequence"
     caches_values = False
     modules = {
         "qkv": ("qkv",),
@@ -120,6 +119,9 @@ class LatentAttentionConfig(AttentionConfig):
 
 class LatentAttention(nnx.Module):
     """x [B, T, D] -> [B, T, D]."""
+
+    input_axis = "sequence"
+    """As Attention."""
 
     def __init__(self, config: LatentAttentionConfig, *, rngs: nnx.Rngs):
         self.config = config

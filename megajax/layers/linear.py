@@ -4,6 +4,8 @@ A Linear owns a weight, optionally a bias, and whatever belongs to them: the sca
 parameters are named after the Linear itself: `query` and `query_bias` in a checkpoint (parameters.py).
 """
 
+import functools
+import logging
 from collections.abc import Sequence
 
 import jax
@@ -12,11 +14,18 @@ from flax import nnx
 
 from megajax.ops import matmul as ops
 from megajax.ops.grouped_matmul import grouped_matmul
-from megajax.parameters import Role, weight
+from megajax.ops.low_precision import DelayedScaling, low_precision_matmul
+from megajax.parameters import LAYER_AXES, Role, matches, variable, weight
+from megajax.precision import PrecisionConfig, Recipe
+
+logger = logging.getLogger("megajax")
 
 
 class Linear(nnx.Module):
     """x [..., *K] -> x w + b [..., *N], with w [*K, *N] and, if there is one, b [*N]."""
+
+    recipe: Recipe | None = None
+    """The low-precision format of the product; None: the dtype of x."""
 
     def __init__(
         self,
@@ -45,7 +54,26 @@ class Linear(nnx.Module):
         """The effective weight, for operations that do their own matmul (the chunked loss)."""
         return self.weight[...]
 
+    def use_low_precision(self, precision: PrecisionConfig, *, is_active: bool) -> None:
+        """Computes the product in the format of precision.recipe if active. Adds the scales of earlier steps in either
+        case, so that all layers of a stack have the same parameters."""
+        self.recipe = precision.recipe if is_active else None
+        if precision.recipe == "fp8_delayed":
+            axes = self.weight.get_metadata()["record"].axes
+            lead = [axis for axis in axes if axis in LAYER_AXES]
+            shape = (*self.weight.get_value().shape[: len(lead)], 3, 1 + precision.amax_history)
+            initial = DelayedScaling.initial(precision.amax_history)
+            self.scaling = variable(
+                shape,
+                (*lead, "scaling", "scaling"),
+                lambda key, shape: jnp.broadcast_to(initial, shape),
+                nnx.Rngs(params=0),
+                DelayedScaling(precision.amax_margin),
+            )
+
     def __call__(self, x: jax.Array) -> jax.Array:
+        if self.recipe is not None:
+            return self.add_bias(_low_precision(x, (self,), (self.weight[...],), 0, self.num_inputs))
         return self.add_bias(ops.matmul(x, self.weight[...], self.num_inputs))
 
     def add_bias(self, y: jax.Array) -> jax.Array:
@@ -81,10 +109,27 @@ def side_by_side(
     """Multiplies x [..., D] by several weights in one matmul, without biases; results are concatenated along `axis`.
 
     shape: what each weight is reshaped to, [D, ...] with -1 at `axis`, which must not be a dim that the mesh splits.
-    has_gradient: False with a cache, where one product per weight is faster.
+    With a low-precision format the weights share a scale, if all of them have that format. has_gradient: False with a
+    cache, where one product per weight is faster.
     """
     weights = [linear.weight[...].reshape(shape) for linear in linears]
+    if all(linear.recipe is not None for linear in linears):
+        return _low_precision(x, linears, weights, axis, 1)
     return ops.matmul_side_by_side(x, weights, axis, has_gradient=has_gradient)
+
+
+def input_axis(linears: Sequence[Linear]) -> str:
+    """Logical axis of the sequence in an input of these Linears: in a low-precision format they gather what `tensor`
+    splits after rounding it."""
+    return "sequence" if all(linear.recipe is not None for linear in linears) else "time"
+
+
+def _low_precision(x, linears: Sequence[Linear], weights: Sequence[ops.Weight], axis: int, num_contracted: int):
+    scalings = [linear.scaling.get_value() for linear in linears if hasattr(linear, "scaling")]
+    axes = linears[0].weight.get_metadata()["record"].axes
+    residual = ("embed",)
+    gathered = (axes[:num_contracted] == residual, len(linears) == 1 and axes[num_contracted:] == residual)
+    return low_precision_matmul(x, weights, axis, num_contracted, linears[0].recipe, gathered, scalings)
 
 
 def add_stacked_biases(y: jax.Array, linears: Sequence[Linear]) -> jax.Array:
@@ -92,3 +137,23 @@ def add_stacked_biases(y: jax.Array, linears: Sequence[Linear]) -> jax.Array:
     if not hasattr(linears[0], "bias"):
         return y
     return ops.add_bias(y, jnp.stack([linear.bias[...] for linear in linears]))
+
+
+def use_low_precision(module: nnx.Module, precision: PrecisionConfig, *, is_active: bool) -> list[str]:
+    """Gives the matrices of a layer, or of several stacked ones, the format of precision.recipe, where
+    precision.low_modules matches their name in the layer -> their names."""
+    found = []
+    for path, part in nnx.iter_modules(module):
+        name = ".".join(map(str, path))
+        if isinstance(part, GroupedLinear):
+            _log_experts(precision.recipe)
+        if isinstance(part, Linear) and part.weight.get_metadata()["record"].role == "matrix":
+            found.append(name)
+            if matches(name, precision.low_modules):
+                part.use_low_precision(precision, is_active=is_active)
+    return found
+
+
+@functools.cache
+def _log_experts(recipe: Recipe) -> None:
+    logger.warning("precision.recipe=%s: matmuls of experts remain in precision.compute", recipe)

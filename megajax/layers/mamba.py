@@ -79,8 +79,6 @@ class MambaMixerConfig:
     out_init_std: float
 
     kind = "mamba"
-    input_axis = "time"
-    """Logical axis of the sequence in the layer's input."""
     modules = {
         "activation": ("mamba_conv", "mamba_hidden"),
         "mamba": ("mamba_in", "mamba_conv", "ssd_out", "mamba_hidden"),
@@ -202,6 +200,9 @@ class CausalConv(nnx.Module):
 
 class Mamba(nnx.Module):
     """x [B, T, D] -> [B, T, D]."""
+
+    input_axis = "time"
+    """Logical axis of the sequence in the layer's input."""
 
     def __init__(self, config: MambaMixerConfig, *, rngs: nnx.Rngs):
         self.config = config

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.layers.layer import Activation, Flops, Terms, check_divisible
-from megajax.layers.linear import Linear, add_stacked_biases, side_by_side
+from megajax.layers.linear import Linear, add_stacked_biases, input_axis, side_by_side
 from megajax.mesh import MeshConfig
 from megajax.ops import activation as nonlinearity
 from megajax.ops.activation import GATED, activate
@@ -75,6 +75,11 @@ class Mlp(nnx.Module):
         if config.bias:
             for linear in (*self._wide(), self.down):
                 linear.add_bias_parameter(rngs)
+
+    @property
+    def input_axis(self) -> str:
+        """Logical axis of the sequence in the layer's input."""
+        return input_axis(self._wide())
 
     def __call__(self, x_BTD: jax.Array, *, generates: bool = False) -> tuple[jax.Array, Terms]:
         config = self.config

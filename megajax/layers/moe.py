@@ -202,6 +202,9 @@ class ExpertsConfig:
 class Experts(nnx.Module):
     """x [B, T, D] -> (y [B, T, D], Terms)."""
 
+    input_axis = "time"
+    """Logical axis of the sequence in the layer's input."""
+
     def __init__(self, config: ExpertsConfig, *, rngs: nnx.Rngs):
         self.config = config
         moe = config.moe

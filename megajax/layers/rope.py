@@ -8,13 +8,16 @@ even and x2 the odd entries.
 
 import dataclasses
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from megajax.ranges import PositiveFloat, PositiveInt, Range
+
+RAMPS = {"llama3": (1.0, 4.0), "yarn": (1.0, 32.0)}
+"""The usual `ramp` of each scaling that has one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,14 +40,9 @@ class RopeConfig:
     otherwise."""
     original_length: PositiveInt = 8192
     """Sequence length of the original pretraining (Llama 3: 8192, YaRN: 4096)."""
-    low_frequency: PositiveFloat = 1.0
-    """Llama 3: wavelengths above original_length / low_frequency are stretched fully."""
-    high_frequency: PositiveFloat = 4.0
-    """Llama 3: wavelengths below original_length / high_frequency are not stretched."""
-    beta_fast: PositiveFloat = 32.0
-    """YaRN: dims with more rotations than this within original_length are not stretched."""
-    beta_slow: PositiveFloat = 1.0
-    """YaRN: dims with fewer rotations than this are stretched fully."""
+    ramp: tuple[PositiveFloat, PositiveFloat] | None = None
+    """Llama 3, YaRN: rotations within original_length below which a dim is stretched fully, and above which it is not
+    stretched. None: 1,4 for Llama 3 and 1,32 for YaRN."""
     truncate: bool = True
     """YaRN: round the ends of the ramp between these two outwards to whole dims."""
     length: PositiveInt | None = None
@@ -55,10 +53,28 @@ class RopeConfig:
     long_factors: tuple[PositiveFloat, ...] = ()
     """LongRoPE: the same for a length above original_length."""
 
+    @staticmethod
+    def upgraded(fields: dict[str, Any]) -> dict[str, Any]:
+        """An older config.json, from when the ramp was a pair of fields for each scaling."""
+        low = {"llama3": fields.pop("low_frequency", 1.0), "yarn": fields.pop("beta_slow", 1.0)}
+        high = {"llama3": fields.pop("high_frequency", 4.0), "yarn": fields.pop("beta_fast", 32.0)}
+        scaling = fields.get("scaling")
+        if scaling in RAMPS and (low[scaling], high[scaling]) != RAMPS[scaling]:
+            fields["ramp"] = (low[scaling], high[scaling])
+        return fields
+
     def check(self, head_dim: int) -> None:
-        """Raises ValueError if the bounds of the scaling are not ascending, or factors do not fit the head dim."""
-        self._check_order("llama3", "low_frequency", "high_frequency")
-        self._check_order("yarn", "beta_slow", "beta_fast")
+        """Raises ValueError if the bounds of the ramp are not ascending, or factors do not fit the head dim."""
+        if self.ramp is not None and self.scaling not in RAMPS:
+            raise ValueError(
+                f"model.rope.ramp={_typed(self.ramp)} is read with model.rope.scaling={' or '.join(RAMPS)}, not "
+                f"{self.scaling}; leave it out"
+            )
+        if self.ramp is not None and self.ramp[0] >= self.ramp[1]:
+            raise ValueError(
+                f"model.rope.ramp={_typed(self.ramp)} must ascend; --model.rope.ramp={_typed(RAMPS[self.scaling])} is "
+                "usual"
+            )
         num_pairs = self._rotated(head_dim) // 2
         if self.scaling == "dynamic" and num_pairs < 2:
             raise ValueError(
@@ -80,13 +96,6 @@ class RopeConfig:
             raise ValueError(
                 f"model.rope.length={self.length} is read with model.rope.scaling=dynamic or longrope, not "
                 f"{self.scaling}; leave it out"
-            )
-
-    def _check_order(self, scaling: str, low: str, high: str) -> None:
-        if self.scaling == scaling and getattr(self, low) >= getattr(self, high):
-            raise ValueError(
-                f"model.rope.{low}={getattr(self, low)} must be below model.rope.{high}={getattr(self, high)}; "
-                f"{getattr(RopeConfig, low)} and {getattr(RopeConfig, high)} are usual"
             )
 
     def inverse_frequencies(self, head_dim: int) -> np.ndarray:
@@ -128,6 +137,11 @@ class RopeConfig:
         return int(head_dim * self.fraction) // 2 * 2
 
     @property
+    def max_length(self) -> int | None:
+        """The longest sequence that the wavelengths are for; None: any."""
+        return self._longest if self.scaling in ("dynamic", "longrope") else None
+
+    @property
     def _longest(self) -> int:
         return max(self.length or self.original_length, self.original_length)
 
@@ -137,16 +151,18 @@ class RopeConfig:
         return base ** (-np.arange(0, rotated, 2) / rotated)
 
     def _llama3(self, plain: np.ndarray) -> np.ndarray:
-        turns = self.original_length * plain / (2 * math.pi)
-        keep = np.clip((turns - self.low_frequency) / (self.high_frequency - self.low_frequency), 0.0, 1.0)
+        rotations = self.original_length * plain / (2 * math.pi)
+        low, high = self.ramp or RAMPS["llama3"]
+        keep = np.clip((rotations - low) / (high - low), 0.0, 1.0)
         return plain * keep + plain / self.factor * (1.0 - keep)
 
     def _yarn(self, plain: np.ndarray, rotated: int) -> np.ndarray:
         def dim_with(turns: float) -> float:
             return rotated * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(self.base))
 
-        low = dim_with(self.beta_fast)
-        high = dim_with(self.beta_slow)
+        slow, fast = self.ramp or RAMPS["yarn"]
+        low = dim_with(fast)
+        high = dim_with(slow)
         if self.truncate:
             low = math.floor(low)
             high = math.ceil(high)
@@ -154,6 +170,10 @@ class RopeConfig:
         high = min(high, rotated - 1)
         stretch = np.clip((np.arange(rotated // 2) - low) / max(high - low, 0.001), 0.0, 1.0)
         return plain * (1.0 - stretch) + plain / self.factor * stretch
+
+
+def _typed(ramp: tuple[float, float]) -> str:
+    return ",".join(map(str, ramp))
 
 
 def rope_tables(config: RopeConfig, head_dim: int, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -3,7 +3,8 @@
 Dimensions: B batch, T sequence, D model width, E experts, K experts per token.
 All is float32, including the router's matrix. With z = x W the logits of a token:
 
-    softmax         the K largest z; weights are their softmax (softmax_first: the softmax over all E, not renormalised)
+    softmax         the K largest z; weights are their softmax
+    softmax_all     the K largest of the softmax over all E; weights are these, not renormalised
     sigmoid         the K largest sigmoid(z) + bias; weights are their sigmoid(z), divided by the sum over the K
     sqrt_softplus   the same with sqrt(log(1 + exp(z)))
 
@@ -16,7 +17,7 @@ import dataclasses
 import functools
 import logging
 import math
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,10 +44,9 @@ LOAD_ROUNDING = 1e-6  # of the mean load of a batch
 class RouterConfig:
     top_k: PositiveInt = 2
     """Experts per token."""
-    score: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
-    """Function from logits to scores; sigmoid and sqrt_softplus are normalised over the chosen experts of a token."""
-    softmax_first: bool = False
-    """Apply the softmax to all experts before the choice, without renormalising after it."""
+    score: Literal["softmax", "softmax_all", "sigmoid", "sqrt_softplus"] = "softmax"
+    """Function from logits to weights: softmax over the chosen experts of a token, or over all experts (softmax_all);
+    sigmoid and sqrt_softplus are normalised over the chosen ones."""
     scale: PositiveFloat = 1.0
     """Factor of the weights (DeepSeek-V3: 2.5)."""
     num_groups: PositiveInt = 1
@@ -74,10 +74,16 @@ class RouterConfig:
     drop: Literal["probability", "position"] = "probability"
     """With a capacity: drop the tokens with the smallest weights, or the last ones."""
 
+    @staticmethod
+    def upgraded(fields: dict[str, Any]) -> dict[str, Any]:
+        """An older config.json, from when softmax_all was score=softmax with softmax_first."""
+        if fields.pop("softmax_first", False):
+            fields["score"] = "softmax_all"
+        return fields
+
     @property
-    def softmax_last(self) -> bool:
-        """Whether the choice is among logits, and the softmax over the chosen experts follows."""
-        return self.score == "softmax" and not self.softmax_first
+    def is_softmax(self) -> bool:
+        return self.score.startswith("softmax")
 
     def check(self, num_experts: int) -> None:
         """Raises ValueError for contradictory fields."""
@@ -101,12 +107,10 @@ class RouterConfig:
                 f"{name}.top_k={self.top_k} is more than the experts of {name}.top_groups={self.top_groups} groups of "
                 f"{num_experts // self.num_groups}; choose more groups"
             )
-        if self.score == "softmax" and self.bias_update_rate is not None:
+        if self.is_softmax and self.bias_update_rate is not None:
             raise ValueError(
                 f"{name}.bias_update_rate={self.bias_update_rate} is for scores from 0 to 1; use --{name}.score=sigmoid"
             )
-        if self.score != "softmax" and self.softmax_first:
-            raise ValueError(f"{name}.softmax_first=True needs --{name}.score=softmax; leave it out")
 
 
 class Choice(NamedTuple):
@@ -178,7 +182,7 @@ class Router(Linear):
         if config.assignment == "balanced_benchmark":
             return _in_turn(logits_BTE.shape, config.top_k)
         # The best groups of the one need not be those of the other: their values are sums.
-        preferred_BTE = logits_BTE if config.softmax_last else scores_BTE
+        preferred_BTE = logits_BTE if config.score == "softmax" else scores_BTE
         if config.bias_update_rate is not None:
             preferred_BTE = preferred_BTE + self.expert_bias[...]
         if config.assignment == "sinkhorn" and not generates:
@@ -193,11 +197,11 @@ class Router(Linear):
         def of_chosen(values_BTE):
             return jnp.sum(chosen_BTKE * values_BTE[..., None, :], -1)
 
-        if config.softmax_last:
+        if config.score == "softmax":
             weights_BTK = jax.nn.softmax(of_chosen(logits_BTE), -1)
         else:
             weights_BTK = of_chosen(scores_BTE)
-        if config.score != "softmax" and config.top_k > 1:
+        if not config.is_softmax and config.top_k > 1:
             weights_BTK /= jnp.sum(weights_BTK, -1, keepdims=True) + EPSILON
         return config.scale * weights_BTK
 
@@ -205,7 +209,7 @@ class Router(Linear):
         config = self.config
         num_experts = logits_BTE.shape[-1]
         shares_BTE = scores_BTE
-        if config.score != "softmax":
+        if not config.is_softmax:
             shares_BTE /= jnp.sum(scores_BTE, -1, keepdims=True) + EPSILON
         auxiliary = {}
         if config.aux_loss or config.sequence_aux_loss:
@@ -255,6 +259,7 @@ class Router(Linear):
 
 _SCORES = {
     "softmax": functools.partial(jax.nn.softmax, axis=-1),
+    "softmax_all": functools.partial(jax.nn.softmax, axis=-1),
     "sigmoid": jax.nn.sigmoid,
     "sqrt_softplus": lambda logits: jnp.sqrt(jax.nn.softplus(logits)),
 }

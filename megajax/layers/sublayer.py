@@ -30,9 +30,6 @@ class SublayerConfig:
     dropout: float
     saved: Saved | None = None
 
-    input_axis = "time"
-    """Logical axis of the sequence in the input of the branch."""
-
     @property
     def kind(self) -> str:
         return self.branch.kind
@@ -106,10 +103,6 @@ class AttentionLayerConfig(SublayerConfig):
 
     kind = "attention"
 
-    @property
-    def input_axis(self) -> str:
-        return self.branch.input_axis
-
     def new_cache(self, length: int) -> EmptyCache:
         return EmptyCache(length)
 
@@ -171,6 +164,6 @@ class Sublayer(TransformerLayer):
 
     def __call__(self, x_BTD: jax.Array, inputs: dict, cache, key: DropoutKey | None):
         keys = [None] * 2 if key is None else key.split(2)
-        x_BTD, read_BTD = self._branch_input(self.norm, "residual", x_BTD, axis=self.config.input_axis)
+        x_BTD, read_BTD = self._branch_input(self.norm, "residual", x_BTD, axis=self.mixer.input_axis)
         y_BTD, cache, terms = self.config.run(self.mixer, read_BTD, inputs, cache, keys[0])
         return x_BTD + self._branch_output(None, y_BTD, keys[1]), cache, terms

@@ -149,7 +149,6 @@ class TransformerLayer(nnx.Module):
         self.dropout = config.dropout
         self.saved = config.saved
         self.context = config.attention.context
-        self.input_axis = config.attention.input_axis
 
         def norm_if(wanted: bool) -> Norm | None:
             return Norm(config.norm, config.embed_dim, rngs=rngs) if wanted else None
@@ -163,15 +162,15 @@ class TransformerLayer(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, inputs: dict, cache, key: DropoutKey | None):
         keys = [None] * 3 if key is None else key.split(3)
-        x_BTD, read_BTD = self._branch_input(self.attention_norm, "residual", x_BTD, axis=self.input_axis)
+        x_BTD, read_BTD = self._branch_input(self.attention_norm, "residual", x_BTD, axis=self.attention.input_axis)
         y_BTD, cache = self.attention(read_BTD, inputs, cache, keys[0])
         y_BTD = self._branch_output(self.attention_post_norm, y_BTD, keys[1])
-        x_BTD, read_BTD = self._branch_input(self.mlp_norm, "residual_mid", x_BTD, y_BTD)
+        x_BTD, read_BTD = self._branch_input(self.mlp_norm, "residual_mid", x_BTD, y_BTD, axis=self.mlp.input_axis)
         y_BTD, terms = self.mlp(read_BTD, generates=cache is not None)
         return x_BTD + self._branch_output(self.mlp_post_norm, y_BTD, keys[2]), cache, terms
 
     def _branch_input(
-        self, norm: Norm | None, name: str, x_BTD: jax.Array, y_BTD: jax.Array | None = None, axis: str = "time"
+        self, norm: Norm | None, name: str, x_BTD: jax.Array, y_BTD: jax.Array | None = None, *, axis: str
     ):
         """(x + y under this checkpoint name, the input of attention or MLP with this logical axis of the sequence)."""
         if self.saved is not None or norm is None:
@@ -203,10 +202,11 @@ class PostNormTransformerLayer(TransformerLayer):
     def __call__(self, x_BTD: jax.Array, inputs: dict, cache, key: DropoutKey | None):
         keys = [None] * 3 if key is None else key.split(3)
         x_BTD = checkpoint_name(x_BTD, "residual")
-        y_BTD, cache = self.attention(constrain(x_BTD, "batch", self.input_axis, None), inputs, cache, keys[0])
+        read_BTD = constrain(x_BTD, "batch", self.attention.input_axis, None)
+        y_BTD, cache = self.attention(read_BTD, inputs, cache, keys[0])
         x_BTD = self._add_and_norm(self.attention_post_norm, "residual_mid", x_BTD, y_BTD, keys[1])
         x_BTD = checkpoint_name(x_BTD, "normed")
-        y_BTD, terms = self.mlp(constrain(x_BTD, "batch", "time", None), generates=cache is not None)
+        y_BTD, terms = self.mlp(constrain(x_BTD, "batch", self.mlp.input_axis, None), generates=cache is not None)
         return self._add_and_norm(self.mlp_post_norm, "residual_out", x_BTD, y_BTD, keys[2]), cache, terms
 
     def _add_and_norm(self, norm: Norm, name: str, x_BTD: jax.Array, y_BTD: jax.Array, key: DropoutKey | None):
@@ -222,10 +222,10 @@ class ParallelTransformerLayer(TransformerLayer):
 
     def __call__(self, x_BTD: jax.Array, inputs: dict, cache, key: DropoutKey | None):
         keys = [None] * 3 if key is None else key.split(3)
-        x_BTD, read_BTD = self._branch_input(self.attention_norm, "residual", x_BTD, axis=self.input_axis)
+        x_BTD, read_BTD = self._branch_input(self.attention_norm, "residual", x_BTD, axis=self.attention.input_axis)
         y_BTD, cache = self.attention(read_BTD, inputs, cache, keys[0])
         if self.mlp_norm is not None:
-            x_BTD, read_BTD = self._branch_input(self.mlp_norm, "residual", x_BTD)
+            x_BTD, read_BTD = self._branch_input(self.mlp_norm, "residual", x_BTD, axis=self.mlp.input_axis)
         y_BTD = self._branch_output(self.attention_post_norm, y_BTD, keys[1])
         z_BTD, terms = self.mlp(read_BTD, generates=cache is not None)
         return x_BTD + y_BTD + self._branch_output(self.mlp_post_norm, z_BTD, keys[2]), cache, terms

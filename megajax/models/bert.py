@@ -222,6 +222,10 @@ class BertConfig(ModelConfig):
                 f"use --model.num_classes={len(labels.classes)}"
             )
 
+    @property
+    def encoder_tasks(self) -> tuple[str, ...]:
+        return (*(["fill"] if self.head == "masked_lm" else []), *(["classify"] if self.classifies else []), "embed")
+
     def check_generates(self) -> None:
         raise ValueError(
             "model.kind=bert reads texts in both directions and cannot continue them; use infer.py fill or "

@@ -5,7 +5,7 @@ Dimensions: B batch, T sequence, D model width, V vocabulary (padded).
 
 import dataclasses
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -82,10 +82,9 @@ class DecoderConfig(ModelConfig):
     parallel_residual: ParallelResidual = "none"
     """Compute x + attention(norm(x)) + mlp(norm(x)) with a shared norm (one_norm, as in GPT-J) or two norms (two_norms,
     as in GPT-NeoX); none: attention, then MLP."""
-    qk_norm: bool = False
-    """Normalise queries and keys before the rotary embedding."""
-    qk_norm_scope: Literal["head", "all_heads"] = "head"
-    """With qk_norm: normalise each head separately, or all heads of a token together (OLMo 2)."""
+    qk_norm: bool | Literal["all_heads"] = False
+    """Normalise queries and keys before the rotary embedding: each head (True), or all heads of a token together
+    (all_heads, as in OLMo 2)."""
     activation: Activation = "gelu"
     """Feed-forward activation: gelu and geglu are exact (erf), gelu_tanh and geglu_tanh approximate; swiglu and the
     geglus are gated."""
@@ -133,6 +132,13 @@ class DecoderConfig(ModelConfig):
     """Dropout rate of attention probabilities."""
     init_std: PositiveFloat = 0.02
     """Standard deviation of the initial weights; output projections get init_std / sqrt(2 * num_layers)."""
+
+    @staticmethod
+    def upgraded(fields: dict[str, Any]) -> dict[str, Any]:
+        """An older config.json, from when all_heads was a field beside qk_norm."""
+        if fields.pop("qk_norm_scope", "head") != "head" and fields.get("qk_norm"):
+            fields["qk_norm"] = "all_heads"
+        return fields
 
     # ------------------------------------------------------------------ derived sizes
 
@@ -210,7 +216,7 @@ class DecoderConfig(ModelConfig):
 
     @property
     def max_length(self) -> int | None:
-        return self.max_positions if self.position == "learned" else None
+        return {"learned": self.max_positions, "rope": self.rope.max_length}.get(self.position)
 
     def has_experts(self, number: int) -> bool:
         """Whether the layer with this number has experts."""
@@ -233,7 +239,7 @@ class DecoderConfig(ModelConfig):
             qkv_bias=self.has_qkv_bias,
             out_bias=self.has_attention_out_bias,
             qk_norm=self.norm_config if self.qk_norm else None,
-            qk_norm_scope=self.qk_norm_scope,
+            qk_norm_scope="all_heads" if self.qk_norm == "all_heads" else "head",
             rope=rope,
             rope_interleaved=self.rope.interleaved,
             alibi=self.position == "alibi",
@@ -299,6 +305,11 @@ class DecoderConfig(ModelConfig):
                 f"training.sequence_length={sequence_length} is longer than model.max_positions={self.max_positions}; "
                 f"use --model.max_positions={sequence_length} or --model.position=rope"
             )
+        if self.position == "rope" and sequence_length > (self.max_length or sequence_length):
+            raise ValueError(
+                f"training.sequence_length={sequence_length} is longer than the {self.max_length} tokens that set the "
+                f"wavelengths of model.rope.scaling={self.rope.scaling}; use --model.rope.length={sequence_length}"
+            )
 
     def _check_heads(self) -> None:
         if self.head_dim is None and self.embed_dim % self.num_heads:
@@ -325,11 +336,6 @@ class DecoderConfig(ModelConfig):
             raise ValueError(
                 "model.parallel_residual=one_norm shares the input norm of attention and MLP, which "
                 "model.norm_placement=post does not have; use --model.parallel_residual=two_norms"
-            )
-        if self.qk_norm_scope != "head" and not self.qk_norm:
-            raise ValueError(
-                f"model.qk_norm_scope={self.qk_norm_scope} has no effect without qk_norm: set --model.qk_norm=True, or "
-                "leave it out"
             )
         if self.rope.local_base is not None and (self.position != "rope" or self.window is None):
             raise ValueError(

@@ -2,9 +2,10 @@
 a run may resume with other values, and they are the same for every family."""
 
 import dataclasses
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from megajax.mesh import MeshConfig
+from megajax.ops import transformer_engine
 from megajax.ops.attention import Backend
 from megajax.parallel.context import ContextMethod
 from megajax.parallel.expert import Dispatch
@@ -13,6 +14,7 @@ from megajax.ranges import PositiveInt, Range
 MAX_UNROLLED_LAYERS = 40  # beyond this, unrolling costs more compile time than it saves step time
 
 Recompute = Literal["none", "selective", "full"]
+SELECTIVE = ("norm", "activation")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,11 +22,10 @@ class ExecutionConfig:
     scan_layers: bool | None = None
     """Run the layers as a loop (compiles faster) or unroll them (runs faster); None: loop beyond 40 layers and with
     offload, which needs it."""
-    recompute: Recompute = "none"
-    """What the backward pass recomputes: nothing, the modules of recompute_modules (selective), or whole layers."""
-    recompute_modules: tuple[str, ...] = ("norm", "activation")
-    """With recompute=selective: modules to recompute; a transformer layer has norm, qkv, core_attention, attention,
-    activation and mlp, one with experts also dispatch (docs/memory.md)."""
+    recompute: str = "none"
+    """What the backward pass recomputes: none, full (whole layers), or modules, as in norm,mlp; selective is
+    norm,activation. A transformer layer has norm, qkv, core_attention, attention, activation and mlp, one with experts
+    also dispatch (docs/memory.md)."""
     recompute_every: PositiveInt = 1
     """Recompute only every n-th layer."""
     offload: tuple[str, ...] = ()
@@ -32,8 +33,8 @@ class ExecutionConfig:
     qkv, attention_out, residual_mid, mlp_wide and mlp_hidden, one with experts also routing and expert_rows,
     with latent attention also latents (docs/memory.md)."""
     attention_backend: Backend = "auto"
-    """cudnn, pallas (pallas_kernels/flash_attention) or reference, where it supports the model; auto: the fastest as
-    measured. The log says which one is used."""
+    """cudnn, pallas (pallas_kernels/flash_attention), transformer_engine (if it is installed; docs/low_precision.md) or
+    reference, where it supports the model; auto: the fastest as measured. The log says which one is used."""
     context_attention: ContextMethod = "ring"
     """Attention when mesh.context splits the sequence: pass keys and values around a ring, gather them (all_gather), or
     split the heads instead (all_to_all)."""
@@ -49,6 +50,19 @@ class ExecutionConfig:
     compiler_options: str = ""
     """XLA options of the train step, added to or replacing the defaults: "xla_gpu_a=1 xla_gpu_b=x,y"."""
 
+    @staticmethod
+    def upgraded(fields: dict[str, Any]) -> dict[str, Any]:
+        """An older config.json, from when the modules of recompute=selective were a field."""
+        modules = tuple(fields.pop("recompute_modules", SELECTIVE))
+        if fields.get("recompute") == "selective" and modules != SELECTIVE:
+            fields["recompute"] = ",".join(modules)
+        return fields
+
+    @property
+    def recompute_modules(self) -> tuple[str, ...]:
+        """The modules to recompute where `recompute_of` is selective."""
+        return SELECTIVE if self.recompute == "selective" else tuple(self.recompute.split(","))
+
     def scans(self, num_layers: int) -> bool:
         """Whether a stack of this many layers runs as a loop."""
         if self.scan_layers is not None:
@@ -57,7 +71,8 @@ class ExecutionConfig:
 
     def recompute_of(self, number: int) -> Recompute:
         """The policy of the layer with this number."""
-        return self.recompute if number % self.recompute_every == 0 else "none"
+        policy = self.recompute if self.recompute in ("none", "full") else "selective"
+        return policy if number % self.recompute_every == 0 else "none"
 
     def check(self, mesh: MeshConfig) -> None:
         """Raises ValueError for fields that contradict each other or the mesh."""
@@ -66,15 +81,21 @@ class ExecutionConfig:
                 f"execution.offload={','.join(self.offload)} needs layers that run as a loop, in which each "
                 "layer waits for its copies: remove --execution.scan_layers=False"
             )
-        if self.recompute == "selective" and not self.recompute_modules:
-            raise ValueError(
-                "execution.recompute=selective without execution.recompute_modules recomputes nothing; "
-                "name modules, or use --execution.recompute=none"
-            )
         if self.recompute == "none" and self.recompute_every > 1:
             raise ValueError(
                 f"execution.recompute_every={self.recompute_every} has no effect without recomputation: set "
                 "--execution.recompute=full or selective, or remove it"
+            )
+        if self.attention_backend == "transformer_engine" and (problem := transformer_engine.problem()):
+            raise ValueError(
+                f"execution.attention_backend=transformer_engine: {problem}; install it (docs/low_precision.md), or "
+                "use --execution.attention_backend=auto"
+            )
+        if self.attention_backend == "transformer_engine" and mesh.context > 1:
+            raise ValueError(
+                f"execution.attention_backend=transformer_engine with mesh.context={mesh.context}: attention to parts "
+                "of a sequence needs a log-sum-exp, which Transformer Engine does not return; use "
+                "--execution.attention_backend=auto"
             )
         if mesh.pipeline > 1 and self.scan_layers:
             raise ValueError(
@@ -89,11 +110,16 @@ class ExecutionConfig:
 
     def check_names(self, modules: tuple[str, ...], activations: tuple[str, ...]) -> None:
         """Raises ValueError for names that the layers of a model do not have."""
-        recomputed = self.recompute_modules if self.recompute == "selective" else ()
-        for name, words, known in (("recompute_modules", recomputed, modules), ("offload", self.offload, activations)):
-            for word in words:
-                if word not in known:
+        if self.recompute_of(0) == "selective":
+            for word in self.recompute_modules:
+                if word not in modules:
                     raise ValueError(
-                        f"execution.{name}: {word!r} is unknown; the layers of this model have "
-                        f"{', '.join(known) or 'none'}"
+                        f"execution.recompute={self.recompute}: {word!r} is unknown; use none, selective, full or, of "
+                        f"the modules of this model, some of {','.join(modules)}"
                     )
+        for word in self.offload:
+            if word not in activations:
+                raise ValueError(
+                    f"execution.offload: {word!r} is unknown; the layers of this model have "
+                    f"{', '.join(activations) or 'none'}"
+                )

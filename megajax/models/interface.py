@@ -179,6 +179,11 @@ class ModelConfig:
         """Raises ValueError if the model does not have the classes of the data. labels: Labels
         (data/samples/classification.py), None: the labels are tokens."""
 
+    @property
+    def encoder_tasks(self) -> tuple[str, ...]:
+        """What inference/text_encoder.py does with the model: fill, embed, classify."""
+        return ()
+
     def check_generates(self) -> None:
         """Raises ValueError for a model that does not continue text."""
 

@@ -64,6 +64,8 @@ class CountedParameter(NamedTuple):
     """The vocabulary embedding if it is not tied, so that only rows of it are read."""
     num_experts: int
     """Experts whose matrices it holds; 1 for other parameters."""
+    low_size: int
+    """Elements that are multiplied in a low-precision format (precision.recipe)."""
 
     def split(self, sizes: Mapping[str, int], *, but: Collection[str] = ()) -> float:
         """Elements per device on a mesh with axes of these sizes; the axes in `but` count as 1."""
@@ -100,7 +102,7 @@ class Model:
         self._structure = Structure.of(state)
         self.records = records(state)
         """Nested dict of the record of each weight: axes, role."""
-        self.abstract_weights = jax.eval_shape(lambda: self._init(jax.random.key(0)))
+        self.abstract_weights = jax.eval_shape(self._cast, self._structure.to_tree(state))
         self._frozen = self._frozen_names(trained, frozen)
 
     def _frozen_names(self, trained: tuple[str, ...], frozen: tuple[str, ...]) -> frozenset[str]:
@@ -118,10 +120,25 @@ class Model:
     def _build(self, key: jax.Array) -> nnx.Module:
         """The module with weights initialised from `key`."""
         options = dict(dtype=self.precision.compute_dtype, execution=self.execution, stages=self.stages)
-        return self.config.build(nnx.Rngs(params=key), **options)
+        module = self.config.build(nnx.Rngs(params=key), **options)
+        if self.precision.is_low:
+            self._use_low_precision(module)
+        return module
+
+    def _use_low_precision(self, module: nnx.Module) -> None:
+        stacks = [getattr(module, name) for name in self.config.stacks(self.execution)]
+        names = {name for stack in stacks for name in stack.use_low_precision(self.precision)}
+        for pattern in self.precision.low_modules:
+            if not any(matches(name, [pattern]) for name in names):
+                raise ValueError(
+                    f"precision.low_modules: {pattern!r} matches no matrix; the layers have {', '.join(sorted(names))}"
+                )
 
     def _init(self, key: jax.Array) -> dict:
-        weights = self._structure.to_tree(nnx.split(self._build(key))[1])
+        return self._cast(self._structure.to_tree(nnx.split(self._build(key))[1]))
+
+    def _cast(self, weights: dict) -> dict:
+        """The weights in the dtype in which they are stored."""
         dtype = self.precision.params_dtype
 
         def cast(a: jax.Array, record: Parameter) -> jax.Array:
@@ -225,11 +242,14 @@ class Model:
             name = name_of(path)
             if record.role == "variable":
                 continue
-            rows = next((rows for stack, rows in rows_of.items() if name.startswith(f"{stack}.")), None)
+            stack = next((stack for stack in rows_of if name.startswith(f"{stack}.")), None)
+            rows = rows_of.get(stack)
             is_vocabulary = record.role == "embedding" and "vocab" in record.axes
+            low_rows = 0 if stack is None else self._num_low_rows(stack, name.removeprefix(f"{stack}."), record)
             found.append(
                 CountedParameter(
                     size=leaf.size if rows is None else leaf.size // rows.size * int((rows >= 0).sum()),
+                    low_size=0 if rows is None else leaf.size // rows.size * low_rows,
                     record=record,
                     is_trained=name not in self._frozen,
                     is_in_a_layer=rows is not None,
@@ -239,6 +259,18 @@ class Model:
                 )
             )
         return found
+
+    def _num_low_rows(self, stack: str, name: str, record: Parameter) -> int:
+        """In how many layers the parameter of this name is multiplied in a low-precision format. stack: a key of
+        layer_rows."""
+        precision = self.precision
+        is_grouped = "experts" in record.axes
+        if not precision.is_low or record.role != "matrix" or is_grouped or not matches(name, precision.low_modules):
+            return 0
+        first, last = precision.high_layers
+        number = len(self.config.stacks(self.execution)[stack.split(".")[0]])
+        rows = self.layer_rows[stack]
+        return int(((rows >= first) & (rows < number - last)).sum())
 
     def training_flops(self, sequence_length: int) -> Flops:
         """FLOPs per token of forward and backward pass. The backward pass takes twice the forward pass, minus the

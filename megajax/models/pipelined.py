@@ -19,14 +19,19 @@ STACK = "layers"  # the attribute of models/interface.py OneStack
 
 
 def loss_and_gradients(
-    model: Model, weights: Weights, batch: dict, key: jax.Array | None, options: LossOptions
+    model: Model,
+    weights: Weights,
+    batch: dict,
+    key: jax.Array | None,
+    options: LossOptions,
+    loss_scale: jax.Array | None = None,
 ) -> tuple[LossTerms, dict, dict]:
     """-> (the terms of the step, float32 gradients of the trained parameters, observations for the variables).
 
     weights: stored for model.stages. batch: arrays [M, B, ...] as Model.loss takes them, M microbatches. key: that of
-    the step, for dropout.
+    the step, for dropout. loss_scale: float32 scalar; the gradients are those of the loss times this.
     """
-    terms, (d_layers, d_shared) = _run(model, weights, batch, key, options, train=True)
+    terms, (d_layers, d_shared) = _run(model, weights, batch, key, options, loss_scale, train=True)
     names = dict.fromkeys((*weights.params, *weights.variables))
     found = model.split({name: d_layers if name == STACK else d_shared[name] for name in names})
     num_microbatches = jax.tree.leaves(batch)[0].shape[0]
@@ -35,10 +40,19 @@ def loss_and_gradients(
 
 def loss(model: Model, weights: Weights, batch: dict, options: LossOptions = NO_REGULARISERS) -> LossTerms:
     """The loss without gradients or dropout."""
-    return _run(model, weights, batch, None, options, train=False)[0]
+    return _run(model, weights, batch, None, options, None, train=False)[0]
 
 
-def _run(model: Model, weights: Weights, batch: dict, key: jax.Array | None, options: LossOptions, *, train: bool):
+def _run(
+    model: Model,
+    weights: Weights,
+    batch: dict,
+    key: jax.Array | None,
+    options: LossOptions,
+    loss_scale: jax.Array | None,
+    *,
+    train: bool,
+):
     stages = model.stages
     num_microbatches = jax.tree.leaves(batch)[0].shape[0]
     table = make_table(stages.schedule, stages.num_ranks, num_microbatches, stages.num_chunks, backward=train)
@@ -52,20 +66,21 @@ def _run(model: Model, weights: Weights, batch: dict, key: jax.Array | None, opt
         batch,
         key,
         train=train,
+        loss_scale=loss_scale,
     )
     return of_loss.with_layers(Terms(*of_layers)), gradients
 
 
 def _placed(model: Model, weights: dict, records: dict) -> pipeline.Placed:
     """Casts matrices of the layers once per step, not for each microbatch, so that fsdp gathers the smaller copies;
-    unless their gradients need more precision than the copies have."""
+    unless their gradients, or their low-precision format, need more precision than the copies have."""
     precision = model.precision
 
     def cast(array, record):
         return array.astype(precision.compute_dtype) if record.is_cast else array
 
     layers = weights.get(STACK, {})
-    if not precision.has_float32_gradients:
+    if not precision.has_float32_gradients and not precision.is_low:
         layers = jax.tree.map(cast, layers, records.get(STACK, {}))
     shared = {name: tree for name, tree in weights.items() if name != STACK}
 

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax import compat
 from megajax.current_mesh import manual
+from megajax.ops import transformer_engine
 from megajax.ops.matmul import dot_precision
 from megajax.sharding import BATCH_AXES, HEAD_AXES, TIME_AXES, activation_spec, axes_of
 
@@ -31,7 +32,7 @@ MASKED_SCORE = -0.7 * float(
 )  # a masked score; not -inf, so that a fully masked row is no NaN
 
 
-Backend = Literal["auto", "cudnn", "pallas", "reference"]
+Backend = Literal["auto", "cudnn", "pallas", "transformer_engine", "reference"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +96,7 @@ def attention(
     order = backend_order(backend, q_BTNH, k_BSKH, mask, packed=segments is not None)
     how = (soft_cap, rate, indices, deterministic, slopes is not None)
     others = dict(has_bias=bias is not None, other_keys=segments is not None and segments[0] is not segments[1])
+    others |= dict(has_sinks=sinks is not None)
     chosen = choose_backend(q_BTNH, order, *how, v_BSKH.shape[-1], segments is not None, **others)
     options = _Options(mask, scale, soft_cap, rate, chosen, deterministic, over_heads)
     arrays = (segments, indices, None if key is None else (jax.random.key_data(key[0]), key[1]), slopes)
@@ -141,7 +143,7 @@ def backend_order(
 def choose_backend(
     q_BTNH, order: tuple[Backend, ...], soft_cap: float | None, dropout: float, indices, deterministic: bool,
     alibi: bool = False, value_dim: int | None = None, biased: bool = False, *, has_bias: bool = False,
-    other_keys: bool = False
+    other_keys: bool = False, has_sinks: bool = False
 ) -> Backend:  # fmt: skip
     """The first backend in the order that supports the inputs; logs why earlier ones do not.
 
@@ -168,6 +170,7 @@ def choose_backend(
         "deterministic": deterministic,  # with a bias jaxlib 0.11.2 raises an IndexError
         **both,
     }
+    engine = cudnn | {"packed documents": biased, "attention sinks": has_sinks, _described(heads): is_latent}
 
     kernel = {"keys of another sequence": other_keys}  # it takes the segments of the queries for theirs
 
@@ -177,6 +180,7 @@ def choose_backend(
     problems = {
         "cudnn": lambda: first(cudnn) or compat.cudnn_attention_problem(),
         "pallas": lambda: compat.mosaic_problem() or _kernel_problem(*heads, dtype) or first(both | kernel),
+        "transformer_engine": lambda: transformer_engine.problem() or first(engine),
         "reference": lambda: "",
     }
     refused = []
@@ -294,6 +298,10 @@ def _forward_body(q, k, v, sinks, bias, arrays, *, options):
         bounds = _key_bounds(q, k, arrays[0], options.mask)
         results = kernel_forward(q, k, v, *bounds, scale=options.scale, soft_cap=options.soft_cap)
         out, lse = compat.vary(results, compat.varying_axes(q))
+    elif options.backend == "transformer_engine":
+        unused = jnp.zeros((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
+        results = transformer_engine.forward(q, k, v, **_engine_options(options)), unused
+        out, lse = compat.vary(results, compat.varying_axes(q))
     else:
         out, lse = _local_reference(q, k, v, bias, arrays, options)
     out, lse = with_sinks(out, lse, sinks)
@@ -315,6 +323,9 @@ def _backward_body(q, k, v, sinks, bias, out, lse, d_out, arrays, *, options, ls
         settings = dict(scale=options.scale, soft_cap=options.soft_cap, ordered=options.deterministic)
         results = kernel_backward(q, k, v, out, lse, d_out, *bounds, **settings)
         gradients = compat.vary(results, compat.varying_axes(q))
+    elif options.backend == "transformer_engine":
+        results = transformer_engine.backward(q, k, v, d_out, **_engine_options(options))
+        gradients = compat.vary(results, compat.varying_axes(q))
     else:
 
         def local(q, k, v, bias):
@@ -325,6 +336,10 @@ def _backward_body(q, k, v, sinks, bias, out, lse, d_out, arrays, *, options, ls
         d_bias = None if bias is None else _sum_of_tokens(d_bias, lse_spec)
     d_sinks = gradient_of_sinks(sinks, out, lse, d_out, lse_spec)
     return *(map(_to_sequence, gradients) if options.over_heads else gradients), d_sinks, d_bias
+
+
+def _engine_options(options: _Options) -> dict:
+    return dict(causal=options.mask.causal, window=options.mask.window, scale=options.scale)
 
 
 def with_sinks(out_BTNH, lse_BNT, sinks_N):
@@ -401,7 +416,8 @@ def _local_reference(q, k, v, bias, arrays, options):
     """The reference on this device's heads, with their positions and segments."""
     segments, indices, key, slopes = arrays
     if indices is None:
-        indices = (jnp.arange(q.shape[1])[None], jnp.arange(k.shape[1])[None])
+        places = jnp.arange(max(q.shape[1], k.shape[1]))[None]
+        indices = (places[:, : q.shape[1]], places[:, : k.shape[1]])
     head_axes = (*HEAD_AXES, *TIME_AXES) if options.over_heads else HEAD_AXES
     keep = dropout_mask(key, options.dropout, q, indices, head_axes) if options.dropout > 0 else None
     how = (options.mask, options.scale, options.soft_cap)

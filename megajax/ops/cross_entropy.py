@@ -34,6 +34,11 @@ SUMMED_WHOLE = tuple(axis for axis in VOCAB_AXES if axis not in SEQUENCE_AXES)
 MAX_CHUNK_BYTES = 2 * 2**30  # of float32 logits on a device; each chunk reads and writes the gradient of the head once
 
 
+# In float16 the gradients of logits are computed for the largest weight of a token times this: then probabilities down
+# to 2.4e-7 are normal numbers, and a gradient of x overflows only if entries of the head are above 128.
+FLOAT16_WEIGHT = 256.0
+
+
 def cross_entropy(
     x_BTD: jax.Array,
     head_DV: jax.Array,
@@ -60,7 +65,12 @@ def cross_entropy(
     A token of weight 0 may have any label. Gradients flow to x, head and bias only.
     """
     options = (vocab_size, float(z_loss), float(label_smoothing), (float(multiplier), soft_cap), max_chunk_bytes)
-    return _cross_entropy(x_BTD, head_DV, bias_V, labels_BT, weights_BT, options)
+    if x_BTD.dtype != jnp.float16:
+        return _cross_entropy(x_BTD, head_DV, bias_V, labels_BT, weights_BT, options)
+    # The gradients are computed before the loss scale is known, and a weight of 1 / tokens would make them zero.
+    largest = jnp.max(weights_BT)
+    unit = jnp.where(largest > 0, largest, 1.0) / FLOAT16_WEIGHT
+    return unit * _cross_entropy(x_BTD, head_DV, bias_V, labels_BT, weights_BT / unit, options)
 
 
 def finish_logits(products: jax.Array, bias_V: jax.Array | None, multiplier: float, soft_cap: float | None):
@@ -131,7 +141,12 @@ def _forward(x_BTD, head_DV, bias_V, labels_BT, weights_BT, options):
 
 
 def _backward(options, gradients, d_loss):
-    d_x, d_head, d_bias = jax.tree.map(lambda gradient: gradient * d_loss.astype(gradient.dtype), gradients)
+    def scaled(gradient):
+        if gradient.dtype == jnp.float16:  # d_loss, a loss scale, may overflow where the product does not
+            return (gradient.astype(jnp.float32) * d_loss).astype(gradient.dtype)
+        return gradient * d_loss.astype(gradient.dtype)
+
+    d_x, d_head, d_bias = jax.tree.map(scaled, gradients)
     return d_x, d_head, d_bias, None, None
 
 

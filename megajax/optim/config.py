@@ -1,10 +1,12 @@
 """Configuration of the optimizer: update rules and their constants, parameter groups, learning-rate schedule."""
 
 import dataclasses
-from typing import Annotated
+from typing import Annotated, Any
 
 from megajax.optim.groups import UpdateRule, parse_group
-from megajax.optim.schedule import Schedule, ScheduleStyle, WsdStyle
+from megajax.optim.loss_scale import LossScaleRule
+from megajax.optim.moments import MomentFormat
+from megajax.optim.schedule import Schedule, ScheduleStyle
 from megajax.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range
 
 Momentum = Annotated[float, Range(at_least=0, below=1)]
@@ -23,16 +25,15 @@ class OptimizerConfig:
     initial_learning_rate: NonNegativeFloat = 0.0
     """Learning rate at the start of the warm-up."""
     schedule: ScheduleStyle = "cosine"
-    """Shape of the decay after the warm-up; formulas in megajax/optim/schedule.py."""
+    """Shape of the decay after the warm-up; the wsd ones are constant until they anneal at the end, wsd exponentially.
+    Formulas in megajax/optim/schedule.py."""
     warmup_steps: NonNegativeInt = 0
     """Steps of linear warm-up; 0 starts at learning_rate. In this and the following fields, a step during a batch size
     ramp-up counts as its fraction of global_batch_size."""
     decay_steps: PositiveInt | None = None
     """Step at which min_learning_rate is reached, warm-up included; None: the end of the run."""
     wsd_decay_steps: NonNegativeInt = 0
-    """Schedule wsd: number of annealing steps at the end, before decay_steps."""
-    wsd_style: WsdStyle = "exponential"
-    """Schedule wsd: shape of the annealing curve."""
+    """Schedules wsd...: number of annealing steps at the end, before decay_steps."""
     beta1: Momentum = 0.9
     """AdamW, Lion: decay of the first moment (Lion: of the interpolation whose sign is taken)."""
     beta2: Momentum = 0.95
@@ -50,14 +51,29 @@ class OptimizerConfig:
     """Gradients are scaled down to this global L2 norm; 0: no clipping."""
     skip_grad_norm_above: NonNegativeFloat = 0.0
     """Skip updates whose gradient norm, before clipping, is larger; 0: skip only non-finite gradients."""
+    moments: MomentFormat = "float32"
+    """Format of the moments of matrices and embeddings between updates: bfloat16 halves their memory, float8 (e4m3 with
+    a scale for each row) quarters it (docs/low_precision.md)."""
+    loss_scale: tuple[PositiveFloat, PositiveFloat, NonNegativeInt, PositiveInt] = (2.0**32, 1.0, 1000, 2)
+    """(initial, minimum, growth interval, hysteresis) of the loss scale of precision.recipe=fp16, as in Megatron; it is
+    constant with a growth interval of 0 (docs/low_precision.md)."""
     shard_over_data: bool = False
     """Also split the optimizer state over the mesh axis data (ZeRO-1)."""
     offload_state: bool = False
     """Keep the moments in host memory between updates; slow over PCIe, see docs/memory.md."""
 
+    @staticmethod
+    def upgraded(fields: dict[str, Any]) -> dict[str, Any]:
+        """An older config.json, from when the annealing curve of wsd was a field."""
+        style = fields.pop("wsd_style", "exponential")
+        if fields.get("schedule") == "wsd" and style != "exponential":
+            fields["schedule"] = f"wsd_{style}"
+        return fields
+
     def check(self, run_steps: float) -> None:
         """Raises ValueError for numbers that contradict each other. run_steps: TrainingConfig.full_batch_steps."""
         self._check_below_peak("initial_learning_rate")
+        self.loss_scale_rule.check()
         for text in self.groups:
             parse_group(text)
         if self.schedule == "constant":
@@ -71,12 +87,16 @@ class OptimizerConfig:
                 "warm up for fewer steps or use --optimizer.schedule=constant"
             )
         most = decay_steps - self.warmup_steps
-        if self.schedule == "wsd" and not 0 < self.wsd_decay_steps <= most:
+        if self.schedule.startswith("wsd") and not 0 < self.wsd_decay_steps <= most:
             raise ValueError(
                 f"optimizer.wsd_decay_steps={self.wsd_decay_steps} must be in 1..{most:.10g} (decay steps "
                 f"{decay_steps:.10g} minus warm-up {self.warmup_steps}); for example "
                 f"--optimizer.wsd_decay_steps={max(1, int(most / 5))}"
             )
+
+    @property
+    def loss_scale_rule(self) -> LossScaleRule:
+        return LossScaleRule(*self.loss_scale)
 
     def end_of_decay(self, run_steps: float) -> float:
         """decay_steps, or run_steps where it is None."""
@@ -100,5 +120,4 @@ class OptimizerConfig:
             warmup_steps=self.warmup_steps,
             decay_steps=self.end_of_decay(run_steps),
             wsd_decay_steps=self.wsd_decay_steps,
-            wsd_style=self.wsd_style,
         )

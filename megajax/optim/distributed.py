@@ -33,9 +33,10 @@ def optimizer_shardings(
         shard_over_data: optimizer.shard_over_data.
 
     A leaf whose path ends with that of a parameter, and which has its shape, is sharded like the parameter (see
-    `moment_shardings`). Every other leaf is replicated, explicitly: a scalar without a sharding is restored from a
-    checkpoint to one device and the next step fails. A log line names those that are not scalars. If the state is
-    offloaded, leaves that belong to a parameter are kept in pinned host memory.
+    `moment_shardings`), and so is one whose last dim is 1 instead (the scales of optimizer.moments=float8). Every other
+    leaf is replicated, explicitly: a scalar without a sharding is restored from a checkpoint to one device and the next
+    step fails. A log line names those that are not scalars. If the state is offloaded, leaves that belong to a
+    parameter are kept in pinned host memory.
     """
     moments = moment_shardings(abstract_params, param_shardings, mesh=mesh, shard_over_data=shard_over_data)
     shapes = {path: param.shape for path, param in jax.tree_util.tree_leaves_with_path(abstract_params)}
@@ -46,6 +47,8 @@ def optimizer_shardings(
         parameter = parameter_of(path, shapes)
         if parameter is not None and shapes[parameter] == leaf.shape:
             sharding = sharding_of[parameter]
+        elif parameter is not None and (*shapes[parameter][:-1], 1) == leaf.shape:
+            sharding = NamedSharding(mesh, PartitionSpec(*sharding_of[parameter].spec[: leaf.ndim - 1]))
         else:
             sharding = NamedSharding(mesh, PartitionSpec())
             if leaf.size > 1:

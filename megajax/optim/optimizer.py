@@ -25,6 +25,7 @@ import optax
 
 from megajax.optim.config import OptimizerConfig
 from megajax.optim.groups import rules_of
+from megajax.optim.moments import with_moments
 from megajax.optim.muon import muon_flops, scale_by_muon
 from megajax.parameters import name_of, parameter_of, select
 
@@ -61,10 +62,11 @@ class Optimizer:
         decoupled = names - {"sgd"}
         before = [_add_decay(rules, coupled)] if coupled else []
         after = [_add_decay(rules, decoupled)] if decoupled else []
-        return optax.chain(*before, _update_rule(self.config, names, rules), *after)
+        chain = optax.chain(*before, _update_rule(self.config, names, rules), *after)
+        return with_moments(chain, self.config.moments, rules)
 
     def init(self, params: PyTree) -> PyTree:
-        """State before the first step: zero moments in float32, for any dtype of the parameters."""
+        """State before the first step: zero moments in optimizer.moments, for any dtype of the parameters."""
         return self.transform(self.rules).init(_float32(params))
 
     def flops(self, abstract_params: PyTree) -> int:

@@ -8,10 +8,10 @@ With n the step, w the warm-up, N the decay steps, `peak` and `minimum` the two 
     inverse_square_root  max(minimum, peak * sqrt(max(w, 1)) / sqrt(max(n, 1)))
     linear               minimum + (peak - minimum) * (1 - r),                r = (n - w) / (N - w)
     cosine               minimum + (peak - minimum) * (1 + cos(pi r)) / 2,    same r (Loshchilov, Hutter 2017)
-    wsd                  peak until N - D, then over the last D steps minimum + (peak - minimum) * c(q),
+    wsd, wsd_...         peak until N - D, then over the last D steps minimum + (peak - minimum) * c(q),
                          q = (n - (N - D)) / D (warm-up, stable, decay: Hu et al. 2024, arXiv 2404.06395), where c is
-                         exponential  2 * 0.5**q - 1        linear      1 - q
-                         cosine       (1 + cos(pi q)) / 2   minus_sqrt  1 - sqrt(q)
+                         wsd         2 * 0.5**q - 1        wsd_linear      1 - q
+                         wsd_cosine  (1 + cos(pi q)) / 2   wsd_minus_sqrt  1 - sqrt(q)
 
 These are the formulas of Megatron-LM's OptimizerParamScheduler. Step 0 is the first update: with a warm-up it uses
 `initial`. As in Megatron-LM, n counts samples, here in units of the global batch size: during a batch size ramp-up a
@@ -22,8 +22,9 @@ import dataclasses
 import math
 from typing import Literal
 
-ScheduleStyle = Literal["constant", "linear", "cosine", "inverse_square_root", "wsd"]
-WsdStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
+ScheduleStyle = Literal[
+    "constant", "linear", "cosine", "inverse_square_root", "wsd", "wsd_linear", "wsd_cosine", "wsd_minus_sqrt"
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,6 @@ class Schedule:
     warmup_steps: int
     decay_steps: float
     wsd_decay_steps: int
-    wsd_style: WsdStyle
 
     def __call__(self, step: float) -> float:
         """Learning rate of the update that follows `step` finished ones.
@@ -56,25 +56,21 @@ class Schedule:
 
     def _remaining_fraction(self, step: float) -> float:
         """How much of peak - minimum is left: 1 at the end of the warm-up, 0 at `decay_steps`."""
-        if self.style == "wsd":
+        if self.style.startswith("wsd"):
             annealing_start = self.decay_steps - self.wsd_decay_steps
             if step <= annealing_start:
                 return 1.0
-            return _falling(self.wsd_style, (step - annealing_start) / self.wsd_decay_steps)
+            return _falling(self.style, (step - annealing_start) / self.wsd_decay_steps)
         return _falling(self.style, (step - self.warmup_steps) / (self.decay_steps - self.warmup_steps))
 
 
-def _falling(style: str, ratio: float) -> float:
+def _falling(style: ScheduleStyle, ratio: float) -> float:
     """Curve from 1 at ratio 0 to 0 at ratio 1."""
-    if style == "linear":
+    if style in ("linear", "wsd_linear"):
         return 1.0 - ratio
-    if style == "cosine":
+    if style in ("cosine", "wsd_cosine"):
         return 0.5 * (math.cos(math.pi * ratio) + 1.0)
-    if style == "exponential":
+    if style == "wsd":
         return 2.0 * 0.5**ratio - 1.0
-    if style == "minus_sqrt":
-        return 1.0 - math.sqrt(ratio)
-    raise ValueError(
-        f"optimizer.schedule or optimizer.wsd_style: {style!r} is not a decay curve; "
-        "use linear, cosine, exponential or minus_sqrt"
-    )
+    assert style == "wsd_minus_sqrt", style
+    return 1.0 - math.sqrt(ratio)

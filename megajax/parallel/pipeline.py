@@ -82,13 +82,14 @@ class Placed(NamedTuple):
 
 
 def loss_and_gradients(
-    parts: Parts, programs: Programs, table: Table, trained: Placed, held: Placed, batch: dict, key, *, train: bool
-):
+    parts: Parts, programs: Programs, table: Table, trained: Placed, held: Placed, batch: dict, key, *, train: bool,
+    loss_scale: jax.Array | None = None,
+):  # fmt: skip
     """-> (what the loss reports, (auxiliary, metrics), (gradients of trained layers, of trained shared weights) in
     float32).
 
     auxiliary: mean over microbatches of the sum over layers; metrics: {name: (sum, number)}. batch: arrays [M, B, ...].
-    train=False: no gradients, None.
+    train=False: no gradients, None. loss_scale: float32 scalar; the gradients are those of the loss times this.
     """
     body = _Body(parts, programs, table, train, num_microbatches=jax.tree.leaves(batch)[0].shape[0])
     # The per-rank tables are arguments, so that each rank holds its own column.
@@ -96,10 +97,10 @@ def loss_and_gradients(
     run = jax.shard_map(
         body.run,
         axis_names={AXIS},
-        in_specs=(trained.specs(), held.specs(), P(), P(), P(None, AXIS)),
+        in_specs=(trained.specs(), held.specs(), P(), P(), P(), P(None, AXIS)),
         out_specs=(P(), P(), trained.specs() if train else None),
     )
-    return run(trained[:2], held[:2], batch, key, columns)
+    return run(trained[:2], held[:2], batch, key, loss_scale, columns)
 
 
 _RANK_COLUMNS = ("forward", "forward_chunk", "forward_slot", "backward", "backward_chunk", "backward_slot")
@@ -117,12 +118,13 @@ class _Body:
         self.num_chunks, self.num_ranks = programs.of_stage.shape
         self.num_microbatches = num_microbatches
 
-    def run(self, trained, held, batch, key, columns):
+    def run(self, trained, held, batch, key, loss_scale, columns):
         self.rank = lax.axis_index(AXIS)
         layers, self.shared = trained
         held_layers, self.held_shared = held
         self.batch = batch
         self.key = key
+        self.loss_scale = loss_scale
         # Split by layer, so that gradients are added to whole arrays: {kind: [tree of [V, ...]]}.
         self.layers = {kind: self._split(tree) for kind, tree in layers.items()}
         self.held_layers = {kind: self._split(tree) for kind, tree in held_layers.items()}
@@ -213,11 +215,18 @@ class _Body:
         if not self.train:
             return carry | {"loss": tree_map(jnp.add, carry["loss"], self._report(y, row["loss"]))}
         batch, _ = self._microbatch(row["loss"])
-        differentiated = jax.grad(self.parts.loss, (0, 2), has_aux=True)
-        (d_shared, d_y), reported = differentiated(self.shared, self.held_shared, y, batch)
+
+        def scaled(*arguments):
+            loss, reported = self.parts.loss(*arguments)
+            return self._scaled(loss), reported
+
+        (d_shared, d_y), reported = jax.grad(scaled, (0, 2), has_aux=True)(self.shared, self.held_shared, y, batch)
         kept = lax.dynamic_update_index_in_dim(carry["d_loss"], d_y, row["loss_slot"], 0)
         d_shared = tree_map(_add, carry["d_shared"], d_shared)
         return carry | {"loss": tree_map(jnp.add, carry["loss"], reported), "d_loss": kept, "d_shared": d_shared}
+
+    def _scaled(self, loss):
+        return loss if self.loss_scale is None else loss * self.loss_scale
 
     def _report(self, y, number):
         """The values that the loss of a microbatch reports."""
@@ -339,7 +348,7 @@ class _Body:
             saved = iter([lax.dynamic_index_in_dim(stash[buffer], slot, 0, False) for buffer in kept.buffers])
             leaves = [next(saved) if index is None else live[index] for index in kept.live]
             vjp = jax.tree.unflatten(kept.structure, leaves)
-            d_auxiliary = {name: _vary(jnp.float32(1 / self.num_microbatches)) for name in kept.auxiliary}
+            d_auxiliary = {name: _vary(self._scaled(jnp.float32(1 / self.num_microbatches))) for name in kept.auxiliary}
             d_weights, d_x = vjp((d_y, d_auxiliary))
             counts = Counter()
             new = {kind: list(trees) for kind, trees in d_layers.items()}

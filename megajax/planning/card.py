@@ -1,6 +1,7 @@
 """The start-up card: what will be trained, on what, and what it will need."""
 
 import jax
+import jax.numpy as jnp
 
 from megajax.data.datasets import Datasets
 from megajax.models.model import Model
@@ -27,7 +28,7 @@ def startup_rows(program: Program, training: TrainingConfig, datasets: Datasets)
         ("FLOPs per token", f"{flops[0]} (attention counted in full), {flops[1]} (causal)"),
         ("devices", f"{mesh.size} x {mesh.devices.flat[0].device_kind}, {processes}"),
         ("mesh", axes or "one device"),
-        ("precision", f"{_parameters(model)}, compute {model.precision.compute}"),
+        ("precision", described_precision(program)),
         *memory_rows(memory, host),
         ("batch", f"{training.global_batch_size} x {length} = {format_count(tokens)} tokens per step"),
         *_data_rows(datasets, training.steps),
@@ -46,6 +47,19 @@ def _parameters(model: Model) -> str:
     if model.precision.params == "float32":
         return "parameters float32"
     return f"matrices {model.precision.params} (updates below 1/512 of a weight are lost), other parameters float32"
+
+
+def described_precision(program: Program) -> str:
+    """Number formats of parameters and computation, of sums over devices, and of moments if they are rounded."""
+    model = program.model
+    compute = jnp.dtype(model.precision.compute_dtype).name
+    low = f", matmuls of layers {model.precision.recipe}" if model.precision.is_low else ""
+    parts = [_parameters(model), f"compute {compute}{low}"]
+    if program.mesh.size > 1:
+        reduced = "float32" if model.precision.has_float32_gradients else compute
+        parts.append(f"gradients of matrices summed over devices in {reduced}")
+    moments = program.optimizer.config.moments
+    return ", ".join(parts + ([f"moments {moments}"] if moments != "float32" else []))
 
 
 def _data_rows(datasets: Datasets, steps: int) -> list[tuple[str, str]]:

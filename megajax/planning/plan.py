@@ -21,17 +21,19 @@ from megajax.devices import DEVICES, Device, utilisation
 from megajax.mesh import MeshConfig, make_mesh, use_compiler_without_gpu
 from megajax.models.model import Model
 from megajax.parallel.schedule import bubble, make_table
-from megajax.planning.card import described_size
+from megajax.planning.card import described_precision, described_size
 from megajax.planning.memory import activation_bytes, host_memory, memory_per_device, memory_rows, state_bytes
 from megajax.planning.step_time import (
     ACTIVATION_PASSES,
     ATTENTION_EFFICIENCY,
+    FP8_EFFICIENCY,
     GPUS_PER_HOST,
     HOST_BANDWIDTH,
     LINK_EFFICIENCY,
     MATMUL_EFFICIENCY,
     NETWORK_BANDWIDTH,
     Times,
+    low_share,
     step_times,
 )
 from megajax.training.batches import abstract_batch
@@ -69,7 +71,8 @@ def plan_rows(
     mesh_config = program.mesh_config
     compiles = compiles and device.name in COMPILED_FOR and compat.gpu_compiler_installed()
     memory, host = memory_per_device(program, training)
-    rows = _model_rows(model, mesh_config, training, device) + memory_rows(memory, host)
+    rows = _model_rows(model, mesh_config, training, device)
+    rows += [("precision", described_precision(program)), *memory_rows(memory, host)]
     if compiles:
         mesh = make_mesh(mesh_config, devices_without_gpu(mesh_config.num_devices, device))
         compiled, seconds = compile_step(dataclasses.replace(program, mesh=mesh), training, packed)
@@ -217,8 +220,24 @@ def _time_rows(
                                 f"{format_seconds(times.exposed)}{idle}"),
         *uneven,
         ("speed, estimate", f"{format_count(rate)} tokens/s per device, MFU {mfu(False)} (full), {mfu(True)} (causal)"),
+        *_low_precision_rows(model, device),
         ("assumptions", _assumptions(device, model.precision.compute, has_host=has_host, has_experts=bool(uneven))),
     ]  # fmt: skip
+
+
+def _low_precision_rows(model: Model, device: Device) -> list[tuple[str, str]]:
+    precision = model.precision
+    if not precision.is_low:
+        return []
+    share = low_share(model, device)
+    text = (
+        f"{share:.0%} of the matmul FLOPs at {FP8_EFFICIENCY:.0%} of the FP8 peak, "
+        f"{device.fp8_peak_flops / 1e12:.0f} TFLOP/s; MFU counts the {precision.compute} peak"
+        if share
+        else f"emulated on {device.name}: operands are rounded, matmuls are {precision.compute}, and a step takes "
+        "longer than with --precision.recipe=bf16"
+    )
+    return [("low precision", f"{precision.recipe}: {text}")]
 
 
 def _assumptions(device: Device, compute: str, *, has_host: bool, has_experts: bool) -> str:

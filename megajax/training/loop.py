@@ -113,6 +113,7 @@ class Trainer:
             first_started=self.output.first_started,
             console=console,
             writer=self.output.writer,
+            lowest_loss_scale=self.program.optimizer.config.loss_scale_rule.lowest,
         )
         if config.check_replicas_every_steps:
             console.note(describe_replicas(state))
@@ -194,7 +195,7 @@ class Trainer:
             self.output.console.note(f"resuming from step {latest} of {self.config.steps}")
         self._check_samples(latest, meta)
         self.productive_seconds = meta.get("productive_seconds", 0.0)
-        return self.program.restored_state(latest, meta["skipped"], weights, optimizer)
+        return self.program.restored_state(latest, weights, optimizer, meta)
 
     def initial_state(self) -> TrainState:
         """The state before the first step."""
@@ -232,6 +233,8 @@ class Trainer:
             "productive_seconds": productive_seconds,
             "eval_loss": eval_loss,
         }
+        if state.loss_scale is not None:
+            meta["loss_scale"] = {name: value.item() for name, value in state.loss_scale._asdict().items()}
         save(step, state.weights, state.optimizer, meta)
 
     def _batches(self, dataset: Dataset, schedule: BatchSchedule, start: int, stop: int) -> Iterator[dict]:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,11 @@ from jax.sharding import AbstractMesh, Mesh
 
 from megajax.mesh import MeshConfig
 from megajax.models.model import Model
+from megajax.optim.loss_scale import LossScale
 from megajax.optim.optimizer import Optimizer
 from megajax.sharding import with_shardings
 from megajax.training.config import TrainingConfig
-from megajax.training.state import TrainState, abstract_state, new_state, state_shardings
+from megajax.training.state import TrainState, abstract_state, first_loss_scale, new_state, state_shardings
 from megajax.training.step import jit_train_step
 
 
@@ -43,13 +45,22 @@ class Program:
         weights = self.model.init(seed, self.mesh) if weights is None else weights
         return new_state(self.model, self.optimizer, weights, self.mesh, self.shardings)
 
-    def restored_state(self, step: int, skipped: int, weights: dict, optimizer_state) -> TrainState:
+    def restored_state(self, step: int, weights: dict, optimizer_state, meta: dict[str, Any]) -> TrainState:
         """The state after `step` steps, from the content of a checkpoint."""
 
         def scalar(value: int) -> jax.Array:
             return jax.device_put(jnp.int32(value), self.shardings.step)
 
-        return TrainState(scalar(step), scalar(skipped), *self.model.split(weights), optimizer_state)
+        loss_scale = first_loss_scale(self.model, self.optimizer)
+        if loss_scale is not None and "loss_scale" in meta:
+            loss_scale = LossScale.of(**meta["loss_scale"])
+        return TrainState(
+            scalar(step),
+            scalar(meta["skipped"]),
+            *self.model.split(weights),
+            optimizer_state,
+            jax.device_put(loss_scale, self.shardings.loss_scale),
+        )
 
     def train_step(self, training: TrainingConfig) -> Callable:
         """Jitted function for the current mesh: (state, batch, learning rate) -> (state, metrics)."""

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.models.model import Model
 from megajax.optim.distributed import optimizer_shardings
+from megajax.optim.loss_scale import LossScale
 from megajax.optim.optimizer import Optimizer
 from megajax.parameters import merge
 
@@ -26,6 +27,8 @@ class TrainState(NamedTuple):
     """Variables that the step updates without a gradient."""
     optimizer: Any
     """Optimizer state, for `params` only."""
+    loss_scale: LossScale | None = None
+    """For precision.recipe=fp16."""
 
     @property
     def weights(self) -> dict:
@@ -38,13 +41,19 @@ def state_shardings(model: Model, optimizer: Optimizer, mesh: Mesh, shard_over_d
     weights = model.split(model.shardings(mesh))
     abstract = model.split(model.abstract_weights).params
     state = optimizer_shardings(optimizer, abstract, weights.params, mesh=mesh, shard_over_data=shard_over_data)
-    return TrainState(replicated, replicated, *weights, state)
+    loss_scale = LossScale(*[replicated] * 3) if model.precision.scales_loss else None
+    return TrainState(replicated, replicated, *weights, state, loss_scale)
 
 
 def abstract_state(model: Model, optimizer: Optimizer) -> TrainState:
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
     weights = model.split(model.abstract_weights)
-    return TrainState(scalar, scalar, *weights, jax.eval_shape(optimizer.init, weights.params))
+    state = jax.eval_shape(optimizer.init, weights.params)
+    return TrainState(scalar, scalar, *weights, state, jax.eval_shape(lambda: first_loss_scale(model, optimizer)))
+
+
+def first_loss_scale(model: Model, optimizer: Optimizer) -> LossScale | None:
+    return LossScale.initial(optimizer.config.loss_scale_rule) if model.precision.scales_loss else None
 
 
 def new_state(model: Model, optimizer: Optimizer, weights: dict, mesh: Mesh, shardings: TrainState) -> TrainState:
@@ -56,4 +65,5 @@ def new_state(model: Model, optimizer: Optimizer, weights: dict, mesh: Mesh, sha
             jax.device_put(jnp.int32(0), shardings.skipped),
             *split,
             jax.jit(optimizer.init, out_shardings=shardings.optimizer)(split.params),
+            jax.device_put(first_loss_scale(model, optimizer), shardings.loss_scale),
         )

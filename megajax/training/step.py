@@ -31,19 +31,21 @@ def make_train_step(model: Model, optimizer: Optimizer, training: TrainingConfig
     """-> (state, batch, learning rate float32) -> (state, metrics); to be jitted with the state donated.
 
     batch: each array [microbatches, batch, ...]. metrics: loss, grad_norm, the auxiliary terms of the loss and the
-    model's metrics, float32; int32 skipped, total_skipped. The loss is the main term plus the mean of the auxiliary
-    terms over microbatches. The dropout of a token depends on (seed, step, sample, layer, position) only.
+    model's metrics, float32; int32 skipped, total_skipped; with loss scaling loss_scale, that of the next step. The
+    loss is the main term plus the mean of the auxiliary terms over microbatches. The dropout of a token depends on
+    (seed, step, sample, layer, position) only.
     """
     options = training.loss_options
 
-    def gradients(weights: Weights, batch, key, number, num_microbatches: int):
+    def gradients(weights: Weights, batch, key, number, num_microbatches: int, scale):
         first_sample = number * batch["loss_weights"].shape[0]
 
         def loss(params, variables):
             current = weights._replace(params=params, variables=variables)
             terms = model.loss(current.merged(), batch, key=key, first_sample=first_sample, options=options)
             terms = terms.share(num_microbatches)
-            return terms.total(), terms
+            total = terms.total()
+            return total if scale is None else total * scale, terms
 
         (grads, updates), terms = jax.grad(loss, (0, 1), has_aux=True)(weights.params, weights.variables)
         grads = row_major(jax.tree.map(lambda g: g.astype(jnp.float32), grads), model.trained)
@@ -55,38 +57,40 @@ def make_train_step(model: Model, optimizer: Optimizer, training: TrainingConfig
         key = jax.random.fold_in(jax.random.key(training.seed), state.step)
         num_microbatches = counts.shape[0]
         weights = Weights(state.params, state.frozen, state.variables)
+        scale = None if state.loss_scale is None else state.loss_scale.scale
         if model.stages is not None:
-            terms, grads, updates = pipelined.loss_and_gradients(model, weights, batch, key, options)
+            terms, grads, updates = pipelined.loss_and_gradients(model, weights, batch, key, options, scale)
             grads = row_major(grads, model.trained)
         elif num_microbatches == 1:
             first = jax.tree.map(lambda a: a[0], batch)
-            terms, grads, updates = gradients(weights, first, key, 0, 1)
+            terms, grads, updates = gradients(weights, first, key, 0, 1, scale)
         else:
 
             def accumulate(total, microbatch):
                 number, microbatch = microbatch
-                new = gradients(weights, microbatch, key, number, num_microbatches)
+                new = gradients(weights, microbatch, key, number, num_microbatches, scale)
                 return jax.tree.map(jnp.add, total, new), None
 
             first_microbatch = jax.tree.map(lambda a: a[0], batch)
-            shapes = jax.eval_shape(lambda: gradients(weights, first_microbatch, key, 0, num_microbatches))
+            shapes = jax.eval_shape(lambda: gradients(weights, first_microbatch, key, 0, num_microbatches, scale))
             zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
             (terms, grads, updates), _ = jax.lax.scan(accumulate, zeros, (jnp.arange(num_microbatches), batch))
         loss = terms.total()
+        grad_norm = global_norm(model.gradient_pieces(grads))
+        loss_scale = state.loss_scale
+        if loss_scale is not None:
+            grads, grad_norm = loss_scale.unscaled((grads, grad_norm))
+            loss_scale = loss_scale.after(~jnp.isfinite(grad_norm), optimizer.config.loss_scale_rule)
         params, optimizer_state, metrics = optimizer.update(
-            grads,
-            state.optimizer,
-            state.params,
-            learning_rate,
-            loss=loss,
-            grad_norm=global_norm(model.gradient_pieces(grads)),
+            grads, state.optimizer, state.params, learning_rate, loss=loss, grad_norm=grad_norm
         )
         variables = model.updated(state.variables, updates)
         kept = jax.tree.map(lambda new, old: jnp.where(metrics["skipped"], old, new), variables, state.variables)
         skipped = state.skipped + metrics["skipped"]
-        new_state = TrainState(state.step + 1, skipped, params, state.frozen, kept, optimizer_state)
+        new_state = TrainState(state.step + 1, skipped, params, state.frozen, kept, optimizer_state, loss_scale)
         of_model = (terms.auxiliary, terms.further, terms.metrics)
-        parts = ({"loss": loss}, *of_model, metrics, {"total_skipped": skipped})
+        of_scale = {} if loss_scale is None else {"loss_scale": loss_scale.scale}
+        parts = ({"loss": loss}, *of_model, metrics, {"total_skipped": skipped}, of_scale)
         names = [name for part in parts for name in part]
         if len(set(names)) < len(names):
             raise ValueError(f"two terms or metrics of the model have the same name: {', '.join(sorted(names))}")

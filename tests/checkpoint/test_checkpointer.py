@@ -36,9 +36,7 @@ def mesh_of(**sizes):
 MESHES = {
     "one device": (dict(), False),
     "data 8, ZeRO-1": (dict(data=8), True),
-    "fsdp 8": (dict(fsdp=8), False),
     "data 2, fsdp 2, tensor 2, ZeRO-1": (dict(data=2, fsdp=2, tensor=2), True),
-    "data 2, tensor 4": (dict(data=2, tensor=4), False),
     "fsdp 2, context 2, expert 2": (dict(fsdp=2, context=2, expert=2), False),
 }
 

@@ -90,7 +90,12 @@ def saved(tmp_path_factory):
     return folders
 
 
-@pytest.mark.parametrize(("source", "goal"), list(itertools.product(LAYOUTS, LAYOUTS)))
+# What is read does not depend on who saved it but through the rows, so each as source and as goal, twice, is enough.
+NAMES = list(LAYOUTS)
+PAIRS = [(source, NAMES[(number + step) % len(NAMES)]) for number, source in enumerate(NAMES) for step in (1, 2)]
+
+
+@pytest.mark.parametrize(("source", "goal"), PAIRS)
 def test_any_layout_restores_any_other(source, goal, saved):
     model, target = target_on(LAYOUTS[goal])
     with Checkpointer(saved[source], None) as checkpointer:

@@ -144,7 +144,7 @@ def test_what_does_not_fit_is_named():
         (dict(head_bias=True), "head_bias"),
         (dict(norm_placement="sandwich"), "layers/dense/attention_post_norm/scale"),
         (dict(norm_placement="post"), "layers/dense/attention_norm/scale"),
-        (dict(qk_norm=True, qk_norm_scope="all_heads"), "layers/dense/attention/key_norm/scale"),
+        (dict(qk_norm="all_heads"), "layers/dense/attention/key_norm/scale"),
     ],
     ids=str,
 )

@@ -232,7 +232,7 @@ def test_what_megajax_does_not_have_is_refused_by_name(name, value):
                 moe_router_pre_softmax=True,
             ),
             dict(router=RouterConfig(
-                softmax_first=True, aux_loss=0.01, sequence_aux_loss=0.02, z_loss=0.03, capacity_factor=1.5,
+                score="softmax_all", aux_loss=0.01, sequence_aux_loss=0.02, z_loss=0.03, capacity_factor=1.5,
                 drop="position",
             )),
         ),

@@ -83,9 +83,8 @@ def test_any_number_of_readers_reads_the_same_stream_also_when_resumed(dataset, 
         assert stream_hash(dataset, config, num_readers, interleaved=interleaved, start_step=start_step) == want
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_worker_processes_read_the_same_stream_also_when_resumed_with_another_number(dataset, config, num_workers):
-    workers = dataclasses.replace(config, num_workers=num_workers)
+def test_worker_processes_read_the_same_stream_also_when_resumed_with_another_number(dataset, config):
+    workers = dataclasses.replace(config, num_workers=2)
     for num_readers, start_step in ((1, 0), (2, 3)):
         want = stream_hash(dataset, config, 1, start_step=start_step)
         assert stream_hash(dataset, workers, num_readers, start_step=start_step) == want
@@ -351,7 +350,7 @@ def test_an_evaluation_split_without_documents_is_refused(config):
 
 def test_a_vocabulary_smaller_than_the_tokenizer_is_refused():
     check_vocab_size(257, 257)
-    with pytest.raises(ValueError, match="model.vocab_size=256 is smaller.*--model.vocab_size=384"):
+    with pytest.raises(ValueError, match="model.vocab_size=256 is smaller.*--model.vocab_size=257$"):
         check_vocab_size(257, 256)
 
 

@@ -131,7 +131,7 @@ def test_cached_generation_equals_full_recomputation(engine_of, name):
     [
         pytest.param("learned", dict(data=2, tensor=2), marks=pytest.mark.slow),
         ("rope", dict(data=2, tensor=2)),
-        ("rope", dict(fsdp=2, context=2)),
+        pytest.param("rope", dict(fsdp=2, context=2), marks=pytest.mark.slow),
         pytest.param("sinks", dict(tensor=2, context=2), marks=pytest.mark.slow),
         pytest.param("alibi", dict(tensor=2, context=2), marks=pytest.mark.slow),
     ],

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import jaxlib
@@ -64,6 +65,18 @@ def test_the_optimizer_reads_gradients_once(compiled, name):
     fusions = [i for i in program.instructions() if i.opcode == "fusion" and i.bytes > LARGE]
     assert any(fusion.shape.count("f32[") >= 3 for fusion in fusions)
     assert not [fusion for fusion in fusions if "concatenate" in fusion.name and fusion.shape.startswith("f32[")]
+
+
+def test_fp8_recipe_multiplies_and_gathers_in_fp8(compiled):
+    text = (compiled / "llama3_8b_fp8.hlo").read_text()
+    program = Program(text)
+    # Four products of each of the two layers, and the two gradients of each; the others are the output layer's.
+    assert text.count('custom_call_target="__cublas$lt$matmul$f8"') == 2 * 4 * 3
+    assert text.count('custom_call_target="__cublas$lt$matmul"') == 6
+    gathers = [c for c in program.collectives(program.entry) if c.kind == "all-gather" and c.bytes > LARGE]
+    formats = Counter(operand.shape.split("[")[0] for gather in gathers for operand in gather.operands)
+    # Weights and inputs, each in both passes, and gradients; the rest is embedding, head and the input of the loss.
+    assert formats["f8e4m3fn"] >= 2 * 2 * 4 and formats["f8e5m2"] >= 2 * 2 and formats["bf16"] == 3
 
 
 def test_ring_sends_while_it_attends(compiled):

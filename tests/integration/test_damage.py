@@ -133,7 +133,7 @@ def files_of(folder: Path, only_json: bool) -> list[Path]:
 
 
 @pytest.mark.parametrize("damage", [
-    pytest.param(name, marks=pytest.mark.slow if name == "emptied" else ()) for name in DAMAGE
+    pytest.param(name, marks=pytest.mark.slow if name in ("emptied", "cut") else ()) for name in DAMAGE
 ])  # fmt: skip
 def test_with_a_damaged_file_in_a_step_it_is_used_as_it_was_or_the_one_before_is(saved, damage, tmp_path, caplog):
     newest = Path(saved.config.run_dir) / "checkpoints" / "6"

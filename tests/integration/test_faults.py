@@ -7,9 +7,10 @@ import signal
 
 import pytest
 
-from launch import losses, metrics, run, saved_steps, started
+from launch import losses, metrics, run, saved_steps, started, tiny_config
+from megajax.run import train
 
-STEPS = 60
+STEPS = 30
 LENGTH = [f"--training.steps={STEPS}", "--checkpoint.every_steps=3", "--optimizer.schedule=constant"]
 
 
@@ -28,21 +29,16 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.fault
-def test_killed_at_random_moments_the_run_ends_with_the_same_losses_the_supervised_one_by_itself(undisturbed, tmp_path):
+def test_killed_at_random_moments_a_supervised_run_ends_with_the_same_losses(undisturbed, tmp_path):
     """Also in the middle of a save: steps take milliseconds here, and every third is saved in the background."""
     run_dir, rng = tmp_path / "run", random.Random(0)
-    with started(run_dir, *LENGTH) as (process,):
-        process.wait_for_step(run_dir, 5 + rng.randrange(4))
-        process.popen.kill()
-        assert process.popen.wait() == -9
-    assert exact(run_dir).items() <= undisturbed.items()  # another process, the same bits
     with started(run_dir, *LENGTH, "--launch.max_restarts=3") as (supervisor,):
         for _ in range(2):
-            supervisor.wait_for_step(run_dir, max(losses(run_dir)) + 5 + rng.randrange(4))
+            supervisor.wait_for_step(run_dir, max(losses(run_dir), default=0) + 5 + rng.randrange(4))
             os.kill(supervisor.child, signal.SIGKILL)
         assert supervisor.wait() == 0, supervisor.output
     assert supervisor.output.count("the run ended with signal SIGKILL") == 2 and "finished" in supervisor.output
-    assert supervisor.output.count("resuming from step") == 3
+    assert supervisor.output.count("resuming from step") == 2
     assert exact(run_dir) == undisturbed
     assert saved_steps(run_dir)[-1] == STEPS  # and no temporary directories
     # Of each step that is part of the run, whichever start did it; a start does not time its first one.
@@ -53,13 +49,15 @@ def test_killed_at_random_moments_the_run_ends_with_the_same_losses_the_supervis
 
 
 @pytest.mark.fault
-def test_a_skipped_update_leaves_every_array_as_it_was_and_the_next_one_does_not(tmp_path):
+def test_a_skipped_update_leaves_every_array_as_it_was_and_the_next_one_does_not(tmp_path, capfd):
     """By the digests of the checkpoints of all steps. The gradient norm is above 0.8 in some of the first steps."""
     run_dir = tmp_path / "run"
-    output = run(
+    config = tiny_config(
         run_dir, "--training.steps=8", "--checkpoint.every_steps=1", "--checkpoint.keep=0",
         "--optimizer.skip_grad_norm_above=0.8", "--optimizer.initial_learning_rate=1e-4",
     )  # fmt: skip
+    assert train(config) == "finished"
+    output = "".join(capfd.readouterr())
     meta = lambda step: json.loads((run_dir / "checkpoints" / str(step) / "meta" / "metadata").read_text())
     digests = {step: meta(step)["digests"] for step in range(1, 9)}
     total = {line["step"]: line["skipped_updates"] for line in metrics(run_dir)}

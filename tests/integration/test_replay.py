@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import megajax.run
-from launch import ROOT, TIMEOUT_SECONDS, metrics, run, saved_steps, tiny_config
+from launch import ROOT, TIMEOUT_SECONDS, run, saved_steps, tiny_config
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.cli import train
@@ -21,8 +21,10 @@ from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer
 from megajax.training import loop
 from megajax.training.state import new_state, state_shardings
+from runs import run_of
 
-MESH = ["--mesh.fsdp=2", "--training.microbatch_size=2", "--training.steps=4", "--checkpoint.every_steps=1"]
+MESH = ["--mesh.data=1", "--mesh.fsdp=2", "--training.microbatch_size=2"]
+MESH += ["--training.steps=4", "--checkpoint.every_steps=1"]
 
 
 def save_damaged(run_dir):
@@ -46,8 +48,9 @@ def run_dir(tmp_path_factory):
     """A run on two devices whose steps 3 and 4 overflow in layer 1."""
     run_dir = tmp_path_factory.mktemp("replay") / "run"
     save_damaged(run_dir)
-    run(run_dir, *MESH, devices_each=2)
-    assert [(line["step"], line["loss"]) for line in metrics(run_dir)] == [(3, None), (4, None)]
+    with pytest.MonkeyPatch.context() as patch:
+        lines = run_of(tiny_config(run_dir, *MESH), patch)
+    assert [(line["step"], line["loss"]) for line in lines] == [(3, None), (4, None)]
     return run_dir
 
 

@@ -5,13 +5,14 @@ import time
 
 import pytest
 
-from launch import ENDLESS, losses, metrics, run, saved_steps, started
+from launch import ENDLESS, losses, metrics, run, saved_steps, started, tiny_config
+from megajax.run import train
 
 pytestmark = pytest.mark.fault
 
 
 @pytest.mark.usefixtures("terminal")
-def test_each_signal_and_the_end_of_the_time_save_and_the_same_command_goes_on(tmp_path):
+def test_signals_and_the_end_of_the_time_save_and_the_same_command_goes_on(tmp_path, capfd):
     run_dir, stops = tmp_path / "run", []
 
     def check_stopped(output, reason):
@@ -24,7 +25,7 @@ def test_each_signal_and_the_end_of_the_time_save_and_the_same_command_goes_on(t
         assert "Traceback" not in output
         assert sorted(losses(run_dir)) == list(range(1, stops[-1] + 1))
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGINT):
         with started(run_dir, *ENDLESS) as (process,):
             process.wait_for_step(run_dir, 3 + (stops[-1] if stops else 0))
             process.popen.send_signal(number)
@@ -36,15 +37,15 @@ def test_each_signal_and_the_end_of_the_time_save_and_the_same_command_goes_on(t
     output = run(run_dir, *ENDLESS, "--launch.exit_after_minutes=0.01")
     check_stopped(output, "launch.exit_after_minutes=0.01")
     before = metrics(run_dir)
-    output = run(run_dir, *ENDLESS, f"--launch.exit_at_step={stops[-1]}")
-    assert f"nothing to do: launch.exit_at_step={stops[-1]}" in output
+    train(tiny_config(run_dir, *ENDLESS, f"--launch.exit_at_step={stops[-1]}"))
+    assert f"nothing to do: launch.exit_at_step={stops[-1]}" in "".join(capfd.readouterr())
     assert saved_steps(run_dir) == stops[-3:] and metrics(run_dir) == before
 
 
 def test_exit_at_step_profile_and_rampup_in_one_run(tmp_path):
-    """Batches of 2, 4, 6 for 6 samples each, then 8: 2 2 2 4 4 6 8 8 ..."""
+    """A batch of 4 for 12 samples, then of 8; what the first run profiles is compiled before."""
     run_dir = tmp_path / "run"
-    arguments = ["--training.steps=14", "--training.batch_size_rampup=2,2,18", "--training.log_every_steps=2"]
+    arguments = ["--training.steps=10", "--training.batch_size_rampup=4,4,12", "--training.log_every_steps=2"]
     profile = "--launch.profile_steps=6,9"
     output = run(run_dir, *arguments, profile, "--launch.exit_at_step=7")
     assert "stopping after step 7: launch.exit_at_step=7" in output and saved_steps(run_dir) == [7]
@@ -55,9 +56,9 @@ def test_exit_at_step_profile_and_rampup_in_one_run(tmp_path):
     assert before
     output = run(run_dir, *arguments, profile)
     assert "finished" in output and "profile written" in output and traces() > before
-    sizes = [2, 2, 2, 4, 4, 6, 8, 8, 8, 8, 8, 8, 8, 8]
+    sizes = [4, 4, 4, 8, 8, 8, 8, 8, 8, 8]
     lines = metrics(run_dir)
     # Every second step, and the first of each launch.
-    assert [line["step"] for line in lines] == [1, 2, 4, 6, 8, 10, 12, 14]
+    assert [line["step"] for line in lines] == [1, 2, 4, 6, 8, 10]
     for line in lines:
         assert line["consumed_tokens"] == 32 * sum(sizes[: line["step"]])

@@ -1,5 +1,6 @@
 """Rotary frequencies equal Megatron's (tests/oracles/numbers.npz), and the rotation is one."""
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -9,6 +10,9 @@ import numpy as np
 import pytest
 
 from megajax.layers.rope import RopeConfig, apply_rope, rope_tables
+from megajax.mesh import MeshConfig
+from megajax.models.decoder import DecoderConfig
+from megajax.models.execution import ExecutionConfig
 
 ORACLE = np.load(Path(__file__).parent.parent / "oracles" / "numbers.npz")
 HUGGING_FACE = np.load(Path(__file__).parent.parent / "oracles" / "hugging_face.npz")  # make_hugging_face.py
@@ -87,6 +91,19 @@ def test_local_layers_have_another_base_and_no_scaling():
     assert RopeConfig(scaling="linear").local == RopeConfig(scaling="linear")
 
 
+@pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
+def test_training_beyond_the_length_that_sets_the_wavelengths_is_refused(scaling):
+    factors = dict(short_factors=(1.0,) * 4, long_factors=(2.0,) * 4) if scaling == "longrope" else {}
+    rope = RopeConfig(scaling=scaling, original_length=16, **factors)
+    check = lambda rope, length: DecoderConfig(
+        num_heads=4, embed_dim=32, position="rope", rope=rope
+    ).check(MeshConfig(), length, ExecutionConfig())  # fmt: skip
+    check(rope, 16)
+    with pytest.raises(ValueError, match="sequence_length=17 is longer than the 16 .*; use --model.rope.length=17"):
+        check(rope, 17)
+    check(dataclasses.replace(rope, length=17), 17)
+
+
 def test_factors_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="model.rope.short_factors has 4 numbers; .* each of the 8 pairs"):
         RopeConfig(**LONGROPE).check(16)
@@ -151,8 +168,7 @@ def test_tables_follow_the_positions_and_keep_the_dtype():
 
 
 def test_ends_of_a_scaling_that_are_not_in_order_are_refused():
-    with pytest.raises(ValueError, match="model.rope.low_frequency=4.0 must be below .*high_frequency=4.0; 1.0"):
-        RopeConfig(scaling="llama3", low_frequency=4.0).check(64)
-    RopeConfig(scaling="yarn", low_frequency=4.0).check(64)
-    with pytest.raises(ValueError, match="model.rope.beta_slow=1.0 must be below model.rope.beta_fast=0.5"):
-        RopeConfig(scaling="yarn", beta_fast=0.5).check(64)
+    with pytest.raises(ValueError, match="model.rope.ramp=4.0,4.0 must ascend; --model.rope.ramp=1.0,4.0 is usual"):
+        RopeConfig(scaling="llama3", ramp=(4.0, 4.0)).check(64)
+    with pytest.raises(ValueError, match="model.rope.ramp=1.0,4.0 is read with .*=llama3 or yarn, not linear"):
+        RopeConfig(scaling="linear", ramp=(1.0, 4.0)).check(64)

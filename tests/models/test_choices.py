@@ -30,7 +30,7 @@ MODELS = {
     # Gemma's and gpt-oss's choices.
     "sandwich": DecoderConfig(
         **SIZES, position="rope", num_kv_heads=2, norm="rmsnorm", norm_zero_centered=True, norm_placement="sandwich",
-        qk_norm=True, qk_norm_scope="all_heads", activation="geglu_tanh", bias=False, qkv_bias=True, head_bias=True,
+        qk_norm="all_heads", activation="geglu_tanh", bias=False, qkv_bias=True, head_bias=True,
         window=6, full_attention_every=2, attention_sinks=True, attention_multiplier=0.4, embedding_multiplier=4.0,
         residual_multiplier=0.5, logit_multiplier=0.7, logit_soft_cap=3.0, dropout=0.1,
         rope=RopeConfig(scaling="yarn", factor=4.0, original_length=8, local_base=100.0, interleaved=True),
@@ -122,13 +122,13 @@ def on_one_device():
         ("sandwich", dict(pipeline=2), {}),
         pytest.param("sandwich", dict(pipeline=2, tensor=2, context=2), {}, marks=pytest.mark.slow),
         ("parallel", dict(data=2, tensor=2, context=2), dict(context_attention="all_to_all")),
-        ("parallel", dict(pipeline=2, tensor=2), dict(recompute="selective", recompute_modules=("norm", "mlp"))),
+        ("parallel", dict(pipeline=2, tensor=2), dict(recompute="norm,mlp")),
         ("post", dict(tensor=2, context=2), dict(recompute="full", scan_layers=True)),
         ("latent", dict(fsdp=2, tensor=2, context=2), dict(recompute="selective", scan_layers=True)),
         pytest.param(
             "latent",
             dict(pipeline=2, tensor=2),
-            dict(recompute="selective", recompute_modules=("qkv", "mlp")),
+            dict(recompute="qkv,mlp"),
             marks=pytest.mark.slow,
         ),
         pytest.param("latent", dict(pipeline=2, context=2, fsdp=2), {}, marks=pytest.mark.slow),
@@ -204,7 +204,6 @@ def test_full_recomputation_repeats_the_matmuls_whose_results_are_read():
     ("fields", "message"),
     [
         (dict(parallel_residual="one_norm", norm_placement="post"), "model.parallel_residual=one_norm .*two_norms"),
-        (dict(qk_norm=False, qk_norm_scope="all_heads"), "model.qk_norm_scope=all_heads .*--model.qk_norm=True"),
         (dict(rope=RopeConfig(local_base=100.0)), "model.rope.local_base=100.0 .*--model.window"),
         (
             dict(window=4, position="alibi", rope=RopeConfig(local_base=100.0)),

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from configs import recipes
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import Config
 from megajax.data.config import DataConfig
@@ -102,11 +103,14 @@ def of_megatron(arrays: dict[str, np.ndarray], config: EncoderDecoderConfig) -> 
     }
 
 
-@pytest.mark.parametrize("sizes, scan", [({}, False), ({"data": 2, "fsdp": 2, "tensor": 2}, True)], ids=str)
+@pytest.mark.parametrize("sizes, scan", [
+    ({"data": 2, "fsdp": 2, "tensor": 2}, True),
+    pytest.param({}, False, marks=pytest.mark.slow),
+], ids=str)  # fmt: skip
 def test_loss_and_every_gradient_equal_megatrons(sizes, scan, make_test_mesh):
     _, saved = oracle()
     config = oracle_config()
-    model = Model(config, FLOAT32, ExecutionConfig(scan_layers=scan))
+    model = Model(config, FLOAT32, ExecutionConfig(scan_layers=scan, recompute="full" if scan else "none"))
     mesh = make_test_mesh(**sizes)
     weights = of_megatron({name[6:]: a for name, a in saved.items() if name.startswith("param/")}, config)
     ids, labels = (saved[name].astype(np.int32) for name in ("ids", "labels"))
@@ -134,6 +138,22 @@ def test_loss_and_every_gradient_equal_megatrons(sizes, scan, make_test_mesh):
         found = ours[owner == number][np.argsort(place[owner == number])][::EVERY]
         wanted = saved[f"grad/{name}"].ravel()
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max(), err_msg=name)
+
+
+@pytest.mark.parametrize("name, count", [("t5_base", 247_577_856), ("t5_11b", 11_307_321_344)])
+def test_recipes_have_the_parameters_of_the_published_models(name, count):
+    config = recipes()[name]()
+    model = config.make_model()
+    assert model.num_parameters() == model.num_active_parameters() == count
+    # The matrices of the encoder and those of keys and values of the cross-attention read its tokens, all others those
+    # of the decoder, a quarter as many.
+    sizes = config.model
+    matrices = sum(p.size for p in model.parameters if p.is_in_a_layer and p.record.is_multiplied)
+    encoder = sum(layer.flops(512).matmuls for layer in sizes.stacks(ExecutionConfig())["encoder"]) / 2
+    cross = 2 * sizes.decoder_layers * sizes.embed_dim * sizes.num_heads * sizes.head_dim
+    outside = sizes.embed_dim * 32128
+    expected = encoder + cross + (matrices - encoder - cross + outside) / 4
+    assert sizes.forward_flops(512).matmuls == pytest.approx(2 * expected)
 
 
 def test_buckets_are_those_of_the_paper():
@@ -186,14 +206,20 @@ def trained(tmp_path_factory):
         return config, run_of(config, monkeypatch)
 
 
+def test_trains_and_evaluates(trained):
+    found = numbers(trained[1])
+    assert len(found) == STEPS + 2 and found[-1][0] < found[0][0] - 0.1 and 0 < found[-1][1] < 1
+
+
+@pytest.mark.slow
 def test_trains_and_evaluates_the_same_on_a_mesh(trained, tmp_path, monkeypatch):
     _, lines = trained
-    assert numbers(lines)[-1][0] < numbers(lines)[0][0] - 0.1
     meshed = run_of(config_of(tmp_path / "run", MeshConfig(data=2, fsdp=2, tensor=2)), monkeypatch)
     for found, wanted in zip(numbers(meshed), numbers(lines), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_resumes_bit_for_bit(trained, tmp_path, monkeypatch):
     run_of(config_of(tmp_path / "run", exit_at_step=2), monkeypatch)
     assert numbers(run_of(config_of(tmp_path / "run"), monkeypatch)) == numbers(trained[1])
@@ -204,6 +230,7 @@ def writer(trained):
     return SequenceToSequence(open_model(trained[0].run_dir))
 
 
+GREEDY = Sampling(max_tokens=6, temperature=0.0, ignore_eos=True)
 PROMPTS = ["1 2 3 <extra_id_0> 7 8 9", "5", " ".join(map(str, range(3, 30)))]
 
 
@@ -227,21 +254,27 @@ def _log_probs(model, weights, batch):
 
 
 def test_writes_what_it_predicts_without_a_cache(writer):
-    """Of prompts of several lengths in one batch; the same with beams of width 1."""
-    greedy = Sampling(max_tokens=6, temperature=0.0, ignore_eos=True)
-    for prompt, found in zip(PROMPTS, writer.write(PROMPTS, greedy), strict=True):
+    """Of prompts of several lengths in one batch."""
+    for prompt, found in zip(PROMPTS, writer.write(PROMPTS, GREEDY), strict=True):
         expected = predictions(writer, prompt, found.tokens)
         assert found.tokens == np.argmax(expected, -1).tolist() and found.finish_reason == "length"
 
 
-def test_beam_search_finds_texts_that_are_at_least_as_likely(writer):
-    settings = Sampling(max_tokens=5, temperature=0.0, ignore_eos=True)
+def test_samples_by_seed_and_ends_at_a_stop_text(writer):
+    hot = dataclasses.replace(GREEDY, temperature=1.0)
+    first, again, other = (writer.write(PROMPTS, dataclasses.replace(hot, seed=seed)) for seed in (3, 3, 4))
+    assert first == again != other
+    whole = writer.write(PROMPTS, GREEDY)[0].text
+    cut = writer.write(PROMPTS, dataclasses.replace(GREEDY, stop=(whole[2:],)))[0]
+    assert (cut.text, cut.finish_reason) == (whole[:2], "stop")
 
+
+def test_beam_search_finds_texts_that_are_at_least_as_likely(writer):
     def score(prompt, tokens):
         return predictions(writer, prompt, tokens)[np.arange(len(tokens)), tokens].sum()
 
-    greedy = writer.write(PROMPTS, settings)
-    beams = writer.write(PROMPTS, settings, num_beams=4)
+    greedy = writer.write(PROMPTS, GREEDY)
+    beams = writer.write(PROMPTS, GREEDY, num_beams=4)
     scores = [(score(p, a.tokens), score(p, b.tokens)) for p, a, b in zip(PROMPTS, greedy, beams, strict=True)]
     assert all(beam >= one - 1e-5 for one, beam in scores) and any(beam > one + 1e-4 for one, beam in scores)
 

@@ -151,7 +151,7 @@ class HybridConfig(DecoderConfig):
     def stacks(self, execution):
         (layers,) = super().stacks(execution).values()
         saved = Saved.choose(
-            execution.recompute,
+            execution.recompute_of(0),
             execution.recompute_modules,
             execution.offload,
             ("input", "gates"),
@@ -287,8 +287,8 @@ def test_family_trains_and_evaluates(family, trained):
 
 
 @pytest.mark.parametrize("family, mesh", [
-    ("hybrid", dict(fsdp=2, tensor=2)),
-    ("hybrid", dict(pipeline=2, virtual_stages=2)),
+    ("hybrid", dict(pipeline=2, virtual_stages=2, fsdp=2, tensor=2)),
+    pytest.param("hybrid", dict(fsdp=2, tensor=2), marks=pytest.mark.slow),
     pytest.param("two stacks", dict(data=2, context=2), marks=pytest.mark.slow),
 ], ids=str)  # fmt: skip
 def test_family_is_the_same_on_a_mesh_and_in_microbatches(family, mesh, trained, tmp_path, monkeypatch):
@@ -409,21 +409,29 @@ def test_variables_follow_what_was_observed_and_have_no_gradient(trained):
     assert found[0] != found[1]
 
 
-def test_frozen_parameters_keep_their_values_and_have_no_moments_also_in_a_pipeline(tmp_path, monkeypatch):
-    config = override(config_of("hybrid", tmp_path / "run"), ["--training.frozen=embedding,layers.dense.*"])
+FROZEN = ["--training.frozen=embedding,layers.dense.*"]
+
+
+def test_frozen_parameters_keep_their_values_and_have_no_moments(tmp_path, monkeypatch):
+    config = override(config_of("hybrid", tmp_path / "run"), FROZEN)
     model = config.make_model()
     optimizer = Optimizer(config.optimizer, model.trained)
     assert set(model.trained["layers"]) == {"recurrent"} and "embedding" not in model.trained
     moments = jax.eval_shape(optimizer.init, model.split(model.abstract_weights).params)
     assert not any("dense" in jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(moments))
-    lines = run_of(config, monkeypatch)
+    run_of(config, monkeypatch)
     first, last = (Engine.from_run(config.run_dir, step=step).params for step in (2, STEPS))
     same = jax.tree.map(np.array_equal, first["layers"], last["layers"])
     assert all(jax.tree.leaves(same["dense"])) and not any(jax.tree.leaves(same["recurrent"]))
     with pytest.raises(ValueError, match="training.frozen: 'layers.dens.*' matches no parameter"):
         override(config, ["--training.frozen=layers.dens.*"]).make_model()
+
+
+@pytest.mark.slow
+def test_frozen_parameters_are_frozen_in_a_pipeline_too(tmp_path, monkeypatch):
+    alone = config_of("hybrid", tmp_path / "run")
     piped = config_of("hybrid", tmp_path / "piped", MeshConfig(pipeline=2), microbatch_size=2)
-    found = run_of(override(piped, ["--training.frozen=embedding,layers.dense.*"]), monkeypatch)
+    lines, found = (run_of(override(config, FROZEN), monkeypatch) for config in (alone, piped))
     np.testing.assert_allclose(losses(found), losses(lines), rtol=1e-5)
 
 

@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from configs import recipes
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import Config, override
 from megajax.data.config import DataConfig
+from megajax.inference.engine import Engine, Sampling, ServingConfig
 from megajax.layers.kv_cache import Places, PoolSizes
 from megajax.layers.mamba import MambaConfig
 from megajax.mesh import MeshConfig
@@ -22,6 +24,7 @@ from megajax.training.config import LaunchConfig, TrainingConfig
 from runs import run_of
 
 T, STEPS, VOCAB = 32, 3, 64
+RECIPES = ("mamba2_tiny", "hybrid_tiny", "mamba2_130m", "mamba2_2p7b", "hybrid_8b")
 MAMBA = MambaConfig(head_dim=4, state_dim=8, num_groups=2, chunk=8)
 HYBRID = HybridConfig(
     num_layers=4, pattern="M*M-", mamba=MAMBA, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=32, vocab_size=VOCAB,
@@ -94,6 +97,26 @@ def test_one_group_is_computed_on_every_device(tmp_path, monkeypatch):
     mesh = MeshConfig(tensor=2, context=2)
     found = losses(run_of(config_of(tmp_path / "mesh" / "run", mesh, model), monkeypatch))
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+def counted(config: HybridConfig) -> int:
+    """Parameters by the formula, from the sizes alone; no biases, RMSNorm."""
+    D, F, mamba = config.embed_dim, config.width_of_mlp, config.mamba
+    H = mamba.num_heads or 2 * D // mamba.head_dim
+    inner, shared = H * mamba.head_dim, 2 * mamba.num_groups * mamba.state_dim
+    sizes = {
+        "M": D * (2 * inner + shared + H) + inner * D + 5 * (inner + shared) + 3 * H + inner,
+        "*": 2 * D * (config.num_heads + config.kv_heads) * config.width_of_head,
+        "-": (3 if config.activation == "swiglu" else 2) * D * F,
+    }
+    layers = sum(sizes[config.letter(number)] + D for number in range(config.num_layers))
+    return layers + D + config.padded_vocab_size * D * (1 if config.tied_embeddings else 2)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_counted_parameters_equal_the_real_ones_of_every_recipe(name):
+    config = recipes()[name]()
+    assert counted(config.model) == Model(config.model, config.precision).num_parameters()
 
 
 # ----------------------------------------------------------------------------- from a cache
@@ -191,6 +214,28 @@ def test_paged_cache_equals_no_cache_at_every_position(generating):
     assert states.shape[0] == num_rows + 1 and not states[1].any()  # no sequence had this row
 
 
+@pytest.mark.slow
+def test_the_engine_generates_what_the_model_predicts(trained):
+    """Prompts longer than a call, and more of them than rows."""
+    config, _ = trained
+    engine = Engine.from_run(config.run_dir, serving=ServingConfig(max_rows=2, max_batch_tokens=8, page_size=8))
+    prompts = [[5, 17, 3], [1], list(range(20, 38)), [4] * 11]
+    found = engine.generate_tokens(prompts, Sampling(max_tokens=6, temperature=0.0))
+    model = engine.model
+
+    @jax.jit
+    def logits(weights, tokens_BT):
+        module = model.module(weights)
+        batch = batch_of(tokens_BT)
+        return module.logits(module.layers(module.embed(batch, None), module.block_inputs(batch))[0])
+
+    for prompt, new in zip(prompts, found, strict=True):
+        tokens = np.zeros((1, T), np.int32)
+        tokens[0, : len(prompt) + len(new)] = [*prompt, *new]
+        predicted = np.argmax(logits(engine.params, tokens)[0, :, :63], -1)
+        assert new == predicted[len(prompt) - 1 : len(prompt) + len(new) - 1].tolist()
+
+
 # ----------------------------------------------------------------------------- what is refused
 
 
@@ -207,9 +252,8 @@ def test_paged_cache_equals_no_cache_at_every_position(generating):
     ("--model.mamba.head_dim=3", "mamba.head_dim=3 does not divide 2 . model.embed_dim=32"),
     ("--mesh.tensor=4", "mamba.num_groups=2 is not divisible by mesh.tensor=4; use --mesh.tensor=2"),
     ("--mesh.context=8", "sequence_length=32 cannot be split into the 16 equal pieces .*use .*sequence_length=48"),
-    ("--execution.recompute_modules=core", "'core' is unknown; .*activation, mamba"),
+    ("--execution.recompute=core", "'core' is unknown; .*activation, mamba"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused(change, message, tmp_path):
-    how = [change, "--execution.recompute=selective"] if "recompute" in change else [change]
     with pytest.raises(ValueError, match=message):
-        override(config_of(tmp_path / "run"), how).check()
+        override(config_of(tmp_path / "run"), [change]).check()

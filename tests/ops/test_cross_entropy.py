@@ -141,6 +141,25 @@ def test_chunks_change_nothing_without_gradients(make_test_mesh):
             close(loss, wanted()["z-loss and label smoothing"][0])
 
 
+def test_float16_gradients_survive_small_weights_and_large_loss_scales(make_test_mesh):
+    """Weights of one in a million tokens are no normal numbers of float16, and neither is a scale of 2^20."""
+    x, head, labels, weights = arguments()
+    x = x.astype(np.float16).astype(np.float32)
+    head = (head / 8).astype(np.float16).astype(np.float32)
+    weights = weights * np.float32(1e-6 * weights.size)
+    scale = np.float32(2**20)
+
+    def of(op):
+        return jax.grad(lambda x, head: scale * op(x, head, labels, weights, vocab_size=TOKENS), (0, 1))
+
+    with jax.set_mesh(make_test_mesh()):
+        d_x, d_head = jax.jit(of(lambda x, *rest, **options: ours(x.astype(np.float16), *rest, **options)))(x, head)
+    want_x, want_head = of(formula)(x, head)
+    # Roundings of 2^-11: of the gradients of the logits, and of the result.
+    np.testing.assert_allclose(d_x, want_x, rtol=0, atol=2e-3 * np.abs(want_x).max())
+    np.testing.assert_allclose(d_head, want_head, rtol=0, atol=2e-3 * np.abs(want_head).max())
+
+
 def test_gradients_scale_with_the_loss(make_test_mesh):
     with jax.set_mesh(make_test_mesh(tensor=2, context=2)):
         scaled = jax.jit(all_variants(ours, factor=8.0))(*arguments())

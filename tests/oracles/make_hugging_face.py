@@ -81,7 +81,7 @@ def gemma3():
 def olmo2():
     config = transformers.Olmo2Config(**COMMON, **HEADS, tie_word_embeddings=False, rms_norm_eps=1e-5)
     config.head_dim = H
-    ours = dict(norm_placement="post", qk_norm=True, qk_norm_scope="all_heads", tied_embeddings=False)
+    ours = dict(norm_placement="post", qk_norm="all_heads", tied_embeddings=False)
     return transformers.Olmo2ForCausalLM(config), ours, LLAMA | POST | QK_NORM, OUTSIDE, "model.layers"
 
 
@@ -144,7 +144,7 @@ def gpt_oss():
     ours = dict(
         qkv_bias=True, attention_out_bias=True, attention_sinks=True, window=6, full_attention_every=2,
         tied_embeddings=False,
-        rope=dict(base=1000.0, scaling="yarn", factor=8.0, beta_fast=8.0, original_length=32, truncate=False),
+        rope=dict(base=1000.0, scaling="yarn", factor=8.0, ramp=(1.0, 8.0), original_length=32, truncate=False),
     )  # fmt: skip
     return model, ours, LLAMA | {"sinks": "self_attn.sinks"}, OUTSIDE, "model.layers"
 

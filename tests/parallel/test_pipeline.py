@@ -44,6 +44,7 @@ MOE = DecoderConfig(
 )  # fmt: skip
 
 GPT_CASES = {
+    "pipeline 2, uneven": dict(pipeline=2),
     "pipeline 4 x data 2, uneven": dict(pipeline=4, data=2),
     "pipeline 2 x fsdp 2 x context 2, interleaved": dict(pipeline=2, fsdp=2, context=2, virtual_stages=2),
     "pipeline 4 x expert 2, gpipe": dict(pipeline=4, expert=2, pipeline_schedule="gpipe"),
@@ -136,15 +137,16 @@ def assert_same(result, reference) -> None:
 
 @pytest.fixture(scope="module")
 def gpt_on_one_device():
-    return train(GPT, {})
+    return train(GPT, {}, scan_layers=True)
 
 
 @pytest.fixture(scope="module")
 def llama_on_one_device():
-    return train(LLAMA, {}, **SELECTIVE)
+    return train(LLAMA, {}, **SELECTIVE, scan_layers=True)
 
 
 SLOW = (
+    "pipeline 4 x data 2, uneven",
     "pipeline 8",
     "pipeline 2 x fsdp 2 x context 2, interleaved",
     "pipeline 4 x expert 2, gpipe",

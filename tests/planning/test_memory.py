@@ -29,10 +29,10 @@ def estimate(**fields) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "fields, elements, layers",
     [
-        (dict(recompute="selective", recompute_modules=("norm",)), 2 * D, LAYERS),
-        (dict(recompute="selective", recompute_modules=("attention",)), 4 * D, LAYERS),
-        (dict(recompute="selective", recompute_modules=("core_attention", "activation")), D + F, LAYERS),
-        (dict(recompute="selective", recompute_modules=("mlp",)), 2 * F, LAYERS),
+        (dict(recompute="norm"), 2 * D, LAYERS),
+        (dict(recompute="attention"), 4 * D, LAYERS),
+        (dict(recompute="core_attention,activation"), D + F, LAYERS),
+        (dict(recompute="mlp"), 2 * F, LAYERS),
         (dict(recompute="full"), 7 * D + 2 * F, LAYERS),
         (dict(recompute="full", recompute_every=2), 7 * D + 2 * F, LAYERS // 2),
     ],

@@ -80,6 +80,20 @@ def test_plan_of_muon_has_one_moment_of_matrices_and_the_time_of_its_iteration()
 
 
 @pytest.mark.usefixtures("without_cuda_wheels")
+def test_plan_names_the_formats_and_counts_rounded_moments():
+    config = override(configs.recipe("gpt_1p3b"), ["--mesh.fsdp=8", "--training.global_batch_size=8"])
+    full = rows_of(config)
+    assert full["precision"].endswith("compute bfloat16, gradients of matrices summed over devices in bfloat16")
+    low = ["--precision.recipe=fp16", "--precision.gradient_reduce=float32", "--optimizer.moments=float8"]
+    rows = rows_of(override(config, low))
+    assert rows["precision"].endswith(
+        "compute float16, gradients of matrices summed over devices in float32, moments float8"
+    )
+    # Rows of 128 or more numbers have a scale of 4 bytes, which is whole where fsdp splits the row itself.
+    assert 0.25 < bytes_by_kind(rows)["optimizer"] / bytes_by_kind(full)["optimizer"] < 0.27
+
+
+@pytest.mark.usefixtures("without_cuda_wheels")
 @pytest.mark.parametrize("name", configs.recipes())
 def test_every_recipe_can_be_planned_from_the_command_line(name, capsys):
     train.main([f"--config={name}", "--plan"])

@@ -136,8 +136,8 @@ def test_losses_are_those_of_tokens_that_cannot_be_predicted(gpt_on_one_device):
 @pytest.mark.parametrize(
     "sizes",
     [
-        dict(data=8),
-        dict(fsdp=8),
+        pytest.param(dict(data=8), marks=pytest.mark.slow),
+        pytest.param(dict(fsdp=8), marks=pytest.mark.slow),
         dict(tensor=8),
         dict(context=8),
         pytest.param(dict(expert=8), marks=pytest.mark.slow),
@@ -154,7 +154,7 @@ def test_mesh_matches_one_device(sizes, gpt_on_one_device):
     "sizes",
     [
         dict(tensor=2, fsdp=4),
-        dict(context=2, tensor=2, data=2),
+        pytest.param(dict(context=2, tensor=2, data=2), marks=pytest.mark.slow),
         pytest.param(dict(expert=2, fsdp=2, tensor=2), marks=pytest.mark.slow),
     ],
     ids=lambda sizes: "-".join(f"{axis}{size}" for axis, size in sizes.items()),
@@ -166,7 +166,7 @@ def test_mesh_matches_one_device_llama(sizes, llama_on_one_device):
 @pytest.mark.parametrize(
     ("sizes", "method"),
     [
-        (dict(context=4, data=2), "all_gather"),
+        pytest.param(dict(context=4, data=2), "all_gather", marks=pytest.mark.slow),
         (dict(context=2, tensor=2, fsdp=2), "all_to_all"),
     ],
     ids=["all_gather", "all_to_all"],

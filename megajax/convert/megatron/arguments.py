@@ -158,6 +158,7 @@ def _router(given: _Arguments) -> RouterConfig:
     score = given.get("moe_router_score_function", default="softmax")
     if score not in _SCORES:
         raise given.refuse("moe_router_score_function")
+    pre_softmax = given.get("moe_router_pre_softmax", default=False)  # read with softmax only
     kinds = given.get("moe_router_load_balancing_type", default="aux_loss")
     kinds = [kinds] if isinstance(kinds, str) else list(kinds)
     if any(kind not in _BALANCE for kind in kinds):
@@ -169,8 +170,7 @@ def _router(given: _Arguments) -> RouterConfig:
     has_bias = bool(given.get("moe_router_enable_expert_bias", default=False))
     return RouterConfig(
         top_k=given.size("moe_router_topk"),
-        score=_SCORES[score],
-        softmax_first=bool(given.get("moe_router_pre_softmax", default=False)),
+        score="softmax_all" if score == "softmax" and pre_softmax else _SCORES[score],
         scale=float(given.get("moe_router_topk_scaling_factor", default=1.0)),
         num_groups=given.get("moe_router_num_groups", default=1),
         top_groups=given.get("moe_router_group_topk", default=1),

@@ -223,7 +223,7 @@ def _attention(config: DecoderConfig) -> list[Entry]:
         table.append(Entry((ours + "out_bias",), theirs + "linear_proj.bias", (D,)))
     if config.attention_sinks:
         table.append(Entry((ours + "sinks",), theirs + "core_attention.softmax_offset", (N,)))
-    if config.qk_norm and config.qk_norm_scope == "head":
+    if config.qk_norm is True:
         table += _norm(config, ours + "query_norm", theirs + "q_layernorm", H)
         table += _norm(config, ours + "key_norm", theirs + "k_layernorm", H)
     return table

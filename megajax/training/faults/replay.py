@@ -106,6 +106,7 @@ class _WithGradients:
     """An optimizer that adds the gradients to its metrics, and whose update is a single operation of the search."""
 
     def __init__(self, optimizer: Optimizer):
+        self.config = optimizer.config
         self._update = jax.jit(optimizer.update)
 
     def update(self, grads, *arguments, **others):
@@ -214,7 +215,7 @@ def _state_before(trainer: Trainer, step: int) -> TrainState:
         except Exception as error:  # Orbax raises many types, and a training run removes old checkpoints
             logger.warning("checkpoint %d is not used: %s", saved, (str(error).splitlines() or [repr(error)])[0])
             continue
-        return trainer.program.restored_state(saved, meta["skipped"], weights, optimizer_state)
+        return trainer.program.restored_state(saved, weights, optimizer_state, meta)
     return trainer.initial_state()
 
 

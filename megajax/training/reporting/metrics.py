@@ -39,7 +39,7 @@ logger = logging.getLogger("megajax")
 TRAINING_TAGS = {
     "mean_loss": "loss",
     "loss": "loss/of_the_step",
-    **{name: f"optimizer/{name}" for name in ("grad_norm", "learning_rate", "skipped_updates")},
+    **{name: f"optimizer/{name}" for name in ("grad_norm", "learning_rate", "skipped_updates", "loss_scale")},
     **{name: f"throughput/{name}" for name in (
         "step_seconds", "tokens_per_second", "tokens_per_second_per_device", "mfu", "mfu_causal", "goodput",
     )},

@@ -34,9 +34,12 @@ class Reporter:
         first_started: float,
         console: Console,
         writer: MetricsWriter | None,
+        lowest_loss_scale: float = 0.0,
     ):
         """first: steps done before; flops_per_token(sequence_length, causal=...), see Model. compute_dtype: MFU is
         relative to the peak of this dtype.
+
+        lowest_loss_scale: LossScaleRule.lowest, where the run has a loss scale.
 
         max_consecutive_skips: this many end the run; 0: no limit. productive_seconds: time in the steps done before.
         first_started: when the run was first started, in seconds since 1970.
@@ -62,6 +65,7 @@ class Reporter:
         self._losses: list[jax.Array] = []
         self._max_consecutive_skips = max_consecutive_skips
         self._consecutive_skips = 0
+        self._lowest_loss_scale = lowest_loss_scale
         self.productive_seconds = productive_seconds
         self._first_started = first_started
         self._last_end = time.perf_counter()  # of a step, or of an evaluation or save after it
@@ -175,14 +179,20 @@ class Reporter:
         }
 
     def _is_skipped(self, step: int, metrics: dict) -> bool:
-        """Reports a skipped update with its samples. Raises RuntimeError after too many consecutive ones."""
+        """Reports a skipped update with its samples. Raises RuntimeError after too many consecutive ones.
+
+        An overflow of gradients does not count while the loss scale can still be halved: this is how it is found.
+        """
         if not int(metrics["skipped"]):
             self._consecutive_skips = 0
             return False
-        self._consecutive_skips += 1
+        loss_scale = float(metrics.get("loss_scale", 0.0))
+        if math.isfinite(float(metrics["grad_norm"])) or loss_scale <= self._lowest_loss_scale:
+            self._consecutive_skips += 1
         batch = self._schedule(step - 1)
         samples = f"samples {batch.first_sample} to {batch.first_sample + batch.size - 1}"
         values = f"loss {float(metrics['loss']):.4g}, gradient norm {float(metrics['grad_norm']):.4g}"
+        values += f", loss scale now {loss_scale:g}" if "loss_scale" in metrics else ""
         total = int(metrics["total_skipped"])
         self._console.note(f"step {step}: update skipped, {values}, {samples} ({total} skipped so far)")
         if self._max_consecutive_skips and self._consecutive_skips >= self._max_consecutive_skips:

@@ -66,7 +66,7 @@ def source(tmp_path_factory):
     return write(tmp_path_factory.mktemp("t5"), [[], *documents, *([int(n)] for n in rng.integers(1, 400, 9))])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     sequence_length=st.integers(2, 80),
     decoder_length=st.integers(3, 60),

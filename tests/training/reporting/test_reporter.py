@@ -38,14 +38,21 @@ class Written:
 
 
 def reporter(
-    console, max_consecutive_skips, writer=None, every_steps=10, productive_seconds=0.0, first_started=0.0, rampup=None
+    console,
+    max_consecutive_skips,
+    writer=None,
+    every_steps=10,
+    productive_seconds=0.0,
+    first_started=0.0,
+    rampup=None,
+    lowest_loss_scale=0.0,
 ):
     return Reporter(
         0, num_steps=100, every_steps=every_steps, sequence_length=4, schedule=BatchSchedule(8, None, rampup),
         flops_per_token=lambda *_, **__: 1.0, compute_dtype="bfloat16", num_devices=1,
         max_consecutive_skips=max_consecutive_skips,
         console=console, writer=writer,
-        productive_seconds=productive_seconds, first_started=first_started,
+        productive_seconds=productive_seconds, first_started=first_started, lowest_loss_scale=lowest_loss_scale,
     )  # fmt: skip
 
 
@@ -73,6 +80,23 @@ def test_a_skipped_update_names_its_samples_at_once_and_not_at_the_next_line_of_
     notes = [note for note in console.notes if "skipped" in note]
     assert [note.split(":")[0] for note in notes] == ["step 3", "step 5", "step 6"]
     assert "samples 16 to 23 (1 skipped so far)" in notes[0] and "loss nan" in notes[0]
+
+
+@pytest.mark.fault
+def test_overflows_count_only_at_the_lowest_loss_scale_and_spikes_always():
+    console = Lines()
+    it = reporter(console, 2, lowest_loss_scale=1.0)
+    infinite, spike = float("inf"), 100.0
+    steps = [(infinite, 8.0), (infinite, 4.0), (infinite, 2.0), (spike, 2.0), (infinite, 1.0)]
+    with pytest.raises(RuntimeError, match="2 consecutive updates were skipped, up to step 5"):
+        for step, (norm, scale) in enumerate(steps, start=1):
+            with it.starting(step):
+                pass
+            metrics = {"loss": 1.0, "grad_norm": norm, "skipped": 1, "total_skipped": step, "loss_scale": scale}
+            it.dispatched(step, metrics, 0.1)
+        it.flush()
+    notes = [note for note in console.notes if "skipped" in note]
+    assert len(notes) == 5 and "loss scale now 8, samples 0 to 7" in notes[0]
 
 
 @pytest.mark.fault

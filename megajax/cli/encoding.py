@@ -1,0 +1,76 @@
+"""infer.py fill, embed and classify: a line of JSON for each text."""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megajax.inference.text_encoder import Pooling, TextEncoder
+
+FIELDS = ("text", "text_pair", "words")
+
+
+def read_texts(path: str) -> list[dict[str, Any]]:
+    """A text per line; in a .jsonl file each line is an object with text, with text and text_pair, or with words.
+    Raises ValueError."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = [line for line in file.read().splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"texts={path} cannot be read ({error})") from None
+    if not lines:
+        raise ValueError(f"texts={path} has no text; write one per line")
+    if not path.endswith(".jsonl"):
+        return [{"text": line} for line in lines]
+    return [_record(line, f"texts={path} line {number}") for number, line in enumerate(lines, 1)]
+
+
+def _record(line: str, where: str) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where}: not JSON ({error})") from None
+    kept = {name: found[name] for name in FIELDS if name in found} if isinstance(found, dict) else {}
+    words = kept.get("words")
+    texts = [kept[name] for name in ("text", "text_pair") if name in kept]
+    is_text = "text" in kept and all(isinstance(text, str) for text in texts) and words is None
+    is_words = isinstance(words, list) and words and all(isinstance(word, str) for word in words) and not texts
+    if not (is_text or is_words):
+        raise ValueError(f"{where} is not an object with text, with text and text_pair, or with words")
+    return kept
+
+
+def filled(encoder: "TextEncoder", records: Sequence[dict[str, Any]], top_k: int) -> Iterator[dict[str, Any]]:
+    """Each text with the most likely tokens of each of its masks."""
+    found = encoder.fill(_plain(records), top_k)
+    for record, masks in zip(records, found, strict=True):
+        yield record | {"masks": [[candidate._asdict() for candidate in mask] for mask in masks]}
+
+
+def embedded(encoder: "TextEncoder", records: Sequence[dict[str, Any]], pooling: "Pooling") -> Iterator[dict[str, Any]]:
+    """Each text with its embedding."""
+    for record, vector in zip(records, encoder.embed(_plain(records), pooling), strict=True):
+        yield record | {"embedding": [float(f"{value:.7g}") for value in vector.tolist()]}
+
+
+def classified(encoder: "TextEncoder", records: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Each text with its class, or each word with its own."""
+    if encoder.model.config.head == "token_classification":
+        texts = [record.get("words") or record["text"].split() for record in records]
+        for record, words, found in zip(records, texts, encoder.classify_words(texts), strict=True):
+            yield record | {"words": words, "labels": [word.label for word in found]}
+        return
+    if wrong := next((record for record in records if "words" in record), None):
+        raise ValueError(f"words={wrong['words']}: this model classifies texts; give the field text")
+    texts = [tuple(record[name] for name in ("text", "text_pair") if name in record) for record in records]
+    for record, found in zip(records, encoder.classify(texts), strict=True):
+        yield record | found._asdict()
+
+
+def _plain(records: Sequence[dict[str, Any]]) -> list[str]:
+    for record in records:
+        if set(record) != {"text"}:
+            raise ValueError(
+                f"{', '.join(record)}: give the field text alone; pairs and words are for infer.py classify"
+            )
+    return [record["text"] for record in records]

@@ -1,0 +1,246 @@
+"""A bidirectional model as functions of texts: fills masks, embeds, classifies.
+
+Dimensions: B texts of a batch, T tokens, D model width, M masks of a text, V vocabulary.
+A text becomes `[CLS] text [SEP]`, with the special tokens of its training (data/tokenizers/masking_tokens.py). Texts of
+similar length share a batch; lengths are rounded up, so that few programs are compiled.
+"""
+
+import functools
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from megajax.data.samples.classification import encode_words, joined
+from megajax.data.tokenizers.masking_tokens import SPELLINGS, masking_tokens
+from megajax.inference.load import OpenedModel
+from megajax.parallel.context import sequence_order
+from megajax.sharding import BATCH_AXES, constrain
+
+MASK = re.compile("|".join(map(re.escape, SPELLINGS["mask_id"])))
+BATCH_TOKENS = 8192
+MIN_LENGTH = 16
+
+Pooling = Literal["mean", "cls"]
+
+
+class Candidate(NamedTuple):
+    token: str
+    probability: float
+
+
+class Classified(NamedTuple):
+    label: str
+    probabilities: dict[str, float]
+
+
+class TextEncoder:
+    def __init__(self, opened: OpenedModel):
+        """Loads the weights."""
+        self.model = opened.model
+        self.mesh = opened.mesh
+        self.tokenizer = opened.tokenizer
+        self.special = masking_tokens(opened.tokenizer)
+        self._params = opened.restore()
+        self._source = opened.source
+
+    def fill(self, texts: Sequence[str], top_k: int) -> list[list[list[Candidate]]]:
+        """For each [MASK] (or <mask>) of each text the most likely tokens. Raises ValueError for a text without one."""
+        self._check("fill")
+        encoded = [self._encode_masked(text) for text in texts]
+        places = [[place for place, token in enumerate(ids, 1) if token == self.special.mask_id] for ids in encoded]
+        for number, found in enumerate(places):
+            if not found:
+                raise ValueError(f"text {number + 1} has no mask; write [MASK] for each token to fill in")
+        top_k = min(top_k, self.model.config.vocab_size)
+        most = self._rounded(max(map(len, places)))
+        program = jax.jit(functools.partial(_fill, self.model, top_k=top_k))
+
+        def run(batch: dict, rows: list[int], index_of: np.ndarray):
+            where = np.zeros((len(batch["tokens"]), most), np.int32)
+            for row, number in enumerate(rows):
+                where[row, : len(places[number])] = index_of[places[number]]
+            return program(self._params, batch, where)
+
+        found = self._run([(ids,) for ids in encoded], run)
+        return [
+            [
+                [Candidate(self._shown(token), float(p)) for token, p in zip(ids, chances, strict=True)]
+                for ids, chances in zip(tokens[: len(where)], probabilities[: len(where)], strict=True)
+            ]
+            for (tokens, probabilities), where in zip(found, places, strict=True)
+        ]
+
+    def embed(self, texts: Sequence[str], pooling: Pooling) -> np.ndarray:
+        """float32 [texts, D]: the last hidden states of a text, their mean or that of its first token, [CLS]."""
+        self._check("embed")
+        program = jax.jit(functools.partial(_embed, self.model, pooling=pooling))
+        encoded = [(self.tokenizer.encode(text),) for text in texts]
+        return np.stack(self._run(encoded, lambda batch, *_: program(self._params, batch)))
+
+    def classify(self, texts: Sequence[tuple[str, ...]]) -> list[Classified]:
+        """The class of each text, or pair of texts."""
+        self._check_head("sequence_classification")
+        encoded = [tuple(self.tokenizer.encode(part) for part in text) for text in texts]
+        return [self._classified(probabilities) for probabilities in self._probabilities(encoded)]
+
+    def classify_words(self, texts: Sequence[Sequence[str]]) -> list[list[Classified]]:
+        """The class of each word of each text."""
+        self._check_head("token_classification")
+        words = [encode_words(text, self.tokenizer) for text in texts]
+        encoded = [(sum(text, []),) for text in words]
+        return [
+            [self._classified(of_tokens[1 + place]) for place in np.cumsum([0, *map(len, text[:-1])])]
+            for text, of_tokens in zip(words, self._probabilities(encoded), strict=True)
+        ]
+
+    # ------------------------------------------------------------------ parts
+
+    def _check(self, task: str) -> None:
+        config = self.model.config
+        if task not in config.encoder_tasks:
+            known = " and ".join(f"infer.py {name}" for name in config.encoder_tasks) or "infer.py generate"
+            raise ValueError(f"{self._source}: this model.kind={config.kind} has no head to {task} with; use {known}")
+
+    def _check_head(self, head: str) -> None:
+        self._check("classify")
+        if self.model.config.head != head:
+            what = "words" if head == "token_classification" else "texts"
+            raise ValueError(f"{self._source}: model.head={self.model.config.head} does not classify {what}")
+
+    def _encode_masked(self, text: str) -> list[int]:
+        """A tokenizer that knows the mask reads it itself, with the space that it may take in."""
+        known = next((name for name in SPELLINGS["mask_id"] if self.tokenizer.token_id(name) is not None), None)
+        if known is not None:
+            return self.tokenizer.encode_template(MASK.sub(known, text))
+        first, *others = (self.tokenizer.encode(part) if part else [] for part in MASK.split(text))
+        return first + [token for part in others for token in (self.special.mask_id, *part)]
+
+    def _shown(self, token: int) -> str:
+        return self.tokenizer.decode([token]) if token < self.tokenizer.vocab_size else ""
+
+    @functools.cached_property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes: of the labels of the run, or of the folder."""
+        named = _names_in_run(self._source) or _names_in_folder(self._source)
+        return named or tuple(map(str, range(self.model.config.num_classes)))
+
+    def _classified(self, probabilities: np.ndarray) -> Classified:
+        named = dict(zip(self.classes, probabilities.tolist(), strict=True))
+        return Classified(max(named, key=named.get), named)
+
+    def _probabilities(self, encoded: Sequence[tuple[list[int], ...]]) -> list[np.ndarray]:
+        """[classes] of each text, or [T, classes] in the order of its tokens."""
+        program = jax.jit(functools.partial(_classify, self.model))
+        of_words = self.model.config.head == "token_classification"
+
+        def run(batch: dict, rows: list[int], index_of: np.ndarray):
+            found = program(self._params, batch)
+            return found[:, index_of] if of_words else found
+
+        return self._run(encoded, run)
+
+    def _run(self, encoded: Sequence[tuple[list[int], ...]], run: Callable[..., Any]) -> list[Any]:
+        """The rows of run(batch, numbers of the texts in it, index of each token) for each text, in their order."""
+        results: list[Any] = [None] * len(encoded)
+        by_length: dict[int, list[int]] = {}
+        for number, texts in enumerate(encoded):
+            by_length.setdefault(self._rounded(self._length(number, texts)), []).append(number)
+        with jax.set_mesh(self.mesh):
+            for length, numbers in by_length.items():
+                rows = self._num_rows(length, len(numbers))
+                for start in range(0, len(numbers), rows):
+                    chosen = numbers[start : start + rows]
+                    batch, index_of = self._batch([encoded[number] for number in chosen], rows, length)
+                    found = jax.device_get(run(batch, chosen, index_of))
+                    for row, number in enumerate(chosen):
+                        results[number] = jax.tree.map(lambda array, row=row: array[row], found)
+        return results
+
+    def _length(self, number: int, texts: Sequence[Sequence[int]]) -> int:
+        length = 1 + sum(len(text) + 1 for text in texts)
+        longest = self.model.config.max_length
+        if longest is not None and length > longest:
+            raise ValueError(f"text {number + 1} has {length} tokens; the model reads {longest}: shorten or split it")
+        return length
+
+    def _rounded(self, length: int) -> int:
+        """A power of two times what the mesh divides."""
+        unit = 2 * self.mesh.shape["context"] * self.mesh.shape["tensor"]
+        rounded = -(-MIN_LENGTH // unit) * unit
+        while rounded < length:
+            rounded *= 2
+        return rounded
+
+    def _num_rows(self, length: int, count: int) -> int:
+        shards = math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
+        wanted = 1 << (-(-count // shards) - 1).bit_length()
+        return max(1, min(wanted, BATCH_TOKENS // (length * shards))) * shards
+
+    def _batch(self, texts: list[tuple[list[int], ...]], rows: int, length: int) -> tuple[dict, np.ndarray]:
+        """-> (arrays [rows, length], index of the token at each position)."""
+        tokens = np.full((rows, length), self.special.pad_id, np.int32)
+        types = np.zeros_like(tokens)
+        segments = np.zeros_like(tokens)
+        for row, text in enumerate(texts):
+            ids, of_types = joined(text, self.special, length)
+            tokens[row, : len(ids)] = ids
+            types[row, : len(ids)] = of_types
+            segments[row, : len(ids)] = 1
+        longest = self.model.config.max_length or length
+        positions = np.broadcast_to(np.minimum(np.arange(length, dtype=np.int32), longest - 1), tokens.shape)
+        order = sequence_order(length, self.mesh.shape["context"], self.model.execution.context_attention)
+        batch = {"tokens": tokens, "positions": positions, "segment_ids": segments, "token_types": types}
+        return {name: array[:, order] for name, array in batch.items()}, np.argsort(order)
+
+
+def _hidden(model, params: dict, batch: dict):
+    batch = {name: constrain(array, "batch", "time") for name, array in batch.items()}
+    module = model.module(params)
+    return module, module.hidden(batch), batch
+
+
+def _fill(model, params: dict, batch: dict, where_BM: jax.Array, *, top_k: int):
+    """-> (tokens int32, probabilities float32) [B, M, top_k]."""
+    module, h_BTD, _ = _hidden(model, params, batch)
+    h_BMD = jnp.take_along_axis(constrain(h_BTD, "batch", None, None), where_BM[..., None], axis=1)
+    probabilities, tokens = jax.lax.top_k(jax.nn.softmax(module.logits(h_BMD)), top_k)
+    return _replicated((tokens, probabilities))
+
+
+def _embed(model, params: dict, batch: dict, *, pooling: Pooling):
+    """float32 [B, D]."""
+    _, h_BTD, batch = _hidden(model, params, batch)
+    counts_BT = batch["segment_ids"] == 1 if pooling == "mean" else batch["positions"] == 0
+    weights_BT = counts_BT.astype(jnp.float32)
+    total_BD = jnp.sum(h_BTD.astype(jnp.float32) * weights_BT[..., None], axis=1)
+    return _replicated(total_BD / jnp.maximum(jnp.sum(weights_BT, axis=1, keepdims=True), 1))
+
+
+def _classify(model, params: dict, batch: dict):
+    """float32 [B, C] or [B, T, C]."""
+    module, h_BTD, batch = _hidden(model, params, batch)
+    return _replicated(jax.nn.softmax(module.class_logits(h_BTD, batch)))
+
+
+def _replicated(tree):
+    return jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, P()), tree)
+
+
+def _names_in_run(source) -> tuple[str, ...] | None:
+    path = Path(getattr(source, "run_dir", "")) / "data.json"
+    found = json.loads(path.read_text()) if path.is_file() else {}
+    names = found.get("format", {}).get("classes")
+    return None if names is None else tuple(names)
+
+
+def _names_in_folder(source) -> tuple[str, ...] | None:
+    names = getattr(source, "options", {}).get("id2label")
+    return None if names is None else tuple(names[key] for key in sorted(names, key=int))

@@ -1,0 +1,48 @@
+"""Attention by NVIDIA's Transformer Engine, where it is installed: execution.attention_backend=transformer_engine.
+
+Only its public function is used, transformer_engine.jax.attention.fused_attn (signature of 2.20). It does not return
+the log-sum-exp of the scores. So the backward pass runs the forward pass again, and what needs that number (attention
+sinks, a sequence split over `context`) is not supported. It has not run on a GPU yet; docs/low_precision.md says what
+was tested.
+"""
+
+import importlib
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+
+PACKAGE = "transformer_engine_jax"
+
+
+def problem() -> str:
+    """Why it cannot be used here, or an empty string."""
+    return "" if importlib.util.find_spec(PACKAGE) else f"the package {PACKAGE} is not installed"
+
+
+def forward(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *, causal: bool, window: int | None, scale: float
+) -> jax.Array:
+    """softmax(scale * q k^T) v of one device -> [B, T, N, H] in q's dtype. window: see ops/attention.py."""
+    engine = importlib.import_module("transformer_engine.jax.attention")
+    lengths = tuple(jnp.full(a.shape[0], a.shape[1], jnp.int32) for a in (q_BTNH, k_BSKH))
+    return engine.fused_attn(
+        (q_BTNH, k_BSKH, v_BSKH),
+        None,
+        engine.SequenceDescriptor.from_seqlens(lengths),
+        None,
+        attn_bias_type=engine.AttnBiasType.NO_BIAS,
+        attn_mask_type=engine.AttnMaskType.CAUSAL_MASK if causal else engine.AttnMaskType.NO_MASK,
+        qkv_layout=engine.QKVLayout.BSHD_BSHD_BSHD,
+        softmax_type=engine.AttnSoftmaxType.VANILLA_SOFTMAX,
+        scaling_factor=scale,
+        dropout_probability=0.0,
+        is_training=True,
+        window_size=None if window is None else (window - 1, 0),  # keys before and after the query's own
+    )
+
+
+def backward(q_BTNH, k_BSKH, v_BSKH, d_out_BTNH, **options) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of q, k and v; options: those of `forward`."""
+    _, vjp = jax.vjp(lambda q, k, v: forward(q, k, v, **options), q_BTNH, k_BSKH, v_BSKH)
+    return vjp(d_out_BTNH)

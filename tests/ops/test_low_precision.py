@@ -1,0 +1,164 @@
+"""The low-precision matmul and its gradients against float64, on one device and on meshes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from megajax.ops.low_precision import FORMATS, DelayedScaling, low_precision_matmul
+from megajax.ops.matmul import Float32Gradient
+
+ROWS, K, N = (2, 32), (4, 16), (2, 32)
+
+
+def sample():
+    """x [2, 32, 4, 16], two weights [4, 16, 1, 32] that are joined, and dy [2, 32, 2, 32]."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(*ROWS, *K)) * np.exp(rng.normal(size=(*ROWS, 1, 1)))
+    weights = [rng.normal(size=(*K, 1, 32)) * scale for scale in (0.02, 0.05)]
+    dy = rng.normal(size=(*ROWS, *N)) * 1e-4 * np.exp(rng.normal(size=(*ROWS, 1, 1)))
+    return tuple(jax.tree.map(lambda a: a.astype(np.float32), (x, weights, dy)))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def products(recipe, x, weights, dy, scalings=()):
+    """-> y, (dx, [dw], [observed])."""
+
+    def product(x, weights, scalings):
+        return low_precision_matmul(x, weights, 2, 2, recipe, (False, False), scalings)
+
+    y, pull_back = jax.vjp(product, x, weights, scalings)
+    return y, pull_back(dy)
+
+
+def exact(x, weights, dy):
+    """y, dx and the joined dw in float64."""
+    x, dy = x.reshape(64, 64).astype(np.float64), dy.reshape(64, 64).astype(np.float64)
+    w = np.concatenate(weights, 2).reshape(64, 64).astype(np.float64)
+    return x @ w, dy @ w.T, x.T @ dy
+
+
+def found(result):
+    y, (dx, dw, _) = result
+    return [np.asarray(a, np.float64).reshape(64, 64) for a in (y, dx, np.concatenate(dw, 2))]
+
+
+def rounded(a, dtype, largest):
+    """Rounded to multiples of one scale, which is rounded up to 8 significant bits."""
+    scale = np.abs(a).max() / largest
+    unit = 2.0 ** (np.floor(np.log2(scale)) - 7)
+    scale = np.ceil(scale / unit) * unit
+    return np.clip(a / scale, -largest, largest).astype(np.float32).astype(dtype).astype(np.float64) * scale
+
+
+def test_fp8_products_are_those_of_the_rounded_operands():
+    x, weights, dy = sample()
+    x8 = rounded(x, ml_dtypes.float8_e4m3fn, 448)
+    w8 = rounded(np.concatenate(weights, 2), ml_dtypes.float8_e4m3fn, 448)
+    dy8 = rounded(dy, ml_dtypes.float8_e5m2, 57344)
+    for a, b in zip(found(products("fp8", x, weights, dy)), exact(x8, [w8], dy8), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+
+
+# Relative error of a product of two operands, of which either has that of its format: 2.6 % (e4m3), 5.2 % (e5m2), 10 %
+# to 14 % (e2m1); the values of a row vary by a factor of e, so that tensor scales also lose small ones.
+BOUNDS = {"fp8": 0.06, "fp8_rowwise": 0.045, "fp8_blockwise": 0.045, "mxfp8": 0.045, "nvfp4": 0.22}
+
+
+@pytest.mark.parametrize("recipe", BOUNDS)
+def test_products_and_gradients_are_as_exact_as_the_format(recipe):
+    x, weights, dy = sample()
+    for a, b in zip(found(products(recipe, x, weights, dy)), exact(x, weights, dy), strict=True):
+        error = np.linalg.norm(a - b) / np.linalg.norm(b)
+        assert BOUNDS[recipe] / 10 < error < BOUNDS[recipe]
+
+
+def test_the_weight_and_its_gradient_keep_their_precision():
+    x, weights, dy = sample()
+    narrow = (x.astype(jnp.bfloat16), weights, dy.astype(jnp.bfloat16))
+    y, (dx, dw, _) = products("fp8", *narrow)
+    wide = jax.jit(
+        lambda x, w, dy: jax.vjp(
+            lambda w: low_precision_matmul(x, [Float32Gradient(w)], 2, 2, "fp8", (False, False)), w
+        )[1](dy)
+    )(narrow[0], weights[0], narrow[2][:, :, :1])[0]
+    assert (y.dtype, dx.dtype, dw[0].dtype, wide.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32, jnp.float32)
+
+    def is_bfloat16(a):
+        return np.all(np.asarray(a) == np.asarray(a.astype(jnp.bfloat16), np.float32))
+
+    assert is_bfloat16(dw[0]) and not is_bfloat16(wide)
+
+
+def test_delayed_scales_are_those_of_transformer_engine():
+    """scale = (largest / max of history) / 2^margin; an amax of zero or infinity keeps the scale."""
+    update = jax.jit(DelayedScaling(margin=1))
+    scaling = DelayedScaling.initial(3)
+    np.testing.assert_array_equal(scaling, [[1, 0, 0, 0]] * 3)
+    amaxes = [[2.0, 0.0, 7.0], [4.0, 0.5, 3.5], [1.0, 0.25, np.inf], [0.5, 0.25, 1.0], [0.125, 0.125, 1.0]]
+    scales = [
+        [112.0, 1.0, 4096.0],
+        [56.0, 448.0, 4096.0],
+        [56.0, 448.0, 4096.0],
+        [56.0, 448.0, 4096.0],
+        [224.0, 896.0, 4096.0],
+    ]
+    for amax, scale in zip(amaxes, scales, strict=True):
+        observed = np.zeros((3, 4), np.float32)
+        observed[:, 1] = amax
+        scaling = update(scaling, observed)
+        np.testing.assert_array_equal(scaling[:, 0], scale)
+    np.testing.assert_array_equal(scaling[:, 1:], [[0.125, 0.5, 1.0], [0.125, 0.25, 0.25], [1.0, 1.0, np.inf]])
+
+
+def test_delayed_scaling_uses_earlier_scales_and_observes_magnitudes():
+    x, weights, dy = sample()
+    amaxes = [np.abs(x).max(), max(np.abs(w).max() for w in weights), np.abs(dy).max()]
+    scaling = DelayedScaling.initial(2).at[:, 0].set(np.array([448, 448, 57344], np.float32) / amaxes)
+    result = products("fp8_delayed", x, weights, dy, (scaling, scaling))
+    for a, b in zip(found(result), found(products("fp8", x, weights, dy)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+    for observed in result[1][2]:
+        np.testing.assert_array_equal(observed, np.stack([np.zeros(3), amaxes, np.zeros(3)], 1).astype(np.float32))
+    saturated = products("fp8_delayed", x, weights, dy, (scaling * 16, scaling * 16))
+    assert np.isfinite(saturated[0]).all() and np.abs(saturated[0]).max() < np.abs(result[0]).max()
+
+
+@pytest.mark.parametrize("recipe", FORMATS)
+def test_zeros_give_zeros(recipe):
+    x, weights, dy = jax.tree.map(np.zeros_like, sample())
+    scalings = (DelayedScaling.initial(2),) * 2 if recipe == "fp8_delayed" else ()
+    y, (dx, dw, _) = products(recipe, x, weights, dy, scalings)
+    assert not any(np.any(a) for a in (y, dx, *dw))
+
+
+def product_of_residual(x, w, dy):
+    """-> y, (dx, dw)."""
+    y, pull_back = jax.vjp(lambda x, w: low_precision_matmul(x, [w], 0, 1, "fp8", (True, False)), x, w)
+    return y, pull_back(dy)
+
+
+@functools.cache
+def on_one_device():
+    """-> arguments of product_of_residual, its results."""
+    rng = np.random.default_rng(2)
+    arguments = [rng.normal(size=shape).astype(np.float32) for shape in ((8, 16, 32), (32, 64), (8, 16, 64))]
+    return arguments, jax.device_get(jax.jit(product_of_residual)(*arguments))
+
+
+@pytest.mark.parametrize("sizes", [dict(data=2, fsdp=2, tensor=2), dict(context=2, expert=2, tensor=2)], ids=str)
+def test_every_mesh_rounds_to_the_same_numbers(sizes, make_test_mesh):
+    arguments, expected = on_one_device()
+    mesh = make_test_mesh(**sizes)
+    batch = ("data", "fsdp", "expert")
+    specs = P(batch, ("context", "tensor")), P(("fsdp", "context"), "tensor"), P(batch, "context", "tensor")
+    split = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(arguments, specs, strict=True)]
+    with jax.set_mesh(mesh):
+        results = jax.jit(product_of_residual)(*split)
+    for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6 * float(np.abs(b).max()))  # float32 sums in another order

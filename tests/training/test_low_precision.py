@@ -1,0 +1,173 @@
+"""Training with precision.recipe: which matmuls it concerns, and that meshes and loops agree."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from megajax.config import Config, incompatibilities, override
+from megajax.mesh import MeshConfig, make_mesh
+from megajax.models.decoder import DecoderConfig
+from megajax.models.execution import ExecutionConfig
+from megajax.models.model import Model
+from megajax.optim.config import OptimizerConfig
+from megajax.optim.optimizer import Optimizer
+from megajax.parallel.context import sequence_order
+from megajax.parallel.schedule import make_stages
+from megajax.parameters import matches, name_of
+from megajax.precision import PrecisionConfig
+from megajax.sharding import batch_spec
+from megajax.training.config import TrainingConfig
+from megajax.training.state import new_state, state_shardings
+from megajax.training.step import make_train_step
+from megajax.upcycling import model_for
+
+STEPS, BATCH, LENGTH = 3, 8, 16
+LLAMA = DecoderConfig(num_layers=4, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=32, vocab_size=96, bias=False,
+                      vocab_multiple=32, position="rope", norm="rmsnorm", activation="swiglu")  # fmt: skip
+PRECISION = PrecisionConfig(recipe="fp8_delayed", compute="float32", high_layers=(1, 0), amax_history=2)
+
+
+def batch(step: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(step)
+    tokens = rng.integers(0, 96, (2, BATCH, LENGTH + 1), dtype=np.int32)
+    positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), tokens[..., 1:].shape)
+    mask = np.ones(positions.shape, np.float32)
+    return dict(tokens=tokens[..., :-1], labels=tokens[..., 1:], positions=positions, loss_mask=mask)
+
+
+def train(**sizes: int):
+    """-> (losses, final parameters, final variables), layers in the order of the model: recomputed in a loop, or
+    unrolled in a pipeline."""
+    execution = ExecutionConfig() if "pipeline" in sizes else ExecutionConfig(scan_layers=True, recompute="full")
+    mesh_config = MeshConfig(**sizes)
+    mesh = make_mesh(mesh_config, jax.devices()[: mesh_config.num_devices])
+    stages = make_stages(mesh_config, LLAMA.num_layers)
+    model = Model(LLAMA, PRECISION, execution, stages=stages)
+    optimizer = Optimizer(OptimizerConfig(learning_rate=1e-2, min_learning_rate=0.0), model.trained)
+    shardings = state_shardings(model, optimizer, mesh, False)
+    state = new_state(model, optimizer, model.init(0, mesh), mesh, shardings)
+    step = make_train_step(model, optimizer, TrainingConfig(seed=0))
+    losses = []
+    order = sequence_order(LENGTH, mesh_config.context, execution.context_attention)
+    with jax.set_mesh(mesh):
+        step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+        for number in range(STEPS):
+            arrays = {name: array[..., order] for name, array in batch(number).items()}
+            arrays = jax.device_put(arrays, NamedSharding(mesh, batch_spec()))
+            state, metrics = step(state, arrays, np.float32(1e-2))
+            losses.append(float(metrics["loss"]))
+    rows = model.layer_rows["layers.dense"]
+
+    def in_order(tree):
+        layers = jax.tree.map(lambda a: a.reshape(rows.size, *a.shape[rows.ndim :])[np.argsort(rows.ravel())], tree)
+        return layers["layers"]["dense"]
+
+    return losses, *(in_order(jax.device_get({"layers": tree["layers"]})) for tree in (state.params, state.variables))
+
+
+@pytest.fixture(scope="module")
+def on_one_device():
+    return train()
+
+
+def assert_same(result, reference) -> None:
+    """A sum in another order moves an element to a neighbouring FP8 number only where it is next to the middle of two:
+    one in a million float32 roundings. AdamW amplifies that to whole updates of the elements with tiny gradients."""
+    np.testing.assert_allclose(result[0], reference[0], rtol=2e-5)
+    for got, want in zip(jax.tree.leaves(result[1]), jax.tree.leaves(reference[1]), strict=True):
+        assert np.mean(np.abs(got - want)) < 1e-4
+    for got, want in zip(jax.tree.leaves(result[2]), jax.tree.leaves(reference[2]), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-3)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(fsdp=2, tensor=2, context=2),
+        dict(pipeline=2, fsdp=2, data=2),
+        pytest.param(dict(data=8), marks=pytest.mark.slow),
+        pytest.param(dict(fsdp=8), marks=pytest.mark.slow),
+        pytest.param(dict(tensor=2), marks=pytest.mark.slow),
+        pytest.param(dict(expert=2, context=2), marks=pytest.mark.slow),
+        pytest.param(dict(pipeline=2, tensor=2), marks=pytest.mark.slow),
+    ],
+    ids=lambda sizes: "-".join(f"{axis}{size}" for axis, size in sizes.items()),
+)
+def test_mesh_matches_one_device(sizes, on_one_device):
+    assert_same(train(**sizes), on_one_device)
+
+
+def test_scales_follow_the_magnitudes_of_the_last_steps(on_one_device):
+    _, _, variables = on_one_device
+    for name in ("query", "key", "value", "out"):
+        scaling = variables["attention"][f"{name}_scaling"]
+        assert scaling.shape == (4, 3, 3)
+        np.testing.assert_array_equal(scaling[0], [[1, 0, 0]] * 3)  # a high layer
+        expected = np.array([448, 448, 57344], np.float32) / scaling[1:, :, 1:].max(-1)
+        np.testing.assert_allclose(scaling[1:, :, 0], expected, rtol=1e-6)
+    # Joined products share a scale.
+    np.testing.assert_array_equal(variables["mlp"]["gate_scaling"], variables["mlp"]["up_scaling"])
+
+
+def num_roundings(**changes) -> int:
+    """Arrays that the forward pass rounds to e4m3."""
+    precision = dataclasses.replace(PRECISION, **{"recipe": "fp8", "amax_history": 1024, **changes})
+    model = Model(LLAMA, precision)
+    arrays = {name: a[0] for name, a in batch(0).items()}
+    arrays["loss_weights"] = arrays.pop("loss_mask")
+    program = jax.make_jaxpr(lambda weights: model.loss(weights, arrays).total())(model.abstract_weights)
+    return str(program).count("new_dtype=float8_e4m3fn")
+
+
+def test_only_the_chosen_modules_of_inner_layers_are_rounded():
+    """A layer rounds its inputs (of query, key and value; of out; of gate and up; of down) and its seven matrices."""
+    assert num_roundings(high_layers=(0, 0)) == 4 * 11
+    assert num_roundings(high_layers=(1, 2)) == 11
+    assert num_roundings(high_layers=(0, 0), low_modules=("mlp.*",)) == 4 * 5
+    # Products that are joined need the same format.
+    assert num_roundings(high_layers=(0, 0), low_modules=("attention.query", "attention.out")) == 4 * 2
+    assert num_roundings(recipe="bf16") == num_roundings(high_layers=PRECISION.for_inference.high_layers) == 0
+
+
+def test_weights_and_their_initial_values_do_not_depend_on_the_recipe():
+    high, low = (Model(LLAMA, PrecisionConfig(recipe=recipe)) for recipe in ("bf16", "mxfp8"))
+    assert high.abstract_weights == low.abstract_weights
+    assert high.records == low.records
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--precision.recipe=fp8", "--precision.high_layers=2,2"], "precision.high_layers=2,2 leaves no layer"),
+        (["--precision.amax_margin=1"], "precision.amax_margin=1 has no effect with precision.recipe=bf16"),
+        (["--precision.recipe=fp8", "--precision.low_modules=attn.*"], "'attn.[*]' matches no matrix; the layers have"),
+    ],
+)
+def test_settings_without_effect_are_refused(overrides, message):
+    config = override(Config(model=LLAMA), overrides)
+    with pytest.raises(ValueError, match=message):
+        config.check()
+        config.make_model()
+
+
+def test_a_run_resumes_with_another_recipe_unless_scales_are_part_of_its_state():
+    changed = functools.partial(dataclasses.replace, Config(model=LLAMA))
+    bf16, fp8, delayed = (changed(precision=PrecisionConfig(recipe=name)) for name in ("bf16", "fp8", "fp8_delayed"))
+    assert incompatibilities(bf16, fp8) == []
+    assert incompatibilities(fp8, delayed) == ["precision.recipe: fp8 -> fp8_delayed"]
+
+
+def test_a_new_run_starts_from_weights_without_scales():
+    bf16, delayed = (Config(model=LLAMA, precision=PrecisionConfig(recipe=name)) for name in ("bf16", "fp8_delayed"))
+    source = model_for(bf16, delayed)
+    assert source.abstract_weights == bf16.make_model().abstract_weights
+    added = set(names(delayed.make_model())) - set(names(source))
+    assert added and all(matches(name, ["*_scaling"]) for name in added)  # as docs/low_precision.md says
+
+
+def names(model: Model) -> list[str]:
+    return [name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(model.abstract_weights)]
