@@ -63,6 +63,7 @@ def generate(options: argparse.Namespace) -> None:
     prompts = read_prompts(options.prompts) if options.prompts else options.prompt
     if options.output is not None and Path(options.output).exists():
         raise ValueError(f"output={options.output} exists; give a new file")
+    _serving(options)  # what is wrong there is said before anything is opened
     if open_source(options.run, options.step).config.model.reads_source:
         _write_from_source(options, prompts, sampling)
         return
@@ -232,14 +233,20 @@ def _engines(options: argparse.Namespace):
 
 
 def _open(from_run, options: argparse.Namespace):
-    from megajax.inference.engine import ServingConfig
     from megajax.mesh import use_compilation_cache
+
+    opened = from_run(options.run, _mesh(options), options.step, _serving(options), options.draft_run)
+    use_compilation_cache()
+    return opened
+
+
+def _serving(options: argparse.Namespace):
+    """The ServingConfig, checked."""
+    from megajax.inference.config import ServingConfig
 
     serving = ServingConfig(**{name: getattr(options, name) for name in SERVING if getattr(options, name) is not None})
     serving.check()
-    opened = from_run(options.run, _mesh(options), options.step, serving, options.draft_run)
-    use_compilation_cache()
-    return opened
+    return serving
 
 
 def _mesh(options: argparse.Namespace):
