@@ -33,8 +33,8 @@ class ServingConfig:
     decode_steps: PositiveInt = 4
     """Tokens per sequence of one call of the device."""
     draft_tokens: int = 0
-    """Speculative decoding: guess up to this many tokens per sequence and step from its own text (prompt lookup); the
-    result is the same. 0: off."""
+    """Speculative decoding: guess up to this many tokens per sequence and step, from its own text (prompt lookup) or by
+    a draft model; the result is the same. 0: off."""
 
     def check(self) -> None:
         """Raises ValueError for the first invalid value."""

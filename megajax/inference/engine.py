@@ -103,8 +103,10 @@ class Engine:
         before each text prompt. draft: a smaller model with the same tokens, and its parameters, to guess
         serving.draft_tokens tokens (inference/draft.py); None: prompt lookup, unless that is 0.
 
-        Raises ValueError for invalid serving settings, and if the memory holds no page.
+        Raises ValueError for invalid serving settings, a model that does not continue text, and if the memory holds no
+        page.
         """
+        model.config.check_generates()
         serving.check()
         self.model = model
         self.mesh = mesh
