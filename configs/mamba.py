@@ -16,7 +16,8 @@ from megajax.training.config import TrainingConfig
 def mamba2_tiny() -> Config:
     """A 1 M parameter Mamba-2 on the source code of Python's standard library, beside gpt_tiny: minutes on a laptop.
 
-    Hardware: 2 CPU cores. The data, batches and optimizer are those of gpt_tiny.
+    Hardware: 2 CPU cores. The data, batches and optimizer are those of gpt_tiny, which ends at 1.730 bits per byte.
+    Measured: 1.696 bits per byte after 100 of the 150 steps (a busy machine, so without times; jax 0.10.2, 2026-11-23).
     Command: python train.py --config=mamba2_tiny
     """
     return _tiny(num_layers=7, pattern="M")
@@ -25,7 +26,9 @@ def mamba2_tiny() -> Config:
 def hybrid_tiny() -> Config:
     """A 1 M parameter hybrid, Mamba-2 with one attention layer and MLPs, beside gpt_tiny: minutes on a laptop.
 
-    Hardware: 2 CPU cores. The data, batches and optimizer are those of gpt_tiny.
+    Hardware: 2 CPU cores. The data, batches and optimizer are those of gpt_tiny, which ends at 1.730 bits per byte.
+    Measured: 1.553 bits per byte after 150 steps and 5 min 10 s of CPU time, compilation and evaluations included (a
+    busy machine, so without the time of a step; jax 0.10.2, 2026-11-23).
     Command: python train.py --config=hybrid_tiny
     """
     return _tiny(num_layers=7, pattern="M-M*-M-")
