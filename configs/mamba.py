@@ -49,23 +49,23 @@ def mamba2_130m() -> Config:
 def mamba2_2p7b() -> Config:
     """Mamba-2 of 2.7 B parameters as published (Dao and Gu 2024).
 
-    Hardware: one host of H100s, weights and optimizer sharded. Not measured.
+    Hardware: 8 GPUs of one host, weights and optimizer sharded. Not measured.
     Command: python train.py --config=mamba2_2p7b --data.source=indexed --data.paths=PREFIX
     """
     return Config(
         model=_mamba2(num_layers=64, embed_dim=2560),
         execution=ExecutionConfig(recompute="selective"),
-        mesh=MeshConfig(fsdp=-1),
+        mesh=MeshConfig(fsdp=8),
         data=DataConfig(source="mock"),
         optimizer=OptimizerConfig(learning_rate=8e-4, min_learning_rate=1e-5, warmup_steps=1000, weight_decay=0.1),
-        training=TrainingConfig(steps=50_000, global_batch_size=256, microbatch_size=16, sequence_length=2048),
+        training=TrainingConfig(steps=50_000, global_batch_size=256, microbatch_size=8, sequence_length=2048),
     )
 
 
 def hybrid_8b() -> Config:
     """The sizes of Nemotron-H 8B (NVIDIA 2025, arXiv 2504.03624): 24 Mamba-2, 4 attention and 24 MLP layers.
 
-    Hardware: one host of H100s, tensor 2 x fsdp 4. Not measured.
+    Hardware: 8 GPUs of one host, tensor 2 x fsdp 4. Not measured.
     Command: python train.py --config=hybrid_8b --data.source=indexed --data.paths=PREFIX
     """
     pattern = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"

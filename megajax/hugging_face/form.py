@@ -63,13 +63,46 @@ class DecoderForm(Form):
     default = DecoderConfig()
 
     def with_sizes(self, config: DecoderConfig) -> DecoderConfig:
-        return _with_sizes(config)
+        biases = ("qkv_bias", "attention_out_bias", "mlp_bias")
+        given = {name: getattr(config, name) for name in biases}
+        moe = config.moe
+        if moe.num_experts is not None and moe.expert_dim is None:
+            moe = dataclasses.replace(moe, expert_dim=config.width_of_mlp)
+        return dataclasses.replace(
+            config,
+            num_kv_heads=config.kv_heads,
+            head_dim=config.width_of_head,
+            mlp_dim=config.width_of_mlp,
+            bias=all(config.bias if value is None else value for value in given.values()),
+            moe=moe,
+            **{name: config.bias if value is None else value for name, value in given.items()},
+        )
 
     def without_training(self, config: DecoderConfig) -> DecoderConfig:
-        return _without_training(config)
+        """Without what only concerns training: dropout, and the losses and the capacity of routers."""
+        losses = dict(aux_loss=0.0, sequence_aux_loss=0.0, global_aux_loss=0.0, z_loss=0.0)
+        router = dataclasses.replace(config.moe.router, **losses, capacity_factor=None, drop="probability")
+        moe = dataclasses.replace(config.moe, router=router)
+        return dataclasses.replace(config, dropout=0.0, attention_dropout=0.0, moe=moe)
 
     def canonical(self, config: DecoderConfig) -> DecoderConfig:
-        return _canonical(config)
+        default = self.default
+        config = super().canonical(config)
+        has_experts = [config.moe.has_experts(number) for number in range(config.num_layers)]
+        is_rope = config.position == "rope"
+        return dataclasses.replace(
+            config,
+            vocab_multiple=default.vocab_multiple,
+            init_std=default.init_std,
+            max_positions=config.max_positions if config.position == "learned" else default.max_positions,
+            rope=_canonical_rope(config.rope) if is_rope else default.rope,
+            no_rope_every=config.no_rope_every if is_rope else None,
+            full_attention_every=config.full_attention_every if config.window else None,
+            norm_bias=config.norm_bias if config.norm == "layernorm" else default.norm_bias,
+            mlp_dim=default.mlp_dim if all(has_experts) else config.mlp_dim,
+            mtp_loss=default.mtp_loss,
+            moe=_canonical_moe(config.moe, has_experts) if any(has_experts) else default.moe,
+        )
 
     def rows(self, config: DecoderConfig, table: Sequence[Row]) -> list[Row]:
         rows = list(table)
@@ -98,53 +131,6 @@ class DecoderForm(Form):
         if config.position == "learned":
             return config
         return dataclasses.replace(config, max_positions=max(config.max_positions, sequence_length))
-
-
-def _with_sizes(config: DecoderConfig) -> DecoderConfig:
-    """The same model with default sizes and biases resolved."""
-    biases = ("qkv_bias", "attention_out_bias", "mlp_bias")
-    given = {name: getattr(config, name) for name in biases}
-    moe = config.moe
-    if moe.num_experts is not None and moe.expert_dim is None:
-        moe = dataclasses.replace(moe, expert_dim=config.width_of_mlp)
-    return dataclasses.replace(
-        config,
-        num_kv_heads=config.kv_heads,
-        head_dim=config.width_of_head,
-        mlp_dim=config.width_of_mlp,
-        bias=all(config.bias if value is None else value for value in given.values()),
-        moe=moe,
-        **{name: config.bias if value is None else value for name, value in given.items()},
-    )
-
-
-def _without_training(config: DecoderConfig) -> DecoderConfig:
-    """Without what only concerns training: dropout, and the losses and the capacity of routers."""
-    losses = dict(aux_loss=0.0, sequence_aux_loss=0.0, global_aux_loss=0.0, z_loss=0.0)
-    router = dataclasses.replace(config.moe.router, **losses, capacity_factor=None, drop="probability")
-    moe = dataclasses.replace(config.moe, router=router)
-    return dataclasses.replace(config, dropout=0.0, attention_dropout=0.0, moe=moe)
-
-
-def _canonical(config: DecoderConfig) -> DecoderConfig:
-    """Equal for all configs of models that compute the same: unused fields have their defaults."""
-    default = DecoderConfig()
-    config = _without_training(_with_sizes(config))
-    has_experts = [config.moe.has_experts(number) for number in range(config.num_layers)]
-    is_rope = config.position == "rope"
-    return dataclasses.replace(
-        config,
-        vocab_multiple=default.vocab_multiple,
-        init_std=default.init_std,
-        max_positions=config.max_positions if config.position == "learned" else default.max_positions,
-        rope=_canonical_rope(config.rope) if is_rope else default.rope,
-        no_rope_every=config.no_rope_every if is_rope else None,
-        full_attention_every=config.full_attention_every if config.window else None,
-        norm_bias=config.norm_bias if config.norm == "layernorm" else default.norm_bias,
-        mlp_dim=default.mlp_dim if all(has_experts) else config.mlp_dim,
-        mtp_loss=default.mtp_loss,
-        moe=_canonical_moe(config.moe, has_experts) if any(has_experts) else default.moe,
-    )
 
 
 def _canonical_moe(moe: MoeConfig, has_experts: Sequence[bool]) -> MoeConfig:

@@ -260,6 +260,12 @@ def test_writes_what_it_predicts_without_a_cache(writer):
         assert found.tokens == np.argmax(expected, -1).tolist() and found.finish_reason == "length"
 
 
+@pytest.mark.slow
+def test_any_mesh_writes_the_same(trained, writer):
+    meshed = SequenceToSequence(open_model(trained[0].run_dir, MeshConfig(data=2, fsdp=2, tensor=2)))
+    assert meshed.write(PROMPTS, GREEDY) == writer.write(PROMPTS, GREEDY)
+
+
 def test_samples_by_seed_and_ends_at_a_stop_text(writer):
     hot = dataclasses.replace(GREEDY, temperature=1.0)
     first, again, other = (writer.write(PROMPTS, dataclasses.replace(hot, seed=seed)) for seed in (3, 3, 4))
