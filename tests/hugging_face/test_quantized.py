@@ -229,6 +229,8 @@ def test_quantised_matrices_are_those_of_the_engine(name, dtype, inputs, write_d
             np.testing.assert_array_equal(levels.matrix(), read[row])
             if inputs == "static":
                 assert levels.input_scale == np.float32((row + 1) / 448)
+    loaded = jax.tree.leaves(open_model(tmp_path / "out", compute="float32").restore(), is_leaf=is_quantized)
+    assert sum(map(is_quantized, loaded)) == sum(before.map.shapes[parameter][0] for parameter in names)
     outside = before.read("final_norm.scale", None, (slice(None),), np.float32)
     np.testing.assert_array_equal(after.read("final_norm.scale", None, (slice(None),), np.float32), outside)
 

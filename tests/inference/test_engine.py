@@ -13,6 +13,7 @@ import pytest
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.config import Config
 from megajax.data.tokenizers.tokenizer import BytesTokenizer, NullTokenizer
+from megajax.inference.draft import check_same_tokens
 from megajax.inference.engine import Engine, ServingConfig
 from megajax.inference.sampling import Sampling
 from megajax.layers.mamba import MambaConfig
@@ -518,6 +519,19 @@ def test_a_run_is_restored_from_any_step_onto_any_mesh(run_dir, step, mesh):
     assert query.sharding.shard_shape((32, 4, 8)) == (32, 4 // (mesh.tensor if mesh else 1), 8)
     params = engine.model.stacked(engine.params)
     jax.tree.map(np.testing.assert_array_equal, params, random_params(engine.model, step or 2))
+
+
+def test_the_draft_model_of_a_run_is_on_the_same_devices_and_has_the_same_tokens(run_dir):
+    serving = dataclasses.replace(SERVING, draft_tokens=2)
+    mesh = MeshConfig(tensor=2)
+    engine = Engine.from_run(run_dir, mesh, 1, serving, draft_run=run_dir, devices=jax.devices()[4:])
+    query = engine.draft.params["layers"]["dense"]["attention"]["query"][0]
+    assert query.sharding.device_set == set(jax.devices()[4:6])
+    np.testing.assert_array_equal(query, random_params(engine.model, 2)["layers"]["dense"]["attention"]["query"][0])
+    for other in (NullTokenizer(100), NullTokenizer(BytesTokenizer().vocab_size)):
+        with pytest.raises(ValueError, match="draft_run=small has another tokenizer"):
+            check_same_tokens("small", BytesTokenizer(), other)
+    check_same_tokens("small", BytesTokenizer(), BytesTokenizer())
 
 
 def test_runs_that_cannot_be_served_are_refused(run_dir, tmp_path):

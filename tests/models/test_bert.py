@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import configs
 from megajax import run
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.cli import infer
@@ -162,6 +163,13 @@ def test_every_gradient_equals_megatrons(oracle, monkeypatch):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("name, count", [("bert_base", 109_514_298), ("bert_large", 335_174_458)])
+def test_published_sizes(name, count):
+    """Those of BertForMaskedLM in transformers, without padding."""
+    model = Model(dataclasses.replace(configs.recipe(name).model, vocab_multiple=2))
+    assert model.num_parameters() == model.num_active_parameters() == count
+
+
 # ----------------------------------------------------------------------------- training
 
 SMALL = BertConfig(
@@ -232,6 +240,13 @@ def test_every_mesh_trains_the_same(mesh, trained, sentences, tmp_path, monkeypa
     microbatches = dict(microbatch_size=4) if mesh.pipeline > 1 else {}
     lines = run_of(config_of(sentences, tmp_path / "run", mesh, **microbatches), monkeypatch)
     np.testing.assert_allclose(numbers(lines), numbers(trained[1]), rtol=2e-5)
+
+
+@pytest.mark.slow
+def test_layers_are_the_same_scanned_and_recomputed(trained, sentences, tmp_path, monkeypatch):
+    how = ["--execution.scan_layers=True", "--execution.recompute=full"]
+    lines = run_of(override(config_of(sentences, tmp_path / "run"), how), monkeypatch)
+    np.testing.assert_allclose(numbers(lines), numbers(trained[1]), rtol=1e-5)
 
 
 def test_it_resumes_bit_for_bit(trained, sentences, tmp_path, monkeypatch):

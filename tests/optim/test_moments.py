@@ -121,7 +121,10 @@ def test_bfloat16_moments_are_rounded_to_nearest_after_each_update():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "muon"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", pytest.param("lion", marks=SLOW), pytest.param("sgd", marks=SLOW)])
 def test_any_rule_trains_from_rounded_moments(name):
     """The first update reads zeros and so is that of float32 moments; later ones differ by the rounding."""
 
