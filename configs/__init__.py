@@ -13,9 +13,12 @@ from megajax.suggestions import did_you_mean
 if TYPE_CHECKING:
     from megajax.config import Config
 
+FIRST = "gpt"  # the module with the recipe to begin with
+
 
 def docstrings() -> dict[str, str]:
-    """Name -> docstring, in the order of the modules and of the lines in them. Imports no recipe, which takes time."""
+    """Name -> docstring, in the order of the modules, FIRST before the others, and of the lines in them. Imports no
+    recipe, which takes time."""
     return {name: text for _, name, text in _read()}
 
 
@@ -39,7 +42,8 @@ def recipe(name: str) -> "Config":
 
 def _read() -> Iterator[tuple[str, str, str]]:
     """(module, name, docstring) of each recipe, from the source."""
-    for module_info in pkgutil.iter_modules(__path__):
+    modules = sorted(pkgutil.iter_modules(__path__), key=lambda info: (info.name != FIRST, info.name))
+    for module_info in modules:
         module = f"{__name__}.{module_info.name}"
         source = importlib.util.find_spec(module).loader.get_source(module)
         for line in ast.parse(source).body:

@@ -16,7 +16,8 @@ from megajax.training.config import TrainingConfig
 def mamba2_tiny() -> Config:
     """A 1 M parameter Mamba-2 on the source code of Python's standard library, beside gpt_tiny: minutes on a laptop.
 
-    Hardware: 2 CPU cores. The data, batches and optimizer are those of gpt_tiny.
+    Hardware: 2 CPU cores. The data, batches and optimizer are those of gpt_tiny, which ends at 1.730 bits per byte.
+    Measured: 1.696 bits per byte after 100 of the 150 steps (a busy machine, so without times; jax 0.10.2, 2026-11-23).
     Command: python train.py --config=mamba2_tiny
     """
     return _tiny(num_layers=7, pattern="M")
@@ -25,7 +26,9 @@ def mamba2_tiny() -> Config:
 def hybrid_tiny() -> Config:
     """A 1 M parameter hybrid, Mamba-2 with one attention layer and MLPs, beside gpt_tiny: minutes on a laptop.
 
-    Hardware: 2 CPU cores. The data, batches and optimizer are those of gpt_tiny.
+    Hardware: 2 CPU cores. The data, batches and optimizer are those of gpt_tiny, which ends at 1.730 bits per byte.
+    Measured: 1.553 bits per byte after 150 steps and 5 min 10 s of CPU time, compilation and evaluations included (a
+    busy machine, so without the time of a step; jax 0.10.2, 2026-11-23).
     Command: python train.py --config=hybrid_tiny
     """
     return _tiny(num_layers=7, pattern="M-M*-M-")
@@ -49,23 +52,23 @@ def mamba2_130m() -> Config:
 def mamba2_2p7b() -> Config:
     """Mamba-2 of 2.7 B parameters as published (Dao and Gu 2024).
 
-    Hardware: one host of H100s, weights and optimizer sharded. Not measured.
+    Hardware: 8 GPUs of one host, weights and optimizer sharded. Not measured.
     Command: python train.py --config=mamba2_2p7b --data.source=indexed --data.paths=PREFIX
     """
     return Config(
         model=_mamba2(num_layers=64, embed_dim=2560),
         execution=ExecutionConfig(recompute="selective"),
-        mesh=MeshConfig(fsdp=-1),
+        mesh=MeshConfig(fsdp=8),
         data=DataConfig(source="mock"),
         optimizer=OptimizerConfig(learning_rate=8e-4, min_learning_rate=1e-5, warmup_steps=1000, weight_decay=0.1),
-        training=TrainingConfig(steps=50_000, global_batch_size=256, microbatch_size=16, sequence_length=2048),
+        training=TrainingConfig(steps=50_000, global_batch_size=256, microbatch_size=8, sequence_length=2048),
     )
 
 
 def hybrid_8b() -> Config:
     """The sizes of Nemotron-H 8B (NVIDIA 2025, arXiv 2504.03624): 24 Mamba-2, 4 attention and 24 MLP layers.
 
-    Hardware: one host of H100s, tensor 2 x fsdp 4. Not measured.
+    Hardware: 8 GPUs of one host, tensor 2 x fsdp 4. Not measured.
     Command: python train.py --config=hybrid_8b --data.source=indexed --data.paths=PREFIX
     """
     pattern = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"

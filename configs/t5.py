@@ -12,9 +12,11 @@ from megajax.training.config import TrainingConfig
 
 
 def t5_tiny() -> Config:
-    """A 1.4 M parameter T5 v1.1 on the source code of Python's standard library: minutes on a laptop.
+    """A 1.3 M parameter T5 v1.1 on the source code of Python's standard library: minutes on a laptop.
 
     Hardware: 2 CPU cores. data, fsdp and tensor may be 2.
+    Measured: eval_loss 3.750, accuracy 0.324 after 400 steps (jax 0.10.2, 2026-11-22); docs/t5.md says what of it the
+    encoder contributes. The speed was not measured: other programs used the machine.
     Command: python train.py --config=t5_tiny
     """
     return Config(
@@ -36,14 +38,14 @@ def t5_tiny() -> Config:
             name="muon", momentum=0.95, learning_rate=1.5e-2, min_learning_rate=1e-4, warmup_steps=20, weight_decay=0.1
         ),
         training=TrainingConfig(
-            steps=800,
+            steps=400,
             global_batch_size=32,
             sequence_length=128,
             log_every_steps=10,
-            eval_every_steps=200,
+            eval_every_steps=100,
             eval_steps=8,
         ),
-        checkpoint=CheckpointConfig(every_steps=200),
+        checkpoint=CheckpointConfig(every_steps=100),
     )
 
 

@@ -47,6 +47,12 @@ class Parameter:
         return self.role in CAST
 
     @property
+    def is_quantizable(self) -> bool:
+        """Whether serving can store it in 8 bits: the matrices of layers, except for those of experts (a grouped
+        matmul) and those that expand latents (which decoding multiplies from the other side)."""
+        return self.role == "matrix" and self.axes[:1] == ("layers",) and not {"experts", "latent"} & {*self.axes}
+
+    @property
     def is_multiplied(self) -> bool:
         """Whether it is a factor of matmuls, whose FLOPs a layer counts."""
         return self.role in ("matrix", "head", "router") or (self.role == "embedding" and "vocab" in self.axes)
@@ -97,19 +103,20 @@ def observe(x: jax.Array, variable: Variable, value: jax.Array) -> jax.Array:
     """
     current = variable.get_value()
     assert (value.shape, value.dtype) == (current.shape, current.dtype), (value, current)
-    return _observe(x, current, value)
+    return observe_arrays(x, current, value)
 
 
 @jax.custom_vjp
-def _observe(x: jax.Array, variable: jax.Array, value: jax.Array) -> jax.Array:
+def observe_arrays(x: jax.Array, variables: Any, values: Any) -> jax.Array:
+    """Returns x; the gradients of `variables` are `values`, a pytree with the same shapes and dtypes."""
     return x
 
 
-def _observe_backward(value: jax.Array, d_x: jax.Array):
-    return d_x, value, jnp.zeros_like(value)
+def _observe_backward(values: Any, d_x: jax.Array):
+    return d_x, values, jax.tree.map(jnp.zeros_like, values)
 
 
-_observe.defvjp(lambda x, variable, value: (x, value), _observe_backward)
+observe_arrays.defvjp(lambda x, variables, values: (x, values), _observe_backward)
 
 
 def updated(variables: dict, observed: dict, records: dict) -> dict:
@@ -157,13 +164,14 @@ class PerLayer:
     For serving: a matmul that uses few rows would first copy its matrix out of the stack.
     """
 
-    arrays: tuple[jax.Array, ...]
+    arrays: tuple
+    """Arrays, or weights of several arrays (ops/quantized_matmul.py)."""
 
-    def __getitem__(self, index: int) -> jax.Array:
+    def __getitem__(self, index: int):
         return self.arrays[index]
 
-    def stacked(self) -> jax.Array:
-        return jax.numpy.stack(self.arrays)
+    def stacked(self):
+        return jax.tree.map(lambda *layers: jax.numpy.stack(layers), *self.arrays)
 
 
 def is_per_layer(node) -> bool:

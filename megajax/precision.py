@@ -31,7 +31,7 @@ class PrecisionConfig:
     """With fp8_delayed: room for larger magnitudes, as a power of two."""
     params: Literal["float32", "bfloat16"] = "float32"
     """Format of the stored matrices and embeddings. bfloat16 keeps no float32 copy: an update below 1/512 of a weight
-    is lost. Norm scales, biases, routers, optimizer moments and gradient sums are float32."""
+    is lost. Norm scales, biases, routers and gradient sums are float32."""
     compute: Literal["float32", "bfloat16"] = "bfloat16"
     """Format of activations and of the weights that matmuls read; norms, softmax and loss are float32 inside. With
     recipe fp16, float16 takes the place of bfloat16."""

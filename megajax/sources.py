@@ -1,14 +1,17 @@
 """Where weights come from: a step of a run, or a Hugging Face folder."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
 from megajax.checkpoint.checkpointer import Checkpointer
-from megajax.checkpoint.layout import Rows
+from megajax.checkpoint.layout import Rows, stack_of
+from megajax.checkpoint.piecewise import PiecewiseArray, StoredParams
 from megajax.checkpoint.steps import find_step, read_meta
 from megajax.config import Config
 from megajax.data.tokenizers.tokenizer import Tokenizer, load_saved_tokenizer, read_json
 from megajax.hugging_face.folder import Folder, is_folder
+from megajax.ops.quantized_matmul import QuantizedWeight, WeightFormat
 
 
 class Source(Protocol):
@@ -20,6 +23,16 @@ class Source(Protocol):
     def restore_params(self, abstract: dict, layer_rows: Rows) -> dict:
         """The weights with the dtypes and shardings of the abstract arrays. layer_rows: layer number of each of their
         rows."""
+
+    def open(self, name: str, layer_rows: Rows) -> Iterator[PiecewiseArray]:
+        """A parameter, or that of each of the layers in layer_rows that have it, to be read in parts."""
+
+    @property
+    def weight_format(self) -> WeightFormat | None:
+        """In which matrices of layers are stored; None: not quantised, or in a way that only training reads."""
+
+    def levels(self, name: str, layer: int | None) -> QuantizedWeight | None:
+        """A matrix of a layer as it is stored in weight_format, with arrays of NumPy; None: this one is not."""
 
     def tokenizer(self) -> Tokenizer:
         """Raises ValueError if it is not the tokenizer that the weights were trained with."""
@@ -42,6 +55,18 @@ class SavedStep:
     def restore_params(self, abstract: dict, layer_rows: Rows) -> dict:
         with Checkpointer(self.run_dir, None) as checkpointer:
             return checkpointer.restore_params(self.step, abstract, layer_rows)
+
+    def open(self, name: str, layer_rows: Rows) -> Iterator[PiecewiseArray]:
+        stored = StoredParams(self.run_dir, self.step, layer_rows)
+        array = stored.open(name)
+        stack = stack_of(name, layer_rows)
+        for number in [None] if stack is None else layer_rows[stack].tolist():
+            yield array.at(stored.row_of(name, number))
+
+    weight_format = None
+
+    def levels(self, name: str, layer: int | None) -> None:
+        return None
 
     @property
     def is_foreign(self) -> bool:

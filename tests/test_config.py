@@ -169,6 +169,7 @@ DAMAGED = {
     "kind of another type": '{"model": {"kind": []}}',
     "a section within": '{"model": {"rope": 3}}',
     "None": '{"training": {"steps": null}}',
+    "an old field of another type": '{"execution": {"recompute": "selective", "recompute_modules": 3}}',
 }
 
 

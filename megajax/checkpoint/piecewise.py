@@ -40,6 +40,17 @@ class PiecewiseArray:
     def nbytes(self) -> int:
         return self.size * self.dtype.itemsize
 
+    def at(self, place: tuple[int, ...]) -> "PiecewiseArray":
+        """The part at these indices of the first dims."""
+        return PiecewiseArray(self.shape[len(place) :], self.dtype, lambda index: self.read((*place, *index)))
+
+    def times(self, factor: np.ndarray) -> "PiecewiseArray":
+        """Multiplied by a factor that broadcasts to its shape, in float32."""
+        factor = np.broadcast_to(factor, self.shape)
+        return PiecewiseArray(
+            self.shape, np.dtype(np.float32), lambda index: self.read(index).astype(np.float32) * factor[index]
+        )
+
     def digest(self, formula=digest) -> list[int]:
         return digest_of_pieces((self.read(piece) for piece in pieces(self.shape, self.dtype)), formula)
 

@@ -24,6 +24,7 @@ COMMANDS = {
     "preprocess": ("megajax.data.preprocess", (), "convert text to tokens on disk"),
     "inspect": ("megajax.data.inspect", (), "inspect tokens on disk"),
     "export": ("megajax.convert.export", (), "write only the parameters of a run, for serving"),
+    "quantize": ("megajax.quantization.__main__", (), "calibrate a run and write it in 8 bits for vLLM"),
     "plot": ("megajax.plot", (), "plot curves of runs"),
     "hugging_face": ("megajax.convert.hugging_face", (), "import and export Hugging Face folders"),
     "megatron": ("megajax.convert.megatron.__main__", (), "import Megatron Core checkpoints"),

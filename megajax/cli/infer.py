@@ -37,9 +37,13 @@ SERVING = {
     "num_pages": (int, "pages; default: as many as memory_fraction allows"),
     "memory_fraction": (float, "fraction of the device memory for weights and pages (0.9)"),
     "page_dtype": (str, "keys and values are stored as compute, int8 or float8 (compute)"),
+    "weight_dtype": (str, "matrices of layers are stored as compute, int8, float8 or auto: as in the folder (auto)"),
     "prefix_cache": (_truth, "False: do not keep keys and values for prompts that begin the same way (True)"),
     "decode_steps": (int, "tokens per sequence and call of the device (4)"),
-    "draft_tokens": (int, "speculative decoding: guesses per sequence and step, from its own text; 0: off (0)"),
+    "draft_tokens": (
+        int,
+        "speculative decoding: guesses per sequence and step, from its own text or by --draft_run; 0: off (0)",
+    ),
 }
 
 
@@ -60,6 +64,7 @@ def generate(options: argparse.Namespace) -> None:
     prompts = read_prompts(options.prompts) if options.prompts else options.prompt
     if options.output is not None and Path(options.output).exists():
         raise ValueError(f"output={options.output} exists; give a new file")
+    _serving(options)  # an error in the settings comes before anything is opened
     if open_source(options.run, options.step).config.model.reads_source:
         _write_from_source(options, prompts, sampling)
         return
@@ -82,7 +87,7 @@ def _write_from_source(options: argparse.Namespace, prompts: list[str], sampling
     from megajax.inference.sequence_to_sequence import SequenceToSequence
     from megajax.mesh import use_compilation_cache
 
-    given = [name for name in SERVING if getattr(options, name) is not None]
+    given = [name for name in (*SERVING, "draft_run") if getattr(options, name) is not None]
     if given:
         raise ValueError(
             f"{given[0]}={getattr(options, given[0])} is for the engine, which does not run models with an encoder; "
@@ -229,14 +234,20 @@ def _engines(options: argparse.Namespace):
 
 
 def _open(from_run, options: argparse.Namespace):
-    from megajax.inference.engine import ServingConfig
     from megajax.mesh import use_compilation_cache
+
+    opened = from_run(options.run, _mesh(options), options.step, _serving(options), options.draft_run)
+    use_compilation_cache()
+    return opened
+
+
+def _serving(options: argparse.Namespace):
+    """The ServingConfig of the engine, checked."""
+    from megajax.inference.config import ServingConfig
 
     serving = ServingConfig(**{name: getattr(options, name) for name in SERVING if getattr(options, name) is not None})
     serving.check()
-    opened = from_run(options.run, _mesh(options), options.step, serving, options.draft_run)
-    use_compilation_cache()
-    return opened
+    return serving
 
 
 def _mesh(options: argparse.Namespace):

@@ -1,7 +1,7 @@
 """Hugging Face folders in and out, without torch.
 
 python -m megajax.convert.hugging_face import --from=DIR --run_dir=RUN [--dry_run]
-python -m megajax.convert.hugging_face export --run=RUN --to=DIR [--step=N --dtype=bfloat16 --dry_run]
+python -m megajax.convert.hugging_face export --run=RUN --to=DIR [--step=N --dtype=bfloat16 --quantize=float8 --dry_run]
 
 import writes a run directory as python -m megajax.convert.export does: infer.py reads it, and --checkpoint.start_from
 begins a run with it. export writes config.json, weights, tokenizer and generation config as transformers and vLLM read
@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
+from megajax.checkpoint.layout import stack_of
 from megajax.checkpoint.piecewise import PiecewiseArray, StoredParams, pieces
 from megajax.checkpoint.steps import find_step
 from megajax.config import Config
@@ -38,14 +40,18 @@ from megajax.data.tokenizers.tokenizer import (
 from megajax.hugging_face.families import Family
 from megajax.hugging_face.folder import Folder, is_folder
 from megajax.hugging_face.mapping import Part, Tensor, WeightMap, family_for, family_of, write_options
+from megajax.hugging_face.quantized import Quantization, quantized_rows, written_config, written_forms
 from megajax.hugging_face.tensor_files import SHARD_BYTES, ShardWriter, TensorForm
 from megajax.models.model import Model
+from megajax.ops.quantized_matmul import WeightFormat
 from megajax.parameters import name_of
 from megajax.precision import DTYPES
 
 logger = logging.getLogger("megajax")
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+EXPORTED = {"float8": WeightFormat("float8", "dynamic"), "int8": WeightFormat("int8", "dynamic")}
+"""The formats that need no calibration; inputs are rounded with a scale per token."""
 _CLASSES = {HuggingFaceTokenizer: "PreTrainedTokenizerFast", SentencePieceTokenizer: "LlamaTokenizer"}
 
 
@@ -96,7 +102,10 @@ def _piecewise(folder: Folder, model: Model, advance: Callable[[int, int], None]
 class Export:
     """One step of a run as a folder, before anything is written."""
 
-    def __init__(self, run_dir: str | Path, step: int | None, dtype: str | None, architecture: str | None):
+    def __init__(
+        self, run_dir: str | Path, step: int | None, dtype: str | None, architecture: str | None,
+        quantization: Quantization | None = None,
+    ):  # fmt: skip
         """Raises ValueError for a step that is not there, and for a model that no family of theirs has."""
         self.run_dir = Path(run_dir)
         self.step = find_step(run_dir, step)
@@ -118,6 +127,39 @@ class Export:
         if "id2label" in self.options:
             self.options |= _class_names(self.run_dir)
         self.options |= {"dtype": str(first.dtype), "torch_dtype": str(first.dtype)}
+        self._quantization = quantization
+        self._layer_rows = model.layer_rows
+        self._quantized: frozenset[str] = frozenset()
+        if quantization is not None:
+            self._quantize(model)
+
+    def _quantize(self, model: Model) -> None:
+        """Replaces the forms of the matrices that are quantised, and describes them in config.json. Raises ValueError
+        for a model that nothing serves in 8 bits."""
+        model.config.check_generates()
+        records = {name_of(path): record for path, record in jax.tree_util.tree_leaves_with_path(model.records)}
+        format = self._quantization.format
+        ignored = ["lm_head"] if self.map.config.tied_embeddings else []  # a module without tensors of its own
+        quantized = set()
+        for row in self.map.rows:
+            part = row[0].parts[0]
+            if not part.num_inputs or records[part.name].role == "embedding":
+                continue
+            if not all(records[part.name].is_quantizable for part in row[0].parts):
+                ignored.append(_module_of(row))
+            elif row[0].layout == "conv1d":
+                raise ValueError(
+                    f"quantize={format.dtype}: the matrices of {self.family.architecture} are no Linear modules, and "
+                    "nothing reads them in 8 bits; serve the run with --weight_dtype instead"
+                )
+            else:
+                quantized.update(tensor.name for tensor in row)
+        self._quantized = frozenset(quantized)
+        forms = self.forms
+        self.forms = {}
+        for name, form in forms.items():
+            self.forms |= written_forms(name, form, format) if name in quantized else {name: form}
+        self.options["quantization_config"] = written_config(format, ignored)
 
     def write(self, to: str | Path, shard_bytes: int = SHARD_BYTES) -> None:
         """Raises ValueError if the directory exists or the step is damaged; then nothing is left."""
@@ -136,18 +178,39 @@ class Export:
         """The tensors that are made of the same arrays."""
         arrays = {part.name: self._stored.open(part.name) for part in row[0].parts}
         for tensor in row:
-            for part, view in zip(tensor.parts, tensor.views(writer[tensor.name]), strict=True):
+            is_quantized = tensor.name in self._quantized
+            whole = np.empty(tensor.shape, np.float32) if is_quantized else writer[tensor.name]
+            for part, view in zip(tensor.parts, tensor.views(whole), strict=True):
                 self._write_part(arrays[part.name], part, view)
+            if is_quantized:
+                self._write_quantized(tensor, whole, writer)
             advance(self.forms[tensor.name].nbytes)
+
+    def _write_quantized(self, tensor: Tensor, matrix: np.ndarray, writer: ShardWriter) -> None:
+        name = tensor.name
+        levels, scale = quantized_rows(matrix, self.forms[name].dtype)
+        writer[name][...] = levels
+        writer[name + "_scale"][...] = scale
+        if self._quantization.format.inputs == "static":
+            scales = [self._quantization.input_scale(part.name, self._row(part)) for part in tensor.parts]
+            writer[name.removesuffix("weight") + "input_scale"][...] = max(scales)
+
+    def _row(self, part: Part) -> int:
+        """Of a part of a layer, in arrays with the layers in order."""
+        rows = self._layer_rows[stack_of(part.name, self._layer_rows)]
+        return rows.tolist().index(part.at[0])
 
     def _write_part(self, array: PiecewiseArray, part: Part, view: np.ndarray) -> None:
         layer, *expert = part.at or (None,)
-        at = (*self._stored.row_of(part.name, layer), *expert)
+        array = array.at(self._stored.row_of(part.name, layer))
+        if self._quantization is not None and part.name in self._quantization.factors:
+            array = array.times(self._quantization.factors[part.name][self._row(part)])
+        array = array.at(tuple(expert))
         if view.shape != part.shape:  # heads on two axes
-            view[...] = array.read((*at, *map(slice, part.shape))).reshape(view.shape)
+            view[...] = array.read(tuple(map(slice, part.shape))).reshape(view.shape)
             return
         for index in pieces(part.shape, array.dtype):
-            view[index] = array.read((*at, *index))
+            view[index] = array.read(index)
 
     def _form(self, tensor: Tensor, dtype: str | None) -> TensorForm:
         stored = {self._dtypes[part.name] for part in tensor.parts}
@@ -183,15 +246,16 @@ def export_run(
     step: int | None = None,
     dtype: str | None = None,
     architecture: str | None = None,
+    quantization: Quantization | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Export:
     """Writes the folder `to` from one step of a run (default: the newest).
 
     dtype: of all tensors; default: as they are stored. architecture: by the name in config.json; default: that of the
-    folder from which the weights came, else the first that has all options of the model. Raises ValueError if the
-    folder exists, or for what cannot be exported; then nothing is left.
+    folder from which the weights came, else the first that has all options of the model. quantization: of the matrices
+    of layers. Raises ValueError if the folder exists, or for what cannot be exported; then nothing is left.
     """
-    found = Export(run_dir, step, dtype, architecture)
+    found = Export(run_dir, step, dtype, architecture, quantization)
     found.write(to, shard_bytes)
     return found
 
@@ -209,6 +273,14 @@ def _family(run_dir: Path, config: Config, architecture: str | None) -> Family:
         return family_for(config.model, architecture)
     except ValueError as error:
         raise ValueError(f"run={run_dir}: {error}") from None
+
+
+def _module_of(row: Sequence[Tensor]) -> str:
+    """Of the tensors of a row: the name of their module, or a pattern if there are several."""
+    name = row[0].name.removesuffix(".weight")
+    if len(row) == 1:
+        return name
+    return "re:" + re.sub(r"\\\.\d+\\\.", lambda _: r"\.\d+\.", re.escape(name)) + "$"
 
 
 def _architecture(place: Path) -> str | None:
@@ -277,7 +349,8 @@ def _import(flags: argparse.Namespace) -> None:
 
 
 def _export(flags: argparse.Namespace) -> None:
-    found = Export(flags.run, flags.step, flags.dtype, flags.architecture)
+    quantization = Quantization(EXPORTED[flags.quantize]) if flags.quantize else None
+    found = Export(flags.run, flags.step, flags.dtype, flags.architecture, quantization)
     if flags.dry_run:
         _print_map(found, found.forms)
         return
@@ -303,6 +376,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     out.add_argument("--dtype", choices=tuple(DTYPES), help="of all tensors; default: as they are stored")
     out.add_argument(
         "--architecture", help="such as LlamaForCausalLM; default: where the weights came from, or fitting"
+    )
+    out.add_argument(
+        "--quantize",
+        choices=tuple(EXPORTED),
+        help="matrices of layers in 8 bits; megajax quantize calibrates them first",
     )
     out.set_defaults(command=_export)
     for command in (into, out):

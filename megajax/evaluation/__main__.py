@@ -16,7 +16,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from megajax.evaluation.perplexity import Totals, check_files, perplexity
 from megajax.evaluation.scorer import BATCH_TOKENS
@@ -24,6 +24,7 @@ from megajax.evaluation.text_model import TextModel
 from megajax.evaluation.watch import to_json, watch
 from megajax.evaluation.zero_shot import lambada, wikitext
 from megajax.hugging_face.folder import is_folder
+from megajax.inference.config import WeightDtype
 from megajax.mesh import AXES, MeshConfig, use_compilation_cache, use_cpu_devices
 from megajax.training.reporting.console import log_to_stderr
 
@@ -72,7 +73,7 @@ def _load(options: argparse.Namespace, step: int | None) -> TextModel:
     mesh = MeshConfig(**{axis: getattr(options, f"mesh.{axis}") for axis in AXES})
     compute = getattr(options, "precision.compute")
     sizes = dict(max_length=options.max_length, batch_tokens=options.batch_tokens)
-    return TextModel.load(options.run, mesh, step, compute, **sizes)
+    return TextModel.load(options.run, mesh, step, compute, options.weight_dtype, **sizes)
 
 
 # ----------------------------------------------------------------------------- tasks
@@ -127,6 +128,8 @@ def _check_data(path: str) -> None:
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
     """What determines the results besides the weights."""
     others = {"command", "run", "step", "watch", "batch_tokens"}
+    if options.weight_dtype == "auto":
+        others.add("weight_dtype")  # earlier records do not have it
     return {
         name: value
         for name, value in vars(options).items()
@@ -170,6 +173,8 @@ def _add_command(commands, name: str, help: str) -> argparse.ArgumentParser:
     )
     formats = ("float32", "bfloat16")
     command.add_argument("--precision.compute", choices=formats, help="format of activations; default: as in the run")
+    weights = get_args(WeightDtype)
+    command.add_argument("--weight_dtype", choices=weights, default="auto", help="as of infer.py (auto)")
     for axis in AXES:
         command.add_argument(f"--mesh.{axis}", type=int, default=1, help="devices on this axis (1); -1: the rest")
     command.add_argument(

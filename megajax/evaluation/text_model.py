@@ -18,6 +18,7 @@ from megajax.data.tokenizers.chat_template import ChatTemplate, load_chat_templa
 from megajax.data.tokenizers.tokenizer import Tokenizer, configured_tokens
 from megajax.evaluation.scorer import BATCH_TOKENS, Scorer
 from megajax.evaluation.windows import windows
+from megajax.inference.config import WeightDtype
 from megajax.inference.engine import Engine, ServingConfig
 from megajax.inference.load import OpenedModel, open_model
 from megajax.inference.sampling import Sampling
@@ -68,10 +69,11 @@ class TextModel:
         mesh: MeshConfig | None = None,
         step: int | None = None,
         compute: Literal["float32", "bfloat16"] | None = None,
+        weights: WeightDtype = "auto",
         **options,
     ) -> "TextModel":
         """The model of a run directory or a Hugging Face folder; see `open_model`. options: of the constructor."""
-        return TextModel(open_model(path, mesh, step, compute), **options)
+        return TextModel(open_model(path, mesh, step, compute, weights), **options)
 
     @property
     def source(self) -> Source:

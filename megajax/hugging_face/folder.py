@@ -3,20 +3,22 @@
 import functools
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from megajax.checkpoint.layout import Rows, of_layers
-from megajax.checkpoint.piecewise import pieces
+from megajax.checkpoint.layout import Rows, of_layers, stack_of
+from megajax.checkpoint.piecewise import PiecewiseArray, pieces
 from megajax.config import Config
 from megajax.data.config import DataConfig
 from megajax.data.tokenizers.tokenizer import MERGES, VOCABULARY, Tokenizer, load_tokenizer, read_json
 from megajax.hugging_face.mapping import Tensor, WeightMap, family_of, read_options
-from megajax.hugging_face.tensor_files import TensorFiles, TensorForm
+from megajax.hugging_face.quantized import DequantizedFiles, read_scheme
+from megajax.hugging_face.tensor_files import TensorForm
+from megajax.ops.quantized_matmul import QuantizedWeight, WeightFormat
 from megajax.parameters import name_of
 from megajax.training.config import TrainingConfig
 
@@ -48,7 +50,7 @@ class Folder:
         self.options: dict[str, Any] = json.loads(file.read_text())
         try:
             self.family = family_of(self.options)
-            self._files = TensorFiles(self.path)
+            self._files = DequantizedFiles(self.path, read_scheme(self.options))
             self.model = self.family.form.in_files(read_options(self.family, self.options), self._files.forms)
             maps = [WeightMap(self.family, self.model, table) for table in self.family.tables]
         except (ValueError, KeyError, TypeError) as error:
@@ -84,6 +86,8 @@ class Folder:
 
     def restore_params(self, abstract: dict, layer_rows: Rows) -> dict:
         """The weights with the dtypes and shardings of the abstract arrays; each device reads its shard."""
+        if self._files.num_quantized:
+            logger.info("%s: %d quantised matrices are dequantised", self, self._files.num_quantized)
 
         def load(path, leaf, numbers):
             def read(index):
@@ -92,6 +96,38 @@ class Folder:
             return jax.make_array_from_callback(leaf.shape, leaf.sharding, read)
 
         return _with_rows(load, abstract, layer_rows)
+
+    def open(self, name: str, layer_rows: Rows) -> Iterator[PiecewiseArray]:
+        """A parameter, or that of each layer that has it, to be read in parts."""
+        stack = stack_of(name, layer_rows)
+        for layer in [None] if stack is None else layer_rows[stack].tolist():
+            yield self._of_layer(name, layer)
+
+    def _of_layer(self, name: str, layer: int | None) -> PiecewiseArray:
+        """In float32, which has the values of every format exactly."""
+        shape = self.map.shapes[name]
+        dtype = np.dtype(np.float32)
+        if layer is None:
+            return PiecewiseArray(shape, dtype, lambda index: self.read(name, None, index, dtype))
+        number = np.array([layer])
+        return PiecewiseArray(shape[1:], dtype, lambda index: self.read(name, number, (slice(None), *index), dtype)[0])
+
+    @property
+    def weight_format(self) -> WeightFormat | None:
+        """In which matrices of layers are stored; None: not quantised, or in a way that only training reads."""
+        return self._files.format
+
+    def levels(self, name: str, layer: int | None) -> QuantizedWeight | None:
+        """A matrix of a layer as it is stored in weight_format, with arrays of NumPy; None: this one is not."""
+        tensor, number = self.map.source[name, () if layer is None else (layer,)]
+        found = None if tensor.layout == "conv1d" else self._files.levels(self._names[tensor.name])
+        if found is None:
+            return None
+        levels, scale, input_scale = found
+        part = tensor.parts[number]
+        outputs_first = (*range(part.num_inputs, len(part.shape)), *range(part.num_inputs))
+        values = tensor.split(levels)[number].transpose(outputs_first)
+        return QuantizedWeight(values, tensor.of_outputs().split(scale)[number], input_scale, self.weight_format.inputs)
 
     def read(self, name: str, numbers: np.ndarray | None, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
         """A part of one of our parameters.

@@ -40,8 +40,6 @@ def family_of(theirs: Mapping[str, Any]) -> Family:
 
 def read_options(family: Family, theirs: Mapping[str, Any]) -> ModelConfig:
     """The model that a config.json describes. Raises ValueError with the key for what is not supported."""
-    if theirs.get("quantization_config"):
-        raise ValueError("quantization_config: quantized weights are not supported; use the folder in bfloat16")
     fields = dict(family.always)
     for option in family.options:
         fields |= option.read(theirs)
@@ -174,6 +172,11 @@ class Tensor:
         outputs = sum(part.num_outputs for part in self.parts)
         is_ours = self.layout == "conv1d"
         return (*first.stack, *first.inputs, outputs) if is_ours else (*first.stack, outputs, *first.inputs)
+
+    def of_outputs(self) -> "Tensor":
+        """One number per output of each part, such as a bias or the scales of a matrix."""
+        parts = [dataclasses.replace(part, shape=part.shape[part.num_inputs :], num_inputs=0) for part in self.parts]
+        return dataclasses.replace(self, parts=tuple(parts))
 
     def split(self, array: np.ndarray) -> tuple[np.ndarray, ...]:
         """The tensor -> its parts, views of it where that is possible."""

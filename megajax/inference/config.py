@@ -1,9 +1,12 @@
 """Settings of the engine."""
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
 from megajax.ranges import PositiveInt
+
+PageDtype = Literal["compute", "int8", "float8"]
+WeightDtype = Literal["auto", "compute", "int8", "float8"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,15 +23,18 @@ class ServingConfig:
     """Pages of the pool; None: from memory_fraction."""
     memory_fraction: float = 0.9
     """Fraction of the device memory that JAX may use for weights and pages together; the rest is for activations."""
-    page_dtype: Literal["compute", "int8", "float8"] = "compute"
+    page_dtype: PageDtype = "compute"
     """How keys and values are stored: in the compute dtype, or in 8 bits."""
+    weight_dtype: WeightDtype = "auto"
+    """How matrices of layers are stored: in the compute dtype; in int8; in float8, with products in float8; auto: as a
+    quantised Hugging Face folder has them, else in the compute dtype."""
     prefix_cache: bool = True
     """Keep pages of finished requests for prompts that begin the same way."""
     decode_steps: PositiveInt = 4
     """Tokens per sequence of one call of the device."""
     draft_tokens: int = 0
-    """Speculative decoding: guess up to this many tokens per sequence and step from its own text (prompt lookup); the
-    result is the same. 0: off."""
+    """Speculative decoding: guess up to this many tokens per sequence and step, from its own text (prompt lookup) or by
+    a draft model; the result is the same. 0: off."""
 
     def check(self) -> None:
         """Raises ValueError for the first invalid value."""
@@ -36,6 +42,9 @@ class ServingConfig:
             raise ValueError(f"memory_fraction={self.memory_fraction} must be above 0 and at most 1")
         if self.draft_tokens < 0:
             raise ValueError(f"draft_tokens={self.draft_tokens} must not be negative; 0: no speculative decoding")
+        for name, allowed in (("page_dtype", get_args(PageDtype)), ("weight_dtype", get_args(WeightDtype))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)} is unknown; use {', '.join(allowed)}")
         for name in ("max_rows", "max_batch_tokens", "page_size", "decode_steps", "max_length", "num_pages"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -21,12 +21,14 @@ from megajax.inference.scheduler import Chunk, Decode, Guesses, Prefill, Run, Se
 from megajax.layers.kv_cache import PoolSizes
 from megajax.models.model import Model
 
-PROBE = "def draft(model):\n    return 1234 # Übung 北京"
+NUM_COMPARED = 64  # tokens of two tokenizers
 
 
 def check_same_tokens(run: str | Path, mine: Tokenizer, theirs: Tokenizer) -> None:
     """Raises ValueError if the tokenizer of the draft model in `run` is not that of the model."""
-    if mine.vocab_size != theirs.vocab_size or mine.encode(PROBE) != theirs.encode(PROBE):
+    ids = range(0, theirs.vocab_size, max(theirs.vocab_size // NUM_COMPARED, 1))
+    is_same = mine.vocab_size == theirs.vocab_size and all(mine.decode([id]) == theirs.decode([id]) for id in ids)
+    if not is_same:
         raise ValueError(
             f"draft_run={run} has another tokenizer ({mine.vocab_size} tokens) than the model ({theirs.vocab_size} "
             "tokens); use a draft model with the same one"

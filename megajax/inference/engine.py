@@ -22,16 +22,16 @@ from megajax.inference.config import ServingConfig
 from megajax.inference.draft import DraftModel, check_same_tokens
 from megajax.inference.executor import Executor
 from megajax.inference.grammar import Grammars
-from megajax.inference.load import open_model, serving_params
+from megajax.inference.load import open_model
 from megajax.inference.memory import bytes_per_page, has_states, longest_sequence, pool_sizes, visible_tokens
 from megajax.inference.pages import PagePool
 from megajax.inference.programs import Drawn
+from megajax.inference.quantized import serving_weights
 from megajax.inference.sampling import PROMPT_TOKEN, Logprobs, Sampling, TokenLogprobs
 from megajax.inference.scheduler import Decode, Limits, Prefill, Request, Run, Scheduler, Sequence, Wait
 from megajax.inference.text import TextStream
 from megajax.mesh import MeshConfig
 from megajax.models.model import Model
-from megajax.parameters import is_per_layer
 
 logger = logging.getLogger("megajax")
 
@@ -98,10 +98,10 @@ class Engine:
         self, model: Model, params: dict, mesh: Mesh, tokenizer: Tokenizer | None, *, start_ids: Items[int] = (),
         serving: ServingConfig = ServingConfig(), draft: tuple[Model, dict] | None = None
     ):  # fmt: skip
-        """params: sharded over `mesh`, stacked or per layer; matrices are cast to the compute dtype. tokenizer: may be
-        None if only tokens go in and out; there is then no end-of-document token. start_ids: tokens before each text
-        prompt. draft: a smaller model with the same tokens, and its parameters, to guess serving.draft_tokens tokens
-        (inference/draft.py); None: prompt lookup, unless that is 0.
+        """params: sharded over `mesh`, stacked or per layer; matrices are cast or quantised as `serving` says.
+        tokenizer: may be None if only tokens go in and out; there is then no end-of-document token. start_ids: tokens
+        before each text prompt. draft: a smaller model with the same tokens, and its parameters, to guess
+        serving.draft_tokens tokens (inference/draft.py); None: prompt lookup, unless that is 0.
 
         Raises ValueError for invalid serving settings, a model that does not continue text, and if the memory holds no
         page.
@@ -151,7 +151,7 @@ class Engine:
         self.draft = None
         if draft is not None:
             self._check_draft(draft[0])
-            params = draft[0].per_layer(_cast(*draft))
+            params = serving_weights(*draft, "auto", self.mesh)
             parts = (draft[0], params, self.mesh, *draft_sizes, self._batches)
             self.draft = DraftModel(*parts, serving.draft_tokens)
         self.scheduler = Scheduler(self.pool, limits, self.draft and self.draft.guess)
@@ -187,9 +187,16 @@ class Engine:
     def use(self, params: dict) -> None:
         """Generates with these parameters, stacked or per layer, from here on; no program is compiled again.
 
-        Forgets the prefix cache. Requests that run continue with the keys and values of the old parameters.
+        Forgets the prefix cache. Requests that run continue with the keys and values of the old parameters. Raises
+        ValueError for parameters that are quantised in another way.
         """
-        self.params = self.model.per_layer(_cast(self.model, params))
+        new = serving_weights(self.model, params, self.serving.weight_dtype, self.mesh)
+        if getattr(self, "params", None) and jax.tree.structure(new) != jax.tree.structure(self.params):
+            raise ValueError(
+                f"weight_dtype={self.serving.weight_dtype}: the new parameters are quantised in another way than those "
+                "that the engine was made with; make a new engine"
+            )
+        self.params = new
         if hasattr(self, "scheduler"):
             self.scheduler.forget()
 
@@ -211,7 +218,7 @@ class Engine:
         belong to the run, if the mesh does not divide the model, or if the draft model has another tokenizer.
         """
         serving.check()
-        opened = open_model(run_dir, mesh, step, devices=devices)
+        opened = open_model(run_dir, mesh, step, weights=serving.weight_dtype, devices=devices)
         opened.model.config.check_generates()
         # Split here, so that the stacked arrays are gone before the memory for pages is counted.
         params = opened.model.per_layer(opened.restore())
@@ -538,15 +545,6 @@ class Engine:
         self.scheduler.finish(sequence)
         arguments = (tokens, text, logprobs, finish_reason, stop_reason)
         self._outputs.append(Output(sequence.request, sequence.index, *arguments))
-
-
-def _cast(model: Model, params: dict) -> dict:
-    dtypes = jax.tree.map(lambda a: a.dtype, serving_params(model))
-
-    def cast(array, dtype):
-        return jax.tree.map(lambda a: a.astype(dtype), array)
-
-    return jax.tree.map(cast, params, dtypes, is_leaf=is_per_layer)
 
 
 def _token_logprobs(token: int, logprob, ids, top, count: int) -> TokenLogprobs:

@@ -10,6 +10,8 @@ import jax
 from jax.sharding import Mesh
 
 from megajax.data.tokenizers.tokenizer import Tokenizer
+from megajax.inference.config import WeightDtype
+from megajax.inference.quantized import FORMATS, restore_quantized
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.model import Model
 from megajax.sharding import with_shardings
@@ -28,9 +30,13 @@ class OpenedModel:
     tokenizer: Tokenizer
     start_ids: tuple[int, ...]
     """Tokens that precede every text: those of the tokenizer, for weights from other frameworks."""
+    weights: WeightDtype = "auto"
+    """How `restore` returns them."""
 
     def restore(self) -> dict:
-        """The weights, sharded over the mesh, with the dtypes of `serving_params`."""
+        """The weights, sharded over the mesh: with the dtypes of `serving_params`, or as QuantizedWeights."""
+        if self.weights in FORMATS or (self.weights == "auto" and self.source.weight_format is not None):
+            return restore_quantized(self.source, self.model, self.mesh, self.weights)
         target = with_shardings(serving_params(self.model), self.model.shardings(self.mesh))
         params = self.source.restore_params(target, self.model.layer_rows)
         logger.info("loaded %s", self.source)
@@ -42,14 +48,15 @@ def open_model(
     mesh: MeshConfig | None = None,
     step: int | None = None,
     compute: Literal["float32", "bfloat16"] | None = None,
+    weights: WeightDtype = "auto",
     devices: Sequence[jax.Device] | None = None,
 ) -> OpenedModel:
     """The model of a step of a run directory (default: the newest), or of a Hugging Face folder.
 
     mesh: default one device; a smaller mesh takes the first of the devices, default all of the machine. compute: in
-    place of precision.compute of the run. Raises ValueError if the directory holds no run, no checkpoint or not that
-    step, if the step or the tokenizer is damaged or does not belong to the run, or if the mesh does not divide the
-    model or has a pipeline.
+    place of precision.compute of the run. weights: see ServingConfig.weight_dtype. Raises ValueError if the directory
+    holds no run, no checkpoint or not that step, if the step or the tokenizer is damaged or does not belong to the run,
+    or if the mesh does not divide the model or has a pipeline.
     """
     source = open_source(path, step)
     mesh_config = mesh or MeshConfig()
@@ -69,7 +76,7 @@ def open_model(
     device_mesh = make_mesh(mesh_config, devices[: mesh_config.num_devices])
     model = Model(config.model, config.precision.for_inference.with_compute(compute), config.execution)
     start_ids = getattr(tokenizer, "start_ids", ()) if source.is_foreign else ()
-    return OpenedModel(source, model, device_mesh, tokenizer, tuple(start_ids))
+    return OpenedModel(source, model, device_mesh, tokenizer, tuple(start_ids), weights)
 
 
 def serving_params(model: Model):

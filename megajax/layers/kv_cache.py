@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.current_mesh import axis_size, manual
 from megajax.ops.attention import AttentionMask
 from megajax.ops.paged_attention import attend_to_pages, quantise, write_pages
+from megajax.ops.quantized_matmul import to_levels
 from megajax.parallel.context import AXIS, attention
 from megajax.sharding import activation_spec, constrain
 
@@ -116,7 +117,9 @@ class PagedCache:
         """-> (pages, scales)."""
         slots = self.places.slots_BT
         if self.scales is None:
-            return write_pages(pages, new_BTKH.astype(pages.dtype), slots), None
+            is_float8 = pages.dtype == jnp.float8_e4m3fn  # beyond its largest value a cast gives NaN
+            new = to_levels(new_BTKH, pages.dtype) if is_float8 else new_BTKH.astype(pages.dtype)
+            return write_pages(pages, new, slots), None
         new, scale_BTK = quantise(new_BTKH)
         return write_pages(pages, new, slots), write_pages(self.scales[which], scale_BTK, slots)
 

@@ -72,6 +72,15 @@ class TransformerLayerConfig:
     def has_mlp_norm(self) -> bool:
         return self.norms_input and self.parallel_residual != "one_norm"
 
+    @property
+    def norm_readers(self) -> dict[str, tuple[str, ...]]:
+        """The norms on the residual stream, and the submodules that read what each returns."""
+        if not self.norms_input:
+            return {}
+        if not self.has_mlp_norm:
+            return {"attention_norm": ("attention", "mlp")}
+        return {"attention_norm": ("attention",), "mlp_norm": ("mlp",)}
+
     def build(self, rngs: nnx.Rngs) -> "TransformerLayer":
         if self.norms_residual:
             return PostNormTransformerLayer(self, rngs=rngs)

@@ -31,7 +31,7 @@ class ExecutionConfig:
     offload: tuple[str, ...] = ()
     """Activations to keep in host memory between forward and backward pass; a transformer layer has residual, normed,
     qkv, attention_out, residual_mid, mlp_wide and mlp_hidden, one with experts also routing and expert_rows,
-    with latent attention also latents (docs/memory.md)."""
+    with latent attention also latents, with cross-attention also residual_cross (docs/memory.md)."""
     attention_backend: Backend = "auto"
     """cudnn, pallas (pallas_kernels/flash_attention), transformer_engine (if it is installed; docs/low_precision.md) or
     reference, where it supports the model; auto: the fastest as measured. The log says which one is used."""
@@ -53,9 +53,9 @@ class ExecutionConfig:
     @staticmethod
     def upgraded(fields: dict[str, Any]) -> dict[str, Any]:
         """An older config.json, from when the modules of recompute=selective were a field."""
-        modules = tuple(fields.pop("recompute_modules", SELECTIVE))
-        if fields.get("recompute") == "selective" and modules != SELECTIVE:
-            fields["recompute"] = ",".join(modules)
+        modules = fields.pop("recompute_modules", list(SELECTIVE))
+        if fields.get("recompute") == "selective" and modules != list(SELECTIVE):
+            fields["recompute"] = ",".join(map(str, modules)) if isinstance(modules, list) else modules
         return fields
 
     @property
@@ -115,7 +115,7 @@ class ExecutionConfig:
                 if word not in modules:
                     raise ValueError(
                         f"execution.recompute={self.recompute}: {word!r} is unknown; use none, selective, full or, of "
-                        f"the modules of this model, some of {','.join(modules)}"
+                        f"the modules of this model, some of {', '.join(modules)}"
                     )
         for word in self.offload:
             if word not in activations:

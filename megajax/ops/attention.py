@@ -170,8 +170,7 @@ def choose_backend(
         "deterministic": deterministic,  # with a bias jaxlib 0.11.2 raises an IndexError
         **both,
     }
-    engine = cudnn | {"packed documents": biased, "attention sinks": has_sinks, _described(heads): is_latent}
-
+    engine = cudnn | {"packed documents": biased, "attention sinks": has_sinks, "latent attention": is_latent}
     kernel = {"keys of another sequence": other_keys}  # it takes the segments of the queries for theirs
 
     def first(reasons: dict[str, bool]) -> str:
@@ -289,10 +288,10 @@ def _forward_body(q, k, v, sinks, bias, arrays, *, options):
     if options.over_heads:
         q, k, v, arrays = _to_heads((q, k, v), arrays)
     if options.backend == "cudnn":
-        bias = _segment_bias(arrays[0], q.dtype)
+        segment_bias = _segment_bias(arrays[0], q.dtype)
         mask = options.mask
         settings = dict(scale=options.scale, window=mask.window, causal=mask.causal)
-        results = compat.cudnn_attention_forward(q, k, v, bias, **settings)
+        results = compat.cudnn_attention_forward(q, k, v, segment_bias, **settings)
         out, lse = compat.vary(results, compat.varying_axes(q))
     elif options.backend == "pallas":
         bounds = _key_bounds(q, k, arrays[0], options.mask)
@@ -313,10 +312,10 @@ def _backward_body(q, k, v, sinks, bias, out, lse, d_out, arrays, *, options, ls
     if options.over_heads:
         q, k, v, out, d_out, arrays = _to_heads((q, k, v, out, d_out), arrays)
     if options.backend == "cudnn":
-        bias = _segment_bias(arrays[0], q.dtype)
+        segment_bias = _segment_bias(arrays[0], q.dtype)
         mask = options.mask
         settings = dict(scale=options.scale, window=mask.window, causal=mask.causal)
-        results = compat.cudnn_attention_backward(q, k, v, out, lse, d_out, bias, **settings)
+        results = compat.cudnn_attention_backward(q, k, v, out, lse, d_out, segment_bias, **settings)
         gradients = compat.vary(results, compat.varying_axes(q))
     elif options.backend == "pallas":
         bounds = _key_bounds(q, k, arrays[0], options.mask)

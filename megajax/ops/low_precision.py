@@ -16,17 +16,22 @@ values; elsewhere it multiplies the converted values, and the result is the same
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
+from megajax import compat
 from megajax.ops.matmul import Float32Gradient, Weight, dot_precision
 from megajax.ops.quantize import LARGEST, Format, Operand, largest_magnitude, quantize, quantize_with, rotate
 from megajax.precision import Recipe
 from megajax.sharding import constrain
 
+logger = logging.getLogger("megajax")
+
 TENSORS = ("input", "weight", "gradient")
+FP8_CAPABILITY = 8.9  # of the first GPUs with FP8 matmuls (Ada)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,10 +125,23 @@ def low_precision_matmul(
     of recipe fp8_delayed, one per weight (DelayedScaling); the largest magnitudes of x, w and dy are returned in place
     of their gradients (parameters.py `observe`).
     """
+    _log_format(recipe, compat.mesh_platform(), jnp.dtype(x.dtype).name)
     options = _Options(recipe, axis, num_contracted, gathered, isinstance(weights[0], Float32Gradient))
     return _matmul(
         x, tuple(w.array if isinstance(w, Float32Gradient) else w for w in weights), tuple(scalings), options
     )
+
+
+@functools.cache
+def _log_format(recipe: Recipe, platform: str, compute: str) -> None:
+    capability = compat.compute_capability()
+    if FORMATS[recipe].is_emulated:
+        how = f"emulated: operands are rounded, then multiplied in {compute}, which takes longer than bf16"
+    elif platform == "cpu" or (capability is not None and capability < FP8_CAPABILITY):
+        how = f"no FP8 matmuls here: operands are rounded, then multiplied in {compute}"
+    else:
+        how = "FP8 matmuls of cuBLASLt"
+    logger.info("precision.recipe=%s: %s", recipe, how)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -3,11 +3,15 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import EllipsisType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from megajax.ops.quantized_matmul import QuantizedWeight
+from megajax.parameters import observe_arrays
 
 MIN_JOINED_ROWS = 512
 
@@ -30,7 +34,33 @@ class Float32Gradient:
         return Float32Gradient(self.array.reshape(shape))
 
 
-Weight = jax.Array | Float32Gradient
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ObservedWeight:
+    """A weight whose products return statistics as the gradients of `seen`, in place of a loss (calibration)."""
+
+    array: jax.Array
+    seen: Any
+    """Float32 arrays with the shapes of the statistics."""
+    given: Any
+    """Arrays that the statistics depend on."""
+    statistics: Callable[[jax.Array, jax.Array, Any], Any] = dataclasses.field(metadata=dict(static=True))
+    """(x [R, K], weight [K, N], given) -> statistics of a product."""
+
+    def __getitem__(self, key: EllipsisType) -> "ObservedWeight":
+        assert key is Ellipsis, key
+        return self
+
+    def reshape(self, shape: Sequence[int]) -> "ObservedWeight":
+        return dataclasses.replace(self, array=self.array.reshape(shape))
+
+    def multiply(self, x: jax.Array, num_contracted: int) -> jax.Array:
+        num_inputs = math.prod(self.array.shape[:num_contracted])
+        found = self.statistics(x.reshape(-1, num_inputs), self.array.reshape(num_inputs, -1), self.given)
+        return matmul(observe_arrays(x, self.seen, found), self.array, num_contracted)
+
+
+Weight = jax.Array | Float32Gradient | QuantizedWeight | ObservedWeight
 
 
 def matmul(x: jax.Array, w: Weight, num_contracted: int = 1) -> jax.Array:
@@ -42,6 +72,8 @@ def matmul(x: jax.Array, w: Weight, num_contracted: int = 1) -> jax.Array:
     """
     if isinstance(w, Float32Gradient):
         return _with_float32_gradient(x, (w.array,), 0, num_contracted)
+    if isinstance(w, QuantizedWeight | ObservedWeight):
+        return w.multiply(x, num_contracted)
     contracted = w.shape[:num_contracted]
     assert x.shape[x.ndim - num_contracted :] == contracted, (x.shape, w.shape)
     dims = tuple(range(x.ndim - num_contracted, x.ndim)), tuple(range(num_contracted))
@@ -57,7 +89,8 @@ def matmul_side_by_side(
     gradient of x is then one product too, instead of a sum of several. Without a gradient, and with few rows, they are
     separate products: joining the weights copies them.
     """
-    if not has_gradient or math.prod(x.shape[:-1]) < MIN_JOINED_ROWS:
+    is_alone = not has_gradient or any(isinstance(w, QuantizedWeight | ObservedWeight) for w in weights)
+    if is_alone or math.prod(x.shape[:-1]) < MIN_JOINED_ROWS:
         return jnp.concatenate([matmul(x, w) for w in weights], x.ndim - 2 + axis)
     if isinstance(weights[0], Float32Gradient):
         return _with_float32_gradient(x, tuple(w.array for w in weights), axis, 1)

@@ -81,7 +81,8 @@ def quantize(x: jax.Array, format: Format, contracted: Sequence[int]) -> Operand
 
 
 def quantize_with(x: jax.Array, element: Element, scale: jax.Array) -> Operand:
-    """x as multiples of one scale, float32, which is rounded up to bfloat16. Larger values saturate."""
+    """x as multiples of one scale, float32, which is rounded up to bfloat16. Larger values saturate, but infinities
+    become NaN."""
     scale = _rounded_up(scale, bits=16)
     return Operand(_cast(x, scale, element), scale)
 
@@ -150,7 +151,8 @@ def _joined(blocks: jax.Array, shape: Sequence[int], inner: Sequence[int]) -> ja
 
 def _cast(x: jax.Array, scale: jax.Array, element: Element) -> jax.Array:
     limit = LARGEST[element]
-    return jnp.clip(x.astype(jnp.float32) * (1 / scale), -limit, limit).astype(DTYPES[element])
+    rounded = jnp.clip(x.astype(jnp.float32) * (1 / scale), -limit, limit)
+    return jnp.where(jnp.isinf(x), jnp.nan, rounded).astype(DTYPES[element])
 
 
 def _rounded_up(scale: jax.Array, bits: int) -> jax.Array:

@@ -1,19 +1,23 @@
 """Moments of an optimizer in fewer bits between updates: optimizer.moments.
 
-An update turns them into float32, computes, and rounds the new ones to the nearest number of the format, as Megatron's
-precision-aware optimizer does; nothing is rounded at random. Moments of biases, norm scales and routers, which take
-little memory, remain float32, and so do the weights (precision.params).
+An update turns them into float32, computes, and rounds the new ones. Moments of biases, norm scales and routers, which
+take little memory, remain float32, and so do the weights (precision.params).
 
-    bfloat16   as it is: 8 bits of precision and the range of float32.
+    bfloat16   rounded to nearest, as in Megatron's precision-aware optimizer (Transformer Engine's FusedAdam).
     float8     e4m3 (Micikevicius et al. 2022, arXiv 2209.05433) times a float32 scale for each row, the last dim of a
                parameter: its largest magnitude / 448. Of a second moment v the square root is stored: the numbers of a
                row may then be 2^18 apart in it, and so 2^36 in v. If it is too small for that it is rounded up to the
                smallest number, because 0 would make the update m / epsilon.
 
-Megatron (Transformer Engine's FusedAdam) stores v itself and has one scale for each tensor. A row is a part of a
-parameter whatever the mesh, so the numbers do not depend on it.
+float8 is rounded stochastically: up with a probability that is the distance to the lower number, relative to the gap.
+The root of v falls by 2.5 % in a step with beta2 0.95 and no gradient, and half the gap of e4m3 is at least 3 %, so
+rounded to nearest it would never fall. Megatron rounds to nearest, stores v itself and has one scale for each tensor.
+
+Rows and random bits do not depend on the mesh: the bits are a hash of the number, of its place in the row and of the
+count of updates.
 """
 
+import functools
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -30,6 +34,7 @@ MomentFormat = Literal["float32", "bfloat16", "float8"]
 FLOAT8 = jnp.float8_e4m3fn
 LARGEST = float(jnp.finfo(FLOAT8).max)  # 448
 SMALLEST = float(jnp.finfo(FLOAT8).smallest_subnormal)  # 2^-9
+SMALLEST_EXPONENT = -6  # of the normal numbers
 
 
 class Float8Moments(NamedTuple):
@@ -37,6 +42,8 @@ class Float8Moments(NamedTuple):
     """The state of the transformation, with moments in e4m3."""
     scales: PyTree
     """float32 [..., 1] for each of these moments, at its path in the state; None for other leaves."""
+    count: jax.Array
+    """int32: number of updates."""
 
 
 def with_moments(
@@ -55,42 +62,53 @@ def with_moments(
         parameter = parameter_of(path, rule_of)
         return parameter is not None and rule_of[parameter].record.is_cast and leaf.dtype == jnp.float32
 
-    encode, decode = (_encode_bfloat16, _decode_bfloat16) if moments == "bfloat16" else (_encode_float8, _decode_float8)
+    if moments == "bfloat16":
+        return _rounded(transform, functools.partial(_encode_bfloat16, is_rounded), _decode_bfloat16)
+    return _rounded(transform, functools.partial(_encode_float8, is_rounded), _decode_float8)
+
+
+def _rounded(transform: optax.GradientTransformation, encode, decode) -> optax.GradientTransformation:
+    """encode: (float32 state, stored state before or None) -> stored state; decode: the opposite."""
 
     def init(params: PyTree) -> PyTree:
-        return encode(transform.init(params), is_rounded)
+        return encode(transform.init(params), None)
 
-    def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
-        updates, state = transform.update(updates, decode(state), params)
-        return updates, encode(state, is_rounded)
+    def update(updates: PyTree, stored: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
+        updates, state = transform.update(updates, decode(stored), params)
+        return updates, encode(state, stored)
 
     return optax.GradientTransformation(init, update)
 
 
-def _encode_bfloat16(state: PyTree, is_rounded) -> PyTree:
+def _encode_bfloat16(is_rounded, state: PyTree, before: PyTree | None) -> PyTree:
     def encode(path, leaf):
         return leaf.astype(jnp.bfloat16) if is_rounded(path, leaf) else leaf
 
     return jax.tree_util.tree_map_with_path(encode, state)
 
 
-def _decode_bfloat16(state: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf, state)
+def _decode_bfloat16(stored: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf, stored)
 
 
-def _encode_float8(state: PyTree, is_rounded) -> Float8Moments:
+def _encode_float8(is_rounded, state: PyTree, before: Float8Moments | None) -> Float8Moments:
+    count = jnp.int32(0) if before is None else before.count + 1
+
     def encode(path, leaf):
-        return to_float8(leaf, is_square=_is_second_moment(path)) if is_rounded(path, leaf) else (leaf, None)
+        if not is_rounded(path, leaf):
+            return leaf, None
+        return to_float8(leaf, count, is_square=_is_second_moment(path))
 
     pairs = jax.tree_util.tree_map_with_path(encode, state)
-    return Float8Moments(*(jax.tree.map(lambda _, pair, n=n: pair[n], state, pairs) for n in range(2)))
+    values, scales = (jax.tree.map(lambda _, pair, n=n: pair[n], state, pairs) for n in range(2))
+    return Float8Moments(values, scales, count)
 
 
-def _decode_float8(state: Float8Moments) -> PyTree:
+def _decode_float8(stored: Float8Moments) -> PyTree:
     def decode(path, value, scale):
         return value if scale is None else from_float8(value, scale, is_square=_is_second_moment(path))
 
-    return jax.tree_util.tree_map_with_path(decode, *state)
+    return jax.tree_util.tree_map_with_path(decode, stored.values, stored.scales)
 
 
 def _is_second_moment(path) -> bool:
@@ -98,15 +116,36 @@ def _is_second_moment(path) -> bool:
     return GetAttrKey("nu") in path
 
 
-def to_float8(moment: jax.Array, *, is_square: bool) -> tuple[jax.Array, jax.Array]:
-    """float32 [..., N] -> (e4m3 [..., N], float32 scale [..., 1]). is_square: no element is negative, and the square
-    root is stored."""
+def to_float8(moment: jax.Array, seed: jax.Array, *, is_square: bool) -> tuple[jax.Array, jax.Array]:
+    """float32 [..., N] -> (e4m3 [..., N], float32 scale [..., 1]), rounded stochastically.
+
+    seed: int32 scalar, another one for each update. is_square: no element is negative, and the root is stored.
+    """
     x = jnp.sqrt(moment) if is_square else moment
     scale = jnp.max(jnp.abs(x), -1, keepdims=True) / LARGEST
     scaled = jnp.where(scale > 0, x / scale, 0.0)
+    rounded = jnp.sign(scaled) * _rounded_stochastically(jnp.abs(scaled), seed)
     if is_square:
-        scaled = jnp.where(x > 0, jnp.maximum(scaled, SMALLEST), 0.0)
-    return jnp.clip(scaled, -LARGEST, LARGEST).astype(FLOAT8), scale
+        rounded = jnp.where(x > 0, jnp.maximum(rounded, SMALLEST), 0.0)
+    return rounded.astype(FLOAT8), scale
+
+
+def _rounded_stochastically(magnitude: jax.Array, seed: jax.Array) -> jax.Array:
+    """float32 from 0 to 448 -> one of the two nearest numbers of e4m3, in float32."""
+    bits = jax.lax.bitcast_convert_type(magnitude, jnp.uint32)
+    exponent = jnp.maximum((bits >> 23).astype(jnp.int32) - 127, SMALLEST_EXPONENT)
+    gap = jax.lax.bitcast_convert_type((exponent - 3 + 127) << 23, jnp.float32)  # 2^(exponent - 3)
+    place = jax.lax.broadcasted_iota(jnp.uint32, magnitude.shape, magnitude.ndim - 1)
+    uniform = (_hash(bits, place, seed) >> 8).astype(jnp.float32) * 2.0**-24
+    return jnp.minimum(jnp.floor(magnitude / gap + uniform) * gap, LARGEST)
+
+
+def _hash(bits: jax.Array, place: jax.Array, seed: jax.Array) -> jax.Array:
+    """uint32 -> uint32; every bit of the arguments reaches every bit of the result (Wellons' lowbias32)."""
+    h = bits ^ (place * jnp.uint32(0x85EBCA77)) ^ (seed.astype(jnp.uint32) * jnp.uint32(0x9E3779B1))
+    h = (h ^ (h >> 16)) * jnp.uint32(0x7FEB352D)
+    h = (h ^ (h >> 15)) * jnp.uint32(0x846CA68B)
+    return h ^ (h >> 16)
 
 
 def from_float8(value: jax.Array, scale: jax.Array, *, is_square: bool) -> jax.Array:

@@ -46,7 +46,8 @@ class TrainingConfig:
     frozen: tuple[str, ...] = ()
     """Of these, parameters not to train: for example layers.*.attention.*, embedding."""
     max_consecutive_skips: NonNegativeInt = 20
-    """Stop after N consecutive skipped updates (not finite, or beyond optimizer.skip_grad_norm_above); 0: never."""
+    """Stop after N consecutive skipped updates (not finite, or beyond optimizer.skip_grad_norm_above); 0: never. An
+    overflow while the loss scale of fp16 can still be halved does not count."""
     check_replicas_every_steps: NonNegativeInt = 0
     """Every N steps, and before each save, compare the copies of parameters and optimizer state that several devices
     hold; if one differs, name its device and abort. 0: never."""

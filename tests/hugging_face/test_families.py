@@ -170,7 +170,6 @@ REFUSED = {
     "rope_type=llama3: mrope_section is not supported": dict(
         rope_parameters=dict(rope_type="llama3", factor=2.0, mrope_section=[1])
     ),
-    "quantization_config": dict(quantization_config=dict(quant_method="gptq")),
     "hidden_size is missing": dict(hidden_size=None),
     "GptOssForCausalLM.*supported are GPT2LMHeadModel, LlamaForCausalLM": dict(architectures=["GptOssForCausalLM"]),
 }

@@ -1,5 +1,5 @@
 """The engine's programs as XLA compiles them for an H100, with the widths of Llama-3 8B: they copy neither weights nor
-pages."""
+pages, and convert no quantised weights in memory."""
 
 import pytest
 
@@ -12,11 +12,13 @@ from megajax.inference import programs
 from megajax.inference.batches import Batches, Shapes
 from megajax.inference.load import serving_params
 from megajax.inference.programs import Rows
+from megajax.inference.quantized import FORMATS
 from megajax.layers.kv_cache import PoolSizes
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
-from megajax.parameters import PerLayer
+from megajax.ops.quantized_matmul import QuantizedWeight
+from megajax.parameters import PerLayer, is_per_layer
 from megajax.planning.plan import devices_without_gpu, plan_device
 
 mesh = make_mesh(MeshConfig(), devices_without_gpu(1, plan_device("h100")))
@@ -37,6 +39,12 @@ def split(a, record):
     one = jax.ShapeDtypeStruct(a.shape[1:], a.dtype)
     return PerLayer((one,) * a.shape[0]) if record.axes[:1] == ("layers",) else a
 
+def quantized(params, format):
+    def one(a, record):
+        of = functools.partial(QuantizedWeight.of, num_inputs=record.num_inputs, format=format)
+        return PerLayer(tuple(abstract(jax.eval_shape(of, b)) for b in a.arrays)) if record.is_quantizable else a
+    return jax.tree.map(one, params, model.records, is_leaf=is_per_layer)
+
 MiB = 2**20
 with jax.set_mesh(mesh):
     params = abstract(jax.tree.map(split, serving_params(model), model.records))
@@ -47,9 +55,11 @@ with jax.set_mesh(mesh):
     prefill = functools.partial(programs.prefill, model, config.vocab_size)
     one_row = batches.empty_decode(*shapes.fitting_decode(1, 1)), np.int32(1)
     prompt = batches.empty_prefill(*shapes.fitting_prefill(2048, 32)), np.bool_(False)
-    for function, (batch, last), large in ((decode, one_row, 2 * MiB), (prefill, prompt, 64 * MiB)):
+    calls = [(params, decode, one_row, 2 * MiB), (params, prefill, prompt, 64 * MiB)]
+    calls += [(quantized(params, format), decode, one_row, 2 * MiB) for format in FORMATS.values()]
+    for weights, function, (batch, last), large in calls:
         compiled = jax.jit(function, donate_argnums=(1, 2)).lower(
-            params, caches, rows, *abstract(batch), abstract(last)
+            weights, caches, rows, *abstract(batch), abstract(last)
         ).compile()
         program = Program(compiled.as_text())
         written = [
@@ -62,4 +72,4 @@ with jax.set_mesh(mesh):
 
 @pytest.mark.cuda_wheels
 def test_a_call_copies_no_weight_and_no_page(compile_for_hopper):
-    assert compile_for_hopper(PROGRAM) == ["True []"] * 2
+    assert compile_for_hopper(PROGRAM) == ["True []"] * 4

@@ -13,11 +13,14 @@ import pytest
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.config import Config
 from megajax.data.tokenizers.tokenizer import BytesTokenizer, NullTokenizer
+from megajax.inference.draft import check_same_tokens
 from megajax.inference.engine import Engine, ServingConfig
 from megajax.inference.sampling import Sampling
+from megajax.layers.mamba import MambaConfig
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
+from megajax.models.hybrid import HybridConfig
 from megajax.models.model import Model
 from megajax.precision import PrecisionConfig
 
@@ -34,10 +37,23 @@ MODELS = {
     "learned": SMALL,
     "rope": ROPE,
     "cap": dataclasses.replace(SMALL, attention_soft_cap=5.0),
-    "window": dataclasses.replace(SMALL, window=6),
 }
-# With attention of their own: how these read a cache on one device, see tests/models/test_hugging_face.py.
+# Attention of other kinds: how these read a cache on one device, see tests/models/test_hugging_face.py.
 OTHERS = {
+    "mamba": HybridConfig(
+        num_layers=3,
+        embed_dim=32,
+        num_heads=4,
+        mlp_dim=64,
+        vocab_size=100,
+        vocab_multiple=32,
+        pattern="M*M",
+        position="none",
+        norm="rmsnorm",
+        bias=False,
+        mamba=MambaConfig(head_dim=8, state_dim=8),
+    ),
+    "window": dataclasses.replace(SMALL, window=6),
     "sinks": dataclasses.replace(ROPE, attention_sinks=True, norm_placement="sandwich"),
     "alibi": dataclasses.replace(SMALL, position="alibi", parallel_residual="one_norm"),
 }
@@ -104,7 +120,7 @@ def recompute(engine, prompts, num_tokens):
     return [tokens[len(prompt) :] for tokens, prompt in zip(rows, prompts, strict=True)]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, pytest.param("mamba", marks=pytest.mark.slow)])
 def test_cached_generation_equals_full_recomputation(engine_of, name):
     expected = recompute(engine_of(name), PROMPTS, 12)
     assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS)  # the model does not just repeat itself
@@ -273,6 +289,23 @@ def test_speculative_decoding_changes_no_token(engine_of):
         assert guessing.generate_tokens(prompts, sampling) == plain.generate_tokens(prompts, sampling)
     stats = random_requests(guessing, 30, seed=2)
     assert 0 < stats.accepted < stats.drafted
+
+
+def test_64_requests_with_everything_together_are_each_as_alone(make_test_mesh):
+    """Shared prefixes, chunks, preemption, guesses, windows beside full attention, a soft cap, two devices."""
+    config = dataclasses.replace(ROPE, attention_soft_cap=5.0)
+    serving = ServingConfig(
+        max_rows=64, max_batch_tokens=64, page_size=8, num_pages=80, max_length=48, decode_steps=3, draft_tokens=2
+    )
+    engine = make_engine(config, make_test_mesh(tensor=2), serving=serving)
+    generator = np.random.default_rng(0)
+    start = generator.integers(0, 5, 24).tolist()
+    prompts = [start[: 8 * (number % 4)] + generator.integers(0, 5, 3 + number % 7).tolist() for number in range(64)]
+    together = engine.generate_tokens(prompts, GREEDY)
+    stats = engine.stats()
+    assert stats.preemptions > 0 and stats.prefix_hits > 0 and stats.drafted > 0
+    assert together == recompute(engine, prompts, 12)
+    assert together[:3] == [engine.generate_tokens([prompt], GREEDY)[0] for prompt in prompts[:3]]
 
 
 def test_pages_behind_a_window_of_all_layers_are_freed(engine_of):
@@ -486,6 +519,19 @@ def test_a_run_is_restored_from_any_step_onto_any_mesh(run_dir, step, mesh):
     assert query.sharding.shard_shape((32, 4, 8)) == (32, 4 // (mesh.tensor if mesh else 1), 8)
     params = engine.model.stacked(engine.params)
     jax.tree.map(np.testing.assert_array_equal, params, random_params(engine.model, step or 2))
+
+
+def test_the_draft_model_of_a_run_is_on_the_same_devices_and_has_the_same_tokens(run_dir):
+    serving = dataclasses.replace(SERVING, draft_tokens=2)
+    mesh = MeshConfig(tensor=2)
+    engine = Engine.from_run(run_dir, mesh, 1, serving, draft_run=run_dir, devices=jax.devices()[4:])
+    query = engine.draft.params["layers"]["dense"]["attention"]["query"][0]
+    assert query.sharding.device_set == set(jax.devices()[4:6])
+    np.testing.assert_array_equal(query, random_params(engine.model, 2)["layers"]["dense"]["attention"]["query"][0])
+    for other in (NullTokenizer(100), NullTokenizer(BytesTokenizer().vocab_size)):
+        with pytest.raises(ValueError, match="draft_run=small has another tokenizer"):
+            check_same_tokens("small", BytesTokenizer(), other)
+    check_same_tokens("small", BytesTokenizer(), BytesTokenizer())
 
 
 def test_runs_that_cannot_be_served_are_refused(run_dir, tmp_path):

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from megajax.layers import kv_cache
-from megajax.layers.kv_cache import EmptyCache
+from megajax.layers.kv_cache import EmptyCache, PagedCache, Places, PoolSizes
+from megajax.ops.attention import AttentionMask
 
 B, S, K, H = 4, 8, 2, 3
 
@@ -44,3 +45,13 @@ def test_each_row_is_written_at_its_own_place(make_test_mesh, sizes, monkeypatch
     np.testing.assert_array_equal(values, -expected[:, :S])
     np.testing.assert_array_equal(q_index, later)
     np.testing.assert_array_equal(k_index, np.tile(np.arange(S), (B, 1)))
+
+
+def test_float8_pages_saturate():
+    """A cast would give NaN beyond 448, which keys of some models reach."""
+    cache = PagedCache.zeros(PoolSizes(1, 8, 1, jnp.dtype(jnp.float8_e4m3fn)), 1, 4)
+    one = jnp.zeros((1, 1), jnp.int32)
+    k_BTKH = jnp.array([-1e4, 500, 448, 1]).reshape(1, 1, 1, 4)
+    options = dict(mask=AttentionMask(causal=True), method="ring", deterministic=False, scale=1.0)
+    out, cache = cache.at(Places(one, one, one, one, None, one + 1)).attend(k_BTKH, k_BTKH, k_BTKH, **options)
+    assert cache.keys[0, 0, 0].tolist() == out.ravel().tolist() == [-448, 448, 448, 1]

@@ -14,6 +14,8 @@ from megajax.data.config import DataConfig
 from megajax.inference.engine import Engine, Sampling, ServingConfig
 from megajax.layers.kv_cache import Places, PoolSizes
 from megajax.layers.mamba import MambaConfig
+from megajax.layers.moe import MoeConfig
+from megajax.layers.router import RouterConfig
 from megajax.mesh import MeshConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.models.hybrid import HybridConfig
@@ -60,6 +62,7 @@ def trained(tmp_path_factory):
         return config, losses(run_of(config, monkeypatch))
 
 
+@pytest.mark.slow
 def test_hybrid_resumes_bit_for_bit(trained, tmp_path, monkeypatch):
     _, wanted = trained
     assert len(wanted) == STEPS + 1 and wanted[-1] < wanted[0]
@@ -73,7 +76,7 @@ ALL_TO_ALL = ExecutionConfig(context_attention="all_to_all")
 
 @pytest.mark.parametrize("mesh, execution", [
     (dict(tensor=2, context=2), ExecutionConfig()),
-    (dict(pipeline=2, context=2), ExecutionConfig()),
+    pytest.param(dict(pipeline=2, context=2), ExecutionConfig(), marks=pytest.mark.slow),
     pytest.param(dict(data=2, fsdp=2, tensor=2), ExecutionConfig(), marks=pytest.mark.slow),
     pytest.param(dict(context=4), ExecutionConfig(recompute="full", scan_layers=True), marks=pytest.mark.slow),
     pytest.param(dict(context=2, tensor=2), ExecutionConfig(context_attention="all_gather"), marks=pytest.mark.slow),
@@ -97,6 +100,17 @@ def test_one_group_is_computed_on_every_device(tmp_path, monkeypatch):
     mesh = MeshConfig(tensor=2, context=2)
     found = losses(run_of(config_of(tmp_path / "mesh" / "run", mesh, model), monkeypatch))
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_layers_of_experts_match_one_device(tmp_path, monkeypatch):
+    moe = MoeConfig(num_experts=4, expert_dim=16, router=RouterConfig(top_k=2, aux_loss=0.01))
+    model = dataclasses.replace(HYBRID, pattern="ME", num_layers=2, moe=moe)
+    wanted = run_of(config_of(tmp_path / "one" / "run", model=model, steps=2, eval_every_steps=0), monkeypatch)
+    config = config_of(tmp_path / "mesh" / "run", MeshConfig(expert=2), model, steps=2, eval_every_steps=0)
+    found = run_of(config, monkeypatch)
+    assert "router_max_load" in wanted[0]
+    np.testing.assert_allclose(losses(found), losses(wanted), rtol=1e-5)
 
 
 def counted(config: HybridConfig) -> int:

@@ -91,11 +91,13 @@ def test_a_number_that_is_not_finite_spoils_only_its_own_scale_and_zeros_stay_ze
     assert np.isnan(quantized(broken, format)[0, 5])
 
 
-def test_scales_from_elsewhere_saturate_and_never_overflow():
+def test_scales_from_elsewhere_saturate_and_hide_no_infinity():
     x = np.array([[1e9, -1e9, 448.0, 464.0, 1.0]], np.float32)
     found = quantize_with(x, "e4m3", jnp.float32(1.0)).values
     np.testing.assert_array_equal(np.asarray(found, np.float32), [[448, -448, 448, 448, 1]])
     assert found.dtype == DTYPES["e4m3"]
+    found = quantize_with(np.array([np.inf, -np.inf, np.nan], np.float32), "e4m3", jnp.float32(1.0)).values
+    assert np.isnan(np.asarray(found, np.float32)).all()
 
 
 def test_stochastic_rounding_has_the_right_mean_and_the_same_numbers_in_every_step():

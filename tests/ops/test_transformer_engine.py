@@ -90,6 +90,10 @@ def test_other_backends_follow_and_the_log_says_why(monkeypatch):
     assert module.choose_backend(q, order, None, 0.0, None, False) == "transformer_engine"
     assert module.choose_backend(q, order, None, 0.0, None, False, False, 64, True) == "cudnn"
     assert module.choose_backend(q, order, None, 0.0, None, False, False, 64, has_sinks=True) == "cudnn"
-    assert [reason for _, reason in lines] == [
-        "", "not transformer_engine: packed documents", "not transformer_engine: attention sinks"
-    ]  # fmt: skip
+    wide = jax.ShapeDtypeStruct((1, 128, 2, 256), jnp.bfloat16)
+    assert module.choose_backend(wide, order[::2], None, 0.0, None, False) == "reference"
+    reasons = [
+        "",
+        *(f"not transformer_engine: {why}" for why in ("packed documents", "attention sinks", "head dim 256")),
+    ]
+    assert [reason for _, reason in lines] == reasons

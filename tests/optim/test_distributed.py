@@ -207,3 +207,14 @@ def test_offloaded_moments_stay_on_the_host_and_change_nothing(mesh, name, kind)
     plain, offloaded = (params, state, metrics), (off_params, off_state, off_metrics)
     # The same operations in another program: the last bit may differ.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), plain, offloaded)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moments", ["bfloat16", "float8"])
+def test_rounded_moments_and_their_scales_are_offloaded_too(mesh, moments):
+    config = dataclasses.replace(CONFIGS["adamw"], moments=moments)
+    params, _, _, _ = run_two_steps(mesh, True, config)
+    off_params, state, _, _ = run_two_steps(mesh, True, dataclasses.replace(config, offload_state=True))
+    for leaf in jax.tree.leaves(state):
+        assert leaf.sharding.memory_kind == ("pinned_host" if leaf.ndim else "device")
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), off_params, params)

@@ -1,5 +1,7 @@
 """Moments in bfloat16 and float8: the numbers of the formats, what is stored and where, and updates from it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -36,30 +38,60 @@ def bits(tree) -> list[bytes]:
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
-def test_float8_rounds_to_the_nearest_e4m3_of_each_row():
+@pytest.fixture(scope="module")
+def round_trip():
+    """(moment, seed, is_square) -> (float8 values, scales, the moment restored), as NumPy arrays."""
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def run(moment, seed, is_square):
+        values, scales = to_float8(moment, seed, is_square=is_square)
+        return values, scales, from_float8(values, scales, is_square=is_square)
+
+    return lambda moment, seed, is_square: jax.device_get(run(moment, np.int32(seed), is_square))
+
+
+def test_float8_is_one_of_the_two_nearest_e4m3_of_each_row_and_right_on_average(round_trip):
     rng = np.random.default_rng(0)
     moment = (rng.normal(size=(64, 256)) * 10.0 ** rng.uniform(-12, 3, (64, 1))).astype(np.float32)
     moment[5] = 0.0
-    values, scales = jax.jit(to_float8, static_argnames="is_square")(moment, is_square=False)
-    assert values.dtype == jnp.float8_e4m3fn and scales.shape == (64, 1)
-    np.testing.assert_allclose(scales, np.abs(moment).max(-1, keepdims=True) / 448, rtol=3e-7)  # XLA: * (1 / 448)
-    scales = np.asarray(scales)
-    scaled = np.clip(moment / np.where(scales > 0, scales, 1), -448, 448)
-    np.testing.assert_array_equal(np.asarray(values), scaled.astype(ml_dtypes.float8_e4m3fn))
-    # Three bits after the leading one; below 2^-6 of the format the distance is 2^-9.
-    error = np.abs(from_float8(values, scales, is_square=False) - moment)
-    assert np.all(error <= np.maximum(2.0**-4 * np.abs(moment), 2.0**-10 * scales) * (1 + 1e-6))
+    found = [round_trip(moment, seed, False) for seed in range(64)]
+    values, scales, _ = found[0]
+    assert values.dtype == ml_dtypes.float8_e4m3fn and scales.shape == (64, 1)
+    np.testing.assert_allclose(scales, np.abs(moment).max(-1, keepdims=True) / 448, rtol=3e-7)
+    scaled = np.abs(np.divide(moment, scales, where=scales > 0, out=np.zeros_like(moment)))
+    numbers = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)  # 0 to 448
+    above = np.minimum(np.searchsorted(numbers, scaled * (1 - 1e-6)), 126)
+    below = np.maximum(np.searchsorted(numbers, scaled * (1 + 1e-6), side="right") - 1, 0)
+    for values, _, _ in found:
+        magnitude = np.abs(values.astype(np.float32))
+        assert np.all((magnitude == numbers[above]) | (magnitude == numbers[below]))
+        assert np.all(np.sign(values.astype(np.float32)) * np.sign(moment) >= 0)
+    mean = np.mean([np.abs(values.astype(np.float32)) for values, _, _ in found], 0)
+    gap = np.maximum(numbers[above] - numbers[below], 2.0**-9)
+    # 64 draws: a standard deviation of at most gap / 16; over all 16,384 numbers 1 / 128 of that.
+    assert np.max(np.abs(mean - scaled) / gap) < 5.5 / 16
+    assert abs(np.mean((mean - scaled) / gap)) < 5 / 16 / 128
 
 
-def test_float8_of_second_moments_spans_2_to_the_36_and_has_no_zeros():
-    moment = jnp.float32([[1e-4 * 4.0**-n for n in range(22)] + [0.0]])
-    restored = np.asarray(from_float8(*to_float8(moment, is_square=True), is_square=True))[0]
-    wanted = np.asarray(moment)[0]
-    normal = wanted >= wanted[0] * 4.0**-14  # sqrt at least 2^-6 of the format's 448
-    np.testing.assert_allclose(restored[normal], wanted[normal], rtol=(1 + 2**-4) ** 2 - 1)
-    smallest = (2.0**-9 / 448) ** 2 * wanted[0]
+def test_float8_of_second_moments_spans_2_to_the_36_and_has_no_zeros(round_trip):
+    moment = np.float32([[1e-4 * 4.0**-n for n in range(22)] + [0.0]])
+    restored = round_trip(moment, 1, True)[2][0]
+    normal = moment[0] >= moment[0, 0] * 4.0**-14  # the root is at least 2^-6 of the format's 448
+    np.testing.assert_allclose(restored[normal], moment[0][normal], rtol=(1 + 2**-3) ** 2 - 1)
+    smallest = (2.0**-9 / 448) ** 2 * moment[0, 0]
     assert np.all(restored[:-1] >= smallest * (1 - 1e-5)) and restored[-1] == 0
-    np.testing.assert_allclose(restored[18:-1], smallest, rtol=1e-5)
+    np.testing.assert_allclose(restored[20:-1], smallest, rtol=1e-5)
+
+
+def test_float8_second_moments_fall_when_there_is_no_gradient(round_trip):
+    """Rounded to nearest they would not: the root falls by 2.5 % in a step, half the distance of e4m3 is 3 %."""
+    moment = np.full((1, 512), 0.1, np.float32)
+    for step in range(60):
+        moment = np.float32(0.95) * moment
+        moment[0, 0] = 1.0  # keeps the scale
+        moment = round_trip(moment, step, True)[2]
+    # The mean of 511 numbers; rounding the root adds its variance to the square.
+    np.testing.assert_allclose(np.mean(moment[0, 1:]), 0.1 * 0.95**60, rtol=0.3)
 
 
 def test_bfloat16_moments_are_rounded_to_nearest_after_each_update():
@@ -89,7 +121,10 @@ def test_bfloat16_moments_are_rounded_to_nearest_after_each_update():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "muon"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", pytest.param("lion", marks=SLOW), pytest.param("sgd", marks=SLOW)])
 def test_any_rule_trains_from_rounded_moments(name):
     """The first update reads zeros and so is that of float32 moments; later ones differ by the rounding."""
 

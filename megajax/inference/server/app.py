@@ -297,7 +297,8 @@ def _restore(engine: Engine, source: Source) -> dict:
     """Parameters for the engine. Raises ValueError if they are those of another model."""
     if source.config.model != engine.model.config:
         raise ValueError(f"run={source} is another model than the one that is served; start a server for it")
-    return OpenedModel(source, engine.model, engine.mesh, engine.tokenizer, start_ids=()).restore()
+    parts = (source, engine.model, engine.mesh, engine.tokenizer)
+    return OpenedModel(*parts, start_ids=(), weights=engine.serving.weight_dtype).restore()
 
 
 async def page(request: Request) -> Response:

@@ -1,0 +1,1 @@
+"""Post-training quantisation of a run: calibration with text, a folder in 8 bits for vLLM (docs/quantization.md)."""

@@ -1,0 +1,165 @@
+"""Quantises a run: python -m megajax.quantization --run=RUN --to=DIR --format=float8_static --text=FILE ... [options]
+
+Reads some text with the model, finds the ranges of the inputs of its matrices, optionally smooths them (SmoothQuant),
+and writes a Hugging Face folder in 8 bits that vLLM, transformers and infer.py read (docs/quantization.md). Prints the
+range and the error of each matrix, and the perplexity of the text before and after. DIR/quantization_report.json has
+the same numbers. `megajax quantize` is the same command.
+"""
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megajax.convert.hugging_face import export_run
+from megajax.evaluation.perplexity import Totals, check_files, perplexity
+from megajax.evaluation.text_model import TextModel
+from megajax.hugging_face.quantized import Quantization
+from megajax.inference.load import open_model
+from megajax.mesh import AXES, MeshConfig, use_compilation_cache, use_cpu_devices
+from megajax.ops.quantized_matmul import WeightFormat
+from megajax.precision import DTYPES
+from megajax.quantization.calibrate import Error, errors, input_ranges
+from megajax.quantization.observe import batches_of
+from megajax.quantization.smooth import smoothed, smoothing
+from megajax.sources import SavedStep
+from megajax.training.reporting.console import log_to_stderr
+
+FORMATS = {
+    "float8": WeightFormat("float8", "dynamic"),
+    "float8_static": WeightFormat("float8", "static"),
+    "int8": WeightFormat("int8", "dynamic"),
+}
+REPORT = "quantization_report.json"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _parse(arguments)
+    log_to_stderr()
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    try:
+        _check(options)
+        _run(options)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _check(options: argparse.Namespace) -> None:
+    if not options.text and not options.tokens:
+        raise ValueError("quantize: name files with --text=FILE ... or --tokens=PREFIX ...")
+    options.tokens = [path.removesuffix(".bin").removesuffix(".idx") for path in options.tokens]
+    check_files(options.text, options.tokens)
+    if Path(options.to).exists():
+        raise ValueError(f"to={options.to} exists; use another, or remove it")
+    if options.smooth is not None and not 0 < options.smooth < 1:
+        raise ValueError(f"smooth={options.smooth} must be above 0 and below 1; 0.5 is usual")
+    if not 0 < options.percentile <= 100:
+        raise ValueError(f"percentile={options.percentile} must be above 0 and at most 100")
+    if options.samples < 1:
+        raise ValueError(f"samples={options.samples} must be at least 1")
+
+
+def _run(options: argparse.Namespace) -> None:
+    if number := getattr(options, "launch.cpu_devices"):
+        use_cpu_devices(number)
+    use_compilation_cache()
+    mesh = MeshConfig(**{axis: getattr(options, f"mesh.{axis}") for axis in AXES})
+    model = TextModel.load(options.run, mesh, options.step, weights="compute", max_length=options.max_length)
+    if not isinstance(model.source, SavedStep):
+        raise ValueError(f"run={options.run} is a Hugging Face folder; megajax hugging_face import makes it a run")
+    before = _perplexity(model, options)
+    quantization, found = calibrated(model, options)
+    step = model.source.step
+    export = export_run(options.run, options.to, step=step, dtype=options.dtype, quantization=quantization)
+    model.scorer.params = {}  # frees the memory of the weights
+    written = open_model(options.to, mesh, compute=model.scorer.model.precision.compute)
+    model.scorer.params = written.restore()  # as infer.py reads them; the same text, in the same tokens
+    after = _perplexity(model, options)
+    report = _report(options, found, before, after)
+    (Path(options.to) / REPORT).write_text(json.dumps(report, indent=1) + "\n")
+    print(_table(found))
+    for name, numbers in (("before", before), ("after", after)):
+        print(f"perplexity {name}: {numbers['perplexity']:.4f}, {numbers['loss']:.5f} nats per token, "
+              f"{numbers['bits_per_byte']:.5f} bits per byte")  # fmt: skip
+    print(f"{options.to}: {export.family.architecture} in {options.format} from {options.run}, step {step}")
+
+
+def calibrated(model: TextModel, options: argparse.Namespace) -> tuple[Quantization, dict[str, Error]]:
+    """What to write, and the errors of each matrix."""
+    format = FORMATS[options.format]
+    scorer = model.scorer
+    batches = batches_of(model, options.text, options.tokens, options.samples)
+    factors = {}
+    if options.smooth is not None:
+        factors = smoothing(scorer.model, scorer.params, scorer.mesh, batches, options.smooth)
+        scorer.params = smoothed(scorer.params, factors)
+    parts = (scorer.model, scorer.params, scorer.mesh, batches)
+    ranges = input_ranges(*parts, options.range, options.percentile) if format.inputs == "static" else {}
+    return Quantization(format, ranges, factors), errors(*parts, format, ranges)
+
+
+def _perplexity(model: TextModel, options: argparse.Namespace) -> dict[str, float]:
+    """Of the files, together."""
+    found = perplexity(model, options.text, options.tokens, limit=options.limit)
+    return sum(found.values(), Totals()).metrics()
+
+
+def _report(
+    options: argparse.Namespace, found: Mapping[str, Error], before: dict[str, float], after: dict[str, float]
+) -> dict[str, Any]:
+    settings = {name: getattr(options, name) for name in ("run", "format", "range", "percentile", "smooth", "samples")}
+    matrices = {
+        name: dict(range=error.range.tolist(), signal_to_noise_db=error.signal_to_noise.tolist())
+        for name, error in found.items()
+    }
+    return dict(settings=settings, before=before, after=after, matrices=matrices)
+
+
+def _table(found: Mapping[str, Error]) -> str:
+    """A line per matrix, over its layers."""
+    width = max(map(len, found))
+    lines = [f"{'matrix':<{width}}  largest input  signal to noise, dB: mean  lowest  in layer"]
+    for name, error in found.items():
+        worst = int(np.argmin(error.signal_to_noise))
+        lowest = error.signal_to_noise[worst]
+        mean = error.signal_to_noise.mean()
+        lines.append(f"{name:<{width}}  {error.range.max():13.4g}  {mean:25.1f}  {lowest:6.1f}  {worst:8}")
+    return "\n".join(lines)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="megajax quantize", description=__doc__, formatter_class=formatter, allow_abbrev=False
+    )
+    parser.add_argument("--run", required=True, help="directory of a run (runs/NAME)")
+    parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
+    parser.add_argument("--to", required=True, help="folder to write")
+    parser.add_argument("--format", choices=tuple(FORMATS), required=True, help="of matrices and of their inputs")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="of all other tensors; default: as they are stored")
+    parser.add_argument("--text", nargs="+", default=[], help="text, .jsonl or .parquet files to calibrate with")
+    parser.add_argument("--tokens", nargs="+", default=[], help="prefixes of .bin and .idx files to calibrate with")
+    parser.add_argument("--samples", type=int, default=128, help="sequences to calibrate with (128)")
+    parser.add_argument("--max_length", type=int, help="tokens of a sequence (training.sequence_length)")
+    parser.add_argument(
+        "--range", choices=("max", "percentile"), default="max", help="of static inputs: what is not clipped (max)"
+    )
+    parser.add_argument("--percentile", type=float, default=99.99, help="with --range=percentile (99.99)")
+    parser.add_argument("--smooth", type=float, help="SmoothQuant with this alpha, such as 0.5; default: off")
+    parser.add_argument("--limit", type=int, help="perplexity of the first N documents of each file; default: all")
+    for axis in AXES:
+        parser.add_argument(f"--mesh.{axis}", type=int, default=1, help="devices on this axis (1); -1: the rest")
+    parser.add_argument(
+        "--launch.cpu_devices", type=int, default=0, help="virtual CPU devices to try a mesh on; 0: the real ones (0)"
+    )
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()
