@@ -249,6 +249,7 @@ def test_layers_are_the_same_scanned_and_recomputed(trained, sentences, tmp_path
     np.testing.assert_allclose(numbers(lines), numbers(trained[1]), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_it_resumes_bit_for_bit(trained, sentences, tmp_path, monkeypatch):
     config = config_of(sentences, tmp_path / "run")
     run_of(dataclasses.replace(config, launch=LaunchConfig(exit_at_step=2)), monkeypatch)
