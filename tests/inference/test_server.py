@@ -313,9 +313,9 @@ def test_many_streams_at_once_and_the_metrics_count_them(url, offline):
 
 def test_other_parameters_are_loaded_without_a_restart(url, engine, offline, monkeypatch):
     class Source:
-        weight_format = None
-
         """Parameters drawn with a seed, which the test names in place of a directory."""
+
+        weight_format = None
 
         def __init__(self, seed, step):
             self.seed = int(seed)
