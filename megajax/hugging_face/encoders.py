@@ -41,10 +41,14 @@ class BertForm(Form):
         return {"vocab": config.vocab_size, "positions": config.position_rows}
 
     def copied(self, config: BertConfig, name: str) -> str | None:
-        copies = {"cls.predictions.decoder.bias": "head_bias", "lm_head.decoder.bias": "head_bias"}
-        if config.tied_embeddings:
-            copies |= {"cls.predictions.decoder.weight": "embedding", "lm_head.decoder.weight": "embedding"}
-        return copies.get(name) if config.head == "masked_lm" else None
+        if config.head != "masked_lm" or not config.tied_embeddings:
+            return None
+        copies = {"weight": "embedding", "bias": "head_bias"}
+        return (
+            copies[name.rpartition(".")[2]]
+            if name.startswith(("cls.predictions.decoder.", "lm_head.decoder."))
+            else None
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,8 +113,8 @@ _L = "layers.*."
 
 
 def _encoder(prefix: str) -> tuple[Row, ...]:
-    embeddings = f"{prefix}.embeddings."
-    layer = prefix + ".encoder.layer.{}."
+    embeddings = f"{prefix}embeddings."
+    layer = prefix + "encoder.layer.{}."
     return (
         Row(embeddings + "word_embeddings.weight", ("embedding",)),
         Row(embeddings + "position_embeddings.weight", ("position_embedding",)),
@@ -127,21 +131,29 @@ def _encoder(prefix: str) -> tuple[Row, ...]:
     )
 
 
-_BERT_ENCODER = _encoder("bert")
+def _output(prefix: str) -> tuple[Row, ...]:
+    """Of an untied output layer transformers uses the bias beside the matrix, and keeps another."""
+    return (
+        Row(f"{prefix}.bias", ("head_bias",)),
+        Row(f"{prefix}.decoder.bias", ("head_bias",), where={"tied_embeddings": False}),
+        Row(f"{prefix}.decoder.weight", ("head",), "linear"),
+    )
+
+
+# In a folder of the bare encoder names have no prefix.
+_BARE_ENCODER = (*_encoder(""), *linear("pooler.dense", "pooler"))
+_BERT_ENCODER = _encoder("bert.")
 _BERT_POOLER = linear("bert.pooler.dense", "pooler")
 _BERT_MASKED = (
     *linear("cls.predictions.transform.dense", "head_dense"),
     *norm("cls.predictions.transform.LayerNorm", "head_norm"),
-    Row("cls.predictions.bias", ("head_bias",)),
-    Row("cls.predictions.decoder.weight", ("head",), "linear"),
+    *_output("cls.predictions"),
 )
-_ROBERTA_ENCODER = _encoder("roberta")
-_ROBERTA_POOLER = linear("roberta.pooler.dense", "pooler")
+_ROBERTA_ENCODER = _encoder("roberta.")
 _ROBERTA_MASKED = (
     *linear("lm_head.dense", "head_dense"),
     *norm("lm_head.layer_norm", "head_norm"),
-    Row("lm_head.bias", ("head_bias",)),
-    Row("lm_head.decoder.weight", ("head",), "linear"),
+    *_output("lm_head"),
 )
 _CLASSIFIER = linear("classifier", "classifier")
 _POOLER = ("pooler.dense.weight", "pooler.dense.bias")
@@ -197,7 +209,7 @@ FAMILIES: tuple[Family, ...] = (
         (*_BERT_ENCODER, *_CLASSIFIER),
         _POOLER,
     ),
-    _family("BertModel", _IS_BERT | _STATES, _BERT, (*_BERT_ENCODER, *_BERT_POOLER)),
+    _family("BertModel", _IS_BERT | _STATES, _BERT, _BARE_ENCODER),
     _family(
         "RobertaForMaskedLM",
         _ENCODER | _MASKED,
@@ -219,5 +231,5 @@ FAMILIES: tuple[Family, ...] = (
         (*_ROBERTA_ENCODER, *_CLASSIFIER),
         _POOLER,
     ),
-    _family("RobertaModel", _ENCODER | _STATES, _ROBERTA, (*_ROBERTA_ENCODER, *_ROBERTA_POOLER)),
+    _family("RobertaModel", _ENCODER | _STATES, _ROBERTA, _BARE_ENCODER),
 )

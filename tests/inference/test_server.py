@@ -315,6 +315,8 @@ def test_other_parameters_are_loaded_without_a_restart(url, engine, offline, mon
     class Source:
         """Parameters drawn with a seed, which the test names in place of a directory."""
 
+        weight_format = None
+
         def __init__(self, seed, step):
             self.seed = int(seed)
             self.config = SimpleNamespace(model=MODEL if self.seed < 9 else dataclasses.replace(MODEL, num_layers=3))

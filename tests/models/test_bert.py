@@ -249,6 +249,7 @@ def test_layers_are_the_same_scanned_and_recomputed(trained, sentences, tmp_path
     np.testing.assert_allclose(numbers(lines), numbers(trained[1]), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_it_resumes_bit_for_bit(trained, sentences, tmp_path, monkeypatch):
     config = config_of(sentences, tmp_path / "run")
     run_of(dataclasses.replace(config, launch=LaunchConfig(exit_at_step=2)), monkeypatch)
@@ -318,15 +319,17 @@ def test_generation_is_refused_by_name(arguments, trained):
 # ----------------------------------------------------------------------------- fine-tuning
 
 
-def fine_tune(trained, tmp_path, monkeypatch, head: str, records: list[dict], num_classes: int) -> tuple[Config, list]:
+def fine_tune(
+    trained, tmp_path, monkeypatch, head: str, records: list[dict], num_classes: int, steps: int
+) -> tuple[Config, list]:
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     config = override(trained[0], [
         f"--model.head={head}", f"--model.num_classes={num_classes}", "--data.source=text", "--data.tokenizer=bytes",
         f"--data.text={tmp_path / 'texts.jsonl'}", "--data.kind=classification", "--data.split=8,2,0",
         f"--checkpoint.start_from={trained[0].run_dir}",
         "--checkpoint.start_fresh=classifier*,head_*,pooler*,next_sentence*", f"--run_dir={tmp_path / 'run'}",
-        "--training.steps=30", "--training.eval_every_steps=30", "--training.log_every_steps=30",
-        "--checkpoint.every_steps=30", "--model.dropout=0", "--model.attention_dropout=0",
+        f"--training.steps={steps}", f"--training.eval_every_steps={steps}", f"--training.log_every_steps={steps}",
+        f"--checkpoint.every_steps={steps}", "--model.dropout=0", "--model.attention_dropout=0",
     ])  # fmt: skip
     return config, run_of(config, monkeypatch)
 
@@ -338,7 +341,7 @@ def test_texts_are_classified_and_exported(trained, tmp_path, monkeypatch, capsy
         {"text": "".join(rng.choice(list(letters[label]), 6)), "label": label}
         for label in rng.choice(list(letters), 200).tolist()
     ]
-    config, lines = fine_tune(trained, tmp_path, monkeypatch, "sequence_classification", records, 3)
+    config, lines = fine_tune(trained, tmp_path, monkeypatch, "sequence_classification", records, 3, steps=30)
     assert lines[-1]["eval_accuracy"] > 0.9, lines[-1]
     found = lines_of(capsys, ["classify", f"--run={config.run_dir}", "--text=abcabc", "--text=zzyx"])
     assert [record["label"] for record in found] == ["early", "late"]
@@ -357,7 +360,7 @@ def test_words_are_classified(trained, tmp_path, monkeypatch, capsys):
     for _ in range(200):
         words = ["".join(rng.choice(list(rng.choice(["abc", "xyz"])), 2)) for _ in range(3)]
         records.append({"words": words, "labels": [int(word[0] > "m") for word in words]})
-    config, lines = fine_tune(trained, tmp_path, monkeypatch, "token_classification", records, 2)
+    config, lines = fine_tune(trained, tmp_path, monkeypatch, "token_classification", records, 2, steps=200)
     assert lines[-1]["eval_accuracy"] > 0.9, lines[-1]
     (record,) = lines_of(capsys, ["classify", f"--run={config.run_dir}", "--text=ab xx ca"])
     assert record["labels"] == ["0", "1", "0"]

@@ -1,11 +1,14 @@
 """Mamba-2 and hybrids: the same on every mesh, resumed, and token by token from a cache."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from configs import recipes
 from megajax.checkpoint.config import CheckpointConfig
@@ -16,11 +19,12 @@ from megajax.layers.kv_cache import Places, PoolSizes
 from megajax.layers.mamba import MambaConfig
 from megajax.layers.moe import MoeConfig
 from megajax.layers.router import RouterConfig
-from megajax.mesh import MeshConfig
+from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.execution import ExecutionConfig
 from megajax.models.hybrid import HybridConfig
 from megajax.models.model import Model
 from megajax.optim.config import OptimizerConfig
+from megajax.parallel.context import sequence_order
 from megajax.precision import PrecisionConfig
 from megajax.training.config import LaunchConfig, TrainingConfig
 from runs import run_of
@@ -71,11 +75,36 @@ def test_hybrid_resumes_bit_for_bit(trained, tmp_path, monkeypatch):
     assert losses(run_of(config, monkeypatch)) == wanted
 
 
+def loss_and_gradients(model: Model, sizes: dict[str, int]):
+    """Of packed documents."""
+    mesh = make_mesh(MeshConfig(**sizes), jax.devices()[: math.prod(sizes.values())])
+    rng = np.random.default_rng(0)
+    batch = {name: rng.integers(0, VOCAB, (2, T), np.int32) for name in ("tokens", "labels")}
+    batch["positions"] = np.broadcast_to(np.arange(T, dtype=np.int32), (2, T))
+    batch["loss_weights"] = rng.random((2, T), np.float32)
+    batch["segment_ids"] = np.sort(rng.integers(0, 3, (2, T), np.int32), 1)
+    order = sequence_order(T, sizes.get("context", 1), "ring")
+    sharding = NamedSharding(mesh, P(None, "context"))
+    batch = {name: jax.device_put(array[:, order], sharding) for name, array in batch.items()}
+    weights = model.init(0, mesh)
+    with jax.set_mesh(mesh):
+        return jax.device_get(jax.jit(jax.value_and_grad(lambda w: model.loss(w, batch).total()))(weights))
+
+
+def test_gradients_on_a_mesh_are_those_of_one_device():
+    model = Model(dataclasses.replace(HYBRID, pattern="M", num_layers=1), PrecisionConfig(compute="float32"))
+    loss, gradients = loss_and_gradients(model, {})
+    found_loss, found = loss_and_gradients(model, dict(tensor=2, context=2))
+    np.testing.assert_allclose(found_loss, loss, rtol=1e-5)
+    for ours, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(gradients), strict=True):
+        np.testing.assert_allclose(ours, wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max())
+
+
 ALL_TO_ALL = ExecutionConfig(context_attention="all_to_all")
 
 
 @pytest.mark.parametrize("mesh, execution", [
-    (dict(tensor=2, context=2), ExecutionConfig()),
+    pytest.param(dict(tensor=2, context=2), ExecutionConfig(), marks=pytest.mark.slow),
     pytest.param(dict(pipeline=2, context=2), ExecutionConfig(), marks=pytest.mark.slow),
     pytest.param(dict(data=2, fsdp=2, tensor=2), ExecutionConfig(), marks=pytest.mark.slow),
     pytest.param(dict(context=4), ExecutionConfig(recompute="full", scan_layers=True), marks=pytest.mark.slow),

@@ -23,7 +23,6 @@ CUTS = [5], [3, 19], range(T // 2, T), [1, 2, 31]
 SEGMENTS = np.stack([np.searchsorted(cuts, np.arange(T), "right") for cuts in CUTS]).astype(np.int32)
 VARIANTS = {
     "causal": {},
-    "full": {"causal": False},
     "full, packed, dropout": {"causal": False, "packed": True, "rate": 0.3},
     "window, soft cap": {"window": 7, "soft_cap": 0.7},
     "packed": {"packed": True},
