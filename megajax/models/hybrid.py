@@ -46,7 +46,6 @@ class HybridConfig(DecoderConfig):
             residual_multiplier=self.residual_multiplier,
             dropout=self.dropout,
         )
-        whole = self._layer_config(number, execution)
         letter = self.letter(number)
         if letter == "M":
             mixer = MambaMixerConfig(
@@ -59,9 +58,9 @@ class HybridConfig(DecoderConfig):
             )
             layer = MambaLayerConfig(mixer, **common)
         elif letter == "*":
-            layer = AttentionLayerConfig(whole.attention, **common)
+            layer = AttentionLayerConfig(self._layer_config(number, execution).attention, **common)
         else:
-            layer = FeedForwardLayerConfig(whole.mlp, **common)
+            layer = FeedForwardLayerConfig(self._feed_forward(number, execution), **common)
         return layer.saving(execution.recompute_of(number), execution.recompute_modules, execution.offload)
 
     def check(self, mesh: MeshConfig, sequence_length: int, execution: ExecutionConfig) -> None:
