@@ -231,7 +231,7 @@ def test_it_trains_and_is_evaluated(trained):
 
 
 @pytest.mark.parametrize("mesh", [
-    dict(pipeline=2, context=2, fsdp=2),
+    pytest.param(dict(pipeline=2, context=2, fsdp=2), marks=pytest.mark.slow),
     pytest.param(dict(fsdp=2, tensor=2, context=2), marks=pytest.mark.slow),
     pytest.param(dict(data=2, pipeline=2, tensor=2), marks=pytest.mark.slow),
 ], ids=str)  # fmt: skip

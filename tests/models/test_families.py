@@ -288,7 +288,7 @@ def test_family_trains_and_evaluates(family, trained):
 
 @pytest.mark.parametrize("family, mesh", [
     ("hybrid", dict(fsdp=2, tensor=2)),
-    ("hybrid", dict(pipeline=2, virtual_stages=2)),
+    pytest.param("hybrid", dict(pipeline=2, virtual_stages=2), marks=pytest.mark.slow),
     pytest.param("two stacks", dict(data=2, context=2), marks=pytest.mark.slow),
 ], ids=str)  # fmt: skip
 def test_family_is_the_same_on_a_mesh_and_in_microbatches(family, mesh, trained, tmp_path, monkeypatch):

@@ -103,7 +103,7 @@ def stand_in_backward(q, k, v, out, lse, d_out, lower, upper, **options):
 @pytest.mark.parametrize("sizes", [{}, dict(data=2, fsdp=2, tensor=2), dict(pipeline=2, expert=2, tensor=2)], ids=str)
 @pytest.mark.parametrize("options", [{}, {"window": 3, "soft_cap": 0.7}], ids=str)
 def test_op_gives_the_kernel_its_part_of_packed_documents(sizes, options, make_test_mesh, monkeypatch):
-    monkeypatch.setattr(module, "choose_backend", lambda *_: "pallas")
+    monkeypatch.setattr(module, "choose_backend", lambda *_, **options: "pallas")
     monkeypatch.setattr(kernel, "forward", stand_in_forward)
     ordered = []
 
@@ -138,7 +138,7 @@ def test_op_gives_the_kernel_its_part_of_packed_documents(sizes, options, make_t
 
 
 def test_vmap_of_the_op_and_of_its_gradient_joins_the_batch(make_test_mesh, monkeypatch):
-    monkeypatch.setattr(module, "choose_backend", lambda *_: "pallas")
+    monkeypatch.setattr(module, "choose_backend", lambda *_, **options: "pallas")
     batches = []
 
     def forward(q, *others, **options):
