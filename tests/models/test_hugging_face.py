@@ -25,7 +25,8 @@ SLOW_NAMES = ("olmo2", "gpt_neox", "gptj", "granite")  # of which tests/hugging_
 
 def config_of(name: str) -> DecoderConfig:
     fields = json.loads(str(ORACLE[f"{name}/fields"]))
-    return DecoderConfig(**fields | {"rope": RopeConfig(**RopeConfig.upgraded(fields.get("rope", {})))})
+    rope = RopeConfig(**RopeConfig.upgraded(fields.get("rope", {})))
+    return DecoderConfig(**DecoderConfig.upgraded(fields) | {"rope": rope})
 
 
 def params_of(name: str, model: Model) -> dict:
