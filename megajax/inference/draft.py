@@ -48,8 +48,8 @@ class DraftModel:
         self.executor.prefill(self.params, batch, chooser, False)
 
     def guess(self, most: dict[Sequence, int], total: int) -> Guesses:
-        """Up to so many tokens for each sequence, as far as its pages have room, and up to `total` for all, in equal
-        parts."""
+        """Up to the given number of tokens for each sequence, as far as its pages have room, and `total` for all, in
+        equal parts."""
         runs = []
         for number, (sequence, count) in enumerate(most.items()):
             room = len(sequence.pages) * self._batches.sizes.page_size - sequence.length

@@ -128,7 +128,7 @@ Guess = Callable[[dict[Sequence, int], int], Guesses]
 
 
 def look_up(most: dict[Sequence, int], total: int) -> Guesses:
-    """Guesses by prompt lookup: up to so many tokens for each sequence, and up to `total` for all."""
+    """Guesses by prompt lookup: up to the given number of tokens for each sequence, and `total` for all."""
     drafts = {}
     for sequence, count in most.items():
         drafts[sequence] = sequence.lookup.guess(sequence.tokens, min(count, total))

@@ -3,7 +3,7 @@ whose pattern has one letter for each (models/hybrid.py). A transformer layer is
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from flax import nnx
@@ -14,13 +14,13 @@ from megajax.layers.kv_cache import EmptyCache, PagedCache, PoolSizes
 from megajax.layers.layer import Activation, FeedForwardConfig, Flops, Saved, Terms
 from megajax.layers.mamba import MambaMixerConfig
 from megajax.layers.norm import Norm, NormConfig
-from megajax.layers.transformer import TransformerLayer, saving_lse
+from megajax.layers.transformer import SavingActivations, TransformerLayer
 from megajax.mesh import MeshConfig
 from megajax.parallel.context import ContextMethod
 
 
 @dataclasses.dataclass(frozen=True)
-class SublayerConfig:
+class SublayerConfig(SavingActivations):
     """A LayerConfig; the classes below say what the branch is."""
 
     branch: Any
@@ -49,21 +49,6 @@ class SublayerConfig:
         """-> (the output of the branch, cache, Terms)."""
         y_BTD, cache = branch(x_BTD, inputs, cache, key)
         return y_BTD, cache, Terms()
-
-    def saving(
-        self, recompute: Literal["none", "selective", "full"], recomputed: Sequence[str], offload: Sequence[str]
-    ) -> "SublayerConfig":
-        """The same layer with the result of Saved.choose."""
-        saved = Saved.choose(recompute, recomputed, offload, self._activation_names, self.modules)
-        return dataclasses.replace(self, saved=saved and saving_lse(saved))
-
-    def saving_by_name(self) -> "SublayerConfig":
-        everything = saving_lse(Saved(self._activation_names, ()))
-        return self if self.saved else dataclasses.replace(self, saved=everything)
-
-    @property
-    def _activation_names(self) -> tuple[str, ...]:
-        return tuple(self.activations(sequence_length=1))  # they do not depend on it
 
     def check(self, mesh: MeshConfig, sequence_length: int) -> None:
         self.branch.check(mesh, sequence_length)

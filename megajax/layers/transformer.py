@@ -3,7 +3,7 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +30,27 @@ def saving_lse(saved: Saved) -> Saved:
     return dataclasses.replace(saved, on_device=(*saved.on_device, "attention_lse"))
 
 
+class SavingActivations:
+    """Of a layer's config: how its field `saved` follows from the settings of execution."""
+
+    def saving(
+        self, recompute: Literal["none", "selective", "full"], recomputed: Sequence[str], offload: Sequence[str]
+    ) -> Self:
+        """The same layer with the result of Saved.choose."""
+        saved = Saved.choose(recompute, recomputed, offload, self._activation_names, self.modules)
+        return dataclasses.replace(self, saved=saved and saving_lse(saved))
+
+    def saving_by_name(self) -> Self:
+        everything = saving_lse(Saved(self._activation_names, ()))
+        return self if self.saved else dataclasses.replace(self, saved=everything)
+
+    @property
+    def _activation_names(self) -> tuple[str, ...]:
+        return tuple(self.activations(sequence_length=1))  # they do not depend on it
+
+
 @dataclasses.dataclass(frozen=True)
-class TransformerLayerConfig:
+class TransformerLayerConfig(SavingActivations):
     attention: AttentionConfig
     mlp: FeedForwardConfig
     norm: NormConfig
@@ -86,21 +105,6 @@ class TransformerLayerConfig:
             return PostNormTransformerLayer(self, rngs=rngs)
         layer = TransformerLayer if self.parallel_residual == "none" else ParallelTransformerLayer
         return layer(self, rngs=rngs)
-
-    def saving(
-        self, recompute: Literal["none", "selective", "full"], recomputed: Sequence[str], offload: Sequence[str]
-    ) -> "TransformerLayerConfig":
-        """The same layer with the result of Saved.choose."""
-        saved = Saved.choose(recompute, recomputed, offload, self._activation_names, self.modules)
-        return dataclasses.replace(self, saved=saved and saving_lse(saved))
-
-    def saving_by_name(self) -> "TransformerLayerConfig":
-        everything = saving_lse(Saved(self._activation_names, ()))
-        return self if self.saved else dataclasses.replace(self, saved=everything)
-
-    @property
-    def _activation_names(self) -> tuple[str, ...]:
-        return tuple(self.activations(sequence_length=1))  # they do not depend on it
 
     def check(self, mesh: MeshConfig, sequence_length: int) -> None:
         self.attention.check(mesh, sequence_length)
