@@ -164,7 +164,7 @@ def test_every_mesh_rounds_to_the_same_numbers(sizes, make_test_mesh):
         np.testing.assert_allclose(a, b, atol=1e-6 * float(np.abs(b).max()))  # float32 sums in another order
 
 
-# The activation of a GPT after its product. XLA makes a GELU part of a matmul, also where cuBLASLt has no such function.
+# The activation of a GPT after its product: XLA also makes a GELU part of matmuls for which cuBLASLt has none.
 PROGRAM = """
 import numpy as np, jax, jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
