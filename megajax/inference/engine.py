@@ -23,8 +23,15 @@ from megajax.inference.draft import DraftModel, check_same_tokens
 from megajax.inference.executor import Executor
 from megajax.inference.grammar import Grammars
 from megajax.inference.load import open_model
-from megajax.inference.memory import bytes_per_page, has_states, longest_sequence, pool_sizes, visible_tokens
-from megajax.inference.pages import PagePool
+from megajax.inference.memory import (
+    bytes_per_page,
+    has_states,
+    kept_sizes,
+    longest_sequence,
+    pool_sizes,
+    visible_tokens,
+)
+from megajax.inference.pages import KeptStates, PagePool
 from megajax.inference.programs import Drawn
 from megajax.inference.quantized import serving_weights
 from megajax.inference.sampling import PROMPT_TOKEN, Logprobs, Sampling, TokenLogprobs
@@ -133,11 +140,16 @@ class Engine:
         models = [self.model] if draft is None else [self.model, draft[0]]
         sizes, *draft_sizes = pool_sizes(models, self.mesh, serving)
         self._sizes = sizes
+        if serving.draft_tokens and has_states(self.model, sizes):
+            raise ValueError(
+                f"draft_tokens={serving.draft_tokens}: this model has layers with a state per sequence, which cannot "
+                "take a wrong guess back; use draft_tokens=0"
+            )
         self._max_length = min(longest_sequence(models, serving), sizes.num_pages * sizes.page_size)
         has_kernel = self.mesh.devices.flat[0].platform == "gpu"
         shapes = Shapes.of(sizes, self._max_length, serving.max_batch_tokens, has_kernel)
         self._batches = Batches(sizes, shapes, self._vocab_size)
-        self.pool = PagePool(sizes.num_pages, sizes.page_size, caches_prefixes=self._shares_pages())
+        self.pool = PagePool(sizes.num_pages, sizes.page_size, caches_prefixes=serving.prefix_cache)
         limits = Limits(
             sizes.num_rows,
             shapes.chunks[-1],
@@ -147,14 +159,16 @@ class Engine:
             serving.draft_tokens,
             visible_tokens(models),
         )
-        self.executor = Executor(self.model, self.mesh, sizes, self._vocab_size, serving.decode_steps)
+        kept = kept_sizes(self.model, sizes, serving)
+        self.executor = Executor(self.model, self.mesh, sizes, self._vocab_size, serving.decode_steps, kept)
         self.draft = None
         if draft is not None:
             self._check_draft(draft[0])
             params = serving_weights(*draft, "auto", self.mesh)
             parts = (draft[0], params, self.mesh, *draft_sizes, self._batches)
             self.draft = DraftModel(*parts, serving.draft_tokens)
-        self.scheduler = Scheduler(self.pool, limits, self.draft and self.draft.guess)
+        states = KeptStates(kept.num_rows) if kept.num_rows else None
+        self.scheduler = Scheduler(self.pool, limits, self.draft and self.draft.guess, states)
 
     def _check_draft(self, draft: Model) -> None:
         if not self.serving.draft_tokens:
@@ -169,20 +183,6 @@ class Engine:
                 "the draft model has layers with a state per sequence, which cannot take a wrong guess back; use "
                 "another one, or prompt lookup"
             )
-
-    def _shares_pages(self) -> bool:
-        """Whether sequences can share pages: not if a layer has a state per sequence. Raises ValueError for what such a
-        layer does not support."""
-        if not has_states(self.model, self._sizes):
-            return self.serving.prefix_cache
-        if self.serving.draft_tokens:
-            raise ValueError(
-                f"draft_tokens={self.serving.draft_tokens}: this model has layers with a state per sequence, which "
-                "cannot take a wrong guess back; use draft_tokens=0"
-            )
-        if self.serving.prefix_cache:
-            logger.warning("prefix_cache: off, this model has layers with a state per sequence")
-        return False
 
     def use(self, params: dict) -> None:
         """Generates with these parameters, stacked or per layer, from here on; no program is compiled again.
@@ -427,7 +427,12 @@ class Engine:
         arrays = self._batches.prefill(work)
         if self.draft is not None:
             self.draft.read(*arrays)
-        return _Call(work, *self.executor.prefill(self.params, *arrays, wants_prompt))
+        for copy in work.restored:
+            self.executor.restore(*copy)
+        call = _Call(work, *self.executor.prefill(self.params, *arrays, wants_prompt))
+        for copy in work.kept:
+            self.executor.keep(*copy)
+        return call
 
     def _start_penalties(self, sequence: Sequence) -> None:
         counts_V = np.zeros(self._vocab_size, np.int32)
