@@ -326,8 +326,12 @@ def _add_serve(commands) -> None:
     command.add_argument("--model_name", default="", help="name of the model in requests; default: that of DIR")
     command.add_argument("--api_key", action="append", default=[], help="key to ask for; may be repeated")
     command.add_argument("--api_key_file", help="file with a key per line; other users cannot see it with ps")
-    command.add_argument("--max_requests", type=int, default=1024, help="more get status 429 (1024)")
-    command.add_argument("--request_timeout_seconds", type=float, default=600.0, help="longest request (600)")
+    command.add_argument(
+        "--max_requests", type=int, default=1024, help="prompts that may wait or run; 429 beyond (1024)"
+    )
+    command.add_argument(
+        "--request_timeout_seconds", type=float, default=600.0, help="slower requests are cancelled (600)"
+    )
     command.add_argument("--allow_load", action="store_true", help="let /v1/load replace the parameters")
     _add_template(command)
 

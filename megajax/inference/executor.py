@@ -4,6 +4,7 @@ What they compute is in inference/programs.py.
 """
 
 import functools
+import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,6 +20,8 @@ from megajax.inference.programs import Chooser, DecodeBatch, Drawn, PrefillBatch
 from megajax.inference.sampling import Logprobs
 from megajax.layers.kv_cache import PoolSizes
 from megajax.models.model import Model
+
+logger = logging.getLogger("megajax")
 
 WARM_UP_THREADS = 8  # each compiles a program
 LOWERING = threading.Lock()  # two threads must not lower Pallas kernels at the same time (pallas_kernels/README.md)
@@ -148,6 +151,7 @@ class Executor:
         """Compiles the programs of all shapes, several at a time, and runs each once."""
         decodes = [(params, *batches.empty_decode(*shape), 1) for shape in batches.shapes.decode()]
         prefills = [(params, *batches.empty_prefill(*shape), False) for shape in batches.shapes.prefill()]
+        logger.info("compiling %d programs", len(decodes) + len(prefills))
         with ThreadPoolExecutor(WARM_UP_THREADS) as threads:
             jobs = [threads.submit(self._program, self._decode, self._decode_arguments(*a)) for a in decodes]
             jobs += [threads.submit(self._program, self._prefill, self._prefill_arguments(*a)) for a in prefills]

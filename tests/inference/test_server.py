@@ -5,11 +5,11 @@ import collections
 import contextlib
 import dataclasses
 import json
-import re
+import os
 import resource
 import shutil
+import signal
 import socket
-import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +24,7 @@ import pytest
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
-from megajax.cli.serving import bench_engine
+from megajax.cli import serving as command
 from megajax.data.tokenizers.chat_template import CHATML, ChatTemplate
 from megajax.data.tokenizers.tokenizer import BytesTokenizer, NullTokenizer
 from megajax.figures import traffic
@@ -396,7 +396,7 @@ def test_latency_and_throughput_are_measured_over_http_and_without(url, tmp_path
     fake = FakeEngine()
     fake.warm.set()
     fake.permissions.release(100)
-    (result,) = bench_engine(fake, [Load(concurrency=2)], Workload(num_requests=4, max_tokens=3))
+    (result,) = command.bench_engine(fake, [Load(concurrency=2)], Workload(num_requests=4, max_tokens=3))
     assert (result.num_finished, result.num_generated) == (4, 12)
 
     class Timed:
@@ -421,13 +421,36 @@ def test_latency_and_throughput_are_measured_over_http_and_without(url, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
-def test_the_page_finds_the_model_in_a_browser(engine):
-    with serving(engine) as url:
-        wait_until(lambda: httpx2.get(f"{url}/health").is_success)
-        command = ["chromium", "--headless", "--no-sandbox", "--virtual-time-budget=4000", "--dump-dom", url]
-        found = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
-    assert '<span id="model">tiny</span>' in found
-    assert re.search(r'id="state"[^>]*>ready<', found) and re.search(r'id="running">0<', found)
+def test_the_page_chats_in_a_browser(url, offline):
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs pip install -e '.[browser]'")
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        page = browser.new_page()
+        problems = []
+        page.on("pageerror", lambda error: problems.append(error))
+        page.goto(url)
+        expect = playwright.expect
+        expect(page.locator("#model")).to_have_text("needs an API key")
+        page.fill("#key", KEY)
+        page.press("#key", "Tab")
+        expect(page.locator("#model")).to_have_text("tiny")
+        expect(page.locator("#state")).to_have_text("ready")
+        page.fill("#temperature", "0")
+        page.fill("#max_tokens", "12")
+        page.fill("#system", "Be brief.")
+        page.fill("#text", "Hi")
+        page.press("#text", "Enter")
+        expect(page.locator(".note")).to_contain_text("first text after")
+        assert page.locator(".turn").all_inner_texts()[1].strip() == offline["chat"][0].strip()
+        expect(page.locator("#running")).to_have_text("0")
+        page.fill("#temperature", "-1")
+        page.fill("#text", "and then?")
+        page.click("#send")
+        expect(page.locator(".turn.error")).to_contain_text("temperature=-1")
+        page.click("#clear")
+        expect(page.locator(".turn")).to_have_count(0)
+        browser.close()
+    assert not problems
 
 
 # ----------------------------------------------------------------------------- mistakes
@@ -692,6 +715,28 @@ def test_a_failing_engine_ends_all_requests_with_an_error():
             fake.permissions.release()
             assert "out of memory" in json.loads(stream.read().decode().removeprefix("data: "))["error"]["message"]
         assert client.get("/health").status_code == 503 and failed.is_set()
+
+
+def test_a_stop_during_warm_up_does_not_wait_for_it(monkeypatch, caplog):
+    class Stopped(FakeEngine):
+        def warm_up(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+            super().warm_up()
+
+    fake = Stopped()
+    codes = []
+
+    def leave(code):
+        codes.append(code)
+        fake.warm.set()  # the test goes on
+
+    monkeypatch.setattr(os, "_exit", leave)
+    before = signal.getsignal(signal.SIGTERM)
+    with caplog.at_level("INFO"):
+        command.serve([fake], ServerConfig(model_name="tiny"), None, command.bind("127.0.0.1", 0))
+    signal.signal(signal.SIGTERM, before)
+    assert codes == [128 + signal.SIGTERM]
+    assert "serving tiny at http://127.0.0.1" in caplog.text and "stopping when all requests" in caplog.text
 
 
 def test_a_stop_finishes_what_runs():

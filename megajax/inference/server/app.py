@@ -86,7 +86,7 @@ def make_app(
     on_failure: Callable[[], None] | None = None,
 ) -> Starlette:
     """The ASGI application, which starts the threads of the engines, and stops them when everything accepted has
-    finished.
+    finished. Its state.is_ready() says whether they have warmed up.
 
     engines: replicas of one model. template: None: chats are refused. on_failure: called if the engine raises an error.
     """
@@ -137,6 +137,7 @@ class Server:
             },
             lifespan=self._lifespan,
         )  # fmt: skip
+        self.app.state.is_ready = lambda: self.replicas.is_ready
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
