@@ -287,7 +287,7 @@ def test_clients_of_megatron_get_the_answers_of_the_engine(url, offline):
     for found, choice in zip(answer["logprobs"], ask(url, "/v1/completions", echo).json()["choices"], strict=True):
         expected = choice["logprobs"]["token_logprobs"]
         np.testing.assert_allclose(found, expected[1:], atol=1e-5)  # rounding: it ran in other batches
-    assert "logprobs" not in put(prompts=["x"]).json()
+    assert "logprobs" not in put(prompts=["x"], stop_on_eol=False, length_penalty=1.0).json()
     assert put(prompts=[""], add_BOS=True, **greedy).json()["tokens"][0][0] == 256
     only_prompt = put(prompts=["abc"], tokens_to_generate=0, logprobs=True).json()
     assert only_prompt["text"] == ["abc"] and len(only_prompt["logprobs"][0]) == 2
@@ -298,7 +298,7 @@ def test_clients_of_megatron_get_the_answers_of_the_engine(url, offline):
         ({"prompts": []}, "at least 1"),
         ({"prompts": ["x"], "max_len": 3}, "max_len is not supported"),
         ({"prompts": ["x"], "top_k": 2, "top_p": 0.5}, "set only one"),
-        ({"prompts": ["x"], "stop_on_eol": True}, "stop_on_eol"),
+        ({"prompts": ["x"], "stop_on_eol": True}, "stop_on_eol is not supported"),
         ({"prompts": ["x"], "tokens_to_generate": 0}, "logprobs=true"),
         ({"prompts": ["x"] * 129}, "at most 128"),
     ]:

@@ -6,9 +6,9 @@ off, and refused with any other.
 """
 
 import secrets
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from megajax.inference.engine import Engine
 from megajax.inference.sampling import Sampling
@@ -18,6 +18,17 @@ from megajax.inference.server.protocol import Model, Refused, refusing_values
 
 PATH = "/api"
 MAX_PROMPTS = 128
+OFF = {
+    "top_n_logprobs": 0,
+    "top_p_decay": 0.0,
+    "top_p_bound": 0.0,
+    "stop_on_eol": False,
+    "stop_on_double_eol": False,
+    "prevent_newline_after_colon": False,
+    "beam_width": None,
+    "length_penalty": 1,
+}
+"""Fields without a counterpart here, with the value that turns them off."""
 
 
 class MegatronRequest(Model):
@@ -39,15 +50,14 @@ class MegatronRequest(Model):
     """None, -1: every request draws its own."""
     no_log: bool = False
     """Requests are never logged."""
-    # Only the values that turn them off:
-    top_n_logprobs: Literal[0] = 0
-    top_p_decay: Annotated[float, Field(ge=0, le=0)] = 0.0
-    top_p_bound: Annotated[float, Field(ge=0, le=0)] = 0.0
-    stop_on_eol: Literal[False] = False
-    stop_on_double_eol: Literal[False] = False
-    prevent_newline_after_colon: Literal[False] = False
-    beam_width: None = None
-    length_penalty: Annotated[float, Field(ge=1, le=1)] = 1.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_what_is_off(cls, fields: Any) -> Any:
+        """Fields that are left are refused as unknown."""
+        if not isinstance(fields, dict):
+            return fields
+        return {name: value for name, value in fields.items() if name not in OFF or value != OFF[name]}
 
     def sampling(self) -> Sampling:
         """Raises Refused for a value that is not allowed."""
