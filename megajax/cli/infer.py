@@ -385,7 +385,8 @@ def _add_command(
     command.add_argument("--run", required=needs_run, help="directory of a run (runs/NAME) or a Hugging Face folder")
     command.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
     for axis in ("data", "fsdp", "expert", "context", "tensor", "pipeline"):
-        command.add_argument(f"--mesh.{axis}", type=int, default=1, help="devices on this axis (1); -1: the rest")
+        text = "replicas, each on devices of its own" if (name, axis) == ("serve", "data") else "devices on this axis"
+        command.add_argument(f"--mesh.{axis}", type=int, default=1, help=f"{text} (1); -1: the rest")
     command.add_argument(
         "--launch.cpu_devices",
         type=int,
