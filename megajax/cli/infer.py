@@ -109,6 +109,7 @@ def chat(options: argparse.Namespace) -> None:
     from megajax.cli.generation import chat as converse
 
     sampling = _sampling(options)
+    _check_template(options)
     engine = _engine(options)
     template = _template(engine, options)
     room = engine.room_for_prompt(sampling.max_tokens)
@@ -138,6 +139,7 @@ def serve(options: argparse.Namespace) -> None:
         **{name: getattr(options, name) for name in named},
     )
     config.check()
+    _check_template(options)
     with contextlib.closing(serving.bind(config.host, config.port)) as bound:
         engines = _engines(options)
         serving.serve(engines, config, _template(engines[0], options), bound)
@@ -266,6 +268,11 @@ def _sampling(options: argparse.Namespace):
     sampling = Sampling(**{name: getattr(options, name) for name in fields} | {"stop": tuple(options.stop)})
     sampling.check()
     return sampling
+
+
+def _check_template(options: argparse.Namespace) -> None:
+    if options.chat_template is not None and not Path(options.chat_template).is_file():
+        raise ValueError(f"chat_template={options.chat_template} is no file; give a file with a jinja2 chat template")
 
 
 def _template(engine, options: argparse.Namespace):
