@@ -29,7 +29,7 @@ class ServingConfig:
     """How matrices of layers are stored: in the compute dtype; in int8; in float8, with products in float8; auto: as a
     quantised Hugging Face folder has them, else in the compute dtype."""
     prefix_cache: bool = True
-    """Keep pages of finished requests for prompts that begin the same way."""
+    """Keep pages of finished requests, and states of layers that have one, for prompts that begin the same way."""
     decode_steps: PositiveInt = 4
     """Tokens per sequence of one call of the device."""
     draft_tokens: int = 0

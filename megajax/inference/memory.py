@@ -12,6 +12,7 @@ from megajax.models.model import Model
 
 DEFAULT_MAX_LENGTH = 8192  # tokens of a sequence, for models without a limit
 HOST_POOL_BYTES = 2**30  # of the pools of all devices, where devices do not say how much memory they have (CPU)
+ROWS_PER_KEPT_STATE = 4  # of sequences that run; the state of a sequence is as large as many pages
 PAGE_DTYPES = {"int8": jnp.int8, "float8": jnp.float8_e4m3fn}
 
 
@@ -28,6 +29,8 @@ def pool_sizes(models: Sequence[Model], mesh: Mesh, serving: ServingConfig) -> l
     page_bytes = sum(map(bytes_per_page, models, found))
     states_bytes = sum(map(pool_bytes, models, found)) - page_bytes
     most = serving.max_rows * -(-longest_sequence(models, serving) // serving.page_size)
+    for model, sizes in zip(models, found, strict=True):
+        states_bytes += pool_bytes(model, kept_sizes(model, sizes, serving))
     available = _available_bytes(mesh, serving.memory_fraction) - states_bytes
     num_pages = min(available // page_bytes, most) if page_bytes else most
     if num_pages < 1:
@@ -54,6 +57,15 @@ def has_states(model: Model, sizes: PoolSizes) -> bool:
     """Whether a layer has a state per sequence besides keys and values in pages."""
     one, two = (pool_bytes(model, sizes._replace(num_rows=count)) for count in (1, 2))
     return one != two
+
+
+def kept_sizes(model: Model, sizes: PoolSizes, serving: ServingConfig) -> PoolSizes:
+    """A pool without pages, for the states of sequences that the prefix cache keeps: num_rows of them, which may be
+    0."""
+    num_states = 0
+    if serving.prefix_cache and has_states(model, sizes):
+        num_states = max(sizes.num_rows // ROWS_PER_KEPT_STATE, 1)
+    return sizes._replace(num_pages=0, num_rows=num_states)
 
 
 def longest_sequence(models: Sequence[Model], serving: ServingConfig) -> int:

@@ -195,6 +195,11 @@ def _logits(module, x_B1D: jax.Array, vocab_size: int) -> jax.Array:
     return constrain(module.logits(x_B1D)[:, 0], "batch", None)[:, :vocab_size]
 
 
+def copy_state(targets: list[jax.Array], sources: list[jax.Array], to: jax.Array, row: jax.Array) -> list[jax.Array]:
+    """Copies a row of each array -> the targets."""
+    return [target.at[to].set(source[row]) for target, source in zip(targets, sources, strict=True)]
+
+
 def _at(caches: dict[str, tuple], places: Places) -> dict[str, tuple]:
     return {name: tuple(cache.at(places) for cache in of_stack) for name, of_stack in caches.items()}
 

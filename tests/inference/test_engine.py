@@ -15,6 +15,7 @@ from megajax.config import Config
 from megajax.data.tokenizers.tokenizer import BytesTokenizer, NullTokenizer
 from megajax.inference.draft import check_same_tokens
 from megajax.inference.engine import Engine, ServingConfig
+from megajax.inference.memory import HOST_POOL_BYTES, kept_sizes, pool_bytes, pool_sizes
 from megajax.inference.sampling import Sampling
 from megajax.layers.mamba import MambaConfig
 from megajax.mesh import MeshConfig, make_mesh
@@ -185,6 +186,42 @@ def test_preemption_shared_prefixes_and_chunks_change_no_token(engine_of):
     assert (after.num_running, after.num_waiting, after.pages_used) == (0, 0, 0)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{}, dict(tensor=2)], ids=["one device", "two devices"])
+def test_prompts_that_continue_from_kept_states_get_the_same_tokens(engine_of, sizes):
+    """A model with attention and states; prompts share beginnings of different lengths, and rows and pages run out."""
+    engine = engine_of("mamba", **sizes)
+    engine.warm_up()
+    programs = engine.num_programs
+    start = list(range(20, 46))
+    prompts = [[*start[: 8 * (number % 4)], number, 3] for number in range(12)]
+    expected = recompute(engine, prompts, 20)
+    before = engine.stats()
+    for _ in range(3):
+        assert engine.generate_tokens(prompts, dataclasses.replace(GREEDY, max_tokens=20)) == expected
+    after = engine.stats()
+    assert after.prefix_hits > before.prefix_hits and after.preemptions > before.preemptions
+    random_requests(engine, 60, seed=3)
+    old = engine.params
+    engine.use(jax.device_put(random_params(engine.model, seed=1), engine.model.shardings(engine.mesh)))
+    assert engine.generate_tokens(prompts, GREEDY) == recompute(engine, prompts, 12)
+    engine.use(old)
+    assert engine.num_programs == programs
+
+
+def test_rows_pages_and_kept_states_share_the_memory(make_test_mesh):
+    model = Model(OTHERS["mamba"], FLOAT32)
+    pages = {}
+    for keeps in (True, False):
+        serving = dataclasses.replace(SERVING, num_pages=None, max_rows=50_000, prefix_cache=keeps)
+        (sizes,) = pool_sizes([model], make_test_mesh(), serving)
+        kept = kept_sizes(model, sizes, serving)
+        used = pool_bytes(model, sizes) + (pool_bytes(model, kept) if kept.num_rows else 0)
+        pages[keeps] = sizes.num_pages
+        assert 0.99 * HOST_POOL_BYTES < used <= HOST_POOL_BYTES
+    assert pages[True] < pages[False]
+
+
 def test_samples_of_a_request_share_its_pages_and_differ(engine_of):
     engine = engine_of("rope")
     prompt = list(range(60, 80))
@@ -267,7 +304,7 @@ def random_requests(engine, count, seed):
     assert not alive and set(ended.values()) == {"stop", "length", "cancelled"}
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting, stats.pages_used) == (0, 0, 0)
-    assert engine._texts == {} and len(engine.scheduler._rows) == SERVING.max_rows
+    assert engine._results._texts == {} and len(engine.scheduler._rows) == SERVING.max_rows
     return stats
 
 
@@ -469,7 +506,7 @@ def test_structured_output_follows_its_schema_beside_free_text(bytes_engine):
         assert found["name"] in ("ab", "cd") and found["age"] <= 99
     assert re.fullmatch("[a-c]{3}x+y", bytes_engine.tokenizer.decode(tokens[requests[2]][0]))
     assert tokens[requests[1]] == [alone]
-    with pytest.raises(ValueError, match="^regex='\\('"):
+    with pytest.raises(ValueError, match="^regex='\\(' cannot be used: unclosed group$"):
         bytes_engine.submit([1], Sampling(regex="("))
     with pytest.raises(ValueError, match="^schema="):
         bytes_engine.submit([1], Sampling(schema="{"))
