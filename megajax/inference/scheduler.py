@@ -73,6 +73,8 @@ class Sequence:
     matcher: Matcher | None = None
     """Which tokens may follow, if the text must follow a schema or a regular expression."""
     lookup: PromptLookup = dataclasses.field(default_factory=PromptLookup, repr=False)
+    guesses: tuple[int, ...] = ()
+    """The tokens that may follow the newest one, guessed by layers of the model in the call that generated it."""
 
     @property
     def length(self) -> int:
@@ -136,6 +138,15 @@ def look_up(most: dict[Sequence, int], total: int) -> Guesses:
     return drafts
 
 
+def guessed_before(most: dict[Sequence, int], total: int) -> Guesses:
+    """As `look_up`, by layers of the model."""
+    drafts = {}
+    for sequence, count in most.items():
+        drafts[sequence] = sequence.guesses[: min(count, total)]
+        total -= len(drafts[sequence])
+    return drafts
+
+
 class Decode(NamedTuple):
     runs: list[Run]
     num_steps: int
@@ -163,12 +174,10 @@ class Limits(NamedTuple):
 
 
 class Scheduler:
-    def __init__(
-        self, pool: PagePool, limits: Limits, guess: Callable[[dict[Sequence, int], int], Guesses] | None = None
-    ):
-        """guess: of a draft model, with the arguments of `look_up`; None: prompt lookup."""
-        self._guess = guess or look_up
-        self._has_draft_model = guess is not None
+    def __init__(self, pool: PagePool, limits: Limits, guess: Guess = look_up, *, has_draft_model: bool = False):
+        """guess: with the arguments of `look_up`. has_draft_model: whether a draft model has pages too."""
+        self._guess = guess
+        self._has_draft_model = has_draft_model
         self.pool = pool
         self.limits = limits
         self.waiting: deque[Sequence] = deque()

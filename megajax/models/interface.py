@@ -191,6 +191,10 @@ class ModelConfig:
         """The stacks that generation runs."""
         return self.stacks(execution)
 
+    def guessing_stacks(self, execution: ExecutionConfig) -> dict[str, tuple[LayerConfig, ...]]:
+        """The stacks that guess further tokens for speculative decoding, in order: one token each."""
+        return {}
+
     def new_caches(self, length: int, execution: ExecutionConfig) -> dict[str, tuple]:
         """An empty cache for each layer that generation runs, with room for `length` tokens per row."""
         stacks = self.generating_stacks(execution)
@@ -198,8 +202,13 @@ class ModelConfig:
 
     def new_pages(self, sizes: Any, execution: ExecutionConfig) -> dict[str, tuple]:
         """An empty cache in pages for each layer of each stack. sizes: PoolSizes (layers/kv_cache.py)."""
-        stacks = self.generating_stacks(execution)
+        stacks = self.paged_stacks(sizes, execution)
         return {name: tuple(layer.new_pages(sizes) for layer in layers) for name, layers in stacks.items()}
+
+    def paged_stacks(self, sizes: Any, execution: ExecutionConfig) -> dict[str, tuple[LayerConfig, ...]]:
+        """The stacks that an engine runs."""
+        guessing = list(self.guessing_stacks(execution).items())
+        return self.generating_stacks(execution) | dict(guessing[: sizes.num_guesses])
 
 
 def families() -> dict[str, type[ModelConfig]]:
@@ -239,6 +248,18 @@ class AnyModule(Protocol):
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """float32 [B, T, V]; minus infinity for padding of the vocabulary."""
+
+    # A model with guessing_stacks also has:
+
+    def guess(self, depth: int, x_BTD: jax.Array, batch: dict, caches: dict) -> tuple[jax.Array, dict]:
+        """Runs guessing stack number `depth`, from 1, which guesses the token depth + 1 places after each of these
+        tokens -> (its hidden states [B, T, D], {its name: its caches}).
+
+        x: what `extend` returns for these tokens, or `guess` at depth - 1. batch: int32 [B, T]: positions of these
+        tokens, and tokens, those `depth` places after them."""
+
+    def guess_logits(self, h_BTD: jax.Array) -> jax.Array:
+        """As `logits`, of what `guess` returns."""
 
 
 class OneStack(nnx.Module):
