@@ -294,11 +294,6 @@ class DecoderConfig(ModelConfig):
     def check(self, mesh: MeshConfig, sequence_length: int, execution: ExecutionConfig) -> None:
         self._check_sizes(sequence_length)
         self._check_choices()
-        if self.mtp_layers and mesh.pipeline > 1:
-            raise ValueError(
-                f"model.mtp_layers={self.mtp_layers}: multi-token prediction is not supported in a pipeline; use "
-                "--mesh.pipeline=1, or --model.mtp_layers=0"
-            )
         super().check(mesh, sequence_length, execution)
         self._check_divides(mesh)
 
@@ -438,7 +433,7 @@ class Decoder(OneStack):
         stacks = config.stacks(execution)
         self.layers = Stack(stacks.pop("layers"), scan=scan, rngs=rngs, stages=stages)
         for name, layers in stacks.items():
-            setattr(self, name, Stack(layers, scan=False, rngs=rngs))
+            setattr(self, name, Stack(layers, scan=False, rngs=rngs, is_on_all_ranks=stages is not None))
         self.final_norm = Norm(config.norm_config, D, rngs=rngs)
         if not config.tied_embeddings:
             self.head = Linear((D,), (V,), ("embed", "vocab"), config.init_std, rngs=rngs, role="head")

@@ -153,8 +153,10 @@ class ModelConfig:
         return _layers(self, execution)
 
     @property
-    def num_layers_in_all(self) -> int:
-        return len(self.layers(ExecutionConfig()))
+    def num_stage_layers(self) -> int:
+        """Layers that the stages of a pipeline divide among them: all but those of guessing_stacks."""
+        guessing = self.guessing_stacks(ExecutionConfig()).values()
+        return len(self.layers(ExecutionConfig())) - sum(map(len, guessing))
 
     def forward_flops(self, sequence_length: int) -> Flops:
         """FLOPs per token of the forward pass."""
@@ -192,7 +194,8 @@ class ModelConfig:
         return self.stacks(execution)
 
     def guessing_stacks(self, execution: ExecutionConfig) -> dict[str, tuple[LayerConfig, ...]]:
-        """The stacks that guess further tokens for speculative decoding, in order: one token each."""
+        """The stacks that only the loss runs, in a pipeline on all ranks, and speculative decoding, where they guess
+        further tokens, one each, in this order."""
         return {}
 
     def new_caches(self, length: int, execution: ExecutionConfig) -> dict[str, tuple]:
