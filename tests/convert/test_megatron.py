@@ -9,13 +9,18 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from megajax.convert.megatron import from_megajax, to_megajax
+from megajax.convert.megatron.arguments import read_arguments
 from megajax.layers.latent_attention import LatentConfig
 from megajax.layers.moe import MoeConfig
+from megajax.layers.rope import rope_tables
 from megajax.layers.router import RouterConfig
 from megajax.models.decoder import DecoderConfig
+from megajax.models.execution import ExecutionConfig
 from megajax.models.model import Model
+from megajax.parameters import Structure
 from megajax.precision import PrecisionConfig
 
 ORACLES = Path(__file__).parent.parent / "oracles"
@@ -120,6 +125,25 @@ def test_latent_attention_and_multi_token_prediction_have_megatrons_layouts():
     np.testing.assert_array_equal(named["mtp.layers.1.hnorm.weight"], of_depth["hidden_norm"]["scale"][0])
     expert = named["mtp.layers.1.transformer_layer.mlp.experts.local_experts.3.linear_fc2.weight"]
     np.testing.assert_array_equal(expert, of_depth["layer"]["mlp"]["down"][0][3].T)
+
+
+@pytest.mark.parametrize("name", ["yarn", "rope"])
+def test_latent_attention_computes_what_megatrons_does(name):
+    saved = np.load(ORACLES / "latent_attention.npz")
+    config = read_arguments(json.loads(str(saved[f"{name}/arguments"])), 16, Path("nowhere")).model
+    prefix = f"{name}/weights/"
+    theirs = {key.removeprefix(prefix): saved[key] for key in saved.files if key.startswith(prefix)}
+    named = as_named(config) | {f"decoder.layers.0.self_attention.{key}": array for key, array in theirs.items()}
+    weights = jax.tree.map(lambda a: a[0], to_megajax(named, config)["layers"]["dense"]["attention"])
+    (layer,) = config.stacks(ExecutionConfig())["layers"]
+    graph, state = nnx.split(nnx.eval_shape(lambda: layer.attention.build(nnx.Rngs(params=0))))
+    attention = nnx.merge(graph, Structure.of(state).to_state(weights))
+    x_BTD = saved[f"{name}/x"].swapaxes(0, 1)
+    positions = np.broadcast_to(np.arange(x_BTD.shape[1], dtype=np.int32), x_BTD.shape[:2])
+    tables = rope_tables(config.rope, config.rotary_head_dim, positions)
+    out_BTD, _ = jax.jit(attention)(x_BTD, dict(zip(("cos_global", "sin_global"), tables, strict=True)))
+    wanted = saved[f"{name}/out"].swapaxes(0, 1)
+    np.testing.assert_allclose(out_BTD, wanted, rtol=0, atol=1e-5 * wanted.std())  # float32 in both
 
 
 @pytest.mark.parametrize("num_rows", [29, 32, 40])
