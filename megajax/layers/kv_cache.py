@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.current_mesh import axis_size, manual
 from megajax.ops.attention import AttentionMask
 from megajax.ops.paged_attention import attend_to_pages, quantise, write_pages
-from megajax.ops.quantized_matmul import to_levels
+from megajax.ops.quantize import to_levels
 from megajax.parallel.context import AXIS, attention
 from megajax.sharding import activation_spec, constrain
 

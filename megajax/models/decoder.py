@@ -477,6 +477,7 @@ class Decoder(OneStack):
             vocab_size=self.config.vocab_size,
             z_loss=options.z_loss,
             label_smoothing=options.label_smoothing,
+            recipe=self.head_recipe,
             **self._logit_options(),
         )
 

@@ -22,6 +22,7 @@ from megajax.mesh import MeshConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.ops.cross_entropy import TokenScores
 from megajax.parallel.schedule import Stages
+from megajax.precision import Recipe
 
 
 class LossTerms(NamedTuple):
@@ -265,7 +266,14 @@ class AnyModule(Protocol):
         """As `logits`, of what `guess` returns."""
 
 
-class OneStack(nnx.Module):
+class LossModule(nnx.Module):
+    """An nnx.Module with an output layer."""
+
+    head_recipe: Recipe | None = None
+    """The low-precision format of its products in the loss (ops/cross_entropy.py); None: the compute dtype."""
+
+
+class OneStack(LossModule):
     """A model that is embed -> one stack, `layers` -> loss, which a pipeline can split into stages.
 
     A family derives from it and has `embed(batch, key) -> x`, `block_inputs(batch) -> dict`, `loss(x, batch, options)

@@ -128,11 +128,12 @@ class Model:
     def _use_low_precision(self, module: nnx.Module) -> None:
         stacks = [getattr(module, name) for name in self.config.stacks(self.execution)]
         names = {name for stack in stacks for name in stack.use_low_precision(self.precision)}
-        for pattern in self.precision.low_modules:
+        for pattern in self.precision.low_matrices:
             if not any(matches(name, [pattern]) for name in names):
                 raise ValueError(
                     f"precision.low_modules: {pattern!r} matches no matrix; the layers have {', '.join(sorted(names))}"
                 )
+        module.head_recipe = self.precision.head_recipe
 
     def _init(self, key: jax.Array) -> dict:
         return self._cast(self._structure.to_tree(nnx.split(self._build(key))[1]))
@@ -245,15 +246,19 @@ class Model:
             stack = next((stack for stack in rows_of if name.startswith(f"{stack}.")), None)
             rows = rows_of.get(stack)
             is_vocabulary = record.role == "embedding" and "vocab" in record.axes
-            low_rows = 0 if stack is None else self._num_low_rows(stack, name.removeprefix(f"{stack}."), record)
+            is_output = record.role == "head" or (is_vocabulary and not has_head)
+            if rows is None:
+                low_size = leaf.size if is_output and self.precision.head_recipe else 0
+            else:
+                low_size = leaf.size // rows.size * self._num_low_rows(stack, name.removeprefix(f"{stack}."), record)
             found.append(
                 CountedParameter(
                     size=leaf.size if rows is None else leaf.size // rows.size * int((rows >= 0).sum()),
-                    low_size=0 if rows is None else leaf.size // rows.size * low_rows,
+                    low_size=low_size,
                     record=record,
                     is_trained=name not in self._frozen,
                     is_in_a_layer=rows is not None,
-                    is_output=record.role == "head" or (is_vocabulary and not has_head),
+                    is_output=is_output,
                     is_looked_up=is_vocabulary and has_head,
                     num_experts=dict(zip(record.axes, leaf.shape, strict=True)).get("experts", 1),
                 )
@@ -265,7 +270,7 @@ class Model:
         layer_rows."""
         precision = self.precision
         is_grouped = "experts" in record.axes
-        if not precision.is_low or record.role != "matrix" or is_grouped or not matches(name, precision.low_modules):
+        if not precision.is_low or record.role != "matrix" or is_grouped or not matches(name, precision.low_matrices):
             return 0
         first, last = precision.high_layers
         number = len(self.config.stacks(self.execution)[stack.split(".")[0]])

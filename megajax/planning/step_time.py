@@ -147,9 +147,10 @@ def _rounding_bytes(
     passes = FP8_PASSES if low_share(model, device) else EMULATED_PASSES
     matrices = sum(p.size for p in model.parameters if p.record.role == "matrix")
     low = sum(parameter.low_size for parameter in model.parameters)
+    low_matrices = sum(parameter.low_size for parameter in model.parameters if parameter.is_in_a_layer)
     layers = model.config.layers(model.execution)
     elements = sum(a.elements for layer in layers for a in layer.activations(sequence_length).values())
-    return passes * activation_bytes * elements * low / matrices + FP8_WEIGHT_BYTES * low * num_weight_passes
+    return passes * activation_bytes * elements * low_matrices / matrices + FP8_WEIGHT_BYTES * low * num_weight_passes
 
 
 def _update_bytes(program: Program) -> int:
@@ -220,7 +221,7 @@ def _weight_traffic(model: Model, mesh: MeshConfig, num_microbatches: int, items
         gathered = parameter.split(sizes, but=SHARING_AXES)
         is_narrow = parameter.record.role == "matrix" and not model.precision.has_float32_gradients
         gradient = (itemsize if is_narrow else 4) * parameter.is_trained
-        is_fp8 = model.precision.is_low and not FORMATS[model.precision.recipe].is_emulated
+        is_fp8 = parameter.is_in_a_layer and model.precision.is_low and not FORMATS[model.precision.recipe].is_emulated
         gathered_size = itemsize - (itemsize - 1) * is_fp8 * parameter.low_size / parameter.size
         # Gathered once for the forward and once for the backward pass.
         sent["fsdp"] += num_microbatches * (gathered - shard_size) * (2 * gathered_size + gradient)

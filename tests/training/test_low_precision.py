@@ -135,6 +135,16 @@ def test_only_the_chosen_modules_of_inner_layers_are_rounded():
     assert num_roundings(high_layers=PRECISION.for_inference.high_layers) == 0
 
 
+def test_the_output_layer_is_rounded_only_if_named():
+    """Its input once, and its matrix for the logits and for the gradient of the input."""
+    with_head = dict(high_layers=(1, 1), low_modules=("mlp.*", "head"))
+    assert num_roundings(**with_head) == 5 + 3
+    precision = dataclasses.replace(PRECISION, low_modules=("*", "head"))
+    assert precision.for_inference.head_recipe is None
+    sizes = {p.is_output: p.low_size for p in Model(LLAMA, precision).parameters if not p.is_in_a_layer}
+    assert sizes[True] == LLAMA.embed_dim * LLAMA.padded_vocab_size
+
+
 def test_weights_and_their_initial_values_do_not_depend_on_the_recipe():
     high, low = (Model(LLAMA, PrecisionConfig(recipe=recipe)) for recipe in ("bf16", "mxfp8"))
     assert high.abstract_weights == low.abstract_weights
