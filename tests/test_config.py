@@ -11,6 +11,7 @@ import pytest
 import configs
 from megajax import run
 from megajax.config import MERGED, MOVED, NOW, Config, differences, incompatibilities, override
+from megajax.data.config import DataConfig
 from megajax.data.prepare.write_tokens import preprocess
 from megajax.data.tokenizers.tokenizer import load_tokenizer
 from megajax.models.decoder import DecoderConfig
@@ -309,6 +310,13 @@ def test_unknown_kind_of_model_is_refused_with_those_there_are():
         override(configs.recipe("gpt_tiny"), ["--model.kind=perceiver"])
     with pytest.raises(ValueError, match="model.kind=perceiver is unknown"):
         Config.from_json('{"model": {"kind": "perceiver"}}')
+
+
+def test_only_text_keeps_the_tokenizer_of_the_recipe():
+    folder = DataConfig(source="indexed", paths=("a",), tokenizer="dir/tokenizer.json")
+    assert folder.of_source("text") == DataConfig(source="text", tokenizer="dir/tokenizer.json")
+    assert folder.of_source("mock") == DataConfig(source="mock")
+    assert DataConfig(source="mock", tokenizer="null:99").of_source("text") == DataConfig(source="text")
 
 
 def test_own_data_need_only_their_source_and_paths(tmp_path, caplog):
