@@ -38,9 +38,12 @@ class PoolSizes(NamedTuple):
     page_size: int
     """Tokens in a page."""
     num_rows: int
-    """Sequences that run at the same time, for layers with a state per sequence."""
+    """Sequences that run at the same time, for layers with a state per sequence; the arrays of a state have the rows
+    first."""
     dtype: jnp.dtype
     """Of keys and values in pages; int8 has a float32 scale per token and head."""
+    num_guesses: int = 0
+    """Further tokens that layers of the model guess in each step (ModelConfig.guessing_stacks)."""
 
 
 class Places(NamedTuple):
