@@ -42,8 +42,9 @@ SERVING = {
     "decode_steps": (int, "tokens per sequence and call of the device (4)"),
     "draft_tokens": (
         int,
-        "speculative decoding: guesses per sequence and step, from its own text or by --draft_run; 0: off (0)",
+        "speculative decoding: guesses per sequence and step, by --draft_method or --draft_run; 0: off (0)",
     ),
+    "draft_method": (str, "what guesses: lookup, the text itself; mtp, the model's multi-token prediction (lookup)"),
 }
 
 

@@ -36,7 +36,17 @@ from megajax.inference.programs import Drawn
 from megajax.inference.quantized import serving_weights
 from megajax.inference.results import Output, Results
 from megajax.inference.sampling import PROMPT_TOKEN, Logprobs, Sampling
-from megajax.inference.scheduler import Decode, Limits, Prefill, Request, Scheduler, Sequence, Wait
+from megajax.inference.scheduler import (
+    Decode,
+    Limits,
+    Prefill,
+    Request,
+    Scheduler,
+    Sequence,
+    Wait,
+    guessed_before,
+    look_up,
+)
 from megajax.mesh import MeshConfig
 from megajax.models.model import Model
 
@@ -90,13 +100,14 @@ class Engine:
         """params: sharded over `mesh`, stacked or per layer; matrices are cast or quantised as `serving` says.
         tokenizer: may be None if only tokens go in and out; there is then no end-of-document token. start_ids: tokens
         before each text prompt. draft: a smaller model with the same tokens, and its parameters, to guess
-        serving.draft_tokens tokens (inference/draft.py); None: prompt lookup, unless that is 0.
+        serving.draft_tokens tokens (inference/draft.py); None: they are guessed by serving.draft_method.
 
-        Raises ValueError for invalid serving settings, a model that does not continue text, and if the memory holds no
-        page.
+        Raises ValueError for invalid serving settings, a model that does not continue text or lacks the layers of
+        draft_method, and if the memory holds no page.
         """
         model.config.check_generates()
         serving.check()
+        _check_guesses(model, serving)
         self.model = model
         self.mesh = mesh
         self.tokenizer = tokenizer
@@ -134,22 +145,28 @@ class Engine:
             shapes.most_pages,
             serving.decode_steps,
             serving.draft_tokens,
-            visible_tokens(models),
+            visible_tokens(models, [sizes, *draft_sizes]),
         )
         kept = kept_sizes(self.model, sizes, serving)
         self.executor = Executor(self.model, self.mesh, sizes, self._vocab_size, serving.decode_steps, kept)
         self.draft = None
+        guess = guessed_before if serving.num_guesses else look_up
         if draft is not None:
             self._check_draft(draft[0])
             params = serving_weights(*draft, "auto", self.mesh)
             parts = (draft[0], params, self.mesh, *draft_sizes, self._batches)
             self.draft = DraftModel(*parts, serving.draft_tokens)
+            guess = self.draft.guess
         states = KeptStates(kept.num_rows) if kept.num_rows else None
-        self.scheduler = Scheduler(self.pool, limits, self.draft and self.draft.guess, states)
+        self.scheduler = Scheduler(self.pool, limits, guess, states, has_draft_model=draft is not None)
 
     def _check_draft(self, draft: Model) -> None:
         if not self.serving.draft_tokens:
             raise ValueError("draft_tokens=0: the draft model guesses nothing; use draft_tokens=4, or no draft model")
+        if self.serving.num_guesses:
+            raise ValueError(
+                f"draft_method={self.serving.draft_method}: the draft model guesses already; leave out one of them"
+            )
         if draft.config.vocab_size < self._vocab_size:
             raise ValueError(
                 f"the draft model has {draft.config.vocab_size} tokens and the model {self._vocab_size}; use a draft "
@@ -433,3 +450,18 @@ class Engine:
     def bytes_per_token(self) -> float:
         """Of the model's keys and values in all layers and on all devices."""
         return bytes_per_page(self.model, self._sizes) / self._sizes.page_size
+
+
+def _check_guesses(model: Model, serving: ServingConfig) -> None:
+    """Raises ValueError if the model does not have the layers that are to guess."""
+    count = len(model.config.guessing_stacks(model.execution))
+    if serving.num_guesses and not count:
+        raise ValueError(
+            f"draft_method={serving.draft_method}: the model has no layers of multi-token prediction; use "
+            "draft_method=lookup, or a draft model"
+        )
+    if serving.num_guesses > count:
+        raise ValueError(
+            f"draft_tokens={serving.num_guesses}: draft_method={serving.draft_method} guesses one token with each "
+            f"layer of multi-token prediction, of which the model has {count}; use draft_tokens={count}"
+        )

@@ -62,7 +62,7 @@ class Executor:
             donate_argnums=(1, 2),
         )
         self._prefill = jax.jit(
-            functools.partial(programs.prefill, model, vocab_size),
+            functools.partial(programs.prefill, model, vocab_size, sizes),
             out_shardings=(*state_shardings, self._replicated, self._replicated),
             donate_argnums=(1, 2),
         )

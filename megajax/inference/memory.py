@@ -17,13 +17,14 @@ PAGE_DTYPES = {"int8": jnp.int8, "float8": jnp.float8_e4m3fn}
 
 
 def pool_sizes(models: Sequence[Model], mesh: Mesh, serving: ServingConfig) -> list[PoolSizes]:
-    """The pools of the models of an engine, with the same pages: serving.num_pages, or as many as the free memory holds
-    and max_rows can use.
+    """The pools of the models of an engine (itself first, then a draft model), with the same pages: serving.num_pages,
+    or as many as the free memory holds and max_rows can use.
 
     Raises ValueError if that is none.
     """
     dtypes = [jnp.dtype(PAGE_DTYPES.get(serving.page_dtype, model.precision.compute_dtype)) for model in models]
     found = [PoolSizes(serving.num_pages or 1, serving.page_size, serving.max_rows, dtype) for dtype in dtypes]
+    found[0] = found[0]._replace(num_guesses=serving.num_guesses)
     if serving.num_pages is not None:
         return found
     page_bytes = sum(map(bytes_per_page, models, found))
@@ -74,10 +75,11 @@ def longest_sequence(models: Sequence[Model], serving: ServingConfig) -> int:
     return min([serving.max_length or (DEFAULT_MAX_LENGTH if not limits else min(limits)), *limits])
 
 
-def visible_tokens(models: Sequence[Model]) -> int | None:
+def visible_tokens(models: Sequence[Model], pools: Sequence[PoolSizes]) -> int | None:
     """Last tokens of a sequence that any layer reads from pages; None: all."""
-    stacks = [stack for model in models for stack in model.config.generating_stacks(model.execution).values()]
-    windows = [getattr(layer, "window", None) for stack in stacks for layer in stack]
+    pairs = zip(models, pools, strict=True)
+    stacks = [model.config.paged_stacks(sizes, model.execution).values() for model, sizes in pairs]
+    windows = [getattr(layer, "window", None) for of_model in stacks for stack in of_model for layer in stack]
     return None if None in windows else max(windows)
 
 

@@ -127,6 +127,8 @@ class Results:
                 return self._finish(sequence, tokens, text, logprobs, "stop", token)
             tokens.append(token)
             sequence.tokens.append(token)
+            if drawn.guesses is not None:
+                sequence.guesses = tuple(drawn.guesses[step].tolist())
             self.num_generated += 1
             if logprobs is not None:
                 one = (a[step] for a in drawn.logprobs)

@@ -83,6 +83,8 @@ class Sequence:
     matcher: Matcher | None = None
     """Which tokens may follow, if the text must follow a schema or a regular expression."""
     lookup: PromptLookup = dataclasses.field(default_factory=PromptLookup, repr=False)
+    guesses: tuple[int, ...] = ()
+    """The tokens that may follow the newest one, guessed by layers of the model in the call that generated it."""
 
     @property
     def length(self) -> int:
@@ -157,6 +159,15 @@ def look_up(most: dict[Sequence, int], total: int) -> Guesses:
     return drafts
 
 
+def guessed_before(most: dict[Sequence, int], total: int) -> Guesses:
+    """As `look_up`, by layers of the model."""
+    drafts = {}
+    for sequence, count in most.items():
+        drafts[sequence] = sequence.guesses[: min(count, total)]
+        total -= len(drafts[sequence])
+    return drafts
+
+
 class Decode(NamedTuple):
     runs: list[Run]
     num_steps: int
@@ -188,13 +199,15 @@ class Scheduler:
         self,
         pool: PagePool,
         limits: Limits,
-        guess: Callable[[dict[Sequence, int], int], Guesses] | None = None,
+        guess: Guess = look_up,
         states: KeptStates | None = None,
+        *,
+        has_draft_model: bool = False,
     ):
-        """guess: of a draft model, with the arguments of `look_up`; None: prompt lookup. states: of a model with layers
-        whose state is not in pages; None: pages are all that a sequence needs."""
-        self._guess = guess or look_up
-        self._has_draft_model = guess is not None
+        """guess: with the arguments of `look_up`. states: of a model with layers whose state is not in pages; None:
+        pages are all that a sequence needs. has_draft_model: whether a draft model has pages too."""
+        self._guess = guess
+        self._has_draft_model = has_draft_model
         self.pool = pool
         self.limits = limits
         self.waiting: deque[Sequence] = deque()

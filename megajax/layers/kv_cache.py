@@ -42,6 +42,8 @@ class PoolSizes(NamedTuple):
     first."""
     dtype: jnp.dtype
     """Of keys and values in pages; int8 has a float32 scale per token and head."""
+    num_guesses: int = 0
+    """Further tokens that layers of the model guess in each step (ModelConfig.guessing_stacks)."""
 
 
 class Places(NamedTuple):

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from megajax.layers.block import rows_of_kind
 from megajax.layers.dropout import DropoutKey
-from megajax.layers.layer import Flops
+from megajax.layers.layer import Flops, LayerConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.models.interface import NO_REGULARISERS, LossOptions, LossTerms, ModelConfig
 from megajax.ops.cross_entropy import TokenScores
@@ -298,6 +298,13 @@ class Model:
         return len(self.config.layers(self.execution))
 
     @property
+    def layers_run(self) -> tuple[LayerConfig, ...]:
+        """The layers that a step runs; those that every rank of a pipeline runs are there once for each rank."""
+        on_all_ranks = sum(self.config.guessing_stacks(self.execution).values(), ())
+        others = 0 if self.stages is None else self.stages.num_ranks - 1
+        return self.config.layers(self.execution) + on_all_ranks * others
+
+    @property
     def scans(self) -> bool:
         """Whether the layers run in a loop: over layers, or over the microbatches of a pipeline."""
         stacks = self.config.stacks(self.execution).values()
@@ -306,8 +313,9 @@ class Model:
     @property
     def layer_rows(self) -> dict[str, np.ndarray]:
         """{"stack.kind": layer number of each row of its arrays}, -1 for padding rows."""
+        on_all_ranks = self.config.guessing_stacks(self.execution)
         return {
-            f"{stack}.{kind}": rows_of_kind(layers, kind, self.stages)
+            f"{stack}.{kind}": rows_of_kind(layers, kind, None if stack in on_all_ranks else self.stages)
             for stack, layers in self.config.stacks(self.execution).items()
             for kind in dict.fromkeys(layer.kind for layer in layers)
         }

@@ -66,7 +66,9 @@ def _low_matmuls(model: Model) -> str:
     if not precision.is_low:
         return ""
     head = " and of the output layer" if precision.head_recipe else ""
-    return f", matmuls of layers{head} {precision.recipe}"
+    has_experts = any(parameter.num_experts > 1 for parameter in model.parameters)
+    experts = f", of experts {precision.compute}" if has_experts else ""
+    return f", matmuls of layers{head} {precision.recipe}{experts}"
 
 
 def _data_rows(datasets: Datasets, steps: int) -> list[tuple[str, str]]:
