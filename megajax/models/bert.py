@@ -230,8 +230,8 @@ class BertConfig(ModelConfig):
 
     def check_generates(self) -> None:
         raise ValueError(
-            "model.kind=bert reads texts in both directions and cannot continue them; use infer.py fill or "
-            "infer.py embed"
+            "model.kind=bert reads texts in both directions and cannot continue them; use "
+            + " or ".join(f"infer.py {task}" for task in self.encoder_tasks)
         )
 
 

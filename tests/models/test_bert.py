@@ -274,6 +274,11 @@ def test_generation_is_refused_by_name(arguments, trained):
         infer.main([arguments[0], f"--run={trained[0].run_dir}", *arguments[1:]])
 
 
+def test_a_refusal_names_what_the_head_can_do():
+    with pytest.raises(ValueError, match="use infer.py classify or infer.py embed$"):
+        BertConfig(head="token_classification").check_generates()
+
+
 # ----------------------------------------------------------------------------- fine-tuning
 
 
