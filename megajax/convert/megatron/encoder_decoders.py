@@ -79,7 +79,7 @@ def table(config: EncoderDecoderConfig) -> Table:
         found.append(positions(config.max_positions, config.max_positions, D))
     stacks = {"encoder": config.num_layers, "decoder": config.decoder_layers}
     for stack, num_layers in stacks.items():
-        found += [entry.of_kind("dense", range(num_layers), stack) for entry in _layer(config, stack)]
+        found += [entry.of_layers(f"{stack}/dense", range(num_layers)) for entry in _layer(config, stack)]
         if config.position == "relative":
             theirs = f"{stack}_relative_pos_emb.relative_attention_bias.weight"
             found.append(Entry((f"{stack}_bias/table",), theirs, (config.num_buckets, config.num_heads)))

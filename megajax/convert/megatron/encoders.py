@@ -83,7 +83,7 @@ def table(config: BertConfig) -> Table:
     layer += self_attention("attention/", f"{LAYER}self_attention.", Heads(D, N, N, D // N, True, True))
     layer += norm(config.norm_config, "mlp_norm", f"{LAYER}pre_mlp_layernorm", D)
     layer += feed_forward("mlp/", f"{LAYER}mlp.", D, config.width_of_mlp, config.activation, has_bias=True)
-    found += [entry.of_kind("dense", range(config.num_layers)) for entry in layer]
+    found += [entry.of_layers("layers/dense", range(config.num_layers)) for entry in layer]
     found += norm(config.norm_config, "final_norm", "encoder.final_layernorm", D)
     found += linear("head_dense", "lm_head.dense", (D,), (D,), has_bias=True)
     found += norm(config.norm_config, "head_norm", "lm_head.layer_norm", D)

@@ -2,8 +2,8 @@
 
 Dimensions: D model width, F feed-forward width, N query heads, K key-value heads, H head dim, V vocabulary.
 Megatron's linear weights are [out, in]. The rows of `linear_qkv` go by key-value head: its N / K queries, its key, its
-value; those of the `linear_kv` of cross-attention by head: its key, its value. A gated `linear_fc1` is the gate above
-the up projection.
+value; those of `linear_kv` (cross-attention) and `linear_kv_up_proj` (latent attention) by head: its key, its value. A
+gated `linear_fc1` is the gate above the up projection.
 """
 
 import dataclasses
@@ -50,9 +50,9 @@ class Entry:
     def _experts(self) -> list[tuple[int, ...]]:
         return [(number,) for number in range(self.num_experts)] or [()]
 
-    def of_kind(self, kind: str, layers: Sequence[int], stack: str = "layers") -> "Entry":
-        """Of a layer -> of all layers of a kind in a stack."""
-        ours = tuple(f"{stack}/{kind}/{path}" for path in self.ours)
+    def of_layers(self, stack: str, layers: Sequence[int]) -> "Entry":
+        """Of a layer -> of the layers with these numbers. stack: path of ours."""
+        ours = tuple(f"{stack}/{path}" for path in self.ours)
         return dataclasses.replace(self, ours=ours, layers=tuple(layers))
 
 

@@ -84,7 +84,7 @@ def table(config: HybridConfig) -> Table:
         layers = [n for n in range(config.num_layers) if config.letter(n) == letter]
         if layers:
             layer = norm(config.norm_config, "norm", f"{LAYER}{norm_name}", config.embed_dim) + branch(config, "mixer/")
-            found += [entry.of_kind(kind, layers) for entry in layer]
+            found += [entry.of_layers(f"layers/{kind}", layers) for entry in layer]
     return found
 
 

@@ -22,6 +22,8 @@ from megajax.models.model import Model
 _FUSED_NORMS = {
     ".self_attention.linear_qkv.layer_norm_": ".input_layernorm.",
     ".mlp.linear_fc1.layer_norm_": ".pre_mlp_layernorm.",
+    ".self_attention.linear_q_up_proj.layer_norm_": ".self_attention.q_layernorm.",
+    ".self_attention.linear_kv_up_proj.layer_norm_": ".self_attention.kv_layernorm.",
     ".mixer.in_proj.layer_norm_": ".norm.",
 }
 
@@ -117,6 +119,7 @@ def from_megajax(params: dict, config: ModelConfig) -> dict[str, np.ndarray]:
 def _own_name(name: str) -> str:
     # With grouped GEMM the arrays are numbered, not the experts.
     name = re.sub(r"(\.mlp\.experts)\.(linear_fc[12]\.weight)(\d+)$", r"\1.local_experts.\3.\2", name)
+    name = name.replace(".mtp_model_layer.", ".transformer_layer.")  # newer versions, in checkpoints of ranks
     for fused, own in _FUSED_NORMS.items():
         name = name.replace(fused, own)
     return name
