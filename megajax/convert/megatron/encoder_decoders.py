@@ -31,6 +31,7 @@ _FIXED = {
     "layernorm_zero_centered_gamma": (False,),
     "apply_layernorm_1p": (False,),
     "num_experts": (0,),
+    "multi_latent_attention": (False,),
     "window_size": (),
     "softmax_type": ("vanilla",),
 }

@@ -37,6 +37,7 @@ _FIXED = {
     "swiglu": (False,),
     "squared_relu": (False,),
     "num_experts": (0,),
+    "multi_latent_attention": (False,),
     "window_size": (),
     "softmax_type": ("vanilla",),
 }
