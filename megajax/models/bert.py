@@ -79,7 +79,8 @@ class BertConfig(ModelConfig):
     """masked_lm: predict masked tokens. sequence_classification: a class for each text, from its first token.
     token_classification: a class for each token. none: hidden states only, which cannot be trained."""
     next_sentence: bool = True
-    """With head=masked_lm: also classify how the second text follows the first (data.masked.next_sentence)."""
+    """With head=masked_lm: also predict whether the second text follows the first; needs data.kind=masked_nsp or
+    masked_sop."""
     num_classes: Annotated[int, Range(at_least=2)] = 2
     """Classes of a classification head."""
     dropout: DropRate = dataclasses.field(default=0.1, metadata=MAY_CHANGE)

@@ -169,7 +169,7 @@ class ModelConfig:
         if kind not in self.data_kinds:
             known = " or ".join(self.data_kinds)
             raise ValueError(
-                f"data.kind={kind} has no labels for this model.kind={self.kind}, which learns from {known}; use "
+                f"data.kind={kind} does not fit this model of model.kind={self.kind}, which learns from {known}; use "
                 f"--data.kind={self.data_kinds[0]}"
             )
 
