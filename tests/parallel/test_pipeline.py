@@ -200,6 +200,7 @@ def moe_on_one_device():
     pytest.param(
         dict(pipeline=2, expert=2, context=2), dict(expert_dispatch="all_to_all"), marks=pytest.mark.slow,
     ),
+    pytest.param(dict(pipeline=2, context=2, tensor=2), {}, marks=pytest.mark.slow),
 ], ids=str)  # fmt: skip
 def test_pipeline_matches_one_device_with_experts(sizes, how, moe_on_one_device):
     """The bias, the load of the batch before and all terms of the loss included; multi-token prediction too."""
