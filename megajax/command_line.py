@@ -44,10 +44,11 @@ def errors_in_one_line() -> Iterator[None]:
         raise SystemExit(2) from None
 
 
-def add_mesh_options(command: argparse.ArgumentParser) -> None:
-    """--mesh.AXIS and --launch.cpu_devices, for `mesh_of`."""
+def add_mesh_options(command: argparse.ArgumentParser, data: str = "devices on this axis") -> None:
+    """--mesh.AXIS and --launch.cpu_devices, for `mesh_of`. data: help of --mesh.data."""
     for axis in AXES:
-        command.add_argument(f"--mesh.{axis}", type=int, default=1, help="devices on this axis (1); -1: the rest")
+        text = data if axis == "data" else "devices on this axis"
+        command.add_argument(f"--mesh.{axis}", type=int, default=1, help=f"{text} (1); -1: the rest")
     command.add_argument(
         "--launch.cpu_devices",
         type=int,

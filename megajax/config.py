@@ -80,13 +80,14 @@ class Config:
         self._check_pipeline()
 
     def _check_pipeline(self) -> None:
-        stacks = self.model.stacks(self.execution)
-        if self.mesh.pipeline > 1 and list(stacks) != [STACK]:
+        on_all_ranks = self.model.guessing_stacks(self.execution)
+        stacks = [name for name in self.model.stacks(self.execution) if name not in on_all_ranks]
+        if self.mesh.pipeline > 1 and stacks != [STACK]:
             raise ValueError(
                 f"mesh.pipeline={self.mesh.pipeline}: a pipeline splits one stack of layers, and "
                 f"model.kind={self.model.kind} has {', '.join(stacks)}; use --mesh.pipeline=1"
             )
-        make_stages(self.mesh, self.model.num_layers_in_all)
+        make_stages(self.mesh, self.model.num_stage_layers)
 
     def check_on(self, num_devices: int) -> "Config":
         """The config with its mesh resolved for that many devices, and its tokenizer named. Raises ValueError for sizes
@@ -108,7 +109,7 @@ class Config:
     def make_model(self) -> Model:
         """The model without weights; the mesh must be resolved. Raises ValueError for frozen parameters that do not
         exist."""
-        stages = make_stages(self.mesh, self.model.num_layers_in_all)
+        stages = make_stages(self.mesh, self.model.num_stage_layers)
         return Model(
             self.model,
             self.precision,

@@ -41,8 +41,9 @@ SERVING = {
     "decode_steps": (int, "tokens per sequence and call of the device (4)"),
     "draft_tokens": (
         int,
-        "speculative decoding: guesses per sequence and step, from its own text or by --draft_run; 0: off (0)",
+        "speculative decoding: guesses per sequence and step, by --draft_method or --draft_run; 0: off (0)",
     ),
+    "draft_method": (str, "what guesses: lookup, the text itself; mtp, the model's multi-token prediction (lookup)"),
 }
 
 
@@ -108,6 +109,7 @@ def chat(options: argparse.Namespace) -> None:
     from megajax.cli.generation import chat as converse
 
     sampling = _sampling(options)
+    _check_template(options)
     engine = _engine(options)
     template = _template(engine, options)
     room = engine.room_for_prompt(sampling.max_tokens)
@@ -137,6 +139,7 @@ def serve(options: argparse.Namespace) -> None:
         **{name: getattr(options, name) for name in named},
     )
     config.check()
+    _check_template(options)
     with contextlib.closing(serving.bind(config.host, config.port)) as bound:
         engines = _engines(options)
         serving.serve(engines, config, _template(engines[0], options), bound)
@@ -258,6 +261,11 @@ def _sampling(options: argparse.Namespace):
     return sampling
 
 
+def _check_template(options: argparse.Namespace) -> None:
+    if options.chat_template is not None and not Path(options.chat_template).is_file():
+        raise ValueError(f"chat_template={options.chat_template} is no file; give a file with a jinja2 chat template")
+
+
 def _template(engine, options: argparse.Namespace):
     """The chat template, or None."""
     from megajax.data.tokenizers.chat_template import find_chat_template
@@ -304,8 +312,12 @@ def _add_serve(commands) -> None:
     command.add_argument("--model_name", default="", help="name of the model in requests; default: that of DIR")
     command.add_argument("--api_key", action="append", default=[], help="key to ask for; may be repeated")
     command.add_argument("--api_key_file", help="file with a key per line; other users cannot see it with ps")
-    command.add_argument("--max_requests", type=int, default=1024, help="more get status 429 (1024)")
-    command.add_argument("--request_timeout_seconds", type=float, default=600.0, help="longest request (600)")
+    command.add_argument(
+        "--max_requests", type=int, default=1024, help="prompts that may wait or run; 429 beyond (1024)"
+    )
+    command.add_argument(
+        "--request_timeout_seconds", type=float, default=600.0, help="slower requests are cancelled (600)"
+    )
     command.add_argument("--allow_load", action="store_true", help="let /v1/load replace the parameters")
     _add_template(command)
 
@@ -358,7 +370,7 @@ def _add_command(
     command = commands.add_parser(name, help=help)
     command.add_argument("--run", required=needs_run, help="directory of a run (runs/NAME) or a Hugging Face folder")
     command.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
-    add_mesh_options(command)
+    add_mesh_options(command, "replicas, each on devices of its own" if name == "serve" else "devices on this axis")
     if not has_engine:
         return command
     engine = command.add_argument_group("engine")

@@ -317,9 +317,9 @@ class Bert(OneStack):
         transformed_BTD = self._transformed(h_BTD)
         labels_BT = batch["labels"]
         weights_BT = batch["loss_weights"]
-        regularisers = dict(z_loss=options.z_loss, label_smoothing=options.label_smoothing)
+        how = dict(z_loss=options.z_loss, label_smoothing=options.label_smoothing, recipe=self.head_recipe)
         terms = LossTerms(
-            cross_entropy(transformed_BTD, self._head(), labels_BT, weights_BT, **regularisers, **self._logit_options())
+            cross_entropy(transformed_BTD, self._head(), labels_BT, weights_BT, **how, **self._logit_options())
         )
         if options.evaluates:
             top_BT = token_scores(transformed_BTD, self._head(), labels_BT, **self._logit_options()).top
