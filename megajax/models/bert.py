@@ -390,8 +390,9 @@ class Bert(OneStack):
             losses = (1 - share) * losses - share * jnp.mean(jax.nn.log_softmax(logits), -1)
         if options.z_loss:
             losses += options.z_loss * jax.nn.logsumexp(logits, -1) ** 2
+        total = jnp.sum(weights * losses)
         rates = {"accuracy": _rate(scores.top == labels, weights > 0)} if options.evaluates else {}
-        return LossTerms(jnp.sum(weights * losses), rates=rates)
+        return LossTerms(total, rates=rates)
 
 
 def _of_first(array: jax.Array, batch: dict) -> jax.Array:
