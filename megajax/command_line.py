@@ -45,7 +45,7 @@ def errors_in_one_line() -> Iterator[None]:
 
 
 def add_mesh_options(command: argparse.ArgumentParser, data: str = "devices on this axis") -> None:
-    """--mesh.AXIS and --launch.cpu_devices, for `mesh_of`. data: help of --mesh.data."""
+    """--mesh.AXIS and --launch.cpu_devices, for `mesh_of`. data: the help of the axis of that name."""
     for axis in AXES:
         text = data if axis == "data" else "devices on this axis"
         command.add_argument(f"--mesh.{axis}", type=int, default=1, help=f"{text} (1); -1: the rest")

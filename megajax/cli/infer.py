@@ -370,7 +370,9 @@ def _add_command(
     command = commands.add_parser(name, help=help)
     command.add_argument("--run", required=needs_run, help="directory of a run (runs/NAME) or a Hugging Face folder")
     command.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
-    add_mesh_options(command, "replicas, each on devices of its own" if name == "serve" else "devices on this axis")
+    add_mesh_options(
+        command, data="replicas, each on devices of its own" if name == "serve" else "devices on this axis"
+    )
     if not has_engine:
         return command
     engine = command.add_argument_group("engine")
