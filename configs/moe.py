@@ -138,8 +138,9 @@ def deepseek_v3() -> Config:
 
 
 def deepseek_v3_3layers() -> Config:
-    """DeepSeek-V3 cut for one GPU: 1 dense layer, 2 with 8 experts, 2 per token, and 1 of multi-token prediction, all
-    with the widths of the whole model; vocabulary 32768; 2.9 B parameters, 2.1 B active.
+    """DeepSeek-V3 cut for one GPU: 1 dense layer, 2 with experts, 1 of multi-token prediction; 2.9 B parameters.
+
+    2.1 B parameters are active: 2 of 8 experts per token. All widths are those of the whole model; vocabulary 32768.
 
     Hardware: 1 H100 80 GB. Not measured.
     Command: python train.py --config=deepseek_v3_3layers

@@ -94,8 +94,8 @@ CASES = {
         ["mesh.pipeline_layout=tt|t", "3 layers in 2 stages", "model.num_layers=4"],
     ),
     "letters of a pipeline layout": (
-        ["--mesh.data=4", "--mesh.pipeline=2", "--mesh.pipeline_layout=Ett|ttmL", "--training.microbatch_size=1"],
-        ["mesh.pipeline_layout=Ett|ttmL", "'m' is unknown"],
+        ["--mesh.data=4", "--mesh.pipeline=2", "--mesh.pipeline_layout=Ett|ttxL", "--training.microbatch_size=1"],
+        ["mesh.pipeline_layout=Ett|ttxL", "'x' is unknown"],
     ),
     "virtual stages without a pipeline": (
         ["--mesh.virtual_stages=2"],

@@ -21,6 +21,8 @@ HEAD = "lm_head.weight"
 
 
 class T5Form(Form):
+    """Of encoder-decoders."""
+
     default = EncoderDecoderConfig()
 
     def with_sizes(self, config: EncoderDecoderConfig) -> EncoderDecoderConfig:

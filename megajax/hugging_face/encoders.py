@@ -16,6 +16,8 @@ from megajax.models.bert import BertConfig
 
 
 class BertForm(Form):
+    """Of BERT and RoBERTa with any head."""
+
     default = BertConfig()
 
     def with_sizes(self, config: BertConfig) -> BertConfig:
@@ -45,12 +47,9 @@ class BertForm(Form):
     def copied(self, config: BertConfig, name: str) -> str | None:
         if config.head != "masked_lm" or not config.tied_embeddings:
             return None
-        copies = {"weight": "embedding", "bias": "head_bias"}
-        return (
-            copies[name.rpartition(".")[2]]
-            if name.startswith(("cls.predictions.decoder.", "lm_head.decoder."))
-            else None
-        )
+        if not name.startswith(("cls.predictions.decoder.", "lm_head.decoder.")):
+            return None
+        return {"weight": "embedding", "bias": "head_bias"}[name.rpartition(".")[2]]
 
 
 @dataclasses.dataclass(frozen=True)

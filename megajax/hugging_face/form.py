@@ -60,6 +60,8 @@ class Form:
 
 
 class DecoderForm(Form):
+    """Of decoders, dense or with experts."""
+
     default = DecoderConfig()
 
     def with_sizes(self, config: DecoderConfig) -> DecoderConfig:

@@ -24,6 +24,8 @@ _OF_MLP = ("mlp_dim", "mlp_bias", "activation")
 
 
 class HybridForm(DecoderForm):
+    """Of Mamba-2 and hybrids."""
+
     default = HybridConfig()
 
     def with_sizes(self, config: HybridConfig) -> HybridConfig:

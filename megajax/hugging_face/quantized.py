@@ -34,6 +34,8 @@ STORED = ("naive-quantized", "int-quantized", "float-quantized")
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
+    """How the matrices of a folder are quantised."""
+
     block: tuple[int, int] | None
     """Outputs and inputs that share a scale; None: all of a tensor or of an output do."""
     inputs: Inputs | None

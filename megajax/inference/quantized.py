@@ -22,6 +22,7 @@ from megajax.ops.quantized_matmul import QuantizedWeight, WeightFormat, is_quant
 from megajax.parameters import Parameter, PerLayer, is_per_layer, name_of
 from megajax.sharding import weight_spec
 from megajax.sources import Source
+from megajax.training.reporting.console import format_count
 
 logger = logging.getLogger("megajax")
 
@@ -79,7 +80,8 @@ def restore_quantized(source: Source, model: Model, mesh: Mesh, weights: WeightD
 
     params = jax.tree_util.tree_map_with_path(load, abstract, model.records)
     dtype = (format or source.weight_format).dtype
-    logger.info("loaded %s: %.3g of %.3g parameters in %s", source, counts[True], sum(counts.values()), dtype)
+    sizes = (format_count(counts[True]), format_count(sum(counts.values())))
+    logger.info("loaded %s: %s of %s parameters in %s", source, *sizes, dtype)
     if any(record.role == "matrix" and "experts" in record.axes for record in jax.tree.leaves(model.records)):
         logger.warning("weight_dtype=%s: the matrices of experts stay in %s", dtype, model.precision.compute)
     return params

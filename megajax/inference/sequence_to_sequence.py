@@ -25,6 +25,8 @@ SUPPORTED = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "st
 
 
 class Written(NamedTuple):
+    """What the model wrote for a prompt."""
+
     prompt_tokens: int
     tokens: list[int]
     """New tokens, without the one that ends the text."""

@@ -32,16 +32,22 @@ Pooling = Literal["mean", "cls"]
 
 
 class Candidate(NamedTuple):
+    """A token that may fill a mask."""
+
     token: str
     probability: float
 
 
 class Classified(NamedTuple):
+    """The most likely class of a text or a word, and the probabilities of all classes by name."""
+
     label: str
     probabilities: dict[str, float]
 
 
 class TextEncoder:
+    """An opened model with its weights; each method takes any number of texts."""
+
     def __init__(self, opened: OpenedModel):
         """Loads the weights."""
         self.model = opened.model

@@ -71,6 +71,8 @@ class MambaConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MambaMixerConfig:
+    """The branch of a layer M (layers/sublayer.py)."""
+
     mamba: MambaConfig
     embed_dim: int
     norm_epsilon: float

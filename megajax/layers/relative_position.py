@@ -21,6 +21,8 @@ from megajax.sharding import constrain
 
 @dataclasses.dataclass(frozen=True)
 class RelativeBiasConfig:
+    """The biases of one stack, and the buckets of distances that share one."""
+
     num_heads: int
     num_buckets: int
     max_distance: int

@@ -312,12 +312,8 @@ class Bert(OneStack):
     # ------------------------------------------------------------------ masked tokens
 
     def loss(self, x_BTD: jax.Array, batch: dict, options: LossOptions) -> LossTerms:
-        h_BTD = self._normed(x_BTD)
-        return (
-            self._class_loss(h_BTD, batch, options)
-            if self.config.classifies
-            else self._masked_loss(h_BTD, batch, options)
-        )
+        loss = self._class_loss if self.config.classifies else self._masked_loss
+        return loss(self._normed(x_BTD), batch, options)
 
     def _masked_loss(self, h_BTD: jax.Array, batch: dict, options: LossOptions) -> LossTerms:
         transformed_BTD = self._transformed(h_BTD)
@@ -384,7 +380,8 @@ class Bert(OneStack):
 
     def _class_loss(self, h_BTD: jax.Array, batch: dict, options: LossOptions) -> LossTerms:
         logits = self.class_logits(h_BTD, batch)
-        labels, weights = batch["labels"], batch["loss_weights"]
+        labels = batch["labels"]
+        weights = batch["loss_weights"]
         if self.config.head == "sequence_classification":
             labels = _of_first(labels, batch)
             weights = _of_first(weights, batch)
@@ -395,10 +392,9 @@ class Bert(OneStack):
             losses = (1 - share) * losses - share * jnp.mean(jax.nn.log_softmax(logits), -1)
         if options.z_loss:
             losses += options.z_loss * jax.nn.logsumexp(logits, -1) ** 2
-        terms = LossTerms(jnp.sum(weights * losses))
-        return (
-            terms._replace(rates={"accuracy": _rate(scores.top == labels, weights > 0)}) if options.evaluates else terms
-        )
+        total = jnp.sum(weights * losses)
+        rates = {"accuracy": _rate(scores.top == labels, weights > 0)} if options.evaluates else {}
+        return LossTerms(total, rates=rates)
 
 
 def _of_first(array: jax.Array, batch: dict) -> jax.Array:

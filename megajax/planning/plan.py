@@ -40,7 +40,13 @@ from megajax.training.batches import abstract_batch
 from megajax.training.compiler_options import compiler_options
 from megajax.training.config import TrainingConfig
 from megajax.training.program import Program
-from megajax.training.reporting.console import format_bytes, format_count, format_flops, format_seconds
+from megajax.training.reporting.console import (
+    format_bytes,
+    format_count,
+    format_flops,
+    format_number_of,
+    format_seconds,
+)
 
 UNEVEN_LOAD = 1.5  # of the fullest device, over the mean: shown beside the even one
 USABLE_MEMORY = 0.92  # of the device; the rest is CUDA, cuDNN workspaces and fragmentation
@@ -111,8 +117,9 @@ def _model_rows(model: Model, mesh: MeshConfig, training: TrainingConfig, device
         ("parameters", f"{described_size(model)} ({model.num_parameters():,})"),
         ("FLOPs per token", f"{flops[0]} (attention counted in full), {flops[1]} (causal)"),
         ("devices", f"{mesh.num_devices} x {device.name}: {axes or 'one device'}"),
-        ("batch", f"{batch.size} x {length} tokens in {_counted(batch.num_microbatches, 'microbatch', 'es')} of "
-                  f"{_counted(batch.microbatch // mesh.batch_shards, 'sequence', 's')} per data shard"),
+        ("batch", f"{batch.size} x {length} tokens in "
+                  f"{format_number_of(batch.num_microbatches, 'microbatch', 'microbatches')} of "
+                  f"{format_number_of(batch.microbatch // mesh.batch_shards, 'sequence')} per data shard"),
         ("pipeline bubble", _bubble(model, batch.num_microbatches)),
     ]  # fmt: skip
 
@@ -128,10 +135,6 @@ def _cpu_rows(program: Program, training: TrainingConfig) -> list[tuple[str, str
     total, _ = host_memory()
     verdict = "fits" if needed <= total else "does not fit"
     return [("on this machine's CPU", f"{verdict}: about {format_bytes(needed)} of {format_bytes(total)}")]
-
-
-def _counted(number: int, name: str, plural: str) -> str:
-    return f"{number:,} {name}{plural if number != 1 else ''}"
 
 
 def _bubble(model: Model, num_microbatches: int) -> str:

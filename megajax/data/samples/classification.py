@@ -35,6 +35,8 @@ class Labels(NamedTuple):
 
 
 class Example(NamedTuple):
+    """A labelled text, pair of texts, or list of words, as tokens."""
+
     texts: tuple[list[int], ...]
     """Tokens of A, and of B if there is one."""
     labels: list[tuple[int, int]]

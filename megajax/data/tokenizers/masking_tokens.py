@@ -14,6 +14,8 @@ SPELLINGS = {
 
 
 class MaskingTokens(NamedTuple):
+    """Ids of the special tokens of BERT."""
+
     cls_id: int
     """Before every text."""
     sep_id: int
