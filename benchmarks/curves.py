@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.command_line import run, split
 
-COLORS = ("#222222", "#1f6feb", "#e07b39", "#2da44e", "#8250df")
+COLORS = ("#222222", "#1f6feb", "#e07b39", "#2da44e", "#8250df", "#cf222e", "#9a6700", "#1b7c83")
 WIDTH = 640
 HEIGHT = 260
 LEFT = 60
@@ -53,10 +53,10 @@ def table(found: dict) -> str:
 
 
 def plot(found: dict) -> str:
-    """SVG: the losses, and below them their differences from the first run."""
+    """SVG: the losses, and below them their differences from the first run. A run may end before the others."""
     first = next(iter(found["losses"].values()))
     differences = {
-        name: [a - b for a, b in zip(losses, first, strict=True)] for name, losses in found["losses"].items()
+        name: [a - b for a, b in zip(losses, first, strict=False)] for name, losses in found["losses"].items()
     }
     parts = _panel(found["steps"], found["losses"], 20, HEIGHT, "loss")
     parts += _panel(found["steps"], differences, HEIGHT + 60, HEIGHT // 2, "difference")
@@ -87,7 +87,7 @@ def _panel(steps: list[int], lines: dict[str, list[float]], top: int, height: in
         parts.append(f"<text x='{x_of(step):.1f}' y='{top + height + 16}' text-anchor='middle'>{step}</text>")
     parts.append(f"<text x='{LEFT + WIDTH / 2}' y='{top + height + 16}' text-anchor='middle'>{title}, by step</text>")
     for number, values in enumerate(lines.values()):
-        points = " ".join(f"{x_of(step):.1f},{y_of(value):.1f}" for step, value in zip(steps, values, strict=True))
+        points = " ".join(f"{x_of(step):.1f},{y_of(value):.1f}" for step, value in zip(steps, values, strict=False))
         color = COLORS[number % len(COLORS)]
         parts.append(f"<polyline points='{points}' fill='none' stroke='{color}' stroke-width='1.2'/>")
     return parts

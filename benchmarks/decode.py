@@ -41,13 +41,15 @@ import jax
 import jaxlib
 import tyro
 
+import configs
 from benchmarks import profile
-from benchmarks.command_line import read_config, run, split
+from benchmarks.command_line import run, split
+from megajax.config import override
 from megajax.devices import find_device
 from megajax.inference.benchmark import measure
 from megajax.inference.engine import Engine, ServingConfig
 from megajax.inference.sampling import Sampling
-from megajax.mesh import make_mesh, use_compilation_cache
+from megajax.mesh import MeshConfig, make_mesh, use_compilation_cache
 from megajax.models.model import Model
 
 PROMPT_TOKENS = 1024
@@ -57,9 +59,7 @@ PROFILED_TOKENS = 16
 
 def make_engine(config, serving: ServingConfig) -> tuple[Engine, dict]:
     """-> (engine, seconds to make it and to warm it up)."""
-    sizes = {axis: max(size, 1) for axis, size in config.mesh.sizes().items()}  # one device unless asked for more
-    mesh_config = dataclasses.replace(config.mesh, **sizes)
-    mesh = make_mesh(mesh_config, jax.devices()[: mesh_config.num_devices])
+    mesh = make_mesh(config.mesh, jax.devices()[: config.mesh.num_devices])
     precision = dataclasses.replace(config.precision, params=config.precision.compute)
     model = Model(config.model, precision, config.execution)
     start = time.perf_counter()
@@ -220,7 +220,8 @@ def main(arguments: list[str]) -> int:
     if unknown := [name for name in phases if name not in PHASES]:
         raise ValueError(f"--phases={unknown[0]} is unknown; use any of {','.join(PHASES)}")
     serving = tyro.cli(ServingConfig, args=settings, prog="--serving")
-    config = read_config(options["config"], overrides)
+    # One GPU unless asked for more, as infer.py: the mesh of the recipe is for training.
+    config = override(dataclasses.replace(configs.recipe(options["config"]), mesh=MeshConfig()), overrides)
     record = Record(options["output"], float(options["seconds"]))
     record.add("about", {"config": options["config"], "overrides": rest, "jax": jax.__version__,
                          "jaxlib": jaxlib.__version__})  # fmt: skip

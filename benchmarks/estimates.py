@@ -63,7 +63,7 @@ def estimates() -> list[Estimate]:
         # What an estimate does not know of; without it, more of them share a model.
         execution = dataclasses.replace(config.execution, attention_backend="auto", compiler_options="")
         config = dataclasses.replace(config, execution=execution)
-        key = config.model, execution, config.mesh.pipeline, config.mesh.virtual_stages
+        key = config.model, config.precision, execution, config.mesh.pipeline, config.mesh.virtual_stages
         if key not in models:
             models[key] = config.make_model()
         program = config.make_program(model=models[key])

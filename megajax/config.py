@@ -22,7 +22,7 @@ from megajax.data.config import DataConfig, SourceKind
 from megajax.mesh import AXES, MeshConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
-from megajax.models.interface import ModelConfig, family
+from megajax.models.interface import ModelConfig, families, family
 from megajax.models.model import Model
 from megajax.models.pipelined import STACK
 from megajax.optim.config import OptimizerConfig
@@ -80,13 +80,14 @@ class Config:
         self._check_pipeline()
 
     def _check_pipeline(self) -> None:
-        stacks = self.model.stacks(self.execution)
-        if self.mesh.pipeline > 1 and list(stacks) != [STACK]:
+        on_all_ranks = self.model.guessing_stacks(self.execution)
+        stacks = [name for name in self.model.stacks(self.execution) if name not in on_all_ranks]
+        if self.mesh.pipeline > 1 and stacks != [STACK]:
             raise ValueError(
                 f"mesh.pipeline={self.mesh.pipeline}: a pipeline splits one stack of layers, and "
                 f"model.kind={self.model.kind} has {', '.join(stacks)}; use --mesh.pipeline=1"
             )
-        make_stages(self.mesh, self.model.num_layers_in_all)
+        make_stages(self.mesh, self.model.num_stage_layers)
 
     def check_on(self, num_devices: int) -> "Config":
         """The config with its mesh resolved for that many devices, and its tokenizer named. Raises ValueError for sizes
@@ -108,7 +109,7 @@ class Config:
     def make_model(self) -> Model:
         """The model without weights; the mesh must be resolved. Raises ValueError for frozen parameters that do not
         exist."""
-        stages = make_stages(self.mesh, self.model.num_layers_in_all)
+        stages = make_stages(self.mesh, self.model.num_stage_layers)
         return Model(
             self.model,
             self.precision,
@@ -251,8 +252,7 @@ def override(config: Config, overrides: Iterable[str] | Mapping[str, Any]) -> Co
         if name in NOW:
             raise ValueError(f"--{name} is now --{NOW[name]}")
         if name not in fields:
-            hint = did_you_mean(name, fields, "--") or "; --help shows all fields"
-            raise ValueError(f"--{name} is unknown{hint}")
+            raise ValueError(f"--{name} is {_unknown(config, name, fields)}")
         words.append(_words(argument, fields[name]))
     if not words:
         return config
@@ -262,6 +262,15 @@ def override(config: Config, overrides: Iterable[str] | Mapping[str, Any]) -> Co
         name, value = _first_wrong(config, arguments, words)
         raise ValueError(f"{name}={value!r} is not {describe(fields[name])}") from None
     return _fitted(recipe, config, {argument[2:].split("=", 1)[0] for argument in arguments})
+
+
+def _unknown(config: Config, name: str, fields: Iterable[str]) -> str:
+    """What is wrong with a name that no field has: another kind of model has it, or it is mistyped."""
+    if name.startswith("model."):
+        kinds = [kind for kind, chosen in families().items() if name in dict(_leaves(chosen(), "model."))]
+        if kinds:
+            return f"a field of model.kind={' and '.join(kinds)}, not of model.kind={config.model.kind}; leave it out"
+    return "unknown" + (did_you_mean(name, fields, "--") or "; --help shows all fields")
 
 
 def _first_wrong(config: Config, arguments: list[str], words: list[list[str]]) -> tuple[str, str]:

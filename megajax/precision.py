@@ -13,6 +13,8 @@ DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float
 
 Recipe = Literal["bf16", "fp16", "fp8", "fp8_delayed", "fp8_rowwise", "fp8_blockwise", "mxfp8", "nvfp4"]
 
+HEAD = "head"  # in low_modules: the output layer
+
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionConfig:
@@ -22,7 +24,8 @@ class PrecisionConfig:
     block (fp8_blockwise); or mxfp8 and nvfp4, which Hopper GPUs emulate slowly."""
     low_modules: tuple[str, ...] = ("*",)
     """With a low-precision recipe: shell patterns of the matrices of a layer that use it, by their name in the layer:
-    attention.query, mlp.down. Embedding, output layer, routers and experts never do, nor do attention scores."""
+    attention.query, mlp.down. The name `head` adds the products of the output layer in the loss; no pattern does.
+    Embedding, routers and experts never do, nor do attention scores."""
     high_layers: tuple[NonNegativeInt, NonNegativeInt] = (1, 1)
     """With a low-precision recipe: how many layers at the start and at the end of a stack remain in `compute`."""
     amax_history: PositiveInt = 1024
@@ -67,7 +70,7 @@ class PrecisionConfig:
     def for_inference(self) -> "PrecisionConfig":
         """The same parameters in a model that does not round them: in a low-precision format a result would depend on
         the other sequences of the batch."""
-        return dataclasses.replace(self, high_layers=(MAX_INT32, 0))
+        return dataclasses.replace(self, high_layers=(MAX_INT32, 0), low_modules=self.low_matrices)
 
     def with_compute(self, compute: str | None) -> "PrecisionConfig":
         """The same, but computing in this format, also in place of float16; None: unchanged."""
@@ -85,6 +88,16 @@ class PrecisionConfig:
     def is_low(self) -> bool:
         """Whether matmuls of layers round their operands to a low-precision format."""
         return self.recipe not in ("bf16", "fp16")
+
+    @property
+    def low_matrices(self) -> tuple[str, ...]:
+        """`low_modules` without the output layer: the patterns of matrices of layers."""
+        return tuple(pattern for pattern in self.low_modules if pattern != HEAD)
+
+    @property
+    def head_recipe(self) -> Recipe | None:
+        """The recipe, if the loss rounds the operands of the output layer to it."""
+        return self.recipe if self.is_low and HEAD in self.low_modules else None
 
     @property
     def has_float32_gradients(self) -> bool:

@@ -87,6 +87,8 @@ def describe(hint: Any) -> str:
     parts = typing.get_args(kind)
     if typing.get_origin(kind) is Literal:
         words = "one of " + ", ".join(map(str, parts))
+    elif typing.get_origin(kind) is tuple and parts[1:] != (...,) and len(set(parts)) > 1:
+        return f"{len(parts)} values, separated by commas: {'; '.join(map(describe, parts))}"
     elif typing.get_origin(kind) is tuple:
         element, ranges = _split(parts[0])
         count = "a list of" if parts[1:] == (...,) else len(parts)
@@ -104,7 +106,8 @@ def describe_range(hint: Any) -> str:
     kind, ranges = _split(hint)
     parts = typing.get_args(kind)
     if typing.get_origin(kind) is tuple:
-        return describe_range(parts[0])
+        bounds = [describe_range(part) for part in parts if part is not ...]
+        return bounds[0] if len(set(bounds)) == 1 else ", ".join(bounds)
     if is_union(kind):
         return " or ".join(filter(None, map(describe_range, parts)))
     return " and ".join(map(str, ranges))

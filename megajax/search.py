@@ -122,7 +122,7 @@ class _Estimator:
         return found
 
     def _program(self, config: Config):
-        key = make_stages(config.mesh, config.model.num_layers_in_all), config.execution
+        key = make_stages(config.mesh, config.model.num_stage_layers), config.execution
         if key not in self._models:
             self._models[key] = config.make_model()
         return config.make_program(model=self._models[key])
@@ -192,7 +192,7 @@ def _why_nothing_fits(config: Config, found: Found, device: Device) -> str:
 def _meshes(config: Config, num_devices: int) -> Iterator[MeshConfig]:
     """All meshes with tensor, pipeline and context a power of two, and data times fsdp the rest; an expert axis only
     for models with experts, and the default schedule and layout."""
-    num_layers = config.model.num_layers_in_all
+    num_layers = config.model.num_stage_layers
     longest = max(config.training.sequence_length // MIN_CONTEXT_TOKENS, 1)
 
     def sizes(most: int) -> list[int]:

@@ -84,7 +84,8 @@ def check(config: Config) -> None:
     for pattern in config.checkpoint.start_fresh:
         if not any(matches(name, [pattern]) for name in names):
             raise ValueError(
-                f"checkpoint.start_fresh: {pattern!r} matches no parameter; parameter names look like {min(names)}"
+                f"checkpoint.start_fresh: {pattern!r} matches no parameter of either model; leave it out (parameter "
+                f"names look like {min(names)})"
             )
     if problems := _problems(ours, theirs, config.checkpoint.start_fresh):
         more = f" and {len(problems) - 4} more" if len(problems) > 4 else ""

@@ -11,6 +11,7 @@ import pytest
 import configs
 from megajax import run
 from megajax.config import MERGED, MOVED, NOW, Config, differences, incompatibilities, override
+from megajax.data.config import DataConfig
 from megajax.data.prepare.write_tokens import preprocess
 from megajax.data.tokenizers.tokenizer import load_tokenizer
 from megajax.models.decoder import DecoderConfig
@@ -93,10 +94,19 @@ def test_several_overrides_at_once():
         ("--model.rope.scaling=llama4", ["model.rope.scaling", "one of none, linear, dynamic, llama3, yarn, longrope"]),
         (
             "--training.batch_size_rampup=4,4",
-            ["training.batch_size_rampup", "3 whole numbers (int32), separated by commas, at least 1, or None"],
+            [
+                "training.batch_size_rampup",
+                "3 values, separated by commas: a whole",
+                "at least 1; ",
+                "at least 0, or None",
+            ],
         ),
         ("--data.weights=0.3,x", ["data.weights", "a list of finite numbers (float32), separated by commas, above 0"]),
         ("--data.split=1,2", ["data.split", "3 finite numbers (float32), separated by commas, at least 0"]),
+        (
+            "--optimizer.loss_scale=1,1",
+            ["4 values, separated by commas: a finite", "; a whole number (int32), at least"],
+        ),
     ],
 )
 def test_wrong_type_names_the_field_and_what_is_expected_in_one_line(argument, words, capfd):
@@ -121,6 +131,11 @@ def test_wrong_type_names_the_field_and_what_is_expected_in_one_line(argument, w
 def test_unknown_field_names_the_nearest(argument, nearest):
     with pytest.raises(ValueError, match=f"did you mean {nearest}"):
         override(configs.recipe("gpt_tiny"), [argument])
+
+
+def test_field_of_another_kind_of_model_names_that_kind():
+    with pytest.raises(ValueError, match="--model.mamba.chunk is a field of model.kind=hybrid, not of .*=decoder"):
+        override(configs.recipe("gpt_tiny"), ["--model.mamba.chunk=64"])
 
 
 @pytest.mark.parametrize("arguments", [["stray"], ["-x=3"], ["--model.bias"]])
@@ -295,6 +310,13 @@ def test_unknown_kind_of_model_is_refused_with_those_there_are():
         override(configs.recipe("gpt_tiny"), ["--model.kind=perceiver"])
     with pytest.raises(ValueError, match="model.kind=perceiver is unknown"):
         Config.from_json('{"model": {"kind": "perceiver"}}')
+
+
+def test_only_text_keeps_the_tokenizer_of_the_recipe():
+    folder = DataConfig(source="indexed", paths=("a",), tokenizer="dir/tokenizer.json")
+    assert folder.of_source("text") == DataConfig(source="text", tokenizer="dir/tokenizer.json")
+    assert folder.of_source("mock") == DataConfig(source="mock")
+    assert DataConfig(source="mock", tokenizer="null:99").of_source("text") == DataConfig(source="text")
 
 
 def test_own_data_need_only_their_source_and_paths(tmp_path, caplog):

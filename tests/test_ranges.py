@@ -104,7 +104,7 @@ def model_of(model, precision, execution, stages, trained, frozen) -> Model:
 
 
 def plan(config: Config) -> None:
-    stages = make_stages(config.mesh, config.model.num_layers_in_all)
+    stages = make_stages(config.mesh, config.model.num_stage_layers)
     patterns = config.training.trained, config.training.frozen
     model = model_of(config.model, config.precision, config.execution, stages, *patterns)
     program = config.make_program(model=model)

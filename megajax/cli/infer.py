@@ -17,9 +17,8 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import NoReturn
 
-from megajax.suggestions import did_you_mean
+from megajax.command_line import Parser, add_mesh_options, mesh_of
 
 
 def _truth(text: str) -> bool:
@@ -42,8 +41,9 @@ SERVING = {
     "decode_steps": (int, "tokens per sequence and call of the device (4)"),
     "draft_tokens": (
         int,
-        "speculative decoding: guesses per sequence and step, from its own text or by --draft_run; 0: off (0)",
+        "speculative decoding: guesses per sequence and step, by --draft_method or --draft_run; 0: off (0)",
     ),
+    "draft_method": (str, "what guesses: lookup, the text itself; mtp, the model's multi-token prediction (lookup)"),
 }
 
 
@@ -93,7 +93,7 @@ def _write_from_source(options: argparse.Namespace, prompts: list[str], sampling
             f"{given[0]}={getattr(options, given[0])} is for the engine, which does not run models with an encoder; "
             "leave it out"
         )
-    model = SequenceToSequence(open_model(options.run, _mesh(options), options.step))
+    model = SequenceToSequence(open_model(options.run, mesh_of(options), options.step))
     use_compilation_cache()
     written = model.write(prompts, sampling, options.num_beams)
     with contextlib.ExitStack() as stack:
@@ -109,6 +109,7 @@ def chat(options: argparse.Namespace) -> None:
     from megajax.cli.generation import chat as converse
 
     sampling = _sampling(options)
+    _check_template(options)
     engine = _engine(options)
     template = _template(engine, options)
     room = engine.room_for_prompt(sampling.max_tokens)
@@ -138,6 +139,7 @@ def serve(options: argparse.Namespace) -> None:
         **{name: getattr(options, name) for name in named},
     )
     config.check()
+    _check_template(options)
     with contextlib.closing(serving.bind(config.host, config.port)) as bound:
         engines = _engines(options)
         serving.serve(engines, config, _template(engines[0], options), bound)
@@ -156,7 +158,7 @@ def encode(options: argparse.Namespace) -> None:
     if options.command == "fill" and options.top_k < 1:
         raise ValueError(f"top_k={options.top_k} must be at least 1")
     records = read_texts(options.texts) if options.texts else [{"text": text} for text in options.text]
-    encoder = TextEncoder(open_model(options.run, _mesh(options), options.step))
+    encoder = TextEncoder(open_model(options.run, mesh_of(options), options.step))
     use_compilation_cache()
     if options.command == "fill":
         found = filled(encoder, records, options.top_k)
@@ -236,7 +238,7 @@ def _engines(options: argparse.Namespace):
 def _open(from_run, options: argparse.Namespace):
     from megajax.mesh import use_compilation_cache
 
-    opened = from_run(options.run, _mesh(options), options.step, _serving(options), options.draft_run)
+    opened = from_run(options.run, mesh_of(options), options.step, _serving(options), options.draft_run)
     use_compilation_cache()
     return opened
 
@@ -250,15 +252,6 @@ def _serving(options: argparse.Namespace):
     return serving
 
 
-def _mesh(options: argparse.Namespace):
-    """Of MeshConfig; also starts the virtual devices."""
-    from megajax.mesh import AXES, MeshConfig, use_cpu_devices
-
-    if number := getattr(options, "launch.cpu_devices"):
-        use_cpu_devices(number)
-    return MeshConfig(**{axis: getattr(options, f"mesh.{axis}") for axis in AXES})
-
-
 def _sampling(options: argparse.Namespace):
     from megajax.inference.sampling import Sampling
 
@@ -266,6 +259,11 @@ def _sampling(options: argparse.Namespace):
     sampling = Sampling(**{name: getattr(options, name) for name in fields} | {"stop": tuple(options.stop)})
     sampling.check()
     return sampling
+
+
+def _check_template(options: argparse.Namespace) -> None:
+    if options.chat_template is not None and not Path(options.chat_template).is_file():
+        raise ValueError(f"chat_template={options.chat_template} is no file; give a file with a jinja2 chat template")
 
 
 def _template(engine, options: argparse.Namespace):
@@ -278,13 +276,8 @@ def _template(engine, options: argparse.Namespace):
 # ----------------------------------------------------------------------------- command line
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; see {self.prog} --help")
-
-
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="{generate,chat,serve,bench,fill,embed,classify}"
     )
@@ -293,14 +286,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     _add_serve(commands)
     _add_bench(commands)
     _add_encoder_commands(commands)
-    options, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        known = [name for name in vars(options) if name != "command"]
-        typed = unknown[0].lstrip("-").partition("=")[0].replace("-", "_")
-        parser.error(f"{unknown[0]} is unknown{did_you_mean(typed, known, '--')}")
-    if vars(options)["launch.cpu_devices"] < 0:
-        raise ValueError(f"launch.cpu_devices={vars(options)['launch.cpu_devices']} must be at least 0")
-    return options
+    return parser.parse_args(arguments)
 
 
 def _add_generate(commands) -> None:
@@ -326,8 +312,12 @@ def _add_serve(commands) -> None:
     command.add_argument("--model_name", default="", help="name of the model in requests; default: that of DIR")
     command.add_argument("--api_key", action="append", default=[], help="key to ask for; may be repeated")
     command.add_argument("--api_key_file", help="file with a key per line; other users cannot see it with ps")
-    command.add_argument("--max_requests", type=int, default=1024, help="more get status 429 (1024)")
-    command.add_argument("--request_timeout_seconds", type=float, default=600.0, help="longest request (600)")
+    command.add_argument(
+        "--max_requests", type=int, default=1024, help="prompts that may wait or run; 429 beyond (1024)"
+    )
+    command.add_argument(
+        "--request_timeout_seconds", type=float, default=600.0, help="slower requests are cancelled (600)"
+    )
     command.add_argument("--allow_load", action="store_true", help="let /v1/load replace the parameters")
     _add_template(command)
 
@@ -377,16 +367,11 @@ def _numbers(kind: type):
 def _add_command(
     commands, name: str, help: str, needs_run: bool = True, has_engine: bool = True
 ) -> argparse.ArgumentParser:
-    command = commands.add_parser(name, help=help, allow_abbrev=False)
+    command = commands.add_parser(name, help=help)
     command.add_argument("--run", required=needs_run, help="directory of a run (runs/NAME) or a Hugging Face folder")
     command.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
-    for axis in ("data", "fsdp", "expert", "context", "tensor", "pipeline"):
-        command.add_argument(f"--mesh.{axis}", type=int, default=1, help="devices on this axis (1); -1: the rest")
-    command.add_argument(
-        "--launch.cpu_devices",
-        type=int,
-        default=0,
-        help="number of virtual CPU devices to try a mesh on; 0: use the real devices (0)",
+    add_mesh_options(
+        command, data="replicas, each on devices of its own" if name == "serve" else "devices on this axis"
     )
     if not has_engine:
         return command

@@ -5,6 +5,7 @@ import contextlib
 import importlib.util
 import json
 import logging
+import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -68,8 +69,16 @@ def serve(
         has_failed = True
         server.should_exit = True
 
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig, frame) -> None:
+            if not app.state.is_ready():
+                os._exit(128 + sig)  # nothing has been accepted, and compilations cannot be interrupted
+            if not self.should_exit:
+                logger.info("stopping when all requests have finished; ctrl-C again ends them")
+            super().handle_exit(sig, frame)
+
     app = make_app(engines, config, template, fail)
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="on"))
+    server = Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="on"))
     host, port = bound.getsockname()[:2]
     logger.info("serving %s at http://%s:%d", config.model_name, f"[{host}]" if ":" in host else host, port)
     if not config.api_keys and not host.startswith("127.") and host != "::1":

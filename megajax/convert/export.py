@@ -7,7 +7,6 @@ mesh and train.py refuses. Layers are stored in order, whatever pipeline the run
 vectors (norms, biases) keep their dtype, so that serving in bfloat16 computes with the same numbers.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -26,8 +25,8 @@ from megajax.checkpoint import piecewise
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.steps import find_step
+from megajax.command_line import Parser, errors_in_one_line
 from megajax.config import Config
-from megajax.convert.command import errors_in_one_line
 from megajax.data.tokenizers.tokenizer import BESIDE_TOKENIZER, Tokenizer, save_tokenizer
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.model import Model
@@ -123,7 +122,7 @@ def _spread(a: jax.ShapeDtypeStruct, record: Parameter, mesh: Mesh) -> jax.Shape
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m megajax.convert.export", description=__doc__.partition(":")[0])
+    parser = Parser(prog="python -m megajax.convert.export", description=__doc__.partition(":")[0])
     parser.add_argument("--run", required=True, help="directory of a run (runs/NAME)")
     parser.add_argument("--output", required=True, help="directory to write")
     parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
@@ -133,8 +132,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--max_length", type=int, help="with --stablehlo: tokens per sequence; default: that of training"
     )
-    flags = parser.parse_args(arguments)
     with errors_in_one_line():
+        flags = parser.parse_args(arguments)
         if flags.stablehlo:
             from megajax.convert.stablehlo import export_programs
 

@@ -26,8 +26,8 @@ from rich.progress import Progress
 from megajax.checkpoint.layout import stack_of
 from megajax.checkpoint.piecewise import PiecewiseArray, StoredParams, pieces
 from megajax.checkpoint.steps import find_step
+from megajax.command_line import Parser, errors_in_one_line
 from megajax.config import Config
-from megajax.convert.command import errors_in_one_line
 from megajax.convert.export import new_directory, write_imported
 from megajax.data.tokenizers.tokenizer import (
     HuggingFaceTokenizer,
@@ -359,11 +359,7 @@ def _export(flags: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m megajax.convert.hugging_face",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog="python -m megajax.convert.hugging_face", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="{import,export}")
     into = commands.add_parser("import", help="a Hugging Face folder as a run directory")
     into.add_argument("--from", required=True, help="folder with config.json and *.safetensors")
@@ -385,10 +381,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     out.set_defaults(command=_export)
     for command in (into, out):
         command.add_argument("--dry_run", action="store_true", help="say what maps to what, and write nothing")
-    flags = parser.parse_args(arguments)
-    if not flags.dry_run and not getattr(flags, "run_dir", None) and not getattr(flags, "to", None):
-        parser.error("the following arguments are required: --run_dir or --to, or --dry_run")
     with errors_in_one_line():
+        flags = parser.parse_args(arguments)
+        if not flags.dry_run and not getattr(flags, "run_dir", None) and not getattr(flags, "to", None):
+            parser.error("the following arguments are required: --run_dir or --to, or --dry_run")
         flags.command(flags)
 
 

@@ -125,7 +125,7 @@ class DataConfig:
                 )
         if needed and not getattr(self, needed):
             raise ValueError(f"data.source={self.source} needs --data.{needed}")
-        if self.source == "text" and (self.tokenizer.startswith("null:") or not self.tokenizer):
+        if self.source == "text" and not self._reads_text:
             raise ValueError(
                 f"data.tokenizer={self.tokenizer} cannot read text; use --data.tokenizer=sentencepiece:2048 or bytes"
             )
@@ -154,10 +154,17 @@ class DataConfig:
                         )
 
     def of_source(self, source: SourceKind) -> "DataConfig":
-        """The same with another source, and without the files and the tokenizer of this one."""
-        names = ("paths", "weights", "blend_changes", "eval_paths", "eval_weights", "text", "tokenizer")
+        """The same with another source, and without the files and the tokenizer of this one. Only text keeps the
+        tokenizer, that of a Hugging Face folder for example: other files record theirs."""
+        names = ["paths", "weights", "blend_changes", "eval_paths", "eval_weights", "text"]
+        if source != "text" or not self._reads_text:
+            names.append("tokenizer")
         defaults = {field.name: field.default for field in dataclasses.fields(self) if field.name in names}
         return dataclasses.replace(self, source=source, **defaults)
+
+    @property
+    def _reads_text(self) -> bool:
+        return self.tokenizer != "" and not self.tokenizer.startswith("null:")
 
     def with_tokenizer(self, vocab_size: int) -> "DataConfig":
         """The same with an empty `tokenizer` resolved. vocab_size: of the model.

@@ -12,12 +12,11 @@ the model over devices. `megajax evaluate` is the same command.
 
 import argparse
 import importlib.util
-import logging
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+from megajax.command_line import Parser, add_mesh_options, errors_in_one_line, mesh_of
 from megajax.evaluation.perplexity import Totals, check_files, perplexity
 from megajax.evaluation.scorer import BATCH_TOKENS
 from megajax.evaluation.text_model import TextModel
@@ -25,7 +24,7 @@ from megajax.evaluation.watch import to_json, watch
 from megajax.evaluation.zero_shot import lambada, wikitext
 from megajax.hugging_face.folder import is_folder
 from megajax.inference.config import WeightDtype
-from megajax.mesh import AXES, MeshConfig, use_compilation_cache, use_cpu_devices
+from megajax.mesh import MeshConfig, use_compilation_cache
 from megajax.training.reporting.console import log_to_stderr
 
 Task = Callable[[TextModel], dict[str, Any]]
@@ -33,26 +32,20 @@ LIMIT = "evaluate only the first N"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = _parse(arguments)
     log_to_stderr()
-    logging.getLogger("absl").setLevel(logging.ERROR)
-    try:
-        _run(options)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    with errors_in_one_line():
+        _run(_parse(arguments))
 
 
 def _run(options: argparse.Namespace) -> None:
     task = TASKS[options.command](options)
     if options.watch and (is_folder(options.run) or options.step is not None):
         raise ValueError("--watch evaluates every step of a run: give it the directory of a run, and no --step")
-    if number := getattr(options, "launch.cpu_devices"):
-        use_cpu_devices(number)
+    mesh = mesh_of(options)
     use_compilation_cache()
     about = {"task": options.command, "settings": _settings(options)}
     if not options.watch:
-        model = _load(options, options.step)
+        model = _load(options, mesh, options.step)
         print(to_json({"step": getattr(model.source, "step", None), **about, "results": task(model)}, indent=2))
         return
     model = None
@@ -60,7 +53,7 @@ def _run(options: argparse.Namespace) -> None:
     def evaluate(step: int) -> dict[str, Any]:
         nonlocal model
         if model is None:
-            model = _load(options, step)
+            model = _load(options, mesh, step)
         else:
             model.use_step(step)
         return task(model)
@@ -69,8 +62,7 @@ def _run(options: argparse.Namespace) -> None:
         print(to_json(record), flush=True)
 
 
-def _load(options: argparse.Namespace, step: int | None) -> TextModel:
-    mesh = MeshConfig(**{axis: getattr(options, f"mesh.{axis}") for axis in AXES})
+def _load(options: argparse.Namespace, mesh: MeshConfig, step: int | None) -> TextModel:
     compute = getattr(options, "precision.compute")
     sizes = dict(max_length=options.max_length, batch_tokens=options.batch_tokens)
     return TextModel.load(options.run, mesh, step, compute, options.weight_dtype, **sizes)
@@ -138,8 +130,7 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="megajax evaluate", description=__doc__, formatter_class=formatter)
+    parser = Parser(prog="megajax evaluate", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="{" + ",".join(TASKS) + "}")
     command = _add_command(commands, "perplexity", "perplexity and bits per byte of files")
     command.add_argument("--text", nargs="+", default=[], help="text, .jsonl or .parquet files, also .gz or .zst")
@@ -163,7 +154,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _add_command(commands, name: str, help: str) -> argparse.ArgumentParser:
-    command = commands.add_parser(name, help=help, allow_abbrev=False)
+    command = commands.add_parser(name, help=help)
     command.add_argument("--run", required=True, help="directory of a run, or a Hugging Face folder")
     command.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
     command.add_argument("--watch", action="store_true", help="all steps of the run, and new ones until its end")
@@ -175,11 +166,7 @@ def _add_command(commands, name: str, help: str) -> argparse.ArgumentParser:
     command.add_argument("--precision.compute", choices=formats, help="format of activations; default: as in the run")
     weights = get_args(WeightDtype)
     command.add_argument("--weight_dtype", choices=weights, default="auto", help="as of infer.py (auto)")
-    for axis in AXES:
-        command.add_argument(f"--mesh.{axis}", type=int, default=1, help="devices on this axis (1); -1: the rest")
-    command.add_argument(
-        "--launch.cpu_devices", type=int, default=0, help="virtual CPU devices to try a mesh on; 0: the real ones (0)"
-    )
+    add_mesh_options(command)
     return command
 
 

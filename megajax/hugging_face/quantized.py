@@ -19,7 +19,8 @@ import numpy as np
 
 from megajax.checkpoint.piecewise import pieces
 from megajax.hugging_face.tensor_files import TensorFiles, TensorForm
-from megajax.ops.quantized_matmul import DTYPES, Inputs, WeightFormat, largest
+from megajax.ops.quantize import largest
+from megajax.ops.quantized_matmul import DTYPES, Inputs, WeightFormat
 
 logger = logging.getLogger("megajax")
 

@@ -7,6 +7,7 @@ from megajax.ranges import PositiveInt
 
 PageDtype = Literal["compute", "int8", "float8"]
 WeightDtype = Literal["auto", "compute", "int8", "float8"]
+DraftMethod = Literal["lookup", "mtp"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,12 +30,19 @@ class ServingConfig:
     """How matrices of layers are stored: in the compute dtype; in int8; in float8, with products in float8; auto: as a
     quantised Hugging Face folder has them, else in the compute dtype."""
     prefix_cache: bool = True
-    """Keep pages of finished requests for prompts that begin the same way."""
+    """Keep pages of finished requests, and states of layers that have one, for prompts that begin the same way."""
     decode_steps: PositiveInt = 4
     """Tokens per sequence of one call of the device."""
     draft_tokens: int = 0
-    """Speculative decoding: guess up to this many tokens per sequence and step, from its own text (prompt lookup) or by
-    a draft model; the result is the same. 0: off."""
+    """Speculative decoding: guess up to this many tokens per sequence and step; the result is the same. 0: off."""
+    draft_method: DraftMethod = "lookup"
+    """What guesses without a draft model: the text of the sequence itself (prompt lookup), or the model's own layers of
+    multi-token prediction, one token each."""
+
+    @property
+    def num_guesses(self) -> int:
+        """Tokens per sequence and step that layers of the model guess."""
+        return self.draft_tokens if self.draft_method == "mtp" else 0
 
     def check(self) -> None:
         """Raises ValueError for the first invalid value."""
@@ -42,9 +50,11 @@ class ServingConfig:
             raise ValueError(f"memory_fraction={self.memory_fraction} must be above 0 and at most 1")
         if self.draft_tokens < 0:
             raise ValueError(f"draft_tokens={self.draft_tokens} must not be negative; 0: no speculative decoding")
-        for name, allowed in (("page_dtype", get_args(PageDtype)), ("weight_dtype", get_args(WeightDtype))):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)} is unknown; use {', '.join(allowed)}")
+        for name, allowed in (("page_dtype", PageDtype), ("weight_dtype", WeightDtype), ("draft_method", DraftMethod)):
+            if getattr(self, name) not in get_args(allowed):
+                raise ValueError(f"{name}={getattr(self, name)} is unknown; use {', '.join(get_args(allowed))}")
+        if self.draft_method == "mtp" and not self.draft_tokens:
+            raise ValueError("draft_method=mtp: draft_tokens=0 guesses nothing; use draft_tokens=1")
         for name in ("max_rows", "max_batch_tokens", "page_size", "decode_steps", "max_length", "num_pages"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -1,8 +1,8 @@
 """Generates text with a model: many requests at once, which come and go (continuous batching).
 
 Keys and values are in pages (inference/pages.py), the scheduler decides what a call of the device computes
-(inference/scheduler.py), and the executor runs it (inference/executor.py). One thread owns an engine: it submits
-requests and calls `step` until there is no work.
+(inference/scheduler.py), the executor runs it (inference/executor.py), and its results become outputs
+(inference/results.py). One thread owns an engine: it submits requests and calls `step` until there is no work.
 """
 
 import dataclasses
@@ -10,48 +10,47 @@ import logging
 from collections import deque
 from collections.abc import Sequence as Items
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from megajax.data.tokenizers.tokenizer import Tokenizer, end_ids
+from megajax.data.tokenizers.tokenizer import Tokenizer
 from megajax.inference.batches import Batches, Shapes
 from megajax.inference.config import ServingConfig
 from megajax.inference.draft import DraftModel, check_same_tokens
 from megajax.inference.executor import Executor
 from megajax.inference.grammar import Grammars
 from megajax.inference.load import open_model
-from megajax.inference.memory import bytes_per_page, has_states, longest_sequence, pool_sizes, visible_tokens
-from megajax.inference.pages import PagePool
+from megajax.inference.memory import (
+    bytes_per_page,
+    has_states,
+    kept_sizes,
+    longest_sequence,
+    pool_sizes,
+    visible_tokens,
+)
+from megajax.inference.pages import KeptStates, PagePool
 from megajax.inference.programs import Drawn
 from megajax.inference.quantized import serving_weights
-from megajax.inference.sampling import PROMPT_TOKEN, Logprobs, Sampling, TokenLogprobs
-from megajax.inference.scheduler import Decode, Limits, Prefill, Request, Run, Scheduler, Sequence, Wait
-from megajax.inference.text import TextStream
+from megajax.inference.results import Output, Results
+from megajax.inference.sampling import PROMPT_TOKEN, Logprobs, Sampling
+from megajax.inference.scheduler import (
+    Decode,
+    Limits,
+    Prefill,
+    Request,
+    Scheduler,
+    Sequence,
+    Wait,
+    guessed_before,
+    look_up,
+)
 from megajax.mesh import MeshConfig
 from megajax.models.model import Model
 
 logger = logging.getLogger("megajax")
-
-
-class Output(NamedTuple):
-    """What is new of one sample of a request."""
-
-    request: Request
-    index: int
-    """Which of its n samples."""
-    tokens: list[int]
-    """New tokens, without the one that ends the text."""
-    text: str
-    """New text that is final; incomplete characters and what may begin a stop text are held back. Empty without a
-    tokenizer."""
-    logprobs: list[TokenLogprobs] | None
-    """One per new token, if sampling.logprobs asks for them."""
-    finish_reason: Literal["stop", "length", "cancelled"] | None
-    stop_reason: str | int | None
-    """The stop text, or the token that ended the text."""
 
 
 class Score(NamedTuple):
@@ -101,13 +100,14 @@ class Engine:
         """params: sharded over `mesh`, stacked or per layer; matrices are cast or quantised as `serving` says.
         tokenizer: may be None if only tokens go in and out; there is then no end-of-document token. start_ids: tokens
         before each text prompt. draft: a smaller model with the same tokens, and its parameters, to guess
-        serving.draft_tokens tokens (inference/draft.py); None: prompt lookup, unless that is 0.
+        serving.draft_tokens tokens (inference/draft.py); None: they are guessed by serving.draft_method.
 
-        Raises ValueError for invalid serving settings, a model that does not continue text, and if the memory holds no
-        page.
+        Raises ValueError for invalid serving settings, a model that does not continue text or lacks the layers of
+        draft_method, and if the memory holds no page.
         """
         model.config.check_generates()
         serving.check()
+        _check_guesses(model, serving)
         self.model = model
         self.mesh = mesh
         self.tokenizer = tokenizer
@@ -115,17 +115,12 @@ class Engine:
         self.use(params)
         config = model.config
         self._vocab_size = min(config.vocab_size, tokenizer.vocab_size) if tokenizer else config.vocab_size
-        self._ends = end_ids(tokenizer) if tokenizer else frozenset()
         self._start = list(start_ids)
         self._grammars = Grammars(tokenizer, self._vocab_size)
         self._allocate(draft)
         self._calls: deque[_Call] = deque()
-        self._texts: dict[Sequence, TextStream] = {}
-        self._outputs: list[Output] = []
+        self._results = Results(self.scheduler, tokenizer)
         self._prompt_tokens = 0
-        self._generated_tokens = 0
-        self._drafted = 0
-        self._accepted = 0
 
     def _allocate(self, draft: tuple[Model, dict] | None) -> None:
         """The pools, and what decides about them."""
@@ -133,11 +128,16 @@ class Engine:
         models = [self.model] if draft is None else [self.model, draft[0]]
         sizes, *draft_sizes = pool_sizes(models, self.mesh, serving)
         self._sizes = sizes
+        if serving.draft_tokens and has_states(self.model, sizes):
+            raise ValueError(
+                f"draft_tokens={serving.draft_tokens}: this model has layers with a state per sequence, which cannot "
+                "take a wrong guess back; use draft_tokens=0"
+            )
         self._max_length = min(longest_sequence(models, serving), sizes.num_pages * sizes.page_size)
         has_kernel = self.mesh.devices.flat[0].platform == "gpu"
         shapes = Shapes.of(sizes, self._max_length, serving.max_batch_tokens, has_kernel)
         self._batches = Batches(sizes, shapes, self._vocab_size)
-        self.pool = PagePool(sizes.num_pages, sizes.page_size, caches_prefixes=self._shares_pages())
+        self.pool = PagePool(sizes.num_pages, sizes.page_size, caches_prefixes=serving.prefix_cache)
         limits = Limits(
             sizes.num_rows,
             shapes.chunks[-1],
@@ -145,20 +145,28 @@ class Engine:
             shapes.most_pages,
             serving.decode_steps,
             serving.draft_tokens,
-            visible_tokens(models),
+            visible_tokens(models, [sizes, *draft_sizes]),
         )
-        self.executor = Executor(self.model, self.mesh, sizes, self._vocab_size, serving.decode_steps)
+        kept = kept_sizes(self.model, sizes, serving)
+        self.executor = Executor(self.model, self.mesh, sizes, self._vocab_size, serving.decode_steps, kept)
         self.draft = None
+        guess = guessed_before if serving.num_guesses else look_up
         if draft is not None:
             self._check_draft(draft[0])
             params = serving_weights(*draft, "auto", self.mesh)
             parts = (draft[0], params, self.mesh, *draft_sizes, self._batches)
             self.draft = DraftModel(*parts, serving.draft_tokens)
-        self.scheduler = Scheduler(self.pool, limits, self.draft and self.draft.guess)
+            guess = self.draft.guess
+        states = KeptStates(kept.num_rows) if kept.num_rows else None
+        self.scheduler = Scheduler(self.pool, limits, guess, states, has_draft_model=draft is not None)
 
     def _check_draft(self, draft: Model) -> None:
         if not self.serving.draft_tokens:
             raise ValueError("draft_tokens=0: the draft model guesses nothing; use draft_tokens=4, or no draft model")
+        if self.serving.num_guesses:
+            raise ValueError(
+                f"draft_method={self.serving.draft_method}: the draft model guesses already; leave out one of them"
+            )
         if draft.config.vocab_size < self._vocab_size:
             raise ValueError(
                 f"the draft model has {draft.config.vocab_size} tokens and the model {self._vocab_size}; use a draft "
@@ -169,20 +177,6 @@ class Engine:
                 "the draft model has layers with a state per sequence, which cannot take a wrong guess back; use "
                 "another one, or prompt lookup"
             )
-
-    def _shares_pages(self) -> bool:
-        """Whether sequences can share pages: not if a layer has a state per sequence. Raises ValueError for what such a
-        layer does not support."""
-        if not has_states(self.model, self._sizes):
-            return self.serving.prefix_cache
-        if self.serving.draft_tokens:
-            raise ValueError(
-                f"draft_tokens={self.serving.draft_tokens}: this model has layers with a state per sequence, which "
-                "cannot take a wrong guess back; use draft_tokens=0"
-            )
-        if self.serving.prefix_cache:
-            logger.warning("prefix_cache: off, this model has layers with a state per sequence")
-        return False
 
     def use(self, params: dict) -> None:
         """Generates with these parameters, stacked or per layer, from here on; no program is compiled again.
@@ -328,8 +322,7 @@ class Engine:
             request.prompt_logprobs = []
         for sequence in request.sequences:
             sequence.matcher = self._grammars.start(sampling)
-            if self.tokenizer is not None:
-                self._texts[sequence] = TextStream(self.tokenizer, request.prompt, sampling.stop)
+            self._results.start(sequence)
             self.scheduler.waiting.append(sequence)
         return request
 
@@ -366,29 +359,26 @@ class Engine:
         """Ends all samples of a request at once and frees their pages. The next `step` returns an Output of each that
         was not finished."""
         for sequence in request.sequences:
-            if not sequence.is_finished:
-                self._finish(sequence, [], "", None, "cancelled", None)
+            self._results.cancel(sequence)
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do or to return."""
-        return self.scheduler.has_work or bool(self._outputs) or bool(self._calls)
+        return self.scheduler.has_work or self._results.has_outputs or bool(self._calls)
 
     def step(self) -> list[Output]:
         """Starts the next call of the device, if there is work, and returns what the call before it generated."""
         while True:
             work = self.scheduler.next()
             if isinstance(work, Wait) and self._calls:
-                self._read(self._calls.popleft())
+                self._results.read(*self._calls.popleft())
             elif not isinstance(work, Wait):
                 break
         if work is not None:
             self._calls.append(self._start_call(work))
         if self._calls and (work is None or len(self._calls) > 1):
-            self._read(self._calls.popleft())
-        outputs = self._outputs
-        self._outputs = []
-        return outputs
+            self._results.read(*self._calls.popleft())
+        return self._results.take()
 
     def stats(self) -> Stats:
         scheduler = self.scheduler
@@ -400,10 +390,10 @@ class Engine:
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
             prompt_tokens=self._prompt_tokens,
-            generated_tokens=self._generated_tokens,
+            generated_tokens=self._results.num_generated,
             preemptions=scheduler.num_preemptions,
-            drafted=self._drafted,
-            accepted=self._accepted,
+            drafted=self._results.num_drafted,
+            accepted=self._results.num_accepted,
         )
 
     # ------------------------------------------------------------------ calls of the device
@@ -427,7 +417,12 @@ class Engine:
         arrays = self._batches.prefill(work)
         if self.draft is not None:
             self.draft.read(*arrays)
-        return _Call(work, *self.executor.prefill(self.params, *arrays, wants_prompt))
+        for copy in work.restored:
+            self.executor.restore(*copy)
+        call = _Call(work, *self.executor.prefill(self.params, *arrays, wants_prompt))
+        for copy in work.kept:
+            self.executor.keep(*copy)
+        return call
 
     def _start_penalties(self, sequence: Sequence) -> None:
         counts_V = np.zeros(self._vocab_size, np.int32)
@@ -456,97 +451,17 @@ class Engine:
         """Of the model's keys and values in all layers and on all devices."""
         return bytes_per_page(self.model, self._sizes) / self._sizes.page_size
 
-    # ------------------------------------------------------------------ results
 
-    def _read(self, call: _Call) -> None:
-        """Waits for the results of a call and hands them to its sequences."""
-        drawn = jax.tree.map(np.asarray, call.drawn)
-        if isinstance(call.work, Decode):
-            row = 0
-            for run in call.work.runs:
-                self._read_run(run, jax.tree.map(lambda a, row=row: a[:, row:], drawn))
-                row += 1 + len(run.draft)
-            return
-        if call.of_prompt is not None:
-            self._read_prompt(call.work, jax.tree.map(np.asarray, call.of_prompt))
-        for number, chunk in enumerate(chunk for chunk in call.work.chunks if chunk.is_last):
-            self._add(chunk.sequence, jax.tree.map(lambda a, n=number: a[n : n + 1], drawn))
-
-    def _read_run(self, run: Run, drawn: Drawn) -> None:
-        """drawn: [steps, rows]: the steps of its row, or with a draft one step of as many rows."""
-        if not run.draft:
-            return self._add(run.sequence, jax.tree.map(lambda a: a[: run.count, 0], drawn))
-        drawn = jax.tree.map(lambda a: a[0, : run.count], drawn)
-        pairs = zip(run.draft, drawn.tokens.tolist(), strict=False)
-        accepted = next((number for number, (guess, token) in enumerate(pairs) if guess != token), len(run.draft))
-        if run.sequence.is_finished:
-            return
-        self._drafted += len(run.draft)
-        self._accepted += accepted
-        run.sequence.num_pending -= len(run.draft) - accepted
-        run.sequence.num_written -= len(run.draft) - accepted
-        run.sequence.num_drafted -= len(run.draft) - accepted
-        self._add(run.sequence, jax.tree.map(lambda a: a[: accepted + 1], drawn))
-
-    def _read_prompt(self, work: Prefill, of_prompt) -> None:
-        logprobs, ids, top = of_prompt
-        token = 0
-        for chunk in work.chunks:
-            request = chunk.sequence.request
-            if chunk.sequence.wants_prompt_logprobs:
-                following = request.prompt[len(request.prompt_logprobs) + 1 : chunk.end + 1]
-                first = token + len(request.prompt_logprobs) - chunk.start
-                for place, target in enumerate(following, first):
-                    request.prompt_logprobs.append(
-                        _token_logprobs(
-                            target, logprobs[place], ids[place], top[place], request.sampling.prompt_logprobs
-                        )
-                    )
-            token += chunk.end - chunk.start
-
-    def _add(self, sequence: Sequence, drawn: Drawn) -> None:
-        """New tokens of a sequence, as far as it goes."""
-        if sequence.is_finished:
-            return
-        sampling = sequence.request.sampling
-        tokens: list[int] = []
-        logprobs: list[TokenLogprobs] | None = None if sampling.logprobs is None else []
-        text = ""
-        for step, token in enumerate(drawn.tokens.tolist()):
-            sequence.num_pending -= 1
-            if len(sequence.tokens) == sequence.limit:  # max_tokens is 0
-                return self._finish(sequence, tokens, text, logprobs, "length", None)
-            is_end = token in self._ends and not sampling.ignore_eos
-            if is_end or token in sampling.stop_token_ids:
-                return self._finish(sequence, tokens, text, logprobs, "stop", token)
-            tokens.append(token)
-            sequence.tokens.append(token)
-            self._generated_tokens += 1
-            if logprobs is not None:
-                one = (a[step] for a in drawn.logprobs)
-                logprobs.append(_token_logprobs(token, *one, sampling.logprobs))
-            stream = self._texts.get(sequence)
-            if stream is not None:
-                text += stream.add(token)
-                if stream.stopped_by is not None:
-                    return self._finish(sequence, tokens, text, logprobs, "stop", stream.stopped_by)
-            if sequence.matcher is not None:
-                sequence.matcher.add(token)
-                if sequence.matcher.is_finished:
-                    return self._finish(sequence, tokens, text, logprobs, "stop", None)
-            if len(sequence.tokens) == sequence.limit:
-                return self._finish(sequence, tokens, text, logprobs, "length", None)
-        self._outputs.append(Output(sequence.request, sequence.index, tokens, text, logprobs, None, None))
-
-    def _finish(self, sequence: Sequence, tokens, text, logprobs, finish_reason, stop_reason) -> None:
-        stream = self._texts.pop(sequence, None)
-        if stream is not None and stream.stopped_by is None:
-            text += stream.finish()
-        self.scheduler.finish(sequence)
-        arguments = (tokens, text, logprobs, finish_reason, stop_reason)
-        self._outputs.append(Output(sequence.request, sequence.index, *arguments))
-
-
-def _token_logprobs(token: int, logprob, ids, top, count: int) -> TokenLogprobs:
-    pairs = zip(ids[:count].tolist(), top[:count].tolist(), strict=True)
-    return TokenLogprobs(token, float(logprob), list(pairs))
+def _check_guesses(model: Model, serving: ServingConfig) -> None:
+    """Raises ValueError if the model does not have the layers that are to guess."""
+    count = len(model.config.guessing_stacks(model.execution))
+    if serving.num_guesses and not count:
+        raise ValueError(
+            f"draft_method={serving.draft_method}: the model has no layers of multi-token prediction; use "
+            "draft_method=lookup, or a draft model"
+        )
+    if serving.num_guesses > count:
+        raise ValueError(
+            f"draft_tokens={serving.num_guesses}: draft_method={serving.draft_method} guesses one token with each "
+            f"layer of multi-token prediction, of which the model has {count}; use draft_tokens={count}"
+        )

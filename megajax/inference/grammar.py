@@ -58,7 +58,7 @@ class Grammars:
         except (ValueError, TypeError) as error:
             problem = str(error)
         if problem:
-            raise ValueError(f"{name}={getattr(sampling, name)!r} cannot be used: {problem.splitlines()[0]}")
+            raise ValueError(f"{name}={getattr(sampling, name)!r} cannot be used: {_reason(problem)}")
         return Matcher(matcher, self._vocab_size)
 
     def _library(self, name: str):
@@ -80,6 +80,13 @@ class Grammars:
         if not hasattr(tokenizer, "token_bytes"):
             raise ValueError(f"{name}: tokens of {tokenizer.identity} are no text; use another tokenizer")
         return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Described(tokenizer, self._vocab_size)), **options)
+
+
+def _reason(problem: str) -> str:
+    """What is wrong, of a message of several lines that also shows where."""
+    lines = problem.splitlines()
+    reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return (reasons or lines)[0]
 
 
 class _Described:

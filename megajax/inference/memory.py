@@ -12,22 +12,26 @@ from megajax.models.model import Model
 
 DEFAULT_MAX_LENGTH = 8192  # tokens of a sequence, for models without a limit
 HOST_POOL_BYTES = 2**30  # of the pools of all devices, where devices do not say how much memory they have (CPU)
+ROWS_PER_KEPT_STATE = 4  # of sequences that run; the state of a sequence is as large as many pages
 PAGE_DTYPES = {"int8": jnp.int8, "float8": jnp.float8_e4m3fn}
 
 
 def pool_sizes(models: Sequence[Model], mesh: Mesh, serving: ServingConfig) -> list[PoolSizes]:
-    """The pools of the models of an engine, with the same pages: serving.num_pages, or as many as the free memory holds
-    and max_rows can use.
+    """The pools of the models of an engine (itself first, then a draft model), with the same pages: serving.num_pages,
+    or as many as the free memory holds and max_rows can use.
 
     Raises ValueError if that is none.
     """
     dtypes = [jnp.dtype(PAGE_DTYPES.get(serving.page_dtype, model.precision.compute_dtype)) for model in models]
     found = [PoolSizes(serving.num_pages or 1, serving.page_size, serving.max_rows, dtype) for dtype in dtypes]
+    found[0] = found[0]._replace(num_guesses=serving.num_guesses)
     if serving.num_pages is not None:
         return found
     page_bytes = sum(map(bytes_per_page, models, found))
     states_bytes = sum(map(pool_bytes, models, found)) - page_bytes
     most = serving.max_rows * -(-longest_sequence(models, serving) // serving.page_size)
+    for model, sizes in zip(models, found, strict=True):
+        states_bytes += pool_bytes(model, kept_sizes(model, sizes, serving))
     available = _available_bytes(mesh, serving.memory_fraction) - states_bytes
     num_pages = min(available // page_bytes, most) if page_bytes else most
     if num_pages < 1:
@@ -56,16 +60,26 @@ def has_states(model: Model, sizes: PoolSizes) -> bool:
     return one != two
 
 
+def kept_sizes(model: Model, sizes: PoolSizes, serving: ServingConfig) -> PoolSizes:
+    """A pool without pages, for the states of sequences that the prefix cache keeps: num_rows of them, which may be
+    0."""
+    num_states = 0
+    if serving.prefix_cache and has_states(model, sizes):
+        num_states = max(sizes.num_rows // ROWS_PER_KEPT_STATE, 1)
+    return sizes._replace(num_pages=0, num_rows=num_states)
+
+
 def longest_sequence(models: Sequence[Model], serving: ServingConfig) -> int:
     """Maximum tokens of a sequence, if the pages hold them."""
     limits = [model.config.max_length for model in models if model.config.max_length is not None]
     return min([serving.max_length or (DEFAULT_MAX_LENGTH if not limits else min(limits)), *limits])
 
 
-def visible_tokens(models: Sequence[Model]) -> int | None:
+def visible_tokens(models: Sequence[Model], pools: Sequence[PoolSizes]) -> int | None:
     """Last tokens of a sequence that any layer reads from pages; None: all."""
-    stacks = [stack for model in models for stack in model.config.generating_stacks(model.execution).values()]
-    windows = [getattr(layer, "window", None) for stack in stacks for layer in stack]
+    pairs = zip(models, pools, strict=True)
+    stacks = [model.config.paged_stacks(sizes, model.execution).values() for model, sizes in pairs]
+    windows = [getattr(layer, "window", None) for of_model in stacks for stack in of_model for layer in stack]
     return None if None in windows else max(windows)
 
 

@@ -77,6 +77,10 @@ class PagePool:
                 self._digest_of[page] = digest
                 self._page_of[digest] = page
 
+    def digest(self, page: int) -> bytes | None:
+        """Hash of the tokens up to the end of a page, if its contents are known."""
+        return self._digest_of[page]
+
     def release(self, pages: Sequence[int]) -> None:
         """Removes one user of each page."""
         for page in reversed(pages):  # the end of a sequence is of less use than its beginning
@@ -109,3 +113,50 @@ class PagePool:
             part = np.asarray(tokens[page * self.page_size : (page + 1) * self.page_size], np.int32)
             digest = hashlib.blake2b(digest + part.tobytes(), digest_size=16).digest()
             yield digest
+
+
+class KeptStates:
+    """Which states of sequences are kept, for layers whose state is not in pages.
+
+    A state belongs to the end of a whole page and is known by the hash of that page, but exists for few of them,
+    because it is as large as many pages. The least recently used one is replaced.
+    """
+
+    def __init__(self, num_slots: int):
+        """num_slots: states that the device has room for."""
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._slot_of: OrderedDict[bytes, int] = OrderedDict()
+        """The least recently used first."""
+        self._coming: dict[bytes, int] = {}
+        """States that the call being prepared computes."""
+
+    def longest(self, digests: Sequence[bytes]) -> tuple[int, int | None]:
+        """Of the pages of a beginning: (how many there are up to the last kept state, its slot)."""
+        for count in range(len(digests), 0, -1):
+            slot = self._slot_of.get(digests[count - 1])
+            if slot is not None:
+                self._slot_of.move_to_end(digests[count - 1])
+                return count, slot
+        return 0, None
+
+    def keep(self, digest: bytes) -> int | None:
+        """The slot for a state; None if it is kept already, or if the same call fills all slots."""
+        if digest in self._slot_of or digest in self._coming:
+            return None
+        if not self._free and self._slot_of:
+            self._free.append(self._slot_of.popitem(last=False)[1])
+        if not self._free:
+            return None
+        self._coming[digest] = self._free.pop()
+        return self._coming[digest]
+
+    def called(self) -> None:
+        """The call that was prepared has been started: later ones can use the states that it computes."""
+        self._slot_of |= self._coming
+        self._coming = {}
+
+    def forget(self) -> None:
+        """No state is kept any more."""
+        self.called()
+        self._free += self._slot_of.values()
+        self._slot_of.clear()

@@ -50,6 +50,8 @@ class Drawn(NamedTuple):
 
     tokens: jax.Array
     logprobs: Logprobs
+    guesses: jax.Array | None = None
+    """int32 [..., num_guesses]: the tokens that may follow each; None if the model guesses none."""
 
 
 class Chooser(NamedTuple):
@@ -111,12 +113,24 @@ def decode(
         upper_B = jnp.where(is_active_B, positions_B + 1, 0)
         places = Places(slots_B[:, None], positions_B[:, None], rows_B[:, None], batch.table_BP, None, upper_B[:, None])
         inputs = {"tokens": tokens_B[:, None], "positions": positions_B[:, None]}
-        x_B1D, caches = module.extend(inputs, _at(caches, places))
+        caches = _at(caches, places)
+        x_B1D, extended = module.extend(inputs, caches)
+        caches |= extended
         one, rows = _choose(module, x_B1D, vocab_size, positions_B + 1, rows, chooser, wants_logprobs)
+        if sizes.num_guesses:
+            # The rows of a draft follow each other. The token after the one that a row has drawn is that of the next
+            # row, if that was computed for this token.
+            follows_B = _follows(rows_B, positions_B) & (jnp.roll(tokens_B, -1) == one.tokens)
+            inputs |= {"tokens": one.tokens[:, None]}
+            every_B = jnp.arange(batch_size)
+            of = (module, sizes, vocab_size, x_B1D, inputs, follows_B, every_B, chooser.sampling, caches)
+            guesses, caches = _guess(*of)
+            one = one._replace(guesses=guesses)
         drawn = jax.tree.map(lambda all_steps, new: all_steps.at[step].set(new), drawn, one)
         return step + 1, caches, rows, drawn
 
-    drawn = Drawn(jnp.zeros(batch_size, jnp.int32), Logprobs.zeros(batch_size, vocab_size))
+    guesses = jnp.zeros((batch_size, sizes.num_guesses), jnp.int32) if sizes.num_guesses else None
+    drawn = Drawn(jnp.zeros(batch_size, jnp.int32), Logprobs.zeros(batch_size, vocab_size), guesses)
     drawn = jax.tree.map(lambda a: jnp.zeros((max_steps, *a.shape), a.dtype), drawn)
     carry = (jnp.int32(0), caches, rows, drawn)
     _, caches, rows, drawn = jax.lax.while_loop(lambda carry: carry[0] < num_steps, one_step, carry)
@@ -124,8 +138,8 @@ def decode(
 
 
 def prefill(
-    model: Model, vocab_size: int, params: dict, caches: dict, rows: Rows, batch: PrefillBatch, chooser: Chooser,
-    wants_prompt: jax.Array
+    model: Model, vocab_size: int, sizes: PoolSizes, params: dict, caches: dict, rows: Rows, batch: PrefillBatch,
+    chooser: Chooser, wants_prompt: jax.Array
 ) -> tuple[dict, Rows, Drawn, Logprobs]:  # fmt: skip
     """-> (caches, rows, Drawn [M], Logprobs of targets_T).
 
@@ -136,12 +150,21 @@ def prefill(
     slots, positions, row_numbers = (a[None] for a in arrays)
     places = Places(slots, positions, row_numbers, batch.table_P[None], batch.lower_T[None], batch.upper_T[None])
     inputs = {"tokens": batch.tokens_T[None], "positions": positions}
-    x_1TD, caches = module.extend(inputs, _at(caches, places))
+    caches = _at(caches, places)
+    x_1TD, extended = module.extend(inputs, caches)
+    caches |= extended
     x_TD = constrain(x_1TD, None, None, None)[0]
     wants_logprobs = jnp.any(chooser.sampling.has_logprobs_B)
     new_positions_M = batch.positions_T[batch.last_M] + 1
     last_M1D = x_TD[batch.last_M][:, None]
     drawn, rows = _choose(module, last_M1D, vocab_size, new_positions_M, rows, chooser, wants_logprobs)
+    if sizes.num_guesses:
+        last_M = jnp.where(chooser.rows_B < sizes.num_rows, batch.last_M, batch.tokens_T.size)  # beyond: padding
+        inputs |= {"tokens": batch.targets_T.at[last_M].set(drawn.tokens, mode="drop")[None]}
+        follows_T = _follows(batch.rows_T, batch.positions_T)
+        of = (module, sizes, vocab_size, x_1TD, inputs, follows_T, last_M, chooser.sampling, caches)
+        guesses, caches = _guess(*of)
+        drawn = drawn._replace(guesses=guesses)
     of_prompt = jax.lax.cond(
         wants_prompt,
         lambda: _prompt_logprobs(module, x_TD, vocab_size, batch.targets_T),
@@ -190,9 +213,58 @@ def _choose(module, x_B1D, vocab_size, positions_B, rows: Rows, chooser: Chooser
     return drawn, rows.add(chooser.rows_B, drawn.tokens)
 
 
+def _follows(rows_N: jax.Array, positions_N: jax.Array) -> jax.Array:
+    """bool [N]: whether the next of these tokens is that after this one in the same sequence."""
+    return (jnp.roll(rows_N, -1) == rows_N) & (jnp.roll(positions_N, -1) == positions_N + 1)
+
+
+def _guess(
+    module, sizes: PoolSizes, vocab_size: int, x_BTD: jax.Array, inputs: dict, follows_N: jax.Array, last_M: jax.Array,
+    sampling: RowSampling, caches: dict
+) -> tuple[jax.Array, dict]:  # fmt: skip
+    """The tokens that may come after the next token of each sequence -> (int32 [M, num_guesses], caches).
+
+    N = B T tokens, whose hidden states are x. inputs: their positions and, as tokens, the next token of each. last_M:
+    index of the last token of each sequence; N: none. follows_N: whether token n + 1 is the next token of token n; if
+    it is not, what comes after the next token is a guess. If that is wrong, layers beyond the first keep keys and
+    values that depend on it: their later guesses are worse, but what is accepted is not.
+    """
+    found = []
+    positions_M = inputs["positions"].reshape(-1).at[last_M].get(mode="clip")
+    tokens_N = inputs["tokens"].reshape(-1)
+    for depth in range(1, sizes.num_guesses + 1):
+        inputs |= {"tokens": tokens_N.reshape(inputs["tokens"].shape)}
+        x_BTD, new = module.guess(depth, x_BTD, inputs, caches)
+        caches |= new
+        h_MD = constrain(x_BTD, None, None, None).reshape(-1, x_BTD.shape[-1]).at[last_M].get(mode="clip")
+        logits_MV = _finished(module.guess_logits(h_MD[:, None]), vocab_size)
+        found.append(_coupled(logits_MV, positions_M + depth + 1, sampling))
+        tokens_N = jnp.where(follows_N, jnp.roll(tokens_N, -1), tokens_N.at[last_M].set(found[-1], mode="drop"))
+    return jnp.stack(found, -1), caches
+
+
+def _coupled(logits_BV: jax.Array, positions_B: jax.Array, sampling: RowSampling) -> jax.Array:
+    """Guesses int32 [B] of the tokens at these positions, with the random numbers of these tokens: then the two are
+    more often equal (inference/draft.py)."""
+    return jax.lax.cond(
+        jnp.any(sampling.temperature_B > 0),
+        lambda: sampling.sample(logits_BV, positions_B),
+        lambda: jnp.argmax(logits_BV, -1).astype(jnp.int32),
+    )
+
+
 def _logits(module, x_B1D: jax.Array, vocab_size: int) -> jax.Array:
     """float32 [B, V], only of ids that the tokenizer has."""
-    return constrain(module.logits(x_B1D)[:, 0], "batch", None)[:, :vocab_size]
+    return _finished(module.logits(x_B1D), vocab_size)
+
+
+def _finished(logits_B1V: jax.Array, vocab_size: int) -> jax.Array:
+    return constrain(logits_B1V[:, 0], "batch", None)[:, :vocab_size]
+
+
+def copy_state(targets: list[jax.Array], sources: list[jax.Array], to: jax.Array, row: jax.Array) -> list[jax.Array]:
+    """Copies a row of each array -> the targets."""
+    return [target.at[to].set(source[row]) for target, source in zip(targets, sources, strict=True)]
 
 
 def _at(caches: dict[str, tuple], places: Places) -> dict[str, tuple]:

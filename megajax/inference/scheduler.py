@@ -17,7 +17,7 @@ from collections.abc import Sequence as Items
 from typing import NamedTuple
 
 from megajax.inference.grammar import Matcher
-from megajax.inference.pages import PagePool
+from megajax.inference.pages import KeptStates, PagePool
 from megajax.inference.sampling import Sampling, TokenLogprobs
 from megajax.inference.speculation import PromptLookup
 
@@ -42,6 +42,14 @@ class Request:
     @property
     def is_finished(self) -> bool:
         return all(sequence.is_finished for sequence in self.sequences)
+
+
+class Border(NamedTuple):
+    """The end of a page that several sequences have begun with."""
+
+    position: int
+    """Tokens up to there."""
+    digest: bytes
 
 
 @dataclasses.dataclass(eq=False)
@@ -70,9 +78,13 @@ class Sequence:
     is_finished: bool = False
     shares_pages: bool = True
     """Whether its pages may enter the prefix cache: not if they were computed with other parameters."""
+    border: Border | None = None
+    """Where its state is to be kept."""
     matcher: Matcher | None = None
     """Which tokens may follow, if the text must follow a schema or a regular expression."""
     lookup: PromptLookup = dataclasses.field(default_factory=PromptLookup, repr=False)
+    guesses: tuple[int, ...] = ()
+    """The tokens that may follow the newest one, guessed by layers of the model in the call that generated it."""
 
     @property
     def length(self) -> int:
@@ -104,8 +116,19 @@ class Chunk(NamedTuple):
         return self.end == self.sequence.num_to_prefill
 
 
+class Copy(NamedTuple):
+    """Of the state of a sequence, between its row and a slot of the kept states."""
+
+    row: int
+    slot: int
+
+
 class Prefill(NamedTuple):
     chunks: list[Chunk]
+    restored: Items[Copy] = ()
+    """Before the chunks are computed, from the kept states."""
+    kept: Items[Copy] = ()
+    """After they are computed, as kept states."""
 
 
 class Run(NamedTuple):
@@ -132,6 +155,15 @@ def look_up(most: dict[Sequence, int], total: int) -> Guesses:
     drafts = {}
     for sequence, count in most.items():
         drafts[sequence] = sequence.lookup.guess(sequence.tokens, min(count, total))
+        total -= len(drafts[sequence])
+    return drafts
+
+
+def guessed_before(most: dict[Sequence, int], total: int) -> Guesses:
+    """As `look_up`, by layers of the model."""
+    drafts = {}
+    for sequence, count in most.items():
+        drafts[sequence] = sequence.guesses[: min(count, total)]
         total -= len(drafts[sequence])
     return drafts
 
@@ -164,11 +196,18 @@ class Limits(NamedTuple):
 
 class Scheduler:
     def __init__(
-        self, pool: PagePool, limits: Limits, guess: Callable[[dict[Sequence, int], int], Guesses] | None = None
+        self,
+        pool: PagePool,
+        limits: Limits,
+        guess: Guess = look_up,
+        states: KeptStates | None = None,
+        *,
+        has_draft_model: bool = False,
     ):
-        """guess: of a draft model, with the arguments of `look_up`; None: prompt lookup."""
-        self._guess = guess or look_up
-        self._has_draft_model = guess is not None
+        """guess: with the arguments of `look_up`. states: of a model with layers whose state is not in pages; None:
+        pages are all that a sequence needs. has_draft_model: whether a draft model has pages too."""
+        self._guess = guess
+        self._has_draft_model = has_draft_model
         self.pool = pool
         self.limits = limits
         self.waiting: deque[Sequence] = deque()
@@ -179,6 +218,9 @@ class Scheduler:
         self.prefix_hits = 0
         self._rows = list(range(limits.num_rows - 1, -1, -1))
         self._has_prefilled = False
+        self._states = states
+        self._restored: list[Copy] = []
+        """Since the last call with prompts."""
 
     @property
     def has_work(self) -> bool:
@@ -190,10 +232,27 @@ class Scheduler:
         chunks = [] if self._has_prefilled and decoding else self._chunks()
         self._has_prefilled = bool(chunks)
         if chunks:
-            return Prefill(chunks)
+            return self._prefill(chunks)
         return self._decode(decoding) if decoding else None
 
     # ------------------------------------------------------------------ prompts
+
+    def _prefill(self, chunks: list[Chunk]) -> Prefill:
+        if self._states is None:
+            return Prefill(chunks)
+        restored = self._restored
+        self._restored = []
+        kept = [copy for copy in map(self._kept, chunks) if copy is not None]
+        self._states.called()
+        return Prefill(chunks, restored, kept)
+
+    def _kept(self, chunk: Chunk) -> Copy | None:
+        """Where the state at the end of a chunk goes, if it is to be kept."""
+        sequence = chunk.sequence
+        if sequence.border is None or chunk.end != sequence.border.position or not sequence.shares_pages:
+            return None
+        slot = self._states.keep(sequence.border.digest)
+        return None if slot is None else Copy(sequence.row, slot)
 
     def _chunks(self) -> list[Chunk]:
         chunks: list[Chunk] = []
@@ -201,6 +260,8 @@ class Scheduler:
         pages = self.limits.chunk_pages
         for sequence in self._prefilling():
             end = min(sequence.num_written + tokens, sequence.num_to_prefill)
+            if sequence.border is not None and sequence.num_written < sequence.border.position:
+                end = min(end, sequence.border.position)
             pages -= -(-end // self.pool.page_size)
             if pages < 0:
                 break
@@ -249,6 +310,8 @@ class Scheduler:
     def forget(self) -> None:
         """Empties the prefix cache, for other parameters; what runs continues."""
         self.pool.forget()
+        if self._states is not None:
+            self._states.forget()
         for sequence in self.running:
             sequence.shares_pages = False
 
@@ -258,6 +321,10 @@ class Scheduler:
         # Hidden states are not in pages.
         shares = self.pool.caches_prefixes and not sequence.wants_prompt_logprobs
         shared = self.pool.match(sequence.tokens) if shares else []
+        border = None
+        slot = None
+        if self._states is not None and shared:
+            shared, slot, border = self._with_state(shared)
         missing = -(-len(sequence.tokens) // self.pool.page_size) - len(shared)
         reserve = len(self.running)  # each running sequence soon needs one more page
         if missing + reserve > self.pool.num_free and self.running or missing > self.pool.num_free:
@@ -269,14 +336,32 @@ class Scheduler:
         sequence.num_drafted = sequence.num_written
         sequence.num_to_prefill = len(sequence.tokens)
         sequence.row = self._rows.pop()
+        if slot is not None:
+            self._restored.append(Copy(sequence.row, slot))
+        is_new = len(sequence.tokens) == len(sequence.request.prompt)
+        sequence.border = border if is_new else None
         sequence.shares_pages = True
         self.running.append(sequence)
         if shares:
             self.prefix_queries += len(sequence.tokens)
             self.prefix_hits += sequence.num_written
-        if not sequence.index and len(sequence.tokens) == len(sequence.request.prompt):
+        if not sequence.index and is_new:
             sequence.request.num_cached = sequence.num_written
         return True
+
+    def _with_state(self, known: list[int]) -> tuple[list[int], int | None, Border | None]:
+        """-> (of these pages with known contents, those up to the last kept state, its slot, and where to keep another
+        one if they end before).
+
+        That two prompts begin the same way is the reason to keep a state: the second one computes it, at the end of
+        what both have, and later ones continue from there.
+        """
+        count, slot = self._states.longest([self.pool.digest(page) for page in known])
+        border = None
+        if count < len(known):
+            border = Border(len(known) * self.pool.page_size, self.pool.digest(known[-1]))
+        self.pool.release(known[count:])
+        return known[:count], slot, border
 
     # ------------------------------------------------------------------ decoding
 

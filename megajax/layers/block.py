@@ -28,13 +28,19 @@ MAX_PADDED = 4  # operands of a concatenation that XLA gives to that emitter (se
 
 
 class Stack(nnx.Module):
-    def __init__(self, layers: Sequence[LayerConfig], *, scan: bool, rngs: nnx.Rngs, stages: Stages | None = None):
-        """stages: those of the pipeline that runs the layers through run_stage; None: __call__ runs them."""
+    def __init__(
+        self, layers: Sequence[LayerConfig], *, scan: bool, rngs: nnx.Rngs, stages: Stages | None = None,
+        is_on_all_ranks: bool = False
+    ):  # fmt: skip
+        """stages: those of the pipeline that runs the layers through run_stage; None: __call__ runs them.
+        is_on_all_ranks: of a pipeline, each of which runs all of the layers through __call__."""
         self.configs = tuple(layers) if stages is None else tuple(layer.saving_by_name() for layer in layers)
         self.scan = scan
         key = rngs.params()
         for kind in dict.fromkeys(config.kind for config in self.configs):
-            setattr(self, kind, _build_stacked(self.configs, key, rows_of_kind(self.configs, kind, stages)))
+            rows = rows_of_kind(self.configs, kind, stages)
+            axes = ("chunks",) if is_on_all_ranks else LAYER_AXES[-rows.ndim :]
+            setattr(self, kind, _build_stacked(self.configs, key, rows, axes))
 
     def use_low_precision(self, precision: PrecisionConfig) -> list[str]:
         """Computes the matmuls of the layers in the format of precision.recipe, except for the layers at both ends ->
@@ -291,9 +297,12 @@ def rows_of_kind(configs: Sequence, kind: str, stages: Stages | None) -> np.ndar
     return np.array(numbers, np.int32) if stages is None else stages.rows(set(numbers))
 
 
-def _build_stacked(configs: Sequence[LayerConfig], key: jax.Array, numbers: np.ndarray) -> nnx.Module:
-    """One layer with parameters [*numbers.shape, ...]. Each row is initialised by its own config and key; rows numbered
-    -1 are zero. With n different initialisers every row is drawn n times (lax.switch under vmap)."""
+def _build_stacked(
+    configs: Sequence[LayerConfig], key: jax.Array, numbers: np.ndarray, axes: tuple[str, ...]
+) -> nnx.Module:
+    """One layer with parameters [*numbers.shape, ...]; axes: logical axes of these dims. Each row is initialised by its
+    own config and key; rows numbered -1 are zero. With n different initialisers every row is drawn n times (lax.switch
+    under vmap)."""
     _check_same_parameters(configs, numbers)
     configs_by_program = {
         _init_program(configs[number]): configs[number] for number in numbers.ravel().tolist() if number >= 0
@@ -309,12 +318,11 @@ def _build_stacked(configs: Sequence[LayerConfig], key: jax.Array, numbers: np.n
         state = branches[0](row_key) if len(branches) == 1 else jax.lax.switch(branch, branches, row_key)
         return jax.tree.map(lambda a: jax.numpy.where(number >= 0, a, jax.numpy.zeros_like(a)), state)
 
-    lead = LAYER_AXES[-numbers.ndim :]
-    for _ in lead:
+    for _ in axes:
         build = jax.vmap(build)
 
     def stacked(parameter):
-        return parameter.replace(parameter.get_value(), record=parameter.get_metadata()["record"].stacked(lead))
+        return parameter.replace(parameter.get_value(), record=parameter.get_metadata()["record"].stacked(axes))
 
     state = build(jax.numpy.asarray(numbers), jax.numpy.asarray(branch_of.reshape(numbers.shape)))
     state = jax.tree.map(stacked, state, is_leaf=is_variable)

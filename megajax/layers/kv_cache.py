@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.current_mesh import axis_size, manual
 from megajax.ops.attention import AttentionMask
 from megajax.ops.paged_attention import attend_to_pages, quantise, write_pages
-from megajax.ops.quantized_matmul import to_levels
+from megajax.ops.quantize import to_levels
 from megajax.parallel.context import AXIS, attention
 from megajax.sharding import activation_spec, constrain
 
@@ -38,9 +38,12 @@ class PoolSizes(NamedTuple):
     page_size: int
     """Tokens in a page."""
     num_rows: int
-    """Sequences that run at the same time, for layers with a state per sequence."""
+    """Sequences that run at the same time, for layers with a state per sequence; the arrays of a state have the rows
+    first."""
     dtype: jnp.dtype
     """Of keys and values in pages; int8 has a float32 scale per token and head."""
+    num_guesses: int = 0
+    """Further tokens that layers of the model guess in each step (ModelConfig.guessing_stacks)."""
 
 
 class Places(NamedTuple):

@@ -141,7 +141,7 @@ def add_stacked_biases(y: jax.Array, linears: Sequence[Linear]) -> jax.Array:
 
 def use_low_precision(module: nnx.Module, precision: PrecisionConfig, *, is_active: bool) -> list[str]:
     """Gives the matrices of a layer, or of several stacked ones, the format of precision.recipe, where
-    precision.low_modules matches their name in the layer -> their names."""
+    precision.low_modules names them in the layer -> their names."""
     found = []
     for path, part in nnx.iter_modules(module):
         name = ".".join(map(str, path))
@@ -149,7 +149,7 @@ def use_low_precision(module: nnx.Module, precision: PrecisionConfig, *, is_acti
             _log_experts(precision.recipe)
         if isinstance(part, Linear) and part.weight.get_metadata()["record"].role == "matrix":
             found.append(name)
-            if matches(name, precision.low_modules):
+            if matches(name, precision.low_matrices):
                 part.use_low_precision(precision, is_active=is_active)
     return found
 

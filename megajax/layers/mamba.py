@@ -127,6 +127,11 @@ class MambaMixerConfig:
                 f"model.mamba.num_groups={self.mamba.num_groups} does not divide the {self.num_heads} heads of a Mamba "
                 f"layer; use --model.mamba.num_groups={math.gcd(self.mamba.num_groups, self.num_heads)}"
             )
+        if self.mamba.dt_max is not None and self.mamba.dt_max <= self.mamba.dt_min:
+            raise ValueError(
+                f"model.mamba.dt_max={self.mamba.dt_max} must be more than model.mamba.dt_min={self.mamba.dt_min}; use "
+                "a larger limit, or leave it out"
+            )
         split = {"mamba.num_heads": self.num_heads}
         if self.mamba.num_groups > 1:
             split["mamba.num_groups"] = self.mamba.num_groups

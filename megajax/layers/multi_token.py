@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from megajax.layers.kv_cache import PagedCache, PoolSizes
 from megajax.layers.layer import Activation, Flops, Saved
 from megajax.layers.linear import Linear
 from megajax.layers.norm import Norm
@@ -42,6 +43,10 @@ class MultiTokenConfig:
     @property
     def embed_dim(self) -> int:
         return self.layer.embed_dim
+
+    @property
+    def window(self) -> int | None:
+        return self.layer.window
 
     @property
     def modules(self) -> Mapping[str, Sequence[str]]:
@@ -72,9 +77,12 @@ class MultiTokenConfig:
     def sent(self, mesh: MeshConfig, itemsize: int) -> dict[str, float]:
         return self.layer.sent(mesh, itemsize)
 
+    def new_pages(self, sizes: PoolSizes) -> PagedCache:
+        return self.layer.new_pages(sizes)
+
 
 class MultiTokenLayer(nnx.Module):
-    """(h [B, T, D] of depth k - 1, inputs, None, key) -> (h of depth k, None, Terms)."""
+    """(h [B, T, D] of depth k - 1, inputs, cache, key) -> (h of depth k, cache, Terms)."""
 
     def __init__(self, config: MultiTokenConfig, *, rngs: nnx.Rngs):
         D = config.embed_dim

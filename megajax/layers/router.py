@@ -90,7 +90,8 @@ class RouterConfig:
         name = "model.moe.router"
         if self.top_k > num_experts:
             raise ValueError(
-                f"{name}.top_k={self.top_k} is more than model.moe.num_experts={num_experts}; choose fewer"
+                f"{name}.top_k={self.top_k} is more than model.moe.num_experts={num_experts}; use "
+                f"--{name}.top_k={num_experts} or less"
             )
         if num_experts % self.num_groups:
             raise ValueError(

@@ -77,7 +77,8 @@ class BertConfig(ModelConfig):
     """masked_lm: predict masked tokens. sequence_classification: a class for each text, from its first token.
     token_classification: a class for each token. none: hidden states only, which cannot be trained."""
     next_sentence: bool = True
-    """With head=masked_lm: also classify how the second text follows the first (data.masked.next_sentence)."""
+    """With head=masked_lm: also predict whether the second text follows the first; needs data.kind=masked_nsp or
+    masked_sop."""
     num_classes: Annotated[int, Range(at_least=2)] = 2
     """Classes of a classification head."""
     dropout: DropRate = dataclasses.field(default=0.1, metadata=MAY_CHANGE)
@@ -320,9 +321,9 @@ class Bert(OneStack):
         transformed_BTD = self._transformed(h_BTD)
         labels_BT = batch["labels"]
         weights_BT = batch["loss_weights"]
-        regularisers = dict(z_loss=options.z_loss, label_smoothing=options.label_smoothing)
+        how = dict(z_loss=options.z_loss, label_smoothing=options.label_smoothing, recipe=self.head_recipe)
         terms = LossTerms(
-            cross_entropy(transformed_BTD, self._head(), labels_BT, weights_BT, **regularisers, **self._logit_options())
+            cross_entropy(transformed_BTD, self._head(), labels_BT, weights_BT, **how, **self._logit_options())
         )
         if options.evaluates:
             top_BT = token_scores(transformed_BTD, self._head(), labels_BT, **self._logit_options()).top

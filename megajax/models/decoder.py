@@ -199,11 +199,15 @@ class DecoderConfig(ModelConfig):
         found = {"layers": tuple(self._layer_config(number, execution) for number in range(self.num_layers))}
         for depth in range(1, self.mtp_layers + 1):
             layer = self._layer_config(self.num_layers - 1, execution)
-            found[f"mtp_{depth}"] = (MultiTokenConfig(layer, self.init_std),)
+            found[mtp_name(depth)] = (MultiTokenConfig(layer, self.init_std),)
         return found
 
     def generating_stacks(self, execution: ExecutionConfig) -> dict[str, tuple[TransformerLayerConfig, ...]]:
         return {"layers": self.stacks(execution)["layers"]}
+
+    def guessing_stacks(self, execution: ExecutionConfig) -> dict[str, tuple[MultiTokenConfig, ...]]:
+        stacks = self.stacks(execution)
+        return {name: stacks[name] for name in map(mtp_name, range(1, self.mtp_layers + 1))}
 
     def batch(self, sequence_length: int, *, packed: bool) -> dict[str, BatchArray]:
         sequence = BatchArray.sequence(sequence_length)
@@ -290,11 +294,6 @@ class DecoderConfig(ModelConfig):
     def check(self, mesh: MeshConfig, sequence_length: int, execution: ExecutionConfig) -> None:
         self._check_sizes(sequence_length)
         self._check_choices()
-        if self.mtp_layers and mesh.pipeline > 1:
-            raise ValueError(
-                f"model.mtp_layers={self.mtp_layers}: multi-token prediction is not supported in a pipeline; use "
-                "--mesh.pipeline=1, or --model.mtp_layers=0"
-            )
         super().check(mesh, sequence_length, execution)
         self._check_divides(mesh)
 
@@ -384,6 +383,11 @@ class DecoderConfig(ModelConfig):
             )
 
 
+def mtp_name(depth: int) -> str:
+    """Of the stack of multi-token prediction at this depth, from 1."""
+    return f"mtp_{depth}"
+
+
 def padded_vocab_size(vocab_size: int, multiple: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
@@ -429,7 +433,7 @@ class Decoder(OneStack):
         stacks = config.stacks(execution)
         self.layers = Stack(stacks.pop("layers"), scan=scan, rngs=rngs, stages=stages)
         for name, layers in stacks.items():
-            setattr(self, name, Stack(layers, scan=False, rngs=rngs))
+            setattr(self, name, Stack(layers, scan=False, rngs=rngs, is_on_all_ranks=stages is not None))
         self.final_norm = Norm(config.norm_config, D, rngs=rngs)
         if not config.tied_embeddings:
             self.head = Linear((D,), (V,), ("embed", "vocab"), config.init_std, rngs=rngs, role="head")
@@ -473,6 +477,7 @@ class Decoder(OneStack):
             vocab_size=self.config.vocab_size,
             z_loss=options.z_loss,
             label_smoothing=options.label_smoothing,
+            recipe=self.head_recipe,
             **self._logit_options(),
         )
 
@@ -487,7 +492,7 @@ class Decoder(OneStack):
         for depth in range(1, self.config.mtp_layers + 1):
             later = batch | shifted(batch, [name for name in batch if name != "segment_ids"], depth, self.context)
             next_embeddings = {"next_embeddings": self.embed(later, None)}
-            h_BTD, _, found = getattr(self, f"mtp_{depth}")(h_BTD, inputs | next_embeddings)
+            h_BTD, _, found = getattr(self, mtp_name(depth))(h_BTD, inputs | next_embeddings)
             loss = self._token_loss(h_BTD, later, options)
             total += loss
             weights_BT = later["loss_weights"]
@@ -514,7 +519,21 @@ class Decoder(OneStack):
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """float32 [B, T, V]; minus infinity for the padding of the vocabulary."""
-        products_BTV = matmul(self.final_norm(x_BTD), self._head()).astype(jnp.float32)
+        return self._logits(self.final_norm(x_BTD))
+
+    def guess(self, depth: int, x_BTD: jax.Array, batch: dict, caches: dict) -> tuple[jax.Array, dict]:
+        h_BTD = self.final_norm(x_BTD) if depth == 1 else x_BTD
+        later = batch | {"positions": batch["positions"] + depth}
+        inputs = self.block_inputs(batch) | {"next_embeddings": self.embed(later, None)}
+        name = mtp_name(depth)
+        h_BTD, cache, _ = getattr(self, name)(h_BTD, inputs, caches[name])
+        return h_BTD, {name: cache}
+
+    def guess_logits(self, h_BTD: jax.Array) -> jax.Array:
+        return self._logits(h_BTD)
+
+    def _logits(self, h_BTD: jax.Array) -> jax.Array:
+        products_BTV = matmul(h_BTD, self._head()).astype(jnp.float32)
         logits_BTV = finish_logits(products_BTV, **self._logit_options())
         is_token = jnp.arange(self.config.padded_vocab_size) < self.config.vocab_size
         return constrain(jnp.where(is_token, logits_BTV, -jnp.inf), "batch", "time", "vocab")

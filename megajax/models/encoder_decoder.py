@@ -33,7 +33,7 @@ from megajax.layers.transformer import TransformerLayerConfig
 from megajax.mesh import MeshConfig
 from megajax.models.decoder import check_embedding_divides, padded_vocab_size
 from megajax.models.execution import ExecutionConfig
-from megajax.models.interface import BatchArray, LossOptions, LossTerms, ModelConfig, split_key
+from megajax.models.interface import BatchArray, LossModule, LossOptions, LossTerms, ModelConfig, split_key
 from megajax.ops.activation import GATED, Activation
 from megajax.ops.cross_entropy import TokenScores, cross_entropy, finish_logits, token_scores
 from megajax.ops.embedding import embed
@@ -274,7 +274,7 @@ class EncoderDecoderConfig(ModelConfig):
             )
 
 
-class EncoderDecoder(nnx.Module):
+class EncoderDecoder(LossModule):
     """encode, then decode -> loss or logits; see models/interface.py for the batch."""
 
     def __init__(
@@ -312,6 +312,7 @@ class EncoderDecoder(nnx.Module):
             batch["loss_weights"],
             vocab_size=self.config.vocab_size,
             multiplier=self.config.logit_scale,
+            recipe=self.head_recipe,
             **dataclasses.asdict(options),
         )
         rates = self._accuracy(h_BTD, batch) if options.evaluates else {}

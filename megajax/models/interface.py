@@ -22,6 +22,7 @@ from megajax.mesh import MeshConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.ops.cross_entropy import TokenScores
 from megajax.parallel.schedule import Stages
+from megajax.precision import Recipe
 
 
 class LossTerms(NamedTuple):
@@ -153,8 +154,10 @@ class ModelConfig:
         return _layers(self, execution)
 
     @property
-    def num_layers_in_all(self) -> int:
-        return len(self.layers(ExecutionConfig()))
+    def num_stage_layers(self) -> int:
+        """Layers that the stages of a pipeline divide among them: all but those of guessing_stacks."""
+        guessing = self.guessing_stacks(ExecutionConfig()).values()
+        return len(self.layers(ExecutionConfig())) - sum(map(len, guessing))
 
     def forward_flops(self, sequence_length: int) -> Flops:
         """FLOPs per token of the forward pass."""
@@ -166,7 +169,7 @@ class ModelConfig:
         if kind not in self.data_kinds:
             known = " or ".join(self.data_kinds)
             raise ValueError(
-                f"data.kind={kind} has no labels for this model.kind={self.kind}, which learns from {known}; use "
+                f"data.kind={kind} does not fit this model of model.kind={self.kind}, which learns from {known}; use "
                 f"--data.kind={self.data_kinds[0]}"
             )
 
@@ -191,6 +194,11 @@ class ModelConfig:
         """The stacks that generation runs."""
         return self.stacks(execution)
 
+    def guessing_stacks(self, execution: ExecutionConfig) -> dict[str, tuple[LayerConfig, ...]]:
+        """The stacks that only the loss runs, in a pipeline on all ranks, and speculative decoding, where they guess
+        further tokens, one each, in this order."""
+        return {}
+
     def new_caches(self, length: int, execution: ExecutionConfig) -> dict[str, tuple]:
         """An empty cache for each layer that generation runs, with room for `length` tokens per row."""
         stacks = self.generating_stacks(execution)
@@ -198,8 +206,13 @@ class ModelConfig:
 
     def new_pages(self, sizes: Any, execution: ExecutionConfig) -> dict[str, tuple]:
         """An empty cache in pages for each layer of each stack. sizes: PoolSizes (layers/kv_cache.py)."""
-        stacks = self.generating_stacks(execution)
+        stacks = self.paged_stacks(sizes, execution)
         return {name: tuple(layer.new_pages(sizes) for layer in layers) for name, layers in stacks.items()}
+
+    def paged_stacks(self, sizes: Any, execution: ExecutionConfig) -> dict[str, tuple[LayerConfig, ...]]:
+        """The stacks that an engine runs."""
+        guessing = list(self.guessing_stacks(execution).items())
+        return self.generating_stacks(execution) | dict(guessing[: sizes.num_guesses])
 
 
 def families() -> dict[str, type[ModelConfig]]:
@@ -240,8 +253,27 @@ class AnyModule(Protocol):
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """float32 [B, T, V]; minus infinity for padding of the vocabulary."""
 
+    # A model with guessing_stacks also has:
 
-class OneStack(nnx.Module):
+    def guess(self, depth: int, x_BTD: jax.Array, batch: dict, caches: dict) -> tuple[jax.Array, dict]:
+        """Runs guessing stack number `depth`, from 1, which guesses the token depth + 1 places after each of these
+        tokens -> (its hidden states [B, T, D], {its name: its caches}).
+
+        x: what `extend` returns for these tokens, or `guess` at depth - 1. batch: int32 [B, T]: positions of these
+        tokens, and tokens, those `depth` places after them."""
+
+    def guess_logits(self, h_BTD: jax.Array) -> jax.Array:
+        """As `logits`, of what `guess` returns."""
+
+
+class LossModule(nnx.Module):
+    """An nnx.Module with an output layer."""
+
+    head_recipe: Recipe | None = None
+    """The low-precision format of its products in the loss (ops/cross_entropy.py); None: the compute dtype."""
+
+
+class OneStack(LossModule):
     """A model that is embed -> one stack, `layers` -> loss, which a pipeline can split into stages.
 
     A family derives from it and has `embed(batch, key) -> x`, `block_inputs(batch) -> dict`, `loss(x, batch, options)

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from megajax.layers.block import rows_of_kind
 from megajax.layers.dropout import DropoutKey
-from megajax.layers.layer import Flops
+from megajax.layers.layer import Flops, LayerConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.models.interface import NO_REGULARISERS, LossOptions, LossTerms, ModelConfig
 from megajax.ops.cross_entropy import TokenScores
@@ -128,11 +128,12 @@ class Model:
     def _use_low_precision(self, module: nnx.Module) -> None:
         stacks = [getattr(module, name) for name in self.config.stacks(self.execution)]
         names = {name for stack in stacks for name in stack.use_low_precision(self.precision)}
-        for pattern in self.precision.low_modules:
+        for pattern in self.precision.low_matrices:
             if not any(matches(name, [pattern]) for name in names):
                 raise ValueError(
                     f"precision.low_modules: {pattern!r} matches no matrix; the layers have {', '.join(sorted(names))}"
                 )
+        module.head_recipe = self.precision.head_recipe
 
     def _init(self, key: jax.Array) -> dict:
         return self._cast(self._structure.to_tree(nnx.split(self._build(key))[1]))
@@ -245,15 +246,19 @@ class Model:
             stack = next((stack for stack in rows_of if name.startswith(f"{stack}.")), None)
             rows = rows_of.get(stack)
             is_vocabulary = record.role == "embedding" and "vocab" in record.axes
-            low_rows = 0 if stack is None else self._num_low_rows(stack, name.removeprefix(f"{stack}."), record)
+            is_output = record.role == "head" or (is_vocabulary and not has_head)
+            if rows is None:
+                low_size = leaf.size if is_output and self.precision.head_recipe else 0
+            else:
+                low_size = leaf.size // rows.size * self._num_low_rows(stack, name.removeprefix(f"{stack}."), record)
             found.append(
                 CountedParameter(
                     size=leaf.size if rows is None else leaf.size // rows.size * int((rows >= 0).sum()),
-                    low_size=0 if rows is None else leaf.size // rows.size * low_rows,
+                    low_size=low_size,
                     record=record,
                     is_trained=name not in self._frozen,
                     is_in_a_layer=rows is not None,
-                    is_output=record.role == "head" or (is_vocabulary and not has_head),
+                    is_output=is_output,
                     is_looked_up=is_vocabulary and has_head,
                     num_experts=dict(zip(record.axes, leaf.shape, strict=True)).get("experts", 1),
                 )
@@ -265,7 +270,7 @@ class Model:
         layer_rows."""
         precision = self.precision
         is_grouped = "experts" in record.axes
-        if not precision.is_low or record.role != "matrix" or is_grouped or not matches(name, precision.low_modules):
+        if not precision.is_low or record.role != "matrix" or is_grouped or not matches(name, precision.low_matrices):
             return 0
         first, last = precision.high_layers
         number = len(self.config.stacks(self.execution)[stack.split(".")[0]])
@@ -293,6 +298,13 @@ class Model:
         return len(self.config.layers(self.execution))
 
     @property
+    def layers_run(self) -> tuple[LayerConfig, ...]:
+        """The layers that a step runs; those that every rank of a pipeline runs are there once for each rank."""
+        on_all_ranks = sum(self.config.guessing_stacks(self.execution).values(), ())
+        others = 0 if self.stages is None else self.stages.num_ranks - 1
+        return self.config.layers(self.execution) + on_all_ranks * others
+
+    @property
     def scans(self) -> bool:
         """Whether the layers run in a loop: over layers, or over the microbatches of a pipeline."""
         stacks = self.config.stacks(self.execution).values()
@@ -301,8 +313,9 @@ class Model:
     @property
     def layer_rows(self) -> dict[str, np.ndarray]:
         """{"stack.kind": layer number of each row of its arrays}, -1 for padding rows."""
+        on_all_ranks = self.config.guessing_stacks(self.execution)
         return {
-            f"{stack}.{kind}": rows_of_kind(layers, kind, self.stages)
+            f"{stack}.{kind}": rows_of_kind(layers, kind, None if stack in on_all_ranks else self.stages)
             for stack, layers in self.config.stacks(self.execution).items()
             for kind in dict.fromkeys(layer.kind for layer in layers)
         }

@@ -1,4 +1,7 @@
-"""A model of one stack, split into pipeline stages: loss and gradients of all microbatches of a step."""
+"""A model of one stack, split into pipeline stages: loss and gradients of all microbatches of a step.
+
+Stacks that the loss runs (multi-token prediction) are part of the loss, which all ranks compute together.
+"""
 
 import dataclasses
 
@@ -79,16 +82,16 @@ def _placed(model: Model, weights: dict, records: dict) -> pipeline.Placed:
     def cast(array, record):
         return array.astype(precision.compute_dtype) if record.is_cast else array
 
-    layers = weights.get(STACK, {})
     if not precision.has_float32_gradients and not precision.is_low:
-        layers = jax.tree.map(cast, layers, records.get(STACK, {}))
+        stacks = {name: records[name] for name in model.config.stacks(model.execution) if name in weights}
+        weights = weights | {name: jax.tree.map(cast, weights[name], tree) for name, tree in stacks.items()}
     shared = {name: tree for name, tree in weights.items() if name != STACK}
 
     def over_ranks(record):
         return local_weight_spec(record.axes, (pipeline.AXIS,))
 
     specs = {name: jax.tree.map(over_ranks, records[name]) for name in shared}
-    return pipeline.Placed(layers, shared, specs)
+    return pipeline.Placed(weights.get(STACK, {}), shared, specs)
 
 
 def _parts(model: Model, options: LossOptions, num_microbatches: int, microbatch: int) -> pipeline.Parts:

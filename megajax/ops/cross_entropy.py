@@ -17,7 +17,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from megajax.current_mesh import free_axes, manual
+from megajax.ops.low_precision import FORMATS, log_format, product
 from megajax.ops.matmul import dot_precision
+from megajax.ops.quantize import quantize, rotate
+from megajax.precision import Recipe
 from megajax.sharding import (
     SEQUENCE_AXES,
     WEIGHT_AXES,
@@ -51,11 +54,13 @@ def cross_entropy(
     bias_V: jax.Array | None = None,
     multiplier: float = 1.0,
     soft_cap: float | None = None,
+    recipe: Recipe | None = None,
     max_chunk_bytes: int = MAX_CHUNK_BYTES,
 ) -> jax.Array:
     """Sum over all tokens of weight * loss, a float32 scalar; head is cast to x's dtype, logits are float32.
 
-    bias, multiplier, soft_cap: see `finish_logits`.
+    bias, multiplier, soft_cap: see `finish_logits`. recipe: low-precision format of the operands of the three products;
+    what shares a scale ends with the chunk and the part of the vocabulary of a device. None: x's dtype.
 
     vocab_size: number of tokens; further columns of the head are padding, which has no probability and no gradient. V
     below is this number.
@@ -64,7 +69,10 @@ def cross_entropy(
     smoothing s (Megatron's definition), with r = s * V / (V - 1): (1 - r) * -log p[label] - r * mean(log p).
     A token of weight 0 may have any label. Gradients flow to x, head and bias only.
     """
-    options = (vocab_size, float(z_loss), float(label_smoothing), (float(multiplier), soft_cap), max_chunk_bytes)
+    if recipe is not None:
+        log_format(recipe, x_BTD.dtype)
+    logit_options = (float(multiplier), soft_cap)
+    options = (vocab_size, float(z_loss), float(label_smoothing), logit_options, recipe, max_chunk_bytes)
     if x_BTD.dtype != jnp.float16:
         return _cross_entropy(x_BTD, head_DV, bias_V, labels_BT, weights_BT, options)
     # The gradients are computed before the loss scale is known, and a weight of 1 / tokens would make them zero.
@@ -107,7 +115,7 @@ def token_scores(
     def body(x_BTD, head_DV, bias_V, labels_BT):
         if layout.sharing:
             head_DV = lax.all_gather(head_DV, layout.sharing, axis=0, tiled=True)
-        score = functools.partial(_score_chunk, head_DV=head_DV, bias_V=bias_V, options=options)
+        score = functools.partial(_score_chunk, head=_Products(head_DV), bias_V=bias_V, options=options)
         num_chunks = _num_chunks(labels_BT.size, head_DV, max_chunk_bytes)
         chunks = tuple(a.reshape(num_chunks, -1, *a.shape[2:]) for a in (x_BTD, labels_BT))
         return tuple(a.reshape(labels_BT.shape) for a in lax.map(lambda chunk: score(*chunk), chunks))
@@ -117,9 +125,9 @@ def token_scores(
     return TokenScores(*run(x_BTD, head_DV.astype(x_BTD.dtype), bias_V, labels_BT))
 
 
-def _score_chunk(x_CD, labels_C, *, head_DV, bias_V, options):
+def _score_chunk(x_CD, labels_C, *, head, bias_V, options):
     vocab, logit_options = options
-    logits_CV, token_V, of_tokens = _logits(x_CD, head_DV, bias_V, vocab, logit_options)
+    logits_CV, token_V, of_tokens = _logits(x_CD, head, bias_V, vocab, logit_options)
     top_C = lax.pmax(jnp.max(of_tokens(logits_CV, -jnp.inf), -1), VOCAB_AXES)
     sums = (
         jnp.sum(of_tokens(jnp.exp(logits_CV - top_C[:, None]), 0.0), -1),
@@ -218,11 +226,12 @@ def _num_chunks(num_tokens: int, head_DV, max_chunk_bytes: int) -> int:
 
 def _chunks(x_BTD, head_DV, bias_V, labels_BT, weights_BT, options, with_gradients):
     """-> (sum of the losses, dx, (dhead, dbias)): this device's parts of sums over vocabulary (dx) and batch."""
-    *loss_options, max_chunk_bytes = options
+    *loss_options, recipe, max_chunk_bytes = options
     num_chunks = _num_chunks(labels_BT.size, head_DV, max_chunk_bytes)
     chunk_shape = (num_chunks, labels_BT.size // num_chunks)
     chunks = tuple(a.reshape(*chunk_shape, *a.shape[2:]) for a in (x_BTD, labels_BT, weights_BT))
-    given = dict(head_DV=head_DV, bias_V=bias_V, options=loss_options, with_gradients=with_gradients)
+    head = _Products(head_DV) if recipe is None else _LowProducts(head_DV, recipe)
+    given = dict(head=head, bias_V=bias_V, options=loss_options, with_gradients=with_gradients)
     step = functools.partial(_chunk, **given)
 
     def scan_step(sums, chunk):
@@ -240,9 +249,9 @@ def _chunks(x_BTD, head_DV, bias_V, labels_BT, weights_BT, options, with_gradien
     return loss, d_x.reshape(x_BTD.shape) if with_gradients else None, d_matrices
 
 
-def _chunk(x_CD, labels_C, weights_C, *, head_DV, bias_V, options, with_gradients):
+def _chunk(x_CD, labels_C, weights_C, *, head, bias_V, options, with_gradients):
     vocab, z_loss, label_smoothing, (multiplier, soft_cap) = options
-    logits_CV, token_V, of_tokens = _logits(x_CD, head_DV, bias_V, vocab, (multiplier, soft_cap))
+    logits_CV, token_V, of_tokens = _logits(x_CD, head, bias_V, vocab, (multiplier, soft_cap))
     is_label_CV = labels_C[:, None] == token_V
 
     top_C = lax.pmax(lax.stop_gradient(jnp.max(of_tokens(logits_CV, -jnp.inf), -1)), VOCAB_AXES)
@@ -265,21 +274,59 @@ def _chunk(x_CD, labels_C, weights_C, *, head_DV, bias_V, options, with_gradient
         d_logits_CV *= multiplier
     d_bias_V = None if bias_V is None else jnp.sum(d_logits_CV, 0)
     d_logits_CV = d_logits_CV.astype(x_CD.dtype)
-    dot = _dot(x_CD.dtype)
-    d_x_CD = dot("cv,dv->cd", d_logits_CV, head_DV).astype(x_CD.dtype)
-    return loss, d_x_CD, (dot("cd,cv->dv", x_CD, d_logits_CV), d_bias_V)
+    return loss, head.d_x(d_logits_CV).astype(x_CD.dtype), (head.d_head(x_CD, d_logits_CV), d_bias_V)
 
 
-def _dot(dtype):
-    """einsum of arrays of this dtype with a float32 result."""
-    return functools.partial(jnp.einsum, precision=dot_precision(dtype), preferred_element_type=jnp.float32)
+class _Products:
+    """The products of chunks with the head, float32, in the dtype of its operands."""
+
+    def __init__(self, head_DV):
+        self.head_DV = head_DV
+        self._dot = functools.partial(
+            jnp.einsum, precision=dot_precision(head_DV.dtype), preferred_element_type=jnp.float32
+        )
+
+    def logits(self, x_CD):
+        return self._dot("cd,dv->cv", x_CD, self.head_DV)
+
+    def d_x(self, d_logits_CV):
+        return self._dot("cv,dv->cd", d_logits_CV, self.head_DV)
+
+    def d_head(self, x_CD, d_logits_CV):
+        return self._dot("cd,cv->dv", x_CD, d_logits_CV)
 
 
-def _logits(x_CD, head_DV, bias_V, vocab, logit_options):
+class _LowProducts(_Products):
+    """The same with operands rounded to the format of a recipe, in each product along the dim that it contracts."""
+
+    def __init__(self, head_DV, recipe: Recipe):
+        super().__init__(head_DV)
+        self._formats = FORMATS[recipe]
+        # Once for all chunks; equal, and so the same for XLA, where the scales do not depend on the contracted dim.
+        self._for_logits, self._for_d_x = (quantize(head_DV, self._formats.weight, (dim,)) for dim in (0, 1))
+
+    def logits(self, x_CD):
+        return self._product(quantize(x_CD, self._formats.input, (1,)), 1, self._for_logits, 0)
+
+    def d_x(self, d_logits_CV):
+        return self._product(quantize(d_logits_CV, self._formats.gradient, (1,)), 1, self._for_d_x, 1)
+
+    def d_head(self, x_CD, d_logits_CV):
+        if self._formats.rotates:
+            x_CD, d_logits_CV = rotate(x_CD, 0), rotate(d_logits_CV, 0)
+        x = quantize(x_CD, self._formats.input, (0,))
+        return self._product(x, 0, quantize(d_logits_CV, self._formats.gradient, (0,)), 0)
+
+    def _product(self, a, a_dim, b, b_dim):
+        return product(a, (a_dim,), b, (b_dim,), self.head_DV.dtype, jnp.float32)
+
+
+def _logits(x_CD, head: _Products, bias_V, vocab, logit_options):
     """-> (logits float32 [C, V / devices], the ids of these tokens, a function that replaces entries of padding)."""
-    logits_CV = finish_logits(_dot(x_CD.dtype)("cd,dv->cv", x_CD, head_DV), bias_V, *logit_options)
-    token_V = lax.axis_index(VOCAB_AXES) * head_DV.shape[1] + jnp.arange(head_DV.shape[1])
-    is_padded = head_DV.shape[1] * lax.axis_size(VOCAB_AXES) > vocab
+    width = head.head_DV.shape[1]
+    logits_CV = finish_logits(head.logits(x_CD), bias_V, *logit_options)
+    token_V = lax.axis_index(VOCAB_AXES) * width + jnp.arange(width)
+    is_padded = width * lax.axis_size(VOCAB_AXES) > vocab
 
     def of_tokens(array_CV, otherwise):
         return jnp.where(token_V < vocab, array_CV, otherwise) if is_padded else array_CV

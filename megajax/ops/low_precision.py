@@ -125,11 +125,16 @@ def low_precision_matmul(
     of recipe fp8_delayed, one per weight (DelayedScaling); the largest magnitudes of x, w and dy are returned in place
     of their gradients (parameters.py `observe`).
     """
-    _log_format(recipe, compat.mesh_platform(), jnp.dtype(x.dtype).name)
+    log_format(recipe, x.dtype)
     options = _Options(recipe, axis, num_contracted, gathered, isinstance(weights[0], Float32Gradient))
     return _matmul(
         x, tuple(w.array if isinstance(w, Float32Gradient) else w for w in weights), tuple(scalings), options
     )
+
+
+def log_format(recipe: Recipe, compute: jnp.dtype) -> None:
+    """Logs once what a recipe does here."""
+    _log_format(recipe, compat.mesh_platform(), jnp.dtype(compute).name)
 
 
 @functools.cache
@@ -154,7 +159,9 @@ def _forward(x, weights, scalings, options):
     of_w = _dims(options.num_contracted)
     x_operand, x_amax = _quantized([x], 0, "input", of_x, scalings, options)
     w_operand, w_amax = _quantized(weights, options.axis, "weight", of_w, scalings, options)
-    y = _product(_gathered(x_operand, options.gathered[0]), of_x, w_operand, of_w, x.dtype, x.dtype)
+    y = product(_gathered(x_operand, options.gathered[0]), of_x, w_operand, of_w, x.dtype, x.dtype)
+    # XLA would make a GELU part of the FP8 matmul, which cuBLASLt does not offer: the program would not compile.
+    y = jax.lax.optimization_barrier(y)
     kept = x_operand if options.formats.input.scaled == "tensor" else x
     return y, (kept, weights, scalings, (x_amax, w_amax))
 
@@ -168,7 +175,7 @@ def _backward(options, residuals, dy):
     dy_operand, dy_amax = _quantized([dy], 0, "gradient", of_dy, scalings, options)
     dy_operand = _gathered(dy_operand, options.gathered[1])
     w_operand, _ = _quantized(weights, options.axis, "weight", of_w, scalings, options)
-    dx = _product(dy_operand, of_dy, w_operand, of_w, dy.dtype, dy.dtype)
+    dx = product(dy_operand, of_dy, w_operand, of_w, dy.dtype, dy.dtype)
     if options.gathered[0]:
         dx = constrain(dx, "batch", "time", None)
     if isinstance(kept, Operand):
@@ -179,7 +186,7 @@ def _backward(options, residuals, dy):
         dy_operand = quantize(dy, options.formats.gradient, rows)
     dtype = jnp.float32 if options.has_float32_gradient else dy.dtype
     x_operand = _gathered(x_operand, options.gathered[0])
-    dw = _product(x_operand, rows, _gathered(dy_operand, options.gathered[1]), rows, dy.dtype, dtype)
+    dw = product(x_operand, rows, _gathered(dy_operand, options.gathered[1]), rows, dy.dtype, dtype)
     ends = [sum(w.shape[options.axis] for w in weights[: n + 1]) for n in range(len(weights) - 1)]
     d_weights = tuple(d.astype(w.dtype) for d, w in zip(jnp.split(dw, ends, options.axis), weights, strict=True))
     observed = tuple(jnp.zeros_like(s).at[:, 1].set(jnp.stack([*amaxes, dy_amax])) for s in scalings)
@@ -211,7 +218,9 @@ def _joined(parts: Sequence[jax.Array], axis: int) -> jax.Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
 
 
-def _product(a: Operand, a_dims, b: Operand, b_dims, compute: jnp.dtype, dtype: jnp.dtype) -> jax.Array:
+def product(
+    a: Operand, a_dims: Sequence[int], b: Operand, b_dims: Sequence[int], compute: jnp.dtype, dtype: jnp.dtype
+) -> jax.Array:
     """Contracts these dims of the operands, in the compute dtype -> [*dims of a, *dims of b] in dtype."""
     factors = a.factor(compute), b.factor(compute)
     y = jax.lax.dot_general(

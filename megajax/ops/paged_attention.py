@@ -17,6 +17,7 @@ from megajax import compat
 from megajax.current_mesh import manual
 from megajax.ops.attention import MASKED_SCORE, Backend, with_sinks
 from megajax.ops.matmul import dot_precision
+from megajax.ops.quantize import scale_of, to_levels
 from megajax.sharding import activation_spec
 
 logger = logging.getLogger("megajax")
@@ -171,10 +172,9 @@ def paged_attention(
 
 
 def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Keys or values [..., H] -> (int8 [..., H], float32 [...]), whose product is x; the maximum of a row is 127."""
-    scale = jnp.max(jnp.abs(x.astype(jnp.float32)), -1) / 127
-    rounded = jnp.round(x.astype(jnp.float32) / jnp.where(scale > 0, scale, 1)[..., None])
-    return rounded.astype(jnp.int8), scale
+    """Keys or values [..., H] -> (int8 [..., H], float32 [...]), whose product is x; the largest of a row is 127."""
+    scale = scale_of(x, jnp.int8, [-1])
+    return to_levels(x.astype(jnp.float32) / scale, jnp.int8), scale[..., 0]
 
 
 def reference_paged_attention(

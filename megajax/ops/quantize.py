@@ -1,8 +1,8 @@
-"""Low-precision number formats: what an operand of a matmul is rounded to.
+"""Low-precision number formats: what an operand of a matmul is rounded to, in training and in serving.
 
-A format is an element type and the part of the operand that shares a scale: the tensor, a row (all elements that one
-result contracts), or a block of it. The contracted dims are given, because a format is defined along them: an array
-that two products contract along different dims is quantised twice.
+In training a format is an element type and the part of the operand that shares a scale: the tensor, a row (all elements
+that one result contracts), or a block of it. The contracted dims are given, because a format is defined along them: an
+array that two products contract along different dims is quantised twice.
 
     element  values                                    used with
     e4m3     4 significant bits, up to 448             tensor, row, blocks of 128 (DeepSeek-V3) or 32 (MXFP8)
@@ -11,6 +11,9 @@ that two products contract along different dims is quantised twice.
 
 Rounding is to the nearest, ties to even, and saturates. An infinity makes all elements that share its scale NaN, and a
 NaN remains, so that neither is hidden from the loss.
+
+Serving (ops/quantized_matmul.py, 8-bit pages) rounds in the same way to levels of int8 and e4m3, except that infinities
+saturate, and its scales are those of vLLM: plain float32, where training rounds them up so that they are exact factors.
 
 FP8: Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433. Blocks of 128: DeepSeek-V3,
 https://arxiv.org/abs/2412.19437, section 3.3. MXFP8: OCP Microscaling Formats 1.0, with scales rounded up
@@ -27,8 +30,8 @@ import numpy as np
 
 Element = Literal["e4m3", "e5m2", "e2m1"]
 
-LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}
-DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
+DTYPES = {"e4m3": jnp.dtype(jnp.float8_e4m3fn), "e5m2": jnp.dtype(jnp.float8_e5m2)}
+LARGEST = {element: float(jnp.finfo(dtype).max) for element, dtype in DTYPES.items()} | {"e2m1": 6.0}
 SMALLEST_SCALE = 2.0**-126  # the smallest normal float32; also the scale of zeros
 HADAMARD_SIZE = 16
 # Signs of the random rotation: fixed, so that both operands, all devices and all steps use the same.
@@ -62,6 +65,25 @@ class Operand(NamedTuple):
         """What is multiplied. XLA recognises the conversion and the scale, and multiplies in FP8 where it can."""
         values = self.values.astype(dtype)
         return values if self.scale is None else values * self.scale.astype(dtype)
+
+
+def largest(dtype: jnp.dtype) -> float:
+    """The largest level that is used of a dtype of 8 bits: 127, 448 or 57344."""
+    return 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
+
+
+def to_levels(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """x [...] in a dtype of 8 bits, rounded to the nearest level, ties to even; beyond the largest level x saturates,
+    where a cast to FP8 gives NaN."""
+    x = _saturated(x, dtype)
+    return (jnp.round(x) if dtype == jnp.int8 else x).astype(dtype)
+
+
+def scale_of(x: jax.Array, dtype: jnp.dtype, dims: Sequence[int]) -> jax.Array:
+    """float32: what one level of this dtype stands for if the largest x is the largest level, with `dims` reduced to
+    size 1; 1 where all of x is 0."""
+    scale = jnp.max(jnp.abs(x.astype(jnp.float32)), tuple(dims), keepdims=True) / largest(dtype)
+    return jnp.where(scale > 0, scale, 1)
 
 
 def largest_magnitude(x: jax.Array) -> jax.Array:
@@ -150,9 +172,13 @@ def _joined(blocks: jax.Array, shape: Sequence[int], inner: Sequence[int]) -> ja
 
 
 def _cast(x: jax.Array, scale: jax.Array, element: Element) -> jax.Array:
-    limit = LARGEST[element]
-    rounded = jnp.clip(x.astype(jnp.float32) * (1 / scale), -limit, limit)
-    return jnp.where(jnp.isinf(x), jnp.nan, rounded).astype(DTYPES[element])
+    dtype = DTYPES[element]
+    saturated = _saturated(x.astype(jnp.float32) * (1 / scale), dtype)
+    return jnp.where(jnp.isinf(x), jnp.nan, saturated).astype(dtype)
+
+
+def _saturated(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    return jnp.clip(x, -largest(dtype), largest(dtype))
 
 
 def _rounded_up(scale: jax.Array, bits: int) -> jax.Array:

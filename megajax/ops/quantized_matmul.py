@@ -1,9 +1,8 @@
 """Matrices in 8 bits, and products with them.
 
-Formats: int8, symmetric, with levels -127 to 127; float8 is e4m3 (Micikevicius et al. 2022,
-https://arxiv.org/abs/2209.05433), whose largest value is 448. A matrix has a float32 scale per output, value = scale *
-level. Its inputs are multiplied as they are, or are rounded to the format of the matrix first: with a scale per token
-that is found while computing (dynamic), or with one scale that was calibrated before (static).
+Formats (ops/quantize.py): int8, symmetric, with levels -127 to 127; float8 is e4m3. A matrix has a float32 scale per
+output, value = scale * level. Its inputs are multiplied as they are, or are rounded to the format of the matrix first:
+with a scale per token that is found while computing (dynamic), or with one scale that was calibrated before (static).
 """
 
 import dataclasses
@@ -14,6 +13,8 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from megajax.ops.quantize import scale_of, to_levels
+
 Inputs = Literal["unchanged", "dynamic", "static"]
 
 DTYPES = {"int8": jnp.dtype(jnp.int8), "float8": jnp.dtype(jnp.float8_e4m3fn)}
@@ -22,25 +23,6 @@ DTYPES = {"int8": jnp.dtype(jnp.int8), "float8": jnp.dtype(jnp.float8_e4m3fn)}
 class WeightFormat(NamedTuple):
     dtype: Literal["int8", "float8"]
     inputs: Inputs
-
-
-def largest(dtype: jnp.dtype) -> float:
-    """The largest level that is used of a dtype of 8 bits: 127 or 448."""
-    return 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
-
-
-def to_levels(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Rounds to the nearest level, ties to even; beyond the largest level x saturates, where a cast to float8 gives
-    NaN."""
-    limit = largest(dtype)
-    x = jnp.clip(x, -limit, limit)
-    return (jnp.round(x) if dtype == jnp.int8 else x).astype(dtype)
-
-
-def scale_of(x: jax.Array, dtype: jnp.dtype, dims: Sequence[int]) -> jax.Array:
-    """float32: what the largest level stands for, with `dims` reduced to size 1; 1 where all of x is 0."""
-    scale = jnp.max(jnp.abs(x.astype(jnp.float32)), tuple(dims), keepdims=True) / largest(dtype)
-    return jnp.where(scale > 0, scale, 1)
 
 
 @jax.tree_util.register_dataclass

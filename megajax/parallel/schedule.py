@@ -89,8 +89,9 @@ def make_stages(mesh: MeshConfig, num_layers: int) -> Stages | None:
 def parse_layout(text: str) -> list[int]:
     """Layers of each stage, from Megatron's --pipeline-model-parallel-layout: `tt|ttt|t*4|(tt|)*2t`.
 
-    `|` separates stages, `t` is a layer, `X*n` repeats a letter or a group in parentheses. E (embedding) and L (loss)
-    are accepted and ignored; here all stages share that work. Raises ValueError for anything else.
+    `|` separates stages, `t` is a layer, `X*n` repeats a letter or a group in parentheses. E (embedding), L (loss)
+    and m (multi-token prediction) are accepted and ignored; here all stages share that work. Raises ValueError for
+    anything else.
     """
     word = re.compile(r"(\(([^()]*)\)|[^()*])\*(\d{1,5})")
     plain = text.replace(" ", "").replace(",", "")
@@ -100,7 +101,7 @@ def parse_layout(text: str) -> list[int]:
         if len(plain) > MAX_LAYOUT:
             raise ValueError(f"mesh.pipeline_layout={text} is longer than {MAX_LAYOUT} letters; repeat fewer times")
     plain = plain.replace("(", "").replace(")", "")
-    if unknown := set(plain) - set("EtL|"):
+    if unknown := set(plain) - set("EtmL|"):
         raise ValueError(
             f"mesh.pipeline_layout={text}: {min(unknown)!r} is unknown; use t for a layer, | between "
             "stages, *n to repeat"

@@ -53,13 +53,22 @@ def described_precision(program: Program) -> str:
     """Number formats of parameters and computation, of sums over devices, and of moments if they are rounded."""
     model = program.model
     compute = jnp.dtype(model.precision.compute_dtype).name
-    low = f", matmuls of layers {model.precision.recipe}" if model.precision.is_low else ""
-    parts = [_parameters(model), f"compute {compute}{low}"]
+    parts = [_parameters(model), f"compute {compute}{_low_matmuls(model)}"]
     if program.mesh.size > 1:
         reduced = "float32" if model.precision.has_float32_gradients else compute
         parts.append(f"gradients of matrices summed over devices in {reduced}")
     moments = program.optimizer.config.moments
     return ", ".join(parts + ([f"moments {moments}"] if moments != "float32" else []))
+
+
+def _low_matmuls(model: Model) -> str:
+    precision = model.precision
+    if not precision.is_low:
+        return ""
+    head = " and of the output layer" if precision.head_recipe else ""
+    has_experts = any(parameter.num_experts > 1 for parameter in model.parameters)
+    experts = f", of experts {precision.compute}" if has_experts else ""
+    return f", matmuls of layers{head} {precision.recipe}{experts}"
 
 
 def _data_rows(datasets: Datasets, steps: int) -> list[tuple[str, str]]:

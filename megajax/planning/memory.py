@@ -76,8 +76,9 @@ def activation_bytes(
     without recomputation, the gathered weights of two layers, and the output layer with its float32 gradient and one
     chunk of logits. Plain attention, used on CPUs, in float32 and with attention dropout, materialises T x T scores: of
     all layers if they are unrolled, because XLA keeps them for the backward pass. A pipeline rank saves the activations
-    of its fullest stage for each microbatch in flight, a copy of its layers' weights in the compute dtype, and six
-    residuals: those being sent and those of embedding and loss.
+    of its fullest stage for each microbatch in flight, for one microbatch those of the layers that all ranks run, a
+    copy of its layers' weights in the compute dtype, and six residuals: those being sent and those of embedding and
+    loss.
     """
     layers = model.config.layers(model.execution)
     itemsize = np.dtype(model.precision.compute_dtype).itemsize
@@ -95,8 +96,11 @@ def activation_bytes(
     fullest = max(sum(on_device[number] for number in stage) for chunk in stages.layers for stage in chunk)
     residuals = (5 + num_loss_slots) * layers[0].embed_dim * tokens * itemsize
     most = max(len(stage) for chunk in stages.layers for stage in chunk)
-    weights = _layer_weights(model, mesh) * most * stages.num_chunks / mesh.weight_shards * itemsize
-    return int((fullest * num_slots + residuals) / mesh.tensor + weights + working), 0
+    on_all_ranks = on_device[model.config.num_stage_layers :]
+    num_layers = most * stages.num_chunks + len(on_all_ranks)
+    weights = _layer_weights(model, mesh) * num_layers / mesh.weight_shards * itemsize
+    saved = fullest * num_slots + sum(on_all_ranks)
+    return int((saved + residuals) / mesh.tensor + weights + working), 0
 
 
 @functools.cache

@@ -119,7 +119,7 @@ def _compute_seconds(program: Program, training: TrainingConfig, num_microbatche
 
 def _activation_passes(model: Model, sequence_length: int, has_pipeline: bool) -> float:
     """Elements read or written per token."""
-    layers = model.config.layers(model.execution)
+    layers = model.layers_run
     outputs = sum(parameter.size for parameter in model.parameters if parameter.is_output)
     passes = ACTIVATION_PASSES * outputs / layers[-1].embed_dim  # the logits
     for layer in layers:
@@ -134,8 +134,9 @@ def low_share(model: Model, device: Device) -> float:
     """Of the FLOPs of matmuls those that the device computes in FP8."""
     if not model.precision.is_low or FORMATS[model.precision.recipe].is_emulated or device.fp8_peak_flops is None:
         return 0.0
-    multiplied = sum(p.size / p.num_experts for p in model.parameters if p.record.is_multiplied and not p.is_looked_up)
-    return sum(parameter.low_size for parameter in model.parameters) / multiplied
+    by_all = [p for p in model.parameters if p.record.is_multiplied and not p.is_looked_up and p.num_experts == 1]
+    of_experts = model.config.forward_flops(1).routed / 2  # elements that multiply a token
+    return sum(p.low_size for p in by_all) / (sum(p.size for p in by_all) + of_experts)
 
 
 def _rounding_bytes(
@@ -147,9 +148,10 @@ def _rounding_bytes(
     passes = FP8_PASSES if low_share(model, device) else EMULATED_PASSES
     matrices = sum(p.size for p in model.parameters if p.record.role == "matrix")
     low = sum(parameter.low_size for parameter in model.parameters)
+    low_matrices = sum(parameter.low_size for parameter in model.parameters if parameter.is_in_a_layer)
     layers = model.config.layers(model.execution)
     elements = sum(a.elements for layer in layers for a in layer.activations(sequence_length).values())
-    return passes * activation_bytes * elements * low / matrices + FP8_WEIGHT_BYTES * low * num_weight_passes
+    return passes * activation_bytes * elements * low_matrices / matrices + FP8_WEIGHT_BYTES * low * num_weight_passes
 
 
 def _update_bytes(program: Program) -> int:
@@ -162,14 +164,16 @@ def _update_bytes(program: Program) -> int:
 
 
 def _total_flops(model: Model, sequence_length: int) -> Flops:
-    """Of a token: forward and backward pass, and what is done again."""
-    return model.training_flops(sequence_length) + recomputed_flops(model, sequence_length)
+    """Of a token: forward and backward pass, and what is done again, or on several ranks of a pipeline."""
+    repeated = model.layers_run[model.num_layers :]
+    flops = sum((layer.flops(sequence_length) * 3 for layer in repeated), model.training_flops(sequence_length))
+    return flops + recomputed_flops(model, sequence_length)
 
 
 def recomputed_flops(model: Model, sequence_length: int) -> Flops:
     """FLOPs per token that the backward pass repeats for activations that were not saved."""
     recomputed = Flops()
-    for layer in model.config.layers(model.execution):
+    for layer in model.layers_run:
         for name, activation in layer.activations(sequence_length).items():
             if layer.saved and name not in layer.saved.kept:
                 recomputed += activation.flops
@@ -179,7 +183,7 @@ def recomputed_flops(model: Model, sequence_length: int) -> Flops:
 def _traffic(model: Model, mesh: MeshConfig, training: TrainingConfig) -> list[Traffic]:
     """Volumes of ring collectives: an all-gather or reduce-scatter sends (n - 1) / n of the full array."""
     batch = training.schedule(mesh)(training.steps)
-    layers = model.config.layers(model.execution)
+    layers = model.layers_run
 
     def ring(n: int) -> float:
         return (n - 1) / n
@@ -218,7 +222,7 @@ def _weight_traffic(model: Model, mesh: MeshConfig, num_microbatches: int, items
         gathered = parameter.split(sizes, but=SHARING_AXES)
         is_narrow = parameter.record.role == "matrix" and not model.precision.has_float32_gradients
         gradient = (itemsize if is_narrow else 4) * parameter.is_trained
-        is_fp8 = model.precision.is_low and not FORMATS[model.precision.recipe].is_emulated
+        is_fp8 = parameter.is_in_a_layer and model.precision.is_low and not FORMATS[model.precision.recipe].is_emulated
         gathered_size = itemsize - (itemsize - 1) * is_fp8 * parameter.low_size / parameter.size
         # Gathered once for the forward and once for the backward pass.
         sent["fsdp"] += num_microbatches * (gathered - shard_size) * (2 * gathered_size + gradient)

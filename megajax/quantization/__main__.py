@@ -8,20 +8,19 @@ the same numbers. `megajax quantize` is the same command.
 
 import argparse
 import json
-import logging
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megajax.convert.hugging_face import export_run
+from megajax.command_line import Parser, add_mesh_options, errors_in_one_line, mesh_of
+from megajax.convert.hugging_face import EXPORTED, export_run
 from megajax.evaluation.perplexity import Totals, check_files, perplexity
 from megajax.evaluation.text_model import TextModel
 from megajax.hugging_face.quantized import Quantization
 from megajax.inference.load import open_model
-from megajax.mesh import AXES, MeshConfig, use_compilation_cache, use_cpu_devices
+from megajax.mesh import use_compilation_cache
 from megajax.ops.quantized_matmul import WeightFormat
 from megajax.precision import DTYPES
 from megajax.quantization.calibrate import Error, errors, input_ranges
@@ -30,24 +29,16 @@ from megajax.quantization.smooth import smoothed, smoothing
 from megajax.sources import SavedStep
 from megajax.training.reporting.console import log_to_stderr
 
-FORMATS = {
-    "float8": WeightFormat("float8", "dynamic"),
-    "float8_static": WeightFormat("float8", "static"),
-    "int8": WeightFormat("int8", "dynamic"),
-}
+FORMATS = EXPORTED | {"float8_static": WeightFormat("float8", "static")}
 REPORT = "quantization_report.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = _parse(arguments)
     log_to_stderr()
-    logging.getLogger("absl").setLevel(logging.ERROR)
-    try:
+    with errors_in_one_line():
+        options = _parse(arguments)
         _check(options)
         _run(options)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -66,10 +57,8 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _run(options: argparse.Namespace) -> None:
-    if number := getattr(options, "launch.cpu_devices"):
-        use_cpu_devices(number)
+    mesh = mesh_of(options)
     use_compilation_cache()
-    mesh = MeshConfig(**{axis: getattr(options, f"mesh.{axis}") for axis in AXES})
     model = TextModel.load(options.run, mesh, options.step, weights="compute", max_length=options.max_length)
     if not isinstance(model.source, SavedStep):
         raise ValueError(f"run={options.run} is a Hugging Face folder; megajax hugging_face import makes it a run")
@@ -134,10 +123,7 @@ def _table(found: Mapping[str, Error]) -> str:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="megajax quantize", description=__doc__, formatter_class=formatter, allow_abbrev=False
-    )
+    parser = Parser(prog="megajax quantize", description=__doc__)
     parser.add_argument("--run", required=True, help="directory of a run (runs/NAME)")
     parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
     parser.add_argument("--to", required=True, help="folder to write")
@@ -153,11 +139,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--percentile", type=float, default=99.99, help="with --range=percentile (99.99)")
     parser.add_argument("--smooth", type=float, help="SmoothQuant with this alpha, such as 0.5; default: off")
     parser.add_argument("--limit", type=int, help="perplexity of the first N documents of each file; default: all")
-    for axis in AXES:
-        parser.add_argument(f"--mesh.{axis}", type=int, default=1, help="devices on this axis (1); -1: the rest")
-    parser.add_argument(
-        "--launch.cpu_devices", type=int, default=0, help="virtual CPU devices to try a mesh on; 0: the real ones (0)"
-    )
+    add_mesh_options(parser)
     return parser.parse_args(arguments)
 
 

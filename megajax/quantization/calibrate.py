@@ -14,7 +14,8 @@ from jax.sharding import Mesh
 
 from megajax.models.model import Model
 from megajax.ops.matmul import matmul
-from megajax.ops.quantized_matmul import DTYPES, QuantizedWeight, WeightFormat, largest
+from megajax.ops.quantize import largest
+from megajax.ops.quantized_matmul import DTYPES, QuantizedWeight, WeightFormat
 from megajax.quantization.observe import observe
 
 RangeRule = Literal["max", "percentile"]

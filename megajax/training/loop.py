@@ -117,7 +117,7 @@ class Trainer:
         )
         if config.check_replicas_every_steps:
             console.note(describe_replicas(state))
-        evaluate = self._evaluator(schedule)
+        evaluate = self.evaluator()
         done = first
         for step, batch in enumerate(batches, start=first):
             profiler.before(step + 1)
@@ -249,13 +249,14 @@ class Trainer:
             config=self.data_config,
         )
 
-    def _evaluator(self, schedule: BatchSchedule) -> Callable[[Any], dict[str, float]] | None:
+    def evaluator(self) -> Callable[[Any], dict[str, float]] | None:
+        """Function of the weights that returns the metrics of an evaluation; None if the run has none."""
         config = self.config
         dataset = self.datasets.eval
         if not config.eval_every_steps or dataset is None:
             return None
         eval_step = jax.jit(make_eval_step(self.program.model))
-        last = schedule(config.steps)
+        last = config.schedule(self.program.mesh_config)(config.steps)
         # One microbatch at a time; with a pipeline a whole batch, as in training.
         batch_size = last.microbatch if self.program.model.stages is None else last.size
 

@@ -208,6 +208,7 @@ def test_console_script_runs_each_command(monkeypatch, capsys):
     assert status == 0 and all(f"\n  {name} " in out for name in cli.COMMANDS)
     assert "error: megajax trian is unknown; did you mean train?" in console(monkeypatch, capsys, "trian")[2]
     assert console(monkeypatch, capsys, "configs")[1].startswith("gpt_tiny ")
+    assert set(re.findall(r"^  (\w+)  ", infer.__doc__, re.MULTILINE)) < cli.COMMANDS.keys()
     for name in cli.COMMANDS.keys() - {"configs"}:
         status, out, _ = console(monkeypatch, capsys, name, "--help")
         assert (status, bool(out)) == (0, True), name

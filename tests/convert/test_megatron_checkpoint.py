@@ -40,9 +40,12 @@ from megajax.convert.megatron.checkpoint import (
     whole_stage,
 )
 from megajax.inference.engine import Engine
+from megajax.layers.latent_attention import LatentConfig
 from megajax.layers.rope import RopeConfig
 from megajax.layers.router import RouterConfig
+from megajax.mesh import MeshConfig
 from megajax.models.decoder import DecoderConfig
+from megajax.models.execution import ExecutionConfig
 from megajax.models.model import Model
 from megajax.parameters import name_of
 
@@ -82,6 +85,10 @@ def stored(array):
         (LAYER + "self_attention.linear_proj.weight", (3, 16), 1),
         (LAYER + "mlp.linear_fc2.weight", (3, 16), 1),
         (LAYER + "mlp.linear_fc1.weight", (16, 3), 0),
+        (LAYER + "self_attention.linear_q_proj.weight", (24, 3), 0),
+        (LAYER + "self_attention.linear_kv_up_proj.weight", (24, 3), 0),
+        (LAYER + "self_attention.linear_kv_down_proj.weight", (16, 3), 0),
+        ("mtp.layers.0.eh_proj.weight", (8, 16), 0),
     ],
 )
 def test_shards_of_tensor_ranks_are_joined(name, shape, dim, size):
@@ -98,6 +105,15 @@ def test_each_rank_has_its_part_of_the_gate_above_its_part_of_the_up_projection(
     shards = [np.concatenate(parts) for parts in zip(np.split(gate, size), np.split(up, size), strict=True)]
     joined = joined_array(LAYER + "mlp.linear_fc1.weight", [stored(shard) for shard in shards], gated=True)
     np.testing.assert_array_equal(joined, np.concatenate([gate, up]))
+
+
+def test_projections_to_latents_are_copies_or_parts():
+    whole = np.arange(24.0).reshape(8, 3)
+    name = LAYER + "self_attention.linear_q_down_proj.weight"
+    for shards in ([whole, whole], np.split(whole, 2)):
+        joined = joined_array(name, [stored(shard) for shard in shards], gated=False, num_rows=8)
+        assert joined.shape == whole.shape
+        np.testing.assert_array_equal(joined, whole)
 
 
 def test_copies_are_taken_from_the_first_rank_and_differences_said(caplog):
@@ -194,8 +210,7 @@ def test_arguments_of_a_gpt(arguments, expected):
     ("name", "value"),
     [
         ("moe_latent_size", 8),
-        ("multi_latent_attention", True),
-        ("mtp_num_layers", 1),
+        ("mtp_use_repeated_layer", True),
         ("hybrid_layer_pattern", "M*-"),
         ("position_embedding_type", "mrope"),
         ("normalization", "BatchNorm"),
@@ -242,6 +257,59 @@ def test_arguments_of_a_mixture(arguments, expected):
     moe = model_of(GPT | dict(add_bias_linear=False, num_experts=8, moe_router_topk=2) | arguments).moe
     assert {name: getattr(moe, name) for name in expected} == expected
     assert moe.num_experts == 8
+
+
+MLA = dict(
+    add_bias_linear=False, position_embedding_type="rope", qk_layernorm=True, multi_latent_attention=True,
+    q_lora_rank=6, kv_lora_rank=4, qk_head_dim=4, qk_pos_emb_head_dim=2, v_head_dim=3, normalization="RMSNorm",
+    rotary_base=1e4,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            dict(rope_type="rope", rotary_scaling_factor=1.0),
+            dict(
+                head_dim=4, latent=LatentConfig(4, 6, 2, 3), qk_norm=False, attention_multiplier=None,
+                rope=RopeConfig(interleaved=True),
+            ),
+        ),
+        (
+            # DeepSeek-V3: 0.1 ln 40 + 1 = 1.36888794541139
+            dict(rotary_scaling_factor=40, mscale=1.0, mscale_all_dim=1.0, q_lora_rank=None, beta_fast=32, beta_slow=1),
+            dict(
+                latent=LatentConfig(4, None, 2, 3), attention_multiplier=pytest.approx(1.8738542070 / 6**0.5),
+                rope=RopeConfig(
+                    interleaved=True, scaling="yarn", factor=40.0, attention_factor=1.0, original_length=4096,
+                    ramp=(1.0, 32.0),
+                ),
+            ),
+        ),
+        (dict(mtp_num_layers=2, mtp_loss_scaling_factor=0.3), dict(mtp_layers=2, mtp_loss=0.3, dropout=0.0)),
+    ],
+    ids=["rope", "yarn", "multi-token prediction"],
+)  # fmt: skip
+def test_arguments_of_latent_attention(arguments, expected):
+    model = model_of(GPT | MLA | arguments)
+    assert {name: getattr(model, name) for name in expected} == expected
+    model.check(MeshConfig(), 32, ExecutionConfig())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rotary_interleaved", True),
+        ("add_bias_linear", True),
+        ("qk_layernorm", False),
+        ("position_embedding_type", "none"),
+        ("rope_type", "dynamic"),
+    ],
+)
+def test_latent_attention_of_another_kind_is_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=f"^{name}={value}: .*from_megatron.md"):
+        model_of(GPT | MLA | {name: value})
 
 
 def test_a_size_that_is_not_said_is_named():

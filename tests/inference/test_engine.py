@@ -15,8 +15,13 @@ from megajax.config import Config
 from megajax.data.tokenizers.tokenizer import BytesTokenizer, NullTokenizer
 from megajax.inference.draft import check_same_tokens
 from megajax.inference.engine import Engine, ServingConfig
+from megajax.inference.memory import HOST_POOL_BYTES, kept_sizes, pool_bytes, pool_sizes
 from megajax.inference.sampling import Sampling
+from megajax.inference.scheduler import look_up
+from megajax.layers.latent_attention import LatentConfig
 from megajax.layers.mamba import MambaConfig
+from megajax.layers.moe import MoeConfig
+from megajax.layers.router import RouterConfig
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
@@ -57,11 +62,18 @@ OTHERS = {
     "sinks": dataclasses.replace(ROPE, attention_sinks=True, norm_placement="sandwich"),
     "alibi": dataclasses.replace(SMALL, position="alibi", parallel_residual="one_norm"),
 }
+DEEPSEEK = DecoderConfig(
+    num_layers=1, embed_dim=32, num_heads=4, head_dim=8, mlp_dim=64, vocab_size=100, vocab_multiple=32, position="rope",
+    norm="rmsnorm", activation="swiglu", bias=False, tied_embeddings=False, mtp_layers=2,
+    latent=LatentConfig(kv_rank=16, q_rank=16, rope_dim=4, value_dim=8),
+    moe=MoeConfig(4, 16, shared_dim=16, router=RouterConfig(score="sigmoid", bias_update_rate=1e-3)),
+)  # fmt: skip
 FLOAT32 = PrecisionConfig(compute="float32")
 # Small enough that prompts take several chunks and rows run out of pages.
 SERVING = ServingConfig(max_rows=4, max_batch_tokens=16, page_size=8, num_pages=10, max_length=64, decode_steps=3)
 PROMPTS = [[5, 17, 3], [1], list(range(20, 50)), [9, 8, 7, 6, 5, 4, 3, 2], [99, 0, 99]]
 GREEDY = Sampling(max_tokens=12, temperature=0.0)
+LONGER = dataclasses.replace(GREEDY, max_tokens=18)
 SAMPLED = Sampling(max_tokens=12, temperature=1.3, top_k=40, top_p=0.95, seed=11)
 
 
@@ -185,6 +197,42 @@ def test_preemption_shared_prefixes_and_chunks_change_no_token(engine_of):
     assert (after.num_running, after.num_waiting, after.pages_used) == (0, 0, 0)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{}, dict(tensor=2)], ids=["one device", "two devices"])
+def test_prompts_that_continue_from_kept_states_get_the_same_tokens(engine_of, sizes):
+    """A model with attention and states; prompts share beginnings of different lengths, and rows and pages run out."""
+    engine = engine_of("mamba", **sizes)
+    engine.warm_up()
+    programs = engine.num_programs
+    start = list(range(20, 46))
+    prompts = [[*start[: 8 * (number % 4)], number, 3] for number in range(12)]
+    expected = recompute(engine, prompts, 20)
+    before = engine.stats()
+    for _ in range(3):
+        assert engine.generate_tokens(prompts, dataclasses.replace(GREEDY, max_tokens=20)) == expected
+    after = engine.stats()
+    assert after.prefix_hits > before.prefix_hits and after.preemptions > before.preemptions
+    random_requests(engine, 60, seed=3)
+    old = engine.params
+    engine.use(jax.device_put(random_params(engine.model, seed=1), engine.model.shardings(engine.mesh)))
+    assert engine.generate_tokens(prompts, GREEDY) == recompute(engine, prompts, 12)
+    engine.use(old)
+    assert engine.num_programs == programs
+
+
+def test_rows_pages_and_kept_states_share_the_memory(make_test_mesh):
+    model = Model(OTHERS["mamba"], FLOAT32)
+    pages = {}
+    for keeps in (True, False):
+        serving = dataclasses.replace(SERVING, num_pages=None, max_rows=50_000, prefix_cache=keeps)
+        (sizes,) = pool_sizes([model], make_test_mesh(), serving)
+        kept = kept_sizes(model, sizes, serving)
+        used = pool_bytes(model, sizes) + (pool_bytes(model, kept) if kept.num_rows else 0)
+        pages[keeps] = sizes.num_pages
+        assert 0.99 * HOST_POOL_BYTES < used <= HOST_POOL_BYTES
+    assert pages[True] < pages[False]
+
+
 def test_samples_of_a_request_share_its_pages_and_differ(engine_of):
     engine = engine_of("rope")
     prompt = list(range(60, 80))
@@ -267,7 +315,7 @@ def random_requests(engine, count, seed):
     assert not alive and set(ended.values()) == {"stop", "length", "cancelled"}
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting, stats.pages_used) == (0, 0, 0)
-    assert engine._texts == {} and len(engine.scheduler._rows) == SERVING.max_rows
+    assert engine._results._texts == {} and len(engine.scheduler._rows) == SERVING.max_rows
     return stats
 
 
@@ -279,16 +327,6 @@ def test_no_page_and_no_request_is_lost(engine_of):
 @pytest.mark.slow
 def test_no_page_and_no_request_is_lost_in_10000(engine_of):
     random_requests(engine_of("rope"), 10_000, seed=1)
-
-
-def test_speculative_decoding_changes_no_token(engine_of):
-    plain = engine_of("rope")
-    guessing = make_engine(ROPE, plain.mesh, serving=dataclasses.replace(SERVING, draft_tokens=3))
-    prompts = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], *PROMPTS]
-    for sampling in (dataclasses.replace(GREEDY, max_tokens=24), SAMPLED):
-        assert guessing.generate_tokens(prompts, sampling) == plain.generate_tokens(prompts, sampling)
-    stats = random_requests(guessing, 30, seed=2)
-    assert 0 < stats.accepted < stats.drafted
 
 
 def test_64_requests_with_everything_together_are_each_as_alone(make_test_mesh):
@@ -335,6 +373,111 @@ def test_a_draft_model_changes_no_token(engine_of):
     assert [engine.generate_tokens(prompts, sampling) for sampling in (longer, SAMPLED)] == expected
     assert stats.accepted < engine.stats().accepted < engine.stats().drafted
     random_requests(engine, 20, seed=2)
+
+
+def deepseek_params(model):
+    """Of which the multi-token prediction often guesses what the model samples: both mostly read the last token."""
+    params = random_params(model)
+    params["embedding"] *= 8.0
+    for stack in model.config.guessing_stacks(model.execution):
+        (layer,) = params[stack].values()
+        layer["projection"][:, : model.config.embed_dim] += 4.0 * np.eye(model.config.embed_dim, dtype=np.float32)
+    return params
+
+
+def whole_guesses(engine, tokens, length=48):
+    """The most likely tokens of the layers of multi-token prediction as they train: [depth, token]."""
+    model = engine.model
+
+    @jax.jit
+    def guess(params, tokens_BT):
+        module = model.module(params)
+        positions_BT = jnp.arange(length, dtype=jnp.int32)[None]
+        inputs = module.block_inputs({"positions": positions_BT})
+        h_BTD = module.final_norm(module.layers(module.embed({"tokens": tokens_BT}, None), inputs)[0])
+        found = []
+        for depth, stack in enumerate(model.config.guessing_stacks(model.execution), 1):
+            later = module.embed({"tokens": jnp.roll(tokens_BT, -depth, 1)}, None)
+            h_BTD, _, _ = getattr(module, stack)(h_BTD, inputs | {"next_embeddings": later})
+            found.append(jnp.argmax((h_BTD @ module.head.matrix())[0, :, :100], -1))
+        return jnp.stack(found)
+
+    with jax.set_mesh(engine.mesh):
+        return np.asarray(guess(engine.params, np.array([tokens + [0] * (length - len(tokens))], np.int32)))
+
+
+@pytest.fixture(scope="module")
+def guessing():
+    """Number of devices -> (engine of a model like DeepSeek-V3 with two layers of multi-token prediction, which guess a
+    token each; prompts for which it runs out of rows and pages; what follows them without guesses, greedy and not)."""
+
+    @functools.cache
+    def make(tensor):
+        model = Model(DEEPSEEK, FLOAT32)
+        mesh = make_mesh(MeshConfig(tensor=tensor), jax.devices()[:tensor])
+        serving = dataclasses.replace(SERVING, draft_tokens=2, draft_method="mtp")
+        params = jax.device_put(deepseek_params(model), model.shardings(mesh))
+        engine = Engine(model, params, mesh, None, serving=serving)
+        prompts = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], *PROMPTS, *PROMPTS]
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(engine.scheduler, "_guess", lambda most, total: {})
+            found = [engine.generate_tokens(prompts, sampling) for sampling in (LONGER, SAMPLED)]
+        assert engine.stats().drafted == 0
+        assert found[0] == recompute(engine, prompts, LONGER.max_tokens)
+        return engine, prompts, found
+
+    return make
+
+
+def test_prompt_lookup_changes_no_token(guessing, monkeypatch):
+    engine, prompts, found = guessing(1)
+    monkeypatch.setattr(engine.scheduler, "_guess", look_up)
+    before = engine.stats()
+    assert [engine.generate_tokens(prompts, sampling) for sampling in (LONGER, SAMPLED)] == found
+    stats = random_requests(engine, 30, seed=2)
+    assert 0 < stats.accepted - before.accepted < stats.drafted - before.drafted
+
+
+@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_multi_token_prediction_guesses_and_changes_no_token(tensor, guessing):
+    engine, prompts, found = guessing(tensor)
+    before = engine.stats()
+    assert [engine.generate_tokens(prompts, sampling) for sampling in (LONGER, SAMPLED)] == found
+    stats = engine.stats()
+    assert 0 < stats.accepted - before.accepted < stats.drafted - before.drafted
+    assert stats.preemptions > before.preemptions
+
+    # Alone, what is guessed is what the layers predict as they train.
+    request = engine.submit(PROMPTS[0], LONGER)
+    sequence = request.sequences[0]
+    guesses = {}
+    while not request.is_finished:
+        engine.step()
+        guesses[len(sequence.tokens)] = sequence.guesses
+    guesses.pop(len(PROMPTS[0]), None)  # before the first token
+    assert len(guesses) < LONGER.max_tokens
+    wanted = whole_guesses(engine, sequence.tokens)
+    assert {n: first for n, (first, _) in guesses.items()} == {n: wanted[0, n - 2] for n in guesses}
+    first = len(PROMPTS[0]) + 1
+    one, two = guesses[first]
+    assert two == whole_guesses(engine, [*sequence.tokens[:first], one])[1, first - 2]
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    (dict(draft_tokens=1), "draft_method=mtp: the model has no layers .*; use draft_method=lookup, or a draft model"),
+    (dict(draft_tokens=0), "draft_method=mtp: draft_tokens=0 guesses nothing; use draft_tokens=1"),
+    (dict(draft_tokens=1, draft_method="eagle"), "draft_method=eagle is unknown; use lookup, mtp"),
+])  # fmt: skip
+def test_guesses_that_nothing_makes_are_refused(settings, message, engine_of):
+    model = engine_of("rope").model
+    with pytest.raises(ValueError, match=message):
+        Engine(model, {}, None, None, serving=ServingConfig(**{"draft_method": "mtp"} | settings))
+
+
+def test_more_guesses_than_layers_are_refused():
+    model = Model(DEEPSEEK, FLOAT32)
+    with pytest.raises(ValueError, match="draft_tokens=3: draft_method=mtp .* the model has 2; use draft_tokens=2"):
+        Engine(model, {}, None, None, serving=ServingConfig(draft_tokens=3, draft_method="mtp"))
 
 
 def test_cancellation_frees_pages_at_once(engine_of):
@@ -469,7 +612,7 @@ def test_structured_output_follows_its_schema_beside_free_text(bytes_engine):
         assert found["name"] in ("ab", "cd") and found["age"] <= 99
     assert re.fullmatch("[a-c]{3}x+y", bytes_engine.tokenizer.decode(tokens[requests[2]][0]))
     assert tokens[requests[1]] == [alone]
-    with pytest.raises(ValueError, match="^regex='\\('"):
+    with pytest.raises(ValueError, match="^regex='\\(' cannot be used: unclosed group$"):
         bytes_engine.submit([1], Sampling(regex="("))
     with pytest.raises(ValueError, match="^schema="):
         bytes_engine.submit([1], Sampling(schema="{"))

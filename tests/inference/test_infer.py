@@ -25,6 +25,8 @@ from megajax.inference.sampling import Sampling
         ("generate --run=x --prompt=x --memory_fraction=2", "memory_fraction=2"),
         ("generate --run=nowhere --prompt=x", "run=nowhere"),
         ("chat --run=nowhere --max_tokens=0", "max_tokens=0"),
+        ("chat --run=nowhere --chat_template=nothing", "chat_template=nothing is no file"),
+        ("serve --run=nowhere --chat_template=nothing", "chat_template=nothing is no file"),
         ("serve --run=x --port=70000", "port=70000 must be"),
         ("serve --run=x --host=192.0.2.1", "host=192.0.2.1 port=8000 cannot be used"),
         ("serve --run=x --api_key_file=nowhere", "api_key_file=nowhere"),

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megajax.inference.pages import PagePool
+from megajax.inference.pages import KeptStates, PagePool
 from megajax.inference.sampling import Sampling
 from megajax.inference.scheduler import Limits, Prefill, Request, Scheduler, Sequence
 
@@ -35,6 +35,49 @@ def test_least_recently_used_pages_go_first_and_ends_before_beginnings():
     pool.release(new)
     pool.forget()
     assert pool.match([3, 4, 5]) == [] and pool.num_free == 2
+
+
+def test_kept_states_are_found_after_their_call_and_the_least_recently_used_one_is_replaced():
+    states = KeptStates(2)
+    slots = {name: states.keep(name) for name in (b"a", b"b", b"c")}
+    assert sorted([slots[b"a"], slots[b"b"]]) == [0, 1] and slots[b"c"] is None  # no room in this call
+    assert states.keep(b"a") is None and states.longest([b"a", b"x"]) == (0, None)
+    states.called()
+    assert states.longest([b"a", b"x"]) == (1, slots[b"a"])
+    assert states.keep(b"c") == slots[b"b"]
+    states.called()
+    assert states.longest([b"b"]) == (0, None) and states.longest([b"x", b"c"]) == (2, slots[b"b"])
+    states.forget()
+    assert states.longest([b"a"]) == (0, None) and {states.keep(b"a"), states.keep(b"b")} == {0, 1}
+
+
+def test_prompts_continue_from_a_state_where_an_earlier_one_branched_off():
+    pool = PagePool(20, 4)
+    limits = Limits(4, chunk_tokens=64, num_chunks=4, chunk_pages=20, decode_steps=1)
+    scheduler = Scheduler(pool, limits, states=KeptStates(2))
+    start = list(range(10))
+
+    def calls(*prompts):
+        requests = [Request(prompt, Sampling(max_tokens=1)) for prompt in prompts]
+        for request in requests:
+            request.sequences = [Sequence(request, 0, list(request.prompt), len(request.prompt) + 1)]
+            scheduler.waiting += request.sequences
+        works = []
+        while (work := scheduler.next()) is not None:
+            works.append(work)
+        for request in requests:
+            scheduler.finish(request.sequences[0])
+        return [([(chunk.start, chunk.end) for chunk in work.chunks], len(work.restored), len(work.kept))
+                for work in works]  # fmt: skip
+
+    assert calls([*start, 50]) == [([(0, 11)], 0, 0)]
+    assert calls([*start, 51, 52]) == [([(0, 8)], 0, 1), ([(8, 12)], 0, 0)]  # the first two pages are those of both
+    assert calls([*start, 53], [*start[:5], 54]) == [([(8, 11), (0, 4)], 1, 1), ([(4, 6)], 0, 0)]
+    assert calls([*start, 51, 52, 53]) == [([(8, 12)], 1, 1), ([(12, 13)], 0, 0)]  # replaces the state of start[:4]
+    assert scheduler.prefix_hits == 16
+    scheduler.forget()
+    assert calls([*start, 51, 52, 53]) == [([(0, 13)], 0, 0)]
+    assert pool.num_used == 0
 
 
 def test_no_call_writes_to_a_page_that_another_sequence_reads_in_it():

@@ -318,7 +318,7 @@ def test_what_an_encoder_decoder_cannot_do_is_refused_by_name(trained, writer, t
     for change, message in (
         (dict(mesh=MeshConfig(context=2)), "mesh.context=2 is not supported by model.kind=t5"),
         (dict(mesh=MeshConfig(pipeline=2)), "mesh.pipeline=2: .*has encoder, decoder"),
-        (dict(data=DataConfig()), "data.kind=documents has no labels .*model.kind=t5.* use --data.kind=spans"),
+        (dict(data=DataConfig()), "data.kind=documents does not fit .*model.kind=t5.* use --data.kind=spans"),
         (dict(model=dataclasses.replace(V11, num_buckets=6)), "model.num_buckets=6 must be a multiple of 4"),
         (dict(model=dataclasses.replace(V11, position="learned", max_positions=16)), "use --model.max_positions=24"),
         (dict(mesh=MeshConfig(tensor=16)), "model.decoder_length=8 is not divisible by mesh.tensor=16"),

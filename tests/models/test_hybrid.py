@@ -292,6 +292,7 @@ def test_the_engine_generates_what_the_model_predicts(trained):
     ("--model.mtp_layers=1", "mtp_layers=1 is not supported by model.kind=hybrid.*use --model.mtp_layers=0"),
     ("--model.norm_placement=post", "norm_placement=post is not supported .*use --model.norm_placement=pre"),
     ("--model.mamba.num_groups=3", "mamba.num_groups=3 does not divide the 8 heads .*num_groups=1"),
+    ("--model.mamba.dt_min=1 --model.mamba.dt_max=0.5", "mamba.dt_max=0.5 must be more than model.mamba.dt_min=1.0"),
     ("--model.mamba.head_dim=3", "mamba.head_dim=3 does not divide 2 . model.embed_dim=32"),
     ("--mesh.tensor=4", "mamba.num_groups=2 is not divisible by mesh.tensor=4; use --mesh.tensor=2"),
     ("--mesh.context=8", "sequence_length=32 cannot be split into the 16 equal pieces .*use .*sequence_length=48"),
@@ -299,4 +300,4 @@ def test_the_engine_generates_what_the_model_predicts(trained):
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused(change, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        override(config_of(tmp_path / "run"), [change]).check()
+        override(config_of(tmp_path / "run"), change.split()).check()

@@ -25,7 +25,10 @@ from megajax.models.interface import EVALUATION
 from megajax.models.model import Model
 from megajax.optim.optimizer import OptimizerConfig
 from megajax.parallel.context import sequence_order
+from megajax.parallel.schedule import make_stages
+from megajax.planning.step_time import _total_flops
 from megajax.precision import PrecisionConfig
+from megajax.sharding import num_parts
 from megajax.training.config import LaunchConfig, TrainingConfig
 from runs import run_of
 
@@ -257,13 +260,17 @@ def test_its_coefficient_may_change_at_a_resume_and_its_depth_not(tmp_path):
     assert Config.from_json(config.to_json()) == config
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (["--mesh.pipeline=2"], "model.mtp_layers=1: .* not supported in a pipeline; use --mesh.pipeline=1"),
-    (["--model.dropout=0.1"], "model.mtp_layers=1: .* no dropout; use --model.dropout=0"),
-])  # fmt: skip
-def test_what_it_cannot_do_is_refused(change, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        override(config_of(tmp_path / "run"), change).check()
+def test_dropout_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="model.mtp_layers=1: .* no dropout; use --model.dropout=0"):
+        override(config_of(tmp_path / "run"), ["--model.dropout=0.1"]).check()
+
+
+def test_a_pipeline_divides_the_other_layers(tmp_path):
+    config = config_of(tmp_path / "run", dataclasses.replace(PLAIN, num_layers=2))
+    pipeline = ["--mesh.pipeline=2", "--training.microbatch_size=1"]
+    override(config, [*pipeline, "--mesh.pipeline_layout=Et|tmL"]).check()
+    with pytest.raises(ValueError, match="are 4 stages for model.num_layers=2"):
+        override(config, ["--mesh.pipeline=4", "--training.microbatch_size=1"]).check()
 
 
 def test_plan_counts_its_layer_and_another_output():
@@ -272,3 +279,11 @@ def test_plan_counts_its_layer_and_another_output():
     layer = without.config.layers(ExecutionConfig())[0].flops(T).matmuls
     assert added == layer + 2 * (2 * 8 * 8) + 2 * 8 * 32
     assert with_one.num_active_parameters() == with_one.num_parameters()
+    # Every rank of a pipeline has and runs it.
+    config = dataclasses.replace(PLAIN, num_layers=2, mtp_layers=1)
+    model = Model(config, stages=make_stages(MeshConfig(pipeline=2), config.num_stage_layers))
+    assert len(model.layers_run) == 2 + 2
+    projection = model.records["mtp_1"]["dense"]["projection"]
+    assert num_parts(projection.axes, MeshConfig(pipeline=2).sizes()) == 1
+    again = _total_flops(model, T).matmuls - _total_flops(Model(config), T).matmuls
+    assert again == 3 * model.layers_run[-1].flops(T).matmuls

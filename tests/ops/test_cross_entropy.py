@@ -11,6 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from megajax.ops.cross_entropy import cross_entropy, token_scores
+from megajax.ops.low_precision import FORMATS
+from megajax.ops.quantize import quantize
 
 B, T, D, V, TOKENS = 4, 16, 8, 32, 27  # V columns of the head, of which some may be padding
 VARIANTS = {
@@ -131,6 +133,50 @@ def test_memory_is_that_of_a_chunk_whatever_the_number_of_tokens(op, length, mak
     gradients = 4 * (B * length * D + D * vocab)
     # Logits and what comes of them; the gradients once as sums and once as results. All logits: 4 and 32 MiB.
     assert used < 2.1 * chunk_bytes + 2 * gradients
+
+
+def test_an_fp8_output_layer_multiplies_rounded_operands():
+    """Loss and gradients, from the definition; the rounding itself is tested in test_quantize.py."""
+    x, head, labels, weights = arguments()
+    x, labels, weights = x.reshape(-1, D), labels.ravel(), weights.ravel()
+
+    def rounded(name, array):
+        return np.float64(quantize(jnp.asarray(array), getattr(FORMATS["fp8"], name), (0,)).factor(jnp.float32))
+
+    x8, head8 = rounded("input", x), rounded("weight", head)
+    logits = x8 @ head8
+    probabilities = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    target = np.arange(V) == labels[:, None]
+    d_logits8 = rounded("gradient", ((probabilities - target) * weights[:, None]).astype(np.float32))
+    loss = -np.sum(np.log(np.where(target, probabilities, 1)).sum(1) * weights)
+    run = jax.jit(jax.value_and_grad(functools.partial(ours, recipe="fp8"), (0, 1)))
+    found = run(*arguments())
+    expected = (loss, ((d_logits8 @ head8.T).reshape(B, T, D), x8.T @ d_logits8))
+    jax.tree.map(close, found, expected)
+
+
+# Relative errors of the gradients, as in test_low_precision.py.
+ERRORS = {"fp8_rowwise": 0.06, "fp8_blockwise": 0.06, "nvfp4": 0.3}
+
+
+def test_an_output_layer_in_any_format_is_as_exact_as_the_format(make_test_mesh):
+    """On a mesh, and in chunks: each device and chunk has its own scales."""
+
+    def run(*arguments):
+        given = {recipe: dict(recipe=recipe, max_chunk_bytes=512) for recipe in ERRORS}
+        return {
+            recipe: jax.value_and_grad(functools.partial(ours, **options), (0, 1))(*arguments)
+            for recipe, options in given.items()
+        }
+
+    exact, exact_gradients = wanted()["plain"]
+    with jax.set_mesh(make_test_mesh(data=2, fsdp=2, tensor=2)):
+        results = jax.jit(run)(*arguments())
+    for recipe, (loss, gradients) in results.items():
+        np.testing.assert_allclose(loss, exact, rtol=ERRORS[recipe])
+        for got, want in zip(gradients, exact_gradients, strict=True):
+            error = np.linalg.norm(got - want) / np.linalg.norm(want)
+            assert ERRORS[recipe] / 10 < error < ERRORS[recipe], (recipe, error)
 
 
 def test_chunks_change_nothing_without_gradients(make_test_mesh):

@@ -162,3 +162,27 @@ def test_every_mesh_rounds_to_the_same_numbers(sizes, make_test_mesh):
         results = jax.jit(product_of_residual)(*split)
     for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6 * float(np.abs(b).max()))  # float32 sums in another order
+
+
+# The activation of a GPT after its product: XLA also makes a GELU part of matmuls for which cuBLASLt has none.
+PROGRAM = """
+import numpy as np, jax, jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from megajax.ops.activation import activate
+from megajax.ops.low_precision import low_precision_matmul
+from megajax.planning.plan import devices_without_gpu, plan_device
+mesh = Mesh(np.array(devices_without_gpu(1, plan_device("h100"))), ("data",))
+def array(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P()))
+def layer(x, w):
+    y = low_precision_matmul(x, (w,), 1, 1, "fp8", (False, False))
+    return jnp.sum(jnp.square(activate(y, "gelu_tanh").astype(jnp.float32)))
+step = jax.jit(jax.grad(layer, (0, 1)), compiler_options={"xla_gpu_enable_triton_gemm": False})
+text = step.lower(array(2048, 1024), array(1024, 1, 4096)).compile().as_text()
+print(text.count('custom_call_target="__cublas$lt$matmul$f8"'), "GELU" in text)
+"""
+
+
+@pytest.mark.cuda_wheels
+def test_a_gelu_is_no_part_of_an_fp8_matmul(compile_for_hopper):
+    assert compile_for_hopper(PROGRAM) == ["3 False"]

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from megajax.ops.quantize import DTYPES, Format, Operand, quantize, quantize_with, rotate
+from megajax.ops.quantize import DTYPES, Format, Operand, quantize, quantize_with, rotate, to_levels
 
 TENSOR = Format("e4m3", "tensor")
 NVFP4 = Format("e2m1", "block", 16)
@@ -98,6 +98,14 @@ def test_scales_from_elsewhere_saturate_and_hide_no_infinity():
     assert found.dtype == DTYPES["e4m3"]
     found = quantize_with(np.array([np.inf, -np.inf, np.nan], np.float32), "e4m3", jnp.float32(1.0)).values
     assert np.isnan(np.asarray(found, np.float32)).all()
+
+
+def test_serving_rounds_as_training_does_but_saturates_infinities():
+    x = np.array([500.0, -1e9, 17.0, 19.0, 2.0**-10, 1.5 * 2.0**-9, np.inf], np.float32)
+    found = to_levels(x, DTYPES["e4m3"])
+    assert found.tolist() == [448, -448, 16, 20, 0, 2.0**-8, 448]
+    np.testing.assert_array_equal(found[:-1], quantize_with(x[:-1], "e4m3", jnp.float32(1.0)).values)
+    assert to_levels(x[:4] / 4, jnp.int8).tolist() == [125, -127, 4, 5]
 
 
 def test_stochastic_rounding_has_the_right_mean_and_the_same_numbers_in_every_step():

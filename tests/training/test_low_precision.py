@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from megajax.config import Config, incompatibilities, override
+from megajax.layers.moe import MoeConfig
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
@@ -18,6 +19,9 @@ from megajax.optim.optimizer import Optimizer
 from megajax.parallel.context import sequence_order
 from megajax.parallel.schedule import make_stages
 from megajax.parameters import matches, name_of
+from megajax.planning.card import described_precision
+from megajax.planning.plan import plan_device
+from megajax.planning.step_time import low_share
 from megajax.precision import PrecisionConfig
 from megajax.sharding import batch_spec
 from megajax.training.config import TrainingConfig
@@ -39,14 +43,14 @@ def batch(step: int) -> dict[str, np.ndarray]:
     return dict(tokens=tokens[..., :-1], labels=tokens[..., 1:], positions=positions, loss_mask=mask)
 
 
-def train(**sizes: int):
+def train(precision=PRECISION, **sizes: int):
     """-> (losses, final parameters, final variables), layers in the order of the model: recomputed in a loop, or
     unrolled in a pipeline."""
     execution = ExecutionConfig() if "pipeline" in sizes else ExecutionConfig(scan_layers=True, recompute="full")
     mesh_config = MeshConfig(**sizes)
     mesh = make_mesh(mesh_config, jax.devices()[: mesh_config.num_devices])
     stages = make_stages(mesh_config, LLAMA.num_layers)
-    model = Model(LLAMA, PRECISION, execution, stages=stages)
+    model = Model(LLAMA, precision, execution, stages=stages)
     # With a smaller epsilon AdamW would turn the rounding noise of a tiny gradient into a whole update.
     optimizer = Optimizer(OptimizerConfig(learning_rate=1e-2, min_learning_rate=0.0, epsilon=1e-3), model.trained)
     shardings = state_shardings(model, optimizer, mesh, False)
@@ -104,6 +108,15 @@ def test_mesh_matches_one_device(sizes, on_one_device):
     assert_same(train(**sizes), on_one_device)
 
 
+@pytest.mark.slow
+def test_an_output_layer_in_fp8_trains_alike_in_a_pipeline(on_one_device):
+    """Each device has scales of its own there: the losses agree within the noise of the format."""
+    precision = dataclasses.replace(PRECISION, low_modules=("*", "head"))
+    one = train(precision)[0]
+    assert one != on_one_device[0]
+    np.testing.assert_allclose(train(precision, pipeline=2, fsdp=2, tensor=2)[0], one, rtol=1e-3)
+
+
 def test_scales_follow_the_magnitudes_of_the_last_steps(on_one_device):
     _, _, variables = on_one_device
     for name in ("query", "key", "value", "out"):
@@ -116,10 +129,10 @@ def test_scales_follow_the_magnitudes_of_the_last_steps(on_one_device):
     np.testing.assert_array_equal(variables["mlp"]["gate_scaling"], variables["mlp"]["up_scaling"])
 
 
-def num_roundings(**changes) -> int:
+def num_roundings(config=LLAMA, **changes) -> int:
     """Arrays that the forward pass rounds to e4m3."""
     precision = dataclasses.replace(PRECISION, **{"recipe": "fp8", "amax_history": 1024, **changes})
-    model = Model(LLAMA, precision)
+    model = Model(config, precision)
     arrays = {name: a[0] for name, a in batch(0).items()}
     arrays["loss_weights"] = arrays.pop("loss_mask")
     program = jax.make_jaxpr(lambda weights: model.loss(weights, arrays).total())(model.abstract_weights)
@@ -133,6 +146,31 @@ def test_only_the_chosen_modules_of_inner_layers_are_rounded():
     # Products that are joined need the same format.
     assert num_roundings(high_layers=(0, 0), low_modules=("attention.query", "attention.out")) == 3 * 2
     assert num_roundings(high_layers=PRECISION.for_inference.high_layers) == 0
+
+
+def test_the_output_layer_is_rounded_only_if_named():
+    """Its input once, and its matrix for the logits and for the gradient of the input."""
+    with_head = dict(high_layers=(1, 1), low_modules=("mlp.*", "head"))
+    assert num_roundings(**with_head) == 5 + 3
+    precision = dataclasses.replace(PRECISION, low_modules=("*", "head"))
+    assert precision.for_inference.head_recipe is None
+    sizes = {p.is_output: p.low_size for p in Model(LLAMA, precision).parameters if not p.is_in_a_layer}
+    assert sizes[True] == LLAMA.embed_dim * LLAMA.padded_vocab_size
+
+
+def test_experts_are_not_rounded_which_the_card_says_and_the_estimate_counts():
+    moe = MoeConfig(num_experts=4, expert_dim=16, shared_dim=32)
+    config = dataclasses.replace(LLAMA, num_layers=1, moe=moe)
+    # As in a dense layer: the four inputs and seven matrices of attention and of the shared experts.
+    assert num_roundings(config, high_layers=(0, 0)) == 11
+    precision = PrecisionConfig(recipe="fp8", high_layers=(0, 0))
+    program = Config(model=config, precision=precision).make_program()
+    assert "compute bfloat16, matmuls of layers fp8, of experts bfloat16" in described_precision(program)
+    of_attention, of_shared, of_routed, of_head = 3 * 32 * 32, 3 * 32 * 32, moe.router.top_k * 3 * 32 * 16, 32 * 96
+    of_router = 32 * 4
+    low = of_attention + of_shared
+    share = low / (low + of_routed + of_router + of_head)
+    assert low_share(program.model, plan_device("h100")) == pytest.approx(share)
 
 
 def test_weights_and_their_initial_values_do_not_depend_on_the_recipe():

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
+from megajax.command_line import errors_in_one_line
 from megajax.config import Config, differences
-from megajax.convert.command import errors_in_one_line
 from megajax.convert.export import new_directory, write_imported
 from megajax.convert.megatron.arguments import read_arguments
 from megajax.convert.megatron.checkpoint import EMBEDDING, Checkpoint, open_checkpoint

@@ -4,17 +4,23 @@ Arguments that decide what a model computes or which parameters it has are mappe
 how it is computed or trained (parallelism, fusions, optimizer, data) are not read.
 """
 
+import dataclasses
+import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megajax.config import Config
 from megajax.data.config import DataConfig
+from megajax.layers.latent_attention import LatentConfig
 from megajax.layers.moe import MoeConfig, layer_pattern
 from megajax.layers.rope import RopeConfig
 from megajax.layers.router import RouterConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.training.config import TrainingConfig
+
+logger = logging.getLogger("megajax")
 
 # Arguments of unsupported models, with the values that disable them.
 _UNSUPPORTED: dict[str, tuple] = {
@@ -22,10 +28,9 @@ _UNSUPPORTED: dict[str, tuple] = {
     "moe_apply_probs_on_input": (None, False),
     "moe_input_jitter_eps": (None, 0),
     "moe_n_hash_layers": (None, 0),
-    "multi_latent_attention": (None, False),
     "experimental_attention_variant": (None,),
     "linear_attention_freq": (None,),
-    "mtp_num_layers": (None, 0),
+    "mtp_use_repeated_layer": (None, False),
     "hybrid_layer_pattern": (None,),
     "hybrid_override_pattern": (None,),
     "is_hybrid_model": (None, False),
@@ -99,7 +104,7 @@ def _model(given: _Arguments, vocabulary_rows: int) -> DecoderConfig:
     if softmax not in ("vanilla", "learnable"):
         raise given.refuse("softmax_type")
     window, full_every = _window(given)
-    return DecoderConfig(
+    model = DecoderConfig(
         num_layers=given.size("num_layers"),
         embed_dim=given.size("hidden_size"),
         num_heads=heads,
@@ -129,6 +134,72 @@ def _model(given: _Arguments, vocabulary_rows: int) -> DecoderConfig:
         attention_dropout=given.get("attention_dropout", default=0.1),
         init_std=given.get("init_method_std", default=0.02),
     )
+    return _with_multi_token(given, _with_latents(given, model))
+
+
+def _with_latents(given: _Arguments, model: DecoderConfig) -> DecoderConfig:
+    if not given.get("multi_latent_attention"):
+        return model
+    if model.position != "rope":
+        raise given.refuse("position_embedding_type")
+    if model.rope.interleaved:
+        raise given.refuse("rotary_interleaved")
+    if model.bias:
+        raise given.refuse("add_bias_linear")
+    if not model.qk_norm:  # of the latents
+        raise given.refuse("qk_layernorm")
+    factor = float(given.get("rotary_scaling_factor", default=40.0))
+    kind = given.get("rope_type", default="yarn")
+    if kind not in ("rope", "yarn"):
+        raise given.refuse("rope_type")
+    # Megatron rotates neighbours here, and stretches wavelengths only with YaRN.
+    plain = RopeConfig(base=model.rope.base, fraction=model.rope.fraction, interleaved=True)
+    head_dim = given.size("qk_head_dim")
+    rope_dim = given.size("qk_pos_emb_head_dim")
+    multiplier = _yarn_scale(factor, given.get("mscale_all_dim", default=0.0)) ** 2
+    latent = LatentConfig(
+        kv_rank=given.size("kv_lora_rank"),
+        q_rank=given.get("q_lora_rank"),
+        rope_dim=rope_dim,
+        value_dim=given.size("v_head_dim"),
+    )
+    return dataclasses.replace(
+        model,
+        num_kv_heads=model.num_heads,
+        head_dim=head_dim,
+        qk_norm=False,
+        rope=_yarn(given, factor) if kind == "yarn" else plain,
+        attention_multiplier=None if multiplier == 1 else multiplier / math.sqrt(head_dim + rope_dim),
+        latent=latent,
+    )
+
+
+def _yarn(given: _Arguments, factor: float) -> RopeConfig:
+    of_tables, of_all = (given.get(name, default=value) for name, value in (("mscale", 1.0), ("mscale_all_dim", 0.0)))
+    return RopeConfig(
+        base=float(given.get("rotary_base", default=10000)),
+        interleaved=True,
+        scaling="yarn",
+        factor=factor,
+        attention_factor=_yarn_scale(factor, of_tables) / _yarn_scale(factor, of_all),
+        original_length=int(given.get("original_max_position_embeddings", default=4096)),
+        ramp=(float(given.get("beta_slow", default=1.0)), float(given.get("beta_fast", default=32.0))),
+    )
+
+
+def _yarn_scale(factor: float, coefficient: float) -> float:
+    return 0.1 * coefficient * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _with_multi_token(given: _Arguments, model: DecoderConfig) -> DecoderConfig:
+    count = given.get("mtp_num_layers", default=0)
+    if not count:
+        return model
+    for name in ("hidden_dropout", "attention_dropout"):
+        if given.get(name, default=0.1):
+            logger.warning("%s=%s becomes 0: layers of multi-token prediction have none here", name, given.get(name))
+    scale = float(given.get("mtp_loss_scaling_factor", default=0.1))
+    return dataclasses.replace(model, mtp_layers=int(count), mtp_loss=scale, dropout=0.0, attention_dropout=0.0)
 
 
 def _moe(given: _Arguments) -> MoeConfig:

@@ -28,6 +28,7 @@ EMBEDDING, OUTPUT = VOCABULARY
 _SPLIT = {
     r"(embedding\.word_embeddings|output_layer)\.weight": 0,
     r".*\.linear_(qkv|fc1)\.(weight|bias)": 0,
+    r".*\.(linear_(q|q_down|q_up|kv_down|kv_up)_proj|eh_proj)\.weight": 0,
     r".*\.linear_(proj|fc2)\.weight": 1,
     r".*\.softmax_offset": 0,
 }
@@ -186,7 +187,9 @@ def _open_rank_files(folder: Path, load: Callable[[Path], Any], to_numpy: Callab
     ]
     gated = bool(arguments.get("swiglu"))
     parameters = {
-        name: joined_array(name, arrays, gated) for chunk in numbered(order) for name, arrays in chunk.items()
+        name: joined_array(name, arrays, gated, _latent_rows(name, arguments))
+        for chunk in numbered(order)
+        for name, arrays in chunk.items()
     }
     if not arguments.get("untie_embeddings_and_output_weights") and OUTPUT in parameters:
         _check_same(OUTPUT, [parameters[EMBEDDING], parameters.pop(OUTPUT)])  # the copy of the last stage
@@ -329,14 +332,24 @@ def numbered(order: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def joined_array(name: str, shards: Sequence[StoredArray], gated: bool) -> StoredArray:
+def _latent_rows(name: str, arguments: Mapping[str, Any]) -> int | None:
+    """Rows of a projection to latents; None: another array."""
+    if name.endswith(".linear_q_down_proj.weight"):
+        return arguments["q_lora_rank"]
+    if name.endswith(".linear_kv_down_proj.weight"):
+        return arguments["kv_lora_rank"] + arguments["qk_pos_emb_head_dim"]
+    return None
+
+
+def joined_array(name: str, shards: Sequence[StoredArray], gated: bool, num_rows: int | None = None) -> StoredArray:
     """The whole array from those of the tensor parallel ranks, in their order. gated: linear_fc1 of each rank is its
-    part of the gate above its part of the up projection."""
+    part of the gate above its part of the up projection. num_rows: of the whole array, where that decides whether the
+    ranks divide it (Megatron's own layers) or have copies (Transformer Engine's)."""
     dim = next((dim for pattern, dim in _SPLIT.items() if re.fullmatch(pattern, name)), None)
     first = shards[0]
     if len(shards) == 1:
         return first
-    if dim is None:
+    if dim is None or first.shape[0] == num_rows:
         _check_same(name, shards)
         return first
     shape = list(first.shape)

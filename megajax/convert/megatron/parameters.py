@@ -2,7 +2,8 @@
 
 Dimensions: D model width, F feed-forward width, N query heads, K key-value heads, H head dim, V vocabulary.
 Megatron's linear weights are [out, in]. The rows of `linear_qkv` go by key-value head: its N / K queries, its key, its
-value; a gated `linear_fc1` is the gate above the up projection. Megatron numbers the layers, ours are stacked.
+value; those of `linear_kv_up_proj` (latent attention) by head: its key, its value; a gated `linear_fc1` is the gate
+above the up projection. Megatron numbers the layers, ours are stacked.
 The vocabulary is padded to a multiple that depends on the tensor parallel size in Megatron, and on
 `model.vocab_multiple` here.
 """
@@ -17,18 +18,21 @@ import jax
 import numpy as np
 
 from megajax.checkpoint.piecewise import PiecewiseArray
-from megajax.models.decoder import DecoderConfig
+from megajax.models.decoder import DecoderConfig, mtp_name
 from megajax.models.model import Model
 from megajax.ops.activation import GATED
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 LAYER = "decoder.layers.{}."  # prefix of the names of one layer
+MTP = "mtp.layers.{}."  # of one layer of multi-token prediction, around the transformer layer in it
 EXPERT = "mlp.experts.local_experts.{}."  # and, in a layer, of those of one expert
 
 # Transformer Engine layers hold the norm in front of them; the names on the right are those of Megatron's own layers.
 _FUSED_NORMS = {
     ".self_attention.linear_qkv.layer_norm_": ".input_layernorm.",
     ".mlp.linear_fc1.layer_norm_": ".pre_mlp_layernorm.",
+    ".self_attention.linear_q_up_proj.layer_norm_": ".self_attention.q_layernorm.",
+    ".self_attention.linear_kv_up_proj.layer_norm_": ".self_attention.kv_layernorm.",
 }
 
 
@@ -56,9 +60,9 @@ class Entry:
     def _experts(self) -> list[tuple[int, ...]]:
         return [(number,) for number in range(self.num_experts)] or [()]
 
-    def of_kind(self, kind: str, layers: tuple[int, ...]) -> "Entry":
-        """Of a layer -> of all layers of a kind."""
-        ours = tuple(f"layers/{kind}/{path}" for path in self.ours)
+    def of_layers(self, stack: str, layers: tuple[int, ...]) -> "Entry":
+        """Of a layer -> of the layers with these numbers. stack: path of ours."""
+        ours = tuple(f"{stack}/{path}" for path in self.ours)
         return dataclasses.replace(self, ours=ours, layers=layers)
 
 
@@ -161,12 +165,11 @@ def _table(config: DecoderConfig) -> list[Entry]:
     if config.position == "learned":
         shape = (config.max_positions, D)
         table.append(Entry(("position_embedding",), "embedding.position_embeddings.weight", shape))
-    for kind, feed_forward in (("dense", _mlp), ("moe", _experts)):
-        layers = tuple(n for n in range(config.num_layers) if config.moe.has_experts(n) == (kind == "moe"))
+    for kind in ("dense", "moe"):
+        layers = tuple(n for n in range(config.num_layers) if _kind(config, n) == kind)
         if layers:
-            layer = _norm(config, "attention_norm", LAYER + "input_layernorm", D) + _attention(config)
-            layer += _norm(config, "mlp_norm", LAYER + "pre_mlp_layernorm", D) + feed_forward(config)
-            table += [entry.of_kind(kind, layers) for entry in layer]
+            table += [entry.of_layers(f"layers/{kind}", layers) for entry in _layer(config, kind)]
+    table += _multi_token(config)
     table += _norm(config, "final_norm", "decoder.final_layernorm", D)
     if not config.tied_embeddings:
 
@@ -175,6 +178,35 @@ def _table(config: DecoderConfig) -> list[Entry]:
 
         table.append(Entry(("head",), VOCABULARY[1], (V, D), head, np.transpose))
     return table
+
+
+def _kind(config: DecoderConfig, number: int) -> str:
+    """Of the layer with this number."""
+    return "moe" if config.moe.has_experts(number) else "dense"
+
+
+def _layer(config: DecoderConfig, kind: str) -> list[Entry]:
+    D = config.embed_dim
+    attention = _attention if config.latent.kv_rank is None else _latent_attention
+    feed_forward = {"dense": _mlp, "moe": _experts}[kind]
+    table = _norm(config, "attention_norm", LAYER + "input_layernorm", D) + attention(config)
+    return table + _norm(config, "mlp_norm", LAYER + "pre_mlp_layernorm", D) + feed_forward(config)
+
+
+def _multi_token(config: DecoderConfig) -> list[Entry]:
+    """The layers of multi-token prediction, which are like the last layer."""
+    D = config.embed_dim
+    kind = _kind(config, config.num_layers - 1)
+    table = [Entry(("projection",), MTP + "eh_proj.weight", (D, 2 * D), _transposed, np.transpose)]
+    names = {"embedding_norm": "enorm", "hidden_norm": "hnorm", "final_norm": "final_layernorm"}
+    for ours, theirs in names.items():
+        table += _norm(config, ours, MTP + theirs, D)
+    for entry in _layer(config, kind):
+        ours = tuple(f"layer/{path}" for path in entry.ours)
+        theirs = entry.theirs.replace(LAYER, MTP + "transformer_layer.")
+        table.append(dataclasses.replace(entry, ours=ours, theirs=theirs))
+    stacks = [f"{mtp_name(depth)}/{kind}" for depth in range(1, config.mtp_layers + 1)]
+    return [entry.of_layers(stack, (number,)) for number, stack in enumerate(stacks) for entry in table]
 
 
 def _norm(config: DecoderConfig, ours: str, theirs: str, dim: int) -> list[Entry]:
@@ -226,6 +258,59 @@ def _attention(config: DecoderConfig) -> list[Entry]:
     if config.qk_norm is True:
         table += _norm(config, ours + "query_norm", theirs + "q_layernorm", H)
         table += _norm(config, ours + "key_norm", theirs + "k_layernorm", H)
+    return table
+
+
+def _latent_attention(config: DecoderConfig) -> list[Entry]:
+    D = config.embed_dim
+    N = config.num_heads
+    H = config.width_of_head
+    latent = config.latent
+    rank = latent.kv_rank
+    value_dim = latent.value_dim or H
+    theirs = LAYER + "self_attention."
+
+    def split_heads(w_NX):
+        return (w_NX.T.reshape(w_NX.shape[1], N, -1),)
+
+    def join_heads(w_XNH):
+        return w_XNH.reshape(w_XNH.shape[0], -1).T
+
+    def split_up(w_NX):
+        return tuple(np.split(*split_heads(w_NX), (H,), -1))
+
+    def join_up(key, value):
+        return join_heads(np.concatenate([key, value], -1))
+
+    def split_out(w_DX):
+        return (w_DX.T.reshape(N, value_dim, D),)
+
+    def join_out(out_NHD):
+        return out_NHD.reshape(-1, D).T
+
+    def down(ours: str, name: str, width: int) -> Entry:
+        return Entry((f"attention/{ours}",), theirs + f"{name}.weight", (width, D), _transposed, np.transpose)
+
+    query_rows = N * (H + latent.rope_dim)
+    if latent.q_rank is None:
+        shape = (query_rows, D)
+        table = [Entry(("attention/query",), theirs + "linear_q_proj.weight", shape, split_heads, join_heads)]
+    else:
+        shape = (query_rows, latent.q_rank)
+        table = [
+            down("query_down", "linear_q_down_proj", latent.q_rank),
+            Entry(("attention/query_up",), theirs + "linear_q_up_proj.weight", shape, split_heads, join_heads),
+        ]
+        table += _norm(config, "attention/query_norm", theirs + "q_layernorm", latent.q_rank)
+    up = ("attention/key_up", "attention/value_up")
+    table += [
+        down("key_value_down", "linear_kv_down_proj", rank + latent.rope_dim),
+        Entry(up, theirs + "linear_kv_up_proj.weight", (N * (H + value_dim), rank), split_up, join_up),
+        Entry(("attention/out",), theirs + "linear_proj.weight", (D, N * value_dim), split_out, join_out),
+    ]
+    table += _norm(config, "attention/key_value_norm", theirs + "kv_layernorm", rank)
+    if config.attention_sinks:
+        table.append(Entry(("attention/sinks",), theirs + "core_attention.softmax_offset", (N,)))
     return table
 
 
@@ -293,6 +378,7 @@ def _with_rows(w_VD: np.ndarray, num_rows: int) -> np.ndarray:
 def _own_name(name: str) -> str:
     # With grouped GEMM the arrays are numbered, not the experts.
     name = re.sub(r"(\.mlp\.experts)\.(linear_fc[12]\.weight)(\d+)$", r"\1.local_experts.\3.\2", name)
+    name = name.replace(".mtp_model_layer.", ".transformer_layer.")  # newer versions, in checkpoints of ranks
     for fused, own in _FUSED_NORMS.items():
         name = name.replace(fused, own)
     return name

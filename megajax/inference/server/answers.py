@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from megajax.data.tokenizers.tokenizer import Tokenizer
-from megajax.inference.engine import TokenLogprobs
+from megajax.inference.sampling import TokenLogprobs
 from megajax.inference.server.engine_thread import Generation, Part
 
 # JSON has no infinity, which is the log-probability of a token that may not be sampled.

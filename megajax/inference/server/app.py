@@ -1,6 +1,7 @@
 """An HTTP server with OpenAI's interface, for one engine or several replicas.
 
-Errors have OpenAI's form {"error": {message, type, param, code}}; docs/serving.md lists their status codes.
+Errors have OpenAI's form {"error": {message, type, param, code}}, those of Megatron's interface {"message"};
+docs/serving.md lists their status codes.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ from megajax.data.tokenizers.tokenizer import configured_tokens
 from megajax.inference.engine import Engine
 from megajax.inference.load import OpenedModel
 from megajax.inference.sampling import Sampling
-from megajax.inference.server import protocol
+from megajax.inference.server import megatron, protocol
 from megajax.inference.server.answers import Answer, ChatAnswer, CompletionAnswer, TokenTexts, as_event, error_body
 from megajax.inference.server.engine_thread import Generation, NotReady, Overloaded
 from megajax.inference.server.metrics import Metrics
@@ -85,7 +86,7 @@ def make_app(
     on_failure: Callable[[], None] | None = None,
 ) -> Starlette:
     """The ASGI application, which starts the threads of the engines, and stops them when everything accepted has
-    finished.
+    finished. Its state.is_ready() says whether they have warmed up.
 
     engines: replicas of one model. template: None: chats are refused. on_failure: called if the engine raises an error.
     """
@@ -114,6 +115,7 @@ class Server:
         self._max_length = engine.room_for_prompt(0)
         get = functools.partial(Route, methods=["GET"])
         post = functools.partial(Route, methods=["POST"])
+        put = functools.partial(Route, methods=["PUT"])
         self.app = Starlette(
             routes=[
                 get("/", page),
@@ -127,6 +129,7 @@ class Server:
                 post("/v1/load", self._guarded(self.load)),
                 post("/tokenize", self._guarded(self.tokenize)),
                 post("/detokenize", self._guarded(self.detokenize)),
+                put(megatron.PATH, self._guarded(self.megatron)),
             ],
             exception_handlers={
                 Refused: _refused, NotReady: _not_ready, Overloaded: _overloaded, TimeoutError: _timed_out,
@@ -134,6 +137,7 @@ class Server:
             },
             lifespan=self._lifespan,
         )  # fmt: skip
+        self.app.state.is_ready = lambda: self.replicas.is_ready
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -146,7 +150,7 @@ class Server:
             self._check_key(request)
             # What a page of another origin can send without this server's permission has another type.
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-            if request.method == "POST" and kind != "application/json":
+            if request.method in ("POST", "PUT") and kind != "application/json":
                 raise Refused(415, "the header Content-Type must be application/json")
             return await endpoint(request)
 
@@ -198,6 +202,13 @@ class Server:
         generation = await self._start([prompt], body.sampling(max_tokens, logprobs))
         answer = ChatAnswer(generation, self.config.model_name, self._texts, bool(body.return_token_ids))
         return await _answer(request, generation, answer, body)
+
+    async def megatron(self, request: Request) -> Response:
+        body = parse(megatron.MegatronRequest, await self._body(request))
+        sampling = body.sampling()
+        generation = await self._start(await _in_thread(body.encoded, self.engine), sampling)
+        with generation:
+            return await _unless_disconnected(request, megatron.answered(body, generation, self._texts))
 
     async def _start(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Generation:
         deadline = asyncio.get_running_loop().time() + self.config.request_timeout_seconds
@@ -365,25 +376,29 @@ async def _disconnected(request: Request) -> None:
 # ----------------------------------------------------------------------------- errors
 
 
-def _error(status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None) -> Response:
-    return JSONResponse(error_body(status, message, param), status, headers=headers)
+def _error(
+    request: Request, status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
+) -> Response:
+    is_megatron = request.url.path == megatron.PATH
+    body = {"message": message} if is_megatron else error_body(status, message, param)
+    return JSONResponse(body, status, headers=headers)
 
 
 async def _refused(request: Request, error: Refused) -> Response:
     headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
-    return _error(error.status, str(error), error.param, headers)
+    return _error(request, error.status, str(error), error.param, headers)
 
 
 async def _overloaded(request: Request, error: Overloaded) -> Response:
-    return _error(429, str(error), headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
+    return _error(request, 429, str(error), headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
 
 
 async def _not_ready(request: Request, error: NotReady) -> Response:
-    return _error(503, str(error), headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
+    return _error(request, 503, str(error), headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
 
 
 async def _timed_out(request: Request, error: TimeoutError) -> Response:
-    return _error(503, TIMED_OUT)
+    return _error(request, 503, TIMED_OUT)
 
 
 async def _disconnected_early(request: Request, error: ClientDisconnect) -> Response:
@@ -391,9 +406,9 @@ async def _disconnected_early(request: Request, error: ClientDisconnect) -> Resp
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    return _error(error.status_code, error.detail, headers=error.headers)
+    return _error(request, error.status_code, error.detail, headers=error.headers)
 
 
 async def _failed(request: Request, error: Exception) -> Response:
     """Starlette raises it again, so that uvicorn logs it."""
-    return _error(500, f"{type(error).__name__} in the server; its log has more")
+    return _error(request, 500, f"{type(error).__name__} in the server; its log has more")

@@ -37,6 +37,11 @@ class Replicas:
             thread.check_ready()
 
     @property
+    def is_ready(self) -> bool:
+        """Whether all engines have warmed up."""
+        return all(thread.is_ready for thread in self._threads)
+
+    @property
     def stats(self) -> Stats:
         """Summed over the engines."""
         return Stats(*map(sum, zip(*(dataclasses.astuple(thread.stats) for thread in self._threads), strict=True)))

@@ -1,0 +1,70 @@
+"""What the commands with argparse share: errors in one line, and the options of the mesh. Has no slow imports."""
+
+import argparse
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from megajax.suggestions import did_you_mean
+
+if TYPE_CHECKING:
+    from megajax.mesh import MeshConfig
+
+AXES = ("data", "fsdp", "expert", "context", "tensor", "pipeline")  # those of megajax/mesh.py, which is slow to import
+
+
+class Parser(argparse.ArgumentParser):
+    """Shows the description as it is written, and raises ValueError for options that are unknown or wrong."""
+
+    def __init__(self, **settings):
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **({"allow_abbrev": False} | settings))
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace=None) -> argparse.Namespace:
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            known = [name for name in vars(options) if name != "command"]
+            typed = unknown[0].lstrip("-").partition("=")[0].replace("-", "_")
+            self.error(f"{unknown[0]} is unknown{did_you_mean(typed, known, '--')}")
+        return options
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; see {self.prog} --help")
+
+
+@contextlib.contextmanager
+def errors_in_one_line() -> Iterator[None]:
+    """A ValueError ends the process with status 2 and its message; libraries log only errors."""
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    try:
+        yield
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def add_mesh_options(command: argparse.ArgumentParser, data: str = "devices on this axis") -> None:
+    """--mesh.AXIS and --launch.cpu_devices, for `mesh_of`. data: the help of the axis of that name."""
+    for axis in AXES:
+        text = data if axis == "data" else "devices on this axis"
+        command.add_argument(f"--mesh.{axis}", type=int, default=1, help=f"{text} (1); -1: the rest")
+    command.add_argument(
+        "--launch.cpu_devices",
+        type=int,
+        default=0,
+        help="number of virtual CPU devices to try a mesh on; 0: use the real devices (0)",
+    )
+
+
+def mesh_of(options: argparse.Namespace) -> "MeshConfig":
+    """The mesh that the options name; also starts the virtual devices. Raises ValueError for a negative number of
+    them."""
+    from megajax.mesh import MeshConfig, use_cpu_devices
+
+    number = getattr(options, "launch.cpu_devices")
+    if number < 0:
+        raise ValueError(f"launch.cpu_devices={number} must be at least 0; use 0 for the real devices")
+    if number:
+        use_cpu_devices(number)
+    return MeshConfig(**{axis: getattr(options, f"mesh.{axis}") for axis in AXES})

@@ -1,0 +1,160 @@
+"""What the calls of the device have generated, as outputs of requests: tokens, final text, log-probabilities, and why a
+sample ends."""
+
+from typing import Literal, NamedTuple
+
+import jax
+import numpy as np
+
+from megajax.data.tokenizers.tokenizer import Tokenizer, end_ids
+from megajax.inference.programs import Drawn
+from megajax.inference.sampling import Logprobs, TokenLogprobs
+from megajax.inference.scheduler import Decode, Prefill, Request, Run, Scheduler, Sequence
+from megajax.inference.text import TextStream
+
+
+class Output(NamedTuple):
+    """What is new of one sample of a request."""
+
+    request: Request
+    index: int
+    """Which of its n samples."""
+    tokens: list[int]
+    """New tokens, without the one that ends the text."""
+    text: str
+    """New text that is final; incomplete characters and what may begin a stop text are held back. Empty without a
+    tokenizer."""
+    logprobs: list[TokenLogprobs] | None
+    """One per new token, if sampling.logprobs asks for them."""
+    finish_reason: Literal["stop", "length", "cancelled"] | None
+    stop_reason: str | int | None
+    """The stop text, or the token that ended the text."""
+
+
+class Results:
+    def __init__(self, scheduler: Scheduler, tokenizer: Tokenizer | None):
+        """scheduler: is told which sequences finish. tokenizer: None: no texts, and no token that ends a document."""
+        self.num_generated = 0
+        self.num_drafted = 0
+        self.num_accepted = 0
+        self._scheduler = scheduler
+        self._tokenizer = tokenizer
+        self._ends = end_ids(tokenizer) if tokenizer else frozenset()
+        self._texts: dict[Sequence, TextStream] = {}
+        self._outputs: list[Output] = []
+
+    def start(self, sequence: Sequence) -> None:
+        """Of a sequence that was submitted."""
+        if self._tokenizer is not None:
+            request = sequence.request
+            self._texts[sequence] = TextStream(self._tokenizer, request.prompt, request.sampling.stop)
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Ends a sequence, unless it has finished."""
+        if not sequence.is_finished:
+            self._finish(sequence, [], "", None, "cancelled", None)
+
+    @property
+    def has_outputs(self) -> bool:
+        return bool(self._outputs)
+
+    def take(self) -> list[Output]:
+        """The outputs since the last call of this."""
+        outputs = self._outputs
+        self._outputs = []
+        return outputs
+
+    def read(self, work: Prefill | Decode, drawn: Drawn, of_prompt: Logprobs | None) -> None:
+        """Waits for the results of a call and hands them to its sequences."""
+        drawn = jax.tree.map(np.asarray, drawn)
+        if isinstance(work, Decode):
+            row = 0
+            for run in work.runs:
+                self._read_run(run, jax.tree.map(lambda a, row=row: a[:, row:], drawn))
+                row += 1 + len(run.draft)
+            return
+        if of_prompt is not None:
+            self._read_prompt(work, jax.tree.map(np.asarray, of_prompt))
+        for number, chunk in enumerate(chunk for chunk in work.chunks if chunk.is_last):
+            self._add(chunk.sequence, jax.tree.map(lambda a, n=number: a[n : n + 1], drawn))
+
+    def _read_run(self, run: Run, drawn: Drawn) -> None:
+        """drawn: [steps, rows]: the steps of its row, or with a draft one step of as many rows."""
+        if not run.draft:
+            return self._add(run.sequence, jax.tree.map(lambda a: a[: run.count, 0], drawn))
+        drawn = jax.tree.map(lambda a: a[0, : run.count], drawn)
+        pairs = zip(run.draft, drawn.tokens.tolist(), strict=False)
+        accepted = next((number for number, (guess, token) in enumerate(pairs) if guess != token), len(run.draft))
+        if run.sequence.is_finished:
+            return
+        self.num_drafted += len(run.draft)
+        self.num_accepted += accepted
+        run.sequence.num_pending -= len(run.draft) - accepted
+        run.sequence.num_written -= len(run.draft) - accepted
+        run.sequence.num_drafted -= len(run.draft) - accepted
+        self._add(run.sequence, jax.tree.map(lambda a: a[: accepted + 1], drawn))
+
+    def _read_prompt(self, work: Prefill, of_prompt) -> None:
+        logprobs, ids, top = of_prompt
+        token = 0
+        for chunk in work.chunks:
+            request = chunk.sequence.request
+            if chunk.sequence.wants_prompt_logprobs:
+                following = request.prompt[len(request.prompt_logprobs) + 1 : chunk.end + 1]
+                first = token + len(request.prompt_logprobs) - chunk.start
+                for place, target in enumerate(following, first):
+                    request.prompt_logprobs.append(
+                        _token_logprobs(
+                            target, logprobs[place], ids[place], top[place], request.sampling.prompt_logprobs
+                        )
+                    )
+            token += chunk.end - chunk.start
+
+    def _add(self, sequence: Sequence, drawn: Drawn) -> None:
+        """New tokens of a sequence, as far as it goes."""
+        if sequence.is_finished:
+            return
+        sampling = sequence.request.sampling
+        tokens: list[int] = []
+        logprobs: list[TokenLogprobs] | None = None if sampling.logprobs is None else []
+        text = ""
+        for step, token in enumerate(drawn.tokens.tolist()):
+            sequence.num_pending -= 1
+            if len(sequence.tokens) == sequence.limit:  # max_tokens is 0
+                return self._finish(sequence, tokens, text, logprobs, "length", None)
+            is_end = token in self._ends and not sampling.ignore_eos
+            if is_end or token in sampling.stop_token_ids:
+                return self._finish(sequence, tokens, text, logprobs, "stop", token)
+            tokens.append(token)
+            sequence.tokens.append(token)
+            if drawn.guesses is not None:
+                sequence.guesses = tuple(drawn.guesses[step].tolist())
+            self.num_generated += 1
+            if logprobs is not None:
+                one = (a[step] for a in drawn.logprobs)
+                logprobs.append(_token_logprobs(token, *one, sampling.logprobs))
+            stream = self._texts.get(sequence)
+            if stream is not None:
+                text += stream.add(token)
+                if stream.stopped_by is not None:
+                    return self._finish(sequence, tokens, text, logprobs, "stop", stream.stopped_by)
+            if sequence.matcher is not None:
+                sequence.matcher.add(token)
+                if sequence.matcher.is_finished:
+                    return self._finish(sequence, tokens, text, logprobs, "stop", None)
+            if len(sequence.tokens) == sequence.limit:
+                return self._finish(sequence, tokens, text, logprobs, "length", None)
+        self._outputs.append(Output(sequence.request, sequence.index, tokens, text, logprobs, None, None))
+
+    def _finish(self, sequence: Sequence, tokens, text, logprobs, finish_reason, stop_reason) -> None:
+        stream = self._texts.pop(sequence, None)
+        if stream is not None and stream.stopped_by is None:
+            text += stream.finish()
+        self._scheduler.finish(sequence)
+        arguments = (tokens, text, logprobs, finish_reason, stop_reason)
+        self._outputs.append(Output(sequence.request, sequence.index, *arguments))
+
+
+def _token_logprobs(token: int, logprob, ids, top, count: int) -> TokenLogprobs:
+    pairs = zip(ids[:count].tolist(), top[:count].tolist(), strict=True)
+    return TokenLogprobs(token, float(logprob), list(pairs))
