@@ -70,7 +70,9 @@ class BertConfig(ModelConfig):
     embedding_norm: bool = True
     """Normalise the embeddings before the first layer (Megatron-LM: False)."""
     activation: Literal["gelu", "gelu_tanh", "relu"] = "gelu"
-    """Of the feed-forward layers and of the masked-LM head."""
+    """Of the feed-forward layers."""
+    head_activation: Literal["gelu", "gelu_tanh", "relu"] | None = None
+    """Of the masked-LM head; None: as in the feed-forward layers."""
     tied_embeddings: bool = True
     """The output layer of the masked-LM head is the transposed embedding."""
     head: Head = "masked_lm"
@@ -229,8 +231,8 @@ class BertConfig(ModelConfig):
 
     def check_generates(self) -> None:
         raise ValueError(
-            "model.kind=bert reads texts in both directions and cannot continue them; use infer.py fill or "
-            "infer.py embed"
+            "model.kind=bert reads texts in both directions and cannot continue them; use "
+            + " or ".join(f"infer.py {task}" for task in self.encoder_tasks)
         )
 
 
@@ -355,7 +357,7 @@ class Bert(OneStack):
 
     def _transformed(self, h_BTD: jax.Array) -> jax.Array:
         wide_BTD = constrain(self.head_dense(h_BTD), "batch", "sequence", None)
-        return self.head_norm(activate(wide_BTD[..., None, :], self.config.activation))
+        return self.head_norm(activate(wide_BTD[..., None, :], self.config.head_activation or self.config.activation))
 
     def _head(self) -> jax.Array:
         """[D, V]."""

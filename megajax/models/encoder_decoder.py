@@ -80,7 +80,7 @@ class EncoderDecoderConfig(ModelConfig):
     norm_epsilon: PositiveFloat = 1e-6
     """Added to the variance."""
     final_norm: bool = True
-    """Normalise the outputs of encoder and decoder. Megatron Core's T5Model does not."""
+    """Normalise the outputs of encoder and decoder. Megatron Core's T5Model does only with Transformer Engine."""
     activation: Activation = "relu"
     """Feed-forward activation; swiglu and the geglus are gated."""
     bias: bool = False
@@ -91,6 +91,8 @@ class EncoderDecoderConfig(ModelConfig):
     """The output layer is the transposed embedding."""
     logit_multiplier: PositiveFloat | None = None
     """Factor on the logits; None = 1 / sqrt(embed_dim) with tied embeddings, otherwise 1."""
+    head_bias: bool = False
+    """Bias of the output layer, which Megatron Core has with tied embeddings."""
     dropout: DropRate = dataclasses.field(default=0.0, metadata=MAY_CHANGE)
     """Dropout rate of the embeddings and of the outputs of attention and MLP."""
     attention_dropout: DropRate = dataclasses.field(default=0.0, metadata=MAY_CHANGE)
@@ -300,6 +302,8 @@ class EncoderDecoder(LossModule):
             self.decoder_norm = Norm(config.norm_config, D, rngs=rngs)
         if not config.tied_embeddings:
             self.head = Linear((D,), (V,), ("embed", "vocab"), config.init_std(D), rngs=rngs, role="head")
+        if config.head_bias:
+            self.head_bias = weight((V,), ("vocab",), nnx.initializers.zeros, rngs, "vector")
 
     def terms(self, batch: dict, key: DropoutKey | None, options: LossOptions) -> LossTerms:
         encoder_key, decoder_key = split_key(key)
@@ -310,8 +314,7 @@ class EncoderDecoder(LossModule):
             self._head(),
             batch["labels"],
             batch["loss_weights"],
-            vocab_size=self.config.vocab_size,
-            multiplier=self.config.logit_scale,
+            **self._logit_options(),
             recipe=self.head_recipe,
             **dataclasses.asdict(options),
         )
@@ -329,8 +332,7 @@ class EncoderDecoder(LossModule):
         return self._token_scores(h_BTD, batch)
 
     def _token_scores(self, h_BTD: jax.Array, batch: dict) -> TokenScores:
-        sizes = dict(vocab_size=self.config.vocab_size, multiplier=self.config.logit_scale)
-        return token_scores(h_BTD, self._head(), batch["labels"], **sizes)
+        return token_scores(h_BTD, self._head(), batch["labels"], **self._logit_options())
 
     def encode(self, batch: dict) -> jax.Array:
         """encoder_tokens, encoder_segment_ids (1 for text, 0 for padding) int32 [B, S] -> [B, S, D], which the decoder
@@ -354,7 +356,7 @@ class EncoderDecoder(LossModule):
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """float32 [B, T, V]; minus infinity for the padding of the vocabulary."""
         products_BTV = matmul(self._normed("decoder_norm", x_BTD), self._head()).astype(jnp.float32)
-        logits_BTV = finish_logits(products_BTV, None, self.config.logit_scale, None)
+        logits_BTV = finish_logits(products_BTV, self._head_bias(), self.config.logit_scale, None)
         is_token = jnp.arange(self.config.padded_vocab_size) < self.config.vocab_size
         return constrain(jnp.where(is_token, logits_BTV, -jnp.inf), "batch", "time", "vocab")
 
@@ -400,3 +402,10 @@ class EncoderDecoder(LossModule):
     def _head(self) -> jax.Array:
         """[D, V]."""
         return self.embedding[...].T if self.config.tied_embeddings else self.head.matrix()
+
+    def _head_bias(self) -> jax.Array | None:
+        """[V]."""
+        return self.head_bias[...] if self.config.head_bias else None
+
+    def _logit_options(self) -> dict:
+        return dict(vocab_size=self.config.vocab_size, multiplier=self.config.logit_scale, bias_V=self._head_bias())

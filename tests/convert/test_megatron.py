@@ -12,19 +12,27 @@ import pytest
 from flax import nnx
 
 from megajax.convert.megatron import from_megajax, to_megajax
-from megajax.convert.megatron.arguments import read_arguments
+from megajax.convert.megatron.families import read_arguments
 from megajax.layers.latent_attention import LatentConfig
+from megajax.layers.mamba import MambaConfig
 from megajax.layers.moe import MoeConfig
 from megajax.layers.rope import rope_tables
 from megajax.layers.router import RouterConfig
+from megajax.models.bert import BertConfig
 from megajax.models.decoder import DecoderConfig
+from megajax.models.encoder_decoder import EncoderDecoderConfig
 from megajax.models.execution import ExecutionConfig
+from megajax.models.hybrid import HybridConfig
 from megajax.models.model import Model
 from megajax.parameters import Structure
 from megajax.precision import PrecisionConfig
 
 ORACLES = Path(__file__).parent.parent / "oracles"
 SMALL = DecoderConfig(num_layers=3, embed_dim=8, num_heads=4, vocab_size=29, vocab_multiple=16, max_positions=6)
+T5 = dict(
+    num_layers=1, num_decoder_layers=2, embed_dim=8, num_heads=2, head_dim=6, mlp_dim=12, vocab_size=29,
+    vocab_multiple=16, max_positions=6,
+)  # fmt: skip
 CONFIGS = {
     "gpt": SMALL,
     "llama": dataclasses.replace(
@@ -39,6 +47,19 @@ CONFIGS = {
     "experts": dataclasses.replace(
         SMALL, activation="swiglu", bias=False, moe=MoeConfig(4, 6, layers="de", shared_dim=10, shared_gate=True,
         router=RouterConfig(score="sigmoid", bias_update_rate=1e-3)),
+    ),
+    "bert": BertConfig(
+        num_layers=2, embed_dim=8, num_heads=4, vocab_size=29, vocab_multiple=16, max_positions=16,
+        norm_placement="pre", embedding_norm=False,
+    ),
+    "t5, learned positions": EncoderDecoderConfig(
+        **T5, position="learned", norm="layernorm", bias=True, head_bias=True
+    ),
+    "t5, relative positions": EncoderDecoderConfig(**T5, activation="geglu", tied_embeddings=False, final_norm=False),
+    "hybrid": HybridConfig(
+        num_layers=5, pattern="M*-EM", embed_dim=8, num_heads=4, num_kv_heads=2, mlp_dim=12, vocab_size=29,
+        vocab_multiple=16, position="none", norm="rmsnorm", bias=False, activation="squared_relu",
+        moe=MoeConfig(4, 6, shared_dim=10), mamba=MambaConfig(head_dim=4, state_dim=6, num_groups=2),
     ),
     "latent": dataclasses.replace(
         SMALL, position="rope", head_dim=4, bias=False, latent=LatentConfig(kv_rank=6, rope_dim=2), mtp_layers=1,
@@ -130,7 +151,9 @@ def test_latent_attention_and_multi_token_prediction_have_megatrons_layouts():
 @pytest.mark.parametrize("name", ["yarn", "rope"])
 def test_latent_attention_computes_what_megatrons_does(name):
     saved = np.load(ORACLES / "latent_attention.npz")
-    config = read_arguments(json.loads(str(saved[f"{name}/arguments"])), 16, Path("nowhere")).model
+    config = read_arguments(
+        json.loads(str(saved[f"{name}/arguments"])), {"embedding.word_embeddings.weight": (16, 8)}, Path("nowhere")
+    ).model
     prefix = f"{name}/weights/"
     theirs = {key.removeprefix(prefix): saved[key] for key in saved.files if key.startswith(prefix)}
     named = as_named(config) | {f"decoder.layers.0.self_attention.{key}": array for key, array in theirs.items()}

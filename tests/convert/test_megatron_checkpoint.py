@@ -8,6 +8,10 @@ megatron_core_0_16_mixtures.tar.xz holds two mixtures by Megatron Core 0.16.1 in
 (tensor 2, pipeline 2, expert 2), and one of the older grouped GEMM (tensor 2, expert 2, expert tensor 2) with a dense
 layer, a shared expert and the bias of the router. whole.npz is what Megatron itself loaded from torch_dist into one
 process; grouped matrices have the names of sequential ones there.
+
+megatron_core_0_16_families.tar.xz has a BERT and a T5 (tensor 2) and a hybrid M*-M (tensor 2, pipeline 2) by Megatron
+Core 0.16.1 in both formats, of Megatron's own layers and with its kernels for Mamba left out. torch_dist holds whole
+tensors, which Megatron put together.
 """
 
 import argparse
@@ -29,7 +33,6 @@ from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.piecewise import StoredParams
 from megajax.convert.megatron import from_megajax, to_megajax
 from megajax.convert.megatron.__main__ import import_checkpoint, main, read
-from megajax.convert.megatron.arguments import read_arguments
 from megajax.convert.megatron.checkpoint import (
     Rank,
     StoredArray,
@@ -39,18 +42,25 @@ from megajax.convert.megatron.checkpoint import (
     whole_layers,
     whole_stage,
 )
+from megajax.convert.megatron.families import read_arguments
 from megajax.inference.engine import Engine
+from megajax.inference.load import open_model
 from megajax.layers.latent_attention import LatentConfig
+from megajax.layers.mamba import MambaConfig
 from megajax.layers.rope import RopeConfig
 from megajax.layers.router import RouterConfig
 from megajax.mesh import MeshConfig
+from megajax.models.bert import BertConfig
 from megajax.models.decoder import DecoderConfig
+from megajax.models.encoder_decoder import EncoderDecoderConfig
 from megajax.models.execution import ExecutionConfig
+from megajax.models.hybrid import HybridConfig
 from megajax.models.model import Model
 from megajax.parameters import name_of
 
 RECORDED = Path(__file__).parent / "megatron_core_0_20.tar.xz"
 MIXTURES = Path(__file__).parent / "megatron_core_0_16_mixtures.tar.xz"
+FAMILIES = Path(__file__).parent / "megatron_core_0_16_families.tar.xz"
 LAYER = "decoder.layers.0."
 LLAMA = dict(
     num_layers=2, hidden_size=8, num_attention_heads=4, group_query_attention=True, num_query_groups=2, kv_channels=2,
@@ -169,11 +179,15 @@ def test_layers_that_are_stacked_or_numbered_and_halves_by_themselves():
 
 
 def model_of(arguments):
-    return read_arguments(arguments, 16, Path("nowhere")).model
+    return config_of(arguments).model
+
+
+def config_of(arguments, folder=Path("nowhere"), shapes=None):
+    return read_arguments(arguments, {"embedding.word_embeddings.weight": (16, 8)} | (shapes or {}), folder)
 
 
 def test_arguments_of_a_llama():
-    config = read_arguments(LLAMA, 16, Path("nowhere"))
+    config = config_of(LLAMA)
     assert config.model == LLAMA_MODEL
     assert config.training.sequence_length == 32
     assert config.data.tokenizer == "null:14"  # Megatron's adds the end of a document
@@ -323,7 +337,7 @@ def test_the_tokenizer_is_found(place, tmp_path):
     beside.mkdir(parents=True)
     (beside / "tokenizer.json").write_text("{}")
     arguments = GPT | dict(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "elsewhere"))
-    config = read_arguments(arguments, 16, tmp_path / "iter_0000001")
+    config = config_of(arguments, tmp_path / "iter_0000001")
     assert config.data.tokenizer == str(beside / "tokenizer.json")
 
 
@@ -367,6 +381,15 @@ def mixtures(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def families(tmp_path_factory):
+    pytest.importorskip("torch")
+    folder = tmp_path_factory.mktemp("megatron_families")
+    with tarfile.open(FAMILIES) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
 @pytest.fixture
 def save(recorded, tmp_path):
     """A copy that may be damaged."""
@@ -399,6 +422,69 @@ def test_mixtures_that_megatron_wrote_are_read_bit_for_bit(name, kind, mixtures)
     for parameter, array in found.items():
         assert array.dtype == whole[parameter].dtype
         np.testing.assert_array_equal(array, whole[parameter], err_msg=parameter)
+
+
+SMALL = dict(num_layers=2, embed_dim=8, num_heads=4, mlp_dim=12, vocab_size=16, vocab_multiple=1, max_positions=16)
+NO_DROPOUT = dict(dropout=0.0, attention_dropout=0.0)
+OF_FAMILIES = {
+    "bert_tp2": BertConfig(
+        **SMALL, **NO_DROPOUT, norm_epsilon=1e-5, norm_placement="pre", embedding_norm=False, activation="gelu_tanh",
+        head_activation="gelu",
+    ),
+    "t5_tp2": EncoderDecoderConfig(
+        **SMALL, **NO_DROPOUT, num_decoder_layers=2, head_dim=2, decoder_length=8, num_buckets=8, max_distance=12,
+        norm="layernorm", norm_epsilon=1e-5, final_norm=False, activation="gelu_tanh", bias=True,
+        attention_multiplier=None, logit_multiplier=1.0, head_bias=True,
+    ),
+    "hybrid_tp2_pp2": HybridConfig(
+        **SMALL | {"num_layers": 4}, **NO_DROPOUT, pattern="M*-M", num_kv_heads=2, head_dim=2, position="none",
+        norm="rmsnorm", norm_epsilon=1e-5, activation="squared_relu", bias=False, tied_embeddings=False,
+        mamba=MambaConfig(num_heads=4, head_dim=4, state_dim=6, num_groups=2),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_FAMILIES)
+def test_other_families_are_imported_the_same_from_both_formats(name, families, tmp_path):
+    whole = {}
+    for kind in ("torch_dist", "torch"):
+        checkpoint, config = read(families / name / kind, None, None)
+        assert config.model == OF_FAMILIES[name]
+        whole[kind] = from_megajax(to_megajax(checkpoint.parameters, config.model), config.model)
+    assert sum(array.size for array in whole["torch"].values()) == Model(config.model).num_parameters()
+    jax.tree.map(np.testing.assert_array_equal, whole["torch"], whole["torch_dist"])
+
+    import_checkpoint(families / name / "torch", tmp_path / "run")
+    assert open_model(tmp_path / "run").source.config.model == config.model
+
+
+HYBRID = LLAMA | dict(layernorm_epsilon=1e-5, hybrid_override_pattern="M*", qk_layernorm=False)
+OF_HYBRID = {
+    "decoder.layers.0.mixer.conv1d.weight.x": (16, 1, 4),
+    "decoder.layers.1.self_attention.linear_proj.weight": (8, 8),
+    "decoder.final_norm.weight": (8,),
+}
+OF_BERT = {"lm_head.dense.weight": (8, 8)}
+OF_T5 = {"decoder.layers.0.cross_attention.linear_q.weight": (8, 8)}
+ROPE = {"position_embedding_type": "rope"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names", "error"),
+    [
+        (HYBRID | {"hybrid_override_pattern": "MG"}, OF_HYBRID, "hybrid_override_pattern=MG"),
+        (HYBRID | {"hybrid_layer_pattern": "M*/M"}, OF_HYBRID, "hybrid_layer_pattern="),
+        (HYBRID | {"spec": ["specs", "gated_delta_product_stack_spec"]}, OF_HYBRID, "spec="),
+        (HYBRID | {"layernorm_epsilon": 1e-6}, OF_HYBRID, "layernorm_epsilon=1e-06"),
+        (GPT | {"normalization": "RMSNorm"}, OF_BERT, "normalization=RMSNorm"),
+        (GPT | {"swiglu": True}, OF_BERT, "swiglu=True"),
+        (GPT | ROPE, OF_T5, "position_embedding_type=rope"),
+        (GPT | {"num_experts": 4}, OF_T5, "num_experts=4"),
+    ],
+)
+def test_what_the_other_families_do_not_have_is_refused_by_name(arguments, names, error):
+    with pytest.raises(ValueError, match=f"^{error}"):
+        config_of(arguments, shapes=names)
 
 
 def test_a_mixture_is_written_piece_by_piece(mixtures, tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from megajax.checkpoint.config import CheckpointConfig
 from megajax.cli import infer
 from megajax.config import Config, override
 from megajax.convert.hugging_face import export_run
+from megajax.convert.megatron import from_megajax, to_megajax
 from megajax.data.config import DataConfig
 from megajax.data.indexed_dataset import IndexedDatasetWriter
 from megajax.hugging_face.folder import Folder
@@ -47,8 +48,9 @@ class Oracle:
             vocab_size=sizes["vocab"], max_positions=sizes["seq"], vocab_multiple=32, norm_epsilon=1e-5,
             norm_placement="pre", embedding_norm=False, tied_embeddings=False, dropout=0.0, attention_dropout=0.0,
         )  # fmt: skip
-        self.params = ours({key[6:]: saved[key] for key in saved.files if key.startswith("param/")}, sizes)
-        self.gradients = ours({key[5:]: saved[key] for key in saved.files if key.startswith("grad/")}, sizes)
+        self.named = {key[6:]: saved[key] for key in saved.files if key.startswith("param/")}
+        self.params = to_megajax(self.named, self.config)
+        self.gradients = {key[5:]: saved[key] for key in saved.files if key.startswith("grad/")}
         self.logits, self.pair_logits, self.loss = saved["logits"], saved["binary_logits"], float(saved["loss_mean"])
         ids = saved["ids"].astype(np.int32)
         self.is_text = saved["attention_mask"].astype(bool)
@@ -58,52 +60,6 @@ class Oracle:
             "segment_ids": self.is_text.astype(np.int32),
             "token_types": np.zeros_like(ids),
         }
-
-
-def ours(named: dict, sizes: dict) -> dict:
-    """Megatron's arrays as nested dict of ours; the gradients lack pooler and binary head, which have none."""
-    N, D, L = sizes["num_attention_heads"], sizes["hidden_size"], sizes["num_layers"]
-    H = D // N
-
-    def linear(name, path):
-        return {path: named[f"{name}.weight"].T, f"{path}_bias": named[f"{name}.bias"]}
-
-    def norm(name):
-        return {"scale": named[f"{name}.weight"], "bias": named[f"{name}.bias"]}
-
-    def layer(number):
-        prefix = f"encoder.layers.{number}."
-        qkv = {
-            f"{part}{suffix}": rows.T.reshape(*rows.shape[1:], N, 3, H)[..., place, :]
-            for suffix, rows in (
-                ("", named[prefix + "self_attention.linear_qkv.weight"]),
-                ("_bias", named[prefix + "self_attention.linear_qkv.bias"]),
-            )
-            for place, part in enumerate(("query", "key", "value"))
-        }
-        out = linear(prefix + "self_attention.linear_proj", "out")
-        out["out"] = out["out"].reshape(N, H, D)
-        return {
-            "attention": qkv | out,
-            "attention_norm": norm(prefix + "input_layernorm"),
-            "mlp": linear(prefix + "mlp.linear_fc1", "up") | linear(prefix + "mlp.linear_fc2", "down"),
-            "mlp_norm": norm(prefix + "pre_mlp_layernorm"),
-        }
-
-    tree = {
-        "embedding": named["embedding.word_embeddings.weight"],
-        "position_embedding": named["embedding.position_embeddings.weight"],
-        "token_type_embedding": named["embedding.tokentype_embeddings.weight"],
-        "layers": {"dense": jax.tree.map(lambda *rows: np.stack(rows), *(layer(n) for n in range(L)))},
-        "final_norm": norm("encoder.final_layernorm"),
-        "head": named["output_layer.weight"].T,
-        "head_bias": named["output_layer.bias"],
-        "head_norm": norm("lm_head.layer_norm"),
-        **linear("lm_head.dense", "head_dense"),
-    }
-    if "binary_head.weight" in named:
-        tree |= linear("pooler.dense", "pooler") | linear("binary_head", "next_sentence")
-    return tree
 
 
 @pytest.fixture(scope="module")
@@ -152,15 +108,17 @@ def test_every_gradient_equals_megatrons(oracle, monkeypatch):
     (loss, logits), gradients = jax.jit(jax.value_and_grad(objective, has_aux=True))(oracle.params)
     assert loss == pytest.approx(oracle.loss, rel=TOLERANCE)
     np.testing.assert_allclose(logits, oracle.logits, atol=TOLERANCE)
-    for name in ("pooler", "pooler_bias", "next_sentence", "next_sentence_bias"):
-        assert not np.any(gradients.pop(name))
-    largest = jax.tree.map(lambda wanted: np.abs(wanted).max(), oracle.gradients)
-    attention = largest["layers"]["dense"]["attention"]
-    attention["key_bias"] = attention["query_bias"]  # that of keys is zero but for rounding
-    jax.tree.map(
-        lambda found, wanted, most: np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE * most),
-        gradients, oracle.gradients, largest,
-    )  # fmt: skip
+    found = from_megajax(gradients, oracle.config)
+    without = {name for name in found if name.startswith(("pooler.", "binary_head."))}
+    assert set(found) - without == set(oracle.gradients) and not any(np.any(found[name]) for name in without)
+    for name, wanted in oracle.gradients.items():
+        # That of the bias of keys is zero but for rounding, so it is compared with that of all three.
+        np.testing.assert_allclose(found[name], wanted, rtol=0, atol=TOLERANCE * np.abs(wanted).max(), err_msg=name)
+
+
+def test_megatrons_parameters_survive_the_way_through_ours(oracle):
+    again = from_megajax(oracle.params, oracle.config)
+    jax.tree.map(np.testing.assert_array_equal, again, oracle.named)
 
 
 @pytest.mark.parametrize("name, count", [("bert_base", 109_514_298), ("bert_large", 335_174_458)])
@@ -314,6 +272,11 @@ def test_masks_are_filled_and_texts_embedded(trained, capsys):
 def test_generation_is_refused_by_name(arguments, trained):
     with pytest.raises(ValueError, match="model.kind=bert .*infer.py fill"):
         infer.main([arguments[0], f"--run={trained[0].run_dir}", *arguments[1:]])
+
+
+def test_a_refusal_names_what_the_head_can_do():
+    with pytest.raises(ValueError, match="use infer.py classify or infer.py embed$"):
+        BertConfig(head="token_classification").check_generates()
 
 
 # ----------------------------------------------------------------------------- fine-tuning

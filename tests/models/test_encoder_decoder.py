@@ -15,6 +15,7 @@ from configs import recipes
 from megajax import run
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import Config
+from megajax.convert.megatron import from_megajax, to_megajax
 from megajax.data.config import DataConfig
 from megajax.inference.engine import Engine
 from megajax.inference.load import open_model
@@ -54,56 +55,6 @@ def oracle_config() -> EncoderDecoderConfig:
     )  # fmt: skip
 
 
-def of_megatron(arrays: dict[str, np.ndarray], config: EncoderDecoderConfig) -> dict:
-    """Megatron's parameters, [out, in] each, as ours."""
-    D, N, H = config.embed_dim, config.num_heads, config.head_dim
-
-    def norm(name):
-        return {"scale": arrays[f"{name}.weight"], "bias": arrays[f"{name}.bias"]}
-
-    def projections(name, ours):
-        """Of one matrix whose rows are grouped by head."""
-        weights = arrays[f"{name}.weight"].reshape(N, len(ours), H, D)
-        biases = arrays[f"{name}.bias"].reshape(N, len(ours), H)
-        found = {key: weights[:, i].transpose(2, 0, 1) for i, key in enumerate(ours)}
-        return found | {f"{key}_bias": biases[:, i] for i, key in enumerate(ours)}
-
-    def attention(name, parts):
-        found = {"out": arrays[f"{name}.linear_proj.weight"].T.reshape(N, H, D)}
-        found["out_bias"] = arrays[f"{name}.linear_proj.bias"]
-        for matrix, ours in parts.items():
-            found |= projections(f"{name}.{matrix}", ours)
-        return found
-
-    def layer(name):
-        mlp = {}
-        for ours, theirs in (("up", f"{name}.mlp.linear_fc1"), ("down", f"{name}.mlp.linear_fc2")):
-            mlp |= {ours: arrays[f"{theirs}.weight"].T, f"{ours}_bias": arrays[f"{theirs}.bias"]}
-        found = {
-            "attention_norm": norm(f"{name}.input_layernorm"),
-            "attention": attention(f"{name}.self_attention", {"linear_qkv": ("query", "key", "value")}),
-            "mlp_norm": norm(f"{name}.pre_mlp_layernorm"),
-            "mlp": mlp,
-        }
-        if name.startswith("decoder"):
-            parts = {"linear_q": ("query",), "linear_kv": ("key", "value")}
-            found["cross_norm"] = norm(f"{name}.pre_cross_attn_layernorm")
-            found["cross_attention"] = attention(f"{name}.cross_attention", parts)
-        return found
-
-    def stack(name):
-        layers = [layer(f"{name}.layers.{i}") for i in range(config.num_layers)]
-        return {"dense": jax.tree.map(lambda *rows: np.stack(rows), *layers)}
-
-    return {
-        "embedding": arrays["embedding.word_embeddings.weight"],
-        "position_embedding": arrays["embedding.position_embeddings.weight"],
-        "encoder": stack("encoder"),
-        "decoder": stack("decoder"),
-        "head": arrays["lm_head.output_layer.weight"].T,
-    }
-
-
 @pytest.mark.parametrize("sizes, scan", [
     ({"data": 2, "fsdp": 2, "tensor": 2}, True),
     pytest.param({}, False, marks=pytest.mark.slow),
@@ -113,7 +64,9 @@ def test_loss_and_every_gradient_equal_megatrons(sizes, scan, make_test_mesh):
     config = oracle_config()
     model = Model(config, FLOAT32, ExecutionConfig(scan_layers=scan, recompute="full" if scan else "none"))
     mesh = make_test_mesh(**sizes)
-    weights = of_megatron({name[6:]: a for name, a in saved.items() if name.startswith("param/")}, config)
+    named = {name[6:]: a for name, a in saved.items() if name.startswith("param/")}
+    weights = to_megajax(named, config)
+    jax.tree.map(np.testing.assert_array_equal, from_megajax(weights, config), named)
     ids, labels = (saved[name].astype(np.int32) for name in ("ids", "labels"))
     batch = {
         "encoder_tokens": np.tile(ids, (2, 1)),
@@ -128,17 +81,12 @@ def test_loss_and_every_gradient_equal_megatrons(sizes, scan, make_test_mesh):
         loss, gradients = jax.jit(jax.value_and_grad(lambda w: model.loss(w, batch).main))(weights)
     # Both sides are float32 and add up in another order.
     assert float(loss) == pytest.approx(float(saved["loss_mean"]), rel=1e-5)
-    positions = {name[6:]: np.arange(a.size).reshape(a.shape) for name, a in saved.items() if name.startswith("param/")}
-    places = jax.tree.leaves(of_megatron(positions, config))
-    ours = np.concatenate([np.asarray(a).ravel() for a in jax.tree.leaves(gradients)])
-    assert len(ours) == sum(a.size for a in places)
-    names = of_megatron({name: np.full(a.shape, i) for i, (name, a) in enumerate(positions.items())}, config)
-    owner = np.concatenate([a.ravel() for a in jax.tree.leaves(names)])
-    place = np.concatenate([a.ravel() for a in places])
-    for number, name in enumerate(positions):
-        found = ours[owner == number][np.argsort(place[owner == number])][::EVERY]
+    found = from_megajax(gradients, config)
+    assert set(found) == set(named)
+    for name, array in found.items():
         wanted = saved[f"grad/{name}"].ravel()
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max(), err_msg=name)
+        tolerance = 1e-5 * np.abs(wanted).max()
+        np.testing.assert_allclose(array.ravel()[::EVERY], wanted, rtol=0, atol=tolerance, err_msg=name)
 
 
 @pytest.mark.parametrize("name, count", [("t5_base", 247_577_856), ("t5_11b", 11_307_321_344)])

@@ -1,4 +1,4 @@
-"""Imports Megatron Core checkpoints as run directories with parameters only.
+"""Imports Megatron Core checkpoints of GPT, BERT, T5 and Mamba hybrids as run directories with parameters only.
 
 python -m megajax.convert.megatron import --from=SAVE --run_dir=RUN [--iteration=N --dtype=bfloat16 --tokenizer=SPEC]
 
@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from megajax.command_line import errors_in_one_line
 from megajax.config import Config, differences
 from megajax.convert.export import new_directory, write_imported
-from megajax.convert.megatron.arguments import read_arguments
-from megajax.convert.megatron.checkpoint import EMBEDDING, Checkpoint, open_checkpoint
+from megajax.convert.megatron.checkpoint import Checkpoint, open_checkpoint
+from megajax.convert.megatron.entries import EMBEDDING
+from megajax.convert.megatron.families import read_arguments
 from megajax.convert.megatron.parameters import check_parameters, piecewise_arrays
 from megajax.data.tokenizers.tokenizer import load_tokenizer
-from megajax.models.decoder import DecoderConfig
 
 
 def import_checkpoint(
@@ -54,7 +54,8 @@ def read(path: str | Path, iteration: int | None, tokenizer: str | None) -> tupl
     if EMBEDDING not in checkpoint.parameters:
         raise ValueError(f"{checkpoint.folder}: parameter {EMBEDDING} is missing")
     try:
-        config = read_arguments(checkpoint.arguments, checkpoint.parameters[EMBEDDING].shape[0], checkpoint.folder)
+        shapes = {name: array.shape for name, array in checkpoint.parameters.items()}
+        config = read_arguments(checkpoint.arguments, shapes, checkpoint.folder)
         config.model.check(config.mesh, config.training.sequence_length, config.execution)
         check_parameters(checkpoint.parameters, config.model)
     except ValueError as error:
@@ -68,7 +69,8 @@ def _print_map(checkpoint: Checkpoint, config: Config) -> None:
     print(f"{checkpoint.folder}: iteration {checkpoint.iteration}, {len(checkpoint.parameters)} parameters")
     for name, array in checkpoint.parameters.items():
         print(f"  {name} {array.dtype}{list(array.shape)}")
-    for line in differences(DecoderConfig(), config.model, "--model."):
+    print(f"  --model.kind={config.model.kind}")
+    for line in differences(type(config.model)(), config.model, "--model."):
         field, _, change = line.partition(": ")
         print(f"  {field}={change.rpartition(' -> ')[2]}")
     print(f"  --data.tokenizer={config.data.tokenizer}")

@@ -12,43 +12,45 @@ from pathlib import Path
 from typing import Any
 
 from megajax.config import Config
+from megajax.convert.megatron.entries import EMBEDDING
 from megajax.data.config import DataConfig
 from megajax.layers.latent_attention import LatentConfig
 from megajax.layers.moe import MoeConfig, layer_pattern
 from megajax.layers.rope import RopeConfig
 from megajax.layers.router import RouterConfig
 from megajax.models.decoder import DecoderConfig
+from megajax.models.interface import ModelConfig
 from megajax.training.config import TrainingConfig
 
 logger = logging.getLogger("megajax")
 
-# Arguments of unsupported models, with the values that disable them.
-_UNSUPPORTED: dict[str, tuple] = {
-    "moe_latent_size": (None,),
-    "moe_apply_probs_on_input": (None, False),
-    "moe_input_jitter_eps": (None, 0),
-    "moe_n_hash_layers": (None, 0),
-    "experimental_attention_variant": (None,),
-    "linear_attention_freq": (None,),
-    "mtp_use_repeated_layer": (None, False),
-    "hybrid_layer_pattern": (None,),
-    "hybrid_override_pattern": (None,),
-    "is_hybrid_model": (None, False),
-    "heterogeneous_layers_config_path": (None,),
-    "heterogeneous_layers_config_encoded_json": (None,),
-    "decoder_num_layers": (None,),
-    "spec": (None,),
-    "use_legacy_models": (None, False),
-    "apply_residual_connection_post_layernorm": (None, False),
-    "mrope_section": (None,),
-    "qk_l2_norm": (None, False),
-    "attention_output_gate": (None, False),
-    "softmax_scale": (None,),
-    "quick_geglu": (None, False),
-    "activation_func_clamp_value": (None,),
-    "glu_linear_offset": (None, 0.0),
-    "use_mup": (None, False),
-    "enable_mhc_connections": (None, False),
+# Arguments of unsupported models, with the values that disable them; the families say which of them they support.
+UNSUPPORTED: dict[str, tuple] = {
+    "moe_latent_size": (),
+    "moe_apply_probs_on_input": (False,),
+    "moe_input_jitter_eps": (0,),
+    "moe_n_hash_layers": (0,),
+    "experimental_attention_variant": (),
+    "linear_attention_freq": (),
+    "mtp_use_repeated_layer": (False,),
+    "hybrid_layer_pattern": (),
+    "hybrid_override_pattern": (),
+    "is_hybrid_model": (False,),
+    "heterogeneous_layers_config_path": (),
+    "heterogeneous_layers_config_encoded_json": (),
+    "decoder_num_layers": (),
+    "spec": (),
+    "use_legacy_models": (False,),
+    "apply_residual_connection_post_layernorm": (False,),
+    "mrope_section": (),
+    "qk_l2_norm": (False,),
+    "attention_output_gate": (False,),
+    "softmax_scale": (),
+    "quick_geglu": (False,),
+    "activation_func_clamp_value": (),
+    "glu_linear_offset": (0.0,),
+    "use_mup": (False,),
+    "enable_mhc_connections": (False,),
 }
 _POSITIONS = {"learned_absolute": "learned", "rope": "rope", "none": "none"}
 _SCORES = {"softmax": "softmax", "sigmoid": "sigmoid", "sqrtsoftplus": "sqrt_softplus"}
@@ -56,10 +58,10 @@ _BALANCE = {
     "aux_loss": "aux_loss", "seq_aux_loss": "sequence_aux_loss", "global_aux_loss": "global_aux_loss", "none": None,
     "sinkhorn": None,
 }  # fmt: skip
-_NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
+NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 
 
-class _Arguments:
+class Arguments:
     def __init__(self, arguments: Mapping[str, Any]):
         self._arguments = arguments
 
@@ -74,32 +76,33 @@ class _Arguments:
             raise ValueError(f"the arguments do not say {name}, which the model needs")
         return int(self.get(name))
 
+    def require(self, allowed: Mapping[str, tuple]) -> None:
+        """Raises ValueError for the first argument whose value is none of those allowed for it; not given is always."""
+        for name, values in allowed.items():
+            if self.get(name) not in (None, *values):
+                raise self.refuse(name)
+
     def refuse(self, name: str) -> ValueError:
         value = self.get(name)
         return ValueError(f"{name}={value}: megajax has no such model; docs/from_megatron.md lists what there is")
 
 
-def read_arguments(arguments: Mapping[str, Any], vocabulary_rows: int, folder: Path) -> Config:
-    """vocabulary_rows: of the embedding. folder: of the checkpoint, which may hold the tokenizer.
-
-    Raises ValueError, with the name of an argument, for a model that cannot be described here.
-    """
-    given = _Arguments(arguments)
-    for name, harmless in _UNSUPPORTED.items():
-        if given.get(name) not in harmless:
-            raise given.refuse(name)
-    model = _model(given, vocabulary_rows)
-    data = DataConfig(source="mock", tokenizer=_tokenizer(given, vocabulary_rows, folder))
-    training = TrainingConfig(sequence_length=int(given.get("seq_length", default=model.max_positions)))
+def read_config(given: Arguments, model: ModelConfig, vocabulary_rows: int, folder: Path) -> Config:
+    """Of a run with this model. vocabulary_rows: of the embedding. folder: of the checkpoint, which may hold the
+    tokenizer."""
+    data = DataConfig(source="mock", tokenizer=_tokenizer(given, vocabulary_rows, folder), kind=model.data_kinds[0])
+    length = given.size("seq_length" if given.get("seq_length") else "max_position_embeddings")
+    training = TrainingConfig(sequence_length=length)
     return Config(model=model, data=data, training=training)
 
 
-def _model(given: _Arguments, vocabulary_rows: int) -> DecoderConfig:
+def decoder_model(given: Arguments, shapes: Mapping[str, tuple[int, ...]]) -> DecoderConfig:
+    """shapes: of the parameters."""
     heads = given.size("num_attention_heads")
     normalization = given.get("normalization", default="LayerNorm")
-    if normalization not in _NORMS:
+    if normalization not in NORMS:
         raise given.refuse("normalization")
-    bias = given.get("add_bias_linear", default=not given.get("disable_bias_linear", default=False))
+    bias = has_bias(given)
     softmax = given.get("softmax_type", default="vanilla")
     if softmax not in ("vanilla", "learnable"):
         raise given.refuse("softmax_type")
@@ -112,18 +115,18 @@ def _model(given: _Arguments, vocabulary_rows: int) -> DecoderConfig:
         head_dim=int(given.get("kv_channels", default=given.size("hidden_size") // heads)),
         mlp_dim=int(given.get("ffn_hidden_size", default=4 * given.size("hidden_size"))),
         # Megatron's softmax includes all rows of the table, also the padding.
-        vocab_size=vocabulary_rows,
+        vocab_size=shapes[EMBEDDING][0],
         vocab_multiple=1,
         position=_position(given),
         max_positions=given.size("max_position_embeddings"),
         rope=_rope(given),
         no_rope_every=_every(given, "no_rope_freq"),
-        norm=_NORMS[normalization],
+        norm=NORMS[normalization],
         norm_epsilon=given.get("layernorm_epsilon", "norm_epsilon", default=1e-5),
         norm_zero_centered=bool(given.get("layernorm_zero_centered_gamma", "apply_layernorm_1p", default=False)),
         qk_norm=bool(given.get("qk_layernorm", default=False)),
-        activation=_activation(given, bias),
-        bias=bool(bias),
+        activation=activation(given),
+        bias=bias,
         qkv_bias=True if given.get("add_qkv_bias") and not bias else None,
         attention_sinks=softmax == "learnable",
         tied_embeddings=not given.get("untie_embeddings_and_output_weights", default=False),
@@ -137,7 +140,7 @@ def _model(given: _Arguments, vocabulary_rows: int) -> DecoderConfig:
     return _with_multi_token(given, _with_latents(given, model))
 
 
-def _with_latents(given: _Arguments, model: DecoderConfig) -> DecoderConfig:
+def _with_latents(given: Arguments, model: DecoderConfig) -> DecoderConfig:
     if not given.get("multi_latent_attention"):
         return model
     if model.position != "rope":
@@ -174,7 +177,7 @@ def _with_latents(given: _Arguments, model: DecoderConfig) -> DecoderConfig:
     )
 
 
-def _yarn(given: _Arguments, factor: float) -> RopeConfig:
+def _yarn(given: Arguments, factor: float) -> RopeConfig:
     of_tables, of_all = (given.get(name, default=value) for name, value in (("mscale", 1.0), ("mscale_all_dim", 0.0)))
     return RopeConfig(
         base=float(given.get("rotary_base", default=10000)),
@@ -191,7 +194,7 @@ def _yarn_scale(factor: float, coefficient: float) -> float:
     return 0.1 * coefficient * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _with_multi_token(given: _Arguments, model: DecoderConfig) -> DecoderConfig:
+def _with_multi_token(given: Arguments, model: DecoderConfig) -> DecoderConfig:
     count = given.get("mtp_num_layers", default=0)
     if not count:
         return model
@@ -202,7 +205,7 @@ def _with_multi_token(given: _Arguments, model: DecoderConfig) -> DecoderConfig:
     return dataclasses.replace(model, mtp_layers=int(count), mtp_loss=scale, dropout=0.0, attention_dropout=0.0)
 
 
-def _moe(given: _Arguments) -> MoeConfig:
+def _moe(given: Arguments) -> MoeConfig:
     if not given.get("num_experts"):
         return MoeConfig()
     return MoeConfig(
@@ -215,7 +218,7 @@ def _moe(given: _Arguments) -> MoeConfig:
     )
 
 
-def _layers_with_experts(given: _Arguments) -> str:
+def _layers_with_experts(given: Arguments) -> str:
     """A number n is every n-th layer from the first; a list has a 1 for each layer with experts."""
     frequency = given.get("moe_layer_freq", default=1)
     if isinstance(frequency, int):
@@ -225,7 +228,7 @@ def _layers_with_experts(given: _Arguments) -> str:
     return layer_pattern([bool(has_experts) for has_experts in frequency])
 
 
-def _router(given: _Arguments) -> RouterConfig:
+def _router(given: Arguments) -> RouterConfig:
     score = given.get("moe_router_score_function", default="softmax")
     if score not in _SCORES:
         raise given.refuse("moe_router_score_function")
@@ -254,7 +257,7 @@ def _router(given: _Arguments) -> RouterConfig:
     )
 
 
-def _position(given: _Arguments) -> str:
+def _position(given: Arguments) -> str:
     position = given.get("position_embedding_type", default="learned_absolute")
     if given.get("use_rotary_position_embeddings"):  # of older versions, like the next
         return "rope"
@@ -265,7 +268,7 @@ def _position(given: _Arguments) -> str:
     return _POSITIONS[position]
 
 
-def _rope(given: _Arguments) -> RopeConfig:
+def _rope(given: Arguments) -> RopeConfig:
     scaled = {}
     interpolation = given.get("rotary_seq_len_interpolation_factor", default=1)
     if given.get("use_rope_scaling"):
@@ -282,17 +285,22 @@ def _rope(given: _Arguments) -> RopeConfig:
     )
 
 
-def _activation(given: _Arguments, bias: bool) -> str:
+def has_bias(given: Arguments) -> bool:
+    """Whether linear layers have biases."""
+    return bool(given.get("add_bias_linear", default=not given.get("disable_bias_linear", default=False)))
+
+
+def activation(given: Arguments) -> str:
     if given.get("swiglu"):
         return "swiglu"
     if given.get("squared_relu"):
         return "squared_relu"
     # Megatron's fused bias and GELU kernel, the default with biases, computes the tanh approximation.
-    is_fused = bias and given.get("bias_gelu_fusion", default=True)
+    is_fused = has_bias(given) and given.get("bias_gelu_fusion", default=True)
     return "gelu_tanh" if is_fused or given.get("openai_gelu") else "gelu"
 
 
-def _window(given: _Arguments) -> tuple[int | None, int | None]:
+def _window(given: Arguments) -> tuple[int | None, int | None]:
     """-> (window, full_attention_every). Megatron counts the keys before and after a token, excluding itself."""
     window = given.get("window_size")
     if window is None:
@@ -303,7 +311,7 @@ def _window(given: _Arguments) -> tuple[int | None, int | None]:
     return before + 1, _every(given, "window_attn_skip_freq")
 
 
-def _every(given: _Arguments, name: str) -> int | None:
+def _every(given: Arguments, name: str) -> int | None:
     """A number n, every n-th layer, or None; Megatron also has a list with an entry for each layer."""
     value = given.get(name)
     if isinstance(value, list | tuple | str):
@@ -311,7 +319,7 @@ def _every(given: _Arguments, name: str) -> int | None:
     return value
 
 
-def _tokenizer(given: _Arguments, vocabulary_rows: int, folder: Path) -> str:
+def _tokenizer(given: Arguments, vocabulary_rows: int, folder: Path) -> str:
     """Value of data.tokenizer: a file in the checkpoint or at the path that Megatron used; else null:VOCAB."""
     named = given.get("tokenizer_model")
     candidates = [folder / "tokenizer"] + ([Path(named)] if isinstance(named, str) else [])

@@ -9,13 +9,14 @@ import functools
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from megajax.convert.megatron.parameters import VOCABULARY
+from megajax.convert.megatron.entries import EMBEDDING, OUTPUT, SEQUENCE_TO_SEQUENCE_OUTPUT
 
 logger = logging.getLogger("megajax")
 
@@ -23,23 +24,27 @@ TRACKER = "latest_checkpointed_iteration.txt"
 RANK_FILE = "model_optim_rng.pt"
 COMMON_FILE = "common.pt"
 COMMON_KEY = "common_state/shard_0_1"  # where newer versions keep what was in common.pt
-EMBEDDING, OUTPUT = VOCABULARY
 # Along which dim the ranks of a tensor parallel group divide an array; the others are whole on each of them.
 _SPLIT = {
-    r"(embedding\.word_embeddings|output_layer)\.weight": 0,
-    r".*\.linear_(qkv|fc1)\.(weight|bias)": 0,
+    r"embedding\.word_embeddings\.weight": 0,
+    r"(lm_head\.)?output_layer\.(weight|bias)": 0,
+    r".*\.linear_(qkv|q|kv|fc1)\.(weight|bias)": 0,
     r".*\.(linear_(q|q_down|q_up|kv_down|kv_up)_proj|eh_proj)\.weight": 0,
     r".*\.linear_(proj|fc2)\.weight": 1,
     r".*\.softmax_offset": 0,
+    r".*\.mixer\.(A_log|D|dt_bias|norm\.weight)": 0,
+    r".*\.mixer\.(in_proj\.weight|conv1d\.(weight|bias))\.\w+": 0,
+    r".*\.mixer\.out_proj\.weight": 1,
 }
 _NO_PARAMETERS = re.compile(r"(.*\.)?(optimizer|_extra_state|(local|global)_tokens_per_expert|ga_steps)(\.|/|$)")
-_STACKED = re.compile(r"(decoder\.layers\.)(?!\d)(.*)")
-_NUMBERED = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
+_STACKED = re.compile(r"((?:encoder|decoder)\.layers\.)(?!\d)(.*)")
+_NUMBERED = re.compile(r"((?:encoder|decoder)\.layers\.)(\d+)(\..*)")
 # Experts of torch_dist: one tensor with all, or a tensor for each.
 _EXPERTS = re.compile(r"(.*\.mlp\.experts\.)experts\.(?:(\d+)\.)?(.*)")
 # Experts of torch: modules, matrices of a grouped layer, or all matrices of an older one side by side.
 _LOCAL = re.compile(r"(.*\.mlp\.experts\.)(?:local_experts\.(\d+)\.(.*)|(linear_fc[12]\.weight)(\d+))")
 _SIDE_BY_SIDE = re.compile(r"(.*\.mlp\.experts\.)weight([12])")
+_MIXER = re.compile(r"(.*\.mixer\.)(?:in_proj\.weight|conv1d[._](weight|bias))")
 _GATE = re.compile(r".*\.linear_fc1\.(weight|bias)_w")  # by itself; the up projection then ends in _v
 
 
@@ -127,7 +132,7 @@ def _open_distributed(folder: Path, files: Any) -> Checkpoint:
     else:
         raise ValueError(f"{folder} has neither {COMMON_FILE} nor {COMMON_KEY}: it is incomplete")
     tensors = {key: form for key, form in stored.tensors.items() if not _NO_PARAMETERS.match(key)}
-    parameters = whole_layers(tensors, stored.array)
+    parameters = _without_alias(whole_layers(tensors, stored.array))
     return Checkpoint(folder, common.get("iteration", 0), _arguments(common, folder), parameters)
 
 
@@ -191,9 +196,16 @@ def _open_rank_files(folder: Path, load: Callable[[Path], Any], to_numpy: Callab
         for chunk in numbered(order)
         for name, arrays in chunk.items()
     }
-    if not arguments.get("untie_embeddings_and_output_weights") and OUTPUT in parameters:
-        _check_same(OUTPUT, [parameters[EMBEDDING], parameters.pop(OUTPUT)])  # the copy of the last stage
+    parameters = _without_alias(parameters)
+    for output in (OUTPUT, SEQUENCE_TO_SEQUENCE_OUTPUT):
+        if not arguments.get("untie_embeddings_and_output_weights") and output in parameters:
+            _check_same(output, [parameters[EMBEDDING], parameters.pop(output)])  # the copy of the last stage
     return Checkpoint(folder, first.get("iteration", 0), arguments, parameters)
+
+
+def _without_alias(parameters: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
+    """T5's output layer has two names."""
+    return {name: array for name, array in parameters.items() if f"lm_head.{name}" not in parameters}
 
 
 class Rank(NamedTuple):
@@ -244,17 +256,49 @@ def _chunks(state: Mapping[str, Any], where: Path, to_numpy: Callable[[Any], np.
         raise ValueError(f"{where} holds a model of before Megatron Core; convert it with Megatron's "
                          "tools/checkpoint/convert.py first")  # fmt: skip
     return [
-        {
-            name: _stored(array, to_numpy)
-            for name, array in chunk.items()
-            if hasattr(array, "shape") and not _NO_PARAMETERS.match(name)
-        }
+        with_mixer_parts(
+            {
+                name: _stored(array, to_numpy)
+                for name, array in chunk.items()
+                if hasattr(array, "shape") and not _NO_PARAMETERS.match(name)
+            }
+        )
         for chunk in chunks
     ]
 
 
 def _stored(tensor: Any, to_numpy: Callable[[Any], np.ndarray]) -> StoredArray:
     return StoredArray(tuple(tensor.shape), to_numpy(tensor[:0]).dtype, lambda: to_numpy(tensor))
+
+
+def with_mixer_parts(parameters: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
+    """The parts of the two Mamba arrays by themselves, as torch_dist has them: each tensor rank has its own piece of
+    every part, z, x, B, C and dt of the input projection, and x, B and C of the convolution."""
+    found = {}
+    for name, array in parameters.items():
+        match = _MIXER.fullmatch(name)
+        if match is None:
+            found[name] = array
+            continue
+        prefix, of_convolution = match.groups()
+        heads = parameters[f"{prefix}dt_bias"].shape[0]
+        channels = parameters[f"{prefix}out_proj.weight"].shape[1]
+        whole = channels if of_convolution else 2 * channels + heads
+        shared = (array.shape[0] - whole) // 2
+        sizes = {"x": channels, "B": shared, "C": shared}
+        if of_convolution:
+            name = f"{prefix}conv1d.{of_convolution}"  # conv1d_ in newer versions
+        else:
+            sizes = {"z": channels, **sizes, "dt": heads}
+        start = 0
+        for part, size in sizes.items():
+            found[f"{name}.{part}"] = _rows(array, start, size)
+            start += size
+    return found
+
+
+def _rows(array: StoredArray, start: int, size: int) -> StoredArray:
+    return StoredArray((size, *array.shape[1:]), array.dtype, lambda: np.asarray(array)[start : start + size])
 
 
 def whole_stage(
@@ -317,18 +361,18 @@ def numbered(order: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Chunks of layers as they follow one another in the model, in each of which layers are numbered from 0 -> the
     same with the numbers in the whole model."""
     found = []
-    layers_before = 0
+    layers_before: Counter[str] = Counter()  # of each stack
     for chunk in order:
         renamed = {}
-        numbers = set()
+        layers = set()
         for name, arrays in chunk.items():
             if match := _NUMBERED.fullmatch(name):
                 prefix, number, rest = match.groups()
-                numbers.add(number)
-                name = f"{prefix}{int(number) + layers_before}{rest}"
+                layers.add((prefix, number))
+                name = f"{prefix}{int(number) + layers_before[prefix]}{rest}"
             renamed[name] = arrays
         found.append(renamed)
-        layers_before += len(numbers)
+        layers_before.update(prefix for prefix, _ in layers)
     return found
 
 
