@@ -17,6 +17,7 @@ from megajax.ops.grouped_matmul import grouped_matmul
 from megajax.ops.low_precision import DelayedScaling, low_precision_matmul
 from megajax.parameters import LAYER_AXES, Role, matches, variable, weight
 from megajax.precision import PrecisionConfig, Recipe
+from megajax.sharding import constrain
 
 logger = logging.getLogger("megajax")
 
@@ -79,6 +80,17 @@ class Linear(nnx.Module):
     def add_bias(self, y: jax.Array) -> jax.Array:
         """y [..., *N], a product with the weight, plus the bias; y itself without one."""
         return ops.add_bias(y, self.bias[...]) if hasattr(self, "bias") else y
+
+
+class GatheredLinear(Linear):
+    """A Linear with one input and one output dim and few outputs, whose matrix all devices gather before the product.
+
+    Without that XLA exchanges parts of the matrix among the devices that split the sequence, by a permutation; in a
+    stage of a pipeline, which only some devices run, all devices would have to take part in it.
+    """
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.add_bias(ops.matmul(x, constrain(self.weight[...], None, None)))
 
 
 class GroupedLinear(nnx.Module):

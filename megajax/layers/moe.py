@@ -18,7 +18,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.layers.layer import Activation, Flops, Terms, check_divisible
-from megajax.layers.linear import GroupedLinear, Linear, grouped_side_by_side
+from megajax.layers.linear import GatheredLinear, GroupedLinear, grouped_side_by_side
 from megajax.layers.mlp import Mlp, MlpConfig
 from megajax.layers.router import Choice, Router, RouterConfig
 from megajax.mesh import MeshConfig
@@ -219,7 +219,8 @@ class Experts(nnx.Module):
         if config.shared is not None:
             self.shared = Mlp(config.shared, rngs=rngs)
         if moe.shared_gate:
-            self.shared_gate = Linear((D,), (1,), ("embed", "router"), config.init_std, rngs=rngs, role="router")
+            axes = ("embed", "router")
+            self.shared_gate = GatheredLinear((D,), (1,), axes, config.init_std, rngs=rngs, role="router")
 
     def __call__(self, x_BTD: jax.Array, *, generates: bool = False) -> tuple[jax.Array, Terms]:
         """generates: with a cache, a few tokens at a time; the router then treats each token by itself."""

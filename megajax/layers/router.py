@@ -27,8 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.current_mesh import manual
 from megajax.layers.layer import Terms
-from megajax.layers.linear import Linear
-from megajax.ops import matmul as ops
+from megajax.layers.linear import GatheredLinear
 from megajax.parallel.context import ContextMethod, current_order
 from megajax.parameters import observe, variable
 from megajax.ranges import MAY_CHANGE, NonNegativeFloat, PositiveFloat, PositiveInt
@@ -140,7 +139,7 @@ def _as_observed(value: jax.Array, observed: jax.Array) -> jax.Array:
     return observed
 
 
-class Router(Linear):
+class Router(GatheredLinear):
     """x [B, T, D] -> (Choice, Terms)."""
 
     def __init__(
@@ -160,11 +159,7 @@ class Router(Linear):
     def __call__(self, x_BTD: jax.Array, *, generates: bool = False) -> tuple[Choice, Terms]:
         """generates: with a cache; a token's experts then do not depend on other tokens."""
         config = self.config
-        # Whole on every device. Left to itself, XLA exchanges parts of it between the devices that split time, with a
-        # permutation, which a stage of a pipeline must not contain.
-        weight_DE = constrain(self.weight[...], None, None)
-        logits_BTE = self.add_bias(ops.matmul(x_BTD.astype(jnp.float32), weight_DE))
-        logits_BTE = constrain(logits_BTE, "batch", "time", None)
+        logits_BTE = constrain(super().__call__(x_BTD.astype(jnp.float32)), "batch", "time", None)
         logits_BTE = checkpoint_name(logits_BTE, "routing")
         num_experts = logits_BTE.shape[-1]
         scores_BTE = _SCORES[config.score](logits_BTE)
