@@ -45,7 +45,7 @@ class Request:
 
 
 class Border(NamedTuple):
-    """The end of a page that several sequences have begun with."""
+    """The end of the last page that a sequence has in common with an earlier one."""
 
     position: int
     """Tokens up to there."""
@@ -79,7 +79,7 @@ class Sequence:
     shares_pages: bool = True
     """Whether its pages may enter the prefix cache: not if they were computed with other parameters."""
     border: Border | None = None
-    """Where its state is to be kept."""
+    """Where its state is to be kept; None: nowhere."""
     matcher: Matcher | None = None
     """Which tokens may follow, if the text must follow a schema or a regular expression."""
     lookup: PromptLookup = dataclasses.field(default_factory=PromptLookup, repr=False)
