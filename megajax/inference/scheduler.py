@@ -128,7 +128,7 @@ class Prefill(NamedTuple):
     restored: Items[Copy] = ()
     """Before the chunks are computed, from the kept states."""
     kept: Items[Copy] = ()
-    """After they are computed, as kept states."""
+    """After they are computed, to the kept states, in this order: a later one may replace an earlier one."""
 
 
 class Run(NamedTuple):
@@ -242,8 +242,8 @@ class Scheduler:
             return Prefill(chunks)
         restored = self._restored
         self._restored = []
+        # Sequences of this call have been admitted already: only those of later calls find these states.
         kept = [copy for copy in map(self._kept, chunks) if copy is not None]
-        self._states.called()
         return Prefill(chunks, restored, kept)
 
     def _kept(self, chunk: Chunk) -> Copy | None:
