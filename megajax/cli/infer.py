@@ -263,7 +263,7 @@ def _sampling(options: argparse.Namespace):
 
 def _check_template(options: argparse.Namespace) -> None:
     if options.chat_template is not None and not Path(options.chat_template).is_file():
-        raise ValueError(f"chat_template={options.chat_template} is no file; give a file with a jinja2 chat template")
+        raise ValueError(f"chat_template={options.chat_template} is not a file; name one with a chat template")
 
 
 def _template(engine, options: argparse.Namespace):

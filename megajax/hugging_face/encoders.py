@@ -16,7 +16,7 @@ from megajax.models.bert import BertConfig
 
 
 class BertForm(Form):
-    """Of BERT and RoBERTa with any head."""
+    """BERT and RoBERTa with any head."""
 
     default = BertConfig()
 

@@ -299,7 +299,7 @@ class Model:
 
     @property
     def layers_run(self) -> tuple[LayerConfig, ...]:
-        """The layers that a step runs; those that every rank of a pipeline runs are there once for each rank."""
+        """The layers that a step runs; one that every rank of a pipeline runs is listed once per rank."""
         on_all_ranks = sum(self.config.guessing_stacks(self.execution).values(), ())
         others = 0 if self.stages is None else self.stages.num_ranks - 1
         return self.config.layers(self.execution) + on_all_ranks * others
