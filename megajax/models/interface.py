@@ -154,6 +154,11 @@ class ModelConfig:
         return _layers(self, execution)
 
     @property
+    def has_output_layer(self) -> bool:
+        """Whether the loss multiplies hidden states by a matrix of the vocabulary."""
+        return True
+
+    @property
     def num_stage_layers(self) -> int:
         """Layers that the stages of a pipeline divide among them: all but those of guessing_stacks."""
         guessing = self.guessing_stacks(ExecutionConfig()).values()

@@ -133,6 +133,8 @@ class Model:
                 raise ValueError(
                     f"precision.low_modules: {pattern!r} matches no matrix; the layers have {', '.join(sorted(names))}"
                 )
+        if self.precision.head_recipe and not self.config.has_output_layer:
+            raise ValueError("precision.low_modules: 'head' is the output layer, which this model lacks; leave it out")
         module.head_recipe = self.precision.head_recipe
 
     def _init(self, key: jax.Array) -> dict:
