@@ -11,9 +11,8 @@
 | mix | generated tokens/s of many different requests | 11 |
 | profile | where the time of decoding goes (benchmarks/profile.py) | 4 |
 
-Each phase prints lines of JSON; --output gets all lines so far after each one. A
-phase that fails prints its error, and the next one begins. Tokens are random and the most likely one is taken, without
-an end of the document.
+Each phase prints lines of JSON; --output gets all lines so far after each one. A phase that fails prints its error, and
+the next one begins. Tokens are random and the most likely one is taken, without an end of the document.
 
     --phases=torch,ready,decode,prompts,mix   the default; "ready" always runs if a phase needs the engine
     --seconds=480           no phase begins after this time, and torch gets half of it
