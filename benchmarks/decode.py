@@ -2,18 +2,17 @@
 
     python -m benchmarks.decode --config=llama3_8b [--output=FILE] [--section.field=value ...]
 
-| phase | measures | expected on one H100 with llama3_8b, seconds |
+| phase | measures | seconds on one H100 with llama3_8b |
 |---|---|---|
-| torch | transformers, if installed, on the same GPU (benchmarks/peers/torch_decode.py) | 180 |
-| ready | making weights; compiling or loading every program | 100; programs from the disk 40 |
-| decode | for each batch: decoding speed, and the part of the memory bandwidth that it uses | 60 |
-| prompts | time and MFU of long prompts | 15 |
-| mix | generated tokens/s of many different requests | 20 |
-| profile | where the time of decoding goes (benchmarks/profile.py) | 20 |
+| torch | transformers, if installed, on the same GPU (benchmarks/peers/torch_decode.py) | 180, estimated |
+| ready | making weights; compiling or loading every program | 52 |
+| decode | for each batch: decoding speed, and the part of the memory bandwidth that it uses | 51 |
+| prompts | time and MFU of long prompts | 6 |
+| mix | generated tokens/s of many different requests | 11 |
+| profile | where the time of decoding goes (benchmarks/profile.py) | 4 |
 
-The expected times are estimates. Each phase prints lines of JSON; --output gets all lines so far after each one. A
-phase that fails prints its error, and the next one begins. Tokens are random and the most likely one is taken, without
-an end of the document.
+Each phase prints lines of JSON; --output gets all lines so far after each one. A phase that fails prints its error, and
+the next one begins. Tokens are random and the most likely one is taken, without an end of the document.
 
     --phases=torch,ready,decode,prompts,mix   the default; "ready" always runs if a phase needs the engine
     --seconds=480           no phase begins after this time, and torch gets half of it
