@@ -33,7 +33,7 @@ class Stack(nnx.Module):
         is_on_all_ranks: bool = False
     ):  # fmt: skip
         """stages: those of the pipeline that runs the layers through run_stage; None: __call__ runs them.
-        is_on_all_ranks: of a pipeline, each of which runs all of the layers through __call__."""
+        is_on_all_ranks: whether every rank of a pipeline runs all of the layers, through __call__."""
         self.configs = tuple(layers) if stages is None else tuple(layer.saving_by_name() for layer in layers)
         self.scan = scan
         key = rngs.params()
