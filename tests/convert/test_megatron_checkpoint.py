@@ -311,6 +311,12 @@ def test_arguments_of_latent_attention(arguments, expected):
     model.check(MeshConfig(), 32, ExecutionConfig())
 
 
+def test_scales_that_versions_of_megatron_read_differently_are_logged(caplog):
+    for all_dim, count in ((1.0, 0), (0.0, 1)):
+        model_of(GPT | MLA | dict(rotary_scaling_factor=40, mscale=1.0, mscale_all_dim=all_dim))
+        assert caplog.text.count(f"mscale=1.0, mscale_all_dim={all_dim}: the second one scales attention") == count
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

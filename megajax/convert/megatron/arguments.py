@@ -159,7 +159,16 @@ def _with_latents(given: Arguments, model: DecoderConfig) -> DecoderConfig:
     plain = RopeConfig(base=model.rope.base, fraction=model.rope.fraction, interleaved=True)
     head_dim = given.size("qk_head_dim")
     rope_dim = given.size("qk_pos_emb_head_dim")
-    multiplier = _yarn_scale(factor, given.get("mscale_all_dim", default=0.0)) ** 2
+    of_tables = given.get("mscale", default=1.0)
+    of_all = given.get("mscale_all_dim", default=0.0)
+    if _yarn_scale(factor, of_tables) != _yarn_scale(factor, of_all):
+        logger.warning(
+            "mscale=%s, mscale_all_dim=%s: the second one scales attention, as in Megatron Core 0.16; in older "
+            "versions the first one did",
+            of_tables,
+            of_all,
+        )
+    multiplier = _yarn_scale(factor, of_all) ** 2
     latent = LatentConfig(
         kv_rank=given.size("kv_lora_rank"),
         q_rank=given.get("q_lora_rank"),
@@ -171,14 +180,14 @@ def _with_latents(given: Arguments, model: DecoderConfig) -> DecoderConfig:
         num_kv_heads=model.num_heads,
         head_dim=head_dim,
         qk_norm=False,
-        rope=_yarn(given, factor) if kind == "yarn" else plain,
+        rope=_yarn(given, factor, of_tables, of_all) if kind == "yarn" else plain,
         attention_multiplier=None if multiplier == 1 else multiplier / math.sqrt(head_dim + rope_dim),
         latent=latent,
     )
 
 
-def _yarn(given: Arguments, factor: float) -> RopeConfig:
-    of_tables, of_all = (given.get(name, default=value) for name, value in (("mscale", 1.0), ("mscale_all_dim", 0.0)))
+def _yarn(given: Arguments, factor: float, of_tables: float, of_all: float) -> RopeConfig:
+    """of_tables, of_all: coefficients of the scale in sines and cosines, and of that of the logits."""
     return RopeConfig(
         base=float(given.get("rotary_base", default=10000)),
         interleaved=True,
