@@ -58,7 +58,9 @@ PROFILED_TOKENS = 16
 
 def make_engine(config, serving: ServingConfig) -> tuple[Engine, dict]:
     """-> (engine, seconds to make it and to warm it up)."""
-    mesh = make_mesh(config.mesh, jax.devices()[: config.mesh.num_devices])
+    devices = jax.devices()
+    mesh_config = config.mesh.resolve(len(devices)) if -1 in config.mesh.sizes().values() else config.mesh
+    mesh = make_mesh(mesh_config, devices[: mesh_config.num_devices])
     precision = dataclasses.replace(config.precision, params=config.precision.compute)
     model = Model(config.model, precision, config.execution)
     start = time.perf_counter()

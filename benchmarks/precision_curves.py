@@ -10,8 +10,8 @@ alone does to a run, and smaller gaps are not significant.
 
     --config=gpt2_124m
     --recipes=bf16,bf16_two_microbatches,fp8,fp8_delayed,fp8_rowwise,fp8_blockwise,nvfp4
-    --seconds=90           end the run of a recipe after this much training, without compilation; it is compared at its
-                           last step with the reference at that step
+    --seconds=90           end the run of a recipe after this much training, without compilation, and at the latest
+                           where the reference ended; it is compared at its last step with the reference at that step
     --output=FILE.json     the losses, written after each recipe, so that an interrupted measurement keeps what it has
     --plot=FILE.svg        curves, and below them the differences from the reference
 
@@ -82,7 +82,8 @@ def config_of(config: Config, name: str) -> Config:
     return override(config, arguments)
 
 
-def measure(config: Config, seconds: float) -> Curve:
+def measure(config: Config, seconds: float, num_steps: int) -> Curve:
+    """Trains until num_steps steps are done, or `seconds` have passed."""
     with tempfile.TemporaryDirectory() as folder:
         config = dataclasses.replace(config, run_dir=folder)
         program = make_program(config)
@@ -90,15 +91,15 @@ def measure(config: Config, seconds: float) -> Curve:
             make_trainer(config, program, load_data(config), Watchdog(0), read_only=True) as trainer,
             jax.set_mesh(program.mesh),
         ):
-            return _train(trainer, seconds)
+            return _train(trainer, seconds, num_steps)
 
 
-def _train(trainer: Trainer, seconds: float) -> Curve:
+def _train(trainer: Trainer, seconds: float, num_steps: int) -> Curve:
     state = trainer.initial_state()
     step_function = trainer.program.train_step(trainer.config)
     losses = []
     began = time.perf_counter()
-    for step, batch in enumerate(trainer.train_batches(0, trainer.config.steps)):
+    for step, batch in enumerate(trainer.train_batches(0, num_steps)):
         state, metrics = step_function(state, batch, np.float32(trainer.learning_rate(step)))
         losses.append(metrics["loss"])
         if step == 0:
@@ -116,7 +117,7 @@ def _train(trainer: Trainer, seconds: float) -> Curve:
 
 def summary(curve: Curve, reference: Curve) -> dict:
     """What a curve ends with, and the gap of its last losses to those of the reference at the same steps, relative."""
-    count = min(len(curve.losses), len(reference.losses))
+    count = len(curve.losses)
     last = slice(max(count - LAST, 0), count)
     final = statistics.mean(curve.losses[last])
     return {
@@ -174,10 +175,12 @@ def main(arguments: list[str]) -> None:
     names = values["recipes"].split(",")
     configs = {name: config_of(config, name) for name in names}
     use_compilation_cache()
+    num_steps = config.training.steps
     curves = {}
     found = {}
     for name in names:
-        curves[name] = measure(configs[name], float(values["seconds"]))
+        curves[name] = measure(configs[name], float(values["seconds"]), num_steps)
+        num_steps = len(curves[names[0]].losses)
         found = record(" ".join(["python -m benchmarks.precision_curves", *arguments]), curves)
         print(table(found["summaries"]), file=sys.stderr, flush=True)
         if values["output"]:

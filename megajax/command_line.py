@@ -26,7 +26,8 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             known = [name for name in vars(options) if name != "command"]
             typed = unknown[0].lstrip("-").partition("=")[0].replace("-", "_")
-            self.error(f"{unknown[0]} is unknown{did_you_mean(typed, known, '--')}")
+            hint = did_you_mean(typed, known, "--") or f"; see {self.prog} --help"
+            raise ValueError(f"{unknown[0]} is unknown{hint}")
         return options
 
     def error(self, message: str) -> NoReturn:

@@ -37,7 +37,7 @@ SERVING = {
     "memory_fraction": (float, "fraction of the device memory for weights and pages (0.9)"),
     "page_dtype": (str, "keys and values are stored as compute, int8 or float8 (compute)"),
     "weight_dtype": (str, "matrices of layers are stored as compute, int8, float8 or auto: as in the folder (auto)"),
-    "prefix_cache": (_truth, "False: do not keep keys and values for prompts that begin the same way (True)"),
+    "prefix_cache": (_truth, "False: keep nothing of finished requests for prompts that begin the same way (True)"),
     "decode_steps": (int, "tokens per sequence and call of the device (4)"),
     "draft_tokens": (
         int,
@@ -263,7 +263,7 @@ def _sampling(options: argparse.Namespace):
 
 def _check_template(options: argparse.Namespace) -> None:
     if options.chat_template is not None and not Path(options.chat_template).is_file():
-        raise ValueError(f"chat_template={options.chat_template} is no file; give a file with a jinja2 chat template")
+        raise ValueError(f"chat_template={options.chat_template} is not a file; name one with a chat template")
 
 
 def _template(engine, options: argparse.Namespace):

@@ -21,7 +21,7 @@ HEAD = "lm_head.weight"
 
 
 class T5Form(Form):
-    """Of encoder-decoders."""
+    """Encoder-decoders."""
 
     default = EncoderDecoderConfig()
 

@@ -16,13 +16,12 @@ from megajax.models.bert import BertConfig
 
 
 class BertForm(Form):
-    """Of BERT and RoBERTa with any head."""
+    """BERT and RoBERTa with any head."""
 
     default = BertConfig()
 
     def with_sizes(self, config: BertConfig) -> BertConfig:
-        head_activation = config.head_activation or config.activation
-        return dataclasses.replace(config, mlp_dim=config.width_of_mlp, head_activation=head_activation)
+        return dataclasses.replace(config, mlp_dim=config.width_of_mlp)
 
     def without_training(self, config: BertConfig) -> BertConfig:
         return dataclasses.replace(config, dropout=0.0, attention_dropout=0.0)
@@ -37,7 +36,7 @@ class BertForm(Form):
             init_std=default.init_std,
             tied_embeddings=config.tied_embeddings if is_masked_lm else default.tied_embeddings,
             next_sentence=config.next_sentence if is_masked_lm else default.next_sentence,
-            head_activation=config.head_activation if is_masked_lm else default.head_activation,
+            head_activation=(config.head_activation or config.activation) if is_masked_lm else None,
             num_classes=config.num_classes if config.classifies else default.num_classes,
         )
 

@@ -60,7 +60,7 @@ class Form:
 
 
 class DecoderForm(Form):
-    """Of decoders, dense or with experts."""
+    """Decoders, dense or with experts."""
 
     default = DecoderConfig()
 

@@ -24,7 +24,7 @@ _OF_MLP = ("mlp_dim", "mlp_bias", "activation")
 
 
 class HybridForm(DecoderForm):
-    """Of Mamba-2 and hybrids."""
+    """Mamba-2 and hybrids."""
 
     default = HybridConfig()
 

@@ -67,9 +67,8 @@ class Executor:
             donate_argnums=(1, 2),
         )
         kept_shardings = [a.sharding for a in self._kept]
-        self._keep, self._restore = (
-            jax.jit(programs.copy_state, donate_argnums=0, out_shardings=kept_shardings) for _ in range(2)
-        )
+        self._keep = jax.jit(programs.copy_state, donate_argnums=0, out_shardings=kept_shardings)
+        self._restore = jax.jit(programs.copy_state, donate_argnums=0, out_shardings=kept_shardings)
         self._start_row = jax.jit(Rows.start, donate_argnums=0, out_shardings=self._replicated)
 
     # ------------------------------------------------------------------ calls

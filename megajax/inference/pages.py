@@ -127,8 +127,6 @@ class KeptStates:
         self._free = list(range(num_slots - 1, -1, -1))
         self._slot_of: OrderedDict[bytes, int] = OrderedDict()
         """The least recently used first."""
-        self._coming: dict[bytes, int] = {}
-        """States that the call being prepared computes."""
 
     def longest(self, digests: Sequence[bytes]) -> tuple[int, int | None]:
         """Of the pages of a beginning: (how many there are up to the last kept state, its slot)."""
@@ -140,23 +138,15 @@ class KeptStates:
         return 0, None
 
     def keep(self, digest: bytes) -> int | None:
-        """The slot for a state; None if it is kept already, or if the same call fills all slots."""
-        if digest in self._slot_of or digest in self._coming:
+        """The slot for a state, which calls after the one that computes it can use; None if it is kept already."""
+        if digest in self._slot_of:
             return None
-        if not self._free and self._slot_of:
-            self._free.append(self._slot_of.popitem(last=False)[1])
         if not self._free:
-            return None
-        self._coming[digest] = self._free.pop()
-        return self._coming[digest]
-
-    def called(self) -> None:
-        """The call that was prepared has been started: later ones can use the states that it computes."""
-        self._slot_of |= self._coming
-        self._coming = {}
+            self._free.append(self._slot_of.popitem(last=False)[1])
+        self._slot_of[digest] = self._free.pop()
+        return self._slot_of[digest]
 
     def forget(self) -> None:
         """No state is kept any more."""
-        self.called()
         self._free += self._slot_of.values()
         self._slot_of.clear()

@@ -44,7 +44,7 @@ class Results:
         self._outputs: list[Output] = []
 
     def start(self, sequence: Sequence) -> None:
-        """Of a sequence that was submitted."""
+        """Begins the text of a sequence that was submitted."""
         if self._tokenizer is not None:
             request = sequence.request
             self._texts[sequence] = TextStream(self._tokenizer, request.prompt, request.sampling.stop)
@@ -59,7 +59,7 @@ class Results:
         return bool(self._outputs)
 
     def take(self) -> list[Output]:
-        """The outputs since the last call of this."""
+        """The outputs since it was last called."""
         outputs = self._outputs
         self._outputs = []
         return outputs
@@ -79,7 +79,8 @@ class Results:
             self._add(chunk.sequence, jax.tree.map(lambda a, n=number: a[n : n + 1], drawn))
 
     def _read_run(self, run: Run, drawn: Drawn) -> None:
-        """drawn: [steps, rows]: the steps of its row, or with a draft one step of as many rows."""
+        """drawn: [steps, rows], from the first row of the run on: several steps of one row, or with a draft one step,
+        with a row for each token."""
         if not run.draft:
             return self._add(run.sequence, jax.tree.map(lambda a: a[: run.count, 0], drawn))
         drawn = jax.tree.map(lambda a: a[0, : run.count], drawn)
@@ -111,7 +112,7 @@ class Results:
             token += chunk.end - chunk.start
 
     def _add(self, sequence: Sequence, drawn: Drawn) -> None:
-        """New tokens of a sequence, as far as it goes."""
+        """Adds new tokens to a sequence, up to the one that ends it."""
         if sequence.is_finished:
             return
         sampling = sequence.request.sampling

@@ -45,10 +45,10 @@ class Request:
 
 
 class Border(NamedTuple):
-    """The end of a page that several sequences have begun with."""
+    """The end of the last page that a sequence has in common with an earlier one."""
 
     position: int
-    """Tokens up to there."""
+    """Number of tokens up to there."""
     digest: bytes
 
 
@@ -79,7 +79,7 @@ class Sequence:
     shares_pages: bool = True
     """Whether its pages may enter the prefix cache: not if they were computed with other parameters."""
     border: Border | None = None
-    """Where its state is to be kept."""
+    """Where its state is to be kept; None: nowhere."""
     matcher: Matcher | None = None
     """Which tokens may follow, if the text must follow a schema or a regular expression."""
     lookup: PromptLookup = dataclasses.field(default_factory=PromptLookup, repr=False)
@@ -117,7 +117,7 @@ class Chunk(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Of the state of a sequence, between its row and a slot of the kept states."""
+    """Of the state of a sequence: from its row to a slot of the kept states, or back."""
 
     row: int
     slot: int
@@ -128,7 +128,7 @@ class Prefill(NamedTuple):
     restored: Items[Copy] = ()
     """Before the chunks are computed, from the kept states."""
     kept: Items[Copy] = ()
-    """After they are computed, as kept states."""
+    """After they are computed, to the kept states, in this order: a later one may replace an earlier one."""
 
 
 class Run(NamedTuple):
@@ -204,8 +204,8 @@ class Scheduler:
         *,
         has_draft_model: bool = False,
     ):
-        """guess: with the arguments of `look_up`. states: of a model with layers whose state is not in pages; None:
-        pages are all that a sequence needs. has_draft_model: whether a draft model has pages too."""
+        """guess: called like `look_up`. states: for a model with layers whose state is not in pages; None: pages are
+        all that a sequence needs. has_draft_model: whether a draft model has pages too."""
         self._guess = guess
         self._has_draft_model = has_draft_model
         self.pool = pool
@@ -242,8 +242,8 @@ class Scheduler:
             return Prefill(chunks)
         restored = self._restored
         self._restored = []
+        # Sequences of this call have been admitted already: only those of later calls find these states.
         kept = [copy for copy in map(self._kept, chunks) if copy is not None]
-        self._states.called()
         return Prefill(chunks, restored, kept)
 
     def _kept(self, chunk: Chunk) -> Copy | None:
@@ -350,8 +350,8 @@ class Scheduler:
         return True
 
     def _with_state(self, known: list[int]) -> tuple[list[int], int | None, Border | None]:
-        """-> (of these pages with known contents, those up to the last kept state, its slot, and where to keep another
-        one if they end before).
+        """known: pages of the beginning -> (those up to the last kept state, its slot, and where to keep another state
+        if more pages are known).
 
         That two prompts begin the same way is the reason to keep a state: the second one computes it, at the end of
         what both have, and later ones continue from there.

@@ -208,6 +208,10 @@ class BertConfig(ModelConfig):
             return ("masked_nsp", "masked_sop") if self.next_sentence else ("masked",)
         return ("classification",) if self.classifies else ()
 
+    @property
+    def has_output_layer(self) -> bool:
+        return self.head == "masked_lm"
+
     def check_data(self, kind: str) -> None:
         if self.head == "none":
             raise ValueError(_NO_LOSS)

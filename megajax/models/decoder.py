@@ -384,7 +384,7 @@ class DecoderConfig(ModelConfig):
 
 
 def mtp_name(depth: int) -> str:
-    """Of the stack of multi-token prediction at this depth, from 1."""
+    """Name of the stack of multi-token prediction at this depth, from 1."""
     return f"mtp_{depth}"
 
 

@@ -154,6 +154,11 @@ class ModelConfig:
         return _layers(self, execution)
 
     @property
+    def has_output_layer(self) -> bool:
+        """Whether the loss multiplies hidden states by a matrix of the vocabulary."""
+        return True
+
+    @property
     def num_stage_layers(self) -> int:
         """Layers that the stages of a pipeline divide among them: all but those of guessing_stacks."""
         guessing = self.guessing_stacks(ExecutionConfig()).values()
@@ -195,8 +200,8 @@ class ModelConfig:
         return self.stacks(execution)
 
     def guessing_stacks(self, execution: ExecutionConfig) -> dict[str, tuple[LayerConfig, ...]]:
-        """The stacks that only the loss runs, in a pipeline on all ranks, and speculative decoding, where they guess
-        further tokens, one each, in this order."""
+        """Stacks that only the loss and speculative decoding run. In a pipeline all ranks run them as part of the loss;
+        in speculative decoding each guesses one more token, in this order."""
         return {}
 
     def new_caches(self, length: int, execution: ExecutionConfig) -> dict[str, tuple]:

@@ -133,6 +133,8 @@ class Model:
                 raise ValueError(
                     f"precision.low_modules: {pattern!r} matches no matrix; the layers have {', '.join(sorted(names))}"
                 )
+        if self.precision.head_recipe and not self.config.has_output_layer:
+            raise ValueError("precision.low_modules: 'head' is the output layer, which this model lacks; leave it out")
         module.head_recipe = self.precision.head_recipe
 
     def _init(self, key: jax.Array) -> dict:
@@ -299,7 +301,7 @@ class Model:
 
     @property
     def layers_run(self) -> tuple[LayerConfig, ...]:
-        """The layers that a step runs; those that every rank of a pipeline runs are there once for each rank."""
+        """The layers that a step runs; one that every rank of a pipeline runs is listed once per rank."""
         on_all_ranks = sum(self.config.guessing_stacks(self.execution).values(), ())
         others = 0 if self.stages is None else self.stages.num_ranks - 1
         return self.config.layers(self.execution) + on_all_ranks * others

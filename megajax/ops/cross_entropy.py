@@ -302,7 +302,7 @@ class _LowProducts(_Products):
     def __init__(self, head_DV, recipe: Recipe):
         super().__init__(head_DV)
         self._formats = FORMATS[recipe]
-        # Once for all chunks; equal, and so the same for XLA, where the scales do not depend on the contracted dim.
+        # Once for all chunks. Where scales do not depend on the contracted dim the two are equal: XLA computes one.
         self._for_logits, self._for_d_x = (quantize(head_DV, self._formats.weight, (dim,)) for dim in (0, 1))
 
     def logits(self, x_CD):

@@ -65,10 +65,11 @@ def _low_matmuls(model: Model) -> str:
     precision = model.precision
     if not precision.is_low:
         return ""
-    head = " and of the output layer" if precision.head_recipe else ""
+    named = {"of layers": precision.low_matrices, "of the output layer": precision.head_recipe}
+    where = " and ".join(name for name, is_low in named.items() if is_low)
     has_experts = any(parameter.num_experts > 1 for parameter in model.parameters)
     experts = f", of experts {precision.compute}" if has_experts else ""
-    return f", matmuls of layers{head} {precision.recipe}{experts}"
+    return f", matmuls {where} {precision.recipe}{experts}"
 
 
 def _data_rows(datasets: Datasets, steps: int) -> list[tuple[str, str]]:

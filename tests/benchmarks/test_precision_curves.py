@@ -48,6 +48,20 @@ def test_a_shorter_run_is_compared_at_its_own_last_steps():
     assert len(ElementTree.fromstring(curves.plot(found)).findall(".//{*}polyline")) == 4
 
 
+def test_no_recipe_trains_longer_than_the_reference(monkeypatch, capsys):
+    speeds = {"bf16": 30, "fp8": 50, "nvfp4": 20}  # steps that the time would allow
+
+    def measure(config, seconds, num_steps):
+        return curve([4.0] * min(speeds[config.precision.recipe], num_steps), 3.0)
+
+    monkeypatch.setattr(precision_curves, "measure", measure)
+    monkeypatch.setattr(precision_curves, "use_compilation_cache", lambda: None)
+    monkeypatch.setattr(precision_curves.jax, "clear_caches", lambda: None)
+    precision_curves.main(["--recipes=bf16,fp8,nvfp4"])
+    rows = [row.split(" | ") for row in capsys.readouterr().out.splitlines()[-3:]]
+    assert [(row[1], row[5]) for row in rows] == [("30", "-"), ("30", "+0.00%"), ("20", "-")]
+
+
 @pytest.mark.slow
 def test_the_first_losses_are_those_of_the_reference_within_the_format(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

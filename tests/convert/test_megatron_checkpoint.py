@@ -361,6 +361,9 @@ def test_folders_that_are_no_checkpoint_are_refused(tmp_path, monkeypatch, capsy
     with pytest.raises(SystemExit, match="2"):
         main(["import", f"--from={tmp_path}", "--run_dir=out"])
     assert capsys.readouterr().err.startswith("error: torch is not installed")
+    with pytest.raises(SystemExit, match="2"):
+        main(["import", f"--from={tmp_path}", "--iterations=3"])
+    assert capsys.readouterr().err.startswith("error: --iterations=3 is unknown; did you mean --iteration?")
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,9 @@ import safetensors.numpy
 
 from megajax.convert.hugging_face import export_run, import_folder
 from megajax.hugging_face.folder import Folder
-from megajax.hugging_face.mapping import family_of, read_options, write_options
+from megajax.hugging_face.mapping import family_for, family_of, read_options, write_options
 from megajax.hugging_face.tensor_files import TensorFiles
+from megajax.models.bert import BertConfig
 from megajax.models.model import Model
 from megajax.precision import PrecisionConfig
 
@@ -125,6 +126,13 @@ def test_options_come_back(architecture, recorded):
     assert read_options(family, written) == model
     different = {name for name in written if name in theirs and theirs[name] != written[name]}
     assert not different
+    assert model.head_activation is None  # as in runs of when there was no such field, so that they resume
+
+
+def test_another_activation_of_the_head_is_refused():
+    assert write_options(family_for(BertConfig()), BertConfig(head_activation="gelu"))["hidden_act"] == "gelu"
+    with pytest.raises(ValueError, match="does not have model.head_activation=gelu_tanh"):
+        write_options(family_for(BertConfig()), BertConfig(head_activation="gelu_tanh"))
 
 
 def test_the_first_names_of_norms_and_unused_heads_are_read(recorded, write_drawn, tmp_path):

@@ -1,10 +1,15 @@
 """The pool of pages: who uses a page, and which beginnings are known."""
 
+import random
+from collections import deque
+
 import numpy as np
 
 from megajax.inference.pages import KeptStates, PagePool
+from megajax.inference.programs import Drawn
+from megajax.inference.results import Results
 from megajax.inference.sampling import Sampling
-from megajax.inference.scheduler import Limits, Prefill, Request, Scheduler, Sequence
+from megajax.inference.scheduler import Decode, Limits, Prefill, Request, Scheduler, Sequence, Wait
 
 
 def test_a_known_beginning_is_found_up_to_the_last_whole_page_before_the_end():
@@ -37,15 +42,12 @@ def test_least_recently_used_pages_go_first_and_ends_before_beginnings():
     assert pool.match([3, 4, 5]) == [] and pool.num_free == 2
 
 
-def test_kept_states_are_found_after_their_call_and_the_least_recently_used_one_is_replaced():
+def test_the_least_recently_used_kept_state_is_replaced():
     states = KeptStates(2)
-    slots = {name: states.keep(name) for name in (b"a", b"b", b"c")}
-    assert sorted([slots[b"a"], slots[b"b"]]) == [0, 1] and slots[b"c"] is None  # no room in this call
-    assert states.keep(b"a") is None and states.longest([b"a", b"x"]) == (0, None)
-    states.called()
+    slots = {name: states.keep(name) for name in (b"a", b"b")}
+    assert set(slots.values()) == {0, 1} and states.keep(b"a") is None
     assert states.longest([b"a", b"x"]) == (1, slots[b"a"])
     assert states.keep(b"c") == slots[b"b"]
-    states.called()
     assert states.longest([b"b"]) == (0, None) and states.longest([b"x", b"c"]) == (2, slots[b"b"])
     states.forget()
     assert states.longest([b"a"]) == (0, None) and {states.keep(b"a"), states.keep(b"b")} == {0, 1}
@@ -78,6 +80,91 @@ def test_prompts_continue_from_a_state_where_an_earlier_one_branched_off():
     scheduler.forget()
     assert calls([*start, 51, 52, 53]) == [([(0, 13)], 0, 0)]
     assert pool.num_used == 0
+
+
+class Device:
+    """Runs calls of a model of which the state of a sequence is the tuple of its tokens, and decides the next one."""
+
+    def __init__(self):
+        self.rows = {}
+        self.kept = {}
+        self.num_restored = 0
+
+    @staticmethod
+    def following(state: tuple[int, ...]) -> int:
+        return (sum(state) + len(state)) % 5
+
+    def run(self, work: Prefill | Decode) -> Drawn:
+        tokens = self._decode(work) if isinstance(work, Decode) else self._prefill(work)
+        return Drawn(np.array(tokens, np.int32), None)
+
+    def _prefill(self, work):
+        for copy in work.restored:
+            self.rows[copy.row] = self.kept[copy.slot]
+            self.num_restored += 1
+        for chunk in work.chunks:
+            sequence = chunk.sequence
+            assert not chunk.start or self.rows[sequence.row] == tuple(sequence.tokens[: chunk.start])
+            self.rows[sequence.row] = tuple(sequence.tokens[: chunk.end])
+        for copy in work.kept:
+            self.kept[copy.slot] = self.rows[copy.row]
+        return [self.following(self.rows[chunk.sequence.row]) for chunk in work.chunks if chunk.is_last]
+
+    def _decode(self, work):
+        drawn = np.zeros((work.num_steps, len(work.runs)))
+        for number, run in enumerate(work.runs):
+            state = self.rows[run.sequence.row]
+            assert len(state) == run.start
+            for step in range(run.count):
+                state = (*state, self.following(state))
+                drawn[step, number] = self.following(state)
+            self.rows[run.sequence.row] = state
+        return drawn
+
+
+def test_sequences_continue_from_their_own_states_whatever_happens_around_them():
+    """Results are read a call late, sequences are preempted and cancelled, and the cache is emptied."""
+    rng = random.Random(0)
+    device = Device()
+    num_preemptions = 0
+    for _ in range(20):
+        pool = PagePool(10, 2)
+        limits = Limits(num_rows=3, chunk_tokens=6, num_chunks=2, chunk_pages=14, decode_steps=rng.choice((1, 3)))
+        scheduler = Scheduler(pool, limits, states=KeptStates(rng.choice((1, 3))))
+        results = Results(scheduler, None)
+        calls = deque()
+        requests = []
+        num_steps = 0
+        while num_steps < 80 or scheduler.has_work or calls:
+            num_steps += 1
+            if num_steps < 80 and rng.random() < 0.4:
+                prompt = [rng.randrange(2)] * rng.randrange(1, 12) + [rng.randrange(5)]
+                request = Request(prompt, Sampling(max_tokens=rng.randrange(1, 8), n=rng.choice((1, 2))))
+                limit = len(prompt) + request.sampling.max_tokens
+                request.sequences = [Sequence(request, n, [*prompt], limit) for n in range(request.sampling.n)]
+                scheduler.waiting += request.sequences
+                requests.append(request)
+            if requests and rng.random() < 0.05:
+                for sequence in rng.choice(requests).sequences:
+                    results.cancel(sequence)
+            if rng.random() < 0.02:
+                scheduler.forget()
+            while isinstance(work := scheduler.next(), Wait):
+                results.read(*calls.popleft(), None)
+            if work is not None:
+                calls.append((work, device.run(work)))
+            if calls and (work is None or len(calls) > 1):
+                results.read(*calls.popleft(), None)
+        assert pool.num_used == 0
+        num_preemptions += scheduler.num_preemptions
+        reasons = {(output.request, output.index): output.finish_reason for output in results.take()}
+        for sequence in [sequence for request in requests for sequence in request.sequences]:
+            tokens = list(sequence.request.prompt)
+            while len(tokens) < len(sequence.tokens):
+                tokens.append(device.following(tuple(tokens)))
+            assert sequence.tokens == tokens
+            assert len(tokens) == sequence.limit or reasons[sequence.request, sequence.index] == "cancelled"
+    assert device.num_restored > 20 and num_preemptions > 20
 
 
 def test_no_call_writes_to_a_page_that_another_sequence_reads_in_it():

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from megajax.config import Config, incompatibilities, override
 from megajax.layers.moe import MoeConfig
 from megajax.mesh import MeshConfig, make_mesh
+from megajax.models.bert import BertConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.models.model import Model
@@ -156,6 +157,14 @@ def test_the_output_layer_is_rounded_only_if_named():
     assert precision.for_inference.head_recipe is None
     sizes = {p.is_output: p.low_size for p in Model(LLAMA, precision).parameters if not p.is_in_a_layer}
     assert sizes[True] == LLAMA.embed_dim * LLAMA.padded_vocab_size
+    alone = Config(model=LLAMA, precision=PrecisionConfig(recipe="fp8", low_modules=("head",))).make_program()
+    assert "compute bfloat16, matmuls of the output layer fp8" in described_precision(alone)
+
+
+def test_an_output_layer_that_the_model_lacks_is_refused():
+    classifier = BertConfig(num_layers=3, embed_dim=32, num_heads=2, head="token_classification")
+    with pytest.raises(ValueError, match="precision.low_modules: 'head' is the output layer, .* lacks; leave it out"):
+        Model(classifier, dataclasses.replace(PRECISION, low_modules=("*", "head")))
 
 
 def test_experts_are_not_rounded_which_the_card_says_and_the_estimate_counts():

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from megajax.command_line import errors_in_one_line
+from megajax.command_line import Parser, errors_in_one_line
 from megajax.config import Config, differences
 from megajax.convert.export import new_directory, write_imported
 from megajax.convert.megatron.checkpoint import Checkpoint, open_checkpoint
@@ -92,11 +92,7 @@ def _import(flags: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m megajax.convert.megatron",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog="python -m megajax.convert.megatron", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="{import}")
     into = commands.add_parser("import", help="a checkpoint of Megatron as a run directory")
     into.add_argument("--from", required=True, help="folder that Megatron saved to, or one iter_* in it")
@@ -106,8 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     into.add_argument("--tokenizer", help="bytes, null:VOCAB, PATH.model, PATH/tokenizer.json or PATH.tiktoken")
     into.add_argument("--dry_run", action="store_true", help="show what would be read and write nothing")
     into.set_defaults(run=_import)
-    flags = parser.parse_args(arguments)
     with errors_in_one_line():
+        flags = parser.parse_args(arguments)
         flags.run(flags)
 
 

@@ -77,7 +77,7 @@ class Arguments:
         return int(self.get(name))
 
     def require(self, allowed: Mapping[str, tuple]) -> None:
-        """Raises ValueError for the first argument whose value is none of those allowed for it; not given is always."""
+        """Raises ValueError for the first argument whose value is not allowed; None always is."""
         for name, values in allowed.items():
             if self.get(name) not in (None, *values):
                 raise self.refuse(name)
@@ -88,8 +88,8 @@ class Arguments:
 
 
 def read_config(given: Arguments, model: ModelConfig, vocabulary_rows: int, folder: Path) -> Config:
-    """Of a run with this model. vocabulary_rows: of the embedding. folder: of the checkpoint, which may hold the
-    tokenizer."""
+    """The config of a run with this model. vocabulary_rows: of the embedding. folder: of the checkpoint, which may hold
+    the tokenizer."""
     data = DataConfig(source="mock", tokenizer=_tokenizer(given, vocabulary_rows, folder), kind=model.data_kinds[0])
     length = given.size("seq_length" if given.get("seq_length") else "max_position_embeddings")
     training = TrainingConfig(sequence_length=length)

@@ -36,7 +36,7 @@ def table(config: DecoderConfig) -> Table:
 
 
 def _kind(config: DecoderConfig, number: int) -> str:
-    """Of the layer with this number."""
+    """Kind of the layer with this number."""
     return "moe" if config.moe.has_experts(number) else "dense"
 
 
@@ -78,7 +78,7 @@ def outside_of_layers(config: DecoderConfig, final_norm: str) -> Table:
 
 
 def attention(config: DecoderConfig, ours: str) -> Table:
-    """Of a layer; ours: prefix."""
+    """Entries of a layer. ours: prefix of our names."""
     return (_attention if config.latent.kv_rank is None else _latent_attention)(config, ours)
 
 
@@ -130,11 +130,11 @@ def _latent_attention(config: DecoderConfig, ours: str) -> Table:
 
 
 def mlp(config: DecoderConfig, ours: str) -> Table:
-    """Of a layer; ours: prefix."""
+    """Entries of a layer. ours: prefix of our names."""
     sizes = (config.embed_dim, config.width_of_mlp, config.activation)
     return feed_forward(ours, f"{LAYER}mlp.", *sizes, has_bias=config.has_mlp_bias)
 
 
 def mixture(config: DecoderConfig, ours: str) -> Table:
-    """Of a layer; ours: prefix."""
+    """Entries of a layer. ours: prefix of our names."""
     return experts(config.moe, ours, f"{LAYER}mlp.", config.embed_dim, config.width_of_mlp, config.activation)

@@ -21,14 +21,14 @@ class Family(NamedTuple):
     kind: str
     """Of the config of its models."""
     has: str
-    """A part of the name of a parameter that only this family has."""
+    """Part of the name of a parameter that no later family has."""
     read_model: Callable[[Arguments, Shapes], ModelConfig]
     table: Callable[[Any], Table]
     supported: tuple[str, ...] = ()
     """Arguments in UNSUPPORTED that it supports."""
 
 
-# The last one is that of all other names.
+# The first one that fits; the last one fits every checkpoint.
 _FAMILIES = (
     Family(BertConfig.kind, "lm_head.dense.", encoders.read_model, encoders.table),
     Family(

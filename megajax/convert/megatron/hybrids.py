@@ -16,7 +16,7 @@ from megajax.layers.mamba import MambaConfig
 from megajax.layers.moe import MoeConfig
 from megajax.models.hybrid import LETTERS, HybridConfig
 
-# What the parameters of a layer are called, the first that fits: with experts there is "mlp." too.
+# How the names of a layer's parameters begin -> its letter, by the first that fits: those of experts also fit "mlp.".
 _LAYERS = {"mixer.": "M", "mlp.experts.": "E", "mlp.": "-", "self_attention.": "*"}
 _STACKS = ("mamba_stack_spec", "hybrid_stack_spec")
 _GATED_NORM_EPSILON = 1e-5  # fixed in Megatron
@@ -46,7 +46,7 @@ def read_model(given: Arguments, shapes: Mapping[str, tuple[int, ...]]) -> Hybri
 
 
 def _pattern(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Raises ValueError for a layer that is none of ours."""
+    """Raises ValueError for a layer of another kind than these."""
     letters: dict[int, str] = {}
     for name in shapes:
         if found := re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name):
