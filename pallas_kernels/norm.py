@@ -16,6 +16,7 @@ Refused: D that is not a multiple of 128, above 12288, or not split into at most
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,10 +47,18 @@ def problem(num_rows: int, width: int, dtype: jnp.dtype) -> str:
     return "" if num_rows % 8 == 0 else f"{num_rows} rows"
 
 
+@functools.partial(jax.jit, static_argnames=("epsilon", "interpret"))  # lowered once for all layers
 def forward(
-    x_RD: jax.Array, y_RD: jax.Array | None, scale_D: jax.Array, bias_D: jax.Array | None, *, epsilon: float, **options
+    x_RD: jax.Array,
+    y_RD: jax.Array | None,
+    scale_D: jax.Array,
+    bias_D: jax.Array | None,
+    *,
+    epsilon: float,
+    interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """-> (x + y, or x without y; normed), both [R, D] in x's dtype. options: of plgpu.kernel (interpret)."""
+    """-> (x + y, or x without y; normed), both [R, D] in x's dtype. interpret: plgpu.InterpretGPUParams, to run on
+    CPU."""
     rows, width = x_RD.shape
     blocks = _blocks(rows)
     warpgroups = _warpgroups(width, FORWARD)
@@ -69,7 +78,7 @@ def forward(
             row = lax.axis_index("block") * (rows // blocks) + number
 
             def mean(i, value):
-                return _means([[value]], width, parts, (lax.rem(number, 2), i), options)[0]
+                return _means([[value]], width, parts, (lax.rem(number, 2), i), interpret)[0]
 
             total = load(inputs["x"], (row, group))
             if y_RD is not None:
@@ -84,14 +93,15 @@ def forward(
         lax.fori_loop(0, rows // blocks, one_row, None)
 
     out = [jax.ShapeDtypeStruct((rows, *shape), x_RD.dtype)] * (1 if y_RD is None else 2)
-    outputs = _call(body, out, [], 1, blocks, warpgroups, options)(*arrays.values())
+    outputs = _call(body, out, [], 1, blocks, warpgroups, interpret)(*arrays.values())
     outputs = [a.reshape(x_RD.shape) for a in outputs]
     return (x_RD, *outputs) if y_RD is None else tuple(outputs)
 
 
+@functools.partial(jax.jit, static_argnames=("centred", "epsilon", "interpret"))
 def backward(
     s_RD: jax.Array, d_normed_RD: jax.Array, d_residual_RD: jax.Array, scale_D: jax.Array, *, centred: bool,
-    epsilon: float, **options
+    epsilon: float, interpret: Any = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """-> (d_s [R, D] in s's dtype, d_scale, d_bias or None), the latter float32 [blocks, D], to be summed over blocks.
 
@@ -135,7 +145,7 @@ def backward(
             slot = lax.rem(number, stages)
 
             def means(i, values):
-                return _means(map(values, pieces), width, parts, (lax.rem(number, 2), i), options)
+                return _means(map(values, pieces), width, parts, (lax.rem(number, 2), i), interpret)
 
             plgpu.barrier_wait(ready.at[slot])
             mean = means(0, lambda piece: [read(s_smem, piece, slot)])[0] if centred else 0.0
@@ -158,7 +168,7 @@ def backward(
                 new_sums.append([total + new for total, new in zip(of_piece, more, strict=False)])
                 d_s = read(d_residual_smem, piece, slot) + (d_normed * scale[piece] - c * along - mean_g) * inverse
                 d_s_ref[row, group, pl.ds(*piece)] = d_s.astype(s_RD.dtype)
-            _release(options)
+            _release(interpret)
             return new_sums
 
         for number in range(stages - 1):
@@ -176,17 +186,17 @@ def backward(
     out = [jax.ShapeDtypeStruct((rows, *shape), s_RD.dtype), part] + ([part] if centred else [])
     scratch = [*[plgpu.SMEM((stages, *shape), s_RD.dtype)] * 3, plgpu.Barrier(num_arrivals=3, num_barriers=stages)]
     arrays = (a.reshape(rows, *shape) for a in (s_RD, d_normed_RD, d_residual_RD))
-    outputs = _call(body, out, scratch, 3, blocks, warpgroups, options)(*arrays, scale_D.reshape(shape))
+    outputs = _call(body, out, scratch, 3, blocks, warpgroups, interpret)(*arrays, scale_D.reshape(shape))
     outputs = [a.reshape(-1, width) for a in outputs]
     return tuple(outputs) if centred else (*outputs, None)
 
 
-def _means(pieces, width, parts, slot, options):
+def _means(pieces, width, parts, slot, interpret):
     """The mean of each value, over the pieces and the threads of all warpgroups. pieces: [value, ...] per piece."""
     values = [list(value) for value in zip(*pieces, strict=True)]
     parts_ref = parts[0].at[slot]
     met = parts[1]
-    if options.get("interpret"):  # the interpreter does not support inline_mgpu
+    if interpret:  # the interpreter does not support inline_mgpu
         for i, value in enumerate(values):
             parts_ref[i, lax.axis_index("warpgroup")] = sum(map(jnp.sum, value))
         plgpu.barrier_arrive(met)
@@ -199,9 +209,9 @@ def _means(pieces, width, parts, slot, options):
     return [total * (1 / width) for total in inline(_sums)(parts_ref, values)]
 
 
-def _release(options):
+def _release(interpret):
     """Allows TMA to overwrite what this thread has read, once a barrier has told the thread that issues it."""
-    if options.get("interpret"):
+    if interpret:
         plgpu.commit_smem()
     else:
         plgpu.inline_mgpu()(_fence)()
@@ -267,13 +277,13 @@ def _loader(shape: tuple[int, ...]):
     return lambda ref, index=(): plgpu.load(ref, index, layout=_layout(shape)).astype(jnp.float32)
 
 
-def _call(body, out, scratch, values, blocks, warpgroups, options):
+def _call(body, out, scratch, values, blocks, warpgroups, interpret):
     """values: the maximum number of means that `_means` computes at once."""
     # TMA's writes into shared memory and the sums have their own barriers; no other memory is read and written.
     params = plgpu.CompilerParams(unsafe_no_auto_barriers=True)
     # For two alternating rows and for both sums of a row; and a barrier for the interpreter.
     parts = plgpu.SMEM((2, 2, values, 4 * warpgroups), jnp.float32), plgpu.Barrier(num_arrivals=warpgroups)
-    options = dict(scratch_types=[*scratch, parts]) | options
-    run = functools.partial(plgpu.kernel, out_type=out, compiler_params=params, **options)
     grid = dict(grid=(blocks,), grid_names=("block",), num_threads=warpgroups, thread_name="warpgroup")
-    return run(body, **grid)
+    return plgpu.kernel(
+        body, out_type=out, scratch_types=[*scratch, parts], compiler_params=params, interpret=interpret, **grid
+    )

@@ -90,7 +90,7 @@ class DecoderForm(Form):
     def canonical(self, config: DecoderConfig) -> DecoderConfig:
         default = self.default
         config = super().canonical(config)
-        has_experts = [config.moe.has_experts(number) for number in range(config.num_layers)]
+        has_experts = [config.has_experts(number) for number in range(config.num_layers)]
         is_rope = config.position == "rope"
         return dataclasses.replace(
             config,

@@ -11,16 +11,19 @@ from typing import Any
 
 from megajax.hugging_face.families import Family
 from megajax.hugging_face.form import DecoderForm
-from megajax.hugging_face.options import PLAIN, Choice, Option, Options
+from megajax.hugging_face.options import PLAIN, Choice, Option, Options, SigmoidRouter
 from megajax.hugging_face.weights import Row, linear, norm
 from megajax.models.hybrid import HybridConfig
 
-# Fields of layers that a model may not have.
-_OF_ATTENTION = (
-    "num_heads", "num_kv_heads", "head_dim", "qkv_bias", "attention_out_bias", "qk_norm", "window", "attention_sinks",
-    "attention_multiplier", "attention_soft_cap",
-)  # fmt: skip
-_OF_MLP = ("mlp_dim", "mlp_bias", "activation")
+# The letters of layers, with the fields that only these layers read.
+_FIELDS = {
+    "*": (
+        "num_heads", "num_kv_heads", "head_dim", "qkv_bias", "attention_out_bias", "qk_norm", "window",
+        "attention_sinks", "attention_multiplier", "attention_soft_cap",
+    ),
+    "-": ("mlp_dim",),
+    "-E": ("mlp_bias", "activation"),
+}  # fmt: skip
 
 
 class HybridForm(DecoderForm):
@@ -36,7 +39,7 @@ class HybridForm(DecoderForm):
     def canonical(self, config: HybridConfig) -> HybridConfig:
         config = super().canonical(config)
         letters = "".join(map(config.letter, range(config.num_layers)))
-        absent = ((_OF_ATTENTION if "*" not in letters else ()), (_OF_MLP if "-" not in letters else ()))
+        absent = [names for readers, names in _FIELDS.items() if not set(readers) & set(letters)]
         unused = {name: getattr(self.default, name) for names in absent for name in names}
         mamba = dataclasses.replace(config.mamba, chunk=self.default.mamba.chunk)
         return dataclasses.replace(
@@ -64,7 +67,14 @@ class OnlyMamba:
 class Pattern:
     """layers_block_type, or hybrid_override_pattern of older folders; the second is written too."""
 
-    letters = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-"}
+    letters = {
+        "linear_attention": "M",
+        "mamba": "M",
+        "full_attention": "*",
+        "attention": "*",
+        "mlp": "-",
+        "moe": "E",
+    }
 
     def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
         if "layers_block_type" in theirs:
@@ -74,21 +84,40 @@ class Pattern:
             pattern = "".join(self.letters[name] for name in names)
         else:
             pattern = theirs["hybrid_override_pattern"]
-            if unknown := sorted(set(pattern) - set("M*-")):
+            if unknown := sorted(set(pattern) - set(self.letters.values())):
                 raise ValueError(f"hybrid_override_pattern: {', '.join(unknown)} is not supported")
         return {"pattern": pattern, "num_layers": len(pattern)}
 
     def write(self, ours: Mapping[str, Any]) -> dict[str, Any]:
         number = ours["num_layers"]
         pattern = (ours["pattern"] * number)[:number]
-        if "E" in pattern:
-            raise ValueError(f"model.pattern={ours['pattern']}")
         names = {letter: name for name, letter in reversed(self.letters.items())}
         return {
             "layers_block_type": [names[letter] for letter in pattern],
             "hybrid_override_pattern": pattern,
             "num_hidden_layers": number,
         }
+
+
+@dataclasses.dataclass(frozen=True)
+class OfExperts:
+    """Options that transformers also writes, with defaults, for a model without layers E; then they are not read."""
+
+    options: Options
+
+    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+        found = {}
+        if "E" in Pattern().read(theirs)["pattern"]:
+            for option in self.options:
+                found |= option.read(theirs)
+        return found
+
+    def write(self, ours: Mapping[str, Any]) -> dict[str, Any]:
+        theirs = {}
+        if ours["moe.num_experts"] is not None:
+            for option in self.options:
+                theirs |= option.write(ours)
+        return theirs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +158,16 @@ _COMMON: Options = (
     Option("layer_norm_epsilon", "norm_epsilon", 1e-5),
     Choice("use_bias", False),
 )
+_EXPERTS: Options = (
+    Option("n_routed_experts", "moe.num_experts", 8, also=("num_local_experts",)),
+    Option("moe_intermediate_size", "moe.expert_dim", 7688),
+    Option("moe_shared_expert_intermediate_size", "moe.shared_dim"),  # without a default: transformers has no None
+    SigmoidRouter(top_k=2, num_groups=1, top_groups=1),
+    Option("routed_scaling_factor", "moe.router.scale", 1.0),
+    Choice("n_shared_experts", 1),
+    Choice("moe_latent_size", None),
+    Choice("mlp_bias", False),
+)
 _ALWAYS = dict(position="none", norm="rmsnorm", bias=False)
 
 
@@ -145,9 +184,12 @@ def _mixer(theirs: str) -> Sequence[Row]:
     )
 
 
-def _model(prefix: str) -> tuple[Row, ...]:
+def _model(prefix: str, *, fused_experts: bool = False) -> tuple[Row, ...]:
+    """fused_experts: the experts of a layer in one tensor, as transformers has them in memory."""
     layer = f"{prefix}.layers.{{}}."
     attention = "layers.attention.mixer."
+    experts = "layers.moe.mixer."
+    matrices = "experts.{}_proj" if fused_experts else "experts.{{}}.{}_proj.weight"
     projections = (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value"), ("o_proj", "out"))
     return (
         Row(f"{prefix}.embeddings.weight", ("embedding",)),
@@ -156,6 +198,11 @@ def _model(prefix: str) -> tuple[Row, ...]:
         *(row for name, our in projections for row in linear(f"{layer}mixer.{name}", attention + our)),
         *linear(f"{layer}mixer.up_proj", "layers.dense.mixer.up"),
         *linear(f"{layer}mixer.down_proj", "layers.dense.mixer.down"),
+        Row(f"{layer}mixer.gate.weight", (f"{experts}router",), "linear"),
+        Row(f"{layer}mixer.gate.e_score_correction_bias", (f"{experts}router_expert_bias",)),
+        *(Row(f"{layer}mixer.{matrices.format(name)}", (experts + name,), "linear") for name in ("up", "down")),
+        *linear(f"{layer}mixer.shared_experts.up_proj", f"{experts}shared.up"),
+        *linear(f"{layer}mixer.shared_experts.down_proj", f"{experts}shared.down"),
         *norm(f"{prefix}.norm_f", "final_norm"),
         *linear("lm_head", "head"),
     )
@@ -204,6 +251,7 @@ FAMILIES: tuple[Family, ...] = (
             Option("mlp_hidden_act", "activation", "relu2", values=PLAIN),
             Option("attention_bias", ("qkv_bias", "attention_out_bias"), False),
             Option("mlp_bias", "mlp_bias", False),
+            OfExperts(_EXPERTS),
             Option("initializer_range", "init_std", 0.02),
             Option("tie_word_embeddings", "tied_embeddings", False),
             Choice("sliding_window", None),
@@ -212,7 +260,7 @@ FAMILIES: tuple[Family, ...] = (
             Choice("num_nextn_predict_layers", 0),
         ),
         _model("backbone"),
-        _model("model"),
+        _model("model", fused_experts=True),
         form=HybridForm(),
     ),
 )

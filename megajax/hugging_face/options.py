@@ -369,6 +369,54 @@ class ExpertLayers:
         return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
+@dataclasses.dataclass(frozen=True)
+class SigmoidRouter:
+    """The router of DeepSeek-V3 and Nemotron-H: sigmoid scores, a bias for the choice alone, groups of experts.
+
+    Here weights are normalised if a token has several experts, there if norm_topk_prob is set; a group is scored by its
+    best top_k / top_groups experts here, by its best 2 there. Values for which these differ are refused.
+    """
+
+    top_k: int
+    """Default of num_experts_per_tok; the next two of n_group and topk_group."""
+    num_groups: int
+    top_groups: int
+
+    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+        top_k = theirs.get("num_experts_per_tok", self.top_k)
+        num_groups = theirs.get("n_group", self.num_groups)
+        top_groups = theirs.get("topk_group", self.top_groups)
+        is_normalised = theirs.get("norm_topk_prob", True)
+        if num_groups > 1 and top_k != 2 * top_groups:
+            raise ValueError(
+                f"num_experts_per_tok={top_k} is not twice topk_group={top_groups}: a group is scored by its best "
+                "num_experts_per_tok / topk_group experts here, and by its best 2 there"
+            )
+        if is_normalised != (top_k > 1):
+            raise ValueError(
+                f"norm_topk_prob={is_normalised} is not supported with num_experts_per_tok={top_k}; supported is "
+                f"{top_k > 1}"
+            )
+        return {
+            "moe.router.score": "sigmoid",
+            "moe.router.top_k": top_k,
+            "moe.router.num_groups": num_groups,
+            "moe.router.top_groups": top_groups,
+            # Their bias is loaded, and goes on moving if the model is trained.
+            "moe.router.bias_update_rate": 1e-3,
+        }
+
+    def write(self, ours: Mapping[str, Any]) -> dict[str, Any]:
+        theirs = {
+            "num_experts_per_tok": ours["moe.router.top_k"],
+            "n_group": ours["moe.router.num_groups"],
+            "topk_group": ours["moe.router.top_groups"],
+            "norm_topk_prob": ours["moe.router.top_k"] > 1,
+        }
+        self.read(theirs)
+        return theirs
+
+
 # ----------------------------------------------------------------------------- options of single families
 
 
@@ -399,23 +447,15 @@ class FalconOptions:
 
 @dataclasses.dataclass(frozen=True)
 class DeepseekOptions:
-    """Which layers have experts, the width of the shared experts, groups, and YaRN's factor on the scores."""
+    """Which layers have experts, the width of the shared experts, and YaRN's factor on the scores."""
 
     def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
         num_layers = theirs["num_hidden_layers"]
         num_dense = theirs.get("first_k_dense_replace", 3)
-        top_k, top_groups = theirs["num_experts_per_tok"], theirs.get("topk_group", 4)
-        if theirs.get("n_group", 8) > 1 and top_k != 2 * top_groups:
-            raise ValueError(
-                f"num_experts_per_tok={top_k} is not twice topk_group={top_groups}: a group is scored by its best "
-                "num_experts_per_tok / topk_group experts here, and by its best 2 there"
-            )
         shared = (theirs.get("n_shared_experts") or 0) * theirs["moe_intermediate_size"]
         return {
             "moe.layers": layer_pattern([number >= num_dense for number in range(num_layers)]),
             "moe.shared_dim": shared or None,
-            # Their bias is loaded, and goes on moving if the model is trained.
-            "moe.router.bias_update_rate": 1e-3,
             "attention_multiplier": self._multiplier(theirs),
         }
 
