@@ -118,6 +118,8 @@ class Export:
         model = Model(config.model)
         self._stored = StoredParams(run_dir, self.step, model.layer_rows)
         self._dtypes = _dtypes(model, self._stored.dtypes)
+        records = jax.tree_util.tree_leaves_with_path(model.records)
+        self._variables = {name_of(path) for path, record in records if record.role == "variable"}
         self.forms = {tensor.name: self._form(tensor, dtype) for tensor in self.map.tensors}
         self.generation = self.family.form.generation(self._generation_config(), self.tokenizer)
         (first, *_) = self.forms.values()
@@ -213,6 +215,8 @@ class Export:
             view[index] = array.read(index)
 
     def _form(self, tensor: Tensor, dtype: str | None) -> TensorForm:
+        if self._variables.issuperset(part.name for part in tensor.parts):
+            dtype = None  # router biases change in small steps; transformers keeps them in float32 too
         stored = {self._dtypes[part.name] for part in tensor.parts}
         found = stored.pop() if len(stored) == 1 else np.dtype(np.float32)
         return TensorForm(tensor.shape, np.dtype(DTYPES[dtype]) if dtype else found)
@@ -251,9 +255,10 @@ def export_run(
 ) -> Export:
     """Writes the folder `to` from one step of a run (default: the newest).
 
-    dtype: of all tensors; default: as they are stored. architecture: by the name in config.json; default: that of the
-    folder from which the weights came, else the first that has all options of the model. quantization: of the matrices
-    of layers. Raises ValueError if the folder exists, or for what cannot be exported; then nothing is left.
+    dtype: of all tensors but the biases of routers; default: as they are stored. architecture: by the name in
+    config.json; default: that of the folder from which the weights came, else the first that has all options of the
+    model. quantization: of the matrices of layers. Raises ValueError if the folder exists, or for what cannot be
+    exported; then nothing is left.
     """
     found = Export(run_dir, step, dtype, architecture, quantization)
     found.write(to, shard_bytes)
@@ -369,7 +374,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     out.add_argument("--run", required=True, help="directory of a run (runs/NAME)")
     out.add_argument("--to", help="folder to write")
     out.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
-    out.add_argument("--dtype", choices=tuple(DTYPES), help="of all tensors; default: as they are stored")
+    out.add_argument(
+        "--dtype", choices=tuple(DTYPES), help="of all tensors but the biases of routers; default: as they are stored"
+    )
     out.add_argument(
         "--architecture", help="such as LlamaForCausalLM; default: where the weights came from, or fitting"
     )

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from megajax.convert.hugging_face import export_run, import_folder
+from megajax.convert.hugging_face import Export, export_run, import_folder
 from megajax.hugging_face.folder import Folder
 from megajax.hugging_face.mapping import family_for, family_of, read_options, write_options
 from megajax.hugging_face.tensor_files import TensorFiles
@@ -123,6 +123,14 @@ def test_experts_in_one_tensor_are_read(recorded, write_drawn, tmp_path):
         )
         assert found.shape == shape
         np.testing.assert_array_equal(found, wanted)
+
+
+def test_biases_of_routers_stay_float32(recorded, write_drawn, tmp_path):
+    write_drawn(tmp_path / "theirs", recorded[0]["nemotron_h, experts"])
+    import_folder(tmp_path / "theirs", tmp_path / "run")
+    forms = Export(tmp_path / "run", None, "bfloat16", None).forms
+    kept = {name for name, form in forms.items() if form.dtype == np.float32}
+    assert kept == {f"backbone.layers.{layer}.mixer.gate.e_score_correction_bias" for layer in (1, 4)}
 
 
 @pytest.mark.parametrize(
