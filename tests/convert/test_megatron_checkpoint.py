@@ -473,6 +473,7 @@ OF_HYBRID = {
     "decoder.layers.1.self_attention.linear_proj.weight": (8, 8),
     "decoder.final_norm.weight": (8,),
 }
+WITHOUT_CONVOLUTION = {"decoder.layers.0.mixer.dt_bias": (2,), "decoder.final_norm.weight": (8,)}
 OF_BERT = {"lm_head.dense.weight": (8, 8)}
 OF_T5 = {"decoder.layers.0.cross_attention.linear_q.weight": (8, 8)}
 ROPE = {"position_embedding_type": "rope"}
@@ -485,6 +486,7 @@ ROPE = {"position_embedding_type": "rope"}
         (HYBRID | {"hybrid_layer_pattern": "M*/M"}, OF_HYBRID, "hybrid_layer_pattern="),
         (HYBRID | {"spec": ["specs", "gated_delta_product_stack_spec"]}, OF_HYBRID, "spec="),
         (HYBRID | {"layernorm_epsilon": 1e-6}, OF_HYBRID, "layernorm_epsilon=1e-06"),
+        (HYBRID, WITHOUT_CONVOLUTION, "no layer has mixer.conv1d.weight"),
         (GPT | {"normalization": "RMSNorm"}, OF_BERT, "normalization=RMSNorm"),
         (GPT | {"swiglu": True}, OF_BERT, "swiglu=True"),
         (GPT | ROPE, OF_T5, "position_embedding_type=rope"),

@@ -61,7 +61,9 @@ def _pattern(shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 def _mamba(given: Arguments, shapes: Mapping[str, tuple[int, ...]]) -> MambaConfig:
     head_dim = int(given.get("mamba_head_dim", default=64))
-    shape = next(shape for name, shape in shapes.items() if name.endswith(".mixer.conv1d.weight.x"))
+    shape = next((shape for name, shape in shapes.items() if name.endswith(".mixer.conv1d.weight.x")), None)
+    if shape is None:
+        raise ValueError("no layer has mixer.conv1d.weight: the checkpoint is incomplete; copy it again")
     channels, _, conv_width = shape
     return MambaConfig(
         num_heads=channels // head_dim,
