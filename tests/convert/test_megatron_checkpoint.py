@@ -372,31 +372,27 @@ def test_folders_that_are_no_checkpoint_are_refused(tmp_path, monkeypatch, capsy
     assert capsys.readouterr().err.startswith("error: --iterations=3 is unknown; did you mean --iteration?")
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
+def unpacked(archive: Path, tmp_path_factory) -> Path:
     pytest.importorskip("torch")
     folder = tmp_path_factory.mktemp("megatron")
-    with tarfile.open(RECORDED) as archive:
-        archive.extractall(folder, filter="data")
-    return folder / "tp2_pp2"
+    with tarfile.open(archive) as files:
+        files.extractall(folder, filter="data")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    return unpacked(RECORDED, tmp_path_factory) / "tp2_pp2"
 
 
 @pytest.fixture(scope="module")
 def mixtures(tmp_path_factory):
-    pytest.importorskip("torch")
-    folder = tmp_path_factory.mktemp("megatron_mixtures")
-    with tarfile.open(MIXTURES) as archive:
-        archive.extractall(folder, filter="data")
-    return folder
+    return unpacked(MIXTURES, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def families(tmp_path_factory):
-    pytest.importorskip("torch")
-    folder = tmp_path_factory.mktemp("megatron_families")
-    with tarfile.open(FAMILIES) as archive:
-        archive.extractall(folder, filter="data")
-    return folder
+    return unpacked(FAMILIES, tmp_path_factory)
 
 
 @pytest.fixture
