@@ -1,4 +1,4 @@
-"""Layers of one branch, x + f(norm(x)), where f is attention, a Mamba-2 mixer, an MLP or experts: those of a hybrid,
+"""Layers of one branch, x + f(norm(x)), where f is attention, a recurrent mixer, an MLP or experts: those of a hybrid,
 whose pattern has one letter for each (models/hybrid.py). A transformer layer is two of them."""
 
 import dataclasses
@@ -12,8 +12,8 @@ from megajax.layers.attention import AttentionConfig
 from megajax.layers.dropout import DropoutKey
 from megajax.layers.kv_cache import EmptyCache, PagedCache, PoolSizes
 from megajax.layers.layer import Activation, FeedForwardConfig, Flops, Saved, Terms
-from megajax.layers.mamba import MambaMixerConfig
 from megajax.layers.norm import Norm, NormConfig
+from megajax.layers.recurrent import RecurrentMixerConfig
 from megajax.layers.transformer import SavingActivations, TransformerLayer
 from megajax.mesh import MeshConfig
 from megajax.parallel.context import ContextMethod
@@ -78,8 +78,8 @@ class SublayerConfig(SavingActivations):
 
 
 @dataclasses.dataclass(frozen=True)
-class MambaLayerConfig(SublayerConfig):
-    branch: MambaMixerConfig
+class RecurrentLayerConfig(SublayerConfig):
+    branch: RecurrentMixerConfig
 
 
 @dataclasses.dataclass(frozen=True)

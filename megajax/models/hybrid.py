@@ -1,17 +1,19 @@
-"""Mamba-2 and hybrid language models: a decoder whose layers follow a pattern, one letter and one branch each (Dao and
-Gu 2024, https://arxiv.org/abs/2405.21060; Waleffe et al. 2024, https://arxiv.org/abs/2406.07887)."""
+"""Recurrent and hybrid language models: a decoder whose layers follow a pattern, one letter and one branch each (Dao
+and Gu 2024, https://arxiv.org/abs/2405.21060; Waleffe et al. 2024, https://arxiv.org/abs/2406.07887)."""
 
 import dataclasses
 from typing import Literal
 
-from megajax.layers.mamba import MambaConfig, MambaMixerConfig
-from megajax.layers.sublayer import AttentionLayerConfig, FeedForwardLayerConfig, MambaLayerConfig, SublayerConfig
+from megajax.layers.mamba import MambaConfig
+from megajax.layers.sublayer import AttentionLayerConfig, FeedForwardLayerConfig, RecurrentLayerConfig, SublayerConfig
 from megajax.mesh import MeshConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.ranges import changed_fields
 
 LETTERS = {"M": "Mamba-2", "*": "attention", "-": "MLP", "E": "experts"}
+RECURRENT = {"M": "mamba"}
+"""Letters of recurrent layers -> the sections that configure them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,16 +49,15 @@ class HybridConfig(DecoderConfig):
             dropout=self.dropout,
         )
         letter = self.letter(number)
-        if letter == "M":
-            mixer = MambaMixerConfig(
-                mamba=self.mamba,
+        if letter in RECURRENT:
+            mixer = getattr(self, RECURRENT[letter]).mixer(
                 embed_dim=self.embed_dim,
                 norm_epsilon=self.norm_epsilon,
                 context=execution.context_attention,
                 init_std=self.init_std,
                 out_init_std=self.out_init_std,
             )
-            layer = MambaLayerConfig(mixer, **common)
+            layer = RecurrentLayerConfig(mixer, **common)
         elif letter == "*":
             layer = AttentionLayerConfig(self._layer_config(number, execution).attention, **common)
         else:
@@ -101,10 +102,13 @@ class HybridConfig(DecoderConfig):
             raise ValueError(
                 f"model.moe.layers={self.moe.layers}: model.pattern says which layers have experts; leave it out"
             )
-        if "M" not in self.pattern and (changed := changed_fields(self.mamba, MambaConfig())):
-            raise ValueError(
-                f"model.mamba: {', '.join(changed)} set, but model.pattern={self.pattern} has no M; leave them out"
-            )
+        for letter, section in RECURRENT.items():
+            given = getattr(self, section)
+            if letter not in self.pattern and (changed := changed_fields(given, type(given)())):
+                raise ValueError(
+                    f"model.{section}: {', '.join(changed)} set, but model.pattern={self.pattern} has no {letter}; "
+                    "leave them out"
+                )
 
     def _check_heads(self) -> None:
         if "*" in self.pattern:

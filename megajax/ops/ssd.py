@@ -18,7 +18,8 @@ arguments: the scores of a chunk, Q numbers per token and head, are the largest 
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,7 @@ recomputed = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.no
 
 def time_steps(dt_BTH: jax.Array, bias_H: jax.Array, limits: tuple[float, float | None]) -> jax.Array:
     """softplus(dt + bias), limited to [limits[0], limits[1]] -> float32."""
-    dtype = _wide(dt_BTH)
+    dtype = wide(dt_BTH)
     steps = jax.nn.softplus(dt_BTH.astype(dtype) + bias_H.astype(dtype))
     low, high = limits
     return steps if (low, high) == (0.0, None) else jnp.clip(steps, low or None, high)
@@ -67,12 +68,12 @@ def _ssd(x, dt, a, b, c, skip, starts, state, *, chunk, pieces):
     B, T, H, P = x.shape
     G, N = b.shape[2:]
     R = H // G
-    dtype = _wide(x)
+    dtype = wide(x)
     length = T // len(pieces)
     chunk = min(chunk, length)
 
     def split(array):
-        return _chunks(array, len(pieces), chunk)
+        return chunks(array, len(pieces), chunk)
 
     x_BJQGRP = split(x).reshape(B, -1, chunk, G, R, P)
     dt_BJQGR = split(dt.astype(dtype)).reshape(B, -1, chunk, G, R)
@@ -80,22 +81,14 @@ def _ssd(x, dt, a, b, c, skip, starts, state, *, chunk, pieces):
     c_BJQGN = split(c)
     dot = functools.partial(jnp.einsum, precision=dot_precision(x.dtype), preferred_element_type=dtype)
 
-    # Sums over a chunk as a matmul: a cumulative sum would take log(Q) passes.
-    logs_BJQGR = dt_BJQGR * a.astype(dtype).reshape(G, R)
-    until = jnp.asarray(np.tri(chunk), dtype)
-    c_BJGRQ = jnp.einsum("bjtgr,qt->bjgrq", logs_BJQGR, until, precision=lax.Precision.HIGHEST)
+    sums_BJGRQ = sums_in_chunks(dt_BJQGR * a.astype(dtype).reshape(G, R))
     dt_BJGRQ = dt_BJQGR.transpose(0, 1, 3, 4, 2)
-    seen_BJQ = None if starts is None else jnp.cumsum(split(starts.astype(jnp.int32)), 2)  # starts in the chunk so far
+    decays = Decays(sums_BJGRQ, None if starts is None else jnp.cumsum(split(starts.astype(jnp.int32)), 2))
 
     scores_BJGQT = dot("bjqgn,bjtgn->bjgqt", c_BJQGN, b_BJQGN)
-    mixing_BJGRQT = scores_BJGQT[:, :, :, None] * _decays(c_BJGRQ, seen_BJQ) * dt_BJGRQ[..., None, :]
+    mixing_BJGRQT = scores_BJGQT[:, :, :, None] * decays.between() * dt_BJGRQ[..., None, :]
     y_BJQGRP = dot("bjgrqt,bjtgrp->bjqgrp", mixing_BJGRQT.astype(x.dtype), x_BJQGRP)
-
-    to_end = jnp.exp(c_BJGRQ[..., -1:] - c_BJGRQ)
-    from_start = jnp.exp(c_BJGRQ)
-    if seen_BJQ is not None:
-        to_end = _where(seen_BJQ == seen_BJQ[..., -1:], to_end)
-        from_start = _where(seen_BJQ == 0, from_start)
+    to_end, from_start = decays.to_the_ends()
 
     def by_time(array):
         """[B, J, ...] -> [J / I, I, B, ...]: the order of the scan over chunks, also for the products beside it."""
@@ -113,11 +106,12 @@ def _ssd(x, dt, a, b, c, skip, starts, state, *, chunk, pieces):
     return y.reshape(x.shape), last.reshape(B, H, P, N)
 
 
-def _wide(array: jax.Array):
+def wide(array: jax.Array):
+    """The dtype of decays, states and sums beside this array."""
     return jnp.float64 if array.dtype == jnp.float64 else jnp.float32
 
 
-def _chunks(array_BT: jax.Array, num_pieces: int, chunk: int) -> jax.Array:
+def chunks(array_BT: jax.Array, num_pieces: int, chunk: int) -> jax.Array:
     """[B, T, ...] -> [B, J, Q, ...]; each piece is padded to whole chunks with zeros."""
     B, T, *rest = array_BT.shape
     pieces = array_BT.reshape(B, num_pieces, T // num_pieces, *rest)
@@ -127,13 +121,37 @@ def _chunks(array_BT: jax.Array, num_pieces: int, chunk: int) -> jax.Array:
     return pieces.reshape(B, -1, chunk, *rest)
 
 
-def _decays(c_BJGRQ, seen_BJQ):
-    """exp(c_q - c_t) for t <= q of the same document, else 0."""
-    visible = jnp.asarray(np.tri(c_BJGRQ.shape[-1], dtype=bool))
-    if seen_BJQ is not None:
-        visible = (visible & (seen_BJQ[..., :, None] == seen_BJQ[..., None, :]))[:, :, None, None]
-    # Masked before the exponential: above the diagonal it may overflow, and its gradient would be 0 * inf.
-    return jnp.exp(jnp.where(visible, c_BJGRQ[..., :, None] - c_BJGRQ[..., None, :], -jnp.inf))
+def sums_in_chunks(logs_BJQGR: jax.Array) -> jax.Array:
+    """Cumulative sums over Q -> [B, J, G, R, Q]; as a matmul: a cumulative sum would take log(Q) passes."""
+    until = jnp.asarray(np.tri(logs_BJQGR.shape[2]), logs_BJQGR.dtype)
+    return jnp.einsum("bjtgr,qt->bjgrq", logs_BJQGR, until, precision=lax.Precision.HIGHEST)
+
+
+class Decays(NamedTuple):
+    """What is left of a state between the tokens of a chunk; 0 between documents."""
+
+    sums_BJGRQ: jax.Array
+    """Logarithms of the decays, summed up to and including each token of the chunk."""
+    seen_BJQ: jax.Array | None
+    """int32: documents that begin in the chunk, up to and including the token; None: none begins."""
+
+    def between(self) -> jax.Array:
+        """From the end of token t to that of token q, 0 for t > q: [B, J, G, R, Q, T]."""
+        visible = jnp.asarray(np.tri(self.sums_BJGRQ.shape[-1], dtype=bool))
+        if self.seen_BJQ is not None:
+            visible = (visible & (self.seen_BJQ[..., :, None] == self.seen_BJQ[..., None, :]))[:, :, None, None]
+        # Masked before the exponential: above the diagonal it may overflow, and its gradient would be 0 * inf.
+        logs = self.sums_BJGRQ[..., :, None] - self.sums_BJGRQ[..., None, :]
+        return jnp.exp(jnp.where(visible, logs, -jnp.inf))
+
+    def to_the_ends(self) -> tuple[jax.Array, jax.Array]:
+        """(from each token to the end of the chunk, from its start to each token), [B, J, G, R, Q] each."""
+        to_end = jnp.exp(self.sums_BJGRQ[..., -1:] - self.sums_BJGRQ)
+        from_start = jnp.exp(self.sums_BJGRQ)
+        if self.seen_BJQ is not None:
+            to_end = _where(self.seen_BJQ == self.seen_BJQ[..., -1:], to_end)
+            from_start = _where(self.seen_BJQ == 0, from_start)
+        return to_end, from_start
 
 
 def _where(condition_BJQ, array_BJGRQ):
@@ -160,22 +178,34 @@ def _states_between(added, decay, start, pieces, dtype):
         last, before = lax.scan(step, zeros if start is None else start[None], (added, decay))
         return before, last[0]
     ends, _ = lax.scan(lambda state, chunk: (after(state, chunk), None), zeros, (added, decay))
-    firsts, last = _states_of_pieces(ends, jnp.prod(decay, 0), start, pieces)
+    firsts, last = states_of_pieces(
+        ends, jnp.prod(decay, 0), start, pieces, lambda state, left: state * left[..., None, None]
+    )
     _, before = lax.scan(step, firsts, (added, decay))
     return before, last
 
 
-def _states_of_pieces(ends, decay, start, pieces):
-    """-> (the state before each piece [I, B, G, R, P, N], the one after the last). ends: after it, from zeros."""
+def states_of_pieces(
+    ends: jax.Array,
+    decays: jax.Array,
+    start: jax.Array | None,
+    pieces: Sequence[int],
+    decayed: Callable[[jax.Array, jax.Array], jax.Array],
+) -> tuple[jax.Array, jax.Array]:
+    """-> (the state before each piece [I, B, G, R, P, N], the one after the last).
+
+    ends: after each piece, from zeros, [I, B, G, R, P, N]. decays: of each piece, [I, B, G, R, ...]; decayed(state,
+    decay): what a piece leaves of the state before it. start: before the first piece; None: zeros.
+    """
     heads = ("kv_heads", None) if ends.shape[2] > 1 else (None, "heads")
     axes = ("batch", *heads, None, None)
     ends = constrain(ends, None, *axes)
-    decay = constrain(decay, None, *axes[:3])
+    decays = constrain(decays, None, *axes[: decays.ndim - 1])
     state = jnp.zeros_like(ends[0]) if start is None else start
     found = [None] * len(pieces)
     for stored in np.argsort(pieces).tolist():
         found[stored] = state
-        state = state * decay[stored][..., None, None] + ends[stored]
+        state = decayed(state, decays[stored]) + ends[stored]
     # Whole here too, so that the gradients are gathered before they are taken apart: XLA would send each by itself.
     return constrain(constrain(jnp.stack(found), None, *axes), "time", *axes), state
 
@@ -232,7 +262,7 @@ def causal_conv(
 def convolved(windows: Sequence[jax.Array], kernel_W: jax.Array, bias: jax.Array | None) -> jax.Array:
     """silu(sum of windows[w] * kernel[w] + bias), in the dtype of the windows, with float32 inside. windows: W arrays
     [..., *channels], the oldest token first."""
-    dtype = _wide(windows[0])
+    dtype = wide(windows[0])
     total = sum(window.astype(dtype) * tap.astype(dtype) for window, tap in zip(windows, kernel_W, strict=True))
     total = total if bias is None else total + bias.astype(dtype)
     return jax.nn.silu(total).astype(windows[0].dtype)

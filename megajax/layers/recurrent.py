@@ -1,0 +1,489 @@
+"""What mixers with a recurrent state share, such as Mamba-2 (layers/mamba.py).
+
+Dimensions: B batch, T sequence, D model width, H heads of width P, G groups of heads, N width of the state, W taps of
+the convolution, R sequences of an engine.
+gate, x, b, c and the gates of each head = projections of the input; x, b, c pass a causal convolution; a recurrence
+with a state [P, N] per head turns them into y; out = projection of y, normalised and gated. In the terms of linear
+attention x, b, c are values, keys and queries.
+Tensor parallel: heads and groups are split, as in attention; one group is computed on every device. Over `context` a
+device gets the state and the last tokens of the piece of the sequence before its own (parallel/context.py).
+
+A cache holds per sequence the state and the inputs of the last W - 1 tokens of the convolution. The rows of SlotStates
+are those of Places.rows_BT: a sequence whose token has position 0 begins with zeros, so nothing is ever cleared; the
+last row, num_rows, takes what belongs to padding. All arrays have the rows first, so to save, restore or share the
+state of a sequence is to copy a row of each.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from megajax.layers.kv_cache import Places, PoolSizes
+from megajax.layers.layer import Activation, Flops
+from megajax.layers.linear import Linear, side_by_side
+from megajax.mesh import MeshConfig
+from megajax.ops.ssd import causal_conv, convolved
+from megajax.parallel.context import ContextMethod, before_pieces, current_pieces
+from megajax.parameters import weight
+from megajax.sharding import constrain
+
+# As published (Dao and Gu 2024): dt begins between these, A between -1 and -16.
+DT_RANGE = (1e-3, 0.1)
+DT_FLOOR = 1e-4
+A_RANGE = (1.0, 16.0)
+
+_STATE_AXES = (None, "heads", None, None)
+
+
+class Sizes(NamedTuple):
+    """Of a mixer."""
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_dim: int
+    conv_width: int
+    conv_bias: bool
+    num_gates: int
+    """Gates of a head: numbers per token beside x, b and c."""
+
+    @property
+    def inner_dim(self) -> int:
+        """Channels of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def shared_dim(self) -> int:
+        """Of b and c together."""
+        return 2 * self.num_groups * self.state_dim
+
+
+class SavedNames(NamedTuple):
+    """Names of the activations of a mixer, in the order of the forward pass."""
+
+    projected: str
+    convolved: str
+    mixed: str
+    hidden: str
+
+
+@dataclasses.dataclass(frozen=True)
+class RecurrentMixerConfig:
+    """The branch of a recurrent layer (layers/sublayer.py). A mixer derives its own, with its section of the model's
+    config, `sizes`, and the attributes below."""
+
+    embed_dim: int
+    norm_epsilon: float
+    context: ContextMethod
+    init_std: float
+    out_init_std: float
+
+    kind = ""
+    """Of the layer, the section of the model's config, and the module in execution.recompute."""
+    names = SavedNames("", "", "", "")
+    state_flops = 0
+    """FLOPs of the recurrence per token and entry of the state."""
+
+    @property
+    def sizes(self) -> Sizes:
+        raise NotImplementedError
+
+    def build(self, rngs: nnx.Rngs) -> "RecurrentMixer":
+        raise NotImplementedError
+
+    @property
+    def modules(self) -> dict[str, Sequence[str]]:
+        return {"activation": (self.names.convolved, self.names.hidden), self.kind: self.names}
+
+    @property
+    def gathered_dim(self) -> int:
+        """Width of what is gathered over `tensor` for the heads."""
+        return self.embed_dim
+
+    @property
+    def in_flops(self) -> float:
+        """FLOPs per token of the projections of the input."""
+        sizes = self.sizes
+        return 2 * self.embed_dim * (2 * sizes.inner_dim + sizes.shared_dim + sizes.num_gates * sizes.num_heads)
+
+    @property
+    def out_flops(self) -> float:
+        """FLOPs per token of the output projection."""
+        return 2 * self.embed_dim * self.sizes.inner_dim
+
+    def check(self, mesh: MeshConfig, sequence_length: int) -> None:
+        pieces = 1 if mesh.context == 1 else mesh.context * (1 if self.context == "all_to_all" else 2)
+        taps = self.sizes.conv_width - 1
+        if sequence_length % pieces or sequence_length // pieces < taps:
+            length = max(-(-sequence_length // pieces), taps) * pieces
+            raise ValueError(
+                f"training.sequence_length={sequence_length} cannot be split into the {pieces} equal pieces of "
+                f"mesh.context={mesh.context} of at least model.{self.kind}.conv_width - 1 = {taps} tokens; use "
+                f"--training.sequence_length={length}"
+            )
+
+    def flops(self, sequence_length: int) -> Flops:
+        scan = self.state_flops * self.sizes.inner_dim * self.sizes.state_dim
+        return Flops(self.in_flops + self.out_flops, mixing=scan, mixing_causal=scan)
+
+    def activations(self, sequence_length: int) -> dict[str, Activation]:
+        sizes = self.sizes
+        convolved_dim = sizes.inner_dim + sizes.shared_dim
+        projected_dim = sizes.inner_dim + convolved_dim + sizes.num_gates * sizes.num_heads
+        return {
+            self.names.projected: Activation(projected_dim, Flops(self.in_flops)),
+            self.names.convolved: Activation(convolved_dim),
+            self.names.mixed: Activation(sizes.inner_dim, self.flops(sequence_length)._replace(matmuls=0.0)),
+            self.names.hidden: Activation(sizes.inner_dim),
+        }
+
+    def sent(self, mesh: MeshConfig, itemsize: int) -> float:
+        """Bytes per token sent over `context`: none, but a state per piece of the sequence."""
+        return 0.0
+
+    def new_cache(self, length: int) -> "EmptyStates":
+        return EmptyStates(length)
+
+    def new_pages(self, sizes: PoolSizes) -> "SlotStates":
+        return SlotStates(*_zeros(self.sizes, sizes.num_rows + 1, jnp.float32))
+
+
+class Inputs(NamedTuple):
+    """What the convolution reads, and all that it passes to the recurrence."""
+
+    x: jax.Array
+    """[B, T, H, P]."""
+    b: jax.Array
+    """[B, T, G, N]."""
+    c: jax.Array
+    """[B, T, G, N]."""
+
+
+class Runs(NamedTuple):
+    """Tokens of several sequences one after the other."""
+
+    rows_T: jax.Array
+    """int32: row of the sequence; the last row of the states is padding."""
+    positions_T: jax.Array
+    """int32: position in the sequence."""
+    starts_T: jax.Array
+    """bool: first token of its sequence here."""
+
+    @property
+    def numbers_T(self) -> jax.Array:
+        """int32: number of the sequence, from 0 on."""
+        return jnp.cumsum(self.starts_T) - 1
+
+
+class CausalConv(nnx.Module):
+    """The taps of one convolution, [W, *channels]."""
+
+    def __init__(self, sizes: Sizes, channels: Sequence[int], axes: Sequence[str], *, rngs: nnx.Rngs):
+        bound = 1 / math.sqrt(sizes.conv_width)  # of PyTorch's Conv1d
+
+        def init(key, shape):
+            return jax.random.uniform(key, shape, jnp.float32, -bound, bound)
+
+        # Not a matrix: neither decayed nor orthogonalised.
+        self.weight = weight((sizes.conv_width, *channels), ("head_dim", *axes), init, rngs, "vector")
+        if sizes.conv_bias:
+            self.bias = weight(channels, axes, init, rngs, "vector")
+
+    def parameters(self) -> tuple[jax.Array, jax.Array | None]:
+        return self.weight[...], self.bias[...] if hasattr(self, "bias") else None
+
+
+class RecurrentMixer(nnx.Module):
+    """x [B, T, D] -> [B, T, D]. A mixer has the matrices `gate` and `out`, and the methods that raise here."""
+
+    input_axis = "time"
+    """Logical axis of the sequence in the layer's input."""
+    config: RecurrentMixerConfig
+
+    def inputs(self) -> Inputs:
+        """The Linears of x, b and c."""
+        raise NotImplementedError
+
+    def convs(self) -> Inputs:
+        """Their CausalConvs."""
+        raise NotImplementedError
+
+    def gate_linears(self) -> Sequence[Linear]:
+        """Each with one output per head."""
+        raise NotImplementedError
+
+    def gates(self, *projected_BTH: jax.Array) -> Any:
+        """The outputs of `gate_linears` -> what the recurrence reads, a pytree of float32 [B, T, H]; a token with gates
+        of 0 leaves the state as it is."""
+        raise NotImplementedError
+
+    def recurrence(
+        self,
+        read: Inputs,
+        gates: Any,
+        *,
+        starts_BT: jax.Array | None = None,
+        state_BHPN: jax.Array | None = None,
+        pieces: Sequence[int] = (0,),
+    ) -> tuple[jax.Array, jax.Array]:
+        """-> (y [B, T, H, P] in x's dtype, the state after the last token, float32 [B, H, P, N]).
+
+        starts: bool, tokens that begin a document, with a state of zeros. state: before the first token; None: zeros.
+        pieces: the number in the sequence of each stored piece of T.
+        """
+        raise NotImplementedError
+
+    def step(self, read: Inputs, gates: Any, state_BHPN: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """`recurrence` of one token per row; arrays without T."""
+        raise NotImplementedError
+
+    def extend(self, read: Inputs, gates: Any, runs: Runs, states: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """`recurrence` of several sequences in a batch of one, each from its row of the states, float32
+        [R + 1, H, P, N] -> (y, the states after it). Computes as many times all tokens as there are sequences."""
+
+        def of_sequence(number, carry):
+            y, states = carry
+            is_mine_T = runs.numbers_T == number
+            first = jnp.argmax(is_mine_T)
+            row = runs.rows_T[first]
+            before = jnp.where(runs.positions_T[first] > 0, states[row], 0.0)
+            own_gates = jax.tree.map(lambda gate: jnp.where(is_mine_T[:, None], gate, 0.0), gates)
+            own_y, last = self.recurrence(read, own_gates, state_BHPN=before[None])
+            y = jnp.where(is_mine_T[:, None, None], own_y, y)
+            return y, states.at[row].set(last[0])
+
+        return lax.fori_loop(0, runs.numbers_T[-1] + 1, of_sequence, (jnp.zeros_like(read.x), states))
+
+    def normed(self, y_BTHP: jax.Array, gate_BTHP: jax.Array) -> jax.Array:
+        """y, normalised and gated."""
+        raise NotImplementedError
+
+    def __call__(self, x_BTD: jax.Array, inputs: dict, cache=None, key=None):
+        """-> (out, cache).
+
+        inputs: optionally `segment_ids`, int32 [B, T]. cache: has `mix(mixer, inputs, gates) -> (y, cache)`; None in
+        training.
+        """
+        names = self.config.names
+        gate_BTHP, read, gates = self._project(x_BTD)
+        if cache is None:
+            y_BTHP = self._mix(read, gates, inputs.get("segment_ids"))
+        else:
+            y_BTHP, cache = cache.mix(self, read, gates)
+        y_BTHP = checkpoint_name(constrain(y_BTHP, "batch", "time", "heads", None), names.mixed)
+        hidden = constrain(self.normed(y_BTHP, gate_BTHP), "batch", "time", "heads", None)
+        return self.out(checkpoint_name(hidden, names.hidden)), cache
+
+    def _project(self, x_BTD: jax.Array) -> tuple[jax.Array, Inputs, Any]:
+        """-> (gate, Inputs, gates of the heads)."""
+        D = self.config.embed_dim
+        sizes = self.config.sizes
+        name = self.config.names.projected
+        linears = self.inputs()
+        wide = side_by_side(x_BTD, (self.gate, linears.x), (D, 1, sizes.inner_dim), axis=1)
+        wide = checkpoint_name(constrain(wide, "batch", "time", None, "mlp"), name)
+        shared = side_by_side(x_BTD, (linears.b, linears.c), (D, 1, sizes.num_groups * sizes.state_dim), axis=1)
+        shared = checkpoint_name(shared, name)
+        per_head = [checkpoint_name(linear(x_BTD), name) for linear in self.gate_linears()]
+
+        def part(joined, number, size, axis):
+            y = joined[:, :, number].reshape(*x_BTD.shape[:2], -1, size)
+            return constrain(y, "batch", "time", axis, None)
+
+        gate_BTHP = part(wide, 0, sizes.head_dim, "heads")
+        x_BTHP = part(wide, 1, sizes.head_dim, "heads")
+        b_BTGN = part(shared, 0, sizes.state_dim, "kv_heads")
+        c_BTGN = part(shared, 1, sizes.state_dim, "kv_heads")
+        gates = self.gates(*(constrain(gate_BTH, "batch", "time", "heads") for gate_BTH in per_head))
+        return gate_BTHP, Inputs(x_BTHP, b_BTGN, c_BTGN), gates
+
+    def _mix(self, read: Inputs, gates: Any, segment_ids: jax.Array | None) -> jax.Array:
+        """Convolution and recurrence of whole sequences, from zeros."""
+        pieces = current_pieces(self.config.context)
+        taps = self.config.sizes.conv_width - 1
+        segments = None
+        starts = None
+        if segment_ids is not None:
+            earlier_BI = before_pieces(segment_ids, taps, pieces, ())
+            segments = (segment_ids, earlier_BI)
+            by_piece = segment_ids.reshape(*earlier_BI.shape[:2], -1)
+            previous = jnp.concatenate([earlier_BI[:, :, -1:], by_piece[:, :, :-1]], 2)
+            starts = (by_piece != previous).reshape(segment_ids.shape)
+
+        def conv(array, conv, axis):
+            axes = (axis, None)
+            before = before_pieces(array, taps, pieces, axes)
+            out = causal_conv(array, *conv.parameters(), before_BI=before, segments=segments)
+            return checkpoint_name(constrain(out, "batch", "time", *axes), self.config.names.convolved)
+
+        read = _map(conv, read, self.convs(), Inputs("heads", "kv_heads", "kv_heads"))
+        return self.recurrence(read, gates, starts_BT=starts, pieces=pieces)[0]
+
+    def convolved(self, windows: Sequence[Inputs]) -> Inputs:
+        """The convolutions of W tokens, the oldest first, one result for each entry of the leading dims."""
+        arrays = Inputs(*zip(*windows, strict=True))
+        return _map(lambda taps, conv: convolved(taps, *conv.parameters()), arrays, self.convs())
+
+
+def initial_dt_bias(key: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """The inverse softplus of time steps whose logarithm is uniform over DT_RANGE."""
+    low, high = map(math.log, DT_RANGE)
+    dt = jnp.maximum(jnp.exp(jax.random.uniform(key, shape, jnp.float32, low, high)), DT_FLOOR)
+    return dt + jnp.log(-jnp.expm1(-dt))
+
+
+def initial_a_log(key: jax.Array, shape: Sequence[int]) -> jax.Array:
+    return jnp.log(jax.random.uniform(key, shape, jnp.float32, *A_RANGE))
+
+
+def decay_rates(a_log_H: jax.Array) -> jax.Array:
+    """A of each head, negative, float32 [H]."""
+    return -jnp.exp(a_log_H.astype(jnp.float32))
+
+
+# ----------------------------------------------------------------------------- caches
+
+
+def _zeros(sizes: Sizes, num_rows: int, dtype) -> tuple[Inputs, jax.Array]:
+    """-> (the last W - 1 inputs of the convolution, the states), with the rows first."""
+    taps = (num_rows, sizes.conv_width - 1)
+    x = constrain(jnp.zeros((*taps, sizes.num_heads, sizes.head_dim), dtype), None, None, "heads", None)
+    shared = (*taps, sizes.num_groups, sizes.state_dim)
+    b, c = (constrain(jnp.zeros(shared, dtype), None, None, "kv_heads", None) for _ in range(2))
+    states = (num_rows, sizes.num_heads, sizes.head_dim, sizes.state_dim)
+    return Inputs(x, b, c), constrain(jnp.zeros(states, jnp.float32), *_STATE_AXES)
+
+
+def _map(function, *inputs: Inputs) -> Inputs:
+    return Inputs(*map(function, *inputs))
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("positions",), meta_fields=("length",))
+@dataclasses.dataclass(frozen=True)
+class EmptyStates:
+    """The cache of a layer before the first token, for programs without an engine."""
+
+    length: int
+    positions: jax.Array | None = None
+
+    def at(self, positions_BT: jax.Array) -> "EmptyStates":
+        return dataclasses.replace(self, positions=positions_BT)
+
+    def mix(self, mixer: RecurrentMixer, read: Inputs, gates: Any) -> tuple[jax.Array, "RowStates"]:
+        recent, states = _zeros(mixer.config.sizes, read.x.shape[0], read.x.dtype)
+        return RowStates(self.length, recent, states, self.positions).mix(mixer, read, gates)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("recent", "states", "positions"), meta_fields=("length",)
+)
+@dataclasses.dataclass(frozen=True)
+class RowStates:
+    """The states of the rows of a batch. Padding follows the tokens of a row, with positions from `length` on."""
+
+    length: int
+    recent: Inputs
+    """[B, W - 1, ...], inputs of the convolution."""
+    states: jax.Array
+    """float32 [B, H, P, N]."""
+    positions: jax.Array | None = None
+    """int32 [B, T], of the next tokens. Set by `at`."""
+
+    def at(self, positions_BT: jax.Array) -> "RowStates":
+        return dataclasses.replace(self, positions=positions_BT)
+
+    def mix(self, mixer: RecurrentMixer, read: Inputs, gates: Any) -> tuple[jax.Array, "RowStates"]:
+        """-> (y [B, T, H, P], the cache after these tokens)."""
+        T = read.x.shape[1]
+        is_token_BT = self.positions < self.length
+        joined = _map(lambda old, new: jnp.concatenate([old.astype(new.dtype), new], 1), self.recent, read)
+        taps = joined.x.shape[1] - T
+        windows = [_map(lambda a, w=w: a[:, w : w + T], joined) for w in range(taps + 1)]
+        read = mixer.convolved(windows)
+        gates = jax.tree.map(lambda gate: jnp.where(is_token_BT[..., None], gate, 0.0), gates)
+        y, states = mixer.recurrence(read, gates, state_BHPN=self.states)
+        last = jnp.sum(is_token_BT, 1, dtype=jnp.int32)[:, None] + jnp.arange(taps, dtype=jnp.int32)
+        recent = _map(lambda a: jnp.take_along_axis(a, last.reshape(*last.shape, 1, 1), 1), joined)
+        return y, RowStates(self.length, recent, states)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("recent", "states", "places"), meta_fields=())
+@dataclasses.dataclass(frozen=True)
+class SlotStates:
+    """The states of the sequences of an engine; see the top of the file."""
+
+    recent: Inputs
+    """float32 [R + 1, W - 1, ...], inputs of the convolution."""
+    states: jax.Array
+    """float32 [R + 1, H, P, N]."""
+    places: Places | None = None
+    """Set by `at`."""
+
+    def at(self, places: Places) -> "SlotStates":
+        return dataclasses.replace(self, places=places)
+
+    def mix(self, mixer: RecurrentMixer, read: Inputs, gates: Any) -> tuple[jax.Array, "SlotStates"]:
+        """-> (y [B, T, H, P], the cache after these tokens)."""
+        one_each = self.places.rows_BT.shape[1] == 1
+        return (self._step if one_each else self._extend)(mixer, read, gates)
+
+    def _step(self, mixer, read, gates):
+        """One token of each row."""
+        rows_B = self.places.rows_BT[:, 0]
+        is_first = self.places.positions_BT[:, 0] == 0
+        before = _map(lambda a: _unless(is_first, a[rows_B]), self.recent)
+        joined = _map(lambda old, new: jnp.concatenate([old.astype(new.dtype), new], 1), before, read)
+        windows = [_map(lambda a, w=w: a[:, w], joined) for w in range(joined.x.shape[1])]
+        read = mixer.convolved(windows)
+        states = _unless(is_first, self.states[rows_B])
+        y, states = mixer.step(read, jax.tree.map(lambda gate: gate[:, 0], gates), states)
+        recent = _map(lambda a, new: a.at[rows_B].set(new[:, 1:].astype(a.dtype)), self.recent, joined)
+        return y[:, None], SlotStates(recent, self.states.at[rows_B].set(states))
+
+    def _extend(self, mixer, read, gates):
+        """Tokens of several sequences one after the other."""
+        rows_T = self.places.rows_BT[0]
+        positions_T = self.places.positions_BT[0]
+        T = rows_T.shape[0]
+        changes_T = rows_T[1:] != rows_T[:-1]
+        starts_T = jnp.concatenate([jnp.ones(1, bool), changes_T])
+        ends_T = jnp.concatenate([changes_T, jnp.ones(1, bool)])
+        is_padding_T = rows_T == self.states.shape[0] - 1
+        first_T = lax.cummax(jnp.where(starts_T, jnp.arange(T), 0))  # of the same sequence
+        windows = self._windows(read, jnp.arange(T) - first_T)
+        read = _map(lambda a: a[None], mixer.convolved(windows))
+        gates = jax.tree.map(lambda gate: jnp.where(is_padding_T[:, None], 0.0, gate), gates)
+        y, states = mixer.extend(read, gates, Runs(rows_T, positions_T, starts_T), self.states)
+        ends_at = jnp.where(ends_T, rows_T, self.states.shape[0] - 1)
+        newest = _map(lambda *taps: jnp.stack(taps, 1), *windows[1:])
+        recent = _map(lambda a, new: a.at[ends_at].set(new.astype(a.dtype)), self.recent, newest)
+        return y, SlotStates(recent, states)
+
+    def _windows(self, read: Inputs, index_T: jax.Array) -> list[Inputs]:
+        """The inputs of the last W tokens up to each token, the oldest first, [T, ...] each. index: of each token among
+        those of its sequence in this call."""
+        rows_T = self.places.rows_BT[0]
+        taps = self.recent.x.shape[1]
+        has_past_T = self.places.positions_BT[0] > index_T
+
+        def window(recent, new, back):
+            own = jnp.roll(new[0], back, 0)
+            # The token `back` places before index i is in this call if i >= back, otherwise in the cache.
+            earlier = recent[rows_T, jnp.clip(taps - back + index_T, 0, taps - 1)]
+            earlier = _unless(~has_past_T, earlier).astype(own.dtype)
+            return jnp.where((index_T >= back).reshape(-1, 1, 1), own, earlier)
+
+        return [_map(functools.partial(window, back=back), self.recent, read) for back in range(taps, -1, -1)]
+
+
+def _unless(condition: jax.Array, array: jax.Array) -> jax.Array:
+    """The rows of the array, zeros where the condition holds."""
+    return jnp.where(condition.reshape(-1, *(1,) * (array.ndim - 1)), 0, array)
