@@ -92,6 +92,8 @@ class Pattern:
         number = ours["num_layers"]
         pattern = (ours["pattern"] * number)[:number]
         names = {letter: name for name, letter in reversed(self.letters.items())}
+        if set(pattern) - names.keys():
+            raise ValueError(f"model.pattern={ours['pattern']}")
         return {
             "layers_block_type": [names[letter] for letter in pattern],
             "hybrid_override_pattern": pattern,

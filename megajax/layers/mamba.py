@@ -78,7 +78,15 @@ class MambaMixerConfig(RecurrentMixerConfig):
     def sizes(self) -> Sizes:
         mamba = self.section
         heads = mamba.num_heads or 2 * self.embed_dim // mamba.head_dim
-        return Sizes(heads, mamba.head_dim, mamba.num_groups, mamba.state_dim, mamba.conv_width, mamba.conv_bias, 1)
+        return Sizes(
+            num_heads=heads,
+            head_dim=mamba.head_dim,
+            num_groups=mamba.num_groups,
+            state_dim=mamba.state_dim,
+            conv_width=mamba.conv_width,
+            conv_bias=mamba.conv_bias,
+            num_gates=1,
+        )
 
     def build(self, rngs: nnx.Rngs) -> "Mamba":
         return Mamba(self, rngs=rngs)

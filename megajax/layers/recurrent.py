@@ -1,4 +1,4 @@
-"""What mixers with a recurrent state share, such as Mamba-2 (layers/mamba.py).
+"""What mixers with a recurrent state share: Mamba-2 (layers/mamba.py) and the gated delta net (layers/delta_net.py).
 
 Dimensions: B batch, T sequence, D model width, H heads of width P, G groups of heads, N width of the state, W taps of
 the convolution, R sequences of an engine.

@@ -4,6 +4,7 @@ and Gu 2024, https://arxiv.org/abs/2405.21060; Waleffe et al. 2024, https://arxi
 import dataclasses
 from typing import Literal
 
+from megajax.layers.delta_net import DeltaNetConfig
 from megajax.layers.mamba import MambaConfig
 from megajax.layers.sublayer import AttentionLayerConfig, FeedForwardLayerConfig, RecurrentLayerConfig, SublayerConfig
 from megajax.mesh import MeshConfig
@@ -11,8 +12,8 @@ from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.ranges import changed_fields
 
-LETTERS = {"M": "Mamba-2", "*": "attention", "-": "MLP", "E": "experts"}
-RECURRENT = {"M": "mamba"}
+LETTERS = {"M": "Mamba-2", "G": "gated delta net", "*": "attention", "-": "MLP", "E": "experts"}
+RECURRENT = {"M": "mamba", "G": "delta_net"}
 """Letters of recurrent layers -> the sections that configure them."""
 
 
@@ -23,9 +24,12 @@ class HybridConfig(DecoderConfig):
     kind: Literal["hybrid"] = "hybrid"
     """The family of the model."""
     pattern: str = "M"
-    """Kind of each layer, repeated over the model: M (Mamba-2), * (attention), - (MLP) or E (experts, model.moe)."""
+    """Kind of each layer, repeated over the model: M (Mamba-2), G (gated delta net), * (attention), - (MLP) or E
+    (experts, model.moe)."""
     mamba: MambaConfig = MambaConfig()
     """Layers M."""
+    delta_net: DeltaNetConfig = DeltaNetConfig()
+    """Layers G."""
 
     @property
     def num_branches(self) -> int:

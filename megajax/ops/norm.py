@@ -36,19 +36,24 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, epsilon: float) 
     return (centred * inverse_std * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
 
 
-def gated_rms_norm(x: jax.Array, gate: jax.Array, scale: jax.Array, num_groups: int, epsilon: float) -> jax.Array:
+def gated_rms_norm(
+    x: jax.Array, gate: jax.Array, scale: jax.Array, num_groups: int, epsilon: float, *, norm_before_gate: bool = False
+) -> jax.Array:
     """rms_norm of x * silu(gate), each of `num_groups` parts of the channels by itself, times scale -> x's dtype.
 
-    x, gate [..., *C], scale [*C]. Only x and gate are saved for the backward pass (Dao and Gu 2024).
+    x, gate [..., *C], scale [*C]. norm_before_gate: the norm of x, times scale and silu(gate), instead. Only x and gate
+    are saved for the backward pass (Dao and Gu 2024).
     """
 
     @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)
     def run(x, gate, scale):
         rows = x.shape[: x.ndim - scale.ndim]
-        gated = x.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
-        parts = gated.reshape(*rows, num_groups, -1)
+        x32 = x.astype(jnp.float32)
+        activated = jax.nn.silu(gate.astype(jnp.float32))
+        parts = (x32 if norm_before_gate else x32 * activated).reshape(*rows, num_groups, -1)
         inverse_rms = lax.rsqrt(jnp.mean(parts * parts, -1, keepdims=True) + epsilon)
-        return ((parts * inverse_rms).reshape(x.shape) * scale.astype(jnp.float32)).astype(x.dtype)
+        normed = (parts * inverse_rms).reshape(x.shape) * scale.astype(jnp.float32)
+        return (normed * activated if norm_before_gate else normed).astype(x.dtype)
 
     return run(x, gate, scale)
 

@@ -162,6 +162,8 @@ def test_what_a_folder_cannot_express_is_refused(recorded):
         family_for(model, "Mamba2ForCausalLM")
     with pytest.raises(ValueError, match="NemotronHForCausalLM does not have model.mamba.dt_max=0.5"):
         family_for(dataclasses.replace(model, mamba=dataclasses.replace(model.mamba, dt_max=0.5)))
+    with pytest.raises(ValueError, match="NemotronHForCausalLM does not have model.pattern=MG"):
+        family_for(dataclasses.replace(model, num_layers=2, pattern="MG"), "NemotronHForCausalLM")
 
 
 @pytest.mark.parametrize(

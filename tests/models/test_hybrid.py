@@ -1,4 +1,4 @@
-"""Mamba-2 and hybrids: the same on every mesh, resumed, and token by token from a cache."""
+"""Recurrent layers and hybrids: the same on every mesh, resumed, and token by token from a cache."""
 
 import dataclasses
 import math
@@ -15,6 +15,7 @@ from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import Config, override
 from megajax.data.config import DataConfig
 from megajax.inference.engine import Engine, Sampling, ServingConfig
+from megajax.layers.delta_net import DeltaNetConfig
 from megajax.layers.kv_cache import Places, PoolSizes
 from megajax.layers.mamba import MambaConfig
 from megajax.layers.moe import MoeConfig
@@ -30,11 +31,12 @@ from megajax.training.config import LaunchConfig, TrainingConfig
 from runs import run_of
 
 T, STEPS, VOCAB = 32, 3, 64
-RECIPES = ("mamba2_tiny", "hybrid_tiny", "mamba2_130m", "mamba2_2p7b", "hybrid_8b")
+RECIPES = ("mamba2_tiny", "hybrid_tiny", "delta_net_tiny", "mamba2_130m", "mamba2_2p7b", "hybrid_8b")
 MAMBA = MambaConfig(head_dim=4, state_dim=8, num_groups=2, chunk=8)
+DELTA_NET = DeltaNetConfig(num_value_heads=4, value_head_dim=4, num_key_heads=2, key_head_dim=8, chunk=8)
 HYBRID = HybridConfig(
-    num_layers=4, pattern="M*M-", mamba=MAMBA, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=32, vocab_size=VOCAB,
-    position="none", norm="rmsnorm", bias=False, activation="squared_relu", init_std=0.2,
+    num_layers=4, pattern="M*G-", mamba=MAMBA, delta_net=DELTA_NET, embed_dim=16, num_heads=4, num_kv_heads=2,
+    mlp_dim=32, vocab_size=VOCAB, position="none", norm="rmsnorm", bias=False, activation="squared_relu", init_std=0.2,
 )  # fmt: skip
 
 
@@ -91,8 +93,9 @@ def loss_and_gradients(model: Model, sizes: dict[str, int]):
         return jax.device_get(jax.jit(jax.value_and_grad(lambda w: model.loss(w, batch).total()))(weights))
 
 
-def test_gradients_on_a_mesh_are_those_of_one_device():
-    model = Model(dataclasses.replace(HYBRID, pattern="M", num_layers=1), PrecisionConfig(compute="float32"))
+@pytest.mark.parametrize("letter", [pytest.param("M", marks=pytest.mark.slow), "G"])
+def test_gradients_on_a_mesh_are_those_of_one_device(letter):
+    model = Model(dataclasses.replace(HYBRID, pattern=letter, num_layers=1), PrecisionConfig(compute="float32"))
     loss, gradients = loss_and_gradients(model, {})
     found_loss, found = loss_and_gradients(model, dict(tensor=2, context=2))
     np.testing.assert_allclose(found_loss, loss, rtol=1e-5)
@@ -123,8 +126,11 @@ def test_mesh_matches_one_device(mesh, execution, trained, tmp_path, monkeypatch
 
 @pytest.mark.slow
 def test_one_group_is_computed_on_every_device(tmp_path, monkeypatch):
-    """As mamba2_2p7b: B and C of a single group, over which the gated norm goes too."""
-    model = dataclasses.replace(HYBRID, mamba=dataclasses.replace(MAMBA, num_groups=1), pattern="M")
+    """As mamba2_2p7b: B and C of a single group, over which the gated norm goes too; and a single head of keys."""
+    one = dict(
+        mamba=dataclasses.replace(MAMBA, num_groups=1), delta_net=dataclasses.replace(DELTA_NET, num_key_heads=1)
+    )
+    model = dataclasses.replace(HYBRID, pattern="MG", **one)
     wanted = losses(run_of(config_of(tmp_path / "one" / "run", model=model), monkeypatch))
     mesh = MeshConfig(tensor=2, context=2)
     found = losses(run_of(config_of(tmp_path / "mesh" / "run", mesh, model), monkeypatch))
@@ -134,7 +140,7 @@ def test_one_group_is_computed_on_every_device(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_layers_of_experts_match_one_device(tmp_path, monkeypatch):
     moe = MoeConfig(num_experts=4, expert_dim=16, router=RouterConfig(top_k=2, aux_loss=0.01))
-    model = dataclasses.replace(HYBRID, pattern="ME", num_layers=2, moe=moe)
+    model = dataclasses.replace(HYBRID, pattern="ME", num_layers=2, moe=moe, delta_net=DeltaNetConfig())
     wanted = run_of(config_of(tmp_path / "one" / "run", model=model, steps=2, eval_every_steps=0), monkeypatch)
     config = config_of(tmp_path / "mesh" / "run", MeshConfig(expert=2), model, steps=2, eval_every_steps=0)
     found = run_of(config, monkeypatch)
@@ -144,10 +150,13 @@ def test_layers_of_experts_match_one_device(tmp_path, monkeypatch):
 
 def counted(config: HybridConfig) -> int:
     """Parameters by the formula, from the sizes alone; no biases, RMSNorm."""
-    D, F, mamba = config.embed_dim, config.width_of_mlp, config.mamba
+    D, F, mamba, delta = config.embed_dim, config.width_of_mlp, config.mamba, config.delta_net
     H = mamba.num_heads or 2 * D // mamba.head_dim
     inner, shared = H * mamba.head_dim, 2 * mamba.num_groups * mamba.state_dim
+    heads = delta.num_value_heads or 2 * D // delta.value_head_dim
+    values, keys = heads * delta.value_head_dim, (delta.num_key_heads or heads) * delta.key_head_dim
     sizes = {
+        "G": D * (3 * values + 2 * keys + 2 * heads) + 4 * (values + 2 * keys) + 2 * heads + delta.value_head_dim,
         "M": D * (2 * inner + shared + H) + inner * D + 5 * (inner + shared) + 3 * H + inner,
         "*": 2 * D * (config.num_heads + config.kv_heads) * config.width_of_head,
         "-": (3 if config.activation == "swiglu" else 2) * D * F,
@@ -253,8 +262,8 @@ def test_paged_cache_equals_no_cache_at_every_position(generating):
     for t in range(3, 12):
         caches = call(caches, [(1, t), (0, t + 13)], 3, one_each=True)
     caches = call(caches, [(1, t) for t in range(12, 24)], 12, one_each=False)
-    states = caches["layers"][0].states
-    assert states.shape[0] == num_rows + 1 and not states[1].any()  # no sequence had this row
+    for states in (caches["layers"][0].states, caches["layers"][2].states):
+        assert states.shape[0] == num_rows + 1 and not states[1].any()  # no sequence had this row
 
 
 @pytest.mark.slow
@@ -284,11 +293,15 @@ def test_the_engine_generates_what_the_model_predicts(trained):
 
 @pytest.mark.parametrize("change, message", [
     ("--model.pattern=M|M*", r"pattern=M.M\*: pipeline stages .*use --model.pattern='MM\*' --mesh.pipeline_layout='t"),
-    ("--model.pattern=MX", r"pattern='MX' must be letters of layers: M \(Mamba-2\)"),
+    ("--model.pattern=MX", r"pattern='MX' must be letters of layers: M \(Mamba-2\), G"),
     ("--model.pattern=", "pattern='' must be letters"),
     ("--model.pattern=M*M", "num_layers=4 is not a multiple of the 3 letters of model.pattern; use .*num_layers=6"),
-    ("--model.pattern=ME", "moe.num_experts=None and model.pattern=ME contradict"),
+    ("--model.pattern=MGE*", "moe.num_experts=None and model.pattern=MGE. contradict"),
     ("--model.pattern=*-", "model.mamba: head_dim, .* set, but model.pattern=.- has no M"),
+    ("--model.pattern=M*", "model.delta_net: num_value_heads, .* set, but model.pattern=M. has no G"),
+    ("--model.delta_net.num_key_heads=3", "delta_net.num_key_heads=3 does not divide the 4 .*num_key_heads=1"),
+    ("--model.delta_net.value_head_dim=3 --model.delta_net.num_value_heads=None", "value_head_dim=3 does not divide 2"),
+    ("--mesh.tensor=4 --model.mamba.num_groups=4 --model.num_kv_heads=4", "delta_net.num_key_heads=2 is not divisible"),
     ("--model.mtp_layers=1", "mtp_layers=1 is not supported by model.kind=hybrid.*use --model.mtp_layers=0"),
     ("--model.norm_placement=post", "norm_placement=post is not supported .*use --model.norm_placement=pre"),
     ("--model.mamba.num_groups=3", "mamba.num_groups=3 does not divide the 8 heads .*num_groups=1"),
@@ -296,7 +309,7 @@ def test_the_engine_generates_what_the_model_predicts(trained):
     ("--model.mamba.head_dim=3", "mamba.head_dim=3 does not divide 2 . model.embed_dim=32"),
     ("--mesh.tensor=4", "mamba.num_groups=2 is not divisible by mesh.tensor=4; use --mesh.tensor=2"),
     ("--mesh.context=8", "sequence_length=32 cannot be split into the 16 equal pieces .*use .*sequence_length=48"),
-    ("--execution.recompute=core", "'core' is unknown; .*activation, mamba"),
+    ("--execution.recompute=core", "'core' is unknown; .*activation, mamba, .*delta_net"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused(change, message, tmp_path):
     with pytest.raises(ValueError, match=message):

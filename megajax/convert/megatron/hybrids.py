@@ -14,7 +14,7 @@ from megajax.convert.megatron.decoders import attention, mixture, mlp, outside_o
 from megajax.convert.megatron.entries import LAYER, Entry, Table, linear, norm
 from megajax.layers.mamba import MambaConfig
 from megajax.layers.moe import MoeConfig
-from megajax.models.hybrid import LETTERS, HybridConfig
+from megajax.models.hybrid import HybridConfig
 
 # How the names of a layer's parameters begin -> its letter, by the first that fits: those of experts also fit "mlp.".
 _LAYERS = {"mixer.": "M", "mlp.experts.": "E", "mlp.": "-", "self_attention.": "*"}
@@ -26,7 +26,7 @@ SUPPORTED = ("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model
 def read_model(given: Arguments, shapes: Mapping[str, tuple[int, ...]]) -> HybridConfig:
     """The pattern is that of the parameters, which older versions gave by ratios instead."""
     for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
-        if set(given.get(name, default="")) - LETTERS.keys() - {"|"}:
+        if set(given.get(name, default="")) - {*_LAYERS.values(), "|"}:
             raise given.refuse(name)
     spec = given.get("spec")
     if spec is not None and spec[-1] not in _STACKS:
