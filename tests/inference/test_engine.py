@@ -18,6 +18,7 @@ from megajax.inference.engine import Engine, ServingConfig
 from megajax.inference.memory import HOST_POOL_BYTES, kept_sizes, pool_bytes, pool_sizes
 from megajax.inference.sampling import Sampling
 from megajax.inference.scheduler import look_up
+from megajax.layers.delta_net import DeltaNetConfig
 from megajax.layers.latent_attention import LatentConfig
 from megajax.layers.mamba import MambaConfig
 from megajax.layers.moe import MoeConfig
@@ -45,18 +46,19 @@ MODELS = {
 }
 # Attention of other kinds: how these read a cache on one device, see tests/models/test_hugging_face.py.
 OTHERS = {
-    "mamba": HybridConfig(
+    "recurrent": HybridConfig(
         num_layers=3,
         embed_dim=32,
         num_heads=4,
         mlp_dim=64,
         vocab_size=100,
         vocab_multiple=32,
-        pattern="M*M",
+        pattern="M*G",
         position="none",
         norm="rmsnorm",
         bias=False,
         mamba=MambaConfig(head_dim=8, state_dim=8),
+        delta_net=DeltaNetConfig(value_head_dim=8, num_key_heads=4, key_head_dim=8),
     ),
     "window": dataclasses.replace(SMALL, window=6),
     "sinks": dataclasses.replace(ROPE, attention_sinks=True, norm_placement="sandwich"),
@@ -132,7 +134,7 @@ def recompute(engine, prompts, num_tokens):
     return [tokens[len(prompt) :] for tokens, prompt in zip(rows, prompts, strict=True)]
 
 
-@pytest.mark.parametrize("name", [*MODELS, pytest.param("mamba", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [*MODELS, pytest.param("recurrent", marks=pytest.mark.slow)])
 def test_cached_generation_equals_full_recomputation(engine_of, name):
     expected = recompute(engine_of(name), PROMPTS, 12)
     assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS)  # the model does not just repeat itself
@@ -201,7 +203,7 @@ def test_preemption_shared_prefixes_and_chunks_change_no_token(engine_of):
 @pytest.mark.parametrize("sizes", [{}, dict(tensor=2)], ids=["one device", "two devices"])
 def test_prompts_that_continue_from_kept_states_get_the_same_tokens(engine_of, sizes):
     """A model with attention and states; prompts share beginnings of different lengths, and rows and pages run out."""
-    engine = engine_of("mamba", **sizes)
+    engine = engine_of("recurrent", **sizes)
     engine.warm_up()
     programs = engine.num_programs
     start = list(range(20, 46))
@@ -221,7 +223,7 @@ def test_prompts_that_continue_from_kept_states_get_the_same_tokens(engine_of, s
 
 
 def test_rows_pages_and_kept_states_share_the_memory(make_test_mesh):
-    model = Model(OTHERS["mamba"], FLOAT32)
+    model = Model(OTHERS["recurrent"], FLOAT32)
     pages = {}
     for keeps in (True, False):
         serving = dataclasses.replace(SERVING, num_pages=None, max_rows=50_000, prefix_cache=keeps)
