@@ -153,29 +153,39 @@ def test_time_steps_are_limited():
 
 
 def test_convolution_reads_the_last_tokens_of_its_document():
-    """Against NumPy, with and without documents, in pieces stored in another order."""
+    """Value and gradients, with and without documents, in pieces stored in another order."""
     rng = np.random.default_rng(1)
-    x, kernel, bias = rng.normal(size=(B, T, 6)), rng.normal(size=(W, 6)), rng.normal(size=6)
-    ids = STARTS.cumsum(1).astype(np.int32)
+    arrays = rng.normal(size=(B, T, 6)), rng.normal(size=(W, 6)), rng.normal(size=6)
+    d_y = rng.normal(size=(B, T, 6))
     pieces = (0, 3, 1, 2)
     order = np.arange(T).reshape(4, -1)[list(pieces)].ravel()
 
-    def expected(ids):
-        y = np.zeros_like(x) + bias
-        for row, t, back in np.ndindex(B, T, W):
-            if t >= back and ids[row, t - back] == ids[row, t]:
-                y[row, t] += kernel[W - 1 - back] * x[row, t - back]
-        return y / (1 + np.exp(-y))
+    def expected(x, kernel, bias, ids):
+        total = bias
+        for back in range(W):
+            is_read = (np.arange(T) >= back) & (np.roll(ids, back, 1) == ids)
+            total += jnp.where(is_read[..., None], jnp.roll(x, back, 1) * kernel[W - 1 - back], 0)
+        return total / (1 + jnp.exp(-total))
 
     def before(array):
-        padded = np.concatenate([np.zeros_like(array[:, : W - 1]), array], 1)
-        return jnp.asarray(np.stack([padded[:, n * 6 : n * 6 + W - 1] for n in pieces], 1))
+        padded = jnp.concatenate([jnp.zeros_like(array[:, : W - 1]), array], 1)
+        return jnp.stack([padded[:, n * 6 : n * 6 + W - 1] for n in pieces], 1)
 
-    for segments in (None, ids):
-        stored = None if segments is None else (jnp.asarray(segments[:, order]), before(segments))
-        with jax.enable_x64(True):
-            y = causal_conv(
-                jnp.asarray(x[:, order]), jnp.asarray(kernel), jnp.asarray(bias), before_BI=before(x), segments=stored
-            )
-        wanted = expected(np.zeros_like(ids) if segments is None else segments)
-        np.testing.assert_allclose(np.asarray(y)[:, order.argsort()], wanted, rtol=1e-6, atol=1e-6)
+    def found(x, kernel, bias, ids):
+        segments = (jnp.asarray(ids[:, order]), before(jnp.asarray(ids))) if ids.any() else None
+        y = causal_conv(x[:, order], kernel, bias, before_BI=before(x), segments=segments)
+        return y[:, order.argsort()]
+
+    @jax.jit
+    def both(*arrays):
+        results = []
+        for ids in (np.zeros((B, T), np.int32), STARTS.cumsum(1).astype(np.int32)):
+            for function in (found, expected):
+                y, vjp = jax.vjp(functools.partial(function, ids=ids), *arrays)
+                results.append((y, vjp(jnp.asarray(d_y))))
+        return results
+
+    with jax.enable_x64(True):
+        whole, expected_whole, packed, expected_packed = both(*map(jnp.asarray, arrays))
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-10)
+    jax.tree.map(close, (whole, packed), (expected_whole, expected_packed))
