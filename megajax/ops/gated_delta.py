@@ -19,8 +19,9 @@ With its solutions for the two terms on the right, v' = u - S w, and the rest is
     y_q = sum over t <= q of exp(c_q - c_t) (q_q . k_t) v'_t + exp(c_q) S q_q
 
 so only the states between chunks are computed one after the other. Products are in v's dtype with float32 sums; the
-system, decays and states are float32 (float64 for float64 inputs). Arrays of chunks are laid out as in ops/ssd.py. The
-backward pass computes everything again from the arguments.
+system, decays and states are float32 (float64 for float64 inputs). Arrays of chunks are [J, I, B, H, P, Q], with keys
+and queries repeated for each head: XLA's matmuls for CPUs (jaxlib 0.10.2) crash with one dim more. The backward pass
+computes everything again from the arguments.
 """
 
 import functools
@@ -62,44 +63,43 @@ def gated_delta(
 
 def _gated_delta(q, k, v, log_decay, beta, starts, state, *, chunk, pieces):
     B, T, H, P = v.shape
-    G, N = k.shape[2:]
-    R = H // G
     dtype = wide(v)
     length = T // len(pieces)
     split = functools.partial(chunks, num_pieces=len(pieces), chunk=min(chunk, length))
     dot = functools.partial(jnp.einsum, precision=dot_precision(v.dtype), preferred_element_type=dtype)
 
-    q_JIBGNQ = split(query_of(q).astype(v.dtype))
-    k_JIBGNQ = split(key_of(k).astype(v.dtype))
-    v_JIBGRPQ = split(v.reshape(B, T, G, R, P)).astype(dtype)
-    beta_JIBGRQ = split(beta.astype(dtype).reshape(B, T, G, R))
-    logs_JIBGRQ = cumulative(split(log_decay.astype(dtype).reshape(B, T, G, R)))
+    def of_heads(array_BTGN):
+        return split(jnp.repeat(array_BTGN.astype(v.dtype), H // array_BTGN.shape[2], 2))
+
+    q_JIBHNQ = of_heads(query_of(q))
+    k_JIBHNQ = of_heads(key_of(k))
+    v_JIBHPQ = split(v).astype(dtype)
+    beta_JIBHQ = split(beta.astype(dtype))
+    logs_JIBHQ = cumulative(split(log_decay.astype(dtype)))
     seen_JIBQ = None if starts is None else jnp.cumsum(split(starts.astype(jnp.int32)), -1)
-    between_JIBGRQT = decays(logs_JIBGRQ[..., :, None] - logs_JIBGRQ[..., None, :], seen_JIBQ)
-    to_end_JIBGRQ, from_start_JIBGRQ = decays_to_the_ends(logs_JIBGRQ, seen_JIBQ)
+    between_JIBHQT = decays(logs_JIBHQ[..., :, None] - logs_JIBHQ[..., None, :], seen_JIBQ)
+    to_end_JIBHQ, from_start_JIBHQ = decays_to_the_ends(logs_JIBHQ, seen_JIBQ)
 
-    products_JIBGQT = dot("...nq,...nt->...qt", k_JIBGNQ, k_JIBGNQ)
-    inverse_JIBGRQT = inverse(products_JIBGQT[:, :, :, :, None] * between_JIBGRQT * beta_JIBGRQ[..., None])
-    read_JIBGRNQ = k_JIBGNQ.astype(dtype)[:, :, :, :, None] * from_start_JIBGRQ[..., None, :]
-    right = jnp.concatenate([v_JIBGRPQ, read_JIBGRNQ], -2) * beta_JIBGRQ[..., None, :]
-    solved = jnp.einsum("...pt,...qt->...pq", right, inverse_JIBGRQT, precision=lax.Precision.HIGHEST)
-    u_JIBGRPQ, w_JIBGRNQ = jnp.split(solved, [P], -2)
+    products_JIBHQT = dot("...nq,...nt->...qt", k_JIBHNQ, k_JIBHNQ)
+    inverse_JIBHQT = inverse(products_JIBHQT * between_JIBHQT * beta_JIBHQ[..., None])
+    read_JIBHNQ = k_JIBHNQ.astype(dtype) * from_start_JIBHQ[..., None, :]
+    right = jnp.concatenate([v_JIBHPQ, read_JIBHNQ], -2) * beta_JIBHQ[..., None, :]
+    solved = jnp.einsum("...pt,...qt->...pq", right, inverse_JIBHQT, precision=lax.Precision.HIGHEST)
+    u_JIBHPQ, w_JIBHNQ = jnp.split(solved, [P], -2)
 
-    start = None if state is None else state.astype(dtype).reshape(B, G, R, P, N)
-    of_chunks = (u_JIBGRPQ, w_JIBGRNQ.astype(v.dtype), k_JIBGNQ, to_end_JIBGRQ, from_start_JIBGRQ[..., -1])
-    before_JIBGRPN, written_JIBGRPQ, last = _states_between(of_chunks, start, pieces, dot)
-    scores_JIBGQT = dot("...nq,...nt->...qt", q_JIBGNQ, k_JIBGNQ)
-    mixing_JIBGRQT = (scores_JIBGQT[:, :, :, :, None] * between_JIBGRQT).astype(v.dtype)
-    y_JIBGRPQ = dot("...pt,...qt->...pq", written_JIBGRPQ, mixing_JIBGRQT)
-    past_JIBGRPQ = dot("...rpn,...nq->...rpq", before_JIBGRPN, q_JIBGNQ)
-    y_JIBGRPQ = y_JIBGRPQ + past_JIBGRPQ * from_start_JIBGRQ[..., None, :]
-    y = jnp.moveaxis(y_JIBGRPQ.astype(v.dtype), (2, 1, 0, -1), (0, 1, 2, 3)).reshape(B, len(pieces), -1, H, P)
-    return y[:, :, :length].reshape(v.shape), last.reshape(B, H, P, N)
+    start = None if state is None else state.astype(dtype)
+    of_chunks = (u_JIBHPQ, w_JIBHNQ.astype(v.dtype), k_JIBHNQ, to_end_JIBHQ, from_start_JIBHQ[..., -1])
+    before_JIBHPN, written_JIBHPQ, last_BHPN = _states_between(of_chunks, start, pieces, dot)
+    mixing_JIBHQT = (dot("...nq,...nt->...qt", q_JIBHNQ, k_JIBHNQ) * between_JIBHQT).astype(v.dtype)
+    y_JIBHPQ = dot("...pt,...qt->...pq", written_JIBHPQ, mixing_JIBHQT)
+    y_JIBHPQ += dot("...pn,...nq->...pq", before_JIBHPN, q_JIBHNQ) * from_start_JIBHQ[..., None, :]
+    y = jnp.moveaxis(y_JIBHPQ.astype(v.dtype), (2, 1, 0, -1), (0, 1, 2, 3)).reshape(B, len(pieces), -1, H, P)
+    return y[:, :, :length].reshape(v.shape), last_BHPN
 
 
 def _states_between(of_chunks, start, pieces, dot):
-    """-> (the state before each chunk [J, I, B, G, R, P, N], v' [J, I, B, G, R, P, Q], both in k's dtype; the state
-    after the last chunk, float32). of_chunks: u, w, k, the decays from each token to the end of its chunk and of the
+    """-> (the state before each chunk [J, I, B, H, P, N], v' [J, I, B, H, P, Q], both in k's dtype; the state after the
+    last chunk, float32). of_chunks: u, w, k, the decays from each token to the end of its chunk and of the
     whole chunk.
 
     Pieces of one sequence on several devices: each runs over its chunks once, to find its state from zeros and what it
@@ -111,7 +111,7 @@ def _states_between(of_chunks, start, pieces, dot):
         u, w, k, to_end, decay = of_chunk
         before = state.astype(k.dtype)
         written = u - dot("...pn,...nq->...pq", before, w)
-        added = dot("...rpt,...nt->...rpn", (written * to_end[..., None, :]).astype(k.dtype), k)
+        added = dot("...pt,...nt->...pn", (written * to_end[..., None, :]).astype(k.dtype), k)
         return state * decay[..., None, None] + added, (before, written.astype(k.dtype))
 
     u, w, *others = of_chunks
@@ -134,9 +134,11 @@ def _states_between(of_chunks, start, pieces, dot):
     def left(state, transition):
         return jnp.einsum("...pn,...nm->...pm", state, transition, precision=lax.Precision.HIGHEST)
 
-    firsts, last = states_of_pieces(ends, transitions, start, pieces, left)
-    _, (before, written) = lax.scan(step, firsts, of_chunks)
-    return before, written, last
+    # As groups of one head.
+    start = None if start is None else start[:, :, None]
+    firsts, last = states_of_pieces(ends[:, :, :, None], transitions[:, :, :, None], start, pieces, left)
+    _, (before, written) = lax.scan(step, firsts[:, :, :, 0], of_chunks)
+    return before, written, last[:, :, 0]
 
 
 @jax.custom_vjp
@@ -154,7 +156,8 @@ def inverse(system: jax.Array) -> jax.Array:
         padded = jnp.pad(system, [(0, 0)] * (system.ndim - 2) + [(0, 1), (0, 1)])
         return inverse(padded)[..., :size, :size]
     half = size // 2
-    first, second = inverse(jnp.stack([system[..., :half, :half], system[..., half:, half:]]))
+    halves = jnp.concatenate([system[..., :half, :half], system[..., half:, half:]])
+    first, second = jnp.split(inverse(halves), 2)
     below = -_product(second, _product(system[..., half:, :half], first))
     upper = jnp.concatenate([first, jnp.zeros_like(first)], -1)
     return jnp.concatenate([upper, jnp.concatenate([below, second], -1)], -2)

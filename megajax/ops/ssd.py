@@ -131,7 +131,8 @@ def decays(sums_QT, seen_Q):
     to q; seen: [J, I, B, Q], the number of starts up to each token."""
     visible = jnp.asarray(np.tri(sums_QT.shape[-1], dtype=bool))
     if seen_Q is not None:
-        visible = (visible & (seen_Q[..., :, None] == seen_Q[..., None, :]))[..., None, None, :, :]
+        visible = visible & (seen_Q[..., :, None] == seen_Q[..., None, :])
+        visible = jnp.expand_dims(visible, range(3, sums_QT.ndim - 2))
     # Masked before the exponential: above the diagonal it may overflow, and its gradient would be 0 * inf.
     return jnp.exp(jnp.where(visible, sums_QT, -jnp.inf))
 
@@ -147,7 +148,7 @@ def decays_to_the_ends(logs_JIBGRQ: jax.Array, seen_JIBQ: jax.Array | None) -> t
 
 
 def _where(condition_JIBQ, array_JIBGRQ):
-    return jnp.where(condition_JIBQ[..., None, None, :], array_JIBGRQ, 0.0)
+    return jnp.where(jnp.expand_dims(condition_JIBQ, range(3, array_JIBGRQ.ndim - 1)), array_JIBGRQ, 0.0)
 
 
 def _states_between(added_JIBGRPN, logs_JIBGR, seen_JIB, start_BGRPN, pieces):
