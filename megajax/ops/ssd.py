@@ -132,7 +132,7 @@ def decays(sums_QT, seen_Q):
     visible = jnp.asarray(np.tri(sums_QT.shape[-1], dtype=bool))
     if seen_Q is not None:
         visible = visible & (seen_Q[..., :, None] == seen_Q[..., None, :])
-        visible = jnp.expand_dims(visible, range(3, sums_QT.ndim - 2))
+        visible = jnp.expand_dims(visible, range(seen_Q.ndim - 1, sums_QT.ndim - 2))
     # Masked before the exponential: above the diagonal it may overflow, and its gradient would be 0 * inf.
     return jnp.exp(jnp.where(visible, sums_QT, -jnp.inf))
 
