@@ -172,6 +172,14 @@ CASES = {
         ["--checkpoint.start_fresh=head"],
         ["checkpoint.start_fresh=head", "set --checkpoint.start_from"],
     ),
+    "masking of documents": (
+        ["--data.mask_probability=0.3"],
+        ["data.mask_probability=0.3", "data.kind=masked or masked_nsp or masked_sop or spans, not documents"],
+    ),
+    "mode of Weights & Biases without a project": (
+        ["--logging.wandb_mode=online"],
+        ["logging.wandb_mode=online", "set --logging.wandb_project"],
+    ),
     "profile after the end": (
         ["--training.steps=150", "--launch.profile_steps=200,205"],
         ["launch.profile_steps=200,205", "training.steps=150", "profile earlier steps"],
