@@ -158,10 +158,13 @@ class MambaMixerConfig:
 
     def activations(self, sequence_length: int) -> dict[str, Activation]:
         convolved_dim = self.inner_dim + self.shared_dim
+        # Of ops/ssd.py: the weights of the tokens of a chunk, computed twice, and their gradient; inputs in chunks,
+        # states and products with them.
+        inside = 3 * self.num_heads * self.mamba.chunk + 7 * self.inner_dim
         return {
             "mamba_in": Activation(self.inner_dim + convolved_dim + self.num_heads, Flops(self.in_flops)),
             "mamba_conv": Activation(convolved_dim),
-            "ssd_out": Activation(self.inner_dim, self.flops(sequence_length)._replace(matmuls=0.0)),
+            "ssd_out": Activation(self.inner_dim, self.flops(sequence_length)._replace(matmuls=0.0), inside=inside),
             "mamba_hidden": Activation(self.inner_dim),
         }
 
