@@ -66,7 +66,7 @@ class Config:
         self.checkpoint.check()
         self.logging.check()
         self.training.check()
-        self.launch.check()
+        self.launch.check(self.training.steps)
         self.execution.check(self.mesh)
         parse(self.execution.compiler_options)
         self.checkpoint.check_evaluated(self.training.steps, self.training.eval_every_steps)
@@ -74,6 +74,7 @@ class Config:
         self.model.check(self.mesh, self.training.sequence_length, self.execution)
         stacks = self.model.stacks(self.execution)
         self.precision.check({name: len(layers) for name, layers in stacks.items()})
+        self.optimizer.check_loss_scale(self.precision)
         self.model.check_data(self.data.kind)
         if self.training.sample_prompt:
             self.model.check_generates()

@@ -27,6 +27,7 @@ from megajax.devices import Device
 from megajax.parallel.schedule import Stages, Table, make_table
 from megajax.planning.memory import memory_per_device
 from megajax.planning.plan import USABLE_MEMORY
+from megajax.suggestions import did_you_mean
 from megajax.training.config import TrainingConfig
 from megajax.training.program import Program
 from megajax.training.reporting.console import format_bytes, format_count, log_to_stderr
@@ -318,7 +319,8 @@ def main(arguments: list[str]) -> None:
             print(__doc__.strip())
             return
         if argument.startswith("--") and name not in options:
-            raise ValueError(f"--{name} is unknown; use {', '.join(f'--{known}' for known in options)}")
+            hint = did_you_mean(name, options, "--") or "; see python -m megajax.plot --help"
+            raise ValueError(f"{argument} is unknown{hint}")
         if argument.startswith("--"):
             options[name] = value if equals else "yes"
     x, smooth, output = options["x"], options["smooth"], options["output"]

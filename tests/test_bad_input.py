@@ -157,6 +157,33 @@ CASES = {
     "activation to offload": (["--execution.offload=residual,mlp"], ["execution.offload: 'mlp'", "mlp_wide"]),
     "dropout": (["--model.dropout=1"], ["model.dropout=1.0", "below 1"]),
     "warm-up": (["--optimizer.warmup_steps=400"], ["optimizer.warmup_steps=400", "400"]),
+    "annealing steps without annealing": (
+        ["--optimizer.wsd_decay_steps=20"],
+        ["optimizer.wsd_decay_steps=20", "optimizer.schedule=cosine", "use --optimizer.schedule=wsd"],
+    ),
+    "loss scale without fp16": (
+        ["--optimizer.loss_scale=65536,1,1000,2"],
+        [
+            "optimizer.loss_scale=65536,1,1000,2", "precision.recipe=bf16", "use --precision.recipe=fp16",
+            "--optimizer.loss_scale=4294967296,1,1000,2",
+        ],
+    ),
+    "parameters to leave out of nothing": (
+        ["--checkpoint.start_fresh=head"],
+        ["checkpoint.start_fresh=head", "set --checkpoint.start_from"],
+    ),
+    "masking of documents": (
+        ["--data.mask_probability=0.3"],
+        ["data.mask_probability=0.3", "data.kind=masked or masked_nsp or masked_sop or spans, not documents"],
+    ),
+    "mode of Weights & Biases without a project": (
+        ["--logging.wandb_mode=online"],
+        ["logging.wandb_mode=online", "set --logging.wandb_project"],
+    ),
+    "profile after the end": (
+        ["--training.steps=150", "--launch.profile_steps=200,205"],
+        ["launch.profile_steps=200,205", "training.steps=150", "profile earlier steps"],
+    ),
 }  # fmt: skip
 
 

@@ -76,6 +76,11 @@ def with_value(config, name: str, value):
     return dataclasses.replace(config, **{first: with_value(getattr(config, first), rest, value) if rest else value})
 
 
+def section_of(config, name: str):
+    """The config that has the field."""
+    return functools.reduce(getattr, name.split(".")[:-1], config)
+
+
 def num_devices(mesh: MeshConfig) -> int:
     return math.prod(size for size in mesh.sizes().values() if type(size) is int and size > 0)
 
@@ -143,6 +148,7 @@ def check_field(base: Config, name: str) -> None:
     for value in values_for(functools.reduce(getattr, name.split("."), base)):
         config = with_value(base, name, value)
         try:
+            check_fields(section_of(config, name))  # check_on does this with all fields, and most values end here
             config = config.check_on(num_devices(config.mesh))
         except ValueError as refusal:
             assert "\n" not in str(refusal) and name.split(".")[-1] in str(refusal), (name, value)

@@ -3,8 +3,8 @@
     python -m benchmarks.peers.torch_bert --config=bert_large [--seconds=10] [--windows=1] [--section.field=value ...]
 
 Beside python -m benchmarks.train_step --config=bert_large, with the same microbatches. Fresh random tokens each step, a
-loss on all of them, no padding, so that SDPA needs no mask; megajax keeps its segments. It neither clips gradients nor looks whether they are
-finite, which megajax does. Prints one line of JSON.
+loss on all of them, no padding, so that SDPA needs no mask; megajax keeps its segments. It neither clips gradients nor
+looks whether they are finite, which megajax does. Prints one line of JSON.
 """
 
 import json

@@ -46,6 +46,11 @@ class CheckpointConfig:
                 f"checkpoint.local_dir={self.local_dir!r} with checkpoint.local_every_steps={self.local_every_steps}: "
                 "local snapshots need both; give both or neither"
             )
+        if self.start_fresh and not self.start_from:
+            raise ValueError(
+                f"checkpoint.start_fresh={','.join(self.start_fresh)} has no effect without weights to start from; set "
+                "--checkpoint.start_from, or leave it out"
+            )
         if self.local_every_steps and self.every_steps and self.local_every_steps % self.every_steps == 0:
             raise ValueError(
                 f"checkpoint.local_every_steps={self.local_every_steps} is a multiple of checkpoint.every_steps="

@@ -97,6 +97,12 @@ class DataConfig:
         return self.kind.removeprefix("masked").removeprefix("_") or "none"
 
     def _check_kind(self) -> None:
+        for name, kinds in {"mask_probability": (*MASKED_KINDS, "spans"), "on_misfit": ("conversations",)}.items():
+            if self.kind not in kinds and getattr(self, name) != getattr(DataConfig, name):
+                raise ValueError(
+                    f"data.{name}={getattr(self, name)} is read with data.kind={' or '.join(kinds)}, not {self.kind}; "
+                    "leave it out"
+                )
         if self.kind == "documents":
             return
         for name in ("cross_document_attention", "reset_positions", "mask_document_end", "fim_rate"):

@@ -7,11 +7,11 @@ indices and first samples under the keys of tests/oracles/gpt_dataset.npz, to co
 """
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from megajax.command_line import Parser, errors_in_one_line
 from megajax.data.blend import BlendedDataset, normalize_weights, plan_phases
 from megajax.data.config import DataConfig
 from megajax.data.indexed_dataset import IndexedDataset
@@ -136,7 +136,7 @@ def _numbers(kind: type) -> Callable[[str], tuple]:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m megajax.data.inspect", description=__doc__.partition("\n")[0])
+    parser = Parser(prog="python -m megajax.data.inspect", description=__doc__.partition("\n")[0])
     parser.add_argument("--prefix", nargs="+", required=True, help="prefixes of .bin/.idx files")
     parser.add_argument("--show", type=int, default=0, metavar="N", help="print the text of the first N documents")
     parser.add_argument("--tokenizer", help="tokenizer to decode them with (default: the recorded one)")
@@ -153,8 +153,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    flags = _parse(arguments)
-    try:
+    with errors_in_one_line():
+        flags = _parse(arguments)
         datasets = [IndexedDataset(prefix) for prefix in flags.prefix]
         if flags.weights and len(flags.weights) != len(datasets):
             raise ValueError(
@@ -176,8 +176,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             num_samples=flags.num_samples,
             pad_id=flags.pad_id,
         )
-    except ValueError as error:
-        sys.exit(f"error: {error}")
     np.savez(flags.output, **arrays)
     print(f"{flags.output}: " + ", ".join(f"{key} {value.shape}" for key, value in arrays.items()))
 

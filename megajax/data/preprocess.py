@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from megajax.announce import announced
+from megajax.command_line import Parser, errors_in_one_line
 from megajax.data import inspect
 from megajax.data.prepare.read_input import MAX_DOCUMENT_BYTES, Reader, expand
 from megajax.data.prepare.train_tokenizer import train_tokenizer
@@ -29,7 +30,7 @@ from megajax.data.tokenizers.tokenizer import BytesTokenizer, load_tokenizer
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m megajax.data.preprocess",
         description=__doc__.partition("\n")[0],
         epilog="Other commands: merge, verify, inspect; each has its --help.",
@@ -78,11 +79,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return getattr(merge, f"main_{arguments[0]}")(arguments[1:])
     if arguments and arguments[0] == "inspect":
         return inspect.main(arguments[1:])
-    flags = _parse(arguments)
-    try:
-        metas = _run(flags)
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+    with errors_in_one_line():
+        flags = _parse(arguments)
+        try:
+            metas = _run(flags)
+        except OSError as error:
+            sys.exit(f"error: {error}")
     for prefix, meta in metas.items():
         print(
             f"{prefix}: {meta['num_documents']:,} documents, {meta['num_tokens']:,} tokens ({meta['dtype']}), "

@@ -81,6 +81,13 @@ class DeltaNetMixerConfig(RecurrentMixerConfig):
             num_gates=2,
         )
 
+    @property
+    def inside(self) -> int:
+        """Of ops/gated_delta.py: system, its inverse by halves, the weights of the tokens of a chunk, computed twice,
+        and their gradient; values in chunks, states and products with them; keys and queries of each head."""
+        sizes = self.sizes
+        return sizes.num_heads * (6 * self.section.chunk + 7 * sizes.head_dim + 5 * sizes.state_dim)
+
     def build(self, rngs: nnx.Rngs) -> "DeltaNet":
         return DeltaNet(self, rngs=rngs)
 

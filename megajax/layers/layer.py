@@ -99,6 +99,8 @@ class Activation(NamedTuple):
     """Plain attention runs on every kind of device."""
     empty: Callable[[MeshConfig], float] = _nothing
     """Further elements per token on a mesh, which take memory and are not computed: empty rows of a buffer."""
+    inside: int = 0
+    """Elements per token of arrays that are written and read while it is computed, and never saved."""
 
 
 class Terms(NamedTuple):

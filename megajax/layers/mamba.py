@@ -88,6 +88,12 @@ class MambaMixerConfig(RecurrentMixerConfig):
             num_gates=1,
         )
 
+    @property
+    def inside(self) -> int:
+        """Of ops/ssd.py: the weights of the tokens of a chunk, computed twice, and their gradient; inputs in chunks,
+        states and products with them."""
+        return 3 * self.sizes.num_heads * self.section.chunk + 7 * self.sizes.inner_dim
+
     def build(self, rngs: nnx.Rngs) -> "Mamba":
         return Mamba(self, rngs=rngs)
 

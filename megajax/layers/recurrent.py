@@ -96,6 +96,11 @@ class RecurrentMixerConfig:
     def sizes(self) -> Sizes:
         raise NotImplementedError
 
+    @property
+    def inside(self) -> int:
+        """Of the recurrence, as in Activation."""
+        raise NotImplementedError
+
     def build(self, rngs: nnx.Rngs) -> "RecurrentMixer":
         raise NotImplementedError
 
@@ -141,7 +146,9 @@ class RecurrentMixerConfig:
         return {
             self.names.projected: Activation(projected_dim, Flops(self.in_flops)),
             self.names.convolved: Activation(convolved_dim),
-            self.names.mixed: Activation(sizes.inner_dim, self.flops(sequence_length)._replace(matmuls=0.0)),
+            self.names.mixed: Activation(
+                sizes.inner_dim, self.flops(sequence_length)._replace(matmuls=0.0), inside=self.inside
+            ),
             self.names.hidden: Activation(sizes.inner_dim),
         }
 

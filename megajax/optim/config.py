@@ -7,6 +7,7 @@ from megajax.optim.groups import UpdateRule, parse_group
 from megajax.optim.loss_scale import LossScaleRule
 from megajax.optim.moments import MomentFormat
 from megajax.optim.schedule import Schedule, ScheduleStyle
+from megajax.precision import PrecisionConfig
 from megajax.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range
 
 Momentum = Annotated[float, Range(at_least=0, below=1)]
@@ -76,6 +77,11 @@ class OptimizerConfig:
         self.loss_scale_rule.check()
         for text in self.groups:
             parse_group(text)
+        if self.wsd_decay_steps and not self.schedule.startswith("wsd"):
+            raise ValueError(
+                f"optimizer.wsd_decay_steps={self.wsd_decay_steps} has no effect with optimizer.schedule="
+                f"{self.schedule}; use --optimizer.schedule=wsd, or --optimizer.wsd_decay_steps=0"
+            )
         if self.schedule == "constant":
             return
         self._check_below_peak("min_learning_rate")
@@ -92,6 +98,15 @@ class OptimizerConfig:
                 f"optimizer.wsd_decay_steps={self.wsd_decay_steps} must be in 1..{most:.10g} (decay steps "
                 f"{decay_steps:.10g} minus warm-up {self.warmup_steps}); for example "
                 f"--optimizer.wsd_decay_steps={max(1, int(most / 5))}"
+            )
+
+    def check_loss_scale(self, precision: PrecisionConfig) -> None:
+        """Raises ValueError for a loss scale that the run does not use."""
+        default = LossScaleRule(*OptimizerConfig.loss_scale)
+        if self.loss_scale_rule != default and not precision.scales_loss:
+            raise ValueError(
+                f"optimizer.loss_scale={self.loss_scale_rule} has no effect with precision.recipe={precision.recipe}; "
+                f"use --precision.recipe=fp16, or the default, --optimizer.loss_scale={default}"
             )
 
     @property

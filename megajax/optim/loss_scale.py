@@ -38,9 +38,13 @@ class LossScaleRule(NamedTuple):
     def check(self) -> None:
         if self.minimum > self.initial:
             raise ValueError(
-                f"optimizer.loss_scale={','.join(f'{number:g}' for number in self)}: the minimum, the second number, "
-                "must be at most the initial scale, the first; use the same number for both"
+                f"optimizer.loss_scale={self}: the minimum, the second number, must be at most the initial scale, the "
+                "first; use the same number for both"
             )
+
+    def __str__(self) -> str:
+        """As it is typed."""
+        return ",".join(f"{number:.10g}" for number in self)
 
 
 class LossScale(NamedTuple):

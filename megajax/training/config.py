@@ -121,9 +121,17 @@ class LaunchConfig:
     profile_steps: tuple[PositiveInt, PositiveInt] | None = None
     """(first, last): write a profile of these steps to run_dir/profile."""
 
-    def check(self) -> None:
-        if self.profile_steps is not None and self.profile_steps[0] > self.profile_steps[1]:
+    def check(self, training_steps: int) -> None:
+        if self.profile_steps is None:
+            return
+        first, last = self.profile_steps
+        if first > last:
             raise ValueError(
-                f"launch.profile_steps={self.profile_steps} must be the first and the last step of the profile; "
-                f"use --launch.profile_steps={self.profile_steps[1]},{self.profile_steps[0]}"
+                f"launch.profile_steps={first},{last} must be the first and the last step of the profile; "
+                f"use --launch.profile_steps={last},{first}"
+            )
+        if first > training_steps:
+            raise ValueError(
+                f"launch.profile_steps={first},{last} is after the last step, training.steps={training_steps}; "
+                "profile earlier steps"
             )

@@ -85,9 +85,8 @@ def test_any_number_of_readers_reads_the_same_stream_also_when_resumed(dataset, 
 
 def test_worker_processes_read_the_same_stream_also_when_resumed_with_another_number(dataset, config):
     workers = dataclasses.replace(config, num_workers=2)
-    for num_readers, start_step in ((1, 0), (2, 3)):
-        want = stream_hash(dataset, config, 1, start_step=start_step)
-        assert stream_hash(dataset, workers, num_readers, start_step=start_step) == want
+    want = stream_hash(dataset, config, 1, start_step=3)
+    assert stream_hash(dataset, workers, 2, start_step=3) == want
 
 
 @pytest.mark.parametrize("start_step", [1, 4, STEPS])

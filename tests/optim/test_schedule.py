@@ -19,12 +19,13 @@ STEPS = META["decay"]
 
 
 def make_schedule(**changes):
+    is_wsd = changes.get("schedule", "cosine").startswith("wsd")
     fields = dict(
         learning_rate=META["max_lr"],
         min_learning_rate=META["min_lr"],
         initial_learning_rate=META["init_lr"],
         warmup_steps=META["warmup"],
-        wsd_decay_steps=META["wsd_decay"],
+        wsd_decay_steps=META["wsd_decay"] if is_wsd else 0,
     )
     return OptimizerConfig(**fields | changes).make_schedule(STEPS)
 

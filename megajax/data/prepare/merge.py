@@ -6,7 +6,6 @@
 Both read in blocks: memory does not grow with the data.
 """
 
-import argparse
 import hashlib
 import os
 import sys
@@ -14,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from megajax.command_line import Parser, errors_in_one_line
 from megajax.data.indexed_dataset import HEADER, WRITE_BLOCK, IndexedDataset
 from megajax.data.meta import COUNTS, make_meta, read_meta, write_meta
 from megajax.data.prepare.write_tokens import BlockWriter, refuse_to_overwrite
@@ -134,28 +134,31 @@ def _describe_bad_token(dataset: IndexedDataset, index: int, token: int, vocab_s
 
 
 def main_merge(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m megajax.data.preprocess merge", description="Joins datasets.")
+    parser = Parser(prog="python -m megajax.data.preprocess merge", description="Joins datasets.")
     parser.add_argument("--input", nargs="+", required=True, help="prefixes of .bin/.idx files, in order")
     parser.add_argument("--output_prefix", required=True, help="P of P.bin, P.idx, P.meta.json")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing dataset")
-    flags = parser.parse_args(arguments)
-    try:
+    with errors_in_one_line():
+        flags = parser.parse_args(arguments)
         if not flags.overwrite:
             refuse_to_overwrite(flags.output_prefix)
-        merge(flags.input, flags.output_prefix)
+        try:
+            merge(flags.input, flags.output_prefix)
+        except OSError as error:
+            sys.exit(f"error: {error}")
         dataset = IndexedDataset(flags.output_prefix)
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
     num_documents = len(dataset.document_indices) - 1
     num_tokens = int(dataset.lengths.sum(dtype=np.int64))
     print(f"{flags.output_prefix}: {num_documents:,} documents, {num_tokens:,} tokens ({dataset.dtype})")
 
 
 def main_verify(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m megajax.data.preprocess verify", description="Checks datasets.")
+    parser = Parser(prog="python -m megajax.data.preprocess verify", description="Checks datasets.")
     parser.add_argument("--prefix", nargs="+", required=True, help="prefixes of .bin/.idx/.meta.json files")
+    with errors_in_one_line():
+        prefixes = parser.parse_args(arguments).prefix
     wrong = 0
-    for prefix in parser.parse_args(arguments).prefix:
+    for prefix in prefixes:
         try:
             print(verify(prefix))
         except (ValueError, OSError) as error:

@@ -61,7 +61,13 @@ class LoggingConfig:
     """offline keeps the run in run_dir/wandb until `wandb sync`."""
 
     def check(self) -> None:
-        """Raises ValueError if a required package is missing; call before any device is used."""
+        """Raises ValueError for a mode without a project, or if a required package is missing; call before any device
+        is used."""
+        if self.wandb_mode != "offline" and not self.wandb_project:
+            raise ValueError(
+                f"logging.wandb_mode={self.wandb_mode} has no effect without a project; set --logging.wandb_project, "
+                "or leave it out"
+            )
         if self.wandb_project and importlib.util.find_spec("wandb") is None:
             raise ValueError(
                 f"logging.wandb_project={self.wandb_project!r} needs the package wandb, which is not installed; "

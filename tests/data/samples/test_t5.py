@@ -93,7 +93,7 @@ def test_encoder_and_labels_make_the_text(
         masking=masking,
         short_sequence_probability=short,
     )
-    for i in range(0, len(dataset), 7):
+    for i in range(0, len(dataset), 13):
         sample = dataset[i]
         text, run = put_together(sample, sentinels), np.concatenate(dataset.runs.read(i))
         # a window of the run: nothing lost but what does not fit
