@@ -14,6 +14,7 @@ import pytest
 
 from megajax.config import Config
 from megajax.data.config import DataConfig
+from megajax.layers.delta_net import DeltaNetConfig
 from megajax.layers.mamba import MambaConfig
 from megajax.layers.rope import RopeConfig
 from megajax.mesh import MeshConfig
@@ -39,7 +40,12 @@ VALUES = [*NUMBERS, *TEXTS, None, True, (), {}, [1]]
 
 OTHERS = {
     "decoder": dict(position="rope"),
-    "hybrid": dict(position="rope", mamba=MambaConfig(head_dim=8, num_groups=1)),
+    "hybrid": dict(
+        position="rope",
+        pattern="MG",
+        mamba=MambaConfig(head_dim=8, num_groups=1),
+        delta_net=DeltaNetConfig(value_head_dim=8),
+    ),
     "t5": dict(num_decoder_layers=2, head_dim=4, decoder_length=8),
 }
 KINDS_OF_DATA = {"t5": "spans"}

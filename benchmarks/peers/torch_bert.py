@@ -1,9 +1,9 @@
-"""Peer of BERT on one GPU: BertForMaskedLM of transformers, torch.compile, SDPA, fused AdamW, bf16 autocast.
+"""Peer of BERT on one GPU: BertForMaskedLM of transformers, torch.compile by layer, SDPA, fused AdamW, bf16 autocast.
 
     python -m benchmarks.peers.torch_bert --config=bert_large [--seconds=10] [--windows=1] [--section.field=value ...]
 
-Beside python -m benchmarks.train_step --config=bert_large. Fresh random tokens each step, a loss on all of them, no
-padding, so that SDPA needs no mask; megajax keeps its segments. It neither clips gradients nor looks whether they are
+Beside python -m benchmarks.train_step --config=bert_large, with the same microbatches. Fresh random tokens each step, a
+loss on all of them, no padding, so that SDPA needs no mask; megajax keeps its segments. It neither clips gradients nor looks whether they are
 finite, which megajax does. Prints one line of JSON.
 """
 
@@ -29,14 +29,25 @@ def measure(config: Config, seconds: float, num_windows: int) -> dict:
     with device:
         bert = transformers.BertForMaskedLM(transformers.BertConfig(**options, attn_implementation="sdpa")).train()
     optimizer = torch.optim.AdamW(bert.parameters(), lr=LEARNING_RATE, fused=True)
-    loss_of = torch.compile(lambda tokens, labels: bert(input_ids=tokens, labels=labels).loss)
-    shape = (config.training.global_batch_size, config.training.sequence_length)
+    # In parts: all layers share a program, where the whole model takes minutes to compile.
+    for part in (bert.bert.embeddings, *bert.bert.encoder.layer):
+        part.compile()
+
+    @torch.compile
+    def head_loss(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(bert.cls(hidden).flatten(0, 1), labels.flatten())
+
+    training = config.training
+    microbatch_size = training.microbatch_size or training.global_batch_size
+    count = training.global_batch_size // microbatch_size
+    shape = (microbatch_size, training.sequence_length)
 
     def step() -> torch.Tensor:
-        tokens, labels = (torch.randint(0, config.model.vocab_size, shape, device=device) for _ in range(2))
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = loss_of(tokens, labels)
-        loss.backward()
+        for _ in range(count):
+            tokens, labels = (torch.randint(0, config.model.vocab_size, shape, device=device) for _ in range(2))
+            with torch.autocast(device.type, torch.bfloat16):
+                loss = head_loss(bert.bert(tokens).last_hidden_state, labels)
+            (loss / count).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()

@@ -6,6 +6,7 @@ would save costs two passes over the widest array of a layer, 4.4 of 268 ms of g
 """
 
 import functools
+import math
 from typing import Literal
 
 import jax
@@ -13,13 +14,21 @@ import jax.numpy as jnp
 
 Activation = Literal["gelu", "gelu_tanh", "relu", "squared_relu", "swiglu", "geglu", "geglu_tanh"]
 
+
+def _exact_gelu(x: jax.Array) -> jax.Array:
+    """x times the normal distribution function of x. jax.nn.gelu takes erfc, whose two branches cost several times as
+    much as reading x."""
+    wide = x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
+    return (0.5 * wide * (1 + jax.lax.erf(wide * math.sqrt(0.5)))).astype(x.dtype)
+
+
 _FUNCTIONS = {
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu": _exact_gelu,
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
     "relu": jax.nn.relu,
     "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
     "swiglu": jax.nn.silu,
-    "geglu": functools.partial(jax.nn.gelu, approximate=False),
+    "geglu": _exact_gelu,
     "geglu_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
 GATED = ("swiglu", "geglu", "geglu_tanh")

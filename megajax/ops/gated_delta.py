@@ -1,7 +1,7 @@
 """The gated delta rule in chunks of matmuls (Yang, Kautz and Hatamizadeh 2024, https://arxiv.org/abs/2412.06464).
 
-Dimensions: B batch, T sequence, H heads of width P, G groups of R = H / G heads, N width of queries and keys; J chunks
-of Q tokens; I pieces of the sequence (parallel/context.py), each of consecutive tokens.
+Dimensions: B batch, T sequence, H heads of width P, G groups of R = H / G heads, N width of queries and keys; I pieces
+of the sequence (parallel/context.py) of J chunks of Q tokens; t <= q are tokens of a chunk.
 
 A head has a state S [P, N], its group shares the query q and the key k [N] of each token, both of length 1, the query
 then divided by sqrt(N). The state forgets by a decay a, and what it holds for k moves towards the value v by the
@@ -19,8 +19,8 @@ With its solutions for the two terms on the right, v' = u - S w, and the rest is
     y_q = sum over t <= q of exp(c_q - c_t) (q_q . k_t) v'_t + exp(c_q) S q_q
 
 so only the states between chunks are computed one after the other. Products are in v's dtype with float32 sums; the
-system, decays and states are float32 (float64 for float64 inputs). The backward pass computes everything again from the
-arguments.
+system, decays and states are float32 (float64 for float64 inputs). Arrays of chunks are laid out as in ops/ssd.py. The
+backward pass computes everything again from the arguments.
 """
 
 import functools
@@ -32,7 +32,7 @@ from jax import lax
 
 from megajax import compat
 from megajax.ops.matmul import dot_precision
-from megajax.ops.ssd import Decays, chunks, recomputed, states_of_pieces, sums_in_chunks, wide
+from megajax.ops.ssd import chunks, cumulative, decays, decays_to_the_ends, recomputed, states_of_pieces, wide
 
 EPSILON = 1e-6  # added to the squared length of queries and keys
 
@@ -66,89 +66,115 @@ def _gated_delta(q, k, v, log_decay, beta, starts, state, *, chunk, pieces):
     R = H // G
     dtype = wide(v)
     length = T // len(pieces)
-    chunk = min(chunk, length)
+    split = functools.partial(chunks, num_pieces=len(pieces), chunk=min(chunk, length))
     dot = functools.partial(jnp.einsum, precision=dot_precision(v.dtype), preferred_element_type=dtype)
 
-    def split(array):
-        return chunks(array, len(pieces), chunk)
+    q_JIBGNQ = split(query_of(q).astype(v.dtype))
+    k_JIBGNQ = split(key_of(k).astype(v.dtype))
+    v_JIBGRPQ = split(v.reshape(B, T, G, R, P)).astype(dtype)
+    beta_JIBGRQ = split(beta.astype(dtype).reshape(B, T, G, R))
+    logs_JIBGRQ = cumulative(split(log_decay.astype(dtype).reshape(B, T, G, R)))
+    seen_JIBQ = None if starts is None else jnp.cumsum(split(starts.astype(jnp.int32)), -1)
+    between_JIBGRQT = decays(logs_JIBGRQ[..., :, None] - logs_JIBGRQ[..., None, :], seen_JIBQ)
+    to_end_JIBGRQ, from_start_JIBGRQ = decays_to_the_ends(logs_JIBGRQ, seen_JIBQ)
 
-    def by_head(array_BTH):
-        """[B, T, H, ...] -> [B, J, G, R, Q, ...]."""
-        array = split(array_BTH.astype(dtype))
-        return jnp.moveaxis(array.reshape(*array.shape[:3], G, R, *array.shape[4:]), 2, 4)
-
-    def by_time(array):
-        """[B, J, ...] -> [J / I, I, B, ...]: the order of the scan over chunks."""
-        return array.reshape(B, len(pieces), -1, *array.shape[2:]).swapaxes(0, 2)
-
-    def by_batch(array):
-        """Inverse of by_time."""
-        return array.swapaxes(0, 2).reshape(B, -1, *array.shape[3:])
-
-    q_BJQGN = split(query_of(q)).astype(v.dtype)
-    k_BJQGN = split(key_of(k)).astype(v.dtype)
-    log_decay_BJQGR = split(log_decay.astype(dtype)).reshape(B, -1, chunk, G, R)
-    seen_BJQ = None if starts is None else jnp.cumsum(split(starts.astype(jnp.int32)), 2)
-    decays = Decays(sums_in_chunks(log_decay_BJQGR), seen_BJQ)
-    between_BJGRQT = decays.between()
-    to_end, from_start = decays.to_the_ends()
-
-    beta_BJGRQ = by_head(beta)
-    products_BJGQT = dot("bjqgn,bjtgn->bjgqt", k_BJQGN, k_BJQGN)
-    system_BJGRQT = products_BJGQT[:, :, :, None] * between_BJGRQT * beta_BJGRQ[..., None]
-    k_BJGRQN = k_BJQGN.astype(dtype).swapaxes(2, 3)[:, :, :, None] * from_start[..., None]
-    right = jnp.concatenate([by_head(v), k_BJGRQN], -1) * beta_BJGRQ[..., None]
-    # Reads the system below its diagonal only, which is 1.
-    solved = lax.linalg.triangular_solve(system_BJGRQT, right, left_side=True, lower=True, unit_diagonal=True)
-    u_BJGRQP, w_BJGRQN = jnp.split(solved, [P], -1)
+    products_JIBGQT = dot("...nq,...nt->...qt", k_JIBGNQ, k_JIBGNQ)
+    inverse_JIBGRQT = inverse(products_JIBGQT[:, :, :, :, None] * between_JIBGRQT * beta_JIBGRQ[..., None])
+    read_JIBGRNQ = k_JIBGNQ.astype(dtype)[:, :, :, :, None] * from_start_JIBGRQ[..., None, :]
+    right = jnp.concatenate([v_JIBGRPQ, read_JIBGRNQ], -2) * beta_JIBGRQ[..., None, :]
+    solved = jnp.einsum("...pt,...qt->...pq", right, inverse_JIBGRQT, precision=lax.Precision.HIGHEST)
+    u_JIBGRPQ, w_JIBGRNQ = jnp.split(solved, [P], -2)
 
     start = None if state is None else state.astype(dtype).reshape(B, G, R, P, N)
-    of_chunks = (u_BJGRQP, w_BJGRQN.astype(v.dtype), k_BJQGN, to_end, from_start[..., -1])
-    before, written, last = _states_between(*map(by_time, of_chunks), start, pieces, dot)
-    scores_BJGQT = dot("bjqgn,bjtgn->bjgqt", q_BJQGN, k_BJQGN)
-    mixing_BJGRQT = (scores_BJGQT[:, :, :, None] * between_BJGRQT).astype(v.dtype)
-    y_BJQGRP = dot("bjgrqt,bjgrtp->bjqgrp", mixing_BJGRQT, by_batch(written))
-    past_BJQGRP = dot("bjqgn,bjgrpn->bjqgrp", q_BJQGN, by_batch(before))
-    y_BJQGRP = y_BJQGRP + past_BJQGRP * jnp.moveaxis(from_start, 4, 2)[..., None]
-    y = y_BJQGRP.astype(v.dtype).reshape(B, len(pieces), -1, H, P)[:, :, :length]
-    return y.reshape(v.shape), last.reshape(B, H, P, N)
+    of_chunks = (u_JIBGRPQ, w_JIBGRNQ.astype(v.dtype), k_JIBGNQ, to_end_JIBGRQ, from_start_JIBGRQ[..., -1])
+    before_JIBGRPN, written_JIBGRPQ, last = _states_between(of_chunks, start, pieces, dot)
+    scores_JIBGQT = dot("...nq,...nt->...qt", q_JIBGNQ, k_JIBGNQ)
+    mixing_JIBGRQT = (scores_JIBGQT[:, :, :, :, None] * between_JIBGRQT).astype(v.dtype)
+    y_JIBGRPQ = dot("...pt,...qt->...pq", written_JIBGRPQ, mixing_JIBGRQT)
+    past_JIBGRPQ = dot("...rpn,...nq->...rpq", before_JIBGRPN, q_JIBGNQ)
+    y_JIBGRPQ = y_JIBGRPQ + past_JIBGRPQ * from_start_JIBGRQ[..., None, :]
+    y = jnp.moveaxis(y_JIBGRPQ.astype(v.dtype), (2, 1, 0, -1), (0, 1, 2, 3)).reshape(B, len(pieces), -1, H, P)
+    return y[:, :, :length].reshape(v.shape), last.reshape(B, H, P, N)
 
 
-def _states_between(u, w, k, to_end, decay, start, pieces, dot):
-    """-> (the state before each chunk [J / I, I, B, G, R, P, N], v' [J / I, I, B, G, R, Q, P], both in k's dtype; the
-    state after the last chunk).
+def _states_between(of_chunks, start, pieces, dot):
+    """-> (the state before each chunk [J, I, B, G, R, P, N], v' [J, I, B, G, R, P, Q], both in k's dtype; the state
+    after the last chunk, float32). of_chunks: u, w, k, the decays from each token to the end of its chunk and of the
+    whole chunk.
 
     Pieces of one sequence on several devices: each runs over its chunks once, to find its state from zeros and what it
-    makes of any state before it, a matrix [N, N]: that of the identity, with values of zero. These are gathered, two or
+    leaves of a state before it, a matrix [N, N]: the identity as a state, without values. These are gathered, two or
     one a device, and tell the states before all pieces.
     """
-    of_chunks = (u, w, k, to_end, decay)
 
     def step(state, of_chunk):
         u, w, k, to_end, decay = of_chunk
         before = state.astype(k.dtype)
-        written = u - dot("ibgrqn,ibgrpn->ibgrqp", w, before)
-        added = dot("ibgrqp,ibqgn->ibgrpn", (written * to_end[..., None]).astype(k.dtype), k)
+        written = u - dot("...pn,...nq->...pq", before, w)
+        added = dot("...rpt,...nt->...rpn", (written * to_end[..., None, :]).astype(k.dtype), k)
         return state * decay[..., None, None] + added, (before, written.astype(k.dtype))
 
-    P, N = u.shape[-1], w.shape[-1]
-    zeros = compat.vary(jnp.zeros((*u.shape[1:5], P, N), u.dtype), compat.varying_axes(u))
+    u, w, *others = of_chunks
+    P = u.shape[-2]
+    N = w.shape[-2]
+    zeros = compat.vary(jnp.zeros((*u.shape[1:-1], N), u.dtype), compat.varying_axes(u))
     if len(pieces) == 1:
         last, (before, written) = lax.scan(step, zeros if start is None else start[None], of_chunks)
         return before, written, last[0]
 
     identity = jnp.broadcast_to(jnp.eye(N, dtype=u.dtype), (*zeros.shape[:-2], N, N))
-    both = jnp.concatenate([zeros, identity], -2)
-    without_values = jnp.pad(u, [(0, 0)] * (u.ndim - 1) + [(0, N)])
-    both, _ = lax.scan(lambda state, of_chunk: (step(state, of_chunk)[0], None), both, (without_values, *of_chunks[1:]))
-    ends, transitions = jnp.split(both, [P], -2)
+    without_values = jnp.pad(u, [(0, 0)] * (u.ndim - 2) + [(0, N), (0, 0)])
 
-    def decayed(state, transition):
-        return jnp.einsum("bgrpn,bgrnm->bgrpm", state, transition, precision=lax.Precision.HIGHEST)
+    def both(states, of_chunk):
+        return step(states, of_chunk)[0], None
 
-    firsts, last = states_of_pieces(ends, transitions, start, pieces, decayed)
+    ends, _ = lax.scan(both, jnp.concatenate([zeros, identity], -2), (without_values, w, *others))
+    ends, transitions = jnp.split(ends, [P], -2)
+
+    def left(state, transition):
+        return jnp.einsum("...pn,...nm->...pm", state, transition, precision=lax.Precision.HIGHEST)
+
+    firsts, last = states_of_pieces(ends, transitions, start, pieces, left)
     _, (before, written) = lax.scan(step, firsts, of_chunks)
     return before, written, last
+
+
+@jax.custom_vjp
+def inverse(system: jax.Array) -> jax.Array:
+    """Of matrices [..., Q, Q], which are read below the diagonal; above it they are 0, on it 1.
+
+    By halves, in log2(Q) steps: the inverse of [[A, 0], [C, B]] has -B^-1 C A^-1 below. Not triangular_solve of JAX: on
+    a CPU (jaxlib 0.10.2) it waits for threads of the pool that it runs on, so that as many at a time as there are
+    threads wait forever.
+    """
+    size = system.shape[-1]
+    if size == 1:
+        return jnp.ones_like(system)
+    if size % 2:
+        padded = jnp.pad(system, [(0, 0)] * (system.ndim - 2) + [(0, 1), (0, 1)])
+        return inverse(padded)[..., :size, :size]
+    half = size // 2
+    first, second = inverse(jnp.stack([system[..., :half, :half], system[..., half:, half:]]))
+    below = -_product(second, _product(system[..., half:, :half], first))
+    upper = jnp.concatenate([first, jnp.zeros_like(first)], -1)
+    return jnp.concatenate([upper, jnp.concatenate([below, second], -1)], -2)
+
+
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+
+
+def _inverse_forward(system):
+    result = inverse(system)
+    return result, result
+
+
+def _inverse_backward(result, d_result):
+    transposed = result.swapaxes(-1, -2)
+    return (-jnp.tril(_product(_product(transposed, d_result), transposed), -1),)
+
+
+inverse.defvjp(_inverse_forward, _inverse_backward)
 
 
 def key_of(k: jax.Array) -> jax.Array:

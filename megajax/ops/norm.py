@@ -36,26 +36,51 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, epsilon: float) 
     return (centred * inverse_std * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
 
 
-def gated_rms_norm(
-    x: jax.Array, gate: jax.Array, scale: jax.Array, num_groups: int, epsilon: float, *, norm_before_gate: bool = False
-) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def gated_rms_norm(x: jax.Array, gate: jax.Array, scale: jax.Array, num_groups: int, epsilon: float) -> jax.Array:
     """rms_norm of x * silu(gate), each of `num_groups` parts of the channels by itself, times scale -> x's dtype.
 
-    x, gate [..., *C], scale [*C]. norm_before_gate: the norm of x, times scale and silu(gate), instead. Only x and gate
-    are saved for the backward pass (Dao and Gu 2024).
+    x, gate [..., *C], scale [*C]. x, gate and the statistics are saved for the backward pass (Dao and Gu 2024).
     """
+    return _gated_forward(x, gate, scale, num_groups, epsilon)[0]
 
-    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)
-    def run(x, gate, scale):
-        rows = x.shape[: x.ndim - scale.ndim]
-        x32 = x.astype(jnp.float32)
-        activated = jax.nn.silu(gate.astype(jnp.float32))
-        parts = (x32 if norm_before_gate else x32 * activated).reshape(*rows, num_groups, -1)
-        inverse_rms = lax.rsqrt(jnp.mean(parts * parts, -1, keepdims=True) + epsilon)
-        normed = (parts * inverse_rms).reshape(x.shape) * scale.astype(jnp.float32)
-        return (normed * activated if norm_before_gate else normed).astype(x.dtype)
 
-    return run(x, gate, scale)
+def _gated_forward(x, gate, scale, num_groups, epsilon):
+    gated = x.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
+    parts = gated.reshape(*x.shape[: x.ndim - scale.ndim], num_groups, -1)
+    inverse_rms = lax.rsqrt(jnp.mean(parts * parts, -1, keepdims=True) + epsilon)
+    normed = (parts * inverse_rms).reshape(x.shape)
+    return (normed * scale.astype(jnp.float32)).astype(x.dtype), (x, gate, scale, inverse_rms)
+
+
+def _gated_backward(num_groups, epsilon, residuals, d_out):
+    """Two passes over x, gate and d_out: the mean of each part, then all gradients."""
+    x, gate, scale, inverse_rms = residuals
+    x32 = x.astype(jnp.float32)
+    d_out32 = d_out.astype(jnp.float32)
+    activated, through_silu = jax.vjp(jax.nn.silu, gate.astype(jnp.float32))
+    normed = (x32 * activated).reshape(*inverse_rms.shape[:-1], -1) * inverse_rms
+    d_normed = (d_out32 * scale.astype(jnp.float32)).reshape(normed.shape)
+    mean = jnp.mean(d_normed * normed, -1, keepdims=True)
+    d_gated = ((d_normed - normed * mean) * inverse_rms).reshape(x.shape)
+    d_scale = jnp.sum(d_out32 * normed.reshape(x.shape), tuple(range(x.ndim - scale.ndim)))
+    (d_gate,) = through_silu(d_gated * x32)
+    d_x = (d_gated * activated).astype(x.dtype)
+    # Stored once: otherwise XLA computes the gradient of the gate again where it is joined with others.
+    return *lax.optimization_barrier((d_x, d_gate.astype(gate.dtype))), d_scale.astype(scale.dtype)
+
+
+gated_rms_norm.defvjp(_gated_forward, _gated_backward)
+
+
+@functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable, static_argnums=3)
+def rms_norm_with_gate(x: jax.Array, gate: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
+    """rms_norm(x) * silu(gate) -> x's dtype: unlike in gated_rms_norm, the norm does not see the gate.
+
+    x, gate [..., D], scale [D]. Only x, gate and scale are saved for the backward pass.
+    """
+    normed = rms_norm(x.astype(jnp.float32), scale, epsilon)
+    return (normed * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype)
 
 
 def residual_norm(

@@ -2,7 +2,7 @@
 (state-space duality: Dao and Gu 2024, https://arxiv.org/abs/2405.21060).
 
 Dimensions: B batch, T sequence, H heads of width P, G groups of R = H / G heads, N width of the state, W taps of the
-convolution; J chunks of Q tokens; I pieces of the sequence (parallel/context.py), each of consecutive tokens.
+convolution; I pieces of the sequence (parallel/context.py) of J chunks of Q tokens; t <= q are tokens of a chunk.
 
 A head has a state S [P, N], its group shares B and C [N] of each token:
 
@@ -12,21 +12,22 @@ Inside a chunk, with c the cumulative sum of dt A, this is attention without a s
 
     y_q = sum over t <= q of exp(c_q - c_t) (C_q . B_t) dt_t x_t + exp(c_q) S C_q,    S the state before the chunk
 
-so only the states between chunks are computed one after the other. Products are in x's dtype with float32 sums; dt,
-decays and states are float32 (float64 for float64 inputs). The backward pass computes everything again from the
-arguments: the scores of a chunk, Q numbers per token and head, are the largest arrays.
+and the states before all chunks follow from what each chunk adds to its state in the same way, with chunks for tokens.
+Operands and results of these products are in x's dtype, as are their gradients, with float32 sums inside; dt, decays
+and states passed on are float32 (float64 for float64 inputs). Arrays of chunks are [J, I, B, G, R, P, Q]: every product
+is then a batch of matrices at equal distances, as cuBLAS takes them, and only x, y and their gradients are transposed.
+The backward pass computes everything again from the arguments: the weights of the tokens of a chunk, Q numbers per
+token and head, are the largest arrays.
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from megajax import compat
 from megajax.ops.matmul import dot_precision
 from megajax.sharding import constrain
 
@@ -70,142 +71,165 @@ def _ssd(x, dt, a, b, c, skip, starts, state, *, chunk, pieces):
     R = H // G
     dtype = wide(x)
     length = T // len(pieces)
-    chunk = min(chunk, length)
+    split = functools.partial(chunks, num_pieces=len(pieces), chunk=min(chunk, length))
+    dot = functools.partial(jnp.einsum, precision=dot_precision(x.dtype))
 
-    def split(array):
-        return chunks(array, len(pieces), chunk)
+    x_JIBGRPQ = split(x.reshape(B, T, G, R, P))
+    dt_JIBGRQ = split(dt.astype(dtype).reshape(B, T, G, R))
+    b_JIBGNQ = split(b)
+    c_JIBGNQ = split(c)
+    logs_JIBGRQ = cumulative(dt_JIBGRQ * a.astype(dtype).reshape(G, R, 1))
+    seen_JIBQ = None
+    if starts is not None:
+        seen_JIBQ = jnp.cumsum(split(starts.astype(jnp.int32)), -1)  # starts in the chunk so far
 
-    x_BJQGRP = split(x).reshape(B, -1, chunk, G, R, P)
-    dt_BJQGR = split(dt.astype(dtype)).reshape(B, -1, chunk, G, R)
-    b_BJQGN = split(b)
-    c_BJQGN = split(c)
-    dot = functools.partial(jnp.einsum, precision=dot_precision(x.dtype), preferred_element_type=dtype)
+    scores_JIBGQT = dot("...nq,...nt->...qt", c_JIBGNQ, b_JIBGNQ, preferred_element_type=dtype)
+    between_JIBGRQT = decays(logs_JIBGRQ[..., :, None] - logs_JIBGRQ[..., None, :], seen_JIBQ)
+    mixing_JIBGRQT = scores_JIBGQT[:, :, :, :, None] * between_JIBGRQT * dt_JIBGRQ[..., None, :]
+    # By token, so that the gradient is summed in the same pass as those of the decays.
+    skip_JIBGRQ = lax.optimization_barrier(jnp.broadcast_to(skip.astype(dtype).reshape(G, R, 1), dt_JIBGRQ.shape))
+    mixing_JIBGRQT += skip_JIBGRQ[..., None] * jnp.eye(dt_JIBGRQ.shape[-1], dtype=dtype)
+    y_JIBGRPQ = dot("...pt,...qt->...pq", x_JIBGRPQ, mixing_JIBGRQT.astype(x.dtype))
 
-    sums_BJGRQ = sums_in_chunks(dt_BJQGR * a.astype(dtype).reshape(G, R))
-    dt_BJGRQ = dt_BJQGR.transpose(0, 1, 3, 4, 2)
-    decays = Decays(sums_BJGRQ, None if starts is None else jnp.cumsum(split(starts.astype(jnp.int32)), 2))
-
-    scores_BJGQT = dot("bjqgn,bjtgn->bjgqt", c_BJQGN, b_BJQGN)
-    mixing_BJGRQT = scores_BJGQT[:, :, :, None] * decays.between() * dt_BJGRQ[..., None, :]
-    y_BJQGRP = dot("bjgrqt,bjtgrp->bjqgrp", mixing_BJGRQT.astype(x.dtype), x_BJQGRP)
-    to_end, from_start = decays.to_the_ends()
-
-    def by_time(array):
-        """[B, J, ...] -> [J / I, I, B, ...]: the order of the scan over chunks, also for the products beside it."""
-        return array.reshape(B, len(pieces), -1, *array.shape[2:]).swapaxes(0, 2)
-
-    weights = (to_end * dt_BJGRQ).transpose(0, 1, 4, 2, 3)[..., None]
-    scaled = by_time((x_BJQGRP.astype(dtype) * weights).astype(x.dtype))
-    added = dot("jibtgrp,jibtgn->jibgrpn", scaled, by_time(b_BJQGN))
+    to_end_JIBGRQ, from_start_JIBGRQ = decays_to_the_ends(logs_JIBGRQ, seen_JIBQ)
+    weights_JIBGRQ = to_end_JIBGRQ * dt_JIBGRQ
+    scaled_JIBGRPQ = (x_JIBGRPQ.astype(dtype) * weights_JIBGRQ[..., None, :]).astype(x.dtype)
+    added_JIBGRPN = dot("...rpt,...nt->...rpn", scaled_JIBGRPQ, b_JIBGNQ)
     start = None if state is None else state.astype(dtype).reshape(B, G, R, P, N)
-    before, last = _states_between(added, by_time(from_start[..., -1]), start, pieces, x.dtype)
-    past = dot("jibqgn,jibgrpn->jibqgrp", by_time(c_BJQGN), before).swapaxes(0, 2).reshape(y_BJQGRP.shape)
-    y_BJQGRP = y_BJQGRP + past * from_start.transpose(0, 1, 4, 2, 3)[..., None]
-    y_BJQGRP = y_BJQGRP + skip.astype(dtype).reshape(G, R, 1) * x_BJQGRP.astype(dtype)
-    y = y_BJQGRP.astype(x.dtype).reshape(B, len(pieces), -1, H, P)[:, :, :length]
-    return y.reshape(x.shape), last.reshape(B, H, P, N)
+    seen_JIB = None if seen_JIBQ is None else seen_JIBQ[..., -1]
+    before_JIBGRPN, last = _states_between(added_JIBGRPN, logs_JIBGRQ[..., -1], seen_JIB, start, pieces)
+    past_JIBGRPQ = dot("...rpn,...nq->...rpq", before_JIBGRPN, c_JIBGNQ)
+
+    y_JIBGRPQ = y_JIBGRPQ.astype(dtype) + past_JIBGRPQ.astype(dtype) * from_start_JIBGRQ[..., None, :]
+    y = jnp.moveaxis(y_JIBGRPQ.astype(x.dtype), (2, 1, 0, -1), (0, 1, 2, 3)).reshape(B, len(pieces), -1, H, P)
+    return y[:, :, :length].reshape(x.shape), last.reshape(B, H, P, N)
 
 
 def wide(array: jax.Array):
-    """The dtype of decays, states and sums beside this array."""
+    """The dtype of sums, decays and states beside this array."""
     return jnp.float64 if array.dtype == jnp.float64 else jnp.float32
 
 
 def chunks(array_BT: jax.Array, num_pieces: int, chunk: int) -> jax.Array:
-    """[B, T, ...] -> [B, J, Q, ...]; each piece is padded to whole chunks with zeros."""
+    """[B, T, ...] -> [J, I, B, ..., Q]; each piece is padded to whole chunks with zeros."""
     B, T, *rest = array_BT.shape
     pieces = array_BT.reshape(B, num_pieces, T // num_pieces, *rest)
     missing = -pieces.shape[2] % chunk
     if missing:
         pieces = jnp.pad(pieces, [(0, missing) if axis == 2 else (0, 0) for axis in range(pieces.ndim)])
-    return pieces.reshape(B, -1, chunk, *rest)
+    return jnp.moveaxis(pieces.reshape(B, num_pieces, -1, chunk, *rest), (0, 1, 2, 3), (2, 1, 0, -1))
 
 
-def sums_in_chunks(logs_BJQGR: jax.Array) -> jax.Array:
-    """Cumulative sums over Q -> [B, J, G, R, Q]; as a matmul: a cumulative sum would take log(Q) passes."""
-    until = jnp.asarray(np.tri(logs_BJQGR.shape[2]), logs_BJQGR.dtype)
-    return jnp.einsum("bjtgr,qt->bjgrq", logs_BJQGR, until, precision=lax.Precision.HIGHEST)
+def cumulative(array: jax.Array) -> jax.Array:
+    """Sums over the last dim up to each index, as a matmul: a cumulative sum would take log(Q) passes."""
+    until = jnp.asarray(np.tri(array.shape[-1]), array.dtype)
+    return jnp.einsum("...t,qt->...q", array, until, precision=lax.Precision.HIGHEST)
 
 
-class Decays(NamedTuple):
-    """What is left of a state between the tokens of a chunk; 0 between documents."""
-
-    sums_BJGRQ: jax.Array
-    """Logarithms of the decays, summed up to and including each token of the chunk."""
-    seen_BJQ: jax.Array | None
-    """int32: documents that begin in the chunk, up to and including the token; None: none begins."""
-
-    def between(self) -> jax.Array:
-        """From the end of token t to that of token q, 0 for t > q: [B, J, G, R, Q, T]."""
-        visible = jnp.asarray(np.tri(self.sums_BJGRQ.shape[-1], dtype=bool))
-        if self.seen_BJQ is not None:
-            visible = (visible & (self.seen_BJQ[..., :, None] == self.seen_BJQ[..., None, :]))[:, :, None, None]
-        # Masked before the exponential: above the diagonal it may overflow, and its gradient would be 0 * inf.
-        logs = self.sums_BJGRQ[..., :, None] - self.sums_BJGRQ[..., None, :]
-        return jnp.exp(jnp.where(visible, logs, -jnp.inf))
-
-    def to_the_ends(self) -> tuple[jax.Array, jax.Array]:
-        """(from each token to the end of the chunk, from its start to each token), [B, J, G, R, Q] each."""
-        to_end = jnp.exp(self.sums_BJGRQ[..., -1:] - self.sums_BJGRQ)
-        from_start = jnp.exp(self.sums_BJGRQ)
-        if self.seen_BJQ is not None:
-            to_end = _where(self.seen_BJQ == self.seen_BJQ[..., -1:], to_end)
-            from_start = _where(self.seen_BJQ == 0, from_start)
-        return to_end, from_start
+def decays(sums_QT, seen_Q):
+    """exp(sums) for t <= q of the same document, else 0 [J, I, B, G, R, Q, T]. sums: of dt A over the tokens after t up
+    to q; seen: [J, I, B, Q], the number of starts up to each token."""
+    visible = jnp.asarray(np.tri(sums_QT.shape[-1], dtype=bool))
+    if seen_Q is not None:
+        visible = (visible & (seen_Q[..., :, None] == seen_Q[..., None, :]))[..., None, None, :, :]
+    # Masked before the exponential: above the diagonal it may overflow, and its gradient would be 0 * inf.
+    return jnp.exp(jnp.where(visible, sums_QT, -jnp.inf))
 
 
-def _where(condition_BJQ, array_BJGRQ):
-    return jnp.where(condition_BJQ[:, :, None, None], array_BJGRQ, 0.0)
+def decays_to_the_ends(logs_JIBGRQ: jax.Array, seen_JIBQ: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """(from each token to the end of its chunk, from the start of the chunk to each token), 0 between documents."""
+    to_end_JIBGRQ = jnp.exp(logs_JIBGRQ[..., -1:] - logs_JIBGRQ)
+    from_start_JIBGRQ = jnp.exp(logs_JIBGRQ)
+    if seen_JIBQ is not None:
+        to_end_JIBGRQ = _where(seen_JIBQ == seen_JIBQ[..., -1:], to_end_JIBGRQ)
+        from_start_JIBGRQ = _where(seen_JIBQ == 0, from_start_JIBGRQ)
+    return to_end_JIBGRQ, from_start_JIBGRQ
 
 
-def _states_between(added, decay, start, pieces, dtype):
-    """-> (the state before each chunk [J / I, I, B, G, R, P, N] in this dtype, the one after the last).
+def _where(condition_JIBQ, array_JIBGRQ):
+    return jnp.where(condition_JIBQ[..., None, None, :], array_JIBGRQ, 0.0)
 
-    added: what a chunk adds to the state at its end; decay [J / I, I, B, G, R]: what it leaves of the state before it.
-    Pieces of one sequence on several devices: each runs over its chunks once to find what its whole piece adds; these
-    are gathered, two or one a device, and tell the states before all pieces.
+
+def _states_between(added_JIBGRPN, logs_JIBGR, seen_JIB, start_BGRPN, pieces):
+    """-> (the state before each chunk [J, I, B, G, R, P, N] in the dtype of `added`, the one after the last, float32).
+
+    added: what a chunk adds to the state at its end; logs: the sum of dt A over it; seen: the starts in it. The state
+    before a chunk is one product of all `added` with the decays from the end of each chunk to here, [K, K] with K =
+    J + 1: the first row and column belong to the state before the first chunk.
+    Pieces of one sequence on several devices: the states after each piece, from zeros, are gathered, two or one a
+    device, and tell the states before all pieces.
     """
-    zeros = compat.vary(jnp.zeros(added.shape[1:], added.dtype), compat.varying_axes(added))
+    dtype = logs_JIBGR.dtype
+    logs_IBGRK = _with_start(logs_JIBGR)
+    seen_IBK = None if seen_JIB is None else jnp.cumsum(_with_start(seen_JIB), -1)
+    # Summed from each chunk on: a difference of sums over the whole sequence would lose digits.
+    is_later_KK = jnp.asarray(~np.tri(logs_IBGRK.shape[-1], dtype=bool))
+    sums_IBGRKK = cumulative(jnp.where(is_later_KK, logs_IBGRK[..., None, :], 0.0)).swapaxes(-1, -2)
+    decays_KKIBGR = jnp.moveaxis(decays(sums_IBGRKK, seen_IBK), (-2, -1), (0, 1))
 
-    def after(state, chunk):
-        added, decay = chunk
-        return state * decay[..., None, None] + added
+    before_JIBGRPN = _weighted_sums(decays_KKIBGR[:-1, 1:].astype(added_JIBGRPN.dtype), added_JIBGRPN)
+    ends_IBGRPN = jnp.sum(decays_KKIBGR[-1, 1:, ..., None, None] * added_JIBGRPN.astype(dtype), 0)
+    if start_BGRPN is None and len(pieces) == 1:
+        return before_JIBGRPN, ends_IBGRPN[0]
 
-    def step(state, chunk):
-        return after(state, chunk), state.astype(dtype)
+    def left(state_BGRPN, decay_BGR):
+        return state_BGRPN * decay_BGR[..., None, None]
 
-    if len(pieces) == 1:
-        last, before = lax.scan(step, zeros if start is None else start[None], (added, decay))
-        return before, last[0]
-    ends, _ = lax.scan(lambda state, chunk: (after(state, chunk), None), zeros, (added, decay))
-    firsts, last = states_of_pieces(
-        ends, jnp.prod(decay, 0), start, pieces, lambda state, left: state * left[..., None, None]
-    )
-    _, before = lax.scan(step, firsts, (added, decay))
-    return before, last
+    firsts_IBGRPN, last_BGRPN = states_of_pieces(ends_IBGRPN, decays_KKIBGR[-1, 0], start_BGRPN, pieces, left)
+    from_firsts_JIBGRPN = decays_KKIBGR[:-1, 0, ..., None, None] * firsts_IBGRPN
+    return (before_JIBGRPN.astype(dtype) + from_firsts_JIBGRPN).astype(added_JIBGRPN.dtype), last_BGRPN
+
+
+def _with_start(array_J: jax.Array) -> jax.Array:
+    """[J, ...] -> [..., 1 + J], beginning with 0."""
+    array = jnp.moveaxis(array_J, 0, -1)
+    return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(1, 0)])
+
+
+@jax.custom_vjp
+def _weighted_sums(weights_KJIBGR: jax.Array, states_JIBGRPN: jax.Array) -> jax.Array:
+    """sum over j of weights_kj * states_j -> [K, I, B, G, R, P, N]."""
+    dims = (((1,), (0,)), ((2, 3, 4, 5), (1, 2, 3, 4)))
+    out = lax.dot_general(weights_KJIBGR, states_JIBGRPN, dims, precision=dot_precision(states_JIBGRPN.dtype))
+    return jnp.moveaxis(out, 4, 0)
+
+
+def _weighted_sums_forward(weights_KJIBGR, states_JIBGRPN):
+    return _weighted_sums(weights_KJIBGR, states_JIBGRPN), (weights_KJIBGR, states_JIBGRPN)
+
+
+def _weighted_sums_backward(residuals, d_KIBGRPN):
+    """That of automatic differentiation has J as the last dim of the gradient of states: two transposes more."""
+    weights_KJIBGR, states_JIBGRPN = residuals
+    precision = dot_precision(states_JIBGRPN.dtype)
+    d_weights = jnp.einsum("kibgrpn,jibgrpn->kjibgr", d_KIBGRPN, states_JIBGRPN, precision=precision)
+    return d_weights, _weighted_sums(weights_KJIBGR.swapaxes(0, 1), d_KIBGRPN)
+
+
+_weighted_sums.defvjp(_weighted_sums_forward, _weighted_sums_backward)
 
 
 def states_of_pieces(
-    ends: jax.Array,
-    decays: jax.Array,
-    start: jax.Array | None,
+    ends_IBGRPN: jax.Array,
+    transitions_IBGR: jax.Array,
+    start_BGRPN: jax.Array | None,
     pieces: Sequence[int],
-    decayed: Callable[[jax.Array, jax.Array], jax.Array],
+    left: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
     """-> (the state before each piece [I, B, G, R, P, N], the one after the last).
 
-    ends: after each piece, from zeros, [I, B, G, R, P, N]. decays: of each piece, [I, B, G, R, ...]; decayed(state,
-    decay): what a piece leaves of the state before it. start: before the first piece; None: zeros.
+    ends: after each piece, from zeros. left(state, transition of a piece): what the piece leaves of the state before
+    it; transitions: [I, B, G, R, ...]. start: before the first piece; None: zeros.
     """
-    heads = ("kv_heads", None) if ends.shape[2] > 1 else (None, "heads")
+    heads = ("kv_heads", None) if ends_IBGRPN.shape[2] > 1 else (None, "heads")
     axes = ("batch", *heads, None, None)
-    ends = constrain(ends, None, *axes)
-    decays = constrain(decays, None, *axes[: decays.ndim - 1])
-    state = jnp.zeros_like(ends[0]) if start is None else start
+    ends = constrain(ends_IBGRPN, None, *axes)
+    transitions = constrain(transitions_IBGR, None, *axes[: transitions_IBGR.ndim - 1])
+    state = jnp.zeros_like(ends[0]) if start_BGRPN is None else start_BGRPN
     found = [None] * len(pieces)
     for stored in np.argsort(pieces).tolist():
         found[stored] = state
-        state = decayed(state, decays[stored]) + ends[stored]
+        state = left(state, transitions[stored]) + ends[stored]
     # Whole here too, so that the gradients are gathered before they are taken apart: XLA would send each by itself.
     return constrain(constrain(jnp.stack(found), None, *axes), "time", *axes), state
 
@@ -242,33 +266,70 @@ def causal_conv(
     before the first. segments: int32 ([B, T], before [B, I, W - 1]), ids of documents: no token reads another's.
     """
 
-    @recomputed
-    def run(x, kernel, bias, before, segments):
-        pieces = x.reshape(x.shape[0], before.shape[1], -1, *x.shape[2:])
-        windows = _windows(jnp.concatenate([before, pieces], 2), kernel.shape[0])
-        if segments is not None:
-            own, earlier = segments
-            own = own.reshape(pieces.shape[:3])
-            ids = _windows(jnp.concatenate([earlier, own], 2), kernel.shape[0])
-            rank = (1,) * (x.ndim - 2)
-            windows = [
-                jnp.where((i == own).reshape(*own.shape, *rank), w, 0) for w, i in zip(windows, ids, strict=True)
-            ]
-        return convolved(windows, kernel, bias).reshape(x.shape)
+    return _causal_conv(x_BT, kernel_W, bias, before_BI, segments)
 
-    return run(x_BT, kernel_W, bias, before_BI, segments)
+
+@jax.custom_vjp
+def _causal_conv(x, kernel, bias, before, segments):
+    return jax.nn.silu(_sum_of_taps(x, kernel, bias, before, segments)).astype(x.dtype)
+
+
+def _causal_conv_forward(*arguments):
+    return _causal_conv(*arguments), arguments
+
+
+def _causal_conv_backward(arguments, d_out):
+    """As automatic differentiation, except that the gradient before silu, which is read for each tap, is rounded to x's
+    dtype and stored once."""
+    x, kernel, bias, before, segments = arguments
+    kernel, d_out = lax.optimization_barrier((kernel, d_out))  # else XLA might keep the sum from the forward pass
+    total, transpose = jax.vjp(functools.partial(_sum_of_taps, segments=segments), x, kernel, bias, before)
+    (d_total,) = jax.vjp(jax.nn.silu, total)[1](d_out.astype(total.dtype))
+    d_total = lax.optimization_barrier(d_total.astype(x.dtype))
+    return *transpose(d_total.astype(total.dtype)), None
+
+
+_causal_conv.defvjp(_causal_conv_forward, _causal_conv_backward)
+
+
+def _sum_of_taps(x, kernel, bias, before, segments):
+    """What silu is applied to, [B, I, T / I, *channels], float32."""
+    pieces = x.reshape(x.shape[0], before.shape[1], -1, *x.shape[2:])
+    dtype = wide(x)
+    windows = _windows(pieces.astype(dtype), before.astype(dtype))
+    if segments is not None:
+        own, earlier = segments
+        own = own.reshape(pieces.shape[:3])
+        ids = _windows(own, earlier)
+        rank = (1,) * (x.ndim - 2)
+        windows = [jnp.where((i == own).reshape(*own.shape, *rank), w, 0) for w, i in zip(windows, ids, strict=True)]
+    return _weighted(windows, kernel, bias).reshape(x.shape)
 
 
 def convolved(windows: Sequence[jax.Array], kernel_W: jax.Array, bias: jax.Array | None) -> jax.Array:
     """silu(sum of windows[w] * kernel[w] + bias), in the dtype of the windows, with float32 inside. windows: W arrays
     [..., *channels], the oldest token first."""
+    return jax.nn.silu(_weighted(windows, kernel_W, bias)).astype(windows[0].dtype)
+
+
+def _weighted(windows, kernel_W, bias):
     dtype = wide(windows[0])
     total = sum(window.astype(dtype) * tap.astype(dtype) for window, tap in zip(windows, kernel_W, strict=True))
-    total = total if bias is None else total + bias.astype(dtype)
-    return jax.nn.silu(total).astype(windows[0].dtype)
+    return total if bias is None else total + bias.astype(dtype)
 
 
-def _windows(joined_BIT: jax.Array, width: int) -> list[jax.Array]:
-    """[B, I, W - 1 + T, ...] -> W arrays [B, I, T, ...]."""
-    length = joined_BIT.shape[2] - width + 1
-    return [joined_BIT[:, :, w : w + length] for w in range(width)]
+def _windows(pieces_BIT: jax.Array, before_BI: jax.Array) -> list[jax.Array]:
+    """W arrays like pieces: for each token those W - 1, ..., 0 before it. before: [B, I, W - 1, ...]."""
+    width = before_BI.shape[2] + 1
+
+    def padded(array, low, high):
+        padding = [(low, high, 0) if axis == 2 else (0, 0, 0) for axis in range(array.ndim)]
+        return lax.pad(array, jnp.zeros((), array.dtype), padding)
+
+    # Sums of padded arrays, not slices of joined ones: XLA would store the joined array.
+    length = pieces_BIT.shape[2]
+    windows = []
+    for back in range(width - 1, 0, -1):
+        earlier = before_BI[:, :, width - 1 - back :]
+        windows.append(padded(pieces_BIT, back, -back) + padded(earlier, 0, length - back))
+    return [*windows, pieces_BIT]

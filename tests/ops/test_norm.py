@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from megajax import compat
 from megajax.ops import norm
-from megajax.ops.norm import residual_norm
+from megajax.ops.norm import gated_rms_norm, residual_norm
 from pallas_kernels import norm as kernel
 
 B, T, D = 4, 16, 8
@@ -120,6 +120,25 @@ def check_bfloat16(shape, mesh):
 
 def test_bfloat16_is_rounded_only_where_it_is_stored(make_test_mesh):
     check_bfloat16((B, T, 256), make_test_mesh())
+
+
+def test_gated_norm_and_its_gradients_equal_the_formula():
+    x, gate, d_out, scale = np.random.default_rng(0).standard_normal((4, B, T, 4, 2)).astype(np.float32)
+    scale = scale[0, 0]
+
+    def formula(x, gate, scale):
+        parts = (x * gate / (1 + jnp.exp(-gate))).reshape(B, T, 2, -1)
+        normed = parts / jnp.sqrt((parts**2).mean(-1, keepdims=True) + EPSILON)
+        return normed.reshape(x.shape) * scale
+
+    @jax.jit
+    def both(*inputs):
+        ops = (formula, lambda *inputs: gated_rms_norm(*inputs, 2, EPSILON))
+        pairs = [jax.vjp(op, *inputs) for op in ops]
+        return [(y, vjp(d_out)) for y, vjp in pairs]
+
+    wanted, found = both(x, gate, scale)
+    jax.tree.map(CLOSE, found, wanted)
 
 
 # ----------------------------------------------------------------------------- the choice
