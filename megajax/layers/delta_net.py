@@ -18,15 +18,14 @@ from megajax.layers.layer import check_divisible
 from megajax.layers.linear import Linear
 from megajax.layers.recurrent import (
     CausalConv,
-    Inputs,
     RecurrentMixer,
     RecurrentMixerConfig,
     SavedNames,
-    Sizes,
     decay_rates,
     initial_a_log,
     initial_dt_bias,
 )
+from megajax.layers.recurrent_cache import Inputs, Sizes
 from megajax.mesh import MeshConfig
 from megajax.ops.gated_delta import gated_delta, gated_delta_step
 from megajax.ops.norm import rms_norm_with_gate

@@ -19,16 +19,14 @@ from megajax.layers.layer import check_divisible
 from megajax.layers.linear import Linear
 from megajax.layers.recurrent import (
     CausalConv,
-    Inputs,
     RecurrentMixer,
     RecurrentMixerConfig,
-    Runs,
     SavedNames,
-    Sizes,
     decay_rates,
     initial_a_log,
     initial_dt_bias,
 )
+from megajax.layers.recurrent_cache import Inputs, Runs, Sizes
 from megajax.mesh import MeshConfig
 from megajax.ops.norm import gated_rms_norm
 from megajax.ops.ssd import ssd, ssd_step, time_steps

@@ -1,21 +1,15 @@
 """What mixers with a recurrent state share: Mamba-2 (layers/mamba.py) and the gated delta net (layers/delta_net.py).
 
 Dimensions: B batch, T sequence, D model width, H heads of width P, G groups of heads, N width of the state, W taps of
-the convolution, R sequences of an engine.
+the convolution, R sequences of an engine (layers/recurrent_cache.py).
 gate, x, b, c and the gates of each head = projections of the input; x, b, c pass a causal convolution; a recurrence
 with a state [P, N] per head turns them into y; out = projection of y, normalised and gated. In the terms of linear
 attention x, b, c are values, keys and queries.
 Tensor parallel: heads and groups are split, as in attention; one group is computed on every device. Over `context` a
 device gets the state and the last tokens of the piece of the sequence before its own (parallel/context.py).
-
-A cache holds per sequence the state and the inputs of the last W - 1 tokens of the convolution. The rows of SlotStates
-are those of Places.rows_BT: a sequence whose token has position 0 begins with zeros, so nothing is ever cleared; the
-last row, num_rows, takes what belongs to padding. All arrays have the rows first, so to save, restore or share the
-state of a sequence is to copy a row of each.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -26,9 +20,10 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.layers.kv_cache import Places, PoolSizes
+from megajax.layers.kv_cache import PoolSizes
 from megajax.layers.layer import Activation, Flops
 from megajax.layers.linear import Linear, side_by_side
+from megajax.layers.recurrent_cache import EmptyStates, Inputs, Runs, Sizes, SlotStates, map_inputs
 from megajax.mesh import MeshConfig
 from megajax.ops.ssd import causal_conv, convolved
 from megajax.parallel.context import ContextMethod, before_pieces, current_pieces
@@ -39,31 +34,6 @@ from megajax.sharding import constrain
 DT_RANGE = (1e-3, 0.1)
 DT_FLOOR = 1e-4
 A_RANGE = (1.0, 16.0)
-
-_STATE_AXES = (None, "heads", None, None)
-
-
-class Sizes(NamedTuple):
-    """Of a mixer."""
-
-    num_heads: int
-    head_dim: int
-    num_groups: int
-    state_dim: int
-    conv_width: int
-    conv_bias: bool
-    num_gates: int
-    """Gates of a head: numbers per token beside x, b and c."""
-
-    @property
-    def inner_dim(self) -> int:
-        """Channels of all heads."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def shared_dim(self) -> int:
-        """Of b and c together."""
-        return 2 * self.num_groups * self.state_dim
 
 
 class SavedNames(NamedTuple):
@@ -156,38 +126,11 @@ class RecurrentMixerConfig:
         """Bytes per token sent over `context`: none, but a state per piece of the sequence."""
         return 0.0
 
-    def new_cache(self, length: int) -> "EmptyStates":
+    def new_cache(self, length: int) -> EmptyStates:
         return EmptyStates(length)
 
-    def new_pages(self, sizes: PoolSizes) -> "SlotStates":
-        return SlotStates(*_zeros(self.sizes, sizes.num_rows + 1, jnp.float32))
-
-
-class Inputs(NamedTuple):
-    """What the convolution reads, and all that it passes to the recurrence."""
-
-    x: jax.Array
-    """[B, T, H, P]."""
-    b: jax.Array
-    """[B, T, G, N]."""
-    c: jax.Array
-    """[B, T, G, N]."""
-
-
-class Runs(NamedTuple):
-    """Tokens of several sequences one after the other."""
-
-    rows_T: jax.Array
-    """int32: row of the sequence; the last row of the states is padding."""
-    positions_T: jax.Array
-    """int32: position in the sequence."""
-    starts_T: jax.Array
-    """bool: first token of its sequence here."""
-
-    @property
-    def numbers_T(self) -> jax.Array:
-        """int32: number of the sequence, from 0 on."""
-        return jnp.cumsum(self.starts_T) - 1
+    def new_pages(self, sizes: PoolSizes) -> SlotStates:
+        return SlotStates.zeros(self.sizes, sizes)
 
 
 class CausalConv(nnx.Module):
@@ -331,13 +274,13 @@ class RecurrentMixer(nnx.Module):
             out = causal_conv(array, *conv.parameters(), before_BI=before, segments=segments)
             return checkpoint_name(constrain(out, "batch", "time", *axes), self.config.names.convolved)
 
-        read = _map(conv, read, self.convs(), Inputs("heads", "kv_heads", "kv_heads"))
+        read = map_inputs(conv, read, self.convs(), Inputs("heads", "kv_heads", "kv_heads"))
         return self.recurrence(read, gates, starts_BT=starts, pieces=pieces)[0]
 
     def convolved(self, windows: Sequence[Inputs]) -> Inputs:
         """The convolutions of W tokens, the oldest first, one result for each entry of the leading dims."""
         arrays = Inputs(*zip(*windows, strict=True))
-        return _map(lambda taps, conv: convolved(taps, *conv.parameters()), arrays, self.convs())
+        return map_inputs(lambda taps, conv: convolved(taps, *conv.parameters()), arrays, self.convs())
 
 
 def initial_dt_bias(key: jax.Array, shape: Sequence[int]) -> jax.Array:
@@ -354,143 +297,3 @@ def initial_a_log(key: jax.Array, shape: Sequence[int]) -> jax.Array:
 def decay_rates(a_log_H: jax.Array) -> jax.Array:
     """A of each head, negative, float32 [H]."""
     return -jnp.exp(a_log_H.astype(jnp.float32))
-
-
-# ----------------------------------------------------------------------------- caches
-
-
-def _zeros(sizes: Sizes, num_rows: int, dtype) -> tuple[Inputs, jax.Array]:
-    """-> (the last W - 1 inputs of the convolution, the states), with the rows first."""
-    taps = (num_rows, sizes.conv_width - 1)
-    x = constrain(jnp.zeros((*taps, sizes.num_heads, sizes.head_dim), dtype), None, None, "heads", None)
-    shared = (*taps, sizes.num_groups, sizes.state_dim)
-    b, c = (constrain(jnp.zeros(shared, dtype), None, None, "kv_heads", None) for _ in range(2))
-    states = (num_rows, sizes.num_heads, sizes.head_dim, sizes.state_dim)
-    return Inputs(x, b, c), constrain(jnp.zeros(states, jnp.float32), *_STATE_AXES)
-
-
-def _map(function, *inputs: Inputs) -> Inputs:
-    return Inputs(*map(function, *inputs))
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("positions",), meta_fields=("length",))
-@dataclasses.dataclass(frozen=True)
-class EmptyStates:
-    """The cache of a layer before the first token, for programs without an engine."""
-
-    length: int
-    positions: jax.Array | None = None
-
-    def at(self, positions_BT: jax.Array) -> "EmptyStates":
-        return dataclasses.replace(self, positions=positions_BT)
-
-    def mix(self, mixer: RecurrentMixer, read: Inputs, gates: Any) -> tuple[jax.Array, "RowStates"]:
-        recent, states = _zeros(mixer.config.sizes, read.x.shape[0], read.x.dtype)
-        return RowStates(self.length, recent, states, self.positions).mix(mixer, read, gates)
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("recent", "states", "positions"), meta_fields=("length",)
-)
-@dataclasses.dataclass(frozen=True)
-class RowStates:
-    """The states of the rows of a batch. Padding follows the tokens of a row, with positions from `length` on."""
-
-    length: int
-    recent: Inputs
-    """[B, W - 1, ...], inputs of the convolution."""
-    states: jax.Array
-    """float32 [B, H, P, N]."""
-    positions: jax.Array | None = None
-    """int32 [B, T], of the next tokens. Set by `at`."""
-
-    def at(self, positions_BT: jax.Array) -> "RowStates":
-        return dataclasses.replace(self, positions=positions_BT)
-
-    def mix(self, mixer: RecurrentMixer, read: Inputs, gates: Any) -> tuple[jax.Array, "RowStates"]:
-        """-> (y [B, T, H, P], the cache after these tokens)."""
-        T = read.x.shape[1]
-        is_token_BT = self.positions < self.length
-        joined = _map(lambda old, new: jnp.concatenate([old.astype(new.dtype), new], 1), self.recent, read)
-        taps = joined.x.shape[1] - T
-        windows = [_map(lambda a, w=w: a[:, w : w + T], joined) for w in range(taps + 1)]
-        read = mixer.convolved(windows)
-        gates = jax.tree.map(lambda gate: jnp.where(is_token_BT[..., None], gate, 0.0), gates)
-        y, states = mixer.recurrence(read, gates, state_BHPN=self.states)
-        last = jnp.sum(is_token_BT, 1, dtype=jnp.int32)[:, None] + jnp.arange(taps, dtype=jnp.int32)
-        recent = _map(lambda a: jnp.take_along_axis(a, last.reshape(*last.shape, 1, 1), 1), joined)
-        return y, RowStates(self.length, recent, states)
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("recent", "states", "places"), meta_fields=())
-@dataclasses.dataclass(frozen=True)
-class SlotStates:
-    """The states of the sequences of an engine; see the top of the file."""
-
-    recent: Inputs
-    """float32 [R + 1, W - 1, ...], inputs of the convolution."""
-    states: jax.Array
-    """float32 [R + 1, H, P, N]."""
-    places: Places | None = None
-    """Set by `at`."""
-
-    def at(self, places: Places) -> "SlotStates":
-        return dataclasses.replace(self, places=places)
-
-    def mix(self, mixer: RecurrentMixer, read: Inputs, gates: Any) -> tuple[jax.Array, "SlotStates"]:
-        """-> (y [B, T, H, P], the cache after these tokens)."""
-        one_each = self.places.rows_BT.shape[1] == 1
-        return (self._step if one_each else self._extend)(mixer, read, gates)
-
-    def _step(self, mixer, read, gates):
-        """One token of each row."""
-        rows_B = self.places.rows_BT[:, 0]
-        is_first = self.places.positions_BT[:, 0] == 0
-        before = _map(lambda a: _unless(is_first, a[rows_B]), self.recent)
-        joined = _map(lambda old, new: jnp.concatenate([old.astype(new.dtype), new], 1), before, read)
-        windows = [_map(lambda a, w=w: a[:, w], joined) for w in range(joined.x.shape[1])]
-        read = mixer.convolved(windows)
-        states = _unless(is_first, self.states[rows_B])
-        y, states = mixer.step(read, jax.tree.map(lambda gate: gate[:, 0], gates), states)
-        recent = _map(lambda a, new: a.at[rows_B].set(new[:, 1:].astype(a.dtype)), self.recent, joined)
-        return y[:, None], SlotStates(recent, self.states.at[rows_B].set(states))
-
-    def _extend(self, mixer, read, gates):
-        """Tokens of several sequences one after the other."""
-        rows_T = self.places.rows_BT[0]
-        positions_T = self.places.positions_BT[0]
-        T = rows_T.shape[0]
-        changes_T = rows_T[1:] != rows_T[:-1]
-        starts_T = jnp.concatenate([jnp.ones(1, bool), changes_T])
-        ends_T = jnp.concatenate([changes_T, jnp.ones(1, bool)])
-        is_padding_T = rows_T == self.states.shape[0] - 1
-        first_T = lax.cummax(jnp.where(starts_T, jnp.arange(T), 0))  # of the same sequence
-        windows = self._windows(read, jnp.arange(T) - first_T)
-        read = _map(lambda a: a[None], mixer.convolved(windows))
-        gates = jax.tree.map(lambda gate: jnp.where(is_padding_T[:, None], 0.0, gate), gates)
-        y, states = mixer.extend(read, gates, Runs(rows_T, positions_T, starts_T), self.states)
-        ends_at = jnp.where(ends_T, rows_T, self.states.shape[0] - 1)
-        newest = _map(lambda *taps: jnp.stack(taps, 1), *windows[1:])
-        recent = _map(lambda a, new: a.at[ends_at].set(new.astype(a.dtype)), self.recent, newest)
-        return y, SlotStates(recent, states)
-
-    def _windows(self, read: Inputs, index_T: jax.Array) -> list[Inputs]:
-        """The inputs of the last W tokens up to each token, the oldest first, [T, ...] each. index: of each token among
-        those of its sequence in this call."""
-        rows_T = self.places.rows_BT[0]
-        taps = self.recent.x.shape[1]
-        has_past_T = self.places.positions_BT[0] > index_T
-
-        def window(recent, new, back):
-            own = jnp.roll(new[0], back, 0)
-            # The token `back` places before index i is in this call if i >= back, otherwise in the cache.
-            earlier = recent[rows_T, jnp.clip(taps - back + index_T, 0, taps - 1)]
-            earlier = _unless(~has_past_T, earlier).astype(own.dtype)
-            return jnp.where((index_T >= back).reshape(-1, 1, 1), own, earlier)
-
-        return [_map(functools.partial(window, back=back), self.recent, read) for back in range(taps, -1, -1)]
-
-
-def _unless(condition: jax.Array, array: jax.Array) -> jax.Array:
-    """The rows of the array, zeros where the condition holds."""
-    return jnp.where(condition.reshape(-1, *(1,) * (array.ndim - 1)), 0, array)
