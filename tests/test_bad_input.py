@@ -170,15 +170,18 @@ CASES = {
     ),
     "parameters to leave out of nothing": (
         ["--checkpoint.start_fresh=head"],
-        ["checkpoint.start_fresh=head", "set --checkpoint.start_from"],
+        ["checkpoint.start_fresh=head", "set --checkpoint.start_from, or use --checkpoint.start_fresh="],
     ),
     "masking of documents": (
         ["--data.mask_probability=0.3"],
-        ["data.mask_probability=0.3", "data.kind=masked or masked_nsp or masked_sop or spans, not documents"],
+        [
+            "data.mask_probability=0.3 has no effect with data.kind=documents, only with masked, ",
+            "masked_sop, spans; use --data.mask_probability=0.15",
+        ],
     ),
     "mode of Weights & Biases without a project": (
         ["--logging.wandb_mode=online"],
-        ["logging.wandb_mode=online", "set --logging.wandb_project"],
+        ["logging.wandb_mode=online", "set --logging.wandb_project, or use --logging.wandb_mode=offline"],
     ),
     "profile after the end": (
         ["--training.steps=150", "--launch.profile_steps=200,205"],

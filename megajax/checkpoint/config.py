@@ -49,7 +49,7 @@ class CheckpointConfig:
         if self.start_fresh and not self.start_from:
             raise ValueError(
                 f"checkpoint.start_fresh={','.join(self.start_fresh)} has no effect without weights to start from; set "
-                "--checkpoint.start_from, or leave it out"
+                "--checkpoint.start_from, or use --checkpoint.start_fresh="
             )
         if self.local_every_steps and self.every_steps and self.local_every_steps % self.every_steps == 0:
             raise ValueError(

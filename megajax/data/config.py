@@ -98,10 +98,11 @@ class DataConfig:
 
     def _check_kind(self) -> None:
         for name, kinds in {"mask_probability": (*MASKED_KINDS, "spans"), "on_misfit": ("conversations",)}.items():
-            if self.kind not in kinds and getattr(self, name) != getattr(DataConfig, name):
+            default = getattr(DataConfig, name)
+            if self.kind not in kinds and getattr(self, name) != default:
                 raise ValueError(
-                    f"data.{name}={getattr(self, name)} is read with data.kind={' or '.join(kinds)}, not {self.kind}; "
-                    "leave it out"
+                    f"data.{name}={getattr(self, name)} has no effect with data.kind={self.kind}, only with "
+                    f"{', '.join(kinds)}; use --data.{name}={default}"
                 )
         if self.kind == "documents":
             return

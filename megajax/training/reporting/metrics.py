@@ -66,7 +66,7 @@ class LoggingConfig:
         if self.wandb_mode != "offline" and not self.wandb_project:
             raise ValueError(
                 f"logging.wandb_mode={self.wandb_mode} has no effect without a project; set --logging.wandb_project, "
-                "or leave it out"
+                "or use --logging.wandb_mode=offline"
             )
         if self.wandb_project and importlib.util.find_spec("wandb") is None:
             raise ValueError(
