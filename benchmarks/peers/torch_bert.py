@@ -29,7 +29,7 @@ def measure(config: Config, seconds: float, num_windows: int) -> dict:
     with device:
         bert = transformers.BertForMaskedLM(transformers.BertConfig(**options, attn_implementation="sdpa")).train()
     optimizer = torch.optim.AdamW(bert.parameters(), lr=LEARNING_RATE, fused=True)
-    # In parts: all layers share a program, where the whole model takes minutes to compile.
+    # In parts: all layers share one program; compiling the whole model takes minutes.
     for part in (bert.bert.embeddings, *bert.bert.encoder.layer):
         part.compile()
 

@@ -3,9 +3,9 @@
     python -m benchmarks.peers.torch_mamba
 
 Beside python -m benchmarks.mamba_layer, with the same sequences. Needs the package mamba_ssm; its Triton kernels are
-enough, and without causal_conv1d the convolution is PyTorch's. The layer adds its input and normalises it first, as
-ours does; everything but the kernels is compiled. Prints milliseconds of the state space alone and of the layer. Triton
-tunes each kernel at its first call, which takes minutes.
+enough, and without causal_conv1d the convolution is PyTorch's. As in our layer, the input is normalised first and added
+to the output; everything but the kernels is compiled. Prints milliseconds of the state space alone and of the layer.
+Triton tunes each kernel at its first call, which takes minutes.
 """
 
 import numpy as np
@@ -21,7 +21,7 @@ CHUNK = 256  # the default of the package
 
 
 def measure(run, inputs: list[torch.Tensor], d_y: torch.Tensor) -> str:
-    """run(*inputs) and its gradients -> medians."""
+    """Median times of run(*inputs) and of its gradients."""
     times = []
     for _ in range(WARM_UP + STEPS):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]

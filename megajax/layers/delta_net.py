@@ -64,7 +64,7 @@ class DeltaNetMixerConfig(RecurrentMixerConfig):
 
     kind = "delta_net"
     names = SavedNames("delta_in", "delta_conv", "delta_out", "delta_hidden")
-    state_flops = 6  # what it holds for the key, its update, and its product with the query
+    state_flops = 6  # the product with the key, the update, the product with the query
 
     @property
     def sizes(self) -> Sizes:
@@ -82,8 +82,8 @@ class DeltaNetMixerConfig(RecurrentMixerConfig):
 
     @property
     def inside(self) -> int:
-        """Of ops/gated_delta.py: system, its inverse by halves, the weights of the tokens of a chunk, computed twice,
-        and their gradient; values in chunks, states and products with them; keys and queries of each head."""
+        """Of ops/gated_delta.py: the system, its inverse by halves, the weights of the tokens of a chunk, computed
+        twice, and their gradient; values in chunks, states and products with them; keys and queries of each head."""
         sizes = self.sizes
         return sizes.num_heads * (6 * self.section.chunk + 7 * sizes.head_dim + 5 * sizes.state_dim)
 
@@ -149,7 +149,7 @@ class DeltaNet(RecurrentMixer):
         return (self.dt, self.beta)
 
     def gates(self, dt_BTH: jax.Array, beta_BTH: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """-> (logarithm of the decay, beta between 0 and 1)."""
+        """-> (logarithms of the decays, betas between 0 and 1)."""
         steps_BTH = time_steps(dt_BTH, self.dt_bias[...], (0.0, None))
         return steps_BTH * decay_rates(self.A_log[...]), jax.nn.sigmoid(beta_BTH.astype(jnp.float32))
 

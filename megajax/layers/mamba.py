@@ -70,7 +70,7 @@ class MambaMixerConfig(RecurrentMixerConfig):
 
     kind = "mamba"
     names = SavedNames("mamba_in", "mamba_conv", "ssd_out", "mamba_hidden")
-    state_flops = 4  # its update and its product with C; Megatron counts 7
+    state_flops = 4  # the update, the product with C; Megatron counts 7
 
     @property
     def sizes(self) -> Sizes:

@@ -48,7 +48,7 @@ class SavedNames(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class RecurrentMixerConfig:
     """The branch of a recurrent layer (layers/sublayer.py). A mixer derives its own, with its section of the model's
-    config, `sizes`, and the attributes below."""
+    config, the attributes below, and the methods that raise here."""
 
     embed_dim: int
     norm_epsilon: float
@@ -57,7 +57,7 @@ class RecurrentMixerConfig:
     out_init_std: float
 
     kind = ""
-    """Of the layer, the section of the model's config, and the module in execution.recompute."""
+    """Name of the layer, of the section of the model's config, and of the module in execution.recompute."""
     names = SavedNames("", "", "", "")
     state_flops = 0
     """FLOPs of the recurrence per token and entry of the state."""
@@ -68,7 +68,7 @@ class RecurrentMixerConfig:
 
     @property
     def inside(self) -> int:
-        """Of the recurrence, as in Activation."""
+        """Activation.inside of the recurrence."""
         raise NotImplementedError
 
     def build(self, rngs: nnx.Rngs) -> "RecurrentMixer":
@@ -197,7 +197,7 @@ class RecurrentMixer(nnx.Module):
 
     def extend(self, read: Inputs, gates: Any, runs: Runs, states: jax.Array) -> tuple[jax.Array, jax.Array]:
         """`recurrence` of several sequences in a batch of one, each from its row of the states, float32
-        [R + 1, H, P, N] -> (y, the states after it). Computes as many times all tokens as there are sequences."""
+        [R + 1, H, P, N] -> (y, the states after it). Computes all tokens once for each sequence."""
 
         def of_sequence(number, carry):
             y, states = carry

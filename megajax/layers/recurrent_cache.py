@@ -29,7 +29,7 @@ _STATE_AXES = (None, "heads", None, None)
 
 
 class Sizes(NamedTuple):
-    """Of a mixer."""
+    """Sizes of a mixer."""
 
     num_heads: int
     head_dim: int
@@ -38,7 +38,7 @@ class Sizes(NamedTuple):
     conv_width: int
     conv_bias: bool
     num_gates: int
-    """Gates of a head: numbers per token beside x, b and c."""
+    """Numbers per token and head besides x, b and c."""
 
     @property
     def inner_dim(self) -> int:
@@ -63,10 +63,10 @@ class Inputs(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """Tokens of several sequences one after the other."""
+    """The sequences whose tokens a call reads, one after the other."""
 
     rows_T: jax.Array
-    """int32: row of the sequence; the last row of the states is padding."""
+    """int32: row of the sequence; padding has the last row."""
     positions_T: jax.Array
     """int32: position in the sequence."""
     starts_T: jax.Array
@@ -74,7 +74,7 @@ class Runs(NamedTuple):
 
     @property
     def numbers_T(self) -> jax.Array:
-        """int32: number of the sequence, from 0 on."""
+        """int32: index of the sequence in the call."""
         return jnp.cumsum(self.starts_T) - 1
 
 
@@ -89,7 +89,7 @@ def _zeros(sizes: Sizes, num_rows: int, dtype) -> tuple[Inputs, jax.Array]:
 
 
 def map_inputs(function, *inputs: Inputs) -> Inputs:
-    """The function of each of x, b and c."""
+    """Applies a function to x, b and c separately."""
     return Inputs(*map(function, *inputs))
 
 

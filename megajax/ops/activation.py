@@ -16,8 +16,8 @@ Activation = Literal["gelu", "gelu_tanh", "relu", "squared_relu", "swiglu", "geg
 
 
 def _exact_gelu(x: jax.Array) -> jax.Array:
-    """x times the normal distribution function of x. jax.nn.gelu takes erfc, whose two branches cost several times as
-    much as reading x."""
+    """x times the cumulative distribution function of the standard normal distribution. jax.nn.gelu uses erfc, whose
+    two branches take several times as long as reading x."""
     wide = x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
     return (0.5 * wide * (1 + jax.lax.erf(wide * math.sqrt(0.5)))).astype(x.dtype)
 

@@ -18,10 +18,10 @@ With its solutions for the two terms on the right, v' = u - S w, and the rest is
 
     y_q = sum over t <= q of exp(c_q - c_t) (q_q . k_t) v'_t + exp(c_q) S q_q
 
-so only the states between chunks are computed one after the other. Products are in v's dtype with float32 sums; the
-system, decays and states are float32 (float64 for float64 inputs). Arrays of chunks are [J, I, B, H, P, Q], with keys
-and queries repeated for each head: XLA's matmuls for CPUs (jaxlib 0.10.2) crash with one dim more. The backward pass
-computes everything again from the arguments.
+so only the states between chunks are sequential. Products are in v's dtype with float32 sums; the system, decays and
+states are float32 (float64 for float64 inputs). Arrays of chunks are [J, I, B, H, P, Q], with keys and queries repeated
+for each head: with a separate dim for groups XLA's matmuls for CPUs crash (jaxlib 0.10.2). The backward pass recomputes
+everything from the arguments.
 """
 
 import functools
@@ -99,12 +99,12 @@ def _gated_delta(q, k, v, log_decay, beta, starts, state, *, chunk, pieces):
 
 def _states_between(of_chunks, start, pieces, dot):
     """-> (the state before each chunk [J, I, B, H, P, N], v' [J, I, B, H, P, Q], both in k's dtype; the state after the
-    last chunk, float32). of_chunks: u, w, k, the decays from each token to the end of its chunk and of the
-    whole chunk.
+    last chunk, float32).
 
-    Pieces of one sequence on several devices: each runs over its chunks once, to find its state from zeros and what it
-    leaves of a state before it, a matrix [N, N]: the identity as a state, without values. These are gathered, two or
-    one a device, and tell the states before all pieces.
+    of_chunks: u, w, k, the decays from each token to the end of its chunk, the decays over whole chunks.
+    Pieces of one sequence on several devices: a first scan over the chunks of each piece gives its final state from
+    zeros, and the matrix [N, N] that it applies to the state before it, which is what becomes of the identity as a
+    state, without values. Both are gathered, two or one per device, and give the state before each piece.
     """
 
     def step(state, of_chunk):
@@ -143,11 +143,10 @@ def _states_between(of_chunks, start, pieces, dot):
 
 @jax.custom_vjp
 def inverse(system: jax.Array) -> jax.Array:
-    """Of matrices [..., Q, Q], which are read below the diagonal; above it they are 0, on it 1.
+    """The inverse of unit lower triangular matrices [..., Q, Q]; only what is below the diagonal is read.
 
-    By halves, in log2(Q) steps: the inverse of [[A, 0], [C, B]] has -B^-1 C A^-1 below. Not triangular_solve of JAX: on
-    a CPU (jaxlib 0.10.2) it waits for threads of the pool that it runs on, so that as many at a time as there are
-    threads wait forever.
+    By halves, in log2(Q) steps: the inverse of [[A, 0], [C, B]] has -B^-1 C A^-1 below. JAX's triangular_solve can
+    deadlock on CPUs (jaxlib 0.10.2): it waits for threads of the pool that it occupies itself.
     """
     size = system.shape[-1]
     if size == 1:
@@ -181,13 +180,13 @@ inverse.defvjp(_inverse_forward, _inverse_backward)
 
 
 def key_of(k: jax.Array) -> jax.Array:
-    """k [..., N] divided by its length -> float32."""
+    """k [..., N] divided by its length, float32."""
     k = k.astype(wide(k))
     return k * lax.rsqrt(jnp.sum(k * k, -1, keepdims=True) + EPSILON)
 
 
 def query_of(q: jax.Array) -> jax.Array:
-    """q [..., N] divided by its length and by sqrt(N) -> float32."""
+    """q [..., N] divided by its length and by sqrt(N), float32."""
     return key_of(q) * q.shape[-1] ** -0.5
 
 

@@ -38,9 +38,9 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, epsilon: float) 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def gated_rms_norm(x: jax.Array, gate: jax.Array, scale: jax.Array, num_groups: int, epsilon: float) -> jax.Array:
-    """rms_norm of x * silu(gate), each of `num_groups` parts of the channels by itself, times scale -> x's dtype.
+    """rms_norm of x * silu(gate) over each of `num_groups` equal parts of the channels (Dao and Gu 2024) -> x's dtype.
 
-    x, gate [..., *C], scale [*C]. x, gate and the statistics are saved for the backward pass (Dao and Gu 2024).
+    x, gate [..., *C], scale [*C]. x, gate and the statistics are saved for the backward pass.
     """
     return _gated_forward(x, gate, scale, num_groups, epsilon)[0]
 
@@ -75,7 +75,7 @@ gated_rms_norm.defvjp(_gated_forward, _gated_backward)
 
 @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable, static_argnums=3)
 def rms_norm_with_gate(x: jax.Array, gate: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
-    """rms_norm(x) * silu(gate) -> x's dtype: unlike in gated_rms_norm, the norm does not see the gate.
+    """rms_norm(x) * silu(gate) -> x's dtype. In contrast to gated_rms_norm the gate is applied after the norm.
 
     x, gate [..., D], scale [D]. Only x, gate and scale are saved for the backward pass.
     """

@@ -14,10 +14,10 @@ Inside a chunk, with c the cumulative sum of dt A, this is attention without a s
 
 and the states before all chunks follow from what each chunk adds to its state in the same way, with chunks for tokens.
 Operands and results of these products are in x's dtype, as are their gradients, with float32 sums inside; dt, decays
-and states passed on are float32 (float64 for float64 inputs). Arrays of chunks are [J, I, B, G, R, P, Q]: every product
-is then a batch of matrices at equal distances, as cuBLAS takes them, and only x, y and their gradients are transposed.
-The backward pass computes everything again from the arguments: the weights of the tokens of a chunk, Q numbers per
-token and head, are the largest arrays.
+and final states are float32 (float64 for float64 inputs). Arrays of chunks are [J, I, B, G, R, P, Q]: every product is
+then a batch of matrices with a constant stride, as cuBLAS needs it, and only x, y and their gradients are transposed.
+The backward pass recomputes everything from the arguments: the largest arrays are the weights of the tokens of a
+chunk, Q numbers per token and head.
 """
 
 import functools
@@ -127,8 +127,8 @@ def cumulative(array: jax.Array) -> jax.Array:
 
 
 def decays(sums_QT, seen_Q):
-    """exp(sums) for t <= q of the same document, else 0 [J, I, B, G, R, Q, T]. sums: of dt A over the tokens after t up
-    to q; seen: [J, I, B, Q], the number of starts up to each token."""
+    """exp(sums) for t <= q of the same document, else 0, [J, I, B, heads, Q, T]. sums: logarithms of the decays, summed
+    over the tokens after t up to q; seen: [J, I, B, Q], the number of starts up to each token."""
     visible = jnp.asarray(np.tri(sums_QT.shape[-1], dtype=bool))
     if seen_Q is not None:
         visible = visible & (seen_Q[..., :, None] == seen_Q[..., None, :])
@@ -138,7 +138,7 @@ def decays(sums_QT, seen_Q):
 
 
 def decays_to_the_ends(logs_JIBGRQ: jax.Array, seen_JIBQ: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """(from each token to the end of its chunk, from the start of the chunk to each token), 0 between documents."""
+    """(from each token to the end of its chunk, from the start of the chunk to each token), 0 across documents."""
     to_end_JIBGRQ = jnp.exp(logs_JIBGRQ[..., -1:] - logs_JIBGRQ)
     from_start_JIBGRQ = jnp.exp(logs_JIBGRQ)
     if seen_JIBQ is not None:
@@ -154,11 +154,12 @@ def _where(condition_JIBQ, array_JIBGRQ):
 def _states_between(added_JIBGRPN, logs_JIBGR, seen_JIB, start_BGRPN, pieces):
     """-> (the state before each chunk [J, I, B, G, R, P, N] in the dtype of `added`, the one after the last, float32).
 
-    added: what a chunk adds to the state at its end; logs: the sum of dt A over it; seen: the starts in it. The state
-    before a chunk is one product of all `added` with the decays from the end of each chunk to here, [K, K] with K =
-    J + 1: the first row and column belong to the state before the first chunk.
-    Pieces of one sequence on several devices: the states after each piece, from zeros, are gathered, two or one a
-    device, and tell the states before all pieces.
+    added: what a chunk adds to the state at its end; logs: the sum of dt A over it; seen: the starts in it. The states
+    before all chunks are one product of `added` with a matrix [K, K] of the decays between chunks, K = J + 1: the first
+    row and column belong to the state before the first chunk. It is quadratic in the number of chunks; for 131,072
+    tokens on a device, in chunks of 128, it has 13 % of the FLOPs of the projections of mamba2_2p7b.
+    Pieces of one sequence on several devices: the final state of each piece, from zeros, is gathered, two or one per
+    device, which gives the state before each piece.
     """
     dtype = logs_JIBGR.dtype
     logs_IBGRK = _with_start(logs_JIBGR)
@@ -200,7 +201,7 @@ def _weighted_sums_forward(weights_KJIBGR, states_JIBGRPN):
 
 
 def _weighted_sums_backward(residuals, d_KIBGRPN):
-    """That of automatic differentiation has J as the last dim of the gradient of states: two transposes more."""
+    """Automatic differentiation would give the gradient of the states with J as the last dim: two more transposes."""
     weights_KJIBGR, states_JIBGRPN = residuals
     precision = dot_precision(states_JIBGRPN.dtype)
     d_weights = jnp.einsum("kibgrpn,jibgrpn->kjibgr", d_KIBGRPN, states_JIBGRPN, precision=precision)
@@ -219,8 +220,8 @@ def states_of_pieces(
 ) -> tuple[jax.Array, jax.Array]:
     """-> (the state before each piece [I, B, G, R, P, N], the one after the last).
 
-    ends: after each piece, from zeros. left(state, transition of a piece): what the piece leaves of the state before
-    it; transitions: [I, B, G, R, ...]. start: before the first piece; None: zeros.
+    ends: the state after each piece, from zeros. left(state, transition): what is left of the state before a piece at
+    its end. transitions: [I, B, G, R, ...]. start: the state before the first piece; None: zeros.
     """
     heads = ("kv_heads", None) if ends_IBGRPN.shape[2] > 1 else (None, "heads")
     axes = ("batch", *heads, None, None)
@@ -266,7 +267,6 @@ def causal_conv(
     x: [B, T, *channels]; kernel: [W, *channels]. before: [B, I, W - 1, *channels], the tokens before each piece, zeros
     before the first. segments: int32 ([B, T], before [B, I, W - 1]), ids of documents: no token reads another's.
     """
-
     return _causal_conv(x_BT, kernel_W, bias, before_BI, segments)
 
 
