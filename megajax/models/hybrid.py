@@ -108,10 +108,12 @@ class HybridConfig(DecoderConfig):
             )
         for letter, section in RECURRENT.items():
             given = getattr(self, section)
-            if letter not in self.pattern and (changed := changed_fields(given, type(given)())):
+            default = type(given)()
+            if letter not in self.pattern and (changed := changed_fields(given, default)):
+                defaults = " ".join(f"--model.{section}.{name}={getattr(default, name)}" for name in changed)
                 raise ValueError(
                     f"model.{section}: {', '.join(changed)} set, but model.pattern={self.pattern} has no {letter}; "
-                    "leave them out"
+                    f"use {defaults}"
                 )
 
     def _check_heads(self) -> None:

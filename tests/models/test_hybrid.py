@@ -298,7 +298,7 @@ def test_the_engine_generates_what_the_model_predicts(trained):
     ("--model.pattern=M*M", "num_layers=4 is not a multiple of the 3 letters of model.pattern; use .*num_layers=6"),
     ("--model.pattern=MGE*", "moe.num_experts=None and model.pattern=MGE. contradict"),
     ("--model.pattern=*-", "model.mamba: head_dim, .* set, but model.pattern=.- has no M"),
-    ("--model.pattern=M*", "model.delta_net: num_value_heads, .* set, but model.pattern=M. has no G"),
+    ("--model.pattern=M*", "delta_net: num_value_heads, .* no G; use --model.delta_net.num_value_heads=None "),
     ("--model.delta_net.num_key_heads=3", "delta_net.num_key_heads=3 does not divide the 4 .*num_key_heads=1"),
     ("--model.delta_net.value_head_dim=3 --model.delta_net.num_value_heads=None", "value_head_dim=3 does not divide 2"),
     ("--mesh.tensor=4 --model.mamba.num_groups=4 --model.num_kv_heads=4", "delta_net.num_key_heads=2 is not divisible"),
