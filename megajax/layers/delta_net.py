@@ -28,7 +28,7 @@ from megajax.layers.recurrent import (
 from megajax.layers.recurrent_cache import Inputs, Sizes
 from megajax.mesh import MeshConfig
 from megajax.ops.gated_delta import gated_delta, gated_delta_step
-from megajax.ops.norm import rms_norm_with_gate
+from megajax.ops.norm import rms_norm_then_gate
 from megajax.ops.ssd import time_steps
 from megajax.parameters import weight
 from megajax.ranges import MAY_CHANGE, PositiveInt, Range
@@ -160,4 +160,4 @@ class DeltaNet(RecurrentMixer):
         return gated_delta_step(read.c, read.b, read.x, *gates, state_BHPN)
 
     def normed(self, y_BTHP: jax.Array, gate_BTHP: jax.Array) -> jax.Array:
-        return rms_norm_with_gate(y_BTHP, gate_BTHP, self.norm_scale[...], self.config.norm_epsilon)
+        return rms_norm_then_gate(y_BTHP, gate_BTHP, self.norm_scale[...], self.config.norm_epsilon)

@@ -74,7 +74,7 @@ gated_rms_norm.defvjp(_gated_forward, _gated_backward)
 
 
 @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable, static_argnums=3)
-def rms_norm_with_gate(x: jax.Array, gate: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
+def rms_norm_then_gate(x: jax.Array, gate: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
     """rms_norm(x) * silu(gate) -> x's dtype. In contrast to gated_rms_norm the gate is applied after the norm.
 
     x, gate [..., D], scale [D]. Only x, gate and scale are saved for the backward pass.
