@@ -26,6 +26,7 @@ from megajax.planning.memory import activation_bytes, host_memory, memory_per_de
 from megajax.planning.step_time import (
     ACTIVATION_PASSES,
     ATTENTION_EFFICIENCY,
+    EXPERT_WEIGHT_BYTES,
     FP8_EFFICIENCY,
     GPUS_PER_HOST,
     HOST_BANDWIDTH,
@@ -224,7 +225,7 @@ def _time_rows(
         *uneven,
         ("speed, estimate", f"{format_count(rate)} tokens/s per device, MFU {mfu(False)} (full), {mfu(True)} (causal)"),
         *_low_precision_rows(model, device),
-        ("assumptions", _assumptions(device, model.precision.compute, has_host=has_host, has_experts=bool(uneven))),
+        ("assumptions", _assumptions(device, model, has_host=has_host, sends_to_experts=bool(uneven))),
     ]  # fmt: skip
 
 
@@ -243,18 +244,20 @@ def _low_precision_rows(model: Model, device: Device) -> list[tuple[str, str]]:
     return [("low precision", f"{precision.recipe}: {text}")]
 
 
-def _assumptions(device: Device, compute: str, *, has_host: bool, has_experts: bool) -> str:
+def _assumptions(device: Device, model: Model, *, has_host: bool, sends_to_experts: bool) -> str:
     """device: with the peak FLOP/s of the compute dtype."""
     assumptions = [
-        f"matmuls at {MATMUL_EFFICIENCY:.0%} and causal attention at {ATTENTION_EFFICIENCY:.0%} of the {compute} peak, "
-        f"{device.peak_flops / 1e12:.0f} TFLOP/s",
+        f"matmuls at {MATMUL_EFFICIENCY:.0%} and causal attention at {ATTENTION_EFFICIENCY:.0%} of the "
+        f"{model.precision.compute} peak, {device.peak_flops / 1e12:.0f} TFLOP/s",
         f"{ACTIVATION_PASSES} reads or writes of each activation at {device.memory_bandwidth / 1e12:.2f} TB/s",
         f"{LINK_EFFICIENCY * device.link_bandwidth / 1e9:.0f} GB/s inside a host of {GPUS_PER_HOST}, "
         f"{NETWORK_BANDWIDTH / 1e9:.0f} GB/s per GPU between hosts",
         "communication of fsdp, data and ring overlaps with compute and slows it; that of tensor, pipeline, gathers "
         "and all-to-all over context does not overlap",
     ]
-    assumptions += ["tokens to experts do not overlap either, and their load is even"] if has_experts else []
+    assumptions += ["tokens to experts do not overlap either, and their load is even"] if sends_to_experts else []
+    if any(parameter.num_experts > 1 for parameter in model.parameters):
+        assumptions.append(f"{EXPERT_WEIGHT_BYTES} bytes of memory traffic per weight of an expert and microbatch")
     assumptions += [f"{HOST_BANDWIDTH / 1e9:.0f} GB/s to and from the host, not overlapped"] if has_host else []
     return "; ".join(assumptions)
 

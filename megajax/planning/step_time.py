@@ -35,8 +35,8 @@ ACTIVATION_PASSES = 6
 RECOMPUTED_PASSES = 2
 BUFFER_PASSES = 4  # a pipeline copies saved activations into a ring buffer and out of it
 ACCUMULATED_BYTES = 12  # per gradient and microbatch: the sum is read and written, the gradient read
-# Per weight of an expert and microbatch: casts, copies and joined gradients, which XLA cannot fuse with the kernel of
-# the grouped matmul. Fitted to the steps in benchmarks/measured/experts.json.
+# Per gathered weight of an expert and microbatch: casts, copies and joined gradients, which XLA cannot fuse with the
+# kernel of the grouped matmul. Fitted to the steps in benchmarks/measured/experts.json.
 EXPERT_WEIGHT_BYTES = 48
 LINK_EFFICIENCY = 0.8  # of the datasheet's bandwidth inside a host, for collectives
 # Overlapped communication slows compute by this fraction of the time that its bytes take inside a host.
@@ -114,7 +114,8 @@ def _compute_seconds(program: Program, training: TrainingConfig, num_microbatche
     itemsize = jnp.dtype(model.precision.compute_dtype).itemsize
     read_or_written = tokens * itemsize * _activation_passes(model, length, mesh.pipeline > 1)
     read_or_written += _rounding_bytes(model, tokens * itemsize, length, num_microbatches / mesh.num_devices, device)
-    experts = sum(p.split(mesh.sizes()) for p in model.parameters if p.num_experts > 1 and p.record.role == "matrix")
+    matrices = [p for p in model.parameters if p.num_experts > 1 and p.record.role == "matrix"]
+    experts = sum(parameter.split(mesh.sizes(), but=SHARING_AXES) for parameter in matrices)
     read_or_written += EXPERT_WEIGHT_BYTES * experts * num_microbatches
     if num_microbatches > 1:
         gradients = sum(parameter.split(mesh.sizes()) for parameter in model.parameters if parameter.is_trained)

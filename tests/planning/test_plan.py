@@ -99,6 +99,7 @@ def test_every_recipe_can_be_planned_from_the_command_line(name, capsys):
     train.main([f"--config={name}", "--plan"])
     card = capsys.readouterr().out
     assert "verdict" in card and f"plan of {name}" in card
+    assert ("bytes of memory traffic per weight of an expert" in card) == (" active" in card)
 
 
 @pytest.mark.usefixtures("without_cuda_wheels")

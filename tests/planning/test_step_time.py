@@ -55,6 +55,18 @@ def test_microbatches_cost_the_sum_of_the_gradients():
     )
 
 
+def test_microbatches_read_and_write_the_gathered_weights_of_experts():
+    def compute(microbatch_size: int) -> float:
+        sizes = ["--mesh.fsdp=2", "--mesh.expert=1", "--model.num_layers=1", "--training.global_batch_size=16"]
+        return times(*sizes, f"--training.microbatch_size={microbatch_size}", name="qwen3_30b_a3b").compute
+
+    model = override(configs.recipe("qwen3_30b_a3b"), ["--model.num_layers=1"]).make_model()
+    experts = 128 * 3 * 2048 * 768
+    # From 2 to 4 microbatches: 12 bytes for the sum of each gradient of the half that a device stores.
+    added = 2 * (48 * experts + 12 * model.num_parameters() / 2)
+    assert compute(2) - compute(4) == pytest.approx(added / plan_device("h100").memory_bandwidth, rel=1e-3)
+
+
 def test_fp8_is_rated_at_its_own_peak_and_emulated_formats_as_slower():
     def step(*overrides):
         return times("--mesh.fsdp=1", "--precision.high_layers=0,0", *overrides, name="llama3_8b_8layers")
