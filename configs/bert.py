@@ -72,7 +72,7 @@ def bert_large() -> Config:
     """BERT large (Devlin et al. 2018), 335 M parameters: 24 layers of width 1024, 256 texts of 512 tokens, 1 M steps.
 
     Hardware: one GPU, 8 with --mesh.data=8. Data as for bert_base.
-    Measured on one H100: 718 ms per step, 182,400 tokens/s (2026-11-23, commit 2babb65; docs/bert.md).
+    Measured on one H100: 718 ms per step, 182,400 tokens/s (2026-11-23, commit 7912b37; docs/bert.md).
     Command: python train.py --config=bert_large --data.source=indexed --data.paths=PREFIX
     """
     model = BertConfig(num_layers=24, embed_dim=1024, num_heads=16, next_sentence=False, attention_dropout=0.0)
