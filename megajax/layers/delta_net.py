@@ -7,7 +7,6 @@ y = gated_delta(query, key, value, A dt, beta) (ops/gated_delta.py); out = proje
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Annotated
 
 import jax
@@ -15,16 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from megajax.layers.layer import check_divisible
-from megajax.layers.linear import Linear
-from megajax.layers.recurrent import (
-    CausalConv,
-    RecurrentMixer,
-    RecurrentMixerConfig,
-    SavedNames,
-    decay_rates,
-    initial_a_log,
-    initial_dt_bias,
-)
+from megajax.layers.recurrent import RecurrentMixer, RecurrentMixerConfig, SavedNames
 from megajax.layers.recurrent_cache import Inputs, Sizes
 from megajax.mesh import MeshConfig
 from megajax.ops.gated_delta import gated_delta, gated_delta_step
@@ -114,44 +104,18 @@ class DeltaNetMixerConfig(RecurrentMixerConfig):
 class DeltaNet(RecurrentMixer):
     """x [B, T, D] -> [B, T, D]."""
 
+    input_names = Inputs("value", "key", "query")
+    gate_names = ("dt", "beta")
+
     def __init__(self, config: DeltaNetMixerConfig, *, rngs: nnx.Rngs):
-        self.config = config
-        D = config.embed_dim
-        sizes = config.sizes
-        H = sizes.num_heads
-        P = sizes.head_dim
-        G = sizes.num_groups
-        N = sizes.state_dim
-        heads = ("heads", "head_dim")
-        groups = ("kv_heads" if G > 1 else "head_dim", "head_dim")
-        std = config.init_std
-        self.gate = Linear((D,), (H, P), ("embed", *heads), std, rngs=rngs)
-        self.value = Linear((D,), (H, P), ("embed", *heads), std, rngs=rngs)
-        self.key = Linear((D,), (G, N), ("embed", *groups), std, rngs=rngs)
-        self.query = Linear((D,), (G, N), ("embed", *groups), std, rngs=rngs)
-        self.dt = Linear((D,), (H,), ("embed", "heads"), std, rngs=rngs)
-        self.beta = Linear((D,), (H,), ("embed", "heads"), std, rngs=rngs)
-        self.out = Linear((H, P), (D,), ("heads", "head_dim", "embed"), config.out_init_std, rngs=rngs)
-        self.conv_value = CausalConv(sizes, (H, P), heads, rngs=rngs)
-        self.conv_key = CausalConv(sizes, (G, N), groups, rngs=rngs)
-        self.conv_query = CausalConv(sizes, (G, N), groups, rngs=rngs)
-        self.dt_bias = weight((H,), ("heads",), initial_dt_bias, rngs, "vector")
-        self.A_log = weight((H,), ("heads",), initial_a_log, rngs, "vector")
+        super().__init__(config, rngs=rngs)
+        P = config.sizes.head_dim
         self.norm_scale = weight((P,), ("head_dim",), nnx.initializers.ones, rngs, "vector")
-
-    def inputs(self) -> Inputs:
-        return Inputs(self.value, self.key, self.query)
-
-    def convs(self) -> Inputs:
-        return Inputs(self.conv_value, self.conv_key, self.conv_query)
-
-    def gate_linears(self) -> Sequence[Linear]:
-        return (self.dt, self.beta)
 
     def gates(self, dt_BTH: jax.Array, beta_BTH: jax.Array) -> tuple[jax.Array, jax.Array]:
         """-> (logarithms of the decays, betas between 0 and 1)."""
         steps_BTH = time_steps(dt_BTH, self.dt_bias[...], (0.0, None))
-        return steps_BTH * decay_rates(self.A_log[...]), jax.nn.sigmoid(beta_BTH.astype(jnp.float32))
+        return steps_BTH * self.decay_rates(), jax.nn.sigmoid(beta_BTH.astype(jnp.float32))
 
     def recurrence(self, read: Inputs, gates, **options) -> tuple[jax.Array, jax.Array]:
         return gated_delta(read.c, read.b, read.x, *gates, chunk=self.config.section.chunk, **options)

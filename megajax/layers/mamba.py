@@ -7,7 +7,6 @@ out = projection of norm(y * silu(gate)).
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Annotated
 
 import jax
@@ -16,16 +15,7 @@ from flax import nnx
 from jax import lax
 
 from megajax.layers.layer import check_divisible
-from megajax.layers.linear import Linear
-from megajax.layers.recurrent import (
-    CausalConv,
-    RecurrentMixer,
-    RecurrentMixerConfig,
-    SavedNames,
-    decay_rates,
-    initial_a_log,
-    initial_dt_bias,
-)
+from megajax.layers.recurrent import RecurrentMixer, RecurrentMixerConfig, SavedNames
 from megajax.layers.recurrent_cache import Inputs, Runs, Sizes
 from megajax.mesh import MeshConfig
 from megajax.ops.norm import gated_rms_norm
@@ -123,39 +113,15 @@ class MambaMixerConfig(RecurrentMixerConfig):
 class Mamba(RecurrentMixer):
     """x [B, T, D] -> [B, T, D]."""
 
+    input_names = Inputs("x", "B", "C")
+    gate_names = ("dt",)
+
     def __init__(self, config: MambaMixerConfig, *, rngs: nnx.Rngs):
-        self.config = config
-        D = config.embed_dim
-        sizes = config.sizes
-        H = sizes.num_heads
-        P = sizes.head_dim
-        G = sizes.num_groups
-        N = sizes.state_dim
-        heads = ("heads", "head_dim")
-        groups = ("kv_heads" if G > 1 else "head_dim", "head_dim")
-        std = config.init_std
-        self.gate = Linear((D,), (H, P), ("embed", *heads), std, rngs=rngs)
-        self.x = Linear((D,), (H, P), ("embed", *heads), std, rngs=rngs)
-        self.B = Linear((D,), (G, N), ("embed", *groups), std, rngs=rngs)
-        self.C = Linear((D,), (G, N), ("embed", *groups), std, rngs=rngs)
-        self.dt = Linear((D,), (H,), ("embed", "heads"), std, rngs=rngs)
-        self.out = Linear((H, P), (D,), ("heads", "head_dim", "embed"), config.out_init_std, rngs=rngs)
-        self.conv_x = CausalConv(sizes, (H, P), heads, rngs=rngs)
-        self.conv_B = CausalConv(sizes, (G, N), groups, rngs=rngs)
-        self.conv_C = CausalConv(sizes, (G, N), groups, rngs=rngs)
-        self.dt_bias = weight((H,), ("heads",), initial_dt_bias, rngs, "vector")
-        self.A_log = weight((H,), ("heads",), initial_a_log, rngs, "vector")
+        super().__init__(config, rngs=rngs)
+        H = config.sizes.num_heads
+        P = config.sizes.head_dim
         self.D = weight((H,), ("heads",), nnx.initializers.ones, rngs, "vector")
-        self.norm_scale = weight((H, P), heads, nnx.initializers.ones, rngs, "vector")
-
-    def inputs(self) -> Inputs:
-        return Inputs(self.x, self.B, self.C)
-
-    def convs(self) -> Inputs:
-        return Inputs(self.conv_x, self.conv_B, self.conv_C)
-
-    def gate_linears(self) -> Sequence[Linear]:
-        return (self.dt,)
+        self.norm_scale = weight((H, P), ("heads", "head_dim"), nnx.initializers.ones, rngs, "vector")
 
     def gates(self, dt_BTH: jax.Array) -> jax.Array:
         """-> the time steps."""
@@ -163,11 +129,11 @@ class Mamba(RecurrentMixer):
         return time_steps(dt_BTH, self.dt_bias[...], (mamba.dt_min, mamba.dt_max))
 
     def recurrence(self, read: Inputs, gates: jax.Array, **options) -> tuple[jax.Array, jax.Array]:
-        arrays = (read.x, gates, decay_rates(self.A_log[...]), read.b, read.c, self.D[...])
+        arrays = (read.x, gates, self.decay_rates(), read.b, read.c, self.D[...])
         return ssd(*arrays, chunk=self.config.section.chunk, **options)
 
     def step(self, read: Inputs, gates: jax.Array, state_BHPN: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return ssd_step(read.x, gates, decay_rates(self.A_log[...]), read.b, read.c, self.D[...], state_BHPN)
+        return ssd_step(read.x, gates, self.decay_rates(), read.b, read.c, self.D[...], state_BHPN)
 
     def extend(self, read: Inputs, gates: jax.Array, runs: Runs, states: jax.Array) -> tuple[jax.Array, jax.Array]:
         """All sequences start from zeros in one call of `ssd`; what their states before it add is one product for each
@@ -180,7 +146,7 @@ class Mamba(RecurrentMixer):
         """-> (what the states before this call add to y, float32 [T, H, P]; the states after it)."""
         run_T = runs.numbers_T
         # dt A summed from the first token of each sequence on, and from the token after to its last.
-        logs_TH = dt_TH * decay_rates(self.A_log[...])
+        logs_TH = dt_TH * self.decay_rates()
         since_TH = _sums_of_runs(logs_TH, runs.starts_T)
         heads = dt_TH.shape[1] // read.b.shape[1]
         x, b, c = (a.astype(jnp.float32) for a in read)

@@ -152,27 +152,52 @@ class CausalConv(nnx.Module):
 
 
 class RecurrentMixer(nnx.Module):
-    """x [B, T, D] -> [B, T, D]. A mixer has the matrices `gate` and `out`, and the methods that raise here."""
+    """x [B, T, D] -> [B, T, D]. A mixer has the names below, parameters of its own, and the methods that raise here."""
 
     input_axis = "time"
     """Logical axis of the sequence in the layer's input."""
-    config: RecurrentMixerConfig
+    input_names: Inputs
+    """Of the Linears of x, b and c; their CausalConvs are named after them."""
+    gate_names: tuple[str, ...]
+    """Of Linears with one output per head."""
+
+    def __init__(self, config: RecurrentMixerConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        D = config.embed_dim
+        H = config.sizes.num_heads
+        P = config.sizes.head_dim
+        G = config.sizes.num_groups
+        N = config.sizes.state_dim
+        heads = ("heads", "head_dim")
+        groups = ("kv_heads" if G > 1 else "head_dim", "head_dim")
+        channels = Inputs(((H, P), heads), ((G, N), groups), ((G, N), groups))
+        std = config.init_std
+        self.gate = Linear((D,), (H, P), ("embed", *heads), std, rngs=rngs)
+        for name, (shape, axes) in zip(self.input_names, channels, strict=True):
+            setattr(self, name, Linear((D,), shape, ("embed", *axes), std, rngs=rngs))
+        for name in self.gate_names:
+            setattr(self, name, Linear((D,), (H,), ("embed", "heads"), std, rngs=rngs))
+        self.out = Linear((H, P), (D,), ("heads", "head_dim", "embed"), config.out_init_std, rngs=rngs)
+        for name, (shape, axes) in zip(self.input_names, channels, strict=True):
+            setattr(self, f"conv_{name}", CausalConv(config.sizes, shape, axes, rngs=rngs))
+        self.dt_bias = weight((H,), ("heads",), _initial_dt_bias, rngs, "vector")
+        self.A_log = weight((H,), ("heads",), _initial_a_log, rngs, "vector")
 
     def inputs(self) -> Inputs:
         """The Linears of x, b and c."""
-        raise NotImplementedError
+        return Inputs(*(getattr(self, name) for name in self.input_names))
 
     def convs(self) -> Inputs:
         """Their CausalConvs."""
-        raise NotImplementedError
+        return Inputs(*(getattr(self, f"conv_{name}") for name in self.input_names))
 
-    def gate_linears(self) -> Sequence[Linear]:
-        """Each with one output per head."""
-        raise NotImplementedError
+    def decay_rates(self) -> jax.Array:
+        """A of each head, negative, float32 [H]."""
+        return -jnp.exp(self.A_log[...].astype(jnp.float32))
 
     def gates(self, *projected_BTH: jax.Array) -> Any:
-        """The outputs of `gate_linears` -> what the recurrence reads, a pytree of float32 [B, T, H]; a token with gates
-        of 0 leaves the state as it is."""
+        """The outputs of the Linears `gate_names` -> what the recurrence reads, a pytree of float32 [B, T, H]; a token
+        with gates of 0 leaves the state as it is."""
         raise NotImplementedError
 
     def recurrence(
@@ -242,7 +267,7 @@ class RecurrentMixer(nnx.Module):
         wide = checkpoint_name(constrain(wide, "batch", "time", None, "mlp"), name)
         shared = side_by_side(x_BTD, (linears.b, linears.c), (D, 1, sizes.num_groups * sizes.state_dim), axis=1)
         shared = checkpoint_name(shared, name)
-        per_head = [checkpoint_name(linear(x_BTD), name) for linear in self.gate_linears()]
+        per_head = [checkpoint_name(getattr(self, gate)(x_BTD), name) for gate in self.gate_names]
 
         def part(joined, number, size, axis):
             y = joined[:, :, number].reshape(*x_BTD.shape[:2], -1, size)
@@ -283,17 +308,12 @@ class RecurrentMixer(nnx.Module):
         return map_inputs(lambda taps, conv: convolved(taps, *conv.parameters()), arrays, self.convs())
 
 
-def initial_dt_bias(key: jax.Array, shape: Sequence[int]) -> jax.Array:
+def _initial_dt_bias(key: jax.Array, shape: Sequence[int]) -> jax.Array:
     """The inverse softplus of time steps whose logarithm is uniform over DT_RANGE."""
     low, high = map(math.log, DT_RANGE)
     dt = jnp.maximum(jnp.exp(jax.random.uniform(key, shape, jnp.float32, low, high)), DT_FLOOR)
     return dt + jnp.log(-jnp.expm1(-dt))
 
 
-def initial_a_log(key: jax.Array, shape: Sequence[int]) -> jax.Array:
+def _initial_a_log(key: jax.Array, shape: Sequence[int]) -> jax.Array:
     return jnp.log(jax.random.uniform(key, shape, jnp.float32, *A_RANGE))
-
-
-def decay_rates(a_log_H: jax.Array) -> jax.Array:
-    """A of each head, negative, float32 [H]."""
-    return -jnp.exp(a_log_H.astype(jnp.float32))
