@@ -1,12 +1,13 @@
 """One layer of experts, bfloat16, on the GPUs of this machine: python -m benchmarks.moe_layer [NAME ...] [--profile]
 
-Prints milliseconds for the forward pass, and for both passes in one program, with 4,096 tokens per GPU and the experts
-split over all GPUs, for tokens that choose about evenly and skewed. benchmarks/peers/torch_moe.py measures the same
-layers in PyTorch.
+Prints milliseconds for the forward pass, and for both passes together, with 4,096 tokens per GPU and the experts split
+over all GPUs, for tokens that choose about evenly and skewed. As in a model, several layers follow one another in a
+program. benchmarks/peers/torch_moe.py measures the same layers in PyTorch.
 """
 
 import sys
 import tempfile
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +24,24 @@ from megajax.parameters import Structure, records
 from megajax.sharding import weight_shardings
 from megajax.training.reporting.console import log_to_stderr
 
-PROFILED_STEPS = 5
+LAYERS_PER_PROGRAM = 3
+PROFILED_RUNS = 2
 
 
-def measure(name: str, skewed: bool, profiled: bool, **options) -> str:
+def in_a_row(layer):
+    """layer(weights, *arrays), several times; each waits for the results of the one before."""
+
+    def run(weights, *arrays):
+        all_results = []
+        for _ in range(LAYERS_PER_PROGRAM):
+            arrays, results = jax.lax.optimization_barrier((arrays, layer(weights, *arrays)))
+            all_results.append(results)
+        return all_results
+
+    return jax.jit(run)
+
+
+def measure(name: str, profiled: bool, **options) -> Iterator[str]:
     width, expert_width, experts, top_k, shared = LAYERS[name]
     num_devices = jax.device_count()
     config = ExpertsConfig(
@@ -37,16 +52,20 @@ def measure(name: str, skewed: bool, profiled: bool, **options) -> str:
     graphdef, state = nnx.split(nnx.eval_shape(lambda: config.build(nnx.Rngs(params=0))))
     structure = Structure.of(state)
     mesh = make_mesh(MeshConfig(expert=num_devices))
+
+    def layer(weights, x):
+        return nnx.merge(graphdef, structure.to_state(weights))(x)
+
+    def both_passes(weights, x, d_y):
+        y, vjp, _ = jax.vjp(layer, weights, x, has_aux=True)
+        return y, vjp(d_y)
+
+    forward = in_a_row(lambda weights, x: layer(weights, x)[0])
+    both = in_a_row(both_passes)
+    load_of = jax.jit(lambda weights, x: layer(weights, x)[1].metrics["router_max_load"])
     with jax.set_mesh(mesh):
         tree = structure.to_tree(state)
         shardings = weight_shardings(records(state), mesh)
-
-        def drawn(path, like):
-            dtype = jnp.float32 if "router" in str(path[0]) else jnp.bfloat16
-            values = jax.random.normal(jax.random.key(hash(str(path)) % 2**31), like.shape, dtype) * 0.02
-            return values.at[0].set(skew_of(experts) * skewed) if "router" in str(path[0]) else values
-
-        weights = jax.jit(lambda: jax.tree_util.tree_map_with_path(drawn, tree), out_shardings=shardings)()
         x, d_y = (
             jax.device_put(
                 np.random.default_rng(seed).normal(size=(num_devices, TOKENS, width)).astype(jnp.bfloat16),
@@ -56,34 +75,36 @@ def measure(name: str, skewed: bool, profiled: bool, **options) -> str:
         )
         x = x.at[:, :, 0].set(1.0)  # multiplies the skew
 
-        def layer(weights, x):
-            return nnx.merge(graphdef, structure.to_state(weights))(x)
+        def weights_of(skew: float):
+            def drawn(path, like):
+                dtype = jnp.float32 if "router" in str(path[0]) else jnp.bfloat16
+                values = jax.random.normal(jax.random.key(hash(str(path)) % 2**31), like.shape, dtype) * 0.02
+                return values.at[0].set(skew_of(experts) * skew) if "router" in str(path[0]) else values
 
-        @jax.jit
-        def both(weights, x, d_y):
-            y, vjp, _ = jax.vjp(layer, weights, x, has_aux=True)
-            return y, vjp(d_y)
+            return jax.jit(lambda: jax.tree_util.tree_map_with_path(drawn, tree), out_shardings=shardings)()
 
-        forward = jax.jit(lambda weights, x: layer(weights, x)[0])
-        load = jax.jit(layer)(weights, x)[1].metrics["router_max_load"]
-        seconds = [seconds_of(*call) for call in ((forward, weights, x), (both, weights, x, d_y))]
-        if profiled:
-            compiled = both.lower(weights, x, d_y).compile({"xla_gpu_enable_command_buffer": ""})
-            with tempfile.TemporaryDirectory() as folder:
-                with jax.profiler.trace(folder):
-                    jax.block_until_ready([compiled(weights, x, d_y) for _ in range(PROFILED_STEPS)][-1])
-                kernels = profile.read_kernels(folder)
-            print(profile.as_text(profile.breakdown(kernels, PROFILED_STEPS, compiled.as_text())))
-    kind = "skewed" if skewed else "even"
-    times = f"forward {1e3 * seconds[0]:.2f} ms, forward and backward {1e3 * seconds[1]:.2f}"
-    return f"megajax {name} {kind}, {num_devices} GPUs {options or ''}: {times}; largest load {load:.2f} of the mean"
+        for kind, skew in (("even", 0.0), ("skewed", 1.0)):
+            weights = weights_of(skew)
+            calls = ((forward, weights, x), (both, weights, x, d_y))
+            seconds = [seconds_of(*call) / LAYERS_PER_PROGRAM for call in calls]
+            if profiled:
+                compiled = both.lower(weights, x, d_y).compile({"xla_gpu_enable_command_buffer": ""})
+                with tempfile.TemporaryDirectory() as folder:
+                    with jax.profiler.trace(folder):
+                        jax.block_until_ready([compiled(weights, x, d_y) for _ in range(PROFILED_RUNS)][-1])
+                    kernels = profile.read_kernels(folder)
+                steps = PROFILED_RUNS * LAYERS_PER_PROGRAM
+                print(profile.as_text(profile.breakdown(kernels, steps, compiled.as_text())))
+            times = f"forward {1e3 * seconds[0]:.2f} ms, forward and backward {1e3 * seconds[1]:.2f}"
+            load = f"largest load {load_of(weights, x):.2f} of the mean"
+            yield f"megajax {name} {kind}, {num_devices} GPUs {options or ''}: {times}; {load}"
 
 
 def main(arguments: list[str]) -> None:
     log_to_stderr()
     for name in [a for a in arguments if a in LAYERS] or LAYERS:
-        for skewed in (False, True):
-            print(measure(name, skewed, "--profile" in arguments), flush=True)
+        for line in measure(name, "--profile" in arguments):
+            print(line, flush=True)
 
 
 if __name__ == "__main__":
