@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from megajax.ops import matmul as ops
-from megajax.ops.grouped_matmul import grouped_matmul
 from megajax.ops.low_precision import DelayedScaling, low_precision_matmul
 from megajax.parameters import LAYER_AXES, Role, matches, variable, weight
 from megajax.precision import PrecisionConfig, Recipe
@@ -94,7 +93,7 @@ class GatheredLinear(Linear):
 
 
 class GroupedLinear(nnx.Module):
-    """Rows [R, K], sorted by group -> [R, N]: the rows of each group times its matrix, of [E, K, N]."""
+    """One matrix per group [E, K, N], for ops/grouped_matmul.py."""
 
     def __init__(
         self, num_groups: int, num_inputs: int, num_outputs: int, axes: tuple[str, str], init_std: float, *,
@@ -104,15 +103,6 @@ class GroupedLinear(nnx.Module):
         self.axes = axes
         init = nnx.initializers.normal(init_std)
         self.weight = weight((num_groups, num_inputs, num_outputs), ("experts", *axes), init, rngs, "matrix")
-
-    def __call__(self, rows_RK: jax.Array, sizes_E: jax.Array) -> jax.Array:
-        """sizes: rows per group (ops/grouped_matmul.py)."""
-        return grouped_side_by_side(rows_RK, (self,), sizes_E)[:, 0]
-
-
-def grouped_side_by_side(rows_RK: jax.Array, linears: Sequence[GroupedLinear], sizes_E: jax.Array) -> jax.Array:
-    """The products of the rows with several GroupedLinears [R, len(linears), N], computed as one."""
-    return grouped_matmul(rows_RK, [linear.weight[...] for linear in linears], sizes_E, linears[0].axes)
 
 
 def side_by_side(

@@ -7,6 +7,7 @@ No token is dropped, unless the router has a capacity. parallel/expert.py sends 
 """
 
 import dataclasses
+import functools
 import itertools
 import re
 from collections.abc import Sequence
@@ -14,16 +15,16 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.layers.layer import Activation, Flops, Terms, check_divisible
-from megajax.layers.linear import GatheredLinear, GroupedLinear, grouped_side_by_side
+from megajax.layers.linear import GatheredLinear, GroupedLinear
 from megajax.layers.mlp import Mlp, MlpConfig
 from megajax.layers.router import Choice, Router, RouterConfig
 from megajax.mesh import MeshConfig
 from megajax.ops import activation as nonlinearity
 from megajax.ops.activation import GATED, activate
+from megajax.ops.grouped_matmul import grouped_matmul
 from megajax.parallel.context import ContextMethod
 from megajax.parallel.expert import (
     AllGather,
@@ -33,6 +34,7 @@ from megajax.parallel.expert import (
     combine,
     dispatch,
     exchange_of,
+    in_rounds,
     log_exchange,
     make_plan,
     rounds_needed,
@@ -235,32 +237,14 @@ class Experts(nnx.Module):
         how = dict(dispatch=config.dispatch, buffer=config.buffer)
         exchange = choose_exchange(x_BTD.shape[:2], config.moe.num_experts, config.top_k, **how)
         log_exchange(exchange)
-        y_BTD = self._round(x_BTD, choice, exchange, 0)
+        run = functools.partial(_round, config.activation, exchange)
+        wide = [linear.weight[...] for linear in self._wide()]
+        operands = (x_BTD, choice.weights_BTK, wide, self.down.weight[...])
         if exchange.num_rounds == 1:
-            return y_BTD
+            return run(0, choice.experts_BTK, operands)
         needed = rounds_needed(choice.experts_BTK, exchange)
         terms.metrics["expert_rounds"] = needed.astype(jnp.float32)
-
-        def further(y_BTD, x_BTD, choice):
-            def another(y_BTD, turn):
-                run = jax.checkpoint(lambda: y_BTD + self._round(x_BTD, choice, exchange, turn))
-                return lax.cond(turn < needed, run, lambda: y_BTD), None
-
-            return lax.scan(another, y_BTD, jnp.arange(1, exchange.num_rounds, dtype=jnp.int32))[0]
-
-        # Rarely needed, so nothing is saved for its backward pass; if skipped, it adds zeros to the gradients once.
-        return lax.cond(needed > 1, jax.checkpoint(further), lambda y_BTD, *_: y_BTD, y_BTD, x_BTD, choice)
-
-    def _round(self, x_BTD, choice: Choice, exchange, turn) -> jax.Array:
-        """The output of the experts for the tokens that are sent to them in this round."""
-        name = self.config.activation
-        plan = checkpoint_name(make_plan(choice.experts_BTK, exchange, turn), "routing")
-        rows_RD, weights_R = dispatch(x_BTD, choice.weights_BTK, plan, exchange)
-        rows_RD = checkpoint_name(rows_RD, "expert_rows")
-        wide_RWF = checkpoint_name(grouped_side_by_side(rows_RD, self._wide(), plan.sizes), "mlp_wide")
-        hidden_RF = activate(wide_RWF, name).astype(jnp.float32) * weights_R[:, None]
-        hidden_RF = checkpoint_name(hidden_RF.astype(x_BTD.dtype), "mlp_hidden")
-        return combine(self.down(hidden_RF, plan.sizes), plan, exchange, x_BTD.shape[:2])
+        return in_rounds(run, needed, choice.experts_BTK, operands)
 
     def _wide(self) -> tuple[GroupedLinear, ...]:
         return (self.gate, self.up) if self.config.activation in GATED else (self.up,)
@@ -271,3 +255,21 @@ class Experts(nnx.Module):
             gate_BT1 = jax.nn.sigmoid(self.shared_gate(x_BTD.astype(jnp.float32)))
             y_BTD = (y_BTD.astype(jnp.float32) * gate_BT1).astype(y_BTD.dtype)
         return y_BTD
+
+
+def _round(
+    activation: nonlinearity.Activation, exchange: Exchange, turn, experts_BTK: jax.Array, operands
+) -> jax.Array:
+    """The output of the experts for the tokens that are sent to them in this round.
+
+    operands: x [B, T, D], the weights of the choices [B, T, K], the matrices before the activation, that after it.
+    """
+    x_BTD, weights_BTK, wide, down = operands
+    plan = checkpoint_name(make_plan(experts_BTK, exchange, turn), "routing")
+    rows_RD, weights_R = dispatch(x_BTD, weights_BTK, plan, exchange)
+    rows_RD = checkpoint_name(rows_RD, "expert_rows")
+    wide_RWF = checkpoint_name(grouped_matmul(rows_RD, wide, plan.sizes, ("embed", "mlp")), "mlp_wide")
+    hidden_RF = activate(wide_RWF, activation).astype(jnp.float32) * weights_R[:, None]
+    hidden_RF = checkpoint_name(hidden_RF.astype(x_BTD.dtype), "mlp_hidden")
+    out_RD = grouped_matmul(hidden_RF, [down], plan.sizes, ("mlp", "embed"))[:, 0]
+    return combine(out_RD, plan, exchange, x_BTD.shape[:2])

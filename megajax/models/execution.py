@@ -39,10 +39,10 @@ class ExecutionConfig:
     """Attention when mesh.context splits the sequence: pass keys and values around a ring, gather them (all_gather), or
     split the heads instead (all_to_all)."""
     expert_dispatch: Dispatch = "auto"
-    """How tokens get to experts when mesh.expert splits them: all_to_all or all_gather; auto: by size. The log says
-    which one is used."""
+    """How tokens get to experts when mesh.expert splits them: all_to_all or all_gather; auto: the one that sends less.
+    The log says which one is used."""
     expert_buffer: Annotated[float, Range(at_least=1)] = 1.5
-    """With all_to_all: buffer size relative to an even load. Tokens that do not fit go in further rounds, so a larger
+    """Buffer size relative to an even load. Tokens that do not fit go in further rounds, so a larger
     buffer costs memory and a smaller one time; results are the same."""
     deterministic: bool = False
     """Make steps bitwise reproducible on a GPU too, also after a restart; slower, and not tried on several GPUs

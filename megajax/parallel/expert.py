@@ -4,10 +4,12 @@ Dimensions: B batch, T sequence, D model width, E experts, K experts per token, 
 n tokens, m = n K choices of an expert, R rows (tokens sent to its experts, sorted by expert), C rows per destination in
 one round.
 
-    all_gather   every device gathers the tokens of all P and selects those for its experts. The buffer holds the most
-                 that can arrive, P n min(K, E / P) rows. With P = 1 this only sorts tokens, and nothing is sent.
-    all_to_all   tokens are sent only where they are needed, in buffers of a static size, `buffer` times an even load.
-                 Tokens that do not fit are sent in further rounds, as many as any device needs; nothing is dropped.
+    all_gather   every device gathers the tokens of all P and selects those for its experts. A token travels once to a
+                 device, however many of its experts are there. With P = 1 this only sorts tokens; nothing is sent.
+    all_to_all   a token is sent once for each of its experts, only to the devices that hold them.
+
+Buffers have a static size, `buffer` times the rows of an even load. Tokens that do not fit take further rounds, as many
+as any device needs; nothing is dropped.
 
 `dispatch` is linear in the tokens and `combine` is its transpose, so each is the derivative of the other. A plan of
 integers says which token goes where. `tensor` splits the width of the rows (ops/grouped_matmul.py).
@@ -56,26 +58,35 @@ class AllGather:
     top_k: int
     num_tokens: int
     """Of a device."""
-
-    num_rounds = 1
+    num_rows: int
+    """R."""
 
     @property
     def local_experts(self) -> int:
         return self.num_experts // self.num_ranks
 
     @property
-    def num_rows(self) -> int:
-        return self.num_ranks * self.num_tokens * min(self.top_k, self.local_experts)
+    def num_rounds(self) -> int:
+        """Enough for as many choices of the experts of one device as there can be."""
+        return math.ceil(self.num_ranks * self.num_tokens * min(self.top_k, self.local_experts) / self.num_rows)
+
+    def rounds_needed(self, experts_nK: jax.Array) -> jax.Array:
+        """int32: by any device."""
+        counts = lax.psum(_counts(experts_nK.ravel(), self.num_experts), AXIS)
+        return -(-jnp.max(counts.reshape(self.num_ranks, -1).sum(1)) // self.num_rows)
 
     def plan(self, experts_nK: jax.Array, turn) -> Plan:
         chosen = lax.all_gather(experts_nK, AXIS, axis=0, tiled=True).ravel()
         local = chosen - lax.axis_index(AXIS) * self.local_experts
         local = jnp.where((local >= 0) & (local < self.local_experts), local, self.local_experts)
-        sizes = _counts(local, self.local_experts)
-        number = jnp.arange(self.num_rows, dtype=jnp.int32)
-        choice = jnp.where(number < jnp.sum(sizes), jnp.argsort(local, stable=True)[: self.num_rows], chosen.size)
-        nothing = jnp.zeros_like(number[:0])
-        return Plan(sizes, nothing, choice.astype(jnp.int32), nothing, _inverse(choice, chosen.size))
+        ends = jnp.cumsum(_counts(local, self.local_experts))
+        first = turn * self.num_rows
+        place = first + jnp.arange(self.num_rows, dtype=jnp.int32)
+        order = jnp.argsort(local, stable=True).astype(jnp.int32)
+        choice = jnp.where(place < ends[-1], _taken(order, place), chosen.size)
+        sizes = jnp.diff(jnp.clip(ends - first, 0, self.num_rows), prepend=0)
+        nothing = jnp.zeros_like(place[:0])
+        return Plan(sizes, nothing, choice, nothing, _inverse(choice, chosen.size))
 
     def send(self, values, plan: Plan, per_choice: int):
         """values [choices / per_choice, ...] -> rows [R, ...]."""
@@ -146,8 +157,7 @@ Exchange = AllGather | AllToAll
 
 
 def choose_exchange(shape_BT: tuple[int, int], num_experts: int, top_k: int, dispatch: Dispatch, buffer: float):
-    """The exchange for tokens [B, T] on the current mesh. auto: all_gather where its buffer is no larger than that of
-    all_to_all, which then also sends more."""
+    """The exchange for tokens [B, T] on the current mesh. auto: the one by which a device receives less."""
     sizes = free_axes()
     parts = math.prod(sizes[axis] for entry in activation_spec(shape_BT, ("batch", "time")) for axis in axes_of(entry))
     sizes = dict(num_ranks=axis_size(AXIS), num_experts=num_experts, top_k=top_k)
@@ -159,24 +169,24 @@ def exchange_of(
 ) -> Exchange:
     """As choose_exchange, for this many tokens per device."""
     sizes = dict(num_ranks=num_ranks, num_experts=num_experts, top_k=top_k, num_tokens=num_tokens)
-    gathered = AllGather(**sizes)
-    even = num_tokens * top_k / num_ranks
-    most = num_tokens * min(top_k, gathered.local_experts)
-    exchanged = AllToAll(**sizes, room=min(math.ceil(buffer * even), most))
+    even = buffer * num_tokens * top_k
+    most = num_tokens * min(top_k, num_experts // num_ranks)
+    gathered = AllGather(**sizes, num_rows=min(math.ceil(even), num_ranks * most))
+    exchanged = AllToAll(**sizes, room=min(math.ceil(even / num_ranks), most))
     if num_ranks == 1 or dispatch == "all_gather":
         return gathered
     if dispatch == "all_to_all":
         return exchanged
-    return gathered if gathered.num_rows <= exchanged.num_rows else exchanged
+    return gathered if num_tokens <= exchanged.room else exchanged
 
 
 @functools.cache
 def log_exchange(exchange: Exchange) -> None:
     if exchange.num_ranks == 1:
         return
-    name = "all_gather" if isinstance(exchange, AllGather) else f"all_to_all in up to {exchange.num_rounds} rounds"
-    logger.info("dispatch to experts on %d devices: %s; %d tokens and a buffer of %d rows per device",
-                exchange.num_ranks, name, exchange.num_tokens, exchange.num_rows)  # fmt: skip
+    name = "all_gather" if isinstance(exchange, AllGather) else "all_to_all"
+    logger.info("dispatch to experts on %d devices: %s in up to %d rounds; %d tokens, a buffer of %d rows per device",
+                exchange.num_ranks, name, exchange.num_rounds, exchange.num_tokens, exchange.num_rows)  # fmt: skip
 
 
 # ----------------------------------------------------------------------------- on all devices
@@ -198,7 +208,7 @@ def make_plan(experts_BTK: jax.Array, exchange: Exchange, turn=0) -> Plan:
     return manual(body, (spec, P()), rows_spec())(experts_BTK, jnp.int32(turn))
 
 
-def rounds_needed(experts_BTK: jax.Array, exchange: AllToAll) -> jax.Array:
+def rounds_needed(experts_BTK: jax.Array, exchange: Exchange) -> jax.Array:
     """int32 scalar, the same on every device, since all take part in every round."""
     spec = activation_spec(experts_BTK.shape, ("batch", "time", None))
 
@@ -208,6 +218,45 @@ def rounds_needed(experts_BTK: jax.Array, exchange: AllToAll) -> jax.Array:
 
     free = frozenset(free_axes())
     return manual(body, (spec,), P())(experts_BTK)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def in_rounds(run, needed: jax.Array, experts_BTK: jax.Array, operands):
+    """The sum of run(turn, experts, operands) over `needed` rounds, at least one.
+
+    The gradient is that with respect to operands. Only the first round saves anything for it; the others, which are
+    rarely needed, are computed again. A loop adds their gradients to those of the first in place: a branch would
+    return copies of all weights, and gradients of zero where it is not taken.
+    """
+    return _further_rounds(run, needed, experts_BTK, operands, run(0, experts_BTK, operands))
+
+
+def _further_rounds(run, needed, experts_BTK, operands, first):
+    def another(carry):
+        turn, total = carry
+        return turn + 1, jax.tree.map(jnp.add, total, run(turn, experts_BTK, operands))
+
+    return lax.while_loop(lambda carry: carry[0] < needed, another, (jnp.int32(1), first))[1]
+
+
+def _in_rounds_forward(run, needed, experts_BTK, operands):
+    first, pullback = jax.vjp(lambda operands: run(0, experts_BTK, operands), operands)
+    y = _further_rounds(run, needed, experts_BTK, operands, first)
+    return y, (needed, experts_BTK, operands, pullback)
+
+
+def _in_rounds_backward(run, residuals, d_y):
+    needed, experts_BTK, operands, pullback = residuals
+
+    def gradients_of(turn, experts_BTK, operands):
+        _, pullback = jax.vjp(lambda operands: run(turn, experts_BTK, operands), operands)
+        return pullback(d_y)
+
+    (gradients,) = _further_rounds(gradients_of, needed, experts_BTK, operands, pullback(d_y))
+    return None, None, gradients
+
+
+in_rounds.defvjp(_in_rounds_forward, _in_rounds_backward)
 
 
 def dispatch(x_BTD: jax.Array, weights_BTK: jax.Array, plan: Plan, exchange: Exchange) -> tuple[jax.Array, jax.Array]:

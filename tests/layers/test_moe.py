@@ -126,8 +126,8 @@ def test_experts_are_the_formula_on_any_mesh(sizes, dispatch, make_test_mesh):
     for name, (result, terms) in found.items():
         jax.tree.map(functools.partial(np.testing.assert_allclose, **TOLERANCE), result, wanted()[name])
         np.testing.assert_allclose(np.sum(terms.metrics["expert_load"]), E, rtol=1e-5)
-        if dispatch == "all_to_all" and name != "as it comes":
-            # All that a device has goes to one other: as many rounds as there can be.
+        if "expert" in sizes and name != "as it comes":
+            # All goes to one device, or to two that have one expert each: as many rounds as there can be.
             num_tokens = B * T * sizes.get("tensor", 1) // 8
             rounds = exchange_of(num_tokens, sizes["expert"], E, K, dispatch, config.buffer).num_rounds
             assert terms.metrics["expert_rounds"] == rounds > 1
@@ -162,19 +162,24 @@ def test_generation_drops_no_token():
     np.testing.assert_allclose(jax.jit(apply)(weights, x)[0], wanted()["as it comes"][0], **TOLERANCE)
 
 
-def test_auto_gathers_where_that_needs_no_more_room():
+def test_auto_receives_as_little_as_possible():
     def chosen(num_tokens, num_ranks, num_experts, top_k):
         return exchange_of(num_tokens, num_ranks, num_experts, top_k, dispatch="auto", buffer=1.5)
 
     mixtral = chosen(4096, 8, 8, 2)
     assert isinstance(mixtral, AllToAll)
     assert (mixtral.room, mixtral.num_rows, mixtral.num_rounds) == (1536, 8 * 1536, 3)
-    assert isinstance(chosen(4096, 8, 128, 8), AllToAll)
-    assert chosen(4096, 1, 128, 8) == AllGather(1, 128, 8, 4096)
-    assert chosen(4096, 1, 128, 8).num_rows == 4096 * 8
-    assert isinstance(chosen(4096, 2, 4, 3), AllGather)  # most tokens go to both anyway
-    # A buffer is never larger than what all tokens of a device need: one row each for the one expert there.
+    # 12 choices of an expert per token and buffer, on 16 devices and on 8: fewer of them than tokens, or more.
+    assert isinstance(chosen(4096, 16, 128, 8), AllToAll)
+    qwen = chosen(4096, 8, 128, 8)
+    assert qwen == AllGather(8, 128, 8, 4096, num_rows=12 * 4096)
+    assert qwen.num_rounds == 6  # 8 * 8 choices per token at most
+    one_device = chosen(4096, 1, 128, 8)
+    assert one_device == AllGather(1, 128, 8, 4096, num_rows=8 * 4096)
+    assert one_device.num_rounds == 1
+    # A buffer is never larger than what all tokens need: one row each for the one expert of a device.
     assert exchange_of(4096, 8, 8, 2, "all_to_all", buffer=10.0).room == 4096
+    assert exchange_of(4096, 2, 4, 3, "all_gather", buffer=10.0).num_rows == 2 * 2 * 4096
 
 
 @pytest.mark.parametrize("layers, wanted", [
