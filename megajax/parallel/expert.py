@@ -198,12 +198,9 @@ def make_plan(experts_BTK: jax.Array, exchange: Exchange, turn=0) -> Plan:
     Where several devices hold the same tokens (a batch too small to split), one of them sends them.
     """
     spec = activation_spec(experts_BTK.shape, ("batch", "time", None))
-    same = _same_tokens(spec)
 
     def body(experts_BTK, turn):
-        if same:
-            experts_BTK = jnp.where(lax.axis_index(same) == 0, experts_BTK, exchange.num_experts)
-        return exchange.plan(experts_BTK.reshape(-1, exchange.top_k), turn)
+        return exchange.plan(_sent_from_here(experts_BTK, spec, exchange), turn)
 
     return manual(body, (spec, P()), rows_spec())(experts_BTK, jnp.int32(turn))
 
@@ -213,11 +210,19 @@ def rounds_needed(experts_BTK: jax.Array, exchange: Exchange) -> jax.Array:
     spec = activation_spec(experts_BTK.shape, ("batch", "time", None))
 
     def body(experts_BTK):
-        needed = exchange.rounds_needed(experts_BTK.reshape(-1, exchange.top_k))
+        needed = exchange.rounds_needed(_sent_from_here(experts_BTK, spec, exchange))
         return lax.pmax(needed, tuple(compat.varying_axes(needed) & free))
 
     free = frozenset(free_axes())
     return manual(body, (spec,), P())(experts_BTK)
+
+
+def _sent_from_here(experts_BTK, spec: P, exchange: Exchange):
+    """-> the choices of a device's tokens [n, K]; E where another device with the same tokens sends them."""
+    same = _same_tokens(spec)
+    if same:
+        experts_BTK = jnp.where(lax.axis_index(same) == 0, experts_BTK, exchange.num_experts)
+    return experts_BTK.reshape(-1, exchange.top_k)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

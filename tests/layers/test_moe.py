@@ -12,7 +12,7 @@ from flax import nnx
 
 from megajax.layers.moe import ExpertsConfig, MoeConfig
 from megajax.layers.router import RouterConfig
-from megajax.parallel.expert import AllGather, AllToAll, exchange_of
+from megajax.parallel.expert import AllGather, AllToAll, choose_exchange, exchange_of, make_plan, rounds_needed
 from megajax.parameters import Structure, records
 from megajax.sharding import weight_shardings
 
@@ -151,6 +151,32 @@ def test_tokens_that_a_mesh_does_not_divide_are_counted_once(batch, make_test_me
         run = jax.jit(jax.value_and_grad(functools.partial(loss, lambda w, x: apply(w, x)[0]), (0, 1)))
         found = run(placed, few)
     jax.tree.map(functools.partial(np.testing.assert_allclose, **TOLERANCE), found, reference)
+
+
+@pytest.mark.parametrize("dispatch, batch, wanted", [
+    ("all_to_all", 4, 2), ("all_gather", 4, 2), ("all_to_all", 1, 2), ("all_gather", 1, 1),
+])  # fmt: skip
+def test_each_choice_is_sent_in_one_round(dispatch, batch, wanted, make_test_mesh):
+    """Most choices are for experts of the first device, some are dropped (E); both devices have a batch of one."""
+    rng = np.random.default_rng(2)
+    preferred = rng.normal(size=(batch, 5, E)) + 2 * (np.arange(E) < E // 2)
+    experts = np.argsort(-preferred)[..., :K].astype(np.int32)
+    experts[rng.random(experts.shape) < 0.1] = E
+    with jax.set_mesh(make_test_mesh(expert=2)):
+        exchange = choose_exchange(experts.shape[:2], E, K, dispatch, buffer=1.25)
+
+        @jax.jit
+        def run(experts):
+            plans = jax.lax.map(functools.partial(make_plan, experts, exchange), jnp.arange(exchange.num_rounds))
+            return plans, rounds_needed(experts, exchange)
+
+        plans, needed = jax.device_get(run(experts))
+    loads = np.bincount(experts.ravel(), minlength=E + 1)[:E]
+    np.testing.assert_array_equal(plans.sizes.sum(0), loads)
+    assert np.max(plans.sizes.reshape(-1, 2, E // 2).sum(-1)) <= exchange.num_rows
+    assert np.count_nonzero(plans.home < exchange.num_rows) == loads.sum()
+    assert needed == wanted
+    np.testing.assert_array_equal(plans.sizes.any(1), np.arange(exchange.num_rounds) < needed)
 
 
 def test_generation_drops_no_token():
