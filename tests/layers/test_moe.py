@@ -179,6 +179,19 @@ def test_each_choice_is_sent_in_one_round(dispatch, batch, wanted, make_test_mes
     np.testing.assert_array_equal(plans.sizes.any(1), np.arange(exchange.num_rounds) < needed)
 
 
+def test_only_the_first_round_saves_activations(make_test_mesh):
+    """Under a policy that saves them by name, as execution.recompute does."""
+    config = dataclasses.replace(CONFIG, dispatch="all_to_all")
+    apply, weights, _ = parts_of(config)
+    saved = jax.checkpoint(apply, policy=jax.checkpoint_policies.save_only_these_names("expert_rows"))
+    _, x = cases()["as it comes"]
+    with jax.set_mesh(make_test_mesh(expert=8)):
+        residuals = jax.eval_shape(lambda weights, x: jax.vjp(saved, weights, x)[1], weights, x)
+    num_rows = 8 * exchange_of(B * T // 8, 8, E, K, config.dispatch, config.buffer).num_rows
+    shapes = [residual.shape for residual in jax.tree.leaves(residuals)]
+    assert [shape for shape in shapes if shape[-2:] == (num_rows, D)] == [(num_rows, D)]
+
+
 def test_generation_drops_no_token():
     """The router has a capacity, but does not use it."""
     router = RouterConfig(top_k=K, capacity_factor=0.25)
