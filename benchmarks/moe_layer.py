@@ -28,7 +28,7 @@ LAYERS_PER_PROGRAM = 3
 PROFILED_RUNS = 2
 
 
-def in_a_row(layer):
+def chained(layer):
     """layer(weights, *arrays), several times; each waits for the results of the one before."""
 
     def run(weights, *arrays):
@@ -60,8 +60,8 @@ def measure(name: str, profiled: bool, **options) -> Iterator[str]:
         y, vjp, _ = jax.vjp(layer, weights, x, has_aux=True)
         return y, vjp(d_y)
 
-    forward = in_a_row(lambda weights, x: layer(weights, x)[0])
-    both = in_a_row(both_passes)
+    forward = chained(lambda weights, x: layer(weights, x)[0])
+    both = chained(both_passes)
     load_of = jax.jit(lambda weights, x: layer(weights, x)[1].metrics["router_max_load"])
     with jax.set_mesh(mesh):
         tree = structure.to_tree(state)

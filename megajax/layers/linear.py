@@ -100,7 +100,6 @@ class GroupedLinear(nnx.Module):
         rngs: nnx.Rngs,
     ):  # fmt: skip
         """axes: logical axes of inputs and outputs; the groups have "experts"."""
-        self.axes = axes
         init = nnx.initializers.normal(init_std)
         self.weight = weight((num_groups, num_inputs, num_outputs), ("experts", *axes), init, rngs, "matrix")
 

@@ -270,7 +270,10 @@ def dispatch(x_BTD: jax.Array, weights_BTK: jax.Array, plan: Plan, exchange: Exc
 
 
 def combine(rows_RD: jax.Array, plan: Plan, exchange: Exchange, shape_BT: tuple[int, int]) -> jax.Array:
-    """The sum over the rows of each token, in float32 -> [B, T, D] in their dtype; laid out as batch, time, embed."""
+    """The sum over the rows of each token -> [B, T, D] in their dtype; laid out as batch, time, embed.
+
+    A device sums in float32; all_gather then adds the sums of the devices in the dtype of the rows.
+    """
     return _combine(rows_RD, plan, exchange, shape_BT)
 
 
