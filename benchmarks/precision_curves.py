@@ -14,6 +14,9 @@ alone does to a run, and smaller gaps are not significant.
                            where the reference ended; it is compared at its last step with the reference at that step
     --output=FILE.json     the losses, written after each recipe, so that an interrupted measurement keeps what it has
     --plot=FILE.svg        curves, and below them the differences from the reference
+    --checkpoint.start_from=RUN --checkpoint.start_fresh='*_scaling'
+                           all recipes start with the weights of a run of train.py. Where the loss falls fastest the
+                           smallest change moves a curve by percents; start behind that to compare the recipes alone
 
 2,000 steps of 8 x 1,024 bytes unless --training.* says otherwise; --precision.high_layers=0,0 leaves no layer in
 bfloat16, and --data.text takes other files. A recipe has about 20 s of compilation besides its steps.
