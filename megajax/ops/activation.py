@@ -41,18 +41,10 @@ def activate(wide_WF: jax.Array, name: Activation) -> jax.Array:
 
 
 def _formula(wide_WF, name):
-    return _of_parts(name, *_parts(wide_WF))
-
-
-def _parts(wide_WF) -> list[jax.Array]:
-    return [wide_WF[..., part, :] for part in range(wide_WF.shape[-2])]
-
-
-def _of_parts(name, gate_F, *up_F):
-    if gate_F.dtype == jnp.float16:  # the square in the derivative of gelu_tanh overflows from 148 on
-        return _of_parts(name, *(part.astype(jnp.float32) for part in (gate_F, *up_F))).astype(jnp.float16)
-    hidden_F = _FUNCTIONS[name](gate_F)
-    return hidden_F * up_F[0] if name in GATED else hidden_F
+    if wide_WF.dtype == jnp.float16:  # the square in the derivative of gelu_tanh overflows from 148 on
+        return _formula(wide_WF.astype(jnp.float32), name).astype(jnp.float16)
+    hidden_F = _FUNCTIONS[name](wide_WF[..., 0, :])
+    return hidden_F * wide_WF[..., 1, :] if name in GATED else hidden_F
 
 
 def _forward(wide_WF, name):
@@ -61,10 +53,8 @@ def _forward(wide_WF, name):
 
 def _backward(name, wide_WF, d_hidden_F):
     # The barrier prevents XLA from reusing the tanh of the forward pass, which would have to be stored.
-    parts = _parts(jax.lax.optimization_barrier(wide_WF))
-    gradients = jax.vjp(functools.partial(_of_parts, name), *parts)[1](d_hidden_F)
-    # The derivative of a slice adds zeros: that computes each part's gradient for the other part, too.
-    return (jnp.stack(gradients, -2),)
+    wide_WF = jax.lax.optimization_barrier(wide_WF)
+    return jax.vjp(functools.partial(_formula, name=name), wide_WF)[1](d_hidden_F)
 
 
 activate.defvjp(_forward, _backward)
