@@ -7,6 +7,7 @@ program. benchmarks/peers/torch_moe.py measures the same layers in PyTorch.
 
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterator
 
 import jax
@@ -78,7 +79,7 @@ def measure(name: str, profiled: bool, **options) -> Iterator[str]:
         def weights_of(skew: float):
             def drawn(path, like):
                 dtype = jnp.float32 if "router" in str(path[0]) else jnp.bfloat16
-                values = jax.random.normal(jax.random.key(hash(str(path)) % 2**31), like.shape, dtype) * 0.02
+                values = jax.random.normal(jax.random.key(zlib.crc32(str(path).encode())), like.shape, dtype) * 0.02
                 return values.at[0].set(skew_of(experts) * skew) if "router" in str(path[0]) else values
 
             return jax.jit(lambda: jax.tree_util.tree_map_with_path(drawn, tree), out_shardings=shardings)()

@@ -185,8 +185,9 @@ def log_exchange(exchange: Exchange) -> None:
     if exchange.num_ranks == 1:
         return
     name = "all_gather" if isinstance(exchange, AllGather) else "all_to_all"
-    logger.info("dispatch to experts on %d devices: %s in up to %d rounds; %d tokens, a buffer of %d rows per device",
-                exchange.num_ranks, name, exchange.num_rounds, exchange.num_tokens, exchange.num_rows)  # fmt: skip
+    rounds = f" in up to {exchange.num_rounds} rounds" if exchange.num_rounds > 1 else ""
+    logger.info("dispatch to experts on %d devices: %s%s; %d tokens and a buffer of %d rows per device",
+                exchange.num_ranks, name, rounds, exchange.num_tokens, exchange.num_rows)  # fmt: skip
 
 
 # ----------------------------------------------------------------------------- on all devices
