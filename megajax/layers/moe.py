@@ -9,6 +9,7 @@ No token is dropped, unless the router has a capacity. parallel/expert.py sends 
 import dataclasses
 import functools
 import itertools
+import math
 import re
 from collections.abc import Sequence
 
@@ -41,6 +42,9 @@ from megajax.parallel.expert import (
 )
 from megajax.ranges import PositiveInt, changed_fields
 
+# When generating: room for all rows of this many tokens is little, and asking whether there is a further round makes
+# the host wait for the device in every layer.
+FEW_TOKENS = 512
 TYPICAL_TOKENS = 4096  # of a device; any number gives the same rows per token, but for rounding
 
 
@@ -227,14 +231,16 @@ class Experts(nnx.Module):
     def __call__(self, x_BTD: jax.Array, *, generates: bool = False) -> tuple[jax.Array, Terms]:
         """generates: with a cache, a few tokens at a time; the router then treats each token by itself."""
         choice, terms = self.router(x_BTD, generates=generates)
-        y_BTD = self._routed(x_BTD, choice, terms)
+        is_small = generates and x_BTD.shape[0] * x_BTD.shape[1] <= FEW_TOKENS
+        buffer = math.inf if is_small else self.config.buffer
+        y_BTD = self._routed(x_BTD, choice, terms, buffer)
         if self.config.shared is not None:
             y_BTD += self._shared(x_BTD)
         return y_BTD, terms
 
-    def _routed(self, x_BTD, choice: Choice, terms: Terms) -> jax.Array:
+    def _routed(self, x_BTD, choice: Choice, terms: Terms, buffer: float) -> jax.Array:
         config = self.config
-        how = dict(dispatch=config.dispatch, buffer=config.buffer)
+        how = dict(dispatch=config.dispatch, buffer=buffer)
         exchange = choose_exchange(x_BTD.shape[:2], config.moe.num_experts, config.top_k, **how)
         log_exchange(exchange)
         run = functools.partial(_round, config.activation, exchange)

@@ -167,12 +167,12 @@ def choose_exchange(shape_BT: tuple[int, int], num_experts: int, top_k: int, dis
 def exchange_of(
     num_tokens: int, num_ranks: int, num_experts: int, top_k: int, dispatch: Dispatch, buffer: float
 ) -> Exchange:
-    """As choose_exchange, for this many tokens per device."""
+    """As choose_exchange, for this many tokens per device. buffer: math.inf has room for all rows that can arrive."""
     sizes = dict(num_ranks=num_ranks, num_experts=num_experts, top_k=top_k, num_tokens=num_tokens)
     even = buffer * num_tokens * top_k
     most = num_tokens * min(top_k, num_experts // num_ranks)
-    gathered = AllGather(**sizes, num_rows=min(math.ceil(even), num_ranks * most))
-    exchanged = AllToAll(**sizes, room=min(math.ceil(even / num_ranks), most))
+    gathered = AllGather(**sizes, num_rows=math.ceil(min(even, num_ranks * most)))
+    exchanged = AllToAll(**sizes, room=math.ceil(min(even / num_ranks, most)))
     if num_ranks == 1 or dispatch == "all_gather":
         return gathered
     if dispatch == "all_to_all":

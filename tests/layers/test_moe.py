@@ -192,13 +192,19 @@ def test_only_the_first_round_saves_activations(make_test_mesh):
     assert [shape for shape in shapes if shape[-2:] == (num_rows, D)] == [(num_rows, D)]
 
 
-def test_generation_drops_no_token():
+@pytest.mark.parametrize("sizes", [{}, dict(expert=8)], ids=["one device", "expert 8"])
+def test_generation_drops_no_token_and_needs_one_round(sizes, make_test_mesh):
     """The router has a capacity, but does not use it."""
     router = RouterConfig(top_k=K, capacity_factor=0.25)
     config = dataclasses.replace(CONFIG, moe=dataclasses.replace(CONFIG.moe, router=router))
-    weights, x = cases()["as it comes"]
-    apply, _, _ = parts_of(config, generates=True)
-    np.testing.assert_allclose(jax.jit(apply)(weights, x)[0], wanted()["as it comes"][0], **TOLERANCE)
+    apply, _, weight_records = parts_of(config, generates=True)
+    mesh = make_test_mesh(**sizes)
+    run = jax.jit(apply)
+    with jax.set_mesh(mesh):
+        for name, (weights, x) in cases().items():
+            y, terms = run(jax.device_put(weights, weight_shardings(weight_records, mesh)), x)
+            np.testing.assert_allclose(y, wanted()[name][0], **TOLERANCE)
+            assert "expert_rounds" not in terms.metrics
 
 
 def test_auto_receives_as_little_as_possible():
