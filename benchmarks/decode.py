@@ -31,7 +31,6 @@ import json
 import random
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -142,15 +141,13 @@ def profiled(engine: Engine, batch_size: int) -> str:
         return (engine.stats().generated_tokens - before) // batch_size
 
     advance(PROFILED_TOKENS)
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            num_steps = advance(PROFILED_TOKENS)
-        found = profile.breakdown(profile.read_kernels(folder), num_steps)
+    with profile.recorded() as kernels:
+        num_steps = advance(PROFILED_TOKENS)
     for request in requests:
         engine.cancel(request)
     while engine.has_work:
         engine.step()
-    return profile.as_text(found)
+    return profile.as_text(profile.breakdown(kernels, num_steps))
 
 
 class Record:

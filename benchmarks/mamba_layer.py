@@ -10,7 +10,6 @@ Whole steps: python -m benchmarks.train_step --config=mamba2_2p7b --model.num_la
 
 import dataclasses
 import sys
-import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -59,10 +58,8 @@ def measure(model: HybridConfig, chunk: int, shape: tuple[int, int], *, profiled
     seconds = [seconds_of(*call) for call in ((jax.jit(run), weights, x), (both, weights, x, d_y))]
     if profiled:
         compiled = both.lower(weights, x, d_y).compile({"xla_gpu_enable_command_buffer": ""})
-        with tempfile.TemporaryDirectory() as folder:
-            with jax.profiler.trace(folder):
-                jax.block_until_ready([compiled(weights, x, d_y) for _ in range(PROFILED_STEPS)][-1])
-            kernels = profile.read_kernels(folder)
+        with profile.recorded() as kernels:
+            jax.block_until_ready([compiled(weights, x, d_y) for _ in range(PROFILED_STEPS)][-1])
         print(profile.as_text(profile.breakdown(kernels, PROFILED_STEPS, compiled.as_text())))
     times = f"forward {1e3 * seconds[0]:.2f} ms, forward and backward {1e3 * seconds[1]:.2f}"
     return f"chunk {chunk}, {shape[0]} x {shape[1]} tokens: {times}{_limit(layer, shape)}"

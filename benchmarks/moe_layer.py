@@ -6,7 +6,6 @@ program. benchmarks/peers/torch_moe.py measures the same layers in PyTorch.
 """
 
 import sys
-import tempfile
 import zlib
 from collections.abc import Iterator
 
@@ -90,10 +89,8 @@ def measure(name: str, profiled: bool, **options) -> Iterator[str]:
             seconds = [seconds_of(*call) / LAYERS_PER_PROGRAM for call in calls]
             if profiled:
                 compiled = both.lower(weights, x, d_y).compile({"xla_gpu_enable_command_buffer": ""})
-                with tempfile.TemporaryDirectory() as folder:
-                    with jax.profiler.trace(folder):
-                        jax.block_until_ready([compiled(weights, x, d_y) for _ in range(PROFILED_RUNS)][-1])
-                    kernels = profile.read_kernels(folder)
+                with profile.recorded() as kernels:
+                    jax.block_until_ready([compiled(weights, x, d_y) for _ in range(PROFILED_RUNS)][-1])
                 steps = PROFILED_RUNS * LAYERS_PER_PROGRAM
                 print(profile.as_text(profile.breakdown(kernels, steps, compiled.as_text())))
             times = f"forward {1e3 * seconds[0]:.2f} ms, forward and backward {1e3 * seconds[1]:.2f}"

@@ -6,10 +6,12 @@ carries the name of its instruction, and the program shows which function of meg
 (benchmarks/places.py).
 """
 
+import contextlib
 import dataclasses
 import re
+import tempfile
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import jax
@@ -63,6 +65,16 @@ def read_kernels(folder: str | Path) -> list[Kernel]:
             instruction = str(dict(event.stats).get("hlo_op", ""))
             kernels.append(Kernel(event.name, instruction, event.start_ns, event.start_ns + event.duration_ns))
     return kernels
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Kernel]]:
+    """Profiles the block, which must wait for its results -> a list that holds the kernels of read_kernels after it."""
+    kernels = []
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            yield kernels
+        kernels += read_kernels(folder)
 
 
 def kind_of(kernel: Kernel, place: Place | None) -> str:

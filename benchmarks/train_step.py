@@ -14,7 +14,6 @@ JAX_ENABLE_COMPILATION_CACHE=false compilation is measured too.
 import dataclasses
 import itertools
 import json
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -181,12 +180,11 @@ def measure(config: Config, seconds: float, num_windows: int, num_steps: int, pr
 def _profile(step: Compiled, state: TrainState, batches: list[dict], to: str) -> None:
     state, metrics = step(state, batches[0], RATE)  # loads the program
     jax.block_until_ready(metrics)
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for batch in batches[:PROFILED_STEPS]:
-                state, metrics = step(state, batch, RATE)
-            jax.block_until_ready(metrics)
-        found = profile.breakdown(profile.read_kernels(folder), PROFILED_STEPS, step.as_text())
+    with profile.recorded() as kernels:
+        for batch in batches[:PROFILED_STEPS]:
+            state, metrics = step(state, batch, RATE)
+        jax.block_until_ready(metrics)
+    found = profile.breakdown(kernels, PROFILED_STEPS, step.as_text())
     print(profile.as_text(found))
     if to != "yes":
         Path(to).write_text(json.dumps(found, indent=1) + "\n")

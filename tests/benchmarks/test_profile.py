@@ -1,8 +1,12 @@
 """The breakdown of a step: unions of intervals, kinds, and the places of the instructions."""
 
+import contextlib
+from pathlib import Path
+
 import jax
 import pytest
 
+from benchmarks import profile
 from benchmarks.places import Place, places
 from benchmarks.profile import Kernel, as_text, breakdown, covered, kind_of, read_kernels
 
@@ -135,3 +139,12 @@ def test_kernels_are_attributed_by_the_program():
     found = breakdown([Kernel("nvjet", "custom-call.1", 0, 3e6), Kernel("x", "unknown.1", 3e6, 4e6)], 1, text)
     assert found["places"][0] == {"kind": "matmul", "place": "megajax/layers/mlp.py __call__, backward", "time": 3.0}
     assert found["with_place"] == 0.75
+
+
+def test_a_block_is_recorded_when_it_has_ended(monkeypatch):
+    kernel = Kernel("gemm", "", 0.0, 1.0)
+    monkeypatch.setattr(profile.jax.profiler, "trace", lambda folder: contextlib.nullcontext())
+    monkeypatch.setattr(profile, "read_kernels", lambda folder: [kernel] if Path(folder).is_dir() else [])
+    with profile.recorded() as kernels:
+        assert kernels == []
+    assert kernels == [kernel]
