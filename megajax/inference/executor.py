@@ -20,11 +20,30 @@ from megajax.inference.programs import Chooser, DecodeBatch, Drawn, PrefillBatch
 from megajax.inference.sampling import Logprobs
 from megajax.layers.kv_cache import PoolSizes
 from megajax.models.model import Model
+from megajax.training.compiler_options import accepted
 
 logger = logging.getLogger("megajax")
 
 WARM_UP_THREADS = 8  # each compiles a program
 LOWERING = threading.Lock()  # two threads must not lower Pallas kernels at the same time (pallas_kernels/README.md)
+
+# Compiler options of decoding with few rows on NVIDIA GPUs. Products with the same input become one, gate and up too,
+# which does not copy their matrices: Llama-3 8B on one H200 7.25 -> 6.92 ms per step of batch 32 (jaxlib 0.11.2).
+JOINED_PRODUCTS = {"xla_gpu_dot_merger_threshold_mb": "1000"}
+JOINED_ROWS = 32  # more have not been measured
+
+
+def decode_options(num_rows: int, mesh: Mesh) -> dict[str, str]:
+    """The compiler options of a decoding program."""
+    if num_rows > JOINED_ROWS or "NVIDIA" not in mesh.devices.flat[0].device_kind:
+        return {}
+    return _joined_products(mesh)
+
+
+@functools.cache
+def _joined_products(mesh: Mesh) -> dict[str, str]:
+    """Cached, because the option is tried by compiling a small program."""
+    return accepted(JOINED_PRODUCTS, mesh)
 
 
 class Executor:
@@ -133,7 +152,9 @@ class Executor:
         shapes = tuple(a.shape for a in jax.tree.leaves(arguments[3:]))
         key = (function, shapes)
         if key not in self.compiled:
-            self.compiled[key] = self._lower(function, arguments).compile()
+            is_decode = function is self._decode
+            options = decode_options(len(arguments[3].positions_B), self.mesh) if is_decode else {}
+            self.compiled[key] = self._lower(function, arguments).compile(compiler_options=options)
         return self.compiled[key]
 
     def _lower(self, function, arguments: tuple):

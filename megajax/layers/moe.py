@@ -24,8 +24,9 @@ from megajax.layers.mlp import Mlp, MlpConfig
 from megajax.layers.router import Choice, Router, RouterConfig
 from megajax.mesh import MeshConfig
 from megajax.ops import activation as nonlinearity
-from megajax.ops.activation import GATED, activate
+from megajax.ops.activation import GATED
 from megajax.ops.grouped_matmul import grouped_matmul
+from megajax.ops.weighted_activation import weighted_activation
 from megajax.parallel.context import ContextMethod
 from megajax.parallel.expert import (
     AllGather,
@@ -275,7 +276,7 @@ def _round(
     rows_RD, weights_R = dispatch(x_BTD, weights_BTK, plan, exchange)
     rows_RD = checkpoint_name(rows_RD, "expert_rows")
     wide_RWF = checkpoint_name(grouped_matmul(rows_RD, wide, plan.sizes, ("embed", "mlp")), "mlp_wide")
-    hidden_RF = activate(wide_RWF, activation).astype(jnp.float32) * weights_R[:, None]
-    hidden_RF = checkpoint_name(hidden_RF.astype(x_BTD.dtype), "mlp_hidden")
+    hidden_RF = weighted_activation(wide_RWF, weights_R, plan.sizes, activation)
+    hidden_RF = checkpoint_name(hidden_RF, "mlp_hidden")
     out_RD = grouped_matmul(hidden_RF, [down], plan.sizes, ("mlp", "embed"))[:, 0]
     return combine(out_RD, plan, exchange, x_BTD.shape[:2])

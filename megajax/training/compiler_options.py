@@ -134,21 +134,28 @@ def compiler_options(model: Model, mesh: Mesh, *, offload_state: bool = False) -
     """
     target = target_of(model, mesh)
     target = dataclasses.replace(target, offloads=target.offloads or offload_state)
-    chosen = choose(PROFILE, target)
     requested = parse(model.execution.compiler_options)
-    environment_flags = xla_flags()
     for name, value in requested.items():
         if why := refusal(name, value, mesh):
             raise ValueError(f"execution.compiler_options: {name}={value} is refused by jaxlib {jaxlib.__version__} "
                              f"({why}); correct it or leave it out")  # fmt: skip
-    for name, value in list(chosen.items()):
-        if name in requested or name in environment_flags:
-            del chosen[name]
-        elif why := refusal(name, value, mesh):
+    chosen = choose(PROFILE, target).items()
+    return accepted({name: value for name, value in chosen if name not in requested}, mesh) | requested
+
+
+def accepted(options: dict[str, str], mesh: Mesh) -> dict[str, str]:
+    """Those of the options that XLA_FLAGS does not set and jaxlib accepts; what it refuses is logged."""
+    environment_flags = xla_flags()
+    found = {}
+    for name, value in options.items():
+        if name in environment_flags:
+            continue
+        if why := refusal(name, value, mesh):
             logger.info("compiler option %s=%s left out: jaxlib %s refuses it (%s)", name, value,
                         jaxlib.__version__, why)  # fmt: skip
-            del chosen[name]
-    return chosen | requested
+        else:
+            found[name] = value
+    return found
 
 
 def parse(text: str) -> dict[str, str]:

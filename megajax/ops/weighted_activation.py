@@ -1,0 +1,93 @@
+"""The activation of the rows of experts, times their routing weights.
+
+Dimensions: R rows, W matmul outputs per row and column (2 if gated, else 1), F width of an expert, E groups (the
+experts of a device). Rows are laid out as in ops/grouped_matmul.py, and rows after the last group are empty.
+
+On Hopper our kernel (pallas_kernels/gated.py) computes gated activations, and all gradients in one pass over the rows;
+elsewhere XLA computes ops/activation.py and the product.
+"""
+
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from megajax import compat
+from megajax.current_mesh import free_axes, manual
+from megajax.ops.activation import Activation, activate
+from megajax.sharding import WEIGHT_AXES, rows_spec
+
+logger = logging.getLogger("megajax")
+
+TENSOR = WEIGHT_AXES["mlp"]
+FUNCTIONS = {"swiglu": "silu", "geglu_tanh": "gelu_tanh"}
+"""Of the kernel, by activation."""
+
+
+def weighted_activation(wide_RWF: jax.Array, weights_R: jax.Array, sizes_E: jax.Array, name: Activation) -> jax.Array:
+    """activate(wide) * weight, a product in float32 -> [R, F] in the dtype of wide.
+
+    weights_R: float32. sizes_E: int32, rows of each group, concatenated over devices. The gradient of the weight of an
+    empty row is zero, if that row of wide is.
+    """
+    reason = compat.mosaic_problem() or _kernel_problem(wide_RWF, name)
+    _log_choice(reason)
+    if reason:
+        hidden_RF = activate(wide_RWF, name).astype(jnp.float32) * weights_R[:, None]
+        return hidden_RF.astype(wide_RWF.dtype)
+    return _by_kernel(wide_RWF, weights_R, sizes_E, FUNCTIONS[name])
+
+
+def _kernel_problem(wide_RWF, name: Activation) -> str:
+    from pallas_kernels import gated as kernel  # not at the top: only Hopper needs it, and it takes time to import
+
+    if name not in FUNCTIONS:
+        return f"activation {name}"
+    shards = free_axes()
+    width = wide_RWF.shape[2]
+    for axis in TENSOR:
+        width //= shards.get(axis, 1)
+    return kernel.problem(width, wide_RWF.dtype)
+
+
+@functools.cache
+def _log_choice(reason: str) -> None:
+    choice = f"XLA ({reason})" if reason else "our kernel (pallas_kernels/gated.py)"
+    logger.info("activation of experts: %s", choice)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _by_kernel(wide_RWF, weights_R, sizes_E, function):
+    def body(wide_RWF, weights_R, sizes_E):
+        from pallas_kernels import gated as kernel
+
+        hidden_RF = kernel.forward(wide_RWF, weights_R, jnp.sum(sizes_E), function=function)
+        return compat.vary(hidden_RF, compat.varying_axes(wide_RWF))
+
+    return manual(body, _given(), rows_spec("mlp"))(wide_RWF, weights_R, sizes_E)
+
+
+def _given() -> tuple:
+    """Specs of wide, weights and sizes."""
+    return rows_spec(None, "mlp"), rows_spec(), rows_spec()
+
+
+def _forward(wide_RWF, weights_R, sizes_E, function):
+    return _by_kernel(wide_RWF, weights_R, sizes_E, function), (wide_RWF, weights_R, sizes_E)
+
+
+def _backward(function, residuals, d_hidden_RF):
+    def body(wide_RWF, weights_R, sizes_E, d_hidden_RF):
+        from pallas_kernels import gated as kernel
+
+        results = kernel.backward(wide_RWF, weights_R, jnp.sum(sizes_E), d_hidden_RF, function=function)
+        d_wide_RWF, d_weights_R = compat.vary(results, compat.varying_axes(wide_RWF))
+        return d_wide_RWF, lax.psum(d_weights_R, TENSOR)
+
+    run = manual(body, (*_given(), rows_spec("mlp")), (rows_spec(None, "mlp"), rows_spec()))
+    return *run(*residuals, d_hidden_RF), None
+
+
+_by_kernel.defvjp(_forward, _backward)

@@ -1,0 +1,192 @@
+"""The gated activation of the rows of experts, times the routing weight of each row, for Hopper (Pallas, Mosaic GPU).
+
+    forward     hidden = f(gate) * up * weight
+    backward    d_gate = d_hidden * weight * up * f'(gate);  d_up = d_hidden * weight * f(gate);
+                d_weight = sum over the row of d_hidden * f(gate) * up
+
+Dimensions: R rows, F their width; gate and up are side by side, [R, 2, F]. bfloat16 or float16; all between loads and
+stores is float32. Rows from `count` on are empty: they are not read, and their results are zero.
+Each direction reads and writes everything once: 6 R F bytes forward, 10 R F backward, where XLA's fusion of the
+backward pass reads gate and d_hidden again for d_up, and everything a third time for d_weight. A block is a warpgroup,
+which loops over rows and within a row over pieces of 1,024 columns, 16 bytes per thread and load; it has no shared
+memory but the few bytes of the sum.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+NUM_SMS = 132  # of H100 SXM, H200 and GH200
+BLOCKS_PER_SM = 8
+LINE = 128  # elements
+PIECE = 8  # lines that 128 threads load at once, 16 bytes each
+
+
+def _silu(x):
+    sigmoid = 1 / (1 + jnp.exp(-x))
+    value = x * sigmoid
+    return value, sigmoid + value * (1 - sigmoid)
+
+
+def _gelu_tanh(x):
+    root, cubic = math.sqrt(2 / math.pi), 0.044715
+    tanh = jnp.tanh(root * (x + cubic * x * x * x))
+    slope = root * (1 + 3 * cubic * x * x)
+    return 0.5 * x * (1 + tanh), 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * slope
+
+
+FUNCTIONS = {"silu": _silu, "gelu_tanh": _gelu_tanh}
+"""x -> (f(x), its derivative), float32."""
+
+
+def problem(width: int, dtype: jnp.dtype) -> str:
+    """Why these kernels cannot be used, or an empty string."""
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"dtype {dtype}"
+    return f"width {width}" if width % LINE else ""
+
+
+@functools.partial(jax.jit, static_argnames=("function", "interpret"))  # lowered once for all layers
+def forward(
+    wide_R2F: jax.Array, weights_R: jax.Array, count: jax.Array, *, function: str, interpret: Any = None
+) -> jax.Array:
+    """-> hidden [R, F] in the dtype of wide. weights: float32. count: int32 scalar, rows that are not empty."""
+    rows, _, width = wide_R2F.shape
+    f = FUNCTIONS[function]
+
+    def body(count_ref, wide_ref, weights_ref, hidden_ref):
+        def one_row(row):
+            weight = weights_ref[row]
+
+            def one_piece(piece, _):
+                gate = _load(wide_ref, row, 0, piece)
+                up = _load(wide_ref, row, 1, piece)
+                hidden_ref[row, piece] = (f(gate)[0] * up * weight).astype(wide_R2F.dtype)
+
+            _for_each_piece(width, one_piece, lambda lines: None)
+
+        def empty_row(row):
+            _clear(hidden_ref.at[row])
+
+        _for_each_row(rows, count_ref[0], one_row, empty_row)
+
+    out = jax.ShapeDtypeStruct((rows, width // LINE, LINE), wide_R2F.dtype)
+    run = _call(body, out, rows, interpret)
+    return run(count.reshape(1), _in_lines(wide_R2F), weights_R).reshape(rows, width)
+
+
+@functools.partial(jax.jit, static_argnames=("function", "interpret"))
+def backward(
+    wide_R2F: jax.Array, weights_R: jax.Array, count: jax.Array, d_hidden_RF: jax.Array, *, function: str,
+    interpret: Any = None
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """-> (d_wide [R, 2, F] in the dtype of wide, d_weights [R] float32)."""
+    rows, _, width = wide_R2F.shape
+    f = FUNCTIONS[function]
+
+    def body(count_ref, wide_ref, weights_ref, d_hidden_ref, d_wide_ref, d_weights_ref):
+        def one_row(row):
+            weight = weights_ref[row]
+
+            def one_piece(piece, total):
+                gate = _load(wide_ref, row, 0, piece)
+                up = _load(wide_ref, row, 1, piece)
+                d_hidden = _load(d_hidden_ref, row, piece)
+                activated, slope = f(gate)
+                d_wide_ref[row, 0, piece] = (d_hidden * up * weight * slope).astype(wide_R2F.dtype)
+                d_wide_ref[row, 1, piece] = (d_hidden * activated * weight).astype(wide_R2F.dtype)
+                return total + d_hidden * activated * up
+
+            totals = _for_each_piece(width, one_piece, _zeros)
+            d_weights_ref[row] = sum(map(jnp.sum, totals))
+
+        def empty_row(row):
+            _clear(d_wide_ref.at[row, 0])
+            _clear(d_wide_ref.at[row, 1])
+            d_weights_ref[row] = jnp.float32(0)
+
+        _for_each_row(rows, count_ref[0], one_row, empty_row)
+
+    out = [
+        jax.ShapeDtypeStruct((rows, 2, width // LINE, LINE), wide_R2F.dtype),
+        jax.ShapeDtypeStruct((rows,), jnp.float32),
+    ]
+    run = _call(body, out, rows, interpret)
+    d_wide, d_weights_R = run(count.reshape(1), _in_lines(wide_R2F), weights_R, _in_lines(d_hidden_RF))
+    return d_wide.reshape(wide_R2F.shape), d_weights_R
+
+
+def _for_each_row(rows: int, count, one_row: Callable, empty_row: Callable) -> None:
+    """Calls one_row(row) for the rows of this block below `count`, and empty_row(row) for the others."""
+    block = lax.axis_index("block")
+    blocks = _blocks(rows)
+
+    def visit(number, _):
+        row = block + number * blocks
+        pl.when(row < count)(lambda: one_row(row))
+        pl.when(row >= count)(lambda: empty_row(row))
+
+    lax.fori_loop(0, lax.div(rows - block + blocks - 1, blocks), visit, None)
+
+
+def _clear(lines_ref) -> None:
+    """Writes zeros to the lines of a row."""
+
+    def one_piece(piece, _):
+        lines_ref[piece] = _zeros(piece.size).astype(lines_ref.dtype)
+
+    _for_each_piece(lines_ref.shape[0] * LINE, one_piece, lambda lines: None)
+
+
+def _for_each_piece(width: int, one_piece: Callable, start: Callable) -> list:
+    """Folds one_piece(lines of the piece, carry) over the pieces of a row -> the carries of the whole pieces and of the
+    rest, each of which begins with start(lines)."""
+    lines = width // LINE
+    whole = lines // PIECE
+    carries = []
+    if whole:
+
+        def step(number, carry):
+            return one_piece(pl.ds(number * PIECE, PIECE), carry)
+
+        carries.append(lax.fori_loop(0, whole, step, start(PIECE)))
+    if lines % PIECE:
+        rest = lines % PIECE
+        carries.append(one_piece(pl.ds(whole * PIECE, rest), start(rest)))
+    return carries
+
+
+def _load(ref, *index) -> jax.Array:
+    """The lines index[-1] as float32; each thread holds up to 16 consecutive bytes."""
+    return plgpu.load(ref, index, layout=_layout(index[-1].size)).astype(jnp.float32)
+
+
+def _zeros(lines: int) -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros((lines, LINE), jnp.float32), _layout(lines))
+
+
+def _layout(lines: int):
+    vector = next(v for v in (8, 4, 2, 1) if lines % v == 0)
+    return plgpu.Layout.WG_STRIDED((lines, LINE), vec_size=vector)
+
+
+def _in_lines(array: jax.Array) -> jax.Array:
+    return array.reshape(*array.shape[:-1], -1, LINE)
+
+
+def _blocks(rows: int) -> int:
+    return min(rows, BLOCKS_PER_SM * NUM_SMS)
+
+
+def _call(body: Callable, out, rows: int, interpret):
+    # No two threads access the same memory but in the sum, which has barriers of its own.
+    params = plgpu.CompilerParams(unsafe_no_auto_barriers=True)
+    grid = dict(grid=(_blocks(rows),), grid_names=("block",))
+    return plgpu.kernel(body, out_type=out, compiler_params=params, interpret=interpret, **grid)
