@@ -29,8 +29,8 @@ FUNCTIONS = {"swiglu": "silu", "geglu_tanh": "gelu_tanh"}
 def weighted_activation(wide_RWF: jax.Array, weights_R: jax.Array, sizes_E: jax.Array, name: Activation) -> jax.Array:
     """activate(wide) * weight, a product in float32 -> [R, F] in the dtype of wide.
 
-    weights_R: float32. sizes_E: int32, rows of each group, concatenated over devices. The gradient of the weight of an
-    empty row is zero, if that row of wide is.
+    weights_R: float32. sizes_E: int32, rows of each group, concatenated over devices. Empty rows of wide must be zero:
+    results and gradients there are zero, too.
     """
     reason = compat.mosaic_problem() or _kernel_problem(wide_RWF, name)
     _log_choice(reason)
