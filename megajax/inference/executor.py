@@ -5,6 +5,7 @@ What they compute is in inference/programs.py.
 
 import functools
 import logging
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -27,23 +28,31 @@ logger = logging.getLogger("megajax")
 WARM_UP_THREADS = 8  # each compiles a program
 LOWERING = threading.Lock()  # two threads must not lower Pallas kernels at the same time (pallas_kernels/README.md)
 
-# Compiler options of decoding with few rows on NVIDIA GPUs. Products with the same input become one, gate and up too,
-# which does not copy their matrices: Llama-3 8B on one H200 7.25 -> 6.92 ms per step of batch 32 (jaxlib 0.11.2).
-JOINED_PRODUCTS = {"xla_gpu_dot_merger_threshold_mb": "1000"}
-JOINED_ROWS = 32  # more have not been measured
+# XLA makes one product of those with the same input if their matrices together are smaller than this. It reads the
+# matrices where they are if each has a multiple of 64 columns; others it copies into one in every step (jaxlib 0.11.2).
+LARGEST_JOINED = "xla_gpu_dot_merger_threshold_mb"
+MULTIPLE = 64
+# Gate and up as one product: Llama-3 8B on one H200 7.25 -> 6.92 ms per step of batch 32. More rows: not measured.
+JOINED_ROWS = 32
 
 
-def decode_options(num_rows: int, mesh: Mesh) -> dict[str, str]:
-    """The compiler options of a decoding program."""
-    if num_rows > JOINED_ROWS or "NVIDIA" not in mesh.devices.flat[0].device_kind:
+def decode_options(model: Model, mesh: Mesh, num_rows: int) -> dict[str, str]:
+    """The compiler options of a decoding program, for NVIDIA GPUs."""
+    if "NVIDIA" not in mesh.devices.flat[0].device_kind:
         return {}
-    return _joined_products(mesh)
+    if any(columns % MULTIPLE for columns in _columns(model, mesh)):
+        return accepted({LARGEST_JOINED: "0"}, mesh)
+    return accepted({LARGEST_JOINED: "1000"}, mesh) if num_rows <= JOINED_ROWS else {}
 
 
-@functools.cache
-def _joined_products(mesh: Mesh) -> dict[str, str]:
-    """Cached, because the option is tried by compiling a small program."""
-    return accepted(JOINED_PRODUCTS, mesh)
+def _columns(model: Model, mesh: Mesh) -> set[int]:
+    """Of the matrices of layers on a device."""
+    leaves = (jax.tree.leaves(tree) for tree in (model.abstract_weights, model.records, model.shardings(mesh)))
+    return {
+        math.prod(sharding.shard_shape(leaf.shape)[record.num_stacked + record.num_inputs :])
+        for leaf, record, sharding in zip(*leaves, strict=True)
+        if record.role == "matrix"
+    }
 
 
 class Executor:
@@ -58,6 +67,7 @@ class Executor:
     ):
         """Allocates the pool. max_steps: decoding steps of a call. kept: of the states that the prefix cache keeps, if
         there are any."""
+        self._model = model
         self.mesh = mesh
         self.sizes = sizes
         self.vocab_size = vocab_size
@@ -153,7 +163,7 @@ class Executor:
         key = (function, shapes)
         if key not in self.compiled:
             is_decode = function is self._decode
-            options = decode_options(len(arguments[3].positions_B), self.mesh) if is_decode else {}
+            options = decode_options(self._model, self.mesh, len(arguments[3].positions_B)) if is_decode else {}
             self.compiled[key] = self._lower(function, arguments).compile(compiler_options=options)
         return self.compiled[key]
 
