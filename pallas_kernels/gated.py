@@ -27,6 +27,7 @@ NUM_SMS = 132  # of H100 SXM, H200 and GH200
 BLOCKS_PER_SM = 8
 LINE = 128  # elements
 PIECE = 8  # lines that 128 threads load at once, 16 bytes each
+MIN_ROWS = NUM_SMS * BLOCKS_PER_SM  # fewer do not fill the GPU
 
 
 def _silu(x):
@@ -46,11 +47,13 @@ FUNCTIONS = {"silu": _silu, "gelu_tanh": _gelu_tanh}
 """x -> (f(x), its derivative), float32."""
 
 
-def problem(width: int, dtype: jnp.dtype) -> str:
+def problem(num_rows: int, width: int, dtype: jnp.dtype) -> str:
     """Why these kernels cannot be used, or an empty string."""
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {dtype}"
-    return f"width {width}" if width % LINE else ""
+    if width % LINE:
+        return f"width {width}"
+    return f"{num_rows} rows" if num_rows < MIN_ROWS else ""
 
 
 @functools.partial(jax.jit, static_argnames=("function", "interpret"))  # lowered once for all layers

@@ -9,6 +9,7 @@ elsewhere XLA computes ops/activation.py and the product.
 
 import functools
 import logging
+import math
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jax import lax
 from megajax import compat
 from megajax.current_mesh import free_axes, manual
 from megajax.ops.activation import Activation, activate
-from megajax.sharding import WEIGHT_AXES, rows_spec
+from megajax.sharding import WEIGHT_AXES, axes_of, rows_spec
 
 logger = logging.getLogger("megajax")
 
@@ -45,11 +46,10 @@ def _kernel_problem(wide_RWF, name: Activation) -> str:
 
     if name not in FUNCTIONS:
         return f"activation {name}"
-    shards = free_axes()
-    width = wide_RWF.shape[2]
-    for axis in TENSOR:
-        width //= shards.get(axis, 1)
-    return kernel.problem(width, wide_RWF.dtype)
+    sizes = free_axes()
+    of_rows, _, of_width = (math.prod(sizes[axis] for axis in axes_of(entry)) for entry in rows_spec(None, "mlp"))
+    rows, _, width = wide_RWF.shape
+    return kernel.problem(rows // of_rows, width // of_width, wide_RWF.dtype)
 
 
 @functools.cache

@@ -93,16 +93,26 @@ def test_other_activations_are_left_to_xla(name, backend, caplog):
 
 
 @pytest.mark.parametrize(
-    ("width", "dtype", "reason"),
+    ("rows", "width", "dtype", "reason"),
     [
-        (14336, jnp.bfloat16, ""),
-        (768, jnp.float16, ""),
-        (768, jnp.float32, "dtype float32"),
-        (200, jnp.bfloat16, "width 200"),
+        (8192, 14336, jnp.bfloat16, ""),
+        (2000, 768, jnp.float16, ""),
+        (8192, 768, jnp.float32, "dtype float32"),
+        (8192, 200, jnp.bfloat16, "width 200"),
+        (1000, 768, jnp.bfloat16, "1000 rows"),
     ],
 )
-def test_kernel_says_why_it_refuses(width, dtype, reason):
-    assert kernel.problem(width, jnp.dtype(dtype)) == reason
+def test_kernel_says_why_it_refuses(rows, width, dtype, reason):
+    assert kernel.problem(rows, width, jnp.dtype(dtype)) == reason
+
+
+def test_kernel_is_chosen_by_the_rows_and_the_width_of_a_device(make_test_mesh, monkeypatch):
+    seen = []
+    monkeypatch.setattr(kernel, "problem", lambda *of_device: seen.append(of_device) or "a test")
+    wide = jax.ShapeDtypeStruct((4096, 2, 512), jnp.bfloat16)
+    with jax.set_mesh(make_test_mesh(expert=2, fsdp=2, tensor=2)):
+        assert op._kernel_problem(wide, "swiglu") == "a test"
+    assert seen == [(1024, 256, jnp.bfloat16)]
 
 
 # ----------------------------------------------------------------------------- the kernel
@@ -153,8 +163,8 @@ def array(shape, dtype, *axes):
 for width in (256, 2304, 28672):
     for name in ("swiglu", "geglu_tanh"):
         with jax.set_mesh(mesh):
-            wide = array((64, 2, width), jnp.bfloat16, None, "mlp")
-            others = array((64,), jnp.float32), array((8,), jnp.int32), array((64, width), jnp.bfloat16, "mlp")
+            wide = array((4096, 2, width), jnp.bfloat16, None, "mlp")
+            others = array((4096,), jnp.float32), array((8,), jnp.int32), array((4096, width), jnp.bfloat16, "mlp")
             text = jax.jit(run, static_argnums=4).lower(wide, *others, name).compile().as_text()
         print(width, name, text.count('custom_call_target="mosaic_gpu'))
 """
