@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from benchmarks.command_line import run, split
 from benchmarks.kernels.paged_attention import copy_bandwidth, seconds_of
 from megajax import compat
-from megajax.ops.activation import activate
+from megajax.ops.weighted_activation import reference
 from pallas_kernels import gated as kernel
 
 SHAPES = {"Mixtral": (16384, 14336), "like DeepSeek": (32768, 2048), "Qwen3": (32768, 768)}
@@ -24,7 +24,7 @@ UNITS = {"forward": 3, "backward": 5}
 
 
 def xla(wide_R2F, weights_R):
-    return (activate(wide_R2F, "swiglu").astype(jnp.float32) * weights_R[:, None]).astype(wide_R2F.dtype)
+    return reference(wide_R2F, weights_R, "swiglu")
 
 
 def measure(name: str) -> dict:

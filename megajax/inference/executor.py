@@ -28,6 +28,7 @@ logger = logging.getLogger("megajax")
 WARM_UP_THREADS = 8  # each compiles a program
 LOWERING = threading.Lock()  # two threads must not lower Pallas kernels at the same time (pallas_kernels/README.md)
 
+NVIDIA = "NVIDIA"  # in the names of its GPUs
 # XLA makes one product of those with the same input if their matrices together are smaller than this. It reads the
 # matrices where they are if each has a multiple of 64 columns; others it copies into one in every step (jaxlib 0.11.2).
 LARGEST_JOINED = "xla_gpu_dot_merger_threshold_mb"
@@ -38,7 +39,7 @@ JOINED_ROWS = 32
 
 def decode_options(model: Model, mesh: Mesh, num_rows: int) -> dict[str, str]:
     """The compiler options of a decoding program, for NVIDIA GPUs."""
-    if "NVIDIA" not in mesh.devices.flat[0].device_kind:
+    if NVIDIA not in mesh.devices.flat[0].device_kind:
         return {}
     if any(columns % MULTIPLE for columns in _columns(model, mesh)):
         return accepted({LARGEST_JOINED: "0"}, mesh)

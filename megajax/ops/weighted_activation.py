@@ -27,8 +27,14 @@ FUNCTIONS = {"swiglu": "silu", "geglu_tanh": "gelu_tanh"}
 """Of the kernel, by activation."""
 
 
+def reference(wide_RWF: jax.Array, weights_R: jax.Array, name: Activation) -> jax.Array:
+    """activate(wide) * weight, a product in float32 -> [R, F] in the dtype of wide."""
+    hidden_RF = activate(wide_RWF, name).astype(jnp.float32) * weights_R[:, None]
+    return hidden_RF.astype(wide_RWF.dtype)
+
+
 def weighted_activation(wide_RWF: jax.Array, weights_R: jax.Array, sizes_E: jax.Array, name: Activation) -> jax.Array:
-    """activate(wide) * weight, a product in float32 -> [R, F] in the dtype of wide.
+    """As `reference`, by our kernel or by XLA.
 
     weights_R: float32. sizes_E: int32, rows of each group, concatenated over devices. Empty rows of wide must be zero:
     results and gradients there are zero, too.
@@ -36,8 +42,7 @@ def weighted_activation(wide_RWF: jax.Array, weights_R: jax.Array, sizes_E: jax.
     reason = compat.mosaic_problem() or _kernel_problem(wide_RWF, name)
     _log_choice(reason)
     if reason:
-        hidden_RF = activate(wide_RWF, name).astype(jnp.float32) * weights_R[:, None]
-        return hidden_RF.astype(wide_RWF.dtype)
+        return reference(wide_RWF, weights_R, name)
     return _by_kernel(wide_RWF, weights_R, sizes_E, FUNCTIONS[name])
 
 

@@ -1,0 +1,33 @@
+"""The compiler options of decoding programs; tests/inference/test_compiled_for_hopper.py sees what they do."""
+
+import dataclasses
+
+import pytest
+
+from megajax.inference import executor
+from megajax.inference.executor import LARGEST_JOINED, decode_options
+from megajax.models.decoder import DecoderConfig
+from megajax.models.model import Model
+from megajax.training.compiler_options import accepted
+
+CONFIG = DecoderConfig(num_layers=1, embed_dim=128, num_heads=4, head_dim=64, num_kv_heads=2, mlp_dim=256,
+                       vocab_size=100, position="rope", activation="swiglu", bias=False)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("mlp_dim", "tensor", "num_rows", "largest"),
+    [(256, 1, 32, "1000"), (256, 1, 64, None), (256, 2, 2, "1000"), (192, 1, 2, "1000"), (192, 2, 2, "0"),
+     (200, 1, 64, "0")],
+)  # fmt: skip
+def test_products_are_joined_where_the_widths_of_a_device_allow_it(
+    mlp_dim, tensor, num_rows, largest, make_test_mesh, monkeypatch
+):
+    mesh = make_test_mesh(tensor=tensor)
+    model = Model(dataclasses.replace(CONFIG, mlp_dim=mlp_dim))
+    assert decode_options(model, mesh, num_rows) == {}  # on CPU
+    monkeypatch.setattr(executor, "NVIDIA", mesh.devices.flat[0].device_kind)
+    assert decode_options(model, mesh, num_rows) == ({} if largest is None else {LARGEST_JOINED: largest})
+
+
+def test_jaxlib_knows_the_option(make_test_mesh):
+    assert accepted({LARGEST_JOINED: "1000"}, make_test_mesh()) == {LARGEST_JOINED: "1000"}
