@@ -7,9 +7,9 @@ one sequence for one kv head, with a running maximum (Dao et al. 2022, https://a
 unnormalised sum; XLA combines the parts. Pages as in Kwon et al. 2023 (https://arxiv.org/abs/2309.06180).
 
 Dimensions: B sequences, N heads, K kv heads, G = N / K, H head dim, Z pages, S slots in a page, P pages per sequence;
-`block` tokens per step; R rows, G rounded up to 8.
-q bfloat16; keys and values [Z, K, S, H], so that a page of a kv head is contiguous: bfloat16, or int8 with a float32
-scale per token and kv head. Scores, sums and partial results are float32; probabilities are multiplied in bfloat16.
+C is 2, keys and values, or 1 if the keys are the values too; `block` tokens per step; R rows, G rounded up to 8.
+q bfloat16; pages [Z, C, K, S, H], so that a page of a kv head is contiguous: bfloat16, or int8 with a float32 scale per
+token and kv head. Scores, sums and partial results are float32; probabilities are multiplied in bfloat16.
 
 The limit is memory bandwidth: keys and values are read once for all G heads, 4 H bytes per token and kv head (int8: 2 H
 + 8). A ring buffer of `stages` steps is in flight, copied page by page (TMA): about 100 KB per block (bfloat16, H 128),
@@ -68,21 +68,21 @@ def num_parts(num_sequences: int, num_kv_heads: int, most_tokens: int, block: in
 
 
 def decode(
-    q_BNH: jax.Array, keys_ZKSH: jax.Array, values_ZKSH: jax.Array, table_BP: jax.Array, lengths_B: jax.Array,
-    scales: tuple[jax.Array, jax.Array] | None = None, *, scale: float, window: int | None = None,
-    soft_cap: float | None = None, parts: int | None = None, block: int = 64, stages: int = 3, **options
+    q_BNH: jax.Array, pages_ZCKSH: jax.Array, table_BP: jax.Array, lengths_B: jax.Array,
+    scales_ZCKS: jax.Array | None = None, *, scale: float, window: int | None = None, soft_cap: float | None = None,
+    parts: int | None = None, block: int = 64, stages: int = 3, **options
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """-> (out [B, N, H] in q's dtype, natural log-sum-exp of the scores [B, N] float32; 0 and -inf for length 0).
 
     table: int32, page of tokens 0..S-1, S..2S-1, ...; any value for pages that are not read. lengths: int32, up to P S.
-    scales: of int8 keys and values, float32 [Z, K, S]. parts: None: from `num_parts`. options: of plgpu.kernel.
+    scales: of int8 pages, float32. parts: None: from `num_parts`. options: of plgpu.kernel.
     """
     batch, num_heads, head_dim = q_BNH.shape
-    kv_heads, page_size = keys_ZKSH.shape[1:3]
+    num_pages, _, kv_heads, page_size = pages_ZCKSH.shape[:4]
     group = num_heads // kv_heads
-    is_int8 = scales is not None
+    is_int8 = scales_ZCKS is not None
     rows = -(-group // 8) * 8
-    ring = [_tiled((stages, block, head_dim), keys_ZKSH.dtype)] * 2
+    ring = [_tiled((stages, block, head_dim), pages_ZCKSH.dtype)] * 2
     if is_int8:
         ring += [plgpu.SMEM((stages, 2, block), jnp.float32), _tiled((block, head_dim), q_BNH.dtype)]
     own = [_tiled((rows, head_dim), q_BNH.dtype), _tiled((rows, block), q_BNH.dtype)]
@@ -94,10 +94,11 @@ def decode(
         stages=stages, is_int8=is_int8
     )  # fmt: skip
     copies = (4 if is_int8 else 2) * (block // page_size)
+    scales = (scales_ZCKS.reshape(num_pages, -1, page_size),) if is_int8 else ()
     results = plgpu.kernel(
         body,
         out_type=[
-            jax.ShapeDtypeStruct((batch, kv_heads, parts, head_dim, rows), jnp.float32),
+            jax.ShapeDtypeStruct((batch, kv_heads, parts, rows, head_dim), jnp.float32),
             jax.ShapeDtypeStruct((batch, kv_heads, parts, 2, rows), jnp.float32),
         ],
         scratch_types=[plgpu.Barrier(), plgpu.Barrier(num_arrivals=copies, num_barriers=stages), *own, *ring],
@@ -107,7 +108,7 @@ def decode(
         # threads read.
         compiler_params=plgpu.CompilerParams(approx_math=soft_cap is None, unsafe_no_auto_barriers=True),
         **options,
-    )(q_BKRH, keys_ZKSH, values_ZKSH, table_BP, lengths_B, *(scales or ()))
+    )(q_BKRH, pages_ZCKSH.reshape(num_pages, -1, page_size, head_dim), table_BP, lengths_B, *scales)
     out, lse = _join(*results)
 
     def merge(a):
@@ -116,27 +117,29 @@ def decode(
     return merge(out).astype(q_BNH.dtype), merge(lse)
 
 
-def _join(sums_BKpHR, stats_BKp2R):
+def _join(sums_BKpRH, stats_BKp2R):
     """Combines the parts (p) of each sequence -> out [B, K, R, H], log-sum-exp [B, K, R]."""
     most_BKpR = stats_BKp2R[:, :, :, 0]
     total_BKpR = stats_BKp2R[:, :, :, 1]
     most_BKR = jnp.max(most_BKpR, 2)
     weight_BKpR = jnp.exp2(most_BKpR - most_BKR[:, :, None])
     total_BKR = jnp.sum(weight_BKpR * total_BKpR, 2)
-    out_BKHR = jnp.sum(weight_BKpR[:, :, :, None] * sums_BKpHR, 2)
-    out_BKHR = jnp.where(total_BKR[:, :, None] > 0, out_BKHR / total_BKR[:, :, None], 0)
-    return out_BKHR.swapaxes(2, 3), (most_BKR + jnp.log2(total_BKR)) / LOG2E
+    out_BKRH = jnp.sum(weight_BKpR[..., None] * sums_BKpRH, 2)
+    out_BKRH = jnp.where(total_BKR[..., None] > 0, out_BKRH / total_BKR[..., None], 0)
+    return out_BKRH, (most_BKR + jnp.log2(total_BKR)) / LOG2E
 
 
 def _body(
-    q_ref, keys_ref, values_ref, table_ref, lengths_ref, *refs, page_size, scale, window, soft_cap, parts, block,
+    q_ref, pages_ref, table_ref, lengths_ref, *refs, page_size, scale, window, soft_cap, parts, block,
     stages, is_int8
 ):  # fmt: skip
-    scales_refs, refs = (refs[:2], refs[2:]) if is_int8 else ((), refs)
+    if is_int8:
+        scales_ref, *refs = refs
     sums_ref, stats_ref, q_ready, full, q_smem, probs_smem, keys_smem, values_smem, *for_int8 = refs
-    rows, head_dim = q_ref.shape[2:]
+    kv_heads, rows, head_dim = q_ref.shape[1:]
     dtype = q_ref.dtype
     sequence, head, part = (lax.axis_index(name) for name in ("sequence", "head", "part"))
+    heads = head, pages_ref.shape[1] - kv_heads + head  # of its keys, and of its values, among those of a page
     length = lengths_ref[sequence]
     start = jnp.maximum(length - window, 0) if window else 0
     begin = lax.div(start, block)
@@ -162,10 +165,11 @@ def _body(
         slot = lax.rem(step - first, stages)
         for page, number in zip(pages, numbers, strict=True):
             tokens = pl.ds(page * page_size, page_size)
-            for source, target in ((keys_ref, keys_smem), (values_ref, values_smem)):
-                plgpu.copy_gmem_to_smem(source.at[number, head], target.at[slot, tokens], full.at[slot])
-            for i, source in enumerate(scales_refs):
-                plgpu.copy_gmem_to_smem(source.at[number, head], for_int8[0].at[slot, i, tokens], full.at[slot])
+            for i, target in enumerate((keys_smem, values_smem)):
+                plgpu.copy_gmem_to_smem(pages_ref.at[number, heads[i]], target.at[slot, tokens], full.at[slot])
+                if is_int8:
+                    scales_smem = for_int8[0].at[slot, i, tokens]
+                    plgpu.copy_gmem_to_smem(scales_ref.at[number, heads[i]], scales_smem, full.at[slot])
 
     def one_step(step, carry):
         sums, most, total, next_numbers = carry
@@ -232,7 +236,7 @@ def _body(
     most = plgpu.layout_cast(jnp.full((rows,), MASKED_SCORE, jnp.float32), by_query)
     carry = zeros(head_dim), most, zeros(block), numbers[stages]
     sums, most, total, _ = lax.fori_loop(first, last, one_step, carry)
-    sums_ref[sequence, head, part] = sums
+    _store_transposed(sums_ref.at[sequence, head, part], sums)
     stats_ref[sequence, head, part, 0] = most
     stats_ref[sequence, head, part, 1] = jnp.sum(total, 0)
 

@@ -77,24 +77,24 @@ def random_case(
     """Arguments of `decode`, up to the scales, with NaN or a number far out of range where nothing may be read."""
     rng = np.random.default_rng(0)
     num_pages = -(-max(lengths) // page_size) + 1
-    shape = (len(lengths) * num_pages, kv_heads, page_size, head_dim)
+    shape = (len(lengths) * num_pages, 2, kv_heads, page_size, head_dim)
     q = jnp.asarray(rng.standard_normal((len(lengths), kv_heads * group, head_dim)), jnp.bfloat16)
-    caches = [jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for _ in range(2)]
+    pages = jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
     table = rng.permutation(shape[0]).astype(np.int32).reshape(len(lengths), num_pages)
     is_read = np.zeros((shape[0], page_size), bool)
-    for pages, length in zip(table, lengths, strict=True):
+    for row, length in zip(table, lengths, strict=True):
         places = np.arange(num_pages * page_size).reshape(num_pages, page_size)
-        is_read[pages] = (places < length) & (places >= length - (window or length))
+        is_read[row] = (places < length) & (places >= length - (window or length))
     is_known = is_read[table].any(-1)
     table = jnp.asarray(np.where(is_known, table, NOWHERE))
-    is_read = jnp.asarray(is_read)[:, None]
+    is_read = jnp.asarray(is_read)[:, None, None]
     scales = None
     if is_int8:
-        caches, scales = zip(*map(quantise, caches), strict=True)
-        scales = tuple(jnp.where(is_read, scale, jnp.nan) for scale in scales)
+        pages, scales = quantise(pages)
+        scales = jnp.where(is_read, scales, jnp.nan)
     else:
-        caches = [jnp.where(is_read[..., None], cache, jnp.nan) for cache in caches]
-    return q, *caches, table, jnp.asarray(lengths, jnp.int32), scales
+        pages = jnp.where(is_read[..., None], pages, jnp.nan)
+    return q, pages, table, jnp.asarray(lengths, jnp.int32), scales
 
 
 def errors(results, case, lengths: list[int], **options) -> tuple[float, float]:
@@ -141,24 +141,23 @@ def seconds_of(call, *arguments, seconds: float = 0.1) -> float:
     return min(window(count) for _ in range(3))
 
 
-def measure(setting: Setting, caches: tuple, scales: tuple | None) -> dict:
-    """caches: keys and values [BATCH * TOKENS / page_size, K, page_size, H]."""
+def measure(setting: Setting, pages: jax.Array, scales: jax.Array | None) -> dict:
+    """pages: [BATCH * TOKENS / page_size, 2, K, page_size, H]."""
     rounds = BATCH // setting.batch
-    pages = TOKENS // setting.page_size
-    order = np.random.default_rng(0).permutation(BATCH * pages).astype(np.int32)
-    tables = jnp.asarray(order.reshape(rounds, setting.batch, pages))
+    order = np.random.default_rng(0).permutation(len(pages)).astype(np.int32)
+    tables = jnp.asarray(order.reshape(rounds, setting.batch, TOKENS // setting.page_size))
     lengths = jnp.full((setting.batch,), TOKENS, jnp.int32)
     q = jax.random.normal(jax.random.key(0), (setting.batch, NUM_HEADS, HEAD_DIM), jnp.bfloat16)
     given = dict(parts=setting.parts, block=setting.block, stages=setting.stages, scale=HEAD_DIM**-0.5)
 
     @jax.jit
-    def all_rounds(q, caches, tables, lengths, scales):
+    def all_rounds(q, pages, tables, lengths, scales):
         def step(q, table):
-            return decode(q, *caches, table, lengths, scales, **given)[0], None
+            return decode(q, pages, table, lengths, scales, **given)[0], None
 
         return jax.lax.scan(step, q, tables)[0]
 
-    seconds = seconds_of(all_rounds, q, caches, tables, lengths, scales) / rounds
+    seconds = seconds_of(all_rounds, q, pages, tables, lengths, scales) / rounds
     num_bytes = 2 * setting.batch * TOKENS * KV_HEADS * (HEAD_DIM + 4 if setting.is_int8 else 2 * HEAD_DIM)
     parts = setting.parts or num_parts(setting.batch, KV_HEADS, TOKENS, setting.block)
     row = dataclasses.asdict(setting) | dict(parts=parts, microseconds=1e6 * seconds)
@@ -185,7 +184,7 @@ def main(arguments: list[str]) -> None:
     found["copy"] = copy_bandwidth()
     print(f"copy on the device: {found['copy']:,.0f} GB/s\n\n{HEADER}", flush=True)
     for setting in sorted(SETTINGS, key=lambda setting: (setting.is_int8, setting.page_size)):
-        found["rows"].append(measure(setting, *_caches(setting.page_size, setting.is_int8)))
+        found["rows"].append(measure(setting, *_pages(setting.page_size, setting.is_int8)))
         print(line(found["rows"][-1], found["copy"]), flush=True)
         if values["output"]:
             Path(values["output"]).write_text(json.dumps(found, indent=1))
@@ -201,12 +200,11 @@ def line(row: dict, copy: float) -> str:
 
 
 @functools.lru_cache(maxsize=1)
-def _caches(page_size: int, is_int8: bool) -> tuple:
-    """(keys and values, their scales or None)."""
-    shape = (BATCH * TOKENS // page_size, KV_HEADS, page_size, HEAD_DIM)
-    draw = jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16))
-    caches = tuple(draw(jax.random.key(number)) for number in (1, 2))
-    return tuple(zip(*map(jax.jit(quantise), caches), strict=True)) if is_int8 else (caches, None)
+def _pages(page_size: int, is_int8: bool) -> tuple:
+    """(pages, their scales or None)."""
+    shape = (BATCH * TOKENS // page_size, 2, KV_HEADS, page_size, HEAD_DIM)
+    pages = jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16))(jax.random.key(1))
+    return jax.jit(quantise)(pages) if is_int8 else (pages, None)
 
 
 if __name__ == "__main__":

@@ -167,12 +167,12 @@ class CrossAttentionLayer(TransformerLayer):
         own, encoded = (None, None) if cache is None else (cache.own, cache.encoded)
         x_BTD, read_BTD = self._branch_input(self.attention_norm, "residual", x_BTD, axis=self.attention.input_axis)
         y_BTD, own = self.attention(read_BTD, inputs, own, keys[0])
-        y_BTD = self._branch_output(None, y_BTD, keys[1])
+        y_BTD = self._branch_output(None, y_BTD, keys[1], cache)
         axis = self.cross_attention.input_axis
         x_BTD, read_BTD = self._branch_input(self.cross_norm, "residual_cross", x_BTD, y_BTD, axis=axis)
         y_BTD, encoded = self.cross_attention(read_BTD, inputs, encoded, keys[2])
-        y_BTD = self._branch_output(None, y_BTD, keys[3])
+        y_BTD = self._branch_output(None, y_BTD, keys[3], cache)
         x_BTD, read_BTD = self._branch_input(self.mlp_norm, "residual_mid", x_BTD, y_BTD, axis=self.mlp.input_axis)
         y_BTD, terms = self.mlp(read_BTD, generates=cache is not None)
-        y_BTD = self._branch_output(None, y_BTD, keys[4])
+        y_BTD = self._branch_output(None, y_BTD, keys[4], cache)
         return x_BTD + y_BTD, None if cache is None else CrossCache(own, encoded), terms

@@ -1,7 +1,7 @@
 """Keys and values of the tokens seen so far: in pages that sequences share, or contiguous for each row.
 
 Dimensions: B rows, T new tokens, N heads, K key-value heads, H head dim; contiguous: S slots of a row; paged: Z pages,
-S slots of a page, P pages of a row.
+S slots of a page, P pages of a row; C is 2, keys and values, or 1 if the keys are the values too (latent attention).
 An attention layer calls `attend(q, k, v, ...) -> (out, cache)`, whatever the kind of cache; only latent attention asks
 first whether it `is_empty`, because it then computes in another form.
 
@@ -27,7 +27,7 @@ from megajax.ops.quantize import to_levels
 from megajax.parallel.context import AXIS, attention
 from megajax.sharding import activation_spec, constrain
 
-PAGE_AXES = (None, "kv_heads", None, None)
+PAGE_AXES = (None, None, "kv_heads", None, None)
 _AXES = ("batch", None, "kv_heads", None)  # not split over `context`: a new token may attend to any slot
 
 
@@ -50,8 +50,8 @@ class Places(NamedTuple):
     """Where the new tokens of a step are stored and what they attend to; the same for all layers.
 
     Either every row is one new token of a sequence of its own (T is 1, lower is None), or there is one row (B is 1)
-    that holds tokens of several sequences one after the other. Padding has slot Z S, row num_rows
-    and upper 0: it is not stored and attends to nothing.
+    that holds tokens of several sequences one after the other. Padding has slot Z S, row num_rows and upper 0, or
+    lower = upper: it is not stored and attends to nothing.
     """
 
     slots_BT: jax.Array
@@ -63,19 +63,18 @@ class Places(NamedTuple):
     table_BP: jax.Array
     """int32: pages of the row, of several sequences one after the other; any valid page in entries beyond them."""
     lower_BT: jax.Array | None
-    """int32: a token attends to the slots lower <= s < upper of its row of pages: its sequence, up to itself."""
+    """int32: a token attends to the slots lower <= s < upper of its row of pages: its sequence, up to itself.
+    The bounds of a row never decrease."""
     upper_BT: jax.Array
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("keys", "values", "scales", "places"), meta_fields=())
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("pages", "scales", "places"), meta_fields=())
 @dataclasses.dataclass(frozen=True)
 class PagedCache:
-    keys: jax.Array
-    """[Z, K, S, H], after the rotary embedding; a page of a head is contiguous."""
-    values: jax.Array | None
-    """[Z, K, S, H]; None: the keys are the values too (latent attention)."""
-    scales: tuple[jax.Array, jax.Array | None] | None
-    """Of int8 keys and values, float32 [Z, K, S]."""
+    pages: jax.Array
+    """[Z, C, K, S, H], keys after the rotary embedding. One array, so that a step writes keys and values at once."""
+    scales: jax.Array | None
+    """Of int8 pages, float32 [Z, C, K, S]."""
     places: Places | None = None
     """Set by `at`."""
 
@@ -83,17 +82,11 @@ class PagedCache:
 
     @staticmethod
     def zeros(sizes: PoolSizes, num_kv_heads: int, head_dim: int, *, has_values: bool = True) -> "PagedCache":
-        shape = (sizes.num_pages, num_kv_heads, sizes.page_size, head_dim)
-
-        def pages() -> jax.Array:
-            return constrain(jnp.zeros(shape, sizes.dtype), *PAGE_AXES)
-
-        def scale() -> jax.Array:
-            return constrain(jnp.zeros(shape[:3], jnp.float32), *PAGE_AXES[:3])
-
-        values = pages() if has_values else None
-        is_quantised = sizes.dtype == jnp.int8
-        return PagedCache(pages(), values, (scale(), scale() if has_values else None) if is_quantised else None)
+        shape = (sizes.num_pages, 2 if has_values else 1, num_kv_heads, sizes.page_size, head_dim)
+        pages = constrain(jnp.zeros(shape, sizes.dtype), *PAGE_AXES)
+        if sizes.dtype != jnp.int8:
+            return PagedCache(pages, None)
+        return PagedCache(pages, constrain(jnp.zeros(shape[:-1], jnp.float32), *PAGE_AXES[:-1]))
 
     def at(self, places: Places) -> "PagedCache":
         """The same cache, ready for these tokens."""
@@ -108,23 +101,17 @@ class PagedCache:
         v: None if the keys are the values too. options: scale, soft_cap, slopes, sinks and backend as in
         ops/attention.py. method, deterministic: for training.
         """
-        keys, key_scale = self._write(self.keys, k_BTKH, 0)
-        values, value_scale = (None, None) if v_BTKH is None else self._write(self.values, v_BTKH, 1)
-        read = (keys, key_scale) if v_BTKH is None else (values, value_scale)
-        scales = None if self.scales is None else (key_scale, read[1])
-        _, _, _, table, lower, upper = self.places
-        out = attend_to_pages(q_BTNH, keys, read[0], table, lower, upper, scales, window=mask.window, **options)
-        return out, PagedCache(keys, values, None if self.scales is None else (key_scale, value_scale))
-
-    def _write(self, pages, new_BTKH, which):
-        """-> (pages, scales)."""
-        slots = self.places.slots_BT
-        if self.scales is None:
-            is_float8 = pages.dtype == jnp.float8_e4m3fn  # beyond its largest value a cast gives NaN
-            new = to_levels(new_BTKH, pages.dtype) if is_float8 else new_BTKH.astype(pages.dtype)
-            return write_pages(pages, new, slots), None
-        new, scale_BTK = quantise(new_BTKH)
-        return write_pages(pages, new, slots), write_pages(self.scales[which], scale_BTK, slots)
+        slots, _, _, table, lower, upper = self.places
+        new_BTCKH = k_BTKH[:, :, None] if v_BTKH is None else jnp.stack((k_BTKH, v_BTKH), 2)
+        scales = None
+        if self.scales is not None:
+            new_BTCKH, scales_BTCK = quantise(new_BTCKH)
+            scales = write_pages(self.scales, scales_BTCK, slots)
+        elif self.pages.dtype == jnp.float8_e4m3fn:  # beyond its largest value a cast gives NaN
+            new_BTCKH = to_levels(new_BTCKH, self.pages.dtype)
+        pages = write_pages(self.pages, new_BTCKH.astype(self.pages.dtype), slots)
+        out = attend_to_pages(q_BTNH, pages, table, lower, upper, scales, window=mask.window, **options)
+        return out, PagedCache(pages, scales)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("keys", "values", "places"), meta_fields=())

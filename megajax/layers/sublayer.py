@@ -151,4 +151,4 @@ class Sublayer(TransformerLayer):
         keys = [None] * 2 if key is None else key.split(2)
         x_BTD, read_BTD = self._branch_input(self.norm, "residual", x_BTD, axis=self.mixer.input_axis)
         y_BTD, cache, terms = self.config.run(self.mixer, read_BTD, inputs, cache, keys[0])
-        return x_BTD + self._branch_output(None, y_BTD, keys[1]), cache, terms
+        return x_BTD + self._branch_output(None, y_BTD, keys[1], cache), cache, terms

@@ -177,10 +177,10 @@ class TransformerLayer(nnx.Module):
         keys = [None] * 3 if key is None else key.split(3)
         x_BTD, read_BTD = self._branch_input(self.attention_norm, "residual", x_BTD, axis=self.attention.input_axis)
         y_BTD, cache = self.attention(read_BTD, inputs, cache, keys[0])
-        y_BTD = self._branch_output(self.attention_post_norm, y_BTD, keys[1])
+        y_BTD = self._branch_output(self.attention_post_norm, y_BTD, keys[1], cache)
         x_BTD, read_BTD = self._branch_input(self.mlp_norm, "residual_mid", x_BTD, y_BTD, axis=self.mlp.input_axis)
         y_BTD, terms = self.mlp(read_BTD, generates=cache is not None)
-        return x_BTD + self._branch_output(self.mlp_post_norm, y_BTD, keys[2]), cache, terms
+        return x_BTD + self._branch_output(self.mlp_post_norm, y_BTD, keys[2], cache), cache, terms
 
     def _branch_input(
         self, norm: Norm | None, name: str, x_BTD: jax.Array, y_BTD: jax.Array | None = None, *, axis: str
@@ -197,10 +197,13 @@ class TransformerLayer(nnx.Module):
         x_BTD, read_BTD = norm.residual(x_BTD, y_BTD)
         return x_BTD, checkpoint_name(constrain(read_BTD, "batch", axis, None), "normed")
 
-    def _branch_output(self, norm: Norm | None, y_BTD: jax.Array, key: DropoutKey | None) -> jax.Array:
+    def _branch_output(self, norm: Norm | None, y_BTD: jax.Array, key: DropoutKey | None, cache) -> jax.Array:
         """The output of attention or MLP, ready to be added to the residual stream."""
-        # The barrier keeps XLA from adding x in place inside the matmul that makes y: x, needed again, would be copied.
-        y_BTD = jax.lax.optimization_barrier(constrain(y_BTD, "batch", "sequence", None))
+        y_BTD = constrain(y_BTD, "batch", "sequence", None)
+        if cache is None:
+            # Keeps XLA from adding x in place inside the matmul that makes y: x, needed again by the backward pass,
+            # would be copied.
+            y_BTD = jax.lax.optimization_barrier(y_BTD)
         if norm is not None:
             _, y_BTD = norm.residual(checkpoint_name(y_BTD, "branch_out"))
         if self.residual_multiplier != 1.0:
@@ -217,14 +220,14 @@ class PostNormTransformerLayer(TransformerLayer):
         x_BTD = checkpoint_name(x_BTD, "residual")
         read_BTD = constrain(x_BTD, "batch", self.attention.input_axis, None)
         y_BTD, cache = self.attention(read_BTD, inputs, cache, keys[0])
-        x_BTD = self._add_and_norm(self.attention_post_norm, "residual_mid", x_BTD, y_BTD, keys[1])
+        x_BTD = self._add_and_norm(self.attention_post_norm, "residual_mid", x_BTD, y_BTD, keys[1], cache)
         x_BTD = checkpoint_name(x_BTD, "normed")
         y_BTD, terms = self.mlp(constrain(x_BTD, "batch", self.mlp.input_axis, None), generates=cache is not None)
-        return self._add_and_norm(self.mlp_post_norm, "residual_out", x_BTD, y_BTD, keys[2]), cache, terms
+        return self._add_and_norm(self.mlp_post_norm, "residual_out", x_BTD, y_BTD, keys[2], cache), cache, terms
 
-    def _add_and_norm(self, norm: Norm, name: str, x_BTD: jax.Array, y_BTD: jax.Array, key: DropoutKey | None):
+    def _add_and_norm(self, norm: Norm, name: str, x_BTD: jax.Array, y_BTD: jax.Array, key: DropoutKey | None, cache):
         """norm(x + y), with the sum under this checkpoint name."""
-        y_BTD = self._branch_output(None, y_BTD, key)
+        y_BTD = self._branch_output(None, y_BTD, key, cache)
         if self.saved is not None:  # as in _branch_input
             return norm.residual(checkpoint_name(x_BTD + y_BTD, name))[1]
         return norm.residual(x_BTD, y_BTD)[1]
@@ -239,6 +242,6 @@ class ParallelTransformerLayer(TransformerLayer):
         y_BTD, cache = self.attention(read_BTD, inputs, cache, keys[0])
         if self.mlp_norm is not None:
             x_BTD, read_BTD = self._branch_input(self.mlp_norm, "residual", x_BTD, axis=self.mlp.input_axis)
-        y_BTD = self._branch_output(self.attention_post_norm, y_BTD, keys[1])
+        y_BTD = self._branch_output(self.attention_post_norm, y_BTD, keys[1], cache)
         z_BTD, terms = self.mlp(read_BTD, generates=cache is not None)
-        return x_BTD + y_BTD + self._branch_output(self.mlp_post_norm, z_BTD, keys[2]), cache, terms
+        return x_BTD + y_BTD + self._branch_output(self.mlp_post_norm, z_BTD, keys[2], cache), cache, terms

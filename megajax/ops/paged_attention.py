@@ -2,7 +2,7 @@
 chooses the kernels for Hopper or the plain reference, and defines its sharding.
 
 Dimensions: B sequences, T new tokens, N heads, K key-value heads, G = N / K, H head dim, Z pages, S slots in a page, P
-pages of a sequence, J = P S slots of a sequence.
+pages of a sequence, J = P S slots of a sequence; C is 2, keys and values, or 1 if the keys are the values too.
 `tensor` splits the heads; sequences and pages are whole on every device. There is no derivative: decoding needs none.
 """
 
@@ -24,31 +24,27 @@ logger = logging.getLogger("megajax")
 
 
 def attend_to_pages(
-    q_BTNH: jax.Array, keys_ZKSH: jax.Array, values_ZKSH: jax.Array, table_BP: jax.Array, lower_BT: jax.Array | None,
-    upper_BT: jax.Array, scales: tuple[jax.Array, jax.Array] | None = None, *, scale: float,
-    window: int | None = None, soft_cap: float | None = None, slopes: jax.Array | None = None,
-    sinks: jax.Array | None = None, backend: Backend = "auto"
+    q_BTNH: jax.Array, pages_ZCKSH: jax.Array, table_BP: jax.Array, lower_BT: jax.Array | None, upper_BT: jax.Array,
+    scales_ZCKS: jax.Array | None = None, *, scale: float, window: int | None = None, soft_cap: float | None = None,
+    slopes: jax.Array | None = None, sinks: jax.Array | None = None, backend: Backend = "auto"
 ) -> jax.Array:  # fmt: skip
     """softmax(scale * q k^T) v over lower <= slot < upper of the pages of each row -> [B, T, N, H] in q's dtype.
 
-    The key of a token itself is in slot upper - 1. lower: None: 0, one token per row (T is 1). Tokens with upper 0 give
-    0. window, soft_cap, slopes, sinks: as in ops/attention.py. backend: reference, or the fastest kernel.
+    The key of a token itself is in slot upper - 1. The bounds of a row never decrease. A token with lower = upper
+    attends to nothing: 0. lower: None: 0, one token per row (T is 1).
+    window, soft_cap, slopes, sinks: as in ops/attention.py. backend: reference, or the fastest kernel.
     """
     if lower_BT is None and slopes is None:
         options = dict(scale=scale, window=window, soft_cap=soft_cap, backend=backend)
-        out_BNH, lse_BN = paged_attention(
-            q_BTNH[:, 0], keys_ZKSH, values_ZKSH, table_BP, upper_BT[:, 0], scales, **options
-        )
+        out_BNH, lse_BN = paged_attention(q_BTNH[:, 0], pages_ZCKSH, table_BP, upper_BT[:, 0], scales_ZCKS, **options)
         return with_sinks(out_BNH[:, None], lse_BN[:, :, None], sinks)[0]
     lower_BT = jnp.zeros_like(upper_BT) if lower_BT is None else lower_BT
     if window is not None:
         lower_BT = jnp.maximum(lower_BT, upper_BT - window)
     has_kernel = backend != "reference" and _has_chunk_kernel(q_BTNH, slopes is not None)
 
-    def body(q, keys, values, table, lower, upper, scales, slopes, sinks):
-        key_scales, value_scales = scales or (None, None)
-        k = _contiguous(keys, key_scales, table, q.dtype)
-        v = _contiguous(values, value_scales, table, q.dtype)
+    def body(q, pages, table, lower, upper, scales, slopes, sinks):
+        k, v = (_contiguous(pages, scales, which, table, q.dtype) for which in (0, -1))
         if has_kernel:
             from pallas_kernels import flash_attention
 
@@ -58,51 +54,50 @@ def attend_to_pages(
             out, lse = reference_bounded_attention(q, k, v, lower, upper, scale, soft_cap, slopes)
         return with_sinks(out, lse, sinks)[0]
 
-    heads, query_heads = _head_specs(q_BTNH, keys_ZKSH)
-    pages = P(None, heads, None, None)
+    heads, query_heads = _head_specs(q_BTNH, pages_ZCKSH)
     tokens = P(None, None, query_heads, None)
-    specs = (tokens, pages, pages, P(), P(), P(), None if scales is None else (P(None, heads, None),) * 2)
-    arrays = (q_BTNH, keys_ZKSH, values_ZKSH, table_BP, lower_BT, upper_BT, scales, slopes, sinks)
-    return manual(body, (*specs, P(query_heads), P(query_heads)), tokens)(*arrays)
+    pages = P(None, None, heads)  # and scales
+    specs = (tokens, pages, P(), P(), P(), pages, P(query_heads), P(query_heads))
+    arrays = (q_BTNH, pages_ZCKSH, table_BP, lower_BT, upper_BT, scales_ZCKS, slopes, sinks)
+    return manual(body, specs, tokens)(*arrays)
 
 
-def _head_specs(q: jax.Array, keys_ZKSH: jax.Array):
+def _head_specs(q: jax.Array, pages_ZCKSH: jax.Array):
     """Mesh axes of the heads of pages, and of those of queries [..., N, H]; all queries may share one key head, which
     every device then has."""
-    heads = activation_spec(keys_ZKSH.shape, (None, "kv_heads", None, None))[1]
-    if keys_ZKSH.shape[1] > 1:
+    heads = activation_spec(pages_ZCKSH.shape, (None, None, "kv_heads", None, None))[2]
+    if pages_ZCKSH.shape[2] > 1:
         return heads, heads
     return heads, activation_spec(q.shape[-2:], ("heads", None))[0]
 
 
 def write_pages(pages: jax.Array, new: jax.Array, slots_BT: jax.Array) -> jax.Array:
-    """Stores new [B, T, K, ...] in slots of pages [Z, K, S, ...], in place if the pages are donated.
+    """Stores new [B, T, C, K, ...] in slots of pages [Z, C, K, S, ...], in place if the pages are donated.
 
     slots: int32, page * S + offset; Z S and above: not stored.
     """
-    axes = (None, "kv_heads", *(None,) * (pages.ndim - 2))
-    heads = activation_spec(pages.shape, axes)[1]
+    axes = (None, None, "kv_heads", *(None,) * (pages.ndim - 3))
+    heads = activation_spec(pages.shape, axes)[2]
 
     def body(pages, new, slots):
-        num_pages, num_heads, page_size, *rest = pages.shape
-        page_BT1 = (slots // page_size)[..., None]
-        head_K = jnp.arange(num_heads, dtype=slots.dtype)
+        num_pages, num_kinds, num_heads, page_size, *rest = pages.shape
+        page_BT11 = (slots // page_size)[..., None, None]
+        head_CK = jnp.arange(num_kinds * num_heads, dtype=slots.dtype).reshape(num_kinds, num_heads)
         # One row per head of a token: a scatter along the first dim of a flat array is done in place, without a
         # transposed copy of the pool.
-        index_BTK = (page_BT1 * num_heads + head_K) * page_size + (slots % page_size)[..., None]
+        index_BTCK = (page_BT11 * head_CK.size + head_CK) * page_size + (slots % page_size)[..., None, None]
         flat = pages.reshape(-1, *rest)
-        return flat.at[index_BTK].set(new, mode="drop").reshape(pages.shape)
+        return flat.at[index_BTCK].set(new, mode="drop").reshape(pages.shape)
 
-    pages_spec = P(None, heads, *(None,) * (pages.ndim - 2))
-    new_spec = P(None, None, heads, *(None,) * (new.ndim - 3))
-    return manual(body, (pages_spec, new_spec, P()), pages_spec)(pages, new, slots_BT)
+    pages_spec = P(None, None, heads)
+    return manual(body, (pages_spec, P(None, None, None, heads), P()), pages_spec)(pages, new, slots_BT)
 
 
-def _contiguous(pages_ZKSH, scales_ZKS, table_BP, dtype):
-    """The pages of each row, one after the other: [B, P S, K, H]."""
-    gathered_BPKSH = pages_ZKSH[table_BP]
-    if scales_ZKS is not None:
-        gathered_BPKSH = gathered_BPKSH.astype(jnp.float32) * scales_ZKS[table_BP][..., None]
+def _contiguous(pages_ZCKSH, scales_ZCKS, which, table_BP, dtype):
+    """Keys (which = 0) or values (-1) in the pages of each row, one after the other: [B, P S, K, H]."""
+    gathered_BPKSH = pages_ZCKSH[table_BP, which]
+    if scales_ZCKS is not None:
+        gathered_BPKSH = gathered_BPKSH.astype(jnp.float32) * scales_ZCKS[table_BP, which][..., None]
     batch, _, kv_heads, _, head_dim = gathered_BPKSH.shape
     return gathered_BPKSH.astype(dtype).swapaxes(2, 3).reshape(batch, -1, kv_heads, head_dim)
 
@@ -144,31 +139,30 @@ def _has_chunk_kernel(q_BTNH, has_slopes: bool) -> bool:
 
 
 def paged_attention(
-    q_BNH: jax.Array, keys_ZKSH: jax.Array, values_ZKSH: jax.Array, table_BP: jax.Array, lengths_B: jax.Array,
-    scales: tuple[jax.Array, jax.Array] | None = None, *, scale: float, window: int | None = None,
-    soft_cap: float | None = None, backend: Backend = "auto"
+    q_BNH: jax.Array, pages_ZCKSH: jax.Array, table_BP: jax.Array, lengths_B: jax.Array,
+    scales_ZCKS: jax.Array | None = None, *, scale: float, window: int | None = None, soft_cap: float | None = None,
+    backend: Backend = "auto"
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """softmax(scale * q k^T) v over the tokens of each sequence -> (out [B, N, H] in q's dtype, log-sum-exp [B, N]).
 
     q is the query of the last token, whose key and value are already in the pages.
     table: int32, entry p is the page with positions S p to S p + S - 1 of the sequence. lengths: int32; length 0 gives
     0 and -inf. Entries beyond the length may have any value, and slots without a token any contents, including NaN.
-    scales: of int8 keys and values, float32 [Z, K, S] each, see `quantise`.
+    scales: of int8 pages, float32, see `quantise`.
     window: attend only to the last `window` tokens. soft_cap: as in ops/attention.py.
     """
-    heads, query_heads = _head_specs(q_BNH, keys_ZKSH)
-    has_kernel = backend != "reference" and _has_decoding_kernel(q_BNH, keys_ZKSH)
+    heads, query_heads = _head_specs(q_BNH, pages_ZCKSH)
+    has_kernel = backend != "reference" and _has_decoding_kernel(q_BNH, pages_ZCKSH)
     run = _kernel().decode if has_kernel else reference_paged_attention
 
     def body(*arrays):
         results = run(*arrays, scale=scale, window=window, soft_cap=soft_cap)
         return compat.vary(results, compat.varying_axes(arrays[0]))
 
-    pages = P(None, heads, None, None)
-    queries = P(None, query_heads, None)
-    specs = (queries, pages, pages, P(), P(), None if scales is None else (P(None, heads, None),) * 2)
-    out_specs = (queries, P(None, query_heads))
-    return manual(body, specs, out_specs)(q_BNH, keys_ZKSH, values_ZKSH, table_BP, lengths_B, scales)
+    pages = P(None, None, heads)  # and scales
+    queries = P(None, query_heads)
+    specs = (queries, pages, P(), P(), pages)
+    return manual(body, specs, (queries, queries))(q_BNH, pages_ZCKSH, table_BP, lengths_B, scales_ZCKS)
 
 
 def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -178,37 +172,33 @@ def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def reference_paged_attention(
-    q_BNH, keys_ZKSH, values_ZKSH, table_BP, lengths_B, scales=None, *, scale, window=None, soft_cap=None
+    q_BNH, pages_ZCKSH, table_BP, lengths_B, scales_ZCKS=None, *, scale, window=None, soft_cap=None
 ):
     """The formula, in float32, with all keys and values of the sequences gathered."""
-    batch, num_heads, head_dim = q_BNH.shape
-    num_places = table_BP.shape[1] * keys_ZKSH.shape[2]
+    num_places = table_BP.shape[1] * pages_ZCKSH.shape[3]
     place_T = jnp.arange(num_places)
     length_B1 = lengths_B[:, None]
     seen_BT = place_T < length_B1
     if window is not None:
         seen_BT &= place_T >= length_B1 - window
 
-    def gather(pages_ZKSH, scales_ZKS):
-        gathered_BPKSH = pages_ZKSH[table_BP].astype(jnp.float32)
-        if scales_ZKS is not None:
-            gathered_BPKSH *= scales_ZKS[table_BP][..., None]
-        gathered_BKTH = gathered_BPKSH.swapaxes(1, 2).reshape(batch, -1, num_places, head_dim)
-        return jnp.where(seen_BT[:, None, :, None], gathered_BKTH, 0)  # 0 * NaN is NaN
+    def gather(which):
+        tokens_BTKH = _contiguous(pages_ZCKSH, scales_ZCKS, which, table_BP, jnp.float32)
+        return jnp.where(seen_BT[:, :, None, None], tokens_BTKH, 0)  # 0 * NaN is NaN
 
-    key_scales, value_scales = scales or (None, None)
-    keys_BKTH = gather(keys_ZKSH, key_scales)
-    values_BKTH = gather(values_ZKSH, value_scales)
-    q_BKGH = q_BNH.reshape(batch, keys_BKTH.shape[1], -1, head_dim).astype(jnp.float32)
+    keys_BTKH = gather(0)
+    values_BTKH = gather(-1)
+    batch, _, kv_heads, head_dim = keys_BTKH.shape
+    q_BKGH = q_BNH.reshape(batch, kv_heads, -1, head_dim).astype(jnp.float32)
     dot = functools.partial(jnp.einsum, precision=dot_precision(jnp.float32))
-    scores_BKGT = dot("bkgh,bkth->bkgt", q_BKGH, keys_BKTH) * scale
+    scores_BKGT = dot("bkgh,btkh->bkgt", q_BKGH, keys_BTKH) * scale
     if soft_cap is not None:
         scores_BKGT = soft_cap * jnp.tanh(scores_BKGT / soft_cap)
     seen_B11T = seen_BT[:, None, None]
     lse_BKG = jax.nn.logsumexp(scores_BKGT, -1, where=seen_B11T)
     probs_BKGT = jnp.where(seen_B11T, jax.nn.softmax(jnp.where(seen_B11T, scores_BKGT, MASKED_SCORE), -1), 0)
-    out_BKGH = dot("bkgt,bkth->bkgh", probs_BKGT, values_BKTH)
-    return out_BKGH.reshape(q_BNH.shape).astype(q_BNH.dtype), lse_BKG.reshape(batch, num_heads)
+    out_BKGH = dot("bkgt,btkh->bkgh", probs_BKGT, values_BTKH)
+    return out_BKGH.reshape(q_BNH.shape).astype(q_BNH.dtype), lse_BKG.reshape(q_BNH.shape[:2])
 
 
 def _kernel():
@@ -217,11 +207,11 @@ def _kernel():
     return kernel
 
 
-def _has_decoding_kernel(q_BNH, keys_ZKSH) -> bool:
-    num_heads = q_BNH.shape[1]
-    kv_heads, page_size = keys_ZKSH.shape[1:3]
+def _has_decoding_kernel(q_BNH, pages_ZCKSH) -> bool:
+    _, num_heads, head_dim = q_BNH.shape
+    kv_heads, page_size = pages_ZCKSH.shape[2:4]
     reason = compat.mosaic_problem() or _kernel().problem(
-        num_heads, kv_heads, q_BNH.shape[-1], page_size, q_BNH.dtype, keys_ZKSH.dtype
+        num_heads, kv_heads, head_dim, page_size, q_BNH.dtype, pages_ZCKSH.dtype
     )
     _log_choice("paged attention", reason, "split over the sequence (pallas_kernels/paged_attention.py)")
     return not reason

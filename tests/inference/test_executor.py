@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from megajax.inference import executor
-from megajax.inference.executor import LARGEST_JOINED, decode_options
+from megajax.inference.executor import IN_GRAPHS, LARGEST_JOINED, WHOLE_LOOP, decode_options
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
 from megajax.training.compiler_options import accepted
@@ -15,19 +15,26 @@ CONFIG = DecoderConfig(num_layers=1, embed_dim=128, num_heads=4, head_dim=64, nu
 
 
 @pytest.mark.parametrize(
-    ("mlp_dim", "tensor", "num_rows", "largest"),
-    [(256, 1, 32, "1000"), (256, 1, 64, None), (256, 2, 2, "1000"), (192, 1, 2, "1000"), (192, 2, 2, "0"),
-     (200, 1, 64, "0")],
-)  # fmt: skip
-def test_products_are_joined_where_the_widths_of_a_device_allow_it(
-    mlp_dim, tensor, num_rows, largest, make_test_mesh, monkeypatch
+    ("mlp_dim", "tensor", "num_rows", "wanted"),
+    [
+        (256, 1, 32, {LARGEST_JOINED: "1000", IN_GRAPHS: WHOLE_LOOP}),
+        (256, 1, 64, {}),
+        (256, 2, 2, {LARGEST_JOINED: "1000"}),
+        (192, 1, 2, {LARGEST_JOINED: "1000", IN_GRAPHS: WHOLE_LOOP}),
+        (192, 2, 2, {LARGEST_JOINED: "0"}),
+        (200, 1, 64, {LARGEST_JOINED: "0"}),
+    ],
+)
+def test_few_rows_join_products_where_the_widths_of_a_device_allow_it_and_run_as_a_graph_on_one_device(
+    mlp_dim, tensor, num_rows, wanted, make_test_mesh, monkeypatch
 ):
     mesh = make_test_mesh(tensor=tensor)
     model = Model(dataclasses.replace(CONFIG, mlp_dim=mlp_dim))
     assert decode_options(model, mesh, num_rows) == {}  # on CPU
     monkeypatch.setattr(executor, "NVIDIA", mesh.devices.flat[0].device_kind)
-    assert decode_options(model, mesh, num_rows) == ({} if largest is None else {LARGEST_JOINED: largest})
+    assert decode_options(model, mesh, num_rows) == wanted
 
 
-def test_jaxlib_knows_the_option(make_test_mesh):
-    assert accepted({LARGEST_JOINED: "1000"}, make_test_mesh()) == {LARGEST_JOINED: "1000"}
+def test_jaxlib_knows_the_options(make_test_mesh):
+    options = {LARGEST_JOINED: "1000", IN_GRAPHS: WHOLE_LOOP}
+    assert accepted(options, make_test_mesh()) == options

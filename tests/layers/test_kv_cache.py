@@ -54,4 +54,4 @@ def test_float8_pages_saturate():
     k_BTKH = jnp.array([-1e4, 500, 448, 1]).reshape(1, 1, 1, 4)
     options = dict(mask=AttentionMask(causal=True), method="ring", deterministic=False, scale=1.0)
     out, cache = cache.at(Places(one, one, one, one, None, one + 1)).attend(k_BTKH, k_BTKH, k_BTKH, **options)
-    assert cache.keys[0, 0, 0].tolist() == out.ravel().tolist() == [-448, 448, 448, 1]
+    assert cache.pages[0, 0, 0, 0].tolist() == out.ravel().tolist() == [-448, 448, 448, 1]

@@ -171,7 +171,7 @@ def test_generation_from_pages_of_latents_equals_attention_to_the_whole_sequence
         found, cache = paged(weights, x)
     # 8 bits: half of 1 / 127 of the largest entry, in keys and values.
     np.testing.assert_allclose(found, wanted, atol=3e-6 if dtype == jnp.float32 else 0.05)
-    assert cache.values is None and cache.keys.shape == (4, 1, page_size, R + P)
+    assert cache.pages.shape == (4, 1, 1, page_size, R + P)
 
 
 # ----------------------------------------------------------------------------- a plan

@@ -19,18 +19,18 @@ from pallas_kernels import paged_attention as kernel
 SCALE = 8**-0.5
 
 
-def formula(q_BNH, keys_ZKSH, values_ZKSH, table_BP, lengths_B, scales, *, window, soft_cap):
+def formula(q_BNH, pages_ZCKSH, table_BP, lengths_B, scales_ZCKS, *, window, soft_cap):
     """In float64, one head and token of a sequence after the other."""
     out_BNH, lse_BN = np.zeros(q_BNH.shape), np.full(q_BNH.shape[:2], -np.inf)
-    kv_heads, page_size = keys_ZKSH.shape[1:3]
+    kv_heads, page_size = pages_ZCKSH.shape[2:4]
     for b, length in enumerate(lengths_B):
         for n in range(q_BNH.shape[1]):
             scores, values = [], []
             for token in range(max(0, length - (window or length)), length):
-                place = table_BP[b, token // page_size], n * kv_heads // q_BNH.shape[1], token % page_size
-                key, value = (np.asarray(cache[place], np.float64) for cache in (keys_ZKSH, values_ZKSH))
-                if scales is not None:
-                    key, value = key * scales[0][place], value * scales[1][place]
+                place = table_BP[b, token // page_size], slice(2), n * kv_heads // q_BNH.shape[1], token % page_size
+                key, value = np.asarray(pages_ZCKSH[place], np.float64)
+                if scales_ZCKS is not None:
+                    key, value = key * scales_ZCKS[place][0], value * scales_ZCKS[place][1]
                 score = SCALE * np.dot(np.asarray(q_BNH[b, n], np.float64), key)
                 scores.append(score if soft_cap is None else soft_cap * np.tanh(score / soft_cap))
                 values.append(value)
@@ -83,15 +83,14 @@ def test_new_tokens_of_several_sequences_attend_each_to_its_own(name, make_test_
              for table, n in zip(tables, lengths, strict=True)]  # fmt: skip
 
     def run(pages, q, k, v, slots, table, lower, upper):
-        keys, values = (op.write_pages(cache, new, slots) for cache, new in zip(pages, (k, v), strict=True))
-        out = op.attend_to_pages(q, keys, values, table, lower, upper, window=mask.window, **options)
-        return (keys, values), out
+        pages = op.write_pages(pages, jnp.stack((k, v), 2), slots)
+        return pages, op.attend_to_pages(q, pages, table, lower, upper, window=mask.window, **options)
 
     def joined(arrays, first, end):
         return np.concatenate([a[first[i] : end[i]] for i, a in enumerate(arrays)])[None]
 
     with jax.set_mesh(make_test_mesh(tensor=2)):
-        pages = (jnp.full((6, kv_heads, size, width), jnp.nan),) * 2
+        pages = jnp.full((6, 2, kv_heads, size, width), jnp.nan)
         table = np.array([sum(tables, ())], np.int32)
         bases = (0, len(tables[0]) * size)
         last = [n - 1 for n in lengths]
@@ -135,12 +134,12 @@ def test_quantised_rows_are_off_by_at_most_half_a_step():
 
 def test_choice_is_logged_once_with_its_reason(monkeypatch, caplog):
     q = jax.ShapeDtypeStruct((2, 8, 128), jnp.bfloat16)
-    keys = lambda page_size: jax.ShapeDtypeStruct((4, 2, page_size, 128), jnp.bfloat16)
+    pages = lambda page_size: jax.ShapeDtypeStruct((4, 2, 2, page_size, 128), jnp.bfloat16)
     caplog.set_level(logging.INFO, "megajax")
     op._log_choice.cache_clear()
-    assert not op._has_decoding_kernel(q, keys(16)) and not op._has_decoding_kernel(q, keys(16))
+    assert not op._has_decoding_kernel(q, pages(16)) and not op._has_decoding_kernel(q, pages(16))
     monkeypatch.setattr(compat, "mosaic_problem", lambda: "")
-    assert op._has_decoding_kernel(q, keys(16)) and not op._has_decoding_kernel(q, keys(24))
+    assert op._has_decoding_kernel(q, pages(16)) and not op._has_decoding_kernel(q, pages(24))
     op._log_choice.cache_clear()
     assert [record.getMessage() for record in caplog.records] == [
         "paged attention: reference (no kernels for cpu)",
@@ -240,9 +239,9 @@ cases = [(jnp.bfloat16, 128, 16, 4, None, None), (jnp.bfloat16, 64, 8, 1, 100, 5
 cases += [(jnp.bfloat16, 128, 64, 64, 9, 1.0)]
 cases += [(jnp.int8, 128, 32, 4, None, None), (jnp.int8, 64, 64, 9, 100, 5.0)]
 for dtype, head_dim, page_size, group, window, soft_cap in cases:
-    pages = array((50, 4, page_size, head_dim), dtype, None, "tensor")
-    scales = (array((50, 4, page_size), jnp.float32, None, "tensor"),) * 2 if dtype == jnp.int8 else None
-    given = array((3, 4 * group, head_dim), jnp.bfloat16, None, "tensor"), pages, pages
+    pages = array((50, 2, 4, page_size, head_dim), dtype, None, None, "tensor")
+    scales = array((50, 2, 4, page_size), jnp.float32, None, None, "tensor") if dtype == jnp.int8 else None
+    given = array((3, 4 * group, head_dim), jnp.bfloat16, None, "tensor"), pages
     given += array((3, 512 // page_size), jnp.int32), array((3,), jnp.int32), scales
     with jax.set_mesh(mesh):
         run = functools.partial(paged_attention, scale=0.1, window=window, soft_cap=soft_cap)
