@@ -14,7 +14,7 @@ from megajax.inference.scheduler import Chunk, Decode, Prefill, Sequence
 from megajax.layers.kv_cache import PoolSizes
 
 MIN_CHUNK = 16  # tokens of the smallest prefill program
-GPU_MIN_CHUNK = 64  # the same on a GPU, where the time of so few tokens is that of reading the weights
+GPU_MIN_CHUNK = 64  # the same on a GPU, where so few tokens take the time of reading the weights
 # For a single row, XLA computes small products as a multiplication and a sum, and wrote the products of the key and
 # value matrices to memory: 8 MiB each in every layer of Llama-3 8B (compiled for H100, jaxlib 0.11.2).
 MIN_ROWS = 2
