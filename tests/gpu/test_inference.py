@@ -1,4 +1,5 @@
-"""The engine with its kernels, on a GPU: chunks of prompts and decoding give the probabilities of whole sequences."""
+"""The engine on a GPU: with its kernels, chunks of prompts and decoding give the probabilities of whole sequences; and
+the loop over steps as a CUDA graph gives the tokens that it gives without."""
 
 import dataclasses
 import functools
@@ -7,10 +8,16 @@ import jax
 import numpy as np
 import pytest
 
+from megajax.inference import executor
 from megajax.inference.engine import Engine, ServingConfig
 from megajax.inference.sampling import Sampling
+from megajax.layers.delta_net import DeltaNetConfig
+from megajax.layers.latent_attention import LatentConfig
+from megajax.layers.mamba import MambaConfig
+from megajax.layers.moe import MoeConfig
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig
+from megajax.models.hybrid import HybridConfig
 from megajax.models.model import Model
 from megajax.precision import PrecisionConfig
 
@@ -73,3 +80,45 @@ def test_chunks_and_decoding_give_the_probabilities_of_the_whole_sequence(name, 
         error = np.abs([entry.logprob for entry in (*request.prompt_logprobs, *logprobs)] - wanted)
         # bfloat16 has 8 bits of mantissa; logits are of order 1 to 10
         assert error.mean() < 0.03 and error.max() < 0.3, (len(request.prompt), error.argmax(), error.max())
+
+
+FAMILIES = {
+    "dense": CONFIG,
+    "experts, latent attention": dataclasses.replace(
+        CONFIG, num_kv_heads=None, head_dim=64, latent=LatentConfig(kv_rank=64, q_rank=64, rope_dim=32, value_dim=64),
+        moe=MoeConfig(4, 256, shared_dim=256),
+    ),
+    "state spaces, a gated delta net": HybridConfig(
+        num_layers=3, embed_dim=256, num_heads=4, mlp_dim=512, vocab_size=1000, pattern="M*G", position="none",
+        norm="rmsnorm", bias=False, init_std=0.05, mamba=MambaConfig(head_dim=32, state_dim=32),
+        delta_net=DeltaNetConfig(value_head_dim=32, num_key_heads=4, key_head_dim=32),
+    ),
+}  # fmt: skip
+SAMPLINGS = [
+    Sampling(max_tokens=20, temperature=0.0),
+    Sampling(max_tokens=13, seed=1, logprobs=2),
+    Sampling(max_tokens=20, seed=2, top_k=40, top_p=0.9, min_p=0.01, presence_penalty=0.5, logit_bias={3: 2.0}),
+]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_loop_in_a_graph_gives_the_tokens_that_it_gives_without(name, monkeypatch):
+    """In float32, where rounding does not change them; with greedy requests alone, and with every kind of sampling."""
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    model = Model(FAMILIES[name], PrecisionConfig(compute="float32"))
+    params = model.init(0, mesh)
+
+    def tokens():
+        engine = Engine(model, params, mesh, None, serving=SERVING)
+        greedy = engine.generate_tokens(PROMPTS[1:], SAMPLINGS[0])
+        requests = [engine.submit(prompt, sampling) for prompt, sampling in zip(PROMPTS[1:], SAMPLINGS, strict=True)]
+        found = {request: [] for request in requests}
+        while engine.has_work:
+            for output in engine.step():
+                found[output.request] += output.tokens
+        return greedy, list(found.values())
+
+    assert executor.IN_GRAPHS in executor.decode_options(model, mesh, 8)
+    in_graph = tokens()
+    monkeypatch.setattr(executor, "decode_options", lambda *_: {})
+    assert tokens() == in_graph
