@@ -50,7 +50,8 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """-> (out [B, T, N, H] in q's dtype, log-sum-exp [B, N, T] float32).
 
-    lower, upper: int32, 0 <= lower, upper <= S, neither decreases along T. interpret: plgpu.InterpretGPUParams, to run on CPU.
+    lower, upper: int32, 0 <= lower, upper <= S; neither decreases along T. interpret: plgpu.InterpretGPUParams, to run
+    on CPU.
     """
     batch, length, num_heads, head_dim = q_BTNH.shape
     num_keys, kv_heads = k_BSKH.shape[1:3]
