@@ -191,7 +191,9 @@ class Executor:
         """Compiles the programs of all shapes, several at a time, and runs each once."""
         decodes = [(params, *batches.empty_decode(*shape), 1) for shape in batches.shapes.decode()]
         prefills = [(params, *batches.empty_prefill(*shape), False) for shape in batches.shapes.prefill()]
-        logger.info("compiling %d programs", len(decodes) + len(prefills))
+        in_graphs = [rows for rows in batches.shapes.rows if IN_GRAPHS in decode_options(self._model, self.mesh, rows)]
+        how = f"; decoding of up to {max(in_graphs)} rows is a CUDA graph" if in_graphs else ""
+        logger.info("compiling %d programs%s", len(decodes) + len(prefills), how)
         with ThreadPoolExecutor(WARM_UP_THREADS) as threads:
             jobs = [threads.submit(self._program, self._decode, self._decode_arguments(*a)) for a in decodes]
             jobs += [threads.submit(self._program, self._prefill, self._prefill_arguments(*a)) for a in prefills]
