@@ -37,7 +37,7 @@ MULTIPLE = 64
 IN_GRAPHS = "xla_gpu_enable_command_buffer"
 WHOLE_LOOP = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION"
 # Rows up to which both are used: more were not measured. Llama-3 8B on one H200, milliseconds per step: gate and up as
-# one product 7.25 -> 6.92 (32 rows); a graph 4.78 -> 4.26 (1 row), 5.63 -> 4.93 (16), 6.54 -> 6.34 (32).
+# one product 7.25 -> 6.92 (32 rows); a graph 4.77 -> 4.26 (1 row), 5.71 -> 4.93 (16), 6.53 -> 6.34 (32).
 FEW_ROWS = 32
 
 

@@ -1,6 +1,7 @@
 """Attention to keys and values in pages equals its formula on every mesh, by the reference and by the kernel; and the
 kernel, interpreted, equals the reference whatever lies where nothing may be read."""
 
+import dataclasses
 import functools
 import logging
 
@@ -243,21 +244,21 @@ def test_engine_with_the_kernels_gives_the_probabilities_that_it_gives_without(
                            vocab_size=100, position="rope", norm="rmsnorm", activation="swiglu", bias=False,
                            tied_embeddings=False, init_std=0.3)  # fmt: skip
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    model = Model(config, PrecisionConfig(compute="bfloat16"))
-    params = model.init(0, mesh)
+    precision = PrecisionConfig(compute="bfloat16")
+    params = Model(config, precision).init(0, mesh)
     serving = ServingConfig(max_rows=2, max_batch_tokens=256, page_size=64, num_pages=8, max_length=256)
     sampling = Sampling(max_tokens=3, temperature=0.0, logprobs=0, prompt_logprobs=0)
     prompts = [np.random.default_rng(length).integers(0, 100, length).tolist() for length in (65, 64)]
 
-    def logprobs():
-        engine = Engine(model, params, mesh, None, serving=serving)
+    def logprobs(config):
+        engine = Engine(Model(config, precision), params, mesh, None, serving=serving)
         found = {engine.submit(prompt, sampling): [] for prompt in prompts}
         while engine.has_work:
             for output in engine.step():
                 found[output.request] += output.logprobs
         return [[entry.logprob for entry in (*request.prompt_logprobs, *new)] for request, new in found.items()]
 
-    wanted = logprobs()
+    wanted = logprobs(config)
     shapes = []
 
     def interpret(module, name):
@@ -273,8 +274,8 @@ def test_engine_with_the_kernels_gives_the_probabilities_that_it_gives_without(
     interpret(kernel, "decode")
     monkeypatch.setattr(op, "_has_chunk_kernel", lambda *_: True)
     monkeypatch.setattr(op, "_has_decoding_kernel", lambda *_: True)
-    jax.clear_caches()  # of the layers, which were traced without kernels
-    found = logprobs()
+    # Layers that have been traced are not traced again for an equal config; the weights exist already.
+    found = logprobs(dataclasses.replace(config, init_std=1.0))
     assert shapes == [("forward", (1, 256, 2, 64)), ("decode", (2, 2, 64))]
     for ours, reference in zip(found, wanted, strict=True):
         np.testing.assert_allclose(ours, reference, atol=0.12)  # bfloat16; with the last token wrong, 1.6
