@@ -185,7 +185,7 @@ class Engine:
         ValueError for parameters that are quantised in another way.
         """
         new = serving_weights(self.model, params, self.serving.weight_dtype, self.mesh)
-        if getattr(self, "params", None) and jax.tree.structure(new) != jax.tree.structure(self.params):
+        if getattr(self, "params", None) and _formats(new) != _formats(self.params):
             raise ValueError(
                 f"weight_dtype={self.serving.weight_dtype}: the new parameters are quantised in another way than those "
                 "that the engine was made with; make a new engine"
@@ -465,3 +465,8 @@ def _check_guesses(model: Model, serving: ServingConfig) -> None:
             f"draft_tokens={serving.num_guesses}: draft_method={serving.draft_method} guesses one token with each "
             f"layer of multi-token prediction, of which the model has {count}; use draft_tokens={count}"
         )
+
+
+def _formats(params: dict) -> tuple:
+    """What programs that read the parameters are compiled for."""
+    return jax.tree.structure(params), [leaf.dtype for leaf in jax.tree.leaves(params)]

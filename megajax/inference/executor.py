@@ -21,6 +21,7 @@ from megajax.inference.programs import Chooser, DecodeBatch, Drawn, PrefillBatch
 from megajax.inference.sampling import Logprobs
 from megajax.layers.kv_cache import PoolSizes
 from megajax.models.model import Model
+from megajax.ops.quantized_matmul import is_quantized
 from megajax.training.compiler_options import accepted
 
 logger = logging.getLogger("megajax")
@@ -33,12 +34,16 @@ NVIDIA = "NVIDIA"  # in the names of its GPUs
 # matrices where they are if each has a multiple of 64 columns; others it copies into one in every step (jaxlib 0.11.2).
 LARGEST_JOINED = "xla_gpu_dot_merger_threshold_mb"
 MULTIPLE = 64
-# What a CUDA graph may hold: with WHILE and CONDITIONAL, all steps of a call are one.
+# Rows up to which it does: more were not measured.
+FEW_ROWS = 32
+# What a CUDA graph may hold: with WHILE and CONDITIONAL, all steps of a call are one. Without a graph the host waits for
+# the device in every step, to decide whether another one follows.
 IN_GRAPHS = "xla_gpu_enable_command_buffer"
 WHOLE_LOOP = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION"
-# Rows up to which both are used: more were not measured. Llama-3 8B on one H200, milliseconds per step: gate and up as
-# one product 7.25 -> 6.92 (32 rows); a graph 4.77 -> 4.26 (1 row), 5.71 -> 4.93 (16), 6.53 -> 6.34 (32).
-FEW_ROWS = 32
+# Whether XLA tunes kernels of Triton for products, besides those of cuBLAS. With 8-bit matrices that takes long (97 s for
+# one product of 8,192 tokens with inputs in 8 bits), and for many tokens cuBLAS wins (one H200, jaxlib 0.11.2).
+TRITON_PRODUCTS = "xla_gpu_enable_triton_gemm"
+MANY_TOKENS = 1024
 
 
 def decode_options(model: Model, mesh: Mesh, num_rows: int) -> dict[str, str]:
@@ -50,9 +55,19 @@ def decode_options(model: Model, mesh: Mesh, num_rows: int) -> dict[str, str]:
         options[LARGEST_JOINED] = "0"
     elif num_rows <= FEW_ROWS:
         options[LARGEST_JOINED] = "1000"
-    if num_rows <= FEW_ROWS and mesh.size == 1:
+    if mesh.size == 1:
         options[IN_GRAPHS] = WHOLE_LOOP
     return accepted(options, mesh)
+
+
+def prefill_options(params: dict, mesh: Mesh, num_tokens: int) -> dict[str, str]:
+    """The compiler options of a program for prompts, for NVIDIA GPUs."""
+    if NVIDIA not in mesh.devices.flat[0].device_kind:
+        return {}
+    quantized = [w for w in jax.tree.leaves(params, is_leaf=is_quantized) if is_quantized(w)]
+    if any(w.inputs != "unchanged" or num_tokens >= MANY_TOKENS for w in quantized):
+        return accepted({TRITON_PRODUCTS: "False"}, mesh)
+    return {}
 
 
 def _columns(model: Model, mesh: Mesh) -> set[int]:
@@ -172,10 +187,16 @@ class Executor:
         shapes = tuple(a.shape for a in jax.tree.leaves(arguments[3:]))
         key = (function, shapes)
         if key not in self.compiled:
-            is_decode = function is self._decode
-            options = decode_options(self._model, self.mesh, len(arguments[3].positions_B)) if is_decode else {}
+            options = self._options(function, arguments)
             self.compiled[key] = self._lower(function, arguments).compile(compiler_options=options)
         return self.compiled[key]
+
+    def _options(self, function, arguments: tuple) -> dict[str, str]:
+        if function is self._decode:
+            return decode_options(self._model, self.mesh, len(arguments[3].positions_B))
+        if function is self._prefill:
+            return prefill_options(arguments[0], self.mesh, len(arguments[3].tokens_T))
+        return {}
 
     def _lower(self, function, arguments: tuple):
         def abstract(a):
@@ -191,8 +212,8 @@ class Executor:
         """Compiles the programs of all shapes, several at a time, and runs each once."""
         decodes = [(params, *batches.empty_decode(*shape), 1) for shape in batches.shapes.decode()]
         prefills = [(params, *batches.empty_prefill(*shape), False) for shape in batches.shapes.prefill()]
-        in_graphs = [rows for rows in batches.shapes.rows if IN_GRAPHS in decode_options(self._model, self.mesh, rows)]
-        how = f"; decoding of up to {max(in_graphs)} rows is a CUDA graph" if in_graphs else ""
+        is_graph = IN_GRAPHS in decode_options(self._model, self.mesh, 1)
+        how = "; each one for decoding is a CUDA graph" if is_graph else ""
         logger.info("compiling %d programs%s", len(decodes) + len(prefills), how)
         with ThreadPoolExecutor(WARM_UP_THREADS) as threads:
             jobs = [threads.submit(self._program, self._decode, self._decode_arguments(*a)) for a in decodes]

@@ -18,7 +18,7 @@ from megajax.checkpoint.layout import stack_of
 from megajax.checkpoint.piecewise import PiecewiseArray
 from megajax.inference.config import WeightDtype
 from megajax.models.model import Model
-from megajax.ops.quantized_matmul import QuantizedWeight, WeightFormat, is_quantized
+from megajax.ops.quantized_matmul import DTYPES, QuantizedWeight, WeightFormat, is_quantized
 from megajax.parameters import Parameter, PerLayer, is_per_layer, name_of
 from megajax.sharding import weight_spec
 from megajax.sources import Source
@@ -26,7 +26,7 @@ from megajax.training.reporting.console import format_count
 
 logger = logging.getLogger("megajax")
 
-FORMATS = {"int8": WeightFormat("int8", "unchanged"), "float8": WeightFormat("float8", "dynamic")}
+FORMATS = {dtype: WeightFormat(dtype, "unchanged") for dtype in DTYPES}
 
 
 def serving_weights(model: Model, params: dict, weights: WeightDtype, mesh: Mesh) -> dict:

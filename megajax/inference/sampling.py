@@ -273,10 +273,10 @@ class Logprobs(NamedTuple):
         K = min(MAX_LOGPROBS, vocab)
 
         def compute():
-            top_BK, ids_BK = jax.lax.top_k(logits_BV, K)
+            top_BK, ids_BK = _largest_logits(logits_BV, K)
             lse_B1 = jax.nn.logsumexp(logits_BV, -1, keepdims=True)
             chosen_B1 = jnp.take_along_axis(logits_BV, tokens_B[:, None], 1)
-            return Logprobs((chosen_B1 - lse_B1)[:, 0], ids_BK.astype(jnp.int32), top_BK - lse_B1)
+            return Logprobs((chosen_B1 - lse_B1)[:, 0], ids_BK, top_BK - lse_B1)
 
         return jax.lax.cond(wanted, compute, lambda: Logprobs.zeros(batch, vocab))
 
@@ -284,6 +284,27 @@ class Logprobs(NamedTuple):
     def zeros(batch: int, vocab: int) -> "Logprobs":
         shape = (batch, min(MAX_LOGPROBS, vocab))
         return Logprobs(jnp.zeros(batch, jnp.float32), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
+
+
+def _largest_logits(logits_BV: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The largest logits, [B, count], and their int32 ids, lower ids first among equal ones, as jax.lax.top_k.
+
+    One after the other: XLA sorts the whole vocabulary for top_k, and on GPUs, from 25 rows on, with a kernel that a
+    CUDA graph cannot hold (CUB, jaxlib 0.11.2).
+    """
+    rows_B = jnp.arange(len(logits_BV))
+
+    def take_largest(number, found):
+        rest_BV, largest_BK, ids_BK = found
+        id_B = jnp.argmax(rest_BV, -1).astype(jnp.int32)
+        is_here_K = jnp.arange(count) == number
+        largest_BK = jnp.where(is_here_K, rest_BV[rows_B, id_B][:, None], largest_BK)
+        ids_BK = jnp.where(is_here_K, id_B[:, None], ids_BK)
+        return rest_BV.at[rows_B, id_B].set(-jnp.inf), largest_BK, ids_BK
+
+    shape = (len(logits_BV), count)
+    found = (logits_BV, jnp.zeros(shape, logits_BV.dtype), jnp.zeros(shape, jnp.int32))
+    return jax.lax.fori_loop(0, count, take_largest, found)[1:]
 
 
 def unpacked(mask_BW: jax.Array, vocab_size: int) -> jax.Array:

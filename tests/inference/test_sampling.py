@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.inference.sampling import PROMPT_TOKEN, RowSampling, Sampling, sample, unpacked
+from megajax.inference.sampling import PROMPT_TOKEN, Logprobs, RowSampling, Sampling, sample, unpacked
 
 LOGITS = np.array([1.0, 3.0, -2.0, 2.5, 0.0, 2.9, -np.inf, 1.5], np.float32)
 NUM_DRAWS = 20_000
@@ -104,6 +104,15 @@ def test_penalties_and_bias_change_the_logits_of_their_row_alone():
 def test_masks_name_tokens_by_bits():
     mask = np.array([[0b1001, 0b10]], np.uint32)
     assert np.flatnonzero(unpacked(jnp.asarray(mask), 40)[0]).tolist() == [0, 3, 33]
+
+
+@pytest.mark.parametrize("vocab_size", [100, 7])
+def test_most_likely_tokens_are_those_of_top_k(vocab_size):
+    logits = np.random.default_rng(0).integers(-9, 9, (5, vocab_size)).astype(np.float32)  # many are equal
+    found = jax.jit(Logprobs.of)(logits, np.zeros(5, np.int32), True)
+    top, ids = jax.lax.top_k(logits, min(20, vocab_size))
+    np.testing.assert_array_equal(found.top_ids_BK, ids)
+    np.testing.assert_allclose(found.top_BK, top - jax.nn.logsumexp(logits, -1, keepdims=True), rtol=1e-6)
 
 
 def test_new_values_need_no_new_program():
