@@ -40,8 +40,8 @@ FEW_ROWS = 32
 # the device in every step, to decide whether another one follows.
 IN_GRAPHS = "xla_gpu_enable_command_buffer"
 WHOLE_LOOP = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION"
-# Whether XLA tunes kernels of Triton for products, besides those of cuBLAS. With 8-bit matrices that takes long (97 s for
-# one product of 8,192 tokens with inputs in 8 bits), and for many tokens cuBLAS wins (one H200, jaxlib 0.11.2).
+# Whether XLA tunes kernels of Triton for products, besides those of cuBLAS. With 8-bit matrices this takes long (up to
+# 97 s for a product of 8,192 tokens), and for many tokens cuBLAS wins (one H200, jaxlib 0.11.2).
 TRITON_PRODUCTS = "xla_gpu_enable_triton_gemm"
 MANY_TOKENS = 1024
 

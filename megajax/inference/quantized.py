@@ -52,11 +52,12 @@ def serving_weights(model: Model, params: dict, weights: WeightDtype, mesh: Mesh
 def restore_quantized(source: Source, model: Model, mesh: Mesh, weights: WeightDtype) -> dict:
     """The weights of a source per layer, sharded over the mesh, with matrices of layers in 8 bits.
 
-    At any time at most one matrix of one layer is on the devices in the compute dtype. Matrices that the source has in
-    this format are taken over as they are.
+    At any time at most one matrix of one layer is on the devices in the compute dtype. Levels that the source has in
+    this dtype are taken over as they are.
     """
     format = FORMATS.get(weights)
-    has_levels = source.weight_format is not None and format in (None, source.weight_format)
+    stored = source.weight_format
+    has_levels = stored is not None and (format is None or format.dtype == stored.dtype)
     abstract = model.cast_weights(model.precision.compute_dtype)
     counts = {True: 0, False: 0}
 
@@ -70,6 +71,8 @@ def restore_quantized(source: Source, model: Model, mesh: Mesh, weights: WeightD
         for number, array in zip(numbers, arrays, strict=True):
             levels = source.levels(name, number) if has_levels and record.is_quantizable else None
             if levels is not None:
+                if format is not None:
+                    levels = dataclasses.replace(levels, input_scale=None, inputs=format.inputs)
                 found.append(_put_levels(levels, of_layer, mesh))
                 continue
             found.append(_put(array, leaf.dtype, NamedSharding(mesh, weight_spec(of_layer.axes))))
@@ -79,7 +82,7 @@ def restore_quantized(source: Source, model: Model, mesh: Mesh, weights: WeightD
         return found[0] if stack is None else PerLayer(tuple(found))
 
     params = jax.tree_util.tree_map_with_path(load, abstract, model.records)
-    dtype = (format or source.weight_format).dtype
+    dtype = (format or stored).dtype
     sizes = (format_count(counts[True]), format_count(sum(counts.values())))
     logger.info("loaded %s: %s of %s parameters in %s", source, *sizes, dtype)
     if any(record.role == "matrix" and "experts" in record.axes for record in jax.tree.leaves(model.records)):

@@ -143,10 +143,19 @@ def test_explicit_dtypes_replace_that_of_the_folder(quantized_folder):
         return
     expected = meant["model.layers.1.mlp.up_proj.weight"].T
     rounded = open_model(folder, compute="float32", weights="float8").restore()["layers"]["dense"]["mlp"]["up"][1]
-    again = jax.jit(lambda w: QuantizedWeight.of(w, 1, WeightFormat("float8", "dynamic")))(expected)
+    again = jax.jit(lambda w: QuantizedWeight.of(w, 1, WeightFormat("float8", "unchanged")))(expected)
     jax.tree.map(np.testing.assert_array_equal, rounded, again)
     plain = open_model(folder, compute="float32", weights="compute").restore()["layers"]["dense"]["mlp"]["up"]
     np.testing.assert_array_equal(plain[1], expected)
+
+
+def test_levels_of_an_explicit_dtype_stay_and_inputs_are_unchanged(quantized_folder):
+    name, folder, meant = quantized_folder
+    if name not in FORMATS:
+        return
+    up = open_model(folder, compute="float32", weights=FORMATS[name][0]).restore()["layers"]["dense"]["mlp"]["up"][1]
+    assert (up.inputs, up.input_scale) == ("unchanged", None)
+    np.testing.assert_array_equal(up.matrix(), meant["model.layers.1.mlp.up_proj.weight"].T)
 
 
 def refused(folder, llama_folder, tensors, **config):

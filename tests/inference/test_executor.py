@@ -48,12 +48,13 @@ def test_few_rows_join_products_where_the_widths_of_a_device_allow_it_and_one_de
     ("inputs", "num_tokens", "only_cublas"),
     [(None, 4096, False), ("unchanged", 256, False), ("unchanged", 1024, True), ("dynamic", 64, True)],
 )
-def test_prompts_tune_no_triton_products_that_take_long(
-    inputs, num_tokens, only_cublas, make_test_mesh, monkeypatch
-):
+def test_prompts_tune_no_triton_products_that_take_long(inputs, num_tokens, only_cublas, make_test_mesh, monkeypatch):
     mesh = make_test_mesh()
     matrix = jnp.ones((32, 32))
-    params = {"norm": matrix[0], "up": QuantizedWeight.of(matrix, 1, WeightFormat("int8", inputs)) if inputs else matrix}
+    params = {
+        "norm": matrix[0],
+        "up": QuantizedWeight.of(matrix, 1, WeightFormat("int8", inputs)) if inputs else matrix,
+    }
     assert prefill_options(params, mesh, num_tokens) == {}  # on CPU
     monkeypatch.setattr(executor, "NVIDIA", mesh.devices.flat[0].device_kind)
     assert prefill_options(params, mesh, num_tokens) == ({TRITON_PRODUCTS: "False"} if only_cublas else {})
