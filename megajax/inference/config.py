@@ -27,8 +27,8 @@ class ServingConfig:
     page_dtype: PageDtype = "compute"
     """How keys and values are stored: in the compute dtype, or in 8 bits."""
     weight_dtype: WeightDtype = "auto"
-    """How matrices of layers are stored: in the compute dtype, or in 8 bits; auto: as a quantised Hugging Face folder has
-    them, else in the compute dtype."""
+    """How matrices of layers are stored: in the compute dtype, or in 8 bits; auto: as a quantised Hugging Face folder
+    has them, else in the compute dtype."""
     prefix_cache: bool = True
     """Keep pages of finished requests, and states of layers that have one, for prompts that begin the same way."""
     decode_steps: PositiveInt = 4

@@ -36,8 +36,8 @@ LARGEST_JOINED = "xla_gpu_dot_merger_threshold_mb"
 MULTIPLE = 64
 # Rows up to which it does: more were not measured.
 FEW_ROWS = 32
-# What a CUDA graph may hold: with WHILE and CONDITIONAL, all steps of a call are one. Without a graph the host waits for
-# the device in every step, to decide whether another one follows.
+# What a CUDA graph may hold: with WHILE and CONDITIONAL, all steps of a call are one. Without a graph the host waits
+# for the device in every step, to decide whether another one follows.
 IN_GRAPHS = "xla_gpu_enable_command_buffer"
 WHOLE_LOOP = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION"
 # Whether XLA tunes kernels of Triton for products, besides those of cuBLAS. With 8-bit matrices this takes long (up to
