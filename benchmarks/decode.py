@@ -7,12 +7,13 @@
 | torch | transformers, if installed, on the same GPU (benchmarks/peers/torch_decode.py) | 180, estimated |
 | ready | making weights; compiling or loading every program | 52 |
 | decode | for each batch: decoding speed, and the part of the memory bandwidth that it uses | 51 |
+| sampled | as decode, with temperature 0.8, top-k 50 and top-p 0.9 | not measured |
 | prompts | time and MFU of long prompts | 6 |
 | mix | generated tokens/s of many different requests | 11 |
 | profile | where the time of decoding goes (benchmarks/profile.py) | 4 |
 
 Each phase prints lines of JSON; --output gets all lines so far after each one. A phase that fails prints its error, and
-the next one begins. Tokens are random and the most likely one is taken, without an end of the document.
+the next one begins. Prompts are random tokens; the most likely one follows, except in `sampled`, and no document ends.
 
     --phases=torch,ready,decode,prompts,mix   the default; "ready" always runs if a phase needs the engine
     --seconds=480           no phase begins after this time, and torch gets half of it
@@ -44,7 +45,7 @@ from benchmarks import profile
 from benchmarks.command_line import run, split
 from megajax.config import override
 from megajax.devices import find_device
-from megajax.inference.benchmark import measure
+from megajax.inference.benchmark import GREEDY, measure
 from megajax.inference.engine import Engine, ServingConfig
 from megajax.inference.sampling import Sampling
 from megajax.mesh import MeshConfig, make_mesh, use_compilation_cache
@@ -78,8 +79,9 @@ def make_engine(config, serving: ServingConfig) -> tuple[Engine, dict]:
     }
 
 
-def decoding(engine: Engine, batch_size: int) -> dict:
-    return {"batch": batch_size, **dataclasses.asdict(measure(engine, batch_size, PROMPT_TOKENS, NEW_TOKENS, 3))}
+def decoding(engine: Engine, batch_size: int, sampling: Sampling = GREEDY) -> dict:
+    measured = measure(engine, batch_size, PROMPT_TOKENS, NEW_TOKENS, 3, sampling)
+    return {"batch": batch_size, **dataclasses.asdict(measured)}
 
 
 def long_prompts(engine: Engine, length: int, count: int = 8) -> dict:
@@ -246,6 +248,11 @@ def _decode(engine: Engine, options: dict[str, str]) -> Iterator[dict]:
         yield decoding(engine, batch_size)
 
 
+def _sampled(engine: Engine, options: dict[str, str]) -> Iterator[dict]:
+    for batch_size in map(int, options["batch"].split(",")):
+        yield decoding(engine, batch_size, Sampling(temperature=0.8, top_k=50, top_p=0.9))
+
+
 def _prompts(engine: Engine, options: dict[str, str]) -> Iterator[dict]:
     yield long_prompts(engine, int(options["prompt"]) - 1)
 
@@ -260,7 +267,8 @@ def _profile(engine: Engine, options: dict[str, str]) -> Iterator[dict]:
     yield {"breakdown": text.splitlines()}
 
 
-PHASES = {"torch": None, "ready": None, "decode": _decode, "prompts": _prompts, "mix": _mix, "profile": _profile}
+PHASES = {"torch": None, "ready": None, "decode": _decode, "sampled": _sampled, "prompts": _prompts, "mix": _mix,
+          "profile": _profile}  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -23,13 +23,18 @@ class Measurement:
     """Fraction of the memory bandwidth used by reading weights, keys and values once per step; None: unknown device."""
 
 
-def measure(engine: Engine, batch_size: int, prompt_tokens: int, max_tokens: int, repeats: int) -> Measurement:
-    """Random prompts of equal length, sampled greedily; one generation to compile, then the median of `repeats`.
+GREEDY = Sampling(temperature=0.0)
+
+
+def measure(
+    engine: Engine, batch_size: int, prompt_tokens: int, max_tokens: int, repeats: int, sampling: Sampling = GREEDY
+) -> Measurement:
+    """Random prompts of equal length; one generation to compile, then the median of `repeats`.
 
     Prefill lasts until every row has its first token, decoding from then on. Raises ValueError if prompt and generated
     tokens do not fit, or if the engine has fewer rows or pages than the batch needs.
     """
-    sampling = Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    sampling = dataclasses.replace(sampling, max_tokens=max_tokens, ignore_eos=True)
     sizes = engine.serving
     needed = batch_size * -(-(prompt_tokens + max_tokens) // sizes.page_size)
     if batch_size > sizes.max_rows or needed > engine.stats().num_pages:
@@ -37,11 +42,11 @@ def measure(engine: Engine, batch_size: int, prompt_tokens: int, max_tokens: int
             f"batch={batch_size} needs {batch_size} rows and {needed} pages; the engine has {sizes.max_rows} and "
             f"{engine.stats().num_pages}"
         )
-    generator = np.random.default_rng(0)
+    generator = np.random.default_rng()  # other prompts than before: those are in the prefix cache
     vocab_size = engine.model.config.vocab_size
 
     def once() -> tuple[float, float]:
-        prompts = generator.integers(0, vocab_size, (batch_size, prompt_tokens)).tolist()  # not in the prefix cache
+        prompts = generator.integers(0, vocab_size, (batch_size, prompt_tokens)).tolist()
         start = time.perf_counter()
         waiting = {engine.submit(prompt, sampling) for prompt in prompts}
         first_tokens = start
