@@ -29,7 +29,8 @@ GREEDY = Sampling(temperature=0.0)
 def measure(
     engine: Engine, batch_size: int, prompt_tokens: int, max_tokens: int, repeats: int, sampling: Sampling = GREEDY
 ) -> Measurement:
-    """Random prompts of equal length; one generation to compile, then the median of `repeats`.
+    """Random prompts of equal length; one generation to compile, then the median of `repeats`. max_tokens replaces that
+    of `sampling`; no token ends a sequence.
 
     Prefill lasts until every row has its first token, decoding from then on. Raises ValueError if prompt and generated
     tokens do not fit, or if the engine has fewer rows or pages than the batch needs.
