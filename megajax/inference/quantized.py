@@ -85,6 +85,11 @@ def restore_quantized(source: Source, model: Model, mesh: Mesh, weights: WeightD
     dtype = (format or stored).dtype
     sizes = (format_count(counts[True]), format_count(sum(counts.values())))
     logger.info("loaded %s: %s of %s parameters in %s", source, *sizes, dtype)
+    if format is None and stored.inputs != "unchanged":
+        logger.info(
+            "weight_dtype=auto: the inputs of products are rounded to %s, as the folder says; weight_dtype=%s leaves "
+            "them in %s, which decodes faster", dtype, dtype, model.precision.compute,
+        )  # fmt: skip
     if any(record.role == "matrix" and "experts" in record.axes for record in jax.tree.leaves(model.records)):
         logger.warning("weight_dtype=%s: the matrices of experts stay in %s", dtype, model.precision.compute)
     return params
