@@ -19,6 +19,7 @@ from megajax.layers.moe import MoeConfig
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
+from megajax.ops.quantized_matmul import WeightFormat
 from megajax.parameters import name_of
 from megajax.precision import PrecisionConfig
 
@@ -98,6 +99,13 @@ def test_generation_equals_full_recomputation(engine, logits):
     for prompt, new in zip(PROMPTS, engine.generate_tokens(PROMPTS, GREEDY), strict=True):
         likely = logits(engine.params, [*prompt, *new]).argmax(-1)
         assert new == likely[len(prompt) - 1 : -1].tolist()
+
+
+def test_generation_with_inputs_in_8_bits_equals_full_recomputation(run_dir, logits, monkeypatch):
+    monkeypatch.setitem(quantized.FORMATS, "float8", WeightFormat("float8", "dynamic"))
+    engine = Engine.from_run(run_dir, step=1, serving=dataclasses.replace(SERVING, weight_dtype="float8"))
+    assert engine.params["layers"]["dense"]["mlp"]["down"][0].inputs == "dynamic"
+    test_generation_equals_full_recomputation(engine, logits)
 
 
 def test_new_weights_are_quantised_and_need_no_new_program(engine, run_dir):
