@@ -41,7 +41,7 @@ FEW_ROWS = 32
 IN_GRAPHS = "xla_gpu_enable_command_buffer"
 WHOLE_LOOP = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION"
 # Whether XLA tunes kernels of Triton for products, besides those of cuBLAS. With 8-bit matrices this takes long (up to
-# 97 s for a product of 8,192 tokens), and for many tokens cuBLAS wins (one H200, jaxlib 0.11.2).
+# 97 s for a product of 8,192 tokens), and cuBLAS wins in the end (one H200, jaxlib 0.11.2).
 TRITON_PRODUCTS = "xla_gpu_enable_triton_gemm"
 MANY_TOKENS = 1024
 
@@ -213,7 +213,7 @@ class Executor:
         decodes = [(params, *batches.empty_decode(*shape), 1) for shape in batches.shapes.decode()]
         prefills = [(params, *batches.empty_prefill(*shape), False) for shape in batches.shapes.prefill()]
         is_graph = IN_GRAPHS in decode_options(self._model, self.mesh, 1)
-        how = "; each one for decoding is a CUDA graph" if is_graph else ""
+        how = ", and XLA is asked to make those for decoding CUDA graphs" if is_graph else ""
         logger.info("compiling %d programs%s", len(decodes) + len(prefills), how)
         with ThreadPoolExecutor(WARM_UP_THREADS) as threads:
             jobs = [threads.submit(self._program, self._decode, self._decode_arguments(*a)) for a in decodes]

@@ -68,8 +68,8 @@ class QuantizedWeight:
     def multiply(self, x: jax.Array, num_inputs: int = 1) -> jax.Array:
         """x [..., *K] -> [..., *N] in x's dtype; scales are applied to the product, in float32.
 
-        With unchanged inputs the levels are cast to x's dtype, in which bfloat16 holds all of them; XLA fuses the cast
-        into the product, which so reads 8 bits per weight.
+        With unchanged inputs the levels are cast to x's dtype, in which bfloat16 holds all of them; Triton's products
+        include the cast, and so read 8 bits per weight. cuBLAS reads a copy of the matrix in x's dtype.
         """
         assert num_inputs == self.values.ndim - self.scale.ndim, (num_inputs, self.values.shape, self.scale.shape)
         contracted = tuple(range(x.ndim - num_inputs, x.ndim))
