@@ -70,7 +70,7 @@ def num_parts(num_sequences: int, num_kv_heads: int, most_tokens: int, block: in
 def decode(
     q_BNH: jax.Array, pages_ZCKSH: jax.Array, table_BP: jax.Array, lengths_B: jax.Array,
     scales_ZCKS: jax.Array | None = None, *, scale: float, window: int | None = None, soft_cap: float | None = None,
-    parts: int | None = None, block: int = 64, stages: int = 3, **options
+    parts: int | None = None, block: int = 64, stages: int | None = None, **options
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """-> (out [B, N, H] in q's dtype, natural log-sum-exp of the scores [B, N] float32; 0 and -inf for length 0).
 
@@ -82,6 +82,7 @@ def decode(
     group = num_heads // kv_heads
     is_int8 = scales_ZCKS is not None
     rows = -(-group // 8) * 8
+    stages = stages or (2 if is_int8 else 3)
     ring = [_tiled((stages, block, head_dim), pages_ZCKSH.dtype)] * 2
     if is_int8:
         ring += [plgpu.SMEM((stages, 2, block), jnp.float32), _tiled((block, head_dim), q_BNH.dtype)]

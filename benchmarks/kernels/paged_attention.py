@@ -51,7 +51,7 @@ class Setting:
     is_int8: bool = False
     parts: int | None = None
     block: int = 64
-    stages: int = 3
+    stages: int | None = None
 
 
 SETTINGS = [
@@ -63,10 +63,9 @@ SETTINGS = [
     *(Setting(1, 64, parts=parts) for parts in (None, 8)),
     *(Setting(BATCH, page_size, is_int8=True) for page_size in (32, 64)),
     Setting(BATCH, 64, is_int8=True, parts=2),
-    Setting(BATCH, 64, is_int8=True, stages=4),
-    Setting(BATCH, 64, is_int8=True, block=128, stages=2),
-    Setting(8, 64, is_int8=True),
-    Setting(1, 64, is_int8=True),
+    *(Setting(BATCH, 64, is_int8=True, stages=stages) for stages in (3, 4)),
+    Setting(BATCH, 64, is_int8=True, block=128),
+    *(Setting(batch, 64, is_int8=True, stages=stages) for batch in (8, 1) for stages in (None, 3)),
 ]
 
 

@@ -83,7 +83,7 @@ def continuous(sizes, count: int) -> dict:
         try:
             model = make_model(sizes, attention)
             break
-        except ImportError as error:
+        except (ImportError, ValueError) as error:
             print(json.dumps({"attention": attention, "error": str(error)[:200]}), flush=True)
     generator = random.Random(0)
     lengths = [generator.randint(64, 1024) for _ in range(count)]
