@@ -13,10 +13,10 @@ token and kv head. Scores, sums and partial results are float32; probabilities a
 
 The limit is memory bandwidth: keys and values are read once for all G heads, 4 H bytes per token and kv head (int8: 2 H
 + 8). A ring buffer of `stages` steps is in flight, copied page by page (TMA): about 100 KB per block (bfloat16, H 128),
-two blocks per multiprocessor up to 32 heads per kv head. The tokens of a step are the rows of the tensor-core products
-(keys times queries, transposed values times probabilities) and the R heads the columns, so nothing is computed for
-heads that do not exist. int8 is converted in registers: keys are multiplied from there, values go through shared
-memory, from which a product reads them transposed.
+two blocks per multiprocessor up to 32 heads per kv head (int8: about 55 KB, four). The tokens of a step are the rows of
+the tensor-core products (keys times queries, transposed values times probabilities) and the R heads the columns, so
+nothing is computed for heads that do not exist. int8 is converted in registers: keys are multiplied from there, values
+go through shared memory, from which a product reads them transposed.
 Pages without any of the last `window` tokens are not read, and other contents of a page, including NaN, have no effect.
 Refused: see `problem`.
 """
@@ -34,6 +34,7 @@ MASKED_SCORE = -1e30  # below every score; not -inf, so that a part without toke
 LOG2E = math.log2(math.e)
 MAX_HEADS = 64  # per kv head
 SLOTS = 132 * 2  # target number of concurrent blocks on an H100: two per multiprocessor saturate its memory
+INT8_SLOTS = 132 * 4  # the same for int8, which also has to be converted
 MAX_PART_TOKENS = 4096  # so that the GPU does not wait long for one long sequence among short ones
 
 
@@ -55,13 +56,14 @@ def problem(
     return ""
 
 
-def num_parts(num_sequences: int, num_kv_heads: int, most_tokens: int, block: int = 64) -> int:
+def num_parts(num_sequences: int, num_kv_heads: int, most_tokens: int, is_int8: bool = False, block: int = 64) -> int:
     """Number of parts for sequences of up to most_tokens: fills the GPU with blocks; each part adds 1 % overhead."""
+    slots = INT8_SLOTS if is_int8 else SLOTS
     least = -(-most_tokens // MAX_PART_TOKENS)
     most = max(least, min(most_tokens // (2 * block), 64))
 
     def cost(parts: int) -> float:
-        waves = -(-num_sequences * num_kv_heads * parts // SLOTS)
+        waves = -(-num_sequences * num_kv_heads * parts // slots)
         return waves * (1 / parts + 0.01)
 
     return min(range(max(least, 1), max(most, 1) + 1), key=cost)
@@ -88,7 +90,7 @@ def decode(
         ring += [plgpu.SMEM((stages, 2, block), jnp.float32), _tiled((block, head_dim), q_BNH.dtype)]
     own = [_tiled((rows, head_dim), q_BNH.dtype), _tiled((rows, block), q_BNH.dtype)]
     most_tokens = table_BP.shape[1] * page_size
-    parts = parts or num_parts(batch, kv_heads, min(most_tokens, window or most_tokens), block)
+    parts = parts or num_parts(batch, kv_heads, min(most_tokens, window or most_tokens), is_int8, block)
     q_BKRH = jnp.pad(q_BNH.reshape(batch, kv_heads, group, head_dim), ((0, 0), (0, 0), (0, rows - group), (0, 0)))
     body = functools.partial(
         _body, page_size=page_size, scale=scale, window=window, soft_cap=soft_cap, parts=parts, block=block,

@@ -62,10 +62,12 @@ SETTINGS = [
     *(Setting(8, 64, parts=parts) for parts in (None, 8)),
     *(Setting(1, 64, parts=parts) for parts in (None, 8)),
     *(Setting(BATCH, page_size, is_int8=True) for page_size in (32, 64)),
-    Setting(BATCH, 64, is_int8=True, parts=2),
+    *(Setting(BATCH, 64, is_int8=True, parts=parts) for parts in (1, 4)),
     *(Setting(BATCH, 64, is_int8=True, stages=stages) for stages in (3, 4)),
     Setting(BATCH, 64, is_int8=True, block=128),
-    *(Setting(batch, 64, is_int8=True, stages=stages) for batch in (8, 1) for stages in (None, 3)),
+    Setting(8, 64, is_int8=True),
+    Setting(8, 64, is_int8=True, parts=4),
+    Setting(1, 64, is_int8=True),
 ]
 
 
@@ -158,7 +160,7 @@ def measure(setting: Setting, pages: jax.Array, scales: jax.Array | None) -> dic
 
     seconds = seconds_of(all_rounds, q, pages, tables, lengths, scales) / rounds
     num_bytes = 2 * setting.batch * TOKENS * KV_HEADS * (HEAD_DIM + 4 if setting.is_int8 else 2 * HEAD_DIM)
-    parts = setting.parts or num_parts(setting.batch, KV_HEADS, TOKENS, setting.block)
+    parts = setting.parts or num_parts(setting.batch, KV_HEADS, TOKENS, setting.is_int8, setting.block)
     row = dataclasses.asdict(setting) | dict(parts=parts, microseconds=1e6 * seconds)
     return row | dict(gigabytes_per_second=num_bytes / seconds / 1e9)
 

@@ -173,13 +173,15 @@ def test_kernel_says_why_it_refuses(heads, head_dim, page_size, dtypes, reason):
     assert kernel.problem(*heads, head_dim, page_size, *map(jnp.dtype, dtypes)) == reason
 
 
-@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize(
+    "block, is_int8, slots", [(64, False, kernel.SLOTS), (128, False, kernel.SLOTS), (64, True, kernel.INT8_SLOTS)]
+)
 @pytest.mark.parametrize("batch", [1, 2, 8, 32, 33, 40, 64, 300])
-def test_parts_fill_the_gpu(batch, block):
-    parts = kernel.num_parts(batch, 8, 4096, block)
+def test_parts_fill_the_gpu(batch, block, is_int8, slots):
+    parts = kernel.num_parts(batch, 8, 4096, is_int8, block)
     blocks = batch * 8 * parts
-    full = blocks / (-(-blocks // kernel.SLOTS) * kernel.SLOTS) > 0.9
-    assert full or (blocks < kernel.SLOTS and 4096 / parts == 2 * block)
+    full = blocks / (-(-blocks // slots) * slots) > 0.9
+    assert full or (blocks < slots and 4096 / parts == 2 * block)
     assert 4096 / parts >= 2 * block
 
 
