@@ -7,7 +7,7 @@
 | torch | transformers, if installed, on the same GPU (benchmarks/peers/torch_decode.py) | 180, estimated |
 | ready | making weights; compiling or loading every program | 52 |
 | decode | for each batch: decoding speed, and the part of the memory bandwidth that it uses | 51 |
-| sampled | as decode, with temperature 0.8, top-k 50 and top-p 0.9 | not measured |
+| sampled | as decode, with temperature 0.8, top-k 50 and top-p 0.9 | 45, on one H200 |
 | prompts | time and MFU of long prompts | 6 |
 | mix | generated tokens/s of many different requests | 11 |
 | profile | where the time of decoding goes (benchmarks/profile.py) | 4 |

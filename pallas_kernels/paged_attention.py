@@ -35,6 +35,8 @@ LOG2E = math.log2(math.e)
 MAX_HEADS = 64  # per kv head
 SLOTS = 132 * 2  # target number of concurrent blocks on an H100: two per multiprocessor saturate its memory
 INT8_SLOTS = 132 * 4  # the same for int8, which also has to be converted
+STAGES = 3
+INT8_STAGES = 2  # so that four blocks fit on a multiprocessor
 MAX_PART_TOKENS = 4096  # so that the GPU does not wait long for one long sequence among short ones
 
 
@@ -84,7 +86,7 @@ def decode(
     group = num_heads // kv_heads
     is_int8 = scales_ZCKS is not None
     rows = -(-group // 8) * 8
-    stages = stages or (2 if is_int8 else 3)
+    stages = stages or (INT8_STAGES if is_int8 else STAGES)
     ring = [_tiled((stages, block, head_dim), pages_ZCKSH.dtype)] * 2
     if is_int8:
         ring += [plgpu.SMEM((stages, 2, block), jnp.float32), _tiled((block, head_dim), q_BNH.dtype)]

@@ -14,7 +14,7 @@ import numpy as np
 
 MAX_LOGPROBS = 20
 PROMPT_TOKEN = 1 << 30  # bit of a count: the token occurs in the prompt
-DIGIT_BITS = 4  # of the numbers that a search finds; divides 32
+DIGIT_BITS = 2  # of the numbers that a search finds; divides 32
 
 
 @dataclasses.dataclass(frozen=True)
