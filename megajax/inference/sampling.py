@@ -14,7 +14,7 @@ import numpy as np
 
 MAX_LOGPROBS = 20
 PROMPT_TOKEN = 1 << 30  # bit of a count: the token occurs in the prompt
-DIGIT_BITS = 2  # of the numbers that a search finds; divides 32
+DIGIT_BITS = 2  # of a threshold, found per pass over the vocabulary; divides 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,7 +262,8 @@ def _largest(holds: Callable[[jax.Array], jax.Array], smallest_B: jax.Array, num
 
     def find_digit(number, found_B):
         unit = 1 << DIGIT_BITS * (num_digits - 1 - number)
-        digit_B = jnp.sum(holds(found_B[:, None] + digit_D * unit), -1, dtype=jnp.int32)
+        candidate_BD = found_B[:, None] + digit_D * unit  # a product that overflows wraps, and so does the sum
+        digit_B = jnp.sum(holds(candidate_BD), -1, dtype=jnp.int32)
         return found_B + digit_B * unit
 
     return jax.lax.fori_loop(0, num_digits, find_digit, smallest_B)
