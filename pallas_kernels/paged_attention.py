@@ -35,8 +35,6 @@ LOG2E = math.log2(math.e)
 MAX_HEADS = 64  # per kv head
 SLOTS = 132 * 2  # target number of concurrent blocks on an H100: two per multiprocessor saturate its memory
 INT8_SLOTS = 132 * 4  # the same for int8, which also has to be converted
-STAGES = 3
-INT8_STAGES = 2  # so that four blocks fit on a multiprocessor
 MAX_PART_TOKENS = 4096  # so that the GPU does not wait long for one long sequence among short ones
 
 
@@ -71,6 +69,11 @@ def num_parts(num_sequences: int, num_kv_heads: int, most_tokens: int, is_int8: 
     return min(range(max(least, 1), max(most, 1) + 1), key=cost)
 
 
+def num_stages(is_int8: bool) -> int:
+    """Number of steps in flight. Two of int8, so that INT8_SLOTS blocks fit."""
+    return 2 if is_int8 else 3
+
+
 def decode(
     q_BNH: jax.Array, pages_ZCKSH: jax.Array, table_BP: jax.Array, lengths_B: jax.Array,
     scales_ZCKS: jax.Array | None = None, *, scale: float, window: int | None = None, soft_cap: float | None = None,
@@ -79,14 +82,15 @@ def decode(
     """-> (out [B, N, H] in q's dtype, natural log-sum-exp of the scores [B, N] float32; 0 and -inf for length 0).
 
     table: int32, page of tokens 0..S-1, S..2S-1, ...; any value for pages that are not read. lengths: int32, up to P S.
-    scales: of int8 pages, float32. parts: None: from `num_parts`. options: of plgpu.kernel.
+    scales: of int8 pages, float32. parts, stages: None: from `num_parts` and `num_stages`. options: of
+    plgpu.kernel.
     """
     batch, num_heads, head_dim = q_BNH.shape
     num_pages, _, kv_heads, page_size = pages_ZCKSH.shape[:4]
     group = num_heads // kv_heads
     is_int8 = scales_ZCKS is not None
     rows = -(-group // 8) * 8
-    stages = stages or (INT8_STAGES if is_int8 else STAGES)
+    stages = stages or num_stages(is_int8)
     ring = [_tiled((stages, block, head_dim), pages_ZCKSH.dtype)] * 2
     if is_int8:
         ring += [plgpu.SMEM((stages, 2, block), jnp.float32), _tiled((block, head_dim), q_BNH.dtype)]

@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.command_line import run, split
 from megajax import compat
 from megajax.ops.paged_attention import quantise, reference_paged_attention
-from pallas_kernels.paged_attention import INT8_STAGES, STAGES, decode, num_parts
+from pallas_kernels.paged_attention import decode, num_parts, num_stages
 
 NUM_HEADS = 32
 KV_HEADS = 8
@@ -161,7 +161,7 @@ def measure(setting: Setting, pages: jax.Array, scales: jax.Array | None) -> dic
     seconds = seconds_of(all_rounds, q, pages, tables, lengths, scales) / rounds
     num_bytes = 2 * setting.batch * TOKENS * KV_HEADS * (HEAD_DIM + 4 if setting.is_int8 else 2 * HEAD_DIM)
     parts = setting.parts or num_parts(setting.batch, KV_HEADS, TOKENS, setting.is_int8, setting.block)
-    stages = setting.stages or (INT8_STAGES if setting.is_int8 else STAGES)
+    stages = setting.stages or num_stages(setting.is_int8)
     row = dataclasses.asdict(setting) | dict(parts=parts, stages=stages, microseconds=1e6 * seconds)
     return row | dict(gigabytes_per_second=num_bytes / seconds / 1e9)
 

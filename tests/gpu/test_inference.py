@@ -126,7 +126,7 @@ def test_loop_in_a_graph_gives_the_tokens_that_it_gives_without(name, monkeypatc
 
 
 def test_the_host_does_not_wait_for_many_rows():
-    """For so many rows, and a large vocabulary, XLA would sort with a kernel that no graph holds."""
+    """If XLA sorted a large vocabulary for that many rows, it would use a kernel that a CUDA graph cannot hold."""
     rows, steps = 32, 64
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     model = Model(dataclasses.replace(CONFIG, vocab_size=128_256))
