@@ -9,7 +9,12 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-if "gpu" not in sys.argv:
+# The workers of `pytest -n` inherit the environment.
+if "PYTEST_XDIST_WORKER" not in os.environ and "gpu" in sys.argv:
+    # Compiling takes the time here too: XLA takes the first kernel that it knows for a product, instead of the fastest.
+    os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # several workers share a GPU
+elif "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_PLATFORMS"] = "cpu"
     # Compiling is what tests spend their time on: the code need not be fast.
     flags = [
@@ -21,9 +26,8 @@ if "gpu" not in sys.argv:
         flags.append("--xla_cpu_use_fusion_emitters=false")
     os.environ["XLA_FLAGS"] = " ".join(flags)
     # And what one test has compiled, another one or its processes need not compile again; a later session does.
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        programs = tempfile.TemporaryDirectory(prefix="megajax-programs-")
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = programs.name
+    programs = tempfile.TemporaryDirectory(prefix="megajax-programs-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = programs.name
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 

@@ -111,8 +111,9 @@ def check(case):
     with jax.default_matmul_precision("highest"):
         wanted = value_and_gradients(truth, *(a.astype(jnp.float32) for a in (q, k, v, d_out)))
     errors = [error(got, want) for got, want in zip(by("pallas"), wanted, strict=True)]
-    # Two roundings to 8 bits (probabilities, result) of 0.9 * 2^-9 each in the mean square, a little more backward.
-    assert np.max(errors) < 2**-8, errors  # np.max, as max hides NaN
+    # Two roundings to 8 bits (probabilities, result) of 0.9 * 2^-9 each in the mean square, a little more backward. Of
+    # few tokens most gradients are zero, and those that are left may have roundings of up to 2^-8 each.
+    assert np.max(errors) < (2**-8 if T >= 32 else 2**-7), errors  # np.max, as max hides NaN
     if soft_cap is None and causal and H <= 128:
         cudnn = [error(got, want) for got, want in zip(by("cudnn"), wanted, strict=True)]
         assert all(ours < 1.2 * theirs for ours, theirs in zip(errors, cudnn, strict=True)), (errors, cudnn)
