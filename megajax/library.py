@@ -22,13 +22,12 @@ from megajax.checkpoint.steps import find_step
 from megajax.config import Config, override
 from megajax.data.datasets import Datasets
 from megajax.inference.engine import Engine
-from megajax.inference.load import serving_params
 from megajax.inference.sampling import Sampling
+from megajax.inference.weights import restore_weights
 from megajax.mesh import make_mesh
 from megajax.models.model import Model
 from megajax.planning.memory import memory_per_device
 from megajax.planning.plan import USABLE_MEMORY, plan_device, plan_rows
-from megajax.sharding import with_shardings
 from megajax.sources import SavedStep
 from megajax.training.batch_schedule import Batch, BatchSchedule
 from megajax.training.batches import BatchPlacer
@@ -180,8 +179,7 @@ class Run:
         if state is None:
             source = SavedStep(self.config.run_dir)
             tokenizer = source.tokenizer()
-            target = with_shardings(serving_params(self.model), self.model.shardings(self.mesh))
-            weights = source.restore_params(target, self.model.layer_rows)
+            weights = restore_weights(source, self.model, self.mesh, "auto")
             start_ids = getattr(tokenizer, "start_ids", ()) if source.is_foreign else ()
         else:
             tokenizer = self.datasets.tokenizer

@@ -1,12 +1,11 @@
 """Where weights come from: a step of a run, or a Hugging Face folder."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
 from megajax.checkpoint.checkpointer import Checkpointer
-from megajax.checkpoint.layout import Rows, stack_of
-from megajax.checkpoint.piecewise import PiecewiseArray, StoredParams
+from megajax.checkpoint.layout import Rows
+from megajax.checkpoint.piecewise import StoredParameter, StoredParams
 from megajax.checkpoint.steps import find_step, read_meta
 from megajax.config import Config
 from megajax.data.tokenizers.tokenizer import Tokenizer, load_saved_tokenizer, read_json
@@ -24,8 +23,8 @@ class Source(Protocol):
         """The weights with the dtypes and shardings of the abstract arrays. layer_rows: layer number of each of their
         rows."""
 
-    def open(self, name: str, layer_rows: Rows) -> Iterator[PiecewiseArray]:
-        """A parameter, or that of each of the layers in layer_rows that have it, to be read in parts."""
+    def open(self, name: str, layer_rows: Rows) -> StoredParameter:
+        """A parameter, to be read layer by layer. Raises ValueError if it cannot be read."""
 
     @property
     def weight_format(self) -> WeightFormat | None:
@@ -56,12 +55,8 @@ class SavedStep:
         with Checkpointer(self.run_dir, None) as checkpointer:
             return checkpointer.restore_params(self.step, abstract, layer_rows)
 
-    def open(self, name: str, layer_rows: Rows) -> Iterator[PiecewiseArray]:
-        stored = StoredParams(self.run_dir, self.step, layer_rows)
-        array = stored.open(name)
-        stack = stack_of(name, layer_rows)
-        for number in [None] if stack is None else layer_rows[stack].tolist():
-            yield array.at(stored.row_of(name, number))
+    def open(self, name: str, layer_rows: Rows) -> StoredParameter:
+        return StoredParams(self.run_dir, self.step, layer_rows).parts(name)
 
     weight_format = None
 

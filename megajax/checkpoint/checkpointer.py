@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from megajax.checkpoint.config import CheckpointConfig, Kept
-from megajax.checkpoint.layout import Rows, saved_rows, stored_form, wanted_form
+from megajax.checkpoint.layout import Rows, of_layers, saved_rows, stored_form, wanted_form
 from megajax.checkpoint.local import LocalSnapshots, run_folder
 from megajax.checkpoint.steps import read_meta
 from megajax.checkpoint.verify import as_stored, differing, digests, on_all_processes, sealed
@@ -168,6 +169,7 @@ class Checkpointer:
             return
         self._kept.evaluated(step, meta)
         items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
+        items["params"] = ocp.args.StandardSave(trees["params"], _by_layer(trees["params"], meta.get("layer_rows", {})))
         items["meta"] = ocp.args.JsonSave(_sealed(trees, meta))
         self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
@@ -351,6 +353,15 @@ def _has_times(path: Path) -> bool:
 
 def _sealed(trees: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
     return sealed(meta | {"digests": {name: digests(tree) for name, tree in trees.items()}})
+
+
+def _by_layer(tree, rows: Rows):
+    """How the arrays are written: those of layers with a chunk for each layer, so that each can be read on its own."""
+
+    def of_array(array, stack: str | None) -> ocp.SaveArgs:
+        return ocp.SaveArgs() if stack is None else ocp.SaveArgs(shard_axes=tuple(range(np.ndim(rows[stack]))))
+
+    return of_layers(of_array, tree, rows)
 
 
 def _cast(array: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:

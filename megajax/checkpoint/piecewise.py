@@ -1,6 +1,7 @@
 """Steps that are written and read piece by piece: a model need not fit into memory."""
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import math
@@ -122,6 +123,16 @@ def write(run_dir: str | Path, step: int, params: dict, meta: dict[str, Any]) ->
 # ----------------------------------------------------------------------------- reading
 
 
+@dataclasses.dataclass(frozen=True)
+class StoredParameter:
+    """A parameter where it is stored, in the order in which it is stored. Nothing of it is verified yet."""
+
+    parts: list[tuple[int | None, PiecewiseArray]]
+    """(number of a layer, its array), -1 for rows of padding; or a single (None, array) outside the layers."""
+    digest: list[int] | None
+    """Of all parts together, the sum of the digests of each from its position; None: it was not recorded."""
+
+
 class StoredParams:
     """The parameters of a step, read where they are wanted."""
 
@@ -139,16 +150,24 @@ class StoredParams:
 
     def open(self, name: str) -> PiecewiseArray:
         """An array as it is stored, after it was verified. Raises ValueError if it is not what was saved."""
-        try:
+        with self._naming(name):
             found = self._open(name)
             wanted = self._digests.get(name)
             is_whole = wanted is None or found.digest(weighted_sum if isinstance(wanted, int) else digest) == wanted
-        except (ValueError, OSError) as error:
-            problem = str(error).strip().splitlines()[0]
-            raise ValueError(f"{self._folder} cannot be read ({name}: {problem}); use another step") from error
         if not is_whole:
             raise ValueError(f"{self._folder} is damaged: {name} is not what was saved; use another step")
         return found
+
+    def parts(self, name: str) -> StoredParameter:
+        """Raises ValueError if it cannot be read."""
+        with self._naming(name):
+            array = self._open(name)
+        stack = stack_of(name, self._rows)
+        if stack is None:
+            return StoredParameter([(None, array)], self._digests.get(name))
+        rows = self._rows[stack]
+        places = np.ndindex(rows.shape)
+        return StoredParameter([(int(rows[place]), array.at(place)) for place in places], self._digests.get(name))
 
     def row_of(self, name: str, layer: int | None) -> tuple[int, ...]:
         """Where a layer is in an array."""
@@ -157,13 +176,23 @@ class StoredParams:
         (row,) = np.argwhere(self._rows[stack_of(name, self._rows)] == layer)
         return tuple(row.tolist())
 
+    @contextlib.contextmanager
+    def _naming(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, OSError) as error:
+            problem = str(error).strip().splitlines()[0]
+            raise ValueError(f"{self._folder} cannot be read ({name}: {problem}); use another step") from error
+
     def _open(self, name: str) -> PiecewiseArray:
         kvstore = {"driver": "ocdbt", "base": f"file://{self._folder / 'params'}/", "path": f"{name}/"}
         spec = {"driver": "auto", "kvstore": kvstore}
         store = tensorstore.open(spec, read=True).result()
         dtype = store.dtype.numpy_dtype
-        # Several pieces of a chunk are read one after the other: it is decoded once.
-        nbytes = math.prod(store.chunk_layout.read_chunk.shape) * dtype.itemsize
+        # Several pieces of a chunk are read one after the other, and so are rows in the same chunks: these are decoded
+        # once. Checkpoints have a chunk for each layer, unless they are from before that.
+        chunk_rows = store.chunk_layout.read_chunk.shape[:1]
+        nbytes = math.prod((*chunk_rows, *store.shape[1:])) * dtype.itemsize
         context = tensorstore.Context({"cache_pool": {"total_bytes_limit": nbytes}})
         store = tensorstore.open(spec, read=True, context=context).result()
         return PiecewiseArray(tuple(store.shape), dtype, lambda index: store[index].read().result())

@@ -90,7 +90,6 @@ class TextModel:
             self._engine.params = {}
         self.scorer.params = self._opened.restore()
         if has_engine:
-            self.scorer.params = self._opened.model.per_layer(self.scorer.params)
             self._engine.use(self.scorer.params)
 
     # ------------------------------------------------------------------ tokens
@@ -185,7 +184,6 @@ class TextModel:
     @functools.cached_property
     def _engine(self) -> Engine:
         scorer = self.scorer
-        scorer.params = scorer.model.per_layer(scorer.params)  # the form of the engine: both use the same arrays
         serving = ServingConfig(max_length=self.max_length)
         return Engine(scorer.model, scorer.params, scorer.mesh, self.tokenizer, serving=serving)
 

@@ -3,7 +3,7 @@
 import functools
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from megajax.checkpoint.layout import Rows, of_layers, stack_of
-from megajax.checkpoint.piecewise import PiecewiseArray, pieces
+from megajax.checkpoint.piecewise import PiecewiseArray, StoredParameter, pieces
 from megajax.config import Config
 from megajax.data.config import DataConfig
 from megajax.data.tokenizers.tokenizer import MERGES, VOCABULARY, Tokenizer, load_tokenizer, read_json
@@ -97,16 +97,15 @@ class Folder:
 
         return _with_rows(load, abstract, layer_rows)
 
-    def open(self, name: str, layer_rows: Rows) -> Iterator[PiecewiseArray]:
-        """A parameter, or that of each layer that has it, to be read in parts."""
+    def open(self, name: str, layer_rows: Rows) -> StoredParameter:
+        """A parameter, to be read layer by layer, in the dtype of the folder; of a quantised folder in float32."""
         stack = stack_of(name, layer_rows)
-        for layer in [None] if stack is None else layer_rows[stack].tolist():
-            yield self._of_layer(name, layer)
+        layers = [None] if stack is None else layer_rows[stack].tolist()
+        return StoredParameter([(layer, self._of_layer(name, layer)) for layer in layers], None)
 
     def _of_layer(self, name: str, layer: int | None) -> PiecewiseArray:
-        """In float32, which has the values of every format exactly."""
         shape = self.map.shapes[name]
-        dtype = np.dtype(np.float32)
+        dtype = np.dtype(np.float32) if self._files.num_quantized else self.dtype(name)
         if layer is None:
             return PiecewiseArray(shape, dtype, lambda index: self.read(name, None, index, dtype))
         number = np.array([layer])

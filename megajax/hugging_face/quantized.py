@@ -164,10 +164,12 @@ class DequantizedFiles:
         """A view of the mapped file; of a quantised matrix float32 in memory, until the next one is read."""
         if name not in self._scales:
             return self._files[name]
-        if self._latest is None or self._latest[0] != name:
+        latest = self._latest  # several threads may read
+        if latest is None or latest[0] != name:
             self._latest = None
-            self._latest = (name, self._dequantized(name))
-        return self._latest[1]
+            latest = (name, self._dequantized(name))
+            self._latest = latest
+        return latest[1]
 
     def _dequantized(self, name: str) -> np.ndarray:
         levels = self._files[name]

@@ -22,7 +22,7 @@ from megajax.inference.config import ServingConfig
 from megajax.inference.draft import DraftModel, check_same_tokens
 from megajax.inference.executor import Executor
 from megajax.inference.grammar import Grammars
-from megajax.inference.load import open_model
+from megajax.inference.load import OpenedModel, open_model
 from megajax.inference.memory import (
     bytes_per_page,
     has_states,
@@ -33,7 +33,6 @@ from megajax.inference.memory import (
 )
 from megajax.inference.pages import KeptStates, PagePool
 from megajax.inference.programs import Drawn
-from megajax.inference.quantized import serving_weights
 from megajax.inference.results import Output, Results
 from megajax.inference.sampling import PROMPT_TOKEN, Logprobs, Sampling
 from megajax.inference.scheduler import (
@@ -47,6 +46,7 @@ from megajax.inference.scheduler import (
     guessed_before,
     look_up,
 )
+from megajax.inference.weights import serving_weights
 from megajax.mesh import MeshConfig
 from megajax.models.model import Model
 
@@ -185,14 +185,29 @@ class Engine:
         ValueError for parameters that are quantised in another way.
         """
         new = serving_weights(self.model, params, self.serving.weight_dtype, self.mesh)
-        if getattr(self, "params", None) and _formats(new) != _formats(self.params):
+        if getattr(self, "params", None):
+            self.check_formats(new)
+        self.params = new
+        if hasattr(self, "scheduler"):
+            self.scheduler.forget()
+
+    def check_formats(self, params: dict) -> None:
+        """Raises ValueError for parameters, or abstract ones, that are quantised in another way than those in use."""
+        if _formats(params) != _formats(self.params):
             raise ValueError(
                 f"weight_dtype={self.serving.weight_dtype}: the new parameters are quantised in another way than those "
                 "that the engine was made with; make a new engine"
             )
-        self.params = new
-        if hasattr(self, "scheduler"):
-            self.scheduler.forget()
+
+    def load(self, opened: OpenedModel) -> None:
+        """Like `use`, with the weights of `opened`, which has the model and the mesh of this engine.
+
+        They take the place of those in use array by array, so both are never in memory together. Call `opened.check`
+        and `check_formats` first: if reading fails here, the engine has no weights left.
+        """
+        old = self.params
+        self.params = {}
+        self.use(opened.restore(replaced=old))
 
     @staticmethod
     def from_run(
@@ -214,13 +229,12 @@ class Engine:
         serving.check()
         opened = open_model(run_dir, mesh, step, weights=serving.weight_dtype, devices=devices)
         opened.model.config.check_generates()
-        # Split here, so that the stacked arrays are gone before the memory for pages is counted.
-        params = opened.model.per_layer(opened.restore())
+        params = opened.restore()
         draft = None
         if draft_run is not None:
             small = open_model(draft_run, mesh, devices=devices)
             check_same_tokens(draft_run, small.tokenizer, opened.tokenizer)
-            draft = (small.model, small.model.per_layer(small.restore()))
+            draft = (small.model, small.restore())
         parts = (opened.model, params, opened.mesh, opened.tokenizer)
         return Engine(*parts, start_ids=opened.start_ids, serving=serving, draft=draft)
 

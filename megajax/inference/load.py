@@ -1,7 +1,6 @@
 """Opens a model for inference: a step of a run, or a Hugging Face folder, on a mesh."""
 
 import dataclasses
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -11,13 +10,10 @@ from jax.sharding import Mesh
 
 from megajax.data.tokenizers.tokenizer import Tokenizer
 from megajax.inference.config import WeightDtype
-from megajax.inference.quantized import FORMATS, restore_quantized
+from megajax.inference.weights import check_weights, restore_weights
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.model import Model
-from megajax.sharding import with_shardings
 from megajax.sources import Source, open_source
-
-logger = logging.getLogger("megajax")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,14 +29,15 @@ class OpenedModel:
     weights: WeightDtype = "auto"
     """How `restore` returns them."""
 
-    def restore(self) -> dict:
-        """The weights, sharded over the mesh: with the dtypes of `serving_params`, or as QuantizedWeights."""
-        if self.weights in FORMATS or (self.weights == "auto" and self.source.weight_format is not None):
-            return restore_quantized(self.source, self.model, self.mesh, self.weights)
-        target = with_shardings(serving_params(self.model), self.model.shardings(self.mesh))
-        params = self.source.restore_params(target, self.model.layer_rows)
-        logger.info("loaded %s", self.source)
-        return params
+    def restore(self, replaced: dict | None = None) -> dict:
+        """The weights, an array per layer, sharded over the mesh: matrices in the compute dtype, to which layers cast
+        them anyway, or as QuantizedWeights. replaced: see `restore_weights`."""
+        return restore_weights(self.source, self.model, self.mesh, self.weights, replaced)
+
+    def check(self) -> dict:
+        """Reads all weights and keeps none -> abstract arrays like the result of `restore`. Raises ValueError if they
+        are damaged or not finite."""
+        return check_weights(self.source, self.model, self.mesh, self.weights)
 
 
 def open_model(
@@ -77,11 +74,3 @@ def open_model(
     model = Model(config.model, config.precision.for_inference.with_compute(compute), config.execution)
     start_ids = getattr(tokenizer, "start_ids", ()) if source.is_foreign else ()
     return OpenedModel(source, model, device_mesh, tokenizer, tuple(start_ids), weights)
-
-
-def serving_params(model: Model):
-    """Abstract weights for inference: matrices in the compute dtype, all else as stored.
-
-    Layers cast their matrices to the compute dtype anyway, so results are the same, and a token reads half the memory.
-    """
-    return model.cast_weights(model.precision.compute_dtype)

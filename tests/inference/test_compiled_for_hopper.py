@@ -12,9 +12,8 @@ from benchmarks.hlo import Program
 from megajax.inference import programs
 from megajax.inference.batches import Batches, Shapes
 from megajax.inference.executor import LARGEST_JOINED, decode_options
-from megajax.inference.load import serving_params
 from megajax.inference.programs import Rows
-from megajax.inference.quantized import FORMATS
+from megajax.inference.weights import FORMATS
 from megajax.layers.kv_cache import PoolSizes
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig
@@ -55,7 +54,7 @@ def check(mlp_dim, *names):
     ))
     vocab_size = model.config.vocab_size
     batches = Batches(sizes, shapes, vocab_size)
-    params = abstract(jax.tree.map(split, serving_params(model), model.records))
+    params = abstract(jax.tree.map(split, model.cast_weights(model.precision.compute_dtype), model.records))
     caches = abstract(jax.eval_shape(functools.partial(model.config.new_pages, sizes, model.execution)))
     rows = abstract(jax.eval_shape(functools.partial(Rows.zeros, sizes.num_rows, vocab_size)))
     pool_bytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(caches))

@@ -9,11 +9,11 @@ import pytest
 
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.config import Config
-from megajax.inference import quantized
+from megajax.inference import weights
 from megajax.inference.engine import Engine, ServingConfig
 from megajax.inference.load import open_model
-from megajax.inference.quantized import serving_weights
 from megajax.inference.sampling import Sampling
+from megajax.inference.weights import serving_weights
 from megajax.layers.latent_attention import LatentConfig
 from megajax.layers.moe import MoeConfig
 from megajax.mesh import MeshConfig, make_mesh
@@ -102,7 +102,7 @@ def test_generation_equals_full_recomputation(engine, logits):
 
 
 def test_generation_with_inputs_in_8_bits_equals_full_recomputation(run_dir, logits, monkeypatch):
-    monkeypatch.setitem(quantized.FORMATS, "float8", WeightFormat("float8", "dynamic"))
+    monkeypatch.setitem(weights.FORMATS, "float8", WeightFormat("float8", "dynamic"))
     engine = Engine.from_run(run_dir, step=1, serving=dataclasses.replace(SERVING, weight_dtype="float8"))
     assert engine.params["layers"]["dense"]["mlp"]["down"][0].inputs == "dynamic"
     test_generation_equals_full_recomputation(engine, logits)
@@ -130,26 +130,6 @@ def test_any_mesh_quantises_to_the_same_numbers(engine, run_dir):
     down = params["layers"]["dense"]["mlp"]["down"][0].values
     assert down.shape == (32, 64) and down.sharding.shard_shape(down.shape) == (16, 32)
     jax.tree.map(np.testing.assert_array_equal, params, engine.params)
-
-
-def test_one_matrix_at_a_time_is_loaded_in_the_compute_dtype(run_dir, monkeypatch):
-    original = quantized._quantized
-    opened = open_model(run_dir, weights="int8")
-    before = sum(a.nbytes for a in jax.live_arrays())
-    peaks = []
-
-    def counted(*arguments):
-        found = original(*arguments)
-        peaks.append(sum(a.nbytes for a in jax.live_arrays()) - before)
-        return found
-
-    monkeypatch.setattr(quantized, "_quantized", counted)
-    params = opened.restore()
-    final = sum(a.nbytes for a in jax.tree.leaves(params))
-    largest = 4 * 32 * 64
-    assert len(peaks) == 2 * 7 and max(peaks) < final + largest
-    whole = sum(a.size * 4 for a in jax.tree.leaves(opened.model.abstract_weights))
-    assert final + largest < 0.62 * whole  # embedding and head stay in float32
 
 
 def test_experts_latents_and_what_is_outside_layers_stay():

@@ -24,6 +24,7 @@ import pytest
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
+from megajax.checkpoint.piecewise import PiecewiseArray, StoredParameter
 from megajax.cli import serving as command
 from megajax.data.tokenizers.chat_template import CHATML, ChatTemplate
 from megajax.data.tokenizers.tokenizer import BytesTokenizer, NullTokenizer
@@ -39,6 +40,7 @@ from megajax.inference.traffic import Load, ServerTarget, Workload, measure, tab
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
+from megajax.parameters import name_of
 from megajax.plot import save
 from megajax.precision import PrecisionConfig
 
@@ -353,10 +355,18 @@ def test_other_parameters_are_loaded_without_a_restart(url, engine, offline, mon
         def __init__(self, seed, step):
             self.seed = int(seed)
             self.config = SimpleNamespace(model=MODEL if self.seed < 9 else dataclasses.replace(MODEL, num_layers=3))
+            params = jax.tree_util.tree_leaves_with_path(random_params(engine.model, self.seed))
+            self.params = {name_of(path): array if self.seed != 8 else array * np.nan for path, array in params}
 
-        def restore_params(self, target, layer_rows):
-            params = random_params(engine.model, self.seed)
-            return jax.tree.map(lambda a, like: jax.device_put(a, like.sharding), params, target)
+        def __str__(self):
+            return f"seed {self.seed}"
+
+        def open(self, name, layer_rows):
+            array = self.params[name]
+            if not name.startswith("layers."):
+                return StoredParameter([(None, PiecewiseArray(array.shape, array.dtype, array.__getitem__))], None)
+            rows = [PiecewiseArray(row.shape, row.dtype, row.__getitem__) for row in array]
+            return StoredParameter(list(enumerate(rows)), None)
 
     monkeypatch.setattr(app, "open_source", Source)
 
@@ -368,8 +378,11 @@ def test_other_parameters_are_loaded_without_a_restart(url, engine, offline, mon
     assert texts() == before
     assert ask(url, "/v1/load", {"run": "1"}).is_success
     assert all(new != old for new, old in zip(texts(), before, strict=True))
-    refused = ask(url, "/v1/load", {"run": "9"})
-    assert refused.status_code == 400 and "another model" in refused.json()["error"]["message"]
+    loaded = texts()
+    for run, message in (("9", "another model"), ("8", "numbers that are not finite")):
+        refused = ask(url, "/v1/load", {"run": run})
+        assert refused.status_code == 400 and message in refused.json()["error"]["message"]
+    assert texts() == loaded
     assert ask(url, "/v1/load", {"run": "0"}).is_success
     assert texts() == before  # also what was in the prefix cache
 

@@ -300,16 +300,17 @@ class Server:
         async with self._loading:
             self.replicas.check_ready()
             source = await _in_thread(open_source, body.run or self.config.run, body.step)
-            await self.replicas.use(lambda engine: _in_thread(_restore, engine, source))
+            with refusing_values():
+                await self.replicas.load(functools.partial(_opened, source))
         return JSONResponse({"loaded": str(source)})
 
 
-def _restore(engine: Engine, source: Source) -> dict:
-    """Parameters for the engine. Raises ValueError if they are those of another model."""
+def _opened(source: Source, engine: Engine) -> OpenedModel:
+    """The source for the engine. Raises ValueError if it is another model."""
     if source.config.model != engine.model.config:
         raise ValueError(f"run={source} is another model than the one that is served; start a server for it")
     parts = (source, engine.model, engine.mesh, engine.tokenizer)
-    return OpenedModel(*parts, start_ids=(), weights=engine.serving.weight_dtype).restore()
+    return OpenedModel(*parts, start_ids=(), weights=engine.serving.weight_dtype)
 
 
 async def page(request: Request) -> Response:

@@ -2,9 +2,10 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 from megajax.inference.engine import Engine, Stats
+from megajax.inference.load import OpenedModel
 from megajax.inference.sampling import Sampling
 from megajax.inference.server.engine_thread import EngineThread, Generation, Observer, Overloaded
 
@@ -57,8 +58,11 @@ class Replicas:
         idlest = min(self._threads, key=lambda thread: thread.num_open)
         return await idlest.generate(prompts, sampling, deadline)
 
-    async def use(self, params_of: Callable[[Engine], Awaitable[dict]]) -> None:
-        """New parameters for all engines, one after the other, between two of their steps. Raises NotReady."""
+    async def load(self, opened: Callable[[Engine], OpenedModel]) -> None:
+        """New weights for all engines, between two of their steps, after they were checked. Raises NotReady, and
+        ValueError if they are damaged or of another form; the engines keep what they have."""
+        self.check_ready()
+        first, *_ = self._threads
+        first.engine.check_formats(await asyncio.to_thread(opened(first.engine).check))
         for thread in self._threads:
-            params = await params_of(thread.engine)
-            await thread.call(lambda thread=thread, params=params: thread.engine.use(params))
+            await thread.call(lambda engine=thread.engine: engine.load(opened(engine)))
