@@ -37,8 +37,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import jaxlib
 import tyro
+from jax.sharding import Mesh, NamedSharding
 
 import configs
 from benchmarks import profile
@@ -50,9 +52,12 @@ from megajax.inference.engine import Engine, ServingConfig
 from megajax.inference.sampling import Sampling
 from megajax.mesh import MeshConfig, make_mesh, use_compilation_cache
 from megajax.models.model import Model
+from megajax.parameters import Parameter, PerLayer, name_of
+from megajax.sharding import weight_spec
 
 PROMPT_TOKENS = 1024
 NEW_TOKENS = 256
+STD = 0.02  # of random weights
 PROFILED_TOKENS = 16
 
 
@@ -64,7 +69,7 @@ def make_engine(config, serving: ServingConfig) -> tuple[Engine, dict]:
     precision = dataclasses.replace(config.precision, params=config.precision.compute)
     model = Model(config.model, precision, config.execution)
     start = time.perf_counter()
-    weights = jax.block_until_ready(model.per_layer(model.init(0, mesh)))
+    weights = jax.block_until_ready(random_weights(model, mesh))
     made = time.perf_counter()
     engine = Engine(model, weights, mesh, None, serving=serving)
     engine.warm_up()
@@ -77,6 +82,32 @@ def make_engine(config, serving: ServingConfig) -> tuple[Engine, dict]:
         "max_length": engine.room_for_prompt(0),
         "peak_memory_bytes": (mesh.local_devices[0].memory_stats() or {}).get("peak_bytes_in_use", 0),
     }
+
+
+def random_weights(model: Model, mesh: Mesh) -> dict:
+    """As the engine reads them, an array per layer, each drawn on its own: a model may need nearly all of the memory.
+    Scales and biases are those of `init`."""
+    leaves = jax.tree_util.tree_leaves_with_path(model.records)
+    small = [name_of(path) for path, record in leaves if record.role in ("vector", "variable")]
+    initial = {name_of(path): a for path, a in jax.tree_util.tree_leaves_with_path(model.init(0, mesh, only=small))}
+    key = jax.random.key(0)
+
+    def draw(path, abstract: jax.ShapeDtypeStruct, record: Parameter):
+        array = initial.get(name_of(path))
+        if record.axes[0] != "layers":
+            return _drawn(abstract.shape, abstract.dtype, mesh, record.axes)(key) if array is None else array
+        if array is not None:
+            return PerLayer(tuple(array))
+        program = _drawn(abstract.shape[1:], abstract.dtype, mesh, record.axes[1:])
+        return PerLayer(tuple(program(jax.random.fold_in(key, layer)) for layer in range(abstract.shape[0])))
+
+    return jax.tree_util.tree_map_with_path(draw, model.abstract_weights, model.records)
+
+
+@functools.cache
+def _drawn(shape: tuple[int, ...], dtype: jnp.dtype, mesh: Mesh, axes: tuple[str, ...]):
+    sharding = NamedSharding(mesh, weight_spec(axes))
+    return jax.jit(lambda key: STD * jax.random.normal(key, shape, dtype), out_shardings=sharding)
 
 
 def decoding(engine: Engine, batch_size: int, sampling: Sampling = GREEDY) -> dict:

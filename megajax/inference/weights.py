@@ -28,7 +28,7 @@ from megajax.ops.quantized_matmul import DTYPES, QuantizedWeight, WeightFormat, 
 from megajax.parameters import Parameter, PerLayer, is_per_layer, name_of
 from megajax.sharding import weight_spec
 from megajax.sources import Source
-from megajax.training.reporting.console import format_count
+from megajax.training.reporting.console import format_bytes, format_count, format_seconds
 
 logger = logging.getLogger("megajax")
 
@@ -130,7 +130,8 @@ class _Loader:
                 num_read += part.stored.nbytes
                 if time.perf_counter() - logged > LOG_SECONDS:
                     logged = time.perf_counter()
-                    logger.info("%s: %.1f of %.1f GB", self._source, num_read / 1e9, self._num_bytes / 1e9)
+                    sizes = (format_bytes(num_read), format_bytes(self._num_bytes))
+                    logger.info("loading %s: %s of %s", self._source, *sizes)
         return self._assembled(found) if keeps else jax.eval_shape(self._assembled, found)
 
     def _open(self) -> tuple[dict[str, StoredParameter], list[_Part]]:
@@ -209,8 +210,7 @@ class _Loader:
 
     def log(self, params: dict) -> None:
         seconds = time.perf_counter() - self._start
-        size = self._num_bytes / 1e9
-        logger.info("loaded %s: %.1f GB in %.1f s, %.2f GB/s", self._source, size, seconds, size / seconds)
+        logger.info("loaded %s: %s in %s", self._source, format_bytes(self._num_bytes), format_seconds(seconds))
         if self._format is None and self._stored_format is None:
             return
         leaves = jax.tree.leaves(params, is_leaf=is_quantized)

@@ -64,8 +64,8 @@ class Stack(nnx.Module):
         # In layer order, not the order of a set: all processes must trace the same program.
         kinds = dict.fromkeys(config.kind for config in self.configs)
         states = {kind: nnx.split(getattr(self, kind))[1] for kind in kinds}
-        if self.scan and caches is None:
-            states = jax.tree.map(lambda a: a.stacked() if is_per_layer(a) else a, states, is_leaf=is_per_layer)
+        serves = caches is not None or _has_per_layer(states)
+        if self.scan and not serves:
             x, terms = self._run_scanned(x, inputs, states, key)
             return x, None, terms
         new_caches = []
@@ -73,7 +73,7 @@ class Stack(nnx.Module):
         caches = caches or (None,) * len(self.configs)
         slices = {kind: iter(self._rows(kind, state)) for kind, state in states.items()}
         for number, (config, cache) in enumerate(zip(self.configs, caches, strict=True)):
-            layer = _layer(config, prevent_cse=True) if cache is None else _layer_with_cache(config)
+            layer = _layer_to_serve(config) if serves else _layer(config, prevent_cse=True)
             state = next(slices[config.kind])
             x, cache, terms = layer(state, x, inputs, cache, fold(key, number))
             new_caches.append(cache)
@@ -82,7 +82,7 @@ class Stack(nnx.Module):
 
     def _rows(self, kind: str, state) -> Sequence:
         """The state of each layer of a kind."""
-        if not any(map(is_per_layer, jax.tree.leaves(state, is_leaf=is_per_layer))):
+        if not _has_per_layer(state):
             return unstack(state)
         count = sum(config.kind == kind for config in self.configs)
         return [jax.tree.map(lambda a, i=i: a[i], state, is_leaf=is_per_layer) for i in range(count)]
@@ -143,6 +143,10 @@ class LowPrecisionLayer:
         module = self.layer.build(rngs)
         use_low_precision(module, self.precision, is_active=self.is_low)
         return module
+
+
+def _has_per_layer(states) -> bool:
+    return any(map(is_per_layer, jax.tree.leaves(states, is_leaf=is_per_layer)))
 
 
 @functools.cache
@@ -275,7 +279,7 @@ def _layer(config, *, prevent_cse: bool):
 
 
 @functools.cache
-def _layer_with_cache(config):
+def _layer_to_serve(config):
     """Traced once for all layers that are the same: an engine has many programs, and tracing is most of what is left of
     their time once they have been compiled. XLA inlines the calls."""
     return jax.jit(_layer(config, prevent_cse=True))

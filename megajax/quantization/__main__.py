@@ -83,6 +83,7 @@ def calibrated(model: TextModel, options: argparse.Namespace) -> tuple[Quantizat
     """What to write, and the errors of each matrix."""
     format = FORMATS[options.format]
     scorer = model.scorer
+    scorer.params = scorer.model.stacked(scorer.params)
     batches = batches_of(model, options.text, options.tokens, options.samples)
     factors = {}
     if options.smooth is not None:

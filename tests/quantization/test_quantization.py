@@ -72,7 +72,7 @@ def parts(run_dir, text):
     """(model, weights, mesh, batches)."""
     model = TextModel.load(run_dir)
     batches = batches_of(model, [text], [], 16)
-    return model.scorer.model, model.scorer.params, model.scorer.mesh, batches
+    return model.scorer.model, Model.stacked(model.scorer.params), model.scorer.mesh, batches
 
 
 @pytest.fixture(scope="module")
