@@ -57,7 +57,7 @@ from megajax.sharding import weight_spec
 
 PROMPT_TOKENS = 1024
 NEW_TOKENS = 256
-STD = 0.02  # of random weights
+STD = 0.02  # of random weights; of those that add to the residual stream 1 / sqrt(2 layers) of it, as when training
 PROFILED_TOKENS = 16
 
 
@@ -91,23 +91,25 @@ def random_weights(model: Model, mesh: Mesh) -> dict:
     small = [name_of(path) for path, record in leaves if record.role in ("vector", "variable")]
     initial = {name_of(path): a for path, a in jax.tree_util.tree_leaves_with_path(model.init(0, mesh, only=small))}
     key = jax.random.key(0)
+    last = STD / (2 * model.num_layers) ** 0.5
 
     def draw(path, abstract: jax.ShapeDtypeStruct, record: Parameter):
         array = initial.get(name_of(path))
         if record.axes[0] != "layers":
-            return _drawn(abstract.shape, abstract.dtype, mesh, record.axes)(key) if array is None else array
+            return _drawn(abstract.shape, abstract.dtype, mesh, record.axes, STD)(key) if array is None else array
         if array is not None:
             return PerLayer(tuple(array))
-        program = _drawn(abstract.shape[1:], abstract.dtype, mesh, record.axes[1:])
+        std = last if record.role == "matrix" and record.axes[-1] == "embed" else STD
+        program = _drawn(abstract.shape[1:], abstract.dtype, mesh, record.axes[1:], std)
         return PerLayer(tuple(program(jax.random.fold_in(key, layer)) for layer in range(abstract.shape[0])))
 
     return jax.tree_util.tree_map_with_path(draw, model.abstract_weights, model.records)
 
 
 @functools.cache
-def _drawn(shape: tuple[int, ...], dtype: jnp.dtype, mesh: Mesh, axes: tuple[str, ...]):
+def _drawn(shape: tuple[int, ...], dtype: jnp.dtype, mesh: Mesh, axes: tuple[str, ...], std: float):
     sharding = NamedSharding(mesh, weight_spec(axes))
-    return jax.jit(lambda key: STD * jax.random.normal(key, shape, dtype), out_shardings=sharding)
+    return jax.jit(lambda key: std * jax.random.normal(key, shape, dtype), out_shardings=sharding)
 
 
 def decoding(engine: Engine, batch_size: int, sampling: Sampling = GREEDY) -> dict:

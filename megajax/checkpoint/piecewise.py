@@ -32,6 +32,8 @@ class PiecewiseArray:
     shape: tuple[int, ...]
     dtype: np.dtype
     read: Callable[[Index], np.ndarray]
+    order: tuple[int, ...] | None = None
+    """The axes in the order in which they are in memory, outermost first, if that is not the order of the shape."""
 
     @property
     def size(self) -> int:

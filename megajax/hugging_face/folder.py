@@ -106,10 +106,24 @@ class Folder:
     def _of_layer(self, name: str, layer: int | None) -> PiecewiseArray:
         shape = self.map.shapes[name]
         dtype = np.dtype(np.float32) if self._files.num_quantized else self.dtype(name)
+        order = self._order(name, () if layer is None else (layer,))
         if layer is None:
-            return PiecewiseArray(shape, dtype, lambda index: self.read(name, None, index, dtype))
+            return PiecewiseArray(shape, dtype, lambda index: self.read(name, None, index, dtype), order)
         number = np.array([layer])
-        return PiecewiseArray(shape[1:], dtype, lambda index: self.read(name, number, (slice(None), *index), dtype)[0])
+
+        def read(index):
+            return self.read(name, number, (slice(None), *index), dtype)[0]
+
+        return PiecewiseArray(shape[1:], dtype, read, order)
+
+    def _order(self, name: str, at: tuple[int, ...]) -> tuple[int, ...]:
+        """The axes of the parameter `at` a layer in the order in which the files have them, outermost first. Most
+        matrices are transposed there."""
+        if (name, at) not in self.map.source:
+            return (0, *(axis + 1 for axis in self._order(name, (*at, 0))))  # of experts, each a tensor
+        tensor, number = self.map.source[name, at]
+        (*strides,) = tensor.split(np.empty(tensor.shape, np.uint8))[number].strides
+        return tuple(sorted(range(len(strides)), key=lambda axis: -strides[axis]))
 
     @property
     def weight_format(self) -> WeightFormat | None:
@@ -129,7 +143,7 @@ class Folder:
         return QuantizedWeight(values, tensor.of_outputs().split(scale)[number], input_scale, self.weight_format.inputs)
 
     def read(self, name: str, numbers: np.ndarray | None, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
-        """A part of one of our parameters.
+        """A part of one of our parameters, in memory in the order of the files: a copy without transposition.
 
         numbers: layer index of each row of its leading dims, -1 for padding; None for a parameter outside the layers.
         """
@@ -138,7 +152,10 @@ class Folder:
         index = index[lead:]
         padded = self.map.shapes[name][1 if lead else 0 :]
         sizes = [len(range(size)[part]) for size, part in zip(padded, index, strict=True)]
-        out = np.zeros((*wanted.shape, *sizes), dtype)
+        some_layer = () if numbers is None else (int(numbers.max()),)
+        order = self._order(name, some_layer)
+        out = np.zeros((*wanted.shape, *(sizes[axis] for axis in order)), dtype)
+        out = out.transpose(*range(wanted.ndim), *(wanted.ndim + order.index(axis) for axis in range(len(order))))
         for row in np.ndindex(wanted.shape):
             layer = int(wanted[row])
             if layer >= 0 or not lead:

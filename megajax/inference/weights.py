@@ -32,7 +32,7 @@ from megajax.training.reporting.console import format_bytes, format_count, forma
 
 logger = logging.getLogger("megajax")
 
-READERS = 4  # threads; each holds an array of a layer on the host
+READERS = 8  # threads; each holds an array of a layer on the host
 LOG_SECONDS = 10.0  # between lines that say how much is loaded
 
 FORMATS = {dtype: WeightFormat(dtype, "unchanged") for dtype in DTYPES}
@@ -261,8 +261,24 @@ def _of_layer(record: Parameter) -> Parameter:
     return dataclasses.replace(record, axes=record.axes[1:])
 
 
-def _put(array: PiecewiseArray, sharding: NamedSharding) -> jax.Array:
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: np.asarray(array.read(index)))
+def _put(stored: PiecewiseArray, sharding: NamedSharding) -> jax.Array:
+    """Sends the array in the order in which it is in memory, and transposes it on the devices."""
+    order = stored.order or tuple(range(len(stored.shape)))
+    inverse = tuple(map(order.index, range(len(order))))
+    spec = (*sharding.spec, *[None] * (len(order) - len(sharding.spec)))
+
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+        return np.ascontiguousarray(stored.read(tuple(index[axis] for axis in inverse)).transpose(order))
+
+    shape = tuple(stored.shape[axis] for axis in order)
+    in_order = NamedSharding(sharding.mesh, P(*(spec[axis] for axis in order)))
+    array = jax.make_array_from_callback(shape, in_order, read)
+    return array if order == inverse == tuple(range(len(order))) else _transposer(inverse, sharding)(array)
+
+
+@functools.cache
+def _transposer(axes: tuple[int, ...], sharding: NamedSharding):
+    return jax.jit(lambda array: array.transpose(axes), out_shardings=sharding)
 
 
 def _put_levels(levels: QuantizedWeight, record: Parameter, mesh: Mesh) -> QuantizedWeight:
