@@ -171,7 +171,7 @@ class Config:
             raise ValueError(f"run={run_dir}: {path} does not exist{damaged}; give the directory of a run (runs/NAME)")
         try:
             config = dataclasses.replace(Config.from_json(path.read_text()), run_dir=str(run_dir))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             if saved is None:
                 raise ValueError(f"run={run_dir}: {path} cannot be read ({error}); use another run directory") from None
             logger.warning("run=%s: %s cannot be read (%s): using the config of step %d", run_dir, path, error, step)

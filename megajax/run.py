@@ -169,7 +169,7 @@ def _check_data(datasets: Datasets, run_dir: Path) -> None:
         before = json.loads(path.read_text())
         if not isinstance(before, dict):
             raise ValueError("it does not hold an object {...}")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"data: {path} cannot be read ({error}), so it is unknown which data the run was started with; restore "
             "it, or continue with --data.allow_change=True"

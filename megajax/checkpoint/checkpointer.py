@@ -87,7 +87,7 @@ class Checkpointer:
             return _Manager(
                 self.folder, item_names=("params", "optimizer", "meta"), options=options, on_disk=self._point_latest
             )
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             if not damaged:
                 raise
             raise ValueError(f"{damaged[0]} is damaged; remove it, the step can be read without it") from error
@@ -128,7 +128,7 @@ class Checkpointer:
         trees = {"params": params, "optimizer": optimizer_state}
         self._wait_for_local()
         try:
-            self._local.save(step, trees, _sealed(trees, meta))
+            self._local.save(step, trees, _sealed(step, trees, meta))
         except Exception as error:
             self._failed(error, local=True)
 
@@ -168,7 +168,7 @@ class Checkpointer:
             return
         self._kept.evaluated(step, meta)
         items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
-        items["meta"] = ocp.args.JsonSave(_sealed(trees, meta))
+        items["meta"] = ocp.args.JsonSave(_sealed(step, trees, meta))
         self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
     def _point_latest(self, step: int) -> None:
@@ -286,11 +286,7 @@ class Checkpointer:
         if not on_all_processes(problem is None):
             raise problem or ValueError(f"another process could not read {self.folder / str(step)}")
         restored, saved, stored, meta = read
-        if not saved:
-            logger.warning("checkpoint %d is not verified: it was written by a version without digests", step)
-        wrong = [
-            f"{name}{path}" for name in abstract for path in differing(saved.get(name, {}), restored[name]) if saved
-        ]
+        wrong = [f"{name}{path}" for name in abstract for path in differing(saved.get(name, {}), restored[name])]
         if wrong:
             raise ValueError(
                 f"{self.folder / str(step)} is damaged: {', '.join(wrong[:4])}{' ...' if len(wrong) > 4 else ''} "
@@ -304,7 +300,7 @@ class Checkpointer:
         meta = self.read_meta(step)
         try:
             stored = saved_rows(meta, wanted)
-            saved = meta.pop("digests", {})
+            saved = meta.pop("digests")
             forms = {
                 name: as_stored(saved.get(name, {}), stored_form(tree, stored, wanted))
                 for name, tree in abstract.items()
@@ -345,12 +341,12 @@ def _has_times(path: Path) -> bool:
         return all(
             isinstance(found.get(name), int | None) for name in ("init_timestamp_nsecs", "commit_timestamp_nsecs")
         )
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return False
 
 
-def _sealed(trees: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
-    return sealed(meta | {"digests": {name: digests(tree) for name, tree in trees.items()}})
+def _sealed(step: int, trees: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
+    return sealed(step, meta, {name: digests(tree) for name, tree in trees.items()})
 
 
 def _cast(array: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:

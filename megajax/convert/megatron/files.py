@@ -71,7 +71,7 @@ class DistributedFiles:
         try:
             self._reader = _Reader(folder)
             self._entries = self._reader.read_metadata().state_dict_metadata
-        except (OSError, AttributeError, TypeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        except Exception as error:  # unpickling a damaged file raises many types, MemoryError among them
             raise ValueError(f"{folder / METADATA} cannot be read ({_line(error)})") from None
 
     def __contains__(self, key: str) -> bool:
