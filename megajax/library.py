@@ -34,6 +34,7 @@ from megajax.training.batch_schedule import Batch, BatchSchedule
 from megajax.training.batches import BatchPlacer
 from megajax.training.faults.run_lock import locked
 from megajax.training.reporting.metrics import read_metrics
+from megajax.training.reporting.reporter import scalars
 from megajax.training.state import TrainState
 from megajax.training.step import make_eval_step
 
@@ -142,8 +143,7 @@ class Run:
         rate = self._learning_rate(done) if learning_rate is None else learning_rate
         with jax.set_mesh(self.mesh):
             state, metrics = self._train_step(state, self._placed(batch, accumulate=True), np.float32(rate))
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        return state, values | {"learning_rate": float(rate)}
+        return state, scalars(metrics) | {"learning_rate": float(rate)}
 
     def loss(self, state: TrainState, batch: Mapping[str, np.ndarray]) -> float:
         """Mean cross-entropy per token, in nats, without dropout and regularisers; does not change the state."""
