@@ -32,7 +32,6 @@ from megajax.sharding import with_shardings
 from megajax.sources import SavedStep
 from megajax.training.batch_schedule import Batch, BatchSchedule
 from megajax.training.batches import BatchPlacer
-from megajax.training.faults.run_lock import locked
 from megajax.training.reporting.metrics import read_metrics
 from megajax.training.reporting.reporter import scalars
 from megajax.training.state import TrainState
@@ -158,8 +157,7 @@ class Run:
 
         Prints its progress; writes checkpoints and metrics to the run directory. Uses all devices of this process.
         """
-        with locked(Path(self.config.run_dir)):
-            return runs.train(self.config)
+        return runs.train(self.config)
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl in the run directory: step, loss, ..., or step, eval_loss."""

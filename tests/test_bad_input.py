@@ -225,7 +225,7 @@ def test_unknown_device_to_plan_for():
 
 def test_empty_run_directory_is_that_of_the_recipe(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run, "train", lambda config: config.run_dir)
+    monkeypatch.setattr(run, "_train", lambda config, *_: config.run_dir)
     train.main(["--config=gpt_tiny", "--run_dir=", *MOCK])
     assert [str(path) for path in Path().iterdir()] == ["runs"] and Path("runs/gpt_tiny").is_dir()
 
@@ -282,7 +282,7 @@ def test_run_directory_that_is_a_file(tmp_path):
 def test_run_directory_is_free_again_after_a_refusal(tmp_path, monkeypatch):
     run_dir = tmp_path / "run"
     refusal([*MOCK, "--mesh.data=3"], run_dir)
-    monkeypatch.setattr(run, "train", lambda config: "interrupted")
+    monkeypatch.setattr(run, "_train", lambda *_: "interrupted")
     train.main(["--config=gpt_tiny", f"--run_dir={run_dir}", *MOCK])
 
 

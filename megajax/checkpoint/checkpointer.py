@@ -327,6 +327,10 @@ class Checkpointer:
         return self
 
     def __exit__(self, *_) -> None:
+        try:
+            self.wait()
+        except Exception as error:  # must not hide the one that ended the run
+            self._failed(error)
         self._manager.close()
         if self._local is not None:
             self._wait_for_local()

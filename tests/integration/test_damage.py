@@ -28,6 +28,7 @@ from megajax.data.tokenizers.tokenizer import load_tokenizer, save_tokenizer
 from megajax.inference.engine import Engine
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.sources import tokenizer_of
+from megajax.training.faults.run_lock import locked
 from megajax.training.faults.watchdog import Watchdog
 from megajax.training.program import Program
 from megajax.training.reporting.starts import first_start
@@ -60,7 +61,11 @@ class Saved:
         """What train.py does before its first step."""
         run.check(self.config)
         program, datasets = run.make_program(self.config), run.load_data(self.config)
-        with run.make_trainer(self.config, program, datasets, Watchdog(0)) as trainer:
+        run_dir = Path(self.config.run_dir)
+        with (
+            locked(run_dir) as lock,
+            run.make_trainer(self.config, program, datasets, Watchdog(0), lock) as trainer,
+        ):
             state = trainer.start()
         return int(state.step), jax.device_get((state.weights, state.optimizer))
 

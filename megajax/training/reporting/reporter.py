@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import jax
+import numpy as np
 
 from megajax.devices import find_device, utilisation
 from megajax.training.batch_schedule import BatchSchedule
@@ -208,10 +209,11 @@ class Reporter:
             self._writer.write(line)
 
 
-def scalars(metrics: dict[str, jax.Array]) -> dict[str, float]:
+def scalars(metrics: dict[str, Any]) -> dict[str, float]:
     """The metrics of a step on the host. A vector becomes several: expert_load/0, expert_load/1, ..."""
     found = {}
     for name, value in jax.device_get(metrics).items():
+        value = np.asarray(value)
         names = [name] if value.ndim == 0 else [f"{name}/{number}" for number in range(value.size)]
         found |= zip(names, map(float, value.ravel()), strict=True)
     return found
