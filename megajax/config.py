@@ -324,8 +324,8 @@ def _fitted(recipe: Config, config: Config, overridden: set[str]) -> Config:
             num_ids = config.data.num_token_ids(config.model.vocab_size)
             if num_ids > config.model.vocab_size:
                 fitted["model.vocab_size"] = num_ids
-    if chooses_data and config.data.source == "mock" and "training.sample_prompt" not in overridden:
-        fitted["training.sample_prompt"] = ""  # mock documents are no text
+    if chooses_data and "training.sample_prompt" not in overridden and _is_no_text(config):
+        fitted["training.sample_prompt"] = ""
     for field, value in fitted.items():
         section, name = field.split(".")
         part = getattr(config, section)
@@ -333,6 +333,14 @@ def _fitted(recipe: Config, config: Config, overridden: set[str]) -> Config:
             logger.info("%s=%r, adapted to the overrides (the recipe has %r)", field, value, getattr(part, name))
             config = dataclasses.replace(config, **{section: dataclasses.replace(part, **{name: value})})
     return config
+
+
+def _is_no_text(config: Config) -> bool:
+    """Whether it trains on mock documents, or on files whose tokenizer is unknown."""
+    with contextlib.suppress(ValueError, OSError):
+        tokenizer = config.data.with_tokenizer(config.model.vocab_size).tokenizer
+        return config.data.source == "mock" or tokenizer.startswith("null:")
+    return False
 
 
 def _parse(config: Config, words: list[str]) -> Config:

@@ -20,7 +20,7 @@ from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.steps import newest_meta
 from megajax.config import Config, differences, holds_run, incompatibilities
 from megajax.data.datasets import Datasets, build_datasets, check_same_data, check_vocab_size
-from megajax.data.tokenizers.tokenizer import save_tokenizer
+from megajax.data.tokenizers.tokenizer import Tokenizer, save_tokenizer
 from megajax.mesh import COMPILATION_CACHE, make_mesh, use_compilation_cache
 from megajax.planning.card import startup_rows
 from megajax.planning.memory import check_host_memory
@@ -60,6 +60,7 @@ def _train(config: Config, watchdog: Watchdog, lock: RunLock) -> str:
     program = make_program(config)
     check_host_memory(program, config.training)
     datasets = load_data(config)
+    _check_sample_prompt(config.training.sample_prompt, datasets.tokenizer)
     check_room(run_dir, program.abstract_state, config.training.steps)
     watchdog.alive()
     if jax.process_index() == 0:
@@ -145,6 +146,18 @@ def load_data(config: Config) -> Datasets:
     if not config.data.allow_change:
         _check_data(datasets, Path(config.run_dir))
     return datasets
+
+
+def _check_sample_prompt(prompt: str, tokenizer: Tokenizer) -> None:
+    """Raises ValueError if the tokenizer cannot encode it, which would be found when the run is finished."""
+    try:
+        if prompt:
+            tokenizer.encode(prompt)
+    except ValueError as error:
+        raise ValueError(
+            f"training.sample_prompt={prompt!r} cannot be encoded by data.tokenizer, {tokenizer.identity} ({error}); "
+            "name the tokenizer of the data, or use --training.sample_prompt="
+        ) from None
 
 
 def _warn_of_repetition(datasets: Datasets) -> None:

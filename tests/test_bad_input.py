@@ -122,6 +122,10 @@ CASES = {
         ["data.text", "nowhere/*.txt", "stdlib"],
     ),
     "missing tokenizer": (["--data.tokenizer=nowhere.model"], ["data.tokenizer=nowhere.model", "does not exist"]),
+    "prompt that the tokenizer cannot encode": (
+        ["--training.sample_prompt=def "],
+        ["training.sample_prompt='def '", "null:2047", "use --training.sample_prompt="],
+    ),
     "vocabulary of the tokenizer": (
         ["--data.tokenizer=null:4000", "--model.vocab_size=2048"],
         ["model.vocab_size=2048", "data.tokenizer", "--model.vocab_size="],

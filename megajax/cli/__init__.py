@@ -3,6 +3,7 @@
 Slow imports happen only when a command needs them.
 """
 
+import faulthandler
 import importlib
 import os
 import sys
@@ -67,6 +68,7 @@ def run_command(command: Callable[[list[str]], None], arguments: list[str], *, t
     if trains and not {"--help", "-h"}.intersection(arguments):
         print_what_can_be_printed()
     log_to_stderr()
+    faulthandler.enable(file=2)  # a bus error, as of a mapped file that is cut off, would be silent
     try:
         command(arguments)
     except ValueError as error:

@@ -1,16 +1,19 @@
-"""What a run does whose directory, or disk, is no longer what it was."""
+"""What a run does whose directory, disk or data are no longer what they were."""
 
 import fcntl
 import shutil
 import time
 
+import numpy as np
 import pytest
 
-from launch import tiny_config
+from launch import losses, saved_steps, tiny_config
 from megajax import run
+from megajax.data.indexed_dataset import IndexedDatasetWriter
 from megajax.training.loop import CannotGoOn, Trainer
 
 pytestmark = pytest.mark.fault
+VOCABULARY = 127  # of TINY's tokenizer
 LENGTH = ["--training.steps=9", "--checkpoint.every_steps=3", "--mesh.data=8"]
 
 
@@ -45,3 +48,30 @@ def test_a_run_whose_directory_is_removed_stops_and_writes_nothing_to_that_of_an
     with pytest.raises(CannotGoOn, match=f"^step 5: run_dir={run_dir} was removed, moved or replaced .*nothing more"):
         run.train(tiny_config(run_dir, *LENGTH))
     assert [path.name for path in run_dir.glob("*")] == [".lock"] * is_used_again
+
+
+@pytest.mark.parametrize("part", ["training", "evaluation"])
+def test_an_id_beyond_the_vocabulary_ends_a_run_with_file_and_document_after_saving_it(part, tmp_path):
+    """One of ten documents is wrong: a training document, or the only one held out."""
+    with IndexedDatasetWriter(tmp_path / "x", np.int32) as writer:
+        for document in range(10):
+            tokens = np.arange(320) % VOCABULARY
+            tokens[100:] += VOCABULARY * (document == (7 if part == "training" else 9))
+            writer.add_document([tokens])
+    data = [
+        "--data.source=indexed",
+        f"--data.paths={tmp_path / 'x'}",
+        "--data.split=9,1,0",
+        "--data.tokenizer=null:127",
+    ]
+    evaluate = ["--training.eval_every_steps=3", "--training.eval_steps=1"]
+    config = tiny_config(tmp_path / "run", *LENGTH, *data, *evaluate)
+    document = r"x\.bin, document [79], token 100 of sequence [79]: token ids \d+ to \d+ do not fit .* 127 ids"
+    with pytest.raises(CannotGoOn, match=rf"{document}.*; stopped after step \d+, which is saved$") as stopped:
+        run.train(config)
+    step = int(str(stopped.value).split("step ")[-1].split(",")[0])
+    assert saved_steps(tmp_path / "run")[-1] == step == max(losses(tmp_path / "run")) > 0
+    # An evaluation is not repeated, so the run fails at the next one.
+    again = f"{step}, without saving" if part == "training" else f"{step + 3}, which is saved"
+    with pytest.raises(CannotGoOn, match=rf"{document}.*; stopped after step {again}$"):
+        run.train(config)
