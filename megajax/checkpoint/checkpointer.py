@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,11 @@ from megajax.checkpoint.layout import Rows, saved_rows, stored_form, wanted_form
 from megajax.checkpoint.local import LocalSnapshots, run_folder
 from megajax.checkpoint.steps import read_meta
 from megajax.checkpoint.verify import as_stored, differing, digests, on_all_processes, sealed
+from megajax.library_errors import in_one_line
 
 logger = logging.getLogger("megajax")
 
+SAME_FAILURE_SECONDS = 60.0  # between lines in the log about saves that fail
 TIMES = "_CHECKPOINT_METADATA"  # a file of Orbax in each step
 
 
@@ -57,6 +60,7 @@ class Checkpointer:
         self.run_dir = Path(run_dir).resolve()
         self.folder = self.run_dir / "checkpoints"
         self.failed_saves = 0
+        self._failure_logged = -math.inf
         self._config = config
         self._left_unfinished = False
         self._kept = Kept(config or CheckpointConfig(keep=0))
@@ -159,8 +163,11 @@ class Checkpointer:
     def _failed(self, error: Exception, local: bool = False) -> None:
         self.failed_saves += 1
         self._left_unfinished |= not local
+        if time.monotonic() - self._failure_logged < SAME_FAILURE_SECONDS:
+            return
+        self._failure_logged = time.monotonic()
         what = "local snapshot" if local else "checkpoint"
-        logger.error("a %s could not be saved (failure %d): %s", what, self.failed_saves, _in_one_line(error))
+        logger.error("a %s could not be saved (failure %d): %s", what, self.failed_saves, in_one_line(error))
 
     def write(self, step: int, trees: dict[str, Any], meta: dict[str, Any]) -> None:
         """Starts saving {item: tree of arrays}, like `save`, but raises errors, here or in `wait`."""
@@ -311,7 +318,7 @@ class Checkpointer:
             raise
         except Exception as error:  # Orbax raises many types
             folder = self.folder / str(step)
-            raise ValueError(f"{folder} cannot be read ({_in_one_line(error)}); use another step") from error
+            raise ValueError(f"{folder} cannot be read ({in_one_line(error)}); use another step") from error
 
     def wait(self) -> None:
         """Waits until the current save is on disk; raises its error."""
@@ -360,11 +367,6 @@ def _cast(array: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
     cast = jax.block_until_ready(jax.jit(lambda a: a.astype(target.dtype), out_shardings=target.sharding)(array))
     array.delete()
     return cast
-
-
-def _in_one_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
 
 
 def _is_permitted(folder: Path) -> bool:

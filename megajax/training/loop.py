@@ -18,6 +18,7 @@ import numpy as np
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.data.config import DataConfig
 from megajax.data.datasets import Dataset, Datasets
+from megajax.library_errors import in_one_line
 from megajax.optim.schedule import Schedule
 from megajax.training.batch_schedule import BatchSchedule
 from megajax.training.batches import device_batches
@@ -189,11 +190,15 @@ class Trainer:
             self._save(self.checkpointer.save, state, schedule, productive_seconds, None)
 
     def _wait_until_saved(self, step: int) -> None:
+        problem = "the log says why"
         with self.output.console.announced(f"waiting until step {step} is on disk"):
-            self.checkpointer.wait()
+            try:
+                self.checkpointer.wait()
+            except Exception as error:  # Orbax raises many types
+                problem = in_one_line(error)
         self.watchdog.alive()
         if self.checkpointer.latest_step() != step:
-            raise RuntimeError(f"the checkpoint of step {step} could not be saved; the log says why")
+            raise RuntimeError(f"the checkpoint of step {step} could not be saved; {problem}") from None
 
     # ------------------------------------------------------------------ parts of the run
 

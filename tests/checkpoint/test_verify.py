@@ -5,6 +5,8 @@ import os
 import random
 import resource
 import shutil
+import subprocess
+import sys
 import time
 
 import jax
@@ -340,6 +342,33 @@ def test_a_save_that_fails_is_reported_and_counted_and_the_next_one_succeeds(tmp
         assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"1", "3"}
         assert sorted(checkpointer._manager.all_steps()) == [1, 3]
     assert restore(tmp_path)[0][0] == 3 and checkpointer.failed_saves == 1
+
+
+FULL = """
+import resource, sys
+import jax.numpy as jnp
+from megajax.checkpoint.checkpointer import Checkpointer
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.training.reporting.console import log_to_stderr
+
+log_to_stderr()
+tree = {"w": jnp.sin(jnp.arange(8192.0)), "b": jnp.ones(640)}
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+with Checkpointer(sys.argv[1], CheckpointConfig()) as checkpointer:
+    for step in range(1, 11):
+        checkpointer.save(step, tree, {"m": tree["w"]}, {})
+print(checkpointer.failed_saves)
+"""
+
+
+@pytest.mark.fault
+def test_a_full_disk_is_a_few_lines_in_the_log_however_many_saves_fail(tmp_path):
+    """As above in test_a_save_that_fails; nothing else may hide its reason."""
+    done = subprocess.run([sys.executable, "-c", FULL, tmp_path], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout == "10\n", done.stderr
+    lines = done.stderr.splitlines()
+    ours = [line for line in lines if line.startswith("megajax: a checkpoint could not be saved (failure 1): ")]
+    assert len(ours) == 1 and len(lines) < 25 and max(map(len, lines)) < 700, done.stderr
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8"])

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from megajax.announce import announced
+from megajax.library_errors import shorten_library_errors
 
 # Left out of lines that are too long for the terminal, in this order.
 LEAST_IMPORTANT = (
@@ -214,7 +215,8 @@ class _ToStderr(logging.StreamHandler):
 
 
 def log_to_stderr() -> None:
-    """Logs our own messages, one line each, and of libraries only errors. Calling it again changes nothing."""
+    """Logs our own messages, one line each, and of libraries only errors, one line each and the same one
+    not twice in a minute. Calling it again changes nothing."""
     logger = logging.getLogger("megajax")
     if not any(isinstance(handler, _ToStderr) for handler in logger.handlers):
         handler = _ToStderr()
@@ -223,3 +225,4 @@ def log_to_stderr() -> None:
     logger.setLevel(logging.INFO)
     logger.propagate = False
     logging.getLogger("absl").setLevel(logging.ERROR)
+    shorten_library_errors()
