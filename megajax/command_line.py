@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
+from megajax.library_errors import shorten_library_errors
 from megajax.suggestions import did_you_mean
 
 if TYPE_CHECKING:
@@ -36,8 +37,9 @@ class Parser(argparse.ArgumentParser):
 
 @contextlib.contextmanager
 def errors_in_one_line() -> Iterator[None]:
-    """A ValueError ends the process with status 2 and its message; libraries log only errors."""
+    """A ValueError ends the process with status 2 and its message; libraries log only errors, in one line each."""
     logging.getLogger("absl").setLevel(logging.ERROR)
+    shorten_library_errors()
     try:
         yield
     except ValueError as error:

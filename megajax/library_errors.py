@@ -10,9 +10,13 @@ MOST_CHARACTERS = 500
 
 
 def in_one_line(error: BaseException) -> str:
-    """Its type, and the first line of its message."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
+    """Its type, and the first line of its message, of MOST_CHARACTERS at most."""
+    return _cut(f"{type(error).__name__}: {str(error).strip()}")
+
+
+def _cut(text: str) -> str:
+    (line, *_) = text.splitlines() or [""]
+    return line[:MOST_CHARACTERS] + "..." * (len(line) > MOST_CHARACTERS)
 
 
 def shorten_library_errors() -> None:
@@ -34,10 +38,9 @@ class _Shortened(logging.Filter):
         if now - self._last.get(place, -math.inf) < SAME_ERROR_SECONDS:
             return False
         self._last[place] = now
-        (line, *_) = record.getMessage().splitlines() or [""]
+        record.msg = _cut(record.getMessage())
         if record.exc_info and record.exc_info[1] is not None:
-            line += f" ({in_one_line(record.exc_info[1])})"
-        record.msg = line[:MOST_CHARACTERS] + "..." * (len(line) > MOST_CHARACTERS)
+            record.msg += f" ({in_one_line(record.exc_info[1])})"
         record.args = ()
         record.exc_info = None
         return True

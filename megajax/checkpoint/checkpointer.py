@@ -235,16 +235,16 @@ class Checkpointer:
         return step, trees["params"], trees["optimizer"], meta
 
     def _restore_or_say_why(self, step: int, trees: dict, layer_rows: Rows, problems: dict[int, str]) -> tuple | None:
-        for attempt in range(2):  # a disk may fail once
+        for _ in range(2):  # a disk may fail once
             try:
                 restored = self.restore(step, trees["params"], trees["optimizer"], layer_rows)
             except (MemoryError, jax.errors.JaxRuntimeError):  # not the fault of the checkpoint
                 raise
             except ValueError as error:
                 problems[step] = str(error)
-                logger.warning("checkpoint %d, attempt %d: %s", step, attempt + 1, problems[step])
                 continue
-            problems.pop(step, None)
+            if problem := problems.pop(step, None):
+                logger.warning("checkpoint %d was read in the second attempt: %s", step, problem)
             self._point_latest(step)
             return step, *restored
         folder = self.folder / str(step)

@@ -368,7 +368,7 @@ def test_a_full_disk_is_a_few_lines_in_the_log_however_many_saves_fail(tmp_path)
     assert done.returncode == 0 and done.stdout == "10\n", done.stderr
     lines = done.stderr.splitlines()
     ours = [line for line in lines if line.startswith("megajax: a checkpoint could not be saved (failure 1): ")]
-    assert len(ours) == 1 and len(lines) < 25 and max(map(len, lines)) < 700, done.stderr
+    assert len(ours) == 1 and len(lines) < 25 and max(map(len, lines)) < 1200, done.stderr
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8"])
