@@ -103,7 +103,9 @@ class Config:
 
     def for_plan(self) -> "Config":
         """The config on the mesh that it names, whatever devices there are; an axis of -1 becomes 1."""
-        sizes = {axis: max(size, 1) for axis, size in self.mesh.sizes().items()}
+        check_fields(self, "--")
+        self.mesh.check()
+        sizes = {axis: 1 if size == -1 else size for axis, size in self.mesh.sizes().items()}
         mesh = dataclasses.replace(self.mesh, **sizes)
         return dataclasses.replace(self, mesh=mesh).check_on(mesh.num_devices)
 
