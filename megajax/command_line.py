@@ -61,13 +61,16 @@ def add_mesh_options(command: argparse.ArgumentParser, data: str = "devices on t
 
 
 def mesh_of(options: argparse.Namespace) -> "MeshConfig":
-    """The mesh that the options name; also starts the virtual devices. Raises ValueError for a negative number of
-    them."""
+    """The mesh that the options name; also starts the virtual devices. Raises ValueError for sizes that no mesh has."""
     from megajax.mesh import MeshConfig, use_cpu_devices
+    from megajax.ranges import check_fields
 
     number = getattr(options, "launch.cpu_devices")
-    if number < 0:
-        raise ValueError(f"launch.cpu_devices={number} must be at least 0; use 0 for the real devices")
+    if not 0 <= number <= 4096:
+        raise ValueError(f"launch.cpu_devices={number} must be from 0 to 4096; use 0 for the real devices")
+    mesh = MeshConfig(**{axis: getattr(options, f"mesh.{axis}") for axis in AXES})
+    check_fields(mesh, "--mesh.")
+    mesh.check()
     if number:
         use_cpu_devices(number)
-    return MeshConfig(**{axis: getattr(options, f"mesh.{axis}") for axis in AXES})
+    return mesh
