@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from megajax.library_errors import shorten_library_errors
+from megajax.one_line import printable, shorten_library_errors
 from megajax.suggestions import did_you_mean
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def errors_in_one_line() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         raise SystemExit(2) from None
 
 

@@ -317,7 +317,7 @@ def check_refused_on_the_command_line(arguments: list[str], tmp_path: Path, star
     before = contents(tmp_path)
     code, out, err, seconds = command_line(["--config=gpt_tiny", f"--run_dir={tmp_path / 'run'}", *MOCK, *arguments])
     assert (code, out) == (2, "")
-    assert err.startswith(start) and err.count("\n") == 1, err
+    assert err.startswith(start) and err.count("\n") == 1 and "\x1b" not in err, err
     assert contents(tmp_path) == before
     assert seconds < 5
 
@@ -329,6 +329,7 @@ def check_refused_on_the_command_line(arguments: list[str], tmp_path: Path, star
         "--training.batch_size_rampup=4,4",
         "--mesh.data=3",
         "--data.text=nowhere",
+        "--data.text=nowhere\nmegajax: finished\x1b[31m",  # a name that forges a line of the log
     ],
 )
 def test_command_prints_one_line_and_exits_with_2_within_5_seconds_of_a_processor(argument, tmp_path):

@@ -18,7 +18,7 @@ import numpy as np
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.data.config import DataConfig
 from megajax.data.datasets import Dataset, Datasets
-from megajax.library_errors import in_one_line
+from megajax.one_line import in_one_line
 from megajax.optim.schedule import Schedule
 from megajax.training.batch_schedule import BatchSchedule
 from megajax.training.batches import device_batches

@@ -1,4 +1,8 @@
-"""Errors in one line: a save that fails appears as dozens of tracebacks in the logs of Orbax and TensorStore."""
+"""Messages in one line.
+
+A save that fails appears as dozens of tracebacks in the logs of Orbax and TensorStore; and names of files, classes and
+models come from strangers, who may put a line break, a colour or a cursor movement into them.
+"""
 
 import logging
 import math
@@ -12,6 +16,11 @@ MOST_CHARACTERS = 500
 def in_one_line(error: BaseException) -> str:
     """Its type, and the first line of its message, of MOST_CHARACTERS at most."""
     return _cut(f"{type(error).__name__}: {str(error).strip()}")
+
+
+def printable(text: str) -> str:
+    r"""The text with escapes such as \n and \x1b for what a terminal would not show."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _cut(text: str) -> str:
