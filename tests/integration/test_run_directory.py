@@ -1,5 +1,6 @@
-"""What a run does whose directory, disk or data are no longer what they were."""
+"""What a run does whose directory, disk, data or clock are no longer what they were."""
 
+import dataclasses
 import fcntl
 import shutil
 import time
@@ -7,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from launch import losses, saved_steps, tiny_config
+from launch import losses, metrics, saved_steps, tiny_config
 from megajax import run
 from megajax.data.indexed_dataset import IndexedDatasetWriter
 from megajax.training.loop import CannotGoOn, Trainer
@@ -75,3 +76,20 @@ def test_an_id_beyond_the_vocabulary_ends_a_run_with_file_and_document_after_sav
     again = f"{step}, without saving" if part == "training" else f"{step + 3}, which is saved"
     with pytest.raises(CannotGoOn, match=rf"{document}.*; stopped after step {again}$"):
         run.train(config)
+
+
+@pytest.mark.parametrize("jump", [-400 * 86400.0, 400 * 86400.0], ids=["back", "forward"])
+def test_a_clock_that_jumps_changes_no_loss_and_no_checkpoint(jump, tmp_path, monkeypatch):
+    """By more than a year, in the middle of the run, which goes on after another start."""
+    run.train(tiny_config(tmp_path / "usual", *LENGTH))
+    config = tiny_config(tmp_path / "run", *LENGTH, "--launch.exit_after_minutes=60")
+    now = time.time
+    at_step(monkeypatch, 5, lambda: monkeypatch.setattr(time, "time", lambda: now() + jump))
+    assert (
+        run.train(dataclasses.replace(config, launch=dataclasses.replace(config.launch, exit_at_step=7)))
+        == "interrupted"
+    )
+    assert run.train(config) == "finished"
+    assert losses(tmp_path / "run") == losses(tmp_path / "usual")
+    assert saved_steps(tmp_path / "run") == [6, 7, 9]
+    assert all(0 <= line["goodput"] <= 1 for line in metrics(tmp_path / "run"))
