@@ -91,7 +91,7 @@ def measure(config: Config, seconds: float, num_steps: int) -> Curve:
         config = dataclasses.replace(config, run_dir=folder)
         program = make_program(config)
         with (
-            make_trainer(config, program, load_data(config), Watchdog(0), read_only=True) as trainer,
+            make_trainer(config, program, load_data(config), Watchdog(0)) as trainer,
             jax.set_mesh(program.mesh),
         ):
             return _train(trainer, seconds, num_steps)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
+from megajax.one_line import printable, shorten_library_errors
 from megajax.suggestions import did_you_mean
 
 if TYPE_CHECKING:
@@ -36,12 +37,13 @@ class Parser(argparse.ArgumentParser):
 
 @contextlib.contextmanager
 def errors_in_one_line() -> Iterator[None]:
-    """A ValueError ends the process with status 2 and its message; libraries log only errors."""
+    """A ValueError ends the process with status 2 and its message; libraries log only errors, in one line each."""
     logging.getLogger("absl").setLevel(logging.ERROR)
+    shorten_library_errors()
     try:
         yield
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
@@ -59,13 +61,16 @@ def add_mesh_options(command: argparse.ArgumentParser, data: str = "devices on t
 
 
 def mesh_of(options: argparse.Namespace) -> "MeshConfig":
-    """The mesh that the options name; also starts the virtual devices. Raises ValueError for a negative number of
-    them."""
+    """The mesh that the options name; also starts the virtual devices. Raises ValueError for sizes that no mesh has."""
     from megajax.mesh import MeshConfig, use_cpu_devices
+    from megajax.ranges import check_fields
 
     number = getattr(options, "launch.cpu_devices")
-    if number < 0:
-        raise ValueError(f"launch.cpu_devices={number} must be at least 0; use 0 for the real devices")
+    if not 0 <= number <= 4096:
+        raise ValueError(f"launch.cpu_devices={number} must be from 0 to 4096; use 0 for the real devices")
+    mesh = MeshConfig(**{axis: getattr(options, f"mesh.{axis}") for axis in AXES})
+    check_fields(mesh, "--mesh.")
+    mesh.check()
     if number:
         use_cpu_devices(number)
-    return MeshConfig(**{axis: getattr(options, f"mesh.{axis}") for axis in AXES})
+    return mesh

@@ -103,7 +103,9 @@ class Config:
 
     def for_plan(self) -> "Config":
         """The config on the mesh that it names, whatever devices there are; an axis of -1 becomes 1."""
-        sizes = {axis: max(size, 1) for axis, size in self.mesh.sizes().items()}
+        check_fields(self, "--")
+        self.mesh.check()
+        sizes = {axis: 1 if size == -1 else size for axis, size in self.mesh.sizes().items()}
         mesh = dataclasses.replace(self.mesh, **sizes)
         return dataclasses.replace(self, mesh=mesh).check_on(mesh.num_devices)
 
@@ -171,7 +173,7 @@ class Config:
             raise ValueError(f"run={run_dir}: {path} does not exist{damaged}; give the directory of a run (runs/NAME)")
         try:
             config = dataclasses.replace(Config.from_json(path.read_text()), run_dir=str(run_dir))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             if saved is None:
                 raise ValueError(f"run={run_dir}: {path} cannot be read ({error}); use another run directory") from None
             logger.warning("run=%s: %s cannot be read (%s): using the config of step %d", run_dir, path, error, step)
@@ -324,8 +326,8 @@ def _fitted(recipe: Config, config: Config, overridden: set[str]) -> Config:
             num_ids = config.data.num_token_ids(config.model.vocab_size)
             if num_ids > config.model.vocab_size:
                 fitted["model.vocab_size"] = num_ids
-    if chooses_data and config.data.source == "mock" and "training.sample_prompt" not in overridden:
-        fitted["training.sample_prompt"] = ""  # mock documents are no text
+    if chooses_data and "training.sample_prompt" not in overridden and _is_no_text(config):
+        fitted["training.sample_prompt"] = ""
     for field, value in fitted.items():
         section, name = field.split(".")
         part = getattr(config, section)
@@ -333,6 +335,14 @@ def _fitted(recipe: Config, config: Config, overridden: set[str]) -> Config:
             logger.info("%s=%r, adapted to the overrides (the recipe has %r)", field, value, getattr(part, name))
             config = dataclasses.replace(config, **{section: dataclasses.replace(part, **{name: value})})
     return config
+
+
+def _is_no_text(config: Config) -> bool:
+    """Whether it trains on mock documents, or on files whose tokenizer is unknown."""
+    with contextlib.suppress(ValueError, OSError):
+        tokenizer = config.data.with_tokenizer(config.model.vocab_size).tokenizer
+        return config.data.source == "mock" or tokenizer.startswith("null:")
+    return False
 
 
 def _parse(config: Config, words: list[str]) -> Config:

@@ -31,8 +31,8 @@ from megajax.planning.plan import USABLE_MEMORY, plan_device, plan_rows
 from megajax.sources import SavedStep
 from megajax.training.batch_schedule import Batch, BatchSchedule
 from megajax.training.batches import BatchPlacer
-from megajax.training.faults.run_lock import locked
 from megajax.training.reporting.metrics import read_metrics
+from megajax.training.reporting.reporter import scalars
 from megajax.training.state import TrainState
 from megajax.training.step import make_eval_step
 
@@ -141,8 +141,7 @@ class Run:
         rate = self._learning_rate(done) if learning_rate is None else learning_rate
         with jax.set_mesh(self.mesh):
             state, metrics = self._train_step(state, self._placed(batch, accumulate=True), np.float32(rate))
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        return state, values | {"learning_rate": float(rate)}
+        return state, scalars(metrics) | {"learning_rate": float(rate)}
 
     def loss(self, state: TrainState, batch: Mapping[str, np.ndarray]) -> float:
         """Mean cross-entropy per token, in nats, without dropout and regularisers; does not change the state."""
@@ -157,8 +156,7 @@ class Run:
 
         Prints its progress; writes checkpoints and metrics to the run directory. Uses all devices of this process.
         """
-        with locked(Path(self.config.run_dir)):
-            return runs.train(self.config)
+        return runs.train(self.config)
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl in the run directory: step, loss, ..., or step, eval_loss."""

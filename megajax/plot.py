@@ -24,6 +24,7 @@ import numpy as np
 
 from megajax.config import Config
 from megajax.devices import Device
+from megajax.one_line import printable
 from megajax.parallel.schedule import Stages, Table, make_table
 from megajax.planning.memory import memory_per_device
 from megajax.planning.plan import USABLE_MEMORY
@@ -344,5 +345,5 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -62,6 +62,12 @@ PositiveFloat = Annotated[float, Range(above=0)]
 NonNegativeFloat = Annotated[float, Range(at_least=0)]
 Probability = Annotated[float, Range(at_least=0, at_most=1)]
 DropRate = Annotated[float, Range(at_least=0, below=1)]
+# Far above any value in use, so that a mistyped one is refused.
+Epsilon = Annotated[float, Range(above=0, at_most=1)]
+Coefficient = Annotated[float, Range(at_least=0, at_most=1000)]
+Multiplier = Annotated[float, Range(above=0, at_most=1e6)]
+InitStd = Annotated[float, Range(above=0, at_most=100)]
+VocabMultiple = Annotated[int, Range(at_least=1, at_most=2**16)]
 
 
 def check_fields(config: Any, prefix: str = "", *, types_only: bool = False) -> None:

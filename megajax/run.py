@@ -20,14 +20,15 @@ from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.steps import newest_meta
 from megajax.config import Config, differences, holds_run, incompatibilities
 from megajax.data.datasets import Datasets, build_datasets, check_same_data, check_vocab_size
-from megajax.data.tokenizers.tokenizer import save_tokenizer
+from megajax.data.tokenizers.tokenizer import Tokenizer, save_tokenizer
 from megajax.mesh import COMPILATION_CACHE, make_mesh, use_compilation_cache
 from megajax.planning.card import startup_rows
 from megajax.planning.memory import check_host_memory
 from megajax.training.faults.disk import check_room
 from megajax.training.faults.replay import run_again
+from megajax.training.faults.run_lock import RunLock, locked
 from megajax.training.faults.watchdog import Watchdog
-from megajax.training.loop import Output, Trainer
+from megajax.training.loop import CannotGoOn, Output, Trainer
 from megajax.training.program import Program
 from megajax.training.reporting.console import Console, format_count
 from megajax.training.reporting.metrics import MetricsWriter
@@ -39,12 +40,16 @@ MANY_EPOCHS = 4
 
 
 def train(config: Config) -> str:
-    """Builds everything that the config describes and trains -> "finished", "interrupted" or "already finished"."""
-    with Watchdog(config.launch.hang_minutes) as watchdog:
-        return _train(config, watchdog)
+    """Builds everything that the config describes and trains -> "finished", "interrupted" or "already finished".
+
+    Raises ValueError, with one line, if another run uses the directory, if the config cannot be trained, or if training
+    cannot go on because of what it reads or where it writes.
+    """
+    with Watchdog(config.launch.hang_minutes) as watchdog, locked(Path(config.run_dir)) as lock:
+        return _train(config, watchdog, lock)
 
 
-def _train(config: Config, watchdog: Watchdog) -> str:
+def _train(config: Config, watchdog: Watchdog, lock: RunLock) -> str:
     watchdog.alive()
     with announced("starting the devices"):
         num_devices = jax.device_count()
@@ -55,13 +60,14 @@ def _train(config: Config, watchdog: Watchdog) -> str:
     program = make_program(config)
     check_host_memory(program, config.training)
     datasets = load_data(config)
+    _check_sample_prompt(config.training.sample_prompt, datasets.tokenizer)
     check_room(run_dir, program.abstract_state, config.training.steps)
     watchdog.alive()
     if jax.process_index() == 0:
         record(config, program, datasets)
     # All processes must find the same programs: one that has to compile waits for the others to autotune with it.
     use_compilation_cache(COMPILATION_CACHE if jax.process_count() == 1 else run_dir / "compilation")
-    with make_trainer(config, program, datasets, watchdog) as trainer:
+    with make_trainer(config, program, datasets, watchdog, lock) as trainer:
         console = trainer.output.console
         if changed:
             console.note(f"changed since the run was last started: {'; '.join(changed)}")
@@ -70,6 +76,8 @@ def _train(config: Config, watchdog: Watchdog) -> str:
         watchdog.alive()
         try:
             outcome = trainer.run(state)
+        except CannotGoOn:
+            raise
         except ValueError as error:  # not bad input at this point: keep the traceback
             raise RuntimeError("training stopped") from error
     if outcome != "already finished":
@@ -88,7 +96,7 @@ def replay(config: Config, step: int) -> None:
         use_compilation_cache()
     program = make_program(config)
     datasets = load_data(config)
-    with make_trainer(config, program, datasets, Watchdog(0), read_only=True) as trainer:
+    with make_trainer(config, program, datasets, Watchdog(0)) as trainer:
         run_again(trainer, step, changed)
 
 
@@ -140,6 +148,18 @@ def load_data(config: Config) -> Datasets:
     return datasets
 
 
+def _check_sample_prompt(prompt: str, tokenizer: Tokenizer) -> None:
+    """Raises ValueError if the tokenizer cannot encode it, which would be found when the run is finished."""
+    try:
+        if prompt:
+            tokenizer.encode(prompt)
+    except ValueError as error:
+        raise ValueError(
+            f"training.sample_prompt={prompt!r} cannot be encoded by data.tokenizer, {tokenizer.identity} ({error}); "
+            "name the tokenizer of the data, or use --training.sample_prompt="
+        ) from None
+
+
 def _warn_of_repetition(datasets: Datasets) -> None:
     for source in datasets.sources:
         if source.epochs > MANY_EPOCHS:
@@ -169,7 +189,7 @@ def _check_data(datasets: Datasets, run_dir: Path) -> None:
         before = json.loads(path.read_text())
         if not isinstance(before, dict):
             raise ValueError("it does not hold an object {...}")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"data: {path} cannot be read ({error}), so it is unknown which data the run was started with; restore "
             "it, or continue with --data.allow_change=True"
@@ -190,13 +210,14 @@ def record(config: Config, program: Program, datasets: Datasets) -> None:
 
 @contextlib.contextmanager
 def make_trainer(
-    config: Config, program: Program, datasets: Datasets, watchdog: Watchdog, *, read_only: bool = False
+    config: Config, program: Program, datasets: Datasets, watchdog: Watchdog, lock: RunLock | None = None
 ) -> Iterator[Trainer]:
-    """The Trainer of a run on all devices; the mesh of the config must be resolved. read_only: it writes nothing."""
+    """The Trainer of a run on all devices; the mesh of the config must be resolved. lock: of the run directory; without
+    it nothing is written there."""
     run_dir = Path(config.run_dir)
-    writes = jax.process_index() == 0 and not read_only
-    writer = MetricsWriter(run_dir, config.logging, dataclasses.asdict(config)) if writes else None
-    with Checkpointer(run_dir, None if read_only else config.checkpoint) as checkpointer:
+    writes = jax.process_index() == 0 and lock is not None
+    writer = MetricsWriter(run_dir, config.logging, dataclasses.asdict(config), lock) if writes else None
+    with Checkpointer(run_dir, None if lock is None else config.checkpoint) as checkpointer:
         yield Trainer(
             config=config.training,
             launch=config.launch,
@@ -220,6 +241,7 @@ def make_trainer(
                 first_started=first_start(run_dir),
             ),
             watchdog=watchdog,
+            lock=lock,
         )
     if writer is not None:
         writer.close()

@@ -140,6 +140,7 @@ def print_search(name: str, config: Config, request: str) -> None:
     if not number.isdecimal():
         raise ValueError(f"--plan={request}: for how many GPUs? --plan=search:64, or search:64:h200")
     device = plan_device(kind or "h100")
+    config.mesh.check()  # it is not used, but 0 devices on an axis are a mistake
     if not sys.stderr.isatty():
         logger.info("searching the meshes of %s GPUs", number)
     with Progress(console=RichConsole(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:

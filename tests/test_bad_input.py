@@ -122,6 +122,10 @@ CASES = {
         ["data.text", "nowhere/*.txt", "stdlib"],
     ),
     "missing tokenizer": (["--data.tokenizer=nowhere.model"], ["data.tokenizer=nowhere.model", "does not exist"]),
+    "prompt that the tokenizer cannot encode": (
+        ["--training.sample_prompt=def "],
+        ["training.sample_prompt='def '", "null:2047", "use --training.sample_prompt="],
+    ),
     "vocabulary of the tokenizer": (
         ["--data.tokenizer=null:4000", "--model.vocab_size=2048"],
         ["model.vocab_size=2048", "data.tokenizer", "--model.vocab_size="],
@@ -225,7 +229,7 @@ def test_unknown_device_to_plan_for():
 
 def test_empty_run_directory_is_that_of_the_recipe(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run, "train", lambda config: config.run_dir)
+    monkeypatch.setattr(run, "_train", lambda config, *_: config.run_dir)
     train.main(["--config=gpt_tiny", "--run_dir=", *MOCK])
     assert [str(path) for path in Path().iterdir()] == ["runs"] and Path("runs/gpt_tiny").is_dir()
 
@@ -282,7 +286,7 @@ def test_run_directory_that_is_a_file(tmp_path):
 def test_run_directory_is_free_again_after_a_refusal(tmp_path, monkeypatch):
     run_dir = tmp_path / "run"
     refusal([*MOCK, "--mesh.data=3"], run_dir)
-    monkeypatch.setattr(run, "train", lambda config: "interrupted")
+    monkeypatch.setattr(run, "_train", lambda *_: "interrupted")
     train.main(["--config=gpt_tiny", f"--run_dir={run_dir}", *MOCK])
 
 
@@ -313,7 +317,7 @@ def check_refused_on_the_command_line(arguments: list[str], tmp_path: Path, star
     before = contents(tmp_path)
     code, out, err, seconds = command_line(["--config=gpt_tiny", f"--run_dir={tmp_path / 'run'}", *MOCK, *arguments])
     assert (code, out) == (2, "")
-    assert err.startswith(start) and err.count("\n") == 1, err
+    assert err.startswith(start) and err.count("\n") == 1 and "\x1b" not in err, err
     assert contents(tmp_path) == before
     assert seconds < 5
 
@@ -325,6 +329,7 @@ def check_refused_on_the_command_line(arguments: list[str], tmp_path: Path, star
         "--training.batch_size_rampup=4,4",
         "--mesh.data=3",
         "--data.text=nowhere",
+        "--data.text=nowhere\nmegajax: finished\x1b[31m",  # a name that forges a line of the log
     ],
 )
 def test_command_prints_one_line_and_exits_with_2_within_5_seconds_of_a_processor(argument, tmp_path):

@@ -339,6 +339,7 @@ def test_own_data_need_only_their_source_and_paths(tmp_path, caplog):
         with pytest.raises(ValueError, match=message):
             override(recipe, [*typed, argument]).check_on(1)
     assert override(recipe, [*typed, "--model.vocab_size=2048"]).model.vocab_size == 2048
+    assert config.training.sample_prompt == ""  # the files do not name a tokenizer that could encode it
     mock = override(recipe, ["--data.source=mock"]).check_on(1)
     assert (mock.data.tokenizer, mock.training.sample_prompt) == ("null:2048", "")
 

@@ -85,6 +85,56 @@ def test_steps_by_hand_are_those_of_training(trained):
     assert trained.loss(state, trained.eval_batch()) == pytest.approx(evaluation, rel=1e-6)  # another order of sums
 
 
+# On top of TINY: the fewest layers that hold one of each kind, and data that need no text.
+TINY_RECIPES = {
+    "gpt_tiny": {},
+    "bert_tiny": {"data.kind": "masked", "model.next_sentence": False, "model.num_layers": 1},
+    "mamba2_tiny": {"model.num_layers": 1},
+    "hybrid_tiny": {"model.pattern": "M*-", "model.num_layers": 3},
+    "delta_net_tiny": {"model.pattern": "G-", "model.num_layers": 2},
+    "moe_tiny": {"model.num_layers": 1},
+    "t5_tiny": {"model.num_layers": 1, "model.head_dim": 16, "data.tokenizer": "null:400"},
+}
+
+
+@pytest.fixture(params=TINY_RECIPES)
+def tiny_run(request, tmp_path) -> megajax.Run:
+    mine = {
+        "run_dir": str(tmp_path / request.param),
+        "data.cache_dir": str(tmp_path),
+        "mesh.data": 1,
+        "optimizer.groups": (),
+    }
+    config = megajax.recipe(request.param, TINY | mine | TINY_RECIPES[request.param])
+    return megajax.Run(config, jax.devices()[:1])
+
+
+def test_every_tiny_recipe_is_in_the_list():
+    assert set(TINY_RECIPES) == {name for name in configs.recipes() if name.endswith("_tiny")}
+
+
+def test_a_step_and_an_evaluation_by_hand_work_with_every_tiny_recipe(tiny_run):
+    state, metrics = tiny_run.step(tiny_run.init(), tiny_run.batch())
+    assert all(type(value) is float for value in metrics.values()) and metrics["skipped"] == 0
+    assert ("expert_load/7" in metrics) == tiny_run.config.run_dir.endswith("moe_tiny")
+    assert 0 < tiny_run.loss(state, tiny_run.eval_batch()) < 10
+
+
+@pytest.mark.slow
+def test_every_tiny_recipe_is_trained_restored_planned_and_generates_or_says_why_not(tiny_run, few):
+    assert megajax.Run(megajax.override(tiny_run.config, {"mesh.data": 8})).train() == "finished"
+    last = [line["loss"] for line in tiny_run.metrics() if "loss" in line][-1]
+    state, metrics = tiny_run.step(tiny_run.restore(2), tiny_run.batch(2))
+    assert metrics["loss"] == pytest.approx(last, rel=1e-5) and int(state.step) == 3  # sums in another order
+    assert tiny_run.plan().fits
+    if tiny_run.config.model.kind in ("bert", "t5"):
+        with pytest.raises(ValueError, match=f"model.kind={tiny_run.config.model.kind}"):
+            tiny_run.generate("abc", max_tokens=2)
+    else:
+        texts = [tiny_run.generate("abc", weights, max_tokens=2, temperature=0.0) for weights in (None, state)]
+        assert texts[0] == texts[1]
+
+
 def test_run_is_loaded_restored_and_continued_on_another_mesh(trained):
     again = megajax.load_run(
         trained.config.run_dir, {"mesh.data": 1, "mesh.fsdp": 2, "mesh.tensor": 1, "mesh.context": 2}, jax.devices()[:4]
@@ -96,9 +146,14 @@ def test_run_is_loaded_restored_and_continued_on_another_mesh(trained):
     assert metrics["loss"] == pytest.approx(last, rel=1e-5)  # sums of float32 in another order
 
 
-def test_generation_uses_the_given_weights_or_the_newest_saved(trained, monkeypatch):
-    few = ServingConfig(max_rows=2, max_batch_tokens=16, page_size=16, max_length=64)  # the defaults take half a minute
+@pytest.fixture
+def few(monkeypatch):
+    """An engine that compiles little: the defaults take half a minute."""
+    few = ServingConfig(max_rows=2, max_batch_tokens=16, page_size=16, max_length=64)
     monkeypatch.setattr(library, "Engine", functools.partial(library.Engine, serving=few))
+
+
+def test_generation_uses_the_given_weights_or_the_newest_saved(trained, few):
     mesh = {"mesh.data": 1, "mesh.fsdp": 1, "mesh.tensor": 2}
     run = megajax.load_run(trained.config.run_dir, mesh, jax.devices()[:2])
     saved = run.generate("abc", max_tokens=4, temperature=0.0)

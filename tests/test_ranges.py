@@ -181,6 +181,26 @@ def test_any_value_is_planned_or_refused_by_name_in_one_line(kind, pipeline):
                 check_field(base, name)
 
 
+# All numbers that a field has nothing to say about are allowed by the test above.
+NONSENSE = {
+    "model.vocab_multiple": 999_999_999, "model.mamba.dt_min": 2.0**31, "model.mamba.dt_max": 1e30,
+    "model.norm_epsilon": 2.0**31, "model.init_std": 1e30, "model.embedding_multiplier": 1e30, "model.mtp_loss": 1e30,
+    "model.rope.base": 1e30, "model.rope.factor": 1e30, "model.rope.attention_factor": 1e30,
+    "model.moe.router.z_loss": 1e30, "optimizer.learning_rate": 1e30, "optimizer.epsilon": 1e30,
+    "optimizer.weight_decay": 1e30, "training.z_loss": 1e30, "execution.expert_buffer": 1e30,
+    "launch.cpu_devices": 2**31 - 1, "mesh.tensor": 0, "mesh.data": -2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+def test_nonsense_is_refused_by_name_in_one_line_for_a_run_and_for_a_plan(name):
+    base = base_config("hybrid" if "mamba" in name else "decoder", 1)
+    config = with_value(base, name, NONSENSE[name])
+    for use in (config.check, config.for_plan):
+        with pytest.raises(ValueError, match=f"^{name}=[^\n]* must be [^\n]*$"):
+            use()
+
+
 @pytest.mark.parametrize("scaling", ["none", "linear", "dynamic", "llama3", "yarn", "longrope"])
 def test_any_rotary_embedding_that_is_accepted_has_finite_frequencies(scaling):
     factors = (1.0,) * 8 if scaling == "longrope" else ()

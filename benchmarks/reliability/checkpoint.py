@@ -31,7 +31,7 @@ from benchmarks.train_step import RATE, Setup, set_up, sustained
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.local import LocalSnapshots
-from megajax.checkpoint.verify import digests
+from megajax.checkpoint.verify import digests, sealed
 from megajax.config import Config
 from megajax.training.reporting.console import format_bytes
 from megajax.training.state import TrainState
@@ -70,7 +70,7 @@ def measure(config: Config, *, seconds: float, num_saves: int, folder: Path, loc
         snapshots = LocalSnapshots(Path(local_dir) / "megajax_benchmark")
 
         def write(number: int, trees: dict, meta: dict) -> None:
-            snapshots.save(number, trees, meta | {"digests": _digests(trees)})
+            snapshots.save(number, trees, sealed(number, meta, _digests(trees)))
 
         state, local = _saves(write, snapshots.is_writing, num_saves, setup, step, state)
         snapshots.wait()

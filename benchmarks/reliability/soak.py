@@ -1,12 +1,12 @@
 """Compares a run that is killed repeatedly with one that is not:
 
-    python -m benchmarks.reliability.soak [--minutes=20] [--output=FILE]
+    python -m benchmarks.reliability.soak [--minutes=20] [--config=gpt_tiny] [--kill_seconds=20,60] [--output=FILE]
 
-Trains a very small model on the CPU under the supervisor (launch.max_restarts) and kills the training process with
-SIGKILL, 20 to 60 s after it has started to train, until `minutes` have passed; then trains the same undisturbed. Every
-loss and every digest of the last checkpoint must be the same, bit for bit; otherwise the exit status is 1. Also
-recorded: kills, and how many of them hit a save; repeated steps; goodput; resident memory and open files of the
-processes.
+Trains a very small model, made of gpt_tiny or moe_tiny, on the CPU under the supervisor (launch.max_restarts) and kills
+the training process with SIGKILL, 20 to 60 s after it has started to train, until `minutes` have passed; then trains
+the same undisturbed. Every loss and every digest of the last checkpoint must be the same, bit for bit; otherwise the
+exit status is 1. Also recorded: kills, and how many of them hit a save; repeated steps; goodput; resident memory and
+open files of the processes.
 """
 
 import datetime
@@ -29,7 +29,7 @@ from benchmarks.command_line import run, split
 
 ROOT = Path(__file__).parents[2]
 MODEL = (
-    "--config=gpt_tiny", "--data.source=mock", "--data.text=", "--data.tokenizer=null:511", "--data.num_threads=1",
+    "--data.source=mock", "--data.text=", "--data.tokenizer=null:511", "--data.num_threads=1",
     "--model.num_layers=4", "--model.embed_dim=64", "--model.num_heads=4", "--model.mlp_dim=256",
     "--model.vocab_size=512", "--model.dropout=0.1", "--training.sequence_length=128", "--mesh.data=1",
     "--training.global_batch_size=8", "--training.log_every_steps=1", "--training.eval_every_steps=0",
@@ -39,12 +39,11 @@ MODEL = (
 SPEED_STEPS = 400
 # Share of the minutes; the rest is spent on starts, waits between them and repeated steps.
 TRAINING_SHARE = 0.6
-KILL_SECONDS = (20.0, 60.0)
 
 
-def command(run_dir: Path, steps: int, *more: str) -> list[str]:
+def command(recipe: str, run_dir: Path, steps: int, *more: str) -> list[str]:
     where = (f"--run_dir={run_dir}", f"--data.cache_dir={run_dir.parent / 'cache'}", f"--training.steps={steps}")
-    return [sys.executable, str(ROOT / "train.py"), *MODEL, *where, *more]
+    return [sys.executable, str(ROOT / "train.py"), f"--config={recipe}", *MODEL, *where, *more]
 
 
 def start(words: list[str], log: Path) -> subprocess.Popen:
@@ -95,18 +94,20 @@ class Sampler:
         return {name: [sample[name] for sample in spread] for name in ("resident_bytes", "open_files")}
 
 
-def disturb(run_dir: Path, steps: int, seconds: float, rng: random.Random) -> dict:
+def disturb(
+    recipe: str, run_dir: Path, steps: int, seconds: float, kill_seconds: tuple[float, float], rng: random.Random
+) -> dict:
     """Trains under the supervisor with kills for `seconds` -> what happened."""
     log = run_dir.with_suffix(".log")
     sampler = Sampler()
     kills = []
     begin = time.monotonic()
     highest = 0
-    supervisor = start(command(run_dir, steps, "--launch.max_restarts=100000"), log)
+    supervisor = start(command(recipe, run_dir, steps, "--launch.max_restarts=100000"), log)
     try:
         while supervisor.poll() is None and time.monotonic() - begin < seconds:
             child = _until_it_trains(supervisor, run_dir, highest)
-            end = time.monotonic() + rng.uniform(*KILL_SECONDS)
+            end = time.monotonic() + rng.uniform(*kill_seconds)
             while supervisor.poll() is None and time.monotonic() < end:
                 sampler.look(supervisor.pid)
                 sampler.look(child)
@@ -169,11 +170,11 @@ def _wait_for_save(run_dir: Path, seconds: float) -> bool:
     return False
 
 
-def train_undisturbed(run_dir: Path, steps: int) -> dict:
+def train_undisturbed(recipe: str, run_dir: Path, steps: int) -> dict:
     sampler = Sampler()
     begin = time.monotonic()
     log = run_dir.with_suffix(".log")
-    process = start(command(run_dir, steps), log)
+    process = start(command(recipe, run_dir, steps), log)
     try:
         while not metrics(run_dir) and process.poll() is None:
             time.sleep(0.2)
@@ -209,19 +210,21 @@ def compare(disturbed: Path, undisturbed: Path, steps: int) -> dict:
     }
 
 
-def measure_speed(run_dir: Path) -> float:
+def measure_speed(recipe: str, run_dir: Path) -> float:
     """Seconds per step: the median of a short run."""
-    train_undisturbed(run_dir, SPEED_STEPS)
+    train_undisturbed(recipe, run_dir, SPEED_STEPS)
     return statistics.median(line["step_seconds"] for line in metrics(run_dir) if "step_seconds" in line)
 
 
-def measure(minutes: float, seed: int, commit: str, tell: Callable[[str], None], save: Callable[[dict], None]) -> dict:
+def measure(values: dict[str, str], tell: Callable[[str], None], save: Callable[[dict], None]) -> dict:
     import jax
 
-    seconds = 60 * minutes
+    recipe = values["config"]
+    seconds = 60 * float(values["minutes"])
+    (first, last) = map(float, values["kill_seconds"].split(","))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        step_seconds = measure_speed(folder / "speed")
+        step_seconds = measure_speed(recipe, folder / "speed")
         steps = max(int(TRAINING_SHARE * seconds / step_seconds), SPEED_STEPS)
         tell(f"{1000 * step_seconds:.1f} ms per step: {steps} steps")
         result = {
@@ -230,13 +233,15 @@ def measure(minutes: float, seed: int, commit: str, tell: Callable[[str], None],
             "device": "cpu",
             "versions": {"jax": jax.__version__},
             "date": datetime.date.today().isoformat(),
-            "commit": commit or _commit(),
+            "commit": values["commit"] or _commit(),
             "step_seconds": step_seconds,
         }
-        result["disturbed"] = disturb(folder / "disturbed", steps, seconds, random.Random(seed))
+        result["disturbed"] = disturb(
+            recipe, folder / "disturbed", steps, seconds, (first, last), random.Random(int(values["seed"]))
+        )
         save(result)
         tell(f"{len(result['disturbed']['kills'])} kills; now undisturbed")
-        result["undisturbed"] = train_undisturbed(folder / "undisturbed", steps)
+        result["undisturbed"] = train_undisturbed(recipe, folder / "undisturbed", steps)
         result["comparison"] = compare(folder / "disturbed", folder / "undisturbed", steps)
     save(result)
     return result
@@ -251,18 +256,20 @@ def _commit() -> str:
 
 
 def main(arguments: list[str]) -> int:
-    values, rest = split(arguments, {"minutes": "20", "seed": "0", "output": "", "commit": ""})
+    options = {
+        "minutes": "20", "config": "gpt_tiny", "kill_seconds": "20,60", "seed": "0", "output": "", "commit": "",
+    }  # fmt: skip
+    values, rest = split(arguments, options)
     if rest:
-        raise ValueError(
-            f"{rest[0]} is not known; see python -m benchmarks.reliability.soak, --minutes, --seed, --output, --commit"
-        )
+        known = ", ".join(f"--{name}" for name in options)
+        raise ValueError(f"{rest[0]} is not known; see python -m benchmarks.reliability.soak, {known}")
 
     def save(result: dict) -> None:
         if values["output"]:
             Path(values["output"]).write_text(json.dumps(result, indent=1) + "\n")
 
     tell = functools.partial(print, flush=True)
-    result = measure(float(values["minutes"]), int(values["seed"]), values["commit"], tell, save)
+    result = measure(values, tell, save)
     found = result["comparison"]
     equal = found["equal_losses"] == found["steps"] and found["equal_digests"]
     print(json.dumps(result | {"arguments": None}, indent=1))

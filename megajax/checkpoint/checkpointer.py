@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,11 @@ from megajax.checkpoint.layout import Rows, of_layers, saved_rows, stored_form, 
 from megajax.checkpoint.local import LocalSnapshots, run_folder
 from megajax.checkpoint.steps import read_meta
 from megajax.checkpoint.verify import as_stored, differing, digests, on_all_processes, sealed
+from megajax.one_line import in_one_line
 
 logger = logging.getLogger("megajax")
 
+SAME_FAILURE_SECONDS = 60.0  # between lines in the log about saves that fail
 TIMES = "_CHECKPOINT_METADATA"  # a file of Orbax in each step
 
 
@@ -58,6 +61,7 @@ class Checkpointer:
         self.run_dir = Path(run_dir).resolve()
         self.folder = self.run_dir / "checkpoints"
         self.failed_saves = 0
+        self._failure_logged = -math.inf
         self._config = config
         self._left_unfinished = False
         self._kept = Kept(config or CheckpointConfig(keep=0))
@@ -88,7 +92,7 @@ class Checkpointer:
             return _Manager(
                 self.folder, item_names=("params", "optimizer", "meta"), options=options, on_disk=self._point_latest
             )
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             if not damaged:
                 raise
             raise ValueError(f"{damaged[0]} is damaged; remove it, the step can be read without it") from error
@@ -129,7 +133,7 @@ class Checkpointer:
         trees = {"params": params, "optimizer": optimizer_state}
         self._wait_for_local()
         try:
-            self._local.save(step, trees, _sealed(trees, meta))
+            self._local.save(step, trees, _sealed(step, trees, meta))
         except Exception as error:
             self._failed(error, local=True)
 
@@ -160,8 +164,11 @@ class Checkpointer:
     def _failed(self, error: Exception, local: bool = False) -> None:
         self.failed_saves += 1
         self._left_unfinished |= not local
+        if time.monotonic() - self._failure_logged < SAME_FAILURE_SECONDS:
+            return
+        self._failure_logged = time.monotonic()
         what = "local snapshot" if local else "checkpoint"
-        logger.error("a %s could not be saved (failure %d): %s", what, self.failed_saves, _in_one_line(error))
+        logger.error("a %s could not be saved (failure %d): %s", what, self.failed_saves, in_one_line(error))
 
     def write(self, step: int, trees: dict[str, Any], meta: dict[str, Any]) -> None:
         """Starts saving {item: tree of arrays}, like `save`, but raises errors, here or in `wait`."""
@@ -170,7 +177,7 @@ class Checkpointer:
         self._kept.evaluated(step, meta)
         items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
         items["params"] = ocp.args.StandardSave(trees["params"], _by_layer(trees["params"], meta.get("layer_rows", {})))
-        items["meta"] = ocp.args.JsonSave(_sealed(trees, meta))
+        items["meta"] = ocp.args.JsonSave(_sealed(step, trees, meta))
         self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
     def _point_latest(self, step: int) -> None:
@@ -230,16 +237,16 @@ class Checkpointer:
         return step, trees["params"], trees["optimizer"], meta
 
     def _restore_or_say_why(self, step: int, trees: dict, layer_rows: Rows, problems: dict[int, str]) -> tuple | None:
-        for attempt in range(2):  # a disk may fail once
+        for _ in range(2):  # a disk may fail once
             try:
                 restored = self.restore(step, trees["params"], trees["optimizer"], layer_rows)
             except (MemoryError, jax.errors.JaxRuntimeError):  # not the fault of the checkpoint
                 raise
             except ValueError as error:
                 problems[step] = str(error)
-                logger.warning("checkpoint %d, attempt %d: %s", step, attempt + 1, problems[step])
                 continue
-            problems.pop(step, None)
+            if problem := problems.pop(step, None):
+                logger.warning("checkpoint %d was read in the second attempt: %s", step, problem)
             self._point_latest(step)
             return step, *restored
         folder = self.folder / str(step)
@@ -288,11 +295,7 @@ class Checkpointer:
         if not on_all_processes(problem is None):
             raise problem or ValueError(f"another process could not read {self.folder / str(step)}")
         restored, saved, stored, meta = read
-        if not saved:
-            logger.warning("checkpoint %d is not verified: it was written by a version without digests", step)
-        wrong = [
-            f"{name}{path}" for name in abstract for path in differing(saved.get(name, {}), restored[name]) if saved
-        ]
+        wrong = [f"{name}{path}" for name in abstract for path in differing(saved.get(name, {}), restored[name])]
         if wrong:
             raise ValueError(
                 f"{self.folder / str(step)} is damaged: {', '.join(wrong[:4])}{' ...' if len(wrong) > 4 else ''} "
@@ -306,7 +309,7 @@ class Checkpointer:
         meta = self.read_meta(step)
         try:
             stored = saved_rows(meta, wanted)
-            saved = meta.pop("digests", {})
+            saved = meta.pop("digests")
             forms = {
                 name: as_stored(saved.get(name, {}), stored_form(tree, stored, wanted))
                 for name, tree in abstract.items()
@@ -317,7 +320,7 @@ class Checkpointer:
             raise
         except Exception as error:  # Orbax raises many types
             folder = self.folder / str(step)
-            raise ValueError(f"{folder} cannot be read ({_in_one_line(error)}); use another step") from error
+            raise ValueError(f"{folder} cannot be read ({in_one_line(error)}); use another step") from error
 
     def wait(self) -> None:
         """Waits until the current save is on disk; raises its error."""
@@ -333,6 +336,10 @@ class Checkpointer:
         return self
 
     def __exit__(self, *_) -> None:
+        try:
+            self.wait()
+        except Exception as error:  # must not hide the one that ended the run
+            self._failed(error)
         self._manager.close()
         if self._local is not None:
             self._wait_for_local()
@@ -347,12 +354,12 @@ def _has_times(path: Path) -> bool:
         return all(
             isinstance(found.get(name), int | None) for name in ("init_timestamp_nsecs", "commit_timestamp_nsecs")
         )
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return False
 
 
-def _sealed(trees: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
-    return sealed(meta | {"digests": {name: digests(tree) for name, tree in trees.items()}})
+def _sealed(step: int, trees: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
+    return sealed(step, meta, {name: digests(tree) for name, tree in trees.items()})
 
 
 def _by_layer(tree, rows: Rows):
@@ -371,11 +378,6 @@ def _cast(array: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
     cast = jax.block_until_ready(jax.jit(lambda a: a.astype(target.dtype), out_shardings=target.sharding)(array))
     array.delete()
     return cast
-
-
-def _in_one_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
 
 
 def _is_permitted(folder: Path) -> bool:

@@ -73,7 +73,7 @@ class LocalSnapshots:
     def save(self, step: int, trees: dict[str, Any], meta: dict[str, Any]) -> None:
         """Copies the shards to the host, then writes them while training continues.
 
-        meta: with the digests of the trees. Waits for the previous snapshot, and raises its error.
+        meta: from `sealed`. Waits for the previous snapshot, and raises its error.
         """
         self.wait()
         arrays = {}
@@ -172,7 +172,7 @@ class LocalSnapshots:
         if not on_all_processes(found is not None):
             return problem or "another process logs why"
         trees, meta = found
-        saved = meta.pop("digests", {})
+        saved = meta.pop("digests")
         wrong = [f"{name}{path}" for name in trees for path in differing(saved.get(name, {}), trees[name])]
         if not on_all_processes(not wrong):
             return f"{', '.join(wrong[:4])} {'is' if len(wrong) == 1 else 'are'} not what was saved"
@@ -184,9 +184,7 @@ class LocalSnapshots:
         if not (folder / "index.json").is_file():
             raise ValueError(f"{folder} does not exist")
         index = json.loads((folder / "index.json").read_text())
-        meta = unsealed(index["meta"], folder)
-        if meta.get("step", step) != step:
-            raise ValueError(f"{folder} holds step {meta['step']}")
+        meta = unsealed(index["meta"], step, folder)
         saved = {stack: rows.tolist() for stack, rows in saved_rows(meta, layer_rows).items()}
         if saved != {stack: rows.tolist() for stack, rows in layer_rows.items()}:
             raise ValueError("it was saved with another pipeline layout")

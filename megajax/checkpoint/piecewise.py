@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import dataclasses
-import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,9 +15,7 @@ import tensorstore
 
 from megajax.checkpoint.layout import Rows, saved_rows, stack_of
 from megajax.checkpoint.steps import read_meta
-from megajax.checkpoint.verify import digest, digest_of_pieces, sealed, weighted_sum
-
-logger = logging.getLogger("megajax")
+from megajax.checkpoint.verify import digest_of_pieces, sealed
 
 PIECE_BYTES = 2**25  # of an array in memory at a time; about four copies are made while one is compressed and written
 
@@ -54,8 +51,8 @@ class PiecewiseArray:
             self.shape, np.dtype(np.float32), lambda index: self.read(index).astype(np.float32) * factor[index]
         )
 
-    def digest(self, formula=digest) -> list[int]:
-        return digest_of_pieces((self.read(piece) for piece in pieces(self.shape, self.dtype)), formula)
+    def digest(self) -> list[int]:
+        return digest_of_pieces(self.read(piece) for piece in pieces(self.shape, self.dtype))
 
 
 def piece_shape(shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, ...]:
@@ -114,7 +111,7 @@ def write(run_dir: str | Path, step: int, params: dict, meta: dict[str, Any]) ->
     types = ocp.type_handlers.create_type_handler_registry((PiecewiseArray, _Handler()))
     handlers = {"params": ocp.PyTreeCheckpointHandler(type_handler_registry=types), "meta": ocp.JsonCheckpointHandler()}
     options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
-    meta = sealed(meta | {"digests": {"params": digests}})
+    meta = sealed(step, meta, {"params": digests})
     items = {"params": ocp.args.PyTreeSave(params), "meta": ocp.args.JsonSave(meta)}
     run_dir = Path(run_dir).resolve()
     with ocp.CheckpointManager(run_dir / "checkpoints", item_handlers=handlers, options=options) as manager:
@@ -143,19 +140,16 @@ class StoredParams:
         meta = read_meta(run_dir, step)
         self._folder = Path(run_dir).resolve() / "checkpoints" / str(step)
         self._rows = saved_rows(meta, layer_rows)
-        found = meta.get("digests", {}).get("params", {})
+        found = meta["digests"]["params"]
         self._digests = {_name(path): value for path, (_, value) in found.items()}
         self.dtypes = {_name(path): np.dtype(dtype) for path, (dtype, _) in found.items()}
-        """By name; empty in steps from before there were digests."""
-        if not found:
-            logger.warning("checkpoint %d is not verified: it was written before there were digests", step)
+        """By name."""
 
     def open(self, name: str) -> PiecewiseArray:
         """An array as it is stored, after it was verified. Raises ValueError if it is not what was saved."""
         with self._naming(name):
             found = self._open(name)
-            wanted = self._digests.get(name)
-            is_whole = wanted is None or found.digest(weighted_sum if isinstance(wanted, int) else digest) == wanted
+            is_whole = found.digest() == self._digests.get(name)
         if not is_whole:
             raise ValueError(f"{self._folder} is damaged: {name} is not what was saved; use another step")
         return found

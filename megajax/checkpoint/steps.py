@@ -35,14 +35,9 @@ def read_meta(run_dir: str | Path, step: int) -> dict[str, Any]:
     path = Path(run_dir) / "checkpoints" / str(step) / "meta" / "metadata"
     try:
         meta = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read ({error}); use another step") from None
-    if not isinstance(meta, dict):
-        raise ValueError(f"{path} is damaged: it does not hold an object {{...}}; use another step")
-    meta = unsealed(meta, path)
-    if meta.get("step", step) != step:
-        raise ValueError(f"{path} is damaged: it belongs to step {meta['step']}, not {step}; use another step")
-    return meta
+    return unsealed(meta, step, path)
 
 
 def newest_meta(run_dir: str | Path) -> tuple[int, dict[str, Any]] | None:

@@ -14,21 +14,18 @@ Source of mix_k: the finalizer of MurmurHash3 (Appleby, github.com/aappleby/smha
 nullprogram.com/blog/2018/07/31).
 """
 
-import functools
 import hashlib
 import json
-import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
-
-logger = logging.getLogger("megajax")
 
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 # For each of the two numbers: a, c, and the shifts and factors of mix. Both a are odd.
@@ -40,7 +37,15 @@ _LANES = (
 
 def digests(tree) -> dict[str, list]:
     """{path of an array in the tree: [its dtype, its digest]}, JSON values. Every process of the run must call it."""
-    return _by_path(tree, digest)
+    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    on_host = [name for name, leaf in leaves.items() if leaf.sharding.memory_kind != _default_memory(leaf)]
+    found = _all({name: leaf for name, leaf in leaves.items() if name not in on_host})
+    for name in on_host:  # one after the other: together they may not fit on the device
+        leaf = leaves[name]
+        on_device = jax.device_put(leaf, leaf.sharding.with_memory_kind(_default_memory(leaf)))
+        found |= _all({name: on_device})
+    found = jax.device_get(found)
+    return {name: [str(leaf.dtype), found[name].tolist()] for name, leaf in leaves.items()}
 
 
 def as_stored(stored: dict[str, list], abstract):
@@ -55,21 +60,7 @@ def as_stored(stored: dict[str, list], abstract):
 
 def differing(stored: dict[str, list], tree) -> list[str]:
     """Paths of the arrays in the tree whose digest differs from the stored one, in order."""
-    is_older = any(isinstance(value, int) for _, value in stored.values())
-    found = _by_path(tree, weighted_sum if is_older else digest)
-    return [name for name, value in found.items() if stored.get(name) != value]
-
-
-def _by_path(tree, formula: Callable[[jax.Array], jax.Array]) -> dict[str, list]:
-    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-    on_host = [name for name, leaf in leaves.items() if leaf.sharding.memory_kind != _default_memory(leaf)]
-    found = _all({name: leaf for name, leaf in leaves.items() if name not in on_host}, formula)
-    for name in on_host:  # one after the other: together they may not fit on the device
-        leaf = leaves[name]
-        on_device = jax.device_put(leaf, leaf.sharding.with_memory_kind(_default_memory(leaf)))
-        found |= _all({name: on_device}, formula)
-    found = jax.device_get(found)
-    return {name: [str(leaf.dtype), found[name].tolist()] for name, leaf in leaves.items()}
+    return [name for name, value in digests(tree).items() if stored.get(name) != value]
 
 
 def on_all_processes(succeeded: bool) -> bool:
@@ -79,19 +70,28 @@ def on_all_processes(succeeded: bool) -> bool:
     return bool(np.all(multihost_utils.process_allgather(np.array(succeeded))))
 
 
-def sealed(meta: dict) -> dict:
-    """Adds a digest to JSON metadata, which for example determines through `layer_rows` what the arrays mean."""
+def sealed(step: int, meta: dict[str, Any], digests: dict[str, dict]) -> dict[str, Any]:
+    """The JSON metadata of a step, with a digest of its own, because for example its `layer_rows` determine what the
+    arrays mean.
+
+    digests: {item: `digests` of its tree}.
+    """
+    meta = meta | {"step": step, "digests": digests}
     return meta | {"sha256": _sha256(meta)}
 
 
-def unsealed(meta: dict, where: Path) -> dict:
-    """Removes and checks the digest of `sealed`. Raises ValueError if the metadata is damaged."""
+def unsealed(meta: Any, step: int, where: Path) -> dict[str, Any]:
+    """The metadata of `sealed`, checked. Raises ValueError if it is damaged, or that of another step."""
+    if not isinstance(meta, dict):
+        raise ValueError(f"{where} is damaged: it does not hold an object {{...}}; use another step")
+    missing = [name for name in ("step", "digests", "sha256") if name not in meta]
+    if missing:
+        raise ValueError(f"{where} is damaged: it has no {', '.join(missing)}; use another step")
     meta = dict(meta)
-    found = meta.pop("sha256", None)
-    if found is None:
-        logger.warning("%s: the metadata is not verified: it was written by a version without digests", where)
-    elif found != _sha256(meta):
+    if meta.pop("sha256") != _sha256(meta):
         raise ValueError(f"{where} is damaged: its metadata is not what was saved; use another step")
+    if meta["step"] != step:
+        raise ValueError(f"{where} is damaged: it belongs to step {meta['step']}, not {step}; use another step")
     return meta
 
 
@@ -103,24 +103,24 @@ def _default_memory(array: jax.Array) -> str:
     return next(iter(array.sharding.device_set)).default_memory().kind
 
 
-@functools.partial(jax.jit, static_argnames="formula")
-def _all(tree: dict[str, jax.Array], formula: Callable[[jax.Array], jax.Array]) -> dict[str, jax.Array]:
-    return jax.tree.map(jax.jit(formula), tree)  # traced once for each shape
+@jax.jit
+def _all(tree: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return jax.tree.map(jax.jit(digest), tree)  # traced once for each shape
 
 
-def digest_of_pieces(pieces: Iterable[np.ndarray], formula: Callable[..., jax.Array]) -> list[int] | int:
-    """As a formula below gives it of the whole array; pieces: its parts in the order of memory, on the host."""
+def digest_of_pieces(pieces: Iterable[np.ndarray]) -> list[int]:
+    """The digest of a whole array; pieces: its parts in the order of memory, on the host."""
     sums = []
     first = 0
     for piece in pieces:
-        sums.append(np.asarray(_digest_from(piece.reshape(-1), np.uint32(first % 2**32), formula)))
+        sums.append(np.asarray(_digest_from(piece.reshape(-1), np.uint32(first % 2**32))))
         first += piece.size
     return np.sum(sums, axis=0, dtype=np.uint32).tolist()
 
 
-@functools.partial(jax.jit, static_argnames="formula")
-def _digest_from(x: jax.Array, first: jax.Array, formula: Callable[..., jax.Array]) -> jax.Array:
-    return formula(x, first)
+@jax.jit
+def _digest_from(x: jax.Array, first: jax.Array) -> jax.Array:
+    return digest(x, first)
 
 
 def digest(x: jax.Array, first: int | jax.Array = 0) -> jax.Array:
@@ -134,12 +134,6 @@ def digest(x: jax.Array, first: int | jax.Array = 0) -> jax.Array:
     # One reduction for both: two reductions would read the array twice.
     sums = lax.reduce(mixed, zeros, lambda a, b: tuple(map(jnp.add, a, b)), tuple(range(bits.ndim)))
     return jnp.stack(sums)
-
-
-def weighted_sum(x: jax.Array, first: int | jax.Array = 0) -> jax.Array:
-    """uint32 []: sum_i b_i (2 i + 1), the digest of older steps. Misses two flipped signs."""
-    bits, index = _words(x, first)
-    return jnp.sum(bits * (2 * index + 1), dtype=jnp.uint32)
 
 
 def _mix(h: jax.Array, first: tuple[int, int], second: tuple[int, int], last: int) -> jax.Array:

@@ -3,11 +3,13 @@
 Slow imports happen only when a command needs them.
 """
 
+import faulthandler
 import importlib
 import os
 import sys
 from collections.abc import Callable
 
+from megajax.one_line import printable
 from megajax.suggestions import did_you_mean
 from megajax.training.faults.signals import leave_when_asked
 
@@ -44,7 +46,7 @@ def main() -> None:
     name = arguments[0]
     if name not in COMMANDS:
         hint = did_you_mean(name, COMMANDS) or "; megajax --help lists all commands"
-        print(f"error: megajax {name} is unknown{hint}", file=sys.stderr)
+        print(f"error: megajax {printable(name)} is unknown{hint}", file=sys.stderr)
         raise SystemExit(2)
     if name == "train":
         leave_when_asked()  # also during the imports, which take seconds
@@ -67,10 +69,11 @@ def run_command(command: Callable[[list[str]], None], arguments: list[str], *, t
     if trains and not {"--help", "-h"}.intersection(arguments):
         print_what_can_be_printed()
     log_to_stderr()
+    faulthandler.enable(file=2)  # a bus error, as of a mapped file that is cut off, would be silent
     try:
         command(arguments)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

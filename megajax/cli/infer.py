@@ -27,6 +27,7 @@ def _truth(text: str) -> bool:
     return text == "True"
 
 
+MOST = 1_000_000  # tokens, requests, rows or repetitions of bench
 # Fields of ServingConfig, which is slow to import: (type, help).
 SERVING = {
     "max_rows": (int, "sequences that are decoded at the same time (128)"),
@@ -65,6 +66,7 @@ def generate(options: argparse.Namespace) -> None:
     if options.output is not None and Path(options.output).exists():
         raise ValueError(f"output={options.output} exists; give a new file")
     _serving(options)  # an error in the settings comes before anything is opened
+    mesh_of(options)
     if open_source(options.run, options.step).config.model.reads_source:
         _write_from_source(options, prompts, sampling)
         return
@@ -195,15 +197,16 @@ def _check_bench(options: argparse.Namespace) -> None:
         raise ValueError("--url needs --request_rate=1,4,16 (requests per second) or --concurrency=1,8,64")
     for name in ("batch", "concurrency"):
         for number in getattr(options, name):
-            if number < 1:
-                raise ValueError(f"{name}={number} must be at least 1")
+            if not 1 <= number <= MOST:
+                raise ValueError(f"{name}={number} must be from 1 to {MOST}")
     for rate in options.request_rate:
         if not rate > 0:
             raise ValueError(f"request_rate={rate} must be above 0; inf sends all requests at once")
-    if options.prompt_tokens < 1 or options.repeats < 1:
-        raise ValueError(f"prompt_tokens={options.prompt_tokens} and repeats={options.repeats} must be at least 1")
-    if options.num_requests < 1 or options.max_tokens < 1:
-        raise ValueError(f"num_requests={options.num_requests} and max_tokens={options.max_tokens} must be at least 1")
+    for name in ("prompt_tokens", "repeats", "num_requests", "max_tokens"):
+        if not 1 <= getattr(options, name) <= MOST:
+            raise ValueError(f"{name}={getattr(options, name)} must be from 1 to {MOST}")
+    if not 0 <= options.seed < 2**32:
+        raise ValueError(f"seed={options.seed} must be from 0 to 2**32 - 1")
 
 
 def _bench_traffic(options: argparse.Namespace) -> None:

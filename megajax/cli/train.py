@@ -86,7 +86,6 @@ def _start(config: "Config", replay_step: int | None) -> None:
 
     from megajax import run
     from megajax.mesh import initialize_processes, use_cpu_devices
-    from megajax.training.faults.run_lock import locked
     from megajax.training.faults.supervisor import supervise
     from megajax.training.faults.watchdog import Watchdog
 
@@ -105,8 +104,7 @@ def _start(config: "Config", replay_step: int | None) -> None:
         watchdog.alive()
         initialize_processes()
         watchdog.alive()
-        with locked(Path(config.run_dir)):
-            outcome = run.train(config)
+        outcome = run.train(config)
     if outcome != "interrupted" and config.training.sample_prompt and jax.process_count() == 1:
         _print_sample(config)
 

@@ -1,5 +1,6 @@
 """How worker processes, which read or encode data, end."""
 
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -13,6 +14,7 @@ def end_with_parent(*_) -> None:
     which reach all processes of a terminal, are ignored: the parent handles them, and needs data until it has saved.
     Takes and ignores the arguments of Grain's worker_init_fn.
     """
+    faulthandler.enable(file=2)  # as in the parent
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_wait_for_parent, daemon=True).start()

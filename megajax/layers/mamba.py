@@ -21,7 +21,7 @@ from megajax.mesh import MeshConfig
 from megajax.ops.norm import gated_rms_norm
 from megajax.ops.ssd import ssd, ssd_step, time_steps
 from megajax.parameters import weight
-from megajax.ranges import MAY_CHANGE, NonNegativeFloat, PositiveFloat, PositiveInt, Range
+from megajax.ranges import MAY_CHANGE, Coefficient, Multiplier, PositiveInt, Range
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +41,9 @@ class MambaConfig:
     """Tokens that the convolution sees, its own included."""
     conv_bias: bool = True
     """Bias of the convolution."""
-    dt_min: NonNegativeFloat = 0.0
+    dt_min: Coefficient = 0.0
     """Lower limit of the time step, after softplus."""
-    dt_max: PositiveFloat | None = None
+    dt_max: Multiplier | None = None
     """Upper limit of the time step; None: there is none."""
     chunk: PositiveInt = dataclasses.field(default=128, metadata=MAY_CHANGE)
     """Tokens of a chunk: 64 to 256. It changes speed and memory, not what is computed."""

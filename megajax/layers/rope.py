@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from megajax.ranges import PositiveFloat, PositiveInt, Range
+from megajax.ranges import Multiplier, PositiveFloat, PositiveInt, Range
 
 RAMPS = {"llama3": (1.0, 4.0), "yarn": (1.0, 32.0)}
 """The usual `ramp` of each scaling that has one."""
@@ -22,20 +22,20 @@ RAMPS = {"llama3": (1.0, 4.0), "yarn": (1.0, 32.0)}
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    base: Annotated[float, Range(above=1)] = 10000.0
+    base: Annotated[float, Range(above=1, at_most=1e12)] = 10000.0
     """Wavelengths run from 2 pi to 2 pi * base."""
     fraction: Annotated[float, Range(above=0, at_most=1)] = 1.0
     """Fraction of the head dim that is rotated."""
     interleaved: bool = False
     """Rotate entries 2 i and 2 i + 1 as a pair (GPT-J) instead of i and i + R / 2 (GPT-NeoX)."""
-    local_base: Annotated[float, Range(above=1)] | None = None
+    local_base: Annotated[float, Range(above=1, at_most=1e12)] | None = None
     """Base of the layers with a window, whose wavelengths are then never stretched (Gemma 3); None: like other
     layers."""
     scaling: Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"] = "none"
     """How wavelengths are stretched for sequences beyond original_length."""
-    factor: Annotated[float, Range(at_least=1)] = 8.0
+    factor: Annotated[float, Range(at_least=1, at_most=1e6)] = 8.0
     """By how much wavelengths are stretched: the longest sequence divided by original_length."""
-    attention_factor: PositiveFloat | None = None
+    attention_factor: Multiplier | None = None
     """Factor on cos and sin. None: YaRN 0.1 ln(factor) + 1, LongRoPE sqrt(1 + ln(factor) / ln(original_length)), 1
     otherwise."""
     original_length: PositiveInt = 8192

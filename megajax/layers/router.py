@@ -30,7 +30,7 @@ from megajax.layers.layer import Terms
 from megajax.layers.linear import GatheredLinear
 from megajax.parallel.context import ContextMethod, current_order
 from megajax.parameters import observe, variable
-from megajax.ranges import MAY_CHANGE, NonNegativeFloat, PositiveFloat, PositiveInt
+from megajax.ranges import MAY_CHANGE, Coefficient, PositiveFloat, PositiveInt
 from megajax.sharding import activation_spec, axes_of, constrain
 
 logger = logging.getLogger("megajax")
@@ -59,14 +59,14 @@ class RouterConfig:
     assignment: Literal["top_k", "sinkhorn", "balanced_benchmark"] = "top_k"
     """Choose the experts with the largest scores, balance the choice with Sinkhorn's algorithm, or (for benchmarks
     only) use the experts in turn whatever their scores are."""
-    aux_loss: NonNegativeFloat = dataclasses.field(default=0.0, metadata=MAY_CHANGE)
+    aux_loss: Coefficient = dataclasses.field(default=0.0, metadata=MAY_CHANGE)
     """Coefficient of the balance loss over each microbatch."""
-    sequence_aux_loss: NonNegativeFloat = dataclasses.field(default=0.0, metadata=MAY_CHANGE)
+    sequence_aux_loss: Coefficient = dataclasses.field(default=0.0, metadata=MAY_CHANGE)
     """Coefficient of the balance loss over each sequence; does not depend on the number of microbatches."""
-    global_aux_loss: NonNegativeFloat = 0.0
+    global_aux_loss: Coefficient = 0.0
     """Coefficient of the balance loss with the load over the whole batch of the previous step; does not depend on the
     number of microbatches."""
-    z_loss: NonNegativeFloat = dataclasses.field(default=0.0, metadata=MAY_CHANGE)
+    z_loss: Coefficient = dataclasses.field(default=0.0, metadata=MAY_CHANGE)
     """Coefficient of the mean of logsumexp(logits) squared."""
     capacity_factor: PositiveFloat | None = None
     """Limit of an expert's tokens of each sequence, relative to an even share; the others are dropped. None: nothing is

@@ -33,7 +33,7 @@ from megajax.ops.matmul import matmul
 from megajax.parallel.context import current_order
 from megajax.parallel.schedule import Stages
 from megajax.parameters import weight
-from megajax.ranges import MAY_CHANGE, DropRate, PositiveFloat, PositiveInt, Range
+from megajax.ranges import MAY_CHANGE, DropRate, Epsilon, InitStd, PositiveInt, Range, VocabMultiple
 from megajax.sharding import constrain
 
 _NO_LOSS = "model.head=none has no loss; use --model.head=masked_lm or a classification head"
@@ -54,7 +54,7 @@ class BertConfig(ModelConfig):
     """Feed-forward width; None = 4 * embed_dim."""
     vocab_size: Annotated[int, Range(at_least=2)] = 30522
     """Token ids of the tokenizer, with [CLS], [SEP], [MASK] and [PAD]."""
-    vocab_multiple: PositiveInt = 128
+    vocab_multiple: VocabMultiple = 128
     """The stored vocabulary and the position table are padded to a multiple of this, the same on every mesh."""
     max_positions: PositiveInt = 512
     """Longest sequence, in tokens."""
@@ -62,7 +62,7 @@ class BertConfig(ModelConfig):
     """Row of the position table for the first token (RoBERTa: 2)."""
     num_token_types: Annotated[int, Range(at_least=0)] = 2
     """Rows of the token type embedding: 2 for pairs of texts, 1 adds the same row to every token (RoBERTa), 0: none."""
-    norm_epsilon: PositiveFloat = 1e-12
+    norm_epsilon: Epsilon = 1e-12
     """Added to the variance by layer normalisation."""
     norm_placement: Literal["pre", "post_residual"] = "post_residual"
     """Normalise the residual stream after each addition (post_residual: BERT), or the inputs of attention and MLP, and
@@ -87,7 +87,7 @@ class BertConfig(ModelConfig):
     """Dropout rate of the embeddings and of the outputs of attention and MLP."""
     attention_dropout: DropRate = dataclasses.field(default=0.1, metadata=MAY_CHANGE)
     """Dropout rate of attention probabilities."""
-    init_std: PositiveFloat = 0.02
+    init_std: InitStd = 0.02
     """Standard deviation of the initial weights; output projections get init_std / sqrt(2 * num_layers)."""
 
     # ------------------------------------------------------------------ derived sizes

@@ -33,7 +33,19 @@ from megajax.ops.matmul import matmul
 from megajax.parallel.context import current_order
 from megajax.parallel.schedule import Stages
 from megajax.parameters import weight
-from megajax.ranges import MAY_CHANGE, DropRate, NonNegativeFloat, PositiveFloat, PositiveInt, Range, changed_fields
+from megajax.ranges import (
+    MAY_CHANGE,
+    Coefficient,
+    DropRate,
+    Epsilon,
+    InitStd,
+    Multiplier,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    VocabMultiple,
+    changed_fields,
+)
 from megajax.sharding import constrain
 
 
@@ -55,7 +67,7 @@ class DecoderConfig(ModelConfig):
     """Feed-forward width; None = 4 * embed_dim."""
     vocab_size: Annotated[int, Range(at_least=2)] = 50257
     """Token ids of the tokenizer."""
-    vocab_multiple: PositiveInt = 128
+    vocab_multiple: VocabMultiple = 128
     """The stored vocabulary is padded to a multiple of this, the same on every mesh."""
     position: Literal["learned", "rope", "alibi", "none"] = "learned"
     """How positions are encoded: a learned table, rotary embedding, scores that fall with distance (ALiBi), or not."""
@@ -68,7 +80,7 @@ class DecoderConfig(ModelConfig):
     """Every n-th layer has no rotary embedding (NoPE)."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Kind of normalisation."""
-    norm_epsilon: PositiveFloat = 1e-5
+    norm_epsilon: Epsilon = 1e-5
     """Added to the variance."""
     norm_zero_centered: bool = False
     """Store the norm's scale minus one (Megatron's layernorm-1p)."""
@@ -104,17 +116,17 @@ class DecoderConfig(ModelConfig):
     """Sliding-window attention: a token sees this many tokens, itself included."""
     full_attention_every: PositiveInt | None = None
     """With a window: every n-th layer has full attention."""
-    attention_multiplier: PositiveFloat | None = None
+    attention_multiplier: Multiplier | None = None
     """Factor on the attention scores; None = 1 / sqrt(width of a head)."""
     attention_soft_cap: PositiveFloat | None = None
     """Scores become cap * tanh(scores / cap)."""
     attention_sinks: bool = False
     """Add a learned score per head to the softmax, without a value (gpt-oss)."""
-    embedding_multiplier: PositiveFloat = 1.0
+    embedding_multiplier: Multiplier = 1.0
     """Factor on the token embeddings, rounded to the compute dtype as in Gemma."""
-    residual_multiplier: PositiveFloat = 1.0
+    residual_multiplier: Multiplier = 1.0
     """Factor on the outputs of attention and MLP before they are added to the residual stream."""
-    logit_multiplier: PositiveFloat = 1.0
+    logit_multiplier: Multiplier = 1.0
     """Factor on the logits."""
     logit_soft_cap: PositiveFloat | None = None
     """Logits become cap * tanh(logits / cap)."""
@@ -124,13 +136,13 @@ class DecoderConfig(ModelConfig):
     """Layers with experts instead of one feed-forward network (docs/experts.md)."""
     mtp_layers: Annotated[int, Range(at_least=0, at_most=16)] = 0
     """Multi-token prediction: layer k of these predicts the token k places after the next one (DeepSeek-V3: 1)."""
-    mtp_loss: NonNegativeFloat = dataclasses.field(default=0.3, metadata=MAY_CHANGE)
+    mtp_loss: Coefficient = dataclasses.field(default=0.3, metadata=MAY_CHANGE)
     """With mtp_layers: coefficient of the mean of their losses (DeepSeek-V3: 0.3, later 0.1)."""
     dropout: DropRate = dataclasses.field(default=0.0, metadata=MAY_CHANGE)
     """Dropout rate of the embeddings and of the outputs of attention and MLP."""
     attention_dropout: DropRate = dataclasses.field(default=0.0, metadata=MAY_CHANGE)
     """Dropout rate of attention probabilities."""
-    init_std: PositiveFloat = 0.02
+    init_std: InitStd = 0.02
     """Standard deviation of the initial weights; output projections get init_std / sqrt(2 * num_layers)."""
 
     @staticmethod

@@ -40,7 +40,7 @@ from megajax.ops.embedding import embed
 from megajax.ops.matmul import matmul
 from megajax.parallel.schedule import Stages
 from megajax.parameters import weight
-from megajax.ranges import MAY_CHANGE, DropRate, PositiveFloat, PositiveInt, Range
+from megajax.ranges import MAY_CHANGE, DropRate, Epsilon, InitStd, Multiplier, PositiveInt, Range, VocabMultiple
 from megajax.sharding import constrain
 
 
@@ -62,7 +62,7 @@ class EncoderDecoderConfig(ModelConfig):
     """Feed-forward width."""
     vocab_size: Annotated[int, Range(at_least=2)] = 32128
     """Token ids, sentinels included."""
-    vocab_multiple: PositiveInt = 128
+    vocab_multiple: VocabMultiple = 128
     """The stored vocabulary is padded to a multiple of this, the same on every mesh."""
     decoder_length: PositiveInt = dataclasses.field(default=128, metadata=MAY_CHANGE)
     """Tokens of the decoder in training; those of the encoder are training.sequence_length."""
@@ -77,7 +77,7 @@ class EncoderDecoderConfig(ModelConfig):
     """With position=learned: rows of the table."""
     norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"
     """Kind of normalisation."""
-    norm_epsilon: PositiveFloat = 1e-6
+    norm_epsilon: Epsilon = 1e-6
     """Added to the variance."""
     final_norm: bool = True
     """Normalise the outputs of encoder and decoder. Megatron Core's T5Model does only with Transformer Engine."""
@@ -85,11 +85,11 @@ class EncoderDecoderConfig(ModelConfig):
     """Feed-forward activation; swiglu and the geglus are gated."""
     bias: bool = False
     """Biases in the linear layers of attention and MLP."""
-    attention_multiplier: PositiveFloat | None = 1.0
+    attention_multiplier: Multiplier | None = 1.0
     """Factor on the attention scores; None = 1 / sqrt(head_dim)."""
     tied_embeddings: bool = True
     """The output layer is the transposed embedding."""
-    logit_multiplier: PositiveFloat | None = None
+    logit_multiplier: Multiplier | None = None
     """Factor on the logits; None = 1 / sqrt(embed_dim) with tied embeddings, otherwise 1."""
     head_bias: bool = False
     """Bias of the output layer, which Megatron Core has with tied embeddings."""
@@ -97,7 +97,7 @@ class EncoderDecoderConfig(ModelConfig):
     """Dropout rate of the embeddings and of the outputs of attention and MLP."""
     attention_dropout: DropRate = dataclasses.field(default=0.0, metadata=MAY_CHANGE)
     """Dropout rate of attention probabilities."""
-    init_factor: PositiveFloat = 1.0
+    init_factor: InitStd = 1.0
     """Factor on the standard deviations of the initial weights: 1 / sqrt(inputs) of a matrix, 1 of the embedding (tied)
     as in T5."""
 

@@ -8,7 +8,7 @@ from megajax.optim.loss_scale import LossScaleRule
 from megajax.optim.moments import MomentFormat
 from megajax.optim.schedule import Schedule, ScheduleStyle
 from megajax.precision import PrecisionConfig
-from megajax.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range
+from megajax.ranges import Coefficient, Epsilon, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range
 
 Momentum = Annotated[float, Range(at_least=0, below=1)]
 
@@ -19,11 +19,11 @@ class OptimizerConfig:
 
     name: UpdateRule = "adamw"
     """Update rule; muon applies to the matrices of layers, and AdamW to all other parameters."""
-    learning_rate: PositiveFloat = 3e-4
+    learning_rate: Annotated[float, Range(above=0, at_most=1000)] = 3e-4
     """Learning rate after the warm-up, the peak of the schedule."""
-    min_learning_rate: NonNegativeFloat = 3e-5
+    min_learning_rate: Coefficient = 3e-5
     """Learning rate at the end of the decay and after it (not used by schedule constant)."""
-    initial_learning_rate: NonNegativeFloat = 0.0
+    initial_learning_rate: Coefficient = 0.0
     """Learning rate at the start of the warm-up."""
     schedule: ScheduleStyle = "cosine"
     """Shape of the decay after the warm-up; the wsd ones are constant until they anneal at the end, wsd exponentially.
@@ -39,11 +39,11 @@ class OptimizerConfig:
     """AdamW, Lion: decay of the first moment (Lion: of the interpolation whose sign is taken)."""
     beta2: Momentum = 0.95
     """AdamW: decay of the second moment. Lion: decay of its only moment (0.98 or 0.99 are usual there)."""
-    epsilon: PositiveFloat = 1e-8
+    epsilon: Epsilon = 1e-8
     """AdamW: added to the square root of the second moment."""
     momentum: Momentum = 0.9
     """SGD, Muon: decay of the momentum (0.95 is usual for Muon)."""
-    weight_decay: NonNegativeFloat = 0.1
+    weight_decay: Coefficient = 0.1
     """Decay of weights and embeddings; biases and norm scales decay only if a group says so."""
     groups: tuple[str, ...] = ()
     """Parameters with another learning rate, decay or update rule: 'PATTERN field=value ...' with the fields

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import jax
 
 from megajax.parameters import Parameter, matches, name_of
-from megajax.ranges import NonNegativeFloat, PositiveFloat, check_fields
+from megajax.ranges import Coefficient, Multiplier, check_fields
 
 PyTree = Any
 
@@ -30,9 +30,9 @@ class Group:
     """The fields of one entry of optimizer.groups."""
 
     pattern: str
-    learning_rate_scale: PositiveFloat = 1.0
+    learning_rate_scale: Multiplier = 1.0
     """Factor on the scheduled learning rate; use training.frozen for parameters that are not trained."""
-    weight_decay: NonNegativeFloat | None = None
+    weight_decay: Coefficient | None = None
     """Replaces optimizer.weight_decay, and applies to biases and norm scales too; None: the default."""
     optimizer: UpdateRule | None = None
     """Replaces optimizer.name; None: the default."""

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from megajax.mesh import MeshConfig
 from megajax.models.interface import LossOptions
-from megajax.ranges import DropRate, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range
+from megajax.ranges import Coefficient, DropRate, NonNegativeInt, PositiveFloat, PositiveInt, Range
 from megajax.training.batch_schedule import BatchSchedule
 
 LossMean = Literal["token", "microbatch"]
@@ -37,7 +37,7 @@ class TrainingConfig:
     batch_size_rampup: tuple[PositiveInt, PositiveInt, NonNegativeInt] | None = None
     """(start, increment, samples): grow the batch from `start` to global_batch_size by `increment` sequences at a time,
     over this many samples."""
-    z_loss: NonNegativeFloat = 0.0
+    z_loss: Coefficient = 0.0
     """Weight of logsumexp^2 of the logits in the training loss."""
     label_smoothing: DropRate = 0.0
     """Probability mass moved from the label to the whole vocabulary in the training loss."""
@@ -116,7 +116,7 @@ class LaunchConfig:
     evaluation, a save. 0: never."""
     max_restarts: NonNegativeInt = 0
     """Restart a run that crashes or hangs up to N times, but not after three crashes without a new step."""
-    cpu_devices: NonNegativeInt = 0
+    cpu_devices: Annotated[int, Range(at_least=0, at_most=4096)] = 0
     """Number of virtual CPU devices to use instead of GPUs, to try a mesh; 0: use the real devices."""
     profile_steps: tuple[PositiveInt, PositiveInt] | None = None
     """(first, last): write a profile of these steps to run_dir/profile."""

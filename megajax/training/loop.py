@@ -4,6 +4,7 @@ The host never waits for the step it has just dispatched: batches are transferre
 one step late.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -17,11 +18,13 @@ import numpy as np
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.data.config import DataConfig
 from megajax.data.datasets import Dataset, Datasets
+from megajax.one_line import in_one_line
 from megajax.optim.schedule import Schedule
 from megajax.training.batch_schedule import BatchSchedule
 from megajax.training.batches import device_batches
 from megajax.training.config import LaunchConfig, TrainingConfig
 from megajax.training.faults.replicas import check_replicas, describe_replicas
+from megajax.training.faults.run_lock import RunLock
 from megajax.training.faults.stop import StopRequest
 from megajax.training.faults.watchdog import Watchdog
 from megajax.training.program import Program
@@ -31,6 +34,10 @@ from megajax.training.reporting.profiling import Profiler
 from megajax.training.reporting.reporter import Reporter
 from megajax.training.state import TrainState
 from megajax.training.step import make_eval_step
+
+
+class CannotGoOn(ValueError):
+    """Why a run ended that had trained: its data cannot be read, or its directory is gone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +68,8 @@ class Trainer:
     """Loads the weights of a new run; None: they are initialised."""
     output: Output
     watchdog: Watchdog
+    lock: RunLock | None
+    """Of the run directory; None: nothing is written there."""
     productive_seconds: float = dataclasses.field(default=0.0, init=False)
     """Time in steps before the restored checkpoint (Reporter.goodput)."""
 
@@ -73,7 +82,8 @@ class Trainer:
     def run(self, state: TrainState) -> str:
         """Trains until the last step or a request to stop -> "finished", "interrupted", or "already finished".
 
-        state: from `start`; it is donated.
+        state: from `start`; it is donated. Raises CannotGoOn if the data cannot be read, after saving what was trained
+        before, or if the run directory is no longer that of this run.
         """
         with jax.set_mesh(self.program.mesh):
             return self._run(state)
@@ -97,7 +107,8 @@ class Trainer:
         config = self.config
         console = self.output.console
         schedule = config.schedule(self.program.mesh_config)
-        batches = self.train_batches(first, config.steps)
+        unreadable: list[ValueError] = []
+        batches = _until_unreadable(self.train_batches(first, config.steps), unreadable)
         step_function = self.program.train_step(config)
         reporter = Reporter(
             first,
@@ -129,14 +140,16 @@ class Trainer:
             profiler.after(done, metrics)
             self.watchdog.alive()
             self.checkpointer.check()
-            asked = stop.asked(done)
+            asked = stop.asked(done, self.lock.problem())
             evaluation: dict[str, float] = {}
             if evaluate is not None and (done % config.eval_every_steps == 0 or done == config.steps):
                 reporter.flush()
-                with console.announced("evaluating"):
+                with console.announced("evaluating"), _collected(unreadable):
                     evaluation = evaluate(state.weights)
                 reporter.evaluation(done, evaluation)
                 self.watchdog.alive()
+            if unreadable:
+                break
             is_due = asked or done == config.steps or self.checkpointer.is_due(done)
             is_saved = is_due or self.checkpointer.local_is_due(done)
             compare_every = config.check_replicas_every_steps
@@ -156,14 +169,36 @@ class Trainer:
                 console.note(f"stopping after step {done}: {asked}")
                 break
         reporter.flush()
-        with console.announced(f"waiting until step {done} is on disk"):
-            self.checkpointer.wait()
-        self.watchdog.alive()
-        if self.checkpointer.latest_step() != done:
-            raise RuntimeError(f"the checkpoint of step {done} could not be saved; the log says why")
+        if unreadable:
+            self._save_before(unreadable[0], state, first, schedule, reporter.productive_seconds)
+        self._wait_until_saved(done)
         reporter.close()
         console.close()
+        if unreadable:
+            raise CannotGoOn(f"{unreadable[0]}; stopped after step {done}, which is saved")
         return "finished" if done >= config.steps else "interrupted"
+
+    def _save_before(
+        self, problem: ValueError, state: TrainState, first: int, schedule: BatchSchedule, productive_seconds: float
+    ) -> None:
+        """Saves what was trained before the problem. Raises CannotGoOn if that is nothing, or if the other processes of
+        the run, which can read their data, are waiting in the next step."""
+        done = int(state.step)
+        if done == first or jax.process_count() > 1:
+            raise CannotGoOn(f"{problem}; stopped after step {done}, without saving") from None
+        with self.output.console.announced(f"saving step {done}"):
+            self._save(self.checkpointer.save, state, schedule, productive_seconds, None)
+
+    def _wait_until_saved(self, step: int) -> None:
+        problem = "the log says why"
+        with self.output.console.announced(f"waiting until step {step} is on disk"):
+            try:
+                self.checkpointer.wait()
+            except Exception as error:  # Orbax raises many types
+                problem = in_one_line(error)
+        self.watchdog.alive()
+        if self.checkpointer.latest_step() != step:
+            raise RuntimeError(f"the checkpoint of step {step} could not be saved; {problem}") from None
 
     # ------------------------------------------------------------------ parts of the run
 
@@ -223,7 +258,12 @@ class Trainer:
         productive_seconds: float,
         eval_loss: float | None,
     ) -> None:
-        """save: method of the checkpointer; eval_loss: of this step, None if it was not evaluated."""
+        """save: method of the checkpointer; eval_loss: of this step, None if it was not evaluated. Raises CannotGoOn if
+        the run directory is no longer that of this run."""
+        try:
+            self.lock.check()
+        except ValueError as error:
+            raise CannotGoOn(f"step {int(state.step)}: {error}") from None
         step = int(state.step)
         meta = self.output.meta | {
             "layer_rows": {kind: rows.tolist() for kind, rows in self.program.model.layer_rows.items()},
@@ -271,3 +311,17 @@ class Trainer:
             return result
 
         return evaluate
+
+
+@contextlib.contextmanager
+def _collected(problems: list[ValueError]) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        problems.append(error)
+
+
+def _until_unreadable(batches: Iterator[dict], problems: list[ValueError]) -> Iterator[dict]:
+    """The batches up to the first that cannot be read; why not becomes an element of problems."""
+    with _collected(problems):
+        yield from batches

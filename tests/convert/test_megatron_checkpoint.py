@@ -593,6 +593,24 @@ def test_incomplete_copies_are_refused(save, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda good: b"\x80\x04\x8e" + b"\xff" * 7 + b"\x7f",  # bytes, and a text, that are longer than any memory
+        lambda good: b"\x80\x04\x8d" + b"\xff" * 7 + b"\x0f",
+        lambda good: b"\x80\x04" + b"]" * 100_000 + b"a" * 99_999 + b".",
+        lambda good: good[: len(good) // 2],
+        lambda good: good.replace(b"state_dict_metadata", b"state_dict_metadatb"),
+    ],
+    ids=["bytes", "text", "nested", "cut", "name"],
+)
+def test_damaged_metadata_is_refused_in_one_line(damage, save, tmp_path):
+    file = save / "torch_dist/iter_0000007/.metadata"
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(ValueError, match=r"^\S*/\.metadata cannot be read \(\w+: ?[^\n]*$"):
+        import_checkpoint(save / "torch_dist", tmp_path / "run")
+
+
 class Copy:
     """A pickle that copies a file when it is loaded as pickles usually are."""
 

@@ -1,8 +1,12 @@
 """The reader and writer of .bin/.idx against files that Megatron wrote."""
 
+import os
 import pickle
 import shutil
+import signal
 import struct
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -11,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megajax.data import indexed_dataset
 from megajax.data.indexed_dataset import DTYPES, IndexedDataset, IndexedDatasetWriter, token_dtype
 
 DATA = Path(__file__).parents[1] / "oracles" / "data"
@@ -55,6 +60,37 @@ def test_read_returns_the_slice_and_refuses_what_is_outside():
     for offset, length in ((0, len(whole) + 1), (len(whole) + 1, None)):
         with pytest.raises(IndexError, match="sequence 3"):
             dataset.read(3, offset, length)
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_named(copy, monkeypatch):
+    monkeypatch.setattr(indexed_dataset, "CHECK_SECONDS", 0.0)
+    dataset = IndexedDataset(copy)
+    whole = dataset.read(3).copy()
+    size = Path(copy + ".bin").stat().st_size
+    os.truncate(copy + ".bin", 10)
+    with pytest.raises(ValueError, match=rf"a\.bin was cut to 10 of {size} bytes while it was read; copy it again"):
+        dataset.read(3)
+    shutil.copy(DATA / "a.bin", copy + ".bin")
+    assert np.array_equal(dataset.read(3), whole)
+
+
+def test_a_bus_error_is_not_silent(copy):
+    """That of a file which is cut between two looks at its size."""
+    script = f"""
+import os
+from megajax.cli import run_command
+from megajax.data.indexed_dataset import IndexedDataset
+
+def read(_):
+    dataset = IndexedDataset({copy!r})
+    dataset.read(0)
+    os.truncate({copy + ".bin"!r}, 0)
+    dataset.read(0).sum()
+
+run_command(read, [])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGBUS and "Bus error" in done.stderr and "in read" in done.stderr
 
 
 def test_pickle_carries_the_prefix_only():

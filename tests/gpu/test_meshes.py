@@ -50,7 +50,7 @@ def losses(recipe: str, sizes: dict[str, int], run_dir: str) -> list[float]:
     config = override(configs.recipe(recipe), [*arguments, f"--run_dir={run_dir}"]).check_on(num_devices)
     program = config.make_program(make_mesh(config.mesh, jax.devices()[:num_devices]))
     with (
-        make_trainer(config, program, load_data(config), Watchdog(0), read_only=True) as trainer,
+        make_trainer(config, program, load_data(config), Watchdog(0)) as trainer,
         jax.set_mesh(program.mesh),
     ):
         state = trainer.initial_state()

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from megajax.cli import generation, infer, serving
+from megajax.command_line import AXES
 from megajax.data.tokenizers.chat_template import ChatTemplate
 from megajax.inference.sampling import Sampling
 
@@ -44,6 +45,29 @@ def test_mistakes_are_named(arguments, message):
     with pytest.raises(ValueError, match=message) as error:
         infer.main(arguments.split())
     assert "\n" not in str(error.value)
+
+
+NUMBERS = (
+    "max_rows", "max_batch_tokens", "max_length", "page_size", "num_pages", "memory_fraction", "decode_steps",
+    "draft_tokens", "launch.cpu_devices", *(f"mesh.{axis}" for axis in AXES),
+)  # fmt: skip
+OF_BENCH = ("batch", "concurrency", "prompt_tokens", "max_tokens", "repeats", "num_requests", "seed")
+
+
+@pytest.mark.parametrize("command, names", [
+    ("generate --prompt=x", NUMBERS), ("serve --port=0", NUMBERS), ("bench", NUMBERS + OF_BENCH),
+])  # fmt: skip
+def test_nonsense_numbers_are_refused_by_name_before_a_model_is_opened(command, names, monkeypatch):
+    def open_no_model(_, options):
+        infer.mesh_of(options)
+        infer._serving(options)
+        pytest.fail("a model is opened")
+
+    monkeypatch.setattr(infer, "_open", open_no_model)
+    for name in names:
+        for value in ("-2", "99999999999999999999", "-inf", "nan", "x", "", "1,,2"):
+            with pytest.raises(ValueError, match=f"^(argument --)?{name}[=:][^\n]*$"):
+                infer.main([*command.split(), "--run=x", f"--{name}={value}"])
 
 
 def test_every_axis_of_the_mesh_and_every_field_of_the_engine_can_be_set():

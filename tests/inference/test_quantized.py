@@ -144,5 +144,5 @@ def test_experts_latents_and_what_is_outside_layers_stay():
 
 def test_unknown_formats_are_refused():
     for name in ("weight_dtype", "page_dtype"):
-        with pytest.raises(ValueError, match=f"^{name}=fp8 is unknown; use "):
+        with pytest.raises(ValueError, match=f"^{name}='fp8' must be one of "):
             ServingConfig(**{name: "fp8"}).check()

@@ -28,6 +28,7 @@ from megajax.data.tokenizers.tokenizer import load_tokenizer, save_tokenizer
 from megajax.inference.engine import Engine
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.sources import tokenizer_of
+from megajax.training.faults.run_lock import locked
 from megajax.training.faults.watchdog import Watchdog
 from megajax.training.program import Program
 from megajax.training.reporting.starts import first_start
@@ -60,7 +61,11 @@ class Saved:
         """What train.py does before its first step."""
         run.check(self.config)
         program, datasets = run.make_program(self.config), run.load_data(self.config)
-        with run.make_trainer(self.config, program, datasets, Watchdog(0)) as trainer:
+        run_dir = Path(self.config.run_dir)
+        with (
+            locked(run_dir) as lock,
+            run.make_trainer(self.config, program, datasets, Watchdog(0), lock) as trainer,
+        ):
             state = trainer.start()
         return int(state.step), jax.device_get((state.weights, state.optimizer))
 
@@ -120,6 +125,12 @@ DAMAGE = {
     "bytes flipped": lambda file: file.write_bytes(middle_flipped(file.read_bytes())),
     "other JSON": lambda file: file.write_text("[3]"),
 }
+OF_JSON = {
+    "an empty object": lambda file: file.write_text("{}"),
+    "huge numbers": lambda file: file.write_bytes(re.sub(rb"\d+", b"9" * 18, file.read_bytes())),
+    "negative numbers": lambda file: file.write_bytes(re.sub(rb"\d+", b"-7", file.read_bytes())),
+    "deep nesting": lambda file: file.write_text("[" * 100_000),
+}
 
 
 def files_of(folder: Path, only_json: bool) -> list[Path]:
@@ -133,16 +144,18 @@ def files_of(folder: Path, only_json: bool) -> list[Path]:
 
 
 @pytest.mark.parametrize("damage", [
-    pytest.param(name, marks=pytest.mark.slow if name in ("emptied", "cut") else ()) for name in DAMAGE
+    pytest.param(name, marks=pytest.mark.slow if name in ("emptied", "cut") else ())
+    for name in DAMAGE | OF_JSON
 ])  # fmt: skip
 def test_with_a_damaged_file_in_a_step_it_is_used_as_it_was_or_the_one_before_is(saved, damage, tmp_path, caplog):
     newest = Path(saved.config.run_dir) / "checkpoints" / "6"
-    files = files_of(newest, only_json=damage == "other JSON")
-    assert len(files) >= (4 if damage == "other JSON" else 13)
+    is_of_json = damage == "other JSON" or damage in OF_JSON
+    files = files_of(newest, only_json=is_of_json)
+    assert len(files) >= (4 if is_of_json else 13)
     for number, file in enumerate(files):
         here = saved.copy(tmp_path / str(number))
         folder = Path(here.config.run_dir) / "checkpoints" / "6"
-        DAMAGE[damage](folder / file.relative_to(newest))
+        (DAMAGE | OF_JSON)[damage](folder / file.relative_to(newest))
         caplog.clear()
         refusal = []
         if "optimizer" not in file.parts:
@@ -160,7 +173,7 @@ def test_with_damaged_files_beside_the_steps_the_run_goes_on_and_is_served_as_be
     names = ("config.json", "data.json", "starts.jsonl")
     here, now = saved.copy(tmp_path / "run"), tmp_path / "run"
     config = dataclasses.replace(saved.config, run_dir=str(now))
-    for damage in (*DAMAGE.values(), lambda file: file.write_bytes(b"\xff\xfe")):
+    for damage in (*DAMAGE.values(), OF_JSON["deep nesting"], lambda file: file.write_bytes(b"\xff\xfe")):
         for name in names:
             shutil.copyfile(Path(saved.config.run_dir) / name, now / name)
             damage(now / name)
@@ -247,8 +260,8 @@ def test_damaged_files_of_the_tokenizer_are_refused(damage, tmp_path):
     (tmp_path / "bytes.tiktoken.json").write_text('{"special_tokens": {"<|endoftext|>": 256}}')
     tokenizer, meta = load_tokenizer(str(tmp_path / "bytes.tiktoken")), tmp_path / "checkpoints" / "1" / "meta"
     meta.mkdir(parents=True)
-    saved = {"step": 1, "tokenizer": tokenizer.identity, "eod_id": tokenizer.eod_id}
-    (meta / "metadata").write_text(json.dumps(sealed(saved)))
+    saved = {"tokenizer": tokenizer.identity, "eod_id": tokenizer.eod_id}
+    (meta / "metadata").write_text(json.dumps(sealed(1, saved, {})))
     for name in ("tokenizer.tiktoken", "tokenizer.tiktoken.json"):
         for path in tmp_path.glob("tokenizer*"):
             path.unlink()

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from launch import ENDLESS, losses, metrics, run, saved_steps, started, tiny_config
+from megajax.checkpoint.steps import newest_meta
 from megajax.run import train
 
 pytestmark = pytest.mark.fault
@@ -40,6 +41,29 @@ def test_signals_and_the_end_of_the_time_save_and_the_same_command_goes_on(tmp_p
     train(tiny_config(run_dir, *ENDLESS, f"--launch.exit_at_step={stops[-1]}"))
     assert f"nothing to do: launch.exit_at_step={stops[-1]}" in "".join(capfd.readouterr())
     assert saved_steps(run_dir) == stops[-3:] and metrics(run_dir) == before
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("terminal")
+def test_signals_while_a_checkpoint_is_being_written_leave_whole_ones(tmp_path):
+    """Every step is saved, and the signal comes when the temporary directory of a save has just appeared."""
+    run_dir, last = tmp_path / "run", 0
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM, signal.SIGKILL):
+        with started(run_dir, *ENDLESS, "--checkpoint.every_steps=1") as (process,):
+            process.wait_for_step(run_dir, last + 3)
+            while not list((run_dir / "checkpoints").glob("*.orbax-checkpoint-tmp")):
+                assert process.popen.poll() is None, process.output
+            process.popen.send_signal(number)
+            assert process.wait() == (-number if number == signal.SIGKILL else 0), process.output
+        steps = [int(path.name) for path in (run_dir / "checkpoints").iterdir() if path.name.isdecimal()]
+        unfinished = list((run_dir / "checkpoints").glob("*tmp"))
+        assert number == signal.SIGKILL or max(losses(run_dir)) == max(steps) and not unfinished
+        last = max(steps)
+        assert newest_meta(run_dir)[0] == last
+    run(run_dir, *ENDLESS, f"--launch.exit_at_step={last + 3}")
+    undisturbed = tmp_path / "undisturbed"
+    run(undisturbed, *ENDLESS, f"--launch.exit_at_step={last + 3}")
+    assert losses(run_dir) == losses(undisturbed) and saved_steps(run_dir)[-1] == last + 3
 
 
 def test_exit_at_step_profile_and_rampup_in_one_run(tmp_path):

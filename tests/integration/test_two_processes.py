@@ -81,13 +81,22 @@ def test_refusal_reaches_both_processes(tmp_path):
     assert "refused by process 0" in second.output
 
 
+# Experts on two axes, and the states of Mamba-2.
+HYBRID = [
+    "--model.kind=hybrid", "--model.num_layers=3", "--model.pattern=ME*", "--model.moe.num_experts=4",
+    "--model.moe.expert_dim=32", "--model.mamba.head_dim=8", "--model.mamba.num_groups=2", "--model.mamba.state_dim=8",
+    "--mesh.expert=2", "--mesh.fsdp=2",
+]  # fmt: skip
+
+
 @pytest.mark.fault
 @pytest.mark.slow
-def test_two_supervised_runs_of_which_one_is_killed_and_later_one_is_stopped_end_like_undisturbed_ones(tmp_path):
+@pytest.mark.parametrize("model", [MESH, HYBRID], ids=["dense", "experts and Mamba-2"])
+def test_two_supervised_runs_of_which_one_is_killed_and_later_one_is_stopped_end_like_undisturbed_ones(model, tmp_path):
     """Each has its supervisor. The stopped one's own watchdog cannot run, but its supervisor kills it; the watchdog of
     the other one waits for it, less long than the 30 s after which gloo gives up."""
     run_dir, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
-    arguments = [*MESH, "--training.steps=60"]
+    arguments = [*model, "--training.steps=60"]
     faults = ["--checkpoint.every_steps=5", "--launch.max_restarts=9", "--launch.hang_minutes=0.3"]
     with started(run_dir, *arguments, *faults, **TWO) as (first, second):
         first.wait_for_step(run_dir, 8)

@@ -70,8 +70,8 @@ class DistributedFiles:
         self._folder = folder
         try:
             self._reader = _Reader(folder)
-            self._entries = self._reader.read_metadata().state_dict_metadata
-        except (OSError, AttributeError, TypeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+            self._entries = dict(self._reader.read_metadata().state_dict_metadata)
+        except Exception as error:  # unpickling a damaged file raises many types, MemoryError among them
             raise ValueError(f"{folder / METADATA} cannot be read ({_line(error)})") from None
 
     def __contains__(self, key: str) -> bool:
@@ -79,13 +79,17 @@ class DistributedFiles:
 
     @property
     def tensors(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-        """{key: (shape, dtype)}. Raises ValueError if a part of a tensor is missing."""
+        """{key: (shape, dtype)}. Raises ValueError if a part of a tensor is missing, or its description is damaged."""
         found = {}
         for key, entry in self._entries.items():
             if isinstance(entry, TensorStorageMetadata):
-                if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size):
+                try:
+                    is_whole = sum(math.prod(chunk.sizes) for chunk in entry.chunks) == math.prod(entry.size)
+                    found[key] = (tuple(entry.size), to_numpy(torch.empty(0, dtype=entry.properties.dtype)).dtype)
+                except (TypeError, AttributeError) as error:
+                    raise ValueError(f"{self._folder / METADATA} is damaged at {key} ({_line(error)})") from None
+                if not is_whole:
                     raise ValueError(f"{self._folder}: parts of {key} are missing; copy the whole folder")
-                found[key] = (tuple(entry.size), to_numpy(torch.empty(0, dtype=entry.properties.dtype)).dtype)
         return found
 
     def array(self, key: str, at: tuple[int, ...] = ()) -> np.ndarray:

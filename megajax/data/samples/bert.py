@@ -18,8 +18,9 @@ from typing import Literal
 
 import numpy as np
 
+from megajax.data.samples.gpt import TokenSource, check_token_ids
 from megajax.data.samples.masking import Masking, choose_spans, pad, span_mask, trim
-from megajax.data.samples.sentence_runs import SentenceRuns, SentenceSource, check_token_ids
+from megajax.data.samples.sentence_runs import SentenceRuns
 
 MASKED_SHARE = 0.8
 RANDOM_SHARE = 0.1
@@ -90,7 +91,7 @@ class BertDataset:
 
     def __init__(
         self,
-        indexed: SentenceSource,
+        indexed: TokenSource,
         document_range: tuple[int, int],
         num_samples: int | None,
         sequence_length: int,
@@ -140,8 +141,9 @@ class BertDataset:
         rng = np.random.default_rng([self.seed, i])
         first, second, label = self._segments(i, sentences, rng)
         parts = [[form.cls_id], first, [form.sep_id]] + ([] if second is None else [second, [form.sep_id]])
-        text = np.concatenate(parts).astype(np.int32)
-        check_token_ids(text, form.vocab_size, self.runs.indexed.prefix)
+        text = np.concatenate(parts)
+        check_token_ids(text, form.vocab_size, self.runs.indexed, self.runs.sequences(i))
+        text = text.astype(np.int32)
         tokens, chosen = self._mask(text, rng)
         positions = np.arange(length, dtype=np.int32)
         sample = {

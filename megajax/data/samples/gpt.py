@@ -10,7 +10,7 @@ Source: Megatron-LM, megatron/core/datasets/gpt_dataset.py and helpers.cpp. T = 
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -23,10 +23,14 @@ SEPARATE_EPOCH_BELOW = 0.80
 
 
 class TokenSource(Protocol):
-    """What GptDataset reads: IndexedDataset, MockIndexedDataset."""
+    """What samples are read from: IndexedDataset, MockIndexedDataset.
+
+    `document_indices` int64 [documents + 1] are the boundaries of the documents, in sequences.
+    """
 
     prefix: str
     lengths: np.ndarray
+    document_indices: np.ndarray
     dtype: np.dtype
 
     def __len__(self) -> int: ...
@@ -122,17 +126,15 @@ class GptDataset:
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         form = self.sample_format
-        documents = self._read(int(i))
+        sequences, documents = self._read(int(i))
         if form.fill_in_the_middle is not None:
             documents = rearrange(documents, form.fill_in_the_middle, form.eod_id, (self.seed, int(i)))
         lengths = np.array([len(document) for document in documents])
         # Tokens added by fill in the middle are cut off at the end.
-        text = np.concatenate(documents)[: self.sequence_length + 1].astype(np.int32)
-        if form.vocab_size is not None and (text.max() >= form.vocab_size or text.min() < 0):
-            raise ValueError(
-                f"data.paths: sample {i} of {self.indexed.prefix}.bin: token ids {text.min()} to {text.max()} do not "
-                f"fit data.tokenizer's {form.vocab_size} ids; name the tokenizer that wrote the file"
-            )
+        text = np.concatenate(documents)[: self.sequence_length + 1]
+        if form.vocab_size is not None:
+            check_token_ids(text, form.vocab_size, self.indexed, sequences)
+        text = text.astype(np.int32)
         tokens = text[:-1]
         labels = text[1:].copy()
         segments = np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths)[: len(tokens)]
@@ -156,8 +158,8 @@ class GptDataset:
             "segment_ids": segments,
         }
 
-    def _read(self, i: int) -> list[np.ndarray]:
-        """The non-empty parts of documents [length] that form a sample, T + 1 tokens in total."""
+    def _read(self, i: int) -> tuple[list[int], list[np.ndarray]]:
+        """-> (the sequences of a sample, their non-empty parts [length], T + 1 tokens in total)."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of a dataset of {len(self)} samples")
         row = int(self.shuffle_index[i])
@@ -169,11 +171,31 @@ class GptDataset:
             part = self.indexed.read(sequence, begin, last_offset + 1 - begin if position == last else None)
             if len(part):
                 parts.append(part)
-        return parts
+        return sequences, parts
 
 
 def _rebuild(positional: tuple, sample_format: SampleFormat, cache_dir: str | None) -> GptDataset:
     return GptDataset(*positional, sample_format=sample_format, cache_dir=cache_dir)
+
+
+def check_token_ids(tokens: np.ndarray, vocab_size: int, indexed: TokenSource, sequences: Iterable[int]) -> None:
+    """Raises ValueError, with the document, if a token of a sample is not an id of the vocabulary.
+
+    sequences: what the sample was read from.
+    """
+    if tokens.max() < vocab_size and tokens.min() >= 0:
+        return
+    where = f"{indexed.prefix}.bin"
+    for sequence in sequences:
+        wrong = np.flatnonzero(~np.isin(indexed.read(sequence), np.arange(vocab_size)))
+        if len(wrong):
+            document = np.searchsorted(indexed.document_indices, sequence, side="right") - 1
+            where += f", document {document}, token {wrong[0]} of sequence {sequence}"
+            break
+    raise ValueError(
+        f"data.paths: {where}: token ids {tokens.min()} to {tokens.max()} do not fit data.tokenizer's {vocab_size} "
+        "ids; name the tokenizer that wrote the file"
+    )
 
 
 def build_indices(

@@ -6,8 +6,6 @@ is the longest text of a sample or, with probability `short_probability`, a rand
 Source: Megatron-LM, megatron/core/datasets/helpers.cpp; the order of the samples is our own.
 """
 
-from typing import Protocol
-
 import numpy as np
 
 from megajax.data.index_cache import content_hash, load_or_build
@@ -17,19 +15,10 @@ from megajax.data.samples.gpt import TokenSource
 WALK_BLOCK = 1 << 20
 
 
-class SentenceSource(TokenSource, Protocol):
-    """A TokenSource that knows its documents: IndexedDataset.
-
-    Sequences are sentences (preprocess --split_sentences) or whole documents; `document_indices` int64
-    [documents + 1] are the boundaries of the documents, in sequences.
-    """
-
-    document_indices: np.ndarray
-
-
 class SentenceRuns:
     """The text of every sample, before trimming: a run of sentences of one document.
 
+    indexed: its sequences are sentences (preprocess --split_sentences) or whole documents.
     max_tokens: the longest text of a sample. min_sentences: 1, or 2 if a text has two segments. Documents with fewer
     sentences are not used, and a run that would leave fewer sentences behind includes them. With min_sentences = 1 a
     sequence longer than max_tokens is split into pieces of max_tokens, so that documents of one sequence are used
@@ -43,7 +32,7 @@ class SentenceRuns:
 
     def __init__(
         self,
-        indexed: SentenceSource,
+        indexed: TokenSource,
         document_range: tuple[int, int],
         num_samples: int | None,
         seed: int,
@@ -108,6 +97,10 @@ class SentenceRuns:
         sentences = [self.indexed.read(first, offset), *middle, self.indexed.read(last, 0, end)]
         return [sentence for sentence in sentences if len(sentence)]
 
+    def sequences(self, i: int) -> range:
+        """Those that run i reads."""
+        return range(self.rows[i, 0], self.rows[i, 2] + 1)
+
     def read_elsewhere(self, i: int, num_tokens: int, rng: np.random.Generator) -> list[np.ndarray]:
         """Consecutive sentences of a random document other than that of run i, until they reach `num_tokens`.
 
@@ -121,15 +114,6 @@ class SentenceRuns:
         sentences = sentences[int(rng.integers(len(sentences))) :][:num_tokens]
         count = np.searchsorted(np.cumsum(self.indexed.lengths[sentences]), num_tokens) + 1
         return [self.indexed.read(sentence) for sentence in sentences[:count].tolist()]
-
-
-def check_token_ids(tokens: np.ndarray, vocab_size: int, prefix: str) -> None:
-    """Raises ValueError if a token of a text is not an id of the vocabulary."""
-    if tokens.max() >= vocab_size or tokens.min() < 0:
-        raise ValueError(
-            f"data.paths: {prefix}.bin: token ids {tokens.min()} to {tokens.max()} do not fit data.tokenizer's "
-            f"{vocab_size} ids; name the tokenizer that wrote the file"
-        )
 
 
 def build_runs(

@@ -24,6 +24,7 @@ import numpy as np
 
 from megajax.data.index_cache import content_hash, load_or_build
 from megajax.data.indexed_dataset import IndexedDataset
+from megajax.data.samples.gpt import check_token_ids
 
 logger = logging.getLogger("megajax")
 # Number of conversations packed together: with 1,024 the two examples fill 98.8 % and 99.6 %.
@@ -155,15 +156,15 @@ class SftDataset:
         lengths = self.indexed.lengths[sequences]
         # Only a sample with one truncated conversation is longer.
         kept = slice(self.sequence_length + 1)
-        text = np.concatenate([self.indexed.read(sequence) for sequence in sequences])[kept].astype(np.int32)
+        text = np.concatenate([self.indexed.read(sequence) for sequence in sequences])[kept]
         limit = self.sample_format.vocab_size
-        if limit is not None and (text.max() >= limit or text.min() < 0):
-            raise ValueError(
-                f"data.paths: {self.indexed.prefix}.bin, documents {documents[:4].tolist()}...: token ids "
-                f"{text.min()} to {text.max()} do not fit data.tokenizer's {limit} ids; name the tokenizer that wrote "
-                "the file"
-            )
-        return text, np.repeat(answers, lengths)[kept], np.repeat(np.array(numbers, np.int32), lengths)[kept]
+        if limit is not None:
+            check_token_ids(text, limit, self.indexed, sequences)
+        return (
+            text.astype(np.int32),
+            np.repeat(answers, lengths)[kept],
+            np.repeat(np.array(numbers, np.int32), lengths)[kept],
+        )
 
     def _build(self) -> dict[str, np.ndarray]:
         (_, (begin, end), num_samples, sequence_length, seed), form, _ = self._arguments

@@ -14,8 +14,9 @@ import dataclasses
 
 import numpy as np
 
+from megajax.data.samples.gpt import TokenSource, check_token_ids
 from megajax.data.samples.masking import Masking, choose_spans, pad, span_mask, trim
-from megajax.data.samples.sentence_runs import SentenceRuns, SentenceSource, check_token_ids
+from megajax.data.samples.sentence_runs import SentenceRuns
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -80,7 +81,7 @@ class T5Dataset:
 
     def __init__(
         self,
-        indexed: SentenceSource,
+        indexed: TokenSource,
         document_range: tuple[int, int],
         num_samples: int | None,
         sequence_length: int,
@@ -123,7 +124,7 @@ class T5Dataset:
         form = self.sample_format
         sentences = self.runs.read(i)
         rng = np.random.default_rng([self.seed, i])
-        text = self._text(sentences, rng)
+        text = self._text(i, sentences, rng)
         spans = self._spans(text, rng)
         chosen = span_mask(spans, len(text))
         begins = spans[:, 0]
@@ -150,17 +151,17 @@ class T5Dataset:
             "segment_ids": real.astype(np.int32),
         }
 
-    def _text(self, sentences: list[np.ndarray], rng: np.random.Generator) -> np.ndarray:
+    def _text(self, i: int, sentences: list[np.ndarray], rng: np.random.Generator) -> np.ndarray:
         """int32, at most Te tokens, trimmed at both ends."""
-        text = trim(np.concatenate(sentences).astype(np.int32), self.sequence_length, rng)
-        prefix = self.runs.indexed.prefix
-        check_token_ids(text, self.sample_format.vocab_size, prefix)
+        text = trim(np.concatenate(sentences), self.sequence_length, rng)
+        indexed = self.runs.indexed
+        check_token_ids(text, self.sample_format.vocab_size, indexed, self.runs.sequences(i))
         if self._is_sentinel[text].any():
             raise ValueError(
-                f"data.paths: {prefix}.bin holds the id {text[self._is_sentinel[text]][0]}, which is one of "
+                f"data.paths: {indexed.prefix}.bin holds the id {text[self._is_sentinel[text]][0]}, which is one of "
                 "T5Format.sentinel_ids; use ids that do not occur in text"
             )
-        return text
+        return text.astype(np.int32)
 
     def _spans(self, text: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """Spans [spans, 2] in text order, as many as there are sentinels for and fit the decoder."""

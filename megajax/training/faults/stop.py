@@ -86,8 +86,10 @@ class StopRequest:
         if not self._alone:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def asked(self, step: int) -> str:
-        """The reason to stop after this step, or an empty string."""
+    def asked(self, step: int, problem: str = "") -> str:
+        """The reason to stop after this step, or an empty string. problem: a reason that this process has found."""
+        if problem and not self._reason:
+            self._ask(problem)
         limit = self._after_minutes
         if limit is not None and not self._reason and time.monotonic() - self._started >= 60 * limit:
             self._ask(f"launch.exit_after_minutes={limit}")

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from megajax.announce import announced
+from megajax.one_line import printable, shorten_library_errors
 
 # Left out of lines that are too long for the terminal, in this order.
 LEAST_IMPORTANT = (
@@ -93,6 +94,8 @@ class Console:
         """The start-up card: a title and (name, value) rows."""
         if not self._enabled:
             return
+        title = printable(title)
+        rows = [(name, printable(value)) for name, value in rows]
         if not self._is_terminal:
             width = max((len(name) for name, _ in rows), default=0)
             _print_plain("\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows)]))
@@ -145,6 +148,7 @@ class Console:
         """Prints one line, above the progress bar."""
         if not self._enabled:
             return
+        text = printable(text)
         if self._is_terminal:
             self._rich.print(text, markup=False, highlight=False)
         else:
@@ -202,6 +206,11 @@ def _print_plain(text: str) -> None:
     print(text, flush=True)
 
 
+class _InOneLine(logging.Formatter):
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return printable(super().formatMessage(record))
+
+
 class _ToStderr(logging.StreamHandler):
     """Writes to the current sys.stderr: rich replaces it to print above a progress bar or spinner."""
 
@@ -214,12 +223,14 @@ class _ToStderr(logging.StreamHandler):
 
 
 def log_to_stderr() -> None:
-    """Logs our own messages, one line each, and of libraries only errors. Calling it again changes nothing."""
+    """Logs our own messages, one line each, and of libraries only errors, one line each and the same one
+    not twice in a minute. Calling it again changes nothing."""
     logger = logging.getLogger("megajax")
     if not any(isinstance(handler, _ToStderr) for handler in logger.handlers):
         handler = _ToStderr()
-        handler.setFormatter(logging.Formatter("megajax: %(message)s"))
+        handler.setFormatter(_InOneLine("megajax: %(message)s"))
         logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False
     logging.getLogger("absl").setLevel(logging.ERROR)
+    shorten_library_errors()

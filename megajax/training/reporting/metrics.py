@@ -31,6 +31,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from megajax.training.faults.run_lock import RunLock
 from megajax.training.reporting.best_effort import Appender, BestEffort
 
 logger = logging.getLogger("megajax")
@@ -85,10 +86,14 @@ class MetricsWriter:
         run_dir: the run directory; created if necessary.
         config: the logging section.
         run_config: the resolved config as plain JSON values, shown by TensorBoard and Weights & Biases.
+        lock: nothing is written once it has a problem; None: it is not asked.
     """
 
-    def __init__(self, run_dir: str | os.PathLike, config: LoggingConfig, run_config: dict):
+    def __init__(
+        self, run_dir: str | os.PathLike, config: LoggingConfig, run_config: dict, lock: RunLock | None = None
+    ):
         config.check()
+        self._lock = lock
         self._run_dir = Path(run_dir)
         self._run_dir.mkdir(parents=True, exist_ok=True)
         self._config = config
@@ -105,6 +110,8 @@ class MetricsWriter:
         """Appends one line; `metrics` holds `step` and numbers (Python, NumPy or JAX scalars)."""
         if "step" not in metrics:
             raise ValueError(f"metrics {sorted(metrics)} lack step; every line of metrics.jsonl carries its step")
+        if self._lock is not None and self._lock.problem():  # the file may be that of another run
+            return
         record = {name: _plain(value) for name, value in metrics.items()}
         with self._writes_metrics:
             self._file.append(json.dumps(record, allow_nan=False).encode() + b"\n")

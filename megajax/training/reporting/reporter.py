@@ -115,7 +115,7 @@ class Reporter:
             self._losses.append(metrics["loss"])
         self._console.progress(step, self._num_steps)
         if step == self._first + 1 or step % self._every_steps == 0 or step == self._num_steps:
-            values = _scalars(jax.device_get(metrics))
+            values = scalars(metrics)
             self._emit(self._line(step, values, rate))
             self._steps = 0
             self._samples = 0
@@ -209,11 +209,11 @@ class Reporter:
             self._writer.write(line)
 
 
-def _scalars(metrics: dict[str, Any]) -> dict[str, float]:
-    """A vector becomes several: expert_load/0, expert_load/1, ..."""
-    scalars = {}
-    for name, value in metrics.items():
+def scalars(metrics: dict[str, Any]) -> dict[str, float]:
+    """The metrics of a step on the host. A vector becomes several: expert_load/0, expert_load/1, ..."""
+    found = {}
+    for name, value in jax.device_get(metrics).items():
         value = np.asarray(value)
         names = [name] if value.ndim == 0 else [f"{name}/{number}" for number in range(value.size)]
-        scalars |= zip(names, map(float, value.ravel()), strict=True)
-    return scalars
+        found |= zip(names, map(float, value.ravel()), strict=True)
+    return found

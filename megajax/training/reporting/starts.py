@@ -39,6 +39,6 @@ def first_start(run_dir: Path) -> float:
             return datetime.fromisoformat(json.loads(file.readline())["time"]).timestamp()
     except FileNotFoundError:
         return time.time()
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         logger.warning("%s cannot be read (%s): goodput counts from this start", path, error)
         return time.time()

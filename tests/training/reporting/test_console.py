@@ -136,6 +136,14 @@ def test_the_loss_shown_is_the_mean_since_the_line_before(capsys):
     assert capsys.readouterr().out == "step 10/100 loss 4.0000\n"
 
 
+def test_a_name_with_line_breaks_and_colours_stays_in_its_line(capsys):
+    name = "runs/x\nstep 9/9 loss 0.0001\x1b[31m"
+    Console(is_terminal=False).note(f"finished: {name}")
+    Console(is_terminal=False).card(name, [("data", name)])
+    shown = r"runs/x\nstep 9/9 loss 0.0001\x1b[31m"
+    assert capsys.readouterr().out == f"finished: {shown}\n{shown}\n  data  {shown}\n"
+
+
 def test_what_takes_long_is_logged_once_and_what_does_not_is_not(caplog, monkeypatch):
     caplog.set_level(logging.INFO, "megajax")
     with announce.announced("short"):
