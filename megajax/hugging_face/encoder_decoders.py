@@ -69,6 +69,8 @@ class T5Form(Form):
 class OutputLayer:
     """tie_word_embeddings, and scale_decoder_outputs, which transformers 5 makes of it and writes beside it."""
 
+    keys = ("tie_word_embeddings", "scale_decoder_outputs")
+
     def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
         is_tied = theirs.get("tie_word_embeddings") is not False
         is_scaled = theirs.get("scale_decoder_outputs", is_tied)
