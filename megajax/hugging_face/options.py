@@ -257,6 +257,8 @@ class TwoRopes:
             raise ValueError(f"rope_parameters: {', '.join(unknown)} is not supported beside full_attention")
         whole = read_object(parameters, "full_attention") | read_object(theirs, "rope_scaling")
         local = read_object(parameters, "sliding_attention")
+        if whole.get("truncate") is False:
+            raise ValueError("rope_parameters.full_attention: truncate=False is ignored by transformers; remove it")
         for found in (whole, local):
             Rope()._fraction(theirs, found.get("partial_rotary_factor"))
         if read_scaling("rope_parameters.sliding_attention", local, theirs):
