@@ -20,6 +20,7 @@ from megajax.hugging_face.weights import Layout, Row
 from megajax.models.interface import ModelConfig
 from megajax.models.model import Model
 from megajax.parameters import name_of
+from megajax.ranges import check_fields
 
 # In order of preference when exporting a model without a named architecture.
 FAMILIES = (*families.FAMILIES, *hybrids.FAMILIES, *encoders.FAMILIES, *encoder_decoders.FAMILIES)
@@ -30,6 +31,8 @@ FAMILIES = (*families.FAMILIES, *hybrids.FAMILIES, *encoders.FAMILIES, *encoder_
 def family_of(theirs: Mapping[str, Any]) -> Family:
     """The family of a config.json. Raises ValueError for an architecture without a table."""
     names = theirs.get("architectures") or []
+    if not isinstance(names, list):
+        raise ValueError(f"architectures={names} must be a list of names")
     for family in FAMILIES:
         if family.architecture in names or (not names and theirs.get("model_type") == family.model_type):
             return family
@@ -48,7 +51,9 @@ def read_options(family: Family, theirs: Mapping[str, Any]) -> ModelConfig:
     fields = dict(family.always)
     for option in family.options:
         fields |= option.read(theirs)
-    return family.form.with_sizes(replaced(family.form.default, fields))
+    config = replaced(family.form.default, fields)
+    check_fields(config, "model.")
+    return family.form.with_sizes(config)
 
 
 def write_options(family: Family, config: ModelConfig) -> dict[str, Any]:

@@ -56,6 +56,8 @@ class Option:
         value = next((theirs[name] for name in (self.theirs, *self.also) if name in theirs), self.default)
         if value is REQUIRED:
             raise ValueError(f"{self.theirs} is missing")
+        if self.values is None or isinstance(value, list | dict):
+            self._check_type(value)
         if self.values is not None:
             if value not in self.values:
                 known = ", ".join(map(str, self.values))
@@ -82,6 +84,14 @@ class Option:
                                      f"{value}, no whole number")  # fmt: skip
                 value = int(value)
         return {self.theirs: value}
+
+    def _check_type(self, value: Any) -> None:
+        """Of a number or a truth value; its range is that of our field."""
+        kind = int if self.default is REQUIRED else type(self.default)
+        allowed = {bool: (bool,), int: (int,), float: (int, float), type(None): (int, float)}.get(kind, (str,))
+        if value is not None and (not isinstance(value, allowed) or isinstance(value, bool) != (kind is bool)):
+            words = {bool: "true or false", int: "a whole number", str: "a name"}
+            raise ValueError(f"{self.theirs}={value!r} must be {words.get(kind, 'a number')}")
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -378,6 +388,7 @@ class NoRope:
         number = theirs["num_hidden_layers"]
         every = theirs.get("no_rope_layer_interval") or 4
         layers = theirs.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in range(number)]
+        _check_length("no_rope_layers", layers, number)
         return {"no_rope_every": _period("no_rope_layers", [not has for has in layers])}
 
     def write(self, ours: Mapping[str, Any]) -> dict[str, Any]:
@@ -387,6 +398,11 @@ class NoRope:
 
 
 NO_ROPE = NoRope()
+
+
+def _check_length(name: str, given: Any, number: int) -> None:
+    if not isinstance(given, list) or len(given) != number:
+        raise ValueError(f"{name} must be a list with an entry for each of the {number} layers")
 
 
 def _period(name: str, marks: Sequence[bool]) -> int | None:
@@ -427,7 +443,8 @@ class Window:
             is_full = [window is None or self._is_full(layer, theirs) for layer in range(number)]
             usual = ["full_attention" if full else WINDOWED for full in is_full]
             kinds = usual if kinds is None else kinds
-        if unknown := set(kinds) - {"full_attention", WINDOWED}:
+        _check_length("layer_types", kinds, number)
+        if unknown := set(map(str, kinds)) - {"full_attention", WINDOWED}:
             raise ValueError(f"layer_types: {', '.join(sorted(unknown))} is not supported")
         if self.kind == "everywhere" and list(kinds) != usual:
             raise ValueError(f"layer_types={kinds} is not supported: sliding_window={window} applies to all layers")

@@ -142,7 +142,8 @@ SPELLINGS = {
         "GPTNeoX", dict(rotary_pct=0.5, rotary_emb_base=5000), {"rope.fraction": 0.5, "rope.base": 5000.0},
     ),
     "defaults of GPT-J": (
-        "GPTJ", dict(vocab_size=300, n_embd=512, n_layer=2, n_head=4), {"rope.fraction": 0.5, "parallel_residual": "one_norm"},
+        "GPTJ", dict(vocab_size=300, n_embd=512, n_layer=2, n_head=4),
+        {"rope.fraction": 0.5, "parallel_residual": "one_norm"},
     ),
 }  # fmt: skip
 

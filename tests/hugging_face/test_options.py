@@ -150,7 +150,7 @@ def their_logits(transformers, path: Path, ids: np.ndarray) -> np.ndarray:
         return model.eval()(torch.tensor(ids, dtype=torch.long)).logits.numpy()
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))], ids="seed{}".format)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 @pytest.mark.parametrize(
     "family",
     [
