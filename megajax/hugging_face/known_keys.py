@@ -36,8 +36,8 @@ HARMLESS = frozenset({
     "unk_token_id",
     # training
     "attention_dropout", "attn_pdrop", "aux_loss_alpha", "classifier_dropout", "embd_pdrop", "embedding_dropout",
-    "ep_size", "gradient_checkpointing", "hidden_dropout", "initializer_range", "rescale_prenorm_residual",
-    "resid_pdrop", "residual_dropout", "router_aux_loss_coef", "router_jitter_noise", "seq_aux", "time_step_floor",
+    "ep_size", "gradient_checkpointing", "hidden_dropout", "initializer_range", "neftune_noise_alpha",
+    "rescale_prenorm_residual", "resid_pdrop", "residual_dropout", "router_aux_loss_coef", "router_jitter_noise", "seq_aux", "time_step_floor",
     "time_step_max", "time_step_rank",
     # heads that these classes do not have
     "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head",

@@ -107,8 +107,17 @@ def _written(family: Family, config: ModelConfig) -> tuple[dict[str, Any], list[
             restored = _fields(form.canonical(read_options(family, theirs)))
         except ValueError as error:
             return theirs, [str(error)]
-        lacking = {name: f"model.{name}={value}" for name, value in wanted.items() if restored[name] != value}
+        lacking = {
+            name: f"model.{name}={value}" for name, value in wanted.items() if not _is_same(restored[name], value)
+        }
     return theirs, list(lacking.values())
+
+
+def _is_same(found: Any, wanted: Any) -> bool:
+    """Numbers may differ by the rounding of a power: 1 / sqrt(8) is not 8 ** -0.5."""
+    if isinstance(found, float) and isinstance(wanted, float):
+        return math.isclose(found, wanted, rel_tol=1e-14)
+    return found == wanted
 
 
 def replaced(config: Any, fields: Mapping[str, Any], prefix: str = "") -> Any:

@@ -612,7 +612,7 @@ class DeepseekOptions:
     def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
         num_layers = theirs["num_hidden_layers"]
         num_dense = theirs.get("first_k_dense_replace", 3)
-        shared = (theirs.get("n_shared_experts") or 0) * theirs["moe_intermediate_size"]
+        shared = (theirs.get("n_shared_experts", 1) or 0) * theirs["moe_intermediate_size"]
         return {
             "moe.layers": layer_pattern([number >= num_dense for number in range(num_layers)]),
             "moe.shared_dim": shared or None,

@@ -10,13 +10,23 @@ import numpy as np
 import pytest
 
 from megajax.hugging_face.folder import Folder
-from megajax.hugging_face.mapping import FAMILIES, WeightMap, family_of, read_options, replaced, write_options
+from megajax.hugging_face.mapping import (
+    FAMILIES,
+    WeightMap,
+    family_for,
+    family_of,
+    read_options,
+    replaced,
+    write_options,
+)
 from megajax.mesh import MeshConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
 
 RECORDED = np.load(Path(__file__).parent.parent / "oracles" / "hugging_face_folders.npz")
 ENTRIES = json.loads(str(RECORDED["families"]))
+# The keys that the authors of these models publish, with their values.
+PUBLISHED = json.loads((Path(__file__).parent.parent / "oracles" / "hugging_face_configs.json").read_text())
 LENGTH = 16
 # Both sides are float32 and add up in another order.
 TOLERANCE = 2e-5
@@ -165,3 +175,118 @@ def test_what_is_exported_is_what_transformers_computes(family, seed, transforme
     want = their_logits(transformers, tmp_path, ids)
     folder.model = config
     np.testing.assert_allclose(our_logits(folder, ids), want, rtol=0, atol=TOLERANCE * want.std())
+
+
+# ----------------------------------------------------------------------------- keys of config.json
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_known_keys_and_no_other_key_is_ignored(name):
+    options = PUBLISHED[name]
+    family = family_of(options)
+    model = read_options(family, options)
+    assert read_options(family, options | dict(new_option=None)) == model
+    with pytest.raises(ValueError, match=f"new_option=0 is unknown in {family.architecture}, .* remove the key"):
+        read_options(family, options | dict(new_option=0))
+    with pytest.raises(ValueError, match="rope_interleaved=True is not supported by .*; supported is False"):
+        read_options(family, options | dict(rope_interleaved=True))
+
+
+# What the shapes of the tensors show, or what changes no logit.
+OTHER_DEFAULTS = {"num_kv_heads", "head_dim", "max_positions", "init_std"}
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.architecture)
+def test_keys_that_are_missing_have_the_defaults_of_transformers(family, transformers):
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    defaults = json.loads(CONFIG_MAPPING[family.model_type]().to_json_string(use_diff=False))
+    options = defaults | dict(architectures=[family.architecture])
+    whole = dataclasses.asdict(read_options(family, options))
+    for key in {key for option in family.options for key in option.keys} & defaults.keys():
+        try:
+            found = read_options(family, {name: value for name, value in options.items() if name != key})
+        except (KeyError, ValueError) as error:
+            assert isinstance(error, KeyError) or "is missing" in str(error), key
+            continue
+        different = {name for name, value in dataclasses.asdict(found).items() if value != whole[name]}
+        assert different <= OTHER_DEFAULTS, (key, different)
+
+
+def test_partial_rotary_is_exported_as_a_class_that_has_it_or_refused():
+    biases = dict.fromkeys(("qkv_bias", "attention_out_bias", "mlp_bias"), False)
+    config = replaced(read_options(LLAMA, BASES["LlamaForCausalLM"]), biases)
+    half = replaced(config, {"rope.fraction": 0.5})
+    assert family_for(config) is LLAMA and family_for(half).architecture == "Phi3ForCausalLM"
+    found = {family.architecture for family in DECODERS if "partial_rotary_factor" in _written(family, 0.5)}
+    assert found == {
+        f"{name}ForCausalLM" for name in ("Phi3", "StableLm", "Nemotron", "GPTNeoX", "Phi")
+    }  # as transformers 5.23
+    with pytest.raises(ValueError, match="LlamaForCausalLM does not have model.rope.fraction=0.5"):
+        write_options(LLAMA, half)
+    for place in (dict(partial_rotary_factor=0.4), dict(rope_parameters=dict(partial_rotary_factor=0.4))):
+        with pytest.raises(ValueError, match="partial_rotary_factor=0.4 is not supported: this class of transformers"):
+            read_options(LLAMA, BASES["LlamaForCausalLM"] | place)
+    phi = next(family for family in DECODERS if family.architecture == "PhiForCausalLM")
+    with pytest.raises(ValueError, match="partial_rotary_factor=0.4 rotates an odd number of entries, 3 of head_dim=8"):
+        read_options(phi, BASES[phi.architecture] | dict(rope_parameters=dict(partial_rotary_factor=0.4)))
+
+
+LLAMA = family_of(dict(architectures=["LlamaForCausalLM"]))
+
+
+def _written(family, fraction: float) -> dict:
+    config = read_options(family, BASES[family.architecture])
+    try:
+        return write_options(family, replaced(config, {"rope.fraction": fraction}))
+    except ValueError:
+        return {}
+
+
+FULL = dict(rope_type="default", rope_theta=1e6)
+SCALED_WINDOW = dict(rope_type="linear", factor=4.0, rope_theta=1e4)
+REFUSED = [
+    ("Gemma3", "sliding_attention: rope_type=linear is not supported", dict(
+        rope_parameters=dict(full_attention=FULL, sliding_attention=SCALED_WINDOW))),
+    ("Gemma3", "rope_parameters: factor, rope_type is not supported beside", dict(
+        rope_parameters=dict(rope_type="linear", factor=4.0))),
+    ("Gemma3", "partial_rotary_factor=0.5 is not supported", dict(
+        rope_parameters=dict(full_attention=FULL | dict(partial_rotary_factor=0.5)))),
+    ("Gemma3", "truncate=False is ignored by transformers", dict(
+        rope_parameters=dict(full_attention=FULL | dict(rope_type="yarn", factor=4.0, truncate=False)))),
+    ("Gemma3", "attn_logit_softcapping=50.0 is not supported; supported is None", dict(attn_logit_softcapping=50.0)),
+    ("Qwen3", "full_attention, sliding_attention is not supported in rope_parameters", dict(
+        rope_parameters=dict(full_attention=FULL, sliding_attention=SCALED_WINDOW))),
+    ("Phi3", "rope_type=linear is not supported; supported are default, longrope", dict(
+        rope_scaling=dict(type="linear", factor=2.0))),
+    ("Llama", "rope_type=dynamic: original_max_position_embeddings=16 is not supported", dict(
+        rope_scaling=dict(type="dynamic", factor=2.0, original_max_position_embeddings=16))),
+    ("Llama", "rope_theta=5.0, but 10000.0 is used", dict(rope_theta=5.0)),
+    ("DeepseekV3", "rms_norm_eps=1e-05 is not supported; supported are 1e-06", dict(rms_norm_eps=1e-5)),
+    ("SmolLM3", "use_sliding_window=True is not supported without layer_types", dict(
+        use_sliding_window=True, sliding_window=5, layer_types=None)),
+    ("Mistral", "layer_types=.* is not supported: sliding_window=4096 applies to all", dict(
+        sliding_window=4096, layer_types=["full_attention"] * 3)),
+    ("Qwen2", "layer_types must be a list with an entry for each of the 3 layers", dict(layer_types=[])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, message, changes", REFUSED, ids=[message for _, message, _ in REFUSED])
+def test_what_transformers_computes_otherwise_is_refused(name, message, changes):
+    options = BASES[f"{name}ForCausalLM"] | changes
+    with pytest.raises(ValueError, match=message):
+        read_options(family_of(options), {key: value for key, value in options.items() if value is not None})
+
+
+@pytest.mark.parametrize("name, key", [("Granite", "attention_multiplier"), ("Gemma2", "query_pre_attn_scalar")])
+def test_the_usual_factor_on_scores_is_written_as_a_number(name, key):
+    """transformers does not load a null."""
+    options = BASES[f"{name}ForCausalLM"]
+    family = family_of(options)
+    model = replaced(read_options(family, options), {"attention_multiplier": None, "head_dim": None})
+    width = model.embed_dim // model.num_heads
+    found = write_options(family, model)[key]
+    assert found == pytest.approx({"attention_multiplier": width**-0.5, "query_pre_attn_scalar": width}[key])
+    if name == "Gemma2":
+        with pytest.raises(ValueError, match="model.attention_multiplier=0.3, for which .* no whole number"):
+            write_options(family, replaced(model, {"attention_multiplier": 0.3}))
