@@ -184,7 +184,8 @@ class DequantizedFiles:
         for piece in pieces(levels.shape, out.dtype):
             rows = np.arange(levels.shape[-2])[piece[-2]] // outputs
             columns = np.arange(levels.shape[-1])[piece[-1]] // inputs
-            out[piece] = levels[piece].astype(np.float32) * scale[piece[:-2]][..., rows, :][..., columns]
+            with np.errstate(all="ignore"):  # who reads this refuses what is not finite, by name
+                out[piece] = levels[piece].astype(np.float32) * scale[piece[:-2]][..., rows, :][..., columns]
         return out
 
     def levels(self, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None] | None:

@@ -41,7 +41,7 @@ ARCHITECTURES = {
     "RobertaForTokenClassification": ROBERTA | THREE,
     "RobertaModel": ROBERTA,
 }
-QUICK = ("BertForPreTraining", "RobertaForSequenceClassification")
+QUICK = ("BertForPreTraining", "BertForTokenClassification", "RobertaForSequenceClassification")
 
 
 def batch_of(num_token_types: int) -> dict[str, np.ndarray]:
