@@ -25,7 +25,7 @@ HARMLESS = frozenset({
     # precision and kernels
     "attention_softmax_in_fp32", "bias_dropout_fusion", "mamba_ssm_cache_dtype", "masked_softmax_fusion",
     "moe_shared_expert_overlap", "pretraining_tp", "reorder_and_upcast_attn", "residual_in_fp32",
-    "scale_attention_softmax_in_fp32", "slow_but_exact", "use_mamba_kernels",
+    "scale_attention_softmax_in_fp32", "use_mamba_kernels",
     # generation
     "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "cls_token_id", "decoder_start_token_id",
     "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size", "eos_token_id",
@@ -37,8 +37,8 @@ HARMLESS = frozenset({
     # training
     "attention_dropout", "attn_pdrop", "aux_loss_alpha", "classifier_dropout", "embd_pdrop", "embedding_dropout",
     "ep_size", "gradient_checkpointing", "hidden_dropout", "initializer_range", "neftune_noise_alpha",
-    "rescale_prenorm_residual", "resid_pdrop", "residual_dropout", "router_aux_loss_coef", "router_jitter_noise", "seq_aux", "time_step_floor",
-    "time_step_max", "time_step_rank",
+    "rescale_prenorm_residual", "resid_pdrop", "residual_dropout", "router_aux_loss_coef",
+    "router_jitter_noise", "seq_aux", "time_step_floor", "time_step_max", "time_step_rank",
     # heads that these classes do not have
     "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head",
     "pooler_type", "predict_special_tokens", "summary_activation", "summary_first_dropout", "summary_last_dropout",
@@ -55,7 +55,9 @@ HARMLESS_VALUES = {
     "full_attn_mod": 1, "interpolate_factor": 1, "is_encoder_decoder": False, "lm_head_bias": False,
     "mlp_bias": False, "mlp_type": "default", "norm_type": "layer_norm", "pruned_heads": {}, "rms_norm": True,
     "rope_interleaved": False, "rotary": True, "rotary_scaling_factor": 1.0, "scale_attn_weights": True,
-    "skip_bias_add": True, "skip_bias_add_qkv": False, "tie_encoder_decoder": False, "use_mrope": False,
+    "skip_bias_add": True, "skip_bias_add_qkv": False,
+    "slow_but_exact": False,  # which leaves biases out if pretraining_tp > 1
+    "tie_encoder_decoder": False, "use_mrope": False,
 }  # fmt: skip
 
 # In the families with this model_type: keys that the class of transformers ignores, or overwrites.

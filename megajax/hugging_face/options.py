@@ -53,7 +53,11 @@ class Option:
     """Other names of the key."""
 
     def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
-        value = next((theirs[name] for name in (self.theirs, *self.also) if name in theirs), self.default)
+        given = {name: theirs[name] for name in self.keys if theirs.get(name) is not None}
+        if len({str(value) for value in given.values()}) > 1:
+            both = " and ".join(f"{name}={value}" for name, value in given.items())
+            raise ValueError(f"{both} are two names of one option; remove the one that is not meant")
+        value = next(iter(given.values()), theirs.get(self.theirs, self.default))
         if value is REQUIRED:
             raise ValueError(f"{self.theirs} is missing")
         if self.values is None or isinstance(value, list | dict):
