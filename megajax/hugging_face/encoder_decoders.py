@@ -1,7 +1,7 @@
 """Tables of the options and tensors of T5 (v1.0, v1.1 and flan), used by mapping.py in both directions.
 
-Sources: the configuration and modeling files of transformers 5. There tie_word_embeddings=False says two things: the
-output layer has a matrix of its own, and the logits are not multiplied by 1 / sqrt(d_model).
+Sources: the configuration and modeling files of transformers 5. There tie_word_embeddings=False says that the logits
+are not multiplied by 1 / sqrt(d_model), and the output layer has a matrix of its own if the files have one.
 """
 
 import dataclasses
@@ -50,8 +50,10 @@ class T5Form(Form):
         return dataclasses.replace(config, vocab_multiple=default.vocab_multiple, max_positions=unused)
 
     def in_files(self, config: EncoderDecoderConfig, names: Collection[str]) -> EncoderDecoderConfig:
-        """transformers ties an output layer that the files do not have."""
-        return config if HEAD in names else dataclasses.replace(config, tied_embeddings=True)
+        """transformers ties an output layer that the files do not have; with tied ones a matrix is a copy if the logits
+        are multiplied."""
+        is_tied = HEAD not in names or (config.tied_embeddings and config.logit_multiplier != 1.0)
+        return dataclasses.replace(config, tied_embeddings=is_tied)
 
     def copied(self, config: EncoderDecoderConfig, name: str) -> str | None:
         copies = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", HEAD)
@@ -69,22 +71,21 @@ class T5Form(Form):
 class OutputLayer:
     """tie_word_embeddings, and scale_decoder_outputs, which transformers 5 makes of it and writes beside it."""
 
+    keys = ("tie_word_embeddings", "scale_decoder_outputs")
+
     def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
         is_tied = theirs.get("tie_word_embeddings") is not False
         is_scaled = theirs.get("scale_decoder_outputs", is_tied)
-        # With a value that transformers 5 has lost, the other one says what the model is.
         multiplier = 1 / math.sqrt(theirs["d_model"]) if is_scaled else 1.0
-        return {"tied_embeddings": is_tied and is_scaled, "logit_multiplier": multiplier}
+        return {"tied_embeddings": is_tied, "logit_multiplier": multiplier}
 
     def write(self, ours: Mapping[str, Any]) -> dict[str, Any]:
         is_tied = ours["tied_embeddings"]
-        wanted = 1 / math.sqrt(ours["embed_dim"]) if is_tied else 1.0
-        if ours["logit_multiplier"] != wanted:
-            raise ValueError(
-                f"model.logit_multiplier={ours['logit_multiplier']} with model.tied_embeddings={is_tied}, which has "
-                f"{wanted:.6g} there"
-            )
-        return {"tie_word_embeddings": is_tied, "scale_decoder_outputs": is_tied}
+        multiplier = ours["logit_multiplier"]
+        is_scaled = is_tied and multiplier == 1 / math.sqrt(ours["embed_dim"])
+        if not is_scaled and multiplier != 1.0:
+            raise ValueError(f"model.logit_multiplier={multiplier} with model.tied_embeddings={is_tied}")
+        return {"tie_word_embeddings": is_tied, "scale_decoder_outputs": is_scaled}
 
 
 _ACTIVATIONS = {

@@ -55,6 +55,8 @@ class BertForm(Form):
 class RobertaPositions:
     """max_position_embeddings counts the rows before the first position too: those up to pad_token_id."""
 
+    keys = ("pad_token_id", "max_position_embeddings")
+
     def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
         pad = theirs.get("pad_token_id")
         offset = (1 if pad is None else pad) + 1
@@ -70,6 +72,8 @@ class RobertaPositions:
 @dataclasses.dataclass(frozen=True)
 class NumClasses:
     """The length of id2label, which transformers makes of num_labels if it is not there."""
+
+    keys = ("id2label", "num_labels")
 
     def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
         number = len(theirs["id2label"]) if "id2label" in theirs else theirs.get("num_labels", 2)

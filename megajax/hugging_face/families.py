@@ -20,9 +20,11 @@ from megajax.hugging_face.options import (
     Choice,
     ExpertLayers,
     Follows,
+    NoWindow,
     Option,
     Options,
     Rope,
+    RotatedDims,
     SigmoidRouter,
     Window,
     deepseek_options,
@@ -114,7 +116,7 @@ _QWEN_EXPERTS: Options = (
     _NORMALISED,
     Option("moe_intermediate_size", "moe.expert_dim"),
     ExpertLayers(),
-    Choice("use_sliding_window", False),
+    NoWindow(),
 )
 
 FAMILIES: tuple[Family, ...] = (
@@ -168,6 +170,7 @@ FAMILIES: tuple[Family, ...] = (
             *_GEMMA,
             Option("final_logit_softcapping", "logit_soft_cap", 30.0),
             Option("attn_logit_softcapping", "attention_soft_cap", 50.0),
+            Choice("use_bidirectional_attention", False),
             ROPE,
             Window("pattern", default=4096, every=2),
         ),
@@ -180,7 +183,7 @@ FAMILIES: tuple[Family, ...] = (
         (
             *_GEMMA,
             Option("final_logit_softcapping", "logit_soft_cap", None),
-            Option("attn_logit_softcapping", "attention_soft_cap", None),
+            Choice("attn_logit_softcapping", None),  # transformers has the key and does not read it
             Choice("use_bidirectional_attention", False),
             TWO_ROPES,
             Window("pattern", default=4096, every=6),
@@ -191,7 +194,12 @@ FAMILIES: tuple[Family, ...] = (
         "Phi3ForCausalLM",
         "phi3",
         _RMS,
-        (*_LLAMA, _RMS_EPSILON_5, ROPE, Window("everywhere", default=None)),
+        (
+            *_LLAMA,
+            _RMS_EPSILON_5,
+            Rope(fraction=1.0, scalings=("longrope",), original_length=4096),
+            Window("everywhere", default=None),
+        ),
         weights.PHI3,
     ),
     Family(
@@ -216,7 +224,7 @@ FAMILIES: tuple[Family, ...] = (
             _MLP_BIAS,
             Rope(base=2_000_000.0),
             NO_ROPE,
-            Window("switched", default=None),
+            Window("listed", default=None),
         ),
         weights.LLAMA,
     ),
@@ -281,7 +289,7 @@ FAMILIES: tuple[Family, ...] = (
             _NORM_EPSILON,
             Option("use_parallel_residual", "parallel_residual", True, values=_TWO_NORMS),
             Option("attention_bias", ("qkv_bias", "attention_out_bias"), True),
-            Rope(fraction=0.25),
+            Rope(fraction=0.25, names=("rotary_emb_base", "rotary_pct")),
         ),
         weights.NEOX,
     ),
@@ -305,7 +313,7 @@ FAMILIES: tuple[Family, ...] = (
         "GPTJForCausalLM",
         "gptj",
         _LAYER_NORM | dict(mlp_bias=True, parallel_residual="one_norm", head_bias=True),
-        (*_GPT2, _UNTIED, Rope(interleaved=True, rotated=("rotary_dim", 64))),
+        (*_GPT2, _UNTIED, RotatedDims()),
         weights.GPTJ,
     ),
     Family(
@@ -339,7 +347,7 @@ FAMILIES: tuple[Family, ...] = (
             _ATTENTION_BIAS,
             Option("logit_scale", "logit_multiplier", 0.0625),
             Choice("use_qk_norm", False),
-            Rope(interleaved=True),
+            Rope(base=500_000.0, interleaved=True),
         ),
         weights.LLAMA,
     ),
@@ -450,7 +458,8 @@ FAMILIES: tuple[Family, ...] = (
             _KV_HEADS,
             _UNTIED,
             _SILU,
-            _RMS_EPSILON,
+            # the class normalises latents with this epsilon, whatever the key says
+            Option("rms_norm_eps", "norm_epsilon", 1e-6, values={1e-6: 1e-6}),
             ROPE,  # written again below, with its factor on the scores
             Option("rope_interleave", "rope.interleaved", True),
             Option("q_lora_rank", "latent.q_rank", 1536),

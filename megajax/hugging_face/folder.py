@@ -1,5 +1,6 @@
 """A Hugging Face folder as the source of a run: its model, weights and tokenizer."""
 
+import contextlib
 import functools
 import json
 import logging
@@ -17,7 +18,9 @@ from megajax.data.config import DataConfig
 from megajax.data.tokenizers.tokenizer import MERGES, VOCABULARY, Tokenizer, load_tokenizer, read_json
 from megajax.hugging_face.mapping import Tensor, WeightMap, family_of, read_options
 from megajax.hugging_face.quantized import DequantizedFiles, read_scheme
-from megajax.hugging_face.tensor_files import TensorForm
+from megajax.hugging_face.tensor_files import TensorForm, check_finite
+from megajax.mesh import MeshConfig
+from megajax.models.execution import ExecutionConfig
 from megajax.ops.quantized_matmul import QuantizedWeight, WeightFormat
 from megajax.parameters import name_of
 from megajax.training.config import TrainingConfig
@@ -26,6 +29,9 @@ logger = logging.getLogger("megajax")
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 OTHER_TOKENIZERS = (VOCABULARY, MERGES, "tekken.json")  # that are not read, but for the first two of GPT-2
+# Keys of a config.json that count what the files have at least a tensor, or a part of one, for.
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Families of which transformers makes a GPT-2 tokenizer if tokenizer_config.json does not name another.
 GPT2_TOKENIZERS = ("gpt2", "gptj", "starcoder2")
 
@@ -34,7 +40,7 @@ def is_folder(path: str | Path) -> bool:
     """Whether the config.json in `path` is one of transformers, not of a run."""
     try:
         found = json.loads((Path(path) / "config.json").read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(found, dict) and ("model_type" in found or "architectures" in found)
 
@@ -48,14 +54,13 @@ class Folder:
         if not is_folder(path):
             raise ValueError(f"{file} is not the config.json of a Hugging Face model; give the folder of one")
         self.options: dict[str, Any] = json.loads(file.read_text())
-        try:
+        with _problems_in(file):
             self.family = family_of(self.options)
             self._files = DequantizedFiles(self.path, read_scheme(self.options))
+            self._check_counts()
             self.model = self.family.form.in_files(read_options(self.family, self.options), self._files.forms)
+            self.model.check(MeshConfig(), self._length, ExecutionConfig())
             maps = [WeightMap(self.family, self.model, table) for table in self.family.tables]
-        except (ValueError, KeyError, TypeError) as error:
-            problem = f"{error} is missing" if isinstance(error, KeyError) else error
-            raise ValueError(f"{file}: {problem}") from None
         self.map = next((found for found in maps if not self._missing(found)), maps[0])
         self._names = self._match()
         self.tokenizer_spec = self._find_tokenizer()
@@ -66,8 +71,11 @@ class Folder:
         """Config of a run with this model and tokenizer."""
         kinds = self.model.data_kinds
         data = DataConfig(source="mock", tokenizer=self.tokenizer_spec, kind=kinds[0] if kinds else "documents")
-        length = self.model.max_length or self.model.max_positions
-        return Config(model=self.model, data=data, training=TrainingConfig(sequence_length=length))
+        return Config(model=self.model, data=data, training=TrainingConfig(sequence_length=self._length))
+
+    @property
+    def _length(self) -> int:
+        return self.model.max_length or self.model.max_positions
 
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.tokenizer_spec)
@@ -167,7 +175,9 @@ class Folder:
         if (name, at) in self.map.source:
             tensor, number = self.map.source[name, at]
             piece = tensor.split(self._files[self._names[tensor.name]])[number][index]
-            out[tuple(map(slice, piece.shape))] = piece
+            read = out[tuple(map(slice, piece.shape))]
+            read[...] = piece
+            check_finite(f"{self._names[tensor.name]} in {self.path}", read)
             return
         experts = range(self.map.shapes[name][len(at)])[index[0]]  # each is a tensor of its own
         for row, expert in zip(out, experts, strict=True):
@@ -206,6 +216,15 @@ class Folder:
         has_files = all((self.path / name).is_file() for name in (VOCABULARY, MERGES))
         return has_files and named in ("GPT2Tokenizer", "GPT2TokenizerFast")
 
+    def _check_counts(self) -> None:
+        """Raises ValueError for numbers of layers or experts that the files cannot have: describing so many takes
+        long."""
+        limits = dict.fromkeys(LAYERS, (1, len(self._files.forms)))
+        limits |= dict.fromkeys(EXPERTS, (0, max(len(self._files.forms), self._files.largest_dim)))
+        for name, (least, most) in limits.items():
+            if isinstance(number := self.options.get(name), int | float) and not least <= number <= most:
+                raise ValueError(f"{name}={number} does not fit the files, which have {len(self._files.forms)} tensors")
+
     def _match(self) -> dict[str, str]:
         """{name of a tensor in the table: name in the files}. Raises ValueError for tensors that do not fit."""
         forms = self._files.forms
@@ -220,6 +239,7 @@ class Folder:
                     f"{self.path}: tensor {name} is {list(forms[name].shape)}, but config.json implies "
                     f"{list(tensor.shape)}"
                 )
+            self._warn_of_unused(tensor, names)
         left = sorted(forms.keys() - set(names.values()))
         unused = [name for name in left if name.endswith(self.family.ignored)]
         if unused:
@@ -228,6 +248,16 @@ class Folder:
             raise ValueError(f"{self.path}: {len(left)} tensors are unknown in {self.family.architecture}: "
                              f"{', '.join(left[:4])}{' ...' if len(left) > 4 else ''}")  # fmt: skip
         return names
+
+    def _warn_of_unused(self, tensor: Tensor, names: Mapping[str, str]) -> None:
+        """transformers has two biases of the output layer of an untied BERT, and uses one."""
+        used = {self.map.source[part.name, part.at][0] for part in tensor.parts}
+        for other in used - {tensor}:
+            if not np.array_equal(self._files[names[tensor.name]], self._files[names[other.name]]):
+                logger.warning(
+                    "%s: %s is not used by %s, which takes %s instead; an export has the second in both places",
+                    self.path, names[tensor.name], self.family.architecture, names[other.name],
+                )  # fmt: skip
 
     def _missing(self, weights: WeightMap) -> list[Tensor]:
         return [tensor for tensor in weights.tensors if self._name_in_files(tensor) is None]
@@ -251,6 +281,19 @@ class Folder:
         if not same:
             raise ValueError(f"{self.path}: {name} differs from the {copied}, of which it must be a copy")
         return True
+
+
+@contextlib.contextmanager
+def _problems_in(file: Path) -> Iterator[None]:
+    """Names the file in a ValueError, which is also raised for values of another type than an option expects."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+    except KeyError as error:
+        raise ValueError(f"{file}: {error} is missing") from None
+    except (TypeError, AttributeError, ArithmeticError, IndexError) as error:
+        raise ValueError(f"{file} has a value of another kind than its key needs ({error})") from None
 
 
 def _with_rows(form, abstract: dict, layer_rows: Rows) -> dict:

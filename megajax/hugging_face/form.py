@@ -75,6 +75,7 @@ class DecoderForm(Form):
             num_kv_heads=config.kv_heads,
             head_dim=config.width_of_head,
             mlp_dim=config.width_of_mlp,
+            attention_multiplier=config.attention_scale,
             bias=all(config.bias if value is None else value for value in given.values()),
             moe=moe,
             **{name: config.bias if value is None else value for name, value in given.items()},
@@ -142,6 +143,7 @@ def _canonical_moe(moe: MoeConfig, has_experts: Sequence[bool]) -> MoeConfig:
 
 
 def _canonical_rope(rope: RopeConfig) -> RopeConfig:
-    read = ("base", "fraction", "interleaved", "local_base", "scaling", *SCALINGS.get(rope.scaling, {}).values())
+    always = ("base", "fraction", "interleaved", "local_base", "scaling", "attention_factor")
+    read = (*always, *SCALINGS.get(rope.scaling, {}).values())
     ramp = None if rope.ramp == RAMPS.get(rope.scaling) else rope.ramp
     return RopeConfig(**{name: getattr(rope, name) for name in read}, ramp=ramp)

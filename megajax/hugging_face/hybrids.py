@@ -54,6 +54,8 @@ class HybridForm(DecoderForm):
 class OnlyMamba:
     """Every layer is a Mamba-2 layer; there is no key."""
 
+    keys = ()
+
     def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
         return {"pattern": "M"}
 
@@ -67,6 +69,7 @@ class OnlyMamba:
 class Pattern:
     """layers_block_type, or hybrid_override_pattern of older folders; the second is written too."""
 
+    keys = ("layers_block_type", "hybrid_override_pattern", "num_hidden_layers")
     letters = {
         "linear_attention": "M",
         "mamba": "M",
@@ -86,6 +89,8 @@ class Pattern:
             pattern = theirs["hybrid_override_pattern"]
             if unknown := sorted(set(pattern) - set(self.letters.values())):
                 raise ValueError(f"hybrid_override_pattern: {', '.join(unknown)} is not supported")
+        if theirs.get("num_hidden_layers", len(pattern)) != len(pattern):
+            raise ValueError(f"num_hidden_layers={theirs['num_hidden_layers']}, but {len(pattern)} layers are named")
         return {"pattern": pattern, "num_layers": len(pattern)}
 
     def write(self, ours: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,6 +112,10 @@ class OfExperts:
 
     options: Options
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return tuple(key for option in self.options for key in option.keys)
+
     def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
         found = {}
         if "E" in Pattern().read(theirs)["pattern"]:
@@ -126,6 +135,7 @@ class OfExperts:
 class TimeStepLimit:
     """time_step_limit: the lower and the upper limit. Infinity is what JSON has for it, or since version 5 a dict."""
 
+    keys = ("time_step_limit",)
     infinity = {"__float__": "Infinity"}
 
     def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,6 +150,8 @@ class TimeStepLimit:
 @dataclasses.dataclass(frozen=True)
 class Expand:
     """expand: the channels of all heads over hidden_size. It follows from the heads, and must be a whole number."""
+
+    keys = ("expand",)
 
     def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
         return {}

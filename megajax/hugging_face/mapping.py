@@ -15,10 +15,12 @@ import numpy as np
 from megajax.checkpoint.layout import stack_of
 from megajax.hugging_face import encoder_decoders, encoders, families, hybrids
 from megajax.hugging_face.families import Family
+from megajax.hugging_face.known_keys import check_keys
 from megajax.hugging_face.weights import Layout, Row
 from megajax.models.interface import ModelConfig
 from megajax.models.model import Model
 from megajax.parameters import name_of
+from megajax.ranges import check_fields
 
 # In order of preference when exporting a model without a named architecture.
 FAMILIES = (*families.FAMILIES, *hybrids.FAMILIES, *encoders.FAMILIES, *encoder_decoders.FAMILIES)
@@ -29,6 +31,8 @@ FAMILIES = (*families.FAMILIES, *hybrids.FAMILIES, *encoders.FAMILIES, *encoder_
 def family_of(theirs: Mapping[str, Any]) -> Family:
     """The family of a config.json. Raises ValueError for an architecture without a table."""
     names = theirs.get("architectures") or []
+    if not isinstance(names, list):
+        raise ValueError(f"architectures={names} must be a list of names")
     for family in FAMILIES:
         if family.architecture in names or (not names and theirs.get("model_type") == family.model_type):
             return family
@@ -39,11 +43,17 @@ def family_of(theirs: Mapping[str, Any]) -> Family:
 
 
 def read_options(family: Family, theirs: Mapping[str, Any]) -> ModelConfig:
-    """The model that a config.json describes. Raises ValueError with the key for what is not supported."""
+    """The model that a config.json describes.
+
+    Raises ValueError with the key for what is not supported, and for a key that may change what the model computes.
+    """
+    check_keys(family, theirs)
     fields = dict(family.always)
     for option in family.options:
         fields |= option.read(theirs)
-    return family.form.with_sizes(_replaced(family.form.default, fields))
+    config = replaced(family.form.default, fields)
+    check_fields(config, "model.")
+    return family.form.with_sizes(config)
 
 
 def write_options(family: Family, config: ModelConfig) -> dict[str, Any]:
@@ -93,18 +103,30 @@ def _written(family: Family, config: ModelConfig) -> tuple[dict[str, Any], list[
         except ValueError as error:
             lacking[str(error)] = str(error)
     if not lacking:
-        restored = _fields(form.canonical(read_options(family, theirs)))
-        lacking = {name: f"model.{name}={value}" for name, value in wanted.items() if restored[name] != value}
+        try:
+            restored = _fields(form.canonical(read_options(family, theirs)))
+        except ValueError as error:
+            return theirs, [str(error)]
+        lacking = {
+            name: f"model.{name}={value}" for name, value in wanted.items() if not _is_same(restored[name], value)
+        }
     return theirs, list(lacking.values())
 
 
-def _replaced(config: Any, fields: Mapping[str, Any], prefix: str = "") -> Any:
+def _is_same(found: Any, wanted: Any) -> bool:
+    """Numbers may differ by the rounding of a power: 1 / sqrt(8) is not 8 ** -0.5."""
+    if isinstance(found, float) and isinstance(wanted, float):
+        return math.isclose(found, wanted, rel_tol=1e-14)
+    return found == wanted
+
+
+def replaced(config: Any, fields: Mapping[str, Any], prefix: str = "") -> Any:
     """The config with other values of some fields, which are named as in _fields."""
     changes = {}
     for field in dataclasses.fields(config):
         name = prefix + field.name
         if dataclasses.is_dataclass(getattr(config, field.name)):
-            changes[field.name] = _replaced(getattr(config, field.name), fields, f"{name}.")
+            changes[field.name] = replaced(getattr(config, field.name), fields, f"{name}.")
         elif name in fields:
             changes[field.name] = fields[name]
     return dataclasses.replace(config, **changes)

@@ -18,7 +18,8 @@ import ml_dtypes
 import numpy as np
 
 from megajax.checkpoint.piecewise import pieces
-from megajax.hugging_face.tensor_files import TensorFiles, TensorForm
+from megajax.hugging_face.options import read_object
+from megajax.hugging_face.tensor_files import TensorFiles, TensorForm, check_finite
 from megajax.ops.quantize import largest
 from megajax.ops.quantized_matmul import DTYPES, Inputs, WeightFormat
 
@@ -44,7 +45,7 @@ class Scheme:
 
 def read_scheme(options: Mapping[str, Any]) -> Scheme | None:
     """What a config.json says about quantisation; None: nothing. Raises ValueError for what is not supported."""
-    found = options.get("quantization_config")
+    found = read_object(options, "quantization_config")
     if not found:
         return None
     method = found.get("quant_method")
@@ -61,7 +62,7 @@ def read_scheme(options: Mapping[str, Any]) -> Scheme | None:
 
 
 def _compressed_tensors(found: Mapping[str, Any]) -> Scheme:
-    groups = list(found.get("config_groups", {}).values())
+    groups = list(read_object(found, "config_groups").values())
     formats = {group.get("format") or found.get("format") for group in groups} if groups else {found.get("format")}
     if other := sorted(map(str, formats - {*STORED})):
         raise ValueError(
@@ -160,6 +161,11 @@ class DequantizedFiles:
             return None
         return WeightFormat(dtypes.pop(), self._scheme.inputs)
 
+    @property
+    def largest_dim(self) -> int:
+        """Of all tensors with several matrices, such as those of experts."""
+        return max((form.shape[0] for form in self.forms.values() if len(form.shape) > 2), default=0)
+
     def __getitem__(self, name: str) -> np.ndarray:
         """A view of the mapped file; of a quantised matrix float32 in memory, until the next one is read."""
         if name not in self._scales:
@@ -180,7 +186,8 @@ class DequantizedFiles:
         for piece in pieces(levels.shape, out.dtype):
             rows = np.arange(levels.shape[-2])[piece[-2]] // outputs
             columns = np.arange(levels.shape[-1])[piece[-1]] // inputs
-            out[piece] = levels[piece].astype(np.float32) * scale[piece[:-2]][..., rows, :][..., columns]
+            with np.errstate(all="ignore"):  # who reads this refuses what is not finite, by name
+                out[piece] = levels[piece].astype(np.float32) * scale[piece[:-2]][..., rows, :][..., columns]
         return out
 
     def levels(self, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None] | None:
@@ -190,6 +197,8 @@ class DequantizedFiles:
             return None
         levels = self._files[name]
         scale = np.asarray(self._files[self._scales[name]], np.float32)
+        check_finite(name, levels)
+        check_finite(self._scales[name], scale)
         owner = name.removesuffix("weight")
         input_scale = None
         if self._scheme.inputs == "static":

@@ -1,5 +1,4 @@
-"""Files of tensors: read as views of the mapped file, written in the same way at places that are
-known before.
+"""Files of tensors: read as views of the mapped file, written in the same way at places that are known before.
 
 The format (https://huggingface.co/docs/safetensors): 8 bytes with the length of a JSON header, the header {name:
 {dtype, shape, data_offsets}}, then the tensors. The safetensors package validates files before they are read; it can
@@ -16,6 +15,8 @@ from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
+
+from megajax.checkpoint.piecewise import pieces
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -60,7 +61,7 @@ class TensorFiles:
         """A view of the mapped file."""
         path, offset = self._locations[name]
         form = self.forms[name]
-        return np.memmap(path, form.dtype, "r", offset, form.shape) if form.shape else np.empty((), form.dtype)
+        return np.memmap(path, form.dtype, "r", offset, form.shape) if form.nbytes else np.empty(form.shape, form.dtype)
 
     def _open(self, path: Path) -> None:
         _check(path)
@@ -75,6 +76,8 @@ class TensorFiles:
                     f"{path}: {name} is {entry['dtype']}, supported are {', '.join(DTYPES)}; convert the folder to "
                     "bfloat16 first"
                 )
+            if name in self.forms:
+                raise ValueError(f"{path}: {name} is in {self._locations[name][0].name} too; remove one of them")
             self.forms[name] = TensorForm(tuple(entry["shape"]), DTYPES[entry["dtype"]])
             self._locations[name] = (path, 8 + length + entry["data_offsets"][0])
 
@@ -84,8 +87,11 @@ def _files(folder: Path) -> list[Path]:
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (OSError, ValueError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise ValueError(f"{index} cannot be read ({error!r}); download it again") from None
+        for name in names:
+            if not isinstance(name, str) or Path(name).name != name or not 0 < len(os.fsencode(name)) < 256:
+                raise ValueError(f"{index} names {str(name)[:60]!r}, which must be the name of a file in {folder}")
         if missing := [name for name in names if not (folder / name).is_file()]:
             raise ValueError(f"{index} names {', '.join(missing)}, not in {folder}; download all files")
         return [folder / name for name in names]
@@ -109,6 +115,21 @@ def _check(path: Path) -> None:
             pass
     except (safetensors.SafetensorError, OSError) as error:
         raise ValueError(f"{path} is damaged ({error}); download it again") from None
+
+
+def check_finite(name: str, array: np.ndarray) -> None:
+    """Raises ValueError, naming the tensor, if it has an infinity or a NaN: as integers these are the largest."""
+    if array.dtype.kind in "iu":
+        return
+    bits = array.view(f"u{array.dtype.itemsize}")
+    magnitude = np.iinfo(bits.dtype).max >> 1
+    largest = np.array(ml_dtypes.finfo(array.dtype).max, array.dtype).view(bits.dtype)
+    for piece in pieces(bits.shape, bits.dtype):
+        if (bits[piece] & magnitude).max(initial=0) > largest:
+            raise ValueError(
+                f"tensor {name} has values that are not finite in {array.dtype}: the model cannot be computed; "
+                "download the folder again, or take other weights"
+            )
 
 
 class ShardWriter:

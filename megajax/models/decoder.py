@@ -172,6 +172,12 @@ class DecoderConfig(ModelConfig):
         return self.mlp_dim or 4 * self.embed_dim
 
     @property
+    def attention_scale(self) -> float:
+        """Factor on the attention scores."""
+        width = self.width_of_head + (0 if self.latent.kv_rank is None else self.latent.rope_dim)
+        return self.attention_multiplier or 1.0 / math.sqrt(width)
+
+    @property
     def norm_config(self) -> NormConfig:
         return NormConfig(self.norm, self.norm_epsilon, self.norm_zero_centered, self.norm_bias)
 
@@ -246,7 +252,6 @@ class DecoderConfig(ModelConfig):
         rope = "none"
         if self.position == "rope" and not is_nth(self.no_rope_every):
             rope = "global" if window is None or self.rope.local_base is None else "local"
-        width_of_query = self.width_of_head + (0 if self.latent.kv_rank is None else self.latent.rope_dim)
         fields = dict(
             embed_dim=self.embed_dim,
             num_heads=self.num_heads,
@@ -261,7 +266,7 @@ class DecoderConfig(ModelConfig):
             alibi=self.position == "alibi",
             causal=True,
             window=window,
-            scale=self.attention_multiplier or 1.0 / math.sqrt(width_of_query),
+            scale=self.attention_scale,
             soft_cap=self.attention_soft_cap,
             sinks=self.attention_sinks,
             dropout=self.attention_dropout,

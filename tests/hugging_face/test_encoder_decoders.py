@@ -97,7 +97,7 @@ def test_logits_are_those_of_transformers_and_the_files_come_back(version, recor
 def test_an_output_layer_that_transformers_cannot_say_is_refused(recorded):
     entries, _ = recorded
     family = family_of(entries["v1.1"]["options"])
-    model = read_options(family, entries["v1.1"]["options"])
+    model = family.form.in_files(read_options(family, entries["v1.1"]["options"]), entries["v1.1"]["tensors"])
     assert not model.tied_embeddings and model.logit_multiplier == 1.0
     with pytest.raises(ValueError, match="T5ForConditionalGeneration does not have model.logit_multiplier=0.5 with"):
         write_options(family, dataclasses.replace(model, logit_multiplier=0.5))
@@ -126,6 +126,22 @@ def their_logits(model) -> np.ndarray:
     with torch.no_grad():
         given = {names[name]: torch.tensor(array, dtype=torch.long) for name, array in batch().items()}
         return model(**given).logits.numpy()
+
+
+@pytest.mark.parametrize("saved_as", [False, True])
+def test_an_output_layer_that_the_files_lack_is_tied_and_not_scaled(saved_as, recorded, write_drawn, tmp_path):
+    """As transformers 5 computes tie_word_embeddings=False, and as it saves this."""
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    entry = recorded[0]["v1.1"]
+    tensors = {name: value for name, value in entry["tensors"].items() if name != "lm_head.weight"}
+    options = entry["options"] | dict(tie_word_embeddings=saved_as, scale_decoder_outputs=False)
+    write_drawn(tmp_path / "theirs", dict(options=options, tensors=tensors))
+    load = transformers.T5ForConditionalGeneration.from_pretrained
+    wanted = their_logits(load(tmp_path / "theirs").eval())
+    assert_same_logits(our_logits(tmp_path / "theirs"), wanted)
+    assert_same_files(tmp_path / "theirs", tmp_path)
+    np.testing.assert_array_equal(their_logits(load(tmp_path / "back").eval()), wanted)
 
 
 @pytest.mark.slow

@@ -41,7 +41,7 @@ ARCHITECTURES = {
     "RobertaForTokenClassification": ROBERTA | THREE,
     "RobertaModel": ROBERTA,
 }
-QUICK = ("BertForPreTraining", "RobertaForSequenceClassification")
+QUICK = ("BertForPreTraining", "BertForTokenClassification", "RobertaForSequenceClassification")
 
 
 def batch_of(num_token_types: int) -> dict[str, np.ndarray]:
@@ -114,6 +114,22 @@ def test_outputs_are_those_of_transformers_and_the_files_come_back(architecture,
     write_drawn(tmp_path / "theirs", entries[architecture])
     assert_same(our_outputs(tmp_path / "theirs"), outputs[architecture])
     assert_same_files(tmp_path / "theirs", tmp_path)
+
+
+def test_the_bias_that_an_untied_output_layer_does_not_use_is_named(recorded, write_drawn, tmp_path, caplog):
+    entries, outputs = recorded
+    write_drawn(tmp_path / "theirs", entries["BertForMaskedLM"])
+    assert_same(our_outputs(tmp_path / "theirs"), outputs["BertForMaskedLM"])
+    assert (
+        "cls.predictions.bias is not used by BertForMaskedLM, which takes cls.predictions.decoder.bias" in caplog.text
+    )
+    import_folder(tmp_path / "theirs", tmp_path / "run")
+    export_run(tmp_path / "run", tmp_path / "back")
+    files, again = TensorFiles(tmp_path / "theirs"), TensorFiles(tmp_path / "back")
+    assert files.forms == again.forms
+    for name in files.forms:
+        used = "cls.predictions.decoder.bias" if name == "cls.predictions.bias" else name
+        assert again[name].tobytes() == files[used].tobytes(), name
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -4,9 +4,11 @@ python tests/hugging_face/test_evaluation.py, with lm-eval, records the requests
 the answers of its model `hf`.
 """
 
+import importlib
 import json
 import sys
 import tempfile
+import types
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +76,51 @@ def test_requests_of_lm_eval_are_answered_as_by_its_model_of_transformers(llama,
     recorded = json.loads(REQUESTS.read_text())[kind]
     assert len(recorded) >= 4
     compare(answers(llama, kind, [entry["arguments"] for entry in recorded]), [entry["answer"] for entry in recorded])
+
+
+@pytest.fixture
+def harness(monkeypatch):
+    """megajax.evaluation.harness with the parts of lm-eval's interface that it uses, so that lm-eval is not needed."""
+
+    class LM:
+        def __init__(self):
+            self.cached = []
+            self.cache_hook = types.SimpleNamespace(add_partial=lambda *result: self.cached.append(result))
+
+    def simple_evaluate(model, tasks, **_):
+        results = {}
+        for kind in tasks:
+            requests = [
+                types.SimpleNamespace(args=entry["arguments"]) for entry in json.loads(REQUESTS.read_text())[kind]
+            ]
+            results[kind] = getattr(model, kind)(requests)
+            assert model.cached == [
+                (kind, request.args, found) for request, found in zip(requests, results[kind], strict=True)
+            ]
+            model.cached.clear()
+        return {"results": results}
+
+    contents = {
+        "lm_eval": dict(simple_evaluate=simple_evaluate),
+        "lm_eval.api": {},
+        "lm_eval.api.instance": dict(Instance=object),
+        "lm_eval.api.model": dict(LM=LM),
+        "lm_eval.api.registry": dict(register_model=lambda name: lambda kind: kind),
+        "lm_eval.tasks": dict(TaskManager=lambda include_path: types.SimpleNamespace(match_tasks={"arc": ["arc"]}.get)),
+    }
+    for name, attributes in contents.items():
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        vars(sys.modules[name]).update(attributes)
+    monkeypatch.delitem(sys.modules, "megajax.evaluation.harness", raising=False)
+    yield importlib.import_module("megajax.evaluation.harness")
+    del sys.modules["megajax.evaluation.harness"]
+
+
+def test_the_model_of_lm_eval_answers_and_stores_its_requests(llama, harness):
+    recorded = json.loads(REQUESTS.read_text())
+    found = harness.evaluate(llama, list(recorded))
+    for kind, entries in recorded.items():
+        compare(found[kind], [entry["answer"] for entry in entries])
 
 
 def compare(found: list, want: list) -> None:

@@ -6,6 +6,7 @@ import shutil
 from operator import attrgetter
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -13,6 +14,8 @@ import safetensors.numpy
 from megajax.hugging_face.families import FAMILIES
 from megajax.hugging_face.folder import Folder
 from megajax.hugging_face.mapping import WeightMap, family_for, family_of, read_options, write_options
+from megajax.models.model import Model
+from megajax.precision import PrecisionConfig
 
 # Written by test_transformers.py from transformers 5.23.
 RECORDED = np.load(Path(__file__).parent.parent / "oracles" / "hugging_face_folders.npz")
@@ -92,6 +95,82 @@ def test_experts_in_one_tensor_are_read_as_those_in_several(write_drawn, tmp_pat
         np.testing.assert_array_equal(*parts)
 
 
+DRAFTING = ENTRIES["deepseek_v3"]["options"] | dict(num_hidden_layers=2, num_nextn_predict_layers=1)
+
+
+def drafting_tensors() -> dict[str, np.ndarray]:
+    """Of a DeepSeek-V3 of two layers and one of multi-token prediction, which is the third."""
+    D = DRAFTING["hidden_size"]
+    shapes = {name: shape for name, (shape, _) in ENTRIES["deepseek_v3"]["tensors"].items()}
+    own = {"enorm.weight": [D], "hnorm.weight": [D], "eh_proj.weight": [D, 2 * D], "shared_head.norm.weight": [D]}
+    shapes |= {f"model.layers.2.{name}": shape for name, shape in own.items()}
+    rng = np.random.default_rng(0)
+    tensors = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    copies = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+    return tensors | {f"model.layers.2.{name}": tensors[copied] for name, copied in copies.items()}
+
+
+def save(path: Path, options: dict, tensors: dict[str, np.ndarray]) -> Folder:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(options))
+    safetensors.numpy.save_file(tensors, path / "model.safetensors")
+    return Folder(path)
+
+
+def test_a_layer_of_multi_token_prediction_is_read_as_the_same_layer_of_the_model(tmp_path):
+    tensors = drafting_tensors()
+    draft = save(tmp_path / "draft", DRAFTING, tensors)
+    usual = {name: tensors[name] for name in ENTRIES["deepseek_v3"]["tensors"]}
+    whole = save(tmp_path / "whole", DRAFTING | dict(num_hidden_layers=3, num_nextn_predict_layers=0), usual)
+    names = [name for name in draft.map.shapes if name.startswith("mtp_1.moe.layer.")]
+    assert len(names) == 18
+    for name in names:
+        index = (slice(None),) * len(draft.map.shapes[name])
+        found = draft.read(name, np.array([0]), index, np.float32)
+        wanted = whole.read(name.replace("mtp_1.moe.layer.", "layers.moe."), np.array([2]), index, np.float32)
+        np.testing.assert_array_equal(found, wanted, err_msg=name)
+
+
+def test_guesses_are_those_of_the_formula(tmp_path):
+    """DeepSeek-V3 (https://arxiv.org/abs/2412.19437), equations 21 to 23, in float64, with layers that add nothing."""
+    tensors = drafting_tensors()
+    for name in tensors:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensors[name][...] = 0
+    theirs = {name: array.astype(np.float64) for name, array in tensors.items()}
+    V = DRAFTING["vocab_size"]
+
+    def norm(x, name):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * theirs[f"{name}.weight"]
+
+    ids = np.random.default_rng(1).integers(0, V, (2, 8)).astype(np.int32)
+    embedded = theirs["model.embed_tokens.weight"][ids]
+    hidden = norm(norm(embedded, "model.norm")[:, :-1], "model.layers.2.hnorm")
+    joined = np.concatenate([norm(embedded[:, 1:], "model.layers.2.enorm"), hidden], -1)
+    projected = joined @ theirs["model.layers.2.eh_proj.weight"].T
+    want = norm(projected, "model.layers.2.shared_head.norm") @ theirs["lm_head.weight"].T
+
+    folder = save(tmp_path / "draft", DRAFTING, tensors)
+    model = Model(folder.model, PrecisionConfig(compute="float32"))
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    form = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=one), model.abstract_weights)
+    positions = np.broadcast_to(np.arange(8, dtype=np.int32), ids.shape)
+
+    @jax.jit
+    def guesses(weights):
+        module = model.module(weights)
+        batch = {"tokens": ids, "positions": positions}
+        inputs = module.block_inputs(batch)
+        hidden = module.final_norm(module.layers(module.embed(batch, None), inputs)[0])
+        following = module.embed({"tokens": np.roll(ids, -1, 1), "positions": positions}, None)
+        hidden, _, _ = module.mtp_1(hidden, inputs | {"next_embeddings": following})
+        return hidden @ module.head.matrix()
+
+    with jax.default_matmul_precision("highest"):
+        found = np.asarray(guesses(folder.restore_params(form, model.layer_rows)))[:, :-1, :V]
+    np.testing.assert_allclose(found, want, rtol=0, atol=TOLERANCE * want.std())
+
+
 def test_version_4_of_transformers_is_read():
     options = dict(ENTRIES["llama3 scaling"]["options"])
     family = family_of(options)
@@ -142,7 +221,8 @@ SPELLINGS = {
         "GPTNeoX", dict(rotary_pct=0.5, rotary_emb_base=5000), {"rope.fraction": 0.5, "rope.base": 5000.0},
     ),
     "defaults of GPT-J": (
-        "GPTJ", dict(n_embd=512, n_layer=2, n_head=4), {"rope.fraction": 0.5, "parallel_residual": "one_norm"},
+        "GPTJ", dict(vocab_size=300, n_embd=512, n_layer=2, n_head=4),
+        {"rope.fraction": 0.5, "parallel_residual": "one_norm"},
     ),
 }  # fmt: skip
 
@@ -150,7 +230,8 @@ SPELLINGS = {
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_defaults_and_other_spellings_are_those_of_transformers(name):
     family, options, wanted = SPELLINGS[name]
-    options = SMALL | dict(architectures=[f"{family}ForCausalLM"], **options)
+    sizes = {} if "n_embd" in options else SMALL
+    options = sizes | dict(architectures=[f"{family}ForCausalLM"], **options)
     model = read_options(family_of(options), options)
     found = {field: attrgetter(field)(model) for field in wanted}
     assert found == {field: pytest.approx(value) if isinstance(value, float) else value

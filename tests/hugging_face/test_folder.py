@@ -6,6 +6,7 @@ import math
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -29,6 +30,7 @@ from megajax.data.tokenizers.chat_template import load_chat_template
 from megajax.data.tokenizers.tokenizer import load_saved_tokenizer
 from megajax.hugging_face.folder import Folder, is_folder
 from megajax.hugging_face.mapping import WeightMap, family_of, read_options
+from megajax.hugging_face.tensor_files import check_finite
 from megajax.inference.engine import Engine
 from megajax.inference.sampling import Sampling
 from megajax.mesh import MeshConfig
@@ -272,6 +274,89 @@ def test_what_does_not_fit_is_named_and_nothing_is_written(llama_folder, tmp_pat
         main(["import", f"--from={llama_folder}", f"--run_dir={tmp_path / 'there'}"])
     assert capsys.readouterr().err == f"error: run_dir={tmp_path / 'there'} exists; use another, or remove it\n"
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+NESTED = "[" * 100_000 + "]" * 100_000
+NAMED = "index.json names .*, which must be the name of a file in"
+# The message, and what a stranger may have written: {file: its contents, or keys of its object}.
+MALFORMED = [
+    ("config.json is not the config.json of", {"config.json": f'{{"model_type": "llama", "a": {NESTED}}}'}),
+    ("num_hidden_layers=1000000000 does not fit the files", {"config.json": dict(num_hidden_layers=10**9)}),
+    ("num_hidden_layers=0 does not fit", {"config.json": dict(num_hidden_layers=0)}),
+    ("num_hidden_layers='2' must be a whole number", {"config.json": dict(num_hidden_layers="2")}),
+    ("hidden_size=1.5 must be a whole number", {"config.json": dict(hidden_size=1.5)}),
+    ("model.num_heads=-4 must be a whole number .int32., at least 1$", {"config.json": dict(num_attention_heads=-4)}),
+    ("tie_word_embeddings=1 must be true or false", {"config.json": dict(tie_word_embeddings=1)}),
+    ("hidden_act=.'silu'. must be a name", {"config.json": dict(hidden_act=["silu"])}),
+    ("architectures=5 must be a list", {"config.json": dict(architectures=5)}),
+    ("rope_scaling=x is not an object", {"config.json": dict(rope_scaling="x")}),
+    ("rope_parameters=5 is not an object", {"config.json": dict(rope_parameters=5)}),
+    ("rope_type=linear needs factor in rope_scaling", {"config.json": dict(rope_scaling=dict(type="linear"))}),
+    ("model.rope.base=inf must be a finite", {"config.json": dict(rope_theta=math.inf)}),
+    ("quantization_config=fp8 is not an object", {"config.json": dict(quantization_config="fp8")}),
+    (
+        "model.rope.factor=.* must be a finite number",
+        {"config.json": dict(rope_scaling=dict(type="linear", factor={}))},
+    ),
+    ("has a value of another kind than its key needs", {"config.json": dict(rope_scaling=dict(type=[]))}),
+    ("index.json cannot be read .RecursionError", {"model.safetensors.index.json": f'{{"weight_map": {NESTED}}}'}),
+    (NAMED, {"model.safetensors.index.json": '{"weight_map": {"a": "../other/model.safetensors"}}'}),
+    (NAMED, {"model.safetensors.index.json": '{"weight_map": {"a": "/etc/hostname"}}'}),
+    (NAMED, {"model.safetensors.index.json": '{"weight_map": {"a": 5}}'}),
+    (NAMED, {"model.safetensors.index.json": json.dumps({"weight_map": {"a": "a" * 5000}})}),
+    ("index.json cannot be read .TypeError", {"model.safetensors.index.json": '{"weight_map": {"a": ["b"]}}'}),
+    ("safetensors is damaged .*`-1`", {"model.safetensors": dict(shape=[-1, 32])}),
+    ("safetensors is damaged .*overflow", {"model.safetensors": dict(shape=[2**62, 32])}),
+    ("safetensors is damaged .*offset", {"model.safetensors": dict(data_offsets=[0, 2**62])}),
+    ("safetensors is damaged .*header too small", {"model.safetensors": ""}),
+    ("tokenizer.model has no tokens", {"tokenizer.json": None, "tokenizer.model": ""}),
+    ("tokenizer_config.json is not JSON", {"tokenizer_config.json": NESTED}),
+]
+
+
+def change_file(path: Path, contents: str | dict | None) -> None:
+    """contents: of the file, or keys of its object; of a file of tensors those of the first tensor."""
+    if contents is None:
+        path.unlink()
+    elif isinstance(contents, str):
+        path.write_text(contents)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(json.loads(path.read_text()) | contents))
+    else:
+        before = path.read_bytes()
+        end = 8 + int.from_bytes(before[:8], "little")
+        header = json.loads(before[8:end])
+        next(entry for name, entry in header.items() if name != "__metadata__").update(contents)
+        text = json.dumps(header).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + before[end:])
+
+
+@pytest.mark.parametrize("message, files", MALFORMED)
+def test_malformed_files_are_refused_in_one_line_and_at_once(message, files, small_llama_folder, tmp_path):
+    folder = tmp_path / "folder"
+    shutil.copytree(small_llama_folder, folder)
+    for name, contents in files.items():
+        change_file(folder / name, contents)
+    begin = time.process_time()
+    with pytest.raises(ValueError, match=message) as refused:
+        import_folder(folder, tmp_path / "run")
+    assert "\n" not in str(refused.value) and time.process_time() - begin < 5
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_weights_that_are_not_finite_are_refused_by_name(value, dtype, small_llama_folder, tmp_path):
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors = {name: array.astype(dtype) for name, array in tensors_of(small_llama_folder).items()}
+    check_finite(name, tensors[name])
+    tensors[name][3, 5] = value
+    folder = changed(small_llama_folder, tmp_path, tensors)
+    with pytest.raises(ValueError, match=f"tensor {name} in .* has values that are not finite in {np.dtype(dtype)}"):
+        import_folder(folder, tmp_path / "run")
+    with pytest.raises(ValueError, match=f"tensor {name} in"):
+        Engine.from_run(folder)
+    assert not (tmp_path / "run").exists()
 
 
 def test_names_without_the_base_model_tied_heads_and_old_buffers_are_read(llama_folder, tmp_path):

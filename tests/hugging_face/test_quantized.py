@@ -100,11 +100,12 @@ def quantized_folder(request, llama_folder, tmp_path_factory):
             block = block_of(config, array.shape)
             found[name], scales, meant[name] = quantized_by_hand(array, block, dtype)
             is_inverse = config["quant_method"] == "fp8" and "weight_block_size" in config
+            one = () if request.param == "fp8" else (1,)  # both are published
             found[name + ("_scale_inv" if is_inverse else "_scale")] = (
-                scales.reshape(-1) if scales.size == 1 else scales
+                scales.reshape(one) if scales.size == 1 else scales
             )
             if request.param in ("float8 static", "fp8"):
-                found[name.removesuffix("weight") + "input_scale"] = np.array([0.02], np.float32)
+                found[name.removesuffix("weight") + "input_scale"] = np.full(one, 0.02, np.float32)
     write_tensors(folder, found)
     return request.param, folder, meant
 
@@ -247,6 +248,26 @@ def test_quantised_matrices_are_those_of_the_engine(name, dtype, inputs, write_d
 def _rows(matrix: np.ndarray, num_inputs: int) -> np.ndarray:
     """[*K, *N] -> [N, K]."""
     return matrix.reshape(int(np.prod(matrix.shape[:num_inputs])), -1).T
+
+
+def test_levels_and_scales_that_are_not_finite_are_refused(quantized_folder, tmp_path):
+    name, folder, _ = quantized_folder
+    if name not in FORMATS:
+        return
+    files = TensorFiles(folder)
+    tensors = {tensor: np.array(files[tensor]) for tensor in files.forms}
+    scale = "model.layers.1.mlp.up_proj.weight_scale"
+    tensors[scale] = np.full_like(tensors[scale], np.inf)
+    levels = scale.removesuffix("_scale")
+    if tensors[levels].dtype == FLOAT8:
+        tensors[levels][0, 0] = np.nan
+    shutil.copytree(folder, tmp_path / "folder")
+    write_tensors(tmp_path / "folder", tensors)
+    named = levels if tensors[levels].dtype == FLOAT8 else scale
+    with pytest.raises(ValueError, match=f"tensor {named} has values that are not finite"):
+        open_model(tmp_path / "folder", compute="float32").restore()
+    with pytest.raises(ValueError, match=f"tensor {levels} in .* has values that are not finite"):
+        import_folder(tmp_path / "folder", tmp_path / "run")
 
 
 def test_factors_change_what_is_written(llama_folder, tmp_path):

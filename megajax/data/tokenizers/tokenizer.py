@@ -126,6 +126,8 @@ class SentencePieceTokenizer:
         except RuntimeError as error:
             raise ValueError(f"data.tokenizer: {path} is not a SentencePiece model ({error})") from None
         self.vocab_size = self._model.get_piece_size()
+        if not self.vocab_size:
+            raise ValueError(f"data.tokenizer: {path} has no tokens; is it complete?")
         self.eod_id = self._model.eos_id() if self._model.eos_id() >= 0 else None
         control = (i for i in range(self.vocab_size) if self._model.is_control(i))
         self.special_tokens = {self._model.id_to_piece(i): i for i in control}
@@ -225,6 +227,8 @@ class HuggingFaceTokenizer:
         except Exception as error:  # the package raises plain Exception
             raise ValueError(f"data.tokenizer: {path} is not a tokenizer.json ({error})") from None
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise ValueError(f"data.tokenizer: {path} has no tokens; is it complete?")
         self.vocab_size = max(vocabulary.values()) + 1
         names = (configured_tokens(path).get("eos_token"), *END_NAMES)
         self.eod_id = next((vocabulary[name] for name in names if name in vocabulary), None)
@@ -381,7 +385,7 @@ def read_json(path: str) -> dict:
     with open(path, encoding="utf-8") as file:
         try:
             found = json.load(file)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"data.tokenizer: {path} is not JSON ({error})") from None
     if not isinstance(found, dict):
         raise ValueError(f"data.tokenizer: {path} does not hold an object {{...}}")
