@@ -129,7 +129,7 @@ class StoredParameter:
     parts: list[tuple[int | None, PiecewiseArray]]
     """(number of a layer, its array), -1 for rows of padding; or a single (None, array) outside the layers."""
     digest: list[int] | None
-    """Of all parts together, the sum of the digests of each from its position; None: it was not recorded."""
+    """Of all parts together, the sum of the digests of each from its position; None: the source has none (a folder)."""
 
 
 class StoredParams:
@@ -155,15 +155,17 @@ class StoredParams:
         return found
 
     def parts(self, name: str) -> StoredParameter:
-        """Raises ValueError if it cannot be read."""
+        """Raises ValueError if it cannot be read, or has no digest."""
         with self._naming(name):
             array = self._open(name)
+        if name not in self._digests:
+            raise ValueError(f"{self._folder} is damaged: {name} has no digest; use another step")
         stack = stack_of(name, self._rows)
         if stack is None:
-            return StoredParameter([(None, array)], self._digests.get(name))
+            return StoredParameter([(None, array)], self._digests[name])
         rows = self._rows[stack]
         places = np.ndindex(rows.shape)
-        return StoredParameter([(int(rows[place]), array.at(place)) for place in places], self._digests.get(name))
+        return StoredParameter([(int(rows[place]), array.at(place)) for place in places], self._digests[name])
 
     def row_of(self, name: str, layer: int | None) -> tuple[int, ...]:
         """Where a layer is in an array."""
