@@ -1,8 +1,9 @@
 """Decides what the next call of the device computes: chunks of prompts, or the next tokens of the running sequences.
 
 The two alternate while both have work, so that long prompts do not stop the others. A sequence is admitted when a row
-and enough pages for its tokens are free. When a running sequence needs a page and none is free, the youngest one gives
-its pages back and waits again; its tokens are then computed once more (recomputation).
+and enough pages for its tokens are free; clients take turns (inference/waiting.py). When a running sequence needs a
+page and none is free, the youngest one gives its pages back and waits again; its tokens are then computed once more
+(recomputation).
 
 The device is one call ahead of what the host knows: `num_pending` tokens of a sequence are being generated. Only its
 length matters here, so that the next call can be prepared meanwhile.
@@ -11,7 +12,6 @@ length matters here, so that the next call can be prepared meanwhile.
 import dataclasses
 import itertools
 import time
-from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import NamedTuple
@@ -20,6 +20,7 @@ from megajax.inference.grammar import Matcher
 from megajax.inference.pages import KeptStates, PagePool
 from megajax.inference.sampling import Sampling, TokenLogprobs
 from megajax.inference.speculation import PromptLookup
+from megajax.inference.waiting import Owner, WaitingLine
 
 _ids = itertools.count()
 
@@ -38,6 +39,7 @@ class Request:
     """Prompt tokens of the first sample that were found in the prefix cache."""
     sequences: "list[Sequence]" = dataclasses.field(default_factory=list, repr=False)
     """Its n samples."""
+    owner: Owner = Owner()
 
     @property
     def is_finished(self) -> bool:
@@ -85,6 +87,10 @@ class Sequence:
     lookup: PromptLookup = dataclasses.field(default_factory=PromptLookup, repr=False)
     guesses: tuple[int, ...] = ()
     """The tokens that may follow the newest one, guessed by layers of the model in the call that generated it."""
+
+    @property
+    def owner(self) -> Owner:
+        return self.request.owner
 
     @property
     def length(self) -> int:
@@ -210,7 +216,7 @@ class Scheduler:
         self._has_draft_model = has_draft_model
         self.pool = pool
         self.limits = limits
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingLine()
         self.running: list[Sequence] = []
         """In the order of admission; the last one is the first to be preempted."""
         self.num_preemptions = 0
@@ -274,7 +280,7 @@ class Scheduler:
 
     def _prefilling(self):
         yield from [sequence for sequence in self.running if sequence.is_prefilling]
-        while self.waiting and self._admit(self.waiting[0]):
+        while self.waiting and self._admit(self.waiting.first):
             yield self.running[-1]
 
     def _advance(self, chunk: Chunk) -> None:
@@ -330,7 +336,7 @@ class Scheduler:
         if missing + reserve > self.pool.num_free and self.running or missing > self.pool.num_free:
             self.pool.release(shared)
             return False
-        self.waiting.popleft()
+        self.waiting.admit(sequence)
         sequence.pages = shared + self.pool.allocate(missing)
         sequence.num_written = len(shared) * self.pool.page_size
         sequence.num_drafted = sequence.num_written
@@ -420,7 +426,7 @@ class Scheduler:
     def preempt(self, sequence: Sequence) -> None:
         """Gives its pages back; it waits before all others."""
         self._leave(sequence)
-        self.waiting.appendleft(sequence)
+        self.waiting.put_in_front(sequence)
         self.num_preemptions += 1
 
     def finish(self, sequence: Sequence) -> None:

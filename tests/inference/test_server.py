@@ -34,6 +34,7 @@ from megajax.inference.scheduler import Request
 from megajax.inference.server import app
 from megajax.inference.server.answers import TokenTexts
 from megajax.inference.server.app import ServerConfig, make_app
+from megajax.inference.server.connections import uvicorn_config
 from megajax.inference.server.engine_thread import Overloaded
 from megajax.inference.traffic import Load, ServerTarget, Workload, measure, table
 from megajax.mesh import MeshConfig, make_mesh
@@ -99,8 +100,9 @@ def lm_eval(engine):
 @contextlib.contextmanager
 def serving(*engines, on_failure=None, **config):
     """The URL of a server for the engines."""
-    made = make_app(engines, ServerConfig(model_name="tiny", **config), ChatTemplate(CHATML, {}, ()), on_failure)
-    server = uvicorn.Server(uvicorn.Config(made, port=0, log_config=None))
+    config = ServerConfig(model_name="tiny", **config)
+    made = make_app(engines, config, ChatTemplate(CHATML, {}, ()), on_failure)
+    server = uvicorn.Server(uvicorn_config(made, config.request_timeout_seconds, port=0))
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:
@@ -632,8 +634,8 @@ class FakeEngine:
     def encode(self, text):
         return list(text.encode())
 
-    def submit(self, prompt, sampling):
-        request = Request(list(prompt), sampling)
+    def submit(self, prompt, sampling, owner):
+        request = Request(list(prompt), sampling, owner=owner)
         self.running[request] = sampling.max_tokens
         return request
 
