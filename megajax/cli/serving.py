@@ -92,7 +92,10 @@ def serve(
         logger.warning("host=%s: anyone who reaches port %d may use the model; --api_key_file=FILE", host, port)
     # uvicorn raises the signal again when it has stopped; that is the end here, and no error.
     signal.signal(signal.SIGTERM, lambda *_: None)
-    server.run(sockets=[bound])
+    try:
+        server.run(sockets=[bound])
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     if has_failed:
         raise SystemExit(1)
 

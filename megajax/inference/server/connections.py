@@ -57,7 +57,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
-        self._waits_for = None
+        self._waits_for = HEADER_SECONDS, None
         self._since = self.loop.time()
         self._unsent = 0
         self._sent_at = self._since

@@ -169,8 +169,8 @@ class EngineThread:
     ) -> Generation:
         """Returns when the engine has accepted all prompts.
 
-        deadline: time of the event loop. client: clients take turns. Raises ValueError for a prompt or a setting that the engine refuses,
-        Overloaded, NotReady, and TimeoutError at the deadline.
+        deadline: time of the event loop. client: clients take turns. Raises ValueError for a prompt or a setting that
+        the engine refuses, Overloaded, NotReady, and TimeoutError at the deadline.
         """
         self.check_ready()
         check_room(self.num_open, prompts, sampling, self._max_requests)

@@ -6,6 +6,7 @@ step. Elsewhere (a log file, a batch job) card and lines are plain text, without
 
 import contextlib
 import logging
+import re
 import sys
 from contextlib import AbstractContextManager
 from typing import Any
@@ -24,6 +25,7 @@ LEAST_IMPORTANT = (
 # Shown next to the progress bar.
 BESIDE_BAR = ("loss", "tokens_per_second", "mfu", "time_left")
 BAR_WIDTH = 20
+CONTROL_CHARACTERS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def format_count(count: float) -> str:
@@ -213,12 +215,19 @@ class _ToStderr(logging.StreamHandler):
         return sys.stderr
 
 
+class _OneLine(logging.Formatter):
+    """Escapes control characters: the name of a file or a model must not look like other lines of the log."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return CONTROL_CHARACTERS.sub(lambda found: repr(found[0])[1:-1], super().formatMessage(record))
+
+
 def log_to_stderr() -> None:
     """Logs our own messages, one line each, and of libraries only errors. Calling it again changes nothing."""
     logger = logging.getLogger("megajax")
     if not any(isinstance(handler, _ToStderr) for handler in logger.handlers):
         handler = _ToStderr()
-        handler.setFormatter(logging.Formatter("megajax: %(message)s"))
+        handler.setFormatter(_OneLine("megajax: %(message)s"))
         logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False
