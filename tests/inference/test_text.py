@@ -57,20 +57,20 @@ class Words:
         return "".join(cls.words[i] for i in ids)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_the_stop_text_that_ends_first_stops_however_tokens_split_it(seed):
-    generator = np.random.default_rng(seed)
-    tokens = generator.integers(len(Words.words), size=40).tolist()
-    text = Words.decode(tokens)
-    stop = ["".join(generator.choice(list("ab"), generator.integers(3, 9))) for _ in range(4)]
-    ends = [(text.index(each) + len(each), -len(each), each) for each in stop if each in text]
-    end, _, first = min(ends, default=(len(text), 0, None))
-    parts, found = released(tokens, stop, tokenizer=Words)
-    assert found == first and "".join(parts) == text[: end - len(first or "")]
+def test_the_stop_text_that_ends_first_stops_however_tokens_split_it():
+    generator = np.random.default_rng(0)
+    for _ in range(500):
+        tokens = generator.integers(len(Words.words), size=20).tolist()
+        text = Words.decode(tokens)
+        stop = ["".join(generator.choice(list("ab"), generator.integers(3, 9))) for _ in range(4)]
+        ends = [(text.index(each) + len(each), -len(each), each) for each in stop if each in text]
+        end, _, first = min(ends, default=(len(text), 0, None))
+        parts, found = released(tokens, stop, tokenizer=Words)
+        assert found == first and "".join(parts) == text[: end - len(first or "")]
 
 
 def test_matching_stop_texts_takes_linear_time():
-    stop = ["a" * 255 + "b", *("a" * length + "c" for length in range(100, 115))]
+    stop = ["a" * 255 + "b", *("c" + "a" * length for length in range(240, 255))]
     begin = time.monotonic()
     parts, _ = released(b"a" * 5000, stop)
     assert len("".join(parts)) == 5000 and time.monotonic() - begin < 0.5
