@@ -3,7 +3,7 @@
 The two alternate while both have work, so that long prompts do not stop the others. A sequence is admitted when a row
 and enough pages for its tokens are free; clients take turns (inference/waiting.py). When a running sequence needs a
 page and none is free, the youngest one gives its pages back and waits again; its tokens are then computed once more
-(recomputation).
+(recomputation). So does one for the first sequence of a client, or of a request, if another one has several.
 
 The device is one call ahead of what the host knows: `num_pending` tokens of a sequence are being generated. Only its
 length matters here, so that the next call can be prepared meanwhile.
@@ -12,6 +12,7 @@ length matters here, so that the next call can be prepared meanwhile.
 import dataclasses
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import NamedTuple
@@ -234,6 +235,12 @@ class Scheduler:
 
     def next(self) -> Prefill | Decode | Wait | None:
         """The next call, whose pages are allocated; None: nothing to do."""
+        if self.waiting:
+            yielding = self._yielding(self.waiting.first)
+            if yielding is not None and yielding.num_pending:
+                return Wait()
+            if yielding is not None:
+                self.preempt(yielding)
         decoding = [sequence for sequence in self.running if sequence.is_decoding]
         chunks = [] if self._has_prefilled and decoding else self._chunks()
         self._has_prefilled = bool(chunks)
@@ -308,6 +315,24 @@ class Scheduler:
         """Tokens with keys and values in pages, whatever the calls under way give."""
         written = min(sequence.num_written, len(sequence.tokens) - 1)
         return min(written, sequence.num_drafted) if self._has_draft_model else written
+
+    def _yielding(self, first: Sequence) -> Sequence | None:
+        """The sequence that gives its place to the first one that waits; None: none has to, or there is room.
+
+        Only the first sequence of a client gets the place of one of another client, and only the first sequence of a
+        request that of another request of the same client.
+        """
+        of_client, of_request = self.waiting.num_running(first.owner)
+        missing = -(-len(first.tokens) // self.pool.page_size)
+        has_room = self._rows and missing + len(self.running) <= self.pool.num_free
+        if of_request or has_room or (of_client and not self.waiting.num_shared):
+            return None
+        owners = Counter(sequence.owner if of_client else sequence.owner[:1] for sequence in self.running)
+        shares = [(count, owner) for owner, count in owners.items() if not of_client or owner[0] == first.owner.client]
+        count, most = max(shares, key=lambda share: share[0])
+        youngest = next(s for s in reversed(self.running) if s.owner[: len(most)] == most)
+        is_enough = missing + len(self.running) <= self.pool.num_free + len(youngest.pages)
+        return youngest if count > 1 and is_enough else None
 
     def _register(self, sequence: Sequence, num_tokens: int) -> None:
         if sequence.shares_pages:
@@ -424,9 +449,9 @@ class Scheduler:
     # ------------------------------------------------------------------ leaving
 
     def preempt(self, sequence: Sequence) -> None:
-        """Gives its pages back; it waits before all others."""
+        """Gives its pages back; it waits before the others of its request."""
         self._leave(sequence)
-        self.waiting.put_in_front(sequence)
+        self.waiting.put_back(sequence)
         self.num_preemptions += 1
 
     def finish(self, sequence: Sequence) -> None:
@@ -444,6 +469,7 @@ class Scheduler:
         self.pool.release(sequence.pages[sequence.num_released :])
         self._rows.append(sequence.row)
         self.running.remove(sequence)
+        self.waiting.left(sequence)
         sequence.pages = []
         sequence.num_released = 0
         sequence.row = None

@@ -180,22 +180,24 @@ def test_who_waits_takes_turns():
     line += [Waits(f"a{number}", "a", 1) for number in range(3)]
     line += [Waits(f"A{number}", "a", 2) for number in range(2)]
     line += [Waits("b0", "b", 3), Waits("b1", "b", 3)]
-    assert len(list(line)) == len(line) == 7
+    assert len(line) == 7
     order = []
     while line:
         first = line.first
         assert line.first is first  # until it is admitted
         line.admit(first)
         order.append(first.name)
-        if len(order) == 2:
-            line.put_in_front(first)  # it was preempted
+        if len(order) == 2:  # it was preempted
+            line.left(first)
+            line.put_back(first)
     assert order == ["a0", "b0", "b0", "A0", "b1", "a1", "A1", "a2"]
 
 
 def test_cancelling_takes_linear_time():
     line = WaitingLine()
-    line += [Waits("", number % 7, number % 100) for number in range(100_000)]
+    waiting = [Waits("", number % 7, number % 100) for number in range(100_000)]
+    line += waiting
     begin = time.monotonic()
-    for waits in reversed(list(line)):
+    for waits in reversed(waiting):
         line.remove(waits)
     assert not line and time.monotonic() - begin < 2
