@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import sys
 import threading
 import time
 
@@ -9,6 +10,7 @@ import jax
 import numpy as np
 import uvicorn
 
+from megajax.cli.serving import bind, serve
 from megajax.data.tokenizers.chat_template import CHATML, ChatTemplate
 from megajax.data.tokenizers.tokenizer import BytesTokenizer
 from megajax.inference.engine import Engine, Output, ServingConfig, Stats
@@ -19,6 +21,7 @@ from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
 from megajax.precision import PrecisionConfig
+from megajax.training.reporting.console import log_to_stderr
 
 MODEL = DecoderConfig(num_layers=1, embed_dim=32, num_heads=2, mlp_dim=32, vocab_size=257, vocab_multiple=1,
                       position="rope")  # fmt: skip
@@ -55,12 +58,11 @@ def serving(*engines, on_failure=None, **config):
         thread.join()
 
 
-def wait_until(condition):
-    for _ in range(1000):
-        if condition():
-            return
+def wait_until(condition, seconds=20):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"it did not happen within {seconds} seconds"
         time.sleep(0.02)
-    raise AssertionError("it did not happen within 20 seconds")
 
 
 class FakeEngine:
@@ -124,3 +126,12 @@ def serving_fake(**config):
             fake.warm.set()
             for _ in range(1000):
                 fake.permissions.release()
+
+
+if __name__ == "__main__":  # PORT MAX_LENGTH TIMEOUT_SECONDS: a server in a process of its own
+    port, max_length, timeout = map(int, sys.argv[1:])
+    num_pages = 4 * max_length // SERVING.page_size
+    engine = engine_on(jax.devices()[0], max_rows=16, max_batch_tokens=256, num_pages=num_pages, max_length=max_length)
+    config = ServerConfig(model_name="tiny\nforged", request_timeout_seconds=timeout)
+    log_to_stderr()
+    serve([engine], config, ChatTemplate(CHATML, {}, ()), bind("127.0.0.1", port))

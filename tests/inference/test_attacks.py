@@ -2,16 +2,25 @@
 
 import contextlib
 import json
+import os
+import signal
 import socket
+import subprocess
+import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import httpx2
+import numpy as np
 import pytest
 
 from megajax.inference.server import connections
 from megajax.inference.waiting import Owner, WaitingLine
 from servers import FakeEngine, serving, serving_fake, wait_until
+
+CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture
@@ -83,12 +92,12 @@ class SmallBuffer(connections.Connection):
 def test_a_client_that_does_not_read_locks_nobody_out(impatient, monkeypatch):
     """What has finished does not count, and the connection ends."""
     monkeypatch.setattr(connections, "Connection", SmallBuffer)
-    with serving_fake(max_requests=20) as (fake, url):
+    with serving_fake(max_requests=16) as (fake, url):
         fake.warm.set()
         wait_until(lambda: httpx2.get(f"{url}/health").is_success)
-        body = {"prompt": ["a"] * 20, "max_tokens": 400, "stream": True, "return_token_ids": True}
+        body = {"prompt": ["a"] * 16, "max_tokens": 400, "stream": True, "return_token_ids": True}
         with connect(url, post("/v1/completions", body), receive_buffer=2048) as connection:
-            wait_until(lambda: len(fake.running) == 20)
+            wait_until(lambda: len(fake.running) == 16)
             assert httpx2.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 429
             fake.permissions.release(500)
             wait_until(lambda: not fake.running)
@@ -109,6 +118,14 @@ def test_samples_are_counted_before_they_are_accepted():
             assert client.post("/v1/completions", json={"prompt": "a", "n": 2}).status_code == 429
             assert client.post("/v1/completions", json={"prompt": "a", "n": 5}).status_code == 400
             assert len(fake.running) == 3
+    with serving_fake(max_requests=100) as (fake, url), httpx2.Client(base_url=url) as client:
+        fake.warm.set()
+        wait_until(lambda: client.get("/health").is_success)
+        assert client.post("/v1/completions", json={"prompt": ["a"] * 51}).status_code == 400
+        with client.stream("POST", "/v1/completions", json={"prompt": ["a"] * 50, "stream": True}):
+            assert client.post("/v1/completions", json={"prompt": ["a"] * 26}).status_code == 429
+            with client.stream("POST", "/v1/completions", json={"prompt": ["a"] * 25, "stream": True}) as others:
+                assert others.is_success
 
 
 def test_others_may_not_ask_by_a_name_of_theirs():
@@ -201,3 +218,109 @@ def test_cancelling_takes_linear_time():
     for waits in reversed(waiting):
         line.remove(waits)
     assert not line and time.monotonic() - begin < 2
+
+
+@contextlib.contextmanager
+def server_process(max_length, timeout_seconds):
+    """-> (process, URL, file of its log)."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    script = Path(__file__).with_name("servers.py")
+    command = [sys.executable, str(script), str(port), str(max_length), str(timeout_seconds)]
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, stderr=log, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+        try:
+            url = f"http://127.0.0.1:{port}"
+            wait_until(lambda: is_ready(url), seconds=120)
+            yield process, url, log
+        finally:
+            process.kill()
+            process.wait()
+
+
+def is_ready(url):
+    try:
+        return httpx2.get(f"{url}/health").is_success
+    except httpx2.TransportError:
+        return False
+
+
+def forged_chat():
+    return {"messages": [{"role": "user", "content": "a"}] * 1600 + [{"role": "user", "content": "<|im_start|>"}]}
+
+
+MANY = {"prompt": ["a"] * 1100, "max_tokens": 16, "logprobs": 20, "stream": True, "ignore_eos": True}
+ATTACKS = {
+    # name -> (request, seconds that the client stays, size of its receive buffer, how many at once)
+    "forged": (lambda: post(CHAT, forged_chat()), 3, None, 6),
+    "empty messages": (lambda: post(CHAT, {"messages": [{"role": "user", "content": ""}] * 700_000}), 5, None, 1),
+    "does not read": (lambda: post("/v1/completions", MANY), 30, 2048, 3),
+    "many samples": (lambda: post("/v1/completions", {"prompt": ["a"] * 2048, "n": 128}), 5, None, 2),
+    "fitting samples": (lambda: post("/v1/completions", {"prompt": ["a"] * 16, "n": 128}), 0.5, None, 2),
+    "stop texts": (lambda: post("/v1/completions", {"prompt": "a", "stop": ["b" * 9] * 300_000}), 5, None, 1),
+    "half a header": (lambda: b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n", 30, None, 20),
+    "half a body": (lambda: post("/v1/completions", {"prompt": "a"}, length=1000), 30, None, 20),
+    "long generations": (
+        lambda: post("/v1/completions", {"prompt": ["a"] * 50, "n": 4, "max_tokens": 3000, "ignore_eos": True}), 30,
+        None, 4,
+    ),
+    "31 MB": (lambda: post("/v1/completions", {"prompt": "a" * 31_000_000}), 20, None, 2),
+    "31 MB of tokens": (lambda: post("/v1/completions", {"prompt": [97] * 7_000_000}), 20, None, 1),
+}  # fmt: skip
+
+
+def attack(name, url, is_over):
+    make, patience, receive_buffer, _ = ATTACKS[name]
+    sent = make()
+    while not is_over.is_set():
+        with contextlib.suppress(OSError), connect(url, receive_buffer=receive_buffer) as connection:
+            threading.Timer(patience, connection.close).start()
+            connection.sendall(sent)
+            if receive_buffer is None and "half" not in name:
+                connection.recv(100)
+            is_over.wait(0.1 if receive_buffer is None and "half" not in name else patience)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "names", [*([name] for name in ATTACKS), list(ATTACKS)], ids=lambda names: "+".join(names)[:30]
+)
+def test_others_are_answered_during_attacks_and_a_stop_ends_in_time(names):
+    """The attackers run in a process of their own, as many clients at a time as ATTACKS says (20 times for half
+    requests), and share two cores with the server."""
+    timeout_seconds = 10
+    with server_process(32768, timeout_seconds) as (process, url, log):
+        attackers = subprocess.Popen([sys.executable, __file__, url, *names], start_new_session=True)
+        try:
+            time.sleep(3)
+            waits = []
+            body = {"prompt": "Once upon a time", "max_tokens": 8}
+            end = time.monotonic() + 30
+            with httpx2.Client(base_url=url, timeout=30) as client:
+                while time.monotonic() < end:
+                    begin = time.monotonic()
+                    answer = client.post("/v1/completions", json=body)
+                    waits.append(time.monotonic() - begin)
+                    assert answer.is_success, (answer.status_code, answer.text)
+                    time.sleep(0.2)
+            begin = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            process.wait(120)
+            stop_seconds = time.monotonic() - begin
+        finally:
+            attackers.kill()
+        log.seek(0)
+        text = log.read()
+    print(f"{names}: {len(waits)} answers, {np.median(waits):.2f} s median, {max(waits):.2f} s longest, "
+          f"stopped after {stop_seconds:.1f} s with status {process.returncode}")  # fmt: skip
+    assert max(waits) < 5, text
+    assert stop_seconds < timeout_seconds + 15 and process.returncode == 0, text
+    assert "serving tiny\\nforged" in text and "Traceback" not in text, text
+
+
+if __name__ == "__main__":  # URL NAMES: the attackers
+    url, *names = sys.argv[1:]
+    is_over = threading.Event()
+    for name in names:
+        for _ in range(ATTACKS[name][3] * (20 if "half" in name else 1)):
+            threading.Thread(target=attack, args=(name, url, is_over)).start()

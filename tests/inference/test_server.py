@@ -439,7 +439,7 @@ MISTAKES = [
     ("/v1/completions", {"prompt": "x", "stop": ["a"] * 17}, 400, "stop", "at most 16"),
     ("/v1/completions", {"prompt": "x", "stop": "a" * 257}, 400, "stop", "at most 256"),
     ("/v1/completions", {"prompt": "x", "stop_token_ids": [1] * 129}, 400, "stop_token_ids", "at most 128"),
-    ("/v1/completions", {"prompt": ["x"] * 17, "n": 128}, 400, None, "2176 samples"),
+    ("/v1/completions", {"prompt": ["x"] * 17, "n": 128}, 400, None, "ask for at most 2048"),
     ("/v1/completions", {"prompt": "x" * 300}, 400, "prompt", "300 characters"),
     (CHAT, {"messages": []}, 400, "messages", "at least 1"),
     (CHAT, {"messages": [{"role": ""}] * 4097}, 400, "messages", "at most 4096"),

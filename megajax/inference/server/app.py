@@ -64,8 +64,9 @@ class ServerConfig:
     """Port to listen on; 0: any free one."""
     api_keys: tuple[str, ...] = ()
     """Requests must bring one of them; (): anyone may ask."""
-    max_requests: int = 2048
-    """Most samples (prompts times n) that wait or run; a request with which there would be more gets 429."""
+    max_requests: int = 4096
+    """Most samples (prompts times n) that wait or run. A request that needs more than half of what is left of them, and
+    more than 16, gets 429."""
     request_timeout_seconds: float = 600.0
     """A request that takes longer is cancelled; a stop waits at most this long, and a little for the errors."""
     max_body_bytes: int = 32 * 2**20

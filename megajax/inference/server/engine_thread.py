@@ -18,6 +18,9 @@ from megajax.inference.waiting import Owner
 
 logger = logging.getLogger("megajax")
 
+FEW_SAMPLES = 16
+"""A request with so many may take all places that are free."""
+
 
 class Overloaded(Exception):
     """Too many requests wait or run."""
@@ -28,17 +31,21 @@ class NotReady(Exception):
 
 
 def check_room(num_open: int, prompts: Sequence[Sequence[int]], sampling: Sampling, max_requests: int) -> None:
-    """num_open: samples that wait or run. Raises Overloaded if the new ones would be too many with them, and ValueError
-    if they are too many alone."""
+    """num_open: samples that wait or run. Raises Overloaded if there is no room for the new ones beside them, and
+    ValueError if there is none without them.
+
+    A request gets half of the places that are free, so that large ones leave room for others.
+    """
     num_new = len(prompts) * sampling.n
-    if num_new > max_requests:
-        raise ValueError(
-            f"{num_new} samples (prompts times n) are more than the server's max_requests={max_requests}; ask for fewer"
-        )
-    if num_open + num_new > max_requests:
-        raise Overloaded(
-            f"{num_open} samples wait or run, and {num_new} are asked for; the server allows {max_requests}"
-        )
+    most = _room(max_requests)
+    if num_new > most:
+        raise ValueError(f"{num_new} samples (prompts times n) are too many for one request; ask for at most {most}")
+    if num_new > _room(max_requests - num_open):
+        raise Overloaded(f"{num_open} samples wait or run: no room for {num_new} more (max_requests={max_requests})")
+
+
+def _room(num_free: int) -> int:
+    return max(num_free // 2, min(num_free, FEW_SAMPLES))
 
 
 class Part(NamedTuple):
