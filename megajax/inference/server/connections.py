@@ -19,15 +19,17 @@ HEADER_SECONDS = 10.0
 BODY_SECONDS = 30.0
 SEND_SECONDS = 30.0
 """A client reads nothing for longer."""
-ANSWER_SECONDS = 5.0
+ANSWER_SECONDS = 2
 """For what follows the deadline of a request: its error."""
+STOP_SECONDS = 5
+"""A stop waits longer than the deadline of all requests by this time, in which the connections above end."""
 WATCH_SECONDS = 1.0
 MAX_CONNECTIONS = 2048
 FILES_PER_CONNECTION = 2  # allowed to be open: the process needs some too
 
 
 def uvicorn_config(app: ASGIApp, request_timeout_seconds: float, **options) -> uvicorn.Config:
-    """request_timeout_seconds: the application answers each request within this time; a stop waits as long."""
+    """request_timeout_seconds: the application answers each request within this time."""
     return uvicorn.Config(
         app,
         http=Connection,
@@ -35,7 +37,7 @@ def uvicorn_config(app: ASGIApp, request_timeout_seconds: float, **options) -> u
         lifespan="on",
         log_config=None,
         access_log=False,
-        timeout_graceful_shutdown=math.ceil(request_timeout_seconds),
+        timeout_graceful_shutdown=math.ceil(request_timeout_seconds) + STOP_SECONDS,
         **options,
     )
 
@@ -83,7 +85,7 @@ class Connection(H11Protocol):
             return HEADER_SECONDS if is_answered else BODY_SECONDS
         if is_answered and not self.transport.get_write_buffer_size():
             return HEADER_SECONDS
-        return self.config.timeout_graceful_shutdown + ANSWER_SECONDS
+        return self.config.timeout_graceful_shutdown - STOP_SECONDS + ANSWER_SECONDS
 
     def _watch(self) -> None:
         now = self.loop.time()
