@@ -43,7 +43,9 @@ from megajax.sources import Source, open_source
 RETRY_AFTER_SECONDS = 1
 CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody reads it
 # Work on more characters than this is done one after the other, so that it does not keep short requests waiting.
-LONG_WORK = 1 << 16
+LONG_WORK = 1 << 14
+# After reading a long body, which nothing can interrupt, the server does other things for this many times as long.
+PAUSE = 3
 TIMED_OUT = "the request took longer than the server allows (request_timeout_seconds); ask for fewer tokens"
 # The page needs nothing from elsewhere, and what a model writes must not be able to fetch anything.
 PAGE_POLICY = (
@@ -205,7 +207,7 @@ class Server:
             return await asyncio.get_running_loop().run_in_executor(executor, function, *arguments)
 
     async def _parse(self, kind: type[protocol.Kind], body: bytes) -> protocol.Kind:
-        return parse(kind, body) if len(body) <= LONG_WORK else await self._work(len(body), parse, kind, body)
+        return parse(kind, body) if len(body) <= LONG_WORK else await self._work(len(body), _parse_long, kind, body)
 
     # ------------------------------------------------------------------ generation
 
@@ -374,6 +376,14 @@ def _restore(engine: Engine, source: Source) -> dict:
 async def page(request: Request) -> Response:
     text = importlib.resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     return HTMLResponse(text, headers={"Content-Security-Policy": PAGE_POLICY})
+
+
+def _parse_long(kind: type[protocol.Kind], body: bytes) -> protocol.Kind:
+    begin = time.monotonic()
+    try:
+        return parse(kind, body)
+    finally:
+        time.sleep(PAUSE * (time.monotonic() - begin))
 
 
 async def _in_thread(function: Callable, *arguments) -> Any:
