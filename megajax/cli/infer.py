@@ -316,7 +316,7 @@ def _add_serve(commands) -> None:
     command.add_argument("--api_key", action="append", default=[], help="key to ask for; may be repeated")
     command.add_argument("--api_key_file", help="file with a key per line; other users cannot see it with ps")
     command.add_argument(
-        "--max_requests", type=int, default=1024, help="prompts that may wait or run; 429 beyond (1024)"
+        "--max_requests", type=int, default=4096, help="samples that may wait or run; 429 beyond (4096)"
     )
     command.add_argument(
         "--request_timeout_seconds", type=float, default=600.0, help="slower requests are cancelled (600)"

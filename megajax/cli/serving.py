@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import faulthandler
 import importlib.util
 import json
 import logging
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from megajax.inference.traffic import Load, Result, Target, Workload
 
 logger = logging.getLogger("megajax")
+
+STOP_SECONDS = 15.0
+"""After the deadline of all requests, before a process that has not stopped is ended."""
 
 
 def need_packages(what: str) -> None:
@@ -57,10 +61,11 @@ def serve(
     engines: "Sequence[Engine]", config: "ServerConfig", template: "ChatTemplate | None", bound: socket.socket
 ) -> None:
     """Until ctrl-C or SIGTERM, which let what runs finish; a second one does not. Exits with status 1 if the engine
-    fails."""
+    fails, or if it hangs and does not stop."""
     import uvicorn
 
     from megajax.inference.server.app import make_app
+    from megajax.inference.server.connections import allow_connections, uvicorn_config
 
     has_failed = False
 
@@ -75,17 +80,22 @@ def serve(
                 os._exit(128 + sig)  # nothing has been accepted, and compilations cannot be interrupted
             if not self.should_exit:
                 logger.info("stopping when all requests have finished; ctrl-C again ends them")
+                faulthandler.dump_traceback_later(config.request_timeout_seconds + STOP_SECONDS, exit=True)
             super().handle_exit(sig, frame)
 
     app = make_app(engines, config, template, fail)
-    server = Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="on"))
+    allow_connections()
+    server = Server(uvicorn_config(app, config.request_timeout_seconds))
     host, port = bound.getsockname()[:2]
     logger.info("serving %s at http://%s:%d", config.model_name, f"[{host}]" if ":" in host else host, port)
     if not config.api_keys and not host.startswith("127.") and host != "::1":
         logger.warning("host=%s: anyone who reaches port %d may use the model; --api_key_file=FILE", host, port)
     # uvicorn raises the signal again when it has stopped; that is the end here, and no error.
     signal.signal(signal.SIGTERM, lambda *_: None)
-    server.run(sockets=[bound])
+    try:
+        server.run(sockets=[bound])
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     if has_failed:
         raise SystemExit(1)
 

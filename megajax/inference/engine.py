@@ -46,6 +46,7 @@ from megajax.inference.scheduler import (
     guessed_before,
     look_up,
 )
+from megajax.inference.waiting import Owner
 from megajax.inference.weights import serving_weights
 from megajax.mesh import MeshConfig
 from megajax.models.model import Model
@@ -326,10 +327,11 @@ class Engine:
 
     # ------------------------------------------------------------------ requests
 
-    def submit(self, prompt: Items[int], sampling: Sampling) -> Request:
-        """Queues a prompt, int tokens. Raises ValueError for invalid settings, and for a prompt that does not fit."""
+    def submit(self, prompt: Items[int], sampling: Sampling, owner: Owner = Owner()) -> Request:
+        """Queues a prompt, int tokens. owner: those who wait take turns. Raises ValueError for invalid settings, and
+        for a prompt that does not fit."""
         self.check(prompt, sampling)
-        request = Request(list(prompt), sampling)
+        request = Request(list(prompt), sampling, owner=owner)
         limit = len(prompt) + sampling.max_tokens
         request.sequences = [Sequence(request, index, list(prompt), limit) for index in range(sampling.n)]
         if sampling.prompt_logprobs is not None:
@@ -337,7 +339,7 @@ class Engine:
         for sequence in request.sequences:
             sequence.matcher = self._grammars.start(sampling)
             self._results.start(sequence)
-            self.scheduler.waiting.append(sequence)
+        self.scheduler.waiting += request.sequences
         return request
 
     def check(self, prompt: Items[int], sampling: Sampling, name: str = "prompt") -> None:
@@ -352,11 +354,6 @@ class Engine:
                 raise ValueError(f"{field}={wrong[0]} is not a token; tokens are 0 to {self._vocab_size - 1}")
         if len(prompt) == 0:
             raise ValueError(f"{name} has no tokens; give at least one")
-        if not 0 <= min(prompt) <= max(prompt) < self.model.config.vocab_size:
-            raise ValueError(
-                f"{name} has token ids {min(prompt)} to {max(prompt)}; "
-                f"they must be below model.vocab_size={self.model.config.vocab_size}"
-            )
         if len(prompt) > self.room_for_prompt(sampling.max_tokens):
             way_out = f"use max_tokens={self._max_length - len(prompt)} or less"
             if len(prompt) >= self._max_length:
@@ -367,6 +364,11 @@ class Engine:
             raise ValueError(
                 f"{name} has {len(prompt)} tokens, which with max_tokens={sampling.max_tokens} exceeds "
                 f"the {self._max_length} tokens that {limit}; {way_out}"
+            )
+        if not 0 <= min(prompt) <= max(prompt) < self.model.config.vocab_size:
+            raise ValueError(
+                f"{name} has token ids {min(prompt)} to {max(prompt)}; "
+                f"they must be below model.vocab_size={self.model.config.vocab_size}"
             )
 
     def cancel(self, request: Request) -> None:

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 MAX_LOGPROBS = 20
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 256  # of one
 PROMPT_TOKEN = 1 << 30  # bit of a count: the token occurs in the prompt
 DIGIT_BITS = 2  # of a threshold, found per pass over the vocabulary; divides 32
 
@@ -32,7 +34,7 @@ class Sampling:
     seed: int = 0
     """The same seed, prompt and settings give the same text, alone or in a batch. Sample i of n uses seed + i."""
     stop: tuple[str, ...] = ()
-    """Texts that end the generation; they are not part of the text."""
+    """Texts that end the generation, at most 16 of up to 256 characters; they are not part of the text."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the generation, besides the end of the document; they are not part of the result."""
     ignore_eos: bool = False
@@ -63,6 +65,11 @@ class Sampling:
         self._check_logprobs()
         if "" in self.stop:
             raise ValueError("stop='' would end every text immediately; give a text of at least one character")
+        if len(self.stop) > MAX_STOPS:
+            raise ValueError(f"stop=... has {len(self.stop)} texts; give at most {MAX_STOPS}")
+        longest = max(map(len, self.stop), default=0)
+        if longest > MAX_STOP_CHARACTERS:
+            raise ValueError(f"stop=... has a text of {longest} characters; use at most {MAX_STOP_CHARACTERS}")
         for token, bias in self.logit_bias.items():
             if not math.isfinite(bias):
                 raise ValueError(f"logit_bias={{{token}: {bias}}} must be finite; use -100 to forbid a token")

@@ -1,8 +1,9 @@
 """Decides what the next call of the device computes: chunks of prompts, or the next tokens of the running sequences.
 
 The two alternate while both have work, so that long prompts do not stop the others. A sequence is admitted when a row
-and enough pages for its tokens are free. When a running sequence needs a page and none is free, the youngest one gives
-its pages back and waits again; its tokens are then computed once more (recomputation).
+and enough pages for its tokens are free; clients take turns (inference/waiting.py). When a running sequence needs a
+page and none is free, the youngest one gives its pages back and waits again; its tokens are then computed once more
+(recomputation). So does one for the first sequence of a client, or of a request, if another one has several.
 
 The device is one call ahead of what the host knows: `num_pending` tokens of a sequence are being generated. Only its
 length matters here, so that the next call can be prepared meanwhile.
@@ -11,7 +12,7 @@ length matters here, so that the next call can be prepared meanwhile.
 import dataclasses
 import itertools
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from megajax.inference.grammar import Matcher
 from megajax.inference.pages import KeptStates, PagePool
 from megajax.inference.sampling import Sampling, TokenLogprobs
 from megajax.inference.speculation import PromptLookup
+from megajax.inference.waiting import Owner, WaitingLine
 
 _ids = itertools.count()
 
@@ -38,6 +40,7 @@ class Request:
     """Prompt tokens of the first sample that were found in the prefix cache."""
     sequences: "list[Sequence]" = dataclasses.field(default_factory=list, repr=False)
     """Its n samples."""
+    owner: Owner = Owner()
 
     @property
     def is_finished(self) -> bool:
@@ -85,6 +88,10 @@ class Sequence:
     lookup: PromptLookup = dataclasses.field(default_factory=PromptLookup, repr=False)
     guesses: tuple[int, ...] = ()
     """The tokens that may follow the newest one, guessed by layers of the model in the call that generated it."""
+
+    @property
+    def owner(self) -> Owner:
+        return self.request.owner
 
     @property
     def length(self) -> int:
@@ -210,7 +217,7 @@ class Scheduler:
         self._has_draft_model = has_draft_model
         self.pool = pool
         self.limits = limits
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingLine()
         self.running: list[Sequence] = []
         """In the order of admission; the last one is the first to be preempted."""
         self.num_preemptions = 0
@@ -228,6 +235,12 @@ class Scheduler:
 
     def next(self) -> Prefill | Decode | Wait | None:
         """The next call, whose pages are allocated; None: nothing to do."""
+        if self.waiting:
+            yielding = self._yielding(self.waiting.first)
+            if yielding is not None and yielding.num_pending:
+                return Wait()
+            if yielding is not None:
+                self.preempt(yielding)
         decoding = [sequence for sequence in self.running if sequence.is_decoding]
         chunks = [] if self._has_prefilled and decoding else self._chunks()
         self._has_prefilled = bool(chunks)
@@ -274,7 +287,7 @@ class Scheduler:
 
     def _prefilling(self):
         yield from [sequence for sequence in self.running if sequence.is_prefilling]
-        while self.waiting and self._admit(self.waiting[0]):
+        while self.waiting and self._admit(self.waiting.first):
             yield self.running[-1]
 
     def _advance(self, chunk: Chunk) -> None:
@@ -303,6 +316,24 @@ class Scheduler:
         written = min(sequence.num_written, len(sequence.tokens) - 1)
         return min(written, sequence.num_drafted) if self._has_draft_model else written
 
+    def _yielding(self, first: Sequence) -> Sequence | None:
+        """The sequence that gives its place to the first one that waits; None: none has to, or there is room.
+
+        Only the first sequence of a client gets the place of one of another client, and only the first sequence of a
+        request that of another request of the same client.
+        """
+        of_client, of_request = self.waiting.num_running(first.owner)
+        missing = -(-len(first.tokens) // self.pool.page_size)
+        has_room = self._rows and missing + len(self.running) <= self.pool.num_free
+        if of_request or has_room or (of_client and not self.waiting.num_shared):
+            return None
+        owners = Counter(sequence.owner if of_client else sequence.owner[:1] for sequence in self.running)
+        shares = [(count, owner) for owner, count in owners.items() if not of_client or owner[0] == first.owner.client]
+        count, most = max(shares, key=lambda share: share[0])
+        youngest = next(s for s in reversed(self.running) if s.owner[: len(most)] == most)
+        is_enough = missing + len(self.running) <= self.pool.num_free + len(youngest.pages)
+        return youngest if count > 1 and is_enough else None
+
     def _register(self, sequence: Sequence, num_tokens: int) -> None:
         if sequence.shares_pages:
             self.pool.register(sequence.tokens[:num_tokens], sequence.pages, sequence.num_released)
@@ -330,7 +361,7 @@ class Scheduler:
         if missing + reserve > self.pool.num_free and self.running or missing > self.pool.num_free:
             self.pool.release(shared)
             return False
-        self.waiting.popleft()
+        self.waiting.admit(sequence)
         sequence.pages = shared + self.pool.allocate(missing)
         sequence.num_written = len(shared) * self.pool.page_size
         sequence.num_drafted = sequence.num_written
@@ -418,9 +449,9 @@ class Scheduler:
     # ------------------------------------------------------------------ leaving
 
     def preempt(self, sequence: Sequence) -> None:
-        """Gives its pages back; it waits before all others."""
+        """Gives its pages back; it waits before the others of its request."""
         self._leave(sequence)
-        self.waiting.appendleft(sequence)
+        self.waiting.put_back(sequence)
         self.num_preemptions += 1
 
     def finish(self, sequence: Sequence) -> None:
@@ -438,6 +469,7 @@ class Scheduler:
         self.pool.release(sequence.pages[sequence.num_released :])
         self._rows.append(sequence.row)
         self.running.remove(sequence)
+        self.waiting.left(sequence)
         sequence.pages = []
         sequence.num_released = 0
         sequence.row = None

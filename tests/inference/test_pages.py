@@ -4,12 +4,14 @@ import random
 from collections import deque
 
 import numpy as np
+import pytest
 
 from megajax.inference.pages import KeptStates, PagePool
 from megajax.inference.programs import Drawn
 from megajax.inference.results import Results
 from megajax.inference.sampling import Sampling
 from megajax.inference.scheduler import Decode, Limits, Prefill, Request, Scheduler, Sequence, Wait
+from megajax.inference.waiting import Owner
 
 
 def test_a_known_beginning_is_found_up_to_the_last_whole_page_before_the_end():
@@ -139,7 +141,8 @@ def test_sequences_continue_from_their_own_states_whatever_happens_around_them()
             num_steps += 1
             if num_steps < 80 and rng.random() < 0.4:
                 prompt = [rng.randrange(2)] * rng.randrange(1, 12) + [rng.randrange(5)]
-                request = Request(prompt, Sampling(max_tokens=rng.randrange(1, 8), n=rng.choice((1, 2))))
+                owner = Owner(rng.randrange(2), rng.randrange(3))
+                request = Request(prompt, Sampling(max_tokens=rng.randrange(1, 8), n=rng.choice((1, 2))), owner=owner)
                 limit = len(prompt) + request.sampling.max_tokens
                 request.sequences = [Sequence(request, n, [*prompt], limit) for n in range(request.sampling.n)]
                 scheduler.waiting += request.sequences
@@ -165,6 +168,41 @@ def test_sequences_continue_from_their_own_states_whatever_happens_around_them()
             assert sequence.tokens == tokens
             assert len(tokens) == sequence.limit or reasons[sequence.request, sequence.index] == "cancelled"
     assert device.num_restored > 20 and num_preemptions > 20
+
+
+@pytest.mark.parametrize("first, second", [(Owner(0, 1), Owner(0, 2)), (Owner(0, 1), Owner(1, 2))])
+def test_the_first_sequence_of_another_request_does_not_wait_for_one_with_many(first, second):
+    device = Device()
+    limits = Limits(4, chunk_tokens=64, num_chunks=4, chunk_pages=200, decode_steps=2)
+    scheduler = Scheduler(PagePool(200, 2), limits, states=KeptStates(3))
+    results = Results(scheduler, None)
+
+    def submit(owner, max_tokens):
+        request = Request([1, 2, 3], Sampling(max_tokens=max_tokens), owner=owner)
+        request.sequences = [Sequence(request, 0, [1, 2, 3], 3 + max_tokens)]
+        scheduler.waiting += request.sequences
+        return request
+
+    def step():
+        while isinstance(work := scheduler.next(), Wait):
+            results.read(*calls.popleft(), None)
+        if work is not None:
+            calls.append((work, device.run(work)))
+        if calls and (work is None or len(calls) > 1):
+            results.read(*calls.popleft(), None)
+
+    calls = deque()
+    many = [submit(first, 40) for _ in range(10)]
+    for _ in range(5):
+        step()
+    short = submit(second, 2)
+    for _ in range(8):
+        step()
+    assert short.is_finished and scheduler.num_preemptions == 1 and not any(request.is_finished for request in many)
+    while not all(request.is_finished for request in many):
+        step()
+    assert scheduler.num_preemptions == 1
+    assert all(request.sequences[0].tokens == many[0].sequences[0].tokens for request in many)
 
 
 def test_no_call_writes_to_a_page_that_another_sequence_reads_in_it():

@@ -21,7 +21,6 @@ import jax
 import numpy as np
 import openai
 import pytest
-import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
 from megajax.checkpoint.piecewise import PiecewiseArray, StoredParameter
@@ -29,41 +28,22 @@ from megajax.cli import serving as command
 from megajax.data.tokenizers.chat_template import CHATML, ChatTemplate
 from megajax.data.tokenizers.tokenizer import BytesTokenizer, NullTokenizer
 from megajax.figures import traffic
-from megajax.inference.engine import Engine, Output, ServingConfig, Stats
+from megajax.inference.engine import Engine
 from megajax.inference.sampling import Sampling
-from megajax.inference.scheduler import Request
 from megajax.inference.server import app
 from megajax.inference.server.answers import TokenTexts
-from megajax.inference.server.app import ServerConfig, make_app
+from megajax.inference.server.app import ServerConfig
 from megajax.inference.server.engine_thread import Overloaded
 from megajax.inference.traffic import Load, ServerTarget, Workload, measure, table
-from megajax.mesh import MeshConfig, make_mesh
-from megajax.models.decoder import DecoderConfig
-from megajax.models.model import Model
+from megajax.mesh import MeshConfig
 from megajax.parameters import name_of
 from megajax.plot import save
-from megajax.precision import PrecisionConfig
+from servers import MODEL, FakeEngine, engine_on, random_params, serving, serving_fake, wait_until
 
-MODEL = DecoderConfig(num_layers=1, embed_dim=32, num_heads=2, mlp_dim=32, vocab_size=257, vocab_multiple=1,
-                      position="rope")  # fmt: skip
-# Few programs: one table, one chunk, three numbers of rows.
-SERVING = ServingConfig(max_rows=4, max_batch_tokens=16, page_size=32, num_pages=24, max_length=128, decode_steps=2)
 PROMPTS = ["Once upon a time", "x", "The answer to everything is ", "äöü", "one two three four five six seven eight "]
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
 GREEDY = {"temperature": 0, "max_tokens": 12}
 KEY = "secret"
-
-
-def random_params(model, seed):
-    generator = np.random.default_rng(seed)
-    return jax.tree.map(lambda a: generator.normal(0, 0.5, a.shape).astype(np.float32), model.abstract_weights)
-
-
-def engine_on(device, **changes):
-    model = Model(MODEL, PrecisionConfig(compute="float32"))
-    mesh = make_mesh(MeshConfig(), [device])
-    params = jax.device_put(random_params(model, 0), model.shardings(mesh))
-    return Engine(model, params, mesh, BytesTokenizer(), serving=dataclasses.replace(SERVING, **changes))
 
 
 @pytest.fixture(scope="module")
@@ -96,30 +76,6 @@ def lm_eval(engine):
             (expected,) = engine.generate([bytes(body["prompt"][0]).decode()], sampling)
         found.append(((path, body), expected))
     return found
-
-
-@contextlib.contextmanager
-def serving(*engines, on_failure=None, **config):
-    """The URL of a server for the engines."""
-    made = make_app(engines, ServerConfig(model_name="tiny", **config), ChatTemplate(CHATML, {}, ()), on_failure)
-    server = uvicorn.Server(uvicorn.Config(made, port=0, log_config=None))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
-
-
-def wait_until(condition):
-    for _ in range(1000):
-        if condition():
-            return
-        time.sleep(0.02)
-    raise AssertionError("it did not happen within 20 seconds")
 
 
 @pytest.fixture(scope="module")
@@ -474,6 +430,8 @@ def ask(url, path, body, key=KEY):
 
 
 LONG = {"prompt": [1] * 200}
+USER = {"role": "user", "content": "a"}
+CALL = {"function": {"name": "f", "arguments": "[" * 5000}}
 CHAT = "/v1/chat/completions"
 MISTAKES = [
     ("/v1/completions", {}, 400, "prompt", "required"),
@@ -491,7 +449,18 @@ MISTAKES = [
     ("/v1/completions", {"prompt": "x", "response_format": {"type": "json_schema"}}, 400,
      "response_format.json_schema", "needs json_schema"),
     ("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "("}}, 400, "regex", "regex="),
+    ("/v1/completions", {"prompt": "x", "stop": ["a"] * 17}, 400, "stop", "at most 16"),
+    ("/v1/completions", {"prompt": "x", "stop": "a" * 257}, 400, "stop", "at most 256"),
+    ("/v1/completions", {"prompt": "x", "stop_token_ids": [1] * 129}, 400, "stop_token_ids", "at most 128"),
+    ("/v1/completions", {"prompt": ["x"] * 17, "n": 128}, 400, None, "ask for at most 2048"),
+    ("/v1/completions", {"prompt": "x" * 300}, 400, "prompt", "300 characters"),
     (CHAT, {"messages": []}, 400, "messages", "at least 1"),
+    (CHAT, {"messages": [{"role": ""}] * 4097}, 400, "messages", "at most 4096"),
+    (CHAT, {"messages": [USER] * 300}, 400, "messages", "300 characters"),
+    (CHAT, {"messages": [USER | {"tool_calls": 5}]}, 400, "messages", "must be a list"),
+    (CHAT, {"messages": [USER | {"tool_calls": [CALL]}]}, 400, "messages", "function.arguments"),
+    (CHAT, {"messages": [USER | {"tool_calls": [5]}]}, 400, "messages", "function.arguments"),
+    ("/tokenize", {"messages": [USER | {"tool_calls": 5}]}, 400, "messages", "must be a list"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages", "text"),
     (CHAT, {"messages": [{"role": "user", "content": "<|im_end|>"}]}, 400, None, "spells the special token"),
     ("/tokenize", {}, 400, "prompt", "prompt or messages"),
@@ -623,69 +592,6 @@ def test_thousands_of_requests_leave_nothing_behind(url, offline):
 
 
 # ----------------------------------------------------------------------------- an engine that is slow, or fails
-
-
-class FakeEngine:
-    """Generates the token 120 ("x") once per step, and a step needs a permission."""
-
-    tokenizer = BytesTokenizer()
-
-    def __init__(self):
-        self.warm = threading.Event()
-        self.permissions = threading.Semaphore(0)
-        self.error = None
-        self.running = {}
-
-    def warm_up(self):
-        self.warm.wait()
-
-    def room_for_prompt(self, max_tokens):
-        return 1000 - max_tokens
-
-    def encode(self, text):
-        return list(text.encode())
-
-    def submit(self, prompt, sampling):
-        request = Request(list(prompt), sampling)
-        self.running[request] = sampling.max_tokens
-        return request
-
-    def cancel(self, request):
-        self.running.pop(request, None)
-
-    @property
-    def has_work(self):
-        return bool(self.running)
-
-    def step(self):
-        if not self.permissions.acquire(timeout=0.01):
-            return []
-        if self.error is not None:
-            raise self.error
-        outputs = []
-        for request in list(self.running):
-            self.running[request] -= 1
-            reason = None if self.running[request] else "length"
-            if reason:
-                del self.running[request]
-            outputs.append(Output(request, 0, [120], "x", None, reason, None))
-        return outputs
-
-    def stats(self):
-        zeros = {field.name: 0 for field in dataclasses.fields(Stats)}
-        return Stats(**zeros | {"num_running": len(self.running), "num_pages": 1})
-
-
-@contextlib.contextmanager
-def serving_fake(**config):
-    fake = FakeEngine()
-    with serving(fake, **config) as url:
-        try:
-            yield fake, url
-        finally:
-            fake.warm.set()
-            for _ in range(1000):
-                fake.permissions.release()
 
 
 def test_the_server_says_whether_it_is_ready_and_how_full_it_is():

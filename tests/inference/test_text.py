@@ -1,5 +1,7 @@
 """Text that is released token by token equals the text of all tokens, and never has to be taken back."""
 
+import time
+
 import numpy as np
 import pytest
 
@@ -43,3 +45,32 @@ def test_text_that_may_begin_a_stop_text_is_held_back():
 
 def test_tokens_with_spaces_between_them_keep_these():
     assert released([3, 4, 5], prompt=[1, 2], tokenizer=NullTokenizer(10))[0] == [" 3", " 4", " 5", ""]
+
+
+class Words:
+    """Tokens of several characters."""
+
+    words = ("a", "b", "ab", "ba", "aab", "bbab")
+
+    @classmethod
+    def decode(cls, ids):
+        return "".join(cls.words[i] for i in ids)
+
+
+def test_the_stop_text_that_ends_first_stops_however_tokens_split_it():
+    generator = np.random.default_rng(0)
+    for _ in range(500):
+        tokens = generator.integers(len(Words.words), size=20).tolist()
+        text = Words.decode(tokens)
+        stop = ["".join(generator.choice(list("ab"), generator.integers(3, 9))) for _ in range(4)]
+        ends = [(text.index(each) + len(each), -len(each), each) for each in stop if each in text]
+        end, _, first = min(ends, default=(len(text), 0, None))
+        parts, found = released(tokens, stop, tokenizer=Words)
+        assert found == first and "".join(parts) == text[: end - len(first or "")]
+
+
+def test_matching_stop_texts_takes_linear_time():
+    stop = ["a" * 255 + "b", *("c" + "a" * length for length in range(240, 255))]
+    begin = time.monotonic()
+    parts, _ = released(b"a" * 5000, stop)
+    assert len("".join(parts)) == 5000 and time.monotonic() - begin < 0.5

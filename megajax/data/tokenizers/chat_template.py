@@ -1,7 +1,5 @@
 """Renders conversations with a chat template, and finds the answers in the text."""
 
-import contextlib
-import functools
 import hashlib
 import json
 import os
@@ -35,7 +33,7 @@ class ChatTemplate:
     its own text, the variables and ROLES, so that text of a user cannot become a token that controls the model. If the
     template writes `<|name|>` and that is not a special token, no text of this form may come from a message; for plain
     text in other forms, such as `User:`, the author cannot be determined. Pickles as its arguments. Raises ValueError
-    if the template cannot be compiled.
+    if the template cannot be compiled. Time and memory of a rendering are limited (megajax/data/tokenizers/sandbox.py).
     """
 
     def __init__(self, source: str, variables: Mapping[str, str], special_tokens: Iterable[str]):
@@ -56,12 +54,10 @@ class ChatTemplate:
             raise jinja2.TemplateError(message)
 
         environment.globals["raise_exception"] = raise_exception
-        # the filter of jinja2 escapes for HTML
-        environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
-            raise ValueError(f"chat template: {error}") from None
+            raise ValueError(f"chat template: {' '.join(str(error).split())}") from None
 
     def __reduce__(self):
         return type(self), (self.source, self.variables, self.special_tokens)
@@ -76,6 +72,7 @@ class ChatTemplate:
 
     def _render(self, messages: Sequence[Mapping], tools: Any, add_generation_prompt: bool) -> "Text":
         from megajax.data.tokenizers.provenance import literal
+        from megajax.data.tokenizers.sandbox import TooMuch, limited
 
         messages = [
             {**message, "role": literal(message["role"])} if message.get("role") in ROLES else message
@@ -83,9 +80,12 @@ class ChatTemplate:
         ]
         variables = {name: literal(value) for name, value in self.variables.items()}
         try:
-            return self._template.render(
-                messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
-            )
+            with limited():
+                return self._template.render(
+                    messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
+                )
+        except TooMuch as error:
+            raise ValueError(f"chat template: {error}") from None
         except Exception as error:  # a template can fail as any program can
             raise ValueError(f"chat template: {type(error).__name__}: {error}") from None
 
@@ -102,16 +102,38 @@ class ChatTemplate:
         return next((name for begin, name in found if not text.is_written(begin, name)), None)
 
     def _describe_forged(self, name: str, messages: Sequence[Mapping], tools: Any, add_generation_prompt: bool) -> str:
-        """An error message naming the field that causes it."""
-        fields = [(number, key) for number, message in enumerate(messages) for key in message]
-        for number, key in fields:
-            others = [*messages[:number], {**messages[number], key: ""}, *messages[number + 1 :]]
-            with contextlib.suppress(ValueError):  # from a template that needs the field
-                if self._forged(self._render(others, tools, add_generation_prompt)) != name:
-                    return (
-                        f"messages[{number}][{key!r}] spells the special token {name}, itself or in what the chat "
-                        "template makes of it; take it out"
-                    )
+        """An error message naming a field that causes it, found by bisection."""
+        fields = [
+            (number, key)
+            for number, message in enumerate(messages)
+            for key in message
+            if key != "role" or message[key] not in ROLES
+        ]
+        empty: list[tuple[int, str]] = []
+
+        def forged_without(some: list[tuple[int, str]]) -> str | None:
+            others = [dict(message) for message in messages]
+            for number, key in (*empty, *some):
+                others[number][key] = ""
+            try:
+                return self._forged(self._render(others, tools, add_generation_prompt))
+            except ValueError:  # from a template that needs the fields
+                return None
+
+        while len(fields) > 1:
+            half = fields[: len(fields) // 2]
+            if remaining := forged_without(half):
+                name = remaining
+                empty += half
+                fields = fields[len(half) :]
+            else:
+                fields = half
+        if fields and forged_without(fields) is None:
+            ((number, key),) = fields
+            return (
+                f"messages[{number}][{key!r}] spells the special token {name}, itself or in what the chat "
+                "template makes of it; take it out"
+            )
         return (
             f"chat template: the special token {name} may come from a message or from tools; write special tokens "
             "with {{ }}, + or ~ in the template, and do not change them afterwards"

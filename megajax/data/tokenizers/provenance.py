@@ -4,8 +4,9 @@ from collections.abc import Iterable
 
 import jinja2
 import jinja2.nodes
-import jinja2.sandbox
 import jinja2.visitor
+
+from megajax.data.tokenizers.sandbox import Sandbox, filtered, size, spend_characters
 
 # Names that no template can use.
 LITERAL = "<literal>"
@@ -65,22 +66,24 @@ def literal(text: str) -> Text:
 
 def join(parts: Iterable) -> Text:
     """Concatenates str() of the parts."""
+    parts = list(parts)
+    spend_characters(sum(map(size, parts)))
     texts = [part if isinstance(part, Text) else Text(str(part)) for part in parts]
     return Text("".join(texts), b"".join(text.written for text in texts))
 
 
-class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+class Environment(Sandbox):
     """A sandbox whose templates render to a Text."""
 
     concat = staticmethod(join)
 
     def __init__(self, **options):
-        super().__init__(**options)
+        super().__init__(join, **options)
         self.filters[LITERAL] = _literal_at_run_time
         self.filters[JOIN] = join
 
-    def from_string(self, source: str, *arguments, **options) -> jinja2.Template:
-        return super().from_string(_MarkLiterals().visit(self.parse(source)), *arguments, **options)
+    def prepared(self, tree: jinja2.nodes.Template) -> jinja2.nodes.Template:
+        return super().prepared(_MarkLiterals().visit(tree))
 
 
 @jinja2.pass_context
@@ -93,15 +96,11 @@ class _MarkLiterals(jinja2.visitor.NodeTransformer):
     """Passes the text of a template, outside tags and in string constants, through `literal`."""
 
     def visit_TemplateData(self, node: jinja2.nodes.TemplateData) -> jinja2.nodes.Node:
-        return _filtered(jinja2.nodes.Const(node.data, lineno=node.lineno), LITERAL)
+        return filtered(jinja2.nodes.Const(node.data, lineno=node.lineno), LITERAL)
 
     def visit_Const(self, node: jinja2.nodes.Const) -> jinja2.nodes.Node:
-        return _filtered(node, LITERAL) if isinstance(node.value, str) else node
+        return filtered(node, LITERAL) if isinstance(node.value, str) else node
 
     def visit_Concat(self, node: jinja2.nodes.Concat) -> jinja2.nodes.Node:
         self.generic_visit(node)
-        return _filtered(jinja2.nodes.List(node.nodes, lineno=node.lineno), JOIN)
-
-
-def _filtered(node: jinja2.nodes.Expr, name: str) -> jinja2.nodes.Filter:
-    return jinja2.nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+        return filtered(jinja2.nodes.List(node.nodes, lineno=node.lineno), JOIN)

@@ -414,6 +414,13 @@ def end_ids(tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(i for i in (tokenizer.eod_id, *named) if i is not None)
 
 
+def longest_token(tokenizer: Tokenizer) -> int:
+    """Characters of the longest token: a text has no fewer tokens than its length divided by this, unless the tokenizer
+    drops some of it (repeated spaces, unknown words)."""
+    # some drop the space of a first token
+    return max(len(tokenizer.decode([token])) for token in range(tokenizer.vocab_size)) + 1
+
+
 # Files next to the tokenizer file that are copied with it: special tokens, chat template, generation settings.
 BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
 FILE_TOKENIZERS = {".model": SentencePieceTokenizer, ".json": HuggingFaceTokenizer, ".tiktoken": TiktokenTokenizer}

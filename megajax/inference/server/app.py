@@ -10,20 +10,25 @@ import dataclasses
 import functools
 import hmac
 import importlib.resources
+import ipaddress
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+import urllib.parse
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import prometheus_client
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megajax.data.tokenizers.chat_template import ChatTemplate
-from megajax.data.tokenizers.tokenizer import configured_tokens
+from megajax.data.tokenizers.tokenizer import configured_tokens, longest_token
 from megajax.inference.engine import Engine
 from megajax.inference.load import OpenedModel
 from megajax.inference.sampling import Sampling
@@ -37,6 +42,10 @@ from megajax.sources import Source, open_source
 
 RETRY_AFTER_SECONDS = 1
 CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody reads it
+# Work on more characters than this is done one after the other, so that it does not keep short requests waiting.
+LONG_WORK = 1 << 14
+# After reading a long body, which nothing can interrupt, the server does other things for this many times as long.
+PAUSE = 3
 TIMED_OUT = "the request took longer than the server allows (request_timeout_seconds); ask for fewer tokens"
 # The page needs nothing from elsewhere, and what a model writes must not be able to fetch anything.
 PAGE_POLICY = (
@@ -57,10 +66,11 @@ class ServerConfig:
     """Port to listen on; 0: any free one."""
     api_keys: tuple[str, ...] = ()
     """Requests must bring one of them; (): anyone may ask."""
-    max_requests: int = 1024
-    """While this many prompts wait or run, further requests get 429."""
+    max_requests: int = 4096
+    """Most samples (prompts times n) that wait or run. A request that needs more than half of what is left of them, and
+    more than 16, gets 429."""
     request_timeout_seconds: float = 600.0
-    """A request that takes longer is cancelled; a stop waits at most this long."""
+    """A request that takes longer is cancelled; a stop waits at most this long, and a little for the errors."""
     max_body_bytes: int = 32 * 2**20
     """Larger requests get 413."""
     allow_load: bool = False
@@ -113,6 +123,8 @@ class Server:
         self._loading = asyncio.Lock()  # one at a time
         self._created = int(time.time())
         self._max_length = engine.room_for_prompt(0)
+        self._max_characters = self._max_length * longest_token(engine.tokenizer)
+        self._long_work = ThreadPoolExecutor(1, "long work")
         get = functools.partial(Route, methods=["GET"])
         post = functools.partial(Route, methods=["POST"])
         put = functools.partial(Route, methods=["PUT"])
@@ -124,13 +136,14 @@ class Server:
                 get("/v1/models", self._guarded(self.models)),
                 get("/v1/models/{name:path}", self._guarded(self.model)),
                 get("/tokenizer_info", self._guarded(self.tokenizer_info)),
-                post("/v1/completions", self._guarded(self.completions)),
-                post("/v1/chat/completions", self._guarded(self.chat)),
+                post("/v1/completions", self._guarded(self._timed(self.completions))),
+                post("/v1/chat/completions", self._guarded(self._timed(self.chat))),
                 post("/v1/load", self._guarded(self.load)),
-                post("/tokenize", self._guarded(self.tokenize)),
-                post("/detokenize", self._guarded(self.detokenize)),
-                put(megatron.PATH, self._guarded(self.megatron)),
+                post("/tokenize", self._guarded(self._timed(self.tokenize))),
+                post("/detokenize", self._guarded(self._timed(self.detokenize))),
+                put(megatron.PATH, self._guarded(self._timed(self.megatron))),
             ],
+            middleware=[Middleware(_Gate, host=config.host)],
             exception_handlers={
                 Refused: _refused, NotReady: _not_ready, Overloaded: _overloaded, TimeoutError: _timed_out,
                 ClientDisconnect: _disconnected_early, HTTPException: _http_error, Exception: _failed,
@@ -143,11 +156,12 @@ class Server:
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         self.replicas.start()
         yield
+        self._long_work.shutdown(wait=False, cancel_futures=True)
         await self.replicas.stop()
 
     def _guarded(self, endpoint: Callable[[Request], Awaitable[Response]]):
         async def guarded(request: Request) -> Response:
-            self._check_key(request)
+            request.state.client = self._check_key(request)
             # What a page of another origin can send without this server's permission has another type.
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             if request.method in ("POST", "PUT") and kind != "application/json":
@@ -156,12 +170,26 @@ class Server:
 
         return guarded
 
-    def _check_key(self, request: Request) -> None:
+    def _timed(self, endpoint: Callable[[Request, bytes], Coroutine[Any, Any, Response]]):
+        """Everything up to the answer, or to the beginning of a stream, happens before the deadline, and only while the
+        client is there."""
+
+        async def timed(request: Request) -> Response:
+            async with asyncio.timeout(self.config.request_timeout_seconds) as timeout:
+                request.state.deadline = timeout.when()
+                body = await self._body(request)
+                return await _unless_disconnected(request, endpoint(request, body))
+
+        return timed
+
+    def _check_key(self, request: Request) -> Hashable:
+        """-> who asks: the number of the key, or without keys the address."""
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         # compares with all keys, each in constant time
         found = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
         if self._keys and not (any(found) and scheme.lower() == "bearer"):
             raise Refused(401, "the header Authorization: Bearer KEY with a valid key is missing")
+        return found.index(True) if self._keys else request.client and request.client.host
 
     async def _body(self, request: Request) -> bytes:
         body = bytearray()
@@ -171,10 +199,20 @@ class Server:
                 raise Refused(413, f"the request is larger than the {self.config.max_body_bytes} bytes allowed")
         return bytes(body)
 
+    async def _work(self, size: int, function: Callable, *arguments) -> Any:
+        """What the function returns, called on another thread. size: about how many characters it works on. Raises
+        Refused if it raises ValueError."""
+        executor = self._long_work if size > LONG_WORK else None
+        with refusing_values():
+            return await asyncio.get_running_loop().run_in_executor(executor, function, *arguments)
+
+    async def _parse(self, kind: type[protocol.Kind], body: bytes) -> protocol.Kind:
+        return parse(kind, body) if len(body) <= LONG_WORK else await self._work(len(body), _parse_long, kind, body)
+
     # ------------------------------------------------------------------ generation
 
-    async def completions(self, request: Request) -> Response:
-        body = parse(protocol.CompletionRequest, await self._body(request))
+    async def completions(self, request: Request, content: bytes) -> Response:
+        body = await self._parse(protocol.CompletionRequest, content)
         self._check_model(body.model)
         max_tokens = protocol.DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         if max_tokens == 0 and not body.echo:
@@ -185,40 +223,59 @@ class Server:
         if prompt_logprobs is not None and max_tokens == 1:
             # Who scores a prompt reads the log-probabilities of all tokens but the last, so there must be a last one.
             sampling = dataclasses.replace(sampling, ignore_eos=True)
-        encode = self.engine.encode
-        prompts = [await _in_thread(encode, prompt) if isinstance(prompt, str) else prompt for prompt in body.prompt]
-        generation = await self._start(prompts, sampling)
+        prompts = [
+            await self._encode(prompt, "prompt") if isinstance(prompt, str) else prompt for prompt in body.prompt
+        ]
+        generation = await self._start(request, prompts, sampling)
         echoed = [self._text(prompt) for prompt in body.prompt] if body.echo else None
         has_tokens = bool(body.return_token_ids)
         answer = CompletionAnswer(generation, self.config.model_name, self._texts, has_tokens, echoed)
-        return await _answer(request, generation, answer, body)
+        return await _answer(generation, answer, body)
 
-    async def chat(self, request: Request) -> Response:
-        body = parse(protocol.ChatRequest, await self._body(request))
+    async def chat(self, request: Request, content: bytes) -> Response:
+        body = await self._parse(protocol.ChatRequest, content)
         self._check_model(body.model)
-        prompt = await _in_thread(self._render, body.messages, body.tools if body.tool_choice != "none" else None)
+        tools = body.tools if body.tool_choice != "none" else None
+        prompt = await self._render(len(content), body.messages, tools, True)
         max_tokens = body.max_completion_tokens or body.max_tokens or max(self._max_length - len(prompt), 1)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        generation = await self._start([prompt], body.sampling(max_tokens, logprobs))
+        generation = await self._start(request, [prompt], body.sampling(max_tokens, logprobs))
         answer = ChatAnswer(generation, self.config.model_name, self._texts, bool(body.return_token_ids))
-        return await _answer(request, generation, answer, body)
+        return await _answer(generation, answer, body)
 
-    async def megatron(self, request: Request) -> Response:
-        body = parse(megatron.MegatronRequest, await self._body(request))
+    async def megatron(self, request: Request, content: bytes) -> Response:
+        body = await self._parse(megatron.MegatronRequest, content)
         sampling = body.sampling()
-        generation = await self._start(await _in_thread(body.encoded, self.engine), sampling)
-        with generation:
-            return await _unless_disconnected(request, megatron.answered(body, generation, self._texts))
+        for prompt in body.prompts:
+            self._check_characters(len(prompt), "prompts")
+        prompts = await self._work(len(content), body.encoded, self.engine)
+        with await self._start(request, prompts, sampling) as generation:
+            return JSONResponse(await megatron.answered(body, generation, self._texts))
 
-    async def _start(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Generation:
-        deadline = asyncio.get_running_loop().time() + self.config.request_timeout_seconds
+    async def _start(self, request: Request, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Generation:
         with refusing_values():
-            return await self.replicas.generate(prompts, sampling, deadline)
+            return await self.replicas.generate(prompts, sampling, request.state.deadline, request.state.client)
+
+    async def _encode(self, text: str, field: str) -> list[int]:
+        self._check_characters(len(text), field)
+        return await self._work(len(text), self.engine.encode, text)
+
+    def _check_characters(self, count: int, field: str) -> None:
+        """Raises Refused for a text whose tokens are too many, however long they are."""
+        if count > self._max_characters:
+            raise Refused(
+                400,
+                f"{field}: {count} characters are more than {self._max_length} tokens of this model can hold "
+                f"({self._max_characters}); give a shorter text",
+                field,
+            )
 
     def _text(self, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else self.engine.tokenizer.decode(prompt)
 
-    def _render(self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool = True) -> list[int]:
+    async def _render(
+        self, size: int, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool
+    ) -> list[int]:
         """Tokens of a conversation."""
         if self.template is None:
             raise Refused(
@@ -226,8 +283,11 @@ class Server:
                 f"the model {self.config.model_name} has no chat template: use /v1/completions, or start the server "
                 "with --chat_template=FILE",
             )
-        text = self.template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
-        return self.engine.tokenizer.encode_template(text)
+        self._check_characters(sum(len(message["content"]) for message in messages), "messages")
+        render = functools.partial(self.template.render, tools=tools, add_generation_prompt=add_generation_prompt)
+        text = await self._work(size, render, messages)
+        self._check_characters(len(text), "messages")
+        return await self._work(len(text), self.engine.tokenizer.encode_template, text)
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self.config.model_name):
@@ -235,28 +295,29 @@ class Server:
 
     # ------------------------------------------------------------------ tokens
 
-    async def tokenize(self, request: Request) -> Response:
-        body = parse(protocol.TokenizeRequest, await self._body(request))
+    async def tokenize(self, request: Request, content: bytes) -> Response:
+        body = await self._parse(protocol.TokenizeRequest, content)
         self._check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise Refused(400, "give prompt or messages", "prompt")
         if body.messages is not None:
-            tokens = await _in_thread(self._render, body.messages, body.tools, body.add_generation_prompt)
+            tokens = await self._render(len(content), body.messages, body.tools, body.add_generation_prompt)
         elif body.prompt in self._named_tokens:  # how clients ask for the ids of the beginning and the end
             tokens = [self._named_tokens[body.prompt]]
-        elif body.add_special_tokens and body.prompt:
-            tokens = await _in_thread(self.engine.encode, body.prompt)
         else:
-            tokens = await _in_thread(self.engine.tokenizer.encode, body.prompt)
+            is_start = body.add_special_tokens and body.prompt
+            encode = self.engine.encode if is_start else self.engine.tokenizer.encode
+            tokens = await self._work(len(body.prompt), encode, body.prompt)
         return JSONResponse({"count": len(tokens), "max_model_len": self._max_length, "tokens": tokens})
 
-    async def detokenize(self, request: Request) -> Response:
-        body = parse(protocol.DetokenizeRequest, await self._body(request))
+    async def detokenize(self, request: Request, content: bytes) -> Response:
+        body = await self._parse(protocol.DetokenizeRequest, content)
         self._check_model(body.model)
         vocab_size = self.engine.tokenizer.vocab_size
         if max(body.tokens, default=0) >= vocab_size:
             raise Refused(400, f"tokens={max(body.tokens)} must be below the vocabulary size {vocab_size}", "tokens")
-        return JSONResponse({"prompt": await _in_thread(self.engine.tokenizer.decode, body.tokens)})
+        text = await self._work(len(content), self.engine.tokenizer.decode, body.tokens)
+        return JSONResponse({"prompt": text})
 
     async def tokenizer_info(self, request: Request) -> Response:
         """The names of special tokens, by what they are for, as in tokenizer_config.json."""
@@ -318,6 +379,14 @@ async def page(request: Request) -> Response:
     return HTMLResponse(text, headers={"Content-Security-Policy": PAGE_POLICY})
 
 
+def _parse_long(kind: type[protocol.Kind], body: bytes) -> protocol.Kind:
+    begin = time.monotonic()
+    try:
+        return parse(kind, body)
+    finally:
+        time.sleep(PAUSE * (time.monotonic() - begin))
+
+
 async def _in_thread(function: Callable, *arguments) -> Any:
     """What the function returns; it may take long. Raises Refused if it raises ValueError."""
     with refusing_values():
@@ -327,11 +396,11 @@ async def _in_thread(function: Callable, *arguments) -> Any:
 # ----------------------------------------------------------------------------- answers
 
 
-async def _answer(request: Request, generation: Generation, answer: Answer, body: protocol.Request) -> Response:
+async def _answer(generation: Generation, answer: Answer, body: protocol.Request) -> Response:
     if body.stream:
         return _EventStream(answer.events(body.wants_usage), generation)
     with generation:
-        return await _unless_disconnected(request, answer.whole())
+        return JSONResponse(await answer.whole())
 
 
 class _EventStream(StreamingResponse):
@@ -357,13 +426,13 @@ async def _with_errors(events: AsyncIterator[str]) -> AsyncIterator[str]:
         yield as_event(error_body(503, TIMED_OUT))
 
 
-async def _unless_disconnected(request: Request, answer: Coroutine[Any, Any, dict]) -> Response:
+async def _unless_disconnected(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
     """The answer is abandoned when the client goes away."""
     answering = asyncio.ensure_future(answer)
     leaving = asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
-        return JSONResponse(answering.result()) if answering.done() else Response(status_code=CLIENT_CLOSED_REQUEST)
+        return answering.result() if answering.done() else Response(status_code=CLIENT_CLOSED_REQUEST)
     finally:
         answering.cancel()
         leaving.cancel()
@@ -375,6 +444,43 @@ async def _disconnected(request: Request) -> None:
 
 
 # ----------------------------------------------------------------------------- errors
+
+
+class _Gate:
+    """Refuses requests that a page of another site may have sent, and those whose length is in doubt.
+
+    A server that is bound to this machine alone is asked by an address of this machine. The page of a site whose name
+    is made to mean such an address (DNS rebinding) asks by the name.
+    """
+
+    def __init__(self, app: ASGIApp, host: str):
+        self._app = app
+        self._host = host
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        wrong = self._wrong(Headers(scope=scope)) if scope["type"] == "http" else None
+        answer = JSONResponse(error_body(400, wrong), 400, headers={"Connection": "close"}) if wrong else self._app
+        await answer(scope, receive, send)
+
+    def _wrong(self, headers: Headers) -> str | None:
+        if "content-length" in headers and "transfer-encoding" in headers:
+            return "the headers Content-Length and Transfer-Encoding contradict each other; send one of them"
+        asked = headers.get("host", self._host)
+        if _is_loopback(self._host) and not _is_loopback(asked):
+            return (
+                f"the header Host: {asked[:100]!r} is not an address of this machine, to which the server is bound; "
+                f"ask http://{self._host}, or start the server with --host=0.0.0.0"
+            )
+        return None
+
+
+def _is_loopback(host: str) -> bool:
+    """host: with or without a port."""
+    try:
+        name = host if host.count(":") > 1 and "[" not in host else urllib.parse.urlsplit(f"//{host}").hostname
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 def _error(

@@ -9,13 +9,17 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from megajax.inference.engine import Engine, Output, Request, Stats
 from megajax.inference.sampling import Sampling
+from megajax.inference.waiting import Owner
 
 logger = logging.getLogger("megajax")
+
+FEW_SAMPLES = 16
+"""A request with so many may take all places that are free."""
 
 
 class Overloaded(Exception):
@@ -24,6 +28,24 @@ class Overloaded(Exception):
 
 class NotReady(Exception):
     """The engine is warming up, or has failed."""
+
+
+def check_room(num_open: int, prompts: Sequence[Sequence[int]], sampling: Sampling, max_requests: int) -> None:
+    """num_open: samples that wait or run. Raises Overloaded if there is no room for the new ones beside them, and
+    ValueError if there is none without them.
+
+    A request gets half of the places that are free, so that large ones leave room for others.
+    """
+    num_new = len(prompts) * sampling.n
+    most = _room(max_requests)
+    if num_new > most:
+        raise ValueError(f"{num_new} samples (prompts times n) are too many for one request; ask for at most {most}")
+    if num_new > _room(max_requests - num_open):
+        raise Overloaded(f"{num_open} samples wait or run: no room for {num_new} more (max_requests={max_requests})")
+
+
+def _room(num_free: int) -> int:
+    return max(num_free // 2, min(num_free, FEW_SAMPLES))
 
 
 class Part(NamedTuple):
@@ -60,6 +82,8 @@ class Generation:
         Raises TimeoutError at the deadline, and NotReady if the engine fails.
         """
         while self.num_unfinished or not self._arrived.empty():
+            if not self._arrived.empty():
+                await asyncio.sleep(0)  # others take turns with who has much to read
             async with asyncio.timeout_at(self.deadline):
                 part = await self._arrived.get()
             if isinstance(part, Exception):
@@ -96,8 +120,8 @@ class EngineThread:
         observer: Observer | None = None,
         on_failure: Callable[[], None] | None = None,
     ):
-        """max_requests: while this many prompts wait or run, no generation is accepted. on_failure: called on the event
-        loop if the engine raises an error."""
+        """max_requests: most samples that wait or run; a generation with which there would be more is refused.
+        on_failure: called on the event loop if the engine raises an error."""
         self.engine = engine
         self.stats: Stats = engine.stats()
         """As of the latest step."""
@@ -107,7 +131,7 @@ class EngineThread:
         self._observer = observer
         self._on_failure = on_failure
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._open: dict[Generation, int] = {}  # number of prompts of each; of the event loop
+        self._open: set[Generation] = set()  # of the event loop
         self._calls: set[asyncio.Future] = set()  # that wait for the thread; of the event loop
         self._owners: dict[int, tuple[Generation, int]] = {}  # id of a request -> whose prompt it is; of the thread
         self._is_stopping = False  # of the thread
@@ -133,8 +157,8 @@ class EngineThread:
 
     @property
     def num_open(self) -> int:
-        """Prompts that wait or run."""
-        return sum(self._open.values())
+        """Samples that wait or run, whether or not their texts are being read."""
+        return sum(generation.num_unfinished for generation in self._open)
 
     def check_ready(self) -> None:
         """Raises NotReady."""
@@ -144,21 +168,24 @@ class EngineThread:
             raise NotReady("the model is warming up; try again later")
 
     async def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, deadline: float | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        deadline: float | None = None,
+        client: Hashable = None,
     ) -> Generation:
         """Returns when the engine has accepted all prompts.
 
-        deadline: time of the event loop. Raises ValueError for a prompt or a setting that the engine refuses,
-        Overloaded, NotReady, and TimeoutError at the deadline.
+        deadline: time of the event loop. client: clients take turns. Raises ValueError for a prompt or a setting that
+        the engine refuses, Overloaded, NotReady, and TimeoutError at the deadline.
         """
         self.check_ready()
-        if self.num_open >= self._max_requests:
-            raise Overloaded(f"{self.num_open} requests wait or run; the server allows {self._max_requests}")
+        check_room(self.num_open, prompts, sampling, self._max_requests)
         generation = Generation(self, len(prompts), sampling, deadline)
-        self._open[generation] = len(prompts)
+        self._open.add(generation)
         try:
             async with asyncio.timeout_at(deadline):
-                await self.call(lambda: self._submit(generation, prompts))
+                await self.call(lambda: self._submit(generation, prompts, Owner(client, generation)))
         except BaseException:
             self._close(generation)
             raise
@@ -171,7 +198,7 @@ class EngineThread:
         self._close(generation)
 
     def _close(self, generation: Generation) -> None:
-        del self._open[generation]
+        self._open.remove(generation)
         self._inbox.put(lambda: self._drop(generation))
 
     async def call(self, function: Callable[[], Any]) -> Any:
@@ -253,9 +280,9 @@ class EngineThread:
                 command()
             self.stats = self.engine.stats()
 
-    def _submit(self, generation: Generation, prompts: Sequence[Sequence[int]]) -> None:
+    def _submit(self, generation: Generation, prompts: Sequence[Sequence[int]], owner: Owner) -> None:
         for number, prompt in enumerate(prompts):
-            request = self.engine.submit(prompt, generation.sampling)
+            request = self.engine.submit(prompt, generation.sampling, owner)
             self._owners[request.id] = generation, number
             generation.requests.append(request)
 

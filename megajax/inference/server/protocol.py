@@ -10,12 +10,17 @@ import secrets
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from megajax.inference.sampling import Sampling
 
 MAX_PROMPTS = 2048
+MAX_MESSAGES = 4096
+MAX_CONVERTED = 1 << 21
+"""Characters or tokens of /tokenize and /detokenize, which may be more than the model supports."""
+MAX_BIASES = 1024
 MAX_SAMPLES = 128
+MAX_STOP_TOKENS = 128
 MAX_LOGPROBS = 20
 DEFAULT_MAX_TOKENS = 16
 """Of completions, as OpenAI's; an answer in a chat may be as long as the model allows."""
@@ -79,12 +84,12 @@ class Request(Model):
     min_p: float | None = None
     seed: int | None = None
     stop: list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKENS)] | None = None
     ignore_eos: bool | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[int, Bias] | None = None
+    logit_bias: Annotated[dict[int, Bias], Field(max_length=MAX_BIASES)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
@@ -159,44 +164,6 @@ class CompletionRequest(Request):
         return prompts
 
 
-class ChatRequest(Request):
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
-    logprobs: bool | None = None
-    top_logprobs: Logprobs | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
-
-    @field_validator("messages", mode="after")
-    @classmethod
-    def _plain(cls, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [_plain_message(number, message) for number, message in enumerate(messages)]
-
-
-class TokenizeRequest(Model):
-    """prompt, or messages with tools."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-
-
-class DetokenizeRequest(Model):
-    model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0)]]
-
-
-class LoadRequest(Model):
-    run: str | None = None
-    """Default: the directory that is served."""
-    step: int | None = None
-    """Default: the newest."""
-
-
 def _plain_message(number: int, message: dict[str, Any]) -> dict[str, Any]:
     """The message as chat templates expect it: content as one text, arguments of tool calls as objects."""
     if not isinstance(message.get("role"), str):
@@ -211,8 +178,10 @@ def _plain_message(number: int, message: dict[str, Any]) -> dict[str, Any]:
         plain["content"] = ""
     elif not isinstance(content, str):
         raise ValueError(f"[{number}].content must be a text or a list of parts")
-    if message.get("tool_calls"):
-        plain["tool_calls"] = [_with_arguments(number, call) for call in message["tool_calls"]]
+    if calls := message.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise ValueError(f"[{number}].tool_calls must be a list")
+        plain["tool_calls"] = [_with_arguments(number, call) for call in calls]
     return plain
 
 
@@ -220,9 +189,51 @@ def _with_arguments(number: int, call: Any) -> dict[str, Any]:
     try:
         arguments = call["function"]["arguments"]
         parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (TypeError, KeyError, ValueError):
+    except (TypeError, KeyError, ValueError, RecursionError):
         raise ValueError(f"[{number}].tool_calls: each needs function.arguments with an object as JSON") from None
     return {**call, "function": {**call["function"], "arguments": parsed}}
+
+
+def _plain_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [_plain_message(number, message) for number, message in enumerate(messages)]
+
+
+Messages = Annotated[
+    list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES), AfterValidator(_plain_messages)
+]
+
+
+class ChatRequest(Request):
+    messages: Messages
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Logprobs | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+
+
+class TokenizeRequest(Model):
+    """prompt, or messages with tools."""
+
+    model: str | None = None
+    prompt: Annotated[str, Field(max_length=MAX_CONVERTED)] | None = None
+    messages: Messages | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+
+
+class DetokenizeRequest(Model):
+    model: str | None = None
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_CONVERTED)]
+
+
+class LoadRequest(Model):
+    run: str | None = None
+    """Default: the directory that is served."""
+    step: int | None = None
+    """Default: the newest."""
 
 
 # ----------------------------------------------------------------------------- refusing

@@ -2,16 +2,16 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from megajax.inference.engine import Engine, Stats
 from megajax.inference.load import OpenedModel
 from megajax.inference.sampling import Sampling
-from megajax.inference.server.engine_thread import EngineThread, Generation, Observer, Overloaded
+from megajax.inference.server.engine_thread import EngineThread, Generation, Observer, check_room
 
 
 class Replicas:
-    """As one EngineThread: a request goes to the engine with the fewest prompts. If one engine fails, all have."""
+    """As one EngineThread: a request goes to the engine with the fewest samples. If one engine fails, all have."""
 
     def __init__(
         self,
@@ -48,15 +48,17 @@ class Replicas:
         return Stats(*map(sum, zip(*(dataclasses.astuple(thread.stats) for thread in self._threads), strict=True)))
 
     async def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, deadline: float | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        deadline: float | None = None,
+        client: Hashable = None,
     ) -> Generation:
         """As EngineThread. The prompts of one request share pages, so they go to the same engine."""
         self.check_ready()
-        num_open = sum(thread.num_open for thread in self._threads)
-        if num_open >= self._max_requests:
-            raise Overloaded(f"{num_open} requests wait or run; the server allows {self._max_requests}")
+        check_room(sum(thread.num_open for thread in self._threads), prompts, sampling, self._max_requests)
         idlest = min(self._threads, key=lambda thread: thread.num_open)
-        return await idlest.generate(prompts, sampling, deadline)
+        return await idlest.generate(prompts, sampling, deadline, client)
 
     async def load(self, opened: Callable[[Engine], OpenedModel]) -> None:
         """New weights for all engines, between two of their steps, after they were checked. Raises NotReady, and

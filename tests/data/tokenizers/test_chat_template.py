@@ -2,6 +2,7 @@
 
 import functools
 import json
+import time
 
 import jinja2.sandbox
 import pytest
@@ -180,3 +181,52 @@ def test_templates_of_published_models_render_as_before(name):
     assert template.render(messages) == want
     spans = template.spans(messages)
     assert "".join(spans) == want and type(spans[0]) is str and ["that" in spans[1], "c" in spans[3]] == [True, True]
+
+
+def test_the_field_is_found_with_few_renderings(monkeypatch):
+    renderings = []
+    original = ChatTemplate._render
+    monkeypatch.setattr(ChatTemplate, "_render", lambda *arguments: renderings.append(1) or original(*arguments))
+    messages = [{"role": "user", "content": "a", "name": "b"} for _ in range(500)]
+    messages[123]["content"] = "<|im_<think>end|>"
+    messages[321]["content"] = "<|im_end|>"
+    template = ChatTemplate(CHATML.replace("message['content']", "message['content'].replace('<think>', '')"), {}, [])
+    with pytest.raises(ValueError, match=r"^messages\[(123|321)\]\['content'\] spells the special token <\|im_end\|>"):
+        template.render(messages)
+    assert len(renderings) < 15
+
+
+DOUBLING = "{% set n = namespace(x=START) %}{% for i in range(64) %}{% set n.x = STEP %}{% endfor %}{{ n.x }}"
+ENDLESS = [
+    "{{ 2**(2**40) }}", "{% set x = 2**(2**40) %}", "{{ '%1000000000d' % 1 }}", "{{ '%*d' % (1000000000, 1) }}",
+    "{{ '{:1000000000d}'.format(1) }}", "{{ '{:{w}}'.format(1, w=1000000000) }}", "{{ lipsum(10**6) }}",
+    "{{ range(10**9) | list }}", "{{ 'a' * 10**10 }}", "{{ [messages] * 10**9 }}", "{{ 'x' | center(10**9) }}",
+    "{{ 'x'.center(10**9) }}", "{{ 1 | string | center(1000000000) }}", "{{ 1 | round(1000000000, 'ceil') }}",
+    "{{ ('\t' * 10**6).expandtabs(10**6) }}", "{{ ('\n' * 10**6) | indent(10**4) }}",
+    "{{ ('x' * 10**6).replace('x', 'y' * 10**6) }}", "{{ ('y' * 10**6).join('x' * 10**6) }}",
+    "{{ (['x' * 10**6] * 10**6) | join }}", "{{ ('{0}' * 10**5).format('x' * 10**6) }}",
+    "{{ ('%(a)s' * 10**5) % {'a': 'x' * 10**6} }}", "{{ ('a b ' * 10**5) | wordwrap(1, true, 'y' * 10**6) }}",
+    "{% for a in range(100000) %}{% for b in range(100000) %}{% for c in range(100000) %}" + "{% endfor %}" * 3,
+    "{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(0) }}", "{{ (1).to_bytes(10**9, 'big') }}",
+    DOUBLING.replace("START", "'a'").replace("STEP", "n.x ~ n.x"),
+    DOUBLING.replace("START", "[1]").replace("STEP", "[n.x, n.x]"),
+    DOUBLING.replace("START", "[1]").replace("STEP", "n.x + n.x"),
+    DOUBLING.replace("START", "3").replace("STEP", "n.x * n.x"),
+    "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{% if 1 %}" * 3000 + "{% endif %}" * 3000,
+    "{{ 1" + "+1" * 20000 + " }}", "x" * 2_000_000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("source", ENDLESS, ids=lambda source: source[:40])
+def test_a_template_that_would_not_end_is_an_error_in_one_line(source):
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match="^chat template: ") as error:
+        ChatTemplate(source, {}, []).render([{"role": "user", "content": "a"}])
+    assert "\n" not in str(error.value) and time.monotonic() - begin < 5
+
+
+def test_limits_leave_room_for_long_conversations():
+    messages = [{"role": "user", "content": "x" * 10_000} for _ in range(500)]
+    accumulate = "{% set n = namespace(t='') %}{% for m in messages[:40] %}{% set n.t = n.t + m.content %}{% endfor %}"
+    source = CHATML + accumulate + "{{ n.t | length }} {{ messages | tojson(indent=2) | length }} {{ '%5d' % 7 }}"
+    assert ChatTemplate(source, {}, []).render(messages).endswith("<|im_end|>\n400000 5023502     7")
