@@ -25,6 +25,8 @@ from megajax.layers.router import Choice, Router, RouterConfig
 from megajax.mesh import MeshConfig
 from megajax.ops import activation as nonlinearity
 from megajax.ops.activation import GATED
+from megajax.ops.few_tokens import few_tokens
+from megajax.ops.few_tokens import problem as few_tokens_problem
 from megajax.ops.grouped_matmul import grouped_matmul
 from megajax.ops.weighted_activation import weighted_activation
 from megajax.parallel.context import ContextMethod
@@ -46,6 +48,7 @@ from megajax.ranges import PositiveInt, changed_fields
 # When generating: room for all rows of this many tokens is little, and asking whether there is a further round makes
 # the host wait for the device in every layer.
 FEW_TOKENS = 512
+MAX_FEW = 64  # tokens whose experts are computed by ops/few_tokens.py
 TYPICAL_TOKENS = 4096  # of a device; any number gives the same rows per token, but for rounding
 
 
@@ -234,10 +237,23 @@ class Experts(nnx.Module):
         choice, terms = self.router(x_BTD, generates=generates)
         is_small = generates and x_BTD.shape[0] * x_BTD.shape[1] <= FEW_TOKENS
         buffer = math.inf if is_small else self.config.buffer
-        y_BTD = self._routed(x_BTD, choice, terms, buffer)
+        y_BTD = self._few(x_BTD, choice) if generates else None
+        if y_BTD is None:
+            y_BTD = self._routed(x_BTD, choice, terms, buffer)
         if self.config.shared is not None:
             y_BTD += self._shared(x_BTD)
         return y_BTD, terms
+
+    def _few(self, x_BTD: jax.Array, choice: Choice) -> jax.Array | None:
+        """The routed experts of a few tokens; None: they take the way of training."""
+        num_tokens = x_BTD.shape[0] * x_BTD.shape[1]
+        wide = [linear.weight[...] for linear in self._wide()]
+        down = self.down.weight[...]
+        x_nD, experts_nK, weights_nK = (a.reshape(num_tokens, -1) for a in (x_BTD, *choice))
+        if num_tokens > MAX_FEW or few_tokens_problem(experts_nK, [*wide, down], x_BTD.dtype):
+            return None
+        y_nD = few_tokens(x_nD, experts_nK, weights_nK, wide, down, self.config.activation)
+        return y_nD.reshape(x_BTD.shape)
 
     def _routed(self, x_BTD, choice: Choice, terms: Terms, buffer: float) -> jax.Array:
         config = self.config

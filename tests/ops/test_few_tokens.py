@@ -1,0 +1,55 @@
+"""The experts of a few tokens equal a loop over the choices; and the kernel, interpreted, equals its formula."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.ops.few_tokens import few_tokens
+from pallas_kernels import few_rows as kernel
+
+E, K, D, F = 8, 2, 16, 24
+
+
+def drawn(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def formula(rows_ZRK, matrices, groups_Z, is_used_Z):
+    """As the kernel; the results of slots that are not used are NaN. In two parts."""
+    found = jnp.stack([jnp.einsum("zrk,zkn->znr", rows_ZRK, matrix[groups_Z]) for matrix in matrices])
+    found = jnp.where(is_used_Z[:, None, None] != 0, found, jnp.nan)[:, None]
+    return jnp.concatenate([found / 4, found * 3 / 4], 1)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 5])
+def test_experts_equal_a_loop_over_the_choices(num_tokens):
+    """With a slot for each choice, and with one for each expert; the last token is dropped by an expert."""
+    x = drawn(0, num_tokens, D)
+    gate, up, down = drawn(1, E, D, F), drawn(2, E, D, F), drawn(3, E, F, D)
+    experts = np.stack([np.random.default_rng(token).permutation(E)[:K] for token in range(num_tokens)]).astype(
+        np.int32
+    )
+    weights = np.abs(drawn(4, num_tokens, K))
+    experts[-1, 1] = E
+    weights[-1, 1] = 0
+    wanted = np.zeros((num_tokens, D))
+    for token in range(num_tokens):
+        for expert, weight in zip(experts[token], weights[token], strict=True):
+            if expert < E:
+                g, u = (x[token].astype(np.float64) @ matrix[expert] for matrix in (gate, up))
+                wanted[token] += weight * (g / (1 + np.exp(-g)) * u) @ down[expert]
+    found = few_tokens(jnp.asarray(x), experts, weights, [gate, up], down, "swiglu", formula)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("same_rows", "num_matrices"), [(True, 2), (False, 1)])
+def test_interpreted_kernel_equals_the_formula(same_rows, num_matrices, interpreted, monkeypatch):
+    """Two tiles of columns, several parts, more steps than stages, a slot that is not used."""
+    monkeypatch.setattr(kernel, "STAGES", 2)
+    monkeypatch.setattr(kernel, "BLOCKS", 8)
+    rows = jnp.asarray(drawn(0, 1 if same_rows else 3, 8, 512), jnp.bfloat16)
+    matrices = [jnp.asarray(drawn(1 + number, 4, 512, 256), jnp.bfloat16) for number in range(num_matrices)]
+    groups, is_used = jnp.array([3, 0, 2], jnp.int32), jnp.array([1, 0, 1], jnp.int32)
+    found = kernel.products(rows, matrices, groups, is_used, interpret=interpreted).sum(1)
+    wanted = formula(jnp.broadcast_to(rows, (3, 8, 512)), matrices, groups, is_used).astype(jnp.float32).sum(1)
+    np.testing.assert_allclose(found[:, [0, 2]], wanted[:, [0, 2]], rtol=2**-7, atol=2**-7 * 512**0.5)
