@@ -450,6 +450,8 @@ class Window:
         _check_length("layer_types", kinds, number)
         if unknown := set(map(str, kinds)) - {"full_attention", WINDOWED}:
             raise ValueError(f"layer_types: {', '.join(sorted(unknown))} is not supported")
+        if is_off and WINDOWED in kinds and theirs.get("sliding_window") is not None:
+            raise ValueError("layer_types names sliding_attention, but use_sliding_window is not true; change one")
         if self.kind == "everywhere" and list(kinds) != usual:
             raise ValueError(f"layer_types={kinds} is not supported: sliding_window={window} applies to all layers")
         full = [kind == "full_attention" for kind in kinds]

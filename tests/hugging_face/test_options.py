@@ -349,6 +349,8 @@ REFUSED = [
     ("DeepseekV3", "rms_norm_eps=1e-05 is not supported; supported are 1e-06", dict(rms_norm_eps=1e-5)),
     ("SmolLM3", "use_sliding_window=True is not supported without layer_types", dict(
         use_sliding_window=True, sliding_window=5, layer_types=None)),
+    ("SmolLM3", "layer_types names sliding_attention, but use_sliding_window is not true", dict(
+        use_sliding_window=False, sliding_window=5, layer_types=["sliding_attention"] * 4)),
     ("Mistral", "layer_types=.* is not supported: sliding_window=4096 applies to all", dict(
         sliding_window=4096, layer_types=["full_attention"] * 3)),
     ("Qwen2", "layer_types must be a list with an entry for each of the 3 layers", dict(layer_types=[])),
