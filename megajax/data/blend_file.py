@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from megajax.data.blend import normalize_weights
 
+MOST = 1e30  # weight or epochs of an entry: the sum of many is finite
+
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
@@ -101,7 +103,7 @@ def _entry(content, file: str, parents: tuple[str, ...], where: str) -> Entry:
         raise refusal('must have one of "path", "blend" and "file", and may have "weight" or "epochs"')
     for name in ("weight", "epochs"):
         if name in content and not _positive(content[name]):
-            raise refusal(f"has {name} {content[name]!r}; use a number above 0")
+            raise refusal(f"has {name} {content[name]!r}; use a number above 0, at most {MOST:g}")
     weight = content.get("weight")
     epochs = content.get("epochs", 1.0)
     if "blend" in content:
@@ -113,7 +115,7 @@ def _entry(content, file: str, parents: tuple[str, ...], where: str) -> Entry:
 
 
 def _positive(value) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MOST
 
 
 def phase_weights(parts: Iterable[dict[str, float]]) -> tuple[list[str], list[list[float]]]:

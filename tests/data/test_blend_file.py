@@ -60,6 +60,8 @@ def test_phases_have_a_weight_for_every_dataset_of_the_run():
         ([{"path": "a", "weight": 1, "epochs": 2}], r"blend\[0\] must have one of"),
         ([{"blend": [{"path": "a", "weight": 0}]}], r"blend\[0\].blend\[0\] has weight 0; use a number above 0"),
         ([{"path": "a", "epochs": True}], r"has epochs True"),
+        ([{"path": "a", "weight": float("nan")}], r"has weight nan"),
+        ([{"path": "a", "weight": 1e308}, {"path": "b", "weight": 1e308}], r"has weight 1e.308; .* at most 1e.30"),
         ([{"path": "x.json"}], r"blend\[0\] names 'x.json'"),
         ([{"file": "gone.json"}], r"gone.json cannot be read"),
         ([{"file": "blend.json"}], r"blend.json includes itself"),

@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from launch import READER, ROOT, TIMEOUT_SECONDS, started, tiny_config
+from launch import READER, ROOT, TIMEOUT_SECONDS, TINY, losses, started, tiny_config
+from megajax.checkpoint.steps import newest_meta
 from megajax.data.datasets import build_datasets
 
 MINUTES = "--launch.hang_minutes=0.1"
@@ -52,6 +53,39 @@ def test_a_start_that_waits_for_a_process_or_for_data_ends_with_the_stacks(tmp_p
     assert "Timeout" in waits_for_data.output and "in build_datasets" in waits_for_data.output
     assert "Timeout" in waits_for_process.output and "in initialize_processes" in waits_for_process.output
     assert "process 0 of 2 waits for the others to connect" in waits_for_process.output
+
+
+# train.py whose data cannot be read after some steps, as from a network disk that is gone.
+NO_ANSWER = """
+import sys, time
+from megajax.cli import run_command
+from megajax.cli.train import main
+from megajax.data.samples.mock import MockIndexedDataset
+
+read, calls = MockIndexedDataset.read, []
+
+def wait(*arguments):
+    calls.append(1)
+    while len(calls) > 60:
+        time.sleep(1)
+    return read(*arguments)
+
+if __name__ == "__main__":
+    MockIndexedDataset.read = wait
+    run_command(main, sys.argv[1:], trains=True)
+"""
+
+
+@pytest.mark.fault
+@pytest.mark.slow
+def test_a_run_whose_data_no_longer_answer_ends_with_the_stacks_and_keeps_its_checkpoints(tmp_path):
+    length = ["--training.steps=100", "--checkpoint.every_steps=1", "--launch.hang_minutes=0.3"]
+    arguments = [*TINY, *length, f"--run_dir={tmp_path / 'run'}"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    command = [sys.executable, "-c", NO_ANSWER, *arguments, f"--data.cache_dir={tmp_path / 'cache'}"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+    assert done.returncode == 1 and "Timeout (0:00:18)" in done.stderr and "in wait" in done.stderr, done.stderr
+    assert max(losses(tmp_path / "run")) >= newest_meta(tmp_path / "run")[0] > 0
 
 
 @pytest.mark.fault
