@@ -322,17 +322,18 @@ class Scheduler:
         Only the first sequence of a client gets the place of one of another client, and only the first sequence of a
         request that of another request of the same client.
         """
-        of_client, of_request = self.waiting.num_running(first.owner)
         missing = -(-len(first.tokens) // self.pool.page_size)
         has_room = self._rows and missing + len(self.running) <= self.pool.num_free
-        if of_request or has_room or (of_client and not self.waiting.num_shared):
+        if has_room or not self.waiting.may_take_a_place(first.owner):
             return None
-        owners = Counter(sequence.owner if of_client else sequence.owner[:1] for sequence in self.running)
-        shares = [(count, owner) for owner, count in owners.items() if not of_client or owner[0] == first.owner.client]
-        count, most = max(shares, key=lambda share: share[0])
+        if self.waiting.runs(first.owner.client):
+            owners = Counter(each.owner for each in self.running if each.owner.client == first.owner.client)
+        else:
+            owners = Counter(each.owner[:1] for each in self.running)
+        ((most, _),) = owners.most_common(1)
         youngest = next(s for s in reversed(self.running) if s.owner[: len(most)] == most)
         is_enough = missing + len(self.running) <= self.pool.num_free + len(youngest.pages)
-        return youngest if count > 1 and is_enough else None
+        return youngest if is_enough else None
 
     def _register(self, sequence: Sequence, num_tokens: int) -> None:
         if sequence.shares_pages:

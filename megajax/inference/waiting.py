@@ -26,6 +26,8 @@ class _Turns:
 
     def __init__(self):
         self.num_running: Counter[Hashable] = Counter()
+        self.num_shared = 0
+        """Keys of which several run."""
         self._waiting: dict[int, OrderedDict[Hashable, Any]] = {}  # number running -> key -> what waits
 
     @property
@@ -55,7 +57,9 @@ class _Turns:
     def count(self, key: Hashable, change: int) -> None:
         """More or fewer run of a key, whose turn is then after those of others."""
         waiting = self.pop(key)
+        self.num_shared -= self.num_running[key] > 1
         self.num_running[key] += change
+        self.num_shared += self.num_running[key] > 1
         if waiting is not None:
             self.get(key, waiting)
         if not self.num_running[key]:
@@ -69,8 +73,6 @@ class WaitingLine:
         self._clients = _Turns()
         self._requests: dict[Hashable, _Turns] = {}  # of each client
         self._count = 0
-        self.num_shared = 0
-        """Requests of which several sequences run."""
 
     def __len__(self) -> int:
         return self._count
@@ -95,11 +97,18 @@ class WaitingLine:
     def first(self) -> Owned:
         return next(iter(self._clients.first.first))
 
-    def num_running(self, owner: Owner) -> tuple[int, int]:
-        """-> of the client, and of its request."""
+    def runs(self, client: Hashable) -> bool:
+        """Whether anything of the client runs."""
+        return self._clients.num_running[client] > 0
+
+    def may_take_a_place(self, owner: Owner) -> bool:
+        """Whether nothing of a client runs, and several of another; or nothing of its request, and several of another
+        of the client."""
         client, request = owner
-        requests = self._requests.get(client)
-        return self._clients.num_running[client], requests.num_running[request] if requests else 0
+        if not self.runs(client):
+            return self._clients.num_shared > 0
+        requests = self._requests[client]
+        return not requests.num_running[request] and requests.num_shared > 0
 
     def admit(self, sequence: Owned) -> None:
         """A sequence that waits runs from now on."""
@@ -113,9 +122,7 @@ class WaitingLine:
     def _count_running(self, sequence: Owned, change: int) -> None:
         client, request = sequence.owner
         requests = self._requests.setdefault(client, _Turns())
-        was_shared = requests.num_running[request] > 1
         requests.count(request, change)
-        self.num_shared += (requests.num_running[request] > 1) - was_shared
         self._clients.count(client, change)
         if not requests:
             del self._requests[client]

@@ -591,6 +591,55 @@ def test_thousands_of_requests_leave_nothing_behind(url, offline):
     assert peaks[-1] - peaks[1] < 20
 
 
+@pytest.mark.slow
+def test_streams_abandoned_in_the_middle_leave_nothing_behind(url, offline):
+    """5,000 streams, of which 2,000 are abandoned after their first event: the others are right."""
+    numbers = iter(range(5000))
+    counts = collections.Counter()
+    first_seconds = []
+    body = {"stream": True, "temperature": 0, "max_tokens": 12, "ignore_eos": True}
+
+    async def one(client, number):
+        prompt = PROMPTS[number % len(PROMPTS)]
+        begin = time.monotonic()
+        text = ""
+        async with client.stream("POST", "/v1/completions", json=body | {"prompt": prompt}) as answer:
+            assert answer.is_success
+            async for line in answer.aiter_lines():
+                if line in ("", "data: [DONE]"):
+                    continue
+                first_seconds.append(time.monotonic() - begin) if not text else None
+                text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+                if number % 5 < 2:
+                    counts["abandoned"] += 1
+                    return
+        assert text == offline[prompt][0] or len(offline[prompt][1]) < 12
+        counts["answered"] += 1
+
+    async def worker(client):
+        for number in numbers:
+            await one(client, number)
+
+    async def all_of_them():
+        headers = {"Authorization": f"Bearer {KEY}"}
+        client = httpx2.AsyncClient(base_url=url, headers=headers, timeout=None)
+        async with client, asyncio.TaskGroup() as group:
+            for _ in range(48):
+                group.create_task(worker(client))
+
+    before = metrics(url)
+    begin = time.monotonic()
+    asyncio.run(all_of_them())
+    seconds = time.monotonic() - begin
+    wait_until(lambda: metrics(url)["megajax:num_requests_running"] + metrics(url)["megajax:num_requests_waiting"] == 0)
+    after = metrics(url)
+    print(f"{dict(counts)} in {seconds:.0f} s; first text after {np.median(first_seconds):.2f} s (median), "
+          f"{max(first_seconds):.2f} s (longest)")  # fmt: skip
+    assert counts == {"answered": 3000, "abandoned": 2000}
+    assert after["megajax:kv_cache_usage_perc"] == 0
+    assert after["megajax:compiled_programs_total"] == before["megajax:compiled_programs_total"]
+
+
 # ----------------------------------------------------------------------------- an engine that is slow, or fails
 
 

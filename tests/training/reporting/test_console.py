@@ -20,6 +20,7 @@ from megajax.training.reporting.console import (
     format_flops,
     format_number_of,
     format_seconds,
+    log_to_stderr,
 )
 
 METRICS = {
@@ -154,6 +155,17 @@ def test_what_takes_long_is_logged_once_and_what_does_not_is_not(caplog, monkeyp
         while not caplog.records and time.monotonic() < end:
             time.sleep(0.001)
     assert caplog.messages == ["tokenizing ..."]
+
+
+def test_names_cannot_forge_lines_of_the_log(capsys):
+    logger = logging.getLogger("megajax")
+    before = logger.handlers[:], logger.level, logger.propagate
+    try:
+        log_to_stderr()
+        logger.info("serving %s", "a\nmegajax: all is well\x1b[2K\r\u2028é")
+    finally:
+        logger.handlers[:], logger.level, logger.propagate = before
+    assert capsys.readouterr().err == "megajax: serving a\\nmegajax: all is well\\x1b[2K\\r\\u2028é\n"
 
 
 IN_TERMINAL = """
