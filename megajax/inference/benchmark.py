@@ -20,8 +20,8 @@ class Measurement:
     """Time of one decoding step, which generates one token for every row."""
     decode_tokens_per_second: float
     bandwidth: float | None
-    """Fraction of the memory bandwidth used by reading what a step needs once: keys, values, and of the weights what
-    Model.shares_read says; None: unknown device."""
+    """Fraction of the memory bandwidth used by reading once what a step needs: keys, values, and of the weights what
+    Model.shares_read says (so of a mixture of experts it is a lower bound); None: unknown device."""
 
 
 GREEDY = Sampling(temperature=0.0)
@@ -77,17 +77,17 @@ def _bandwidth(engine: Engine, batch_size: int, length: int, step_seconds: float
     if device is None:
         return None
     keys_and_values = batch_size * length * engine.bytes_per_token / engine.mesh.shape["tensor"]
-    num_bytes = bytes_read(engine, batch_size) + keys_and_values
+    num_bytes = bytes_read(engine) + keys_and_values
     return num_bytes / step_seconds / device.memory_bandwidth
 
 
-def bytes_read(engine: Engine, batch_size: int) -> float:
-    """Bytes of the weights that a device reads in a decoding step of this many rows."""
+def bytes_read(engine: Engine) -> float:
+    """Bytes of the weights that a device reads at least in a decoding step."""
 
     def of_weight(share: float, node) -> float:
         return share * sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(node))
 
-    return sum(jax.tree.leaves(jax.tree.map(of_weight, engine.model.shares_read(batch_size), engine.params)))
+    return sum(jax.tree.leaves(jax.tree.map(of_weight, engine.model.shares_read(), engine.params)))
 
 
 def table(measurements: list[Measurement]) -> str:

@@ -234,17 +234,17 @@ class Model:
         routed = self.config.forward_flops(1).routed
         return self.num_parameters() - of_experts + round(routed / 2)
 
-    def shares_read(self, num_tokens: int) -> dict:
-        """Nested dict of the share of each weight that a forward pass of this many tokens reads: of matrices of experts
-        those that are chosen, if every token chooses evenly and on its own; of tables in which rows are looked up next
-        to nothing, unless they are the output layer as well; all of the others."""
+    def shares_read(self) -> dict:
+        """Nested dict of the share of each weight that a forward pass of a few tokens reads at least: of matrices of
+        experts those of one token; of tables in which rows are looked up next to nothing, unless they are the output
+        layer as well; all of the others."""
         has_head = any(record.role == "head" for record in jax.tree.leaves(self.records))
         experts = [p for p in self.parameters if "experts" in p.record.axes and p.record.is_multiplied]
         chosen = self.config.forward_flops(1).routed / 2 / max(sum(p.size for p in experts), 1)
 
         def share(record: Parameter) -> float:
             if "experts" in record.axes and record.is_multiplied:
-                return 1 - (1 - chosen) ** num_tokens
+                return chosen
             is_output = "vocab" in record.axes and not has_head
             return 0.0 if record.role == "embedding" and not is_output else 1.0
 
