@@ -170,7 +170,6 @@ FAMILIES: tuple[Family, ...] = (
             *_GEMMA,
             Option("final_logit_softcapping", "logit_soft_cap", 30.0),
             Option("attn_logit_softcapping", "attention_soft_cap", 50.0),
-            Choice("use_bidirectional_attention", False),
             ROPE,
             Window("pattern", default=4096, every=2),
         ),

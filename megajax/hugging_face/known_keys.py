@@ -57,7 +57,7 @@ HARMLESS_VALUES = {
     "rope_interleaved": False, "rotary": True, "rotary_scaling_factor": 1.0, "scale_attn_weights": True,
     "skip_bias_add": True, "skip_bias_add_qkv": False,
     "slow_but_exact": False,  # which leaves biases out if pretraining_tp > 1
-    "tie_encoder_decoder": False, "use_mrope": False,
+    "tie_encoder_decoder": False, "use_bidirectional_attention": False, "use_mrope": False,
 }  # fmt: skip
 
 # In the families with this model_type: keys that the class of transformers ignores, or overwrites.
