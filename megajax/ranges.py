@@ -73,9 +73,9 @@ VocabMultiple = Annotated[int, Range(at_least=1, at_most=2**16)]
 def check_fields(config: Any, prefix: str = "", *, types_only: bool = False) -> None:
     """Raises ValueError for the first field of a dataclass, or of one in it, with a value that its annotation forbids.
 
-    prefix: what precedes the name of a field: "--" or "--model." on the command line, where a value that is allowed is
-    suggested; "model." in a file. types_only: ignore the Ranges,
-    so that a run older than the Ranges can still be served.
+    prefix: what precedes the name of a field: "--" or "--model." on the command line, or nothing, where a value that is
+    allowed is suggested; "model." in a file. types_only: ignore the Ranges, so that a run older than the Ranges can
+    still be served.
     """
     hints = _hints(type(config), not types_only)
     for field in dataclasses.fields(config):
@@ -167,7 +167,8 @@ def _is_a(kind: Any, value: Any) -> bool:
 def _way_out(option: str, field: dataclasses.Field) -> str:
     default = field.default
     is_unset = default is None or default is dataclasses.MISSING or dataclasses.is_dataclass(default)
-    if is_unset or not option.startswith("--"):
+    is_typed = option.startswith("--") or "." not in option
+    if is_unset or not is_typed:
         return ""
     return f"; use {option}={','.join(map(str, default)) if isinstance(default, tuple) else default}"
 

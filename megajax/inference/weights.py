@@ -263,17 +263,19 @@ def _of_layer(record: Parameter) -> Parameter:
 
 def _put(stored: PiecewiseArray, sharding: NamedSharding) -> jax.Array:
     """Sends the array in the order in which it is in memory, and transposes it on the devices."""
-    order = stored.order or tuple(range(len(stored.shape)))
-    inverse = tuple(map(order.index, range(len(order))))
-    spec = (*sharding.spec, *[None] * (len(order) - len(sharding.spec)))
+    axes = tuple(range(len(stored.shape)))
+    order = stored.order or axes
+    inverse = tuple(map(order.index, axes))
+    spec = (*sharding.spec, *[None] * (len(axes) - len(sharding.spec)))
 
     def read(index: tuple[slice, ...]) -> np.ndarray:
-        return np.ascontiguousarray(stored.read(tuple(index[axis] for axis in inverse)).transpose(order))
+        part = stored.read(tuple(index[axis] for axis in inverse))
+        return np.asarray(part.transpose(order), order="C")
 
     shape = tuple(stored.shape[axis] for axis in order)
     in_order = NamedSharding(sharding.mesh, P(*(spec[axis] for axis in order)))
     array = jax.make_array_from_callback(shape, in_order, read)
-    return array if order == inverse == tuple(range(len(order))) else _transposer(inverse, sharding)(array)
+    return array if order == axes else _transposer(inverse, sharding)(array)
 
 
 @functools.cache

@@ -468,7 +468,7 @@ def test_multi_token_prediction_guesses_and_changes_no_token(tensor, guessing):
 @pytest.mark.parametrize(("settings", "message"), [
     (dict(draft_tokens=1), "draft_method=mtp: the model has no layers .*; use draft_method=lookup, or a draft model"),
     (dict(draft_tokens=0), "draft_method=mtp: draft_tokens=0 guesses nothing; use draft_tokens=1"),
-    (dict(draft_tokens=1, draft_method="eagle"), "draft_method='eagle' must be one of lookup, mtp"),
+    (dict(draft_tokens=1, draft_method="eagle"), "draft_method='eagle' must be one of lookup, mtp; use "),
 ])  # fmt: skip
 def test_guesses_that_nothing_makes_are_refused(settings, message, engine_of):
     model = engine_of("rope").model

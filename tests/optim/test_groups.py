@@ -134,11 +134,14 @@ def test_a_group_replaces_the_update_rule_of_its_parameters():
         ("embedding learning_rate=0.1", ["'learning_rate' is not a field", "learning_rate_scale, weight_decay"]),
         ("embedding weight_decay", ["weight_decay= must be a number", "for example"]),
         ("embedding weight_decay=big", ["weight_decay=big must be a number", "for example"]),
-        ("embedding weight_decay=-1", ["weight_decay=-1.0 must be a finite number (float32), at least 0, or None"]),
+        (
+            "embedding weight_decay=-1",
+            ["weight_decay=-1.0 must be a finite number (float32), at least 0 and", ", or None"],
+        ),
         ("embedding weight_decay=nan", ["weight_decay=nan must be a finite number"]),
         (
             "embedding learning_rate_scale=0",
-            ["learning_rate_scale=0.0 must be", "above 0; use learning_rate_scale=1.0"],
+            ["learning_rate_scale=0.0 must be", "above 0 and", "; use learning_rate_scale=1.0"],
         ),
         ("embedding learning_rate_scale=inf", ["learning_rate_scale=inf must be a finite number"]),
         ("embedding optimizer=adam", ["optimizer='adam' must be one of adamw, sgd, lion, muon"]),
