@@ -155,7 +155,8 @@ def test_smoothing_changes_no_result_and_helps_against_outliers(parts):
 def test_a_mesh_finds_the_same_ranges(run_dir, text, parts):
     model = TextModel.load(run_dir, MeshConfig(fsdp=2, tensor=2))
     scorer = model.scorer
-    found = input_ranges(scorer.model, scorer.params, scorer.mesh, batches_of(model, [text], [], 16), "max", 0)
+    weights = Model.stacked(scorer.params)
+    found = input_ranges(scorer.model, weights, scorer.mesh, batches_of(model, [text], [], 16), "max", 0)
     alone = input_ranges(*parts, "max", 0)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, alone)
 
