@@ -53,3 +53,29 @@ def test_interpreted_kernel_equals_the_formula(same_rows, num_matrices, interpre
     found = kernel.products(rows, matrices, groups, is_used, interpret=interpreted).sum(1)
     wanted = formula(jnp.broadcast_to(rows, (3, 8, 512)), matrices, groups, is_used).astype(jnp.float32).sum(1)
     np.testing.assert_allclose(found[:, [0, 2]], wanted[:, [0, 2]], rtol=2**-7, atol=2**-7 * 512**0.5)
+
+
+PROGRAM = """
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+from megajax.mesh import MeshConfig, make_mesh
+from megajax.planning.plan import devices_without_gpu, plan_device
+from pallas_kernels.few_rows import products
+
+mesh = make_mesh(MeshConfig(), devices_without_gpu(1, plan_device("h100")))
+
+def array(shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
+
+with jax.set_mesh(mesh):
+    slots = array((128,), jnp.int32)
+    for rows, matrices in ((array((1, 8, 2048)), [array((128, 2048, 768))] * 2),
+                           (array((128, 64, 768)), [array((128, 768, 2048))])):
+        compiled = jax.jit(products).lower(rows, matrices, slots, slots).compile()
+        print('custom_call_target="mosaic_gpu' in compiled.as_text(), compiled.memory_analysis().temp_size_in_bytes)
+"""
+
+
+@pytest.mark.cuda_wheels
+def test_kernel_compiles_for_hopper(compile_for_hopper):
+    assert compile_for_hopper(PROGRAM) == ["True 0"] * 2
