@@ -217,8 +217,8 @@ class Folder:
         return has_files and named in ("GPT2Tokenizer", "GPT2TokenizerFast")
 
     def _check_counts(self) -> None:
-        """Raises ValueError for numbers of layers or experts that the files cannot have: describing so many takes
-        long."""
+        """Raises ValueError for more layers or experts than the files can have, before a model of that size is
+        described, which would take minutes."""
         limits = dict.fromkeys(LAYERS, (1, len(self._files.forms)))
         limits |= dict.fromkeys(EXPERTS, (0, max(len(self._files.forms), self._files.largest_dim)))
         for name, (least, most) in limits.items():

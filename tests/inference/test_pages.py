@@ -124,6 +124,16 @@ class Device:
         return drawn
 
 
+def step(scheduler, results, device, calls):
+    """As Engine.step: starts the next call, and reads the one before it."""
+    while isinstance(work := scheduler.next(), Wait):
+        results.read(*calls.popleft(), None)
+    if work is not None:
+        calls.append((work, device.run(work)))
+    if calls and (work is None or len(calls) > 1):
+        results.read(*calls.popleft(), None)
+
+
 def test_sequences_continue_from_their_own_states_whatever_happens_around_them():
     """Results are read a call late, sequences are preempted and cancelled, and the cache is emptied."""
     rng = random.Random(0)
@@ -152,12 +162,7 @@ def test_sequences_continue_from_their_own_states_whatever_happens_around_them()
                     results.cancel(sequence)
             if rng.random() < 0.02:
                 scheduler.forget()
-            while isinstance(work := scheduler.next(), Wait):
-                results.read(*calls.popleft(), None)
-            if work is not None:
-                calls.append((work, device.run(work)))
-            if calls and (work is None or len(calls) > 1):
-                results.read(*calls.popleft(), None)
+            step(scheduler, results, device, calls)
         assert pool.num_used == 0
         num_preemptions += scheduler.num_preemptions
         reasons = {(output.request, output.index): output.finish_reason for output in results.take()}
@@ -183,24 +188,16 @@ def test_the_first_sequence_of_another_request_does_not_wait_for_one_with_many(f
         scheduler.waiting += request.sequences
         return request
 
-    def step():
-        while isinstance(work := scheduler.next(), Wait):
-            results.read(*calls.popleft(), None)
-        if work is not None:
-            calls.append((work, device.run(work)))
-        if calls and (work is None or len(calls) > 1):
-            results.read(*calls.popleft(), None)
-
     calls = deque()
     many = [submit(first, 40) for _ in range(10)]
     for _ in range(5):
-        step()
+        step(scheduler, results, device, calls)
     short = submit(second, 2)
     for _ in range(8):
-        step()
+        step(scheduler, results, device, calls)
     assert short.is_finished and scheduler.num_preemptions == 1 and not any(request.is_finished for request in many)
     while not all(request.is_finished for request in many):
-        step()
+        step(scheduler, results, device, calls)
     assert scheduler.num_preemptions == 1
     assert all(request.sequences[0].tokens == many[0].sequences[0].tokens for request in many)
 

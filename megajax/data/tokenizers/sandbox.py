@@ -87,7 +87,7 @@ def limited() -> Iterator[None]:
 
 
 def spend_characters(count: int) -> None:
-    """Called before so many are made. Raises TooMuch."""
+    """Takes `count` characters from the budget; call it before they are made. Raises TooMuch."""
     _current.get(_UNLIMITED).spend(1 + count // OPERATION_CHARACTERS)
 
 

@@ -19,7 +19,7 @@ from megajax.inference.waiting import Owner
 logger = logging.getLogger("megajax")
 
 FEW_SAMPLES = 16
-"""A request with so many may take all places that are free."""
+"""A request with at most this many samples may take all free places."""
 
 
 class Overloaded(Exception):
