@@ -537,6 +537,15 @@ def test_what_clients_abandon_is_cancelled(url, caplog):
     assert ask(url, "/v1/completions", {"prompt": "x", "max_tokens": 1}).is_success
 
 
+async def by_many(url, worker):
+    """worker(client), 48 of them at a time."""
+    headers = {"Authorization": f"Bearer {KEY}"}
+    client = httpx2.AsyncClient(base_url=url, headers=headers, timeout=None)
+    async with client, asyncio.TaskGroup() as group:
+        for _ in range(48):
+            group.create_task(worker(client))
+
+
 @pytest.mark.slow
 def test_thousands_of_requests_leave_nothing_behind(url, offline):
     """Streams and whole answers, a third of them abandoned, and mistakes: all other answers are right, and pages and
@@ -573,15 +582,8 @@ def test_thousands_of_requests_leave_nothing_behind(url, offline):
             if number % 1000 == 999:
                 peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 
-    async def all_of_them():
-        headers = {"Authorization": f"Bearer {KEY}"}
-        client = httpx2.AsyncClient(base_url=url, headers=headers, timeout=None)
-        async with client, asyncio.TaskGroup() as group:
-            for _ in range(48):
-                group.create_task(worker(client))
-
     before = metrics(url)
-    asyncio.run(all_of_them())
+    asyncio.run(by_many(url, worker))
     wait_until(lambda: metrics(url)["megajax:num_requests_running"] + metrics(url)["megajax:num_requests_waiting"] == 0)
     after = metrics(url)
     print(counts, [round(peak) for peak in peaks])
@@ -620,16 +622,9 @@ def test_streams_abandoned_in_the_middle_leave_nothing_behind(url, offline):
         for number in numbers:
             await one(client, number)
 
-    async def all_of_them():
-        headers = {"Authorization": f"Bearer {KEY}"}
-        client = httpx2.AsyncClient(base_url=url, headers=headers, timeout=None)
-        async with client, asyncio.TaskGroup() as group:
-            for _ in range(48):
-                group.create_task(worker(client))
-
     before = metrics(url)
     begin = time.monotonic()
-    asyncio.run(all_of_them())
+    asyncio.run(by_many(url, worker))
     seconds = time.monotonic() - begin
     wait_until(lambda: metrics(url)["megajax:num_requests_running"] + metrics(url)["megajax:num_requests_waiting"] == 0)
     after = metrics(url)
