@@ -45,7 +45,7 @@ def compile_recipe(config: Config):
     config = dataclasses.replace(config, mesh=mesh_config).check_on(mesh_config.num_devices)
     mesh = make_mesh(mesh_config, devices_without_gpu(mesh_config.num_devices, plan_device("h100")))
     program = dataclasses.replace(config.make_program(), mesh=mesh)
-    compiled, _ = compile_step(program, config.training, packed=not config.data.cross_document_attention)
+    compiled, _ = compile_step(program, config.training)
     return compiled
 
 

@@ -68,8 +68,7 @@ def set_up(config: Config) -> Setup:
     training = config.training
     program = config.make_program(make_mesh(config.mesh))
     batch = training.schedule(config.mesh)(training.steps)
-    packed = not config.data.cross_document_attention
-    arrays = abstract_batch(program.model, batch, training.sequence_length, program.mesh, packed=packed)
+    arrays = abstract_batch(program.arrays(training), batch, program.mesh)
     order = sequence_order(training.sequence_length, config.mesh.context, config.execution.context_attention)
     batches = _random_batches(arrays, order, config.model.vocab_size)
     return Setup(config, program, batches)

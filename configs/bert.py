@@ -7,6 +7,7 @@ from megajax.mesh import MeshConfig
 from megajax.models.bert import BertConfig
 from megajax.optim.config import OptimizerConfig
 from megajax.precision import PrecisionConfig
+from megajax.tasks.masked import Masked
 from megajax.training.config import TrainingConfig
 
 
@@ -35,7 +36,8 @@ def bert_tiny() -> Config:
         ),
         mesh=MeshConfig(data=-1),
         precision=PrecisionConfig(compute="float32"),
-        data=DataConfig(source="text", text=("stdlib",), tokenizer="bytes", kind="masked_sop"),
+        task=Masked(sentences="sop"),
+        data=DataConfig(source="text", text=("stdlib",), tokenizer="bytes"),
         optimizer=OptimizerConfig(
             name="muon",
             momentum=0.95,
@@ -61,7 +63,7 @@ def bert_base() -> Config:
     """BERT base (Devlin et al. 2018), 110 M parameters: 256 texts of 512 tokens, 1 M steps.
 
     Hardware: one GPU. Data: mock documents until you name yours; the paper's next-sentence task needs sentences
-    (--data.kind=masked_nsp --model.next_sentence=True, docs/bert.md). Without attention dropout, which needs the plain
+    (--task.sentences=nsp --model.next_sentence=True, docs/bert.md). Without attention dropout, which needs the plain
     attention.
     Command: python train.py --config=bert_base --data.source=indexed --data.paths=PREFIX
     """
@@ -83,7 +85,8 @@ def _bert(model: BertConfig, learning_rate: float) -> Config:
     return Config(
         model=model,
         mesh=MeshConfig(data=-1),
-        data=DataConfig(source="mock", kind="masked"),
+        task=Masked(),
+        data=DataConfig(source="mock"),
         optimizer=OptimizerConfig(
             learning_rate=learning_rate, min_learning_rate=0.0, schedule="linear", warmup_steps=10_000,
             weight_decay=0.01, beta2=0.999, epsilon=1e-6,

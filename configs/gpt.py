@@ -10,6 +10,7 @@ from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.optim.config import OptimizerConfig
 from megajax.precision import PrecisionConfig
+from megajax.tasks.language import Language
 from megajax.training.config import TrainingConfig
 
 
@@ -84,7 +85,8 @@ def gpt_1p3b() -> Config:
     return Config(
         model=dataclasses.replace(gpt, position="rope", norm="rmsnorm"),
         mesh=MeshConfig(fsdp=-1),
-        data=DataConfig(source="mock", cross_document_attention=True),
+        task=Language(cross_document_attention=True),
+        data=DataConfig(source="mock"),
         optimizer=OptimizerConfig(learning_rate=2e-4, min_learning_rate=2e-5, warmup_steps=200),
         training=TrainingConfig(steps=10_000, global_batch_size=8, sequence_length=2048),
     )
@@ -111,7 +113,8 @@ def gpt3_7b() -> Config:
         ),
         execution=ExecutionConfig(recompute="selective"),
         mesh=MeshConfig(fsdp=2, tensor=4),
-        data=DataConfig(source="mock", tokenizer="null:131072", cross_document_attention=True),
+        task=Language(cross_document_attention=True),
+        data=DataConfig(source="mock", tokenizer="null:131072"),
         optimizer=OptimizerConfig(learning_rate=1.5e-4, min_learning_rate=1e-5, warmup_steps=100),
         training=TrainingConfig(steps=5_000, global_batch_size=8, sequence_length=8192),
     )
@@ -143,7 +146,8 @@ def gpt_22b() -> Config:
         model=_gpt3(num_layers=48, embed_dim=6144, num_heads=64, sequence_length=2048),
         execution=ExecutionConfig(recompute="selective"),
         mesh=MeshConfig(fsdp=8, tensor=8),
-        data=DataConfig(source="mock", cross_document_attention=True),
+        task=Language(cross_document_attention=True),
+        data=DataConfig(source="mock"),
         optimizer=OptimizerConfig(learning_rate=1e-4, min_learning_rate=1e-5, warmup_steps=500),
         training=TrainingConfig(steps=50_000, global_batch_size=256, microbatch_size=8, sequence_length=2048),
     )
@@ -159,7 +163,8 @@ def gpt_175b() -> Config:
         model=_gpt3(num_layers=96, embed_dim=12288, num_heads=96, sequence_length=2048),
         execution=ExecutionConfig(recompute="full"),
         mesh=MeshConfig(fsdp=128, tensor=8),
-        data=DataConfig(source="mock", cross_document_attention=True),
+        task=Language(cross_document_attention=True),
+        data=DataConfig(source="mock"),
         optimizer=OptimizerConfig(learning_rate=6e-5, min_learning_rate=6e-6, warmup_steps=2000),
         training=TrainingConfig(steps=100_000, global_batch_size=1536, sequence_length=2048),
     )

@@ -10,6 +10,7 @@ from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.optim.config import OptimizerConfig
 from megajax.precision import PrecisionConfig
+from megajax.tasks.language import Language
 from megajax.training.config import TrainingConfig
 
 
@@ -22,7 +23,8 @@ def llama3_8b() -> Config:
     return Config(
         model=_llama3(num_layers=32, embed_dim=4096, num_heads=32, mlp_dim=14336),
         mesh=MeshConfig(data=-1, fsdp=8),
-        data=DataConfig(source="mock", tokenizer="null:128256", cross_document_attention=True),
+        task=Language(cross_document_attention=True),
+        data=DataConfig(source="mock", tokenizer="null:128256"),
         optimizer=OptimizerConfig(learning_rate=3e-4, min_learning_rate=3e-5, warmup_steps=2000),
         training=TrainingConfig(steps=100_000, global_batch_size=8, sequence_length=8192),
     )
@@ -48,7 +50,8 @@ def llama3_8b_8layers() -> Config:
     return Config(
         model=dataclasses.replace(llama, vocab_size=128256 // 4, vocab_multiple=64),
         mesh=MeshConfig(fsdp=-1),
-        data=DataConfig(source="mock", tokenizer="null:32064", cross_document_attention=True),
+        task=Language(cross_document_attention=True),
+        data=DataConfig(source="mock", tokenizer="null:32064"),
         optimizer=OptimizerConfig(learning_rate=3e-4, min_learning_rate=3e-5, warmup_steps=200),
         training=TrainingConfig(steps=10_000, global_batch_size=2, sequence_length=4096),
     )
@@ -80,7 +83,8 @@ def llama3_70b() -> Config:
         model=_llama3(num_layers=80, embed_dim=8192, num_heads=64, mlp_dim=28672),
         execution=ExecutionConfig(recompute="full"),
         mesh=MeshConfig(fsdp=8, tensor=8),
-        data=DataConfig(source="mock", tokenizer="null:128256", cross_document_attention=True),
+        task=Language(cross_document_attention=True),
+        data=DataConfig(source="mock", tokenizer="null:128256"),
         optimizer=OptimizerConfig(learning_rate=1.5e-4, min_learning_rate=1.5e-5, warmup_steps=2000),
         training=TrainingConfig(steps=100_000, global_batch_size=128, microbatch_size=2, sequence_length=8192),
     )

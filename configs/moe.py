@@ -14,6 +14,7 @@ from megajax.mesh import MeshConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.optim.config import OptimizerConfig
+from megajax.tasks.language import Language
 from megajax.training.config import TrainingConfig
 
 
@@ -55,7 +56,8 @@ def mixtral_8x7b() -> Config:
         ),
         execution=ExecutionConfig(recompute="selective"),
         mesh=MeshConfig(fsdp=8, expert=8),
-        data=DataConfig(source="mock", tokenizer="null:32000", cross_document_attention=True),
+        task=Language(cross_document_attention=True),
+        data=DataConfig(source="mock", tokenizer="null:32000"),
         optimizer=OptimizerConfig(learning_rate=3e-4, min_learning_rate=3e-5, warmup_steps=2000),
         training=TrainingConfig(steps=100_000, global_batch_size=256, microbatch_size=1, sequence_length=4096),
     )
@@ -88,7 +90,8 @@ def qwen3_30b_a3b() -> Config:
         ),
         execution=ExecutionConfig(recompute="selective"),
         mesh=MeshConfig(fsdp=4, expert=8),
-        data=DataConfig(source="mock", tokenizer="null:151936", cross_document_attention=True),
+        task=Language(cross_document_attention=True),
+        data=DataConfig(source="mock", tokenizer="null:151936"),
         optimizer=OptimizerConfig(learning_rate=3e-4, min_learning_rate=3e-5, warmup_steps=2000),
         training=TrainingConfig(steps=100_000, global_batch_size=256, microbatch_size=1, sequence_length=4096),
     )
@@ -131,7 +134,8 @@ def deepseek_v3() -> Config:
         ),
         execution=ExecutionConfig(recompute="full"),
         mesh=MeshConfig(fsdp=16, expert=64),
-        data=DataConfig(source="mock", tokenizer="null:129280", cross_document_attention=True),
+        task=Language(cross_document_attention=True),
+        data=DataConfig(source="mock", tokenizer="null:129280"),
         optimizer=OptimizerConfig(learning_rate=2.2e-4, min_learning_rate=2.2e-5, warmup_steps=2000),
         training=TrainingConfig(steps=100_000, global_batch_size=15360, microbatch_size=1, sequence_length=4096),
     )

@@ -8,6 +8,7 @@ from megajax.models.encoder_decoder import EncoderDecoderConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.optim.config import OptimizerConfig
 from megajax.precision import PrecisionConfig
+from megajax.tasks.spans import Spans
 from megajax.training.config import TrainingConfig
 
 
@@ -33,7 +34,8 @@ def t5_tiny() -> Config:
         ),
         mesh=MeshConfig(data=-1),
         precision=PrecisionConfig(compute="float32"),
-        data=DataConfig(source="text", text=("stdlib",), tokenizer="sentencepiece:2048", kind="spans"),
+        task=Spans(),
+        data=DataConfig(source="text", text=("stdlib",), tokenizer="sentencepiece:2048"),
         optimizer=OptimizerConfig(
             name="muon", momentum=0.95, learning_rate=1.5e-2, min_learning_rate=1e-4, warmup_steps=20, weight_decay=0.1
         ),
@@ -58,7 +60,8 @@ def t5_base() -> Config:
     return Config(
         model=EncoderDecoderConfig(mlp_dim=2048, activation="geglu_tanh", tied_embeddings=False),
         mesh=MeshConfig(data=-1),
-        data=DataConfig(source="mock", kind="spans"),
+        task=Spans(),
+        data=DataConfig(source="mock"),
         optimizer=OptimizerConfig(learning_rate=5e-4, min_learning_rate=5e-5, warmup_steps=2_000),
         training=TrainingConfig(
             steps=100_000, global_batch_size=512, microbatch_size=64, sequence_length=512, eval_every_steps=1_000
@@ -76,7 +79,8 @@ def t5_11b() -> Config:
         model=EncoderDecoderConfig(num_layers=24, embed_dim=1024, num_heads=128, head_dim=128, mlp_dim=65536),
         execution=ExecutionConfig(recompute="full", scan_layers=True),
         mesh=MeshConfig(fsdp=4, tensor=8),
-        data=DataConfig(source="mock", kind="spans"),
+        task=Spans(),
+        data=DataConfig(source="mock"),
         optimizer=OptimizerConfig(learning_rate=2e-4, min_learning_rate=2e-5, warmup_steps=10_000),
         training=TrainingConfig(
             steps=500_000, global_batch_size=2048, microbatch_size=32, sequence_length=512, eval_every_steps=1_000

@@ -9,8 +9,7 @@ import griffe
 from mkdocs.structure.files import File, Files
 
 import configs
-from megajax.config import Config
-from megajax.models.interface import families
+from megajax.config import KINDS, Config
 from megajax.ranges import describe
 
 
@@ -40,9 +39,9 @@ def configuration() -> str:
     whole = Config()
     for field in dataclasses.fields(Config):
         value = getattr(whole, field.name)
-        if field.name == "model":
-            for kind, family in sorted(families().items()):
-                lines += _section(f"model ({kind})", "model.", family())
+        if field.name in KINDS:
+            for kind, chosen in sorted(KINDS[field.name].all().items()):
+                lines += _section(f"{field.name} ({kind})", f"{field.name}.", chosen())
         elif dataclasses.is_dataclass(value):
             lines += _section(field.name, f"{field.name}.", value)
     return "\n".join([*lines, ""])

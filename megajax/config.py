@@ -9,9 +9,9 @@ import io
 import json
 import logging
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tyro
 from jax.sharding import AbstractMesh, Mesh
@@ -32,6 +32,8 @@ from megajax.parallel.schedule import make_stages
 from megajax.precision import PrecisionConfig
 from megajax.ranges import check_fields, describe
 from megajax.suggestions import did_you_mean
+from megajax.tasks.interface import Task, task_class, tasks
+from megajax.tasks.language import Language
 from megajax.training.compiler_options import compiler_options, parse
 from megajax.training.config import LaunchConfig, TrainingConfig
 from megajax.training.program import Program
@@ -40,9 +42,21 @@ from megajax.training.reporting.metrics import LoggingConfig
 logger = logging.getLogger("megajax")
 
 
+class _Kinds(NamedTuple):
+    """The classes that a section may have, by its field `kind`."""
+
+    base: type
+    all: Callable[[], dict[str, type]]
+    of: Callable[[str], type]
+
+
+KINDS = {"model": _Kinds(ModelConfig, families, family), "task": _Kinds(Task, tasks, task_class)}
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     model: ModelConfig = DecoderConfig()
+    task: Task = Language()
     execution: ExecutionConfig = ExecutionConfig()
     mesh: MeshConfig = MeshConfig()
     precision: PrecisionConfig = PrecisionConfig()
@@ -75,7 +89,7 @@ class Config:
         stacks = self.model.stacks(self.execution)
         self.precision.check({name: len(layers) for name, layers in stacks.items()})
         self.optimizer.check_loss_scale(self.precision)
-        self.model.check_data(self.data.kind)
+        self.task.check(self.data, self.model)
         if self.training.sample_prompt:
             self.model.check_generates()
         self._check_pipeline()
@@ -97,9 +111,14 @@ class Config:
         mesh = self.mesh.resolve(num_devices)
         config = dataclasses.replace(self, mesh=mesh)
         config._check_sections()
-        config = dataclasses.replace(config, data=config.data.with_tokenizer(config.model.vocab_size))
+        config = dataclasses.replace(config, data=config.data_with_tokenizer())
         config.training.check_on(mesh)
         return config
+
+    def data_with_tokenizer(self) -> DataConfig:
+        """The section `data` with its tokenizer named. Raises ValueError if the file of a recorded one does not
+        exist."""
+        return self.data.with_tokenizer(self.model.vocab_size, self.task.num_added_ids)
 
     def for_plan(self) -> "Config":
         """The config on the mesh that it names, whatever devices there are; an axis of -1 becomes 1."""
@@ -133,7 +152,7 @@ class Config:
         if mesh is not None:
             options = compiler_options(model, mesh, offload_state=self.optimizer.offload_state)
         mesh = mesh or AbstractMesh(tuple(self.mesh.sizes().values()), AXES)
-        return Program(model, Optimizer(self.optimizer, model.trained), mesh, self.mesh, options)
+        return Program(model, self.task, Optimizer(self.optimizer, model.trained), mesh, self.mesh, options)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
@@ -194,8 +213,11 @@ def holds_run(run_dir: str | Path) -> bool:
 def incompatibilities(old: Config, new: Config) -> list[str]:
     """Why a run that was started with `old` cannot resume with `new`: differences that change the meaning of the
     weights or of the optimizer state."""
-    if type(old.model) is not type(new.model):
-        return [f"model.kind: {old.model.kind} -> {new.model.kind}"]
+    for section in KINDS:
+        before = getattr(old, section).kind
+        now = getattr(new, section).kind
+        if before != now:
+            return [f"{section}.kind: {before} -> {now}"]
     lines = differences(_fixed(old.model), _fixed(new.model), "model.")
     fixed = ["precision.params:", "optimizer.name:", "training.trained:", "training.frozen:"]
     if "float8" in (old.optimizer.moments, new.optimizer.moments):  # float32 and bfloat16 have the same tree
@@ -246,7 +268,7 @@ def override(config: Config, overrides: Iterable[str] | Mapping[str, Any]) -> Co
         overrides = [f"--{name}={_as_typed(value)}" for name, value in overrides.items()]
     arguments = normalised(overrides)
     recipe = config
-    config, arguments = _with_kind(config, arguments)
+    config, arguments = _with_kinds(config, arguments)
     config = _with_source(config, arguments)
     fields = dict(_leaves(config))
     words = []
@@ -268,11 +290,17 @@ def override(config: Config, overrides: Iterable[str] | Mapping[str, Any]) -> Co
 
 
 def _unknown(config: Config, name: str, fields: Iterable[str]) -> str:
-    """What is wrong with a name that no field has: another kind of model has it, or it is mistyped."""
-    if name.startswith("model."):
-        kinds = [kind for kind, chosen in families().items() if name in dict(_leaves(chosen(), "model."))]
+    """What is wrong with a name that no field has: another kind of model or task has it, or it is mistyped."""
+    section = name.split(".")[0]
+    if section in KINDS:
+        kinds = [
+            kind for kind, chosen in KINDS[section].all().items() if name in dict(_leaves(chosen(), f"{section}."))
+        ]
         if kinds:
-            return f"a field of model.kind={' and '.join(kinds)}, not of model.kind={config.model.kind}; leave it out"
+            return (
+                f"a field of {section}.kind={' and '.join(kinds)}, not of {section}.kind="
+                f"{getattr(config, section).kind}; leave it out"
+            )
     return "unknown" + (did_you_mean(name, fields, "--") or "; --help shows all fields")
 
 
@@ -287,16 +315,22 @@ def _first_wrong(config: Config, arguments: list[str], words: list[list[str]]) -
     return name, value
 
 
-def _with_kind(config: Config, arguments: list[str]) -> tuple[Config, list[str]]:
-    """--model.kind=NAME takes the family's own defaults, except for fields that both have, like sizes: the recipe's."""
-    for argument in arguments:
-        name, _, kind = argument.partition("=")
-        if name == "--model.kind" and kind != config.model.kind:
-            chosen = family(kind)
-            names = {field.name for field in dataclasses.fields(chosen)} - {"kind"}
-            common = {field.name for field in dataclasses.fields(config.model)} & names
-            config = dataclasses.replace(config, model=chosen(**{name: getattr(config.model, name) for name in common}))
-    return config, [argument for argument in arguments if not argument.startswith("--model.kind=")]
+def _with_kinds(config: Config, arguments: list[str]) -> tuple[Config, list[str]]:
+    """--model.kind=NAME and --task.kind=NAME take the defaults of that kind, except for fields that both have, like
+    sizes: the recipe's."""
+    for section, kinds in KINDS.items():
+        flag = f"--{section}.kind"
+        for argument in arguments:
+            name, _, kind = argument.partition("=")
+            before = getattr(config, section)
+            if name == flag and kind != before.kind:
+                chosen = kinds.of(kind)
+                names = {field.name for field in dataclasses.fields(chosen)} - {"kind"}
+                common = {field.name for field in dataclasses.fields(before)} & names
+                new = chosen(**{name: getattr(before, name) for name in common})
+                config = dataclasses.replace(config, **{section: new})
+        arguments = [argument for argument in arguments if not argument.startswith(f"{flag}=")]
+    return config, arguments
 
 
 def _with_source(config: Config, arguments: list[str]) -> Config:
@@ -323,7 +357,7 @@ def _fitted(recipe: Config, config: Config, overridden: set[str]) -> Config:
     chooses_data = not overridden.isdisjoint({"data.source", "data.paths", "data.tokenizer"})
     if chooses_data and "model.vocab_size" not in overridden:
         with contextlib.suppress(ValueError, OSError):  # what is wrong with the data, `check` says
-            num_ids = config.data.num_token_ids(config.model.vocab_size)
+            num_ids = config.task.num_token_ids(config.data, config.model.vocab_size)
             if num_ids > config.model.vocab_size:
                 fitted["model.vocab_size"] = num_ids
     if chooses_data and "training.sample_prompt" not in overridden and _is_no_text(config):
@@ -340,7 +374,7 @@ def _fitted(recipe: Config, config: Config, overridden: set[str]) -> Config:
 def _is_no_text(config: Config) -> bool:
     """Whether it trains on mock documents, or on files whose tokenizer is unknown."""
     with contextlib.suppress(ValueError, OSError):
-        tokenizer = config.data.with_tokenizer(config.model.vocab_size).tokenizer
+        tokenizer = config.data_with_tokenizer().tokenizer
         return config.data.source == "mock" or tokenizer.startswith("null:")
     return False
 
@@ -425,7 +459,14 @@ MERGED = {
 } | {f"model.rope.{name}": "model.rope.ramp=LOW,HIGH" for name in ("low_frequency", "high_frequency")} | {
     f"model.rope.{name}": "model.rope.ramp=SLOW,FAST" for name in ("beta_slow", "beta_fast")
 }  # fmt: skip
-NOW = MERGED | {old: MERGED.get(new, new) for old, new in MOVED.items()}
+TASK_FIELDS = {
+    f"data.{name}": f"task.{name}"
+    for name in (
+        "kind", "mask_probability", "cross_document_attention", "reset_positions", "mask_document_end", "fim_rate",
+        "fim_spm_rate", "fim_tokens", "on_misfit",
+    )
+}  # fmt: skip
+NOW = TASK_FIELDS | MERGED | {old: MERGED.get(new, new) for old, new in MOVED.items()}
 """What one types today instead of an old field."""
 
 
@@ -444,8 +485,10 @@ def _moved(sections: Any) -> Any:
 
 def _from_dict(kind: Any, value: Any) -> Any:
     """The value of a field from its JSON form; check_fields validates it."""
-    if kind is ModelConfig and isinstance(value, dict):
-        kind = family(str(value.get("kind", "decoder")))  # older runs have no kind: they are decoders
+    if isinstance(value, dict):
+        kinds = next((kinds for kinds in KINDS.values() if kinds.base is kind), None)
+        if kinds is not None:
+            kind = kinds.of(str(value.get("kind")))
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         hints = typing.get_type_hints(kind)
         if hasattr(kind, "upgraded"):

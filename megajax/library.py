@@ -200,11 +200,11 @@ class Run:
 
     @functools.cached_property
     def _eval_step(self):
-        return jax.jit(make_eval_step(self.model))
+        return jax.jit(make_eval_step(self.model, self.config.task))
 
     @functools.cached_property
     def _placer(self) -> BatchPlacer:
-        return BatchPlacer(self.model, self.config.training.sequence_length, self.mesh, self.config.data)
+        return BatchPlacer(self.program, self.config.training)
 
     def _learning_rate(self, step: int) -> float:
         training = self.config.training
@@ -222,8 +222,7 @@ class Run:
         return self._placer.place(shape, {name: split(array) for name, array in arrays.items()})
 
     def _batch_shape(self, arrays: dict[str, np.ndarray], accumulate: bool) -> Batch:
-        packed = not self.config.data.cross_document_attention
-        wanted = self.model.config.batch(self.config.training.sequence_length, packed=packed)
+        wanted = self._placer.arrays
         if missing := wanted.keys() - arrays.keys():
             raise ValueError(f"the batch has no {', '.join(sorted(missing))}; batch(0) shows what the model reads")
         sizes = {name: len(array) for name, array in arrays.items()}
@@ -282,11 +281,10 @@ def plan(config: Config, device: str = "h100") -> Plan:
     gpu = plan_device(device)
     config = config.for_plan()
     program = config.make_program()
-    packed = not config.data.cross_document_attention
     memory, _ = memory_per_device(program, config.training)
     return Plan(
         title=f"plan of {config.run_dir.removeprefix('runs/')}",
-        rows=plan_rows(program, config.training, packed, gpu, compiles=False),
+        rows=plan_rows(program, config.training, gpu, compiles=False),
         memory_bytes=memory,
         usable_bytes=int(USABLE_MEMORY * gpu.memory_bytes),
     )

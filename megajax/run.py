@@ -19,7 +19,7 @@ from megajax.announce import announced
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.steps import newest_meta
 from megajax.config import Config, differences, holds_run, incompatibilities
-from megajax.data.datasets import Datasets, build_datasets, check_same_data, check_vocab_size
+from megajax.data.datasets import Amounts, Datasets, check_same_data, check_vocab_size
 from megajax.data.tokenizers.tokenizer import Tokenizer, save_tokenizer
 from megajax.mesh import COMPILATION_CACHE, make_mesh, use_compilation_cache
 from megajax.planning.card import startup_rows
@@ -35,8 +35,6 @@ from megajax.training.reporting.metrics import MetricsWriter
 from megajax.training.reporting.starts import first_start, start_record
 
 logger = logging.getLogger("megajax")
-# Up to four epochs are about as good as new text (Muennighoff et al. 2023, https://arxiv.org/abs/2305.16264).
-MANY_EPOCHS = 4
 
 
 def train(config: Config) -> str:
@@ -129,20 +127,18 @@ def load_data(config: Config) -> Datasets:
     training = config.training
     schedule = training.schedule(config.mesh)
     evaluated = training.eval_steps * training.global_batch_size if training.eval_every_steps else 0
-    read = config.model.batch(training.sequence_length, packed=not config.data.cross_document_attention)
-    datasets = build_datasets(
-        config.data,
+    amounts = Amounts(
         sequence_length=training.sequence_length,
         seed=training.seed,
         num_train_samples=schedule.num_samples(training.steps),
-        first_sample=lambda step: schedule(step).first_sample,
         num_eval_samples=evaluated,
-        label_length=next(iter(read["labels"].shape), None),
+        first_sample=lambda step: schedule(step).first_sample,
     )
+    datasets = config.task.datasets(config.data, config.model, amounts)
     check_vocab_size(datasets.num_token_ids, config.model.vocab_size)
-    config.model.check_labels(datasets.labels)
-    if config.data.kind == "documents" and not datasets.is_mock and jax.process_index() == 0:
-        _warn_of_repetition(datasets)
+    most = config.task.max_epochs
+    if most is not None and not datasets.is_mock and jax.process_index() == 0:
+        _warn_of_repetition(datasets, most)
     if not config.data.allow_change:
         _check_data(datasets, Path(config.run_dir))
     return datasets
@@ -160,16 +156,16 @@ def _check_sample_prompt(prompt: str, tokenizer: Tokenizer) -> None:
         ) from None
 
 
-def _warn_of_repetition(datasets: Datasets) -> None:
+def _warn_of_repetition(datasets: Datasets, most: int) -> None:
     for source in datasets.sources:
-        if source.epochs > MANY_EPOCHS:
+        if source.epochs > most:
             logger.warning(
                 "data: %s, %s tokens, is read %s times: beyond %d epochs repeated text teaches a model less and less; "
                 "use more text, fewer --training.steps or a smaller --training.global_batch_size",
                 source.name,
                 format_count(source.tokens_per_epoch),
                 f"{source.epochs:,.1f}",
-                MANY_EPOCHS,
+                most,
             )
 
 

@@ -40,7 +40,7 @@ def check(config: Config) -> None:
         f"model.position={model.position}": model.position == "alibi",
         "model.rope.interleaved=True": model.rope.interleaved,
         f"training.microbatch_size={training.microbatch_size}": training.microbatch_size is not None,
-        "data.cross_document_attention=False": not config.data.cross_document_attention,
+        "task.cross_document_attention=False": not config.task.cross_document_attention,
     }
     for field, holds in refused.items():
         if holds:

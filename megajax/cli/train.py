@@ -133,13 +133,12 @@ def plan(name: str, config: "Config", options: Options) -> None:
         return
     device = plan_device(options.plan)
     config = config.for_plan()
-    packed = not config.data.cross_document_attention
     program = config.make_program()
     if options.plan_figure:
         from megajax.plot import plan_figure, save
 
         save(plan_figure(program, config.training, device, title=name), options.plan_figure)
-    Console().card(f"plan of {name}", plan_rows(program, config.training, packed, device, options.plan_price))
+    Console().card(f"plan of {name}", plan_rows(program, config.training, device, options.plan_price))
 
 
 def _print_sample(config: "Config") -> None:

@@ -4,22 +4,17 @@ import dataclasses
 import functools
 import logging
 import os
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from megajax.data.blend_file import is_blend_file, prefixes, read_blend
 from megajax.data.meta import read_meta
-from megajax.data.tokenizers.masking_tokens import SPELLINGS, masking_tokens
-from megajax.data.tokenizers.span_tokens import NUM_ADDED, SpanTokens
-from megajax.data.tokenizers.tokenizer import FILE_TOKENIZERS, check_tokenizer_spec, load_tokenizer
-from megajax.ranges import NonNegativeFloat, PositiveFloat, Probability, Range
+from megajax.data.tokenizers.tokenizer import FILE_TOKENIZERS, check_tokenizer_spec
+from megajax.ranges import NonNegativeFloat, PositiveFloat, Range
 
 logger = logging.getLogger("megajax")
 
 NumReaders = Annotated[int, Range(at_least=0, at_most=1024)]
 SourceKind = Literal["indexed", "text", "mock"]
-MaskedKind = Literal["masked", "masked_nsp", "masked_sop"]
-DataKind = Literal["documents", "conversations", MaskedKind, "classification", "spans"]
-MASKED_KINDS = get_args(MaskedKind)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,14 +31,6 @@ class DataConfig:
     """Prefixes or blend files to evaluate on; empty: documents of `paths`, by `split`."""
     eval_weights: tuple[PositiveFloat, ...] = ()
     """One per evaluation path; empty: by the number of tokens."""
-    kind: DataKind = "documents"
-    """documents: pretraining. conversations: supervised fine-tuning with a loss on the answers only, on files written
-    by preprocess --conversations. masked: masked tokens of one text (BERT); masked_nsp and masked_sop: of two texts, of
-    which the second follows, is of another document (nsp) or precedes (sop), on files written with --split_sentences.
-    classification: labelled texts or words in .jsonl or .csv files (docs/bert.md). spans: a text without some spans,
-    and these spans, for an encoder-decoder (docs/t5.md)."""
-    mask_probability: Annotated[float, Range(above=0, below=1)] = 0.15
-    """With the masked kinds and spans: fraction of the tokens that are predicted."""
     split: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat] = (969, 30, 1)
     """Relative shares of training, evaluation and test documents in `paths` and in the mock documents."""
     text: tuple[str, ...] = ()
@@ -53,21 +40,6 @@ class DataConfig:
     the tokenizer of `paths` recorded in P.meta.json, or null:VOCAB with the vocabulary of the model."""
     cache_dir: str = ".cache/megajax"
     """Directory for sample indices and tokenized text."""
-    cross_document_attention: bool = False
-    """Let documents packed into one sample attend to each other (Megatron's default)."""
-    reset_positions: bool = False
-    """Restart positions at 0 with each document."""
-    mask_document_end: bool = False
-    """No loss on predicting the end-of-document token."""
-    fim_rate: Probability = 0.0
-    """Probability that a training document is rearranged for fill-in-the-middle (data/samples/fim.py)."""
-    fim_spm_rate: Probability = 0.5
-    """Probability that such a document starts with its suffix (SPM)."""
-    fim_tokens: tuple[str, str, str] = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
-    """Special tokens before the three parts, as spelled in the tokenizer."""
-    on_misfit: Literal["raise", "skip", "truncate"] = "raise"
-    """What to do with a conversation longer than a sample: raise an error, skip it or truncate it. One without an
-    answer is an error with raise, and skipped otherwise."""
     allow_change: bool = False
     """Let a run resume with data different from what it began with."""
     num_threads: NumReaders = 4
@@ -84,42 +56,7 @@ class DataConfig:
         if self.tokenizer.endswith(tuple(FILE_TOKENIZERS)) and not os.path.isfile(self.tokenizer):
             raise ValueError(f"data.tokenizer={self.tokenizer}: the file does not exist")
         self._check_source()
-        self._check_kind()
         self._check_paths()
-
-    @property
-    def is_masked(self) -> bool:
-        return self.kind in MASKED_KINDS
-
-    @property
-    def next_sentence(self) -> Literal["none", "nsp", "sop"]:
-        """With the masked kinds: the task on the order of the two texts (data/samples/bert.py)."""
-        return self.kind.removeprefix("masked").removeprefix("_") or "none"
-
-    def _check_kind(self) -> None:
-        for name, kinds in {"mask_probability": (*MASKED_KINDS, "spans"), "on_misfit": ("conversations",)}.items():
-            default = getattr(DataConfig, name)
-            if self.kind not in kinds and getattr(self, name) != default:
-                raise ValueError(
-                    f"data.{name}={getattr(self, name)} has no effect with data.kind={self.kind}, only with "
-                    f"{', '.join(kinds)}; use --data.{name}={default}"
-                )
-        if self.kind == "documents":
-            return
-        for name in ("cross_document_attention", "reset_positions", "mask_document_end", "fim_rate"):
-            if getattr(self, name) and (self.kind, name) != ("conversations", "reset_positions"):
-                raise ValueError(f"data.{name}={getattr(self, name)} is not supported with data.kind={self.kind}")
-        needed = {"conversations": "indexed", "classification": "text"}.get(self.kind, self.source)
-        if self.source != needed:
-            raise ValueError(f"data.kind={self.kind} needs data.source={needed}, not {self.source}")
-        if self.source == "mock" and self.next_sentence != "none" and self.is_masked:
-            raise ValueError(f"data.kind={self.kind} needs sentences, which mock documents do not have; use "
-                             "--data.kind=masked")  # fmt: skip
-        if self.kind == "classification" and self.tokenizer.startswith("sentencepiece:"):
-            raise ValueError(
-                f"data.tokenizer={self.tokenizer} is not trained on labelled texts; name that of the model to start "
-                "from, such as runs/NAME/tokenizer.model"
-            )
 
     def _check_source(self) -> None:
         needed = {"indexed": "paths", "text": "text", "mock": None}[self.source]
@@ -173,14 +110,15 @@ class DataConfig:
     def _reads_text(self) -> bool:
         return self.tokenizer != "" and not self.tokenizer.startswith("null:")
 
-    def with_tokenizer(self, vocab_size: int) -> "DataConfig":
-        """The same with an empty `tokenizer` resolved. vocab_size: of the model.
+    def with_tokenizer(self, vocab_size: int, num_added_ids: int) -> "DataConfig":
+        """The same with an empty `tokenizer` resolved. vocab_size: of the model; num_added_ids: those of them that the
+        task adds to the tokenizer.
 
         Raises ValueError if the file of the recorded tokenizer does not exist.
         """
         if self.tokenizer or self.source == "text":
             return self
-        spec = f"null:{vocab_size - self._num_added_ids}"
+        spec = f"null:{vocab_size - num_added_ids}"
         if self.source == "indexed":
             prefix = prefixes(read_blend(self.paths))[0]
             meta = read_meta(prefix)
@@ -189,23 +127,6 @@ class DataConfig:
             else:
                 spec = _found_tokenizer(meta["tokenizer"], prefix)
         return dataclasses.replace(self, tokenizer=spec)
-
-    def num_token_ids(self, vocab_size: int) -> int:
-        """Number of ids of the tokenizer, and of special tokens that it lacks. vocab_size: of the model. Raises
-        ValueError if it cannot be read."""
-        spec = self.with_tokenizer(vocab_size).tokenizer
-        if spec.startswith("sentencepiece:"):  # not trained yet
-            return int(spec.removeprefix("sentencepiece:")) + self._num_added_ids
-        if self.kind == "spans":
-            return SpanTokens.of(load_tokenizer(spec)).vocab_size
-        if self.is_masked or self.kind == "classification":
-            return masking_tokens(load_tokenizer(spec)).vocab_size
-        return load_tokenizer(spec).vocab_size
-
-    @property
-    def _num_added_ids(self) -> int:
-        """Special tokens of the kind, for a tokenizer that has none of them."""
-        return len(SPELLINGS) if self.is_masked else NUM_ADDED if self.kind == "spans" else 0
 
     def changes(self) -> list[tuple[int, str]]:
         """(step, blend file) of `blend_changes`. Raises ValueError unless the steps ascend from 1."""

@@ -5,27 +5,18 @@ import functools
 import json
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
-from megajax.announce import announced
 from megajax.data.blend import BlendedDataset, plan_phases
 from megajax.data.blend_file import Entry, phase_weights, prefixes, read_blend, shares
 from megajax.data.config import DataConfig
 from megajax.data.indexed_dataset import IndexedDataset
 from megajax.data.meta import read_meta
-from megajax.data.prepare.text_corpus import find_files, prepare_text
-from megajax.data.samples.bert import BertDataset, BertFormat
-from megajax.data.samples.classification import ClassificationDataset, Labels, read_labelled
-from megajax.data.samples.fim import FillInTheMiddle
-from megajax.data.samples.gpt import GptDataset, SampleFormat, split_ranges
-from megajax.data.samples.masking import Masking
+from megajax.data.prepare.text_corpus import TextForm, prepare_text
+from megajax.data.samples.gpt import split_ranges
 from megajax.data.samples.mock import MockIndexedDataset
-from megajax.data.samples.sft import SftDataset, SftFormat
-from megajax.data.samples.t5 import T5Dataset, T5Format
-from megajax.data.tokenizers.masking_tokens import masking_tokens
-from megajax.data.tokenizers.span_tokens import SpanTokens
 from megajax.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger("megajax")
@@ -33,10 +24,41 @@ logger = logging.getLogger("megajax")
 
 class Dataset(Protocol):
     """Random access to samples: dicts of arrays, with the same names, shapes and dtypes for all samples. A model reads
-    those in ModelConfig.batch; GptDataset lists those for a decoder."""
+    those in ModelConfig.inputs; GptDataset lists those for a decoder."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, i: int) -> dict[str, np.ndarray]: ...
+
+
+class SampleFormat(Protocol):
+    """How samples are made from the sequences or documents of a source: a dataclass, whose fields are recorded."""
+
+    vocab_size: int | None
+    """Ids of the tokenizer, and of special tokens that it lacks."""
+    of_documents: ClassVar[bool]
+    """Whether parts of a source are counted in documents, or in sequences."""
+    is_plain_text: ClassVar[bool]
+    """Whether the labels are all tokens of the text, so that their loss has a value in bits per byte."""
+
+    def build(
+        self, indexed: Any, part: tuple[int, int], num_samples: int, *, sequence_length: int, seed: int, cache_dir: str
+    ) -> Dataset: ...
+
+
+class Formats(NamedTuple):
+    train: SampleFormat
+    eval: SampleFormat
+
+
+class Amounts(NamedTuple):
+    """How much data a run reads."""
+
+    sequence_length: int
+    seed: int
+    num_train_samples: int
+    num_eval_samples: int
+    first_sample: Callable[[int], int] = int
+    """Step -> its first sample, for data.blend_changes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,32 +88,20 @@ class Datasets:
     is_mock: bool
     num_token_ids: int
     """Ids of the tokenizer, and of special tokens that it lacks."""
-    labels: Labels | None = None
-    """Of labelled texts."""
 
 
 def build_datasets(
-    config: DataConfig,
-    *,
-    sequence_length: int,
-    seed: int,
-    num_train_samples: int,
-    num_eval_samples: int,
-    first_sample: Callable[[int], int] = int,
-    label_length: int | None = None,
+    config: DataConfig, amounts: Amounts, formats_of: Callable[[Tokenizer], Formats], text_form: TextForm
 ) -> Datasets:
     """Training and evaluation data of a run: at least the given numbers of samples, over as many epochs as needed. The
     tokenizer of the config must be resolved (Config.check_on).
 
-    first_sample: step -> its first sample, for `blend_changes`. label_length: labels of a sample of kind=spans; None:
-    sequence_length. Raises ValueError if files are missing or damaged, a split is too small, or the tokenizer did not
-    write the data.
+    text_form: how `config.text` is tokenized. Raises ValueError if files are missing or damaged, a split is too small,
+    or the tokenizer did not write the data.
     """
     config.check()
-    if config.kind == "classification":
-        return _labelled(config, sequence_length, seed, num_train_samples, num_eval_samples)
     if config.source == "text":
-        train_prefix, eval_prefix, spec = prepare_text(config)
+        train_prefix, eval_prefix, spec = prepare_text(config, text_form)
         train_paths = (train_prefix,)
         eval_paths = (eval_prefix,)
     else:
@@ -99,8 +109,11 @@ def build_datasets(
         eval_paths = config.eval_paths
         spec = config.tokenizer
     tokenizer = load_tokenizer(spec)
-    form = _sample_format(config, tokenizer, label_length or sequence_length)
-    build = functools.partial(_build, sequence_length=sequence_length, seed=seed, cache_dir=config.cache_dir)
+    formats = formats_of(tokenizer)
+    form = formats.train
+    build = functools.partial(
+        _build, sequence_length=amounts.sequence_length, seed=amounts.seed, cache_dir=config.cache_dir
+    )
     if config.source == "mock":
         mock = MockIndexedDataset(tokenizer.vocab_size, tokenizer.eod_id)
         opened = {mock.prefix: mock}
@@ -111,135 +124,35 @@ def build_datasets(
         blends = [read_blend(*arguments) for arguments in files]
         held_out = read_blend(eval_paths, config.eval_weights) if eval_paths else blends[0]
         names = [name for blend in (*blends, held_out) for name in prefixes(blend)]
-        opened = {name: _open(name, tokenizer, config.kind) for name in dict.fromkeys(names)}
+        opened = {name: _open(name, tokenizer) for name in dict.fromkeys(names)}
     split = (1, 0, 0) if eval_paths else config.split
     splits = dict.fromkeys(opened, split)
-    if num_eval_samples and not eval_paths:
-        count = _KINDS[type(form)].count
-        splits |= {name: _split(opened[name], count(opened[name]), split) for name in prefixes(held_out)}
-    cuts = [*(first_sample(step) for step, _ in config.changes()), num_train_samples]
+    if amounts.num_eval_samples and not eval_paths:
+        splits |= {name: _split(opened[name], _count(form, opened[name]), split) for name in prefixes(held_out)}
+    cuts = [*(amounts.first_sample(step) for step, _ in config.changes()), amounts.num_train_samples]
     if any(size <= 0 for size in np.diff([0, *cuts])):
         raise ValueError(
             f"data.blend_changes={config.blend_changes}: the run ends before the last change; use more --training.steps"
         )
-    train = build(blends, opened, splits, 0, np.diff([0, *cuts]).tolist(), sample_format=form)
+    train = build(blends, opened, splits, 0, np.diff([0, *cuts]).tolist(), form=form)
     evaluation = None
-    if num_eval_samples:
+    if amounts.num_eval_samples:
         which = 0 if eval_paths else 1
-        plain = _sample_format(dataclasses.replace(config, fim_rate=0.0), tokenizer, label_length or sequence_length)
-        evaluation = build([held_out], opened, splits, which, [num_eval_samples], sample_format=plain)
+        evaluation = build([held_out], opened, splits, which, [amounts.num_eval_samples], form=formats.eval)
     return Datasets(
         train=train,
         eval=evaluation,
         tokenizer=tokenizer,
         train_tokens_per_epoch=sum(part.tokens_per_epoch for part in _parts(train)),
-        eval_bytes_per_token=_bytes_per_token(evaluation, config.kind),
-        sources=_sources(train, sequence_length, cuts[-1]),
-        record=_record(train, tokenizer, form, split, splits, sequence_length, seed, cuts),
+        eval_bytes_per_token=_bytes_per_token(evaluation, formats.eval),
+        sources=_sources(train, amounts.sequence_length, cuts[-1]),
+        record=_record(train, tokenizer, form, split, splits, amounts, cuts),
         is_mock=config.source == "mock",
         num_token_ids=form.vocab_size,
     )
 
 
-def _labelled(
-    config: DataConfig, sequence_length: int, seed: int, num_train_samples: int, num_eval_samples: int
-) -> Datasets:
-    """As build_datasets, of labelled texts. Which examples are held out depends on data.split only, not on their order,
-    which often goes by label."""
-    tokenizer = load_tokenizer(config.tokenizer)
-    special = masking_tokens(tokenizer)
-    with announced("reading labelled texts"):
-        files, labels = read_labelled([path for _, path in find_files(config.text)], tokenizer)
-    examples = [example for file in files for example in file.examples]
-    order = np.random.default_rng(0).permutation(len(examples))
-
-    def part(which: int, num_samples: int) -> ClassificationDataset:
-        begin, end = split_ranges(config.split, len(examples))[which] or (0, 0)
-        if begin == end:
-            raise ValueError(
-                f"data.split={config.split} leaves no {('training', 'evaluation')[which]} examples of the "
-                f"{len(examples)} in data.text; give it a larger share"
-            )
-        chosen = [examples[i] for i in order[begin:end]]
-        return ClassificationDataset(chosen, num_samples, sequence_length, seed, special)
-
-    train = part(0, num_train_samples)
-    per_epoch = len(train.examples)
-    record = {
-        "tokenizer": tokenizer.identity,
-        "sequence_length": sequence_length,
-        "seed": seed,
-        "format": {"kind": "classification", "classes": list(labels.classes), "of_words": labels.of_words},
-        "files": [
-            {
-                "prefix": file.path,
-                "sequences": len(file.examples),
-                "tokens": file.num_tokens,
-                "sha256": file.sha256,
-                "fingerprint": file.sha256,
-                "holds_out_last": False,
-            }
-            for file in files
-        ],
-        "split": list(config.split),
-        "weights": [],
-        "changes": [],
-        "num_samples": num_train_samples,
-    }
-    return Datasets(
-        train=train,
-        eval=part(1, num_eval_samples) if num_eval_samples else None,
-        tokenizer=tokenizer,
-        train_tokens_per_epoch=train.tokens_per_epoch,
-        eval_bytes_per_token=None,
-        sources=(Source("data.text", train.tokens_per_epoch, num_train_samples, num_train_samples / per_epoch),),
-        record=record,
-        is_mock=False,
-        num_token_ids=special.vocab_size,
-        labels=labels,
-    )
-
-
-def _sample_format(
-    config: DataConfig, tokenizer: Tokenizer, label_length: int
-) -> SampleFormat | SftFormat | BertFormat | T5Format:
-    if config.kind == "spans":
-        special = SpanTokens.of(tokenizer)
-        return T5Format(
-            bos_id=special.pad_id,
-            eos_id=special.eos_id,
-            pad_id=special.pad_id,
-            sentinel_ids=special.sentinel_ids,
-            vocab_size=special.vocab_size,
-            decoder_length=label_length,
-            masking=Masking(probability=config.mask_probability, max_ngram=10),
-        )
-    if config.is_masked:
-        masking = Masking(probability=config.mask_probability)
-        special = masking_tokens(tokenizer)._asdict()
-        return BertFormat(**special, next_sentence=config.next_sentence, masking=masking)
-    if config.kind == "conversations":
-        return SftFormat(on_misfit=config.on_misfit, vocab_size=tokenizer.vocab_size)
-    fill = None
-    if config.fim_rate:
-        ids = {name: tokenizer.token_id(name) for name in config.fim_tokens}
-        missing = [name for name, number in ids.items() if number is None]
-        if missing:
-            raise ValueError(
-                f"data.fim_tokens: {', '.join(missing)} are not tokens of {tokenizer.identity}; name tokens of it"
-            )
-        fill = FillInTheMiddle(config.fim_rate, config.fim_spm_rate, *ids.values())
-    return SampleFormat(
-        cross_document_attention=config.cross_document_attention,
-        reset_positions=config.reset_positions,
-        mask_document_end=config.mask_document_end,
-        eod_id=tokenizer.eod_id,
-        vocab_size=tokenizer.vocab_size,
-        fill_in_the_middle=fill,
-    )
-
-
-def _open(prefix: str, tokenizer: Tokenizer, kind: str) -> IndexedDataset:
+def _open(prefix: str, tokenizer: Tokenizer) -> IndexedDataset:
     """Opens a dataset, after comparing the tokenizer with the one in P.meta.json, if it exists."""
     meta = read_meta(prefix)
     null = tokenizer.identity.startswith("null:")
@@ -253,33 +166,15 @@ def _open(prefix: str, tokenizer: Tokenizer, kind: str) -> IndexedDataset:
     return IndexedDataset(prefix)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Kind:
-    """What samples are made of: sequences of an indexed dataset, or its documents."""
-
-    dataset: type
-    count: Callable[[Any], int]
-    num_tokens: Callable[[Any, tuple[int, int]], int]
+def _count(form: SampleFormat, source: Any) -> int:
+    """Documents or sequences of a source, whichever the samples are made of."""
+    return len(source.document_indices) - 1 if form.of_documents else len(source)
 
 
-def _tokens(source, begin: int, end: int) -> int:
+def _num_tokens(form: SampleFormat, source: Any, part: tuple[int, int]) -> int:
+    """part: (begin, end), documents or sequences."""
+    begin, end = source.document_indices[list(part)].tolist() if form.of_documents else part
     return int(source.lengths[begin:end].sum(dtype=np.int64))
-
-
-def _of_documents(dataset: type) -> _Kind:
-    return _Kind(
-        dataset,
-        lambda source: len(source.document_indices) - 1,
-        lambda source, part: _tokens(source, *source.document_indices[list(part)].tolist()),
-    )
-
-
-_KINDS = {
-    SampleFormat: _Kind(GptDataset, len, lambda source, part: _tokens(source, *part)),
-    SftFormat: _of_documents(SftDataset),
-    BertFormat: _of_documents(BertDataset),
-    T5Format: _of_documents(T5Dataset),
-}
 
 
 def _split(source, count: int, split: tuple[float, ...]) -> tuple[float, ...]:
@@ -314,16 +209,13 @@ def _build(
     *,
     sequence_length: int,
     seed: int,
-    sample_format: SampleFormat | SftFormat,
+    form: SampleFormat,
     cache_dir: str,
 ) -> Dataset:
     """blends, sizes: of the phases; splits: by prefix."""
-    kind = _KINDS[type(sample_format)]
-    build = functools.partial(
-        kind.dataset, sequence_length=sequence_length, seed=seed, sample_format=sample_format, cache_dir=cache_dir
-    )
+    build = functools.partial(form.build, sequence_length=sequence_length, seed=seed, cache_dir=cache_dir)
     used = dict.fromkeys(name for blend in blends for name in prefixes(blend))
-    ranges = {name: _range(opened[name], kind.count(opened[name]), splits[name], which) for name in used}
+    ranges = {name: _range(opened[name], _count(form, opened[name]), splits[name], which) for name in used}
     # As in Megatron, one path is a blend only if it has a weight; it is then built 0.5 % larger.
     alone, *others = ranges
     weighted = blends[0].entries and blends[0].entries[0].weight is not None
@@ -331,7 +223,7 @@ def _build(
         return build(opened[alone], ranges[alone], sizes[0])
 
     def num_tokens(name: str) -> int:
-        return kind.num_tokens(opened[name], ranges[name])
+        return _num_tokens(form, opened[name], ranges[name])
 
     names, weights = phase_weights(shares(blend, num_tokens) for blend in blends)
     phases, built = plan_phases(weights, sizes)
@@ -339,11 +231,11 @@ def _build(
     return BlendedDataset(datasets, phases, cache_dir)
 
 
-def _parts(dataset: GptDataset | SftDataset | BlendedDataset) -> list[GptDataset | SftDataset]:
+def _parts(dataset: Dataset) -> list[Any]:
     return getattr(dataset, "datasets", [dataset])
 
 
-def _sources(dataset: GptDataset | SftDataset | BlendedDataset, length: int, num_samples: int) -> tuple[Source, ...]:
+def _sources(dataset: Dataset, length: int, num_samples: int) -> tuple[Source, ...]:
     parts = _parts(dataset)
     picks = getattr(dataset, "dataset_index", np.zeros(num_samples, np.int16))
     counts = np.bincount(picks[:num_samples], minlength=len(parts)).tolist()
@@ -354,13 +246,12 @@ def _sources(dataset: GptDataset | SftDataset | BlendedDataset, length: int, num
 
 
 def _record(
-    dataset: GptDataset | SftDataset | BlendedDataset,
+    dataset: Dataset,
     tokenizer: Tokenizer,
-    form: SampleFormat | SftFormat,
+    form: SampleFormat,
     split: tuple[float, ...],
     splits: dict[str, tuple[float, ...]],
-    sequence_length: int,
-    seed: int,
+    amounts: Amounts,
     cuts: list[int],
 ) -> dict[str, Any]:
     phases = getattr(dataset, "phases", ())
@@ -377,8 +268,8 @@ def _record(
     ]
     return {
         "tokenizer": tokenizer.identity,
-        "sequence_length": sequence_length,
-        "seed": seed,
+        "sequence_length": amounts.sequence_length,
+        "seed": amounts.seed,
         "format": {"kind": type(form).__name__, **json.loads(json.dumps(dataclasses.asdict(form)))},
         "files": files,
         "split": list(split),
@@ -430,9 +321,10 @@ def _changed_files(old: Any, new: list[dict[str, Any]]) -> list[str]:
     return changed
 
 
-def _bytes_per_token(dataset: Dataset | None, kind: str) -> float | None:
-    """Bytes of text per token, counting end-of-document tokens; None unless it is a single file with meta.json."""
-    parts = _parts(dataset) if dataset is not None and kind == "documents" else []
+def _bytes_per_token(dataset: Dataset | None, form: SampleFormat) -> float | None:
+    """Bytes of text per token, counting end-of-document tokens; None unless samples are the plain text of a single file
+    with meta.json."""
+    parts = _parts(dataset) if dataset is not None and form.is_plain_text else []
     meta = read_meta(parts[0].indexed.prefix) if len(parts) == 1 else None
     return meta["num_bytes"] / meta["num_tokens"] if meta and meta["num_tokens"] else None
 

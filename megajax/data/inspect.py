@@ -16,7 +16,7 @@ from megajax.data.blend import BlendedDataset, normalize_weights, plan_phases
 from megajax.data.config import DataConfig
 from megajax.data.indexed_dataset import IndexedDataset
 from megajax.data.meta import read_meta
-from megajax.data.samples.gpt import GptDataset, SampleFormat, split_ranges
+from megajax.data.samples.gpt import GptDataset, GptFormat, split_ranges
 from megajax.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 SPLITS = "train", "valid", "test"
@@ -92,7 +92,7 @@ def sample_indices(
             continue
 
         def gpt(dataset, part, count):
-            form = SampleFormat(pad_id=pad_id)
+            form = GptFormat(pad_id=pad_id)
             return GptDataset(dataset, part, count, sequence_length, seed, sample_format=form, cache_dir=None)
 
         if len(datasets) == 1 and not weights:

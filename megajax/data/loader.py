@@ -1,18 +1,62 @@
-"""An iterator over the batches of a run.
+"""What feeds a training loop: batches whose samples are computed from indices, or any other BatchSource.
 
-The order is computed from indices. Step s reads the samples [first(s), first(s) + global batch) of one list that does
+The order of the former is computed: Step s reads the samples [first(s), first(s) + global batch) of one list that does
 not depend on the number of hosts or workers; a process reads only its rows. The only state is the step.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
 from megajax.data.config import DataConfig
 from megajax.data.datasets import Dataset
 from megajax.data.worker_process import end_with_parent
+
+
+class BatchSource(Protocol):
+    """What feeds a training loop. Its `saved` values are part of every checkpoint."""
+
+    reads_weights: bool
+    """Whether batches depend on the weights: then each is made when its step begins, otherwise ahead of it."""
+
+    def batches(
+        self, start: int, stop: int, rows_of: Callable[[int], np.ndarray], weights: Callable[[], dict]
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """The batches of steps start, ..., stop - 1: arrays [microbatches, rows, ...] of the rows that this process
+        needs.
+
+        rows_of: microbatch size -> these rows, ascending. weights: the weights before the step whose batch is made.
+        Raises ValueError if one cannot be made.
+        """
+
+    def saved(self, step: int) -> dict[str, Any]:
+        """JSON values, the same on all processes, from which `restore` continues after `step` finished steps."""
+
+    def restore(self, saved: dict[str, Any]) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexedSource:
+    """The BatchSource of a dataset, whose state is the step alone; see `step_batches`."""
+
+    dataset: Dataset
+    schedule: Callable[[int], tuple[int, int, int]]
+    config: DataConfig
+    reads_weights: ClassVar[bool] = False
+
+    def batches(
+        self, start: int, stop: int, rows_of: Callable[[int], np.ndarray], weights: Callable[[], dict]
+    ) -> Iterator[dict[str, np.ndarray]]:
+        return step_batches(self.dataset, self.schedule, rows_of, start_step=start, num_steps=stop, config=self.config)
+
+    def saved(self, step: int) -> dict[str, Any]:
+        return {}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        pass
 
 
 def step_batches(

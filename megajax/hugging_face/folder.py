@@ -23,6 +23,7 @@ from megajax.mesh import MeshConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.ops.quantized_matmul import QuantizedWeight, WeightFormat
 from megajax.parameters import name_of
+from megajax.tasks.interface import task_of
 from megajax.training.config import TrainingConfig
 
 logger = logging.getLogger("megajax")
@@ -69,9 +70,10 @@ class Folder:
     @property
     def config(self) -> Config:
         """Config of a run with this model and tokenizer."""
-        kinds = self.model.data_kinds
-        data = DataConfig(source="mock", tokenizer=self.tokenizer_spec, kind=kinds[0] if kinds else "documents")
-        return Config(model=self.model, data=data, training=TrainingConfig(sequence_length=self._length))
+        task = task_of(self.model) or Config().task  # of one that cannot be trained
+        data = DataConfig(source="mock", tokenizer=self.tokenizer_spec)
+        training = TrainingConfig(sequence_length=self._length)
+        return Config(model=self.model, task=task, data=data, training=training)
 
     @property
     def _length(self) -> int:

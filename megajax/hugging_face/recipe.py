@@ -20,7 +20,7 @@ def fine_tuning(path: str) -> Config:
     """
     folder = Folder(path)
     config = folder.config
-    source = "text" if config.data.kind == "classification" else "indexed"
+    source = "text" if "classes" in config.model.heads else "indexed"
     return dataclasses.replace(
         config,
         mesh=MeshConfig(fsdp=-1),

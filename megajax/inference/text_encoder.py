@@ -210,14 +210,14 @@ class TextEncoder:
 def _hidden(model, params: dict, batch: dict):
     batch = {name: constrain(array, "batch", "time") for name, array in batch.items()}
     module = model.module(params)
-    return module, module.hidden(batch), batch
+    return module, module.hidden(batch)[0], batch
 
 
 def _fill(model, params: dict, batch: dict, where_BM: jax.Array, *, top_k: int):
     """-> (tokens int32, probabilities float32) [B, M, top_k]."""
     module, h_BTD, _ = _hidden(model, params, batch)
     h_BMD = jnp.take_along_axis(constrain(h_BTD, "batch", None, None), where_BM[..., None], axis=1)
-    probabilities, tokens = jax.lax.top_k(jax.nn.softmax(module.logits(h_BMD)), top_k)
+    probabilities, tokens = jax.lax.top_k(jax.nn.softmax(module.token_logits(h_BMD)), top_k)
     return _replicated((tokens, probabilities))
 
 

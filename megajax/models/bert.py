@@ -8,7 +8,7 @@ megatron/core/models/bert.
 
 import dataclasses
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +25,8 @@ from megajax.layers.transformer import TransformerLayerConfig
 from megajax.mesh import MeshConfig
 from megajax.models.decoder import check_embedding_divides, padded_vocab_size
 from megajax.models.execution import ExecutionConfig
-from megajax.models.interface import BatchArray, LossOptions, LossTerms, ModelConfig, OneStack
+from megajax.models.interface import BatchArray, ModelConfig, OneStack
 from megajax.ops.activation import activate
-from megajax.ops.cross_entropy import TokenScores, cross_entropy, finish_logits, token_scores
 from megajax.ops.embedding import embed
 from megajax.ops.matmul import matmul
 from megajax.parallel.context import current_order
@@ -36,7 +35,6 @@ from megajax.parameters import weight
 from megajax.ranges import MAY_CHANGE, DropRate, Epsilon, InitStd, PositiveInt, Range, VocabMultiple
 from megajax.sharding import constrain
 
-_NO_LOSS = "model.head=none has no loss; use --model.head=masked_lm or a classification head"
 Head = Literal["masked_lm", "sequence_classification", "token_classification", "none"]
 
 
@@ -79,8 +77,7 @@ class BertConfig(ModelConfig):
     """masked_lm: predict masked tokens. sequence_classification: a class for each text, from its first token.
     token_classification: a class for each token. none: hidden states only, which cannot be trained."""
     next_sentence: bool = True
-    """With head=masked_lm: also predict whether the second text follows the first; needs data.kind=masked_nsp or
-    masked_sop."""
+    """With head=masked_lm: also predict whether the second text follows the first; needs task.sentences=nsp or sop."""
     num_classes: Annotated[int, Range(at_least=2)] = 2
     """Classes of a classification head."""
     dropout: DropRate = dataclasses.field(default=0.1, metadata=MAY_CHANGE)
@@ -130,15 +127,10 @@ class BertConfig(ModelConfig):
     def stacks(self, execution: ExecutionConfig) -> dict[str, tuple[TransformerLayerConfig, ...]]:
         return {"layers": tuple(self._layer_config(number, execution) for number in range(self.num_layers))}
 
-    def batch(self, sequence_length: int, *, packed: bool) -> dict[str, BatchArray]:
+    def inputs(self, sequence_length: int, *, packed: bool) -> dict[str, BatchArray]:
         """segment_ids separates the text from its padding; it is always read."""
-        if self.head == "none":
-            raise ValueError(_NO_LOSS)
-        names = ["tokens", "labels", "positions", "segment_ids"]
-        names += ["token_types"] if self.num_token_types > 1 else []
-        batch = {name: BatchArray.sequence(sequence_length) for name in names}
-        batch["loss_mask"] = BatchArray.sequence(sequence_length, jnp.float32)
-        return batch | ({"next_sentence": BatchArray((), (), jnp.int32)} if self.has_next_sentence else {})
+        names = ["tokens", "positions", "segment_ids"] + (["token_types"] if self.num_token_types > 1 else [])
+        return {name: BatchArray.sequence(sequence_length) for name in names}
 
     def flops_outside(self, sequence_length: int) -> Flops:
         if self.head == "masked_lm":
@@ -203,31 +195,15 @@ class BertConfig(ModelConfig):
         check_embedding_divides(mesh, self.vocab_size, self.vocab_multiple, self.embed_dim)
 
     @property
-    def data_kinds(self) -> tuple[str, ...]:
-        if self.head == "masked_lm":
-            return ("masked_nsp", "masked_sop") if self.next_sentence else ("masked",)
-        return ("classification",) if self.classifies else ()
+    def heads(self) -> tuple[str, ...]:
+        if self.classifies:
+            return ("classes",)
+        masked = ("masked_token",) if self.head == "masked_lm" else ()
+        return masked + (("sentence_order",) if self.has_next_sentence else ())
 
     @property
     def has_output_layer(self) -> bool:
         return self.head == "masked_lm"
-
-    def check_data(self, kind: str) -> None:
-        if self.head == "none":
-            raise ValueError(_NO_LOSS)
-        super().check_data(kind)
-
-    def check_labels(self, labels: Any) -> None:
-        if labels is None:
-            return
-        head = "token_classification" if labels.of_words else "sequence_classification"
-        if self.head != head:
-            raise ValueError(f"model.head={self.head}: the labels in data.text are for --model.head={head}")
-        if self.num_classes != len(labels.classes):
-            raise ValueError(
-                f"model.num_classes={self.num_classes}: data.text has the classes {', '.join(labels.classes)}; "
-                f"use --model.num_classes={len(labels.classes)}"
-            )
 
     @property
     def encoder_tasks(self) -> tuple[str, ...]:
@@ -241,10 +217,7 @@ class BertConfig(ModelConfig):
 
 
 class Bert(OneStack):
-    """embed -> layers -> a head; see models/interface.py for the batch.
-
-    With head=sequence_classification the class of a text is the label of its first token, which has all its weight.
-    """
+    """embed -> layers -> a head; see models/interface.py for the batch."""
 
     def __init__(
         self, config: BertConfig, dtype: jnp.dtype, execution: ExecutionConfig, stages: Stages | None, *,
@@ -305,65 +278,20 @@ class Bert(OneStack):
         """What every layer reads besides x."""
         return {"segment_ids": batch["segment_ids"]}
 
-    def hidden(self, batch: dict) -> jax.Array:
-        """The hidden states of the last layer [B, T, D], normalised, without dropout."""
-        x_BTD, _, _ = self.layers(self.embed(batch, None), self.block_inputs(batch))
-        return self._normed(x_BTD)
-
-    def _normed(self, x_BTD: jax.Array) -> jax.Array:
+    def output(self, x_BTD: jax.Array) -> jax.Array:
         return self.final_norm(x_BTD) if self.config.norm_placement == "pre" else x_BTD
 
     # ------------------------------------------------------------------ masked tokens
 
-    def loss(self, x_BTD: jax.Array, batch: dict, options: LossOptions) -> LossTerms:
-        loss = self._class_loss if self.config.classifies else self._masked_loss
-        return loss(self._normed(x_BTD), batch, options)
-
-    def _masked_loss(self, h_BTD: jax.Array, batch: dict, options: LossOptions) -> LossTerms:
-        transformed_BTD = self._transformed(h_BTD)
-        labels_BT = batch["labels"]
-        weights_BT = batch["loss_weights"]
-        how = dict(z_loss=options.z_loss, label_smoothing=options.label_smoothing, recipe=self.head_recipe)
-        terms = LossTerms(
-            cross_entropy(transformed_BTD, self._head(), labels_BT, weights_BT, **how, **self._logit_options())
-        )
-        if options.evaluates:
-            top_BT = token_scores(transformed_BTD, self._head(), labels_BT, **self._logit_options()).top
-            terms = terms._replace(rates={"accuracy": _rate(top_BT == labels_BT, weights_BT > 0)})
-        if not self.config.has_next_sentence:
-            return terms
-        logits_BC = self.pair_logits(h_BTD, batch)
-        followed_B = batch["next_sentence"]
-        log_probs_B = _label_scores(logits_BC, followed_B).log_probs
-        right_B = jnp.argmax(logits_BC, -1) == followed_B
-        # Every microbatch has the same number of texts, so the mean of its means is that of the batch.
-        terms = terms._replace(auxiliary={"next_sentence_loss": -jnp.mean(log_probs_B)})
-        if options.evaluates:
-            rate = _rate(right_B, jnp.ones_like(right_B))
-            terms = terms._replace(rates=terms.rates | {"next_sentence_accuracy": rate})
-        return terms
-
-    def label_scores(self, x_BTD: jax.Array, batch: dict) -> TokenScores:
-        transformed_BTD = self._transformed(self._normed(x_BTD))
-        return token_scores(transformed_BTD, self._head(), batch["labels"], **self._logit_options())
-
-    def logits(self, h_BTD: jax.Array) -> jax.Array:
-        """Hidden states of `hidden` -> logits of the masked-LM head float32 [B, T, V]; minus infinity for the padding
-        of the vocabulary."""
-        products_BTV = matmul(self._transformed(h_BTD), self._head()).astype(jnp.float32)
-        logits_BTV = finish_logits(products_BTV, self.head_bias[...], 1.0, None)
-        is_token = jnp.arange(self.config.padded_vocab_size) < self.config.vocab_size
-        return constrain(jnp.where(is_token, logits_BTV, -jnp.inf), "batch", "time", "vocab")
-
-    def _transformed(self, h_BTD: jax.Array) -> jax.Array:
+    def before_head(self, h_BTD: jax.Array) -> jax.Array:
         wide_BTD = constrain(self.head_dense(h_BTD), "batch", "sequence", None)
         return self.head_norm(activate(wide_BTD[..., None, :], self.config.head_activation or self.config.activation))
 
-    def _head(self) -> jax.Array:
+    def head_matrix(self) -> jax.Array:
         """[D, V]."""
         return self.embedding[...].T if self.config.tied_embeddings else self.head.matrix()
 
-    def _logit_options(self) -> dict:
+    def logit_options(self) -> dict:
         return dict(vocab_size=self.config.vocab_size, bias_V=self.head_bias[...])
 
     # ------------------------------------------------------------------ classes
@@ -380,41 +308,11 @@ class Bert(OneStack):
 
     def pooled(self, h_BTD: jax.Array, batch: dict) -> jax.Array:
         """tanh(dense(first token)) [B, D]."""
-        return jnp.tanh(self.pooler(_of_first(h_BTD, batch)))
+        return jnp.tanh(self.pooler(self.of_first(h_BTD, batch)))
 
-    def _class_loss(self, h_BTD: jax.Array, batch: dict, options: LossOptions) -> LossTerms:
-        logits = self.class_logits(h_BTD, batch)
-        labels = batch["labels"]
-        weights = batch["loss_weights"]
-        if self.config.head == "sequence_classification":
-            labels = _of_first(labels, batch)
-            weights = _of_first(weights, batch)
-        scores = _label_scores(logits, labels)
-        losses = -scores.log_probs
-        if options.label_smoothing:
-            share = options.label_smoothing * self.config.num_classes / (self.config.num_classes - 1)
-            losses = (1 - share) * losses - share * jnp.mean(jax.nn.log_softmax(logits), -1)
-        if options.z_loss:
-            losses += options.z_loss * jax.nn.logsumexp(logits, -1) ** 2
-        total = jnp.sum(weights * losses)
-        rates = {"accuracy": _rate(scores.top == labels, weights > 0)} if options.evaluates else {}
-        return LossTerms(total, rates=rates)
-
-
-def _of_first(array: jax.Array, batch: dict) -> jax.Array:
-    """[B, T, ...] -> [B, ...] of the first token of each text. A sum, because slicing a sequence that the mesh splits
-    would need a permutation of all devices, which a pipeline stage must not use."""
-    is_first_BT = (batch["positions"] == 0).reshape(*array.shape[:2], *(1,) * (array.ndim - 2))
-    return jnp.sum(jnp.where(is_first_BT, array, 0), axis=1)
-
-
-def _label_scores(logits: jax.Array, labels: jax.Array) -> TokenScores:
-    """logits float32 [..., C], labels int32 [...] -> log-probabilities of the labels, and the most likely classes."""
-    log_probs = jax.nn.log_softmax(logits)
-    of_label = jax.nn.one_hot(labels, logits.shape[-1], dtype=logits.dtype)
-    return TokenScores(jnp.sum(log_probs * of_label, -1), jnp.argmax(logits, -1).astype(jnp.int32))
-
-
-def _rate(is_right: jax.Array, counts: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(number of right ones among those that count, number of these), float32."""
-    return jnp.sum(is_right & counts, dtype=jnp.float32), jnp.sum(counts, dtype=jnp.float32)
+    @staticmethod
+    def of_first(array: jax.Array, batch: dict) -> jax.Array:
+        """[B, T, ...] -> [B, ...] of the first token of each text. A sum, because slicing a sequence that the mesh
+        splits would need a permutation of all devices, which a pipeline stage must not use."""
+        is_first_BT = (batch["positions"] == 0).reshape(*array.shape[:2], *(1,) * (array.ndim - 2))
+        return jnp.sum(jnp.where(is_first_BT, array, 0), axis=1)

@@ -27,9 +27,7 @@ from megajax.mesh import MeshConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.models.interface import BatchArray, LossOptions, LossTerms, ModelConfig, OneStack
 from megajax.ops.activation import Activation
-from megajax.ops.cross_entropy import TokenScores, cross_entropy, finish_logits, token_scores
 from megajax.ops.embedding import embed
-from megajax.ops.matmul import matmul
 from megajax.parallel.context import current_order
 from megajax.parallel.schedule import Stages
 from megajax.parameters import weight
@@ -227,11 +225,9 @@ class DecoderConfig(ModelConfig):
         stacks = self.stacks(execution)
         return {name: stacks[name] for name in map(mtp_name, range(1, self.mtp_layers + 1))}
 
-    def batch(self, sequence_length: int, *, packed: bool) -> dict[str, BatchArray]:
-        sequence = BatchArray.sequence(sequence_length)
-        weights = BatchArray.sequence(sequence_length, jnp.float32)
-        batch = {"tokens": sequence, "labels": sequence, "positions": sequence, "loss_mask": weights}
-        return batch | ({"segment_ids": sequence} if packed else {})
+    def inputs(self, sequence_length: int, *, packed: bool) -> dict[str, BatchArray]:
+        names = ("tokens", "positions", "segment_ids") if packed else ("tokens", "positions")
+        return {name: BatchArray.sequence(sequence_length) for name in names}
 
     def flops_outside(self, sequence_length: int) -> Flops:
         return Flops(2 * self.padded_vocab_size * self.embed_dim * (1 + self.mtp_layers))
@@ -480,27 +476,15 @@ class Decoder(OneStack):
             inputs[f"cos_{name}"], inputs[f"sin_{name}"] = tables
         return inputs
 
-    def loss(self, x_BTD: jax.Array, batch: dict, options: LossOptions) -> LossTerms:
-        h_BTD = self.final_norm(x_BTD)
-        terms = LossTerms(self._token_loss(h_BTD, batch, options))
-        return self._multi_token(h_BTD, batch, options, terms) if self.config.mtp_layers else terms
+    def output(self, x_BTD: jax.Array) -> jax.Array:
+        return self.final_norm(x_BTD)
 
-    def _token_loss(self, h_BTD: jax.Array, batch: dict, options: LossOptions) -> jax.Array:
-        return cross_entropy(
-            h_BTD,
-            self._head(),
-            batch["labels"],
-            batch["loss_weights"],
-            vocab_size=self.config.vocab_size,
-            z_loss=options.z_loss,
-            label_smoothing=options.label_smoothing,
-            recipe=self.head_recipe,
-            **self._logit_options(),
-        )
-
-    def _multi_token(self, h_BTD: jax.Array, batch: dict, options: LossOptions, terms: LossTerms) -> LossTerms:
-        """Adds the losses of multi-token prediction (layers/multi_token.py) and, in an evaluation, the share of its
+    def further_terms(self, h_BTD: jax.Array, batch: dict, options: LossOptions) -> LossTerms:
+        """The losses of multi-token prediction (layers/multi_token.py) and, in an evaluation, the share of its
         predictions that greedy speculative decoding would accept: those that the main model makes too."""
+        terms = super().further_terms(h_BTD, batch, options)
+        if not self.config.mtp_layers:
+            return terms
         inputs = self.block_inputs(batch)
         likely_BT = self._most_likely(h_BTD, batch) if options.evaluates else None
         total = jnp.float32(0)
@@ -510,9 +494,9 @@ class Decoder(OneStack):
             later = batch | shifted(batch, [name for name in batch if name != "segment_ids"], depth, self.context)
             next_embeddings = {"next_embeddings": self.embed(later, None)}
             h_BTD, _, found = getattr(self, mtp_name(depth))(h_BTD, inputs | next_embeddings)
-            loss = self._token_loss(h_BTD, later, options)
-            total += loss
             weights_BT = later["loss_weights"]
+            loss = self.cross_entropy(h_BTD, later["labels"], weights_BT, options)
+            total += loss
             metrics[f"mtp_loss/{depth}"] = loss / jnp.maximum(jnp.sum(weights_BT), jnp.finfo(jnp.float32).tiny)
             terms = terms._replace(auxiliary=add_by_name(terms.auxiliary, found.auxiliary))
             if options.evaluates:
@@ -524,19 +508,7 @@ class Decoder(OneStack):
         return terms._replace(metrics=terms.metrics | metrics, further=further, rates=rates)
 
     def _most_likely(self, h_BTD: jax.Array, batch: dict) -> jax.Array:
-        h_BTD, head_DV = jax.lax.stop_gradient((h_BTD, self._head()))
-        return token_scores(
-            h_BTD, head_DV, batch["labels"], vocab_size=self.config.vocab_size, **self._logit_options()
-        ).top
-
-    def label_scores(self, x_BTD: jax.Array, batch: dict) -> TokenScores:
-        x_BTD = self.final_norm(x_BTD)
-        vocab_size = self.config.vocab_size
-        return token_scores(x_BTD, self._head(), batch["labels"], vocab_size=vocab_size, **self._logit_options())
-
-    def logits(self, x_BTD: jax.Array) -> jax.Array:
-        """float32 [B, T, V]; minus infinity for the padding of the vocabulary."""
-        return self._logits(self.final_norm(x_BTD))
+        return jax.lax.stop_gradient(self.log_probs(h_BTD, batch["labels"]).top)
 
     def guess(self, depth: int, x_BTD: jax.Array, batch: dict, caches: dict) -> tuple[jax.Array, dict]:
         h_BTD = self.final_norm(x_BTD) if depth == 1 else x_BTD
@@ -547,21 +519,15 @@ class Decoder(OneStack):
         return h_BTD, {name: cache}
 
     def guess_logits(self, h_BTD: jax.Array) -> jax.Array:
-        return self._logits(h_BTD)
+        return self.token_logits(h_BTD)
 
-    def _logits(self, h_BTD: jax.Array) -> jax.Array:
-        products_BTV = matmul(h_BTD, self._head()).astype(jnp.float32)
-        logits_BTV = finish_logits(products_BTV, **self._logit_options())
-        is_token = jnp.arange(self.config.padded_vocab_size) < self.config.vocab_size
-        return constrain(jnp.where(is_token, logits_BTV, -jnp.inf), "batch", "time", "vocab")
-
-    def _head(self) -> jax.Array:
+    def head_matrix(self) -> jax.Array:
         """[D, V]."""
         return self.embedding[...].T if self.config.tied_embeddings else self.head.matrix()
 
-    def _logit_options(self) -> dict:
-        """Arguments that turn products with the head into logits."""
+    def logit_options(self) -> dict:
         return dict(
+            vocab_size=self.config.vocab_size,
             bias_V=self.head_bias[...] if self.config.head_bias else None,
             multiplier=self.config.logit_multiplier,
             soft_cap=self.config.logit_soft_cap,

@@ -33,11 +33,9 @@ from megajax.layers.transformer import TransformerLayerConfig
 from megajax.mesh import MeshConfig
 from megajax.models.decoder import check_embedding_divides, padded_vocab_size
 from megajax.models.execution import ExecutionConfig
-from megajax.models.interface import BatchArray, LossModule, LossOptions, LossTerms, ModelConfig, split_key
+from megajax.models.interface import BatchArray, LossModule, ModelConfig, split_key
 from megajax.ops.activation import GATED, Activation
-from megajax.ops.cross_entropy import TokenScores, cross_entropy, finish_logits, token_scores
 from megajax.ops.embedding import embed
-from megajax.ops.matmul import matmul
 from megajax.parallel.schedule import Stages
 from megajax.parameters import weight
 from megajax.ranges import MAY_CHANGE, DropRate, Epsilon, InitStd, Multiplier, PositiveInt, Range, VocabMultiple
@@ -206,8 +204,8 @@ class EncoderDecoderConfig(ModelConfig):
         )
 
     @property
-    def data_kinds(self) -> tuple[str, ...]:
-        return ("spans",)
+    def heads(self) -> tuple[str, ...]:
+        return ("target_token",)
 
     def check_generates(self) -> None:
         raise ValueError(
@@ -217,17 +215,11 @@ class EncoderDecoderConfig(ModelConfig):
     def generating_stacks(self, execution: ExecutionConfig) -> dict[str, tuple[TransformerLayerConfig, ...]]:
         return {"decoder": self.stacks(execution)["decoder"]}
 
-    def batch(self, sequence_length: int, *, packed: bool) -> dict[str, BatchArray]:
+    def inputs(self, sequence_length: int, *, packed: bool) -> dict[str, BatchArray]:
         """Of one text per sample: `packed` changes nothing."""
         source = BatchArray.sequence(sequence_length)
         target = BatchArray.sequence(self.decoder_length)
-        return {
-            "encoder_tokens": source,
-            "encoder_segment_ids": source,
-            "tokens": target,
-            "labels": target,
-            "loss_mask": target._replace(dtype=jnp.float32),
-        }
+        return {"encoder_tokens": source, "encoder_segment_ids": source, "tokens": target}
 
     def flops_outside(self, sequence_length: int) -> Flops:
         return Flops(2 * self.padded_vocab_size * self.embed_dim * self.decoder_length / sequence_length)
@@ -305,34 +297,14 @@ class EncoderDecoder(LossModule):
         if config.head_bias:
             self.head_bias = weight((V,), ("vocab",), nnx.initializers.zeros, rngs, "vector")
 
-    def terms(self, batch: dict, key: DropoutKey | None, options: LossOptions) -> LossTerms:
+    def hidden(self, batch: dict, key: DropoutKey | None = None) -> tuple[jax.Array, tuple[Terms, ...]]:
         encoder_key, decoder_key = split_key(key)
         encoded_BSD, of_encoder = self._encode(batch, encoder_key)
         h_BTD, of_decoder = self._decode(batch, encoded_BSD, decoder_key)
-        main = cross_entropy(
-            h_BTD,
-            self._head(),
-            batch["labels"],
-            batch["loss_weights"],
-            **self._logit_options(),
-            recipe=self.head_recipe,
-            **dataclasses.asdict(options),
-        )
-        rates = self._accuracy(h_BTD, batch) if options.evaluates else {}
-        return LossTerms(main, rates=rates).with_layers(of_encoder, of_decoder)
+        return h_BTD, (of_encoder, of_decoder)
 
-    def _accuracy(self, h_BTD: jax.Array, batch: dict) -> dict[str, tuple[jax.Array, jax.Array]]:
-        """The share of the decoder's tokens that are the most likely ones."""
-        counts_BT = batch["loss_weights"] > 0
-        agrees_BT = counts_BT & (self._token_scores(h_BTD, batch).top == batch["labels"])
-        return {"accuracy": tuple(jnp.sum(a, dtype=jnp.float32) for a in (agrees_BT, counts_BT))}
-
-    def scores(self, batch: dict) -> TokenScores:
-        h_BTD, _ = self._decode(batch, self.encode(batch), None)
-        return self._token_scores(h_BTD, batch)
-
-    def _token_scores(self, h_BTD: jax.Array, batch: dict) -> TokenScores:
-        return token_scores(h_BTD, self._head(), batch["labels"], **self._logit_options())
+    def output(self, x_BTD: jax.Array) -> jax.Array:
+        return self._normed("decoder_norm", x_BTD)
 
     def encode(self, batch: dict) -> jax.Array:
         """encoder_tokens, encoder_segment_ids (1 for text, 0 for padding) int32 [B, S] -> [B, S, D], which the decoder
@@ -352,13 +324,6 @@ class EncoderDecoder(LossModule):
         inputs |= {"encoded": batch.get("encoded"), "encoded_segment_ids": batch["encoder_segment_ids"]}
         x_BTD, layers, _ = self.decoder(x_BTD, inputs, caches["decoder"])
         return x_BTD, {"decoder": layers}
-
-    def logits(self, x_BTD: jax.Array) -> jax.Array:
-        """float32 [B, T, V]; minus infinity for the padding of the vocabulary."""
-        products_BTV = matmul(self._normed("decoder_norm", x_BTD), self._head()).astype(jnp.float32)
-        logits_BTV = finish_logits(products_BTV, self._head_bias(), self.config.logit_scale, None)
-        is_token = jnp.arange(self.config.padded_vocab_size) < self.config.vocab_size
-        return constrain(jnp.where(is_token, logits_BTV, -jnp.inf), "batch", "time", "vocab")
 
     # ------------------------------------------------------------------ the two stacks
 
@@ -380,7 +345,7 @@ class EncoderDecoder(LossModule):
         inputs = self._relative_bias("decoder_bias", places_T, places_T)
         inputs |= {"encoded": encoded_BSD, "encoded_segment_ids": batch["encoder_segment_ids"]}
         x_BTD, _, terms = self.decoder(x_BTD, inputs, key=layers_key)
-        return self._normed("decoder_norm", x_BTD), terms
+        return self.output(x_BTD), terms
 
     def _embed(self, tokens_BT: jax.Array, positions: jax.Array, key: DropoutKey | None) -> jax.Array:
         """positions: int32 [T] or [B, T]."""
@@ -399,7 +364,7 @@ class EncoderDecoder(LossModule):
     def _normed(self, name: str, x_BTD: jax.Array) -> jax.Array:
         return getattr(self, name)(x_BTD) if self.config.final_norm else x_BTD
 
-    def _head(self) -> jax.Array:
+    def head_matrix(self) -> jax.Array:
         """[D, V]."""
         return self.embedding[...].T if self.config.tied_embeddings else self.head.matrix()
 
@@ -407,5 +372,5 @@ class EncoderDecoder(LossModule):
         """[V]."""
         return self.head_bias[...] if self.config.head_bias else None
 
-    def _logit_options(self) -> dict:
+    def logit_options(self) -> dict:
         return dict(vocab_size=self.config.vocab_size, multiplier=self.config.logit_scale, bias_V=self._head_bias())

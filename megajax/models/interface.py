@@ -20,9 +20,11 @@ from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import Flops, LayerConfig, Terms
 from megajax.mesh import MeshConfig
 from megajax.models.execution import ExecutionConfig
-from megajax.ops.cross_entropy import TokenScores
+from megajax.ops.cross_entropy import TokenScores, cross_entropy, finish_logits, token_scores
+from megajax.ops.matmul import matmul
 from megajax.parallel.schedule import Stages
 from megajax.precision import Recipe
+from megajax.sharding import constrain
 
 
 class LossTerms(NamedTuple):
@@ -83,6 +85,12 @@ class EvaluationOptions(LossOptions):
     evaluates = True
 
 
+class Objective(Protocol):
+    """What is minimised: the part of a task (tasks/interface.py) that the train step runs."""
+
+    def loss(self, module: "AnyModule", h: jax.Array, batch: dict, options: LossOptions) -> LossTerms: ...
+
+
 NO_REGULARISERS = LossOptions()
 EVALUATION = EvaluationOptions()
 
@@ -134,8 +142,9 @@ class ModelConfig:
         """The layers of each stack, by the name of the module's attribute."""
         raise NotImplementedError
 
-    def batch(self, sequence_length: int, *, packed: bool) -> dict[str, BatchArray]:
-        """The arrays of a training batch. packed: documents in one sequence do not attend to each other."""
+    def inputs(self, sequence_length: int, *, packed: bool) -> dict[str, BatchArray]:
+        """The arrays of a batch that the model reads; a task adds those of its loss (tasks/interface.py). packed:
+        documents in one sequence do not attend to each other."""
         raise NotImplementedError
 
     def flops_outside(self, sequence_length: int) -> Flops:
@@ -169,23 +178,11 @@ class ModelConfig:
         layers = [layer.flops(sequence_length) for layer in self.layers(ExecutionConfig())]
         return sum(layers, self.flops_outside(sequence_length))
 
-    def check_data(self, kind: str) -> None:
-        """Raises ValueError for a data.kind that is not one of `data_kinds`."""
-        if kind not in self.data_kinds:
-            known = " or ".join(self.data_kinds)
-            raise ValueError(
-                f"data.kind={kind} does not fit this model of model.kind={self.kind}, which learns from {known}; use "
-                f"--data.kind={self.data_kinds[0]}"
-            )
-
     @property
-    def data_kinds(self) -> tuple[str, ...]:
-        """The data.kinds whose labels the model learns, the usual one first; none: it cannot be trained."""
-        return ("documents", "conversations")
-
-    def check_labels(self, labels: Any) -> None:
-        """Raises ValueError if the model does not have the classes of the data. labels: Labels
-        (data/samples/classification.py), None: the labels are tokens."""
+    def heads(self) -> tuple[str, ...]:
+        """What the loss of a task can read of the model besides its hidden states (AnyModule): next_token,
+        masked_token, sentence_order, classes, target_token; none: it cannot be trained."""
+        return ("next_token",)
 
     @property
     def encoder_tasks(self) -> tuple[str, ...]:
@@ -239,16 +236,25 @@ def family(kind: str) -> type[ModelConfig]:
 class AnyModule(Protocol):
     """The nnx.Module of a model, with a Stack under each name in `stacks`.
 
-    Training is one call, `terms`, and so is scoring given tokens, `scores`. Generating is `extend` for some more tokens
-    of each row, and `logits`.
+    Training and scoring given tokens are `hidden`, and a loss from what it returns: `cross_entropy`, `log_probs`, and
+    what the heads of the family offer. Generating is `extend` for some more tokens of each row, and `logits`.
     """
 
-    def terms(self, batch: dict, key: DropoutKey | None, options: LossOptions) -> LossTerms:
-        """batch: arrays [B, ...] as `batch` names them, with loss_weights float32 [B, T], the weight of each token in
-        the loss, instead of loss_mask. key: for dropout; None: no dropout."""
+    def hidden(self, batch: dict, key: DropoutKey | None = None) -> tuple[jax.Array, tuple[Terms, ...]]:
+        """batch: arrays [B, ...] as `inputs` names them -> (hidden states [B, T, D], normalised as the heads read them;
+        the terms of the layers of each stack). key: for dropout; None: no dropout."""
 
-    def scores(self, batch: dict) -> TokenScores:
-        """The scores of batch["labels"]; batch: as in `terms`, without loss_weights and without dropout."""
+    def cross_entropy(
+        self, h_BTD: jax.Array, labels_BT: jax.Array, weights_BT: jax.Array, options: LossOptions
+    ) -> jax.Array:
+        """float32 scalar: the sum over tokens of weight * (-log p[label] + regularisers)."""
+
+    def log_probs(self, h_BTD: jax.Array, labels_BT: jax.Array) -> TokenScores:
+        """The log-probability of each label, differentiable, and the most likely token."""
+
+    def further_terms(self, h_BTD: jax.Array, batch: dict, options: LossOptions) -> LossTerms:
+        """What the model itself adds to the loss of next tokens, with a main term of 0; batch: with labels and
+        loss_weights."""
 
     def extend(self, batch: dict, caches: dict) -> tuple[jax.Array, dict]:
         """Reads the next T tokens of each row -> (their hidden states [B, T, D], caches).
@@ -272,29 +278,63 @@ class AnyModule(Protocol):
 
 
 class LossModule(nnx.Module):
-    """An nnx.Module with an output layer."""
+    """An nnx.Module with an output layer.
+
+    A family has `output(x) -> h`, the normalised hidden states that the heads read; `head_matrix() -> [D, V]`; and
+    `logit_options() -> dict`, with vocab_size and arguments of `finish_logits` (ops/cross_entropy.py).
+    """
 
     head_recipe: Recipe | None = None
     """The low-precision format of its products in the loss (ops/cross_entropy.py); None: the compute dtype."""
 
+    def before_head(self, h_BTD: jax.Array) -> jax.Array:
+        """Hidden states as the output layer reads them."""
+        return h_BTD
+
+    def cross_entropy(
+        self, h_BTD: jax.Array, labels_BT: jax.Array, weights_BT: jax.Array, options: LossOptions
+    ) -> jax.Array:
+        return cross_entropy(
+            self.before_head(h_BTD),
+            self.head_matrix(),
+            labels_BT,
+            weights_BT,
+            recipe=self.head_recipe,
+            **dataclasses.asdict(options),
+            **self.logit_options(),
+        )
+
+    def log_probs(self, h_BTD: jax.Array, labels_BT: jax.Array) -> TokenScores:
+        return token_scores(self.before_head(h_BTD), self.head_matrix(), labels_BT, **self.logit_options())
+
+    def further_terms(self, h_BTD: jax.Array, batch: dict, options: LossOptions) -> LossTerms:
+        return LossTerms(jnp.float32(0))
+
+    def logits(self, x_BTD: jax.Array) -> jax.Array:
+        return self.token_logits(self.output(x_BTD))
+
+    def token_logits(self, h_BTD: jax.Array) -> jax.Array:
+        """Of hidden states as `hidden` returns them, float32 [B, T, V]; minus infinity for padding of the
+        vocabulary."""
+        products_BTV = matmul(self.before_head(h_BTD), self.head_matrix()).astype(jnp.float32)
+        options = self.logit_options()
+        is_token_V = jnp.arange(products_BTV.shape[-1]) < options.pop("vocab_size")
+        logits_BTV = finish_logits(products_BTV, **options)
+        return constrain(jnp.where(is_token_V, logits_BTV, -jnp.inf), "batch", "time", "vocab")
+
 
 class OneStack(LossModule):
-    """A model that is embed -> one stack, `layers` -> loss, which a pipeline can split into stages.
+    """A model that is embed -> one stack, `layers` -> output, which a pipeline can split into stages.
 
-    A family derives from it and has `embed(batch, key) -> x`, `block_inputs(batch) -> dict`, `loss(x, batch, options)
-    -> LossTerms`, `label_scores(x, batch) -> TokenScores` and `logits`. `block_inputs` reads no weights: in a pipeline
-    each stage computes them itself.
+    A family derives from it and has `embed(batch, key) -> x` and `block_inputs(batch) -> dict`, which reads no weights:
+    in a pipeline each stage computes them itself.
     """
 
-    def terms(self, batch: dict, key: DropoutKey | None, options: LossOptions) -> LossTerms:
+    def hidden(self, batch: dict, key: DropoutKey | None = None) -> tuple[jax.Array, tuple[Terms, ...]]:
         embed_key, layers_key = split_key(key)
-        x = self.embed(batch, embed_key)
-        x, _, terms = self.layers(x, self.block_inputs(batch), key=layers_key)
-        return self.loss(x, batch, options).with_layers(terms)
-
-    def scores(self, batch: dict) -> TokenScores:
-        x, _, _ = self.layers(self.embed(batch, None), self.block_inputs(batch))
-        return self.label_scores(x, batch)
+        x_BTD = self.embed(batch, embed_key)
+        x_BTD, _, terms = self.layers(x_BTD, self.block_inputs(batch), key=layers_key)
+        return self.output(x_BTD), (terms,)
 
     def extend(self, batch: dict, caches: dict) -> tuple[jax.Array, dict]:
         x_BTD, layers, _ = self.layers(self.embed(batch, None), self.block_inputs(batch), caches["layers"])

@@ -20,7 +20,7 @@ from megajax.layers.block import rows_of_kind
 from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import Flops, LayerConfig
 from megajax.models.execution import ExecutionConfig
-from megajax.models.interface import NO_REGULARISERS, LossOptions, LossTerms, ModelConfig
+from megajax.models.interface import NO_REGULARISERS, LossOptions, LossTerms, ModelConfig, Objective
 from megajax.ops.cross_entropy import TokenScores
 from megajax.ops.matmul import Float32Gradient
 from megajax.parallel.schedule import Stages
@@ -359,6 +359,7 @@ class Model:
         self,
         weights: dict,
         batch: dict,
+        objective: Objective,
         *,
         key: jax.Array | None = None,
         first_sample: int | jax.Array = 0,
@@ -366,21 +367,24 @@ class Model:
     ) -> LossTerms:
         """The loss of a batch, its auxiliary terms and metrics; `loss(...).total()` is what is differentiated.
 
-        batch: arrays [B, ...] as config.batch names them, with loss_weights float32 [B, T], the weight of each token in
-        the loss, instead of loss_mask. key: for dropout; None: no dropout. first_sample: number of the first row in its
-        step, so that the dropout of a sample does not depend on how a step is split into batches.
+        batch: arrays [B, ...] as the objective reads them, with loss_weights instead of loss_mask. key: for dropout;
+        None: no dropout. first_sample: number of the first row in its step, so that the dropout of a sample does not
+        depend on how a step is split into batches.
 
         Works without a mesh, on one device; use jax.jit for repeated calls.
         """
         dropout = None if key is None else DropoutKey(key, jnp.int32(first_sample))
-        return self.module(weights).terms(batch, dropout, options)
+        module = self.module(weights)
+        h, of_layers = module.hidden(batch, dropout)
+        return objective.loss(module, h, batch, options).with_layers(*of_layers)
 
     def scores(self, weights: dict, batch: dict) -> TokenScores:
         """The log-probability of each of batch["labels"], and the most likely token in its place; no dropout.
 
-        batch: int32 arrays [B, T] as config.batch names them, without loss_mask.
+        batch: int32 arrays [B, T] as config.inputs names them, and labels.
         """
-        return self.module(weights).scores(batch)
+        module = self.module(weights)
+        return module.log_probs(module.hidden(batch)[0], batch["labels"])
 
     def updated(self, variables: dict, observed: dict) -> dict:
         """The variables after a step, from its observations (parameters.py)."""

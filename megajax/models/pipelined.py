@@ -11,7 +11,7 @@ import numpy as np
 from megajax.layers.block import fold, run_stage
 from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import Terms
-from megajax.models.interface import NO_REGULARISERS, LossOptions, LossTerms, split_key
+from megajax.models.interface import NO_REGULARISERS, LossOptions, LossTerms, Objective, split_key
 from megajax.models.model import Model, Weights
 from megajax.parallel import pipeline
 from megajax.parallel.schedule import make_table
@@ -25,6 +25,7 @@ def loss_and_gradients(
     model: Model,
     weights: Weights,
     batch: dict,
+    objective: Objective,
     key: jax.Array | None,
     options: LossOptions,
     loss_scale: jax.Array | None = None,
@@ -34,22 +35,25 @@ def loss_and_gradients(
     weights: stored for model.stages. batch: arrays [M, B, ...] as Model.loss takes them, M microbatches. key: that of
     the step, for dropout. loss_scale: float32 scalar; the gradients are those of the loss times this.
     """
-    terms, (d_layers, d_shared) = _run(model, weights, batch, key, options, loss_scale, train=True)
+    terms, (d_layers, d_shared) = _run(model, weights, batch, objective, key, options, loss_scale, train=True)
     names = dict.fromkeys((*weights.params, *weights.variables))
     found = model.split({name: d_layers if name == STACK else d_shared[name] for name in names})
     num_microbatches = jax.tree.leaves(batch)[0].shape[0]
     return terms, found.params, jax.tree.map(lambda a: a / num_microbatches, found.variables)
 
 
-def loss(model: Model, weights: Weights, batch: dict, options: LossOptions = NO_REGULARISERS) -> LossTerms:
+def loss(
+    model: Model, weights: Weights, batch: dict, objective: Objective, options: LossOptions = NO_REGULARISERS
+) -> LossTerms:
     """The loss without gradients or dropout."""
-    return _run(model, weights, batch, None, options, None, train=False)[0]
+    return _run(model, weights, batch, objective, None, options, None, train=False)[0]
 
 
 def _run(
     model: Model,
     weights: Weights,
     batch: dict,
+    objective: Objective,
     key: jax.Array | None,
     options: LossOptions,
     loss_scale: jax.Array | None,
@@ -61,7 +65,7 @@ def _run(
     table = make_table(stages.schedule, stages.num_ranks, num_microbatches, stages.num_chunks, backward=train)
     records = model.split(model.records)
     of_loss, of_layers, gradients = pipeline.loss_and_gradients(
-        _parts(model, options, *jax.tree.leaves(batch)[0].shape[:2]),
+        _parts(model, objective, options, *jax.tree.leaves(batch)[0].shape[:2]),
         _programs(model),
         table,
         _placed(model, merge(weights.params, weights.variables), merge(records.params, records.variables)),
@@ -94,7 +98,9 @@ def _placed(model: Model, weights: dict, records: dict) -> pipeline.Placed:
     return pipeline.Placed(weights.get(STACK, {}), shared, specs)
 
 
-def _parts(model: Model, options: LossOptions, num_microbatches: int, microbatch: int) -> pipeline.Parts:
+def _parts(
+    model: Model, objective: Objective, options: LossOptions, num_microbatches: int, microbatch: int
+) -> pipeline.Parts:
     unused_layers = {STACK: model.abstract_weights[STACK]}  # embedding and loss do not read them
     any_module = model.module(model.abstract_weights)
 
@@ -109,7 +115,8 @@ def _parts(model: Model, options: LossOptions, num_microbatches: int, microbatch
     records = jax.tree.map(rank_record, differentiated.get(STACK, {}))
 
     def loss(trained, held, x, batch):
-        terms = module(trained, held).loss(x, batch, options).share(num_microbatches)
+        heads = module(trained, held)
+        terms = objective.loss(heads, heads.output(x), batch, options).share(num_microbatches)
         return terms.total(), terms
 
     def stage(configs, trained, held, x, inputs):

@@ -81,7 +81,12 @@ def cross_entropy(
     return unit * _cross_entropy(x_BTD, head_DV, bias_V, labels_BT, weights_BT / unit, options)
 
 
-def finish_logits(products: jax.Array, bias_V: jax.Array | None, multiplier: float, soft_cap: float | None):
+def finish_logits(
+    products: jax.Array,
+    bias_V: jax.Array | None = None,
+    multiplier: float = 1.0,
+    soft_cap: float | None = None,
+) -> jax.Array:
     """float32 products [..., V] of hidden states and the head -> logits: multiplier * (products + bias), and of that
     soft_cap * tanh(logits / soft_cap), if there is a soft cap."""
     logits = products if bias_V is None else products + bias_V.astype(jnp.float32)
@@ -95,6 +100,13 @@ class TokenScores(NamedTuple):
     """float32 [B, T]: log p[label]."""
     top: jax.Array
     """int32 [B, T]: the most likely token; the lowest of equally likely ones."""
+
+
+def class_scores(logits: jax.Array, labels: jax.Array) -> TokenScores:
+    """The same for a few classes. logits: float32 [..., C]; labels: int32 [...]."""
+    log_probs = jax.nn.log_softmax(logits)
+    of_label = jax.nn.one_hot(labels, logits.shape[-1], dtype=logits.dtype)
+    return TokenScores(jnp.sum(log_probs * of_label, -1), jnp.argmax(logits, -1).astype(jnp.int32))
 
 
 def token_scores(

@@ -66,13 +66,12 @@ def plan_device(name: str) -> Device:
 def plan_rows(
     program: Program,
     training: TrainingConfig,
-    packed: bool,
     device: Device,
     price: float | None = None,
     *,
     compiles: bool = True,
 ) -> list[tuple[str, str]]:
-    """(name, value) rows for Console.card. packed: documents do not attend to each other. price: per GPU-hour.
+    """(name, value) rows for Console.card. price: per GPU-hour.
     compiles: compile for the device if the CUDA wheels are installed, in a process that has not used a device yet."""
     model = program.model
     mesh_config = program.mesh_config
@@ -82,7 +81,7 @@ def plan_rows(
     rows += [("precision", described_precision(program)), *memory_rows(memory, host)]
     if compiles:
         mesh = make_mesh(mesh_config, devices_without_gpu(mesh_config.num_devices, device))
-        compiled, seconds = compile_step(dataclasses.replace(program, mesh=mesh), training, packed)
+        compiled, seconds = compile_step(dataclasses.replace(program, mesh=mesh), training)
         analysis = compiled.memory_analysis()
         total = device_peak_bytes(analysis)
         rows += [
@@ -163,7 +162,7 @@ def devices_without_gpu(count: int, device: Device) -> list:
     return compat.compile_only_devices(count, template.substitute(numbers, name=device.name))
 
 
-def compile_step(program: Program, training: TrainingConfig, packed: bool):
+def compile_step(program: Program, training: TrainingConfig):
     """-> (compiled train step, seconds). The mesh has real devices, or those of devices_without_gpu."""
     start = time.perf_counter()
     mesh = program.mesh
@@ -173,7 +172,7 @@ def compile_step(program: Program, training: TrainingConfig, packed: bool):
     # Compile-only devices have no host memory: a sharding over them would lose its memory kind.
     state = dataclasses.replace(program, mesh=mesh.abstract_mesh).abstract_state
     batch = training.schedule(program.mesh_config)(training.steps)
-    arrays = abstract_batch(model, batch, training.sequence_length, mesh, packed=packed)
+    arrays = abstract_batch(program.arrays(training), batch, mesh)
     step = dataclasses.replace(program, mesh=mesh.abstract_mesh).train_step(training)
     rate = jax.ShapeDtypeStruct((), jnp.float32)
     with jax.set_mesh(mesh):

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from megajax.evaluation.perplexity import indexed_documents, text_documents
 from megajax.evaluation.text_model import TextModel
 from megajax.models.execution import ExecutionConfig
-from megajax.models.interface import ModelConfig
+from megajax.models.interface import NO_REGULARISERS, ModelConfig
 from megajax.models.model import Model
 from megajax.ops.matmul import ObservedWeight
 from megajax.parallel.context import sequence_order
@@ -147,7 +147,10 @@ def _program(config: ModelConfig, precision: PrecisionConfig, execution: Executi
                 name = name_of(path)
                 return ObservedWeight(array, seen[name], given[name], statistics) if name in seen else array
 
-            return model.loss(jax.tree_util.tree_map_with_path(observed, weights), batch).total()
+            module = model.module(jax.tree_util.tree_map_with_path(observed, weights))
+            return module.cross_entropy(
+                module.hidden(batch)[0], batch["labels"], batch["loss_weights"], NO_REGULARISERS
+            )
 
         return jax.grad(loss)(seen)
 

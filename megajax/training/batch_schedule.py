@@ -1,13 +1,12 @@
 """Which samples form the batch of a step: batch size, its ramp-up, and the split into microbatches."""
 
 import bisect
-import dataclasses
+from typing import NamedTuple
 
 MAX_SIZES = 1000  # of a ramp-up: each size is compiled separately
 
 
-@dataclasses.dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     first_sample: int
     """Index of the first sample of the step; the batch is the samples that follow it."""
     num_microbatches: int

@@ -1,6 +1,5 @@
 """From samples on the host to global arrays on the mesh."""
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -9,20 +8,17 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from megajax.data.config import DataConfig
-from megajax.data.datasets import Dataset
-from megajax.data.loader import step_batches
+from megajax.data.loader import BatchSource
 from megajax.models.interface import BatchArray
-from megajax.models.model import Model
 from megajax.parallel.context import sequence_order
 from megajax.sharding import axes_of, batch_spec
 from megajax.training.batch_schedule import Batch
+from megajax.training.config import TrainingConfig
+from megajax.training.program import Program
 
 
-def abstract_batch(
-    model: Model, batch: Batch, sequence_length: int, mesh: Mesh, *, packed: bool
-) -> dict[str, jax.ShapeDtypeStruct]:
-    """The arrays of a step, [microbatches, batch, ...] with their shardings. packed: see ModelConfig.batch."""
+def abstract_batch(arrays: dict[str, BatchArray], batch: Batch, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """The arrays of a step, [microbatches, batch, ...] with their shardings. arrays: see Task.arrays."""
 
     def array(spec: BatchArray) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(mesh, batch_spec(spec.dims))
@@ -30,7 +26,6 @@ def abstract_batch(
             (batch.num_microbatches, batch.microbatch, *spec.shape), spec.dtype, sharding=sharding
         )
 
-    arrays = model.config.batch(sequence_length, packed=packed)
     return {name: array(spec) for name, spec in sorted(arrays.items())}
 
 
@@ -38,15 +33,13 @@ class BatchPlacer:
     """Transfers batches to the mesh with the shardings of `abstract_batch`. If `context` splits the sequences, permutes
     their tokens as attention requires (parallel/context.py)."""
 
-    def __init__(self, model: Model, sequence_length: int, mesh: Mesh, config: DataConfig):
-        self._model = model
-        self._sequence_length = sequence_length
-        self._mesh = mesh
-        self._kind = config.kind
-        self._packed = not config.cross_document_attention
-        self._arrays = model.config.batch(sequence_length, packed=self._packed)
+    def __init__(self, program: Program, training: TrainingConfig):
+        self._program = program
+        self._mesh = program.mesh
+        self.arrays = program.arrays(training)
+        attention = program.model.execution.context_attention
         self._permutation_of = functools.cache(
-            lambda length: sequence_order(length, mesh.shape["context"], model.execution.context_attention)
+            lambda length: sequence_order(length, program.mesh.shape["context"], attention)
         )
 
     @functools.cached_property
@@ -73,23 +66,26 @@ class BatchPlacer:
         def make(array: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
             return jax.make_array_from_callback(like.shape, like.sharding, lambda index: part(array, index))
 
-        wanted = abstract_batch(self._model, batch, self._sequence_length, self._mesh, packed=self._packed)
+        wanted = abstract_batch(self.arrays, batch, self._mesh)
         return {name: make(local[name], like) for name, like in wanted.items()}
 
     def _permuted(self, local: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        if missing := sorted(self._arrays.keys() - local.keys()):
+        if missing := sorted(self.arrays.keys() - local.keys()):
             raise ValueError(
-                f"model.kind={self._model.config.kind} reads {', '.join(missing)}, which data.kind={self._kind} does "
-                "not provide; use another --data.kind"
+                f"{self._reader} reads {', '.join(missing)}, which the samples of task.kind="
+                f"{self._program.task.kind} do not have"
             )
-        return {name: self._permuted_array(name, local[name], spec) for name, spec in self._arrays.items()}
+        return {name: self._permuted_array(name, local[name], spec) for name, spec in self.arrays.items()}
+
+    @property
+    def _reader(self) -> str:
+        return f"model.kind={self._program.model.config.kind}"
 
     def _permuted_array(self, name: str, array: np.ndarray, spec: BatchArray) -> np.ndarray:
         if array.dtype != spec.dtype or array.shape[2:] != spec.shape:
             raise ValueError(
-                f"data.kind={self._kind} gives {name} as {array.dtype}{list(array.shape[2:])} per sample, and "
-                f"model.kind={self._model.config.kind} reads {np.dtype(spec.dtype)}{list(spec.shape)}; use another "
-                "--data.kind"
+                f"task.kind={self._program.task.kind} gives {name} as {array.dtype}{list(array.shape[2:])} per sample, "
+                f"and {self._reader} reads {np.dtype(spec.dtype)}{list(spec.shape)}"
             )
         if "time" not in spec.dims:
             return array
@@ -100,34 +96,31 @@ class BatchPlacer:
 
 
 def device_batches(
-    dataset: Dataset,
+    source: BatchSource,
     schedule: Callable[[int], Batch],
+    placer: BatchPlacer,
     *,
     start: int,
     stop: int,
-    model: Model,
-    sequence_length: int,
-    mesh: Mesh,
-    config: DataConfig,
+    weights: Callable[[], dict],
 ) -> Iterator[dict[str, jax.Array]]:
-    """Yields the batches of steps start, ..., stop - 1 on the mesh, transferring one step ahead.
+    """Yields the batches of steps start, ..., stop - 1 on the mesh; transfers one step ahead, unless they are made from
+    the weights of the moment, which `weights` returns.
 
-    Raises ValueError if the dataset lacks an array that the model reads, or has another shape or dtype for it.
+    Raises ValueError if a batch lacks an array of the task, or has another shape or dtype for it.
     """
-    placer = BatchPlacer(model, sequence_length, mesh, config)
-
-    def as_tuple(step: int) -> tuple[int, int, int]:
-        return dataclasses.astuple(schedule(step))
-
-    local = step_batches(dataset, as_tuple, placer.rows_of, start_step=start, num_steps=stop, config=config)
-    next_batch = None
+    local = source.batches(start, stop, placer.rows_of, weights)
+    ready = None
     for step, arrays in enumerate(local, start=start):
         placed = placer.place(schedule(step), arrays)
-        if next_batch is not None:
-            yield next_batch
-        next_batch = placed
-    if next_batch is not None:
-        yield next_batch
+        if source.reads_weights:
+            yield placed
+            continue
+        if ready is not None:
+            yield ready
+        ready = placed
+    if ready is not None:
+        yield ready
 
 
 def _rows_of(parts: np.ndarray, num_parts: int, batch: int) -> np.ndarray:

@@ -17,11 +17,12 @@ import numpy as np
 
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.data.config import DataConfig
-from megajax.data.datasets import Dataset, Datasets
+from megajax.data.datasets import Datasets
+from megajax.data.loader import BatchSource, IndexedSource
 from megajax.one_line import in_one_line
 from megajax.optim.schedule import Schedule
 from megajax.training.batch_schedule import BatchSchedule
-from megajax.training.batches import device_batches
+from megajax.training.batches import BatchPlacer, device_batches
 from megajax.training.config import LaunchConfig, TrainingConfig
 from megajax.training.faults.replicas import check_replicas, describe_replicas
 from megajax.training.faults.run_lock import RunLock
@@ -108,7 +109,7 @@ class Trainer:
         console = self.output.console
         schedule = config.schedule(self.program.mesh_config)
         unreadable: list[ValueError] = []
-        batches = _until_unreadable(self.train_batches(first, config.steps), unreadable)
+        batches = _until_unreadable(self.train_batches(first, config.steps, lambda: state.weights), unreadable)
         step_function = self.program.train_step(config)
         reporter = Reporter(
             first,
@@ -212,9 +213,22 @@ class Trainer:
     def _learning_rates(self) -> Schedule:
         return self.program.optimizer.config.make_schedule(self.config.full_batch_steps)
 
-    def train_batches(self, start: int, stop: int) -> Iterator[dict]:
-        """The batches of steps start + 1, ..., stop."""
-        return self._batches(self.datasets.train, self.config.schedule(self.program.mesh_config), start, stop)
+    def train_batches(self, start: int, stop: int, weights: Callable[[], dict]) -> Iterator[dict]:
+        """The batches of steps start + 1, ..., stop. weights: those of the moment, for batches made from them."""
+        schedule = self.config.schedule(self.program.mesh_config)
+        return device_batches(self.source, schedule, self._placer, start=start, stop=stop, weights=weights)
+
+    @functools.cached_property
+    def source(self) -> BatchSource:
+        """What the run trains on."""
+        schedule = self.config.schedule(self.program.mesh_config)
+        return self.program.task.source(
+            self.datasets, schedule, self.data_config, self.program.model, self.program.mesh
+        )
+
+    @functools.cached_property
+    def _placer(self) -> BatchPlacer:
+        return BatchPlacer(self.program, self.config)
 
     def _start(self) -> TrainState:
         model = self.program.model
@@ -230,6 +244,7 @@ class Trainer:
             self.output.console.note(f"resuming from step {latest} of {self.config.steps}")
         self._check_samples(latest, meta)
         self.productive_seconds = meta.get("productive_seconds", 0.0)
+        self.source.restore(meta.get("source", {}))
         return self.program.restored_state(latest, weights, optimizer, meta)
 
     def initial_state(self) -> TrainState:
@@ -272,22 +287,11 @@ class Trainer:
             "consumed_samples": schedule.num_samples(step),
             "productive_seconds": productive_seconds,
             "eval_loss": eval_loss,
+            "source": self.source.saved(step),
         }
         if state.loss_scale is not None:
             meta["loss_scale"] = {name: value.item() for name, value in state.loss_scale._asdict().items()}
         save(step, state.weights, state.optimizer, meta)
-
-    def _batches(self, dataset: Dataset, schedule: BatchSchedule, start: int, stop: int) -> Iterator[dict]:
-        return device_batches(
-            dataset,
-            schedule,
-            start=start,
-            stop=stop,
-            model=self.program.model,
-            sequence_length=self.config.sequence_length,
-            mesh=self.program.mesh,
-            config=self.data_config,
-        )
 
     def evaluator(self) -> Callable[[Any], dict[str, float]] | None:
         """Function of the weights that returns the metrics of an evaluation; None if the run has none."""
@@ -295,14 +299,16 @@ class Trainer:
         dataset = self.datasets.eval
         if not config.eval_every_steps or dataset is None:
             return None
-        eval_step = jax.jit(make_eval_step(self.program.model))
+        eval_step = jax.jit(make_eval_step(self.program.model, self.program.task))
         last = config.schedule(self.program.mesh_config)(config.steps)
         # One microbatch at a time; with a pipeline a whole batch, as in training.
         batch_size = last.microbatch if self.program.model.stages is None else last.size
 
         def evaluate(weights) -> dict[str, float]:
             schedule = BatchSchedule(batch_size, last.microbatch, None)
-            batches = self._batches(dataset, schedule, 0, config.eval_steps * last.size // batch_size)
+            source = IndexedSource(dataset, schedule, self.data_config)
+            stop = config.eval_steps * last.size // batch_size
+            batches = device_batches(source, schedule, self._placer, start=0, stop=stop, weights=lambda: weights)
             sums = [eval_step(weights, batch) for batch in batches]
             totals = jax.tree.map(lambda *parts: np.sum(np.array(parts, np.float64)), *jax.device_get(sums))
             result = {f"eval_{name}": total / max(count, 1) for name, (total, count) in totals.items()}

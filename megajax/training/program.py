@@ -1,4 +1,4 @@
-"""The model, its optimizer and the mesh of a run."""
+"""The model, its task, its optimizer and the mesh of a run."""
 
 import dataclasses
 import functools
@@ -10,10 +10,12 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from megajax.mesh import MeshConfig
+from megajax.models.interface import BatchArray
 from megajax.models.model import Model
 from megajax.optim.loss_scale import LossScale
 from megajax.optim.optimizer import Optimizer
 from megajax.sharding import with_shardings
+from megajax.tasks.interface import Task
 from megajax.training.config import TrainingConfig
 from megajax.training.state import TrainState, abstract_state, first_loss_scale, new_state, state_shardings
 from megajax.training.step import jit_train_step
@@ -22,6 +24,7 @@ from megajax.training.step import jit_train_step
 @dataclasses.dataclass(frozen=True)
 class Program:
     model: Model
+    task: Task
     optimizer: Optimizer
     mesh: Mesh | AbstractMesh
     """Abstract for a plan, which needs no devices."""
@@ -62,6 +65,10 @@ class Program:
             jax.device_put(loss_scale, self.shardings.loss_scale),
         )
 
+    def arrays(self, training: TrainingConfig) -> dict[str, BatchArray]:
+        """The arrays of a batch, of the model and of the task."""
+        return self.task.arrays(self.model.config, training.sequence_length)
+
     def train_step(self, training: TrainingConfig) -> Callable:
         """Jitted function for the current mesh: (state, batch, learning rate) -> (state, metrics)."""
-        return jit_train_step(self.model, self.optimizer, training, self.shardings, self.compiler_options)
+        return jit_train_step(self.model, self.task, self.optimizer, training, self.shardings, self.compiler_options)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from megajax.models import pipelined
-from megajax.models.interface import EVALUATION
+from megajax.models.interface import EVALUATION, Objective
 from megajax.models.model import Model, Weights
 from megajax.optim.optimizer import Optimizer, global_norm
 from megajax.sharding import row_major
@@ -13,7 +13,8 @@ from megajax.training.state import TrainState
 
 
 def loss_weights(loss_mask: jax.Array, mean: LossMean, group: int | None) -> jax.Array:
-    """Weight of each token, so that the loss is a plain sum: float32 like loss_mask [microbatches, batch, T].
+    """Weight of each token, so that the loss is a plain sum: float32 like loss_mask [microbatches, batch, T], or, of a
+    task that has one number per sample, [microbatches, batch].
 
     mean "token": equal for all unmasked tokens of the batch. "microbatch": mean over groups of `group` consecutive
     sequences (None: a microbatch) of the mean over their tokens, Megatron's default. Weights depend on the batch only,
@@ -22,12 +23,12 @@ def loss_weights(loss_mask: jax.Array, mean: LossMean, group: int | None) -> jax
     mask = loss_mask.astype(jnp.float32)
     if mean == "token":
         return mask / jnp.maximum(jnp.sum(mask), 1.0)
-    grouped = mask.reshape(-1, group or mask.shape[1], mask.shape[2])
-    tokens = jnp.maximum(jnp.sum(grouped, (1, 2), keepdims=True), 1.0)
+    grouped = mask.reshape(-1, group or mask.shape[1], *mask.shape[2:])
+    tokens = jnp.maximum(jnp.sum(grouped, range(1, grouped.ndim), keepdims=True), 1.0)
     return (grouped / tokens / grouped.shape[0]).reshape(mask.shape)
 
 
-def make_train_step(model: Model, optimizer: Optimizer, training: TrainingConfig):
+def make_train_step(model: Model, objective: Objective, optimizer: Optimizer, training: TrainingConfig):
     """-> (state, batch, learning rate float32) -> (state, metrics); to be jitted with the state donated.
 
     batch: each array [microbatches, batch, ...]. metrics: loss, grad_norm, the auxiliary terms of the loss and the
@@ -42,7 +43,7 @@ def make_train_step(model: Model, optimizer: Optimizer, training: TrainingConfig
 
         def loss(params, variables):
             current = weights._replace(params=params, variables=variables)
-            terms = model.loss(current.merged(), batch, key=key, first_sample=first_sample, options=options)
+            terms = model.loss(current.merged(), batch, objective, key=key, first_sample=first_sample, options=options)
             terms = terms.share(num_microbatches)
             total = terms.total()
             return total if scale is None else total * scale, terms
@@ -59,7 +60,7 @@ def make_train_step(model: Model, optimizer: Optimizer, training: TrainingConfig
         weights = Weights(state.params, state.frozen, state.variables)
         scale = None if state.loss_scale is None else state.loss_scale.scale
         if model.stages is not None:
-            terms, grads, updates = pipelined.loss_and_gradients(model, weights, batch, key, options, scale)
+            terms, grads, updates = pipelined.loss_and_gradients(model, weights, batch, objective, key, options, scale)
             grads = row_major(grads, model.trained)
         elif num_microbatches == 1:
             first = jax.tree.map(lambda a: a[0], batch)
@@ -101,17 +102,18 @@ def make_train_step(model: Model, optimizer: Optimizer, training: TrainingConfig
 
 def jit_train_step(
     model: Model,
+    objective: Objective,
     optimizer: Optimizer,
     training: TrainingConfig,
     shardings: TrainState,
     compiler_options: dict[str, str],
 ):
     """Jits make_train_step: the state is donated and keeps its shardings."""
-    step = make_train_step(model, optimizer, training)
+    step = make_train_step(model, objective, optimizer, training)
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=compiler_options)
 
 
-def make_eval_step(model: Model):
+def make_eval_step(model: Model, objective: Objective):
     """-> (weights, batch [1, batch, ...]) -> {name: (numerator, denominator)}, float32: `loss`, the sum of the token
     losses (the main term, without regularisers or dropout) and the number of tokens, and the rates of the model.
 
@@ -122,9 +124,9 @@ def make_eval_step(model: Model):
         counts = batch["loss_mask"].astype(jnp.float32)
         batch = {name: array for name, array in batch.items() if name != "loss_mask"} | {"loss_weights": counts}
         if model.stages is not None:
-            terms = pipelined.loss(model, model.split(weights), batch, EVALUATION)
+            terms = pipelined.loss(model, model.split(weights), batch, objective, EVALUATION)
         else:
-            terms = model.loss(weights, jax.tree.map(lambda a: a[0], batch), options=EVALUATION)
+            terms = model.loss(weights, jax.tree.map(lambda a: a[0], batch), objective, options=EVALUATION)
         return {"loss": (terms.main, jnp.sum(counts))} | terms.rates
 
     return eval_step

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megajax.data import blend
 from megajax.data.blend import BlendedDataset, Phase, blending_indices, normalize_weights, plan_phases
 from megajax.data.indexed_dataset import IndexedDataset
-from megajax.data.samples.gpt import GptDataset, SampleFormat, split_ranges
+from megajax.data.samples.gpt import GptDataset, GptFormat, split_ranges
 
 ORACLES = Path(__file__).parents[1] / "oracles"
 
@@ -27,7 +27,7 @@ def test_blend_equals_megatrons(split, tmp_path):
     for name, size in zip(meta["names"], built, strict=True):
         source = IndexedDataset(ORACLES / "data" / name)
         part = split_ranges((90, 10, 0), len(source))[number]
-        form = SampleFormat(pad_id=meta["pad"])
+        form = GptFormat(pad_id=meta["pad"])
         parts.append(GptDataset(source, part, size, 64, meta["seed"], sample_format=form, cache_dir=None))
     for cache_dir in (None, str(tmp_path), str(tmp_path)):
         dataset = BlendedDataset(parts, phases, cache_dir)

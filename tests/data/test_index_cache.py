@@ -10,7 +10,7 @@ import pytest
 
 from megajax.data.index_cache import load_or_build
 from megajax.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megajax.data.samples.gpt import GptDataset, SampleFormat
+from megajax.data.samples.gpt import GptDataset, GptFormat
 
 
 def test_second_call_maps_the_files_and_does_not_build(tmp_path):
@@ -91,7 +91,7 @@ def test_rewritten_data_under_the_same_name_gets_new_indices(tmp_path):
             for length in lengths:
                 writer.add_document([np.arange(length)])
         source = IndexedDataset(tmp_path / "x")
-        form, cache = SampleFormat(), str(tmp_path / "cache")
+        form, cache = GptFormat(), str(tmp_path / "cache")
         return GptDataset(source, (0, len(source)), None, 8, 0, sample_format=form, cache_dir=cache)
 
     first, second = samples([10, 20, 30, 40]), samples([40, 30, 20, 10])

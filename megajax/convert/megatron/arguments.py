@@ -20,6 +20,7 @@ from megajax.layers.rope import RopeConfig
 from megajax.layers.router import RouterConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.interface import ModelConfig
+from megajax.tasks.interface import task_of
 from megajax.training.config import TrainingConfig
 
 logger = logging.getLogger("megajax")
@@ -90,10 +91,10 @@ class Arguments:
 def read_config(given: Arguments, model: ModelConfig, vocabulary_rows: int, folder: Path) -> Config:
     """The config of a run with this model. vocabulary_rows: of the embedding. folder: of the checkpoint, which may hold
     the tokenizer."""
-    data = DataConfig(source="mock", tokenizer=_tokenizer(given, vocabulary_rows, folder), kind=model.data_kinds[0])
+    data = DataConfig(source="mock", tokenizer=_tokenizer(given, vocabulary_rows, folder))
     length = given.size("seq_length" if given.get("seq_length") else "max_position_embeddings")
     training = TrainingConfig(sequence_length=length)
-    return Config(model=model, data=data, training=training)
+    return Config(model=model, task=task_of(model), data=data, training=training)
 
 
 def decoder_model(given: Arguments, shapes: Mapping[str, tuple[int, ...]]) -> DecoderConfig:

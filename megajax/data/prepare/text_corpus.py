@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import sysconfig
+from typing import Literal, NamedTuple
 
 from megajax.announce import announced
 from megajax.data.config import DataConfig
@@ -27,7 +28,15 @@ SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib",
 FORMAT = 1
 
 
-def prepare_text(config: DataConfig) -> tuple[str, str, str]:
+class TextForm(NamedTuple):
+    """What a tokenized text file consists of."""
+
+    sequences: Literal["documents", "sentences"] = "documents"
+    appends_end: bool = True
+    """Whether an end-of-document token follows each document."""
+
+
+def prepare_text(config: DataConfig, form: TextForm) -> tuple[str, str, str]:
     """(prefix of the training data, prefix of the held-out data, tokenizer spec), built on the first call.
 
     Cached in `data.cache_dir/text-HASH/`; the hash covers names, sizes and times of the files and the tokenizer.
@@ -35,14 +44,14 @@ def prepare_text(config: DataConfig) -> tuple[str, str, str]:
     if no file is found or one is not UTF-8.
     """
     files = find_files(config.text)
-    folder = os.path.join(config.cache_dir, "text-" + _key(config, files))
+    folder = os.path.join(config.cache_dir, "text-" + _key(config, form, files))
     if not os.path.isdir(folder):
         os.makedirs(config.cache_dir, exist_ok=True)
         with open(folder + ".lock", "w") as lock:
             with announced("waiting for another process that prepares the same text"):
                 fcntl.flock(lock, fcntl.LOCK_EX)  # freed by the system if this process dies
             if not os.path.isdir(folder):
-                _build(files, config, folder)
+                _build(files, config, form, folder)
     spec = config.tokenizer
     if spec.startswith("sentencepiece:"):
         spec = os.path.join(folder, "tokenizer.model")
@@ -76,10 +85,10 @@ def _fixed_folder(pattern: str) -> str:
     return os.sep.join(parts) or (os.sep if os.path.isabs(pattern) else ".")
 
 
-def _key(config: DataConfig, files: list[tuple[str, str]]) -> str:
+def _key(config: DataConfig, form: TextForm, files: list[tuple[str, str]]) -> str:
     stats = [(name, os.stat(path)) for name, path in files]
     facts = [FORMAT, config.text, config.tokenizer, [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]]
-    facts += [_form(config), "no end of documents"] if config.is_masked else []
+    facts += [] if form.appends_end else [form.sequences, "no end of documents"]
     if config.tokenizer.endswith(tuple(FILE_TOKENIZERS)):
         facts.append(load_tokenizer(config.tokenizer).identity)
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
@@ -100,7 +109,7 @@ def _held_out(files: list[tuple[str, str]]) -> set[str]:
     return chosen or {min(files, key=lambda file: (os.path.getsize(file[1]), file[0]))[1]}
 
 
-def _build(files: list[tuple[str, str]], config: DataConfig, folder: str) -> None:
+def _build(files: list[tuple[str, str]], config: DataConfig, form: TextForm, folder: str) -> None:
     if len(files) < 2:
         raise ValueError(
             f"data.text: {files[0][1]} alone cannot be split into training and evaluation text; name at least two files"
@@ -122,8 +131,8 @@ def _build(files: list[tuple[str, str]], config: DataConfig, folder: str) -> Non
             # A broad pattern also matches files that are not text: they are logged and skipped.
             with announced(f"tokenizing {len(paths):,} text files"):
                 preprocess(
-                    paths, prefix, tokenizer, os.path.basename(spec), form=_form(config),
-                    append_eod=not config.is_masked, num_workers=workers, on_error="skip",
+                    paths, prefix, tokenizer, os.path.basename(spec), form=form.sequences,
+                    append_eod=form.appends_end, num_workers=workers, on_error="skip",
                 )  # fmt: skip
         try:
             os.rename(temporary, folder)
@@ -131,10 +140,6 @@ def _build(files: list[tuple[str, str]], config: DataConfig, folder: str) -> Non
             # another machine on the same file system was faster
             if not os.path.isdir(folder):
                 raise
-
-
-def _form(config: DataConfig) -> str:
-    return "sentences" if config.is_masked and config.next_sentence != "none" else "documents"
 
 
 def _num_workers(paths: list[str]) -> int:

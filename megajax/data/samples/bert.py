@@ -14,7 +14,7 @@ Source: Megatron-LM, megatron/core/datasets/bert_dataset.py. T = sequence_length
 """
 
 import dataclasses
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -71,6 +71,12 @@ class BertFormat:
                 f"use at least {shortest} with next_sentence={self.next_sentence}"
             )
         self.masking.check(self.vocab_size)
+
+    of_documents: ClassVar[bool] = True
+    is_plain_text: ClassVar[bool] = False
+
+    def build(self, *arguments: Any, **options: Any) -> "BertDataset":
+        return BertDataset(*arguments, sample_format=self, **options)
 
 
 class BertDataset:

@@ -11,7 +11,7 @@ Source: Megatron-LM, megatron/core/datasets/gpt_dataset.py and helpers.cpp. T = 
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -39,7 +39,7 @@ class TokenSource(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class SampleFormat:
+class GptFormat:
     """The content of a sample besides its tokens."""
 
     cross_document_attention: bool = False
@@ -57,6 +57,12 @@ class SampleFormat:
     """Token ids must be below this; None: not checked."""
     fill_in_the_middle: FillInTheMiddle | None = None
     """Rearranges some documents; None: none."""
+
+    of_documents: ClassVar[bool] = False
+    is_plain_text: ClassVar[bool] = True
+
+    def build(self, *arguments: Any, **options: Any) -> "GptDataset":
+        return GptDataset(*arguments, sample_format=self, **options)
 
 
 class GptDataset:
@@ -80,7 +86,7 @@ class GptDataset:
         sequence_length: int,
         seed: int,
         *,
-        sample_format: SampleFormat,
+        sample_format: GptFormat,
         cache_dir: str | None,
     ):
         self._arguments = (indexed, sequence_range, num_samples, sequence_length, seed), sample_format, cache_dir
@@ -174,7 +180,7 @@ class GptDataset:
         return sequences, parts
 
 
-def _rebuild(positional: tuple, sample_format: SampleFormat, cache_dir: str | None) -> GptDataset:
+def _rebuild(positional: tuple, sample_format: GptFormat, cache_dir: str | None) -> GptDataset:
     return GptDataset(*positional, sample_format=sample_format, cache_dir=cache_dir)
 
 

@@ -18,7 +18,7 @@ import bisect
 import dataclasses
 import logging
 import multiprocessing
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -42,6 +42,12 @@ class SftFormat:
     """Token and label of padding."""
     vocab_size: int | None = None
     """Token ids must be below this; None: not checked."""
+
+    of_documents: ClassVar[bool] = True
+    is_plain_text: ClassVar[bool] = False
+
+    def build(self, *arguments: Any, **options: Any) -> "SftDataset":
+        return SftDataset(*arguments, sample_format=self, **options)
 
 
 class SftDataset:

@@ -11,6 +11,7 @@ Source: Megatron-LM, megatron/core/datasets/t5_dataset.py. Te = sequence_length,
 """
 
 import dataclasses
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -62,6 +63,12 @@ class T5Format:
                 f"T5Format.short_sequence_probability={self.short_sequence_probability} must lie between 0 and 1"
             )
         self.masking.check(self.vocab_size)
+
+    of_documents: ClassVar[bool] = True
+    is_plain_text: ClassVar[bool] = False
+
+    def build(self, *arguments: Any, **options: Any) -> "T5Dataset":
+        return T5Dataset(*arguments, sample_format=self, **options)
 
 
 class T5Dataset:

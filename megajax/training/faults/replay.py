@@ -75,12 +75,13 @@ def _replay(trainer: Trainer, step: int, changed: list[str]) -> None:
     first = int(state.step)
     samples = schedule(step - 1)
     note(f"replay of step {step}, from {f'the checkpoint of step {first}' if first else 'the initial parameters'}")
-    for done, batch in enumerate(trainer.train_batches(first, step), start=first):
+    batches = trainer.train_batches(first, step, lambda: state.weights)
+    for done, batch in enumerate(batches, start=first):
         if done < step - 1:
             state, _ = step_function(state, batch, rate(done))
     kept = _copy(state, _on_host(state))
     shardings = jax.tree.map(lambda a: a.sharding, state)
-    del state
+    state = None  # frees its memory
 
     values, identical = _run_twice(lambda: step_function(_copy(kept, shardings), batch, rate(step - 1)))
     loss, grad_norm, skipped = (values[name] for name in ("loss", "grad_norm", "skipped"))
@@ -94,7 +95,7 @@ def _replay(trainer: Trainer, step: int, changed: list[str]) -> None:
     # fused here; the arithmetic is the same.
     loop = dataclasses.replace(model.execution, scan_layers=True, recompute="full", recompute_every=1, offload=())
     looped = Model(model.config, model.precision, loop, trained=config.trained, frozen=config.frozen)
-    function = make_train_step(looped, _WithGradients(program.optimizer), config)
+    function = make_train_step(looped, program.task, _WithGradients(program.optimizer), config)
     (_, metrics), origins = find_origins(function, _copy(kept, shardings), batch, rate(step - 1))
     for line in describe(origins, model.num_layers, ok=bool(np.isfinite([loss, grad_norm]).all())):
         note(line)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megajax.data.samples.fim import FillInTheMiddle, rearrange
-from megajax.data.samples.gpt import GptDataset, SampleFormat
+from megajax.data.samples.gpt import GptDataset, GptFormat
 
 PREFIX, MIDDLE, SUFFIX, EOD, SPLIT = 90_001, 90_002, 90_003, 90_004, 90_005
 
@@ -52,7 +52,7 @@ def gpt(source, form, sequence_length=24, num_samples=6, seed=3):
         num_samples,
         sequence_length,
         seed,
-        sample_format=SampleFormat(eod_id=EOD, fill_in_the_middle=form, reset_positions=True),
+        sample_format=GptFormat(eod_id=EOD, fill_in_the_middle=form, reset_positions=True),
         cache_dir=None,
     )
 

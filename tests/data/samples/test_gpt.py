@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megajax.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megajax.data.samples.gpt import GptDataset, SampleFormat, build_indices, split_ranges
+from megajax.data.samples.gpt import GptDataset, GptFormat, build_indices, split_ranges
 
 ORACLES = Path(__file__).parents[2] / "oracles"
 
@@ -34,7 +34,7 @@ class Documents:
 
 def gpt(source, num_samples=None, sequence_length=8, seed=0, cache_dir=None, sequence_range=None, **form):
     sequence_range = sequence_range or (0, len(source))
-    form = SampleFormat(**form)
+    form = GptFormat(**form)
     return GptDataset(
         source, sequence_range, num_samples, sequence_length, seed, sample_format=form, cache_dir=cache_dir
     )

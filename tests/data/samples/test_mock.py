@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megajax.data.samples.gpt import GptDataset, SampleFormat
+from megajax.data.samples.gpt import GptDataset, GptFormat
 from megajax.data.samples.mock import MockIndexedDataset
 
 
@@ -22,7 +22,7 @@ def test_documents_count_up_modulo_the_vocabulary_and_end_in_eod():
 
 def test_gpt_dataset_reads_mock_documents():
     mock = MockIndexedDataset(vocab_size=5000, eod_id=4999)
-    dataset = GptDataset(mock, (0, 100), None, 512, 1, sample_format=SampleFormat(), cache_dir=None)
+    dataset = GptDataset(mock, (0, 100), None, 512, 1, sample_format=GptFormat(), cache_dir=None)
     for i in range(10):
         sample = dataset[i]
         same = sample["segment_ids"][1:] == sample["segment_ids"][:-1]

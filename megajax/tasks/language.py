@@ -1,0 +1,81 @@
+"""Language modelling: predict the next token of documents."""
+
+import dataclasses
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+
+from megajax.data.config import DataConfig
+from megajax.data.datasets import Formats
+from megajax.data.samples.fim import FillInTheMiddle
+from megajax.data.samples.gpt import GptFormat
+from megajax.data.tokenizers.tokenizer import Tokenizer
+from megajax.models.interface import AnyModule, BatchArray, LossOptions, LossTerms, ModelConfig
+from megajax.ranges import Probability
+from megajax.tasks.interface import Task
+
+
+@dataclasses.dataclass(frozen=True)
+class Language(Task):
+    kind: Literal["language"] = "language"
+    """What the model is trained for. language: predict the next token of documents (pre-training)."""
+    cross_document_attention: bool = False
+    """Let documents packed into one sample attend to each other (Megatron's default)."""
+    reset_positions: bool = False
+    """Restart positions at 0 with each document."""
+    mask_document_end: bool = False
+    """No loss on predicting the end-of-document token."""
+    fim_rate: Probability = 0.0
+    """Probability that a training document is rearranged for fill-in-the-middle (data/samples/fim.py)."""
+    fim_spm_rate: Probability = 0.5
+    """Probability that such a document starts with its suffix (SPM)."""
+    fim_tokens: tuple[str, str, str] = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
+    """Special tokens before the three parts, as spelled in the tokenizer."""
+
+    # Up to four epochs are about as good as new text (Muennighoff et al. 2023, https://arxiv.org/abs/2305.16264).
+    max_epochs: ClassVar[int | None] = 4
+
+    @property
+    def heads(self) -> tuple[str, ...]:
+        return ("next_token",)
+
+    def arrays(self, model: ModelConfig, sequence_length: int) -> dict[str, BatchArray]:
+        return next_token_arrays(model, sequence_length, packed=not self.cross_document_attention)
+
+    def formats(self, data: DataConfig, model: ModelConfig, sequence_length: int, tokenizer: Tokenizer) -> Formats:
+        plain = GptFormat(
+            cross_document_attention=self.cross_document_attention,
+            reset_positions=self.reset_positions,
+            mask_document_end=self.mask_document_end,
+            eod_id=tokenizer.eod_id,
+            vocab_size=tokenizer.vocab_size,
+        )
+        return Formats(dataclasses.replace(plain, fill_in_the_middle=self._fill_in_the_middle(tokenizer)), plain)
+
+    def loss(self, module: AnyModule, h: jax.Array, batch: dict, options: LossOptions) -> LossTerms:
+        return next_token_loss(module, h, batch, options)
+
+    def _fill_in_the_middle(self, tokenizer: Tokenizer) -> FillInTheMiddle | None:
+        if not self.fim_rate:
+            return None
+        ids = {name: tokenizer.token_id(name) for name in self.fim_tokens}
+        missing = [name for name, number in ids.items() if number is None]
+        if missing:
+            raise ValueError(
+                f"task.fim_tokens: {', '.join(missing)} are not tokens of {tokenizer.identity}; name tokens of it"
+            )
+        return FillInTheMiddle(self.fim_rate, self.fim_spm_rate, *ids.values())
+
+
+def next_token_arrays(model: ModelConfig, sequence_length: int, *, packed: bool) -> dict[str, BatchArray]:
+    """packed: see ModelConfig.inputs."""
+    inputs = model.inputs(sequence_length, packed=packed)
+    labels = inputs["tokens"]
+    return inputs | {"labels": labels, "loss_mask": labels._replace(dtype=jnp.float32)}
+
+
+def next_token_loss(module: AnyModule, h: jax.Array, batch: dict, options: LossOptions) -> LossTerms:
+    """The cross-entropy of the labels, and what the model adds to it (multi-token prediction)."""
+    main = module.cross_entropy(h, batch["labels"], batch["loss_weights"], options)
+    return module.further_terms(h, batch, options)._replace(main=main)
