@@ -65,7 +65,7 @@ def bert_base() -> Config:
     Hardware: one GPU. Data: mock documents until you name yours; the paper's next-sentence task needs sentences
     (--task.sentences=nsp --model.next_sentence=True, docs/bert.md). Without attention dropout, which needs the plain
     attention.
-    Command: python train.py --config=bert_base --data.source=indexed --data.paths=PREFIX
+    Command: python train.py --config=bert_base --data.paths=PREFIX
     """
     return _bert(BertConfig(next_sentence=False, attention_dropout=0.0), learning_rate=1e-4)
 
@@ -75,7 +75,7 @@ def bert_large() -> Config:
 
     Hardware: one GPU, 8 with --mesh.data=8. Data as for bert_base.
     Measured on one H100: 718 ms per step, 182,400 tokens/s (2026-11-23, commit 7912b37; docs/bert.md).
-    Command: python train.py --config=bert_large --data.source=indexed --data.paths=PREFIX
+    Command: python train.py --config=bert_large --data.paths=PREFIX
     """
     model = BertConfig(num_layers=24, embed_dim=1024, num_heads=16, next_sentence=False, attention_dropout=0.0)
     return _bert(model, learning_rate=5e-5)

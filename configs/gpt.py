@@ -61,7 +61,7 @@ def gpt2_124m() -> Config:
     the sources of Python itself.
     Measured: 425k tokens/s, MFU 36.7 % (34.3 % causal), loss 10.93 -> 2.99 in 400 steps of 64 x 1024 tokens of Python
     sources (one H100 80GB, jax 0.11.2, 2026-11-21, commit 5e4a439).
-    Command: python train.py --config=gpt2_124m --data.source=indexed --data.paths=PREFIX
+    Command: python train.py --config=gpt2_124m --data.paths=PREFIX
     """
     return Config(
         model=DecoderConfig(dropout=0.0, activation="gelu_tanh", vocab_size=50257, max_positions=1024),

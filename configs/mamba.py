@@ -52,7 +52,7 @@ def mamba2_130m() -> Config:
     """Mamba-2 of 130 M parameters as published (Dao and Gu 2024), with batches of half a million tokens.
 
     Hardware: one GPU. Not measured.
-    Command: python train.py --config=mamba2_130m --data.source=indexed --data.paths=PREFIX
+    Command: python train.py --config=mamba2_130m --data.paths=PREFIX
     """
     return Config(
         model=_mamba2(num_layers=24, embed_dim=768),
@@ -67,7 +67,7 @@ def mamba2_2p7b() -> Config:
     """Mamba-2 of 2.7 B parameters as published (Dao and Gu 2024).
 
     Hardware: 8 GPUs of one host, weights and optimizer sharded. Measured with 8 layers on one GPU (docs/mamba.md).
-    Command: python train.py --config=mamba2_2p7b --data.source=indexed --data.paths=PREFIX
+    Command: python train.py --config=mamba2_2p7b --data.paths=PREFIX
     """
     return Config(
         model=_mamba2(num_layers=64, embed_dim=2560),
@@ -83,7 +83,7 @@ def hybrid_8b() -> Config:
     """The sizes of Nemotron-H 8B (NVIDIA 2025, arXiv 2504.03624): 24 Mamba-2, 4 attention and 24 MLP layers.
 
     Hardware: 8 GPUs of one host, tensor 2 x fsdp 4. Measured with 4 layers on one GPU (docs/mamba.md).
-    Command: python train.py --config=hybrid_8b --data.source=indexed --data.paths=PREFIX
+    Command: python train.py --config=hybrid_8b --data.paths=PREFIX
     """
     pattern = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
     return Config(

@@ -55,7 +55,7 @@ def t5_base() -> Config:
     """T5 v1.1 base (Shazeer 2020; Raffel et al. 2019): 248 M parameters, 512 tokens in, 128 out.
 
     Hardware: one GPU. The published model had 1 M steps of 2048 texts and Adafactor.
-    Command: python train.py --config=t5_base --data.source=indexed --data.paths=PREFIX
+    Command: python train.py --config=t5_base --data.paths=PREFIX
     """
     return Config(
         model=EncoderDecoderConfig(mlp_dim=2048, activation="geglu_tanh", tied_embeddings=False),
@@ -73,7 +73,7 @@ def t5_11b() -> Config:
     """T5 v1.0 11B (Raffel et al. 2019): 24 + 24 layers, 128 heads of 128 over a width of 1024, feed-forward 65536.
 
     Hardware: 4 hosts of 8 H100, tensor 8 within hosts, fsdp 4 between hosts.
-    Command: srun python train.py --config=t5_11b --data.source=indexed --data.paths=PREFIX
+    Command: srun python train.py --config=t5_11b --data.paths=PREFIX
     """
     return Config(
         model=EncoderDecoderConfig(num_layers=24, embed_dim=1024, num_heads=128, head_dim=128, mlp_dim=65536),

@@ -333,13 +333,22 @@ def _with_kinds(config: Config, arguments: list[str]) -> tuple[Config, list[str]
     return config, arguments
 
 
+SOURCES = {"paths": "indexed", "text": "text"}  # field of data -> the source that reads it
+
+
 def _with_source(config: Config, arguments: list[str]) -> Config:
-    """--data.source=NAME drops the files and the tokenizer of the recipe's own source."""
-    for argument in arguments:
-        name, _, source = argument.partition("=")
-        if name == "--data.source" and source in typing.get_args(SourceKind) and source != config.data.source:
-            config = dataclasses.replace(config, data=config.data.of_source(source))
-    return config
+    """--data.source=NAME drops the files and the tokenizer of the recipe's own source. Without it, the source is the
+    one that reads --data.paths or --data.text."""
+    given = dict(argument[2:].split("=", 1) for argument in arguments)
+    implied = [(field, source) for field, source in SOURCES.items() if given.get(f"data.{field}")]
+    source = given.get("data.source", config.data.source)
+    if "data.source" not in given and len(implied) == 1:
+        ((field, source),) = implied
+        if source != config.data.source:
+            logger.info("data.source=%r, implied by data.%s (the recipe has %r)", source, field, config.data.source)
+    if source == config.data.source or source not in typing.get_args(SourceKind):
+        return config
+    return dataclasses.replace(config, data=config.data.of_source(source))
 
 
 def _fitted(recipe: Config, config: Config, overridden: set[str]) -> Config:

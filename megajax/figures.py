@@ -75,12 +75,15 @@ def mesh(run: "Run") -> "Figure":
     return figure
 
 
-def attention_mask(batch: Mapping[str, np.ndarray], row: int = 0, *, window: int | None = None) -> "Figure":
+def attention_mask(batch: Mapping[str, np.ndarray], row: int | None = None, *, window: int | None = None) -> "Figure":
     """Which keys each query attends to in one sequence of a batch, for causal attention; the first 512 tokens.
 
-    Documents packed into the sequence (segment_ids) do not attend to each other. window: model.window.
+    Documents packed into the sequence (segment_ids) do not attend to each other. row: number of the sequence; default:
+    the first of those with the most documents. window: model.window.
     """
     length = min(batch["tokens"].shape[1], MOST_MASK_TOKENS)
+    documents = [len(np.unique(ids[:length])) for ids in np.asarray(batch.get("segment_ids", batch["tokens"][:, :1]))]
+    row = int(np.argmax(documents)) if row is None else row
     query = np.arange(length)[:, None]
     key = np.arange(length)[None]
     visible = key <= query
@@ -91,7 +94,8 @@ def attention_mask(batch: Mapping[str, np.ndarray], row: int = 0, *, window: int
         visible &= segments[:, None] == segments[None]
     figure, axes = _new(3.6, 3.6)
     axes.imshow(visible, cmap="Blues", vmin=0, vmax=1.3, interpolation="nearest")
-    axes.set(xlabel="key", ylabel="query")
+    title = f"sequence {row}, {documents[row]} document{'s' * (documents[row] > 1)}"
+    axes.set(xlabel="key", ylabel="query", title=title)
     return figure
 
 

@@ -56,8 +56,8 @@ def value_of(config: Config, name: str):
         (["--model.mlp_dim=None"], "model.mlp_dim", None),
         (["--model.rope.scaling=llama3"], "model.rope.scaling", "llama3"),
         (["--model.rope.scaling", "yarn"], "model.rope.scaling", "yarn"),
-        (["--data.paths=a,b/c-d"], "data.paths", ("a", "b/c-d")),
-        (["--data.paths", "a", "b"], "data.paths", ("a", "b")),
+        (["--data.eval_paths=a,b/c-d"], "data.eval_paths", ("a", "b/c-d")),
+        (["--data.eval_paths", "a", "b"], "data.eval_paths", ("a", "b")),
         (["--data.text="], "data.text", ()),
         (["--data.weights=0.3,7"], "data.weights", (0.3, 7.0)),
         (["--training.batch_size_rampup=4,4,64"], "training.batch_size_rampup", (4, 4, 64)),
@@ -319,21 +319,27 @@ def test_only_text_keeps_the_tokenizer_of_the_recipe():
     assert DataConfig(source="mock", tokenizer="null:99").of_source("text") == DataConfig(source="text")
 
 
-def test_own_data_need_only_their_source_and_paths(tmp_path, caplog):
+def test_own_data_need_only_their_paths(tmp_path, caplog):
     """What gpt_tiny says of its own text, tokenizer and length does not stand in the way of what is typed."""
     caplog.set_level(logging.INFO, "megajax")
     (tmp_path / "a.txt").write_text("3000 1 2 " * 100)
     preprocess([str(tmp_path / "a.txt")] * 8, str(tmp_path / "x"), load_tokenizer("null:3001"), "null:3001")
     recipe = override(configs.recipe("gpt_tiny"), ["--training.steps=400", "--optimizer.warmup_steps=30"])
-    typed = ["--data.source=indexed", f"--data.paths={tmp_path / 'x'}", "--training.steps=20"]
+    typed = [f"--data.paths={tmp_path / 'x.bin'}", "--training.steps=20"]
     config = override(recipe, typed).check_on(1)
+    assert config.data.source == "indexed"
+    assert "data.source='indexed', implied by data.paths (the recipe has 'text')" in caplog.text
+    assert override(config, {"data.text": ["docs"], "data.tokenizer": "bytes"}).data == DataConfig(
+        source="text", text=("docs",), tokenizer="bytes"
+    )
     assert config.data.text == () and config.data.tokenizer == "null:3001"
     assert config.model.vocab_size == 3001 and config.optimizer.warmup_steps == 1
     assert "model.vocab_size=3001, adapted to the overrides (the recipe has 2048)" in caplog.text
     assert "optimizer.warmup_steps=1, adapted to the overrides (the recipe has 30)" in caplog.text
     # What is typed stays as it is, and is refused if it contradicts something else that is typed.
     for argument, message in {
-        "--data.text=stdlib": "data.text=.* is not read with data.source=indexed",
+        "--data.text=stdlib": "data.paths=.* is not read with data.source=text; use --data.source=indexed",
+        "--data.source=mock": "data.paths=.* is not read with data.source=mock",
         "--optimizer.warmup_steps=20": "optimizer.warmup_steps=20 must be less",
     }.items():
         with pytest.raises(ValueError, match=message):

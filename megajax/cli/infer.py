@@ -132,12 +132,14 @@ def serve(options: argparse.Namespace) -> None:
     from megajax.cli import serving
 
     serving.need_packages("infer.py serve")
+    from megajax.inference.sampling import recommended_sampling
     from megajax.inference.server.app import ServerConfig
 
-    named = ("run", "host", "port", "max_requests", "request_timeout_seconds", "allow_load")
+    named = ("run", "host", "port", "max_requests", "request_timeout_seconds", "allow_load", "log_requests")
     config = ServerConfig(
         model_name=options.model_name or Path(options.run).resolve().name,
         api_keys=serving.read_keys(options.api_key, options.api_key_file),
+        sampling=recommended_sampling(options.run),
         **{name: getattr(options, name) for name in named},
     )
     config.check()
@@ -322,6 +324,12 @@ def _add_serve(commands) -> None:
         "--request_timeout_seconds", type=float, default=600.0, help="slower requests are cancelled (600)"
     )
     command.add_argument("--allow_load", action="store_true", help="let /v1/load replace the parameters")
+    command.add_argument(
+        "--log_requests",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="log a line per request: client, path, status, tokens, seconds (default: yes)",
+    )
     _add_template(command)
 
 

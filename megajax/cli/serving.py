@@ -88,6 +88,9 @@ def serve(
     server = Server(uvicorn_config(app, config.request_timeout_seconds))
     host, port = bound.getsockname()[:2]
     logger.info("serving %s at http://%s:%d", config.model_name, f"[{host}]" if ":" in host else host, port)
+    if config.sampling:
+        values = ", ".join(f"{name}={value}" for name, value in config.sampling.items())
+        logger.info("sampling defaults of generation_config.json: %s", values)
     if not config.api_keys and not host.startswith("127.") and host != "::1":
         logger.warning("host=%s: anyone who reaches port %d may use the model; --api_key_file=FILE", host, port)
     # uvicorn raises the signal again when it has stopped; that is the end here, and no error.

@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 
 from megajax.data.blend import normalize_weights
+from megajax.data.indexed_dataset import prefix_of
 
 MOST = 1e30  # weight or epochs of an entry: the sum of many is finite
 
@@ -65,7 +66,7 @@ def _tokens(entry: Entry, num_tokens: Callable[[str], int]) -> int:
 
 def _entry_of_path(path: str, weight: float | None, parents: tuple[str, ...], epochs: float = 1.0) -> Entry:
     if not is_blend_file(path):
-        return Entry(path, weight=weight, epochs=epochs)
+        return Entry(prefix_of(path), weight=weight, epochs=epochs)
     return Entry(entries=_read_file(path, parents), weight=weight, epochs=epochs)
 
 
@@ -110,7 +111,7 @@ def _entry(content, file: str, parents: tuple[str, ...], where: str) -> Entry:
         return Entry(entries=_entries(content["blend"], file, parents, f"{where}.blend"), weight=weight, epochs=epochs)
     name = content.get("path", content.get("file"))
     if not isinstance(name, str) or is_blend_file(name) != ("file" in content):
-        raise refusal(f'names {name!r}; "path" is a prefix without .bin, "file" a blend file that ends in .json')
+        raise refusal(f'names {name!r}; "path" is the prefix of a .bin, "file" a blend file that ends in .json')
     return _entry_of_path(os.path.join(os.path.dirname(file), name), weight, parents, epochs)
 
 

@@ -20,7 +20,8 @@ SourceKind = Literal["indexed", "text", "mock"]
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
     source: SourceKind = "mock"
-    """indexed: .bin/.idx files in `paths`; text: text files in `text`; mock: Megatron's mock documents."""
+    """indexed: .bin/.idx files in `paths`; text: text files in `text`; mock: Megatron's mock documents. Follows from
+    `paths` or `text` if these are given and it is not."""
     paths: tuple[str, ...] = ()
     """Prefixes of Megatron .bin/.idx files, blended; or FILE.json with a (nested) blend (data/blend_file.py)."""
     weights: tuple[PositiveFloat, ...] = ()
@@ -34,7 +35,7 @@ class DataConfig:
     split: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat] = (969, 30, 1)
     """Relative shares of training, evaluation and test documents in `paths` and in the mock documents."""
     text: tuple[str, ...] = ()
-    """Patterns of text files; "stdlib" is the source code of Python's standard library."""
+    """Folders or patterns of text files; "stdlib" is the source code of Python's standard library."""
     tokenizer: str = ""
     """bytes | null:VOCAB | sentencepiece:VOCAB (trained on `text`) | X.model | X/tokenizer.json | X.tiktoken; empty:
     the tokenizer of `paths` recorded in P.meta.json, or null:VOCAB with the vocabulary of the model."""
@@ -93,8 +94,7 @@ class DataConfig:
                 for path in (prefix + ".bin", prefix + ".idx"):
                     if not os.path.isfile(path):
                         raise ValueError(
-                            f"data.{field}: file {path} does not exist; build it with "
-                            "python -m megajax.data.preprocess (give the prefix, without .bin)"
+                            f"data.{field}: file {path} does not exist; build it with python -m megajax.data.preprocess"
                         )
 
     def of_source(self, source: SourceKind) -> "DataConfig":

@@ -56,8 +56,13 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype(np.uint16) if vocab_size < 65500 else np.dtype(np.int32)
 
 
+def prefix_of(path: str | os.PathLike) -> str:
+    """PREFIX of PREFIX.bin or PREFIX.idx; a prefix is its own."""
+    return os.fspath(path).removesuffix(".bin").removesuffix(".idx")
+
+
 class IndexedDataset:
-    """Memory-mapped reader of `PREFIX.bin` and `PREFIX.idx`.
+    """Memory-mapped reader of `PREFIX.bin` and `PREFIX.idx`, opened by the prefix or one of these names.
 
     Attributes: `lengths` int32 [num_sequences], tokens per sequence; `document_indices` int64 [num_documents + 1],
     boundaries in sequences; `dtype` of the stored tokens. Raises ValueError, naming the file, if one is missing, has
@@ -66,7 +71,7 @@ class IndexedDataset:
     """
 
     def __init__(self, prefix: str | os.PathLike):
-        self.prefix = os.fspath(prefix)
+        self.prefix = prefix_of(prefix)
         index_path = self.prefix + ".idx"
         token_path = self.prefix + ".bin"
         for path in (index_path, token_path):

@@ -14,7 +14,7 @@ import numpy as np
 from megajax.command_line import Parser, errors_in_one_line
 from megajax.data.blend import BlendedDataset, normalize_weights, plan_phases
 from megajax.data.config import DataConfig
-from megajax.data.indexed_dataset import IndexedDataset
+from megajax.data.indexed_dataset import IndexedDataset, prefix_of
 from megajax.data.meta import read_meta
 from megajax.data.samples.gpt import GptDataset, GptFormat, split_ranges
 from megajax.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
@@ -137,7 +137,7 @@ def _numbers(kind: type) -> Callable[[str], tuple]:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="python -m megajax.data.inspect", description=__doc__.partition("\n")[0])
-    parser.add_argument("--prefix", nargs="+", required=True, help="prefixes of .bin/.idx files")
+    parser.add_argument("--prefix", nargs="+", type=prefix_of, required=True, help="prefixes of .bin/.idx files")
     parser.add_argument("--show", type=int, default=0, metavar="N", help="print the text of the first N documents")
     parser.add_argument("--tokenizer", help="tokenizer to decode them with (default: the recorded one)")
     parser.add_argument("--weights", nargs="+", type=float, help="one per prefix (default: by tokens)")

@@ -1,9 +1,10 @@
 """Text to tokens: python -m megajax.data.preprocess --input FILES --output_prefix P --tokenizer T
 
 Reads .jsonl (one document per line, fields --json_keys), .parquet (one per row, columns --json_keys) and any other file
-as one document; .jsonl and text may be .gz or .zst. Writes P.bin and P.idx (Megatron's indexed dataset) and
-P.meta.json: tokenizer, counts, sha256 of P.bin and of every input file as stored. With several keys, each makes a
-dataset P_KEY. --tokenizer=sentencepiece:VOCAB trains on the input first and keeps the model as P.tokenizer.model.
+as one document; .jsonl and text may be .gz or .zst; of a folder, all files at any depth. Writes P.bin and P.idx
+(Megatron's indexed dataset) and P.meta.json: tokenizer, counts, sha256 of P.bin and of every input file as stored. With
+several keys, each makes a dataset P_KEY. --tokenizer=sentencepiece:VOCAB trains on the input first and keeps the model
+as P.tokenizer.model.
 
 --split_sentences: one sequence per sentence (for BERT). --conversations: each document is a conversation (`messages`:
 [{"role", "content"}, ...]) whose sequences alternate between context (no loss) and answer (loss), starting with a
@@ -22,6 +23,7 @@ from collections.abc import Callable, Sequence
 from megajax.announce import announced
 from megajax.command_line import Parser, errors_in_one_line
 from megajax.data import inspect
+from megajax.data.indexed_dataset import prefix_of
 from megajax.data.prepare.read_input import MAX_DOCUMENT_BYTES, Reader, expand
 from megajax.data.prepare.train_tokenizer import train_tokenizer
 from megajax.data.prepare.write_tokens import output_prefixes, preprocess, refuse_to_overwrite
@@ -35,12 +37,15 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__.partition("\n")[0],
         epilog="Other commands: merge, verify, inspect; each has its --help.",
     )
-    parser.add_argument("--input", nargs="+", required=True, help="files or patterns: .jsonl, .parquet or text files")
-    parser.add_argument("--output_prefix", required=True, help="P of P.bin, P.idx, P.meta.json")
+    parser.add_argument(
+        "--input", nargs="+", required=True, help="folders, files or patterns: .jsonl, .parquet or text files"
+    )
+    parser.add_argument("--output_prefix", type=prefix_of, required=True, help="P of P.bin, P.idx, P.meta.json")
     parser.add_argument(
         "--tokenizer",
-        required=True,
-        help="bytes, null:VOCAB, PATH.model, PATH/tokenizer.json, PATH.tiktoken, or sentencepiece:VOCAB to train one",
+        default="bytes",
+        help="bytes, null:VOCAB, PATH.model, PATH/tokenizer.json, PATH.tiktoken, or sentencepiece:VOCAB to train one "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--json_keys",
@@ -87,8 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sys.exit(f"error: {error}")
     for prefix, meta in metas.items():
         print(
-            f"{prefix}: {meta['num_documents']:,} documents, {meta['num_tokens']:,} tokens ({meta['dtype']}), "
-            f"{meta['num_bytes']:,} bytes of text, {meta['num_skipped']} skipped"
+            f"{prefix}: {meta['num_documents']:,} documents, {meta['num_tokens']:,} tokens ({meta['dtype']}) of the "
+            f"tokenizer {meta['tokenizer']}, {meta['num_bytes']:,} bytes of text, {meta['num_skipped']} skipped"
         )
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from megajax.command_line import Parser, add_mesh_options, errors_in_one_line, mesh_of
+from megajax.data.indexed_dataset import prefix_of
 from megajax.evaluation.perplexity import Totals, check_files, perplexity
 from megajax.evaluation.scorer import BATCH_TOKENS
 from megajax.evaluation.text_model import TextModel
@@ -74,11 +75,10 @@ def _load(options: argparse.Namespace, mesh: MeshConfig, step: int | None) -> Te
 def _perplexity(options: argparse.Namespace) -> Task:
     if not options.text and not options.tokens:
         raise ValueError("perplexity: name files with --text=FILE ... or --tokens=PREFIX ...")
-    prefixes = [path.removesuffix(".bin").removesuffix(".idx") for path in options.tokens]
-    check_files(options.text, prefixes)
+    check_files(options.text, options.tokens)
 
     def task(model: TextModel) -> dict[str, Any]:
-        found = perplexity(model, options.text, prefixes, overlap=options.overlap, limit=options.limit)
+        found = perplexity(model, options.text, options.tokens, overlap=options.overlap, limit=options.limit)
         results = {name: totals.metrics() for name, totals in found.items()}
         return results if len(found) == 1 else results | {"all": sum(found.values(), Totals()).metrics()}
 
@@ -134,7 +134,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True, metavar="{" + ",".join(TASKS) + "}")
     command = _add_command(commands, "perplexity", "perplexity and bits per byte of files")
     command.add_argument("--text", nargs="+", default=[], help="text, .jsonl or .parquet files, also .gz or .zst")
-    command.add_argument("--tokens", nargs="+", default=[], help="prefixes of .bin and .idx files")
+    command.add_argument("--tokens", nargs="+", type=prefix_of, default=[], help="prefixes of .bin and .idx files")
     command.add_argument("--overlap", type=int, help="tokens that consecutive windows share (half of max_length)")
     command.add_argument("--limit", type=int, help=f"{LIMIT} documents of each file")
     command = _add_command(commands, "lambada", "last words of passages, as Megatron's LAMBADA task")

@@ -6,16 +6,20 @@ Dimensions: B rows, V vocabulary, K most likely tokens that are reported, W word
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from megajax.data.tokenizers.tokenizer import read_json
+
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256  # of one
 PROMPT_TOKEN = 1 << 30  # bit of a count: the token occurs in the prompt
+RECOMMENDED = "temperature", "top_k", "top_p", "min_p", "repetition_penalty"  # fields of generation_config.json
 DIGIT_BITS = 2  # of a threshold, found per pass over the vocabulary; divides 32
 
 
@@ -112,6 +116,21 @@ class Sampling:
     @property
     def is_constrained(self) -> bool:
         return self.schema is not None or self.regex is not None
+
+
+def recommended_sampling(folder: str | Path) -> dict[str, float]:
+    """Values of Sampling that the generation_config.json of a Hugging Face folder, or of a run that began with one,
+    recommends; {} without the file. Raises ValueError for a value that Sampling does not allow."""
+    file = Path(folder) / "generation_config.json"
+    found = {name: value for name, value in read_json(str(file)).items() if name in RECOMMENDED and value is not None}
+    for name, value in found.items():
+        if type(value) not in (int, float):
+            raise ValueError(f"{file}: {name}={value!r} must be a number")
+    try:
+        Sampling(**found).check()
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+    return found
 
 
 class TokenLogprobs(NamedTuple):

@@ -16,6 +16,7 @@ import numpy as np
 
 from megajax.command_line import Parser, add_mesh_options, errors_in_one_line, mesh_of
 from megajax.convert.hugging_face import EXPORTED, export_run
+from megajax.data.indexed_dataset import prefix_of
 from megajax.evaluation.perplexity import Totals, check_files, perplexity
 from megajax.evaluation.text_model import TextModel
 from megajax.hugging_face.quantized import Quantization
@@ -44,7 +45,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _check(options: argparse.Namespace) -> None:
     if not options.text and not options.tokens:
         raise ValueError("quantize: name files with --text=FILE ... or --tokens=PREFIX ...")
-    options.tokens = [path.removesuffix(".bin").removesuffix(".idx") for path in options.tokens]
     check_files(options.text, options.tokens)
     if Path(options.to).exists():
         raise ValueError(f"to={options.to} exists; use another, or remove it")
@@ -131,7 +131,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--format", choices=tuple(FORMATS), required=True, help="of matrices and of their inputs")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="of all other tensors; default: as they are stored")
     parser.add_argument("--text", nargs="+", default=[], help="text, .jsonl or .parquet files to calibrate with")
-    parser.add_argument("--tokens", nargs="+", default=[], help="prefixes of .bin and .idx files to calibrate with")
+    parser.add_argument(
+        "--tokens", nargs="+", type=prefix_of, default=[], help="prefixes of .bin and .idx files to calibrate with"
+    )
     parser.add_argument("--samples", type=int, default=128, help="sequences to calibrate with (128)")
     parser.add_argument("--max_length", type=int, help="tokens of a sequence (training.sequence_length)")
     parser.add_argument(

@@ -4,6 +4,7 @@ import base64
 import gzip
 import hashlib
 import json
+import os
 import random
 import subprocess
 import sys
@@ -34,6 +35,13 @@ def corpus(tmp_path):
 def run(files, prefix, **options):
     (meta,) = preprocess(files, str(prefix), load_tokenizer("bytes"), "bytes", **options).values()
     return meta
+
+
+def refuse_nothing(files, prefix, **options):
+    """All documents are skipped."""
+    with pytest.raises(ValueError, match=rf"no text in '{files[0]}' \(documents skipped: 1\): there is nothing"):
+        run(files, prefix, on_error="skip", **options)
+    assert not os.path.exists(f"{prefix}.bin")
 
 
 def documents(prefix) -> list[list[list[int]]]:
@@ -87,6 +95,27 @@ def test_documents_are_the_texts_in_order_with_an_end_token(corpus, tmp_path):
     assert (meta["tokenizer"], meta["tokenizer_identity"], meta["dtype"]) == ("bytes", "bytes", "uint16")
 
 
+def test_a_folder_is_all_its_files_and_a_dataset_is_named_by_its_prefix_or_its_files(tmp_path, capsys):
+    inner = tmp_path / "notes [old]" / "inner"
+    inner.mkdir(parents=True)
+    (inner / "b.txt").write_text("two")
+    (inner.parent / "a.jsonl").write_text('{"text": "one"}\n')
+    (inner.parent / ".hidden").write_text("no")
+    prefix = tmp_path / "x"
+    main(["--input", str(inner.parent), f"--output_prefix={prefix}.bin", "--workers=1"])
+    assert texts(prefix) == texts(f"{prefix}.bin") == texts(f"{prefix}.idx") == [["one"], ["two"]]
+    main(["inspect", "--prefix", f"{prefix}.idx", "--show=1"])
+    assert "document 0, 4 tokens\none\n" in capsys.readouterr().out
+    main(["merge", "--input", f"{prefix}.bin", str(prefix), f"--output_prefix={prefix}y.idx"])
+    assert len(documents(f"{prefix}y")) == 4
+    with pytest.raises(SystemExit, match="0"):
+        main(["verify", "--prefix", f"{prefix}.bin", f"{prefix}y.idx"])
+    (tmp_path / "empty").mkdir()
+    assert f"--input: no file in {tmp_path}/empty" in refused(
+        ["--input", f"{tmp_path}/empty", "--output_prefix=x"], capsys
+    )
+
+
 def test_no_end_token_on_request_and_empty_documents_are_left_out(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"body": "ab"}\n{"body": ""}\n\n{"body": "c"}\n')
     run([str(tmp_path / "a.jsonl")], tmp_path / "x", json_keys=["body"], append_eod=False)
@@ -106,14 +135,17 @@ def test_compressed_input_gives_the_same_tokens(corpus, tmp_path, name, suffix):
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
-@pytest.mark.parametrize("name, num_documents", [("a.jsonl", 0), ("b.txt", 0)])
+@pytest.mark.parametrize("name", ["a.jsonl", "b.txt"])
 @pytest.mark.fault
-def test_a_compressed_file_cut_short_is_refused_by_name(tmp_path, name, num_documents, suffix):
+def test_a_compressed_file_cut_short_is_refused_by_name(tmp_path, name, suffix):
     content = pack(b'{"text": "hello"}\n' * 1000, suffix)
     (tmp_path / (name + suffix)).write_bytes(content[:-9])
     with pytest.raises(ValueError, match=f"{name}{suffix}.*cannot be read, copy it again"):
         run([str(tmp_path / (name + suffix))], tmp_path / "x")
-    assert run([str(tmp_path / (name + suffix))], tmp_path / "x", on_error="skip")["num_skipped"] == 1
+    if name == "b.txt":
+        refuse_nothing([str(tmp_path / (name + suffix))], tmp_path / "x")
+    else:
+        assert run([str(tmp_path / (name + suffix))], tmp_path / "x", on_error="skip")["num_skipped"] == 1
 
 
 @pytest.mark.parametrize(
@@ -132,9 +164,12 @@ def test_a_document_above_the_size_limit_is_refused_or_skipped(tmp_path, name, c
     message = f"{where}: a document of more than 300,000 bytes; split it, or allow it with --max_document_bytes"
     with pytest.raises(ValueError, match=message):
         run([str(path)], tmp_path / "x", max_document_bytes=longest)
-    meta = run([str(path)], tmp_path / "x", max_document_bytes=longest, on_error="skip")
-    assert meta["num_skipped"] == 1 and message in caplog.text
-    assert texts(tmp_path / "x") == ([] if "txt" in name else [["one"], ["b" * (longest - 100)]])
+    if "txt" in name:
+        refuse_nothing([str(path)], tmp_path / "x", max_document_bytes=longest)
+    else:
+        assert run([str(path)], tmp_path / "x", max_document_bytes=longest, on_error="skip")["num_skipped"] == 1
+        assert texts(tmp_path / "x") == [["one"], ["b" * (longest - 100)]]
+    assert message in caplog.text
     assert run([str(path)], tmp_path / "x", max_document_bytes=1_100_000)["num_skipped"] == 0
 
 
@@ -179,7 +214,7 @@ def test_parquet_gives_the_documents_of_the_same_jsonl(corpus, tmp_path):
         run([str(tmp_path / "a.parquet")], tmp_path / "z", json_keys=["body"])
     columns["text"][200] = None
     write_parquet(tmp_path / "a.parquet", columns, row_group_size=70)
-    with pytest.raises(ValueError, match="a.parquet row 201: no text field 'text'"):
+    with pytest.raises(ValueError, match="a.parquet row 201: the field 'text' is no text"):
         run([str(tmp_path / "a.parquet")], tmp_path / "z")
 
 
@@ -285,8 +320,8 @@ FORGETFUL = "{% for m in messages %}{{ m.role[0] }}{{ m.content if loop.last or 
         (conversation(*TURNS), "{{ messages[0].nothing.more }}", "line 1: chat template: UndefinedError"),
         (conversation(*TURNS), "{{ ''.__class__.__mro__ }}", "line 1: chat template: SecurityError"),
         (conversation(*TURNS[:2]), None, "line 1: .*no message with the role assistant"),
-        ({"messages": "hello"}, None, "line 1: no list of messages with roles in 'messages'"),
-        ({"text": "hello"}, None, "line 1: no list of messages with roles in 'messages'"),
+        ({"messages": "hello"}, None, "line 1: the field 'messages' is no list of messages with roles"),
+        ({"text": "hello", "id": 1}, None, "line 1: no field 'messages' among 'text', 'id'; use --json_keys"),
         (conversation(("user", "<eos>"), ("assistant", "A")), None, "line 1: .*spells the special token <eos>"),
     ],
 )
@@ -296,16 +331,20 @@ def test_conversations_that_cannot_be_cut_are_refused_or_skipped(tmp_path, recor
     (tmp_path / "a.jsonl").write_text(json.dumps(record))
     with pytest.raises(ValueError, match=message):
         run([str(tmp_path / "a.jsonl")], tmp_path / "x", **options)
-    meta = run([str(tmp_path / "a.jsonl")], tmp_path / "x", on_error="skip", **options)
-    assert (meta["num_skipped"], meta["num_documents"]) == (1, 0)
+    refuse_nothing([str(tmp_path / "a.jsonl")], tmp_path / "x", **options)
 
 
 @pytest.mark.parametrize(
     "name, content, message",
     [
         ("a.jsonl", b'{"text": "ok"}\n{"text": \n', "a.jsonl line 2: not JSON"),
-        ("a.jsonl", b'{"text": "ok"}\n{"other": 1}\n', "a.jsonl line 2: no text field 'text'"),
-        ("a.jsonl", b'{"text": "ok"}\n["text"]\n', "a.jsonl line 2: no text field"),
+        (
+            "a.jsonl",
+            b'{"text": "ok"}\n{"other": 1}\n',
+            "a.jsonl line 2: no field 'text' among 'other'; use --json_keys",
+        ),
+        ("a.jsonl", b'{"text": "ok"}\n{"text": 1}\n', "a.jsonl line 2: the field 'text' is no text"),
+        ("a.jsonl", b'{"text": "ok"}\n["text"]\n', "a.jsonl line 2: not an object with the field 'text'"),
         ("a.jsonl", b'{"text": "ok"}\n{"text": "\xff"}\n', "a.jsonl line 2: not UTF-8"),
         ("a.jsonl", b'{"text": "ok"}\n{"text": "\\ud800"}\n', "a.jsonl line 2: not UTF-8"),
         ("a.jsonl", b'{"text": "ok"}\n' + b"[" * 100_000 + b"\n", "a.jsonl line 2: not JSON"),
@@ -318,15 +357,17 @@ def test_bad_documents_stop_with_file_and_line_or_are_counted(tmp_path, name, co
     with pytest.raises(ValueError, match=message):
         run([str(tmp_path / name)], tmp_path / "x")
     assert not (tmp_path / "x.bin").exists()
-    meta = run([str(tmp_path / name)], tmp_path / "x", on_error="skip")
-    assert meta["num_skipped"] == 1
+    if name == "a.txt":
+        refuse_nothing([str(tmp_path / name)], tmp_path / "x")
+    else:
+        assert run([str(tmp_path / name)], tmp_path / "x", on_error="skip")["num_skipped"] == 1
     assert message in caplog.text
 
 
 def test_errors_name_the_line_in_any_batch(tmp_path, monkeypatch):
     monkeypatch.setattr(read_input, "BATCH_BYTES", 100)
     (tmp_path / "a.jsonl").write_text('{"text": "ok"}\n' * 30 + "\n[]\n")
-    with pytest.raises(ValueError, match="a.jsonl line 32: no text field"):
+    with pytest.raises(ValueError, match="a.jsonl line 32: not an object"):
         run([str(tmp_path / "a.jsonl")], tmp_path / "x")
 
 
@@ -338,14 +379,14 @@ def test_an_error_in_a_worker_reaches_the_caller(tmp_path):
 
 def test_command_line_builds_a_dataset_without_importing_jax(tmp_path):
     (tmp_path / "a.txt").write_text("hello")
-    arguments = ["--input", str(tmp_path / "*.txt"), "--output_prefix", str(tmp_path / "x"), "--tokenizer", "bytes"]
+    arguments = ["--input", str(tmp_path / "*.txt"), "--output_prefix", str(tmp_path / "x")]
     code = (
         "import sys; from megajax.data.preprocess import main; main(sys.argv[1:]); "
         "assert not {'jax', 'grain', 'sentencepiece'} & set(sys.modules)"
     )
     command = [sys.executable, "-c", code, *arguments, "--workers=1", "--no-append_eod"]
     out = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert "1 documents, 5 tokens (uint16)" in out.stdout
+    assert "1 documents, 5 tokens (uint16) of the tokenizer bytes" in out.stdout
     assert IndexedDataset(tmp_path / "x").read(0).tolist() == list(b"hello")
 
 
@@ -363,7 +404,7 @@ def refused(arguments: list[str], capsys) -> str:
     [
         ("--input none* --output_prefix=x --tokenizer=bytes", "--input: no file matches none*"),
         ("--input a --output_prefix=x --tokenizer=bytes --worker=2", "--worker=2 is unknown; did you mean --workers?"),
-        ("--input a --output_prefix=x", "arguments are required: --tokenizer; see python -m megajax.data.preprocess"),
+        ("--input a", "arguments are required: --output_prefix; see python -m megajax.data.preprocess"),
         ("merge --input a --output_prefix=x --overwrit", "--overwrit is unknown; did you mean --overwrite?"),
         ("verify --prefix a --output=x", "--output=x is unknown; see python -m megajax.data.preprocess verify --help"),
         ("inspect --prefix a --sequence=8", "--sequence=8 is unknown; did you mean --sequence_length?"),
@@ -415,7 +456,7 @@ def test_training_on_text_that_is_not_there_is_refused_by_line_and_leaves_no_mod
     (tmp_path / "a.jsonl").write_text('{"body": "hello"}\n')
     arguments = ["--input", str(tmp_path / "a.jsonl"), "--output_prefix", str(tmp_path / "x")]
     arguments += ["--tokenizer=sentencepiece:300", "--workers=1"]
-    assert "a.jsonl line 1: no text field 'text'" in refused(arguments, capsys)
+    assert "a.jsonl line 1: no field 'text' among 'body'" in refused(arguments, capsys)
     assert "data.tokenizer=sentencepiece:300 cannot be trained" in refused([*arguments, "--on_error=skip"], capsys)
     assert not list(tmp_path.glob("x*"))
 

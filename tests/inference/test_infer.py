@@ -47,6 +47,13 @@ def test_mistakes_are_named(arguments, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("value, rule", [('"hot"', "must be a number"), ("-1", "must be 0 .* or more")])
+def test_recommended_sampling_that_no_request_could_ask_for_is_refused(tmp_path, value, rule):
+    (tmp_path / "generation_config.json").write_text(f'{{"temperature": {value}}}')
+    with pytest.raises(ValueError, match=f"generation_config.json: temperature=.*{rule}"):
+        infer.main(["serve", f"--run={tmp_path}", "--port=0"])
+
+
 NUMBERS = (
     "max_rows", "max_batch_tokens", "max_length", "page_size", "num_pages", "memory_fraction", "decode_steps",
     "draft_tokens", "launch.cpu_devices", *(f"mesh.{axis}" for axis in AXES),

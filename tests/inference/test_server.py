@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -29,7 +30,7 @@ from megajax.data.tokenizers.chat_template import CHATML, ChatTemplate
 from megajax.data.tokenizers.tokenizer import BytesTokenizer, NullTokenizer
 from megajax.figures import traffic
 from megajax.inference.engine import Engine
-from megajax.inference.sampling import Sampling
+from megajax.inference.sampling import Sampling, recommended_sampling
 from megajax.inference.server import app
 from megajax.inference.server.answers import TokenTexts
 from megajax.inference.server.app import ServerConfig
@@ -388,7 +389,6 @@ def test_latency_and_throughput_are_measured_over_http_and_without(url, tmp_path
     assert 0.05 / 3 <= result.between_tokens["p50"] < 0.1 / 3
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
 def test_the_page_chats_in_a_browser(url, offline):
     playwright = pytest.importorskip("playwright.sync_api", reason="needs pip install -e '.[browser]'")
@@ -404,6 +404,14 @@ def test_the_page_chats_in_a_browser(url, offline):
         page.press("#key", "Tab")
         expect(page.locator("#model")).to_have_text("tiny")
         expect(page.locator("#state")).to_have_text("ready")
+        expect(page.locator("#max_tokens")).to_have_value("128")  # the model's length: 256 would not fit
+        for number in (1, 2):  # both do not fit
+            page.fill("#text", "Hello " * 10)
+            page.press("#text", "Enter")
+            expect(page.get_by_text("first text after")).to_have_count(number)
+        expect(page.get_by_text("The model reads only the end of the conversation")).to_have_count(1)
+        expect(page.locator(".turn.error")).to_have_count(0)
+        page.click("#clear")
         page.fill("#temperature", "0")
         page.fill("#max_tokens", "12")
         page.fill("#system", "Be brief.")
@@ -654,6 +662,47 @@ def test_the_server_says_whether_it_is_ready_and_how_full_it_is():
             assert "DONE" in stream.read().decode()
         fake.permissions.release()
         assert client.post("/v1/completions", json={"prompt": "c", "max_tokens": 1}).is_success
+
+
+def test_the_folder_recommends_the_sampling_of_requests_that_do_not_say(tmp_path):
+    assert recommended_sampling(tmp_path) == {}
+    recommended = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    written = recommended | {"eos_token_id": 5, "do_sample": True, "min_p": None}
+    (tmp_path / "generation_config.json").write_text(json.dumps(written))
+    assert recommended_sampling(tmp_path) == recommended
+    with serving_fake(sampling=recommended) as (fake, url), httpx2.Client(base_url=url) as client:
+        fake.warm.set()
+        wait_until(lambda: client.get("/health").is_success)
+        for path, prompt in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": MESSAGES})):
+            body = prompt | {"top_k": 0, "max_tokens": 1, "stream": True}
+            with client.stream("POST", f"/v1/{path}", json=body):
+                ((request, _),) = fake.running.items()
+                fake.permissions.release()
+                wait_until(lambda: not fake.running)
+            sampling = request.sampling
+            assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.6, 0.95, 0, 0.0)
+        assert client.get("/v1/models/tiny").json()["sampling"] == recommended
+
+
+def test_each_request_is_a_line_of_the_log_unless_this_is_off(caplog):
+    caplog.set_level("INFO", "megajax")
+    for is_on in (True, False):
+        caplog.clear()
+        with serving_fake(log_requests=is_on) as (fake, url), httpx2.Client(base_url=url) as client:
+            fake.warm.set()
+            wait_until(lambda: client.get("/health").is_success)
+            for _ in range(6):
+                fake.permissions.release()
+            client.post("/v1/completions", json={"prompt": ["abc", "d"], "max_tokens": 3})
+            client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 2, "stream": True})
+            client.get("/%0aforged%1b[31m")
+            client.get("/metrics")
+        lines = [record.getMessage() for record in caplog.records if "127.0.0.1 " in record.getMessage()]
+        said = [line.split("127.0.0.1 ")[1].rsplit(", ", 1)[0] for line in lines]
+        post = "POST /v1/completions 200, "
+        everything = [f"{post}4 + 6 tokens", f"{post}3 + 2 tokens", r"GET /\nforged\x1b[31m 404, 0 + 0 tokens"]
+        assert said == (everything if is_on else [])
+        assert all(re.fullmatch(r"\d{4}(-\d\d){2} \d\d(:\d\d){2} 127.*, \d+\.\d\d s", line) for line in lines)
 
 
 def test_a_request_that_takes_too_long_is_cancelled():

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from megajax.command_line import Parser, errors_in_one_line
-from megajax.data.indexed_dataset import HEADER, WRITE_BLOCK, IndexedDataset
+from megajax.data.indexed_dataset import HEADER, WRITE_BLOCK, IndexedDataset, prefix_of
 from megajax.data.meta import COUNTS, make_meta, read_meta, write_meta
 from megajax.data.prepare.write_tokens import BlockWriter, refuse_to_overwrite
 from megajax.one_line import printable
@@ -136,8 +136,10 @@ def _describe_bad_token(dataset: IndexedDataset, index: int, token: int, vocab_s
 
 def main_merge(arguments: Sequence[str]) -> None:
     parser = Parser(prog="python -m megajax.data.preprocess merge", description="Joins datasets.")
-    parser.add_argument("--input", nargs="+", required=True, help="prefixes of .bin/.idx files, in order")
-    parser.add_argument("--output_prefix", required=True, help="P of P.bin, P.idx, P.meta.json")
+    parser.add_argument(
+        "--input", nargs="+", type=prefix_of, required=True, help="prefixes of .bin/.idx files, in order"
+    )
+    parser.add_argument("--output_prefix", type=prefix_of, required=True, help="P of P.bin, P.idx, P.meta.json")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing dataset")
     with errors_in_one_line():
         flags = parser.parse_args(arguments)
@@ -155,7 +157,9 @@ def main_merge(arguments: Sequence[str]) -> None:
 
 def main_verify(arguments: Sequence[str]) -> None:
     parser = Parser(prog="python -m megajax.data.preprocess verify", description="Checks datasets.")
-    parser.add_argument("--prefix", nargs="+", required=True, help="prefixes of .bin/.idx/.meta.json files")
+    parser.add_argument(
+        "--prefix", nargs="+", type=prefix_of, required=True, help="prefixes of .bin/.idx/.meta.json files"
+    )
     with errors_in_one_line():
         prefixes = parser.parse_args(arguments).prefix
     wrong = 0

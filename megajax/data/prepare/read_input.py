@@ -27,6 +27,7 @@ FORMS = "documents", "sentences", "conversations"
 MAX_DOCUMENT_BYTES = 1 << 27
 # Bytes decompressed at a time: zstd expands them at most 32,768 times.
 PACKED_BYTES = 1 << 10
+MOST_NAMES = 20  # of fields or columns in a message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,9 +103,10 @@ class Reader:
             return [self._spans(record, where)]
         texts = []
         for key in self.json_keys:
-            if not isinstance(record, dict) or not isinstance(record.get(key), str):
-                raise ValueError(f"{where}: no text field {key!r}; name it with --json_keys")
-            text = _checked(record[key], where)
+            value = _field(record, key, where)
+            if not isinstance(value, str):
+                raise ValueError(f"{where}: the field {key!r} is no text; name another with --json_keys")
+            text = _checked(value, where)
             if len(text) > self.max_document_bytes:  # of a row; lines are limited earlier
                 raise self.too_long(where)
             texts.append(self._sequences(text))
@@ -114,12 +116,14 @@ class Reader:
         return split_sentences(text) if self.form == "sentences" else [text]
 
     def _spans(self, record: Any, where: str) -> list[str]:
-        messages = record.get(self.json_keys[0]) if isinstance(record, dict) else None
+        messages = _field(record, self.json_keys[0], where)
         if not isinstance(messages, list) or not all(
             isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
         ):
-            raise ValueError(f"{where}: no list of messages with roles in {self.json_keys[0]!r}; name it with "
-                             "--json_keys")  # fmt: skip
+            raise ValueError(
+                f"{where}: the field {self.json_keys[0]!r} is no list of messages with roles; name another with "
+                "--json_keys"
+            )
         # a column has every field in every row, and null where a message has none
         messages = [
             {key: value for key, value in message.items() if value is not None or key == "content"}
@@ -130,6 +134,20 @@ class Reader:
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
         return [_checked(span, where) for span in spans]
+
+
+def _field(record: Any, key: str, where: str) -> Any:
+    if not isinstance(record, dict):
+        raise ValueError(f"{where}: not an object with the field {key!r}")
+    if key not in record:
+        raise ValueError(f"{where}: no field {key!r} among {shortened(list(record))}; use --json_keys")
+    return record[key]
+
+
+def shortened(names: Sequence[str]) -> str:
+    """For a message: the first names of many."""
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(map(repr, names[:MOST_NAMES])) + more
 
 
 def _decode(content: bytes | bytearray, where: str) -> str:
@@ -242,13 +260,19 @@ def kind_of(path: str) -> str:
     return "jsonl" if name.endswith(".jsonl") else "parquet" if path.endswith(".parquet") else "text"
 
 
-def expand(patterns: Sequence[str]) -> list[str]:
-    """Files that match the patterns (including `**`), sorted per pattern. Raises ValueError if one matches none."""
+def as_pattern(entry: str) -> str:
+    """A folder becomes the pattern of all files in it, at any depth, except hidden ones; a pattern stays as it is."""
+    return os.path.join(glob.escape(entry), "**", "*") if os.path.isdir(entry) else entry
+
+
+def expand(entries: Sequence[str]) -> list[str]:
+    """Files in the folders and files that match the patterns (including `**`), sorted per entry. Raises ValueError if
+    there is none."""
     files = []
-    for pattern in patterns:
-        found = sorted(path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path))
+    for entry in entries:
+        found = sorted(path for path in glob.glob(as_pattern(entry), recursive=True) if os.path.isfile(path))
         if not found:
-            raise ValueError(f"--input: no file matches {pattern}")
+            raise ValueError(f"--input: no file {'in' if os.path.isdir(entry) else 'matches'} {entry}")
         files += found
     return files
 
@@ -323,7 +347,8 @@ def _row_batches(number: int, path: str, reader: Reader, digests: dict[int, str]
             wanted = (*reader.json_keys, *(("tools",) if reader.form == "conversations" else ()))
             columns = [name for name in wanted if name in file.schema_arrow.names]
             if missing := [key for key in reader.json_keys if key not in columns]:
-                raise ValueError(f"no column {missing[0]!r} among {file.schema_arrow.names}; use --json_keys")
+                found = shortened(file.schema_arrow.names)
+                raise ValueError(f"no column {missing[0]!r} among {found}; use --json_keys")
             for group in range(file.num_row_groups):
                 facts = file.metadata.row_group(group)
                 rows = max(1, min(1 << 16, facts.num_rows * BATCH_BYTES // max(1, facts.total_byte_size)))

@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 
 from megajax.announce import announced
 from megajax.data.config import DataConfig
+from megajax.data.prepare.read_input import as_pattern
 from megajax.data.prepare.write_tokens import preprocess
 from megajax.data.temporary import temporary_folder
 from megajax.data.tokenizers.tokenizer import FILE_TOKENIZERS, load_tokenizer
@@ -59,14 +60,20 @@ def prepare_text(config: DataConfig, form: TextForm) -> tuple[str, str, str]:
 
 
 def find_files(entries: tuple[str, ...]) -> list[tuple[str, str]]:
-    """(name, path) of every file, in a fixed order. Names decide which files are held out, so they are relative."""
+    """(name, path) of every file that is not empty, in a fixed order. Names decide which files are held out, so they
+    are relative."""
     files = []
     for entry in entries:
-        root = sysconfig.get_path("stdlib") if entry == "stdlib" else _fixed_folder(entry)
-        found = _standard_library(root) if entry == "stdlib" else glob.glob(entry, recursive=True)
-        found = sorted((os.path.relpath(path, root), path) for path in found if os.path.isfile(path))
+        pattern = as_pattern(entry)
+        root = sysconfig.get_path("stdlib") if entry == "stdlib" else _fixed_folder(pattern)
+        found = _standard_library(root) if entry == "stdlib" else glob.glob(pattern, recursive=True)
+        found = [path for path in found if os.path.isfile(path) and os.path.getsize(path)]
+        found = sorted((os.path.relpath(path, root), path) for path in found)
         if not found:
-            raise ValueError(f"data.text: no file matches {entry}; use stdlib or a pattern such as 'docs/**/*.txt'")
+            raise ValueError(
+                f"data.text: no file with text matches {entry}; use stdlib, a folder or a pattern such as "
+                "'docs/**/*.txt'"
+            )
         files += found
     return files
 

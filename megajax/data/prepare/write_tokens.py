@@ -13,7 +13,7 @@ import numpy as np
 from megajax.data.indexed_dataset import IndexedDatasetWriter
 from megajax.data.meta import COUNTS, make_meta, read_meta, write_meta
 from megajax.data.prepare.encode import Block, Encoder, encode_in_order
-from megajax.data.prepare.read_input import MAX_DOCUMENT_BYTES, Reader, read_batches
+from megajax.data.prepare.read_input import MAX_DOCUMENT_BYTES, Reader, read_batches, shortened
 from megajax.data.tokenizers.chat_template import ChatTemplate, load_chat_template
 from megajax.data.tokenizers.tokenizer import Tokenizer
 
@@ -65,8 +65,8 @@ def preprocess(
     form: "documents", "sentences" or "conversations"; template: for conversations; default: the tokenizer's. on_error:
     "raise" stops at the first document that cannot be read or exceeds max_document_bytes (ValueError with file and
     line); "skip" omits, logs and counts such documents. Empty documents are omitted; with several keys, a record with
-    an empty text for one key becomes a document without sequences there. progress: called with the number of input
-    bytes done.
+    an empty text for one key becomes a document without sequences there. Input without any text is refused
+    (ValueError). progress: called with the number of input bytes done.
     """
     if form == "conversations":
         template = template or load_chat_template(tokenizer)
@@ -91,6 +91,8 @@ def preprocess(
                     digests[part.file] = part.sha256
             if progress is not None:
                 progress(batch.num_bytes)
+        for key, count in zip(json_keys, counts, strict=True):
+            _refuse_empty(files, key if len(json_keys) > 1 else None, sum(count, collections.Counter()))
     facts = {
         "tokenizer": tokenizer_spec,
         "tokenizer_identity": tokenizer.identity,
@@ -125,6 +127,17 @@ def refuse_to_overwrite(prefix: str) -> None:
     what = f" (tokenizer {meta['tokenizer']}, documents {meta['num_documents']:,})" if meta else ""
     raise ValueError(
         f"--output_prefix={prefix}: {existing} exists{what}; use another prefix, or --overwrite to replace it"
+    )
+
+
+def _refuse_empty(files: Sequence[str], key: str | None, count: collections.Counter) -> None:
+    """Raises ValueError if the files have given no token."""
+    if count["num_tokens"]:
+        return
+    of_key = f" in the field {key!r}" if key else ""
+    raise ValueError(
+        f"no text{of_key} in {shortened(files)} (documents skipped: {count['num_skipped']}): there is nothing to "
+        "write; name other files"
     )
 
 

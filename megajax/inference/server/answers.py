@@ -112,7 +112,7 @@ class Answer:
 
     def _usage(self) -> dict:
         requests = self._generation.requests
-        num_prompt = sum(len(request.prompt) for request in requests)
+        num_prompt = self._generation.num_prompt_tokens
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": self._num_generated,

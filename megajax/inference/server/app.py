@@ -38,6 +38,7 @@ from megajax.inference.server.engine_thread import Generation, NotReady, Overloa
 from megajax.inference.server.metrics import Metrics
 from megajax.inference.server.protocol import Refused, parse, refusing_values
 from megajax.inference.server.replicas import Replicas
+from megajax.inference.server.request_log import RequestLog
 from megajax.sources import Source, open_source
 
 RETRY_AFTER_SECONDS = 1
@@ -75,6 +76,10 @@ class ServerConfig:
     """Larger requests get 413."""
     allow_load: bool = False
     """Whether /v1/load may replace the parameters."""
+    log_requests: bool = True
+    """Log a line per request (request_log.py)."""
+    sampling: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Values of Sampling in place of its defaults, for what a request does not say (`recommended_sampling`)."""
 
     def check(self) -> None:
         """Raises ValueError for the first invalid value."""
@@ -128,6 +133,7 @@ class Server:
         get = functools.partial(Route, methods=["GET"])
         post = functools.partial(Route, methods=["POST"])
         put = functools.partial(Route, methods=["PUT"])
+        log = [Middleware(RequestLog)] if config.log_requests else []
         self.app = Starlette(
             routes=[
                 get("/", page),
@@ -143,7 +149,7 @@ class Server:
                 post("/detokenize", self._guarded(self._timed(self.detokenize))),
                 put(megatron.PATH, self._guarded(self._timed(self.megatron))),
             ],
-            middleware=[Middleware(_Gate, host=config.host)],
+            middleware=[*log, Middleware(_Gate, host=config.host)],
             exception_handlers={
                 Refused: _refused, NotReady: _not_ready, Overloaded: _overloaded, TimeoutError: _timed_out,
                 ClientDisconnect: _disconnected_early, HTTPException: _http_error, Exception: _failed,
@@ -219,7 +225,7 @@ class Server:
             raise Refused(400, "max_tokens=0 generates nothing; use at least 1, or echo=true", "max_tokens")
         # without new tokens, the log-probabilities of the prompt are all that can be computed
         prompt_logprobs = (body.logprobs or 0) if body.echo and (body.logprobs is not None or max_tokens == 0) else None
-        sampling = body.sampling(max_tokens, body.logprobs, prompt_logprobs)
+        sampling = body.sampling(self.config.sampling, max_tokens, body.logprobs, prompt_logprobs)
         if prompt_logprobs is not None and max_tokens == 1:
             # Who scores a prompt reads the log-probabilities of all tokens but the last, so there must be a last one.
             sampling = dataclasses.replace(sampling, ignore_eos=True)
@@ -239,7 +245,8 @@ class Server:
         prompt = await self._render(len(content), body.messages, tools, True)
         max_tokens = body.max_completion_tokens or body.max_tokens or max(self._max_length - len(prompt), 1)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        generation = await self._start(request, [prompt], body.sampling(max_tokens, logprobs))
+        sampling = body.sampling(self.config.sampling, max_tokens, logprobs)
+        generation = await self._start(request, [prompt], sampling)
         answer = ChatAnswer(generation, self.config.model_name, self._texts, bool(body.return_token_ids))
         return await _answer(generation, answer, body)
 
@@ -254,7 +261,9 @@ class Server:
 
     async def _start(self, request: Request, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Generation:
         with refusing_values():
-            return await self.replicas.generate(prompts, sampling, request.state.deadline, request.state.client)
+            state = request.state
+            state.generation = await self.replicas.generate(prompts, sampling, state.deadline, state.client)
+        return state.generation
 
     async def _encode(self, text: str, field: str) -> list[int]:
         self._check_characters(len(text), field)
@@ -343,6 +352,7 @@ class Server:
             "owned_by": "megajax",
             "max_model_len": self._max_length,
             "has_chat_template": self.template is not None,
+            "sampling": dict(self.config.sampling),
         }
 
     async def health(self, request: Request) -> Response:

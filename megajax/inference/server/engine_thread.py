@@ -74,7 +74,13 @@ class Generation:
         self._thread = thread
         self.num_unfinished = num_prompts * sampling.n
         """Samples whose last part has not arrived."""
+        self.num_generated = 0
+        """Tokens that have arrived."""
         self._arrived: asyncio.Queue[Part | Exception] = asyncio.Queue()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(request.prompt) for request in self.requests)
 
     async def parts(self) -> AsyncIterator[Part]:
         """The parts of all prompts as they arrive, until every sample has finished.
@@ -91,8 +97,9 @@ class Generation:
             yield part
 
     def put(self, part: Part | Exception) -> None:
-        if isinstance(part, Part) and part.output.finish_reason is not None:
-            self.num_unfinished -= 1
+        if isinstance(part, Part):
+            self.num_generated += len(part.output.tokens)
+            self.num_unfinished -= part.output.finish_reason is not None
         self._arrived.put_nowait(part)
 
     def __enter__(self) -> "Generation":

@@ -49,7 +49,7 @@ class MegatronRequest(Model):
     random_seed: int | None = None
     """None, -1: every request draws its own."""
     no_log: bool = False
-    """Requests are never logged."""
+    """Texts are never logged."""
 
     @model_validator(mode="before")
     @classmethod

@@ -7,7 +7,7 @@ those in `Request` that do not concern the answer.
 import contextlib
 import json
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -72,7 +72,7 @@ class StructuredOutputs(Model):
 
 
 class Request(Model):
-    """What completions and chats have in common. None: the default of Sampling."""
+    """What completions and chats have in common. None: the default of the server, or of Sampling."""
 
     model: str | None = None
     n: Samples | None = None
@@ -111,8 +111,11 @@ class Request(Model):
         """Whether a stream ends with the numbers of tokens."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def sampling(self, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None) -> Sampling:
-        """Without a seed, every request draws its own. Raises Refused for a value that is not allowed."""
+    def sampling(
+        self, defaults: Mapping[str, float], max_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None
+    ) -> Sampling:
+        """defaults: of the server. Without a seed, every request draws its own. Raises Refused for a value that is not
+        allowed."""
         copied = (
             "temperature", "top_p", "min_p", "n", "ignore_eos", "presence_penalty", "frequency_penalty",
             "repetition_penalty", "logit_bias", "stop", "stop_token_ids",
@@ -122,7 +125,7 @@ class Request(Model):
         given["top_k"] = 0 if self.top_k == -1 else self.top_k  # how vLLM writes "all"
         given |= {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
         given |= self._structure()
-        values = {name: value for name, value in given.items() if value is not None}
+        values = dict(defaults) | {name: value for name, value in given.items() if value is not None}
         frozen = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         sampling = Sampling(**values | frozen)
         with refusing_values():

@@ -20,9 +20,9 @@ def build(files, prefix, spec="bytes", **options) -> str:
 
 @pytest.fixture
 def shards(tmp_path):
-    """Three .jsonl files; the second has no document."""
+    """Three .jsonl files."""
     rng = np.random.default_rng(0)
-    for name, count in (("a", 40), ("b", 0), ("c", 25)):
+    for name, count in (("a", 40), ("b", 2), ("c", 25)):
         lines = [json.dumps({"text": "One is. Two are. " * int(n)}) for n in rng.integers(0, 30, count)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     return [str(tmp_path / f"{name}.jsonl") for name in "abc"]
@@ -41,10 +41,11 @@ def test_merged_files_are_those_of_the_inputs_preprocessed_together(shards, tmp_
 
 
 def test_datasets_of_other_tools_merge_without_meta(tmp_path):
-    for name, tokens in (("a", [1, 2]), ("b", [3])):
+    for name, documents in (("a", [[1, 2]]), ("empty", []), ("b", [[3]])):
         with IndexedDatasetWriter(tmp_path / name, np.uint16) as writer:
-            writer.add_document([np.array(tokens)])
-    assert merge([str(tmp_path / "a"), str(tmp_path / "b")], str(tmp_path / "x")) is None
+            for tokens in documents:
+                writer.add_document([np.array(tokens)])
+    assert merge([str(tmp_path / name) for name in ("a", "empty", "b")], str(tmp_path / "x")) is None
     assert np.fromfile(tmp_path / "x.bin", np.uint16).tolist() == [1, 2, 3]
 
 

@@ -9,7 +9,7 @@ import pytest
 from megajax.data.config import DataConfig
 from megajax.data.datasets import build_datasets
 from megajax.data.indexed_dataset import IndexedDataset
-from megajax.data.prepare.text_corpus import prepare_text
+from megajax.data.prepare.text_corpus import find_files, prepare_text
 from megajax.data.tokenizers.tokenizer import load_tokenizer
 
 
@@ -59,8 +59,15 @@ def test_processes_that_prepare_at_once_agree(config, tmp_path):
     assert not list((tmp_path / "cache").glob("*.tmp"))
 
 
+def test_a_folder_is_the_pattern_of_all_its_files(config, tmp_path):
+    folder = str(tmp_path / "text")
+    (tmp_path / "text" / "empty.txt").touch()  # as held-out text it would be no use
+    assert len(find_files((folder,))) == 60
+    assert find_files((folder,)) == find_files((f"{folder}/**/*",)) == find_files((f"{folder}/",))
+
+
 def test_texts_that_cannot_be_used_are_refused(config, tmp_path):
-    with pytest.raises(ValueError, match="data.text: no file matches"):
+    with pytest.raises(ValueError, match="data.text: no file with text matches"):
         prepare_text(DataConfig(source="text", text=("/nowhere/*.txt",), tokenizer="bytes"))
     with pytest.raises(ValueError, match="at least two files"):
         one = (str(tmp_path / "text" / "f0" / "0.txt"),)
