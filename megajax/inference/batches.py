@@ -25,7 +25,7 @@ MAX_CHUNKS = 16  # sequences whose prompts one call computes
 
 
 class Shapes(NamedTuple):
-    """The shapes of all calls: one program each."""
+    """The shapes of calls: one program each."""
 
     page_size: int
     num_chunks: int
@@ -38,8 +38,6 @@ class Shapes(NamedTuple):
     """Prompt tokens of a call."""
     most_pages: int
     """Of the sequences of such a call together."""
-    table_factor: int | None
-    """Ratio of the sizes of its table; None: only the smallest and the largest."""
 
     @staticmethod
     def of(sizes: PoolSizes, max_length: int, max_batch_tokens: int, has_kernel: bool) -> "Shapes":
@@ -53,12 +51,20 @@ class Shapes(NamedTuple):
             page_size=sizes.page_size,
             num_chunks=min(MAX_CHUNKS, sizes.num_rows),
             rows=gpu_rows if has_kernel else _buckets(1, sizes.num_rows, 4),
-            tables=[table] if has_kernel else _buckets(min(MIN_TABLE, table), table, 4),
+            tables=[table] if has_kernel else sorted({min(MIN_TABLE, table), table}),
             chunks=chunks,
             most_pages=table,
-            table_factor=None if has_kernel else 4,
         )
         return shapes._replace(most_pages=table + shapes._chunk_pages(chunks[-1]))
+
+    def stages(self) -> list["Shapes"]:
+        """What to compile first, what next, ..., up to all shapes: each stage has those before it.
+
+        Every stage serves every request: with the first one, sequences are decoded few at a time, and prompts are
+        computed in small chunks.
+        """
+        count = max(len(self.rows), len(self.chunks))
+        return [self._replace(rows=self.rows[:end], chunks=self.chunks[:end]) for end in range(1, count + 1)]
 
     def decode(self) -> list[tuple[int, int]]:
         """Of decoding: (rows, pages of each)."""
@@ -81,10 +87,7 @@ class Shapes(NamedTuple):
 
     def _prefill_tables(self, length: int) -> list[int]:
         """Sizes of the table: without and with tokens before the chunks."""
-        fresh = self._chunk_pages(length)
-        if self.table_factor is None:
-            return sorted({min(fresh, self.most_pages), self.most_pages})
-        return _buckets(fresh, self.most_pages, self.table_factor)
+        return sorted({min(self._chunk_pages(length), self.most_pages), self.most_pages})
 
 
 class Batches:

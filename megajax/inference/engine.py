@@ -47,6 +47,7 @@ from megajax.inference.scheduler import (
     look_up,
 )
 from megajax.inference.waiting import Owner
+from megajax.inference.warm_up import Counter, Stage
 from megajax.inference.weights import serving_weights
 from megajax.mesh import MeshConfig
 from megajax.models.model import Model
@@ -112,7 +113,7 @@ class Engine:
         self.model = model
         self.mesh = mesh
         self.tokenizer = tokenizer
-        self.serving = serving
+        self.serving = serving.on(self._platform)
         self.use(params)
         config = model.config
         self._vocab_size = min(config.vocab_size, tokenizer.vocab_size) if tokenizer else config.vocab_size
@@ -135,12 +136,11 @@ class Engine:
                 "take a wrong guess back; use draft_tokens=0"
             )
         self._max_length = min(longest_sequence(models, serving), sizes.num_pages * sizes.page_size)
-        has_kernel = self.mesh.devices.flat[0].platform == "gpu"
-        shapes = Shapes.of(sizes, self._max_length, serving.max_batch_tokens, has_kernel)
+        shapes = Shapes.of(sizes, self._max_length, serving.max_batch_tokens, has_kernel=self._platform == "gpu")
         self._batches = Batches(sizes, shapes, self._vocab_size)
         self.pool = PagePool(sizes.num_pages, sizes.page_size, caches_prefixes=serving.prefix_cache)
         limits = Limits(
-            sizes.num_rows,
+            shapes.rows[-1],
             shapes.chunks[-1],
             shapes.num_chunks,
             shapes.most_pages,
@@ -178,6 +178,10 @@ class Engine:
                 "the draft model has layers with a state per sequence, which cannot take a wrong guess back; use "
                 "another one, or prompt lookup"
             )
+
+    @property
+    def _platform(self) -> str:
+        return self.mesh.devices.flat[0].platform
 
     def use(self, params: dict) -> None:
         """Generates with these parameters, stacked or per layer, from here on; no program is compiled again.
@@ -450,12 +454,51 @@ class Engine:
             bias_V[token] = bias
         self.executor.start_row(sequence.row, counts_V, bias_V)
 
+    # ------------------------------------------------------------------ warm-up
+
     def warm_up(self) -> None:
         """Compiles every program that a request can need, several at a time, and runs each once. Nothing compiles
         afterwards."""
-        self.executor.warm_up(self.params, self._batches)
+        self._warm_up([self._batches.shapes])
+
+    def warm_up_first(self) -> list[Stage]:
+        """As `warm_up`, on a CPU only with the programs that suffice to serve any request, if slowly -> what remains.
+
+        Any thread may compile a stage while this engine works; when it is done, call `use_shapes`, between two steps.
+        On a GPU nothing remains: compiling measures kernels there, so what runs at the same time would slow them down,
+        and they it.
+        """
+        shapes = self._batches.shapes
+        return self._warm_up(shapes.stages() if self._platform == "cpu" else [shapes])
+
+    def use_shapes(self, shapes: Shapes) -> None:
+        """The next calls have only these shapes; not fewer than calls under way have."""
+        self._batches.shapes = shapes
+        limits = self.scheduler.limits
+        self.scheduler.use(limits._replace(num_rows=shapes.rows[-1], chunk_tokens=shapes.chunks[-1]))
+
+    def _warm_up(self, stages: Items[Shapes]) -> list[Stage]:
+        executors = [(self.executor, self.params)]
         if self.draft is not None:
-            self.draft.executor.warm_up(self.draft.params, self._batches)
+            executors.append((self.draft.executor, self.draft.params))
+        counter = Counter()
+        found: list[Stage] = []
+        seen: set[tuple] = set()
+        for shapes in stages:
+            new = []
+            for executor, params in executors:
+                for key, compilation in executor.compilations(params, self._batches, shapes).items():
+                    if (executor, key) not in seen:
+                        seen.add((executor, key))
+                        new.append(counter.counted(compilation))
+            found.append(Stage(shapes, new))
+        first, *rest = found
+        logger.info("compiling %d programs%s", len(seen), f", {len(first.compilations)} of them first" if rest else "")
+        first.compile()
+        for executor, params in executors:
+            executor.run_once(params, self._batches, first.shapes)
+        self.use_shapes(first.shapes)
+        return rest
 
     @property
     def num_programs(self) -> int:

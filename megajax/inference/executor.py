@@ -4,10 +4,8 @@ What they compute is in inference/programs.py.
 """
 
 import functools
-import logging
 import math
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -16,17 +14,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.inference import programs
-from megajax.inference.batches import Batches
+from megajax.inference.batches import Batches, Shapes
 from megajax.inference.programs import Chooser, DecodeBatch, Drawn, PrefillBatch, Rows
 from megajax.inference.sampling import Logprobs
+from megajax.inference.warm_up import Compilation
 from megajax.layers.kv_cache import PoolSizes
 from megajax.models.model import Model
 from megajax.ops.quantized_matmul import is_quantized
 from megajax.training.compiler_options import accepted
 
-logger = logging.getLogger("megajax")
-
-WARM_UP_THREADS = 8  # each compiles a program
 LOWERING = threading.Lock()  # two threads must not lower Pallas kernels at the same time (pallas_kernels/README.md)
 
 NVIDIA = "NVIDIA"  # in the names of its GPUs
@@ -198,32 +194,38 @@ class Executor:
             return prefill_options(arguments[0], self.mesh, len(arguments[3].tokens_T))
         return {}
 
-    def _lower(self, function, arguments: tuple):
+    def _abstract(self, arguments: tuple) -> tuple:
         def abstract(a):
-            sharding = a.sharding if isinstance(a, jax.Array) else self._replicated
+            sharding = self._replicated if isinstance(a, np.ndarray | np.generic) else a.sharding
             return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
 
+        return jax.tree.map(abstract, arguments)
+
+    def _lower(self, function, arguments: tuple):
         with jax.set_mesh(self.mesh), LOWERING:
-            return function.lower(*jax.tree.map(abstract, arguments))
+            return function.lower(*self._abstract(arguments))
 
     # ------------------------------------------------------------------ warm-up
 
-    def warm_up(self, params: dict, batches: Batches) -> None:
-        """Compiles the programs of all shapes, several at a time, and runs each once."""
-        decodes = [(params, *batches.empty_decode(*shape), 1) for shape in batches.shapes.decode()]
-        prefills = [(params, *batches.empty_prefill(*shape), False) for shape in batches.shapes.prefill()]
-        is_graph = IN_GRAPHS in decode_options(self._model, self.mesh, 1)
-        how = ", and XLA is asked to make those for decoding CUDA graphs" if is_graph else ""
-        logger.info("compiling %d programs%s", len(decodes) + len(prefills), how)
-        with ThreadPoolExecutor(WARM_UP_THREADS) as threads:
-            jobs = [threads.submit(self._program, self._decode, self._decode_arguments(*a)) for a in decodes]
-            jobs += [threads.submit(self._program, self._prefill, self._prefill_arguments(*a)) for a in prefills]
-            for job in jobs:
-                job.result()
-        for arguments in decodes:
-            self.decode(*arguments)
-        for arguments in prefills:
-            self.prefill(*arguments)
+    def compilations(self, params: dict, batches: Batches, shapes: Shapes) -> dict[tuple, Compilation]:
+        """By function and shape: each compiles a program, unless that has been done. They keep no arrays."""
+        calls = {}
+        for shape in shapes.decode():
+            calls["decode", *shape] = self._decode, self._decode_arguments(params, *batches.empty_decode(*shape), 1)
+        for shape in shapes.prefill():
+            empty = batches.empty_prefill(*shape)
+            calls["prefill", *shape] = self._prefill, self._prefill_arguments(params, *empty, False)
+        return {
+            key: functools.partial(self._program, function, self._abstract(arguments))
+            for key, (function, arguments) in calls.items()
+        }
+
+    def run_once(self, params: dict, batches: Batches, shapes: Shapes) -> None:
+        """Runs the programs of these shapes, and those that do not depend on them; compiles what is missing."""
+        for shape in shapes.decode():
+            self.decode(params, *batches.empty_decode(*shape), 1)
+        for shape in shapes.prefill():
+            self.prefill(params, *batches.empty_prefill(*shape), False)
         self.start_row(0, np.zeros(self.vocab_size, np.int32), np.zeros(self.vocab_size, np.float32))
         if self._kept:
             self.keep(0, 0)

@@ -216,18 +216,25 @@ class Scheduler:
         self._guess = guess
         self._has_draft_model = has_draft_model
         self.pool = pool
-        self.limits = limits
         self.waiting = WaitingLine()
         self.running: list[Sequence] = []
         """In the order of admission; the last one is the first to be preempted."""
         self.num_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
-        self._rows = list(range(limits.num_rows - 1, -1, -1))
+        self._rows: list[int] = []
+        """Free ones."""
+        self.use(limits)
         self._has_prefilled = False
         self._states = states
         self._restored: list[Copy] = []
         """Since the last call with prompts."""
+
+    def use(self, limits: Limits) -> None:
+        """Calls keep these limits from here on. Rows in use must be among those that they allow."""
+        self.limits = limits
+        used = {sequence.row for sequence in self.running}
+        self._rows = [row for row in reversed(range(limits.num_rows)) if row not in used]
 
     @property
     def has_work(self) -> bool:

@@ -76,8 +76,9 @@ class FakeEngine:
         self.error = None
         self.running = {}
 
-    def warm_up(self):
+    def warm_up_first(self):
         self.warm.wait()
+        return []
 
     def room_for_prompt(self, max_tokens):
         return 1000 - max_tokens

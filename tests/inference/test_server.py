@@ -731,9 +731,9 @@ def test_a_failing_engine_ends_all_requests_with_an_error():
 
 def test_a_stop_during_warm_up_does_not_wait_for_it(monkeypatch, caplog):
     class Stopped(FakeEngine):
-        def warm_up(self):
+        def warm_up_first(self):
             os.kill(os.getpid(), signal.SIGTERM)
-            super().warm_up()
+            return super().warm_up_first()
 
     fake = Stopped()
     codes = []

@@ -5,6 +5,7 @@ sends what a step has produced back to the event loop, in one call per step.
 """
 
 import asyncio
+import functools
 import logging
 import queue
 import threading
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from megajax.inference.engine import Engine, Output, Request, Stats
 from megajax.inference.sampling import Sampling
 from megajax.inference.waiting import Owner
+from megajax.inference.warm_up import Stage
 
 logger = logging.getLogger("megajax")
 
@@ -142,13 +144,14 @@ class EngineThread:
         self._calls: set[asyncio.Future] = set()  # that wait for the thread; of the event loop
         self._owners: dict[int, tuple[Generation, int]] = {}  # id of a request -> whose prompt it is; of the thread
         self._is_stopping = False  # of the thread
+        self._has_ended = threading.Event()
         self._is_started = asyncio.Event()  # the engine is ready, or has failed
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # ------------------------------------------------------------------ on the event loop
 
     def start(self) -> None:
-        """Returns at once; the engine warms up in the background."""
+        """Returns at once; the engine warms up in the background, and compiles on when it is ready."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
@@ -229,8 +232,9 @@ class EngineThread:
         self._inbox.put(run)
         return await future
 
-    def _become_ready(self, seconds: float) -> None:
-        logger.info("ready: warmed up in %.1f s", seconds)
+    def _become_ready(self, seconds: float, num_left: int) -> None:
+        meanwhile = f"; {num_left} more programs are compiled meanwhile" if num_left else ""
+        logger.info("ready: warmed up in %.1f s%s", seconds, meanwhile)
         self.is_ready = True
         self._is_started.set()
 
@@ -260,8 +264,10 @@ class EngineThread:
     def _run(self) -> None:
         try:
             begin = time.monotonic()
-            self.engine.warm_up()
-            self._loop.call_soon_threadsafe(self._become_ready, time.monotonic() - begin)
+            stages = self.engine.warm_up_first()
+            num_left = sum(len(stage.compilations) for stage in stages)
+            self._loop.call_soon_threadsafe(self._become_ready, time.monotonic() - begin, num_left)
+            threading.Thread(target=self._compile, args=[stages], name="compiler").start()
             while self._take_commands():
                 outputs = self.engine.step()
                 self.stats = self.engine.stats()
@@ -271,6 +277,21 @@ class EngineThread:
         except BaseException as error:
             logger.exception("the engine has failed")
             self._loop.call_soon_threadsafe(self._fail, error)
+        finally:
+            self._has_ended.set()
+
+    def _compile(self, stages: Sequence[Stage]) -> None:
+        """On a thread of its own: one program at a time, to leave processors to the engine."""
+        for stage in stages:
+            for compilation in stage.compilations:
+                if self._has_ended.is_set():
+                    return
+                try:
+                    compilation()
+                except Exception as error:
+                    self._inbox.put(functools.partial(_raise, error))
+                    return
+            self._inbox.put(functools.partial(self.engine.use_shapes, stage.shapes))
 
     def _take_commands(self) -> bool:
         """Runs all commands, and waits for one while the engine has no work. False: the thread is to end."""
@@ -297,6 +318,10 @@ class EngineThread:
         for request in generation.requests:
             del self._owners[request.id]
             self.engine.cancel(request)
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _settle(future: asyncio.Future, result: Any, error: Exception | None) -> None:
