@@ -177,12 +177,11 @@ CASES = {
         ["checkpoint.start_fresh=head", "set --checkpoint.start_from, or use --checkpoint.start_fresh="],
     ),
     "masking of documents": (
-        ["--data.mask_probability=0.3"],
-        [
-            "data.mask_probability=0.3 has no effect with data.kind=documents, only with masked, ",
-            "masked_sop, spans; use --data.mask_probability=0.15",
-        ],
+        ["--task.mask_probability=0.3"],
+        ["--task.mask_probability is a field of task.kind=masked and spans, not of task.kind=language; leave it out"],
     ),
+    "a field that has moved to the task": (["--data.kind=spans"], ["--data.kind is now --task.kind"]),
+    "an unknown task": (["--task.kind=documents"], ["task.kind=documents is unknown", "language"]),
     "mode of Weights & Biases without a project": (
         ["--logging.wandb_mode=online"],
         ["logging.wandb_mode=online", "set --logging.wandb_project, or use --logging.wandb_mode=offline"],

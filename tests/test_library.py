@@ -88,7 +88,7 @@ def test_steps_by_hand_are_those_of_training(trained):
 # On top of TINY: the fewest layers that hold one of each kind, and data that need no text.
 TINY_RECIPES = {
     "gpt_tiny": {},
-    "bert_tiny": {"data.kind": "masked", "model.next_sentence": False, "model.num_layers": 1},
+    "bert_tiny": {"task.sentences": "none", "model.next_sentence": False, "model.num_layers": 1},
     "mamba2_tiny": {"model.num_layers": 1},
     "hybrid_tiny": {"model.pattern": "M*-", "model.num_layers": 3},
     "delta_net_tiny": {"model.pattern": "G-", "model.num_layers": 2},

@@ -17,6 +17,7 @@ from megajax.mesh import MeshConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
 from megajax.precision import PrecisionConfig
+from megajax.tasks.language import Language
 from megajax.training.config import TrainingConfig
 
 # Two experts of half the width, or several weights of a sum, round in another order.
@@ -60,7 +61,7 @@ def loss_of(model: Model, weights: dict) -> float:
         positions=np.broadcast_to(np.arange(16, dtype=np.int32), (2, 16)),
     )  # fmt: skip
     with jax.default_matmul_precision("highest"):
-        return float(jax.jit(lambda w: model.loss(w, batch).main)(weights))
+        return float(jax.jit(lambda w: model.loss(w, batch, Language()).main)(weights))
 
 
 def config_of(run_dir, moe: MoeConfig, mesh: MeshConfig | None = None, **model) -> Config:

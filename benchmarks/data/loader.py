@@ -13,19 +13,21 @@ import numpy as np
 
 from benchmarks.command_line import run, split
 from megajax.data.config import DataConfig
-from megajax.data.datasets import build_datasets
+from megajax.data.datasets import Amounts
 from megajax.data.indexed_dataset import IndexedDatasetWriter
 from megajax.data.loader import step_batches
+from megajax.models.decoder import DecoderConfig
+from megajax.tasks.language import Language
 
 NUM_DOCUMENTS = 100_000
 MEAN_TOKENS = 500
 VOCAB = 50_000
 BATCH = 8
 MOST_STEPS = 20_000
-FORMATS = {
-    "segment ids": {},
-    "one document": dict(cross_document_attention=True),
-    "segment ids, positions restart": dict(reset_positions=True),
+TASKS = {
+    "segment ids": Language(),
+    "one document": Language(cross_document_attention=True),
+    "segment ids, positions restart": Language(reset_positions=True),
 }
 
 
@@ -36,9 +38,9 @@ def write(prefix: Path) -> None:
             writer.add_document([rng.integers(0, VOCAB, length).astype(np.uint16)])
 
 
-def tokens_per_second(config: DataConfig, sequence_length: int, seconds: float) -> float:
-    sizes = dict(num_train_samples=BATCH * MOST_STEPS, num_eval_samples=0)
-    dataset = build_datasets(config, sequence_length=sequence_length, seed=0, **sizes).train
+def tokens_per_second(config: DataConfig, task: Language, sequence_length: int, seconds: float) -> float:
+    amounts = Amounts(sequence_length, seed=0, num_train_samples=BATCH * MOST_STEPS, num_eval_samples=0)
+    dataset = task.datasets(config, DecoderConfig(), amounts).train
 
     def schedule(step: int) -> tuple[int, int, int]:
         """(first sample, number of microbatches, samples)."""
@@ -62,11 +64,11 @@ def main(arguments: list[str]) -> None:
         raise ValueError(f"{rest[0]} is unknown; there are --sequence_length and --seconds")
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder) / "x")
-        for name, fields in FORMATS.items():
-            paths = (str(Path(folder) / "x"),)
-            fields = {"tokenizer": f"null:{VOCAB}", "cache_dir": folder, "num_threads": 0, **fields}
-            config = DataConfig("indexed", paths, split=(1, 0, 0), **fields)
-            found = tokens_per_second(config, int(values["sequence_length"]), float(values["seconds"]))
+        paths = (str(Path(folder) / "x"),)
+        fields = dict(tokenizer=f"null:{VOCAB}", cache_dir=folder, num_threads=0)
+        config = DataConfig("indexed", paths, split=(1, 0, 0), **fields)
+        for name, task in TASKS.items():
+            found = tokens_per_second(config, task, int(values["sequence_length"]), float(values["seconds"]))
             print(f"{name:<32} {found / 1e6:.1f} million tokens/s", flush=True)
 
 

@@ -11,14 +11,21 @@ import numpy as np
 import pytest
 
 from megajax.data.config import DataConfig
-from megajax.data.datasets import build_datasets, check_same_data, check_vocab_size
+from megajax.data.datasets import Amounts, check_same_data, check_vocab_size
 from megajax.data.indexed_dataset import IndexedDatasetWriter
 from megajax.data.loader import step_batches
 from megajax.data.prepare.write_tokens import preprocess
 from megajax.data.tokenizers.tokenizer import load_tokenizer
+from megajax.models.decoder import DecoderConfig
+from megajax.tasks.conversations import Conversations
+from megajax.tasks.language import Language
 
 DATA = Path(__file__).parents[1] / "oracles" / "data"
 STEPS, MICROBATCHES, BATCH = 6, 2, 8
+
+
+def build_datasets(config, task=Language(), first_sample=int, **sizes):
+    return task.datasets(config, DecoderConfig(), Amounts(**sizes, first_sample=first_sample))
 
 
 @pytest.fixture
@@ -185,15 +192,16 @@ def test_a_blend_file_is_the_blend_it_names(config, tmp_path):
 
 
 def test_fill_in_the_middle_is_for_training_alone(config):
-    config = dataclasses.replace(config, weights=(), fim_rate=1.0, fim_tokens=("997", "998", "999"))
+    config = dataclasses.replace(config, weights=())
+    task = Language(fim_rate=1.0, fim_tokens=("997", "998", "999"))
     sizes = dict(sequence_length=16, seed=7, num_train_samples=20, num_eval_samples=4)
     marks = lambda dataset: sum(np.isin(dataset[i]["tokens"], (997, 998, 999)).sum() for i in range(4))
-    plain = build_datasets(dataclasses.replace(config, fim_rate=0.0), **sizes)
-    data = build_datasets(config, **sizes)
+    plain = build_datasets(config, **sizes)
+    data = build_datasets(config, task, **sizes)
     assert marks(data.train) > marks(plain.train) + 4 and marks(data.eval) == marks(plain.eval)
     assert data.record["format"]["fill_in_the_middle"]["rate"] == 1.0
-    with pytest.raises(ValueError, match="data.fim_tokens: 1000 are not tokens of null:1000"):
-        build_datasets(dataclasses.replace(config, fim_tokens=("1000", "1", "2")), **sizes)
+    with pytest.raises(ValueError, match="task.fim_tokens: 1000 are not tokens of null:1000"):
+        build_datasets(config, dataclasses.replace(task, fim_tokens=("1000", "1", "2")), **sizes)
 
 
 def test_conversations_are_blended_split_and_read_like_documents(config, tmp_path):
@@ -202,8 +210,8 @@ def test_conversations_are_blended_split_and_read_like_documents(config, tmp_pat
             for d in range(count):
                 writer.add_document([np.arange(1 + d % 3), np.full(2 + d % 4, 500 + d), np.arange(2), np.full(1, 900)])
     paths = (str(tmp_path / "x"), str(tmp_path / "y"))
-    chat = dataclasses.replace(config, kind="conversations", paths=paths, weights=(1.0, 1.0), split=(80, 20, 0))
-    data = build_datasets(chat, sequence_length=16, seed=7, num_train_samples=30, num_eval_samples=4)
+    chat = dataclasses.replace(config, paths=paths, weights=(1.0, 1.0), split=(80, 20, 0))
+    data = build_datasets(chat, Conversations(), sequence_length=16, seed=7, num_train_samples=30, num_eval_samples=4)
     assert [len(part.indexed.document_indices) - 1 for part in data.train.datasets] == [40, 20]
     assert [set(part.document_index) for part in data.train.datasets] == [set(range(32)), set(range(16))]
     assert data.eval_bytes_per_token is None
@@ -229,10 +237,10 @@ def test_sources_say_how_often_each_is_read(config):
 
 
 def test_a_run_goes_on_with_its_own_data_only(config, late, caplog):
-    def record(num_train_samples=60, sequence_length=16, **changes):
+    def record(num_train_samples=60, sequence_length=16, task=Language(), **changes):
         changed = dataclasses.replace(config, **changes)
         sizes = dict(sequence_length=sequence_length, seed=7, num_train_samples=num_train_samples, num_eval_samples=0)
-        found = build_datasets(changed, **sizes, first_sample=lambda step: step).record
+        found = build_datasets(changed, task, **sizes, first_sample=lambda step: step).record
         return json.loads(json.dumps(found))
 
     check_same_data(record(), record(num_threads=1), "data.json")
@@ -245,7 +253,7 @@ def test_a_run_goes_on_with_its_own_data_only(config, late, caplog):
         (dict(paths=(config.paths[1], str(DATA / "c"), config.paths[0]), weights=(0.4, 0.3, 0.3)), "files"),
         (dict(split=(80, 20, 0)), "split"),
         (dict(tokenizer="null:1001"), "tokenizer"),
-        (dict(reset_positions=True), "format"),
+        (dict(task=Language(reset_positions=True)), "format"),
         (dict(blend_changes=(f"5:{late}",)), "changes"),
         (dict(sequence_length=17), "sequence_length"),
     ]:
@@ -371,8 +379,6 @@ A = str(DATA / "a")
         (dict(tokenizer="none.model"), "the file does not exist"),
         (dict(tokenizer="gpt2"), "data.tokenizer=gpt2 is not known"),
         (dict(split=(0, 1, 0)), "data.split"),
-        (dict(kind="conversations"), "data.kind=conversations needs data.source=indexed, not mock"),
-        (dict(source="indexed", paths=(A,), kind="conversations", fim_rate=0.5), "data.fim_rate=0.5 is not supported"),
         (dict(eval_weights=(1.0,)), "data.eval_weights=.* is not read with data.source=mock"),
         (
             dict(source="indexed", paths=(A,), eval_weights=(1.0,)),
@@ -436,13 +442,13 @@ def test_of_a_few_documents_the_last_one_is_held_out_where_rounding_leaves_none(
 
 def test_an_empty_tokenizer_is_the_one_that_wrote_the_data_and_its_file_may_have_moved_with_them(written, tmp_path):
     config = DataConfig("indexed", (written,))
-    assert config.with_tokenizer(2048).tokenizer == "bytes" and config.num_token_ids(2048) == 257
+    assert config.with_tokenizer(2048, 0).tokenizer == "bytes" and Language().num_token_ids(config, 2048) == 257
     meta = json.loads((tmp_path / "x.meta.json").read_text())
     (tmp_path / "x.meta.json").write_text(json.dumps(meta | {"tokenizer": "elsewhere/t.model"}))
     with pytest.raises(ValueError, match="x.bin was written with elsewhere/t.model.*--data.tokenizer"):
-        config.with_tokenizer(2048)
+        config.with_tokenizer(2048, 0)
     (tmp_path / "t.model").write_bytes(b"")
-    assert config.with_tokenizer(2048).tokenizer == str(tmp_path / "t.model")
+    assert config.with_tokenizer(2048, 0).tokenizer == str(tmp_path / "t.model")
     (tmp_path / "x.meta.json").unlink()
-    assert config.with_tokenizer(2048).tokenizer == "null:2048"
-    assert DataConfig().with_tokenizer(100).tokenizer == "null:100"
+    assert config.with_tokenizer(2048, 0).tokenizer == "null:2048"
+    assert DataConfig().with_tokenizer(100, 3).tokenizer == "null:97"

@@ -14,6 +14,7 @@ from megajax.models.execution import ExecutionConfig
 from megajax.models.model import Model
 from megajax.ops.attention import AttentionMask, attention, reference_attention
 from megajax.precision import PrecisionConfig
+from megajax.tasks.language import Language
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_gpu")]
 
@@ -162,7 +163,7 @@ def test_decoder_with_the_kernel_matches_cudnn(recompute, one_gpu, caplog):
         execution = ExecutionConfig(attention_backend=backend, recompute=recompute)
         model = Model(config, PrecisionConfig(), execution)
         params = model.init(0, one_gpu)
-        step = jax.jit(jax.value_and_grad(lambda p, model=model: model.loss(p, batch).total()))
+        step = jax.jit(jax.value_and_grad(lambda p, model=model: model.loss(p, batch, Language()).total()))
         results.append(step(params))
     (loss, gradients), (other_loss, others) = results
     assert abs(float(loss) - float(other_loss)) < 1e-3

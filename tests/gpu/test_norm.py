@@ -11,6 +11,7 @@ from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
 from megajax.ops import norm
 from megajax.precision import PrecisionConfig
+from megajax.tasks.language import Language
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_gpu")]
 
@@ -80,7 +81,7 @@ def test_decoder_with_the_kernel_matches_float32_without(kind, one_gpu, caplog):
     for dtype in ("float32", "bfloat16"):
         model = Model(config, PrecisionConfig(compute=dtype))
         params = model.init(0, one_gpu)
-        loss = lambda params, model=model: model.loss(params, given).total()
+        loss = lambda params, model=model: model.loss(params, given, Language()).total()
         results[dtype] = jax.jit(jax.value_and_grad(loss))(params)
         messages = [record.getMessage() for record in caplog.records]
         assert any("norm: fused" in message for message in messages) == (dtype == "bfloat16")

@@ -71,13 +71,13 @@ def our_outputs(path: Path) -> tuple[np.ndarray, ...]:
     @jax.jit
     def run(weights, batch):
         module = model.module(weights)
-        h = module.hidden(batch)
+        h, _ = module.hidden(batch)
         if config.classifies:
             return (module.class_logits(h, batch),)
         if config.head == "none":
             return h, module.pooled(h, batch)
         pairs = (module.pair_logits(h, batch),) if config.next_sentence else ()
-        return module.logits(h)[..., : config.vocab_size], *pairs
+        return module.token_logits(h)[..., : config.vocab_size], *pairs
 
     return tuple(map(np.asarray, run(weights, batch_of(config.num_token_types))))
 

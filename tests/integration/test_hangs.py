@@ -11,7 +11,7 @@ import pytest
 
 from launch import READER, ROOT, TIMEOUT_SECONDS, TINY, losses, started, tiny_config
 from megajax.checkpoint.steps import newest_meta
-from megajax.data.datasets import build_datasets
+from megajax.data.datasets import Amounts
 
 MINUTES = "--launch.hang_minutes=0.1"
 STOPS = (
@@ -36,8 +36,7 @@ def test_a_start_that_waits_for_a_process_or_for_data_ends_with_the_stacks(tmp_p
     """Both at once: process 1 of 2 dies before it connects; another process builds the index and never ends."""
     config = tiny_config(tmp_path / "run")
     length, samples = config.training.sequence_length, config.training.steps * config.training.global_batch_size
-    given = dict(sequence_length=length, seed=config.training.seed, num_train_samples=samples, num_eval_samples=0)
-    build_datasets(config.data, **given)
+    config.task.datasets(config.data, config.model, Amounts(length, config.training.seed, samples, 0))
     entries = list((tmp_path / "cache").glob("gpt-*.json"))
     assert entries
     with contextlib.ExitStack() as locks:

@@ -28,6 +28,7 @@ from megajax.models.model import Model
 from megajax.optim.config import OptimizerConfig
 from megajax.parallel.context import sequence_order
 from megajax.precision import PrecisionConfig
+from megajax.tasks.masked import Masked
 from megajax.training.config import LaunchConfig, TrainingConfig
 from runs import run_of
 
@@ -70,8 +71,8 @@ def oracle():
 def heads(model, params, batch):
     """-> (logits of every token, logits of the next-sentence head)."""
     module = model.module(params)
-    h = module.hidden(batch)
-    return module.logits(h), module.pair_logits(h, batch)
+    h, _ = module.hidden(batch)
+    return module.token_logits(h), module.pair_logits(h, batch)
 
 
 @pytest.mark.parametrize("sizes", [{}, {"tensor": 2, "fsdp": 2, "context": 2}], ids=str)
@@ -152,8 +153,9 @@ def config_of(sentences: str, run_dir: Path, mesh=MeshConfig(), **training) -> C
         model=SMALL,
         mesh=mesh,
         precision=FLOAT32,
+        task=Masked(sentences="sop"),
         data=DataConfig(
-            source="indexed", paths=(sentences,), tokenizer="bytes", kind="masked_sop", num_threads=0, split=(8, 2, 0),
+            source="indexed", paths=(sentences,), tokenizer="bytes", num_threads=0, split=(8, 2, 0),
             cache_dir=str(run_dir.parent / "cache"),
         ),
         optimizer=OptimizerConfig(learning_rate=1e-2, min_learning_rate=1e-3),
@@ -215,11 +217,11 @@ def test_it_resumes_bit_for_bit(trained, sentences, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("argument, words", [
-    ("--data.kind=masked", "learns from masked_nsp or masked_sop"),
-    ("--data.kind=documents", "data.kind=documents"),
-    ("--model.next_sentence=False", "use --data.kind=masked"),
-    ("--model.head=token_classification", "use --data.kind=classification"),
-    ("--model.head=none", "has no loss"),
+    ("--task.sentences=none", "has sentence_order .*use --task.sentences=sop"),
+    ("--task.kind=language", "task.kind=language learns from the head next_token.*use --task.kind=masked"),
+    ("--model.next_sentence=False", "use --task.sentences=none"),
+    ("--model.head=token_classification", "use --task.kind=classification"),
+    ("--model.head=none", "has none, so it cannot be trained"),
     ("--training.sample_prompt=x", "infer.py fill"),
     ("--training.sequence_length=32", "model.max_positions=16"),
 ])  # fmt: skip
@@ -254,8 +256,8 @@ def test_masks_are_filled_and_texts_embedded(trained, capsys):
     @jax.jit
     def outputs(params, batch):
         module = encoder.model.module(params)
-        h = module.hidden(batch)
-        return h, module.logits(h)
+        h, _ = module.hidden(batch)
+        return h, module.token_logits(h)
 
     _, logits = outputs(encoder._params, batch)
     wanted = np.sort(np.asarray(jax.nn.softmax(logits[0, 3])))[::-1][:3]
@@ -288,7 +290,7 @@ def fine_tune(
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     config = override(trained[0], [
         f"--model.head={head}", f"--model.num_classes={num_classes}", "--data.source=text", "--data.tokenizer=bytes",
-        f"--data.text={tmp_path / 'texts.jsonl'}", "--data.kind=classification", "--data.split=8,2,0",
+        f"--data.text={tmp_path / 'texts.jsonl'}", "--task.kind=classification", "--data.split=8,2,0",
         f"--checkpoint.start_from={trained[0].run_dir}",
         "--checkpoint.start_fresh=classifier*,head_*,pooler*,next_sentence*", f"--run_dir={tmp_path / 'run'}",
         f"--training.steps={steps}", f"--training.eval_every_steps={steps}", f"--training.log_every_steps={steps}",

@@ -22,6 +22,7 @@ from megajax.parallel.context import sequence_order
 from megajax.parallel.schedule import make_stages
 from megajax.planning.step_time import recomputed_flops
 from megajax.precision import PrecisionConfig
+from megajax.tasks.language import Language
 
 FLOAT32 = PrecisionConfig(compute="float32")
 BATCH, T = 4, 16
@@ -92,10 +93,10 @@ def loss_and_gradients(name: str, sizes: dict, **how):
 
     def run(weights):
         if model.stages is None:
-            return jax.value_and_grad(lambda weights: model.loss(weights, batch, key=key).total())(weights)
+            return jax.value_and_grad(lambda weights: model.loss(weights, batch, Language(), key=key).total())(weights)
         microbatches = jax.tree.map(lambda a: a[None], batch)
         terms, gradients, _ = pipelined.loss_and_gradients(
-            model, model.split(weights), microbatches, key, NO_REGULARISERS
+            model, model.split(weights), microbatches, Language(), key, NO_REGULARISERS
         )
         return terms.total(), gradients
 

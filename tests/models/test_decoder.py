@@ -25,6 +25,7 @@ from megajax.models.interface import LossOptions, split_key
 from megajax.models.model import Model
 from megajax.planning.step_time import recomputed_flops
 from megajax.precision import PrecisionConfig
+from megajax.tasks.language import Language
 
 FLOAT32 = PrecisionConfig(compute="float32")
 T = 16
@@ -213,7 +214,7 @@ def test_no_gradient_is_summed_in_bfloat16(one_device, config, options, executio
     """A sum over tokens in bfloat16 stops growing when a token's part is smaller than its last bit."""
     model = Model(config, PrecisionConfig(compute="bfloat16"), execution)
     params = model.init(0, one_device)
-    loss = lambda params: model.loss(params, make_batch(), options=options).total()
+    loss = lambda params: model.loss(params, make_batch(), Language(), options=options).total()
     sums = [equation for equation in equations(jax.make_jaxpr(jax.grad(loss))(params).jaxpr)
             if equation.primitive.name in ("reduce_sum", "scatter-add", "cumsum")]  # fmt: skip
     assert len(sums) > 10
@@ -228,7 +229,7 @@ def test_gradients_of_matrices_are_reduced_as_asked(mesh, make_test_mesh):
     def gradients(precision):
         model = Model(config, precision)
         placed = jax.device_put(make_params(config), model.shardings(make_test_mesh(**mesh)))
-        found = jax.jit(jax.grad(lambda params: model.loss(params, make_batch(batch=4)).total()))(placed)
+        found = jax.jit(jax.grad(lambda params: model.loss(params, make_batch(batch=4), Language()).total()))(placed)
         return [np.asarray(found["layers"]["dense"][part][name]) for part, name in
                 (("attention", "query"), ("attention", "out"), ("mlp", "gate"), ("mlp", "down"))]  # fmt: skip
 
@@ -413,7 +414,7 @@ def loss_and_gradients(**how):
     model = Model(PATTERN, FLOAT32, ExecutionConfig(**how))
 
     def loss(params):
-        return model.loss(params, make_batch(), key=jax.random.key(5)).total()
+        return model.loss(params, make_batch(), Language(), key=jax.random.key(5)).total()
 
     return jax.jit(jax.value_and_grad(loss))(make_params(PATTERN))
 
@@ -453,7 +454,7 @@ def test_a_model_works_without_a_mesh(make_test_mesh):
     """As in a notebook: eager, jitted, differentiated, on any one device, and reading a prompt."""
     model = Model(variant(tied_embeddings=True), FLOAT32)
     weights = make_params(model.config)
-    loss = lambda weights: model.loss(weights, make_batch()).total()
+    loss = lambda weights: model.loss(weights, make_batch(), Language()).total()
     with jax.set_mesh(make_test_mesh()):
         wanted = jax.jit(jax.value_and_grad(loss))(weights)
     there = jax.device_put(weights, jax.devices()[1])

@@ -28,6 +28,8 @@ from megajax.models.execution import ExecutionConfig
 from megajax.models.model import Model
 from megajax.optim.config import OptimizerConfig
 from megajax.precision import PrecisionConfig
+from megajax.tasks.language import Language
+from megajax.tasks.spans import Spans
 from megajax.training.config import LaunchConfig, TrainingConfig
 from runs import run_of
 
@@ -78,7 +80,7 @@ def test_loss_and_every_gradient_equal_megatrons(sizes, scan, make_test_mesh):
     batch["loss_weights"] = batch["loss_weights"].astype(np.float32)  # rows 2 and 3 only fill the mesh
     with jax.set_mesh(mesh):
         weights = jax.device_put(weights, model.shardings(mesh))
-        loss, gradients = jax.jit(jax.value_and_grad(lambda w: model.loss(w, batch).main))(weights)
+        loss, gradients = jax.jit(jax.value_and_grad(lambda w: model.loss(w, batch, Spans()).main))(weights)
     # Both sides are float32 and add up in another order.
     assert float(loss) == pytest.approx(float(saved["loss_mean"]), rel=1e-5)
     found = from_megajax(gradients, config)
@@ -132,7 +134,8 @@ def config_of(run_dir, mesh=MeshConfig(), model=V11, **launch) -> Config:
         model=model,
         mesh=mesh,
         precision=FLOAT32,
-        data=DataConfig(kind="spans", num_threads=0, cache_dir=str(run_dir.parent / "cache")),
+        task=Spans(),
+        data=DataConfig(num_threads=0, cache_dir=str(run_dir.parent / "cache")),
         optimizer=OptimizerConfig(learning_rate=1e-2, min_learning_rate=1e-3),
         training=TrainingConfig(
             steps=STEPS, global_batch_size=8, sequence_length=24, log_every_steps=1, eval_every_steps=2, eval_steps=1
@@ -226,7 +229,7 @@ def _log_probs(model, weights, batch):
     module = model.module(weights)
     tokens = jnp.repeat(jnp.arange(model.config.vocab_size)[:, None], 8, 1)
     many = {name: jnp.repeat(jnp.asarray(a), len(tokens), 0) for name, a in batch.items()}
-    return module.scores(many | {"labels": tokens}).log_probs.T
+    return module.log_probs(module.hidden(many)[0], tokens).log_probs.T
 
 
 def test_writes_what_it_predicts_without_a_cache(writer):
@@ -266,7 +269,10 @@ def test_what_an_encoder_decoder_cannot_do_is_refused_by_name(trained, writer, t
     for change, message in (
         (dict(mesh=MeshConfig(context=2)), "mesh.context=2 is not supported by model.kind=t5"),
         (dict(mesh=MeshConfig(pipeline=2)), "mesh.pipeline=2: .*has encoder, decoder"),
-        (dict(data=DataConfig()), "data.kind=documents does not fit .*model.kind=t5.* use --data.kind=spans"),
+        (
+            dict(task=Language()),
+            "task.kind=language learns from .*model.kind=t5 has target_token; use --task.kind=spans",
+        ),
         (dict(model=dataclasses.replace(V11, num_buckets=6)), "model.num_buckets=6 must be a multiple of 4"),
         (dict(model=dataclasses.replace(V11, position="learned", max_positions=16)), "use --model.max_positions=24"),
         (dict(mesh=MeshConfig(tensor=16)), "model.decoder_length=8 is not divisible by mesh.tensor=16"),

@@ -18,6 +18,7 @@ from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.optim.optimizer import OptimizerConfig
 from megajax.precision import PrecisionConfig
+from megajax.tasks.language import Language
 from megajax.training.config import LaunchConfig, TrainingConfig
 from megajax.training.step import make_eval_step
 from runs import run_of
@@ -88,7 +89,7 @@ def test_an_evaluation_reports_the_loss_of_the_tokens_alone(trained):
 
     @jax.jit
     def run(weights):
-        results = make_eval_step(engine.model)(
+        results = make_eval_step(engine.model, Language())(
             weights, {name: array[None] for name, array in batch.items()} | {"loss_mask": jnp.ones((1, 2, 16))}
         )
         total, count = results["loss"]

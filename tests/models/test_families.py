@@ -23,6 +23,7 @@ from megajax import run, start_from
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import Config, override
 from megajax.data.config import DataConfig
+from megajax.data.loader import IndexedSource
 from megajax.inference.engine import Engine, Sampling, ServingConfig
 from megajax.layers.attention import AttentionConfig
 from megajax.layers.block import Stack
@@ -34,16 +35,15 @@ from megajax.layers.norm import Norm, NormConfig
 from megajax.layers.transformer import TransformerLayerConfig
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig
-from megajax.models.interface import BatchArray, LossTerms, ModelConfig, family, split_key
+from megajax.models.interface import BatchArray, LossModule, ModelConfig, family, split_key
 from megajax.models.model import Model
-from megajax.ops.cross_entropy import cross_entropy
 from megajax.ops.embedding import embed
 from megajax.optim.optimizer import Optimizer, OptimizerConfig
 from megajax.parameters import Structure, observe, variable, weight
 from megajax.planning.plan import plan_device, plan_rows
 from megajax.precision import PrecisionConfig
 from megajax.sharding import constrain
-from megajax.training.batches import device_batches
+from megajax.training.batches import BatchPlacer, device_batches
 from megajax.training.config import LaunchConfig, TrainingConfig
 from megajax.training.reporting.console import Console
 from runs import run_of
@@ -191,18 +191,14 @@ class TwoStacksConfig(ModelConfig):
             norm_placement="pre", parallel_residual="none", residual_multiplier=1.0, dropout=0.0,
         )  # fmt: skip
 
-    def batch(self, sequence_length, *, packed):
-        return {
-            "tokens": BatchArray.sequence(sequence_length),
-            "labels": BatchArray.sequence(sequence_length),
-            "loss_mask": BatchArray.sequence(sequence_length, jnp.float32),
-        }
+    def inputs(self, sequence_length, *, packed):
+        return {"tokens": BatchArray.sequence(sequence_length)}
 
     def flops_outside(self, sequence_length):
         return Flops(2 * self.embed_dim * self.vocab_size)
 
 
-class TwoStacks(nnx.Module):
+class TwoStacks(LossModule):
     def __init__(self, config, dtype, execution, *, rngs):
         self.config, self.dtype = config, dtype
         D, V = config.embed_dim, config.vocab_size
@@ -220,24 +216,22 @@ class TwoStacks(nnx.Module):
         x, decoder, second = self.decoder(tokens + read, {}, caches.get("decoder"), decoder_key)
         return x, {"encoder": encoder, "decoder": decoder}, (first, second)
 
-    def terms(self, batch, key, options):
+    def hidden(self, batch, key=None):
         x, _, terms = self._run(batch, {}, key)
-        main = cross_entropy(
-            self.norm(x),
-            self.head.matrix(),
-            batch["labels"],
-            batch["loss_weights"],
-            vocab_size=self.config.vocab_size,
-            **dataclasses.asdict(options),
-        )
-        return LossTerms(main).with_layers(*terms)
+        return self.output(x), terms
+
+    def output(self, x_BTD):
+        return self.norm(x_BTD)
+
+    def head_matrix(self):
+        return self.head.matrix()
+
+    def logit_options(self):
+        return dict(vocab_size=self.config.vocab_size)
 
     def extend(self, batch, caches):
         x, caches, _ = self._run(batch, caches, None)
         return x, caches
-
-    def logits(self, x_BTD):
-        return self.head(self.norm(x_BTD)).astype(jnp.float32)
 
 
 # ----------------------------------------------------------------------------- what both must do
@@ -352,7 +346,7 @@ def test_family_generates_what_it_predicts_without_a_cache(family, trained):
 def test_family_is_planned(family, tmp_path):
     config = config_of(family, tmp_path / "run", MeshConfig(fsdp=2))
     model = config.make_model()
-    rows = dict(plan_rows(config.make_program(), config.training, False, plan_device("a100")))
+    rows = dict(plan_rows(config.make_program(), config.training, plan_device("a100")))
     Console().card("plan", list(rows.items()))
     assert f"({model.num_parameters():,})" in rows["parameters"] and rows["verdict"].startswith("fits")
     matrices = {"hybrid": 2 * (16 * 16 * 4 + 3 * 16 * 32) + 2 * 3 * 16 * 16 + 128 * 16,
@@ -364,25 +358,20 @@ def test_family_is_planned(family, tmp_path):
 class OtherBatchConfig(HybridConfig):
     kind: Literal["toy_other_batch"] = "toy_other_batch"
 
-    def batch(self, sequence_length, *, packed):
+    def inputs(self, sequence_length, *, packed):
         planes = BatchArray(("time", None), (sequence_length, 2), jnp.int32)
-        return super().batch(sequence_length, packed=packed) | {"positions": planes}
+        return super().inputs(sequence_length, packed=packed) | {"positions": planes}
 
 
 def test_data_of_another_shape_than_the_model_reads_is_refused(tmp_path):
     config = override(config_of("hybrid", tmp_path / "run"), ["--model.kind=toy_other_batch"])
-    batches = device_batches(
-        run.load_data(config).train,
-        config.training.schedule(config.mesh),
-        start=0,
-        stop=1,
-        model=config.make_model(),
-        sequence_length=T,
-        mesh=make_mesh(config.mesh, jax.devices()[:1]),
-        config=config.data,
-    )
+    program = config.make_program(make_mesh(config.mesh, jax.devices()[:1]))
+    schedule = config.training.schedule(config.mesh)
+    source = IndexedSource(run.load_data(config).train, schedule, config.data)
+    placer = BatchPlacer(program, config.training)
+    batches = device_batches(source, schedule, placer, start=0, stop=1, weights=dict)
     wanted = (
-        r"data.kind=documents gives positions as int32\[16\] per sample, and .*=toy_other_batch reads int32\[16, 2\]"
+        r"task.kind=language gives positions as int32\[16\] per sample, and .*=toy_other_batch reads int32\[16, 2\]"
     )
     with pytest.raises(ValueError, match=wanted):
         next(batches)

@@ -27,6 +27,7 @@ from megajax.models.model import Model
 from megajax.optim.config import OptimizerConfig
 from megajax.parallel.context import sequence_order
 from megajax.precision import PrecisionConfig
+from megajax.tasks.language import Language
 from megajax.training.config import LaunchConfig, TrainingConfig
 from runs import run_of
 
@@ -90,7 +91,7 @@ def loss_and_gradients(model: Model, sizes: dict[str, int]):
     batch = {name: jax.device_put(array[:, order], sharding) for name, array in batch.items()}
     weights = model.init(0, mesh)
     with jax.set_mesh(mesh):
-        return jax.device_get(jax.jit(jax.value_and_grad(lambda w: model.loss(w, batch).total()))(weights))
+        return jax.device_get(jax.jit(jax.value_and_grad(lambda w: model.loss(w, batch, Language()).total()))(weights))
 
 
 @pytest.mark.parametrize("letter", [pytest.param("M", marks=pytest.mark.slow), "G"])

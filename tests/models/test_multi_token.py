@@ -29,6 +29,7 @@ from megajax.parallel.schedule import make_stages
 from megajax.planning.step_time import _total_flops
 from megajax.precision import PrecisionConfig
 from megajax.sharding import num_parts
+from megajax.tasks.language import Language
 from megajax.training.config import LaunchConfig, TrainingConfig
 from runs import run_of
 
@@ -83,7 +84,7 @@ def test_loss_and_gradients_equal_an_independent_computation_in_float64():
     batch = batch_of()
 
     def total(weights):
-        terms = model.loss(weights, batch, options=EVALUATION)
+        terms = model.loss(weights, batch, Language(), options=EVALUATION)
         return terms.total(), terms
 
     (_, terms), gradients = jax.device_get(jax.jit(jax.value_and_grad(total, has_aux=True))(weights))
@@ -151,7 +152,7 @@ def loss_and_gradients(config: DecoderConfig, sizes: dict, **how):
     mesh = make_mesh(mesh_config, jax.devices()[: mesh_config.num_devices])
 
     def total(weights):
-        terms = model.loss(weights, batch, options=EVALUATION)
+        terms = model.loss(weights, batch, Language(), options=EVALUATION)
         return terms.total(), (terms.main, terms.further, terms.auxiliary, terms.rates)
 
     with jax.set_mesh(mesh):

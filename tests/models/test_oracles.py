@@ -16,6 +16,7 @@ from megajax.models.execution import ExecutionConfig
 from megajax.models.model import Model
 from megajax.parallel.context import sequence_order
 from megajax.precision import PrecisionConfig
+from megajax.tasks.language import Language
 
 ORACLES = Path(__file__).parent.parent / "oracles"
 # Both sides are float32 and add up in another order: the oracle differs from a plain formula by up to 8e-7.
@@ -98,7 +99,7 @@ def run(oracle, layout, make_test_mesh):
     params = jax.device_put(to_megajax(oracle.params, config), model.shardings(mesh))
 
     def losses(params, batch):
-        terms = model.loss(params, batch)
+        terms = model.loss(params, batch, Language())
         return terms.total(), terms.main
 
     step = jax.jit(jax.value_and_grad(losses, has_aux=True))

@@ -20,6 +20,7 @@ from megajax.parallel.context import sequence_order
 from megajax.parallel.schedule import make_stages
 from megajax.precision import PrecisionConfig
 from megajax.sharding import batch_spec
+from megajax.tasks.language import Language
 from megajax.training.config import TrainingConfig
 from megajax.training.state import new_state, state_shardings
 from megajax.training.step import make_eval_step, make_train_step
@@ -112,7 +113,7 @@ def train(config: DecoderConfig, sizes: dict, zero1: bool = False, **how):
     mesh, model, optimizer, shardings = set_up(config, sizes, zero1, **how)
     state = new_state(model, optimizer, model.init(0, mesh), mesh, shardings)
     terms = dict(z_loss=1e-3, label_smoothing=0.05) if config is GPT else {}
-    step = make_train_step(model, optimizer, TrainingConfig(microbatch_size=4, seed=0, **terms))
+    step = make_train_step(model, Language(), optimizer, TrainingConfig(microbatch_size=4, seed=0, **terms))
     put = lambda batch: jax.device_put(batch, NamedSharding(mesh, batch_spec()))
     losses, order = [], sequence_order(LENGTH, mesh.shape["context"], "ring")
     with jax.set_mesh(mesh):
@@ -121,7 +122,7 @@ def train(config: DecoderConfig, sizes: dict, zero1: bool = False, **how):
             state, metrics = step(state, put(batch), np.float32(1e-2))
             losses.append(float(metrics["loss"]))
         # Without a pipeline an evaluation takes one microbatch at a time.
-        evaluate = jax.jit(make_eval_step(model))
+        evaluate = jax.jit(make_eval_step(model, Language()))
         batch = batches(order)[0]
         parts = [batch] if model.stages else [{k: v[i : i + 1] for k, v in batch.items()} for i in range(4)]
         found = [jax.device_get(evaluate(state.weights, put(part))) for part in parts]
@@ -225,7 +226,7 @@ def temporary_bytes(schedule: str, num_microbatches: int) -> int:
     config = dataclasses.replace(GPT, num_layers=4, dropout=0.0, attention_dropout=0.0)
     sizes = dict(pipeline=4, pipeline_schedule=schedule)
     mesh, model, optimizer, shardings = set_up(config, sizes)
-    step = make_train_step(model, optimizer, TrainingConfig(seed=0))
+    step = make_train_step(model, Language(), optimizer, TrainingConfig(seed=0))
     state = new_state(model, optimizer, model.init(0, mesh), mesh, shardings)
     shape = (num_microbatches, 4, LENGTH)
     batch = {name: np.zeros(shape, np.int32) for name in ("tokens", "labels", "positions", "segment_ids")}

@@ -158,7 +158,7 @@ def test_an_uneven_load_costs_what_the_experts_take():
     tokens = config.training.global_batch_size * config.training.sequence_length / 2
     peak = plan_device("h100").computing_in("float32").peak_flops
     assert times.routed == pytest.approx(tokens * experts / MATMUL_EFFICIENCY / peak)
-    rows = dict(plan_rows(config.make_program(), config.training, False, plan_device("a100")))
+    rows = dict(plan_rows(config.make_program(), config.training, plan_device("a100")))
     assert "1.5 times the mean load" in rows["uneven experts"]
 
 

@@ -91,7 +91,7 @@ def test_cpu_estimate_is_near_what_xla_allocates():
         training=TrainingConfig(global_batch_size=2, sequence_length=512),
     )
     program = config.make_program(make_mesh(config.mesh, jax.devices()[:1]))
-    compiled, _ = compile_step(program, config.training, packed=True)
+    compiled, _ = compile_step(program, config.training)
     estimated = sum(memory_per_device(program, config.training)[0].values())
     analysis = compiled.memory_analysis()
     assert estimated == pytest.approx(analysis.temp_size_in_bytes + analysis.argument_size_in_bytes, rel=0.3)

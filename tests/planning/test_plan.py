@@ -26,8 +26,7 @@ def without_cuda_wheels(monkeypatch):
 
 
 def rows_of(config: Config, device: str = "h100") -> dict[str, str]:
-    packed = not config.data.cross_document_attention
-    return dict(plan_rows(config.make_program(), config.training, packed, plan_device(device)))
+    return dict(plan_rows(config.make_program(), config.training, plan_device(device)))
 
 
 def num_bytes(text: str) -> float:

@@ -20,6 +20,7 @@ from megajax.optim.optimizer import Optimizer
 from megajax.parallel.schedule import make_stages
 from megajax.precision import PrecisionConfig
 from megajax.sharding import batch_spec
+from megajax.tasks.language import Language
 from megajax.training.config import TrainingConfig
 from megajax.training.faults.replay import _WithGradients
 from megajax.training.state import new_state, state_shardings
@@ -55,7 +56,7 @@ class Training:
         self.optimizer = Optimizer(OptimizerConfig(**optimizer), self.model.trained)
         self.config = TrainingConfig(microbatch_size=BATCH, seed=0)
         self.shardings = state_shardings(self.model, self.optimizer, self.mesh, False)
-        step = make_train_step(self.model, self.optimizer, self.config)
+        step = make_train_step(self.model, Language(), self.optimizer, self.config)
         self._step = jax.jit(step, out_shardings=(self.shardings, None))
 
     def init(self):
@@ -144,7 +145,7 @@ def test_a_step_that_overflows_changes_nothing_but_the_scale(float16):
 
 
 def test_the_replay_of_a_step_scales_the_loss_too(float16):
-    step = make_train_step(float16.model, _WithGradients(float16.optimizer), float16.config)
+    step = make_train_step(float16.model, Language(), _WithGradients(float16.optimizer), float16.config)
     with jax.set_mesh(float16.mesh):
         _, metrics = jax.eval_shape(step, float16.init(), batch_of_text(0), jnp.float32(0))
     assert {"gradients", "loss_scale"} <= metrics.keys()

@@ -25,6 +25,7 @@ from megajax.planning.plan import plan_device
 from megajax.planning.step_time import low_share
 from megajax.precision import PrecisionConfig
 from megajax.sharding import batch_spec
+from megajax.tasks.language import Language
 from megajax.training.config import TrainingConfig
 from megajax.training.state import new_state, state_shardings
 from megajax.training.step import make_train_step
@@ -56,7 +57,7 @@ def train(precision=PRECISION, **sizes: int):
     optimizer = Optimizer(OptimizerConfig(learning_rate=1e-2, min_learning_rate=0.0, epsilon=1e-3), model.trained)
     shardings = state_shardings(model, optimizer, mesh, False)
     state = new_state(model, optimizer, model.init(0, mesh), mesh, shardings)
-    step = make_train_step(model, optimizer, TrainingConfig(seed=0))
+    step = make_train_step(model, Language(), optimizer, TrainingConfig(seed=0))
     losses = []
     order = sequence_order(LENGTH, mesh_config.context, execution.context_attention)
     with jax.set_mesh(mesh):
@@ -136,7 +137,7 @@ def num_roundings(config=LLAMA, **changes) -> int:
     model = Model(config, precision)
     arrays = {name: a[0] for name, a in batch(0).items()}
     arrays["loss_weights"] = arrays.pop("loss_mask")
-    program = jax.make_jaxpr(lambda weights: model.loss(weights, arrays).total())(model.abstract_weights)
+    program = jax.make_jaxpr(lambda weights: model.loss(weights, arrays, Language()).total())(model.abstract_weights)
     return str(program).count("new_dtype=float8_e4m3fn")
 
 

@@ -17,6 +17,7 @@ from megajax.optim.optimizer import Optimizer, OptimizerConfig
 from megajax.parallel.context import sequence_order
 from megajax.precision import PrecisionConfig
 from megajax.sharding import batch_spec
+from megajax.tasks.language import Language
 from megajax.training.config import TrainingConfig
 from megajax.training.state import new_state, state_shardings
 from megajax.training.step import make_train_step
@@ -91,7 +92,9 @@ def train(
     state = new_state(model, optimizer, model.init(0, mesh), mesh, shardings)
     # The regularisers are those of one of the two models, so that both ways are tried.
     terms = dict(z_loss=1e-3, label_smoothing=0.05) if config is MODEL else {}
-    step = make_train_step(model, optimizer, TrainingConfig(loss_mean=loss_mean, microbatch_size=2, seed=0, **terms))
+    step = make_train_step(
+        model, Language(), optimizer, TrainingConfig(loss_mean=loss_mean, microbatch_size=2, seed=0, **terms)
+    )
     losses, order = [], sequence_order(LENGTH, mesh_config.context, execution.context_attention)
     with jax.set_mesh(mesh):
         step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))

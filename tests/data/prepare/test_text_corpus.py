@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 
 from megajax.data.config import DataConfig
-from megajax.data.datasets import build_datasets
+from megajax.data.datasets import Amounts
 from megajax.data.indexed_dataset import IndexedDataset
-from megajax.data.prepare.text_corpus import find_files, prepare_text
+from megajax.data.prepare.text_corpus import TextForm, find_files, prepare_text
 from megajax.data.tokenizers.tokenizer import load_tokenizer
+from megajax.models.decoder import DecoderConfig
+from megajax.tasks.language import Language
 
 
 @pytest.fixture
@@ -30,7 +32,7 @@ def _documents(prefix: str) -> list[str]:
 
 
 def test_every_file_is_either_training_or_held_out(config, tmp_path):
-    train, held_out, spec = prepare_text(config)
+    train, held_out, spec = prepare_text(config, TextForm())
     assert spec == "bytes"
     want = sorted(path.read_text() for path in (tmp_path / "text").rglob("*.txt"))
     train, held_out = _documents(train), _documents(held_out)
@@ -40,21 +42,21 @@ def test_every_file_is_either_training_or_held_out(config, tmp_path):
 
 
 def test_the_second_call_only_looks(config):
-    first = prepare_text(config)
+    first = prepare_text(config, TextForm())
     start = time.perf_counter()
-    assert prepare_text(config) == first
+    assert prepare_text(config, TextForm()) == first
     assert time.perf_counter() - start < 0.2  # takes about 1 ms; the rest is a busy machine
 
 
 def test_a_changed_file_is_prepared_again(config, tmp_path):
-    first = prepare_text(config)
+    first = prepare_text(config, TextForm())
     (tmp_path / "text" / "f0" / "0.txt").write_text("changed")
-    assert prepare_text(config)[0] != first[0]
+    assert prepare_text(config, TextForm())[0] != first[0]
 
 
 def test_processes_that_prepare_at_once_agree(config, tmp_path):
     with multiprocessing.get_context("spawn").Pool(3) as pool:
-        results = pool.map(prepare_text, [config] * 3)
+        results = pool.starmap(prepare_text, [(config, TextForm())] * 3)
     assert len(set(results)) == 1
     assert not list((tmp_path / "cache").glob("*.tmp"))
 
@@ -68,10 +70,10 @@ def test_a_folder_is_the_pattern_of_all_its_files(config, tmp_path):
 
 def test_texts_that_cannot_be_used_are_refused(config, tmp_path):
     with pytest.raises(ValueError, match="data.text: no file with text matches"):
-        prepare_text(DataConfig(source="text", text=("/nowhere/*.txt",), tokenizer="bytes"))
+        prepare_text(DataConfig(source="text", text=("/nowhere/*.txt",), tokenizer="bytes"), TextForm())
     with pytest.raises(ValueError, match="at least two files"):
         one = (str(tmp_path / "text" / "f0" / "0.txt"),)
-        prepare_text(DataConfig(source="text", text=one, tokenizer="bytes", cache_dir=str(tmp_path / "c")))
+        prepare_text(DataConfig(source="text", text=one, tokenizer="bytes", cache_dir=str(tmp_path / "c")), TextForm())
 
 
 def test_the_standard_library_becomes_training_data_with_its_own_tokenizer(tmp_path):
@@ -79,7 +81,9 @@ def test_the_standard_library_becomes_training_data_with_its_own_tokenizer(tmp_p
         source="text", text=("stdlib",), tokenizer="sentencepiece:2048", cache_dir=str(tmp_path), num_threads=0
     )
     start = time.perf_counter()
-    datasets = build_datasets(config, sequence_length=256, seed=1, num_train_samples=1000, num_eval_samples=10)
+    datasets = Language().datasets(
+        config, DecoderConfig(), Amounts(256, 1, num_train_samples=1000, num_eval_samples=10)
+    )
     assert time.perf_counter() - start < 25  # about 3 s on an idle core
     assert datasets.tokenizer.vocab_size == 2048
     assert datasets.train_tokens_per_epoch > 2_000_000

@@ -7,10 +7,16 @@ import pytest
 
 from megajax.config import override
 from megajax.data.config import DataConfig
-from megajax.data.datasets import build_datasets
+from megajax.data.datasets import Amounts
+from megajax.data.labelled import labelled_datasets
 from megajax.data.samples.classification import ClassificationDataset, joined, read_labelled
 from megajax.data.tokenizers.masking_tokens import MaskingTokens, masking_tokens
 from megajax.data.tokenizers.tokenizer import load_tokenizer
+from megajax.models.bert import BertConfig
+from megajax.models.decoder import DecoderConfig
+from megajax.tasks.classification import Classification
+from megajax.tasks.conversations import Conversations
+from megajax.tasks.masked import Masked
 
 BYTES = load_tokenizer("bytes")
 SPECIAL = masking_tokens(BYTES)
@@ -81,25 +87,25 @@ def test_what_cannot_be_read_is_refused_with_its_line(record, message, tmp_path)
 def test_training_and_evaluation_examples_are_drawn_from_all_labels(tmp_path):
     """Files often go by label, so the last examples would all have the same one."""
     path = write(tmp_path / "a.jsonl", [{"text": str(i), "label": i // 50} for i in range(100)])
-    config = DataConfig(source="text", text=(path,), tokenizer="bytes", kind="classification", split=(8, 2, 0))
-    sizes = dict(sequence_length=8, seed=0, num_train_samples=160, num_eval_samples=20)
-    found = build_datasets(config, **sizes)
+    config = DataConfig(source="text", text=(path,), tokenizer="bytes", split=(8, 2, 0))
+    amounts = Amounts(sequence_length=8, seed=0, num_train_samples=160, num_eval_samples=20)
+    found, labels = labelled_datasets(config, amounts)
+    assert labels.classes == tuple(map(str, range(2)))
     assert (len(found.train), len(found.eval)) == (160, 20)
     texts = [{tuple(data[i]["tokens"]) for i in range(len(data))} for data in (found.train, found.eval)]
     assert not texts[0] & texts[1] and len(texts[0] | texts[1]) == 100
     assert {int(found.eval[i]["labels"][0]) for i in range(20)} == {0, 1}
-    assert build_datasets(config, **sizes).record == found.record
+    assert labelled_datasets(config, amounts)[0].record == found.record
 
 
-@pytest.mark.parametrize("changes, message", [
-    (dict(kind="classification"), "data.kind=classification needs data.source=text, not mock"),
-    (dict(kind="masked_nsp"), "use --data.kind=masked"),
-    (dict(kind="masked", cross_document_attention=True), "data.cross_document_attention=True is not supported"),
-    (dict(kind="classification", source="text", text=("x",), tokenizer="sentencepiece:99"), "data.tokenizer"),
+@pytest.mark.parametrize("task, model, message", [
+    (Classification(), BertConfig(head="token_classification"), "task.kind=classification needs data.source=text"),
+    (Conversations(), DecoderConfig(), "task.kind=conversations needs data.source=indexed, not mock"),
+    (Masked(sentences="nsp"), BertConfig(), "use --task.sentences=none"),
 ])  # fmt: skip
-def test_kinds_of_data_refuse_what_they_do_not_read(changes, message):
+def test_tasks_refuse_sources_that_they_do_not_read(task, model, message):
     with pytest.raises(ValueError, match=message):
-        DataConfig(**changes).check()
+        task.check(DataConfig(), model)
 
 
 def test_a_model_makes_room_for_the_special_tokens():

@@ -160,9 +160,9 @@ def test_fragments_are_treated_alone():
 
 
 def test_wrong_settings_are_refused_by_name():
-    with pytest.raises(ValueError, match="data.fim_rate=1.5"):
+    with pytest.raises(ValueError, match="task.fim_rate=1.5"):
         gpt(Documents([50]), fim(1.5))
     with pytest.raises(ValueError, match="three different"):
         gpt(Documents([50]), FillInTheMiddle(0.5, 0.5, 7, 7, 8))
-    with pytest.raises(ValueError, match="data.fim_tokens: prefix_id=90001"):
+    with pytest.raises(ValueError, match="task.fim_tokens: prefix_id=90001"):
         fim().check(50_000)

@@ -161,7 +161,7 @@ def test_document_end_takes_no_loss_when_masked():
     dataset = gpt(Documents([10] * 20), 5, 24, eod_id=1009, mask_document_end=True)
     for i in range(5):
         assert np.array_equal(dataset[i]["loss_mask"] == 0, dataset[i]["labels"] == 1009)
-    with pytest.raises(ValueError, match="data.mask_document_end"):
+    with pytest.raises(ValueError, match="task.mask_document_end"):
         gpt(Documents([10] * 20), 5, 24, mask_document_end=True)
 
 

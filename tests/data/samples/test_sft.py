@@ -138,7 +138,7 @@ def test_a_longer_run_begins_as_a_shorter_one_and_epochs_differ():
 
 def test_misfits_are_refused_with_number_and_length():
     source = Conversations([[2, 2], [2, 2], [9, 9], [2, 20]])
-    with pytest.raises(ValueError, match=r"document 2 of conversations has 18 tokens.* 17 \(2 of 3.*data.on_misfit"):
+    with pytest.raises(ValueError, match=r"document 2 of conversations has 18 tokens.* 17 \(2 of 3.*task.on_misfit"):
         sft(source, document_range=(1, 4))
     for silent in ([4], [4, 0, 1], [0, 1], []):
         source = Conversations([[2, 2], silent])
