@@ -46,11 +46,15 @@ class _Kinds(NamedTuple):
     """The classes that a section may have, by its field `kind`."""
 
     base: type
+    default: str
     all: Callable[[], dict[str, type]]
     of: Callable[[str], type]
 
 
-KINDS = {"model": _Kinds(ModelConfig, families, family), "task": _Kinds(Task, tasks, task_class)}
+KINDS = {
+    "model": _Kinds(ModelConfig, DecoderConfig.kind, families, family),
+    "task": _Kinds(Task, Language.kind, tasks, task_class),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +169,9 @@ class Config:
     @staticmethod
     def from_dict(sections: Any) -> "Config":
         """Raises ValueError that names the field, for an unknown field or a value of the wrong type."""
-        config = _from_dict(Config, _moved(sections))
+        if not isinstance(sections, dict) or not all(isinstance(part, dict | str) for part in sections.values()):
+            raise ValueError("it does not hold the sections of a config")
+        config = _from_dict(Config, sections)
         check_fields(config, "--", types_only=True)
         return config
 
@@ -274,8 +280,8 @@ def override(config: Config, overrides: Iterable[str] | Mapping[str, Any]) -> Co
     words = []
     for argument in arguments:
         name = argument[2:].split("=", 1)[0]
-        if name in NOW:
-            raise ValueError(f"--{name} is now --{NOW[name]}")
+        if name in RENAMED:
+            raise ValueError(f"--{name} is now --{RENAMED[name]}")
         if name not in fields:
             raise ValueError(f"--{name} is {_unknown(config, name, fields)}")
         words.append(_words(argument, fields[name]))
@@ -442,12 +448,21 @@ def _leaves(config: Any, prefix: str = ""):
 # ----------------------------------------------------------------------------- JSON
 
 
-# Old names of fields that have moved, so that config.json of older runs still loads.
-MOVED = {
+# What one types instead of names that fields once had.
+RENAMED = {
     f"model.{name}": f"execution.{name}"
     for name in (
-        "scan_layers", "recompute", "recompute_modules", "recompute_every", "offload", "attention_backend",
-        "context_attention", "deterministic",
+        "scan_layers", "recompute", "recompute_every", "offload", "attention_backend", "context_attention",
+        "deterministic",
+    )
+} | {
+    f"training.{name}": f"launch.{name}"
+    for name in ("exit_at_step", "exit_after_minutes", "hang_minutes", "max_restarts", "profile_steps")
+} | {
+    f"data.{name}": f"task.{name}"
+    for name in (
+        "kind", "mask_probability", "cross_document_attention", "reset_positions", "mask_document_end", "fim_rate",
+        "fim_spm_rate", "fim_tokens", "on_misfit",
     )
 } | {
     "model.z_loss": "training.z_loss",
@@ -455,12 +470,6 @@ MOVED = {
     "training.compiler_options": "execution.compiler_options",
     "training.most_skipped_in_a_row": "training.max_consecutive_skips",
     "optimizer.most_grad_norm": "optimizer.skip_grad_norm_above",
-} | {
-    f"training.{name}": f"launch.{name}"
-    for name in ("exit_at_step", "exit_after_minutes", "hang_minutes", "max_restarts", "profile_steps")
-}  # fmt: skip
-# Old fields that are now part of another one; `upgraded` of the section translates their values.
-MERGED = {
     "execution.recompute_modules": "execution.recompute=MODULES",
     "model.moe.router.softmax_first": "model.moe.router.score=softmax_all",
     "model.qk_norm_scope": "model.qk_norm=all_heads",
@@ -468,28 +477,6 @@ MERGED = {
 } | {f"model.rope.{name}": "model.rope.ramp=LOW,HIGH" for name in ("low_frequency", "high_frequency")} | {
     f"model.rope.{name}": "model.rope.ramp=SLOW,FAST" for name in ("beta_slow", "beta_fast")
 }  # fmt: skip
-TASK_FIELDS = {
-    f"data.{name}": f"task.{name}"
-    for name in (
-        "kind", "mask_probability", "cross_document_attention", "reset_positions", "mask_document_end", "fim_rate",
-        "fim_spm_rate", "fim_tokens", "on_misfit",
-    )
-}  # fmt: skip
-NOW = TASK_FIELDS | MERGED | {old: MERGED.get(new, new) for old, new in MOVED.items()}
-"""What one types today instead of an old field."""
-
-
-def _moved(sections: Any) -> Any:
-    """Renames the moved fields in the sections of an older config.json."""
-    if not isinstance(sections, dict) or not all(isinstance(part, dict | str) for part in sections.values()):
-        raise ValueError("it does not hold the sections of a config")
-    sections = {name: dict(part) if isinstance(part, dict) else part for name, part in sections.items()}
-    for old, new in MOVED.items():
-        old_section, name = old.split(".")
-        new_section, new_name = new.split(".")
-        if name in sections.get(old_section, {}):
-            sections.setdefault(new_section, {})[new_name] = sections[old_section].pop(name)
-    return sections
 
 
 def _from_dict(kind: Any, value: Any) -> Any:
@@ -497,11 +484,9 @@ def _from_dict(kind: Any, value: Any) -> Any:
     if isinstance(value, dict):
         kinds = next((kinds for kinds in KINDS.values() if kinds.base is kind), None)
         if kinds is not None:
-            kind = kinds.of(str(value.get("kind")))
+            kind = kinds.of(str(value.get("kind", kinds.default)))
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         hints = typing.get_type_hints(kind)
-        if hasattr(kind, "upgraded"):
-            value = kind.upgraded(dict(value))
         unknown = set(value) - set(hints)
         if unknown:
             raise ValueError(f"it has fields that this version does not know: {', '.join(sorted(unknown))}")

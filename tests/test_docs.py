@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 import configs
-from megajax.config import NOW, Config
+from megajax.config import RENAMED, Config
 from megajax.models.interface import families
+from megajax.tasks.interface import tasks
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -27,8 +28,9 @@ def names_of_fields(config, prefix: str = "") -> set[str]:
 
 
 def known_fields() -> set[str]:
-    """Of the configs of all families of models."""
-    return set().union(*(names_of_fields(Config(model=family())) for family in families().values()))
+    """Of the configs of all families of models and of all tasks."""
+    models = [Config(model=family()) for family in families().values()]
+    return set().union(*map(names_of_fields, [*models, *(Config(task=task()) for task in tasks().values())]))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -38,7 +40,7 @@ def test_page_names_fields_recipes_and_files_that_exist(page):
     for quoted in re.findall(r"`([^`\n]*)`", text):
         named |= set(re.findall(rf"(?:^|(?<=[\s-]))((?:{SECTIONS})(?:\.\w+)+)", quoted))
     files = {name for name in named if name.endswith((".py", ".json"))}
-    assert sorted(named - files - known_fields() - set(NOW)) == []
+    assert sorted(named - files - known_fields() - set(RENAMED)) == []
     recipes = set(re.findall(r"--config=(\w+)(?!\w*:)", text)) - {"NAME"}
     assert sorted(recipes - set(configs.recipes())) == []
     links = [link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if not link.startswith("http")]

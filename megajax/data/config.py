@@ -110,7 +110,7 @@ class DataConfig:
     def _reads_text(self) -> bool:
         return self.tokenizer != "" and not self.tokenizer.startswith("null:")
 
-    def with_tokenizer(self, vocab_size: int, num_added_ids: int) -> "DataConfig":
+    def with_tokenizer(self, vocab_size: int, num_added_ids: int = 0) -> "DataConfig":
         """The same with an empty `tokenizer` resolved. vocab_size: of the model; num_added_ids: those of them that the
         task adds to the tokenizer.
 

@@ -8,7 +8,7 @@ even and x2 the odd entries.
 
 import dataclasses
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
@@ -52,16 +52,6 @@ class RopeConfig:
     """LongRoPE: stretch of each of the R / 2 wavelengths if length is at most original_length."""
     long_factors: tuple[PositiveFloat, ...] = ()
     """LongRoPE: the same for a length above original_length."""
-
-    @staticmethod
-    def upgraded(fields: dict[str, Any]) -> dict[str, Any]:
-        """An older config.json, from when the ramp was a pair of fields for each scaling."""
-        low = {"llama3": fields.pop("low_frequency", 1.0), "yarn": fields.pop("beta_slow", 1.0)}
-        high = {"llama3": fields.pop("high_frequency", 4.0), "yarn": fields.pop("beta_fast", 32.0)}
-        scaling = fields.get("scaling")
-        if scaling in RAMPS and (low[scaling], high[scaling]) != RAMPS[scaling]:
-            fields["ramp"] = (low[scaling], high[scaling])
-        return fields
 
     def check(self, head_dim: int) -> None:
         """Raises ValueError if the bounds of the ramp are not ascending, or factors do not fit the head dim."""

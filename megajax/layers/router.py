@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import logging
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,13 +73,6 @@ class RouterConfig:
     dropped. Generation never drops."""
     drop: Literal["probability", "position"] = "probability"
     """With a capacity: drop the tokens with the smallest weights, or the last ones."""
-
-    @staticmethod
-    def upgraded(fields: dict[str, Any]) -> dict[str, Any]:
-        """An older config.json, from when softmax_all was score=softmax with softmax_first."""
-        if fields.pop("softmax_first", False):
-            fields["score"] = "softmax_all"
-        return fields
 
     @property
     def is_softmax(self) -> bool:

@@ -5,7 +5,7 @@ Dimensions: B batch, T sequence, D model width, V vocabulary (padded).
 
 import dataclasses
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
@@ -142,13 +142,6 @@ class DecoderConfig(ModelConfig):
     """Dropout rate of attention probabilities."""
     init_std: InitStd = 0.02
     """Standard deviation of the initial weights; output projections get init_std / sqrt(2 * num_layers)."""
-
-    @staticmethod
-    def upgraded(fields: dict[str, Any]) -> dict[str, Any]:
-        """An older config.json, from when all_heads was a field beside qk_norm."""
-        if fields.pop("qk_norm_scope", "head") != "head" and fields.get("qk_norm"):
-            fields["qk_norm"] = "all_heads"
-        return fields
 
     # ------------------------------------------------------------------ derived sizes
 

@@ -2,7 +2,7 @@
 a run may resume with other values, and they are the same for every family."""
 
 import dataclasses
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from megajax.mesh import MeshConfig
 from megajax.ops import transformer_engine
@@ -49,14 +49,6 @@ class ExecutionConfig:
     (docs/reliability.md). On CPU they always are."""
     compiler_options: str = ""
     """XLA options of the train step, added to or replacing the defaults: "xla_gpu_a=1 xla_gpu_b=x,y"."""
-
-    @staticmethod
-    def upgraded(fields: dict[str, Any]) -> dict[str, Any]:
-        """An older config.json, from when the modules of recompute=selective were a field."""
-        modules = fields.pop("recompute_modules", list(SELECTIVE))
-        if fields.get("recompute") == "selective" and modules != list(SELECTIVE):
-            fields["recompute"] = ",".join(map(str, modules)) if isinstance(modules, list) else modules
-        return fields
 
     @property
     def recompute_modules(self) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Configuration of the optimizer: update rules and their constants, parameter groups, learning-rate schedule."""
 
 import dataclasses
-from typing import Annotated, Any
+from typing import Annotated
 
 from megajax.optim.groups import UpdateRule, parse_group
 from megajax.optim.loss_scale import LossScaleRule
@@ -62,14 +62,6 @@ class OptimizerConfig:
     """Also split the optimizer state over the mesh axis data (ZeRO-1)."""
     offload_state: bool = False
     """Keep the moments in host memory between updates; slow over PCIe, see docs/memory.md."""
-
-    @staticmethod
-    def upgraded(fields: dict[str, Any]) -> dict[str, Any]:
-        """An older config.json, from when the annealing curve of wsd was a field."""
-        style = fields.pop("wsd_style", "exponential")
-        if fields.get("schedule") == "wsd" and style != "exponential":
-            fields["schedule"] = f"wsd_{style}"
-        return fields
 
     def check(self, run_steps: float) -> None:
         """Raises ValueError for numbers that contradict each other. run_steps: TrainingConfig.full_batch_steps."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.layers.rope import RopeConfig
+from megajax.config import Config
 from megajax.mesh import MeshConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
@@ -24,9 +24,7 @@ SLOW_NAMES = ("olmo2", "gpt_neox", "gptj", "granite")  # of which tests/hugging_
 
 
 def config_of(name: str) -> DecoderConfig:
-    fields = json.loads(str(ORACLE[f"{name}/fields"]))
-    rope = RopeConfig(**RopeConfig.upgraded(fields.get("rope", {})))
-    return DecoderConfig(**DecoderConfig.upgraded(fields) | {"rope": rope})
+    return Config.from_dict({"model": json.loads(str(ORACLE[f"{name}/fields"]))}).model
 
 
 def params_of(name: str, model: Model) -> dict:

@@ -39,16 +39,16 @@ class FillInTheMiddle:
         """Raises ValueError if a rate is not a probability or an id is not below vocab_size."""
         for field in ("rate", "spm_rate", "fragment_rate"):
             if not 0 <= getattr(self, field) <= 1:
-                raise ValueError(f"data.fim_{field}={getattr(self, field)} must be between 0 and 1")
+                raise ValueError(f"task.fim_{field}={getattr(self, field)} must be between 0 and 1")
         ids = {field: getattr(self, field) for field in ("prefix_id", "middle_id", "suffix_id")}
         for field, value in ids.items():
             if value < 0 or (vocab_size is not None and value >= vocab_size):
                 raise ValueError(
-                    f"data.fim_tokens: {field}={value} is not one of data.tokenizer's {vocab_size} ids; "
+                    f"task.fim_tokens: {field}={value} is not one of data.tokenizer's {vocab_size} ids; "
                     "name a tokenizer that has the three tokens"
                 )
         if len(set(ids.values())) < len(ids):
-            raise ValueError(f"data.fim_tokens: {ids} must be three different tokens")
+            raise ValueError(f"task.fim_tokens: {ids} must be three different tokens")
 
 
 def rearrange(

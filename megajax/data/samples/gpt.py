@@ -97,7 +97,7 @@ class GptDataset:
         if indexed.dtype.kind not in "iu":
             raise ValueError(f"data.paths: {indexed.prefix}.bin holds {indexed.dtype}, not token ids")
         if sample_format.mask_document_end and sample_format.eod_id is None:
-            raise ValueError("data.mask_document_end=True needs a tokenizer with an end-of-document token")
+            raise ValueError("task.mask_document_end=True needs a tokenizer with an end-of-document token")
         if sample_format.fill_in_the_middle is not None:
             sample_format.fill_in_the_middle.check(sample_format.vocab_size)
         lengths = np.asarray(indexed.lengths[slice(*sequence_range)])

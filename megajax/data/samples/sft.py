@@ -204,7 +204,7 @@ class SftDataset:
             first = int(wrong.argmax())
             raise ValueError(
                 f"data.paths: document {self._arguments[0][1][0] + first} of {self.indexed.prefix} has {sizes[first]} "
-                f"tokens, {what} ({wrong.sum()} of {len(wrong)} documents); use data.on_misfit=skip or truncate"
+                f"tokens, {what} ({wrong.sum()} of {len(wrong)} documents); use task.on_misfit=skip or truncate"
             )
 
 

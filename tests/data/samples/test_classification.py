@@ -112,5 +112,5 @@ def test_a_model_makes_room_for_the_special_tokens():
     import configs
 
     config = override(configs.recipe("bert_base"), ["--data.tokenizer=bytes", "--model.vocab_size=100"])
-    assert config.data.num_token_ids(100) == 261
-    assert configs.recipe("bert_base").data.with_tokenizer(30522).tokenizer == "null:30518"
+    assert config.task.num_token_ids(config.data, 100) == 261
+    assert configs.recipe("bert_base").data_with_tokenizer().tokenizer == "null:30518"
