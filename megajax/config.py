@@ -99,9 +99,8 @@ class Config:
         self._check_pipeline()
 
     def _check_pipeline(self) -> None:
-        on_all_ranks = self.model.guessing_stacks(self.execution)
-        stacks = [name for name in self.model.stacks(self.execution) if name not in on_all_ranks]
-        if self.mesh.pipeline > 1 and stacks != [STACK]:
+        if self.mesh.pipeline > 1 and [*self.model.stacks_of("body", self.execution)] != [STACK]:
+            stacks = self.model.stacks(self.execution)
             raise ValueError(
                 f"mesh.pipeline={self.mesh.pipeline}: a pipeline splits one stack of layers, and "
                 f"model.kind={self.model.kind} has {', '.join(stacks)}; use --mesh.pipeline=1"

@@ -513,7 +513,7 @@ class Engine:
 
 def _check_guesses(model: Model, serving: ServingConfig) -> None:
     """Raises ValueError if the model does not have the layers that are to guess."""
-    count = len(model.config.guessing_stacks(model.execution))
+    count = len(model.config.stacks_of("guess", model.execution))
     if serving.num_guesses and not count:
         raise ValueError(
             f"draft_method={serving.draft_method}: the model has no layers of multi-token prediction; use "

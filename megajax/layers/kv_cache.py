@@ -43,7 +43,7 @@ class PoolSizes(NamedTuple):
     dtype: jnp.dtype
     """Of keys and values in pages; int8 has a float32 scale per token and head."""
     num_guesses: int = 0
-    """Further tokens that layers of the model guess in each step (ModelConfig.guessing_stacks)."""
+    """Further tokens that layers of the model guess in each step (stacks of the role guess)."""
 
 
 class Places(NamedTuple):

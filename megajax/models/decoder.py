@@ -25,7 +25,7 @@ from megajax.layers.rope import RopeConfig, rope_tables
 from megajax.layers.transformer import NormPlacement, ParallelResidual, TransformerLayerConfig
 from megajax.mesh import MeshConfig
 from megajax.models.execution import ExecutionConfig
-from megajax.models.interface import BatchArray, LossOptions, LossTerms, ModelConfig, OneStack
+from megajax.models.interface import BatchArray, LossOptions, LossTerms, ModelConfig, OneStack, StackRole
 from megajax.ops.activation import Activation
 from megajax.ops.embedding import embed
 from megajax.parallel.context import current_order
@@ -211,12 +211,9 @@ class DecoderConfig(ModelConfig):
             found[mtp_name(depth)] = (MultiTokenConfig(layer, self.init_std),)
         return found
 
-    def generating_stacks(self, execution: ExecutionConfig) -> dict[str, tuple[TransformerLayerConfig, ...]]:
-        return {"layers": self.stacks(execution)["layers"]}
-
-    def guessing_stacks(self, execution: ExecutionConfig) -> dict[str, tuple[MultiTokenConfig, ...]]:
-        stacks = self.stacks(execution)
-        return {name: stacks[name] for name in map(mtp_name, range(1, self.mtp_layers + 1))}
+    @property
+    def stack_roles(self) -> dict[str, StackRole]:
+        return dict.fromkeys(map(mtp_name, range(1, self.mtp_layers + 1)), "guess")
 
     def inputs(self, sequence_length: int, *, packed: bool) -> dict[str, BatchArray]:
         names = ("tokens", "positions", "segment_ids") if packed else ("tokens", "positions")

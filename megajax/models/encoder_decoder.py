@@ -33,7 +33,7 @@ from megajax.layers.transformer import TransformerLayerConfig
 from megajax.mesh import MeshConfig
 from megajax.models.decoder import check_embedding_divides, padded_vocab_size
 from megajax.models.execution import ExecutionConfig
-from megajax.models.interface import BatchArray, LossModule, ModelConfig, split_key
+from megajax.models.interface import BatchArray, LossModule, ModelConfig, StackRole, split_key
 from megajax.ops.activation import GATED, Activation
 from megajax.ops.embedding import embed
 from megajax.parallel.schedule import Stages
@@ -212,8 +212,9 @@ class EncoderDecoderConfig(ModelConfig):
             "model.kind=t5 writes a text from another one, and the engine continues texts; use infer.py generate"
         )
 
-    def generating_stacks(self, execution: ExecutionConfig) -> dict[str, tuple[TransformerLayerConfig, ...]]:
-        return {"decoder": self.stacks(execution)["decoder"]}
+    @property
+    def stack_roles(self) -> dict[str, StackRole]:
+        return {"encoder": "embed"}
 
     def inputs(self, sequence_length: int, *, packed: bool) -> dict[str, BatchArray]:
         """Of one text per sample: `packed` changes nothing."""

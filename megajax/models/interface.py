@@ -9,7 +9,8 @@ import dataclasses
 import functools
 import importlib
 import pkgutil
-from typing import Any, ClassVar, NamedTuple, Protocol
+import typing
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -95,10 +96,18 @@ NO_REGULARISERS = LossOptions()
 EVALUATION = EvaluationOptions()
 
 
+StackRole = Literal["embed", "body", "guess"]
+"""What a stack is for. body: the stages of a pipeline divide it, and an engine keeps pages for it. embed: runs before
+the body, on all ranks of a pipeline, and has no pages: the encoder of a text or of images. guess: runs after the body
+as part of the loss, on all ranks of a pipeline; in speculative decoding each of these stacks guesses one more token, in
+this order."""
+
+
 @functools.lru_cache(maxsize=64)
 def _layers(config: "ModelConfig", execution: ExecutionConfig) -> tuple[LayerConfig, ...]:
     """A search asks for those of a few models thousands of times."""
-    return sum(config.stacks(execution).values(), ())
+    others = [role for role in typing.get_args(StackRole) if role != "body"]
+    return sum((layers for role in ("body", *others) for layers in config.stacks_of(role, execution).values()), ())
 
 
 class ModelConfig:
@@ -139,8 +148,13 @@ class ModelConfig:
             layer.check(mesh, sequence_length)
 
     def stacks(self, execution: ExecutionConfig) -> dict[str, tuple[LayerConfig, ...]]:
-        """The layers of each stack, by the name of the module's attribute."""
+        """The layers of each stack, by the name of the module's attribute, in the order in which they run."""
         raise NotImplementedError
+
+    @property
+    def stack_roles(self) -> dict[str, StackRole]:
+        """The roles of stacks that are not part of the body."""
+        return {}
 
     def inputs(self, sequence_length: int, *, packed: bool) -> dict[str, BatchArray]:
         """The arrays of a batch that the model reads; a task adds those of its loss (tasks/interface.py). packed:
@@ -159,8 +173,13 @@ class ModelConfig:
     # ------------------------------------------------------------------ derived from the methods above
 
     def layers(self, execution: ExecutionConfig) -> tuple[LayerConfig, ...]:
-        """The layers of all stacks."""
+        """The layers of all stacks, those of the body first."""
         return _layers(self, execution)
+
+    def stacks_of(self, role: StackRole, execution: ExecutionConfig) -> dict[str, tuple[LayerConfig, ...]]:
+        roles = self.stack_roles
+        stacks = self.stacks(execution)
+        return {name: layers for name, layers in stacks.items() if roles.get(name, "body") == role}
 
     @property
     def has_output_layer(self) -> bool:
@@ -169,9 +188,8 @@ class ModelConfig:
 
     @property
     def num_stage_layers(self) -> int:
-        """Layers that the stages of a pipeline divide among them: all but those of guessing_stacks."""
-        guessing = self.guessing_stacks(ExecutionConfig()).values()
-        return len(self.layers(ExecutionConfig())) - sum(map(len, guessing))
+        """Layers that the stages of a pipeline divide among them: those of the body."""
+        return sum(map(len, self.stacks_of("body", ExecutionConfig()).values()))
 
     def forward_flops(self, sequence_length: int) -> Flops:
         """FLOPs per token of the forward pass."""
@@ -192,18 +210,9 @@ class ModelConfig:
     def check_generates(self) -> None:
         """Raises ValueError for a model that does not continue text."""
 
-    def generating_stacks(self, execution: ExecutionConfig) -> dict[str, tuple[LayerConfig, ...]]:
-        """The stacks that generation runs."""
-        return self.stacks(execution)
-
-    def guessing_stacks(self, execution: ExecutionConfig) -> dict[str, tuple[LayerConfig, ...]]:
-        """Stacks that only the loss and speculative decoding run. In a pipeline all ranks run them as part of the loss;
-        in speculative decoding each guesses one more token, in this order."""
-        return {}
-
     def new_caches(self, length: int, execution: ExecutionConfig) -> dict[str, tuple]:
         """An empty cache for each layer that generation runs, with room for `length` tokens per row."""
-        stacks = self.generating_stacks(execution)
+        stacks = self.stacks_of("body", execution)
         return {name: tuple(layer.new_cache(length) for layer in layers) for name, layers in stacks.items()}
 
     def new_pages(self, sizes: Any, execution: ExecutionConfig) -> dict[str, tuple]:
@@ -213,8 +222,8 @@ class ModelConfig:
 
     def paged_stacks(self, sizes: Any, execution: ExecutionConfig) -> dict[str, tuple[LayerConfig, ...]]:
         """The stacks that an engine runs."""
-        guessing = list(self.guessing_stacks(execution).items())
-        return self.generating_stacks(execution) | dict(guessing[: sizes.num_guesses])
+        guessing = list(self.stacks_of("guess", execution).items())
+        return self.stacks_of("body", execution) | dict(guessing[: sizes.num_guesses])
 
 
 def families() -> dict[str, type[ModelConfig]]:
@@ -264,7 +273,7 @@ class AnyModule(Protocol):
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """float32 [B, T, V]; minus infinity for padding of the vocabulary."""
 
-    # A model with guessing_stacks also has:
+    # A model with stacks that guess also has:
 
     def guess(self, depth: int, x_BTD: jax.Array, batch: dict, caches: dict) -> tuple[jax.Array, dict]:
         """Runs guessing stack number `depth`, from 1, which guesses the token depth + 1 places after each of these

@@ -318,9 +318,9 @@ class Model:
     @property
     def layers_run(self) -> tuple[LayerConfig, ...]:
         """The layers that a step runs; one that every rank of a pipeline runs is listed once per rank."""
-        on_all_ranks = sum(self.config.guessing_stacks(self.execution).values(), ())
+        layers = self.config.layers(self.execution)
         others = 0 if self.stages is None else self.stages.num_ranks - 1
-        return self.config.layers(self.execution) + on_all_ranks * others
+        return layers + layers[self.config.num_stage_layers :] * others
 
     @property
     def scans(self) -> bool:
@@ -331,9 +331,9 @@ class Model:
     @property
     def layer_rows(self) -> dict[str, np.ndarray]:
         """{"stack.kind": layer number of each row of its arrays}, -1 for padding rows."""
-        on_all_ranks = self.config.guessing_stacks(self.execution)
+        body = self.config.stacks_of("body", self.execution)
         return {
-            f"{stack}.{kind}": rows_of_kind(layers, kind, None if stack in on_all_ranks else self.stages)
+            f"{stack}.{kind}": rows_of_kind(layers, kind, self.stages if stack in body else None)
             for stack, layers in self.config.stacks(self.execution).items()
             for kind in dict.fromkeys(layer.kind for layer in layers)
         }

@@ -381,7 +381,7 @@ def deepseek_params(model):
     """Of which the multi-token prediction often guesses what the model samples: both mostly read the last token."""
     params = random_params(model)
     params["embedding"] *= 8.0
-    for stack in model.config.guessing_stacks(model.execution):
+    for stack in model.config.stacks_of("guess", model.execution):
         (layer,) = params[stack].values()
         layer["projection"][:, : model.config.embed_dim] += 4.0 * np.eye(model.config.embed_dim, dtype=np.float32)
     return params
@@ -398,7 +398,7 @@ def whole_guesses(engine, tokens, length=48):
         inputs = module.block_inputs({"positions": positions_BT})
         h_BTD = module.final_norm(module.layers(module.embed({"tokens": tokens_BT}, None), inputs)[0])
         found = []
-        for depth, stack in enumerate(model.config.guessing_stacks(model.execution), 1):
+        for depth, stack in enumerate(model.config.stacks_of("guess", model.execution), 1):
             later = module.embed({"tokens": jnp.roll(tokens_BT, -depth, 1)}, None)
             h_BTD, _, _ = getattr(module, stack)(h_BTD, inputs | {"next_embeddings": later})
             found.append(jnp.argmax((h_BTD @ module.head.matrix())[0, :, :100], -1))
