@@ -258,8 +258,9 @@ class AnyModule(Protocol):
     ) -> jax.Array:
         """float32 scalar: the sum over tokens of weight * (-log p[label] + regularisers)."""
 
-    def log_probs(self, h_BTD: jax.Array, labels_BT: jax.Array) -> TokenScores:
-        """The log-probability of each label, differentiable, and the most likely token."""
+    def log_probs(self, h_BTD: jax.Array, labels_BT: jax.Array, **options: Any) -> TokenScores:
+        """The log-probability of each label, with a gradient, and the most likely token. options: entropy, top_k,
+        logits_dtype (ops/cross_entropy.py `token_scores`)."""
 
     def further_terms(self, h_BTD: jax.Array, batch: dict, options: LossOptions) -> LossTerms:
         """What the model itself adds to the loss of next tokens, with a main term of 0; batch: with labels and
@@ -313,8 +314,8 @@ class LossModule(nnx.Module):
             **self.logit_options(),
         )
 
-    def log_probs(self, h_BTD: jax.Array, labels_BT: jax.Array) -> TokenScores:
-        return token_scores(self.before_head(h_BTD), self.head_matrix(), labels_BT, **self.logit_options())
+    def log_probs(self, h_BTD: jax.Array, labels_BT: jax.Array, **options: Any) -> TokenScores:
+        return token_scores(self.before_head(h_BTD), self.head_matrix(), labels_BT, **self.logit_options(), **options)
 
     def further_terms(self, h_BTD: jax.Array, batch: dict, options: LossOptions) -> LossTerms:
         return LossTerms(jnp.float32(0))

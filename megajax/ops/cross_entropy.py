@@ -72,13 +72,19 @@ def cross_entropy(
     if recipe is not None:
         log_format(recipe, x_BTD.dtype)
     logit_options = (float(multiplier), soft_cap)
-    options = (vocab_size, float(z_loss), float(label_smoothing), logit_options, recipe, max_chunk_bytes)
+    options = (vocab_size, float(z_loss), float(label_smoothing), logit_options, recipe, max_chunk_bytes, "float32")
+    return _scaled_cross_entropy(x_BTD, head_DV, bias_V, labels_BT, weights_BT, None, options)
+
+
+def _scaled_cross_entropy(x_BTD, head_DV, bias_V, labels_BT, weights_BT, entropy_weights_BT, options):
+    """entropy_weights: factors of the entropies of the tokens, which are added; None: no entropies."""
     if x_BTD.dtype != jnp.float16:
-        return _cross_entropy(x_BTD, head_DV, bias_V, labels_BT, weights_BT, options)
+        return _cross_entropy(x_BTD, head_DV, bias_V, labels_BT, weights_BT, entropy_weights_BT, options)
     # The gradients are computed before the loss scale is known, and a weight of 1 / tokens would make them zero.
-    largest = jnp.max(weights_BT)
+    weights = (weights_BT, entropy_weights_BT)
+    largest = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(a)) for a in jax.tree.leaves(weights)])
     unit = jnp.where(largest > 0, largest, 1.0) / FLOAT16_WEIGHT
-    return unit * _cross_entropy(x_BTD, head_DV, bias_V, labels_BT, weights_BT / unit, options)
+    return unit * _cross_entropy(x_BTD, head_DV, bias_V, labels_BT, *jax.tree.map(lambda a: a / unit, weights), options)
 
 
 def finish_logits(
@@ -95,11 +101,21 @@ def finish_logits(
     return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
 
 
+class TopK(NamedTuple):
+    ids: jax.Array
+    """int32 [B, T, K], the most likely token first; of equally likely ones the lowest."""
+    log_probs: jax.Array
+    """float32 [B, T, K], without a gradient."""
+
+
 class TokenScores(NamedTuple):
     log_probs: jax.Array
-    """float32 [B, T]: log p[label]."""
+    """float32 [B, T]: log p[label]; has a gradient."""
     top: jax.Array
     """int32 [B, T]: the most likely token; the lowest of equally likely ones."""
+    entropy: jax.Array | None = None
+    """float32 [B, T]: -sum over the vocabulary of p log p, in nats; has a gradient. None unless asked for."""
+    top_k: TopK | None = None
 
 
 def class_scores(logits: jax.Array, labels: jax.Array) -> TokenScores:
@@ -118,46 +134,123 @@ def token_scores(
     bias_V: jax.Array | None = None,
     multiplier: float = 1.0,
     soft_cap: float | None = None,
+    entropy: bool = False,
+    top_k: int = 0,
+    logits_dtype: str = "float32",
     max_chunk_bytes: int = MAX_CHUNK_BYTES,
 ) -> TokenScores:
-    """Scores of every label, from the logits that `cross_entropy` computes; arguments as there. Has no gradient."""
+    """Scores of every label, from the logits that `cross_entropy` computes; arguments as there.
+
+    entropy, top_k: what else to compute. logits_dtype: bfloat16 rounds the products with the head, as an engine that
+    computes in bfloat16 does. The log-probabilities and the entropy are differentiated with respect to x, head and
+    bias, in chunks that compute their logits again, so memory is bounded as in `cross_entropy`.
+    """
+    static = _Scoring(vocab_size, float(multiplier), soft_cap, logits_dtype, entropy, top_k, max_chunk_bytes)
+    return _token_scores(x_BTD, head_DV, bias_V, labels_BT, static)
+
+
+class _Scoring(NamedTuple):
+    """Static arguments of `token_scores`."""
+
+    vocab_size: int
+    multiplier: float
+    soft_cap: float | None
+    logits_dtype: str
+    entropy: bool
+    top_k: int
+    max_chunk_bytes: int
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _token_scores(x_BTD, head_DV, bias_V, labels_BT, static: _Scoring) -> TokenScores:
     layout = _layout(labels_BT)
-    options = (vocab_size, (multiplier, soft_cap))
 
     def body(x_BTD, head_DV, bias_V, labels_BT):
         if layout.sharing:
             head_DV = lax.all_gather(head_DV, layout.sharing, axis=0, tiled=True)
-        score = functools.partial(_score_chunk, head=_Products(head_DV), bias_V=bias_V, options=options)
-        num_chunks = _num_chunks(labels_BT.size, head_DV, max_chunk_bytes)
+        head = _Products(head_DV, static.logits_dtype)
+        score = functools.partial(_score_chunk, head=head, bias_V=bias_V, static=static)
+        num_chunks = _num_chunks(labels_BT.size, head_DV, static.max_chunk_bytes)
         chunks = tuple(a.reshape(num_chunks, -1, *a.shape[2:]) for a in (x_BTD, labels_BT))
-        return tuple(a.reshape(labels_BT.shape) for a in lax.map(lambda chunk: score(*chunk), chunks))
+        found = lax.map(lambda chunk: score(*chunk), chunks)
+        return jax.tree.map(lambda a: a.reshape(*labels_BT.shape, *a.shape[2:]), found)
 
     x_BTD = constrain(x_BTD, "batch", "sequence", None)
-    run = manual(body, (P(*layout.tokens, None), layout.head, layout.bias, layout.tokens), (layout.tokens,) * 2)
-    return TokenScores(*run(x_BTD, head_DV.astype(x_BTD.dtype), bias_V, labels_BT))
-
-
-def _score_chunk(x_CD, labels_C, *, head, bias_V, options):
-    vocab, logit_options = options
-    logits_CV, token_V, of_tokens = _logits(x_CD, head, bias_V, vocab, logit_options)
-    top_C = lax.pmax(jnp.max(of_tokens(logits_CV, -jnp.inf), -1), VOCAB_AXES)
-    sums = (
-        jnp.sum(of_tokens(jnp.exp(logits_CV - top_C[:, None]), 0.0), -1),
-        jnp.sum(jnp.where(labels_C[:, None] == token_V, logits_CV, 0.0), -1),
+    of_top_k = P(*layout.tokens, None)
+    outputs = TokenScores(
+        layout.tokens,
+        layout.tokens,
+        layout.tokens if static.entropy else None,
+        TopK(of_top_k, of_top_k) if static.top_k else None,
     )
-    total_C, label_C = lax.psum(sums, VOCAB_AXES)
+    run = manual(body, (P(*layout.tokens, None), layout.head, layout.bias, layout.tokens), outputs)
+    return run(x_BTD, head_DV.astype(x_BTD.dtype), bias_V, labels_BT)
+
+
+def _score_forward(x_BTD, head_DV, bias_V, labels_BT, static: _Scoring):
+    return _token_scores(x_BTD, head_DV, bias_V, labels_BT, static), (x_BTD, head_DV, bias_V, labels_BT)
+
+
+def _score_backward(static: _Scoring, saved, d_scores: TokenScores):
+    """The gradient of a sum of log-probabilities with factors is that of the cross-entropy with their negatives as
+    weights."""
+    x_BTD, head_DV, bias_V, labels_BT = saved
+
+    def loss(x_BTD, head_DV, bias_V):
+        options = (
+            static.vocab_size, 0.0, 0.0, (static.multiplier, static.soft_cap), None, static.max_chunk_bytes,
+            static.logits_dtype,
+        )  # fmt: skip
+        return _scaled_cross_entropy(x_BTD, head_DV, bias_V, labels_BT, -d_scores.log_probs, d_scores.entropy, options)
+
+    return *jax.grad(loss, (0, 1, 2))(x_BTD, head_DV, bias_V), None
+
+
+_token_scores.defvjp(_score_forward, _score_backward)
+
+
+def _score_chunk(x_CD, labels_C, *, head, bias_V, static: _Scoring) -> TokenScores:
+    vocab = static.vocab_size
+    logits_CV, token_V, of_tokens = _logits(x_CD, head, bias_V, vocab, (static.multiplier, static.soft_cap))
+    top_C = lax.pmax(jnp.max(of_tokens(logits_CV, -jnp.inf), -1), VOCAB_AXES)
+    exp_CV = of_tokens(jnp.exp(logits_CV - top_C[:, None]), 0.0)
+    sums = [jnp.sum(exp_CV, -1), jnp.sum(jnp.where(labels_C[:, None] == token_V, logits_CV, 0.0), -1)]
+    if static.entropy:
+        sums.append(jnp.sum(exp_CV * logits_CV, -1))
+    total_C, label_C, *weighted = lax.psum(sums, VOCAB_AXES)
+    lse_C = top_C + jnp.log(total_C)
     is_top_CV = of_tokens(logits_CV, -jnp.inf) == top_C[:, None]
     first_C = lax.pmin(jnp.min(jnp.where(is_top_CV, token_V, vocab), -1), VOCAB_AXES)
-    return label_C - top_C - jnp.log(total_C), first_C
+    return TokenScores(
+        label_C - top_C - jnp.log(total_C),
+        first_C,
+        lse_C - weighted[0] / total_C if static.entropy else None,
+        _top_k(of_tokens(logits_CV, -jnp.inf), token_V, lse_C, static.top_k) if static.top_k else None,
+    )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _cross_entropy(x_BTD, head_DV, bias_V, labels_BT, weights_BT, options):
-    return _run(x_BTD, head_DV, bias_V, labels_BT, weights_BT, options, with_gradients=False)[0]
+def _top_k(logits_CV, token_V, lse_C, top_k: int) -> TopK:
+    """Of the parts of the vocabulary first, then of what these give together."""
+    logits_CK, places_CK = lax.top_k(logits_CV, min(top_k, logits_CV.shape[-1]))
+
+    def of_all_parts(a_CK):
+        """[C, parts * K]: a sum, because of an all-gather shard_map does not know that all devices get the same."""
+        is_own_P = jnp.arange(lax.axis_size(VOCAB_AXES)) == lax.axis_index(VOCAB_AXES)
+        parts_CPK = jnp.where(is_own_P[:, None], a_CK[:, None], jnp.zeros_like(a_CK[:, None]))
+        return lax.psum(parts_CPK, VOCAB_AXES).reshape(len(a_CK), -1)
+
+    ids_CP = of_all_parts(token_V[places_CK])
+    logits_CK, places_CK = lax.top_k(of_all_parts(logits_CK), top_k)
+    return TopK(jnp.take_along_axis(ids_CP, places_CK, 1).astype(jnp.int32), logits_CK - lse_C[:, None])
 
 
-def _forward(x_BTD, head_DV, bias_V, labels_BT, weights_BT, options):
-    return _run(x_BTD, head_DV, bias_V, labels_BT, weights_BT, options, with_gradients=True)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _cross_entropy(x_BTD, head_DV, bias_V, labels_BT, weights_BT, entropy_weights_BT, options):
+    return _run(x_BTD, head_DV, bias_V, labels_BT, weights_BT, entropy_weights_BT, options, with_gradients=False)[0]
+
+
+def _forward(x_BTD, head_DV, bias_V, labels_BT, weights_BT, entropy_weights_BT, options):
+    return _run(x_BTD, head_DV, bias_V, labels_BT, weights_BT, entropy_weights_BT, options, with_gradients=True)
 
 
 def _backward(options, gradients, d_loss):
@@ -167,22 +260,22 @@ def _backward(options, gradients, d_loss):
         return gradient * d_loss.astype(gradient.dtype)
 
     d_x, d_head, d_bias = jax.tree.map(scaled, gradients)
-    return d_x, d_head, d_bias, None, None
+    return d_x, d_head, d_bias, None, None, None
 
 
 _cross_entropy.defvjp(_forward, _backward)
 
 
-def _run(x_BTD, head_DV, bias_V, labels_BT, weights_BT, options, with_gradients):
+def _run(x_BTD, head_DV, bias_V, labels_BT, weights_BT, entropy_weights_BT, options, with_gradients):
     """-> (loss, (dx sharded as batch, sequence; dhead; dbias)), or (loss, None)."""
     tokens, split_over, sharing, head_spec, bias_spec = _layout(labels_BT)
     sequence = activation_spec(x_BTD.shape, ("batch", "sequence", None))
     scatter = sequence[1] != tokens[1]
 
-    def body(x_BTD, head_DV, bias_V, labels_BT, weights_BT):
+    def body(x_BTD, head_DV, bias_V, *of_tokens):
         if sharing:
             head_DV = lax.all_gather(head_DV, sharing, axis=0, tiled=True)
-        losses, d_x, d_matrices = _chunks(x_BTD, head_DV, bias_V, labels_BT, weights_BT, options, with_gradients)
+        losses, d_x, d_matrices = _chunks(x_BTD, head_DV, bias_V, of_tokens, options, with_gradients)
         loss = lax.psum(losses, split_over)
         if not with_gradients:
             return loss
@@ -200,11 +293,12 @@ def _run(x_BTD, head_DV, bias_V, labels_BT, weights_BT, options, with_gradients)
         return loss, d_x, d_head.astype(head_dtype), d_bias
 
     head_dtype = head_DV.dtype
-    in_specs = (P(*tokens, None), head_spec, bias_spec, tokens, tokens)
+    of_tokens = (labels_BT, weights_BT) if entropy_weights_BT is None else (labels_BT, weights_BT, entropy_weights_BT)
+    in_specs = (P(*tokens, None), head_spec, bias_spec, *(tokens,) * len(of_tokens))
     out_specs = (P(), sequence, head_spec, bias_spec) if with_gradients else P()
     # Without it XLA gathers x before its last cast, which is twice the bytes.
     x_BTD = constrain(x_BTD, "batch", "sequence", None)
-    out = manual(body, in_specs, out_specs)(x_BTD, head_DV.astype(x_BTD.dtype), bias_V, labels_BT, weights_BT)
+    out = manual(body, in_specs, out_specs)(x_BTD, head_DV.astype(x_BTD.dtype), bias_V, *of_tokens)
     return (out[0], out[1:]) if with_gradients else (out, None)
 
 
@@ -236,13 +330,16 @@ def _num_chunks(num_tokens: int, head_DV, max_chunk_bytes: int) -> int:
     return next((n for n in range(1, num_tokens) if fits(n)), num_tokens)
 
 
-def _chunks(x_BTD, head_DV, bias_V, labels_BT, weights_BT, options, with_gradients):
-    """-> (sum of the losses, dx, (dhead, dbias)): this device's parts of sums over vocabulary (dx) and batch."""
-    *loss_options, recipe, max_chunk_bytes = options
-    num_chunks = _num_chunks(labels_BT.size, head_DV, max_chunk_bytes)
-    chunk_shape = (num_chunks, labels_BT.size // num_chunks)
-    chunks = tuple(a.reshape(*chunk_shape, *a.shape[2:]) for a in (x_BTD, labels_BT, weights_BT))
-    head = _Products(head_DV) if recipe is None else _LowProducts(head_DV, recipe)
+def _chunks(x_BTD, head_DV, bias_V, of_tokens, options, with_gradients):
+    """of_tokens: labels, weights and, if there are any, weights of the entropies, [B, T].
+
+    -> (sum of the losses, dx, (dhead, dbias)): this device's parts of sums over vocabulary (dx) and batch."""
+    *loss_options, recipe, max_chunk_bytes, logits_dtype = options
+    num_tokens = of_tokens[0].size
+    num_chunks = _num_chunks(num_tokens, head_DV, max_chunk_bytes)
+    chunk_shape = (num_chunks, num_tokens // num_chunks)
+    chunks = tuple(a.reshape(*chunk_shape, *a.shape[2:]) for a in (x_BTD, *of_tokens))
+    head = _Products(head_DV, logits_dtype) if recipe is None else _LowProducts(head_DV, recipe)
     given = dict(head=head, bias_V=bias_V, options=loss_options, with_gradients=with_gradients)
     step = functools.partial(_chunk, **given)
 
@@ -261,7 +358,7 @@ def _chunks(x_BTD, head_DV, bias_V, labels_BT, weights_BT, options, with_gradien
     return loss, d_x.reshape(x_BTD.shape) if with_gradients else None, d_matrices
 
 
-def _chunk(x_CD, labels_C, weights_C, *, head, bias_V, options, with_gradients):
+def _chunk(x_CD, labels_C, weights_C, entropy_weights_C=None, *, head, bias_V, options, with_gradients):
     vocab, z_loss, label_smoothing, (multiplier, soft_cap) = options
     logits_CV, token_V, of_tokens = _logits(x_CD, head, bias_V, vocab, (multiplier, soft_cap))
     is_label_CV = labels_C[:, None] == token_V
@@ -275,11 +372,17 @@ def _chunk(x_CD, labels_C, weights_C, *, head, bias_V, options, with_gradients):
     total_C, expected_C = lax.psum(sums, VOCAB_AXES)
     lse_C = top_C + jnp.log(total_C)
     loss = jnp.sum(weights_C * (lse_C - expected_C + z_loss * lse_C**2))
+    if entropy_weights_C is not None:
+        entropy_C = lse_C - lax.psum(jnp.sum(exp_CV * logits_CV, -1), VOCAB_AXES) / total_C
+        loss += jnp.sum(entropy_weights_C * entropy_C)
     if not with_gradients:
         return loss, None, None
 
     d_lse_C = weights_C * (1.0 + 2.0 * z_loss * lse_C)
     d_logits_CV = exp_CV * (d_lse_C / total_C)[:, None] - weights_C[:, None] * target_CV
+    if entropy_weights_C is not None:  # the derivative by a logit is -p (log p + entropy)
+        surplus_CV = logits_CV + (entropy_C - lse_C)[:, None]
+        d_logits_CV -= exp_CV * (entropy_weights_C / total_C)[:, None] * surplus_CV
     if soft_cap is not None:  # the derivative of tanh is 1 - tanh^2
         d_logits_CV *= 1.0 - (logits_CV / soft_cap) ** 2
     if multiplier != 1.0:
@@ -292,14 +395,18 @@ def _chunk(x_CD, labels_C, weights_C, *, head, bias_V, options, with_gradients):
 class _Products:
     """The products of chunks with the head, float32, in the dtype of its operands."""
 
-    def __init__(self, head_DV):
+    def __init__(self, head_DV, logits_dtype: str = "float32"):
         self.head_DV = head_DV
+        self._logits_dtype = logits_dtype
         self._dot = functools.partial(
             jnp.einsum, precision=dot_precision(head_DV.dtype), preferred_element_type=jnp.float32
         )
 
     def logits(self, x_CD):
-        return self._dot("cd,dv->cv", x_CD, self.head_DV)
+        products_CV = self._dot("cd,dv->cv", x_CD, self.head_DV)
+        if self._logits_dtype == "float32":
+            return products_CV
+        return lax.reduce_precision(products_CV, 8, 7)
 
     def d_x(self, d_logits_CV):
         return self._dot("cv,dv->cd", d_logits_CV, self.head_DV)

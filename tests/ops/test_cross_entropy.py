@@ -243,3 +243,47 @@ def test_token_scores_equal_the_formula_on_every_mesh(mesh):
     np.testing.assert_array_equal(got.top, log_probs.argmax(-1))
     assert (np.asarray(got.top) == 3).any()
     assert not (np.asarray(got.top) == 11).any()
+
+
+def test_gradients_of_log_probabilities_and_entropies_equal_the_formula_on_every_mesh(mesh):
+    """Of a sum with a factor for each token, as policies and preferences have; with a bias, a multiplier and a cap."""
+    x, head, labels, factors = arguments()
+    labels = np.clip(labels, 0, TOKENS - 1)
+    bias = head[0].copy()
+    entropy_factors = np.flip(factors, 1).copy()
+    options = dict(multiplier=0.7, soft_cap=9.0, vocab_size=TOKENS, entropy=True, top_k=3, max_chunk_bytes=512)
+
+    def total(x, head, bias):
+        scores = token_scores(x, head, labels, bias_V=bias, **options)
+        return jnp.sum(factors * scores.log_probs + entropy_factors * scores.entropy), scores
+
+    (_, scores), gradients = jax.jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))(x, head, bias)
+    x64, head64 = x.astype(np.float64), head[:, :TOKENS].astype(np.float64)
+    logits = 9.0 * np.tanh(0.7 * (np.einsum("btd,dv->btv", x64, head64) + bias[:TOKENS]) / 9.0)
+    log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    probs = np.exp(log_probs)
+    entropy = -(probs * log_probs).sum(-1)
+    np.testing.assert_allclose(scores.entropy, entropy, atol=1e-5)
+    np.testing.assert_allclose(scores.top_k.log_probs, -np.sort(-log_probs, -1)[..., :3], atol=1e-5)
+    np.testing.assert_array_equal(scores.top_k.ids, np.argsort(-log_probs, -1, kind="stable")[..., :3])
+    d_logits = factors[..., None] * (np.eye(TOKENS)[labels] - probs)
+    d_logits -= entropy_factors[..., None] * probs * (log_probs + entropy[..., None])
+    d_logits *= 0.7 * (1 - (logits / 9.0) ** 2)
+    wanted_gradients = (
+        np.einsum("btv,dv->btd", d_logits, head64),
+        np.einsum("btd,btv->dv", x64, d_logits),
+        d_logits.sum((0, 1)),
+    )
+    for found, expected in zip(gradients, wanted_gradients, strict=True):
+        found = np.asarray(found)[..., : expected.shape[-1]]
+        np.testing.assert_allclose(found, expected, atol=2e-6 * np.abs(expected).max() * TOKENS)  # float32 sums
+
+
+def test_logits_are_rounded_to_bfloat16_as_an_engine_rounds_them():
+    x, head, labels, _ = arguments()
+    labels = np.clip(labels, 0, TOKENS - 1)
+    x, head = (jnp.asarray(a, jnp.bfloat16) for a in (x, head))
+    found = token_scores(x, head, labels, vocab_size=TOKENS, logits_dtype="bfloat16").log_probs
+    logits = jnp.einsum("btd,dv->btv", x, head)[..., :TOKENS].astype(jnp.float32)
+    expected = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], 2)[..., 0]
+    np.testing.assert_allclose(found, expected, atol=1e-6)
