@@ -24,7 +24,7 @@ from megajax.data.datasets import Datasets
 from megajax.inference.engine import Engine
 from megajax.inference.sampling import Sampling
 from megajax.inference.weights import restore_weights
-from megajax.mesh import make_mesh
+from megajax.mesh import make_mesh, use_compilation_cache
 from megajax.models.model import Model
 from megajax.planning.memory import memory_per_device
 from megajax.planning.plan import USABLE_MEMORY, plan_device, plan_rows
@@ -83,6 +83,7 @@ class Run:
         self.config = config.check_on(len(devices))
         self.mesh: Mesh = make_mesh(self.config.mesh, devices)
         self.program = self.config.make_program(self.mesh)
+        use_compilation_cache()
         self._engine: Engine | None = None
 
     def __repr__(self) -> str:
@@ -139,8 +140,9 @@ class Run:
         """
         done = int(state.step)
         rate = self._learning_rate(done) if learning_rate is None else learning_rate
+        step = self.program.train_step(self.config.training)
         with jax.set_mesh(self.mesh):
-            state, metrics = self._train_step(state, self._placed(batch, accumulate=True), np.float32(rate))
+            state, metrics = step(state, self._placed(batch, accumulate=True), np.float32(rate))
         return state, scalars(metrics) | {"learning_rate": float(rate)}
 
     def loss(self, state: TrainState, batch: Mapping[str, np.ndarray]) -> float:
@@ -156,7 +158,8 @@ class Run:
 
         Prints its progress; writes checkpoints and metrics to the run directory. Uses all devices of this process.
         """
-        return runs.train(self.config)
+        covers_all = self.mesh.devices.flatten().tolist() == jax.devices()
+        return runs.train(self.config, self.program if covers_all else None)
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl in the run directory: step, loss, ..., or step, eval_loss."""
@@ -193,10 +196,6 @@ class Run:
         return plan(self.config, device)
 
     # ------------------------------------------------------------------ parts
-
-    @functools.cached_property
-    def _train_step(self):
-        return self.program.train_step(self.config.training)
 
     @functools.cached_property
     def _eval_step(self):

@@ -4,14 +4,17 @@ The only file that reads environment variables.
 """
 
 import dataclasses
+import hashlib
 import logging
 import math
 import os
+import platform
 import re
 from pathlib import Path
 from typing import Literal
 
 import jax
+import jaxlib
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
@@ -22,6 +25,7 @@ from megajax.ranges import PositiveInt
 logger = logging.getLogger("megajax")
 
 COMPILATION_CACHE = "~/.cache/megajax/compilation"
+CPU_CACHE_SECONDS = 0.1  # loading a program takes 0.06 to 0.09 s
 # From the slowest network to the fastest: neighbours along the last axes are in one host.
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 
@@ -178,15 +182,18 @@ def xla_flags() -> dict[str, str]:
 
 
 def use_compilation_cache(folder: str | Path = COMPILATION_CACHE) -> None:
-    """From now on, programs that take a second or more to compile for a GPU are cached in `folder`.
+    """From now on, programs that take a second or more to compile for a GPU are cached in `folder`, and those that take
+    a tenth of a second for a CPU in a folder of its own in there.
 
-    JAX's own settings take precedence: JAX_COMPILATION_CACHE_DIR, JAX_ENABLE_COMPILATION_CACHE=false. On CPU nothing is
-    cached: a program for one CPU would be loaded on another, with warnings of illegal instructions (jax#38445).
+    JAX's own settings take precedence: JAX_COMPILATION_CACHE_DIR, JAX_ENABLE_COMPILATION_CACHE=false.
     """
-    if jax.config.jax_compilation_cache_dir is not None or jax.default_backend() != "gpu":
+    if jax.config.jax_compilation_cache_dir is not None:
         return
+    is_cpu = jax.default_backend() == "cpu"
     try:
         folder = Path(folder).expanduser()
+        if is_cpu:
+            folder = folder / cpu_cache_name(_cpu_features(), os.environ.get("XLA_FLAGS", ""))
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
             raise PermissionError("permission denied")
@@ -194,3 +201,23 @@ def use_compilation_cache(folder: str | Path = COMPILATION_CACHE) -> None:
         logger.warning("compiled programs are not cached: %s cannot be written (%s)", folder, error)
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
+    if is_cpu:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", CPU_CACHE_SECONDS)
+
+
+def cpu_cache_name(features: str, flags: str) -> str:
+    """Folder of the programs for one CPU: for JAX all CPUs are alike, and it would load a program with instructions
+    that another one does not have (jax#38445). features: of the CPU; flags: of XLA."""
+    described = "\n".join((jaxlib.__version__, features, flags))
+    return f"cpu-{hashlib.sha256(described.encode()).hexdigest()[:16]}"
+
+
+def _cpu_features() -> str:
+    """What XLA's compiler may depend on: model and instructions, as Linux names them on x86 and Arm."""
+    names = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "CPU part", "CPU variant", "Features")
+    try:
+        first, *_ = Path("/proc/cpuinfo").read_text().split("\n\n")
+    except OSError:  # macOS and others
+        return f"{platform.machine()} {platform.processor()}"
+    fields = (line.partition(":") for line in first.splitlines())
+    return "\n".join(f"{name.strip()}:{value}" for name, _, value in fields if name.strip() in names)

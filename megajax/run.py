@@ -37,17 +37,18 @@ from megajax.training.reporting.starts import first_start, start_record
 logger = logging.getLogger("megajax")
 
 
-def train(config: Config) -> str:
+def train(config: Config, program: Program | None = None) -> str:
     """Builds everything that the config describes and trains -> "finished", "interrupted" or "already finished".
 
+    program: of this config on all devices, if it has been made already; what it has compiled is not compiled again.
     Raises ValueError, with one line, if another run uses the directory, if the config cannot be trained, or if training
     cannot go on because of what it reads or where it writes.
     """
     with Watchdog(config.launch.hang_minutes) as watchdog, locked(Path(config.run_dir)) as lock:
-        return _train(config, watchdog, lock)
+        return _train(config, watchdog, lock, program)
 
 
-def _train(config: Config, watchdog: Watchdog, lock: RunLock) -> str:
+def _train(config: Config, watchdog: Watchdog, lock: RunLock, program: Program | None) -> str:
     watchdog.alive()
     with announced("starting the devices"):
         num_devices = jax.device_count()
@@ -55,7 +56,7 @@ def _train(config: Config, watchdog: Watchdog, lock: RunLock) -> str:
     config = start_from.pinned(config)
     run_dir = Path(config.run_dir)
     changed = check(config)
-    program = make_program(config)
+    program = program or make_program(config)
     check_host_memory(program, config.training)
     datasets = load_data(config)
     _check_sample_prompt(config.training.sample_prompt, datasets.tokenizer)

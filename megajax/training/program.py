@@ -70,5 +70,13 @@ class Program:
         return self.task.arrays(self.model.config, training.sequence_length)
 
     def train_step(self, training: TrainingConfig) -> Callable:
-        """Jitted function for the current mesh: (state, batch, learning rate) -> (state, metrics)."""
-        return jit_train_step(self.model, self.task, self.optimizer, training, self.shardings, self.compiler_options)
+        """Jitted function for the current mesh: (state, batch, learning rate) -> (state, metrics). The same one for the
+        same `training`, so that it is compiled once."""
+        if training not in self._train_steps:
+            parts = (self.model, self.task, self.optimizer, training, self.shardings, self.compiler_options)
+            self._train_steps[training] = jit_train_step(*parts)
+        return self._train_steps[training]
+
+    @functools.cached_property
+    def _train_steps(self) -> dict[TrainingConfig, Callable]:
+        return {}

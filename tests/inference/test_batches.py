@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from megajax.inference.batches import Batches, Shapes
+from megajax.inference.config import ServingConfig
 from megajax.inference.sampling import Sampling
 from megajax.inference.scheduler import Chunk, Prefill, Request, Sequence
 from megajax.layers.kv_cache import PoolSizes
@@ -13,6 +14,19 @@ from megajax.layers.kv_cache import PoolSizes
 PAGE = 4
 SIZES = PoolSizes(num_pages=64, page_size=PAGE, num_rows=4, dtype=jnp.dtype(jnp.float32))
 BATCHES = Batches(SIZES, Shapes.of(SIZES, max_length=64, max_batch_tokens=64, has_kernel=True), vocab_size=10)
+
+
+def test_few_programs_serve_any_request_and_the_others_come_in_stages():
+    serving = ServingConfig().on("cpu")
+    sizes = PoolSizes(num_pages=256, page_size=64, num_rows=serving.max_rows, dtype=jnp.dtype(jnp.float32))
+    shapes = Shapes.of(sizes, max_length=8192, max_batch_tokens=serving.max_batch_tokens, has_kernel=False)
+    stages = shapes.stages()
+    counts = [len(stage.decode()) + len(stage.prefill()) for stage in stages]
+    assert counts == [4, 8, 12] and stages[-1] == shapes
+    for stage in stages:
+        assert stage.fitting_decode(stage.rows[-1], 8192 // 64) in stage.decode()  # the longest sequence
+        assert stage.fitting_prefill(stage.chunks[-1], stage.most_pages) in stage.prefill()
+        assert {*stage.decode(), *stage.prefill()} <= {*shapes.decode(), *shapes.prefill()}
 
 
 def test_tokens_of_a_prompt_attend_to_their_sequence_and_padding_to_nothing_with_bounds_that_never_decrease():

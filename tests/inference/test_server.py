@@ -5,6 +5,7 @@ import collections
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import re
 import resource
@@ -36,10 +37,11 @@ from megajax.inference.server.answers import TokenTexts
 from megajax.inference.server.app import ServerConfig
 from megajax.inference.server.engine_thread import Overloaded
 from megajax.inference.traffic import Load, ServerTarget, Workload, measure, table
+from megajax.inference.warm_up import Stage
 from megajax.mesh import MeshConfig
 from megajax.parameters import name_of
 from megajax.plot import save
-from servers import MODEL, FakeEngine, engine_on, random_params, serving, serving_fake, wait_until
+from servers import MODEL, SERVING, FakeEngine, engine_on, random_params, serving, serving_fake, wait_until
 
 PROMPTS = ["Once upon a time", "x", "The answer to everything is ", "äöü", "one two three four five six seven eight "]
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
@@ -749,6 +751,67 @@ def test_a_stop_during_warm_up_does_not_wait_for_it(monkeypatch, caplog):
     signal.signal(signal.SIGTERM, before)
     assert codes == [128 + signal.SIGTERM]
     assert "serving tiny at http://127.0.0.1" in caplog.text and "stopping when all requests" in caplog.text
+
+
+def test_the_server_answers_while_programs_are_compiled(engine, offline, monkeypatch, caplog):
+    """With the smallest call, one sequence at a time; then the others take over, with the same answers."""
+    goes_on = threading.Event()
+    warm_up_first = engine.warm_up_first
+
+    def held():
+        return [Stage(shapes, [goes_on.wait, *others]) for shapes, others in warm_up_first()]
+
+    engine.executor.compiled.clear()
+    monkeypatch.setattr(engine, "warm_up_first", held)
+    monkeypatch.setattr(logging.getLogger("megajax"), "propagate", True)
+
+    def answers(client):
+        ask = lambda prompt: client.completions.create(model="tiny", prompt=prompt, **GREEDY).choices[0].text
+        with ThreadPoolExecutor(8) as threads:
+            return list(threads.map(ask, PROMPTS * 2))
+
+    expected = [offline[prompt][0] for prompt in PROMPTS * 2]
+    with caplog.at_level("INFO"), serving(engine) as url:
+        wait_until(lambda: httpx2.get(f"{url}/health").is_success)
+        num_programs = engine.num_programs
+        with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
+            assert answers(client) == expected
+            assert engine.num_programs == num_programs
+            goes_on.set()
+            wait_until(lambda: engine.scheduler.limits.num_rows == SERVING.max_rows)
+            assert engine.num_programs > num_programs
+            num_programs = engine.num_programs
+            assert answers(client) == expected
+            assert engine.num_programs == num_programs
+    assert "ready: warmed up in" in caplog.text and "compiled 4 of 4 programs in" in caplog.text
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_compiles_while_serving_ends_with_the_server_and_its_error_ends_the_server(fails):
+    goes_on = threading.Event()
+    failed = threading.Event()
+    after = []
+
+    class Compiling(FakeEngine):
+        def warm_up_first(self):
+            return [Stage(None, [compile, lambda: after.append("compiled")])]
+
+        def use_shapes(self, shapes):
+            after.append("used")
+
+    def compile():
+        goes_on.wait()
+        if fails:
+            raise RuntimeError("out of memory")
+
+    with serving(Compiling(), on_failure=failed.set) as url:
+        wait_until(lambda: httpx2.get(f"{url}/health").is_success)
+        if fails:
+            goes_on.set()
+            assert failed.wait(20) and "out of memory" in httpx2.get(f"{url}/health").text
+    goes_on.set()
+    wait_until(lambda: not any(thread.name == "compiler" for thread in threading.enumerate()))
+    assert after == []
 
 
 def test_a_stop_finishes_what_runs():

@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -209,10 +212,43 @@ def test_folder_that_cannot_be_written_stops_no_run(cache_dir, monkeypatch, tmp_
     assert cache_dir() is None and "compiled programs are not cached" in caplog.text
 
 
-def test_programs_for_a_cpu_are_not_kept(cache_dir, monkeypatch, tmp_path):
+def test_programs_for_a_cpu_are_kept_apart_by_cpu_flags_and_jaxlib(cache_dir, monkeypatch, tmp_path):
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    use_compilation_cache(tmp_path / "cache")
-    assert cache_dir() is None and not (tmp_path / "cache").exists()
+    found = []
+    for flags, jaxlib_version, features in [("", "0.10.2", "avx2"), ("--xla_a=1", "0.10.2", "avx2"),
+                                            ("", "0.11.2", "avx2"), ("", "0.10.2", "avx512"),
+                                            ("", "0.10.2", "avx2")]:  # fmt: skip
+        monkeypatch.setenv("XLA_FLAGS", flags)
+        monkeypatch.setattr(mesh_module.jaxlib, "__version__", jaxlib_version)
+        monkeypatch.setattr(mesh_module, "_cpu_features", lambda features=features: features)
+        use_compilation_cache(tmp_path)
+        found.append(cache_dir())
+    assert all(Path(folder).parent == tmp_path and Path(folder).is_dir() for folder in found)
+    assert len(set(found)) == 4 and found[0] == found[-1]
+
+
+def test_another_process_on_this_cpu_compiles_nothing_again(tmp_path):
+    program = """
+import jax
+from megajax.mesh import use_compilation_cache
+events = []
+jax.monitoring.register_event_listener(lambda name, **_: events.append(name.split("/")[-1]))
+use_compilation_cache()
+y = jax.jit(lambda key: jax.random.normal(key, (8, 8)).sum())(jax.random.key(0))
+print(events.count("cache_hits"), events.count("cache_misses"), float(y).hex())
+"""
+    mine = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "XLA_FLAGS")
+    environment = {name: value for name, value in os.environ.items() if name not in mine} | {"HOME": str(tmp_path)}
+
+    def run() -> list[str]:
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0 and done.stderr == "", done.stderr  # no warning of another CPU either
+        return done.stdout.split()
+
+    first, second = run(), run()
+    assert int(first[0]) == 0 and int(second[0]) > 0
+    assert second[2] == first[2]
 
 
 def test_setting_of_jax_counts_more(cache_dir, monkeypatch, tmp_path):

@@ -267,7 +267,8 @@ class EngineThread:
             stages = self.engine.warm_up_first()
             num_left = sum(len(stage.compilations) for stage in stages)
             self._loop.call_soon_threadsafe(self._become_ready, time.monotonic() - begin, num_left)
-            threading.Thread(target=self._compile, args=[stages], name="compiler").start()
+            # No daemon: a process that ends while XLA compiles would be aborted.
+            threading.Thread(target=self._compile, args=[stages], name="compiler", daemon=False).start()
             while self._take_commands():
                 outputs = self.engine.step()
                 self.stats = self.engine.stats()
