@@ -79,22 +79,22 @@ def attention_mask(batch: Mapping[str, np.ndarray], row: int | None = None, *, w
     """Which keys each query attends to in one sequence of a batch, for causal attention; the first 512 tokens.
 
     Documents packed into the sequence (segment_ids) do not attend to each other. row: number of the sequence; default:
-    the first of those with the most documents. window: model.window.
+    the one in which documents hide the most of each other. window: model.window.
     """
     length = min(batch["tokens"].shape[1], MOST_MASK_TOKENS)
-    documents = [len(np.unique(ids[:length])) for ids in np.asarray(batch.get("segment_ids", batch["tokens"][:, :1]))]
-    row = int(np.argmax(documents)) if row is None else row
+    segments_BT = np.asarray(batch.get("segment_ids", np.zeros(batch["tokens"].shape)))[:, :length]
+    sizes = [np.unique(segments, return_counts=True)[1] for segments in segments_BT]  # of the documents of each row
+    if row is None:
+        row = int(np.argmin([(counts**2).sum() for counts in sizes]))
     query = np.arange(length)[:, None]
     key = np.arange(length)[None]
     visible = key <= query
     if window is not None:
         visible &= query - key < window
-    if "segment_ids" in batch:
-        segments = np.asarray(batch["segment_ids"])[row, :length]
-        visible &= segments[:, None] == segments[None]
+    visible &= segments_BT[row][:, None] == segments_BT[row][None]
     figure, axes = _new(3.6, 3.6)
     axes.imshow(visible, cmap="Blues", vmin=0, vmax=1.3, interpolation="nearest")
-    title = f"sequence {row}, {documents[row]} document{'s' * (documents[row] > 1)}"
+    title = f"sequence {row}, {len(sizes[row])} document{'s' * (len(sizes[row]) > 1)}"
     axes.set(xlabel="key", ylabel="query", title=title)
     return figure
 

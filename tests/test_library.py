@@ -198,11 +198,14 @@ def test_plan_prints_and_says_whether_it_fits():
 def test_figures_show_the_losses_the_mask_and_the_parts_on_each_device(trained):
     lines = megajax.figures.loss(trained.metrics()).axes[0].lines
     assert [len(line.get_xdata()) for line in lines] == [3, 1]
-    batch = {"tokens": np.zeros((2, 6)), "segment_ids": np.array([[1, 1, 1, 1, 1, 1], [1, 1, 1, 2, 2, 2]])}
+    segments = [[1, 1, 1, 1, 1, 1], [1, 2, 2, 2, 2, 2], [1, 1, 1, 2, 2, 2]]
+    batch = {"tokens": np.zeros((3, 6)), "segment_ids": np.array(segments)}
     (axes,) = megajax.figures.attention_mask(batch, window=2).axes  # the sequence that shows something
     shown = axes.images[0].get_array()
-    assert axes.get_title() == "sequence 1, 2 documents"
+    assert axes.get_title() == "sequence 2, 2 documents"
     assert shown.sum(1).tolist() == [1, 2, 2, 1, 2, 2] and not shown[3, 2]
+    plain = megajax.figures.attention_mask({"tokens": batch["tokens"]}).axes[0]
+    assert plain.images[0].get_array().sum() == 21 and plain.get_title() == "sequence 0, 1 document"
     (axes,) = megajax.figures.sharding(trained, "layers.dense.mlp.up").axes
     # fsdp splits the rows, tensor the columns; data holds copies: devices 0 and 4.
     assert [text.get_text() for text in axes.texts] == ["0,4", "1,5", "2,6", "3,7"]

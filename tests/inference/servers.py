@@ -42,10 +42,10 @@ def engine_on(device, **changes):
 
 
 @contextlib.contextmanager
-def serving(*engines, on_failure=None, **config):
+def serving(*engines, on_failure=None, template=ChatTemplate(CHATML, {}, ()), model_name="tiny", **config):
     """The URL of a server for the engines."""
-    config = ServerConfig(model_name="tiny", **config)
-    made = make_app(engines, config, ChatTemplate(CHATML, {}, ()), on_failure)
+    config = ServerConfig(model_name=model_name, **config)
+    made = make_app(engines, config, template, on_failure)
     server = uvicorn.Server(uvicorn_config(made, config.request_timeout_seconds, port=0))
     thread = threading.Thread(target=server.run)
     thread.start()
