@@ -172,13 +172,13 @@ IN_TERMINAL = """
 import logging, time
 from megajax.training.batch_schedule import BatchSchedule
 from megajax.training.reporting.console import Console, log_to_stderr
-from megajax.training.reporting.reporter import Reporter
+from megajax.training.reporting.reporter import Carried, Reporter
 log_to_stderr()
 console = Console()
 reporter = Reporter(
     0, num_steps=3, every_steps=2, sequence_length=4, schedule=BatchSchedule(8, None, None),
     flops_per_token=lambda *_, **__: 1.0, compute_dtype="float32", num_devices=1, max_consecutive_skips=0,
-    productive_seconds=0.0, first_started=0.0, console=console, writer=None,
+    carried=Carried(), console=console, writer=None,
 )
 for step in (1, 2, 3):
     with reporter.starting(step):
