@@ -1,7 +1,7 @@
 """Plots runs and plans: python -m megajax.plot RUN [RUN ...] --output=FILE.png
 
   --x=step|tokens|flops|time   x axis (time: seconds spent in training steps)
-  --smooth=N                   mean of the last N logged losses and gradient norms
+  --smooth=N                   mean of the last N losses and gradient norms
   --output=FILE                .png, .svg or .pdf; needs matplotlib:
                                pip install 'megajax[plot]'
   --terminal                   draw in the terminal instead, without matplotlib
@@ -29,7 +29,7 @@ import numpy as np
 
 from megajax.config import Config
 from megajax.devices import Device
-from megajax.one_line import printable
+from megajax.one_line import print_error
 from megajax.parallel.schedule import Stages, Table, make_table
 from megajax.planning.memory import memory_per_device
 from megajax.planning.plan import USABLE_MEMORY
@@ -359,5 +359,5 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except ValueError as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
+        print_error(error)
         raise SystemExit(2) from None

@@ -22,7 +22,13 @@ def run_dir(tmp_path_factory):
     lines = []
     for step in range(2, 22, 2):
         timed = {"step_seconds": 0.5, "tokens_per_second": 512.0, "mfu": None} if step > 2 else {}
-        values = {"loss": 8.0 - step / 4 + step % 4, "mean_loss": 8.0 - step / 4, "learning_rate": 1e-3, "grad_norm": 1.0, "consumed_tokens": 256 * step}
+        values = {
+            "loss": 8.0 - step / 4 + step % 4,
+            "mean_loss": 8.0 - step / 4,
+            "learning_rate": 1e-3,
+            "grad_norm": 1.0,
+            "consumed_tokens": 256 * step,
+        }
         lines.append(json.dumps({"step": step} | values | timed))
     lines.insert(5, json.dumps({"step": 10, "eval_loss": 5.25}))
     lines.insert(3, '{"step": 6, "lo')

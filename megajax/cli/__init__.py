@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from megajax.one_line import printable
+from megajax.one_line import print_error
 from megajax.suggestions import did_you_mean
 from megajax.training.faults.signals import leave_when_asked
 
@@ -46,7 +46,7 @@ def main() -> None:
     name = arguments[0]
     if name not in COMMANDS:
         hint = did_you_mean(name, COMMANDS) or "; megajax --help lists all commands"
-        print(f"error: megajax {printable(name)} is unknown{hint}", file=sys.stderr)
+        print_error(ValueError(f"megajax {name} is unknown{hint}"))
         raise SystemExit(2)
     if name == "train":
         leave_when_asked()  # also during the imports, which take seconds
@@ -73,7 +73,7 @@ def run_command(command: Callable[[list[str]], None], arguments: list[str], *, t
     try:
         command(arguments)
     except ValueError as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
+        print_error(error)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

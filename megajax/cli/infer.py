@@ -1,14 +1,20 @@
-"""Use a trained model: infer.py COMMAND --run=DIR [options], or megajax COMMAND --run=DIR [options]
+"""Use a trained model: infer.py COMMAND --run=DIR [options]
 
-  generate  continues each --prompt="..." and prints it; a model with an encoder writes its answer
-  chat      a conversation in the terminal; an empty line or ctrl-D ends it, ctrl-C ends an answer
-  serve     an HTTP server with OpenAI's interface, and a page to chat with the model
-  bench     measures prefill and decode speed, or latency and throughput under load, here or of a server
+  generate  continues each --prompt="..." and prints it; a model with an encoder
+            writes its answer
+  chat      a conversation in the terminal; an empty line or ctrl-D ends it,
+            ctrl-C ends an answer
+  serve     an HTTP server with OpenAI's interface, and a page to chat with the
+            model
+  bench     measures prefill and decode speed, or latency and throughput under
+            load, here or of a server
   fill      the most likely tokens for each [MASK] of --text="..." (BERT)
   embed     a vector for each text (BERT)
-  classify  the class of each text, or of its words (BERT with a classification head)
+  classify  the class of each text, or of its words (BERT with a classification
+            head)
 
---help after a command shows its options. --mesh.tensor=2 (or another axis of the mesh) spreads the model over devices.
+--help after a command shows its options. --mesh.tensor=2 (or another axis of
+the mesh) spreads the model over devices.
 """
 
 import argparse

@@ -1,16 +1,21 @@
 """Train a model, or resume a run.
 
 --config=NAME          recipe; --list_configs lists all
---run_dir=DIR          directory of the run (default: runs/NAME). If it holds a run, that run resumes; without --config
-                       it resumes with its saved configuration
---plan[=GPU]           estimate memory and speed of the run without a GPU: h100, h200, a100, b200;
-                       --plan=search:64[:GPU] ranks the meshes of 64 GPUs by predicted speed
---plan_price=2.5       with --plan: price of a GPU-hour, to show the cost of the whole run
---plan_figure=FILE     with --plan: draw memory and pipeline schedule to FILE.svg or FILE.png
---replay_step=K        repeat step K without changing the run directory, and report which tensor became non-finite
-                       first
+--run_dir=DIR          directory of the run (default: runs/NAME). If it holds a
+                       run, that run resumes; without --config it resumes with
+                       its saved configuration
+--plan[=GPU]           estimate memory and speed of the run without a GPU: h100,
+                       h200, a100, b200; --plan=search:64[:GPU] ranks the meshes
+                       of 64 GPUs by predicted speed
+--plan_price=2.5       with --plan: price of a GPU-hour, to show the cost of the
+                       whole run
+--plan_figure=FILE     with --plan: draw memory and pipeline schedule to
+                       FILE.svg or FILE.png
+--replay_step=K        repeat step K without changing the run directory, and
+                       report which tensor became non-finite first
 --section.field=VALUE  override a field of the configuration
---help                 with --config=NAME or --run_dir=DIR: show all fields with their values
+--help                 with --config=NAME or --run_dir=DIR: show all fields with
+                       their values
 """
 
 import dataclasses
@@ -20,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import configs
+from megajax.one_line import for_terminal
 
 if TYPE_CHECKING:
     from megajax.config import Config
@@ -205,7 +211,7 @@ def _list_configs() -> None:
     found = {name: text.splitlines()[0] for name, text in configs.docstrings().items()}
     width = max(map(len, found))
     for name, line in found.items():
-        print(f"{name:<{width}}  {line}")
+        print(for_terminal(f"{name:<{width}}  {line}", sys.stdout, indent=width + 2))
 
 
 def _program() -> str:
@@ -223,7 +229,8 @@ def _usage() -> str:
             "",
             __doc__.rstrip(),
             "",
-            f"Sections of the configuration; {program} --config=gpt_tiny --help describes their fields:",
+            "Sections of the configuration, with their fields, which",
+            f"{program} --config=gpt_tiny --help describes:",
             *section_lines(),
         ]
     )

@@ -5,6 +5,8 @@ import os
 import signal
 from typing import NoReturn
 
+from megajax.one_line import terminal_width, wrapped
+
 
 def stop_signals() -> list[signal.Signals]:
     """Signals that ask a run to stop; SIGHUP (lost terminal) only if it is not ignored, as under nohup."""
@@ -28,10 +30,12 @@ def is_program() -> bool:
 
 
 def tell(text: str) -> None:
-    """Prints a line on stderr, overwriting a progress bar; not with the logger, which a signal may have interrupted."""
-    erased = "\r\x1b[K" if os.isatty(2) else ""
+    """Prints a message on stderr, overwriting a progress bar; without the logger, which a signal may interrupt."""
+    text = f"megajax: {text}"
+    if os.isatty(2):
+        text = "\r\x1b[K" + wrapped(text, terminal_width())
     with contextlib.suppress(OSError):
-        os.write(2, f"{erased}megajax: {text}\n".encode())
+        os.write(2, f"{text}\n".encode())
 
 
 def leave(status: int, text: str) -> NoReturn:

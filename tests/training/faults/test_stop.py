@@ -10,7 +10,7 @@ import pytest
 
 from launch import ROOT
 from megajax.training.faults import stop
-from megajax.training.faults.signals import leave_when_asked, stop_signals
+from megajax.training.faults.signals import leave_when_asked, stop_signals, tell
 from megajax.training.faults.stop import StopRequest
 
 pytestmark = pytest.mark.fault
@@ -137,3 +137,11 @@ def takes(pid: int, number: signal.Signals) -> bool:
     with open(f"/proc/{pid}/status") as file:
         (mask,) = (line.split()[1] for line in file if line.startswith("SigCgt"))
     return bool(int(mask, 16) >> number - 1 & 1)
+
+
+def test_a_notice_in_a_terminal_is_broken_between_words(monkeypatch, capfd):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("os.isatty", lambda descriptor: True)
+    tell("received SIGINT: saving and stopping after this step; press ctrl-C again to stop now without saving")
+    lines = capfd.readouterr().err.removeprefix("\r\x1b[K").splitlines()
+    assert len(lines) == 2 and lines[0].endswith(" ctrl-C") and lines[1].startswith("again to stop")

@@ -273,7 +273,8 @@ def test_weights_and_biases_and_a_profile_that_fail_end_no_run(monkeypatch, tmp_
 def test_running_seconds_are_those_of_the_last_line_whatever_is_damaged(tmp_path):
     path = tmp_path / "metrics.jsonl"
     assert running_seconds(path) == 0
-    path.write_text('{"step": 1, "running_seconds": 5.5}\n{"step": 2, "running_seconds": 7.0}\n{"step": 2, "eval_loss": 1}')
+    lines = '{"step": 1, "running_seconds": 5.5}', '{"step": 2, "running_seconds": 7.0}', '{"step": 2, "eval_loss": 1}'
+    path.write_text("\n".join(lines))
     assert running_seconds(path) == 7
     path.write_text('{"step": 1, "running_seconds": null}\n{"step')
     assert running_seconds(path) == 0
