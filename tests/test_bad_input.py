@@ -254,7 +254,7 @@ def test_a_run_on_other_data_is_refused_unless_it_is_allowed(tmp_path):
     (tmp_path / "data.json").write_text(json.dumps(record))
     run.load_data(config)
     (tmp_path / "data.json").write_text(json.dumps(record | {"seed": 1}))
-    with pytest.raises(ValueError, match="other data, as .*data.json says .seed: 1 -> 1234.*allow_change"):
+    with pytest.raises(ValueError, match="other data, as .*data.json says .training.seed: 1 -> 1234.*allow_change"):
         run.load_data(config)
     run.load_data(override(config, ["--data.allow_change=True"]))
     for damaged in ("", "[3]", "{", "\ud800"):

@@ -118,11 +118,16 @@ def _start(config: "Config", replay_step: int | None) -> None:
 def _saved_config(overrides: list[str]) -> "Config":
     """The config of the run in --run_dir, without the `launch` section of its last start."""
     from megajax.config import Config, holds_run, normalised
+    from megajax.hugging_face.folder import is_folder
     from megajax.training.config import LaunchConfig
 
     (*_, run_dir) = (
         value for name, _, value in (a.partition("=") for a in normalised(overrides)) if name == "--run_dir"
     )
+    if is_folder(run_dir):
+        raise ValueError(
+            f"run_dir={run_dir} is a Hugging Face folder, not a run; begin one with --config=hugging_face:{run_dir}"
+        )
     if not holds_run(run_dir):
         raise ValueError(f"run_dir={run_dir} holds no run to resume; begin one with --config=NAME (--list_configs)")
     return dataclasses.replace(Config.load(run_dir), launch=LaunchConfig())

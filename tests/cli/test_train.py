@@ -177,7 +177,43 @@ def test_run_directory_without_a_run_is_refused_with_the_way_out(tmp_path):
         train.main([f"--run_dir={tmp_path}"])
 
 
-# ----------------------------------------------------------------------------- virtual devices
+def test_a_hugging_face_folder_is_no_run_to_resume(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match=f"begin one with --config=hugging_face:{tmp_path}$"):
+        train.main([f"--run_dir={tmp_path}"])
+
+
+# ----------------------------------------------------------------------------- the mesh and the devices
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sizes", "devices", "ways"),
+    [
+        ("gpt_tiny", {"data": 2}, 1, "use --mesh.data=-1 for the rest of the devices, start with 2 devices, or try"),
+        ("gpt_tiny", {"data": 2, "tensor": 4}, 2, "--mesh.tensor=-1 for the rest"),
+        (
+            "gpt_tiny",
+            {"data": 2, "tensor": 3},
+            1,
+            "devices, 1; start with 6 devices, or try the mesh on a CPU: --launch",
+        ),
+        ("gpt_tiny", {"tensor": 4}, 1, "devices, 1; start with a multiple of 4 devices, or try"),  # data is -1 already
+        ("llama3_70b", {}, 1, "devices, 1; start with 64 devices, or see what the run needs: --plan; recipes that end"),
+    ],
+)
+def test_a_mesh_that_does_not_match_gets_only_advice_that_helps(recipe, sizes, devices, ways):
+    config = override(configs.recipe(recipe), {f"mesh.{axis}": size for axis, size in sizes.items()})
+    with pytest.raises(ValueError, match=re.escape(ways)):
+        config.check_on(devices)
+
+
+def test_an_axis_that_takes_the_rest_of_the_devices_replaces_that_of_the_recipe(caplog):
+    caplog.set_level("INFO", "megajax")
+    config = override(configs.recipe("gpt_tiny"), ["--mesh.fsdp=-1"]).check_on(8)
+    assert (config.mesh.data, config.mesh.fsdp) == (1, 8)
+    assert "mesh.data=1, adapted to the overrides (the recipe has -1)" in caplog.text
+    with pytest.raises(ValueError, match="only one axis may take the remaining devices"):
+        override(configs.recipe("gpt_tiny"), ["--mesh.fsdp=-1", "--mesh.data=-1"]).check()
 
 
 def test_virtual_devices_of_a_cpu_are_asked_for_by_the_error_and_by_a_field(tmp_path, monkeypatch):

@@ -185,7 +185,7 @@ def test_with_damaged_files_beside_the_steps_the_run_goes_on_and_is_served_as_be
     step, state = here.resume()
     assert step == 6 and same(state, saved.trained[6]) and same(here.serve(), saved.served[6])
     other_seed = dataclasses.replace(config, training=dataclasses.replace(config.training, seed=1))
-    with pytest.raises(ValueError, match="other data, as step 6 in .* says .seed: 1234 -> 1"):
+    with pytest.raises(ValueError, match="other data, as step 6 in .* says .training.seed: 1234 -> 1"):
         run.load_data(other_seed)
     for file in (now / "checkpoints").glob("*/meta/metadata"):
         cut(file)

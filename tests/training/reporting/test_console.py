@@ -162,11 +162,15 @@ def test_a_narrow_terminal_breaks_neither_words_nor_commands(screen):
 
 
 def test_docstrings_are_broken_anew_and_keep_their_items():
-    long = "Reads some text with the model, finds the ranges of the inputs of its matrices, optionally smooths some of them, and so\n"
-    text = f"Title\n\n{long}on to the end.\n\n  chat  a conversation in the terminal that ends\n  fill  masks"
+    long = (
+        "Reads some text with the model, finds the ranges of its matrices, optionally smooths some of them here, and so"
+    )
+    text = (
+        f"Title\n\n{long} once\nmore on to the end.\n\n  chat  a conversation in the terminal that ends\n  fill  masks"
+    )
     lines = reflowed(text, 40).split("\n")
     assert lines[:2] == ["Title", ""] and all(len(line) <= 40 for line in lines)
-    assert " ".join(lines[2:6]).endswith("so on to the end.")
+    assert " ".join(lines[2:6]).endswith("so once more on to the end.")
     assert lines[-3:] == ["  chat  a conversation in the terminal", "        that ends", "  fill  masks"]
 
 
