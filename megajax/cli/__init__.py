@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from megajax.one_line import print_error
 from megajax.suggestions import did_you_mean
-from megajax.training.faults.signals import leave_when_asked
+from megajax.training.faults.signals import leave_when_asked, leave_when_interrupted
 
 # Name -> (module whose main(arguments) runs it, words before its arguments, help).
 COMMANDS = {
@@ -51,6 +51,8 @@ def main() -> None:
     if name == "train":
         leave_when_asked()  # also during the imports, which take seconds
     module, words, _ = COMMANDS[name]
+    if module == "megajax.cli.infer":
+        leave_when_interrupted()
     command = importlib.import_module(module).main
     run_command(command, [*words, *arguments[1:]], trains=name == "train")
 

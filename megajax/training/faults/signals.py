@@ -24,6 +24,14 @@ def leave_when_asked() -> None:
         signal.signal(number, _nothing_to_save)
 
 
+def leave_when_interrupted() -> None:
+    """From now on ctrl-C ends the program at once with exit status 130, unless another handler replaces this one.
+
+    KeyboardInterrupt would not: JAX drops it, or crashes, if it is raised while a function is traced or compiled.
+    """
+    signal.signal(signal.SIGINT, _interrupted)
+
+
 def is_program() -> bool:
     """Whether `leave_when_asked` was called: this is a command, not a notebook whose process must survive."""
     return signal.getsignal(signal.SIGINT) is _nothing_to_save
@@ -46,6 +54,10 @@ def leave(status: int, text: str) -> NoReturn:
             os.write(1, b"\x1b[?25h")
     # Not an exception: raised while JAX traces or compiles, it crashes the interpreter at exit.
     os._exit(status)
+
+
+def _interrupted(_number: int, _frame) -> None:
+    leave(130, "interrupted")
 
 
 def _nothing_to_save(number: int, _frame) -> None:

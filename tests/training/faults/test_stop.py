@@ -94,6 +94,24 @@ def test_a_busy_program_answers_ctrl_c_at_once_and_the_second_one_ends_it_with_1
         assert line.startswith("megajax: received SIGINT again: stopped without saving")
 
 
+INTERRUPTED = """
+import os, signal
+from megajax.training.faults.signals import leave_when_interrupted
+leave_when_interrupted()
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(10**9):
+        pass
+except BaseException:  # what JAX does to KeyboardInterrupt
+    pass
+"""
+
+
+def test_ctrl_c_ends_a_command_with_130_whatever_code_it_is_in():
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "megajax: interrupted\n")
+
+
 def test_a_run_under_nohup_outlives_its_terminal():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
