@@ -102,8 +102,9 @@ class Engine:
         """params: sharded over `mesh`, stacked or per layer; matrices are cast or quantised as `serving` says.
         tokenizer: may be None if only tokens go in and out; there is then no end-of-document token. start_ids: tokens
         before each text prompt. draft: a smaller model with the same tokens, and its parameters, to guess
-        serving.draft_tokens tokens (inference/draft.py); None: they are guessed by serving.draft_method. trained_length:
-        tokens of the sequences that the model was trained on; longer ones are warned of, once. None: unknown.
+        serving.draft_tokens tokens (inference/draft.py); None: they are guessed by serving.draft_method.
+
+        trained_length: tokens of the sequences that the model was trained on; longer ones are warned of, once.
 
         Raises ValueError for invalid serving settings, a model that does not continue text or lacks the layers of
         draft_method, and if the memory holds no page.
@@ -350,7 +351,7 @@ class Engine:
     def _warn_beyond_training(self, limit: int) -> None:
         if self._trained_length is not None and limit > self._trained_length:
             logger.warning(
-                "prompt and max_tokens are up to %d tokens, and the model was trained on %d: text beyond may be nonsense",
+                "prompt and max_tokens are up to %d tokens, and the model was trained on %d; text beyond is often bad",
                 limit,
                 self._trained_length,
             )

@@ -109,7 +109,7 @@ class Console:
             width = max((len(name) for name, _ in rows), default=0)
             _print_plain("\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows)]))
             return
-        self._print(Text(title, "bold"))
+        self._print(Text(wrapped(title, self._rich.width), "bold"))
         width = max((len(name) for name, _ in rows), default=0)
         for name, value in rows:
             line = Text(wrapped(f"  {name:<{width}}  {value}", self._rich.width, width + 4))
