@@ -77,7 +77,7 @@ CASES = {
         ["model.attention_dropout=0.1", "training.sequence_length=131072", "--model.attention_dropout=0"],
     ),
     "mesh too large": (["--mesh.data=16"], ["data(16)", "8", "--mesh.data=-1"]),
-    "mesh too small": (["--mesh.data=2", "--mesh.tensor=2"], ["data(2) * tensor(2)", "8", "one axis to -1"]),
+    "mesh too small": (["--mesh.data=2", "--mesh.tensor=2"], ["data(2) * tensor(2)", "8", "--mesh.data=-1"]),
     "mesh that does not divide": (["--mesh.data=-1", "--mesh.fsdp=3", "--model.embed_dim=192"], ["fsdp(3)", "8"]),
     "two free axes": (["--mesh.data=-1", "--mesh.fsdp=-1"], ["mesh.data=-1", "mesh.fsdp=-1", "fix one"]),
     "no such size": (["--mesh.expert=0"], ["mesh.expert=0", "positive"]),

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,7 @@ class Trainer:
     """Of the run directory; None: nothing is written there."""
     carried: Carried = dataclasses.field(default=Carried(), init=False)
     """As of the restored checkpoint."""
+    made_at: float = dataclasses.field(default_factory=time.perf_counter, init=False)
 
     def start(self) -> TrainState:
         """The state of the newest complete checkpoint, or a new one. Raises ValueError if there are checkpoints and
@@ -120,7 +122,7 @@ class Trainer:
             compute_dtype=self.program.model.precision.compute,
             num_devices=self.program.mesh.size,
             max_consecutive_skips=config.max_consecutive_skips,
-            carried=self.carried,
+            carried=self._carried_until_now(),
             console=console,
             writer=self.output.writer,
             lowest_loss_scale=self.program.optimizer.config.loss_scale_rule.lowest,
@@ -176,6 +178,11 @@ class Trainer:
         if unreadable:
             raise CannotGoOn(f"{unreadable[0]}; stopped after step {done}, which is saved")
         return "finished" if done >= config.steps else "interrupted"
+
+    def _carried_until_now(self) -> Carried:
+        """With the time that restoring or initialising took."""
+        running_seconds = self.carried.running_seconds + time.perf_counter() - self.made_at
+        return dataclasses.replace(self.carried, running_seconds=running_seconds)
 
     def _save_before(
         self, problem: ValueError, state: TrainState, first: int, schedule: BatchSchedule, carried: Carried
