@@ -2,6 +2,11 @@
 
 import sys
 
+from megajax.training.faults.signals import leave_when_interrupted
+
+if __name__ == "__main__":
+    leave_when_interrupted()  # while the rest is imported too
+
 from megajax.cli import run_command
 from megajax.cli.infer import main
 

@@ -12,6 +12,7 @@ time.
 
 import importlib
 
+__version__ = "0.1.0"
 __all__ = ["Config", "Plan", "Run", "figures", "load_run", "override", "plan", "recipe", "recipes", "use_cpu_devices"]
 
 _MODULES = {"Config": "megajax.config", "override": "megajax.config", "use_cpu_devices": "megajax.mesh"}

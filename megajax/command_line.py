@@ -3,11 +3,10 @@
 import argparse
 import contextlib
 import logging
-import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from megajax.one_line import printable, shorten_library_errors
+from megajax.one_line import print_error, reflowed, shorten_library_errors, terminal_width
 from megajax.suggestions import did_you_mean
 
 if TYPE_CHECKING:
@@ -17,9 +16,12 @@ AXES = ("data", "fsdp", "expert", "context", "tensor", "pipeline")  # those of m
 
 
 class Parser(argparse.ArgumentParser):
-    """Shows the description as it is written, and raises ValueError for options that are unknown or wrong."""
+    """Shows the description as it is written, wrapped for the terminal, and raises ValueError for options that are
+    unknown or wrong."""
 
     def __init__(self, **settings):
+        if settings.get("description"):
+            settings["description"] = reflowed(settings["description"], terminal_width())
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **({"allow_abbrev": False} | settings))
 
     def parse_args(self, args: Sequence[str] | None = None, namespace=None) -> argparse.Namespace:
@@ -43,7 +45,7 @@ def errors_in_one_line() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
+        print_error(error)
         raise SystemExit(2) from None
 
 

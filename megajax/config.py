@@ -363,6 +363,9 @@ def _fitted(recipe: Config, config: Config, overridden: set[str]) -> Config:
     """
     check_fields(config, "--")
     fitted = {}
+    free = [f"mesh.{axis}" for axis, size in config.mesh.sizes().items() if size == -1]
+    if not overridden.isdisjoint(free):  # it takes the rest of the devices instead of that of the recipe
+        fitted |= {field: 1 for field in free if field not in overridden}
     if "optimizer.warmup_steps" not in overridden and config.optimizer.schedule != "constant":
         steps = config.optimizer.end_of_decay(config.training.full_batch_steps)
         recipe_steps = recipe.optimizer.end_of_decay(recipe.training.full_batch_steps)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from megajax.plot import draw_memory, new_figure
+from megajax.plot import FAINT, draw_memory, new_figure, with_mean_loss
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,12 +21,17 @@ MOST_MASK_TOKENS = 512
 
 
 def loss(lines: Sequence[Mapping[str, Any]]) -> "Figure":
-    """Training and evaluation loss against the step. lines: dicts with step, loss, eval_loss, as from `Run.metrics`."""
+    """Training and evaluation loss against the step. lines: dicts with step, loss, mean_loss, eval_loss, as from
+    `Run.metrics`. The training loss is mean_loss, if there is one; that of single steps is drawn faintly."""
     figure, axes = _new(6.4, 3.6)
-    for key, label, style in (("loss", "training", "-"), ("eval_loss", "evaluation", "o-")):
-        points = [(line["step"], line[key]) for line in lines if key in line]
+    for key, style in (
+        ("loss", {"color": "C0"} | FAINT),
+        ("mean_loss", {"color": "C0", "label": "training"}),
+        ("eval_loss", {"color": "C1", "label": "evaluation", "marker": "o", "markersize": 4}),
+    ):
+        points = [(line["step"], line[key]) for line in map(with_mean_loss, lines) if key in line]
         if points:
-            axes.plot(*zip(*points, strict=True), style, label=label, markersize=4)
+            axes.plot(*zip(*points, strict=True), **style)
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend()

@@ -21,6 +21,7 @@ from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.steps import find_step
 from megajax.config import Config, override
 from megajax.data.datasets import Datasets
+from megajax.hugging_face.folder import is_folder
 from megajax.inference.engine import Engine
 from megajax.inference.sampling import Sampling
 from megajax.inference.weights import restore_weights
@@ -60,6 +61,11 @@ def load_run(run_dir: str | Path, overrides: Overrides = (), devices: Sequence[j
     Overrides apply on top: {"mesh.data": 1, "mesh.fsdp": 4} for another mesh. Raises ValueError if the directory holds
     no run.
     """
+    if is_folder(run_dir):
+        raise ValueError(
+            f'run_dir={run_dir} is a Hugging Face folder, not a run; megajax.recipe("hugging_face:{run_dir}") is the '
+            "recipe to train it, and megajax.Run(...) runs it"
+        )
     return Run(override(Config.load(run_dir), overrides), devices)
 
 

@@ -28,7 +28,8 @@ COMPILATION_CACHE = "~/.cache/megajax/compilation"
 CPU_CACHE_SECONDS = 0.1  # loading a program takes 0.06 to 0.09 s
 # From the slowest network to the fastest: neighbours along the last axes are in one host.
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
-
+MOST_VIRTUAL_DEVICES = 16
+"""To suggest on a CPU; a mesh for more devices is that of a model for which a CPU is too small."""
 
 PipelineSchedule = Literal["gpipe", "1f1b"]
 
@@ -103,12 +104,26 @@ class MeshConfig:
             return dataclasses.replace(self, **{free[0]: num_devices // fixed})
         if free or fixed != num_devices:
             product = " * ".join(f"{axis}({size})" for axis, size in sizes.items() if size != 1) or "data(1)"
-            wanted = f"a multiple of {fixed}" if free else fixed
-            raise ValueError(
-                f"mesh: {product} does not match the number of devices, {num_devices}; set one axis to -1 "
-                f"(--mesh.data=-1), start with {wanted} devices, or try the mesh on a CPU: --launch.cpu_devices={fixed}"
-            )
+            ways = self._ways_out(num_devices, fixed)
+            raise ValueError(f"mesh: {product} does not match the number of devices, {num_devices}; {ways}")
         return self
+
+    def _ways_out(self, num_devices: int, fixed: int) -> str:
+        """What makes the mesh match the devices. fixed: product of the sizes that are not -1."""
+        sizes = self.sizes()
+        has_free = -1 in sizes.values()
+        ways = []
+        if not has_free:
+            # The axes that would have another size then; data, if all have size 1.
+            order = sorted(sizes, key=lambda axis: (sizes[axis] == 1, axis != "data"))
+            fitting = [axis for axis in order if num_devices % (fixed // sizes[axis]) == 0]
+            ways += [f"use --mesh.{axis}=-1 for the rest of the devices" for axis in fitting[:1]]
+        ways.append(f"start with {'a multiple of ' if has_free else ''}{fixed} devices")
+        if fixed <= MOST_VIRTUAL_DEVICES:
+            ways.append(f"try the mesh on a CPU: --launch.cpu_devices={fixed}")
+        else:
+            ways.append("see what the run needs: --plan; recipes that end in _tiny train on a CPU")
+        return ", ".join(ways[:-1]) + ", or " + ways[-1]
 
 
 def make_mesh(config: MeshConfig, devices=None) -> Mesh:

@@ -1,13 +1,18 @@
 """Plots runs and plans: python -m megajax.plot RUN [RUN ...] --output=FILE.png
 
-    --x=step|tokens|flops|time   x axis (time: seconds spent in training steps)
-    --smooth=N                   mean of the last N logged values of loss and gradient norm
-    --output=FILE                .png, .svg or .pdf; needs matplotlib: pip install 'megajax[plot]'
-    --terminal                   draw in the terminal instead, without matplotlib
+  --x=step|tokens|flops|time   x axis (time: seconds spent in training steps)
+  --smooth=N                   mean of the last N losses and gradient norms
+  --output=FILE                .png, .svg or .pdf; needs matplotlib:
+                               pip install 'megajax[plot]'
+  --terminal                   draw in the terminal instead, without matplotlib
 
-Loss, learning rate, gradient norm, throughput and MFU of one or several run directories, from their metrics.jsonl. In a
-notebook: `figure([read_run("runs/a"), read_run("runs/b")])`. `train.py --config=NAME --plan --plan_figure=FILE.svg`
-draws the memory and the pipeline of a plan.
+Loss, learning rate, gradient norm, throughput and MFU of one or several run
+directories, from their metrics.jsonl. The loss is the mean since the line
+before, as the terminal shows it; files show that of single steps faintly.
+
+In a notebook: `figure([read_run("runs/a"), read_run("runs/b")])`. `train.py
+--config=NAME --plan --plan_figure=FILE.svg` draws the memory and the pipeline
+of a plan.
 """
 
 import dataclasses
@@ -24,7 +29,7 @@ import numpy as np
 
 from megajax.config import Config
 from megajax.devices import Device
-from megajax.one_line import printable
+from megajax.one_line import print_error
 from megajax.parallel.schedule import Stages, Table, make_table
 from megajax.planning.memory import memory_per_device
 from megajax.planning.plan import USABLE_MEMORY
@@ -43,14 +48,16 @@ logger = logging.getLogger("megajax")
 XAxis = Literal["step", "tokens", "flops", "time"]
 X_LABELS = {"step": "step", "tokens": "tokens", "flops": "FLOPs (attention in full)", "time": "seconds in steps"}
 PANELS = (
-    ("loss", ("loss", "eval_loss")),
+    ("loss", ("mean_loss", "eval_loss")),
     ("learning rate", ("learning_rate",)),
     ("gradient norm", ("grad_norm",)),
     ("tokens/s", ("tokens_per_second",)),
     ("MFU", ("mfu",)),
 )
 """(title, metrics) of each panel; panels without data are left out."""
-SMOOTHED = ("loss", "grad_norm")
+SMOOTHED = ("mean_loss", "grad_norm")
+FAINT = {"alpha": 0.3, "linewidth": 0.8}
+"""How the loss of single steps is drawn, behind their mean."""
 MAX_TICKS = 80
 """Only this many ticks of a schedule are drawn."""
 
@@ -121,13 +128,18 @@ def read_run(run_dir: str | Path) -> RunMetrics:
         if record is None:
             damaged.append(number)
         else:
-            records.append(record)
+            records.append(with_mean_loss(record))
     if damaged:
         shown = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
         logger.warning("%s: %d lines cannot be read and are left out (%s)", path, len(damaged), shown)
     if not records:
         raise ValueError(f"run={run_dir}: {path} has no line that can be read; nothing to draw")
     return RunMetrics(folder.name, sorted(records, key=lambda record: record["step"]), _flops_per_token(folder))
+
+
+def with_mean_loss(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of metrics.jsonl; one of an older run, or one without it, gets the loss of its step as mean_loss."""
+    return {"mean_loss": record["loss"], **record} if "loss" in record else dict(record)
 
 
 def _flops_per_token(folder: Path) -> float | None:
@@ -163,6 +175,8 @@ def figure(runs: list[RunMetrics], x: XAxis = "step", smooth: int = 1) -> "Figur
                 at, values = run.series(metric, x, smooth if metric in SMOOTHED else 1)
                 label = f"{run.name}, evaluation" if is_eval else run.name
                 style = {"marker": "o", "markersize": 3, "linestyle": "--"} if is_eval else {"linewidth": 1.2}
+                if metric == "mean_loss":
+                    axis.plot(*run.series("loss", x), color=f"C{number}", **FAINT)
                 if len(at):
                     axis.plot(at, values, color=f"C{number}", label=label, **style)
     axes.flat[0].legend(fontsize="small")
@@ -345,5 +359,5 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except ValueError as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
+        print_error(error)
         raise SystemExit(2) from None

@@ -31,8 +31,8 @@ from megajax.training.faults.watchdog import Watchdog
 from megajax.training.loop import CannotGoOn, Output, Trainer
 from megajax.training.program import Program
 from megajax.training.reporting.console import Console, format_count
-from megajax.training.reporting.metrics import MetricsWriter
-from megajax.training.reporting.starts import first_start, start_record
+from megajax.training.reporting.metrics import MetricsWriter, running_seconds
+from megajax.training.reporting.starts import start_record
 
 logger = logging.getLogger("megajax")
 
@@ -235,7 +235,7 @@ def make_trainer(
                     "eod_id": datasets.tokenizer.eod_id,
                     "data": datasets.record,
                 },
-                first_started=first_start(run_dir),
+                running_seconds=running_seconds(run_dir / "metrics.jsonl"),
             ),
             watchdog=watchdog,
             lock=lock,

@@ -77,7 +77,7 @@ CASES = {
         ["model.attention_dropout=0.1", "training.sequence_length=131072", "--model.attention_dropout=0"],
     ),
     "mesh too large": (["--mesh.data=16"], ["data(16)", "8", "--mesh.data=-1"]),
-    "mesh too small": (["--mesh.data=2", "--mesh.tensor=2"], ["data(2) * tensor(2)", "8", "one axis to -1"]),
+    "mesh too small": (["--mesh.data=2", "--mesh.tensor=2"], ["data(2) * tensor(2)", "8", "--mesh.data=-1"]),
     "mesh that does not divide": (["--mesh.data=-1", "--mesh.fsdp=3", "--model.embed_dim=192"], ["fsdp(3)", "8"]),
     "two free axes": (["--mesh.data=-1", "--mesh.fsdp=-1"], ["mesh.data=-1", "mesh.fsdp=-1", "fix one"]),
     "no such size": (["--mesh.expert=0"], ["mesh.expert=0", "positive"]),
@@ -253,7 +253,7 @@ def test_a_run_on_other_data_is_refused_unless_it_is_allowed(tmp_path):
     (tmp_path / "data.json").write_text(json.dumps(record))
     run.load_data(config)
     (tmp_path / "data.json").write_text(json.dumps(record | {"seed": 1}))
-    with pytest.raises(ValueError, match="other data, as .*data.json says .seed: 1 -> 1234.*allow_change"):
+    with pytest.raises(ValueError, match="other data, as .*data.json says .training.seed: 1 -> 1234.*allow_change"):
         run.load_data(config)
     run.load_data(override(config, ["--data.allow_change=True"]))
     for damaged in ("", "[3]", "{", "\ud800"):

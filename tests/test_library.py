@@ -180,6 +180,9 @@ def test_what_does_not_fit_the_devices_or_the_process_is_refused(tmp_path):
         make(tmp_path, mesh_data=3)
     with pytest.raises(ValueError, match="run=.* does not exist"):
         megajax.load_run(tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match=f'a Hugging Face folder, not a run; .*"hugging_face:{tmp_path}"'):
+        megajax.load_run(tmp_path)
     megajax.use_cpu_devices(8)  # there are eight
     with pytest.raises(ValueError, match="JAX has started on 8 x cpu already"):
         megajax.use_cpu_devices(4)
@@ -197,7 +200,10 @@ def test_plan_prints_and_says_whether_it_fits():
 
 def test_figures_show_the_losses_the_mask_and_the_parts_on_each_device(trained):
     lines = megajax.figures.loss(trained.metrics()).axes[0].lines
-    assert [len(line.get_xdata()) for line in lines] == [3, 1]
+    batches, means, evaluations = lines
+    assert [len(line.get_xdata()) for line in lines] == [3, 3, 1] and batches.get_alpha() < 0.5
+    assert means.get_ydata().tolist() == [line["mean_loss"] for line in trained.metrics() if "loss" in line]
+    assert megajax.figures.loss([{"step": 1, "loss": 2.0}]).axes[0].lines[1].get_ydata() == [2.0]
     segments = [[1, 1, 1, 1, 1, 1], [1, 2, 2, 2, 2, 2], [1, 1, 1, 2, 2, 2]]
     batch = {"tokens": np.zeros((3, 6)), "segment_ids": np.array(segments)}
     (axes,) = megajax.figures.attention_mask(batch, window=2).axes  # the sequence that shows something

@@ -22,7 +22,13 @@ def run_dir(tmp_path_factory):
     lines = []
     for step in range(2, 22, 2):
         timed = {"step_seconds": 0.5, "tokens_per_second": 512.0, "mfu": None} if step > 2 else {}
-        values = {"loss": 8.0 - step / 4, "learning_rate": 1e-3, "grad_norm": 1.0, "consumed_tokens": 256 * step}
+        values = {
+            "loss": 8.0 - step / 4 + step % 4,
+            "mean_loss": 8.0 - step / 4,
+            "learning_rate": 1e-3,
+            "grad_norm": 1.0,
+            "consumed_tokens": 256 * step,
+        }
         lines.append(json.dumps({"step": step} | values | timed))
     lines.insert(5, json.dumps({"step": 10, "eval_loss": 5.25}))
     lines.insert(3, '{"step": 6, "lo')
@@ -34,7 +40,7 @@ def run_dir(tmp_path_factory):
 
 def test_series_over_steps_tokens_flops_and_time(run_dir):
     run = plot.read_run(run_dir)
-    steps, losses = run.series("loss")
+    steps, losses = run.series("mean_loss")
     assert steps.tolist() == list(range(2, 22, 2)) and losses[0] == 7.5
     assert run.series("loss", "tokens")[0].tolist() == [256 * step for step in steps]
     config = Config.load(run_dir)
@@ -47,8 +53,8 @@ def test_series_over_steps_tokens_flops_and_time(run_dir):
 
 def test_smoothing_is_the_mean_of_the_last_values(run_dir):
     run = plot.read_run(run_dir)
-    losses = run.series("loss")[1]
-    smooth = run.series("loss", smooth=3)[1]
+    losses = run.series("mean_loss")[1]
+    smooth = run.series("mean_loss", smooth=3)[1]
     assert smooth[:2] == pytest.approx([losses[0], losses[:2].mean()])
     assert smooth[2:] == pytest.approx(np.convolve(losses, np.ones(3) / 3, "valid"))
 
@@ -64,9 +70,12 @@ def test_figure_has_a_line_for_each_run_and_metric(run_dir, tmp_path):
     made = plot.figure(runs, "tokens", smooth=2)
     shown = {axes.get_title(): axes for axes in made.axes if axes.get_visible()}
     assert list(shown) == ["loss", "learning rate", "gradient norm", "tokens/s"]  # MFU is null on a CPU
-    labels = [line.get_label() for line in shown["loss"].lines]
-    assert labels == ["small", "small, evaluation"] * 2
-    assert shown["loss"].lines[0].get_xdata().tolist() == [256 * step for step in range(2, 22, 2)]
+    assert shown["loss"].get_legend_handles_labels()[1] == ["small", "small, evaluation"] * 2
+    batches, mean = shown["loss"].lines[:2]
+    assert batches.get_alpha() < 0.5 and mean.get_alpha() is None
+    for line, metric, smooth in ((batches, "loss", 1), (mean, "mean_loss", 2)):
+        assert line.get_ydata().tolist() == runs[0].series(metric, smooth=smooth)[1].tolist()
+    assert mean.get_xdata().tolist() == [256 * step for step in range(2, 22, 2)]
     for name, start in (("a.png", b"\x89PNG"), ("a.svg", b"<?xml")):
         plot.save(made, tmp_path / name)
         assert (tmp_path / name).read_bytes().startswith(start)

@@ -9,9 +9,10 @@ import os
 import sys
 from collections.abc import Callable
 
-from megajax.one_line import printable
+import megajax
+from megajax.one_line import print_error
 from megajax.suggestions import did_you_mean
-from megajax.training.faults.signals import leave_when_asked
+from megajax.training.faults.signals import leave_when_asked, leave_when_interrupted
 
 # Name -> (module whose main(arguments) runs it, words before its arguments, help).
 COMMANDS = {
@@ -33,6 +34,7 @@ COMMANDS = {
     "plot": ("megajax.plot", (), "plot curves of runs"),
     "hugging_face": ("megajax.convert.hugging_face", (), "import and export Hugging Face folders"),
     "megatron": ("megajax.convert.megatron.__main__", (), "import Megatron Core checkpoints"),
+    "doctor": ("megajax.cli.doctor", (), "devices, versions and speed of this machine, for bug reports"),
     "completion": ("megajax.cli.completion", (), "print a shell completion script: megajax completion bash"),
 }
 
@@ -44,20 +46,27 @@ def main() -> None:
         print(usage())
         raise SystemExit(0 if arguments else 2)
     name = arguments[0]
+    if name == "--version":
+        print(f"megajax {megajax.__version__}")
+        return
     if name not in COMMANDS:
         hint = did_you_mean(name, COMMANDS) or "; megajax --help lists all commands"
-        print(f"error: megajax {printable(name)} is unknown{hint}", file=sys.stderr)
+        print_error(ValueError(f"megajax {name} is unknown{hint}"))
         raise SystemExit(2)
     if name == "train":
         leave_when_asked()  # also during the imports, which take seconds
     module, words, _ = COMMANDS[name]
+    if module == "megajax.cli.infer":
+        leave_when_interrupted()
     command = importlib.import_module(module).main
     run_command(command, [*words, *arguments[1:]], trains=name == "train")
 
 
 def usage() -> str:
     lines = [f"  {name:<12} {text}" for name, (_, _, text) in COMMANDS.items()]
-    return "\n".join(["usage: megajax COMMAND [options]", "", *lines, "", "--help after a command shows its options."])
+    return "\n".join(
+        ["usage: megajax COMMAND [options]", "", *lines, "", "--help after a command shows its options; --version."]
+    )
 
 
 def run_command(command: Callable[[list[str]], None], arguments: list[str], *, trains: bool = False) -> None:
@@ -73,7 +82,7 @@ def run_command(command: Callable[[list[str]], None], arguments: list[str], *, t
     try:
         command(arguments)
     except ValueError as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
+        print_error(error)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

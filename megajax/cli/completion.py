@@ -1,11 +1,12 @@
-"""Shell completion: megajax completion {bash,zsh,fish,tcsh} prints the script.
+r"""Shell completion: megajax completion {bash,zsh,fish,tcsh} prints the script.
 
-  bash: megajax completion bash > ~/.local/share/bash-completion/completions/megajax
+  bash: megajax completion bash > \
+          ~/.local/share/bash-completion/completions/megajax
   zsh:  megajax completion zsh > _megajax, in a folder of $fpath
   fish: megajax completion fish > ~/.config/fish/completions/megajax.fish
 
-It completes commands, recipes, and the options of train, plan, generate, chat, serve, bench, fill, embed and
-classify.
+It completes commands, recipes, and the options of train, plan, generate, chat,
+serve, bench, fill, embed and classify.
 """
 
 import dataclasses

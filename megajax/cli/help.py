@@ -1,12 +1,15 @@
 """--help for a configuration: every field with its type, allowed range, value and docstring."""
 
+import contextlib
 import dataclasses
+import io
 import typing
 from typing import TYPE_CHECKING, Annotated, Any
 
 import docstring_parser
 import tyro
 
+from megajax.one_line import terminal_width, wrapped
 from megajax.ranges import describe_range
 
 if TYPE_CHECKING:
@@ -16,21 +19,24 @@ if TYPE_CHECKING:
 def print_help(config: "Config", options: Any, program: str) -> None:
     """options: a dataclass with the options of the program, besides the fields of the config."""
     shown = described(config, options)
-    about = "Override a field with --section.field=VALUE; the elements of a list are separated by commas."
-    tyro.cli(type(shown), default=shown, args=["--help"], prog=program, use_underscores=True, description=about)
+    about = "Override a field with --section.field=VALUE; commas separate list elements."
+    printed = io.StringIO()  # which tyro takes for a printer without box characters: they would be copied with the text
+    try:
+        with contextlib.redirect_stdout(printed):
+            tyro.cli(type(shown), default=shown, args=["--help"], prog=program, use_underscores=True, description=about)
+    finally:
+        print("\n".join(line.rstrip() for line in printed.getvalue().splitlines()))
 
 
 def section_lines() -> list[str]:
-    """The sections of a config with the names of their fields, for a terminal of 120 columns."""
-    import textwrap
-
+    """The sections of a config with the names of their fields, wrapped for the terminal."""
     from megajax.config import Config
 
     lines = []
     for field in dataclasses.fields(Config):
         if dataclasses.is_dataclass(section := field.default):
             names = " ".join(part.name for part in dataclasses.fields(section))
-            lines += textwrap.wrap(f"  {field.name + '.':<14}{names}", 118, subsequent_indent=" " * 16)
+            lines.append(wrapped(f"  {field.name + '.':<14}{names}", min(terminal_width(), 120), indent=16))
     return lines
 
 

@@ -1,24 +1,35 @@
-"""Use a trained model: infer.py COMMAND --run=DIR [options], or megajax COMMAND --run=DIR [options]
+"""Use a trained model: infer.py COMMAND --run=DIR [options]
 
-  generate  continues each --prompt="..." and prints it; a model with an encoder writes its answer
-  chat      a conversation in the terminal; an empty line or ctrl-D ends it, ctrl-C ends an answer
-  serve     an HTTP server with OpenAI's interface, and a page to chat with the model
-  bench     measures prefill and decode speed, or latency and throughput under load, here or of a server
+  generate  continues each --prompt="..." and prints it; a model with an encoder
+            writes its answer
+  chat      a conversation in the terminal; an empty line or ctrl-D ends it,
+            ctrl-C ends an answer
+  serve     an HTTP server with OpenAI's interface, and a page to chat with the
+            model
+  bench     measures prefill and decode speed, or latency and throughput under
+            load, here or of a server
   fill      the most likely tokens for each [MASK] of --text="..." (BERT)
   embed     a vector for each text (BERT)
-  classify  the class of each text, or of its words (BERT with a classification head)
+  classify  the class of each text, or of its words (BERT with a classification
+            head)
 
---help after a command shows its options. --mesh.tensor=2 (or another axis of the mesh) spreads the model over devices.
+--help after a command shows its options. --mesh.tensor=2 (or another axis of
+the mesh) spreads the model over devices.
 """
 
 import argparse
 import contextlib
 import dataclasses
 import json
+import logging
+import secrets
+import signal
 import sys
 from pathlib import Path
 
 from megajax.command_line import Parser, add_mesh_options, mesh_of
+
+logger = logging.getLogger("megajax")
 
 
 def _truth(text: str) -> bool:
@@ -67,7 +78,9 @@ def generate(options: argparse.Namespace) -> None:
         raise ValueError(f"output={options.output} exists; give a new file")
     _serving(options)  # an error in the settings comes before anything is opened
     mesh_of(options)
-    if open_source(options.run, options.step).config.model.reads_source:
+    source = open_source(options.run, options.step)
+    _say_seed(options, sampling)
+    if source.config.model.reads_source:
         _write_from_source(options, prompts, sampling)
         return
     if options.num_beams != 1:
@@ -113,6 +126,8 @@ def chat(options: argparse.Namespace) -> None:
     sampling = _sampling(options)
     _check_template(options)
     engine = _engine(options)
+    _say_seed(options, sampling)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on ctrl-C ends an answer
     template = _template(engine, options)
     room = engine.room_for_prompt(sampling.max_tokens)
     if room < 1:
@@ -261,9 +276,16 @@ def _sampling(options: argparse.Namespace):
     from megajax.inference.sampling import Sampling
 
     fields = [field.name for field in dataclasses.fields(Sampling) if hasattr(options, field.name)]
-    sampling = Sampling(**{name: getattr(options, name) for name in fields} | {"stop": tuple(options.stop)})
+    seed = secrets.randbits(32) if options.seed is None else options.seed
+    given = {name: getattr(options, name) for name in fields}
+    sampling = Sampling(**given | {"stop": tuple(options.stop), "seed": seed})
     sampling.check()
     return sampling
+
+
+def _say_seed(options: argparse.Namespace, sampling) -> None:
+    if options.seed is None and sampling.temperature > 0:
+        logger.info("seed %d; --seed=%d repeats this", sampling.seed, sampling.seed)
 
 
 def _check_template(options: argparse.Namespace) -> None:
@@ -408,5 +430,5 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--min_p", type=float, default=0.0, help="least probability, relative to the highest (0)")
     command.add_argument("--repetition_penalty", type=float, default=1.0, help="above 1: fewer repetitions (1.0)")
-    command.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (0)")
+    command.add_argument("--seed", type=int, help="the same seed gives the same text; default: a new one each time")
     command.add_argument("--stop", action="append", default=[], help="text that ends the generation; may be repeated")

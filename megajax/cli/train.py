@@ -1,16 +1,21 @@
 """Train a model, or resume a run.
 
 --config=NAME          recipe; --list_configs lists all
---run_dir=DIR          directory of the run (default: runs/NAME). If it holds a run, that run resumes; without --config
-                       it resumes with its saved configuration
---plan[=GPU]           estimate memory and speed of the run without a GPU: h100, h200, a100, b200;
-                       --plan=search:64[:GPU] ranks the meshes of 64 GPUs by predicted speed
---plan_price=2.5       with --plan: price of a GPU-hour, to show the cost of the whole run
---plan_figure=FILE     with --plan: draw memory and pipeline schedule to FILE.svg or FILE.png
---replay_step=K        repeat step K without changing the run directory, and report which tensor became non-finite
-                       first
+--run_dir=DIR          directory of the run (default: runs/NAME). If it holds a
+                       run, that run resumes; without --config it resumes with
+                       its saved configuration
+--plan[=GPU]           estimate memory and speed of the run without a GPU: h100,
+                       h200, a100, b200; --plan=search:64[:GPU] ranks the meshes
+                       of 64 GPUs by predicted speed
+--plan_price=2.5       with --plan: price of a GPU-hour, to show the cost of the
+                       whole run
+--plan_figure=FILE     with --plan: draw memory and pipeline schedule to
+                       FILE.svg or FILE.png
+--replay_step=K        repeat step K without changing the run directory, and
+                       report which tensor became non-finite first
 --section.field=VALUE  override a field of the configuration
---help                 with --config=NAME or --run_dir=DIR: show all fields with their values
+--help                 with --config=NAME or --run_dir=DIR: show all fields with
+                       their values
 """
 
 import dataclasses
@@ -20,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import configs
+from megajax.one_line import for_terminal
 
 if TYPE_CHECKING:
     from megajax.config import Config
@@ -112,11 +118,16 @@ def _start(config: "Config", replay_step: int | None) -> None:
 def _saved_config(overrides: list[str]) -> "Config":
     """The config of the run in --run_dir, without the `launch` section of its last start."""
     from megajax.config import Config, holds_run, normalised
+    from megajax.hugging_face.folder import is_folder
     from megajax.training.config import LaunchConfig
 
     (*_, run_dir) = (
         value for name, _, value in (a.partition("=") for a in normalised(overrides)) if name == "--run_dir"
     )
+    if is_folder(run_dir):
+        raise ValueError(
+            f"run_dir={run_dir} is a Hugging Face folder, not a run; begin one with --config=hugging_face:{run_dir}"
+        )
     if not holds_run(run_dir):
         raise ValueError(f"run_dir={run_dir} holds no run to resume; begin one with --config=NAME (--list_configs)")
     return dataclasses.replace(Config.load(run_dir), launch=LaunchConfig())
@@ -204,7 +215,7 @@ def _list_configs() -> None:
     found = {name: text.splitlines()[0] for name, text in configs.docstrings().items()}
     width = max(map(len, found))
     for name, line in found.items():
-        print(f"{name:<{width}}  {line}")
+        print(for_terminal(f"{name:<{width}}  {line}", sys.stdout, indent=width + 2))
 
 
 def _program() -> str:
@@ -222,7 +233,8 @@ def _usage() -> str:
             "",
             __doc__.rstrip(),
             "",
-            f"Sections of the configuration; {program} --config=gpt_tiny --help describes their fields:",
+            "Sections of the configuration, with their fields, which",
+            f"{program} --config=gpt_tiny --help describes:",
             *section_lines(),
         ]
     )

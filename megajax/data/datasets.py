@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import logging
+import re
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -282,29 +283,56 @@ def _record(
 def check_same_data(old: dict[str, Any], new: dict[str, Any], where: str) -> None:
     """Raises ValueError if a run would resume with other samples than it began with.
 
-    old: JSON values of an earlier `Datasets.record`, possibly incomplete; where: the file they come from.
+    old: JSON values of an earlier `Datasets.record`, possibly incomplete; new: those of the run, compared as far as its
+    task records them; where: the file the old ones come from.
     """
-    plain = [key for key in new if key not in ("num_samples", "files")]
-    changed = [f"{key}: {old.get(key)} -> {new[key]}" for key in plain if old.get(key) != new[key]]
-    changed += _changed_files(old.get("files"), new["files"])
+    names = {key: name for key, name in _FIELDS.items() if key in new}
+    changed = [_change(name, old.get(key), new[key]) for key, name in names.items() if old.get(key) != new[key]]
+    changed += _changed_format(old.get("format"), new["format"]) if "format" in new else []
+    changed += _changed_files(old.get("files"), new["files"]) if "files" in new else []
     if changed:
         raise ValueError(
             f"data: the run began with other data, as {where} says ({'; '.join(changed)}); use the data it began "
             "with, another --run_dir, or --data.allow_change=True"
         )
-    if old.get("num_samples") != new["num_samples"]:
+    if old.get("num_samples") != new.get("num_samples"):
         logger.warning(
-            "data: the run was planned for %s samples and now has %d: epochs are shuffled together, so the order of "
+            "data: the run was planned for %s samples and now has %s: epochs are shuffled together, so the order of "
             "the samples changes from here on",
             old.get("num_samples"),
-            new["num_samples"],
+            new.get("num_samples"),
         )
+
+
+# Key of a record -> what determines it.
+_FIELDS = {
+    "tokenizer": "data.tokenizer",
+    "sequence_length": "training.sequence_length",
+    "seed": "training.seed",
+    "split": "data.split",
+    "weights": "data.weights",
+    "changes": "data.blend_changes",
+}
+
+
+def _change(name: str, old: Any, new: Any) -> str:
+    """In one line; only the beginnings of hashes."""
+    return re.sub(r"\b([0-9a-f]{8})[0-9a-f]{24,}\b", r"\1", f"{name}: {old} -> {new}")
+
+
+def _changed_format(old: Any, new: dict[str, Any]) -> list[str]:
+    if not isinstance(old, dict):
+        return [_change("the format of samples", old, new)]
+    return [_change(f"task.{key}", old.get(key), new.get(key)) for key in old | new if old.get(key) != new.get(key)]
 
 
 def _changed_files(old: Any, new: list[dict[str, Any]]) -> list[str]:
     """Prefixes are not compared, because the files may have moved."""
-    if not isinstance(old, list) or len(old) != len(new) or not all(isinstance(file, dict) for file in old):
-        return [f"files: {old} -> {new}"]
+    if not isinstance(old, list) or not all(isinstance(file, dict) for file in old):
+        return ["the files it began with are not recorded"]
+    if len(old) != len(new):
+        names = (", ".join(str(file.get("prefix", "unknown")) for file in files) for files in (old, new))
+        return [f"data.paths, {len(old)} -> {len(new)} files: {' -> '.join(names)}"]
     changed = []
     for before, now in zip(old, new, strict=True):
         compared = ["sequences", "tokens", "sha256", "fingerprint"]
@@ -317,7 +345,12 @@ def _changed_files(old: Any, new: list[dict[str, Any]]) -> list[str]:
         different = [key for key in compared if before.get(key) != now[key]]
         if before.get("holds_out_last", False) != now["holds_out_last"]:  # see _split
             different.append("holds_out_last")
-        changed += [f"{key} of {now['prefix']}: {before.get(key)} -> {now[key]}" for key in different]
+        counts = [f"{before.get(key)} -> {now[key]} {key}" for key in different if key in ("sequences", "tokens")]
+        if "holds_out_last" in different:
+            counts.append("another part held out for evaluation (training.eval_every_steps)")
+        if different:
+            moved = "" if before.get("prefix") in (None, now["prefix"]) else f", in place of {before['prefix']},"
+            changed.append(f"{now['prefix']}{moved} has {', '.join(counts) or 'the same size but other content'}")
     return changed
 
 

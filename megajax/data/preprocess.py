@@ -69,6 +69,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--max_document_bytes",
+        metavar="BYTES",
         type=int,
         default=MAX_DOCUMENT_BYTES,
         help="longer lines and text files, unpacked, count as unreadable (default: %(default)s)",

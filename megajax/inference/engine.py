@@ -97,12 +97,15 @@ class _Call(NamedTuple):
 class Engine:
     def __init__(
         self, model: Model, params: dict, mesh: Mesh, tokenizer: Tokenizer | None, *, start_ids: Items[int] = (),
-        serving: ServingConfig = ServingConfig(), draft: tuple[Model, dict] | None = None
+        serving: ServingConfig = ServingConfig(), draft: tuple[Model, dict] | None = None,
+        trained_length: int | None = None
     ):  # fmt: skip
         """params: sharded over `mesh`, stacked or per layer; matrices are cast or quantised as `serving` says.
         tokenizer: may be None if only tokens go in and out; there is then no end-of-document token. start_ids: tokens
         before each text prompt. draft: a smaller model with the same tokens, and its parameters, to guess
         serving.draft_tokens tokens (inference/draft.py); None: they are guessed by serving.draft_method.
+
+        trained_length: tokens of the sequences that the model was trained on; longer ones are warned of, once.
 
         Raises ValueError for invalid serving settings, a model that does not continue text or lacks the layers of
         draft_method, and if the memory holds no page.
@@ -114,6 +117,7 @@ class Engine:
         self.mesh = mesh
         self.tokenizer = tokenizer
         self.serving = serving.on(self._platform)
+        self._trained_length = trained_length
         self.use(params)
         config = model.config
         self._vocab_size = min(config.vocab_size, tokenizer.vocab_size) if tokenizer else config.vocab_size
@@ -241,7 +245,8 @@ class Engine:
             check_same_tokens(draft_run, small.tokenizer, opened.tokenizer)
             draft = (small.model, small.restore())
         parts = (opened.model, params, opened.mesh, opened.tokenizer)
-        return Engine(*parts, start_ids=opened.start_ids, serving=serving, draft=draft)
+        length = opened.source.config.training.sequence_length
+        return Engine(*parts, start_ids=opened.start_ids, serving=serving, draft=draft, trained_length=length)
 
     @staticmethod
     def replicas_from_run(
@@ -337,6 +342,7 @@ class Engine:
         self.check(prompt, sampling)
         request = Request(list(prompt), sampling, owner=owner)
         limit = len(prompt) + sampling.max_tokens
+        self._warn_beyond_training(limit)
         request.sequences = [Sequence(request, index, list(prompt), limit) for index in range(sampling.n)]
         if sampling.prompt_logprobs is not None:
             request.prompt_logprobs = []
@@ -345,6 +351,15 @@ class Engine:
             self._results.start(sequence)
         self.scheduler.waiting += request.sequences
         return request
+
+    def _warn_beyond_training(self, limit: int) -> None:
+        if self._trained_length is not None and limit > self._trained_length:
+            logger.warning(
+                "prompt and max_tokens are up to %d tokens, and the model was trained on %d; text beyond is often bad",
+                limit,
+                self._trained_length,
+            )
+            self._trained_length = None  # warned once
 
     def check(self, prompt: Items[int], sampling: Sampling, name: str = "prompt") -> None:
         """Raises ValueError, naming the prompt, for what `submit` refuses."""

@@ -160,17 +160,23 @@ def check_host_memory(program: Program, training: TrainingConfig) -> None:
     total, available = host_memory()
     microbatch = training.schedule(program.mesh_config)(training.steps).microbatch // program.mesh_config.batch_shards
     size = f"{microbatch} x {training.sequence_length} tokens at a time"
+    fewer = "a smaller --training.microbatch_size, " if microbatch > 1 else ""
     if needed > total:
+        state = needed - len(devices) * sum(size for kind, size in device.items() if kind.startswith("activations"))
+        way = f"use {fewer}a smaller --training.sequence_length, or a GPU"
+        if state > total:
+            way = "see what it needs: --plan; recipes that end in _tiny train on a CPU"
         raise ValueError(
             f"training.microbatch_size={training.microbatch_size} ({size}) needs about {format_bytes(needed)} of "
-            f"memory and this machine has {format_bytes(total)}; use a smaller --training.microbatch_size (from 1), a "
-            "smaller --training.sequence_length, or a GPU"
+            f"memory, {format_bytes(state)} of it for weights, optimizer and gradients, and this machine has "
+            f"{format_bytes(total)}; {way}"
         )
     if needed > available:
         logger.warning(
-            "this run needs about %s of memory, %s are available; reduce --training.microbatch_size",
+            "this run needs about %s of memory, %s are available; use %sa smaller --training.sequence_length",
             format_bytes(needed),
             format_bytes(available),
+            fewer and f"{fewer[:-2]} or ",
         )
 
 

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from megajax.training.program import Program
 from megajax.training.reporting.console import Console, format_count
 from megajax.training.reporting.metrics import MetricsWriter
 from megajax.training.reporting.profiling import Profiler
-from megajax.training.reporting.reporter import Reporter
+from megajax.training.reporting.reporter import Carried, Reporter
 from megajax.training.state import TrainState
 from megajax.training.step import make_eval_step
 
@@ -51,8 +52,8 @@ class Output:
     """On process 0; None on other processes and if nothing is written."""
     meta: dict[str, Any]
     """Stored in every checkpoint: the config, the tokenizer, a record of the data."""
-    first_started: float
-    """Seconds since 1970."""
+    running_seconds: float
+    """Time in which the run was running before this start, as its last line in metrics.jsonl says."""
 
 
 @dataclasses.dataclass
@@ -71,8 +72,9 @@ class Trainer:
     watchdog: Watchdog
     lock: RunLock | None
     """Of the run directory; None: nothing is written there."""
-    productive_seconds: float = dataclasses.field(default=0.0, init=False)
-    """Time in steps before the restored checkpoint (Reporter.goodput)."""
+    carried: Carried = dataclasses.field(default=Carried(), init=False)
+    """As of the restored checkpoint."""
+    made_at: float = dataclasses.field(default_factory=time.perf_counter, init=False)
 
     def start(self) -> TrainState:
         """The state of the newest complete checkpoint, or a new one. Raises ValueError if there are checkpoints and
@@ -121,8 +123,7 @@ class Trainer:
             compute_dtype=self.program.model.precision.compute,
             num_devices=self.program.mesh.size,
             max_consecutive_skips=config.max_consecutive_skips,
-            productive_seconds=self.productive_seconds,
-            first_started=self.output.first_started,
+            carried=self._carried_until_now(),
             console=console,
             writer=self.output.writer,
             lowest_loss_scale=self.program.optimizer.config.loss_scale_rule.lowest,
@@ -163,7 +164,7 @@ class Trainer:
                 reporter.flush()
                 save = self.checkpointer.save if is_due else self.checkpointer.save_local
                 with console.announced(f"saving step {done}"):
-                    self._save(save, state, schedule, reporter.productive_seconds, evaluation.get("eval_loss"))
+                    self._save(save, state, schedule, reporter.carried(), evaluation.get("eval_loss"))
                 self.watchdog.alive()
                 reporter.restart_clock()
             if asked:
@@ -171,7 +172,7 @@ class Trainer:
                 break
         reporter.flush()
         if unreadable:
-            self._save_before(unreadable[0], state, first, schedule, reporter.productive_seconds)
+            self._save_before(unreadable[0], state, first, schedule, reporter.carried())
         self._wait_until_saved(done)
         reporter.close()
         console.close()
@@ -179,8 +180,13 @@ class Trainer:
             raise CannotGoOn(f"{unreadable[0]}; stopped after step {done}, which is saved")
         return "finished" if done >= config.steps else "interrupted"
 
+    def _carried_until_now(self) -> Carried:
+        """With the time that restoring or initialising took."""
+        running_seconds = self.carried.running_seconds + time.perf_counter() - self.made_at
+        return dataclasses.replace(self.carried, running_seconds=running_seconds)
+
     def _save_before(
-        self, problem: ValueError, state: TrainState, first: int, schedule: BatchSchedule, productive_seconds: float
+        self, problem: ValueError, state: TrainState, first: int, schedule: BatchSchedule, carried: Carried
     ) -> None:
         """Saves what was trained before the problem. Raises CannotGoOn if that is nothing, or if the other processes of
         the run, which can read their data, are waiting in the next step."""
@@ -188,7 +194,7 @@ class Trainer:
         if done == first or jax.process_count() > 1:
             raise CannotGoOn(f"{problem}; stopped after step {done}, without saving") from None
         with self.output.console.announced(f"saving step {done}"):
-            self._save(self.checkpointer.save, state, schedule, productive_seconds, None)
+            self._save(self.checkpointer.save, state, schedule, carried, None)
 
     def _wait_until_saved(self, step: int) -> None:
         problem = "the log says why"
@@ -243,7 +249,8 @@ class Trainer:
         if latest < self.config.steps:
             self.output.console.note(f"resuming from step {latest} of {self.config.steps}")
         self._check_samples(latest, meta)
-        self.productive_seconds = meta.get("productive_seconds", 0.0)
+        running = max(self.output.running_seconds, meta.get("running_seconds", 0.0))
+        self.carried = Carried(meta.get("productive_seconds", 0.0), running, tuple(meta.get("losses", ())))
         self.source.restore(meta.get("source", {}))
         return self.program.restored_state(latest, weights, optimizer, meta)
 
@@ -270,7 +277,7 @@ class Trainer:
         save: Callable,
         state: TrainState,
         schedule: BatchSchedule,
-        productive_seconds: float,
+        carried: Carried,
         eval_loss: float | None,
     ) -> None:
         """save: method of the checkpointer; eval_loss: of this step, None if it was not evaluated. Raises CannotGoOn if
@@ -285,7 +292,9 @@ class Trainer:
             "step": step,
             "skipped": int(state.skipped),
             "consumed_samples": schedule.num_samples(step),
-            "productive_seconds": productive_seconds,
+            "productive_seconds": carried.productive_seconds,
+            "running_seconds": carried.running_seconds,
+            "losses": carried.losses,
             "eval_loss": eval_loss,
             "source": self.source.saved(step),
         }

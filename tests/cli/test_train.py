@@ -36,7 +36,8 @@ def test_help_of_a_recipe_shows_every_option_as_it_is_typed_with_its_range(capsy
     options = set(re.findall(r"(?<= )--(\w[\w.\-]*)", text))
     assert {"config", "plan", "replay_step", "list_configs", "run_dir", "training.global_batch_size"} <= options
     assert not [name for name in options if "-" in name]
-    joined = " ".join(text.replace("│", " ").split())
+    assert not set("│╭╮╰╯─").intersection(text)
+    joined = " ".join(text.split())
     assert (
         "Dropout rate of the embeddings and of the outputs of attention and MLP. Must be at least 0 and below 1. "
         in joined
@@ -60,6 +61,17 @@ def test_list_of_recipes_is_aligned(capsys):
     names = [line.split()[0] for line in lines]
     assert names == list(configs.recipes())
     assert len({len(line) - len(line.split(maxsplit=1)[1]) for line in lines}) == 1
+
+
+def test_a_narrow_terminal_breaks_no_word_of_the_list_of_recipes(capsys, monkeypatch):
+    whole = printed(capsys, "--list_configs").splitlines()
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    lines = printed(capsys, "--list_configs").splitlines()
+    assert len(lines) > len(whole) and all(len(line) <= 80 for line in lines)
+    assert " ".join(lines).split() == " ".join(whole).split()
+    column = whole[0].index(" A ") + 1
+    assert all(line[column - 2 : column] == "  " and line[column] != " " for line in lines)
 
 
 def test_recipes_are_read_from_their_source_as_they_are_when_imported():
@@ -165,7 +177,43 @@ def test_run_directory_without_a_run_is_refused_with_the_way_out(tmp_path):
         train.main([f"--run_dir={tmp_path}"])
 
 
-# ----------------------------------------------------------------------------- virtual devices
+def test_a_hugging_face_folder_is_no_run_to_resume(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match=f"begin one with --config=hugging_face:{tmp_path}$"):
+        train.main([f"--run_dir={tmp_path}"])
+
+
+# ----------------------------------------------------------------------------- the mesh and the devices
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sizes", "devices", "ways"),
+    [
+        ("gpt_tiny", {"data": 2}, 1, "use --mesh.data=-1 for the rest of the devices, start with 2 devices, or try"),
+        ("gpt_tiny", {"data": 2, "tensor": 4}, 2, "--mesh.tensor=-1 for the rest"),
+        (
+            "gpt_tiny",
+            {"data": 2, "tensor": 3},
+            1,
+            "devices, 1; start with 6 devices, or try the mesh on a CPU: --launch",
+        ),
+        ("gpt_tiny", {"tensor": 4}, 1, "devices, 1; start with a multiple of 4 devices, or try"),  # data is -1 already
+        ("llama3_70b", {}, 1, "devices, 1; start with 64 devices, or see what the run needs: --plan; recipes that end"),
+    ],
+)
+def test_a_mesh_that_does_not_match_gets_only_advice_that_helps(recipe, sizes, devices, ways):
+    config = override(configs.recipe(recipe), {f"mesh.{axis}": size for axis, size in sizes.items()})
+    with pytest.raises(ValueError, match=re.escape(ways)):
+        config.check_on(devices)
+
+
+def test_an_axis_that_takes_the_rest_of_the_devices_replaces_that_of_the_recipe(caplog):
+    caplog.set_level("INFO", "megajax")
+    config = override(configs.recipe("gpt_tiny"), ["--mesh.fsdp=-1"]).check_on(8)
+    assert (config.mesh.data, config.mesh.fsdp) == (1, 8)
+    assert "mesh.data=1, adapted to the overrides (the recipe has -1)" in caplog.text
+    with pytest.raises(ValueError, match="only one axis may take the remaining devices"):
+        override(configs.recipe("gpt_tiny"), ["--mesh.fsdp=-1", "--mesh.data=-1"]).check()
 
 
 def test_virtual_devices_of_a_cpu_are_asked_for_by_the_error_and_by_a_field(tmp_path, monkeypatch):
@@ -209,9 +257,12 @@ def test_console_script_runs_each_command(monkeypatch, capsys):
     assert "error: megajax trian is unknown; did you mean train?" in console(monkeypatch, capsys, "trian")[2]
     assert console(monkeypatch, capsys, "configs")[1].startswith("gpt_tiny ")
     assert set(re.findall(r"^  (\w+)  ", infer.__doc__, re.MULTILINE)) < cli.COMMANDS.keys()
-    for name in cli.COMMANDS.keys() - {"configs"}:
-        status, out, _ = console(monkeypatch, capsys, name, "--help")
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in ("--help", *(cli.COMMANDS.keys() - {"configs"})):
+        words = [name] if name == "--help" else [name, "--help"]
+        status, out, _ = console(monkeypatch, capsys, *words)
         assert (status, bool(out)) == (0, True), name
+        assert not [line for line in out.splitlines() if len(line) > 80], name
     assert console(monkeypatch, capsys, "train", "--config=gpt_tinny")[0] == 2
     planned = console(monkeypatch, capsys, "plan", "--config=gpt_tiny", "--plan=a100")
     assert planned[0] == 0 and planned[1].startswith("plan of gpt_tiny") and "1 x A100" in planned[1]

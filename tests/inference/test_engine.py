@@ -658,7 +658,7 @@ def run_dir(tmp_path_factory):
     config = dataclasses.replace(
         config,
         data=dataclasses.replace(config.data, tokenizer="null:100"),
-        training=dataclasses.replace(config.training, sequence_length=64),
+        training=dataclasses.replace(config.training, sequence_length=32),
     )
     (run_dir / "config.json").write_text(config.to_json())
     model, mesh = Model(SMALL, FLOAT32), make_mesh(MeshConfig(), jax.devices()[:1])
@@ -678,6 +678,15 @@ def test_a_run_is_restored_from_any_step_onto_any_mesh(run_dir, step, mesh):
     assert query.sharding.shard_shape((32, 4, 8)) == (32, 4 // (mesh.tensor if mesh else 1), 8)
     params = engine.model.stacked(engine.params)
     jax.tree.map(np.testing.assert_array_equal, params, random_params(engine.model, step or 2))
+
+
+def test_text_beyond_the_length_of_training_is_warned_of_once(run_dir, caplog):
+    engine = Engine.from_run(run_dir)
+    engine.submit([1] * 4, Sampling(max_tokens=28))
+    assert "trained on" not in caplog.text
+    for _ in range(2):
+        engine.submit([1] * 4, Sampling(max_tokens=29))
+    assert caplog.text.count("prompt and max_tokens are up to 33 tokens, and the model was trained on 32") == 1
 
 
 def test_the_draft_model_of_a_run_is_on_the_same_devices_and_has_the_same_tokens(run_dir):

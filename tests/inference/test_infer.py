@@ -1,6 +1,7 @@
 """The command line of infer.py: bad arguments give a one-line error before a model is loaded; how text is printed."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -148,6 +149,22 @@ def test_texts_are_printed_in_the_order_of_the_prompts(capsys):
     assert capsys.readouterr().out == "--- 1 of 2\nabAB\n\n--- 2 of 2\ncdeCD\n"
     generation.print_texts(Backwards(), ["ab"], Sampling(max_tokens=2))
     assert capsys.readouterr().out == "abAB\n"
+
+
+def test_each_call_draws_a_seed_and_says_how_to_repeat_it(monkeypatch, caplog):
+    caplog.set_level("INFO", "megajax")
+    used = []
+    decoder = SimpleNamespace(config=SimpleNamespace(model=SimpleNamespace(reads_source=False)))
+    monkeypatch.setattr("megajax.sources.open_source", lambda *_: decoder)
+    monkeypatch.setattr(infer, "_engine", lambda options: Backwards())
+    monkeypatch.setattr(generation, "print_texts", lambda engine, prompts, sampling: used.append(sampling.seed))
+    for _ in range(3):
+        infer.main(["generate", "--run=x", "--prompt=x"])
+    assert len(set(used)) == 3
+    assert caplog.messages == [f"seed {seed}; --seed={seed} repeats this" for seed in used]
+    infer.main(["generate", "--run=x", "--prompt=x", f"--seed={used[0]}"])
+    infer.main(["generate", "--run=x", "--prompt=x", "--temperature=0"])  # nothing is drawn
+    assert used[3] == used[0] and len(caplog.messages) == 3
 
 
 def test_prompts_of_a_file_become_lines_of_json(tmp_path):

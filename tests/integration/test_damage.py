@@ -31,7 +31,6 @@ from megajax.sources import tokenizer_of
 from megajax.training.faults.run_lock import locked
 from megajax.training.faults.watchdog import Watchdog
 from megajax.training.program import Program
-from megajax.training.reporting.starts import first_start
 
 pytestmark = pytest.mark.fault
 
@@ -170,7 +169,7 @@ def test_with_a_damaged_file_in_a_step_it_is_used_as_it_was_or_the_one_before_is
 
 def test_with_damaged_files_beside_the_steps_the_run_goes_on_and_is_served_as_before(saved, tmp_path, caplog):
     """What they say is in the meta data of the steps too."""
-    names = ("config.json", "data.json", "starts.jsonl")
+    names = ("config.json", "data.json")
     here, now = saved.copy(tmp_path / "run"), tmp_path / "run"
     config = dataclasses.replace(saved.config, run_dir=str(now))
     for damage in (*DAMAGE.values(), OF_JSON["deep nesting"], lambda file: file.write_bytes(b"\xff\xfe")):
@@ -180,14 +179,13 @@ def test_with_damaged_files_beside_the_steps_the_run_goes_on_and_is_served_as_be
         caplog.clear()
         assert run.check(here.config) == [] and Config.load(now).model == config.model
         run.load_data(here.config)
-        first_start(now)
         assert all(str(now / name) in caplog.text for name in names if (now / name).exists() and name != "data.json")
     for name in names:
         (now / name).unlink()
     step, state = here.resume()
     assert step == 6 and same(state, saved.trained[6]) and same(here.serve(), saved.served[6])
     other_seed = dataclasses.replace(config, training=dataclasses.replace(config.training, seed=1))
-    with pytest.raises(ValueError, match="other data, as step 6 in .* says .seed: 1234 -> 1"):
+    with pytest.raises(ValueError, match="other data, as step 6 in .* says .training.seed: 1234 -> 1"):
         run.load_data(other_seed)
     for file in (now / "checkpoints").glob("*/meta/metadata"):
         cut(file)

@@ -109,7 +109,16 @@ def test_a_run_that_the_machine_cannot_hold_is_refused_or_warned_of(monkeypatch,
         memory.check_host_memory(program, config.training)
     assert "this run needs about" in caplog.text
     monkeypatch.setattr(memory, "host_memory", lambda: (needed - 1, needed - 1))
+    one = dataclasses.replace(config.training, microbatch_size=1)
     with pytest.raises(
-        ValueError, match=r"training.microbatch_size=None \(8 x 32 tokens at a time\) needs about .*MiB"
+        ValueError,
+        match=r"training.microbatch_size=None \(8 x 32 tokens at a time\) needs .*MiB.*; use a smaller --training.mi",
     ):
         memory.check_host_memory(program, config.training)
+    needed = sum(memory_per_device(program, one)[0].values())
+    monkeypatch.setattr(memory, "host_memory", lambda: (needed - 1, needed - 1))
+    with pytest.raises(ValueError, match=r"\(1 x 32 tokens.*; use a smaller --training.sequence_length, or a GPU"):
+        memory.check_host_memory(program, one)
+    monkeypatch.setattr(memory, "host_memory", lambda: (1000, 1000))
+    with pytest.raises(ValueError, match="; see what it needs: --plan; recipes that end in _tiny train on a CPU"):
+        memory.check_host_memory(program, one)

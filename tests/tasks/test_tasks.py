@@ -64,7 +64,7 @@ class ToyPolicy(Task):
             train_tokens_per_epoch=1,
             eval_bytes_per_token=None,
             sources=(Source("toy", 1, len(train), 1.0),),
-            record={"kind": self.kind, "files": [], "num_samples": len(train)},
+            record={"seed": amounts.seed},
             is_mock=True,
             num_token_ids=VOCAB,
         )

@@ -17,7 +17,7 @@ from megajax.command_line import Parser, errors_in_one_line
 from megajax.data.indexed_dataset import HEADER, WRITE_BLOCK, IndexedDataset, prefix_of
 from megajax.data.meta import COUNTS, make_meta, read_meta, write_meta
 from megajax.data.prepare.write_tokens import BlockWriter, refuse_to_overwrite
-from megajax.one_line import printable
+from megajax.one_line import print_error
 
 BLOCK_BYTES = 1 << 24
 
@@ -167,6 +167,6 @@ def main_verify(arguments: Sequence[str]) -> None:
         try:
             print(verify(prefix))
         except (ValueError, OSError) as error:
-            print(f"error: {printable(str(error))}", file=sys.stderr)
+            print_error(error)
             wrong += 1
     sys.exit(1 if wrong else 0)

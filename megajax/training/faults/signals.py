@@ -5,6 +5,8 @@ import os
 import signal
 from typing import NoReturn
 
+from megajax.one_line import terminal_width, wrapped
+
 
 def stop_signals() -> list[signal.Signals]:
     """Signals that ask a run to stop; SIGHUP (lost terminal) only if it is not ignored, as under nohup."""
@@ -22,16 +24,26 @@ def leave_when_asked() -> None:
         signal.signal(number, _nothing_to_save)
 
 
+def leave_when_interrupted() -> None:
+    """From now on ctrl-C ends the program at once with exit status 130, unless another handler replaces this one.
+
+    KeyboardInterrupt would not: JAX drops it, or crashes, if it is raised while a function is traced or compiled.
+    """
+    signal.signal(signal.SIGINT, _interrupted)
+
+
 def is_program() -> bool:
     """Whether `leave_when_asked` was called: this is a command, not a notebook whose process must survive."""
     return signal.getsignal(signal.SIGINT) is _nothing_to_save
 
 
 def tell(text: str) -> None:
-    """Prints a line on stderr, overwriting a progress bar; not with the logger, which a signal may have interrupted."""
-    erased = "\r\x1b[K" if os.isatty(2) else ""
+    """Prints a message on stderr, overwriting a progress bar; without the logger, which a signal may interrupt."""
+    text = f"megajax: {text}"
+    if os.isatty(2):
+        text = "\r\x1b[K" + wrapped(text, terminal_width())
     with contextlib.suppress(OSError):
-        os.write(2, f"{erased}megajax: {text}\n".encode())
+        os.write(2, f"{text}\n".encode())
 
 
 def leave(status: int, text: str) -> NoReturn:
@@ -42,6 +54,10 @@ def leave(status: int, text: str) -> NoReturn:
             os.write(1, b"\x1b[?25h")
     # Not an exception: raised while JAX traces or compiles, it crashes the interpreter at exit.
     os._exit(status)
+
+
+def _interrupted(_number: int, _frame) -> None:
+    leave(130, "interrupted")
 
 
 def _nothing_to_save(number: int, _frame) -> None:

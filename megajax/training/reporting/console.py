@@ -1,7 +1,7 @@
 """Console output of a run: the start-up card, a line for each logged step, and a progress bar.
 
-In a terminal the card is a table, lines are truncated to its width, and a progress bar below them moves with every
-step. Elsewhere (a log file, a batch job) card and lines are plain text, without a bar.
+In a terminal the card is in colour and wrapped, lines of steps leave out what is too wide, and a progress bar below
+moves with every step. Elsewhere (a log file, a batch job) card and lines are plain text, without a bar.
 """
 
 import contextlib
@@ -13,15 +13,22 @@ from typing import Any
 import rich
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Table
+from rich.text import Text
 
 from megajax.announce import announced
-from megajax.one_line import printable, shorten_library_errors
+from megajax.one_line import for_terminal, printable, shorten_library_errors, wrapped
 
-# Left out of lines that are too long for the terminal, in this order.
-LEAST_IMPORTANT = (
-    "peak_memory_bytes", "grad_norm", "learning_rate", "step_seconds", "mfu", "tokens_per_second", "time_left",
-)  # fmt: skip
+# Left out of lines that are too long for the terminal, in this order, with the room that each may need. All lines of a
+# run leave out the same, although the first ones lack some fields and are shorter.
+LEAST_IMPORTANT = {
+    "peak_memory_bytes": "peak 100.0 GiB",
+    "grad_norm": "grad_norm 100.000",
+    "learning_rate": "lr 1.000e-03",
+    "step_seconds": "100.0 ms/step",
+    "mfu": "MFU 10.0%",
+    "tokens_per_second": "100.0k tokens/s",
+}
+WIDEST_LOSS = "loss 10.0000"
 # Shown next to the progress bar.
 BESIDE_BAR = ("loss", "tokens_per_second", "mfu", "time_left")
 BAR_WIDTH = 20
@@ -87,6 +94,8 @@ class Console:
         self._is_terminal = sys.stdout.isatty() if is_terminal is None else is_terminal
         # rich's global console, shared with `announced`, so that a spinner appears below the bar.
         self._rich = rich.get_console() if is_terminal is None else RichConsole(force_terminal=is_terminal)
+        if self._is_terminal:
+            self._rich.soft_wrap = True  # lines of the log that appear above the bar: see _print
         self._progress: Progress | None = None
         self._newest: dict[str, Any] = {}
 
@@ -100,12 +109,12 @@ class Console:
             width = max((len(name) for name, _ in rows), default=0)
             _print_plain("\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows)]))
             return
-        table = Table(title=title, title_justify="left", title_style="bold", show_header=False)
-        table.add_column(style="cyan", no_wrap=True)
-        table.add_column()
+        self._print(Text(wrapped(title, self._rich.width), "bold"))
+        width = max((len(name) for name, _ in rows), default=0)
         for name, value in rows:
-            table.add_row(_escaped(name), _escaped(value))
-        self._rich.print(table, highlight=False)
+            line = Text(wrapped(f"  {name:<{width}}  {value}", self._rich.width, width + 4))
+            line.stylize("cyan", 0, width + 2)
+            self._print(line)
 
     def step(self, step: int, total_steps: int, metrics: dict[str, Any]) -> None:
         """A line with the metrics of a step, named as in metrics.jsonl; missing ones and None are left out."""
@@ -116,8 +125,8 @@ class Console:
             _print_plain(" ".join([start, *_fields(step, total_steps, metrics).values()]))
             return
         fields = _fields(step, total_steps, metrics)
-        fields.pop("time_left", None)  # the bar shows it
-        self._rich.print(_fitted(start, fields, " ", self._rich.width), markup=False, highlight=False)
+        left_out = _left_out(total_steps, self._rich.width) | {"time_left"}  # which the bar shows
+        self._print(" ".join([start, *(text for name, text in fields.items() if name not in left_out)]))
         if "loss" in metrics:
             self._newest = metrics
             self.progress(step, total_steps)
@@ -129,7 +138,7 @@ class Console:
         start = f"step {step}/{total_steps}"
         fields = _fields(step, total_steps, self._newest)
         fields = {name: text for name, text in fields.items() if name in BESIDE_BAR}
-        line = _fitted("", fields, "  ", self._rich.width - len(start) - BAR_WIDTH - 3)
+        line = _fitted(fields, self._rich.width - len(start) - BAR_WIDTH - 3)
         if self._progress is None:
             self._progress = Progress(
                 TextColumn("{task.description}"),
@@ -150,9 +159,13 @@ class Console:
             return
         text = printable(text)
         if self._is_terminal:
-            self._rich.print(text, markup=False, highlight=False)
+            self._print(wrapped(text, self._rich.width))
         else:
             _print_plain(text)
+
+    def _print(self, text: str | Text) -> None:
+        """As it is: rich would break words that are too long, such as names of files."""
+        self._rich.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def announced(self, what: str) -> AbstractContextManager:
         """As `megajax.announce.announced`."""
@@ -187,19 +200,24 @@ def _fields(step: int, total_steps: int, metrics: dict[str, Any]) -> dict[str, s
     return {name: show(shown[name]) for name, show in formats.items() if shown.get(name) is not None}
 
 
-def _fitted(start: str, fields: dict[str, str], separator: str, width: int) -> str:
-    """One line, shortened to `width` characters by leaving out LEAST_IMPORTANT fields."""
+def _left_out(total_steps: int, width: int) -> set[str]:
+    """LEAST_IMPORTANT metrics for which the lines of a run have no room."""
+    shown = dict(LEAST_IMPORTANT)
+    start = f"step {total_steps}/{total_steps} {WIDEST_LOSS}"
+    while shown and len(" ".join([start, *shown.values()])) > width:
+        del shown[next(iter(shown))]
+    return LEAST_IMPORTANT.keys() - shown.keys()
+
+
+def _fitted(fields: dict[str, str], width: int) -> str:
+    """One line, shortened to `width` characters by leaving out fields, first the LEAST_IMPORTANT."""
     left = dict(fields)
-    for name in (None, *LEAST_IMPORTANT):
+    for name in (None, *LEAST_IMPORTANT, "time_left"):
         left.pop(name, None)
-        line = separator.join([start, *left.values()] if start else left.values())
+        line = "  ".join(left.values())
         if len(line) <= width:
             break
     return line
-
-
-def _escaped(text: str) -> str:
-    return text.replace("[", r"\[")
 
 
 def _print_plain(text: str) -> None:
@@ -208,7 +226,7 @@ def _print_plain(text: str) -> None:
 
 class _InOneLine(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
-        return printable(super().formatMessage(record))
+        return for_terminal(printable(super().formatMessage(record)), sys.stderr)
 
 
 class _ToStderr(logging.StreamHandler):

@@ -2,18 +2,18 @@
 
 metrics.jsonl is the record that scripts and the resume logic rely on: one JSON object per line, flushed at once. A
 logged step has step, loss, mean_loss, grad_norm, learning_rate, consumed_tokens, step_seconds, tokens_per_second,
-tokens_per_second_per_device, mfu, mfu_causal, peak_memory_bytes, goodput; an evaluation has step, eval_loss and, where
-the data is text, eval_bits_per_byte. A number that is not finite is null.
+tokens_per_second_per_device, mfu, mfu_causal, peak_memory_bytes, running_seconds, goodput; an evaluation has step,
+eval_loss and, where the data is text, eval_bits_per_byte. A number that is not finite is null.
 
 loss is that of the step, bitwise identical in a resumed run. mean_loss is the mean over the steps since the previous
-line, without skipped updates; it is what the console shows.
+line, without skipped updates; it is what the console and the plots show.
 
 step_seconds is the mean over the steps since the previous line, and the speeds are the tokens of those steps divided by
 their time. Steps that include a compilation do not count: the first after a start, and the first with each batch size.
 
-goodput is the time spent in steps that are part of the run (over all starts) divided by the time since the run was
-first started (the first line of starts.jsonl). The rest is compiling (the first step after a start and the first with
-each batch size), evaluating, saving, steps lost in a crash and repeated, and time in which the run was not running.
+running_seconds is the time in which the run was running, over all starts, without the time between them. goodput is
+the part of it that was spent in steps that are part of the run. The rest is compiling (the first step after a start and
+the first with each batch size), evaluating, saving, and steps lost in a crash and repeated.
 """
 
 import dataclasses
@@ -45,6 +45,7 @@ TRAINING_TAGS = {
         "step_seconds", "tokens_per_second", "tokens_per_second_per_device", "mfu", "mfu_causal", "goodput",
     )},
     "consumed_tokens": "progress/consumed_tokens",
+    "running_seconds": "progress/running_seconds",
     "peak_memory_bytes": "memory/peak_memory_bytes",
 }  # fmt: skip
 EVALUATION_TAGS = {"eval_loss": "loss", "eval_bits_per_byte": "loss/bits_per_byte"}
@@ -275,3 +276,12 @@ def read_metrics(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
             except (ValueError, RecursionError):
                 record = None
             yield line, record if isinstance(record, dict) and type(record.get("step")) is int else None
+
+
+def running_seconds(path: Path) -> float:
+    """running_seconds of the last line of metrics.jsonl that has it; 0 if none has or the file cannot be read."""
+    try:
+        found = [record.get("running_seconds") for _, record in read_metrics(path) if record is not None]
+    except OSError:
+        return 0.0
+    return max((seconds for seconds in found if isinstance(seconds, int | float)), default=0.0)

@@ -1,6 +1,7 @@
 """Reports the steps of the training loop without making the device wait."""
 
 import contextlib
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,18 @@ from megajax.devices import find_device, utilisation
 from megajax.training.batch_schedule import BatchSchedule
 from megajax.training.reporting.console import Console, format_seconds
 from megajax.training.reporting.metrics import MetricsWriter
+
+
+@dataclasses.dataclass(frozen=True)
+class Carried:
+    """What a start of a run knows of those before it."""
+
+    productive_seconds: float = 0.0
+    """Time in the steps done before."""
+    running_seconds: float = 0.0
+    """Time in which the run was running."""
+    losses: tuple[float, ...] = ()
+    """Of the steps since the last line, whose updates were not skipped."""
 
 
 class Reporter:
@@ -30,8 +43,7 @@ class Reporter:
         compute_dtype: Literal["float32", "bfloat16"],
         num_devices: int,
         max_consecutive_skips: int,
-        productive_seconds: float,
-        first_started: float,
+        carried: Carried,
         console: Console,
         writer: MetricsWriter | None,
         lowest_loss_scale: float = 0.0,
@@ -41,8 +53,7 @@ class Reporter:
 
         lowest_loss_scale: LossScaleRule.lowest, where the run has a loss scale.
 
-        max_consecutive_skips: this many end the run; 0: no limit. productive_seconds: time in the steps done before.
-        first_started: when the run was first started, in seconds since 1970.
+        max_consecutive_skips: this many end the run; 0: no limit. carried: of earlier starts of the run.
         """
         self._num_steps = num_steps
         self._every_steps = every_steps
@@ -62,12 +73,13 @@ class Reporter:
         self._samples = 0
         self._seconds = 0.0
         # Of all steps since then whose update was not skipped; kept on the device, so that steps need not wait.
-        self._losses: list[jax.Array] = []
+        self._losses: list[jax.Array | float] = list(carried.losses)
         self._max_consecutive_skips = max_consecutive_skips
         self._consecutive_skips = 0
         self._lowest_loss_scale = lowest_loss_scale
-        self.productive_seconds = productive_seconds
-        self._first_started = first_started
+        self.productive_seconds = carried.productive_seconds
+        self._running_before = max(carried.running_seconds, carried.productive_seconds)
+        self._started = time.perf_counter()
         self._last_end = time.perf_counter()  # of a step, or of an evaluation or save after it
 
     @contextlib.contextmanager
@@ -114,7 +126,8 @@ class Reporter:
         if not self._is_skipped(step, metrics):
             self._losses.append(metrics["loss"])
         self._console.progress(step, self._num_steps)
-        if step == self._first + 1 or step % self._every_steps == 0 or step == self._num_steps:
+        # Not the first step after a resume: the mean of a single step would be a jump in the curve.
+        if step == 1 or step % self._every_steps == 0 or step == self._num_steps:
             values = scalars(metrics)
             self._emit(self._line(step, values, rate))
             self._steps = 0
@@ -131,19 +144,27 @@ class Reporter:
         """Starts the time of the next step now."""
         self._last_end = time.perf_counter()
 
+    def carried(self) -> Carried:
+        """What the next start needs to know, to be saved with the state. Call `flush` before."""
+        losses = tuple(float(loss) for loss in jax.device_get(self._losses))
+        return Carried(self.productive_seconds, self._running_seconds(), losses)
+
     def goodput(self) -> float:
-        """Fraction of the time since the first start that was spent in steps that are part of the run, over all starts.
+        """Fraction of the time in which the run was running, over all starts, that was spent in steps that are part of
+        the run.
 
         The rest is compiling (the first step after each start, and the first with each batch size), evaluating, saving,
-        steps lost in a crash, and time in which the run was not running.
+        and steps lost in a crash.
         """
-        return min(self.productive_seconds / max(time.time() - self._first_started, 1e-9), 1.0)
+        return min(self.productive_seconds / max(self._running_seconds(), 1e-9), 1.0)
+
+    def _running_seconds(self) -> float:
+        return self._running_before + time.perf_counter() - self._started
 
     def close(self) -> None:
-        wall = format_seconds(max(time.time() - self._first_started, 0.0))
         self._console.note(
-            f"goodput: {format_seconds(self.productive_seconds)} of {wall} spent in steps ({self.goodput():.1%}); the "
-            "rest: compiling, evaluating, saving, pauses"
+            f"goodput: {format_seconds(self.productive_seconds)} of {format_seconds(self._running_seconds())} in steps "
+            f"({self.goodput():.1%})"
         )
 
     def _line(self, step: int, values: dict[str, float], rate: float) -> dict[str, Any]:
@@ -159,6 +180,7 @@ class Reporter:
             "learning_rate": rate,
             "consumed_tokens": self._schedule.num_samples(step) * length,
             "peak_memory_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"),
+            "running_seconds": self._running_seconds(),
             "goodput": self.goodput(),
         }
         if not self._steps:

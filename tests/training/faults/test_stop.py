@@ -10,7 +10,7 @@ import pytest
 
 from launch import ROOT
 from megajax.training.faults import stop
-from megajax.training.faults.signals import leave_when_asked, stop_signals
+from megajax.training.faults.signals import leave_when_asked, stop_signals, tell
 from megajax.training.faults.stop import StopRequest
 
 pytestmark = pytest.mark.fault
@@ -94,6 +94,24 @@ def test_a_busy_program_answers_ctrl_c_at_once_and_the_second_one_ends_it_with_1
         assert line.startswith("megajax: received SIGINT again: stopped without saving")
 
 
+INTERRUPTED = """
+import os, signal
+from megajax.training.faults.signals import leave_when_interrupted
+leave_when_interrupted()
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(10**9):
+        pass
+except BaseException:  # what JAX does to KeyboardInterrupt
+    pass
+"""
+
+
+def test_ctrl_c_ends_a_command_with_130_whatever_code_it_is_in():
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "megajax: interrupted\n")
+
+
 def test_a_run_under_nohup_outlives_its_terminal():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -137,3 +155,11 @@ def takes(pid: int, number: signal.Signals) -> bool:
     with open(f"/proc/{pid}/status") as file:
         (mask,) = (line.split()[1] for line in file if line.startswith("SigCgt"))
     return bool(int(mask, 16) >> number - 1 & 1)
+
+
+def test_a_notice_in_a_terminal_is_broken_between_words(monkeypatch, capfd):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("os.isatty", lambda descriptor: True)
+    tell("received SIGINT: saving and stopping after this step; press ctrl-C again to stop now without saving")
+    lines = capfd.readouterr().err.removeprefix("\r\x1b[K").splitlines()
+    assert len(lines) == 2 and lines[0].endswith(" ctrl-C") and lines[1].startswith("again to stop")

@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console as RichConsole
 
 from megajax import announce
+from megajax.one_line import reflowed, wrapped
 from megajax.training.reporting.console import (
     Console,
     format_bytes,
@@ -132,6 +133,47 @@ def test_a_terminal_keeps_step_bar_and_a_line_of_history_at_any_width(screen, wi
     assert bar.startswith("step 11/100 ━") and "loss 4.5000" in bar
 
 
+def test_all_lines_of_a_run_show_the_same_metrics_as_far_as_they_have_them(screen):
+    console, shown = screen(80)
+    first = {name: METRICS[name] for name in ("loss", "grad_norm", "learning_rate")}  # no speed: it was compiled
+    console.step(1, 100, first)
+    console.step(10, 100, METRICS | {"tokens_per_second": 1e3, "mfu": None})
+    console.close()
+    lines = [line for line in re.split(r"[\r\n]+", shown()) if line.startswith("step") and "━" not in line]
+    assert lines == ["step 1/100 loss 5.1234 lr 3.000e-04",
+                     "step 10/100 loss 5.1234 lr 3.000e-04 500.0 ms/step 1.00k tokens/s"]  # fmt: skip
+
+
+def test_a_narrow_terminal_breaks_neither_words_nor_commands(screen):
+    note = "figures need matplotlib, which is not installed; pip install 'megajax[plot]' (in /a/folder/of/models)"
+    broken = [
+        "figures need matplotlib, which is not installed;",
+        "pip install 'megajax[plot]' (in",
+        "/a/folder/of/models)",
+    ]
+    path = "x" * 70 + "/checkpoints"
+    console, shown = screen(50)
+    console.note(note)
+    console.card("run", [("data", "word " * 9 + "end"), ("folder", path)])
+    console.close()
+    card = ["run", "  data    " + "word " * 7 + "word", "          word end", "", "  folder", "          " + path]
+    assert [line.rstrip() for line in shown().splitlines()] == [*broken, *(line for line in card if line)]
+    assert wrapped("python " + "-x " * 30 + "--y=3", 40).count("\n") == 2  # too long to stay whole
+
+
+def test_docstrings_are_broken_anew_and_keep_their_items():
+    long = (
+        "Reads some text with the model, finds the ranges of its matrices, optionally smooths some of them here, and so"
+    )
+    text = (
+        f"Title\n\n{long} once\nmore on to the end.\n\n  chat  a conversation in the terminal that ends\n  fill  masks"
+    )
+    lines = reflowed(text, 40).split("\n")
+    assert lines[:2] == ["Title", ""] and all(len(line) <= 40 for line in lines)
+    assert " ".join(lines[2:6]).endswith("so once more on to the end.")
+    assert lines[-3:] == ["  chat  a conversation in the terminal", "        that ends", "  fill  masks"]
+
+
 def test_the_loss_shown_is_the_mean_since_the_line_before(capsys):
     Console(is_terminal=False).step(10, 100, {"loss": 5.0, "mean_loss": 4.0})
     assert capsys.readouterr().out == "step 10/100 loss 4.0000\n"
@@ -172,13 +214,13 @@ IN_TERMINAL = """
 import logging, time
 from megajax.training.batch_schedule import BatchSchedule
 from megajax.training.reporting.console import Console, log_to_stderr
-from megajax.training.reporting.reporter import Reporter
+from megajax.training.reporting.reporter import Carried, Reporter
 log_to_stderr()
 console = Console()
 reporter = Reporter(
     0, num_steps=3, every_steps=2, sequence_length=4, schedule=BatchSchedule(8, None, None),
     flops_per_token=lambda *_, **__: 1.0, compute_dtype="float32", num_devices=1, max_consecutive_skips=0,
-    productive_seconds=0.0, first_started=0.0, console=console, writer=None,
+    carried=Carried(), console=console, writer=None,
 )
 for step in (1, 2, 3):
     with reporter.starting(step):

@@ -9,7 +9,6 @@ import shlex
 import struct
 import subprocess
 import sys
-import time
 import types
 
 import jax
@@ -20,9 +19,8 @@ from tensorboardX.record_writer import masked_crc32c
 
 from megajax.training.reporting import best_effort
 from megajax.training.reporting.console import Console
-from megajax.training.reporting.metrics import LoggingConfig, MetricsWriter
+from megajax.training.reporting.metrics import LoggingConfig, MetricsWriter, running_seconds
 from megajax.training.reporting.profiling import Profiler
-from megajax.training.reporting.starts import first_start
 
 QUIET = LoggingConfig(tensorboard=False)
 
@@ -272,11 +270,11 @@ def test_weights_and_biases_and_a_profile_that_fail_end_no_run(monkeypatch, tmp_
     assert caplog.text.count("Weights & Biases cannot be written") == caplog.text.count("profile cannot be") == 1
 
 
-def test_the_first_of_all_starts_is_when_the_run_began(tmp_path):
-    assert time.time() - first_start(tmp_path) < 1
-    (tmp_path / "starts.jsonl").write_text(
-        '{"time": "2026-11-21T10:00:00+0100"}\n{"time": "2026-11-22T10:00:00+0100"}\n'
-    )
-    assert first_start(tmp_path) == 1795251600
-    (tmp_path / "starts.jsonl").write_text('{"devices": "8 x cpu"}\n')
-    assert time.time() - first_start(tmp_path) < 1
+def test_running_seconds_are_those_of_the_last_line_whatever_is_damaged(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert running_seconds(path) == 0
+    lines = '{"step": 1, "running_seconds": 5.5}', '{"step": 2, "running_seconds": 7.0}', '{"step": 2, "eval_loss": 1}'
+    path.write_text("\n".join(lines))
+    assert running_seconds(path) == 7
+    path.write_text('{"step": 1, "running_seconds": null}\n{"step')
+    assert running_seconds(path) == 0

@@ -4,10 +4,11 @@ import contextlib
 import time
 
 import jax
+import numpy as np
 import pytest
 
 from megajax.training.batch_schedule import BatchSchedule
-from megajax.training.reporting.reporter import Reporter
+from megajax.training.reporting.reporter import Carried, Reporter
 
 
 class Lines:
@@ -42,17 +43,16 @@ def reporter(
     max_consecutive_skips,
     writer=None,
     every_steps=10,
-    productive_seconds=0.0,
-    first_started=0.0,
+    carried=Carried(),
+    first=0,
     rampup=None,
     lowest_loss_scale=0.0,
 ):
     return Reporter(
-        0, num_steps=100, every_steps=every_steps, sequence_length=4, schedule=BatchSchedule(8, None, rampup),
+        first, num_steps=100, every_steps=every_steps, sequence_length=4, schedule=BatchSchedule(8, None, rampup),
         flops_per_token=lambda *_, **__: 1.0, compute_dtype="bfloat16", num_devices=1,
         max_consecutive_skips=max_consecutive_skips,
-        console=console, writer=writer,
-        productive_seconds=productive_seconds, first_started=first_started, lowest_loss_scale=lowest_loss_scale,
+        console=console, writer=writer, carried=carried, lowest_loss_scale=lowest_loss_scale,
     )  # fmt: skip
 
 
@@ -107,12 +107,11 @@ def test_too_many_in_a_row_end_the_run():
 
 
 def test_goodput_counts_steps_and_neither_the_first_nor_evaluation_nor_saving(monkeypatch):
-    """A clock that stands still but for the times given here: 100 s ago the run began, of which 40 were productive."""
+    """A clock that stands still but for the times given here: earlier starts ran 100 s, of which 40 were productive."""
     clock = [1000.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(time, "time", lambda: clock[0])
     console, writer = Lines(), Written()
-    it = reporter(console, 0, writer, every_steps=2, productive_seconds=40.0, first_started=900.0)
+    it = reporter(console, 0, writer, every_steps=2, carried=Carried(40.0, 100.0))
 
     def pass_time(seconds):
         clock[0] += seconds
@@ -136,16 +135,15 @@ def test_goodput_counts_steps_and_neither_the_first_nor_evaluation_nor_saving(mo
     found = {line["step"]: line["goodput"] for line in writer.lines if "goodput" in line}
     assert found == {1: 40 / 130, 2: 48 / 138, 4: 56 / 146}
     it.close()
-    assert console.notes[-1].startswith("goodput: 59.0 s of 3m 26s spent in steps (28.6%)")
+    assert console.notes[-1].startswith("goodput: 59.0 s of 3m 26s in steps (28.6%)")
 
 
 def test_speeds_are_those_of_the_batches_that_were_read_and_what_is_compiled_counts_in_none(monkeypatch):
     """Batches of 2, 2, 2, 5, 5, 8, 8: 1 s a sequence, and 100 s to compile each size before its first step."""
     clock = [1000.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(time, "time", lambda: clock[0])
     console, writer = Lines(), Written()
-    it = reporter(console, 0, writer, every_steps=3, first_started=1000.0, rampup=(2, 3, 12))
+    it = reporter(console, 0, writer, every_steps=3, rampup=(2, 3, 12))
 
     def wait(loss):  # of a step: its batch size
         clock[0] += loss
@@ -180,3 +178,23 @@ def test_the_mean_loss_is_of_the_steps_since_the_line_before_without_skipped_one
     it.flush()
     found = {line["step"]: (line["loss"], line["mean_loss"]) for line in writer.lines}
     assert found == {1: (1.0, 1.0), 4: (4.0, (2 + 4) / 2), 8: (8.0, (5 + 6 + 7 + 8) / 4)}
+
+
+def test_a_resumed_run_has_the_lines_and_mean_losses_of_an_undisturbed_one():
+    """Stopped after step 7, in the middle of an interval, and resumed there."""
+
+    def lines(*parts):
+        writer, carried = Written(), Carried()
+        for first, last in parts:
+            it = reporter(Lines(), 0, writer, every_steps=4, first=first, carried=carried)
+            for step in range(first + 1, last + 1):
+                with it.starting(step):
+                    pass
+                loss = 1 / np.float32(step)
+                it.dispatched(step, {"loss": loss, "grad_norm": 1.0, "skipped": 0, "total_skipped": 0}, 0.1)
+            it.flush()
+            carried = it.carried()
+        return [(line["step"], line["mean_loss"]) for line in writer.lines]
+
+    assert [step for step, _ in lines((0, 12))] == [1, 4, 8, 12]
+    assert lines((0, 7), (7, 12)) == lines((0, 12))
