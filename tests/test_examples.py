@@ -36,7 +36,7 @@ SHELL = re.compile(r"(python|megajax|curl|pip|sbatch|lm_eval|docker|pytest|[A-Z_
 SERVER = "127.0.0.1:8000"
 # In place of what recipes for a laptop say, which takes them minutes.
 TINY = {
-    "model.num_layers": 1,
+    "model.num_layers": 4,
     "model.embed_dim": 32,
     "model.num_heads": 2,
     "model.vocab_size": 512,
@@ -52,7 +52,7 @@ TINY = {
     "optimizer.warmup_steps": 1,
     "logging.tensorboard": False,
 }
-SMALL = dict(max_rows=2, max_batch_tokens=32, page_size=64, num_pages=16, max_length=256, decode_steps=2)
+SMALL = dict(max_rows=8, max_batch_tokens=32, page_size=64, num_pages=32, max_length=256, decode_steps=2)
 recipe_as_written = configs.recipe
 
 
@@ -134,6 +134,7 @@ class Page:
 
     def __init__(self, stack: contextlib.ExitStack):
         self._stack = stack
+        self._patch = stack.enter_context(pytest.MonkeyPatch.context())
         self._variables = {"__name__": "example"}
         self._address = SERVER
 
@@ -145,7 +146,11 @@ class Page:
         for line in text.replace("\\\n", " ").splitlines():
             for command in line.split(" && "):
                 words = shlex.split(os.path.expandvars(command), comments=True)
-                if words:
+                words = [word for word in words if not word.startswith("--launch.cpu_devices=")]  # there are eight
+                if len(words) == 1 and "=" in words[0]:
+                    name, _, value = words[0].partition("=")
+                    self._patch.setenv(name, value)
+                elif words:
                     self._run_command(words)
 
     def _run_command(self, words: list[str]) -> None:
@@ -156,12 +161,11 @@ class Page:
         if "serve" in arguments[:1]:
             self._serve(arguments[1:])
             return
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("sys.stdin", io.StringIO())  # for a chat
-            try:
-                importlib.import_module(module).main(arguments)
-            except SystemExit as end:
-                assert not end.code, f"{' '.join(words)} ended with {end.code}"
+        self._patch.setattr("sys.stdin", io.StringIO())  # for a chat
+        try:
+            importlib.import_module(module).main(arguments)
+        except SystemExit as end:
+            assert not end.code, f"{' '.join(words)} ended with {end.code}"
 
     def _command(self, words: list[str]) -> tuple[str, list[str]]:
         """(module whose main takes the arguments, arguments)."""

@@ -133,7 +133,10 @@ async def _measure_all(
     from megajax.inference.traffic import measure
 
     async with target() as opened:
-        return [await measure(opened, load, workload) for load in loads]
+        try:
+            return [await measure(opened, load, workload) for load in loads]
+        except ExceptionGroup as failed:  # of the requests, all for the same reason
+            raise failed.exceptions[0] from None
 
 
 def report(results: "list[Result]", json_file: str | None, figure_file: str | None) -> None:

@@ -45,7 +45,7 @@ def measure(
             f"{engine.stats().num_pages}"
         )
     generator = np.random.default_rng()  # other prompts than before: those are in the prefix cache
-    vocab_size = engine.model.config.vocab_size
+    vocab_size = engine.executor.vocab_size  # of those that the tokenizer can decode
 
     def once() -> tuple[float, float]:
         prompts = generator.integers(0, vocab_size, (batch_size, prompt_tokens)).tolist()

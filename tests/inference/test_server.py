@@ -363,6 +363,8 @@ def test_latency_and_throughput_are_measured_over_http_and_without(url, tmp_path
         assert 0 < result.first_token["p50"] <= result.first_token["p99"] <= result.whole["p99"] <= result.seconds
     assert "200/s" in table(results) and "2 at a time" in table(results)
     save(traffic(results), str(tmp_path / "figure.svg"))
+    with pytest.raises(ValueError, match="status 400: .*exceeds the 128 tokens"):
+        command.bench_server(url, KEY, [Load(concurrency=2)], Workload(num_requests=4, prompt_tokens=200, max_tokens=4))
     assert json.loads(json.dumps(results[0].record()))["num_finished"] == 6
 
     fake = FakeEngine()
