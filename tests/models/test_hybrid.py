@@ -28,6 +28,7 @@ from megajax.optim.config import OptimizerConfig
 from megajax.parallel.context import sequence_order
 from megajax.precision import PrecisionConfig
 from megajax.tasks.language import Language
+from megajax.training.batches import abstract_batch
 from megajax.training.config import LaunchConfig, TrainingConfig
 from runs import run_of
 
@@ -315,3 +316,19 @@ def test_the_engine_generates_what_the_model_predicts(trained):
 def test_what_does_not_fit_is_refused(change, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         override(config_of(tmp_path / "run"), change.split()).check()
+
+
+def test_the_program_of_mamba2_tiny_does_not_grow_with_its_layers():
+    """Unrolled, it takes minutes to compile on a busy machine."""
+
+    def num_lines(num_layers: int) -> int:
+        config = override(recipes()["mamba2_tiny"](), {"model.num_layers": num_layers, "data.source": "mock"})
+        mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+        program = config.make_program(mesh)
+        batch = config.training.schedule(config.mesh)(0)
+        arrays = abstract_batch(program.arrays(config.training), batch, mesh)
+        with jax.set_mesh(mesh):
+            lowered = program.train_step(config.training).lower(program.abstract_state, arrays, np.float32(0))
+        return lowered.as_text().count("\n")
+
+    assert num_lines(7) < 1.2 * num_lines(2)
