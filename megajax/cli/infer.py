@@ -41,8 +41,8 @@ def _truth(text: str) -> bool:
 MOST = 1_000_000  # tokens, requests, rows or repetitions of bench
 # Fields of ServingConfig, which is slow to import: (type, help).
 SERVING = {
-    "max_rows": (int, "sequences that are decoded at the same time (128; on a CPU 16)"),
-    "max_batch_tokens": (int, "prompt tokens per call of the device; longer prompts are split (4096; on a CPU 256)"),
+    "max_rows": (int, "sequences that are decoded at the same time (256; on a CPU 16)"),
+    "max_batch_tokens": (int, "prompt tokens per call of the device; longer prompts are split (8192; on a CPU 256)"),
     "max_length": (int, "maximum tokens of a sequence, prompt included; default: what the model supports, or 8192"),
     "page_size": (int, "tokens per page of keys and values (64)"),
     "num_pages": (int, "pages; default: as many as memory_fraction allows"),

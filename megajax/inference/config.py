@@ -13,9 +13,9 @@ DraftMethod = Literal["lookup", "mtp"]
 @dataclasses.dataclass(frozen=True)
 class ServingConfig:
     max_rows: Annotated[int, Range(at_least=1, at_most=2**16)] | None = None
-    """Sequences that are decoded at the same time; None: 128, on a CPU 16."""
+    """Sequences that are decoded at the same time; None: 256, on a CPU 16."""
     max_batch_tokens: Annotated[int, Range(at_least=1, at_most=2**24)] | None = None
-    """Prompt tokens per call; longer prompts are computed in chunks. None: 4096, on a CPU 256."""
+    """Prompt tokens per call; longer prompts are computed in chunks. None: 8192, on a CPU 256."""
     max_length: PositiveInt | None = None
     """Maximum tokens of a sequence, prompt included; None: what the model supports, or 8192 if it has no limit."""
     page_size: Annotated[int, Range(at_least=1, at_most=2**16)] = 64
@@ -44,7 +44,7 @@ class ServingConfig:
 
         Larger calls do not make a CPU faster, and each size is a program to compile.
         """
-        default_rows, default_tokens = (16, 256) if platform == "cpu" else (128, 4096)
+        default_rows, default_tokens = (16, 256) if platform == "cpu" else (256, 8192)
         return dataclasses.replace(
             self,
             max_rows=self.max_rows or default_rows,
