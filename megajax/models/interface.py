@@ -19,6 +19,7 @@ from flax import nnx
 from megajax.layers.block import add_by_name, add_totals
 from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import Flops, LayerConfig, Terms
+from megajax.layers.transform import Transform
 from megajax.mesh import MeshConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.ops.cross_entropy import TokenScores, cross_entropy, finish_logits, token_scores
@@ -150,6 +151,11 @@ class ModelConfig:
     def stacks(self, execution: ExecutionConfig) -> dict[str, tuple[LayerConfig, ...]]:
         """The layers of each stack, by the name of the module's attribute, in the order in which they run."""
         raise NotImplementedError
+
+    @property
+    def transforms(self) -> tuple[Transform, ...]:
+        """Of the matrices of the layers, besides those of precision.recipe: adapters."""
+        return ()
 
     @property
     def stack_roles(self) -> dict[str, StackRole]:

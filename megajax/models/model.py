@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from megajax.layers.block import rows_of_kind
 from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import Flops, LayerConfig
+from megajax.layers.transform import LowPrecision, Transform, transforming
 from megajax.models.execution import ExecutionConfig
 from megajax.models.interface import NO_REGULARISERS, LossOptions, LossTerms, ModelConfig, Objective
 from megajax.ops.cross_entropy import TokenScores
@@ -98,12 +99,16 @@ class Model:
         self.precision = precision
         self.execution = execution
         self.stages = stages
+        low = (LowPrecision(precision),) if precision.is_low else ()
+        self.transforms: tuple[Transform, ...] = (*low, *config.transforms)
+        """Of the matrices of layers."""
         self._graphdef, state = nnx.split(nnx.eval_shape(lambda: self._build(jax.random.key(0))))
         self._structure = Structure.of(state)
         self.records = records(state)
         """Nested dict of the record of each weight: axes, role."""
         self.abstract_weights = jax.eval_shape(self._cast, self._structure.to_tree(state))
         self._frozen = self._frozen_names(trained, frozen)
+        self._check_transforms()
 
     def _frozen_names(self, trained: tuple[str, ...], frozen: tuple[str, ...]) -> frozenset[str]:
         everything = jax.tree_util.tree_leaves_with_path(self.records)
@@ -120,22 +125,26 @@ class Model:
     def _build(self, key: jax.Array) -> nnx.Module:
         """The module with weights initialised from `key`."""
         options = dict(dtype=self.precision.compute_dtype, execution=self.execution, stages=self.stages)
-        module = self.config.build(nnx.Rngs(params=key), **options)
-        if self.precision.is_low:
-            self._use_low_precision(module)
+        with transforming(self.transforms):
+            module = self.config.build(nnx.Rngs(params=key), **options)
+        if self.precision.head_recipe:
+            module.head_recipe = self.precision.head_recipe
         return module
 
-    def _use_low_precision(self, module: nnx.Module) -> None:
-        stacks = [getattr(module, name) for name in self.config.stacks(self.execution)]
-        names = {name for stack in stacks for name in stack.use_low_precision(self.precision)}
-        for pattern in self.precision.low_matrices:
-            if not any(matches(name, [pattern]) for name in names):
-                raise ValueError(
-                    f"precision.low_modules: {pattern!r} matches no matrix; the layers have {', '.join(sorted(names))}"
-                )
+    def _check_transforms(self) -> None:
+        stacks = [stack.split(".") for stack in self.layer_rows]
+        layers = [self.records[stack][kind] for stack, kind in stacks]
+        leaves = [leaf for layer in layers for leaf in jax.tree_util.tree_leaves_with_path(layer)]
+        for transform in self.transforms:
+            fitting = [path for path, record in leaves if record.role == "matrix" and transform.fits(record)]
+            names = set(map(name_of, fitting))
+            for pattern in transform.matrices:
+                if not any(matches(name, [pattern]) for name in names):
+                    raise ValueError(
+                        f"{transform.field}: {pattern!r} matches no matrix; the layers have {', '.join(sorted(names))}"
+                    )
         if self.precision.head_recipe and not self.config.has_output_layer:
             raise ValueError("precision.low_modules: 'head' is the output layer, which this model lacks; leave it out")
-        module.head_recipe = self.precision.head_recipe
 
     def _init(self, key: jax.Array) -> dict:
         return self._cast(self._structure.to_tree(nnx.split(self._build(key))[1]))
@@ -286,14 +295,11 @@ class Model:
     def _num_low_rows(self, stack: str, name: str, record: Parameter) -> int:
         """In how many layers the parameter of this name is multiplied in a low-precision format. stack: a key of
         layer_rows."""
-        precision = self.precision
-        is_grouped = "experts" in record.axes
-        if not precision.is_low or record.role != "matrix" or is_grouped or not matches(name, precision.low_matrices):
+        low = next((transform for transform in self.transforms if isinstance(transform, LowPrecision)), None)
+        if low is None or record.role != "matrix" or not low.takes(name, record):
             return 0
-        first, last = precision.high_layers
         number = len(self.config.stacks(self.execution)[stack.split(".")[0]])
-        rows = self.layer_rows[stack]
-        return int(((rows >= first) & (rows < number - last)).sum())
+        return sum(row >= 0 and low.in_layer(row, number).is_active for row in self.layer_rows[stack].ravel().tolist())
 
     def training_flops(self, sequence_length: int) -> Flops:
         """FLOPs per token of forward and backward pass. The backward pass takes twice the forward pass, minus the

@@ -63,6 +63,13 @@ class ObservedWeight:
 Weight = jax.Array | Float32Gradient | QuantizedWeight | ObservedWeight
 
 
+def changed(w: Weight, change: Callable[[jax.Array], jax.Array]) -> Weight:
+    """The weight with its matrix changed; a quantised one becomes float32."""
+    if isinstance(w, Float32Gradient | ObservedWeight):
+        return dataclasses.replace(w, array=change(w.array))
+    return change(w.matrix() if isinstance(w, QuantizedWeight) else w)
+
+
 def matmul(x: jax.Array, w: Weight, num_contracted: int = 1) -> jax.Array:
     """Contracts the last `num_contracted` dims of x [..., *K] with the first of w [*K, *N] -> [..., *N].
 
