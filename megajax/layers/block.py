@@ -288,6 +288,19 @@ def _structure(config) -> Structure:
     return Structure.of(nnx.split(nnx.eval_shape(lambda: config.build(nnx.Rngs(params=0))))[1])
 
 
+def merged_layers(configs: Sequence[LayerConfig], weights: dict) -> dict:
+    """Stacked weights of layers with these configs, in which transforms are merged into the matrices; what they put
+    beside the matrices is still there."""
+    found = []
+    for row, config in enumerate(configs):
+        state = _structure(config).to_state(jax.tree.map(lambda a, row=row: a[row], weights))
+        module = nnx.merge(_graphdef(config), state)
+        for _, matrix in matrices_of(module):
+            matrix.weight.set_value(matrix.matrix())
+        found.append(_structure(config).to_tree(nnx.split(module)[1]))
+    return jax.tree.map(lambda *layers: jax.numpy.stack(layers), *found)
+
+
 def rows_of_kind(configs: Sequence, kind: str, stages: Stages | None) -> np.ndarray:
     """Layer index of each row in the stacked arrays of a kind, int32 [layers of that kind] or as Stages.rows."""
     numbers = [number for number, config in enumerate(configs) if config.kind == kind]

@@ -5,6 +5,7 @@ number format, an adapter. Its parameters are named after the Linear itself: `qu
 (parameters.py).
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from flax import nnx
 from megajax.layers.transform import Transform
 from megajax.ops import matmul as ops
 from megajax.ops.low_precision import low_precision_matmul
-from megajax.parameters import Parameter, Role, weight
+from megajax.parameters import LAYER_AXES, Parameter, Role, weight
 from megajax.precision import Recipe
 from megajax.sharding import constrain
 
@@ -29,7 +30,10 @@ class Matrix(nnx.Module):
 
     @property
     def record(self) -> Parameter:
-        return self.weight.get_metadata()["record"]
+        """Of the weight of this layer, also where the stack has stored it with those of others."""
+        record = self.weight.get_metadata()["record"]
+        axes = tuple(axis for axis in record.axes if axis not in LAYER_AXES)
+        return dataclasses.replace(record, axes=axes)
 
     def matrix(self) -> ops.Weight:
         """The effective weight, for operations that do their own product (of experts, of the chunked loss)."""
@@ -157,7 +161,7 @@ def input_axis(linears: Sequence[Linear]) -> str:
 
 def _low_precision(x, linears: Sequence[Linear], weights: Sequence[ops.Weight], axis: int, num_contracted: int):
     scalings = [linear.scaling.get_value() for linear in linears if hasattr(linear, "scaling")]
-    axes = linears[0].record.axes
+    axes = linears[0].weight.get_metadata()["record"].axes
     residual = ("embed",)
     gathered = (axes[:num_contracted] == residual, len(linears) == 1 and axes[num_contracted:] == residual)
     return low_precision_matmul(x, weights, axis, num_contracted, linears[0].recipe, gathered, scalings)

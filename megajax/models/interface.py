@@ -154,8 +154,24 @@ class ModelConfig:
 
     @property
     def transforms(self) -> tuple[Transform, ...]:
-        """Of the matrices of the layers, besides those of precision.recipe: adapters."""
+        """Of the matrices of the layers, besides that of precision.recipe: adapters. Runs that have them are exported
+        with `without_transforms`."""
         return ()
+
+    @property
+    def without_transforms(self) -> "ModelConfig":
+        """The same model once they are merged into its matrices."""
+        assert not self.transforms, self.kind
+        return self
+
+    def check_exports(self) -> None:
+        """Raises ValueError for a model whose weights other frameworks would not read as they are meant."""
+        if self.transforms:
+            names = ", ".join(type(transform).__name__ for transform in self.transforms)
+            raise ValueError(
+                f"model.kind={self.kind} has transforms beside its matrices ({names}), which other frameworks lack; "
+                "merge them first: python -m megajax.convert.export --run=RUN --output=DIR"
+            )
 
     @property
     def stack_roles(self) -> dict[str, StackRole]:

@@ -7,6 +7,7 @@ parameters, and the variables that a step updates without a gradient; `split` se
 
 import functools
 import logging
+from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from megajax.layers.block import rows_of_kind
+from megajax.layers.block import merged_layers, rows_of_kind
 from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import Flops, LayerConfig
 from megajax.layers.transform import LowPrecision, Transform, transforming
@@ -223,6 +224,25 @@ class Model:
 
         return jax.tree.map(split, weights, self.records, is_leaf=is_per_layer)
 
+    def merged(self, weights: dict) -> dict:
+        """The weights of config.without_transforms, with the transforms of this model merged into them; without stages.
+
+        Raises ValueError for a transform that cannot be merged."""
+        module = self.module(self.abstract_weights)
+        found = weights
+        for stack, rows in self.layer_rows.items():
+            name, kind = stack.split(".")
+            configs = getattr(module, name).configs
+            layers = merged_layers([configs[row] for row in rows], weights[name][kind])
+            found = found | {name: found[name] | {kind: layers}}
+        kept = jax.tree_util.tree_leaves_with_path(self.without_transforms.records)
+        names = {name_of(path) for path, _ in kept}
+        return select(found, lambda name: name in names)
+
+    @property
+    def without_transforms(self) -> "Model":
+        return Model(self.config.without_transforms, self.precision, self.execution)
+
     @staticmethod
     def stacked(weights: dict) -> dict:
         """The opposite of `per_layer`."""
@@ -240,24 +260,27 @@ class Model:
     def num_active_parameters(self) -> int:
         """Number of parameters that each token uses: of the experts only its own, as the FLOPs of the layers say."""
         of_experts = sum(p.size for p in self.parameters if "experts" in p.record.axes and p.record.is_multiplied)
-        routed = self.config.forward_flops(1).routed
-        return self.num_parameters() - of_experts + round(routed / 2)
+        return self.num_parameters() - of_experts + round(self.forward_flops(1).routed / 2)
 
     def shares_read(self) -> dict:
         """Nested dict of the share of each weight that a forward pass of a few tokens reads at least: of matrices of
         experts those of one token; of tables in which rows are looked up next to nothing, unless they are the output
         layer as well; all of the others."""
         has_head = any(record.role == "head" for record in jax.tree.leaves(self.records))
-        experts = [p for p in self.parameters if "experts" in p.record.axes and p.record.is_multiplied]
-        chosen = self.config.forward_flops(1).routed / 2 / max(sum(p.size for p in experts), 1)
 
         def share(record: Parameter) -> float:
             if "experts" in record.axes and record.is_multiplied:
-                return chosen
+                return self._chosen_share
             is_output = "vocab" in record.axes and not has_head
             return 0.0 if record.role == "embedding" and not is_output else 1.0
 
         return jax.tree.map(share, self.records)
+
+    @property
+    def _chosen_share(self) -> float:
+        """Of the matrices of experts those by which a token is multiplied."""
+        experts = [p for p in self.parameters if "experts" in p.record.axes and p.record.role == "matrix"]
+        return self.config.forward_flops(1).routed / 2 / max(sum(p.size for p in experts), 1)
 
     @functools.cached_property
     def parameters(self) -> list["CountedParameter"]:
@@ -301,10 +324,19 @@ class Model:
         number = len(self.config.stacks(self.execution)[stack.split(".")[0]])
         return sum(row >= 0 and low.in_layer(row, number).is_active for row in self.layer_rows[stack].ravel().tolist())
 
+    def forward_flops(self, sequence_length: int) -> Flops:
+        """FLOPs per token of the forward pass: those of the config, and of adapters."""
+        sizes = Counter()
+        for parameter in self.parameters:
+            if parameter.record.role == "adapter":
+                sizes["experts" in parameter.record.axes] += parameter.size
+        routed = 2 * self._chosen_share * sizes[True]
+        return self.config.forward_flops(sequence_length) + Flops(2 * sizes[False] + routed, routed=routed)
+
     def training_flops(self, sequence_length: int) -> Flops:
         """FLOPs per token of forward and backward pass. The backward pass takes twice the forward pass, minus the
         gradients of frozen matrices, estimated from their share of all matrices."""
-        forward = self.config.forward_flops(sequence_length)
+        forward = self.forward_flops(sequence_length)
         matrices = [p for p in self.parameters if p.record.is_multiplied and not p.is_looked_up]
         trained = sum(p.size for p in matrices if p.is_trained) / max(sum(p.size for p in matrices), 1)
         return forward * 2 + forward._replace(matmuls=forward.matmuls * trained, routed=forward.routed * trained)
