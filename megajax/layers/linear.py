@@ -161,7 +161,7 @@ def input_axis(linears: Sequence[Linear]) -> str:
 
 def _low_precision(x, linears: Sequence[Linear], weights: Sequence[ops.Weight], axis: int, num_contracted: int):
     scalings = [linear.scaling.get_value() for linear in linears if hasattr(linear, "scaling")]
-    axes = linears[0].weight.get_metadata()["record"].axes
+    axes = linears[0].record.axes
     residual = ("embed",)
     gathered = (axes[:num_contracted] == residual, len(linears) == 1 and axes[num_contracted:] == residual)
     return low_precision_matmul(x, weights, axis, num_contracted, linears[0].recipe, gathered, scalings)
