@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.command_line import read_config, run, split
 from benchmarks.results import step_seconds
-from megajax.config import NOW, Config
+from megajax.config import RENAMED, Config
 from megajax.devices import find_device
 from megajax.planning.memory import memory_per_device
 from megajax.planning.step_time import step_times
@@ -36,7 +36,7 @@ class Estimate:
 def config_of(command: str) -> Config:
     """What a step was measured with; fields that have moved since are found."""
     values, rest = split(shlex.split(command), dict.fromkeys(OPTIONS, ""))
-    moved = {f"--{old}": f"--{new.partition('=')[0]}" for old, new in NOW.items()}
+    moved = {f"--{old}": f"--{new.partition('=')[0]}" for old, new in RENAMED.items()}
     overrides = [argument.partition("=") for argument in rest if argument.startswith("--")]
     return read_config(values["config"], [moved.get(name, name) + equals + value for name, equals, value in overrides])
 

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-Role = Literal["matrix", "embedding", "head", "router", "vector", "variable"]
+Role = Literal["matrix", "adapter", "embedding", "head", "router", "vector", "variable"]
 
-DECAYING = ("matrix", "embedding", "head", "router")  # Megatron's rule: all but biases and norm scales
-CAST = ("matrix", "embedding", "head")  # read in the compute dtype anyway; a router computes in float32
+DECAYING = ("matrix", "adapter", "embedding", "head", "router")  # Megatron's rule: all but biases and norm scales
+CAST = ("matrix", "adapter", "embedding", "head")  # read in the compute dtype anyway; a router computes in float32
 LAYER_AXES = ("chunks", "layers")  # axes along which one array holds several layers; they come first
 STACK_AXES = (*LAYER_AXES, "experts")  # axes along which one array holds several matrices
 
@@ -28,8 +28,8 @@ class Parameter:
     axes: tuple[str, ...]
     """Logical axes, one per dim; megajax/sharding.py maps them to mesh axes."""
     role: Role
-    """matrix (of a layer), embedding (rows are looked up), head (of the output), router, vector (bias, scale) or
-    variable (not trained, updated by the step)."""
+    """matrix (of a layer), adapter (a matrix that a transform puts beside one of a layer), embedding (rows are looked
+    up), head (of the output), router, vector (bias, scale) or variable (not trained, updated by the step)."""
     num_inputs: int = 1
     """Of a matrix: how many dims, after those of the stack, a matmul contracts."""
     update: Callable[[jax.Array, jax.Array], jax.Array] | None = None
@@ -54,8 +54,8 @@ class Parameter:
 
     @property
     def is_multiplied(self) -> bool:
-        """Whether it is a factor of matmuls, whose FLOPs a layer counts."""
-        return self.role in ("matrix", "head", "router") or (self.role == "embedding" and "vocab" in self.axes)
+        """Whether it is a factor of matmuls, whose FLOPs a layer counts (Model.forward_flops those of adapters)."""
+        return self.role in DECAYING and (self.role != "embedding" or "vocab" in self.axes)
 
     @property
     def num_stacked(self) -> int:

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from megajax.config import Config
-from megajax.data.config import DataConfig
 from megajax.layers.delta_net import DeltaNetConfig
 from megajax.layers.mamba import MambaConfig
 from megajax.layers.rope import RopeConfig
@@ -25,6 +24,7 @@ from megajax.planning.memory import memory_per_device
 from megajax.planning.plan import plan_device
 from megajax.planning.step_time import step_times
 from megajax.ranges import NonNegativeFloat, PositiveInt, Range, check_fields
+from megajax.tasks.interface import task_of
 from megajax.training.config import TrainingConfig
 
 NUMBERS = [
@@ -48,7 +48,6 @@ OTHERS = {
     ),
     "t5": dict(num_decoder_layers=2, head_dim=4, decoder_length=8),
 }
-KINDS_OF_DATA = {"t5": "spans"}
 
 
 def base_config(kind: str, pipeline: int) -> Config:
@@ -58,7 +57,7 @@ def base_config(kind: str, pipeline: int) -> Config:
     model = chosen(**{field.name: small[field.name] for field in dataclasses.fields(chosen) if field.name in small})
     return Config(
         model=model,
-        data=DataConfig(kind=KINDS_OF_DATA.get(kind, "documents")),
+        task=task_of(model),
         mesh=MeshConfig(pipeline=pipeline),
         training=TrainingConfig(global_batch_size=8, sequence_length=16, microbatch_size=1 if pipeline > 1 else None),
     )

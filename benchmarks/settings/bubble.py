@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.command_line import read_config, run, split
-from megajax.config import NOW, Config
+from megajax.config import RENAMED, Config
 from megajax.parallel.schedule import bubble
 from megajax.training.reporting.console import format_bytes, format_count
 
@@ -29,7 +29,7 @@ def config_of(row: dict) -> Config:
     """The config with which a row was measured, from its command."""
     values, rest = split(shlex.split(row["command"])[3:], {"config": "", "seconds": "", "steps": ""})
     # Renamed since the record was made.
-    moved = {f"--{old}=": f"--{new.partition('=')[0]}=" for old, new in NOW.items()}
+    moved = {f"--{old}=": f"--{new.partition('=')[0]}=" for old, new in RENAMED.items()}
     return read_config(values["config"], [_renamed(argument, moved) for argument in rest])
 
 

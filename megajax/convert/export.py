@@ -3,8 +3,9 @@
 With programs that run without megajax: ... --stablehlo [--batch_size=1 --max_length=N] (convert/stablehlo.py)
 
 The output is a run directory with config, tokenizer and one step without optimizer state, which infer.py reads on any
-mesh and train.py refuses. Layers are stored in order, whatever pipeline the run had. With --dtype matrices are cast;
-vectors (norms, biases) keep their dtype, so that serving in bfloat16 computes with the same numbers.
+mesh and train.py refuses. Layers are stored in order, whatever pipeline the run had, and adapters are merged into their
+matrices. With --dtype matrices are cast; vectors (norms, biases) keep their dtype, so that serving in bfloat16 computes
+with the same numbers.
 """
 
 import contextlib
@@ -45,7 +46,11 @@ def export(run_dir: str | Path, output: str | Path, step: int | None = None, dty
     model = Model(config.model, config.precision, config.execution)
     with new_directory(output, "output") as new:
         with Checkpointer(run_dir, None) as checkpointer:
-            weights, meta = _read(checkpointer, step, model, dtype)
+            weights, meta = _read(checkpointer, step, model, None if config.model.transforms else dtype)
+        if config.model.transforms:
+            config = dataclasses.replace(config, model=config.model.without_transforms)
+            weights = _merged(model, weights, dtype)
+            meta |= {"config": dataclasses.asdict(config)}
         record = {"run": str(run_dir.resolve()), "step": step, "dtype": dtype}
         with Checkpointer(new, CheckpointConfig(keep=0)) as writer:
             writer.write(step, {"params": weights}, meta)
@@ -112,6 +117,17 @@ def _read(checkpointer: Checkpointer, step: int, model: Model, dtype: str | None
     target = jax.tree.map(lambda a, record: _spread(a, record, mesh), abstract, model.records)
     weights = checkpointer.restore_params(step, target, model.layer_rows)
     return weights, meta | {"layer_rows": {stack: numbers.tolist() for stack, numbers in model.layer_rows.items()}}
+
+
+def _merged(model: Model, weights: dict, dtype: str | None) -> dict:
+    """The weights with the transforms of the model merged into them, then cast."""
+    plain = model.without_transforms
+    abstract = plain.abstract_weights if dtype is None else plain.cast_weights(jnp.dtype(dtype))
+
+    def run(weights: dict) -> dict:
+        return jax.tree.map(lambda array, wanted: array.astype(wanted.dtype), model.merged(weights), abstract)
+
+    return jax.jit(run)(weights)
 
 
 def _spread(a: jax.ShapeDtypeStruct, record: Parameter, mesh: Mesh) -> jax.ShapeDtypeStruct:

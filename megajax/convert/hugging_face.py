@@ -110,6 +110,7 @@ class Export:
         self.run_dir = Path(run_dir)
         self.step = find_step(run_dir, step)
         config = Config.load(run_dir, self.step)
+        config.model.check_exports()
         self.tokenizer = load_saved_tokenizer(run_dir, config.data.tokenizer)
         self.family = _family(self.run_dir, config, architecture)
         written = self.family.form.trained_for(config.model, config.training.sequence_length)

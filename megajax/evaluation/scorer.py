@@ -62,10 +62,10 @@ class Scorer:
 
         def finish():
             rows, scores, order = running.pop()
-            log_probs, top = jax.device_get(scores)
+            scores = jax.device_get(scores)
             for row, number in enumerate(rows):
                 labels = sequences[number][1:]
-                found = (array[row, order][: len(labels)] for array in (log_probs, top))
+                found = (array[row, order][: len(labels)] for array in (scores.log_probs, scores.top))
                 results[number] = Scores(next(found), next(found) == labels)
 
         with jax.set_mesh(self.mesh):
@@ -140,4 +140,4 @@ class Scorer:
 def _scores(model: Model, params: dict, batch: dict) -> TokenScores:
     """Replicated, so that every process can read them."""
     batch = {name: constrain(array, "batch", "time") for name, array in batch.items()}
-    return TokenScores(*(jax.lax.with_sharding_constraint(a, P()) for a in model.scores(params, batch)))
+    return jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, P()), model.scores(params, batch))

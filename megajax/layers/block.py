@@ -17,10 +17,10 @@ from flax import nnx
 
 from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import LayerConfig, Saved, Terms
-from megajax.layers.linear import use_low_precision
+from megajax.layers.linear import matrices_of
+from megajax.layers.transform import Transform, current_transforms
 from megajax.parallel.schedule import Stages
 from megajax.parameters import LAYER_AXES, Structure, is_per_layer, is_variable
-from megajax.precision import PrecisionConfig
 
 logger = logging.getLogger("megajax")
 
@@ -35,25 +35,17 @@ class Stack(nnx.Module):
         """stages: those of the pipeline that runs the layers through run_stage; None: __call__ runs them.
         is_on_all_ranks: whether every rank of a pipeline runs all of the layers, through __call__."""
         self.configs = tuple(layers) if stages is None else tuple(layer.saving_by_name() for layer in layers)
+        if transforms := current_transforms():
+            self.configs = tuple(
+                TransformedLayer(config, tuple(transform.in_layer(number, len(layers)) for transform in transforms))
+                for number, config in enumerate(self.configs)
+            )
         self.scan = scan
         key = rngs.params()
         for kind in dict.fromkeys(config.kind for config in self.configs):
             rows = rows_of_kind(self.configs, kind, stages)
             axes = ("chunks",) if is_on_all_ranks else LAYER_AXES[-rows.ndim :]
             setattr(self, kind, _build_stacked(self.configs, key, rows, axes))
-
-    def use_low_precision(self, precision: PrecisionConfig) -> list[str]:
-        """Computes the matmuls of the layers in the format of precision.recipe, except for the layers at both ends ->
-        the names of all matrices in the layers."""
-        first, last = precision.high_layers
-        low = range(first, len(self.configs) - last)
-        self.configs = tuple(
-            LowPrecisionLayer(config, precision, number in low) for number, config in enumerate(self.configs)
-        )
-        names = []
-        for kind in dict.fromkeys(config.kind for config in self.configs):
-            names += use_low_precision(getattr(self, kind), precision, is_active=True)
-        return names
 
     def __call__(self, x, inputs: dict, caches: Sequence | None = None, key: DropoutKey | None = None):
         """Runs all layers -> (x, caches, their Terms combined by `total`).
@@ -123,13 +115,11 @@ class Stack(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class LowPrecisionLayer:
-    """A layer of a stack whose precision.recipe is a low-precision format; what the stack needs of a LayerConfig."""
+class TransformedLayer:
+    """A layer whose matrices have transforms; what the stack needs of a LayerConfig."""
 
     layer: LayerConfig
-    precision: PrecisionConfig
-    is_low: bool
-    """False: its matmuls are those of precision.compute, but its parameters are the same."""
+    transforms: tuple[Transform, ...]
 
     @property
     def kind(self) -> str:
@@ -141,7 +131,10 @@ class LowPrecisionLayer:
 
     def build(self, rngs: nnx.Rngs) -> nnx.Module:
         module = self.layer.build(rngs)
-        use_low_precision(module, self.precision, is_active=self.is_low)
+        for name, matrix in matrices_of(module):
+            for transform in self.transforms:
+                if transform.takes(name, matrix.record):
+                    transform.apply(matrix, rngs)
         return module
 
 
@@ -293,6 +286,19 @@ def _graphdef(config):
 @functools.cache
 def _structure(config) -> Structure:
     return Structure.of(nnx.split(nnx.eval_shape(lambda: config.build(nnx.Rngs(params=0))))[1])
+
+
+def merged_layers(configs: Sequence[LayerConfig], weights: dict) -> dict:
+    """Stacked weights of layers with these configs, in which transforms are merged into the matrices; what they put
+    beside the matrices is still there."""
+    found = []
+    for row, config in enumerate(configs):
+        state = _structure(config).to_state(jax.tree.map(lambda a, row=row: a[row], weights))
+        module = nnx.merge(_graphdef(config), state)
+        for _, matrix in matrices_of(module):
+            matrix.weight.set_value(matrix.matrix())
+        found.append(_structure(config).to_tree(nnx.split(module)[1]))
+    return jax.tree.map(lambda *layers: jax.numpy.stack(layers), *found)
 
 
 def rows_of_kind(configs: Sequence, kind: str, stages: Stages | None) -> np.ndarray:

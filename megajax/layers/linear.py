@@ -1,27 +1,52 @@
 """Linear layers: the only place where layers multiply by their weight matrices.
 
-A Linear owns a weight, optionally a bias, and whatever belongs to them: the scales of a number format, an adapter. Its
-parameters are named after the Linear itself: `query` and `query_bias` in a checkpoint (parameters.py).
+A Linear owns a weight, optionally a bias, and what transforms put beside them (layers/transform.py): the scales of a
+number format, an adapter. Its parameters are named after the Linear itself: `query` and `query_bias` in a checkpoint
+(parameters.py).
 """
 
-import functools
-import logging
-from collections.abc import Sequence
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from megajax.layers.transform import Transform
 from megajax.ops import matmul as ops
-from megajax.ops.low_precision import DelayedScaling, low_precision_matmul
-from megajax.parameters import LAYER_AXES, Role, matches, variable, weight
-from megajax.precision import PrecisionConfig, Recipe
+from megajax.ops.low_precision import low_precision_matmul
+from megajax.parameters import LAYER_AXES, Parameter, Role, weight
+from megajax.precision import Recipe
 from megajax.sharding import constrain
 
-logger = logging.getLogger("megajax")
+
+class Matrix(nnx.Module):
+    """A weight and what its transforms put beside it."""
+
+    weight: nnx.Param
+    transforms: tuple[Transform, ...] = ()
+
+    @property
+    def record(self) -> Parameter:
+        """Of the weight of this layer, also where the stack has stored it with those of others."""
+        record = self.weight.get_metadata()["record"]
+        axes = tuple(axis for axis in record.axes if axis not in LAYER_AXES)
+        return dataclasses.replace(record, axes=axes)
+
+    def matrix(self) -> ops.Weight:
+        """The effective weight, for operations that do their own product (of experts, of the chunked loss)."""
+        return self._merged(self.transforms)
+
+    def _merged(self, transforms: Sequence[Transform]) -> ops.Weight:
+        w = self.weight[...]
+        for transform in transforms:
+            w = ops.changed(w, lambda array, transform=transform: transform.merged(self, array))
+        return w
 
 
-class Linear(nnx.Module):
+class Linear(Matrix):
     """x [..., *K] -> x w + b [..., *N], with w [*K, *N] and, if there is one, b [*N]."""
 
     recipe: Recipe | None = None
@@ -39,42 +64,38 @@ class Linear(nnx.Module):
     ):
         """inputs, outputs: the dims *K and *N; axes: the logical axis of each, in that order."""
         self.num_inputs = len(inputs)
+        self.outputs = tuple(outputs)
         init = nnx.initializers.normal(init_std)
         self.weight = weight((*inputs, *outputs), axes, init, rngs, role, self.num_inputs)
 
     def add_bias_parameter(self, rngs: nnx.Rngs) -> None:
         """Adds a bias of zeros. A bias on the residual stream is replicated on every device, like the scales of
         norms."""
-        value = self.weight.get_value()
-        axes = self.weight.get_metadata()["record"].axes[self.num_inputs :]
-        axes = ["norm" if axis == "embed" else axis for axis in axes]
-        self.bias = weight(value.shape[self.num_inputs :], axes, nnx.initializers.zeros, rngs, "vector")
-
-    def matrix(self) -> jax.Array:
-        """The effective weight, for operations that do their own matmul (the chunked loss)."""
-        return self.weight[...]
-
-    def use_low_precision(self, precision: PrecisionConfig, *, is_active: bool) -> None:
-        """Computes the product in the format of precision.recipe if active. Adds the scales of earlier steps in either
-        case, so that all layers of a stack have the same parameters."""
-        self.recipe = precision.recipe if is_active else None
-        if precision.recipe == "fp8_delayed":
-            axes = self.weight.get_metadata()["record"].axes
-            lead = [axis for axis in axes if axis in LAYER_AXES]
-            shape = (*self.weight.get_value().shape[: len(lead)], 3, 1 + precision.amax_history)
-            initial = DelayedScaling.initial(precision.amax_history)
-            self.scaling = variable(
-                shape,
-                (*lead, "scaling", "scaling"),
-                lambda key, shape: jnp.broadcast_to(initial, shape),
-                nnx.Rngs(params=0),
-                DelayedScaling(precision.amax_margin),
-            )
+        axes = ["norm" if axis == "embed" else axis for axis in self.record.axes[self.num_inputs :]]
+        self.bias = weight(self.outputs, axes, nnx.initializers.zeros, rngs, "vector")
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        w = self.multiplied()
         if self.recipe is not None:
-            return self.add_bias(_low_precision(x, (self,), (self.weight[...],), 0, self.num_inputs))
-        return self.add_bias(ops.matmul(x, self.weight[...], self.num_inputs))
+            y = _low_precision(x, (self,), (w,), 0, self.num_inputs)
+        else:
+            y = ops.matmul(x, w, self.num_inputs)
+        return self.add_bias(self.changed(x, y))
+
+    def multiplied(self) -> ops.Weight:
+        """The weight by which x is multiplied, with all transforms merged but those that `changed` applies."""
+        return self._merged(self.transforms[: self._num_merged])
+
+    def changed(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        """The product of x, from that with `multiplied()`."""
+        for transform in self.transforms[self._num_merged :]:
+            y = transform.output(self, x, y)
+        return y
+
+    @property
+    def _num_merged(self) -> int:
+        """Up to the last transform that has to be merged, all are, so that they keep their order."""
+        return max((n for n, transform in enumerate(self.transforms, 1) if transform.output is None), default=0)
 
     def add_bias(self, y: jax.Array) -> jax.Array:
         """y [..., *N], a product with the weight, plus the bias; y itself without one."""
@@ -92,7 +113,7 @@ class GatheredLinear(Linear):
         return self.add_bias(ops.matmul(x, constrain(self.weight[...], None, None)))
 
 
-class GroupedLinear(nnx.Module):
+class GroupedLinear(Matrix):
     """One matrix per group [E, K, N], for ops/grouped_matmul.py."""
 
     def __init__(
@@ -113,10 +134,23 @@ def side_by_side(
     With a low-precision format the weights share a scale, if all of them have that format. has_gradient: False with a
     cache, where one product per weight is faster.
     """
-    weights = [linear.weight[...].reshape(shape) for linear in linears]
+    weights = [linear.multiplied().reshape(shape) for linear in linears]
     if all(linear.recipe is not None for linear in linears):
-        return _low_precision(x, linears, weights, axis, 1)
-    return ops.matmul_side_by_side(x, weights, axis, has_gradient=has_gradient)
+        y = _low_precision(x, linears, weights, axis, 1)
+    else:
+        y = ops.matmul_side_by_side(x, weights, axis, has_gradient=has_gradient)
+    return _changed(x, y, linears, x.ndim - 2 + axis) if any(linear.transforms for linear in linears) else y
+
+
+def _changed(x: jax.Array, y: jax.Array, linears: Sequence[Linear], axis: int) -> jax.Array:
+    """Products side by side along `axis`, each as the transforms of its matrix change it."""
+    width = math.prod(y.shape[x.ndim - 1 :]) // y.shape[axis]
+    ends = itertools.accumulate(math.prod(linear.outputs) // width for linear in linears[:-1])
+    parts = zip(linears, jnp.split(y, tuple(ends), axis), strict=True)
+    changed = [
+        linear.changed(x, part.reshape(*x.shape[:-1], *linear.outputs)).reshape(part.shape) for linear, part in parts
+    ]
+    return jnp.concatenate(changed, axis)
 
 
 def input_axis(linears: Sequence[Linear]) -> str:
@@ -127,7 +161,7 @@ def input_axis(linears: Sequence[Linear]) -> str:
 
 def _low_precision(x, linears: Sequence[Linear], weights: Sequence[ops.Weight], axis: int, num_contracted: int):
     scalings = [linear.scaling.get_value() for linear in linears if hasattr(linear, "scaling")]
-    axes = linears[0].weight.get_metadata()["record"].axes
+    axes = linears[0].record.axes
     residual = ("embed",)
     gathered = (axes[:num_contracted] == residual, len(linears) == 1 and axes[num_contracted:] == residual)
     return low_precision_matmul(x, weights, axis, num_contracted, linears[0].recipe, gathered, scalings)
@@ -140,21 +174,8 @@ def add_stacked_biases(y: jax.Array, linears: Sequence[Linear]) -> jax.Array:
     return ops.add_bias(y, jnp.stack([linear.bias[...] for linear in linears]))
 
 
-def use_low_precision(module: nnx.Module, precision: PrecisionConfig, *, is_active: bool) -> list[str]:
-    """Gives the matrices of a layer, or of several stacked ones, the format of precision.recipe, where
-    precision.low_modules names them in the layer -> their names."""
-    found = []
-    for path, part in nnx.iter_modules(module):
-        name = ".".join(map(str, path))
-        if isinstance(part, GroupedLinear):
-            _log_experts(precision.recipe)
-        if isinstance(part, Linear) and part.weight.get_metadata()["record"].role == "matrix":
-            found.append(name)
-            if matches(name, precision.low_matrices):
-                part.use_low_precision(precision, is_active=is_active)
-    return found
-
-
-@functools.cache
-def _log_experts(recipe: Recipe) -> None:
-    logger.warning("precision.recipe=%s: matmuls of experts remain in precision.compute", recipe)
+def matrices_of(layer: nnx.Module) -> Iterator[tuple[str, Matrix]]:
+    """The matrices of a layer that have the role of one, by name."""
+    for path, part in nnx.iter_modules(layer):
+        if isinstance(part, Matrix) and part.record.role == "matrix":
+            yield ".".join(map(str, path)), part

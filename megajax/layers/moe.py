@@ -247,8 +247,8 @@ class Experts(nnx.Module):
     def _few(self, x_BTD: jax.Array, choice: Choice) -> jax.Array | None:
         """The routed experts of a few tokens; None: they take the way of training."""
         num_tokens = x_BTD.shape[0] * x_BTD.shape[1]
-        wide = [linear.weight[...] for linear in self._wide()]
-        down = self.down.weight[...]
+        wide = [linear.matrix() for linear in self._wide()]
+        down = self.down.matrix()
         x_nD, experts_nK, weights_nK = (a.reshape(num_tokens, -1) for a in (x_BTD, *choice))
         if num_tokens > MAX_FEW or few_tokens_problem(experts_nK, [*wide, down], x_BTD.dtype):
             return None
@@ -261,8 +261,8 @@ class Experts(nnx.Module):
         exchange = choose_exchange(x_BTD.shape[:2], config.moe.num_experts, config.top_k, **how)
         log_exchange(exchange)
         run = functools.partial(_round, config.activation, exchange)
-        wide = [linear.weight[...] for linear in self._wide()]
-        operands = (x_BTD, choice.weights_BTK, wide, self.down.weight[...])
+        wide = [linear.matrix() for linear in self._wide()]
+        operands = (x_BTD, choice.weights_BTK, wide, self.down.matrix())
         if exchange.num_rounds == 1:
             return run(0, choice.experts_BTK, operands)
         needed = rounds_needed(choice.experts_BTK, exchange)

@@ -19,6 +19,7 @@ from flax import nnx
 from megajax.layers.block import add_by_name, add_totals
 from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import Flops, LayerConfig, Terms
+from megajax.layers.transform import Transform
 from megajax.mesh import MeshConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.ops.cross_entropy import TokenScores, cross_entropy, finish_logits, token_scores
@@ -150,6 +151,27 @@ class ModelConfig:
     def stacks(self, execution: ExecutionConfig) -> dict[str, tuple[LayerConfig, ...]]:
         """The layers of each stack, by the name of the module's attribute, in the order in which they run."""
         raise NotImplementedError
+
+    @property
+    def transforms(self) -> tuple[Transform, ...]:
+        """Of the matrices of the layers, besides that of precision.recipe: adapters. Runs that have them are exported
+        with `without_transforms`."""
+        return ()
+
+    @property
+    def without_transforms(self) -> "ModelConfig":
+        """The same model once they are merged into its matrices."""
+        assert not self.transforms, self.kind
+        return self
+
+    def check_exports(self) -> None:
+        """Raises ValueError for a model whose weights other frameworks would not read as they are meant."""
+        if self.transforms:
+            names = ", ".join(type(transform).__name__ for transform in self.transforms)
+            raise ValueError(
+                f"model.kind={self.kind} has transforms beside its matrices ({names}), which other frameworks lack; "
+                "merge them first: python -m megajax.convert.export --run=RUN --output=DIR"
+            )
 
     @property
     def stack_roles(self) -> dict[str, StackRole]:

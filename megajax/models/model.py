@@ -7,6 +7,7 @@ parameters, and the variables that a step updates without a gradient; `split` se
 
 import functools
 import logging
+from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
@@ -16,9 +17,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from megajax.layers.block import rows_of_kind
+from megajax.layers.block import merged_layers, rows_of_kind
 from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import Flops, LayerConfig
+from megajax.layers.transform import LowPrecision, Transform, transforming
 from megajax.models.execution import ExecutionConfig
 from megajax.models.interface import NO_REGULARISERS, LossOptions, LossTerms, ModelConfig, Objective
 from megajax.ops.cross_entropy import TokenScores
@@ -98,12 +100,16 @@ class Model:
         self.precision = precision
         self.execution = execution
         self.stages = stages
+        low = (LowPrecision(precision),) if precision.is_low else ()
+        self.transforms: tuple[Transform, ...] = (*low, *config.transforms)
+        """Of the matrices of layers."""
         self._graphdef, state = nnx.split(nnx.eval_shape(lambda: self._build(jax.random.key(0))))
         self._structure = Structure.of(state)
         self.records = records(state)
         """Nested dict of the record of each weight: axes, role."""
         self.abstract_weights = jax.eval_shape(self._cast, self._structure.to_tree(state))
         self._frozen = self._frozen_names(trained, frozen)
+        self._check_transforms()
 
     def _frozen_names(self, trained: tuple[str, ...], frozen: tuple[str, ...]) -> frozenset[str]:
         everything = jax.tree_util.tree_leaves_with_path(self.records)
@@ -120,22 +126,26 @@ class Model:
     def _build(self, key: jax.Array) -> nnx.Module:
         """The module with weights initialised from `key`."""
         options = dict(dtype=self.precision.compute_dtype, execution=self.execution, stages=self.stages)
-        module = self.config.build(nnx.Rngs(params=key), **options)
-        if self.precision.is_low:
-            self._use_low_precision(module)
+        with transforming(self.transforms):
+            module = self.config.build(nnx.Rngs(params=key), **options)
+        if self.precision.head_recipe:
+            module.head_recipe = self.precision.head_recipe
         return module
 
-    def _use_low_precision(self, module: nnx.Module) -> None:
-        stacks = [getattr(module, name) for name in self.config.stacks(self.execution)]
-        names = {name for stack in stacks for name in stack.use_low_precision(self.precision)}
-        for pattern in self.precision.low_matrices:
-            if not any(matches(name, [pattern]) for name in names):
-                raise ValueError(
-                    f"precision.low_modules: {pattern!r} matches no matrix; the layers have {', '.join(sorted(names))}"
-                )
+    def _check_transforms(self) -> None:
+        stacks = [stack.split(".") for stack in self.layer_rows]
+        layers = [self.records[stack][kind] for stack, kind in stacks]
+        leaves = [leaf for layer in layers for leaf in jax.tree_util.tree_leaves_with_path(layer)]
+        for transform in self.transforms:
+            fitting = [path for path, record in leaves if record.role == "matrix" and transform.fits(record)]
+            names = set(map(name_of, fitting))
+            for pattern in transform.matrices:
+                if not any(matches(name, [pattern]) for name in names):
+                    raise ValueError(
+                        f"{transform.field}: {pattern!r} matches no matrix; the layers have {', '.join(sorted(names))}"
+                    )
         if self.precision.head_recipe and not self.config.has_output_layer:
             raise ValueError("precision.low_modules: 'head' is the output layer, which this model lacks; leave it out")
-        module.head_recipe = self.precision.head_recipe
 
     def _init(self, key: jax.Array) -> dict:
         return self._cast(self._structure.to_tree(nnx.split(self._build(key))[1]))
@@ -214,6 +224,25 @@ class Model:
 
         return jax.tree.map(split, weights, self.records, is_leaf=is_per_layer)
 
+    def merged(self, weights: dict) -> dict:
+        """The weights of config.without_transforms, with the transforms of this model merged into them; without stages.
+
+        Raises ValueError for a transform that cannot be merged."""
+        module = self.module(self.abstract_weights)
+        found = weights
+        for stack, rows in self.layer_rows.items():
+            name, kind = stack.split(".")
+            configs = getattr(module, name).configs
+            layers = merged_layers([configs[row] for row in rows], weights[name][kind])
+            found = found | {name: found[name] | {kind: layers}}
+        kept = jax.tree_util.tree_leaves_with_path(self.without_transforms.records)
+        names = {name_of(path) for path, _ in kept}
+        return select(found, lambda name: name in names)
+
+    @property
+    def without_transforms(self) -> "Model":
+        return Model(self.config.without_transforms, self.precision, self.execution)
+
     @staticmethod
     def stacked(weights: dict) -> dict:
         """The opposite of `per_layer`."""
@@ -231,24 +260,27 @@ class Model:
     def num_active_parameters(self) -> int:
         """Number of parameters that each token uses: of the experts only its own, as the FLOPs of the layers say."""
         of_experts = sum(p.size for p in self.parameters if "experts" in p.record.axes and p.record.is_multiplied)
-        routed = self.config.forward_flops(1).routed
-        return self.num_parameters() - of_experts + round(routed / 2)
+        return self.num_parameters() - of_experts + round(self.forward_flops(1).routed / 2)
 
     def shares_read(self) -> dict:
         """Nested dict of the share of each weight that a forward pass of a few tokens reads at least: of matrices of
         experts those of one token; of tables in which rows are looked up next to nothing, unless they are the output
         layer as well; all of the others."""
         has_head = any(record.role == "head" for record in jax.tree.leaves(self.records))
-        experts = [p for p in self.parameters if "experts" in p.record.axes and p.record.is_multiplied]
-        chosen = self.config.forward_flops(1).routed / 2 / max(sum(p.size for p in experts), 1)
 
         def share(record: Parameter) -> float:
             if "experts" in record.axes and record.is_multiplied:
-                return chosen
+                return self._chosen_share
             is_output = "vocab" in record.axes and not has_head
             return 0.0 if record.role == "embedding" and not is_output else 1.0
 
         return jax.tree.map(share, self.records)
+
+    @property
+    def _chosen_share(self) -> float:
+        """Of the matrices of experts those by which a token is multiplied."""
+        experts = [p for p in self.parameters if "experts" in p.record.axes and p.record.role == "matrix"]
+        return self.config.forward_flops(1).routed / 2 / max(sum(p.size for p in experts), 1)
 
     @functools.cached_property
     def parameters(self) -> list["CountedParameter"]:
@@ -286,19 +318,25 @@ class Model:
     def _num_low_rows(self, stack: str, name: str, record: Parameter) -> int:
         """In how many layers the parameter of this name is multiplied in a low-precision format. stack: a key of
         layer_rows."""
-        precision = self.precision
-        is_grouped = "experts" in record.axes
-        if not precision.is_low or record.role != "matrix" or is_grouped or not matches(name, precision.low_matrices):
+        low = next((transform for transform in self.transforms if isinstance(transform, LowPrecision)), None)
+        if low is None or record.role != "matrix" or not low.takes(name, record):
             return 0
-        first, last = precision.high_layers
         number = len(self.config.stacks(self.execution)[stack.split(".")[0]])
-        rows = self.layer_rows[stack]
-        return int(((rows >= first) & (rows < number - last)).sum())
+        return sum(row >= 0 and low.in_layer(row, number).is_active for row in self.layer_rows[stack].ravel().tolist())
+
+    def forward_flops(self, sequence_length: int) -> Flops:
+        """FLOPs per token of the forward pass: those of the config, and of adapters."""
+        sizes = Counter()
+        for parameter in self.parameters:
+            if parameter.record.role == "adapter":
+                sizes["experts" in parameter.record.axes] += parameter.size
+        routed = 2 * self._chosen_share * sizes[True]
+        return self.config.forward_flops(sequence_length) + Flops(2 * sizes[False] + routed, routed=routed)
 
     def training_flops(self, sequence_length: int) -> Flops:
         """FLOPs per token of forward and backward pass. The backward pass takes twice the forward pass, minus the
         gradients of frozen matrices, estimated from their share of all matrices."""
-        forward = self.config.forward_flops(sequence_length)
+        forward = self.forward_flops(sequence_length)
         matrices = [p for p in self.parameters if p.record.is_multiplied and not p.is_looked_up]
         trained = sum(p.size for p in matrices if p.is_trained) / max(sum(p.size for p in matrices), 1)
         return forward * 2 + forward._replace(matmuls=forward.matmuls * trained, routed=forward.routed * trained)

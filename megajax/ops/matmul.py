@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import logging
 import math
 from collections.abc import Callable, Sequence
 from types import EllipsisType
@@ -12,6 +13,8 @@ import jax.numpy as jnp
 
 from megajax.ops.quantized_matmul import QuantizedWeight
 from megajax.parameters import observe_arrays
+
+logger = logging.getLogger("megajax")
 
 MIN_JOINED_ROWS = 512
 
@@ -61,6 +64,24 @@ class ObservedWeight:
 
 
 Weight = jax.Array | Float32Gradient | QuantizedWeight | ObservedWeight
+
+
+def changed(w: Weight, change: Callable[[jax.Array], jax.Array]) -> Weight:
+    """The weight with its matrix changed; a quantised one becomes float32, as the log says."""
+    if isinstance(w, Float32Gradient | ObservedWeight):
+        return dataclasses.replace(w, array=change(w.array))
+    if isinstance(w, QuantizedWeight):
+        _log_whole()
+        return change(w.matrix())
+    return change(w)
+
+
+@functools.cache
+def _log_whole() -> None:
+    logger.warning(
+        "transforms that change a matrix in 8 bits multiply by it in float32; merge them first, with megajax.convert."
+        "export"
+    )
 
 
 def matmul(x: jax.Array, w: Weight, num_contracted: int = 1) -> jax.Array:

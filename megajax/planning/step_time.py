@@ -141,7 +141,7 @@ def low_share(model: Model, device: Device) -> float:
     if not model.precision.is_low or FORMATS[model.precision.recipe].is_emulated or device.fp8_peak_flops is None:
         return 0.0
     by_all = [p for p in model.parameters if p.record.is_multiplied and not p.is_looked_up and p.num_experts == 1]
-    of_experts = model.config.forward_flops(1).routed / 2  # elements that multiply a token
+    of_experts = model.forward_flops(1).routed / 2  # elements that multiply a token
     return sum(p.low_size for p in by_all) / (sum(p.size for p in by_all) + of_experts)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import numpy as np
@@ -131,14 +132,25 @@ def test_scales_follow_the_magnitudes_of_the_last_steps(on_one_device):
     np.testing.assert_array_equal(variables["mlp"]["gate_scaling"], variables["mlp"]["up_scaling"])
 
 
-def num_roundings(config=LLAMA, **changes) -> int:
-    """Arrays that the forward pass rounds to e4m3."""
+def forward_pass(config=LLAMA, **changes) -> str:
+    """The program of the loss."""
     precision = dataclasses.replace(PRECISION, **{"recipe": "fp8", "amax_history": 1024, **changes})
     model = Model(config, precision)
     arrays = {name: a[0] for name, a in batch(0).items()}
     arrays["loss_weights"] = arrays.pop("loss_mask")
-    program = jax.make_jaxpr(lambda weights: model.loss(weights, arrays, Language()).total())(model.abstract_weights)
-    return str(program).count("new_dtype=float8_e4m3fn")
+    return str(jax.make_jaxpr(lambda weights: model.loss(weights, arrays, Language()).total())(model.abstract_weights))
+
+
+def num_roundings(config=LLAMA, **changes) -> int:
+    """Arrays that the forward pass rounds to e4m3."""
+    return forward_pass(config, **changes).count("new_dtype=float8_e4m3fn")
+
+
+def test_tensor_gathers_inputs_after_they_are_rounded():
+    """Of query, key and value, and of gate and up."""
+    with jax.set_mesh(make_mesh(MeshConfig(tensor=2), jax.devices()[:2])):
+        program = forward_pass(high_layers=(0, 0))
+    assert len(re.findall(r":f8_e4m3fn\S* = sharding_constraint", program)) == 3 * 2
 
 
 def test_only_the_chosen_modules_of_inner_layers_are_rounded():

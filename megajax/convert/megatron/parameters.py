@@ -134,6 +134,7 @@ def _fits(name: str, found: tuple, wanted: tuple) -> bool:
 
 def _check_table(config: ModelConfig) -> None:
     """Raises ValueError for a parameter that the table leaves out, or that the model config does."""
+    config.check_exports()
     ours = [path for entry in table_of(config) for path in entry.ours]
     expected = _flat(Model(config).abstract_weights)
     for path in {**dict.fromkeys(ours), **expected}:

@@ -20,4 +20,4 @@ def test_loader_reports_every_format(monkeypatch, capsys):
     monkeypatch.setattr(loader, "MOST_STEPS", 40)
     loader.main(["--sequence_length=64", "--seconds=0.05"])
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(loader.FORMATS) and all("million tokens/s" in line for line in lines)
+    assert len(lines) == len(loader.TASKS) and all("million tokens/s" in line for line in lines)

@@ -1,0 +1,115 @@
+"""Transforms of the matrices of layers, chosen by name: a number format, an adapter.
+
+A transform wraps a matrix, never a layer: no layer and no family knows of it. It can put parameters beside the weight,
+change the weight, or change the product. Those of a model (Model.transforms) are applied, in their order, when a stack
+builds its layers.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import ClassVar, Self
+
+import jax
+from flax import nnx
+
+from megajax.ops.low_precision import DelayedScaling
+from megajax.parameters import Parameter, matches, variable
+from megajax.precision import PrecisionConfig, Recipe
+
+logger = logging.getLogger("megajax")
+
+_CURRENT: ContextVar[tuple["Transform", ...]] = ContextVar("transforms", default=())
+
+
+class Transform:
+    """Base of a transform: a frozen dataclass. Its methods get the Matrix (layers/linear.py) that it is applied to."""
+
+    field: ClassVar[str]
+    """The field of the config that chooses the matrices."""
+    matrices: tuple[str, ...]
+    """Shell patterns of the matrices, by their name in a layer: attention.query, mlp.down."""
+
+    def in_layer(self, number: int, num_layers: int) -> Self:
+        """The transform as a layer of a stack has it. All layers of one kind must have the same parameters."""
+        return self
+
+    def fits(self, record: Parameter) -> bool:
+        """Whether it can be applied to a matrix with this record."""
+        return True
+
+    def takes(self, name: str, record: Parameter) -> bool:
+        """Whether it is applied to the matrix of this name in a layer."""
+        return self.fits(record) and matches(name, self.matrices)
+
+    def apply(self, matrix: nnx.Module, rngs: nnx.Rngs) -> None:
+        """Called once a layer is built. An override adds parameters: `matrix.lora_a = weight(..., "adapter")`, which
+        is `query_lora_a` in a checkpoint, with axes from `matrix.record`."""
+        matrix.transforms += (self,)
+
+    def merged(self, matrix: nnx.Module, w: jax.Array) -> jax.Array:
+        """The weight [*K, *N] or, of experts, [E, K, N], in w's dtype, that alone gives the products of `w` with this
+        transform. Raises ValueError if there is none; then `output` is needed, and the model cannot be exported."""
+        raise NotImplementedError
+
+    output: Callable[[nnx.Module, jax.Array, jax.Array], jax.Array] | None = None
+    """(matrix, x [..., *K], y [..., *N]) -> the product of x, from the product y before this transform; None: products
+    read the merged weight, as those of experts always do."""
+
+
+@contextlib.contextmanager
+def transforming(transforms: Sequence[Transform]) -> Iterator[None]:
+    """Stacks that are built inside apply these transforms to the matrices of their layers."""
+    token = _CURRENT.set(tuple(transforms))
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def current_transforms() -> tuple[Transform, ...]:
+    return _CURRENT.get()
+
+
+@dataclasses.dataclass(frozen=True)
+class LowPrecision(Transform):
+    """Rounds the operands of products to the format of precision.recipe."""
+
+    precision: PrecisionConfig
+    is_active: bool = True
+    """False: in a layer that stays in precision.compute, which has the same parameters all the same."""
+
+    field = "precision.low_modules"
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        return self.precision.low_matrices
+
+    def in_layer(self, number: int, num_layers: int) -> Self:
+        first, last = self.precision.high_layers
+        return dataclasses.replace(self, is_active=first <= number < num_layers - last)
+
+    def fits(self, record: Parameter) -> bool:
+        if "experts" in record.axes:
+            _log_experts(self.precision.recipe)
+        return "experts" not in record.axes
+
+    def apply(self, matrix: nnx.Module, rngs: nnx.Rngs) -> None:
+        precision = self.precision
+        matrix.recipe = precision.recipe if self.is_active else None
+        if precision.recipe == "fp8_delayed":
+            matrix.scaling = variable(
+                (3, 1 + precision.amax_history),
+                ("scaling", "scaling"),
+                lambda key, shape: DelayedScaling.initial(precision.amax_history),
+                rngs,
+                DelayedScaling(precision.amax_margin),
+            )
+
+
+@functools.cache
+def _log_experts(recipe: Recipe) -> None:
+    logger.warning("precision.recipe=%s: matmuls of experts remain in precision.compute", recipe)
