@@ -472,6 +472,7 @@ RENAMED = {
     "training.compiler_options": "execution.compiler_options",
     "training.most_skipped_in_a_row": "training.max_consecutive_skips",
     "optimizer.most_grad_norm": "optimizer.skip_grad_norm_above",
+    "model.recompute_modules": "execution.recompute=MODULES",
     "execution.recompute_modules": "execution.recompute=MODULES",
     "model.moe.router.softmax_first": "model.moe.router.score=softmax_all",
     "model.qk_norm_scope": "model.qk_norm=all_heads",

@@ -23,6 +23,7 @@ from megajax.quantization import __main__ as command
 from megajax.quantization.calibrate import channel_ranges_and_counts, errors, input_ranges, percentile_of
 from megajax.quantization.observe import batches_of, observe
 from megajax.quantization.smooth import smoothed, smoothing
+from megajax.tasks.language import Language
 
 MODEL = DecoderConfig(
     num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=48, vocab_size=257, max_positions=32,
@@ -139,7 +140,8 @@ def test_smoothing_changes_no_result_and_helps_against_outliers(parts):
         )
     )  # fmt: skip
     new = smoothed(weights, factors)
-    same = dict(new=jax.jit(model.loss)(new, batches[0]).main, old=jax.jit(model.loss)(weights, batches[0]).main)
+    loss = jax.jit(lambda weights: model.loss(weights, batches[0], Language()).main)
+    same = dict(new=loss(new), old=loss(weights))
     np.testing.assert_allclose(same["new"], same["old"], rtol=1e-5)
     # With alpha 0.5 the inputs and the weights that read them have the same range (equation 4 of the paper).
     seen = observe(model, new, mesh, batches, channel_ranges_and_counts)
