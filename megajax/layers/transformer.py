@@ -54,10 +54,10 @@ class TransformerLayerConfig(SavingActivations):
     attention: AttentionConfig
     mlp: FeedForwardConfig
     norm: NormConfig
-    norm_placement: NormPlacement
-    parallel_residual: ParallelResidual
-    residual_multiplier: float
-    dropout: float
+    norm_placement: NormPlacement = "pre"
+    parallel_residual: ParallelResidual = "none"
+    residual_multiplier: float = 1.0
+    dropout: float = 0.0
     saved: Saved | None = None
 
     @property

@@ -51,6 +51,11 @@ class ExecutionConfig:
     """XLA options of the train step, added to or replacing the defaults: "xla_gpu_a=1 xla_gpu_b=x,y"."""
 
     @property
+    def of_attention(self) -> dict:
+        """The fields of an AttentionConfig that say how it is executed."""
+        return dict(context=self.context_attention, backend=self.attention_backend, deterministic=self.deterministic)
+
+    @property
     def recompute_modules(self) -> tuple[str, ...]:
         """The modules to recompute where `recompute_of` is selective."""
         return SELECTIVE if self.recompute == "selective" else tuple(self.recompute.split(","))

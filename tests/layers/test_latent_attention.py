@@ -23,9 +23,7 @@ B, T, D, N, H, Q, R, P, V = 2, 8, 16, 4, 6, 12, 10, 4, 5
 EPSILON = 1e-5
 ROPE = RopeConfig(base=100.0, interleaved=True)
 CONFIG = LatentAttentionConfig(
-    embed_dim=D, num_heads=N, num_kv_heads=N, head_dim=H, qkv_bias=False, out_bias=False, qk_norm=None,
-    qk_norm_scope="head", rope="global", rope_interleaved=True, alibi=False, causal=True, window=None, scale=0.4,
-    soft_cap=None, sinks=False, dropout=0.0, context="ring", backend="auto", deterministic=False, init_std=0.3,
+    embed_dim=D, num_heads=N, head_dim=H, rope="global", rope_interleaved=True, scale=0.4, init_std=0.3,
     out_init_std=0.3,
     latent=LatentConfig(kv_rank=R, q_rank=Q, rope_dim=P, value_dim=V),
     norm=NormConfig("rmsnorm", EPSILON, zero_centered=False, bias=False),
