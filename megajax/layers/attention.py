@@ -20,7 +20,7 @@ from megajax.layers.linear import Linear, input_axis, side_by_side
 from megajax.layers.norm import Norm, NormConfig
 from megajax.layers.rope import apply_rope
 from megajax.mesh import MeshConfig
-from megajax.ops.attention import AttentionMask, Backend
+from megajax.ops.attention_backends import AttentionMask, BackendName
 from megajax.parallel.context import ContextMethod, attention
 from megajax.parameters import weight
 from megajax.sharding import constrain
@@ -57,7 +57,7 @@ class AttentionConfig:
     sinks: bool = False
     dropout: float = 0.0
     context: ContextMethod = "ring"
-    backend: Backend = "auto"
+    backend: BackendName = "auto"
     deterministic: bool = False
     init_std: float
     out_init_std: float

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from megajax.current_mesh import axis_size, manual
-from megajax.ops.attention import AttentionMask
+from megajax.ops.attention_backends import AttentionMask
 from megajax.ops.paged_attention import attend_to_pages, quantise, write_pages
 from megajax.ops.quantize import to_levels
 from megajax.parallel.context import AXIS, attention
@@ -110,7 +110,7 @@ class PagedCache:
         elif self.pages.dtype == jnp.float8_e4m3fn:  # beyond its largest value a cast gives NaN
             new_BTCKH = to_levels(new_BTCKH, self.pages.dtype)
         pages = write_pages(self.pages, new_BTCKH.astype(self.pages.dtype), slots)
-        out = attend_to_pages(q_BTNH, pages, table, lower, upper, scales, window=mask.window, **options)
+        out = attend_to_pages(q_BTNH, pages, table, lower, upper, scales, mask=mask, **options)
         return out, PagedCache(pages, scales)
 
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from megajax.mesh import MeshConfig, make_mesh
-from megajax.ops.attention import AttentionMask, attention, choose_backend, reference_attention
+from megajax.ops.attention import AttentionMask, attention, reference_attention
+from megajax.ops.attention_backends import Inputs, Options, choose
 
 pytestmark = pytest.mark.gpu
 
@@ -38,7 +39,8 @@ def test_cudnn_matches_reference(case, packed):
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
         return reference_attention(q, k, v, mask, scale, None, segments, places)[0]
 
-    assert choose_backend(q, ("cudnn", "reference"), None, 0.0, None, deterministic=False) == "cudnn"
+    inputs = Inputs.of(Options(mask, scale), q, k, v, is_packed=packed)
+    assert choose(inputs, "cudnn").name == "cudnn"
     fast = lambda q, k, v: attention(q, k, v, mask=mask, scale=scale, segments=segments, backend="cudnn")
     with jax.set_mesh(make_mesh(MeshConfig(), jax.devices()[:1])):
         out, vjp = jax.vjp(jax.jit(fast), q, k, v)

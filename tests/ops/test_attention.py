@@ -11,8 +11,10 @@ from jax import lax
 
 from megajax import compat
 from megajax.mesh import MeshConfig, make_mesh
-from megajax.ops import attention as module
 from megajax.ops.attention import AttentionMask, attention, reference_attention
+from megajax.ops.attention_backends import BACKENDS, Cudnn, Reference
+from megajax.ops.paged_attention import attend_to_pages
+from megajax.parallel import context
 
 B, T, N, K, H = 4, 16, 4, 2, 16
 SCALE = 1 / math.sqrt(H)
@@ -129,7 +131,7 @@ def test_value_and_gradients_equal_the_formula_in_a_pipeline_stage(on_stages):
 
 
 @pytest.mark.parametrize("name", ["causal", "full, packed", "packed", "packed, window", "window, sinks"])
-def test_cudnn_gets_what_the_formula_says(name, make_test_mesh, monkeypatch):
+def test_cudnn_gets_what_the_formula_says(name, make_test_mesh, monkeypatch, stand_in):
     """With grouped queries and documents kept apart by a bias: in the cuDNN call of jax 0.10.2, segment offsets take
     keys for as many heads as queries. cuDNN needs a GPU: its meaning stands for it here, tests/gpu has the real one."""
 
@@ -156,16 +158,48 @@ def test_cudnn_gets_what_the_formula_says(name, make_test_mesh, monkeypatch):
         beside = jnp.log(jnp.maximum(jnp.exp(lse) - jnp.exp(own), 1e-30))  # what others have of the softmax
         return jax.vjp(of_all_keys, q, k, v)[1](d_out)
 
-    monkeypatch.setattr(module, "choose_backend", lambda *_, **__: "cudnn")
+    stand_in(Cudnn)
     monkeypatch.setattr(compat, "cudnn_attention_forward", forward)
     monkeypatch.setattr(compat, "cudnn_attention_backward", backward)
 
     def run(q, k, v, g):
-        out, vjp = jax.vjp(functools.partial(ours, **VARIANTS[name]), q, k, v)
+        out, vjp = jax.vjp(functools.partial(ours, backend="cudnn", **VARIANTS[name]), q, k, v)
         return out, vjp(g)
 
     with jax.set_mesh(make_test_mesh(data=2, fsdp=2, tensor=2)):
         jax.tree.map(CLOSE, jax.jit(run)(*arguments()), wanted()[name])
+
+
+def test_a_backend_of_the_registry_serves_both_passes_a_split_sequence_and_pages(make_test_mesh, monkeypatch):
+    called = []
+
+    class Other(Reference):
+        def problem(self, inputs):
+            return "sinks" if inputs.has_sinks else ""
+
+        def __getattribute__(self, name):
+            called.append(name)
+            return super().__getattribute__(name)
+
+    def calls(*arrays, **options):
+        called.clear()
+        given = dict(mask=AttentionMask(True), scale=SCALE, method="ring", backend="other", **options)
+        jax.eval_shape(jax.grad(lambda *qkv: context.attention(*qkv, **given).sum()), *arrays)
+        return [name for name in called if name in ("forward", "backward")]
+
+    monkeypatch.setitem(BACKENDS, "other", Other())
+    q, k, v, _ = arguments()
+    with jax.set_mesh(make_test_mesh()):
+        assert calls(q, k, v) == ["forward", "backward"] and calls(q, k, v, sinks=SLOPES) == []
+    with jax.set_mesh(make_test_mesh(context=2)):
+        assert set(calls(q, k, v)) == {"forward", "backward"}
+    pages, table, ends = jnp.zeros((2, 2, K, 8, H)), jnp.zeros((B, 1), jnp.int32), jnp.ones((B, T), jnp.int32)
+    with jax.set_mesh(make_test_mesh()):
+        for lower, upper, name in ((None, ends[:, :1], "decode"), (ends - 1, ends, "forward")):
+            called.clear()
+            pages_of = functools.partial(attend_to_pages, scale=SCALE, backend="other")
+            jax.eval_shape(pages_of, q[:, : upper.shape[1]], pages, table, lower, upper)
+            assert name in called
 
 
 # ----------------------------------------------------------------------------- dropout

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.ops.attention import AttentionMask
 from megajax.ops.attention import attention as attention_of_one
+from megajax.ops.attention_backends import Cudnn, Pallas
 from megajax.parallel.context import attention, sequence_order
 
 B, T, N, K, H = 4, 32, 4, 4, 8
@@ -133,8 +135,8 @@ def cudnn_backward(q, k, v, out, lse, d_out, bias=None, *, scale, window, causal
 
 
 @pytest.fixture
-def cudnn_stand_ins(monkeypatch):
-    monkeypatch.setattr("megajax.ops.attention.choose_backend", lambda *_, **__: "cudnn")
+def cudnn_stand_ins(monkeypatch, stand_in):
+    stand_in(Cudnn)
     monkeypatch.setattr("megajax.compat.cudnn_attention_forward", cudnn_forward)
     monkeypatch.setattr("megajax.compat.cudnn_attention_backward", cudnn_backward)
 
@@ -163,10 +165,8 @@ def _ascending(lower, upper):
 
 
 @pytest.fixture
-def pallas_stand_ins(monkeypatch):
-    monkeypatch.setattr("megajax.ops.attention.choose_backend", lambda *_: "pallas")
-    monkeypatch.setattr("pallas_kernels.flash_attention.forward", pallas_forward)
-    monkeypatch.setattr("pallas_kernels.flash_attention.backward", pallas_backward)
+def pallas_stand_ins(stand_in):
+    stand_in(Pallas, kernel=SimpleNamespace(forward=pallas_forward, backward=pallas_backward))
 
 
 KERNEL_VARIANTS = [
@@ -180,14 +180,14 @@ KERNEL_VARIANTS = [
 ]
 
 
-def run_kernel_variants(op, order):
+def run_kernel_variants(op, order, backend="auto"):
     """Of all KERNEL_VARIANTS (out, gradients of sum(out * g)), in the order of the tokens."""
 
     def losses(q, k, v, g):
         results = []
         for options in KERNEL_VARIANTS:
             mask = AttentionMask(options.get("causal", True), options.get("window"))
-            given = dict(mask=mask, scale=SCALE)
+            given = dict(mask=mask, scale=SCALE, backend=backend)
             pair = (SEGMENTS[:, order],) * 2 if options.get("packed") else None
 
             def one(q, k, v, given=given, pair=pair, with_sinks="sinks" in options):
@@ -214,7 +214,8 @@ def kernel_variants_of_one(make_test_mesh):
 def test_the_kernel_gets_what_the_formula_says(method, backend, kernel_variants_of_one, make_test_mesh, request):
     request.getfixturevalue(f"{backend}_stand_ins")
     with jax.set_mesh(make_test_mesh(context=4, data=2)):
-        got = run_kernel_variants(functools.partial(attention, method=method), sequence_order(T, 4, method))
+        op = functools.partial(attention, method=method)
+        got = run_kernel_variants(op, sequence_order(T, 4, method), backend)
     jax.tree.map(CLOSE, got, kernel_variants_of_one)
 
 
@@ -231,7 +232,8 @@ def test_a_loop_over_layers_keeps_no_masks_of_the_ring(method, make_test_mesh, c
     segments = SEGMENTS[:, sequence_order(T, 4, method)]
 
     def layers(q):
-        given = dict(method=method, mask=AttentionMask(True, 7), scale=SCALE, segments=(segments, segments))
+        given = dict(method=method, mask=AttentionMask(True, 7), scale=SCALE, backend="cudnn")
+        given |= dict(segments=(segments, segments))
         return lax.scan(lambda x, _: (attention(x, x, x, **given), None), q, None, length=2)[0].sum()
 
     with jax.set_mesh(make_test_mesh(context=4)):
