@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from megajax.ops import attention_mask as masks
 from megajax.plot import draw_memory, new_figure
 
 if TYPE_CHECKING:
@@ -86,9 +87,7 @@ def attention_mask(batch: Mapping[str, np.ndarray], row: int | None = None, *, w
     row = int(np.argmax(documents)) if row is None else row
     query = np.arange(length)[:, None]
     key = np.arange(length)[None]
-    visible = key <= query
-    if window is not None:
-        visible &= query - key < window
+    visible = (masks.CAUSAL & masks.window(window)).visible(query - key, key)
     if "segment_ids" in batch:
         segments = np.asarray(batch["segment_ids"])[row, :length]
         visible &= segments[:, None] == segments[None]

@@ -15,12 +15,14 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.layers.dropout import DropoutKey
+from megajax.layers.kv_cache import EmptyCache, PagedCache, PoolSizes
 from megajax.layers.layer import Activation, Flops, check_divisible
 from megajax.layers.linear import Linear, input_axis, side_by_side
 from megajax.layers.norm import Norm, NormConfig
 from megajax.layers.rope import apply_rope
 from megajax.mesh import MeshConfig
-from megajax.ops.attention_backends import AttentionMask, BackendName
+from megajax.ops.attention_backends import BackendName
+from megajax.ops.attention_mask import CAUSAL, Mask, window
 from megajax.parallel.context import ContextMethod, attention
 from megajax.parameters import weight
 from megajax.sharding import constrain
@@ -47,10 +49,8 @@ class AttentionConfig:
     alibi: bool = False
     relative_bias: bool = False
     """Add `relative_bias` of the inputs to the scores (layers/relative_position.py)."""
-    causal: bool = True
-    """A token attends to itself and the tokens before it; False: to all tokens of its segment. Padding is a segment of
-    its own."""
-    window: int | None = None
+    mask: Mask = CAUSAL
+    """Which tokens of its segment a token attends to. Padding is a segment of its own."""
     scale: float | None = None
     """Factor on the scores; None: 1 / sqrt(width of a query)."""
     soft_cap: float | None = None
@@ -117,6 +117,20 @@ class AttentionConfig:
         """FLOPs of the output projection per token."""
         return 2 * self.embed_dim * self.out_dim
 
+    def new_cache(self, length: int) -> EmptyCache:
+        self._check_cache("a cache of the tokens so far", self.mask.is_causal)
+        return EmptyCache(length)
+
+    def new_pages(self, sizes: PoolSizes) -> PagedCache:
+        self._check_cache("pages of the last tokens", self.mask == CAUSAL & window(self.mask.reach))
+        return PagedCache.zeros(sizes, *self.cached_heads, has_values=self.caches_values)
+
+    def _check_cache(self, what: str, is_supported: bool) -> None:
+        if not is_supported:
+            raise ValueError(
+                f"attention with the mask '{self.mask}' cannot read {what}: use a causal mask, with or without a window"
+            )
+
     def build(self, rngs: nnx.Rngs) -> "Attention":
         return Attention(self, rngs=rngs)
 
@@ -148,8 +162,7 @@ class AttentionConfig:
                 )
 
     def flops(self, sequence_length: int) -> Flops:
-        window = min(self.window or sequence_length, sequence_length)
-        visible = window - window * (window - 1) / (2 * sequence_length) if self.causal else sequence_length
+        visible = self.mask.mean_keys(sequence_length)
         pair = 2 * (self.heads_dim + self.out_dim)  # per query-key pair: the score, and its contribution to the output
         return Flops(self.qkv_flops + self.out_flops, mixing=pair * sequence_length, mixing_causal=pair * visible)
 
@@ -160,7 +173,11 @@ class AttentionConfig:
                 self.out_dim,
                 self.flops(sequence_length)._replace(matmuls=0.0),
                 scores=self.num_heads * sequence_length * (6 if self.dropout else 3),  # as XLA compiles it for the CPU
-                needs_scores=self.dropout > 0 or self.backend == "reference" or self.alibi or self.relative_bias,
+                needs_scores=self.backend == "reference"
+                or self.dropout > 0
+                or self.alibi
+                or self.relative_bias
+                or not self.mask.is_interval,
             ),
         }
 
@@ -264,7 +281,7 @@ def attention_options(config: AttentionConfig, sinks_N: jax.Array | None) -> dic
         method=config.context,
         backend=config.backend,
         deterministic=config.deterministic,
-        mask=AttentionMask(causal=config.causal, window=config.window),
+        mask=config.mask,
         scale=config.score_scale,
         soft_cap=config.soft_cap,
         slopes=jnp.asarray(alibi_slopes(config.num_heads)) if config.alibi else None,

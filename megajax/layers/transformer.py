@@ -139,15 +139,14 @@ class TransformerLayerConfig(SavingActivations):
         return dict(sent)
 
     @property
-    def window(self) -> int | None:
-        return self.attention.window
+    def reach(self) -> int | None:
+        return self.attention.mask.reach
 
     def new_cache(self, length: int) -> EmptyCache:
-        return EmptyCache(length)
+        return self.attention.new_cache(length)
 
     def new_pages(self, sizes: PoolSizes) -> PagedCache:
-        num_heads, head_dim = self.attention.cached_heads
-        return PagedCache.zeros(sizes, num_heads, head_dim, has_values=self.attention.caches_values)
+        return self.attention.new_pages(sizes)
 
 
 class TransformerLayer(nnx.Module):

@@ -27,6 +27,7 @@ from megajax.models.decoder import check_embedding_divides, padded_vocab_size
 from megajax.models.execution import ExecutionConfig
 from megajax.models.interface import BatchArray, ModelConfig, OneStack
 from megajax.ops.activation import activate
+from megajax.ops.attention_mask import FULL
 from megajax.ops.embedding import embed
 from megajax.ops.matmul import matmul
 from megajax.parallel.context import current_order
@@ -150,7 +151,7 @@ class BertConfig(ModelConfig):
             head_dim=D // self.num_heads,
             qkv_bias=True,
             out_bias=True,
-            causal=False,
+            mask=FULL,
             dropout=self.attention_dropout,
             **execution.of_attention,
             init_std=self.init_std,

@@ -19,7 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 from megajax import compat
 from megajax.current_mesh import manual
-from megajax.ops.attention_backends import AttentionMask, Backend, BackendName, Inputs, Options, choose
+from megajax.ops.attention_backends import Backend, BackendName, Inputs, Options, choose
+from megajax.ops.attention_mask import Mask
 from megajax.ops.matmul import dot_precision
 from megajax.sharding import BATCH_AXES, HEAD_AXES, TIME_AXES, activation_spec, axes_of
 
@@ -41,7 +42,7 @@ def attention(
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     *,
-    mask: AttentionMask,
+    mask: Mask,
     scale: float,
     soft_cap: float | None = None,
     segments: tuple[jax.Array, jax.Array] | None = None,
@@ -167,7 +168,7 @@ class _Sequences:
     def bias(self) -> tuple[jax.Array | None, dict]:
         """0 within a document, a huge negative number elsewhere; shared by all heads and layers."""
         mask = self.plan.options.mask
-        masks = dict(causal=mask.causal, window=mask.window)
+        masks = dict(causal=mask.is_causal, window=mask.reach)
         segments = self.arrays[0]
         if segments is None:
             return None, masks
@@ -199,22 +200,23 @@ class _Sequences:
 
 
 def key_bounds(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, segments: tuple[jax.Array, jax.Array] | None, mask: AttentionMask
+    q_BTNH: jax.Array, k_BSKH: jax.Array, segments: tuple[jax.Array, jax.Array] | None, mask: Mask
 ) -> tuple[jax.Array, jax.Array]:
     """int32 [B, T]: query i attends to the keys lower <= j < upper. The tokens of a document are adjacent."""
     batch, length = q_BTNH.shape[:2]
     num_keys = k_BSKH.shape[1]
     index = jnp.broadcast_to(jnp.arange(length), (batch, length))
     lower = jnp.zeros_like(index)
-    upper = jnp.minimum(index + 1, num_keys) if mask.causal else jnp.full_like(index, num_keys)
-    if mask.window is not None:
-        lower = jnp.maximum(lower, index + 1 - mask.window)
+    end = mask.upper(index)
+    upper = jnp.full_like(index, num_keys) if end is None else jnp.minimum(end, num_keys)
+    if (first := mask.lower(index)) is not None:
+        lower = jnp.maximum(lower, first)
     if segments is not None:
         ids = segments[0]
         differs = ids[:, 1:] != ids[:, :-1]
         starts = jnp.pad(differs, ((0, 0), (1, 0)), constant_values=True)
         lower = jnp.maximum(lower, lax.cummax(jnp.where(starts, index, 0), axis=1))
-        if not mask.causal:
+        if not mask.is_causal:
             ends = jnp.pad(differs, ((0, 0), (0, 1)), constant_values=True)
             upper = jnp.minimum(upper, lax.cummin(jnp.where(ends, index + 1, length), axis=1, reverse=True))
     return lower.astype(jnp.int32), upper.astype(jnp.int32)
@@ -306,13 +308,13 @@ def reference_attention(
         scores_BKGTS = soft_cap * jnp.tanh(scores_BKGTS / soft_cap)
     if bias_NTS is not None:
         scores_BKGTS += bias_NTS.reshape(scores_BKGTS.shape[1:])
-    distance_BTS = indices[0][:, :, None] - indices[1][:, None, :]
+    q_index_BT1 = indices[0][:, :, None]
+    k_index_B1S = indices[1][:, None, :]
+    distance_BTS = q_index_BT1 - k_index_B1S
     if slopes_N is not None:
         slopes_KG11 = slopes_N.reshape(k_BSKH.shape[2], -1, 1, 1)
         scores_BKGTS -= slopes_KG11 * distance_BTS[:, None, None].astype(jnp.float32)
-    visible_BTS = distance_BTS >= 0 if mask.causal else jnp.full_like(distance_BTS, True, bool)
-    if mask.window is not None:
-        visible_BTS &= distance_BTS < mask.window
+    visible_BTS = mask.visible(distance_BTS, k_index_B1S)
     if segments is not None:
         visible_BTS &= segments[0][:, :, None] == segments[1][:, None, :]
     scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS, MASKED_SCORE)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from megajax import compat
 from megajax.ops import transformer_engine
+from megajax.ops.attention_mask import CAUSAL, FULL, Mask, window
 
 logger = logging.getLogger("megajax")
 
@@ -23,19 +24,10 @@ BackendName = Literal["auto", "cudnn", "pallas", "transformer_engine", "referenc
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionMask:
-    """Which keys a query attends to; hashable, part of the program."""
-
-    causal: bool
-    window: int | None = None
-    """With causal: a query attends to itself and the window - 1 keys before it; None: all."""
-
-
-@dataclasses.dataclass(frozen=True)
 class Options:
     """What is computed of the scores; hashable, part of the program."""
 
-    mask: AttentionMask
+    mask: Mask
     scale: float
     soft_cap: float | None = None
     dropout: float = 0.0
@@ -82,7 +74,8 @@ class Pairs(Protocol):
     """Which of the keys of one device each of its queries sees, in the form that a backend needs."""
 
     def bounds(self) -> tuple[jax.Array, jax.Array]:
-        """int32 [B, T] each: query i sees the keys lower <= j < upper. Neither descends along T."""
+        """int32 [B, T] each: query i sees the keys lower <= j < upper, if its mask is an interval. Neither descends
+        along T."""
 
     def bias(self) -> tuple[jax.Array | None, dict]:
         """(what is added to the scores, [B or 1, 1, T, S] in the dtype of the queries; the masks besides: causal and
@@ -131,7 +124,8 @@ class Cudnn(Backend):
         """{reason: whether it holds}."""
         heads = (inputs.head_dim, inputs.value_dim)
         is_latent = heads == self.LATENT_HEADS
-        needs_bias = inputs.is_packed or (inputs.is_split and inputs.options.mask.window is not None)
+        mask = inputs.options.mask
+        needs_bias = inputs.is_packed or (inputs.is_split and mask not in (FULL, CAUSAL))
         capability = compat.compute_capability()
         version = compat.cudnn_version()
         return {
@@ -144,6 +138,7 @@ class Cudnn(Backend):
             _described(heads): not is_latent and (heads[0] != heads[1] or heads[0] > 128 or heads[0] % 8 != 0),
             f"cuDNN {version}": is_latent and (version or 0) < self.LATENT_VERSION,
             "a bias with values of another head dim": is_latent and needs_bias,  # not tried
+            f"mask {mask}": mask not in (FULL, CAUSAL & window(mask.reach)) and not inputs.is_split,
             "soft cap": inputs.options.soft_cap is not None,
             "deterministic": inputs.options.deterministic,  # with a bias jaxlib 0.11.2 raises an IndexError
             **_only_the_reference(inputs),
@@ -182,7 +177,7 @@ class TransformerEngine(Cudnn):
         return _marked(transformer_engine.backward(q, k, v, d_out, **self._engine_options(options)), q)
 
     def _engine_options(self, options: Options) -> dict:
-        return dict(causal=options.mask.causal, window=options.mask.window, scale=options.scale)
+        return dict(causal=options.mask.is_causal, window=options.mask.reach, scale=options.scale)
 
 
 class Pallas(Backend):
@@ -213,8 +208,10 @@ class Pallas(Backend):
         return self.decoding_kernel.problem(*shape, inputs.dtype, dtype)
 
     def _reasons(self, inputs: Inputs) -> dict[str, bool]:
+        mask = inputs.options.mask
         # It takes the segments of the queries for those of the keys.
-        return _only_the_reference(inputs) | {"keys of another sequence": inputs.keys == "other"}
+        others = {"keys of another sequence": inputs.keys == "other", f"mask {mask}": not mask.is_interval}
+        return _only_the_reference(inputs) | others
 
     def forward(self, q, k, v, pairs, options):
         dim = _common_dim(q.shape[-1], v.shape[-1])
@@ -231,7 +228,7 @@ class Pallas(Backend):
         return _marked(tuple(d[..., : a.shape[-1]] for d, a in zip(gradients, (q, k, v), strict=True)), q)
 
     def decode(self, q, pages, options):
-        how = dict(scale=options.scale, window=options.mask.window, soft_cap=options.soft_cap)
+        how = dict(scale=options.scale, window=options.mask.reach, soft_cap=options.soft_cap)
         return _marked(self.decoding_kernel.decode(q, *pages, **how), q)
 
 
@@ -326,9 +323,9 @@ def _by_speed(inputs: Inputs) -> tuple[str, ...]:
     if inputs.keys == "pages":
         return "pallas", "reference"
     features = {
-        "unmasked": not inputs.options.mask.causal,
+        "unmasked": not inputs.options.mask.is_causal,
         "packed": inputs.is_packed,
-        "window": inputs.options.mask.window is not None,
+        "window": inputs.options.mask.reach is not None,
         "grouped": inputs.heads != inputs.kv_heads,
         "causal": True,
     }

@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.current_mesh import manual
 from megajax.ops.attention import MASKED_SCORE, with_sinks
-from megajax.ops.attention_backends import AttentionMask, BackendName, Inputs, Options, choose
+from megajax.ops.attention_backends import BackendName, Inputs, Options, choose
+from megajax.ops.attention_mask import CAUSAL, Mask
 from megajax.ops.matmul import dot_precision
 from megajax.ops.quantize import scale_of, to_levels
 from megajax.sharding import activation_spec
@@ -24,7 +25,7 @@ from megajax.sharding import activation_spec
 
 def attend_to_pages(
     q_BTNH: jax.Array, pages_ZCKSH: jax.Array, table_BP: jax.Array, lower_BT: jax.Array | None, upper_BT: jax.Array,
-    scales_ZCKS: jax.Array | None = None, *, scale: float, mask: AttentionMask = AttentionMask(causal=True),
+    scales_ZCKS: jax.Array | None = None, *, scale: float, mask: Mask = CAUSAL,
     soft_cap: float | None = None, slopes: jax.Array | None = None, sinks: jax.Array | None = None,
     backend: BackendName = "auto"
 ) -> jax.Array:  # fmt: skip
@@ -32,17 +33,18 @@ def attend_to_pages(
 
     The key of a token itself is in slot upper - 1. The bounds of a row never decrease. A token with lower = upper
     attends to nothing: 0. lower: None: 0, one token per row (T is 1).
-    mask, soft_cap, slopes, sinks, backend: as in ops/attention.py.
+    mask: of which the window is read: the bounds are the rest. soft_cap, slopes, sinks, backend: as in
+    ops/attention.py.
     """
     if lower_BT is None and slopes is None:
         given = dict(scale=scale, mask=mask, soft_cap=soft_cap, backend=backend)
         out_BNH, lse_BN = paged_attention(q_BTNH[:, 0], pages_ZCKSH, table_BP, upper_BT[:, 0], scales_ZCKS, **given)
         return with_sinks(out_BNH[:, None], lse_BN[:, :, None], sinks)[0]
     lower_BT = jnp.zeros_like(upper_BT) if lower_BT is None else lower_BT
-    if mask.window is not None:
-        lower_BT = jnp.maximum(lower_BT, upper_BT - mask.window)
+    if mask.reach is not None:
+        lower_BT = jnp.maximum(lower_BT, upper_BT - mask.reach)
     options = Options(mask, scale, soft_cap)
-    chosen = choose(_inputs(options, q_BTNH, pages_ZCKSH, has_slopes=slopes is not None), backend)
+    chosen = choose(_inputs(options, q_BTNH.shape[1], q_BTNH, pages_ZCKSH, has_slopes=slopes is not None), backend)
 
     def body(q, pages, table, lower, upper, scales, slopes, sinks):
         k, v = (_contiguous(pages, scales, which, table, q.dtype) for which in (0, -1))
@@ -56,11 +58,10 @@ def attend_to_pages(
     return manual(body, specs, tokens)(*arrays)
 
 
-def _inputs(options: Options, q_BTNH: jax.Array, pages_ZCKSH: jax.Array, **others) -> Inputs:
-    """Those of queries [B, T, N, H] and of the keys in pages."""
-    length, heads, head_dim = q_BTNH.shape[1:]
+def _inputs(options: Options, length: int, q: jax.Array, pages_ZCKSH: jax.Array, **others) -> Inputs:
+    heads, head_dim = q.shape[-2:]
     shape = (length, heads, pages_ZCKSH.shape[2], head_dim, head_dim)
-    return Inputs(options, *shape, q_BTNH.dtype, keys="pages", **others)
+    return Inputs(options, *shape, q.dtype, keys="pages", **others)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +150,7 @@ def reference_bounded_attention(q_BTNH, k_BJKH, v_BJKH, lower_BT, upper_BT, scal
 
 def paged_attention(
     q_BNH: jax.Array, pages_ZCKSH: jax.Array, table_BP: jax.Array, lengths_B: jax.Array,
-    scales_ZCKS: jax.Array | None = None, *, scale: float, mask: AttentionMask = AttentionMask(causal=True),
+    scales_ZCKS: jax.Array | None = None, *, scale: float, mask: Mask = CAUSAL,
     soft_cap: float | None = None, backend: BackendName = "auto"
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """softmax(scale * q k^T) v over the tokens of each sequence -> (out [B, N, H] in q's dtype, log-sum-exp [B, N]).
@@ -158,12 +159,12 @@ def paged_attention(
     table: int32, entry p is the page with positions S p to S p + S - 1 of the sequence. lengths: int32; length 0 gives
     0 and -inf. Entries beyond the length may have any value, and slots without a token any contents, including NaN.
     scales: of int8 pages, float32, see `quantise`.
-    mask, soft_cap, backend: as in ops/attention.py.
+    mask: causal, perhaps with a window. soft_cap, backend: as in ops/attention.py.
     """
     heads, query_heads = _head_specs(q_BNH, pages_ZCKSH)
     options = Options(mask, scale, soft_cap)
     page = (pages_ZCKSH.shape[3], pages_ZCKSH.dtype)
-    chosen = choose(_inputs(options, q_BNH[:, None], pages_ZCKSH, page=page), backend)
+    chosen = choose(_inputs(options, 1, q_BNH, pages_ZCKSH, page=page), backend)
 
     def body(q, *arrays):
         return chosen.decode(q, PagedKeys(*arrays), options)
@@ -184,7 +185,7 @@ class PagedKeys(NamedTuple):
 
     def reference(self, q_BNH: jax.Array, options: Options) -> tuple[jax.Array, jax.Array]:
         """The formula, in float32."""
-        how = dict(scale=options.scale, window=options.mask.window, soft_cap=options.soft_cap)
+        how = dict(scale=options.scale, window=options.mask.reach, soft_cap=options.soft_cap)
         return reference_paged_attention(q_BNH, *self, **how)
 
 

@@ -32,7 +32,8 @@ from megajax import compat
 from megajax.current_mesh import axis_size, free_axes, is_inside_pipeline, manual
 from megajax.ops import attention as local
 from megajax.ops.attention import MASKED_SCORE
-from megajax.ops.attention_backends import AttentionMask, Backend, BackendName, Inputs, Options, choose
+from megajax.ops.attention_backends import Backend, BackendName, Inputs, Options, choose
+from megajax.ops.attention_mask import CAUSAL, FULL, Mask
 from megajax.sharding import TIME_AXES, activation_spec, constrain
 
 logger = logging.getLogger("megajax")
@@ -83,7 +84,7 @@ def attention(
     v_BSKH: jax.Array,
     *,
     method: ContextMethod,
-    mask: AttentionMask,
+    mask: Mask,
     scale: float,
     soft_cap: float | None = None,
     segments: tuple[jax.Array, jax.Array] | None = None,
@@ -201,7 +202,7 @@ def _forward_body(q, k, v, sinks, arrays, *, plan):
 
             return out * weight(lse) + new * weight(new_lse), total
 
-        if not plan.options.mask.causal:
+        if not plan.options.mask.is_causal:
             return (merged(all_pairs), sent), None
         branches = [lambda: (out, lse), lambda: merged(earlier), lambda: merged(later)]
         return (lax.switch(blocks.branch(others.source(j)), branches), sent), None
@@ -239,7 +240,7 @@ def _backward_body(q, k, v, sinks, out, lse, d_out, arrays, *, plan, lse_spec):
 
         zeros = tuple(map(jnp.zeros_like, received))
         branches = [lambda: (d_q, *zeros), earlier, later]
-        is_causal = plan.options.mask.causal
+        is_causal = plan.options.mask.is_causal
         d_q, *new = lax.switch(blocks.branch(others.source(j)), branches) if is_causal else all_pairs()
         new = tuple(a + b for a, b in zip(received, new, strict=True))
         return (d_q, others.keep_sums(sums, new, j), sent), None
@@ -321,7 +322,7 @@ class _Blocks:
     def branch(self, source):
         """0: all these keys are outside the window, 1: keys of an earlier rank, 2: keys of a later rank."""
         nearest = (jnp.abs(self.rank - source) - 1) * self.chunk + 1
-        is_visible = True if self.mask.window is None else nearest < self.mask.window
+        is_visible = True if self.mask.reach is None else nearest < self.mask.reach
         return jnp.where(is_visible, jnp.where(source < self.rank, 1, 2), 0)
 
     def forward(self, q, k, v, q_positions, k_positions):
@@ -360,11 +361,12 @@ class _Block:
             """Number of keys at lower positions."""
             return sum(jnp.clip(position - run[0], 0, len(run)) for run in runs if len(run))
 
-        last = before(q_index_T + 1) if self.mask.causal else len(k_index_S)
+        end = self.mask.upper(q_index_T)
+        last = len(k_index_S) if end is None else before(end)
         upper = jnp.broadcast_to(last, (self.q.shape[0], len(q_index_T)))
         lower = jnp.zeros_like(upper)
-        if self.mask.window is not None:
-            lower = jnp.broadcast_to(before(q_index_T + 1 - self.mask.window), upper.shape)
+        if (first := self.mask.lower(q_index_T)) is not None:
+            lower = jnp.broadcast_to(before(first), upper.shape)
         if q_ids is not None:
             first, end = _documents(q_ids, k_ids, num_ids=2 * lax.axis_size(AXIS) * chunk + 1)
             lower = jnp.maximum(lower, first)
@@ -372,12 +374,11 @@ class _Block:
         return lower.astype(jnp.int32), upper.astype(jnp.int32)
 
     def bias(self):
-        diagonal = self.mask.causal and self.q_positions is self.k_positions
-        if self.segments is None and self.mask.window is None:
-            return None, dict(causal=diagonal, window=None)
+        if self.segments is None and self.mask in (FULL, CAUSAL):
+            # Other blocks of causal attention are seen wholly.
+            return None, dict(causal=self.mask == CAUSAL and self.q_positions is self.k_positions, window=None)
         distance = self.q_positions[0][:, None] - self.k_positions[0]
-        nearest = 0 if self.mask.causal else -(2**31)
-        visible = (distance >= nearest) & (distance < (self.mask.window or 2**31 - 1))
+        visible = self.mask.visible(distance, self.k_positions[0])
         if self.segments is not None:
             visible = visible & (self.segments[0][:, :, None] == self.segments[1][:, None])
         bias = (~visible).astype(self.q.dtype) * MASKED_SCORE

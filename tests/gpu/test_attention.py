@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from megajax.mesh import MeshConfig, make_mesh
-from megajax.ops.attention import AttentionMask, attention, reference_attention
+from megajax.ops import attention_mask as masks
+from megajax.ops.attention import attention, reference_attention
 from megajax.ops.attention_backends import Inputs, Options, choose
 
 pytestmark = pytest.mark.gpu
@@ -26,7 +27,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_cudnn_matches_reference(case, packed):
     B, T, N, K, H, window = case
-    mask = AttentionMask(causal=True, window=window)
+    mask = masks.CAUSAL & masks.window(window)
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = ((B, T, N, H), (B, T, K, H), (B, T, K, H), (B, T, N, H))
     q, k, v, d_out = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True))

@@ -37,6 +37,7 @@ from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig
 from megajax.models.interface import BatchArray, LossModule, ModelConfig, family, split_key
 from megajax.models.model import Model
+from megajax.ops.attention_mask import CAUSAL, window
 from megajax.ops.embedding import embed
 from megajax.optim.optimizer import Optimizer, OptimizerConfig
 from megajax.parameters import Structure, observe, variable, weight
@@ -177,11 +178,11 @@ class TwoStacksConfig(ModelConfig):
 
     def stacks(self, execution):
         layer = functools.partial(self._layer, execution=execution)
-        return {"encoder": (layer(window=4),), "decoder": (layer(window=None), layer(window=None))}
+        return {"encoder": (layer(CAUSAL & window(4)),), "decoder": (layer(CAUSAL), layer(CAUSAL))}
 
-    def _layer(self, window, execution):
+    def _layer(self, mask, execution):
         attention = AttentionConfig(
-            embed_dim=self.embed_dim, num_heads=4, num_kv_heads=2, head_dim=4, window=window, init_std=0.2,
+            embed_dim=self.embed_dim, num_heads=4, num_kv_heads=2, head_dim=4, mask=mask, init_std=0.2,
             out_init_std=0.2, **execution.of_attention,
         )  # fmt: skip
         mlp = MlpConfig(self.embed_dim, 32, "swiglu", False, 0.2, 0.2)

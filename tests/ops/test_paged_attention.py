@@ -20,8 +20,9 @@ from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
 from megajax.ops import attention_backends
+from megajax.ops import attention_mask as masks
 from megajax.ops import paged_attention as op
-from megajax.ops.attention import AttentionMask, attention
+from megajax.ops.attention import attention
 from megajax.ops.attention_backends import Inputs, Options, Pallas, choose
 from megajax.precision import PrecisionConfig
 from pallas_kernels import flash_attention
@@ -64,7 +65,7 @@ def test_result_equals_the_formula(is_int8, mesh, backend):
     sizes = dict(kv_heads=2, group=2, head_dim=8, page_size=4, is_int8=is_int8, window=window)
     case = random_case([0, 1, 7, 12], **sizes)
     case = (case[0].astype(jnp.float32), *case[1:])
-    given = dict(scale=SCALE, mask=AttentionMask(True, window), soft_cap=soft_cap, backend=backend)
+    given = dict(scale=SCALE, mask=masks.CAUSAL & masks.window(window), soft_cap=soft_cap, backend=backend)
     out, lse = jax.jit(functools.partial(op.paged_attention, **given))(*case)
     wanted, wanted_lse = formula(*jax.tree.map(np.asarray, case), window=window, soft_cap=soft_cap)
     np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-6)  # float32 sums
@@ -84,7 +85,7 @@ def test_new_tokens_of_several_sequences_attend_each_to_its_own(name, make_test_
     heads, kv_heads, width, size = 4, 2, 8, 4
     lengths, starts, tables = (7, 10), (2, 5), ((3, 0), (5, 1, 4))
     options = dict(scale=SCALE, soft_cap=None) | OPTIONS[name]
-    mask = AttentionMask(causal=True, window=options.pop("window", None))
+    mask = masks.CAUSAL & masks.window(options.pop("window", None))
     draw = np.random.default_rng(0).normal
     q, k, v = ([draw(size=(1, n, h, width)).astype(np.float32) for n in lengths] for h in (heads, kv_heads, kv_heads))
     whole = [attention(*arrays, mask=mask, **options)[0] for arrays in zip(q, k, v, strict=True)]
@@ -142,7 +143,7 @@ def test_quantised_rows_are_off_by_at_most_half_a_step():
 
 
 def test_choice_is_logged_once_with_its_reason(monkeypatch, caplog):
-    options = Options(AttentionMask(True), SCALE)
+    options = Options(masks.CAUSAL, SCALE)
 
     def chosen(page_size):
         page = (page_size, jnp.dtype(jnp.bfloat16))
@@ -284,7 +285,7 @@ PROGRAM = """
 import functools, jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 from megajax.mesh import MeshConfig, make_mesh
-from megajax.ops.attention import AttentionMask
+from megajax.ops import attention_mask as masks
 from megajax.ops.paged_attention import paged_attention
 from megajax.planning.plan import devices_without_gpu, plan_device
 
@@ -302,7 +303,7 @@ for dtype, head_dim, page_size, group, window, soft_cap in cases:
     given = array((3, 4 * group, head_dim), jnp.bfloat16, None, "tensor"), pages
     given += array((3, 512 // page_size), jnp.int32), array((3,), jnp.int32), scales
     with jax.set_mesh(mesh):
-        run = functools.partial(paged_attention, scale=0.1, mask=AttentionMask(True, window), soft_cap=soft_cap)
+        run = functools.partial(paged_attention, scale=0.1, mask=masks.CAUSAL & masks.window(window), soft_cap=soft_cap)
         text = jax.jit(run).lower(*given).compile().as_text()
     print(text.count('custom_call_target="mosaic_gpu'))
 """

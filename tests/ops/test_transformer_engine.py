@@ -14,8 +14,9 @@ import pytest
 
 from megajax import compat
 from megajax.config import Config, override
+from megajax.ops import attention_mask as masks
 from megajax.ops import transformer_engine
-from megajax.ops.attention import AttentionMask, attention, reference_attention
+from megajax.ops.attention import attention, reference_attention
 from megajax.ops.attention_backends import BACKENDS, Inputs, Options, TransformerEngine, choose
 
 B, T, N, K, H, WINDOW = 4, 16, 4, 2, 8, 5
@@ -41,7 +42,9 @@ def package() -> types.ModuleType:
         assert [lengths.shape for lengths in sequence_descriptor] == [q.shape[:1], k.shape[:1]]
         assert window_size is None or window_size[1] == 0
         window = None if window_size is None else window_size[0] + 1
-        mask = AttentionMask(attn_mask_type is engine.AttnMaskType.CAUSAL_MASK, window)
+        mask = (masks.CAUSAL if attn_mask_type is engine.AttnMaskType.CAUSAL_MASK else masks.FULL) & masks.window(
+            window
+        )
         places = jnp.arange(q.shape[1])[None], jnp.arange(k.shape[1])[None]
         return reference_attention(q, k, v, mask, scaling_factor, None, None, places)[0]
 
@@ -50,7 +53,7 @@ def package() -> types.ModuleType:
 
 
 @pytest.mark.parametrize(
-    "mask", [AttentionMask(True), AttentionMask(False), AttentionMask(True, WINDOW)], ids=["causal", "full", "window"]
+    "mask", [masks.CAUSAL, masks.FULL, masks.CAUSAL & masks.window(WINDOW)], ids=["causal", "full", "window"]
 )
 def test_value_and_gradients_are_those_of_the_reference(mask, monkeypatch, make_test_mesh, stand_in):
     monkeypatch.setitem(sys.modules, "transformer_engine.jax.attention", package())
@@ -86,7 +89,7 @@ def test_it_says_what_it_does_not_support_and_others_follow(monkeypatch):
     monkeypatch.setattr(compat, "cudnn_attention_problem", lambda: "")
 
     def refused(taken, head_dim=64, **others):
-        inputs = Inputs(Options(AttentionMask(True), 1.0), 2**17, 2, 2, head_dim, head_dim, jnp.bfloat16, **others)
+        inputs = Inputs(Options(masks.CAUSAL, 1.0), 2**17, 2, 2, head_dim, head_dim, jnp.bfloat16, **others)
         assert choose(inputs, "transformer_engine").name == taken
         return BACKENDS["transformer_engine"].problem(inputs)
 
