@@ -24,9 +24,7 @@ from megajax.ops.attention_mask import Mask
 from megajax.ops.matmul import dot_precision
 from megajax.sharding import BATCH_AXES, HEAD_AXES, TIME_AXES, activation_spec, axes_of
 
-MASKED_SCORE = -0.7 * float(
-    jnp.finfo(jnp.float32).max
-)  # a masked score; not -inf, so that a fully masked row is no NaN
+MASKED_SCORE = -0.7 * float(jnp.finfo(jnp.float32).max)  # not -inf, so that a fully masked row is no NaN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,16 +132,16 @@ _attention.defvjp(_forward, _backward)
 def _forward_body(q, k, v, sinks, bias, arrays, *, plan):
     if plan.over_heads:
         q, k, v, arrays = _to_heads((q, k, v), arrays)
-    pairs = _Sequences(q, k, sinks, bias, arrays, plan)
-    out, lse = with_sinks(*plan.backend.forward(q, k, v, pairs, plan.options), sinks)
+    pairs = _Sequences(q, k, sinks, bias, arrays, plan.options, plan.over_heads)
+    out, lse = with_sinks(*plan.backend.forward(q, k, v, pairs), sinks)
     return (_to_sequence(out), lse) if plan.over_heads else (out, lse)
 
 
 def _backward_body(q, k, v, sinks, bias, out, lse, d_out, arrays, *, plan, lse_spec):
     if plan.over_heads:
         q, k, v, out, d_out, arrays = _to_heads((q, k, v, out, d_out), arrays)
-    pairs = _Sequences(q, k, sinks, bias, arrays, plan)
-    gradients = plan.backend.backward(q, k, v, out, lse, d_out, pairs, plan.options)
+    pairs = _Sequences(q, k, sinks, bias, arrays, plan.options, plan.over_heads)
+    gradients = plan.backend.backward(q, k, v, out, lse, d_out, pairs)
     d_bias = None if bias is None else _sum_of_tokens(gradients[3], lse_spec)
     d_sinks = gradient_of_sinks(sinks, out, lse, d_out, lse_spec)
     gradients = map(_to_sequence, gradients[:3]) if plan.over_heads else gradients[:3]
@@ -160,14 +158,15 @@ class _Sequences:
     added: jax.Array | None
     """[N, T, S]: the bias of `attention`."""
     arrays: tuple
-    plan: _Plan
+    options: Options
+    over_heads: bool
 
     def bounds(self) -> tuple[jax.Array, jax.Array]:
-        return key_bounds(self.q_BTNH, self.k_BSKH, self.arrays[0], self.plan.options.mask)
+        return key_bounds(self.q_BTNH, self.k_BSKH, self.arrays[0], self.options.mask)
 
     def bias(self) -> tuple[jax.Array | None, dict]:
         """0 within a document, a huge negative number elsewhere; shared by all heads and layers."""
-        mask = self.plan.options.mask
+        mask = self.options.mask
         masks = dict(causal=mask.is_causal, window=mask.reach)
         segments = self.arrays[0]
         if segments is None:
@@ -189,11 +188,11 @@ class _Sequences:
 
     def _formula(self, q, k, v, bias):
         segments, indices, key, slopes = self.arrays
-        options = self.plan.options
+        options = self.options
         if indices is None:
             places = jnp.arange(max(q.shape[1], k.shape[1]))[None]
             indices = (places[:, : q.shape[1]], places[:, : k.shape[1]])
-        head_axes = (*HEAD_AXES, *TIME_AXES) if self.plan.over_heads else HEAD_AXES
+        head_axes = (*HEAD_AXES, *TIME_AXES) if self.over_heads else HEAD_AXES
         keep = dropout_mask(key, options.dropout, q, indices, head_axes) if options.dropout > 0 else None
         how = (options.mask, options.scale, options.soft_cap)
         return reference_attention(q, k, v, *how, segments, indices, keep, slopes, bias)

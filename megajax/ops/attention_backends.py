@@ -73,6 +73,8 @@ class Inputs:
 class Pairs(Protocol):
     """Which of the keys of one device each of its queries sees, in the form that a backend needs."""
 
+    options: Options
+
     def bounds(self) -> tuple[jax.Array, jax.Array]:
         """int32 [B, T] each: query i sees the keys lower <= j < upper, if its mask is an interval. Neither descends
         along T."""
@@ -97,16 +99,16 @@ class Backend:
         """Why it does not support them here, or an empty string."""
         raise NotImplementedError
 
-    def forward(self, q_BTNH, k_BSKH, v_BSKH, pairs: Pairs, options: Options) -> tuple[jax.Array, jax.Array]:
+    def forward(self, q_BTNH, k_BSKH, v_BSKH, pairs: Pairs) -> tuple[jax.Array, jax.Array]:
         """-> (out in q's dtype, log-sum-exp [B, N, T] float32)."""
         raise NotImplementedError
 
-    def backward(self, q, k, v, out, lse, d_out, pairs: Pairs, options: Options) -> tuple[jax.Array | None, ...]:
+    def backward(self, q, k, v, out, lse, d_out, pairs: Pairs) -> tuple[jax.Array | None, ...]:
         """Gradients of q, k and v, and further ones as Pairs.reference_gradients; out and lse are those of attention to
         these keys, or to more keys, to which these belong."""
         raise NotImplementedError
 
-    def decode(self, q_BNH, pages: Any, options: Options) -> tuple[jax.Array, jax.Array]:
+    def decode(self, q_BNH, pages: Any) -> tuple[jax.Array, jax.Array]:
         """Of inputs with `page`. pages: PagedKeys (ops/paged_attention.py)."""
         raise NotImplementedError
 
@@ -145,14 +147,14 @@ class Cudnn(Backend):
             "keys in pages": inputs.keys == "pages",
         }
 
-    def forward(self, q, k, v, pairs, options):
+    def forward(self, q, k, v, pairs):
         bias, masks = pairs.bias()
-        return _marked(compat.cudnn_attention_forward(q, k, v, bias, scale=options.scale, **masks), q)
+        return _marked(compat.cudnn_attention_forward(q, k, v, bias, scale=pairs.options.scale, **masks), q)
 
-    def backward(self, q, k, v, out, lse, d_out, pairs, options):
+    def backward(self, q, k, v, out, lse, d_out, pairs):
         bias, masks = pairs.bias()
         arrays = (q, k, v, out, lse, d_out, bias)
-        return _marked(compat.cudnn_attention_backward(*arrays, scale=options.scale, **masks), q)
+        return _marked(compat.cudnn_attention_backward(*arrays, scale=pairs.options.scale, **masks), q)
 
 
 class TransformerEngine(Cudnn):
@@ -169,15 +171,12 @@ class TransformerEngine(Cudnn):
         }
         return transformer_engine.problem() or _first(self.reasons(inputs) | more)
 
-    def forward(self, q, k, v, pairs, options):
+    def forward(self, q, k, v, pairs):
         unused = jnp.zeros((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
-        return _marked((transformer_engine.forward(q, k, v, **self._engine_options(options)), unused), q)
+        return _marked((transformer_engine.forward(q, k, v, pairs.options.mask, pairs.options.scale), unused), q)
 
-    def backward(self, q, k, v, out, lse, d_out, pairs, options):
-        return _marked(transformer_engine.backward(q, k, v, d_out, **self._engine_options(options)), q)
-
-    def _engine_options(self, options: Options) -> dict:
-        return dict(causal=options.mask.is_causal, window=options.mask.reach, scale=options.scale)
+    def backward(self, q, k, v, out, lse, d_out, pairs):
+        return _marked(transformer_engine.backward(q, k, v, d_out, pairs.options.mask, pairs.options.scale), q)
 
 
 class Pallas(Backend):
@@ -198,7 +197,11 @@ class Pallas(Backend):
         return paged_attention
 
     def problem(self, inputs: Inputs) -> str:
-        return compat.mosaic_problem() or self._kernel_problem(inputs) or _first(self._reasons(inputs))
+        mask = inputs.options.mask
+        # It takes the segments of the queries for those of the keys.
+        others = {"keys of another sequence": inputs.keys == "other", f"mask {mask}": not mask.is_interval}
+        reasons = _only_the_reference(inputs) | others
+        return compat.mosaic_problem() or self._kernel_problem(inputs) or _first(reasons)
 
     def _kernel_problem(self, inputs: Inputs) -> str:
         if inputs.page is None:
@@ -207,29 +210,24 @@ class Pallas(Backend):
         shape = (inputs.heads, inputs.kv_heads, inputs.head_dim, page_size)
         return self.decoding_kernel.problem(*shape, inputs.dtype, dtype)
 
-    def _reasons(self, inputs: Inputs) -> dict[str, bool]:
-        mask = inputs.options.mask
-        # It takes the segments of the queries for those of the keys.
-        others = {"keys of another sequence": inputs.keys == "other", f"mask {mask}": not mask.is_interval}
-        return _only_the_reference(inputs) | others
-
-    def forward(self, q, k, v, pairs, options):
+    def forward(self, q, k, v, pairs):
         dim = _common_dim(q.shape[-1], v.shape[-1])
         arrays = (_padded(a, dim) for a in (q, k, v))
-        out, lse = self.kernel.forward(*arrays, *pairs.bounds(), scale=options.scale, soft_cap=options.soft_cap)
+        how = dict(scale=pairs.options.scale, soft_cap=pairs.options.soft_cap)
+        out, lse = self.kernel.forward(*arrays, *pairs.bounds(), **how)
         return _marked((out[..., : v.shape[-1]], lse), q)
 
-    def backward(self, q, k, v, out, lse, d_out, pairs, options):
+    def backward(self, q, k, v, out, lse, d_out, pairs):
         dim = _common_dim(q.shape[-1], v.shape[-1])
         q_wide, k_wide, v_wide, out_wide, d_out_wide = (_padded(a, dim) for a in (q, k, v, out, d_out))
         arrays = (q_wide, k_wide, v_wide, out_wide, lse, d_out_wide)
-        how = dict(scale=options.scale, soft_cap=options.soft_cap, ordered=options.deterministic)
+        how = dict(scale=pairs.options.scale, soft_cap=pairs.options.soft_cap, ordered=pairs.options.deterministic)
         gradients = self.kernel.backward(*arrays, *pairs.bounds(), **how)
         return _marked(tuple(d[..., : a.shape[-1]] for d, a in zip(gradients, (q, k, v), strict=True)), q)
 
-    def decode(self, q, pages, options):
-        how = dict(scale=options.scale, window=options.mask.reach, soft_cap=options.soft_cap)
-        return _marked(self.decoding_kernel.decode(q, *pages, **how), q)
+    def decode(self, q, pages):
+        how = dict(scale=pages.options.scale, window=pages.options.mask.reach, soft_cap=pages.options.soft_cap)
+        return _marked(self.decoding_kernel.decode(q, *pages.arrays, **how), q)
 
 
 class Reference(Backend):
@@ -240,19 +238,17 @@ class Reference(Backend):
     def problem(self, inputs: Inputs) -> str:
         return ""
 
-    def forward(self, q, k, v, pairs, options):
+    def forward(self, q, k, v, pairs):
         return pairs.reference(q, k, v)
 
-    def backward(self, q, k, v, out, lse, d_out, pairs, options):
+    def backward(self, q, k, v, out, lse, d_out, pairs):
         return pairs.reference_gradients(q, k, v, out, lse, d_out)
 
-    def decode(self, q, pages, options):
-        return pages.reference(q, options)
+    def decode(self, q, pages):
+        return pages.reference(q)
 
 
-BACKENDS: dict[str, Backend] = {
-    backend.name: backend for backend in (Cudnn(), Pallas(), TransformerEngine(), Reference())
-}
+BACKENDS: dict[str, Backend] = {one.name: one for one in (Cudnn(), Pallas(), TransformerEngine(), Reference())}
 
 
 def _marked(results, q: jax.Array):

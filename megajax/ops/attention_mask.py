@@ -4,8 +4,9 @@
     CAUSAL | first(32)                      prefix: the first 32 keys are seen by all queries
     CAUSAL & (window(4096) | first(4))      the window, and the first keys too (Xiao et al. 2023, attention sinks)
 
-A mask is the union of intervals of positions per query, so & and | always give another one. It concerns positions only:
-segments of packed documents are arrays, and restrict it further.
+A mask is a union of intervals of positions in the sequence for each query, so & and | always give another one. Segments
+of packed documents are arrays, which restrict it further. Kernels compute what is one interval per query; the plain
+formula computes the rest, and the log says so.
 """
 
 import dataclasses
@@ -20,14 +21,15 @@ import numpy as np
 
 
 class Interval(NamedTuple):
-    """The keys j that query i sees: i - window < j <= i + ahead, and j < first. Each limit may be infinite."""
+    """The keys j that query i sees: i - window < j <= i + ahead, and j < first. Each limit may be infinite; ahead is 0
+    otherwise."""
 
     window: float = math.inf
     ahead: float = math.inf
     first: float = math.inf
 
     def visible(self, distance: jax.Array, key: jax.Array) -> jax.Array:
-        seen = jnp.full_like(distance, True, bool) if self.ahead == math.inf else distance >= -self.ahead
+        seen = jnp.full_like(distance, True, bool) if self.ahead == math.inf else distance >= 0
         if self.window < math.inf:
             seen &= distance < self.window
         return seen if self.first == math.inf else seen & (key < self.first)
@@ -36,13 +38,11 @@ class Interval(NamedTuple):
         """One past the last position that is seen; None: no limit."""
         if self.ahead == math.inf:
             return None if self.first == math.inf else jnp.full_like(query, self.first)
-        end = query + (1 + self.ahead)
-        return end if self.first == math.inf else jnp.minimum(end, self.first)
+        return query + 1 if self.first == math.inf else jnp.minimum(query + 1, self.first)
 
     def __str__(self) -> str:
-        limits = {"causal": self.ahead == 0, f"ahead {self.ahead}": 0 < self.ahead < math.inf}
-        limits |= {f"{name} {size}": size < math.inf for name, size in self._asdict().items() if name != "ahead"}
-        return " and ".join(name for name, holds in limits.items() if holds) or "full"
+        limits = {"causal": self.ahead, f"window {self.window}": self.window, f"first {self.first}": self.first}
+        return " and ".join(name for name, limit in limits.items() if limit < math.inf) or "full"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,6 @@ pages of a sequence, J = P S slots of a sequence; C is 2, keys and values, or 1 
 
 import dataclasses
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +47,7 @@ def attend_to_pages(
 
     def body(q, pages, table, lower, upper, scales, slopes, sinks):
         k, v = (_contiguous(pages, scales, which, table, q.dtype) for which in (0, -1))
-        return with_sinks(*chosen.forward(q, k, v, _Intervals(lower, upper, slopes, options), options), sinks)[0]
+        return with_sinks(*chosen.forward(q, k, v, _Intervals(lower, upper, slopes, options)), sinks)[0]
 
     heads, query_heads = _head_specs(q_BTNH, pages_ZCKSH)
     tokens = P(None, None, query_heads, None)
@@ -167,7 +166,7 @@ def paged_attention(
     chosen = choose(_inputs(options, 1, q_BNH, pages_ZCKSH, page=page), backend)
 
     def body(q, *arrays):
-        return chosen.decode(q, PagedKeys(*arrays), options)
+        return chosen.decode(q, PagedKeys(arrays, options))
 
     pages = P(None, None, heads)  # and scales
     queries = P(None, query_heads)
@@ -175,18 +174,17 @@ def paged_attention(
     return manual(body, specs, (queries, queries))(q_BNH, pages_ZCKSH, table_BP, lengths_B, scales_ZCKS)
 
 
-class PagedKeys(NamedTuple):
-    """Keys and values of one device: the arguments of `paged_attention`."""
+@dataclasses.dataclass(frozen=True)
+class PagedKeys:
+    """Keys and values of one device, of which each query reads a sequence."""
 
-    pages_ZCKSH: jax.Array
-    table_BP: jax.Array
-    lengths_B: jax.Array
-    scales_ZCKS: jax.Array | None
+    arrays: tuple
+    """Of `paged_attention`: pages, table, lengths and scales."""
+    options: Options
 
-    def reference(self, q_BNH: jax.Array, options: Options) -> tuple[jax.Array, jax.Array]:
-        """The formula, in float32."""
-        how = dict(scale=options.scale, window=options.mask.reach, soft_cap=options.soft_cap)
-        return reference_paged_attention(q_BNH, *self, **how)
+    def reference(self, q_BNH: jax.Array) -> tuple[jax.Array, jax.Array]:
+        how = dict(scale=self.options.scale, window=self.options.mask.reach, soft_cap=self.options.soft_cap)
+        return reference_paged_attention(q_BNH, *self.arrays, **how)
 
 
 def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:

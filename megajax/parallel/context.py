@@ -328,13 +328,13 @@ class _Blocks:
     def forward(self, q, k, v, q_positions, k_positions):
         """-> (out [B, T, N, H] float32, log-sum-exp [B, N, T] float32); a fully masked row has weight 0."""
         block = _Block(self, q, q_positions, k_positions)
-        out, lse = self.plan.backend.forward(q, k, v, block, self.plan.options)
+        out, lse = self.plan.backend.forward(q, k, v, block)
         return out.astype(jnp.float32), lse
 
     def backward(self, q, k, v, out, lse, d_out, q_positions, k_positions):
         """-> gradients in float32, from the results of attention to all keys."""
         block = _Block(self, q, q_positions, k_positions)
-        gradients = self.plan.backend.backward(q, k, v, out, lse, d_out, block, self.plan.options)
+        gradients = self.plan.backend.backward(q, k, v, out, lse, d_out, block)
         return tuple(a.astype(jnp.float32) for a in gradients)
 
 
@@ -343,6 +343,7 @@ class _Block:
 
     def __init__(self, blocks: _Blocks, q, q_positions, k_positions):
         self.blocks = blocks
+        self.options = blocks.plan.options
         self.mask = blocks.mask
         self.q = q
         self.q_positions = q_positions
@@ -385,7 +386,7 @@ class _Block:
         return bias.reshape(-1, 1, *bias.shape[-2:]), dict(causal=False, window=None)
 
     def reference(self, q, k, v):
-        options = self.blocks.plan.options
+        options = self.options
         indices = (self.q_positions[0][None], self.k_positions[0][None])
         keep = local.dropout_mask(self.blocks.key, options.dropout, q, indices) if options.dropout > 0 else None
         how = (options.mask, options.scale, options.soft_cap)
