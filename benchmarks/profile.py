@@ -27,7 +27,7 @@ KINDS_BY_NAME = (
     ("matmul", r"nvjet|gemm|cublas|cutlass|xmma|splitK"),
 )
 KINDS_BY_PLACE = (
-    ("attention", r"/flash_attention/|ops/attention\.py"),
+    ("attention", r"/flash_attention/|ops/attention(_backends)?\.py"),
     ("norm", r"/norm\.py"),
     ("optimizer", r"^megajax/optim/"),
     ("cross-entropy", r"/cross_entropy\.py"),

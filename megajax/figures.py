@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from megajax.ops import attention_mask as masks
 from megajax.plot import FAINT, draw_memory, new_figure, with_mean_loss
 
 if TYPE_CHECKING:
@@ -93,9 +94,7 @@ def attention_mask(batch: Mapping[str, np.ndarray], row: int | None = None, *, w
         row = int(np.argmin([(counts**2).sum() for counts in sizes]))
     query = np.arange(length)[:, None]
     key = np.arange(length)[None]
-    visible = key <= query
-    if window is not None:
-        visible &= query - key < window
+    visible = (masks.CAUSAL & masks.window(window)).visible(query - key, key)
     visible &= segments_BT[row][:, None] == segments_BT[row][None]
     figure, axes = _new(3.6, 3.6)
     axes.imshow(visible, cmap="Blues", vmin=0, vmax=1.3, interpolation="nearest")

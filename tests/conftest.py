@@ -37,6 +37,7 @@ import pytest
 from megajax import compat
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.ops import matmul
+from megajax.ops.attention_backends import BACKENDS
 
 gc.set_threshold(50_000, 20, 50)  # while the tests were imported, looking for cycles took 3 of 11 s
 matmul.MIN_JOINED_ROWS = 64  # so that small training batches take the path of large ones
@@ -76,3 +77,15 @@ def compile_for_hopper():
         return done.stdout.splitlines()
 
     return run
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """(backend of attention, attributes): registers it as one that supports all inputs, without a GPU, and has these
+    attributes."""
+
+    def register(backend, **attributes):
+        attributes |= dict(problem=lambda self, inputs: "")
+        monkeypatch.setitem(BACKENDS, backend.name, type("StandIn", (backend,), attributes)())
+
+    return register

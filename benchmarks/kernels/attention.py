@@ -19,7 +19,8 @@ import numpy as np
 from benchmarks.command_line import run, split
 from megajax import compat
 from megajax.mesh import MeshConfig, make_mesh
-from megajax.ops.attention import AttentionMask, attention
+from megajax.ops import attention_mask as masks
+from megajax.ops.attention import attention
 from megajax.training.reporting.starts import start_record
 
 # name: batch, length, heads, key-value heads, head dim, window, mean length of documents
@@ -76,7 +77,7 @@ def measure(name: str) -> dict:
     for backend in ("cudnn", "pallas"):
         op = functools.partial(
             attention,
-            mask=AttentionMask(causal=causal, window=window),
+            mask=(masks.CAUSAL if causal else masks.FULL) & masks.window(window),
             scale=head_dim**-0.5,
             segments=None if segments is None else (jnp.asarray(segments),) * 2,
             backend=backend,

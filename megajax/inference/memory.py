@@ -79,8 +79,8 @@ def visible_tokens(models: Sequence[Model], pools: Sequence[PoolSizes]) -> int |
     """Last tokens of a sequence that any layer reads from pages; None: all."""
     pairs = zip(models, pools, strict=True)
     stacks = [model.config.paged_stacks(sizes, model.execution).values() for model, sizes in pairs]
-    windows = [getattr(layer, "window", None) for of_model in stacks for stack in of_model for layer in stack]
-    return None if None in windows else max(windows)
+    reaches = [getattr(layer, "reach", None) for of_model in stacks for stack in of_model for layer in stack]
+    return None if None in reaches else max(reaches)
 
 
 def _available_bytes(mesh: Mesh, memory_fraction: float) -> int:

@@ -15,12 +15,14 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.layers.dropout import DropoutKey
+from megajax.layers.kv_cache import EmptyCache, PagedCache, PoolSizes
 from megajax.layers.layer import Activation, Flops, check_divisible
 from megajax.layers.linear import Linear, input_axis, side_by_side
 from megajax.layers.norm import Norm, NormConfig
 from megajax.layers.rope import apply_rope
 from megajax.mesh import MeshConfig
-from megajax.ops.attention import AttentionMask, Backend
+from megajax.ops.attention_backends import BackendName
+from megajax.ops.attention_mask import CAUSAL, Mask, window
 from megajax.parallel.context import ContextMethod, attention
 from megajax.parameters import weight
 from megajax.sharding import constrain
@@ -28,38 +30,39 @@ from megajax.sharding import constrain
 MAX_DROPOUT_LENGTH = 65536  # dropout packs the query and key indices into one 32-bit counter
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
+    """The defaults are plain causal attention, so that a model names only what differs."""
+
     embed_dim: int
     num_heads: int
-    num_kv_heads: int
+    num_kv_heads: int | None = None
+    """None: num_heads."""
     head_dim: int
-    qkv_bias: bool
-    out_bias: bool
-    qk_norm: NormConfig | None
-    qk_norm_scope: Literal["head", "all_heads"]
-    rope: Literal["none", "global", "local"]
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: NormConfig | None = None
+    qk_norm_scope: Literal["head", "all_heads"] = "head"
+    rope: Literal["none", "global", "local"] = "none"
     """Which of the rotary tables in the inputs to use."""
-    rope_interleaved: bool
-    alibi: bool
-    causal: bool
-    """A token attends to itself and the tokens before it; False: to all tokens of its segment. Padding is a segment of
-    its own."""
-    window: int | None
-    scale: float
-    """Factor on the scores."""
-    soft_cap: float | None
-    sinks: bool
-    dropout: float
-    context: ContextMethod
-    backend: Backend
-    deterministic: bool
+    rope_interleaved: bool = False
+    alibi: bool = False
+    relative_bias: bool = False
+    """Add `relative_bias` of the inputs to the scores (layers/relative_position.py)."""
+    mask: Mask = CAUSAL
+    """Which tokens of its segment a token attends to. Padding is a segment of its own."""
+    scale: float | None = None
+    """Factor on the scores; None: 1 / sqrt(width of a query)."""
+    soft_cap: float | None = None
+    sinks: bool = False
+    dropout: float = 0.0
+    context: ContextMethod = "ring"
+    backend: BackendName = "auto"
+    deterministic: bool = False
     init_std: float
     out_init_std: float
-    query_init_std: float | None = dataclasses.field(default=None, kw_only=True)
+    query_init_std: float | None = None
     """Of the queries; None: init_std."""
-    relative_bias: bool = dataclasses.field(default=False, kw_only=True)
-    """Add `relative_bias` of the inputs to the scores (layers/relative_position.py)."""
 
     caches_values = True
     """Whether a cache stores values besides keys."""
@@ -71,9 +74,18 @@ class AttentionConfig:
     }
 
     @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def score_scale(self) -> float:
+        """Factor on the scores."""
+        return 1.0 / math.sqrt(self.heads_dim // self.num_heads) if self.scale is None else self.scale
+
+    @property
     def cached_heads(self) -> tuple[int, int]:
         """Number and width of the heads whose keys a cache stores."""
-        return self.num_kv_heads, self.head_dim
+        return self.kv_heads, self.head_dim
 
     @property
     def gathered_dim(self) -> int:
@@ -88,7 +100,7 @@ class AttentionConfig:
     @property
     def kv_dim(self) -> int:
         """Width of keys and values together."""
-        return 2 * self.num_kv_heads * self.head_dim
+        return 2 * self.kv_heads * self.head_dim
 
     @property
     def out_dim(self) -> int:
@@ -105,11 +117,25 @@ class AttentionConfig:
         """FLOPs of the output projection per token."""
         return 2 * self.embed_dim * self.out_dim
 
+    def new_cache(self, length: int) -> EmptyCache:
+        self._check_cache("a cache of the tokens so far", self.mask.is_causal)
+        return EmptyCache(length)
+
+    def new_pages(self, sizes: PoolSizes) -> PagedCache:
+        self._check_cache("pages of the last tokens", self.mask == CAUSAL & window(self.mask.reach))
+        return PagedCache.zeros(sizes, *self.cached_heads, has_values=self.caches_values)
+
+    def _check_cache(self, what: str, is_supported: bool) -> None:
+        if not is_supported:
+            raise ValueError(
+                f"attention with the mask '{self.mask}' cannot read {what}: use a causal mask, with or without a window"
+            )
+
     def build(self, rngs: nnx.Rngs) -> "Attention":
         return Attention(self, rngs=rngs)
 
     def check(self, mesh: MeshConfig, sequence_length: int) -> None:
-        check_divisible("tensor", mesh.tensor, {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads})
+        check_divisible("tensor", mesh.tensor, {"num_heads": self.num_heads, "num_kv_heads": self.kv_heads})
         if self.dropout > 0 and sequence_length > MAX_DROPOUT_LENGTH:
             raise ValueError(
                 f"model.attention_dropout={self.dropout} supports sequences of at most {MAX_DROPOUT_LENGTH} tokens, "
@@ -127,7 +153,7 @@ class AttentionConfig:
                     f"--training.sequence_length={-(-sequence_length // (2 * mesh.context)) * 2 * mesh.context}"
                 )
             return
-        for name, value in (("num_heads", self.num_heads), ("num_kv_heads", self.num_kv_heads)):
+        for name, value in (("num_heads", self.num_heads), ("num_kv_heads", self.kv_heads)):
             if value % (mesh.tensor * mesh.context):
                 raise ValueError(
                     f"model.{name}={value} is not divisible by {mesh.tensor * mesh.context} = mesh.tensor("
@@ -136,8 +162,7 @@ class AttentionConfig:
                 )
 
     def flops(self, sequence_length: int) -> Flops:
-        window = min(self.window or sequence_length, sequence_length)
-        visible = window - window * (window - 1) / (2 * sequence_length) if self.causal else sequence_length
+        visible = self.mask.mean_keys(sequence_length)
         pair = 2 * (self.heads_dim + self.out_dim)  # per query-key pair: the score, and its contribution to the output
         return Flops(self.qkv_flops + self.out_flops, mixing=pair * sequence_length, mixing_causal=pair * visible)
 
@@ -148,7 +173,11 @@ class AttentionConfig:
                 self.out_dim,
                 self.flops(sequence_length)._replace(matmuls=0.0),
                 scores=self.num_heads * sequence_length * (6 if self.dropout else 3),  # as XLA compiles it for the CPU
-                needs_scores=self.dropout > 0 or self.backend == "reference" or self.alibi or self.relative_bias,
+                needs_scores=self.backend == "reference"
+                or self.dropout > 0
+                or self.alibi
+                or self.relative_bias
+                or not self.mask.is_interval,
             ),
         }
 
@@ -166,7 +195,7 @@ class Attention(nnx.Module):
         self.config = config
         D = config.embed_dim
         N = config.num_heads
-        K = config.num_kv_heads
+        K = config.kv_heads
         H = config.head_dim
         query_std = config.init_std if config.query_init_std is None else config.query_init_std
         self.query = Linear((D,), (N, H), ("embed", "heads", "head_dim"), query_std, rngs=rngs)
@@ -222,7 +251,7 @@ class Attention(nnx.Module):
         """Queries, keys and values, computed by one matmul: concatenated per key-value head, the dim that `tensor`
         splits."""
         config = self.config
-        K = config.num_kv_heads
+        K = config.kv_heads
         H = config.head_dim
         heads = config.num_heads // K
         linears = (self.query, self.key, self.value)
@@ -252,8 +281,8 @@ def attention_options(config: AttentionConfig, sinks_N: jax.Array | None) -> dic
         method=config.context,
         backend=config.backend,
         deterministic=config.deterministic,
-        mask=AttentionMask(causal=config.causal, window=config.window),
-        scale=config.scale,
+        mask=config.mask,
+        scale=config.score_scale,
         soft_cap=config.soft_cap,
         slopes=jnp.asarray(alibi_slopes(config.num_heads)) if config.alibi else None,
         sinks=sinks_N,

@@ -25,7 +25,7 @@ from megajax.parallel.context import attention
 from megajax.sharding import constrain
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CrossAttentionConfig(AttentionConfig):
     def build(self, rngs: nnx.Rngs) -> "CrossAttention":
         return CrossAttention(self, rngs=rngs)
@@ -56,7 +56,7 @@ class CrossAttention(Attention):
     def keys_and_values(self, encoded_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """[B, S, K, H] each."""
         config = self.config
-        shape = (config.embed_dim, config.num_kv_heads, 1, config.head_dim)
+        shape = (config.embed_dim, config.kv_heads, 1, config.head_dim)
         joined = side_by_side(encoded_BSD, (self.key, self.value), shape, axis=2)
         k, v = (linear.add_bias(joined[..., i, :]) for i, linear in enumerate((self.key, self.value)))
         return tuple(checkpoint_name(constrain(a, "batch", "time", "kv_heads", None), "qkv") for a in (k, v))

@@ -21,7 +21,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from megajax.current_mesh import axis_size, manual
-from megajax.ops.attention import AttentionMask
 from megajax.ops.paged_attention import attend_to_pages, quantise, write_pages
 from megajax.ops.quantize import to_levels
 from megajax.parallel.context import AXIS, attention
@@ -93,12 +92,12 @@ class PagedCache:
         return dataclasses.replace(self, places=places)
 
     def attend(
-        self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array | None, *, mask: AttentionMask, method,
-        deterministic, **options
+        self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array | None, *, method, deterministic,
+        **options
     ) -> tuple[jax.Array, "PagedCache"]:  # fmt: skip
         """-> (attention of the new tokens to all tokens of their sequence [B, T, N, H], the updated cache).
 
-        v: None if the keys are the values too. options: scale, soft_cap, slopes, sinks and backend as in
+        v: None if the keys are the values too. options: mask, scale, soft_cap, slopes, sinks and backend as in
         ops/attention.py. method, deterministic: for training.
         """
         slots, _, _, table, lower, upper = self.places
@@ -110,7 +109,7 @@ class PagedCache:
         elif self.pages.dtype == jnp.float8_e4m3fn:  # beyond its largest value a cast gives NaN
             new_BTCKH = to_levels(new_BTCKH, self.pages.dtype)
         pages = write_pages(self.pages, new_BTCKH.astype(self.pages.dtype), slots)
-        out = attend_to_pages(q_BTNH, pages, table, lower, upper, scales, window=mask.window, **options)
+        out = attend_to_pages(q_BTNH, pages, table, lower, upper, scales, **options)
         return out, PagedCache(pages, scales)
 
 

@@ -47,7 +47,7 @@ class LatentConfig:
     """Head dim of the values; None = head_dim."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentAttentionConfig(AttentionConfig):
     """head_dim is that of the part without positions; num_kv_heads = num_heads."""
 

@@ -138,7 +138,7 @@ class LayerConfig(Protocol):
     """Width of the residual stream."""
     modules: Mapping[str, Sequence[str]]
     """{name in execution.recompute: the activations that need not be saved if the module is recomputed}."""
-    window: int | None
+    reach: int | None
     """Last tokens, itself included, that a token reads from a cache in pages; None: all. A layer without pages need not
     have it."""
 

@@ -45,8 +45,8 @@ class MultiTokenConfig:
         return self.layer.embed_dim
 
     @property
-    def window(self) -> int | None:
-        return self.layer.window
+    def reach(self) -> int | None:
+        return self.layer.reach
 
     @property
     def modules(self) -> Mapping[str, Sequence[str]]:

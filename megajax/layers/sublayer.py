@@ -10,7 +10,7 @@ from flax import nnx
 
 from megajax.layers.attention import AttentionConfig
 from megajax.layers.dropout import DropoutKey
-from megajax.layers.kv_cache import EmptyCache, PagedCache, PoolSizes
+from megajax.layers.kv_cache import PoolSizes
 from megajax.layers.layer import Activation, FeedForwardConfig, Flops, Saved, Terms
 from megajax.layers.norm import Norm, NormConfig
 from megajax.layers.recurrent import RecurrentMixerConfig
@@ -87,13 +87,6 @@ class AttentionLayerConfig(SublayerConfig):
     branch: AttentionConfig
 
     kind = "attention"
-
-    def new_cache(self, length: int) -> EmptyCache:
-        return EmptyCache(length)
-
-    def new_pages(self, sizes: PoolSizes) -> PagedCache:
-        num_heads, head_dim = self.branch.cached_heads
-        return PagedCache.zeros(sizes, num_heads, head_dim, has_values=self.branch.caches_values)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -54,10 +54,10 @@ class TransformerLayerConfig(SavingActivations):
     attention: AttentionConfig
     mlp: FeedForwardConfig
     norm: NormConfig
-    norm_placement: NormPlacement
-    parallel_residual: ParallelResidual
-    residual_multiplier: float
-    dropout: float
+    norm_placement: NormPlacement = "pre"
+    parallel_residual: ParallelResidual = "none"
+    residual_multiplier: float = 1.0
+    dropout: float = 0.0
     saved: Saved | None = None
 
     @property
@@ -139,15 +139,14 @@ class TransformerLayerConfig(SavingActivations):
         return dict(sent)
 
     @property
-    def window(self) -> int | None:
-        return self.attention.window
+    def reach(self) -> int | None:
+        return self.attention.mask.reach
 
     def new_cache(self, length: int) -> EmptyCache:
-        return EmptyCache(length)
+        return self.attention.new_cache(length)
 
     def new_pages(self, sizes: PoolSizes) -> PagedCache:
-        num_heads, head_dim = self.attention.cached_heads
-        return PagedCache.zeros(sizes, num_heads, head_dim, has_values=self.attention.caches_values)
+        return self.attention.new_pages(sizes)
 
 
 class TransformerLayer(nnx.Module):

@@ -27,6 +27,7 @@ from megajax.models.decoder import check_embedding_divides, padded_vocab_size
 from megajax.models.execution import ExecutionConfig
 from megajax.models.interface import BatchArray, ModelConfig, OneStack
 from megajax.ops.activation import activate
+from megajax.ops.attention_mask import FULL
 from megajax.ops.embedding import embed
 from megajax.ops.matmul import matmul
 from megajax.parallel.context import current_order
@@ -144,28 +145,15 @@ class BertConfig(ModelConfig):
     def _layer_config(self, number: int, execution: ExecutionConfig) -> TransformerLayerConfig:
         D = self.embed_dim
         out_std = self.init_std / math.sqrt(2 * self.num_layers)
-        head_dim = D // self.num_heads
         attention = AttentionConfig(
             embed_dim=D,
             num_heads=self.num_heads,
-            num_kv_heads=self.num_heads,
-            head_dim=head_dim,
+            head_dim=D // self.num_heads,
             qkv_bias=True,
             out_bias=True,
-            qk_norm=None,
-            qk_norm_scope="head",
-            rope="none",
-            rope_interleaved=False,
-            alibi=False,
-            causal=False,
-            window=None,
-            scale=1.0 / math.sqrt(head_dim),
-            soft_cap=None,
-            sinks=False,
+            mask=FULL,
             dropout=self.attention_dropout,
-            context=execution.context_attention,
-            backend=execution.attention_backend,
-            deterministic=execution.deterministic,
+            **execution.of_attention,
             init_std=self.init_std,
             out_init_std=out_std,
         )
@@ -174,8 +162,6 @@ class BertConfig(ModelConfig):
             mlp=MlpConfig(D, self.width_of_mlp, self.activation, True, self.init_std, out_std),
             norm=self.norm_config,
             norm_placement=self.norm_placement,
-            parallel_residual="none",
-            residual_multiplier=1.0,
             dropout=self.dropout,
         )
         return layer.saving(execution.recompute_of(number), execution.recompute_modules, execution.offload)

@@ -27,6 +27,7 @@ from megajax.mesh import MeshConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.models.interface import BatchArray, LossOptions, LossTerms, ModelConfig, OneStack, StackRole
 from megajax.ops.activation import Activation
+from megajax.ops.attention_mask import CAUSAL, window
 from megajax.ops.embedding import embed
 from megajax.parallel.context import current_order
 from megajax.parallel.schedule import Stages
@@ -234,10 +235,10 @@ class DecoderConfig(ModelConfig):
         def is_nth(every: int | None) -> bool:
             return every is not None and (number + 1) % every == 0
 
-        window = None if is_nth(self.full_attention_every) else self.window
+        size = None if is_nth(self.full_attention_every) else self.window
         rope = "none"
         if self.position == "rope" and not is_nth(self.no_rope_every):
-            rope = "global" if window is None or self.rope.local_base is None else "local"
+            rope = "global" if size is None or self.rope.local_base is None else "local"
         fields = dict(
             embed_dim=self.embed_dim,
             num_heads=self.num_heads,
@@ -250,15 +251,12 @@ class DecoderConfig(ModelConfig):
             rope=rope,
             rope_interleaved=self.rope.interleaved,
             alibi=self.position == "alibi",
-            causal=True,
-            window=window,
+            mask=CAUSAL & window(size),
             scale=self.attention_scale,
             soft_cap=self.attention_soft_cap,
             sinks=self.attention_sinks,
             dropout=self.attention_dropout,
-            context=execution.context_attention,
-            backend=execution.attention_backend,
-            deterministic=execution.deterministic,
+            **execution.of_attention,
             init_std=self.init_std,
             out_init_std=self.out_init_std,
         )

@@ -35,6 +35,7 @@ from megajax.models.decoder import check_embedding_divides, padded_vocab_size
 from megajax.models.execution import ExecutionConfig
 from megajax.models.interface import BatchArray, LossModule, ModelConfig, StackRole, split_key
 from megajax.ops.activation import GATED, Activation
+from megajax.ops.attention_mask import CAUSAL, FULL, Mask
 from megajax.ops.embedding import embed
 from megajax.parallel.schedule import Stages
 from megajax.parameters import weight
@@ -145,8 +146,8 @@ class EncoderDecoderConfig(ModelConfig):
         how = (execution.recompute_modules, execution.offload)
         encoder = self._layer(execution)
         decoder = CrossAttentionLayerConfig(
-            **self._parts(execution, causal=True),
-            cross_attention=CrossAttentionConfig(**self._attention(execution, causal=False, relative_bias=False)),
+            **self._parts(execution, CAUSAL),
+            cross_attention=CrossAttentionConfig(**self._attention(execution, FULL, relative_bias=False)),
             length=self.decoder_length,
         )
         return {
@@ -155,48 +156,34 @@ class EncoderDecoderConfig(ModelConfig):
         }
 
     def _layer(self, execution: ExecutionConfig) -> TransformerLayerConfig:
-        return TransformerLayerConfig(**self._parts(execution, causal=False))
+        return TransformerLayerConfig(**self._parts(execution, FULL))
 
-    def _parts(self, execution: ExecutionConfig, *, causal: bool) -> dict:
+    def _parts(self, execution: ExecutionConfig, mask: Mask) -> dict:
         """What the layers of both stacks have."""
         is_relative = self.position == "relative"
         return dict(
-            attention=AttentionConfig(**self._attention(execution, causal=causal, relative_bias=is_relative)),
+            attention=AttentionConfig(**self._attention(execution, mask, relative_bias=is_relative)),
             mlp=MlpConfig(
                 self.embed_dim, self.mlp_dim, self.activation, self.bias, self.init_std(self.embed_dim),
                 self.init_std(self.mlp_dim),
             ),
             norm=self.norm_config,
-            norm_placement="pre",
-            parallel_residual="none",
-            residual_multiplier=1.0,
             dropout=self.dropout,
         )  # fmt: skip
 
-    def _attention(self, execution: ExecutionConfig, *, causal: bool, relative_bias: bool) -> dict:
+    def _attention(self, execution: ExecutionConfig, mask: Mask, *, relative_bias: bool) -> dict:
         # With a scale of 1 the queries begin smaller instead.
         query_std = self.init_std(self.embed_dim) / (self.attention_scale * math.sqrt(self.head_dim))
         return dict(
             embed_dim=self.embed_dim,
             num_heads=self.num_heads,
-            num_kv_heads=self.num_heads,
             head_dim=self.head_dim,
             qkv_bias=self.bias,
             out_bias=self.bias,
-            qk_norm=None,
-            qk_norm_scope="head",
-            rope="none",
-            rope_interleaved=False,
-            alibi=False,
-            causal=causal,
-            window=None,
+            mask=mask,
             scale=self.attention_scale,
-            soft_cap=None,
-            sinks=False,
             dropout=self.attention_dropout,
-            context=execution.context_attention,
-            backend=execution.attention_backend,
-            deterministic=execution.deterministic,
+            **execution.of_attention,
             init_std=self.init_std(self.embed_dim),
             out_init_std=self.init_std(self.num_heads * self.head_dim),
             query_init_std=query_std,

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from megajax.mesh import MeshConfig
 from megajax.ops import transformer_engine
-from megajax.ops.attention import Backend
+from megajax.ops.attention_backends import BackendName
 from megajax.parallel.context import ContextMethod
 from megajax.parallel.expert import Dispatch
 from megajax.ranges import PositiveInt, Range
@@ -32,7 +32,7 @@ class ExecutionConfig:
     """Activations to keep in host memory between forward and backward pass; a transformer layer has residual, normed,
     qkv, attention_out, residual_mid, mlp_wide and mlp_hidden, one with experts also routing and expert_rows,
     with latent attention also latents, with cross-attention also residual_cross (docs/memory.md)."""
-    attention_backend: Backend = "auto"
+    attention_backend: BackendName = "auto"
     """cudnn, pallas (pallas_kernels/flash_attention), transformer_engine (if it is installed; docs/low_precision.md) or
     reference, where it supports the model; auto: the fastest as measured. The log says which one is used."""
     context_attention: ContextMethod = "ring"
@@ -49,6 +49,11 @@ class ExecutionConfig:
     (docs/reliability.md). On CPU they always are."""
     compiler_options: str = ""
     """XLA options of the train step, added to or replacing the defaults: "xla_gpu_a=1 xla_gpu_b=x,y"."""
+
+    @property
+    def of_attention(self) -> dict:
+        """The fields of an AttentionConfig that say how it is executed."""
+        return dict(context=self.context_attention, backend=self.attention_backend, deterministic=self.deterministic)
 
     @property
     def recompute_modules(self) -> tuple[str, ...]:

@@ -1,4 +1,5 @@
-"""Scaled dot-product attention: chooses cuDNN, our kernel or the plain reference; defines derivative and sharding.
+"""Scaled dot-product attention: defines its derivative and sharding, and the plain formula; for what computes it see
+attention_backends.py.
 
 Dimensions: B batch, T query time, S key time, N heads, K key-value heads, G = N / K, H head dim; the values, and so the
 output, may have another head dim than queries and keys (latent attention: 192 and 128).
@@ -9,9 +10,6 @@ pipeline.
 
 import dataclasses
 import functools
-import logging
-import math
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,38 +19,19 @@ from jax.sharding import PartitionSpec as P
 
 from megajax import compat
 from megajax.current_mesh import manual
-from megajax.ops import transformer_engine
+from megajax.ops.attention_backends import Backend, BackendName, Inputs, Options, choose
+from megajax.ops.attention_mask import Mask
 from megajax.ops.matmul import dot_precision
 from megajax.sharding import BATCH_AXES, HEAD_AXES, TIME_AXES, activation_spec, axes_of
 
-logger = logging.getLogger("megajax")
-
-MASKED_SCORE = -0.7 * float(
-    jnp.finfo(jnp.float32).max
-)  # a masked score; not -inf, so that a fully masked row is no NaN
-
-
-Backend = Literal["auto", "cudnn", "pallas", "transformer_engine", "reference"]
+MASKED_SCORE = -0.7 * float(jnp.finfo(jnp.float32).max)  # not -inf, so that a fully masked row is no NaN
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionMask:
-    """Which keys a query attends to; hashable, part of the program."""
-
-    causal: bool
-    window: int | None = None
-    """With causal: a query attends to itself and the window - 1 keys before it; None: all."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    mask: AttentionMask
-    scale: float
-    soft_cap: float | None
-    dropout: float
+class _Plan:
+    options: Options
     backend: Backend
-    deterministic: bool = False
-    over_heads: bool = False
+    over_heads: bool
     """`context` splits the heads too, not the sequence: an all-to-all at both ends (Jacobs et al. 2023, Ulysses)."""
 
 
@@ -61,7 +40,7 @@ def attention(
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     *,
-    mask: AttentionMask,
+    mask: Mask,
     scale: float,
     soft_cap: float | None = None,
     segments: tuple[jax.Array, jax.Array] | None = None,
@@ -71,7 +50,7 @@ def attention(
     sinks: jax.Array | None = None,
     bias: jax.Array | None = None,
     over_heads: bool = False,
-    backend: Backend = "auto",
+    backend: BackendName = "auto",
     deterministic: bool = False,
 ) -> jax.Array:
     """softmax(scale * q k^T) v with masks -> [B, T, N, head dim of v] in q's dtype; scores and softmax are float32.
@@ -93,159 +72,25 @@ def attention(
     deterministic: the gradients are bitwise reproducible, also on a GPU (not with cuDNN).
     """
     rate, key = dropout or (0.0, None)
-    order = backend_order(backend, q_BTNH, k_BSKH, mask, packed=segments is not None)
-    how = (soft_cap, rate, indices, deterministic, slopes is not None)
-    others = dict(has_bias=bias is not None, other_keys=segments is not None and segments[0] is not segments[1])
-    others |= dict(has_sinks=sinks is not None)
-    chosen = choose_backend(q_BTNH, order, *how, v_BSKH.shape[-1], segments is not None, **others)
-    options = _Options(mask, scale, soft_cap, rate, chosen, deterministic, over_heads)
+    options = Options(mask, scale, soft_cap, rate, deterministic)
+    other = segments is not None and segments[0] is not segments[1]
+    keys = "cache" if indices is not None else "other" if other else "own"
+    has = dict(has_slopes=slopes is not None, has_sinks=sinks is not None, has_bias=bias is not None)
+    inputs = Inputs.of(options, q_BTNH, k_BSKH, v_BSKH, keys=keys, is_packed=segments is not None, **has)
     arrays = (segments, indices, None if key is None else (jax.random.key_data(key[0]), key[1]), slopes)
-    return _attention(q_BTNH, k_BSKH, v_BSKH, sinks, bias, arrays, options)
-
-
-# Head dims of queries and keys, and of values, that differ: those of DeepSeek-V2 and -V3.
-CUDNN_LATENT_HEADS = (192, 128)
-CUDNN_LATENT_VERSION = 91000
-
-# (head dim, mask): {length: time with our kernels / time with cuDNN's}, on an H100 (pallas_kernels/README.md): of a
-# whole step if one was measured. Packed: cuDNN reads a bias of T x T.
-MEASURED = {
-    (64, "causal"): {1024: 0.91},
-    (64, "window"): {2048: 0.78},  # kernel alone
-    (64, "packed"): {2048: 0.31},  # kernel alone
-    (128, "causal"): {2048: 0.99, 16384: 1.02},  # 16384: kernel alone
-    (128, "grouped"): {4096: 1.00},
-    (128, "window"): {8192: 0.99},  # grouped
-    (128, "packed"): {2048: 0.90},  # an earlier version, on two H200 side by side
-}
-
-
-def backend_order(
-    requested: Backend, q_BTNH: jax.Array, k_BSKH: jax.Array, mask: AttentionMask, *, packed: bool
-) -> tuple[Backend, ...]:
-    """The requested backend, then the others by speed at the nearest measured length."""
-    length, heads, head_dim = q_BTNH.shape[1:]
-    kv_heads = k_BSKH.shape[2]
-    features = {
-        "unmasked": not mask.causal,
-        "packed": packed,
-        "window": mask.window is not None,
-        "grouped": heads != kv_heads,
-        "causal": True,
-    }
-    shape = next(feature for feature, holds in features.items() if holds)
-    by_length = MEASURED.get((head_dim, shape), {length: 1.0})
-    nearest = min(by_length, key=lambda measured: abs(math.log(measured / max(length, 1))))
-    order = ("pallas", "cudnn", "reference") if by_length[nearest] < 1 else ("cudnn", "pallas", "reference")
-    return order if requested == "auto" else (requested, *(backend for backend in order if backend != requested))
-
-
-def choose_backend(
-    q_BTNH, order: tuple[Backend, ...], soft_cap: float | None, dropout: float, indices, deterministic: bool,
-    alibi: bool = False, value_dim: int | None = None, biased: bool = False, *, has_bias: bool = False,
-    other_keys: bool = False, has_sinks: bool = False
-) -> Backend:  # fmt: skip
-    """The first backend in the order that supports the inputs; logs why earlier ones do not.
-
-    value_dim: head dim of the values; None: that of queries and keys. biased: cuDNN would need a bias for the mask.
-    has_bias: a bias is added to the scores. other_keys: queries and keys have different segments.
-    """
-    dtype = q_BTNH.dtype
-    head_dim = q_BTNH.shape[-1]
-    heads = (head_dim, value_dim or head_dim)
-    is_latent = heads == CUDNN_LATENT_HEADS
-    capability = compat.compute_capability()
-    both = {"key-value cache": indices is not None, "dropout": dropout > 0, "ALiBi": alibi, "bias": has_bias}
-    cudnn = {
-        "no NVIDIA GPU": compat.mesh_platform() not in ("gpu", "cuda"),
-        # Older than Ampere. Heads of latent attention need Hopper, which JAX looks for on this machine.
-        f"compute capability {capability}": (
-            (capability or 0) < 9.0 if is_latent else capability is not None and capability < 8.0
-        ),
-        f"dtype {dtype}": dtype not in (jnp.bfloat16, jnp.float16),
-        _described(heads): not is_latent and (heads[0] != heads[1] or head_dim > 128 or head_dim % 8 != 0),
-        f"cuDNN {compat.cudnn_version()}": is_latent and (compat.cudnn_version() or 0) < CUDNN_LATENT_VERSION,
-        "a bias with values of another head dim": is_latent and biased,  # not tried
-        "soft cap": soft_cap is not None,
-        "deterministic": deterministic,  # with a bias jaxlib 0.11.2 raises an IndexError
-        **both,
-    }
-    engine = cudnn | {"packed documents": biased, "attention sinks": has_sinks, "latent attention": is_latent}
-    kernel = {"keys of another sequence": other_keys}  # it takes the segments of the queries for theirs
-
-    def first(reasons: dict[str, bool]) -> str:
-        return next((reason for reason, holds in reasons.items() if holds), "")
-
-    problems = {
-        "cudnn": lambda: first(cudnn) or compat.cudnn_attention_problem(),
-        "pallas": lambda: compat.mosaic_problem() or _kernel_problem(*heads, dtype) or first(both | kernel),
-        "transformer_engine": lambda: transformer_engine.problem() or first(engine),
-        "reference": lambda: "",
-    }
-    refused = []
-    for backend in order:
-        problem = problems[backend]()
-        if not problem:
-            _log_choice(backend, "; ".join(refused))
-            return backend
-        refused.append(f"not {backend}: {problem}")
-    raise AssertionError("the reference can do everything")
-
-
-def _kernel_problem(head_dim: int, value_dim: int, dtype) -> str:
-    from pallas_kernels import flash_attention as kernel  # not at the top: only Hopper needs it, and it takes time
-
-    return kernel.problem(_kernel_dim(head_dim, value_dim), dtype)
-
-
-def _kernel_dim(head_dim: int, value_dim: int) -> int:
-    """The head dim that our kernels compute with: they have one for keys and values, so unequal ones are padded with
-    zeros to the next power of two."""
-    return head_dim if head_dim == value_dim else 1 << (max(head_dim, value_dim) - 1).bit_length()
-
-
-def kernel_forward(q, k, v, lower, upper, **options) -> tuple[jax.Array, jax.Array]:
-    """The forward pass of our kernels, with values of any head dim."""
-    from pallas_kernels import flash_attention as kernel
-
-    dim = _kernel_dim(q.shape[-1], v.shape[-1])
-    out, lse = kernel.forward(*(_padded(a, dim) for a in (q, k, v)), lower, upper, **options)
-    return out[..., : v.shape[-1]], lse
-
-
-def kernel_backward(q, k, v, out, lse, d_out, lower, upper, **options) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The backward pass of our kernels, with values of any head dim."""
-    from pallas_kernels import flash_attention as kernel
-
-    dim = _kernel_dim(q.shape[-1], v.shape[-1])
-    q_wide, k_wide, v_wide, out_wide, d_out_wide = (_padded(a, dim) for a in (q, k, v, out, d_out))
-    gradients = kernel.backward(q_wide, k_wide, v_wide, out_wide, lse, d_out_wide, lower, upper, **options)
-    return tuple(d[..., : a.shape[-1]] for d, a in zip(gradients, (q, k, v), strict=True))
-
-
-def _padded(a: jax.Array, dim: int) -> jax.Array:
-    return jnp.pad(a, ((0, 0),) * 3 + ((0, dim - a.shape[-1]),)) if a.shape[-1] < dim else a
-
-
-def _described(heads: tuple[int, int]) -> str:
-    head_dim, value_dim = heads
-    return f"head dim {head_dim}" + (f", of values {value_dim}" if value_dim != head_dim else "")
-
-
-@functools.cache
-def _log_choice(backend: str, reason: str) -> None:
-    logger.info("attention: %s%s", backend, f" ({reason})" if reason else "")
+    plan = _Plan(options, choose(inputs, backend), over_heads)
+    return _attention(q_BTNH, k_BSKH, v_BSKH, sinks, bias, arrays, plan)
 
 
 # ----------------------------------------------------------------------------- derivative and sharding
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _attention(q, k, v, sinks, bias, arrays, options):
-    return _forward(q, k, v, sinks, bias, arrays, options)[0]
+def _attention(q, k, v, sinks, bias, arrays, plan):
+    return _forward(q, k, v, sinks, bias, arrays, plan)[0]
 
 
-def _specs(q, k, arrays, options):
+def _specs(q, k, arrays, plan):
     """-> (of queries, of keys, of the log-sum-exp [B, N, T], of what is one a head, of the other arrays)."""
     segments, indices, key, _ = arrays
     queries = activation_spec(q.shape, ("batch", "time", "heads", None))
@@ -256,15 +101,15 @@ def _specs(q, k, arrays, options):
         return None if arrays is None else (P(*queries[:2]), P(*keys[:2]))
 
     lse = P(queries[0], queries[2], queries[1])
-    if options.over_heads:
+    if plan.over_heads:
         lse = P(queries[0], (*axes_of(queries[2]), *TIME_AXES), None)
     heads = P(lse[1])
     return queries, keys, lse, heads, (pair(segments), pair(indices), None if key is None else P(), heads)
 
 
-def _forward(q, k, v, sinks, bias, arrays, options):
-    queries, keys, lse_spec, heads, others = _specs(q, k, arrays, options)
-    body = functools.partial(_forward_body, options=options)
+def _forward(q, k, v, sinks, bias, arrays, plan):
+    queries, keys, lse_spec, heads, others = _specs(q, k, arrays, plan)
+    body = functools.partial(_forward_body, plan=plan)
     run = manual(body, (queries, keys, keys, heads, heads, others), (queries, lse_spec))
     out, lse = run(q, k, v, sinks, bias, arrays)
     out = checkpoint_name(out, "attention_out")
@@ -272,10 +117,10 @@ def _forward(q, k, v, sinks, bias, arrays, options):
     return out, (q, k, v, sinks, bias, out, lse, arrays)
 
 
-def _backward(options, residuals, d_out):
+def _backward(plan, residuals, d_out):
     q, k, v, sinks, bias, out, lse, arrays = residuals
-    queries, keys, lse_spec, heads, others = _specs(q, k, arrays, options)
-    body = functools.partial(_backward_body, options=options, lse_spec=lse_spec)
+    queries, keys, lse_spec, heads, others = _specs(q, k, arrays, plan)
+    body = functools.partial(_backward_body, plan=plan, lse_spec=lse_spec)
     gradients = (queries, keys, keys, heads, heads)
     run = manual(body, (*gradients, queries, lse_spec, queries, others), gradients)
     return *run(q, k, v, sinks, bias, out, lse, d_out, arrays), None
@@ -284,61 +129,96 @@ def _backward(options, residuals, d_out):
 _attention.defvjp(_forward, _backward)
 
 
-def _forward_body(q, k, v, sinks, bias, arrays, *, options):
-    if options.over_heads:
+def _forward_body(q, k, v, sinks, bias, arrays, *, plan):
+    if plan.over_heads:
         q, k, v, arrays = _to_heads((q, k, v), arrays)
-    if options.backend == "cudnn":
-        segment_bias = _segment_bias(arrays[0], q.dtype)
-        mask = options.mask
-        settings = dict(scale=options.scale, window=mask.window, causal=mask.causal)
-        results = compat.cudnn_attention_forward(q, k, v, segment_bias, **settings)
-        out, lse = compat.vary(results, compat.varying_axes(q))
-    elif options.backend == "pallas":
-        bounds = _key_bounds(q, k, arrays[0], options.mask)
-        results = kernel_forward(q, k, v, *bounds, scale=options.scale, soft_cap=options.soft_cap)
-        out, lse = compat.vary(results, compat.varying_axes(q))
-    elif options.backend == "transformer_engine":
-        unused = jnp.zeros((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
-        results = transformer_engine.forward(q, k, v, **_engine_options(options)), unused
-        out, lse = compat.vary(results, compat.varying_axes(q))
-    else:
-        out, lse = _local_reference(q, k, v, bias, arrays, options)
-    out, lse = with_sinks(out, lse, sinks)
-    return (_to_sequence(out), lse) if options.over_heads else (out, lse)
+    pairs = _Sequences(q, k, sinks, bias, arrays, plan.options, plan.over_heads)
+    out, lse = with_sinks(*plan.backend.forward(q, k, v, pairs), sinks)
+    return (_to_sequence(out), lse) if plan.over_heads else (out, lse)
 
 
-def _backward_body(q, k, v, sinks, bias, out, lse, d_out, arrays, *, options, lse_spec):
-    d_bias = None
-    if options.over_heads:
+def _backward_body(q, k, v, sinks, bias, out, lse, d_out, arrays, *, plan, lse_spec):
+    if plan.over_heads:
         q, k, v, out, d_out, arrays = _to_heads((q, k, v, out, d_out), arrays)
-    if options.backend == "cudnn":
-        segment_bias = _segment_bias(arrays[0], q.dtype)
-        mask = options.mask
-        settings = dict(scale=options.scale, window=mask.window, causal=mask.causal)
-        results = compat.cudnn_attention_backward(q, k, v, out, lse, d_out, segment_bias, **settings)
-        gradients = compat.vary(results, compat.varying_axes(q))
-    elif options.backend == "pallas":
-        bounds = _key_bounds(q, k, arrays[0], options.mask)
-        settings = dict(scale=options.scale, soft_cap=options.soft_cap, ordered=options.deterministic)
-        results = kernel_backward(q, k, v, out, lse, d_out, *bounds, **settings)
-        gradients = compat.vary(results, compat.varying_axes(q))
-    elif options.backend == "transformer_engine":
-        results = transformer_engine.backward(q, k, v, d_out, **_engine_options(options))
-        gradients = compat.vary(results, compat.varying_axes(q))
-    else:
-
-        def local(q, k, v, bias):
-            return with_sinks(*_local_reference(q, k, v, bias, arrays, options), sinks)[0]
-
-        _, vjp = jax.vjp(local, q, k, v, compat.vary(bias, compat.varying_axes(q)))
-        *gradients, d_bias = vjp(d_out)
-        d_bias = None if bias is None else _sum_of_tokens(d_bias, lse_spec)
+    pairs = _Sequences(q, k, sinks, bias, arrays, plan.options, plan.over_heads)
+    gradients = plan.backend.backward(q, k, v, out, lse, d_out, pairs)
+    d_bias = None if bias is None else _sum_of_tokens(gradients[3], lse_spec)
     d_sinks = gradient_of_sinks(sinks, out, lse, d_out, lse_spec)
-    return *(map(_to_sequence, gradients) if options.over_heads else gradients), d_sinks, d_bias
+    gradients = map(_to_sequence, gradients[:3]) if plan.over_heads else gradients[:3]
+    return *gradients, d_sinks, d_bias
 
 
-def _engine_options(options: _Options) -> dict:
-    return dict(causal=options.mask.causal, window=options.mask.window, scale=options.scale)
+@dataclasses.dataclass(frozen=True)
+class _Sequences:
+    """The Pairs of whole sequences, or of queries with the `indices` of a cache."""
+
+    q_BTNH: jax.Array
+    k_BSKH: jax.Array
+    sinks: jax.Array | None
+    added: jax.Array | None
+    """[N, T, S]: the bias of `attention`."""
+    arrays: tuple
+    options: Options
+    over_heads: bool
+
+    def bounds(self) -> tuple[jax.Array, jax.Array]:
+        return key_bounds(self.q_BTNH, self.k_BSKH, self.arrays[0], self.options.mask)
+
+    def bias(self) -> tuple[jax.Array | None, dict]:
+        """0 within a document, a huge negative number elsewhere; shared by all heads and layers."""
+        mask = self.options.mask
+        masks = dict(causal=mask.is_causal, window=mask.reach)
+        segments = self.arrays[0]
+        if segments is None:
+            return None, masks
+        same = segments[0][:, None, :, None] == segments[1][:, None, None, :]
+        return jnp.where(same, 0.0, MASKED_SCORE).astype(self.q_BTNH.dtype), masks
+
+    def reference(self, q, k, v) -> tuple[jax.Array, jax.Array]:
+        return self._formula(q, k, v, self.added)
+
+    def reference_gradients(self, q, k, v, out, lse, d_out) -> tuple[jax.Array | None, ...]:
+        """Of q, k, v and the bias."""
+
+        def with_sink(*arrays):
+            return with_sinks(*self._formula(*arrays), self.sinks)[0]
+
+        _, vjp = jax.vjp(with_sink, q, k, v, compat.vary(self.added, compat.varying_axes(q)))
+        return vjp(d_out)
+
+    def _formula(self, q, k, v, bias):
+        segments, indices, key, slopes = self.arrays
+        options = self.options
+        if indices is None:
+            places = jnp.arange(max(q.shape[1], k.shape[1]))[None]
+            indices = (places[:, : q.shape[1]], places[:, : k.shape[1]])
+        head_axes = (*HEAD_AXES, *TIME_AXES) if self.over_heads else HEAD_AXES
+        keep = dropout_mask(key, options.dropout, q, indices, head_axes) if options.dropout > 0 else None
+        how = (options.mask, options.scale, options.soft_cap)
+        return reference_attention(q, k, v, *how, segments, indices, keep, slopes, bias)
+
+
+def key_bounds(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, segments: tuple[jax.Array, jax.Array] | None, mask: Mask
+) -> tuple[jax.Array, jax.Array]:
+    """int32 [B, T]: query i attends to the keys lower <= j < upper. The tokens of a document are adjacent."""
+    batch, length = q_BTNH.shape[:2]
+    num_keys = k_BSKH.shape[1]
+    index = jnp.broadcast_to(jnp.arange(length), (batch, length))
+    lower = jnp.zeros_like(index)
+    end = mask.upper(index)
+    upper = jnp.full_like(index, num_keys) if end is None else jnp.minimum(end, num_keys)
+    if (first := mask.lower(index)) is not None:
+        lower = jnp.maximum(lower, first)
+    if segments is not None:
+        ids = segments[0]
+        differs = ids[:, 1:] != ids[:, :-1]
+        starts = jnp.pad(differs, ((0, 0), (1, 0)), constant_values=True)
+        lower = jnp.maximum(lower, lax.cummax(jnp.where(starts, index, 0), axis=1))
+        if not mask.is_causal:
+            ends = jnp.pad(differs, ((0, 0), (0, 1)), constant_values=True)
+            upper = jnp.minimum(upper, lax.cummin(jnp.where(ends, index + 1, length), axis=1, reverse=True))
+    return lower.astype(jnp.int32), upper.astype(jnp.int32)
 
 
 def with_sinks(out_BTNH, lse_BNT, sinks_N):
@@ -381,46 +261,6 @@ def _to_heads(arrays, others):
 
 def _to_sequence(a):
     return lax.all_to_all(a, TIME_AXES, split_axis=1, concat_axis=2, tiled=True)
-
-
-def _key_bounds(q, k, segments, mask) -> tuple[jax.Array, jax.Array]:
-    """int32 [B, T]: query i attends to the keys lower <= j < upper. The tokens of a document are adjacent."""
-    batch, length = q.shape[:2]
-    num_keys = k.shape[1]
-    index = jnp.broadcast_to(jnp.arange(length), (batch, length))
-    lower = jnp.zeros_like(index)
-    upper = jnp.minimum(index + 1, num_keys) if mask.causal else jnp.full_like(index, num_keys)
-    if mask.window is not None:
-        lower = jnp.maximum(lower, index + 1 - mask.window)
-    if segments is not None:
-        ids = segments[0]
-        differs = ids[:, 1:] != ids[:, :-1]
-        starts = jnp.pad(differs, ((0, 0), (1, 0)), constant_values=True)
-        lower = jnp.maximum(lower, lax.cummax(jnp.where(starts, index, 0), axis=1))
-        if not mask.causal:
-            ends = jnp.pad(differs, ((0, 0), (0, 1)), constant_values=True)
-            upper = jnp.minimum(upper, lax.cummin(jnp.where(ends, index + 1, length), axis=1, reverse=True))
-    return lower.astype(jnp.int32), upper.astype(jnp.int32)
-
-
-def _segment_bias(segments, dtype: jnp.dtype) -> jax.Array | None:
-    """[B, 1, T, S]: 0 within a document, a huge negative number elsewhere; shared by all heads and layers."""
-    if segments is None:
-        return None
-    same = segments[0][:, None, :, None] == segments[1][:, None, None, :]
-    return jnp.where(same, 0.0, MASKED_SCORE).astype(dtype)
-
-
-def _local_reference(q, k, v, bias, arrays, options):
-    """The reference on this device's heads, with their positions and segments."""
-    segments, indices, key, slopes = arrays
-    if indices is None:
-        places = jnp.arange(max(q.shape[1], k.shape[1]))[None]
-        indices = (places[:, : q.shape[1]], places[:, : k.shape[1]])
-    head_axes = (*HEAD_AXES, *TIME_AXES) if options.over_heads else HEAD_AXES
-    keep = dropout_mask(key, options.dropout, q, indices, head_axes) if options.dropout > 0 else None
-    how = (options.mask, options.scale, options.soft_cap)
-    return reference_attention(q, k, v, *how, segments, indices, keep, slopes, bias)
 
 
 def _part_index(axes):
@@ -467,13 +307,13 @@ def reference_attention(
         scores_BKGTS = soft_cap * jnp.tanh(scores_BKGTS / soft_cap)
     if bias_NTS is not None:
         scores_BKGTS += bias_NTS.reshape(scores_BKGTS.shape[1:])
-    distance_BTS = indices[0][:, :, None] - indices[1][:, None, :]
+    q_index_BT1 = indices[0][:, :, None]
+    k_index_B1S = indices[1][:, None, :]
+    distance_BTS = q_index_BT1 - k_index_B1S
     if slopes_N is not None:
         slopes_KG11 = slopes_N.reshape(k_BSKH.shape[2], -1, 1, 1)
         scores_BKGTS -= slopes_KG11 * distance_BTS[:, None, None].astype(jnp.float32)
-    visible_BTS = distance_BTS >= 0 if mask.causal else jnp.full_like(distance_BTS, True, bool)
-    if mask.window is not None:
-        visible_BTS &= distance_BTS < mask.window
+    visible_BTS = mask.visible(distance_BTS, k_index_B1S)
     if segments is not None:
         visible_BTS &= segments[0][:, :, None] == segments[1][:, None, :]
     scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS, MASKED_SCORE)

@@ -6,53 +6,48 @@ pages of a sequence, J = P S slots of a sequence; C is 2, keys and values, or 1 
 `tensor` splits the heads; sequences and pages are whole on every device. There is no derivative: decoding needs none.
 """
 
+import dataclasses
 import functools
-import logging
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from megajax import compat
 from megajax.current_mesh import manual
-from megajax.ops.attention import MASKED_SCORE, Backend, with_sinks
+from megajax.ops.attention import MASKED_SCORE, with_sinks
+from megajax.ops.attention_backends import BackendName, Inputs, Options, choose
+from megajax.ops.attention_mask import CAUSAL, Mask
 from megajax.ops.matmul import dot_precision
 from megajax.ops.quantize import scale_of, to_levels
 from megajax.sharding import activation_spec
 
-logger = logging.getLogger("megajax")
-
 
 def attend_to_pages(
     q_BTNH: jax.Array, pages_ZCKSH: jax.Array, table_BP: jax.Array, lower_BT: jax.Array | None, upper_BT: jax.Array,
-    scales_ZCKS: jax.Array | None = None, *, scale: float, window: int | None = None, soft_cap: float | None = None,
-    slopes: jax.Array | None = None, sinks: jax.Array | None = None, backend: Backend = "auto"
+    scales_ZCKS: jax.Array | None = None, *, scale: float, mask: Mask = CAUSAL,
+    soft_cap: float | None = None, slopes: jax.Array | None = None, sinks: jax.Array | None = None,
+    backend: BackendName = "auto"
 ) -> jax.Array:  # fmt: skip
     """softmax(scale * q k^T) v over lower <= slot < upper of the pages of each row -> [B, T, N, H] in q's dtype.
 
     The key of a token itself is in slot upper - 1. The bounds of a row never decrease. A token with lower = upper
     attends to nothing: 0. lower: None: 0, one token per row (T is 1).
-    window, soft_cap, slopes, sinks: as in ops/attention.py. backend: reference, or the fastest kernel.
+    mask: of which the window is read: the bounds are the rest. soft_cap, slopes, sinks, backend: as in
+    ops/attention.py.
     """
     if lower_BT is None and slopes is None:
-        options = dict(scale=scale, window=window, soft_cap=soft_cap, backend=backend)
-        out_BNH, lse_BN = paged_attention(q_BTNH[:, 0], pages_ZCKSH, table_BP, upper_BT[:, 0], scales_ZCKS, **options)
+        given = dict(scale=scale, mask=mask, soft_cap=soft_cap, backend=backend)
+        out_BNH, lse_BN = paged_attention(q_BTNH[:, 0], pages_ZCKSH, table_BP, upper_BT[:, 0], scales_ZCKS, **given)
         return with_sinks(out_BNH[:, None], lse_BN[:, :, None], sinks)[0]
     lower_BT = jnp.zeros_like(upper_BT) if lower_BT is None else lower_BT
-    if window is not None:
-        lower_BT = jnp.maximum(lower_BT, upper_BT - window)
-    has_kernel = backend != "reference" and _has_chunk_kernel(q_BTNH, slopes is not None)
+    if mask.reach is not None:
+        lower_BT = jnp.maximum(lower_BT, upper_BT - mask.reach)
+    options = Options(mask, scale, soft_cap)
+    chosen = choose(_inputs(options, q_BTNH.shape[1], q_BTNH, pages_ZCKSH, has_slopes=slopes is not None), backend)
 
     def body(q, pages, table, lower, upper, scales, slopes, sinks):
         k, v = (_contiguous(pages, scales, which, table, q.dtype) for which in (0, -1))
-        if has_kernel:
-            from pallas_kernels import flash_attention
-
-            results = flash_attention.forward(q, k, v, lower, upper, scale=scale, soft_cap=soft_cap)
-            out, lse = compat.vary(results, compat.varying_axes(q))
-        else:
-            out, lse = reference_bounded_attention(q, k, v, lower, upper, scale, soft_cap, slopes)
-        return with_sinks(out, lse, sinks)[0]
+        return with_sinks(*chosen.forward(q, k, v, _Intervals(lower, upper, slopes, options)), sinks)[0]
 
     heads, query_heads = _head_specs(q_BTNH, pages_ZCKSH)
     tokens = P(None, None, query_heads, None)
@@ -60,6 +55,29 @@ def attend_to_pages(
     specs = (tokens, pages, P(), P(), P(), pages, P(query_heads), P(query_heads))
     arrays = (q_BTNH, pages_ZCKSH, table_BP, lower_BT, upper_BT, scales_ZCKS, slopes, sinks)
     return manual(body, specs, tokens)(*arrays)
+
+
+def _inputs(options: Options, length: int, q: jax.Array, pages_ZCKSH: jax.Array, **others) -> Inputs:
+    heads, head_dim = q.shape[-2:]
+    shape = (length, heads, pages_ZCKSH.shape[2], head_dim, head_dim)
+    return Inputs(options, *shape, q.dtype, keys="pages", **others)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Intervals:
+    """The Pairs of queries whose bounds are given."""
+
+    lower_BT: jax.Array
+    upper_BT: jax.Array
+    slopes_N: jax.Array | None
+    options: Options
+
+    def bounds(self) -> tuple[jax.Array, jax.Array]:
+        return self.lower_BT, self.upper_BT
+
+    def reference(self, q, k, v) -> tuple[jax.Array, jax.Array]:
+        how = (self.options.scale, self.options.soft_cap, self.slopes_N)
+        return reference_bounded_attention(q, k, v, self.lower_BT, self.upper_BT, *how)
 
 
 def _head_specs(q: jax.Array, pages_ZCKSH: jax.Array):
@@ -129,19 +147,10 @@ def reference_bounded_attention(q_BTNH, k_BJKH, v_BJKH, lower_BT, upper_BT, scal
     return out_BTKGH.astype(q_BTNH.dtype).reshape(q_BTNH.shape), lse_BKGT.reshape(batch, num_heads, length)
 
 
-def _has_chunk_kernel(q_BTNH, has_slopes: bool) -> bool:
-    from pallas_kernels import flash_attention  # not at the top: only Hopper needs it, and it is slow
-
-    reason = compat.mosaic_problem() or flash_attention.problem(q_BTNH.shape[-1], q_BTNH.dtype)
-    reason = reason or ("ALiBi" if has_slopes else "")
-    _log_choice("prompts in pages", reason, "pallas_kernels/flash_attention")
-    return not reason
-
-
 def paged_attention(
     q_BNH: jax.Array, pages_ZCKSH: jax.Array, table_BP: jax.Array, lengths_B: jax.Array,
-    scales_ZCKS: jax.Array | None = None, *, scale: float, window: int | None = None, soft_cap: float | None = None,
-    backend: Backend = "auto"
+    scales_ZCKS: jax.Array | None = None, *, scale: float, mask: Mask = CAUSAL,
+    soft_cap: float | None = None, backend: BackendName = "auto"
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """softmax(scale * q k^T) v over the tokens of each sequence -> (out [B, N, H] in q's dtype, log-sum-exp [B, N]).
 
@@ -149,20 +158,33 @@ def paged_attention(
     table: int32, entry p is the page with positions S p to S p + S - 1 of the sequence. lengths: int32; length 0 gives
     0 and -inf. Entries beyond the length may have any value, and slots without a token any contents, including NaN.
     scales: of int8 pages, float32, see `quantise`.
-    window: attend only to the last `window` tokens. soft_cap: as in ops/attention.py.
+    mask: causal, perhaps with a window. soft_cap, backend: as in ops/attention.py.
     """
     heads, query_heads = _head_specs(q_BNH, pages_ZCKSH)
-    has_kernel = backend != "reference" and _has_decoding_kernel(q_BNH, pages_ZCKSH)
-    run = _kernel().decode if has_kernel else reference_paged_attention
+    options = Options(mask, scale, soft_cap)
+    page = (pages_ZCKSH.shape[3], pages_ZCKSH.dtype)
+    chosen = choose(_inputs(options, 1, q_BNH, pages_ZCKSH, page=page), backend)
 
-    def body(*arrays):
-        results = run(*arrays, scale=scale, window=window, soft_cap=soft_cap)
-        return compat.vary(results, compat.varying_axes(arrays[0]))
+    def body(q, *arrays):
+        return chosen.decode(q, PagedKeys(arrays, options))
 
     pages = P(None, None, heads)  # and scales
     queries = P(None, query_heads)
     specs = (queries, pages, P(), P(), pages)
     return manual(body, specs, (queries, queries))(q_BNH, pages_ZCKSH, table_BP, lengths_B, scales_ZCKS)
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedKeys:
+    """Keys and values of one device, of which each query reads a sequence."""
+
+    arrays: tuple
+    """Of `paged_attention`: pages, table, lengths and scales."""
+    options: Options
+
+    def reference(self, q_BNH: jax.Array) -> tuple[jax.Array, jax.Array]:
+        how = dict(scale=self.options.scale, window=self.options.mask.reach, soft_cap=self.options.soft_cap)
+        return reference_paged_attention(q_BNH, *self.arrays, **how)
 
 
 def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -199,24 +221,3 @@ def reference_paged_attention(
     probs_BKGT = jnp.where(seen_B11T, jax.nn.softmax(jnp.where(seen_B11T, scores_BKGT, MASKED_SCORE), -1), 0)
     out_BKGH = dot("bkgt,btkh->bkgh", probs_BKGT, values_BTKH)
     return out_BKGH.reshape(q_BNH.shape).astype(q_BNH.dtype), lse_BKG.reshape(q_BNH.shape[:2])
-
-
-def _kernel():
-    from pallas_kernels import paged_attention as kernel  # not at the top: only Hopper needs it, and it is slow
-
-    return kernel
-
-
-def _has_decoding_kernel(q_BNH, pages_ZCKSH) -> bool:
-    _, num_heads, head_dim = q_BNH.shape
-    kv_heads, page_size = pages_ZCKSH.shape[2:4]
-    reason = compat.mosaic_problem() or _kernel().problem(
-        num_heads, kv_heads, head_dim, page_size, q_BNH.dtype, pages_ZCKSH.dtype
-    )
-    _log_choice("paged attention", reason, "split over the sequence (pallas_kernels/paged_attention.py)")
-    return not reason
-
-
-@functools.cache
-def _log_choice(name: str, reason: str, kernel_name: str) -> None:
-    logger.info("%s: %s", name, f"reference ({reason})" if reason else kernel_name)

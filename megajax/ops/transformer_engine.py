@@ -12,6 +12,8 @@ import importlib.util
 import jax
 import jax.numpy as jnp
 
+from megajax.ops.attention_mask import Mask
+
 PACKAGE = "transformer_engine_jax"
 
 
@@ -20,10 +22,9 @@ def problem() -> str:
     return "" if importlib.util.find_spec(PACKAGE) else f"the package {PACKAGE} is not installed"
 
 
-def forward(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *, causal: bool, window: int | None, scale: float
-) -> jax.Array:
-    """softmax(scale * q k^T) v of one device -> [B, T, N, H] in q's dtype. window: see ops/attention.py."""
+def forward(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: Mask, scale: float) -> jax.Array:
+    """softmax(scale * q k^T) v of one device -> [B, T, N, H] in q's dtype. mask: full, or causal, perhaps with a
+    window."""
     engine = importlib.import_module("transformer_engine.jax.attention")
     lengths = tuple(jnp.full(a.shape[0], a.shape[1], jnp.int32) for a in (q_BTNH, k_BSKH))
     return engine.fused_attn(
@@ -32,17 +33,17 @@ def forward(
         engine.SequenceDescriptor.from_seqlens(lengths),
         None,
         attn_bias_type=engine.AttnBiasType.NO_BIAS,
-        attn_mask_type=engine.AttnMaskType.CAUSAL_MASK if causal else engine.AttnMaskType.NO_MASK,
+        attn_mask_type=engine.AttnMaskType.CAUSAL_MASK if mask.is_causal else engine.AttnMaskType.NO_MASK,
         qkv_layout=engine.QKVLayout.BSHD_BSHD_BSHD,
         softmax_type=engine.AttnSoftmaxType.VANILLA_SOFTMAX,
         scaling_factor=scale,
         dropout_probability=0.0,
         is_training=True,
-        window_size=None if window is None else (window - 1, 0),  # keys before and after the query's own
+        window_size=None if mask.reach is None else (mask.reach - 1, 0),  # keys before and after the query's own
     )
 
 
-def backward(q_BTNH, k_BSKH, v_BSKH, d_out_BTNH, **options) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of q, k and v; options: those of `forward`."""
-    _, vjp = jax.vjp(lambda q, k, v: forward(q, k, v, **options), q_BTNH, k_BSKH, v_BSKH)
+def backward(q_BTNH, k_BSKH, v_BSKH, d_out_BTNH, mask: Mask, scale: float) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of q, k and v."""
+    _, vjp = jax.vjp(lambda q, k, v: forward(q, k, v, mask, scale), q_BTNH, k_BSKH, v_BSKH)
     return vjp(d_out_BTNH)

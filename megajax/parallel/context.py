@@ -31,7 +31,9 @@ from jax.sharding import PartitionSpec as P
 from megajax import compat
 from megajax.current_mesh import axis_size, free_axes, is_inside_pipeline, manual
 from megajax.ops import attention as local
-from megajax.ops.attention import MASKED_SCORE, AttentionMask
+from megajax.ops.attention import MASKED_SCORE
+from megajax.ops.attention_backends import Backend, BackendName, Inputs, Options, choose
+from megajax.ops.attention_mask import CAUSAL, FULL, Mask
 from megajax.sharding import TIME_AXES, activation_spec, constrain
 
 logger = logging.getLogger("megajax")
@@ -82,7 +84,7 @@ def attention(
     v_BSKH: jax.Array,
     *,
     method: ContextMethod,
-    mask: AttentionMask,
+    mask: Mask,
     scale: float,
     soft_cap: float | None = None,
     segments: tuple[jax.Array, jax.Array] | None = None,
@@ -91,7 +93,7 @@ def attention(
     slopes: jax.Array | None = None,
     sinks: jax.Array | None = None,
     bias: jax.Array | None = None,
-    backend: local.Backend = "auto",
+    backend: BackendName = "auto",
     deterministic: bool = False,
 ) -> jax.Array:
     """ops.attention.attention, also if `context` splits the sequence; q, k, v are then in sequence_order.
@@ -113,14 +115,12 @@ def attention(
         method = "all_gather"
     _log_method(method)
     rate, key = dropout or (0.0, None)
-    order = local.backend_order(backend, q_BTNH, k_BSKH, mask, packed=segments is not None)
-    how = (soft_cap, rate, None, deterministic, slopes is not None)
-    biased = segments is not None or mask.window is not None
-    chosen = local.choose_backend(q_BTNH, order, *how, v_BSKH.shape[-1], biased)
-    options = _Options(method, mask, scale, soft_cap, rate, chosen, deterministic)
+    options = Options(mask, scale, soft_cap, rate, deterministic)
+    has = dict(is_packed=segments is not None, has_slopes=slopes is not None, has_sinks=sinks is not None)
+    inputs = Inputs.of(options, q_BTNH, k_BSKH, v_BSKH, is_split=True, **has)
     key = None if key is None else (jax.random.key_data(key[0]), key[1])
     arrays = (None if segments is None else segments[0], key, slopes)
-    return _attention(q_BTNH, k_BSKH, v_BSKH, sinks, arrays, options)
+    return _attention(q_BTNH, k_BSKH, v_BSKH, sinks, arrays, _Plan(method, options, choose(inputs, backend)))
 
 
 @functools.cache
@@ -129,19 +129,15 @@ def _log_method(method: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Options:
+class _Plan:
     method: ContextMethod
-    mask: AttentionMask
-    scale: float
-    soft_cap: float | None
-    dropout: float
-    backend: local.Backend
-    deterministic: bool
+    options: Options
+    backend: Backend
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attention(q, k, v, sinks, arrays, options):
-    return _forward(q, k, v, sinks, arrays, options)[0]
+def _attention(q, k, v, sinks, arrays, plan):
+    return _forward(q, k, v, sinks, arrays, plan)[0]
 
 
 def _specs(q, k, arrays):
@@ -153,19 +149,19 @@ def _specs(q, k, arrays):
     return queries, keys, P(queries[0], queries[2], queries[1]), heads, others
 
 
-def _forward(q, k, v, sinks, arrays, options):
+def _forward(q, k, v, sinks, arrays, plan):
     queries, keys, lse_spec, heads, others = _specs(q, k, arrays)
-    body = functools.partial(_forward_body, options=options)
+    body = functools.partial(_forward_body, plan=plan)
     out, lse = manual(body, (queries, keys, keys, heads, others), (queries, lse_spec))(q, k, v, sinks, arrays)
     out = checkpoint_name(out, "attention_out")
     lse = checkpoint_name(lse, "attention_lse")
     return out, (q, k, v, sinks, out, lse, arrays)
 
 
-def _backward(options, residuals, d_out):
+def _backward(plan, residuals, d_out):
     q, k, v, sinks, out, lse, arrays = residuals
     queries, keys, lse_spec, heads, others = _specs(q, k, arrays)
-    body = functools.partial(_backward_body, options=options, lse_spec=lse_spec)
+    body = functools.partial(_backward_body, plan=plan, lse_spec=lse_spec)
     run = manual(body, (queries, keys, keys, heads, queries, lse_spec, queries, others), (queries, keys, keys, heads))
     return *run(q, k, v, sinks, out, lse, d_out, arrays), None
 
@@ -176,9 +172,9 @@ _attention.defvjp(_forward, _backward)
 # ----------------------------------------------------------------------------- one device
 
 
-def _forward_body(q, k, v, sinks, arrays, *, options):
-    blocks = _Blocks(q, arrays, options)
-    others = _Others(blocks.rank, (k, v, blocks.segments), options)
+def _forward_body(q, k, v, sinks, arrays, *, plan):
+    blocks = _Blocks(q, arrays, plan)
+    others = _Others(blocks.rank, (k, v, blocks.segments), plan)
     out, lse = blocks.forward(q, k, v, blocks.own, blocks.own)
 
     def step(carry, j):
@@ -206,7 +202,7 @@ def _forward_body(q, k, v, sinks, arrays, *, options):
 
             return out * weight(lse) + new * weight(new_lse), total
 
-        if not options.mask.causal:
+        if not plan.options.mask.is_causal:
             return (merged(all_pairs), sent), None
         branches = [lambda: (out, lse), lambda: merged(earlier), lambda: merged(later)]
         return (lax.switch(blocks.branch(others.source(j)), branches), sent), None
@@ -216,9 +212,9 @@ def _forward_body(q, k, v, sinks, arrays, *, options):
     return out.astype(q.dtype), lse
 
 
-def _backward_body(q, k, v, sinks, out, lse, d_out, arrays, *, options, lse_spec):
-    blocks = _Blocks(q, arrays, options)
-    others = _Others(blocks.rank, (k, v, blocks.segments), options)
+def _backward_body(q, k, v, sinks, out, lse, d_out, arrays, *, plan, lse_spec):
+    blocks = _Blocks(q, arrays, plan)
+    others = _Others(blocks.rank, (k, v, blocks.segments), plan)
     half = k.shape[1] // 2
     d_q, d_k, d_v = blocks.backward(q, k, v, out, lse, d_out, blocks.own, blocks.own)
 
@@ -244,7 +240,7 @@ def _backward_body(q, k, v, sinks, out, lse, d_out, arrays, *, options, lse_spec
 
         zeros = tuple(map(jnp.zeros_like, received))
         branches = [lambda: (d_q, *zeros), earlier, later]
-        is_causal = options.mask.causal
+        is_causal = plan.options.mask.is_causal
         d_q, *new = lax.switch(blocks.branch(others.source(j)), branches) if is_causal else all_pairs()
         new = tuple(a + b for a, b in zip(received, new, strict=True))
         return (d_q, others.keep_sums(sums, new, j), sent), None
@@ -261,8 +257,8 @@ class _Others:
     Step j handles those of rank i - j. A ring sends the data of step j + 1 before step j is computed.
     """
 
-    def __init__(self, rank, own: tuple, options: _Options):
-        self.is_ring = options.method == "ring"
+    def __init__(self, rank, own: tuple, plan: _Plan):
+        self.is_ring = plan.method == "ring"
         self.rank = rank
         self.own = own
 
@@ -310,11 +306,12 @@ class _Blocks:
     """Attention of some queries to some keys. q_positions and k_positions are pairs: (positions in the sequence [T],
     segments [B, T] or None)."""
 
-    def __init__(self, q, arrays, options: _Options):
+    def __init__(self, q, arrays, plan: _Plan):
         # Without the dependence on q, the masks of all steps would be hoisted out of a scan over layers, and saved.
         arguments = (lax.axis_index(AXIS), jnp.arange(1, lax.axis_size(AXIS)), arrays, q[:1, :1, :1, :1])
         self.rank, self.steps, (self.segments, self.key, self.slopes), _ = lax.optimization_barrier(arguments)
-        self.options = options
+        self.plan = plan
+        self.mask = plan.options.mask
         self.chunk = q.shape[1] // 2
         self.own = self.of_rank(self.rank, self.segments)
 
@@ -325,95 +322,84 @@ class _Blocks:
     def branch(self, source):
         """0: all these keys are outside the window, 1: keys of an earlier rank, 2: keys of a later rank."""
         nearest = (jnp.abs(self.rank - source) - 1) * self.chunk + 1
-        is_visible = True if self.options.mask.window is None else nearest < self.options.mask.window
+        is_visible = True if self.mask.reach is None else nearest < self.mask.reach
         return jnp.where(is_visible, jnp.where(source < self.rank, 1, 2), 0)
 
     def forward(self, q, k, v, q_positions, k_positions):
         """-> (out [B, T, N, H] float32, log-sum-exp [B, N, T] float32); a fully masked row has weight 0."""
-        options = self.options
-        if options.backend == "cudnn":
-            bias, causal = self._bias(q, q_positions, k_positions)
-            results = compat.cudnn_attention_forward(q, k, v, bias, scale=options.scale, window=None, causal=causal)
-            out, lse = compat.vary(results, compat.varying_axes(q))
-        elif options.backend == "pallas":
-            bounds = self._key_bounds(q_positions, k_positions, q.shape[0])
-            results = local.kernel_forward(q, k, v, *bounds, scale=options.scale, soft_cap=options.soft_cap)
-            out, lse = compat.vary(results, compat.varying_axes(q))
-        else:
-            out, lse = self._reference(q, k, v, q_positions, k_positions)
+        block = _Block(self, q, q_positions, k_positions)
+        out, lse = self.plan.backend.forward(q, k, v, block)
         return out.astype(jnp.float32), lse
 
     def backward(self, q, k, v, out, lse, d_out, q_positions, k_positions):
         """-> gradients in float32, from the results of attention to all keys."""
-        options = self.options
-        if options.backend == "cudnn":
-            bias, causal = self._bias(q, q_positions, k_positions)
-            arguments = dict(scale=options.scale, window=None, causal=causal)
-            results = compat.cudnn_attention_backward(q, k, v, out, lse, d_out, bias, **arguments)
-            results = compat.vary(results, compat.varying_axes(q))
-        elif options.backend == "pallas":
-            arguments = (q, k, v, out, lse, d_out, *self._key_bounds(q_positions, k_positions, q.shape[0]))
-            cap = options.soft_cap
-            ordered = options.deterministic
-            results = local.kernel_backward(*arguments, scale=options.scale, soft_cap=cap, ordered=ordered)
-            results = compat.vary(results, compat.varying_axes(q))
-        else:
-            # The derivative of a block with its own log-sum-exp does not include the other keys: scale it by the
-            # block's weight in the whole, and pass the gradient of that weight to the log-sum-exp.
-            (block, block_lse), vjp = jax.vjp(lambda *qkv: self._reference(*qkv, q_positions, k_positions), q, k, v)
-            weight = jnp.exp(block_lse - lse)
-            d_block = (d_out.astype(jnp.float32) * weight.swapaxes(1, 2)[..., None]).astype(block.dtype)
-            difference = (block.astype(jnp.float32) - out.astype(jnp.float32)) * d_out.astype(jnp.float32)
-            results = vjp((d_block, weight * difference.sum(-1).swapaxes(1, 2)))
-        return tuple(a.astype(jnp.float32) for a in results)
+        block = _Block(self, q, q_positions, k_positions)
+        gradients = self.plan.backend.backward(q, k, v, out, lse, d_out, block)
+        return tuple(a.astype(jnp.float32) for a in gradients)
 
-    def _reference(self, q, k, v, q_positions, k_positions):
-        options = self.options
-        indices = (q_positions[0][None], k_positions[0][None])
-        keep = local.dropout_mask(self.key, options.dropout, q, indices) if options.dropout > 0 else None
-        settings = (options.mask, options.scale, options.soft_cap)
-        return local.reference_attention(
-            q, k, v, *settings, self._segments(q_positions, k_positions), indices, keep, self.slopes
-        )
 
-    def _segments(self, q_positions, k_positions):
-        return None if q_positions[1] is None else (q_positions[1], k_positions[1])
+class _Block:
+    """The Pairs of one block."""
 
-    def _key_bounds(self, q_positions, k_positions, batch):
-        """int32 [B, T]: query i attends to the keys lower <= j < upper of this block, whose positions ascend."""
-        q_index_T, q_ids = q_positions
-        k_index_S, k_ids = k_positions
-        half = len(k_index_S) // 2 if len(k_index_S) > self.chunk else len(k_index_S)
+    def __init__(self, blocks: _Blocks, q, q_positions, k_positions):
+        self.blocks = blocks
+        self.options = blocks.plan.options
+        self.mask = blocks.mask
+        self.q = q
+        self.q_positions = q_positions
+        self.k_positions = k_positions
+        self.segments = None if q_positions[1] is None else (q_positions[1], k_positions[1])
+
+    def bounds(self):
+        """The positions of the keys ascend."""
+        q_index_T, q_ids = self.q_positions
+        k_index_S, k_ids = self.k_positions
+        chunk = self.blocks.chunk
+        half = len(k_index_S) // 2 if len(k_index_S) > chunk else len(k_index_S)
         runs = [k_index_S[:half], k_index_S[half:]]  # of consecutive positions
 
         def before(position):
             """Number of keys at lower positions."""
             return sum(jnp.clip(position - run[0], 0, len(run)) for run in runs if len(run))
 
-        last = before(q_index_T + 1) if self.options.mask.causal else len(k_index_S)
-        upper = jnp.broadcast_to(last, (batch, len(q_index_T)))
+        end = self.mask.upper(q_index_T)
+        last = len(k_index_S) if end is None else before(end)
+        upper = jnp.broadcast_to(last, (self.q.shape[0], len(q_index_T)))
         lower = jnp.zeros_like(upper)
-        if self.options.mask.window is not None:
-            lower = jnp.broadcast_to(before(q_index_T + 1 - self.options.mask.window), upper.shape)
+        if (first := self.mask.lower(q_index_T)) is not None:
+            lower = jnp.broadcast_to(before(first), upper.shape)
         if q_ids is not None:
-            first, end = _documents(q_ids, k_ids, num_ids=2 * lax.axis_size(AXIS) * self.chunk + 1)
+            first, end = _documents(q_ids, k_ids, num_ids=2 * lax.axis_size(AXIS) * chunk + 1)
             lower = jnp.maximum(lower, first)
             upper = jnp.minimum(upper, end)
         return lower.astype(jnp.int32), upper.astype(jnp.int32)
 
-    def _bias(self, q, q_positions, k_positions):
-        """-> (bias that cuDNN adds to the scores or None, whether cuDNN applies its causal mask)."""
-        diagonal = self.options.mask.causal and q_positions is k_positions
-        segments = self._segments(q_positions, k_positions)
-        if segments is None and self.options.mask.window is None:
-            return None, diagonal
-        distance = q_positions[0][:, None] - k_positions[0]
-        nearest = 0 if self.options.mask.causal else -(2**31)
-        visible = (distance >= nearest) & (distance < (self.options.mask.window or 2**31 - 1))
-        if segments is not None:
-            visible = visible & (segments[0][:, :, None] == segments[1][:, None])
-        bias = (~visible).astype(q.dtype) * MASKED_SCORE
-        return bias.reshape(-1, 1, *bias.shape[-2:]), False
+    def bias(self):
+        if self.segments is None and self.mask in (FULL, CAUSAL):
+            # Other blocks of causal attention are seen wholly.
+            return None, dict(causal=self.mask == CAUSAL and self.q_positions is self.k_positions, window=None)
+        distance = self.q_positions[0][:, None] - self.k_positions[0]
+        visible = self.mask.visible(distance, self.k_positions[0])
+        if self.segments is not None:
+            visible = visible & (self.segments[0][:, :, None] == self.segments[1][:, None])
+        bias = (~visible).astype(self.q.dtype) * MASKED_SCORE
+        return bias.reshape(-1, 1, *bias.shape[-2:]), dict(causal=False, window=None)
+
+    def reference(self, q, k, v):
+        options = self.options
+        indices = (self.q_positions[0][None], self.k_positions[0][None])
+        keep = local.dropout_mask(self.blocks.key, options.dropout, q, indices) if options.dropout > 0 else None
+        how = (options.mask, options.scale, options.soft_cap)
+        return local.reference_attention(q, k, v, *how, self.segments, indices, keep, self.blocks.slopes)
+
+    def reference_gradients(self, q, k, v, out, lse, d_out):
+        """The derivative of a block with its own log-sum-exp does not include the other keys: scale it by the block's
+        weight in the whole, and pass the gradient of that weight to the log-sum-exp."""
+        (block, block_lse), vjp = jax.vjp(self.reference, q, k, v)
+        weight = jnp.exp(block_lse - lse)
+        d_block = (d_out.astype(jnp.float32) * weight.swapaxes(1, 2)[..., None]).astype(block.dtype)
+        difference = (block.astype(jnp.float32) - out.astype(jnp.float32)) * d_out.astype(jnp.float32)
+        return vjp((d_block, weight * difference.sum(-1).swapaxes(1, 2)))
 
 
 def _documents(q_ids, k_ids, num_ids):

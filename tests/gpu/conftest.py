@@ -6,13 +6,13 @@ import jax
 import pytest
 
 from megajax.mesh import MeshConfig, make_mesh
-from megajax.ops import attention, norm, paged_attention
+from megajax.ops import attention_backends, norm
 
 
 @pytest.fixture
 def one_gpu(caplog):
     """The mesh of one GPU, set; caplog has each choice of this test, as if it were the first."""
-    logged = [op._log_choice for op in (attention, norm, paged_attention)]
+    logged = [op._log_choice for op in (attention_backends, norm)]
     for log in logged:
         log.cache_clear()
     caplog.set_level(logging.INFO, "megajax")

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from megajax.mesh import MeshConfig, make_mesh
-from megajax.ops.attention import AttentionMask, attention, choose_backend, reference_attention
+from megajax.ops import attention_mask as masks
+from megajax.ops.attention import attention, reference_attention
+from megajax.ops.attention_backends import Inputs, Options, choose
 
 pytestmark = pytest.mark.gpu
 
@@ -25,7 +27,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_cudnn_matches_reference(case, packed):
     B, T, N, K, H, window = case
-    mask = AttentionMask(causal=True, window=window)
+    mask = masks.CAUSAL & masks.window(window)
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = ((B, T, N, H), (B, T, K, H), (B, T, K, H), (B, T, N, H))
     q, k, v, d_out = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True))
@@ -38,7 +40,8 @@ def test_cudnn_matches_reference(case, packed):
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
         return reference_attention(q, k, v, mask, scale, None, segments, places)[0]
 
-    assert choose_backend(q, ("cudnn", "reference"), None, 0.0, None, deterministic=False) == "cudnn"
+    inputs = Inputs.of(Options(mask, scale), q, k, v, is_packed=packed)
+    assert choose(inputs, "cudnn").name == "cudnn"
     fast = lambda q, k, v: attention(q, k, v, mask=mask, scale=scale, segments=segments, backend="cudnn")
     with jax.set_mesh(make_mesh(MeshConfig(), jax.devices()[:1])):
         out, vjp = jax.vjp(jax.jit(fast), q, k, v)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from megajax.mesh import MeshConfig, make_mesh
-from megajax.ops.attention import AttentionMask, reference_attention
+from megajax.ops import attention_mask as masks
+from megajax.ops.attention import reference_attention
 from megajax.parallel.context import attention, sequence_order
 
 pytestmark = pytest.mark.gpu
@@ -20,7 +21,7 @@ CASES = {"causal": {}, "window": {"window": 300}, "packed": {"packed": True}}
 @pytest.mark.parametrize("method", ["ring", "all_gather", "all_to_all"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_split_sequence_matches_reference(case, method, backend):
-    num_ranks, mask, scale = min(jax.device_count(), 4), AttentionMask(True, case.get("window")), H**-0.5
+    num_ranks, mask, scale = min(jax.device_count(), 4), masks.CAUSAL & masks.window(case.get("window")), H**-0.5
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = ((B, T, N, H), (B, T, K, H), (B, T, K, H), (B, T, N, H))
     given = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.models.model import Model
-from megajax.ops.attention import AttentionMask, attention, reference_attention
+from megajax.ops import attention_mask as masks
+from megajax.ops.attention import attention, reference_attention
 from megajax.precision import PrecisionConfig
 from megajax.tasks.language import Language
 
@@ -86,7 +87,7 @@ def test_no_less_exact_than_cudnn_whatever_the_shape(case):
 def check(case):
     """Forward, d_q, d_k and d_v: errors of two roundings at most, and less than 1.2 times those of cuDNN if it can."""
     B, T, N, K, H, window, packed, soft_cap, causal, dtype = case
-    mask, scale = AttentionMask(causal, window), H**-0.5
+    mask, scale = (masks.CAUSAL if causal else masks.FULL) & masks.window(window), H**-0.5
     keys = jax.random.split(jax.random.key(T), 5)
     draw = lambda key, heads: jax.random.normal(key, (B, T, heads, H), dtype)
     q, k, v, d_out = (draw(key, heads) for key, heads in zip(keys, (N, K, K, N), strict=False))
@@ -130,7 +131,8 @@ def test_ordered_sums_have_the_same_bits_each_time(name):
     draw = lambda key, heads: jax.random.normal(key, (B, T, heads, H), dtype)
     q, k, v, d_out = (draw(key, heads) for key, heads in zip(keys, (N, K, K, N), strict=False))
     ids = jnp.sort(jax.random.randint(keys[4], (B, T), 0, 6), -1)
-    given = dict(mask=AttentionMask(causal, window), scale=H**-0.5, segments=(ids, ids) if packed else None)
+    mask = (masks.CAUSAL if causal else masks.FULL) & masks.window(window)
+    given = dict(mask=mask, scale=H**-0.5, segments=(ids, ids) if packed else None)
 
     def gradients(deterministic):
         op = functools.partial(attention, **given, backend="pallas", deterministic=deterministic)

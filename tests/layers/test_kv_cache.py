@@ -7,7 +7,7 @@ import pytest
 
 from megajax.layers import kv_cache
 from megajax.layers.kv_cache import EmptyCache, PagedCache, Places, PoolSizes
-from megajax.ops.attention import AttentionMask
+from megajax.ops import attention_mask as masks
 
 B, S, K, H = 4, 8, 2, 3
 
@@ -52,6 +52,6 @@ def test_float8_pages_saturate():
     cache = PagedCache.zeros(PoolSizes(1, 8, 1, jnp.dtype(jnp.float8_e4m3fn)), 1, 4)
     one = jnp.zeros((1, 1), jnp.int32)
     k_BTKH = jnp.array([-1e4, 500, 448, 1]).reshape(1, 1, 1, 4)
-    options = dict(mask=AttentionMask(causal=True), method="ring", deterministic=False, scale=1.0)
+    options = dict(mask=masks.CAUSAL, method="ring", deterministic=False, scale=1.0)
     out, cache = cache.at(Places(one, one, one, one, None, one + 1)).attend(k_BTKH, k_BTKH, k_BTKH, **options)
     assert cache.pages[0, 0, 0, 0].tolist() == out.ravel().tolist() == [-448, 448, 448, 1]

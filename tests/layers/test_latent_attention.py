@@ -17,15 +17,14 @@ from megajax.mesh import MeshConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.models.model import Model
+from megajax.ops.attention_mask import CAUSAL, window
 from megajax.parameters import Structure
 
 B, T, D, N, H, Q, R, P, V = 2, 8, 16, 4, 6, 12, 10, 4, 5
 EPSILON = 1e-5
 ROPE = RopeConfig(base=100.0, interleaved=True)
 CONFIG = LatentAttentionConfig(
-    embed_dim=D, num_heads=N, num_kv_heads=N, head_dim=H, qkv_bias=False, out_bias=False, qk_norm=None,
-    qk_norm_scope="head", rope="global", rope_interleaved=True, alibi=False, causal=True, window=None, scale=0.4,
-    soft_cap=None, sinks=False, dropout=0.0, context="ring", backend="auto", deterministic=False, init_std=0.3,
+    embed_dim=D, num_heads=N, head_dim=H, rope="global", rope_interleaved=True, scale=0.4, init_std=0.3,
     out_init_std=0.3,
     latent=LatentConfig(kv_rank=R, q_rank=Q, rope_dim=P, value_dim=V),
     norm=NormConfig("rmsnorm", EPSILON, zero_centered=False, bias=False),
@@ -118,7 +117,7 @@ def test_value_and_gradients_equal_the_formula_in_float64(config):
 @pytest.mark.parametrize("sizes", [{}, dict(data=2, tensor=2), dict(fsdp=2, context=2)], ids=str)
 def test_generation_from_cached_latents_equals_attention_to_the_whole_sequence(sizes, make_test_mesh):
     """A prompt of 5 tokens, then one of the others after the other."""
-    run, weights = layer_of(dataclasses.replace(CONFIG, window=6))
+    run, weights = layer_of(dataclasses.replace(CONFIG, mask=CAUSAL & window(6)))
     x, _, positions = given()
 
     def whole(weights, x):

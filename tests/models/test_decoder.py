@@ -272,7 +272,7 @@ def test_every_nth_layer_sees_everything(one_device):
     config = variant(window=4, num_layers=2, full_attention_every=2)
     assert list(touched(config, one_device, 5)) == [place >= 5 for place in range(T)]
     layers = layers_of(dataclasses.replace(config, num_layers=6, full_attention_every=3))
-    assert [layer.attention.window for layer in layers] == [4, 4, None] * 2
+    assert [layer.attention.mask.reach for layer in layers] == [4, 4, None] * 2
 
 
 def test_every_nth_layer_has_no_rotary_embedding(one_device):

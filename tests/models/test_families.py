@@ -37,6 +37,7 @@ from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig
 from megajax.models.interface import BatchArray, LossModule, ModelConfig, family, split_key
 from megajax.models.model import Model
+from megajax.ops.attention_mask import CAUSAL, window
 from megajax.ops.embedding import embed
 from megajax.optim.optimizer import Optimizer, OptimizerConfig
 from megajax.parameters import Structure, observe, variable, weight
@@ -177,19 +178,15 @@ class TwoStacksConfig(ModelConfig):
 
     def stacks(self, execution):
         layer = functools.partial(self._layer, execution=execution)
-        return {"encoder": (layer(window=4),), "decoder": (layer(window=None), layer(window=None))}
+        return {"encoder": (layer(CAUSAL & window(4)),), "decoder": (layer(CAUSAL), layer(CAUSAL))}
 
-    def _layer(self, window, execution):
+    def _layer(self, mask, execution):
         attention = AttentionConfig(
-            embed_dim=self.embed_dim, num_heads=4, num_kv_heads=2, head_dim=4, qkv_bias=False, out_bias=False,
-            qk_norm=None, qk_norm_scope="head", rope="none", rope_interleaved=False, alibi=False, causal=True,
-            window=window, scale=0.5, soft_cap=None, sinks=False, dropout=0.0, context=execution.context_attention,
-            backend=execution.attention_backend, deterministic=False, init_std=0.2, out_init_std=0.2,
+            embed_dim=self.embed_dim, num_heads=4, num_kv_heads=2, head_dim=4, mask=mask, init_std=0.2,
+            out_init_std=0.2, **execution.of_attention,
         )  # fmt: skip
-        return TransformerLayerConfig(
-            attention=attention, mlp=MlpConfig(self.embed_dim, 32, "swiglu", False, 0.2, 0.2), norm=NORM,
-            norm_placement="pre", parallel_residual="none", residual_multiplier=1.0, dropout=0.0,
-        )  # fmt: skip
+        mlp = MlpConfig(self.embed_dim, 32, "swiglu", False, 0.2, 0.2)
+        return TransformerLayerConfig(attention=attention, mlp=mlp, norm=NORM)
 
     def inputs(self, sequence_length, *, packed):
         return {"tokens": BatchArray.sequence(sequence_length)}

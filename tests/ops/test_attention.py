@@ -11,8 +11,11 @@ from jax import lax
 
 from megajax import compat
 from megajax.mesh import MeshConfig, make_mesh
-from megajax.ops import attention as module
-from megajax.ops.attention import AttentionMask, attention, reference_attention
+from megajax.ops.attention import attention, reference_attention
+from megajax.ops.attention_backends import BACKENDS, Cudnn, Reference
+from megajax.ops.attention_mask import CAUSAL, FULL, first, window
+from megajax.ops.paged_attention import attend_to_pages
+from megajax.parallel import context
 
 B, T, N, K, H = 4, 16, 4, 2, 16
 SCALE = 1 / math.sqrt(H)
@@ -20,17 +23,27 @@ CLOSE = functools.partial(np.testing.assert_allclose, atol=3e-6)  # float32 sums
 # [B, T]: documents of several lengths, cut at other places in each row.
 CUTS = [5], [3, 9], [], [1, 2, 15]
 SEGMENTS = np.stack([np.searchsorted(cuts, np.arange(T), "right") for cuts in CUTS]).astype(np.int32)
+# Whether query i sees key j.
+SEEN = {
+    FULL: lambda i, j: (i >= 0) & (j >= 0),
+    CAUSAL: lambda i, j: j <= i,
+    CAUSAL & window(5): lambda i, j: (j <= i) & (j > i - 5),
+    CAUSAL | first(6): lambda i, j: (j <= i) | (j < 6),
+    CAUSAL & (window(4) | first(2)): lambda i, j: (j <= i) & ((j > i - 4) | (j < 2)),
+}
 VARIANTS = {
     "causal": {},
-    "full": {"causal": False},
-    "full, packed": {"causal": False, "packed": True},
-    "window, soft cap": {"window": 5, "soft_cap": 0.7},
+    "full": {"mask": FULL},
+    "full, packed": {"mask": FULL, "packed": True},
+    "window, soft cap": {"mask": CAUSAL & window(5), "soft_cap": 0.7},
     "packed": {"packed": True},
-    "packed, window": {"packed": True, "window": 3},
+    "packed, window": {"packed": True, "mask": CAUSAL & window(5)},
     "packed, ALiBi": {"packed": True, "alibi": True},
-    "window, sinks": {"window": 5, "sinks": True},
+    "window, sinks": {"mask": CAUSAL & window(5), "sinks": True},
     "bias": {"bias": True},
-    "other keys, padded": {"causal": False, "num_keys": 10, "bias": True},
+    "other keys, padded": {"mask": FULL, "num_keys": 10, "bias": True},
+    "prefix": {"mask": CAUSAL | first(6)},
+    "window and first keys": {"mask": CAUSAL & (window(4) | first(2))},
 }
 SLOPES = np.array([0.5, 0.25, 0.7, 0.1], np.float32)
 
@@ -59,7 +72,7 @@ def bias_of(q, num_keys):
 
 
 def ours(
-    q, k, v, *, causal=True, window=None, soft_cap=None, packed=False, alibi=False, sinks=False, bias=False,
+    q, k, v, *, mask=CAUSAL, soft_cap=None, packed=False, alibi=False, sinks=False, bias=False,
     num_keys=None, **rest
 ):  # fmt: skip
     segments = (SEGMENTS, SEGMENTS) if packed else None
@@ -67,13 +80,12 @@ def ours(
         segments = (np.zeros((B, T), np.int32), SEGMENTS[:, :num_keys])
         k, v = (a[:, :num_keys] for a in (k, v))
     rest |= dict(bias=bias_of(q, num_keys) if bias else None)
-    mask = AttentionMask(causal, window)
     rest |= dict(slopes=SLOPES if alibi else None, sinks=sinks_of(q) if sinks else None)
     return attention(q, k, v, mask=mask, scale=SCALE, soft_cap=soft_cap, segments=segments, **rest)
 
 
 def formula(
-    q, k, v, *, causal=True, window=None, soft_cap=None, packed=False, alibi=False, sinks=False, bias=False,
+    q, k, v, *, mask=CAUSAL, soft_cap=None, packed=False, alibi=False, sinks=False, bias=False,
     num_keys=T
 ):  # fmt: skip
     """Query head n reads key head n // (N / K); a sink is one more key, of value 0."""
@@ -81,10 +93,7 @@ def formula(
     scores = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") * SCALE
     scores = scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
     place = np.arange(T)
-    visible = (place[:, None] >= place) if causal else np.ones((T, T), bool)
-    if window:
-        visible = visible & (place[:, None] - place < window)
-    visible = np.broadcast_to(visible, (B, T, T))
+    visible = np.broadcast_to(SEEN[mask](place[:, None], place), (B, T, T))
     if bias:
         scores = scores.at[..., :num_keys].add(bias_of(q, num_keys))
     if num_keys < T:
@@ -129,7 +138,7 @@ def test_value_and_gradients_equal_the_formula_in_a_pipeline_stage(on_stages):
 
 
 @pytest.mark.parametrize("name", ["causal", "full, packed", "packed", "packed, window", "window, sinks"])
-def test_cudnn_gets_what_the_formula_says(name, make_test_mesh, monkeypatch):
+def test_cudnn_gets_what_the_formula_says(name, make_test_mesh, monkeypatch, stand_in):
     """With grouped queries and documents kept apart by a bias: in the cuDNN call of jax 0.10.2, segment offsets take
     keys for as many heads as queries. cuDNN needs a GPU: its meaning stands for it here, tests/gpu has the real one."""
 
@@ -156,16 +165,48 @@ def test_cudnn_gets_what_the_formula_says(name, make_test_mesh, monkeypatch):
         beside = jnp.log(jnp.maximum(jnp.exp(lse) - jnp.exp(own), 1e-30))  # what others have of the softmax
         return jax.vjp(of_all_keys, q, k, v)[1](d_out)
 
-    monkeypatch.setattr(module, "choose_backend", lambda *_, **__: "cudnn")
+    stand_in(Cudnn)
     monkeypatch.setattr(compat, "cudnn_attention_forward", forward)
     monkeypatch.setattr(compat, "cudnn_attention_backward", backward)
 
     def run(q, k, v, g):
-        out, vjp = jax.vjp(functools.partial(ours, **VARIANTS[name]), q, k, v)
+        out, vjp = jax.vjp(functools.partial(ours, backend="cudnn", **VARIANTS[name]), q, k, v)
         return out, vjp(g)
 
     with jax.set_mesh(make_test_mesh(data=2, fsdp=2, tensor=2)):
         jax.tree.map(CLOSE, jax.jit(run)(*arguments()), wanted()[name])
+
+
+def test_a_backend_of_the_registry_serves_both_passes_a_split_sequence_and_pages(make_test_mesh, monkeypatch):
+    called = []
+
+    class Other(Reference):
+        def problem(self, inputs):
+            return "sinks" if inputs.has_sinks else ""
+
+        def __getattribute__(self, name):
+            called.append(name)
+            return super().__getattribute__(name)
+
+    def calls(*arrays, **options):
+        called.clear()
+        given = dict(mask=CAUSAL, scale=SCALE, method="ring", backend="other", **options)
+        jax.eval_shape(jax.grad(lambda *qkv: context.attention(*qkv, **given).sum()), *arrays)
+        return [name for name in called if name in ("forward", "backward")]
+
+    monkeypatch.setitem(BACKENDS, "other", Other())
+    q, k, v, _ = arguments()
+    with jax.set_mesh(make_test_mesh()):
+        assert calls(q, k, v) == ["forward", "backward"] and calls(q, k, v, sinks=SLOPES) == []
+    with jax.set_mesh(make_test_mesh(context=2)):
+        assert set(calls(q, k, v)) == {"forward", "backward"}
+    pages, table, ends = jnp.zeros((2, 2, K, 8, H)), jnp.zeros((B, 1), jnp.int32), jnp.ones((B, T), jnp.int32)
+    with jax.set_mesh(make_test_mesh()):
+        for lower, upper, name in ((None, ends[:, :1], "decode"), (ends - 1, ends, "forward")):
+            called.clear()
+            pages_of = functools.partial(attend_to_pages, scale=SCALE, backend="other")
+            jax.eval_shape(pages_of, q[:, : upper.shape[1]], pages, table, lower, upper)
+            assert name in called
 
 
 # ----------------------------------------------------------------------------- dropout
@@ -221,7 +262,7 @@ def test_a_row_that_sees_no_key_gives_no_nan(make_test_mesh):
     everyone = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
     strangers = np.ones_like(everyone), (everyone < 3).astype(np.int32)
     places = everyone - 4, everyone
-    run = functools.partial(attention, mask=AttentionMask(causal=True, window=2), scale=SCALE)
+    run = functools.partial(attention, mask=CAUSAL & window(2), scale=SCALE)
 
     @jax.jit
     def both(q, k, v):
@@ -244,7 +285,7 @@ def test_indices_place_queries_among_the_keys(make_test_mesh):
     q, k, v, _ = arguments()
     everyone = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
     places = everyone[:, -3:], everyone
-    run = functools.partial(attention, mask=AttentionMask(causal=True), scale=SCALE, indices=places)
+    run = functools.partial(attention, mask=CAUSAL, scale=SCALE, indices=places)
     for sizes in ({}, {"data": 2, "tensor": 2}):
         with jax.set_mesh(make_test_mesh(**sizes)):
             CLOSE(jax.jit(run)(q[:, -3:], k, v), wanted()["causal"][0][:, -3:])
@@ -253,7 +294,7 @@ def test_indices_place_queries_among_the_keys(make_test_mesh):
 def test_reference_gives_the_log_sum_exp():
     q, k, v, _ = arguments()
     places = np.arange(T)[None]
-    out, lse = reference_attention(q, k, v, AttentionMask(causal=True), SCALE, None, None, (places, places))
+    out, lse = reference_attention(q, k, v, CAUSAL, SCALE, None, None, (places, places))
     scores = np.einsum("btnh,bsnh->bnts", q, np.repeat(k, N // K, axis=2)) * SCALE
     CLOSE(lse, np.log(np.sum(np.exp(scores) * np.tri(T), -1)))
     assert lse.shape == (B, N, T) and lse.dtype == jnp.float32 and out.dtype == q.dtype

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from megajax import compat
-from megajax.ops import attention as module
-from megajax.ops import norm
-from megajax.ops.attention import AttentionMask, attention, backend_order, choose_backend, reference_attention
+from megajax.ops import attention_backends, norm
+from megajax.ops import attention_mask as masks
+from megajax.ops.attention import attention, key_bounds, reference_attention
+from megajax.ops.attention_backends import Inputs, Options, Pallas, choose
 from pallas_kernels import flash_attention as kernel
 from pallas_kernels.flash_attention import schedule, tiles
 
@@ -26,21 +27,28 @@ def visible(lower, upper, num_keys):
 def bounds_of(length, mask, ids=None):
     like = jax.ShapeDtypeStruct((1, length, 1, 1), jnp.float32)
     segments = None if ids is None else (jnp.asarray(ids)[None],) * 2
-    return module._key_bounds(like, like, segments, mask)
+    return key_bounds(like, like, segments, mask)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("window", [None, 5])
+MASKS = {
+    "causal": masks.CAUSAL,
+    "full": masks.FULL,
+    "window": masks.CAUSAL & masks.window(5),
+    "window ahead": masks.window(5),
+    "prefix": masks.CAUSAL | masks.first(9),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("packed", [False, True])
-def test_bounds_say_what_the_mask_says(causal, window, packed):
+def test_bounds_say_what_the_mask_says(name, packed):
     length, ids = 40, np.repeat([3, 1, 7, 7, 2], [4, 1, 20, 3, 12])  # numbers of documents need not ascend
     index = np.arange(length)
-    distance = index[:, None] - index
-    want = (distance >= 0) if causal else np.ones((length, length), bool)
-    want = want & (distance < (window or length))
+    want = np.asarray(MASKS[name].visible(index[:, None] - index, index))
     want = want & (ids[:, None] == ids) if packed else want
-    got = visible(*bounds_of(length, AttentionMask(causal, window), ids if packed else None), length)[0]
-    assert np.array_equal(got, want)
+    lower, upper = bounds_of(length, MASKS[name], ids if packed else None)
+    assert np.array_equal(visible(lower, upper, length)[0], want)
+    assert (np.diff(lower) >= 0).all() and (np.diff(upper) >= 0).all()
 
 
 def test_tiles_hold_all_that_is_seen_and_those_in_the_middle_are_seen_wholly():
@@ -49,7 +57,7 @@ def test_tiles_hold_all_that_is_seen_and_those_in_the_middle_are_seen_wholly():
         for _ in range(4):
             ids = np.sort(rng.integers(0, rng.integers(1, 12), length))
             window = None if rng.random() < 0.5 else int(rng.integers(1, length))
-            lower, upper = bounds_of(length, AttentionMask(True, window), ids)
+            lower, upper = bounds_of(length, masks.CAUSAL & masks.window(window), ids)
             sees = visible(lower, upper, length)[0]
             for block_k in (64, 128):
                 a, b = (tiles.extremes(bounds, 128) for bounds in (lower, upper))
@@ -102,23 +110,21 @@ def stand_in_backward(q, k, v, out, lse, d_out, lower, upper, **options):
 
 @pytest.mark.parametrize("sizes", [{}, dict(data=2, fsdp=2, tensor=2), dict(pipeline=2, expert=2, tensor=2)], ids=str)
 @pytest.mark.parametrize("options", [{}, {"window": 3, "soft_cap": 0.7}], ids=str)
-def test_op_gives_the_kernel_its_part_of_packed_documents(sizes, options, make_test_mesh, monkeypatch):
-    monkeypatch.setattr(module, "choose_backend", lambda *_, **options: "pallas")
-    monkeypatch.setattr(kernel, "forward", stand_in_forward)
+def test_op_gives_the_kernel_its_part_of_packed_documents(sizes, options, make_test_mesh, stand_in):
     ordered = []
 
     def backward(*arrays, **options):
         ordered.append(options.pop("ordered"))
         return stand_in_backward(*arrays, **options)
 
-    monkeypatch.setattr(kernel, "backward", backward)
+    stand_in(Pallas, kernel=SimpleNamespace(forward=stand_in_forward, backward=backward))
     B, T, N, K, H = 4, 16, 4, 2, 8
     V = 5 if options else H  # values of another width: the kernels get all padded to 8
     rng = np.random.default_rng(0)
     shapes = ((N, H), (K, H), (K, V), (N, V))
     q, k, v, d_out = (rng.standard_normal((B, T, *shape)).astype(np.float32) for shape in shapes)
     ids = np.sort(rng.integers(0, 4, (B, T)), -1).astype(np.int32)
-    mask, soft_cap = AttentionMask(True, options.get("window")), options.get("soft_cap")
+    mask, soft_cap = masks.CAUSAL & masks.window(options.get("window")), options.get("soft_cap")
 
     def truth(q, k, v):
         places = (jnp.arange(T)[None],) * 2
@@ -129,7 +135,7 @@ def test_op_gives_the_kernel_its_part_of_packed_documents(sizes, options, make_t
         return out, vjp(d_out)
 
     op = functools.partial(attention, mask=mask, scale=0.3, soft_cap=soft_cap, segments=(ids, ids))
-    op = functools.partial(op, deterministic=bool(options))
+    op = functools.partial(op, deterministic=bool(options), backend="pallas")
     with jax.set_mesh(make_test_mesh(**sizes)):
         got = jax.jit(functools.partial(value_and_gradients, op))(q, k, v, d_out)
     want = value_and_gradients(truth, q, k, v, d_out)
@@ -137,8 +143,7 @@ def test_op_gives_the_kernel_its_part_of_packed_documents(sizes, options, make_t
     assert set(ordered) == {bool(options)}
 
 
-def test_vmap_of_the_op_and_of_its_gradient_joins_the_batch(make_test_mesh, monkeypatch):
-    monkeypatch.setattr(module, "choose_backend", lambda *_, **options: "pallas")
+def test_vmap_of_the_op_and_of_its_gradient_joins_the_batch(make_test_mesh, stand_in):
     batches = []
 
     def forward(q, *others, **options):
@@ -149,13 +154,13 @@ def test_vmap_of_the_op_and_of_its_gradient_joins_the_batch(make_test_mesh, monk
         batches.append(len(q))
         return stand_in_backward(q, *others, **{k: v for k, v in options.items() if k != "ordered"})
 
-    monkeypatch.setattr(kernel, "forward", tiles.joins_batches(forward))
-    monkeypatch.setattr(kernel, "backward", tiles.joins_batches(backward))
+    joined = dict(forward=tiles.joins_batches(forward), backward=tiles.joins_batches(backward))
+    stand_in(Pallas, kernel=SimpleNamespace(**joined))
     shape = (3, 2, 8, 2, 4)  # of vmap, B, T, N, H
     q, k, v = (np.random.default_rng(i).standard_normal(shape).astype(np.float32) for i in range(3))
 
     def loss(q, k, v):
-        return jnp.sum(attention(q, k, v, mask=AttentionMask(True), scale=0.3) ** 2)
+        return jnp.sum(attention(q, k, v, mask=masks.CAUSAL, scale=0.3, backend="pallas") ** 2)
 
     gradient = jax.value_and_grad(loss, argnums=(0, 1, 2))
     with jax.set_mesh(make_test_mesh()):
@@ -175,19 +180,19 @@ def on_hopper(monkeypatch):
 def test_what_was_measured_to_be_faster_is_taken(monkeypatch):
     on_hopper(monkeypatch)
     q = lambda head_dim=128, dtype=jnp.bfloat16, length=4096: jax.ShapeDtypeStruct((1, length, 2, head_dim), dtype)
-    causal, window = AttentionMask(True), AttentionMask(True, 8)
+    causal, window = masks.CAUSAL, masks.CAUSAL & masks.window(8)
 
-    def chosen(
-        q, mask, kv_heads=2, packed=False, soft_cap=None, dropout=0.0, deterministic=False, alibi=False, value_dim=None
-    ):
-        k = jax.ShapeDtypeStruct((*q.shape[:2], kv_heads, q.shape[3]), q.dtype)
-        order = backend_order("auto", q, k, mask, packed=packed)
-        return choose_backend(q, order, soft_cap, dropout, None, deterministic, alibi, value_dim, packed)
+    def chosen(q, mask, kv_heads=2, packed=False, alibi=False, value_dim=None, **options):
+        k, v = (
+            jax.ShapeDtypeStruct((*q.shape[:2], kv_heads, dim), q.dtype)
+            for dim in (q.shape[3], value_dim or q.shape[3])
+        )
+        return choose(Inputs.of(Options(mask, 1.0, **options), q, k, v, is_packed=packed, has_slopes=alibi)).name
 
     assert [chosen(q(h), mask) for h in (64, 128) for mask in (causal, window)] == ["pallas"] * 4
     assert [chosen(q(length=n), causal) for n in (128, 5000, 6000, 2**17)] == ["pallas"] * 2 + ["cudnn"] * 2
     assert [chosen(q(), mask, kv_heads=1) for mask in (causal, window)] == ["cudnn", "pallas"]
-    assert chosen(q(), AttentionMask(False)) == "cudnn"
+    assert chosen(q(), masks.FULL) == "cudnn"
     assert [chosen(q(h, length=2**17), causal, packed=True) for h in (64, 128)] == ["pallas"] * 2
     assert chosen(q(length=2**17), causal, soft_cap=5.0) == chosen(q(256, length=2**17), causal) == "pallas"
     assert chosen(q(96), causal, packed=True) == "cudnn"
@@ -205,9 +210,9 @@ def test_what_was_measured_to_be_faster_is_taken(monkeypatch):
 
 def test_what_a_config_asks_for_is_taken_where_it_can_be_and_else_the_log_says_why(monkeypatch, caplog, make_test_mesh):
     caplog.set_level("INFO", "megajax")
-    module._log_choice.cache_clear()
+    attention_backends._log_choice.cache_clear()
     q = jnp.ones((1, 8, 2, 64), jnp.bfloat16)
-    run = lambda backend: attention(q, q, q, mask=AttentionMask(True), scale=1.0, backend=backend)
+    run = lambda backend: attention(q, q, q, mask=masks.CAUSAL, scale=1.0, backend=backend)
     with jax.set_mesh(make_test_mesh()):
         jax.eval_shape(lambda: run("pallas"))
         assert "attention: reference (not pallas: no kernels for cpu; not cudnn: no NVIDIA GPU)" in caplog.text
@@ -232,7 +237,7 @@ def test_interpreted_kernel_equals_the_formula(head_dim, num_sms, interpreted, m
     q, k, v, d_out = (
         jax.random.normal(key, (B, T, heads, H), jnp.bfloat16) for key, heads in zip(keys, (N, K, K, N), strict=True)
     )
-    bounds = bounds_of(T, AttentionMask(True, 120), np.repeat([0, 1], [40, T - 40]))
+    bounds = bounds_of(T, masks.CAUSAL & masks.window(120), np.repeat([0, 1], [40, T - 40]))
     options = dict(scale=0.3, soft_cap=4.0)
 
     forward = jax.jit(functools.partial(kernel.forward, **options, interpret=interpreted))
@@ -250,14 +255,15 @@ PROGRAM = """
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding
 from megajax.mesh import MeshConfig, make_mesh
-from megajax.ops.attention import AttentionMask, attention
+from megajax.ops import attention_mask as masks
+from megajax.ops.attention import attention
 from megajax.sharding import activation_spec
 from megajax.planning.plan import devices_without_gpu, plan_device
 
 mesh = make_mesh(MeshConfig(fsdp=2, tensor=2), devices_without_gpu(4, plan_device("h100")))
 
 def run(q, k, v, ids, d_out, soft_cap):
-    options = dict(mask=AttentionMask(True), scale=0.1, soft_cap=soft_cap, segments=(ids, ids), backend="pallas")
+    options = dict(mask=masks.CAUSAL, scale=0.1, soft_cap=soft_cap, segments=(ids, ids), backend="pallas")
     options["deterministic"] = soft_cap is None
     out, vjp = jax.vjp(lambda q, k, v: attention(q, k, v, **options), q, k, v)
     return out, vjp(d_out)
@@ -272,7 +278,7 @@ for length, head_dim, dtype, soft_cap in ((1000, 128, "bfloat16", None), (500, 2
     print(length, text.count('custom_call_target="mosaic_gpu'))
 
 def layers(q, k, v, d_out):
-    attend = lambda q, k, v: attention(q, k, v, mask=AttentionMask(True), scale=0.1, backend="pallas")
+    attend = lambda q, k, v: attention(q, k, v, mask=masks.CAUSAL, scale=0.1, backend="pallas")
     return jax.vjp(lambda q, k, v: attend(attend(q, k, v), k, v), q, k, v)[1](d_out)
 
 with jax.set_mesh(mesh):
@@ -303,6 +309,5 @@ def test_gpus_before_hopper_take_what_they_can_do(kind, capability, attention_ba
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(compat, "cudnn_attention_problem", lambda: "")
     q = jax.ShapeDtypeStruct((2, 1024, 8, 64), jnp.bfloat16)
-    order = backend_order("auto", q, q, AttentionMask(causal=True), packed=False)
-    assert choose_backend(q, order, None, 0.0, None, deterministic=False) == attention_backend
+    assert choose(Inputs.of(Options(masks.CAUSAL, 1.0), q, q, q)).name == attention_backend
     assert norm._backend(jax.ShapeDtypeStruct((2, 1024, 512), jnp.bfloat16)) == norm_backend

@@ -4,6 +4,7 @@ kernel, interpreted, equals the reference whatever lies where nothing may be rea
 import dataclasses
 import functools
 import logging
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,11 @@ from megajax.inference.sampling import Sampling
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
+from megajax.ops import attention_backends
+from megajax.ops import attention_mask as masks
 from megajax.ops import paged_attention as op
-from megajax.ops.attention import AttentionMask, attention
+from megajax.ops.attention import attention
+from megajax.ops.attention_backends import Inputs, Options, Pallas, choose
 from megajax.precision import PrecisionConfig
 from pallas_kernels import flash_attention
 from pallas_kernels import paged_attention as kernel
@@ -48,24 +52,22 @@ def formula(q_BNH, pages_ZCKSH, table_BP, lengths_B, scales_ZCKS, *, window, sof
     return out_BNH, lse_BN
 
 
-@pytest.fixture(params=["reference", "kernel"])
-def backend(request, monkeypatch):
+@pytest.fixture(params=["reference", "pallas"])
+def backend(request, stand_in):
     """The kernel needs a Hopper GPU: here the reference stands for it."""
-    if request.param == "kernel":
-        monkeypatch.setattr(compat, "mosaic_problem", lambda: "")
-        monkeypatch.setattr(kernel, "problem", lambda *_: "")
-        monkeypatch.setattr(kernel, "decode", op.reference_paged_attention)
-        monkeypatch.setattr(op, "reference_paged_attention", None)
+    stand_in(Pallas, decoding_kernel=SimpleNamespace(decode=op.reference_paged_attention))
+    return request.param
 
 
 @pytest.mark.parametrize("is_int8", [False, True], ids=["bfloat16", "int8"])
 def test_result_equals_the_formula(is_int8, mesh, backend):
-    options = dict(window=9, soft_cap=2.0) if is_int8 else dict(window=None, soft_cap=None)
-    sizes = dict(kv_heads=2, group=2, head_dim=8, page_size=4, is_int8=is_int8, window=options["window"])
+    window, soft_cap = (9, 2.0) if is_int8 else (None, None)
+    sizes = dict(kv_heads=2, group=2, head_dim=8, page_size=4, is_int8=is_int8, window=window)
     case = random_case([0, 1, 7, 12], **sizes)
     case = (case[0].astype(jnp.float32), *case[1:])
-    out, lse = jax.jit(functools.partial(op.paged_attention, scale=SCALE, **options))(*case)
-    wanted, wanted_lse = formula(*jax.tree.map(np.asarray, case), **options)
+    given = dict(scale=SCALE, mask=masks.CAUSAL & masks.window(window), soft_cap=soft_cap, backend=backend)
+    out, lse = jax.jit(functools.partial(op.paged_attention, **given))(*case)
+    wanted, wanted_lse = formula(*jax.tree.map(np.asarray, case), window=window, soft_cap=soft_cap)
     np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-6)  # float32 sums
     np.testing.assert_allclose(lse, wanted_lse, rtol=1e-5, atol=1e-6)
 
@@ -83,7 +85,7 @@ def test_new_tokens_of_several_sequences_attend_each_to_its_own(name, make_test_
     heads, kv_heads, width, size = 4, 2, 8, 4
     lengths, starts, tables = (7, 10), (2, 5), ((3, 0), (5, 1, 4))
     options = dict(scale=SCALE, soft_cap=None) | OPTIONS[name]
-    mask = AttentionMask(causal=True, window=options.pop("window", None))
+    mask = masks.CAUSAL & masks.window(options.pop("window", None))
     draw = np.random.default_rng(0).normal
     q, k, v = ([draw(size=(1, n, h, width)).astype(np.float32) for n in lengths] for h in (heads, kv_heads, kv_heads))
     whole = [attention(*arrays, mask=mask, **options)[0] for arrays in zip(q, k, v, strict=True)]
@@ -92,7 +94,7 @@ def test_new_tokens_of_several_sequences_attend_each_to_its_own(name, make_test_
 
     def run(pages, q, k, v, slots, table, lower, upper):
         pages = op.write_pages(pages, jnp.stack((k, v), 2), slots)
-        return pages, op.attend_to_pages(q, pages, table, lower, upper, window=mask.window, **options)
+        return pages, op.attend_to_pages(q, pages, table, lower, upper, mask=mask, **options)
 
     def joined(arrays, first, end):
         return np.concatenate([a[first[i] : end[i]] for i, a in enumerate(arrays)])[None]
@@ -141,18 +143,21 @@ def test_quantised_rows_are_off_by_at_most_half_a_step():
 
 
 def test_choice_is_logged_once_with_its_reason(monkeypatch, caplog):
-    q = jax.ShapeDtypeStruct((2, 8, 128), jnp.bfloat16)
-    pages = lambda page_size: jax.ShapeDtypeStruct((4, 2, 2, page_size, 128), jnp.bfloat16)
+    options = Options(masks.CAUSAL, SCALE)
+
+    def chosen(page_size):
+        page = (page_size, jnp.dtype(jnp.bfloat16))
+        return choose(Inputs(options, 1, 8, 2, 128, 128, jnp.dtype(jnp.bfloat16), keys="pages", page=page)).name
+
     caplog.set_level(logging.INFO, "megajax")
-    op._log_choice.cache_clear()
-    assert not op._has_decoding_kernel(q, pages(16)) and not op._has_decoding_kernel(q, pages(16))
+    attention_backends._log_choice.cache_clear()
+    assert chosen(16) == chosen(16) == "reference"
     monkeypatch.setattr(compat, "mosaic_problem", lambda: "")
-    assert op._has_decoding_kernel(q, pages(16)) and not op._has_decoding_kernel(q, pages(24))
-    op._log_choice.cache_clear()
+    assert (chosen(16), chosen(24)) == ("pallas", "reference")
     assert [record.getMessage() for record in caplog.records] == [
-        "paged attention: reference (no kernels for cpu)",
-        "paged attention: split over the sequence (pallas_kernels/paged_attention.py)",
-        "paged attention: reference (bfloat16 pages of 24 tokens)",
+        "paged attention: reference (not pallas: no kernels for cpu)",
+        "paged attention: pallas",
+        "paged attention: reference (not pallas: bfloat16 pages of 24 tokens)",
     ]
 
 
@@ -238,9 +243,7 @@ def test_interpreted_kernel_equals_the_reference(lengths, page_size, is_int8, gr
     assert error < 2**-8 and lse_error < 1e-5
 
 
-def test_engine_with_the_kernels_gives_the_probabilities_that_it_gives_without(
-    without_layouts, interpreted, monkeypatch
-):
+def test_engine_with_the_kernels_gives_the_probabilities_that_it_gives_without(without_layouts, interpreted, stand_in):
     """The last block of prompt tokens, 129 in one call, is one token and padding."""
     config = DecoderConfig(num_layers=1, embed_dim=64, num_heads=2, num_kv_heads=1, head_dim=64, mlp_dim=64,
                            vocab_size=100, position="rope", norm="rmsnorm", activation="swiglu", bias=False,
@@ -264,18 +267,13 @@ def test_engine_with_the_kernels_gives_the_probabilities_that_it_gives_without(
     shapes = []
 
     def interpret(module, name):
-        kernel_of_hopper = getattr(module, name)
-
         def call(q, *arrays, **options):
             shapes.append((name, q.shape))
-            return kernel_of_hopper(q, *arrays, **options, interpret=interpreted)
+            return getattr(module, name)(q, *arrays, **options, interpret=interpreted)
 
-        monkeypatch.setattr(module, name, call)
+        return SimpleNamespace(**{name: call})
 
-    interpret(flash_attention, "forward")
-    interpret(kernel, "decode")
-    monkeypatch.setattr(op, "_has_chunk_kernel", lambda *_: True)
-    monkeypatch.setattr(op, "_has_decoding_kernel", lambda *_: True)
+    stand_in(Pallas, kernel=interpret(flash_attention, "forward"), decoding_kernel=interpret(kernel, "decode"))
     # Layers that have been traced are not traced again for an equal config; the weights exist already.
     found = logprobs(dataclasses.replace(config, init_std=1.0))
     assert shapes == [("forward", (1, 256, 2, 64)), ("decode", (2, 2, 64))]
@@ -287,6 +285,7 @@ PROGRAM = """
 import functools, jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 from megajax.mesh import MeshConfig, make_mesh
+from megajax.ops import attention_mask as masks
 from megajax.ops.paged_attention import paged_attention
 from megajax.planning.plan import devices_without_gpu, plan_device
 
@@ -304,7 +303,7 @@ for dtype, head_dim, page_size, group, window, soft_cap in cases:
     given = array((3, 4 * group, head_dim), jnp.bfloat16, None, "tensor"), pages
     given += array((3, 512 // page_size), jnp.int32), array((3,), jnp.int32), scales
     with jax.set_mesh(mesh):
-        run = functools.partial(paged_attention, scale=0.1, window=window, soft_cap=soft_cap)
+        run = functools.partial(paged_attention, scale=0.1, mask=masks.CAUSAL & masks.window(window), soft_cap=soft_cap)
         text = jax.jit(run).lower(*given).compile().as_text()
     print(text.count('custom_call_target="mosaic_gpu'))
 """

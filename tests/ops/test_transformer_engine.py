@@ -12,15 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from megajax import compat
 from megajax.config import Config, override
-from megajax.ops import attention as module
+from megajax.ops import attention_mask as masks
 from megajax.ops import transformer_engine
-from megajax.ops.attention import AttentionMask, attention, reference_attention
+from megajax.ops.attention import attention, reference_attention
+from megajax.ops.attention_backends import BACKENDS, Inputs, Options, TransformerEngine, choose
 
 B, T, N, K, H, WINDOW = 4, 16, 4, 2, 8, 5
 
 
-def stand_in() -> types.ModuleType:
+def package() -> types.ModuleType:
     engine = types.ModuleType("transformer_engine.jax.attention")
     engine.AttnBiasType = enum.Enum("AttnBiasType", "NO_BIAS")
     engine.AttnMaskType = enum.Enum("AttnMaskType", "NO_MASK CAUSAL_MASK")
@@ -40,7 +42,9 @@ def stand_in() -> types.ModuleType:
         assert [lengths.shape for lengths in sequence_descriptor] == [q.shape[:1], k.shape[:1]]
         assert window_size is None or window_size[1] == 0
         window = None if window_size is None else window_size[0] + 1
-        mask = AttentionMask(attn_mask_type is engine.AttnMaskType.CAUSAL_MASK, window)
+        mask = (masks.CAUSAL if attn_mask_type is engine.AttnMaskType.CAUSAL_MASK else masks.FULL) & masks.window(
+            window
+        )
         places = jnp.arange(q.shape[1])[None], jnp.arange(k.shape[1])[None]
         return reference_attention(q, k, v, mask, scaling_factor, None, None, places)[0]
 
@@ -49,16 +53,16 @@ def stand_in() -> types.ModuleType:
 
 
 @pytest.mark.parametrize(
-    "mask", [AttentionMask(True), AttentionMask(False), AttentionMask(True, WINDOW)], ids=["causal", "full", "window"]
+    "mask", [masks.CAUSAL, masks.FULL, masks.CAUSAL & masks.window(WINDOW)], ids=["causal", "full", "window"]
 )
-def test_value_and_gradients_are_those_of_the_reference(mask, monkeypatch, make_test_mesh):
-    monkeypatch.setitem(sys.modules, "transformer_engine.jax.attention", stand_in())
+def test_value_and_gradients_are_those_of_the_reference(mask, monkeypatch, make_test_mesh, stand_in):
+    monkeypatch.setitem(sys.modules, "transformer_engine.jax.attention", package())
     draw = lambda number, heads: jax.random.normal(jax.random.key(number), (B, T, heads, H))
     arrays = draw(0, N), draw(1, K), draw(2, K)
 
-    def run(backend: str):
-        monkeypatch.setattr(module, "choose_backend", lambda *_, **__: backend)
+    stand_in(TransformerEngine)
 
+    def run(backend: str):
         def loss(*arrays):
             return jnp.sum(jnp.sin(attention(*arrays, mask=mask, scale=0.3, backend=backend)))
 
@@ -78,22 +82,19 @@ def test_it_is_refused_by_name_where_it_is_missing_or_lacks_a_feature(monkeypatc
         override(config, ["--mesh.context=2"]).check()
 
 
-def test_other_backends_follow_and_the_log_says_why(monkeypatch):
+def test_it_says_what_it_does_not_support_and_others_follow(monkeypatch):
     monkeypatch.setattr(transformer_engine, "problem", lambda: "")
-    monkeypatch.setattr(module.compat, "mesh_platform", lambda: "gpu")
-    monkeypatch.setattr(module.compat, "compute_capability", lambda: 9.0)
-    monkeypatch.setattr(module.compat, "cudnn_attention_problem", lambda: "")
-    lines = []
-    monkeypatch.setattr(module, "_log_choice", lambda *line: lines.append(line))
-    q = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
-    order = ("transformer_engine", "cudnn", "reference")
-    assert module.choose_backend(q, order, None, 0.0, None, False) == "transformer_engine"
-    assert module.choose_backend(q, order, None, 0.0, None, False, False, 64, True) == "cudnn"
-    assert module.choose_backend(q, order, None, 0.0, None, False, False, 64, has_sinks=True) == "cudnn"
-    wide = jax.ShapeDtypeStruct((1, 128, 2, 256), jnp.bfloat16)
-    assert module.choose_backend(wide, order[::2], None, 0.0, None, False) == "reference"
-    reasons = [
-        "",
-        *(f"not transformer_engine: {why}" for why in ("packed documents", "attention sinks", "head dim 256")),
-    ]
-    assert [reason for _, reason in lines] == reasons
+    monkeypatch.setattr(compat, "mesh_platform", lambda: "gpu")
+    monkeypatch.setattr(compat, "compute_capability", lambda: 9.0)
+    monkeypatch.setattr(compat, "cudnn_attention_problem", lambda: "")
+
+    def refused(taken, head_dim=64, **others):
+        inputs = Inputs(Options(masks.CAUSAL, 1.0), 2**17, 2, 2, head_dim, head_dim, jnp.bfloat16, **others)
+        assert choose(inputs, "transformer_engine").name == taken
+        return BACKENDS["transformer_engine"].problem(inputs)
+
+    assert refused("transformer_engine") == ""
+    assert refused("cudnn", has_sinks=True) == "attention sinks"
+    assert refused("cudnn", is_split=True).startswith("no log-sum-exp")
+    assert refused("cudnn", is_packed=True) == "packed documents"
+    assert refused("reference", head_dim=256) == "head dim 256"

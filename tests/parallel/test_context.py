@@ -2,6 +2,7 @@
 
 import functools
 import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,9 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from megajax.ops.attention import AttentionMask
 from megajax.ops.attention import attention as attention_of_one
+from megajax.ops.attention_backends import Cudnn, Pallas
+from megajax.ops.attention_mask import CAUSAL, FULL, first, window
 from megajax.parallel.context import attention, sequence_order
 
 B, T, N, K, H = 4, 32, 4, 4, 8
@@ -23,11 +25,13 @@ CUTS = [5], [3, 19], range(T // 2, T), [1, 2, 31]
 SEGMENTS = np.stack([np.searchsorted(cuts, np.arange(T), "right") for cuts in CUTS]).astype(np.int32)
 VARIANTS = {
     "causal": {},
-    "full, packed, dropout": {"causal": False, "packed": True, "rate": 0.3},
-    "window, soft cap": {"window": 7, "soft_cap": 0.7},
+    "full, packed, dropout": {"mask": FULL, "packed": True, "rate": 0.3},
+    "window, soft cap": {"mask": CAUSAL & window(7), "soft_cap": 0.7},
     "packed": {"packed": True},
-    "packed, window, dropout": {"packed": True, "window": 11, "rate": 0.3},
-    "ALiBi, sinks, window": {"alibi": True, "sinks": True, "window": 11},
+    "packed, window, dropout": {"packed": True, "mask": CAUSAL & window(11), "rate": 0.3},
+    "ALiBi, sinks, window": {"alibi": True, "sinks": True, "mask": CAUSAL & window(11)},
+    "prefix": {"mask": CAUSAL | first(21)},
+    "window and first keys": {"mask": CAUSAL & (window(5) | first(2))},
 }
 SLOPES = np.array([0.5, 0.25, 0.7, 0.1], np.float32)
 METHODS = ("ring", "all_gather", "all_to_all")
@@ -55,9 +59,9 @@ def sinks_of(q):
 def all_variants(op, segments):
     """(q, k, v, g) -> {variant: (out, gradients of sum(out * g))}, one program for all."""
 
-    def one(q, k, v, *, causal=True, window=None, soft_cap=None, packed=False, rate=0.0, alibi=False, sinks=False):
+    def one(q, k, v, *, mask=CAUSAL, soft_cap=None, packed=False, rate=0.0, alibi=False, sinks=False):
         return op(
-            q, k, v, mask=AttentionMask(causal, window), scale=SCALE, soft_cap=soft_cap,
+            q, k, v, mask=mask, scale=SCALE, soft_cap=soft_cap,
             segments=(segments, segments) if packed else None,
             dropout=(rate, (jax.random.key(7), jnp.int32(0))) if rate else None,
             slopes=SLOPES if alibi else None, sinks=sinks_of(q) if sinks else None,
@@ -133,8 +137,8 @@ def cudnn_backward(q, k, v, out, lse, d_out, bias=None, *, scale, window, causal
 
 
 @pytest.fixture
-def cudnn_stand_ins(monkeypatch):
-    monkeypatch.setattr("megajax.ops.attention.choose_backend", lambda *_, **__: "cudnn")
+def cudnn_stand_ins(monkeypatch, stand_in):
+    stand_in(Cudnn)
     monkeypatch.setattr("megajax.compat.cudnn_attention_forward", cudnn_forward)
     monkeypatch.setattr("megajax.compat.cudnn_attention_backward", cudnn_backward)
 
@@ -163,31 +167,29 @@ def _ascending(lower, upper):
 
 
 @pytest.fixture
-def pallas_stand_ins(monkeypatch):
-    monkeypatch.setattr("megajax.ops.attention.choose_backend", lambda *_: "pallas")
-    monkeypatch.setattr("pallas_kernels.flash_attention.forward", pallas_forward)
-    monkeypatch.setattr("pallas_kernels.flash_attention.backward", pallas_backward)
+def pallas_stand_ins(stand_in):
+    stand_in(Pallas, kernel=SimpleNamespace(forward=pallas_forward, backward=pallas_backward))
 
 
 KERNEL_VARIANTS = [
     {},
-    {"window": 7},
+    {"mask": CAUSAL & window(7)},
     {"packed": True},
-    {"packed": True, "window": 11},
+    {"packed": True, "mask": CAUSAL & window(11)},
     {"sinks": True},
-    {"causal": False},
-    {"causal": False, "packed": True},
+    {"mask": FULL},
+    {"mask": FULL, "packed": True},
+    {"mask": CAUSAL | first(21)},
 ]
 
 
-def run_kernel_variants(op, order):
+def run_kernel_variants(op, order, backend="auto"):
     """Of all KERNEL_VARIANTS (out, gradients of sum(out * g)), in the order of the tokens."""
 
     def losses(q, k, v, g):
         results = []
         for options in KERNEL_VARIANTS:
-            mask = AttentionMask(options.get("causal", True), options.get("window"))
-            given = dict(mask=mask, scale=SCALE)
+            given = dict(mask=options.get("mask", CAUSAL), scale=SCALE, backend=backend)
             pair = (SEGMENTS[:, order],) * 2 if options.get("packed") else None
 
             def one(q, k, v, given=given, pair=pair, with_sinks="sinks" in options):
@@ -214,7 +216,8 @@ def kernel_variants_of_one(make_test_mesh):
 def test_the_kernel_gets_what_the_formula_says(method, backend, kernel_variants_of_one, make_test_mesh, request):
     request.getfixturevalue(f"{backend}_stand_ins")
     with jax.set_mesh(make_test_mesh(context=4, data=2)):
-        got = run_kernel_variants(functools.partial(attention, method=method), sequence_order(T, 4, method))
+        op = functools.partial(attention, method=method)
+        got = run_kernel_variants(op, sequence_order(T, 4, method), backend)
     jax.tree.map(CLOSE, got, kernel_variants_of_one)
 
 
@@ -231,7 +234,8 @@ def test_a_loop_over_layers_keeps_no_masks_of_the_ring(method, make_test_mesh, c
     segments = SEGMENTS[:, sequence_order(T, 4, method)]
 
     def layers(q):
-        given = dict(method=method, mask=AttentionMask(True, 7), scale=SCALE, segments=(segments, segments))
+        given = dict(method=method, mask=CAUSAL & window(7), scale=SCALE, backend="cudnn")
+        given |= dict(segments=(segments, segments))
         return lax.scan(lambda x, _: (attention(x, x, x, **given), None), q, None, length=2)[0].sum()
 
     with jax.set_mesh(make_test_mesh(context=4)):

@@ -1,0 +1,335 @@
+"""The implementations of attention, and the choice among them: for whole sequences, parts of them, and pages.
+
+Dimensions: see ops/attention.py. BACKENDS is the registry: the forward and backward pass (ops/attention.py), blocks of
+a split sequence (parallel/context.py) and pages of a cache (ops/paged_attention.py) all choose from it, once, by what
+each backend says of the Inputs, and then call the object that was chosen.
+"""
+
+import dataclasses
+import functools
+import logging
+import math
+from typing import Any, Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from megajax import compat
+from megajax.ops import transformer_engine
+from megajax.ops.attention_mask import CAUSAL, FULL, Mask, window
+
+logger = logging.getLogger("megajax")
+
+BackendName = Literal["auto", "cudnn", "pallas", "transformer_engine", "reference"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is computed of the scores; hashable, part of the program."""
+
+    mask: Mask
+    scale: float
+    soft_cap: float | None = None
+    dropout: float = 0.0
+    deterministic: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What a backend may not support, and what its speed depends on."""
+
+    options: Options
+    length: int
+    """Of the queries."""
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: jnp.dtype
+    keys: Literal["own", "other", "cache", "pages"] = "own"
+    """Those of the queries' sequence, of another one, with positions of their own, or in pages."""
+    page: tuple[int, jnp.dtype] | None = None
+    """Tokens of a page and their dtype, if a sequence has one query, which reads the pages themselves."""
+    is_packed: bool = False
+    is_split: bool = False
+    """The results for parts of the keys are merged by their log-sum-exps."""
+    has_slopes: bool = False
+    has_sinks: bool = False
+    has_bias: bool = False
+
+    @staticmethod
+    def of(options: Options, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, **others) -> "Inputs":
+        shapes = (*q_BTNH.shape[1:3], k_BSKH.shape[2], q_BTNH.shape[3], v_BSKH.shape[3])
+        return Inputs(options, *shapes, q_BTNH.dtype, **others)
+
+    @property
+    def what(self) -> str:
+        """For the log."""
+        if self.keys == "pages":
+            return "prompts in pages" if self.page is None else "paged attention"
+        return "attention"
+
+
+class Pairs(Protocol):
+    """Which of the keys of one device each of its queries sees, in the form that a backend needs."""
+
+    options: Options
+
+    def bounds(self) -> tuple[jax.Array, jax.Array]:
+        """int32 [B, T] each: query i sees the keys lower <= j < upper, if its mask is an interval. Neither descends
+        along T."""
+
+    def bias(self) -> tuple[jax.Array | None, dict]:
+        """(what is added to the scores, [B or 1, 1, T, S] in the dtype of the queries; the masks besides: causal and
+        window)."""
+
+    def reference(self, q_BTNH, k_BSKH, v_BSKH) -> tuple[jax.Array, jax.Array]:
+        """The plain formula -> (out, log-sum-exp [B, N, T] float32)."""
+
+    def reference_gradients(self, q, k, v, out, lse, d_out) -> tuple[jax.Array | None, ...]:
+        """Of q, k and v, and of what else the formula has a gradient for."""
+
+
+class Backend:
+    """One implementation. Arrays are those of one device."""
+
+    name: str
+
+    def problem(self, inputs: Inputs) -> str:
+        """Why it does not support them here, or an empty string."""
+        raise NotImplementedError
+
+    def forward(self, q_BTNH, k_BSKH, v_BSKH, pairs: Pairs) -> tuple[jax.Array, jax.Array]:
+        """-> (out in q's dtype, log-sum-exp [B, N, T] float32)."""
+        raise NotImplementedError
+
+    def backward(self, q, k, v, out, lse, d_out, pairs: Pairs) -> tuple[jax.Array | None, ...]:
+        """Gradients of q, k and v, and further ones as Pairs.reference_gradients; out and lse are those of attention to
+        these keys, or to more keys, to which these belong."""
+        raise NotImplementedError
+
+    def decode(self, q_BNH, pages: Any) -> tuple[jax.Array, jax.Array]:
+        """Of inputs with `page`. pages: PagedKeys (ops/paged_attention.py)."""
+        raise NotImplementedError
+
+
+class Cudnn(Backend):
+    name = "cudnn"
+    # Head dims of queries and keys, and of values, that differ: those of DeepSeek-V2 and -V3.
+    LATENT_HEADS = (192, 128)
+    LATENT_VERSION = 91000
+
+    def problem(self, inputs: Inputs) -> str:
+        return _first(self.reasons(inputs)) or compat.cudnn_attention_problem()
+
+    def reasons(self, inputs: Inputs) -> dict[str, bool]:
+        """{reason: whether it holds}."""
+        heads = (inputs.head_dim, inputs.value_dim)
+        is_latent = heads == self.LATENT_HEADS
+        mask = inputs.options.mask
+        needs_bias = inputs.is_packed or (inputs.is_split and mask not in (FULL, CAUSAL))
+        capability = compat.compute_capability()
+        version = compat.cudnn_version()
+        return {
+            "no NVIDIA GPU": compat.mesh_platform() not in ("gpu", "cuda"),
+            # Older than Ampere. Heads of latent attention need Hopper, which JAX looks for on this machine.
+            f"compute capability {capability}": (
+                (capability or 0) < 9.0 if is_latent else capability is not None and capability < 8.0
+            ),
+            f"dtype {inputs.dtype}": inputs.dtype not in (jnp.bfloat16, jnp.float16),
+            _described(heads): not is_latent and (heads[0] != heads[1] or heads[0] > 128 or heads[0] % 8 != 0),
+            f"cuDNN {version}": is_latent and (version or 0) < self.LATENT_VERSION,
+            "a bias with values of another head dim": is_latent and needs_bias,  # not tried
+            f"mask {mask}": mask not in (FULL, CAUSAL & window(mask.reach)) and not inputs.is_split,
+            "soft cap": inputs.options.soft_cap is not None,
+            "deterministic": inputs.options.deterministic,  # with a bias jaxlib 0.11.2 raises an IndexError
+            **_only_the_reference(inputs),
+            "keys in pages": inputs.keys == "pages",
+        }
+
+    def forward(self, q, k, v, pairs):
+        bias, masks = pairs.bias()
+        return _marked(compat.cudnn_attention_forward(q, k, v, bias, scale=pairs.options.scale, **masks), q)
+
+    def backward(self, q, k, v, out, lse, d_out, pairs):
+        bias, masks = pairs.bias()
+        arrays = (q, k, v, out, lse, d_out, bias)
+        return _marked(compat.cudnn_attention_backward(*arrays, scale=pairs.options.scale, **masks), q)
+
+
+class TransformerEngine(Cudnn):
+    """It ends in cuDNN's kernels, so what these do not support it does not either."""
+
+    name = "transformer_engine"
+
+    def problem(self, inputs: Inputs) -> str:
+        more = {
+            "packed documents": inputs.is_packed,
+            "attention sinks": inputs.has_sinks,
+            "latent attention": inputs.head_dim != inputs.value_dim,
+            "no log-sum-exp, which parts of a sequence need": inputs.is_split,
+        }
+        return transformer_engine.problem() or _first(self.reasons(inputs) | more)
+
+    def forward(self, q, k, v, pairs):
+        unused = jnp.zeros((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
+        return _marked((transformer_engine.forward(q, k, v, pairs.options.mask, pairs.options.scale), unused), q)
+
+    def backward(self, q, k, v, out, lse, d_out, pairs):
+        return _marked(transformer_engine.backward(q, k, v, d_out, pairs.options.mask, pairs.options.scale), q)
+
+
+class Pallas(Backend):
+    """Our kernels for Hopper."""
+
+    name = "pallas"
+
+    @property
+    def kernel(self):
+        from pallas_kernels import flash_attention  # not at the top: only Hopper needs it, and it takes time
+
+        return flash_attention
+
+    @property
+    def decoding_kernel(self):
+        from pallas_kernels import paged_attention
+
+        return paged_attention
+
+    def problem(self, inputs: Inputs) -> str:
+        mask = inputs.options.mask
+        # It takes the segments of the queries for those of the keys.
+        others = {"keys of another sequence": inputs.keys == "other", f"mask {mask}": not mask.is_interval}
+        reasons = _only_the_reference(inputs) | others
+        return compat.mosaic_problem() or self._kernel_problem(inputs) or _first(reasons)
+
+    def _kernel_problem(self, inputs: Inputs) -> str:
+        if inputs.page is None:
+            return self.kernel.problem(_common_dim(inputs.head_dim, inputs.value_dim), inputs.dtype)
+        page_size, dtype = inputs.page
+        shape = (inputs.heads, inputs.kv_heads, inputs.head_dim, page_size)
+        return self.decoding_kernel.problem(*shape, inputs.dtype, dtype)
+
+    def forward(self, q, k, v, pairs):
+        dim = _common_dim(q.shape[-1], v.shape[-1])
+        arrays = (_padded(a, dim) for a in (q, k, v))
+        how = dict(scale=pairs.options.scale, soft_cap=pairs.options.soft_cap)
+        out, lse = self.kernel.forward(*arrays, *pairs.bounds(), **how)
+        return _marked((out[..., : v.shape[-1]], lse), q)
+
+    def backward(self, q, k, v, out, lse, d_out, pairs):
+        dim = _common_dim(q.shape[-1], v.shape[-1])
+        q_wide, k_wide, v_wide, out_wide, d_out_wide = (_padded(a, dim) for a in (q, k, v, out, d_out))
+        arrays = (q_wide, k_wide, v_wide, out_wide, lse, d_out_wide)
+        how = dict(scale=pairs.options.scale, soft_cap=pairs.options.soft_cap, ordered=pairs.options.deterministic)
+        gradients = self.kernel.backward(*arrays, *pairs.bounds(), **how)
+        return _marked(tuple(d[..., : a.shape[-1]] for d, a in zip(gradients, (q, k, v), strict=True)), q)
+
+    def decode(self, q, pages):
+        how = dict(scale=pages.options.scale, window=pages.options.mask.reach, soft_cap=pages.options.soft_cap)
+        return _marked(self.decoding_kernel.decode(q, *pages.arrays, **how), q)
+
+
+class Reference(Backend):
+    """The plain formula, with all scores in memory; supports everything."""
+
+    name = "reference"
+
+    def problem(self, inputs: Inputs) -> str:
+        return ""
+
+    def forward(self, q, k, v, pairs):
+        return pairs.reference(q, k, v)
+
+    def backward(self, q, k, v, out, lse, d_out, pairs):
+        return pairs.reference_gradients(q, k, v, out, lse, d_out)
+
+    def decode(self, q, pages):
+        return pages.reference(q)
+
+
+BACKENDS: dict[str, Backend] = {one.name: one for one in (Cudnn(), Pallas(), TransformerEngine(), Reference())}
+
+
+def _marked(results, q: jax.Array):
+    """Results of a kernel, as arrays that vary over the devices where the queries do."""
+    return compat.vary(results, compat.varying_axes(q))
+
+
+def _only_the_reference(inputs: Inputs) -> dict[str, bool]:
+    return {
+        "key-value cache": inputs.keys == "cache",
+        "dropout": inputs.options.dropout > 0,
+        "ALiBi": inputs.has_slopes,
+        "bias": inputs.has_bias,
+    }
+
+
+def _first(reasons: dict[str, bool]) -> str:
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def _described(heads: tuple[int, int]) -> str:
+    head_dim, value_dim = heads
+    return f"head dim {head_dim}" + (f", of values {value_dim}" if value_dim != head_dim else "")
+
+
+def _common_dim(head_dim: int, value_dim: int) -> int:
+    """The head dim that our kernels compute with: they have one for keys and values, so unequal ones are padded with
+    zeros to the next power of two."""
+    return head_dim if head_dim == value_dim else 1 << (max(head_dim, value_dim) - 1).bit_length()
+
+
+def _padded(a: jax.Array, dim: int) -> jax.Array:
+    return jnp.pad(a, ((0, 0),) * 3 + ((0, dim - a.shape[-1]),)) if a.shape[-1] < dim else a
+
+
+# ----------------------------------------------------------------------------- the choice
+
+# (head dim, mask): {length: time with our kernels / time with cuDNN's}, on an H100 (pallas_kernels/README.md): of a
+# whole step if one was measured. Packed: cuDNN reads a bias of T x T.
+MEASURED = {
+    (64, "causal"): {1024: 0.91},
+    (64, "window"): {2048: 0.78},  # kernel alone
+    (64, "packed"): {2048: 0.31},  # kernel alone
+    (128, "causal"): {2048: 0.99, 16384: 1.02},  # 16384: kernel alone
+    (128, "grouped"): {4096: 1.00},
+    (128, "window"): {8192: 0.99},  # grouped
+    (128, "packed"): {2048: 0.90},  # an earlier version, on two H200 side by side
+}
+
+
+def choose(inputs: Inputs, requested: str = "auto") -> Backend:
+    """The requested backend, or else the fastest, that supports the inputs; logs why it is not an earlier one."""
+    fastest = _by_speed(inputs)
+    order = fastest if requested == "auto" else (requested, *(name for name in fastest if name != requested))
+    refused = []
+    for name in order:
+        backend = BACKENDS[name]
+        problem = backend.problem(inputs)
+        if not problem:
+            _log_choice(inputs.what, name, "; ".join(refused))
+            return backend
+        refused.append(f"not {name}: {problem}")
+    raise AssertionError("the reference supports everything")
+
+
+def _by_speed(inputs: Inputs) -> tuple[str, ...]:
+    """Names of backends, by speed at the nearest measured length."""
+    if inputs.keys == "pages":
+        return "pallas", "reference"
+    features = {
+        "unmasked": not inputs.options.mask.is_causal,
+        "packed": inputs.is_packed,
+        "window": inputs.options.mask.reach is not None,
+        "grouped": inputs.heads != inputs.kv_heads,
+        "causal": True,
+    }
+    by_length = MEASURED.get((inputs.head_dim, _first(features)), {inputs.length: 1.0})
+    nearest = min(by_length, key=lambda measured: abs(math.log(measured / max(inputs.length, 1))))
+    return ("pallas", "cudnn", "reference") if by_length[nearest] < 1 else ("cudnn", "pallas", "reference")
+
+
+@functools.cache
+def _log_choice(what: str, name: str, refused: str) -> None:
+    logger.info("%s: %s%s", what, name, f" ({refused})" if refused else "")
