@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.ops.few_tokens import few_tokens, problem
+from megajax.ops.few_tokens import MAX_BY_CHOICE, few_tokens, problem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_gpu")]
 
@@ -13,14 +13,15 @@ E, K = 32, 4
 
 
 @pytest.mark.parametrize(("D", "F"), [(2048, 768), (512, 1536)])
-@pytest.mark.parametrize("num_tokens", [1, 2, 8, 32, 64])
+@pytest.mark.parametrize("num_tokens", [1, 2, 4, 8, 32, 64])
 def test_kernel_matches_the_formula(num_tokens, D, F):
     keys = jax.random.split(jax.random.key(num_tokens), 6)
     x = jax.random.normal(keys[0], (num_tokens, D), jnp.bfloat16)
     gate, up = (jax.random.normal(key, (E, D, F), jnp.bfloat16) * D**-0.5 for key in keys[1:3])
     down = jax.random.normal(keys[3], (E, F, D), jnp.bfloat16)
     weights, experts = jax.lax.top_k(jax.random.uniform(keys[4], (num_tokens, E)), K)
-    assert problem(num_tokens, [gate, up, down], x.dtype) == ""
+    is_slower = MAX_BY_CHOICE < num_tokens < E // K  # it computes them all the same
+    assert bool(problem(experts, [gate, up, down], x.dtype)) == is_slower
     found = np.asarray(
         jax.jit(few_tokens, static_argnums=5)(x, experts, weights, [gate, up], down, "swiglu"), np.float32
     )
