@@ -72,10 +72,12 @@ def _extras() -> str:
     others = []
     for extra, packages in extras().items():
         missing = [name for name in packages if _version(name) == "missing"]
-        if missing:
-            others.append(f"{extra} (lacks {', '.join(missing)})")
-        else:
+        if not missing:
             installed.append(extra)
+        elif len(missing) == len(packages):
+            others.append(extra)
+        else:
+            others.append(f"{extra} (lacks {', '.join(missing)})")
     return f"{', '.join(installed) or 'none'}; not installed: {', '.join(others) or 'none'}"
 
 
