@@ -11,6 +11,7 @@ formula computes the rest, and the log says so.
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -100,16 +101,25 @@ class Mask:
         uppers = [interval.upper(query) for interval in self.intervals]
         return None if any(upper is None for upper in uppers) else functools.reduce(jnp.maximum, uppers)
 
-    @functools.lru_cache(maxsize=1024)  # noqa: B019
     def mean_keys(self, length: int) -> float:
         """Keys that a query of a sequence sees, on average."""
-        query = np.arange(length)
-        total = end = np.zeros(length)
+        # The number is linear in the query between those where a limit begins to matter.
+        limits = {0, length}
+        for window, first in itertools.product((i.window for i in self.intervals), (i.first for i in self.intervals)):
+            limits |= {place for place in (window, first, window + first) if place < length}
+        around = np.array(sorted({min(max(place + step, 0), length - 1) for place in limits for step in (-1, 0, 1)}))
+        seen = self._num_keys(around, length)
+        inner = (np.diff(around) - 1) * (seen[:-1] + seen[1:]) / 2
+        return float(seen.sum() + inner.sum()) / length
+
+    def _num_keys(self, query: np.ndarray, length: int) -> np.ndarray:
+        """Keys that the queries at these positions see."""
+        total = end = np.zeros(query.shape)
         for interval in self.intervals:  # by ascending lower bound
             upper = np.minimum(np.minimum(query + 1 + interval.ahead, interval.first), length)
             total = total + np.maximum(upper - np.maximum(query + 1 - interval.window, end), 0)
             end = np.maximum(end, upper)
-        return float(total.sum()) / length
+        return total
 
 
 FULL = Mask((Interval(),))

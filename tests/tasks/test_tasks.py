@@ -25,6 +25,7 @@ from megajax.layers.linear import Linear
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.decoder import Decoder, DecoderConfig
 from megajax.models.interface import BatchArray, LossTerms
+from megajax.ops.attention_mask import FULL
 from megajax.optim.optimizer import OptimizerConfig
 from megajax.planning.plan import plan_device, plan_rows
 from megajax.precision import PrecisionConfig
@@ -161,7 +162,7 @@ class SeeingConfig(DecoderConfig):
 
     def stacks(self, execution):
         ((layer,),) = self.tower.stacks(execution).values()
-        layer = dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, causal=False))
+        layer = dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, mask=FULL))
         return {"tower": (layer,)} | super().stacks(execution)
 
     @property
