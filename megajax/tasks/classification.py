@@ -13,7 +13,7 @@ from megajax.data.tokenizers.masking_tokens import masking_tokens
 from megajax.data.tokenizers.tokenizer import Tokenizer
 from megajax.models.interface import AnyModule, BatchArray, LossOptions, LossTerms, ModelConfig
 from megajax.ops.cross_entropy import class_scores
-from megajax.tasks.interface import Task, check_source, rate
+from megajax.tasks.interface import Task, check_source, rate, with_labels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +37,7 @@ class Classification(Task):
 
     def arrays(self, model: ModelConfig, sequence_length: int) -> dict[str, BatchArray]:
         """The class of a text is the label of its first token, which has all its weight."""
-        inputs = model.inputs(sequence_length, packed=True)
-        labels = inputs["tokens"]
-        return inputs | {"labels": labels, "loss_mask": labels._replace(dtype=jnp.float32)}
+        return with_labels(model.inputs(sequence_length, packed=True))
 
     def num_ids(self, tokenizer: Tokenizer) -> int:
         return masking_tokens(tokenizer).vocab_size

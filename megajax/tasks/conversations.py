@@ -10,8 +10,8 @@ from megajax.data.datasets import Formats
 from megajax.data.samples.sft import SftFormat
 from megajax.data.tokenizers.tokenizer import Tokenizer
 from megajax.models.interface import AnyModule, BatchArray, LossOptions, LossTerms, ModelConfig
-from megajax.tasks.interface import Task, check_source
-from megajax.tasks.language import next_token_arrays, next_token_loss
+from megajax.tasks.interface import Task, check_source, with_labels
+from megajax.tasks.language import next_token_loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Conversations(Task):
         check_source(self.kind, data, "indexed")
 
     def arrays(self, model: ModelConfig, sequence_length: int) -> dict[str, BatchArray]:
-        return next_token_arrays(model, sequence_length, packed=True)
+        return with_labels(model.inputs(sequence_length, packed=True))
 
     def formats(self, data: DataConfig, model: ModelConfig, sequence_length: int, tokenizer: Tokenizer) -> Formats:
         form = SftFormat(on_misfit=self.on_misfit, vocab_size=tokenizer.vocab_size)

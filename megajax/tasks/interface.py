@@ -147,6 +147,12 @@ def task_of(model: ModelConfig) -> Task | None:
     return next(filter(None, (task.of(model) for task in tasks().values())), None)
 
 
+def with_labels(inputs: dict[str, BatchArray]) -> dict[str, BatchArray]:
+    """The arrays that the model reads, and a label and a weight for each token."""
+    labels = inputs["tokens"]
+    return inputs | {"labels": labels, "loss_mask": labels._replace(dtype=jnp.float32)}
+
+
 def check_source(kind: str, data: DataConfig, needed: str) -> None:
     """Raises ValueError for another data.source than the one that the task reads."""
     if data.source != needed:

@@ -4,7 +4,6 @@ import dataclasses
 from typing import ClassVar, Literal
 
 import jax
-import jax.numpy as jnp
 
 from megajax.data.config import DataConfig
 from megajax.data.datasets import Formats
@@ -13,7 +12,7 @@ from megajax.data.samples.gpt import GptFormat
 from megajax.data.tokenizers.tokenizer import Tokenizer
 from megajax.models.interface import AnyModule, BatchArray, LossOptions, LossTerms, ModelConfig
 from megajax.ranges import Probability
-from megajax.tasks.interface import Task
+from megajax.tasks.interface import Task, with_labels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Language(Task):
         return ("next_token",)
 
     def arrays(self, model: ModelConfig, sequence_length: int) -> dict[str, BatchArray]:
-        return next_token_arrays(model, sequence_length, packed=not self.cross_document_attention)
+        return with_labels(model.inputs(sequence_length, packed=not self.cross_document_attention))
 
     def formats(self, data: DataConfig, model: ModelConfig, sequence_length: int, tokenizer: Tokenizer) -> Formats:
         plain = GptFormat(
@@ -66,13 +65,6 @@ class Language(Task):
                 f"task.fim_tokens: {', '.join(missing)} are not tokens of {tokenizer.identity}; name tokens of it"
             )
         return FillInTheMiddle(self.fim_rate, self.fim_spm_rate, *ids.values())
-
-
-def next_token_arrays(model: ModelConfig, sequence_length: int, *, packed: bool) -> dict[str, BatchArray]:
-    """packed: see ModelConfig.inputs."""
-    inputs = model.inputs(sequence_length, packed=packed)
-    labels = inputs["tokens"]
-    return inputs | {"labels": labels, "loss_mask": labels._replace(dtype=jnp.float32)}
 
 
 def next_token_loss(module: AnyModule, h: jax.Array, batch: dict, options: LossOptions) -> LossTerms:

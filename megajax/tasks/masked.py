@@ -16,7 +16,7 @@ from megajax.data.tokenizers.tokenizer import Tokenizer
 from megajax.models.interface import AnyModule, BatchArray, LossOptions, LossTerms, ModelConfig
 from megajax.ops.cross_entropy import class_scores
 from megajax.ranges import Range
-from megajax.tasks.interface import Task, rate
+from megajax.tasks.interface import Task, rate, with_labels
 
 MaskProbability = Annotated[float, Range(above=0, below=1)]
 
@@ -64,9 +64,7 @@ class Masked(Task):
             )
 
     def arrays(self, model: ModelConfig, sequence_length: int) -> dict[str, BatchArray]:
-        inputs = model.inputs(sequence_length, packed=True)
-        labels = inputs["tokens"]
-        arrays = inputs | {"labels": labels, "loss_mask": labels._replace(dtype=jnp.float32)}
+        arrays = with_labels(model.inputs(sequence_length, packed=True))
         return arrays | ({} if self.sentences == "none" else {"next_sentence": BatchArray((), (), jnp.int32)})
 
     def num_ids(self, tokenizer: Tokenizer) -> int:

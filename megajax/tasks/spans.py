@@ -4,7 +4,6 @@ import dataclasses
 from typing import ClassVar, Literal
 
 import jax
-import jax.numpy as jnp
 
 from megajax.data.config import DataConfig
 from megajax.data.datasets import Formats
@@ -13,7 +12,7 @@ from megajax.data.samples.t5 import T5Format
 from megajax.data.tokenizers.span_tokens import NUM_ADDED, SpanTokens
 from megajax.data.tokenizers.tokenizer import Tokenizer
 from megajax.models.interface import AnyModule, BatchArray, LossOptions, LossTerms, ModelConfig
-from megajax.tasks.interface import Task, rate
+from megajax.tasks.interface import Task, rate, with_labels
 from megajax.tasks.masked import MaskProbability
 
 
@@ -31,9 +30,7 @@ class Spans(Task):
         return ("target_token",)
 
     def arrays(self, model: ModelConfig, sequence_length: int) -> dict[str, BatchArray]:
-        inputs = model.inputs(sequence_length, packed=True)
-        labels = inputs["tokens"]
-        return inputs | {"labels": labels, "loss_mask": labels._replace(dtype=jnp.float32)}
+        return with_labels(model.inputs(sequence_length, packed=True))
 
     def num_ids(self, tokenizer: Tokenizer) -> int:
         return SpanTokens.of(tokenizer).vocab_size
