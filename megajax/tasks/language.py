@@ -18,7 +18,8 @@ from megajax.tasks.interface import Task, with_labels
 @dataclasses.dataclass(frozen=True)
 class Language(Task):
     kind: Literal["language"] = "language"
-    """What the model is trained for. language: predict the next token of documents (pre-training)."""
+    """What the model is trained for. language: predict the next token of documents (pre-training). Other tasks, such as
+    conversations, have fields of their own (docs/data.md)."""
     cross_document_attention: bool = False
     """Let documents packed into one sample attend to each other (Megatron's default)."""
     reset_positions: bool = False
