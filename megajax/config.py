@@ -9,9 +9,9 @@ import io
 import json
 import logging
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import tyro
 from jax.sharding import AbstractMesh, Mesh
@@ -22,7 +22,7 @@ from megajax.data.config import DataConfig, SourceKind
 from megajax.mesh import AXES, MeshConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
-from megajax.models.interface import ModelConfig, families, family
+from megajax.models.interface import MODELS, ModelConfig
 from megajax.models.model import Model
 from megajax.models.pipelined import STACK
 from megajax.optim.config import OptimizerConfig
@@ -32,7 +32,7 @@ from megajax.parallel.schedule import make_stages
 from megajax.precision import PrecisionConfig
 from megajax.ranges import check_fields, describe
 from megajax.suggestions import did_you_mean
-from megajax.tasks.interface import Task, task_class, tasks
+from megajax.tasks.interface import TASKS, Task
 from megajax.tasks.language import Language
 from megajax.training.compiler_options import compiler_options, parse
 from megajax.training.config import LaunchConfig, TrainingConfig
@@ -42,19 +42,8 @@ from megajax.training.reporting.metrics import LoggingConfig
 logger = logging.getLogger("megajax")
 
 
-class _Kinds(NamedTuple):
-    """The classes that a section may have, by its field `kind`."""
-
-    base: type
-    default: str
-    all: Callable[[], dict[str, type]]
-    of: Callable[[str], type]
-
-
-KINDS = {
-    "model": _Kinds(ModelConfig, DecoderConfig.kind, families, family),
-    "task": _Kinds(Task, Language.kind, tasks, task_class),
-}
+KINDS = {"model": MODELS, "task": TASKS}
+"""Of the sections whose class is chosen by their field `kind`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -484,10 +473,8 @@ RENAMED = {
 
 def _from_dict(kind: Any, value: Any) -> Any:
     """The value of a field from its JSON form; check_fields validates it."""
-    if isinstance(value, dict):
-        kinds = next((kinds for kinds in KINDS.values() if kinds.base is kind), None)
-        if kinds is not None:
-            kind = kinds.of(str(value.get("kind", kinds.default)))
+    if isinstance(value, dict) and (kinds := {ModelConfig: MODELS, Task: TASKS}.get(kind)):
+        kind = kinds.of(str(value.get("kind", kinds.default)))
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         hints = typing.get_type_hints(kind)
         unknown = set(value) - set(hints)

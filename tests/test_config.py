@@ -13,8 +13,8 @@ from megajax.config import RENAMED, Config, differences, incompatibilities, over
 from megajax.data.config import DataConfig
 from megajax.data.prepare.write_tokens import preprocess
 from megajax.data.tokenizers.tokenizer import load_tokenizer
-from megajax.models.interface import families
-from megajax.tasks.interface import tasks
+from megajax.models.interface import MODELS
+from megajax.tasks.interface import TASKS
 from megajax.training.config import LaunchConfig
 
 RECIPES = configs.recipes()
@@ -235,7 +235,7 @@ def test_every_field_has_help():
 
     sections = [value for value in vars(Config()).values() if dataclasses.is_dataclass(value)]
     assert len(sections) == 11
-    for kind in {*map(type, sections), *families().values(), *tasks().values()}:
+    for kind in {*map(type, sections), *MODELS.all().values(), *TASKS.all().values()}:
         if not kind.__module__.startswith("test"):
             check(kind)
 
@@ -246,7 +246,7 @@ def test_a_field_that_has_moved_is_refused_with_its_new_name():
 
 
 def test_every_field_that_has_moved_is_at_its_documented_place():
-    names = set(field_names(Config())).union(*(field_names(Config(task=task())) for task in tasks().values()))
+    names = set(field_names(Config())).union(*(field_names(Config(task=task())) for task in TASKS.all().values()))
     assert not RENAMED.keys() & names
     assert {new.partition("=")[0] for new in RENAMED.values()} <= names
 

@@ -8,8 +8,8 @@ import pytest
 
 import configs
 from megajax.config import RENAMED, Config
-from megajax.models.interface import families
-from megajax.tasks.interface import tasks
+from megajax.models.interface import MODELS
+from megajax.tasks.interface import TASKS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -29,8 +29,8 @@ def names_of_fields(config, prefix: str = "") -> set[str]:
 
 def known_fields() -> set[str]:
     """Of the configs of all families of models and of all tasks."""
-    models = [Config(model=family()) for family in families().values()]
-    return set().union(*map(names_of_fields, [*models, *(Config(task=task()) for task in tasks().values())]))
+    models = [Config(model=family()) for family in MODELS.all().values()]
+    return set().union(*map(names_of_fields, [*models, *(Config(task=task()) for task in TASKS.all().values())]))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

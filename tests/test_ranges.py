@@ -17,7 +17,7 @@ from megajax.layers.delta_net import DeltaNetConfig
 from megajax.layers.mamba import MambaConfig
 from megajax.layers.rope import RopeConfig
 from megajax.mesh import MeshConfig
-from megajax.models.interface import ModelConfig, family
+from megajax.models.interface import MODELS
 from megajax.models.model import Model
 from megajax.parallel.schedule import make_stages
 from megajax.planning.memory import memory_per_device
@@ -53,7 +53,7 @@ OTHERS = {
 def base_config(kind: str, pipeline: int) -> Config:
     """A family with its defaults, made small where it has the decoder's names for sizes."""
     small = dict(num_layers=2, embed_dim=16, num_heads=4, mlp_dim=32, vocab_size=64) | OTHERS.get(kind, {})
-    chosen = family(kind)
+    chosen = MODELS.of(kind)
     model = chosen(**{field.name: small[field.name] for field in dataclasses.fields(chosen) if field.name in small})
     return Config(
         model=model,
@@ -130,8 +130,8 @@ def plan(config: Config) -> None:
 def families() -> list[str]:
     """Of the package, with mock data; tests register others."""
     with contextlib.suppress(ValueError):
-        family("")
-    found = [kind for kind, one in ModelConfig.families.items() if one.__module__.startswith("megajax.")]
+        MODELS.of("")
+    found = [kind for kind, one in MODELS.all().items() if one.__module__.startswith("megajax.")]
     return [kind for kind in found if kind != "bert"]
 
 

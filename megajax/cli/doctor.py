@@ -1,9 +1,9 @@
 """What a bug report needs: megajax doctor
 
 Prints devices, versions, installed extras, the cache of compiled programs, free
-disk and memory, and how long a small compilation and a matmul take. The first
-line belongs into every bug report. What does not work is said, and makes the
-exit status 1.
+disk and memory, and how long a small compilation and a matmul take. Begin a
+bug report with the first line. Whatever fails is marked FAILED, and the exit
+status is then 1.
 """
 
 import importlib.metadata

@@ -508,7 +508,10 @@ class Engine:
                         new.append(counter.counted(compilation))
             found.append(Stage(shapes, new))
         first, *rest = found
-        logger.info("compiling %d programs%s", len(seen), f", {len(first.compilations)} of them first" if rest else "")
+        how = f", {len(first.compilations)} of them first" if rest else ""
+        if self.executor.asks_for_graphs:
+            how += ", and XLA is asked to make those for decoding CUDA graphs"
+        logger.info("compiling %d programs%s", len(seen), how)
         first.compile()
         for executor, params in executors:
             executor.run_once(params, self._batches, first.shapes)

@@ -207,6 +207,11 @@ class Executor:
 
     # ------------------------------------------------------------------ warm-up
 
+    @property
+    def asks_for_graphs(self) -> bool:
+        """Whether XLA is asked to make decoding programs CUDA graphs."""
+        return IN_GRAPHS in decode_options(self._model, self.mesh, 1)
+
     def compilations(self, params: dict, batches: Batches, shapes: Shapes) -> dict[tuple, Compilation]:
         """By function and shape: each compiles a program, unless that has been done. They keep no arrays."""
         calls = {}

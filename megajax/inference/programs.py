@@ -237,7 +237,7 @@ def _guess(
         x_BTD, new = module.guess(depth, x_BTD, inputs, caches)
         caches |= new
         h_MD = constrain(x_BTD, None, None, None).reshape(-1, x_BTD.shape[-1]).at[last_M].get(mode="clip")
-        logits_MV = _finished(module.guess_logits(h_MD[:, None]), vocab_size)
+        logits_MV = _finished(module.token_logits(h_MD[:, None]), vocab_size)
         found.append(_coupled(logits_MV, positions_M + depth + 1, sampling))
         tokens_N = jnp.where(follows_N, jnp.roll(tokens_N, -1), tokens_N.at[last_M].set(found[-1], mode="drop"))
     return jnp.stack(found, -1), caches

@@ -506,9 +506,6 @@ class Decoder(OneStack):
         h_BTD, cache, _ = getattr(self, name)(h_BTD, inputs, caches[name])
         return h_BTD, {name: cache}
 
-    def guess_logits(self, h_BTD: jax.Array) -> jax.Array:
-        return self.token_logits(h_BTD)
-
     def head_matrix(self) -> jax.Array:
         """[D, V]."""
         return self.embedding[...].T if self.config.tied_embeddings else self.head.matrix()

@@ -7,8 +7,6 @@ come from the layers themselves (layers/layer.py), not from the model.
 
 import dataclasses
 import functools
-import importlib
-import pkgutil
 import typing
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -16,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from megajax.kinds import Kinds
 from megajax.layers.block import add_by_name, add_totals
 from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import Flops, LayerConfig, Terms
@@ -111,6 +110,9 @@ def _layers(config: "ModelConfig", execution: ExecutionConfig) -> tuple[LayerCon
     return sum((layers for role in ("body", *others) for layers in config.stacks_of(role, execution).values()), ())
 
 
+MODELS = Kinds("model", __package__, default="decoder")
+
+
 class ModelConfig:
     """Base of the config of a family: a frozen dataclass with a field `kind: Literal[NAME] = NAME`.
 
@@ -118,7 +120,6 @@ class ModelConfig:
     raises ValueError before a device is touched.
     """
 
-    families: ClassVar[dict[str, type["ModelConfig"]]] = {}
     kind: str
     vocab_size: int
     """Number of token ids of the model."""
@@ -128,11 +129,7 @@ class ModelConfig:
 
     def __init_subclass__(cls, **options):
         super().__init_subclass__(**options)
-        kind = cls.__dict__.get("kind")
-        known = ModelConfig.families.get(kind)
-        if kind is None or (known and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__)):
-            raise TypeError(f"{cls.__qualname__} needs a unique kind: `kind: Literal[NAME] = NAME`, not {kind!r}")
-        ModelConfig.families[kind] = cls
+        MODELS.add(cls)
 
     def build(self, rngs: nnx.Rngs, dtype: jnp.dtype, execution: ExecutionConfig, stages: Stages | None) -> nnx.Module:
         """An AnyModule that computes in `dtype`. stages: the pipeline stages for which layers are stored, or None."""
@@ -248,22 +245,6 @@ class ModelConfig:
         return self.stacks_of("body", execution) | dict(guessing[: sizes.num_guesses])
 
 
-def families() -> dict[str, type[ModelConfig]]:
-    """The config classes of all kinds of models, by kind."""
-    package = importlib.import_module(__package__)
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"{__package__}.{module.name}")
-    return ModelConfig.families
-
-
-def family(kind: str) -> type[ModelConfig]:
-    """The config class of a kind of model. Raises ValueError for an unknown one."""
-    known = families()
-    if kind not in known:
-        raise ValueError(f"model.kind={kind} is unknown; use one of {', '.join(sorted(known))}")
-    return known[kind]
-
-
 class AnyModule(Protocol):
     """The nnx.Module of a model, with a Stack under each name in `stacks`.
 
@@ -304,9 +285,6 @@ class AnyModule(Protocol):
 
         x: what `extend` returns for these tokens, or `guess` at depth - 1. batch: int32 [B, T]: positions of these
         tokens, and tokens, those `depth` places after them."""
-
-    def guess_logits(self, h_BTD: jax.Array) -> jax.Array:
-        """As `logits`, of what `guess` returns."""
 
 
 class LossModule(nnx.Module):

@@ -1,7 +1,7 @@
 """Classification: the class of each text, or of each of its words."""
 
 import dataclasses
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,7 @@ class Classification(Task):
     """What the model is trained for. classification: the labels of texts or words in .jsonl or .csv files
     (docs/bert.md)."""
 
-    @property
-    def heads(self) -> tuple[str, ...]:
-        return ("classes",)
+    heads: ClassVar[tuple[str, ...]] = ("classes",)
 
     def check(self, data: DataConfig, model: ModelConfig) -> None:
         super().check(data, model)

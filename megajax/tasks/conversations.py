@@ -1,7 +1,7 @@
 """Supervised fine-tuning on conversations: predict the answers only."""
 
 import dataclasses
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
 
@@ -23,9 +23,7 @@ class Conversations(Task):
     """What to do with a conversation longer than a sample: raise an error, skip it or truncate it. One without an
     answer is an error with raise, and skipped otherwise."""
 
-    @property
-    def heads(self) -> tuple[str, ...]:
-        return ("next_token",)
+    heads: ClassVar[tuple[str, ...]] = ("next_token",)
 
     def check(self, data: DataConfig, model: ModelConfig) -> None:
         super().check(data, model)

@@ -6,8 +6,6 @@ task says which arrays a batch has, how samples are made from the sources of `da
 what the model gives (models/interface.py AnyModule).
 """
 
-import importlib
-import pkgutil
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -20,15 +18,19 @@ from megajax.data.datasets import Amounts, Datasets, Formats, build_datasets
 from megajax.data.loader import BatchSource, IndexedSource
 from megajax.data.prepare.text_corpus import TextForm
 from megajax.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from megajax.kinds import Kinds
 from megajax.models.interface import AnyModule, BatchArray, LossOptions, LossTerms, ModelConfig
 from megajax.models.model import Model
+
+TASKS = Kinds("task", __package__, default="language")
 
 
 class Task:
     """Base of the config of a task: a frozen dataclass with a field `kind: Literal[NAME] = NAME`."""
 
-    known: ClassVar[dict[str, type["Task"]]] = {}
     kind: str
+    heads: tuple[str, ...]
+    """The heads of the model that the loss reads (ModelConfig.heads)."""
     max_epochs: ClassVar[int | None] = None
     """A run that reads its data more often warns; None: no limit."""
     text_form: ClassVar[TextForm] = TextForm()
@@ -38,18 +40,9 @@ class Task:
 
     def __init_subclass__(cls, **options):
         super().__init_subclass__(**options)
-        kind = cls.__dict__.get("kind")
-        other = Task.known.get(kind)
-        if kind is None or (other and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__)):
-            raise TypeError(f"{cls.__qualname__} needs a unique kind: `kind: Literal[NAME] = NAME`, not {kind!r}")
-        Task.known[kind] = cls
+        TASKS.add(cls)
 
     # ------------------------------------------------------------------ what a task defines
-
-    @property
-    def heads(self) -> tuple[str, ...]:
-        """The heads of the model that the loss reads (ModelConfig.heads)."""
-        raise NotImplementedError
 
     def arrays(self, model: ModelConfig, sequence_length: int) -> dict[str, BatchArray]:
         """The arrays of a batch: those that the model reads (ModelConfig.inputs), and those of the loss. Among them is
@@ -126,25 +119,9 @@ class Task:
         return IndexedSource(datasets.train, schedule, data)
 
 
-def tasks() -> dict[str, type[Task]]:
-    """The config classes of all tasks, by kind."""
-    package = importlib.import_module(__package__)
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"{__package__}.{module.name}")
-    return Task.known
-
-
-def task_class(kind: str) -> type[Task]:
-    """The config class of a task. Raises ValueError for an unknown one."""
-    known = tasks()
-    if kind not in known:
-        raise ValueError(f"task.kind={kind} is unknown; use one of {', '.join(sorted(known))}")
-    return known[kind]
-
-
 def task_of(model: ModelConfig) -> Task | None:
     """The usual task of a model; None if it cannot be trained."""
-    return next(filter(None, (task.of(model) for task in tasks().values())), None)
+    return next(filter(None, (task.of(model) for task in TASKS.all().values())), None)
 
 
 def with_labels(inputs: dict[str, BatchArray]) -> dict[str, BatchArray]:

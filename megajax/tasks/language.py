@@ -33,12 +33,9 @@ class Language(Task):
     fim_tokens: tuple[str, str, str] = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
     """Special tokens before the three parts, as spelled in the tokenizer."""
 
+    heads: ClassVar[tuple[str, ...]] = ("next_token",)
     # Up to four epochs are about as good as new text (Muennighoff et al. 2023, https://arxiv.org/abs/2305.16264).
     max_epochs: ClassVar[int | None] = 4
-
-    @property
-    def heads(self) -> tuple[str, ...]:
-        return ("next_token",)
 
     def arrays(self, model: ModelConfig, sequence_length: int) -> dict[str, BatchArray]:
         return with_labels(model.inputs(sequence_length, packed=not self.cross_document_attention))

@@ -23,11 +23,8 @@ class Spans(Task):
     mask_probability: MaskProbability = 0.15
     """Fraction of the tokens that are predicted."""
 
+    heads: ClassVar[tuple[str, ...]] = ("target_token",)
     num_added_ids: ClassVar[int] = NUM_ADDED
-
-    @property
-    def heads(self) -> tuple[str, ...]:
-        return ("target_token",)
 
     def arrays(self, model: ModelConfig, sequence_length: int) -> dict[str, BatchArray]:
         return with_labels(model.inputs(sequence_length, packed=True))

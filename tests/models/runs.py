@@ -6,7 +6,28 @@ from pathlib import Path
 import jax
 
 from megajax import run
+from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import Config
+from megajax.data.config import DataConfig
+from megajax.mesh import MeshConfig
+from megajax.optim.config import OptimizerConfig
+from megajax.precision import PrecisionConfig
+from megajax.training.config import TrainingConfig
+
+
+def toy_config(run_dir: Path, mesh: MeshConfig, training: dict, **sections) -> Config:
+    """Of a few logged steps in float32 on mock documents, with evaluations and checkpoints every two steps."""
+    how = dict(global_batch_size=8, log_every_steps=1, eval_every_steps=2, eval_steps=1) | training
+    return Config(
+        mesh=mesh,
+        precision=PrecisionConfig(compute="float32"),
+        data=DataConfig(source="mock", tokenizer="null:63", num_threads=0, cache_dir=str(run_dir.parent / "cache")),
+        optimizer=OptimizerConfig(learning_rate=1e-2, min_learning_rate=1e-3),
+        training=TrainingConfig(**how),
+        checkpoint=CheckpointConfig(every_steps=2),
+        run_dir=str(run_dir),
+        **sections,
+    )
 
 
 def run_of(config: Config, monkeypatch) -> list[dict]:

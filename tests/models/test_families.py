@@ -22,7 +22,6 @@ import configs
 from megajax import run, start_from
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import Config, override
-from megajax.data.config import DataConfig
 from megajax.data.loader import IndexedSource
 from megajax.inference.engine import Engine, Sampling, ServingConfig
 from megajax.layers.attention import AttentionConfig
@@ -35,19 +34,19 @@ from megajax.layers.norm import Norm, NormConfig
 from megajax.layers.transformer import TransformerLayerConfig
 from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig
-from megajax.models.interface import BatchArray, LossModule, ModelConfig, family, split_key
+from megajax.models.interface import MODELS, BatchArray, LossModule, ModelConfig, split_key
 from megajax.models.model import Model
 from megajax.ops.attention_mask import CAUSAL, window
 from megajax.ops.embedding import embed
-from megajax.optim.optimizer import Optimizer, OptimizerConfig
+from megajax.optim.optimizer import Optimizer
 from megajax.parameters import Structure, observe, variable, weight
 from megajax.planning.plan import plan_device, plan_rows
 from megajax.precision import PrecisionConfig
 from megajax.sharding import constrain
 from megajax.training.batches import BatchPlacer, device_batches
-from megajax.training.config import LaunchConfig, TrainingConfig
+from megajax.training.config import LaunchConfig
 from megajax.training.reporting.console import Console
-from runs import run_of
+from runs import run_of, toy_config
 
 T, STEPS = 16, 4
 NORM = NormConfig("rmsnorm", 1e-5, zero_centered=False, bias=False)
@@ -241,18 +240,8 @@ FAMILIES = {"hybrid": HYBRID, "two stacks": TwoStacksConfig()}
 
 
 def config_of(family: str, run_dir, mesh=MeshConfig(), **training) -> Config:
-    return Config(
-        model=FAMILIES[family],
-        mesh=mesh,
-        precision=PrecisionConfig(compute="float32"),
-        data=DataConfig(source="mock", tokenizer="null:63", num_threads=0, cache_dir=str(run_dir.parent / "cache")),
-        optimizer=OptimizerConfig(learning_rate=1e-2, min_learning_rate=1e-3),
-        training=TrainingConfig(**dict(
-            steps=STEPS, global_batch_size=8, sequence_length=T, log_every_steps=1, eval_every_steps=2, eval_steps=1,
-        ) | training),
-        checkpoint=CheckpointConfig(every_steps=2),
-        run_dir=str(run_dir),
-    )  # fmt: skip
+    training = dict(steps=STEPS, sequence_length=T) | training
+    return toy_config(run_dir, mesh, training, model=FAMILIES[family])
 
 
 def losses(lines: list[dict]) -> list[float]:
@@ -446,7 +435,7 @@ def test_variables_keep_float32_beside_matrices_in_bfloat16():
 def test_a_family_needs_a_kind_of_its_own():
     with pytest.raises(TypeError, match="needs a unique kind"):
         type("Nameless", (DecoderConfig,), {})
-    assert family("decoder") is DecoderConfig
+    assert MODELS.of("decoder") is DecoderConfig
 
 
 def test_two_parameters_of_one_name_are_refused():

@@ -16,9 +16,7 @@ import numpy as np
 import pytest
 
 from megajax import run
-from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import Config, override
-from megajax.data.config import DataConfig
 from megajax.data.datasets import Datasets, Source
 from megajax.data.tokenizers.tokenizer import load_tokenizer
 from megajax.layers.linear import Linear
@@ -26,14 +24,12 @@ from megajax.mesh import MeshConfig, make_mesh
 from megajax.models.decoder import Decoder, DecoderConfig
 from megajax.models.interface import BatchArray, LossTerms
 from megajax.ops.attention_mask import FULL
-from megajax.optim.optimizer import OptimizerConfig
 from megajax.planning.plan import plan_device, plan_rows
-from megajax.precision import PrecisionConfig
 from megajax.sharding import constrain
-from megajax.tasks.interface import Task, rate, tasks
+from megajax.tasks.interface import TASKS, Task, rate
 from megajax.training.batches import BatchPlacer, device_batches
-from megajax.training.config import LaunchConfig, TrainingConfig
-from runs import run_of
+from megajax.training.config import LaunchConfig
+from runs import run_of, toy_config
 
 T, STEPS, VOCAB = 16, 4, 64
 
@@ -204,19 +200,8 @@ MESHES = [dict(tensor=2), dict(fsdp=2), dict(pipeline=2), dict(context=2)]
 
 def config_of(case, run_dir, mesh=MeshConfig(), **training):
     model, task = CASES[case]
-    return Config(
-        model=model,
-        task=task,
-        mesh=mesh,
-        precision=PrecisionConfig(compute="float32"),
-        data=DataConfig(source="mock", tokenizer="null:63", num_threads=0, cache_dir=str(run_dir.parent / "cache")),
-        optimizer=OptimizerConfig(learning_rate=1e-2, min_learning_rate=1e-3),
-        training=TrainingConfig(**dict(
-            steps=STEPS, global_batch_size=8, sequence_length=T, log_every_steps=1, eval_every_steps=2, eval_steps=1,
-        ) | training),
-        checkpoint=CheckpointConfig(every_steps=2),
-        run_dir=str(run_dir),
-    )  # fmt: skip
+    training = dict(steps=STEPS, sequence_length=T) | training
+    return toy_config(run_dir, mesh, training, model=model, task=task)
 
 
 def numbers(lines):
@@ -302,7 +287,7 @@ def test_an_engine_gives_no_pages_to_a_stack_before_the_body(tmp_path):
 
 def test_a_task_is_chosen_on_the_command_line(tmp_path):
     config = override(config_of("policy", tmp_path / "run"), ["--task.kind=toy_rollouts", "--task.entropy_bonus=0.5"])
-    assert config.task == ToyRollouts(entropy_bonus=0.5) and tasks()["toy_policy"] is ToyPolicy
+    assert config.task == ToyRollouts(entropy_bonus=0.5) and TASKS.of("toy_policy") is ToyPolicy
     assert Config.from_json(config.to_json()) == config
     with pytest.raises(ValueError, match="--task.entropy_bonus is a field of task.kind=toy_policy and toy_rollouts"):
         override(config, ["--task.kind=language", "--task.entropy_bonus=0.5"])
