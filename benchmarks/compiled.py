@@ -19,9 +19,9 @@ import jaxlib
 
 import configs
 from benchmarks.hlo import Program
-from megajax import compat
 from megajax.config import Config, override
-from megajax.mesh import make_mesh
+from megajax.mesh import compat
+from megajax.mesh.config import make_mesh
 from megajax.planning.plan import compile_step, devices_without_gpu, plan_device
 
 RECORD = Path(__file__).parents[1] / "tests" / "compiled" / "recorded.json"

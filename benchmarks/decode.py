@@ -46,14 +46,15 @@ import configs
 from benchmarks import profile
 from benchmarks.command_line import run, split
 from megajax.config import override
-from megajax.devices import find_device
 from megajax.inference.benchmark import GREEDY, measure
 from megajax.inference.engine import Engine, ServingConfig
-from megajax.inference.sampling import Sampling
-from megajax.mesh import MeshConfig, make_mesh, use_compilation_cache
+from megajax.inference.tokens.sampling import Sampling
+from megajax.mesh.config import MeshConfig, make_mesh
+from megajax.mesh.devices import find_device
+from megajax.mesh.processes import use_compilation_cache
+from megajax.mesh.sharding import weight_spec
 from megajax.models.model import Model
 from megajax.parameters import Parameter, PerLayer, name_of
-from megajax.sharding import weight_spec
 
 PROMPT_TOKENS = 1024
 NEW_TOKENS = 256

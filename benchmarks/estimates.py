@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.command_line import read_config, run, split
 from benchmarks.results import step_seconds
 from megajax.config import RENAMED, Config
-from megajax.devices import find_device
+from megajax.mesh.devices import find_device
 from megajax.planning.memory import memory_per_device
 from megajax.planning.step_time import step_times
 

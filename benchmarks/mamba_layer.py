@@ -18,10 +18,10 @@ import numpy as np
 from benchmarks import profile
 from benchmarks.kernels.paged_attention import seconds_of
 from configs.mamba import mamba2_2p7b
-from megajax.devices import find_device
-from megajax.layers.block import run_stage
 from megajax.layers.layer import LayerConfig
-from megajax.mesh import MeshConfig, make_mesh
+from megajax.layers.stack import run_stage
+from megajax.mesh.config import MeshConfig, make_mesh
+from megajax.mesh.devices import find_device
 from megajax.models.execution import ExecutionConfig
 from megajax.models.hybrid import HybridConfig
 from megajax.models.model import Model

@@ -17,11 +17,11 @@ from flax import nnx
 from benchmarks import profile
 from benchmarks.kernels.paged_attention import seconds_of
 from benchmarks.peers.torch_moe import LAYERS, TOKENS, skew_of
-from megajax.layers.moe import ExpertsConfig, MoeConfig
-from megajax.layers.router import RouterConfig
-from megajax.mesh import MeshConfig, make_mesh
+from megajax.layers.feed_forward.moe import ExpertsConfig, MoeConfig
+from megajax.layers.feed_forward.router import RouterConfig
+from megajax.mesh.config import MeshConfig, make_mesh
+from megajax.mesh.sharding import weight_shardings
 from megajax.parameters import Structure, records
-from megajax.sharding import weight_shardings
 from megajax.training.reporting.console import log_to_stderr
 
 LAYERS_PER_PROGRAM = 3

@@ -12,13 +12,13 @@ from benchmarks.hlo import Program
 _TABLE = re.compile(r"^(\d+) (?:\"(.*)\"|\{(.*)\})$")
 _OURS = re.compile(r".*/((?:megajax|pallas_kernels)/.*\.py)$")
 # Skipped in favour of their callers, which are more informative.
-PASSED_THROUGH = ("megajax/ops/matmul.py", "megajax/sharding.py", "megajax/compat.py")
+PASSED_THROUGH = ("megajax/ops/matmul.py", "megajax/mesh/sharding.py", "megajax/mesh/compat.py")
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
     file: str
-    """For example megajax/layers/mlp.py."""
+    """For example megajax/layers/feed_forward/mlp.py."""
     function: str
     backward: bool
 

@@ -37,7 +37,7 @@ import numpy as np
 from benchmarks.command_line import read_config, run, split
 from benchmarks.curves import plot
 from megajax.config import Config, override
-from megajax.mesh import use_compilation_cache
+from megajax.mesh.processes import use_compilation_cache
 from megajax.ops.low_precision import FORMATS
 from megajax.run import load_data, make_program, make_trainer
 from megajax.training.faults.watchdog import Watchdog

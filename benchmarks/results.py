@@ -2,7 +2,7 @@
 
 import statistics
 
-from megajax.devices import find_device, utilisation
+from megajax.mesh.devices import find_device, utilisation
 from megajax.training.reporting.console import format_count
 
 NAMES = {"megajax": "megajax", "loop": "megajax, training loop", "torch": "PyTorch", "limit": "limit"}

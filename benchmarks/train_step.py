@@ -27,8 +27,9 @@ from benchmarks import profile
 from benchmarks.command_line import read_config, run, split
 from benchmarks.sustained import LEARNING_RATE, record, windows
 from megajax.config import Config
-from megajax.devices import find_device, utilisation
-from megajax.mesh import make_mesh, use_compilation_cache
+from megajax.mesh.config import make_mesh
+from megajax.mesh.devices import find_device, utilisation
+from megajax.mesh.processes import use_compilation_cache
 from megajax.parallel.context import sequence_order
 from megajax.training.batches import abstract_batch
 from megajax.training.program import Program

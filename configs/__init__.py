@@ -8,7 +8,7 @@ import pkgutil
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from megajax.suggestions import did_you_mean
+from megajax.fields.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     from megajax.config import Config
@@ -31,7 +31,7 @@ def recipe(name: str) -> "Config":
     """The config of a recipe, or of hugging_face:DIR. Raises ValueError for an unknown name, with the nearest one."""
     kind, _, folder = name.partition(":")
     if kind == "hugging_face":
-        return importlib.import_module("megajax.hugging_face.recipe").fine_tuning(folder)
+        return importlib.import_module("megajax.weights.hugging_face.recipe").fine_tuning(folder)
     modules = {name: module for module, name, _ in _read()}
     if name not in modules:
         hint = did_you_mean(name, modules) or "; --list_configs shows all"

@@ -5,7 +5,7 @@ import dataclasses
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import Config
 from megajax.data.config import DataConfig
-from megajax.mesh import MeshConfig
+from megajax.mesh.config import MeshConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.optim.config import OptimizerConfig

@@ -4,8 +4,8 @@ import dataclasses
 
 from megajax.config import Config
 from megajax.data.config import DataConfig
-from megajax.layers.rope import RopeConfig
-from megajax.mesh import MeshConfig
+from megajax.layers.attention.rope import RopeConfig
+from megajax.mesh.config import MeshConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.optim.config import OptimizerConfig

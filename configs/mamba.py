@@ -5,9 +5,9 @@ import dataclasses
 from configs.gpt import gpt_tiny
 from megajax.config import Config
 from megajax.data.config import DataConfig
-from megajax.layers.delta_net import DeltaNetConfig
-from megajax.layers.mamba import MambaConfig
-from megajax.mesh import MeshConfig
+from megajax.layers.recurrent.delta_net import DeltaNetConfig
+from megajax.layers.recurrent.mamba import MambaConfig
+from megajax.mesh.config import MeshConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.models.hybrid import HybridConfig
 from megajax.optim.config import OptimizerConfig

@@ -6,11 +6,11 @@ import math
 from configs.gpt import gpt_tiny
 from megajax.config import Config
 from megajax.data.config import DataConfig
-from megajax.layers.latent_attention import LatentConfig
-from megajax.layers.moe import MoeConfig
-from megajax.layers.rope import RopeConfig
-from megajax.layers.router import RouterConfig
-from megajax.mesh import MeshConfig
+from megajax.layers.attention.latent import LatentConfig
+from megajax.layers.attention.rope import RopeConfig
+from megajax.layers.feed_forward.moe import MoeConfig
+from megajax.layers.feed_forward.router import RouterConfig
+from megajax.mesh.config import MeshConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.optim.config import OptimizerConfig

@@ -10,7 +10,7 @@ from mkdocs.structure.files import File, Files
 
 import configs
 from megajax.config import KINDS, Config
-from megajax.ranges import describe
+from megajax.fields.ranges import describe
 
 
 def on_files(files: Files, config) -> Files:

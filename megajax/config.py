@@ -19,7 +19,9 @@ from jax.sharding import AbstractMesh, Mesh
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.steps import newest_meta, read_meta, saved_steps
 from megajax.data.config import DataConfig, SourceKind
-from megajax.mesh import AXES, MeshConfig
+from megajax.fields.ranges import check_fields, describe
+from megajax.fields.suggestions import did_you_mean
+from megajax.mesh.config import AXES, MeshConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.models.interface import MODELS, ModelConfig
@@ -30,8 +32,6 @@ from megajax.optim.groups import assigned_optimizers
 from megajax.optim.optimizer import Optimizer
 from megajax.parallel.schedule import make_stages
 from megajax.precision import PrecisionConfig
-from megajax.ranges import check_fields, describe
-from megajax.suggestions import did_you_mean
 from megajax.tasks.interface import TASKS, Task
 from megajax.tasks.language import Language
 from megajax.training.compiler_options import compiler_options, parse

@@ -21,21 +21,22 @@ from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.steps import find_step
 from megajax.config import Config, override
 from megajax.data.datasets import Datasets
-from megajax.hugging_face.folder import is_folder
+from megajax.inference.device.weights import restore_weights
 from megajax.inference.engine import Engine
-from megajax.inference.sampling import Sampling
-from megajax.inference.weights import restore_weights
-from megajax.mesh import make_mesh, use_compilation_cache
+from megajax.inference.tokens.sampling import Sampling
+from megajax.mesh.config import make_mesh
+from megajax.mesh.processes import use_compilation_cache
 from megajax.models.model import Model
 from megajax.planning.memory import memory_per_device
 from megajax.planning.plan import USABLE_MEMORY, plan_device, plan_rows
-from megajax.sources import SavedStep
 from megajax.training.batch_schedule import Batch, BatchSchedule
 from megajax.training.batches import BatchPlacer
 from megajax.training.reporting.metrics import read_metrics
 from megajax.training.reporting.reporter import scalars
 from megajax.training.state import TrainState
 from megajax.training.step import make_eval_step
+from megajax.weights.hugging_face.folder import is_folder
+from megajax.weights.sources import SavedStep
 
 logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns about every directory that is only read
 
@@ -175,7 +176,7 @@ class Run:
         """The text that follows each prompt.
 
         state: the weights to use; default: the newest checkpoint in the run directory. sampling: max_tokens,
-        temperature, top_k, top_p, seed, stop (megajax/inference/sampling.py). Raises ValueError for a pipeline.
+        temperature, top_k, top_p, seed, stop (megajax/inference/tokens/sampling.py). Raises ValueError for a pipeline.
         """
         settings = Sampling(**sampling)
         settings.check()

@@ -26,7 +26,7 @@ STACK_AXES = (*LAYER_AXES, "experts")  # axes along which one array holds severa
 @dataclasses.dataclass(frozen=True)
 class Parameter:
     axes: tuple[str, ...]
-    """Logical axes, one per dim; megajax/sharding.py maps them to mesh axes."""
+    """Logical axes, one per dim; megajax/mesh/sharding.py maps them to mesh axes."""
     role: Role
     """matrix (of a layer), adapter (a matrix that a transform puts beside one of a layer), embedding (rows are looked
     up), head (of the output), router, vector (bias, scale) or variable (not trained, updated by the step)."""
@@ -165,7 +165,7 @@ class PerLayer:
     """
 
     arrays: tuple
-    """Arrays, or weights of several arrays (ops/quantized_matmul.py)."""
+    """Arrays, or weights of several arrays (quantization/weights.py)."""
 
     def __getitem__(self, index: int):
         return self.arrays[index]

@@ -7,7 +7,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from megajax.ranges import MAX_INT32, NonNegativeInt, PositiveInt
+from megajax.fields.ranges import MAX_INT32, NonNegativeInt, PositiveInt
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 

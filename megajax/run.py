@@ -14,25 +14,26 @@ from pathlib import Path
 
 import jax
 
-from megajax import start_from
-from megajax.announce import announced
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.steps import newest_meta
 from megajax.config import Config, differences, holds_run, incompatibilities
 from megajax.data.datasets import Amounts, Datasets, check_same_data, check_vocab_size
 from megajax.data.tokenizers.tokenizer import Tokenizer, save_tokenizer
-from megajax.mesh import COMPILATION_CACHE, make_mesh, use_compilation_cache
+from megajax.mesh.config import make_mesh
+from megajax.mesh.processes import COMPILATION_CACHE, use_compilation_cache
 from megajax.planning.card import startup_rows
 from megajax.planning.memory import check_host_memory
+from megajax.terminal.announce import announced
 from megajax.training.faults.disk import check_room
-from megajax.training.faults.replay import run_again
-from megajax.training.faults.run_lock import RunLock, locked
 from megajax.training.faults.watchdog import Watchdog
 from megajax.training.loop import CannotGoOn, Output, Trainer
 from megajax.training.program import Program
+from megajax.training.replay import run_again
 from megajax.training.reporting.console import Console, format_count
 from megajax.training.reporting.metrics import MetricsWriter, running_seconds
 from megajax.training.reporting.starts import start_record
+from megajax.training.run_lock import RunLock, locked
+from megajax.weights import start_from
 
 logger = logging.getLogger("megajax")
 

@@ -34,8 +34,8 @@ elif "PYTEST_XDIST_WORKER" not in os.environ:
 import jax
 import pytest
 
-from megajax import compat
-from megajax.mesh import MeshConfig, make_mesh
+from megajax.mesh import compat
+from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.ops import matmul
 from megajax.ops.attention_backends import BACKENDS
 

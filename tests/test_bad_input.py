@@ -14,7 +14,7 @@ import configs
 from megajax import run
 from megajax.cli import train
 from megajax.config import override
-from megajax.mesh import MeshConfig
+from megajax.mesh.config import MeshConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
 

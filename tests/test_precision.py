@@ -7,14 +7,14 @@ import pytest
 
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.mesh import MeshConfig, make_mesh
+from megajax.mesh.config import MeshConfig, make_mesh
+from megajax.mesh.sharding import with_shardings
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
 from megajax.optim.config import OptimizerConfig
 from megajax.optim.optimizer import Optimizer
 from megajax.parameters import name_of
 from megajax.precision import PrecisionConfig, cast_floating
-from megajax.sharding import with_shardings
 
 SIZES = DecoderConfig(num_layers=1, embed_dim=8, num_heads=2, mlp_dim=16, vocab_size=32, vocab_multiple=8)
 

@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.command_line import run, split
 from megajax.data.config import DataConfig
 from megajax.data.datasets import Amounts
-from megajax.data.indexed_dataset import IndexedDatasetWriter
+from megajax.data.indexed.dataset import IndexedDatasetWriter
 from megajax.data.loader import step_batches
 from megajax.models.decoder import DecoderConfig
 from megajax.tasks.language import Language

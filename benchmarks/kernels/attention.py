@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.command_line import run, split
-from megajax import compat
-from megajax.mesh import MeshConfig, make_mesh
+from megajax.mesh import compat
+from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.ops import attention_mask as masks
 from megajax.ops.attention import attention
 from megajax.training.reporting.starts import start_record

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from benchmarks.command_line import run, split
 from benchmarks.kernels.paged_attention import copy_bandwidth, seconds_of
-from megajax import compat
+from megajax.mesh import compat
 from megajax.ops.weighted_activation import reference
 from pallas_kernels import gated as kernel
 

@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.command_line import run, split
 from benchmarks.kernels.paged_attention import seconds_of
 from benchmarks.peers.torch_grouped import SHAPES, group_sizes
-from megajax import compat
+from megajax.mesh import compat
 from pallas_kernels import grouped_matmul as kernel
 
 DIRECTIONS = ("forward", "input_gradient", "weight_gradient")

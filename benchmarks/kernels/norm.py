@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.command_line import run, split
 from benchmarks.kernels.paged_attention import copy_bandwidth, seconds_of
-from megajax import compat
+from megajax.mesh import compat
 from megajax.ops.norm import layer_norm, rms_norm
 from pallas_kernels import norm as kernel
 

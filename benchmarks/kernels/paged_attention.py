@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.command_line import run, split
-from megajax import compat
+from megajax.mesh import compat
 from megajax.ops.paged_attention import quantise, reference_paged_attention
 from pallas_kernels.paged_attention import decode, num_parts, num_stages
 

@@ -17,7 +17,7 @@ from benchmarks.command_line import read_config, run, split
 from benchmarks.peers.torch_model import versions
 from benchmarks.sustained import LEARNING_RATE, record, windows
 from megajax.config import Config
-from megajax.hugging_face.mapping import family_for, write_options
+from megajax.weights.hugging_face.mapping import family_for, write_options
 
 
 def measure(config: Config, seconds: float, num_windows: int) -> dict:

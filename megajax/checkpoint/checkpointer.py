@@ -27,7 +27,7 @@ from megajax.checkpoint.layout import Rows, of_layers, saved_rows, stored_form, 
 from megajax.checkpoint.local import LocalSnapshots, run_folder
 from megajax.checkpoint.steps import read_meta
 from megajax.checkpoint.verify import as_stored, differing, digests, on_all_processes, sealed
-from megajax.one_line import in_one_line
+from megajax.terminal.one_line import in_one_line
 
 logger = logging.getLogger("megajax")
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megajax.ranges import NonNegativeInt
+from megajax.fields.ranges import NonNegativeInt
 
 
 @dataclasses.dataclass(frozen=True)

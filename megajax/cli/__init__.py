@@ -10,8 +10,8 @@ import sys
 from collections.abc import Callable
 
 import megajax
-from megajax.one_line import print_error
-from megajax.suggestions import did_you_mean
+from megajax.fields.suggestions import did_you_mean
+from megajax.terminal.one_line import print_error
 from megajax.training.faults.signals import leave_when_asked, leave_when_interrupted
 
 # Name -> (module whose main(arguments) runs it, words before its arguments, help).
@@ -31,9 +31,9 @@ COMMANDS = {
     "inspect": ("megajax.data.inspect", (), "inspect tokens on disk"),
     "export": ("megajax.convert.export", (), "write only the parameters of a run, for serving"),
     "quantize": ("megajax.quantization.__main__", (), "calibrate a run and write it in 8 bits for vLLM"),
-    "plot": ("megajax.plot", (), "plot curves of runs"),
+    "plot": ("megajax.figures.plot", (), "plot curves of runs"),
     "hugging_face": ("megajax.convert.hugging_face", (), "import and export Hugging Face folders"),
-    "megatron": ("megajax.convert.megatron.__main__", (), "import Megatron Core checkpoints"),
+    "megatron": ("megajax.convert.megatron", (), "import Megatron Core checkpoints"),
     "doctor": ("megajax.cli.doctor", (), "devices, versions and speed of this machine, for bug reports"),
     "completion": ("megajax.cli.completion", (), "print a shell completion script: megajax completion bash"),
 }

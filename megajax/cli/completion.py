@@ -12,7 +12,7 @@ serve, bench, fill, embed and classify.
 import dataclasses
 from typing import Annotated, Literal, Union
 
-from megajax.suggestions import did_you_mean
+from megajax.fields.suggestions import did_you_mean
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
 

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import megajax
-from megajax.one_line import in_one_line
-from megajax.suggestions import did_you_mean
+from megajax.fields.suggestions import did_you_mean
+from megajax.terminal.one_line import in_one_line
 from megajax.training.reporting.console import Console, format_bytes, format_number_of, format_seconds
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tensorstore")
@@ -53,7 +53,7 @@ def _tried(check: Callable[[], str]) -> tuple[str, bool]:
 def _devices() -> str:
     import jax
 
-    from megajax.announce import announced
+    from megajax.terminal.announce import announced
 
     with announced("starting the devices"):
         devices = jax.devices()
@@ -108,7 +108,7 @@ def extras() -> dict[str, list[str]]:
 def _compiled() -> str:
     import jax
 
-    from megajax.mesh import COMPILATION_CACHE, use_compilation_cache
+    from megajax.mesh.processes import COMPILATION_CACHE, use_compilation_cache
 
     use_compilation_cache()
     folder = Path(jax.config.jax_compilation_cache_dir or COMPILATION_CACHE).expanduser()
@@ -129,7 +129,7 @@ def _memory() -> str:
 
 
 def _flags() -> str:
-    from megajax.mesh import xla_flags
+    from megajax.mesh.processes import xla_flags
 
     return " ".join(f"{name}={value}" for name, value in xla_flags().items()) or "none"
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 if TYPE_CHECKING:
     from megajax.data.tokenizers.chat_template import ChatTemplate
     from megajax.inference.engine import Engine, Output
-    from megajax.inference.sampling import Sampling
     from megajax.inference.sequence_to_sequence import Written
+    from megajax.inference.tokens.sampling import Sampling
 
 
 def read_prompts(path: str) -> list[str]:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import docstring_parser
 import tyro
 
-from megajax.one_line import terminal_width, wrapped
-from megajax.ranges import describe_range
+from megajax.fields.ranges import describe_range
+from megajax.terminal.one_line import terminal_width, wrapped
 
 if TYPE_CHECKING:
     from megajax.config import Config

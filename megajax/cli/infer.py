@@ -27,7 +27,7 @@ import signal
 import sys
 from pathlib import Path
 
-from megajax.command_line import Parser, add_mesh_options, mesh_of
+from megajax.terminal.command_line import Parser, add_mesh_options, mesh_of
 
 logger = logging.getLogger("megajax")
 
@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> None:
 
 def generate(options: argparse.Namespace) -> None:
     from megajax.cli.generation import print_texts, read_prompts, write_records
-    from megajax.sources import open_source
+    from megajax.weights.sources import open_source
 
     sampling = _sampling(options)
     if (options.prompts is None) == (not options.prompt):
@@ -100,7 +100,7 @@ def _write_from_source(options: argparse.Namespace, prompts: list[str], sampling
     from megajax.cli.generation import print_written
     from megajax.inference.load import open_model
     from megajax.inference.sequence_to_sequence import SequenceToSequence
-    from megajax.mesh import use_compilation_cache
+    from megajax.mesh.processes import use_compilation_cache
 
     given = [name for name in (*SERVING, "draft_run") if getattr(options, name) is not None]
     if given:
@@ -147,8 +147,8 @@ def serve(options: argparse.Namespace) -> None:
     from megajax.cli import serving
 
     serving.need_packages("infer.py serve")
-    from megajax.inference.sampling import recommended_sampling
     from megajax.inference.server.app import ServerConfig
+    from megajax.inference.tokens.sampling import recommended_sampling
 
     named = ("run", "host", "port", "max_requests", "request_timeout_seconds", "allow_load", "log_requests")
     config = ServerConfig(
@@ -168,7 +168,7 @@ def encode(options: argparse.Namespace) -> None:
     from megajax.cli.encoding import classified, embedded, filled, read_texts
     from megajax.inference.load import open_model
     from megajax.inference.text_encoder import TextEncoder
-    from megajax.mesh import use_compilation_cache
+    from megajax.mesh.processes import use_compilation_cache
 
     if (options.texts is None) == (not options.text):
         raise ValueError("give --text, which may be repeated, or --texts=FILE")
@@ -256,7 +256,7 @@ def _engines(options: argparse.Namespace):
 
 
 def _open(from_run, options: argparse.Namespace):
-    from megajax.mesh import use_compilation_cache
+    from megajax.mesh.processes import use_compilation_cache
 
     opened = from_run(options.run, mesh_of(options), options.step, _serving(options), options.draft_run)
     use_compilation_cache()
@@ -273,7 +273,7 @@ def _serving(options: argparse.Namespace):
 
 
 def _sampling(options: argparse.Namespace):
-    from megajax.inference.sampling import Sampling
+    from megajax.inference.tokens.sampling import Sampling
 
     fields = [field.name for field in dataclasses.fields(Sampling) if hasattr(options, field.name)]
     seed = secrets.randbits(32) if options.seed is None else options.seed

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import configs
-from megajax.one_line import for_terminal
+from megajax.terminal.one_line import for_terminal
 
 if TYPE_CHECKING:
     from megajax.config import Config
@@ -91,7 +91,7 @@ def _start(config: "Config", replay_step: int | None) -> None:
     import jax
 
     from megajax import run
-    from megajax.mesh import initialize_processes, use_cpu_devices
+    from megajax.mesh.processes import initialize_processes, use_cpu_devices
     from megajax.training.faults.supervisor import supervise
     from megajax.training.faults.watchdog import Watchdog
 
@@ -118,8 +118,8 @@ def _start(config: "Config", replay_step: int | None) -> None:
 def _saved_config(overrides: list[str]) -> "Config":
     """The config of the run in --run_dir, without the `launch` section of its last start."""
     from megajax.config import Config, holds_run, normalised
-    from megajax.hugging_face.folder import is_folder
     from megajax.training.config import LaunchConfig
+    from megajax.weights.hugging_face.folder import is_folder
 
     (*_, run_dir) = (
         value for name, _, value in (a.partition("=") for a in normalised(overrides)) if name == "--run_dir"
@@ -136,7 +136,7 @@ def _saved_config(overrides: list[str]) -> "Config":
 def plan(name: str, config: "Config", options: Options) -> None:
     """Prints the plan of the run on its mesh, or searches a mesh; an axis of -1 counts as 1."""
     from megajax.planning.plan import plan_device, plan_rows
-    from megajax.search import print_search
+    from megajax.planning.search import print_search
     from megajax.training.reporting.console import Console
 
     if options.plan.split(":")[0] == "search":
@@ -146,15 +146,15 @@ def plan(name: str, config: "Config", options: Options) -> None:
     config = config.for_plan()
     program = config.make_program()
     if options.plan_figure:
-        from megajax.plot import plan_figure, save
+        from megajax.figures.plot import plan_figure, save
 
         save(plan_figure(program, config.training, device, title=name), options.plan_figure)
     Console().card(f"plan of {name}", plan_rows(program, config.training, device, options.plan_price))
 
 
 def _print_sample(config: "Config") -> None:
-    from megajax.announce import announced
     from megajax.inference.engine import Engine, Sampling
+    from megajax.terminal.announce import announced
 
     with announced("generating a sample"):
         engine = Engine.from_run(config.run_dir)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megajax.data.index_cache import load_or_build
+from megajax.data.indexed.index_cache import load_or_build
 
 # Megatron builds every dataset this much larger than its share (mid_level_dataset_surplus).
 SURPLUS = 0.005

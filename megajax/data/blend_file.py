@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 
 from megajax.data.blend import normalize_weights
-from megajax.data.indexed_dataset import prefix_of
+from megajax.data.indexed.dataset import prefix_of
 
 MOST = 1e30  # weight or epochs of an entry: the sum of many is finite
 

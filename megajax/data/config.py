@@ -7,9 +7,9 @@ import os
 from typing import Annotated, Literal
 
 from megajax.data.blend_file import is_blend_file, prefixes, read_blend
-from megajax.data.meta import read_meta
+from megajax.data.indexed.meta import read_meta
 from megajax.data.tokenizers.tokenizer import FILE_TOKENIZERS, check_tokenizer_spec
-from megajax.ranges import NonNegativeFloat, PositiveFloat, Range
+from megajax.fields.ranges import NonNegativeFloat, PositiveFloat, Range
 
 logger = logging.getLogger("megajax")
 

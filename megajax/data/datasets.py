@@ -13,8 +13,8 @@ import numpy as np
 from megajax.data.blend import BlendedDataset, plan_phases
 from megajax.data.blend_file import Entry, phase_weights, prefixes, read_blend, shares
 from megajax.data.config import DataConfig
-from megajax.data.indexed_dataset import IndexedDataset
-from megajax.data.meta import read_meta
+from megajax.data.indexed.dataset import IndexedDataset
+from megajax.data.indexed.meta import read_meta
 from megajax.data.prepare.text_corpus import TextForm, prepare_text
 from megajax.data.samples.gpt import split_ranges
 from megajax.data.samples.mock import MockIndexedDataset

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from megajax.command_line import Parser, errors_in_one_line
 from megajax.data.blend import BlendedDataset, normalize_weights, plan_phases
 from megajax.data.config import DataConfig
-from megajax.data.indexed_dataset import IndexedDataset, prefix_of
-from megajax.data.meta import read_meta
+from megajax.data.indexed.dataset import IndexedDataset, prefix_of
+from megajax.data.indexed.meta import read_meta
 from megajax.data.samples.gpt import GptDataset, GptFormat, split_ranges
 from megajax.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from megajax.terminal.command_line import Parser, errors_in_one_line
 
 SPLITS = "train", "valid", "test"
 # Numbers of samples in the oracle file.

@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from megajax.announce import announced
 from megajax.data.config import DataConfig
 from megajax.data.datasets import Amounts, Datasets, Source
 from megajax.data.prepare.text_corpus import find_files
@@ -10,6 +9,7 @@ from megajax.data.samples.classification import ClassificationDataset, Labels, r
 from megajax.data.samples.gpt import split_ranges
 from megajax.data.tokenizers.masking_tokens import masking_tokens
 from megajax.data.tokenizers.tokenizer import load_tokenizer
+from megajax.terminal.announce import announced
 
 
 def labelled_datasets(config: DataConfig, amounts: Amounts) -> tuple[Datasets, Labels]:

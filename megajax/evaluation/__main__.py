@@ -16,17 +16,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from megajax.command_line import Parser, add_mesh_options, errors_in_one_line, mesh_of
-from megajax.data.indexed_dataset import prefix_of
+from megajax.data.indexed.dataset import prefix_of
 from megajax.evaluation.perplexity import Totals, check_files, perplexity
 from megajax.evaluation.scorer import BATCH_TOKENS
 from megajax.evaluation.text_model import TextModel
 from megajax.evaluation.watch import to_json, watch
 from megajax.evaluation.zero_shot import lambada, wikitext
-from megajax.hugging_face.folder import is_folder
 from megajax.inference.config import WeightDtype
-from megajax.mesh import MeshConfig, use_compilation_cache
+from megajax.mesh.config import MeshConfig
+from megajax.mesh.processes import use_compilation_cache
+from megajax.terminal.command_line import Parser, add_mesh_options, errors_in_one_line, mesh_of
 from megajax.training.reporting.console import log_to_stderr
+from megajax.weights.hugging_face.folder import is_folder
 
 Task = Callable[[TextModel], dict[str, Any]]
 LIMIT = "evaluate only the first N"

@@ -19,7 +19,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.tasks import TaskManager
 
 from megajax.evaluation.text_model import TextModel, sampling_of
-from megajax.mesh import MeshConfig
+from megajax.mesh.config import MeshConfig
 
 BOOTSTRAP_SAMPLES = 1000  # for the standard error of metrics that are not means: its own error is 2 %
 

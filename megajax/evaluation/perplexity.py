@@ -12,8 +12,8 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from megajax.data.indexed_dataset import IndexedDataset
-from megajax.data.meta import read_meta
+from megajax.data.indexed.dataset import IndexedDataset
+from megajax.data.indexed.meta import read_meta
 from megajax.data.prepare.read_input import Reader, read_batches, read_file
 from megajax.evaluation.text_model import TextModel, TokenText
 

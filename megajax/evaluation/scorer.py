@@ -14,10 +14,10 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from megajax.mesh.sharding import BATCH_AXES, constrain
 from megajax.models.model import Model
 from megajax.ops.cross_entropy import TokenScores
 from megajax.parallel.context import sequence_order
-from megajax.sharding import BATCH_AXES, constrain
 
 MIN_LENGTH = 32  # smallest T
 BATCH_TOKENS = 16_384  # B * T of a batch, over all devices

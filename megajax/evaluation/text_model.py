@@ -21,9 +21,9 @@ from megajax.evaluation.windows import windows
 from megajax.inference.config import WeightDtype
 from megajax.inference.engine import Engine, ServingConfig
 from megajax.inference.load import OpenedModel, open_model
-from megajax.inference.sampling import Sampling
-from megajax.mesh import MeshConfig
-from megajax.sources import SavedStep, Source, open_source
+from megajax.inference.tokens.sampling import Sampling
+from megajax.mesh.config import MeshConfig
+from megajax.weights.sources import SavedStep, Source, open_source
 
 logger = logging.getLogger("megajax")
 

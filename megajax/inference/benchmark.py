@@ -6,9 +6,9 @@ import time
 import jax
 import numpy as np
 
-from megajax.devices import find_device
 from megajax.inference.engine import Engine
-from megajax.inference.sampling import Sampling
+from megajax.inference.tokens.sampling import Sampling
+from megajax.mesh.devices import find_device
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Annotated, Literal
 
-from megajax.ranges import PositiveInt, Range, check_fields
+from megajax.fields.ranges import PositiveInt, Range, check_fields
 
 PageDtype = Literal["compute", "int8", "float8"]
 WeightDtype = Literal["auto", "compute", "int8", "float8"]

@@ -14,11 +14,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from megajax.data.tokenizers.tokenizer import Tokenizer
-from megajax.inference.batches import Batches
-from megajax.inference.executor import Executor
-from megajax.inference.programs import Chooser, PrefillBatch
-from megajax.inference.scheduler import Chunk, Decode, Guesses, Prefill, Run, Sequence
-from megajax.layers.kv_cache import PoolSizes
+from megajax.inference.device.batches import Batches
+from megajax.inference.device.executor import Executor
+from megajax.inference.device.programs import Chooser, PrefillBatch
+from megajax.inference.scheduling.scheduler import Chunk, Decode, Guesses, Prefill, Run, Sequence
+from megajax.layers.attention.kv_cache import PoolSizes
 from megajax.models.model import Model
 
 NUM_COMPARED = 64  # tokens of two tokenizers

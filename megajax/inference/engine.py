@@ -1,7 +1,7 @@
 """Generates text with a model: many requests at once, which come and go (continuous batching).
 
-Keys and values are in pages (inference/pages.py), the scheduler decides what a call of the device computes
-(inference/scheduler.py), the executor runs it (inference/executor.py), and its results become outputs
+Keys and values are in pages (inference/scheduling/pages.py), the scheduler decides what a call of the device computes
+(inference/scheduling/scheduler.py), the executor runs it (inference/device/executor.py), and its results become outputs
 (inference/results.py). One thread owns an engine: it submits requests and calls `step` until there is no work.
 """
 
@@ -17,13 +17,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from megajax.data.tokenizers.tokenizer import Tokenizer
-from megajax.inference.batches import Batches, Shapes
 from megajax.inference.config import ServingConfig
-from megajax.inference.draft import DraftModel, check_same_tokens
-from megajax.inference.executor import Executor
-from megajax.inference.grammar import Grammars
-from megajax.inference.load import OpenedModel, open_model
-from megajax.inference.memory import (
+from megajax.inference.device.batches import Batches, Shapes
+from megajax.inference.device.executor import Executor
+from megajax.inference.device.memory import (
     bytes_per_page,
     has_states,
     kept_sizes,
@@ -31,11 +28,14 @@ from megajax.inference.memory import (
     pool_sizes,
     visible_tokens,
 )
-from megajax.inference.pages import KeptStates, PagePool
-from megajax.inference.programs import Drawn
+from megajax.inference.device.programs import Drawn
+from megajax.inference.device.warm_up import Counter, Stage
+from megajax.inference.device.weights import serving_weights
+from megajax.inference.draft import DraftModel, check_same_tokens
+from megajax.inference.load import OpenedModel, open_model
 from megajax.inference.results import Output, Results
-from megajax.inference.sampling import PROMPT_TOKEN, Logprobs, Sampling
-from megajax.inference.scheduler import (
+from megajax.inference.scheduling.pages import KeptStates, PagePool
+from megajax.inference.scheduling.scheduler import (
     Decode,
     Limits,
     Prefill,
@@ -46,10 +46,10 @@ from megajax.inference.scheduler import (
     guessed_before,
     look_up,
 )
-from megajax.inference.waiting import Owner
-from megajax.inference.warm_up import Counter, Stage
-from megajax.inference.weights import serving_weights
-from megajax.mesh import MeshConfig
+from megajax.inference.scheduling.waiting import Owner
+from megajax.inference.tokens.grammar import Grammars
+from megajax.inference.tokens.sampling import PROMPT_TOKEN, Logprobs, Sampling
+from megajax.mesh.config import MeshConfig
 from megajax.models.model import Model
 
 logger = logging.getLogger("megajax")

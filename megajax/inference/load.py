@@ -10,10 +10,10 @@ from jax.sharding import Mesh
 
 from megajax.data.tokenizers.tokenizer import Tokenizer
 from megajax.inference.config import WeightDtype
-from megajax.inference.weights import check_weights, restore_weights
-from megajax.mesh import MeshConfig, make_mesh
+from megajax.inference.device.weights import check_weights, restore_weights
+from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.models.model import Model
-from megajax.sources import Source, open_source
+from megajax.weights.sources import Source, open_source
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,10 +7,10 @@ import jax
 import numpy as np
 
 from megajax.data.tokenizers.tokenizer import Tokenizer, end_ids
-from megajax.inference.programs import Drawn
-from megajax.inference.sampling import Logprobs, TokenLogprobs
-from megajax.inference.scheduler import Decode, Prefill, Request, Run, Scheduler, Sequence
-from megajax.inference.text import TextStream
+from megajax.inference.device.programs import Drawn
+from megajax.inference.scheduling.scheduler import Decode, Prefill, Request, Run, Scheduler, Sequence
+from megajax.inference.tokens.sampling import Logprobs, TokenLogprobs
+from megajax.inference.tokens.text import TextStream
 
 
 class Output(NamedTuple):

@@ -16,7 +16,7 @@ import numpy as np
 
 from megajax.data.tokenizers.span_tokens import SpanTokens
 from megajax.inference.load import OpenedModel
-from megajax.inference.sampling import RowSampling, Sampling
+from megajax.inference.tokens.sampling import RowSampling, Sampling
 from megajax.models.model import Model
 
 MAX_BATCH = 64

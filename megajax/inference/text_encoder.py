@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec as P
 from megajax.data.samples.classification import encode_words, joined
 from megajax.data.tokenizers.masking_tokens import SPELLINGS, masking_tokens
 from megajax.inference.load import OpenedModel
+from megajax.mesh.sharding import BATCH_AXES, constrain
 from megajax.parallel.context import sequence_order
-from megajax.sharding import BATCH_AXES, constrain
 
 MASK = re.compile("|".join(map(re.escape, SPELLINGS["mask_id"])))
 BATCH_TOKENS = 8192

@@ -14,8 +14,8 @@ from typing import Protocol
 import httpx2
 import numpy as np
 
-from megajax.inference.sampling import Sampling
 from megajax.inference.server.engine_thread import EngineThread, Overloaded
+from megajax.inference.tokens.sampling import Sampling
 
 NUM_TOKEN_IDS = 256  # prompts are random tokens below this, which every vocabulary has
 

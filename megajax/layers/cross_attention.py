@@ -13,16 +13,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.layers.attention import Attention, AttentionConfig, attention_options, dropout_of
+from megajax.layers.attention.kv_cache import EmptyCache, LayerCache, PoolSizes
+from megajax.layers.attention.multi_head import Attention, AttentionConfig, attention_options, dropout_of
 from megajax.layers.dropout import DropoutKey
-from megajax.layers.kv_cache import EmptyCache, LayerCache, PoolSizes
 from megajax.layers.layer import Activation, Flops
 from megajax.layers.linear import side_by_side
 from megajax.layers.norm import Norm
 from megajax.layers.transformer import TransformerLayer, TransformerLayerConfig
-from megajax.mesh import MeshConfig
+from megajax.mesh.config import MeshConfig
+from megajax.mesh.sharding import constrain
 from megajax.parallel.context import attention
-from megajax.sharding import constrain
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

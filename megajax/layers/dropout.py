@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from megajax import compat
+from megajax.mesh import compat
 
 
 class DropoutKey(NamedTuple):

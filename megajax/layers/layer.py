@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import jax
 from flax import nnx
 
-from megajax.mesh import MeshConfig
+from megajax.mesh.config import MeshConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,14 +113,14 @@ class Terms(NamedTuple):
 
 
 class Cache(Protocol):
-    """State of a layer from earlier tokens; a pytree. Attention layers call its `attend` (layers/kv_cache.py)."""
+    """State of a layer from earlier tokens; a pytree. Attention layers call its `attend` (attention/kv_cache.py)."""
 
     def at(self, places: Any) -> "Cache":
         """The same, ready for the next tokens.
 
-        places: for a cache of `new_pages` the Places of these tokens (layers/kv_cache.py); for one of `new_cache` int32
-        [B, T], the positions of the next T tokens of each row. A padding token has a position beyond the length of the
-        cache and must not change it.
+        places: for a cache of `new_pages` the Places of these tokens (attention/kv_cache.py); for one of `new_cache`
+        int32 [B, T], the positions of the next T tokens of each row. A padding token has a position beyond the length
+        of the cache and must not change it.
         """
 
 
@@ -164,7 +164,7 @@ class LayerConfig(Protocol):
         """An empty Cache for `length` tokens per row, each row with its own."""
 
     def new_pages(self, sizes: Any) -> Any:
-        """An empty Cache of these PoolSizes (layers/kv_cache.py), shared by all sequences of an engine."""
+        """An empty Cache of these PoolSizes (attention/kv_cache.py), shared by all sequences of an engine."""
 
 
 class FeedForwardConfig(Protocol):

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from megajax.layers.transform import Transform
+from megajax.mesh.sharding import constrain
 from megajax.ops import matmul as ops
 from megajax.ops.low_precision import low_precision_matmul
 from megajax.parameters import LAYER_AXES, Parameter, Role, weight
 from megajax.precision import Recipe
-from megajax.sharding import constrain
 
 
 class Matrix(nnx.Module):

@@ -15,14 +15,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.layers.kv_cache import PagedCache, PoolSizes
+from megajax.layers.attention.kv_cache import PagedCache, PoolSizes
 from megajax.layers.layer import Activation, Flops, Saved
 from megajax.layers.linear import Linear
 from megajax.layers.norm import Norm
 from megajax.layers.transformer import TransformerLayerConfig
-from megajax.mesh import MeshConfig
+from megajax.mesh.config import MeshConfig
+from megajax.mesh.sharding import constrain
 from megajax.parallel.context import ContextMethod, current_order
-from megajax.sharding import constrain
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,14 +8,14 @@ from typing import Any
 import jax
 from flax import nnx
 
-from megajax.layers.attention import AttentionConfig
+from megajax.layers.attention.kv_cache import PoolSizes
+from megajax.layers.attention.multi_head import AttentionConfig
 from megajax.layers.dropout import DropoutKey
-from megajax.layers.kv_cache import PoolSizes
 from megajax.layers.layer import Activation, FeedForwardConfig, Flops, Saved, Terms
 from megajax.layers.norm import Norm, NormConfig
-from megajax.layers.recurrent import RecurrentMixerConfig
+from megajax.layers.recurrent.mixer import RecurrentMixerConfig
 from megajax.layers.transformer import SavingActivations, TransformerLayer
-from megajax.mesh import MeshConfig
+from megajax.mesh.config import MeshConfig
 from megajax.parallel.context import ContextMethod
 
 

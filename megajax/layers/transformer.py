@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.layers.attention import AttentionConfig
+from megajax.layers.attention.kv_cache import EmptyCache, PagedCache, PoolSizes
+from megajax.layers.attention.multi_head import AttentionConfig
 from megajax.layers.dropout import DropoutKey, dropout
-from megajax.layers.kv_cache import EmptyCache, PagedCache, PoolSizes
 from megajax.layers.layer import Activation, FeedForwardConfig, Flops, Saved
 from megajax.layers.norm import Norm, NormConfig
-from megajax.mesh import MeshConfig
+from megajax.mesh.config import MeshConfig
+from megajax.mesh.sharding import constrain
 from megajax.parallel.context import current_order
-from megajax.sharding import constrain
 
 NormPlacement = Literal["pre", "post", "sandwich", "post_residual"]
 ParallelResidual = Literal["none", "one_norm", "two_norms"]

@@ -14,15 +14,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from megajax.layers.attention import AttentionConfig
-from megajax.layers.block import Stack
+from megajax.fields.ranges import MAY_CHANGE, DropRate, Epsilon, InitStd, PositiveInt, Range, VocabMultiple
+from megajax.layers.attention.multi_head import AttentionConfig
 from megajax.layers.dropout import DropoutKey, dropout
+from megajax.layers.feed_forward.mlp import MlpConfig
 from megajax.layers.layer import Flops
 from megajax.layers.linear import Linear
-from megajax.layers.mlp import MlpConfig
 from megajax.layers.norm import Norm, NormConfig
+from megajax.layers.stack import Stack
 from megajax.layers.transformer import TransformerLayerConfig
-from megajax.mesh import MeshConfig
+from megajax.mesh.config import MeshConfig
+from megajax.mesh.sharding import constrain
 from megajax.models.decoder import check_embedding_divides, padded_vocab_size
 from megajax.models.execution import ExecutionConfig
 from megajax.models.interface import BatchArray, ModelConfig, OneStack
@@ -33,8 +35,6 @@ from megajax.ops.matmul import matmul
 from megajax.parallel.context import current_order
 from megajax.parallel.schedule import Stages
 from megajax.parameters import weight
-from megajax.ranges import MAY_CHANGE, DropRate, Epsilon, InitStd, PositiveInt, Range, VocabMultiple
-from megajax.sharding import constrain
 
 Head = Literal["masked_lm", "sequence_classification", "token_classification", "none"]
 

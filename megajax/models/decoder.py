@@ -11,28 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from megajax.layers.attention import AttentionConfig
-from megajax.layers.block import Stack, add_by_name
-from megajax.layers.dropout import DropoutKey, dropout
-from megajax.layers.latent_attention import LatentAttentionConfig, LatentConfig
-from megajax.layers.layer import FeedForwardConfig, Flops
-from megajax.layers.linear import Linear
-from megajax.layers.mlp import MlpConfig
-from megajax.layers.moe import ExpertsConfig, MoeConfig
-from megajax.layers.multi_token import MultiTokenConfig, shifted
-from megajax.layers.norm import Norm, NormConfig
-from megajax.layers.rope import RopeConfig, rope_tables
-from megajax.layers.transformer import NormPlacement, ParallelResidual, TransformerLayerConfig
-from megajax.mesh import MeshConfig
-from megajax.models.execution import ExecutionConfig
-from megajax.models.interface import BatchArray, LossOptions, LossTerms, ModelConfig, OneStack, StackRole
-from megajax.ops.activation import Activation
-from megajax.ops.attention_mask import CAUSAL, window
-from megajax.ops.embedding import embed
-from megajax.parallel.context import current_order
-from megajax.parallel.schedule import Stages
-from megajax.parameters import weight
-from megajax.ranges import (
+from megajax.fields.ranges import (
     MAY_CHANGE,
     Coefficient,
     DropRate,
@@ -45,7 +24,28 @@ from megajax.ranges import (
     VocabMultiple,
     changed_fields,
 )
-from megajax.sharding import constrain
+from megajax.layers.attention.latent import LatentAttentionConfig, LatentConfig
+from megajax.layers.attention.multi_head import AttentionConfig
+from megajax.layers.attention.rope import RopeConfig, rope_tables
+from megajax.layers.dropout import DropoutKey, dropout
+from megajax.layers.feed_forward.mlp import MlpConfig
+from megajax.layers.feed_forward.moe import ExpertsConfig, MoeConfig
+from megajax.layers.layer import FeedForwardConfig, Flops
+from megajax.layers.linear import Linear
+from megajax.layers.multi_token import MultiTokenConfig, shifted
+from megajax.layers.norm import Norm, NormConfig
+from megajax.layers.stack import Stack, add_by_name
+from megajax.layers.transformer import NormPlacement, ParallelResidual, TransformerLayerConfig
+from megajax.mesh.config import MeshConfig
+from megajax.mesh.sharding import constrain
+from megajax.models.execution import ExecutionConfig
+from megajax.models.interface import BatchArray, LossOptions, LossTerms, ModelConfig, OneStack, StackRole
+from megajax.ops.activation import Activation
+from megajax.ops.attention_mask import CAUSAL, window
+from megajax.ops.embedding import embed
+from megajax.parallel.context import current_order
+from megajax.parallel.schedule import Stages
+from megajax.parameters import weight
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,17 +20,19 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from megajax.layers.attention import AttentionConfig
-from megajax.layers.block import Stack
+from megajax.fields.ranges import MAY_CHANGE, DropRate, Epsilon, InitStd, Multiplier, PositiveInt, Range, VocabMultiple
+from megajax.layers.attention.multi_head import AttentionConfig
+from megajax.layers.attention.relative_position import RelativeBias, RelativeBiasConfig
 from megajax.layers.cross_attention import CrossAttentionConfig, CrossAttentionLayerConfig
 from megajax.layers.dropout import DropoutKey, dropout
+from megajax.layers.feed_forward.mlp import MlpConfig
 from megajax.layers.layer import Flops, Terms
 from megajax.layers.linear import Linear
-from megajax.layers.mlp import MlpConfig
 from megajax.layers.norm import Norm, NormConfig
-from megajax.layers.relative_position import RelativeBias, RelativeBiasConfig
+from megajax.layers.stack import Stack
 from megajax.layers.transformer import TransformerLayerConfig
-from megajax.mesh import MeshConfig
+from megajax.mesh.config import MeshConfig
+from megajax.mesh.sharding import constrain
 from megajax.models.decoder import check_embedding_divides, padded_vocab_size
 from megajax.models.execution import ExecutionConfig
 from megajax.models.interface import BatchArray, LossModule, ModelConfig, StackRole, split_key
@@ -39,8 +41,6 @@ from megajax.ops.attention_mask import CAUSAL, FULL, Mask
 from megajax.ops.embedding import embed
 from megajax.parallel.schedule import Stages
 from megajax.parameters import weight
-from megajax.ranges import MAY_CHANGE, DropRate, Epsilon, InitStd, Multiplier, PositiveInt, Range, VocabMultiple
-from megajax.sharding import constrain
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,12 +4,12 @@ a run may resume with other values, and they are the same for every family."""
 import dataclasses
 from typing import Annotated, Literal
 
-from megajax.mesh import MeshConfig
+from megajax.fields.ranges import PositiveInt, Range
+from megajax.mesh.config import MeshConfig
 from megajax.ops import transformer_engine
 from megajax.ops.attention_backends import BackendName
 from megajax.parallel.context import ContextMethod
 from megajax.parallel.expert import Dispatch
-from megajax.ranges import PositiveInt, Range
 
 MAX_UNROLLED_LAYERS = 40  # beyond this, unrolling costs more compile time than it saves step time
 

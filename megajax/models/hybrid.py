@@ -4,13 +4,13 @@ and Gu 2024, https://arxiv.org/abs/2405.21060; Waleffe et al. 2024, https://arxi
 import dataclasses
 from typing import Literal
 
-from megajax.layers.delta_net import DeltaNetConfig
-from megajax.layers.mamba import MambaConfig
+from megajax.fields.ranges import changed_fields
+from megajax.layers.recurrent.delta_net import DeltaNetConfig
+from megajax.layers.recurrent.mamba import MambaConfig
 from megajax.layers.sublayer import AttentionLayerConfig, FeedForwardLayerConfig, RecurrentLayerConfig, SublayerConfig
-from megajax.mesh import MeshConfig
+from megajax.mesh.config import MeshConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
-from megajax.ranges import changed_fields
 
 LETTERS = {"M": "Mamba-2", "G": "gated delta net", "*": "attention", "-": "MLP", "E": "experts"}
 RECURRENT = {"M": "mamba", "G": "delta_net"}

@@ -14,18 +14,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from megajax.kinds import Kinds
-from megajax.layers.block import add_by_name, add_totals
+from megajax.fields.kinds import Kinds
 from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import Flops, LayerConfig, Terms
+from megajax.layers.stack import add_by_name, add_totals
 from megajax.layers.transform import Transform
-from megajax.mesh import MeshConfig
+from megajax.mesh.config import MeshConfig
+from megajax.mesh.sharding import constrain
 from megajax.models.execution import ExecutionConfig
 from megajax.ops.cross_entropy import TokenScores, cross_entropy, finish_logits, token_scores
 from megajax.ops.matmul import matmul
 from megajax.parallel.schedule import Stages
 from megajax.precision import Recipe
-from megajax.sharding import constrain
 
 
 class LossTerms(NamedTuple):
@@ -43,7 +43,7 @@ class LossTerms(NamedTuple):
     (EVALUATION)."""
 
     def with_layers(self, *stacks: Terms) -> "LossTerms":
-        """The same, plus the auxiliary losses and metrics of the layers of each stack (layers/block.py `total`)."""
+        """The same, plus the auxiliary losses and metrics of the layers of each stack (layers/stack.py `total`)."""
         terms = add_totals(stacks)
         means = {name: value / count for name, (value, count) in terms.metrics.items()}
         auxiliary = add_by_name(self.auxiliary, terms.auxiliary)
@@ -235,7 +235,7 @@ class ModelConfig:
         return {name: tuple(layer.new_cache(length) for layer in layers) for name, layers in stacks.items()}
 
     def new_pages(self, sizes: Any, execution: ExecutionConfig) -> dict[str, tuple]:
-        """An empty cache in pages for each layer of each stack. sizes: PoolSizes (layers/kv_cache.py)."""
+        """An empty cache in pages for each layer of each stack. sizes: PoolSizes (layers/attention/kv_cache.py)."""
         stacks = self.paged_stacks(sizes, execution)
         return {name: tuple(layer.new_pages(sizes) for layer in layers) for name, layers in stacks.items()}
 

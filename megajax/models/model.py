@@ -17,10 +17,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from megajax.layers.block import merged_layers, rows_of_kind
 from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import Flops, LayerConfig
+from megajax.layers.stack import merged_layers, rows_of_kind
 from megajax.layers.transform import LowPrecision, Transform, transforming
+from megajax.mesh.sharding import SHARING_AXES, WEIGHT_AXES, num_parts, weight_shardings
 from megajax.models.execution import ExecutionConfig
 from megajax.models.interface import NO_REGULARISERS, LossOptions, LossTerms, ModelConfig, Objective
 from megajax.ops.cross_entropy import TokenScores
@@ -39,7 +40,6 @@ from megajax.parameters import (
     updated,
 )
 from megajax.precision import PrecisionConfig, cast_floating
-from megajax.sharding import SHARING_AXES, WEIGHT_AXES, num_parts, weight_shardings
 
 logger = logging.getLogger("megajax")
 

@@ -8,15 +8,15 @@ import dataclasses
 import jax
 import numpy as np
 
-from megajax.layers.block import fold, run_stage
 from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import Terms
+from megajax.layers.stack import fold, run_stage
+from megajax.mesh.sharding import constrain_weights, local_weight_spec
 from megajax.models.interface import NO_REGULARISERS, LossOptions, LossTerms, Objective, split_key
 from megajax.models.model import Model, Weights
 from megajax.parallel import pipeline
 from megajax.parallel.schedule import make_table
 from megajax.parameters import merge
-from megajax.sharding import constrain_weights, local_weight_spec
 
 STACK = "layers"  # the attribute of models/interface.py OneStack
 

@@ -17,12 +17,12 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from megajax import compat
-from megajax.current_mesh import manual
+from megajax.mesh import compat
+from megajax.mesh.current import manual
+from megajax.mesh.sharding import BATCH_AXES, HEAD_AXES, TIME_AXES, activation_spec, axes_of
 from megajax.ops.attention_backends import Backend, BackendName, Inputs, Options, choose
 from megajax.ops.attention_mask import Mask
 from megajax.ops.matmul import dot_precision
-from megajax.sharding import BATCH_AXES, HEAD_AXES, TIME_AXES, activation_spec, axes_of
 
 MASKED_SCORE = -0.7 * float(jnp.finfo(jnp.float32).max)  # not -inf, so that a fully masked row is no NaN
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 import jax
 import jax.numpy as jnp
 
-from megajax import compat
+from megajax.mesh import compat
 from megajax.ops import transformer_engine
 from megajax.ops.attention_mask import CAUSAL, FULL, Mask, window
 

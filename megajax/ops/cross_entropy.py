@@ -16,12 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from megajax.current_mesh import free_axes, manual
-from megajax.ops.low_precision import FORMATS, log_format, product
-from megajax.ops.matmul import dot_precision
-from megajax.ops.quantize import quantize, rotate
-from megajax.precision import Recipe
-from megajax.sharding import (
+from megajax.mesh.current import free_axes, manual
+from megajax.mesh.sharding import (
     SEQUENCE_AXES,
     WEIGHT_AXES,
     activation_spec,
@@ -30,6 +26,10 @@ from megajax.sharding import (
     entry_of,
     local_weight_spec,
 )
+from megajax.ops.low_precision import FORMATS, log_format, product
+from megajax.ops.matmul import dot_precision
+from megajax.precision import Recipe
+from megajax.quantization.formats import quantize, rotate
 
 VOCAB_AXES = WEIGHT_AXES["vocab"]
 SUMMED_WHOLE = tuple(axis for axis in VOCAB_AXES if axis not in SEQUENCE_AXES)

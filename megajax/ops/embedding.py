@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from megajax.current_mesh import free_axes, manual
-from megajax.sharding import SEQUENCE_AXES, WEIGHT_AXES, activation_spec, axes_of, local_weight_spec
+from megajax.mesh.current import free_axes, manual
+from megajax.mesh.sharding import SEQUENCE_AXES, WEIGHT_AXES, activation_spec, axes_of, local_weight_spec
 
 TABLE_AXES = WEIGHT_AXES["vocab"]
 WIDTH_AXES = WEIGHT_AXES["embed"]

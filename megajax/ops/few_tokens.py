@@ -9,7 +9,7 @@ matrices before the activation, Z slots.
 Each slot is an expert for which all tokens are computed; a weight is zero where the token has not chosen the expert.
 One or two tokens have a slot for each of their choices, more of them one for each expert: nothing is sorted. On
 Hopper our kernel computes the products (pallas_kernels/few_rows.py). Other devices, meshes of several, and more tokens
-take the way of training (layers/moe.py).
+take the way of training (layers/feed_forward/moe.py).
 """
 
 import functools
@@ -20,8 +20,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from megajax import compat
-from megajax.current_mesh import free_axes
+from megajax.mesh import compat
+from megajax.mesh.current import free_axes
 from megajax.ops.activation import Activation, activate
 
 logger = logging.getLogger("megajax")

@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megajax import compat
+from megajax.mesh import compat
 from megajax.ops.matmul import dot_precision
 from megajax.ops.ssd import chunks, cumulative, decays, decays_to_the_ends, recomputed, states_of_pieces, wide
 

@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megajax import compat
-from megajax.current_mesh import free_axes, manual
+from megajax.mesh import compat
+from megajax.mesh.current import free_axes, manual
+from megajax.mesh.sharding import ACTIVATION_AXES, SHARING_AXES, WEIGHT_AXES, local_weight_spec, rows_spec
 from megajax.ops import grouped_tiles
 from megajax.ops.matmul import Float32Gradient, Weight, dot_precision
-from megajax.sharding import ACTIVATION_AXES, SHARING_AXES, WEIGHT_AXES, local_weight_spec, rows_spec
 
 logger = logging.getLogger("megajax")
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megajax import compat
+from megajax.mesh import compat
 from megajax.ops.matmul import dot_precision
 
 MIN_BLOCK, MAX_BLOCK = 16, 512  # rows of a tile

@@ -22,11 +22,11 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from megajax import compat
+from megajax.mesh import compat
+from megajax.mesh.sharding import constrain
 from megajax.ops.matmul import Float32Gradient, Weight, dot_precision
-from megajax.ops.quantize import LARGEST, Format, Operand, largest_magnitude, quantize, quantize_with, rotate
 from megajax.precision import Recipe
-from megajax.sharding import constrain
+from megajax.quantization.formats import LARGEST, Format, Operand, largest_magnitude, quantize, quantize_with, rotate
 
 logger = logging.getLogger("megajax")
 

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from megajax.ops.quantized_matmul import QuantizedWeight
 from megajax.parameters import observe_arrays
+from megajax.quantization.weights import QuantizedWeight
 
 logger = logging.getLogger("megajax")
 

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from megajax import compat
-from megajax.current_mesh import free_axes, manual
-from megajax.sharding import activation_spec, axes_of
+from megajax.mesh import compat
+from megajax.mesh.current import free_axes, manual
+from megajax.mesh.sharding import activation_spec, axes_of
 
 logger = logging.getLogger("megajax")
 

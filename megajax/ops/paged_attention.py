@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from megajax.current_mesh import manual
+from megajax.mesh.current import manual
+from megajax.mesh.sharding import activation_spec
 from megajax.ops.attention import MASKED_SCORE, with_sinks
 from megajax.ops.attention_backends import BackendName, Inputs, Options, choose
 from megajax.ops.attention_mask import CAUSAL, Mask
 from megajax.ops.matmul import dot_precision
-from megajax.ops.quantize import scale_of, to_levels
-from megajax.sharding import activation_spec
+from megajax.quantization.formats import scale_of, to_levels
 
 
 def attend_to_pages(

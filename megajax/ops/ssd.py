@@ -28,8 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from megajax.mesh.sharding import constrain
 from megajax.ops.matmul import dot_precision
-from megajax.sharding import constrain
 
 recomputed = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)
 

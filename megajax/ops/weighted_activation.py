@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megajax import compat
-from megajax.current_mesh import free_axes, manual
+from megajax.mesh import compat
+from megajax.mesh.current import free_axes, manual
+from megajax.mesh.sharding import WEIGHT_AXES, axes_of, rows_spec
 from megajax.ops.activation import Activation, activate
-from megajax.sharding import WEIGHT_AXES, axes_of, rows_spec
 
 logger = logging.getLogger("megajax")
 

@@ -3,12 +3,20 @@
 import dataclasses
 from typing import Annotated
 
+from megajax.fields.ranges import (
+    Coefficient,
+    Epsilon,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+)
 from megajax.optim.groups import UpdateRule, parse_group
 from megajax.optim.loss_scale import LossScaleRule
 from megajax.optim.moments import MomentFormat
 from megajax.optim.schedule import Schedule, ScheduleStyle
 from megajax.precision import PrecisionConfig
-from megajax.ranges import Coefficient, Epsilon, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range
 
 Momentum = Annotated[float, Range(at_least=0, below=1)]
 

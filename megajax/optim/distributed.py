@@ -11,9 +11,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from megajax.mesh.sharding import axes_of, entry_of
 from megajax.optim.optimizer import Optimizer
 from megajax.parameters import name_of, parameter_of
-from megajax.sharding import axes_of, entry_of
 
 PyTree = Any
 

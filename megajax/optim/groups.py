@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 import jax
 
+from megajax.fields.ranges import Coefficient, Multiplier, check_fields
 from megajax.parameters import Parameter, matches, name_of
-from megajax.ranges import Coefficient, Multiplier, check_fields
 
 PyTree = Any
 

@@ -29,10 +29,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from megajax import compat
-from megajax.current_mesh import free_axes, has_mesh
+from megajax.mesh import compat
+from megajax.mesh.current import free_axes, has_mesh
+from megajax.mesh.sharding import WEIGHT_AXES, entry_of
 from megajax.parameters import Parameter
-from megajax.sharding import WEIGHT_AXES, entry_of
 
 PyTree = Any
 

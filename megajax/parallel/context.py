@@ -28,13 +28,13 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from megajax import compat
-from megajax.current_mesh import axis_size, free_axes, is_inside_pipeline, manual
+from megajax.mesh import compat
+from megajax.mesh.current import axis_size, free_axes, is_inside_pipeline, manual
+from megajax.mesh.sharding import TIME_AXES, activation_spec, constrain
 from megajax.ops import attention as local
 from megajax.ops.attention import MASKED_SCORE
 from megajax.ops.attention_backends import Backend, BackendName, Inputs, Options, choose
 from megajax.ops.attention_mask import CAUSAL, FULL, Mask
-from megajax.sharding import TIME_AXES, activation_spec, constrain
 
 logger = logging.getLogger("megajax")
 

@@ -26,9 +26,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from megajax import compat
-from megajax.current_mesh import axis_size, free_axes, manual
-from megajax.sharding import ACTIVATION_AXES, WEIGHT_AXES, activation_spec, axes_of, rows_spec
+from megajax.mesh import compat
+from megajax.mesh.current import axis_size, free_axes, manual
+from megajax.mesh.sharding import ACTIVATION_AXES, WEIGHT_AXES, activation_spec, axes_of, rows_spec
 
 logger = logging.getLogger("megajax")
 

@@ -21,9 +21,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from megajax import compat
+from megajax.mesh import compat
+from megajax.mesh.sharding import constrain
 from megajax.parallel.schedule import Table
-from megajax.sharding import constrain
 
 AXIS = "pipeline"
 tree_map = jax.tree.map

@@ -22,7 +22,7 @@ import re
 
 import numpy as np
 
-from megajax.mesh import MeshConfig, PipelineSchedule
+from megajax.mesh.config import MeshConfig, PipelineSchedule
 
 MAX_LAYOUT = 100_000  # letters of a layout after expanding repetitions
 

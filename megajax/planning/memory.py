@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from megajax.layers.layer import LayerConfig, Saved
-from megajax.mesh import MeshConfig, PipelineSchedule
+from megajax.mesh.config import MeshConfig, PipelineSchedule
 from megajax.models.model import Model
 from megajax.ops.cross_entropy import MAX_CHUNK_BYTES
 from megajax.parallel.schedule import make_table

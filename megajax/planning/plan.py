@@ -16,9 +16,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from megajax import compat
-from megajax.devices import DEVICES, Device, utilisation
-from megajax.mesh import MeshConfig, make_mesh, use_compiler_without_gpu
+from megajax.mesh import compat
+from megajax.mesh.config import MeshConfig, make_mesh
+from megajax.mesh.devices import DEVICES, Device, utilisation
+from megajax.mesh.processes import use_compiler_without_gpu
 from megajax.models.model import Model
 from megajax.parallel.schedule import bubble, make_table
 from megajax.planning.card import described_precision, described_size

@@ -7,14 +7,14 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 
-from megajax.devices import Device
 from megajax.layers.layer import Flops
-from megajax.mesh import MeshConfig
+from megajax.mesh.config import MeshConfig
+from megajax.mesh.devices import Device
+from megajax.mesh.sharding import SHARING_AXES, WEIGHT_AXES
 from megajax.models.model import Model
 from megajax.ops.low_precision import FORMATS
 from megajax.parallel.schedule import bubble
 from megajax.planning.memory import bytes_per_device
-from megajax.sharding import SHARING_AXES, WEIGHT_AXES
 from megajax.training.config import TrainingConfig
 from megajax.training.program import Program
 

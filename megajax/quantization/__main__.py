@@ -14,21 +14,21 @@ from typing import Any
 
 import numpy as np
 
-from megajax.command_line import Parser, add_mesh_options, errors_in_one_line, mesh_of
-from megajax.convert.hugging_face import EXPORTED, export_run
-from megajax.data.indexed_dataset import prefix_of
+from megajax.data.indexed.dataset import prefix_of
 from megajax.evaluation.perplexity import Totals, check_files, perplexity
 from megajax.evaluation.text_model import TextModel
-from megajax.hugging_face.quantized import Quantization
 from megajax.inference.load import open_model
-from megajax.mesh import use_compilation_cache
-from megajax.ops.quantized_matmul import WeightFormat
+from megajax.mesh.processes import use_compilation_cache
 from megajax.precision import DTYPES
 from megajax.quantization.calibrate import Error, errors, input_ranges
 from megajax.quantization.observe import batches_of
 from megajax.quantization.smooth import smoothed, smoothing
-from megajax.sources import SavedStep
+from megajax.quantization.weights import WeightFormat
+from megajax.terminal.command_line import Parser, add_mesh_options, errors_in_one_line, mesh_of
 from megajax.training.reporting.console import log_to_stderr
+from megajax.weights.hugging_face.export import EXPORTED, export_run
+from megajax.weights.hugging_face.quantized import Quantization
+from megajax.weights.sources import SavedStep
 
 FORMATS = EXPORTED | {"float8_static": WeightFormat("float8", "static")}
 REPORT = "quantization_report.json"

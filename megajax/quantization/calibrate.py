@@ -14,9 +14,9 @@ from jax.sharding import Mesh
 
 from megajax.models.model import Model
 from megajax.ops.matmul import matmul
-from megajax.ops.quantize import largest
-from megajax.ops.quantized_matmul import DTYPES, QuantizedWeight, WeightFormat
+from megajax.quantization.formats import largest
 from megajax.quantization.observe import observe
+from megajax.quantization.weights import DTYPES, QuantizedWeight, WeightFormat
 
 RangeRule = Literal["max", "percentile"]
 

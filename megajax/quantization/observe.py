@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from megajax.evaluation.perplexity import indexed_documents, text_documents
 from megajax.evaluation.text_model import TextModel
+from megajax.mesh.sharding import BATCH_AXES, constrain
 from megajax.models.execution import ExecutionConfig
 from megajax.models.interface import NO_REGULARISERS, ModelConfig
 from megajax.models.model import Model
@@ -25,7 +26,6 @@ from megajax.ops.matmul import ObservedWeight
 from megajax.parallel.context import sequence_order
 from megajax.parameters import Parameter, name_of
 from megajax.precision import PrecisionConfig
-from megajax.sharding import BATCH_AXES, constrain
 
 logger = logging.getLogger("megajax")
 

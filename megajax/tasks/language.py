@@ -10,8 +10,8 @@ from megajax.data.datasets import Formats
 from megajax.data.samples.fim import FillInTheMiddle
 from megajax.data.samples.gpt import GptFormat
 from megajax.data.tokenizers.tokenizer import Tokenizer
+from megajax.fields.ranges import Probability
 from megajax.models.interface import AnyModule, BatchArray, LossOptions, LossTerms, ModelConfig
-from megajax.ranges import Probability
 from megajax.tasks.interface import Task, with_labels
 
 

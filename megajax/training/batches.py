@@ -9,9 +9,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from megajax.data.loader import BatchSource
+from megajax.mesh.sharding import axes_of, batch_spec
 from megajax.models.interface import BatchArray
 from megajax.parallel.context import sequence_order
-from megajax.sharding import axes_of, batch_spec
 from megajax.training.batch_schedule import Batch
 from megajax.training.config import TrainingConfig
 from megajax.training.program import Program

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import jaxlib
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from megajax.mesh import xla_flags
+from megajax.mesh.processes import xla_flags
 from megajax.models.model import Model
 
 logger = logging.getLogger("megajax")

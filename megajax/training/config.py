@@ -3,9 +3,9 @@
 import dataclasses
 from typing import Annotated, Literal
 
-from megajax.mesh import MeshConfig
+from megajax.fields.ranges import Coefficient, DropRate, NonNegativeInt, PositiveFloat, PositiveInt, Range
+from megajax.mesh.config import MeshConfig
 from megajax.models.interface import LossOptions
-from megajax.ranges import Coefficient, DropRate, NonNegativeInt, PositiveFloat, PositiveInt, Range
 from megajax.training.batch_schedule import BatchSchedule
 
 LossMean = Literal["token", "microbatch"]

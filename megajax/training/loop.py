@@ -20,13 +20,12 @@ from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.data.config import DataConfig
 from megajax.data.datasets import Datasets
 from megajax.data.loader import BatchSource, IndexedSource
-from megajax.one_line import in_one_line
 from megajax.optim.schedule import Schedule
+from megajax.terminal.one_line import in_one_line
 from megajax.training.batch_schedule import BatchSchedule
 from megajax.training.batches import BatchPlacer, device_batches
 from megajax.training.config import LaunchConfig, TrainingConfig
 from megajax.training.faults.replicas import check_replicas, describe_replicas
-from megajax.training.faults.run_lock import RunLock
 from megajax.training.faults.stop import StopRequest
 from megajax.training.faults.watchdog import Watchdog
 from megajax.training.program import Program
@@ -34,6 +33,7 @@ from megajax.training.reporting.console import Console, format_count
 from megajax.training.reporting.metrics import MetricsWriter
 from megajax.training.reporting.profiling import Profiler
 from megajax.training.reporting.reporter import Carried, Reporter
+from megajax.training.run_lock import RunLock
 from megajax.training.state import TrainState
 from megajax.training.step import make_eval_step
 

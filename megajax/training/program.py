@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from megajax.mesh import MeshConfig
+from megajax.mesh.config import MeshConfig
+from megajax.mesh.sharding import with_shardings
 from megajax.models.interface import BatchArray
 from megajax.models.model import Model
 from megajax.optim.loss_scale import LossScale
 from megajax.optim.optimizer import Optimizer
-from megajax.sharding import with_shardings
 from megajax.tasks.interface import Task
 from megajax.training.config import TrainingConfig
 from megajax.training.state import TrainState, abstract_state, first_loss_scale, new_state, state_shardings

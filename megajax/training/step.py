@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 
+from megajax.mesh.sharding import row_major
 from megajax.models import pipelined
 from megajax.models.interface import EVALUATION, Objective
 from megajax.models.model import Model, Weights
 from megajax.optim.optimizer import Optimizer, global_norm
-from megajax.sharding import row_major
 from megajax.training.config import LossMean, TrainingConfig
 from megajax.training.state import TrainState
 

@@ -81,7 +81,7 @@ def test_the_location_is_the_innermost_informative_line_of_ours(offset):
     text = TEXT.replace("FIRST", str(offset)).replace("SECOND", str(1 + offset)).replace("THIRD", str(2 + offset))
     found = places(text)
     assert found == {
-        "custom-call.1": Place("megajax/layers/mlp.py", "__call__", backward=True),
+        "custom-call.1": Place("megajax/layers/feed_forward/mlp.py", "__call__", backward=True),
         "loop_add_fusion": Place("megajax/training/step.py", "train_step", backward=False),
     }
 
@@ -96,7 +96,12 @@ def test_program_without_tables_has_no_places():
         ("nvjet_tst_128x256", "custom-call.4", "megajax/ops/cross_entropy.py", "matmul"),
         ("gemm_fusion_dot_12", "gemm_fusion_dot.12", "", "matmul"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "custom-call", "megajax/ops/attention.py", "attention"),
-        ("ncclDevKernel_AllGather_RING_LL", "all-gather-start.3", "megajax/layers/mlp.py", "communication"),
+        (
+            "ncclDevKernel_AllGather_RING_LL",
+            "all-gather-start.3",
+            "megajax/layers/feed_forward/mlp.py",
+            "communication",
+        ),
         ("loop_select_fusion_1", "loop_select_fusion.1", "megajax/optim/optimizer.py", "optimizer"),
         ("input_reduce_fusion_1", "input_reduce_fusion.1", "megajax/ops/cross_entropy.py", "cross-entropy"),
         ("body", "mpmd_map.20", "pallas_kernels/norm.py", "norm"),
@@ -104,7 +109,7 @@ def test_program_without_tables_has_no_places():
         ("body", "mpmd_map.8", "megajax/ops/attention.py", "attention"),
         ("mosaic_gpu_kernel", "", "", "Pallas"),
         ("MemcpyD2D", "copy.3", "", "copy"),
-        ("input_reduce_fusion", "input_reduce_fusion.2", "megajax/layers/mlp.py", "reduction"),
+        ("input_reduce_fusion", "input_reduce_fusion.2", "megajax/layers/feed_forward/mlp.py", "reduction"),
         ("loop_add_fusion", "loop_add_fusion", "megajax/layers/transformer.py", "element-wise"),
     ],
 )
@@ -137,7 +142,11 @@ def test_communication_is_exposed_while_nothing_else_runs():
 def test_kernels_are_attributed_by_the_program():
     text = TEXT.replace("FIRST", "0").replace("SECOND", "1").replace("THIRD", "2")
     found = breakdown([Kernel("nvjet", "custom-call.1", 0, 3e6), Kernel("x", "unknown.1", 3e6, 4e6)], 1, text)
-    assert found["places"][0] == {"kind": "matmul", "place": "megajax/layers/mlp.py __call__, backward", "time": 3.0}
+    assert found["places"][0] == {
+        "kind": "matmul",
+        "place": "megajax/layers/feed_forward/mlp.py __call__, backward",
+        "time": 3.0,
+    }
     assert found["with_place"] == 0.75
 
 

@@ -9,13 +9,13 @@ import pytest
 
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.mesh import MeshConfig, make_mesh
+from megajax.mesh.config import MeshConfig, make_mesh
+from megajax.mesh.sharding import with_shardings
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer, OptimizerConfig
 from megajax.parallel.schedule import make_stages
 from megajax.precision import PrecisionConfig
-from megajax.sharding import with_shardings
 from megajax.training.state import abstract_state, state_shardings
 
 CONFIG = DecoderConfig(

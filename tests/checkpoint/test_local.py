@@ -11,7 +11,7 @@ import pytest
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.local import run_folder
-from megajax.mesh import MeshConfig, make_mesh
+from megajax.mesh.config import MeshConfig, make_mesh
 
 ROWS = {"layers.decoder": np.arange(4, dtype=np.int32)}
 SPECS = {"w": ("fsdp", "tensor"), "b": (None,), "half": (None, "data"), "scale": ()}

@@ -19,7 +19,7 @@ from megajax.checkpoint import verify
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.verify import digest, digests
-from megajax.mesh import MeshConfig, make_mesh
+from megajax.mesh.config import MeshConfig, make_mesh
 
 ROWS = {}
 

@@ -12,7 +12,7 @@ import configs
 from megajax import cli, run
 from megajax.cli import completion, infer, train
 from megajax.config import Config, override
-from megajax.suggestions import did_you_mean
+from megajax.fields.suggestions import did_you_mean
 from megajax.training.config import LaunchConfig
 from megajax.training.reporting import best_effort
 

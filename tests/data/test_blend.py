@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megajax.data import blend
 from megajax.data.blend import BlendedDataset, Phase, blending_indices, normalize_weights, plan_phases
-from megajax.data.indexed_dataset import IndexedDataset
+from megajax.data.indexed.dataset import IndexedDataset
 from megajax.data.samples.gpt import GptDataset, GptFormat, split_ranges
 
 ORACLES = Path(__file__).parents[1] / "oracles"

@@ -13,7 +13,7 @@ import pytest
 
 from megajax.data.config import DataConfig
 from megajax.data.datasets import Amounts, check_same_data, check_vocab_size
-from megajax.data.indexed_dataset import IndexedDatasetWriter
+from megajax.data.indexed.dataset import IndexedDatasetWriter
 from megajax.data.loader import step_batches
 from megajax.data.prepare.write_tokens import preprocess
 from megajax.data.tokenizers.tokenizer import load_tokenizer

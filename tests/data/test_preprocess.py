@@ -12,7 +12,7 @@ import sys
 import numpy as np
 import pytest
 
-from megajax.data.indexed_dataset import IndexedDataset
+from megajax.data.indexed.dataset import IndexedDataset
 from megajax.data.prepare import read_input
 from megajax.data.prepare.read_input import expand
 from megajax.data.prepare.write_tokens import preprocess

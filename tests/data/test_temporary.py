@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from launch import ROOT
-from megajax.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megajax.data.indexed.dataset import IndexedDataset, IndexedDatasetWriter
 from megajax.data.temporary import open_temporary, rename, temporary_folder
 
 WRITES = """

@@ -10,7 +10,7 @@ import pytest
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.config import Config
 from megajax.evaluation.text_model import TextModel
-from megajax.mesh import MeshConfig, make_mesh
+from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
 from megajax.precision import PrecisionConfig

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megajax.data.indexed_dataset import IndexedDatasetWriter
+from megajax.data.indexed.dataset import IndexedDatasetWriter
 from megajax.evaluation.perplexity import Totals, perplexity
 from megajax.evaluation.windows import windows
 

@@ -5,7 +5,7 @@ import pytest
 
 from megajax.evaluation.scorer import Scorer
 from megajax.evaluation.text_model import TextModel
-from megajax.mesh import MeshConfig
+from megajax.mesh.config import MeshConfig
 
 # Of all lengths that are rounded differently, up to the longest.
 RNG = np.random.default_rng(0)

@@ -7,7 +7,7 @@ import pytest
 
 from megajax.evaluation.text_model import TextModel, TokenText, sampling_of
 from megajax.inference.engine import Output
-from megajax.inference.sampling import Sampling
+from megajax.inference.tokens.sampling import Sampling
 
 END = 256
 

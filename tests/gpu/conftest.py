@@ -5,7 +5,7 @@ import logging
 import jax
 import pytest
 
-from megajax.mesh import MeshConfig, make_mesh
+from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.ops import attention_backends, norm
 
 

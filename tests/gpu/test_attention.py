@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.mesh import MeshConfig, make_mesh
+from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.ops import attention_mask as masks
 from megajax.ops.attention import attention, reference_attention
 from megajax.ops.attention_backends import Inputs, Options, choose

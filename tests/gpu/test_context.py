@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.mesh import MeshConfig, make_mesh
+from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.ops import attention_mask as masks
 from megajax.ops.attention import reference_attention
 from megajax.parallel.context import attention, sequence_order

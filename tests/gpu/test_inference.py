@@ -9,14 +9,14 @@ import jax
 import numpy as np
 import pytest
 
-from megajax.inference import executor
+from megajax.inference.device import executor
 from megajax.inference.engine import Engine, ServingConfig
-from megajax.inference.sampling import Sampling
-from megajax.layers.delta_net import DeltaNetConfig
-from megajax.layers.latent_attention import LatentConfig
-from megajax.layers.mamba import MambaConfig
-from megajax.layers.moe import MoeConfig
-from megajax.mesh import MeshConfig, make_mesh
+from megajax.inference.tokens.sampling import Sampling
+from megajax.layers.attention.latent import LatentConfig
+from megajax.layers.feed_forward.moe import MoeConfig
+from megajax.layers.recurrent.delta_net import DeltaNetConfig
+from megajax.layers.recurrent.mamba import MambaConfig
+from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig
 from megajax.models.hybrid import HybridConfig
 from megajax.models.model import Model

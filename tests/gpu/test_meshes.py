@@ -9,7 +9,7 @@ import pytest
 
 import configs
 from megajax.config import override
-from megajax.mesh import make_mesh
+from megajax.mesh.config import make_mesh
 from megajax.run import load_data, make_trainer
 from megajax.training.faults.watchdog import Watchdog
 

@@ -14,10 +14,10 @@ from megajax.cli.serving import bind, serve
 from megajax.data.tokenizers.chat_template import CHATML, ChatTemplate
 from megajax.data.tokenizers.tokenizer import BytesTokenizer
 from megajax.inference.engine import Engine, Output, ServingConfig, Stats
-from megajax.inference.scheduler import Request
+from megajax.inference.scheduling.scheduler import Request
 from megajax.inference.server.app import ServerConfig, make_app
 from megajax.inference.server.connections import uvicorn_config
-from megajax.mesh import MeshConfig, make_mesh
+from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
 from megajax.precision import PrecisionConfig

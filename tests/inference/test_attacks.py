@@ -16,8 +16,8 @@ import httpx2
 import numpy as np
 import pytest
 
+from megajax.inference.scheduling.waiting import Owner, WaitingLine
 from megajax.inference.server import connections
-from megajax.inference.waiting import Owner, WaitingLine
 from servers import FakeEngine, serving, serving_fake, wait_until
 
 CHAT = "/v1/chat/completions"

@@ -13,17 +13,17 @@ import pytest
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.config import Config
 from megajax.data.tokenizers.tokenizer import BytesTokenizer, NullTokenizer
+from megajax.inference.device.memory import HOST_POOL_BYTES, kept_sizes, pool_bytes, pool_sizes
 from megajax.inference.draft import check_same_tokens
 from megajax.inference.engine import Engine, ServingConfig
-from megajax.inference.memory import HOST_POOL_BYTES, kept_sizes, pool_bytes, pool_sizes
-from megajax.inference.sampling import Sampling
-from megajax.inference.scheduler import look_up
-from megajax.layers.delta_net import DeltaNetConfig
-from megajax.layers.latent_attention import LatentConfig
-from megajax.layers.mamba import MambaConfig
-from megajax.layers.moe import MoeConfig
-from megajax.layers.router import RouterConfig
-from megajax.mesh import MeshConfig, make_mesh
+from megajax.inference.scheduling.scheduler import look_up
+from megajax.inference.tokens.sampling import Sampling
+from megajax.layers.attention.latent import LatentConfig
+from megajax.layers.feed_forward.moe import MoeConfig
+from megajax.layers.feed_forward.router import RouterConfig
+from megajax.layers.recurrent.delta_net import DeltaNetConfig
+from megajax.layers.recurrent.mamba import MambaConfig
+from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.models.hybrid import HybridConfig

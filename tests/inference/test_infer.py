@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from megajax.cli import generation, infer, serving
-from megajax.command_line import AXES
 from megajax.data.tokenizers.chat_template import ChatTemplate
-from megajax.inference.sampling import Sampling
+from megajax.inference.tokens.sampling import Sampling
+from megajax.terminal.command_line import AXES
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_every_axis_of_the_mesh_and_every_field_of_the_engine_can_be_set():
     import dataclasses
 
     from megajax.inference.engine import ServingConfig
-    from megajax.mesh import AXES
+    from megajax.mesh.config import AXES
 
     for axis in AXES:
         options = infer.parse(["bench", "--run=x", f"--mesh.{axis}=3"])
@@ -120,7 +120,7 @@ class Backwards:
         return list(text.encode())
 
     def submit(self, prompt, sampling):
-        from megajax.inference.scheduler import Request
+        from megajax.inference.scheduling.scheduler import Request
 
         self.asked.append(bytes(prompt).decode())
         request = Request(list(prompt), sampling)
@@ -155,7 +155,7 @@ def test_each_call_draws_a_seed_and_says_how_to_repeat_it(monkeypatch, caplog):
     caplog.set_level("INFO", "megajax")
     used = []
     decoder = SimpleNamespace(config=SimpleNamespace(model=SimpleNamespace(reads_source=False)))
-    monkeypatch.setattr("megajax.sources.open_source", lambda *_: decoder)
+    monkeypatch.setattr("megajax.weights.sources.open_source", lambda *_: decoder)
     monkeypatch.setattr(infer, "_engine", lambda options: Backwards())
     monkeypatch.setattr(generation, "print_texts", lambda engine, prompts, sampling: used.append(sampling.seed))
     for _ in range(3):

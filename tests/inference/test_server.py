@@ -29,18 +29,18 @@ from megajax.checkpoint.piecewise import PiecewiseArray, StoredParameter
 from megajax.cli import serving as command
 from megajax.data.tokenizers.chat_template import CHATML, ChatTemplate
 from megajax.data.tokenizers.tokenizer import BytesTokenizer, NullTokenizer
-from megajax.figures import traffic
+from megajax.figures.notebook import traffic
+from megajax.figures.plot import save
+from megajax.inference.device.warm_up import Stage
 from megajax.inference.engine import Engine
-from megajax.inference.sampling import Sampling, recommended_sampling
 from megajax.inference.server import app
 from megajax.inference.server.answers import TokenTexts
 from megajax.inference.server.app import ServerConfig
 from megajax.inference.server.engine_thread import Overloaded
+from megajax.inference.tokens.sampling import Sampling, recommended_sampling
 from megajax.inference.traffic import Load, ServerTarget, Workload, measure, table
-from megajax.inference.warm_up import Stage
-from megajax.mesh import MeshConfig
+from megajax.mesh.config import MeshConfig
 from megajax.parameters import name_of
-from megajax.plot import save
 from servers import MODEL, SERVING, FakeEngine, engine_on, random_params, serving, serving_fake, wait_until
 
 PROMPTS = ["Once upon a time", "x", "The answer to everything is ", "äöü", "one two three four five six seven eight "]

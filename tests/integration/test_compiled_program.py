@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.compiled import LARGE, RECIPES, RECORD, differences
 from benchmarks.hlo import Program
-from megajax import compat
+from megajax.mesh import compat
 
 pytestmark = [
     pytest.mark.cuda_wheels,
@@ -60,7 +60,7 @@ def test_fsdp_gathers_weights_in_bfloat16(fsdp_program):
 
 @pytest.mark.parametrize("name", ["llama3_8b_128k", "gpt_1p3b"])
 def test_the_optimizer_reads_gradients_once(compiled, name):
-    """Few layers or many: the parameters and their moments are the results of one fusion (layers/block.py)."""
+    """Few layers or many: the parameters and their moments are the results of one fusion (layers/stack.py)."""
     program = Program((compiled / f"{name}.hlo").read_text())
     fusions = [i for i in program.instructions() if i.opcode == "fusion" and i.bytes > LARGE]
     assert any(fusion.shape.count("f32[") >= 3 for fusion in fusions)

@@ -23,14 +23,14 @@ from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.verify import sealed
 from megajax.config import Config, override
-from megajax.convert.export import export
 from megajax.data.tokenizers.tokenizer import load_tokenizer, save_tokenizer
 from megajax.inference.engine import Engine
-from megajax.mesh import MeshConfig, make_mesh
-from megajax.sources import tokenizer_of
-from megajax.training.faults.run_lock import locked
+from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.training.faults.watchdog import Watchdog
 from megajax.training.program import Program
+from megajax.training.run_lock import locked
+from megajax.weights.export import export
+from megajax.weights.sources import tokenizer_of
 
 pytestmark = pytest.mark.fault
 

@@ -16,7 +16,7 @@ from launch import ROOT, TIMEOUT_SECONDS, run, saved_steps, tiny_config
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.cli import train
-from megajax.mesh import MeshConfig, make_mesh
+from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer
 from megajax.training import loop
@@ -69,7 +69,9 @@ def test_a_step_that_overflowed_is_reproduced_and_the_layer_and_place_are_named_
     assert "reproduced: both runs and metrics.jsonl are bitwise identical" in output
     first, place, inputs = output[output.index("  1. ") :].splitlines()[:3]
     assert first.startswith("  1. dot_general, forward pass, microbatch 0, layer 1: float32[4,")
-    assert "megajax/ops/matmul.py:" in place and "megajax/layers/mlp.py:" in place and "up to 3e+38" in inputs
+    assert (
+        "megajax/ops/matmul.py:" in place and "megajax/layers/feed_forward/mlp.py:" in place and "up to 3e+38" in inputs
+    )
     assert "gradient norms that are not finite: " in output
 
 

@@ -13,10 +13,10 @@ from megajax import run
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.config import Config
 from megajax.data.config import DataConfig
-from megajax.mesh import MeshConfig, make_mesh
+from megajax.mesh.config import MeshConfig, make_mesh
+from megajax.mesh.sharding import with_shardings
 from megajax.models.model import Model
 from megajax.precision import PrecisionConfig
-from megajax.sharding import with_shardings
 from megajax.training.config import LaunchConfig
 
 pytestmark = pytest.mark.fault

@@ -10,7 +10,7 @@ import pytest
 
 from launch import losses, metrics, saved_steps, tiny_config
 from megajax import run
-from megajax.data.indexed_dataset import IndexedDatasetWriter
+from megajax.data.indexed.dataset import IndexedDatasetWriter
 from megajax.training.loop import CannotGoOn, Trainer
 
 pytestmark = pytest.mark.fault

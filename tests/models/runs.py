@@ -9,7 +9,7 @@ from megajax import run
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import Config
 from megajax.data.config import DataConfig
-from megajax.mesh import MeshConfig
+from megajax.mesh.config import MeshConfig
 from megajax.optim.config import OptimizerConfig
 from megajax.precision import PrecisionConfig
 from megajax.training.config import TrainingConfig

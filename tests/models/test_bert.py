@@ -14,15 +14,12 @@ from megajax import run
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.cli import infer
 from megajax.config import Config, override
-from megajax.convert.hugging_face import export_run
-from megajax.convert.megatron import from_megajax, to_megajax
 from megajax.data.config import DataConfig
-from megajax.data.indexed_dataset import IndexedDatasetWriter
-from megajax.hugging_face.folder import Folder
+from megajax.data.indexed.dataset import IndexedDatasetWriter
 from megajax.inference.load import open_model
 from megajax.inference.text_encoder import TextEncoder
-from megajax.layers import attention as attention_layer
-from megajax.mesh import MeshConfig
+from megajax.layers.attention import multi_head as attention_layer
+from megajax.mesh.config import MeshConfig
 from megajax.models.bert import BertConfig
 from megajax.models.model import Model
 from megajax.optim.config import OptimizerConfig
@@ -30,6 +27,9 @@ from megajax.parallel.context import sequence_order
 from megajax.precision import PrecisionConfig
 from megajax.tasks.masked import Masked
 from megajax.training.config import LaunchConfig, TrainingConfig
+from megajax.weights.hugging_face.export import export_run
+from megajax.weights.hugging_face.folder import Folder
+from megajax.weights.megatron import from_megajax, to_megajax
 from runs import run_of
 
 ORACLES = Path(__file__).parent.parent / "oracles"

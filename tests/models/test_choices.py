@@ -10,9 +10,9 @@ import jax
 import numpy as np
 import pytest
 
-from megajax.layers.latent_attention import LatentConfig
-from megajax.layers.rope import RopeConfig
-from megajax.mesh import MeshConfig, make_mesh
+from megajax.layers.attention.latent import LatentConfig
+from megajax.layers.attention.rope import RopeConfig
+from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.models import pipelined
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig

@@ -14,10 +14,10 @@ import pytest
 from flax import nnx
 
 from configs import recipes
-from megajax.layers.attention import Attention
+from megajax.layers.attention.multi_head import Attention
 from megajax.layers.dropout import DropoutKey, dropout
-from megajax.layers.mlp import Mlp
-from megajax.layers.moe import MoeConfig
+from megajax.layers.feed_forward.mlp import Mlp
+from megajax.layers.feed_forward.moe import MoeConfig
 from megajax.layers.norm import Norm
 from megajax.models.decoder import DecoderConfig, padded_vocab_size
 from megajax.models.execution import ExecutionConfig

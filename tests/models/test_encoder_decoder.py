@@ -15,14 +15,13 @@ from configs import recipes
 from megajax import run
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import Config
-from megajax.convert.megatron import from_megajax, to_megajax
 from megajax.data.config import DataConfig
 from megajax.inference.engine import Engine
 from megajax.inference.load import open_model
-from megajax.inference.sampling import Sampling
 from megajax.inference.sequence_to_sequence import SequenceToSequence
-from megajax.layers.relative_position import RelativeBiasConfig
-from megajax.mesh import MeshConfig
+from megajax.inference.tokens.sampling import Sampling
+from megajax.layers.attention.relative_position import RelativeBiasConfig
+from megajax.mesh.config import MeshConfig
 from megajax.models.encoder_decoder import EncoderDecoderConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.models.model import Model
@@ -31,6 +30,7 @@ from megajax.precision import PrecisionConfig
 from megajax.tasks.language import Language
 from megajax.tasks.spans import Spans
 from megajax.training.config import LaunchConfig, TrainingConfig
+from megajax.weights.megatron import from_megajax, to_megajax
 from runs import run_of
 
 ORACLE = Path(__file__).parent.parent / "oracles" / "t5.npz"

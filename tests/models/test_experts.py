@@ -11,9 +11,9 @@ from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import Config, incompatibilities, override
 from megajax.data.config import DataConfig
 from megajax.inference.engine import Engine, Sampling
-from megajax.layers.moe import MoeConfig
-from megajax.layers.router import RouterConfig
-from megajax.mesh import MeshConfig
+from megajax.layers.feed_forward.moe import MoeConfig
+from megajax.layers.feed_forward.router import RouterConfig
+from megajax.mesh.config import MeshConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.optim.optimizer import OptimizerConfig

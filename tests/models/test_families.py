@@ -19,20 +19,21 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import configs
-from megajax import run, start_from
+from megajax import run
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import Config, override
 from megajax.data.loader import IndexedSource
 from megajax.inference.engine import Engine, Sampling, ServingConfig
-from megajax.layers.attention import AttentionConfig
-from megajax.layers.block import Stack
-from megajax.layers.kv_cache import Places
+from megajax.layers.attention.kv_cache import Places
+from megajax.layers.attention.multi_head import AttentionConfig
+from megajax.layers.feed_forward.mlp import MlpConfig
 from megajax.layers.layer import Activation, Flops, Saved, Terms
 from megajax.layers.linear import Linear
-from megajax.layers.mlp import MlpConfig
 from megajax.layers.norm import Norm, NormConfig
+from megajax.layers.stack import Stack
 from megajax.layers.transformer import TransformerLayerConfig
-from megajax.mesh import MeshConfig, make_mesh
+from megajax.mesh.config import MeshConfig, make_mesh
+from megajax.mesh.sharding import constrain
 from megajax.models.decoder import DecoderConfig
 from megajax.models.interface import MODELS, BatchArray, LossModule, ModelConfig, split_key
 from megajax.models.model import Model
@@ -42,10 +43,10 @@ from megajax.optim.optimizer import Optimizer
 from megajax.parameters import Structure, observe, variable, weight
 from megajax.planning.plan import plan_device, plan_rows
 from megajax.precision import PrecisionConfig
-from megajax.sharding import constrain
 from megajax.training.batches import BatchPlacer, device_batches
 from megajax.training.config import LaunchConfig
 from megajax.training.reporting.console import Console
+from megajax.weights import start_from
 from runs import run_of, toy_config
 
 T, STEPS = 16, 4

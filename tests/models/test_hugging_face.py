@@ -1,6 +1,7 @@
 """Models of Hugging Face transformers that take other choices than GPT-2 and Llama: the same logits, with a cache too.
 
-tests/oracles/make_hugging_face.py makes the oracle. Its rotary frequencies are compared in tests/layers/test_rope.py.
+tests/oracles/make_hugging_face.py makes the oracle.
+Its rotary frequencies are compared in tests/layers/attention/test_rope.py.
 """
 
 import json
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from megajax.config import Config
-from megajax.mesh import MeshConfig
+from megajax.mesh.config import MeshConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.models.model import Model

@@ -15,12 +15,12 @@ from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import Config, override
 from megajax.data.config import DataConfig
 from megajax.inference.engine import Engine, Sampling, ServingConfig
-from megajax.layers.delta_net import DeltaNetConfig
-from megajax.layers.kv_cache import Places, PoolSizes
-from megajax.layers.mamba import MambaConfig
-from megajax.layers.moe import MoeConfig
-from megajax.layers.router import RouterConfig
-from megajax.mesh import MeshConfig, make_mesh
+from megajax.layers.attention.kv_cache import Places, PoolSizes
+from megajax.layers.feed_forward.moe import MoeConfig
+from megajax.layers.feed_forward.router import RouterConfig
+from megajax.layers.recurrent.delta_net import DeltaNetConfig
+from megajax.layers.recurrent.mamba import MambaConfig
+from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.models.execution import ExecutionConfig
 from megajax.models.hybrid import HybridConfig
 from megajax.models.model import Model

@@ -14,11 +14,12 @@ from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import Config, incompatibilities, override
 from megajax.data.config import DataConfig
 from megajax.inference.engine import Engine, Sampling
-from megajax.layers.latent_attention import LatentConfig
-from megajax.layers.moe import MoeConfig
-from megajax.layers.rope import RopeConfig
-from megajax.layers.router import RouterConfig
-from megajax.mesh import MeshConfig, make_mesh
+from megajax.layers.attention.latent import LatentConfig
+from megajax.layers.attention.rope import RopeConfig
+from megajax.layers.feed_forward.moe import MoeConfig
+from megajax.layers.feed_forward.router import RouterConfig
+from megajax.mesh.config import MeshConfig, make_mesh
+from megajax.mesh.sharding import num_parts
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.models.interface import EVALUATION
@@ -28,7 +29,6 @@ from megajax.parallel.context import sequence_order
 from megajax.parallel.schedule import make_stages
 from megajax.planning.step_time import _total_flops
 from megajax.precision import PrecisionConfig
-from megajax.sharding import num_parts
 from megajax.tasks.language import Language
 from megajax.training.config import LaunchConfig, TrainingConfig
 from runs import run_of

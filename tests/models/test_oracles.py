@@ -8,15 +8,15 @@ import jax
 import numpy as np
 import pytest
 
-from megajax.convert.megatron import from_megajax, to_megajax
-from megajax.layers.moe import MoeConfig
-from megajax.layers.router import RouterConfig
+from megajax.layers.feed_forward.moe import MoeConfig
+from megajax.layers.feed_forward.router import RouterConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.models.model import Model
 from megajax.parallel.context import sequence_order
 from megajax.precision import PrecisionConfig
 from megajax.tasks.language import Language
+from megajax.weights.megatron import from_megajax, to_megajax
 
 ORACLES = Path(__file__).parent.parent / "oracles"
 # Both sides are float32 and add up in another order: the oracle differs from a plain formula by up to 8e-7.

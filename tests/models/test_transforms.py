@@ -10,13 +10,11 @@ import pytest
 
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import Config, incompatibilities, override
-from megajax.convert.export import export
-from megajax.convert.hugging_face import Export
 from megajax.data.config import DataConfig
 from megajax.inference.engine import Engine, Sampling, ServingConfig
-from megajax.layers.moe import MoeConfig
+from megajax.layers.feed_forward.moe import MoeConfig
 from megajax.layers.transform import Transform
-from megajax.mesh import MeshConfig
+from megajax.mesh.config import MeshConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
 from megajax.ops.matmul import matmul
@@ -24,9 +22,11 @@ from megajax.optim.config import OptimizerConfig
 from megajax.parameters import name_of, weight
 from megajax.planning.plan import plan_device, plan_rows
 from megajax.precision import PrecisionConfig
-from megajax.sources import SavedStep
 from megajax.tasks.language import Language
 from megajax.training.config import LaunchConfig, TrainingConfig
+from megajax.weights.export import export
+from megajax.weights.hugging_face.export import Export
+from megajax.weights.sources import SavedStep
 from runs import run_of
 
 T, STEPS, RANK = 16, 4, 2

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from megajax import compat
-from megajax.mesh import MeshConfig, make_mesh
+from megajax.mesh import compat
+from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.ops.attention import attention, reference_attention
 from megajax.ops.attention_backends import BACKENDS, Cudnn, Reference
 from megajax.ops.attention_mask import CAUSAL, FULL, first, window

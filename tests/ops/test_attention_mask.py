@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from megajax.layers.attention import AttentionConfig
-from megajax.layers.kv_cache import PoolSizes
+from megajax.layers.attention.kv_cache import PoolSizes
+from megajax.layers.attention.multi_head import AttentionConfig
 from megajax.ops.attention_mask import CAUSAL, FULL, first, window
 
 T = 12

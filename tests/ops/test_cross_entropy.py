@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.ops.cross_entropy import cross_entropy, token_scores
 from megajax.ops.low_precision import FORMATS
-from megajax.ops.quantize import quantize
+from megajax.quantization.formats import quantize
 
 B, T, D, V, TOKENS = 4, 16, 8, 32, 27  # V columns of the head, of which some may be padding
 VARIANTS = {

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax import compat
+from megajax.mesh import compat
 from megajax.ops import attention_backends, norm
 from megajax.ops import attention_mask as masks
 from megajax.ops.attention import attention, key_bounds, reference_attention

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+from megajax.mesh.sharding import local_weight_spec, rows_spec
 from megajax.ops import grouped_matmul as op
 from megajax.ops import grouped_tiles
 from megajax.ops.grouped_matmul import grouped_matmul
 from megajax.ops.matmul import Float32Gradient
-from megajax.sharding import local_weight_spec, rows_spec
 from pallas_kernels import grouped_matmul as kernel
 
 R, K, N, E = 64, 8, 12, 4

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from megajax import compat
+from megajax.mesh import compat
 from megajax.ops import norm
 from megajax.ops.norm import gated_rms_norm, residual_norm
 from pallas_kernels import norm as kernel

@@ -13,10 +13,10 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from benchmarks.kernels.paged_attention import errors, random_case
-from megajax import compat
 from megajax.inference.engine import Engine, ServingConfig
-from megajax.inference.sampling import Sampling
-from megajax.mesh import MeshConfig, make_mesh
+from megajax.inference.tokens.sampling import Sampling
+from megajax.mesh import compat
+from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
 from megajax.ops import attention_backends

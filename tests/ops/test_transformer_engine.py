@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax import compat
 from megajax.config import Config, override
+from megajax.mesh import compat
 from megajax.ops import attention_mask as masks
 from megajax.ops import transformer_engine
 from megajax.ops.attention import attention, reference_attention

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from megajax import compat
+from megajax.mesh import compat
 from megajax.ops import weighted_activation as op
 from megajax.ops.weighted_activation import weighted_activation
 from pallas_kernels import gated as kernel

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from megajax.mesh.sharding import weight_shardings
 from megajax.optim.distributed import optimizer_shardings
 from megajax.optim.muon import muon_direction, orthogonalised
 from megajax.optim.optimizer import CLIP_EPSILON, Optimizer, OptimizerConfig
 from megajax.parameters import Parameter
-from megajax.sharding import weight_shardings
 
 NUM_STEPS = 3
 LEARNING_RATE = 1e-2

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megajax.mesh import MeshConfig
+from megajax.mesh.config import MeshConfig
 from megajax.optim.config import OptimizerConfig
 from megajax.training.config import TrainingConfig
 from megajax.training.loop import Trainer

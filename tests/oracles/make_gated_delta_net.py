@@ -4,7 +4,7 @@ pip install torch transformers
 python tests/oracles/make_gated_delta_net.py    (last run with transformers 5.23.0 and torch 2.14.1, on a CPU)
 
 Keys are weights/NAME, those of the layer; x and y [B, T, D], and d_x, the gradient of sum(sin(y)).
-tests/layers/test_delta_net.py compares.
+tests/layers/recurrent/test_delta_net.py compares.
 """
 
 from pathlib import Path

@@ -139,8 +139,8 @@ def cudnn_backward(q, k, v, out, lse, d_out, bias=None, *, scale, window, causal
 @pytest.fixture
 def cudnn_stand_ins(monkeypatch, stand_in):
     stand_in(Cudnn)
-    monkeypatch.setattr("megajax.compat.cudnn_attention_forward", cudnn_forward)
-    monkeypatch.setattr("megajax.compat.cudnn_attention_backward", cudnn_backward)
+    monkeypatch.setattr("megajax.mesh.compat.cudnn_attention_forward", cudnn_forward)
+    monkeypatch.setattr("megajax.mesh.compat.cudnn_attention_backward", cudnn_backward)
 
 
 def intervals(k, lower, upper):

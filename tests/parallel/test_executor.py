@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from megajax.mesh import MeshConfig
+from megajax.mesh.config import MeshConfig
 from megajax.parallel.pipeline import Parts, Placed, Programs, loss_and_gradients
 from megajax.parallel.schedule import make_stages, make_table
 

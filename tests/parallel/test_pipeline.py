@@ -8,10 +8,11 @@ import pytest
 from jax.sharding import NamedSharding
 
 from megajax.checkpoint.layout import stored_form, wanted_form
-from megajax.layers.moe import MoeConfig
-from megajax.layers.rope import RopeConfig
-from megajax.layers.router import RouterConfig
-from megajax.mesh import MeshConfig, make_mesh
+from megajax.layers.attention.rope import RopeConfig
+from megajax.layers.feed_forward.moe import MoeConfig
+from megajax.layers.feed_forward.router import RouterConfig
+from megajax.mesh.config import MeshConfig, make_mesh
+from megajax.mesh.sharding import batch_spec
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.models.model import Model
@@ -19,7 +20,6 @@ from megajax.optim.optimizer import Optimizer, OptimizerConfig
 from megajax.parallel.context import sequence_order
 from megajax.parallel.schedule import make_stages
 from megajax.precision import PrecisionConfig
-from megajax.sharding import batch_spec
 from megajax.tasks.language import Language
 from megajax.training.config import TrainingConfig
 from megajax.training.state import new_state, state_shardings

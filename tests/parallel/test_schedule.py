@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megajax.mesh import MeshConfig
+from megajax.mesh.config import MeshConfig
 from megajax.parallel.schedule import bubble, make_stages, make_table, parse_layout
 
 ORACLE = np.load(Path(__file__).parents[1] / "oracles" / "numbers.npz")

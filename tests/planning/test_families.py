@@ -11,15 +11,15 @@ from configs import recipes
 from megajax.config import Config
 from megajax.layers.layer import Activation, Flops
 from megajax.layers.linear import Linear
-from megajax.mesh import MeshConfig
+from megajax.mesh.config import MeshConfig
 from megajax.models.decoder import Decoder, DecoderConfig
 from megajax.models.model import Model
 from megajax.optim.config import OptimizerConfig
 from megajax.planning.card import described_size
 from megajax.planning.memory import activation_bytes, memory_per_device
 from megajax.planning.plan import plan_device, plan_rows
+from megajax.planning.search import _meshes
 from megajax.planning.step_time import MATMUL_EFFICIENCY, step_times
-from megajax.search import _meshes
 from megajax.training.config import TrainingConfig
 from megajax.training.reporting.console import format_count
 

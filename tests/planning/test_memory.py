@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from megajax.config import Config
-from megajax.mesh import MeshConfig, make_mesh
+from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.models.model import Model

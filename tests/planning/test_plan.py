@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import configs
-from megajax import compat
 from megajax.cli import train
 from megajax.config import Config, override
+from megajax.mesh import compat
 from megajax.models.model import Model
 from megajax.planning.plan import plan_device, plan_rows
 

@@ -11,19 +11,19 @@ import pytest
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.config import Config
 from megajax.evaluation.text_model import TextModel
-from megajax.hugging_face.folder import Folder
-from megajax.mesh import MeshConfig, make_mesh
+from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.models.model import Model
 from megajax.ops.matmul import ObservedWeight, matmul
-from megajax.ops.quantized_matmul import WeightFormat
 from megajax.precision import PrecisionConfig
 from megajax.quantization import __main__ as command
 from megajax.quantization.calibrate import channel_ranges_and_counts, errors, input_ranges, percentile_of
 from megajax.quantization.observe import batches_of, observe
 from megajax.quantization.smooth import smoothed, smoothing
+from megajax.quantization.weights import WeightFormat
 from megajax.tasks.language import Language
+from megajax.weights.hugging_face.folder import Folder
 
 MODEL = DecoderConfig(
     num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=48, vocab_size=257, max_positions=32,

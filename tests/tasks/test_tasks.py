@@ -20,12 +20,12 @@ from megajax.config import Config, override
 from megajax.data.datasets import Datasets, Source
 from megajax.data.tokenizers.tokenizer import load_tokenizer
 from megajax.layers.linear import Linear
-from megajax.mesh import MeshConfig, make_mesh
+from megajax.mesh.config import MeshConfig, make_mesh
+from megajax.mesh.sharding import constrain
 from megajax.models.decoder import Decoder, DecoderConfig
 from megajax.models.interface import BatchArray, LossTerms
 from megajax.ops.attention_mask import FULL
 from megajax.planning.plan import plan_device, plan_rows
-from megajax.sharding import constrain
 from megajax.tasks.interface import TASKS, Task, rate
 from megajax.training.batches import BatchPlacer, device_batches
 from megajax.training.config import LaunchConfig

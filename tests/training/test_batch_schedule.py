@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megajax.data.config import DataConfig
-from megajax.mesh import MeshConfig
+from megajax.mesh.config import MeshConfig
 from megajax.training.batch_schedule import BatchSchedule
 from megajax.training.config import TrainingConfig
 from megajax.training.loop import Trainer

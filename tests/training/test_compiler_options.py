@@ -12,10 +12,10 @@ import pytest
 
 import configs
 from benchmarks.settings import ablation
-from megajax import mesh as mesh_module
 from megajax.cli import train
 from megajax.config import Config, override
-from megajax.mesh import use_compilation_cache, xla_flags
+from megajax.mesh import processes
+from megajax.mesh.processes import use_compilation_cache, xla_flags
 from megajax.models.model import Model
 from megajax.training import compiler_options as module
 from megajax.training.compiler_options import (
@@ -207,7 +207,7 @@ def test_compiled_programs_are_kept_at_home(cache_dir, monkeypatch, tmp_path):
 
 def test_folder_that_cannot_be_written_stops_no_run(cache_dir, monkeypatch, tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(mesh_module.logger, "propagate", True)
+    monkeypatch.setattr(processes.logger, "propagate", True)
     use_compilation_cache(tmp_path / "file" / "cache")
     assert cache_dir() is None and "compiled programs are not cached" in caplog.text
 
@@ -219,8 +219,8 @@ def test_programs_for_a_cpu_are_kept_apart_by_cpu_flags_and_jaxlib(cache_dir, mo
                                             ("", "0.11.2", "avx2"), ("", "0.10.2", "avx512"),
                                             ("", "0.10.2", "avx2")]:  # fmt: skip
         monkeypatch.setenv("XLA_FLAGS", flags)
-        monkeypatch.setattr(mesh_module.jaxlib, "__version__", jaxlib_version)
-        monkeypatch.setattr(mesh_module, "_cpu_features", lambda features=features: features)
+        monkeypatch.setattr(processes.jaxlib, "__version__", jaxlib_version)
+        monkeypatch.setattr(processes, "_cpu_features", lambda features=features: features)
         use_compilation_cache(tmp_path)
         found.append(cache_dir())
     assert all(Path(folder).parent == tmp_path and Path(folder).is_dir() for folder in found)

@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding
 
 import configs
 import megajax
-from megajax.mesh import MeshConfig, make_mesh
+from megajax.mesh.config import MeshConfig, make_mesh
+from megajax.mesh.sharding import batch_spec
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
 from megajax.optim.config import OptimizerConfig
@@ -19,10 +20,9 @@ from megajax.optim.loss_scale import LossScale
 from megajax.optim.optimizer import Optimizer
 from megajax.parallel.schedule import make_stages
 from megajax.precision import PrecisionConfig
-from megajax.sharding import batch_spec
 from megajax.tasks.language import Language
 from megajax.training.config import TrainingConfig
-from megajax.training.faults.replay import _WithGradients
+from megajax.training.replay import _WithGradients
 from megajax.training.state import new_state, state_shardings
 from megajax.training.step import make_train_step
 

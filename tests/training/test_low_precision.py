@@ -10,8 +10,9 @@ import pytest
 from jax.sharding import NamedSharding
 
 from megajax.config import Config, incompatibilities, override
-from megajax.layers.moe import MoeConfig
-from megajax.mesh import MeshConfig, make_mesh
+from megajax.layers.feed_forward.moe import MoeConfig
+from megajax.mesh.config import MeshConfig, make_mesh
+from megajax.mesh.sharding import batch_spec
 from megajax.models.bert import BertConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
@@ -25,12 +26,11 @@ from megajax.planning.card import described_precision
 from megajax.planning.plan import plan_device
 from megajax.planning.step_time import low_share
 from megajax.precision import PrecisionConfig
-from megajax.sharding import batch_spec
 from megajax.tasks.language import Language
 from megajax.training.config import TrainingConfig
 from megajax.training.state import new_state, state_shardings
 from megajax.training.step import make_train_step
-from megajax.upcycling import model_for
+from megajax.weights.upcycling import model_for
 
 STEPS, BATCH, LENGTH = 3, 8, 16
 LLAMA = DecoderConfig(num_layers=3, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=32, vocab_size=96, bias=False,

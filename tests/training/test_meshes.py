@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from megajax.layers.rope import RopeConfig
-from megajax.mesh import MeshConfig, make_mesh
+from megajax.layers.attention.rope import RopeConfig
+from megajax.mesh.config import MeshConfig, make_mesh
+from megajax.mesh.sharding import batch_spec
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer, OptimizerConfig
 from megajax.parallel.context import sequence_order
 from megajax.precision import PrecisionConfig
-from megajax.sharding import batch_spec
 from megajax.tasks.language import Language
 from megajax.training.config import TrainingConfig
 from megajax.training.state import new_state, state_shardings

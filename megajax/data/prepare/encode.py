@@ -8,7 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 
-from megajax.data.indexed_dataset import token_dtype
+from megajax.data.indexed.dataset import token_dtype
 from megajax.data.prepare.read_input import Batch, Reader, read_file
 from megajax.data.tokenizers.tokenizer import Tokenizer
 from megajax.data.worker_process import end_with_parent

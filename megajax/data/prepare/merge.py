@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from megajax.command_line import Parser, errors_in_one_line
-from megajax.data.indexed_dataset import HEADER, WRITE_BLOCK, IndexedDataset, prefix_of
-from megajax.data.meta import COUNTS, make_meta, read_meta, write_meta
+from megajax.data.indexed.dataset import HEADER, WRITE_BLOCK, IndexedDataset, prefix_of
+from megajax.data.indexed.meta import COUNTS, make_meta, read_meta, write_meta
 from megajax.data.prepare.write_tokens import BlockWriter, refuse_to_overwrite
-from megajax.one_line import print_error
+from megajax.terminal.command_line import Parser, errors_in_one_line
+from megajax.terminal.one_line import print_error
 
 BLOCK_BYTES = 1 << 24
 

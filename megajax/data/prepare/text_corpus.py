@@ -14,13 +14,13 @@ import os
 import sysconfig
 from typing import Literal, NamedTuple
 
-from megajax.announce import announced
 from megajax.data.config import DataConfig
 from megajax.data.prepare.read_input import as_pattern
 from megajax.data.prepare.write_tokens import preprocess
 from megajax.data.temporary import temporary_folder
 from megajax.data.tokenizers.tokenizer import FILE_TOKENIZERS, load_tokenizer
 from megajax.data.tokenizers.train_sentencepiece import train_sentencepiece
+from megajax.terminal.announce import announced
 
 logger = logging.getLogger("megajax")
 HELD_OUT_FRACTION = 0.05

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from megajax.data.indexed_dataset import IndexedDatasetWriter
-from megajax.data.meta import COUNTS, make_meta, read_meta, write_meta
+from megajax.data.indexed.dataset import IndexedDatasetWriter
+from megajax.data.indexed.meta import COUNTS, make_meta, read_meta, write_meta
 from megajax.data.prepare.encode import Block, Encoder, encode_in_order
 from megajax.data.prepare.read_input import MAX_DOCUMENT_BYTES, Reader, read_batches, shortened
 from megajax.data.tokenizers.chat_template import ChatTemplate, load_chat_template

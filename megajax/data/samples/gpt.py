@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from megajax.data.index_cache import content_hash, load_or_build
+from megajax.data.indexed.index_cache import content_hash, load_or_build
 from megajax.data.samples.fim import FillInTheMiddle, rearrange
 
 # Megatron's rule: if less than this fraction of the last epoch is used, it is shuffled separately.

@@ -19,7 +19,7 @@ from typing import Literal
 
 import numpy as np
 
-from megajax.data.index_cache import load_or_build
+from megajax.data.indexed.index_cache import load_or_build
 from megajax.data.tokenizers.tokenizer import Tokenizer
 
 logger = logging.getLogger("megajax")

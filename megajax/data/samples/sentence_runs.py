@@ -8,7 +8,7 @@ Source: Megatron-LM, megatron/core/datasets/helpers.cpp; the order of the sample
 
 import numpy as np
 
-from megajax.data.index_cache import content_hash, load_or_build
+from megajax.data.indexed.index_cache import content_hash, load_or_build
 from megajax.data.samples.gpt import TokenSource
 
 # The loop over runs reads Python integers; a block of them takes 40 MB.

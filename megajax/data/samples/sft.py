@@ -22,8 +22,8 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from megajax.data.index_cache import content_hash, load_or_build
-from megajax.data.indexed_dataset import IndexedDataset
+from megajax.data.indexed.dataset import IndexedDataset
+from megajax.data.indexed.index_cache import content_hash, load_or_build
 from megajax.data.samples.gpt import check_token_ids
 
 logger = logging.getLogger("megajax")

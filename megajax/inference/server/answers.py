@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from megajax.data.tokenizers.tokenizer import Tokenizer
-from megajax.inference.sampling import TokenLogprobs
 from megajax.inference.server.engine_thread import Generation, Part
+from megajax.inference.tokens.sampling import TokenLogprobs
 
 # JSON has no infinity, which is the log-probability of a token that may not be sampled.
 SMALLEST_LOGPROB = -9999.0

@@ -31,7 +31,6 @@ from megajax.data.tokenizers.chat_template import ChatTemplate
 from megajax.data.tokenizers.tokenizer import configured_tokens, longest_token
 from megajax.inference.engine import Engine
 from megajax.inference.load import OpenedModel
-from megajax.inference.sampling import Sampling
 from megajax.inference.server import megatron, protocol
 from megajax.inference.server.answers import Answer, ChatAnswer, CompletionAnswer, TokenTexts, as_event, error_body
 from megajax.inference.server.engine_thread import Generation, NotReady, Overloaded
@@ -39,7 +38,8 @@ from megajax.inference.server.metrics import Metrics
 from megajax.inference.server.protocol import Refused, parse, refusing_values
 from megajax.inference.server.replicas import Replicas
 from megajax.inference.server.request_log import RequestLog
-from megajax.sources import Source, open_source
+from megajax.inference.tokens.sampling import Sampling
+from megajax.weights.sources import Source, open_source
 
 RETRY_AFTER_SECONDS = 1
 CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody reads it

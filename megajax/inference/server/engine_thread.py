@@ -13,10 +13,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from megajax.inference.device.warm_up import Stage
 from megajax.inference.engine import Engine, Output, Request, Stats
-from megajax.inference.sampling import Sampling
-from megajax.inference.waiting import Owner
-from megajax.inference.warm_up import Stage
+from megajax.inference.scheduling.waiting import Owner
+from megajax.inference.tokens.sampling import Sampling
 
 logger = logging.getLogger("megajax")
 

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from megajax.inference.engine import Engine
-from megajax.inference.sampling import Sampling
 from megajax.inference.server.answers import TokenTexts, finite
 from megajax.inference.server.engine_thread import Generation
 from megajax.inference.server.protocol import Model, Refused, refusing_values
+from megajax.inference.tokens.sampling import Sampling
 
 PATH = "/api"
 MAX_PROMPTS = 128

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from megajax.inference.sampling import Sampling
+from megajax.inference.tokens.sampling import Sampling
 
 MAX_PROMPTS = 2048
 MAX_MESSAGES = 4096

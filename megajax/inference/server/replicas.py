@@ -6,8 +6,8 @@ from collections.abc import Callable, Hashable, Sequence
 
 from megajax.inference.engine import Engine, Stats
 from megajax.inference.load import OpenedModel
-from megajax.inference.sampling import Sampling
 from megajax.inference.server.engine_thread import EngineThread, Generation, Observer, check_room
+from megajax.inference.tokens.sampling import Sampling
 
 
 class Replicas:

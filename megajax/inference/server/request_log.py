@@ -8,7 +8,7 @@ import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from megajax.one_line import printable
+from megajax.terminal.one_line import printable
 
 logger = logging.getLogger("megajax")
 

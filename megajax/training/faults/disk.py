@@ -6,8 +6,8 @@ from pathlib import Path
 
 import jax
 
-from megajax.training.faults.run_lock import raise_together
 from megajax.training.reporting.console import format_bytes
+from megajax.training.run_lock import raise_together
 from megajax.training.state import TrainState
 
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from megajax import compat
+from megajax.mesh import compat
 
 PACKAGE = Path(__file__).parents[2]
 # Primitives that call a jaxpr once with their own inputs; shard_map does not.

@@ -5,7 +5,7 @@ import os
 import signal
 from typing import NoReturn
 
-from megajax.one_line import terminal_width, wrapped
+from megajax.terminal.one_line import terminal_width, wrapped
 
 
 def stop_signals() -> list[signal.Signals]:

@@ -15,8 +15,8 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
-from megajax.announce import announced
-from megajax.one_line import for_terminal, printable, shorten_library_errors, wrapped
+from megajax.terminal.announce import announced
+from megajax.terminal.one_line import for_terminal, printable, shorten_library_errors, wrapped
 
 # Left out of lines that are too long for the terminal, in this order, with the room that each may need. All lines of a
 # run leave out the same, although the first ones lack some fields and are shorter.
@@ -168,7 +168,7 @@ class Console:
         self._rich.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def announced(self, what: str) -> AbstractContextManager:
-        """As `megajax.announce.announced`."""
+        """As `megajax.terminal.announce.announced`."""
         return announced(what) if self._enabled else contextlib.nullcontext()
 
     def close(self) -> None:

@@ -31,8 +31,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from megajax.training.faults.run_lock import RunLock
 from megajax.training.reporting.best_effort import Appender, BestEffort
+from megajax.training.run_lock import RunLock
 
 logger = logging.getLogger("megajax")
 # Tags in TensorBoard, in groups. `loss` is the training loss in the run's own files and the evaluation loss in eval/,

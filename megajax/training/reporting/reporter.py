@@ -10,7 +10,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from megajax.devices import find_device, utilisation
+from megajax.mesh.devices import find_device, utilisation
 from megajax.training.batch_schedule import BatchSchedule
 from megajax.training.reporting.console import Console, format_seconds
 from megajax.training.reporting.metrics import MetricsWriter

@@ -7,8 +7,8 @@ import jax
 import jaxlib
 from jax.sharding import Mesh
 
-from megajax import compat
-from megajax.mesh import xla_flags
+from megajax.mesh import compat
+from megajax.mesh.processes import xla_flags
 
 
 def start_record(mesh: Mesh, compiler_options: dict[str, str]) -> dict[str, Any]:

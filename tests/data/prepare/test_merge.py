@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from megajax.data.indexed_dataset import IndexedDatasetWriter
+from megajax.data.indexed.dataset import IndexedDatasetWriter
 from megajax.data.prepare import merge as module
 from megajax.data.prepare.merge import merge, verify
 from megajax.data.prepare.write_tokens import preprocess

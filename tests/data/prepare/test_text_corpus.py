@@ -8,7 +8,7 @@ import pytest
 
 from megajax.data.config import DataConfig
 from megajax.data.datasets import Amounts
-from megajax.data.indexed_dataset import IndexedDataset
+from megajax.data.indexed.dataset import IndexedDataset
 from megajax.data.prepare.text_corpus import TextForm, find_files, prepare_text
 from megajax.data.tokenizers.tokenizer import load_tokenizer
 from megajax.models.decoder import DecoderConfig

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megajax.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megajax.data.indexed.dataset import IndexedDataset, IndexedDatasetWriter
 from megajax.data.samples.bert import BertDataset, BertFormat
 from megajax.data.samples.masking import Masking, choose_spans, continuation_pieces
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megajax.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megajax.data.indexed.dataset import IndexedDataset, IndexedDatasetWriter
 from megajax.data.samples.gpt import GptDataset, GptFormat, build_indices, split_ranges
 
 ORACLES = Path(__file__).parents[2] / "oracles"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megajax.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megajax.data.indexed.dataset import IndexedDataset, IndexedDatasetWriter
 from megajax.data.samples.sft import SftDataset, SftFormat, pack
 
 PAD = 60_000

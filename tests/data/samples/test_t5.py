@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megajax.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megajax.data.indexed.dataset import IndexedDataset, IndexedDatasetWriter
 from megajax.data.samples.masking import Masking
 from megajax.data.samples.t5 import T5Dataset, T5Format
 

@@ -12,8 +12,8 @@ import time
 import pytest
 from rich.console import Console as RichConsole
 
-from megajax import announce
-from megajax.one_line import reflowed, wrapped
+from megajax.terminal import announce
+from megajax.terminal.one_line import reflowed, wrapped
 from megajax.training.reporting.console import (
     Console,
     format_bytes,

@@ -1,0 +1,203 @@
+"""Turns what the scheduler decides into the arrays of a call, padded to one of a few shapes.
+
+Letters as in inference/device/programs.py.
+"""
+
+from collections.abc import Sequence as Items
+from typing import NamedTuple
+
+import numpy as np
+
+from megajax.inference.device.programs import Chooser, DecodeBatch, PrefillBatch
+from megajax.inference.scheduling.scheduler import Chunk, Decode, Prefill, Sequence
+from megajax.inference.tokens.sampling import RowSampling, Sampling
+from megajax.layers.attention.kv_cache import PoolSizes
+
+MIN_CHUNK = 16  # tokens of the smallest prefill program
+GPU_MIN_CHUNK = 64  # the same on a GPU, where so few tokens take the time of reading the weights
+# For a single row, XLA computes small products as a multiplication and a sum, and wrote the products of the key and
+# value matrices to memory: 8 MiB each in every layer of Llama-3 8B (compiled for H100, jaxlib 0.11.2).
+MIN_ROWS = 2
+# Of the next larger program. Four rows take 1 % longer with eight than with four (Llama-3 8B on one H200).
+NEXT_ROWS = 8
+MIN_TABLE = 16  # pages of the smallest table, where its size matters
+MAX_CHUNKS = 16  # sequences whose prompts one call computes
+
+
+class Shapes(NamedTuple):
+    """The shapes of calls: one program each."""
+
+    page_size: int
+    num_chunks: int
+    """Sequences whose prompts one call computes."""
+    rows: list[int]
+    """Rows of a decoding step."""
+    tables: list[int]
+    """Pages of each of them."""
+    chunks: list[int]
+    """Prompt tokens of a call."""
+    most_pages: int
+    """Of the sequences of such a call together."""
+
+    @staticmethod
+    def of(sizes: PoolSizes, max_length: int, max_batch_tokens: int, has_kernel: bool) -> "Shapes":
+        """max_length: maximum tokens of a sequence. has_kernel: whether attention reads only the pages of a sequence;
+        the reference gathers the whole table, so the size of the table matters."""
+        table = -(-max_length // sizes.page_size)
+        least = GPU_MIN_CHUNK if has_kernel else MIN_CHUNK
+        chunks = _buckets(least, max(max_batch_tokens, least), 4)
+        gpu_rows = sorted({min(MIN_ROWS, sizes.num_rows), *_buckets(NEXT_ROWS, sizes.num_rows, 2)})
+        shapes = Shapes(
+            page_size=sizes.page_size,
+            num_chunks=min(MAX_CHUNKS, sizes.num_rows),
+            rows=gpu_rows if has_kernel else _buckets(1, sizes.num_rows, 4),
+            tables=[table] if has_kernel else sorted({min(MIN_TABLE, table), table}),
+            chunks=chunks,
+            most_pages=table,
+        )
+        return shapes._replace(most_pages=table + shapes._chunk_pages(chunks[-1]))
+
+    def stages(self) -> list["Shapes"]:
+        """What to compile first, what next, ..., up to all shapes: each stage has those before it.
+
+        Every stage serves every request: with the first one, sequences are decoded few at a time, and prompts are
+        computed in small chunks.
+        """
+        count = max(len(self.rows), len(self.chunks))
+        return [self._replace(rows=self.rows[:end], chunks=self.chunks[:end]) for end in range(1, count + 1)]
+
+    def decode(self) -> list[tuple[int, int]]:
+        """Of decoding: (rows, pages of each)."""
+        return [(rows, pages) for rows in self.rows for pages in self.tables]
+
+    def prefill(self) -> list[tuple[int, int]]:
+        """Of prompts: (tokens, pages)."""
+        return [(length, pages) for length in self.chunks for pages in self._prefill_tables(length)]
+
+    def fitting_decode(self, num_rows: int, num_pages: int) -> tuple[int, int]:
+        return _bucket(num_rows, self.rows), _bucket(num_pages, self.tables)
+
+    def fitting_prefill(self, num_tokens: int, num_pages: int) -> tuple[int, int]:
+        length = _bucket(num_tokens, self.chunks)
+        return length, _bucket(num_pages, self._prefill_tables(length))
+
+    def _chunk_pages(self, length: int) -> int:
+        """Pages of `length` tokens of several sequences."""
+        return -(-length // self.page_size) + self.num_chunks
+
+    def _prefill_tables(self, length: int) -> list[int]:
+        """Sizes of the table: without and with tokens before the chunks."""
+        return sorted({min(self._chunk_pages(length), self.most_pages), self.most_pages})
+
+
+class Batches:
+    """Makes the arrays of calls."""
+
+    def __init__(self, sizes: PoolSizes, shapes: Shapes, vocab_size: int):
+        self.sizes = sizes
+        self.shapes = shapes
+        self.vocab_size = vocab_size
+
+    # ------------------------------------------------------------------ decoding
+
+    def decode(self, work: Decode) -> tuple[DecodeBatch, Chooser]:
+        """A row for each run, and for each token of its draft."""
+        rows = [(run, offset) for run in work.runs for offset in range(1 + len(run.draft))]
+        longest = max(len(run.sequence.pages) for run in work.runs)
+        num_rows, num_pages = self.shapes.fitting_decode(len(rows), longest)
+        ints = np.zeros((3, num_rows), np.int32)
+        table_BP = np.zeros((num_rows, num_pages), np.int32)
+        for number, (run, offset) in enumerate(rows):
+            sequence = run.sequence
+            newest = sequence.tokens[run.start] if run.start < len(sequence.tokens) else -1
+            token = run.draft[offset - 1] if offset else newest
+            ints[:, number] = (token, run.start + offset, run.start + run.count)
+            table_BP[number, : len(sequence.pages)] = sequence.pages
+        return DecodeBatch(*ints, table_BP), self.chooser([run.sequence for run, _ in rows], num_rows)
+
+    def empty_decode(self, num_rows: int, num_pages: int) -> tuple[DecodeBatch, Chooser]:
+        zeros = np.zeros(num_rows, np.int32)
+        batch = DecodeBatch(zeros, zeros, zeros, np.zeros((num_rows, num_pages), np.int32))
+        return batch, self.chooser([], num_rows)
+
+    # ------------------------------------------------------------------ prompts
+
+    def prefill(self, work: Prefill) -> tuple[PrefillBatch, Chooser]:
+        """The tokens of all chunks, one after the other."""
+        num_tokens = sum(chunk.end - chunk.start for chunk in work.chunks)
+        num_pages = sum(self._num_pages(chunk) for chunk in work.chunks)
+        batch = self._padding(*self.shapes.fitting_prefill(num_tokens, num_pages))
+        last = [chunk for chunk in work.chunks if chunk.is_last]
+        token = 0
+        page = 0
+        for chunk in work.chunks:
+            here = slice(token, token + chunk.end - chunk.start)
+            self._fill(batch, chunk, here, page)
+            if chunk.is_last:
+                batch.last_M[last.index(chunk)] = here.stop - 1
+            token = here.stop
+            page += self._num_pages(chunk)
+        # The padding attends to nothing, with bounds that do not decrease.
+        batch.lower_T[token:] = batch.upper_T[token:] = batch.upper_T[token - 1]
+        return batch, self.chooser([chunk.sequence for chunk in last], self.shapes.num_chunks)
+
+    def empty_prefill(self, length: int, num_pages: int) -> tuple[PrefillBatch, Chooser]:
+        return self._padding(length, num_pages), self.chooser([], self.shapes.num_chunks)
+
+    def _num_pages(self, chunk: Chunk) -> int:
+        """Of its sequence up to its end."""
+        return -(-chunk.end // self.sizes.page_size)
+
+    def _padding(self, length: int, num_pages: int) -> PrefillBatch:
+        def full(value: int = 0) -> np.ndarray:
+            return np.full(length, value, np.int32)
+
+        no_slot = self.sizes.num_pages * self.sizes.page_size
+        arrays = (full(), full(), full(no_slot), full(self.sizes.num_rows), full(), full(), full())
+        return PrefillBatch(*arrays, np.zeros(num_pages, np.int32), np.zeros(self.shapes.num_chunks, np.int32))
+
+    def _fill(self, batch: PrefillBatch, chunk: Chunk, here: slice, first_page: int) -> None:
+        sequence = chunk.sequence
+        size = self.sizes.page_size
+        num_pages = self._num_pages(chunk)
+        positions = np.arange(chunk.start, chunk.end, dtype=np.int32)
+        pages = np.array(sequence.pages[:num_pages], np.int32)
+        batch.tokens_T[here] = sequence.tokens[chunk.start : chunk.end]
+        batch.positions_T[here] = positions
+        batch.slots_T[here] = pages[positions // size] * size + positions % size
+        batch.rows_T[here] = sequence.row
+        batch.lower_T[here] = first_page * size
+        batch.upper_T[here] = first_page * size + positions + 1
+        batch.table_P[first_page : first_page + num_pages] = pages
+        following = sequence.tokens[chunk.start + 1 : chunk.end + 1]
+        batch.targets_T[here.start : here.start + len(following)] = following
+
+    # ------------------------------------------------------------------ sampling
+
+    def chooser(self, sequences: Items[Sequence], num_rows: int) -> Chooser:
+        """One row per sequence, then padding."""
+        padding = num_rows - len(sequences)
+        settings = [sequence.request.sampling for sequence in sequences] + [Sampling(temperature=0.0)] * padding
+        indices = [sequence.index for sequence in sequences] + [0] * padding
+        rows_B = np.array([sequence.row for sequence in sequences] + [self.sizes.num_rows] * padding, np.int32)
+        mask_BW = np.zeros((num_rows, -(-self.vocab_size // 32)), np.uint32)
+        has_mask_B = np.zeros(num_rows, bool)
+        for number, sequence in enumerate(sequences):
+            if sequence.matcher is not None:
+                mask_BW[number] = sequence.matcher.mask()
+                has_mask_B[number] = True
+        return Chooser(rows_B, RowSampling.of(settings, indices), mask_BW, has_mask_B)
+
+
+def _buckets(smallest: int, largest: int, factor: int) -> list[int]:
+    """smallest, smallest * factor, ..., largest."""
+    sizes = []
+    while smallest < largest:
+        sizes.append(smallest)
+        smallest *= factor
+    return [*sizes, largest]
+
+
+def _bucket(count: int, buckets: Items[int]) -> int:
+    """The smallest one that is large enough."""
+    return next(size for size in buckets if size >= count)

@@ -1,0 +1,238 @@
+"""The programs of an engine, compiled for a few shapes, and the arrays on the device that they update: caches and rows.
+
+What they compute is in inference/device/programs.py.
+"""
+
+import functools
+import math
+import threading
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from megajax.inference.device import programs
+from megajax.inference.device.batches import Batches, Shapes
+from megajax.inference.device.programs import Chooser, DecodeBatch, Drawn, PrefillBatch, Rows
+from megajax.inference.device.warm_up import Compilation
+from megajax.inference.tokens.sampling import Logprobs
+from megajax.layers.attention.kv_cache import PoolSizes
+from megajax.models.model import Model
+from megajax.quantization.weights import is_quantized
+from megajax.training.compiler_options import accepted
+
+LOWERING = threading.Lock()  # two threads must not lower Pallas kernels at the same time (pallas_kernels/README.md)
+
+NVIDIA = "NVIDIA"  # in the names of its GPUs
+# XLA makes one product of those with the same input if their matrices together are smaller than this. It reads the
+# matrices where they are if each has a multiple of 64 columns; others it copies into one in every step (jaxlib 0.11.2).
+LARGEST_JOINED = "xla_gpu_dot_merger_threshold_mb"
+MULTIPLE = 64
+# Rows up to which it does: more were not measured.
+FEW_ROWS = 32
+# What a CUDA graph may hold: with WHILE and CONDITIONAL, all steps of a call are one. Without a graph the host waits
+# for the device in every step, to decide whether another one follows.
+IN_GRAPHS = "xla_gpu_enable_command_buffer"
+WHOLE_LOOP = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION"
+# Whether XLA tunes kernels of Triton for products, besides those of cuBLAS. With 8-bit matrices this takes long (up to
+# 97 s for a product of 8,192 tokens), and cuBLAS wins in the end (one H200, jaxlib 0.11.2).
+TRITON_PRODUCTS = "xla_gpu_enable_triton_gemm"
+MANY_TOKENS = 1024
+
+
+def decode_options(model: Model, mesh: Mesh, num_rows: int) -> dict[str, str]:
+    """The compiler options of a decoding program, for NVIDIA GPUs."""
+    if NVIDIA not in mesh.devices.flat[0].device_kind:
+        return {}
+    options = {}
+    if any(columns % MULTIPLE for columns in _columns(model, mesh)):
+        options[LARGEST_JOINED] = "0"
+    elif num_rows <= FEW_ROWS:
+        options[LARGEST_JOINED] = "1000"
+    if mesh.size == 1:
+        options[IN_GRAPHS] = WHOLE_LOOP
+    return accepted(options, mesh)
+
+
+def prefill_options(params: dict, mesh: Mesh, num_tokens: int) -> dict[str, str]:
+    """The compiler options of a program for prompts, for NVIDIA GPUs."""
+    if NVIDIA not in mesh.devices.flat[0].device_kind:
+        return {}
+    quantized = [w for w in jax.tree.leaves(params, is_leaf=is_quantized) if is_quantized(w)]
+    if any(w.inputs != "unchanged" or num_tokens >= MANY_TOKENS for w in quantized):
+        return accepted({TRITON_PRODUCTS: "False"}, mesh)
+    return {}
+
+
+def _columns(model: Model, mesh: Mesh) -> set[int]:
+    """Of the matrices of layers on a device."""
+    leaves = (jax.tree.leaves(tree) for tree in (model.abstract_weights, model.records, model.shardings(mesh)))
+    return {
+        math.prod(sharding.shard_shape(leaf.shape)[record.num_stacked + record.num_inputs :])
+        for leaf, record, sharding in zip(*leaves, strict=True)
+        if record.role == "matrix"
+    }
+
+
+class Executor:
+    def __init__(
+        self,
+        model: Model,
+        mesh: Mesh,
+        sizes: PoolSizes,
+        vocab_size: int,
+        max_steps: int,
+        kept: PoolSizes | None = None,
+    ):
+        """Allocates the pool. max_steps: decoding steps of a call. kept: of the states that the prefix cache keeps, if
+        there are any."""
+        self._model = model
+        self.mesh = mesh
+        self.sizes = sizes
+        self.vocab_size = vocab_size
+        self.compiled: dict[tuple, Any] = {}
+        """By function and shapes."""
+        self._no_masks: dict[int, jax.Array] = {}
+        self._replicated = NamedSharding(mesh, P())
+        with jax.set_mesh(mesh):
+            self.caches = jax.jit(functools.partial(model.config.new_pages, sizes, model.execution))()
+            self._kept: list[jax.Array] = []
+            if kept is not None and kept.num_rows:
+                leaves = jax.tree.leaves(jax.jit(functools.partial(model.config.new_pages, kept, model.execution))())
+                self._is_state = [leaf.size > 0 for leaf in leaves]  # pages are empty there
+                self._kept = [leaf for leaf in leaves if leaf.size]
+            rows = functools.partial(Rows.zeros, sizes.num_rows, vocab_size)
+            self._rows = jax.jit(rows, out_shardings=self._replicated)()
+        state_shardings = (jax.tree.map(lambda a: a.sharding, self.caches), self._replicated)
+        self._decode = jax.jit(
+            functools.partial(programs.decode, model, vocab_size, sizes, max_steps),
+            out_shardings=(*state_shardings, self._replicated),
+            donate_argnums=(1, 2),
+        )
+        self._prefill = jax.jit(
+            functools.partial(programs.prefill, model, vocab_size, sizes),
+            out_shardings=(*state_shardings, self._replicated, self._replicated),
+            donate_argnums=(1, 2),
+        )
+        kept_shardings = [a.sharding for a in self._kept]
+        self._keep = jax.jit(programs.copy_state, donate_argnums=0, out_shardings=kept_shardings)
+        self._restore = jax.jit(programs.copy_state, donate_argnums=0, out_shardings=kept_shardings)
+        self._start_row = jax.jit(Rows.start, donate_argnums=0, out_shardings=self._replicated)
+
+    # ------------------------------------------------------------------ calls
+
+    def decode(self, params: dict, batch: DecodeBatch, chooser: Chooser, num_steps: int) -> Drawn:
+        """-> tokens [max_steps, B], of which the first num_steps count."""
+        arguments = self._decode_arguments(params, batch, chooser, num_steps)
+        self.caches, self._rows, drawn = self._program(self._decode, arguments)(*arguments)
+        return drawn
+
+    def prefill(
+        self, params: dict, batch: PrefillBatch, chooser: Chooser, wants_prompt: bool
+    ) -> tuple[Drawn, Logprobs | None]:
+        """-> (tokens [M], log-probabilities of the prompt tokens [T] if they are wanted)."""
+        arguments = self._prefill_arguments(params, batch, chooser, wants_prompt)
+        self.caches, self._rows, drawn, of_prompt = self._program(self._prefill, arguments)(*arguments)
+        return drawn, of_prompt if wants_prompt else None
+
+    def start_row(self, row: int, counts_V: np.ndarray, bias_V: np.ndarray) -> None:
+        """As Rows.start."""
+        arguments = (self._rows, np.int32(row), counts_V, bias_V)
+        self._rows = self._program(self._start_row, arguments)(*arguments)
+
+    def keep(self, row: int, slot: int) -> None:
+        """Copies the state of the sequence in a row to a slot of the kept states."""
+        arguments = (self._kept, self._states(), np.int32(slot), np.int32(row))
+        self._kept = self._program(self._keep, arguments)(*arguments)
+
+    def restore(self, row: int, slot: int) -> None:
+        """Copies a kept state to a row."""
+        arguments = (self._states(), self._kept, np.int32(row), np.int32(slot))
+        states = iter(self._program(self._restore, arguments)(*arguments))
+        leaves, structure = jax.tree.flatten(self.caches)
+        leaves = [next(states) if is_state else leaf for leaf, is_state in zip(leaves, self._is_state, strict=True)]
+        self.caches = jax.tree.unflatten(structure, leaves)
+
+    def _states(self) -> list[jax.Array]:
+        """The arrays of the caches that have a row per sequence, instead of pages."""
+        leaves = jax.tree.leaves(self.caches)
+        return [leaf for leaf, is_state in zip(leaves, self._is_state, strict=True) if is_state]
+
+    # NumPy arrays are arguments as they are: the call sends them to the devices, in a fraction of the time that
+    # device_put takes (17 arrays: 0.2 ms instead of 1.5).
+
+    def _decode_arguments(self, params: dict, batch: DecodeBatch, chooser: Chooser, num_steps: int) -> tuple:
+        return params, self.caches, self._rows, batch, self._with_mask(chooser), np.int32(num_steps)
+
+    def _prefill_arguments(self, params: dict, batch: PrefillBatch, chooser: Chooser, wants_prompt: bool) -> tuple:
+        return params, self.caches, self._rows, batch, self._with_mask(chooser), np.bool_(wants_prompt)
+
+    def _with_mask(self, chooser: Chooser) -> Chooser:
+        """A mask that allows everything is large, and goes to the device once."""
+        if chooser.has_mask_B.any():
+            return chooser
+        size = len(chooser.has_mask_B)
+        if size not in self._no_masks:
+            self._no_masks[size] = jax.device_put(chooser.mask_BW, self._replicated)
+        return chooser._replace(mask_BW=self._no_masks[size])
+
+    def _program(self, function, arguments: tuple):
+        """The compiled program for arguments of these shapes."""
+        shapes = tuple(a.shape for a in jax.tree.leaves(arguments[3:]))
+        key = (function, shapes)
+        if key not in self.compiled:
+            options = self._options(function, arguments)
+            self.compiled[key] = self._lower(function, arguments).compile(compiler_options=options)
+        return self.compiled[key]
+
+    def _options(self, function, arguments: tuple) -> dict[str, str]:
+        if function is self._decode:
+            return decode_options(self._model, self.mesh, len(arguments[3].positions_B))
+        if function is self._prefill:
+            return prefill_options(arguments[0], self.mesh, len(arguments[3].tokens_T))
+        return {}
+
+    def _abstract(self, arguments: tuple) -> tuple:
+        def abstract(a):
+            sharding = self._replicated if isinstance(a, np.ndarray | np.generic) else a.sharding
+            return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+
+        return jax.tree.map(abstract, arguments)
+
+    def _lower(self, function, arguments: tuple):
+        with jax.set_mesh(self.mesh), LOWERING:
+            return function.lower(*self._abstract(arguments))
+
+    # ------------------------------------------------------------------ warm-up
+
+    @property
+    def asks_for_graphs(self) -> bool:
+        """Whether XLA is asked to make decoding programs CUDA graphs."""
+        return IN_GRAPHS in decode_options(self._model, self.mesh, 1)
+
+    def compilations(self, params: dict, batches: Batches, shapes: Shapes) -> dict[tuple, Compilation]:
+        """By function and shape: each compiles a program, unless that has been done. They keep no arrays."""
+        calls = {}
+        for shape in shapes.decode():
+            calls["decode", *shape] = self._decode, self._decode_arguments(params, *batches.empty_decode(*shape), 1)
+        for shape in shapes.prefill():
+            empty = batches.empty_prefill(*shape)
+            calls["prefill", *shape] = self._prefill, self._prefill_arguments(params, *empty, False)
+        return {
+            key: functools.partial(self._program, function, self._abstract(arguments))
+            for key, (function, arguments) in calls.items()
+        }
+
+    def run_once(self, params: dict, batches: Batches, shapes: Shapes) -> None:
+        """Runs the programs of these shapes, and those that do not depend on them; compiles what is missing."""
+        for shape in shapes.decode():
+            self.decode(params, *batches.empty_decode(*shape), 1)
+        for shape in shapes.prefill():
+            self.prefill(params, *batches.empty_prefill(*shape), False)
+        self.start_row(0, np.zeros(self.vocab_size, np.int32), np.zeros(self.vocab_size, np.float32))
+        if self._kept:
+            self.keep(0, 0)
+            self.restore(0, 0)
+        jax.block_until_ready(self.caches)

@@ -1,0 +1,275 @@
+"""What the device computes in one call: a chunk of prompts, or some decoding steps.
+
+Dimensions: B rows of a decoding step, T prompt tokens of a call, M sequences whose prompt ends in it, P pages, R rows
+of the engine (one more for padding), V vocabulary, D model width.
+B, T and P are rounded up to a few sizes, so that a few programs serve all requests. The newest token of each sequence
+stays on the device: a call can follow another one before the host has seen what that one generated.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from megajax.inference.tokens.sampling import Logprobs, RowSampling, unpacked
+from megajax.layers.attention.kv_cache import Places, PoolSizes
+from megajax.mesh.sharding import constrain
+from megajax.models.model import Model
+
+PIECE = 128  # prompt tokens whose logits exist at the same time
+
+
+class Rows(NamedTuple):
+    """What the device remembers of each running sequence; row R - 1 belongs to none and takes the padding."""
+
+    newest_R: jax.Array
+    """int32: the newest token, not yet in the caches."""
+    counts_RV: jax.Array
+    """int32: how often each token has been generated, plus PROMPT_TOKEN if it is in the prompt."""
+    bias_RV: jax.Array
+    """float32, added to the logits."""
+
+    @staticmethod
+    def zeros(num_rows: int, vocab_size: int) -> "Rows":
+        shape = (num_rows + 1, vocab_size)
+        return Rows(jnp.zeros(shape[0], jnp.int32), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
+
+    def start(self, row: jax.Array, counts_V: jax.Array, bias_V: jax.Array) -> "Rows":
+        """Sets what the penalties and the bias of a row depend on."""
+        return self._replace(counts_RV=self.counts_RV.at[row].set(counts_V), bias_RV=self.bias_RV.at[row].set(bias_V))
+
+    def add(self, rows_B: jax.Array, tokens_B: jax.Array) -> "Rows":
+        newest_R = self.newest_R.at[rows_B].set(tokens_B)
+        return self._replace(newest_R=newest_R, counts_RV=self.counts_RV.at[rows_B, tokens_B].add(1))
+
+
+class Drawn(NamedTuple):
+    """The tokens that a call generates, and their log-probabilities if a row asks for them."""
+
+    tokens: jax.Array
+    logprobs: Logprobs
+    guesses: jax.Array | None = None
+    """int32 [..., num_guesses]: the tokens that may follow each; None if the model guesses none."""
+
+
+class Chooser(NamedTuple):
+    """How the next tokens are sampled."""
+
+    rows_B: jax.Array
+    sampling: RowSampling
+    mask_BW: jax.Array
+    """uint32: allowed tokens, one bit each (sampling.py `unpacked`); rows without has_mask_B allow all."""
+    has_mask_B: jax.Array
+
+
+class DecodeBatch(NamedTuple):
+    tokens_B: jax.Array
+    """int32: the newest token of each sequence; -1: the one that the device remembers."""
+    positions_B: jax.Array
+    """int32: its position."""
+    ends_B: jax.Array
+    """int32: positions from here on are not computed."""
+    table_BP: jax.Array
+
+
+class PrefillBatch(NamedTuple):
+    """T tokens of up to M sequences, one after the other."""
+
+    tokens_T: jax.Array
+    positions_T: jax.Array
+    slots_T: jax.Array
+    rows_T: jax.Array
+    lower_T: jax.Array
+    upper_T: jax.Array
+    targets_T: jax.Array
+    """int32: the token after each, whose log-probability is wanted."""
+    table_P: jax.Array
+    last_M: jax.Array
+    """int32: index of the last token of a prompt."""
+
+
+def decode(
+    model: Model, vocab_size: int, sizes: PoolSizes, max_steps: int, params: dict, caches: dict, rows: Rows,
+    batch: DecodeBatch, chooser: Chooser, num_steps: jax.Array
+) -> tuple[dict, Rows, Drawn]:  # fmt: skip
+    """-> (caches, rows, Drawn with leading dims [max_steps, B], of which the first num_steps count)."""
+    module = model.module(params)
+    batch_size = batch.positions_B.shape[0]
+    wants_logprobs = jnp.any(chooser.sampling.has_logprobs_B)
+
+    def one_step(carry):
+        step, caches, rows, drawn = carry
+        newest_B = rows.newest_R[chooser.rows_B]
+        tokens_B = jnp.where((step > 0) | (batch.tokens_B < 0), newest_B, batch.tokens_B)
+        positions_B = batch.positions_B + step
+        is_active_B = positions_B < batch.ends_B
+        positions_B = jnp.where(is_active_B, positions_B, 0)
+        page_B = jnp.take_along_axis(batch.table_BP, (positions_B // sizes.page_size)[:, None], 1)[:, 0]
+        slots_B = page_B * sizes.page_size + positions_B % sizes.page_size
+        slots_B = jnp.where(is_active_B, slots_B, sizes.num_pages * sizes.page_size)
+        rows_B = jnp.where(is_active_B, chooser.rows_B, sizes.num_rows)
+        upper_B = jnp.where(is_active_B, positions_B + 1, 0)
+        places = Places(slots_B[:, None], positions_B[:, None], rows_B[:, None], batch.table_BP, None, upper_B[:, None])
+        inputs = {"tokens": tokens_B[:, None], "positions": positions_B[:, None]}
+        caches = _at(caches, places)
+        x_B1D, extended = module.extend(inputs, caches)
+        caches |= extended
+        one, rows = _choose(module, x_B1D, vocab_size, positions_B + 1, rows, chooser, wants_logprobs)
+        if sizes.num_guesses:
+            # The rows of a draft follow each other. The token after the one that a row has drawn is that of the next
+            # row, if that was computed for this token.
+            follows_B = _follows(rows_B, positions_B) & (jnp.roll(tokens_B, -1) == one.tokens)
+            inputs |= {"tokens": one.tokens[:, None]}
+            every_B = jnp.arange(batch_size)
+            of = (module, sizes, vocab_size, x_B1D, inputs, follows_B, every_B, chooser.sampling, caches)
+            guesses, caches = _guess(*of)
+            one = one._replace(guesses=guesses)
+        drawn = jax.tree.map(lambda all_steps, new: all_steps.at[step].set(new), drawn, one)
+        return step + 1, caches, rows, drawn
+
+    guesses = jnp.zeros((batch_size, sizes.num_guesses), jnp.int32) if sizes.num_guesses else None
+    drawn = Drawn(jnp.zeros(batch_size, jnp.int32), Logprobs.zeros(batch_size, vocab_size), guesses)
+    drawn = jax.tree.map(lambda a: jnp.zeros((max_steps, *a.shape), a.dtype), drawn)
+    carry = (jnp.int32(0), caches, rows, drawn)
+    _, caches, rows, drawn = jax.lax.while_loop(lambda carry: carry[0] < num_steps, one_step, carry)
+    return caches, rows, _replicated(drawn)
+
+
+def prefill(
+    model: Model, vocab_size: int, sizes: PoolSizes, params: dict, caches: dict, rows: Rows, batch: PrefillBatch,
+    chooser: Chooser, wants_prompt: jax.Array
+) -> tuple[dict, Rows, Drawn, Logprobs]:  # fmt: skip
+    """-> (caches, rows, Drawn [M], Logprobs of targets_T).
+
+    wants_prompt: bool scalar; False: the last are zeros, at no cost.
+    """
+    module = model.module(params)
+    arrays = (batch.slots_T, batch.positions_T, batch.rows_T)
+    slots, positions, row_numbers = (a[None] for a in arrays)
+    places = Places(slots, positions, row_numbers, batch.table_P[None], batch.lower_T[None], batch.upper_T[None])
+    inputs = {"tokens": batch.tokens_T[None], "positions": positions}
+    caches = _at(caches, places)
+    x_1TD, extended = module.extend(inputs, caches)
+    caches |= extended
+    x_TD = constrain(x_1TD, None, None, None)[0]
+    wants_logprobs = jnp.any(chooser.sampling.has_logprobs_B)
+    new_positions_M = batch.positions_T[batch.last_M] + 1
+    last_M1D = x_TD[batch.last_M][:, None]
+    drawn, rows = _choose(module, last_M1D, vocab_size, new_positions_M, rows, chooser, wants_logprobs)
+    if sizes.num_guesses:
+        last_M = jnp.where(chooser.rows_B < sizes.num_rows, batch.last_M, batch.tokens_T.size)  # beyond: padding
+        inputs |= {"tokens": batch.targets_T.at[last_M].set(drawn.tokens, mode="drop")[None]}
+        follows_T = _follows(batch.rows_T, batch.positions_T)
+        of = (module, sizes, vocab_size, x_1TD, inputs, follows_T, last_M, chooser.sampling, caches)
+        guesses, caches = _guess(*of)
+        drawn = drawn._replace(guesses=guesses)
+    of_prompt = jax.lax.cond(
+        wants_prompt,
+        lambda: _prompt_logprobs(module, x_TD, vocab_size, batch.targets_T),
+        lambda: Logprobs.zeros(x_TD.shape[0], vocab_size),
+    )
+    return caches, rows, _replicated(drawn), _replicated(of_prompt)
+
+
+def _prompt_logprobs(module, x_TD: jax.Array, vocab_size: int, targets_T: jax.Array) -> Logprobs:
+    length = x_TD.shape[0]
+    piece = math.gcd(PIECE, length)
+
+    def one_piece(_, arrays):
+        x_D, targets = arrays
+        logits = _logits(module, x_D[:, None], vocab_size)
+        return None, Logprobs.of(logits, targets, jnp.bool(True))
+
+    pieces = (x_TD.reshape(-1, piece, x_TD.shape[1]), targets_T.reshape(-1, piece))
+    _, found = jax.lax.scan(one_piece, None, pieces)
+    return jax.tree.map(lambda a: a.reshape(length, *a.shape[2:]), found)
+
+
+def _choose(module, x_B1D, vocab_size, positions_B, rows: Rows, chooser: Chooser, wants_logprobs):
+    """Samples the tokens at positions_B -> (Drawn [B], rows that include them)."""
+    sampling = chooser.sampling
+    raw_BV = _logits(module, x_B1D, vocab_size)
+    has_mask = jnp.any(chooser.has_mask_B)
+    is_adjusted = jnp.any(sampling.is_adjusted_B)
+
+    def adjusted():
+        return sampling.adjusted(raw_BV, rows.counts_RV[chooser.rows_B], rows.bias_RV[chooser.rows_B])
+
+    def choose():
+        logits_BV = jax.lax.cond(is_adjusted, adjusted, lambda: raw_BV)
+        is_allowed_BV = unpacked(chooser.mask_BW, vocab_size) | ~chooser.has_mask_B[:, None]
+        masked_BV = jax.lax.cond(has_mask, lambda: jnp.where(is_allowed_BV, logits_BV, -jnp.inf), lambda: logits_BV)
+        tokens_B = sampling.sample(masked_BV, positions_B)
+        return Drawn(tokens_B, Logprobs.of(raw_BV, tokens_B, wants_logprobs))
+
+    def most_likely():
+        return Drawn(jnp.argmax(raw_BV, -1).astype(jnp.int32), Logprobs.zeros(*raw_BV.shape))
+
+    # One branch for what is common: on a GPU the host waits for the condition of each.
+    is_greedy = ~(jnp.any(sampling.temperature_B > 0) | is_adjusted | has_mask | wants_logprobs)
+    drawn = jax.lax.cond(is_greedy, most_likely, choose)
+    return drawn, rows.add(chooser.rows_B, drawn.tokens)
+
+
+def _follows(rows_N: jax.Array, positions_N: jax.Array) -> jax.Array:
+    """bool [N]: whether the next of these tokens is that after this one in the same sequence."""
+    return (jnp.roll(rows_N, -1) == rows_N) & (jnp.roll(positions_N, -1) == positions_N + 1)
+
+
+def _guess(
+    module, sizes: PoolSizes, vocab_size: int, x_BTD: jax.Array, inputs: dict, follows_N: jax.Array, last_M: jax.Array,
+    sampling: RowSampling, caches: dict
+) -> tuple[jax.Array, dict]:  # fmt: skip
+    """The tokens that may come after the next token of each sequence -> (int32 [M, num_guesses], caches).
+
+    N = B T tokens, whose hidden states are x. inputs: their positions and, as tokens, the next token of each. last_M:
+    index of the last token of each sequence; N: none. follows_N: whether token n + 1 is the next token of token n; if
+    it is not, what comes after the next token is a guess. If that is wrong, layers beyond the first keep keys and
+    values that depend on it: their later guesses are worse, but what is accepted is not.
+    """
+    found = []
+    positions_M = inputs["positions"].reshape(-1).at[last_M].get(mode="clip")
+    tokens_N = inputs["tokens"].reshape(-1)
+    for depth in range(1, sizes.num_guesses + 1):
+        inputs |= {"tokens": tokens_N.reshape(inputs["tokens"].shape)}
+        x_BTD, new = module.guess(depth, x_BTD, inputs, caches)
+        caches |= new
+        h_MD = constrain(x_BTD, None, None, None).reshape(-1, x_BTD.shape[-1]).at[last_M].get(mode="clip")
+        logits_MV = _finished(module.token_logits(h_MD[:, None]), vocab_size)
+        found.append(_coupled(logits_MV, positions_M + depth + 1, sampling))
+        tokens_N = jnp.where(follows_N, jnp.roll(tokens_N, -1), tokens_N.at[last_M].set(found[-1], mode="drop"))
+    return jnp.stack(found, -1), caches
+
+
+def _coupled(logits_BV: jax.Array, positions_B: jax.Array, sampling: RowSampling) -> jax.Array:
+    """Guesses int32 [B] of the tokens at these positions, with the random numbers of these tokens: then the two are
+    more often equal (inference/draft.py)."""
+    return jax.lax.cond(
+        jnp.any(sampling.temperature_B > 0),
+        lambda: sampling.sample(logits_BV, positions_B),
+        lambda: jnp.argmax(logits_BV, -1).astype(jnp.int32),
+    )
+
+
+def _logits(module, x_B1D: jax.Array, vocab_size: int) -> jax.Array:
+    """float32 [B, V], only of ids that the tokenizer has."""
+    return _finished(module.logits(x_B1D), vocab_size)
+
+
+def _finished(logits_B1V: jax.Array, vocab_size: int) -> jax.Array:
+    return constrain(logits_B1V[:, 0], "batch", None)[:, :vocab_size]
+
+
+def copy_state(targets: list[jax.Array], sources: list[jax.Array], to: jax.Array, row: jax.Array) -> list[jax.Array]:
+    """Copies a row of each array -> the targets."""
+    return [target.at[to].set(source[row]) for target, source in zip(targets, sources, strict=True)]
+
+
+def _at(caches: dict[str, tuple], places: Places) -> dict[str, tuple]:
+    return {name: tuple(cache.at(places) for cache in of_stack) for name, of_stack in caches.items()}
+
+
+def _replicated(tree: Any) -> Any:
+    return jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, P()), tree)

@@ -1,0 +1,56 @@
+"""Compiles programs before they are needed, in stages, and says in the log how many are done."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from megajax.inference.device.batches import Shapes
+
+logger = logging.getLogger("megajax")
+
+THREADS = 8  # each compiles a program
+QUIET_SECONDS = 5.0  # between two lines in the log
+
+Compilation = Callable[[], Any]
+
+
+class Stage(NamedTuple):
+    """With its programs, and those of the stages before, an engine can keep to these shapes."""
+
+    shapes: Shapes
+    compilations: list[Compilation]
+    """One for each program, which any thread may call."""
+
+    def compile(self) -> None:
+        """All programs, several at a time."""
+        with ThreadPoolExecutor(THREADS) as threads:
+            for job in [threads.submit(compilation) for compilation in self.compilations]:
+                job.result()
+
+
+class Counter:
+    """Counts compilations, from any thread: one line in the log every few seconds, and one for the last."""
+
+    def __init__(self):
+        self._begin = self._shown = time.monotonic()
+        self._total = 0
+        self._done = 0
+        self._lock = threading.Lock()
+
+    def counted(self, compilation: Compilation) -> Compilation:
+        self._total += 1
+
+        def compile_and_count() -> None:
+            compilation()
+            with self._lock:
+                self._done += 1
+                now = time.monotonic()
+                if self._done == self._total or now > self._shown + QUIET_SECONDS:
+                    self._shown = now
+                    seconds = now - self._begin
+                    logger.info("compiled %d of %d programs in %.1f s", self._done, self._total, seconds)
+
+        return compile_and_count

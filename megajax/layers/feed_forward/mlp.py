@@ -1,0 +1,94 @@
+"""Feed-forward layer, plain or gated (Shazeer 2020, https://arxiv.org/abs/2002.05202).
+
+Dimensions: B batch, T sequence, D model width, F feed-forward width.
+Tensor parallel: gate and up split F (Megatron's "column"), down splits F ("row"), one reduction at the end.
+"""
+
+import dataclasses
+
+import jax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from megajax.layers.layer import Activation, Flops, Terms, check_divisible
+from megajax.layers.linear import Linear, add_stacked_biases, input_axis, side_by_side
+from megajax.mesh.config import MeshConfig
+from megajax.mesh.sharding import constrain
+from megajax.ops import activation as nonlinearity
+from megajax.ops.activation import GATED, activate
+
+
+@dataclasses.dataclass(frozen=True)
+class MlpConfig:
+    embed_dim: int
+    mlp_dim: int
+    activation: nonlinearity.Activation
+    bias: bool
+    init_std: float
+    out_init_std: float
+
+    kind = "dense"
+    modules = {"activation": ("mlp_hidden",), "mlp": ("mlp_wide", "mlp_hidden")}
+
+    @property
+    def wide_dim(self) -> int:
+        """Width of the input of the activation: gate and up, or up alone."""
+        return self.mlp_dim * (2 if self.activation in GATED else 1)
+
+    @property
+    def down_flops(self) -> float:
+        """FLOPs of the output projection per token."""
+        return 2 * self.embed_dim * self.mlp_dim
+
+    def build(self, rngs: nnx.Rngs) -> "Mlp":
+        return Mlp(self, rngs=rngs)
+
+    def check(self, mesh: MeshConfig) -> None:
+        check_divisible("tensor", mesh.tensor, {"mlp_dim": self.mlp_dim})
+
+    def flops(self) -> Flops:
+        return Flops(2 * self.embed_dim * self.wide_dim + self.down_flops)
+
+    def activations(self) -> dict[str, Activation]:
+        return {
+            "mlp_wide": Activation(self.wide_dim, Flops(2 * self.embed_dim * self.wide_dim)),
+            "mlp_hidden": Activation(self.mlp_dim),
+        }
+
+    def sent(self, mesh: MeshConfig, itemsize: int, passes: int) -> dict[str, float]:
+        """As LayerConfig.sent: gathering the input and scattering the result. passes: number of forward and backward
+        passes."""
+        return {"tensor": passes * 2 * self.embed_dim * itemsize}
+
+
+class Mlp(nnx.Module):
+    """x [B, T, D] -> (down(activation(gate(x)) * up(x)) if gated, else down(activation(up(x))), no Terms)."""
+
+    def __init__(self, config: MlpConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        D = config.embed_dim
+        F = config.mlp_dim
+        if config.activation in GATED:
+            self.gate = Linear((D,), (F,), ("embed", "mlp"), config.init_std, rngs=rngs)
+        self.up = Linear((D,), (F,), ("embed", "mlp"), config.init_std, rngs=rngs)
+        self.down = Linear((F,), (D,), ("mlp", "embed"), config.out_init_std, rngs=rngs)
+        if config.bias:
+            for linear in (*self._wide(), self.down):
+                linear.add_bias_parameter(rngs)
+
+    @property
+    def input_axis(self) -> str:
+        """Logical axis of the sequence in the layer's input."""
+        return input_axis(self._wide())
+
+    def __call__(self, x_BTD: jax.Array, *, generates: bool = False) -> tuple[jax.Array, Terms]:
+        config = self.config
+        wide = self._wide()
+        shape = (config.embed_dim, 1, config.mlp_dim)
+        joined_BTWF = side_by_side(x_BTD, wide, shape, axis=1, has_gradient=not generates)
+        wide_BTWF = add_stacked_biases(constrain(joined_BTWF, "batch", "time", None, "mlp"), wide)
+        hidden_BTF = activate(checkpoint_name(wide_BTWF, "mlp_wide"), config.activation)
+        return self.down(checkpoint_name(hidden_BTF, "mlp_hidden")), Terms()
+
+    def _wide(self) -> tuple[Linear, ...]:
+        return (self.gate, self.up) if self.config.activation in GATED else (self.up,)

@@ -1,0 +1,298 @@
+"""Mixture of experts: several feed-forward networks, of which the router chooses a few for each token.
+
+Dimensions: B batch, T sequence, D model width, F width of an expert, E experts, K experts per token, R rows.
+y = sum over the K experts of a token of weight * down(activation(gate(x)) * up(x)), plus the shared experts.
+The weight multiplies the hidden state of an expert, as in Megatron, so its gradient does not need the output of `down`.
+No token is dropped, unless the router has a capacity. parallel/expert.py sends tokens to experts and back.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from megajax.fields.ranges import PositiveInt, changed_fields
+from megajax.layers.feed_forward.mlp import Mlp, MlpConfig
+from megajax.layers.feed_forward.router import Choice, Router, RouterConfig
+from megajax.layers.layer import Activation, Flops, Terms, check_divisible
+from megajax.layers.linear import GatheredLinear, GroupedLinear
+from megajax.mesh.config import MeshConfig
+from megajax.ops import activation as nonlinearity
+from megajax.ops.activation import GATED
+from megajax.ops.few_tokens import few_tokens
+from megajax.ops.few_tokens import problem as few_tokens_problem
+from megajax.ops.grouped_matmul import grouped_matmul
+from megajax.ops.weighted_activation import weighted_activation
+from megajax.parallel.context import ContextMethod
+from megajax.parallel.expert import (
+    AllGather,
+    Dispatch,
+    Exchange,
+    choose_exchange,
+    combine,
+    dispatch,
+    exchange_of,
+    in_rounds,
+    log_exchange,
+    make_plan,
+    rounds_needed,
+)
+
+# When generating: room for all rows of this many tokens is little, and asking whether there is a further round makes
+# the host wait for the device in every layer.
+FEW_TOKENS = 512
+MAX_FEW = 64  # tokens whose experts are computed by ops/few_tokens.py
+TYPICAL_TOKENS = 4096  # of a device; any number gives the same rows per token, but for rounding
+
+
+@dataclasses.dataclass(frozen=True)
+class MoeConfig:
+    """The section model.moe."""
+
+    num_experts: PositiveInt | None = None
+    """Experts per layer; None: all layers are dense."""
+    expert_dim: PositiveInt | None = None
+    """Feed-forward width of an expert; None = that of a dense layer."""
+    layers: str = "e"
+    """Pattern of layers with experts (e) and dense layers (d), repeated over the stack: "de" is every second layer,
+    "d*3e*58" the last 58 of 61."""
+    shared_dim: PositiveInt | None = None
+    """Total feed-forward width of the shared experts, which process every token; None: there are none."""
+    shared_gate: bool = False
+    """Multiply the output of the shared experts by a sigmoid gate of each token (Qwen2-MoE)."""
+    router: RouterConfig = RouterConfig()
+
+    def has_experts(self, number: int) -> bool:
+        """Whether the layer with this number has experts."""
+        if self.num_experts is None:
+            return False
+        letters = self._letters
+        return letters[number % len(letters)] == "e"
+
+    @property
+    def _letters(self) -> str:
+        runs = re.findall(r"([de])(?:\*(\d+))?", self.layers)
+        return "".join(letter * int(count or 1) for letter, count in runs)
+
+    def check(self, num_layers: int, *, has_bias: bool) -> None:
+        """Raises ValueError for contradictory fields, and for experts with biases, which are not supported."""
+        if self.num_experts is None:
+            if changed := changed_fields(self, MoeConfig()):
+                raise ValueError(
+                    f"model.moe: {', '.join(changed)} set, but no experts; set --model.moe.num_experts, or leave "
+                    "them out"
+                )
+            return
+        if not re.fullmatch(r"([de](\*[1-9]\d{0,3})?)+", self.layers):
+            raise ValueError(f"model.moe.layers={self.layers!r} must be letters d and e, with counts as in d*3e*58")
+        if not any(map(self.has_experts, range(num_layers))):
+            raise ValueError(
+                f"model.moe.layers={self.layers!r} gives none of the model.num_layers={num_layers} layers experts; "
+                "change it, or leave model.moe.num_experts out"
+            )
+        if has_bias:
+            raise ValueError("model.moe.num_experts: biases of experts are not supported; set --model.mlp_bias=False")
+        if self.shared_gate and self.shared_dim is None:
+            raise ValueError("model.moe.shared_gate=True needs shared experts: set --model.moe.shared_dim")
+        self.router.check(self.num_experts)
+
+
+def layer_pattern(has_experts: Sequence[bool]) -> str:
+    """MoeConfig.layers for these layers: the shortest pattern, with counts."""
+    number = len(has_experts)
+    period = next(p for p in range(1, number + 1) if all(has_experts[n] == has_experts[n % p] for n in range(number)))
+    runs = [("e" if has else "d", len(list(run))) for has, run in itertools.groupby(has_experts[:period])]
+    return "".join(letter if count == 1 else f"{letter}*{count}" for letter, count in runs)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsConfig:
+    """The feed-forward half of a layer with experts."""
+
+    moe: MoeConfig
+    embed_dim: int
+    mlp_dim: int
+    """Width of an expert."""
+    activation: nonlinearity.Activation
+    init_std: float
+    out_init_std: float
+    context: ContextMethod
+    dispatch: Dispatch
+    buffer: float
+    """execution.expert_buffer."""
+
+    kind = "moe"
+    modules = {
+        "dispatch": ("expert_rows",),
+        "activation": ("mlp_hidden",),
+        "mlp": ("expert_rows", "mlp_wide", "mlp_hidden"),
+    }
+
+    @property
+    def top_k(self) -> int:
+        return self.moe.router.top_k
+
+    @property
+    def wide_dim(self) -> int:
+        """Of the input of an expert's activation: gate and up, or up alone."""
+        return self.mlp_dim * (2 if self.activation in GATED else 1)
+
+    @property
+    def shared(self) -> MlpConfig | None:
+        if self.moe.shared_dim is None:
+            return None
+        return MlpConfig(self.embed_dim, self.moe.shared_dim, self.activation, False, self.init_std, self.out_init_std)
+
+    def build(self, rngs: nnx.Rngs) -> "Experts":
+        return Experts(self, rngs=rngs)
+
+    def check(self, mesh: MeshConfig) -> None:
+        check_divisible("expert", mesh.expert, {"moe.num_experts": self.moe.num_experts})
+        widths = {"moe.expert_dim": self.mlp_dim, "embed_dim": self.embed_dim}
+        if self.moe.shared_dim is not None:
+            widths["moe.shared_dim"] = self.moe.shared_dim
+        check_divisible("tensor", mesh.tensor, widths)
+
+    @property
+    def down_flops(self) -> float:
+        """Of the output projections, a token."""
+        shared = self.shared.down_flops if self.shared else 0
+        return 2 * self.embed_dim * self.mlp_dim * self.top_k + shared
+
+    def flops(self) -> Flops:
+        router = 2 * self.embed_dim * (self.moe.num_experts + self.moe.shared_gate)
+        routed = 2 * self.embed_dim * (self.wide_dim + self.mlp_dim) * self.top_k
+        shared = self.shared.flops() if self.shared else Flops()
+        return Flops(router + routed, routed=routed) + shared
+
+    def activations(self) -> dict[str, Activation]:
+        K = self.top_k
+        shared = self.shared.activations() if self.shared else {}
+        wide = 2 * self.embed_dim * self.wide_dim * K
+        of_experts = {
+            "expert_rows": self._rows(self.embed_dim),
+            "mlp_wide": self._rows(self.wide_dim, Flops(wide, routed=wide)),
+            "mlp_hidden": self._rows(self.mlp_dim),
+        }
+        for name, one in shared.items():
+            routed = of_experts[name]
+            of_experts[name] = routed._replace(elements=routed.elements + one.elements, flops=routed.flops + one.flops)
+        # Logits, experts and plan, in four bytes.
+        return {"routing": Activation(2 * (self.moe.num_experts + 5 * K))} | of_experts
+
+    def _rows(self, width: int, flops: Flops = Flops()) -> Activation:
+        """An array of the rows of experts."""
+
+        def empty(mesh: MeshConfig) -> float:
+            return (self._exchange(mesh).num_rows / TYPICAL_TOKENS - self.top_k) * width
+
+        return Activation(self.top_k * width, flops, empty=empty)
+
+    def _exchange(self, mesh: MeshConfig) -> Exchange:
+        return exchange_of(
+            TYPICAL_TOKENS, mesh.expert, self.moe.num_experts, self.top_k, dispatch=self.dispatch, buffer=self.buffer
+        )
+
+    def sent(self, mesh: MeshConfig, itemsize: int, passes: int) -> dict[str, float]:
+        """As LayerConfig.sent. passes: number of forward and backward passes."""
+        message = passes * 2 * self.embed_dim * itemsize
+        exchange = self._exchange(mesh)
+        messages = mesh.expert if isinstance(exchange, AllGather) else exchange.num_rows / TYPICAL_TOKENS
+        shared = 1 if self.shared else 0
+        return {"tensor": (self.top_k + shared) * message, "expert": messages * message}
+
+
+class Experts(nnx.Module):
+    """x [B, T, D] -> (y [B, T, D], Terms)."""
+
+    input_axis = "time"
+    """Logical axis of the sequence in the layer's input."""
+
+    def __init__(self, config: ExpertsConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        moe = config.moe
+        E = moe.num_experts
+        D = config.embed_dim
+        F = config.mlp_dim
+        self.router = Router(moe.router, D, E, config.init_std, config.context, rngs=rngs)
+        if config.activation in GATED:
+            self.gate = GroupedLinear(E, D, F, ("embed", "mlp"), config.init_std, rngs=rngs)
+        self.up = GroupedLinear(E, D, F, ("embed", "mlp"), config.init_std, rngs=rngs)
+        self.down = GroupedLinear(E, F, D, ("mlp", "embed"), config.out_init_std, rngs=rngs)
+        if config.shared is not None:
+            self.shared = Mlp(config.shared, rngs=rngs)
+        if moe.shared_gate:
+            axes = ("embed", "router")
+            self.shared_gate = GatheredLinear((D,), (1,), axes, config.init_std, rngs=rngs, role="router")
+
+    def __call__(self, x_BTD: jax.Array, *, generates: bool = False) -> tuple[jax.Array, Terms]:
+        """generates: with a cache, a few tokens at a time; the router then treats each token by itself."""
+        choice, terms = self.router(x_BTD, generates=generates)
+        is_small = generates and x_BTD.shape[0] * x_BTD.shape[1] <= FEW_TOKENS
+        buffer = math.inf if is_small else self.config.buffer
+        y_BTD = self._few(x_BTD, choice) if generates else None
+        if y_BTD is None:
+            y_BTD = self._routed(x_BTD, choice, terms, buffer)
+        if self.config.shared is not None:
+            y_BTD += self._shared(x_BTD)
+        return y_BTD, terms
+
+    def _few(self, x_BTD: jax.Array, choice: Choice) -> jax.Array | None:
+        """The routed experts of a few tokens; None: they take the way of training."""
+        num_tokens = x_BTD.shape[0] * x_BTD.shape[1]
+        wide = [linear.matrix() for linear in self._wide()]
+        down = self.down.matrix()
+        x_nD, experts_nK, weights_nK = (a.reshape(num_tokens, -1) for a in (x_BTD, *choice))
+        if num_tokens > MAX_FEW or few_tokens_problem(experts_nK, [*wide, down], x_BTD.dtype):
+            return None
+        y_nD = few_tokens(x_nD, experts_nK, weights_nK, wide, down, self.config.activation)
+        return y_nD.reshape(x_BTD.shape)
+
+    def _routed(self, x_BTD, choice: Choice, terms: Terms, buffer: float) -> jax.Array:
+        config = self.config
+        how = dict(dispatch=config.dispatch, buffer=buffer)
+        exchange = choose_exchange(x_BTD.shape[:2], config.moe.num_experts, config.top_k, **how)
+        log_exchange(exchange)
+        run = functools.partial(_round, config.activation, exchange)
+        wide = [linear.matrix() for linear in self._wide()]
+        operands = (x_BTD, choice.weights_BTK, wide, self.down.matrix())
+        if exchange.num_rounds == 1:
+            return run(0, choice.experts_BTK, operands)
+        needed = rounds_needed(choice.experts_BTK, exchange)
+        terms.metrics["expert_rounds"] = needed.astype(jnp.float32)
+        return in_rounds(run, needed, choice.experts_BTK, operands)
+
+    def _wide(self) -> tuple[GroupedLinear, ...]:
+        return (self.gate, self.up) if self.config.activation in GATED else (self.up,)
+
+    def _shared(self, x_BTD: jax.Array) -> jax.Array:
+        y_BTD, _ = self.shared(x_BTD)
+        if self.config.moe.shared_gate:
+            gate_BT1 = jax.nn.sigmoid(self.shared_gate(x_BTD.astype(jnp.float32)))
+            y_BTD = (y_BTD.astype(jnp.float32) * gate_BT1).astype(y_BTD.dtype)
+        return y_BTD
+
+
+def _round(
+    activation: nonlinearity.Activation, exchange: Exchange, turn, experts_BTK: jax.Array, operands
+) -> jax.Array:
+    """The output of the experts for the tokens that are sent to them in this round.
+
+    operands: x [B, T, D], the weights of the choices [B, T, K], the matrices before the activation, that after it.
+    """
+    x_BTD, weights_BTK, wide, down = operands
+    plan = checkpoint_name(make_plan(experts_BTK, exchange, turn), "routing")
+    rows_RD, weights_R = dispatch(x_BTD, weights_BTK, plan, exchange)
+    rows_RD = checkpoint_name(rows_RD, "expert_rows")
+    wide_RWF = checkpoint_name(grouped_matmul(rows_RD, wide, plan.sizes, ("embed", "mlp")), "mlp_wide")
+    hidden_RF = weighted_activation(wide_RWF, weights_R, plan.sizes, activation)
+    hidden_RF = checkpoint_name(hidden_RF, "mlp_hidden")
+    out_RD = grouped_matmul(hidden_RF, [down], plan.sizes, ("mlp", "embed"))[:, 0]
+    return combine(out_RD, plan, exchange, x_BTD.shape[:2])

@@ -1,0 +1,159 @@
+"""The sharding table: logical axis of an array -> mesh axes. To change a sharding, change this table.
+
+The metadata of a parameter (megajax/parameters.py) has its logical axes, an activation goes through `constrain`, and
+an operation that XLA cannot partition well runs in `manual` (megajax/mesh/current.py) with the specs made here. These
+functions read the current mesh and ignore axes over which the caller is already manual (a pipeline stage).
+"""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from megajax.mesh import compat
+from megajax.mesh.current import free_axes, has_mesh, manual
+
+BATCH_AXES = ("data", "fsdp", "expert")
+TIME_AXES = ("context",)  # split the sequence everywhere
+SEQUENCE_AXES = ("tensor",)  # also split it between blocks (sequence parallelism)
+HEAD_AXES = ("tensor",)
+
+WEIGHT_AXES: dict[str | None, tuple[str, ...]] = {
+    "chunks": (),  # virtual stages of a device, see parallel/schedule.py
+    "layers": ("pipeline",),
+    "embed": ("fsdp", "context"),  # context also shards the weights
+    "latent": ("fsdp", "context"),  # of latent attention, where it is the input of a matrix
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+    "vocab": ("pipeline", "tensor"),  # all stages share the work of embedding and output layer
+    "experts": ("expert",),
+    "positions": ("pipeline", "tensor"),
+    "head_dim": (),
+    "norm": (),
+    "buckets": (),  # of relative positions
+    "router": (),  # one entry an expert
+    "scaling": (),  # scales of a number format
+    "rank": (),  # of an adapter
+    "classes": (),  # the few rows of a token type embedding, the few outputs of a classifier
+}
+
+ACTIVATION_AXES: dict[str | None, tuple[str, ...]] = {
+    "batch": BATCH_AXES,
+    "sequence": (*TIME_AXES, *SEQUENCE_AXES),
+    "time": TIME_AXES,  # inside a block, where heads or width are split
+    "heads": HEAD_AXES,
+    "kv_heads": HEAD_AXES,
+    "mlp": ("tensor",),
+    "vocab": ("pipeline", "tensor"),
+    "rows": (*BATCH_AXES, *TIME_AXES),  # of tokens, sorted by expert
+    "embed": ("tensor",),  # of these rows only
+    None: (),
+}
+
+
+SHARING_AXES = WEIGHT_AXES["embed"]  # share one copy of the weights, which is gathered where it is used
+
+
+def num_parts(axes: Sequence[str], sizes: Mapping[str, int], *, but: Collection[str] = ()) -> int:
+    """Number of shards of a parameter on a mesh with axes of these sizes; the axes in `but` count as 1."""
+    return math.prod(sizes[name] for axis in axes for name in WEIGHT_AXES[axis] if name not in but)
+
+
+def weight_spec(axes: Sequence[str]) -> P:
+    """PartitionSpec of a parameter with these logical axes."""
+    return P(*(entry_of(WEIGHT_AXES[axis]) for axis in axes))
+
+
+def local_weight_spec(axes: Sequence[str], axis_names) -> P:
+    """weight_spec restricted to these mesh axes: for a region that is manual over them, or over all others."""
+    return P(*(entry_of(tuple(name for name in WEIGHT_AXES[axis] if name in axis_names)) for axis in axes))
+
+
+def weight_shardings(records, mesh: Mesh):
+    """Pytree of Parameter records -> pytree of NamedSharding."""
+    return jax.tree.map(lambda record: NamedSharding(mesh, weight_spec(record.axes)), records)
+
+
+def batch_spec(dims: Sequence[str | None] = ("time",)) -> P:
+    """PartitionSpec of an array of a batch, [microbatches, batch, *dims], with the logical axes of dims."""
+    return P(None, *(entry_of(ACTIVATION_AXES[axis]) for axis in ("batch", *dims)))
+
+
+def entry_of(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
+    """The entry of a PartitionSpec for these mesh axes."""
+    return None if not axes else axes[0] if len(axes) == 1 else axes
+
+
+def axes_of(entry) -> tuple[str, ...]:
+    """Mesh axes of one entry of a PartitionSpec."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def with_shardings(abstract, shardings):
+    """Abstract arrays with these shardings (both pytrees of the same structure)."""
+    return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings)
+
+
+def row_major(params, records):
+    """Arrays sharded like parameters with these records, each shard stored with its last dim contiguous.
+
+    Reducing a gradient over fsdp along its last dim makes XLA store it transposed; the optimizer would then use the
+    same layout, and transpose parameter and moments back and forth: six arrays instead of one. If the last dim is not
+    split there is nothing to reduce along it, and XLA chooses the layout.
+    """
+    sizes = free_axes()
+
+    def relayout(record, x):
+        spec = weight_spec(record.axes)
+        if not record.axes or math.prod(sizes.get(name, 1) for name in WEIGHT_AXES[record.axes[-1]]) == 1:
+            return x
+        return manual(compat.row_major, (spec,), spec)(x)
+
+    return jax.tree.map(relayout, records, params)
+
+
+def activation_spec(shape: Sequence[int], axes: Sequence[str | None]) -> P:
+    """PartitionSpec of an activation on the current mesh.
+
+    A mesh axis that does not divide its dim is left out: one token of a decoding step cannot be split over `tensor`.
+    (This does not happen in training: Config.check refuses such sizes.)
+    """
+    sizes = free_axes()
+    spec = []
+    for dim, axis in zip(shape, axes, strict=True):
+        kept: tuple[str, ...] = ()
+        for name in ACTIVATION_AXES[axis]:
+            if name in sizes and dim % (math.prod(sizes[k] for k in kept) * sizes[name]) == 0:
+                kept += (name,)
+        spec.append(entry_of(kept))
+    return P(*spec)
+
+
+def rows_spec(*axes: str | None) -> P:
+    """PartitionSpec of rows of tokens sent to experts: [rows, *dims], the rows of all devices concatenated, with the
+    logical axes of the other dims."""
+    free = free_axes()
+    parts = (ACTIVATION_AXES[axis] for axis in ("rows", *axes))
+    return P(*(entry_of(tuple(name for name in names if name in free)) for names in parts))
+
+
+def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
+    """Constrains x to the sharding that the table gives for these logical axes, one per dim."""
+    if not has_mesh():
+        return x
+    return jax.lax.with_sharding_constraint(x, activation_spec(x.shape, axes))
+
+
+def constrain_weights(tree, records):
+    """Constrains arrays to the shardings of parameters with these records."""
+    if not has_mesh():
+        return tree
+    free = free_axes()
+
+    def constrain_leaf(record, x):
+        return jax.lax.with_sharding_constraint(x, local_weight_spec(record.axes, free))
+
+    return jax.tree.map(constrain_leaf, records, tree)

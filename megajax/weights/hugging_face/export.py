@@ -1,0 +1,258 @@
+"""Writes a run as a Hugging Face folder, as transformers and vLLM read it, without torch.
+
+Memory holds parts of at most checkpoint.piecewise.PIECE_BYTES, not the model.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from megajax.checkpoint.layout import stack_of
+from megajax.checkpoint.piecewise import PiecewiseArray, StoredParams, pieces
+from megajax.checkpoint.steps import find_step
+from megajax.config import Config
+from megajax.data.tokenizers.tokenizer import (
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    configured_tokens,
+    load_saved_tokenizer,
+    read_json,
+    save_tokenizer,
+)
+from megajax.models.model import Model
+from megajax.parameters import name_of
+from megajax.precision import DTYPES
+from megajax.quantization.weights import WeightFormat
+from megajax.weights.hugging_face.families import Family
+from megajax.weights.hugging_face.folder import is_folder
+from megajax.weights.hugging_face.import_folder import TOKEN_IDS, progress_bar, write_json
+from megajax.weights.hugging_face.mapping import Part, Tensor, WeightMap, family_for, family_of, write_options
+from megajax.weights.hugging_face.quantized import Quantization, quantized_rows, written_config, written_forms
+from megajax.weights.hugging_face.tensor_files import SHARD_BYTES, ShardWriter, TensorForm
+from megajax.weights.run_directory import new_directory
+
+logger = logging.getLogger("megajax")
+
+
+EXPORTED = {"float8": WeightFormat("float8", "dynamic"), "int8": WeightFormat("int8", "dynamic")}
+"""The formats that need no calibration; inputs are rounded with a scale per token."""
+_CLASSES = {HuggingFaceTokenizer: "PreTrainedTokenizerFast", SentencePieceTokenizer: "LlamaTokenizer"}
+
+
+class Export:
+    """One step of a run as a folder, before anything is written."""
+
+    def __init__(
+        self, run_dir: str | Path, step: int | None, dtype: str | None, architecture: str | None,
+        quantization: Quantization | None = None,
+    ):  # fmt: skip
+        """Raises ValueError for a step that is not there, and for a model that no family of theirs has."""
+        self.run_dir = Path(run_dir)
+        self.step = find_step(run_dir, step)
+        config = Config.load(run_dir, self.step)
+        config.model.check_exports()
+        self.tokenizer = load_saved_tokenizer(run_dir, config.data.tokenizer)
+        self.family = _family(self.run_dir, config, architecture)
+        written = self.family.form.trained_for(config.model, config.training.sequence_length)
+        config = dataclasses.replace(config, model=written)
+        self.map = WeightMap(self.family, config.model)
+        model = Model(config.model)
+        self._stored = StoredParams(run_dir, self.step, model.layer_rows)
+        self._dtypes = _dtypes(model, self._stored.dtypes)
+        records = jax.tree_util.tree_leaves_with_path(model.records)
+        self._variables = {name_of(path) for path, record in records if record.role == "variable"}
+        self.forms = {tensor.name: self._form(tensor, dtype) for tensor in self.map.tensors}
+        self.generation = self.family.form.generation(self._generation_config(), self.tokenizer)
+        (first, *_) = self.forms.values()
+        ids = {name: self.generation.get(name) for name in TOKEN_IDS}  # null where transformers would take another
+        ids |= {name: self.generation[name] for name in ("decoder_start_token_id",) if name in self.generation}
+        self.options = ids | write_options(self.family, config.model)
+        if "id2label" in self.options:
+            self.options |= _class_names(self.run_dir)
+        self.options |= {"dtype": str(first.dtype), "torch_dtype": str(first.dtype)}
+        self._quantization = quantization
+        self._layer_rows = model.layer_rows
+        self._quantized: frozenset[str] = frozenset()
+        if quantization is not None:
+            self._quantize(model)
+
+    def _quantize(self, model: Model) -> None:
+        """Replaces the forms of the matrices that are quantised, and describes them in config.json. Raises ValueError
+        for a model that nothing serves in 8 bits."""
+        model.config.check_generates()
+        records = {name_of(path): record for path, record in jax.tree_util.tree_leaves_with_path(model.records)}
+        format = self._quantization.format
+        ignored = ["lm_head"] if self.map.config.tied_embeddings else []  # a module without tensors of its own
+        quantized = set()
+        for row in self.map.rows:
+            part = row[0].parts[0]
+            if not part.num_inputs or records[part.name].role == "embedding":
+                continue
+            if not all(records[part.name].is_quantizable for part in row[0].parts):
+                ignored.append(_module_of(row))
+            elif row[0].layout == "conv1d":
+                raise ValueError(
+                    f"quantize={format.dtype}: the matrices of {self.family.architecture} are no Linear modules, and "
+                    "nothing reads them in 8 bits; serve the run with --weight_dtype instead"
+                )
+            else:
+                quantized.update(tensor.name for tensor in row)
+        self._quantized = frozenset(quantized)
+        forms = self.forms
+        self.forms = {}
+        for name, form in forms.items():
+            self.forms |= written_forms(name, form, format) if name in quantized else {name: form}
+        self.options["quantization_config"] = written_config(format, ignored)
+
+    def write(self, to: str | Path, shard_bytes: int = SHARD_BYTES) -> None:
+        """Raises ValueError if the directory exists or the step is damaged; then nothing is left."""
+        with new_directory(to, "to") as new:
+            writer = ShardWriter(new, self.forms, shard_bytes)
+            total = sum(form.nbytes for form in self.forms.values())
+            with progress_bar("export") as advance:
+                for row in self.map.rows:
+                    self._write_row(row, writer, lambda nbytes: advance(nbytes, total))
+            write_json(new / "config.json", self.options)
+            self._write_tokenizer(new)
+            if not (new / "generation_config.json").is_file():
+                write_json(new / "generation_config.json", self.generation)
+
+    def _write_row(self, row: list[Tensor], writer: ShardWriter, advance: Callable[[int], None]) -> None:
+        """The tensors that are made of the same arrays."""
+        arrays = {part.name: self._stored.open(part.name) for part in row[0].parts}
+        for tensor in row:
+            is_quantized = tensor.name in self._quantized
+            whole = np.empty(tensor.shape, np.float32) if is_quantized else writer[tensor.name]
+            for part, view in zip(tensor.parts, tensor.views(whole), strict=True):
+                self._write_part(arrays[part.name], part, view)
+            if is_quantized:
+                self._write_quantized(tensor, whole, writer)
+            advance(self.forms[tensor.name].nbytes)
+
+    def _write_quantized(self, tensor: Tensor, matrix: np.ndarray, writer: ShardWriter) -> None:
+        name = tensor.name
+        levels, scale = quantized_rows(matrix, self.forms[name].dtype)
+        writer[name][...] = levels
+        writer[name + "_scale"][...] = scale
+        if self._quantization.format.inputs == "static":
+            scales = [self._quantization.input_scale(part.name, self._row(part)) for part in tensor.parts]
+            writer[name.removesuffix("weight") + "input_scale"][...] = max(scales)
+
+    def _row(self, part: Part) -> int:
+        """Of a part of a layer, in arrays with the layers in order."""
+        rows = self._layer_rows[stack_of(part.name, self._layer_rows)]
+        return rows.tolist().index(part.at[0])
+
+    def _write_part(self, array: PiecewiseArray, part: Part, view: np.ndarray) -> None:
+        layer, *expert = part.at or (None,)
+        array = array.at(self._stored.row_of(part.name, layer))
+        if self._quantization is not None and part.name in self._quantization.factors:
+            array = array.times(self._quantization.factors[part.name][self._row(part)])
+        array = array.at(tuple(expert))
+        if view.shape != part.shape:  # heads on two axes
+            view[...] = array.read(tuple(map(slice, part.shape))).reshape(view.shape)
+            return
+        for index in pieces(part.shape, array.dtype):
+            view[index] = array.read(index)
+
+    def _form(self, tensor: Tensor, dtype: str | None) -> TensorForm:
+        if self._variables.issuperset(part.name for part in tensor.parts):
+            dtype = None  # router biases change in small steps; transformers keeps them in float32 too
+        stored = {self._dtypes[part.name] for part in tensor.parts}
+        found = stored.pop() if len(stored) == 1 else np.dtype(np.float32)
+        return TensorForm(tensor.shape, np.dtype(DTYPES[dtype]) if dtype else found)
+
+    def _generation_config(self) -> dict[str, Any]:
+        found = read_json(str(self.run_dir / "generation_config.json"))
+        if found:
+            return found
+        file = getattr(self.tokenizer, "path", None)
+        tokens = configured_tokens(file) if file else {}
+        ids = {f"{name}_id": self.tokenizer.token_id(text) for name, text in tokens.items()}
+        ids["eos_token_id"] = self.tokenizer.eod_id
+        return {name: ids[name] for name in TOKEN_IDS if ids.get(name) is not None}
+
+    def _write_tokenizer(self, new: Path) -> None:
+        name = _CLASSES.get(type(self.tokenizer))
+        if name is None:
+            logger.warning("no tokenizer is written: transformers has none for %s", self.tokenizer.identity)
+            return
+        save_tokenizer(self.tokenizer, new)
+        if not (new / "tokenizer_config.json").is_file():
+            end = next((text for text, i in self.tokenizer.special_tokens.items() if i == self.tokenizer.eod_id), None)
+            options = {"tokenizer_class": name} | ({} if end is None else {"eos_token": end})
+            write_json(new / "tokenizer_config.json", options)
+
+
+def export_run(
+    run_dir: str | Path,
+    to: str | Path,
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
+    architecture: str | None = None,
+    quantization: Quantization | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Export:
+    """Writes the folder `to` from one step of a run (default: the newest).
+
+    dtype: of all tensors but the biases of routers; default: as they are stored. architecture: by the name in
+    config.json; default: that of the folder from which the weights came, else the first that has all options of the
+    model. quantization: of the matrices of layers. Raises ValueError if the folder exists, or for what cannot be
+    exported; then nothing is left.
+    """
+    found = Export(run_dir, step, dtype, architecture, quantization)
+    found.write(to, shard_bytes)
+    return found
+
+
+def _family(run_dir: Path, config: Config, architecture: str | None) -> Family:
+    if architecture is None:
+        places = [run_dir, *([config.checkpoint.source()[0]] if config.checkpoint.start_from else [])]
+        known = next((name for name in map(_architecture, places) if name), None)
+        if known is not None:
+            try:
+                return family_for(config.model, known)
+            except ValueError as error:
+                logger.warning("not exported as %s, from which the weights came: %s", known, error)
+    try:
+        return family_for(config.model, architecture)
+    except ValueError as error:
+        raise ValueError(f"run={run_dir}: {error}") from None
+
+
+def _module_of(row: Sequence[Tensor]) -> str:
+    """Of the tensors of a row: the name of their module, or a pattern if there are several."""
+    name = row[0].name.removesuffix(".weight")
+    if len(row) == 1:
+        return name
+    return "re:" + re.sub(r"\\\.\d+\\\.", lambda _: r"\.\d+\.", re.escape(name)) + "$"
+
+
+def _architecture(place: Path) -> str | None:
+    """Of a Hugging Face folder, or of the one from which a run was imported."""
+    if is_folder(place):
+        with contextlib.suppress(ValueError):
+            return family_of(read_json(str(place / "config.json"))).architecture
+    return read_json(str(place / "exported.json")).get("architecture")
+
+
+def _dtypes(model: Model, stored: dict[str, np.dtype]) -> dict[str, np.dtype]:
+    """In which the step has each parameter."""
+    leaves = jax.tree_util.tree_leaves_with_path(model.abstract_weights)
+    return {name_of(path): stored.get(name_of(path), np.dtype(leaf.dtype)) for path, leaf in leaves}
+
+
+def _class_names(run_dir: Path) -> dict[str, Any]:
+    """The names of the classes of a classifier, as the run has them in data.json."""
+    names = read_json(str(run_dir / "data.json")).get("format", {}).get("classes")
+    if names is None:
+        return {}
+    return {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}

@@ -1,0 +1,263 @@
+"""Quantised Hugging Face folders: what `quantization_config` says, their tensors as if they were not quantised, and
+what is written of a matrix.
+
+Two formats, both read by vLLM and transformers: compressed-tensors (https://github.com/vllm-project/compressed-tensors)
+in int8 and float8 with a scale per tensor, output (channel), group or block, and fp8 with a scale per tensor or block,
+as DeepSeek-V3 and Qwen3 publish it. A matrix X.weight [out, in] has X.weight_scale or X.weight_scale_inv, which is
+multiplied too in spite of its name, and for static inputs X.input_scale.
+"""
+
+import dataclasses
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from megajax.checkpoint.piecewise import pieces
+from megajax.quantization.formats import largest
+from megajax.quantization.weights import DTYPES, Inputs, WeightFormat
+from megajax.weights.hugging_face.options import read_object
+from megajax.weights.hugging_face.tensor_files import TensorFiles, TensorForm, check_finite
+
+logger = logging.getLogger("megajax")
+
+NAMES = {np.dtype(np.int8): "int8", np.dtype(ml_dtypes.float8_e4m3fn): "float8"}
+SCALES = ("_scale", "_scale_inv")
+INPUT_SCALES = ("input_scale", "activation_scale")
+PAGE_SCALES = (".k_scale", ".v_scale", ".q_scale")  # of keys and values, which have a format of their own here
+STORED = ("naive-quantized", "int-quantized", "float-quantized")
+"""The formats of compressed-tensors with one number of a dtype per weight."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """How the matrices of a folder are quantised."""
+
+    block: tuple[int, int] | None
+    """Outputs and inputs that share a scale; None: all of a tensor or of an output do."""
+    inputs: Inputs | None
+    """What products do with their inputs; None: something that the engine does not."""
+
+
+def read_scheme(options: Mapping[str, Any]) -> Scheme | None:
+    """What a config.json says about quantisation; None: nothing. Raises ValueError for what is not supported."""
+    found = read_object(options, "quantization_config")
+    if not found:
+        return None
+    method = found.get("quant_method")
+    if method == "fp8":
+        block = found.get("weight_block_size")
+        inputs = None if block else {"dynamic": "dynamic", "static": "static"}.get(found.get("activation_scheme"))
+        return Scheme(tuple(block) if block else None, inputs)
+    if method != "compressed-tensors":
+        raise ValueError(
+            f"quantization_config.quant_method={method} is not supported, only compressed-tensors and fp8; use the "
+            "folder in bfloat16"
+        )
+    return _compressed_tensors(found)
+
+
+def _compressed_tensors(found: Mapping[str, Any]) -> Scheme:
+    groups = list(read_object(found, "config_groups").values())
+    formats = {group.get("format") or found.get("format") for group in groups} if groups else {found.get("format")}
+    if other := sorted(map(str, formats - {*STORED})):
+        raise ValueError(
+            f"quantization_config.format={other[0]} is not supported, only {', '.join(STORED)}; use the folder in "
+            "bfloat16"
+        )
+    for name in ("sparsity_config", "transform_config"):
+        if found.get(name):
+            raise ValueError(f"quantization_config.{name} is not supported; use the folder in bfloat16")
+    schemes = {_group_scheme(group) for group in groups}
+    blocks = {scheme.block for scheme in schemes} - {None}
+    if len(blocks) > 1:
+        raise ValueError(f"quantization_config.config_groups: groups with blocks of {sorted(blocks)} are not supported")
+    inputs = {scheme.inputs for scheme in schemes}
+    return Scheme(blocks.pop() if blocks else None, inputs.pop() if len(inputs) == 1 and not blocks else None)
+
+
+def _group_scheme(group: Mapping[str, Any]) -> Scheme:
+    weights = group.get("weights") or {}
+    if not weights.get("symmetric", True):
+        raise ValueError("quantization_config: weights with a zero point (symmetric=false) are not supported")
+    block = None
+    if weights.get("strategy") == "block":
+        block = tuple(weights["block_structure"])
+    elif weights.get("strategy") == "group":
+        block = (1, weights["group_size"])
+    given = group.get("input_activations")
+    if given is None:
+        return Scheme(block, "unchanged")
+    kind = (given.get("dynamic", False), given.get("strategy"), given.get("symmetric", True))
+    inputs = {(True, "token", True): "dynamic", (False, "tensor", True): "static"}.get(kind)
+    is_same = all(given.get(name) == weights.get(name) for name in ("type", "num_bits"))
+    return Scheme(block, inputs if is_same else None)
+
+
+class DequantizedFiles:
+    """The tensors of a folder by name; quantised matrices in bfloat16, and without their scales."""
+
+    def __init__(self, folder: Path, scheme: Scheme | None):
+        """Raises ValueError, naming a tensor, for scales that are missing or do not fit."""
+        self._files = TensorFiles(folder)
+        self._scheme = scheme
+        self._latest: tuple[str, np.ndarray] | None = None
+        forms = self._files.forms
+        if scheme is None and (found := [name for name, form in forms.items() if form.dtype in NAMES]):
+            raise ValueError(f"{folder}: {found[0]} is {forms[found[0]].dtype}, but config.json has no "
+                             "quantization_config")  # fmt: skip
+        self._scales = {name: self._scale_of(folder, name) for name, form in forms.items() if form.dtype in NAMES}
+        """Name of a matrix -> that of its scale."""
+        owners = [name.removesuffix("weight") for name in self._scales]
+        scales = {*self._scales.values(), *(owner + name for owner in owners for name in INPUT_SCALES)}
+        pages = [name for name in forms if name.endswith(PAGE_SCALES)]
+        if pages:
+            logger.warning("%s: scales of keys and values are not used; see page_dtype", folder)
+        bfloat16 = np.dtype(ml_dtypes.bfloat16)
+        self.forms = {
+            name: TensorForm(form.shape, bfloat16) if name in self._scales else form
+            for name, form in forms.items()
+            if name not in scales and name not in pages
+        }
+
+    def _scale_of(self, folder: Path, name: str) -> str:
+        forms = self._files.forms
+        found = next((name + scale for scale in SCALES if name + scale in forms), None)
+        if found is None:
+            raise ValueError(f"{folder}: {name} is {forms[name].dtype}, and there is no {name}_scale")
+        if name + "_zero_point" in forms:
+            raise ValueError(f"{folder}: {name} has a zero point, which is not supported; use the folder in bfloat16")
+        if self._scale_shape(forms[name].shape, forms[found].shape) is None:
+            shapes = f"{list(forms[found].shape)} and {name} {list(forms[name].shape)}"
+            raise ValueError(f"{folder}: {found} is {shapes}, which is no scale per tensor, output or block of "
+                             f"{self._scheme.block}")  # fmt: skip
+        return found
+
+    def _scale_shape(self, shape: tuple[int, ...], scale: tuple[int, ...]) -> tuple[int, int] | None:
+        """How many outputs and inputs share a scale, of matrices [..., out, in]; None: the shapes do not fit."""
+        *lead, num_outputs, num_inputs = shape
+        if math.prod(scale) == 1:
+            return num_outputs, num_inputs
+        if scale in ((*lead, num_outputs, 1), (*lead, num_outputs)):
+            return 1, num_inputs
+        block = self._scheme.block
+        if block and scale == (*lead, -(-num_outputs // block[0]), -(-num_inputs // block[1])):
+            return block
+        return None
+
+    @property
+    def num_quantized(self) -> int:
+        return len(self._scales)
+
+    @property
+    def format(self) -> WeightFormat | None:
+        """What the engine can compute with as it is; None: it has other scales or inputs."""
+        dtypes = {NAMES[self._files.forms[name].dtype] for name in self._scales}
+        if len(dtypes) != 1 or self._scheme.inputs is None or self._scheme.block is not None:
+            return None
+        return WeightFormat(dtypes.pop(), self._scheme.inputs)
+
+    @property
+    def largest_dim(self) -> int:
+        """Of all tensors with several matrices, such as those of experts."""
+        return max((form.shape[0] for form in self.forms.values() if len(form.shape) > 2), default=0)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """A view of the mapped file; of a quantised matrix float32 in memory, until the next one is read."""
+        if name not in self._scales:
+            return self._files[name]
+        latest = self._latest  # several threads may read
+        if latest is None or latest[0] != name:
+            self._latest = None
+            latest = (name, self._dequantized(name))
+            self._latest = latest
+        return latest[1]
+
+    def _dequantized(self, name: str) -> np.ndarray:
+        levels = self._files[name]
+        scale = np.asarray(self._files[self._scales[name]], np.float32)
+        outputs, inputs = self._scale_shape(levels.shape, scale.shape)
+        scale = scale.reshape(*levels.shape[:-2], -(-levels.shape[-2] // outputs), -(-levels.shape[-1] // inputs))
+        out = np.empty(levels.shape, np.float32)
+        for piece in pieces(levels.shape, out.dtype):
+            rows = np.arange(levels.shape[-2])[piece[-2]] // outputs
+            columns = np.arange(levels.shape[-1])[piece[-1]] // inputs
+            with np.errstate(all="ignore"):  # who reads this refuses what is not finite, by name
+                out[piece] = levels[piece].astype(np.float32) * scale[piece[:-2]][..., rows, :][..., columns]
+        return out
+
+    def levels(self, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None] | None:
+        """Of a matrix [out, in] in `format`: (levels, float32 scale [out], float32 input scale or None); None: this
+        one is not quantised."""
+        if name not in self._scales:
+            return None
+        levels = self._files[name]
+        scale = np.asarray(self._files[self._scales[name]], np.float32)
+        check_finite(name, levels)
+        check_finite(self._scales[name], scale)
+        owner = name.removesuffix("weight")
+        input_scale = None
+        if self._scheme.inputs == "static":
+            found = next((owner + kind for kind in INPUT_SCALES if owner + kind in self._files.forms), None)
+            if found is None:
+                raise ValueError(f"{name} has static inputs and no {owner}input_scale")
+            input_scale = np.asarray(self._files[found], np.float32).reshape(())
+        return levels, np.broadcast_to(scale.reshape(-1), levels.shape[:1]), input_scale
+
+
+# ----------------------------------------------------------------------------- writing
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantization:
+    """How matrices of layers are written, and what calibration found (megajax/quantization)."""
+
+    format: WeightFormat
+    input_ranges: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    """Name of a parameter -> float32 [layers]: the largest absolute input that is not clipped, for static inputs."""
+    factors: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    """Name of a parameter -> float32 [layers, ...]: what it is multiplied by, which together changes no result."""
+
+    def input_scale(self, name: str, row: int) -> float:
+        return float(self.input_ranges[name][row]) / largest(DTYPES[self.format.dtype])
+
+
+def written_config(format: WeightFormat, ignored: Sequence[str]) -> dict[str, Any]:
+    """The `quantization_config`. ignored: names of modules, or patterns that begin with re:."""
+    kind = {"int8": "int", "float8": "float"}[format.dtype]
+    shared = dict(num_bits=8, type=kind, symmetric=True)
+    inputs = {
+        "dynamic": shared | dict(strategy="token", dynamic=True),
+        "static": shared | dict(strategy="tensor", dynamic=False),
+    }
+    weights = shared | dict(strategy="channel", dynamic=False)
+    group = dict(targets=["Linear"], weights=weights, input_activations=inputs[format.inputs])
+    return dict(
+        quant_method="compressed-tensors",
+        format=f"{kind}-quantized",
+        quantization_status="compressed",
+        config_groups={"group_0": group},
+        ignore=list(ignored),
+    )
+
+
+def written_forms(name: str, form: TensorForm, format: WeightFormat) -> dict[str, TensorForm]:
+    """The tensors of a quantised matrix [out, in]."""
+    float32 = np.dtype(np.float32)
+    forms = {name: TensorForm(form.shape, DTYPES[format.dtype])}
+    forms[name + "_scale"] = TensorForm((form.shape[0], 1), float32)
+    if format.inputs == "static":
+        forms[name.removesuffix("weight") + "input_scale"] = TensorForm((1,), float32)
+    return forms
+
+
+def quantized_rows(matrix: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """float32 [out, in] -> (levels [out, in], scales float32 [out, 1]), as QuantizedWeight.of."""
+    scale = np.abs(matrix).max(1, keepdims=True) / np.float32(largest(dtype))
+    scale = np.where(scale > 0, scale, np.float32(1))
+    scaled = matrix / scale
+    return (np.rint(scaled) if dtype == np.int8 else scaled).astype(dtype), scale

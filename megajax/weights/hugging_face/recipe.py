@@ -1,0 +1,34 @@
+"""The recipe to fine-tune the model of a Hugging Face folder: --config=hugging_face:DIR."""
+
+import dataclasses
+
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.config import Config
+from megajax.mesh.config import MeshConfig
+from megajax.optim.config import OptimizerConfig
+from megajax.training.config import TrainingConfig
+from megajax.weights.hugging_face.folder import Folder
+
+MAX_SEQUENCE = 4096
+
+
+def fine_tuning(path: str) -> Config:
+    """Sizes, weights and tokenizer are those of the folder; only --data.paths must be set, or --data.text for a
+    classifier.
+
+    Raises ValueError if the folder is not fully supported.
+    """
+    folder = Folder(path)
+    config = folder.config
+    source = "text" if "classes" in config.model.heads else "indexed"
+    return dataclasses.replace(
+        config,
+        mesh=MeshConfig(fsdp=-1),
+        data=dataclasses.replace(config.data, source=source),
+        optimizer=OptimizerConfig(learning_rate=1e-5, min_learning_rate=1e-6, warmup_steps=100),
+        training=TrainingConfig(
+            steps=1000, global_batch_size=8, sequence_length=min(config.training.sequence_length, MAX_SEQUENCE)
+        ),
+        checkpoint=CheckpointConfig(start_from=str(folder.path.resolve())),
+        run_dir=f"runs/{folder.path.resolve().name}",
+    )

@@ -1,0 +1,163 @@
+"""Exports a model as two StableHLO programs (jax.export), which run with JAX and without megajax.
+
+Dimensions: B rows, S slots in the cache, V vocabulary.
+
+    prefill(params, tokens [B, S], lengths [B]) -> (logits [B, V], caches)
+    decode(params, caches, tokens [B], positions [B]) -> (logits [B, V], caches)
+
+params: {name: array}, as in parameters.npz. tokens, lengths and positions: int32; prompts are padded on the
+right, and `positions` are the positions of `tokens` in their rows, starting with the length of the prompt. logits:
+float32, of the next token. The programs run on one device, a CPU or an NVIDIA GPU, with XLA's kernels only.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from megajax.checkpoint.checkpointer import Checkpointer
+from megajax.checkpoint.steps import find_step
+from megajax.config import Config
+from megajax.data.tokenizers.tokenizer import load_saved_tokenizer
+from megajax.mesh.config import MeshConfig, make_mesh
+from megajax.models.model import Model
+from megajax.parameters import name_of
+from megajax.weights.run_directory import copy_tokenizer, new_directory
+
+PLATFORMS = ("cpu", "cuda")
+PARAMETERS = "parameters.npz"
+
+
+def export_programs(
+    run_dir: str | Path,
+    output: str | Path,
+    step: int | None = None,
+    dtype: str | None = None,
+    *,
+    batch_size: int = 1,
+    max_length: int | None = None,
+) -> int:
+    """Writes prefill.bin, decode.bin, parameters.npz, model.json and the tokenizer of one step (default: the newest) ->
+    the step.
+
+    dtype: of the computation and the matrices; default: that of the run. max_length: tokens per row, including the
+    prompt; default: training.sequence_length of the run. Raises ValueError if the output exists, if the step is missing
+    or damaged, or if max_length is more than the model supports; then nothing is written.
+    """
+    run_dir = Path(run_dir)
+    step = find_step(run_dir, step)
+    config = Config.load(run_dir, step)
+    config.model.check_generates()
+    max_length = config.training.sequence_length if max_length is None else max_length
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size} must be at least 1")
+    longest = config.model.max_length or max(max_length, 1)
+    if not 0 < max_length <= longest:
+        raise ValueError(f"max_length={max_length}: the model reads 1 to {longest} tokens")
+    vocab_size = min(config.model.vocab_size, load_saved_tokenizer(run_dir, config.data.tokenizer).vocab_size)
+    precision = dataclasses.replace(config.precision.for_inference.with_compute(dtype), params="float32")
+    model = Model(config.model, precision, config.execution)
+    with new_directory(output, "output") as new:
+        params = _read(run_dir, step, model)
+        for name, program in programs(model, vocab_size, batch_size, max_length).items():
+            (new / f"{name}.bin").write_bytes(_serialized(program))
+        np.savez(new / PARAMETERS, **params)
+        about = {
+            "run": str(run_dir.resolve()),
+            "step": step,
+            "batch_size": batch_size,
+            "max_length": max_length,
+            "vocab_size": vocab_size,
+            "compute": np.dtype(precision.compute_dtype).name,
+            "platforms": PLATFORMS,
+            "jax": jax.__version__,
+        }
+        (new / "model.json").write_text(json.dumps(about, indent=2) + "\n")
+        copy_tokenizer(run_dir, new)
+    return step
+
+
+def _read(run_dir: Path, step: int, model: Model) -> dict[str, np.ndarray]:
+    replicated = NamedSharding(_host_mesh(), P())
+    wanted = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=replicated),
+        model.cast_weights(model.precision.compute_dtype),
+    )
+    with Checkpointer(run_dir, None) as checkpointer:
+        return jax.tree.map(np.asarray, _named(checkpointer.restore_params(step, wanted, model.layer_rows)))
+
+
+def _serialized(program: jax.export.Exported) -> bytes:
+    try:
+        return program.serialize()
+    except ImportError:
+        raise ValueError(
+            "JAX needs the package flatbuffers to write programs; pip install 'megajax[stablehlo]'"
+        ) from None
+
+
+def programs(model: Model, vocab_size: int, batch_size: int, max_length: int) -> dict[str, jax.export.Exported]:
+    """prefill and decode, with V = vocab_size and S = max_length.
+
+    Always traced for a CPU, because kernels chosen for one GPU would not run on others.
+    """
+    structure = jax.tree.structure(model.abstract_weights)
+    names = list(_named(model.abstract_weights))
+
+    def module(params: dict):
+        return model.module(jax.tree.unflatten(structure, [params[name] for name in names]))
+
+    def logits(module, x_B1D) -> jax.Array:
+        return module.logits(x_B1D)[:, 0, :vocab_size]
+
+    def prefill(params, tokens_BS, lengths_B):
+        positions_BS = jnp.broadcast_to(jnp.arange(max_length, dtype=jnp.int32), tokens_BS.shape)
+        places_BS = jnp.where(positions_BS < lengths_B[:, None], positions_BS, max_length)
+        caches = _at(model.config.new_caches(max_length, model.execution), places_BS)
+        batch = {"tokens": tokens_BS, "positions": positions_BS}
+        x_BSD, caches = module(params).extend(batch, caches)
+        last_B1D = jnp.take_along_axis(x_BSD, (lengths_B - 1)[:, None, None], 1)
+        return logits(module(params), last_B1D), caches
+
+    def decode(params, caches, tokens_B, positions_B):
+        batch = {"tokens": tokens_B[:, None], "positions": positions_B[:, None]}
+        x_B1D, caches = module(params).extend(batch, _at(caches, batch["positions"]))
+        return logits(module(params), x_B1D), caches
+
+    rows = jax.ShapeDtypeStruct((batch_size,), jnp.int32)
+    params = _named(model.cast_weights(model.precision.compute_dtype))
+    with jax.set_mesh(_host_mesh()):
+        prompt = (params, jax.ShapeDtypeStruct((batch_size, max_length), jnp.int32), rows)
+        _, caches = jax.eval_shape(prefill, *prompt)
+        leaves, cache_structure = jax.tree.flatten(caches)
+
+        def plain_prefill(*arguments):  # caches as plain lists, without our classes
+            out, caches = prefill(*arguments)
+            return out, jax.tree.leaves(caches)
+
+        def plain_decode(params, caches, tokens_B, positions_B):
+            out, caches = decode(params, jax.tree.unflatten(cache_structure, caches), tokens_B, positions_B)
+            return out, jax.tree.leaves(caches)
+
+        return {
+            "prefill": jax.export.export(jax.jit(plain_prefill), platforms=PLATFORMS)(*prompt),
+            "decode": jax.export.export(jax.jit(plain_decode), platforms=PLATFORMS)(params, leaves, rows, rows),
+        }
+
+
+def _host_mesh() -> Mesh:
+    return make_mesh(MeshConfig(), jax.local_devices(backend="cpu")[:1])
+
+
+def _at(caches: dict, places) -> dict:
+    return {name: tuple(cache.at(places) for cache in of_stack) for name, of_stack in caches.items()}
+
+
+def _named(tree: dict) -> dict:
+    return {name_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}

@@ -1,0 +1,145 @@
+"""checkpoint.start_from: initialises a new run with the weights of another run or a Hugging Face folder.
+
+Only names, shapes and layers of the parameters must agree: other settings of the model may differ (a longer context,
+another dropout), and are logged. A dense model can start a run with experts (upcycling.py).
+"""
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from megajax.checkpoint.config import CheckpointConfig
+from megajax.checkpoint.steps import find_step, saved_steps
+from megajax.config import Config, differences, holds_run
+from megajax.mesh.sharding import with_shardings
+from megajax.models.model import Model
+from megajax.parameters import matches, merge, name_of, select
+from megajax.training.program import Program
+from megajax.weights.hugging_face.folder import is_folder
+from megajax.weights.sources import Source, open_source
+from megajax.weights.upcycling import model_for, upcycled
+
+logger = logging.getLogger("megajax")
+
+
+def pinned(config: Config) -> Config:
+    """The config with start_from resolved to a step, which does not change during the life of the run. All processes
+    call this. The value recorded in the run directory is used if start_from is not given or the run has a checkpoint.
+
+    Raises ValueError if there is no such step.
+    """
+    requested = config.checkpoint
+    recorded = Config.load(config.run_dir).checkpoint if holds_run(config.run_dir) else CheckpointConfig()
+    if saved_steps(config.run_dir):
+        if requested.start_from and requested.source() != recorded.source():
+            logger.info("checkpoint.start_from=%s has no effect: the run has already begun", requested.start_from)
+        return _replaced(config, recorded.start_from, recorded.start_fresh)
+    if not requested.start_from:
+        return _replaced(config, recorded.start_from, requested.start_fresh) if recorded.start_from else config
+    source, step = requested.source()
+    if step is None and recorded.start_from and recorded.source()[0] == source:
+        return _replaced(config, recorded.start_from, requested.start_fresh)
+    if step is None and is_folder(source):
+        return _replaced(config, str(source), requested.start_fresh)
+    if step is None:
+        step = _newest_step(requested.start_from, source)
+    return _replaced(config, str(source / "checkpoints" / str(step)), requested.start_fresh)
+
+
+def _replaced(config: Config, start_from: str, start_fresh: tuple[str, ...]) -> Config:
+    checkpoint = dataclasses.replace(config.checkpoint, start_from=start_from, start_fresh=start_fresh)
+    return dataclasses.replace(config, checkpoint=checkpoint)
+
+
+def _newest_step(requested: str, source: Path) -> int:
+    """Only the first process reads the directory, because the other run may be saving."""
+    step = -1
+    problem = ""
+    if jax.process_index() == 0:
+        try:
+            step = find_step(source)
+        except ValueError as error:
+            problem = str(error)
+    if jax.process_count() > 1:
+        step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
+    if step < 0:
+        raise ValueError(f"checkpoint.start_from={requested}: {problem or 'the first process found no step there'}")
+    return step
+
+
+def check(config: Config) -> None:
+    """Raises ValueError if the weights of the other run do not fit this one; start_from must be pinned."""
+    requested = config.checkpoint.start_from
+    try:
+        theirs = model_for(_source(config).config, config)
+        theirs.check_divides(config.mesh.sizes())
+        ours = config.make_model()
+    except ValueError as error:
+        raise ValueError(f"checkpoint.start_from={requested}: {error}") from None
+    names = _shapes(ours).keys() | _shapes(theirs).keys()
+    for pattern in config.checkpoint.start_fresh:
+        if not any(matches(name, [pattern]) for name in names):
+            raise ValueError(
+                f"checkpoint.start_fresh: {pattern!r} matches no parameter of either model; leave it out (parameter "
+                f"names look like {min(names)})"
+            )
+    if problems := _problems(ours, theirs, config.checkpoint.start_fresh):
+        more = f" and {len(problems) - 4} more" if len(problems) > 4 else ""
+        raise ValueError(
+            f"checkpoint.start_from={requested} has the weights of another model ({'; '.join(problems[:4])}{more}); "
+            "use the model config of that run, or name what to initialise or leave out with --checkpoint.start_fresh"
+        )
+
+
+def weights(config: Config, program: Program) -> dict:
+    """The weights that the run starts with, sharded for the mesh of the program."""
+    source = _source(config)
+    patterns = config.checkpoint.start_fresh
+    model = program.model
+    logger.info("starting with the weights of %s", source)
+    changed = differences(source.config.model, config.model, "model.")
+    if changed:
+        logger.info("the model config differs from it: %s", "; ".join(changed))
+    theirs = model_for(source.config, config)
+    ours = _shapes(model)
+    fresh = sorted(name for name in ours if matches(name, patterns))
+    if fresh:
+        logger.info("newly initialised: %s", ", ".join(fresh))
+    if left_out := sorted(name for name in _shapes(theirs) if name not in ours):
+        logger.info("not used: %s", ", ".join(left_out))
+    target = with_shardings(theirs.abstract_weights, theirs.shardings(program.mesh))
+    found = source.restore_params(target, theirs.layer_rows)
+    loaded = select(found, lambda name: name in ours and name not in fresh)
+    return merge(loaded, model.init(config.training.seed, program.mesh, only=fresh)) if fresh else loaded
+
+
+def _source(config: Config) -> Source:
+    return upcycled(open_source(*config.checkpoint.source()), config)
+
+
+def _problems(ours: Model, theirs: Model, fresh: tuple[str, ...]) -> list[str]:
+    """How the parameters of the two models differ, apart from those that match `fresh`."""
+    needed = {name: shape for name, shape in _shapes(ours).items() if not matches(name, fresh)}
+    available = {name: shape for name, shape in _shapes(theirs).items() if not matches(name, fresh)}
+    problems = [f"{name} is missing there" for name in needed if name not in available]
+    problems += [f"{name} is missing here" for name in available if name not in needed]
+    problems += [
+        f"{name} is {list(available[name])} there and {list(needed[name])} here"
+        for name in needed
+        if name in available and available[name] != needed[name]
+    ]
+    for stack, layers in ours.layer_rows.items():
+        is_loaded = any(name.startswith(f"{stack}.") for name in needed)
+        other = theirs.layer_rows.get(stack)
+        if is_loaded and other is not None and layers.shape == other.shape and not np.array_equal(layers, other):
+            problems.append(f"{stack} has layers {other.ravel().tolist()} there and {layers.ravel().tolist()} here")
+    return problems
+
+
+def _shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    """Shape of each weight, by name."""
+    return {name_of(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(model.abstract_weights)}

@@ -1,0 +1,55 @@
+"""The arrays of a call: what each token attends to."""
+
+import random
+
+import jax.numpy as jnp
+import numpy as np
+
+from megajax.inference.config import ServingConfig
+from megajax.inference.device.batches import Batches, Shapes
+from megajax.inference.scheduling.scheduler import Chunk, Prefill, Request, Sequence
+from megajax.inference.tokens.sampling import Sampling
+from megajax.layers.attention.kv_cache import PoolSizes
+
+PAGE = 4
+SIZES = PoolSizes(num_pages=64, page_size=PAGE, num_rows=4, dtype=jnp.dtype(jnp.float32))
+BATCHES = Batches(SIZES, Shapes.of(SIZES, max_length=64, max_batch_tokens=64, has_kernel=True), vocab_size=10)
+
+
+def test_few_programs_serve_any_request_and_the_others_come_in_stages():
+    serving = ServingConfig().on("cpu")
+    sizes = PoolSizes(num_pages=256, page_size=64, num_rows=serving.max_rows, dtype=jnp.dtype(jnp.float32))
+    shapes = Shapes.of(sizes, max_length=8192, max_batch_tokens=serving.max_batch_tokens, has_kernel=False)
+    stages = shapes.stages()
+    counts = [len(stage.decode()) + len(stage.prefill()) for stage in stages]
+    assert counts == [4, 8, 12] and stages[-1] == shapes
+    for stage in stages:
+        assert stage.fitting_decode(stage.rows[-1], 8192 // 64) in stage.decode()  # the longest sequence
+        assert stage.fitting_prefill(stage.chunks[-1], stage.most_pages) in stage.prefill()
+        assert {*stage.decode(), *stage.prefill()} <= {*shapes.decode(), *shapes.prefill()}
+
+
+def test_tokens_of_a_prompt_attend_to_their_sequence_and_padding_to_nothing_with_bounds_that_never_decrease():
+    """The kernel for prompts finds the keys of a block of tokens by the bounds of its first and last token: padding
+    with smaller bounds would hide them from the tokens before it."""
+    rng = random.Random(0)
+    for _ in range(100):
+        chunks = []
+        for row in range(rng.randint(1, 4)):
+            length = rng.randint(1, 30)
+            pages = rng.sample(range(SIZES.num_pages), -(-length // PAGE))
+            request = Request([1] * length, Sampling(max_tokens=1))
+            sequence = Sequence(request, 0, [1] * length, length + 1, row, pages, num_to_prefill=length)
+            start = rng.randrange(length)
+            chunks.append(Chunk(sequence, start, min(length, start + 16)))
+        batch, _ = BATCHES.prefill(Prefill(chunks))
+        assert (np.diff(batch.lower_T) >= 0).all() and (np.diff(batch.upper_T) >= 0).all()
+        token = 0
+        for chunk in chunks:
+            for position in range(chunk.start, chunk.end):
+                slots = np.arange(batch.lower_T[token], batch.upper_T[token])
+                assert (slots % PAGE == np.arange(position + 1) % PAGE).all()
+                assert batch.table_P[slots // PAGE].tolist() == [chunk.sequence.pages[i // PAGE]
+                                                                  for i in range(position + 1)]  # fmt: skip
+                token += 1
+        assert (batch.lower_T[token:] == batch.upper_T[token:]).all()

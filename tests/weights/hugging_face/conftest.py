@@ -1,0 +1,133 @@
+"""Folders written by hand: what transformers would write, without torch."""
+
+import json
+import zlib
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+import tokenizers
+
+from megajax.models.model import Model
+from megajax.precision import PrecisionConfig
+from megajax.weights.hugging_face.folder import Folder
+
+LLAMA = dict(
+    architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=300, hidden_size=32, intermediate_size=48,
+    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
+    rms_norm_eps=1e-5, rope_theta=5e5, tie_word_embeddings=False, hidden_act="silu", torch_dtype="bfloat16",
+    bos_token_id=0, eos_token_id=1,
+)  # fmt: skip
+CHAT = (
+    "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' }}{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def llama_tensors(options: dict, dtype=np.float32) -> dict[str, np.ndarray]:
+    D, F, V = options["hidden_size"], options["intermediate_size"], options["vocab_size"]
+    wide = options["num_attention_heads"] * options["head_dim"]
+    narrow = options["num_key_value_heads"] * options["head_dim"]
+    shapes = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
+    if not options["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (V, D)
+    for layer in range(options["num_hidden_layers"]):
+        shapes |= {
+            f"model.layers.{layer}.{name}.weight": shape
+            for name, shape in {
+                "self_attn.q_proj": (wide, D), "self_attn.k_proj": (narrow, D), "self_attn.v_proj": (narrow, D),
+                "self_attn.o_proj": (D, wide), "mlp.gate_proj": (F, D), "mlp.up_proj": (F, D), "mlp.down_proj": (D, F),
+                "input_layernorm": (D,), "post_attention_layernorm": (D,),
+            }.items()
+        }  # fmt: skip
+    rng = np.random.default_rng(0)
+    return {name: (rng.standard_normal(shape) * 0.1).astype(dtype) for name, shape in shapes.items()}
+
+
+def write_folder(folder, options: dict, tensors: dict[str, np.ndarray]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(options))
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def write_described(folder, entry: dict) -> None:
+    """entry: {"options": config.json, "tensors": {name: [shape, mean]}}; the weights are drawn by their names."""
+    tensors = {}
+    for name, (shape, mean) in entry["tensors"].items():
+        rng = np.random.default_rng(zlib.crc32(name.encode()))
+        tensors[name] = (mean + 0.15 * rng.standard_normal(shape)).astype(np.float32)
+    write_folder(folder, entry["options"], tensors)
+
+
+@pytest.fixture(scope="session")
+def write_drawn():
+    return write_described
+
+
+@pytest.fixture(scope="session")
+def our_logits():
+    """(folder, token ids [B, T]) -> logits float32 [B, T, V] of a model computed in float32."""
+
+    def logits(folder: Folder, ids: np.ndarray) -> np.ndarray:
+        model = Model(folder.model, PrecisionConfig(compute="float32"))
+        one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        form = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=one), model.abstract_weights)
+        batch = {"tokens": ids, "positions": np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)}
+
+        @jax.jit
+        def run(weights, batch):
+            module = model.module(weights)
+            x, _, _ = module.layers(module.embed(batch, None), module.block_inputs(batch))
+            return module.logits(x)[..., : folder.model.vocab_size]
+
+        with jax.default_matmul_precision("highest"):
+            return np.asarray(run(folder.restore_params(form, model.layer_rows), batch))
+
+    return logits
+
+
+def write_tokenizer(folder) -> None:
+    special = ["<s>", "</s>", "<|user|>", "<|assistant|>"]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=False))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=260, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(["hello"], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    options = dict(
+        tokenizer_class="PreTrainedTokenizerFast", bos_token="<s>", eos_token="</s>", chat_template=CHAT,
+        clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(options))
+    (folder / "generation_config.json").write_text(json.dumps(dict(bos_token_id=0, eos_token_id=1, temperature=0.6)))
+
+
+def write_small_llama(folder) -> None:
+    """With as many ids as its tokenizer, which begins every text with <s>."""
+    options = LLAMA | dict(vocab_size=260)
+    write_folder(folder, options, llama_tensors(options))
+    write_tokenizer(folder)
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    begin = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.post_processor = begin
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+@pytest.fixture(scope="session")
+def small_llama_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hugging_face") / "small_llama"
+    write_small_llama(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def llama_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hugging_face") / "llama"
+    write_folder(folder, LLAMA, llama_tensors(LLAMA))
+    write_tokenizer(folder)
+    return folder
