@@ -187,7 +187,6 @@ class RecurrentMixer(nnx.Module):
     def sizes(self) -> Sizes:
         return self.config.sizes
 
-    @property
     def inputs(self) -> Inputs:
         """The Linears of x, b and c."""
         return Inputs(*(getattr(self, name) for name in self.input_names))
