@@ -30,8 +30,8 @@ from megajax.models.model import Model
 from megajax.parameters import name_of
 from megajax.precision import DTYPES
 from megajax.quantization.weights import WeightFormat
-from megajax.weights.hugging_face.families import Family
 from megajax.weights.hugging_face.folder import is_folder
+from megajax.weights.hugging_face.form import Family
 from megajax.weights.hugging_face.import_folder import TOKEN_IDS, progress_bar, write_json
 from megajax.weights.hugging_face.mapping import Part, Tensor, WeightMap, family_for, family_of, write_options
 from megajax.weights.hugging_face.quantized import Quantization, quantized_rows, written_config, written_forms
