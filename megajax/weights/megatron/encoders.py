@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from megajax.models.bert import BertConfig
-from megajax.models.decoder import padded_vocab_size
+from megajax.models.decoder_fields import padded_vocab_size
 from megajax.weights.megatron.arguments import Arguments, activation
 from megajax.weights.megatron.entries import (
     EMBEDDING,
