@@ -12,7 +12,8 @@ from megajax.models.decoder import DecoderConfig
 from megajax.models.interface import ModelConfig
 from megajax.weights.hugging_face.options import Options
 from megajax.weights.hugging_face.rope import SCALINGS
-from megajax.weights.hugging_face.weights import Row, multi_token_rows
+from megajax.weights.hugging_face.weights import multi_token_rows
+from megajax.weights.tensor_map import Row, WeightMap
 
 logger = logging.getLogger("megajax")
 
@@ -168,3 +169,9 @@ class Family:
     @property
     def tables(self) -> tuple[tuple[Row, ...], ...]:
         return (self.weights, self.other_weights) if self.other_weights else (self.weights,)
+
+    def map_of(self, config: ModelConfig, table: Sequence[Row] | None = None) -> WeightMap:
+        """table: one of `tables`; default: the one that is written. Raises ValueError if it has no tensor for a
+        parameter of the model."""
+        rows = self.form.rows(config, table or self.weights)
+        return WeightMap(self.form.without_training(config), rows, self.form.sizes(config), self.architecture)

@@ -13,7 +13,7 @@ from megajax.models.hybrid import HybridConfig
 from megajax.weights.hugging_face.form import DecoderForm, Family
 from megajax.weights.hugging_face.layer_options import SigmoidRouter
 from megajax.weights.hugging_face.options import PLAIN, Choice, Option, Options
-from megajax.weights.hugging_face.weights import Row, linear, norm
+from megajax.weights.tensor_map import Row, linear, norm
 
 # The letters of layers, with the fields that only these layers read.
 _FIELDS = {

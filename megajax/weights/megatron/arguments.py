@@ -21,7 +21,7 @@ from megajax.models.decoder import DecoderConfig
 from megajax.models.interface import ModelConfig
 from megajax.tasks.interface import task_of
 from megajax.training.config import TrainingConfig
-from megajax.weights.megatron.entries import EMBEDDING
+from megajax.weights.megatron.rows import EMBEDDING
 
 logger = logging.getLogger("megajax")
 

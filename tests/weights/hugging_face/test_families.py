@@ -15,7 +15,7 @@ from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
 from megajax.precision import PrecisionConfig
 from megajax.weights.hugging_face.folder import Folder
-from megajax.weights.hugging_face.mapping import FAMILIES, WeightMap, family_for, family_of, read_options, write_options
+from megajax.weights.hugging_face.mapping import FAMILIES, family_for, family_of, read_options, write_options
 
 # Written by test_transformers.py from transformers 5.23.
 RECORDED = np.load(Path(__file__).parents[2] / "oracles" / "hugging_face_folders.npz")
@@ -56,7 +56,7 @@ def test_options_and_tensors_come_back(name):
         if key in written and value is not None and written[key] != value
     }
     assert set(different) <= {"rope_parameters", "sliding_window"}, different
-    tensors = WeightMap(family, model).tensors
+    tensors = family.map_of(model).tensors
     assert {tensor.name: list(tensor.shape) for tensor in tensors} == {
         name: shape for name, (shape, _) in entry["tensors"].items()
     }
@@ -294,7 +294,7 @@ def test_losses_of_the_router_are_not_part_of_the_folder():
     router = dataclasses.replace(model.moe.router, aux_loss=0.01, global_aux_loss=0.01, capacity_factor=1.5)
     trained = dataclasses.replace(model, moe=dataclasses.replace(model.moe, router=router))
     assert family_for(trained) is family and write_options(family, trained) == write_options(family, model)
-    assert len(WeightMap(family, trained).tensors) == len(WeightMap(family, model).tensors)
+    assert len(family.map_of(trained).tensors) == len(family.map_of(model).tensors)
     grouped = dataclasses.replace(model, moe=dataclasses.replace(model.moe, shared_dim=8))
     with pytest.raises(ValueError, match="MixtralForCausalLM does not have model.moe.shared_dim=8"):
         write_options(family, grouped)

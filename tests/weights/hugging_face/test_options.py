@@ -14,7 +14,6 @@ from megajax.models.execution import ExecutionConfig
 from megajax.weights.hugging_face.folder import Folder
 from megajax.weights.hugging_face.mapping import (
     FAMILIES,
-    WeightMap,
     family_for,
     family_of,
     read_options,
@@ -177,7 +176,7 @@ def drawn(family, seed: int) -> DecoderConfig:
 
 
 def write(family, config: DecoderConfig, path: Path, write_drawn) -> Folder:
-    tensors = {tensor.name: [tensor.shape, 0] for tensor in WeightMap(family, config).tensors}
+    tensors = {tensor.name: [tensor.shape, 0] for tensor in family.map_of(config).tensors}
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     write_drawn(path, {"options": tokens | write_options(family, config), "tensors": tensors})
     return Folder(path)
@@ -220,7 +219,7 @@ def test_what_is_imported_is_what_transformers_computes(family, seed, load_their
     """Or transformers does not load it."""
     options = described(family, seed)
     config = read_options(family, options)
-    tensors = {tensor.name: [tensor.shape, 0] for tensor in WeightMap(family, config).tensors}
+    tensors = {tensor.name: [tensor.shape, 0] for tensor in family.map_of(config).tensors}
     write_drawn(tmp_path, {"options": options, "tensors": tensors})
     ids = np.random.default_rng(0).integers(0, config.vocab_size, (2, LENGTH)).astype(np.int32)
     try:
