@@ -46,7 +46,7 @@ def value_of(config: Config, name: str):
         (["--optimizer.learning_rate=1e-3"], "optimizer.learning_rate", 1e-3),
         (["--launch.exit_after_minutes=0.5"], "launch.exit_after_minutes", 0.5),
         (["--launch.exit_after_minutes=none"], "launch.exit_after_minutes", None),
-        (["--model.bias=True"], "model.bias", True),
+        (["--model.biases=mlp"], "model.biases", ("mlp",)),
         (["--model.bias=true"], "model.bias", True),
         (["--model.bias", "false"], "model.bias", False),
         (["--execution.scan_layers=True"], "execution.scan_layers", True),

@@ -121,8 +121,8 @@ def _scale(moe: MoeConfig, granularity: int) -> float:
 
 
 def _check(dense: DecoderConfig, moe: MoeConfig, width: int) -> None:
-    if dense.has_mlp_bias:
-        raise ValueError("model.mlp_bias=True there: experts have no biases, so the model cannot be upcycled")
+    if "mlp" in dense.biases:
+        raise ValueError("model.biases has mlp there: experts have no biases, so the model cannot be upcycled")
     if moe.shared_dim is not None:
         raise ValueError(
             f"{FIELD}.shared_dim={moe.shared_dim}: a dense model has no shared experts to start from; leave it out"

@@ -31,7 +31,7 @@ FLOAT32 = PrecisionConfig(compute="float32")
 T = 16
 SMALL = DecoderConfig(
     num_layers=1, embed_dim=16, num_heads=2, vocab_size=30, vocab_multiple=8, max_positions=T, position="rope",
-    norm="rmsnorm", activation="swiglu", bias=False, tied_embeddings=False, init_std=0.2,
+    norm="rmsnorm", activation="swiglu", biases=(), tied_embeddings=False, init_std=0.2,
 )  # fmt: skip
 
 
@@ -165,22 +165,17 @@ def test_counted_parameters_equal_the_real_ones_of_random_features(seed):
         head_dim=rng.choice([None, 6]),
         mlp_dim=rng.choice([None, 20]),
         position=rng.choice(["learned", "rope", "alibi", "none"]),
-        norm=rng.choice(["layernorm", "rmsnorm"]),
-        norm_bias=rng.choice([False, True]),
+        norm=rng.choice(["layernorm", "rmsnorm", "layernorm_1p"]),
         norm_placement=rng.choice(["pre", "sandwich"]),
         embedding_norm=rng.choice([False, True]),
         parallel_residual=rng.choice(["none", "one_norm", "two_norms"]),
         qk_norm=rng.choice([False, True, "all_heads"]),
         activation=rng.choice(["gelu", "swiglu", "geglu_tanh", "squared_relu"]),
-        bias=rng.choice([False, True]),
-        qkv_bias=rng.choice([None, False, True]),
-        attention_out_bias=rng.choice([None, False, True]),
-        mlp_bias=rng.choice([None, False, True]),
-        head_bias=rng.choice([False, True]),
+        biases=tuple(rng.sample(("qkv", "attention_out", "mlp", "norm", "head"), rng.randint(0, 5))),
         attention_sinks=rng.choice([False, True]),
         tied_embeddings=rng.choice([False, True]),
         window=rng.choice([None, 4]),
-        moe=rng.choice([MoeConfig(), MoeConfig(4, 8, layers="de", shared_dim=6, shared_gate=True)]),
+        moe=rng.choice([MoeConfig(), MoeConfig(4, 8, shared_dim=6, shared_gate=True)]),
         mtp_layers=rng.choice([0, 1, 2]),
     )
     assert counted(config) == Model(config, FLOAT32).num_parameters(), config
@@ -198,12 +193,18 @@ def equations(jaxpr):
     "config, options, execution",
     [
         (
-            variant(bias=True, norm="layernorm", position="learned", activation="gelu", tied_embeddings=True),
+            variant(
+                biases=("qkv", "attention_out", "mlp", "norm"),
+                norm="layernorm",
+                position="learned",
+                activation="gelu",
+                tied_embeddings=True,
+            ),
             LossOptions(),
             ExecutionConfig(),
         ),
         (
-            variant(bias=True, qk_norm=True, num_kv_heads=1),
+            variant(biases=("qkv", "attention_out", "mlp", "norm"), qk_norm=True, num_kv_heads=1),
             LossOptions(z_loss=1e-4, label_smoothing=0.1),
             ExecutionConfig(recompute="selective"),
         ),
@@ -224,7 +225,7 @@ def test_no_gradient_is_summed_in_bfloat16(one_device, config, options, executio
 @pytest.mark.parametrize("mesh", [{}, dict(data=2, fsdp=2, tensor=2)], ids=["one device", "mesh"])
 def test_gradients_of_matrices_are_reduced_as_asked(mesh, make_test_mesh):
     """In bfloat16 they have no more bits than that; asked for float32 they are nearer to those of a float32 model."""
-    config = variant(num_heads=4, head_dim=8, bias=True)
+    config = variant(num_heads=4, head_dim=8, biases=("qkv", "attention_out", "mlp", "norm"))
 
     def gradients(precision):
         model = Model(config, precision)
@@ -269,9 +270,9 @@ def test_window_hides_what_is_farther_back(one_device):
 
 
 def test_every_nth_layer_sees_everything(one_device):
-    config = variant(window=4, num_layers=2, full_attention_every=2)
+    config = variant(window=4, num_layers=2, pattern="wf")
     assert list(touched(config, one_device, 5)) == [place >= 5 for place in range(T)]
-    layers = layers_of(dataclasses.replace(config, num_layers=6, full_attention_every=3))
+    layers = layers_of(dataclasses.replace(config, num_layers=6, pattern="w2f"))
     assert [layer.attention.mask.reach for layer in layers] == [4, 4, None] * 2
 
 
@@ -281,9 +282,9 @@ def test_every_nth_layer_has_no_rotary_embedding(one_device):
     def difference(config):
         return np.abs(logits_of(config, one_device, make_batch()) - logits_of(config, one_device, stretched)).max()
 
-    assert difference(variant(no_rope_every=1)) == 0
-    assert difference(variant(no_rope_every=2, num_layers=2)) > 1e-3
-    layers = layers_of(variant(no_rope_every=3, num_layers=6))
+    assert difference(variant(pattern="n")) == 0
+    assert difference(variant(pattern="fn", num_layers=2)) > 1e-3
+    layers = layers_of(variant(pattern="f2n", num_layers=6))
     assert [layer.attention.rope for layer in layers] == ["global", "global", "none"] * 2
 
 
@@ -347,7 +348,8 @@ def test_tied_output_is_the_transposed_embedding(one_device):
 
 
 def test_zero_centered_norm_starts_as_the_plain_one(one_device):
-    plain, centered = variant(qk_norm=True), variant(qk_norm=True, norm_zero_centered=True)
+    plain = variant(qk_norm=True)
+    centered = variant(qk_norm=True, norm="rmsnorm_1p")
     for config, start in ((plain, 1), (centered, 0)):
         assert np.all(Norm(layers_of(config)[0].norm, 4, rngs=nnx.Rngs(0)).scale[...] == start)
         assert np.all(make_params(config)["layers"]["dense"]["attention"]["key_norm"]["scale"] == start)
@@ -357,7 +359,9 @@ def test_zero_centered_norm_starts_as_the_plain_one(one_device):
 
 
 def test_initial_weights_follow_megatrons_rule(one_device):
-    config = variant(num_layers=4, embed_dim=128, vocab_size=512, bias=True, init_std=0.02)
+    config = variant(
+        num_layers=4, embed_dim=128, vocab_size=512, biases=("qkv", "attention_out", "mlp", "norm"), init_std=0.02
+    )
     params = Model(config, FLOAT32).init(3, one_device)
     layers = params["layers"]["dense"]
     inner = [params["embedding"], params["head"], *(layers["attention"][name] for name in ("query", "key", "value"))]
@@ -407,7 +411,7 @@ def test_dropout_is_a_function_of_the_key(one_device, kind):
 # ----------------------------------------------------------------------------- how a stack is run
 
 # A pattern of two layers, twice, and one more.
-PATTERN = variant(num_layers=5, window=4, full_attention_every=2, attention_dropout=0.1)
+PATTERN = variant(num_layers=5, window=4, pattern="wf", attention_dropout=0.1)
 
 
 def loss_and_gradients(**how):

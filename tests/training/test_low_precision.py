@@ -33,7 +33,7 @@ from megajax.training.step import make_train_step
 from megajax.weights.upcycling import model_for
 
 STEPS, BATCH, LENGTH = 3, 8, 16
-LLAMA = DecoderConfig(num_layers=3, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=32, vocab_size=96, bias=False,
+LLAMA = DecoderConfig(num_layers=3, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=32, vocab_size=96, biases=(),
                       vocab_multiple=32, position="rope", norm="rmsnorm", activation="swiglu")  # fmt: skip
 PRECISION = PrecisionConfig(recipe="fp8_delayed", compute="float32", high_layers=(1, 0), amax_history=2)
 

@@ -62,8 +62,8 @@ class RouterConfig:
     aux_loss: Coefficient = dataclasses.field(default=0.0, metadata=MAY_CHANGE)
     """Coefficient of the balance loss."""
     aux_loss_scope: Literal["microbatch", "sequence", "batch"] = "microbatch"
-    """What the balance loss is over: each microbatch, or, independent of their number, each sequence or the whole batch,
-    with the load of the previous step."""
+    """What the balance loss is over: each microbatch; or, independent of their number, each sequence, or the batch with
+    the load of the previous step."""
     z_loss: Coefficient = dataclasses.field(default=0.0, metadata=MAY_CHANGE)
     """Coefficient of the mean of logsumexp(logits) squared."""
     capacity_factor: PositiveFloat | None = None
@@ -199,7 +199,6 @@ class Router(GatheredLinear):
 
     def _terms(self, logits_BTE, scores_BTE, experts_BTK, mean_load_E) -> Terms:
         config = self.config
-        num_experts = logits_BTE.shape[-1]
         shares_BTE = scores_BTE
         if not config.is_softmax:
             shares_BTE /= jnp.sum(scores_BTE, -1, keepdims=True) + EPSILON

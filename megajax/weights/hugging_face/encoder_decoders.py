@@ -14,7 +14,7 @@ from megajax.data.tokenizers.tokenizer import Tokenizer
 from megajax.models.encoder_decoder import EncoderDecoderConfig
 from megajax.weights.hugging_face.form import Family, Form
 from megajax.weights.hugging_face.options import Choice, Option, Options
-from megajax.weights.hugging_face.weights import Row
+from megajax.weights.tensor_map import Row
 
 HEAD = "lm_head.weight"
 

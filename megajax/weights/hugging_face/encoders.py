@@ -11,7 +11,7 @@ from typing import Any
 from megajax.models.bert import BertConfig
 from megajax.weights.hugging_face.form import Family, Form
 from megajax.weights.hugging_face.options import Choice, Option, Options
-from megajax.weights.hugging_face.weights import Row, linear, norm
+from megajax.weights.tensor_map import Row, linear, norm
 
 
 class BertForm(Form):

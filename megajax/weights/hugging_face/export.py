@@ -32,11 +32,12 @@ from megajax.precision import DTYPES
 from megajax.quantization.weights import WeightFormat
 from megajax.weights.hugging_face.folder import is_folder
 from megajax.weights.hugging_face.form import Family
-from megajax.weights.hugging_face.import_folder import TOKEN_IDS, progress_bar, write_json
-from megajax.weights.hugging_face.mapping import Part, Tensor, WeightMap, family_for, family_of, write_options
+from megajax.weights.hugging_face.import_folder import TOKEN_IDS, write_json
+from megajax.weights.hugging_face.mapping import family_for, family_of, write_options
 from megajax.weights.hugging_face.quantized import Quantization, quantized_rows, written_config, written_forms
 from megajax.weights.hugging_face.tensor_files import SHARD_BYTES, ShardWriter, TensorForm
-from megajax.weights.run_directory import new_directory
+from megajax.weights.run_directory import new_directory, progress_bar
+from megajax.weights.tensor_map import Part, Tensor
 
 logger = logging.getLogger("megajax")
 
@@ -62,7 +63,7 @@ class Export:
         self.family = exported_family(self.run_dir, config, architecture)
         written = self.family.form.trained_for(config.model, config.training.sequence_length)
         config = dataclasses.replace(config, model=written)
-        self.map = WeightMap(self.family, config.model)
+        self.map = self.family.map_of(config.model)
         model = Model(config.model)
         self._stored = StoredParams(run_dir, self.step, model.layer_rows)
         self._dtypes = _dtypes(model, self._stored.dtypes)
@@ -89,7 +90,7 @@ class Export:
         model.config.check_generates()
         records = {name_of(path): record for path, record in jax.tree_util.tree_leaves_with_path(model.records)}
         format = self._quantization.format
-        ignored = ["lm_head"] if self.map.config.tied_embeddings else []  # a module without tensors of its own
+        ignored = ["lm_head"] if model.config.tied_embeddings else []  # a module without tensors of its own
         quantized = set()
         for row in self.map.rows:
             part = row[0].parts[0]

@@ -1,7 +1,6 @@
 """A Hugging Face folder as the source of a run: its model, weights and tokenizer."""
 
 import contextlib
-import functools
 import json
 import logging
 from collections.abc import Iterator, Mapping
@@ -18,13 +17,16 @@ from megajax.data.config import DataConfig
 from megajax.data.tokenizers.tokenizer import MERGES, VOCABULARY, Tokenizer, load_tokenizer, read_json
 from megajax.mesh.config import MeshConfig
 from megajax.models.execution import ExecutionConfig
+from megajax.models.model import Model
 from megajax.parameters import name_of
 from megajax.quantization.weights import QuantizedWeight, WeightFormat
 from megajax.tasks.interface import task_of
 from megajax.training.config import TrainingConfig
-from megajax.weights.hugging_face.mapping import Tensor, WeightMap, family_of, read_options
+from megajax.weights.hugging_face.mapping import family_of, read_options
 from megajax.weights.hugging_face.quantized import DequantizedFiles, read_scheme
-from megajax.weights.hugging_face.tensor_files import TensorForm, check_finite
+from megajax.weights.hugging_face.tensor_files import TensorForm
+from megajax.weights.parameter_reader import ParameterReader
+from megajax.weights.tensor_map import Tensor, WeightMap
 
 logger = logging.getLogger("megajax")
 
@@ -61,9 +63,15 @@ class Folder:
             self._check_counts()
             self.model = self.family.form.in_files(read_options(self.family, self.options), self._files.forms)
             self.model.check(MeshConfig(), self._length, ExecutionConfig())
-            maps = [WeightMap(self.family, self.model, table) for table in self.family.tables]
+            maps = [self.family.map_of(self.model, table) for table in self.family.tables]
         self.map = next((found for found in maps if not self._missing(found)), maps[0])
         self._names = self._match()
+        self._reader = ParameterReader(
+            self.map,
+            array_of=lambda tensor: self._files[self._names[tensor.name]],
+            dtype_of=lambda tensor: self._files.forms[self._names[tensor.name]].dtype,
+            describe=lambda tensor: f"{self._names[tensor.name]} in {self.path}",
+        )
         self.tokenizer_spec = self._find_tokenizer()
         """Of data.tokenizer; without a file that can be read, tokens are numbers."""
 
@@ -101,7 +109,7 @@ class Folder:
 
         def load(path, leaf, numbers):
             def read(index):
-                return self.read(name_of(path), numbers, index, leaf.dtype)
+                return self._reader.read(name_of(path), numbers, index, leaf.dtype)
 
             return jax.make_array_from_callback(leaf.shape, leaf.sharding, read)
 
@@ -115,25 +123,16 @@ class Folder:
 
     def _of_layer(self, name: str, layer: int | None) -> PiecewiseArray:
         shape = self.map.shapes[name]
-        dtype = np.dtype(np.float32) if self._files.num_quantized else self.dtype(name)
-        order = self._order(name, () if layer is None else (layer,))
+        dtype = np.dtype(np.float32) if self._files.num_quantized else self._reader.dtypes[name]
+        order = self._reader.order(name, () if layer is None else (layer,))
         if layer is None:
-            return PiecewiseArray(shape, dtype, lambda index: self.read(name, None, index, dtype), order)
+            return PiecewiseArray(shape, dtype, lambda index: self._reader.read(name, None, index, dtype), order)
         number = np.array([layer])
 
         def read(index):
-            return self.read(name, number, (slice(None), *index), dtype)[0]
+            return self._reader.read(name, number, (slice(None), *index), dtype)[0]
 
         return PiecewiseArray(shape[1:], dtype, read, order)
-
-    def _order(self, name: str, at: tuple[int, ...]) -> tuple[int, ...]:
-        """The axes of the parameter `at` a layer in the order in which the files have them, outermost first. Most
-        matrices are transposed there."""
-        if (name, at) not in self.map.source:
-            return (0, *(axis + 1 for axis in self._order(name, (*at, 0))))  # of experts, each a tensor
-        tensor, number = self.map.source[name, at]
-        (*strides,) = tensor.split(np.empty(tensor.shape, np.uint8))[number].strides
-        return tuple(sorted(range(len(strides)), key=lambda axis: -strides[axis]))
 
     @property
     def weight_format(self) -> WeightFormat | None:
@@ -152,50 +151,9 @@ class Folder:
         values = tensor.split(levels)[number].transpose(outputs_first)
         return QuantizedWeight(values, tensor.of_outputs().split(scale)[number], input_scale, self.weight_format.inputs)
 
-    def read(self, name: str, numbers: np.ndarray | None, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
-        """A part of one of our parameters, in memory in the order of the files: a copy without transposition.
-
-        numbers: layer index of each row of its leading dims, -1 for padding; None for a parameter outside the layers.
-        """
-        lead = 0 if numbers is None else numbers.ndim
-        wanted = np.array(-1) if numbers is None else numbers[index[:lead]]
-        index = index[lead:]
-        padded = self.map.shapes[name][1 if lead else 0 :]
-        sizes = [len(range(size)[part]) for size, part in zip(padded, index, strict=True)]
-        some_layer = () if numbers is None else (int(numbers.max()),)
-        order = self._order(name, some_layer)
-        out = np.zeros((*wanted.shape, *(sizes[axis] for axis in order)), dtype)
-        out = out.transpose(*range(wanted.ndim), *(wanted.ndim + order.index(axis) for axis in range(len(order))))
-        for row in np.ndindex(wanted.shape):
-            layer = int(wanted[row])
-            if layer >= 0 or not lead:
-                self._fill(out[row], name, (layer,) if lead else (), index)
-        return out
-
-    def _fill(self, out: np.ndarray, name: str, at: tuple[int, ...], index: tuple[slice, ...]) -> None:
-        """Reads a part of the parameter `at` a layer or expert; what remains of `out` is padding of the vocabulary."""
-        if (name, at) in self.map.source:
-            tensor, number = self.map.source[name, at]
-            piece = tensor.split(self._files[self._names[tensor.name]])[number][index]
-            read = out[tuple(map(slice, piece.shape))]
-            read[...] = piece
-            check_finite(f"{self._names[tensor.name]} in {self.path}", read)
-            return
-        experts = range(self.map.shapes[name][len(at)])[index[0]]  # each is a tensor of its own
-        for row, expert in zip(out, experts, strict=True):
-            self._fill(row, name, (*at, expert), index[1:])
-
-    def dtype(self, name: str) -> np.dtype:
-        """Dtype of one of our parameters in the folder; float32 if its tensors differ."""
-        return self._dtypes[name]
-
-    @functools.cached_property
-    def _dtypes(self) -> dict[str, np.dtype]:
-        found: dict[str, np.dtype] = {}
-        for (name, _), (tensor, _) in self.map.source.items():
-            dtype = self._files.forms[self._names[tensor.name]].dtype
-            found[name] = dtype if found.get(name, dtype) == dtype else np.dtype(np.float32)
-        return found
+    def piecewise(self, model: Model) -> dict:
+        """Nested dict of PiecewiseArray, each in the dtype of the folder."""
+        return self._reader.piecewise(model, self._reader.dtypes)
 
     def _find_tokenizer(self) -> str:
         found = next((self.path / name for name in TOKENIZERS if (self.path / name).is_file()), None)

@@ -21,7 +21,8 @@ from megajax.checkpoint.piecewise import pieces
 from megajax.quantization.formats import largest
 from megajax.quantization.weights import DTYPES, Inputs, WeightFormat
 from megajax.weights.hugging_face.options import read_object
-from megajax.weights.hugging_face.tensor_files import TensorFiles, TensorForm, check_finite
+from megajax.weights.hugging_face.tensor_files import TensorFiles, TensorForm
+from megajax.weights.parameter_reader import check_finite
 
 logger = logging.getLogger("megajax")
 

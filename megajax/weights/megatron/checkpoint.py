@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megajax.weights.megatron.entries import EMBEDDING, OUTPUT, SEQUENCE_TO_SEQUENCE_OUTPUT
+from megajax.weights.megatron.rows import EMBEDDING, OUTPUT, SEQUENCE_TO_SEQUENCE_OUTPUT
 
 logger = logging.getLogger("megajax")
 

@@ -4,21 +4,16 @@ from collections.abc import Mapping
 
 from megajax.models.encoder_decoder import EncoderDecoderConfig
 from megajax.weights.megatron.arguments import NORMS, Arguments, activation, has_bias
-from megajax.weights.megatron.entries import (
+from megajax.weights.megatron.rows import (
     EMBEDDING,
+    EMBEDDINGS,
     SEQUENCE_TO_SEQUENCE_BIAS,
     SEQUENCE_TO_SEQUENCE_OUTPUT,
-    Entry,
-    Heads,
     Table,
-    cross_attention,
     feed_forward,
-    norm,
-    output_layer,
-    positions,
     self_attention,
-    vocabulary,
 )
+from megajax.weights.tensor_map import Row, linear, norm
 
 # What EncoderDecoderConfig has no field for, with the values that are its own.
 _FIXED = {
@@ -73,35 +68,30 @@ def read_model(given: Arguments, shapes: Mapping[str, tuple[int, ...]]) -> Encod
 
 
 def table(config: EncoderDecoderConfig) -> Table:
-    D = config.embed_dim
-    sizes = (config.vocab_size, config.padded_vocab_size)
-    found = [vocabulary("embedding", EMBEDDING, *sizes, D)]
-    if config.position == "learned":
-        found.append(positions(config.max_positions, config.max_positions, D))
-    stacks = {"encoder": config.num_layers, "decoder": config.decoder_layers}
-    for stack, num_layers in stacks.items():
-        found += [entry.of_layers(f"{stack}/dense", range(num_layers)) for entry in _layer(config, stack)]
-        if config.position == "relative":
-            theirs = f"{stack}_relative_pos_emb.relative_attention_bias.weight"
-            found.append(Entry((f"{stack}_bias/table",), theirs, (config.num_buckets, config.num_heads)))
-        if config.final_norm:
-            found += norm(config.norm_config, f"{stack}_norm", f"{stack}.final_layernorm", D)
-    if not config.tied_embeddings:
-        found.append(output_layer("head", SEQUENCE_TO_SEQUENCE_OUTPUT, *sizes, D))
-    if config.head_bias:
-        found.append(vocabulary("head_bias", SEQUENCE_TO_SEQUENCE_BIAS, *sizes))
-    return found
+    stacks = ("encoder", "decoder")
+    return (
+        *EMBEDDINGS,
+        *(row for stack in stacks for row in _stack(stack, config.is_gated)),
+        Row(SEQUENCE_TO_SEQUENCE_OUTPUT, ("head",), "linear"),
+        Row(SEQUENCE_TO_SEQUENCE_BIAS, ("head_bias",)),
+    )
 
 
-def _layer(config: EncoderDecoderConfig, stack: str) -> Table:
-    D = config.embed_dim
-    N = config.num_heads
-    heads = Heads(D, N, N, config.head_dim, qkv_bias=config.bias, out_bias=config.bias)
-    theirs = f"{stack}.layers.{{}}."
-    layer = norm(config.norm_config, "attention_norm", f"{theirs}input_layernorm", D)
-    layer += self_attention("attention/", f"{theirs}self_attention.", heads)
-    if stack == "decoder":
-        layer += norm(config.norm_config, "cross_norm", f"{theirs}pre_cross_attn_layernorm", D)
-        layer += cross_attention("cross_attention/", f"{theirs}cross_attention.", heads)
-    layer += norm(config.norm_config, "mlp_norm", f"{theirs}pre_mlp_layernorm", D)
-    return layer + feed_forward("mlp/", f"{theirs}mlp.", D, config.mlp_dim, config.activation, has_bias=config.bias)
+def _stack(name: str, is_gated: bool) -> Table:
+    theirs = f"{name}.layers.{{}}."
+    ours = f"{name}.*."
+    cross = f"{theirs}cross_attention."
+    return (
+        Row(f"{name}_relative_pos_emb.relative_attention_bias.weight", (f"{name}_bias.table",)),
+        *norm(f"{theirs}input_layernorm", f"{ours}attention_norm"),
+        *self_attention(f"{theirs}self_attention.", f"{ours}attention."),
+        *norm(f"{theirs}pre_cross_attn_layernorm", f"{ours}cross_norm"),
+        *linear(f"{cross}linear_q", f"{ours}cross_attention.query"),
+        *linear(
+            f"{cross}linear_kv", f"{ours}cross_attention.key", f"{ours}cross_attention.value", layout="within_heads"
+        ),
+        *linear(f"{cross}linear_proj", f"{ours}cross_attention.out"),
+        *norm(f"{theirs}pre_mlp_layernorm", f"{ours}mlp_norm"),
+        *feed_forward(f"{theirs}mlp.", f"{ours}mlp.", is_gated),
+        *norm(f"{name}.final_layernorm", f"{name}_norm"),
+    )

@@ -3,23 +3,17 @@
 from collections.abc import Mapping
 
 from megajax.models.bert import BertConfig
-from megajax.models.decoder_fields import padded_vocab_size
 from megajax.weights.megatron.arguments import Arguments, activation
-from megajax.weights.megatron.entries import (
+from megajax.weights.megatron.rows import (
     EMBEDDING,
+    EMBEDDINGS,
     OUTPUT,
     OUTPUT_BIAS,
-    Entry,
-    Heads,
     Table,
     feed_forward,
-    linear,
-    norm,
-    output_layer,
-    positions,
     self_attention,
-    vocabulary,
 )
+from megajax.weights.tensor_map import Row, linear, norm
 
 LAYER = "encoder.layers.{}."
 _TYPES = "embedding.tokentype_embeddings.weight"
@@ -73,25 +67,19 @@ def read_model(given: Arguments, shapes: Mapping[str, tuple[int, ...]]) -> BertC
 
 
 def table(config: BertConfig) -> Table:
-    D = config.embed_dim
-    N = config.num_heads
-    sizes = (config.vocab_size, config.padded_vocab_size)
-    rows = padded_vocab_size(config.position_rows, config.vocab_multiple)
-    found = [vocabulary("embedding", EMBEDDING, *sizes, D), positions(config.max_positions, rows, D)]
-    if config.num_token_types:
-        found.append(Entry(("token_type_embedding",), _TYPES, (config.num_token_types, D)))
-    layer = norm(config.norm_config, "attention_norm", f"{LAYER}input_layernorm", D)
-    layer += self_attention("attention/", f"{LAYER}self_attention.", Heads(D, N, N, D // N, True, True))
-    layer += norm(config.norm_config, "mlp_norm", f"{LAYER}pre_mlp_layernorm", D)
-    layer += feed_forward("mlp/", f"{LAYER}mlp.", D, config.width_of_mlp, config.activation, has_bias=True)
-    found += [entry.of_layers("layers/dense", range(config.num_layers)) for entry in layer]
-    found += norm(config.norm_config, "final_norm", "encoder.final_layernorm", D)
-    found += linear("head_dense", "lm_head.dense", (D,), (D,), has_bias=True)
-    found += norm(config.norm_config, "head_norm", "lm_head.layer_norm", D)
-    found.append(vocabulary("head_bias", OUTPUT_BIAS, *sizes))
-    if not config.tied_embeddings:
-        found.append(output_layer("head", OUTPUT, *sizes, D))
-    if config.has_next_sentence:
-        found += linear("pooler", "pooler.dense", (D,), (D,), has_bias=True)
-        found += linear("next_sentence", "binary_head", (D,), (2,), has_bias=True)
-    return found
+    ours = "layers.*."
+    return (
+        *EMBEDDINGS,
+        Row(_TYPES, ("token_type_embedding",)),
+        *norm(f"{LAYER}input_layernorm", f"{ours}attention_norm"),
+        *self_attention(f"{LAYER}self_attention.", f"{ours}attention."),
+        *norm(f"{LAYER}pre_mlp_layernorm", f"{ours}mlp_norm"),
+        *feed_forward(f"{LAYER}mlp.", f"{ours}mlp.", is_gated=False),
+        *norm("encoder.final_layernorm", "final_norm"),
+        *linear("lm_head.dense", "head_dense"),
+        *norm("lm_head.layer_norm", "head_norm"),
+        Row(OUTPUT, ("head",), "linear"),
+        Row(OUTPUT_BIAS, ("head_bias",)),
+        *linear("pooler.dense", "pooler"),
+        *linear("binary_head", "next_sentence"),
+    )

@@ -37,8 +37,8 @@ from megajax.parameters import name_of
 from megajax.weights.hugging_face.export import export_run, exported_family
 from megajax.weights.hugging_face.folder import Folder, is_folder
 from megajax.weights.hugging_face.import_folder import import_folder
-from megajax.weights.hugging_face.mapping import WeightMap, family_of, read_options
-from megajax.weights.hugging_face.tensor_files import check_finite
+from megajax.weights.hugging_face.mapping import family_of, read_options
+from megajax.weights.parameter_reader import check_finite
 from megajax.weights.sources import open_source
 
 
@@ -133,7 +133,7 @@ def test_memory_does_not_grow_with_the_number_of_layers(llama_folder, write_draw
     for name, layers in (("shallow", 2), ("deep", 32)):
         options = json.loads((llama_folder / "config.json").read_text()) | sizes | dict(num_hidden_layers=layers)
         family = family_of(options)
-        forms = {tensor.name: tensor.shape for tensor in WeightMap(family, read_options(family, options)).tensors}
+        forms = {tensor.name: tensor.shape for tensor in family.map_of(read_options(family, options)).tensors}
         write_drawn(tmp_path / name, dict(options=options, tensors={name: [form, 0] for name, form in forms.items()}))
         nbytes[name] = sum(4 * math.prod(form) for form in forms.values())
     command = [sys.executable, "-c", PEAKS]
