@@ -60,7 +60,7 @@ class Export:
         config = Config.load(run_dir, self.step)
         config.model.check_exports()
         self.tokenizer = load_saved_tokenizer(run_dir, config.data.tokenizer)
-        self.family = _family(self.run_dir, config, architecture)
+        self.family = family_of_run(self.run_dir, config, architecture)
         written = self.family.form.trained_for(config.model, config.training.sequence_length)
         config = dataclasses.replace(config, model=written)
         self.map = self.family.map_of(config.model)
@@ -214,7 +214,7 @@ def export_run(
     return found
 
 
-def _family(run_dir: Path, config: Config, architecture: str | None) -> Family:
+def family_of_run(run_dir: Path, config: Config, architecture: str | None) -> Family:
     if architecture is None:
         places = [run_dir, *([config.checkpoint.source()[0]] if config.checkpoint.start_from else [])]
         known = next((name for name in map(_architecture, places) if name), None)
