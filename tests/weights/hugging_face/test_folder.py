@@ -105,7 +105,7 @@ PEAKS = """
 import sys, threading
 from pathlib import Path
 from megajax.checkpoint import piecewise
-from megajax.weights.hugging_face.export import export_run, family_of_run
+from megajax.weights.hugging_face.export import export_run
 from megajax.weights.hugging_face.import_folder import import_folder
 
 piecewise.PIECE_BYTES = 2**20
