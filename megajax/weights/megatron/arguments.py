@@ -53,6 +53,18 @@ UNSUPPORTED: dict[str, tuple] = {
     "use_mup": (False,),
     "enable_mhc_connections": (False,),
 }
+# What the configs of encoders have no field for, with the values that are their own.
+ONLY_DECODERS: dict[str, tuple] = {
+    "add_position_embedding": (True,),
+    "group_query_attention": (False,),
+    "qk_layernorm": (False,),
+    "layernorm_zero_centered_gamma": (False,),
+    "apply_layernorm_1p": (False,),
+    "num_experts": (0,),
+    "multi_latent_attention": (False,),
+    "window_size": (),
+    "softmax_type": ("vanilla",),
+}
 _POSITIONS = {"learned_absolute": "learned", "rope": "rope", "none": "none"}
 _SCORES = {"softmax": "softmax", "sigmoid": "sigmoid", "sqrtsoftplus": "sqrt_softplus"}
 _BALANCE = {
@@ -60,6 +72,8 @@ _BALANCE = {
     "sinkhorn": None,
 }  # fmt: skip
 NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
+
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Arguments:
@@ -97,36 +111,54 @@ def read_config(given: Arguments, model: ModelConfig, vocabulary_rows: int, fold
     return Config(model=model, task=task_of(model), data=data, training=training)
 
 
-def decoder_model(given: Arguments, shapes: Mapping[str, tuple[int, ...]]) -> DecoderConfig:
-    """shapes: of the parameters."""
-    heads = given.size("num_attention_heads")
-    normalization = given.get("normalization", default="LayerNorm")
-    if normalization not in NORMS:
+def shared_fields(given: Arguments, shapes: Shapes) -> dict[str, Any]:
+    """The fields that the configs of all families have."""
+    width = given.size("hidden_size")
+    return dict(
+        embed_dim=width,
+        num_heads=given.size("num_attention_heads"),
+        mlp_dim=int(given.get("ffn_hidden_size", default=4 * width)),
+        # Megatron's softmax includes all rows of the table, also the padding.
+        vocab_size=shapes[EMBEDDING][0],
+        vocab_multiple=1,
+        max_positions=given.size("max_position_embeddings"),
+        norm_epsilon=given.get("layernorm_epsilon", "norm_epsilon", default=1e-5),
+        activation=_activation(given),
+        dropout=given.get("hidden_dropout", default=0.1),
+        attention_dropout=given.get("attention_dropout", default=0.1),
+    )
+
+
+def head_dim(given: Arguments) -> int:
+    return int(given.get("kv_channels", default=given.size("hidden_size") // given.size("num_attention_heads")))
+
+
+def norm_kind(given: Arguments) -> Any:
+    """NormConfig.kind."""
+    name = given.get("normalization", default="LayerNorm")
+    if name not in NORMS:
         raise given.refuse("normalization")
+    return NORMS[name]
+
+
+def decoder_model(given: Arguments, shapes: Shapes) -> DecoderConfig:
+    """shapes: of the parameters."""
     bias = has_bias(given)
     softmax = given.get("softmax_type", default="vanilla")
     if softmax not in ("vanilla", "learnable"):
         raise given.refuse("softmax_type")
     window, full_every = _window(given)
     model = DecoderConfig(
+        **shared_fields(given, shapes),
         num_layers=given.size("num_layers"),
-        embed_dim=given.size("hidden_size"),
-        num_heads=heads,
-        num_kv_heads=given.size("num_query_groups") if given.get("group_query_attention") else heads,
-        head_dim=int(given.get("kv_channels", default=given.size("hidden_size") // heads)),
-        mlp_dim=int(given.get("ffn_hidden_size", default=4 * given.size("hidden_size"))),
-        # Megatron's softmax includes all rows of the table, also the padding.
-        vocab_size=shapes[EMBEDDING][0],
-        vocab_multiple=1,
+        num_kv_heads=given.size("num_query_groups" if given.get("group_query_attention") else "num_attention_heads"),
+        head_dim=head_dim(given),
         position=_position(given),
-        max_positions=given.size("max_position_embeddings"),
         rope=_rope(given),
         no_rope_every=_every(given, "no_rope_freq"),
-        norm=NORMS[normalization],
-        norm_epsilon=given.get("layernorm_epsilon", "norm_epsilon", default=1e-5),
+        norm=norm_kind(given),
         norm_zero_centered=bool(given.get("layernorm_zero_centered_gamma", "apply_layernorm_1p", default=False)),
         qk_norm=bool(given.get("qk_layernorm", default=False)),
-        activation=activation(given),
         bias=bias,
         qkv_bias=True if given.get("add_qkv_bias") and not bias else None,
         attention_sinks=softmax == "learnable",
@@ -134,8 +166,6 @@ def decoder_model(given: Arguments, shapes: Mapping[str, tuple[int, ...]]) -> De
         window=window,
         full_attention_every=full_every,
         moe=_moe(given),
-        dropout=given.get("hidden_dropout", default=0.1),
-        attention_dropout=given.get("attention_dropout", default=0.1),
         init_std=given.get("init_method_std", default=0.02),
     )
     return _with_multi_token(given, _with_latents(given, model))
@@ -249,8 +279,9 @@ def _router(given: Arguments) -> RouterConfig:
         raise given.refuse("moe_router_load_balancing_type")
     coefficients = given.get("moe_aux_loss_coeff", default=0.0)
     coefficients = [coefficients] * len(kinds) if isinstance(coefficients, int | float) else list(coefficients)
-    losses = {_BALANCE[kind]: float(value) for kind, value in zip(kinds, coefficients, strict=True) if _BALANCE[kind]}
-    losses.pop("global_aux_loss", None)  # a checkpoint has no state of it
+    named = zip((_BALANCE[kind] for kind in kinds), coefficients, strict=True)
+    # A checkpoint has no state of the global loss.
+    losses: dict[str, Any] = {name: float(value) for name, value in named if name and name != "global_aux_loss"}
     has_bias = bool(given.get("moe_router_enable_expert_bias", default=False))
     return RouterConfig(
         top_k=given.size("moe_router_topk"),
@@ -267,7 +298,7 @@ def _router(given: Arguments) -> RouterConfig:
     )
 
 
-def _position(given: Arguments) -> str:
+def _position(given: Arguments) -> Any:
     position = given.get("position_embedding_type", default="learned_absolute")
     if given.get("use_rotary_position_embeddings"):  # of older versions, like the next
         return "rope"
@@ -279,7 +310,7 @@ def _position(given: Arguments) -> str:
 
 
 def _rope(given: Arguments) -> RopeConfig:
-    scaled = {}
+    scaled: dict[str, Any] = {}
     interpolation = given.get("rotary_seq_len_interpolation_factor", default=1)
     if given.get("use_rope_scaling"):
         scaled = dict(scaling="llama3", factor=float(given.get("rope_scaling_factor", default=8.0)))
@@ -300,7 +331,7 @@ def has_bias(given: Arguments) -> bool:
     return bool(given.get("add_bias_linear", default=not given.get("disable_bias_linear", default=False)))
 
 
-def activation(given: Arguments) -> str:
+def _activation(given: Arguments) -> str:
     if given.get("swiglu"):
         return "swiglu"
     if given.get("squared_relu"):
