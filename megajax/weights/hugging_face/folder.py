@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from megajax.checkpoint.layout import Rows, of_layers, stack_of
-from megajax.checkpoint.piecewise import PiecewiseArray, StoredParameter, pieces
+from megajax.checkpoint.piecewise import Index, PiecewiseArray, StoredParameter, pieces
 from megajax.config import Config
 from megajax.data.config import DataConfig
 from megajax.data.tokenizers.tokenizer import MERGES, VOCABULARY, Tokenizer, load_tokenizer, read_json
@@ -26,7 +26,7 @@ from megajax.weights.hugging_face.mapping import family_of, read_options
 from megajax.weights.hugging_face.quantized import DequantizedFiles, read_scheme
 from megajax.weights.hugging_face.tensor_files import TensorForm
 from megajax.weights.parameter_reader import ParameterReader
-from megajax.weights.tensor_map import Tensor, WeightMap
+from megajax.weights.tensor_map import Tensor
 
 logger = logging.getLogger("megajax")
 
@@ -64,7 +64,7 @@ class Folder:
             self.model = self.family.form.in_files(read_options(self.family, self.options), self.files.forms)
             self.model.check(MeshConfig(), self._length, ExecutionConfig())
             maps = [self.family.map_of(self.model, table) for table in self.family.tables]
-        self.map = next((found for found in maps if not self._missing(found)), maps[0])
+        self.map = next((found for found in maps if all(map(self._name_in_files, found.tensors))), maps[0])
         self._names = self._match()
         self.reader = ParameterReader(
             self.map,
@@ -129,7 +129,7 @@ class Folder:
             return PiecewiseArray(shape, dtype, lambda index: self.reader.read(name, None, index, dtype), order)
         number = np.array([layer])
 
-        def read(index):
+        def read(index: Index) -> np.ndarray:
             return self.reader.read(name, number, (slice(None), *index), dtype)[0]
 
         return PiecewiseArray(shape[1:], dtype, read, order)
@@ -142,14 +142,15 @@ class Folder:
     def levels(self, name: str, layer: int | None) -> QuantizedWeight | None:
         """A matrix of a layer as it is stored in weight_format, with arrays of NumPy; None: this one is not."""
         tensor, number = self.map.source[name, () if layer is None else (layer,)]
+        format = self.weight_format
         found = None if tensor.layout == "conv1d" else self.files.levels(self._names[tensor.name])
-        if found is None:
+        if found is None or format is None:
             return None
         levels, scale, input_scale = found
         part = tensor.parts[number]
         outputs_first = (*range(part.num_inputs, len(part.shape)), *range(part.num_inputs))
         values = tensor.split(levels)[number].transpose(outputs_first)
-        return QuantizedWeight(values, tensor.of_outputs().split(scale)[number], input_scale, self.weight_format.inputs)
+        return QuantizedWeight(values, tensor.of_outputs().split(scale)[number], input_scale, format.inputs)
 
     def piecewise(self, model: Model) -> dict:
         """Nested dict of PiecewiseArray, each in the dtype of the folder."""
@@ -188,10 +189,12 @@ class Folder:
     def _match(self) -> dict[str, str]:
         """{name of a tensor in the table: name in the files}. Raises ValueError for tensors that do not fit."""
         forms = self.files.forms
-        if missing := self._missing(self.map):
-            tensor = missing[0]
-            raise ValueError(f"{self.path}: tensor {tensor.name} {list(tensor.shape)} is missing")
-        names = {tensor.name: self._name_in_files(tensor) for tensor in self.map.tensors}
+        names: dict[str, str] = {}
+        for tensor in self.map.tensors:
+            name = self._name_in_files(tensor)
+            if name is None:
+                raise ValueError(f"{self.path}: tensor {tensor.name} {list(tensor.shape)} is missing")
+            names[tensor.name] = name
         for tensor in self.map.tensors:
             name = names[tensor.name]
             if forms[name].shape != tensor.shape:
@@ -218,9 +221,6 @@ class Folder:
                     "%s: %s is not used by %s, which takes %s instead; an export has the second in both places",
                     self.path, names[tensor.name], self.family.architecture, names[other.name],
                 )  # fmt: skip
-
-    def _missing(self, weights: WeightMap) -> list[Tensor]:
-        return [tensor for tensor in weights.tensors if self._name_in_files(tensor) is None]
 
     def _name_in_files(self, tensor: Tensor) -> str | None:
         """Which may lack the prefix of the base model."""

@@ -66,7 +66,7 @@ ONLY_DECODERS: dict[str, tuple] = {
     "softmax_type": ("vanilla",),
 }
 _POSITIONS = {"learned_absolute": "learned", "rope": "rope", "none": "none"}
-_SCORES = {"softmax": "softmax", "sigmoid": "sigmoid", "sqrtsoftplus": "sqrt_softplus"}
+_SCORES: dict[str, Any] = {"softmax": "softmax", "sigmoid": "sigmoid", "sqrtsoftplus": "sqrt_softplus"}
 _BALANCE = {
     "aux_loss": "aux_loss", "seq_aux_loss": "sequence_aux_loss", "global_aux_loss": "global_aux_loss", "none": None,
     "sinkhorn": None,
@@ -108,7 +108,7 @@ def read_config(given: Arguments, model: ModelConfig, vocabulary_rows: int, fold
     data = DataConfig(source="mock", tokenizer=_tokenizer(given, vocabulary_rows, folder))
     length = given.size("seq_length" if given.get("seq_length") else "max_position_embeddings")
     training = TrainingConfig(sequence_length=length)
-    return Config(model=model, task=task_of(model), data=data, training=training)
+    return Config(model=model, task=task_of(model) or Config().task, data=data, training=training)
 
 
 def shared_fields(given: Arguments, shapes: Shapes) -> dict[str, Any]:
