@@ -99,7 +99,8 @@ def describe(hint: Any) -> str:
     elif typing.get_origin(kind) is tuple:
         element, ranges = _split(parts[0])
         count = "a list of" if parts[1:] == (...,) else len(parts)
-        words = f"{count} {PLURALS[element]}, separated by commas"
+        plural = PLURALS.get(element) or f"the names {describe(element)}"
+        words = f"{count} {plural}, separated by commas"
     elif is_union(kind):
         choices = [describe(part) for part in parts]
         words = (", or " if any("," in choice for choice in choices) else " or ").join(choices)

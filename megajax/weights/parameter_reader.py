@@ -48,7 +48,7 @@ class ParameterReader:
         wanted = np.array(-1) if numbers is None else numbers[index[:lead]]
         index = index[lead:]
         padded = self.map.shapes[name][1 if lead else 0 :]
-        sizes = [len(range(size)[part]) for size, part in zip(padded, index, strict=True)]
+        sizes = [len(np.arange(size)[part]) for size, part in zip(padded, index, strict=True)]
         some_layer = () if numbers is None else (int(numbers.max()),)
         order = self.order(name, some_layer)
         out = np.zeros((*wanted.shape, *(sizes[axis] for axis in order)), dtype)
@@ -77,7 +77,7 @@ class ParameterReader:
             read[...] = piece
             check_finite(self._describe(tensor), read)
             return
-        experts = range(self.map.shapes[name][len(at)])[index[0]]  # each is a tensor of its own
+        experts = np.arange(self.map.shapes[name][len(at)])[index[0]].tolist()  # each is a tensor of its own
         for row, expert in zip(out, experts, strict=True):
             self._fill(row, name, (*at, expert), index[1:])
 

@@ -13,8 +13,8 @@ from megajax.quantization.weights import QuantizedWeight, WeightFormat
 from megajax.weights.hugging_face.folder import Folder, is_folder
 
 
-class Source(Protocol):
-    """str() describes the source in messages."""
+class WeightSource(Protocol):
+    """What a run starts with; str() describes it in messages."""
 
     @property
     def config(self) -> Config: ...
@@ -22,6 +22,10 @@ class Source(Protocol):
     def restore_params(self, abstract: dict, layer_rows: Rows) -> dict:
         """The weights with the dtypes and shardings of the abstract arrays. layer_rows: layer number of each of their
         rows."""
+
+
+class Source(WeightSource, Protocol):
+    """What is served, too."""
 
     def open(self, name: str, layer_rows: Rows) -> StoredParameter:
         """A parameter, to be read layer by layer. Raises ValueError if it cannot be read."""

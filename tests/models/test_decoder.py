@@ -19,7 +19,8 @@ from megajax.layers.dropout import DropoutKey, dropout
 from megajax.layers.feed_forward.mlp import Mlp
 from megajax.layers.feed_forward.moe import MoeConfig
 from megajax.layers.norm import Norm
-from megajax.models.decoder import DecoderConfig, padded_vocab_size
+from megajax.models.decoder import DecoderConfig
+from megajax.models.decoder_fields import padded_vocab_size
 from megajax.models.execution import ExecutionConfig
 from megajax.models.interface import LossOptions, split_key
 from megajax.models.model import Model
@@ -77,7 +78,7 @@ def make_params(config: DecoderConfig) -> dict:
 
     def draw(path, leaf):
         if path[-1].key == "scale":
-            return np.full(leaf.shape, 0.0 if config.norm_zero_centered else 1.0, np.float32)
+            return np.full(leaf.shape, 0.0 if config.norm.endswith("_1p") else 1.0, np.float32)
         return (config.init_std * rng.standard_normal(leaf.shape)).astype(np.float32)
 
     return jax.tree.map_with_path(draw, Model(config, FLOAT32).abstract_weights)
@@ -117,23 +118,23 @@ def counted(config: DecoderConfig) -> int:
     """Parameters by the formula, from the sizes alone."""
     D, N, K, H, F = config.embed_dim, config.num_heads, config.kv_heads, config.width_of_head, config.width_of_mlp
     wide = 2 if config.activation in ("swiglu", "geglu", "geglu_tanh") else 1
-    of_a_norm = 2 if config.norm == "layernorm" and config.norm_bias else 1
+    of_a_norm = 2 if config.norm.startswith("layernorm") and "norm" in config.biases else 1
     norms = {"pre": 2, "post": 2, "sandwich": 4}[config.norm_placement] - (config.parallel_residual == "one_norm")
     latent = config.latent
     layer = (2 * D * (N + K) * H if latent.kv_rank is None else counted_latent(config)) + norms * of_a_norm * D
     if config.qk_norm:
         layer += of_a_norm * H * (N + K if config.qk_norm == "all_heads" else 2)
-    layer += (N + 2 * K) * H if config.has_qkv_bias else 0
-    layer += D if config.has_attention_out_bias else 0
+    layer += (N + 2 * K) * H if "qkv" in config.biases else 0
+    layer += D if "attention_out" in config.biases else 0
     layer += N if config.attention_sinks else 0
     matrices, moe = (wide + 1) * D, config.moe
-    dense = matrices * F + (wide * F + D if config.has_mlp_bias else 0)
+    dense = matrices * F + (wide * F + D if "mlp" in config.biases else 0)
     experts = (moe.num_experts or 0) * (D + matrices * (moe.expert_dim or F))
     experts += matrices * (moe.shared_dim or 0) + moe.shared_gate * D
-    mlps = sum(experts if moe.has_experts(number) else dense for number in range(config.num_layers))
-    tables = config.padded_vocab_size * (D * (1 if config.tied_embeddings else 2) + config.head_bias)
+    mlps = sum(experts if config.has_experts(number) else dense for number in range(config.num_layers))
+    tables = config.padded_vocab_size * (D * (1 if config.tied_embeddings else 2) + ("head" in config.biases))
     tables += config.max_positions * D if config.position == "learned" else 0
-    mtp = config.mtp_layers * (layer + (experts if moe.has_experts(config.num_layers - 1) else dense))
+    mtp = config.mtp_layers * (layer + (experts if config.has_experts(config.num_layers - 1) else dense))
     mtp += config.mtp_layers * (2 * D * D + 3 * of_a_norm * D)
     return config.num_layers * layer + mlps + mtp + of_a_norm * D * (1 + config.embedding_norm) + tables
 

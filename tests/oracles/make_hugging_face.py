@@ -241,7 +241,7 @@ def record(make, generator: torch.Generator) -> dict[str, np.ndarray]:
     ours = OURS | ours
     model.eval()
     for name, parameter in model.named_parameters():
-        is_scale = parameter.ndim == 1 and name.endswith("weight") and not ours.get("norm_zero_centered")
+        is_scale = parameter.ndim == 1 and name.endswith("weight") and not ours["norm"].endswith("_1p")
         parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator) + is_scale)
     tokens = torch.randint(0, V, (2, LENGTH), generator=generator)
     logits = model(tokens).logits.numpy()

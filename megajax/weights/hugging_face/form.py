@@ -4,15 +4,16 @@ import dataclasses
 import logging
 import typing
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from megajax.data.tokenizers.tokenizer import Tokenizer
 from megajax.layers.attention.rope import RAMPS, RopeConfig
 from megajax.layers.feed_forward.moe import MoeConfig
 from megajax.layers.feed_forward.router import RouterConfig
+from megajax.models.bert import BertConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.decoder_fields import Bias
-from megajax.models.interface import ModelConfig
+from megajax.models.encoder_decoder import EncoderDecoderConfig
 from megajax.models.pattern import pattern_of
 from megajax.weights.hugging_face.options import Options
 from megajax.weights.hugging_face.rope import SCALINGS
@@ -47,49 +48,56 @@ def fields_of(config: Any, prefix: str = "") -> dict[str, Any]:
     return fields
 
 
-class Form:
+# The configs of models that folders hold.
+Foldable = DecoderConfig | BertConfig | EncoderDecoderConfig
+C = TypeVar("C", bound=Foldable)
+D = TypeVar("D", bound=DecoderConfig)
+
+
+class Form(Generic[C]):
     """Of a kind of models whose config has the class of `default`. The methods here fit a model without features that a
     folder cannot express."""
 
-    default: ModelConfig
+    def __init__(self, default: C):
+        self.default = default
 
-    def with_sizes(self, config: ModelConfig) -> ModelConfig:
+    def with_sizes(self, config: C) -> C:
         """The same model with default sizes resolved."""
         return config
 
-    def without_training(self, config: ModelConfig) -> ModelConfig:
+    def without_training(self, config: C) -> C:
         """Without what only concerns training: dropout, coefficients of losses."""
         return config
 
-    def canonical(self, config: ModelConfig) -> ModelConfig:
+    def canonical(self, config: C) -> C:
         """Equal for all configs of models that compute the same: unused fields have their defaults."""
         return self.without_training(self.with_sizes(config))
 
-    def words(self, config: ModelConfig) -> dict[str, Any]:
+    def words(self, config: C) -> dict[str, Any]:
         """The model as the options of the tables read and write it; by default its fields."""
         return fields_of(config)
 
-    def config(self, words: Mapping[str, Any]) -> ModelConfig:
+    def config(self, words: Mapping[str, Any]) -> C:
         """The model with these words; others are those of `default`."""
         return replaced(self.default, words)
 
-    def typed(self, word: str, config: ModelConfig, words: Mapping[str, Any]) -> str:
+    def typed(self, word: str, config: C, words: Mapping[str, Any]) -> str:
         """A word of this model as one types it."""
         return f"model.{word}={words[word]}"
 
-    def rows(self, config: ModelConfig, table: Sequence[Row]) -> list[Row]:
+    def rows(self, config: C, table: Sequence[Row]) -> list[Row]:
         """The table of this model."""
         return list(table)
 
-    def sizes(self, config: ModelConfig) -> dict[str, int]:
+    def sizes(self, config: C) -> dict[str, int]:
         """{logical axis that we pad: its size in their tensors}."""
         return {"vocab": config.vocab_size}
 
-    def in_files(self, config: ModelConfig, names: Collection[str]) -> ModelConfig:
+    def in_files(self, config: C, names: Collection[str]) -> C:
         """The model that files with these tensors have."""
         return config
 
-    def copied(self, config: ModelConfig, name: str) -> str | None:
+    def copied(self, config: C, name: str) -> str | None:
         """Which of our parameters a tensor that the table lacks is a copy of."""
         return None
 
@@ -97,17 +105,15 @@ class Form:
         """The token ids that generation_config.json needs. found: those that are known."""
         return dict(found)
 
-    def trained_for(self, config: ModelConfig, sequence_length: int) -> ModelConfig:
+    def trained_for(self, config: C, sequence_length: int) -> C:
         """The model to write after training on sequences of this length."""
         return config
 
 
-class DecoderForm(Form):
+class DecoderForm(Form[D]):
     """Decoders, dense or with experts."""
 
-    default = DecoderConfig()
-
-    def words(self, config: DecoderConfig) -> dict[str, Any]:
+    def words(self, config: D) -> dict[str, Any]:
         """As other libraries say it: a flag for each bias, and lists of the layers with a window, rotary embedding and
         experts, empty where all layers are alike."""
         words = super().words(config)
@@ -124,7 +130,7 @@ class DecoderForm(Form):
         words["experts"] = _unless_all(has_experts, config.moe.num_experts is not None)
         return words
 
-    def config(self, words: Mapping[str, Any]) -> DecoderConfig:
+    def config(self, words: Mapping[str, Any]) -> D:
         """bias: of all linear layers but the head, unless a flag says otherwise."""
         words = self.words(self.default) | {f"{name}_bias": words.get("bias", True) for name in LINEAR} | dict(words)
         words["norm_bias"] = words["norm_bias"] and words["norm"] != "rmsnorm"
@@ -144,14 +150,14 @@ class DecoderForm(Form):
             letters = []
         return pattern_of(letters, ["e" if has else "d" for has in words["experts"]])
 
-    def typed(self, word: str, config: DecoderConfig, words: Mapping[str, Any]) -> str:
+    def typed(self, word: str, config: D, words: Mapping[str, Any]) -> str:
         if word in ("windows", "rotary", "experts"):
             return f"model.pattern={config.pattern}"
         if word.endswith("bias"):
             return f"model.biases={','.join(config.biases)}"
         return f"model.norm={config.norm}" if word == "norm_zero_centered" else super().typed(word, config, words)
 
-    def with_sizes(self, config: DecoderConfig) -> DecoderConfig:
+    def with_sizes(self, config: D) -> D:
         moe = config.moe
         if moe.num_experts is not None and moe.expert_dim is None:
             moe = dataclasses.replace(moe, expert_dim=config.width_of_mlp)
@@ -164,7 +170,7 @@ class DecoderForm(Form):
             moe=moe,
         )
 
-    def without_training(self, config: DecoderConfig) -> DecoderConfig:
+    def without_training(self, config: D) -> D:
         """Without what only concerns training: dropout, and the losses and the capacity of routers."""
         default = RouterConfig()
         names = ("aux_loss", "aux_loss_scope", "z_loss", "capacity_factor", "drop")
@@ -172,7 +178,7 @@ class DecoderForm(Form):
         moe = dataclasses.replace(config.moe, router=router)
         return dataclasses.replace(config, dropout=0.0, attention_dropout=0.0, moe=moe)
 
-    def canonical(self, config: DecoderConfig) -> DecoderConfig:
+    def canonical(self, config: D) -> D:
         default = self.default
         config = super().canonical(config)
         has_experts = [config.has_experts(number) for number in range(config.num_layers)]
@@ -189,13 +195,13 @@ class DecoderForm(Form):
             moe=_canonical_moe(config.moe) if any(has_experts) else default.moe,
         )
 
-    def rows(self, config: DecoderConfig, table: Sequence[Row]) -> list[Row]:
+    def rows(self, config: D, table: Sequence[Row]) -> list[Row]:
         rows = list(table)
         for depth in range(1, config.mtp_layers + 1):
             rows += multi_token_rows(table, config.num_layers + depth - 1, depth)
         return rows
 
-    def in_files(self, config: DecoderConfig, names: Collection[str]) -> DecoderConfig:
+    def in_files(self, config: D, names: Collection[str]) -> D:
         """Without its layers of multi-token prediction if the files lack them: transformers does not save them."""
         first = f"layers.{config.num_layers}."
         if not config.mtp_layers or any(first in name for name in names):
@@ -203,7 +209,7 @@ class DecoderForm(Form):
         logger.warning("the files have no layers of multi-token prediction, although config.json says so")
         return dataclasses.replace(config, mtp_layers=0)
 
-    def copied(self, config: DecoderConfig, name: str) -> str | None:
+    def copied(self, config: D, name: str) -> str | None:
         if config.tied_embeddings and name in ("lm_head.weight", "embed_out.weight"):
             return "embedding"
         if config.mtp_layers and name.endswith((".embed_tokens.weight", ".shared_head.head.weight")):
@@ -211,7 +217,7 @@ class DecoderForm(Form):
             return "head" if is_head else "embedding"
         return None
 
-    def trained_for(self, config: DecoderConfig, sequence_length: int) -> DecoderConfig:
+    def trained_for(self, config: D, sequence_length: int) -> D:
         """With positions other than learned ones, the weights say nothing of the length."""
         if config.position == "learned":
             return config
@@ -247,7 +253,7 @@ class Family:
     """As the tensors are written."""
     other_weights: tuple[Row, ...] = ()
     """Another form of the tensors, which is read if a folder has it."""
-    form: Form = DecoderForm()
+    form: Form[Any] = DecoderForm(DecoderConfig())
     ignored: tuple[str, ...] = ()
     """Ends of the names of tensors that files may have and the architecture does not use."""
 
@@ -255,7 +261,7 @@ class Family:
     def tables(self) -> tuple[tuple[Row, ...], ...]:
         return (self.weights, self.other_weights) if self.other_weights else (self.weights,)
 
-    def map_of(self, config: ModelConfig, table: Sequence[Row] | None = None) -> WeightMap:
+    def map_of(self, config: Foldable, table: Sequence[Row] | None = None) -> WeightMap:
         """table: one of `tables`; default: the one that is written. Raises ValueError if it has no tensor for a
         parameter of the model."""
         rows = self.form.rows(config, table or self.weights)

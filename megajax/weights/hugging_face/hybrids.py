@@ -26,10 +26,8 @@ _FIELDS = {
 }  # fmt: skip
 
 
-class HybridForm(DecoderForm):
+class HybridForm(DecoderForm[HybridConfig]):
     """Mamba-2 and hybrids."""
-
-    default = HybridConfig()
 
     def with_sizes(self, config: HybridConfig) -> HybridConfig:
         mamba = config.mamba
@@ -252,7 +250,7 @@ FAMILIES: tuple[Family, ...] = (
             Expand(),
         ),
         _model("backbone"),
-        form=HybridForm(),
+        form=HybridForm(HybridConfig()),
     ),
     Family(
         "NemotronHForCausalLM",
@@ -284,6 +282,6 @@ FAMILIES: tuple[Family, ...] = (
         ),
         _model("backbone"),
         _model("model", fused_experts=True),
-        form=HybridForm(),
+        form=HybridForm(HybridConfig()),
     ),
 )

@@ -26,6 +26,7 @@ class Window:
         window = None if is_off else window
         number = theirs["num_hidden_layers"]
         kinds = theirs.get("layer_types")
+        usual = None
         if kinds is None or self.kind == "everywhere":
             is_full = [window is None or self._is_full(layer, theirs) for layer in range(number)]
             usual = ["full_attention" if full else WINDOWED for full in is_full]
@@ -35,7 +36,7 @@ class Window:
             raise ValueError(f"layer_types: {', '.join(sorted(unknown))} is not supported")
         if is_off and WINDOWED in kinds and theirs.get("sliding_window") is not None:
             raise ValueError("layer_types names sliding_attention, but use_sliding_window is not true; change one")
-        if self.kind == "everywhere" and list(kinds) != usual:
+        if usual is not None and list(kinds) != usual:
             raise ValueError(f"layer_types={kinds} is not supported: sliding_window={window} applies to all layers")
         full = [kind == "full_attention" for kind in kinds]
         if window is None or all(full):

@@ -7,7 +7,7 @@ from typing import Any
 from megajax.fields.ranges import check_fields
 from megajax.models.interface import ModelConfig
 from megajax.weights.hugging_face import encoder_decoders, encoders, families, hybrids, mixtures
-from megajax.weights.hugging_face.form import Family
+from megajax.weights.hugging_face.form import Family, Foldable
 from megajax.weights.hugging_face.known_keys import check_keys
 
 # In order of preference when exporting a model without a named architecture.
@@ -30,7 +30,7 @@ def family_of(theirs: Mapping[str, Any]) -> Family:
     )
 
 
-def read_options(family: Family, theirs: Mapping[str, Any]) -> ModelConfig:
+def read_options(family: Family, theirs: Mapping[str, Any]) -> Foldable:
     """The model that a config.json describes.
 
     Raises ValueError with the key for what is not supported, and for a key that may change what the model computes.

@@ -54,13 +54,27 @@ UNSUPPORTED: dict[str, tuple] = {
     "use_mup": (False,),
     "enable_mhc_connections": (False,),
 }
+# What the configs of encoders have no field for, with the values that are their own.
+ONLY_DECODERS: dict[str, tuple] = {
+    "add_position_embedding": (True,),
+    "group_query_attention": (False,),
+    "qk_layernorm": (False,),
+    "layernorm_zero_centered_gamma": (False,),
+    "apply_layernorm_1p": (False,),
+    "num_experts": (0,),
+    "multi_latent_attention": (False,),
+    "window_size": (),
+    "softmax_type": ("vanilla",),
+}
 _POSITIONS = {"learned_absolute": "learned", "rope": "rope", "none": "none"}
-_SCORES = {"softmax": "softmax", "sigmoid": "sigmoid", "sqrtsoftplus": "sqrt_softplus"}
+_SCORES: dict[str, Any] = {"softmax": "softmax", "sigmoid": "sigmoid", "sqrtsoftplus": "sqrt_softplus"}
 _BALANCE = {
     "aux_loss": "microbatch", "seq_aux_loss": "sequence", "global_aux_loss": "batch", "none": None,
     "sinkhorn": None,
 }  # fmt: skip
 NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
+
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Arguments:
@@ -95,47 +109,63 @@ def read_config(given: Arguments, model: ModelConfig, vocabulary_rows: int, fold
     data = DataConfig(source="mock", tokenizer=_tokenizer(given, vocabulary_rows, folder))
     length = given.size("seq_length" if given.get("seq_length") else "max_position_embeddings")
     training = TrainingConfig(sequence_length=length)
-    return Config(model=model, task=task_of(model), data=data, training=training)
+    return Config(model=model, task=task_of(model) or Config().task, data=data, training=training)
 
 
-def decoder_model(given: Arguments, shapes: Mapping[str, tuple[int, ...]]) -> DecoderConfig:
-    """shapes: of the parameters."""
-    heads = given.size("num_attention_heads")
-    normalization = given.get("normalization", default="LayerNorm")
-    if normalization not in NORMS:
+def shared_fields(given: Arguments, shapes: Shapes) -> dict[str, Any]:
+    """The fields that the configs of all families have."""
+    width = given.size("hidden_size")
+    return dict(
+        embed_dim=width,
+        num_heads=given.size("num_attention_heads"),
+        mlp_dim=int(given.get("ffn_hidden_size", default=4 * width)),
+        # Megatron's softmax includes all rows of the table, also the padding.
+        vocab_size=shapes[EMBEDDING][0],
+        vocab_multiple=1,
+        max_positions=given.size("max_position_embeddings"),
+        norm_epsilon=given.get("layernorm_epsilon", "norm_epsilon", default=1e-5),
+        activation=_activation(given),
+        dropout=given.get("hidden_dropout", default=0.1),
+        attention_dropout=given.get("attention_dropout", default=0.1),
+    )
+
+
+def head_dim(given: Arguments) -> int:
+    return int(given.get("kv_channels", default=given.size("hidden_size") // given.size("num_attention_heads")))
+
+
+def norm_kind(given: Arguments) -> Any:
+    """NormConfig.kind."""
+    name = given.get("normalization", default="LayerNorm")
+    if name not in NORMS:
         raise given.refuse("normalization")
+    return NORMS[name]
+
+
+def decoder_model(given: Arguments, shapes: Shapes) -> DecoderConfig:
+    """shapes: of the parameters."""
     bias = has_bias(given)
     softmax = given.get("softmax_type", default="vanilla")
     if softmax not in ("vanilla", "learnable"):
         raise given.refuse("softmax_type")
     qkv_bias = ("qkv",) if given.get("add_qkv_bias") else ()
-    norm_bias = ("norm",) if normalization == "LayerNorm" else ()
+    norm_bias = ("norm",) if norm_kind(given) == "layernorm" else ()
     one_p = given.get("layernorm_zero_centered_gamma", "apply_layernorm_1p", default=False)
     model = DecoderConfig(
+        **shared_fields(given, shapes),
         num_layers=given.size("num_layers"),
         pattern=_pattern(given),
-        embed_dim=given.size("hidden_size"),
-        num_heads=heads,
-        num_kv_heads=given.size("num_query_groups") if given.get("group_query_attention") else heads,
-        head_dim=int(given.get("kv_channels", default=given.size("hidden_size") // heads)),
-        mlp_dim=int(given.get("ffn_hidden_size", default=4 * given.size("hidden_size"))),
-        # Megatron's softmax includes all rows of the table, also the padding.
-        vocab_size=shapes[EMBEDDING][0],
-        vocab_multiple=1,
+        num_kv_heads=given.size("num_query_groups" if given.get("group_query_attention") else "num_attention_heads"),
+        head_dim=head_dim(given),
         position=_position(given),
-        max_positions=given.size("max_position_embeddings"),
         rope=_rope(given),
-        norm=NORMS[normalization] + ("_1p" if one_p else ""),
-        norm_epsilon=given.get("layernorm_epsilon", "norm_epsilon", default=1e-5),
+        norm=norm_kind(given) + ("_1p" if one_p else ""),
         qk_norm=bool(given.get("qk_layernorm", default=False)),
-        activation=activation(given),
         biases=(*(("qkv", "attention_out", "mlp") if bias else qkv_bias), *norm_bias),
         attention_sinks=softmax == "learnable",
         tied_embeddings=not given.get("untie_embeddings_and_output_weights", default=False),
         window=_window(given),
         moe=_moe(given),
-        dropout=given.get("hidden_dropout", default=0.1),
-        attention_dropout=given.get("attention_dropout", default=0.1),
         init_std=given.get("init_method_std", default=0.02),
     )
     return _with_multi_token(given, _with_latents(given, model))
@@ -294,7 +324,7 @@ def _router(given: Arguments) -> RouterConfig:
     )
 
 
-def _position(given: Arguments) -> str:
+def _position(given: Arguments) -> Any:
     position = given.get("position_embedding_type", default="learned_absolute")
     if given.get("use_rotary_position_embeddings"):  # of older versions, like the next
         return "rope"
@@ -306,7 +336,7 @@ def _position(given: Arguments) -> str:
 
 
 def _rope(given: Arguments) -> RopeConfig:
-    scaled = {}
+    scaled: dict[str, Any] = {}
     interpolation = given.get("rotary_seq_len_interpolation_factor", default=1)
     if given.get("use_rope_scaling"):
         scaled = dict(scaling="llama3", factor=float(given.get("rope_scaling_factor", default=8.0)))
@@ -327,7 +357,7 @@ def has_bias(given: Arguments) -> bool:
     return bool(given.get("add_bias_linear", default=not given.get("disable_bias_linear", default=False)))
 
 
-def activation(given: Arguments) -> str:
+def _activation(given: Arguments) -> str:
     if given.get("swiglu"):
         return "swiglu"
     if given.get("squared_relu"):

@@ -5,13 +5,12 @@ in_proj and the convolution have the names that torch_dist gives their parts: ga
 
 import dataclasses
 import re
-from collections.abc import Mapping
 
 from megajax.layers.feed_forward.moe import MoeConfig
 from megajax.layers.recurrent.mamba import MambaConfig
 from megajax.models.hybrid import HybridConfig
 from megajax.ops.activation import GATED
-from megajax.weights.megatron.arguments import Arguments, decoder_model
+from megajax.weights.megatron.arguments import Arguments, Shapes, decoder_model
 from megajax.weights.megatron.decoders import LAYER, attention
 from megajax.weights.megatron.rows import EMBEDDINGS, OUTPUT, Table, experts, feed_forward
 from megajax.weights.tensor_map import Row, linear, norm
@@ -23,7 +22,7 @@ _GATED_NORM_EPSILON = 1e-5  # fixed in Megatron
 SUPPORTED = ("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model", "spec")
 
 
-def read_model(given: Arguments, shapes: Mapping[str, tuple[int, ...]]) -> HybridConfig:
+def read_model(given: Arguments, shapes: Shapes) -> HybridConfig:
     """The pattern is that of the parameters, which older versions gave by ratios instead."""
     for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
         if set(given.get(name, default="")) - {*_LAYERS.values(), "|"}:
@@ -45,7 +44,7 @@ def read_model(given: Arguments, shapes: Mapping[str, tuple[int, ...]]) -> Hybri
     return HybridConfig(**fields | {"pattern": pattern, "num_layers": len(pattern), "moe": moe, "mamba": mamba})
 
 
-def _pattern(shapes: Mapping[str, tuple[int, ...]]) -> str:
+def _pattern(shapes: Shapes) -> str:
     """Raises ValueError for a layer of another kind than these."""
     letters: dict[int, str] = {}
     for name in shapes:
@@ -59,7 +58,7 @@ def _pattern(shapes: Mapping[str, tuple[int, ...]]) -> str:
     return "".join(letters[n] for n in range(len(letters)))
 
 
-def _mamba(given: Arguments, shapes: Mapping[str, tuple[int, ...]]) -> MambaConfig:
+def _mamba(given: Arguments, shapes: Shapes) -> MambaConfig:
     head_dim = int(given.get("mamba_head_dim", default=64))
     shape = next((shape for name, shape in shapes.items() if name.endswith(".mixer.conv1d.weight.x")), None)
     if shape is None:

@@ -15,8 +15,9 @@ from megajax.models.bert import BertConfig
 from megajax.models.interface import ModelConfig
 from megajax.models.model import Model
 from megajax.parameters import name_of
-from megajax.weights.megatron.checkpoint import StoredArray
-from megajax.weights.megatron.families import Shapes, table_of
+from megajax.weights.megatron.arguments import Shapes
+from megajax.weights.megatron.families import table_of
+from megajax.weights.megatron.ranks import StoredArray
 from megajax.weights.megatron.rows import VOCABULARY
 from megajax.weights.parameter_reader import ParameterReader
 from megajax.weights.tensor_map import Tensor, WeightMap

@@ -91,7 +91,7 @@ def test_experts_in_one_tensor_are_read_as_those_in_several(write_drawn, tmp_pat
     assert one.map.shapes == several.map.shapes
     for name, shape in one.map.shapes.items():
         index = (slice(1, 2), *[slice(None)] * (len(shape) - 1)) if "layers" in name else (slice(None),) * len(shape)
-        parts = [folder.read(name, folder.map.layers_of(name), index, np.float32) for folder in (one, several)]
+        parts = [folder.reader.read(name, folder.map.layers_of(name), index, np.float32) for folder in (one, several)]
         np.testing.assert_array_equal(*parts)
 
 
@@ -126,8 +126,8 @@ def test_a_layer_of_multi_token_prediction_is_read_as_the_same_layer_of_the_mode
     assert len(names) == 18
     for name in names:
         index = (slice(None),) * len(draft.map.shapes[name])
-        found = draft.read(name, np.array([0]), index, np.float32)
-        wanted = whole.read(name.replace("mtp_1.moe.layer.", "layers.moe."), np.array([2]), index, np.float32)
+        found = draft.reader.read(name, np.array([0]), index, np.float32)
+        wanted = whole.reader.read(name.replace("mtp_1.moe.layer.", "layers.moe."), np.array([2]), index, np.float32)
         np.testing.assert_array_equal(found, wanted, err_msg=name)
 
 

@@ -47,17 +47,10 @@ from megajax.models.model import Model
 from megajax.parameters import name_of
 from megajax.weights import start_from
 from megajax.weights.megatron import from_megajax, to_megajax
-from megajax.weights.megatron.checkpoint import (
-    Rank,
-    StoredArray,
-    joined_array,
-    numbered,
-    open_checkpoint,
-    whole_layers,
-    whole_stage,
-)
+from megajax.weights.megatron.checkpoint import open_checkpoint, whole_layers
 from megajax.weights.megatron.families import read_arguments
 from megajax.weights.megatron.import_checkpoint import import_checkpoint, read
+from megajax.weights.megatron.ranks import Rank, StoredArray, joined_array, numbered, whole_stage
 
 RECORDED = Path(__file__).parent / "megatron_core_0_20.tar.xz"
 MIXTURES = Path(__file__).parent / "megatron_core_0_16_mixtures.tar.xz"

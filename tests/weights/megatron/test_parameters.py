@@ -229,7 +229,7 @@ def test_what_does_not_fit_is_named():
     with pytest.raises(ValueError, match="parameter head .* unexpected"):
         from_megajax(params, dataclasses.replace(LLAMA, tied_embeddings=True))
     with pytest.raises(ValueError, match="final_norm.bias .* missing"):
-        from_megajax(params, dataclasses.replace(LLAMA, norm="layernorm"))
+        from_megajax(params, dataclasses.replace(LLAMA, norm="layernorm", biases=("norm",)))
     with pytest.raises(ValueError, match="embedding has shape"):
         from_megajax(params | {"embedding": params["embedding"][:-1]}, LLAMA)
 
