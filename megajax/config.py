@@ -160,7 +160,7 @@ class Config:
         if not isinstance(sections, dict) or not all(isinstance(part, dict | str) for part in sections.values()):
             raise ValueError("it does not hold the sections of a config")
         config = _from_dict(Config, sections)
-        check_fields(config, "--", types_only=True)
+        check_fields(config, "--")
         return config
 
     @staticmethod
