@@ -7,7 +7,7 @@ was tested.
 """
 
 import importlib
-import importlib.util
+import importlib.metadata
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,11 @@ PACKAGE = "transformer_engine_jax"
 
 def problem() -> str:
     """Why it cannot be used here, or an empty string."""
-    return "" if importlib.util.find_spec(PACKAGE) else f"the package {PACKAGE} is not installed"
+    try:
+        importlib.metadata.version(PACKAGE)  # its code is a part of transformer_engine: there is no module of this name
+    except importlib.metadata.PackageNotFoundError:
+        return f"the package {PACKAGE} is not installed"
+    return ""
 
 
 def forward(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: Mask, scale: float) -> jax.Array:

@@ -132,7 +132,8 @@ def test_a_device_with_another_copy_ends_the_run_before_anything_is_saved(tmp_pa
 TWO_PROCESSES = """
 import os, sys
 import jax, numpy as np
-from megajax.mesh import MeshConfig, initialize_processes, make_mesh
+from megajax.mesh.config import MeshConfig, make_mesh
+from megajax.mesh.processes import initialize_processes
 from megajax.training.faults.replicas import check_replicas
 initialize_processes()
 mesh = make_mesh(MeshConfig(data=4))

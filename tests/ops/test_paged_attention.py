@@ -284,7 +284,7 @@ def test_engine_with_the_kernels_gives_the_probabilities_that_it_gives_without(w
 PROGRAM = """
 import functools, jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
-from megajax.mesh import MeshConfig, make_mesh
+from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.ops import attention_mask as masks
 from megajax.ops.paged_attention import paged_attention
 from megajax.planning.plan import devices_without_gpu, plan_device

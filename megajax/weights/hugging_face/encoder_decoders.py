@@ -12,8 +12,7 @@ from typing import Any
 from megajax.data.tokenizers.span_tokens import SpanTokens
 from megajax.data.tokenizers.tokenizer import Tokenizer
 from megajax.models.encoder_decoder import EncoderDecoderConfig
-from megajax.weights.hugging_face.families import Family
-from megajax.weights.hugging_face.form import Form
+from megajax.weights.hugging_face.form import Family, Form
 from megajax.weights.hugging_face.options import Choice, Option, Options
 from megajax.weights.hugging_face.weights import Row
 

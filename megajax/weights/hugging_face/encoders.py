@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megajax.models.bert import BertConfig
-from megajax.weights.hugging_face.families import Family
-from megajax.weights.hugging_face.form import Form
+from megajax.weights.hugging_face.form import Family, Form
 from megajax.weights.hugging_face.options import Choice, Option, Options
 from megajax.weights.hugging_face.weights import Row, linear, norm
 

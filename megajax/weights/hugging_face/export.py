@@ -30,8 +30,8 @@ from megajax.models.model import Model
 from megajax.parameters import name_of
 from megajax.precision import DTYPES
 from megajax.quantization.weights import WeightFormat
-from megajax.weights.hugging_face.families import Family
 from megajax.weights.hugging_face.folder import is_folder
+from megajax.weights.hugging_face.form import Family
 from megajax.weights.hugging_face.import_folder import TOKEN_IDS, progress_bar, write_json
 from megajax.weights.hugging_face.mapping import Part, Tensor, WeightMap, family_for, family_of, write_options
 from megajax.weights.hugging_face.quantized import Quantization, quantized_rows, written_config, written_forms
@@ -59,7 +59,7 @@ class Export:
         config = Config.load(run_dir, self.step)
         config.model.check_exports()
         self.tokenizer = load_saved_tokenizer(run_dir, config.data.tokenizer)
-        self.family = _family(self.run_dir, config, architecture)
+        self.family = exported_family(self.run_dir, config, architecture)
         written = self.family.form.trained_for(config.model, config.training.sequence_length)
         config = dataclasses.replace(config, model=written)
         self.map = WeightMap(self.family, config.model)
@@ -213,7 +213,7 @@ def export_run(
     return found
 
 
-def _family(run_dir: Path, config: Config, architecture: str | None) -> Family:
+def exported_family(run_dir: Path, config: Config, architecture: str | None) -> Family:
     if architecture is None:
         places = [run_dir, *([config.checkpoint.source()[0]] if config.checkpoint.start_from else [])]
         known = next((name for name in map(_architecture, places) if name), None)

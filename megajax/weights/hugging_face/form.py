@@ -1,4 +1,4 @@
-"""What the tables of Hugging Face families need to know of a kind of our models; mapping.py and folder.py ask it."""
+"""A Hugging Face family, and what its tables need to know of a kind of our models; mapping.py and folder.py ask it."""
 
 import dataclasses
 import logging
@@ -10,7 +10,8 @@ from megajax.layers.attention.rope import RAMPS, RopeConfig
 from megajax.layers.feed_forward.moe import MoeConfig, layer_pattern
 from megajax.models.decoder import DecoderConfig
 from megajax.models.interface import ModelConfig
-from megajax.weights.hugging_face.options import SCALINGS
+from megajax.weights.hugging_face.options import Options
+from megajax.weights.hugging_face.rope import SCALINGS
 from megajax.weights.hugging_face.weights import Row, multi_token_rows
 
 logger = logging.getLogger("megajax")
@@ -147,3 +148,23 @@ def _canonical_rope(rope: RopeConfig) -> RopeConfig:
     read = (*always, *SCALINGS.get(rope.scaling, {}).values())
     ramp = None if rope.ramp == RAMPS.get(rope.scaling) else rope.ramp
     return RopeConfig(**{name: getattr(rope, name) for name in read}, ramp=ramp)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Family:
+    architecture: str
+    model_type: str
+    always: Mapping[str, Any]
+    """Values of our config fields common to all models of the family."""
+    options: Options
+    weights: tuple[Row, ...]
+    """As the tensors are written."""
+    other_weights: tuple[Row, ...] = ()
+    """Another form of the tensors, which is read if a folder has it."""
+    form: Form = DecoderForm()
+    ignored: tuple[str, ...] = ()
+    """Ends of the names of tensors that files may have and the architecture does not use."""
+
+    @property
+    def tables(self) -> tuple[tuple[Row, ...], ...]:
+        return (self.weights, self.other_weights) if self.other_weights else (self.weights,)

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megajax.models.hybrid import HybridConfig
-from megajax.weights.hugging_face.families import Family
-from megajax.weights.hugging_face.form import DecoderForm
-from megajax.weights.hugging_face.options import PLAIN, Choice, Option, Options, SigmoidRouter
+from megajax.weights.hugging_face.form import DecoderForm, Family
+from megajax.weights.hugging_face.layer_options import SigmoidRouter
+from megajax.weights.hugging_face.options import PLAIN, Choice, Option, Options
 from megajax.weights.hugging_face.weights import Row, linear, norm
 
 # The letters of layers, with the fields that only these layers read.

@@ -17,13 +17,15 @@ from megajax.fields.ranges import check_fields
 from megajax.models.interface import ModelConfig
 from megajax.models.model import Model
 from megajax.parameters import name_of
-from megajax.weights.hugging_face import encoder_decoders, encoders, families, hybrids
-from megajax.weights.hugging_face.families import Family
+from megajax.weights.hugging_face import encoder_decoders, encoders, families, hybrids, mixtures
+from megajax.weights.hugging_face.form import Family
 from megajax.weights.hugging_face.known_keys import check_keys
 from megajax.weights.hugging_face.weights import Layout, Row
 
 # In order of preference when exporting a model without a named architecture.
-FAMILIES = (*families.FAMILIES, *hybrids.FAMILIES, *encoders.FAMILIES, *encoder_decoders.FAMILIES)
+FAMILIES = tuple(
+    family for kind in (families, mixtures, hybrids, encoders, encoder_decoders) for family in kind.FAMILIES
+)
 
 # ----------------------------------------------------------------------------- options
 

@@ -24,7 +24,6 @@ from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.layout import stack_of
 from megajax.config import Config
-from megajax.convert import hugging_face
 from megajax.convert.hugging_face import main
 from megajax.data.tokenizers.chat_template import load_chat_template
 from megajax.data.tokenizers.tokenizer import load_saved_tokenizer
@@ -35,7 +34,7 @@ from megajax.mesh.sharding import with_shardings
 from megajax.models.model import Model
 from megajax.parallel.schedule import make_stages
 from megajax.parameters import name_of
-from megajax.weights.hugging_face.export import export_run
+from megajax.weights.hugging_face.export import export_run, exported_family
 from megajax.weights.hugging_face.folder import Folder, is_folder
 from megajax.weights.hugging_face.import_folder import import_folder
 from megajax.weights.hugging_face.mapping import WeightMap, family_of, read_options
@@ -406,7 +405,7 @@ def test_a_model_that_no_family_has_is_refused(run_dir, tmp_path):
         ValueError,
         match="no supported architecture has all .*; LlamaForCausalLM does not have model.attention_sinks=True",
     ):
-        hugging_face._family(broken, Config.load(broken), None)
+        exported_family(broken, Config.load(broken), None)
     with pytest.raises(ValueError, match="architecture=Other is not supported"):
         export_run(run_dir, tmp_path / "out", architecture="Other")
 
@@ -414,7 +413,7 @@ def test_a_model_that_no_family_has_is_refused(run_dir, tmp_path):
 def test_another_architecture_than_that_of_the_weights_is_logged(run_dir, caplog):
     config = Config.load(run_dir)
     changed = dataclasses.replace(config, model=dataclasses.replace(config.model, qk_norm=True))
-    assert hugging_face._family(run_dir, changed, None).architecture == "Qwen3ForCausalLM"
+    assert exported_family(run_dir, changed, None).architecture == "Qwen3ForCausalLM"
     assert "not exported as LlamaForCausalLM, from which the weights came: LlamaForCausalLM does not" in caplog.text
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import logging
 import zlib
 from pathlib import Path
 
@@ -146,14 +145,6 @@ KEYS = {
 }
 
 
-@pytest.fixture(scope="module")
-def transformers():
-    pytest.importorskip("torch")
-    found = pytest.importorskip("transformers")
-    found.logging.disable_progress_bar()
-    return found
-
-
 def changed(config: DecoderConfig, name: str, value) -> DecoderConfig:
     config = replaced(config, value if isinstance(value, dict) else {name: value})
     if config.rope.scaling == "longrope":
@@ -192,35 +183,13 @@ def write(family, config: DecoderConfig, path: Path, write_drawn) -> Folder:
     return Folder(path)
 
 
-def their_logits(transformers, path: Path, ids: np.ndarray, *, may_warn: bool = False) -> np.ndarray:
-    import torch
-
-    records = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = records.append
-    logger = logging.getLogger("transformers")
-    logger.addHandler(handler)
-    try:
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
-        )
-    finally:
-        logger.removeHandler(handler)
-    parameters = dict(model.named_parameters())
-    info["missing_keys"] = [name for name in info["missing_keys"] if parameters[name].numel()]
-    assert not any(info.values()), info
-    assert may_warn or not [record.getMessage() for record in records if "newly initialized" not in record.getMessage()]
-    with torch.no_grad():
-        return model.eval()(torch.tensor(ids, dtype=torch.long)).logits.numpy()
-
-
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 @pytest.mark.parametrize("family", DECODERS, ids=lambda family: family.architecture)
-def test_what_is_exported_is_what_transformers_computes(family, seed, transformers, write_drawn, our_logits, tmp_path):
+def test_what_is_exported_is_what_transformers_computes(family, seed, load_theirs, write_drawn, our_logits, tmp_path):
     config = drawn(family, seed)
     folder = write(family, config, tmp_path, write_drawn)
     ids = np.random.default_rng(0).integers(0, config.vocab_size, (2, LENGTH)).astype(np.int32)
-    want = their_logits(transformers, tmp_path, ids)
+    want = load_theirs(tmp_path).logits(ids)
     folder.model = config
     np.testing.assert_allclose(our_logits(folder, ids), want, rtol=0, atol=TOLERANCE * want.std())
 
@@ -247,7 +216,7 @@ def described(family, seed: int) -> dict:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("family", DECODERS, ids=lambda family: family.architecture)
-def test_what_is_imported_is_what_transformers_computes(family, seed, transformers, write_drawn, our_logits, tmp_path):
+def test_what_is_imported_is_what_transformers_computes(family, seed, load_theirs, write_drawn, our_logits, tmp_path):
     """Or transformers does not load it."""
     options = described(family, seed)
     config = read_options(family, options)
@@ -255,7 +224,7 @@ def test_what_is_imported_is_what_transformers_computes(family, seed, transforme
     write_drawn(tmp_path, {"options": options, "tensors": tensors})
     ids = np.random.default_rng(0).integers(0, config.vocab_size, (2, LENGTH)).astype(np.int32)
     try:
-        want = their_logits(transformers, tmp_path, ids, may_warn=True)
+        want = load_theirs(tmp_path, may_warn=True).logits(ids)
     except (RuntimeError, TypeError, KeyError, ValueError, AttributeError) as error:
         pytest.skip(f"transformers: {str(error).splitlines()[0]}")
     np.testing.assert_allclose(our_logits(Folder(tmp_path), ids), want, rtol=0, atol=TOLERANCE * want.std())
