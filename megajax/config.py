@@ -160,7 +160,7 @@ class Config:
         if not isinstance(sections, dict) or not all(isinstance(part, dict | str) for part in sections.values()):
             raise ValueError("it does not hold the sections of a config")
         config = _from_dict(Config, sections)
-        check_fields(config, "--", types_only=True)
+        check_fields(config, "--")
         return config
 
     @staticmethod
@@ -218,8 +218,6 @@ def incompatibilities(old: Config, new: Config) -> list[str]:
         fixed.append("optimizer.moments:")
     if assigned_optimizers(old.optimizer.groups) != assigned_optimizers(new.optimizer.groups):
         fixed.append("optimizer.groups:")
-    if "fp8_delayed" in (old.precision.recipe, new.precision.recipe):  # scales are among the weights
-        fixed += ["precision.recipe:", "precision.amax_history:", "precision.low_modules:"]
     return lines + [line for line in differences(old, new) if line.startswith(tuple(fixed))]
 
 

@@ -113,11 +113,3 @@ def test_moments_on_the_host_come_back_there(saved):
         _, moments, _ = checkpointer.restore(4, target.params, target.optimizer, model.layer_rows)
     for got, expected in zip(jax.tree.leaves(moments), jax.tree.leaves(target.optimizer), strict=True):
         assert got.sharding.memory_kind == expected.sharding.memory_kind
-
-
-def test_checkpoint_without_rows_holds_the_layers_as_numbered(tmp_path):
-    save(tmp_path, params_of(), target_on({})[1], {})
-    model, target = target_on(LAYOUTS["pipeline 2"])
-    with Checkpointer(tmp_path, None) as checkpointer:
-        params = checkpointer.restore_params(4, target.params, model.layer_rows)
-    jax.tree.map(np.testing.assert_array_equal, params, params_of("pipeline 2"))

@@ -29,8 +29,7 @@ from megajax.checkpoint.piecewise import PiecewiseArray, StoredParameter
 from megajax.cli import serving as command
 from megajax.data.tokenizers.chat_template import CHATML, ChatTemplate
 from megajax.data.tokenizers.tokenizer import BytesTokenizer, NullTokenizer
-from megajax.figures.notebook import traffic
-from megajax.figures.plot import save
+from megajax.figures.drawings import save, traffic
 from megajax.inference.device.warm_up import Stage
 from megajax.inference.engine import Engine
 from megajax.inference.server import app

@@ -39,7 +39,9 @@ def save_damaged(run_dir):
     mlp["up"] = jax.device_put(values, mlp["up"].sharding)
     rows = {kind: rows.tolist() for kind, rows in model.layer_rows.items()}
     with Checkpointer(run_dir, CheckpointConfig()) as checkpointer:
-        meta = {"step": 2, "skipped": 0, "layer_rows": rows, "config": dataclasses.asdict(config)}
+        meta = {"skipped": 0, "layer_rows": rows, "config": dataclasses.asdict(config)}
+        meta |= {"data": megajax.run.load_data(config).record, "source": {}, "consumed_samples": 16}
+        meta |= {"running_seconds": 0.0, "productive_seconds": 0.0, "losses": []}
         checkpointer.save(2, state.params, state.optimizer, meta)
 
 
