@@ -61,7 +61,9 @@ def test_import_takes_no_time_and_names_what_there_is():
 
 def test_recipe_takes_overrides_by_name_and_as_on_the_command_line():
     assert list(megajax.recipes()) == list(configs.recipes())
-    by_name = megajax.recipe("gpt_tiny", {"model.num_layers": 2, "data.text": ("a", "b"), "model.attention_sinks": True})
+    by_name = megajax.recipe(
+        "gpt_tiny", {"model.num_layers": 2, "data.text": ("a", "b"), "model.attention_sinks": True}
+    )
     typed = megajax.recipe("gpt_tiny", ["--model.num_layers=2", "--data.text=a,b", "--model.attention_sinks=true"])
     assert by_name == typed == megajax.override(configs.recipe("gpt_tiny"), by_name_of(by_name))
     with pytest.raises(ValueError, match="did you mean --training.steps"):
@@ -69,7 +71,11 @@ def test_recipe_takes_overrides_by_name_and_as_on_the_command_line():
 
 
 def by_name_of(config) -> dict:
-    return {"model.num_layers": config.model.num_layers, "data.text": config.data.text, "model.attention_sinks": config.model.attention_sinks}
+    return {
+        "model.num_layers": config.model.num_layers,
+        "data.text": config.data.text,
+        "model.attention_sinks": config.model.attention_sinks,
+    }
 
 
 def test_steps_by_hand_are_those_of_training(trained):
