@@ -16,6 +16,7 @@ from megajax.data.config import DataConfig
 from megajax.data.indexed.dataset import IndexedDataset
 from megajax.data.indexed.meta import read_meta
 from megajax.data.prepare.text_corpus import TextForm, prepare_text
+from megajax.data.samples.dataset import Part, TokenSource
 from megajax.data.samples.gpt import split_ranges
 from megajax.data.samples.mock import MockIndexedDataset
 from megajax.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
@@ -42,7 +43,7 @@ class SampleFormat(Protocol):
     """Whether the labels are all tokens of the text, so that their loss has a value in bits per byte."""
 
     def build(
-        self, indexed: Any, part: tuple[int, int], num_samples: int, *, sequence_length: int, seed: int, cache_dir: str
+        self, indexed: TokenSource, part: Part, num_samples: int, sequence_length: int, seed: int, cache_dir: str
     ) -> Dataset: ...
 
 
