@@ -19,7 +19,8 @@ from megajax.data.prepare.text_corpus import TextForm, prepare_text
 from megajax.data.samples.dataset import Part, TokenSource
 from megajax.data.samples.gpt import split_ranges
 from megajax.data.samples.mock import MockIndexedDataset
-from megajax.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from megajax.data.tokenizers.load import load_tokenizer
+from megajax.data.tokenizers.tokenizer import Tokenizer
 
 logger = logging.getLogger("megajax")
 

@@ -17,7 +17,8 @@ from megajax.data.config import DataConfig
 from megajax.data.indexed.dataset import IndexedDataset, prefix_of
 from megajax.data.indexed.meta import read_meta
 from megajax.data.samples.gpt import GptDataset, GptFormat, split_ranges
-from megajax.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from megajax.data.tokenizers.load import load_tokenizer
+from megajax.data.tokenizers.tokenizer import Tokenizer
 from megajax.terminal.command_line import Parser, errors_in_one_line
 
 SPLITS = "train", "valid", "test"

@@ -16,7 +16,7 @@ from megajax.data.datasets import Amounts, check_same_data, check_vocab_size
 from megajax.data.indexed.dataset import IndexedDatasetWriter
 from megajax.data.loader import step_batches
 from megajax.data.prepare.write_tokens import preprocess
-from megajax.data.tokenizers.tokenizer import load_tokenizer
+from megajax.data.tokenizers.load import load_tokenizer
 from megajax.models.decoder import DecoderConfig
 from megajax.tasks.conversations import Conversations
 from megajax.tasks.language import Language

@@ -44,7 +44,7 @@ class Encoder:
             raise ValueError("--append_eod: this tokenizer has no end-of-document token; use --no-append_eod")
         self.tokenizer = tokenizer
         self.reader = reader
-        self.end = [tokenizer.eod_id] if append_eod else []
+        self.end = [tokenizer.eod_id] if append_eod and tokenizer.eod_id is not None else []
         self.dtype = token_dtype(tokenizer.vocab_size)
 
     def __call__(self, batch: Batch) -> list[Encoded]:

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator, Sequence
 
 from megajax.data.prepare.read_input import Reader, read_batches, read_file
-from megajax.data.tokenizers.tokenizer import check_tokenizer_spec
+from megajax.data.tokenizers.load import check_tokenizer_spec
 from megajax.data.tokenizers.train_sentencepiece import TRAIN_BYTES, train_on_lines
 
 

@@ -175,7 +175,7 @@ def load_chat_template(tokenizer: Tokenizer, path: str | None = None) -> ChatTem
 
 def find_chat_template(tokenizer: Tokenizer, path: str | None = None) -> ChatTemplate | None:
     """Like load_chat_template, but None for a tokenizer without a template."""
-    file = getattr(tokenizer, "path", None)
+    file = tokenizer.path
     source = None
     if path is None and file:
         source = read_json(beside(file, "tokenizer_config.json")).get("chat_template")
@@ -192,5 +192,4 @@ def find_chat_template(tokenizer: Tokenizer, path: str | None = None) -> ChatTem
 
 
 def _template(tokenizer: Tokenizer, source: str) -> ChatTemplate:
-    file = getattr(tokenizer, "path", None)
-    return ChatTemplate(source, configured_tokens(file) if file else {}, tokenizer.special_tokens)
+    return ChatTemplate(source, configured_tokens(tokenizer.path), tokenizer.special_tokens)
