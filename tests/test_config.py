@@ -12,7 +12,7 @@ from megajax import run
 from megajax.config import RENAMED, Config, differences, incompatibilities, override
 from megajax.data.config import DataConfig
 from megajax.data.prepare.write_tokens import preprocess
-from megajax.data.tokenizers.tokenizer import load_tokenizer
+from megajax.data.tokenizers.load import load_tokenizer
 from megajax.models.interface import MODELS
 from megajax.tasks.interface import TASKS
 from megajax.training.config import LaunchConfig

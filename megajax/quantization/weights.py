@@ -63,7 +63,7 @@ class QuantizedWeight:
     def matrix(self) -> jax.Array:
         """float32 [*K, *N]."""
         outputs = self.scale.ndim
-        full = self.values.astype(jnp.float32) * jnp.expand_dims(self.scale, range(outputs, self.values.ndim))
+        full = jnp.asarray(self.values, jnp.float32) * jnp.expand_dims(self.scale, range(outputs, self.values.ndim))
         return full.transpose((*range(outputs, full.ndim), *range(outputs)))
 
     def multiply(self, x: jax.Array, num_inputs: int = 1) -> jax.Array:

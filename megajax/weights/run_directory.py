@@ -17,7 +17,8 @@ from rich.progress import Progress
 from megajax.checkpoint import piecewise
 from megajax.checkpoint.piecewise import Index, PiecewiseArray
 from megajax.config import Config
-from megajax.data.tokenizers.tokenizer import BESIDE_TOKENIZER, Tokenizer, save_tokenizer
+from megajax.data.tokenizers.load import BESIDE_TOKENIZER, save_tokenizer
+from megajax.data.tokenizers.tokenizer import Tokenizer
 from megajax.models.model import Model
 
 

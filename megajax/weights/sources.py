@@ -8,7 +8,8 @@ from megajax.checkpoint.layout import Rows
 from megajax.checkpoint.piecewise import StoredParameter, StoredParams
 from megajax.checkpoint.steps import find_step, read_meta
 from megajax.config import Config
-from megajax.data.tokenizers.tokenizer import Tokenizer, load_saved_tokenizer, read_json
+from megajax.data.tokenizers.load import load_saved_tokenizer
+from megajax.data.tokenizers.tokenizer import Tokenizer, read_json
 from megajax.quantization.weights import QuantizedWeight, WeightFormat
 from megajax.weights.hugging_face.folder import Folder, is_folder
 

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.steps import find_step
 from megajax.config import Config
-from megajax.data.tokenizers.tokenizer import load_saved_tokenizer
+from megajax.data.tokenizers.load import load_saved_tokenizer
 from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.models.model import Model
 from megajax.parameters import name_of

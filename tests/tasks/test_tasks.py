@@ -18,7 +18,7 @@ import pytest
 from megajax import run
 from megajax.config import Config, override
 from megajax.data.datasets import Datasets, Source
-from megajax.data.tokenizers.tokenizer import load_tokenizer
+from megajax.data.tokenizers.load import load_tokenizer
 from megajax.layers.linear import Linear
 from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.mesh.sharding import constrain

@@ -16,14 +16,9 @@ import numpy as np
 from megajax.checkpoint.piecewise import PiecewiseArray, StoredParams, pieces
 from megajax.checkpoint.steps import find_step
 from megajax.config import Config
-from megajax.data.tokenizers.tokenizer import (
-    HuggingFaceTokenizer,
-    SentencePieceTokenizer,
-    configured_tokens,
-    load_saved_tokenizer,
-    read_json,
-    save_tokenizer,
-)
+from megajax.data.tokenizers.libraries import HuggingFaceTokenizer, SentencePieceTokenizer
+from megajax.data.tokenizers.load import load_saved_tokenizer, save_tokenizer
+from megajax.data.tokenizers.tokenizer import configured_tokens, read_json
 from megajax.models.model import Model
 from megajax.parameters import name_of
 from megajax.precision import DTYPES
@@ -164,8 +159,7 @@ class Export:
         found = read_json(str(self.run_dir / "generation_config.json"))
         if found:
             return found
-        file = getattr(self.tokenizer, "path", None)
-        tokens = configured_tokens(file) if file else {}
+        tokens = configured_tokens(self.tokenizer.path)
         ids = {f"{name}_id": self.tokenizer.token_id(text) for name, text in tokens.items()}
         ids["eos_token_id"] = self.tokenizer.eod_id
         return {name: ids[name] for name in TOKEN_IDS if ids.get(name) is not None}

@@ -14,7 +14,8 @@ from megajax.checkpoint.layout import Rows, of_layers, stack_of
 from megajax.checkpoint.piecewise import Index, PiecewiseArray, StoredParameter, pieces
 from megajax.config import Config
 from megajax.data.config import DataConfig
-from megajax.data.tokenizers.tokenizer import MERGES, VOCABULARY, Tokenizer, load_tokenizer, read_json
+from megajax.data.tokenizers.load import load_tokenizer
+from megajax.data.tokenizers.tokenizer import MERGES, VOCABULARY, Tokenizer, read_json
 from megajax.mesh.config import MeshConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.models.model import Model

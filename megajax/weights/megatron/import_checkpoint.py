@@ -6,7 +6,7 @@ from pathlib import Path
 import jax.numpy as jnp
 
 from megajax.config import Config
-from megajax.data.tokenizers.tokenizer import load_tokenizer
+from megajax.data.tokenizers.load import load_tokenizer
 from megajax.weights.megatron.checkpoint import Checkpoint, open_checkpoint
 from megajax.weights.megatron.families import read_arguments
 from megajax.weights.megatron.parameters import check_parameters, piecewise_arrays

@@ -26,7 +26,7 @@ from megajax.checkpoint.layout import stack_of
 from megajax.config import Config
 from megajax.convert.hugging_face import main
 from megajax.data.tokenizers.chat_template import load_chat_template
-from megajax.data.tokenizers.tokenizer import load_saved_tokenizer
+from megajax.data.tokenizers.load import load_saved_tokenizer
 from megajax.inference.engine import Engine
 from megajax.inference.tokens.sampling import Sampling
 from megajax.mesh.config import MeshConfig

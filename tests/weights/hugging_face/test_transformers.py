@@ -16,7 +16,7 @@ from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import Config
 from megajax.data.config import DataConfig
-from megajax.data.tokenizers.tokenizer import load_tokenizer
+from megajax.data.tokenizers.load import load_tokenizer
 from megajax.inference.engine import Engine
 from megajax.inference.tokens.sampling import Sampling
 from megajax.layers.attention.latent import LatentConfig
