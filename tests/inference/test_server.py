@@ -235,39 +235,6 @@ def test_a_scored_prompt_is_followed_by_one_token_even_if_that_is_the_end(url):
     assert only_prompt["text"] == "abc" and only_prompt["logprobs"]["tokens"] == ["a", "b", "c"]
 
 
-def test_clients_of_megatron_get_the_answers_of_the_engine(url, offline):
-    def put(**body):
-        return httpx2.put(f"{url}/api", json=body, headers={"Authorization": f"Bearer {KEY}"})
-
-    greedy = {"tokens_to_generate": 12, "top_k": 1, "no_log": True}
-    answer = put(prompts=PROMPTS, logprobs=True, **greedy).json()
-    assert answer["text"] == [prompt + offline[prompt][0] for prompt in PROMPTS]
-    assert answer["tokens"] == [[*prompt.encode(), *offline[prompt][1]] for prompt in PROMPTS]
-    assert [len(segments) for segments in answer["segments"]] == [len(tokens) for tokens in answer["tokens"]]
-    echo = {"prompt": answer["tokens"], "echo": True, "max_tokens": 0, "logprobs": 0}
-    for found, choice in zip(answer["logprobs"], ask(url, "/v1/completions", echo).json()["choices"], strict=True):
-        expected = choice["logprobs"]["token_logprobs"]
-        np.testing.assert_allclose(found, expected[1:], atol=1e-5)  # rounding: it ran in other batches
-    assert "logprobs" not in put(prompts=["x"], stop_on_eol=False, length_penalty=1.0).json()
-    assert put(prompts=[""], add_BOS=True, **greedy).json()["tokens"][0][0] == 256
-    only_prompt = put(prompts=["abc"], tokens_to_generate=0, logprobs=True).json()
-    assert only_prompt["text"] == ["abc"] and len(only_prompt["logprobs"][0]) == 2
-    seeded = {"prompts": ["x"], "random_seed": 5, "top_p": 0.9}
-    assert put(**seeded).json() == put(**seeded).json() != put(**seeded | {"random_seed": 6}).json()
-    for wrong, message in [
-        ({"prompts": "x"}, "prompts: "),
-        ({"prompts": []}, "at least 1"),
-        ({"prompts": ["x"], "max_len": 3}, "max_len is not supported"),
-        ({"prompts": ["x"], "top_k": 2, "top_p": 0.5}, "set only one"),
-        ({"prompts": ["x"], "stop_on_eol": True}, "stop_on_eol is not supported"),
-        ({"prompts": ["x"], "tokens_to_generate": 0}, "logprobs=true"),
-        ({"prompts": ["x"] * 129}, "at most 128"),
-    ]:
-        refused = put(**wrong)
-        assert refused.status_code == 400 and message in refused.json()["message"], wrong
-    assert httpx2.put(f"{url}/api", json=seeded).json()["message"].startswith("the header Authorization")
-
-
 def test_tokens_have_the_text_that_they_have_inside_a_text():
     assert [TokenTexts(BytesTokenizer()).of(token) for token in (65, 256, 200)] == ["A", "", "\ufffd"]
     assert TokenTexts(NullTokenizer(300)).of(299) == " 299"
