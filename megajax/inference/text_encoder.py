@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.data.samples.classification import encode_words, joined
 from megajax.data.tokenizers.masking_tokens import SPELLINGS, masking_tokens
+from megajax.inference.config import Pooling
 from megajax.inference.load import OpenedModel
 from megajax.mesh.sharding import BATCH_AXES, constrain
 from megajax.parallel.context import sequence_order
@@ -27,8 +28,6 @@ from megajax.parallel.context import sequence_order
 MASK = re.compile("|".join(map(re.escape, SPELLINGS["mask_id"])))
 BATCH_TOKENS = 8192
 MIN_LENGTH = 16
-
-Pooling = Literal["mean", "cls"]
 
 
 class Candidate(NamedTuple):

@@ -32,6 +32,7 @@ from megajax.inference.engine import Engine
 from megajax.inference.load import OpenedModel
 from megajax.inference.server import protocol
 from megajax.inference.server.answers import Answer, ChatAnswer, CompletionAnswer, TokenTexts, as_event, error_body
+from megajax.inference.server.config import ServerConfig
 from megajax.inference.server.engine_thread import Generation, NotReady, Overloaded
 from megajax.inference.server.metrics import Metrics
 from megajax.inference.server.protocol import Refused, parse, refusing_values
@@ -52,45 +53,6 @@ PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
     "img-src data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class ServerConfig:
-    model_name: str = "megajax"
-    """Name of the model in requests and answers."""
-    run: str = ""
-    """Directory of the model."""
-    host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0: all of this machine."""
-    port: int = 8000
-    """Port to listen on; 0: any free one."""
-    api_keys: tuple[str, ...] = ()
-    """Requests must bring one of them; (): anyone may ask."""
-    max_requests: int = 4096
-    """Most samples (prompts times n) that wait or run. A request that needs more than half of what is left of them, and
-    more than 16, gets 429."""
-    request_timeout_seconds: float = 600.0
-    """A request that takes longer is cancelled; a stop waits at most this long, and a little for the errors."""
-    max_body_bytes: int = 32 * 2**20
-    """Larger requests get 413."""
-    allow_load: bool = False
-    """Whether /v1/load may replace the parameters."""
-    log_requests: bool = True
-    """Log a line per request (request_log.py)."""
-    sampling: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Values of Sampling in place of its defaults, for what a request does not say (`recommended_sampling`)."""
-
-    def check(self) -> None:
-        """Raises ValueError for the first invalid value."""
-        if not 0 <= self.port < 2**16:
-            raise ValueError(f"port={self.port} must be from 0 (any free one) to 65535")
-        if "" in self.api_keys:
-            raise ValueError("api_key= is empty; give a key, or leave it out to answer anyone")
-        for name in ("max_requests", "max_body_bytes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if not 0 < self.request_timeout_seconds < float("inf"):
-            raise ValueError(f"request_timeout_seconds={self.request_timeout_seconds} must be above 0")
 
 
 def make_app(
