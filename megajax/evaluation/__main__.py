@@ -18,11 +18,11 @@ from typing import Any, Literal
 
 from megajax.data.indexed.dataset import prefix_of
 from megajax.evaluation.perplexity import Totals, check_files, perplexity
-from megajax.evaluation.scorer import BATCH_TOKENS
 from megajax.evaluation.text_model import TextModel
 from megajax.evaluation.watch import to_json, watch
 from megajax.evaluation.zero_shot import lambada, wikitext
 from megajax.inference.config import WeightDtype
+from megajax.inference.shapes import BATCH_TOKENS
 from megajax.mesh.processes import use_compilation_cache
 from megajax.terminal.command_line import OnDevices, choose, errors_in_one_line, values_of
 from megajax.training.reporting.console import log_to_stderr
