@@ -154,9 +154,9 @@ class CrossAttentionLayerConfig(TransformerLayerConfig):
         query = Activation(cross.heads_dim, Flops(2 * D * cross.heads_dim))
         read = Activation(cross.kv_dim, Flops(2 * D * cross.kv_dim))
         mixed = cross.activations(sequence_length)["attention_out"]._replace(flops=self._cross_mixing(sequence_length))
-        found["normed"] = _sum(found["normed"], Activation(D * share))
-        found["qkv"] = _sum(found["qkv"], _scaled(query, share), read)
-        found["attention_out"] = _sum(found["attention_out"], _scaled(mixed, share))
+        found["normed"] = found["normed"].and_also(Activation(D * share))
+        found["qkv"] = found["qkv"].and_also(_scaled(query, share)).and_also(read)
+        found["attention_out"] = found["attention_out"].and_also(_scaled(mixed, share))
         between = Activation(D, Flops(matmuls=self.attention.out_flops))
         return found | {"residual_cross": _scaled(between, share)} | own
 
@@ -175,18 +175,6 @@ def _scaled(activation: Activation, share: float) -> Activation:
     return activation._replace(
         elements=activation.elements * share, flops=activation.flops * share, scores=activation.scores * share
     )
-
-
-def _sum(first: Activation, *others: Activation) -> Activation:
-    """Arrays of the same name."""
-    for other in others:
-        first = first._replace(
-            elements=first.elements + other.elements,
-            flops=first.flops + other.flops,
-            scores=first.scores + other.scores,
-            needs_scores=first.needs_scores or other.needs_scores,
-        )
-    return first
 
 
 class CrossAttentionLayer(TransformerLayer):

@@ -9,7 +9,7 @@ fields of a particular kind.
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import jax
 from flax import nnx
@@ -109,6 +109,15 @@ class Activation(NamedTuple):
     inside: int = 0
     """Elements per token of arrays that are written and read while it is computed, and never saved."""
 
+    def and_also(self, other: "Activation") -> "Activation":
+        """Of both under one name; `empty` and `inside` are those of the first."""
+        return self._replace(
+            elements=self.elements + other.elements,
+            flops=self.flops + other.flops,
+            scores=self.scores + other.scores,
+            needs_scores=self.needs_scores or other.needs_scores,
+        )
+
 
 class Terms(NamedTuple):
     """What a layer returns besides its output."""
@@ -133,7 +142,6 @@ class Cache(Protocol):
 
     def at(self, places: Any) -> Any:
         """What the layer is called with: the same, ready for the tokens at these Places (attention/kv_cache.py)."""
-        ...
 
 
 class StackedConfig(Protocol):
@@ -153,55 +161,40 @@ class StackedConfig(Protocol):
     def build(self, rngs: nnx.Rngs) -> nnx.Module: ...
 
 
-class _Described(Protocol):
-    """What layers, and the branches of layers, say of themselves."""
-
-    @property
-    def kind(self) -> str: ...
+class LayerConfig(StackedConfig, Protocol):
+    """A hashable description of one layer."""
 
     @property
     def embed_dim(self) -> int:
         """Width of the residual stream."""
-        ...
 
     @property
     def modules(self) -> Mapping[str, Sequence[str]]:
         """{name in execution.recompute: the activations that need not be saved if the module is recomputed}."""
-        ...
 
     @property
     def reach(self) -> int | None:
-        """Last tokens, itself included, that a token reads from a cache in pages; None: all. A layer without pages
-        need not have it."""
-        ...
+        """Last tokens, itself included, that a token reads from a cache in pages; None: all. A layer without pages need
+        not have it."""
+
+    def saving_by_name(self) -> "LayerConfig":
+        """The same layer, with a Saved of all activations if it has None: a pipeline saves by name."""
 
     def check(self, mesh: MeshConfig, sequence_length: int) -> None:
         """Raises ValueError, naming the fields of the model's config, for sizes that do not divide over the mesh."""
 
     def flops(self, sequence_length: int) -> Flops:
         """Per token."""
-        ...
-
-    def new_pages(self, sizes: Any) -> Any:
-        """An empty Cache of these PoolSizes (attention/kv_cache.py), shared by all sequences of an engine."""
-        ...
-
-
-class LayerConfig(StackedConfig, _Described, Protocol):
-    """A hashable description of one layer."""
-
-    def saving_by_name(self) -> "LayerConfig":
-        """The same layer, with a Saved of all activations if it has None: a pipeline saves by name."""
-        ...
 
     def activations(self, sequence_length: int) -> dict[str, Activation]:
         """By name, in the order of the forward pass; the first is the layer's input."""
-        ...
 
     def sent(self, mesh: MeshConfig, itemsize: int) -> dict[str, float]:
         """{mesh axis: bytes per token} sent by a device in a step, in the limit of a long axis: over n devices it is
         (n - 1) / n of that."""
-        ...
+
+    def new_pages(self, sizes: Any) -> Any:
+        """An empty Cache of these PoolSizes (attention/kv_cache.py), shared by all sequences of an engine."""
 
 
 class Branch(Protocol):
@@ -210,39 +203,66 @@ class Branch(Protocol):
     @property
     def input_axis(self) -> str:
         """Logical axis of the sequence in its input."""
-        ...
 
     def __call__(
         self, x_BTD: jax.Array, inputs: dict, cache: Any, key: DropoutKey | None, /
     ) -> tuple[jax.Array, Any, Terms]:
         """As a layer, but without the residual stream: the output is added to it. A branch that sees each token by
         itself returns the cache as it is."""
-        ...
 
 
-class BranchConfig(_Described, Protocol):
-    """A hashable description of a branch of a layer, f in x + f(norm(x)): attention, a recurrent mixer, an MLP or
-    experts (layers/transformer.py)."""
+@dataclasses.dataclass(frozen=True)
+class BranchConfig:
+    """Base of the config of a branch of a layer, f in x + f(norm(x)): attention, a recurrent mixer, an MLP or experts.
+    The methods are those of a LayerConfig; those that raise here, and the attributes, are a branch's own."""
+
+    embed_dim: int
+
+    kind: ClassVar[str]
+    """That of a layer whose last branch it is."""
 
     @property
-    def out_flops(self) -> float:
-        """FLOPs of the output projection per token."""
-        ...
+    def modules(self) -> Mapping[str, Sequence[str]]:
+        raise NotImplementedError
 
     @property
     def projected(self) -> str:
         """The activation that the projections of its input make: to recompute it is to gather the input again."""
-        ...
+        raise NotImplementedError
 
-    def build(self, rngs: nnx.Rngs) -> Branch: ...
+    @property
+    def out_flops(self) -> float:
+        """FLOPs of the output projection per token."""
+        raise NotImplementedError
+
+    @property
+    def gathered_dim(self) -> int:
+        """Width of what is gathered over `tensor`: its input, unless it gathers what it computes of it."""
+        return self.embed_dim
+
+    @property
+    def reach(self) -> int | None:
+        return None
+
+    def build(self, rngs: nnx.Rngs) -> Branch:
+        raise NotImplementedError
+
+    def check(self, mesh: MeshConfig, sequence_length: int) -> None:
+        raise NotImplementedError
+
+    def flops(self, sequence_length: int) -> Flops:
+        raise NotImplementedError
 
     def activations(self, sequence_length: int) -> dict[str, Activation]:
-        """As LayerConfig, without the input."""
-        ...
+        """Without the input."""
+        raise NotImplementedError
 
     def sent(self, mesh: MeshConfig, itemsize: int, passes: int) -> dict[str, float]:
-        """As LayerConfig. passes: number of forward and backward passes."""
-        ...
+        """passes: number of forward and backward passes, each of which gathers the input and scatters the output."""
+        return {"tensor": passes * (self.gathered_dim + self.embed_dim) * itemsize}
+
+    def new_pages(self, sizes: Any) -> Any:
+        return NoState()
 
 
 @jax.tree_util.register_static

@@ -273,9 +273,6 @@ class Bert(OneStack):
         wide_BTD = constrain(self.head_dense(h_BTD), "batch", "sequence", None)
         return self.head_norm(activate(wide_BTD[..., None, :], self.config.head_activation or self.config.activation))
 
-    def head_matrix(self) -> jax.Array:
-        return self.embedding[...].T if self.config.tied_embeddings else self.head.array()
-
     def logit_options(self) -> dict[str, Any]:
         return dict(vocab_size=self.config.vocab_size, bias_V=self.head_bias[...])
 

@@ -238,9 +238,6 @@ class Decoder(OneStack):
         h_BTD, cache, _ = getattr(self, name)(h_BTD, inputs, caches[name])
         return h_BTD, {name: cache}
 
-    def head_matrix(self) -> jax.Array:
-        return self.embedding[...].T if self.config.tied_embeddings else self.head.array()
-
     def logit_options(self) -> dict[str, Any]:
         return dict(
             vocab_size=self.config.vocab_size,

@@ -36,7 +36,7 @@ from megajax.mesh.config import MeshConfig
 from megajax.mesh.sharding import constrain
 from megajax.models.decoder_fields import check_embedding_divides, padded_vocab_size
 from megajax.models.execution import ExecutionConfig
-from megajax.models.interface import BatchArray, LossModule, ModelConfig, StackRole, split_key
+from megajax.models.interface import AnyModule, BatchArray, ModelConfig, StackRole, split_key
 from megajax.ops.activation import GATED, Activation
 from megajax.ops.attention_mask import CAUSAL, FULL, Mask
 from megajax.ops.embedding import embed
@@ -248,7 +248,7 @@ class EncoderDecoderConfig(ModelConfig):
             )
 
 
-class EncoderDecoder(LossModule):
+class EncoderDecoder(AnyModule):
     """encode, then decode -> loss or logits; see models/interface.py for the batch."""
 
     def __init__(
@@ -349,9 +349,6 @@ class EncoderDecoder(LossModule):
 
     def _normed(self, name: str, x_BTD: jax.Array) -> jax.Array:
         return getattr(self, name)(x_BTD) if self.config.final_norm else x_BTD
-
-    def head_matrix(self) -> jax.Array:
-        return self.embedding[...].T if self.config.tied_embeddings else self.head.array()
 
     def _head_bias(self) -> jax.Array | None:
         """[V]."""

@@ -18,6 +18,7 @@ from flax import nnx
 from megajax.fields.kinds import Kinds
 from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import Flops, LayerConfig, Totals
+from megajax.layers.linear import Linear
 from megajax.layers.stack import Stack, add_by_name, add_totals
 from megajax.layers.transform import Transform
 from megajax.mesh.config import MeshConfig
@@ -248,47 +249,32 @@ class ModelConfig:
         return self.stacks_of("body", execution) | dict(guessing[: sizes.num_guesses])
 
 
-class AnyModule(Protocol):
-    """The nnx.Module of a model, with a Stack under each name in `stacks`.
+class AnyModule(nnx.Module):
+    """Base of the module of a model, with a Stack under each name in `stacks`. A family has the methods that raise
+    here.
 
     Training and scoring given tokens are `hidden`, and a loss from what it returns: `cross_entropy`, `log_probs`, and
     what the heads of the family offer. Generating is `extend` for some more tokens of each row, and `logits`.
     """
 
-    head_recipe: Recipe | None
+    head_recipe: Recipe | None = None
     """The low-precision format of the products of the output layer in the loss (ops/cross_entropy.py); None: the
     compute dtype."""
+    embedding: nnx.Param
+    """[V, D], of the vocabulary."""
+    head: Linear
+    """The output layer; a model with tied embeddings has none."""
 
     def hidden(self, batch: dict, key: DropoutKey | None = None) -> tuple[jax.Array, tuple[Totals, ...]]:
         """batch: arrays [B, ...] as `inputs` names them -> (hidden states [B, T, D], normalised as the heads read them;
         the terms of the layers of each stack). key: for dropout; None: no dropout."""
-        ...
-
-    def cross_entropy(
-        self, h_BTD: jax.Array, labels_BT: jax.Array, weights_BT: jax.Array, options: LossOptions
-    ) -> jax.Array:
-        """float32 scalar: the sum over tokens of weight * (-log p[label] + regularisers)."""
-        ...
-
-    def log_probs(self, h_BTD: jax.Array, labels_BT: jax.Array, **options: Any) -> TokenScores:
-        """The log-probability of each label, with a gradient, and the most likely token. options: entropy, top_k,
-        logits_dtype (ops/cross_entropy.py `token_scores`)."""
-        ...
-
-    def further_terms(self, h_BTD: jax.Array, batch: dict, options: LossOptions) -> LossTerms:
-        """What the model itself adds to the loss of next tokens, with a main term of 0; batch: with labels and
-        loss_weights."""
-        ...
+        raise NotImplementedError
 
     def extend(self, batch: dict, caches: dict) -> tuple[jax.Array, dict]:
-        """Reads the next T tokens of each row -> (their hidden states [B, T, D], caches).
+        """Reads the next T tokens of each row -> (their hidden states [B, T, D], before `output`; caches).
 
         batch: tokens, positions, int32 [B, T]."""
-        ...
-
-    def logits(self, x_BTD: jax.Array) -> jax.Array:
-        """float32 [B, T, V]; minus infinity for padding of the vocabulary."""
-        ...
+        raise NotImplementedError
 
     def guess(self, depth: int, x_BTD: jax.Array, batch: dict, caches: dict) -> tuple[jax.Array, dict]:
         """Of a model with stacks that guess: runs number `depth` of these, from 1, which guesses the token depth + 1
@@ -296,27 +282,18 @@ class AnyModule(Protocol):
 
         x: what `extend` returns for these tokens, or `guess` at depth - 1. batch: int32 [B, T]: positions of these
         tokens, and tokens, those `depth` places after them."""
-        ...
-
-
-class LossModule(nnx.Module):
-    """An AnyModule with an output layer. A family has the methods that raise here, `hidden` and `extend`."""
-
-    head_recipe: Recipe | None = None
+        raise NotImplementedError
 
     def output(self, x_BTD: jax.Array) -> jax.Array:
         """The normalised hidden states, which the heads read."""
         raise NotImplementedError
 
     def head_matrix(self) -> jax.Array:
-        """[D, V]."""
-        raise NotImplementedError
+        """[D, V]: that of `head`, or the transposed `embedding`."""
+        return self.head.array() if hasattr(self, "head") else self.embedding[...].T
 
     def logit_options(self) -> dict[str, Any]:
         """vocab_size, and arguments of `finish_logits` (ops/cross_entropy.py)."""
-        raise NotImplementedError
-
-    def guess(self, depth: int, x_BTD: jax.Array, batch: dict, caches: dict) -> tuple[jax.Array, dict]:
         raise NotImplementedError
 
     def before_head(self, h_BTD: jax.Array) -> jax.Array:
@@ -326,6 +303,7 @@ class LossModule(nnx.Module):
     def cross_entropy(
         self, h_BTD: jax.Array, labels_BT: jax.Array, weights_BT: jax.Array, options: LossOptions
     ) -> jax.Array:
+        """float32 scalar: the sum over tokens of weight * (-log p[label] + regularisers)."""
         return cross_entropy(
             self.before_head(h_BTD),
             self.head_matrix(),
@@ -337,17 +315,22 @@ class LossModule(nnx.Module):
         )
 
     def log_probs(self, h_BTD: jax.Array, labels_BT: jax.Array, **options: Any) -> TokenScores:
+        """The log-probability of each label, with a gradient, and the most likely token. options: entropy, top_k,
+        logits_dtype (ops/cross_entropy.py `token_scores`)."""
         return token_scores(self.before_head(h_BTD), self.head_matrix(), labels_BT, **self.logit_options(), **options)
 
     def further_terms(self, h_BTD: jax.Array, batch: dict, options: LossOptions) -> LossTerms:
+        """What the model itself adds to the loss of next tokens, with a main term of 0; batch: with labels and
+        loss_weights."""
         return LossTerms(jnp.float32(0))
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
+        """Of hidden states as `extend` returns them, float32 [B, T, V]; minus infinity for padding of the
+        vocabulary."""
         return self.token_logits(self.output(x_BTD))
 
     def token_logits(self, h_BTD: jax.Array) -> jax.Array:
-        """Of hidden states as `hidden` returns them, float32 [B, T, V]; minus infinity for padding of the
-        vocabulary."""
+        """The same of hidden states as `hidden` returns them."""
         products_BTV = matmul(self.before_head(h_BTD), self.head_matrix()).astype(jnp.float32)
         options = self.logit_options()
         is_token_V = jnp.arange(products_BTV.shape[-1]) < options.pop("vocab_size")
@@ -355,7 +338,7 @@ class LossModule(nnx.Module):
         return constrain(jnp.where(is_token_V, logits_BTV, -jnp.inf), "batch", "time", "vocab")
 
 
-class OneStack(LossModule):
+class OneStack(AnyModule):
     """A model that is embed -> one stack, `layers` -> output, which a pipeline can split into stages.
 
     A family derives from it and has the methods that raise here."""

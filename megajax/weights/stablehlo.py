@@ -142,9 +142,9 @@ def programs(model: Model, vocab_size: int, batch_size: int, max_length: int) ->
 
     def decode(params, caches, tokens_B, positions_B):
         slots_B = numbers_B * max_length + positions_B
-        columns = (a[:, None] for a in (slots_B, positions_B, numbers_B, numbers_B))
-        places = Places(*columns, None, positions_B[:, None] + 1)
-        batch = {"tokens": tokens_B[:, None], "positions": positions_B[:, None]}
+        slots, positions, rows = (a[:, None] for a in (slots_B, positions_B, numbers_B))
+        places = Places(slots, positions, rows, rows, None, positions + 1)
+        batch = {"tokens": tokens_B[:, None], "positions": positions}
         x_B1D, caches = module(params).extend(batch, _at(caches, places))
         return logits(module(params), x_B1D), caches
 

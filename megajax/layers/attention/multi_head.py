@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax.layers.attention.kv_cache import PagedCache, PoolSizes
 from megajax.layers.attention.rope import apply_rope
 from megajax.layers.dropout import DropoutKey
-from megajax.layers.layer import Activation, Branch, Flops, Terms, check_divisible
+from megajax.layers.layer import Activation, Branch, BranchConfig, Flops, Terms, check_divisible
 from megajax.layers.linear import Linear, input_axis, side_by_side
 from megajax.layers.norm import Norm, NormConfig
 from megajax.mesh.config import MeshConfig
@@ -32,10 +32,9 @@ MAX_DROPOUT_LENGTH = 65536  # dropout packs the query and key indices into one 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionConfig:
+class AttentionConfig(BranchConfig):
     """The defaults are plain causal attention, so that a model names only what differs."""
 
-    embed_dim: int
     num_heads: int
     num_kv_heads: int | None = None
     """None: num_heads."""
@@ -93,11 +92,6 @@ class AttentionConfig:
         return self.kv_heads, self.head_dim
 
     @property
-    def gathered_dim(self) -> int:
-        """Width of what is gathered over `tensor` for the heads."""
-        return self.embed_dim
-
-    @property
     def heads_dim(self) -> int:
         """Width of all query heads together."""
         return self.num_heads * self.head_dim
@@ -119,7 +113,6 @@ class AttentionConfig:
 
     @property
     def out_flops(self) -> float:
-        """FLOPs of the output projection per token."""
         return 2 * self.embed_dim * self.out_dim
 
     def new_pages(self, sizes: PoolSizes) -> PagedCache:
@@ -189,7 +182,7 @@ class AttentionConfig:
             over_context = (3 * self.heads_dim + 2 * self.out_dim + 3 * self.kv_dim) * itemsize
         else:  # both passes, with gradients in float32
             over_context = self.kv_dim * mesh.context * (2 * itemsize + 4)
-        return {"tensor": passes * (self.gathered_dim + self.embed_dim) * itemsize, "context": over_context}
+        return super().sent(mesh, itemsize, passes) | {"context": over_context}
 
 
 class Attention(nnx.Module):

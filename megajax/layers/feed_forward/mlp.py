@@ -13,7 +13,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.layers.dropout import DropoutKey
-from megajax.layers.layer import Activation, Branch, Flops, NoState, Terms, check_divisible
+from megajax.layers.layer import Activation, Branch, BranchConfig, Flops, Terms, check_divisible
 from megajax.layers.linear import Linear, add_stacked_biases, input_axis, side_by_side
 from megajax.mesh.config import MeshConfig
 from megajax.mesh.sharding import constrain
@@ -22,8 +22,7 @@ from megajax.ops.activation import GATED, activate
 
 
 @dataclasses.dataclass(frozen=True)
-class MlpConfig:
-    embed_dim: int
+class MlpConfig(BranchConfig):
     mlp_dim: int
     activation: nonlinearity.Activation
     bias: bool
@@ -32,7 +31,6 @@ class MlpConfig:
 
     kind = "dense"
     projected = "mlp_wide"
-    reach = None
 
     @property
     def modules(self) -> Mapping[str, Sequence[str]]:
@@ -61,12 +59,6 @@ class MlpConfig:
             "mlp_wide": Activation(self.wide_dim, Flops(2 * self.embed_dim * self.wide_dim)),
             "mlp_hidden": Activation(self.mlp_dim),
         }
-
-    def sent(self, mesh: MeshConfig, itemsize: int, passes: int) -> dict[str, float]:
-        return {"tensor": passes * 2 * self.embed_dim * itemsize}  # gathering the input, scattering the result
-
-    def new_pages(self, sizes: Any) -> NoState:
-        return NoState()
 
 
 class Mlp(nnx.Module):

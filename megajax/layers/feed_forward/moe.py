@@ -142,9 +142,7 @@ class ExpertsConfig(MlpConfig):
             "mlp_wide": self._rows(self.wide_dim, Flops(wide, routed=wide)),
             "mlp_hidden": self._rows(self.mlp_dim),
         }
-        for name, one in shared.items():
-            routed = of_experts[name]
-            of_experts[name] = routed._replace(elements=routed.elements + one.elements, flops=routed.flops + one.flops)
+        of_experts |= {name: of_experts[name].and_also(one) for name, one in shared.items()}
         # Logits, experts and plan, in four bytes.
         return {"routing": Activation(2 * (self.num_experts + 5 * K))} | of_experts
 

@@ -10,8 +10,8 @@ state of a sequence is to copy a row of each.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,9 @@ from jax import lax
 
 from megajax.layers.attention.kv_cache import Places, PoolSizes
 from megajax.mesh.sharding import constrain
+
+if TYPE_CHECKING:
+    from megajax.layers.recurrent.mixer import RecurrentMixer
 
 Of = TypeVar("Of")
 
@@ -73,18 +76,6 @@ class Runs(NamedTuple):
         return jnp.cumsum(self.starts_T) - 1
 
 
-class Mixer(Protocol):
-    """What a cache asks of a mixer; RecurrentMixer in mixer.py describes the methods."""
-
-    def convolved(self, windows: Sequence[Inputs[jax.Array]]) -> Inputs[jax.Array]: ...
-
-    def step(self, read: Inputs[jax.Array], gates: Any, state_BHPN: jax.Array) -> tuple[jax.Array, jax.Array]: ...
-
-    def extend(
-        self, read: Inputs[jax.Array], gates: Any, runs: Runs, states: jax.Array
-    ) -> tuple[jax.Array, jax.Array]: ...
-
-
 def map_inputs(function: Callable[..., Of], *inputs: "Inputs[Any]") -> "Inputs[Of]":
     """Applies a function to x, b and c separately."""
     return Inputs(*map(function, *inputs))
@@ -121,7 +112,7 @@ class PlacedStates(NamedTuple):
     states: jax.Array
     places: Places
 
-    def mix(self, mixer: Mixer, read: Inputs[jax.Array], gates: Any) -> tuple[jax.Array, SlotStates]:
+    def mix(self, mixer: "RecurrentMixer", read: Inputs[jax.Array], gates: Any) -> tuple[jax.Array, SlotStates]:
         """-> (y [B, T, H, P], the cache after these tokens)."""
         one_each = self.places.rows_BT.shape[1] == 1
         return (self._step if one_each else self._extend)(mixer, read, gates)

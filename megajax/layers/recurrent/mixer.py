@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.layers.attention.kv_cache import PoolSizes
 from megajax.layers.dropout import DropoutKey
-from megajax.layers.layer import Activation, Flops, Terms
+from megajax.layers.layer import Activation, BranchConfig, Flops, Terms
 from megajax.layers.linear import Linear, side_by_side
 from megajax.layers.recurrent.cache import Inputs, Runs, Sizes, SlotStates, map_inputs
 from megajax.mesh.config import MeshConfig
@@ -47,11 +47,10 @@ class SavedNames(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class RecurrentMixerConfig:
+class RecurrentMixerConfig(BranchConfig):
     """The branch of a recurrent layer (layers/sublayer.py). A mixer derives its own, with its section of the model's
     config, the attributes below, and the methods that raise here."""
 
-    embed_dim: int
     norm_epsilon: float
     context: ContextMethod
     init_std: float
@@ -59,7 +58,6 @@ class RecurrentMixerConfig:
 
     kind = ""
     """Name of the layer, of the section of the model's config, and of the module in execution.recompute."""
-    reach = None
     names = SavedNames("", "", "", "")
     state_flops = 0
     """FLOPs of the recurrence per token and entry of the state."""
@@ -71,9 +69,6 @@ class RecurrentMixerConfig:
     @property
     def inside(self) -> int:
         """Activation.inside of the recurrence."""
-        raise NotImplementedError
-
-    def build(self, rngs: nnx.Rngs) -> "RecurrentMixer":
         raise NotImplementedError
 
     @property
@@ -92,7 +87,6 @@ class RecurrentMixerConfig:
 
     @property
     def out_flops(self) -> float:
-        """FLOPs per token of the output projection."""
         return 2 * self.embed_dim * self.sizes.inner_dim
 
     def check(self, mesh: MeshConfig, sequence_length: int) -> None:
@@ -122,10 +116,6 @@ class RecurrentMixerConfig:
             ),
             self.names.hidden: Activation(sizes.inner_dim),
         }
-
-    def sent(self, mesh: MeshConfig, itemsize: int, passes: int) -> dict[str, float]:
-        """Over `context` nothing but a state per piece of the sequence."""
-        return {"tensor": passes * 2 * self.embed_dim * itemsize}
 
     def new_pages(self, sizes: PoolSizes) -> SlotStates:
         return SlotStates.zeros(self.sizes, sizes)
