@@ -8,6 +8,7 @@ indices and first samples under the keys of tests/oracles/gpt_dataset.npz, to co
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,8 @@ from megajax.data.config import DataConfig
 from megajax.data.indexed.dataset import IndexedDataset, prefix_of
 from megajax.data.indexed.meta import read_meta
 from megajax.data.samples.gpt import GptDataset, GptFormat, split_ranges
-from megajax.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from megajax.data.tokenizers.load import load_tokenizer
+from megajax.data.tokenizers.tokenizer import Tokenizer
 from megajax.terminal.command_line import errors_in_one_line, parse
 
 SPLITS = "train", "valid", "test"
@@ -83,17 +85,18 @@ def sample_indices(
     split: Sequence[float],
     num_samples: Sequence[int],
     pad_id: int | None,
-) -> dict[str, np.ndarray]:
+) -> dict[str, Any]:
     """The oracle's arrays; splits without documents or samples are left out. weights None: by tokens."""
     out = {}
     for number, (name, size) in enumerate(zip(SPLITS, num_samples, strict=False)):
-        ranges = [split_ranges(split, len(dataset))[number] for dataset in datasets]
-        if not size or any(part is None or part[0] == part[1] for part in ranges):
+        parts = [split_ranges(split, len(dataset))[number] for dataset in datasets]
+        ranges = [part for part in parts if part is not None and part[0] < part[1]]
+        if not size or len(ranges) < len(datasets):
             continue
 
         def gpt(dataset, part, count):
             form = GptFormat(pad_id=pad_id)
-            return GptDataset(dataset, part, count, sequence_length, seed, sample_format=form, cache_dir=None)
+            return GptDataset(dataset, part, count, sequence_length, seed, form, None)
 
         if len(datasets) == 1 and not weights:
             found = _single(gpt(datasets[0], ranges[0], size))
@@ -102,8 +105,8 @@ def sample_indices(
             tokens = [dataset.lengths[slice(*part)].sum() for dataset, part in zip(datasets, ranges, strict=True)]
             shares = normalize_weights(weights or tokens)
             phases, built = plan_phases([shares], [size])
-            parts = [gpt(*arguments) for arguments in zip(datasets, ranges, built, strict=True)]
-            found = _blend(BlendedDataset(parts, phases, None))
+            blended = [gpt(*arguments) for arguments in zip(datasets, ranges, built, strict=True)]
+            found = _blend(BlendedDataset(blended, phases, None))
             kind = "blend"
         out |= {f"{kind}/{name}/{key}": value for key, value in found.items()}
     return out
@@ -117,7 +120,7 @@ def _single(dataset: GptDataset) -> dict[str, np.ndarray]:
         "shuffle_index": dataset.shuffle_index,
         "tokens": np.stack([sample["tokens"] for sample in samples]).astype(np.int64),
         "labels": np.stack([sample["labels"] for sample in samples]).astype(np.int64),
-        "len": np.int64(len(dataset)),
+        "len": np.array(len(dataset), np.int64),
     }
 
 
@@ -127,7 +130,7 @@ def _blend(dataset: BlendedDataset) -> dict[str, np.ndarray]:
         "dataset_index": dataset.dataset_index,
         "dataset_sample_index": dataset.dataset_sample_index,
         "tokens": np.stack([sample["tokens"] for sample in samples]).astype(np.int64),
-        "len": np.int64(len(dataset)),
+        "len": np.array(len(dataset), np.int64),
     }
 
 

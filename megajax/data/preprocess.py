@@ -27,7 +27,8 @@ from megajax.data.prepare.read_input import MAX_DOCUMENT_BYTES, Reader, expand
 from megajax.data.prepare.train_tokenizer import train_tokenizer
 from megajax.data.prepare.write_tokens import output_prefixes, preprocess, refuse_to_overwrite
 from megajax.data.tokenizers.chat_template import load_chat_template
-from megajax.data.tokenizers.tokenizer import BytesTokenizer, load_tokenizer
+from megajax.data.tokenizers.load import load_tokenizer
+from megajax.data.tokenizers.tokenizer import BytesTokenizer
 from megajax.terminal.announce import announced
 from megajax.terminal.command_line import errors_in_one_line, parse
 

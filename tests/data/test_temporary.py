@@ -15,7 +15,7 @@ from megajax.data.temporary import open_temporary, rename, temporary_folder
 WRITES = """
 import sys
 import numpy as np
-from megajax.data.indexed_dataset import IndexedDatasetWriter
+from megajax.data.indexed.dataset import IndexedDatasetWriter
 from megajax.data.temporary import temporary_folder
 with IndexedDatasetWriter(sys.argv[1] + "/x", np.uint16) as writer, temporary_folder(sys.argv[1] + "/y") as folder:
     open(folder + "/file", "w").close()

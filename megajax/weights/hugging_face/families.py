@@ -1,4 +1,4 @@
-"""Tables of the options and tensors of each Hugging Face decoder family, used by mapping.py in both directions.
+"""The Hugging Face decoders without experts: tables of their options and tensors, used by mapping.py both ways.
 
 A family consists of the keys of its config.json (options) and its tensors (weights.py). Sources: the configuration and
 modeling files of transformers 5 for each family, and the config.json files of version 4, which spell some options
@@ -10,56 +10,62 @@ from collections.abc import Mapping
 from typing import Any
 
 from megajax.weights.hugging_face import weights
-from megajax.weights.hugging_face.form import DecoderForm, Form
-from megajax.weights.hugging_face.options import (
-    GATED,
-    NO_ROPE,
-    PLAIN,
-    ROPE,
-    TWO_ROPES,
-    Choice,
-    ExpertLayers,
-    Follows,
-    NoWindow,
-    Option,
-    Options,
-    Rope,
-    RotatedDims,
-    SigmoidRouter,
-    Window,
-    deepseek_options,
-    falcon_options,
-)
-from megajax.weights.hugging_face.weights import Row
+from megajax.weights.hugging_face.form import Family
+from megajax.weights.hugging_face.layer_options import NO_ROPE, Window
+from megajax.weights.hugging_face.options import GATED, PLAIN, Choice, Follows, Option, Options
+from megajax.weights.hugging_face.rope import ROPE, TWO_ROPES, Rope
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Family:
-    architecture: str
-    model_type: str
-    always: Mapping[str, Any]
-    """Values of our config fields common to all models of the family."""
-    options: Options
-    weights: tuple[Row, ...]
-    """As the tensors are written."""
-    other_weights: tuple[Row, ...] = ()
-    """Another form of the tensors, which is read if a folder has it."""
-    form: Form = DecoderForm()
-    ignored: tuple[str, ...] = ()
-    """Ends of the names of tensors that files may have and the architecture does not use."""
+@dataclasses.dataclass(frozen=True)
+class RotatedDims:
+    """rotary_dim of GPT-J: the number of rotated dims of a head instead of a fraction; there are no other options."""
 
-    @property
-    def tables(self) -> tuple[tuple[Row, ...], ...]:
-        return (self.weights, self.other_weights) if self.other_weights else (self.weights,)
+    default: int = 64
+    keys = ("rotary_dim",)
+
+    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+        if (rotated := theirs.get("rotary_dim", self.default)) is None:
+            raise ValueError("rotary_dim=None is not supported; give the number of rotated dims of a head")
+        return {"rope.fraction": rotated / (theirs["n_embd"] // theirs["n_head"]), "rope.interleaved": True}
+
+    def write(self, ours: Mapping[str, Any]) -> dict[str, Any]:
+        return {"rotary_dim": round(ours["rope.fraction"] * ours["head_dim"])}
+
+
+@dataclasses.dataclass(frozen=True)
+class FalconOptions:
+    """Key-value heads and parallel residuals."""
+
+    keys = ("new_decoder_architecture", "num_ln_in_parallel_attn", "num_kv_heads", "multi_query", "parallel_attn")
+
+    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+        if theirs.get("new_decoder_architecture", False):
+            norms = theirs.get("num_ln_in_parallel_attn") or 2
+            if norms != 2:
+                raise ValueError(f"num_ln_in_parallel_attn={norms} is not supported with new_decoder_architecture")
+            return {"num_kv_heads": theirs.get("num_kv_heads"), "parallel_residual": "two_norms"}
+        heads = 1 if theirs.get("multi_query", True) else None
+        parallel = "one_norm" if theirs.get("parallel_attn", True) else "none"
+        return {"num_kv_heads": heads, "parallel_residual": parallel}
+
+    def write(self, ours: Mapping[str, Any]) -> dict[str, Any]:
+        is_new = ours["parallel_residual"] == "two_norms"
+        return {
+            "new_decoder_architecture": is_new,
+            "multi_query": is_new or ours["num_kv_heads"] == 1,  # used by the old architecture only,
+            "num_kv_heads": ours["num_kv_heads"] if is_new else ours["num_heads"],  # as this by the new one
+            "parallel_attn": ours["parallel_residual"] != "none",
+            "num_ln_in_parallel_attn": 2 if is_new else None,
+        }
 
 
 # Values of our fields.
-_RMS = dict(position="rope", norm="rmsnorm", bias=False)
+RMS = dict(position="rope", norm="rmsnorm", bias=False)
 _LAYER_NORM = dict(position="rope", norm="layernorm", bias=False)
 _BIASED = dict(position="rope", norm="layernorm", bias=True)
 
 # Keys of config.json with their defaults.
-_SIZES: Options = (
+SIZES: Options = (
     Option("vocab_size", "vocab_size"),
     Option("hidden_size", "embed_dim"),
     Option("num_hidden_layers", "num_layers"),
@@ -67,18 +73,19 @@ _SIZES: Options = (
     Option("max_position_embeddings", "max_positions", 2048),
     Option("initializer_range", "init_std", 0.02),
 )
-_MLP = Option("intermediate_size", "mlp_dim")
-_KV_HEADS = Option("num_key_value_heads", "num_kv_heads", None)
-_HEAD_DIM = Option("head_dim", "head_dim", None)
-_UNTIED = Option("tie_word_embeddings", "tied_embeddings", False)
+MLP = Option("intermediate_size", "mlp_dim")
+KV_HEADS = Option("num_key_value_heads", "num_kv_heads", None)
+DECODER: Options = (*SIZES, MLP, KV_HEADS)
+HEAD_DIM = Option("head_dim", "head_dim", None)
+UNTIED = Option("tie_word_embeddings", "tied_embeddings", False)
 _TIED = Option("tie_word_embeddings", "tied_embeddings", True)
-_RMS_EPSILON = Option("rms_norm_eps", "norm_epsilon", 1e-6)
-_RMS_EPSILON_5 = Option("rms_norm_eps", "norm_epsilon", 1e-5)
+RMS_EPSILON = Option("rms_norm_eps", "norm_epsilon", 1e-6)
+RMS_EPSILON_5 = Option("rms_norm_eps", "norm_epsilon", 1e-5)
 _NORM_EPSILON = Option("layer_norm_eps", "norm_epsilon", 1e-5)
 _LONG_NORM_EPSILON = Option("layer_norm_epsilon", "norm_epsilon", 1e-5)
-_SILU = Option("hidden_act", "activation", "silu", values=GATED)
+SILU = Option("hidden_act", "activation", "silu", values=GATED)
 _GELU_NEW = dict(gelu_new="gelu_tanh") | PLAIN  # written by this name
-_ATTENTION_BIAS = Option("attention_bias", ("qkv_bias", "attention_out_bias"), False)
+ATTENTION_BIAS = Option("attention_bias", ("qkv_bias", "attention_out_bias"), False)
 _MLP_BIAS = Option("mlp_bias", "mlp_bias", False)
 _PARALLEL = {False: "none", True: "one_norm"}
 _TWO_NORMS = {True: "two_norms", False: "none"}
@@ -93,30 +100,16 @@ _GPT2: Options = (  # and GPT-J
     Option("initializer_range", "init_std", 0.02),
     Option("activation_function", "activation", "gelu_new", values=_GELU_NEW),
 )
-_LLAMA: Options = (*_SIZES, _MLP, _KV_HEADS, _UNTIED, _SILU)
+LLAMA: Options = (*DECODER, UNTIED, SILU)
 _GEMMA: Options = (
-    *_SIZES,
-    _MLP,
-    _KV_HEADS,
-    _HEAD_DIM,
+    *DECODER,
+    HEAD_DIM,
     _TIED,
-    _RMS_EPSILON,
+    RMS_EPSILON,
     Option("hidden_activation", "activation", "gelu_pytorch_tanh", values=GATED),
-    _ATTENTION_BIAS,
+    ATTENTION_BIAS,
     Option("query_pre_attn_scalar", "attention_multiplier", 256, power=-0.5),
     Follows("embedding_multiplier", "embed_dim", 0.5),
-)
-_TOP_K = Option("num_experts_per_tok", "moe.router.top_k")
-_NUM_EXPERTS = Option("num_experts", "moe.num_experts", also=("num_local_experts",))
-_NORMALISED = Option("norm_topk_prob", "moe.router.score", False, values={True: "softmax", False: "softmax_all"})
-_EXPERTS_ONLY = Option("intermediate_size", ("moe.expert_dim", "mlp_dim"))
-_QWEN_EXPERTS: Options = (
-    _TOP_K,
-    _NUM_EXPERTS,
-    _NORMALISED,
-    Option("moe_intermediate_size", "moe.expert_dim"),
-    ExpertLayers(),
-    NoWindow(),
 )
 
 FAMILIES: tuple[Family, ...] = (
@@ -137,35 +130,35 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "LlamaForCausalLM",
         "llama",
-        _RMS,
-        (*_LLAMA, _HEAD_DIM, _RMS_EPSILON, _ATTENTION_BIAS, _MLP_BIAS, ROPE),
+        RMS,
+        (*LLAMA, HEAD_DIM, RMS_EPSILON, ATTENTION_BIAS, _MLP_BIAS, ROPE),
         weights.LLAMA,
     ),
     Family(
         "MistralForCausalLM",
         "mistral",
-        _RMS,
-        (*_LLAMA, _HEAD_DIM, _RMS_EPSILON, ROPE, Window("everywhere", default=4096)),
+        RMS,
+        (*LLAMA, HEAD_DIM, RMS_EPSILON, ROPE, Window("everywhere", default=4096)),
         weights.LLAMA,
     ),
     Family(
         "Qwen2ForCausalLM",
         "qwen2",
-        _RMS | dict(qkv_bias=True),
-        (*_LLAMA, _RMS_EPSILON, ROPE, Window("switched", default=4096)),
+        RMS | dict(qkv_bias=True),
+        (*LLAMA, RMS_EPSILON, ROPE, Window("switched", default=4096)),
         weights.LLAMA,
     ),
     Family(
         "Qwen3ForCausalLM",
         "qwen3",
-        _RMS | dict(qk_norm=True),
-        (*_LLAMA, _HEAD_DIM, _RMS_EPSILON, _ATTENTION_BIAS, ROPE, Window("switched", default=4096)),
+        RMS | dict(qk_norm=True),
+        (*LLAMA, HEAD_DIM, RMS_EPSILON, ATTENTION_BIAS, ROPE, Window("switched", default=4096)),
         weights.LLAMA,
     ),
     Family(
         "Gemma2ForCausalLM",
         "gemma2",
-        _RMS | dict(norm_zero_centered=True, norm_placement="sandwich"),
+        RMS | dict(norm_zero_centered=True, norm_placement="sandwich"),
         (
             *_GEMMA,
             Option("final_logit_softcapping", "logit_soft_cap", 30.0),
@@ -178,7 +171,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "Gemma3ForCausalLM",
         "gemma3_text",
-        _RMS | dict(norm_zero_centered=True, norm_placement="sandwich", qk_norm=True),
+        RMS | dict(norm_zero_centered=True, norm_placement="sandwich", qk_norm=True),
         (
             *_GEMMA,
             Option("final_logit_softcapping", "logit_soft_cap", None),
@@ -192,10 +185,10 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "Phi3ForCausalLM",
         "phi3",
-        _RMS,
+        RMS,
         (
-            *_LLAMA,
-            _RMS_EPSILON_5,
+            *LLAMA,
+            RMS_EPSILON_5,
             Rope(fraction=1.0, scalings=("longrope",), original_length=4096),
             Window("everywhere", default=None),
         ),
@@ -204,22 +197,20 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "Olmo2ForCausalLM",
         "olmo2",
-        _RMS | dict(norm_placement="post", qk_norm="all_heads"),
-        (*_LLAMA, _RMS_EPSILON_5, _ATTENTION_BIAS, ROPE),
+        RMS | dict(norm_placement="post", qk_norm="all_heads"),
+        (*LLAMA, RMS_EPSILON_5, ATTENTION_BIAS, ROPE),
         weights.OLMO2,
     ),
     Family(
         "SmolLM3ForCausalLM",
         "smollm3",
-        _RMS,
+        RMS,
         (
-            *_SIZES,
-            _MLP,
-            _KV_HEADS,
+            *DECODER,
             _TIED,
-            _SILU,
-            _RMS_EPSILON,
-            _ATTENTION_BIAS,
+            SILU,
+            RMS_EPSILON,
+            ATTENTION_BIAS,
             _MLP_BIAS,
             Rope(base=2_000_000.0),
             NO_ROPE,
@@ -232,9 +223,7 @@ FAMILIES: tuple[Family, ...] = (
         "starcoder2",
         dict(position="rope", norm="layernorm"),
         (
-            *_SIZES,
-            _MLP,
-            _KV_HEADS,
+            *DECODER,
             _TIED,
             Option("hidden_act", "activation", "gelu_pytorch_tanh", values=PLAIN),
             Option("norm_epsilon", "norm_epsilon", 1e-5),
@@ -249,7 +238,7 @@ FAMILIES: tuple[Family, ...] = (
         "stablelm",
         _LAYER_NORM,
         (
-            *_LLAMA,
+            *LLAMA,
             _NORM_EPSILON,
             Option("use_qkv_bias", "qkv_bias", False),
             Option("use_parallel_residual", "parallel_residual", False, values=_PARALLEL),
@@ -263,14 +252,12 @@ FAMILIES: tuple[Family, ...] = (
         "nemotron",
         _LAYER_NORM | dict(norm_zero_centered=True),
         (
-            *_SIZES,
-            _MLP,
-            _KV_HEADS,
-            _HEAD_DIM,
-            _UNTIED,
+            *DECODER,
+            HEAD_DIM,
+            UNTIED,
             Option("hidden_act", "activation", "relu2", values=PLAIN),
             Option("norm_eps", "norm_epsilon", 1e-5),
-            _ATTENTION_BIAS,
+            ATTENTION_BIAS,
             _MLP_BIAS,
             Rope(fraction=0.5),
         ),
@@ -281,9 +268,9 @@ FAMILIES: tuple[Family, ...] = (
         "gpt_neox",
         _BIASED,
         (
-            *_SIZES,
-            _MLP,
-            _UNTIED,
+            *SIZES,
+            MLP,
+            UNTIED,
             Option("hidden_act", "activation", "gelu", values=PLAIN),
             _NORM_EPSILON,
             Option("use_parallel_residual", "parallel_residual", True, values=_TWO_NORMS),
@@ -297,10 +284,8 @@ FAMILIES: tuple[Family, ...] = (
         "phi",
         _BIASED | dict(parallel_residual="one_norm", head_bias=True),
         (
-            *_SIZES,
-            _MLP,
-            _KV_HEADS,
-            _UNTIED,
+            *DECODER,
+            UNTIED,
             Option("hidden_act", "activation", "gelu_new", values=_GELU_NEW),
             _NORM_EPSILON,
             Choice("qk_layernorm", False),
@@ -312,7 +297,7 @@ FAMILIES: tuple[Family, ...] = (
         "GPTJForCausalLM",
         "gptj",
         _LAYER_NORM | dict(mlp_bias=True, parallel_residual="one_norm", head_bias=True),
-        (*_GPT2, _UNTIED, RotatedDims()),
+        (*_GPT2, UNTIED, RotatedDims()),
         weights.GPTJ,
     ),
     Family(
@@ -320,14 +305,14 @@ FAMILIES: tuple[Family, ...] = (
         "falcon",
         dict(position="rope", norm="layernorm"),
         (
-            *_SIZES,
+            *SIZES,
             _TIED,
             Option("ffn_hidden_size", "mlp_dim", None),
             Option("activation", "activation", "gelu", values=PLAIN),
             _LONG_NORM_EPSILON,
             Option("bias", "bias", False),
             Choice("alibi", False),
-            falcon_options,
+            FalconOptions(),
             ROPE,
         ),
         weights.FALCON,
@@ -337,13 +322,11 @@ FAMILIES: tuple[Family, ...] = (
         "cohere",
         _LAYER_NORM | dict(norm_bias=False, parallel_residual="one_norm"),
         (
-            *_SIZES,
-            _MLP,
-            _KV_HEADS,
+            *DECODER,
             _TIED,
-            _SILU,
+            SILU,
             _NORM_EPSILON,
-            _ATTENTION_BIAS,
+            ATTENTION_BIAS,
             Option("logit_scale", "logit_multiplier", 0.0625),
             Choice("use_qk_norm", False),
             Rope(base=500_000.0, interleaved=True),
@@ -353,11 +336,11 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "GraniteForCausalLM",
         "granite",
-        _RMS,
+        RMS,
         (
-            *_LLAMA,
-            _RMS_EPSILON,
-            _ATTENTION_BIAS,
+            *LLAMA,
+            RMS_EPSILON,
+            ATTENTION_BIAS,
             _MLP_BIAS,
             ROPE,
             Option("embedding_multiplier", "embedding_multiplier", 1.0),
@@ -382,101 +365,5 @@ FAMILIES: tuple[Family, ...] = (
             Choice("apply_residual_connection_post_layernorm", False),
         ),
         weights.BLOOM,
-    ),
-    Family(
-        "MixtralForCausalLM",
-        "mixtral",
-        _RMS,
-        (
-            *_SIZES,
-            _EXPERTS_ONLY,
-            _KV_HEADS,
-            _HEAD_DIM,
-            _UNTIED,
-            _SILU,
-            _RMS_EPSILON_5,
-            _TOP_K,
-            Option("num_local_experts", "moe.num_experts"),
-            Rope(base=1_000_000.0),
-            Window("everywhere", default=None),
-        ),
-        weights.MIXTRAL,
-        weights.FUSED_EXPERTS,
-    ),
-    Family(
-        "Qwen3MoeForCausalLM",
-        "qwen3_moe",
-        _RMS | dict(qk_norm=True),
-        (*_LLAMA, _HEAD_DIM, _RMS_EPSILON, _ATTENTION_BIAS, *_QWEN_EXPERTS, ROPE),
-        weights.QWEN_MOE,
-        weights.FUSED_EXPERTS,
-    ),
-    Family(
-        "Qwen2MoeForCausalLM",
-        "qwen2_moe",
-        _RMS | {"moe.shared_gate": True},
-        (
-            *_LLAMA,
-            _RMS_EPSILON,
-            Option("qkv_bias", "qkv_bias", True),
-            *_QWEN_EXPERTS,
-            Option("shared_expert_intermediate_size", "moe.shared_dim"),
-            ROPE,
-        ),
-        weights.QWEN_MOE,
-        weights.FUSED_EXPERTS,
-    ),
-    Family(
-        "OlmoeForCausalLM",
-        "olmoe",
-        _RMS | dict(qk_norm="all_heads"),
-        (
-            *_SIZES,
-            _EXPERTS_ONLY,
-            _KV_HEADS,
-            _UNTIED,
-            _SILU,
-            _RMS_EPSILON_5,
-            _ATTENTION_BIAS,
-            _TOP_K,
-            _NUM_EXPERTS,
-            _NORMALISED,
-            Choice("clip_qkv", None),
-            ROPE,
-        ),
-        weights.QWEN_MOE,
-        weights.FUSED_EXPERTS,
-    ),
-    Family(
-        "DeepseekV3ForCausalLM",
-        "deepseek_v3",
-        _RMS | {"moe.router.score": "sigmoid"},
-        (
-            *_SIZES,
-            _MLP,
-            _KV_HEADS,
-            _UNTIED,
-            _SILU,
-            # the class normalises latents with this epsilon, whatever the key says
-            Option("rms_norm_eps", "norm_epsilon", 1e-6, values={1e-6: 1e-6}),
-            ROPE,  # written again below, with its factor on the scores
-            Option("rope_interleave", "rope.interleaved", True),
-            Option("q_lora_rank", "latent.q_rank", 1536),
-            Option("kv_lora_rank", "latent.kv_rank", 512),
-            Option("qk_nope_head_dim", "head_dim", 128),
-            Option("qk_rope_head_dim", "latent.rope_dim", 64),
-            Option("v_head_dim", "latent.value_dim", 128),
-            Option("n_routed_experts", "moe.num_experts", 256, also=("num_local_experts",)),
-            Option("moe_intermediate_size", "moe.expert_dim", 2048),
-            SigmoidRouter(top_k=8, num_groups=8, top_groups=4),
-            Option("routed_scaling_factor", "moe.router.scale", 2.5),
-            Option("num_nextn_predict_layers", "mtp_layers", 1, also=("num_mtp_layers",)),
-            deepseek_options,
-            Choice("scoring_func", "sigmoid"),
-            Choice("topk_method", "noaux_tc"),
-            Choice("attention_bias", False),
-            Choice("moe_layer_freq", 1),
-        ),
-        weights.DEEPSEEK_V3,
     ),
 )

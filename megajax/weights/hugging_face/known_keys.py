@@ -7,7 +7,7 @@ config.json files that the authors of the supported models publish.
 from collections.abc import Mapping
 from typing import Any
 
-from megajax.weights.hugging_face.families import Family
+from megajax.weights.hugging_face.form import Family
 
 # With any value.
 HARMLESS = frozenset({

@@ -79,7 +79,7 @@ def test_a_bus_error_is_not_silent(copy):
     script = f"""
 import os
 from megajax.cli import run_command
-from megajax.data.indexed_dataset import IndexedDataset
+from megajax.data.indexed.dataset import IndexedDataset
 
 def read(_):
     dataset = IndexedDataset({copy!r})

@@ -1,6 +1,8 @@
 """Folders written by hand: what transformers would write, without torch."""
 
+import functools
 import json
+import logging
 import zlib
 
 import jax
@@ -64,6 +66,50 @@ def write_described(folder, entry: dict) -> None:
 @pytest.fixture(scope="session")
 def write_drawn():
     return write_described
+
+
+@pytest.fixture(scope="session")
+def transformers():
+    pytest.importorskip("torch")
+    found = pytest.importorskip("transformers")
+    found.logging.disable_progress_bar()
+    return found
+
+
+class Theirs:
+    """The model of a folder in float32, as transformers loads it without a word of warning."""
+
+    def __init__(self, transformers, folder, *, may_warn: bool = False):
+        import torch
+
+        records = []
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = records.append
+        logger = logging.getLogger("transformers")
+        logger.addHandler(handler)
+        try:
+            self.model, info = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+            )
+        finally:
+            logger.removeHandler(handler)
+        parameters = dict(self.model.named_parameters())
+        info["missing_keys"] = [name for name in info["missing_keys"] if parameters[name].numel()]
+        assert not any(info.values()), info
+        warnings = [message for message in (r.getMessage() for r in records) if "newly initialized" not in message]
+        assert may_warn or not warnings
+        self.model.eval()
+
+    def logits(self, ids: np.ndarray) -> np.ndarray:
+        import torch
+
+        with torch.no_grad():
+            return self.model(torch.tensor(ids, dtype=torch.long)).logits.numpy()
+
+
+@pytest.fixture(scope="session")
+def load_theirs(transformers):
+    return functools.partial(Theirs, transformers)
 
 
 @pytest.fixture(scope="session")

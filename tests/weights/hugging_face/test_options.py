@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import logging
 import zlib
 from pathlib import Path
 
@@ -15,11 +14,9 @@ from megajax.models.execution import ExecutionConfig
 from megajax.weights.hugging_face.folder import Folder
 from megajax.weights.hugging_face.mapping import (
     FAMILIES,
-    WeightMap,
     family_for,
     family_of,
     read_options,
-    replaced,
     write_options,
 )
 
@@ -38,7 +35,7 @@ VALUES = {
     "head_dim": [8, 12, 16],
     "mlp_dim": [40, None],
     "position": ["learned", "rope", "alibi", "none"],
-    "no_rope_every": [2, None],
+    "rotary": [(True, False), ()],
     "norm": ["layernorm", "rmsnorm"],
     "norm_epsilon": [1e-3],
     "norm_zero_centered": [True, False],
@@ -54,7 +51,7 @@ VALUES = {
     "head_bias": [True, False],
     "tied_embeddings": [True, False],
     "window": [5, None],
-    "full_attention_every": [2, None],
+    "windows": [(True, False), ()],
     "attention_multiplier": [0.3, None],
     "attention_soft_cap": [2.0, None],
     "attention_sinks": [True],
@@ -146,16 +143,18 @@ KEYS = {
 }
 
 
-@pytest.fixture(scope="module")
-def transformers():
-    pytest.importorskip("torch")
-    found = pytest.importorskip("transformers")
-    found.logging.disable_progress_bar()
-    return found
+def replaced(config: DecoderConfig, words: dict) -> DecoderConfig:
+    form = DECODERS[0].form
+    return form.config(form.words(config) | words)
 
 
 def changed(config: DecoderConfig, name: str, value) -> DecoderConfig:
-    config = replaced(config, value if isinstance(value, dict) else {name: value})
+    if name in ("windows", "rotary"):
+        value = tuple(value[layer % len(value)] for layer in range(config.num_layers if value else 0))
+    try:
+        config = replaced(config, value if isinstance(value, dict) else {name: value})
+    except ValueError:
+        return config
     if config.rope.scaling == "longrope":
         pairs = int(config.rotary_head_dim * config.rope.fraction) // 2
         factors = dict(short_factors=(1.5,) * pairs, long_factors=tuple(2.0 + n for n in range(pairs)))
@@ -186,41 +185,19 @@ def drawn(family, seed: int) -> DecoderConfig:
 
 
 def write(family, config: DecoderConfig, path: Path, write_drawn) -> Folder:
-    tensors = {tensor.name: [tensor.shape, 0] for tensor in WeightMap(family, config).tensors}
+    tensors = {tensor.name: [tensor.shape, 0] for tensor in family.map_of(config).tensors}
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     write_drawn(path, {"options": tokens | write_options(family, config), "tensors": tensors})
     return Folder(path)
 
 
-def their_logits(transformers, path: Path, ids: np.ndarray, *, may_warn: bool = False) -> np.ndarray:
-    import torch
-
-    records = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = records.append
-    logger = logging.getLogger("transformers")
-    logger.addHandler(handler)
-    try:
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
-        )
-    finally:
-        logger.removeHandler(handler)
-    parameters = dict(model.named_parameters())
-    info["missing_keys"] = [name for name in info["missing_keys"] if parameters[name].numel()]
-    assert not any(info.values()), info
-    assert may_warn or not [record.getMessage() for record in records if "newly initialized" not in record.getMessage()]
-    with torch.no_grad():
-        return model.eval()(torch.tensor(ids, dtype=torch.long)).logits.numpy()
-
-
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 @pytest.mark.parametrize("family", DECODERS, ids=lambda family: family.architecture)
-def test_what_is_exported_is_what_transformers_computes(family, seed, transformers, write_drawn, our_logits, tmp_path):
+def test_what_is_exported_is_what_transformers_computes(family, seed, load_theirs, write_drawn, our_logits, tmp_path):
     config = drawn(family, seed)
     folder = write(family, config, tmp_path, write_drawn)
     ids = np.random.default_rng(0).integers(0, config.vocab_size, (2, LENGTH)).astype(np.int32)
-    want = their_logits(transformers, tmp_path, ids)
+    want = load_theirs(tmp_path).logits(ids)
     folder.model = config
     np.testing.assert_allclose(our_logits(folder, ids), want, rtol=0, atol=TOLERANCE * want.std())
 
@@ -247,15 +224,15 @@ def described(family, seed: int) -> dict:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("family", DECODERS, ids=lambda family: family.architecture)
-def test_what_is_imported_is_what_transformers_computes(family, seed, transformers, write_drawn, our_logits, tmp_path):
+def test_what_is_imported_is_what_transformers_computes(family, seed, load_theirs, write_drawn, our_logits, tmp_path):
     """Or transformers does not load it."""
     options = described(family, seed)
     config = read_options(family, options)
-    tensors = {tensor.name: [tensor.shape, 0] for tensor in WeightMap(family, config).tensors}
+    tensors = {tensor.name: [tensor.shape, 0] for tensor in family.map_of(config).tensors}
     write_drawn(tmp_path, {"options": options, "tensors": tensors})
     ids = np.random.default_rng(0).integers(0, config.vocab_size, (2, LENGTH)).astype(np.int32)
     try:
-        want = their_logits(transformers, tmp_path, ids, may_warn=True)
+        want = load_theirs(tmp_path, may_warn=True).logits(ids)
     except (RuntimeError, TypeError, KeyError, ValueError, AttributeError) as error:
         pytest.skip(f"transformers: {str(error).splitlines()[0]}")
     np.testing.assert_allclose(our_logits(Folder(tmp_path), ids), want, rtol=0, atol=TOLERANCE * want.std())

@@ -4,7 +4,6 @@ python tests/weights/hugging_face/test_transformers.py records the logits that t
 """
 
 import json
-import logging
 import sys
 import tempfile
 from pathlib import Path
@@ -17,7 +16,7 @@ from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import Config
 from megajax.data.config import DataConfig
-from megajax.data.tokenizers.tokenizer import load_tokenizer
+from megajax.data.tokenizers.load import load_tokenizer
 from megajax.inference.engine import Engine
 from megajax.inference.tokens.sampling import Sampling
 from megajax.layers.attention.latent import LatentConfig
@@ -124,14 +123,6 @@ CONFIGS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def transformers():
-    pytest.importorskip("torch")
-    found = pytest.importorskip("transformers")
-    found.logging.disable_progress_bar()
-    return found
-
-
 @pytest.fixture(params=CONFIGS)
 def family(request, transformers, tmp_path, write_drawn):
     """A folder with drawn weights of each family."""
@@ -152,33 +143,6 @@ def describe(transformers, kind: str, arguments: dict) -> dict:
     return {"options": options, "tensors": tensors}
 
 
-def load(transformers, folder: Path):
-    """The model in float32, loaded without a word of warning."""
-    import torch
-
-    records = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = records.append
-    logger = logging.getLogger("transformers")
-    logger.addHandler(handler)
-    try:
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
-        )
-    finally:
-        logger.removeHandler(handler)
-    assert not any(info.values()), info
-    assert not [record.getMessage() for record in records]
-    return model.eval()
-
-
-def their_logits(model, ids: np.ndarray) -> np.ndarray:
-    import torch
-
-    with torch.no_grad():
-        return model(torch.tensor(ids, dtype=torch.long)).logits.numpy()
-
-
 def their_tokens(model, ids: np.ndarray, count: int) -> list[int]:
     import torch
 
@@ -195,17 +159,17 @@ def sample_ids(vocab_size: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, vocab_size, (2, LENGTH)).astype(np.int32)
 
 
-def test_logits_tokens_and_the_way_back_equal_transformers(family, transformers, our_logits, tmp_path):
-    model = load(transformers, family)
+def test_logits_tokens_and_the_way_back_equal_transformers(family, transformers, load_theirs, our_logits, tmp_path):
+    theirs = load_theirs(family)
     folder = Folder(family)
     ids = sample_ids(folder.model.vocab_size)
-    want = their_logits(model, ids)
+    want = theirs.logits(ids)
     np.testing.assert_allclose(our_logits(folder, ids), want, rtol=0, atol=TOLERANCE * want.std())
 
     ours = Model(folder.model, PrecisionConfig(compute="float32"))
     engine = Engine(ours, folder_params(folder, ours), make_mesh(MeshConfig(), jax.devices()[:1]), None)
     (tokens,) = engine.generate_tokens([ids[0].tolist()], Sampling(max_tokens=32, temperature=0.0))
-    assert tokens == their_tokens(model, ids, 32)
+    assert tokens == their_tokens(theirs.model, ids, 32)
 
     import_folder(family, tmp_path / "run")
     export_run(tmp_path / "run", tmp_path / "back")
@@ -214,14 +178,15 @@ def test_logits_tokens_and_the_way_back_equal_transformers(family, transformers,
     for name in files.forms:
         assert files[name].tobytes() == again[name].tobytes(), name
     assert options(transformers, family) == options(transformers, tmp_path / "back")
-    np.testing.assert_array_equal(their_logits(load(transformers, tmp_path / "back"), ids), want)
+    np.testing.assert_array_equal(load_theirs(tmp_path / "back").logits(ids), want)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
-def test_experts_as_transformers_has_them_in_memory_are_read(name, transformers, write_drawn, our_logits, tmp_path):
+def test_experts_as_transformers_has_them_in_memory_are_read(
+    name, transformers, load_theirs, write_drawn, our_logits, tmp_path
+):
     write_drawn(tmp_path / "theirs", describe(transformers, *CONFIGS[name]))
-    model = load(transformers, tmp_path / "theirs")
-    model.save_pretrained(tmp_path / "fused", save_original_format=False)
+    load_theirs(tmp_path / "theirs").model.save_pretrained(tmp_path / "fused", save_original_format=False)
     folder = Folder(tmp_path / "fused")
     assert any(tensor.endswith("experts.gate_up_proj") for tensor in folder.forms)
     ids = sample_ids(folder.model.vocab_size)
@@ -267,12 +232,15 @@ OURS = {
     "LlamaForCausalLM": DecoderConfig(
         num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=48, vocab_size=50, position="rope",
         rope=RopeConfig(base=5e5, scaling="llama3", original_length=16), norm="rmsnorm", activation="swiglu",
-        bias=False, tied_embeddings=False,
+        biases=(), tied_embeddings=False,
     ),
     "Qwen3MoeForCausalLM": DecoderConfig(
         num_layers=3, embed_dim=32, num_heads=4, mlp_dim=48, vocab_size=50, position="rope", norm="rmsnorm",
-        qk_norm=True, activation="swiglu", bias=False, tied_embeddings=False,
-        moe=MoeConfig(num_experts=8, expert_dim=24, layers="dee", router=RouterConfig(top_k=3, global_aux_loss=0.01)),
+        qk_norm=True, activation="swiglu", biases=(), tied_embeddings=False,
+        moe=MoeConfig(
+            num_experts=8, expert_dim=24, router=RouterConfig(top_k=3, aux_loss=0.01, aux_loss_scope="batch")
+        ),
+        pattern="dee",
     ),
 }  # fmt: skip
 
@@ -291,22 +259,22 @@ def save_run(config: DecoderConfig, path: Path) -> dict:
 
 
 @pytest.mark.parametrize("architecture", OURS)
-def test_a_run_of_ours_is_the_same_model_in_transformers(architecture, transformers, our_logits, tmp_path):
+def test_a_run_of_ours_is_the_same_model_in_transformers(architecture, load_theirs, our_logits, tmp_path):
     save_run(OURS[architecture], tmp_path / "run")
     found = export_run(tmp_path / "run", tmp_path / "out", shard_bytes=10_000)
     assert found.family.architecture == architecture
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 2
     ids = sample_ids(50)
-    want = their_logits(load(transformers, tmp_path / "out"), ids)
+    want = load_theirs(tmp_path / "out").logits(ids)
     got = our_logits(Folder(tmp_path / "out"), ids)
     np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE * want.std())
 
 
 DEEPSEEK = DecoderConfig(
     num_layers=2, embed_dim=32, num_heads=4, head_dim=8, mlp_dim=48, vocab_size=50, position="rope", norm="rmsnorm",
-    rope=RopeConfig(interleaved=True), norm_epsilon=1e-6, activation="swiglu", bias=False, tied_embeddings=False,
-    init_std=0.2, mtp_layers=1, latent=LatentConfig(kv_rank=16, q_rank=24, rope_dim=4, value_dim=12),
-    moe=MoeConfig(num_experts=8, expert_dim=24, shared_dim=24, layers="de", router=RouterConfig(
+    rope=RopeConfig(interleaved=True), norm_epsilon=1e-6, activation="swiglu", biases=(), tied_embeddings=False,
+    init_std=0.2, mtp_layers=1, pattern="de", latent=LatentConfig(kv_rank=16, q_rank=24, rope_dim=4, value_dim=12),
+    moe=MoeConfig(num_experts=8, expert_dim=24, shared_dim=24, router=RouterConfig(
         top_k=4, score="sigmoid", scale=2.5, num_groups=4, top_groups=2, bias_update_rate=1e-3,
     )),
 )  # fmt: skip
@@ -354,7 +322,7 @@ def test_multi_token_prediction_is_that_of_transformers(transformers, tmp_path, 
 def record(path: Path) -> None:
     import transformers
 
-    from conftest import write_described
+    from conftest import Theirs, write_described
 
     transformers.logging.disable_progress_bar()
     entries, logits = {}, {}
@@ -362,8 +330,8 @@ def record(path: Path) -> None:
         entries[name] = describe(transformers, kind, arguments)
         with tempfile.TemporaryDirectory() as folder:
             write_described(Path(folder), entries[name])
-            model = load(transformers, Path(folder))
-            logits[name] = their_logits(model, sample_ids(entries[name]["options"]["vocab_size"])[:1])
+            ids = sample_ids(entries[name]["options"]["vocab_size"])[:1]
+            logits[name] = Theirs(transformers, Path(folder)).logits(ids)
     versions = {"transformers": transformers.__version__}
     np.savez_compressed(path, families=json.dumps(entries), versions=json.dumps(versions), **logits)
 
