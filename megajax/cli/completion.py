@@ -10,8 +10,10 @@ serve, bench, fill, embed and classify.
 """
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, Literal
 
 from megajax.fields.suggestions import did_you_mean
 from megajax.terminal.command_line import Option, options
@@ -36,11 +38,11 @@ def _print_script(shell: str) -> None:
 
     from megajax.cli import COMMANDS
 
-    def command(name: str, text: str) -> type:
+    def command(name: str, text: str) -> Any:
         kind = dataclasses.make_dataclass(name, _options(name).items())
         return Annotated[kind, tyro.conf.subcommand(name, description=text)]
 
-    commands = Union[tuple(command(name, text) for name, (_, _, text) in COMMANDS.items())]  # noqa: UP007
+    commands = functools.reduce(operator.or_, (command(name, text) for name, (_, _, text) in COMMANDS.items()))
     tyro.cli(commands, args=["--tyro-print-completion", shell], prog="megajax", use_underscores=True)
 
 
@@ -52,7 +54,8 @@ def _options(command: str) -> dict[str, Any]:
     from megajax.config import Config
 
     if command in ("train", "plan"):
-        return _types([*options(Options), *options(Config())]) | {"config": Literal[tuple(configs.docstrings())]}
+        one_of: Any = Literal  # of names that only this machine knows
+        return _types([*options(Options), *options(Config())]) | {"config": one_of[tuple(configs.docstrings())]}
     return _types(options(infer.COMMANDS[command])) if command in infer.COMMANDS else {}
 
 

@@ -21,16 +21,19 @@ import logging
 import sys
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar
 
 from megajax.fields.ranges import Range, allows, describe, describe_range, is_union
 from megajax.fields.suggestions import did_you_mean
 from megajax.mesh.config import AXES, MeshConfig
 from megajax.terminal.one_line import print_error, reflowed, shorten_library_errors, terminal_width
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 POSITIONAL = "positional"
 TRUTHS = {"True": True, "False": False, "true": True, "false": False}
-T = TypeVar("T")
+T = TypeVar("T", bound="DataclassInstance")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,7 +55,8 @@ def run_dir(tmp_path_factory):
     with Checkpointer(run_dir, config.checkpoint) as checkpointer:
         for step in (1, 2):
             params = jax.device_put(random_params(model, step), model.shardings(mesh))
-            checkpointer.save(step, params, {"count": jnp.int32(0)}, {})
+            meta = {"layer_rows": {name: rows.tolist() for name, rows in model.layer_rows.items()}}
+            checkpointer.save(step, params, {"count": jnp.int32(0)}, meta)
     return run_dir
 
 
