@@ -57,7 +57,8 @@ def run_dir(tmp_path_factory):
     model, mesh = Model(MODEL, FLOAT32), make_mesh(MeshConfig(), jax.devices()[:1])
     with Checkpointer(run_dir, config.checkpoint) as checkpointer:
         params = jax.device_put(random_params(model), model.shardings(mesh))
-        checkpointer.save(1, params, {"count": jnp.int32(0)}, {})
+        rows = {stack: numbers.tolist() for stack, numbers in model.layer_rows.items()}
+        checkpointer.save(1, params, {"count": jnp.int32(0)}, {"layer_rows": rows})
     return run_dir
 
 
