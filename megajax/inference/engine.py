@@ -30,7 +30,16 @@ from megajax.inference.results import Output, Results, Stats
 from megajax.inference.scheduling.pages import KeptStates, PagePool
 from megajax.inference.scheduling.scheduler import Limits, Scheduler
 from megajax.inference.scheduling.waiting import Owner
-from megajax.inference.scheduling.work import Decode, Prefill, Request, Sequence, Wait, guessed_before, look_up
+from megajax.inference.scheduling.work import (
+    Decode,
+    Prefill,
+    Request,
+    Sequence,
+    Wait,
+    check_prompt,
+    guessed_before,
+    look_up,
+)
 from megajax.inference.tokens.grammar import Grammars
 from megajax.inference.tokens.sampling import Logprobs, Sampling
 from megajax.mesh.config import MeshConfig
@@ -287,24 +296,8 @@ class Engine:
             wrong = [token for token in getattr(sampling, field) if not 0 <= token < self._vocab_size]
             if wrong:
                 raise ValueError(f"{field}={wrong[0]} is not a token; tokens are 0 to {self._vocab_size - 1}")
-        if len(prompt) == 0:
-            raise ValueError(f"{name} has no tokens; give at least one")
-        if len(prompt) > self.room_for_prompt(sampling.max_tokens):
-            way_out = f"use max_tokens={self._max_length - len(prompt)} or less"
-            if len(prompt) >= self._max_length:
-                way_out = "give a shorter prompt"
-            limit = (
-                "the model supports" if self._max_length == self.model.config.max_length else "the engine has room for"
-            )
-            raise ValueError(
-                f"{name} has {len(prompt)} tokens, which with max_tokens={sampling.max_tokens} exceeds "
-                f"the {self._max_length} tokens that {limit}; {way_out}"
-            )
-        if not 0 <= min(prompt) <= max(prompt) < self.model.config.vocab_size:
-            raise ValueError(
-                f"{name} has token ids {min(prompt)} to {max(prompt)}; "
-                f"they must be below model.vocab_size={self.model.config.vocab_size}"
-            )
+        config = self.model.config
+        check_prompt(name, prompt, sampling.max_tokens, self._max_length, config.max_length, config.vocab_size)
 
     def cancel(self, request: Request) -> None:
         """Ends all samples of a request at once and frees their pages. The next `step` returns an Output of each that

@@ -39,6 +39,28 @@ class Request:
         return all(sequence.is_finished for sequence in self.sequences)
 
 
+def check_prompt(
+    name: str, prompt: Items[int], max_tokens: int, max_length: int, model_length: int | None, vocab_size: int
+) -> None:
+    """max_length: tokens that the engine has room for. model_length: those that the model reads; None: unlimited.
+    Raises ValueError for a prompt that is empty, too long, or has tokens that the model does not know."""
+    if len(prompt) == 0:
+        raise ValueError(f"{name} has no tokens; give at least one")
+    if len(prompt) + max_tokens > max_length:
+        way_out = f"use max_tokens={max_length - len(prompt)} or less"
+        if len(prompt) >= max_length:
+            way_out = "give a shorter prompt"
+        limit = "the model supports" if max_length == model_length else "the engine has room for"
+        raise ValueError(
+            f"{name} has {len(prompt)} tokens, which with max_tokens={max_tokens} exceeds the {max_length} tokens that "
+            f"{limit}; {way_out}"
+        )
+    if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+        raise ValueError(
+            f"{name} has token ids {min(prompt)} to {max(prompt)}; they must be below model.vocab_size={vocab_size}"
+        )
+
+
 class Border(NamedTuple):
     """The end of the last page that a sequence has in common with an earlier one."""
 
