@@ -20,7 +20,6 @@ ROOT = Path(__file__).parents[1]
 SETTINGS = (
     f"--optimizer.learning_rate={LEARNING_RATE}",
     "--optimizer.min_learning_rate=0",
-    "--optimizer.initial_learning_rate=0",
     "--checkpoint.every_steps=0",
     "--training.eval_every_steps=0",
 )

@@ -182,10 +182,6 @@ CASES = {
     ),
     "a field that has moved to the task": (["--data.kind=spans"], ["--data.kind is now --task.kind"]),
     "an unknown task": (["--task.kind=documents"], ["task.kind=documents is unknown", "language"]),
-    "mode of Weights & Biases without a project": (
-        ["--logging.wandb_mode=online"],
-        ["logging.wandb_mode=online", "set --logging.wandb_project, or use --logging.wandb_mode=offline"],
-    ),
     "profile after the end": (
         ["--training.steps=150", "--launch.profile_steps=200,205"],
         ["launch.profile_steps=200,205", "training.steps=150", "profile earlier steps"],

@@ -168,17 +168,17 @@ class SigmoidRouter:
         return {
             "moe.router.score": "sigmoid",
             "moe.router.top_k": top_k,
-            "moe.router.num_groups": num_groups,
-            "moe.router.top_groups": top_groups,
+            "moe.router.groups": (num_groups, top_groups),
             # Their bias is loaded, and goes on moving if the model is trained.
             "moe.router.bias_update_rate": 1e-3,
         }
 
     def write(self, ours: Mapping[str, Any]) -> dict[str, Any]:
+        num_groups, top_groups = ours["moe.router.groups"]
         theirs = {
             "num_experts_per_tok": ours["moe.router.top_k"],
-            "n_group": ours["moe.router.num_groups"],
-            "topk_group": ours["moe.router.top_groups"],
+            "n_group": num_groups,
+            "topk_group": top_groups,
             "norm_topk_prob": ours["moe.router.top_k"] > 1,
         }
         self.read(theirs)

@@ -174,7 +174,7 @@ def test_what_a_folder_cannot_express_is_refused(recorded):
         ({"shared_gate": True}, "model.moe.shared_gate=True"),
         ({"router": {"score": "sqrt_softplus"}}, "model.moe.router.score=sqrt_softplus"),
         ({"router": {"bias_update_rate": None}}, "model.moe.router.bias_update_rate=None"),
-        ({"router": {"num_groups": 2, "top_groups": 1}}, "num_experts_per_tok=4 is not twice topk_group=1"),
+        ({"router": {"groups": (2, 1)}}, "num_experts_per_tok=4 is not twice topk_group=1"),
     ],
 )
 def test_experts_that_a_folder_cannot_express_are_refused(changed, message, recorded):
