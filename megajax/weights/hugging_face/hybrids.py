@@ -48,7 +48,6 @@ class HybridForm(DecoderForm[HybridConfig]):
         )
 
 
-@dataclasses.dataclass(frozen=True)
 class OnlyMamba:
     """Every layer is a Mamba-2 layer; there is no key."""
 
@@ -63,7 +62,6 @@ class OnlyMamba:
         return {}
 
 
-@dataclasses.dataclass(frozen=True)
 class Pattern:
     """layers_block_type, or hybrid_override_pattern of older folders; the second is written too."""
 
@@ -129,7 +127,6 @@ class OfExperts:
         return theirs
 
 
-@dataclasses.dataclass(frozen=True)
 class TimeStepLimit:
     """time_step_limit: the lower and the upper limit. Infinity is what JSON has for it, or since version 5 a dict."""
 
@@ -145,7 +142,6 @@ class TimeStepLimit:
         return {"time_step_limit": [ours["mamba.dt_min"], self.infinity if high is None else high]}
 
 
-@dataclasses.dataclass(frozen=True)
 class Expand:
     """expand: the channels of all heads over hidden_size. It follows from the heads, and must be a whole number."""
 

@@ -74,7 +74,6 @@ WINDOWED = "sliding_attention"
 PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")
 
 
-@dataclasses.dataclass(frozen=True)
 class NoWindow:
     """The keys of a window that is switched off."""
 
@@ -91,7 +90,6 @@ class NoWindow:
         return {"use_sliding_window": False}
 
 
-@dataclasses.dataclass(frozen=True)
 class NoRope:
     """no_rope_layers of SmolLM 3: 0 for a layer without rotary embedding."""
 
@@ -128,7 +126,6 @@ def _period(name: str, marks: Sequence[bool]) -> int | None:
     return every
 
 
-@dataclasses.dataclass(frozen=True)
 class ExpertLayers:
     """decoder_sparse_step and mlp_only_layers of Qwen: every n-th layer has experts, but for the named ones."""
 
