@@ -43,8 +43,6 @@ class Row:
 
 def measure(setup: Setup, recipe: str, seconds: float) -> Row:
     precision = dataclasses.replace(setup.config.precision, recipe=recipe)
-    if recipe != "fp8_delayed":
-        precision = dataclasses.replace(precision, amax_history=type(precision).amax_history, amax_margin=0)
     config = dataclasses.replace(setup.config, precision=precision)
     config.check()
     setup = dataclasses.replace(setup, config=config, program=config.make_program(setup.program.mesh))

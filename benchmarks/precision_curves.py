@@ -9,12 +9,12 @@ alone does to a run, and smaller gaps are not significant.
     python -m benchmarks.precision_curves --output=precision_curves.json --plot=precision.svg
 
     --config=gpt2_124m
-    --recipes=bf16,bf16_two_microbatches,fp8,fp8_delayed,fp8_rowwise,fp8_blockwise,nvfp4
+    --recipes=bf16,bf16_two_microbatches,fp8,fp8_rowwise,fp8_blockwise,nvfp4
     --seconds=90           end the run of a recipe after this much training, without compilation, and at the latest
                            where the reference ended; it is compared at its last step with the reference at that step
     --output=FILE.json     the losses, written after each recipe, so that an interrupted measurement keeps what it has
     --plot=FILE.svg        curves, and below them the differences from the reference
-    --checkpoint.start_from=RUN --checkpoint.start_fresh='*_scaling'
+    --checkpoint.start_from=RUN
                            all recipes start with the weights of a run of train.py. Where the loss falls fastest the
                            smallest change moves a curve by percents; start behind that to compare the recipes alone
 
@@ -56,7 +56,7 @@ SETTINGS = (
     "--training.eval_every_steps=2000",
     "--training.eval_steps=40",
 )
-RECIPES = "bf16,bf16_two_microbatches,fp8,fp8_delayed,fp8_rowwise,fp8_blockwise,nvfp4"
+RECIPES = "bf16,bf16_two_microbatches,fp8,fp8_rowwise,fp8_blockwise,nvfp4"
 TWO_MICROBATCHES = "_two_microbatches"
 LAST = 100  # losses that are averaged for the final one
 EVERY = 10  # losses that are averaged for a point of the curve

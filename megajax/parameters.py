@@ -68,7 +68,7 @@ class Parameter:
 
 
 class Variable(nnx.Variable):
-    """A value that a step updates without a gradient: a router's bias, an amax history.
+    """A value that a step updates without a gradient: such as a router's bias.
 
     Read as `variable[...]` it is a constant for autodiff; `observe` returns observations in place of its gradient.
     """

@@ -7,11 +7,11 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from megajax.fields.ranges import MAX_INT32, NonNegativeInt, PositiveInt
+from megajax.fields.ranges import MAX_INT32, NonNegativeInt
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
-Recipe = Literal["bf16", "fp16", "fp8", "fp8_delayed", "fp8_rowwise", "fp8_blockwise", "mxfp8", "nvfp4"]
+Recipe = Literal["bf16", "fp16", "fp8", "fp8_rowwise", "fp8_blockwise", "mxfp8", "nvfp4"]
 
 HEAD = "head"  # in low_modules: the output layer
 
@@ -20,18 +20,14 @@ HEAD = "head"  # in low_modules: the output layer
 class PrecisionConfig:
     recipe: Recipe = "bf16"
     """Number formats of the layers' matmuls (docs/low_precision.md): those of `compute`; fp16 with loss scaling; FP8
-    with one scale a tensor, computed in the step (fp8) or from earlier steps (fp8_delayed), a row (fp8_rowwise) or a
-    block (fp8_blockwise); or mxfp8 and nvfp4, which Hopper GPUs emulate slowly."""
+    with one scale a tensor (fp8), a row (fp8_rowwise) or a block (fp8_blockwise); or mxfp8 and nvfp4, which Hopper GPUs
+    emulate slowly."""
     low_modules: tuple[str, ...] = ("*",)
     """With a low-precision recipe: shell patterns of the matrices of a layer that use it, by their name in the layer:
     attention.query, mlp.down. The name `head` adds the products of the output layer in the loss; no pattern does.
     Embedding, routers and experts never do, nor do attention scores."""
     high_layers: tuple[NonNegativeInt, NonNegativeInt] = (1, 1)
     """With a low-precision recipe: how many layers at the start and at the end of a stack remain in `compute`."""
-    amax_history: PositiveInt = 1024
-    """With fp8_delayed: steps whose largest magnitude sets the scale of the next; 1: only the last one."""
-    amax_margin: NonNegativeInt = 0
-    """With fp8_delayed: room for larger magnitudes, as a power of two."""
     params: Literal["float32", "bfloat16"] = "float32"
     """Format of the stored matrices and embeddings. bfloat16 keeps no float32 copy: an update below 1/512 of a weight
     is lost. Norm scales, biases, routers and gradient sums are float32."""
@@ -43,8 +39,8 @@ class PrecisionConfig:
     Megatron's default and costs time and memory (docs/design.md). Sums over microbatches are always float32."""
 
     def check(self, layers: Mapping[str, int]) -> None:
-        """layers: the number of layers of each stack. Raises ValueError for formats that contradict each other, if no
-        layer would use the recipe, or if fields have no effect."""
+        """layers: the number of layers of each stack. Raises ValueError for formats that contradict each other, or if
+        no layer would use the recipe."""
         if self.recipe == "fp16" and self.compute != "bfloat16":
             raise ValueError(
                 f"precision.recipe=fp16 with precision.compute={self.compute}: the recipe computes in float16, in "
@@ -57,14 +53,6 @@ class PrecisionConfig:
                 f"precision.high_layers={first},{last} leaves no layer for precision.recipe={self.recipe}: the model "
                 f"has {counts}; use --precision.high_layers=0,0"
             )
-        default = PrecisionConfig()
-        for name in ("amax_history", "amax_margin"):
-            value = getattr(self, name)
-            if self.recipe != "fp8_delayed" and value != getattr(default, name):
-                raise ValueError(
-                    f"precision.{name}={value} has no effect with precision.recipe={self.recipe}; use "
-                    "--precision.recipe=fp8_delayed, or leave it out"
-                )
 
     @property
     def for_inference(self) -> "PrecisionConfig":

@@ -173,16 +173,13 @@ def _warn_of_repetition(datasets: Datasets, most: int) -> None:
 
 
 def _check_data(datasets: Datasets, run_dir: Path) -> None:
-    """Compares with the data recorded in the newest step or, without such a record, in data.json."""
-    found = newest_meta(run_dir)
-    path = run_dir / "data.json"
-    if found is not None and "data" in found[1]:
+    """Compares with the data recorded in the newest step or, before the first step, in data.json."""
+    if found := newest_meta(run_dir):
         step, meta = found
         check_same_data(meta["data"], datasets.record, f"step {step} in {run_dir}")
         return
+    path = run_dir / "data.json"
     if not path.is_file():
-        if found is not None:
-            logger.warning("data: %s does not exist: cannot check that the run resumes with the same data", path)
         return
     try:
         before = json.loads(path.read_text())

@@ -18,11 +18,9 @@ Rows = dict[str, np.ndarray]
 
 
 def saved_rows(meta: dict, wanted: Rows) -> Rows:
-    """The rows of the arrays of a checkpoint, from its metadata; without `layer_rows` the layers are in order. Raises
-    ValueError if it does not have the wanted layers."""
-    if "layer_rows" not in meta:
-        return {stack: np.arange(rows.max() + 1) for stack, rows in wanted.items()}
-    stored = {stack: np.array(rows) for stack, rows in meta["layer_rows"].items()}
+    """The rows of the arrays of a checkpoint, from its metadata. Raises ValueError if it does not have the wanted
+    layers."""
+    stored = {stack: np.array(rows) for stack, rows in meta.get("layer_rows", {}).items()}
     for stack, rows in wanted.items():
         here = np.unique(rows)
         in_checkpoint = np.unique(stored.get(stack, []))

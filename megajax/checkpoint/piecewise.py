@@ -187,8 +187,7 @@ class StoredParams:
         spec = {"driver": "auto", "kvstore": kvstore}
         store = tensorstore.open(spec, read=True).result()
         dtype = store.dtype.numpy_dtype
-        # Several pieces of a chunk are read one after the other, and so are rows in the same chunks: these are decoded
-        # once. Checkpoints have a chunk for each layer, unless they are from before that.
+        # Several pieces of a chunk are read one after the other: it is decoded once.
         chunk_rows = store.chunk_layout.read_chunk.shape[:1]
         nbytes = math.prod((*chunk_rows, *store.shape[1:])) * dtype.itemsize
         context = tensorstore.Context({"cache_pool": {"total_bytes_limit": nbytes}})

@@ -146,7 +146,6 @@ def report(results: "list[Result]", json_file: str | None, figure_file: str | No
     if json_file is not None:
         Path(json_file).write_text("".join(json.dumps(result.record()) + "\n" for result in results))
     if figure_file is not None:
-        from megajax.figures.notebook import traffic
-        from megajax.figures.plot import save
+        from megajax.figures.drawings import save, traffic
 
         save(traffic(results), figure_file)

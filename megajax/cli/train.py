@@ -146,7 +146,7 @@ def plan(name: str, config: "Config", options: Options) -> None:
     config = config.for_plan()
     program = config.make_program()
     if options.plan_figure:
-        from megajax.figures.plot import plan_figure, save
+        from megajax.figures.drawings import plan_figure, save
 
         save(plan_figure(program, config.training, device, title=name), options.plan_figure)
     Console().card(f"plan of {name}", plan_rows(program, config.training, device, options.plan_price))

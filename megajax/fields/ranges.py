@@ -70,14 +70,13 @@ InitStd = Annotated[float, Range(above=0, at_most=100)]
 VocabMultiple = Annotated[int, Range(at_least=1, at_most=2**16)]
 
 
-def check_fields(config: Any, prefix: str = "", *, types_only: bool = False) -> None:
+def check_fields(config: Any, prefix: str = "") -> None:
     """Raises ValueError for the first field of a dataclass, or of one in it, with a value that its annotation forbids.
 
     prefix: what precedes the name of a field: "--" or "--model." on the command line, or nothing, where a value that is
-    allowed is suggested; "model." in a file. types_only: ignore the Ranges, so that a run older than the Ranges can
-    still be served.
+    allowed is suggested; "model." in a file.
     """
-    hints = _hints(type(config), not types_only)
+    hints = _hints(type(config))
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         option = prefix + field.name
@@ -85,7 +84,7 @@ def check_fields(config: Any, prefix: str = "", *, types_only: bool = False) -> 
         if not _allows(hint, value):
             raise ValueError(f"{option.removeprefix('--')}={value!r} must be {describe(hint)}{_way_out(option, field)}")
         if dataclasses.is_dataclass(value):
-            check_fields(value, f"{option}.", types_only=types_only)
+            check_fields(value, f"{option}.")
 
 
 def describe(hint: Any) -> str:
@@ -99,7 +98,8 @@ def describe(hint: Any) -> str:
     elif typing.get_origin(kind) is tuple:
         element, ranges = _split(parts[0])
         count = "a list of" if parts[1:] == (...,) else len(parts)
-        words = f"{count} {PLURALS[element]}, separated by commas"
+        plural = PLURALS.get(element) or f"the names {describe(element)}"
+        words = f"{count} {plural}, separated by commas"
     elif is_union(kind):
         choices = [describe(part) for part in parts]
         words = (", or " if any("," in choice for choice in choices) else " or ").join(choices)
@@ -126,8 +126,8 @@ def is_union(hint: Any) -> bool:
 
 
 @functools.cache
-def _hints(kind: type, with_ranges: bool) -> dict[str, Any]:
-    return typing.get_type_hints(kind, include_extras=with_ranges)
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind, include_extras=True)
 
 
 @functools.cache

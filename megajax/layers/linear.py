@@ -160,11 +160,10 @@ def input_axis(linears: Sequence[Linear]) -> str:
 
 
 def _low_precision(x, linears: Sequence[Linear], weights: Sequence[ops.Weight], axis: int, num_contracted: int):
-    scalings = [linear.scaling.get_value() for linear in linears if hasattr(linear, "scaling")]
     axes = linears[0].record.axes
     residual = ("embed",)
     gathered = (axes[:num_contracted] == residual, len(linears) == 1 and axes[num_contracted:] == residual)
-    return low_precision_matmul(x, weights, axis, num_contracted, linears[0].recipe, gathered, scalings)
+    return low_precision_matmul(x, weights, axis, num_contracted, linears[0].recipe, gathered)
 
 
 def add_stacked_biases(y: jax.Array, linears: Sequence[Linear]) -> jax.Array:

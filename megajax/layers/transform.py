@@ -16,8 +16,7 @@ from typing import ClassVar, Self
 import jax
 from flax import nnx
 
-from megajax.ops.low_precision import DelayedScaling
-from megajax.parameters import Parameter, matches, variable
+from megajax.parameters import Parameter, matches
 from megajax.precision import PrecisionConfig, Recipe
 
 logger = logging.getLogger("megajax")
@@ -80,7 +79,7 @@ class LowPrecision(Transform):
 
     precision: PrecisionConfig
     is_active: bool = True
-    """False: in a layer that stays in precision.compute, which has the same parameters all the same."""
+    """False: in a layer that stays in precision.compute."""
 
     field = "precision.low_modules"
 
@@ -98,16 +97,7 @@ class LowPrecision(Transform):
         return "experts" not in record.axes
 
     def apply(self, matrix: nnx.Module, rngs: nnx.Rngs) -> None:
-        precision = self.precision
-        matrix.recipe = precision.recipe if self.is_active else None
-        if precision.recipe == "fp8_delayed":
-            matrix.scaling = variable(
-                (3, 1 + precision.amax_history),
-                ("scaling", "scaling"),
-                lambda key, shape: DelayedScaling.initial(precision.amax_history),
-                rngs,
-                DelayedScaling(precision.amax_margin),
-            )
+        matrix.recipe = self.precision.recipe if self.is_active else None
 
 
 @functools.cache

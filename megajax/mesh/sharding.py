@@ -35,7 +35,6 @@ WEIGHT_AXES: dict[str | None, tuple[str, ...]] = {
     "norm": (),
     "buckets": (),  # of relative positions
     "router": (),  # one entry an expert
-    "scaling": (),  # scales of a number format
     "rank": (),  # of an adapter
     "classes": (),  # the few rows of a token type embedding, the few outputs of a classifier
 }

@@ -30,7 +30,6 @@ from megajax.quantization.formats import LARGEST, Format, Operand, largest_magni
 
 logger = logging.getLogger("megajax")
 
-TENSORS = ("input", "weight", "gradient")
 FP8_CAPABILITY = 8.9  # of the first GPUs with FP8 matmuls (Ada)
 
 
@@ -58,7 +57,6 @@ _NV = Format("e2m1", "block", 16)
 
 FORMATS: dict[Recipe, Formats] = {
     "fp8": _TENSOR,
-    "fp8_delayed": _TENSOR,
     "fp8_rowwise": Formats(_ROW, _ROW, _ROW),
     "fp8_blockwise": Formats(_BLOCK, dataclasses.replace(_BLOCK, is_square=True), _BLOCK),
     "mxfp8": Formats(_MX, _MX, _MX),
@@ -66,33 +64,6 @@ FORMATS: dict[Recipe, Formats] = {
         _NV, dataclasses.replace(_NV, is_square=True), dataclasses.replace(_NV, is_stochastic=True), rotates=True
     ),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class DelayedScaling:
-    """The update of the scales of a matmul from the largest magnitudes of earlier steps, as Transformer Engine's
-    DelayedScaling recipe does (amax_compute_algo "max"; with a history of one step it is "most_recent").
-
-    A scaling is float32 [3, 1 + history], for x, w and dy: the scale by which a tensor is multiplied before it is
-    rounded, then the largest magnitudes of the last steps, newest first.
-    """
-
-    margin: int
-    """Leaves room for magnitudes that are larger by this power of two."""
-
-    @staticmethod
-    def initial(history: int) -> jax.Array:
-        return jnp.concatenate([jnp.ones((3, 1)), jnp.zeros((3, history))], 1)
-
-    def __call__(self, scaling: jax.Array, observed: jax.Array) -> jax.Array:
-        """observed: like a scaling, with the magnitudes of this step as the newest ones."""
-        history = jnp.concatenate([observed[:, 1:2], scaling[:, 1:-1]], 1)
-        amax = jnp.max(history, 1)
-        formats = FORMATS["fp8_delayed"]
-        largest = jnp.array([LARGEST[getattr(formats, name).element] for name in TENSORS])
-        scale = jnp.minimum(largest / amax / 2.0**self.margin, jnp.finfo(jnp.float32).max)
-        scale = jnp.where((amax > 0) & jnp.isfinite(amax), scale, scaling[:, 0])
-        return jnp.concatenate([scale[:, None], history], 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,21 +86,16 @@ def low_precision_matmul(
     num_contracted: int,
     recipe: Recipe,
     gathered: tuple[bool, bool],
-    scalings: Sequence[jax.Array] = (),
 ) -> jax.Array:
     """Contracts the last `num_contracted` dims of x [..., *K] with the first of w [*K, *N], the weights joined along
     `axis` -> [..., *N] in x's dtype.
 
     Gradients of weights are computed in x's dtype, those of a Float32Gradient in float32. gathered: whether x, and
-    whether dy, are [B, T, D] of the residual stream, which `tensor` splits: they are gathered after rounding. scalings:
-    of recipe fp8_delayed, one per weight (DelayedScaling); the largest magnitudes of x, w and dy are returned in place
-    of their gradients (parameters.py `observe`).
+    whether dy, are [B, T, D] of the residual stream, which `tensor` splits: they are gathered after rounding.
     """
     log_format(recipe, x.dtype)
     options = _Options(recipe, axis, num_contracted, gathered, isinstance(weights[0], Float32Gradient))
-    return _matmul(
-        x, tuple(w.array if isinstance(w, Float32Gradient) else w for w in weights), tuple(scalings), options
-    )
+    return _matmul(x, tuple(w.array if isinstance(w, Float32Gradient) else w for w in weights), options)
 
 
 def log_format(recipe: Recipe, compute: jnp.dtype) -> None:
@@ -149,32 +115,31 @@ def _log_format(recipe: Recipe, platform: str, compute: str) -> None:
     logger.info("precision.recipe=%s: %s", recipe, how)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _matmul(x, weights, scalings, options):
-    return _forward(x, weights, scalings, options)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _matmul(x, weights, options):
+    return _forward(x, weights, options)[0]
 
 
-def _forward(x, weights, scalings, options):
+def _forward(x, weights, options):
     of_x = _dims(x.ndim - options.num_contracted, x.ndim)
     of_w = _dims(options.num_contracted)
-    x_operand, x_amax = _quantized([x], 0, "input", of_x, scalings, options)
-    w_operand, w_amax = _quantized(weights, options.axis, "weight", of_w, scalings, options)
+    x_operand = _quantized([x], 0, options.formats.input, of_x)
+    w_operand = _quantized(weights, options.axis, options.formats.weight, of_w)
     y = product(_gathered(x_operand, options.gathered[0]), of_x, w_operand, of_w, x.dtype, x.dtype)
     # XLA would make a GELU part of the FP8 matmul, which cuBLASLt does not offer: the program would not compile.
     y = jax.lax.optimization_barrier(y)
     kept = x_operand if options.formats.input.scaled == "tensor" else x
-    return y, (kept, weights, scalings, (x_amax, w_amax))
+    return y, (kept, weights)
 
 
 def _backward(options, residuals, dy):
-    kept, weights, scalings, amaxes = residuals
+    kept, weights = residuals
     of_w = _dims(options.num_contracted, weights[0].ndim)
     num_rows = dy.ndim - len(of_w)
     of_dy = _dims(num_rows, dy.ndim)
     rows = _dims(num_rows)
-    dy_operand, dy_amax = _quantized([dy], 0, "gradient", of_dy, scalings, options)
-    dy_operand = _gathered(dy_operand, options.gathered[1])
-    w_operand, _ = _quantized(weights, options.axis, "weight", of_w, scalings, options)
+    dy_operand = _gathered(_quantized([dy], 0, options.formats.gradient, of_dy), options.gathered[1])
+    w_operand = _quantized(weights, options.axis, options.formats.weight, of_w)
     dx = product(dy_operand, of_dy, w_operand, of_w, dy.dtype, dy.dtype)
     if options.gathered[0]:
         dx = constrain(dx, "batch", "time", None)
@@ -188,24 +153,20 @@ def _backward(options, residuals, dy):
     x_operand = _gathered(x_operand, options.gathered[0])
     dw = product(x_operand, rows, _gathered(dy_operand, options.gathered[1]), rows, dy.dtype, dtype)
     ends = [sum(w.shape[options.axis] for w in weights[: n + 1]) for n in range(len(weights) - 1)]
-    d_weights = tuple(d.astype(w.dtype) for d, w in zip(jnp.split(dw, ends, options.axis), weights, strict=True))
-    observed = tuple(jnp.zeros_like(s).at[:, 1].set(jnp.stack([*amaxes, dy_amax])) for s in scalings)
-    return dx, d_weights, observed
+    return dx, tuple(d.astype(w.dtype) for d, w in zip(jnp.split(dw, ends, options.axis), weights, strict=True))
 
 
 _matmul.defvjp(_forward, _backward)
 
 
-def _quantized(parts, axis, name, contracted, scalings, options) -> tuple[Operand, jax.Array | None]:
-    """-> (operand of the parts joined along `axis`, its largest magnitude if it has one scale)."""
-    format = getattr(options.formats, name)
+def _quantized(parts: Sequence[jax.Array], axis: int, format: Format, contracted: tuple[int, ...]) -> Operand:
+    """The operand of the parts joined along `axis`."""
     if format.scaled != "tensor":
-        return quantize(_joined(parts, axis), format, contracted), None
-    amax = functools.reduce(jnp.maximum, map(largest_magnitude, parts))
-    scale = 1 / scalings[0][TENSORS.index(name), 0] if scalings else amax / LARGEST[format.element]
+        return quantize(_joined(parts, axis), format, contracted)
+    scale = functools.reduce(jnp.maximum, map(largest_magnitude, parts)) / LARGEST[format.element]
     # Joined after rounding: it is FP8 that XLA writes and reads again.
     operands = [quantize_with(part, format.element, scale) for part in parts]
-    return operands[0]._replace(values=_joined([operand.values for operand in operands], axis)), amax
+    return operands[0]._replace(values=_joined([operand.values for operand in operands], axis))
 
 
 def _gathered(operand: Operand, is_split: bool) -> Operand:

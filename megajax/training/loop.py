@@ -249,9 +249,9 @@ class Trainer:
         if latest < self.config.steps:
             self.output.console.note(f"resuming from step {latest} of {self.config.steps}")
         self._check_samples(latest, meta)
-        running = max(self.output.running_seconds, meta.get("running_seconds", 0.0))
-        self.carried = Carried(meta.get("productive_seconds", 0.0), running, tuple(meta.get("losses", ())))
-        self.source.restore(meta.get("source", {}))
+        running = max(self.output.running_seconds, meta["running_seconds"])
+        self.carried = Carried(meta["productive_seconds"], running, tuple(meta["losses"]))
+        self.source.restore(meta["source"])
         return self.program.restored_state(latest, weights, optimizer, meta)
 
     def initial_state(self) -> TrainState:
@@ -264,7 +264,7 @@ class Trainer:
     def _check_samples(self, step: int, meta: dict[str, Any]) -> None:
         """Raises ValueError if samples would be skipped or read twice, as after a change of the batch size."""
         expected = self.config.schedule(self.program.mesh_config).num_samples(step)
-        read = meta.get("consumed_samples", expected)
+        read = meta["consumed_samples"]
         if read != expected and not self.data_config.allow_change:
             raise ValueError(
                 f"training.global_batch_size={self.config.global_batch_size}, batch_size_rampup="
@@ -289,7 +289,6 @@ class Trainer:
         step = int(state.step)
         meta = self.output.meta | {
             "layer_rows": {kind: rows.tolist() for kind, rows in self.program.model.layer_rows.items()},
-            "step": step,
             "skipped": int(state.skipped),
             "consumed_samples": schedule.num_samples(step),
             "productive_seconds": carried.productive_seconds,

@@ -40,14 +40,17 @@ def upcycled(source: WeightSource, config: Config) -> WeightSource:
         return source
     if ours.moe.num_experts is None or dense.moe.num_experts is not None:
         return source
-    return _Upcycled(source, dense, config, ours.moe, ours.moe.num_experts)
+    return _Upcycled(source, dense, config, ours, ours.moe.num_experts)
 
 
 class _Upcycled:
     """The source that a dense one becomes."""
 
-    def __init__(self, source: WeightSource, dense: DecoderConfig, config: Config, moe: MoeConfig, num_experts: int):
-        """dense: the model of the source. config: of the run, with these experts."""
+    def __init__(
+        self, source: WeightSource, dense: DecoderConfig, config: Config, ours: DecoderConfig, num_experts: int
+    ):
+        """dense: the model of the source. config: of the run, with a model of so many experts."""
+        moe = ours.moe
         self._dense = source
         self._run = config
         self._num_experts = num_experts
@@ -55,7 +58,8 @@ class _Upcycled:
         self._granularity = dense.width_of_mlp // width
         _check(dense, moe, width, num_experts)
         self._scale = _scale(moe, self._granularity, num_experts)
-        model = dataclasses.replace(dense, moe=dataclasses.replace(moe, expert_dim=width))
+        whole = dataclasses.replace(moe, expert_dim=width)
+        model = dataclasses.replace(dense, moe=whole, pattern=ours.pattern)
         self.config = dataclasses.replace(source.config, model=model)
         self._widths = (width, dense.width_of_mlp)
 
@@ -119,8 +123,8 @@ def _scale(moe: MoeConfig, granularity: int, num_experts: int) -> float:
 
 
 def _check(dense: DecoderConfig, moe: MoeConfig, width: int, num_experts: int) -> None:
-    if dense.has_mlp_bias:
-        raise ValueError("model.mlp_bias=True there: experts have no biases, so the model cannot be upcycled")
+    if "mlp" in dense.biases:
+        raise ValueError("model.biases has mlp there: experts have no biases, so the model cannot be upcycled")
     if moe.shared_dim is not None:
         raise ValueError(
             f"{FIELD}.shared_dim={moe.shared_dim}: a dense model has no shared experts to start from; leave it out"

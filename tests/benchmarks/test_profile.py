@@ -15,7 +15,7 @@ HloModule jit_train_step, is_scheduled=true
 
 FileNames
 1 "/home/someone/megajax/megajax/training/step.py"
-2 "/home/someone/megajax/megajax/layers/mlp.py"
+2 "/home/someone/megajax/megajax/layers/feed_forward/mlp.py"
 3 "/home/someone/megajax/megajax/ops/matmul.py"
 4 "/usr/lib/site-packages/jax/numpy.py"
 

@@ -15,7 +15,8 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec as P
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.mesh import MeshConfig, initialize_processes, make_mesh
+from megajax.mesh.config import MeshConfig, make_mesh
+from megajax.mesh.processes import initialize_processes
 
 initialize_processes()
 mesh = make_mesh(MeshConfig(fsdp=2), jax.devices())

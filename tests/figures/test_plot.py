@@ -10,6 +10,8 @@ import configs
 from megajax.cli import train
 from megajax.config import Config, override
 from megajax.figures import plot
+from megajax.figures.drawings import curves, plan_figure, save
+from megajax.figures.runs import read_run
 from megajax.planning.memory import memory_per_device
 from megajax.planning.plan import plan_device
 
@@ -39,7 +41,7 @@ def run_dir(tmp_path_factory):
 
 
 def test_series_over_steps_tokens_flops_and_time(run_dir):
-    run = plot.read_run(run_dir)
+    run = read_run(run_dir)
     steps, losses = run.series("mean_loss")
     assert steps.tolist() == list(range(2, 22, 2)) and losses[0] == 7.5
     assert run.series("loss", "tokens")[0].tolist() == [256 * step for step in steps]
@@ -52,7 +54,7 @@ def test_series_over_steps_tokens_flops_and_time(run_dir):
 
 
 def test_smoothing_is_the_mean_of_the_last_values(run_dir):
-    run = plot.read_run(run_dir)
+    run = read_run(run_dir)
     losses = run.series("mean_loss")[1]
     smooth = run.series("mean_loss", smooth=3)[1]
     assert smooth[:2] == pytest.approx([losses[0], losses[:2].mean()])
@@ -61,13 +63,13 @@ def test_smoothing_is_the_mean_of_the_last_values(run_dir):
 
 def test_damaged_lines_are_named_and_skipped(run_dir, caplog):
     with caplog.at_level("WARNING", "megajax"):
-        plot.read_run(run_dir)
+        read_run(run_dir)
     assert "2 lines cannot be read and are left out (4, 13)" in caplog.text
 
 
 def test_figure_has_a_line_for_each_run_and_metric(run_dir, tmp_path):
-    runs = [plot.read_run(run_dir)] * 2
-    made = plot.figure(runs, "tokens", smooth=2)
+    runs = [read_run(run_dir)] * 2
+    made = curves(runs, "tokens", smooth=2)
     shown = {axes.get_title(): axes for axes in made.axes if axes.get_visible()}
     assert list(shown) == ["loss", "learning rate", "gradient norm", "tokens/s"]  # MFU is null on a CPU
     assert shown["loss"].get_legend_handles_labels()[1] == ["small", "small, evaluation"] * 2
@@ -77,7 +79,7 @@ def test_figure_has_a_line_for_each_run_and_metric(run_dir, tmp_path):
         assert line.get_ydata().tolist() == runs[0].series(metric, smooth=smooth)[1].tolist()
     assert mean.get_xdata().tolist() == [256 * step for step in range(2, 22, 2)]
     for name, start in (("a.png", b"\x89PNG"), ("a.svg", b"<?xml")):
-        plot.save(made, tmp_path / name)
+        save(made, tmp_path / name)
         assert (tmp_path / name).read_bytes().startswith(start)
 
 
@@ -112,7 +114,7 @@ def test_bars_of_a_plan_are_its_bytes_and_the_schedule_has_every_pass():
     words = ["--mesh.data=1", "--mesh.pipeline=2", "--training.microbatch_size=4"]
     config = override(configs.recipe("gpt_tiny"), words).check_on(2)
     program = config.make_program()
-    made = plot.plan_figure(program, config.training, plan_device("h100"), "tiny")
+    made = plan_figure(program, config.training, plan_device("h100"), "tiny")
     memory, schedule = made.axes
     sizes, _ = memory_per_device(program, config.training)
     assert [bar.get_width() * 2**30 for bar in memory.patches] == pytest.approx(list(sizes.values()))

@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import jax, jax.numpy as jnp
-from megajax.mesh import use_compilation_cache
+from megajax.mesh.processes import use_compilation_cache
 events = []
 jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
 use_compilation_cache()

@@ -9,16 +9,16 @@ from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from benchmarks.hlo import Program
-from megajax.inference import programs
-from megajax.inference.batches import Batches, Shapes
-from megajax.inference.executor import LARGEST_JOINED, decode_options
-from megajax.inference.programs import Rows
-from megajax.inference.weights import FORMATS
-from megajax.layers.kv_cache import PoolSizes
-from megajax.mesh import MeshConfig, make_mesh
+from megajax.inference.device import programs
+from megajax.inference.device.batches import Batches, Shapes
+from megajax.inference.device.executor import LARGEST_JOINED, decode_options
+from megajax.inference.device.programs import Rows
+from megajax.inference.device.weights import FORMATS
+from megajax.layers.attention.kv_cache import PoolSizes
+from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
-from megajax.ops.quantized_matmul import QuantizedWeight
+from megajax.quantization.weights import QuantizedWeight
 from megajax.parameters import PerLayer, is_per_layer
 from megajax.planning.plan import devices_without_gpu, plan_device
 

@@ -36,8 +36,8 @@ SMALL = DecoderConfig(
     tied_embeddings=False,
 )  # fmt: skip
 ROPE = dataclasses.replace(
-    SMALL, position="rope", num_kv_heads=2, window=6, full_attention_every=2, qk_norm=True, norm="rmsnorm",
-    activation="swiglu", bias=False, tied_embeddings=True,
+    SMALL, position="rope", num_kv_heads=2, window=6, pattern="wf", qk_norm=True, norm="rmsnorm",
+    activation="swiglu", biases=(), tied_embeddings=True,
 )  # fmt: skip
 MODELS = {
     "learned": SMALL,
@@ -56,7 +56,7 @@ OTHERS = {
         pattern="M*G",
         position="none",
         norm="rmsnorm",
-        bias=False,
+        biases=(),
         mamba=MambaConfig(head_dim=8, state_dim=8),
         delta_net=DeltaNetConfig(value_head_dim=8, num_key_heads=4, key_head_dim=8),
     ),
@@ -66,7 +66,7 @@ OTHERS = {
 }
 DEEPSEEK = DecoderConfig(
     num_layers=1, embed_dim=32, num_heads=4, head_dim=8, mlp_dim=64, vocab_size=100, vocab_multiple=32, position="rope",
-    norm="rmsnorm", activation="swiglu", bias=False, tied_embeddings=False, mtp_layers=2,
+    norm="rmsnorm", activation="swiglu", biases=(), tied_embeddings=False, mtp_layers=2,
     latent=LatentConfig(kv_rank=16, q_rank=16, rope_dim=4, value_dim=8),
     moe=MoeConfig(4, 16, shared_dim=16, router=RouterConfig(score="sigmoid", bias_update_rate=1e-3)),
 )  # fmt: skip

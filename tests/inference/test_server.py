@@ -29,8 +29,7 @@ from megajax.checkpoint.piecewise import PiecewiseArray, StoredParameter
 from megajax.cli import serving as command
 from megajax.data.tokenizers.chat_template import CHATML, ChatTemplate
 from megajax.data.tokenizers.tokenizer import BytesTokenizer, NullTokenizer
-from megajax.figures.notebook import traffic
-from megajax.figures.plot import save
+from megajax.figures.drawings import save, traffic
 from megajax.inference.device.warm_up import Stage
 from megajax.inference.engine import Engine
 from megajax.inference.server import app
@@ -705,7 +704,7 @@ def test_each_request_is_a_line_of_the_log_unless_this_is_off(caplog):
         said = [line.split("127.0.0.1 ")[1].rsplit(", ", 1)[0] for line in lines]
         post = "POST /v1/completions 200, "
         everything = [f"{post}4 + 6 tokens", f"{post}3 + 2 tokens", r"GET /\nforged\x1b[31m 404, 0 + 0 tokens"]
-        assert said == (everything if is_on else [])
+        assert sorted(said) == sorted(everything if is_on else [])  # the end of a stream may be logged after the next
         assert all(re.fullmatch(r"\d{4}(-\d\d){2} \d\d(:\d\d){2} 127.*, \d+\.\d\d s", line) for line in lines)
 
 

@@ -39,7 +39,9 @@ def save_damaged(run_dir):
     mlp["up"] = jax.device_put(values, mlp["up"].sharding)
     rows = {kind: rows.tolist() for kind, rows in model.layer_rows.items()}
     with Checkpointer(run_dir, CheckpointConfig()) as checkpointer:
-        meta = {"step": 2, "skipped": 0, "layer_rows": rows, "config": dataclasses.asdict(config)}
+        meta = {"skipped": 0, "layer_rows": rows, "config": dataclasses.asdict(config)}
+        meta |= {"data": megajax.run.load_data(config).record, "source": {}, "consumed_samples": 16}
+        meta |= {"running_seconds": 0.0, "productive_seconds": 0.0, "losses": []}
         checkpointer.save(2, state.params, state.optimizer, meta)
 
 
@@ -130,7 +132,8 @@ def test_a_device_with_another_copy_ends_the_run_before_anything_is_saved(tmp_pa
 TWO_PROCESSES = """
 import os, sys
 import jax, numpy as np
-from megajax.mesh import MeshConfig, initialize_processes, make_mesh
+from megajax.mesh.config import MeshConfig, make_mesh
+from megajax.mesh.processes import initialize_processes
 from megajax.training.faults.replicas import check_replicas
 initialize_processes()
 mesh = make_mesh(MeshConfig(data=4))

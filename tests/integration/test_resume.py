@@ -25,8 +25,7 @@ STEPS = 6
 
 
 def tiny(run_dir: Path, exit_at_step: int | None = None, **training) -> Config:
-    """gpt_tiny made smaller still, with dropout, accumulation and scales of FP8 from earlier steps, on mock
-    documents."""
+    """gpt_tiny made smaller still, with dropout, accumulation and FP8, on mock documents."""
     config = configs.recipe("gpt_tiny")
     model = dataclasses.replace(
         config.model, num_layers=2, embed_dim=16, mlp_dim=32, vocab_size=64, dropout=0.1, tied_embeddings=False
@@ -36,7 +35,7 @@ def tiny(run_dir: Path, exit_at_step: int | None = None, **training) -> Config:
     return dataclasses.replace(
         config,
         model=model,
-        precision=PrecisionConfig(recipe="fp8_delayed", compute="float32", high_layers=(1, 0), amax_history=2),
+        precision=PrecisionConfig(recipe="fp8", compute="float32", high_layers=(1, 0)),
         mesh=dataclasses.replace(config.mesh, data=2, fsdp=2, tensor=2),
         data=DataConfig(source="mock", tokenizer="null:64", split=(8, 1, 1), cache_dir=str(run_dir.parent / "cache")),
         training=dataclasses.replace(config.training, **length, **every, **training),

@@ -58,7 +58,7 @@ def test_interpreted_kernel_equals_the_formula(same_rows, num_matrices, interpre
 PROGRAM = """
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
-from megajax.mesh import MeshConfig, make_mesh
+from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.planning.plan import devices_without_gpu, plan_device
 from pallas_kernels.few_rows import products
 

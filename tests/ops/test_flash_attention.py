@@ -254,10 +254,10 @@ def test_interpreted_kernel_equals_the_formula(head_dim, num_sms, interpreted, m
 PROGRAM = """
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding
-from megajax.mesh import MeshConfig, make_mesh
+from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.ops import attention_mask as masks
 from megajax.ops.attention import attention
-from megajax.sharding import activation_spec
+from megajax.mesh.sharding import activation_spec
 from megajax.planning.plan import devices_without_gpu, plan_device
 
 mesh = make_mesh(MeshConfig(fsdp=2, tensor=2), devices_without_gpu(4, plan_device("h100")))

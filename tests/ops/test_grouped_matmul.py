@@ -211,10 +211,10 @@ def test_interpreted_kernel_equals_the_formula(num_matrices, interpreted, monkey
 PROGRAM = """
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding
-from megajax.mesh import MeshConfig, make_mesh
+from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.ops.grouped_matmul import grouped_matmul
 from megajax.planning.plan import devices_without_gpu, plan_device
-from megajax.sharding import local_weight_spec, rows_spec
+from megajax.mesh.sharding import local_weight_spec, rows_spec
 
 mesh = make_mesh(MeshConfig(expert=2, tensor=2), devices_without_gpu(4, plan_device("h100")))
 

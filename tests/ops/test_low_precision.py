@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.ops.low_precision import FORMATS, DelayedScaling, low_precision_matmul
+from megajax.ops.low_precision import FORMATS, low_precision_matmul
 from megajax.ops.matmul import Float32Gradient
 
 ROWS, K, N = (2, 32), (4, 16), (2, 32)
@@ -26,13 +26,13 @@ def sample():
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def products(recipe, x, weights, dy, scalings=()):
-    """-> y, (dx, [dw], [observed])."""
+def products(recipe, x, weights, dy):
+    """-> y, (dx, [dw])."""
 
-    def product(x, weights, scalings):
-        return low_precision_matmul(x, weights, 2, 2, recipe, (False, False), scalings)
+    def product(x, weights):
+        return low_precision_matmul(x, weights, 2, 2, recipe, (False, False))
 
-    y, pull_back = jax.vjp(product, x, weights, scalings)
+    y, pull_back = jax.vjp(product, x, weights)
     return y, pull_back(dy)
 
 
@@ -44,7 +44,7 @@ def exact(x, weights, dy):
 
 
 def found(result):
-    y, (dx, dw, _) = result
+    y, (dx, dw) = result
     return [np.asarray(a, np.float64).reshape(64, 64) for a in (y, dx, np.concatenate(dw, 2))]
 
 
@@ -81,7 +81,7 @@ def test_products_and_gradients_are_as_exact_as_the_format(recipe):
 def test_the_weight_and_its_gradient_keep_their_precision():
     x, weights, dy = sample()
     narrow = (x.astype(jnp.bfloat16), weights, dy.astype(jnp.bfloat16))
-    y, (dx, dw, _) = products("fp8", *narrow)
+    y, (dx, dw) = products("fp8", *narrow)
     wide = jax.jit(
         lambda x, w, dy: jax.vjp(
             lambda w: low_precision_matmul(x, [Float32Gradient(w)], 2, 2, "fp8", (False, False)), w
@@ -95,45 +95,10 @@ def test_the_weight_and_its_gradient_keep_their_precision():
     assert is_bfloat16(dw[0]) and not is_bfloat16(wide)
 
 
-def test_delayed_scales_are_those_of_transformer_engine():
-    """scale = (largest / max of history) / 2^margin; an amax of zero or infinity keeps the scale."""
-    update = jax.jit(DelayedScaling(margin=1))
-    scaling = DelayedScaling.initial(3)
-    np.testing.assert_array_equal(scaling, [[1, 0, 0, 0]] * 3)
-    amaxes = [[2.0, 0.0, 7.0], [4.0, 0.5, 3.5], [1.0, 0.25, np.inf], [0.5, 0.25, 1.0], [0.125, 0.125, 1.0]]
-    scales = [
-        [112.0, 1.0, 4096.0],
-        [56.0, 448.0, 4096.0],
-        [56.0, 448.0, 4096.0],
-        [56.0, 448.0, 4096.0],
-        [224.0, 896.0, 4096.0],
-    ]
-    for amax, scale in zip(amaxes, scales, strict=True):
-        observed = np.zeros((3, 4), np.float32)
-        observed[:, 1] = amax
-        scaling = update(scaling, observed)
-        np.testing.assert_array_equal(scaling[:, 0], scale)
-    np.testing.assert_array_equal(scaling[:, 1:], [[0.125, 0.5, 1.0], [0.125, 0.25, 0.25], [1.0, 1.0, np.inf]])
-
-
-def test_delayed_scaling_uses_earlier_scales_and_observes_magnitudes():
-    x, weights, dy = sample()
-    amaxes = [np.abs(x).max(), max(np.abs(w).max() for w in weights), np.abs(dy).max()]
-    scaling = DelayedScaling.initial(2).at[:, 0].set(np.array([448, 448, 57344], np.float32) / amaxes)
-    result = products("fp8_delayed", x, weights, dy, (scaling, scaling))
-    for a, b in zip(found(result), found(products("fp8", x, weights, dy)), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
-    for observed in result[1][2]:
-        np.testing.assert_array_equal(observed, np.stack([np.zeros(3), amaxes, np.zeros(3)], 1).astype(np.float32))
-    saturated = products("fp8_delayed", x, weights, dy, (scaling * 16, scaling * 16))
-    assert np.isfinite(saturated[0]).all() and np.abs(saturated[0]).max() < np.abs(result[0]).max()
-
-
 @pytest.mark.parametrize("recipe", FORMATS)
 def test_zeros_give_zeros(recipe):
     x, weights, dy = jax.tree.map(np.zeros_like, sample())
-    scalings = (DelayedScaling.initial(2),) * 2 if recipe == "fp8_delayed" else ()
-    y, (dx, dw, _) = products(recipe, x, weights, dy, scalings)
+    y, (dx, dw) = products(recipe, x, weights, dy)
     assert not any(np.any(a) for a in (y, dx, *dw))
 
 

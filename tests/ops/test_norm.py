@@ -215,9 +215,9 @@ def test_interpreted_kernel_equals_the_formula(shape, warpgroups, interpreted_ke
 PROGRAM = """
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding
-from megajax.mesh import MeshConfig, make_mesh
+from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.ops.norm import residual_norm
-from megajax.sharding import activation_spec
+from megajax.mesh.sharding import activation_spec
 from megajax.planning.plan import devices_without_gpu, plan_device
 
 config = MeshConfig(fsdp=2, tensor=2)

@@ -146,10 +146,10 @@ def test_interpreted_kernel_equals_the_formula(rows, count, width, function, mon
 PROGRAM = """
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding
-from megajax.mesh import MeshConfig, make_mesh
+from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.ops.weighted_activation import weighted_activation
 from megajax.planning.plan import devices_without_gpu, plan_device
-from megajax.sharding import rows_spec
+from megajax.mesh.sharding import rows_spec
 
 mesh = make_mesh(MeshConfig(expert=2, tensor=2), devices_without_gpu(4, plan_device("h100")))
 

@@ -27,7 +27,7 @@ from megajax.weights.hugging_face.folder import Folder
 
 MODEL = DecoderConfig(
     num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=48, vocab_size=257, max_positions=32,
-    position="rope", norm="rmsnorm", activation="swiglu", bias=False, tied_embeddings=False,
+    position="rope", norm="rmsnorm", activation="swiglu", biases=(), tied_embeddings=False,
 )  # fmt: skip
 FLOAT32 = PrecisionConfig(compute="float32")
 OUTLIER = 5  # an input of matrices of the first layer that is 100 times the others

@@ -54,7 +54,7 @@ def test_products_side_by_side_equal_single_ones(rows):
 PROGRAM = """
 import numpy as np, jax, jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from megajax.ops.quantized_matmul import QuantizedWeight, WeightFormat
+from megajax.quantization.weights import QuantizedWeight, WeightFormat
 from megajax.planning.plan import devices_without_gpu, plan_device
 mesh = Mesh(np.array(devices_without_gpu(1, plan_device("h100"))), ("data",))
 def array(shape, dtype):

@@ -230,7 +230,7 @@ def test_programs_for_a_cpu_are_kept_apart_by_cpu_flags_and_jaxlib(cache_dir, mo
 def test_another_process_on_this_cpu_compiles_nothing_again(tmp_path):
     program = """
 import jax
-from megajax.mesh import use_compilation_cache
+from megajax.mesh.processes import use_compilation_cache
 events = []
 jax.monitoring.register_event_listener(lambda name, **_: events.append(name.split("/")[-1]))
 use_compilation_cache()

@@ -18,11 +18,11 @@ from megajax.weights.tensor_map import Row, linear, norm
 # The letters of layers, with the fields that only these layers read.
 _FIELDS = {
     "*": (
-        "num_heads", "num_kv_heads", "head_dim", "qkv_bias", "attention_out_bias", "qk_norm", "window",
+        "num_heads", "num_kv_heads", "head_dim", "qk_norm", "window",
         "attention_sinks", "attention_multiplier", "attention_soft_cap",
     ),
     "-": ("mlp_dim",),
-    "-E": ("mlp_bias", "activation"),
+    "-E": ("activation",),
 }  # fmt: skip
 
 
@@ -34,15 +34,24 @@ class HybridForm(DecoderForm[HybridConfig]):
         num_heads = mamba.num_heads or 2 * config.embed_dim // mamba.head_dim
         return dataclasses.replace(super().with_sizes(config), mamba=dataclasses.replace(mamba, num_heads=num_heads))
 
+    def words(self, config: HybridConfig) -> dict[str, Any]:
+        return super().words(config) | {"pattern": config.pattern, "windows": (), "rotary": (), "experts": ()}
+
+    def pattern(self, words: Mapping[str, Any]) -> str:
+        return words["pattern"]
+
     def canonical(self, config: HybridConfig) -> HybridConfig:
         config = super().canonical(config)
         letters = "".join(map(config.letter, range(config.num_layers)))
         absent = [names for readers, names in _FIELDS.items() if not set(readers) & set(letters)]
         unused = {name: getattr(self.default, name) for names in absent for name in names}
+        read = {"qkv": "*", "attention_out": "*", "mlp": "-E"}
+        biases = tuple(name for name in config.biases if name not in read or set(read[name]) & set(letters))
         mamba = dataclasses.replace(config.mamba, chunk=self.default.mamba.chunk)
         return dataclasses.replace(
             config,
             pattern=letters,
+            biases=biases,
             mamba=mamba if "M" in letters else self.default.mamba,
             **unused,
         )

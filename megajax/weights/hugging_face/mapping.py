@@ -1,6 +1,5 @@
 """Converts options in both directions with the tables of the families."""
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -40,7 +39,7 @@ def read_options(family: Family, theirs: Mapping[str, Any]) -> Foldable:
     fields = dict(family.always)
     for option in family.options:
         fields |= option.read(theirs)
-    config = replaced(family.form.default, fields)
+    config = family.form.config(fields)
     check_fields(config, "model.")
     return family.form.with_sizes(config)
 
@@ -81,23 +80,25 @@ def _written(family: Family, config: ModelConfig) -> tuple[dict[str, Any], list[
     form = family.form
     config = form.with_sizes(config)
     theirs = {"architectures": [family.architecture], "model_type": family.model_type}
-    wanted = _fields(form.canonical(config))
+    wanted = form.words(form.canonical(config))
     always = {
         name: value for name, value in family.always.items() if name != "bias"
     }  # it follows from the other biases
-    lacking = {name: f"model.{name}={wanted[name]}" for name, value in always.items() if wanted[name] != value}
+    lacking = {name: form.typed(name, config, wanted) for name, value in always.items() if wanted[name] != value}
     for option in family.options:
         try:
-            theirs |= option.write(_fields(config))
+            theirs |= option.write(form.words(config))
         except ValueError as error:
             lacking[str(error)] = str(error)
     if not lacking:
         try:
-            restored = _fields(form.canonical(read_options(family, theirs)))
+            restored = form.words(form.canonical(read_options(family, theirs)))
         except ValueError as error:
             return theirs, [str(error)]
         lacking = {
-            name: f"model.{name}={value}" for name, value in wanted.items() if not _is_same(restored[name], value)
+            name: form.typed(name, config, wanted)
+            for name, value in wanted.items()
+            if not _is_same(restored[name], value)
         }
     return theirs, list(lacking.values())
 
@@ -107,25 +108,3 @@ def _is_same(found: Any, wanted: Any) -> bool:
     if isinstance(found, float) and isinstance(wanted, float):
         return math.isclose(found, wanted, rel_tol=1e-14)
     return found == wanted
-
-
-def replaced(config: Any, fields: Mapping[str, Any], prefix: str = "") -> Any:
-    """The config with other values of some fields, which are named as in _fields."""
-    changes = {}
-    for field in dataclasses.fields(config):
-        name = prefix + field.name
-        if dataclasses.is_dataclass(getattr(config, field.name)):
-            changes[field.name] = replaced(getattr(config, field.name), fields, f"{name}.")
-        elif name in fields:
-            changes[field.name] = fields[name]
-    return dataclasses.replace(config, **changes)
-
-
-def _fields(config: Any, prefix: str = "") -> dict[str, Any]:
-    """All fields by name; those of sections as rope.base and moe.router.top_k."""
-    fields = {}
-    for field in dataclasses.fields(config):
-        name = prefix + field.name
-        value = getattr(config, field.name)
-        fields |= _fields(value, f"{name}.") if dataclasses.is_dataclass(value) else {name: value}
-    return fields

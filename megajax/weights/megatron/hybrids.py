@@ -39,7 +39,7 @@ def read_model(given: Arguments, shapes: Shapes) -> HybridConfig:
             "imported"
         )
     fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)} | {"kind": "hybrid"}
-    moe = dataclasses.replace(model.moe, layers="e") if "E" in pattern else MoeConfig()
+    moe = model.moe if "E" in pattern else MoeConfig()
     mamba = _mamba(given, shapes) if "M" in pattern else MambaConfig()
     return HybridConfig(**fields | {"pattern": pattern, "num_layers": len(pattern), "moe": moe, "mamba": mamba})
 

@@ -17,7 +17,6 @@ from megajax.weights.hugging_face.mapping import (
     family_for,
     family_of,
     read_options,
-    replaced,
     write_options,
 )
 
@@ -36,7 +35,7 @@ VALUES = {
     "head_dim": [8, 12, 16],
     "mlp_dim": [40, None],
     "position": ["learned", "rope", "alibi", "none"],
-    "no_rope_every": [2, None],
+    "rotary": [(True, False), ()],
     "norm": ["layernorm", "rmsnorm"],
     "norm_epsilon": [1e-3],
     "norm_zero_centered": [True, False],
@@ -52,7 +51,7 @@ VALUES = {
     "head_bias": [True, False],
     "tied_embeddings": [True, False],
     "window": [5, None],
-    "full_attention_every": [2, None],
+    "windows": [(True, False), ()],
     "attention_multiplier": [0.3, None],
     "attention_soft_cap": [2.0, None],
     "attention_sinks": [True],
@@ -144,8 +143,18 @@ KEYS = {
 }
 
 
+def replaced(config: DecoderConfig, words: dict) -> DecoderConfig:
+    form = DECODERS[0].form
+    return form.config(form.words(config) | words)
+
+
 def changed(config: DecoderConfig, name: str, value) -> DecoderConfig:
-    config = replaced(config, value if isinstance(value, dict) else {name: value})
+    if name in ("windows", "rotary"):
+        value = tuple(value[layer % len(value)] for layer in range(config.num_layers if value else 0))
+    try:
+        config = replaced(config, value if isinstance(value, dict) else {name: value})
+    except ValueError:
+        return config
     if config.rope.scaling == "longrope":
         pairs = int(config.rotary_head_dim * config.rope.fraction) // 2
         factors = dict(short_factors=(1.5,) * pairs, long_factors=tuple(2.0 + n for n in range(pairs)))
