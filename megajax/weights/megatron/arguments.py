@@ -307,7 +307,7 @@ def _router(given: Arguments) -> RouterConfig:
     losses: dict[Any, float] = {scope: float(value) for scope, value in named if scope not in (None, "batch")}
     if len(losses) > 1:
         raise given.refuse("moe_router_load_balancing_type")
-    scope, coefficient = next(iter(losses.items()), ("microbatch", 0.0))
+    scope: Any = next(iter(losses), "microbatch")
     has_bias = bool(given.get("moe_router_enable_expert_bias", default=False))
     return RouterConfig(
         top_k=given.size("moe_router_topk"),
@@ -320,7 +320,7 @@ def _router(given: Arguments) -> RouterConfig:
         z_loss=float(given.get("moe_z_loss_coeff", default=0.0)),
         capacity_factor=given.get("moe_expert_capacity_factor"),
         drop="position" if given.get("moe_token_drop_policy") == "position" else "probability",
-        aux_loss=coefficient,
+        aux_loss=losses.get(scope, 0.0),
         aux_loss_scope=scope,
     )
 
