@@ -57,7 +57,8 @@ def run_dir(tmp_path_factory):
     model, mesh = Model(MODEL, FLOAT32), make_mesh(MeshConfig(), jax.devices()[:1])
     with Checkpointer(run_dir, config.checkpoint) as checkpointer:
         params = jax.device_put(random_params(model), model.shardings(mesh))
-        checkpointer.save(1, params, {"count": jnp.int32(0)}, {})
+        rows = {stack: numbers.tolist() for stack, numbers in model.layer_rows.items()}
+        checkpointer.save(1, params, {"count": jnp.int32(0)}, {"layer_rows": rows})
     return run_dir
 
 
@@ -187,9 +188,9 @@ def test_bad_options_are_refused_before_anything_is_loaded(run_dir, text, tmp_pa
     for options, message in (
         ([f"--run={run_dir}", f"--to={tmp_path / 'out'}", "--format=int8"], "quantize: name files with --text"),
         ([*good, f"--to={tmp_path}"], f"to={tmp_path} exists"),
-        ([*good, "--format=int4"], "error: argument --format: invalid choice: 'int4'"),
-        ([*good, "--smooth=1.5"], "smooth=1.5 must be above 0 and below 1"),
-        ([*good, "--percentile=0"], "percentile=0.0 must be above 0"),
+        ([*good, "--format=int4"], "error: format=int4 must be one of float8, int8, float8_static"),
+        ([*good, "--smooth=1.5"], "smooth=1.5 must be a finite number (float32), above 0 and below 1"),
+        ([*good, "--percentile=0"], "percentile=0 must be a finite number (float32), above 0"),
         ([*good, "--text", str(tmp_path / "none")], "none: the file does not exist"),
     ):
         with pytest.raises(SystemExit):

@@ -6,6 +6,7 @@
 Both read in blocks: memory does not grow with the data.
 """
 
+import dataclasses
 import hashlib
 import os
 import sys
@@ -16,7 +17,7 @@ import numpy as np
 from megajax.data.indexed.dataset import HEADER, WRITE_BLOCK, IndexedDataset, IndexedDatasetWriter, prefix_of
 from megajax.data.indexed.meta import COUNTS, make_meta, read_meta, write_meta
 from megajax.data.prepare.write_tokens import refuse_to_overwrite
-from megajax.terminal.command_line import Parser, errors_in_one_line
+from megajax.terminal.command_line import errors_in_one_line, parse
 from megajax.terminal.one_line import print_error
 
 BLOCK_BYTES = 1 << 24
@@ -129,34 +130,46 @@ def _describe_bad_token(dataset: IndexedDataset, index: int, token: int, vocab_s
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MergeOptions:
+    """Joins datasets."""
+
+    input: tuple[str, ...]
+    """Prefixes of .bin/.idx files, in order."""
+    output_prefix: str
+    """P of P.bin, P.idx, P.meta.json."""
+    overwrite: bool = False
+    """Replace an existing dataset."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    """Checks datasets."""
+
+    prefix: tuple[str, ...]
+    """Prefixes of .bin/.idx/.meta.json files."""
+
+
 def main_merge(arguments: Sequence[str]) -> None:
-    parser = Parser(prog="python -m megajax.data.preprocess merge", description="Joins datasets.")
-    parser.add_argument(
-        "--input", nargs="+", type=prefix_of, required=True, help="prefixes of .bin/.idx files, in order"
-    )
-    parser.add_argument("--output_prefix", type=prefix_of, required=True, help="P of P.bin, P.idx, P.meta.json")
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing dataset")
     with errors_in_one_line():
-        flags = parser.parse_args(arguments)
+        flags = parse(MergeOptions, arguments, "python -m megajax.data.preprocess merge")
+        output_prefix = prefix_of(flags.output_prefix)
         if not flags.overwrite:
-            refuse_to_overwrite(flags.output_prefix)
+            refuse_to_overwrite(output_prefix)
         try:
-            merge(flags.input, flags.output_prefix)
+            merge([prefix_of(path) for path in flags.input], output_prefix)
         except OSError as error:
             sys.exit(f"error: {error}")
-        dataset = IndexedDataset(flags.output_prefix)
+        dataset = IndexedDataset(output_prefix)
     num_documents = len(dataset.document_indices) - 1
     num_tokens = int(dataset.lengths.sum(dtype=np.int64))
-    print(f"{flags.output_prefix}: {num_documents:,} documents, {num_tokens:,} tokens ({dataset.dtype})")
+    print(f"{output_prefix}: {num_documents:,} documents, {num_tokens:,} tokens ({dataset.dtype})")
 
 
 def main_verify(arguments: Sequence[str]) -> None:
-    parser = Parser(prog="python -m megajax.data.preprocess verify", description="Checks datasets.")
-    parser.add_argument(
-        "--prefix", nargs="+", type=prefix_of, required=True, help="prefixes of .bin/.idx/.meta.json files"
-    )
     with errors_in_one_line():
-        prefixes = parser.parse_args(arguments).prefix
+        flags = parse(VerifyOptions, arguments, "python -m megajax.data.preprocess verify")
+        prefixes = [prefix_of(path) for path in flags.prefix]
     wrong = 0
     for prefix in prefixes:
         try:
