@@ -49,8 +49,10 @@ def run_dir(tmp_path_factory):
     pytest.importorskip("flatbuffers")
     run_dir = tmp_path_factory.mktemp("run")
     (run_dir / "config.json").write_text(CONFIG.to_json())
+    model = Model(CONFIG.model)
+    rows = {stack: rows.tolist() for stack, rows in model.layer_rows.items()}
     with Checkpointer(run_dir, CheckpointConfig()) as checkpointer:
-        checkpointer.write(3, {"params": Model(CONFIG.model).init(seed=3)}, {"step": 3})
+        checkpointer.write(3, {"params": model.init(seed=3)}, {"step": 3, "layer_rows": rows})
     return run_dir
 
 

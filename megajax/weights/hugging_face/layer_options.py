@@ -72,7 +72,6 @@ WINDOWED = "sliding_attention"
 PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")
 
 
-@dataclasses.dataclass(frozen=True)
 class NoWindow:
     """The keys of a window that is switched off."""
 
@@ -89,7 +88,6 @@ class NoWindow:
         return {"use_sliding_window": False}
 
 
-@dataclasses.dataclass(frozen=True)
 class NoRope:
     """no_rope_layers of SmolLM 3: 0 for a layer without rotary embedding."""
 
@@ -115,7 +113,6 @@ def _check_length(name: str, given: Any, number: int) -> None:
         raise ValueError(f"{name} must be a list with an entry for each of the {number} layers")
 
 
-@dataclasses.dataclass(frozen=True)
 class ExpertLayers:
     """decoder_sparse_step and mlp_only_layers of Qwen: every n-th layer has experts, but for the named ones."""
 

@@ -104,7 +104,6 @@ def _check_rotated(name: str, fraction: float, head_dim: int) -> None:
         raise ValueError(f"{name}={fraction} rotates an odd number of entries, {rotated} of head_dim={head_dim}")
 
 
-@dataclasses.dataclass(frozen=True)
 class TwoRopes:
     """Gemma 3: another base, never scaled, in the layers with a window."""
 

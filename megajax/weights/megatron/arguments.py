@@ -302,11 +302,12 @@ def _router(given: Arguments) -> RouterConfig:
         raise given.refuse("moe_router_load_balancing_type")
     coefficients = given.get("moe_aux_loss_coeff", default=0.0)
     coefficients = [coefficients] * len(kinds) if isinstance(coefficients, int | float) else list(coefficients)
-    losses = {_BALANCE[kind]: float(value) for kind, value in zip(kinds, coefficients, strict=True) if _BALANCE[kind]}
-    losses.pop("batch", None)  # a checkpoint has no state of it
+    named = zip((_BALANCE[kind] for kind in kinds), coefficients, strict=True)
+    # A checkpoint has no state of the loss of a batch.
+    losses: dict[Any, float] = {scope: float(value) for scope, value in named if scope not in (None, "batch")}
     if len(losses) > 1:
         raise given.refuse("moe_router_load_balancing_type")
-    scope, coefficient = next(iter(losses.items()), ("microbatch", 0.0))
+    scope: Any = next(iter(losses), "microbatch")
     has_bias = bool(given.get("moe_router_enable_expert_bias", default=False))
     return RouterConfig(
         top_k=given.size("moe_router_topk"),
@@ -318,7 +319,7 @@ def _router(given: Arguments) -> RouterConfig:
         z_loss=float(given.get("moe_z_loss_coeff", default=0.0)),
         capacity_factor=given.get("moe_expert_capacity_factor"),
         drop="position" if given.get("moe_token_drop_policy") == "position" else "probability",
-        aux_loss=coefficient,
+        aux_loss=losses.get(scope, 0.0),
         aux_loss_scope=scope,
     )
 
