@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.data.config import DataConfig
@@ -62,7 +63,7 @@ class Trainer:
 
     config: TrainingConfig
     launch: LaunchConfig
-    program: Program
+    program: Program[Mesh]
     datasets: Datasets
     data_config: DataConfig
     checkpointer: Checkpointer
@@ -70,8 +71,8 @@ class Trainer:
     """Loads the weights of a new run; None: they are initialised."""
     output: Output
     watchdog: Watchdog
-    lock: RunLock | None
-    """Of the run directory; None: nothing is written there."""
+    lock: RunLock
+    """Of the run directory."""
     carried: Carried = dataclasses.field(default=Carried(), init=False)
     """As of the restored checkpoint."""
     made_at: float = dataclasses.field(default_factory=time.perf_counter, init=False)
@@ -248,7 +249,7 @@ class Trainer:
         latest, weights, optimizer, meta = found
         if latest < self.config.steps:
             self.output.console.note(f"resuming from step {latest} of {self.config.steps}")
-        self._check_samples(latest, meta)
+        self.check_samples(latest, meta)
         running = max(self.output.running_seconds, meta["running_seconds"])
         self.carried = Carried(meta["productive_seconds"], running, tuple(meta["losses"]))
         self.source.restore(meta["source"])
@@ -261,7 +262,7 @@ class Trainer:
             weights = self.starting_weights() if self.starting_weights else None
             return self.program.first_state(self.config.seed, weights)
 
-    def _check_samples(self, step: int, meta: dict[str, Any]) -> None:
+    def check_samples(self, step: int, meta: dict[str, Any]) -> None:
         """Raises ValueError if samples would be skipped or read twice, as after a change of the batch size."""
         expected = self.config.schedule(self.program.mesh_config).num_samples(step)
         read = meta["consumed_samples"]
