@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from megajax.checkpoint.checkpointer import Checkpointer
+from megajax.checkpoint.layout import recorded
 from megajax.data.config import DataConfig
 from megajax.data.datasets import Datasets
 from megajax.data.loader import BatchSource, IndexedSource
@@ -288,8 +289,8 @@ class Trainer:
         except ValueError as error:
             raise CannotGoOn(f"step {int(state.step)}: {error}") from None
         step = int(state.step)
-        meta = self.output.meta | {
-            "layer_rows": {kind: rows.tolist() for kind, rows in self.program.model.layer_rows.items()},
+        meta = self.output.meta | recorded(self.program.model.layer_rows)
+        meta |= {
             "skipped": int(state.skipped),
             "consumed_samples": schedule.num_samples(step),
             "productive_seconds": carried.productive_seconds,

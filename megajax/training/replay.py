@@ -96,7 +96,7 @@ def _replay(trainer: Trainer, step: int, changed: list[str]) -> None:
     # fused here; the arithmetic is the same.
     loop = dataclasses.replace(model.execution, scan_layers=True, recompute="full", recompute_every=1, offload=())
     looped = Model(model.config, model.precision, loop, trained=config.trained, frozen=config.frozen)
-    function = make_train_step(looped, program.task, _WithGradients(program.optimizer.config, model.trained), config)
+    function = make_train_step(looped, program.task, WithGradients(program.optimizer.config, model.trained), config)
     (_, metrics), origins = find_origins(function, _copy(kept, shardings), batch, rate(step - 1))
     for line in describe(origins, model.num_layers, ok=bool(np.isfinite([loss, grad_norm]).all())):
         note(line)
@@ -104,7 +104,7 @@ def _replay(trainer: Trainer, step: int, changed: list[str]) -> None:
         note(line)
 
 
-class _WithGradients(Optimizer):
+class WithGradients(Optimizer):
     """Adds the gradients to the metrics of an update, which is a single operation of the search."""
 
     def update(self, grads, *arguments: Any, **others: Any):

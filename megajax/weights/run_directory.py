@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.checkpoint import piecewise
+from megajax.checkpoint.layout import recorded
 from megajax.config import Config
 from megajax.data.tokenizers.tokenizer import BESIDE_TOKENIZER, Tokenizer, save_tokenizer
 from megajax.models.model import Model
@@ -42,7 +43,7 @@ def write_imported(
     meta = {
         "step": step,
         "config": dataclasses.asdict(config),
-        "layer_rows": {stack: rows.tolist() for stack, rows in Model(config.model).layer_rows.items()},
+        **recorded(Model(config.model).layer_rows),
         "tokenizer": tokenizer.identity,
         "eod_id": tokenizer.eod_id,
     }
