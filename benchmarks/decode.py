@@ -15,14 +15,7 @@
 Each phase prints lines of JSON; --output gets all lines so far after each one. A phase that fails prints its error, and
 the next one begins. Prompts are random tokens; the most likely one follows, except in `sampled`, and no document ends.
 
-    --phases=torch,ready,decode,prompts,mix   the default; "ready" always runs if a phase needs the engine
-    --seconds=480           no phase begins after this time, and torch gets half of it
-    --batch=1,32,128        of decode, each of 1,024 prompt and 256 new tokens per row; torch measures all but the last
-    --prompt=8192           tokens of the long prompts
-    --requests=256          in the mix: 64 to 1,024 prompt tokens, 256 new ones
-    --serving.field=value   as of ServingConfig: --serving.page_dtype=int8, --serving.decode_steps=8
-    --profile=32            batch of the profile; the profiler runs the kernels of a CUDA graph one by one
-JAX_ENABLE_COMPILATION_CACHE=false compiles even what is cached.
+--help shows the options. JAX_ENABLE_COMPILATION_CACHE=false compiles even what is cached.
 """
 
 import dataclasses
@@ -39,27 +32,49 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import jaxlib
-import tyro
 from jax.sharding import Mesh, NamedSharding
 
 import configs
 from benchmarks import profile
-from benchmarks.command_line import run, split
+from benchmarks.command_line import run
 from megajax.config import override
+from megajax.fields.ranges import PositiveInt
 from megajax.inference.benchmark import GREEDY, measure
-from megajax.inference.engine import Engine, ServingConfig
-from megajax.inference.tokens.sampling import Sampling
+from megajax.inference.config import Sampling, ServingConfig
+from megajax.inference.engine import Engine
 from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.mesh.devices import find_device
 from megajax.mesh.processes import use_compilation_cache
 from megajax.mesh.sharding import weight_spec
 from megajax.models.model import Model
 from megajax.parameters import Parameter, PerLayer, name_of
+from megajax.terminal.command_line import parse_known
 
 PROMPT_TOKENS = 1024
 NEW_TOKENS = 256
 STD = 0.02  # of random weights; of those that add to the residual stream 1 / sqrt(2 layers) of it, as when training
 PROFILED_TOKENS = 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    config: str = "llama3_8b"
+    """Recipe."""
+    phases: str = "torch,ready,decode,prompts,mix"
+    """Separated by commas; "ready" always runs if a phase needs the engine."""
+    seconds: float = 480.0
+    """No phase begins after this time, and torch gets half of it."""
+    output: str = ""
+    """File for the lines of JSON."""
+    batch: tuple[PositiveInt, ...] = (1, 32, 128)
+    """Of decode, each of 1,024 prompt and 256 new tokens per row; torch measures all but the last."""
+    prompt: PositiveInt = 8192
+    """Tokens of the long prompts."""
+    requests: PositiveInt = 256
+    """In the mix: 64 to 1,024 prompt tokens, 256 new ones."""
+    profile: PositiveInt = 32
+    """Batch of the profile; the profiler runs the kernels of a CUDA graph one by one."""
+    serving: ServingConfig = ServingConfig()
 
 
 def make_engine(config, serving: ServingConfig) -> tuple[Engine, dict]:
@@ -220,15 +235,16 @@ class Record:
             self.add(phase, {"error": f"{type(error).__name__}: {error}"[:2000]})
 
 
-def torch_peer(options: dict[str, str], overrides: list[str], seconds: float) -> Iterator[dict]:
+def torch_peer(options: Options, overrides: list[str]) -> Iterator[dict]:
     """Runs in a process of its own, before this one uses the GPU."""
     missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
     if missing:
         yield {"skipped": f"{' and '.join(missing)} not installed"}
         return
-    batches = options["batch"].split(",")
+    seconds = options.seconds / 2
+    batches = [str(batch_size) for batch_size in options.batch]
     command = [
-        sys.executable, "-m", "benchmarks.peers.torch_decode", f"--config={options['config']}",
+        sys.executable, "-m", "benchmarks.peers.torch_decode", f"--config={options.config}",
         f"--batch={','.join(batches[:-1] or batches)}", *overrides,
     ]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -244,28 +260,22 @@ def torch_peer(options: dict[str, str], overrides: list[str], seconds: float) ->
 
 
 def main(arguments: list[str]) -> int:
-    known = {"config": "llama3_8b", "phases": "torch,ready,decode,prompts,mix", "seconds": "480", "output": "",
-             "batch": "1,32,128", "prompt": "8192", "requests": "256", "profile": "32"}  # fmt: skip
-    options, rest = split(arguments, known)
-    is_serving = [argument.startswith("--serving.") for argument in rest]
-    overrides = [argument for argument, mine in zip(rest, is_serving, strict=True) if not mine]
-    settings = [argument.replace("--serving.", "--") for argument, mine in zip(rest, is_serving, strict=True) if mine]
-    phases = options["phases"].split(",")
+    options, overrides = parse_known(Options, arguments, "python -m benchmarks.decode", __doc__)
+    phases = options.phases.split(",")
     if unknown := [name for name in phases if name not in PHASES]:
         raise ValueError(f"--phases={unknown[0]} is unknown; use any of {','.join(PHASES)}")
-    serving = tyro.cli(ServingConfig, args=settings, prog="--serving")
     # One GPU unless asked for more, as infer.py: the mesh of the recipe is for training.
-    config = override(dataclasses.replace(configs.recipe(options["config"]), mesh=MeshConfig()), overrides)
-    record = Record(options["output"], float(options["seconds"]))
-    record.add("about", {"config": options["config"], "overrides": rest, "jax": jax.__version__,
+    config = override(dataclasses.replace(configs.recipe(options.config), mesh=MeshConfig()), overrides)
+    record = Record(options.output, options.seconds)
+    record.add("about", {"config": options.config, "overrides": arguments, "jax": jax.__version__,
                          "jaxlib": jaxlib.__version__})  # fmt: skip
     if "torch" in phases:
-        record.run("torch", functools.partial(torch_peer, options, overrides, float(options["seconds"]) / 2))
+        record.run("torch", functools.partial(torch_peer, options, overrides))
     engines: list[Engine] = []
 
     def ready() -> Iterator[dict]:
         use_compilation_cache()
-        engine, found = make_engine(config, serving)
+        engine, found = make_engine(config, options.serving)
         engines.append(engine)
         yield {"device": f"{engine.mesh.size} x {engine.mesh.devices.flat[0].device_kind}"} | found
 
@@ -277,26 +287,26 @@ def main(arguments: list[str]) -> int:
     return int(record.has_failed)
 
 
-def _decode(engine: Engine, options: dict[str, str]) -> Iterator[dict]:
-    for batch_size in map(int, options["batch"].split(",")):
+def _decode(engine: Engine, options: Options) -> Iterator[dict]:
+    for batch_size in options.batch:
         yield decoding(engine, batch_size)
 
 
-def _sampled(engine: Engine, options: dict[str, str]) -> Iterator[dict]:
-    for batch_size in map(int, options["batch"].split(",")):
+def _sampled(engine: Engine, options: Options) -> Iterator[dict]:
+    for batch_size in options.batch:
         yield decoding(engine, batch_size, Sampling(temperature=0.8, top_k=50, top_p=0.9))
 
 
-def _prompts(engine: Engine, options: dict[str, str]) -> Iterator[dict]:
-    yield long_prompts(engine, int(options["prompt"]) - 1)
+def _prompts(engine: Engine, options: Options) -> Iterator[dict]:
+    yield long_prompts(engine, options.prompt - 1)
 
 
-def _mix(engine: Engine, options: dict[str, str]) -> Iterator[dict]:
-    yield mixed(engine, int(options["requests"]))
+def _mix(engine: Engine, options: Options) -> Iterator[dict]:
+    yield mixed(engine, options.requests)
 
 
-def _profile(engine: Engine, options: dict[str, str]) -> Iterator[dict]:
-    text = profiled(engine, int(options["profile"]))
+def _profile(engine: Engine, options: Options) -> Iterator[dict]:
+    text = profiled(engine, options.profile)
     print(text, flush=True)
     yield {"breakdown": text.splitlines()}
 

@@ -102,6 +102,6 @@ def _llama3(num_layers: int, embed_dim: int, num_heads: int, mlp_dim: int) -> De
         rope=RopeConfig(base=500_000.0),
         norm="rmsnorm",
         activation="swiglu",
-        bias=False,
+        biases=(),
         tied_embeddings=False,
     )

@@ -103,7 +103,7 @@ def hybrid_8b() -> Config:
             vocab_size=131072,
             position="none",
             norm="rmsnorm",
-            bias=False,
+            biases=(),
             tied_embeddings=False,
         ),
         execution=ExecutionConfig(recompute="full"),
@@ -127,7 +127,7 @@ def _tiny(num_layers: int, pattern: str, **recurrent) -> Config:
         position="none",
         norm="rmsnorm",
         activation="swiglu",
-        bias=False,
+        biases=(),
     )
     return dataclasses.replace(gpt, model=model)
 
@@ -140,5 +140,5 @@ def _mamba2(num_layers: int, embed_dim: int) -> HybridConfig:
         vocab_multiple=16,
         position="none",
         norm="rmsnorm",
-        bias=False,
+        biases=(),
     )

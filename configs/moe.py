@@ -27,7 +27,9 @@ def moe_tiny() -> Config:
     """
     config = gpt_tiny()
     moe = MoeConfig(
-        num_experts=8, expert_dim=config.model.width_of_mlp // 2, router=RouterConfig(top_k=2, sequence_aux_loss=0.01)
+        num_experts=8,
+        expert_dim=config.model.width_of_mlp // 2,
+        router=RouterConfig(top_k=2, aux_loss=0.01, aux_loss_scope="sequence"),
     )
     return dataclasses.replace(config, model=dataclasses.replace(config.model, moe=moe))
 
@@ -50,7 +52,7 @@ def mixtral_8x7b() -> Config:
             rope=RopeConfig(base=1_000_000.0),
             norm="rmsnorm",
             activation="swiglu",
-            bias=False,
+            biases=(),
             tied_embeddings=False,
             moe=MoeConfig(num_experts=8, router=RouterConfig(top_k=2, aux_loss=0.02)),
         ),
@@ -84,7 +86,7 @@ def qwen3_30b_a3b() -> Config:
             norm_epsilon=1e-6,
             qk_norm=True,
             activation="swiglu",
-            bias=False,
+            biases=(),
             tied_embeddings=False,
             moe=MoeConfig(num_experts=128, expert_dim=768, router=RouterConfig(top_k=8, aux_loss=0.001)),
         ),
@@ -108,11 +110,19 @@ def deepseek_v3() -> Config:
         base=10000.0, interleaved=True, scaling="yarn", factor=40.0, original_length=4096, attention_factor=1.0
     )
     router = RouterConfig(
-        top_k=8, score="sigmoid", scale=2.5, num_groups=8, top_groups=4, bias_update_rate=1e-3, sequence_aux_loss=1e-4
+        top_k=8,
+        score="sigmoid",
+        scale=2.5,
+        num_groups=8,
+        top_groups=4,
+        bias_update_rate=1e-3,
+        aux_loss=1e-4,
+        aux_loss_scope="sequence",
     )
     return Config(
         model=DecoderConfig(
             num_layers=61,
+            pattern="d3e58",
             embed_dim=7168,
             num_heads=128,
             head_dim=128,
@@ -123,12 +133,12 @@ def deepseek_v3() -> Config:
             norm="rmsnorm",
             norm_epsilon=1e-6,
             activation="swiglu",
-            bias=False,
+            biases=(),
             tied_embeddings=False,
             # YaRN's factor on the scores of a head of 128 + 64 entries.
             attention_multiplier=(0.1 * math.log(yarn.factor) + 1) ** 2 / math.sqrt(192),
             latent=LatentConfig(kv_rank=512, q_rank=1536),
-            moe=MoeConfig(num_experts=256, expert_dim=2048, shared_dim=2048, layers="d*3e*58", router=router),
+            moe=MoeConfig(num_experts=256, expert_dim=2048, shared_dim=2048, router=router),
             mtp_layers=1,
             init_std=0.006,
         ),
@@ -152,10 +162,10 @@ def deepseek_v3_3layers() -> Config:
     config = deepseek_v3()
     whole = config.model
     router = dataclasses.replace(whole.moe.router, top_k=2, num_groups=4, top_groups=2)
-    moe = dataclasses.replace(whole.moe, num_experts=8, layers="dee", router=router)
+    moe = dataclasses.replace(whole.moe, num_experts=8, router=router)
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(whole, num_layers=3, vocab_size=32768, moe=moe),
+        model=dataclasses.replace(whole, num_layers=3, pattern="dee", vocab_size=32768, moe=moe),
         execution=ExecutionConfig(recompute="norm,qkv,mlp"),
         mesh=MeshConfig(),
         data=dataclasses.replace(config.data, tokenizer="null:32768"),

@@ -266,7 +266,7 @@ def override(config: Config, overrides: Iterable[str] | Mapping[str, Any]) -> Co
     words = []
     for argument in arguments:
         name = argument[2:].split("=", 1)[0]
-        if name in RENAMED:
+        if name not in fields and name in RENAMED:
             raise ValueError(f"--{name} is now --{RENAMED[name]}")
         if name not in fields:
             raise ValueError(f"--{name} is {_unknown(config, name, fields)}")
@@ -463,6 +463,18 @@ RENAMED = {
     "execution.recompute_modules": "execution.recompute=MODULES",
     "model.moe.router.softmax_first": "model.moe.router.score=softmax_all",
     "model.qk_norm_scope": "model.qk_norm=all_heads",
+    "model.bias": "model.biases=NAMES",
+    "model.qkv_bias": "model.biases=qkv,NAMES",
+    "model.attention_out_bias": "model.biases=attention_out,NAMES",
+    "model.mlp_bias": "model.biases=mlp,NAMES",
+    "model.norm_bias": "model.biases=norm,NAMES",
+    "model.head_bias": "model.biases=head,NAMES",
+    "model.norm_zero_centered": "model.norm=layernorm_1p or rmsnorm_1p",
+    "model.full_attention_every": "model.pattern=w5f",
+    "model.no_rope_every": "model.pattern=f3n",
+    "model.moe.layers": "model.pattern",
+    "model.moe.router.sequence_aux_loss": "model.moe.router.aux_loss_scope=sequence",
+    "model.moe.router.global_aux_loss": "model.moe.router.aux_loss_scope=batch",
     "optimizer.wsd_style": "optimizer.schedule=wsd_STYLE",
 } | {f"model.rope.{name}": "model.rope.ramp=LOW,HIGH" for name in ("low_frequency", "high_frequency")} | {
     f"model.rope.{name}": "model.rope.ramp=SLOW,FAST" for name in ("beta_slow", "beta_fast")

@@ -19,7 +19,8 @@ from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.steps import newest_meta
 from megajax.config import Config, differences, holds_run, incompatibilities
 from megajax.data.datasets import Amounts, Datasets, check_same_data, check_vocab_size
-from megajax.data.tokenizers.tokenizer import Tokenizer, save_tokenizer
+from megajax.data.tokenizers.load import save_tokenizer
+from megajax.data.tokenizers.tokenizer import Tokenizer
 from megajax.mesh.config import make_mesh
 from megajax.mesh.processes import COMPILATION_CACHE, use_compilation_cache
 from megajax.planning.card import startup_rows

@@ -25,7 +25,7 @@ MOCK = ["--data.source=mock", "--data.text=", "--data.tokenizer=null:2047", "--t
 CASES = {
     "unknown field": (["--model.layers=3"], ["--model.layers is unknown", "did you mean --model."]),
     "wrong type": (["--training.steps=many"], ["training.steps='many'", "a whole number"]),
-    "no value": (["--model.bias"], ["--model.bias=VALUE"]),
+    "no value": (["--model.biases"], ["--model.biases=VALUE"]),
     "heads and width": (["--model.num_heads=3"], ["model.embed_dim=128", "model.num_heads=3", "--model.head_dim"]),
     "heads and kv heads": (["--model.num_kv_heads=3"], ["model.num_heads=4", "model.num_kv_heads=3"]),
     "no kv heads": (["--model.num_kv_heads=0"], ["model.num_kv_heads=0", "at least 1, or None"]),

@@ -12,7 +12,7 @@ from megajax import run
 from megajax.config import RENAMED, Config, differences, incompatibilities, override
 from megajax.data.config import DataConfig
 from megajax.data.prepare.write_tokens import preprocess
-from megajax.data.tokenizers.tokenizer import load_tokenizer
+from megajax.data.tokenizers.load import load_tokenizer
 from megajax.models.interface import MODELS
 from megajax.tasks.interface import TASKS
 from megajax.training.config import LaunchConfig
@@ -46,9 +46,10 @@ def value_of(config: Config, name: str):
         (["--optimizer.learning_rate=1e-3"], "optimizer.learning_rate", 1e-3),
         (["--launch.exit_after_minutes=0.5"], "launch.exit_after_minutes", 0.5),
         (["--launch.exit_after_minutes=none"], "launch.exit_after_minutes", None),
-        (["--model.bias=True"], "model.bias", True),
-        (["--model.bias=true"], "model.bias", True),
-        (["--model.bias", "false"], "model.bias", False),
+        (["--model.biases=mlp"], "model.biases", ("mlp",)),
+        (["--model.biases="], "model.biases", ()),
+        (["--model.attention_sinks=true"], "model.attention_sinks", True),
+        (["--model.tied_embeddings", "true"], "model.tied_embeddings", True),
         (["--execution.scan_layers=True"], "execution.scan_layers", True),
         (["--execution.scan_layers=None"], "execution.scan_layers", None),
         (["--model.num_kv_heads=2"], "model.num_kv_heads", 2),
@@ -88,7 +89,7 @@ def test_several_overrides_at_once():
         ("--training.steps=1e3", ["training.steps", "a whole number"]),
         ("--training.steps=", ["training.steps", "a whole number"]),
         ("--optimizer.learning_rate=fast", ["optimizer.learning_rate", "'fast'", "a finite number"]),
-        ("--model.bias=1", ["model.bias", "True or False"]),
+        ("--model.tied_embeddings=1", ["model.tied_embeddings", "True or False"]),
         ("--model.num_kv_heads=few", ["model.num_kv_heads", "a whole number (int32), at least 1, or None"]),
         ("--model.rope.scaling=llama4", ["model.rope.scaling", "one of none, linear, dynamic, llama3, yarn, longrope"]),
         (
@@ -137,7 +138,7 @@ def test_field_of_another_kind_of_model_names_that_kind():
         override(configs.recipe("gpt_tiny"), ["--model.mamba.chunk=64"])
 
 
-@pytest.mark.parametrize("arguments", [["stray"], ["-x=3"], ["--model.bias"]])
+@pytest.mark.parametrize("arguments", [["stray"], ["-x=3"], ["--model.biases"]])
 def test_what_is_no_override_is_refused(arguments):
     with pytest.raises(ValueError, match=re.escape(arguments[0])) as error:
         override(configs.recipe("gpt_tiny"), arguments)

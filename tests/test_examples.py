@@ -24,9 +24,10 @@ import configs
 import megajax
 from megajax import library
 from megajax.cli import COMMANDS
-from megajax.cli.infer import parse
+from megajax.cli.serving import Serve
 from megajax.data.tokenizers.chat_template import find_chat_template
 from megajax.inference.engine import Engine, ServingConfig
+from megajax.terminal.command_line import parse
 from servers import serving, wait_until
 
 ROOT = Path(__file__).parents[1]
@@ -179,7 +180,7 @@ class Page:
         return {"train.py": "megajax.cli.train", "infer.py": "megajax.cli.infer"}[words[1]], words[2:]
 
     def _serve(self, options: list[str]) -> None:
-        given = parse(["serve", *options])
+        given = parse(Serve, options, "infer.py serve")
         engine = Engine.from_run(given.run)
         template = find_chat_template(engine.tokenizer, given.chat_template)
         name = Path(given.run).name

@@ -61,15 +61,21 @@ def test_import_takes_no_time_and_names_what_there_is():
 
 def test_recipe_takes_overrides_by_name_and_as_on_the_command_line():
     assert list(megajax.recipes()) == list(configs.recipes())
-    by_name = megajax.recipe("gpt_tiny", {"model.num_layers": 2, "data.text": ("a", "b"), "model.bias": True})
-    typed = megajax.recipe("gpt_tiny", ["--model.num_layers=2", "--data.text=a,b", "--model.bias=true"])
+    by_name = megajax.recipe(
+        "gpt_tiny", {"model.num_layers": 2, "data.text": ("a", "b"), "model.attention_sinks": True}
+    )
+    typed = megajax.recipe("gpt_tiny", ["--model.num_layers=2", "--data.text=a,b", "--model.attention_sinks=true"])
     assert by_name == typed == megajax.override(configs.recipe("gpt_tiny"), by_name_of(by_name))
     with pytest.raises(ValueError, match="did you mean --training.steps"):
         megajax.recipe("gpt_tiny", {"training.epochs": 3})
 
 
 def by_name_of(config) -> dict:
-    return {"model.num_layers": config.model.num_layers, "data.text": config.data.text, "model.bias": config.model.bias}
+    return {
+        "model.num_layers": config.model.num_layers,
+        "data.text": config.data.text,
+        "model.attention_sinks": config.model.attention_sinks,
+    }
 
 
 def test_steps_by_hand_are_those_of_training(trained):

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from benchmarks.command_line import run, split
 from megajax.data.prepare.write_tokens import preprocess
-from megajax.data.tokenizers.tokenizer import load_tokenizer
+from megajax.data.tokenizers.load import load_tokenizer
 from megajax.data.tokenizers.train_sentencepiece import train_sentencepiece
 
 

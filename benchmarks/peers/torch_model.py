@@ -17,8 +17,8 @@ from megajax.models.decoder import DecoderConfig
 # The fields of a model that the peer knows; all others have to be at their defaults.
 KNOWN = {
     "kind", "num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim", "vocab_size",
-    "vocab_multiple", "position", "max_positions", "rope", "norm", "norm_epsilon", "norm_zero_centered", "activation",
-    "bias", "tied_embeddings", "init_std",
+    "vocab_multiple", "position", "max_positions", "rope", "norm", "norm_epsilon", "activation",
+    "biases", "tied_embeddings", "init_std",
 }  # fmt: skip
 ACTIVATIONS = {
     "gelu": F.gelu,
@@ -74,7 +74,7 @@ class Block(nn.Module):
         width = model.embed_dim
         attended = model.num_heads * model.width_of_head
         wide = model.width_of_mlp
-        linear = functools.partial(nn.Linear, bias=model.bias)
+        linear = functools.partial(nn.Linear, bias="mlp" in model.biases)
         self.attention_norm = make_norm(model)
         self.mlp_norm = make_norm(model)
         self.qkv = linear(width, (model.num_heads + 2 * model.kv_heads) * model.width_of_head)

@@ -13,6 +13,7 @@ import dataclasses
 from typing import Annotated, Literal, Union
 
 from megajax.fields.suggestions import did_you_mean
+from megajax.terminal.command_line import options
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
 
@@ -45,22 +46,23 @@ def _print_script(shell: str) -> None:
 def _options(command: str) -> dict[str, type]:
     """Name of each option or section -> its type; empty for commands whose options are not completed."""
     import configs
-    from megajax.cli import COMMANDS, infer
+    from megajax.cli import infer
     from megajax.cli.help import described
     from megajax.cli.train import Options
     from megajax.config import Config
 
     if command in ("train", "plan"):
-        options = {field.name: field.type for field in dataclasses.fields(described(Config(), Options()))}
-        return options | {"config": Literal[tuple(configs.docstrings())]}
-    if COMMANDS[command][0] != "megajax.cli.infer":
+        found = {field.name: field.type for field in dataclasses.fields(described(Config(), Options()))}
+        return found | {"config": Literal[tuple(configs.docstrings())]}
+    kind = infer.COMMANDS.get(command)
+    if kind is None:
         return {}
-    options = {}
+    found = {}
     sections = {}
-    for name in vars(infer.parse([command, "--run=DIR"])):
-        section, dot, field = name.partition(".")
+    for option in options(kind):
+        section, dot, field = option.name.partition(".")
         if dot:
             sections.setdefault(section, []).append((field, str))
-        elif name != "command":
-            options[name] = str
-    return options | {name: dataclasses.make_dataclass(name, fields) for name, fields in sections.items()}
+        else:
+            found[option.name] = str
+    return found | {name: dataclasses.make_dataclass(name, fields) for name, fields in sections.items()}

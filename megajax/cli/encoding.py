@@ -1,13 +1,77 @@
 """infer.py fill, embed and classify: a line of JSON for each text."""
 
+import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megajax.cli.options import OfModel, check_is_new
+from megajax.fields.ranges import PositiveInt
+from megajax.inference.config import Pooling
+
 if TYPE_CHECKING:
-    from megajax.inference.text_encoder import Pooling, TextEncoder
+    from megajax.inference.text_encoder import TextEncoder
 
 FIELDS = ("text", "text_pair", "words")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _OfTexts(OfModel):
+    text: tuple[str, ...] = ()
+    """A text; may be repeated."""
+    texts: str | None = None
+    """File with a text per line; .jsonl: objects with text, text_pair or words."""
+    output: str | None = None
+    """New file for a line of JSON per text; default: standard output."""
+
+    def __call__(self) -> None:
+        from megajax.inference.text_encoder import TextEncoder
+
+        if (self.texts is None) == (not self.text):
+            raise ValueError("give --text, which may be repeated, or --texts=FILE")
+        check_is_new(self.output)
+        records = read_texts(self.texts) if self.texts else [{"text": text} for text in self.text]
+        found = self.found(TextEncoder(self.open()), records)
+        lines = [json.dumps(record, ensure_ascii=False) for record in found]
+        if self.output is None:
+            print("\n".join(lines))
+        else:
+            Path(self.output).write_text("\n".join(lines) + "\n")
+
+    def found(self, encoder: "TextEncoder", records: Sequence[dict[str, Any]]) -> Iterable[dict[str, Any]]:
+        """What to write of each text."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fill(_OfTexts):
+    """Fill masks."""
+
+    top_k: PositiveInt = 5
+    """Tokens to show for each mask."""
+
+    def found(self, encoder: "TextEncoder", records: Sequence[dict[str, Any]]) -> Iterable[dict[str, Any]]:
+        return filled(encoder, records, self.top_k)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Embed(_OfTexts):
+    """Embed texts."""
+
+    pooling: Pooling = "mean"
+    """Of the last hidden states."""
+
+    def found(self, encoder: "TextEncoder", records: Sequence[dict[str, Any]]) -> Iterable[dict[str, Any]]:
+        return embedded(encoder, records, self.pooling)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Classify(_OfTexts):
+    """Classify texts or words."""
+
+    def found(self, encoder: "TextEncoder", records: Sequence[dict[str, Any]]) -> Iterable[dict[str, Any]]:
+        return classified(encoder, records)
 
 
 def read_texts(path: str) -> list[dict[str, Any]]:
@@ -47,7 +111,7 @@ def filled(encoder: "TextEncoder", records: Sequence[dict[str, Any]], top_k: int
         yield record | {"masks": [[candidate._asdict() for candidate in mask] for mask in masks]}
 
 
-def embedded(encoder: "TextEncoder", records: Sequence[dict[str, Any]], pooling: "Pooling") -> Iterator[dict[str, Any]]:
+def embedded(encoder: "TextEncoder", records: Sequence[dict[str, Any]], pooling: Pooling) -> Iterator[dict[str, Any]]:
     """Each text with its embedding."""
     for record, vector in zip(records, encoder.embed(_plain(records), pooling), strict=True):
         yield record | {"embedding": [float(f"{value:.7g}") for value in vector.tolist()]}

@@ -1,15 +1,105 @@
 """infer.py generate and chat: text is printed while it is generated."""
 
+import contextlib
+import dataclasses
 import json
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol, TextIO
 
+from megajax.cli.options import OfChats, OfEngine, OfSampling, check_is_new
+from megajax.fields.ranges import changed_fields
+from megajax.inference.config import Sampling, ServingConfig
+
 if TYPE_CHECKING:
     from megajax.data.tokenizers.chat_template import ChatTemplate
-    from megajax.inference.engine import Engine, Output
+    from megajax.inference.engine import Engine
+    from megajax.inference.results import Output
     from megajax.inference.sequence_to_sequence import Written
-    from megajax.inference.tokens.sampling import Sampling
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generate(OfEngine, OfSampling):
+    """Continue prompts."""
+
+    prompt: tuple[str, ...] = ()
+    """Text to continue; may be repeated."""
+    prompts: str | None = None
+    """File with a prompt per line; .jsonl: objects with the field prompt."""
+    output: str | None = None
+    """New file for a line of JSON per prompt; -: standard output."""
+    num_beams: int = 1
+    """Beam search, for models with an encoder."""
+
+    def __call__(self) -> None:
+        from megajax.weights.sources import open_source
+
+        sampling = self.seeded()
+        if (self.prompts is None) == (not self.prompt):
+            raise ValueError("give --prompt, which may be repeated, or --prompts=FILE")
+        prompts = read_prompts(self.prompts) if self.prompts else self.prompt
+        check_is_new(self.output)
+        self.serving.check()  # an error in the settings comes before anything is opened
+        self.mesh.check()
+        source = open_source(self.run, self.step)
+        self.say_seed(sampling)
+        if source.config.model.reads_source:
+            written = self._written(prompts, sampling)
+            with self._file() as file:
+                print_written(prompts, written, file)
+            return
+        if self.num_beams != 1:
+            raise ValueError(f"num_beams={self.num_beams} is for models with an encoder; leave it out")
+        engine = self.engine()
+        with self._file() as file:
+            if file is None:
+                print_texts(engine, prompts, sampling)
+            else:
+                write_records(engine, prompts, sampling, file)
+
+    def _file(self) -> contextlib.AbstractContextManager[TextIO | None]:
+        if self.output is None or self.output == "-":
+            return contextlib.nullcontext(sys.stdout if self.output else None)
+        return open(self.output, "x", encoding="utf-8")
+
+    def _written(self, prompts: Sequence[str], sampling: Sampling) -> "list[Written]":
+        """By a model that reads a text and writes another."""
+        from megajax.inference.sequence_to_sequence import SequenceToSequence
+
+        given = changed_fields(self.serving, ServingConfig()) + ["draft_run"] * (self.draft_run is not None)
+        if given:
+            raise ValueError(f"{given[0]} is for the engine, which does not run models with an encoder; leave it out")
+        return SequenceToSequence(self.open()).write(prompts, sampling, self.num_beams)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chat(OfEngine, OfSampling, OfChats):
+    """Chat in the terminal."""
+
+    system: str = ""
+    """System message."""
+
+    def __call__(self) -> None:
+        sampling = self.seeded()
+        self.check_template()
+        engine = self.engine()
+        self.say_seed(sampling)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on ctrl-C ends an answer
+        template = self.template(engine)
+        room = engine.room_for_prompt(sampling.max_tokens)
+        if room < 1:
+            most = sampling.max_tokens + room - 1
+            raise ValueError(f"max_tokens={sampling.max_tokens} leaves no room for a prompt; use at most {most}")
+        if template is not None:
+            chat(engine, TemplatedConversation(engine, template, room, self.system), sampling)
+            return
+        if self.system:
+            raise ValueError(
+                f"system={self.system!r} needs a chat template, which {self.run} has not; use --chat_template=FILE"
+            )
+        _say("(the model has no chat template: it continues the text of the conversation)")
+        chat(engine, PlainConversation(engine, room), sampling)
 
 
 def read_prompts(path: str) -> list[str]:
@@ -34,7 +124,7 @@ def _prompt(path: str, number: int, line: str) -> str:
     return found
 
 
-def print_texts(engine: "Engine", prompts: Sequence[str], sampling: "Sampling") -> None:
+def print_texts(engine: "Engine", prompts: Sequence[str], sampling: Sampling) -> None:
     """Prints each prompt and its continuation, in the order of the prompts."""
     heads = [f"--- {number} of {len(prompts)}\n" if len(prompts) > 1 else "" for number in range(1, len(prompts) + 1)]
     texts = [head + prompt for head, prompt in zip(heads, prompts, strict=True)]
@@ -54,7 +144,7 @@ def print_texts(engine: "Engine", prompts: Sequence[str], sampling: "Sampling") 
             print("\n" if shown < len(texts) else "")
 
 
-def write_records(engine: "Engine", prompts: Sequence[str], sampling: "Sampling", file: TextIO) -> None:
+def write_records(engine: "Engine", prompts: Sequence[str], sampling: Sampling, file: TextIO) -> None:
     """A line of JSON for each prompt, in their order, as soon as it and those before it have finished."""
     encoded = [engine.encode(prompt) for prompt in prompts]
     records = [
@@ -88,9 +178,7 @@ def print_written(prompts: Sequence[str], written: Sequence["Written"], file: Te
         print(json.dumps(record, ensure_ascii=False), file=file)
 
 
-def _outputs(
-    engine: "Engine", prompts: Sequence[Sequence[int]], sampling: "Sampling"
-) -> Iterator[tuple[int, "Output"]]:
+def _outputs(engine: "Engine", prompts: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[tuple[int, "Output"]]:
     """(number of a prompt, what is new) until all have finished."""
     requests = [engine.submit(prompt, sampling) for prompt in prompts]
     numbers = {request.id: number for number, request in enumerate(requests)}
@@ -169,7 +257,7 @@ class PlainConversation:
         self._text += text + "\n"
 
 
-def chat(engine: "Engine", conversation: Conversation, sampling: "Sampling") -> None:
+def chat(engine: "Engine", conversation: Conversation, sampling: Sampling) -> None:
     """Until an empty line or the end of the input; ctrl-C ends an answer."""
     while line := _read_line():
         try:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import faulthandler
 import importlib.util
 import json
@@ -11,18 +12,108 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from megajax.cli.options import OfChats, OfEngine
+from megajax.inference.config import Measured, Rate, Workload
+from megajax.inference.server.config import ServerConfig
+from megajax.terminal.command_line import Part
 
 if TYPE_CHECKING:
     from megajax.data.tokenizers.chat_template import ChatTemplate
     from megajax.inference.engine import Engine
-    from megajax.inference.server.app import ServerConfig
-    from megajax.inference.traffic import Load, Result, Target, Workload
+    from megajax.inference.traffic import Load, Result, Target
 
 logger = logging.getLogger("megajax")
 
 STOP_SECONDS = 15.0
 """After the deadline of all requests, before a process that has not stopped is ended."""
+
+
+OF_SERVER = ("host", "port", "max_requests", "request_timeout_seconds", "allow_load", "log_requests")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Serve(OfEngine, OfChats):
+    """HTTP server. --mesh.data: engines, each on devices of its own."""
+
+    model_name: str = ""
+    """Name of the model in requests; default: that of DIR."""
+    api_key: tuple[str, ...] = ()
+    """Key to ask for; may be repeated."""
+    api_key_file: str | None = None
+    """File with a key per line; other users cannot see it with ps."""
+    server: Annotated[ServerConfig, Part(only=OF_SERVER, has_prefix=False)] = ServerConfig()
+
+    def __call__(self) -> None:
+        need_packages("infer.py serve")
+        from megajax.inference.tokens.sampling import recommended_sampling
+
+        config = dataclasses.replace(
+            self.server,
+            run=self.run,
+            model_name=self.model_name or Path(self.run).resolve().name,
+            api_keys=read_keys(self.api_key, self.api_key_file),
+            sampling=recommended_sampling(self.run),
+        )
+        self.check_template()
+        with contextlib.closing(bind(config.host, config.port)) as bound:
+            engines = self.engines()
+            serve(engines, config, self.template(engines[0]), bound)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bench(OfEngine):
+    """Measure the speed: of whole batches, or latency and throughput under load."""
+
+    run: str | None = None
+    """Directory of a run (runs/NAME) or a Hugging Face folder."""
+    batch: tuple[Measured, ...] = (1, 8)
+    """Batch sizes."""
+    repeats: Measured = 3
+    """With --batch: the median is shown."""
+    workload: Annotated[Workload, Part(has_prefix=False)] = Workload()
+    request_rate: tuple[Rate, ...] = ()
+    """Measure under load: requests per second, at random times; inf: at once."""
+    concurrency: tuple[Measured, ...] = ()
+    """Measure under load: number of requests at a time."""
+    url: str | None = None
+    """Server to measure, instead of --run: http://HOST:PORT."""
+    api_key: str | None = None
+    """Its key."""
+    json: str | None = None
+    """File for the results, a line of JSON per load."""
+    figure: str | None = None
+    """File for a plot, .svg or .png."""
+
+    def __call__(self) -> None:
+        if (self.run is None) == (self.url is None):
+            raise ValueError("give --run=DIR, or --url=http://HOST:PORT of a server")
+        if self.request_rate or self.concurrency:
+            self._under_load()
+            return
+        if self.url is not None:
+            raise ValueError("--url needs --request_rate=1,4,16 (requests per second) or --concurrency=1,8,64")
+        from megajax.inference.benchmark import measure, table
+
+        engine = self.engine()
+        device = engine.mesh.devices.flat[0].device_kind
+        sizes = (self.workload.prompt_tokens, self.workload.max_tokens, self.repeats)
+        print(f"{self.run} on {engine.mesh.size} x {device}: {engine.model.num_parameters():,} parameters, "
+              f"{sizes[0]} prompt tokens, {sizes[1]} new tokens per row")  # fmt: skip
+        print(table([measure(engine, batch_size, *sizes) for batch_size in self.batch]))
+
+    def _under_load(self) -> None:
+        need_packages("infer.py bench with --request_rate or --concurrency")
+        from megajax.inference.traffic import Load
+
+        loads = [Load(request_rate=float(rate)) for rate in self.request_rate]
+        loads += [Load(concurrency=number) for number in self.concurrency]
+        if self.url is not None:
+            results = bench_server(self.url, self.api_key, loads, self.workload)
+        else:
+            results = bench_engine(self.engine(), loads, self.workload)
+        report(results, self.json, self.figure)
 
 
 def need_packages(what: str) -> None:
@@ -32,8 +123,10 @@ def need_packages(what: str) -> None:
         raise ValueError(f"{what} needs {', '.join(missing)}; pip install 'megajax[serve]'")
 
 
-def read_keys(keys: list[str], file: str | None) -> tuple[str, ...]:
+def read_keys(keys: Sequence[str], file: str | None) -> tuple[str, ...]:
     """The keys of the command line, and those in the lines of a file. Raises ValueError."""
+    if "" in keys:
+        raise ValueError("api_key= is empty; give a key, or leave it out to answer anyone")
     if file is None:
         return tuple(keys)
     try:
@@ -58,7 +151,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def serve(
-    engines: "Sequence[Engine]", config: "ServerConfig", template: "ChatTemplate | None", bound: socket.socket
+    engines: "Sequence[Engine]", config: ServerConfig, template: "ChatTemplate | None", bound: socket.socket
 ) -> None:
     """Until ctrl-C or SIGTERM, which let what runs finish; a second one does not. Exits with status 1 if the engine
     fails, or if it hangs and does not stop."""
@@ -106,7 +199,7 @@ def serve(
 # ----------------------------------------------------------------------------- bench
 
 
-def bench_engine(engine: "Engine", loads: "list[Load]", workload: "Workload") -> "list[Result]":
+def bench_engine(engine: "Engine", loads: "list[Load]", workload: Workload) -> "list[Result]":
     from megajax.inference.server.engine_thread import EngineThread
     from megajax.inference.traffic import EngineTarget
 
@@ -121,14 +214,14 @@ def bench_engine(engine: "Engine", loads: "list[Load]", workload: "Workload") ->
     return asyncio.run(_measure_all(started, loads, workload))
 
 
-def bench_server(url: str, api_key: str | None, loads: "list[Load]", workload: "Workload") -> "list[Result]":
+def bench_server(url: str, api_key: str | None, loads: "list[Load]", workload: Workload) -> "list[Result]":
     from megajax.inference.traffic import ServerTarget
 
     return asyncio.run(_measure_all(lambda: ServerTarget(url, api_key), loads, workload))
 
 
 async def _measure_all(
-    target: "Callable[[], contextlib.AbstractAsyncContextManager[Target]]", loads: "list[Load]", workload: "Workload"
+    target: "Callable[[], contextlib.AbstractAsyncContextManager[Target]]", loads: "list[Load]", workload: Workload
 ) -> "list[Result]":
     from megajax.inference.traffic import measure
 

@@ -19,19 +19,20 @@
 """
 
 import dataclasses
-import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import configs
+from megajax.fields.ranges import NonNegativeFloat, NonNegativeInt
+from megajax.terminal.command_line import parse_known
 from megajax.terminal.one_line import for_terminal
 
 if TYPE_CHECKING:
     from megajax.config import Config
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Options:
     config: str = ""
     """Recipe to start from; empty: the configuration of the run in run_dir."""
@@ -40,11 +41,11 @@ class Options:
     plan: str = ""
     """Estimate memory and speed of the run on a GPU: h100 (default), h200, a100 or b200; search:64 or search:64:h200
     ranks the meshes of 64 GPUs."""
-    plan_price: float | None = None
+    plan_price: NonNegativeFloat | None = None
     """With plan: price of a GPU-hour, in any currency."""
     plan_figure: str = ""
     """With plan: file for a drawing of memory and pipeline schedule, .svg or .png."""
-    replay_step: int | None = None
+    replay_step: NonNegativeInt | None = None
     """Step of the run to repeat, without changing its directory."""
 
 
@@ -53,7 +54,7 @@ def main(arguments: list[str]) -> None:
     if options.list_configs:
         _list_configs()
         return
-    is_resumed = not options.config and any(_name(argument) == "run_dir" for argument in overrides)
+    is_resumed = not options.config and any(word.startswith(("--run_dir", "--run-dir")) for word in overrides)
     if wants_help and not options.config and not is_resumed:
         print(_usage())
         return
@@ -167,48 +168,9 @@ def _print_sample(config: "Config") -> None:
 
 def _parse(arguments: list[str]) -> tuple[Options, bool, list[str]]:
     """-> (our options, whether help was requested, overrides of the configuration)."""
-    options = Options()
-    wants_help = False
-    overrides = []
-    waiting = iter(arguments)
-    for argument in waiting:
-        name = _name(argument)
-        _, equals, value = argument.partition("=")
-        if argument in ("--help", "-h"):
-            wants_help = True
-        elif name == "list_configs":
-            options.list_configs = True
-        elif name == "config":
-            options.config = value if equals else next(waiting, "")
-        elif name == "plan":
-            options.plan = value or "h100"
-        elif name == "plan_figure":
-            options.plan_figure = value if equals else next(waiting, "")
-        elif name == "plan_price":
-            options.plan_price = _price(value if equals else next(waiting, ""))
-        elif name == "replay_step":
-            number = value if equals else next(waiting, "")
-            if not number.isdecimal():
-                raise ValueError(f"--replay_step={number} is not the number of a step; --replay_step=1200")
-            options.replay_step = int(number)
-        else:
-            overrides.append(argument)
-    return options, wants_help, overrides
-
-
-def _price(value: str) -> float:
-    try:
-        price = float(value)
-    except ValueError:
-        price = math.nan
-    if not 0 <= price < math.inf:
-        raise ValueError(f"--plan_price={value} is not the price of a GPU-hour; --plan_price=2.5")
-    return price
-
-
-def _name(argument: str) -> str:
-    """Name of an option without dashes and value: run_dir for --run-dir=x; empty for other arguments."""
-    return argument[2:].partition("=")[0].replace("-", "_") if argument.startswith("--") else ""
+    words = ["--plan=h100" if word == "--plan" else word for word in arguments if word not in ("--help", "-h")]
+    options, overrides = parse_known(Options, words, _program())
+    return options, {"--help", "-h"}.intersection(arguments) != set(), overrides
 
 
 def _list_configs() -> None:

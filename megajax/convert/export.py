@@ -6,33 +6,43 @@ The output is a run directory that infer.py reads on any mesh (weights/export.py
 (weights/stablehlo.py).
 """
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Literal
 
-from megajax.terminal.command_line import Parser, errors_in_one_line
+from megajax.terminal.command_line import errors_in_one_line, parse
 from megajax.weights.export import export
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    run: str
+    """Directory of a run (runs/NAME)."""
+    output: str
+    """Directory to write."""
+    step: int | None = None
+    """Step of the checkpoint; default: the newest."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Dtype of the matrices; default: unchanged."""
+    stablehlo: bool = False
+    """Write programs that run without megajax."""
+    batch_size: int = 1
+    """With --stablehlo: sequences per batch."""
+    max_length: int | None = None
+    """With --stablehlo: tokens per sequence; default: that of training."""
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = Parser(prog="python -m megajax.convert.export", description=__doc__.partition(":")[0])
-    parser.add_argument("--run", required=True, help="directory of a run (runs/NAME)")
-    parser.add_argument("--output", required=True, help="directory to write")
-    parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="dtype of the matrices; default: unchanged")
-    parser.add_argument("--stablehlo", action="store_true", help="write programs that run without megajax")
-    parser.add_argument("--batch_size", type=int, default=1, help="with --stablehlo: sequences per batch")
-    parser.add_argument(
-        "--max_length", type=int, help="with --stablehlo: tokens per sequence; default: that of training"
-    )
     with errors_in_one_line():
-        flags = parser.parse_args(arguments)
-        if flags.stablehlo:
+        chosen = parse(Options, arguments, "python -m megajax.convert.export", __doc__.partition(":")[0])
+        parts = (chosen.run, chosen.output, chosen.step, chosen.dtype)
+        if chosen.stablehlo:
             from megajax.weights.stablehlo import export_programs
 
-            sizes = dict(batch_size=flags.batch_size, max_length=flags.max_length)
-            step = export_programs(flags.run, flags.output, flags.step, flags.dtype, **sizes)
+            step = export_programs(*parts, batch_size=chosen.batch_size, max_length=chosen.max_length)
         else:
-            step = export(flags.run, flags.output, flags.step, flags.dtype)
-    print(f"{flags.output}: parameters of {flags.run}, step {step}")
+            step = export(*parts)
+    print(f"{chosen.output}: parameters of {chosen.run}, step {step}")
 
 
 if __name__ == "__main__":

@@ -8,19 +8,16 @@ begins a run with it. export writes config.json, weights, tokenizer and generati
 them. Neither holds the model in memory: both read and write parts of at most megajax.checkpoint.piecewise.PIECE_BYTES.
 """
 
-import argparse
-import logging
+import dataclasses
 from collections.abc import Sequence
+from typing import Literal
 
-from megajax.precision import DTYPES
-from megajax.terminal.command_line import Parser, errors_in_one_line
+from megajax.terminal.command_line import choose, errors_in_one_line
 from megajax.weights.hugging_face.export import EXPORTED, Export
 from megajax.weights.hugging_face.folder import Folder
 from megajax.weights.hugging_face.import_folder import import_folder
 from megajax.weights.hugging_face.quantized import Quantization
 from megajax.weights.hugging_face.tensor_files import TensorForm
-
-logger = logging.getLogger("megajax")
 
 
 def _print_map(found: Folder | Export, forms: dict[str, TensorForm]) -> None:
@@ -34,55 +31,63 @@ def _print_map(found: Folder | Export, forms: dict[str, TensorForm]) -> None:
         print(f"  {tensor.name}{count} {form.dtype}{list(form.shape)}  <->  {ours}")
 
 
-def _import(flags: argparse.Namespace) -> None:
-    if flags.dry_run:
-        folder = Folder(getattr(flags, "from"))
-        _print_map(folder, folder.forms)
-        return
-    folder = import_folder(getattr(flags, "from"), flags.run_dir)
-    print(f"{flags.run_dir}: {folder.family.architecture} from {folder}")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Import:
+    """A Hugging Face folder as a run directory."""
+
+    from_: str
+    """Folder with config.json and *.safetensors."""
+    run_dir: str | None = None
+    """Run directory to write."""
+    dry_run: bool = False
+    """Say what maps to what, and write nothing."""
+
+    def __call__(self) -> None:
+        if self.dry_run:
+            folder = Folder(self.from_)
+            _print_map(folder, folder.forms)
+            return
+        if self.run_dir is None:
+            raise ValueError("run_dir is missing: give --run_dir=RUN, or --dry_run to write nothing")
+        folder = import_folder(self.from_, self.run_dir)
+        print(f"{self.run_dir}: {folder.family.architecture} from {folder}")
 
 
-def _export(flags: argparse.Namespace) -> None:
-    quantization = Quantization(EXPORTED[flags.quantize]) if flags.quantize else None
-    found = Export(flags.run, flags.step, flags.dtype, flags.architecture, quantization)
-    if flags.dry_run:
-        _print_map(found, found.forms)
-        return
-    found.write(flags.to)
-    print(f"{flags.to}: {found.family.architecture} from {flags.run}, step {found.step}")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """A run as a Hugging Face folder."""
+
+    run: str
+    """Directory of a run (runs/NAME)."""
+    to: str | None = None
+    """Folder to write."""
+    step: int | None = None
+    """Step of the checkpoint; default: the newest."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Of all tensors but the biases of routers; default: as they are stored."""
+    architecture: str | None = None
+    """Such as LlamaForCausalLM; default: where the weights came from, or fitting."""
+    quantize: Literal["float8", "int8"] | None = None
+    """Matrices of layers in 8 bits; megajax quantize calibrates them first."""
+    dry_run: bool = False
+    """Say what maps to what, and write nothing."""
+
+    def __call__(self) -> None:
+        if self.to is None and not self.dry_run:
+            raise ValueError("to is missing: give --to=DIR, or --dry_run to write nothing")
+        quantization = Quantization(EXPORTED[self.quantize]) if self.quantize else None
+        found = Export(self.run, self.step, self.dtype, self.architecture, quantization)
+        if self.to is None or self.dry_run:
+            _print_map(found, found.forms)
+            return
+        found.write(self.to)
+        print(f"{self.to}: {found.family.architecture} from {self.run}, step {found.step}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = Parser(prog="python -m megajax.convert.hugging_face", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="{import,export}")
-    into = commands.add_parser("import", help="a Hugging Face folder as a run directory")
-    into.add_argument("--from", required=True, help="folder with config.json and *.safetensors")
-    into.add_argument("--run_dir", help="run directory to write")
-    into.set_defaults(command=_import)
-    out = commands.add_parser("export", help="a run as a Hugging Face folder")
-    out.add_argument("--run", required=True, help="directory of a run (runs/NAME)")
-    out.add_argument("--to", help="folder to write")
-    out.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
-    out.add_argument(
-        "--dtype", choices=tuple(DTYPES), help="of all tensors but the biases of routers; default: as they are stored"
-    )
-    out.add_argument(
-        "--architecture", help="such as LlamaForCausalLM; default: where the weights came from, or fitting"
-    )
-    out.add_argument(
-        "--quantize",
-        choices=tuple(EXPORTED),
-        help="matrices of layers in 8 bits; megajax quantize calibrates them first",
-    )
-    out.set_defaults(command=_export)
-    for command in (into, out):
-        command.add_argument("--dry_run", action="store_true", help="say what maps to what, and write nothing")
+    commands = {"import": Import, "export": ExportOptions}
     with errors_in_one_line():
-        flags = parser.parse_args(arguments)
-        if not flags.dry_run and not getattr(flags, "run_dir", None) and not getattr(flags, "to", None):
-            parser.error("the following arguments are required: --run_dir or --to, or --dry_run")
-        flags.command(flags)
+        choose(commands, arguments, "python -m megajax.convert.hugging_face", __doc__)()
 
 
 if __name__ == "__main__":

@@ -7,11 +7,12 @@ parallel size. The model follows from the arguments in the checkpoint. infer.py 
 begins a run with it. The state of the optimizer is not read. --dry_run shows what maps to what and writes nothing.
 """
 
-import argparse
+import dataclasses
 from collections.abc import Sequence
+from typing import Literal
 
 from megajax.config import Config, differences
-from megajax.terminal.command_line import Parser, errors_in_one_line
+from megajax.terminal.command_line import choose, errors_in_one_line
 from megajax.weights.megatron.checkpoint import Checkpoint
 from megajax.weights.megatron.import_checkpoint import import_checkpoint, read
 
@@ -27,35 +28,40 @@ def _print_map(checkpoint: Checkpoint, config: Config) -> None:
     print(f"  --data.tokenizer={config.data.tokenizer}")
 
 
-def _import(flags: argparse.Namespace) -> None:
-    source = getattr(flags, "from")
-    if flags.dry_run:
-        _print_map(*read(source, flags.iteration, flags.tokenizer))
-        return
-    if flags.run_dir is None:
-        raise ValueError("run_dir is missing: give --run_dir=RUN, or --dry_run to write nothing")
-    chosen = dict(iteration=flags.iteration, dtype=flags.dtype, tokenizer=flags.tokenizer)
-    checkpoint, config = import_checkpoint(source, flags.run_dir, **chosen)
-    print(f"{flags.run_dir}: parameters of {checkpoint.folder}, step {checkpoint.iteration}")
-    named = checkpoint.arguments.get("tokenizer_type")
-    if flags.tokenizer is None and named != "NullTokenizer" and config.data.tokenizer.startswith("null:"):
-        print(f"{named}: no tokenizer file was found, so texts are token ids; --tokenizer=PATH selects one")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Import:
+    """A checkpoint of Megatron as a run directory."""
+
+    from_: str
+    """Folder that Megatron saved to, or one iter_* in it."""
+    run_dir: str | None = None
+    """Run directory to write."""
+    iteration: int | None = None
+    """Default: the newest."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Of the matrices; default: as they are."""
+    tokenizer: str | None = None
+    """bytes, null:VOCAB, PATH.model, PATH/tokenizer.json or PATH.tiktoken."""
+    dry_run: bool = False
+    """Show what would be read and write nothing."""
+
+    def __call__(self) -> None:
+        if self.dry_run:
+            _print_map(*read(self.from_, self.iteration, self.tokenizer))
+            return
+        if self.run_dir is None:
+            raise ValueError("run_dir is missing: give --run_dir=RUN, or --dry_run to write nothing")
+        chosen = dict(iteration=self.iteration, dtype=self.dtype, tokenizer=self.tokenizer)
+        checkpoint, config = import_checkpoint(self.from_, self.run_dir, **chosen)
+        print(f"{self.run_dir}: parameters of {checkpoint.folder}, step {checkpoint.iteration}")
+        named = checkpoint.arguments.get("tokenizer_type")
+        if self.tokenizer is None and named != "NullTokenizer" and config.data.tokenizer.startswith("null:"):
+            print(f"{named}: no tokenizer file was found, so texts are token ids; --tokenizer=PATH selects one")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = Parser(prog="python -m megajax.convert.megatron", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="{import}")
-    into = commands.add_parser("import", help="a checkpoint of Megatron as a run directory")
-    into.add_argument("--from", required=True, help="folder that Megatron saved to, or one iter_* in it")
-    into.add_argument("--run_dir", help="run directory to write")
-    into.add_argument("--iteration", type=int, help="default: the newest")
-    into.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the matrices; default: as they are")
-    into.add_argument("--tokenizer", help="bytes, null:VOCAB, PATH.model, PATH/tokenizer.json or PATH.tiktoken")
-    into.add_argument("--dry_run", action="store_true", help="show what would be read and write nothing")
-    into.set_defaults(run=_import)
     with errors_in_one_line():
-        flags = parser.parse_args(arguments)
-        flags.run(flags)
+        choose({"import": Import}, arguments, "python -m megajax.convert.megatron", __doc__)()
 
 
 if __name__ == "__main__":

@@ -52,8 +52,8 @@ def shares(entry: Entry, num_tokens: Callable[[str], int]) -> dict[str, float]:
     if entry.path:
         return {entry.path: 1.0}
     found: dict[str, float] = {}
-    by_weight = entry.entries[0].weight is not None
-    amounts = [e.weight if by_weight else _tokens(e, num_tokens) * e.epochs for e in entry.entries]
+    # either all have a weight, or none
+    amounts = [_tokens(e, num_tokens) * e.epochs if e.weight is None else e.weight for e in entry.entries]
     for child, part in zip(entry.entries, normalize_weights(amounts), strict=True):
         for prefix, share in shares(child, num_tokens).items():
             found[prefix] = found.get(prefix, 0.0) + part * share

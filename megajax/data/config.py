@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from megajax.data.blend_file import is_blend_file, prefixes, read_blend
 from megajax.data.indexed.meta import read_meta
-from megajax.data.tokenizers.tokenizer import FILE_TOKENIZERS, check_tokenizer_spec
+from megajax.data.tokenizers.load import FILE_TOKENIZERS, check_tokenizer_spec
 from megajax.fields.ranges import NonNegativeFloat, PositiveFloat, Range
 
 logger = logging.getLogger("megajax")

@@ -16,11 +16,17 @@ from megajax.data.config import DataConfig
 from megajax.data.indexed.dataset import IndexedDataset
 from megajax.data.indexed.meta import read_meta
 from megajax.data.prepare.text_corpus import TextForm, prepare_text
+from megajax.data.samples.dataset import Part, TokenSource
 from megajax.data.samples.gpt import split_ranges
 from megajax.data.samples.mock import MockIndexedDataset
-from megajax.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from megajax.data.tokenizers.load import load_tokenizer
+from megajax.data.tokenizers.tokenizer import Tokenizer
 
 logger = logging.getLogger("megajax")
+
+
+Split = tuple[float, ...]
+"""Shares of training, evaluation and test."""
 
 
 class Dataset(Protocol):
@@ -34,6 +40,8 @@ class Dataset(Protocol):
 class SampleFormat(Protocol):
     """How samples are made from the sequences or documents of a source: a dataclass, whose fields are recorded."""
 
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
     @property
     def vocab_size(self) -> int | None:
         """Ids of the tokenizer, and of special tokens that it lacks."""
@@ -44,7 +52,7 @@ class SampleFormat(Protocol):
     """Whether the labels are all tokens of the text, so that their loss has a value in bits per byte."""
 
     def build(
-        self, indexed: Any, part: tuple[int, int], num_samples: int, *, sequence_length: int, seed: int, cache_dir: str
+        self, indexed: TokenSource, part: Part, num_samples: int, sequence_length: int, seed: int, cache_dir: str
     ) -> Dataset: ...
 
 
@@ -128,8 +136,8 @@ def build_datasets(
         held_out = read_blend(eval_paths, config.eval_weights) if eval_paths else blends[0]
         names = [name for blend in (*blends, held_out) for name in prefixes(blend)]
         opened = {name: _open(name, tokenizer) for name in dict.fromkeys(names)}
-    split = (1, 0, 0) if eval_paths else config.split
-    splits = dict.fromkeys(opened, split)
+    split: Split = (1, 0, 0) if eval_paths else config.split
+    splits: dict[str, Split] = dict.fromkeys(opened, split)
     if amounts.num_eval_samples and not eval_paths:
         splits |= {name: _split(opened[name], _count(form, opened[name]), split) for name in prefixes(held_out)}
     cuts = [*(amounts.first_sample(step) for step, _ in config.changes()), amounts.num_train_samples]
@@ -151,7 +159,7 @@ def build_datasets(
         sources=_sources(train, amounts.sequence_length, cuts[-1]),
         record=_record(train, tokenizer, form, split, splits, amounts, cuts),
         is_mock=config.source == "mock",
-        num_token_ids=form.vocab_size,
+        num_token_ids=form.vocab_size or tokenizer.vocab_size,
     )
 
 
@@ -180,7 +188,7 @@ def _num_tokens(form: SampleFormat, source: Any, part: tuple[int, int]) -> int:
     return int(source.lengths[begin:end].sum(dtype=np.int64))
 
 
-def _split(source, count: int, split: tuple[float, ...]) -> tuple[float, ...]:
+def _split(source, count: int, split: Split) -> Split:
     """The split; if rounding leaves no evaluation documents, one that holds out the last document."""
     _, evaluation, _ = split_ranges(split, count)
     if evaluation is None or evaluation[0] < evaluation[1] or count < 2:
@@ -192,7 +200,7 @@ def _split(source, count: int, split: tuple[float, ...]) -> tuple[float, ...]:
     return count - 1, 1, 0
 
 
-def _range(source, count: int, split: tuple[float, ...], which: int) -> tuple[int, int]:
+def _range(source, count: int, split: Split, which: int) -> tuple[int, int]:
     part = split_ranges(split, count)[which]
     if part is None or part[0] == part[1]:
         raise ValueError(
@@ -206,7 +214,7 @@ def _range(source, count: int, split: tuple[float, ...], which: int) -> tuple[in
 def _build(
     blends: list[Entry],
     opened: dict[str, Any],
-    splits: dict[str, tuple[float, ...]],
+    splits: dict[str, Split],
     which: int,
     sizes: list[int],
     *,
@@ -252,8 +260,8 @@ def _record(
     dataset: Dataset,
     tokenizer: Tokenizer,
     form: SampleFormat,
-    split: tuple[float, ...],
-    splits: dict[str, tuple[float, ...]],
+    split: Split,
+    splits: dict[str, Split],
     amounts: Amounts,
     cuts: list[int],
 ) -> dict[str, Any]:
@@ -337,16 +345,8 @@ def _changed_files(old: Any, new: list[dict[str, Any]]) -> list[str]:
         return [f"data.paths, {len(old)} -> {len(new)} files: {' -> '.join(names)}"]
     changed = []
     for before, now in zip(old, new, strict=True):
-        compared = ["sequences", "tokens", "sha256", "fingerprint"]
-        if "fingerprint" not in before:  # an older run
-            logger.warning(
-                "data: %s: the run recorded no fingerprint of its content, which is therefore not compared",
-                now["prefix"],
-            )
-            compared.remove("fingerprint")
+        compared = ("sequences", "tokens", "sha256", "fingerprint", "holds_out_last")  # of the last see _split
         different = [key for key in compared if before.get(key) != now[key]]
-        if before.get("holds_out_last", False) != now["holds_out_last"]:  # see _split
-            different.append("holds_out_last")
         counts = [f"{before.get(key)} -> {now[key]} {key}" for key in different if key in ("sequences", "tokens")]
         if "holds_out_last" in different:
             counts.append("another part held out for evaluation (training.eval_every_steps)")

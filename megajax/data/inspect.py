@@ -6,8 +6,9 @@ indices and first samples under the keys of tests/oracles/gpt_dataset.npz, to co
 `single/SPLIT/...` for one prefix, `blend/SPLIT/...` for several.
 """
 
-import argparse
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -16,8 +17,9 @@ from megajax.data.config import DataConfig
 from megajax.data.indexed.dataset import IndexedDataset, prefix_of
 from megajax.data.indexed.meta import read_meta
 from megajax.data.samples.gpt import GptDataset, GptFormat, split_ranges
-from megajax.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from megajax.terminal.command_line import Parser, errors_in_one_line
+from megajax.data.tokenizers.load import load_tokenizer
+from megajax.data.tokenizers.tokenizer import Tokenizer
+from megajax.terminal.command_line import errors_in_one_line, parse
 
 SPLITS = "train", "valid", "test"
 # Numbers of samples in the oracle file.
@@ -83,17 +85,18 @@ def sample_indices(
     split: Sequence[float],
     num_samples: Sequence[int],
     pad_id: int | None,
-) -> dict[str, np.ndarray]:
+) -> dict[str, Any]:
     """The oracle's arrays; splits without documents or samples are left out. weights None: by tokens."""
     out = {}
     for number, (name, size) in enumerate(zip(SPLITS, num_samples, strict=False)):
-        ranges = [split_ranges(split, len(dataset))[number] for dataset in datasets]
-        if not size or any(part is None or part[0] == part[1] for part in ranges):
+        parts = [split_ranges(split, len(dataset))[number] for dataset in datasets]
+        ranges = [part for part in parts if part is not None and part[0] < part[1]]
+        if not size or len(ranges) < len(datasets):
             continue
 
         def gpt(dataset, part, count):
             form = GptFormat(pad_id=pad_id)
-            return GptDataset(dataset, part, count, sequence_length, seed, sample_format=form, cache_dir=None)
+            return GptDataset(dataset, part, count, sequence_length, seed, form, None)
 
         if len(datasets) == 1 and not weights:
             found = _single(gpt(datasets[0], ranges[0], size))
@@ -102,8 +105,8 @@ def sample_indices(
             tokens = [dataset.lengths[slice(*part)].sum() for dataset, part in zip(datasets, ranges, strict=True)]
             shares = normalize_weights(weights or tokens)
             phases, built = plan_phases([shares], [size])
-            parts = [gpt(*arguments) for arguments in zip(datasets, ranges, built, strict=True)]
-            found = _blend(BlendedDataset(parts, phases, None))
+            blended = [gpt(*arguments) for arguments in zip(datasets, ranges, built, strict=True)]
+            found = _blend(BlendedDataset(blended, phases, None))
             kind = "blend"
         out |= {f"{kind}/{name}/{key}": value for key, value in found.items()}
     return out
@@ -117,7 +120,7 @@ def _single(dataset: GptDataset) -> dict[str, np.ndarray]:
         "shuffle_index": dataset.shuffle_index,
         "tokens": np.stack([sample["tokens"] for sample in samples]).astype(np.int64),
         "labels": np.stack([sample["labels"] for sample in samples]).astype(np.int64),
-        "len": np.int64(len(dataset)),
+        "len": np.array(len(dataset), np.int64),
     }
 
 
@@ -127,41 +130,45 @@ def _blend(dataset: BlendedDataset) -> dict[str, np.ndarray]:
         "dataset_index": dataset.dataset_index,
         "dataset_sample_index": dataset.dataset_sample_index,
         "tokens": np.stack([sample["tokens"] for sample in samples]).astype(np.int64),
-        "len": np.int64(len(dataset)),
+        "len": np.array(len(dataset), np.int64),
     }
 
 
-def _numbers(kind: type) -> Callable[[str], tuple]:
-    return lambda text: tuple(kind(part) for part in text.split(","))
-
-
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="python -m megajax.data.inspect", description=__doc__.partition("\n")[0])
-    parser.add_argument("--prefix", nargs="+", type=prefix_of, required=True, help="prefixes of .bin/.idx files")
-    parser.add_argument("--show", type=int, default=0, metavar="N", help="print the text of the first N documents")
-    parser.add_argument("--tokenizer", help="tokenizer to decode them with (default: the recorded one)")
-    parser.add_argument("--weights", nargs="+", type=float, help="one per prefix (default: by tokens)")
-    parser.add_argument("--sequence_length", type=int, default=1024)
-    parser.add_argument("--seed", type=int, default=1234)
-    parser.add_argument(
-        "--split", type=_numbers(float), default=(969, 30, 1), help="train,valid,test shares, e.g. 90,10,0"
-    )
-    parser.add_argument("--num_samples", type=_numbers(int), default=(100, 10, 0), help="samples of train,valid,test")
-    parser.add_argument("--pad_id", type=int, help="Megatron's pad token: it becomes 0 in the samples")
-    parser.add_argument("--output", help="FILE.npz to write")
-    return parser.parse_args(arguments)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    prefix: tuple[str, ...]
+    """Prefixes of .bin/.idx files."""
+    show: int = 0
+    """Print the text of the first N documents."""
+    tokenizer: str | None = None
+    """Tokenizer to decode them with; default: the recorded one."""
+    weights: tuple[float, ...] | None = None
+    """One per prefix; default: by tokens."""
+    sequence_length: int = 1024
+    """Tokens of a sample."""
+    seed: int = 1234
+    """Of the order of the samples."""
+    split: tuple[float, float, float] = (969, 30, 1)
+    """Shares of train,valid,test, such as 90,10,0."""
+    num_samples: tuple[int, int, int] = (100, 10, 0)
+    """Samples of train,valid,test."""
+    pad_id: int | None = None
+    """Megatron's pad token: it becomes 0 in the samples."""
+    output: str | None = None
+    """FILE.npz to write."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     with errors_in_one_line():
-        flags = _parse(arguments)
-        datasets = [IndexedDataset(prefix) for prefix in flags.prefix]
+        flags = parse(Options, arguments, "python -m megajax.data.inspect", __doc__.partition("\n")[0])
+        prefixes = [prefix_of(path) for path in flags.prefix]
+        datasets = [IndexedDataset(prefix) for prefix in prefixes]
         if flags.weights and len(flags.weights) != len(datasets):
             raise ValueError(
                 f"--weights: {len(flags.weights)} weights for {len(datasets)} prefixes; give one per prefix"
             )
         if flags.output is None:
-            for prefix, dataset in zip(flags.prefix, datasets, strict=True):
+            for prefix, dataset in zip(prefixes, datasets, strict=True):
                 print(describe(dataset))
                 if flags.show:
                     tokenizer = load_tokenizer(flags.tokenizer) if flags.tokenizer else load_tokenizer_of(prefix)

@@ -7,8 +7,8 @@ from megajax.data.datasets import Amounts, Datasets, Source
 from megajax.data.prepare.text_corpus import find_files
 from megajax.data.samples.classification import ClassificationDataset, Labels, read_labelled
 from megajax.data.samples.gpt import split_ranges
+from megajax.data.tokenizers.load import load_tokenizer
 from megajax.data.tokenizers.masking_tokens import masking_tokens
-from megajax.data.tokenizers.tokenizer import load_tokenizer
 from megajax.terminal.announce import announced
 
 

@@ -15,10 +15,11 @@ The output does not depend on --workers: batches of documents are encoded in ord
 so memory is constant. `merge`, `verify` and `inspect` as first argument run these commands instead.
 """
 
-import argparse
+import dataclasses
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from megajax.data import inspect
 from megajax.data.indexed.dataset import prefix_of
@@ -26,55 +27,40 @@ from megajax.data.prepare.read_input import MAX_DOCUMENT_BYTES, Reader, expand
 from megajax.data.prepare.train_tokenizer import train_tokenizer
 from megajax.data.prepare.write_tokens import output_prefixes, preprocess, refuse_to_overwrite
 from megajax.data.tokenizers.chat_template import load_chat_template
-from megajax.data.tokenizers.tokenizer import BytesTokenizer, load_tokenizer
+from megajax.data.tokenizers.load import load_tokenizer
+from megajax.data.tokenizers.tokenizer import BytesTokenizer
 from megajax.terminal.announce import announced
-from megajax.terminal.command_line import Parser, errors_in_one_line
+from megajax.terminal.command_line import errors_in_one_line, parse
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(
-        prog="python -m megajax.data.preprocess",
-        description=__doc__.partition("\n")[0],
-        epilog="Other commands: merge, verify, inspect; each has its --help.",
-    )
-    parser.add_argument(
-        "--input", nargs="+", required=True, help="folders, files or patterns: .jsonl, .parquet or text files"
-    )
-    parser.add_argument("--output_prefix", type=prefix_of, required=True, help="P of P.bin, P.idx, P.meta.json")
-    parser.add_argument(
-        "--tokenizer",
-        default="bytes",
-        help="bytes, null:VOCAB, PATH.model, PATH/tokenizer.json, PATH.tiktoken, or sentencepiece:VOCAB to train one "
-        "(default: %(default)s)",
-    )
-    parser.add_argument(
-        "--json_keys",
-        nargs="+",
-        help="fields of .jsonl, columns of .parquet (default: text, or messages); several write P_KEY each",
-    )
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--split_sentences", action="store_true", help="one sequence per sentence, for BERT")
-    form.add_argument("--conversations", action="store_true", help="chat messages, for supervised fine-tuning")
-    parser.add_argument("--chat_template", help="jinja file (default: the tokenizer's, else ChatML)")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: all cores)")
-    parser.add_argument(
-        "--append_eod",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="end every document with the end-of-document token (default: yes)",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing dataset")
-    parser.add_argument(
-        "--on_error", choices=("raise", "skip"), default="raise", help="what to do with unreadable documents"
-    )
-    parser.add_argument(
-        "--max_document_bytes",
-        metavar="BYTES",
-        type=int,
-        default=MAX_DOCUMENT_BYTES,
-        help="longer lines and text files, unpacked, count as unreadable (default: %(default)s)",
-    )
-    return parser.parse_args(arguments)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Text to tokens. Other commands: merge, verify, inspect; each has its --help."""
+
+    input: tuple[str, ...]
+    """Folders, files or patterns: .jsonl, .parquet or text files."""
+    output_prefix: str
+    """P of P.bin, P.idx, P.meta.json."""
+    tokenizer: str = "bytes"
+    """bytes, null:VOCAB, PATH.model, PATH/tokenizer.json, PATH.tiktoken, or sentencepiece:VOCAB to train one."""
+    json_keys: tuple[str, ...] = ()
+    """Fields of .jsonl, columns of .parquet; default: text, or messages; several write P_KEY each."""
+    split_sentences: bool = False
+    """One sequence per sentence, for BERT."""
+    conversations: bool = False
+    """Chat messages, for supervised fine-tuning."""
+    chat_template: str | None = None
+    """Jinja file; default: the tokenizer's, else ChatML."""
+    workers: int | None = None
+    """Processes; default: all cores."""
+    append_eod: bool = True
+    """End every document with the end-of-document token; --no-append_eod: do not."""
+    overwrite: bool = False
+    """Replace an existing dataset."""
+    on_error: Literal["raise", "skip"] = "raise"
+    """What to do with unreadable documents."""
+    max_document_bytes: int = MAX_DOCUMENT_BYTES
+    """Longer lines and text files, unpacked, count as unreadable."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -86,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if arguments and arguments[0] == "inspect":
         return inspect.main(arguments[1:])
     with errors_in_one_line():
-        flags = _parse(arguments)
+        flags = parse(Options, arguments, "python -m megajax.data.preprocess")
         try:
             metas = _run(flags)
         except OSError as error:
@@ -98,13 +84,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
 
 
-def _run(flags: argparse.Namespace) -> dict[str, dict]:
+def _run(flags: Options) -> dict[str, dict]:
+    if flags.conversations and flags.split_sentences:
+        raise ValueError("--split_sentences is not allowed with --conversations; leave one of them out")
+    output_prefix = prefix_of(flags.output_prefix)
     form = "conversations" if flags.conversations else "sentences" if flags.split_sentences else "documents"
     if flags.chat_template and form != "conversations":
         raise ValueError("--chat_template is only used with --conversations")
-    json_keys = tuple(flags.json_keys or (("messages",) if form == "conversations" else ("text",)))
+    json_keys = flags.json_keys or (("messages",) if form == "conversations" else ("text",))
     if not flags.overwrite:
-        for prefix in output_prefixes(flags.output_prefix, json_keys):
+        for prefix in output_prefixes(output_prefix, json_keys):
             refuse_to_overwrite(prefix)
     files = expand(flags.input)
     spec = flags.tokenizer
@@ -114,21 +103,21 @@ def _run(flags: argparse.Namespace) -> dict[str, dict]:
             template = load_chat_template(BytesTokenizer(), flags.chat_template)
         reader = Reader(json_keys, form, template, flags.max_document_bytes)
         with announced("training the tokenizer"):
-            spec = train_tokenizer(files, spec, flags.output_prefix, reader, flags.on_error)
+            spec = train_tokenizer(files, spec, output_prefix, reader, flags.on_error)
     tokenizer = load_tokenizer(spec)
     if form == "conversations":
         template = load_chat_template(tokenizer, flags.chat_template)
     with ProgressBar(sum(os.path.getsize(path) for path in files)) as advance:
         return preprocess(
             files,
-            flags.output_prefix,
+            output_prefix,
             tokenizer,
             spec,
             json_keys=json_keys,
             form=form,
             template=template,
             append_eod=flags.append_eod,
-            num_workers=flags.workers,
+            num_workers=flags.workers or os.cpu_count() or 1,
             on_error=flags.on_error,
             max_document_bytes=flags.max_document_bytes,
             progress=advance,

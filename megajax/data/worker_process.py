@@ -21,5 +21,6 @@ def end_with_parent(*_) -> None:
 
 
 def _wait_for_parent() -> None:
-    multiprocessing.parent_process().join()
-    os._exit(1)
+    if parent := multiprocessing.parent_process():
+        parent.join()
+        os._exit(1)

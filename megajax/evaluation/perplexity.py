@@ -143,5 +143,5 @@ def _texts(path: str) -> Iterator[str]:
             content, _ = read_file(path, reader)
             yield reader.file_texts(content, path)[0][0]
             continue
-        for read, _ in reader.documents(batch):
+        for read, _ in reader.documents(path, batch.records, batch.first):
             yield read()[0][0]

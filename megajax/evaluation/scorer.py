@@ -1,11 +1,12 @@
 """Log-probabilities of given tokens: whole sequences in one forward pass, the computation of an evaluation in training.
 
 A sequence is read without a cache, so it may be split over `context`, and a row needs no more memory than in training.
-Dimensions: B rows, T tokens read per row. T is rounded up to a few lengths, and B follows from T, so that a few
-programs score everything.
+The engine reports log-probabilities too, of requests that run beside others (Sampling.prompt_logprobs): they come from
+its pages, in the precision of those, with one program per chunk. This is what a server needs, and no way to read a
+corpus.
+Dimensions: B rows, T tokens read per row.
 """
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,13 +15,10 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from megajax.mesh.sharding import BATCH_AXES, constrain
+from megajax.inference.shapes import BATCH_TOKENS, laid_out, text_batches
+from megajax.mesh.sharding import constrain
 from megajax.models.model import Model
 from megajax.ops.cross_entropy import TokenScores
-from megajax.parallel.context import sequence_order
-
-MIN_LENGTH = 32  # smallest T
-BATCH_TOKENS = 16_384  # B * T of a batch, over all devices
 
 
 class Scores(NamedTuple):
@@ -54,30 +52,32 @@ class Scorer:
 
         Raises ValueError for a sequence of fewer than 2 tokens, with unknown token ids, or longer than `max_tokens`.
         """
-        sequences = [np.asarray(sequence, np.int32) for sequence in sequences]
-        for number, sequence in enumerate(sequences):
+        tokens = [np.asarray(sequence, np.int32) for sequence in sequences]
+        for number, sequence in enumerate(tokens):
             self._check(number, sequence)
-        results: list[Scores | None] = [None] * len(sequences)
+        results: dict[int, Scores] = {}
         running: list[tuple[list[int], TokenScores, np.ndarray]] = []
 
         def finish():
-            rows, scores, order = running.pop()
+            rows, scores, index_of = running.pop()
             scores = jax.device_get(scores)
             for row, number in enumerate(rows):
-                labels = sequences[number][1:]
-                found = (array[row, order][: len(labels)] for array in (scores.log_probs, scores.top))
+                labels = tokens[number][1:]
+                found = (array[row, index_of][: len(labels)] for array in (scores.log_probs, scores.top))
                 results[number] = Scores(next(found), next(found) == labels)
 
+        longest = self.model.config.max_length
+        lengths = [len(sequence) - 1 for sequence in tokens]
         with jax.set_mesh(self.mesh):
-            for rows, shape in self._batches([len(sequence) - 1 for sequence in sequences]):
-                batch, order = self._batch([sequences[number] for number in rows], shape)
+            for rows, shape in text_batches(lengths, self.mesh, longest, self.batch_tokens):
+                batch, index_of = self._batch([tokens[number] for number in rows], shape)
                 dispatched = self._score(self.params, batch)  # runs while the host reads the previous batch
                 if running:
                     finish()
-                running.append((rows, dispatched, order))
+                running.append((rows, dispatched, index_of))
             if running:
                 finish()
-        return results
+        return [results[number] for number in range(len(tokens))]
 
     def _check(self, number: int, sequence: np.ndarray) -> None:
         vocab_size = self.model.config.vocab_size
@@ -93,48 +93,14 @@ class Scorer:
                 f"sequence {number} has {len(sequence)} tokens; the model supports {self.max_tokens}: split it"
             )
 
-    def _batches(self, lengths: list[int]) -> list[tuple[list[int], tuple[int, int]]]:
-        """(numbers of the sequences, (B, T)) of each batch; the longest first, so that memory runs out early if it
-        does."""
-        by_length: dict[int, list[int]] = {}
-        for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
-            by_length.setdefault(self._rounded(lengths[number]), []).append(number)
-        batches = []
-        for length, numbers in by_length.items():
-            num_rows = self._num_rows(length, len(numbers))
-            for start in range(0, len(numbers), num_rows):
-                batches.append((numbers[start : start + num_rows], (num_rows, length)))
-        return batches
-
-    def _rounded(self, length: int) -> int:
-        """The smallest T for `length` tokens: a power of two times what the mesh divides, or the maximum length."""
-        unit = 2 * self.mesh.shape["context"] * self.mesh.shape["tensor"]
-        smallest = -(-MIN_LENGTH // unit) * unit
-        rounded = smallest
-        while rounded < length:
-            rounded *= 2
-        longest = self.model.config.max_length
-        return rounded if longest is None else min(rounded, max(-(-longest // unit) * unit, smallest))
-
-    def _num_rows(self, length: int, count: int) -> int:
-        """B for `count` sequences: batch_tokens in all; if there are fewer sequences, a power of two, per shard."""
-        shards = math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
-        wanted = 1 << (-(-count // shards) - 1).bit_length()
-        return max(1, min(wanted, self.batch_tokens // (length * shards))) * shards
-
     def _batch(self, sequences: list[np.ndarray], shape: tuple[int, int]) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """-> (arrays [B, T], index in T of each token of a row)."""
-        length = shape[1]
         tokens_BT = np.zeros(shape, np.int32)
         labels_BT = np.zeros(shape, np.int32)
         for row, sequence in enumerate(sequences):
             tokens_BT[row, : len(sequence) - 1] = sequence[:-1]
             labels_BT[row, : len(sequence) - 1] = sequence[1:]
-        longest = self.model.config.max_length or length
-        positions_BT = np.broadcast_to(np.minimum(np.arange(length, dtype=np.int32), longest - 1), shape)
-        order = sequence_order(length, self.mesh.shape["context"], self.model.execution.context_attention)
-        batch = {"tokens": tokens_BT, "labels": labels_BT, "positions": positions_BT}
-        return {name: array[:, order] for name, array in batch.items()}, np.argsort(order)
+        return laid_out({"tokens": tokens_BT, "labels": labels_BT}, self.model, self.mesh)
 
 
 def _scores(model: Model, params: dict, batch: dict) -> TokenScores:

@@ -16,11 +16,12 @@ import numpy as np
 
 from megajax.data.tokenizers.chat_template import ChatTemplate, load_chat_template
 from megajax.data.tokenizers.tokenizer import Tokenizer, configured_tokens
-from megajax.evaluation.scorer import BATCH_TOKENS, Scorer
+from megajax.evaluation.scorer import Scorer
 from megajax.evaluation.windows import windows
 from megajax.inference.config import WeightDtype
 from megajax.inference.engine import Engine, ServingConfig
 from megajax.inference.load import OpenedModel, open_model
+from megajax.inference.shapes import BATCH_TOKENS
 from megajax.inference.tokens.sampling import Sampling
 from megajax.mesh.config import MeshConfig
 from megajax.weights.sources import SavedStep, Source, open_source

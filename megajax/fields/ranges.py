@@ -3,24 +3,25 @@
     steps: PositiveInt = 1000
     beta1: Annotated[float, Range(at_least=0, below=1)] = 0.9
 
-`check_fields` compares every field of a config, and of the configs in it, with its annotation. Without a Range an
-integer must fit into int32, like counters and token ids on the devices, and any other number must be a finite float32.
+`check_fields` compares every field of a config, and of the configs in it, with its annotation. Unless a Range says how
+large it may be, an integer must fit into int32, like counters and token ids on the devices, and any other number must
+be a finite float32.
 """
 
+import ctypes
 import dataclasses
 import functools
+import math
 import types
 import typing
 from typing import Annotated, Any, Literal
-
-import numpy as np
 
 # Metadata of a field of a model whose value may change when a run resumes, because it does not affect the meaning of
 # the weights.
 MAY_CHANGE = {"may_change": True}
 
 MAX_INT32 = 2**31 - 1
-MAX_FLOAT32 = float(np.finfo(np.float32).max)
+MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 WORDS = {
     int: "a whole number (int32)",
@@ -43,7 +44,7 @@ class Range:
 
     def holds(self, value: float) -> bool:
         """Whether an int, or a float rounded to float32, is in the range: 1e-50 is not above 0."""
-        number = float(np.float32(value)) if isinstance(value, float) else value
+        number = ctypes.c_float(value).value if isinstance(value, float) else value
         return (
             (self.at_least is None or number >= self.at_least)
             and (self.above is None or number > self.above)
@@ -56,6 +57,11 @@ class Range:
         return " and ".join(f"{word} {bound}" for word, bound in words.items() if bound is not None)
 
 
+DEFAULTS = {
+    int: Range(at_least=-MAX_INT32, at_most=MAX_INT32),
+    float: Range(at_least=-MAX_FLOAT32, at_most=MAX_FLOAT32),
+}
+"""Bounds of numbers without an upper one."""
 PositiveInt = Annotated[int, Range(at_least=1)]
 NonNegativeInt = Annotated[int, Range(at_least=0)]
 PositiveFloat = Annotated[float, Range(above=0)]
@@ -81,7 +87,7 @@ def check_fields(config: Any, prefix: str = "") -> None:
         value = getattr(config, field.name)
         option = prefix + field.name
         hint = hints[field.name]
-        if not _allows(hint, value):
+        if not allows(hint, value):
             raise ValueError(f"{option.removeprefix('--')}={value!r} must be {describe(hint)}{_way_out(option, field)}")
         if dataclasses.is_dataclass(value):
             check_fields(value, f"{option}.")
@@ -98,12 +104,15 @@ def describe(hint: Any) -> str:
     elif typing.get_origin(kind) is tuple:
         element, ranges = _split(parts[0])
         count = "a list of" if parts[1:] == (...,) else len(parts)
-        words = f"{count} {PLURALS[element]}, separated by commas"
+        plural = PLURALS.get(element) or f"the names {describe(element)}"
+        words = f"{count} {plural}, separated by commas"
     elif is_union(kind):
         choices = [describe(part) for part in parts]
         words = (", or " if any("," in choice for choice in choices) else " or ").join(choices)
     else:
         words = WORDS.get(kind, kind.__name__)
+    if any(bounds.at_most is not None and bounds.at_most > MAX_INT32 for bounds in ranges):
+        words = words.replace(" (int32)", "").replace(" (float32)", "")
     return ", ".join([words, *map(str, ranges)])
 
 
@@ -138,8 +147,11 @@ def _split(hint: Any) -> tuple[Any, list[Range]]:
     return kind, [item for item in metadata if isinstance(item, Range)]
 
 
-def _allows(hint: Any, value: Any) -> bool:
+def allows(hint: Any, value: Any) -> bool:
+    """Whether the annotation allows the value."""
     kind, ranges = _split(hint)
+    if kind in DEFAULTS and all(bounds.at_most is None for bounds in ranges):
+        ranges = [*ranges, DEFAULTS[kind]]
     return _is_a(kind, value) and all(bounds.holds(value) for bounds in ranges)
 
 
@@ -148,19 +160,19 @@ def _is_a(kind: Any, value: Any) -> bool:
     if typing.get_origin(kind) is Literal:
         return value in parts
     if is_union(kind):
-        return any(_allows(part, value) for part in parts)
+        return any(allows(part, value) for part in parts)
     if typing.get_origin(kind) is tuple:
         if not isinstance(value, tuple):
             return False
         each = parts[:1] * len(value) if parts[1:] == (...,) else parts
-        return len(each) == len(value) and all(map(_allows, each, value))
+        return len(each) == len(value) and all(map(allows, each, value))
     if kind not in (int, float):
         return isinstance(value, kind)
     if isinstance(value, bool):  # an int in Python
         return False
     if kind is int:
-        return isinstance(value, int) and abs(value) <= MAX_INT32
-    return isinstance(value, int | float) and abs(value) <= MAX_FLOAT32
+        return isinstance(value, int)
+    return isinstance(value, int | float) and (abs(value) <= MAX_FLOAT32 or value == math.inf)
 
 
 def _way_out(option: str, field: dataclasses.Field) -> str:

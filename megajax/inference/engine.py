@@ -55,15 +55,6 @@ from megajax.models.model import Model
 logger = logging.getLogger("megajax")
 
 
-class Score(NamedTuple):
-    """Of a prompt of T tokens, arrays [T - 1] for the tokens after the first."""
-
-    logprobs: np.ndarray
-    """float32."""
-    is_greedy: np.ndarray
-    """bool: whether the token is the most likely one."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Stats:
     """Counts since the engine was made, except for what is running, waiting and used now."""
@@ -288,17 +279,6 @@ class Engine:
         """The tokens that follow each prompt, without the token that ends it, but with a stop text."""
         found = self._generate(prompts, sampling)
         return [[token for output in outputs for token in output.tokens] for outputs in found]
-
-    def score(self, prompts: Items[Items[int]]) -> list[Score]:
-        """The log-probability of each token of the prompts after the first. A prompt may have as many tokens as the
-        model supports."""
-        requests = self._finish_all(prompts, Sampling(max_tokens=0, temperature=0.0, prompt_logprobs=1))
-        scores = []
-        for request, _ in requests:
-            found = request.prompt_logprobs
-            logprobs = np.array([entry.logprob for entry in found], np.float32)
-            scores.append(Score(logprobs, np.array([entry.token == entry.top[0][0] for entry in found], bool)))
-        return scores
 
     def _generate(self, prompts: Items[Items[int]], sampling: Sampling) -> list[list[Output]]:
         if sampling.n > 1:

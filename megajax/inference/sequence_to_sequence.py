@@ -1,8 +1,7 @@
 """Writes texts with an encoder-decoder: encodes the prompts once, then decodes with contiguous caches.
 
 Dimensions: B prompts, S tokens of the longest, K beams, R = B K rows, T new tokens, V vocabulary.
-All prompts of a call are one batch, padded to a few sizes, and one program writes all of its tokens. The paged engine
-and its server continue texts and do not run these models.
+One program writes all tokens of a batch. The paged engine and its server continue texts and do not run these models.
 """
 
 import dataclasses
@@ -16,10 +15,11 @@ import numpy as np
 
 from megajax.data.tokenizers.span_tokens import SpanTokens
 from megajax.inference.load import OpenedModel
+from megajax.inference.shapes import text_batches
 from megajax.inference.tokens.sampling import RowSampling, Sampling
 from megajax.models.model import Model
 
-MAX_BATCH = 64
+MOST_ROWS = 64  # of a batch, whose decoder has caches
 SUPPORTED = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos")
 """Fields of Sampling that have an effect here."""
 
@@ -55,10 +55,12 @@ class SequenceToSequence:
         """
         self._check(sampling, num_beams)
         encoded = [self._encode(prompt) for prompt in prompts]
-        found = []
-        for first in range(0, len(encoded), MAX_BATCH):
-            found += self._write_batch(encoded[first : first + MAX_BATCH], sampling, num_beams)
-        return found
+        found: dict[int, Written] = {}
+        batches = text_batches(list(map(len, encoded)), self.mesh, self.model.config.max_length, most_rows=MOST_ROWS)
+        for numbers, shape in batches:
+            written = self._write_batch([encoded[number] for number in numbers], shape, sampling, num_beams)
+            found |= zip(numbers, written, strict=True)
+        return [found[number] for number in range(len(encoded))]
 
     def _check(self, sampling: Sampling, num_beams: int) -> None:
         sampling.check()
@@ -89,10 +91,10 @@ class SequenceToSequence:
             raise ValueError(f"a prompt has {len(tokens)} tokens, and the model reads at most {longest}; shorten it")
         return tokens
 
-    def _write_batch(self, prompts: list[list[int]], sampling: Sampling, num_beams: int) -> list[Written]:
-        longest = self.model.config.max_length or np.inf
-        num_rows = _rounded(len(prompts))
-        source_BS = np.full((num_rows, min(_rounded(max(map(len, prompts))), longest)), self.tokens.pad_id, np.int32)
+    def _write_batch(
+        self, prompts: list[list[int]], shape: tuple[int, int], sampling: Sampling, num_beams: int
+    ) -> list[Written]:
+        source_BS = np.full(shape, self.tokens.pad_id, np.int32)
         is_text_BS = np.zeros_like(source_BS)
         is_text_BS[:, 0] = 1  # also in the rows that only fill the batch
         for row, prompt in enumerate(prompts):
@@ -103,7 +105,7 @@ class SequenceToSequence:
                 self.params,
                 source_BS,
                 is_text_BS,
-                RowSampling.of([sampling] * num_rows),
+                RowSampling.of([sampling] * shape[0]),
                 model=self.model,
                 tokens=(
                     self.tokens.vocab_size,
@@ -124,11 +126,6 @@ class SequenceToSequence:
         stops = [text.index(stop) for stop in sampling.stop if stop in text]
         is_ended = is_ended or bool(stops)
         return Written(prompt_tokens, tokens, text[: min(stops, default=None)], "stop" if is_ended else "length")
-
-
-def _rounded(count: int) -> int:
-    """The next power of two: few sizes need few programs."""
-    return 1 << (count - 1).bit_length()
 
 
 class _State(NamedTuple):

@@ -1,17 +1,15 @@
 """A bidirectional model as functions of texts: fills masks, embeds, classifies.
 
 Dimensions: B texts of a batch, T tokens, D model width, M masks of a text, V vocabulary.
-A text becomes `[CLS] text [SEP]`, with the special tokens of its training (data/tokenizers/masking_tokens.py). Texts of
-similar length share a batch; lengths are rounded up, so that few programs are compiled.
+A text becomes `[CLS] text [SEP]`, with the special tokens of its training (data/tokenizers/masking_tokens.py).
 """
 
 import functools
 import json
-import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +18,12 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.data.samples.classification import encode_words, joined
 from megajax.data.tokenizers.masking_tokens import SPELLINGS, masking_tokens
+from megajax.inference.config import Pooling
 from megajax.inference.load import OpenedModel
-from megajax.mesh.sharding import BATCH_AXES, constrain
-from megajax.parallel.context import sequence_order
+from megajax.inference.shapes import laid_out, power_of_two, text_batches
+from megajax.mesh.sharding import constrain
 
 MASK = re.compile("|".join(map(re.escape, SPELLINGS["mask_id"])))
-BATCH_TOKENS = 8192
-MIN_LENGTH = 16
-
-Pooling = Literal["mean", "cls"]
 
 
 class Candidate(NamedTuple):
@@ -66,7 +61,7 @@ class TextEncoder:
             if not found:
                 raise ValueError(f"text {number + 1} has no mask; write [MASK] for each token to fill in")
         top_k = min(top_k, self.model.config.vocab_size)
-        most = self._rounded(max(map(len, places)))
+        most = power_of_two(max(map(len, places)))
         program = jax.jit(functools.partial(_fill, self.model, top_k=top_k))
 
         def run(batch: dict, rows: list[int], index_of: np.ndarray):
@@ -155,20 +150,15 @@ class TextEncoder:
 
     def _run(self, encoded: Sequence[tuple[list[int], ...]], run: Callable[..., Any]) -> list[Any]:
         """The rows of run(batch, numbers of the texts in it, index of each token) for each text, in their order."""
-        results: list[Any] = [None] * len(encoded)
-        by_length: dict[int, list[int]] = {}
-        for number, texts in enumerate(encoded):
-            by_length.setdefault(self._rounded(self._length(number, texts)), []).append(number)
+        results: dict[int, Any] = {}
+        lengths = [self._length(number, texts) for number, texts in enumerate(encoded)]
         with jax.set_mesh(self.mesh):
-            for length, numbers in by_length.items():
-                rows = self._num_rows(length, len(numbers))
-                for start in range(0, len(numbers), rows):
-                    chosen = numbers[start : start + rows]
-                    batch, index_of = self._batch([encoded[number] for number in chosen], rows, length)
-                    found = jax.device_get(run(batch, chosen, index_of))
-                    for row, number in enumerate(chosen):
-                        results[number] = jax.tree.map(lambda array, row=row: array[row], found)
-        return results
+            for chosen, shape in text_batches(lengths, self.mesh, self.model.config.max_length):
+                batch, index_of = self._batch([encoded[number] for number in chosen], shape)
+                found = jax.device_get(run(batch, chosen, index_of))
+                for row, number in enumerate(chosen):
+                    results[number] = jax.tree.map(lambda array, row=row: array[row], found)
+        return [results[number] for number in range(len(encoded))]
 
     def _length(self, number: int, texts: Sequence[Sequence[int]]) -> int:
         length = 1 + sum(len(text) + 1 for text in texts)
@@ -177,34 +167,18 @@ class TextEncoder:
             raise ValueError(f"text {number + 1} has {length} tokens; the model reads {longest}: shorten or split it")
         return length
 
-    def _rounded(self, length: int) -> int:
-        """A power of two times what the mesh divides."""
-        unit = 2 * self.mesh.shape["context"] * self.mesh.shape["tensor"]
-        rounded = -(-MIN_LENGTH // unit) * unit
-        while rounded < length:
-            rounded *= 2
-        return rounded
-
-    def _num_rows(self, length: int, count: int) -> int:
-        shards = math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
-        wanted = 1 << (-(-count // shards) - 1).bit_length()
-        return max(1, min(wanted, BATCH_TOKENS // (length * shards))) * shards
-
-    def _batch(self, texts: list[tuple[list[int], ...]], rows: int, length: int) -> tuple[dict, np.ndarray]:
-        """-> (arrays [rows, length], index of the token at each position)."""
-        tokens = np.full((rows, length), self.special.pad_id, np.int32)
-        types = np.zeros_like(tokens)
-        segments = np.zeros_like(tokens)
+    def _batch(self, texts: list[tuple[list[int], ...]], shape: tuple[int, int]) -> tuple[dict, np.ndarray]:
+        """-> (arrays [B, T], index in T of each token of a row)."""
+        tokens_BT = np.full(shape, self.special.pad_id, np.int32)
+        types_BT = np.zeros_like(tokens_BT)
+        segments_BT = np.zeros_like(tokens_BT)
         for row, text in enumerate(texts):
-            ids, of_types = joined(text, self.special, length)
-            tokens[row, : len(ids)] = ids
-            types[row, : len(ids)] = of_types
-            segments[row, : len(ids)] = 1
-        longest = self.model.config.max_length or length
-        positions = np.broadcast_to(np.minimum(np.arange(length, dtype=np.int32), longest - 1), tokens.shape)
-        order = sequence_order(length, self.mesh.shape["context"], self.model.execution.context_attention)
-        batch = {"tokens": tokens, "positions": positions, "segment_ids": segments, "token_types": types}
-        return {name: array[:, order] for name, array in batch.items()}, np.argsort(order)
+            ids, types = joined(text, self.special, shape[1])
+            tokens_BT[row, : len(ids)] = ids
+            types_BT[row, : len(ids)] = types
+            segments_BT[row, : len(ids)] = 1
+        arrays = {"tokens": tokens_BT, "segment_ids": segments_BT, "token_types": types_BT}
+        return laid_out(arrays, self.model, self.mesh)
 
 
 def _hidden(model, params: dict, batch: dict):

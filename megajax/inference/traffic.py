@@ -14,26 +14,16 @@ from typing import Protocol
 import httpx2
 import numpy as np
 
+from megajax.inference.config import Sampling, Workload
 from megajax.inference.server.engine_thread import EngineThread, Overloaded
-from megajax.inference.tokens.sampling import Sampling
 
 NUM_TOKEN_IDS = 256  # prompts are random tokens below this, which every vocabulary has
 
 
-@dataclasses.dataclass(frozen=True)
-class Workload:
-    num_requests: int = 100
-    prompt_tokens: int = 128
-    """Tokens of each prompt."""
-    max_tokens: int = 64
-    """Tokens to generate per request; the end of a document does not end it."""
-    seed: int = 0
-    """Of the random times of arrival."""
-
-    def prompts(self) -> list[list[int]]:
-        """New ones each time, so that no prefix cache knows them."""
-        shape = (self.num_requests, self.prompt_tokens)
-        return np.random.default_rng().integers(0, NUM_TOKEN_IDS, shape).tolist()
+def prompts_of(workload: Workload) -> list[list[int]]:
+    """New ones each time, so that no prefix cache knows them."""
+    shape = (workload.num_requests, workload.prompt_tokens)
+    return np.random.default_rng().integers(0, NUM_TOKEN_IDS, shape).tolist()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +92,7 @@ class _Record:
 
 async def measure(target: Target, load: Load, workload: Workload) -> Result:
     """Sends all requests of the workload, and waits for their answers."""
-    prompts = workload.prompts()
+    prompts = prompts_of(workload)
     finished: list[_Record] = []
     num_refused = 0
 

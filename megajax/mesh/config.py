@@ -2,13 +2,12 @@
 
 import dataclasses
 import math
-from typing import Literal
-
-import jax
-import numpy as np
-from jax.sharding import AxisType, Mesh
+from typing import TYPE_CHECKING, Literal
 
 from megajax.fields.ranges import PositiveInt
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
 
 # From the slowest network to the fastest: neighbours along the last axes are in one host.
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
@@ -110,8 +109,12 @@ class MeshConfig:
         return ", ".join(ways[:-1]) + ", or " + ways[-1]
 
 
-def make_mesh(config: MeshConfig, devices=None) -> Mesh:
+def make_mesh(config: MeshConfig, devices=None) -> "Mesh":
     """Mesh with all six axes over `devices` (default: all). Raises ValueError if the sizes do not match."""
+    import jax  # slow; commands that show their options need none of it
+    import numpy as np
+    from jax.sharding import AxisType, Mesh
+
     devices = jax.devices() if devices is None else devices
     sizes = config.resolve(len(devices)).sizes()
     return Mesh(np.array(devices).reshape(tuple(sizes.values())), AXES, axis_types=(AxisType.Auto,) * len(AXES))

@@ -25,7 +25,7 @@ from megajax.layers.stack import Stack
 from megajax.layers.transformer import TransformerLayerConfig
 from megajax.mesh.config import MeshConfig
 from megajax.mesh.sharding import constrain
-from megajax.models.decoder import check_embedding_divides, padded_vocab_size
+from megajax.models.decoder_fields import check_embedding_divides, padded_vocab_size
 from megajax.models.execution import ExecutionConfig
 from megajax.models.interface import BatchArray, ModelConfig, OneStack
 from megajax.ops.activation import activate

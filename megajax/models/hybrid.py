@@ -39,6 +39,9 @@ class HybridConfig(DecoderConfig):
         """Of the layer with this number."""
         return self.pattern[number % len(self.pattern)]
 
+    def attention_letter(self, number: int) -> str:
+        return "f" if self.window is None else "w"
+
     def has_experts(self, number: int) -> bool:
         return self.letter(number) == "E"
 
@@ -101,10 +104,6 @@ class HybridConfig(DecoderConfig):
             raise ValueError(
                 f"model.moe.num_experts={self.moe.num_experts} and model.pattern={self.pattern} contradict each other: "
                 "layers E are those with experts; change one of them"
-            )
-        if self.moe.layers != "e":
-            raise ValueError(
-                f"model.moe.layers={self.moe.layers}: model.pattern says which layers have experts; leave it out"
             )
         for letter, section in RECURRENT.items():
             given = getattr(self, section)

@@ -31,23 +31,31 @@ def forward(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: Mask,
     window."""
     engine = importlib.import_module("transformer_engine.jax.attention")
     lengths = tuple(jnp.full(a.shape[0], a.shape[1], jnp.int32) for a in (q_BTNH, k_BSKH))
-    return engine.fused_attn(
-        (q_BTNH, k_BSKH, v_BSKH),
-        None,
-        engine.SequenceDescriptor.from_seqlens(lengths),
-        None,
-        attn_bias_type=engine.AttnBiasType.NO_BIAS,
-        attn_mask_type=engine.AttnMaskType.CAUSAL_MASK if mask.is_causal else engine.AttnMaskType.NO_MASK,
-        qkv_layout=engine.QKVLayout.BSHD_BSHD_BSHD,
-        softmax_type=engine.AttnSoftmaxType.VANILLA_SOFTMAX,
-        scaling_factor=scale,
-        dropout_probability=0.0,
-        is_training=True,
-        window_size=None if mask.reach is None else (mask.reach - 1, 0),  # keys before and after the query's own
-    )
+    with _of_one_device():
+        return engine.fused_attn(
+            (q_BTNH, k_BSKH, v_BSKH),
+            None,
+            engine.SequenceDescriptor.from_seqlens(lengths),
+            None,
+            attn_bias_type=engine.AttnBiasType.NO_BIAS,
+            attn_mask_type=engine.AttnMaskType.CAUSAL_MASK if mask.is_causal else engine.AttnMaskType.NO_MASK,
+            qkv_layout=engine.QKVLayout.BSHD_BSHD_BSHD,
+            softmax_type=engine.AttnSoftmaxType.VANILLA_SOFTMAX,
+            scaling_factor=scale,
+            dropout_probability=0.0,
+            is_training=True,
+            window_size=None if mask.reach is None else (mask.reach - 1, 0),  # keys before and after the query's own
+        )
 
 
 def backward(q_BTNH, k_BSKH, v_BSKH, d_out_BTNH, mask: Mask, scale: float) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of q, k and v."""
     _, vjp = jax.vjp(lambda q, k, v: forward(q, k, v, mask, scale), q_BTNH, k_BSKH, v_BSKH)
-    return vjp(d_out_BTNH)
+    with _of_one_device():
+        return vjp(d_out_BTNH)
+
+
+def _of_one_device():
+    """The context in which its functions split nothing: they are called for the part of one device."""
+    sharding = importlib.import_module("transformer_engine.jax.sharding")
+    return sharding.global_shard_guard(sharding.MeshResource())

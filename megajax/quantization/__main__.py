@@ -6,25 +6,25 @@ range and the error of each matrix, and the perplexity of the text before and af
 the same numbers. `megajax quantize` is the same command.
 """
 
-import argparse
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
 from megajax.data.indexed.dataset import prefix_of
 from megajax.evaluation.perplexity import Totals, check_files, perplexity
 from megajax.evaluation.text_model import TextModel
+from megajax.fields.ranges import PositiveInt, Range
 from megajax.inference.load import open_model
 from megajax.mesh.processes import use_compilation_cache
-from megajax.precision import DTYPES
 from megajax.quantization.calibrate import Error, errors, input_ranges
 from megajax.quantization.observe import batches_of
 from megajax.quantization.smooth import smoothed, smoothing
 from megajax.quantization.weights import WeightFormat
-from megajax.terminal.command_line import Parser, add_mesh_options, errors_in_one_line, mesh_of
+from megajax.terminal.command_line import OnDevices, errors_in_one_line, parse
 from megajax.training.reporting.console import log_to_stderr
 from megajax.weights.hugging_face.export import EXPORTED, export_run
 from megajax.weights.hugging_face.quantized import Quantization
@@ -34,30 +34,58 @@ FORMATS = EXPORTED | {"float8_static": WeightFormat("float8", "static")}
 REPORT = "quantization_report.json"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(OnDevices):
+    run: str
+    """Directory of a run (runs/NAME)."""
+    step: int | None = None
+    """Step of the checkpoint; default: the newest."""
+    to: str
+    """Folder to write."""
+    format: Literal["float8", "int8", "float8_static"]
+    """Of matrices and of their inputs."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Of all other tensors; default: as they are stored."""
+    text: tuple[str, ...] = ()
+    """Text, .jsonl or .parquet files to calibrate with."""
+    tokens: tuple[str, ...] = ()
+    """Prefixes of .bin and .idx files to calibrate with."""
+    samples: PositiveInt = 128
+    """Sequences to calibrate with."""
+    max_length: int | None = None
+    """Tokens of a sequence; default: training.sequence_length."""
+    range: Literal["max", "percentile"] = "max"
+    """Of static inputs: what is not clipped."""
+    percentile: Annotated[float, Range(above=0, at_most=100)] = 99.99
+    """With --range=percentile."""
+    smooth: Annotated[float, Range(above=0, below=1)] | None = None
+    """SmoothQuant with this alpha, such as 0.5; default: off."""
+    limit: int | None = None
+    """Perplexity of the first N documents of each file; default: all."""
+
+    @property
+    def prefixes(self) -> list[str]:
+        return [prefix_of(path) for path in self.tokens]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     log_to_stderr()
     with errors_in_one_line():
-        options = _parse(arguments)
+        options = parse(Options, arguments, "megajax quantize", __doc__)
         _check(options)
         _run(options)
 
 
-def _check(options: argparse.Namespace) -> None:
+def _check(options: Options) -> None:
     if not options.text and not options.tokens:
         raise ValueError("quantize: name files with --text=FILE ... or --tokens=PREFIX ...")
-    check_files(options.text, options.tokens)
+    check_files(options.text, options.prefixes)
     if Path(options.to).exists():
         raise ValueError(f"to={options.to} exists; use another, or remove it")
-    if options.smooth is not None and not 0 < options.smooth < 1:
-        raise ValueError(f"smooth={options.smooth} must be above 0 and below 1; 0.5 is usual")
-    if not 0 < options.percentile <= 100:
-        raise ValueError(f"percentile={options.percentile} must be above 0 and at most 100")
-    if options.samples < 1:
-        raise ValueError(f"samples={options.samples} must be at least 1")
 
 
-def _run(options: argparse.Namespace) -> None:
-    mesh = mesh_of(options)
+def _run(options: Options) -> None:
+    mesh = options.started_mesh()
     use_compilation_cache()
     model = TextModel.load(options.run, mesh, options.step, weights="compute", max_length=options.max_length)
     if not isinstance(model.source, SavedStep):
@@ -79,12 +107,12 @@ def _run(options: argparse.Namespace) -> None:
     print(f"{options.to}: {export.family.architecture} in {options.format} from {options.run}, step {step}")
 
 
-def calibrated(model: TextModel, options: argparse.Namespace) -> tuple[Quantization, dict[str, Error]]:
+def calibrated(model: TextModel, options: Options) -> tuple[Quantization, dict[str, Error]]:
     """What to write, and the errors of each matrix."""
     format = FORMATS[options.format]
     scorer = model.scorer
     scorer.params = scorer.model.stacked(scorer.params)
-    batches = batches_of(model, options.text, options.tokens, options.samples)
+    batches = batches_of(model, options.text, options.prefixes, options.samples)
     factors = {}
     if options.smooth is not None:
         factors = smoothing(scorer.model, scorer.params, scorer.mesh, batches, options.smooth)
@@ -94,14 +122,14 @@ def calibrated(model: TextModel, options: argparse.Namespace) -> tuple[Quantizat
     return Quantization(format, ranges, factors), errors(*parts, format, ranges)
 
 
-def _perplexity(model: TextModel, options: argparse.Namespace) -> dict[str, float]:
+def _perplexity(model: TextModel, options: Options) -> dict[str, float]:
     """Of the files, together."""
-    found = perplexity(model, options.text, options.tokens, limit=options.limit)
+    found = perplexity(model, options.text, options.prefixes, limit=options.limit)
     return sum(found.values(), Totals()).metrics()
 
 
 def _report(
-    options: argparse.Namespace, found: Mapping[str, Error], before: dict[str, float], after: dict[str, float]
+    options: Options, found: Mapping[str, Error], before: dict[str, float], after: dict[str, float]
 ) -> dict[str, Any]:
     settings = {name: getattr(options, name) for name in ("run", "format", "range", "percentile", "smooth", "samples")}
     matrices = {
@@ -121,29 +149,6 @@ def _table(found: Mapping[str, Error]) -> str:
         mean = error.signal_to_noise.mean()
         lines.append(f"{name:<{width}}  {error.range.max():13.4g}  {mean:25.1f}  {lowest:6.1f}  {worst:8}")
     return "\n".join(lines)
-
-
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="megajax quantize", description=__doc__)
-    parser.add_argument("--run", required=True, help="directory of a run (runs/NAME)")
-    parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
-    parser.add_argument("--to", required=True, help="folder to write")
-    parser.add_argument("--format", choices=tuple(FORMATS), required=True, help="of matrices and of their inputs")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), help="of all other tensors; default: as they are stored")
-    parser.add_argument("--text", nargs="+", default=[], help="text, .jsonl or .parquet files to calibrate with")
-    parser.add_argument(
-        "--tokens", nargs="+", type=prefix_of, default=[], help="prefixes of .bin and .idx files to calibrate with"
-    )
-    parser.add_argument("--samples", type=int, default=128, help="sequences to calibrate with (128)")
-    parser.add_argument("--max_length", type=int, help="tokens of a sequence (training.sequence_length)")
-    parser.add_argument(
-        "--range", choices=("max", "percentile"), default="max", help="of static inputs: what is not clipped (max)"
-    )
-    parser.add_argument("--percentile", type=float, default=99.99, help="with --range=percentile (99.99)")
-    parser.add_argument("--smooth", type=float, help="SmoothQuant with this alpha, such as 0.5; default: off")
-    parser.add_argument("--limit", type=int, help="perplexity of the first N documents of each file; default: all")
-    add_mesh_options(parser)
-    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

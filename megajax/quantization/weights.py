@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from megajax.quantization.formats import scale_of, to_levels
 
@@ -30,11 +31,11 @@ class WeightFormat(NamedTuple):
 class QuantizedWeight:
     """A matrix [*K, *N] in 8 bits, for programs that only read it. A layer passes it to `matmul` like an array."""
 
-    values: jax.Array
+    values: jax.Array | np.ndarray
     """int8 or float8_e4m3fn [*N, *K]: the inputs are last, as the FP8 products of GPUs read them."""
-    scale: jax.Array
+    scale: jax.Array | np.ndarray
     """float32 [*N]."""
-    input_scale: jax.Array | None
+    input_scale: jax.Array | np.ndarray | None
     """float32 scalar, for static inputs."""
     inputs: Inputs = dataclasses.field(metadata=dict(static=True))
 
@@ -62,7 +63,7 @@ class QuantizedWeight:
     def matrix(self) -> jax.Array:
         """float32 [*K, *N]."""
         outputs = self.scale.ndim
-        full = self.values.astype(jnp.float32) * jnp.expand_dims(self.scale, range(outputs, self.values.ndim))
+        full = jnp.asarray(self.values, jnp.float32) * jnp.expand_dims(self.scale, range(outputs, self.values.ndim))
         return full.transpose((*range(outputs, full.ndim), *range(outputs)))
 
     def multiply(self, x: jax.Array, num_inputs: int = 1) -> jax.Array:

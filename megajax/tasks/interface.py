@@ -17,7 +17,8 @@ from megajax.data.config import DataConfig
 from megajax.data.datasets import Amounts, Datasets, Formats, build_datasets
 from megajax.data.loader import BatchSource, IndexedSource
 from megajax.data.prepare.text_corpus import TextForm
-from megajax.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from megajax.data.tokenizers.load import load_tokenizer
+from megajax.data.tokenizers.tokenizer import Tokenizer
 from megajax.fields.kinds import Kinds
 from megajax.models.interface import AnyModule, BatchArray, LossOptions, LossTerms, ModelConfig
 from megajax.models.model import Model

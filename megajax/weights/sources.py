@@ -8,13 +8,14 @@ from megajax.checkpoint.layout import Rows
 from megajax.checkpoint.piecewise import StoredParameter, StoredParams
 from megajax.checkpoint.steps import find_step, read_meta
 from megajax.config import Config
-from megajax.data.tokenizers.tokenizer import Tokenizer, load_saved_tokenizer, read_json
+from megajax.data.tokenizers.load import load_saved_tokenizer
+from megajax.data.tokenizers.tokenizer import Tokenizer, read_json
 from megajax.quantization.weights import QuantizedWeight, WeightFormat
 from megajax.weights.hugging_face.folder import Folder, is_folder
 
 
-class Source(Protocol):
-    """str() describes the source in messages."""
+class WeightSource(Protocol):
+    """What a run starts with; str() describes it in messages."""
 
     @property
     def config(self) -> Config: ...
@@ -22,6 +23,10 @@ class Source(Protocol):
     def restore_params(self, abstract: dict, layer_rows: Rows) -> dict:
         """The weights with the dtypes and shardings of the abstract arrays. layer_rows: layer number of each of their
         rows."""
+
+
+class Source(WeightSource, Protocol):
+    """What is served, too."""
 
     def open(self, name: str, layer_rows: Rows) -> StoredParameter:
         """A parameter, to be read layer by layer. Raises ValueError if it cannot be read."""

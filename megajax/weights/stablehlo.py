@@ -13,6 +13,7 @@ float32, of the next token. The programs run on one device, a CPU or an NVIDIA G
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.export
@@ -24,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.steps import find_step
 from megajax.config import Config
-from megajax.data.tokenizers.tokenizer import load_saved_tokenizer
+from megajax.data.tokenizers.load import load_saved_tokenizer
 from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.models.model import Model
 from megajax.parameters import name_of
@@ -83,7 +84,7 @@ def export_programs(
     return step
 
 
-def _read(run_dir: Path, step: int, model: Model) -> dict[str, np.ndarray]:
+def _read(run_dir: Path, step: int, model: Model) -> dict:
     replicated = NamedSharding(_host_mesh(), P())
     wanted = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=replicated),
@@ -93,7 +94,7 @@ def _read(run_dir: Path, step: int, model: Model) -> dict[str, np.ndarray]:
         return jax.tree.map(np.asarray, _named(checkpointer.restore_params(step, wanted, model.layer_rows)))
 
 
-def _serialized(program: jax.export.Exported) -> bytes:
+def _serialized(program: jax.export.Exported) -> bytes | bytearray:
     try:
         return program.serialize()
     except ImportError:
@@ -110,10 +111,10 @@ def programs(model: Model, vocab_size: int, batch_size: int, max_length: int) ->
     structure = jax.tree.structure(model.abstract_weights)
     names = list(_named(model.abstract_weights))
 
-    def module(params: dict):
+    def module(params: dict) -> Any:
         return model.module(jax.tree.unflatten(structure, [params[name] for name in names]))
 
-    def logits(module, x_B1D) -> jax.Array:
+    def logits(module: Any, x_B1D: jax.Array) -> jax.Array:
         return module.logits(x_B1D)[:, 0, :vocab_size]
 
     def prefill(params, tokens_BS, lengths_B):

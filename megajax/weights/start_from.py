@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.steps import find_step, saved_steps
@@ -20,7 +21,7 @@ from megajax.models.model import Model
 from megajax.parameters import matches, merge, name_of, select
 from megajax.training.program import Program
 from megajax.weights.hugging_face.folder import is_folder
-from megajax.weights.sources import Source, open_source
+from megajax.weights.sources import WeightSource, open_source
 from megajax.weights.upcycling import model_for, upcycled
 
 logger = logging.getLogger("megajax")
@@ -97,6 +98,8 @@ def check(config: Config) -> None:
 
 def weights(config: Config, program: Program) -> dict:
     """The weights that the run starts with, sharded for the mesh of the program."""
+    mesh = program.mesh
+    assert isinstance(mesh, Mesh)  # abstract for a plan alone, which reads no weights
     source = _source(config)
     patterns = config.checkpoint.start_fresh
     model = program.model
@@ -111,13 +114,13 @@ def weights(config: Config, program: Program) -> dict:
         logger.info("newly initialised: %s", ", ".join(fresh))
     if left_out := sorted(name for name in _shapes(theirs) if name not in ours):
         logger.info("not used: %s", ", ".join(left_out))
-    target = with_shardings(theirs.abstract_weights, theirs.shardings(program.mesh))
+    target = with_shardings(theirs.abstract_weights, theirs.shardings(mesh))
     found = source.restore_params(target, theirs.layer_rows)
     loaded = select(found, lambda name: name in ours and name not in fresh)
-    return merge(loaded, model.init(config.training.seed, program.mesh, only=fresh)) if fresh else loaded
+    return merge(loaded, model.init(config.training.seed, mesh, only=fresh)) if fresh else loaded
 
 
-def _source(config: Config) -> Source:
+def _source(config: Config) -> WeightSource:
     return upcycled(open_source(*config.checkpoint.source()), config)
 
 

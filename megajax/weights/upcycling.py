@@ -22,41 +22,43 @@ from megajax.mesh.sharding import with_shardings
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
 from megajax.parameters import Parameter, name_of
-from megajax.weights.sources import Source
+from megajax.weights.sources import WeightSource
 
 logger = logging.getLogger("megajax")
 
 FIELD = "model.moe"
 
 
-def upcycled(source: Source, config: Config) -> Source:
+def upcycled(source: WeightSource, config: Config) -> WeightSource:
     """The source as the run needs it: with experts, if the run has some and the source has none.
 
     Raises ValueError if experts cannot be made of the feed-forward networks of the source.
     """
     dense = source.config.model
     ours = config.model
-    both_decoders = isinstance(dense, DecoderConfig) and isinstance(ours, DecoderConfig)
-    if not both_decoders or ours.moe.num_experts is None or dense.moe.num_experts is not None:
+    if not isinstance(dense, DecoderConfig) or not isinstance(ours, DecoderConfig):
         return source
-    return _Upcycled(source, config)
+    if ours.moe.num_experts is None or dense.moe.num_experts is not None:
+        return source
+    return _Upcycled(source, dense, config, ours.moe, ours.moe.num_experts)
 
 
 class _Upcycled:
-    """The Source that a dense one becomes."""
+    """The source that a dense one becomes."""
 
-    def __init__(self, dense: Source, config: Config):
-        self._dense = dense
+    def __init__(self, source: WeightSource, dense: DecoderConfig, config: Config, moe: MoeConfig, num_experts: int):
+        """dense: the model of the source. config: of the run, with these experts."""
+        self._dense = source
         self._run = config
-        moe = config.model.moe
-        before = dense.config.model
-        width = moe.expert_dim or before.width_of_mlp
-        self._granularity = before.width_of_mlp // width
-        _check(before, moe, width)
-        model = dataclasses.replace(before, moe=dataclasses.replace(moe, expert_dim=width))
-        self.config = dataclasses.replace(dense.config, model=model)
-        self.is_foreign = dense.is_foreign
-        self.tokenizer = dense.tokenizer
+        self._num_experts = num_experts
+        width = moe.expert_dim or dense.width_of_mlp
+        self._granularity = dense.width_of_mlp // width
+        _check(dense, moe, width, num_experts)
+        self._scale = _scale(moe, self._granularity, num_experts)
+        whole = dataclasses.replace(moe, expert_dim=width)
+        model = dataclasses.replace(dense, moe=whole, pattern=config.model.pattern)
+        self.config = dataclasses.replace(source.config, model=model)
+        self._widths = (width, dense.width_of_mlp)
 
     def __str__(self) -> str:
         return f"{self._dense}, upcycled"
@@ -72,8 +74,7 @@ class _Upcycled:
         fresh = [name for name in names if _dense_name(name) not in dense]
         logger.info(
             "upcycling: %d experts with a feed-forward width of %d of %d each; newly initialised: %s",
-            self._run.model.moe.num_experts, self.config.model.moe.expert_dim, self._dense.config.model.width_of_mlp,
-            ", ".join(fresh),
+            self._num_experts, *self._widths, ", ".join(fresh),
         )  # fmt: skip
         initial = after.init(self._run.training.seed, mesh, only=fresh)
         dense |= {name_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(initial)}
@@ -95,13 +96,11 @@ class _Upcycled:
         """Of layers of a kind, as it is in the dense model or newly initialised."""
         axes = record.axes
         parts = self._granularity
-        moe = self._run.model.moe
         if "experts" in axes:
             axis = axes.index("experts")
             split = jnp.stack(jnp.split(array, parts, axes.index("mlp") - 1), axis)
-            repeats = [moe.num_experts // parts if name == "experts" else 1 for name in axes]
-            scale = _scale(moe, parts) if is_down else 1.0
-            return jnp.tile(split, repeats) * jnp.asarray(scale, array.dtype)
+            repeats = [self._num_experts // parts if name == "experts" else 1 for name in axes]
+            return jnp.tile(split, repeats) * jnp.asarray(self._scale if is_down else 1.0, array.dtype)
         if record.role == "router":
             of_groups = jax.lax.slice_in_dim(array, 0, array.shape[-1] // parts, axis=-1)
             return jnp.repeat(of_groups, parts, -1)
@@ -113,16 +112,16 @@ def _dense_name(name: str) -> str:
     return ".".join("dense" if part == "moe" else part for part in name.split("."))
 
 
-def _scale(moe: MoeConfig, granularity: int) -> float:
+def _scale(moe: MoeConfig, granularity: int, num_experts: int) -> float:
     """Of the output projections: granularity over the sum of the weights of a token, for even weights."""
     router = moe.router
-    total = router.top_k / moe.num_experts if router.score == "softmax_all" else 1.0
+    total = router.top_k / num_experts if router.score == "softmax_all" else 1.0
     return granularity / (total * router.scale)
 
 
-def _check(dense: DecoderConfig, moe: MoeConfig, width: int) -> None:
-    if dense.has_mlp_bias:
-        raise ValueError("model.mlp_bias=True there: experts have no biases, so the model cannot be upcycled")
+def _check(dense: DecoderConfig, moe: MoeConfig, width: int, num_experts: int) -> None:
+    if "mlp" in dense.biases:
+        raise ValueError("model.biases has mlp there: experts have no biases, so the model cannot be upcycled")
     if moe.shared_dim is not None:
         raise ValueError(
             f"{FIELD}.shared_dim={moe.shared_dim}: a dense model has no shared experts to start from; leave it out"
@@ -133,7 +132,7 @@ def _check(dense: DecoderConfig, moe: MoeConfig, width: int) -> None:
             "model; choose a divisor, or leave it out for whole copies"
         )
     granularity = dense.width_of_mlp // width
-    for field, number in (("num_experts", moe.num_experts), ("router.top_k", moe.router.top_k)):
+    for field, number in (("num_experts", num_experts), ("router.top_k", moe.router.top_k)):
         if number % granularity:
             raise ValueError(
                 f"{FIELD}.{field}={number}: an expert is 1 / {granularity} of the dense network, so it must be a "

@@ -27,7 +27,7 @@ def test_each_phase_is_recorded_and_a_failure_ends_only_its_own(tmp_path, monkey
     )
     monkeypatch.setattr(decode, "use_compilation_cache", lambda: None)
     monkeypatch.setitem(decode.PHASES, "decode", fails)
-    monkeypatch.setitem(decode.PHASES, "mix", lambda engine, options: iter([{"requests": int(options["requests"])}]))
+    monkeypatch.setitem(decode.PHASES, "mix", lambda engine, options: iter([{"requests": options.requests}]))
     output = tmp_path / "decode.jsonl"
     arguments = ["--config=gpt_tiny", "--phases=decode,mix", f"--output={output}", "--serving.max_rows=7"]
     assert decode.main(arguments) == 1

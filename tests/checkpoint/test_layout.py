@@ -19,7 +19,7 @@ from megajax.precision import PrecisionConfig
 from megajax.training.state import abstract_state, state_shardings
 
 CONFIG = DecoderConfig(
-    num_layers=5, embed_dim=16, num_heads=4, mlp_dim=32, vocab_size=64, max_positions=16, bias=False
+    num_layers=5, embed_dim=16, num_heads=4, mlp_dim=32, vocab_size=64, max_positions=16, biases=("norm",)
 )  # fmt: skip
 LAYOUTS = {
     "none": dict(fsdp=2, tensor=2),

@@ -18,7 +18,7 @@ from megajax.data.prepare.read_input import expand
 from megajax.data.prepare.write_tokens import preprocess
 from megajax.data.preprocess import main
 from megajax.data.tokenizers.chat_template import CHATML, ChatTemplate
-from megajax.data.tokenizers.tokenizer import load_tokenizer
+from megajax.data.tokenizers.load import load_tokenizer
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ def test_perplexity_prints_json(run_dir, text, text_model, capsys):
     [
         ("perplexity --run=RUN", "name files with --text"),
         ("perplexity --run=RUN --txt TEXT", "--txt is unknown; did you mean --text?"),
-        ("perplexity --run=RUN --text TEXT --launch.cpu_devices=-1", "launch.cpu_devices=-1 must be from 0 to 4096"),
+        ("perplexity --run=RUN --text TEXT --launch.cpu_devices=-1", "launch.cpu_devices=-1 must be a whole number"),
         ("perplexity --run=RUN --text nowhere.txt", "text=nowhere.txt: the file does not exist"),
         ("perplexity --run=RUN --tokens nowhere.bin", "nowhere.idx does not exist"),
         ("perplexity --run=nowhere --text TEXT", "run=nowhere: no checkpoint"),

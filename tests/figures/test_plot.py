@@ -99,8 +99,8 @@ def test_terminal_draws_without_matplotlib(run_dir, capsys, monkeypatch):
 @pytest.mark.parametrize("words, message", [
     ([], "which run"),
     (["RUN"], "where to"),
-    (["RUN", "--x=epochs", "--terminal"], "--x=epochs is unknown; use one of step, tokens, flops, time"),
-    (["RUN", "--smooth=0", "--terminal"], "--smooth=0 must be the number of values to average"),
+    (["RUN", "--x=epochs", "--terminal"], "x=epochs must be one of step, tokens, flops, time"),
+    (["RUN", "--smooth=0", "--terminal"], "smooth=0 must be a whole number .* at least 1"),
     (["RUN", "--ouput=a.png"], "--ouput=a.png is unknown; did you mean --output[?]"),
     (["RUN", "--output=a.bmp"], r"a.bmp: the name must end in .png, .svg, .pdf"),
     (["nowhere", "--terminal"], "nowhere/metrics.jsonl does not exist"),

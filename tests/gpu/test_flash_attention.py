@@ -150,7 +150,7 @@ def test_ordered_sums_have_the_same_bits_each_time(name):
 def test_decoder_with_the_kernel_matches_cudnn(recompute, one_gpu, caplog):
     config = DecoderConfig(
         num_layers=2, embed_dim=256, num_heads=4, num_kv_heads=2, vocab_size=1000, position="rope", norm="rmsnorm",
-        bias=False, activation="swiglu",
+        biases=(), activation="swiglu",
     )  # fmt: skip
     rng = np.random.default_rng(0)
     batch = {

@@ -26,12 +26,12 @@ pytestmark = pytest.mark.gpu
 
 CONFIG = DecoderConfig(
     num_layers=2, embed_dim=512, num_heads=8, num_kv_heads=2, head_dim=128, mlp_dim=1024, vocab_size=1000,
-    position="rope", norm="rmsnorm", activation="swiglu", bias=False, tied_embeddings=False, init_std=0.05,
+    position="rope", norm="rmsnorm", activation="swiglu", biases=(), tied_embeddings=False, init_std=0.05,
 )  # fmt: skip
 SERVING = ServingConfig(max_rows=8, max_batch_tokens=256, page_size=64, num_pages=64, max_length=1024)
 MODELS = {
     "plain": CONFIG,
-    "window": dataclasses.replace(CONFIG, window=100, full_attention_every=2),
+    "window": dataclasses.replace(CONFIG, window=100, pattern="wf"),
     "cap and sinks": dataclasses.replace(CONFIG, attention_soft_cap=5.0, attention_sinks=True),
 }
 NEW_TOKENS = 40
@@ -91,7 +91,7 @@ FAMILIES = {
     ),
     "state spaces, a gated delta net": HybridConfig(
         num_layers=3, embed_dim=256, num_heads=4, mlp_dim=512, vocab_size=1000, pattern="M*G", position="none",
-        norm="rmsnorm", bias=False, init_std=0.05, mamba=MambaConfig(head_dim=32, state_dim=32),
+        norm="rmsnorm", biases=(), init_std=0.05, mamba=MambaConfig(head_dim=32, state_dim=32),
         delta_net=DeltaNetConfig(value_head_dim=32, num_key_heads=4, key_head_dim=32),
     ),
 }  # fmt: skip

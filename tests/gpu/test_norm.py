@@ -66,7 +66,7 @@ def test_kernel_matches_plain_norm(rows, width, kind, summed, caplog):
 def test_decoder_with_the_kernel_matches_float32_without(kind, one_gpu, caplog):
     config = DecoderConfig(
         num_layers=3, embed_dim=256, num_heads=4, num_kv_heads=2, vocab_size=1000, position="rope", norm=kind,
-        activation="swiglu", bias=kind == "layernorm",
+        activation="swiglu", biases=("qkv", "attention_out", "mlp", "norm") if kind == "layernorm" else (),
     )  # fmt: skip
     rng = np.random.default_rng(0)
     batch, length = 2, 512

@@ -13,6 +13,7 @@ import uvicorn
 from megajax.cli.serving import bind, serve
 from megajax.data.tokenizers.chat_template import CHATML, ChatTemplate
 from megajax.data.tokenizers.tokenizer import BytesTokenizer
+from megajax.inference.config import Sampling
 from megajax.inference.engine import Engine, Output, ServingConfig, Stats
 from megajax.inference.scheduling.scheduler import Request
 from megajax.inference.server.app import ServerConfig, make_app
@@ -39,6 +40,14 @@ def engine_on(device, **changes):
     mesh = make_mesh(MeshConfig(), [device])
     params = jax.device_put(random_params(model, 0), model.shardings(mesh))
     return Engine(model, params, mesh, BytesTokenizer(), serving=dataclasses.replace(SERVING, **changes))
+
+
+def prompt_logprobs(engine, prompt):
+    """Those of its tokens after the first, as the engine finds them."""
+    request = engine.submit(prompt, Sampling(max_tokens=0, temperature=0.0, prompt_logprobs=1))
+    while not request.is_finished:
+        engine.step()
+    return request.prompt_logprobs
 
 
 @contextlib.contextmanager

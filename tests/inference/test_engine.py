@@ -14,6 +14,7 @@ from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.layout import recorded
 from megajax.config import Config
 from megajax.data.tokenizers.tokenizer import BytesTokenizer, NullTokenizer
+from megajax.evaluation.scorer import Scorer
 from megajax.inference.device.memory import HOST_POOL_BYTES, kept_sizes, pool_bytes, pool_sizes
 from megajax.inference.draft import check_same_tokens
 from megajax.inference.engine import Engine, ServingConfig
@@ -30,6 +31,7 @@ from megajax.models.execution import ExecutionConfig
 from megajax.models.hybrid import HybridConfig
 from megajax.models.model import Model
 from megajax.precision import PrecisionConfig
+from servers import prompt_logprobs
 
 # Weights far larger than at the start of a training: the most likely token depends strongly on all that came before.
 SMALL = DecoderConfig(
@@ -37,8 +39,8 @@ SMALL = DecoderConfig(
     tied_embeddings=False,
 )  # fmt: skip
 ROPE = dataclasses.replace(
-    SMALL, position="rope", num_kv_heads=2, window=6, full_attention_every=2, qk_norm=True, norm="rmsnorm",
-    activation="swiglu", bias=False, tied_embeddings=True,
+    SMALL, position="rope", num_kv_heads=2, window=6, pattern="wf", qk_norm=True, norm="rmsnorm",
+    activation="swiglu", biases=(), tied_embeddings=True,
 )  # fmt: skip
 MODELS = {
     "learned": SMALL,
@@ -57,7 +59,7 @@ OTHERS = {
         pattern="M*G",
         position="none",
         norm="rmsnorm",
-        bias=False,
+        biases=(),
         mamba=MambaConfig(head_dim=8, state_dim=8),
         delta_net=DeltaNetConfig(value_head_dim=8, num_key_heads=4, key_head_dim=8),
     ),
@@ -67,7 +69,7 @@ OTHERS = {
 }
 DEEPSEEK = DecoderConfig(
     num_layers=1, embed_dim=32, num_heads=4, head_dim=8, mlp_dim=64, vocab_size=100, vocab_multiple=32, position="rope",
-    norm="rmsnorm", activation="swiglu", bias=False, tied_embeddings=False, mtp_layers=2,
+    norm="rmsnorm", activation="swiglu", biases=(), tied_embeddings=False, mtp_layers=2,
     latent=LatentConfig(kv_rank=16, q_rank=16, rope_dim=4, value_dim=8),
     moe=MoeConfig(4, 16, shared_dim=16, router=RouterConfig(score="sigmoid", bias_update_rate=1e-3)),
 )  # fmt: skip
@@ -270,10 +272,11 @@ def test_log_probabilities_are_those_of_the_whole_sequence(engine_of):
         assert [token for token, _ in entry.top] == best.tolist()
         np.testing.assert_allclose([value for _, value in entry.top], wanted[place, best], atol=1e-4)
     assert len(request.prompt_logprobs) == len(prompt) - 1 and len(found) == 12
-    (score,) = engine.score([prompt])
-    np.testing.assert_array_equal(score.logprobs, [entry.logprob for entry in request.prompt_logprobs])
-    np.testing.assert_array_equal(score.is_greedy, np.argmax(wanted[: len(prompt) - 1], -1) == prompt[1:])
-    assert len(engine.score([[7] * 64])[0].logprobs) == 63  # as long as the model reads
+    again = prompt_logprobs(engine, prompt)
+    assert [entry.logprob for entry in again] == [entry.logprob for entry in request.prompt_logprobs]
+    (scores,) = Scorer(engine.model, engine.params, engine.mesh).score([prompt])
+    np.testing.assert_allclose(scores.log_probs, [entry.logprob for entry in again], atol=1e-4)  # float32 sums
+    assert len(prompt_logprobs(engine, [7] * 64)) == 63  # as long as the model reads
 
 
 def random_requests(engine, count, seed):
@@ -515,7 +518,7 @@ def test_nothing_compiles_after_warm_up_not_even_with_the_first_programs_and_pag
             for sampling in samplings
             for prompts in (PROMPTS, PROMPTS[:1], PROMPTS * 3)
         ]
-        engine.score([PROMPTS[2] * 2])
+        prompt_logprobs(engine, PROMPTS[2] * 2)
         assert compiled == []
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(caches))  # donated
         return found
@@ -541,8 +544,8 @@ def whole_and_rounded(whole, engine):
     """Mean difference of the log-probabilities of a prompt in several chunks."""
     assert engine.bytes_per_token < 0.5 * whole.bytes_per_token
     prompt = np.random.default_rng(0).integers(0, 100, 60).tolist()
-    (exact,), (rounded,) = whole.score([prompt]), engine.score([prompt])
-    return np.abs(exact.logprobs - rounded.logprobs).mean()
+    exact, rounded = ([entry.logprob for entry in prompt_logprobs(each, prompt)] for each in (whole, engine))
+    return np.abs(np.subtract(exact, rounded)).mean()
 
 
 def test_new_weights_need_no_new_program_and_drop_the_prefix_cache(engine_of):

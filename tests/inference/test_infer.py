@@ -1,20 +1,24 @@
 """The command line of infer.py: bad arguments give a one-line error before a model is loaded; how text is printed."""
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
 import pytest
 
 from megajax.cli import generation, infer, serving
+from megajax.cli.options import OfEngine
 from megajax.data.tokenizers.chat_template import ChatTemplate
-from megajax.inference.tokens.sampling import Sampling
-from megajax.terminal.command_line import AXES
+from megajax.inference.config import Sampling, ServingConfig
+from megajax.inference.engine import Engine
+from megajax.mesh.config import AXES
+from megajax.terminal.command_line import options
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ("", "arguments are required"),
+        ("", "name a command: infer.py {generate,chat"),
         ("generate --run=x", "--prompt"),
         ("generate --prompt=x", "--run"),
         ("generate --run=x --prompt=x --prompts=y", "--prompt.* or --prompts"),
@@ -22,7 +26,7 @@ from megajax.terminal.command_line import AXES
         ("generate --run=x --prompt=x --output=/dev/null", "output=/dev/null exists"),
         ("generate --run=x --prompt=x --promt=y", "--promt=y is unknown; did you mean --prompt"),
         ("generate --run=x --prompt=x --mesh.tp=2", "did you mean --mesh.tensor"),
-        ("generate --run=x --prompt=x --top_k=many", "invalid int value"),
+        ("generate --run=x --prompt=x --top_k=many", "top_k=many must be a whole number"),
         ("generate --run=x --prompt=x --temperature=-1", "temperature=-1"),
         ("generate --run=x --prompt=x --memory_fraction=2", "memory_fraction=2"),
         ("generate --run=nowhere --prompt=x", "run=nowhere"),
@@ -33,10 +37,11 @@ from megajax.terminal.command_line import AXES
         ("serve --run=x --host=192.0.2.1", "host=192.0.2.1 port=8000 cannot be used"),
         ("serve --run=x --api_key_file=nowhere", "api_key_file=nowhere"),
         ("serve --run=x --max_requests=0", "max_requests=0"),
+        ("serve --run=x --api_key=", "api_key= is empty"),
         ("serve --run=nowhere --port=0", "run=nowhere"),
-        ("bench --run=nowhere --batch=1,b", "'1,b' is not a list"),
+        ("bench --run=nowhere --batch=1,b", "batch=1,b must be a list of whole numbers"),
         ("bench --run=nowhere --batch=0", "batch=0"),
-        ("bench --run=nowhere --request_rate=0", "request_rate=0.0 must be above 0"),
+        ("bench --run=nowhere --request_rate=0", "request_rate=0 must be a list of .* above 0"),
         ("bench", "--run=DIR, or --url"),
         ("bench --url=http://127.0.0.1:1", "--request_rate"),
         ("bench --url=http://127.0.0.1:1 --concurrency=1", "url=http://127.0.0.1:1: ConnectError"),
@@ -66,28 +71,18 @@ OF_BENCH = ("batch", "concurrency", "prompt_tokens", "max_tokens", "repeats", "n
     ("generate --prompt=x", NUMBERS), ("serve --port=0", NUMBERS), ("bench", NUMBERS + OF_BENCH),
 ])  # fmt: skip
 def test_nonsense_numbers_are_refused_by_name_before_a_model_is_opened(command, names, monkeypatch):
-    def open_no_model(_, options):
-        infer.mesh_of(options)
-        infer._serving(options)
-        pytest.fail("a model is opened")
-
-    monkeypatch.setattr(infer, "_open", open_no_model)
+    monkeypatch.setattr(Engine, "from_run", lambda *_: pytest.fail("a model is opened"))
+    monkeypatch.setattr(Engine, "replicas_from_run", Engine.from_run)
     for name in names:
         for value in ("-2", "99999999999999999999", "-inf", "nan", "x", "", "1,,2"):
-            with pytest.raises(ValueError, match=f"^(argument --)?{name}[=:][^\n]*$"):
+            with pytest.raises(ValueError, match=f"^{name}=[^\n]*$"):
                 infer.main([*command.split(), "--run=x", f"--{name}={value}"])
 
 
 def test_every_axis_of_the_mesh_and_every_field_of_the_engine_can_be_set():
-    import dataclasses
-
-    from megajax.inference.engine import ServingConfig
-    from megajax.mesh.config import AXES
-
-    for axis in AXES:
-        options = infer.parse(["bench", "--run=x", f"--mesh.{axis}=3"])
-        assert getattr(options, f"mesh.{axis}") == 3
-    assert set(infer.SERVING) == {field.name for field in dataclasses.fields(ServingConfig)}
+    names = {option.name for option in options(infer.COMMANDS["bench"])}
+    assert names > {f"mesh.{axis}" for axis in AXES}
+    assert names > {field.name for field in dataclasses.fields(ServingConfig)}
 
 
 def test_keys_are_read_from_a_file(tmp_path):
@@ -156,7 +151,7 @@ def test_each_call_draws_a_seed_and_says_how_to_repeat_it(monkeypatch, caplog):
     used = []
     decoder = SimpleNamespace(config=SimpleNamespace(model=SimpleNamespace(reads_source=False)))
     monkeypatch.setattr("megajax.weights.sources.open_source", lambda *_: decoder)
-    monkeypatch.setattr(infer, "_engine", lambda options: Backwards())
+    monkeypatch.setattr(OfEngine, "engine", lambda options: Backwards())
     monkeypatch.setattr(generation, "print_texts", lambda engine, prompts, sampling: used.append(sampling.seed))
     for _ in range(3):
         infer.main(["generate", "--run=x", "--prompt=x"])

@@ -23,7 +23,7 @@ from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.verify import sealed
 from megajax.config import Config, override
-from megajax.data.tokenizers.tokenizer import load_tokenizer, save_tokenizer
+from megajax.data.tokenizers.load import load_tokenizer, save_tokenizer
 from megajax.inference.engine import Engine
 from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.training.faults.watchdog import Watchdog

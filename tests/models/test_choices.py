@@ -30,25 +30,25 @@ SIZES = dict(num_layers=2, embed_dim=16, num_heads=4, mlp_dim=32, vocab_size=30,
 MODELS = {
     # Gemma's and gpt-oss's choices.
     "sandwich": DecoderConfig(
-        **SIZES, position="rope", num_kv_heads=2, norm="rmsnorm", norm_zero_centered=True, norm_placement="sandwich",
-        qk_norm="all_heads", activation="geglu_tanh", bias=False, qkv_bias=True, head_bias=True,
-        window=6, full_attention_every=2, attention_sinks=True, attention_multiplier=0.4, embedding_multiplier=4.0,
+        **SIZES, position="rope", num_kv_heads=2, norm="rmsnorm_1p", norm_placement="sandwich",
+        qk_norm="all_heads", activation="geglu_tanh", biases=("qkv", "head"),
+        window=6, pattern="wf", attention_sinks=True, attention_multiplier=0.4, embedding_multiplier=4.0,
         residual_multiplier=0.5, logit_multiplier=0.7, logit_soft_cap=3.0, dropout=0.1,
         rope=RopeConfig(scaling="yarn", factor=4.0, original_length=8, local_base=100.0, interleaved=True),
     ),
     # BLOOM's and Cohere's.
     "parallel": DecoderConfig(
-        **SIZES, position="alibi", norm_bias=False, embedding_norm=True, parallel_residual="one_norm",
-        activation="relu", attention_sinks=True, mlp_bias=False, dropout=0.1, tied_embeddings=False,
+        **SIZES, position="alibi", embedding_norm=True, parallel_residual="one_norm",
+        activation="relu", attention_sinks=True, biases=("qkv", "attention_out"), dropout=0.1, tied_embeddings=False,
     ),
     # OLMo 2's and GPT-NeoX's.
     "post": DecoderConfig(
-        **SIZES, position="rope", norm="rmsnorm", norm_placement="post", parallel_residual="two_norms", bias=False,
+        **SIZES, position="rope", norm="rmsnorm", norm_placement="post", parallel_residual="two_norms", biases=(),
         activation="swiglu",
     ),
     # DeepSeek's.
     "latent": DecoderConfig(
-        **SIZES, position="rope", norm="rmsnorm", bias=False, activation="swiglu", dropout=0.1, attention_dropout=0.1,
+        **SIZES, position="rope", norm="rmsnorm", biases=(), activation="swiglu", dropout=0.1, attention_dropout=0.1,
         head_dim=4, latent=LatentConfig(kv_rank=8, q_rank=12, rope_dim=2, value_dim=6),
         rope=RopeConfig(scaling="yarn", factor=4.0, original_length=8, interleaved=True),
     ),

@@ -19,7 +19,8 @@ from megajax.layers.dropout import DropoutKey, dropout
 from megajax.layers.feed_forward.mlp import Mlp
 from megajax.layers.feed_forward.moe import MoeConfig
 from megajax.layers.norm import Norm
-from megajax.models.decoder import DecoderConfig, padded_vocab_size
+from megajax.models.decoder import DecoderConfig
+from megajax.models.decoder_fields import padded_vocab_size
 from megajax.models.execution import ExecutionConfig
 from megajax.models.interface import LossOptions, split_key
 from megajax.models.model import Model
@@ -31,7 +32,7 @@ FLOAT32 = PrecisionConfig(compute="float32")
 T = 16
 SMALL = DecoderConfig(
     num_layers=1, embed_dim=16, num_heads=2, vocab_size=30, vocab_multiple=8, max_positions=T, position="rope",
-    norm="rmsnorm", activation="swiglu", bias=False, tied_embeddings=False, init_std=0.2,
+    norm="rmsnorm", activation="swiglu", biases=(), tied_embeddings=False, init_std=0.2,
 )  # fmt: skip
 
 
@@ -77,7 +78,7 @@ def make_params(config: DecoderConfig) -> dict:
 
     def draw(path, leaf):
         if path[-1].key == "scale":
-            return np.full(leaf.shape, 0.0 if config.norm_zero_centered else 1.0, np.float32)
+            return np.full(leaf.shape, 0.0 if config.norm.endswith("_1p") else 1.0, np.float32)
         return (config.init_std * rng.standard_normal(leaf.shape)).astype(np.float32)
 
     return jax.tree.map_with_path(draw, Model(config, FLOAT32).abstract_weights)
@@ -117,23 +118,23 @@ def counted(config: DecoderConfig) -> int:
     """Parameters by the formula, from the sizes alone."""
     D, N, K, H, F = config.embed_dim, config.num_heads, config.kv_heads, config.width_of_head, config.width_of_mlp
     wide = 2 if config.activation in ("swiglu", "geglu", "geglu_tanh") else 1
-    of_a_norm = 2 if config.norm == "layernorm" and config.norm_bias else 1
+    of_a_norm = 2 if config.norm.startswith("layernorm") and "norm" in config.biases else 1
     norms = {"pre": 2, "post": 2, "sandwich": 4}[config.norm_placement] - (config.parallel_residual == "one_norm")
     latent = config.latent
     layer = (2 * D * (N + K) * H if latent.kv_rank is None else counted_latent(config)) + norms * of_a_norm * D
     if config.qk_norm:
         layer += of_a_norm * H * (N + K if config.qk_norm == "all_heads" else 2)
-    layer += (N + 2 * K) * H if config.has_qkv_bias else 0
-    layer += D if config.has_attention_out_bias else 0
+    layer += (N + 2 * K) * H if "qkv" in config.biases else 0
+    layer += D if "attention_out" in config.biases else 0
     layer += N if config.attention_sinks else 0
     matrices, moe = (wide + 1) * D, config.moe
-    dense = matrices * F + (wide * F + D if config.has_mlp_bias else 0)
+    dense = matrices * F + (wide * F + D if "mlp" in config.biases else 0)
     experts = (moe.num_experts or 0) * (D + matrices * (moe.expert_dim or F))
     experts += matrices * (moe.shared_dim or 0) + moe.shared_gate * D
-    mlps = sum(experts if moe.has_experts(number) else dense for number in range(config.num_layers))
-    tables = config.padded_vocab_size * (D * (1 if config.tied_embeddings else 2) + config.head_bias)
+    mlps = sum(experts if config.has_experts(number) else dense for number in range(config.num_layers))
+    tables = config.padded_vocab_size * (D * (1 if config.tied_embeddings else 2) + ("head" in config.biases))
     tables += config.max_positions * D if config.position == "learned" else 0
-    mtp = config.mtp_layers * (layer + (experts if moe.has_experts(config.num_layers - 1) else dense))
+    mtp = config.mtp_layers * (layer + (experts if config.has_experts(config.num_layers - 1) else dense))
     mtp += config.mtp_layers * (2 * D * D + 3 * of_a_norm * D)
     return config.num_layers * layer + mlps + mtp + of_a_norm * D * (1 + config.embedding_norm) + tables
 
@@ -165,22 +166,17 @@ def test_counted_parameters_equal_the_real_ones_of_random_features(seed):
         head_dim=rng.choice([None, 6]),
         mlp_dim=rng.choice([None, 20]),
         position=rng.choice(["learned", "rope", "alibi", "none"]),
-        norm=rng.choice(["layernorm", "rmsnorm"]),
-        norm_bias=rng.choice([False, True]),
+        norm=rng.choice(["layernorm", "rmsnorm", "layernorm_1p"]),
         norm_placement=rng.choice(["pre", "sandwich"]),
         embedding_norm=rng.choice([False, True]),
         parallel_residual=rng.choice(["none", "one_norm", "two_norms"]),
         qk_norm=rng.choice([False, True, "all_heads"]),
         activation=rng.choice(["gelu", "swiglu", "geglu_tanh", "squared_relu"]),
-        bias=rng.choice([False, True]),
-        qkv_bias=rng.choice([None, False, True]),
-        attention_out_bias=rng.choice([None, False, True]),
-        mlp_bias=rng.choice([None, False, True]),
-        head_bias=rng.choice([False, True]),
+        biases=tuple(rng.sample(("qkv", "attention_out", "mlp", "norm", "head"), rng.randint(0, 5))),
         attention_sinks=rng.choice([False, True]),
         tied_embeddings=rng.choice([False, True]),
         window=rng.choice([None, 4]),
-        moe=rng.choice([MoeConfig(), MoeConfig(4, 8, layers="de", shared_dim=6, shared_gate=True)]),
+        moe=rng.choice([MoeConfig(), MoeConfig(4, 8, shared_dim=6, shared_gate=True)]),
         mtp_layers=rng.choice([0, 1, 2]),
     )
     assert counted(config) == Model(config, FLOAT32).num_parameters(), config
@@ -198,12 +194,18 @@ def equations(jaxpr):
     "config, options, execution",
     [
         (
-            variant(bias=True, norm="layernorm", position="learned", activation="gelu", tied_embeddings=True),
+            variant(
+                biases=("qkv", "attention_out", "mlp", "norm"),
+                norm="layernorm",
+                position="learned",
+                activation="gelu",
+                tied_embeddings=True,
+            ),
             LossOptions(),
             ExecutionConfig(),
         ),
         (
-            variant(bias=True, qk_norm=True, num_kv_heads=1),
+            variant(biases=("qkv", "attention_out", "mlp", "norm"), qk_norm=True, num_kv_heads=1),
             LossOptions(z_loss=1e-4, label_smoothing=0.1),
             ExecutionConfig(recompute="selective"),
         ),
@@ -224,7 +226,7 @@ def test_no_gradient_is_summed_in_bfloat16(one_device, config, options, executio
 @pytest.mark.parametrize("mesh", [{}, dict(data=2, fsdp=2, tensor=2)], ids=["one device", "mesh"])
 def test_gradients_of_matrices_are_reduced_as_asked(mesh, make_test_mesh):
     """In bfloat16 they have no more bits than that; asked for float32 they are nearer to those of a float32 model."""
-    config = variant(num_heads=4, head_dim=8, bias=True)
+    config = variant(num_heads=4, head_dim=8, biases=("qkv", "attention_out", "mlp", "norm"))
 
     def gradients(precision):
         model = Model(config, precision)
@@ -269,9 +271,9 @@ def test_window_hides_what_is_farther_back(one_device):
 
 
 def test_every_nth_layer_sees_everything(one_device):
-    config = variant(window=4, num_layers=2, full_attention_every=2)
+    config = variant(window=4, num_layers=2, pattern="wf")
     assert list(touched(config, one_device, 5)) == [place >= 5 for place in range(T)]
-    layers = layers_of(dataclasses.replace(config, num_layers=6, full_attention_every=3))
+    layers = layers_of(dataclasses.replace(config, num_layers=6, pattern="w2f"))
     assert [layer.attention.mask.reach for layer in layers] == [4, 4, None] * 2
 
 
@@ -281,9 +283,9 @@ def test_every_nth_layer_has_no_rotary_embedding(one_device):
     def difference(config):
         return np.abs(logits_of(config, one_device, make_batch()) - logits_of(config, one_device, stretched)).max()
 
-    assert difference(variant(no_rope_every=1)) == 0
-    assert difference(variant(no_rope_every=2, num_layers=2)) > 1e-3
-    layers = layers_of(variant(no_rope_every=3, num_layers=6))
+    assert difference(variant(pattern="n")) == 0
+    assert difference(variant(pattern="fn", num_layers=2)) > 1e-3
+    layers = layers_of(variant(pattern="f2n", num_layers=6))
     assert [layer.attention.rope for layer in layers] == ["global", "global", "none"] * 2
 
 
@@ -347,7 +349,8 @@ def test_tied_output_is_the_transposed_embedding(one_device):
 
 
 def test_zero_centered_norm_starts_as_the_plain_one(one_device):
-    plain, centered = variant(qk_norm=True), variant(qk_norm=True, norm_zero_centered=True)
+    plain = variant(qk_norm=True)
+    centered = variant(qk_norm=True, norm="rmsnorm_1p")
     for config, start in ((plain, 1), (centered, 0)):
         assert np.all(Norm(layers_of(config)[0].norm, 4, rngs=nnx.Rngs(0)).scale[...] == start)
         assert np.all(make_params(config)["layers"]["dense"]["attention"]["key_norm"]["scale"] == start)
@@ -357,7 +360,9 @@ def test_zero_centered_norm_starts_as_the_plain_one(one_device):
 
 
 def test_initial_weights_follow_megatrons_rule(one_device):
-    config = variant(num_layers=4, embed_dim=128, vocab_size=512, bias=True, init_std=0.02)
+    config = variant(
+        num_layers=4, embed_dim=128, vocab_size=512, biases=("qkv", "attention_out", "mlp", "norm"), init_std=0.02
+    )
     params = Model(config, FLOAT32).init(3, one_device)
     layers = params["layers"]["dense"]
     inner = [params["embedding"], params["head"], *(layers["attention"][name] for name in ("query", "key", "value"))]
@@ -407,7 +412,7 @@ def test_dropout_is_a_function_of_the_key(one_device, kind):
 # ----------------------------------------------------------------------------- how a stack is run
 
 # A pattern of two layers, twice, and one more.
-PATTERN = variant(num_layers=5, window=4, full_attention_every=2, attention_dropout=0.1)
+PATTERN = variant(num_layers=5, window=4, pattern="wf", attention_dropout=0.1)
 
 
 def loss_and_gradients(**how):

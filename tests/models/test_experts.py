@@ -25,10 +25,10 @@ from runs import run_of
 
 NUM_EXPERTS = 4
 MODEL = DecoderConfig(
-    num_layers=2, embed_dim=16, num_heads=4, mlp_dim=32, vocab_size=64, position="rope", norm="rmsnorm", bias=False,
-    activation="swiglu", init_std=0.2,
-    moe=MoeConfig(NUM_EXPERTS, 24, layers="de", shared_dim=8, router=RouterConfig(
-        score="sigmoid", bias_update_rate=1e-2, sequence_aux_loss=0.1, global_aux_loss=0.1,
+    num_layers=2, embed_dim=16, num_heads=4, mlp_dim=32, vocab_size=64, position="rope", norm="rmsnorm", biases=(),
+    activation="swiglu", init_std=0.2, pattern="de",
+    moe=MoeConfig(NUM_EXPERTS, 24, shared_dim=8, router=RouterConfig(
+        score="sigmoid", bias_update_rate=1e-2, aux_loss=0.1, aux_loss_scope="batch",
     )),
 )  # fmt: skip
 
@@ -73,7 +73,7 @@ def test_a_run_goes_on_over_other_devices(mesh, how, trained, tmp_path, monkeypa
     )
     assert len(run_of(first, monkeypatch)) == 2
     lines = run_of(config, monkeypatch)
-    for name in ("loss", "grad_norm", "router_max_load", "expert_load/0", "router_global_aux_loss"):
+    for name in ("loss", "grad_norm", "router_max_load", "expert_load/0", "router_aux_loss"):
         np.testing.assert_allclose([line[name] for line in lines], [line[name] for line in whole], rtol=1e-4)
     loads = [line[f"expert_load/{number}"] for line in lines for number in range(NUM_EXPERTS)]
     np.testing.assert_allclose(np.reshape(loads, (-1, NUM_EXPERTS)).sum(1), NUM_EXPERTS, rtol=1e-5)
@@ -109,8 +109,8 @@ def test_variables_follow_the_load(trained):
     np.testing.assert_allclose(router["router_expert_load"][0], loads[-1], rtol=1e-6)
     np.testing.assert_allclose(router["router_expert_bias"][0], 1e-2 * np.sign(1 - loads).sum(0), atol=1e-6)
     # Before a step there is no load: all experts count as evenly loaded.
-    assert lines[0]["router_global_aux_loss"] == pytest.approx(0.1, rel=1e-5)
-    assert abs(lines[-1]["router_global_aux_loss"] - 0.1) > 1e-4
+    assert lines[0]["router_aux_loss"] == pytest.approx(0.1, rel=1e-5)
+    assert abs(lines[-1]["router_aux_loss"] - 0.1) > 1e-4
 
 
 @pytest.mark.slow
@@ -154,7 +154,7 @@ def test_it_generates_what_it_predicts_without_a_cache(trained):
 
 def test_a_coefficient_may_change_at_a_resume_and_the_number_of_experts_not(trained):
     config, _ = trained
-    changed = override(config, ["--model.moe.router.sequence_aux_loss=0.2", "--model.moe.router.z_loss=0.1"])
+    changed = override(config, ["--model.moe.router.aux_loss=0.2", "--model.moe.router.z_loss=0.1"])
     assert incompatibilities(config, changed) == []
     other = override(config, ["--model.moe.num_experts=8"])
     assert incompatibilities(config, other) == ["model.moe.num_experts: 4 -> 8"]
@@ -164,7 +164,7 @@ def test_a_coefficient_may_change_at_a_resume_and_the_number_of_experts_not(trai
 @pytest.mark.parametrize("change, message", [
     (["--mesh.expert=8"], "model.moe.num_experts=4 is not divisible by mesh.expert=8; use --mesh.expert=4"),
     (["--model.moe.expert_dim=9", "--mesh.tensor=2"], "model.moe.expert_dim=9 is not divisible by mesh.tensor=2"),
-    (["--model.bias=True"], "model.moe.num_experts: biases of experts are not supported"),
+    (["--model.biases=mlp"], "model.moe.num_experts: biases of experts are not supported"),
     (["--model.moe.router.top_k=5"], "model.moe.router.top_k=5 is more than model.moe.num_experts=4"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused(change, message, tmp_path):

@@ -234,7 +234,7 @@ class TwoStacks(LossModule):
 # ----------------------------------------------------------------------------- what both must do
 
 HYBRID = HybridConfig(
-    num_layers=4, embed_dim=16, num_heads=4, mlp_dim=32, vocab_size=64, position="rope", norm="rmsnorm", bias=False,
+    num_layers=4, embed_dim=16, num_heads=4, mlp_dim=32, vocab_size=64, position="rope", norm="rmsnorm", biases=(),
     activation="swiglu", init_std=0.2, dropout=0.1, attention_dropout=0.1,
 )  # fmt: skip
 FAMILIES = {"hybrid": HYBRID, "two stacks": TwoStacksConfig()}
@@ -498,7 +498,8 @@ def test_a_run_starts_with_new_parameters_and_keeps_others_where_it_says_so(trai
     """A head of another size, and biases that the other run does not have; of the rest only some are trained."""
     source, lines = trained["hybrid"]
     config = override(config_of("hybrid", tmp_path / "run", steps=1, eval_every_steps=0), [
-        f"--checkpoint.start_from={source.run_dir}/checkpoints/4", "--model.bias=True", "--model.tied_embeddings=False",
+        f"--checkpoint.start_from={source.run_dir}/checkpoints/4", "--model.biases=qkv,attention_out,mlp",
+        "--model.tied_embeddings=False",
         "--model.rope.base=500000",
     ])  # fmt: skip
     with pytest.raises(ValueError, match="start_from=.*another model .head is missing there; layers.dense.atten"):

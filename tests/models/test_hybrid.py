@@ -38,7 +38,7 @@ MAMBA = MambaConfig(head_dim=4, state_dim=8, num_groups=2, chunk=8)
 DELTA_NET = DeltaNetConfig(num_value_heads=4, value_head_dim=4, num_key_heads=2, key_head_dim=8, chunk=8)
 HYBRID = HybridConfig(
     num_layers=4, pattern="M*G-", mamba=MAMBA, delta_net=DELTA_NET, embed_dim=16, num_heads=4, num_kv_heads=2,
-    mlp_dim=32, vocab_size=VOCAB, position="none", norm="rmsnorm", bias=False, activation="squared_relu", init_std=0.2,
+    mlp_dim=32, vocab_size=VOCAB, position="none", norm="rmsnorm", biases=(), activation="squared_relu", init_std=0.2,
 )  # fmt: skip
 
 

@@ -37,13 +37,13 @@ FLOAT32 = PrecisionConfig(compute="float32")
 B, T, V = 4, 16, 30
 PLAIN = DecoderConfig(
     num_layers=1, embed_dim=8, num_heads=2, mlp_dim=16, vocab_size=V, vocab_multiple=8, position="rope", norm="rmsnorm",
-    norm_epsilon=1e-6, bias=False, tied_embeddings=False, mtp_layers=2, mtp_loss=0.6,
+    norm_epsilon=1e-6, biases=(), tied_embeddings=False, mtp_layers=2, mtp_loss=0.6,
 )  # fmt: skip
 DEEPSEEK = dataclasses.replace(
     PLAIN, num_heads=4, head_dim=4, init_std=0.2, activation="swiglu", mtp_layers=1,
     rope=RopeConfig(interleaved=True), latent=LatentConfig(kv_rank=8, q_rank=8, rope_dim=2, value_dim=6),
     moe=MoeConfig(4, 8, shared_dim=8, router=RouterConfig(
-        score="sigmoid", bias_update_rate=1e-2, sequence_aux_loss=0.1,
+        score="sigmoid", bias_update_rate=1e-2, aux_loss=0.1, aux_loss_scope="sequence",
     )),
 )  # fmt: skip
 
@@ -227,7 +227,7 @@ def test_deepseek_resumes_on_another_mesh_with_other_microbatches(trained, tmp_p
     )
     run_of(first, monkeypatch)
     lines = run_of(config, monkeypatch)
-    for name in ("loss", "mtp_loss", "mtp_loss/1", "grad_norm", "router_sequence_aux_loss"):
+    for name in ("loss", "mtp_loss", "mtp_loss/1", "grad_norm", "router_aux_loss"):
         found, wanted = ([line[name] for line in run_lines if name in line] for run_lines in (lines, whole))
         np.testing.assert_allclose(found, wanted, rtol=1e-4, err_msg=name)
 

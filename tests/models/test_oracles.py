@@ -44,7 +44,7 @@ def decoder_config(sizes: dict) -> DecoderConfig:
         norm_epsilon=sizes.get("layernorm_epsilon", 1e-5),
         qk_norm=sizes.get("qk_layernorm", False),
         activation="swiglu" if sizes["activation"] == "swiglu" else "gelu",
-        bias=sizes["bias"],
+        biases=("qkv", "attention_out", "mlp", "norm") if sizes["bias"] else ("norm",),
         tied_embeddings=sizes["tied"],
         moe=moe_config(sizes),
     )

@@ -95,7 +95,7 @@ class AdaptedConfig(DecoderConfig):
 
 MODEL = AdaptedConfig(
     num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=32, vocab_size=64, position="rope",
-    norm="rmsnorm", bias=False, activation="swiglu", init_std=0.2, moe=MoeConfig(num_experts=4, expert_dim=16),
+    norm="rmsnorm", biases=(), activation="swiglu", init_std=0.2, moe=MoeConfig(num_experts=4, expert_dim=16),
 )  # fmt: skip
 FLOAT32 = PrecisionConfig(compute="float32")
 

@@ -246,7 +246,7 @@ def test_interpreted_kernel_equals_the_reference(lengths, page_size, is_int8, gr
 def test_engine_with_the_kernels_gives_the_probabilities_that_it_gives_without(without_layouts, interpreted, stand_in):
     """The last block of prompt tokens, 129 in one call, is one token and padding."""
     config = DecoderConfig(num_layers=1, embed_dim=64, num_heads=2, num_kv_heads=1, head_dim=64, mlp_dim=64,
-                           vocab_size=100, position="rope", norm="rmsnorm", activation="swiglu", bias=False,
+                           vocab_size=100, position="rope", norm="rmsnorm", activation="swiglu", biases=(),
                            tied_embeddings=False, init_std=0.3)  # fmt: skip
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     precision = PrecisionConfig(compute="bfloat16")

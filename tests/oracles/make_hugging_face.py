@@ -25,8 +25,10 @@ COMMON = dict(
 )  # fmt: skip
 OURS = dict(
     num_layers=LAYERS, embed_dim=D, num_heads=N, num_kv_heads=K, head_dim=H, mlp_dim=F, vocab_size=V, vocab_multiple=8,
-    position="rope", norm="rmsnorm", activation="swiglu", bias=False,
+    position="rope", norm="rmsnorm", activation="swiglu", biases=(),
 )  # fmt: skip
+
+EVERYWHERE = ("qkv", "attention_out", "mlp", "norm")
 
 # Our names in a layer -> theirs.
 LLAMA = {
@@ -71,8 +73,8 @@ def gemma3():
         rope_parameters=rope, layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2),
     )  # fmt: skip
     ours = dict(
-        norm_zero_centered=True, norm_placement="sandwich", qk_norm=True, activation="geglu_tanh", window=6,
-        full_attention_every=2, attention_multiplier=5**-0.5, embedding_multiplier=D**0.5, logit_soft_cap=3.0,
+        norm="rmsnorm_1p", norm_placement="sandwich", qk_norm=True, activation="geglu_tanh", window=6,
+        pattern="wf", attention_multiplier=5**-0.5, embedding_multiplier=D**0.5, logit_soft_cap=3.0,
         rope=dict(base=1e6, local_base=100.0, scaling="linear", factor=4.0),
     )  # fmt: skip
     return transformers.Gemma3ForCausalLM(config), ours, LLAMA | SANDWICH | QK_NORM, OUTSIDE, "model.layers"
@@ -91,7 +93,8 @@ def gpt_neox():
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     )  # fmt: skip
     ours = dict(
-        norm="layernorm", bias=True, activation="gelu", parallel_residual="two_norms", num_kv_heads=N, head_dim=D // N,
+        norm="layernorm", biases=EVERYWHERE, activation="gelu", parallel_residual="two_norms", num_kv_heads=N,
+        head_dim=D // N,
         rope=dict(fraction=0.5), tied_embeddings=False,
     )  # fmt: skip
     layer = LLAMA | FUSED | {
@@ -109,7 +112,7 @@ def gptj():
     )  # fmt: skip
     ours = dict(
         norm="layernorm", activation="gelu_tanh", parallel_residual="one_norm", num_heads=2, num_kv_heads=2,
-        mlp_bias=True, head_bias=True, rope=dict(fraction=0.5, interleaved=True), tied_embeddings=False,
+        biases=("mlp", "norm", "head"), rope=dict(fraction=0.5, interleaved=True), tied_embeddings=False,
     )  # fmt: skip
     outside = {"embedding": "transformer.wte", "final_norm": "transformer.ln_f", "head": "lm_head"}
     return transformers.GPTJForCausalLM(config), ours, GPTJ, outside, "transformer.h"
@@ -123,7 +126,7 @@ def granite():
     )  # fmt: skip
     ours = dict(
         head_dim=D // N, embedding_multiplier=3.0, attention_multiplier=0.3, residual_multiplier=0.22,
-        logit_multiplier=0.25, mlp_bias=True,
+        logit_multiplier=0.25, biases=("mlp",),
     )  # fmt: skip
     return transformers.GraniteForCausalLM(config), ours, LLAMA, OUTSIDE, "model.layers"
 
@@ -142,7 +145,7 @@ def gpt_oss():
     for layer in model.model.layers:
         layer.mlp = DenseMlp()
     ours = dict(
-        qkv_bias=True, attention_out_bias=True, attention_sinks=True, window=6, full_attention_every=2,
+        biases=("qkv", "attention_out"), attention_sinks=True, window=6, pattern="wf",
         tied_embeddings=False,
         rope=dict(base=1000.0, scaling="yarn", factor=8.0, ramp=(1.0, 8.0), original_length=32, truncate=False),
     )  # fmt: skip
@@ -157,7 +160,7 @@ def bloom():
     )
     ours = dict(
         num_layers=2, embed_dim=width, num_heads=heads, num_kv_heads=heads, head_dim=4, mlp_dim=4 * width,
-        norm="layernorm", bias=True, activation="gelu_tanh", position="alibi", embedding_norm=True,
+        norm="layernorm", biases=EVERYWHERE, activation="gelu_tanh", position="alibi", embedding_norm=True,
     )  # fmt: skip
     layer = LLAMA | FUSED | {
         "qkv": "self_attention.query_key_value", "attention.out": "self_attention.dense", "mlp.up": "mlp.dense_h_to_4h",
@@ -176,8 +179,8 @@ def cohere2():
         layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2),
     )  # fmt: skip
     ours = dict(
-        norm="layernorm", norm_bias=False, parallel_residual="one_norm", logit_multiplier=0.3, window=6,
-        full_attention_every=2, no_rope_every=2, rope=dict(interleaved=True),
+        norm="layernorm", parallel_residual="one_norm", logit_multiplier=0.3, window=6,
+        pattern="wn", rope=dict(interleaved=True),
     )  # fmt: skip
     return transformers.Cohere2ForCausalLM(config), ours, LLAMA | {"mlp_norm": None}, OUTSIDE, "model.layers"
 
@@ -238,7 +241,7 @@ def record(make, generator: torch.Generator) -> dict[str, np.ndarray]:
     ours = OURS | ours
     model.eval()
     for name, parameter in model.named_parameters():
-        is_scale = parameter.ndim == 1 and name.endswith("weight") and not ours.get("norm_zero_centered")
+        is_scale = parameter.ndim == 1 and name.endswith("weight") and not ours["norm"].endswith("_1p")
         parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator) + is_scale)
     tokens = torch.randint(0, V, (2, LENGTH), generator=generator)
     logits = model(tokens).logits.numpy()

@@ -32,15 +32,15 @@ GPT = DecoderConfig(
 )  # fmt: skip
 LLAMA = DecoderConfig(
     num_layers=8, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=32, vocab_size=100, position="rope",
-    rope=RopeConfig(fraction=0.5), norm="rmsnorm", qk_norm=True, activation="swiglu", bias=False, tied_embeddings=False,
-    window=6, full_attention_every=4,
+    rope=RopeConfig(fraction=0.5), norm="rmsnorm", qk_norm=True, activation="swiglu", biases=(), tied_embeddings=False,
+    window=6, pattern="w3f",
 )  # fmt: skip
 SELECTIVE = dict(recompute="selective")
 MOE = DecoderConfig(
     num_layers=2, embed_dim=16, num_heads=4, mlp_dim=32, vocab_size=100, position="rope", norm="rmsnorm",
-    activation="swiglu", bias=False, init_std=0.2, mtp_layers=1,
-    moe=MoeConfig(4, 24, layers="de", shared_dim=16, shared_gate=True, router=RouterConfig(
-        score="sigmoid", bias_update_rate=1e-2, sequence_aux_loss=0.1, global_aux_loss=0.1, z_loss=0.01,
+    activation="swiglu", biases=(), init_std=0.2, mtp_layers=1, pattern="de",
+    moe=MoeConfig(4, 24, shared_dim=16, shared_gate=True, router=RouterConfig(
+        score="sigmoid", bias_update_rate=1e-2, aux_loss=0.1, aux_loss_scope="batch", z_loss=0.01,
     )),
 )  # fmt: skip
 

@@ -69,7 +69,7 @@ class MixtureConfig(DecoderConfig):
 
 
 MIXTURE = MixtureConfig(
-    num_layers=NUM_LAYERS, embed_dim=D, vocab_size=VOCAB, position="none", bias=False, norm="rmsnorm",
+    num_layers=NUM_LAYERS, embed_dim=D, vocab_size=VOCAB, position="none", biases=(), norm="rmsnorm",
     tied_embeddings=False,
 )  # fmt: skip
 

@@ -28,7 +28,7 @@ from megajax.weights.hugging_face.folder import Folder
 
 MODEL = DecoderConfig(
     num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=48, vocab_size=257, max_positions=32,
-    position="rope", norm="rmsnorm", activation="swiglu", bias=False, tied_embeddings=False,
+    position="rope", norm="rmsnorm", activation="swiglu", biases=(), tied_embeddings=False,
 )  # fmt: skip
 FLOAT32 = PrecisionConfig(compute="float32")
 OUTLIER = 5  # an input of matrices of the first layer that is 100 times the others
@@ -188,9 +188,9 @@ def test_bad_options_are_refused_before_anything_is_loaded(run_dir, text, tmp_pa
     for options, message in (
         ([f"--run={run_dir}", f"--to={tmp_path / 'out'}", "--format=int8"], "quantize: name files with --text"),
         ([*good, f"--to={tmp_path}"], f"to={tmp_path} exists"),
-        ([*good, "--format=int4"], "error: argument --format: invalid choice: 'int4'"),
-        ([*good, "--smooth=1.5"], "smooth=1.5 must be above 0 and below 1"),
-        ([*good, "--percentile=0"], "percentile=0.0 must be above 0"),
+        ([*good, "--format=int4"], "error: format=int4 must be one of float8, int8, float8_static"),
+        ([*good, "--smooth=1.5"], "smooth=1.5 must be a finite number (float32), above 0 and below 1"),
+        ([*good, "--percentile=0"], "percentile=0 must be a finite number (float32), above 0"),
         ([*good, "--text", str(tmp_path / "none")], "none: the file does not exist"),
     ):
         with pytest.raises(SystemExit):

@@ -18,7 +18,7 @@ import pytest
 from megajax import run
 from megajax.config import Config, override
 from megajax.data.datasets import Datasets, Source
-from megajax.data.tokenizers.tokenizer import load_tokenizer
+from megajax.data.tokenizers.load import load_tokenizer
 from megajax.layers.linear import Linear
 from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.mesh.sharding import constrain
@@ -187,7 +187,7 @@ class Seeing(Decoder):
 # ----------------------------------------------------------------------------- what all must do
 
 MODEL = dict(
-    num_layers=2, embed_dim=16, num_heads=4, mlp_dim=32, vocab_size=VOCAB, position="rope", norm="rmsnorm", bias=False,
+    num_layers=2, embed_dim=16, num_heads=4, mlp_dim=32, vocab_size=VOCAB, position="rope", norm="rmsnorm", biases=(),
     activation="swiglu", init_std=0.2,
 )  # fmt: skip
 CASES = {

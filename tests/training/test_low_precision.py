@@ -30,7 +30,7 @@ from megajax.training.state import new_state, state_shardings
 from megajax.training.step import make_train_step
 
 STEPS, BATCH, LENGTH = 3, 8, 16
-LLAMA = DecoderConfig(num_layers=3, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=32, vocab_size=96, bias=False,
+LLAMA = DecoderConfig(num_layers=3, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=32, vocab_size=96, biases=(),
                       vocab_multiple=32, position="rope", norm="rmsnorm", activation="swiglu")  # fmt: skip
 PRECISION = PrecisionConfig(recipe="fp8", compute="float32", high_layers=(1, 0))
 

@@ -50,10 +50,10 @@ LLAMA = DecoderConfig(
     norm="rmsnorm",
     qk_norm=True,
     activation="swiglu",
-    bias=False,
+    biases=(),
     tied_embeddings=False,
     window=6,
-    full_attention_every=2,
+    pattern="wf",
     attention_soft_cap=20.0,
 )
 DROPPING = dataclasses.replace(LLAMA, dropout=0.1, num_kv_heads=4)

@@ -38,7 +38,7 @@ class SentencePieceProcessor:
 CONFIG = Config(
     model=DecoderConfig(
         num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=32, vocab_size=300, position="rope",
-        norm="rmsnorm", activation="swiglu", bias=False, init_std=0.5,
+        norm="rmsnorm", activation="swiglu", biases=(), init_std=0.5,
     ),
     training=TrainingConfig(sequence_length=64),
     data=DataConfig(source="mock", tokenizer="bytes"),

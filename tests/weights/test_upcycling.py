@@ -24,11 +24,12 @@ from megajax.weights import start_from
 TOLERANCE = 1e-5
 DENSE = DecoderConfig(
     num_layers=4, embed_dim=16, num_heads=2, mlp_dim=32, vocab_size=50, vocab_multiple=1, position="rope",
-    norm="rmsnorm", activation="swiglu", bias=False, init_std=0.2,
+    norm="rmsnorm", activation="swiglu", biases=(), init_std=0.2,
 )  # fmt: skip
 FLOAT32 = PrecisionConfig(compute="float32")
+PATTERNS = {"copies in every second layer": "de"}
 MIXTURES = {
-    "copies in every second layer": MoeConfig(num_experts=4, layers="de", router=RouterConfig(top_k=2)),
+    "copies in every second layer": MoeConfig(num_experts=4, router=RouterConfig(top_k=2)),
     "halves, scaled sigmoids": MoeConfig(
         num_experts=8, expert_dim=16,
         router=RouterConfig(top_k=4, score="sigmoid", scale=2.5, bias_update_rate=1e-3),
@@ -80,7 +81,7 @@ def started(config: Config, mesh) -> tuple[Model, dict]:
 @pytest.mark.parametrize("name", MIXTURES)
 def test_the_first_loss_is_that_of_the_dense_model(name, dense_run, make_test_mesh):
     run_dir, want = dense_run
-    model, weights = started(config_of(run_dir, MIXTURES[name]), make_test_mesh())
+    model, weights = started(config_of(run_dir, MIXTURES[name], pattern=PATTERNS.get(name, "")), make_test_mesh())
     assert loss_of(model, jax.device_get(weights)) == pytest.approx(want, rel=TOLERANCE)
     router = np.asarray(weights["layers"]["moe"]["mlp"]["router"])
     assert np.std(router[0, :, 0] - router[0, :, -1]) > 0.1
@@ -89,9 +90,9 @@ def test_the_first_loss_is_that_of_the_dense_model(name, dense_run, make_test_me
 def test_every_mesh_starts_with_the_same_weights(dense_run, make_test_mesh):
     run_dir, _ = dense_run
     moe = MIXTURES["copies in every second layer"]
-    _, want = started(config_of(run_dir, moe), make_test_mesh())
+    _, want = started(config_of(run_dir, moe, pattern="de"), make_test_mesh())
     sizes = dict(pipeline=2, expert=2)
-    model, found = started(config_of(run_dir, moe, MeshConfig(**sizes)), make_test_mesh(**sizes))
+    model, found = started(config_of(run_dir, moe, MeshConfig(**sizes), pattern="de"), make_test_mesh(**sizes))
     assert jax.tree.map(lambda a: a.sharding, found) == model.shardings(make_test_mesh(**sizes))
     for kind, layers in (("dense", [0, 2]), ("moe", [1, 3])):
         assert model.layer_rows[f"layers.{kind}"].ravel().tolist() == layers
@@ -110,10 +111,10 @@ def test_what_cannot_be_upcycled_is_named(message, dense_run):
     run_dir, _ = dense_run
     moe = dataclasses.replace(MIXTURES["copies in every second layer"], **REFUSED[message])
     with pytest.raises(ValueError, match=f"checkpoint.start_from={run_dir}: {message}"):
-        start_from.check(config_of(run_dir, moe))
+        start_from.check(config_of(run_dir, moe, pattern="de"))
 
 
 def test_another_width_is_named(dense_run):
     run_dir, _ = dense_run
     with pytest.raises(ValueError, match="layers.moe.mlp.down is .*there and .* here"):
-        start_from.check(config_of(run_dir, MIXTURES["copies in every second layer"], mlp_dim=64))
+        start_from.check(config_of(run_dir, MIXTURES["copies in every second layer"], pattern="de", mlp_dim=64))

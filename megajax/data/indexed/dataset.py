@@ -143,11 +143,11 @@ class IndexedDataset:
         size = len(self._tokens)
         last = max(size - FINGERPRINT_BYTES, 0)
         starts = [last * number // (FINGERPRINT_BLOCKS - 1) for number in range(FINGERPRINT_BLOCKS)]
-        found = hashlib.sha256(self._index)
+        found = hashlib.sha256(self._index.data)
         end = 0
         for start in starts:
             block = self._tokens[max(start, end) : start + FINGERPRINT_BYTES]  # those of a small file overlap
-            found.update(block)
+            found.update(block.data)
             end = start + FINGERPRINT_BYTES
         return found.hexdigest()
 
@@ -210,6 +210,9 @@ class IndexedDatasetWriter:
         if self.dtype not in DTYPE_CODES:
             raise ValueError(f"indexed dataset: dtype {self.dtype} cannot be stored; use one of {list(DTYPE_CODES)}")
         self.num_sequences = self.num_documents = self.num_tokens = 0
+        self.digest = hashlib.sha256()
+        """Of the .bin."""
+        self._num_bounded = 0
 
     def __enter__(self) -> "IndexedDatasetWriter":
         os.makedirs(os.path.dirname(self.prefix) or ".", exist_ok=True)
@@ -231,14 +234,28 @@ class IndexedDatasetWriter:
 
     def add_document(self, sequences: Iterable[np.ndarray]) -> None:
         """Append one document of one or more sequences of tokens [length]; ids must fit the dtype."""
+        lengths = []
         for sequence in sequences:
-            tokens = _cast(np.asarray(sequence), self.dtype)
-            self._files["bin"].write(tokens.tobytes())
-            self._files["lengths"].write(struct.pack("<i", len(tokens)))
-            self.num_sequences += 1
-            self.num_tokens += len(tokens)
-        self._files["documents"].write(struct.pack("<q", self.num_sequences))
-        self.num_documents += 1
+            self.add_tokens(_cast(np.asarray(sequence), self.dtype))
+            lengths.append(len(sequence))
+        self.add_index(np.array(lengths, np.int32), np.array([len(lengths)]))
+
+    def add_tokens(self, tokens: np.ndarray) -> None:
+        """Appends tokens, of the file's dtype, to the .bin; `add_index` adds the sequences that they form."""
+        content = tokens.tobytes()
+        self._files["bin"].write(content)
+        self.digest.update(content)
+        self.num_tokens += len(tokens)
+
+    def add_index(self, lengths: np.ndarray, sequences: np.ndarray) -> None:
+        """Appends sequences and documents. lengths: tokens per sequence; sequences: sequences per document. One call
+        need not give both for the same documents, as long as all have been given at the end."""
+        self._files["lengths"].write(lengths.astype(np.int32).tobytes())
+        self.num_sequences += len(lengths)
+        ends = self._num_bounded + np.cumsum(sequences, dtype=np.int64)
+        self._files["documents"].write(ends.tobytes())
+        self._num_bounded = int(ends[-1]) if len(ends) else self._num_bounded
+        self.num_documents += len(sequences)
 
     def _write_index(self, out: BinaryIO) -> None:
         lengths = self._files["lengths"]

@@ -91,12 +91,16 @@ def _load(stem: str, text: str) -> dict[str, np.ndarray] | None:
         if record["description"] != json.loads(text):
             return None
         for name, sha256 in record["arrays"].items():
-            with open(f"{stem}-{name}.npy", "rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
-                    return None
+            if _sha256(f"{stem}-{name}.npy") != sha256:
+                return None
         return _map(stem, record["arrays"])
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
+
+
+def _sha256(path: str) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _map(stem: str, names: Iterable[str]) -> dict[str, np.ndarray]:
@@ -116,7 +120,5 @@ def _write(path: str, write: Callable[[BinaryIO], object]) -> str:
     """-> SHA-256 of the file."""
     with open_temporary(path) as file:
         write(file)
-        file.seek(0)
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         rename(file, path)
-    return sha256
+    return _sha256(path)

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import multiprocessing
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
@@ -44,7 +44,7 @@ class Encoder:
             raise ValueError("--append_eod: this tokenizer has no end-of-document token; use --no-append_eod")
         self.tokenizer = tokenizer
         self.reader = reader
-        self.end = [tokenizer.eod_id] if append_eod else []
+        self.end = [tokenizer.eod_id] if append_eod and tokenizer.eod_id is not None else []
         self.dtype = token_dtype(tokenizer.vocab_size)
 
     def __call__(self, batch: Batch) -> list[Encoded]:
@@ -52,7 +52,7 @@ class Encoder:
             return [self._encode_file(number, path) for number, path in batch.files]
         encoded = []
         skipped = []
-        for read, where in self.reader.documents(batch):
+        for read, where in self.reader.documents(batch.files[0][1], batch.records, batch.first):
             try:
                 encoded.append(self._encode(read(), where))
             except ValueError as error:  # from JSON, UTF-8, the template or the tokenizer
@@ -85,7 +85,7 @@ class Encoder:
                 sequences = [ids for ids in sequences if ids]
             # a template may have written the end itself
             if sequences and not (is_conversation and sequences[-1][-1:] == self.end):
-                sequences[-1] = sequences[-1] + self.end
+                sequences = [*sequences[:-1], [*sequences[-1], *self.end]]
             keys.append((sequences, sum(len(part.encode()) for part in parts)))
         return keys
 
@@ -107,22 +107,21 @@ class Encoder:
         )
 
 
-_worker_encoder: Encoder | None = None
+_of_worker: list[Encoder] = []  # the one of this worker process
 
 
 def _start_worker(encoder: Encoder) -> None:
-    global _worker_encoder
     end_with_parent()
-    _worker_encoder = encoder
+    _of_worker.append(encoder)
 
 
 def _run_worker(batch: Batch) -> list[Encoded]:
-    return _worker_encoder(batch)
+    return _of_worker[0](batch)
 
 
 def encode_in_order(
     batches: Iterable[Batch], encoder: Encoder, num_workers: int
-) -> Iterator[tuple[Batch, list[Encoded]]]:
+) -> Generator[tuple[Batch, list[Encoded]]]:
     """Yields each batch with its result, in the order of the batches; with one worker, encodes in this process."""
     if num_workers <= 1:
         for batch in batches:

@@ -6,6 +6,7 @@
 Both read in blocks: memory does not grow with the data.
 """
 
+import dataclasses
 import hashlib
 import os
 import sys
@@ -13,10 +14,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from megajax.data.indexed.dataset import HEADER, WRITE_BLOCK, IndexedDataset, prefix_of
+from megajax.data.indexed.dataset import HEADER, WRITE_BLOCK, IndexedDataset, IndexedDatasetWriter, prefix_of
 from megajax.data.indexed.meta import COUNTS, make_meta, read_meta, write_meta
-from megajax.data.prepare.write_tokens import BlockWriter, refuse_to_overwrite
-from megajax.terminal.command_line import Parser, errors_in_one_line
+from megajax.data.prepare.write_tokens import refuse_to_overwrite
+from megajax.terminal.command_line import errors_in_one_line, parse
 from megajax.terminal.one_line import print_error
 
 BLOCK_BYTES = 1 << 24
@@ -32,7 +33,7 @@ def merge(prefixes: Sequence[str], output_prefix: str) -> dict | None:
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     metas = [read_meta(prefix) for prefix in prefixes]
     _check(datasets, metas, output_prefix)
-    with BlockWriter(output_prefix, datasets[0].dtype) as writer:
+    with IndexedDatasetWriter(output_prefix, datasets[0].dtype) as writer:
         for dataset in datasets:
             for tokens in _token_blocks(dataset):
                 writer.add_tokens(tokens)
@@ -43,10 +44,11 @@ def merge(prefixes: Sequence[str], output_prefix: str) -> dict | None:
             for begin in range(0, len(boundaries) - 1, WRITE_BLOCK):
                 sequences = np.diff(boundaries[begin : begin + WRITE_BLOCK + 1])
                 writer.add_index(np.zeros(0, np.int32), sequences)
-    if metas[0] is None:
+    known = [meta for meta in metas if meta is not None]
+    if not known:
         return None
-    inputs = [file for meta in metas for file in meta["inputs"]]
-    facts = {key: value for key, value in metas[0].items() if key not in (*COUNTS, "dtype", "sha256", "inputs")}
+    inputs = [file for meta in known for file in meta["inputs"]]
+    facts = {key: value for key, value in known[0].items() if key not in (*COUNTS, "dtype", "sha256", "inputs")}
     meta = make_meta(facts, inputs, str(writer.dtype), writer.digest.hexdigest())
     write_meta(output_prefix, meta)
     return meta
@@ -65,20 +67,19 @@ def _check(datasets: Sequence[IndexedDataset], metas: Sequence[dict | None], out
         index_size = HEADER.size + 12 * len(dataset) + 8 * len(dataset.document_indices)
         if os.path.getsize(dataset.prefix + ".idx") != index_size:
             raise ValueError(f"merge: {dataset.prefix}.idx has modes of sequences (multimodal), which are not merged")
-        num_bytes = int(dataset.lengths.sum(dtype=np.int64)) * dataset.dtype.itemsize
-        if num_bytes != os.path.getsize(dataset.prefix + ".bin"):
-            raise ValueError(f"merge: sequences of {dataset.prefix}.bin are not contiguous; build it again")
         if (meta is None) != (metas[0] is None):
             without = dataset.prefix if meta is None else first.prefix
             raise ValueError(f"merge: {without}.meta.json does not exist, so its tokenizer is unknown; merge "
                              "datasets that all have one, or none")  # fmt: skip
+        if meta is None or metas[0] is None:
+            continue
         for key in ("tokenizer_identity", "vocab_size", "eod_id", "append_eod", "form", "chat_template", "json_key"):
-            if meta is not None and meta.get(key) != metas[0].get(key):
+            if meta.get(key) != metas[0].get(key):
                 raise ValueError(
                     f"merge: {key} is {meta.get(key)} in {dataset.prefix}.meta.json and {metas[0].get(key)} in "
                     f"{first.prefix}.meta.json; preprocess one of them again with the settings of the other"
                 )
-        if meta is not None and not isinstance(meta.get("inputs"), list):
+        if not isinstance(meta.get("inputs"), list):
             raise ValueError(f"merge: {dataset.prefix}.meta.json does not list its input files; preprocess it again")
 
 
@@ -134,34 +135,46 @@ def _describe_bad_token(dataset: IndexedDataset, index: int, token: int, vocab_s
     raise AssertionError("IndexedDataset checks that the sequences cover the file")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MergeOptions:
+    """Joins datasets."""
+
+    input: tuple[str, ...]
+    """Prefixes of .bin/.idx files, in order."""
+    output_prefix: str
+    """P of P.bin, P.idx, P.meta.json."""
+    overwrite: bool = False
+    """Replace an existing dataset."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    """Checks datasets."""
+
+    prefix: tuple[str, ...]
+    """Prefixes of .bin/.idx/.meta.json files."""
+
+
 def main_merge(arguments: Sequence[str]) -> None:
-    parser = Parser(prog="python -m megajax.data.preprocess merge", description="Joins datasets.")
-    parser.add_argument(
-        "--input", nargs="+", type=prefix_of, required=True, help="prefixes of .bin/.idx files, in order"
-    )
-    parser.add_argument("--output_prefix", type=prefix_of, required=True, help="P of P.bin, P.idx, P.meta.json")
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing dataset")
     with errors_in_one_line():
-        flags = parser.parse_args(arguments)
+        flags = parse(MergeOptions, arguments, "python -m megajax.data.preprocess merge")
+        output_prefix = prefix_of(flags.output_prefix)
         if not flags.overwrite:
-            refuse_to_overwrite(flags.output_prefix)
+            refuse_to_overwrite(output_prefix)
         try:
-            merge(flags.input, flags.output_prefix)
+            merge([prefix_of(path) for path in flags.input], output_prefix)
         except OSError as error:
             sys.exit(f"error: {error}")
-        dataset = IndexedDataset(flags.output_prefix)
+        dataset = IndexedDataset(output_prefix)
     num_documents = len(dataset.document_indices) - 1
     num_tokens = int(dataset.lengths.sum(dtype=np.int64))
-    print(f"{flags.output_prefix}: {num_documents:,} documents, {num_tokens:,} tokens ({dataset.dtype})")
+    print(f"{output_prefix}: {num_documents:,} documents, {num_tokens:,} tokens ({dataset.dtype})")
 
 
 def main_verify(arguments: Sequence[str]) -> None:
-    parser = Parser(prog="python -m megajax.data.preprocess verify", description="Checks datasets.")
-    parser.add_argument(
-        "--prefix", nargs="+", type=prefix_of, required=True, help="prefixes of .bin/.idx/.meta.json files"
-    )
     with errors_in_one_line():
-        prefixes = parser.parse_args(arguments).prefix
+        flags = parse(VerifyOptions, arguments, "python -m megajax.data.preprocess verify")
+        prefixes = [prefix_of(path) for path in flags.prefix]
     wrong = 0
     for prefix in prefixes:
         try:

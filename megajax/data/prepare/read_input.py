@@ -14,8 +14,8 @@ import importlib.util
 import io
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, BinaryIO
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
 
 from megajax.data.prepare.sentences import split_sentences
 from megajax.data.tokenizers.chat_template import ChatTemplate
@@ -30,12 +30,15 @@ PACKED_BYTES = 1 << 10
 MOST_NAMES = 20  # of fields or columns in a message
 
 
+Records = tuple[bytes | dict | None, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Batch:
     """Documents to encode: lines (bytes) or rows (dict) of one file, or whole files. `files`: (number, path)."""
 
     files: tuple[tuple[int, str], ...]
-    records: tuple[bytes | dict | None, ...] | None = None
+    records: Records | None = None
     """None in place of a line that is too long."""
     first: int = 1
     num_bytes: int = 0
@@ -72,11 +75,11 @@ class Reader:
             if named and importlib.util.find_spec(package) is None:
                 raise ValueError(f"{named[0]} needs the package {package}; pip install 'megajax[data]'")
 
-    def documents(self, batch: Batch) -> Iterator[tuple[Callable[[], list[list[str]]], str]]:
-        """(function that returns the texts or raises ValueError, location) of each document of a batch of records."""
-        ((_, path),) = batch.files
+    def documents(self, path: str, records: Records, first: int) -> Iterator[tuple[Callable[[], list[list[str]]], str]]:
+        """(function that returns the texts or raises ValueError, location) of each of some records of a file. first:
+        number of the first of them."""
         word = "row" if kind_of(path) == "parquet" else "line"
-        for i, record in enumerate(batch.records, batch.first):
+        for i, record in enumerate(records, first):
             if not isinstance(record, bytes) or record.strip():
                 where = f"{path} {word} {i}"
                 yield lambda record=record, where=where: self._record_texts(record, where), where
@@ -129,6 +132,8 @@ class Reader:
             {key: value for key, value in message.items() if value is not None or key == "content"}
             for message in messages
         ]
+        if self.template is None:
+            raise ValueError("form=conversations needs a chat template")
         try:
             spans = self.template.spans(messages, record.get("tools"))
         except ValueError as error:
@@ -195,7 +200,7 @@ class HashedFile(io.RawIOBase):
 class ZstdFile(io.RawIOBase):
     """The content of a .zst file. Unlike zstandard's own reader it raises an error for a truncated file."""
 
-    def __init__(self, file: BinaryIO):
+    def __init__(self, file: io.BufferedIOBase):
         import zstandard
 
         self._file = file
@@ -226,7 +231,7 @@ class ZstdFile(io.RawIOBase):
         return count
 
 
-def _unpacked(path: str, raw: HashedFile) -> BinaryIO:
+def _unpacked(path: str, raw: HashedFile) -> io.BufferedIOBase:
     file = io.BufferedReader(raw, BATCH_BYTES)
     if path.endswith(".gz"):
         return gzip.GzipFile(fileobj=file)
@@ -277,7 +282,7 @@ def expand(entries: Sequence[str]) -> list[str]:
     return files
 
 
-def read_batches(files: Sequence[str], reader: Reader, digests: dict[int, str]) -> Iterator[Batch]:
+def read_batches(files: Sequence[str], reader: Reader, digests: dict[int, str]) -> Generator[Batch]:
     """Batches of about BATCH_BYTES in the order of the documents. digests: filled with the sha256 of record files."""
     pending = []
     size = 0
@@ -306,10 +311,11 @@ def _line_batches(number: int, path: str, reader: Reader, digests: dict[int, str
     with contextlib.closing(HashedFile(path)) as raw:
         file = _unpacked(path, raw)
         while True:
+            line = b""
+            is_whole = True
             try:
                 line, is_whole = _read_line(file, reader.max_document_bytes)
             except Exception as error:  # every kind of file has its own errors
-                line = b""
                 problem = _damaged(path, error, first + len(lines) - 1)
             if not line or size >= BATCH_BYTES:
                 yield Batch(files, tuple(lines), first, raw.num_bytes - reported, problem)
@@ -324,7 +330,7 @@ def _line_batches(number: int, path: str, reader: Reader, digests: dict[int, str
         digests[number] = raw.finish()
 
 
-def _read_line(file: BinaryIO, max_bytes: int) -> tuple[bytes, bool]:
+def _read_line(file: io.BufferedIOBase, max_bytes: int) -> tuple[bytes, bool]:
     """(line, True); b"" at the end of the file. For a longer line: (its beginning, False), skipping the rest."""
     line = file.readline(max_bytes + 1)
     if len(line) <= max_bytes:

@@ -18,7 +18,7 @@ from megajax.data.config import DataConfig
 from megajax.data.prepare.read_input import as_pattern
 from megajax.data.prepare.write_tokens import preprocess
 from megajax.data.temporary import temporary_folder
-from megajax.data.tokenizers.tokenizer import FILE_TOKENIZERS, load_tokenizer
+from megajax.data.tokenizers.load import FILE_TOKENIZERS, load_tokenizer
 from megajax.data.tokenizers.train_sentencepiece import train_sentencepiece
 from megajax.terminal.announce import announced
 

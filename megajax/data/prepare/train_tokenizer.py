@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator, Sequence
 
 from megajax.data.prepare.read_input import Reader, read_batches, read_file
-from megajax.data.tokenizers.tokenizer import check_tokenizer_spec
+from megajax.data.tokenizers.load import check_tokenizer_spec
 from megajax.data.tokenizers.train_sentencepiece import TRAIN_BYTES, train_on_lines
 
 
@@ -42,6 +42,6 @@ def _texts(path: str, reader: Reader, on_error: str) -> Iterator[str]:
                 with contextlib.suppress(*suppressed):
                     yield "".join(reader.file_texts(read_file(path, reader)[0], path)[0])
                 continue
-            for read, _ in reader.documents(batch):
+            for read, _ in reader.documents(path, batch.records, batch.first):
                 with contextlib.suppress(*suppressed):
                     yield "\n".join("".join(sequences) for sequences in read())

@@ -3,12 +3,9 @@ data.text."""
 
 import collections
 import contextlib
-import hashlib
 import logging
 import os
 from collections.abc import Callable, Sequence
-
-import numpy as np
 
 from megajax.data.indexed.dataset import IndexedDatasetWriter
 from megajax.data.indexed.meta import COUNTS, make_meta, read_meta, write_meta
@@ -18,31 +15,6 @@ from megajax.data.tokenizers.chat_template import ChatTemplate, load_chat_templa
 from megajax.data.tokenizers.tokenizer import Tokenizer
 
 logger = logging.getLogger("megajax")
-
-
-class BlockWriter(IndexedDatasetWriter):
-    """An IndexedDatasetWriter that adds many documents at once, and computes the sha256 of the .bin."""
-
-    def __init__(self, prefix: str, dtype: np.dtype):
-        super().__init__(prefix, dtype)
-        self.digest = hashlib.sha256()
-        self._num_bounded = 0
-
-    def add_tokens(self, tokens: np.ndarray) -> None:
-        """Appends tokens, of the file's dtype, to the .bin; `add_index` adds the sequences that they form."""
-        self._files["bin"].write(tokens.data)
-        self.digest.update(tokens.data)
-        self.num_tokens += len(tokens)
-
-    def add_index(self, lengths: np.ndarray, sequences: np.ndarray) -> None:
-        """Appends sequences and documents. lengths: tokens per sequence; sequences: sequences per document. One call
-        need not give both for the same documents, as long as all have been given at the end."""
-        self._files["lengths"].write(lengths.astype(np.int32).tobytes())
-        self.num_sequences += len(lengths)
-        ends = self._num_bounded + np.cumsum(sequences, dtype=np.int64)
-        self._files["documents"].write(ends.tobytes())
-        self._num_bounded = int(ends[-1]) if len(ends) else self._num_bounded
-        self.num_documents += len(sequences)
 
 
 def preprocess(
@@ -77,7 +49,7 @@ def preprocess(
     counts = [[collections.Counter() for _ in files] for _ in prefixes]
     digests: dict[int, str] = {}
     with contextlib.ExitStack() as stack:
-        writers = [stack.enter_context(BlockWriter(prefix, encoder.dtype)) for prefix in prefixes]
+        writers = [stack.enter_context(IndexedDatasetWriter(prefix, encoder.dtype)) for prefix in prefixes]
         batches = read_batches(files, reader, digests)
         results = stack.enter_context(contextlib.closing(encode_in_order(batches, encoder, num_workers)))
         for batch, encoded in results:

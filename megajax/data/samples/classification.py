@@ -179,8 +179,9 @@ def _record(found: Any, where: str) -> _Record:
         if not all(_is_label(label) for label in labels):
             raise ValueError(f"{where}: a label is a text or a whole number")
         return _Record(where, tuple(words), labels)
-    texts = [found.get(name) for name in ("text", "text_pair") if found.get(name) is not None]
-    if not isinstance(found.get("text"), str) or not all(isinstance(text, str) for text in texts):
+    given = [found[name] for name in ("text", "text_pair") if found.get(name) is not None]
+    texts = [text for text in given if isinstance(text, str)]
+    if not isinstance(found.get("text"), str) or len(texts) < len(given):
         raise ValueError(f"{where}: no text; give text and label, text, text_pair and label, or words and labels")
     if not _is_label(found.get("label")):
         raise ValueError(f"{where}: label={found.get('label')!r} must be a text or a whole number")

@@ -30,24 +30,11 @@ class FillInTheMiddle:
     prefix_id: int
     middle_id: int
     suffix_id: int
-    split_id: int | None = None
-    """Token between the fragments of a document (files of a repository), which are then rearranged separately."""
-    fragment_rate: float = 1.0
-    """Probability that a fragment is rearranged, in a document that is selected and contains split_id."""
 
-    def check(self, vocab_size: int | None) -> None:
-        """Raises ValueError if a rate is not a probability or an id is not below vocab_size."""
-        for field in ("rate", "spm_rate", "fragment_rate"):
-            if not 0 <= getattr(self, field) <= 1:
-                raise ValueError(f"task.fim_{field}={getattr(self, field)} must be between 0 and 1")
-        ids = {field: getattr(self, field) for field in ("prefix_id", "middle_id", "suffix_id")}
-        for field, value in ids.items():
-            if value < 0 or (vocab_size is not None and value >= vocab_size):
-                raise ValueError(
-                    f"task.fim_tokens: {field}={value} is not one of data.tokenizer's {vocab_size} ids; "
-                    "name a tokenizer that has the three tokens"
-                )
-        if len(set(ids.values())) < len(ids):
+    def check(self) -> None:
+        """Raises ValueError if two of the tokens are the same."""
+        ids = (self.prefix_id, self.middle_id, self.suffix_id)
+        if len(set(ids)) < len(ids):
             raise ValueError(f"task.fim_tokens: {ids} must be three different tokens")
 
 
@@ -70,17 +57,7 @@ def _rearrange_document(
     document: np.ndarray, form: FillInTheMiddle, eod_id: int | None, rng: np.random.Generator
 ) -> np.ndarray:
     end = len(document) - (eod_id is not None and len(document) > 0 and document[-1] == eod_id)
-    body = document[:end]
-    # All fragments but the first begin with the split token.
-    fragments = [body] if form.split_id is None else np.split(body, np.flatnonzero(body == form.split_id))
-    rate = form.fragment_rate if len(fragments) > 1 else 1.0
-    pieces = []
-    for number, fragment in enumerate(fragments):
-        begin = min(number, 1)
-        pieces.append(fragment[:begin])
-        rest = fragment[begin:]
-        pieces += _reorder(rest, form, rng) if len(rest) and rng.random() < rate else [rest]
-    return np.concatenate([*pieces, document[end:]])
+    return np.concatenate([*(_reorder(document[:end], form, rng) if end else []), document[end:]])
 
 
 def _reorder(tokens: np.ndarray, form: FillInTheMiddle, rng: np.random.Generator) -> list[np.ndarray]:

@@ -10,32 +10,17 @@ Source: Megatron-LM, megatron/core/datasets/gpt_dataset.py and helpers.cpp. T = 
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Protocol
+from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 
 from megajax.data.indexed.index_cache import content_hash, load_or_build
+from megajax.data.samples.dataset import Part, SampleDataset, TokenSource
 from megajax.data.samples.fim import FillInTheMiddle, rearrange
 
 # Megatron's rule: if less than this fraction of the last epoch is used, it is shuffled separately.
 SEPARATE_EPOCH_BELOW = 0.80
-
-
-class TokenSource(Protocol):
-    """What samples are read from: IndexedDataset, MockIndexedDataset.
-
-    `document_indices` int64 [documents + 1] are the boundaries of the documents, in sequences.
-    """
-
-    prefix: str
-    lengths: np.ndarray
-    document_indices: np.ndarray
-    dtype: np.dtype
-
-    def __len__(self) -> int: ...
-    def fingerprint(self) -> str: ...
-    def read(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,85 +46,62 @@ class GptFormat:
     of_documents: ClassVar[bool] = False
     is_plain_text: ClassVar[bool] = True
 
-    def build(self, *arguments: Any, **options: Any) -> "GptDataset":
-        return GptDataset(*arguments, sample_format=self, **options)
+    def build(
+        self, indexed: TokenSource, part: Part, num_samples: int, sequence_length: int, seed: int, cache_dir: str
+    ) -> "GptDataset":
+        return GptDataset(indexed, part, num_samples, sequence_length, seed, self, cache_dir)
 
 
-class GptDataset:
-    """Random access: sample i is a pure function of (sequences, num_samples, sequence_length, seed, i).
-
-    indexed: where the sequences are read from.
-    sequence_range: (begin, end), the sequences of this split.
-    num_samples: at least this many, in whole epochs; None is one epoch.
-    cache_dir: where the three arrays are kept; None keeps them in memory.
-
-    `dataset[i]` is a dict of arrays [T]: tokens int32, labels int32, loss_mask float32 (0 or 1), positions int32,
-    segment_ids int32 (1, 2, ...: documents by the boundaries of the index, regardless of the tokens).
-    Pickles as its arguments: a worker process maps the cached arrays again instead of receiving them.
+class GptDataset(SampleDataset[GptFormat]):
+    """A part is sequences. `dataset[i]` is a dict of arrays [T]: tokens int32, labels int32, loss_mask float32 (0 or
+    1), positions int32, segment_ids int32 (1, 2, ...: documents by the boundaries of the index, regardless of the
+    tokens).
     """
 
-    def __init__(
-        self,
-        indexed: TokenSource,
-        sequence_range: tuple[int, int],
-        num_samples: int | None,
-        sequence_length: int,
-        seed: int,
-        *,
-        sample_format: GptFormat,
-        cache_dir: str | None,
-    ):
-        self._arguments = (indexed, sequence_range, num_samples, sequence_length, seed), sample_format, cache_dir
-        self.indexed = indexed
-        self.sequence_length = sequence_length
-        self.seed = seed
-        self.sample_format = sample_format
-        if indexed.dtype.kind not in "iu":
-            raise ValueError(f"data.paths: {indexed.prefix}.bin holds {indexed.dtype}, not token ids")
-        if sample_format.mask_document_end and sample_format.eod_id is None:
+    def prepare(self) -> None:
+        form = self.sample_format
+        length = self.sequence_length
+        if form.mask_document_end and form.eod_id is None:
             raise ValueError("task.mask_document_end=True needs a tokenizer with an end-of-document token")
-        if sample_format.fill_in_the_middle is not None:
-            sample_format.fill_in_the_middle.check(sample_format.vocab_size)
-        lengths = np.asarray(indexed.lengths[slice(*sequence_range)])
+        if form.fill_in_the_middle is not None:
+            form.fill_in_the_middle.check()
+        begin, end = self.part
+        lengths = np.asarray(self.indexed.lengths[begin:end])
         self.tokens_per_epoch = int(lengths.sum(dtype=np.int64))
-        if self.tokens_per_epoch <= sequence_length and (num_samples is None or self.tokens_per_epoch == 0):
+        if self.tokens_per_epoch <= length and (self.num_samples is None or self.tokens_per_epoch == 0):
             raise ValueError(
-                f"data.split: sequences {sequence_range[0]} to {sequence_range[1]} of {indexed.prefix} hold "
-                f"{self.tokens_per_epoch} tokens, too few for one sample of {sequence_length} + 1; "
-                "give the split a larger share, use a shorter sequence, or more data"
+                f"data.split: sequences {begin} to {end} of {self.indexed.prefix} hold {self.tokens_per_epoch} tokens, "
+                f"too few for one sample of {length} + 1; give the split a larger share, use a shorter sequence, or "
+                "more data"
             )
         arrays = load_or_build(
-            cache_dir,
+            self.cache_dir,
             "gpt",
             {
                 "lengths": content_hash(lengths),
-                "range": list(sequence_range),
-                "num_samples": num_samples,
-                "sequence_length": sequence_length,
-                "seed": seed,
+                "range": [begin, end],
+                "num_samples": self.num_samples,
+                "sequence_length": length,
+                "seed": self.seed,
             },
-            lambda: build_indices(lengths, sequence_range[0], num_samples, sequence_length, seed),
+            lambda: build_indices(lengths, begin, self.num_samples, length, self.seed),
         )
         self.document_index = arrays["document_index"]
         self.sample_index = arrays["sample_index"]
         self.shuffle_index = arrays["shuffle_index"]
 
-    def __reduce__(self):
-        return _rebuild, self._arguments
-
     def __len__(self) -> int:
         return len(self.shuffle_index)
 
-    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+    def sample(self, i: int) -> dict[str, np.ndarray]:
         form = self.sample_format
-        sequences, documents = self._read(int(i))
+        sequences, documents = self._read(i)
         if form.fill_in_the_middle is not None:
-            documents = rearrange(documents, form.fill_in_the_middle, form.eod_id, (self.seed, int(i)))
+            documents = rearrange(documents, form.fill_in_the_middle, form.eod_id, (self.seed, i))
         lengths = np.array([len(document) for document in documents])
         # Tokens added by fill in the middle are cut off at the end.
         text = np.concatenate(documents)[: self.sequence_length + 1]
-        if form.vocab_size is not None:
-            check_token_ids(text, form.vocab_size, self.indexed, sequences)
+        self.check_ids(text, form.vocab_size, sequences)
         text = text.astype(np.int32)
         tokens = text[:-1]
         labels = text[1:].copy()
@@ -166,8 +128,6 @@ class GptDataset:
 
     def _read(self, i: int) -> tuple[list[int], list[np.ndarray]]:
         """-> (the sequences of a sample, their non-empty parts [length], T + 1 tokens in total)."""
-        if not 0 <= i < len(self):
-            raise IndexError(f"sample {i} of a dataset of {len(self)} samples")
         row = int(self.shuffle_index[i])
         (first, first_offset), (last, last_offset) = self.sample_index[row : row + 2].tolist()
         sequences = self.document_index[first : last + 1].tolist()
@@ -178,30 +138,6 @@ class GptDataset:
             if len(part):
                 parts.append(part)
         return sequences, parts
-
-
-def _rebuild(positional: tuple, sample_format: GptFormat, cache_dir: str | None) -> GptDataset:
-    return GptDataset(*positional, sample_format=sample_format, cache_dir=cache_dir)
-
-
-def check_token_ids(tokens: np.ndarray, vocab_size: int, indexed: TokenSource, sequences: Iterable[int]) -> None:
-    """Raises ValueError, with the document, if a token of a sample is not an id of the vocabulary.
-
-    sequences: what the sample was read from.
-    """
-    if tokens.max() < vocab_size and tokens.min() >= 0:
-        return
-    where = f"{indexed.prefix}.bin"
-    for sequence in sequences:
-        wrong = np.flatnonzero(~np.isin(indexed.read(sequence), np.arange(vocab_size)))
-        if len(wrong):
-            document = np.searchsorted(indexed.document_indices, sequence, side="right") - 1
-            where += f", document {document}, token {wrong[0]} of sequence {sequence}"
-            break
-    raise ValueError(
-        f"data.paths: {where}: token ids {tokens.min()} to {tokens.max()} do not fit data.tokenizer's {vocab_size} "
-        "ids; name the tokenizer that wrote the file"
-    )
 
 
 def build_indices(

@@ -66,11 +66,10 @@ class ImageTextDataset:
         num_samples: int | None,
         sequence_length: int,
         seed: int,
-        *,
         sample_format: ImageTextFormat,
         cache_dir: str | None,
     ):
-        self._arguments = (path, tokenizer, line_range, num_samples, sequence_length, seed), sample_format, cache_dir
+        self._arguments = path, tokenizer, line_range, num_samples, sequence_length, seed, sample_format, cache_dir
         self.path = os.fspath(path)
         self.tokenizer = tokenizer
         self.line_range = line_range
@@ -101,7 +100,7 @@ class ImageTextDataset:
         self._members: dict[str, dict[str, np.ndarray]] = {}
 
     def __reduce__(self):
-        return _rebuild, self._arguments
+        return type(self), self._arguments
 
     def __len__(self) -> int:
         return len(self.order)
@@ -139,7 +138,7 @@ class ImageTextDataset:
             raise ValueError(f"{where}: image and prompt have {len(context)} tokens, no text fits into {length}")
         ids = (context + text + [self.tokenizer.eod_id])[:length]
         stream = np.full(length, form.pad_id, np.int32)
-        stream[: len(ids)] = ids
+        stream[: len(ids)] = np.array(ids, np.int32)
         index = np.arange(length, dtype=np.int32)
         labels = stream[1:].copy()
         # Image tokens are not predicted: they may have no logit.
@@ -206,10 +205,6 @@ class ImageTextDataset:
         with open(shard, "rb") as file:
             file.seek(int(index["offsets"][row]))
             return file.read(int(index["sizes"][row]))
-
-
-def _rebuild(positional: tuple, sample_format: ImageTextFormat, cache_dir: str | None) -> ImageTextDataset:
-    return ImageTextDataset(*positional, sample_format=sample_format, cache_dir=cache_dir)
 
 
 def _import_pillow():

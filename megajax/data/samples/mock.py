@@ -17,7 +17,7 @@ class MockIndexedDataset:
     prefix = "mock data"
     dtype = np.dtype(np.int64)
 
-    def __init__(self, vocab_size: int, eod_id: int):
+    def __init__(self, vocab_size: int, eod_id: int | None):
         self.vocab_size = vocab_size
         self.eod_id = eod_id
         rng = np.random.default_rng(SEED)
@@ -41,6 +41,6 @@ class MockIndexedDataset:
         if not 0 <= offset <= end <= total:
             raise IndexError(f"tokens [{offset}, {end}) of mock document {sequence}: it has {total} tokens")
         tokens = np.arange(offset + 1, end + 1) % self.vocab_size
-        if end == total and end > offset:
+        if end == total and end > offset and self.eod_id is not None:
             tokens[-1] = self.eod_id
         return tokens

@@ -9,7 +9,7 @@ Source: Megatron-LM, megatron/core/datasets/helpers.cpp; the order of the sample
 import numpy as np
 
 from megajax.data.indexed.index_cache import content_hash, load_or_build
-from megajax.data.samples.gpt import TokenSource
+from megajax.data.samples.dataset import TokenSource
 
 # The loop over runs reads Python integers; a block of them takes 40 MB.
 WALK_BLOCK = 1 << 20
@@ -43,8 +43,6 @@ class SentenceRuns:
         cache_dir: str | None,
     ):
         self.indexed = indexed
-        if indexed.dtype.kind not in "iu":
-            raise ValueError(f"data.paths: {indexed.prefix}.bin holds {indexed.dtype}, not token ids")
         boundaries = np.asarray(indexed.document_indices[document_range[0] : document_range[1] + 1])
         lengths = np.asarray(indexed.lengths[boundaries[0] : boundaries[-1]])
         arrays = load_or_build(
@@ -88,8 +86,6 @@ class SentenceRuns:
 
     def read(self, i: int) -> list[np.ndarray]:
         """Tokens of the non-empty sentences of run i, as stored."""
-        if not 0 <= i < len(self):
-            raise IndexError(f"sample {i} of a dataset of {len(self)} samples")
         first, offset, last, end = self.rows[i].tolist()
         if first == last:
             return [self.indexed.read(first, offset, end - offset)]
@@ -156,6 +152,7 @@ def build_runs(
     wide = boundaries[-1] > np.iinfo(np.int32).max
 
     blocks = []
+    rows = np.zeros((0, 4), np.int64)
     total = 0
     epoch = 0
     while epoch == 0 or (num_samples is not None and 0 < total < num_samples):

@@ -18,89 +18,65 @@ import bisect
 import dataclasses
 import logging
 import multiprocessing
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
-from megajax.data.indexed.dataset import IndexedDataset
 from megajax.data.indexed.index_cache import content_hash, load_or_build
-from megajax.data.samples.gpt import check_token_ids
+from megajax.data.samples.dataset import Part, SampleDataset, TokenSource
 
 logger = logging.getLogger("megajax")
 # Number of conversations packed together: with 1,024 the two examples fill 98.8 % and 99.6 %.
 WINDOW = 4096
+PAD = 0  # token and label of padding
 
 
 @dataclasses.dataclass(frozen=True)
 class SftFormat:
-    """Padding of a sample, and the treatment of conversations that do not fit."""
+    """The treatment of conversations that do not fit."""
 
     on_misfit: Literal["raise", "skip", "truncate"] = "raise"
     """What to do with a conversation longer than T + 1 tokens: refuse it, skip it, or truncate it. One without an
     answer to learn (after truncation) is refused by raise, and skipped otherwise."""
-    pad_id: int = 0
-    """Token and label of padding."""
     vocab_size: int | None = None
     """Token ids must be below this; None: not checked."""
 
     of_documents: ClassVar[bool] = True
     is_plain_text: ClassVar[bool] = False
 
-    def build(self, *arguments: Any, **options: Any) -> "SftDataset":
-        return SftDataset(*arguments, sample_format=self, **options)
+    def build(
+        self, indexed: TokenSource, part: Part, num_samples: int, sequence_length: int, seed: int, cache_dir: str
+    ) -> "SftDataset":
+        return SftDataset(indexed, part, num_samples, sequence_length, seed, self, cache_dir)
 
 
-class SftDataset:
-    """Random access: sample i is a pure function of (conversations, sequence_length, seed, i).
-
-    indexed: where the conversations are read from. document_range: (begin, end), those of this split.
-    num_samples: at least this many, in whole epochs; None is one epoch.
-    cache_dir: where the two arrays are kept; None keeps them in memory.
-
-    `dataset[i]` is a dict of arrays [T]: tokens and labels int32; loss_mask float32, 1 where the label is a token of an
-    answer; positions int32, from 0 in each conversation; segment_ids int32, 1, 2, ... for conversations and 0 for
-    padding. The last token of a conversation has the label pad_id, without loss.
+class SftDataset(SampleDataset[SftFormat]):
+    """A part is documents, each a conversation. `dataset[i]` is a dict of arrays [T]: tokens and labels int32;
+    loss_mask float32, 1 where the label is a token of an answer; positions int32, from 0 in each conversation;
+    segment_ids int32, 1, 2, ... for conversations and 0 for padding. The last token of a conversation has the label
+    PAD, without loss.
     Attributes: tokens_per_epoch, of the used conversations after truncation; num_conversations, used; num_long, skipped
     or truncated; num_unanswered, skipped.
     Raises ValueError with document number and length for a misfit, and if no conversation is left.
     """
 
-    def __init__(
-        self,
-        indexed: IndexedDataset,
-        document_range: tuple[int, int],
-        num_samples: int | None,
-        sequence_length: int,
-        seed: int,
-        *,
-        sample_format: SftFormat,
-        cache_dir: str | None,
-    ):
-        self._arguments = (indexed, document_range, num_samples, sequence_length, seed), sample_format, cache_dir
-        self.indexed = indexed
-        self.sequence_length = sequence_length
-        self.sample_format = sample_format
-        if indexed.dtype.kind not in "iu":
-            raise ValueError(f"data.paths: {indexed.prefix}.bin holds {indexed.dtype}, not token ids")
-        limit = sample_format.vocab_size
-        if sample_format.pad_id < 0 or (limit is not None and sample_format.pad_id >= limit):
-            raise ValueError(f"data.pad_id={sample_format.pad_id} is not one of data.tokenizer's {limit} ids")
-        begin, end = document_range
-        boundaries = indexed.document_indices[begin : end + 1]
-        lengths = indexed.lengths[boundaries[0] : boundaries[-1]]
+    def prepare(self) -> None:
+        begin, end = self.part
+        boundaries = np.asarray(self.indexed.document_indices[begin : end + 1])
+        lengths = np.asarray(self.indexed.lengths[boundaries[0] : boundaries[-1]])
         arrays = load_or_build(
-            cache_dir,
+            self.cache_dir,
             "sft",
             {
                 "lengths": content_hash(lengths),
                 "boundaries": content_hash(boundaries),
                 "range": [begin, end],
-                "num_samples": num_samples,
-                "sequence_length": sequence_length,
-                "seed": seed,
-                "on_misfit": sample_format.on_misfit,
+                "num_samples": self.num_samples,
+                "sequence_length": self.sequence_length,
+                "seed": self.seed,
+                "on_misfit": self.sample_format.on_misfit,
             },
-            self._build,
+            lambda: self._build(boundaries, lengths),
         )
         self.document_index = arrays["document_index"]
         self.sample_index = arrays["sample_index"]
@@ -109,27 +85,23 @@ class SftDataset:
         if multiprocessing.parent_process() is None and self.num_long + self.num_unanswered:
             logger.warning(
                 "%s: of %d conversations, %d are longer than %d tokens (%s), %d have no answer to learn (left out)",
-                indexed.prefix,
+                self.indexed.prefix,
                 end - begin,
                 self.num_long,
-                sequence_length + 1,
-                "cut" if sample_format.on_misfit == "truncate" else "left out",
+                self.sequence_length + 1,
+                "cut" if self.sample_format.on_misfit == "truncate" else "left out",
                 self.num_unanswered,
             )
-
-    def __reduce__(self):
-        return _rebuild, self._arguments
 
     def __len__(self) -> int:
         return len(self.sample_index) - 1
 
-    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        text, answer, segments = self._read(int(i))
-        pad_id = self.sample_format.pad_id
+    def sample(self, i: int) -> dict[str, np.ndarray]:
+        text, answer, segments = self._read(i)
         length = len(text)
         starts = np.flatnonzero(np.diff(segments, prepend=0))
         missing = self.sequence_length + 1 - length
-        text = np.pad(text, (0, missing), constant_values=pad_id)
+        text = np.pad(text, (0, missing), constant_values=PAD)
         segments = np.pad(segments, (0, missing))
         positions = np.arange(self.sequence_length + 1, dtype=np.int32)
         positions[:length] -= starts.astype(np.int32)[segments[:length] - 1]
@@ -138,7 +110,7 @@ class SftDataset:
         within = (segments[1:] == segments[:-1]) & (segments[1:] > 0)
         return {
             "tokens": text[:-1],
-            "labels": np.where(within, text[1:], np.int32(pad_id)),
+            "labels": np.where(within, text[1:], np.int32(PAD)),
             "loss_mask": (within & np.pad(answer, (0, missing))[1:]).astype(np.float32),
             "positions": positions[:-1],
             "segment_ids": segments[:-1],
@@ -147,8 +119,6 @@ class SftDataset:
     def _read(self, i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(text int32, whether a token belongs to an answer bool, conversation number from 1 int32), each [<= T +
         1]."""
-        if not 0 <= i < len(self):
-            raise IndexError(f"sample {i} of a dataset of {len(self)} samples")
         begin, end = self.sample_index[i : i + 2].tolist()
         documents = self.document_index[begin:end]
         first, last = (self.indexed.document_indices[documents + edge].tolist() for edge in (0, 1))
@@ -163,35 +133,33 @@ class SftDataset:
         # Only a sample with one truncated conversation is longer.
         kept = slice(self.sequence_length + 1)
         text = np.concatenate([self.indexed.read(sequence) for sequence in sequences])[kept]
-        limit = self.sample_format.vocab_size
-        if limit is not None:
-            check_token_ids(text, limit, self.indexed, sequences)
+        self.check_ids(text, self.sample_format.vocab_size, sequences)
         return (
             text.astype(np.int32),
             np.repeat(answers, lengths)[kept],
             np.repeat(np.array(numbers, np.int32), lengths)[kept],
         )
 
-    def _build(self) -> dict[str, np.ndarray]:
-        (_, (begin, end), num_samples, sequence_length, seed), form, _ = self._arguments
-        boundaries = self.indexed.document_indices[begin : end + 1]
-        lengths = self.indexed.lengths[boundaries[0] : boundaries[-1]]
-        sizes, learnable = survey(lengths, boundaries - boundaries[0], sequence_length + 1)
-        long = sizes > sequence_length + 1
-        skip = form.on_misfit == "skip"
+    def _build(self, boundaries: np.ndarray, lengths: np.ndarray) -> dict[str, np.ndarray]:
+        begin, end = self.part
+        capacity = self.sequence_length + 1
+        on_misfit = self.sample_format.on_misfit
+        sizes, learnable = survey(lengths, boundaries - boundaries[0], capacity)
+        long = sizes > capacity
+        skip = on_misfit == "skip"
         used = learnable & ~long if skip else learnable
         if not used.any():
             raise ValueError(
                 f"data.paths: of documents {begin} to {end} of {self.indexed.prefix} none is a conversation with an "
-                f"answer within {sequence_length + 1} tokens; was the file written for fine-tuning, with contexts and "
+                f"answer within {capacity} tokens; was the file written for fine-tuning, with contexts and "
                 "answers as sequences?"
             )
-        if form.on_misfit == "raise":
-            self._refuse(long, sizes, f"more than sequence_length + 1 = {sequence_length + 1}")
+        if on_misfit == "raise":
+            self._refuse(long, sizes, f"more than sequence_length + 1 = {capacity}")
             self._refuse(~learnable, sizes, "and no answer to learn")
-        sizes = np.minimum(sizes, sequence_length + 1)
+        sizes = np.minimum(sizes, capacity)
         document_index, sample_index = build_indices(
-            begin + np.flatnonzero(used), sizes[used], num_samples, sequence_length + 1, seed
+            begin + np.flatnonzero(used), sizes[used], self.num_samples, capacity, self.seed
         )
         # count each once: as long if it is skipped for that, else as unanswered
         num_long = (long if skip else long & learnable).sum()
@@ -203,13 +171,9 @@ class SftDataset:
         if wrong.any():
             first = int(wrong.argmax())
             raise ValueError(
-                f"data.paths: document {self._arguments[0][1][0] + first} of {self.indexed.prefix} has {sizes[first]} "
+                f"data.paths: document {self.part[0] + first} of {self.indexed.prefix} has {sizes[first]} "
                 f"tokens, {what} ({wrong.sum()} of {len(wrong)} documents); use task.on_misfit=skip or truncate"
             )
-
-
-def _rebuild(positional: tuple, sample_format: SftFormat, cache_dir: str | None) -> SftDataset:
-    return SftDataset(*positional, sample_format=sample_format, cache_dir=cache_dir)
 
 
 def survey(lengths: np.ndarray, boundaries: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:

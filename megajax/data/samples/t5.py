@@ -11,16 +11,16 @@ Source: Megatron-LM, megatron/core/datasets/t5_dataset.py. Te = sequence_length,
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from megajax.data.samples.gpt import TokenSource, check_token_ids
+from megajax.data.samples.dataset import Part, SampleDataset, TokenSource
 from megajax.data.samples.masking import Masking, choose_spans, pad, span_mask, trim
 from megajax.data.samples.sentence_runs import SentenceRuns
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class T5Format:
     """The special tokens, and the content of a sample."""
 
@@ -35,99 +35,55 @@ class T5Format:
     """Td. Spans that do not fit remain in the encoder's text: 0.15 * Te tokens and the sentinels, about 0.2 * Te in
     total, should fit."""
     masking: Masking = Masking(max_ngram=10)
-    short_sequence_probability: float = 0.0
-    """Fraction of the samples that are truncated to a random length."""
-
-    def check(self, sequence_length: int) -> None:
-        """Raises ValueError with the way out."""
-        named = {"bos_id": self.bos_id, "eos_id": self.eos_id, "pad_id": self.pad_id}
-        for name, token in [*named.items(), *(("sentinel_ids", token) for token in self.sentinel_ids)]:
-            if not 0 <= token < self.vocab_size:
-                raise ValueError(f"T5Format.{name}: {token} is not one of the {self.vocab_size} ids of the vocabulary")
-        if not self.sentinel_ids:
-            raise ValueError("T5Format.sentinel_ids is empty; add ids for sentinels to the vocabulary, T5 uses 100")
-        if len(set(self.sentinel_ids)) < len(self.sentinel_ids) or set(self.sentinel_ids) & set(named.values()):
-            raise ValueError(
-                "T5Format.sentinel_ids must differ from each other and from bos_id, eos_id and pad_id; "
-                "add separate ids to the vocabulary"
-            )
-        if self.eos_id in (self.bos_id, self.pad_id):
-            raise ValueError(f"T5Format.eos_id={self.eos_id} is also bos_id or pad_id; give it a different id")
-        if sequence_length < 2 or self.decoder_length < 3:
-            raise ValueError(
-                f"sequence_length={sequence_length}, T5Format.decoder_length={self.decoder_length}: use at least 2 and "
-                "3, a span of one token"
-            )
-        if not 0 <= self.short_sequence_probability <= 1:
-            raise ValueError(
-                f"T5Format.short_sequence_probability={self.short_sequence_probability} must lie between 0 and 1"
-            )
-        self.masking.check(self.vocab_size)
 
     of_documents: ClassVar[bool] = True
     is_plain_text: ClassVar[bool] = False
 
-    def build(self, *arguments: Any, **options: Any) -> "T5Dataset":
-        return T5Dataset(*arguments, sample_format=self, **options)
+    def build(
+        self, indexed: TokenSource, part: Part, num_samples: int, sequence_length: int, seed: int, cache_dir: str
+    ) -> "T5Dataset":
+        return T5Dataset(indexed, part, num_samples, sequence_length, seed, self, cache_dir)
 
 
-class T5Dataset:
-    """Random access: sample i is a pure function of (sequences, num_samples, sequence_length, seed, i).
-
-    indexed: where the sentences are read from; documents may be split into sentences or not.
-    document_range: (begin, end), the documents of this split.
-    num_samples: at least this many, in whole epochs; None is one epoch.
-    sequence_length: Te, the longest text and the length of the encoder; the decoder's is in the format.
-    cache_dir: where the list of the samples is kept; None keeps it in memory.
+class T5Dataset(SampleDataset[T5Format]):
+    """A part is documents, which may be split into sentences or not. sequence_length: Te, the longest text and the
+    length of the encoder; the decoder's is in the format.
 
     `dataset[i]` is a dict of arrays. [Te]: encoder_tokens int32, encoder_segment_ids int32 (1, and 0 where padded),
     encoder_positions int32. [Td]: tokens int32, labels int32, loss_mask float32 (1, and 0 where padded), positions
     int32, segment_ids int32 (as loss_mask). If sentinels or decoder_length run out, fewer spans are masked.
-    `tokens_per_epoch`: text tokens of the documents. Pickles as its arguments.
+    `tokens_per_epoch`: text tokens of the documents.
     """
 
-    def __init__(
-        self,
-        indexed: TokenSource,
-        document_range: tuple[int, int],
-        num_samples: int | None,
-        sequence_length: int,
-        seed: int,
-        *,
-        sample_format: T5Format,
-        cache_dir: str | None,
-    ):
-        self._arguments = (indexed, document_range, num_samples, sequence_length, seed), sample_format, cache_dir
-        sample_format.check(sequence_length)
-        self.indexed = indexed
-        self.sequence_length = sequence_length
-        self.seed = seed
-        self.sample_format = sample_format
+    def prepare(self) -> None:
+        form = self.sample_format
+        if form.eos_id in (form.bos_id, form.pad_id):
+            raise ValueError(f"T5Format.eos_id={form.eos_id} is also bos_id or pad_id; give it a different id")
+        if self.sequence_length < 2 or form.decoder_length < 3:
+            raise ValueError(
+                f"sequence_length={self.sequence_length}, T5Format.decoder_length={form.decoder_length}: use at least "
+                "2 and 3, a span of one token"
+            )
         self.runs = SentenceRuns(
-            indexed,
-            document_range,
-            num_samples,
-            seed,
-            max_tokens=sequence_length,
+            self.indexed,
+            self.part,
+            self.num_samples,
+            self.seed,
+            max_tokens=self.sequence_length,
             min_sentences=1,
-            short_probability=sample_format.short_sequence_probability,
-            cache_dir=cache_dir,
+            short_probability=0.0,
+            cache_dir=self.cache_dir,
         )
         self.tokens_per_epoch = self.runs.tokens_per_epoch
-        ids = np.arange(sample_format.vocab_size)
-        form = sample_format
+        ids = np.arange(form.vocab_size)
         self._is_special = np.isin(ids, (form.bos_id, form.eos_id, form.pad_id))
         self._is_sentinel = np.isin(ids, form.sentinel_ids)
         self._sentinels = np.array(form.sentinel_ids, np.int32)
 
-    def __reduce__(self):
-        return _rebuild, self._arguments
-
     def __len__(self) -> int:
         return len(self.runs)
 
-    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        i = int(i)
+    def sample(self, i: int) -> dict[str, np.ndarray]:
         form = self.sample_format
         sentences = self.runs.read(i)
         rng = np.random.default_rng([self.seed, i])
@@ -161,22 +117,17 @@ class T5Dataset:
     def _text(self, i: int, sentences: list[np.ndarray], rng: np.random.Generator) -> np.ndarray:
         """int32, at most Te tokens, trimmed at both ends."""
         text = trim(np.concatenate(sentences), self.sequence_length, rng)
-        indexed = self.runs.indexed
-        check_token_ids(text, self.sample_format.vocab_size, indexed, self.runs.sequences(i))
+        self.check_ids(text, self.sample_format.vocab_size, self.runs.sequences(i))
         if self._is_sentinel[text].any():
             raise ValueError(
-                f"data.paths: {indexed.prefix}.bin holds the id {text[self._is_sentinel[text]][0]}, which is one of "
-                "T5Format.sentinel_ids; use ids that do not occur in text"
+                f"data.paths: {self.indexed.prefix}.bin holds the id {text[self._is_sentinel[text]][0]}, which is one "
+                "of T5Format.sentinel_ids; use ids that do not occur in text"
             )
         return text.astype(np.int32)
 
     def _spans(self, text: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """Spans [spans, 2] in text order, as many as there are sentinels for and fit the decoder."""
-        spans = choose_spans(text, self._is_special[text], self.sample_format.masking, rng, apart=True)
+        spans = choose_spans(self._is_special[text], self.sample_format.masking, rng, apart=True)
         decoder_lengths = 1 + np.cumsum(spans[:, 1] - spans[:, 0] + 1)
         fitting = np.searchsorted(decoder_lengths, self.sample_format.decoder_length, side="right")
         return np.sort(spans[: min(fitting, len(self._sentinels))], axis=0)
-
-
-def _rebuild(positional: tuple, sample_format: T5Format, cache_dir: str | None) -> T5Dataset:
-    return T5Dataset(*positional, sample_format=sample_format, cache_dir=cache_dir)

@@ -1,5 +1,6 @@
 """Renders conversations with a chat template, and finds the answers in the text."""
 
+import bisect
 import hashlib
 import json
 import os
@@ -53,9 +54,8 @@ class ChatTemplate:
         def raise_exception(message: str):
             raise jinja2.TemplateError(message)
 
-        environment.globals["raise_exception"] = raise_exception
         try:
-            self._template = environment.from_string(source)
+            self._template = environment.from_string(source, globals={"raise_exception": raise_exception})
         except jinja2.TemplateError as error:
             raise ValueError(f"chat template: {' '.join(str(error).split())}") from None
 
@@ -71,7 +71,7 @@ class ChatTemplate:
         return str.__str__(text)
 
     def _render(self, messages: Sequence[Mapping], tools: Any, add_generation_prompt: bool) -> "Text":
-        from megajax.data.tokenizers.provenance import literal
+        from megajax.data.tokenizers.provenance import Text, literal
         from megajax.data.tokenizers.sandbox import TooMuch, limited
 
         messages = [
@@ -81,13 +81,15 @@ class ChatTemplate:
         variables = {name: literal(value) for name, value in self.variables.items()}
         try:
             with limited():
-                return self._template.render(
+                text = self._template.render(
                     messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
                 )
         except TooMuch as error:
             raise ValueError(f"chat template: {error}") from None
         except Exception as error:  # a template can fail as any program can
             raise ValueError(f"chat template: {type(error).__name__}: {error}") from None
+        assert isinstance(text, Text)  # what the environment makes, although jinja2 says str
+        return text
 
     def _forged(self, text: "Text") -> str | None:
         """A special token, or a marker, that is not entirely written by the template; None if there is none."""
@@ -102,38 +104,24 @@ class ChatTemplate:
         return next((name for begin, name in found if not text.is_written(begin, name)), None)
 
     def _describe_forged(self, name: str, messages: Sequence[Mapping], tools: Any, add_generation_prompt: bool) -> str:
-        """An error message naming a field that causes it, found by bisection."""
-        fields = [
-            (number, key)
-            for number, message in enumerate(messages)
-            for key in message
-            if key != "role" or message[key] not in ROLES
-        ]
-        empty: list[tuple[int, str]] = []
+        """An error message naming a field that causes it, if the first messages with that field do."""
 
-        def forged_without(some: list[tuple[int, str]]) -> str | None:
-            others = [dict(message) for message in messages]
-            for number, key in (*empty, *some):
-                others[number][key] = ""
+        def forged(some: Sequence[Mapping]) -> str | None:
             try:
-                return self._forged(self._render(others, tools, add_generation_prompt))
-            except ValueError:  # from a template that needs the fields
+                return self._forged(self._render(some, tools, add_generation_prompt))
+            except ValueError:  # from a template that needs what is missing
                 return None
 
-        while len(fields) > 1:
-            half = fields[: len(fields) // 2]
-            if remaining := forged_without(half):
-                name = remaining
-                empty += half
-                fields = fields[len(half) :]
-            else:
-                fields = half
-        if fields and forged_without(fields) is None:
-            ((number, key),) = fields
-            return (
-                f"messages[{number}][{key!r}] spells the special token {name}, itself or in what the chat "
-                "template makes of it; take it out"
-            )
+        number = bisect.bisect_left(range(len(messages) - 1), True, key=lambda n: bool(forged(messages[: n + 1])))
+        earlier = messages[:number]
+        name = forged([*earlier, *messages[number : number + 1]]) or name
+        for key, value in messages[number].items() if messages else ():
+            is_known = key == "role" and value in ROLES
+            if not is_known and forged([*earlier, {**messages[number], key: ""}]) is None:
+                return (
+                    f"messages[{number}][{key!r}] spells the special token {name}, itself or in what the chat "
+                    "template makes of it; take it out"
+                )
         return (
             f"chat template: the special token {name} may come from a message or from tools; write special tokens "
             "with {{ }}, + or ~ in the template, and do not change them afterwards"
@@ -175,7 +163,7 @@ def load_chat_template(tokenizer: Tokenizer, path: str | None = None) -> ChatTem
 
 def find_chat_template(tokenizer: Tokenizer, path: str | None = None) -> ChatTemplate | None:
     """Like load_chat_template, but None for a tokenizer without a template."""
-    file = getattr(tokenizer, "path", None)
+    file = tokenizer.path
     source = None
     if path is None and file:
         source = read_json(beside(file, "tokenizer_config.json")).get("chat_template")
@@ -192,5 +180,4 @@ def find_chat_template(tokenizer: Tokenizer, path: str | None = None) -> ChatTem
 
 
 def _template(tokenizer: Tokenizer, source: str) -> ChatTemplate:
-    file = getattr(tokenizer, "path", None)
-    return ChatTemplate(source, configured_tokens(file) if file else {}, tokenizer.special_tokens)
+    return ChatTemplate(source, configured_tokens(tokenizer.path), tokenizer.special_tokens)

@@ -50,10 +50,12 @@ class Text(str):
         return join(between[1:])
 
     def lstrip(self, chars: str | None = None) -> "Text":
-        return self[len(self) - len(super().lstrip(chars)) :]
+        found = super().lstrip(chars)
+        return Text(found, self.written[len(self) - len(found) :])
 
     def rstrip(self, chars: str | None = None) -> "Text":
-        return self[: len(super().rstrip(chars))]
+        found = super().rstrip(chars)
+        return Text(found, self.written[: len(found)])
 
     def strip(self, chars: str | None = None) -> "Text":
         return self.lstrip(chars).rstrip(chars)

@@ -228,7 +228,7 @@ class _Counting(jinja2.visitor.NodeTransformer):
     visit_List = visit_Tuple = visit_Dict = _make
 
 
-def filtered(node: jinja2.nodes.Expr, name: str) -> jinja2.nodes.Filter:
+def filtered(node: jinja2.nodes.Node, name: str) -> jinja2.nodes.Filter:
     return jinja2.nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
@@ -278,12 +278,10 @@ def _checked(name: str, function: Callable) -> Callable:
     return checked
 
 
-def _to_json(value: Any, **options) -> str:
+def _to_json(value: Any, **options: Any) -> str:
     """The filter of jinja2 escapes for HTML."""
-    options = {"ensure_ascii": False, **options}
+    options.setdefault("ensure_ascii", False)
     spend_characters(size(value))
-    if options.get("indent") is None:
-        return json.dumps(value, **options)
     parts = []
     for part in json.JSONEncoder(**options).iterencode(value):
         spend_characters(len(part))

@@ -37,11 +37,9 @@ class SpanTokens:
         ids = itertools.count(tokenizer.vocab_size)
         pad = tokenizer.token_id("<pad>")
         pad = next(ids) if pad is None else pad
-        known = [tokenizer.token_id(f"<extra_id_{i}>") for i in range(NUM_SENTINELS)]
-        if known[0] is None:
-            sentinels = [next(ids) for _ in range(NUM_SENTINELS)]
-        else:
-            sentinels = list(itertools.takewhile(lambda number: number is not None, known))
+        known = map(tokenizer.token_id, (f"<extra_id_{i}>" for i in range(NUM_SENTINELS)))
+        own = [number for number in itertools.takewhile(lambda number: number is not None, known) if number is not None]
+        sentinels = own or [next(ids) for _ in range(NUM_SENTINELS)]
         return SpanTokens(tokenizer, pad, tokenizer.eod_id, tuple(sentinels), next(ids))
 
     def encode(self, text: str) -> list[int]:

@@ -10,6 +10,8 @@ import numpy as np
 
 from megajax.inference.device.programs import Chooser, DecodeBatch, PrefillBatch
 from megajax.inference.scheduling.scheduler import Chunk, Decode, Prefill, Sequence
+from megajax.inference.shapes import fitting
+from megajax.inference.shapes import sizes as sizes_between
 from megajax.inference.tokens.sampling import RowSampling, Sampling
 from megajax.layers.attention.kv_cache import PoolSizes
 
@@ -45,12 +47,12 @@ class Shapes(NamedTuple):
         the reference gathers the whole table, so the size of the table matters."""
         table = -(-max_length // sizes.page_size)
         least = GPU_MIN_CHUNK if has_kernel else MIN_CHUNK
-        chunks = _buckets(least, max(max_batch_tokens, least), 4)
-        gpu_rows = sorted({min(MIN_ROWS, sizes.num_rows), *_buckets(NEXT_ROWS, sizes.num_rows, 2)})
+        chunks = sizes_between(least, max(max_batch_tokens, least), 4)
+        gpu_rows = sorted({min(MIN_ROWS, sizes.num_rows), *sizes_between(NEXT_ROWS, sizes.num_rows, 2)})
         shapes = Shapes(
             page_size=sizes.page_size,
             num_chunks=min(MAX_CHUNKS, sizes.num_rows),
-            rows=gpu_rows if has_kernel else _buckets(1, sizes.num_rows, 4),
+            rows=gpu_rows if has_kernel else sizes_between(1, sizes.num_rows, 4),
             tables=[table] if has_kernel else sorted({min(MIN_TABLE, table), table}),
             chunks=chunks,
             most_pages=table,
@@ -75,11 +77,11 @@ class Shapes(NamedTuple):
         return [(length, pages) for length in self.chunks for pages in self._prefill_tables(length)]
 
     def fitting_decode(self, num_rows: int, num_pages: int) -> tuple[int, int]:
-        return _bucket(num_rows, self.rows), _bucket(num_pages, self.tables)
+        return fitting(num_rows, self.rows), fitting(num_pages, self.tables)
 
     def fitting_prefill(self, num_tokens: int, num_pages: int) -> tuple[int, int]:
-        length = _bucket(num_tokens, self.chunks)
-        return length, _bucket(num_pages, self._prefill_tables(length))
+        length = fitting(num_tokens, self.chunks)
+        return length, fitting(num_pages, self._prefill_tables(length))
 
     def _chunk_pages(self, length: int) -> int:
         """Pages of `length` tokens of several sequences."""
@@ -187,17 +189,3 @@ class Batches:
                 mask_BW[number] = sequence.matcher.mask()
                 has_mask_B[number] = True
         return Chooser(rows_B, RowSampling.of(settings, indices), mask_BW, has_mask_B)
-
-
-def _buckets(smallest: int, largest: int, factor: int) -> list[int]:
-    """smallest, smallest * factor, ..., largest."""
-    sizes = []
-    while smallest < largest:
-        sizes.append(smallest)
-        smallest *= factor
-    return [*sizes, largest]
-
-
-def _bucket(count: int, buckets: Items[int]) -> int:
-    """The smallest one that is large enough."""
-    return next(size for size in buckets if size >= count)

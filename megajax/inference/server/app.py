@@ -1,7 +1,6 @@
 """An HTTP server with OpenAI's interface, for one engine or several replicas.
 
-Errors have OpenAI's form {"error": {message, type, param, code}}, those of Megatron's interface {"message"};
-docs/serving.md lists their status codes.
+Errors have OpenAI's form {"error": {message, type, param, code}}; docs/serving.md lists their status codes.
 """
 
 import asyncio
@@ -31,8 +30,9 @@ from megajax.data.tokenizers.chat_template import ChatTemplate
 from megajax.data.tokenizers.tokenizer import configured_tokens, longest_token
 from megajax.inference.engine import Engine
 from megajax.inference.load import OpenedModel
-from megajax.inference.server import megatron, protocol
+from megajax.inference.server import protocol
 from megajax.inference.server.answers import Answer, ChatAnswer, CompletionAnswer, TokenTexts, as_event, error_body
+from megajax.inference.server.config import ServerConfig
 from megajax.inference.server.engine_thread import Generation, NotReady, Overloaded
 from megajax.inference.server.metrics import Metrics
 from megajax.inference.server.protocol import Refused, parse, refusing_values
@@ -53,45 +53,6 @@ PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
     "img-src data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class ServerConfig:
-    model_name: str = "megajax"
-    """Name of the model in requests and answers."""
-    run: str = ""
-    """Directory of the model."""
-    host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0: all of this machine."""
-    port: int = 8000
-    """Port to listen on; 0: any free one."""
-    api_keys: tuple[str, ...] = ()
-    """Requests must bring one of them; (): anyone may ask."""
-    max_requests: int = 4096
-    """Most samples (prompts times n) that wait or run. A request that needs more than half of what is left of them, and
-    more than 16, gets 429."""
-    request_timeout_seconds: float = 600.0
-    """A request that takes longer is cancelled; a stop waits at most this long, and a little for the errors."""
-    max_body_bytes: int = 32 * 2**20
-    """Larger requests get 413."""
-    allow_load: bool = False
-    """Whether /v1/load may replace the parameters."""
-    log_requests: bool = True
-    """Log a line per request (request_log.py)."""
-    sampling: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Values of Sampling in place of its defaults, for what a request does not say (`recommended_sampling`)."""
-
-    def check(self) -> None:
-        """Raises ValueError for the first invalid value."""
-        if not 0 <= self.port < 2**16:
-            raise ValueError(f"port={self.port} must be from 0 (any free one) to 65535")
-        if "" in self.api_keys:
-            raise ValueError("api_key= is empty; give a key, or leave it out to answer anyone")
-        for name in ("max_requests", "max_body_bytes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if not 0 < self.request_timeout_seconds < float("inf"):
-            raise ValueError(f"request_timeout_seconds={self.request_timeout_seconds} must be above 0")
 
 
 def make_app(
@@ -132,7 +93,6 @@ class Server:
         self._long_work = ThreadPoolExecutor(1, "long work")
         get = functools.partial(Route, methods=["GET"])
         post = functools.partial(Route, methods=["POST"])
-        put = functools.partial(Route, methods=["PUT"])
         log = [Middleware(RequestLog)] if config.log_requests else []
         self.app = Starlette(
             routes=[
@@ -147,7 +107,6 @@ class Server:
                 post("/v1/load", self._guarded(self.load)),
                 post("/tokenize", self._guarded(self._timed(self.tokenize))),
                 post("/detokenize", self._guarded(self._timed(self.detokenize))),
-                put(megatron.PATH, self._guarded(self._timed(self.megatron))),
             ],
             middleware=[*log, Middleware(_Gate, host=config.host)],
             exception_handlers={
@@ -170,7 +129,7 @@ class Server:
             request.state.client = self._check_key(request)
             # What a page of another origin can send without this server's permission has another type.
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-            if request.method in ("POST", "PUT") and kind != "application/json":
+            if request.method == "POST" and kind != "application/json":
                 raise Refused(415, "the header Content-Type must be application/json")
             return await endpoint(request)
 
@@ -249,15 +208,6 @@ class Server:
         generation = await self._start(request, [prompt], sampling)
         answer = ChatAnswer(generation, self.config.model_name, self._texts, bool(body.return_token_ids))
         return await _answer(generation, answer, body)
-
-    async def megatron(self, request: Request, content: bytes) -> Response:
-        body = await self._parse(megatron.MegatronRequest, content)
-        sampling = body.sampling()
-        for prompt in body.prompts:
-            self._check_characters(len(prompt), "prompts")
-        prompts = await self._work(len(content), body.encoded, self.engine)
-        with await self._start(request, prompts, sampling) as generation:
-            return JSONResponse(await megatron.answered(body, generation, self._texts))
 
     async def _start(self, request: Request, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Generation:
         with refusing_values():
@@ -493,29 +443,25 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _error(
-    request: Request, status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
-) -> Response:
-    is_megatron = request.url.path == megatron.PATH
-    body = {"message": message} if is_megatron else error_body(status, message, param)
-    return JSONResponse(body, status, headers=headers)
+def _error(status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None) -> Response:
+    return JSONResponse(error_body(status, message, param), status, headers=headers)
 
 
 async def _refused(request: Request, error: Refused) -> Response:
     headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
-    return _error(request, error.status, str(error), error.param, headers)
+    return _error(error.status, str(error), error.param, headers)
 
 
 async def _overloaded(request: Request, error: Overloaded) -> Response:
-    return _error(request, 429, str(error), headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
+    return _error(429, str(error), headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
 
 
 async def _not_ready(request: Request, error: NotReady) -> Response:
-    return _error(request, 503, str(error), headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
+    return _error(503, str(error), headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
 
 
 async def _timed_out(request: Request, error: TimeoutError) -> Response:
-    return _error(request, 503, TIMED_OUT)
+    return _error(503, TIMED_OUT)
 
 
 async def _disconnected_early(request: Request, error: ClientDisconnect) -> Response:
@@ -523,9 +469,9 @@ async def _disconnected_early(request: Request, error: ClientDisconnect) -> Resp
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    return _error(request, error.status_code, error.detail, headers=error.headers)
+    return _error(error.status_code, error.detail, headers=error.headers)
 
 
 async def _failed(request: Request, error: Exception) -> Response:
     """Starlette raises it again, so that uvicorn logs it."""
-    return _error(request, 500, f"{type(error).__name__} in the server; its log has more")
+    return _error(500, f"{type(error).__name__} in the server; its log has more")

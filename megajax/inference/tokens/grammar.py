@@ -7,7 +7,8 @@ import json
 
 import numpy as np
 
-from megajax.data.tokenizers.tokenizer import HuggingFaceTokenizer, Tokenizer
+from megajax.data.tokenizers.libraries import HuggingFaceTokenizer
+from megajax.data.tokenizers.tokenizer import Tokenizer
 from megajax.inference.tokens.sampling import Sampling
 
 

@@ -3,9 +3,7 @@
 Dimensions: B rows, V vocabulary, K most likely tokens that are reported, W words of 32 tokens in a mask.
 """
 
-import dataclasses
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,108 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from megajax.data.tokenizers.tokenizer import read_json
+from megajax.inference.config import MAX_LOGPROBS, Sampling
 
-MAX_LOGPROBS = 20
-MAX_STOPS = 16
-MAX_STOP_CHARACTERS = 256  # of one
 PROMPT_TOKEN = 1 << 30  # bit of a count: the token occurs in the prompt
 RECOMMENDED = "temperature", "top_k", "top_p", "min_p", "repetition_penalty"  # fields of generation_config.json
 DIGIT_BITS = 2  # of a threshold, found per pass over the vocabulary; divides 32
-
-
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-    max_tokens: int = 128
-    """Maximum number of tokens to generate. 0 only with prompt_logprobs."""
-    temperature: float = 1.0
-    """Divides the logits; 0: always the most likely token."""
-    top_k: int = 0
-    """Sample only from the k most likely tokens; 0: all."""
-    top_p: float = 1.0
-    """Sample only from the smallest set of most likely tokens that together have this probability; 1: all."""
-    min_p: float = 0.0
-    """Sample only tokens that are at least this probable, relative to the most likely one; 0: all."""
-    seed: int = 0
-    """The same seed, prompt and settings give the same text, alone or in a batch. Sample i of n uses seed + i."""
-    stop: tuple[str, ...] = ()
-    """Texts that end the generation, at most 16 of up to 256 characters; they are not part of the text."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the generation, besides the end of the document; they are not part of the result."""
-    ignore_eos: bool = False
-    """Continue after the end of the document."""
-    n: int = 1
-    """Number of samples of the same prompt."""
-    logprobs: int | None = None
-    """Report the log-probability of each new token and of this many most likely tokens; None: no log-probabilities."""
-    prompt_logprobs: int | None = None
-    """The same for the tokens of the prompt."""
-    presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens that have been generated."""
-    frequency_penalty: float = 0.0
-    """Subtracted from the logit of a token once for each time that it has been generated."""
-    repetition_penalty: float = 1.0
-    """Divides positive logits, and multiplies negative ones, of tokens in the prompt or the generated text (Keskar et
-    al. 2019, https://arxiv.org/abs/1909.05858)."""
-    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
-    """Added to the logits of these tokens."""
-    schema: str | None = None
-    """JSON schema that the text must follow."""
-    regex: str | None = None
-    """Regular expression that the text must match."""
-
-    def check(self) -> None:
-        """Raises ValueError for the first invalid value."""
-        self._check_numbers()
-        self._check_logprobs()
-        if "" in self.stop:
-            raise ValueError("stop='' would end every text immediately; give a text of at least one character")
-        if len(self.stop) > MAX_STOPS:
-            raise ValueError(f"stop=... has {len(self.stop)} texts; give at most {MAX_STOPS}")
-        longest = max(map(len, self.stop), default=0)
-        if longest > MAX_STOP_CHARACTERS:
-            raise ValueError(f"stop=... has a text of {longest} characters; use at most {MAX_STOP_CHARACTERS}")
-        for token, bias in self.logit_bias.items():
-            if not math.isfinite(bias):
-                raise ValueError(f"logit_bias={{{token}: {bias}}} must be finite; use -100 to forbid a token")
-        if self.schema is not None and self.regex is not None:
-            raise ValueError(f"schema and regex={self.regex!r}: a text can follow only one of them; leave one out")
-
-    def _check_numbers(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature={self.temperature} must be 0 (the most likely token) or more")
-        if self.top_k < 0:
-            raise ValueError(f"top_k={self.top_k} must not be negative; 0 allows all tokens")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1; 1 allows all tokens")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p={self.min_p} must be from 0 to 1; 0 allows all tokens")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed={self.seed} must be from 0 to 2**32 - 1")
-        if self.n < 1:
-            raise ValueError(f"n={self.n} must be at least 1")
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not math.isfinite(getattr(self, name)):
-                raise ValueError(f"{name}={getattr(self, name)} must be finite; 0 is no penalty")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be above 0; 1 is no penalty")
-
-    def _check_logprobs(self) -> None:
-        for name in ("logprobs", "prompt_logprobs"):
-            count = getattr(self, name)
-            if count is not None and not 0 <= count <= MAX_LOGPROBS:
-                raise ValueError(f"{name}={count} must be from 0 to {MAX_LOGPROBS}, or None")
-        if self.max_tokens < (self.prompt_logprobs is None):
-            raise ValueError(f"max_tokens={self.max_tokens} must be at least 1 (0 only with prompt_logprobs)")
-
-    @property
-    def has_adjusted_logits(self) -> bool:
-        """Whether logits depend on more than the model: penalties or bias."""
-        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
-        return penalties != (0.0, 0.0, 1.0) or bool(self.logit_bias)
-
-    @property
-    def is_constrained(self) -> bool:
-        return self.schema is not None or self.regex is not None
 
 
 def recommended_sampling(folder: str | Path) -> dict[str, float]:

@@ -8,10 +8,7 @@ No token is dropped, unless the router has a capacity. parallel/expert.py sends 
 
 import dataclasses
 import functools
-import itertools
 import math
-import re
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -60,28 +57,13 @@ class MoeConfig:
     """Experts per layer; None: all layers are dense."""
     expert_dim: PositiveInt | None = None
     """Feed-forward width of an expert; None = that of a dense layer."""
-    layers: str = "e"
-    """Pattern of layers with experts (e) and dense layers (d), repeated over the stack: "de" is every second layer,
-    "d*3e*58" the last 58 of 61."""
     shared_dim: PositiveInt | None = None
     """Total feed-forward width of the shared experts, which process every token; None: there are none."""
     shared_gate: bool = False
     """Multiply the output of the shared experts by a sigmoid gate of each token (Qwen2-MoE)."""
     router: RouterConfig = RouterConfig()
 
-    def has_experts(self, number: int) -> bool:
-        """Whether the layer with this number has experts."""
-        if self.num_experts is None:
-            return False
-        letters = self._letters
-        return letters[number % len(letters)] == "e"
-
-    @property
-    def _letters(self) -> str:
-        runs = re.findall(r"([de])(?:\*(\d+))?", self.layers)
-        return "".join(letter * int(count or 1) for letter, count in runs)
-
-    def check(self, num_layers: int, *, has_bias: bool) -> None:
+    def check(self, *, has_bias: bool) -> None:
         """Raises ValueError for contradictory fields, and for experts with biases, which are not supported."""
         if self.num_experts is None:
             if changed := changed_fields(self, MoeConfig()):
@@ -90,26 +72,13 @@ class MoeConfig:
                     "them out"
                 )
             return
-        if not re.fullmatch(r"([de](\*[1-9]\d{0,3})?)+", self.layers):
-            raise ValueError(f"model.moe.layers={self.layers!r} must be letters d and e, with counts as in d*3e*58")
-        if not any(map(self.has_experts, range(num_layers))):
-            raise ValueError(
-                f"model.moe.layers={self.layers!r} gives none of the model.num_layers={num_layers} layers experts; "
-                "change it, or leave model.moe.num_experts out"
-            )
         if has_bias:
-            raise ValueError("model.moe.num_experts: biases of experts are not supported; set --model.mlp_bias=False")
+            raise ValueError(
+                "model.moe.num_experts: biases of experts are not supported; leave mlp out of model.biases"
+            )
         if self.shared_gate and self.shared_dim is None:
             raise ValueError("model.moe.shared_gate=True needs shared experts: set --model.moe.shared_dim")
         self.router.check(self.num_experts)
-
-
-def layer_pattern(has_experts: Sequence[bool]) -> str:
-    """MoeConfig.layers for these layers: the shortest pattern, with counts."""
-    number = len(has_experts)
-    period = next(p for p in range(1, number + 1) if all(has_experts[n] == has_experts[n % p] for n in range(number)))
-    runs = [("e" if has else "d", len(list(run))) for has, run in itertools.groupby(has_experts[:period])]
-    return "".join(letter if count == 1 else f"{letter}*{count}" for letter, count in runs)
 
 
 @dataclasses.dataclass(frozen=True)

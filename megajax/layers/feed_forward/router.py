@@ -60,12 +60,10 @@ class RouterConfig:
     """Choose the experts with the largest scores, balance the choice with Sinkhorn's algorithm, or (for benchmarks
     only) use the experts in turn whatever their scores are."""
     aux_loss: Coefficient = dataclasses.field(default=0.0, metadata=MAY_CHANGE)
-    """Coefficient of the balance loss over each microbatch."""
-    sequence_aux_loss: Coefficient = dataclasses.field(default=0.0, metadata=MAY_CHANGE)
-    """Coefficient of the balance loss over each sequence; does not depend on the number of microbatches."""
-    global_aux_loss: Coefficient = 0.0
-    """Coefficient of the balance loss with the load over the whole batch of the previous step; does not depend on the
-    number of microbatches."""
+    """Coefficient of the balance loss."""
+    aux_loss_scope: Literal["microbatch", "sequence", "batch"] = "microbatch"
+    """What the balance loss is over: each microbatch; or, independent of their number, each sequence, or the batch with
+    the load of the previous step."""
     z_loss: Coefficient = dataclasses.field(default=0.0, metadata=MAY_CHANGE)
     """Coefficient of the mean of logsumexp(logits) squared."""
     capacity_factor: PositiveFloat | None = None
@@ -146,7 +144,7 @@ class Router(GatheredLinear):
         if config.bias_update_rate is not None:
             update = TowardsBalance(config.bias_update_rate)
             self.expert_bias = variable(shape, ("router",), nnx.initializers.zeros, rngs, update)
-        if config.global_aux_loss:
+        if config.aux_loss_scope == "batch":
             self.expert_load = variable(shape, ("router",), nnx.initializers.ones, rngs, _as_observed)
 
     def __call__(self, x_BTD: jax.Array, *, generates: bool = False) -> tuple[Choice, Terms]:
@@ -162,7 +160,7 @@ class Router(GatheredLinear):
         terms = self._terms(logits_BTE, scores_BTE, experts_BTK, mean_load_E)
         if config.bias_update_rate is not None:
             weights_BTK = observe(weights_BTK, self.expert_bias, mean_load_E)
-        if config.global_aux_loss:
+        if config.aux_loss_scope == "batch":
             weights_BTK = observe(weights_BTK, self.expert_load, mean_load_E)
         if config.capacity_factor is not None and not generates:
             kept_BTK = self._within_capacity(experts_BTK, weights_BTK, num_experts)
@@ -201,23 +199,12 @@ class Router(GatheredLinear):
 
     def _terms(self, logits_BTE, scores_BTE, experts_BTK, mean_load_E) -> Terms:
         config = self.config
-        num_experts = logits_BTE.shape[-1]
         shares_BTE = scores_BTE
         if not config.is_softmax:
             shares_BTE /= jnp.sum(scores_BTE, -1, keepdims=True) + EPSILON
         auxiliary = {}
-        if config.aux_loss or config.sequence_aux_loss:
-            # The load without bias, groups or another assignment, as in Megatron.
-            load_BE = load(_largest(shares_BTE, config.top_k), num_experts)
-            shares_BE = jnp.mean(shares_BTE, 1)
         if config.aux_loss:
-            auxiliary["router_aux_loss"] = config.aux_loss * jnp.sum(shares_BE.mean(0) * load_BE.mean(0))
-        if config.sequence_aux_loss:
-            of_sequence_B = jnp.sum(shares_BE * load_BE, -1)
-            auxiliary["router_sequence_aux_loss"] = config.sequence_aux_loss * jnp.mean(of_sequence_B)
-        if config.global_aux_loss:
-            total = jnp.sum(jnp.mean(shares_BTE, (0, 1)) * self.expert_load[...])
-            auxiliary["router_global_aux_loss"] = config.global_aux_loss * total
+            auxiliary["router_aux_loss"] = config.aux_loss * self._imbalance(shares_BTE)
         if config.z_loss:
             auxiliary["router_z_loss"] = config.z_loss * jnp.mean(jax.nn.logsumexp(logits_BTE, -1) ** 2)
         shares_BTE = lax.stop_gradient(shares_BTE)
@@ -227,6 +214,17 @@ class Router(GatheredLinear):
             "expert_load": mean_load_E,
         }
         return Terms(auxiliary, metrics)
+
+    def _imbalance(self, shares_BTE) -> jax.Array:
+        """The sum over experts of share of the scores times load: 1 if both are even."""
+        if self.config.aux_loss_scope == "batch":
+            return jnp.sum(jnp.mean(shares_BTE, (0, 1)) * self.expert_load[...])
+        # The load without bias, groups or another assignment, as in Megatron.
+        load_BE = load(_largest(shares_BTE, self.config.top_k), shares_BTE.shape[-1])
+        shares_BE = jnp.mean(shares_BTE, 1)
+        if self.config.aux_loss_scope == "sequence":
+            return jnp.mean(jnp.sum(shares_BE * load_BE, -1))
+        return jnp.sum(shares_BE.mean(0) * load_BE.mean(0))
 
     def _within_capacity(self, experts_BTK, weights_BTK, num_experts: int) -> jax.Array:
         """bool [B, T, K]: whether the expert has room for the token."""

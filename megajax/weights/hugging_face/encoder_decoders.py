@@ -14,15 +14,13 @@ from megajax.data.tokenizers.tokenizer import Tokenizer
 from megajax.models.encoder_decoder import EncoderDecoderConfig
 from megajax.weights.hugging_face.form import Family, Form
 from megajax.weights.hugging_face.options import Choice, Option, Options
-from megajax.weights.hugging_face.weights import Row
+from megajax.weights.tensor_map import Row
 
 HEAD = "lm_head.weight"
 
 
-class T5Form(Form):
+class T5Form(Form[EncoderDecoderConfig]):
     """Encoder-decoders."""
-
-    default = EncoderDecoderConfig()
 
     def with_sizes(self, config: EncoderDecoderConfig) -> EncoderDecoderConfig:
         return dataclasses.replace(
@@ -163,7 +161,7 @@ FAMILIES: tuple[Family, ...] = (
             *_stack("decoder", ("SelfAttention", "EncDecAttention")),
             Row(HEAD, ("head",), "linear"),
         ),
-        form=T5Form(),
+        form=T5Form(EncoderDecoderConfig()),
         # of the first files, which had one that no layer read
         ignored=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),
     ),

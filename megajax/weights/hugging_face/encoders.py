@@ -11,13 +11,11 @@ from typing import Any
 from megajax.models.bert import BertConfig
 from megajax.weights.hugging_face.form import Family, Form
 from megajax.weights.hugging_face.options import Choice, Option, Options
-from megajax.weights.hugging_face.weights import Row, linear, norm
+from megajax.weights.tensor_map import Row, linear, norm
 
 
-class BertForm(Form):
+class BertForm(Form[BertConfig]):
     """BERT and RoBERTa with any head."""
-
-    default = BertConfig()
 
     def with_sizes(self, config: BertConfig) -> BertConfig:
         return dataclasses.replace(config, mlp_dim=config.width_of_mlp)
@@ -177,9 +175,12 @@ def _family(
     architecture: str, always: dict[str, Any], options: Options, weights: tuple[Row, ...], ignored: tuple[str, ...] = ()
 ) -> Family:
     model_type = "roberta" if architecture.startswith("Roberta") else "bert"
-    return Family(architecture, model_type, always, options, weights, _old_names(weights), BertForm(), ignored)
+    return Family(
+        architecture, model_type, always, options, weights, _old_names(weights), BertForm(BertConfig()), ignored
+    )
 
 
+_FORM = BertForm(BertConfig())
 _MASKED = dict(head="masked_lm", next_sentence=False)
 _TEXTS = dict(head="sequence_classification")
 _TOKENS = dict(head="token_classification")

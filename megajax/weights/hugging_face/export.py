@@ -4,7 +4,6 @@ Memory holds parts of at most checkpoint.piecewise.PIECE_BYTES, not the model.
 """
 
 import contextlib
-import dataclasses
 import logging
 import re
 from collections.abc import Callable, Sequence
@@ -14,29 +13,24 @@ from typing import Any
 import jax
 import numpy as np
 
-from megajax.checkpoint.layout import stack_of
 from megajax.checkpoint.piecewise import PiecewiseArray, StoredParams, pieces
 from megajax.checkpoint.steps import find_step
 from megajax.config import Config
-from megajax.data.tokenizers.tokenizer import (
-    HuggingFaceTokenizer,
-    SentencePieceTokenizer,
-    configured_tokens,
-    load_saved_tokenizer,
-    read_json,
-    save_tokenizer,
-)
+from megajax.data.tokenizers.libraries import HuggingFaceTokenizer, SentencePieceTokenizer
+from megajax.data.tokenizers.load import load_saved_tokenizer, save_tokenizer
+from megajax.data.tokenizers.tokenizer import configured_tokens, read_json
 from megajax.models.model import Model
 from megajax.parameters import name_of
 from megajax.precision import DTYPES
 from megajax.quantization.weights import WeightFormat
 from megajax.weights.hugging_face.folder import is_folder
 from megajax.weights.hugging_face.form import Family
-from megajax.weights.hugging_face.import_folder import TOKEN_IDS, progress_bar, write_json
-from megajax.weights.hugging_face.mapping import Part, Tensor, WeightMap, family_for, family_of, write_options
+from megajax.weights.hugging_face.import_folder import TOKEN_IDS, write_json
+from megajax.weights.hugging_face.mapping import family_for, family_of, write_options
 from megajax.weights.hugging_face.quantized import Quantization, quantized_rows, written_config, written_forms
 from megajax.weights.hugging_face.tensor_files import SHARD_BYTES, ShardWriter, TensorForm
-from megajax.weights.run_directory import new_directory
+from megajax.weights.run_directory import new_directory, progress_bar
+from megajax.weights.tensor_map import Part, Tensor
 
 logger = logging.getLogger("megajax")
 
@@ -59,38 +53,34 @@ class Export:
         config = Config.load(run_dir, self.step)
         config.model.check_exports()
         self.tokenizer = load_saved_tokenizer(run_dir, config.data.tokenizer)
-        self.family = exported_family(self.run_dir, config, architecture)
+        self.family = family_of_run(self.run_dir, config, architecture)
         written = self.family.form.trained_for(config.model, config.training.sequence_length)
-        config = dataclasses.replace(config, model=written)
-        self.map = WeightMap(self.family, config.model)
-        model = Model(config.model)
+        self.map = self.family.map_of(written)
+        model = Model(written)
         self._stored = StoredParams(run_dir, self.step, model.layer_rows)
         self._dtypes = _dtypes(model, self._stored.dtypes)
-        records = jax.tree_util.tree_leaves_with_path(model.records)
-        self._variables = {name_of(path) for path, record in records if record.role == "variable"}
         self.forms = {tensor.name: self._form(tensor, dtype) for tensor in self.map.tensors}
         self.generation = self.family.form.generation(self._generation_config(), self.tokenizer)
         (first, *_) = self.forms.values()
         ids = {name: self.generation.get(name) for name in TOKEN_IDS}  # null where transformers would take another
         ids |= {name: self.generation[name] for name in ("decoder_start_token_id",) if name in self.generation}
-        self.options = ids | write_options(self.family, config.model)
+        self.options = ids | write_options(self.family, written)
         if "id2label" in self.options:
             self.options |= _class_names(self.run_dir)
         self.options |= {"dtype": str(first.dtype), "torch_dtype": str(first.dtype)}
         self._quantization = quantization
-        self._layer_rows = model.layer_rows
-        self._quantized: frozenset[str] = frozenset()
+        self._quantized: dict[str, Quantization] = {}
+        """By the names of the matrices."""
         if quantization is not None:
-            self._quantize(model)
+            written.check_generates()
+            # tied: a module without tensors of its own
+            self._quantize(quantization, ["lm_head"] if written.tied_embeddings else [])
 
-    def _quantize(self, model: Model) -> None:
-        """Replaces the forms of the matrices that are quantised, and describes them in config.json. Raises ValueError
-        for a model that nothing serves in 8 bits."""
-        model.config.check_generates()
-        records = {name_of(path): record for path, record in jax.tree_util.tree_leaves_with_path(model.records)}
-        format = self._quantization.format
-        ignored = ["lm_head"] if self.map.config.tied_embeddings else []  # a module without tensors of its own
-        quantized = set()
+    def _quantize(self, quantization: Quantization, ignored: list[str]) -> None:
+        """Replaces the forms of the matrices that are quantised, and describes them in config.json. ignored: modules
+        that are not. Raises ValueError for a model that nothing serves in 8 bits."""
+        records = self.map.records
+        format = quantization.format
         for row in self.map.rows:
             part = row[0].parts[0]
             if not part.num_inputs or records[part.name].role == "embedding":
@@ -103,12 +93,11 @@ class Export:
                     "nothing reads them in 8 bits; serve the run with --weight_dtype instead"
                 )
             else:
-                quantized.update(tensor.name for tensor in row)
-        self._quantized = frozenset(quantized)
+                self._quantized |= {tensor.name: quantization for tensor in row}
         forms = self.forms
         self.forms = {}
         for name, form in forms.items():
-            self.forms |= written_forms(name, form, format) if name in quantized else {name: form}
+            self.forms |= written_forms(name, form, format) if name in self._quantized else {name: form}
         self.options["quantization_config"] = written_config(format, ignored)
 
     def write(self, to: str | Path, shard_bytes: int = SHARD_BYTES) -> None:
@@ -128,33 +117,30 @@ class Export:
         """The tensors that are made of the same arrays."""
         arrays = {part.name: self._stored.open(part.name) for part in row[0].parts}
         for tensor in row:
-            is_quantized = tensor.name in self._quantized
-            whole = np.empty(tensor.shape, np.float32) if is_quantized else writer[tensor.name]
+            quantization = self._quantized.get(tensor.name)
+            whole = writer[tensor.name] if quantization is None else np.empty(tensor.shape, np.float32)
             for part, view in zip(tensor.parts, tensor.views(whole), strict=True):
                 self._write_part(arrays[part.name], part, view)
-            if is_quantized:
-                self._write_quantized(tensor, whole, writer)
+            if quantization is not None:
+                self._write_quantized(tensor, whole, writer, quantization)
             advance(self.forms[tensor.name].nbytes)
 
-    def _write_quantized(self, tensor: Tensor, matrix: np.ndarray, writer: ShardWriter) -> None:
+    def _write_quantized(
+        self, tensor: Tensor, matrix: np.ndarray, writer: ShardWriter, quantization: Quantization
+    ) -> None:
         name = tensor.name
         levels, scale = quantized_rows(matrix, self.forms[name].dtype)
         writer[name][...] = levels
         writer[name + "_scale"][...] = scale
-        if self._quantization.format.inputs == "static":
-            scales = [self._quantization.input_scale(part.name, self._row(part)) for part in tensor.parts]
+        if quantization.format.inputs == "static":
+            scales = [quantization.input_scale(part.name, self.map.row_of(part)[0]) for part in tensor.parts]
             writer[name.removesuffix("weight") + "input_scale"][...] = max(scales)
-
-    def _row(self, part: Part) -> int:
-        """Of a part of a layer, in arrays with the layers in order."""
-        rows = self._layer_rows[stack_of(part.name, self._layer_rows)]
-        return rows.tolist().index(part.at[0])
 
     def _write_part(self, array: PiecewiseArray, part: Part, view: np.ndarray) -> None:
         layer, *expert = part.at or (None,)
         array = array.at(self._stored.row_of(part.name, layer))
         if self._quantization is not None and part.name in self._quantization.factors:
-            array = array.times(self._quantization.factors[part.name][self._row(part)])
+            array = array.times(self._quantization.factors[part.name][self.map.row_of(part)[0]])
         array = array.at(tuple(expert))
         if view.shape != part.shape:  # heads on two axes
             view[...] = array.read(tuple(map(slice, part.shape))).reshape(view.shape)
@@ -163,7 +149,7 @@ class Export:
             view[index] = array.read(index)
 
     def _form(self, tensor: Tensor, dtype: str | None) -> TensorForm:
-        if self._variables.issuperset(part.name for part in tensor.parts):
+        if all(self.map.records[part.name].role == "variable" for part in tensor.parts):
             dtype = None  # router biases change in small steps; transformers keeps them in float32 too
         stored = {self._dtypes[part.name] for part in tensor.parts}
         found = stored.pop() if len(stored) == 1 else np.dtype(np.float32)
@@ -173,14 +159,13 @@ class Export:
         found = read_json(str(self.run_dir / "generation_config.json"))
         if found:
             return found
-        file = getattr(self.tokenizer, "path", None)
-        tokens = configured_tokens(file) if file else {}
+        tokens = configured_tokens(self.tokenizer.path)
         ids = {f"{name}_id": self.tokenizer.token_id(text) for name, text in tokens.items()}
         ids["eos_token_id"] = self.tokenizer.eod_id
         return {name: ids[name] for name in TOKEN_IDS if ids.get(name) is not None}
 
     def _write_tokenizer(self, new: Path) -> None:
-        name = _CLASSES.get(type(self.tokenizer))
+        name = next((name for kind, name in _CLASSES.items() if isinstance(self.tokenizer, kind)), None)
         if name is None:
             logger.warning("no tokenizer is written: transformers has none for %s", self.tokenizer.identity)
             return
@@ -213,7 +198,7 @@ def export_run(
     return found
 
 
-def exported_family(run_dir: Path, config: Config, architecture: str | None) -> Family:
+def family_of_run(run_dir: Path, config: Config, architecture: str | None) -> Family:
     if architecture is None:
         places = [run_dir, *([config.checkpoint.source()[0]] if config.checkpoint.start_from else [])]
         known = next((name for name in map(_architecture, places) if name), None)

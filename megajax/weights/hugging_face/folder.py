@@ -1,7 +1,6 @@
 """A Hugging Face folder as the source of a run: its model, weights and tokenizer."""
 
 import contextlib
-import functools
 import json
 import logging
 from collections.abc import Iterator, Mapping
@@ -12,19 +11,23 @@ import jax
 import numpy as np
 
 from megajax.checkpoint.layout import Rows, of_layers, stack_of
-from megajax.checkpoint.piecewise import PiecewiseArray, StoredParameter, pieces
+from megajax.checkpoint.piecewise import Index, PiecewiseArray, StoredParameter, pieces
 from megajax.config import Config
 from megajax.data.config import DataConfig
-from megajax.data.tokenizers.tokenizer import MERGES, VOCABULARY, Tokenizer, load_tokenizer, read_json
+from megajax.data.tokenizers.load import load_tokenizer
+from megajax.data.tokenizers.tokenizer import MERGES, VOCABULARY, Tokenizer, read_json
 from megajax.mesh.config import MeshConfig
 from megajax.models.execution import ExecutionConfig
+from megajax.models.model import Model
 from megajax.parameters import name_of
 from megajax.quantization.weights import QuantizedWeight, WeightFormat
 from megajax.tasks.interface import task_of
 from megajax.training.config import TrainingConfig
-from megajax.weights.hugging_face.mapping import Tensor, WeightMap, family_of, read_options
+from megajax.weights.hugging_face.mapping import family_of, read_options
 from megajax.weights.hugging_face.quantized import DequantizedFiles, read_scheme
-from megajax.weights.hugging_face.tensor_files import TensorForm, check_finite
+from megajax.weights.hugging_face.tensor_files import TensorForm
+from megajax.weights.parameter_reader import ParameterReader
+from megajax.weights.tensor_map import Tensor
 
 logger = logging.getLogger("megajax")
 
@@ -57,13 +60,19 @@ class Folder:
         self.options: dict[str, Any] = json.loads(file.read_text())
         with _problems_in(file):
             self.family = family_of(self.options)
-            self._files = DequantizedFiles(self.path, read_scheme(self.options))
+            self.files = DequantizedFiles(self.path, read_scheme(self.options))
             self._check_counts()
-            self.model = self.family.form.in_files(read_options(self.family, self.options), self._files.forms)
+            self.model = self.family.form.in_files(read_options(self.family, self.options), self.files.forms)
             self.model.check(MeshConfig(), self._length, ExecutionConfig())
-            maps = [WeightMap(self.family, self.model, table) for table in self.family.tables]
-        self.map = next((found for found in maps if not self._missing(found)), maps[0])
+            maps = [self.family.map_of(self.model, table) for table in self.family.tables]
+        self.map = next((found for found in maps if all(map(self._name_in_files, found.tensors))), maps[0])
         self._names = self._match()
+        self.reader = ParameterReader(
+            self.map,
+            array_of=lambda tensor: self.files[self._names[tensor.name]],
+            dtype_of=lambda tensor: self.files.forms[self._names[tensor.name]].dtype,
+            describe=lambda tensor: f"{self._names[tensor.name]} in {self.path}",
+        )
         self.tokenizer_spec = self._find_tokenizer()
         """Of data.tokenizer; without a file that can be read, tokens are numbers."""
 
@@ -87,7 +96,7 @@ class Folder:
     @property
     def forms(self) -> dict[str, TensorForm]:
         """Shapes and dtypes of the tensors of the model, by their names in the table."""
-        return {tensor: self._files.forms[name] for tensor, name in self._names.items()}
+        return {tensor: self.files.forms[name] for tensor, name in self._names.items()}
 
     def __str__(self) -> str:
         return str(self.path)
@@ -96,12 +105,12 @@ class Folder:
 
     def restore_params(self, abstract: dict, layer_rows: Rows) -> dict:
         """The weights with the dtypes and shardings of the abstract arrays; each device reads its shard."""
-        if self._files.num_quantized:
-            logger.info("%s: %d quantised matrices are dequantised", self, self._files.num_quantized)
+        if self.files.num_quantized:
+            logger.info("%s: %d quantised matrices are dequantised", self, self.files.num_quantized)
 
         def load(path, leaf, numbers):
             def read(index):
-                return self.read(name_of(path), numbers, index, leaf.dtype)
+                return self.reader.read(name_of(path), numbers, index, leaf.dtype)
 
             return jax.make_array_from_callback(leaf.shape, leaf.sharding, read)
 
@@ -115,87 +124,38 @@ class Folder:
 
     def _of_layer(self, name: str, layer: int | None) -> PiecewiseArray:
         shape = self.map.shapes[name]
-        dtype = np.dtype(np.float32) if self._files.num_quantized else self.dtype(name)
-        order = self._order(name, () if layer is None else (layer,))
+        dtype = np.dtype(np.float32) if self.files.num_quantized else self.reader.dtypes[name]
+        order = self.reader.order(name, () if layer is None else (layer,))
         if layer is None:
-            return PiecewiseArray(shape, dtype, lambda index: self.read(name, None, index, dtype), order)
+            return PiecewiseArray(shape, dtype, lambda index: self.reader.read(name, None, index, dtype), order)
         number = np.array([layer])
 
-        def read(index):
-            return self.read(name, number, (slice(None), *index), dtype)[0]
+        def read(index: Index) -> np.ndarray:
+            return self.reader.read(name, number, (slice(None), *index), dtype)[0]
 
         return PiecewiseArray(shape[1:], dtype, read, order)
-
-    def _order(self, name: str, at: tuple[int, ...]) -> tuple[int, ...]:
-        """The axes of the parameter `at` a layer in the order in which the files have them, outermost first. Most
-        matrices are transposed there."""
-        if (name, at) not in self.map.source:
-            return (0, *(axis + 1 for axis in self._order(name, (*at, 0))))  # of experts, each a tensor
-        tensor, number = self.map.source[name, at]
-        (*strides,) = tensor.split(np.empty(tensor.shape, np.uint8))[number].strides
-        return tuple(sorted(range(len(strides)), key=lambda axis: -strides[axis]))
 
     @property
     def weight_format(self) -> WeightFormat | None:
         """In which matrices of layers are stored; None: not quantised, or in a way that only training reads."""
-        return self._files.format
+        return self.files.format
 
     def levels(self, name: str, layer: int | None) -> QuantizedWeight | None:
         """A matrix of a layer as it is stored in weight_format, with arrays of NumPy; None: this one is not."""
         tensor, number = self.map.source[name, () if layer is None else (layer,)]
-        found = None if tensor.layout == "conv1d" else self._files.levels(self._names[tensor.name])
-        if found is None:
+        format = self.weight_format
+        found = None if tensor.layout == "conv1d" else self.files.levels(self._names[tensor.name])
+        if found is None or format is None:
             return None
         levels, scale, input_scale = found
         part = tensor.parts[number]
         outputs_first = (*range(part.num_inputs, len(part.shape)), *range(part.num_inputs))
         values = tensor.split(levels)[number].transpose(outputs_first)
-        return QuantizedWeight(values, tensor.of_outputs().split(scale)[number], input_scale, self.weight_format.inputs)
+        return QuantizedWeight(values, tensor.of_outputs().split(scale)[number], input_scale, format.inputs)
 
-    def read(self, name: str, numbers: np.ndarray | None, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
-        """A part of one of our parameters, in memory in the order of the files: a copy without transposition.
-
-        numbers: layer index of each row of its leading dims, -1 for padding; None for a parameter outside the layers.
-        """
-        lead = 0 if numbers is None else numbers.ndim
-        wanted = np.array(-1) if numbers is None else numbers[index[:lead]]
-        index = index[lead:]
-        padded = self.map.shapes[name][1 if lead else 0 :]
-        sizes = [len(range(size)[part]) for size, part in zip(padded, index, strict=True)]
-        some_layer = () if numbers is None else (int(numbers.max()),)
-        order = self._order(name, some_layer)
-        out = np.zeros((*wanted.shape, *(sizes[axis] for axis in order)), dtype)
-        out = out.transpose(*range(wanted.ndim), *(wanted.ndim + order.index(axis) for axis in range(len(order))))
-        for row in np.ndindex(wanted.shape):
-            layer = int(wanted[row])
-            if layer >= 0 or not lead:
-                self._fill(out[row], name, (layer,) if lead else (), index)
-        return out
-
-    def _fill(self, out: np.ndarray, name: str, at: tuple[int, ...], index: tuple[slice, ...]) -> None:
-        """Reads a part of the parameter `at` a layer or expert; what remains of `out` is padding of the vocabulary."""
-        if (name, at) in self.map.source:
-            tensor, number = self.map.source[name, at]
-            piece = tensor.split(self._files[self._names[tensor.name]])[number][index]
-            read = out[tuple(map(slice, piece.shape))]
-            read[...] = piece
-            check_finite(f"{self._names[tensor.name]} in {self.path}", read)
-            return
-        experts = range(self.map.shapes[name][len(at)])[index[0]]  # each is a tensor of its own
-        for row, expert in zip(out, experts, strict=True):
-            self._fill(row, name, (*at, expert), index[1:])
-
-    def dtype(self, name: str) -> np.dtype:
-        """Dtype of one of our parameters in the folder; float32 if its tensors differ."""
-        return self._dtypes[name]
-
-    @functools.cached_property
-    def _dtypes(self) -> dict[str, np.dtype]:
-        found: dict[str, np.dtype] = {}
-        for (name, _), (tensor, _) in self.map.source.items():
-            dtype = self._files.forms[self._names[tensor.name]].dtype
-            found[name] = dtype if found.get(name, dtype) == dtype else np.dtype(np.float32)
-        return found
+    def piecewise(self, model: Model) -> dict:
+        """Nested dict of PiecewiseArray, each in the dtype of the folder."""
+        return self.reader.piecewise(model, self.reader.dtypes)
 
     def _find_tokenizer(self) -> str:
         found = next((self.path / name for name in TOKENIZERS if (self.path / name).is_file()), None)
@@ -221,19 +181,21 @@ class Folder:
     def _check_counts(self) -> None:
         """Raises ValueError for more layers or experts than the files can have, before a model of that size is
         described, which would take minutes."""
-        limits = dict.fromkeys(LAYERS, (1, len(self._files.forms)))
-        limits |= dict.fromkeys(EXPERTS, (0, max(len(self._files.forms), self._files.largest_dim)))
+        limits = dict.fromkeys(LAYERS, (1, len(self.files.forms)))
+        limits |= dict.fromkeys(EXPERTS, (0, max(len(self.files.forms), self.files.largest_dim)))
         for name, (least, most) in limits.items():
             if isinstance(number := self.options.get(name), int | float) and not least <= number <= most:
-                raise ValueError(f"{name}={number} does not fit the files, which have {len(self._files.forms)} tensors")
+                raise ValueError(f"{name}={number} does not fit the files, which have {len(self.files.forms)} tensors")
 
     def _match(self) -> dict[str, str]:
         """{name of a tensor in the table: name in the files}. Raises ValueError for tensors that do not fit."""
-        forms = self._files.forms
-        if missing := self._missing(self.map):
-            tensor = missing[0]
-            raise ValueError(f"{self.path}: tensor {tensor.name} {list(tensor.shape)} is missing")
-        names = {tensor.name: self._name_in_files(tensor) for tensor in self.map.tensors}
+        forms = self.files.forms
+        names: dict[str, str] = {}
+        for tensor in self.map.tensors:
+            name = self._name_in_files(tensor)
+            if name is None:
+                raise ValueError(f"{self.path}: tensor {tensor.name} {list(tensor.shape)} is missing")
+            names[tensor.name] = name
         for tensor in self.map.tensors:
             name = names[tensor.name]
             if forms[name].shape != tensor.shape:
@@ -255,19 +217,16 @@ class Folder:
         """transformers has two biases of the output layer of an untied BERT, and uses one."""
         used = {self.map.source[part.name, part.at][0] for part in tensor.parts}
         for other in used - {tensor}:
-            if not np.array_equal(self._files[names[tensor.name]], self._files[names[other.name]]):
+            if not np.array_equal(self.files[names[tensor.name]], self.files[names[other.name]]):
                 logger.warning(
                     "%s: %s is not used by %s, which takes %s instead; an export has the second in both places",
                     self.path, names[tensor.name], self.family.architecture, names[other.name],
                 )  # fmt: skip
 
-    def _missing(self, weights: WeightMap) -> list[Tensor]:
-        return [tensor for tensor in weights.tensors if self._name_in_files(tensor) is None]
-
     def _name_in_files(self, tensor: Tensor) -> str | None:
         """Which may lack the prefix of the base model."""
         spellings = (tensor.name, tensor.name.partition(".")[2])
-        return next((name for name in spellings if name in self._files.forms), None)
+        return next((name for name in spellings if name in self.files.forms), None)
 
     def _is_copy(self, name: str, names: Mapping[str, str]) -> bool:
         """Whether a tensor is a copy of another one."""
@@ -275,8 +234,8 @@ class Folder:
         if copied is None:
             return False
         tensor, _ = self.map.source[copied, ()]
-        copy = self._files[name]
-        original = self._files[names[tensor.name]]
+        copy = self.files[name]
+        original = self.files[names[tensor.name]]
         same = copy.shape == original.shape and all(
             np.array_equal(copy[piece], original[piece]) for piece in pieces(copy.shape, copy.dtype)
         )

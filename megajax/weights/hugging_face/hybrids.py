@@ -13,38 +13,45 @@ from megajax.models.hybrid import HybridConfig
 from megajax.weights.hugging_face.form import DecoderForm, Family
 from megajax.weights.hugging_face.layer_options import SigmoidRouter
 from megajax.weights.hugging_face.options import PLAIN, Choice, Option, Options
-from megajax.weights.hugging_face.weights import Row, linear, norm
+from megajax.weights.tensor_map import Row, linear, norm
 
 # The letters of layers, with the fields that only these layers read.
 _FIELDS = {
     "*": (
-        "num_heads", "num_kv_heads", "head_dim", "qkv_bias", "attention_out_bias", "qk_norm", "window",
+        "num_heads", "num_kv_heads", "head_dim", "qk_norm", "window",
         "attention_sinks", "attention_multiplier", "attention_soft_cap",
     ),
     "-": ("mlp_dim",),
-    "-E": ("mlp_bias", "activation"),
+    "-E": ("activation",),
 }  # fmt: skip
 
 
-class HybridForm(DecoderForm):
+class HybridForm(DecoderForm[HybridConfig]):
     """Mamba-2 and hybrids."""
-
-    default = HybridConfig()
 
     def with_sizes(self, config: HybridConfig) -> HybridConfig:
         mamba = config.mamba
         num_heads = mamba.num_heads or 2 * config.embed_dim // mamba.head_dim
         return dataclasses.replace(super().with_sizes(config), mamba=dataclasses.replace(mamba, num_heads=num_heads))
 
+    def words(self, config: HybridConfig) -> dict[str, Any]:
+        return super().words(config) | {"pattern": config.pattern, "windows": (), "rotary": (), "experts": ()}
+
+    def pattern(self, words: Mapping[str, Any]) -> str:
+        return words["pattern"]
+
     def canonical(self, config: HybridConfig) -> HybridConfig:
         config = super().canonical(config)
         letters = "".join(map(config.letter, range(config.num_layers)))
         absent = [names for readers, names in _FIELDS.items() if not set(readers) & set(letters)]
         unused = {name: getattr(self.default, name) for names in absent for name in names}
+        read = {"qkv": "*", "attention_out": "*", "mlp": "-E"}
+        biases = tuple(name for name in config.biases if name not in read or set(read[name]) & set(letters))
         mamba = dataclasses.replace(config.mamba, chunk=self.default.mamba.chunk)
         return dataclasses.replace(
             config,
             pattern=letters,
+            biases=biases,
             mamba=mamba if "M" in letters else self.default.mamba,
             **unused,
         )
@@ -243,7 +250,7 @@ FAMILIES: tuple[Family, ...] = (
             Expand(),
         ),
         _model("backbone"),
-        form=HybridForm(),
+        form=HybridForm(HybridConfig()),
     ),
     Family(
         "NemotronHForCausalLM",
@@ -275,6 +282,6 @@ FAMILIES: tuple[Family, ...] = (
         ),
         _model("backbone"),
         _model("model", fused_experts=True),
-        form=HybridForm(),
+        form=HybridForm(HybridConfig()),
     ),
 )

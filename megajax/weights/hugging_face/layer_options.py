@@ -1,10 +1,8 @@
 """Options that say which layers have a window, rotary embeddings and experts, and how tokens choose experts."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
-
-from megajax.layers.feed_forward.moe import MoeConfig, layer_pattern
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +26,7 @@ class Window:
         window = None if is_off else window
         number = theirs["num_hidden_layers"]
         kinds = theirs.get("layer_types")
+        usual = None
         if kinds is None or self.kind == "everywhere":
             is_full = [window is None or self._is_full(layer, theirs) for layer in range(number)]
             usual = ["full_attention" if full else WINDOWED for full in is_full]
@@ -37,12 +36,12 @@ class Window:
             raise ValueError(f"layer_types: {', '.join(sorted(unknown))} is not supported")
         if is_off and WINDOWED in kinds and theirs.get("sliding_window") is not None:
             raise ValueError("layer_types names sliding_attention, but use_sliding_window is not true; change one")
-        if self.kind == "everywhere" and list(kinds) != usual:
+        if usual is not None and list(kinds) != usual:
             raise ValueError(f"layer_types={kinds} is not supported: sliding_window={window} applies to all layers")
         full = [kind == "full_attention" for kind in kinds]
         if window is None or all(full):
             return {"window": None}
-        return {"window": window, "full_attention_every": _period("layer_types", full)}
+        return {"window": window, "windows": tuple(not is_full for is_full in full) if any(full) else ()}
 
     def _is_full(self, layer: int, theirs: Mapping[str, Any]) -> bool:
         if self.kind == "pattern":
@@ -56,16 +55,16 @@ class Window:
 
     def write(self, ours: Mapping[str, Any]) -> dict[str, Any]:
         window = ours["window"]
-        every = ours["full_attention_every"]
         number = ours["num_layers"]
         if self.kind == "everywhere":
             return {"sliding_window": window}
-        full = [window is None or bool(every and (layer + 1) % every == 0) for layer in range(number)]
+        full = [not has for has in ours["windows"]] or [window is None] * number
         kinds = {"layer_types": ["full_attention" if is_full else WINDOWED for is_full in full]}
         if self.kind in ("switched", "listed"):
             switch = {"use_sliding_window": window is not None, "sliding_window": window}
             return kinds | switch | ({} if window is None else {"max_window_layers": 0})
-        pattern = {"sliding_window_pattern": every} if every else {}
+        is_periodic = full == [(layer + 1) % self.every == 0 for layer in range(number)]
+        pattern = {"sliding_window_pattern": self.every} if is_periodic else {}
         return kinds | {"sliding_window": self.default if window is None else window} | pattern
 
 
@@ -101,12 +100,11 @@ class NoRope:
         every = theirs.get("no_rope_layer_interval") or 4
         layers = theirs.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in range(number)]
         _check_length("no_rope_layers", layers, number)
-        return {"no_rope_every": _period("no_rope_layers", [not has for has in layers])}
+        return {"rotary": tuple(map(bool, layers)) if not all(layers) else ()}
 
     def write(self, ours: Mapping[str, Any]) -> dict[str, Any]:
-        every = ours["no_rope_every"]
-        layers = [int(not every or (layer + 1) % every != 0) for layer in range(ours["num_layers"])]
-        return {"no_rope_layers": layers, "no_rope_layer_interval": every or 4}
+        layers = [int(has) for has in ours["rotary"]] or [1] * ours["num_layers"]
+        return {"no_rope_layers": layers, "no_rope_layer_interval": layers.index(0) + 1 if 0 in layers else 4}
 
 
 NO_ROPE = NoRope()
@@ -115,16 +113,6 @@ NO_ROPE = NoRope()
 def _check_length(name: str, given: Any, number: int) -> None:
     if not isinstance(given, list) or len(given) != number:
         raise ValueError(f"{name} must be a list with an entry for each of the {number} layers")
-
-
-def _period(name: str, marks: Sequence[bool]) -> int | None:
-    """n if exactly every n-th is marked; None if none is."""
-    if not any(marks):
-        return None
-    every = list(marks).index(True) + 1
-    if list(marks) != [(number + 1) % every == 0 for number in range(len(marks))]:
-        raise ValueError(f"{name}={list(map(int, marks))} does not select every n-th layer")
-    return every
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,11 +125,10 @@ class ExpertLayers:
         every = theirs.get("decoder_sparse_step", 1)
         dense = theirs.get("mlp_only_layers") or []
         has_experts = [(n + 1) % every == 0 and n not in dense for n in range(theirs["num_hidden_layers"])]
-        return {"moe.layers": layer_pattern(has_experts)}
+        return {"experts": tuple(has_experts) if not all(has_experts) else ()}
 
     def write(self, ours: Mapping[str, Any]) -> dict[str, Any]:
-        moe = MoeConfig(num_experts=1, layers=ours["moe.layers"])
-        has_experts = [moe.has_experts(number) for number in range(ours["num_layers"])]
+        has_experts = list(ours["experts"]) or [True] * ours["num_layers"]
         every = has_experts.index(True) + 1 if any(has_experts) else 1
         if has_experts == [(number + 1) % every == 0 for number in range(len(has_experts))]:
             return {"decoder_sparse_step": every, "mlp_only_layers": []}

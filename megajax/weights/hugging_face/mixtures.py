@@ -5,7 +5,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megajax.layers.feed_forward.moe import MoeConfig, layer_pattern
 from megajax.weights.hugging_face import weights
 from megajax.weights.hugging_face.families import (
     ATTENTION_BIAS,
@@ -36,14 +35,13 @@ class DeepseekOptions:
         num_dense = theirs.get("first_k_dense_replace", 3)
         shared = (theirs.get("n_shared_experts", 1) or 0) * theirs["moe_intermediate_size"]
         return {
-            "moe.layers": layer_pattern([number >= num_dense for number in range(num_layers)]),
+            "experts": tuple(number >= num_dense for number in range(num_layers)) if num_dense else (),
             "moe.shared_dim": shared or None,
             "attention_multiplier": self._multiplier(theirs),
         }
 
     def write(self, ours: Mapping[str, Any]) -> dict[str, Any]:
-        moe = MoeConfig(num_experts=1, layers=ours["moe.layers"])
-        has_experts = [moe.has_experts(number) for number in range(ours["num_layers"])]
+        has_experts = list(ours["experts"]) or [True] * ours["num_layers"]
         width = ours["moe.expert_dim"]
         shared = ours["moe.shared_dim"] or 0
         if not width or shared % width:

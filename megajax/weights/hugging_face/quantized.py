@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -21,11 +21,14 @@ from megajax.checkpoint.piecewise import pieces
 from megajax.quantization.formats import largest
 from megajax.quantization.weights import DTYPES, Inputs, WeightFormat
 from megajax.weights.hugging_face.options import read_object
-from megajax.weights.hugging_face.tensor_files import TensorFiles, TensorForm, check_finite
+from megajax.weights.hugging_face.tensor_files import TensorFiles, TensorForm
+from megajax.weights.parameter_reader import check_finite
 
 logger = logging.getLogger("megajax")
 
-NAMES = {np.dtype(np.int8): "int8", np.dtype(ml_dtypes.float8_e4m3fn): "float8"}
+NAMES: dict[np.dtype, Literal["int8", "float8"]] = {
+    np.dtype(np.int8): "int8", np.dtype(ml_dtypes.float8_e4m3fn): "float8",
+}  # fmt: skip
 SCALES = ("_scale", "_scale_inv")
 INPUT_SCALES = ("input_scale", "activation_scale")
 PAGE_SCALES = (".k_scale", ".v_scale", ".q_scale")  # of keys and values, which have a format of their own here
@@ -51,8 +54,10 @@ def read_scheme(options: Mapping[str, Any]) -> Scheme | None:
     method = found.get("quant_method")
     if method == "fp8":
         block = found.get("weight_block_size")
-        inputs = None if block else {"dynamic": "dynamic", "static": "static"}.get(found.get("activation_scheme"))
-        return Scheme(tuple(block) if block else None, inputs)
+        if block:
+            return Scheme(tuple(block), None)
+        known: dict[Any, Inputs] = {"dynamic": "dynamic", "static": "static"}
+        return Scheme(None, known.get(found.get("activation_scheme")))
     if method != "compressed-tensors":
         raise ValueError(
             f"quantization_config.quant_method={method} is not supported, only compressed-tensors and fp8; use the "
@@ -73,7 +78,7 @@ def _compressed_tensors(found: Mapping[str, Any]) -> Scheme:
         if found.get(name):
             raise ValueError(f"quantization_config.{name} is not supported; use the folder in bfloat16")
     schemes = {_group_scheme(group) for group in groups}
-    blocks = {scheme.block for scheme in schemes} - {None}
+    blocks = {scheme.block for scheme in schemes if scheme.block is not None}
     if len(blocks) > 1:
         raise ValueError(f"quantization_config.config_groups: groups with blocks of {sorted(blocks)} are not supported")
     inputs = {scheme.inputs for scheme in schemes}
@@ -93,9 +98,9 @@ def _group_scheme(group: Mapping[str, Any]) -> Scheme:
     if given is None:
         return Scheme(block, "unchanged")
     kind = (given.get("dynamic", False), given.get("strategy"), given.get("symmetric", True))
-    inputs = {(True, "token", True): "dynamic", (False, "tensor", True): "static"}.get(kind)
+    known: dict[Any, Inputs] = {(True, "token", True): "dynamic", (False, "tensor", True): "static"}
     is_same = all(given.get(name) == weights.get(name) for name in ("type", "num_bits"))
-    return Scheme(block, inputs if is_same else None)
+    return Scheme(block, known.get(kind) if is_same else None)
 
 
 class DequantizedFiles:
@@ -104,7 +109,7 @@ class DequantizedFiles:
     def __init__(self, folder: Path, scheme: Scheme | None):
         """Raises ValueError, naming a tensor, for scales that are missing or do not fit."""
         self._files = TensorFiles(folder)
-        self._scheme = scheme
+        self._scheme = scheme or Scheme(None, None)
         self._latest: tuple[str, np.ndarray] | None = None
         forms = self._files.forms
         if scheme is None and (found := [name for name, form in forms.items() if form.dtype in NAMES]):
@@ -131,13 +136,13 @@ class DequantizedFiles:
             raise ValueError(f"{folder}: {name} is {forms[name].dtype}, and there is no {name}_scale")
         if name + "_zero_point" in forms:
             raise ValueError(f"{folder}: {name} has a zero point, which is not supported; use the folder in bfloat16")
-        if self._scale_shape(forms[name].shape, forms[found].shape) is None:
+        if self._shared_by(forms[name].shape, forms[found].shape) is None:
             shapes = f"{list(forms[found].shape)} and {name} {list(forms[name].shape)}"
             raise ValueError(f"{folder}: {found} is {shapes}, which is no scale per tensor, output or block of "
                              f"{self._scheme.block}")  # fmt: skip
         return found
 
-    def _scale_shape(self, shape: tuple[int, ...], scale: tuple[int, ...]) -> tuple[int, int] | None:
+    def _shared_by(self, shape: tuple[int, ...], scale: tuple[int, ...]) -> tuple[int, int] | None:
         """How many outputs and inputs share a scale, of matrices [..., out, in]; None: the shapes do not fit."""
         *lead, num_outputs, num_inputs = shape
         if math.prod(scale) == 1:
@@ -157,9 +162,10 @@ class DequantizedFiles:
     def format(self) -> WeightFormat | None:
         """What the engine can compute with as it is; None: it has other scales or inputs."""
         dtypes = {NAMES[self._files.forms[name].dtype] for name in self._scales}
-        if len(dtypes) != 1 or self._scheme.inputs is None or self._scheme.block is not None:
+        inputs = self._scheme.inputs
+        if len(dtypes) != 1 or inputs is None or self._scheme.block is not None:
             return None
-        return WeightFormat(dtypes.pop(), self._scheme.inputs)
+        return WeightFormat(dtypes.pop(), inputs)
 
     @property
     def largest_dim(self) -> int:
@@ -180,7 +186,7 @@ class DequantizedFiles:
     def _dequantized(self, name: str) -> np.ndarray:
         levels = self._files[name]
         scale = np.asarray(self._files[self._scales[name]], np.float32)
-        outputs, inputs = self._scale_shape(levels.shape, scale.shape)
+        outputs, inputs = self._shared_by(levels.shape, scale.shape) or (1, 1)
         scale = scale.reshape(*levels.shape[:-2], -(-levels.shape[-2] // outputs), -(-levels.shape[-1] // inputs))
         out = np.empty(levels.shape, np.float32)
         for piece in pieces(levels.shape, out.dtype):

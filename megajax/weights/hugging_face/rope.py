@@ -183,7 +183,7 @@ def read_scaling(
     found = {f"rope.{ours}": known[key] for key, ours in SCALINGS[kind].items() if key in known}
     found = {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
     found |= {key: float(value) for key, value in found.items() if type(value) is int}
-    found["rope.original_length"] = int(found.get("rope.original_length", 8192))
+    found["rope.original_length"] = int(known["original_max_position_embeddings"] or 8192)
     ramp = tuple(float(known.get(key) or usual) for key, usual in zip(ends, RAMPS.get(kind, ()), strict=True))
     if ramp != RAMPS.get(kind, ()):
         found["rope.ramp"] = ramp

@@ -16,8 +16,6 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from megajax.checkpoint.piecewise import pieces
-
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SHARD_BYTES = 5 * 10**9  # maximum size of a file; a larger tensor has its own file
@@ -115,21 +113,6 @@ def _check(path: Path) -> None:
             pass
     except (safetensors.SafetensorError, OSError) as error:
         raise ValueError(f"{path} is damaged ({error}); download it again") from None
-
-
-def check_finite(name: str, array: np.ndarray) -> None:
-    """Raises ValueError, naming the tensor, if it has an infinity or a NaN: as integers these are the largest."""
-    if array.dtype.kind in "iu":
-        return
-    bits = array.view(f"u{array.dtype.itemsize}")
-    magnitude = np.iinfo(bits.dtype).max >> 1
-    largest = np.array(ml_dtypes.finfo(array.dtype).max, array.dtype).view(bits.dtype)
-    for piece in pieces(bits.shape, bits.dtype):
-        if (bits[piece] & magnitude).max(initial=0) > largest:
-            raise ValueError(
-                f"tensor {name} has values that are not finite in {array.dtype}: the model cannot be computed; "
-                "download the folder again, or take other weights"
-            )
 
 
 class ShardWriter:

@@ -4,43 +4,9 @@ The names are those of the files that transformers writes. In the name of a tens
 layer, a second one that of the expert; `layers.*.` in the name of a parameter is any kind of layer (dense, moe).
 """
 
-import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
 
-Layout = Literal["same", "linear", "conv1d", "by_head", "within_heads", "taps"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """Maps one Hugging Face tensor (theirs) to one or several of our parameters, of each kind of layer that has them.
-
-    A tensor of each expert is a matrix of ours; a tensor without the number of an expert holds all, [experts, ...].
-    """
-
-    theirs: str
-    ours: tuple[str, ...]
-    layout: Layout = "same"
-    """linear: theirs is [out, in], ours [in, out], several of ours concatenated along out. conv1d: theirs is [in, out].
-    by_head: as linear, with rows grouped by key-value head: queries, key, value. within_heads: as linear, with several
-    of ours concatenated within each head. taps: a convolution, theirs [channels, 1, taps], ours [taps, *channels],
-    several of ours concatenated along the channels. same: no change."""
-    where: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Fields of our config for which the row applies."""
-    first_layer: int = 0
-    """Number in theirs of the layer that is number 0 in ours."""
-
-
-def linear(theirs: str, *ours: str, layout: Layout = "linear") -> tuple[Row, Row]:
-    biases = tuple(f"{name}_bias" for name in ours)
-    return Row(f"{theirs}.weight", ours, layout), Row(f"{theirs}.bias", biases, layout)
-
-
-def norm(theirs: str, ours: str, **where: Any) -> tuple[Row, Row]:
-    return Row(f"{theirs}.weight", (f"{ours}.scale",), where=where), Row(
-        f"{theirs}.bias", (f"{ours}.bias",), where=where
-    )
-
+from megajax.weights.tensor_map import Row, linear, norm, of_multi_token
 
 _L = "layers.*."
 _Q, _K, _V, _OUT = (f"{_L}attention.{name}" for name in ("query", "key", "value", "out"))
@@ -235,20 +201,10 @@ DEEPSEEK_V3 = (
 def multi_token_rows(table: Sequence[Row], first_layer: int, depth: int) -> list[Row]:
     """The tensors of a layer of multi-token prediction, which follow those of the layers of the model."""
     stack = f"mtp_{depth}."
-    of_layer = [
-        dataclasses.replace(row, ours=tuple(_of_multi_token(name, stack) for name in row.ours))
-        for row in table
-        if row.ours[0].startswith("layers.")
-    ]
     own = (
         *norm("model.layers.{}.enorm", f"{stack}*.embedding_norm"),
         *norm("model.layers.{}.hnorm", f"{stack}*.hidden_norm"),
         *linear("model.layers.{}.eh_proj", f"{stack}*.projection"),
         *norm("model.layers.{}.shared_head.norm", f"{stack}*.final_norm"),
     )
-    return [dataclasses.replace(row, first_layer=first_layer) for row in (*own, *of_layer)]
-
-
-def _of_multi_token(name: str, stack: str) -> str:
-    _, kind, rest = name.split(".", 2)
-    return f"{stack}{kind}.layer.{rest}"
+    return of_multi_token((*own, *table), first_layer, depth)

@@ -15,13 +15,14 @@ from megajax.config import Config
 from megajax.data.config import DataConfig
 from megajax.layers.attention.latent import LatentConfig
 from megajax.layers.attention.rope import RopeConfig
-from megajax.layers.feed_forward.moe import MoeConfig, layer_pattern
+from megajax.layers.feed_forward.moe import MoeConfig
 from megajax.layers.feed_forward.router import RouterConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.interface import ModelConfig
+from megajax.models.pattern import pattern_of
 from megajax.tasks.interface import task_of
 from megajax.training.config import TrainingConfig
-from megajax.weights.megatron.entries import EMBEDDING
+from megajax.weights.megatron.rows import EMBEDDING
 
 logger = logging.getLogger("megajax")
 
@@ -53,13 +54,27 @@ UNSUPPORTED: dict[str, tuple] = {
     "use_mup": (False,),
     "enable_mhc_connections": (False,),
 }
+# What the configs of encoders have no field for, with the values that are their own.
+ONLY_DECODERS: dict[str, tuple] = {
+    "add_position_embedding": (True,),
+    "group_query_attention": (False,),
+    "qk_layernorm": (False,),
+    "layernorm_zero_centered_gamma": (False,),
+    "apply_layernorm_1p": (False,),
+    "num_experts": (0,),
+    "multi_latent_attention": (False,),
+    "window_size": (),
+    "softmax_type": ("vanilla",),
+}
 _POSITIONS = {"learned_absolute": "learned", "rope": "rope", "none": "none"}
-_SCORES = {"softmax": "softmax", "sigmoid": "sigmoid", "sqrtsoftplus": "sqrt_softplus"}
+_SCORES: dict[str, Any] = {"softmax": "softmax", "sigmoid": "sigmoid", "sqrtsoftplus": "sqrt_softplus"}
 _BALANCE = {
-    "aux_loss": "aux_loss", "seq_aux_loss": "sequence_aux_loss", "global_aux_loss": "global_aux_loss", "none": None,
+    "aux_loss": "microbatch", "seq_aux_loss": "sequence", "global_aux_loss": "batch", "none": None,
     "sinkhorn": None,
 }  # fmt: skip
 NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
+
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Arguments:
@@ -94,48 +109,63 @@ def read_config(given: Arguments, model: ModelConfig, vocabulary_rows: int, fold
     data = DataConfig(source="mock", tokenizer=_tokenizer(given, vocabulary_rows, folder))
     length = given.size("seq_length" if given.get("seq_length") else "max_position_embeddings")
     training = TrainingConfig(sequence_length=length)
-    return Config(model=model, task=task_of(model), data=data, training=training)
+    return Config(model=model, task=task_of(model) or Config().task, data=data, training=training)
 
 
-def decoder_model(given: Arguments, shapes: Mapping[str, tuple[int, ...]]) -> DecoderConfig:
-    """shapes: of the parameters."""
-    heads = given.size("num_attention_heads")
-    normalization = given.get("normalization", default="LayerNorm")
-    if normalization not in NORMS:
+def shared_fields(given: Arguments, shapes: Shapes) -> dict[str, Any]:
+    """The fields that the configs of all families have."""
+    width = given.size("hidden_size")
+    return dict(
+        embed_dim=width,
+        num_heads=given.size("num_attention_heads"),
+        mlp_dim=int(given.get("ffn_hidden_size", default=4 * width)),
+        # Megatron's softmax includes all rows of the table, also the padding.
+        vocab_size=shapes[EMBEDDING][0],
+        vocab_multiple=1,
+        max_positions=given.size("max_position_embeddings"),
+        norm_epsilon=given.get("layernorm_epsilon", "norm_epsilon", default=1e-5),
+        activation=_activation(given),
+        dropout=given.get("hidden_dropout", default=0.1),
+        attention_dropout=given.get("attention_dropout", default=0.1),
+    )
+
+
+def head_dim(given: Arguments) -> int:
+    return int(given.get("kv_channels", default=given.size("hidden_size") // given.size("num_attention_heads")))
+
+
+def norm_kind(given: Arguments) -> Any:
+    """NormConfig.kind."""
+    name = given.get("normalization", default="LayerNorm")
+    if name not in NORMS:
         raise given.refuse("normalization")
+    return NORMS[name]
+
+
+def decoder_model(given: Arguments, shapes: Shapes) -> DecoderConfig:
+    """shapes: of the parameters."""
     bias = has_bias(given)
     softmax = given.get("softmax_type", default="vanilla")
     if softmax not in ("vanilla", "learnable"):
         raise given.refuse("softmax_type")
-    window, full_every = _window(given)
+    qkv_bias = ("qkv",) if given.get("add_qkv_bias") else ()
+    norm_bias = ("norm",) if norm_kind(given) == "layernorm" else ()
+    one_p = given.get("layernorm_zero_centered_gamma", "apply_layernorm_1p", default=False)
     model = DecoderConfig(
+        **shared_fields(given, shapes),
         num_layers=given.size("num_layers"),
-        embed_dim=given.size("hidden_size"),
-        num_heads=heads,
-        num_kv_heads=given.size("num_query_groups") if given.get("group_query_attention") else heads,
-        head_dim=int(given.get("kv_channels", default=given.size("hidden_size") // heads)),
-        mlp_dim=int(given.get("ffn_hidden_size", default=4 * given.size("hidden_size"))),
-        # Megatron's softmax includes all rows of the table, also the padding.
-        vocab_size=shapes[EMBEDDING][0],
-        vocab_multiple=1,
+        pattern=_pattern(given),
+        num_kv_heads=given.size("num_query_groups" if given.get("group_query_attention") else "num_attention_heads"),
+        head_dim=head_dim(given),
         position=_position(given),
-        max_positions=given.size("max_position_embeddings"),
         rope=_rope(given),
-        no_rope_every=_every(given, "no_rope_freq"),
-        norm=NORMS[normalization],
-        norm_epsilon=given.get("layernorm_epsilon", "norm_epsilon", default=1e-5),
-        norm_zero_centered=bool(given.get("layernorm_zero_centered_gamma", "apply_layernorm_1p", default=False)),
+        norm=norm_kind(given) + ("_1p" if one_p else ""),
         qk_norm=bool(given.get("qk_layernorm", default=False)),
-        activation=activation(given),
-        bias=bias,
-        qkv_bias=True if given.get("add_qkv_bias") and not bias else None,
+        biases=(*(("qkv", "attention_out", "mlp") if bias else qkv_bias), *norm_bias),
         attention_sinks=softmax == "learnable",
         tied_embeddings=not given.get("untie_embeddings_and_output_weights", default=False),
-        window=window,
-        full_attention_every=full_every,
+        window=_window(given),
         moe=_moe(given),
-        dropout=given.get("hidden_dropout", default=0.1),
-        attention_dropout=given.get("attention_dropout", default=0.1),
         init_std=given.get("init_method_std", default=0.02),
     )
     return _with_multi_token(given, _with_latents(given, model))
@@ -148,7 +178,7 @@ def _with_latents(given: Arguments, model: DecoderConfig) -> DecoderConfig:
         raise given.refuse("position_embedding_type")
     if model.rope.interleaved:
         raise given.refuse("rotary_interleaved")
-    if model.bias:
+    if "mlp" in model.biases:
         raise given.refuse("add_bias_linear")
     if not model.qk_norm:  # of the latents
         raise given.refuse("qk_layernorm")
@@ -221,21 +251,44 @@ def _moe(given: Arguments) -> MoeConfig:
     return MoeConfig(
         num_experts=given.size("num_experts"),
         expert_dim=given.get("moe_ffn_hidden_size"),
-        layers=_layers_with_experts(given),
         shared_dim=given.get("moe_shared_expert_intermediate_size"),
         shared_gate=bool(given.get("moe_shared_expert_gate", "moe_use_shared_expert_gate", default=False)),
         router=_router(given),
     )
 
 
+def _pattern(given: Arguments) -> str:
+    number = given.size("num_layers")
+    if given.get("window_size") is None:
+        attention = "f" * number
+    else:
+        attention = "".join("w" if has else "f" for has in _per_layer(given, "window_attn_skip_freq"))
+    rotary = _per_layer(given, "no_rope_freq")
+    if any(not has and letter == "w" for has, letter in zip(rotary, attention, strict=True)):
+        raise given.refuse("no_rope_freq")
+    attention = "".join(letter if has else "n" for has, letter in zip(rotary, attention, strict=True))
+    feed_forward = _layers_with_experts(given) if given.get("num_experts") else ""
+    return pattern_of("" if set(attention) == {"w"} else attention, feed_forward)
+
+
+def _per_layer(given: Arguments, name: str) -> list[bool]:
+    """Whether each layer is not skipped, of a number n that skips every n-th layer; Megatron also has lists."""
+    number = given.size("num_layers")
+    value = given.get(name)
+    if isinstance(value, list | tuple | str):
+        raise given.refuse(name)
+    return [not value or (layer + 1) % value != 0 for layer in range(number)]
+
+
 def _layers_with_experts(given: Arguments) -> str:
     """A number n is every n-th layer from the first; a list has a 1 for each layer with experts."""
+    number = given.size("num_layers")
     frequency = given.get("moe_layer_freq", default=1)
     if isinstance(frequency, int):
-        return "e" + "d" * (frequency - 1)
+        frequency = [layer % frequency == 0 for layer in range(number)]
     if not isinstance(frequency, list | tuple):
         raise given.refuse("moe_layer_freq")
-    return layer_pattern([bool(has_experts) for has_experts in frequency])
+    return "".join("e" if has else "d" for has in frequency)
 
 
 def _router(given: Arguments) -> RouterConfig:
@@ -250,7 +303,10 @@ def _router(given: Arguments) -> RouterConfig:
     coefficients = given.get("moe_aux_loss_coeff", default=0.0)
     coefficients = [coefficients] * len(kinds) if isinstance(coefficients, int | float) else list(coefficients)
     losses = {_BALANCE[kind]: float(value) for kind, value in zip(kinds, coefficients, strict=True) if _BALANCE[kind]}
-    losses.pop("global_aux_loss", None)  # a checkpoint has no state of it
+    losses.pop("batch", None)  # a checkpoint has no state of it
+    if len(losses) > 1:
+        raise given.refuse("moe_router_load_balancing_type")
+    scope, coefficient = next(iter(losses.items()), ("microbatch", 0.0))
     has_bias = bool(given.get("moe_router_enable_expert_bias", default=False))
     return RouterConfig(
         top_k=given.size("moe_router_topk"),
@@ -263,11 +319,12 @@ def _router(given: Arguments) -> RouterConfig:
         z_loss=float(given.get("moe_z_loss_coeff", default=0.0)),
         capacity_factor=given.get("moe_expert_capacity_factor"),
         drop="position" if given.get("moe_token_drop_policy") == "position" else "probability",
-        **losses,
+        aux_loss=coefficient,
+        aux_loss_scope=scope,
     )
 
 
-def _position(given: Arguments) -> str:
+def _position(given: Arguments) -> Any:
     position = given.get("position_embedding_type", default="learned_absolute")
     if given.get("use_rotary_position_embeddings"):  # of older versions, like the next
         return "rope"
@@ -279,7 +336,7 @@ def _position(given: Arguments) -> str:
 
 
 def _rope(given: Arguments) -> RopeConfig:
-    scaled = {}
+    scaled: dict[str, Any] = {}
     interpolation = given.get("rotary_seq_len_interpolation_factor", default=1)
     if given.get("use_rope_scaling"):
         scaled = dict(scaling="llama3", factor=float(given.get("rope_scaling_factor", default=8.0)))
@@ -300,7 +357,7 @@ def has_bias(given: Arguments) -> bool:
     return bool(given.get("add_bias_linear", default=not given.get("disable_bias_linear", default=False)))
 
 
-def activation(given: Arguments) -> str:
+def _activation(given: Arguments) -> str:
     if given.get("swiglu"):
         return "swiglu"
     if given.get("squared_relu"):
@@ -310,23 +367,15 @@ def activation(given: Arguments) -> str:
     return "gelu_tanh" if is_fused or given.get("openai_gelu") else "gelu"
 
 
-def _window(given: Arguments) -> tuple[int | None, int | None]:
-    """-> (window, full_attention_every). Megatron counts the keys before and after a token, excluding itself."""
+def _window(given: Arguments) -> int | None:
+    """Megatron counts the keys before and after a token, excluding itself."""
     window = given.get("window_size")
     if window is None:
-        return None, None
+        return None
     before, after = window
     if after != 0 or before < 0:
         raise given.refuse("window_size")
-    return before + 1, _every(given, "window_attn_skip_freq")
-
-
-def _every(given: Arguments, name: str) -> int | None:
-    """A number n, every n-th layer, or None; Megatron also has a list with an entry for each layer."""
-    value = given.get(name)
-    if isinstance(value, list | tuple | str):
-        raise given.refuse(name)
-    return value
+    return before + 1
 
 
 def _tokenizer(given: Arguments, vocabulary_rows: int, folder: Path) -> str:

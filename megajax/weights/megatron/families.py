@@ -11,10 +11,8 @@ from megajax.models.encoder_decoder import EncoderDecoderConfig
 from megajax.models.hybrid import HybridConfig
 from megajax.models.interface import ModelConfig
 from megajax.weights.megatron import decoders, encoder_decoders, encoders, hybrids
-from megajax.weights.megatron.arguments import UNSUPPORTED, Arguments, decoder_model, read_config
-from megajax.weights.megatron.entries import EMBEDDING, Table
-
-Shapes = Mapping[str, tuple[int, ...]]
+from megajax.weights.megatron.arguments import UNSUPPORTED, Arguments, Shapes, decoder_model, read_config
+from megajax.weights.megatron.rows import EMBEDDING, Table
 
 
 class Family(NamedTuple):

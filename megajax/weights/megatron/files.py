@@ -71,6 +71,9 @@ class DistributedFiles:
         try:
             self._reader = _Reader(folder)
             self._entries = dict(self._reader.read_metadata().state_dict_metadata)
+            self._of_tensors = {
+                key: entry for key, entry in self._entries.items() if isinstance(entry, TensorStorageMetadata)
+            }
         except Exception as error:  # unpickling a damaged file raises many types, MemoryError among them
             raise ValueError(f"{folder / METADATA} cannot be read ({_line(error)})") from None
 
@@ -81,20 +84,19 @@ class DistributedFiles:
     def tensors(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         """{key: (shape, dtype)}. Raises ValueError if a part of a tensor is missing, or its description is damaged."""
         found = {}
-        for key, entry in self._entries.items():
-            if isinstance(entry, TensorStorageMetadata):
-                try:
-                    is_whole = sum(math.prod(chunk.sizes) for chunk in entry.chunks) == math.prod(entry.size)
-                    found[key] = (tuple(entry.size), to_numpy(torch.empty(0, dtype=entry.properties.dtype)).dtype)
-                except (TypeError, AttributeError) as error:
-                    raise ValueError(f"{self._folder / METADATA} is damaged at {key} ({_line(error)})") from None
-                if not is_whole:
-                    raise ValueError(f"{self._folder}: parts of {key} are missing; copy the whole folder")
+        for key, entry in self._of_tensors.items():
+            try:
+                is_whole = sum(math.prod(chunk.sizes) for chunk in entry.chunks) == math.prod(entry.size)
+                found[key] = (tuple(entry.size), to_numpy(torch.empty(0, dtype=entry.properties.dtype)).dtype)
+            except (TypeError, AttributeError) as error:
+                raise ValueError(f"{self._folder / METADATA} is damaged at {key} ({_line(error)})") from None
+            if not is_whole:
+                raise ValueError(f"{self._folder}: parts of {key} are missing; copy the whole folder")
         return found
 
     def array(self, key: str, at: tuple[int, ...] = ()) -> np.ndarray:
         """tensor[at], of which alone is read what its writers stored together."""
-        entry = self._entries[key]
+        entry = self._of_tensors[key]
         sizes = (*[1] * len(at), *entry.size[len(at) :])
         part = ChunkStorageMetadata(torch.Size((*at, *[0] * (len(entry.size) - len(at)))), torch.Size(sizes))
         items = create_read_items_for_chunk_list(key, entry, [part])
@@ -118,8 +120,11 @@ class DistributedFiles:
 class _Reader(dcp.FileSystemReader):
     """Replaces torch's reader, which could execute code in the metadata."""
 
-    @functools.lru_cache(maxsize=1)  # noqa: B019
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+    @functools.cached_property
+    def _metadata(self) -> Metadata:
         with open(Path(self.path) / METADATA, "rb") as file:
             return _MetadataUnpickler(file).load()
 

@@ -5,16 +5,15 @@ in_proj and the convolution have the names that torch_dist gives their parts: ga
 
 import dataclasses
 import re
-from collections.abc import Mapping
-
-import numpy as np
 
 from megajax.layers.feed_forward.moe import MoeConfig
 from megajax.layers.recurrent.mamba import MambaConfig
 from megajax.models.hybrid import HybridConfig
-from megajax.weights.megatron.arguments import Arguments, decoder_model
-from megajax.weights.megatron.decoders import attention, mixture, mlp, outside_of_layers
-from megajax.weights.megatron.entries import LAYER, Entry, Table, linear, norm
+from megajax.ops.activation import GATED
+from megajax.weights.megatron.arguments import Arguments, Shapes, decoder_model
+from megajax.weights.megatron.decoders import LAYER, attention
+from megajax.weights.megatron.rows import EMBEDDINGS, OUTPUT, Table, experts, feed_forward
+from megajax.weights.tensor_map import Row, linear, norm
 
 # How the names of a layer's parameters begin -> its letter, by the first that fits: those of experts also fit "mlp.".
 _LAYERS = {"mixer.": "M", "mlp.experts.": "E", "mlp.": "-", "self_attention.": "*"}
@@ -23,7 +22,7 @@ _GATED_NORM_EPSILON = 1e-5  # fixed in Megatron
 SUPPORTED = ("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model", "spec")
 
 
-def read_model(given: Arguments, shapes: Mapping[str, tuple[int, ...]]) -> HybridConfig:
+def read_model(given: Arguments, shapes: Shapes) -> HybridConfig:
     """The pattern is that of the parameters, which older versions gave by ratios instead."""
     for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
         if set(given.get(name, default="")) - {*_LAYERS.values(), "|"}:
@@ -40,12 +39,12 @@ def read_model(given: Arguments, shapes: Mapping[str, tuple[int, ...]]) -> Hybri
             "imported"
         )
     fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)} | {"kind": "hybrid"}
-    moe = dataclasses.replace(model.moe, layers="e") if "E" in pattern else MoeConfig()
+    moe = model.moe if "E" in pattern else MoeConfig()
     mamba = _mamba(given, shapes) if "M" in pattern else MambaConfig()
     return HybridConfig(**fields | {"pattern": pattern, "num_layers": len(pattern), "moe": moe, "mamba": mamba})
 
 
-def _pattern(shapes: Mapping[str, tuple[int, ...]]) -> str:
+def _pattern(shapes: Shapes) -> str:
     """Raises ValueError for a layer of another kind than these."""
     letters: dict[int, str] = {}
     for name in shapes:
@@ -59,7 +58,7 @@ def _pattern(shapes: Mapping[str, tuple[int, ...]]) -> str:
     return "".join(letters[n] for n in range(len(letters)))
 
 
-def _mamba(given: Arguments, shapes: Mapping[str, tuple[int, ...]]) -> MambaConfig:
+def _mamba(given: Arguments, shapes: Shapes) -> MambaConfig:
     head_dim = int(given.get("mamba_head_dim", default=64))
     shape = next((shape for name, shape in shapes.items() if name.endswith(".mixer.conv1d.weight.x")), None)
     if shape is None:
@@ -75,59 +74,29 @@ def _mamba(given: Arguments, shapes: Mapping[str, tuple[int, ...]]) -> MambaConf
 
 
 def table(config: HybridConfig) -> Table:
-    found = outside_of_layers(config, "decoder.final_norm")
-    kinds = {
-        "M": ("mamba", "norm", _mixer),
-        "*": ("attention", "input_layernorm", attention),
-        "-": ("dense", "pre_mlp_layernorm", mlp),
-        "E": ("moe", "pre_mlp_layernorm", mixture),
-    }
-    for letter, (kind, norm_name, branch) in kinds.items():
-        layers = [n for n in range(config.num_layers) if config.letter(n) == letter]
-        if layers:
-            layer = norm(config.norm_config, "norm", f"{LAYER}{norm_name}", config.embed_dim) + branch(config, "mixer/")
-            found += [entry.of_layers(f"layers/{kind}", layers) for entry in layer]
-    return found
+    is_gated = config.activation in GATED
+    return (
+        *EMBEDDINGS,
+        *norm(f"{LAYER}norm", "layers.mamba.norm"),
+        *_mixer(f"{LAYER}mixer.", "layers.mamba.mixer."),
+        *norm(f"{LAYER}input_layernorm", "layers.attention.norm"),
+        *attention(config, f"{LAYER}self_attention.", "layers.attention.mixer."),
+        *norm(f"{LAYER}pre_mlp_layernorm", "layers.dense.norm"),
+        *feed_forward(f"{LAYER}mlp.", "layers.dense.mixer.", is_gated),
+        *norm(f"{LAYER}pre_mlp_layernorm", "layers.moe.norm"),
+        *experts(f"{LAYER}mlp.", "layers.moe.mixer.", is_gated),
+        *norm("decoder.final_norm", "final_norm"),
+        Row(OUTPUT, ("head",), "linear"),
+    )
 
 
-def _mixer(config: HybridConfig, ours: str) -> Table:
-    D = config.embed_dim
-    mamba = config.mamba
-    heads = mamba.num_heads or 2 * D // mamba.head_dim
-    theirs = f"{LAYER}mixer."
-    channels = {"x": (heads, mamba.head_dim), "B": (mamba.num_groups, mamba.state_dim)}
-    channels["C"] = channels["B"]
-    found = []
-    for part, name, outputs in (
-        ("z", "gate", channels["x"]),
-        *((name, name, outputs) for name, outputs in channels.items()),
-        ("dt", "dt", (heads,)),
-    ):
-        (entry,) = linear(ours + name, f"{theirs}in_proj", (D,), outputs, has_bias=False)
-        found.append(dataclasses.replace(entry, theirs=f"{theirs}in_proj.weight.{part}"))
-    for name, outputs in channels.items():
-        found += _taps(mamba, f"{ours}conv_{name}", theirs, name, outputs)
-    found += [Entry((ours + name,), theirs + name, (heads,)) for name in ("A_log", "D", "dt_bias")]
-    found.append(_vector(f"{ours}norm_scale", f"{theirs}norm.weight", channels["x"]))
-    return found + linear(f"{ours}out", f"{theirs}out_proj", channels["x"], (D,), has_bias=False)
-
-
-def _taps(mamba: MambaConfig, ours: str, theirs: str, part: str, outputs: tuple[int, int]) -> Table:
-    """Of the convolution, in Megatron [channels, 1, W]."""
-    W = mamba.conv_width
-    shape = (outputs[0] * outputs[1], 1, W)
-
-    def split(taps):
-        return (taps.T.reshape(W, *outputs),)
-
-    def join(taps):
-        return taps.reshape(shape[::-1]).T
-
-    found = [Entry((ours,), f"{theirs}conv1d.weight.{part}", shape, split, join)]
-    if mamba.conv_bias:
-        found.append(_vector(f"{ours}_bias", f"{theirs}conv1d.bias.{part}", outputs))
-    return found
-
-
-def _vector(ours: str, theirs: str, outputs: tuple[int, int]) -> Entry:
-    return Entry((ours,), theirs, (outputs[0] * outputs[1],), lambda b: (b.reshape(outputs),), np.ravel)
+def _mixer(theirs: str, ours: str) -> Table:
+    inputs = {"z": "gate", "x": "x", "B": "B", "C": "C", "dt": "dt"}
+    return (
+        *(Row(f"{theirs}in_proj.weight.{part}", (ours + name,), "linear") for part, name in inputs.items()),
+        *(Row(f"{theirs}conv1d.weight.{part}", (f"{ours}conv_{part}",), "taps") for part in "xBC"),
+        *(Row(f"{theirs}conv1d.bias.{part}", (f"{ours}conv_{part}_bias",), "linear") for part in "xBC"),
+        *(Row(theirs + name, (ours + name,)) for name in ("A_log", "D", "dt_bias")),
+        Row(f"{theirs}norm.weight", (f"{ours}norm_scale",), "linear"),
+        *linear(f"{theirs}out_proj", f"{ours}out"),
+    )

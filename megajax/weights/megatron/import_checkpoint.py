@@ -6,11 +6,11 @@ from pathlib import Path
 import jax.numpy as jnp
 
 from megajax.config import Config
-from megajax.data.tokenizers.tokenizer import load_tokenizer
+from megajax.data.tokenizers.load import load_tokenizer
 from megajax.weights.megatron.checkpoint import Checkpoint, open_checkpoint
-from megajax.weights.megatron.entries import EMBEDDING
 from megajax.weights.megatron.families import read_arguments
 from megajax.weights.megatron.parameters import check_parameters, piecewise_arrays
+from megajax.weights.megatron.rows import EMBEDDING
 from megajax.weights.run_directory import new_directory, write_imported
 
 

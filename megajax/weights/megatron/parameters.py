@@ -5,19 +5,24 @@ tensor parallel size in Megatron, and on `model.vocab_multiple` here.
 """
 
 import functools
-import itertools
 import re
 from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
 
-from megajax.checkpoint.piecewise import PiecewiseArray
+from megajax.models.bert import BertConfig
 from megajax.models.interface import ModelConfig
 from megajax.models.model import Model
-from megajax.weights.megatron.entries import VOCABULARY
+from megajax.parameters import name_of
+from megajax.weights.megatron.arguments import Shapes
 from megajax.weights.megatron.families import table_of
+from megajax.weights.megatron.ranks import StoredArray
+from megajax.weights.megatron.rows import VOCABULARY
+from megajax.weights.parameter_reader import ParameterReader
+from megajax.weights.tensor_map import Tensor, WeightMap
 
+Named = Mapping[str, np.ndarray | StoredArray]
 # Transformer Engine layers hold the norm in front of them; the names on the right are those of Megatron's own layers.
 _FUSED_NORMS = {
     ".self_attention.linear_qkv.layer_norm_": ".input_layernorm.",
@@ -28,63 +33,50 @@ _FUSED_NORMS = {
 }
 
 
-def to_megajax(named: Mapping[str, np.ndarray], config: ModelConfig) -> dict:
+def to_megajax(named: Named, config: ModelConfig) -> dict:
     """Megatron's parameters, whole (not split over tensor parallel ranks) -> nested dict like Model.abstract_weights.
 
     dtypes are kept, and arrays are read one after the other (numpy.asarray). Norms may have the names of Megatron's own
     or of Transformer Engine's layers. A vocabulary with fewer rows than ours is padded with zeros, one with more is
     cut; both only touch rows that are no token.
 
-    Raises ValueError for a parameter that is missing, unexpected or of the wrong shape.
+    Raises ValueError for a parameter that is missing, unexpected, of the wrong shape or not finite.
     """
-
-    def whole(array: PiecewiseArray) -> np.ndarray:
-        return array.read((slice(None),) * len(array.shape))
-
-    return jax.tree.map(whole, piecewise_arrays(named, config))
+    return jax.tree.map(lambda array: array.read((slice(None),) * len(array.shape)), piecewise_arrays(named, config))
 
 
-def piecewise_arrays(named: Mapping[str, np.ndarray], config: ModelConfig, dtype: np.dtype | None = None) -> dict:
+def piecewise_arrays(named: Named, config: ModelConfig, dtype: np.dtype | None = None) -> dict:
     """As to_megajax, with arrays that are read where they are wanted; a piece needs Megatron's whole arrays of the
     layers and experts in it, of which one is in memory at a time. dtype: of matrices; None: as they are."""
-    check_parameters(named, config)
-    named = {_own_name(name): array for name, array in named.items()}
-    model = Model(config)
-    leaves = jax.tree_util.tree_leaves_with_path(model.abstract_weights)
-    shapes = {"/".join(key.key for key in path): leaf.shape for path, leaf in leaves}
-    records = _flat(model.records)
-    table = table_of(config)
+    weights = check_parameters(named, config)
+    own = {_own_name(name): array for name, array in named.items()}
 
     @functools.lru_cache(maxsize=1)  # pieces of an array follow each other
-    def parts(row: int, *place: int) -> tuple[np.ndarray, ...]:
-        """Of Megatron's array of an entry. place: (), (layer,) or (layer, expert)."""
-        return table[row].split(np.asarray(named[table[row].theirs.format(*place)]))
+    def array_of(tensor: Tensor) -> np.ndarray:
+        array = np.asarray(own[tensor.name])
+        return array if tensor.name not in VOCABULARY else _with_rows(array, tensor.shape[0])
 
-    def array_of(row: int, number: int) -> PiecewiseArray:
-        entry = table[row]
-        path = entry.ours[number]
-        is_cast = dtype is not None and records[path].is_cast
-        names = [name for n in entry.layers for name in entry.names(n)] or [entry.theirs]
-        found = np.dtype(dtype) if is_cast else np.result_type(*{named[name].dtype for name in names})
-        lead = [entry.layers] if entry.layers else []
-        lead += [range(entry.num_experts)] if entry.num_experts else []
-
-        def read(index: tuple[slice, ...]) -> np.ndarray:
-            places = [numbers[part] for numbers, part in zip(lead, index, strict=False)]
-            rest = index[len(lead) :]
-            pieces = [parts(row, *place)[number][rest].astype(found) for place in itertools.product(*places)]
-            return np.stack(pieces).reshape(*map(len, places), *pieces[0].shape)
-
-        return PiecewiseArray(shapes[path], found, read)
-
-    flat = {path: array_of(row, number) for row, entry in enumerate(table) for number, path in enumerate(entry.ours)}
-    return _nested(flat)
+    reader = ParameterReader(weights, array_of, lambda tensor: own[tensor.name].dtype, lambda tensor: tensor.name)
+    dtypes = {
+        name: found if dtype is None or not weights.records[name].is_cast else np.dtype(dtype)
+        for name, found in reader.dtypes.items()
+    }
+    return reader.piecewise(Model(config), dtypes)
 
 
-def check_parameters(named: Mapping[str, np.ndarray], config: ModelConfig) -> None:
-    """Raises ValueError for what to_megajax refuses, and reads no array."""
-    _check_table(config)
-    _check({_own_name(name): array.shape for name, array in named.items()}, _their_shapes(config), _fits)
+def check_parameters(named: Named, config: ModelConfig) -> WeightMap:
+    """Raises ValueError for what to_megajax refuses by names and shapes, and reads no array."""
+    weights = _map(config)
+
+    def fits(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+        """A vocabulary may be padded to any size."""
+        if name in VOCABULARY:
+            return found[1:] == wanted[1:] and found[0] >= config.vocab_size
+        return found == wanted
+
+    found = {_own_name(name): array.shape for name, array in named.items()}
+    _check(found, {tensor.name: tensor.shape for tensor in weights.tensors}, fits)
+    return weights
 
 
 def from_megajax(params: dict, config: ModelConfig) -> dict[str, np.ndarray]:
@@ -93,27 +85,35 @@ def from_megajax(params: dict, config: ModelConfig) -> dict[str, np.ndarray]:
     For tensor parallel size n Megatron expects `model.vocab_multiple` = its --make-vocab-size-divisible-by times n.
     Raises ValueError for a parameter that is missing, unexpected or of the wrong shape.
     """
-    _check_table(config)
-    flat = _flat(params)
-    expected = _flat(Model(config).abstract_weights)
-
-    def shapes(arrays):
-        return {path: array.shape for path, array in arrays.items()}
-
-    _check(shapes(flat), shapes(expected), lambda _, found, wanted: found == wanted)
+    weights = _map(config)
+    arrays = {name_of(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    shapes = {name: array.shape for name, array in arrays.items()}
+    _check(shapes, weights.shapes, lambda _, found, wanted: found == wanted)
     named = {}
-    for entry in table_of(config):
-        arrays = [np.asarray(flat[path]) for path in entry.ours]
-        if entry.layers:
-            for row, number in enumerate(entry.layers):
-                joined = entry.join(*(array[row] for array in arrays))
-                named |= zip(entry.names(number), joined if entry.num_experts else [joined], strict=True)
-        else:
-            named[entry.theirs] = entry.join(*arrays)
+    for tensor in weights.tensors:
+        named[tensor.name] = np.empty(tensor.shape, np.result_type(*(arrays[part.name] for part in tensor.parts)))
+        for part, view in zip(tensor.parts, tensor.views(named[tensor.name]), strict=True):
+            whole = arrays[part.name][weights.row_of(part)]
+            view[...] = whole[tuple(map(slice, part.shape))].reshape(view.shape)
     return named
 
 
-# ----------------------------------------------------------------------------- names, trees and checks
+def _map(config: ModelConfig) -> WeightMap:
+    """Raises ValueError for a model that Megatron does not have."""
+    config.check_exports()
+    sizes = {"positions": config.position_rows} if isinstance(config, BertConfig) else {}
+    return WeightMap(config, table_of(config), sizes, "Megatron")
+
+
+def _check(found: Shapes, expected: Shapes, fits: Callable[[str, tuple[int, ...], tuple[int, ...]], bool]) -> None:
+    for name, shape in expected.items():
+        if name not in found:
+            raise ValueError(f"parameter {name} {shape} is missing; the model config asks for it: is it the right one?")
+        if not fits(name, found[name], shape):
+            raise ValueError(f"parameter {name} has shape {found[name]}, but the model config makes it {shape}")
+    for name in found:
+        if name not in expected:
+            raise ValueError(f"parameter {name} {found[name]} is unexpected; the model config has no such parameter")
 
 
 def _own_name(name: str) -> str:
@@ -125,55 +125,7 @@ def _own_name(name: str) -> str:
     return name
 
 
-def _fits(name: str, found: tuple, wanted: tuple) -> bool:
-    """A vocabulary may be padded to any size."""
-    if name in VOCABULARY:
-        return found[1:] == wanted[1:] and found[0] >= wanted[0]
-    return found == wanted
-
-
-def _check_table(config: ModelConfig) -> None:
-    """Raises ValueError for a parameter that the table leaves out, or that the model config does."""
-    config.check_exports()
-    ours = [path for entry in table_of(config) for path in entry.ours]
-    expected = _flat(Model(config).abstract_weights)
-    for path in {**dict.fromkeys(ours), **expected}:
-        if path not in expected or path not in ours:
-            raise ValueError(
-                f"parameter {path} is not in both Megatron's model and that of the model config; choose another config"
-            )
-
-
-def _their_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    return {
-        name: entry.shape
-        for entry in table_of(config)
-        for name in ([name for n in entry.layers for name in entry.names(n)] if entry.layers else [entry.theirs])
-    }
-
-
-def _check(found: dict[str, tuple], expected: dict[str, tuple], fits: Callable[[str, tuple, tuple], bool]) -> None:
-    for name, shape in expected.items():
-        if name not in found:
-            raise ValueError(f"parameter {name} {shape} is missing; the model config asks for it: is it the right one?")
-        if not fits(name, found[name], shape):
-            raise ValueError(f"parameter {name} has shape {found[name]}, but the model config makes it {shape}")
-    for name in found:
-        if name not in expected:
-            raise ValueError(f"parameter {name} {found[name]} is unexpected; the model config has no such parameter")
-
-
-def _nested(flat: dict) -> dict:
-    tree: dict = {}
-    for path, array in flat.items():
-        *parents, last = path.split("/")
-        place = tree
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[last] = array
-    return tree
-
-
-def _flat(tree: dict) -> dict:
-    leaves, _ = jax.tree.flatten_with_path(tree)
-    return {"/".join(key.key for key in path): leaf for path, leaf in leaves}
+def _with_rows(rows: np.ndarray, num_rows: int) -> np.ndarray:
+    """Padded with zeros, or cut."""
+    padding = [(0, max(num_rows - len(rows), 0))] + [(0, 0)] * (rows.ndim - 1)
+    return np.pad(rows[:num_rows], padding)

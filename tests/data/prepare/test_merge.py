@@ -10,7 +10,7 @@ from megajax.data.prepare import merge as module
 from megajax.data.prepare.merge import merge, verify
 from megajax.data.prepare.write_tokens import preprocess
 from megajax.data.preprocess import main
-from megajax.data.tokenizers.tokenizer import load_tokenizer
+from megajax.data.tokenizers.load import load_tokenizer
 
 
 def build(files, prefix, spec="bytes", **options) -> str:

@@ -10,7 +10,7 @@ from megajax.data.config import DataConfig
 from megajax.data.datasets import Amounts
 from megajax.data.indexed.dataset import IndexedDataset
 from megajax.data.prepare.text_corpus import TextForm, find_files, prepare_text
-from megajax.data.tokenizers.tokenizer import load_tokenizer
+from megajax.data.tokenizers.load import load_tokenizer
 from megajax.models.decoder import DecoderConfig
 from megajax.tasks.language import Language
 

@@ -10,8 +10,8 @@ from megajax.data.config import DataConfig
 from megajax.data.datasets import Amounts
 from megajax.data.labelled import labelled_datasets
 from megajax.data.samples.classification import ClassificationDataset, joined, read_labelled
+from megajax.data.tokenizers.load import load_tokenizer
 from megajax.data.tokenizers.masking_tokens import MaskingTokens, masking_tokens
-from megajax.data.tokenizers.tokenizer import load_tokenizer
 from megajax.models.bert import BertConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.tasks.classification import Classification

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from megajax.data.samples.fim import FillInTheMiddle, rearrange
 from megajax.data.samples.gpt import GptDataset, GptFormat
 
-PREFIX, MIDDLE, SUFFIX, EOD, SPLIT = 90_001, 90_002, 90_003, 90_004, 90_005
+PREFIX, MIDDLE, SUFFIX, EOD = 90_001, 90_002, 90_003, 90_004
 
 
 def fim(rate=1.0, spm_rate=0.5, **fields):
@@ -145,24 +145,6 @@ def test_samples_do_not_depend_on_the_order_of_reading_and_differ():
     assert len({int(np.argmax(tokens == SUFFIX)) for tokens in forward}) > 5
 
 
-def test_fragments_are_treated_alone():
-    document = np.array([1, 2, 3, SPLIT, 4, 5, SPLIT, SPLIT, 6, EOD])
-    for number in range(30):
-        (changed,) = rearrange([document], fim(split_id=SPLIT), EOD, (0, number))
-        assert changed[-1] == EOD
-        fragments = np.split(changed[:-1], np.flatnonzero(changed[:-1] == SPLIT))
-        bodies = [restore(fragment[min(n, 1) :])[0] for n, fragment in enumerate(fragments)]
-        assert bodies == [[1, 2, 3], [4, 5], [], [6]]
-        assert len(changed) == len(document) + 9
-    half = rearrange([document] * 2000, fim(split_id=SPLIT, fragment_rate=0.5), EOD, (0, 0))
-    share = sum(int((out == PREFIX).sum()) for out in half) / 6000
-    assert abs(share - 0.5) < 5 * np.sqrt(0.25 / 6000)
-
-
-def test_wrong_settings_are_refused_by_name():
-    with pytest.raises(ValueError, match="task.fim_rate=1.5"):
-        gpt(Documents([50]), fim(1.5))
+def test_marks_that_are_the_same_are_refused():
     with pytest.raises(ValueError, match="three different"):
         gpt(Documents([50]), FillInTheMiddle(0.5, 0.5, 7, 7, 8))
-    with pytest.raises(ValueError, match="task.fim_tokens: prefix_id=90001"):
-        fim().check(50_000)

@@ -9,9 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megajax.data.indexed.dataset import IndexedDataset, IndexedDatasetWriter
-from megajax.data.samples.sft import SftDataset, SftFormat, pack
-
-PAD = 60_000
+from megajax.data.samples.sft import PAD, SftDataset, SftFormat, pack
 
 
 class Conversations:
@@ -34,7 +32,7 @@ class Conversations:
 
 def sft(source, num_samples=None, sequence_length=16, seed=0, cache_dir=None, document_range=None, **form):
     document_range = document_range or (0, len(source.document_indices) - 1)
-    form = SftFormat(**{"pad_id": PAD, **form})
+    form = SftFormat(**form)
     return SftDataset(
         source, document_range, num_samples, sequence_length, seed, sample_format=form, cache_dir=cache_dir
     )
@@ -181,6 +179,4 @@ def test_reads_its_range_of_a_file_and_survives_pickling(tmp_path):
 def test_ids_beyond_the_tokenizer_are_refused_by_name():
     source = Conversations([[2, 2]] * 3)
     with pytest.raises(ValueError, match="data.tokenizer's 900 ids"):
-        sft(source, vocab_size=900, pad_id=0)[0]
-    with pytest.raises(ValueError, match="data.pad_id=60000"):
-        sft(source, vocab_size=900)
+        sft(source, vocab_size=900)[0]

@@ -185,8 +185,9 @@ def test_templates_of_published_models_render_as_before(name):
 
 def test_the_field_is_found_with_few_renderings(monkeypatch):
     renderings = []
-    original = ChatTemplate._render
-    monkeypatch.setattr(ChatTemplate, "_render", lambda *arguments: renderings.append(1) or original(*arguments))
+    original = jinja2.Template.render
+    counting = lambda *arguments, **variables: renderings.append(1) or original(*arguments, **variables)
+    monkeypatch.setattr(jinja2.Template, "render", counting)
     messages = [{"role": "user", "content": "a", "name": "b"} for _ in range(500)]
     messages[123]["content"] = "<|im_<think>end|>"
     messages[321]["content"] = "<|im_end|>"

@@ -3,8 +3,8 @@
 import pytest
 import tokenizers
 
+from megajax.data.tokenizers.load import load_tokenizer
 from megajax.data.tokenizers.span_tokens import NUM_ADDED, SpanTokens
-from megajax.data.tokenizers.tokenizer import load_tokenizer
 
 TEXT = "Thank you <extra_id_0> me to <extra_id_1> week"
 

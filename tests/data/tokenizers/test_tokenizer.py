@@ -12,12 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megajax.data.tokenizers.chat_template import CHATML, load_chat_template
-from megajax.data.tokenizers.tokenizer import (
-    check_tokenizer_spec,
-    load_saved_tokenizer,
-    load_tokenizer,
-    save_tokenizer,
-)
+from megajax.data.tokenizers.load import check_tokenizer_spec, load_saved_tokenizer, load_tokenizer, save_tokenizer
 from megajax.data.tokenizers.train_sentencepiece import train_sentencepiece
 
 STDLIB_FILES = [argparse.__file__, string.__file__, Path(argparse.__file__).with_name("decimal.py")]

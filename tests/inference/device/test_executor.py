@@ -20,7 +20,7 @@ from megajax.quantization.weights import QuantizedWeight, WeightFormat
 from megajax.training.compiler_options import accepted
 
 CONFIG = DecoderConfig(num_layers=1, embed_dim=128, num_heads=4, head_dim=64, num_kv_heads=2, mlp_dim=256,
-                       vocab_size=100, position="rope", activation="swiglu", bias=False)  # fmt: skip
+                       vocab_size=100, position="rope", activation="swiglu", biases=("norm",))  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from megajax.quantization.weights import WeightFormat
 
 MODEL = DecoderConfig(
     num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=64, vocab_size=100, max_positions=64,
-    position="rope", norm="rmsnorm", activation="swiglu", bias=False, tied_embeddings=False,
+    position="rope", norm="rmsnorm", activation="swiglu", biases=(), tied_embeddings=False,
 )  # fmt: skip
 FLOAT32 = PrecisionConfig(compute="float32")
 SERVING = ServingConfig(max_rows=4, max_batch_tokens=16, page_size=8, num_pages=20, max_length=64)

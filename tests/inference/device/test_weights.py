@@ -20,7 +20,7 @@ from megajax.precision import PrecisionConfig
 LAYERS = 24
 MODEL = DecoderConfig(
     num_layers=LAYERS, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=64, vocab_size=100, max_positions=64,
-    position="rope", norm="rmsnorm", activation="swiglu", bias=False, tied_embeddings=False,
+    position="rope", norm="rmsnorm", activation="swiglu", biases=(), tied_embeddings=False,
 )  # fmt: skip
 FLOAT32 = PrecisionConfig(params="float32", compute="float32")
 LARGEST = 4 * 32 * 100  # bytes

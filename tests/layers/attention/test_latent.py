@@ -200,7 +200,7 @@ def test_model_counts_its_parameters():
 
 def decoder(**fields) -> DecoderConfig:
     return DecoderConfig(**dict(
-        num_layers=1, embed_dim=D, num_heads=N, head_dim=H, vocab_size=32, position="rope", norm="rmsnorm", bias=False,
+        num_layers=1, embed_dim=D, num_heads=N, head_dim=H, vocab_size=32, position="rope", norm="rmsnorm", biases=(),
         latent=LatentConfig(kv_rank=R),
     ) | fields)  # fmt: skip
 
@@ -209,7 +209,7 @@ def decoder(**fields) -> DecoderConfig:
     (dict(position="alibi"), "model.position=alibi is not supported by latent attention .* --model.position=rope"),
     (dict(num_kv_heads=2), "model.num_kv_heads=2 .* use --model.num_kv_heads=4"),
     (dict(qk_norm=True), "model.qk_norm=True .* use --model.qk_norm=False"),
-    (dict(bias=True), "model.qkv_bias=True .* use --model.qkv_bias=False"),
+    (dict(biases=("qkv", "attention_out", "mlp", "norm")), "model.biases: attention_out, qkv is not supported"),
     (dict(latent=LatentConfig(q_rank=4)), "model.latent: q_rank set, but not kv_rank"),
 ], ids=str)  # fmt: skip
 def test_what_it_cannot_do_is_refused(fields, message):

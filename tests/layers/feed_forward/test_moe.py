@@ -227,25 +227,13 @@ def test_auto_receives_as_little_as_possible():
     assert exchange_of(4096, 2, 4, 3, "all_gather", buffer=10.0).num_rows == 2 * 2 * 4096
 
 
-@pytest.mark.parametrize("layers, wanted", [
-    ("e", "eeeeee"), ("de", "dedede"), ("d*3e*58", "ddd" + "e" * 58), ("ed*2", "eddedd"),
-])  # fmt: skip
-def test_the_pattern_says_which_layers_have_experts(layers, wanted):
-    moe = MoeConfig(8, layers=layers)
-    moe.check(len(wanted), has_bias=False)
-    assert "".join("e" if moe.has_experts(number) else "d" for number in range(len(wanted))) == wanted
-
-
 @pytest.mark.parametrize("moe, message", [
     (MoeConfig(shared_dim=4), "but no experts; set --model.moe.num_experts"),
-    (MoeConfig(8, layers="x"), "model.moe.layers='x' must be letters d and e"),
-    (MoeConfig(8, layers="d*0e"), "model.moe.layers"),
-    (MoeConfig(8, layers="d*4e"), "model.moe.layers='d*4e' gives none of the model.num_layers=4 layers experts"),
     (MoeConfig(8, shared_gate=True), "set --model.moe.shared_dim"),
     (MoeConfig(1), "top_k=2 is more than model.moe.num_experts=1"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused(moe, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        moe.check(4, has_bias=False)
-    with pytest.raises(ValueError, match="set --model.mlp_bias=False"):
-        MoeConfig(8).check(4, has_bias=True)
+        moe.check(has_bias=False)
+    with pytest.raises(ValueError, match="leave mlp out of model.biases"):
+        MoeConfig(8).check(has_bias=True)

@@ -67,12 +67,14 @@ def test_weights_are_the_formula(config):
     np.testing.assert_allclose(route(config, logits[None])[0][0], config.scale * weights, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name, value", [
-    ("aux_loss", "aux_loss_top2_coeff1e-2"), ("sequence_aux_loss", "aux_loss_top2_coeff1e-2"),
-    ("z_loss", "z_loss_coeff1e-3"),
+@pytest.mark.parametrize("fields, value", [
+    (dict(aux_loss=1e-2), "aux_loss_top2_coeff1e-2"),
+    (dict(aux_loss=1e-2, aux_loss_scope="sequence"), "aux_loss_top2_coeff1e-2"),
+    (dict(z_loss=1e-3), "z_loss_coeff1e-3"),
 ])  # fmt: skip
-def test_losses_are_megatrons(name, value):
-    _, _, terms = route(RouterConfig(**{name: float(value[-4:])}))
+def test_losses_are_megatrons(fields, value):
+    _, _, terms = route(RouterConfig(**fields))
+    name = next(iter(fields))
     assert list(terms.auxiliary) == [f"router_{name}"]
     np.testing.assert_allclose(terms.auxiliary[f"router_{name}"], ORACLE[f"router/{value}"], rtol=1e-6)
 
@@ -91,9 +93,10 @@ def test_a_bias_moves_the_balance_loss_not_at_all():
     np.testing.assert_allclose(values[0], 0.1 * E / (4 * T * T) * (shares * counts).sum(), rtol=1e-6)
 
 
-def test_losses_of_a_batch_are_the_mean_of_those_of_its_microbatches():
+@pytest.mark.parametrize("scope", ["sequence", "batch"])
+def test_losses_of_a_batch_are_the_mean_of_those_of_its_microbatches(scope):
     logits = np.random.default_rng(0).normal(size=(4, T, E)).astype(np.float32)
-    config = RouterConfig(sequence_aux_loss=0.1, global_aux_loss=0.1, z_loss=0.1)
+    config = RouterConfig(aux_loss=0.1, aux_loss_scope=scope, z_loss=0.1)
     whole = route(config, logits)[2].auxiliary
     parts = [route(config, part)[2].auxiliary for part in (logits[:2], logits[2:])]
     for name, value in whole.items():

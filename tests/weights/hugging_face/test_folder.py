@@ -26,7 +26,7 @@ from megajax.checkpoint.layout import stack_of
 from megajax.config import Config
 from megajax.convert.hugging_face import main
 from megajax.data.tokenizers.chat_template import load_chat_template
-from megajax.data.tokenizers.tokenizer import load_saved_tokenizer
+from megajax.data.tokenizers.load import load_saved_tokenizer
 from megajax.inference.engine import Engine
 from megajax.inference.tokens.sampling import Sampling
 from megajax.mesh.config import MeshConfig
@@ -34,11 +34,11 @@ from megajax.mesh.sharding import with_shardings
 from megajax.models.model import Model
 from megajax.parallel.schedule import make_stages
 from megajax.parameters import name_of
-from megajax.weights.hugging_face.export import export_run, exported_family
+from megajax.weights.hugging_face.export import export_run, family_of_run
 from megajax.weights.hugging_face.folder import Folder, is_folder
 from megajax.weights.hugging_face.import_folder import import_folder
-from megajax.weights.hugging_face.mapping import WeightMap, family_of, read_options
-from megajax.weights.hugging_face.tensor_files import check_finite
+from megajax.weights.hugging_face.mapping import family_of, read_options
+from megajax.weights.parameter_reader import check_finite
 from megajax.weights.sources import open_source
 
 
@@ -133,7 +133,7 @@ def test_memory_does_not_grow_with_the_number_of_layers(llama_folder, write_draw
     for name, layers in (("shallow", 2), ("deep", 32)):
         options = json.loads((llama_folder / "config.json").read_text()) | sizes | dict(num_hidden_layers=layers)
         family = family_of(options)
-        forms = {tensor.name: tensor.shape for tensor in WeightMap(family, read_options(family, options)).tensors}
+        forms = {tensor.name: tensor.shape for tensor in family.map_of(read_options(family, options)).tensors}
         write_drawn(tmp_path / name, dict(options=options, tensors={name: [form, 0] for name, form in forms.items()}))
         nbytes[name] = sum(4 * math.prod(form) for form in forms.values())
     command = [sys.executable, "-c", PEAKS]
@@ -155,7 +155,7 @@ def test_runs_of_any_layout_are_read_piece_by_piece(run_dir, bf16_folder, tmp_pa
         name = name_of(path)
         stack = stack_of(name, model.layer_rows)
         index = (slice(None),) * (leaf.ndim + (stack is not None))
-        return jax.numpy.asarray(folder.read(name, None if stack is None else rows, index, leaf.dtype))
+        return jax.numpy.asarray(folder.reader.read(name, None if stack is None else rows, index, leaf.dtype))
 
     params = jax.tree_util.tree_map_with_path(stored, model.abstract_weights)
     new = tmp_path / "run"
@@ -209,8 +209,8 @@ def test_a_mixture_trains_and_is_exported(mixture, tmp_path, monkeypatch):
 def test_rows_that_pad_the_vocabulary_are_zeros(bf16_folder):
     folder = Folder(bf16_folder)
     whole = (slice(None), slice(None))
-    embedding = folder.read("embedding", None, whole, np.float32)
-    head = folder.read("head", None, whole, np.float32)
+    embedding = folder.reader.read("embedding", None, whole, np.float32)
+    head = folder.reader.read("head", None, whole, np.float32)
     assert embedding.shape == (384, 32) and head.shape == (32, 384)
     for table in (embedding, head.T):
         assert np.all(table[300:] == 0) and np.all(np.any(table[:300] != 0, axis=1))
@@ -367,7 +367,7 @@ def test_names_without_the_base_model_tied_heads_and_old_buffers_are_read(llama_
     tensors["layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
     folder = Folder(changed(llama_folder, tmp_path, tensors, dict(tie_word_embeddings=True)))
     assert folder.model.tied_embeddings
-    found = folder.read("final_norm.scale", None, (slice(None),), np.float32)
+    found = folder.reader.read("final_norm.scale", None, (slice(None),), np.float32)
     np.testing.assert_array_equal(found, tensors["norm.weight"])
 
 
@@ -376,7 +376,7 @@ def test_layers_of_different_dtypes_are_stacked_in_float32(llama_folder, tmp_pat
                       (np.float16, ml_dtypes.bfloat16), strict=True))  # fmt: skip
     tensors = tensors_of(llama_folder)
     mixed = {name: tensors[name].astype(dtype) for name, dtype in dtypes.items()}
-    assert Folder(changed(llama_folder, tmp_path, tensors | mixed)).dtype("layers.dense.mlp.up") == np.float32
+    assert Folder(changed(llama_folder, tmp_path, tensors | mixed)).reader.dtypes["layers.dense.mlp.up"] == np.float32
 
 
 def test_a_missing_package_is_named(llama_folder, monkeypatch):
@@ -405,7 +405,7 @@ def test_a_model_that_no_family_has_is_refused(run_dir, tmp_path):
         ValueError,
         match="no supported architecture has all .*; LlamaForCausalLM does not have model.attention_sinks=True",
     ):
-        exported_family(broken, Config.load(broken), None)
+        family_of_run(broken, Config.load(broken), None)
     with pytest.raises(ValueError, match="architecture=Other is not supported"):
         export_run(run_dir, tmp_path / "out", architecture="Other")
 
@@ -413,7 +413,7 @@ def test_a_model_that_no_family_has_is_refused(run_dir, tmp_path):
 def test_another_architecture_than_that_of_the_weights_is_logged(run_dir, caplog):
     config = Config.load(run_dir)
     changed = dataclasses.replace(config, model=dataclasses.replace(config.model, qk_norm=True))
-    assert exported_family(run_dir, changed, None).architecture == "Qwen3ForCausalLM"
+    assert family_of_run(run_dir, changed, None).architecture == "Qwen3ForCausalLM"
     assert "not exported as LlamaForCausalLM, from which the weights came: LlamaForCausalLM does not" in caplog.text
 
 

@@ -119,7 +119,7 @@ def test_experts_in_one_tensor_are_read(recorded, write_drawn, tmp_path):
     for name in ("layers.moe.mixer.up", "layers.moe.mixer.down"):
         shape = separate.map.shapes[name]
         found, wanted = (
-            folder.read(name, numbers, (slice(None),) * len(shape), np.dtype(np.float32))
+            folder.reader.read(name, numbers, (slice(None),) * len(shape), np.dtype(np.float32))
             for folder in (together, separate)
         )
         assert found.shape == shape

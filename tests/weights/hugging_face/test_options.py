@@ -14,11 +14,9 @@ from megajax.models.execution import ExecutionConfig
 from megajax.weights.hugging_face.folder import Folder
 from megajax.weights.hugging_face.mapping import (
     FAMILIES,
-    WeightMap,
     family_for,
     family_of,
     read_options,
-    replaced,
     write_options,
 )
 
@@ -37,7 +35,7 @@ VALUES = {
     "head_dim": [8, 12, 16],
     "mlp_dim": [40, None],
     "position": ["learned", "rope", "alibi", "none"],
-    "no_rope_every": [2, None],
+    "rotary": [(True, False), ()],
     "norm": ["layernorm", "rmsnorm"],
     "norm_epsilon": [1e-3],
     "norm_zero_centered": [True, False],
@@ -53,7 +51,7 @@ VALUES = {
     "head_bias": [True, False],
     "tied_embeddings": [True, False],
     "window": [5, None],
-    "full_attention_every": [2, None],
+    "windows": [(True, False), ()],
     "attention_multiplier": [0.3, None],
     "attention_soft_cap": [2.0, None],
     "attention_sinks": [True],
@@ -145,8 +143,18 @@ KEYS = {
 }
 
 
+def replaced(config: DecoderConfig, words: dict) -> DecoderConfig:
+    form = DECODERS[0].form
+    return form.config(form.words(config) | words)
+
+
 def changed(config: DecoderConfig, name: str, value) -> DecoderConfig:
-    config = replaced(config, value if isinstance(value, dict) else {name: value})
+    if name in ("windows", "rotary"):
+        value = tuple(value[layer % len(value)] for layer in range(config.num_layers if value else 0))
+    try:
+        config = replaced(config, value if isinstance(value, dict) else {name: value})
+    except ValueError:
+        return config
     if config.rope.scaling == "longrope":
         pairs = int(config.rotary_head_dim * config.rope.fraction) // 2
         factors = dict(short_factors=(1.5,) * pairs, long_factors=tuple(2.0 + n for n in range(pairs)))
@@ -177,7 +185,7 @@ def drawn(family, seed: int) -> DecoderConfig:
 
 
 def write(family, config: DecoderConfig, path: Path, write_drawn) -> Folder:
-    tensors = {tensor.name: [tensor.shape, 0] for tensor in WeightMap(family, config).tensors}
+    tensors = {tensor.name: [tensor.shape, 0] for tensor in family.map_of(config).tensors}
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     write_drawn(path, {"options": tokens | write_options(family, config), "tensors": tensors})
     return Folder(path)
@@ -220,7 +228,7 @@ def test_what_is_imported_is_what_transformers_computes(family, seed, load_their
     """Or transformers does not load it."""
     options = described(family, seed)
     config = read_options(family, options)
-    tensors = {tensor.name: [tensor.shape, 0] for tensor in WeightMap(family, config).tensors}
+    tensors = {tensor.name: [tensor.shape, 0] for tensor in family.map_of(config).tensors}
     write_drawn(tmp_path, {"options": options, "tensors": tensors})
     ids = np.random.default_rng(0).integers(0, config.vocab_size, (2, LENGTH)).astype(np.int32)
     try:

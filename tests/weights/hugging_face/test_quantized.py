@@ -119,9 +119,9 @@ def test_matrices_are_dequantised_for_training(quantized_folder):
     for name, array in meant.items():
         tensor = next(tensor for tensor in opened.map.tensors if tensor.name == name)
         (part,) = tensor.parts
-        read = opened.read(part.name, np.array(part.at), (slice(None),) * (1 + len(part.shape)), np.float32)[0]
+        read = opened.reader.read(part.name, np.array(part.at), (slice(None),) * (1 + len(part.shape)), np.float32)[0]
         np.testing.assert_array_equal(read, array.T.reshape(part.shape))
-    assert opened.dtype("head") == np.float32
+    assert opened.reader.dtypes["head"] == np.float32
 
 
 def test_the_engine_takes_its_own_formats_over(quantized_folder):
@@ -231,8 +231,8 @@ def test_quantised_matrices_are_those_of_the_engine(name, dtype, inputs, write_d
     for parameter in names:
         layers = before.map.layers_of(parameter)
         whole = (slice(None),) * (1 + len(before.map.shapes[parameter][1:]))
-        original = before.read(parameter, layers, whole, np.float32)
-        read = after.read(parameter, layers, whole, np.float32)
+        original = before.reader.read(parameter, layers, whole, np.float32)
+        read = after.reader.read(parameter, layers, whole, np.float32)
         for row, layer in enumerate(layers.tolist()):
             levels = after.levels(parameter, layer)
             again = quantized_rows(_rows(original[row], by_name[parameter].num_inputs), levels.values.dtype)
@@ -243,8 +243,8 @@ def test_quantised_matrices_are_those_of_the_engine(name, dtype, inputs, write_d
                 assert levels.input_scale == np.float32((row + 1) / 448)
     loaded = jax.tree.leaves(open_model(tmp_path / "out", compute="float32").restore(), is_leaf=is_quantized)
     assert sum(map(is_quantized, loaded)) == sum(before.map.shapes[parameter][0] for parameter in names)
-    outside = before.read("final_norm.scale", None, (slice(None),), np.float32)
-    np.testing.assert_array_equal(after.read("final_norm.scale", None, (slice(None),), np.float32), outside)
+    outside = before.reader.read("final_norm.scale", None, (slice(None),), np.float32)
+    np.testing.assert_array_equal(after.reader.read("final_norm.scale", None, (slice(None),), np.float32), outside)
 
 
 def _rows(matrix: np.ndarray, num_inputs: int) -> np.ndarray:
@@ -280,7 +280,7 @@ def test_factors_change_what_is_written(llama_folder, tmp_path):
     after = Folder(tmp_path / "out")
     for name, factor in (("up", 2), ("gate", 1)):
         parameter = f"layers.dense.mlp.{name}"
-        original = before.read(parameter, np.array([1]), (slice(None),) * 3, np.float32)[0]
+        original = before.reader.read(parameter, np.array([1]), (slice(None),) * 3, np.float32)[0]
         scale = np.abs(factor * original).max(0) / np.float32(127)
         np.testing.assert_array_equal(after.levels(parameter, 1).scale, scale)
 
@@ -334,7 +334,7 @@ def test_transformers_computes_the_same_from_our_files(llama_folder, tmp_path, d
     compressed = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     compressed.save_pretrained(tmp_path / "again")
     for name in Folder(out).forms:
-        np.testing.assert_array_equal(Folder(tmp_path / "again")._files[name], Folder(out)._files[name])
+        np.testing.assert_array_equal(Folder(tmp_path / "again").files[name], Folder(out).files[name])
 
 
 @pytest.mark.slow
@@ -357,4 +357,4 @@ def test_blocks_are_dequantised_as_transformers_does(llama_folder, tmp_path):
     ).state_dict()
     ours = Folder(tmp_path / "folder")
     for name in ours.forms:
-        np.testing.assert_allclose(ours._files[name], theirs[name].float().numpy(), rtol=1e-6)
+        np.testing.assert_allclose(ours.files[name], theirs[name].float().numpy(), rtol=1e-6)

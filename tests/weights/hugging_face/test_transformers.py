@@ -16,7 +16,7 @@ from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import Config
 from megajax.data.config import DataConfig
-from megajax.data.tokenizers.tokenizer import load_tokenizer
+from megajax.data.tokenizers.load import load_tokenizer
 from megajax.inference.engine import Engine
 from megajax.inference.tokens.sampling import Sampling
 from megajax.layers.attention.latent import LatentConfig
@@ -232,12 +232,15 @@ OURS = {
     "LlamaForCausalLM": DecoderConfig(
         num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=48, vocab_size=50, position="rope",
         rope=RopeConfig(base=5e5, scaling="llama3", original_length=16), norm="rmsnorm", activation="swiglu",
-        bias=False, tied_embeddings=False,
+        biases=(), tied_embeddings=False,
     ),
     "Qwen3MoeForCausalLM": DecoderConfig(
         num_layers=3, embed_dim=32, num_heads=4, mlp_dim=48, vocab_size=50, position="rope", norm="rmsnorm",
-        qk_norm=True, activation="swiglu", bias=False, tied_embeddings=False,
-        moe=MoeConfig(num_experts=8, expert_dim=24, layers="dee", router=RouterConfig(top_k=3, global_aux_loss=0.01)),
+        qk_norm=True, activation="swiglu", biases=(), tied_embeddings=False,
+        moe=MoeConfig(
+            num_experts=8, expert_dim=24, router=RouterConfig(top_k=3, aux_loss=0.01, aux_loss_scope="batch")
+        ),
+        pattern="dee",
     ),
 }  # fmt: skip
 
@@ -269,9 +272,9 @@ def test_a_run_of_ours_is_the_same_model_in_transformers(architecture, load_thei
 
 DEEPSEEK = DecoderConfig(
     num_layers=2, embed_dim=32, num_heads=4, head_dim=8, mlp_dim=48, vocab_size=50, position="rope", norm="rmsnorm",
-    rope=RopeConfig(interleaved=True), norm_epsilon=1e-6, activation="swiglu", bias=False, tied_embeddings=False,
-    init_std=0.2, mtp_layers=1, latent=LatentConfig(kv_rank=16, q_rank=24, rope_dim=4, value_dim=12),
-    moe=MoeConfig(num_experts=8, expert_dim=24, shared_dim=24, layers="de", router=RouterConfig(
+    rope=RopeConfig(interleaved=True), norm_epsilon=1e-6, activation="swiglu", biases=(), tied_embeddings=False,
+    init_std=0.2, mtp_layers=1, pattern="de", latent=LatentConfig(kv_rank=16, q_rank=24, rope_dim=4, value_dim=12),
+    moe=MoeConfig(num_experts=8, expert_dim=24, shared_dim=24, router=RouterConfig(
         top_k=4, score="sigmoid", scale=2.5, num_groups=4, top_groups=2, bias_update_rate=1e-3,
     )),
 )  # fmt: skip

@@ -47,17 +47,10 @@ from megajax.models.model import Model
 from megajax.parameters import name_of
 from megajax.weights import start_from
 from megajax.weights.megatron import from_megajax, to_megajax
-from megajax.weights.megatron.checkpoint import (
-    Rank,
-    StoredArray,
-    joined_array,
-    numbered,
-    open_checkpoint,
-    whole_layers,
-    whole_stage,
-)
+from megajax.weights.megatron.checkpoint import open_checkpoint, whole_layers
 from megajax.weights.megatron.families import read_arguments
 from megajax.weights.megatron.import_checkpoint import import_checkpoint, read
+from megajax.weights.megatron.ranks import Rank, StoredArray, joined_array, numbered, whole_stage
 
 RECORDED = Path(__file__).parent / "megatron_core_0_20.tar.xz"
 MIXTURES = Path(__file__).parent / "megatron_core_0_16_mixtures.tar.xz"
@@ -72,7 +65,7 @@ LLAMA = dict(
 )  # fmt: skip
 LLAMA_MODEL = DecoderConfig(
     num_layers=2, embed_dim=8, num_heads=4, num_kv_heads=2, head_dim=2, mlp_dim=12, max_positions=32, vocab_size=16,
-    vocab_multiple=1, activation="swiglu", bias=False, norm="rmsnorm", norm_epsilon=1e-6, position="rope",
+    vocab_multiple=1, activation="swiglu", biases=(), norm="rmsnorm", norm_epsilon=1e-6, position="rope",
     rope=RopeConfig(base=500000.0), tied_embeddings=False, qk_norm=True,
 )  # fmt: skip
 GPT = dict(num_layers=2, hidden_size=8, num_attention_heads=4, max_position_embeddings=32, add_bias_linear=True)
@@ -199,17 +192,20 @@ def test_arguments_of_a_llama():
     [
         ({}, dict(activation="gelu_tanh", position="learned", norm="layernorm", dropout=0.1, mlp_dim=32)),
         (dict(bias_gelu_fusion=False), dict(activation="gelu")),
-        (dict(add_bias_linear=False), dict(activation="gelu", bias=False)),
+        (dict(add_bias_linear=False), dict(activation="gelu", biases=("norm",))),
         (dict(openai_gelu=True, bias_gelu_fusion=False), dict(activation="gelu_tanh")),
         (dict(squared_relu=True), dict(activation="squared_relu")),
         (dict(num_query_groups=1), dict(num_kv_heads=4)),  # the default, which means nothing
-        (dict(norm_epsilon=1e-3, apply_layernorm_1p=True), dict(norm_epsilon=1e-3, norm_zero_centered=True)),
+        (
+            dict(norm_epsilon=1e-3, apply_layernorm_1p=True),
+            dict(norm_epsilon=1e-3, norm="layernorm_1p"),
+        ),
         (dict(use_rotary_position_embeddings=True), dict(position="rope")),
         (dict(add_position_embedding=False), dict(position="none")),
-        (dict(window_size=(127, 0), window_attn_skip_freq=4), dict(window=128, full_attention_every=4)),
-        (dict(position_embedding_type="rope", no_rope_freq=4), dict(position="rope", no_rope_every=4)),
-        (dict(add_bias_linear=False, add_qkv_bias=True), dict(bias=False, has_qkv_bias=True, has_mlp_bias=False)),
-        (dict(add_qkv_bias=False), dict(has_qkv_bias=True)),  # Megatron's rule too
+        (dict(window_size=(127, 0), window_attn_skip_freq=4, num_layers=8), dict(window=128, pattern="w3f")),
+        (dict(position_embedding_type="rope", no_rope_freq=4, num_layers=8), dict(position="rope", pattern="f3n")),
+        (dict(add_bias_linear=False, add_qkv_bias=True), dict(biases=("qkv", "norm"))),
+        (dict(add_qkv_bias=False), dict(biases=("qkv", "attention_out", "mlp", "norm"))),  # Megatron's rule too
         (dict(rotary_interleaved=True), dict(rope=RopeConfig(interleaved=True))),
         (dict(rotary_seq_len_interpolation_factor=4), dict(rope=RopeConfig(scaling="linear", factor=4.0))),
         (dict(softmax_type="learnable"), dict(attention_sinks=True)),
@@ -242,9 +238,7 @@ def test_what_megajax_does_not_have_is_refused_by_name(name, value):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ({}, dict(layers="e", expert_dim=None, router=RouterConfig(top_k=2))),
-        (dict(moe_layer_freq=3), dict(layers="edd")),
-        (dict(moe_layer_freq=[0, 1]), dict(layers="de")),
+        ({}, dict(expert_dim=None, router=RouterConfig(top_k=2))),
         (dict(moe_ffn_hidden_size=6, moe_shared_expert_intermediate_size=10), dict(expert_dim=6, shared_dim=10)),
         (
             dict(
@@ -257,12 +251,12 @@ def test_what_megajax_does_not_have_is_refused_by_name(name, value):
         ),
         (
             dict(
-                moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"], moe_aux_loss_coeff=[0.01, 0.02],
+                moe_router_load_balancing_type=["none", "seq_aux_loss"], moe_aux_loss_coeff=[0.01, 0.02],
                 moe_z_loss_coeff=0.03, moe_expert_capacity_factor=1.5, moe_token_drop_policy="position",
                 moe_router_pre_softmax=True,
             ),
             dict(router=RouterConfig(
-                score="softmax_all", aux_loss=0.01, sequence_aux_loss=0.02, z_loss=0.03, capacity_factor=1.5,
+                score="softmax_all", aux_loss=0.02, aux_loss_scope="sequence", z_loss=0.03, capacity_factor=1.5,
                 drop="position",
             )),
         ),
@@ -444,7 +438,7 @@ OF_FAMILIES = {
     ),
     "hybrid_tp2_pp2": HybridConfig(
         **SMALL | {"num_layers": 4}, **NO_DROPOUT, pattern="M*-M", num_kv_heads=2, head_dim=2, position="none",
-        norm="rmsnorm", norm_epsilon=1e-5, activation="squared_relu", bias=False, tied_embeddings=False,
+        norm="rmsnorm", norm_epsilon=1e-5, activation="squared_relu", biases=(), tied_embeddings=False,
         mamba=MambaConfig(num_heads=4, head_dim=4, state_dim=6, num_groups=2),
     ),
 }  # fmt: skip
