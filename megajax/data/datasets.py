@@ -41,8 +41,11 @@ class SampleFormat(Protocol):
     """How samples are made from the sequences or documents of a source: a dataclass, whose fields are recorded."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
-    vocab_size: int | None
-    """Ids of the tokenizer, and of special tokens that it lacks."""
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Ids of the tokenizer, and of special tokens that it lacks."""
+
     of_documents: ClassVar[bool]
     """Whether parts of a source are counted in documents, or in sequences."""
     is_plain_text: ClassVar[bool]

@@ -7,7 +7,7 @@ not depend on the number of hosts or workers; a process reads only its rows. The
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -22,8 +22,9 @@ NUM_THREADS = 4
 class BatchSource(Protocol):
     """What feeds a training loop. Its `saved` values are part of every checkpoint."""
 
-    reads_weights: bool
-    """Whether batches depend on the weights: then each is made when its step begins, otherwise ahead of it."""
+    @property
+    def reads_weights(self) -> bool:
+        """Whether batches depend on the weights: then each is made when its step begins, otherwise ahead of it."""
 
     def batches(
         self, start: int, stop: int, rows_of: Callable[[int], np.ndarray], weights: Callable[[], dict]
@@ -48,7 +49,7 @@ class IndexedSource:
     dataset: Dataset
     schedule: Callable[[int], tuple[int, int, int]]
     config: DataConfig
-    reads_weights: ClassVar[bool] = False
+    reads_weights = False
 
     def batches(
         self, start: int, stop: int, rows_of: Callable[[int], np.ndarray], weights: Callable[[], dict]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from megajax.figures.runs import X_LABELS, Curve, RunMetrics, XAxis, panels
@@ -135,8 +136,8 @@ def attention_mask(batch: Mapping[str, np.ndarray], row: int | None = None, *, w
     sizes = [np.unique(segments, return_counts=True)[1] for segments in segments_BT]  # of the documents of each row
     if row is None:
         row = int(np.argmin([(counts**2).sum() for counts in sizes]))
-    query = np.arange(length)[:, None]
-    key = np.arange(length)[None]
+    query = jnp.arange(length)[:, None]
+    key = jnp.arange(length)[None]
     visible = (masks.CAUSAL & masks.window(window)).visible(query - key, key)
     visible &= segments_BT[row][:, None] == segments_BT[row][None]
     figure = new_figure(3.6, 3.6)

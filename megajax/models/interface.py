@@ -286,6 +286,17 @@ class AnyModule(Protocol):
         x: what `extend` returns for these tokens, or `guess` at depth - 1. batch: int32 [B, T]: positions of these
         tokens, and tokens, those `depth` places after them."""
 
+    # A model whose heads are `classes` or `sentence_order` also has:
+
+    def class_logits(self, h_BTD: jax.Array, batch: dict) -> jax.Array:
+        """float32 [B, classes], or of tokens [B, T, classes]."""
+
+    def pair_logits(self, h_BTD: jax.Array, batch: dict) -> jax.Array:
+        """float32 [B, 2]: the second text follows the first one, or does not."""
+
+    def of_first(self, array: jax.Array, batch: dict) -> jax.Array:
+        """[B, T, ...] -> [B, ...]: of the first token of each text."""
+
 
 class LossModule(nnx.Module):
     """An nnx.Module with an output layer.

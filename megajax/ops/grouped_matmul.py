@@ -50,7 +50,7 @@ def grouped_matmul(
     summed over devices in the same dtype, unless the weight is a Float32Gradient.
     """
     is_wide = isinstance(weights[0], Float32Gradient)
-    arrays = tuple(w.array if is_wide else w for w in weights)
+    arrays = tuple(w.array if isinstance(w, Float32Gradient) else w for w in weights)
     assert axes == ("embed", "mlp") or (axes == ("mlp", "embed") and len(arrays) == 1), (axes, len(arrays))
     return _grouped_matmul(rows_RK, arrays, sizes_E, (axes, is_wide))
 
@@ -59,7 +59,7 @@ def _products(matrices_EKN: jax.Array):
     """The module that computes the products of a device with matrices like this one; logs which."""
     from pallas_kernels import grouped_matmul as kernel  # not at the top: it takes time to import
 
-    reason = compat.mosaic_problem() or kernel.problem(*matrices_EKN.shape[1:], matrices_EKN.dtype)
+    reason = compat.mosaic_problem() or kernel.problem(matrices_EKN.shape[1], matrices_EKN.shape[2], matrices_EKN.dtype)
     _log_choice(reason)
     return grouped_tiles if reason else kernel
 

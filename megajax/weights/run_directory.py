@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from megajax.checkpoint import piecewise
+from megajax.checkpoint.layout import recorded
 from megajax.checkpoint.piecewise import Index, PiecewiseArray
 from megajax.config import Config
 from megajax.data.tokenizers.load import BESIDE_TOKENIZER, save_tokenizer
@@ -48,7 +49,7 @@ def write_imported(
     meta = {
         "step": step,
         "config": dataclasses.asdict(config),
-        "layer_rows": {stack: rows.tolist() for stack, rows in Model(config.model).layer_rows.items()},
+        **recorded(Model(config.model).layer_rows),
         "tokenizer": tokenizer.identity,
         "eod_id": tokenizer.eod_id,
     }

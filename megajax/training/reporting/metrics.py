@@ -196,34 +196,32 @@ class TensorBoardFile:
 
     def write(self, scalars: dict[str, float], step: int) -> None:
         # tensorboardX costs half a second to import, which `--help` and `--plan` need not pay.
-        from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.summary import scalar
 
         if self._file is None:
             name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
             self._file = Appender(self._folder / name, self._beginning())
         values = [value for name, number in scalars.items() for value in scalar(name, number).value]
-        self._file.append(_tensorboard_record(Event(step=step, summary={"value": values})))
+        self._file.append(_tensorboard_record(step=step, summary={"value": values}))
 
     def _beginning(self) -> bytes:
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
         from tensorboardX.summary import text
 
-        events = [Event(file_version="brain.Event:2")]
+        records = _tensorboard_record(file_version="brain.Event:2")
         if self.first_new_step is not None:
-            events.append(Event(step=self.first_new_step, session_log=SessionLog(status=SessionLog.START)))
+            records += _tensorboard_record(step=self.first_new_step, session_log={"status": "START"})
         if self._run_config is not None:
             config = f"```\n{json.dumps(self._run_config, indent=2)}\n```"
-            events.append(Event(step=self.first_new_step or 0, summary=text("config", config)))
-        return b"".join(map(_tensorboard_record, events))
+            records += _tensorboard_record(step=self.first_new_step or 0, summary=text("config", config))
+        return records
 
 
-def _tensorboard_record(event: Any) -> bytes:
-    """A TFRecord: length, its CRC, data, its CRC. Sets the time of the event."""
+def _tensorboard_record(**event: Any) -> bytes:
+    """An event of now as a TFRecord: length, its CRC, data, its CRC."""
     from tensorboardX.record_writer import masked_crc32c
 
-    event.wall_time = time.time()
-    data = event.SerializeToString()
+    messages = importlib.import_module("tensorboardX.proto.event_pb2")  # its classes are made by the import
+    data = messages.Event(wall_time=time.time(), **event).SerializeToString()
     length = struct.pack("<Q", len(data))
     crcs = [struct.pack("<I", masked_crc32c(part)) for part in (length, data)]
     return length + crcs[0] + data + crcs[1]
@@ -231,8 +229,7 @@ def _tensorboard_record(event: Any) -> bytes:
 
 def _start_wandb(run_dir: Path, config: LoggingConfig, run_config: dict):
     """A Weights & Biases run that a resumed run continues: its id is stored in run_dir/wandb_id."""
-    import wandb
-
+    wandb = importlib.import_module("wandb")
     id_path = run_dir / "wandb_id"
     if not id_path.exists():
         id_path.write_text(uuid.uuid4().hex[:12])

@@ -187,17 +187,19 @@ class Reporter:
             return line
         per_device = self._samples * length / self._seconds / self._num_devices
         known = find_device(device.device_kind)
-        known = known and known.computing_in(self._compute_dtype)
 
-        def mfu(causal: bool) -> float | None:
-            return utilisation(self._flops_per_token(length, causal=causal), per_device, known)
+        def mfu(*, causal: bool) -> float | None:
+            if known is None:
+                return None
+            flops = self._flops_per_token(length, causal=causal)
+            return utilisation(flops, per_device, known.computing_in(self._compute_dtype))
 
         return line | {
             "step_seconds": self._seconds / self._steps,
             "tokens_per_second": per_device * self._num_devices,
             "tokens_per_second_per_device": per_device,
-            "mfu": mfu(False) if known else None,
-            "mfu_causal": mfu(True) if known else None,
+            "mfu": mfu(causal=False),
+            "mfu_causal": mfu(causal=True),
         }
 
     def _is_skipped(self, step: int, metrics: dict) -> bool:
