@@ -10,7 +10,7 @@ import functools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -243,7 +243,9 @@ def sampling_of(settings: Mapping) -> Sampling:
     elif do_sample and not temperature:
         temperature = 1.0
     known = {"top_p": float, "top_k": int, "seed": int}
-    given = {name: kind(settings.pop(name)) for name, kind in known.items() if settings.get(name) is not None}
+    given: dict[str, Any] = {
+        name: kind(settings.pop(name)) for name, kind in known.items() if settings.get(name) is not None
+    }
     if settings:
         logger.warning("generation settings are ignored: %s", ", ".join(f"{k}={v}" for k, v in settings.items()))
     stop = (until,) if isinstance(until, str) else tuple(text for text in until if text)

@@ -16,8 +16,8 @@ from jax.sharding import Mesh
 from megajax.data.tokenizers.tokenizer import Tokenizer
 from megajax.inference.device.batches import Batches
 from megajax.inference.device.executor import Executor
-from megajax.inference.device.programs import Chooser, PrefillBatch
-from megajax.inference.scheduling.scheduler import Chunk, Decode, Guesses, Prefill, Run, Sequence
+from megajax.inference.device.programs import HostChooser, HostPrefillBatch
+from megajax.inference.scheduling.work import Chunk, Decode, Guesses, Prefill, Run, Sequence
 from megajax.layers.attention.kv_cache import PoolSizes
 from megajax.models.model import Model
 
@@ -43,7 +43,7 @@ class DraftModel:
         # A step more than guesses, to store the keys and values of the last guess.
         self.executor = Executor(model, mesh, sizes, batches.vocab_size, draft_tokens + 1)
 
-    def read(self, batch: PrefillBatch, chooser: Chooser) -> None:
+    def read(self, batch: HostPrefillBatch, chooser: HostChooser) -> None:
         """Reads what the model reads."""
         self.executor.prefill(self.params, batch, chooser, False)
 

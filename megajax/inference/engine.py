@@ -35,18 +35,9 @@ from megajax.inference.draft import DraftModel, check_same_tokens
 from megajax.inference.load import OpenedModel, open_model
 from megajax.inference.results import Output, Results
 from megajax.inference.scheduling.pages import KeptStates, PagePool
-from megajax.inference.scheduling.scheduler import (
-    Decode,
-    Limits,
-    Prefill,
-    Request,
-    Scheduler,
-    Sequence,
-    Wait,
-    guessed_before,
-    look_up,
-)
+from megajax.inference.scheduling.scheduler import Limits, Scheduler
 from megajax.inference.scheduling.waiting import Owner
+from megajax.inference.scheduling.work import Decode, Prefill, Request, Sequence, Wait, guessed_before, look_up
 from megajax.inference.tokens.grammar import Grammars
 from megajax.inference.tokens.sampling import PROMPT_TOKEN, Logprobs, Sampling
 from megajax.mesh.config import MeshConfig
@@ -150,8 +141,7 @@ class Engine:
         if draft is not None:
             self._check_draft(draft[0])
             params = serving_weights(*draft, "auto", self.mesh)
-            parts = (draft[0], params, self.mesh, *draft_sizes, self._batches)
-            self.draft = DraftModel(*parts, serving.draft_tokens)
+            self.draft = DraftModel(draft[0], params, self.mesh, draft_sizes[0], self._batches, serving.draft_tokens)
             guess = self.draft.guess
         states = KeptStates(kept.num_rows) if kept.num_rows else None
         self.scheduler = Scheduler(self.pool, limits, guess, states, has_draft_model=draft is not None)
@@ -300,15 +290,21 @@ class Engine:
                 self.cancel(request)
         return list(found.items())
 
-    def encode(self, prompt: str) -> list[int]:
-        """The tokens of a prompt; for an empty one, the end-of-document token."""
+    @property
+    def text_tokenizer(self) -> Tokenizer:
+        """Raises ValueError without a tokenizer."""
         if self.tokenizer is None:
             raise ValueError("the engine has no tokenizer to encode a text prompt; use generate_tokens")
-        ids = self._start + self.tokenizer.encode(prompt)
-        if not ids and self.tokenizer.eod_id is None:
+        return self.tokenizer
+
+    def encode(self, prompt: str) -> list[int]:
+        """The tokens of a prompt; for an empty one, the end-of-document token."""
+        end = self.text_tokenizer.eod_id
+        ids = self._start + self.text_tokenizer.encode(prompt)
+        if not ids and end is None:
             raise ValueError("prompt='' has no tokens and the tokenizer has no end-of-document token to start from; "
                              "give a prompt")  # fmt: skip
-        return ids or [self.tokenizer.eod_id]
+        return ids if end is None else ids or [end]
 
     def room_for_prompt(self, max_tokens: int) -> int:
         """Maximum number of prompt tokens that leaves room for max_tokens."""
