@@ -101,10 +101,6 @@ CASES = {
         ["--mesh.virtual_stages=2"],
         ["mesh.virtual_stages=2", "there is no pipeline", "set --mesh.pipeline"],
     ),
-    "virtual stages with gpipe": (
-        ["--mesh.data=4", "--mesh.pipeline=2", "--mesh.virtual_stages=2", "--mesh.pipeline_schedule=gpipe"],
-        ["mesh.virtual_stages=2", "--mesh.pipeline_schedule=1f1b"],
-    ),
     "loop of layers in a pipeline": (
         ["--mesh.data=4", "--mesh.pipeline=2", "--execution.scan_layers=True", "--training.microbatch_size=1"],
         ["execution.scan_layers=True", "remove it"],
