@@ -24,8 +24,8 @@ from megajax.layers.transform import LowPrecision, Transform, transforming
 from megajax.mesh.sharding import SHARING_AXES, WEIGHT_AXES, num_parts, weight_shardings
 from megajax.models.execution import ExecutionConfig
 from megajax.models.interface import NO_REGULARISERS, AnyModule, LossOptions, LossTerms, ModelConfig, Objective
-from megajax.ops.cross_entropy import TokenScores
 from megajax.ops.matmul import Float32Gradient
+from megajax.ops.token_scores import TokenScores
 from megajax.parallel.schedule import Stages
 from megajax.parameters import (
     Parameter,

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.mesh import compat
 from megajax.mesh.current import manual
 from megajax.mesh.sharding import BATCH_AXES, HEAD_AXES, TIME_AXES, activation_spec, axes_of
-from megajax.ops.attention_backends import Backend, BackendName, Inputs, Options, choose
+from megajax.ops.attention_backends import Backend, BackendName, Inputs, Options, Pairs, choose
 from megajax.ops.attention_mask import Mask
 from megajax.ops.matmul import dot_precision
 
@@ -129,10 +129,10 @@ def _backward(plan, residuals, d_out):
 _attention.defvjp(_forward, _backward)
 
 
-def _forward_body(q, k, v, sinks, bias, arrays, *, plan):
+def _forward_body(q, k, v, sinks, bias, arrays, *, plan: _Plan):
     if plan.over_heads:
         q, k, v, arrays = _to_heads((q, k, v), arrays)
-    pairs = _Sequences(q, k, sinks, bias, arrays, plan.options, plan.over_heads)
+    pairs = _Sequences(plan.options, q, k, sinks, bias, arrays, plan.over_heads)
     out, lse = with_sinks(*plan.backend.forward(q, k, v, pairs), sinks)
     return (_to_sequence(out), lse) if plan.over_heads else (out, lse)
 
@@ -140,7 +140,7 @@ def _forward_body(q, k, v, sinks, bias, arrays, *, plan):
 def _backward_body(q, k, v, sinks, bias, out, lse, d_out, arrays, *, plan, lse_spec):
     if plan.over_heads:
         q, k, v, out, d_out, arrays = _to_heads((q, k, v, out, d_out), arrays)
-    pairs = _Sequences(q, k, sinks, bias, arrays, plan.options, plan.over_heads)
+    pairs = _Sequences(plan.options, q, k, sinks, bias, arrays, plan.over_heads)
     gradients = plan.backend.backward(q, k, v, out, lse, d_out, pairs)
     d_bias = None if bias is None else _sum_of_tokens(gradients[3], lse_spec)
     d_sinks = gradient_of_sinks(sinks, out, lse, d_out, lse_spec)
@@ -149,7 +149,7 @@ def _backward_body(q, k, v, sinks, bias, out, lse, d_out, arrays, *, plan, lse_s
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sequences:
+class _Sequences(Pairs):
     """The Pairs of whole sequences, or of queries with the `indices` of a cache."""
 
     q_BTNH: jax.Array
@@ -158,7 +158,6 @@ class _Sequences:
     added: jax.Array | None
     """[N, T, S]: the bias of `attention`."""
     arrays: tuple
-    options: Options
     over_heads: bool
 
     def bounds(self) -> tuple[jax.Array, jax.Array]:
@@ -177,7 +176,7 @@ class _Sequences:
     def reference(self, q, k, v) -> tuple[jax.Array, jax.Array]:
         return self._formula(q, k, v, self.added)
 
-    def reference_gradients(self, q, k, v, out, lse, d_out) -> tuple[jax.Array | None, ...]:
+    def reference_gradients(self, q, k, v, out, lse, d_out) -> tuple[jax.Array, ...]:
         """Of q, k, v and the bias."""
 
         def with_sink(*arrays):

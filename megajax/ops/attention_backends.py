@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import logging
 import math
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +70,8 @@ class Inputs:
         return "attention"
 
 
-class Pairs(Protocol):
+@dataclasses.dataclass(frozen=True)
+class Pairs:
     """Which of the keys of one device each of its queries sees, in the form that a backend needs."""
 
     options: Options
@@ -78,16 +79,20 @@ class Pairs(Protocol):
     def bounds(self) -> tuple[jax.Array, jax.Array]:
         """int32 [B, T] each: query i sees the keys lower <= j < upper, if its mask is an interval. Neither descends
         along T."""
+        raise NotImplementedError
 
     def bias(self) -> tuple[jax.Array | None, dict]:
         """(what is added to the scores, [B or 1, 1, T, S] in the dtype of the queries; the masks besides: causal and
         window)."""
+        raise NotImplementedError
 
-    def reference(self, q_BTNH, k_BSKH, v_BSKH) -> tuple[jax.Array, jax.Array]:
+    def reference(self, q, k, v) -> tuple[jax.Array, jax.Array]:
         """The plain formula -> (out, log-sum-exp [B, N, T] float32)."""
+        raise NotImplementedError
 
-    def reference_gradients(self, q, k, v, out, lse, d_out) -> tuple[jax.Array | None, ...]:
+    def reference_gradients(self, q, k, v, out, lse, d_out) -> tuple[jax.Array, ...]:
         """Of q, k and v, and of what else the formula has a gradient for."""
+        raise NotImplementedError
 
 
 class Backend:
@@ -103,7 +108,7 @@ class Backend:
         """-> (out [B, T, N, H] in q's dtype, log-sum-exp [B, N, T] float32)."""
         raise NotImplementedError
 
-    def backward(self, q, k, v, out, lse, d_out, pairs: Pairs) -> tuple[jax.Array | None, ...]:
+    def backward(self, q, k, v, out, lse, d_out, pairs: Pairs) -> tuple[jax.Array, ...]:
         """Gradients of q, k and v, and further ones as Pairs.reference_gradients; out and lse are those of attention to
         these keys, or to more keys, to which these belong."""
         raise NotImplementedError

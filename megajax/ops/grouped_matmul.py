@@ -7,7 +7,7 @@ Each device has its own rows (parallel/expert.py) and the matrices of its expert
 both outside the experts ("embed") and inside ("mlp"): "embed" is gathered before a product that contracts it, and a
 product that results in "embed" is reduce-scattered. Matrices are gathered over the axes that share the weights.
 
-On Hopper our kernel computes the products of a device (pallas_kernels/grouped_matmul.py), elsewhere a loop over tiles
+On Hopper our kernel computes the products of a device (pallas_kernels/grouped_matmul), elsewhere a loop over tiles
 (ops/grouped_tiles.py). Both have the same three functions.
 """
 
@@ -66,7 +66,7 @@ def _products(matrices_EKN: jax.Array):
 
 @functools.cache
 def _log_choice(reason: str) -> None:
-    choice = f"XLA, a loop over tiles ({reason})" if reason else "our kernel (pallas_kernels/grouped_matmul.py)"
+    choice = f"XLA, a loop over tiles ({reason})" if reason else "our kernel (pallas_kernels/grouped_matmul)"
     logger.info("grouped matmul: %s", choice)
 
 

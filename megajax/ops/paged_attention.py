@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.mesh.current import manual
 from megajax.mesh.sharding import activation_spec
 from megajax.ops.attention import MASKED_SCORE, with_sinks
-from megajax.ops.attention_backends import BackendName, Inputs, Options, choose
+from megajax.ops.attention_backends import BackendName, Inputs, Options, Pairs, choose
 from megajax.ops.attention_mask import CAUSAL, Mask
 from megajax.ops.matmul import dot_precision
 from megajax.quantization.formats import scale_of, to_levels
@@ -47,7 +47,7 @@ def attend_to_pages(
 
     def body(q, pages, table, lower, upper, scales, slopes, sinks):
         k, v = (_contiguous(pages, scales, which, table, q.dtype) for which in (0, -1))
-        return with_sinks(*chosen.forward(q, k, v, _Intervals(lower, upper, slopes, options)), sinks)[0]
+        return with_sinks(*chosen.forward(q, k, v, _Intervals(options, lower, upper, slopes)), sinks)[0]
 
     heads, query_heads = _head_specs(q_BTNH, pages_ZCKSH)
     tokens = P(None, None, query_heads, None)
@@ -64,13 +64,12 @@ def _inputs(options: Options, length: int, q: jax.Array, pages_ZCKSH: jax.Array,
 
 
 @dataclasses.dataclass(frozen=True)
-class _Intervals:
+class _Intervals(Pairs):
     """The Pairs of queries whose bounds are given."""
 
     lower_BT: jax.Array
     upper_BT: jax.Array
     slopes_N: jax.Array | None
-    options: Options
 
     def bounds(self) -> tuple[jax.Array, jax.Array]:
         return self.lower_BT, self.upper_BT

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from megajax.layers.layer import LayerConfig, Saved
 from megajax.mesh.config import MeshConfig
 from megajax.models.model import Model
-from megajax.ops.cross_entropy import MAX_CHUNK_BYTES
+from megajax.ops.vocabulary import MAX_CHUNK_BYTES
 from megajax.parallel.schedule import make_table
 from megajax.training.config import TrainingConfig
 from megajax.training.program import Program

@@ -12,7 +12,7 @@ from megajax.data.labelled import Labels, labelled_datasets
 from megajax.data.tokenizers.masking_tokens import masking_tokens
 from megajax.data.tokenizers.tokenizer import Tokenizer
 from megajax.models.interface import AnyModule, BatchArray, LossOptions, LossTerms, ModelConfig
-from megajax.ops.cross_entropy import class_scores
+from megajax.ops.token_scores import class_scores
 from megajax.tasks.interface import Task, check_source, rate, with_labels
 
 
