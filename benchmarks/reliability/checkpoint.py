@@ -13,7 +13,6 @@ enough.
 """
 
 import dataclasses
-import json
 import resource
 import shutil
 import statistics
@@ -23,10 +22,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
-import jaxlib
 
 from benchmarks.command_line import read_config, run, split
-from benchmarks.sustained import record
+from benchmarks.records import devices, jax_versions, record, save
 from benchmarks.train_step import RATE, Setup, set_up, sustained
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.config import CheckpointConfig
@@ -93,8 +91,8 @@ def measure(config: Config, *, seconds: float, num_saves: int, folder: Path, loc
     return record(
         "checkpoint",
         [plain],
-        f"{setup.program.mesh.size} x {jax.local_devices()[0].device_kind}",
-        {"jax": jax.__version__, "jaxlib": jaxlib.__version__},
+        devices(setup.program.mesh.size),
+        jax_versions(),
         num_bytes=num_bytes,
         digest_seconds=digest_seconds,
         restore_seconds=restore_seconds,
@@ -202,9 +200,7 @@ def main(arguments: list[str]) -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print(f"{values['config']} {' '.join(overrides)}: {table(result)}", flush=True)
-    if values["output"]:
-        recorded = {"config": values["config"], "overrides": overrides} | result
-        Path(values["output"]).write_text(json.dumps(recorded, indent=1) + "\n")
+    save(values["output"], {"config": values["config"], "overrides": overrides} | result)
 
 
 if __name__ == "__main__":
