@@ -86,8 +86,8 @@ def measure(config: Config, *, seconds: float, num_saves: int, folder: Path, loc
         rows = setup.program.model.layer_rows
         restore_seconds = _seconds(lambda: jax.block_until_ready(checkpointer.restore(num_saves, *trees, rows)[:2]))
     host_bytes["restore"] = _peak_host_bytes()
-    found = _summary(saves, plain)
-    found_local = _summary(local, plain) if local else None
+    found = summary(saves, plain)
+    found_local = summary(local, plain) if local else None
     return record(
         "checkpoint",
         [plain],
@@ -130,7 +130,7 @@ def _saves(
     return state, saves
 
 
-def _summary(saves: list[Save], plain: float) -> dict:
+def summary(saves: list[Save], plain: float) -> dict:
     saves = saves[1:] or saves
 
     def median(values: list[float]) -> float | None:

@@ -70,7 +70,7 @@ class Checkpointer:
         if config is not None and config.local_dir:
             self._local = LocalSnapshots(run_folder(config.local_dir, self.run_dir))
         if config is not None and config.keep_best:
-            for step in self._manager.all_steps():
+            for step in self.steps():
                 with contextlib.suppress(Exception):  # restore_newest reports damage
                     self._kept.evaluated(step, self.read_meta(step))
 
@@ -99,6 +99,10 @@ class Checkpointer:
 
     def latest_step(self) -> int | None:
         return self._manager.latest_step()
+
+    def steps(self) -> list[int]:
+        """Those that can be restored unless they are damaged, the newest last."""
+        return sorted(self._manager.all_steps())
 
     def save(self, step: int, params, optimizer_state, meta: dict[str, Any]) -> None:
         """Copies the arrays to the host, then writes them while training continues. Does nothing if the step exists.
@@ -131,7 +135,7 @@ class Checkpointer:
     def save_local(self, step: int, params, optimizer_state, meta: dict[str, Any]) -> None:
         """Like `save`, but to the fast local disk of each machine."""
         trees = {"params": params, "optimizer": optimizer_state}
-        self._wait_for_local()
+        self.wait_for_local()
         try:
             self._local.save(step, trees, _sealed(step, trees, meta))
         except Exception as error:
@@ -172,7 +176,7 @@ class Checkpointer:
 
     def write(self, step: int, trees: dict[str, Any], meta: dict[str, Any]) -> None:
         """Starts saving {item: tree of arrays}, like `save`, but raises errors, here or in `wait`."""
-        if step in self._manager.all_steps():
+        if step in self.steps():
             return
         self._kept.evaluated(step, meta)
         items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
@@ -207,7 +211,7 @@ class Checkpointer:
         matches is preferred, and is saved as a checkpoint at once.
         """
         trees = dict(params=abstract_params, optimizer=abstract_optimizer_state)
-        steps = sorted(self._manager.all_steps(), reverse=True)
+        steps = self.steps()[::-1]
         problems = {}
         for step, one_before in zip((*steps, None), (math.inf, *steps), strict=True):
             found = self._restore_local(step or 0, one_before, trees, layer_rows)
@@ -326,7 +330,7 @@ class Checkpointer:
         """Waits until the current save is on disk; raises its error."""
         self._manager.wait_until_finished()
 
-    def _wait_for_local(self) -> None:
+    def wait_for_local(self) -> None:
         try:
             self._local.wait()
         except Exception as error:
@@ -342,7 +346,7 @@ class Checkpointer:
             self._failed(error)
         self._manager.close()
         if self._local is not None:
-            self._wait_for_local()
+            self.wait_for_local()
             self._local.close()
             self._local.remove_up_to(self.latest_step() or 0)
 
