@@ -10,15 +10,13 @@ no layer in bfloat16, as most published FP8 speeds do.
 """
 
 import dataclasses
-import json
 import sys
 import typing
-from pathlib import Path
 
 import jax
-import jaxlib
 
 from benchmarks.command_line import read_config, run, split
+from benchmarks.records import devices, jax_versions, save
 from benchmarks.train_step import RATE, Setup, set_up, sustained
 from megajax.ops.low_precision import FORMATS
 from megajax.precision import Recipe
@@ -85,13 +83,12 @@ def main(arguments: list[str]) -> None:
     for recipe in [*recipes, recipes[0]]:
         rows.append(measure(setup, recipe, float(values["seconds"])))
         print(line(rows[-1], rows[0]), file=sys.stderr, flush=True)
-    device = f"{jax.device_count()} x {jax.local_devices()[0].device_kind}, jax {jax.__version__}"
-    print(f"{values['config']} {' '.join(overrides)}, {device}, jaxlib {jaxlib.__version__}\n")
+    where = ", ".join([devices(), *(f"{name} {version}" for name, version in jax_versions().items())])
+    print(f"{values['config']} {' '.join(overrides)}, {where}\n")
     print("| recipe | step | speed-up | tokens/s | memory | cuBLASLt matmuls | first loss | loss |")
     print("|---|---|---|---|---|---|---|---|")
     print("\n".join(line(row, rows[0]) for row in rows))
-    if values["output"]:
-        Path(values["output"]).write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
+    save(values["output"], [dataclasses.asdict(row) for row in rows])
 
 
 if __name__ == "__main__":

@@ -19,13 +19,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
-import jaxlib
 import numpy as np
 from jax.stages import Compiled
 
 from benchmarks import profile
 from benchmarks.command_line import read_config, run, split
-from benchmarks.sustained import LEARNING_RATE, record, windows
+from benchmarks.records import devices, jax_versions, record
+from benchmarks.sustained import LEARNING_RATE, windows
 from megajax.config import Config
 from megajax.mesh.config import make_mesh
 from megajax.mesh.devices import find_device, utilisation
@@ -158,8 +158,8 @@ def measure(config: Config, seconds: float, num_windows: int, num_steps: int, pr
     result = record(
         "megajax",
         found,
-        f"{mesh.size} x {device.device_kind}",
-        {"jax": jax.__version__, "jaxlib": jaxlib.__version__},
+        devices(mesh.size),
+        jax_versions(),
         compile_seconds=compile_seconds,
         peak_memory_bytes=(device.memory_stats() or {}).get("peak_bytes_in_use", 0),
         first_loss=float(first["loss"]),

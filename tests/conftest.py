@@ -78,6 +78,20 @@ def make_test_mesh():
 
 
 @pytest.fixture
+def compiled():
+    """Names of the programs that are compiled, or found compiled on disk, from here on."""
+    names = []
+
+    def listen(event: str, seconds: float, fun_name: str = "", **_) -> None:
+        if event.endswith("backend_compile_duration"):
+            names.append(fun_name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.fixture
 def terminal():
     """SIGHUP is not ignored, here and in processes that are started, although the tests may run under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)

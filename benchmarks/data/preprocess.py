@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 
-from benchmarks.command_line import run, split
+from benchmarks.command_line import only, run
 from megajax.data.prepare.read_input import Reader
 from megajax.data.prepare.train_tokenizer import train_tokenizer
 from megajax.data.prepare.write_tokens import preprocess
@@ -66,9 +66,7 @@ def cpu_seconds(work: Callable[[], object]) -> float:
 
 
 def main(arguments: list[str]) -> None:
-    values, rest = split(arguments, {"megabytes": "8", "vocab": "8192"})
-    if rest:
-        raise ValueError(f"{rest[0]} is not known; see python -m benchmarks.data.preprocess, --megabytes and --vocab")
+    values = only(arguments, {"megabytes": "8", "vocab": "8192"})
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     files = texts(int(float(values["megabytes"]) * 1e6))
     documents = [text for _, text in files]

@@ -10,14 +10,13 @@ differences are not significant. One process, one table.
 """
 
 import dataclasses
-import json
 import sys
-from pathlib import Path
 
 import jax
 import jaxlib
 
 from benchmarks.command_line import read_config, run, split
+from benchmarks.records import devices, save
 from benchmarks.train_step import Setup, set_up, sustained
 from megajax.config import Config
 from megajax.training.compiler_options import parse
@@ -96,12 +95,9 @@ def main(arguments: list[str]) -> None:
     known, overrides = split(arguments, {"config": "", "seconds": "6", "options": CANDIDATES, "output": ""})
     config = read_config(known["config"], overrides)
     rows = ablate(config, parse(known["options"]), float(known["seconds"]))
-    devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
-    print(f"{known['config']} {' '.join(overrides)} on {devices}, jaxlib {jaxlib.__version__}\n\n{table(rows)}")
-    if known["output"]:
-        record = known | {"overrides": overrides, "devices": devices, "jaxlib": jaxlib.__version__}
-        record["rows"] = [dataclasses.asdict(row) for row in rows]
-        Path(known["output"]).write_text(json.dumps(record, indent=1) + "\n")
+    about = {"overrides": overrides, "devices": devices(), "jaxlib": jaxlib.__version__}
+    print(f"{known['config']} {' '.join(overrides)} on {devices()}, jaxlib {jaxlib.__version__}\n\n{table(rows)}")
+    save(known["output"], known | about | {"rows": [dataclasses.asdict(row) for row in rows]})
 
 
 if __name__ == "__main__":
