@@ -64,6 +64,7 @@ def test_the_map_of_the_code_names_what_exists():
     assert len(named) > 20
     for file, name in named:
         path = next(path for path in (ROOT / "megajax" / file, ROOT / file) if path.is_file())
-        assert re.search(rf"^(?:class|def) {name}\b|^{name}\b|import .*\b{name}\b", path.read_text(), re.MULTILINE), file
+        defined = rf"^(?:class|def) {name}\b|^{name}\b|import .*\b{name}\b"
+        assert re.search(defined, path.read_text(), re.MULTILINE), file
     rooms = {path.parent.name for path in (ROOT / "megajax").glob("*/__init__.py")}
     assert sorted(room for room in rooms if f"`{room}/`" not in text) == []
