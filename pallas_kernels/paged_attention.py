@@ -228,7 +228,7 @@ class _Part:
             for i, target in enumerate((self.keys, self.values)):
                 source = self.pages_ref.at[number, self.heads[i]]
                 plgpu.copy_gmem_to_smem(source, target.at[slot, tokens], self.full.at[slot])
-                if self.plan.is_int8:
+                if self.scales_ref is not None and self.scales is not None:
                     scales = self.scales.at[slot, i, tokens]
                     plgpu.copy_gmem_to_smem(self.scales_ref.at[number, self.heads[i]], scales, self.full.at[slot])
 
@@ -236,7 +236,7 @@ class _Part:
         """-> (keys, values in shared memory, scales of both, or None)."""
         keys = self.keys.at[slot]
         values = self.values.at[slot]
-        if not self.plan.is_int8:
+        if self.scales is None or self.converted is None:
             block = self.plan.block
 
             # 0 * NaN is NaN, so masked values must be zeroed.

@@ -294,9 +294,32 @@ def dropout_mask(key, rate, q_BTNH, indices, head_axes=HEAD_AXES):
 def reference_attention(
     q_BTNH, k_BSKH, v_BSKH, mask, scale, soft_cap, segments, indices, keep_BNTS=None, slopes_N=None, bias_NTS=None
 ):
+    """`plain_attention` with a mask. indices: ([1 or B, T], [1 or B, S]); a fully masked row gives the mean of the
+    values, not NaN."""
+
+    def masked(scores_BKGTS):
+        q_index_BT1 = indices[0][:, :, None]
+        k_index_B1S = indices[1][:, None, :]
+        distance_BTS = q_index_BT1 - k_index_B1S
+        if slopes_N is not None:
+            scores_BKGTS -= of_distance(slopes_N, distance_BTS, k_BSKH.shape[2])
+        visible_BTS = mask.visible(distance_BTS, k_index_B1S)
+        if segments is not None:
+            visible_BTS &= segments[0][:, :, None] == segments[1][:, None, :]
+        return jnp.where(visible_BTS[:, None, None], scores_BKGTS, MASKED_SCORE)
+
+    return plain_attention(q_BTNH, k_BSKH, v_BSKH, masked, scale, soft_cap, keep_BNTS, bias_NTS)
+
+
+def of_distance(slopes_N, distance_BTS, kv_heads: int):
+    """What the slopes (ALiBi) take from the scores, [B, K, G, T, S]."""
+    return slopes_N.reshape(kv_heads, -1, 1, 1) * distance_BTS[:, None, None].astype(jnp.float32)
+
+
+def plain_attention(q_BTNH, k_BSKH, v_BSKH, masked, scale, soft_cap, keep_BNTS=None, bias_NTS=None):
     """The formula of attention, with T x S scores in memory -> (out [B,T,N,H], log-sum-exp [B,N,T] float32).
 
-    indices: ([1 or B, T], [1 or B, S]); a fully masked row gives the mean of the values, not NaN.
+    masked: scores [B, K, G, T, S] -> the same, MASKED_SCORE where a key is not seen.
     """
     batch, length, num_heads, head_dim = q_BTNH.shape
     q_BTKGH = q_BTNH.reshape(batch, length, k_BSKH.shape[2], -1, head_dim)
@@ -306,16 +329,7 @@ def reference_attention(
         scores_BKGTS = soft_cap * jnp.tanh(scores_BKGTS / soft_cap)
     if bias_NTS is not None:
         scores_BKGTS += bias_NTS.reshape(scores_BKGTS.shape[1:])
-    q_index_BT1 = indices[0][:, :, None]
-    k_index_B1S = indices[1][:, None, :]
-    distance_BTS = q_index_BT1 - k_index_B1S
-    if slopes_N is not None:
-        slopes_KG11 = slopes_N.reshape(k_BSKH.shape[2], -1, 1, 1)
-        scores_BKGTS -= slopes_KG11 * distance_BTS[:, None, None].astype(jnp.float32)
-    visible_BTS = mask.visible(distance_BTS, k_index_B1S)
-    if segments is not None:
-        visible_BTS &= segments[0][:, :, None] == segments[1][:, None, :]
-    scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS, MASKED_SCORE)
+    scores_BKGTS = masked(scores_BKGTS)
     lse_BKGT = jax.nn.logsumexp(scores_BKGTS, -1)
     # Not exp(scores - lse): adding log(S) to MASKED_SCORE has no effect, and a fully masked row would give the sum of
     # the values.

@@ -125,7 +125,7 @@ class Trainer:
             compute_dtype=self.program.model.precision.compute,
             num_devices=self.program.mesh.size,
             max_consecutive_skips=config.max_consecutive_skips,
-            carried=self._carried_until_now(),
+            carried_before=self._carried_until_now(),
             console=console,
             writer=self.output.writer,
             lowest_loss_scale=self.program.optimizer.config.loss_scale_rule.lowest,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +66,7 @@ def _store_split_eights(_, out_ref, values, low, high):
     columns of two rows: one branch for each row."""
     low, high = (arith.index_cast(ir.IndexType.get(), bound.registers.item()) for bound in (low, high))
     eight = mgpu.c(ALIGNED, ir.IndexType.get())
-    pairs_of_row = [[], []]
+    pairs_of_row: list[list[Any]] = [[], []]
     places = zip(values.layout.thread_idxs(values.shape), np.ndindex(values.registers.shape), strict=True)
     for place, register in places:
         pairs_of_row[register[ROW_AXIS]].append((place, values.registers[register]))
