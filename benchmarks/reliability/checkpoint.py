@@ -57,7 +57,7 @@ def measure(config: Config, *, seconds: float, num_saves: int, folder: Path, loc
     setup = set_up(config)
     state = setup.new_state()
     step, _ = setup.compile(state, setup.program.compiler_options)
-    state, _, plain = sustained(step, state, setup.batches, seconds)
+    state, _, (plain,) = sustained(step, state, setup.batches, seconds)
     trees = {"params": state.weights, "optimizer": state.optimizer}
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(trees))
     _digests(trees)  # compiles
