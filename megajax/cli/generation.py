@@ -178,19 +178,10 @@ def print_written(prompts: Sequence[str], written: Sequence["Written"], file: Te
         print(json.dumps(record, ensure_ascii=False), file=file)
 
 
-def _outputs(engine: "Engine", prompts: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[tuple[int, "Output"]]:
-    """(number of a prompt, what is new) until all have finished."""
-    requests = [engine.submit(prompt, sampling) for prompt in prompts]
-    numbers = {request.id: number for number, request in enumerate(requests)}
-    try:
-        while engine.has_work:
-            for output in engine.step():
-                if output.request.id not in numbers:  # was cancelled earlier
-                    continue
-                yield numbers[output.request.id], output
-    finally:
-        for request in requests:  # what an exception has interrupted
-            engine.cancel(request)
+def _outputs(engine: "Engine", prompts: Sequence[Sequence[int]], sampling: Sampling) -> "Iterator[tuple[int, Output]]":
+    from megajax.inference.engine import outputs_of
+
+    return outputs_of(engine, [(prompt, sampling) for prompt in prompts])
 
 
 # ----------------------------------------------------------------------------- chat

@@ -1,6 +1,7 @@
 """What the calls of the device have generated, as outputs of requests: tokens, final text, log-probabilities, and why a
 sample ends."""
 
+import dataclasses
 from typing import Literal, NamedTuple
 
 import jax
@@ -30,6 +31,28 @@ class Output(NamedTuple):
     finish_reason: Literal["stop", "length", "cancelled"] | None
     stop_reason: str | int | None
     """The stop text, or the token that ended the text."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """Counts since the engine was made, except for what is running, waiting and used now."""
+
+    num_running: int
+    num_waiting: int
+    pages_used: int
+    num_pages: int
+    prefix_queries: int
+    """Prompt tokens looked up in the prefix cache."""
+    prefix_hits: int
+    """Those that were found."""
+    prompt_tokens: int
+    """Computed prompt tokens, preempted ones each time."""
+    generated_tokens: int
+    preemptions: int
+    drafted: int
+    """Tokens guessed by speculative decoding."""
+    accepted: int
+    """Those that were right."""
 
 
 class Results:

@@ -19,7 +19,7 @@ from megajax.inference.device.programs import (
 from megajax.inference.scheduling.work import Chunk, Decode, Prefill, Sequence
 from megajax.inference.shapes import fitting
 from megajax.inference.shapes import sizes as sizes_between
-from megajax.inference.tokens.sampling import RowSampling, Sampling
+from megajax.inference.tokens.sampling import PROMPT_TOKEN, RowSampling, Sampling
 from megajax.layers.attention.kv_cache import PoolSizes
 
 MIN_CHUNK = 16  # tokens of the smallest prefill program
@@ -184,6 +184,17 @@ class Batches:
         batch.targets_T[here.start : here.start + len(following)] = following
 
     # ------------------------------------------------------------------ sampling
+
+    def penalties(self, sequence: Sequence) -> tuple[np.ndarray, np.ndarray]:
+        """What penalties and bias depend on: counts int32 and bias float32 [V], as in Rows."""
+        counts_V = np.zeros(self.vocab_size, np.int32)
+        prompt = sequence.request.prompt
+        counts_V[[token for token in prompt if token < self.vocab_size]] = PROMPT_TOKEN
+        np.add.at(counts_V, sequence.tokens[len(prompt) :], 1)
+        bias_V = np.zeros(self.vocab_size, np.float32)
+        for token, bias in sequence.request.sampling.logit_bias.items():
+            bias_V[token] = bias
+        return counts_V, bias_V
 
     def chooser(self, sequences: Items[Sequence], num_rows: int) -> HostChooser:
         """One row per sequence, then padding."""
