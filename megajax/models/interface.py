@@ -22,8 +22,10 @@ from megajax.layers.transform import Transform
 from megajax.mesh.config import MeshConfig
 from megajax.mesh.sharding import constrain
 from megajax.models.execution import ExecutionConfig
-from megajax.ops.cross_entropy import TokenScores, cross_entropy, finish_logits, token_scores
+from megajax.ops.cross_entropy import cross_entropy
 from megajax.ops.matmul import matmul
+from megajax.ops.token_scores import TokenScores, token_scores
+from megajax.ops.vocabulary import finish_logits
 from megajax.parallel.schedule import Stages
 from megajax.precision import Recipe
 
@@ -263,7 +265,7 @@ class AnyModule(Protocol):
 
     def log_probs(self, h_BTD: jax.Array, labels_BT: jax.Array, **options: Any) -> TokenScores:
         """The log-probability of each label, with a gradient, and the most likely token. options: entropy, top_k,
-        logits_dtype (ops/cross_entropy.py `token_scores`)."""
+        logits_dtype (ops/token_scores.py `token_scores`)."""
 
     def further_terms(self, h_BTD: jax.Array, batch: dict, options: LossOptions) -> LossTerms:
         """What the model itself adds to the loss of next tokens, with a main term of 0; batch: with labels and
@@ -286,12 +288,23 @@ class AnyModule(Protocol):
         x: what `extend` returns for these tokens, or `guess` at depth - 1. batch: int32 [B, T]: positions of these
         tokens, and tokens, those `depth` places after them."""
 
+    # A model whose heads are `classes` or `sentence_order` also has:
+
+    def class_logits(self, h_BTD: jax.Array, batch: dict) -> jax.Array:
+        """float32 [B, classes], or of tokens [B, T, classes]."""
+
+    def pair_logits(self, h_BTD: jax.Array, batch: dict) -> jax.Array:
+        """float32 [B, 2]: the second text follows the first one, or does not."""
+
+    def of_first(self, array: jax.Array, batch: dict) -> jax.Array:
+        """[B, T, ...] -> [B, ...]: of the first token of each text."""
+
 
 class LossModule(nnx.Module):
     """An nnx.Module with an output layer.
 
     A family has `output(x) -> h`, the normalised hidden states that the heads read; `head_matrix() -> [D, V]`; and
-    `logit_options() -> dict`, with vocab_size and arguments of `finish_logits` (ops/cross_entropy.py).
+    `logit_options() -> dict`, with vocab_size and arguments of `finish_logits` (ops/vocabulary.py).
     """
 
     head_recipe: Recipe | None = None

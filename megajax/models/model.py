@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import Flops, LayerConfig
@@ -23,9 +23,9 @@ from megajax.layers.stack import merged_layers, rows_of_kind
 from megajax.layers.transform import LowPrecision, Transform, transforming
 from megajax.mesh.sharding import SHARING_AXES, WEIGHT_AXES, num_parts, weight_shardings
 from megajax.models.execution import ExecutionConfig
-from megajax.models.interface import NO_REGULARISERS, LossOptions, LossTerms, ModelConfig, Objective
-from megajax.ops.cross_entropy import TokenScores
+from megajax.models.interface import NO_REGULARISERS, AnyModule, LossOptions, LossTerms, ModelConfig, Objective
 from megajax.ops.matmul import Float32Gradient
+from megajax.ops.token_scores import TokenScores
 from megajax.parallel.schedule import Stages
 from megajax.parameters import (
     Parameter,
@@ -163,7 +163,7 @@ class Model:
 
     # ------------------------------------------------------------------ the weights
 
-    def shardings(self, mesh: Mesh) -> dict:
+    def shardings(self, mesh: Mesh | AbstractMesh) -> dict:
         return weight_shardings(self.records, mesh)
 
     def check_divides(self, sizes: Mapping[str, int]) -> None:
@@ -378,7 +378,7 @@ class Model:
 
     # ------------------------------------------------------------------ computation
 
-    def module(self, weights: dict) -> nnx.Module:
+    def module(self, weights: dict) -> AnyModule:
         """The nnx.Module with these weights (arrays or tracers)."""
         return nnx.merge(self._graphdef, self._structure.to_state(self.for_matmuls(weights, self.records)))
 

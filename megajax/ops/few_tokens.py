@@ -43,7 +43,7 @@ def problem(experts_nK: jax.Array, matrices: Sequence[jax.Array], dtype: jnp.dty
         # not at the top: only Hopper needs it, and it takes time to import
         from pallas_kernels import few_rows as kernel
 
-        problems = [kernel.problem(num_tokens, *matrix.shape[1:], dtype) for matrix in matrices]
+        problems = [kernel.problem(num_tokens, matrix.shape[1], matrix.shape[2], dtype) for matrix in matrices]
         problems += [f"matrices of {matrix.dtype}" for matrix in matrices if matrix.dtype != dtype]
         if num_tokens > MAX_BY_CHOICE and experts_nK.size < matrices[0].shape[0]:
             problems.append(f"{num_tokens} tokens, which would read an expert several times")

@@ -31,8 +31,9 @@ def _count(_, counter_ref, before_ref):
         add = "atom.relaxed.gpu.global.add.u32 $0, [$1], 1;"
         integer = ir.IntegerType.get_signless(32)
         pointer = utils.memref_ptr(counter_ref)
-        before = llvm.inline_asm(integer, [pointer], add, "=r,l", has_side_effects=True)
-        memref.store(before, before_ref, [mgpu.c(0, ir.IndexType.get())])
+        before: Any = llvm.inline_asm(integer, [pointer], add, "=r,l", has_side_effects=True)
+        zero: Any = mgpu.c(0, ir.IndexType.get())
+        memref.store(before, before_ref, [zero])
     mgpu.warpgroup_barrier()
 
 

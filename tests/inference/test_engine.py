@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from megajax.checkpoint.checkpointer import Checkpointer
+from megajax.checkpoint.layout import recorded
 from megajax.config import Config
 from megajax.data.tokenizers.tokenizer import BytesTokenizer, NullTokenizer
 from megajax.evaluation.scorer import Scorer
@@ -668,8 +669,7 @@ def run_dir(tmp_path_factory):
     with Checkpointer(run_dir, config.checkpoint) as checkpointer:
         for step in (1, 2):
             params = jax.device_put(random_params(model, step), model.shardings(mesh))
-            meta = {"layer_rows": {name: rows.tolist() for name, rows in model.layer_rows.items()}}
-            checkpointer.save(step, params, {"count": jnp.int32(0)}, meta)
+            checkpointer.save(step, params, {"count": jnp.int32(0)}, recorded(model.layer_rows))
     return run_dir
 
 

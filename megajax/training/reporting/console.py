@@ -212,7 +212,7 @@ def _left_out(total_steps: int, width: int) -> set[str]:
 def _fitted(fields: dict[str, str], width: int) -> str:
     """One line, shortened to `width` characters by leaving out fields, first the LEAST_IMPORTANT."""
     left = dict(fields)
-    for name in (None, *LEAST_IMPORTANT, "time_left"):
+    for name in ("", *LEAST_IMPORTANT, "time_left"):
         left.pop(name, None)
         line = "  ".join(left.values())
         if len(line) <= width:
@@ -232,12 +232,9 @@ class _InOneLine(logging.Formatter):
 class _ToStderr(logging.StreamHandler):
     """Writes to the current sys.stderr: rich replaces it to print above a progress bar or spinner."""
 
-    def __init__(self):
-        logging.Handler.__init__(self)
-
-    @property
-    def stream(self):
-        return sys.stderr
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
 
 
 def log_to_stderr() -> None:
