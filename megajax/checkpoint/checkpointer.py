@@ -77,7 +77,7 @@ class Checkpointer:
         if self._config.local_dir:
             self._local = LocalSnapshots(run_folder(self._config.local_dir, self.run_dir))
         if self._config.keep_best:
-            for step in self._manager.all_steps():
+            for step in self.steps():
                 with contextlib.suppress(Exception):  # restore_newest reports damage
                     self._kept.evaluated(step, self.read_meta(step))
 
@@ -102,6 +102,10 @@ class Checkpointer:
             if not damaged:
                 raise
             raise ValueError(f"{damaged[0]} is damaged; remove it, the step can be read without it") from error
+
+    def steps(self) -> list[int]:
+        """The saved steps, in ascending order."""
+        return sorted(self._manager.all_steps())
 
     def latest_step(self) -> int | None:
         return self._manager.latest_step()
@@ -173,7 +177,7 @@ class Checkpointer:
 
     def write(self, step: int, trees: dict[str, Any], meta: dict[str, Any]) -> None:
         """Starts saving {item: tree of arrays}, like `save`, but raises errors, here or in `wait`."""
-        if step in self._manager.all_steps():
+        if step in self.steps():
             return
         self._kept.evaluated(step, meta)
         items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
@@ -208,7 +212,7 @@ class Checkpointer:
         matches is preferred, and is saved as a checkpoint at once.
         """
         trees = dict(params=abstract_params, optimizer=abstract_optimizer_state)
-        steps = sorted(self._manager.all_steps(), reverse=True)
+        steps = self.steps()[::-1]
         problems = {}
         for step, one_before in zip((*steps, None), (math.inf, *steps), strict=True):
             found = self._restore_local(step or 0, one_before, trees, layer_rows)
