@@ -103,12 +103,12 @@ class Checkpointer:
                 raise
             raise ValueError(f"{damaged[0]} is damaged; remove it, the step can be read without it") from error
 
-    def steps(self) -> list[int]:
-        """The saved steps, in ascending order."""
-        return sorted(self._manager.all_steps())
-
     def latest_step(self) -> int | None:
         return self._manager.latest_step()
+
+    def steps(self) -> list[int]:
+        """Those that can be restored unless they are damaged, the newest last."""
+        return sorted(self._manager.all_steps())
 
     def save(self, step: int, params, optimizer_state, meta: dict[str, Any]) -> None:
         """Copies the arrays to the host, then writes them while training continues. Does nothing if the step exists.

@@ -94,8 +94,11 @@ class LocalSnapshots:
 
     def check(self) -> None:
         """Raises the error of the last snapshot; does not wait for one that is being written."""
-        if self._writing is not None and self._writing.done():
+        if not self.is_writing():
             self.wait()
+
+    def is_writing(self) -> bool:
+        return self._writing is not None and not self._writing.done()
 
     def wait(self) -> None:
         """Waits until the last snapshot is written; raises its error, once."""

@@ -15,6 +15,9 @@ from megajax.data.config import DataConfig
 from megajax.data.datasets import Dataset
 from megajax.data.worker_process import end_with_parent
 
+NUM_THREADS = 4
+"""That read samples ahead."""
+
 
 class BatchSource(Protocol):
     """What feeds a training loop. Its `saved` values are part of every checkpoint."""
@@ -90,7 +93,7 @@ def step_batches(
             )
     steps = grain.MapDataset.range(start_step, num_steps)
     steps = steps.map(functools.partial(_read_step, dataset, schedule, rows_of))
-    steps = steps.to_iter_dataset(grain.ReadOptions(config.num_threads, prefetch_buffer_size=2 * config.num_threads))
+    steps = steps.to_iter_dataset(grain.ReadOptions(NUM_THREADS, prefetch_buffer_size=2 * NUM_THREADS))
     if config.num_workers:
         _let_grain_start_processes()
         steps = steps.mp_prefetch(grain.MultiprocessingOptions(num_workers=config.num_workers), end_with_parent)

@@ -97,7 +97,7 @@ def use_compilation_cache(folder: str | Path = COMPILATION_CACHE) -> None:
     try:
         folder = Path(folder).expanduser()
         if is_cpu:
-            folder = folder / cpu_cache_name(_cpu_features(), os.environ.get("XLA_FLAGS", ""))
+            folder = folder / cpu_cache_name(cpu_features(), os.environ.get("XLA_FLAGS", ""))
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
             raise PermissionError("permission denied")
@@ -116,7 +116,7 @@ def cpu_cache_name(features: str, flags: str) -> str:
     return f"cpu-{hashlib.sha256(described.encode()).hexdigest()[:16]}"
 
 
-def _cpu_features() -> str:
+def cpu_features() -> str:
     """What XLA's compiler may depend on: model and instructions, as Linux names them on x86 and Arm."""
     names = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "CPU part", "CPU variant", "Features")
     try:

@@ -144,12 +144,12 @@ def _bubble(model: Model, num_microbatches: int) -> str:
     stages = model.stages
     if stages is None:
         return "0 (one stage)"
-    table = make_table(stages.schedule, stages.num_ranks, num_microbatches, stages.num_chunks)
+    table = make_table(stages.num_ranks, num_microbatches, stages.num_chunks)
     part = bubble(stages.num_ranks, num_microbatches, stages.num_chunks)
     chunks = f" in {stages.num_chunks} chunks" if stages.num_chunks > 1 else ""
     sizes = sorted({len(stage) for chunk in stages.layers for stage in chunk})
     return (
-        f"{part:.1%} of the step ({stages.schedule}, {stages.num_ranks} stages{chunks} of "
+        f"{part:.1%} of the step (1F1B, {stages.num_ranks} stages{chunks} of "
         f"{' or '.join(map(str, sizes))} layers, {num_microbatches} microbatches, up to {table.num_slots} in flight)"
     )
 

@@ -174,7 +174,7 @@ def search_rows(
         words = [f"{format_seconds(candidate.step_seconds)}, MFU {utilisation(flops, rate, rated):.1%}",
                  f"{format_bytes(candidate.bytes)} per device"]  # fmt: skip
         words += [f"bubble {idle:.1%}"] if idle else []
-        rows.append((f"{number}.", f"{', '.join(words)}: {' '.join(differing_fields(config, candidate.config))}"))
+        rows.append((f"{number}.", f"{', '.join(words)}: {' '.join(overrides_of(config, candidate.config))}"))
     if not found.best:
         rows.append(("verdict", _why_nothing_fits(config, found, device)))
     return rows
@@ -233,7 +233,7 @@ def _candidates(config: "Config", mesh: MeshConfig) -> "Iterator[Config]":
         )
 
 
-def differing_fields(base: "Config", found: "Config") -> list[str]:
+def overrides_of(base: "Config", found: "Config") -> list[str]:
     """Command-line overrides that turn `base` into `found`: all fields that differ. Axes larger than 1, the microbatch
     size and the recompute policy are always included."""
     words = []

@@ -29,7 +29,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megajax.training.reporting.best_effort import Appender, BestEffort
 from megajax.training.run_lock import RunLock
@@ -58,18 +58,11 @@ class LoggingConfig:
     tensorboard: bool = True
     """Write scalars and the config to run_dir/tensorboard."""
     wandb_project: str = ""
-    """Weights & Biases project; empty: not used."""
-    wandb_mode: Literal["online", "offline"] = "offline"
-    """offline keeps the run in run_dir/wandb until `wandb sync`."""
+    """Weights & Biases project; empty: not used. WANDB_MODE=offline keeps the run in run_dir/wandb until
+    `wandb sync`."""
 
     def check(self) -> None:
-        """Raises ValueError for a mode without a project, or if a required package is missing; call before any device
-        is used."""
-        if self.wandb_mode != "offline" and not self.wandb_project:
-            raise ValueError(
-                f"logging.wandb_mode={self.wandb_mode} has no effect without a project; set --logging.wandb_project, "
-                "or use --logging.wandb_mode=offline"
-            )
+        """Raises ValueError if a required package is missing; call before any device is used."""
         if self.wandb_project and importlib.util.find_spec("wandb") is None:
             raise ValueError(
                 f"logging.wandb_project={self.wandb_project!r} needs the package wandb, which is not installed; "
@@ -240,15 +233,20 @@ def _start_wandb(run_dir: Path, config: LoggingConfig, run_config: dict):
     id_path = run_dir / "wandb_id"
     if not id_path.exists():
         id_path.write_text(uuid.uuid4().hex[:12])
-    return wandb.init(
-        project=config.wandb_project,
-        mode=config.wandb_mode,
-        dir=str(run_dir),
-        name=run_dir.name,
-        id=id_path.read_text(),
-        resume="allow",
-        config=run_config,
-    )
+    try:
+        return wandb.init(
+            project=config.wandb_project,
+            dir=str(run_dir),
+            name=run_dir.name,
+            id=id_path.read_text(),
+            resume="allow",
+            config=run_config,
+        )
+    except wandb.Error as error:  # nobody is logged in
+        message = str(error).partition("\n")[0]
+        raise ValueError(
+            f"logging.wandb_project={config.wandb_project}: {message}; run wandb login, or set WANDB_MODE=offline"
+        ) from None
 
 
 def _plain(value: Any) -> Any:
