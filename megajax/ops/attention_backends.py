@@ -6,8 +6,6 @@ each backend says of the Inputs, and then call the object that was chosen.
 """
 
 import dataclasses
-import functools
-import logging
 import math
 from typing import Any, Literal
 
@@ -17,8 +15,7 @@ import jax.numpy as jnp
 from megajax.mesh import compat
 from megajax.ops import transformer_engine
 from megajax.ops.attention_mask import CAUSAL, FULL, Mask, window
-
-logger = logging.getLogger("megajax")
+from megajax.ops.choice import log_choice
 
 BackendName = Literal["auto", "cudnn", "pallas", "transformer_engine", "reference"]
 
@@ -313,7 +310,7 @@ def choose(inputs: Inputs, requested: str = "auto") -> Backend:
         backend = BACKENDS[name]
         problem = backend.problem(inputs)
         if not problem:
-            _log_choice(inputs.what, name, "; ".join(refused))
+            log_choice(inputs.what, f"{name} ({'; '.join(refused)})" if refused else name)
             return backend
         refused.append(f"not {name}: {problem}")
     raise AssertionError("the reference supports everything")
@@ -333,8 +330,3 @@ def _by_speed(inputs: Inputs) -> tuple[str, ...]:
     by_length = MEASURED.get((inputs.head_dim, _first(features)), {inputs.length: 1.0})
     nearest = min(by_length, key=lambda measured: abs(math.log(measured / max(inputs.length, 1))))
     return ("pallas", "cudnn", "reference") if by_length[nearest] < 1 else ("cudnn", "pallas", "reference")
-
-
-@functools.cache
-def _log_choice(what: str, name: str, refused: str) -> None:
-    logger.info("%s: %s%s", what, name, f" ({refused})" if refused else "")

@@ -12,7 +12,6 @@ On Hopper our kernel computes the products of a device (pallas_kernels/grouped_m
 """
 
 import functools
-import logging
 from collections.abc import Sequence
 
 import jax
@@ -23,9 +22,8 @@ from megajax.mesh import compat
 from megajax.mesh.current import free_axes, manual
 from megajax.mesh.sharding import ACTIVATION_AXES, SHARING_AXES, WEIGHT_AXES, local_weight_spec, rows_spec
 from megajax.ops import grouped_tiles
+from megajax.ops.choice import log_choice
 from megajax.ops.matmul import Float32Gradient, Weight, dot_precision
-
-logger = logging.getLogger("megajax")
 
 (TENSOR,) = WEIGHT_AXES["mlp"]
 
@@ -60,14 +58,9 @@ def _products(matrices_EKN: jax.Array):
     from pallas_kernels import grouped_matmul as kernel  # not at the top: it takes time to import
 
     reason = compat.mosaic_problem() or kernel.problem(matrices_EKN.shape[1], matrices_EKN.shape[2], matrices_EKN.dtype)
-    _log_choice(reason)
-    return grouped_tiles if reason else kernel
-
-
-@functools.cache
-def _log_choice(reason: str) -> None:
     choice = f"XLA, a loop over tiles ({reason})" if reason else "our kernel (pallas_kernels/grouped_matmul)"
-    logger.info("grouped matmul: %s", choice)
+    log_choice("grouped matmul", choice)
+    return grouped_tiles if reason else kernel
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

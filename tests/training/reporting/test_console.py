@@ -114,8 +114,8 @@ def screen():
 
     def make(width):
         console = Console(is_terminal=True)
-        console._rich = RichConsole(force_terminal=True, width=width, file=io.StringIO())
-        return console, lambda: re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console._rich.file.getvalue())
+        console.terminal = RichConsole(force_terminal=True, width=width, file=io.StringIO())
+        return console, lambda: re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.terminal.file.getvalue())
 
     return make
 
