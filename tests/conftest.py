@@ -41,7 +41,7 @@ matmul.MIN_JOINED_ROWS = 64  # so that small training batches take the path of l
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 PROGRAMS = Path("~/.cache/megajax/tests").expanduser()
-MAX_PROGRAM_BYTES = 4 * 2**30
+MAX_PROGRAM_BYTES = 2**30  # one run of the suite adds about 100 MB
 
 
 def keep_latest(folder: Path, max_bytes: int) -> None:
