@@ -161,7 +161,6 @@ def _write(
 
     def read(token_R, place, caches, encoded=None):
         positions_R1 = jnp.full((num_rows, 1), place, jnp.int32)
-        caches = {name: tuple(cache.at(positions_R1) for cache in of_stack) for name, of_stack in caches.items()}
         inputs = {"tokens": token_R[:, None], "positions": positions_R1, "encoder_segment_ids": is_text_RS}
         x_R1D, caches = module.extend(inputs | {"encoded": encoded}, caches)
         return module.logits(x_R1D)[:, 0, :vocab_size], caches
@@ -182,7 +181,7 @@ def _write(
         return state._replace(step=state.step + 1, caches=caches, logits_RV=logits_RV, tokens_RT=tokens_RT)
 
     start_R = jnp.full(num_rows, start_id, jnp.int32)
-    logits_RV, caches = read(start_R, 0, model.config.new_caches(max_tokens, model.execution), encoded_RSD)
+    logits_RV, caches = read(start_R, 0, module.new_caches(num_rows, max_tokens), encoded_RSD)
     score_R = jnp.where(jnp.arange(num_rows) % num_beams == 0, 0.0, -jnp.inf)  # all beams begin alike
     end = 0 if end_id is None else end_id
     tokens_RT = jnp.full((num_rows, max_tokens), end, jnp.int32)

@@ -5,6 +5,7 @@ Code that trains, saves, plans or converts a model uses only this: the arrays, t
 parameters, and the variables that a step updates without a gradient; `split` separates them.
 """
 
+import dataclasses
 import functools
 import logging
 from collections import Counter
@@ -100,8 +101,8 @@ class Model:
         self.precision = precision
         self.execution = execution
         self.stages = stages
-        low = (LowPrecision(precision),) if precision.is_low else ()
-        self.transforms: tuple[Transform, ...] = (*low, *config.transforms)
+        low = LowPrecision(precision.low_matrices, precision.recipe, precision.high_layers)
+        self.transforms: tuple[Transform, ...] = (*([low] if precision.is_low else []), *config.transforms)
         """Of the matrices of layers."""
         self._graphdef, state = nnx.split(nnx.eval_shape(lambda: self._build(jax.random.key(0))))
         self._structure = Structure.of(state)
@@ -123,11 +124,11 @@ class Model:
             raise ValueError(f"training.frozen={','.join(frozen)} leaves no parameter to train; freeze fewer")
         return found
 
-    def _build(self, key: jax.Array) -> nnx.Module:
+    def _build(self, key: jax.Array) -> AnyModule:
         """The module with weights initialised from `key`."""
-        options = dict(dtype=self.precision.compute_dtype, execution=self.execution, stages=self.stages)
+        rngs = nnx.Rngs(params=key)
         with transforming(self.transforms):
-            module = self.config.build(nnx.Rngs(params=key), **options)
+            module = self.config.build(rngs, self.precision.compute_dtype, self.execution, self.stages)
         if self.precision.head_recipe:
             module.head_recipe = self.precision.head_recipe
         return module
@@ -293,7 +294,7 @@ class Model:
             name = name_of(path)
             if record.role == "variable":
                 continue
-            stack = next((stack for stack in rows_of if name.startswith(f"{stack}.")), None)
+            stack = next((stack for stack in rows_of if name.startswith(f"{stack}.")), "")
             rows = rows_of.get(stack)
             is_vocabulary = record.role == "embedding" and "vocab" in record.axes
             is_output = record.role == "head" or (is_vocabulary and not has_head)
@@ -339,7 +340,8 @@ class Model:
         forward = self.forward_flops(sequence_length)
         matrices = [p for p in self.parameters if p.record.is_multiplied and not p.is_looked_up]
         trained = sum(p.size for p in matrices if p.is_trained) / max(sum(p.size for p in matrices), 1)
-        return forward * 2 + forward._replace(matmuls=forward.matmuls * trained, routed=forward.routed * trained)
+        of_weights = dataclasses.replace(forward, matmuls=forward.matmuls * trained, routed=forward.routed * trained)
+        return forward * 2 + of_weights
 
     def flops_per_token(self, sequence_length: int, *, causal: bool) -> float:
         """FLOPs per token of forward and backward pass.

@@ -197,30 +197,6 @@ def batch_of(tokens_BT, positions_BT=None) -> dict:
     return {"tokens": tokens_BT, "positions": places if positions_BT is None else positions_BT}
 
 
-def test_contiguous_cache_equals_no_cache_at_every_position(generating):
-    """A prompt in two calls, the second with padding in one row, then token by token."""
-    model, weights, wanted, tokens_BT = generating
-
-    @jax.jit
-    def extend(weights, caches, tokens_BT, positions_BT):
-        caches = {name: tuple(cache.at(positions_BT) for cache in of_stack) for name, of_stack in caches.items()}
-        x, caches = model.module(weights).extend(batch_of(tokens_BT, positions_BT), caches)
-        return model.module(weights).logits(x), caches
-
-    caches = model.config.new_caches(T, model.execution)
-    lengths = np.array([[13], [9]])
-    places = np.broadcast_to(np.arange(13, dtype=np.int32), (2, 13))
-    prompt = np.where(places < lengths, places, T)  # the padding of the shorter row
-    found, caches = extend(weights, caches, tokens_BT[:, :13], prompt)
-    np.testing.assert_allclose(found[0], wanted[0, :13], rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(found[1, :9], wanted[1, :9], rtol=1e-5, atol=1e-5)
-    for step in range(T - 13):
-        places = (lengths + step).astype(np.int32)
-        found, caches = extend(weights, caches, np.take_along_axis(tokens_BT, places, 1), places)
-        for row in range(2):
-            np.testing.assert_allclose(found[row, 0], wanted[row, places[row, 0]], rtol=1e-5, atol=1e-5)
-
-
 def test_paged_cache_equals_no_cache_at_every_position(generating):
     """Two sequences in rows 2 and 0 of an engine: their prompts in calls that cut them anywhere, then token by token,
     with padding in every call. Row 2 was used by another sequence before."""

@@ -53,10 +53,7 @@ def our_logits(path: Path) -> np.ndarray:
     @jax.jit
     def run(weights, batch):
         module = model.module(weights)
-        positions = np.broadcast_to(np.arange(TARGET, dtype=np.int32), (2, TARGET))
-        caches = model.config.new_caches(TARGET, model.execution)
-        inputs = batch | {"encoded": module.encode(batch), "positions": positions}
-        return module.logits(module.extend(inputs, caches)[0])
+        return module.token_logits(module.hidden(batch)[0])
 
     return np.asarray(run(weights, batch()))[..., : folder.model.vocab_size]
 
