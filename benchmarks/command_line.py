@@ -1,5 +1,6 @@
 """Command line shared by the benchmarks: --config=NAME, overrides of its fields, and options of each benchmark."""
 
+import json
 import sys
 from collections.abc import Callable
 
@@ -21,9 +22,27 @@ def split(arguments: list[str], known: dict[str, str]) -> tuple[dict[str, str], 
     return values, rest
 
 
+def only(arguments: list[str], known: dict[str, str]) -> dict[str, str]:
+    """The values of the known names. Raises ValueError if there is anything else."""
+    values, rest = split(arguments, known)
+    if rest:
+        raise ValueError(f"{rest[0]} is unknown; there are {', '.join(f'--{name}' for name in known) or 'none'}")
+    return values
+
+
 def read_config(name: str, overrides: list[str]) -> Config:
     """Raises ValueError for an unknown recipe or field."""
     return override(configs.recipe(name), overrides)
+
+
+def measured(arguments: list[str], measure: Callable[[Config, float, int], dict]) -> dict:
+    """measure(config, seconds of a window, number of windows) with what the arguments say."""
+    values, overrides = split(arguments, {"config": "", "seconds": "10", "windows": "1"})
+    return measure(read_config(values["config"], overrides), float(values["seconds"]), int(values["windows"]))
+
+
+def print_measured(arguments: list[str], measure: Callable[[Config, float, int], dict]) -> None:
+    print(json.dumps(measured(arguments, measure)), flush=True)
 
 
 def run(main: Callable[[list[str]], int | None]) -> None:

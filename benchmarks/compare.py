@@ -22,9 +22,9 @@ from pathlib import Path
 
 from benchmarks import results
 from benchmarks.command_line import read_config, run, split
+from benchmarks.records import ROOT, commit, save
 from megajax.config import Config
 
-ROOT = Path(__file__).parents[1]
 KNOWN = {"config": "", "rounds": "3", "seconds": "10", "peers": "loop,torch,limit", "output": "", "commit": "",
          "table": "", "plot": ""}  # fmt: skip
 
@@ -64,7 +64,7 @@ def describe(config: Config, values: dict[str, str], arguments: list[str]) -> di
         "tokens_per_step": training.global_batch_size * training.sequence_length,
         "flops_per_token": config.make_model().flops_per_token(training.sequence_length, causal=False),
         "date": datetime.date.today().isoformat(),
-        "commit": values["commit"] or _commit(),
+        "commit": values["commit"] or commit(),
         "device": "",
         "num_devices": 1,
         "versions": {},
@@ -88,8 +88,7 @@ def compare(result: dict, turns: list[str], arguments: list[str], output: str) -
         else:
             _add(result, contender, measured)
             print(f"{contender}: {1000 * measured['step_seconds']:.2f} ms", file=sys.stderr, flush=True)
-        if output:
-            Path(output).write_text(json.dumps(result, indent=1) + "\n")
+        save(output, result)
         if "megajax" in result["problems"]:
             break
     return result
@@ -102,14 +101,6 @@ def _add(result: dict, contender: str, measured: dict) -> None:
         result["device"] = measured["device"]
     result["versions"] |= measured["versions"]
     result["measurements"].setdefault(contender, []).append(measured)
-
-
-def _commit() -> str:
-    def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-
-    commit = git("rev-parse", "--short", "HEAD") or "unknown"
-    return commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
 
 
 def main(arguments: list[str]) -> int:
@@ -129,7 +120,7 @@ def main(arguments: list[str]) -> int:
         found = [compare(describe(config, values, arguments), turns, contender_arguments, values["output"])]
     print(results.table(found))
     if values["plot"]:
-        Path(values["plot"]).write_text(results.plot(found))
+        results.plot(found, values["plot"])
     problems = {name: problem for result in found for name, problem in result["problems"].items()}
     for name, problem in problems.items():
         print(f"not measured: {name} ({problem})")

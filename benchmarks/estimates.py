@@ -5,20 +5,17 @@ Every step in benchmarks/measured that has a command is planned on the GPUs that
 
 import dataclasses
 import json
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.command_line import read_config, run, split
+from benchmarks.command_line import only, run
+from benchmarks.records import config_of
 from benchmarks.results import step_seconds
-from megajax.config import RENAMED, Config
 from megajax.mesh.devices import find_device
 from megajax.planning.memory import memory_per_device
 from megajax.planning.step_time import step_times
 
 MEASURED = Path(__file__).parent / "measured"
-OPTIONS = ("config", "seconds", "steps", "windows", "rounds", "peers")
-"""Of the benchmarks; the rest of a command overrides the recipe."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,14 +28,6 @@ class Estimate:
     @property
     def error(self) -> float:
         return self.estimated_seconds / self.measured_seconds - 1
-
-
-def config_of(command: str) -> Config:
-    """What a step was measured with; fields that have moved since are found."""
-    values, rest = split(shlex.split(command), dict.fromkeys(OPTIONS, ""))
-    moved = {f"--{old}": f"--{new.partition('=')[0]}" for old, new in RENAMED.items()}
-    overrides = [argument.partition("=") for argument in rest if argument.startswith("--")]
-    return read_config(values["config"], [moved.get(name, name) + equals + value for name, equals, value in overrides])
 
 
 def measured_steps() -> Iterator[tuple[str, str, float]]:
@@ -83,8 +72,7 @@ def summary(found: list[Estimate]) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    if arguments:
-        raise ValueError(f"argument {arguments[0]!r} is not understood; python -m benchmarks.estimates takes none")
+    only(arguments, {})
     found = estimates()
     for estimate in found:
         measured = f"{1000 * estimate.measured_seconds:9.1f} ms measured"

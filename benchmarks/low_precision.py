@@ -10,16 +10,12 @@ no layer in bfloat16, as most published FP8 speeds do.
 """
 
 import dataclasses
-import json
 import sys
 import typing
-from pathlib import Path
-
-import jax
-import jaxlib
 
 from benchmarks.command_line import read_config, run, split
-from benchmarks.train_step import RATE, Setup, set_up, sustained
+from benchmarks.records import devices, jax_versions, save
+from benchmarks.train_step import Setup, set_up, timed
 from megajax.ops.low_precision import FORMATS
 from megajax.precision import Recipe
 from megajax.training.reporting.console import format_bytes
@@ -27,51 +23,39 @@ from megajax.training.reporting.console import format_bytes
 MATMULS = {"FP8": '"__cublas$lt$matmul$f8"', "other": '"__cublas$lt$matmul"'}
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    recipe: str
-    step_seconds: float
-    tokens_per_second: float
-    """Of all devices."""
-    peak_memory_bytes: int
-    """Planned by the compiler, per device."""
-    matmuls: dict[str, int]
-    """Calls of cuBLASLt in the program, by kind."""
-    first_loss: float
-    loss: float
-
-
-def measure(setup: Setup, recipe: str, seconds: float) -> Row:
+def measure(setup: Setup, recipe: str, seconds: float) -> dict:
+    """A row of the table. "matmuls": calls of cuBLASLt in the program, by kind."""
     precision = dataclasses.replace(setup.config.precision, recipe=recipe)
     config = dataclasses.replace(setup.config, precision=precision)
     config.check()
     setup = dataclasses.replace(setup, config=config, program=config.make_program(setup.program.mesh))
-    state = setup.new_state()
-    step, _ = setup.compile(state, setup.program.compiler_options)
-    text = step.as_text()
-    state, first = jax.block_until_ready(step(state, setup.batches[-1], RATE))
-    _, metrics, step_seconds = sustained(step, state, setup.batches, seconds)
+    row = dataclasses.asdict(timed(setup, seconds))
+    program = row.pop("program")
     tokens = config.training.global_batch_size * config.training.sequence_length
-    return Row(
-        recipe,
-        step_seconds,
-        tokens / step_seconds,
-        step.memory_analysis().peak_memory_in_bytes,
-        {kind: text.count(f"custom_call_target={target}") for kind, target in MATMULS.items()},
-        float(first["loss"]),
-        float(metrics["loss"]),
-    )
-
-
-def line(row: Row, baseline: Row) -> str:
-    emulated = " (emulated)" if row.recipe in FORMATS and FORMATS[row.recipe].is_emulated else ""
-    matmuls = ", ".join(f"{count} {kind}" for kind, count in row.matmuls.items())
-    speed_up = baseline.step_seconds / row.step_seconds
     return (
-        f"| {row.recipe}{emulated} | {row.step_seconds * 1e3:.1f} ms | {speed_up:.3f} x "
-        f"| {row.tokens_per_second:,.0f} | {format_bytes(row.peak_memory_bytes)} | {matmuls} "
-        f"| {row.first_loss:.4f} | {row.loss:.4f} |"
+        {"recipe": recipe}
+        | row
+        | {
+            "tokens_per_second": tokens / row["step_seconds"],
+            "matmuls": {kind: program.count(f"custom_call_target={target}") for kind, target in MATMULS.items()},
+        }
     )
+
+
+def line(row: dict, baseline: dict) -> str:
+    recipe = row["recipe"]
+    emulated = " (emulated)" if recipe in FORMATS and FORMATS[recipe].is_emulated else ""
+    cells = (
+        f"{recipe}{emulated}",
+        f"{row['step_seconds'] * 1e3:.1f} ms",
+        f"{baseline['step_seconds'] / row['step_seconds']:.3f} x",
+        f"{row['tokens_per_second']:,.0f}",
+        format_bytes(row["peak_memory_bytes"]),
+        ", ".join(f"{count} {kind}" for kind, count in row["matmuls"].items()),
+        f"{row['first_loss']:.4f}",
+        f"{row['loss']:.4f}",
+    )
+    return f"| {' | '.join(cells)} |"
 
 
 def main(arguments: list[str]) -> None:
@@ -85,13 +69,12 @@ def main(arguments: list[str]) -> None:
     for recipe in [*recipes, recipes[0]]:
         rows.append(measure(setup, recipe, float(values["seconds"])))
         print(line(rows[-1], rows[0]), file=sys.stderr, flush=True)
-    device = f"{jax.device_count()} x {jax.local_devices()[0].device_kind}, jax {jax.__version__}"
-    print(f"{values['config']} {' '.join(overrides)}, {device}, jaxlib {jaxlib.__version__}\n")
+    where = ", ".join([devices(), *(f"{name} {version}" for name, version in jax_versions().items())])
+    print(f"{values['config']} {' '.join(overrides)}, {where}\n")
     print("| recipe | step | speed-up | tokens/s | memory | cuBLASLt matmuls | first loss | loss |")
     print("|---|---|---|---|---|---|---|---|")
     print("\n".join(line(row, rows[0]) for row in rows))
-    if values["output"]:
-        Path(values["output"]).write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
+    save(values["output"], rows)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import profile
-from benchmarks.kernels.paged_attention import seconds_of
+from benchmarks.layer_times import layer_times
 from configs.mamba import mamba2_2p7b
 from megajax.layers.layer import LayerConfig
 from megajax.layers.stack import run_stage
@@ -31,7 +30,6 @@ from megajax.training.reporting.console import log_to_stderr
 
 BATCH, LENGTH = 4, 2048
 CHUNKS = (64, 128, 256)
-PROFILED_STEPS = 5
 
 
 def measure(model: HybridConfig, chunk: int, shape: tuple[int, int], *, profiled: bool) -> str:
@@ -55,13 +53,7 @@ def measure(model: HybridConfig, chunk: int, shape: tuple[int, int], *, profiled
         y, vjp = jax.vjp(run, weights, x)
         return y, vjp(d_y)
 
-    seconds = [seconds_of(*call) for call in ((jax.jit(run), weights, x), (both, weights, x, d_y))]
-    if profiled:
-        compiled = both.lower(weights, x, d_y).compile({"xla_gpu_enable_command_buffer": ""})
-        with profile.recorded() as kernels:
-            jax.block_until_ready([compiled(weights, x, d_y) for _ in range(PROFILED_STEPS)][-1])
-        print(profile.as_text(profile.breakdown(kernels, PROFILED_STEPS, compiled.as_text())))
-    times = f"forward {1e3 * seconds[0]:.2f} ms, forward and backward {1e3 * seconds[1]:.2f}"
+    times = layer_times(jax.jit(run), both, weights, x, d_y, profiled=profiled)
     return f"chunk {chunk}, {shape[0]} x {shape[1]} tokens: {times}{_limit(layer, shape)}"
 
 

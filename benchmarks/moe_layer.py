@@ -14,9 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks import profile
-from benchmarks.kernels.paged_attention import seconds_of
-from benchmarks.peers.torch_moe import LAYERS, TOKENS, skew_of
+from benchmarks.layer_times import layer_times
 from megajax.layers.feed_forward.mlp import MlpConfig
 from megajax.layers.feed_forward.moe import ExpertsConfig
 from megajax.layers.feed_forward.router import RouterConfig
@@ -25,8 +23,19 @@ from megajax.mesh.sharding import weight_shardings
 from megajax.parameters import Structure, records
 from megajax.training.reporting.console import log_to_stderr
 
+TOKENS = 4096
+# Model width, width of an expert, experts, experts per token, width of the shared experts.
+LAYERS = {
+    "mixtral": (4096, 14336, 8, 2, 0),
+    "deepseek": (7168, 2048, 32, 8, 2048),
+    "qwen3": (2048, 768, 128, 8, 0),
+}
 LAYERS_PER_PROGRAM = 3
-PROFILED_RUNS = 2
+
+
+def skew_of(experts: int) -> np.ndarray:
+    """float32 [experts]: added to the logits of every token."""
+    return np.random.default_rng(7).normal(size=experts).astype(np.float32)
 
 
 def chained(layer):
@@ -88,15 +97,7 @@ def measure(name: str, profiled: bool, **options) -> Iterator[str]:
 
         for kind, skew in (("even", 0.0), ("skewed", 1.0)):
             weights = weights_of(skew)
-            calls = ((forward, weights, x), (both, weights, x, d_y))
-            seconds = [seconds_of(*call) / LAYERS_PER_PROGRAM for call in calls]
-            if profiled:
-                compiled = both.lower(weights, x, d_y).compile({"xla_gpu_enable_command_buffer": ""})
-                with profile.recorded() as kernels:
-                    jax.block_until_ready([compiled(weights, x, d_y) for _ in range(PROFILED_RUNS)][-1])
-                steps = PROFILED_RUNS * LAYERS_PER_PROGRAM
-                print(profile.as_text(profile.breakdown(kernels, steps, compiled.as_text())))
-            times = f"forward {1e3 * seconds[0]:.2f} ms, forward and backward {1e3 * seconds[1]:.2f}"
+            times = layer_times(forward, both, weights, x, d_y, num_layers=LAYERS_PER_PROGRAM, profiled=profiled)
             load = f"largest load {load_of(weights, x):.2f} of the mean"
             yield f"megajax {name} {kind}, {num_devices} GPUs {options or ''}: {times}; {load}"
 

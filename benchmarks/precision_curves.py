@@ -31,11 +31,11 @@ import time
 from pathlib import Path
 
 import jax
-import jaxlib
 import numpy as np
 
+from benchmarks import figures
 from benchmarks.command_line import read_config, run, split
-from benchmarks.curves import plot
+from benchmarks.records import devices, jax_versions
 from megajax.config import Config, override
 from megajax.mesh.processes import use_compilation_cache
 from megajax.ops.low_precision import FORMATS
@@ -157,8 +157,8 @@ def record(command: str, curves: dict[str, Curve]) -> dict:
     reference = next(iter(curves.values()))
     return {
         "command": command,
-        "device": f"{jax.device_count()} x {jax.local_devices()[0].device_kind}",
-        "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__},
+        "device": devices(),
+        "versions": jax_versions(),
         "date": time.strftime("%Y-%m-%d"),
         "summaries": {name: summary(curve, reference) for name, curve in curves.items()},
         "steps": list(range(EVERY, max(len(curve.losses) for curve in curves.values()) + 1, EVERY)),
@@ -191,7 +191,7 @@ def main(arguments: list[str]) -> None:
         jax.clear_caches()
     print(table(found["summaries"]))
     if values["plot"]:
-        Path(values["plot"]).write_text(plot(found))
+        figures.losses(values["plot"], found["steps"], found["losses"])
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import statistics
 
+from benchmarks import figures
 from megajax.mesh.devices import find_device, utilisation
 from megajax.training.reporting.console import format_count
 
@@ -92,34 +93,14 @@ def source(result: dict) -> str:
     )
 
 
-def plot(results: list[dict]) -> str:
-    """SVG: bars of tokens/s per GPU relative to the limit, or to the fastest if there is no limit."""
-    bar = 22
-    gap = 26
-    left = 190
-    width = 420
-    parts = []
-    y = 30
+def plot(results: list[dict], path: str) -> None:
+    """Bars of tokens/s per GPU."""
+    groups = {}
     for result in results:
-        speeds = {name: speed for name in NAMES if (speed := tokens_per_second(result, name))}
-        full = speeds.get("limit") or max(speeds.values())
-        parts.append(_text(10, y, f"{result['config']}, {result['work']}, {result['device']}", "font-weight='bold'"))
-        y += 10
-        for name, speed in speeds.items():
-            length = width * speed / full
+        rows = groups[f"{result['config']}, {result['work']}, {result['device']}"] = []
+        for name in (name for name in NAMES if windows(result, name)):
+            speed = tokens_per_second(result, name)
             used = mfu(result, name)
             label = f"{format_count(speed)} tokens/s" + (f", MFU {used:.1%}" if used else "")
-            parts.append(_text(left - 8, y + 15, NAMES[name], "text-anchor='end'"))
-            parts.append(f"<rect x='{left}' y='{y}' width='{length:.1f}' height='{bar - 4}' fill='{COLORS[name]}'/>")
-            parts.append(_text(left + 8 + length, y + 15, label))
-            y += bar
-        y += gap
-    size = f"width='{left + width + 220}' height='{y}'"
-    style = "font-family='sans-serif' font-size='13' fill='#222'"
-    background = "<rect width='100%' height='100%' fill='white'/>"
-    head = f"<svg xmlns='http://www.w3.org/2000/svg' {size} {style}>"
-    return "\n".join([head, background, *parts, "</svg>"]) + "\n"
-
-
-def _text(x: float, y: float, text: str, attributes: str = "") -> str:
-    return f"<text x='{x:.1f}' y='{y}' {attributes}>{text}</text>"
+            rows.append((NAMES[name], speed, label, COLORS[name]))
+    figures.bars(path, groups)

@@ -6,7 +6,6 @@ windows, on random tokens, with a learning rate too small to memorise them.
 """
 
 import math
-import statistics
 import time
 from collections.abc import Callable
 
@@ -25,12 +24,6 @@ def windows(run: Callable[[int], None], *, seconds: float, num_windows: int) -> 
         step_seconds = _timed(run, math.ceil(window / step_seconds))
         found.append(step_seconds)
     return found[1:]
-
-
-def record(name: str, found: list[float], device: str, versions: dict[str, str], **others) -> dict:
-    """The record that a contender prints as one line of JSON; `benchmarks.compare` reads it."""
-    median = statistics.median(found)
-    return {"name": name, "step_seconds": median, "windows": found, "device": device, "versions": versions, **others}
 
 
 def _timed(run: Callable[[int], None], num_steps: int) -> float:

@@ -19,13 +19,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
-import jaxlib
 import numpy as np
 from jax.stages import Compiled
 
 from benchmarks import profile
 from benchmarks.command_line import read_config, run, split
-from benchmarks.sustained import LEARNING_RATE, record, windows
+from benchmarks.records import devices, jax_versions, record
+from benchmarks.sustained import LEARNING_RATE, windows
 from megajax.config import Config
 from megajax.mesh.config import make_mesh
 from megajax.mesh.devices import find_device, utilisation
@@ -100,15 +100,7 @@ def _random_batches(arrays: dict[str, jax.ShapeDtypeStruct], order: np.ndarray, 
 
 
 def sustained(
-    step: Callable, state: TrainState, batches: list[dict], seconds: float
-) -> tuple[TrainState, dict[str, jax.Array], float]:
-    """-> (state, metrics, seconds per step in one window)."""
-    state, metrics, (step_seconds,) = sustained_windows(step, state, batches, seconds, 1)
-    return state, metrics, step_seconds
-
-
-def sustained_windows(
-    step: Callable, state: TrainState, batches: list[dict], seconds: float, num_windows: int
+    step: Callable, state: TrainState, batches: list[dict], seconds: float, num_windows: int = 1
 ) -> tuple[TrainState, dict[str, jax.Array], list[float]]:
     """-> (state, metrics, seconds per step in each window)."""
     source = itertools.cycle(batches)
@@ -124,6 +116,28 @@ def sustained_windows(
 
     found = windows(run_steps, seconds=seconds, num_windows=num_windows)
     return state, metrics, found
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    step_seconds: float
+    compile_seconds: float
+    peak_memory_bytes: int
+    """Planned by the compiler, per device."""
+    first_loss: float
+    loss: float
+    program: str
+    """Text of the compiled step."""
+
+
+def timed(setup: Setup, seconds: float, options: dict[str, str] | None = None) -> Timed:
+    """One window of the step from new weights. options: instead of the program's compiler options."""
+    state = setup.new_state()
+    step, compile_seconds = setup.compile(state, setup.program.compiler_options if options is None else options)
+    state, first = jax.block_until_ready(step(state, setup.batches[-1], RATE))
+    _, metrics, (step_seconds,) = sustained(step, state, setup.batches, seconds)
+    memory = step.memory_analysis().peak_memory_in_bytes
+    return Timed(step_seconds, compile_seconds, memory, float(first["loss"]), float(metrics["loss"]), step.as_text())
 
 
 def measure(config: Config, seconds: float, num_windows: int, num_steps: int, profile_to: str) -> dict:
@@ -148,7 +162,7 @@ def measure(config: Config, seconds: float, num_windows: int, num_steps: int, pr
         state, metrics = jax.block_until_ready(step(state, batch, RATE))
         found = [time.perf_counter() - start]
     if not num_steps:
-        state, metrics, found = sustained_windows(step, state, batches, seconds, num_windows)
+        state, metrics, found = sustained(step, state, batches, seconds, num_windows)
     if profile_to:
         # For a kernel in a CUDA graph a profile shows only the graph, not the instruction.
         step, _ = setup.compile(state, options | {"xla_gpu_enable_command_buffer": ""})
@@ -158,8 +172,8 @@ def measure(config: Config, seconds: float, num_windows: int, num_steps: int, pr
     result = record(
         "megajax",
         found,
-        f"{mesh.size} x {device.device_kind}",
-        {"jax": jax.__version__, "jaxlib": jaxlib.__version__},
+        devices(mesh.size),
+        jax_versions(),
         compile_seconds=compile_seconds,
         peak_memory_bytes=(device.memory_stats() or {}).get("peak_bytes_in_use", 0),
         first_loss=float(first["loss"]),

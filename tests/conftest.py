@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
@@ -25,9 +24,6 @@ elif "PYTEST_XDIST_WORKER" not in os.environ:
     if version("jaxlib").startswith("0.10."):  # a third of the time; others end a process that gives them this flag
         flags.append("--xla_cpu_use_fusion_emitters=false")
     os.environ["XLA_FLAGS"] = " ".join(flags)
-    # And what one test has compiled, another one or its processes need not compile again; a later session does.
-    programs = tempfile.TemporaryDirectory(prefix="megajax-programs-")
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = programs.name
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
@@ -36,12 +32,38 @@ import pytest
 
 from megajax.mesh import compat
 from megajax.mesh.config import MeshConfig, make_mesh
+from megajax.mesh.processes import cpu_cache_name, cpu_features
 from megajax.ops import matmul
 from megajax.ops.attention_backends import BACKENDS
 
 gc.set_threshold(50_000, 20, 50)  # while the tests were imported, looking for cycles took 3 of 11 s
 matmul.MIN_JOINED_ROWS = 64  # so that small training batches take the path of large ones
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+PROGRAMS = Path("~/.cache/megajax/tests").expanduser()
+MAX_PROGRAM_BYTES = 2**30  # one run of the suite adds about 100 MB
+
+
+def keep_latest(folder: Path, max_bytes: int) -> None:
+    """Removes the files that have not been read for the longest time. JAX's own limit reads the folder for each program
+    that it adds: 0.3 s where there are 10,000."""
+    files = [(path.stat(), path) for path in folder.glob("*/*")]
+    total = sum(stat.st_size for stat, _ in files)
+    for stat, path in sorted(files, key=lambda file: file[0].st_atime):
+        if total <= max_bytes:
+            return
+        path.unlink(missing_ok=True)
+        total -= stat.st_size
+
+
+if os.environ.get("JAX_PLATFORMS") == "cpu" and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    # What a test has compiled, other tests, their processes and later sessions need not compile again. None of it can
+    # be out of date: JAX finds a program by its whole text, the version of the compiler and its options, and each CPU
+    # and each choice of flags has its own folder. A file that was cut off is compiled again, with a warning.
+    keep_latest(PROGRAMS, MAX_PROGRAM_BYTES)
+    programs = PROGRAMS / cpu_cache_name(cpu_features(), os.environ["XLA_FLAGS"])
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(programs)  # for processes that are started, pytest's workers too
+    jax.config.update("jax_compilation_cache_dir", str(programs))
 
 
 @pytest.fixture(scope="session")
@@ -53,6 +75,20 @@ def make_test_mesh():
         return make_mesh(config, jax.devices()[: config.num_devices])
 
     return make
+
+
+@pytest.fixture
+def compiled():
+    """Names of the programs that are compiled, or found compiled on disk, from here on."""
+    names = []
+
+    def listen(event: str, seconds: float, fun_name: str = "", **_) -> None:
+        if event.endswith("backend_compile_duration"):
+            names.append(fun_name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ from megajax.models.interface import MODELS
 from megajax.tasks.interface import TASKS
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+OF_GITHUB = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+PAGES = [*OF_GITHUB, *sorted((ROOT / "docs").rglob("*.md"))]
 SECTIONS = "|".join(field.name for field in dataclasses.fields(Config) if field.name != "run_dir")
 
 
@@ -48,9 +49,22 @@ def test_page_names_fields_recipes_and_files_that_exist(page):
     assert [link for link in links if link not in generated and not (page.parent / link).exists()] == []
 
 
-@pytest.mark.parametrize("page", PAGES[2:], ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES[len(OF_GITHUB) :], ids=lambda page: str(page.relative_to(ROOT)))
 def test_list_follows_an_empty_line(page):
     """Otherwise the site shows it as part of the paragraph before it; GitHub does not."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     item = r"(?:- |\d+\. )"
     assert re.findall(rf"^(?!{item}|  ).+\n{item}.*", text, flags=re.MULTILINE) == []
+
+
+def test_the_map_of_the_code_names_what_exists():
+    """`file.py:name`, relative to megajax/ or to the root; and every folder of megajax/ is in the table of rooms."""
+    text = (ROOT / "docs/design.md").read_text()
+    named = re.findall(r"`([\w/]+\.py):(\w+)`", text)
+    assert len(named) > 20
+    for file, name in named:
+        path = next(path for path in (ROOT / "megajax" / file, ROOT / file) if path.is_file())
+        defined = rf"^(?:class|def) {name}\b|^{name}\b|import .*\b{name}\b"
+        assert re.search(defined, path.read_text(), re.MULTILINE), file
+    rooms = {path.parent.name for path in (ROOT / "megajax").glob("*/__init__.py")}
+    assert sorted(room for room in rooms if f"`{room}/`" not in text) == []

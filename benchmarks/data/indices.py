@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.command_line import run, split
+from benchmarks.command_line import only, run
 from megajax.data.blend import blending_indices
 from megajax.data.samples.gpt import build_indices
 from megajax.training.reporting.console import format_bytes
@@ -128,9 +128,7 @@ def _measured(build) -> tuple:
 
 
 def main(arguments: list[str]) -> None:
-    values, rest = split(arguments, {"documents": "10000000", "epochs": "1"})
-    if rest:
-        raise ValueError(f"{rest[0]} is unknown; there are --documents and --epochs")
+    values = only(arguments, {"documents": "10000000", "epochs": "1"})
     number = int(values["documents"])
     epochs = int(values["epochs"])
     checks = []

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.command_line import run, split
+from benchmarks.command_line import only, run
 from megajax.data.config import DataConfig
 from megajax.data.datasets import Amounts
 from megajax.data.indexed.dataset import IndexedDatasetWriter
@@ -59,13 +59,11 @@ def tokens_per_second(config: DataConfig, task: Language, sequence_length: int, 
 
 
 def main(arguments: list[str]) -> None:
-    values, rest = split(arguments, {"sequence_length": "4096", "seconds": "5"})
-    if rest:
-        raise ValueError(f"{rest[0]} is unknown; there are --sequence_length and --seconds")
+    values = only(arguments, {"sequence_length": "4096", "seconds": "5"})
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder) / "x")
         paths = (str(Path(folder) / "x"),)
-        fields = dict(tokenizer=f"null:{VOCAB}", cache_dir=folder, num_threads=0)
+        fields = dict(tokenizer=f"null:{VOCAB}", cache_dir=folder)
         config = DataConfig("indexed", paths, split=(1, 0, 0), **fields)
         for name, task in TASKS.items():
             found = tokens_per_second(config, task, int(values["sequence_length"]), float(values["seconds"]))

@@ -6,17 +6,16 @@ Packed documents: cuDNN gets them as a bias [B, 1, T, T], ours as intervals.
 """
 
 import functools
-import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.command_line import run, split
+from benchmarks.command_line import only, run
+from benchmarks.records import save
 from megajax.mesh import compat
 from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.ops import attention_mask as masks
@@ -125,20 +124,17 @@ def table(results: dict[str, dict]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    values, rest = split(arguments, {"output": "", "cases": ""})
-    chosen = values["cases"].split(";") if values["cases"] else list(CASES)
-    unknown = [name for name in chosen if name not in CASES]
-    if rest or unknown:
-        raise ValueError(f"not understood: {' '.join(rest + unknown)}; --output=FILE.json, --cases={';'.join(CASES)}")
+    values = only(arguments, {"output": "", "cases": ";".join(CASES)})
+    chosen = values["cases"].split(";")
+    if unknown := [name for name in chosen if name not in CASES]:
+        raise ValueError(f"--cases={';'.join(unknown)} is unknown; there are {';'.join(CASES)}")
     if problem := compat.mosaic_problem():
         raise ValueError(f"{problem}: these kernels are for H100 and H200")
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     with jax.set_mesh(mesh):
         results = {name: measure(name) for name in chosen}
     print(table(results))
-    if values["output"]:
-        record = {"start": start_record(mesh, {}), "results": results}
-        Path(values["output"]).write_text(json.dumps(record, indent=2) + "\n")
+    save(values["output"], {"start": start_record(mesh, {}), "results": results})
     return 0
 
 

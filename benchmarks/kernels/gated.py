@@ -6,15 +6,13 @@ on the device in the same run. tests/gpu/test_gated.py compares the results with
 """
 
 import functools
-import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.command_line import run, split
-from benchmarks.kernels.paged_attention import copy_bandwidth, seconds_of
-from megajax.mesh import compat
+from benchmarks.command_line import run
+from benchmarks.kernels.timing import about, copy_bandwidth, output_of, seconds_of
+from benchmarks.records import save
 from megajax.ops.weighted_activation import reference
 from pallas_kernels import gated as kernel
 
@@ -50,11 +48,7 @@ def measure(name: str) -> dict:
 
 
 def main(arguments: list[str]) -> None:
-    values, rest = split(arguments, {"output": ""})
-    if rest:
-        raise ValueError(f"{rest[0]} is unknown; there is --output=FILE")
-    if reason := compat.mosaic_problem():
-        raise ValueError(f"{reason}; this needs a Hopper GPU")
+    output = output_of(arguments)
     copy = copy_bandwidth()
     print(f"copy on the device: {copy:,.0f} GB/s\n")
     print("| rows, width | | XLA | ours | | GB/s | a third empty |\n|---|---|---|---|---|---|---|")
@@ -69,9 +63,7 @@ def main(arguments: list[str]) -> None:
                 f"| {of_xla / filled:.2f} | {row['gigabytes_per_second'][direction]:,.0f} | {third:.3f} |",
                 flush=True,
             )
-    if values["output"]:
-        record = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "copy": copy, "rows": found}
-        Path(values["output"]).write_text(json.dumps(record, indent=1) + "\n")
+    save(output, about() | {"copy": copy, "rows": found})
 
 
 if __name__ == "__main__":

@@ -9,19 +9,33 @@ import importlib.util
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.command_line import run, split
-from benchmarks.kernels.paged_attention import seconds_of
-from benchmarks.peers.torch_grouped import SHAPES, group_sizes
-from megajax.mesh import compat
+from benchmarks.command_line import run
+from benchmarks.kernels.timing import about, output_of, seconds_of
+from benchmarks.records import save
 from pallas_kernels import grouped_matmul as kernel
 
+# Rows, model width, width of an expert, experts.
+SHAPES = {
+    "mixtral": (16384, 4096, 14336, 8),
+    "deepseek": (32768, 7168, 2048, 32),
+    "qwen3": (65536, 2048, 768, 128),
+}
 DIRECTIONS = ("forward", "input_gradient", "weight_gradient")
+
+
+def group_sizes(name: str, skewed: bool) -> np.ndarray:
+    """int32 [experts]: equal, or of random tokens that choose with the softmax of normal numbers."""
+    rows, _, _, experts = SHAPES[name]
+    if not skewed:
+        return np.full(experts, rows // experts, np.int32)
+    rng = np.random.default_rng(7)
+    logits = rng.standard_normal(experts)
+    return rng.multinomial(rows, np.exp(logits) / np.exp(logits).sum()).astype(np.int32)
 
 
 def products(rows_RK, matrices, sizes_E, d_out_RWN) -> list[np.ndarray]:
@@ -89,11 +103,7 @@ def measure(name: str) -> dict:
 
 
 def main(arguments: list[str]) -> None:
-    values, rest = split(arguments, {"output": ""})
-    if rest:
-        raise ValueError(f"{rest[0]} is unknown; there is --output=FILE")
-    if reason := compat.mosaic_problem():
-        raise ValueError(f"{reason}; this needs a Hopper GPU")
+    output = output_of(arguments)
     for num_matrices in (1, 2):
         check(num_matrices)
     found = {name: {"ours": measure(name)} for name in SHAPES}
@@ -109,9 +119,7 @@ def main(arguments: list[str]) -> None:
             print(
                 f"  {key:28} {value:6.0f}  " + (f"torch {torch:6.0f}  {value / torch:.2f}" if torch else ""), flush=True
             )
-    if values["output"]:
-        record = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "speeds": found}
-        Path(values["output"]).write_text(json.dumps(record, indent=1) + "\n")
+    save(output, about() | {"speeds": found})
 
 
 if __name__ == "__main__":

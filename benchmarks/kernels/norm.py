@@ -5,16 +5,14 @@ gives, next to a copy on the device in the same run.
 """
 
 import functools
-import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.command_line import run, split
-from benchmarks.kernels.paged_attention import copy_bandwidth, seconds_of
-from megajax.mesh import compat
+from benchmarks.command_line import run
+from benchmarks.kernels.timing import about, copy_bandwidth, output_of, seconds_of
+from benchmarks.records import save
 from megajax.ops.norm import layer_norm, rms_norm
 from pallas_kernels import norm as kernel
 
@@ -60,11 +58,7 @@ def measure(rows: int, width: int, kind: str) -> dict:
 
 
 def main(arguments: list[str]) -> None:
-    values, rest = split(arguments, {"output": ""})
-    if rest:
-        raise ValueError(f"{rest[0]} is unknown; there is --output=FILE")
-    if reason := compat.mosaic_problem():
-        raise ValueError(f"{reason}; this needs a Hopper GPU")
+    output = output_of(arguments)
     copy = copy_bandwidth()
     found = []
     print(f"copy on the device: {copy:,.0f} GB/s\n")
@@ -74,9 +68,7 @@ def main(arguments: list[str]) -> None:
             found.append(measure(rows, width, kind))
             cells = [f"{s:,.0f} | {s / copy:.2f}" for s in found[-1]["gigabytes_per_second"].values()]
             print(f"| {kind} | {rows}, {width} | {' | '.join(cells)} |", flush=True)
-    if values["output"]:
-        record = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "copy": copy, "rows": found}
-        Path(values["output"]).write_text(json.dumps(record, indent=1) + "\n")
+    save(output, about() | {"copy": copy, "rows": found})
 
 
 if __name__ == "__main__":

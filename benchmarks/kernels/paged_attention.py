@@ -11,16 +11,14 @@ pages, so that none remain in the L2 cache.
 
 import dataclasses
 import functools
-import json
-import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.command_line import run, split
-from megajax.mesh import compat
+from benchmarks.command_line import run
+from benchmarks.kernels.timing import about, copy_bandwidth, output_of, seconds_of
+from benchmarks.records import save
 from megajax.ops.paged_attention import quantise, reference_paged_attention
 from pallas_kernels.paged_attention import decode, num_parts, num_stages
 
@@ -127,21 +125,6 @@ def check(*, page_size, head_dim=128, group=4, is_int8=False, parts=None, **opti
     return found
 
 
-def seconds_of(call, *arguments, seconds: float = 0.1) -> float:
-    """Seconds per call, the best of three windows. Calls are queued on the device."""
-    jax.block_until_ready(call(*arguments))
-
-    def window(count: int) -> float:
-        start = time.perf_counter()
-        for _ in range(count):
-            result = call(*arguments)
-        jax.block_until_ready(result)
-        return (time.perf_counter() - start) / count
-
-    count = max(3, round(seconds / window(3)))
-    return min(window(count) for _ in range(3))
-
-
 def measure(setting: Setting, pages: jax.Array, scales: jax.Array | None) -> dict:
     """pages: [BATCH * TOKENS / page_size, 2, K, page_size, H]."""
     rounds = BATCH // setting.batch
@@ -166,20 +149,9 @@ def measure(setting: Setting, pages: jax.Array, scales: jax.Array | None) -> dic
     return row | dict(gigabytes_per_second=num_bytes / seconds / 1e9)
 
 
-def copy_bandwidth() -> float:
-    """GB/s, read and written, of the faster of adding to an array of 512 MiB and copying it."""
-    x = jnp.zeros(2**27, jnp.float32)
-    calls = jax.jit(lambda x: x + 1), jax.jit(jnp.copy)
-    return 2 * x.nbytes / min(seconds_of(call, x) for call in calls) / 1e9
-
-
 def main(arguments: list[str]) -> None:
-    values, rest = split(arguments, {"output": ""})
-    if rest:
-        raise ValueError(f"{rest[0]} is unknown; there is --output=FILE")
-    if reason := compat.mosaic_problem():
-        raise ValueError(f"{reason}; this needs a Hopper GPU")
-    found = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "checks": {}, "rows": []}
+    output = output_of(arguments)
+    found = about() | {"checks": {}, "rows": []}
     for name, options in CHECKS.items():
         found["checks"][name] = error, lse_error = check(**options)
         print(f"{name:<45} relative error {error:.2g}, of the log-sum-exp {lse_error:.2g}", flush=True)
@@ -188,8 +160,7 @@ def main(arguments: list[str]) -> None:
     for setting in sorted(SETTINGS, key=lambda setting: (setting.is_int8, setting.page_size)):
         found["rows"].append(measure(setting, *_pages(setting.page_size, setting.is_int8)))
         print(line(found["rows"][-1], found["copy"]), flush=True)
-        if values["output"]:
-            Path(values["output"]).write_text(json.dumps(found, indent=1))
+        save(output, found)
 
 
 def line(row: dict, copy: float) -> str:

@@ -9,16 +9,15 @@ of JSON; `parts` has the time of each operation alone, measured right after the 
 
 import dataclasses
 import functools
-import json
 import time
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 
-from benchmarks.command_line import read_config, run, split
-from benchmarks.sustained import record, windows
+from benchmarks.command_line import print_measured, run
+from benchmarks.records import devices, jax_versions, record
+from benchmarks.sustained import windows
 from megajax.config import Config
 
 
@@ -136,11 +135,8 @@ def measure(config: Config, seconds: float, num_windows: int) -> dict:
             jax.block_until_ready(out)
 
     found = windows(run_steps, seconds=seconds, num_windows=num_windows)
-    device = jax.devices()[0].device_kind
-    versions = {"jax": jax.__version__, "jaxlib": jaxlib.__version__}
-    return record(
-        "limit", found, f"1 x {device}", versions, parts={operation.name: _seconds(operation) for operation in steps}
-    )
+    parts = {operation.name: _seconds(operation) for operation in steps}
+    return record("limit", found, devices(1), jax_versions(), parts=parts)
 
 
 def _seconds(operation: Operation) -> float:
@@ -150,9 +146,7 @@ def _seconds(operation: Operation) -> float:
 
 
 def main(arguments: list[str]) -> None:
-    values, overrides = split(arguments, {"config": "", "seconds": "10", "windows": "1"})
-    config = read_config(values["config"], overrides)
-    print(json.dumps(measure(config, float(values["seconds"]), int(values["windows"]))), flush=True)
+    print_measured(arguments, measure)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ WARM_UP = 40  # steps; compiling and capturing CUDA graphs takes the first ones
 
 def make_model(sizes, attention: str) -> LlamaForCausalLM:
     """sizes: of the recipe's model (DecoderConfig). Raises ValueError for a model that is no Llama."""
-    if (sizes.norm, sizes.activation, sizes.position, sizes.bias) != ("rmsnorm", "swiglu", "rope", False):
+    if (sizes.norm, sizes.activation, sizes.position, bool(sizes.biases)) != ("rmsnorm", "swiglu", "rope", False):
         raise ValueError("--config: the peer has only models like Llama (rmsnorm, swiglu, rope, no biases)")
     config = LlamaConfig(
         vocab_size=sizes.vocab_size,

@@ -7,16 +7,15 @@ block, anything else nothing. Fresh random tokens each step, no clipping. The fi
 """
 
 import json
-import time
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.command_line import read_config, run, split
-from benchmarks.peers.torch_model import Gpt, check, cross_entropy, initialise, versions
-from benchmarks.sustained import LEARNING_RATE, record, windows
+from benchmarks.command_line import measured, run
+from benchmarks.peers.torch_model import Gpt, check, cross_entropy, initialise
+from benchmarks.peers.torch_step import measure_steps
 from megajax.config import Config
 
 
@@ -51,50 +50,27 @@ def measure(config: Config, seconds: float, num_windows: int) -> dict:
     device = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(training.seed)
     gpt = sharded_model(config, device)
-    optimizer = torch.optim.AdamW(gpt.parameters(), lr=LEARNING_RATE, fused=True)
-    loss_of = torch.compile(cross_entropy)
+    compiled = torch.compile(cross_entropy)
     shape = (training.global_batch_size // num_gpus, training.sequence_length + 1)
     generator = torch.Generator(device).manual_seed(dist.get_rank())
 
-    def step() -> torch.Tensor:
+    def loss_of() -> torch.Tensor:
         tokens = torch.randint(0, config.model.vocab_size, shape, device=device, generator=generator)
-        loss = loss_of(gpt(tokens[:, :-1]), tokens[:, 1:])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return compiled(gpt(tokens[:, :-1]), tokens[:, 1:])
 
-    def run_steps(count: int) -> None:
-        agreed = torch.tensor(count, device=device)  # the processes' clocks differ, their step counts must not
-        dist.broadcast(agreed, 0)
-        for _ in range(int(agreed)):
-            losses[1:] = [step()]
-        torch.cuda.synchronize()
+    def agreed(count: int) -> int:
+        of_first = torch.tensor(count, device=device)  # the processes' clocks differ, their step counts must not
+        dist.broadcast(of_first, 0)
+        return int(of_first)
 
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        start = time.perf_counter()
-        losses = [step()]
-        torch.cuda.synchronize()
-        compile_seconds = time.perf_counter() - start
-        found = windows(run_steps, seconds=seconds, num_windows=num_windows)
-    return record(
-        "torch",
-        found,
-        f"{num_gpus} x {torch.cuda.get_device_name()}",
-        versions(),
-        compile_seconds=compile_seconds,
-        peak_memory_bytes=torch.cuda.max_memory_allocated(),
-        first_loss=losses[0].item(),
-        loss=losses[-1].item(),
-    )
+        return measure_steps(gpt, loss_of, seconds, num_windows, num_gpus=num_gpus, agreed=agreed)
 
 
 def main(arguments: list[str]) -> None:
-    values, overrides = split(arguments, {"config": "", "seconds": "10", "windows": "1"})
-    config = read_config(values["config"], overrides)
     torch.cuda.set_device(dist.get_node_local_rank())
     dist.init_process_group("nccl")
-    result = measure(config, float(values["seconds"]), int(values["windows"]))
+    result = measured(arguments, measure)
     if dist.get_rank() == 0:
         print(json.dumps(result), flush=True)
     dist.destroy_process_group()

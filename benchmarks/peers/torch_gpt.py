@@ -6,15 +6,12 @@ Fresh random tokens each step. It neither clips gradients nor looks whether they
 one line of JSON.
 """
 
-import json
-import time
-
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.command_line import read_config, run, split
-from benchmarks.peers.torch_model import Gpt, check, cross_entropy, initialise, versions
-from benchmarks.sustained import LEARNING_RATE, record, windows
+from benchmarks.command_line import print_measured, run
+from benchmarks.peers.torch_model import Gpt, check, cross_entropy, initialise
+from benchmarks.peers.torch_step import measure_steps
 from megajax.config import Config
 
 
@@ -27,46 +24,20 @@ def measure(config: Config, seconds: float, num_windows: int) -> dict:
     with device:
         gpt = Gpt(model, config.training.sequence_length, device, config.execution.recompute == "full")
     initialise(gpt, model.init_std)
-    optimizer = torch.optim.AdamW(gpt.parameters(), lr=LEARNING_RATE, fused=True)
-    loss_of = torch.compile(lambda tokens: cross_entropy(gpt(tokens[:, :-1]), tokens[:, 1:]))
+    compiled = torch.compile(lambda tokens: cross_entropy(gpt(tokens[:, :-1]), tokens[:, 1:]))
     shape = (config.training.global_batch_size, config.training.sequence_length + 1)
 
-    def step() -> torch.Tensor:
+    def loss_of() -> torch.Tensor:
         tokens = torch.randint(0, model.vocab_size, shape, device=device)
         with torch.autocast("cuda", torch.bfloat16):
-            loss = loss_of(tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    def run_steps(count: int) -> None:
-        for _ in range(count):
-            losses[1:] = [step()]
-        torch.cuda.synchronize()
+            return compiled(tokens)
 
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        start = time.perf_counter()
-        losses = [step()]
-        torch.cuda.synchronize()
-        compile_seconds = time.perf_counter() - start
-        found = windows(run_steps, seconds=seconds, num_windows=num_windows)
-    return record(
-        "torch",
-        found,
-        f"1 x {torch.cuda.get_device_name()}",
-        versions(),
-        compile_seconds=compile_seconds,
-        peak_memory_bytes=torch.cuda.max_memory_allocated(),
-        first_loss=losses[0].item(),
-        loss=losses[-1].item(),
-    )
+        return measure_steps(gpt, loss_of, seconds, num_windows)
 
 
 def main(arguments: list[str]) -> None:
-    values, overrides = split(arguments, {"config": "", "seconds": "10", "windows": "1"})
-    config = read_config(values["config"], overrides)
-    print(json.dumps(measure(config, float(values["seconds"]), int(values["windows"]))), flush=True)
+    print_measured(arguments, measure)
 
 
 if __name__ == "__main__":

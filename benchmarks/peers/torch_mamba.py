@@ -8,32 +8,15 @@ to the output; everything but the kernels is compiled. Prints milliseconds of th
 Triton tunes each kernel at its first call, which takes minutes.
 """
 
-import numpy as np
 import torch
 from mamba_ssm.modules.mamba2_simple import Mamba2Simple, causal_conv1d_fn
 from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 
 from benchmarks.mamba_layer import BATCH, LENGTH
+from benchmarks.peers.torch_step import layer_times
 from configs.mamba import mamba2_2p7b
 
-WARM_UP, STEPS = 5, 20
 CHUNK = 256  # the default of the package
-
-
-def measure(run, inputs: list[torch.Tensor], d_y: torch.Tensor) -> str:
-    """Median times of run(*inputs) and of its gradients."""
-    times = []
-    for _ in range(WARM_UP + STEPS):
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-        events[0].record()
-        y = run(*inputs)
-        events[1].record()
-        torch.autograd.grad(y, inputs, d_y)
-        events[2].record()
-        torch.cuda.synchronize()
-        times.append((events[0].elapsed_time(events[1]), events[1].elapsed_time(events[2])))
-    forward, backward = np.median(times[WARM_UP:], 0)
-    return f"forward {forward:.2f} ms, backward {backward:.2f}"
 
 
 def main() -> None:
@@ -57,7 +40,7 @@ def main() -> None:
     def scan(x, dt, rates, b, c):
         return mamba_chunk_scan_combined(x, dt, rates, b, c, CHUNK)
 
-    times = measure(scan, [inner, dt, rates, b, c], torch.randn_like(inner))
+    times = layer_times(scan, [inner, dt, rates, b, c], torch.randn_like(inner))
     print(f"mamba_ssm, {size}, state space alone: {times}", flush=True)
 
     scale = torch.ones(model.embed_dim, **options, requires_grad=True)
@@ -67,7 +50,7 @@ def main() -> None:
     def layer(x, scale, *_):
         return x + mixer(torch.nn.functional.rms_norm(x, scale.shape, scale))
 
-    times = measure(layer, [x, scale, *mixer.parameters()], torch.randn_like(x))
+    times = layer_times(layer, [x, scale, *mixer.parameters()], torch.randn_like(x))
     conv = "causal_conv1d" if causal_conv1d_fn else "PyTorch's convolution"
     print(f"mamba_ssm with {conv}, {size}, layer: {times}", flush=True)
 

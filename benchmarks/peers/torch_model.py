@@ -143,8 +143,3 @@ def initialise(module: nn.Module, std: float) -> None:
 
 def cross_entropy(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
     return F.cross_entropy(logits_BTV.view(-1, logits_BTV.shape[-1]).float(), labels_BT.reshape(-1))
-
-
-def versions() -> dict[str, str]:
-    cudnn = torch.backends.cudnn.version()
-    return {"torch": torch.__version__, "cuda": str(torch.version.cuda), "cudnn": str(cudnn)}

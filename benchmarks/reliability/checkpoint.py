@@ -13,7 +13,6 @@ enough.
 """
 
 import dataclasses
-import json
 import resource
 import shutil
 import statistics
@@ -23,10 +22,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
-import jaxlib
 
 from benchmarks.command_line import read_config, run, split
-from benchmarks.sustained import record
+from benchmarks.records import devices, jax_versions, record, save
 from benchmarks.train_step import RATE, Setup, set_up, sustained
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.config import CheckpointConfig
@@ -59,7 +57,7 @@ def measure(config: Config, *, seconds: float, num_saves: int, folder: Path, loc
     setup = set_up(config)
     state = setup.new_state()
     step, _ = setup.compile(state, setup.program.compiler_options)
-    state, _, plain = sustained(step, state, setup.batches, seconds)
+    state, _, (plain,) = sustained(step, state, setup.batches, seconds)
     trees = {"params": state.weights, "optimizer": state.optimizer}
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(trees))
     _digests(trees)  # compiles
@@ -88,13 +86,13 @@ def measure(config: Config, *, seconds: float, num_saves: int, folder: Path, loc
         rows = setup.program.model.layer_rows
         restore_seconds = _seconds(lambda: jax.block_until_ready(checkpointer.restore(num_saves, *trees, rows)[:2]))
     host_bytes["restore"] = _peak_host_bytes()
-    found = _summary(saves, plain)
-    found_local = _summary(local, plain) if local else None
+    found = summary(saves, plain)
+    found_local = summary(local, plain) if local else None
     return record(
         "checkpoint",
         [plain],
-        f"{setup.program.mesh.size} x {jax.local_devices()[0].device_kind}",
-        {"jax": jax.__version__, "jaxlib": jaxlib.__version__},
+        devices(setup.program.mesh.size),
+        jax_versions(),
         num_bytes=num_bytes,
         digest_seconds=digest_seconds,
         restore_seconds=restore_seconds,
@@ -132,7 +130,7 @@ def _saves(
     return state, saves
 
 
-def _summary(saves: list[Save], plain: float) -> dict:
+def summary(saves: list[Save], plain: float) -> dict:
     saves = saves[1:] or saves
 
     def median(values: list[float]) -> float | None:
@@ -202,9 +200,7 @@ def main(arguments: list[str]) -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print(f"{values['config']} {' '.join(overrides)}: {table(result)}", flush=True)
-    if values["output"]:
-        recorded = {"config": values["config"], "overrides": overrides} | result
-        Path(values["output"]).write_text(json.dumps(recorded, indent=1) + "\n")
+    save(values["output"], {"config": values["config"], "overrides": overrides} | result)
 
 
 if __name__ == "__main__":

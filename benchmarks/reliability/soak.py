@@ -10,7 +10,6 @@ open files of the processes.
 """
 
 import datetime
-import functools
 import json
 import os
 import random
@@ -22,14 +21,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.command_line import run, split
+from benchmarks.command_line import only, run
+from benchmarks.records import ROOT, commit, save
 
-ROOT = Path(__file__).parents[2]
 MODEL = (
-    "--data.source=mock", "--data.text=", "--data.tokenizer=null:511", "--data.num_threads=1",
+    "--data.source=mock", "--data.text=", "--data.tokenizer=null:511", 
     "--model.num_layers=4", "--model.embed_dim=64", "--model.num_heads=4", "--model.mlp_dim=256",
     "--model.vocab_size=512", "--model.dropout=0.1", "--training.sequence_length=128", "--mesh.data=1",
     "--training.global_batch_size=8", "--training.log_every_steps=1", "--training.eval_every_steps=0",
@@ -216,7 +214,7 @@ def measure_speed(recipe: str, run_dir: Path) -> float:
     return statistics.median(line["step_seconds"] for line in metrics(run_dir) if "step_seconds" in line)
 
 
-def measure(values: dict[str, str], tell: Callable[[str], None], save: Callable[[dict], None]) -> dict:
+def measure(values: dict[str, str]) -> dict:
     import jax
 
     recipe = values["config"]
@@ -226,55 +224,38 @@ def measure(values: dict[str, str], tell: Callable[[str], None], save: Callable[
         folder = Path(name)
         step_seconds = measure_speed(recipe, folder / "speed")
         steps = max(int(TRAINING_SHARE * seconds / step_seconds), SPEED_STEPS)
-        tell(f"{1000 * step_seconds:.1f} ms per step: {steps} steps")
+        print(f"{1000 * step_seconds:.1f} ms per step: {steps} steps", flush=True)
         result = {
             "command": shlex.join(["python", "-m", "benchmarks.reliability.soak", *sys.argv[1:]]),
             "arguments": list(MODEL),
             "device": "cpu",
             "versions": {"jax": jax.__version__},
             "date": datetime.date.today().isoformat(),
-            "commit": values["commit"] or _commit(),
+            "commit": values["commit"] or commit(),
             "step_seconds": step_seconds,
         }
         result["disturbed"] = disturb(
             recipe, folder / "disturbed", steps, seconds, (first, last), random.Random(int(values["seed"]))
         )
-        save(result)
-        tell(f"{len(result['disturbed']['kills'])} kills; now undisturbed")
+        save(values["output"], result)
+        print(f"{len(result['disturbed']['kills'])} kills; now undisturbed", flush=True)
         result["undisturbed"] = train_undisturbed(recipe, folder / "undisturbed", steps)
         result["comparison"] = compare(folder / "disturbed", folder / "undisturbed", steps)
-    save(result)
+    save(values["output"], result)
     return result
-
-
-def _commit() -> str:
-    def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-
-    commit = git("rev-parse", "--short", "HEAD") or "unknown"
-    return commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
 
 
 def main(arguments: list[str]) -> int:
     options = {
         "minutes": "20", "config": "gpt_tiny", "kill_seconds": "20,60", "seed": "0", "output": "", "commit": "",
     }  # fmt: skip
-    values, rest = split(arguments, options)
-    if rest:
-        known = ", ".join(f"--{name}" for name in options)
-        raise ValueError(f"{rest[0]} is not known; see python -m benchmarks.reliability.soak, {known}")
-
-    def save(result: dict) -> None:
-        if values["output"]:
-            Path(values["output"]).write_text(json.dumps(result, indent=1) + "\n")
-
-    tell = functools.partial(print, flush=True)
-    result = measure(values, tell, save)
+    result = measure(only(arguments, options))
     found = result["comparison"]
     equal = found["equal_losses"] == found["steps"] and found["equal_digests"]
     print(json.dumps(result | {"arguments": None}, indent=1))
-    print("bit-equal" if equal and result["disturbed"]["exit_status"] == 0 else "NOT equal")
-    return 0 if equal and result["disturbed"]["exit_status"] == 0 else 1
+    equal = equal and result["disturbed"]["exit_status"] == 0
+    print("bit-equal" if equal else "NOT equal")
+    return 0 if equal else 1
 
 
 if __name__ == "__main__":

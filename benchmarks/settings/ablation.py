@@ -10,19 +10,17 @@ differences are not significant. One process, one table.
 """
 
 import dataclasses
-import json
 import sys
-from pathlib import Path
 
 import jax
 import jaxlib
 
 from benchmarks.command_line import read_config, run, split
-from benchmarks.train_step import Setup, set_up, sustained
+from benchmarks.records import devices, save
+from benchmarks.train_step import set_up, timed
 from megajax.config import Config
 from megajax.training.compiler_options import parse
 from megajax.training.reporting.console import format_bytes
-from megajax.training.state import TrainState
 
 # Options set by published recipes for H100, and options that should help collectives that overlap with matmuls.
 CANDIDATES = (
@@ -35,17 +33,6 @@ BASELINE = "as a run has them"
 AGAIN = "the same again"
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    change: str
-    step_seconds: float | None
-    """None: it did not compile, or did not run."""
-    peak_memory_bytes: int | None
-    """Planned by the compiler, per device."""
-    compile_seconds: float | None
-    problem: str = ""
-
-
 def variants(options: dict[str, str], candidates: dict[str, str]) -> dict[str, dict[str, str]]:
     """{change: all options}, with the unchanged options first and last."""
     without = {f"without {name}": {n: v for n, v in options.items() if n != name} for name in options}
@@ -54,54 +41,44 @@ def variants(options: dict[str, str], candidates: dict[str, str]) -> dict[str, d
     return {BASELINE: options} | without | with_one | {AGAIN: options}
 
 
-def ablate(config: Config, candidates: dict[str, str], seconds: float) -> list[Row]:
-    """A row for each variant."""
+def ablate(config: Config, candidates: dict[str, str], seconds: float) -> list[dict]:
+    """A row for each variant; what did not compile, or did not run, has no time but a problem."""
     setup = set_up(config)
-    options = setup.program.compiler_options
     rows = []
-    state = None
-    for change, changed in variants(options, candidates).items():
-        row, state = _measure(setup, state or setup.new_state(), change, changed, seconds)
+    for change, options in variants(setup.program.compiler_options, candidates).items():
+        row = {"change": change, "step_seconds": None}
+        try:
+            row |= dataclasses.asdict(timed(setup, seconds, options))
+            del row["program"]
+        except jax.errors.JaxRuntimeError as error:  # the compiler refuses the option, or memory is too small
+            row["problem"] = str(error).splitlines()[0][:200]
         rows.append(row)
-        print(_line(rows[-1], rows[0]), file=sys.stderr, flush=True)
+        print(_line(row, rows[0]), file=sys.stderr, flush=True)
     return rows
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[dict]) -> str:
     lines = ["| compiler options | step | difference | memory |", "|---|---|---|---|"]
     return "\n".join(lines + [_line(row, rows[0]) for row in rows])
 
 
-def _measure(
-    setup: Setup, state: TrainState, change: str, options: dict[str, str], seconds: float
-) -> tuple[Row, TrainState | None]:
-    """-> (row, state to continue with; None if it is lost)."""
-    try:
-        step, compile_seconds = setup.compile(state, options)
-        state, _, step_seconds = sustained(step, state, setup.batches, seconds)
-    except jax.errors.JaxRuntimeError as error:  # the compiler refuses the option, or it runs out of memory
-        return Row(change, None, None, None, problem=str(error).splitlines()[0][:200]), None
-    return Row(change, step_seconds, step.memory_analysis().peak_memory_in_bytes, compile_seconds), state
-
-
-def _line(row: Row, baseline: Row) -> str:
-    if row.step_seconds is None:
-        return f"| `{row.change}` | - | {row.problem} | - |"
-    change = row.change if row.change in (BASELINE, AGAIN) else f"`{row.change}`"
-    difference = f"{row.step_seconds / baseline.step_seconds - 1:+.2%}" if baseline.step_seconds else "-"
-    return f"| {change} | {1000 * row.step_seconds:.2f} ms | {difference} | {format_bytes(row.peak_memory_bytes)} |"
+def _line(row: dict, baseline: dict) -> str:
+    if "problem" in row:
+        return f"| `{row['change']}` | - | {row['problem']} | - |"
+    change = row["change"] if row["change"] in (BASELINE, AGAIN) else f"`{row['change']}`"
+    first = baseline["step_seconds"]
+    difference = f"{row['step_seconds'] / first - 1:+.2%}" if first else "-"
+    memory = format_bytes(row["peak_memory_bytes"])
+    return f"| {change} | {1000 * row['step_seconds']:.2f} ms | {difference} | {memory} |"
 
 
 def main(arguments: list[str]) -> None:
     known, overrides = split(arguments, {"config": "", "seconds": "6", "options": CANDIDATES, "output": ""})
     config = read_config(known["config"], overrides)
     rows = ablate(config, parse(known["options"]), float(known["seconds"]))
-    devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
-    print(f"{known['config']} {' '.join(overrides)} on {devices}, jaxlib {jaxlib.__version__}\n\n{table(rows)}")
-    if known["output"]:
-        record = known | {"overrides": overrides, "devices": devices, "jaxlib": jaxlib.__version__}
-        record["rows"] = [dataclasses.asdict(row) for row in rows]
-        Path(known["output"]).write_text(json.dumps(record, indent=1) + "\n")
+    about = {"overrides": overrides, "devices": devices(), "jaxlib": jaxlib.__version__}
+    print(f"{known['config']} {' '.join(overrides)} on {devices()}, jaxlib {jaxlib.__version__}\n\n{table(rows)}")
+    save(known["output"], known | about | {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def initialize_processes() -> None:
     been heard from for 100 s, or connects again.
     """
     env = os.environ
-    is_cpu = jax.config.jax_platforms == "cpu"
+    is_cpu = compat.setting("jax_platforms") == "cpu"
     if is_cpu:
         compat.use_gloo()
     if int(env.get("WORLD_SIZE", "1")) > 1 and "MASTER_ADDR" in env:
@@ -91,13 +91,13 @@ def use_compilation_cache(folder: str | Path = COMPILATION_CACHE) -> None:
 
     JAX's own settings take precedence: JAX_COMPILATION_CACHE_DIR, JAX_ENABLE_COMPILATION_CACHE=false.
     """
-    if jax.config.jax_compilation_cache_dir is not None:
+    if compat.setting("jax_compilation_cache_dir") is not None:
         return
     is_cpu = jax.default_backend() == "cpu"
     try:
         folder = Path(folder).expanduser()
         if is_cpu:
-            folder = folder / cpu_cache_name(_cpu_features(), os.environ.get("XLA_FLAGS", ""))
+            folder = folder / cpu_cache_name(cpu_features(), os.environ.get("XLA_FLAGS", ""))
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
             raise PermissionError("permission denied")
@@ -116,7 +116,7 @@ def cpu_cache_name(features: str, flags: str) -> str:
     return f"cpu-{hashlib.sha256(described.encode()).hexdigest()[:16]}"
 
 
-def _cpu_features() -> str:
+def cpu_features() -> str:
     """What XLA's compiler may depend on: model and instructions, as Linux names them on x86 and Arm."""
     names = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "CPU part", "CPU variant", "Features")
     try:

@@ -24,8 +24,10 @@ from megajax.layers.transform import Transform
 from megajax.mesh.config import MeshConfig
 from megajax.mesh.sharding import constrain
 from megajax.models.execution import ExecutionConfig
-from megajax.ops.cross_entropy import TokenScores, cross_entropy, finish_logits, token_scores
+from megajax.ops.cross_entropy import cross_entropy
 from megajax.ops.matmul import matmul
+from megajax.ops.token_scores import TokenScores, token_scores
+from megajax.ops.vocabulary import finish_logits
 from megajax.parallel.schedule import Stages
 from megajax.precision import Recipe
 
@@ -284,6 +286,18 @@ class AnyModule(nnx.Module):
         tokens, and tokens, those `depth` places after them."""
         raise NotImplementedError
 
+    def class_logits(self, h_BTD: jax.Array, batch: dict) -> jax.Array:
+        """Of a model with the head `classes`: float32 [B, classes], or of tokens [B, T, classes]."""
+        raise NotImplementedError
+
+    def pair_logits(self, h_BTD: jax.Array, batch: dict) -> jax.Array:
+        """Of a model with the head `sentence_order`: float32 [B, 2], the second text follows the first one, or not."""
+        raise NotImplementedError
+
+    def of_first(self, array: jax.Array, batch: dict) -> jax.Array:
+        """[B, T, ...] -> [B, ...]: of the first token of each text."""
+        raise NotImplementedError
+
     def output(self, x_BTD: jax.Array) -> jax.Array:
         """The normalised hidden states, which the heads read."""
         raise NotImplementedError
@@ -293,7 +307,7 @@ class AnyModule(nnx.Module):
         return self.head.array() if hasattr(self, "head") else self.embedding[...].T
 
     def logit_options(self) -> dict[str, Any]:
-        """vocab_size, and arguments of `finish_logits` (ops/cross_entropy.py)."""
+        """vocab_size, and arguments of `finish_logits` (ops/vocabulary.py)."""
         raise NotImplementedError
 
     def before_head(self, h_BTD: jax.Array) -> jax.Array:
@@ -316,7 +330,7 @@ class AnyModule(nnx.Module):
 
     def log_probs(self, h_BTD: jax.Array, labels_BT: jax.Array, **options: Any) -> TokenScores:
         """The log-probability of each label, with a gradient, and the most likely token. options: entropy, top_k,
-        logits_dtype (ops/cross_entropy.py `token_scores`)."""
+        logits_dtype (ops/token_scores.py `token_scores`)."""
         return token_scores(self.before_head(h_BTD), self.head_matrix(), labels_BT, **self.logit_options(), **options)
 
     def further_terms(self, h_BTD: jax.Array, batch: dict, options: LossOptions) -> LossTerms:

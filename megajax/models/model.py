@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import Flops, LayerConfig
@@ -26,8 +26,8 @@ from megajax.mesh.sharding import WEIGHT_AXES, num_parts, weight_shardings
 from megajax.models.counting import CountedParameter, counted_parameters
 from megajax.models.execution import ExecutionConfig
 from megajax.models.interface import NO_REGULARISERS, AnyModule, LossOptions, LossTerms, ModelConfig, Objective
-from megajax.ops.cross_entropy import TokenScores
 from megajax.ops.matmul import Float32Gradient
+from megajax.ops.token_scores import TokenScores
 from megajax.parallel.schedule import Stages
 from megajax.parameters import (
     Parameter,
@@ -140,7 +140,7 @@ class Model:
 
     # ------------------------------------------------------------------ the weights
 
-    def shardings(self, mesh: Mesh) -> dict:
+    def shardings(self, mesh: Mesh | AbstractMesh) -> dict:
         return weight_shardings(self.records, mesh)
 
     def check_divides(self, sizes: Mapping[str, int]) -> None:

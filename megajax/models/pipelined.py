@@ -64,7 +64,7 @@ def _run(
     """-> (the terms of the step, the gradients of parallel/pipeline.py)."""
     stages = _stages(model)
     num_microbatches = jax.tree.leaves(batch)[0].shape[0]
-    table = make_table(stages.schedule, stages.num_ranks, num_microbatches, stages.num_chunks, backward=train)
+    table = make_table(stages.num_ranks, num_microbatches, stages.num_chunks, backward=train)
     records = model.split(model.records)
     of_loss, of_layers, gradients = pipeline.loss_and_gradients(
         _parts(model, objective, options, *jax.tree.leaves(batch)[0].shape[:2]),

@@ -51,7 +51,7 @@ class Found:
     """The best configuration of each mesh that fits, fastest first."""
     num_tried: int
     """Number of configurations: meshes, microbatch sizes and recompute policies."""
-    smallest: Candidate | None
+    smallest: Candidate
     """The configuration that needs least memory."""
     num_indivisible: int
     """Number of meshes whose batch shards do not divide training.global_batch_size."""
@@ -68,7 +68,7 @@ def search(
     if not 1 <= num_devices <= MAX_DEVICES:
         raise ValueError(f"--plan=search:{num_devices}: the number of GPUs must be from 1 to {MAX_DEVICES}")
     dataclasses.replace(config, mesh=MeshConfig()).check()
-    meshes = list(_meshes(config, num_devices))
+    meshes = list(meshes_of(config, num_devices))
     batch_size = config.training.global_batch_size
     divisible = [mesh for mesh in meshes if batch_size % mesh.batch_shards == 0]
     estimator = _Estimator(device)
@@ -76,7 +76,7 @@ def search(
     for mesh in watch(divisible):
         if fitting := estimator.fitting(config, mesh):
             best.append(min(fitting, key=_preference))
-    if not estimator.num_tried:
+    if estimator.smallest is None:
         why = estimator.refusal or f"no mesh of them divides training.global_batch_size={batch_size}"
         raise ValueError(
             f"--plan=search:{num_devices}: no mesh of {num_devices} GPUs works ({why}); use another number"
@@ -174,7 +174,7 @@ def search_rows(
         words = [f"{format_seconds(candidate.step_seconds)}, MFU {utilisation(flops, rate, rated):.1%}",
                  f"{format_bytes(candidate.bytes)} per device"]  # fmt: skip
         words += [f"bubble {idle:.1%}"] if idle else []
-        rows.append((f"{number}.", f"{', '.join(words)}: {' '.join(_overrides(config, candidate.config))}"))
+        rows.append((f"{number}.", f"{', '.join(words)}: {' '.join(overrides_of(config, candidate.config))}"))
     if not found.best:
         rows.append(("verdict", _why_nothing_fits(config, found, device)))
     return rows
@@ -193,7 +193,7 @@ def _why_nothing_fits(config: "Config", found: Found, device: Device) -> str:
     return f"{needed}; use {', or '.join(ways)}"
 
 
-def _meshes(config: "Config", num_devices: int) -> Iterator[MeshConfig]:
+def meshes_of(config: "Config", num_devices: int) -> Iterator[MeshConfig]:
     """All meshes with tensor, pipeline and context a power of two, and data times fsdp the rest; an expert axis only
     for models with experts, and the default schedule and layout."""
     num_layers = config.model.num_stage_layers
@@ -233,7 +233,7 @@ def _candidates(config: "Config", mesh: MeshConfig) -> "Iterator[Config]":
         )
 
 
-def _overrides(base: "Config", found: "Config") -> list[str]:
+def overrides_of(base: "Config", found: "Config") -> list[str]:
     """Command-line overrides that turn `base` into `found`: all fields that differ. Axes larger than 1, the microbatch
     size and the recompute policy are always included."""
     words = []

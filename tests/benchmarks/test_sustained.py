@@ -1,6 +1,6 @@
 """Windows of time, and the arguments that the benchmarks share."""
 
-from benchmarks import sustained
+from benchmarks import records, sustained
 from benchmarks.command_line import split
 
 
@@ -18,7 +18,7 @@ def test_windows_count_what_comes_after_the_warm_up_and_last_as_long_as_asked(mo
 
 
 def test_record_takes_the_median_of_the_windows():
-    assert sustained.record("x", [3.0, 1.0, 2.0], "cpu", {})["step_seconds"] == 2.0
+    assert records.record("x", [3.0, 1.0, 2.0], "cpu", {})["step_seconds"] == 2.0
 
 
 def test_known_arguments_are_taken_out_and_overrides_are_left():

@@ -195,7 +195,7 @@ def test_keep_best_leaves_those_of_the_lowest_evaluation_beside_the_newest_also_
         checkpointer.save(7, small, small, {"eval_loss": 0.5})
         checkpointer.wait()
         assert saved_steps(tmp_path) == {"2", "7"}
-        assert sorted(checkpointer._manager.all_steps()) == [2, 7]
+        assert checkpointer.steps() == [2, 7]
         checkpointer.save(8, small, small, {"eval_loss": None})
     with Checkpointer(tmp_path, CheckpointConfig(keep=1, keep_best=1)) as checkpointer:
         checkpointer.save(9, small, small, {})

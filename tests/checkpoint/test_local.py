@@ -59,7 +59,7 @@ def train(tmp_path, checkpoints=(4,), snapshots=(6, 8)):
         params = arrays_on(mesh_of(**MESH), step)
         checkpointer.save_local(step, params, moments_of(params), meta_of(step))
     checkpointer.wait()
-    checkpointer._wait_for_local()
+    checkpointer.wait_for_local()
     return checkpointer
 
 
@@ -186,13 +186,13 @@ def test_a_snapshot_that_cannot_be_written_is_counted_and_the_next_one_succeeds(
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
         checkpointer.save_local(2, params, {}, meta_of(2))
-        checkpointer._wait_for_local()
+        checkpointer.wait_for_local()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert checkpointer.failed_saves == 1 and "a local snapshot could not be saved (failure 1)" in caplog.text
     assert folders(tmp_path) == []
     checkpointer.save_local(4, params, {}, meta_of(4))
-    checkpointer._wait_for_local()
+    checkpointer.wait_for_local()
     assert folders(tmp_path) == [4] and checkpointer.failed_saves == 1
 
 

@@ -156,7 +156,7 @@ def run_dir(template, tmp_path):
 def restore(run_dir, mesh=None):
     tree = abstract(arrays_on(mesh or mesh_of(fsdp=2)))
     with Checkpointer(run_dir, CheckpointConfig(keep=0)) as checkpointer:
-        return checkpointer.restore_newest(tree, {"m": tree["w"]}, ROWS), sorted(checkpointer._manager.all_steps())
+        return checkpointer.restore_newest(tree, {"m": tree["w"]}, ROWS), checkpointer.steps()
 
 
 def data_files(folder):
@@ -340,7 +340,7 @@ def test_a_save_that_fails_is_reported_and_counted_and_the_next_one_succeeds(tmp
         checkpointer.save(3, tree, {"m": tree["w"]}, {"step": 3})
         checkpointer.wait()
         assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"1", "3"}
-        assert sorted(checkpointer._manager.all_steps()) == [1, 3]
+        assert checkpointer.steps() == [1, 3]
     assert restore(tmp_path)[0][0] == 3 and checkpointer.failed_saves == 1
 
 

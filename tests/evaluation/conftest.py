@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megajax.checkpoint.checkpointer import Checkpointer
+from megajax.checkpoint.layout import recorded
 from megajax.config import Config
 from megajax.evaluation.text_model import TextModel
 from megajax.mesh.config import MeshConfig, make_mesh
@@ -46,11 +47,10 @@ def run_dir(tmp_path_factory):
     (run_dir / "config.json").write_text(config.to_json())
     model = Model(MODEL, FLOAT32)
     shardings = model.shardings(make_mesh(MeshConfig(), jax.devices()[:1]))
-    rows = {stack: numbers.tolist() for stack, numbers in model.layer_rows.items()}
     with Checkpointer(run_dir, config.checkpoint) as checkpointer:
         for step in (1, 2):
             params = jax.device_put(random_weights(model, step), shardings)
-            checkpointer.save(step, params, {"count": jnp.int32(0)}, {"layer_rows": rows})
+            checkpointer.save(step, params, {"count": jnp.int32(0)}, recorded(model.layer_rows))
     return run_dir
 
 

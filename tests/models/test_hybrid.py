@@ -48,7 +48,7 @@ def config_of(run_dir, mesh=MeshConfig(), model=HYBRID, execution=ExecutionConfi
         mesh=mesh,
         execution=execution,
         precision=PrecisionConfig(compute="float32"),
-        data=DataConfig(source="mock", tokenizer="null:63", num_threads=0, cache_dir=str(run_dir.parent / "cache")),
+        data=DataConfig(source="mock", tokenizer="null:63", cache_dir=str(run_dir.parent / "cache")),
         optimizer=OptimizerConfig(learning_rate=1e-2, min_learning_rate=1e-3),
         training=TrainingConfig(**dict(
             steps=STEPS, global_batch_size=8, sequence_length=T, log_every_steps=1, eval_every_steps=3, eval_steps=1,

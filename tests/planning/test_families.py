@@ -18,7 +18,7 @@ from megajax.optim.config import OptimizerConfig
 from megajax.planning.card import described_size
 from megajax.planning.memory import activation_bytes, memory_per_device
 from megajax.planning.plan import plan_device, plan_rows
-from megajax.planning.search import _meshes
+from megajax.planning.search import meshes_of
 from megajax.planning.step_time import MATMUL_EFFICIENCY, step_times
 from megajax.training.config import TrainingConfig
 from megajax.training.reporting.console import format_count
@@ -187,7 +187,7 @@ def test_memory_and_traffic_count_the_empty_rows_of_buffers():
 
 def test_a_search_splits_experts_where_there_are_some():
     config = recipes()["moe_tiny"]()
-    split = {mesh.expert for mesh in _meshes(config, 16)}
+    split = {mesh.expert for mesh in meshes_of(config, 16)}
     assert split == {1, 2, 4, 8}
-    assert {mesh.expert for mesh in _meshes(recipes()["gpt_tiny"](), 16)} == {1}
-    assert all(mesh.num_devices == 16 for mesh in _meshes(config, 16))
+    assert {mesh.expert for mesh in meshes_of(recipes()["gpt_tiny"](), 16)} == {1}
+    assert all(mesh.num_devices == 16 for mesh in meshes_of(config, 16))

@@ -9,7 +9,7 @@ import configs
 from megajax.cli import train
 from megajax.config import override
 from megajax.planning.plan import plan_device
-from megajax.planning.search import _overrides, search
+from megajax.planning.search import overrides_of, search
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_overrides_name_all_that_a_search_changed(found):
          "--mesh.pipeline_layout=t|t|t|t|||||" + "|" * 23],
     )  # fmt: skip
     for candidate in found.best[::3]:
-        overrides = _overrides(config, dataclasses.replace(config, mesh=candidate.config.mesh))
+        overrides = overrides_of(config, dataclasses.replace(config, mesh=candidate.config.mesh))
         assert override(config, overrides).mesh == candidate.config.mesh
 
 

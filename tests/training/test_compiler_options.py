@@ -220,7 +220,7 @@ def test_programs_for_a_cpu_are_kept_apart_by_cpu_flags_and_jaxlib(cache_dir, mo
                                             ("", "0.10.2", "avx2")]:  # fmt: skip
         monkeypatch.setenv("XLA_FLAGS", flags)
         monkeypatch.setattr(processes.jaxlib, "__version__", jaxlib_version)
-        monkeypatch.setattr(processes, "_cpu_features", lambda features=features: features)
+        monkeypatch.setattr(processes, "cpu_features", lambda features=features: features)
         use_compilation_cache(tmp_path)
         found.append(cache_dir())
     assert all(Path(folder).parent == tmp_path and Path(folder).is_dir() for folder in found)

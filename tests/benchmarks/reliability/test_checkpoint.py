@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks.reliability import checkpoint
-from benchmarks.reliability.checkpoint import Save, _summary
+from benchmarks.reliability.checkpoint import Save, summary
 
 TINY = ["--config=gpt_tiny", "--optimizer.name=adamw",
         "--model.num_layers=1", "--model.embed_dim=32", "--model.num_heads=2",
@@ -16,9 +16,9 @@ TINY = ["--config=gpt_tiny", "--optimizer.name=adamw",
 def test_a_save_costs_what_it_holds_the_loop_and_what_steps_are_slower_meanwhile():
     first, save = Save(9.0, 9.0, 0, None), Save(2.0, 30.0, 100, 0.25)
     assert save.lost_seconds(0.2) == pytest.approx(2 + 100 * 0.05)
-    found = _summary([first, save], 0.2)
+    found = summary([first, save], 0.2)
     assert found["holding_seconds"] == 2.0 and found["share"]["10"] == pytest.approx(7 / 600)
-    assert _summary([first], 0.2)["lost_seconds"] == 9.0
+    assert summary([first], 0.2)["lost_seconds"] == 9.0
 
 
 def test_all_is_measured_and_written(tmp_path, capsys):

@@ -1,0 +1,51 @@
+"""The benchmarks' figures, as matplotlib draws them (pip install -e ".[plot]")."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from megajax.figures.drawings import new_figure, save
+
+
+def bars(path: str, groups: Mapping[str, Sequence[tuple[str, float, str, str]]]) -> None:
+    """{title: (name, length, label, color) of each bar}, one group below the other."""
+    figure = new_figure(8, 0.5 + 1.3 * len(groups))
+    for axes, (title, rows) in zip(figure.subplots(len(groups), squeeze=False).flat, groups.items(), strict=True):
+        names, lengths, labels, colors = zip(*rows, strict=True)
+        axes.bar_label(axes.barh(names, lengths, color=colors), labels, padding=4, fontsize="small")
+        axes.set(xlim=(0, 1.5 * max(lengths)), xticks=[])
+        axes.tick_params(length=0)
+        axes.set_title(title, loc="left", fontsize="medium", fontweight="bold")
+        axes.invert_yaxis()
+        axes.spines[:].set_visible(False)
+    save(figure, path)
+
+
+def losses(path: str, steps: Sequence[int], curves: Mapping[str, Sequence[float]]) -> None:
+    """Curves, and below them their differences from the first. One may end before the others."""
+    figure = new_figure(7, 6)
+    above, below = figure.subplots(2, sharex=True, height_ratios=(2, 1))
+    first = next(iter(curves.values()))
+    for name, values in curves.items():
+        above.plot(steps[: len(values)], values, linewidth=1, label=name)
+        differences = [value - other for value, other in zip(values, first, strict=False)]
+        below.plot(steps[: len(differences)], differences, linewidth=1)
+    above.set(ylabel="loss")
+    below.set(ylabel="difference", xlabel="step")
+    above.legend()
+    save(figure, path)
+
+
+def lines_and_dots(
+    path: str, series: Mapping[str, tuple[Iterable[tuple[float, float]], Iterable[tuple[float, float]]]], x: str, y: str
+) -> None:
+    """{name: (points of a line, dots)}; x is a power of two, y a fraction."""
+    figure = new_figure(6.4, 3.6)
+    axes = figure.subplots()
+    for number, (name, (line, dots)) in enumerate(series.items()):
+        axes.plot(*zip(*line, strict=True), color=f"C{number}", label=name)
+        axes.plot(*zip(*dots, strict=True), "o", color=f"C{number}")
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel=x, ylabel=y)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.legend()
+    save(figure, path)
