@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 
 import jax
 import jax.numpy as jnp
