@@ -117,7 +117,7 @@ class CrossCache(NamedTuple):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CrossAttentionLayerConfig(TransformerLayerConfig):
     """Its inputs are normalised, its outputs are not. FLOPs and activations are per token of the encoder, of which a
-    sequence has `sequence_length`."""
+    sequence has `sequence_length`; what it sends is as if the decoder read as many, which is an upper bound."""
 
     cross_attention: AttentionConfig
     length: int
@@ -134,7 +134,6 @@ class CrossAttentionLayerConfig(TransformerLayerConfig):
         super().check(mesh, max(self.length, sequence_length))
 
     def flops(self, sequence_length: int) -> Flops:
-        """Per token of the encoder."""
         cross = self.cross_attention
         own = self.attention.flops(self.length) + self.mlp.flops(self.length) + self._cross_mixing(sequence_length)
         own += Flops(2 * self.embed_dim * cross.heads_dim + cross.out_flops)
@@ -145,7 +144,6 @@ class CrossAttentionLayerConfig(TransformerLayerConfig):
         return Flops(mixing=pairs, mixing_causal=pairs)
 
     def activations(self, sequence_length: int) -> dict[str, Activation]:
-        """Per token of the encoder."""
         D = self.embed_dim
         cross = self.cross_attention
         share = self.length / sequence_length
@@ -159,15 +157,6 @@ class CrossAttentionLayerConfig(TransformerLayerConfig):
         found["attention_out"] = found["attention_out"].and_also(_scaled(mixed, share))
         between = Activation(D, Flops(matmuls=self.attention.out_flops))
         return found | {"residual_cross": _scaled(between, share)} | own
-
-    def sent(self, mesh: MeshConfig, itemsize: int) -> dict[str, float]:
-        """As if the sequences of the decoder were as long as those of the encoder, which is an upper bound."""
-        return super().sent(mesh, itemsize)
-
-    def new_pages(self, sizes: Any) -> Any:
-        raise ValueError(
-            "the engine has no pages for the output of an encoder; infer.py generate runs this model without it"
-        )
 
 
 def _scaled(activation: Activation, share: float) -> Activation:

@@ -137,13 +137,6 @@ class Totals(NamedTuple):
     """{name: (sum, number of layers)}."""
 
 
-class Cache(Protocol):
-    """State of a layer from earlier tokens; a pytree."""
-
-    def at(self, places: Any) -> Any:
-        """What the layer is called with: the same, ready for the tokens at these Places (attention/kv_cache.py)."""
-
-
 class StackedConfig(Protocol):
     """A hashable description of one layer, as a stack reads it. `build` returns an nnx.Module that is called as
 
@@ -194,7 +187,8 @@ class LayerConfig(StackedConfig, Protocol):
         (n - 1) / n of that."""
 
     def new_pages(self, sizes: Any) -> Any:
-        """An empty Cache of these PoolSizes (attention/kv_cache.py), shared by all sequences of an engine."""
+        """An empty cache of these PoolSizes (attention/kv_cache.py), shared by all sequences of an engine: a pytree
+        whose `at(places)` is what the layer is called with, ready for the tokens at these Places."""
 
 
 class Branch(Protocol):

@@ -347,9 +347,9 @@ class EncoderDecoder(AnyModule):
     def _normed(self, name: str, x_BTD: jax.Array) -> jax.Array:
         return getattr(self, name)(x_BTD) if self.config.final_norm else x_BTD
 
-    def _head_bias(self) -> jax.Array | None:
-        """[V]."""
-        return self.head_bias[...] if self.config.head_bias else None
-
     def logit_options(self) -> dict[str, Any]:
-        return dict(vocab_size=self.config.vocab_size, multiplier=self.config.logit_scale, bias_V=self._head_bias())
+        return dict(
+            vocab_size=self.config.vocab_size,
+            bias_V=self.head_bias[...] if self.config.head_bias else None,
+            multiplier=self.config.logit_scale,
+        )
