@@ -6,7 +6,7 @@ One program writes all tokens of a batch. The paged engine and its server contin
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +21,6 @@ from megajax.models.model import Model
 MOST_ROWS = 64  # of a batch, whose decoder has caches
 SUPPORTED = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos")
 """Fields of Sampling that have an effect here."""
-
-
-class Writes(Protocol):
-    """What writing asks of the module of a model that reads a source."""
-
-    def encode(self, batch: dict) -> jax.Array: ...
-    def extend(self, batch: dict, caches: dict) -> tuple[jax.Array, dict]: ...
-    def logits(self, x_BTD: jax.Array) -> jax.Array: ...
 
 
 class Written(NamedTuple):
@@ -154,7 +146,7 @@ def _write(
     """-> int32 [B, T]. tokens: number of ids that may be written, the first token of the decoder, and the token that
     ends a text or None."""
     vocab_size, start_id, end_id = tokens
-    module = cast(Writes, model.module(params))  # what reads_source says of the config
+    module = model.module(params)
     batch = {"encoder_tokens": source_BS, "encoder_segment_ids": is_text_BS}
     encoded_RSD, is_text_RS = (jnp.repeat(a, num_beams, 0) for a in (module.encode(batch), is_text_BS))
     num_rows = is_text_RS.shape[0]

@@ -288,12 +288,9 @@ class EncoderDecoder(AnyModule):
         return self._normed("decoder_norm", x_BTD)
 
     def encode(self, batch: dict) -> jax.Array:
-        """encoder_tokens, encoder_segment_ids (1 for text, 0 for padding) int32 [B, S] -> [B, S, D], which the decoder
-        reads."""
         return self._encode(batch, None)[0]
 
     def new_caches(self, num_rows: int, length: int) -> dict[str, tuple[CrossCache, ...]]:
-        """Empty caches for `extend`, with room for `length` tokens of each row."""
         cache = CrossCache.zeros(num_rows, length, self.config.num_heads, self.config.head_dim, self.dtype)
         return {"decoder": (cache,) * self.config.decoder_layers}
 

@@ -278,6 +278,15 @@ class AnyModule(nnx.Module):
         batch: tokens, positions, int32 [B, T]."""
         raise NotImplementedError
 
+    def encode(self, batch: dict) -> jax.Array:
+        """Of a model that reads a source: encoder_tokens, encoder_segment_ids (1 for text, 0 for padding) int32 [B, S]
+        -> [B, S, D], which `extend` reads."""
+        raise NotImplementedError
+
+    def new_caches(self, num_rows: int, length: int) -> dict:
+        """Of a model that reads a source: empty caches for `extend`, with room for `length` tokens of each row."""
+        raise NotImplementedError
+
     def guess(self, depth: int, x_BTD: jax.Array, batch: dict, caches: dict) -> tuple[jax.Array, dict]:
         """Of a model with stacks that guess: runs number `depth` of these, from 1, which guesses the token depth + 1
         places after each of these tokens -> (its hidden states [B, T, D], {its name: its caches}).

@@ -22,7 +22,8 @@ from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import Flops, LayerConfig
 from megajax.layers.stack import merged_layers, rows_of_kind
 from megajax.layers.transform import LowPrecision, Transform, transforming
-from megajax.mesh.sharding import SHARING_AXES, WEIGHT_AXES, num_parts, weight_shardings
+from megajax.mesh.sharding import WEIGHT_AXES, num_parts, weight_shardings
+from megajax.models.counting import CountedParameter, counted_parameters
 from megajax.models.execution import ExecutionConfig
 from megajax.models.interface import NO_REGULARISERS, AnyModule, LossOptions, LossTerms, ModelConfig, Objective
 from megajax.ops.matmul import Float32Gradient
@@ -53,31 +54,6 @@ class Weights(NamedTuple):
 
     def merged(self) -> dict:
         return merge(*self)
-
-
-class CountedParameter(NamedTuple):
-    size: int
-    """Number of elements, without padding rows."""
-    record: Parameter
-    is_trained: bool
-    is_in_a_layer: bool
-    is_output: bool
-    """The matrix of the output layer: the head, or the tied vocabulary embedding."""
-    is_looked_up: bool
-    """The vocabulary embedding if it is not tied, so that only rows of it are read."""
-    num_experts: int
-    """Experts whose matrices it holds; 1 for other parameters."""
-    low_size: int
-    """Elements that are multiplied in a low-precision format (precision.recipe)."""
-
-    def split(self, sizes: Mapping[str, int], *, but: Collection[str] = ()) -> float:
-        """Elements per device on a mesh with axes of these sizes; the axes in `but` count as 1."""
-        return self.size / num_parts(self.record.axes, sizes, but=but)
-
-    def computed(self, sizes: Mapping[str, int]) -> float:
-        """Elements that a device computes with: gathered along the axes that share one copy of the weights; for
-        parameters of layers, those of all stages."""
-        return self.split(sizes, but=(*SHARING_AXES, "pipeline") if self.is_in_a_layer else SHARING_AXES)
 
 
 class Model:
@@ -284,46 +260,9 @@ class Model:
         return self.config.forward_flops(1).routed / 2 / max(sum(p.size for p in experts), 1)
 
     @functools.cached_property
-    def parameters(self) -> list["CountedParameter"]:
+    def parameters(self) -> list[CountedParameter]:
         """One entry per parameter, for counting bytes and FLOPs."""
-        rows_of = self.layer_rows
-        found = []
-        has_head = any(record.role == "head" for record in jax.tree.leaves(self.records))
-        leaves = jax.tree_util.tree_leaves_with_path(self.abstract_weights)
-        for (path, leaf), record in zip(leaves, jax.tree.leaves(self.records), strict=True):
-            name = name_of(path)
-            if record.role == "variable":
-                continue
-            stack = next((stack for stack in rows_of if name.startswith(f"{stack}.")), "")
-            rows = rows_of.get(stack)
-            is_vocabulary = record.role == "embedding" and "vocab" in record.axes
-            is_output = record.role == "head" or (is_vocabulary and not has_head)
-            if rows is None:
-                low_size = leaf.size if is_output and self.precision.head_recipe else 0
-            else:
-                low_size = leaf.size // rows.size * self._num_low_rows(stack, name.removeprefix(f"{stack}."), record)
-            found.append(
-                CountedParameter(
-                    size=leaf.size if rows is None else leaf.size // rows.size * int((rows >= 0).sum()),
-                    low_size=low_size,
-                    record=record,
-                    is_trained=name not in self._frozen,
-                    is_in_a_layer=rows is not None,
-                    is_output=is_output,
-                    is_looked_up=is_vocabulary and has_head,
-                    num_experts=dict(zip(record.axes, leaf.shape, strict=True)).get("experts", 1),
-                )
-            )
-        return found
-
-    def _num_low_rows(self, stack: str, name: str, record: Parameter) -> int:
-        """In how many layers the parameter of this name is multiplied in a low-precision format. stack: a key of
-        layer_rows."""
-        low = next((transform for transform in self.transforms if isinstance(transform, LowPrecision)), None)
-        if low is None or record.role != "matrix" or not low.takes(name, record):
-            return 0
-        number = len(self.config.stacks(self.execution)[stack.split(".")[0]])
-        return sum(row >= 0 and low.in_layer(row, number).is_active for row in self.layer_rows[stack].ravel().tolist())
+        return counted_parameters(self)
 
     def forward_flops(self, sequence_length: int) -> Flops:
         """FLOPs per token of the forward pass: those of the config, and of adapters."""

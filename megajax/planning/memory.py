@@ -125,7 +125,7 @@ def _kept_elements(layer: LayerConfig, sequence_length: int, mesh: MeshConfig) -
     return count({*saved.on_device, first} - set(saved.on_host)), count(saved.on_host)
 
 
-def _scores(model: Model, layers: tuple[LayerConfig, ...], sequence_length: int, *, on_gpu: bool) -> int:
+def _scores(model: Model, layers: tuple[LayerConfig, ...], sequence_length: int, *, on_gpu: bool) -> float:
     """Elements per token of the scores that plain attention materialises at a time."""
     is_plain = not on_gpu or model.precision.compute == "float32"
     found = [

@@ -245,7 +245,9 @@ def test_masks_are_filled_and_texts_embedded(trained, capsys):
     texts = ["--text=ab[MASK]d", "--text=[MASK] abc [MASK]"]
     first, second = lines_of(capsys, ["fill", f"--run={run_dir}", "--top_k=3", *texts])
     assert [len(first["masks"]), len(second["masks"])] == [1, 2]
-    encoder = TextEncoder(open_model(run_dir))
+    opened = open_model(run_dir)
+    encoder = TextEncoder(opened)
+    weights = opened.restore()
     special = encoder.special
     tokens = np.array([[special.cls_id, 97, 98, special.mask_id, 100, special.sep_id]], np.int32)
     batch = {
@@ -259,14 +261,14 @@ def test_masks_are_filled_and_texts_embedded(trained, capsys):
         h, _ = module.hidden(batch)
         return h, module.token_logits(h)
 
-    _, logits = outputs(encoder._params, batch)
+    _, logits = outputs(weights, batch)
     wanted = np.sort(np.asarray(jax.nn.softmax(logits[0, 3])))[::-1][:3]
     np.testing.assert_allclose([found["probability"] for found in first["masks"][0]], wanted, rtol=1e-5)
 
     np.testing.assert_allclose(encoder.embed(["ab[MASK]"], "cls").shape, (1, 16))
     tokens[0, 3] = ord("c")
     (record,) = lines_of(capsys, ["embed", f"--run={run_dir}", "--text=abcd", "--pooling=mean"])
-    h, _ = outputs(encoder._params, batch)
+    h, _ = outputs(weights, batch)
     np.testing.assert_allclose(record["embedding"], np.mean(h[0], axis=0), atol=1e-5)
 
 

@@ -206,7 +206,7 @@ class TwoStacks(AnyModule):
         self.norm = Norm(NORM, D, rngs=rngs)
         self.head = Linear((D,), (V,), ("embed", "vocab"), 0.2, rngs=rngs, role="head")
 
-    def _run(self, batch, caches, key):
+    def run(self, batch, caches, key):
         encoder_key, decoder_key = split_key(key)
         tokens = embed(self.embedding[...], batch["tokens"], self.dtype)
         read, encoder, first = self.encoder(tokens, {}, caches.get("encoder"), encoder_key)
@@ -214,7 +214,7 @@ class TwoStacks(AnyModule):
         return x, {"encoder": encoder, "decoder": decoder}, (first, second)
 
     def hidden(self, batch, key=None):
-        x, _, terms = self._run(batch, {}, key)
+        x, _, terms = self.run(batch, {}, key)
         return self.output(x), terms
 
     def output(self, x_BTD):
@@ -224,7 +224,7 @@ class TwoStacks(AnyModule):
         return dict(vocab_size=self.config.vocab_size)
 
     def extend(self, batch, caches):
-        x, caches, _ = self._run(batch, caches, None)
+        x, caches, _ = self.run(batch, caches, None)
         return x, caches
 
 
@@ -316,7 +316,7 @@ def test_family_generates_what_it_predicts_without_a_cache(family, trained):
         module = model.module(weights)
         if family == "hybrid":
             return module.logits(module.layers(module.embed(batch, None), module.block_inputs(batch))[0])
-        return module.logits(module._run(batch, {}, None)[0])
+        return module.logits(module.run(batch, {}, None)[0])
 
     for prompt, new in zip(prompts, found, strict=True):
         tokens = [*prompt, *new]

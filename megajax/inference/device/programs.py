@@ -7,7 +7,7 @@ stays on the device: a call can follow another one before the host has seen what
 """
 
 import math
-from typing import Any, Generic, NamedTuple, Protocol, cast
+from typing import Any, Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,18 +17,10 @@ from jax.sharding import PartitionSpec as P
 from megajax.inference.tokens.sampling import A, Logprobs, RowSampling, unpacked
 from megajax.layers.attention.kv_cache import Places, PoolSizes
 from megajax.mesh.sharding import constrain
+from megajax.models.interface import AnyModule
 from megajax.models.model import Model
 
 PIECE = 128  # prompt tokens whose logits exist at the same time
-
-
-class Generates(Protocol):
-    """What the engine asks of the module of a model (models/interface.py AnyModule)."""
-
-    def extend(self, batch: dict, caches: dict) -> tuple[jax.Array, dict]: ...
-    def logits(self, x_BTD: jax.Array) -> jax.Array: ...
-    def token_logits(self, h_BTD: jax.Array) -> jax.Array: ...
-    def guess(self, depth: int, x_BTD: jax.Array, batch: dict, caches: dict) -> tuple[jax.Array, dict]: ...
 
 
 class Rows(NamedTuple):
@@ -110,7 +102,7 @@ def decode(
     batch: DecodeBatch[jax.Array], chooser: Chooser[jax.Array], num_steps: jax.Array
 ) -> tuple[dict, Rows, Drawn]:  # fmt: skip
     """-> (caches, rows, Drawn with leading dims [max_steps, B], of which the first num_steps count)."""
-    module = cast(Generates, model.module(params))  # what check_generates says of the config
+    module = model.module(params)
     batch_size = batch.positions_B.shape[0]
     wants_logprobs = jnp.any(chooser.sampling.has_logprobs_B)
 
@@ -160,7 +152,7 @@ def prefill(
 
     wants_prompt: bool scalar; False: the last are zeros, at no cost.
     """
-    module = cast(Generates, model.module(params))  # what check_generates says of the config
+    module = model.module(params)
     arrays = (batch.slots_T, batch.positions_T, batch.rows_T)
     slots, positions, row_numbers = (a[None] for a in arrays)
     places = Places(slots, positions, row_numbers, batch.table_P[None], batch.lower_T[None], batch.upper_T[None])
@@ -188,7 +180,7 @@ def prefill(
     return caches, rows, _replicated(drawn), _replicated(of_prompt)
 
 
-def _prompt_logprobs(module: Generates, x_TD: jax.Array, vocab_size: int, targets_T: jax.Array) -> Logprobs:
+def _prompt_logprobs(module: AnyModule, x_TD: jax.Array, vocab_size: int, targets_T: jax.Array) -> Logprobs:
     length = x_TD.shape[0]
     piece = math.gcd(PIECE, length)
 
@@ -203,7 +195,7 @@ def _prompt_logprobs(module: Generates, x_TD: jax.Array, vocab_size: int, target
 
 
 def _choose(
-    module: Generates, x_B1D: jax.Array, vocab_size: int, positions_B: jax.Array, rows: Rows,
+    module: AnyModule, x_B1D: jax.Array, vocab_size: int, positions_B: jax.Array, rows: Rows,
     chooser: Chooser[jax.Array], wants_logprobs: jax.Array
 ) -> tuple[Drawn, Rows]:  # fmt: skip
     """Samples the tokens at positions_B -> (Drawn [B], rows that include them)."""
@@ -237,7 +229,7 @@ def _follows(rows_N: jax.Array, positions_N: jax.Array) -> jax.Array:
 
 
 def _guess(
-    module: Generates, sizes: PoolSizes, vocab_size: int, x_BTD: jax.Array, inputs: dict, follows_N: jax.Array,
+    module: AnyModule, sizes: PoolSizes, vocab_size: int, x_BTD: jax.Array, inputs: dict, follows_N: jax.Array,
     last_M: jax.Array, sampling: RowSampling[jax.Array], caches: dict
 ) -> tuple[jax.Array, dict]:  # fmt: skip
     """The tokens that may come after the next token of each sequence -> (int32 [M, num_guesses], caches).
@@ -271,7 +263,7 @@ def _coupled(logits_BV: jax.Array, positions_B: jax.Array, sampling: RowSampling
     )
 
 
-def _logits(module: Generates, x_B1D: jax.Array, vocab_size: int) -> jax.Array:
+def _logits(module: AnyModule, x_B1D: jax.Array, vocab_size: int) -> jax.Array:
     """float32 [B, V], only of ids that the tokenizer has."""
     return _finished(module.logits(x_B1D), vocab_size)
 
